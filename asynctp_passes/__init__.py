@@ -1,0 +1,1 @@
+"""asynctp: asynchronous tensor parallelism for torch.compile."""

@@ -1,0 +1,116 @@
+"""The vocabulary of the pass: frozen values that travel from `find` to `decide` to `rewrite`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from asynctp_passes.reasons import Refusal
+from asynctp_passes.shapes import GatherPlacement, ScatterPlacement
+
+__all__ = ["Candidate", "Collective", "Decision", "GatherChain", "Matmul", "ScaledOptions", "ScatterChain"]
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "other"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective node, read once.
+
+    `input → node → waits`; `group` is the FX argument (a name, or a node that carries a process group) and
+    `group_key` the name that identifies it.
+    """
+
+    node: fx.Node
+    kind: CollectiveKind
+    input: fx.Node | None
+    waits: tuple[fx.Node, ...] = ()
+    group: Any = ""
+    group_key: str = ""
+    group_size: int = 0
+    reduce_op: str = ""
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The nodes whose value is the collective's result: itself and its waits."""
+        return (self.node, *self.waits)
+
+
+@dataclass(frozen=True)
+class ScaledOptions:
+    """What makes a matmul a scaled (fp8) one; scales are tensorwise (one number) or rowwise ([M, 1] and [1, N])."""
+
+    a_scale: fx.Node
+    b_scale: fx.Node
+    out_dtype: torch.dtype
+    use_fast_accum: bool
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One `mm`, `addmm` or `_scaled_mm` node: `out[M, N] = a[M, K] @ b[K, N] (+ bias[N])`."""
+
+    node: fx.Node
+    a: fx.Node
+    b: fx.Node
+    bias: fx.Node | None = None
+    scaled: ScaledOptions | None = None
+
+    @property
+    def operands(self) -> tuple[fx.Node, ...]:
+        """Every input but `a`."""
+        scales = () if self.scaled is None else (self.scaled.a_scale, self.scaled.b_scale)
+        return tuple(node for node in (self.b, self.bias, *scales) if node is not None)
+
+
+@dataclass(frozen=True)
+class GatherChain:
+    """`shard → all_gather → wait → view* → matmul+`: one gather and the matmuls that take it as their left operand.
+
+    All matmuls share `placement`, and the options of a scaled matmul. `views` lie between the wait and the
+    operands; `saved` tells that the gathered tensor has users besides the matmuls. `scale` is the gather that
+    brings the rowwise scale of the shard, when the program gathers it too.
+    """
+
+    collective: Collective
+    shard: fx.Node
+    matmuls: tuple[Matmul, ...]
+    placement: GatherPlacement
+    views: tuple[fx.Node, ...]
+    saved: bool
+    scale: Collective | None = None
+
+
+@dataclass(frozen=True)
+class ScatterChain:
+    """`(matmul → view* →) sum → view* → reduce_scatter → wait`: the matmuls whose sum is scattered."""
+
+    collective: Collective
+    matmuls: tuple[Matmul, ...]
+    placement: ScatterPlacement
+    views: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A collective and what `find` could prove about it: a chain, or the refusals met on the way.
+
+    `joins` is the data gather whose chain this collective, a gather of scales, is part of.
+    """
+
+    collective: Collective
+    chain: GatherChain | ScatterChain | None
+    refusals: tuple[Refusal, ...] = ()
+    nodes: tuple[fx.Node, ...] = ()
+    joins: Collective | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The outcome for one candidate: `refusal is None` means FUSED."""
+
+    candidate: Candidate
+    refusal: Refusal | None

@@ -1,0 +1,170 @@
+"""The checks a candidate must pass, as one table. Each is named for the good case and returns why it is not so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from asynctp_passes import reasons
+from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions
+from asynctp_passes.config import Config
+from asynctp_passes.cost import cost_of
+from asynctp_passes.fxview import tensor_of
+from asynctp_passes.reasons import Refusal
+
+__all__ = ["CHECKS", "Check", "Context"]
+
+_PLAIN_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
+_FP8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
+_OUT_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
+_DEVICES = {"cuda", "cpu"}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What checks know besides the candidate.
+
+    Attributes:
+        config: The configuration.
+        tensor_parallel: Names of groups with at least one chain, proven or refused, around a left operand or a
+            product; a group without one gathers parameters, not activations.
+        segments: Number of in-place operations before each node.
+    """
+
+    config: Config
+    tensor_parallel: frozenset[str]
+    segments: dict[fx.Node, int]
+
+
+Check = Callable[[Candidate, Context], Refusal | None]
+
+
+def group_has_several_ranks(candidate: Candidate, context: Context) -> Refusal | None:
+    collective = candidate.collective
+    one = collective.kind in ("all_gather", "reduce_scatter") and collective.group_size == 1
+    return Refusal(reasons.SINGLE_RANK, collective.group_key) if one else None
+
+
+def collective_in_scope(candidate: Candidate, context: Context) -> Refusal | None:
+    """Refusals that put a candidate out of scope come before the question of its group."""
+    refusal = _first(candidate)
+    return refusal if refusal is not None and not refusal.reason.in_scope else None
+
+
+def group_enrolled(candidate: Candidate, context: Context) -> Refusal | None:
+    groups, key = context.config.groups, candidate.collective.group_key
+    if candidate.collective.kind == "other":
+        return None
+    if groups == "auto":
+        refusal = _first(candidate)
+        weights = refusal is not None and refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND
+        if weights and key not in context.tensor_parallel:
+            return Refusal(reasons.WEIGHT_GATHER, f"group {key}")
+        return None
+    return None if key in groups else Refusal(reasons.GROUP_NOT_ENROLLED, f"group {key} of {', '.join(groups)}")
+
+
+def chain_proven(candidate: Candidate, context: Context) -> Refusal | None:
+    return _first(candidate)
+
+
+def reduce_op_supported(candidate: Candidate, context: Context) -> Refusal | None:
+    collective = candidate.collective
+    wrong = collective.kind == "reduce_scatter" and collective.reduce_op not in ("sum", "avg")
+    return Refusal(reasons.REDUCE_OP_UNSUPPORTED, f"{collective.reduce_op!r}") if wrong else None
+
+
+def nothing_mutated_in_between(candidate: Candidate, context: Context) -> Refusal | None:
+    numbers = {context.segments[node] for node in candidate.nodes}
+    return Refusal(reasons.MUTATED_IN_BETWEEN, candidate.collective.node.name) if len(numbers) > 1 else None
+
+
+def device_supported(candidate: Candidate, context: Context) -> Refusal | None:
+    value = tensor_of(candidate.collective.node)
+    device = value.device.type if value is not None else "?"
+    return None if device in _DEVICES else Refusal(reasons.DEVICE_UNSUPPORTED, device)
+
+
+def dtype_supported(candidate: Candidate, context: Context) -> Refusal | None:
+    for matmul in _matmuls(candidate):
+        a, b, out = tensor_of(matmul.a), tensor_of(matmul.b), tensor_of(matmul.node)
+        if a is None or b is None or out is None:
+            return Refusal(reasons.SHAPE_UNKNOWN, matmul.node.name)
+        plain = matmul.scaled is None and a.dtype == b.dtype == out.dtype and a.dtype in _PLAIN_DTYPES
+        scaled = matmul.scaled is not None and {a.dtype, b.dtype} <= _FP8_DTYPES and out.dtype in _OUT_DTYPES
+        if not (plain or scaled):
+            return Refusal(reasons.DTYPE_UNSUPPORTED, f"{matmul.node.name}: {a.dtype} @ {b.dtype} -> {out.dtype}")
+    return None
+
+
+def scales_supported(candidate: Candidate, context: Context) -> Refusal | None:
+    for matmul in _matmuls(candidate):
+        if matmul.scaled is not None and not _scales_match(matmul, matmul.scaled):
+            shapes = [_shape(matmul.scaled.a_scale), _shape(matmul.scaled.b_scale)]
+            return Refusal(reasons.SCALES_UNSUPPORTED, f"{matmul.node.name}: scales {shapes[0]} and {shapes[1]}")
+    return None
+
+
+def above_threshold(candidate: Candidate, context: Context) -> Refusal | None:
+    config = context.config
+    if candidate.chain is None or not (config.min_bytes or config.min_flops):
+        return None
+    cost = cost_of(candidate.chain)
+    if cost.comm_bytes is not None and cost.comm_bytes < config.min_bytes:
+        return Refusal(reasons.BELOW_THRESHOLD, f"{cost.comm_bytes} bytes < min_bytes={config.min_bytes}")
+    if cost.flops is not None and cost.flops < config.min_flops:
+        return Refusal(reasons.BELOW_THRESHOLD, f"{cost.flops} operations < min_flops={config.min_flops}")
+    return None
+
+
+CHECKS: tuple[Check, ...] = (
+    group_has_several_ranks,
+    collective_in_scope,
+    group_enrolled,
+    reduce_op_supported,
+    chain_proven,
+    nothing_mutated_in_between,
+    device_supported,
+    dtype_supported,
+    scales_supported,
+    above_threshold,
+)
+
+
+def _first(candidate: Candidate) -> Refusal | None:
+    return candidate.refusals[0] if candidate.refusals else None
+
+
+def _matmuls(candidate: Candidate) -> tuple[Matmul, ...]:
+    return () if candidate.chain is None else candidate.chain.matmuls
+
+
+def _scales_match(matmul: Matmul, scaled: ScaledOptions) -> bool:
+    """True for one number each, or a scale per row of A [M, 1] and per column of B [1, N]."""
+    a_scale, b_scale, out = tensor_of(scaled.a_scale), tensor_of(scaled.b_scale), tensor_of(matmul.node)
+    if a_scale is None or b_scale is None or out is None:
+        return False
+    if a_scale.dtype != torch.float32 or b_scale.dtype != torch.float32:
+        return False
+    if _is_one(a_scale) and _is_one(b_scale):
+        return True
+    rowwise_a = a_scale.dim() == 2 and str(a_scale.shape[0]) == str(out.shape[0]) and a_scale.shape[1] == 1
+    rowwise_b = b_scale.dim() == 2 and b_scale.shape[0] == 1 and str(b_scale.shape[1]) == str(out.shape[1])
+    return rowwise_a and rowwise_b
+
+
+def _is_one(scale: torch.Tensor) -> bool:
+    return all(isinstance(size, int) and size == 1 for size in scale.shape)
+
+
+def _shape(node: fx.Node) -> list[object]:
+    value = tensor_of(node)
+    return [] if value is None else list(value.shape)
+
+
+def is_gather(candidate: Candidate) -> bool:
+    """True for a candidate with a gather chain."""
+    return isinstance(candidate.chain, GatherChain)

@@ -1,0 +1,147 @@
+"""The `asynctp` command.
+
+Exit codes: 0 done; 1 it ran and the answer is no (the demo's curves disagree, or a collective was not fused);
+2 it could not run (bad arguments, an unreadable file, a missing compiler); 3 a rank of the demo failed;
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from asynctp_passes.reasons import CATALOGUE, Reason, catalogue_markdown
+from asynctp_passes.report import Report
+
+__all__ = ["main"]
+
+_EPILOG = (
+    "exit codes: 0 done; 1 the demo's curves disagree or a collective was not fused; 2 could not run; "
+    "3 a rank failed; 130 interrupted"
+)
+
+
+class UsageError(Exception):
+    """The command cannot do what it was asked; the message says why and what to do."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: The command line without the program's name; `sys.argv[1:]` when None.
+
+    Returns:
+        The exit code.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except UsageError as error:
+        print(f"asynctp: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        sys.stderr.close()
+        return 0
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asynctp", description="Asynchronous tensor parallelism for torch.compile.", epilog=_EPILOG
+    )
+    parser.add_argument("--version", action="version", version=f"asynctp-passes {_version()}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="train a small model with and without asynctp on this machine")
+    demo.add_argument("--steps", type=int, default=60, help="training steps of each run (default: %(default)s)")
+    demo.add_argument("--ranks", type=int, help="processes: 2, 4 or 8 (default: one a GPU, 2 without GPUs)")
+    demo.add_argument("--out", type=Path, default=Path("asynctp-out"), help="folder to write to (default: %(default)s)")
+    demo.set_defaults(run=_demo)
+
+    reasons = commands.add_parser("reasons", help="explain why a chain was not fused")
+    reasons.add_argument("code", nargs="?", metavar="CODE", help="a code or a name, as ATP112 or MATMUL_ALL_REDUCE")
+    reasons.add_argument("--markdown", action="store_true", help="print the reference page of all reasons")
+    reasons.set_defaults(run=_reasons)
+
+    report = commands.add_parser("report", help="print the reports that Config.report_file collected")
+    report.add_argument("file", type=Path, metavar="FILE.jsonl", help="one report a line")
+    report.add_argument("--json", action="store_true", help="print one JSON array instead")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("asynctp-passes")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from asynctp_passes.demo import DemoError, RankError, run_demo  # imports torch.distributed: slow
+
+    try:
+        return 0 if run_demo(options.steps, options.ranks, options.out) else 1
+    except (DemoError, OSError) as error:
+        raise UsageError(f"demo: {error}") from error
+    except RankError as error:
+        print(f"asynctp: demo: {error}", file=sys.stderr)
+        return 3
+
+
+def _reasons(options: argparse.Namespace) -> int:
+    if options.markdown:
+        print(catalogue_markdown(), end="")
+        return 0
+    for reason in _selected(options.code):
+        outcome = "MISSED" if reason.in_scope else "SKIPPED"
+        print(f"{reason.code} {reason.name} ({outcome})\n    {reason.text}\n    remedy: {reason.hint}")
+    return 0
+
+
+def _selected(code: str | None) -> list[Reason]:
+    reasons = sorted(CATALOGUE.values(), key=lambda reason: reason.code)
+    if code is None:
+        return reasons
+    selected = [reason for reason in reasons if code.upper() in (reason.code, reason.name)]
+    if not selected:
+        raise UsageError(f"reasons: {code!r} is no code; 'asynctp reasons' lists all of them")
+    return selected
+
+
+def _report(options: argparse.Namespace) -> int:
+    reports = _read_reports(options.file)
+    if options.json:
+        print(json.dumps([json.loads(report.to_json()) for report in reports], indent=2))
+    else:
+        print("\n\n".join(str(report) for report in reports) or f"{options.file} holds no report")
+    return 0
+
+
+def _read_reports(path: Path) -> list[Report]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"report: cannot read {path}: {error}") from error
+    reports = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            reports.append(Report.from_json(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(
+                f"report: {path}:{number} is not a report ({error}); the file must be one written by report_file"
+            ) from error
+    return reports
+
+
+if __name__ == "__main__":
+    sys.exit(main())

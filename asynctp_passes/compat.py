@@ -1,0 +1,154 @@
+"""The only file that touches private torch APIs. It probes for features and does not compare versions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+
+# --- used by reference and ops ------------------------------------------------------------------------
+def _c10d() -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d
+
+
+def resolve_process_group(name: str) -> Any:
+    """The ProcessGroup registered under a name.
+
+    Raises:
+        RuntimeError: No group has this name (torch's own message).
+    """
+    return _c10d()._resolve_process_group(name)
+
+
+def process_group_size(group: Any) -> int:
+    """Ranks in a group given by name or as ProcessGroup; torch.compile can trace this call."""
+    size: int = _c10d()._get_group_size_by_name(group)
+    return size
+
+
+def exact_strides_tag() -> torch.Tag:
+    """The tag that makes Inductor pass an op's inputs with the strides they have in the traced program."""
+    tag: torch.Tag = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+    return tag
+
+
+def scaled_mm(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """`torch._scaled_mm` of 2-D operands: `b` column-major, fast accumulation if `fast`."""
+    return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+# --- symbolic sizes -----------------------------------------------------------------------------------
+
+
+def expression(size: torch.SymInt) -> sympy.Expr:
+    """The sympy expression of a SymInt, with what its shape environment has replaced since."""
+    node = size.node
+    shape_env = getattr(node, "shape_env", None)
+    return node.expr if shape_env is None else shape_env.replace(node.expr)
+
+
+def statically_known_multiple(size: torch.SymInt, count: int) -> bool:
+    """True when guards that exist already establish `size % count == 0`; adds none."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(size % count == 0))
+
+
+def is_floor_division(expr: sympy.Expr) -> bool:
+    """True for torch's own `a // b` in sympy."""
+    return type(expr).__name__ in ("FloorDiv", "CleanDiv")
+
+
+@contextlib.contextmanager
+def without_guards(fake: torch.Tensor) -> Iterator[None]:
+    """Compute with fake tensors of the mode `fake` belongs to, recording no guard."""
+    mode = getattr(fake, "fake_mode", None)
+    with contextlib.ExitStack() as stack:
+        if mode is not None:
+            stack.enter_context(mode)
+            if mode.shape_env is not None:
+                stack.enter_context(mode.shape_env.suppress_guards())
+        yield
+
+
+# --- Inductor -----------------------------------------------------------------------------------------
+
+
+def custom_graph_pass_base() -> type:
+    """Inductor's base class of custom graph passes."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    return CustomGraphPass
+
+
+def has_folded_output_scale(node: fx.Node) -> bool:
+    """True for a scaled matmul into which torch 2.15 has folded a multiplication of its output."""
+    return bool(node.meta.get("inductor_folded_scaled_mm_output_scale"))
+
+
+def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """Compile a graph with Inductor under configuration patches (the backward graph too)."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[no-any-return,arg-type]
+
+
+def inductor_mode_options(mode: str | None) -> dict[str, Any]:
+    """The Inductor options that a torch.compile mode stands for."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode)) if mode and mode != "default" else {}
+
+
+def inductor_option_names() -> set[str]:
+    """The names of all Inductor options."""
+    from torch._inductor import config
+
+    return set(config.get_config_copy())
+
+
+def inductor_option(name: str) -> Any:
+    """The current value of an Inductor option."""
+    from torch._inductor import config
+
+    return getattr(config, name)
+
+
+def compile_name() -> str:
+    """The name of the compile under way (`"graph 0/0"`), or `"graph"` outside one."""
+    from torch._guards import CompileContext
+
+    compile_id = CompileContext.current_compile_id()
+    return f"graph {compile_id}" if compile_id is not None else "graph"
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Emit a structured-trace artifact, which TORCH_TRACE records and tlparse shows."""
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload, expect_trace_id=False
+    )
+
+
+# --- process groups -----------------------------------------------------------------------------------
+
+
+def group_name_of(value: Any) -> str:
+    """The name of a process group given as a name, a ProcessGroup, or a fake script object around one."""
+    if isinstance(value, str):
+        return value
+    real = getattr(value, "real_obj", value)
+    try:
+        return str(real.group_name)
+    except (AttributeError, RuntimeError):
+        return ""

@@ -1,0 +1,169 @@
+"""Configuration: one frozen, validated object, and the only place that reads the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["Config", "ConfigError"]
+
+Strict = Literal["off", "zero", "all"]
+_STRICT_LEVELS = ("off", "zero", "all")
+_CPU_IMPLEMENTATIONS = ("reference", "interpreted")
+_ENVIRONMENT_PREFIX = "ASYNCTP_"
+
+
+class ConfigError(ValueError):
+    """A configuration value is out of range; the message names the value, the limit and the remedy."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to fuse, how strict to be, and where reports go. Frozen, hashable and picklable.
+
+    Attributes:
+        groups: `"auto"` (every process group with an all-gather→matmul or matmul→reduce-scatter chain), or
+            the enrolled groups: names, ProcessGroups or one-dimensional DeviceMeshes. They are kept as
+            names, so a Config never holds a process group.
+        strict: `"off"` never raises. `"zero"` (default) raises when a graph has chains in scope and not one
+            was fused. `"all"` raises on any MISSED chain.
+        expect: Minimum number of fused chains in each graph that has chains in scope; fewer raise.
+        min_bytes: Chains whose collective moves fewer bytes per rank are SKIPPED. Default 0: none.
+        min_flops: Chains whose matmuls do fewer floating-point operations per rank are SKIPPED. Default 0.
+        log: Log a line per chain (MISSED as warning, the others as info).
+        trace: Emit each report as a structured-trace artifact, which tlparse shows.
+        report_file: Append each report to this file as one line of JSON; None writes none.
+        graph_dir: Write a page with the graph before and after, chains coloured by outcome, into this folder
+            for every compiled graph; None writes none.
+        cpu_implementation: What the fused ops run on CPU tensors: `"reference"` (plain collectives and
+            matmuls), or `"interpreted"` (the Triton kernels under TRITON_INTERPRET=1; for tests, slow).
+
+    Every field can also be set by an environment variable: `ASYNCTP_` and its name in capitals; an explicit
+    argument of `Config.from_options` wins over the environment.
+
+    Raises:
+        ConfigError: A value has the wrong type or is out of range.
+    """
+
+    groups: Any = "auto"
+    strict: Strict = "zero"
+    expect: int = 0
+    min_bytes: int = 0
+    min_flops: int = 0
+    log: bool = True
+    trace: bool = True
+    report_file: str | None = None
+    graph_dir: str | None = None
+    cpu_implementation: Literal["reference", "interpreted"] = "reference"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", _group_names(self.groups))
+        _require(self.strict in _STRICT_LEVELS, "strict", self.strict, f"one of {_STRICT_LEVELS}")
+        _require(
+            self.cpu_implementation in _CPU_IMPLEMENTATIONS,
+            "cpu_implementation",
+            self.cpu_implementation,
+            f"one of {_CPU_IMPLEMENTATIONS}",
+        )
+        for name in ("expect", "min_bytes", "min_flops"):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, int) and not isinstance(value, bool) and value >= 0, name, value, "an integer >= 0"
+            )
+        for name in ("log", "trace"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        for name in ("report_file", "graph_dir"):
+            value = getattr(self, name)
+            if value is not None:
+                _require(isinstance(value, str | os.PathLike) and bool(str(value)), name, value, "a path, or None")
+                object.__setattr__(self, name, str(value))
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """The names of all fields, which are also the option names of the backend."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
+        """Build a Config from explicit options over `ASYNCTP_*` variables over the defaults.
+
+        Args:
+            options: Field values by name.
+            environ: The environment to read; `os.environ` when None.
+
+        Raises:
+            ConfigError: An unknown option, an unknown `ASYNCTP_*` variable, or a bad value.
+        """
+        values = _from_environment(os.environ if environ is None else environ)
+        for name, value in (options or {}).items():
+            _require(name in cls.field_names(), "option", name, f"one of {cls.field_names()}")
+            values[name] = value
+        return cls(**values)
+
+    def digest(self) -> str:
+        """A hash of the values that influence generated code (report sinks do not)."""
+        sinks = {"log", "trace", "report_file", "graph_dir"}
+        values = {name: getattr(self, name) for name in self.field_names() if name not in sinks}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _require(condition: bool, name: str, value: object, limit: str) -> None:
+    if not condition:
+        raise ConfigError(f"asynctp: {name}={value!r} is not valid; it must be {limit}")
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Read `ASYNCTP_<FIELD>` variables; unknown names are errors, so that a typo is not silently ignored."""
+    values: dict[str, Any] = {}
+    for key, text in environ.items():
+        if not key.startswith(_ENVIRONMENT_PREFIX):
+            continue
+        name = key[len(_ENVIRONMENT_PREFIX) :].lower()
+        known = Config.field_names()
+        _require(name in known, "environment variable", key, f"{_ENVIRONMENT_PREFIX} and one of {known}")
+        values[name] = _parse(key, name, text)
+    return values
+
+
+def _parse(key: str, name: str, text: str) -> Any:
+    if name in ("expect", "min_bytes", "min_flops"):
+        try:
+            return int(text)
+        except ValueError:
+            raise ConfigError(f"asynctp: {key}={text!r} is not valid; it must be an integer >= 0") from None
+    if name in ("log", "trace"):
+        words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+        _require(text.lower() in words, key, text, f"one of {tuple(words)}")
+        return words[text.lower()]
+    if name == "groups" and text != "auto":
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if name in ("report_file", "graph_dir"):
+        return text or None
+    return text
+
+
+def _group_names(groups: Any) -> str | tuple[str, ...]:
+    """Normalize `groups` to "auto" or a sorted tuple of group names."""
+    if groups == "auto":
+        return "auto"
+    members = groups if isinstance(groups, tuple | list | set | frozenset) else (groups,)
+    names = tuple(sorted({_group_name(member) for member in members}))
+    _require(bool(names), "groups", groups, '"auto" or at least one group')
+    return names
+
+
+def _group_name(group: Any) -> str:
+    if isinstance(group, str):
+        _require(bool(group), "groups", group, "a non-empty group name")
+        return group
+    if hasattr(group, "group_name"):
+        return str(group.group_name)
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        _require(group.ndim == 1, "groups", group, 'a mesh of one dimension (slice it first: mesh["tp"])')
+        return str(group.get_group().group_name)
+    raise ConfigError(f"asynctp: groups has {group!r}; it must hold group names, ProcessGroups or DeviceMeshes")

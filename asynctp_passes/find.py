@@ -1,0 +1,609 @@
+"""Find chains: every collective of a graph, with a proven chain around it or the reasons why there is none. Pure.
+
+    gather    shard → all_gather → wait → view* → {mm, addmm, _scaled_mm}+
+    scatter   {mm, addmm, _scaled_mm}+ → view* → (add → view*)* → reduce_scatter → wait
+
+Structure is proven by `shapes` on maps that `views.follow` carries; no spelling of a view chain is enumerated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat, reasons
+from asynctp_passes.chain import (
+    Candidate,
+    Collective,
+    CollectiveKind,
+    GatherChain,
+    Matmul,
+    ScaledOptions,
+    ScatterChain,
+)
+from asynctp_passes.fxview import Sizes, arguments, descendants, op_name, tensor_of
+from asynctp_passes.reasons import Refusal
+from asynctp_passes.shapes import GatherPlacement, IndexMap, locate_gather, locate_scatter, product, same
+from asynctp_passes.views import Flow, follow, is_view
+
+__all__ = ["find", "is_matmul", "read_collectives"]
+
+_COLLECTIVES: dict[str, CollectiveKind] = {
+    "_c10d_functional.all_gather_into_tensor.default": "all_gather",
+    "_c10d_functional.reduce_scatter_tensor.default": "reduce_scatter",
+    "_c10d_functional.all_reduce.default": "all_reduce",
+    "_c10d_functional.all_reduce_.default": "all_reduce",
+}
+_WAIT = "_c10d_functional.wait_tensor.default"
+_MATMULS = {"aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default"}
+_OTHER_MATMULS = {
+    "aten.mm.dtype",
+    "aten.addmm.dtype",
+    "aten.bmm.default",
+    "aten.bmm.dtype",
+    "aten.baddbmm.default",
+    "aten.matmul.default",
+    "aten.linear.default",
+    "aten._int_mm.default",
+    "aten._addmm_activation.default",
+    "aten._scaled_mm_v2.default",
+    "aten._grouped_mm.default",
+    "aten._scaled_grouped_mm.default",
+    "aten._scaled_grouped_mm_v2.default",
+    "aten._weight_int8pack_mm.default",
+    "aten.einsum.default",
+}
+_REDUCTIONS = {"aten.amax", "aten.amin", "aten.max", "aten.sum", "aten.mean", "aten.var_mean", "aten.var"}
+
+
+def is_matmul(node: fx.Node) -> bool:
+    """True for every op that multiplies matrices, whether asynctp rewrites it or not."""
+    return op_name(node) in _MATMULS or op_name(node) in _OTHER_MATMULS
+
+
+def find(graph: fx.Graph) -> list[Candidate]:
+    """One candidate per collective, in graph order. Does not change the graph."""
+    collectives = read_collectives(graph)
+    scene = _Scene(graph, collectives)
+    gathers = _gathers(scene)
+    scatters = _scatters(scene, {matmul.node for c in gathers.values() if c.chain for matmul in c.chain.matmuls})
+    found = {**gathers, **scatters}
+    return [found.get(collective.node) or _other(scene, collective) for collective in collectives]
+
+
+# --- reading collectives and matmuls ---------------------------------------------------------------------
+def read_collectives(graph: fx.Graph) -> list[Collective]:
+    """Every collective of the graph, in order; custom ops that look like one included (kind `"other"`)."""
+    return [collective for node in graph.nodes if (collective := _read_collective(node)) is not None]
+
+
+def _read_collective(node: fx.Node) -> Collective | None:
+    name = op_name(node)
+    if name in _COLLECTIVES:
+        values = arguments(node)
+        group = values["group_name"]
+        return Collective(
+            node=node,
+            kind=_COLLECTIVES[name],
+            input=values.get("input", values.get("self")),
+            waits=tuple(user for user in node.users if op_name(user) == _WAIT),
+            group=group,
+            group_key=_group_key(group),
+            group_size=values.get("group_size", 0),
+            reduce_op=values.get("reduce_op", ""),
+        )
+    return Collective(node, "other", _first_tensor(node)) if _looks_collective(name) else None
+
+
+def _looks_collective(name: str) -> bool:
+    if name == _WAIT or name.startswith(("aten.", "prims.", "asynctp.")):
+        return False
+    words = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "allgather", "allreduce", "reducescatter")
+    return name.startswith("_c10d_functional.") or any(word in name for word in words)
+
+
+def _group_key(group: Any) -> str:
+    if isinstance(group, fx.Node):
+        return compat.group_name_of(group.meta.get("val")) or f"%{group.name}"
+    return compat.group_name_of(group)
+
+
+def _first_tensor(node: fx.Node) -> fx.Node | None:
+    return next((argument for argument in node.all_input_nodes if tensor_of(argument) is not None), None)
+
+
+def _read_matmul(node: fx.Node) -> Matmul | Refusal:
+    """Read a matmul node by its schema, or say why its form is not rewritten."""
+    name = op_name(node)
+    if name not in _MATMULS:
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}")
+    values = arguments(node)
+    if name == "aten.addmm.default":
+        return _read_addmm(node, values)
+    if name == "aten._scaled_mm.default":
+        return _read_scaled(node, values)
+    return Matmul(node, values["self"], values["mat2"])
+
+
+def _read_addmm(node: fx.Node, values: dict[str, Any]) -> Matmul | Refusal:
+    bias, out = tensor_of(values["self"]), tensor_of(node)
+    if values["alpha"] != 1 or values["beta"] != 1:
+        return Refusal(reasons.ADDMM_SCALED, f"{node.name}: alpha={values['alpha']}, beta={values['beta']}")
+    if bias is None or out is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, node.name)
+    if not _is_row(bias, out):
+        return Refusal(reasons.ADDMM_SCALED, f"{node.name}: the bias has shape {list(bias.shape)}")
+    return Matmul(node, values["mat1"], values["mat2"], bias=values["self"])
+
+
+def _is_row(bias: torch.Tensor, out: torch.Tensor) -> bool:
+    """True for a bias [N] or [1, N] of an output [M, N]."""
+    width = bias.shape[-1] if bias.dim() in (1, 2) else None
+    lines = bias.shape[0] if bias.dim() == 2 else 1
+    return isinstance(lines, int) and lines == 1 and width is not None and _identical(width, out.shape[-1])
+
+
+def _identical(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
+        return bool(same(compat.expression(a), compat.expression(b)))
+    return isinstance(a, int) and isinstance(b, int) and a == b
+
+
+def _read_scaled(node: fx.Node, values: dict[str, Any]) -> Matmul | Refusal:
+    out = tensor_of(node)
+    if out is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, node.name)
+    if values["scale_result"] is not None or compat.has_folded_output_scale(node):
+        return Refusal(reasons.RESULT_SCALED, node.name)
+    scaled = ScaledOptions(values["scale_a"], values["scale_b"], out.dtype, bool(values["use_fast_accum"]))
+    return Matmul(node, values["self"], values["mat2"], values["bias"], scaled)
+
+
+# --- what all searches share ------------------------------------------------------------------------------
+class _Scene:
+    """A graph being searched: its nodes in order, sizes, and the flow of every gather."""
+
+    def __init__(self, graph: fx.Graph, collectives: Sequence[Collective]) -> None:
+        self.graph = graph
+        self.collectives = collectives
+        self.sizes = Sizes(graph, (c.group_size for c in collectives))
+        self.order = {node: index for index, node in enumerate(graph.nodes)}
+        self.flows = {c.node: self._flow(c) for c in collectives if c.kind == "all_gather"}
+
+    def _flow(self, gather: Collective) -> Flow | Refusal:
+        """Index maps from a gathered tensor on, or why nothing can be said about it."""
+        whole, shard = tensor_of(gather.node), tensor_of(gather.input)
+        if whole is None or shard is None:
+            return Refusal(reasons.SHAPE_UNKNOWN, gather.node.name)
+        sizes, shard_numel = self.sizes.of(whole), product(self.sizes.of(shard))
+        if not same(product(sizes), shard_numel * gather.group_size):
+            return Refusal(reasons.SIZES_NOT_PROVEN, f"{list(sizes)} is not {gather.group_size} shards")
+        return follow(self.graph.nodes, {gather.node: IndexMap.identity(sizes)}, self.sizes)
+
+    def sorted(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+        """Nodes in graph order, without repetition."""
+        return tuple(sorted(set(nodes), key=self.order.__getitem__))
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Reading a size is no use of the values."""
+    return op_name(node) in ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
+
+
+# --- gather side ------------------------------------------------------------------------------------------
+def _gathers(scene: _Scene) -> dict[fx.Node, Candidate]:
+    """Candidates of all gathers; a gather of scales joins the chain whose data it scales."""
+    found = {c.node: _gather(scene, c) for c in scene.collectives if c.kind == "all_gather"}
+    for node, refusal in _cycles(scene, found).items():
+        found[node] = replace(found[node], chain=None, refusals=(refusal,))
+    for candidate in list(found.values()):
+        chain = candidate.chain
+        if isinstance(chain, GatherChain) and chain.scale is not None:
+            scale = found[chain.scale.node]
+            found[chain.scale.node] = replace(scale, joins=chain.collective, nodes=candidate.nodes, refusals=())
+    return found
+
+
+def _gather(scene: _Scene, gather: Collective) -> Candidate:
+    flow = scene.flows[gather.node]
+    if isinstance(flow, Refusal):
+        return Candidate(gather, None, (flow,), (gather.node,))
+    consumers, refusals = _consumers(scene, gather, flow)
+    if not consumers:
+        refusals = refusals or _near_gather(gather, flow)
+        return Candidate(gather, None, tuple(refusals), scene.sorted(gather.results))
+    chain = _gather_chain(scene, gather, flow, consumers)
+    scale = () if chain.scale is None else chain.scale.results
+    nodes = scene.sorted([*gather.results, *scale, *chain.views, *(matmul.node for matmul in chain.matmuls)])
+    return Candidate(gather, chain, (), nodes)
+
+
+Consumer = tuple[Matmul, GatherPlacement]
+
+
+def _consumers(scene: _Scene, gather: Collective, flow: Flow) -> tuple[list[Consumer], list[Refusal]]:
+    """Matmuls whose left operand is proven to be the gathered tensor, and why others are not."""
+    later = descendants(gather.results, through=lambda node: not _is_size(node))
+    shard = tensor_of(gather.input)
+    assert shard is not None
+    shard_numel = product(scene.sizes.of(shard))
+    consumers: list[Consumer] = []
+    refusals: list[Refusal] = []
+    for node in scene.graph.nodes:
+        if not is_matmul(node) or not any(flow.has(argument) for argument in node.all_input_nodes):
+            continue
+        matmul = _read_matmul(node)
+        if isinstance(matmul, Refusal):
+            refusals.append(matmul)
+        elif matmul.a not in flow.maps:
+            if matmul.b in flow.maps:
+                refusals.append(Refusal(reasons.GATHER_IS_RIGHT_OPERAND, node.name))
+        elif any(operand in later for operand in matmul.operands):
+            refusals.append(Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, node.name))
+        else:
+            placement = locate_gather(flow.maps[matmul.a], shard_numel, gather.group_size)
+            if isinstance(placement, Refusal):
+                refusals.append(Refusal(placement.reason, f"{node.name}: {placement.facts}"))
+            else:
+                consumers.append((matmul, placement))
+    return consumers, sorted(refusals, key=_informative)
+
+
+def _informative(refusal: Refusal) -> int:
+    """Refusals about a left operand say more than one about a right operand."""
+    return int(refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND)
+
+
+def _gather_chain(scene: _Scene, gather: Collective, flow: Flow, consumers: Sequence[Consumer]) -> GatherChain:
+    """Take the consumers that one fused op can serve: those like the one with the most work."""
+    lead, placement = max(consumers, key=lambda consumer: _preference(scene, consumer))
+    chosen = [matmul for matmul, place in consumers if place == placement and _alike(matmul, lead)]
+    fused = {matmul.node for matmul in chosen}
+    views = _between(flow, (matmul.a for matmul in chosen))
+    assert gather.input is not None
+    return GatherChain(
+        collective=gather,
+        shard=gather.input,
+        matmuls=tuple(chosen),
+        placement=placement,
+        views=scene.sorted(views - set(gather.results)),
+        saved=_used_elsewhere(flow, fused),
+        scale=_scale_gather(scene, gather, placement, chosen),
+    )
+
+
+def _preference(scene: _Scene, consumer: Consumer) -> tuple[int, int]:
+    """Rows before contraction (chunks of rows finish early), then the earlier matmul."""
+    matmul, placement = consumer
+    return int(placement.axis == "rows"), -scene.order[matmul.node]
+
+
+def _alike(a: Matmul, b: Matmul) -> bool:
+    """True when one op can compute both: the same kind, and for scaled ones the same scale of A and options."""
+    if a.scaled is None or b.scaled is None:
+        return a.scaled is b.scaled
+    return (a.scaled.a_scale, a.scaled.out_dtype, a.scaled.use_fast_accum) == (
+        b.scaled.a_scale,
+        b.scaled.out_dtype,
+        b.scaled.use_fast_accum,
+    )
+
+
+def _between(flow: Flow, ends: Iterable[fx.Node]) -> set[fx.Node]:
+    """The followed nodes on the way from the source to `ends`, these included."""
+    seen: set[fx.Node] = set()
+    stack = list(ends)
+    while stack:
+        node = stack.pop()
+        if node not in seen and flow.has(node):
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def _used_elsewhere(flow: Flow, fused: set[fx.Node]) -> bool:
+    """True when something besides the fused matmuls uses the gathered tensor or a view of it."""
+    followed = set(flow.maps) | set(flow.pieces)
+    return any(
+        user not in followed and user not in fused and not _is_size(user) for node in followed for user in node.users
+    )
+
+
+def _scale_gather(
+    scene: _Scene, gather: Collective, placement: GatherPlacement, matmuls: Sequence[Matmul]
+) -> Collective | None:
+    """The gather that brings the rowwise scale of the same shard, if these matmuls are all that use it."""
+    scaled = matmuls[0].scaled
+    if scaled is None or placement.axis != "rows":
+        return None
+    users = {matmul.node for matmul in matmuls}
+    for other in scene.collectives:
+        flow = scene.flows.get(other.node)
+        if other.node is gather.node or not isinstance(flow, Flow) or scaled.a_scale not in flow.maps:
+            continue
+        if (other.group_key, other.group_size) != (gather.group_key, gather.group_size):
+            continue
+        if _scales_rows(scene, other, flow.maps[scaled.a_scale], placement) and not _used_elsewhere(flow, users):
+            return other
+    return None
+
+
+def _scales_rows(scene: _Scene, scale: Collective, scale_map: IndexMap, data: GatherPlacement) -> bool:
+    """True when the gathered scale is laid out over the rows exactly as the gathered data is."""
+    shard = tensor_of(scale.input)
+    if shard is None or len(scale_map.dims) != 2:
+        return False
+    placement = locate_gather(scale_map, product(scene.sizes.of(shard)), scale.group_size)
+    if isinstance(placement, Refusal):
+        return False
+    sizes = ((placement.outer, data.outer), (placement.inner, data.inner), (placement.width, 1))
+    return placement.axis == "rows" and all(same(a, b) for a, b in sizes)
+
+
+def _cycles(scene: _Scene, found: dict[fx.Node, Candidate]) -> dict[fx.Node, Refusal]:
+    """Gathers to leave alone because fusing them beside the others would make the graph cyclic."""
+    dropped: dict[fx.Node, Refusal] = {}
+    while True:
+        merged = {
+            member: candidate.collective.node
+            for candidate in found.values()
+            if isinstance(candidate.chain, GatherChain) and candidate.collective.node not in dropped
+            for member in _members(candidate.chain)
+        }
+        stuck = _stuck(scene.graph, merged)
+        if not stuck:
+            return dropped
+        last = max(stuck, key=scene.order.__getitem__)
+        dropped[last] = Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, "through the matmul of another chain")
+
+
+def _members(chain: GatherChain) -> list[fx.Node]:
+    """The nodes that become one node: the gather (and that of its scale) with the matmuls."""
+    scale = () if chain.scale is None else (chain.scale.node,)
+    return [chain.collective.node, *scale, *(matmul.node for matmul in chain.matmuls)]
+
+
+def _stuck(graph: fx.Graph, merged: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The chains (by their gather) that lie on a cycle once the members of each are merged into one node."""
+    inputs: dict[fx.Node, set[fx.Node]] = {}
+    for node in graph.nodes:
+        own = merged.get(node, node)
+        sources = () if _is_size(node) else node.all_input_nodes
+        inputs.setdefault(own, set()).update(merged.get(source, source) for source in sources)
+    ready, users = [], {}
+    for node, sources in inputs.items():
+        sources.discard(node)
+        for source in sources:
+            users.setdefault(source, []).append(node)
+        if not sources:
+            ready.append(node)
+    while ready:
+        done = ready.pop()
+        inputs.pop(done)
+        for user in users.get(done, ()):
+            inputs[user].discard(done)
+            if not inputs[user]:
+                ready.append(user)
+    return set(inputs) & set(merged.values())
+
+
+# --- near misses --------------------------------------------------------------------------------------------
+def _transparent(node: fx.Node) -> bool:
+    """Ops through which a collective is still 'next to' a matmul: views, pointwise ops, casts, reductions."""
+    name = op_name(node)
+    if is_view(node) or name.rsplit(".", 1)[0] in _REDUCTIONS or name.startswith("prims.convert_element_type"):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _near_gather(gather: Collective, flow: Flow) -> list[Refusal]:
+    """Why a gather that feeds no provable matmul does not, if it reaches one at all."""
+    reached: list[Refusal] = []
+    followed = (*flow.maps, *flow.pieces)
+    boundary = {user for node in followed for user in node.users if not flow.has(user) and not _is_size(user)}
+    for node in sorted(boundary, key=lambda user: user.name):
+        path = _path(node, lambda n: n.users, _feeds_left_operand)
+        if path is None:
+            continue
+        if node in flow.refused:
+            reached.append(flow.refused[node])
+        elif any(_quantizes(step) for step in path):
+            reached.append(Refusal(reasons.QUANTIZED_AFTER_GATHER, _names(path)))
+        else:
+            reached.append(Refusal(reasons.COMPUTED_BETWEEN, _names(path)))
+    if reached:
+        return reached
+    return [Refusal(reasons.NO_MATMUL, gather.node.name)]
+
+
+def _path(
+    start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]], arrived: Callable[[fx.Node, fx.Node | None], bool]
+) -> list[fx.Node] | None:
+    """A shortest path from `start` through transparent ops to a matmul, the matmul last; None if there is none."""
+    paths: dict[fx.Node, fx.Node | None] = {start: None}
+    queue = [start]
+    for node in queue:
+        if is_matmul(node):
+            if arrived(node, paths[node]):
+                return _trace(paths, node)
+            continue
+        if not _transparent(node):
+            continue
+        for following in step(node):
+            if following not in paths:
+                paths[following] = node
+                queue.append(following)
+    return None
+
+
+def _trace(paths: dict[fx.Node, fx.Node | None], end: fx.Node) -> list[fx.Node]:
+    path: list[fx.Node] = []
+    node: fx.Node | None = end
+    while node is not None:
+        path.append(node)
+        node = paths[node]
+    return path[::-1]
+
+
+def _feeds_left_operand(matmul: fx.Node, before: fx.Node | None) -> bool:
+    left = 1 if op_name(matmul).startswith(("aten.addmm", "aten.baddbmm")) else 0
+    return before is not None and len(matmul.args) > left and matmul.args[left] is before
+
+
+def _quantizes(node: fx.Node) -> bool:
+    value = tensor_of(node)
+    casts = op_name(node).startswith(("prims.convert_element_type", "aten._to_copy", "aten.to."))
+    return casts and value is not None and value.dtype.itemsize == 1 and value.dtype.is_floating_point
+
+
+def _names(path: Sequence[fx.Node]) -> str:
+    steps = [op_name(node).split(".")[1] if "." in op_name(node) else op_name(node) for node in path]
+    shown = steps if len(steps) <= 6 else [*steps[:3], "...", *steps[-2:]]
+    return " -> ".join(shown)
+
+
+# --- scatter side -------------------------------------------------------------------------------------------
+def _scatters(scene: _Scene, taken: set[fx.Node]) -> dict[fx.Node, Candidate]:
+    scatters = [c for c in scene.collectives if c.kind == "reduce_scatter"]
+    return {scatter.node: _scatter(scene, scatter, taken) for scatter in scatters}
+
+
+def _scatter(scene: _Scene, scatter: Collective, taken: set[fx.Node]) -> Candidate:
+    region, leaves = _region(scatter.input)
+    nodes = scene.sorted([*region, *(leaf for leaf in leaves if is_matmul(leaf)), *scatter.results])
+    chain = _scatter_chain(scene, scatter, region, leaves, taken)
+    if isinstance(chain, Refusal):
+        shown = nodes if chain.reason.in_scope else scatter.results
+        return Candidate(scatter, None, (chain,), scene.sorted(shown))
+    return Candidate(scatter, chain, (), nodes)
+
+
+def _region(end: fx.Node | None) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The views and additions above `end`, and the nodes (leaves) where they start."""
+    region: set[fx.Node] = set()
+    leaves: set[fx.Node] = set()
+    stack = [] if end is None else [end]
+    while stack:
+        node = stack.pop()
+        if node in region or node in leaves:
+            continue
+        sources = [source for source in node.all_input_nodes if _holds_tensors(source)]
+        if (is_view(node) or op_name(node) == "aten.add.Tensor") and sources:
+            region.add(node)
+            stack.extend(sources)
+        else:
+            leaves.add(node)
+    return region, leaves
+
+
+def _holds_tensors(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor | tuple | list) or value is None
+
+
+def _scatter_chain(
+    scene: _Scene, scatter: Collective, region: set[fx.Node], leaves: set[fx.Node], taken: set[fx.Node]
+) -> ScatterChain | Refusal:
+    """Prove that the collective's input is a sum of matmuls, arranged by rank."""
+    products = scene.sorted(leaf for leaf in leaves if is_matmul(leaf))
+    if not products:
+        return _near_scatter(scatter, leaves)
+    matmuls = _read_terms(products)
+    if isinstance(matmuls, Refusal):
+        return matmuls
+    out = tensor_of(matmuls[0].node)
+    assert out is not None
+    rows, columns = scene.sizes.of(out)
+    seeds = {matmul.node: IndexMap.identity((rows, columns)) for matmul in matmuls}
+    flow = follow(scene.sorted(region), seeds, scene.sizes, sums=True)
+    whole = flow.maps.get(scatter.input) if scatter.input is not None else None
+    if whole is None:
+        return _first_refusal(flow, scene.sorted(region), scatter)
+    placement = locate_scatter(whole, rows, columns, scatter.group_size)
+    if isinstance(placement, Refusal):
+        return placement
+    elsewhere = _outside_users(scatter, region | set(products))
+    if elsewhere is not None:
+        return Refusal(reasons.PRODUCT_HAS_OTHER_USERS, elsewhere)
+    if any(matmul.node in taken for matmul in matmuls):
+        return Refusal(reasons.MATMUL_TAKEN, ", ".join(m.node.name for m in matmuls if m.node in taken))
+    return ScatterChain(scatter, matmuls, placement, scene.sorted(region))
+
+
+def _read_terms(products: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
+    """Read the matmuls of a sum; all must have one shape, dtype and kind."""
+    matmuls: list[Matmul] = []
+    for node in products:
+        matmul, out = _read_matmul(node), tensor_of(node)
+        if isinstance(matmul, Refusal):
+            return matmul
+        if out is None or out.dim() != 2:
+            return Refusal(reasons.SHAPE_UNKNOWN, node.name)
+        matmuls.append(matmul)
+    first, shape = matmuls[0], tensor_of(matmuls[0].node)
+    for matmul in matmuls[1:]:
+        out = tensor_of(matmul.node)
+        assert out is not None
+        assert shape is not None
+        like = out.dtype == shape.dtype and all(_identical(a, b) for a, b in zip(out.shape, shape.shape, strict=True))
+        if not like or not _same_kind(matmul, first):
+            return Refusal(reasons.SUM_TERMS_DISAGREE, f"{first.node.name} and {matmul.node.name}")
+    return tuple(matmuls)
+
+
+def _same_kind(a: Matmul, b: Matmul) -> bool:
+    if a.scaled is None or b.scaled is None:
+        return a.scaled is b.scaled
+    return (a.scaled.out_dtype, a.scaled.use_fast_accum) == (b.scaled.out_dtype, b.scaled.use_fast_accum)
+
+
+def _first_refusal(flow: Flow, region: Sequence[fx.Node], scatter: Collective) -> Refusal:
+    refused = next((flow.refused[node] for node in region if node in flow.refused), None)
+    return refused or Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"the input of {scatter.node.name}")
+
+
+def _outside_users(scatter: Collective, inside: set[fx.Node]) -> str | None:
+    """The first use of the unreduced product that is not on the way to the collective."""
+    for node in sorted(inside, key=lambda member: member.name):
+        for user in node.users:
+            if user not in inside and user is not scatter.node and not _is_size(user):
+                return f"{node.name} is used by {user.name}"
+    return None
+
+
+def _near_scatter(scatter: Collective, leaves: set[fx.Node]) -> Refusal:
+    """Why a reduce-scatter that no matmul feeds directly is not fused."""
+    for leaf in sorted(leaves, key=lambda node: node.name):
+        path = _path(leaf, lambda node: node.all_input_nodes, lambda _matmul, _before: True)
+        if path is not None:
+            return Refusal(reasons.COMPUTED_BETWEEN, _names(path[::-1]))
+    return Refusal(reasons.NO_MATMUL, scatter.node.name)
+
+
+# --- the rest -------------------------------------------------------------------------------------------------
+def _other(scene: _Scene, collective: Collective) -> Candidate:
+    """All-reduces, collectives of other kinds, and ops that look like a collective."""
+    nodes = scene.sorted([collective.node, *collective.waits])
+    return Candidate(collective, None, (_other_refusal(collective),), nodes)
+
+
+def _other_refusal(collective: Collective) -> Refusal:
+    name = op_name(collective.node)
+    if collective.kind == "all_reduce":
+        _, leaves = _region(collective.input)
+        direct = bool(leaves) and all(is_matmul(leaf) for leaf in leaves)
+        matmuls = ", ".join(sorted(leaf.name for leaf in leaves))
+        return Refusal(reasons.MATMUL_ALL_REDUCE, matmuls) if direct else Refusal(reasons.NO_MATMUL, name)
+    if name.startswith("symm_mem.fused"):
+        return Refusal(reasons.ALREADY_FUSED, name)
+    if not any(word in name for word in ("gather", "reduce_scatter", "reducescatter", "all_reduce", "allreduce")):
+        return Refusal(reasons.OTHER_COLLECTIVE, name)
+    forward = any(_path(user, lambda n: n.users, _feeds_left_operand) for user in collective.node.users)
+    before = collective.node.all_input_nodes
+    backward = any(_path(node, lambda n: n.all_input_nodes, lambda _m, _b: True) for node in before)
+    near = forward if "gather" in name else backward
+    return Refusal(reasons.COLLECTIVE_NOT_UNDERSTOOD if near else reasons.NO_MATMUL, name)

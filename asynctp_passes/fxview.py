@@ -1,0 +1,185 @@
+"""Reading FX graphs: arguments by schema name, sizes as algebra, users, ancestors, mutations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from asynctp_passes import compat
+from asynctp_passes.shapes import Size
+
+__all__ = [
+    "Sizes",
+    "arguments",
+    "descendants",
+    "describe",
+    "op_name",
+    "segments",
+    "source_of",
+    "tensor_of",
+]
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_SHORT_DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "float64": "f64",
+    "float8_e4m3fn": "f8e4m3",
+    "float8_e5m2": "f8e5m2",
+}
+
+
+def op_name(node: fx.Node) -> str:
+    """`"aten.mm.default"` for a call of that overload, `"getitem"` for the builtin; empty for other nodes."""
+    if node.op != "call_function":
+        return ""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an op call by their schema names, defaults included."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    values: dict[str, Any] = {}
+    for index, argument in enumerate(node.target._schema.arguments):
+        if index < len(node.args) and not argument.kwarg_only:
+            values[argument.name] = node.args[index]
+        elif argument.name in node.kwargs:
+            values[argument.name] = node.kwargs[argument.name]
+        else:
+            values[argument.name] = argument.default_value
+    return values
+
+
+def tensor_of(node: object) -> torch.Tensor | None:
+    """The fake tensor a node stands for, or None when it carries none."""
+    if not isinstance(node, fx.Node):
+        return None
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def descendants(nodes: Iterable[fx.Node], through: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Every node that is computed from one of `nodes`, these excluded, by ways that pass only `through` nodes."""
+    seen: set[fx.Node] = set()
+    stack = [user for node in nodes for user in node.users]
+    while stack:
+        node = stack.pop()
+        if node not in seen and through(node):
+            seen.add(node)
+            stack.extend(node.users)
+    return seen
+
+
+def segments(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Number the stretches of the graph between in-place operations; each such operation opens a new one.
+
+    Inside one stretch the graph is pure, so its nodes may be reordered freely along their data dependencies.
+    """
+    numbers: dict[fx.Node, int] = {}
+    current = 0
+    for node in graph.nodes:
+        mutates = _mutates(node)
+        current += mutates
+        numbers[node] = current
+        current += mutates
+    return numbers
+
+
+def _mutates(node: fx.Node) -> bool:
+    if node.op in ("call_module", "call_method"):
+        return True
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
+
+
+def source_of(node: fx.Node) -> str | None:
+    """`file:line` of the innermost user frame that made the node, when tracing recorded it."""
+    trace = node.meta.get("stack_trace")
+    frames = _FRAME.findall(trace) if isinstance(trace, str) else []
+    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else None
+
+
+def describe(node: object) -> str:
+    """A tensor's dtype and shape in short: `bf16[2, 4*s0, 64]`."""
+    value = tensor_of(node)
+    if value is None:
+        return "?"
+    dtype = str(value.dtype).removeprefix("torch.")
+    return f"{_SHORT_DTYPES.get(dtype, dtype)}[{', '.join(str(size) for size in value.shape)}]"
+
+
+class Sizes:
+    """Sizes of a graph's tensors as integers and sympy expressions in one canonical form.
+
+    A symbol `s` that the shape environment knows to be a multiple of the number of ranks is written as
+    `ranks * s'`, so that `(s + ranks - 1) // ranks`, the local size of a sharded dimension, becomes `s'`. This
+    uses what guards have established already and adds none.
+    """
+
+    def __init__(self, graph: fx.Graph, ranks: Iterable[int] = ()) -> None:
+        symbols = _symbols(graph)
+        self._multiples: dict[sympy.Symbol, sympy.Expr] = {}
+        for symbol, size in symbols.items():
+            for count in sorted(set(ranks), reverse=True):
+                if count > 1 and compat.statically_known_multiple(size, count):
+                    self._multiples[symbol] = count * sympy.Symbol(f"{symbol}/{count}", integer=True, positive=True)
+                    break
+
+    def of(self, tensor: torch.Tensor) -> tuple[Size, ...]:
+        """The sizes of a tensor."""
+        return tuple(self.read(size) for size in tensor.shape)
+
+    def read(self, value: Any) -> Size:
+        """An integer, a SymInt, or a node that carries one."""
+        if isinstance(value, fx.Node):
+            value = value.meta["val"]
+        if isinstance(value, torch.SymInt):
+            expr = compat.expression(value)
+            return self._canonical(expr)
+        return int(value)
+
+    def _canonical(self, expr: sympy.Expr) -> Size:
+        if self._multiples:
+            expr = expr.subs(self._multiples)
+            expr = expr.replace(compat.is_floor_division, _floor)
+        expr = sympy.expand(expr)
+        return int(expr) if expr.is_Integer else expr
+
+
+def _floor(division: sympy.Expr) -> sympy.Expr:
+    """`base // divisor` with the part of `base` that the divisor divides taken out."""
+    base, divisor = division.args
+    if not divisor.is_Integer or divisor <= 0:
+        return division
+    whole, rest = sympy.Integer(0), sympy.Integer(0)
+    for term in sympy.Add.make_args(sympy.expand(base)):
+        coefficient = term.as_coeff_Mul()[0]
+        if coefficient.is_Integer and coefficient % divisor == 0:
+            whole += term / divisor
+        else:
+            rest += term
+    if rest.is_Integer:
+        return whole + int(rest) // int(divisor)
+    return whole + division.func(rest, divisor)
+
+
+def _symbols(graph: fx.Graph) -> dict[sympy.Symbol, torch.SymInt]:
+    """The size symbols of a graph, each with a SymInt that is that symbol alone."""
+    found: dict[sympy.Symbol, torch.SymInt] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                expr = compat.expression(size)
+                if expr.is_Symbol:
+                    found.setdefault(expr, size)
+    return found

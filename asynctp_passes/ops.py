@@ -1,0 +1,517 @@
+"""The four fused ops, `torch.ops.asynctp.*`: schemas, fake and real implementations, gradients, and Python callers.
+
+    a_shard → all_gather → mm, mm, …          asynctp::all_gather_matmul, all_gather_scaled_matmul
+    mm + mm + … → reduce_scatter              asynctp::matmul_reduce_scatter, scaled_matmul_reduce_scatter
+
+All four are functional: they return fresh, contiguous, ordinary memory, never an alias of an input or of a
+communication buffer. Importing this module registers them.
+
+Which implementation runs is chosen at run time and never silently: `implementation` names it. On CUDA it is the
+unfused program of `asynctp_passes.reference`. On CPU `Config.cpu_implementation` chooses between that program and
+the Triton kernels of `asynctp_kernels` under TRITON_INTERPRET=1; a call that those do not support raises. The
+environment is read once, at the first call; `refresh` reads it again.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asynctp_passes import compat, reference
+from asynctp_passes.config import Config
+from asynctp_passes.reference import GatherScales, ScatterScales
+
+__all__ = [
+    "OPS",
+    "all_gather_matmul",
+    "all_gather_scaled_matmul",
+    "implementation",
+    "matmul_reduce_scatter",
+    "refresh",
+    "scaled_matmul_reduce_scatter",
+]
+
+OPS = {
+    "all_gather_matmul": (
+        "(Tensor a_shard, Tensor[] bs, Tensor?[] biases, int gather_dim, bool return_a_full, int group_size, "
+        "Any group_name) -> Tensor[]"
+    ),
+    "all_gather_scaled_matmul": (
+        "(Tensor a_shard, Tensor a_scale, Tensor[] bs, Tensor[] b_scales, Tensor?[] biases, int gather_dim, "
+        "bool gather_a_scale, ScalarType out_dtype, bool use_fast_accum, bool return_a_full, int group_size, "
+        "Any group_name) -> Tensor[]"
+    ),
+    "matmul_reduce_scatter": (
+        "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, int scatter_dim, int group_size, "
+        "Any group_name) -> Tensor"
+    ),
+    "scaled_matmul_reduce_scatter": (
+        "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, Tensor?[] biases, "
+        "str reduce_op, int scatter_dim, ScalarType out_dtype, bool use_fast_accum, int group_size, "
+        "Any group_name) -> Tensor"
+    ),
+}
+
+
+# --- which implementation runs -----------------------------------------------------------------------------
+@functools.cache
+def _cpu_implementation() -> str:
+    return Config.from_options().cpu_implementation
+
+
+def refresh() -> None:
+    """Read `ASYNCTP_CPU_IMPLEMENTATION` again at the next call; for programs that change it while they run."""
+    _cpu_implementation.cache_clear()
+
+
+def implementation(device_type: str) -> str:
+    """Name what the ops run on a kind of device.
+
+    Args:
+        device_type: `"cuda"` or `"cpu"`.
+
+    Returns:
+        `"unfused"` (plain collective and matmul: no overlap) or `"interpreted"` (Triton kernels on CPU, for tests).
+
+    Raises:
+        ValueError: The ops do not run on such devices.
+    """
+    if device_type == "cuda":
+        return "unfused"
+    if device_type == "cpu":
+        return "interpreted" if _cpu_implementation() == "interpreted" else "unfused"
+    raise ValueError(f"asynctp: device_type={device_type!r} is not valid; it must be 'cuda' or 'cpu'")
+
+
+def _kernels() -> Any:
+    try:
+        return importlib.import_module("asynctp_kernels")
+    except ImportError as error:
+        raise RuntimeError(
+            "asynctp: cpu_implementation='interpreted' needs asynctp_kernels, which needs triton; install triton, or "
+            "set ASYNCTP_CPU_IMPLEMENTATION=reference"
+        ) from error
+
+
+def _process_group(group_name: Any) -> Any:
+    return compat.resolve_process_group(group_name) if isinstance(group_name, str) else group_name
+
+
+def _interpreted(device: torch.device) -> bool:
+    return device.type == "cpu" and implementation("cpu") == "interpreted"
+
+
+def _refuse_lost_gradients(biases: list[Tensor | None]) -> None:
+    """torch.library takes a list with None in it for a constant, and would drop its tensors' gradients unsaid."""
+    mixed = any(bias is None for bias in biases)
+    if mixed and any(bias is not None and bias.requires_grad for bias in biases):
+        raise NotImplementedError(
+            "asynctp: biases with and without None in one call have no gradient (torch.library cannot pass such a "
+            "list); give every product a bias (zeros change nothing), or add the biases to the results"
+        )
+
+
+# --- real implementations ------------------------------------------------------------------------------------
+def _real_all_gather_matmul(
+    a_shard: Tensor,
+    bs: list[Tensor],
+    biases: list[Tensor | None],
+    gather_dim: int,
+    return_a_full: bool,
+    group_size: int,
+    group_name: Any,
+) -> list[Tensor]:
+    if torch.is_grad_enabled():
+        _refuse_lost_gradients(biases)
+    reference.check_group("all_gather_matmul", group_size, group_name)
+    reference.check_gather("all_gather_matmul", a_shard, bs, biases, gather_dim, group_size)
+    if _interpreted(a_shard.device):
+        group = _process_group(group_name)
+        outs: list[Tensor] = _kernels().all_gather_matmul(a_shard, bs, biases, gather_dim, return_a_full, group)
+        return outs
+    return reference.unfused_all_gather_matmul(a_shard, bs, biases, gather_dim, return_a_full, group_size, group_name)
+
+
+def _real_all_gather_scaled_matmul(
+    a_shard: Tensor,
+    a_scale: Tensor,
+    bs: list[Tensor],
+    b_scales: list[Tensor],
+    biases: list[Tensor | None],
+    gather_dim: int,
+    gather_a_scale: bool,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    return_a_full: bool,
+    group_size: int,
+    group_name: Any,
+) -> list[Tensor]:
+    op = "all_gather_scaled_matmul"
+    reference.check_group(op, group_size, group_name)
+    scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype)
+    reference.check_gather(op, a_shard, bs, biases, gather_dim, group_size, scales)
+    operands = (a_shard, a_scale, bs, b_scales, biases, gather_dim, gather_a_scale)
+    options = (out_dtype, use_fast_accum, return_a_full)
+    if _interpreted(a_shard.device):
+        outs: list[Tensor] = _kernels().all_gather_scaled_matmul(*operands, *options, _process_group(group_name))
+        return outs
+    return reference.unfused_all_gather_scaled_matmul(*operands, *options, group_size, group_name)
+
+
+def _real_matmul_reduce_scatter(
+    a_parts: list[Tensor],
+    b_parts: list[Tensor],
+    biases: list[Tensor | None],
+    reduce_op: str,
+    scatter_dim: int,
+    group_size: int,
+    group_name: Any,
+) -> Tensor:
+    if torch.is_grad_enabled():
+        _refuse_lost_gradients(biases)
+    reference.check_group("matmul_reduce_scatter", group_size, group_name)
+    reference.check_scatter("matmul_reduce_scatter", a_parts, b_parts, biases, reduce_op, scatter_dim, group_size)
+    if _interpreted(a_parts[0].device):
+        group = _process_group(group_name)
+        out: Tensor = _kernels().matmul_reduce_scatter(a_parts, b_parts, biases, reduce_op, scatter_dim, group)
+        return out
+    return reference.unfused_matmul_reduce_scatter(
+        a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, group_name
+    )
+
+
+def _real_scaled_matmul_reduce_scatter(
+    a_parts: list[Tensor],
+    b_parts: list[Tensor],
+    a_scales: list[Tensor],
+    b_scales: list[Tensor],
+    biases: list[Tensor | None],
+    reduce_op: str,
+    scatter_dim: int,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    group_size: int,
+    group_name: Any,
+) -> Tensor:
+    op = "scaled_matmul_reduce_scatter"
+    reference.check_group(op, group_size, group_name)
+    scales = ScatterScales(a_scales, b_scales, out_dtype)
+    reference.check_scatter(op, a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, scales)
+    operands = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, scatter_dim, out_dtype, use_fast_accum)
+    if _interpreted(a_parts[0].device):
+        out: Tensor = _kernels().scaled_matmul_reduce_scatter(*operands, _process_group(group_name))
+        return out
+    return reference.unfused_scaled_matmul_reduce_scatter(*operands, group_size, group_name)
+
+
+# --- fake implementations: shapes from shapes, no group needed, no guards --------------------------------------
+def _fake_gather(
+    a_shard: Tensor, bs: list[Tensor], gather_dim: int, group_size: int, dtype: torch.dtype, return_a_full: bool
+) -> list[Tensor]:
+    full = reference.gathered_shape(a_shard.shape, gather_dim, group_size)
+    outs = [a_shard.new_empty((*full[:-1], b.shape[1]), dtype=dtype) for b in bs]
+    return [*outs, a_shard.new_empty(full)] if return_a_full else outs
+
+
+def _fake_all_gather_matmul(
+    a_shard: Tensor,
+    bs: list[Tensor],
+    biases: list[Tensor | None],
+    gather_dim: int,
+    return_a_full: bool,
+    group_size: int,
+    group_name: Any,
+) -> list[Tensor]:
+    if torch.is_grad_enabled():
+        _refuse_lost_gradients(biases)
+    reference.check_gather("all_gather_matmul", a_shard, bs, biases, gather_dim, group_size, sizes=False)
+    return _fake_gather(a_shard, bs, gather_dim, group_size, a_shard.dtype, return_a_full)
+
+
+def _fake_all_gather_scaled_matmul(
+    a_shard: Tensor,
+    a_scale: Tensor,
+    bs: list[Tensor],
+    b_scales: list[Tensor],
+    biases: list[Tensor | None],
+    gather_dim: int,
+    gather_a_scale: bool,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    return_a_full: bool,
+    group_size: int,
+    group_name: Any,
+) -> list[Tensor]:
+    scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype)
+    op = "all_gather_scaled_matmul"
+    reference.check_gather(op, a_shard, bs, biases, gather_dim, group_size, scales, sizes=False)
+    return _fake_gather(a_shard, bs, gather_dim, group_size, out_dtype, return_a_full)
+
+
+def _fake_scatter(
+    a_parts: list[Tensor], b_parts: list[Tensor], scatter_dim: int, group_size: int, dtype: torch.dtype
+) -> Tensor:
+    shape = [*a_parts[0].shape[:-1], b_parts[0].shape[1]]
+    shape[scatter_dim] = shape[scatter_dim] // group_size
+    return a_parts[0].new_empty(shape, dtype=dtype)
+
+
+def _fake_matmul_reduce_scatter(
+    a_parts: list[Tensor],
+    b_parts: list[Tensor],
+    biases: list[Tensor | None],
+    reduce_op: str,
+    scatter_dim: int,
+    group_size: int,
+    group_name: Any,
+) -> Tensor:
+    if torch.is_grad_enabled():
+        _refuse_lost_gradients(biases)
+    op = "matmul_reduce_scatter"
+    reference.check_scatter(op, a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, sizes=False)
+    return _fake_scatter(a_parts, b_parts, scatter_dim, group_size, a_parts[0].dtype)
+
+
+def _fake_scaled_matmul_reduce_scatter(
+    a_parts: list[Tensor],
+    b_parts: list[Tensor],
+    a_scales: list[Tensor],
+    b_scales: list[Tensor],
+    biases: list[Tensor | None],
+    reduce_op: str,
+    scatter_dim: int,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    group_size: int,
+    group_name: Any,
+) -> Tensor:
+    op = "scaled_matmul_reduce_scatter"
+    scales = ScatterScales(a_scales, b_scales, out_dtype)
+    reference.check_scatter(op, a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, scales, sizes=False)
+    return _fake_scatter(a_parts, b_parts, scatter_dim, group_size, out_dtype)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------
+#   all_gather_matmul:      dA_shard = reduce_scatter(Σ dOut_i @ B_iᵀ [+ dA_full]),  dB_i = A_fullᵀ @ dOut_i
+#   matmul_reduce_scatter:  dOut = all_gather(dOut_shard),  dA_i = dOut @ B_iᵀ,      dB_i = A_iᵀ @ dOut
+# so that each op's input gradient is the other op.
+def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    a_shard, bs, biases, ctx.gather_dim, ctx.return_a_full, ctx.group_size, ctx.group_name = inputs
+    _remember_biases(ctx, biases)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[-1] if ctx.return_a_full else a_shard, *bs)
+
+
+def _backward_gather(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    a_saved, *bs = ctx.saved_tensors
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    a_full_grad = grads[-1] if ctx.return_a_full else None
+    out_grads = [None if grad is None else grad.contiguous() for grad in grads[: len(bs)]]
+    a_full = a_saved
+    if any(needs_b) and not ctx.return_a_full:
+        a_full = reference.gather(a_saved, ctx.gather_dim, ctx.group_size, ctx.group_name)
+    a_grad = _gather_input_grad(ctx, out_grads, bs, a_full_grad) if needs_a else None
+    b_grads = [_weight_grad(a_full, grad) if need else None for grad, need in zip(out_grads, needs_b, strict=True)]
+    return a_grad, b_grads, _bias_grads(ctx, out_grads), None, None, None, None
+
+
+def _gather_input_grad(
+    ctx: Any, out_grads: list[Tensor | None], bs: list[Tensor], a_full_grad: Tensor | None
+) -> Tensor | None:
+    where = (ctx.gather_dim, ctx.group_size, ctx.group_name)
+    pairs = [(grad, b.t()) for grad, b in zip(out_grads, bs, strict=True) if grad is not None]
+    a_grad: Tensor | None = None
+    if pairs:
+        parts = [list(part) for part in zip(*pairs, strict=True)]
+        a_grad = torch.ops.asynctp.matmul_reduce_scatter(*parts, [None] * len(pairs), "sum", *where)
+    if a_full_grad is None:
+        return a_grad
+    kept = reference.reduce_scatter(a_full_grad, "sum", *where)
+    return kept if a_grad is None else a_grad + kept
+
+
+def _setup_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a_parts, b_parts, biases, ctx.reduce_op, ctx.scatter_dim, ctx.group_size, ctx.group_name = inputs
+    _remember_biases(ctx, biases)
+    ctx.save_for_backward(*a_parts, *b_parts)
+
+
+def _backward_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    count = len(ctx.saved_tensors) // 2
+    a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    shard = (grad / ctx.group_size if ctx.reduce_op == "avg" else grad).contiguous()
+    where = (ctx.scatter_dim, True, ctx.group_size, ctx.group_name)
+    transposed = [b.t() for b, need in zip(b_parts, needs_a, strict=True) if need]
+    if transposed:
+        *products, full = torch.ops.asynctp.all_gather_matmul(shard, transposed, [None] * len(transposed), *where)
+    else:
+        products, full = [], reference.gather(shard, ctx.scatter_dim, ctx.group_size, ctx.group_name)
+    remaining = iter(products)
+    a_grads = [next(remaining) if need else None for need in needs_a]
+    b_grads = [_weight_grad(a, full) if need else None for a, need in zip(a_parts, needs_b, strict=True)]
+    return a_grads, b_grads, _bias_grads(ctx, [full] * count), None, None, None, None
+
+
+def _remember_biases(ctx: Any, biases: list[Tensor | None]) -> None:
+    """Keep what the gradients of biases need: each one's number of dimensions, or None if there are no biases."""
+    present = [bias for bias in biases if bias is not None]
+    _refuse_lost_gradients(biases)
+    ctx.bias_ndims = [bias.ndim for bias in present] if len(present) == len(biases) else None
+
+
+def _bias_grads(ctx: Any, out_grads: list[Tensor | None]) -> list[Tensor | None] | None:
+    if ctx.bias_ndims is None:
+        return None
+    sums = [None if grad is None else grad.flatten(0, -2).sum(0) for grad in out_grads]
+    return [
+        total.unsqueeze(0) if total is not None and ndim == 2 else total
+        for total, ndim in zip(sums, ctx.bias_ndims, strict=True)
+    ]
+
+
+def _weight_grad(a_full: Tensor, out_grad: Tensor | None) -> Tensor | None:
+    return None if out_grad is None else a_full.flatten(0, -2).t() @ out_grad.flatten(0, -2)
+
+
+def _no_gradient(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError(
+        "asynctp: the scaled (fp8) ops have no gradient, since quantization has none; call them inside an "
+        "autograd.Function that quantizes, or use the bf16 ops"
+    )
+
+
+# --- registration ----------------------------------------------------------------------------------------------
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Any]] = {
+    "all_gather_matmul": (_real_all_gather_matmul, _fake_all_gather_matmul, _backward_gather, _setup_gather),
+    "all_gather_scaled_matmul": (
+        _real_all_gather_scaled_matmul,
+        _fake_all_gather_scaled_matmul,
+        _no_gradient,
+        None,
+    ),
+    "matmul_reduce_scatter": (
+        _real_matmul_reduce_scatter,
+        _fake_matmul_reduce_scatter,
+        _backward_scatter,
+        _setup_scatter,
+    ),
+    "scaled_matmul_reduce_scatter": (
+        _real_scaled_matmul_reduce_scatter,
+        _fake_scaled_matmul_reduce_scatter,
+        _no_gradient,
+        None,
+    ),
+}
+
+
+def _register() -> Any:
+    """Define the ops. They live as long as the returned library does."""
+    library: Any = torch.library.Library("asynctp", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name, schema in OPS.items():
+        real, fake, backward, setup_context = _IMPLEMENTATIONS[name]
+        library.define(name + schema, tags=(compat.exact_strides_tag(),))
+        for key in ("CPU", "CUDA"):
+            library.impl(name, real, key)
+        torch.library.register_fake(f"asynctp::{name}", fake, lib=library)
+        torch.library.register_autograd(f"asynctp::{name}", backward, setup_context=setup_context, lib=library)
+    return library
+
+
+_LIBRARY = _register()
+
+
+# --- called by hand ----------------------------------------------------------------------------------------------
+def all_gather_matmul(
+    a_shard: Tensor,
+    bs: Sequence[Tensor],
+    *,
+    gather_dim: int,
+    group: Any,
+    biases: Sequence[Tensor | None] | None = None,
+    return_a_full: bool = False,
+) -> tuple[list[Tensor], Tensor | None]:
+    """The op `asynctp::all_gather_matmul`: differentiable, and traceable by torch.compile.
+
+    Arguments, shapes, result and errors are those of `asynctp_passes.reference.all_gather_matmul`.
+    """
+    name, size = reference.group_and_size(group)
+    offsets = reference.optional_list(biases, len(bs))
+    outs = torch.ops.asynctp.all_gather_matmul(a_shard, list(bs), offsets, gather_dim, return_a_full, size, name)
+    return reference.split_a_full(outs, return_a_full)
+
+
+def all_gather_scaled_matmul(
+    a_shard: Tensor,
+    a_scale: Tensor,
+    bs: Sequence[Tensor],
+    b_scales: Sequence[Tensor],
+    *,
+    gather_dim: int,
+    group: Any,
+    biases: Sequence[Tensor | None] | None = None,
+    gather_a_scale: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+    return_a_full: bool = False,
+) -> tuple[list[Tensor], Tensor | None]:
+    """The op `asynctp::all_gather_scaled_matmul`: traceable by torch.compile; its gradient raises.
+
+    Arguments, shapes, units, result and errors are those of `asynctp_passes.reference.all_gather_scaled_matmul`.
+    """
+    name, size = reference.group_and_size(group)
+    offsets = reference.optional_list(biases, len(bs))
+    operands = (a_shard, a_scale, list(bs), list(b_scales), offsets, gather_dim, gather_a_scale)
+    outs = torch.ops.asynctp.all_gather_scaled_matmul(*operands, out_dtype, use_fast_accum, return_a_full, size, name)
+    return reference.split_a_full(outs, return_a_full)
+
+
+def matmul_reduce_scatter(
+    a: Tensor | Sequence[Tensor],
+    b: Tensor | Sequence[Tensor],
+    *,
+    scatter_dim: int,
+    group: Any,
+    reduce_op: str = "sum",
+    biases: Tensor | Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """The op `asynctp::matmul_reduce_scatter`: differentiable, and traceable by torch.compile.
+
+    Arguments, shapes, result and errors are those of `asynctp_passes.reference.matmul_reduce_scatter`.
+    """
+    name, size = reference.group_and_size(group)
+    a_parts, b_parts = reference.as_list(a), reference.as_list(b)
+    offsets = reference.optional_list(biases, len(a_parts))
+    out: Tensor = torch.ops.asynctp.matmul_reduce_scatter(a_parts, b_parts, offsets, reduce_op, scatter_dim, size, name)
+    return out
+
+
+def scaled_matmul_reduce_scatter(
+    a: Tensor | Sequence[Tensor],
+    b: Tensor | Sequence[Tensor],
+    a_scales: Tensor | Sequence[Tensor],
+    b_scales: Tensor | Sequence[Tensor],
+    *,
+    scatter_dim: int,
+    group: Any,
+    reduce_op: str = "sum",
+    biases: Tensor | Sequence[Tensor | None] | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """The op `asynctp::scaled_matmul_reduce_scatter`: traceable by torch.compile; its gradient raises.
+
+    Arguments, shapes, units, result and errors are those of `asynctp_passes.reference.scaled_matmul_reduce_scatter`.
+    """
+    name, size = reference.group_and_size(group)
+    operands = [reference.as_list(tensors) for tensors in (a, b, a_scales, b_scales)]
+    offsets = reference.optional_list(biases, len(operands[0]))
+    out: Tensor = torch.ops.asynctp.scaled_matmul_reduce_scatter(
+        *operands, offsets, reduce_op, scatter_dim, out_dtype, use_fast_accum, size, name
+    )
+    return out

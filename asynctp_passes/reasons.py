@@ -1,0 +1,300 @@
+"""The catalogue of reasons: why a chain is not fused, and what to do about it.
+
+Every outcome that is not FUSED carries one `Reason`. Codes are stable: ATP0xx scope, 1xx structure,
+2xx legality, 3xx kernel limits, 4xx cost. A name says what is wrong; the check that guards against it
+(`checks.py`) is named for the good case. `docs/reference/reasons.md` is written from this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CATALOGUE", "Reason", "Refusal", "catalogue_markdown"]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One entry of the catalogue.
+
+    Attributes:
+        code: Stable identifier, `ATP` and three digits.
+        name: The condition, in capitals.
+        in_scope: True when it makes a chain MISSED (raises under strict), False when SKIPPED.
+        text: What is the case, in one sentence.
+        hint: What to do about it.
+    """
+
+    code: str
+    name: str
+    in_scope: bool
+    text: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A reason with the facts of one place: a failed proof or check, as a value."""
+
+    reason: Reason
+    facts: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason.text} [{self.facts}]" if self.facts else self.reason.text
+
+
+CATALOGUE: dict[str, Reason] = {}
+
+
+def _reason(code: str, name: str, text: str, hint: str, *, in_scope: bool) -> Reason:
+    reason = Reason(code, name, in_scope, text, hint)
+    CATALOGUE[name] = reason
+    return reason
+
+
+def _skip(code: str, name: str, text: str, hint: str) -> Reason:
+    return _reason(code, name, text, hint, in_scope=False)
+
+
+def _miss(code: str, name: str, text: str, hint: str) -> Reason:
+    return _reason(code, name, text, hint, in_scope=True)
+
+
+# --- 0xx scope: not ours to fuse -------------------------------------------------------------------
+GROUP_NOT_ENROLLED = _skip(
+    "ATP001",
+    "GROUP_NOT_ENROLLED",
+    "the process group is not among the enrolled groups",
+    'add the group to Config(groups=...), or use groups="auto"',
+)
+NO_MATMUL = _skip(
+    "ATP002",
+    "NO_MATMUL",
+    "the collective neither feeds a matmul nor is fed by one",
+    "nothing to do: there is no matmul to hide it behind",
+)
+WEIGHT_GATHER = _skip(
+    "ATP003",
+    "WEIGHT_GATHER",
+    "the gathered tensor is a matmul's right-hand operand, and its group has no tensor-parallel chain in this graph",
+    "nothing to do if this is a parameter gather (FSDP); otherwise name the group in Config(groups=...)",
+)
+SINGLE_RANK = _skip(
+    "ATP004",
+    "SINGLE_RANK",
+    "the process group has one rank, so there is nothing to communicate",
+    "nothing to do",
+)
+ALREADY_FUSED = _skip(
+    "ATP005",
+    "ALREADY_FUSED",
+    "PyTorch's own micro-pipeline pass has already fused this collective (symm_mem.fused_*)",
+    "set torch._inductor.config._micro_pipeline_tp = False to let asynctp fuse and check it",
+)
+
+OTHER_COLLECTIVE = _skip(
+    "ATP006",
+    "OTHER_COLLECTIVE",
+    "this collective is neither an all-gather, a reduce-scatter nor an all-reduce",
+    "nothing to do: asynctp fuses all-gathers and reduce-scatters",
+)
+
+# --- 1xx structure: the chain is not of a shape that is proven ----------------------------------------
+PIECES_REORDERED = _miss(
+    "ATP101",
+    "PIECES_REORDERED",
+    "the ranks' pieces are not joined in rank order",
+    "concatenate the pieces in rank order; a reordered gather is a different tensor and is never fused",
+)
+PIECES_REPEATED = _miss(
+    "ATP102",
+    "PIECES_REPEATED",
+    "a piece of the gathered or scattered tensor is used more than once",
+    "use every rank's piece exactly once; expand or move the repetition behind the matmul",
+)
+PIECES_MISSING = _miss(
+    "ATP103",
+    "PIECES_MISSING",
+    "part of the gathered or scattered tensor is dropped (sliced off or left out of a concatenation)",
+    "trim after the matmul instead of before it, or gather only what is used",
+)
+VIEW_NOT_UNDERSTOOD = _miss(
+    "ATP104",
+    "VIEW_NOT_UNDERSTOOD",
+    "a view between the collective and the matmul cannot be followed as an index map",
+    "write it with reshape, permute, split/chunk, slice and cat, or move it behind the matmul",
+)
+COMPUTED_BETWEEN = _miss(
+    "ATP105",
+    "COMPUTED_BETWEEN",
+    "an operation changes values between the collective and the matmul",
+    "apply row-wise operations to the shard before the gather, or to the result after the reduce-scatter",
+)
+QUANTIZED_AFTER_GATHER = _miss(
+    "ATP106",
+    "QUANTIZED_AFTER_GATHER",
+    "the gathered tensor is quantized to fp8 between the all-gather and the scaled matmul",
+    "quantize the shard and gather fp8 (torchao: a tensorwise recipe); this form is not rewritten yet",
+)
+NOT_ROWS_OR_CONTRACTION = _miss(
+    "ATP107",
+    "NOT_ROWS_OR_CONTRACTION",
+    "the rank dimension does not end as a block of the matmul's rows (or leads its contraction or output columns)",
+    "gather or scatter along a dimension that is not interleaved with the contraction dimension",
+)
+SIZES_NOT_PROVEN = _miss(
+    "ATP108",
+    "SIZES_NOT_PROVEN",
+    "sizes are symbolic and their divisibility or equality cannot be proven without adding a guard",
+    "mark the dimension static, or make the local size (not the global one) the dynamic dimension",
+)
+GATHER_IS_RIGHT_OPERAND = _miss(
+    "ATP109",
+    "GATHER_IS_RIGHT_OPERAND",
+    "the gathered tensor is used only as a matmul's right-hand operand",
+    "nothing to change in the program; gathers that feed only a weight gradient are not rewritten yet",
+)
+SUM_HAS_OTHER_TERM = _miss(
+    "ATP110",
+    "SUM_HAS_OTHER_TERM",
+    "the reduce-scattered sum has a term that is not a matmul, or a scaled or broadcast addition",
+    "add the other term after the reduce-scatter, on the shard",
+)
+SUM_TERMS_DISAGREE = _miss(
+    "ATP111",
+    "SUM_TERMS_DISAGREE",
+    "the matmuls of the reduced sum differ in layout, kind, dtype or scale options",
+    "bring all terms to one layout and dtype before adding them",
+)
+MATMUL_ALL_REDUCE = _miss(
+    "ATP112",
+    "MATMUL_ALL_REDUCE",
+    "a matmul's result is all-reduced: the model runs without sequence parallelism",
+    "shard activations over the sequence (SequenceParallel, Shard(1) outputs): all-reduce becomes reduce-scatter "
+    "and all-gather, which are fused",
+)
+COLLECTIVE_NOT_UNDERSTOOD = _miss(
+    "ATP113",
+    "COLLECTIVE_NOT_UNDERSTOOD",
+    "this collective is an op that asynctp does not know, or a coalesced or out-variant form",
+    "use torch.distributed._functional_collectives or DTensor, which produce _c10d_functional ops",
+)
+UNEVEN_SHARDS = _miss(
+    "ATP114",
+    "UNEVEN_SHARDS",
+    "ranks hold shards of different sizes (padded and indexed around the collective)",
+    "make the sharded dimension divisible by the group size (pad the sequence)",
+)
+MATMUL_NOT_UNDERSTOOD = _miss(
+    "ATP115",
+    "MATMUL_NOT_UNDERSTOOD",
+    "the matmul is of a form that asynctp does not rewrite (batched, grouped, or a newer scaled variant)",
+    "use torch.nn.functional.linear on 2-D or N-D activations, or torch._scaled_mm",
+)
+
+# --- 2xx legality: the shape is right, but the rewrite would change the program ----------------------------
+REDUCE_OP_UNSUPPORTED = _miss(
+    "ATP201",
+    "REDUCE_OP_UNSUPPORTED",
+    "the reduce-scatter's reduction is neither 'sum' nor 'avg'",
+    "only sums commute with the matmul's accumulation; use 'sum' or 'avg'",
+)
+PRODUCT_HAS_OTHER_USERS = _miss(
+    "ATP202",
+    "PRODUCT_HAS_OTHER_USERS",
+    "the unreduced matmul result (or a view of it) is also used elsewhere, so it must be kept whole",
+    "do not return or save the unreduced product (activation checkpointing: save the reduce-scatter's result instead)",
+)
+OPERAND_DEPENDS_ON_GATHER = _miss(
+    "ATP203",
+    "OPERAND_DEPENDS_ON_GATHER",
+    "another operand of the matmul is computed from the gathered tensor itself",
+    "nothing to do: the matmul cannot start before the whole gather is there",
+)
+MUTATED_IN_BETWEEN = _miss(
+    "ATP204",
+    "MUTATED_IN_BETWEEN",
+    "an in-place operation lies between the collective and the matmul",
+    "functionalize the graph first, or move the mutation before or after the chain",
+)
+ADDMM_SCALED = _miss(
+    "ATP205",
+    "ADDMM_SCALED",
+    "addmm has alpha or beta different from 1, or a bias that is not one row",
+    "scale the weight or the result instead; pass the bias as a vector of the output width",
+)
+RESULT_SCALED = _miss(
+    "ATP206",
+    "RESULT_SCALED",
+    "the scaled matmul has a result scale",
+    "leave scale_result unset and scale the result after the reduce-scatter",
+)
+SHAPE_UNKNOWN = _miss(
+    "ATP207",
+    "SHAPE_UNKNOWN",
+    'a node of the chain carries no tensor in meta["val"], so nothing can be proven about it',
+    "propagate fake tensors first (torch.fx.passes.fake_tensor_prop.FakeTensorProp)",
+)
+
+MATMUL_TAKEN = _miss(
+    "ATP208",
+    "MATMUL_TAKEN",
+    "the matmul is already fused with the all-gather of its left operand",
+    "nothing to do: one matmul can hide one collective at a time",
+)
+
+# --- 3xx kernel limits ---------------------------------------------------------------------------------
+DTYPE_UNSUPPORTED = _miss(
+    "ATP301",
+    "DTYPE_UNSUPPORTED",
+    "the operands' dtype is not one that the fused ops take",
+    "use bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2",
+)
+DEVICE_UNSUPPORTED = _miss(
+    "ATP302",
+    "DEVICE_UNSUPPORTED",
+    "the operands are on a device that the fused ops do not run on",
+    "use CUDA (NVIDIA) or CPU tensors",
+)
+SCALES_UNSUPPORTED = _miss(
+    "ATP303",
+    "SCALES_UNSUPPORTED",
+    "the scales are neither tensorwise (one number) nor rowwise (one per row of A and one per column of B)",
+    "use a tensorwise or rowwise recipe; blockwise scales are not fused",
+)
+
+# --- 4xx cost ------------------------------------------------------------------------------------------
+BELOW_THRESHOLD = _skip(
+    "ATP401",
+    "BELOW_THRESHOLD",
+    "the collective or the matmul is smaller than the configured threshold",
+    "lower Config(min_bytes=..., min_flops=...) to fuse it all the same",
+)
+
+
+def catalogue_markdown() -> str:
+    """The reference page of all reasons, as Markdown (`docs/reference/reasons.md`)."""
+    families = {"0": "Scope", "1": "Structure", "2": "Legality", "3": "Kernel limits", "4": "Cost"}
+    lines = [
+        "# Reasons",
+        "",
+        "Every chain that is not fused carries one of these codes. SKIPPED is logged and never raises: the collective",
+        "is out of scope or not worth fusing. MISSED is in scope and could not be fused: it is logged as a warning and",
+        'raises under `strict="all"` (and under `strict="zero"` when nothing in the graph was fused).',
+        "",
+        "This page is written by `asynctp reasons --markdown`.",
+    ]
+    family = ""
+    for reason in sorted(CATALOGUE.values(), key=lambda entry: entry.code):
+        if reason.code[3] != family:
+            family = reason.code[3]
+            lines += ["", f"## {family}xx {families[family]}"]
+        outcome = "MISSED" if reason.in_scope else "SKIPPED"
+        lines += [
+            "",
+            f"### {reason.code} {reason.name}",
+            "",
+            f"{outcome}: {reason.text}.",
+            "",
+            f"Remedy: {reason.hint}.",
+        ]
+    return "\n".join(lines) + "\n"

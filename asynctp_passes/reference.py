@@ -1,0 +1,679 @@
+"""The unfused programs: what every fused op must equal, in plain functional collectives and matmuls.
+
+Two layers live here. The functions at the top check their arguments, take any spelling of a process group and are
+meant to be called by hand. The `unfused_*` functions at the bottom have the fused ops' own argument lists; the ops
+run them wherever no kernel takes over. All arguments are checked in `check_gather` and `check_scatter`, which the
+ops use too.
+
+Numerics: every product is rounded once to its output dtype (bias included), the products are added in list order in
+that dtype, and the collective sums in that dtype. On CPU `"avg"` is the sum divided by the number of ranks, since
+gloo has no average in every supported torch; elsewhere the backend's own average is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from asynctp_passes import compat
+
+__all__ = [
+    "all_gather_matmul",
+    "all_gather_scaled_matmul",
+    "check_gather",
+    "check_scatter",
+    "group_and_size",
+    "matmul_reduce_scatter",
+    "scaled_matmul_reduce_scatter",
+    "unfused_all_gather_matmul",
+    "unfused_all_gather_scaled_matmul",
+    "unfused_matmul_reduce_scatter",
+    "unfused_scaled_matmul_reduce_scatter",
+]
+
+PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALED_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+REDUCE_OPS = ("sum", "avg")
+_PROCESS_GROUP: Any = getattr(torch.distributed, "ProcessGroup", ())  # () where torch is built without distributed
+
+
+# --- called by hand ------------------------------------------------------------------------------------
+def all_gather_matmul(
+    a_shard: Tensor,
+    bs: Sequence[Tensor],
+    *,
+    gather_dim: int,
+    group: Any,
+    biases: Sequence[Tensor | None] | None = None,
+    return_a_full: bool = False,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Gather `a_shard` over the ranks, then multiply by each of `bs`: `shard → all_gather → mm, mm, …`.
+
+    Differentiable as far as torch's own collectives are.
+
+    Args:
+        a_shard: This rank's piece of A.
+        bs: Right-hand operands.
+        gather_dim: Dimension of A to gather along, negative from the end; the last is the contraction.
+        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+        biases: One per operand, added to its product; None adds none.
+        return_a_full: Whether to return the gathered A too.
+
+    Shapes:
+        a_shard: `[*, M/W, *, K]` over W ranks (`[*, K/W]` if the last dimension is gathered); bs: `[K, N_i]`;
+        biases: `[N_i]` or `[1, N_i]`; products: `[*, M, *, N_i]`; a_full: `[*, M, *, K]`.
+
+    Returns:
+        The products, and the gathered A or None. All contiguous, none an alias of an input.
+
+    Raises:
+        ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
+
+    Source:
+        torch.distributed._functional_collectives (all_gather_single) and torch.addmm.
+    """
+    name, size = group_and_size(group)
+    offsets = optional_list(biases, len(bs))
+    check_gather("all_gather_matmul", a_shard, bs, offsets, gather_dim, size)
+    outs = unfused_all_gather_matmul(a_shard, list(bs), offsets, gather_dim, return_a_full, size, name)
+    return split_a_full(outs, return_a_full)
+
+
+def all_gather_scaled_matmul(
+    a_shard: Tensor,
+    a_scale: Tensor,
+    bs: Sequence[Tensor],
+    b_scales: Sequence[Tensor],
+    *,
+    gather_dim: int,
+    group: Any,
+    biases: Sequence[Tensor | None] | None = None,
+    gather_a_scale: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+    return_a_full: bool = False,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Gather fp8 `a_shard` over the ranks, then multiply by each of `bs`, with scales. Not differentiable.
+
+    Args:
+        a_shard: This rank's piece of A, fp8.
+        a_scale: fp32 factor of A: one number, or one per row.
+        bs: Right-hand operands, fp8 (on CUDA column-major, else they are copied).
+        b_scales: fp32 factor of each operand: one number, or one per column.
+        gather_dim: Dimension of A to gather along, negative from the end; the last is the contraction.
+        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+        biases: One per operand, added to its product; None adds none.
+        gather_a_scale: True if `a_scale` holds the rows of the shard and is to be gathered with it; False if it is
+            the same on all ranks: one number, or all rows of the gathered A.
+        out_dtype: Dtype of the products.
+        use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
+        return_a_full: Whether to return the gathered A too.
+
+    Shapes:
+        As `all_gather_matmul`; a_scale: one element, or rows of A and a 1 (`[*, M/W, *, 1]` if gathered, else
+        `[*, M, *, 1]`); b_scales: one element, or `[1, N_i]`.
+
+    Units:
+        Scales multiply: the value is `fp8 number × scale`.
+
+    Returns:
+        The products in `out_dtype`, and the gathered fp8 A or None.
+
+    Raises:
+        ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
+
+    Source:
+        torch.distributed._functional_collectives (all_gather_single); torch._scaled_mm on CUDA, fp32 on CPU.
+    """
+    name, size = group_and_size(group)
+    offsets = optional_list(biases, len(bs))
+    scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype)
+    check_gather("all_gather_scaled_matmul", a_shard, bs, offsets, gather_dim, size, scales)
+    operands = (a_shard, a_scale, list(bs), list(b_scales), offsets, gather_dim, gather_a_scale)
+    outs = unfused_all_gather_scaled_matmul(*operands, out_dtype, use_fast_accum, return_a_full, size, name)
+    return split_a_full(outs, return_a_full)
+
+
+def matmul_reduce_scatter(
+    a: Tensor | Sequence[Tensor],
+    b: Tensor | Sequence[Tensor],
+    *,
+    scatter_dim: int,
+    group: Any,
+    reduce_op: str = "sum",
+    biases: Tensor | Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """Multiply, add up the products, then reduce-scatter the sum: `mm + mm + … → reduce_scatter → out_shard`.
+
+    Differentiable as far as torch's own collectives are.
+
+    Args:
+        a: Left-hand operand, or one per product.
+        b: Right-hand operand, or one per product.
+        scatter_dim: Dimension of the product to scatter along, negative from the end; the last is its columns.
+        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+        reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
+        biases: One, or one per product, added on every rank; None adds none.
+
+    Shapes:
+        a: `[*, M, *, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; result over W ranks: `[*, M/W, *, N]`, or
+        `[*, M, *, N/W]` if the last dimension is scattered.
+
+    Returns:
+        This rank's piece, contiguous.
+
+    Raises:
+        ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
+
+    Source:
+        torch.distributed._functional_collectives (reduce_scatter_single) and torch.addmm.
+    """
+    name, size = group_and_size(group)
+    a_parts, b_parts = as_list(a), as_list(b)
+    offsets = optional_list(biases, len(a_parts))
+    check_scatter("matmul_reduce_scatter", a_parts, b_parts, offsets, reduce_op, scatter_dim, size)
+    return unfused_matmul_reduce_scatter(a_parts, b_parts, offsets, reduce_op, scatter_dim, size, name)
+
+
+def scaled_matmul_reduce_scatter(
+    a: Tensor | Sequence[Tensor],
+    b: Tensor | Sequence[Tensor],
+    a_scales: Tensor | Sequence[Tensor],
+    b_scales: Tensor | Sequence[Tensor],
+    *,
+    scatter_dim: int,
+    group: Any,
+    reduce_op: str = "sum",
+    biases: Tensor | Sequence[Tensor | None] | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """Multiply fp8 operands with scales, add up the products, then reduce-scatter the sum. Not differentiable.
+
+    Args:
+        a: Left-hand operand, or one per product, fp8.
+        b: Right-hand operand, or one per product, fp8 (on CUDA column-major, else it is copied).
+        a_scales: fp32 factor of each left-hand operand: one number, or one per row.
+        b_scales: fp32 factor of each right-hand operand: one number, or one per column.
+        scatter_dim: Dimension of the product to scatter along, negative from the end; the last is its columns.
+        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+        reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
+        biases: One, or one per product, added on every rank; None adds none.
+        out_dtype: Dtype of the products, of their sum and on the wire.
+        use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
+
+    Shapes:
+        As `matmul_reduce_scatter`; a_scales: one element, or `[*, M, *, 1]`; b_scales: one element, or `[1, N]`.
+
+    Units:
+        Scales multiply: the value is `fp8 number × scale`.
+
+    Returns:
+        This rank's piece in `out_dtype`, contiguous.
+
+    Raises:
+        ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
+
+    Source:
+        torch.distributed._functional_collectives (reduce_scatter_single); torch._scaled_mm on CUDA, fp32 on CPU.
+    """
+    name, size = group_and_size(group)
+    a_parts, b_parts = as_list(a), as_list(b)
+    offsets = optional_list(biases, len(a_parts))
+    scales = ScatterScales(as_list(a_scales), as_list(b_scales), out_dtype)
+    check_scatter("scaled_matmul_reduce_scatter", a_parts, b_parts, offsets, reduce_op, scatter_dim, size, scales)
+    operands = (a_parts, b_parts, as_list(a_scales), as_list(b_scales), offsets, reduce_op, scatter_dim)
+    return unfused_scaled_matmul_reduce_scatter(*operands, out_dtype, use_fast_accum, size, name)
+
+
+# --- spellings of arguments ------------------------------------------------------------------------------
+def group_and_size(group: Any) -> tuple[Any, int]:
+    """The group's name and its number of ranks, from a name, ProcessGroup, 1-D DeviceMesh or `(DeviceMesh, dim)`.
+
+    Raises:
+        ValueError: The group does not exist, or is none of these.
+    """
+    name = _group_name(group)
+    try:
+        return name, compat.process_group_size(name)
+    except (RuntimeError, ValueError) as error:
+        limit = "the name of an existing process group; create it first, or pass the ProcessGroup itself"
+        raise _invalid("group", "group", name, limit) from error
+
+
+def _group_name(group: Any) -> str:
+    if isinstance(group, str):
+        return group
+    if isinstance(group, _PROCESS_GROUP):  # asked first: torch.compile cannot trace hasattr on a ProcessGroup
+        return str(group.group_name)
+    if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
+        return str(group[0].get_group(group[1]).group_name)
+    limit = "a group name, a ProcessGroup, a DeviceMesh or (DeviceMesh, dim)"
+    _require(hasattr(group, "get_group"), "group", "group", group, limit)
+    _require(group.ndim == 1, "group", "group", group, 'a mesh of one dimension; slice it first (mesh["tp"])')
+    return str(group.get_group().group_name)
+
+
+def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """A list of the tensors, or of the one tensor."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def optional_list(biases: Tensor | Sequence[Tensor | None] | None, count: int) -> list[Tensor | None]:
+    """A list of the biases, or of the one bias; `count` times None if there are none."""
+    if biases is None:
+        return [None] * count
+    return [biases] if isinstance(biases, Tensor) else list(biases)
+
+
+def split_a_full(outs: list[Tensor], return_a_full: bool) -> tuple[list[Tensor], Tensor | None]:
+    """Separate a gather op's products from the gathered A behind them."""
+    return (outs[:-1], outs[-1]) if return_a_full else (outs, None)
+
+
+# --- checks ----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class GatherScales:
+    """The arguments that only the scaled gather op has."""
+
+    a_scale: Tensor
+    b_scales: Sequence[Tensor]
+    gather_a_scale: bool
+    out_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ScatterScales:
+    """The arguments that only the scaled scatter op has."""
+
+    a_scales: Sequence[Tensor]
+    b_scales: Sequence[Tensor]
+    out_dtype: torch.dtype
+
+
+def check_gather(
+    op: str,
+    a_shard: Tensor,
+    bs: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    gather_dim: int,
+    group_size: int,
+    scales: GatherScales | None = None,
+    *,
+    sizes: bool = True,
+) -> None:
+    """Check a gather op's arguments; without `sizes` only what adds no guard under dynamic shapes.
+
+    Raises:
+        ValueError: Names the argument, its value, the limit and the remedy.
+    """
+    _check_lengths(op, len(bs), {"bs": bs, "biases": biases})
+    dim = _check_dim(op, "gather_dim", gather_dim, a_shard.ndim)
+    for i, (b, bias) in enumerate(zip(bs, biases, strict=True)):
+        _check_product(op, ("a_shard", f"bs[{i}]", f"biases[{i}]"), a_shard, b, bias, scales)
+    if scales is not None:
+        _check_lengths(op, len(bs), {"b_scales": scales.b_scales})
+        rowwise_in_contraction = scales.gather_a_scale and dim == a_shard.ndim - 1
+        limit = "False when the last dimension is gathered: one row would have another scale on every rank"
+        _require(not rowwise_in_contraction, op, "gather_a_scale", True, limit)
+    if sizes:
+        _check_gather_sizes(op, a_shard, bs, biases, dim, group_size, scales)
+
+
+def _check_gather_sizes(
+    op: str,
+    a_shard: Tensor,
+    bs: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    dim: int,
+    group_size: int,
+    scales: GatherScales | None,
+) -> None:
+    full = gathered_shape(a_shard.shape, dim, group_size)
+    for i, (b, bias) in enumerate(zip(bs, biases, strict=True)):
+        _check_inner(op, "gathered A", full, f"bs[{i}]", b)
+        _check_bias(op, f"biases[{i}]", bias, b)
+    if scales is not None:
+        rows = a_shard.shape if scales.gather_a_scale else full
+        _check_a_scale(op, "a_scale", scales.a_scale, rows, tensorwise_allowed=not scales.gather_a_scale)
+        for i, (b, b_scale) in enumerate(zip(bs, scales.b_scales, strict=True)):
+            _check_b_scale(op, f"b_scales[{i}]", b_scale, b)
+
+
+def check_scatter(
+    op: str,
+    a_parts: Sequence[Tensor],
+    b_parts: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    reduce_op: str,
+    scatter_dim: int,
+    group_size: int,
+    scales: ScatterScales | None = None,
+    *,
+    sizes: bool = True,
+) -> None:
+    """Check a scatter op's arguments; without `sizes` only what adds no guard under dynamic shapes.
+
+    Raises:
+        ValueError: Names the argument, its value, the limit and the remedy.
+    """
+    _check_lengths(op, len(a_parts), {"a_parts": a_parts, "b_parts": b_parts, "biases": biases})
+    _require(reduce_op in REDUCE_OPS, op, "reduce_op", reduce_op, f"one of {REDUCE_OPS}")
+    dim = _check_dim(op, "scatter_dim", scatter_dim, a_parts[0].ndim)
+    for i, (a, b, bias) in enumerate(zip(a_parts, b_parts, biases, strict=True)):
+        _check_product(op, (f"a_parts[{i}]", f"b_parts[{i}]", f"biases[{i}]"), a, b, bias, scales)
+        alike = a.ndim == a_parts[0].ndim and (scales is not None or a.dtype == a_parts[0].dtype)
+        _require(
+            alike, op, f"a_parts[{i}]", _describe(a), f"of the rank and dtype of a_parts[0], {_describe(a_parts[0])}"
+        )
+    if scales is not None:
+        _check_lengths(op, len(a_parts), {"a_scales": scales.a_scales, "b_scales": scales.b_scales})
+    if sizes:
+        _check_scatter_sizes(op, a_parts, b_parts, biases, dim, group_size, scales)
+
+
+def _check_scatter_sizes(
+    op: str,
+    a_parts: Sequence[Tensor],
+    b_parts: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    dim: int,
+    group_size: int,
+    scales: ScatterScales | None,
+) -> None:
+    product = (*a_parts[0].shape[:-1], b_parts[0].shape[1])
+    for i, (a, b, bias) in enumerate(zip(a_parts, b_parts, biases, strict=True)):
+        _check_inner(op, f"a_parts[{i}]", a.shape, f"b_parts[{i}]", b)
+        _check_bias(op, f"biases[{i}]", bias, b)
+        same = (*a.shape[:-1], b.shape[1]) == product
+        limit = f"of the first product's shape {product}, since the products are added"
+        _require(same, op, f"product {i}", (*a.shape[:-1], b.shape[1]), limit)
+    limit = f"a multiple of the group's {group_size} ranks; pad that dimension"
+    _require(product[dim] % group_size == 0, op, f"size of dimension {dim} of the product", product[dim], limit)
+    if scales is not None:
+        for i, (a, b) in enumerate(zip(a_parts, b_parts, strict=True)):
+            _check_a_scale(op, f"a_scales[{i}]", scales.a_scales[i], a.shape)
+            _check_b_scale(op, f"b_scales[{i}]", scales.b_scales[i], b)
+
+
+def check_group(op: str, group_size: int, group: Any) -> None:
+    """Check that a group exists and has the size that the op was told.
+
+    Raises:
+        ValueError: It does not exist, or has another size.
+    """
+    _, actual = group_and_size(group)
+    limit = f"the size of group {group!r}, which has {actual} ranks; compile again after changing groups"
+    _require(group_size == actual, op, "group_size", group_size, limit)
+
+
+def _invalid(op: str, name: str, value: object, limit: str) -> ValueError:
+    return ValueError(f"asynctp {op}: {name}={value!r} is not valid; it must be {limit}")
+
+
+def _require(condition: bool, op: str, name: str, value: object, limit: str) -> None:
+    if not condition:
+        raise _invalid(op, name, value, limit)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+
+
+def _check_lengths(op: str, count: int, lists: dict[str, Sequence[Any]]) -> None:
+    _require(count > 0, op, "number of operands", count, "at least 1")
+    for name, items in lists.items():
+        _require(
+            len(items) == count, op, f"len({name})", len(items), f"{count}: one for each product (None for no bias)"
+        )
+
+
+def normalize_dim(dim: int, ndim: int) -> int:
+    """The dimension counted from the front."""
+    return dim + ndim if dim < 0 else dim
+
+
+def _check_dim(op: str, name: str, dim: int, ndim: int) -> int:
+    _require(ndim >= 2, op, "dimensions of A", ndim, "at least 2 (rows and contraction); unsqueeze a vector first")
+    _require(-ndim <= dim < ndim, op, name, dim, f"between {-ndim} and {ndim - 1} for an operand of {ndim} dimensions")
+    return normalize_dim(dim, ndim)
+
+
+def _check_product(
+    op: str,
+    names: tuple[str, str, str],
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    scales: GatherScales | ScatterScales | None,
+) -> None:
+    """Ranks, dtypes and devices of one product's operands: facts that are static under dynamic shapes."""
+    a_name, b_name, bias_name = names
+    _require(b.ndim == 2, op, b_name, _describe(b), "a matrix [K, N]; flatten or transpose it first")
+    _require(a.device == b.device, op, b_name, _describe(b), f"on the device of {a_name}, {a.device}")
+    if scales is None:
+        _require(a.dtype in PLAIN_DTYPES, op, a_name, _describe(a), f"of a dtype in {PLAIN_DTYPES}")
+        _require(b.dtype == a.dtype, op, b_name, _describe(b), f"of the dtype of {a_name}, {a.dtype}; cast one of them")
+    else:
+        for name, operand in ((a_name, a), (b_name, b)):
+            _require(operand.dtype in FP8_DTYPES, op, name, _describe(operand), f"of a dtype in {FP8_DTYPES}")
+        _require(scales.out_dtype in SCALED_OUT_DTYPES, op, "out_dtype", scales.out_dtype, f"in {SCALED_OUT_DTYPES}")
+    if bias is not None:
+        dtypes = (a.dtype,) if scales is None else SCALED_OUT_DTYPES
+        fits = bias.ndim in (1, 2) and bias.dtype in dtypes and bias.device == a.device
+        limit = f"a vector [N] or a row [1, N] of a dtype in {dtypes} on {a.device}"
+        _require(fits, op, bias_name, _describe(bias), limit)
+
+
+def _check_inner(op: str, a_name: str, a_shape: Sequence[int], b_name: str, b: Tensor) -> None:
+    limit = f"of {a_shape[-1]} rows, the last size of {a_name} {list(a_shape)}"
+    _require(a_shape[-1] == b.shape[0], op, b_name, _describe(b), limit)
+
+
+def _check_bias(op: str, name: str, bias: Tensor | None, b: Tensor) -> None:
+    if bias is not None:
+        n = b.shape[1]
+        fits = tuple(bias.shape) in ((n,), (1, n))
+        _require(fits, op, name, _describe(bias), f"of shape [{n}] or [1, {n}]: one number per output column")
+
+
+def _check_a_scale(op: str, name: str, scale: Tensor, rows: Sequence[int], tensorwise_allowed: bool = True) -> None:
+    rowwise = (*rows[:-1], 1)
+    fits = tuple(scale.shape) == rowwise or (tensorwise_allowed and scale.numel() == 1)
+    tensorwise = "one number, or " if tensorwise_allowed else ""
+    limit = f"float32, {tensorwise}of shape {list(rowwise)}: one number per row; blockwise scales are not supported"
+    _require(fits and scale.dtype == torch.float32, op, name, _describe(scale), limit)
+
+
+def _check_b_scale(op: str, name: str, scale: Tensor, b: Tensor) -> None:
+    n = b.shape[1]
+    fits = scale.numel() == 1 or tuple(scale.shape) == (1, n)
+    limit = f"float32, one number, or of shape [1, {n}]: one number per column; blockwise scales are not supported"
+    _require(fits and scale.dtype == torch.float32, op, name, _describe(scale), limit)
+
+
+# --- the unfused programs, with the ops' argument lists ----------------------------------------------------
+def unfused_all_gather_matmul(
+    a_shard: Tensor,
+    bs: list[Tensor],
+    biases: Sequence[Tensor | None],
+    gather_dim: int,
+    return_a_full: bool,
+    group_size: int,
+    group_name: Any,
+) -> list[Tensor]:
+    """`asynctp::all_gather_matmul` without overlap; the arguments are checked already."""
+    a_full = gather(a_shard, gather_dim, group_size, group_name)
+    outs = [_product(a_full, b, bias) for b, bias in zip(bs, biases, strict=True)]
+    return [*outs, a_full] if return_a_full else outs
+
+
+def unfused_all_gather_scaled_matmul(
+    a_shard: Tensor,
+    a_scale: Tensor,
+    bs: list[Tensor],
+    b_scales: list[Tensor],
+    biases: Sequence[Tensor | None],
+    gather_dim: int,
+    gather_a_scale: bool,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    return_a_full: bool,
+    group_size: int,
+    group_name: Any,
+) -> list[Tensor]:
+    """`asynctp::all_gather_scaled_matmul` without overlap; the arguments are checked already."""
+    a_full = gather(a_shard, gather_dim, group_size, group_name)
+    if gather_a_scale:
+        a_scale = gather(a_scale, normalize_dim(gather_dim, a_shard.ndim), group_size, group_name)
+    outs = [
+        _scaled_product(a_full, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
+        for b, b_scale, bias in zip(bs, b_scales, biases, strict=True)
+    ]
+    return [*outs, a_full] if return_a_full else outs
+
+
+def unfused_matmul_reduce_scatter(
+    a_parts: list[Tensor],
+    b_parts: list[Tensor],
+    biases: Sequence[Tensor | None],
+    reduce_op: str,
+    scatter_dim: int,
+    group_size: int,
+    group_name: Any,
+) -> Tensor:
+    """`asynctp::matmul_reduce_scatter` without overlap; the arguments are checked already."""
+    products = [_product(a, b, bias) for a, b, bias in zip(a_parts, b_parts, biases, strict=True)]
+    return reduce_scatter(_sum(products), reduce_op, scatter_dim, group_size, group_name)
+
+
+def unfused_scaled_matmul_reduce_scatter(
+    a_parts: list[Tensor],
+    b_parts: list[Tensor],
+    a_scales: list[Tensor],
+    b_scales: list[Tensor],
+    biases: Sequence[Tensor | None],
+    reduce_op: str,
+    scatter_dim: int,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    group_size: int,
+    group_name: Any,
+) -> Tensor:
+    """`asynctp::scaled_matmul_reduce_scatter` without overlap; the arguments are checked already."""
+    products = [
+        _scaled_product(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
+        for a, b, a_scale, b_scale, bias in zip(a_parts, b_parts, a_scales, b_scales, biases, strict=True)
+    ]
+    return reduce_scatter(_sum(products), reduce_op, scatter_dim, group_size, group_name)
+
+
+# --- collectives -----------------------------------------------------------------------------------------
+def gathered_shape(shape: Sequence[int], dim: int, group_size: int) -> tuple[int, ...]:
+    """A shard's shape, `group_size` times as long in `dim`."""
+    dim = normalize_dim(dim, len(shape))
+    return (*shape[:dim], shape[dim] * group_size, *shape[dim + 1 :])
+
+
+def gather(shard: Tensor, dim: int, group_size: int, group_name: Any) -> Tensor:
+    """All ranks' shards, joined along `dim` in rank order: contiguous, ordinary memory.
+
+    fp8 travels as bytes (gloo has no fp8 type), which is exact: a gather only moves data.
+    """
+    fp8 = shard.dtype in FP8_DTYPES
+    wire = (shard.view(torch.uint8) if fp8 else shard).contiguous()
+    c10d = torch.ops._c10d_functional
+    stacked = c10d.wait_tensor(c10d.all_gather_into_tensor(wire, group_size, group_name))
+    dim = normalize_dim(dim, shard.ndim)
+    pieces = stacked.view(group_size, *shard.shape).movedim(0, dim)
+    full: Tensor = pieces.reshape(gathered_shape(shard.shape, dim, group_size)).contiguous()
+    return full.view(shard.dtype) if fp8 else full
+
+
+def reduce_scatter(full: Tensor, reduce_op: str, dim: int, group_size: int, group_name: Any) -> Tensor:
+    """This rank's block along `dim` of the ranks' sum or average.
+
+    gloo's average is spelled out as sum, then division, both rounded to the tensor's dtype.
+    """
+    divide = reduce_op == "avg" and full.device.type == "cpu"
+    dim = normalize_dim(dim, full.ndim)
+    sizes = (*full.shape[:dim], group_size, full.shape[dim] // group_size, *full.shape[dim + 1 :])
+    blocks = full.reshape(sizes).movedim(dim, 0).contiguous()
+    c10d = torch.ops._c10d_functional
+    op = "sum" if divide else reduce_op
+    block = c10d.wait_tensor(c10d.reduce_scatter_tensor(blocks, op, group_size, group_name))
+    shard: Tensor = block.view(blocks.shape[1:])
+    return shard / group_size if divide else shard
+
+
+# --- matmuls ---------------------------------------------------------------------------------------------
+def _rows(a: Tensor) -> Tensor:
+    return a.flatten(0, -2)
+
+
+def _sum(products: list[Tensor]) -> Tensor:
+    total = products[0]
+    for product in products[1:]:
+        total = total + product
+    return total
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    flat = torch.mm(_rows(a), b) if bias is None else torch.addmm(bias, _rows(a), b)
+    return flat.view(*a.shape[:-1], b.shape[1])
+
+
+def _scaled_product(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """`(a × a_scale) @ (b × b_scale) + bias`, rounded once to `out_dtype`."""
+    rows = _rows(a)
+    row_scale = a_scale.reshape(()) if a_scale.numel() == 1 else a_scale.reshape(-1, 1)
+    column_scale = b_scale.reshape(()) if b_scale.numel() == 1 else b_scale
+    if a.device.type == "cpu":
+        flat = _finish(rows.float() @ b.float(), row_scale, column_scale, bias, out_dtype)
+    else:
+        flat = _cuda_scaled_mm(rows, b, row_scale, column_scale, bias, out_dtype, use_fast_accum)
+    return flat.view(*a.shape[:-1], b.shape[1])
+
+
+def _finish(
+    product: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    scaled = product * row_scale * column_scale
+    return (scaled if bias is None else scaled + bias.float()).to(out_dtype)
+
+
+def _cuda_scaled_mm(
+    rows: Tensor,
+    b: Tensor,
+    row_scale: Tensor,
+    column_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """`torch._scaled_mm` where it takes the scales, bias and dtype; else the same product in fp32, scaled after it."""
+    if b.stride(0) != 1:
+        b = b.t().contiguous().t()
+    tensorwise = row_scale.ndim == 0 and column_scale.ndim == 0
+    rowwise = row_scale.ndim == 2 and column_scale.ndim == 2 and out_dtype == torch.bfloat16
+    bias_fits = bias is None or (bias.dtype == out_dtype and out_dtype != torch.float32)
+    if (tensorwise or rowwise) and bias_fits:
+        row = None if bias is None else bias.reshape(-1)
+        return compat.scaled_mm(rows, b, row_scale, column_scale, row, out_dtype, use_fast_accum)
+    one = row_scale.new_ones(())
+    product = compat.scaled_mm(rows, b, one, one, None, torch.float32, use_fast_accum)
+    return _finish(product, row_scale, column_scale, bias, out_dtype)

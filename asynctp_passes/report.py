@@ -1,0 +1,154 @@
+"""Reports: what was fused, what was not, and why. Plain strings and numbers that outlive the graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Outcome", "Remark", "Report"]
+
+Outcome = Literal["FUSED", "SKIPPED", "MISSED"]
+_MARKS = {"FUSED": "+", "MISSED": "!", "SKIPPED": "."}
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What became of one collective.
+
+    Attributes:
+        outcome: FUSED (rewritten), MISSED (in scope, and not fused) or SKIPPED (out of scope, or not worth it).
+        kind: `"all_gather_matmul"`, `"matmul_reduce_scatter"`, or the collective's own name when no chain was found.
+        collective: Name of the collective's node in the original graph.
+        code: Reason code (`"ATP101"`); empty when FUSED.
+        name: Reason name (`"PIECES_REORDERED"`); empty when FUSED.
+        message: What is the case, with the facts of this chain.
+        hint: What to do about it; empty when FUSED.
+        nodes: Names of the chain's nodes in graph order, collective and matmuls included.
+        source: `file:line` in the user's program, when the graph knows it.
+        group: Name of the process group.
+        group_size: Number of ranks in it.
+        shapes: Shapes by role (`"shard"`, `"operand"`, `"out"`), as text: `"bf16[2, 4*s0, 64]"`.
+        op: The fused op that replaced the chain; empty unless FUSED.
+        implementation: What the op runs: `"unfused"` (plain collective and matmul: no overlap), or the kernel's name.
+        comm_bytes: Bytes this rank receives (gather) or sends (scatter) for the collective; None if unknown.
+        flops: Floating-point operations of the chain's matmuls on this rank; None if unknown.
+        estimate_us: Modelled times in microseconds (`"comm"`, `"matmul"`, `"serial"`, `"overlapped"`); empty when the
+            device has no model.
+    """
+
+    outcome: Outcome
+    kind: str
+    collective: str
+    code: str = ""
+    name: str = ""
+    message: str = ""
+    hint: str = ""
+    nodes: tuple[str, ...] = ()
+    source: str | None = None
+    group: str = ""
+    group_size: int = 0
+    shapes: dict[str, str] = field(default_factory=dict)
+    op: str = ""
+    implementation: str = ""
+    comm_bytes: int | None = None
+    flops: int | None = None
+    estimate_us: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """One to three lines: outcome, chain, and the reason with its remedy."""
+        where = f"  ({self.source})" if self.source else ""
+        head = f"{_MARKS[self.outcome]} {self.outcome:<7} {self.kind}: {' -> '.join(self.nodes)}{where}"
+        facts = "  ".join(f"{role} {shape}" for role, shape in self.shapes.items())
+        lines = [head]
+        if self.outcome == "FUSED":
+            lines.append(f"    {self.op} over group {self.group!r} of {self.group_size}; {facts}")
+            lines.append(f"    implementation: {self.implementation}{self._cost()}")
+        else:
+            lines.append(f"    {self.code} {self.name}: {self.message}")
+            lines.append(f"    remedy: {self.hint}")
+        return "\n".join(lines)
+
+    def _cost(self) -> str:
+        parts = []
+        if self.comm_bytes is not None:
+            parts.append(f"{self.comm_bytes / 2**20:.3g} MiB")
+        if self.flops is not None:
+            parts.append(f"{self.flops / 1e9:.3g} GFLOP")
+        if self.estimate_us:
+            serial, overlapped = self.estimate_us["serial"], self.estimate_us["overlapped"]
+            parts.append(f"model: {serial:.0f} us one after the other, at best {overlapped:.0f} us overlapped")
+        return f"; {', '.join(parts)}" if parts else ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the pass did with one graph.
+
+    Attributes:
+        graph: Name of the graph, as far as the compiler knows it.
+        phase: `"forward"`, `"backward"` or `"inference"`.
+        remarks: One per collective, in graph order.
+        torch_version: Version of torch that compiled the graph.
+        config_digest: Digest of the configuration, see `Config.digest`.
+        plan_digest: Hash of the fused chains, equal on all ranks that decided alike.
+        from_cache: True when the compiled graph came from Inductor's cache; the remarks are those of the
+            compile that filled the cache.
+    """
+
+    graph: str
+    phase: str
+    remarks: tuple[Remark, ...]
+    torch_version: str = ""
+    config_digest: str = ""
+    plan_digest: str = ""
+    from_cache: bool = False
+
+    @property
+    def fused(self) -> tuple[Remark, ...]:
+        """The remarks of fused chains."""
+        return self._with("FUSED")
+
+    @property
+    def missed(self) -> tuple[Remark, ...]:
+        """The remarks of chains that are in scope and were not fused."""
+        return self._with("MISSED")
+
+    @property
+    def skipped(self) -> tuple[Remark, ...]:
+        """The remarks of collectives that are out of scope or not worth fusing."""
+        return self._with("SKIPPED")
+
+    def _with(self, outcome: Outcome) -> tuple[Remark, ...]:
+        return tuple(remark for remark in self.remarks if remark.outcome == outcome)
+
+    def __str__(self) -> str:
+        """A page for people: the totals, every fused and missed chain, and the skipped ones by reason."""
+        chains = len(self.fused) + len(self.missed)
+        cached = ", from Inductor's cache" if self.from_cache else ""
+        head = (
+            f"asynctp: {self.graph} ({self.phase}{cached}): {len(self.fused)} of {chains} chains fused, "
+            f"{len(self.missed)} missed, {len(self.skipped)} other collectives skipped"
+        )
+        lines = [head, *(str(remark) for remark in self.remarks if remark.outcome != "SKIPPED")]
+        by_reason = Counter((remark.code, remark.name, _reason_text(remark)) for remark in self.skipped)
+        for (code, name, text), count in sorted(by_reason.items()):
+            lines.append(f". SKIPPED {count} x {code} {name}: {text}")
+        return "\n".join(lines)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The report as JSON; `Report.from_json` reads it back."""
+        return json.dumps(dataclasses.asdict(self), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read what `to_json` wrote."""
+        values: dict[str, Any] = json.loads(text)
+        remarks = tuple(Remark(**{**remark, "nodes": tuple(remark["nodes"])}) for remark in values.pop("remarks"))
+        return cls(remarks=remarks, **values)
+
+
+def _reason_text(remark: Remark) -> str:
+    return remark.message.split(" [", 1)[0]

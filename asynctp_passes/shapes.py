@@ -1,0 +1,470 @@
+"""Where an index goes through views: strided index maps over a source tensor.
+
+A tensor that is a rearrangement of a source tensor is described by an `IndexMap`: each of its dimensions is
+a list of digits, each digit a (size, stride) pair, and the element at digit values i0, i1, ... is the
+source's element number
+
+    offset + i0 * stride0 + i1 * stride1 + ...
+
+in row-major order. All views are small edits of that list:
+
+    reshape   regroups the digits, splitting one where a new dimension ends inside it
+    permute   reorders the dimensions
+    slice     shortens a digit and moves the offset
+    cat       of pieces whose offsets are o, o + d, o + 2d, ...: one new digit (number of pieces, d)
+
+so `split` + `cat`, `slice` + `cat`, `chunk`, `select` + `stack` and plain `reshape` need no patterns: equal
+rearrangements have equal maps. Pieces in another order have no common difference d, repeated ones have d = 0,
+dropped ones leave the source uncovered. Sizes and strides are integers or sympy expressions over positive
+integer symbols; every comparison is an algebraic identity, so nothing here guards or specializes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import sympy
+
+from asynctp_passes import reasons
+from asynctp_passes.reasons import Refusal
+
+__all__ = [
+    "Digit",
+    "GatherPlacement",
+    "IndexMap",
+    "Rearrangement",
+    "ScatterPlacement",
+    "Size",
+    "locate_gather",
+    "locate_scatter",
+    "product",
+    "quotient",
+    "same",
+]
+
+Size = int | sympy.Expr
+
+
+# --- sizes -------------------------------------------------------------------------------------------
+def quotient(a: Size, b: Size) -> Size | None:
+    """`a / b` when it is provably an integer, else None. Symbols stand for positive integers."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b != 0 and a % b == 0 else None
+    if b == 0:
+        return None
+    ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
+    if not _is_integer_polynomial(ratio):
+        return None
+    return int(ratio) if ratio.is_Integer else ratio
+
+
+def _is_integer_polynomial(expr: sympy.Expr) -> bool:
+    """True for sums of products of integers and integer atoms: no denominators left, integer at every point."""
+    if expr.is_Integer:
+        return True
+    if expr.is_Add or expr.is_Mul:
+        return all(_is_integer_polynomial(arg) for arg in expr.args)
+    if expr.is_Pow:
+        exponent = expr.exp
+        return bool(exponent.is_Integer and exponent > 0 and _is_integer_polynomial(expr.base))
+    return bool(expr.is_integer)
+
+
+def same(a: Size, b: Size) -> bool:
+    """True when `a == b` holds as an algebraic identity."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0)
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes; 1 for none."""
+    result: Size = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+# --- index maps ----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Digit:
+    """One digit of a mixed-radix index: `size` values, each `stride` elements of the source further."""
+
+    size: Size
+    stride: Size
+
+
+Dim = tuple[Digit, ...]
+
+
+def _tidy(digits: Iterable[Digit]) -> Dim:
+    """Drop digits of one value and merge neighbours that count on (the canonical form of a dimension)."""
+    tidy: list[Digit] = []
+    for digit in digits:
+        if same(digit.size, 1):
+            continue
+        if tidy and same(tidy[-1].stride, digit.size * digit.stride):
+            digit = Digit(tidy.pop().size * digit.size, digit.stride)
+        tidy.append(digit)
+    return tuple(tidy)
+
+
+def _length(dim: Iterable[Digit]) -> Size:
+    return product(digit.size for digit in dim)
+
+
+@dataclass(frozen=True)
+class IndexMap:
+    """A rearrangement of a source tensor: dimensions as digits into the source, from `offset` on."""
+
+    dims: tuple[Dim, ...]
+    offset: Size = 0
+
+    @classmethod
+    def identity(cls, shape: Sequence[Size]) -> IndexMap:
+        """The source itself, row-major."""
+        dims = []
+        for axis, size in enumerate(shape):
+            dims.append(_tidy([Digit(size, product(shape[axis + 1 :]))]))
+        return cls(tuple(dims))
+
+    @property
+    def digits(self) -> Dim:
+        """All digits in row-major order, as one dimension."""
+        return _tidy(digit for dim in self.dims for digit in dim)
+
+    def reshape(self, shape: Sequence[Size]) -> IndexMap | Refusal:
+        """The same elements in the same order, with other dimensions."""
+        queue = list(self.digits)
+        dims = []
+        for size in shape:
+            dim = _take(queue, size)
+            if dim is None:
+                return Refusal(reasons.SIZES_NOT_PROVEN, f"cannot regroup {_text(self.digits)} as {list(shape)}")
+            dims.append(dim)
+        if queue:
+            return Refusal(reasons.SIZES_NOT_PROVEN, f"sizes {list(shape)} do not account for {_text(queue)}")
+        return IndexMap(tuple(dims), self.offset)
+
+    def permute(self, order: Sequence[int]) -> IndexMap:
+        """Dimensions reordered: new dimension i is old dimension `order[i]`."""
+        return IndexMap(tuple(self.dims[axis] for axis in order), self.offset)
+
+    def narrow(self, axis: int, start: Size, length: Size, step: int = 1) -> IndexMap | Refusal:
+        """`length` indices of dimension `axis`, from `start` on, `step` apart."""
+        dim = self.dims[axis]
+        if step == 1 and same(start, 0) and same(length, _length(dim)):
+            return self
+        piece = _subrange(dim, start, length) if step == 1 else _every(dim, start, length, step)
+        if piece is None:
+            return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"slice [{start}, {start}+{length}) of {_text(dim)}")
+        digits, moved = piece
+        dims = (*self.dims[:axis], _tidy(digits), *self.dims[axis + 1 :])
+        return IndexMap(dims, self.offset + moved)
+
+    def select(self, axis: int, index: Size) -> IndexMap | Refusal:
+        """One index of dimension `axis`, which goes away."""
+        piece = self.narrow(axis, index, 1)
+        if isinstance(piece, Refusal):
+            return piece
+        return IndexMap((*piece.dims[:axis], *piece.dims[axis + 1 :]), piece.offset)
+
+    def insert(self, axis: int) -> IndexMap:
+        """A new dimension of one index before dimension `axis`."""
+        return IndexMap((*self.dims[:axis], (), *self.dims[axis:]), self.offset)
+
+
+def _take(queue: list[Digit], size: Size) -> Dim | None:
+    """Remove digits of `size` indices in all from the front of `queue`, splitting the last one if need be."""
+    taken: list[Digit] = []
+    while not same(size, 1):
+        if not queue:
+            return None
+        digit = queue.pop(0)
+        rest = quotient(size, digit.size)
+        if rest is not None:
+            taken.append(digit)
+            size = rest
+            continue
+        inner = quotient(digit.size, size)
+        if inner is None:
+            return None
+        taken.append(Digit(size, digit.stride * inner))
+        queue.insert(0, Digit(inner, digit.stride))
+        size = 1
+    return _tidy(taken)
+
+
+def _subrange(dim: Dim, start: Size, length: Size) -> tuple[list[Digit], Size] | None:
+    """Digits and offset of the indices [start, start + length) of a dimension; None if they are not strided."""
+    if not dim:
+        return ([], 0) if same(start, 0) and same(length, 1) else None
+    inner = _length(dim[1:])
+    count, skipped = quotient(length, inner), quotient(start, inner)
+    if count is not None and skipped is not None:
+        return [Digit(count, dim[0].stride), *dim[1:]], skipped * dim[0].stride
+    # Inside one value of the first digit: the block number `first` of `inner` indices, then the rest within it.
+    if not (isinstance(start, int) and isinstance(inner, int) and isinstance(length, int)):
+        return None
+    first, within = divmod(start, inner)
+    if within + length > inner:
+        return None
+    rest = _subrange(dim[1:], within, length)
+    return None if rest is None else (rest[0], first * dim[0].stride + rest[1])
+
+
+def _every(dim: Dim, start: Size, length: Size, step: int) -> tuple[list[Digit], Size] | None:
+    """Digits and offset of `length` indices `step` apart, for a dimension of one digit."""
+    if len(dim) != 1:
+        return None
+    return [Digit(length, dim[0].stride * step)], start * dim[0].stride
+
+
+def concatenate(pieces: Sequence[IndexMap], axis: int) -> IndexMap | Refusal:
+    """Pieces of one source joined along `axis`, in the order given."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    if any(_others(piece, axis) != _others(first, axis) for piece in pieces):
+        return Refusal(reasons.VIEW_NOT_UNDERSTOOD, "the pieces of a concatenation are laid out differently")
+    steps = [after.offset - before.offset for before, after in pairwise(pieces)]
+    if any(same(step, 0) for step in steps):
+        return Refusal(reasons.PIECES_REPEATED, "two neighbouring pieces of a concatenation are the same")
+    if all(piece.dims[axis] == first.dims[axis] for piece in pieces):
+        joined = _equal_pieces(first.dims[axis], steps)
+    else:
+        joined = _adjacent_pieces([piece.dims[axis] for piece in pieces], steps)
+    if joined is None:
+        return Refusal(reasons.PIECES_REORDERED, f"pieces start at elements {[str(p.offset) for p in pieces]}")
+    return IndexMap((*first.dims[:axis], _tidy(joined), *first.dims[axis + 1 :]), first.offset)
+
+
+def _others(piece: IndexMap, axis: int) -> tuple[Dim, ...]:
+    return (*piece.dims[:axis], *piece.dims[axis + 1 :])
+
+
+def _equal_pieces(dim: Dim, steps: Sequence[Size]) -> list[Digit] | None:
+    """Pieces of one length: an arithmetic progression of offsets is a new, outermost digit."""
+    backward = sympy.sympify(steps[0]).could_extract_minus_sign()
+    if backward or any(not same(step, steps[0]) for step in steps):
+        return None
+    return [Digit(len(steps) + 1, steps[0]), *dim]
+
+
+def _adjacent_pieces(dims: Sequence[Dim], steps: Sequence[Size]) -> list[Digit] | None:
+    """Pieces of several lengths: each must begin where the one before it ends, along the same digit."""
+    inner = max((dim[1:] for dim in dims if dim), key=len, default=())
+    stride = next((dim[0].stride for dim in dims if len(dim) == len(inner) + 1), None)
+    if stride is None:
+        return None
+    counts = [_count(dim, inner, stride) for dim in dims]
+    if any(count is None for count in counts):
+        return None
+    whole = [count for count in counts if count is not None]
+    if any(not same(step, count * stride) for step, count in zip(steps, whole, strict=False)):
+        return None
+    return [Digit(sum(whole[1:], start=whole[0]), stride), *inner]
+
+
+def _count(dim: Dim, inner: Dim, stride: Size) -> Size | None:
+    """How many values of an outer digit of `stride` a dimension has, its inner digits being `inner`."""
+    if dim == inner:
+        return 1
+    matches = len(dim) == len(inner) + 1 and dim[1:] == inner and same(dim[0].stride, stride)
+    return dim[0].size if matches else None
+
+
+# --- where the rank is -----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Rearrangement:
+    """A reshape to `sizes` and a permutation by `order`, undone by the inverse permutation.
+
+    The permuted dimensions fall into groups of `lengths` dimensions (for a gather: outer, inner, width).
+    """
+
+    sizes: tuple[Size, ...]
+    order: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def is_reshape(self) -> bool:
+        """True when nothing moves: the permutation is the identity."""
+        return self.order == tuple(range(len(self.order)))
+
+
+@dataclass(frozen=True)
+class GatherPlacement:
+    """How a matmul operand [M, K] is made of the ranks' shards.
+
+    `axis == "rows"`: the operand is [outer, ranks, inner, width] flattened to two dimensions, M = outer * ranks * inner
+    and K = width; the shard, rearranged, is [outer, inner, width]. `axis == "contraction"`: the operand is
+    [outer, ranks, width] flattened, M = outer and K = ranks * width, inner = 1; the shard is [outer, width].
+    """
+
+    axis: Literal["rows", "contraction"]
+    outer: Size
+    inner: Size
+    width: Size
+    shard: Rearrangement
+
+
+@dataclass(frozen=True)
+class ScatterPlacement:
+    """How a reduce-scatter's input is made of a matmul result [M, N].
+
+    `axis == "rows"`: rows are [outer, ranks, inner], M = outer * ranks * inner, N = width. `axis == "columns"`:
+    N = ranks * width, M = outer, inner = 1. The scattered result [outer, inner, width] is brought into the
+    collective's own output order by `out`.
+    """
+
+    axis: Literal["rows", "columns"]
+    outer: Size
+    inner: Size
+    width: Size
+    out: Rearrangement
+
+
+def locate_gather(operand: IndexMap, shard_numel: Size, ranks: int) -> GatherPlacement | Refusal:
+    """Prove that a 2-D operand is a complete, rank-ordered arrangement of the gathered shards.
+
+    Args:
+        operand: Map of the operand into the gathered tensor [ranks * shard_numel].
+        shard_numel: Elements of one rank's shard: the stride of the rank in the gathered tensor.
+        ranks: Number of ranks.
+    """
+    rows, columns = (_split_at(dim, shard_numel) for dim in operand.dims)
+    digits = _complete(rows + columns, operand.offset, shard_numel * ranks)
+    if isinstance(digits, Refusal):
+        return digits
+    rank = Digit(ranks, shard_numel)
+    if not any(_equal(digit, rank) for digit in digits):
+        return Refusal(reasons.PIECES_REORDERED, f"no digit counts the {ranks} ranks in order: {_text(rows + columns)}")
+    if (place := _index(rows, rank)) is not None:
+        outer, inner = rows[:place], rows[place + 1 :]
+        shard = _rearrange(outer, inner, columns)
+        return GatherPlacement("rows", _length(outer), _length(inner), _length(columns), shard)
+    place = _index(columns, rank)
+    if place != 0:
+        return Refusal(reasons.NOT_ROWS_OR_CONTRACTION, f"the rank is inside the contraction: {_text(columns)}")
+    shard = _rearrange(rows, columns[1:])
+    return GatherPlacement("contraction", _length(rows), 1, _length(columns[1:]), shard)
+
+
+def locate_scatter(operand: IndexMap, rows: Size, columns: Size, ranks: int) -> ScatterPlacement | Refusal:
+    """Prove that a reduce-scatter's input is a complete arrangement of a product [rows, columns] by rank.
+
+    Args:
+        operand: Map of the collective's input into the product, row-major.
+        rows: M of the product.
+        columns: N of the product.
+        ranks: Number of ranks: the input's leading `ranks` blocks are the ranks'.
+    """
+    queue = list(operand.digits)
+    lead = _take(queue, ranks)
+    if lead is None:
+        return Refusal(reasons.SIZES_NOT_PROVEN, f"cannot divide {_text(operand.digits)} by {ranks} ranks")
+    covered = _complete(lead + tuple(queue), operand.offset, rows * columns)
+    if isinstance(covered, Refusal):
+        return covered
+    if len(lead) != 1:
+        return Refusal(reasons.NOT_ROWS_OR_CONTRACTION, f"the ranks' blocks are not equally spaced: {_text(lead)}")
+    stride = lead[0].stride
+    rest = tuple(queue)
+    inner = quotient(stride, columns)
+    if inner is not None:
+        outer = quotient(rows, inner * ranks)
+        if outer is None:
+            return Refusal(reasons.SIZES_NOT_PROVEN, f"{rows} rows in blocks of {inner} for {ranks} ranks")
+        return ScatterPlacement("rows", outer, inner, columns, _rearrange(_without(rest, stride, ranks)))
+    if same(stride * ranks, columns):
+        return ScatterPlacement("columns", rows, 1, stride, _rearrange(_without(rest, stride, ranks)))
+    return Refusal(reasons.NOT_ROWS_OR_CONTRACTION, f"the rank is inside the output columns (stride {stride})")
+
+
+def _split_at(dim: Dim, boundary: Size) -> Dim:
+    """Split the digit of `dim` that straddles `boundary`, so that each counts below or above it."""
+    digits: list[Digit] = []
+    for digit in dim:
+        below = quotient(boundary, digit.stride)
+        above = None if below is None else quotient(digit.size, below)
+        if below is None or above is None or same(below, 1) or same(above, 1):
+            digits.append(digit)
+        else:
+            digits += [Digit(above, boundary), Digit(below, digit.stride)]
+    return tuple(digits)
+
+
+def _complete(digits: Dim, offset: Size, total: Size) -> Dim | Refusal:
+    """The digits, innermost first, if together they count every element of the source exactly once."""
+    left = [digit for digit in digits if not same(digit.size, 1)]
+    ordered: list[Digit] = []
+    expected: Size = 1
+    while left:
+        found = next((digit for digit in left if same(digit.stride, expected)), None)
+        if found is None:
+            return _incomplete(left, ordered)
+        left.remove(found)
+        ordered.append(found)
+        expected = expected * found.size
+    if not same(offset, 0) or not same(expected, total):
+        return Refusal(reasons.PIECES_MISSING, f"covers {expected} elements from {offset} of {total}")
+    return tuple(ordered)
+
+
+def _incomplete(left: Sequence[Digit], ordered: Sequence[Digit]) -> Refusal:
+    strides = [digit.stride for digit in [*left, *ordered]]
+    repeated = any(same(a, b) for i, a in enumerate(strides) for b in strides[i + 1 :])
+    reason = reasons.PIECES_REPEATED if repeated else reasons.PIECES_MISSING
+    return Refusal(reason, f"the digits {_text([*left, *ordered])} do not count every element once")
+
+
+def _rearrange(*groups: Dim) -> Rearrangement:
+    """The rearrangement that brings row-major digits into the order of `groups`, merging digits only inside a group."""
+    tidy = [_tidy(group) for group in groups]
+    wanted = [digit for group in tidy for digit in group]
+    ordered = _outermost_first(wanted)
+    sizes = tuple(digit.size for digit in ordered)
+    return Rearrangement(sizes, tuple(ordered.index(digit) for digit in wanted), tuple(len(group) for group in tidy))
+
+
+def _outermost_first(digits: Sequence[Digit]) -> list[Digit]:
+    """Digits of a complete map by falling stride, without comparing symbols: each is the product of those below."""
+    left = list(digits)
+    ordered: list[Digit] = []
+    expected: Size = 1
+    while left:
+        digit = next(digit for digit in left if same(digit.stride, expected))
+        left.remove(digit)
+        ordered.insert(0, digit)
+        expected = expected * digit.size
+    return ordered
+
+
+def _without(digits: Dim, stride: Size, ranks: int) -> Dim:
+    """Digits of the source when the rank's digit (ranks, stride) is taken out of it."""
+    block = stride * ranks
+    return tuple(
+        digit if quotient(digit.stride, block) is None else Digit(digit.size, _exact(digit.stride, ranks))
+        for digit in digits
+    )
+
+
+def _exact(a: Size, b: Size) -> Size:
+    result = quotient(a, b)
+    assert result is not None, f"{a} is a multiple of {b} by construction"
+    return result
+
+
+def _equal(a: Digit, b: Digit) -> bool:
+    return same(a.size, b.size) and same(a.stride, b.stride)
+
+
+def _index(digits: Dim, wanted: Digit) -> int | None:
+    return next((i for i, digit in enumerate(digits) if _equal(digit, wanted)), None)
+
+
+def _text(digits: Iterable[Digit]) -> str:
+    return "[" + ", ".join(f"{digit.size}:{digit.stride}" for digit in digits) + "]"

@@ -1,0 +1,340 @@
+"""Following views in an FX graph: which nodes are rearrangements of a source tensor, and which index maps they have.
+
+`follow` starts from seeds (a gathered tensor, or matmul results) and walks the graph in order. An op in the table
+`VIEWS` carries maps from its inputs to its output, or refuses with a reason. Any other op is where following ends.
+A new view op is one line in that table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from asynctp_passes import reasons
+from asynctp_passes.fxview import Sizes, arguments, op_name, tensor_of
+from asynctp_passes.reasons import Refusal
+from asynctp_passes.shapes import IndexMap, Size, concatenate, product, same
+
+__all__ = ["VIEWS", "Flow", "follow", "is_view"]
+
+Pieces = tuple[IndexMap, ...]
+Result = IndexMap | Pieces | Refusal
+
+
+@dataclass
+class Flow:
+    """What `follow` found.
+
+    Attributes:
+        maps: Index maps of the nodes that rearrange the source (or one of several like sources).
+        pieces: Maps of the elements of nodes that return several tensors (split, chunk, unbind).
+        refused: Nodes that take a followed tensor and do a thing to it that has no index map.
+        terms: The seeds whose sum a followed node is a rearrangement of (one seed, unless sums are followed).
+    """
+
+    maps: dict[fx.Node, IndexMap] = field(default_factory=dict)
+    pieces: dict[fx.Node, Pieces] = field(default_factory=dict)
+    refused: dict[fx.Node, Refusal] = field(default_factory=dict)
+    terms: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
+
+    def has(self, node: object) -> bool:
+        """True when the node is followed."""
+        return isinstance(node, fx.Node) and (node in self.maps or node in self.pieces)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One view op call being followed: its arguments by name, and the flow so far."""
+
+    node: fx.Node
+    values: Mapping[str, Any]
+    flow: Flow
+    sizes: Sizes
+
+    @property
+    def source(self) -> IndexMap:
+        """The map of the op's first argument."""
+        return self.flow.maps[next(iter(self.values.values()))]
+
+    def shape(self) -> tuple[Size, ...] | None:
+        """The sizes of the op's result."""
+        tensor = tensor_of(self.node)
+        return None if tensor is None else self.sizes.of(tensor)
+
+    def axis(self, name: str = "dim", extra: int = 0) -> int:
+        """A dimension argument, counted from the front."""
+        axis: int = self.values[name]
+        return axis % (len(self.source.dims) + extra) if axis < 0 else axis
+
+
+def follow(nodes: Iterable[fx.Node], seeds: Mapping[fx.Node, IndexMap], sizes: Sizes, *, sums: bool = False) -> Flow:
+    """Carry index maps from `seeds` through every view among `nodes` (in graph order).
+
+    Args:
+        nodes: The nodes to visit.
+        seeds: Source nodes and their maps.
+        sizes: Reader of sizes.
+        sums: Also carry a map through `add` of two tensors that have the same one.
+    """
+    flow = Flow(maps=dict(seeds), terms={seed: frozenset([seed]) for seed in seeds})
+    for node in nodes:
+        if node in seeds or not any(flow.has(argument) for argument in node.all_input_nodes):
+            continue
+        handler = VIEWS.get(op_name(node))
+        if handler is None and sums and op_name(node) == "aten.add.Tensor":
+            handler = _add
+        if handler is not None:
+            _record(flow, node, _apply(handler, node, flow, sizes))
+    return flow
+
+
+def _apply(handler: Callable[[_Call], Result], node: fx.Node, flow: Flow, sizes: Sizes) -> Result:
+    if isinstance(node.target, torch._ops.OpOverload):
+        values = arguments(node)
+    else:
+        values = {"self": node.args[0], "index": node.args[1]}
+    first = next(iter(values.values()))
+    if isinstance(first, fx.Node) and not flow.has(first) and handler is not _add:
+        return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{node.name} rearranges another tensor")
+    return handler(_Call(node, values, flow, sizes))
+
+
+def _record(flow: Flow, node: fx.Node, result: Result) -> None:
+    if not isinstance(result, Refusal):
+        terms = _terms(flow, node)
+        if isinstance(terms, Refusal):
+            result = terms
+        else:
+            flow.terms[node] = terms
+    if isinstance(result, Refusal):
+        facts = f"{op_name(node)} {node.name}" + (f": {result.facts}" if result.facts else "")
+        flow.refused[node] = Refusal(result.reason, facts)
+    elif isinstance(result, IndexMap):
+        flow.maps[node] = result
+    else:
+        flow.pieces[node] = result
+
+
+def _terms(flow: Flow, node: fx.Node) -> frozenset[fx.Node] | Refusal:
+    """What a followed node sums up: views keep their inputs' one set of terms, an addition joins two disjoint ones."""
+    sets = [flow.terms[source] for source in node.all_input_nodes if source in flow.terms]
+    if op_name(node) != "aten.add.Tensor":
+        agree = all(terms == sets[0] for terms in sets)
+        return sets[0] if agree else Refusal(reasons.SUM_TERMS_DISAGREE, "pieces are sums of different terms")
+    if len(sets) != 2 or sets[0] & sets[1]:
+        return Refusal(reasons.SUM_TERMS_DISAGREE, "a term is added twice")
+    return sets[0] | sets[1]
+
+
+def is_view(node: fx.Node) -> bool:
+    """True for ops that `follow` knows how to follow (or to refuse by name)."""
+    return op_name(node) in VIEWS
+
+
+# --- one function per kind of view -----------------------------------------------------------------------
+def _unchanged(call: _Call) -> Result:
+    return call.source
+
+
+def _reshape(call: _Call) -> Result:
+    shape = call.shape()
+    if shape is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
+    return call.source.reshape(shape)
+
+
+def _permute(call: _Call) -> Result:
+    rank = len(call.source.dims)
+    return call.source.permute([axis % rank for axis in call.values["dims"]])
+
+
+def _transpose(call: _Call) -> Result:
+    order = list(range(len(call.source.dims)))
+    if op_name(call.node) == "aten.t.default":
+        return call.source.permute(order[::-1])
+    first, second = call.axis("dim0"), call.axis("dim1")
+    order[first], order[second] = order[second], order[first]
+    return call.source.permute(order)
+
+
+def _slice(call: _Call) -> Result:
+    shape, axis = call.shape(), call.axis()
+    if shape is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
+    start, step = call.values["start"], call.values["step"]
+    if not isinstance(step, int):
+        return Refusal(reasons.SIZES_NOT_PROVEN, "the step is symbolic")
+    return call.source.narrow(axis, _start(call, axis, start), shape[axis], step)
+
+
+def _start(call: _Call, axis: int, start: Any) -> Size:
+    """The first index of a slice, counted from the front and clamped as Python does."""
+    whole = call.sizes.of(call.node.all_input_nodes[0].meta["val"])[axis]
+    first = 0 if start is None else call.sizes.read(start)
+    if isinstance(first, int) and first < 0:
+        first = max(whole + first, 0) if isinstance(whole, int) else whole + first
+    if isinstance(first, int) and isinstance(whole, int):
+        first = min(first, whole)
+    return first
+
+
+def _narrow(call: _Call) -> Result:
+    axis = call.axis()
+    return call.source.narrow(axis, _start(call, axis, call.values["start"]), call.sizes.read(call.values["length"]))
+
+
+def _select(call: _Call) -> Result:
+    axis = call.axis()
+    return call.source.select(axis, _start(call, axis, call.values["index"]))
+
+
+def _split(call: _Call) -> Result:
+    axis, values = call.axis(), call.node.meta.get("val")
+    if not isinstance(values, tuple | list):
+        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
+    pieces: list[IndexMap] = []
+    start: Size = 0
+    for value in values:
+        length = call.sizes.of(value)[axis]
+        piece = call.source.narrow(axis, start, length)
+        if isinstance(piece, Refusal):
+            return piece
+        pieces.append(piece)
+        start = start + length
+    return tuple(pieces)
+
+
+def _unbind(call: _Call) -> Result:
+    values = call.node.meta.get("val")
+    if not isinstance(values, tuple | list):
+        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
+    pieces = [call.source.select(call.axis(), index) for index in range(len(values))]
+    refused = next((piece for piece in pieces if isinstance(piece, Refusal)), None)
+    return refused or tuple(piece for piece in pieces if isinstance(piece, IndexMap))
+
+
+def _getitem(call: _Call) -> Result:
+    pieces = call.flow.pieces.get(call.values["self"])
+    if pieces is None:
+        return Refusal(reasons.VIEW_NOT_UNDERSTOOD, "indexing a tensor as a sequence")
+    return pieces[call.values["index"]]
+
+
+def _cat(call: _Call) -> Result:
+    tensors: Sequence[Any] = next(iter(call.values.values()))
+    maps = [call.flow.maps.get(tensor) for tensor in tensors]
+    if any(piece is None for piece in maps):
+        names = [tensor.name for tensor, piece in zip(tensors, maps, strict=True) if piece is None]
+        return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces with other tensors: {', '.join(names)}")
+    pieces = [piece for piece in maps if piece is not None]
+    stacks = op_name(call.node) == "aten.stack.default"
+    axis: int = call.values["dim"]
+    axis %= len(pieces[0].dims) + stacks
+    if stacks:
+        pieces = [piece.insert(axis) for piece in pieces]
+    return concatenate(pieces, axis)
+
+
+def _bitcast(call: _Call) -> Result:
+    before, after = tensor_of(next(iter(call.values.values()))), tensor_of(call.node)
+    if before is None or after is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
+    if before.dtype.itemsize != after.dtype.itemsize:
+        return Refusal(
+            reasons.VIEW_NOT_UNDERSTOOD, f"{before.dtype} seen as {after.dtype} changes the number of elements"
+        )
+    return call.source
+
+
+def _expand(call: _Call) -> Result:
+    before, after = tensor_of(next(iter(call.values.values()))), call.shape()
+    if before is None or after is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
+    old = call.sizes.of(before)
+    if len(old) == len(after) and all(same(x, y) for x, y in zip(old, after, strict=True)):
+        return call.source
+    return Refusal(reasons.PIECES_REPEATED, f"{list(old)} to {list(after)}")
+
+
+def _cast(call: _Call) -> Result:
+    """A conversion to the dtype a tensor already has changes nothing; any other one changes values."""
+    before, after = tensor_of(next(iter(call.values.values()))), tensor_of(call.node)
+    if before is not None and after is not None and before.dtype == after.dtype and before.device == after.device:
+        return call.source
+    return Refusal(reasons.COMPUTED_BETWEEN, "converts to another dtype")
+
+
+def _add(call: _Call) -> Result:
+    """A sum keeps the map its two terms share."""
+    left, right = call.values["self"], call.values["other"]
+    if call.values["alpha"] != 1 or not (call.flow.has(left) and call.flow.has(right)):
+        return Refusal(reasons.SUM_HAS_OTHER_TERM, "")
+    a, b, out = (tensor_of(node) for node in (left, right, call.node))
+    if a is None or b is None or out is None or not (a.dtype == b.dtype == out.dtype):
+        return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms have different dtypes")
+    if not (len(a.shape) == len(b.shape) and call.flow.maps[left] == call.flow.maps[right]):
+        return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms are laid out differently")
+    return call.flow.maps[left]
+
+
+def _index(call: _Call) -> Result:
+    """Picking rows by number: fewer rows than there are is how torch undoes the padding of uneven shards."""
+    before, after = tensor_of(next(iter(call.values.values()))), call.shape()
+    fewer = before is not None and after is not None and not same(product(call.sizes.of(before)), product(after))
+    return Refusal(reasons.UNEVEN_SHARDS if fewer else reasons.PIECES_REORDERED, "")
+
+
+def _refuse(reason: reasons.Reason) -> Callable[[_Call], Result]:
+    return lambda call: Refusal(reason, "")
+
+
+VIEWS: dict[str, Callable[[_Call], Result]] = {
+    "_c10d_functional.wait_tensor.default": _unchanged,
+    "aten.clone.default": _unchanged,
+    "aten.contiguous.default": _unchanged,
+    "aten.alias.default": _unchanged,
+    "aten.detach.default": _unchanged,
+    "aten.lift_fresh_copy.default": _unchanged,
+    "aten.view.default": _reshape,
+    "aten.reshape.default": _reshape,
+    "aten._unsafe_view.default": _reshape,
+    "aten._reshape_alias.default": _reshape,
+    "aten.view_copy.default": _reshape,
+    "aten.flatten.using_ints": _reshape,
+    "aten.unflatten.int": _reshape,
+    "aten.unsqueeze.default": _reshape,
+    "aten.squeeze.default": _reshape,
+    "aten.squeeze.dim": _reshape,
+    "aten.squeeze.dims": _reshape,
+    "aten.permute.default": _permute,
+    "aten.transpose.int": _transpose,
+    "aten.t.default": _transpose,
+    "aten.slice.Tensor": _slice,
+    "aten.narrow.default": _narrow,
+    "aten.select.int": _select,
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.chunk.default": _split,
+    "aten.unbind.int": _unbind,
+    "getitem": _getitem,
+    "aten.cat.default": _cat,
+    "aten.stack.default": _cat,
+    "aten.view.dtype": _bitcast,
+    "aten.expand.default": _expand,
+    "prims.convert_element_type.default": _cast,
+    "aten._to_copy.default": _cast,
+    "aten.to.dtype": _cast,
+    # Known to be no strided map: refused by name, so that the reason is exact.
+    "aten.flip.default": _refuse(reasons.PIECES_REORDERED),
+    "aten.roll.default": _refuse(reasons.PIECES_REORDERED),
+    "aten.repeat.default": _refuse(reasons.PIECES_REPEATED),
+    "aten.as_strided.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),
+    "aten.index_select.default": _index,
+    "aten.index.Tensor": _index,
+    "aten.constant_pad_nd.default": _refuse(reasons.UNEVEN_SHARDS),
+    "aten.split_with_sizes_copy.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),
+}

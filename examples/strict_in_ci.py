@@ -1,0 +1,74 @@
+"""A check for your CI: the compile fails as soon as a chain of the model is no longer fused.
+
+`strict="all"` raises on any missed chain, `expect=N` when fewer than N chains of a graph are fused. The error carries
+the report, and a graph that is refused stays as it was. The checks are plain functions named `test_*`, as pytest wants
+them; `main` runs them. Run it with: python examples/strict_in_ci.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._inductor.exc import InductorError
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import asynctp_passes
+
+RANKS = 4
+
+
+def compile_model(layout: Placement, **options: Any) -> None:
+    """What your test does with your model: parallelize it, compile it strictly, run it once."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False))
+    plan = {"0": ColwiseParallel(input_layouts=layout), "2": RowwiseParallel(output_layouts=layout)}
+    compiled = torch.compile(parallelize_module(model, mesh, plan), backend="asynctp", options=options)
+    with torch.no_grad():
+        compiled(torch.randn(2, 64 // RANKS if layout == Shard(1) else 64, 64))
+
+
+def test_every_chain_is_fused() -> None:
+    compile_model(Shard(1), strict="all", expect=2)
+    assert len(asynctp_passes.reports()[-1].fused) == 2
+
+
+def test_a_miss_fails() -> None:
+    error = error_of(Replicate(), strict="all")
+    assert isinstance(error, asynctp_passes.StrictError)
+    assert [remark.code for remark in error.report.missed] == ["ATP112"]
+    print(error)
+
+
+def test_fewer_than_expected_fails() -> None:
+    error = error_of(Shard(1), expect=3)
+    assert isinstance(error, asynctp_passes.ExpectError)
+
+
+def error_of(layout: Placement, **options: Any) -> BaseException:
+    """The error of a compile that must fail. Inductor wraps what a pass raises; the original is inside."""
+    try:
+        compile_model(layout, **options)
+    except InductorError as error:
+        return error.inner_exception
+    except asynctp_passes.AsyncTPError as error:
+        return error
+    raise AssertionError("the compile was expected to fail")
+
+
+def main() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    for check in (test_every_chain_is_fused, test_a_miss_fails, test_fewer_than_expected_fails):
+        torch._dynamo.reset()
+        check()
+        print(f"passed: {check.__name__}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Device side of asynctp: matmuls fused with the all-gather before or the reduce-scatter after them.
+
+    ops       gather, scatter (thin launchers)      gather_kernel, scatter_kernel (raw @triton.jit kernels)
+    memory    host (symmetric memory of one host)   workspace (two-slot landings, epochs)   signals (words, waits)
+    tables    support (`supports`: why not)         config (tile sizes)                     layout, numerics, errors
+
+What there is so far runs in Triton's interpreter, on CPU tensors: set TRITON_INTERPRET=1 before triton is
+imported. The semantics of every op are those of the unfused program.
+"""
+
+from __future__ import annotations
+
+from .errors import PeerTimeout, SymmetricMemoryError, UnsupportedCall
+from .gather import all_gather_matmul, all_gather_scaled_matmul
+from .host import HostSymmetricMemory, rendezvous
+from .scatter import matmul_reduce_scatter, scaled_matmul_reduce_scatter
+from .support import Call, Operand, supports
+from .workspace import release
+
+__all__ = [
+    "Call",
+    "HostSymmetricMemory",
+    "Operand",
+    "PeerTimeout",
+    "SymmetricMemoryError",
+    "UnsupportedCall",
+    "all_gather_matmul",
+    "all_gather_scaled_matmul",
+    "matmul_reduce_scatter",
+    "release",
+    "rendezvous",
+    "scaled_matmul_reduce_scatter",
+    "supports",
+]

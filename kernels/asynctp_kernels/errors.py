@@ -1,0 +1,50 @@
+"""What can go wrong between ranks, as exceptions that name the rank, the peer and the wait."""
+
+from __future__ import annotations
+
+import os
+
+DEFAULT_TIMEOUT_S = 60.0
+TIMEOUT_VARIABLE = "ASYNCTP_TIMEOUT_S"
+
+
+class SymmetricMemoryError(RuntimeError):
+    """Symmetric memory could not be set up, or a past failure left it unusable."""
+
+
+class UnsupportedCall(ValueError):
+    """A launcher was given a call that `supports` rejects; the message is its reason."""
+
+
+class PeerTimeout(TimeoutError):
+    """A bounded wait for another rank ran out.
+
+    Attributes:
+        op: what was running, such as ``all_gather_matmul``.
+        rank: the rank that waited.
+        peer: the rank that it waited for.
+        awaited: the thing that never came, such as ``chunk 1``.
+        seconds: the bound that ran out.
+    """
+
+    def __init__(self, op: str, rank: int, peer: int, awaited: str, seconds: float) -> None:
+        super().__init__(op, rank, peer, awaited, seconds)
+        self.op, self.rank, self.peer, self.awaited, self.seconds = op, rank, peer, awaited, seconds
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op}: rank {self.rank} waited {self.seconds:g} s for {self.awaited} of rank {self.peer}. "
+            f"Did rank {self.peer} fail, or make another call? {TIMEOUT_VARIABLE} sets the bound in seconds."
+        )
+
+
+def timeout_s() -> float:
+    """Seconds that any single wait may take: `ASYNCTP_TIMEOUT_S`, 60 when unset.
+
+    Raises:
+        ValueError: the variable is not a positive number.
+    """
+    seconds = float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S))
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{TIMEOUT_VARIABLE} must be a positive number of seconds, not {seconds}")
+    return seconds

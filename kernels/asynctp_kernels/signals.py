@@ -1,0 +1,173 @@
+"""Signal words: how a kernel tells another rank that data has landed, and how it waits for that.
+
+A word is an int64 that only grows: its value is the last epoch (call number) whose data is complete. A
+waiter accepts any value that is not smaller, so nothing is ever reset, and 2^63 calls do not wrap.
+
+Memory order. The writer's data stores come first, then one release of the word; the reader acquires the
+word, then loads the data. Both sides use scope "sys", since the other side is another device (or another
+process). The pair is what makes the data visible: PTX ISA, "Memory Consistency Model", release and acquire
+patterns; in the interpreter the same calls are C++ atomics of the same order.
+
+Waits are bounded. A kernel cannot raise, so a wait that runs out writes one record to a status tensor, and
+every later wait of the launch returns at once; the launcher reads the record and raises.
+"""
+
+# triton ships no types: its decorator is untyped
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import time
+
+import torch
+import triton
+import triton.language as tl
+
+from .errors import PeerTimeout, UnsupportedCall, timeout_s
+
+IS_INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(IS_INTERPRETED)
+
+STATUS_WORDS = 3  # failed (0 or 1), peer, index of what was awaited
+POLL_PAUSE_S = 100e-6
+
+if IS_INTERPRETED:
+
+    def clock_ns() -> int:
+        """Nanoseconds of a monotonic clock; also lets the peer run, which may share this core."""
+        time.sleep(POLL_PAUSE_S)
+        return time.monotonic_ns()
+
+else:
+
+    @triton.jit
+    def clock_ns() -> tl.tensor:
+        """Nanoseconds of the device's global timer."""
+        return tl.extra.cuda.globaltimer()
+
+
+@triton.jit
+def load_acquire(address: tl.tensor) -> tl.tensor:
+    """The int64 word at `address`; later loads of this program see what its writer stored before it.
+
+    Adding zero, because plain loads carry no order and Triton before 3.8 has no ordered load.
+    """
+    return tl.atomic_add(address.to(tl.pointer_type(tl.int64)), 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def post_word(address: tl.tensor, epoch: tl.tensor) -> None:
+    """Publish all earlier stores of this program and set the word to `epoch`.
+
+    The barrier is the fence between threads: every thread's stores happen before the one thread that
+    releases (a release orders only the stores that its own thread has observed).
+    """
+    tl.debug_barrier()
+    tl.atomic_xchg(address.to(tl.pointer_type(tl.int64)), epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def record_timeout(status_ptr: tl.tensor, peer: tl.tensor, index: tl.tensor) -> None:
+    """Write the first failure of this launch; later ones change nothing."""
+    if tl.atomic_cas(status_ptr, 0, 1) == 0:
+        tl.store(status_ptr + 1, peer)
+        tl.store(status_ptr + 2, index)
+
+
+@triton.jit
+def wait_word(
+    address: tl.tensor,
+    epoch: tl.tensor,
+    timeout_ns: tl.tensor,
+    status_ptr: tl.tensor,
+    peer: tl.tensor,
+    index: tl.tensor,
+) -> None:
+    """Wait until the word at `address` reaches `epoch`, at most `timeout_ns`.
+
+    The barrier after the acquire hands the polling thread's observation to the program's other threads.
+    """
+    if load_acquire(address) < epoch:
+        start = clock_ns()
+        waiting = tl.load(status_ptr) == 0
+        while waiting:
+            if load_acquire(address) >= epoch:
+                waiting = tl.load(status_ptr) < 0
+            else:
+                if clock_ns() - start > timeout_ns:
+                    record_timeout(status_ptr, peer, index)
+                    waiting = tl.load(status_ptr) < 0
+    tl.debug_barrier()
+
+
+@triton.jit
+def swap_word_kernel(
+    address: tl.tensor,
+    expected: tl.tensor,
+    desired: tl.tensor,
+    timeout_ns: tl.tensor,
+    status_ptr: tl.tensor,
+    peer: tl.tensor,
+    index: tl.tensor,
+) -> None:
+    """Wait for the int64 word to be `expected` and make it `desired`; acquire and release in one."""
+    word = address.to(tl.pointer_type(tl.int64))
+    start = clock_ns()
+    waiting = tl.load(status_ptr) == 0
+    while waiting:
+        if tl.atomic_cas(word, expected, desired, sem="acq_rel", scope="sys") == expected:
+            waiting = tl.load(status_ptr) < 0
+        else:
+            if clock_ns() - start > timeout_ns:
+                record_timeout(status_ptr, peer, index)
+                waiting = tl.load(status_ptr) < 0
+
+
+@triton.jit
+def wait_all_kernel(
+    flags: tl.tensor,
+    epoch_ptr: tl.tensor,
+    timeout_ns: tl.tensor,
+    status_ptr: tl.tensor,
+    rank: tl.tensor,
+    world: tl.tensor,
+    chunks: tl.tensor,
+    MAX_CHUNKS: tl.constexpr,
+) -> None:
+    """Wait for every chunk of every peer, for a call that otherwise consumes none of them."""
+    epoch = tl.load(epoch_ptr)
+    for step in range(1, world):
+        src = (rank + step) % world
+        for chunk in range(chunks):
+            wait_word(flags + (src * MAX_CHUNKS + chunk) * 8, epoch, timeout_ns, status_ptr, src, chunk)
+
+
+def require_interpreter() -> None:
+    """Reject CPU work when Triton was imported as a compiler.
+
+    Raises:
+        UnsupportedCall: `TRITON_INTERPRET=1` was not set when triton was imported.
+    """
+    if not IS_INTERPRETED:
+        raise UnsupportedCall("CPU tensors need TRITON_INTERPRET=1 in the environment before triton is imported")
+
+
+def timeout_ns() -> int:
+    """The bound of one wait in nanoseconds (`ASYNCTP_TIMEOUT_S`)."""
+    return int(timeout_s() * 1e9)
+
+
+def new_status(device: torch.device) -> torch.Tensor:
+    """A status tensor with no failure in it. Shape: [STATUS_WORDS] int64."""
+    return torch.zeros(STATUS_WORDS, dtype=torch.int64, device=device)
+
+
+def raise_timeout(status: torch.Tensor, op: str, rank: int, what: str, limit_ns: int) -> None:
+    """Raise when a wait of the launch that wrote `status` ran out.
+
+    Raises:
+        PeerTimeout: names `op`, `rank`, the peer, `what` with its index, and the seconds.
+    """
+    failed, peer, index = status.tolist()
+    if failed:
+        raise PeerTimeout(op, rank, peer, f"{what} {index}", limit_ns / 1e9)

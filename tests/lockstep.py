@@ -1,0 +1,390 @@
+"""Evaluate one FX graph for all ranks of a group in one process, node by node.
+
+Ordinary ops run once per rank on that rank's tensors. Collectives, and the fused `asynctp::*` ops, are evaluated across
+the ranks, straight from their definitions: plain torch, float inputs in float64, one final rounding. Nothing here is
+shared with the package under test. A collective is complete as soon as its node is evaluated; `wait_tensor` returns
+its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx
+from torch import Tensor
+
+__all__ = ["TOLERANCE", "Groups", "differences", "evaluate", "op_name"]
+
+#: Tuples of ranks by group name. A rank is in exactly one tuple of each group name that the graph uses.
+Groups = Mapping[str, Sequence[tuple[int, ...]]]
+
+#: One value for each rank of a group, in group order.
+Ranks = Sequence[Any]
+
+#: Evaluates an op for one group: positional arguments of each of its ranks to the result on each of its ranks.
+GroupOp = Callable[[Sequence[tuple[Any, ...]]], list[Any]]
+
+
+def evaluate(
+    graph: torch.fx.Graph | torch.fx.GraphModule,
+    inputs_per_rank: Sequence[Sequence[Any]],
+    groups: Groups | None = None,
+) -> list[Any]:
+    """Run a graph on every rank at once.
+
+    Args:
+        graph: The graph that all ranks run.
+        inputs_per_rank: The placeholders' values, in order, for each rank. In-place ops of the graph change them.
+        groups: Tuples of ranks by group name. A name that is not listed is the group of all ranks.
+
+    Returns:
+        What the graph returns on each rank.
+    """
+    module, nodes = _module_and_nodes(graph)
+    world_size = len(inputs_per_rank)
+    environments: list[dict[torch.fx.Node, Any]] = [{} for _ in range(world_size)]
+    inputs = [iter(values) for values in inputs_per_rank]
+    for node in nodes:
+        if node.op == "output":
+            return [_resolve(node.args[0], environment) for environment in environments]
+        results = _evaluate_node(node, module, inputs, environments, groups or {})
+        for environment, result in zip(environments, results, strict=True):
+            environment[node] = result
+    raise ValueError("the graph has no output")
+
+
+def op_name(target: Any) -> str:
+    """The qualified name of an op (`"aten::mm"`), or the name of a function."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return str(target._qualified_op_name)
+    return str(getattr(target, "__name__", target))
+
+
+def _module_and_nodes(
+    graph: torch.fx.Graph | torch.fx.GraphModule,
+) -> tuple[torch.nn.Module | None, list[torch.fx.Node]]:
+    if isinstance(graph, torch.fx.GraphModule):
+        return graph, _nodes_once(graph.graph)
+    return graph.owning_module, _nodes_once(graph)
+
+
+def _nodes_once(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The nodes in order. A rewrite that corrupts the graph's linked list shall fail here, not loop forever."""
+    nodes: dict[torch.fx.Node, None] = {}
+    for node in graph.nodes:
+        if node in nodes:
+            raise ValueError(f"the graph lists {node} twice")
+        nodes[node] = None
+    return list(nodes)
+
+
+def _resolve(argument: Any, environment: Mapping[torch.fx.Node, Any]) -> Any:
+    """Replace nodes by values."""
+    return torch.fx.node.map_arg(argument, lambda node: environment[node])
+
+
+def _evaluate_node(
+    node: torch.fx.Node,
+    module: torch.nn.Module | None,
+    inputs: list[Any],
+    environments: list[dict[torch.fx.Node, Any]],
+    groups: Groups,
+) -> list[Any]:
+    if node.op == "placeholder":
+        return [next(values) for values in inputs]
+    if node.op == "get_attr":
+        value = getattr(module, str(node.target))
+        return [value] * len(environments)
+    if node.op != "call_function":
+        raise NotImplementedError(f"{node.op} {node.target}")
+    name = op_name(node.target)
+    calls = [(_resolve(node.args, env), _resolve(node.kwargs, env)) for env in environments]
+    if name in _GROUP_OPS:
+        bound = [_bind(node.target, args, kwargs) for args, kwargs in calls]
+        return _across_groups(_GROUP_OPS[name], bound, groups)
+    assert callable(node.target)
+    function = _RANK_OPS.get(name, node.target)
+    return [function(*args, **kwargs) for args, kwargs in calls]
+
+
+def _bind(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """All arguments by position, defaults filled in."""
+    values = list(args)
+    for argument in target._schema.arguments[len(args) :]:
+        values.append(kwargs.get(argument.name, argument.default_value))
+    return tuple(values)
+
+
+def _across_groups(op: GroupOp, calls: Sequence[tuple[Any, ...]], groups: Groups) -> list[Any]:
+    """Evaluate an op, whose last argument is the group, once for every tuple of ranks of that group."""
+    group_names = {call[-1] for call in calls}
+    if len(group_names) != 1:
+        raise ValueError(f"ranks disagree on the group: {group_names}")
+    everyone = tuple(range(len(calls)))
+    results: dict[int, Any] = {}
+    for ranks in groups.get(next(iter(group_names)), [everyone]):
+        results.update(zip(ranks, op([calls[rank] for rank in ranks]), strict=True))
+    if set(results) != set(everyone):
+        raise ValueError(f"a group must cover all ranks: {sorted(results)} of {len(calls)}")
+    return [results[rank] for rank in everyone]
+
+
+# --- collectives -------------------------------------------------------------------------------------
+
+
+def _all_gather_into_tensor(calls: Sequence[tuple[Tensor, int, Any]]) -> list[Tensor]:
+    """Every rank gets the concatenation over the first dimension."""
+    _check_group_size(calls, calls[0][1])
+    return _gathered([call[0] for call in calls], dim=0)
+
+
+def _reduce_scatter_tensor(calls: Sequence[tuple[Tensor, str, int, Any]]) -> list[Tensor]:
+    """Rank i gets block i, over the first dimension, of the reduction."""
+    _check_group_size(calls, calls[0][2])
+    dtype = calls[0][0].dtype
+    return _scattered(_reduced([_wide(call[0]) for call in calls], calls[0][1]), len(calls), 0, dtype)
+
+
+def _all_reduce(calls: Sequence[tuple[Tensor, str, Any]]) -> list[Tensor]:
+    """Every rank gets the reduction."""
+    total = _reduced([_wide(call[0]) for call in calls], calls[0][1])
+    return [total.to(call[0].dtype, copy=True) for call in calls]
+
+
+def _custom_all_gather(calls: Sequence[tuple[Tensor, int, int, Any]]) -> list[Tensor]:
+    """The all-gather of serving frameworks: along any dimension."""
+    _check_group_size(calls, calls[0][2])
+    return _gathered([call[0] for call in calls], calls[0][1])
+
+
+def _custom_reduce_scatter(calls: Sequence[tuple[Tensor, int, int, Any]]) -> list[Tensor]:
+    """The reduce-scatter of serving frameworks: a sum, along any dimension."""
+    _check_group_size(calls, calls[0][2])
+    total = _reduced([_wide(call[0]) for call in calls], "sum")
+    return _scattered(total, len(calls), calls[0][1], calls[0][0].dtype)
+
+
+def _check_group_size(calls: Sequence[tuple[Any, ...]], group_size: int) -> None:
+    if group_size != len(calls):
+        raise ValueError(f"the graph says {group_size} ranks, the group has {len(calls)}")
+
+
+def _gathered(shards: Sequence[Tensor], dim: int) -> list[Tensor]:
+    return [_concatenated(shards, dim) for _ in shards]
+
+
+def _concatenated(shards: Sequence[Tensor], dim: int) -> Tensor:
+    """`torch.cat` of raw elements, which keeps every bit and knows all dtypes; contiguous."""
+    integer = {1: torch.uint8, 2: torch.int16}.get(shards[0].element_size())
+    if integer is None or not shards[0].is_floating_point():
+        return torch.cat([shard.contiguous() for shard in shards], dim)
+    return torch.cat([shard.contiguous().view(integer) for shard in shards], dim).view(shards[0].dtype)
+
+
+def _reduced(values: Sequence[Tensor], reduce_op: str) -> Tensor:
+    stacked = torch.stack(list(values))
+    if reduce_op == "sum":
+        return stacked.sum(0)
+    if reduce_op == "avg":
+        return stacked.sum(0) / len(values)
+    if reduce_op in ("max", "min"):
+        return getattr(stacked, f"a{reduce_op}")(0)
+    if reduce_op == "product":
+        return stacked.prod(0)
+    raise NotImplementedError(reduce_op)
+
+
+def _scattered(total: Tensor, count: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
+    if total.shape[dim] % count:
+        raise ValueError(f"{tuple(total.shape)} cannot be scattered over {count} ranks along {dim}")
+    return [block.to(dtype).clone(memory_format=torch.contiguous_format) for block in total.chunk(count, dim)]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+# --- matmuls -----------------------------------------------------------------------------------------
+
+
+def _scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """`aten._scaled_mm` for tensorwise and rowwise scales (its CPU kernel knows tensorwise ones only)."""
+    if scale_result is not None:
+        raise NotImplementedError("scale_result")
+    product = _product(_scaled_rows(a, scale_a), _scaled_columns(b, scale_b), bias)
+    return product.to(out_dtype or a.dtype)
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    product = torch.matmul(_wide(a), _wide(b))
+    return product if bias is None else product + _wide(bias)
+
+
+def _scaled_rows(a: Tensor, scale: Tensor) -> Tensor:
+    """Dequantize: one scale, or one per row (all dimensions but the last, in any shape)."""
+    shape = () if scale.numel() == 1 else (*a.shape[:-1], 1)
+    return a.double() * scale.double().reshape(shape)
+
+
+def _scaled_columns(b: Tensor, scale: Tensor) -> Tensor:
+    """Dequantize: one scale, or one per column."""
+    shape = () if scale.numel() == 1 else (1, -1)
+    return b.double() * scale.double().reshape(shape)
+
+
+# --- fused ops ---------------------------------------------------------------------------------------
+
+
+def _all_gather_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
+    """outs[i] = all_gather(a_shard, gather_dim) @ bs[i] + biases[i]; then a_full, if asked for."""
+    gather_dim, group_size = calls[0][3], calls[0][5]
+    _check_group_size(calls, group_size)
+    results = []
+    for (_, bs, biases, _, return_a_full, _, _), a_full in zip(
+        calls, _gathered([call[0] for call in calls], gather_dim), strict=True
+    ):
+        pairs = zip(bs, _padded(biases, len(bs)), strict=True)
+        outs = [_product(a_full, b, bias).to(a_full.dtype) for b, bias in pairs]
+        results.append([*outs, a_full] if return_a_full else outs)
+    return results
+
+
+def _all_gather_scaled_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
+    """As `_all_gather_matmul` of dequantized operands; the row scales may be gathered too."""
+    gather_dim, gather_a_scale, group_size = calls[0][5], calls[0][6], calls[0][10]
+    _check_group_size(calls, group_size)
+    a_fulls = _gathered([call[0] for call in calls], gather_dim)
+    a_scales = [call[1] for call in calls]
+    if gather_a_scale:
+        a_scales = _gathered([call[1].reshape(*call[0].shape[:-1], 1) for call in calls], gather_dim)
+    results = []
+    for call, a_full, a_scale in zip(calls, a_fulls, a_scales, strict=True):
+        _, _, bs, b_scales, biases, _, _, out_dtype, _, return_a_full, _, _ = call
+        terms = zip(bs, b_scales, _padded(biases, len(bs)), strict=True)
+        a_wide = _scaled_rows(a_full, a_scale)
+        outs = [_product(a_wide, _scaled_columns(b, scale), bias).to(out_dtype) for b, scale, bias in terms]
+        results.append([*outs, a_full] if return_a_full else outs)
+    return results
+
+
+def _matmul_reduce_scatter(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
+    """reduce_scatter(sum_i (a_parts[i] @ b_parts[i] + biases[i]), scatter_dim)."""
+    _, _, _, reduce_op, scatter_dim, group_size, _ = calls[0]
+    _check_group_size(calls, group_size)
+    partials = []
+    for a_parts, b_parts, biases, _, _, _, _ in calls:
+        terms = zip(a_parts, b_parts, _padded(biases, len(a_parts)), strict=True)
+        partials.append(_sum(_product(a, b, bias) for a, b, bias in terms))
+    return _scattered(_reduced(partials, reduce_op), len(calls), scatter_dim, calls[0][0][0].dtype)
+
+
+def _scaled_matmul_reduce_scatter(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
+    """As `_matmul_reduce_scatter` of dequantized operands."""
+    _, _, _, _, _, reduce_op, scatter_dim, out_dtype, _, group_size, _ = calls[0]
+    _check_group_size(calls, group_size)
+    partials = []
+    for a_parts, b_parts, a_scales, b_scales, biases, *_ in calls:
+        terms = zip(a_parts, b_parts, a_scales, b_scales, _padded(biases, len(a_parts)), strict=True)
+        partials.append(
+            _sum(_product(_scaled_rows(a, sa), _scaled_columns(b, sb), bias) for a, b, sa, sb, bias in terms)
+        )
+    return _scattered(_reduced(partials, reduce_op), len(calls), scatter_dim, out_dtype)
+
+
+def _padded(biases: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
+    """One bias or None for each operand; an empty list means none."""
+    return list(biases) if biases else [None] * count
+
+
+def _sum(terms: Any) -> Tensor:
+    return torch.stack(list(terms)).sum(0)
+
+
+# --- the tables --------------------------------------------------------------------------------------
+
+_GROUP_OPS: dict[str, GroupOp] = {
+    "_c10d_functional::all_gather_into_tensor": _all_gather_into_tensor,
+    "_c10d_functional::reduce_scatter_tensor": _reduce_scatter_tensor,
+    "_c10d_functional::all_reduce": _all_reduce,
+    "vllm_like::all_gather": _custom_all_gather,
+    "vllm_like::reduce_scatter": _custom_reduce_scatter,
+    "asynctp::all_gather_matmul": _all_gather_matmul,
+    "asynctp::all_gather_scaled_matmul": _all_gather_scaled_matmul,
+    "asynctp::matmul_reduce_scatter": _matmul_reduce_scatter,
+    "asynctp::scaled_matmul_reduce_scatter": _scaled_matmul_reduce_scatter,
+}
+
+_RANK_OPS: dict[str, Callable[..., Any]] = {
+    "_c10d_functional::wait_tensor": lambda tensor: tensor,
+    "_dtensor::mesh_get_process_group": lambda mesh, dim: (mesh, dim),
+    "aten::_scaled_mm": _scaled_mm,
+}
+
+
+# --- comparing ---------------------------------------------------------------------------------------
+
+#: Largest allowed difference of two results that round in different places, relative to the largest element (at least
+#: 1). Narrow dtypes are for telling programs apart, not for judging rounding.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+def differences(expected: Sequence[Any], actual: Sequence[Any], tolerance: float | None = None) -> list[str]:
+    """What distinguishes the outputs of two graphs on all ranks, in words; empty when they agree.
+
+    Shape, dtype and strides are compared exactly (but for the strides of dimensions of one element, which mean
+    nothing), values up to `TOLERANCE`, integers and fp8 bit by bit. A `tolerance` replaces that of every float dtype,
+    for graphs that compute in a narrower dtype than they return.
+    """
+    found = []
+    for rank, (expected_outs, actual_outs) in enumerate(zip(expected, actual, strict=True)):
+        if len(expected_outs) != len(actual_outs):
+            found.append(f"rank {rank}: {len(actual_outs)} outputs instead of {len(expected_outs)}")
+        for index, (left, right) in enumerate(zip(expected_outs, actual_outs, strict=False)):
+            text = _difference(left, right, tolerance)
+            if text:
+                found.append(f"rank {rank}, output {index}: {text}")
+    return found
+
+
+def _difference(expected: Any, actual: Any, tolerance: float | None) -> str:
+    """What distinguishes two values, or nothing."""
+    if not isinstance(expected, Tensor):
+        same = expected == actual or (isinstance(expected, dist.ProcessGroup) and isinstance(actual, dist.ProcessGroup))
+        return "" if same else f"{actual!r} instead of {expected!r}"
+    if _layout(expected) != _layout(actual):
+        return f"layout {_layout(actual)} instead of {_layout(expected)}"
+    if tolerance is None or not expected.is_floating_point():
+        tolerance = TOLERANCE.get(expected.dtype)
+    if tolerance is None:
+        return "" if torch.equal(_bits(expected), _bits(actual)) else "other elements"
+    if expected.numel() == 0:
+        return ""
+    left, right = expected.double(), actual.double()
+    if not torch.equal(left.isnan(), right.isnan()):
+        return "NaN at other places"
+    error = (left - right).nan_to_num().abs().max().item()
+    limit = tolerance * max(1.0, left.nan_to_num().abs().max().item())
+    return "" if error <= limit else f"differs by {error:.3g} (limit {limit:.3g})"
+
+
+def _layout(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
+    strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.dtype, tuple(tensor.shape), strides
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor

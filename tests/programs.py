@@ -1,0 +1,904 @@
+"""Random small tensor-parallel programs, as FX graphs of functional collectives, views and matmuls.
+
+A program is *honest* when every one of its chains gathers or scatters along one dimension in rank order, however it is
+spelled, so that a pass should fuse all of them. It is *adversarial* when something is off: pieces reordered, repeated,
+dropped or trimmed, a wrong dimension, a value changed or a tensor mutated on the way, a result that is also used
+elsewhere. A pass may leave an adversarial program alone; it must not change what it computes.
+
+    gather side     shard → all_gather → wait → view* → rows → {mm, addmm, _scaled_mm, other users}
+    scatter side    {mm, addmm, _scaled_mm} → view* → sum → view* → reduce_scatter → wait
+
+`programs()` is the hypothesis strategy and `seeded_program(seed, ...)` the same generator on a plain random source, for
+tests that must build one program in several processes.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+__all__ = ["Builder", "Input", "Program", "Wishes", "gather_views", "programs", "scatter_views", "seeded_program"]
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+#: Picks one of several options. Hypothesis draws, or a seeded random source chooses.
+Choose = Callable[[Sequence[Any]], Any]
+
+OPEN_END = 9223372036854775807
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SAME_SIZE_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a placeholder holds. `kind` is "data" (normal values) or "scale" (positive values)."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str = "data"
+
+    def make(self, generator: torch.Generator) -> Tensor:
+        """A fresh tensor of random values with this layout."""
+        values = torch.randn(self.shape, generator=generator, dtype=torch.float64)
+        if self.kind == "scale":
+            values = values.abs() + 0.5
+        tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+        return tensor.copy_(values.to(self.dtype))
+
+
+@dataclass(frozen=True)
+class Program:
+    """One graph that every rank runs.
+
+    Attributes:
+        graph: The graph; every node has a fake tensor in `meta["val"]`.
+        inputs: What its placeholders hold.
+        world_size: Number of ranks.
+        groups: Tuples of ranks by group name.
+        honest: Every chain should be fused.
+        gathers: Number of all-gather → matmul chains, when honest.
+        scatters: Number of matmul → reduce-scatter chains, when honest.
+        notes: What was chosen, in order; for the reader of a failure.
+    """
+
+    graph: torch.fx.Graph
+    inputs: tuple[Input, ...]
+    world_size: int
+    groups: dict[str, tuple[tuple[int, ...], ...]]
+    honest: bool
+    gathers: int
+    scatters: int
+    notes: tuple[str, ...]
+
+    def make_inputs(self, seed: int) -> list[list[Tensor]]:
+        """Random placeholder values for every rank; no two ranks hold the same."""
+        generators = [torch.Generator().manual_seed(seed * 64 + rank) for rank in range(self.world_size)]
+        return [[value.make(generator) for value in self.inputs] for generator in generators]
+
+    def __repr__(self) -> str:
+        kind = "honest" if self.honest else "adversarial"
+        return f"<{kind} program on {self.world_size} ranks: {'; '.join(self.notes)}\n{self.graph}>"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What kinds of program to generate; the defaults allow everything.
+
+    Attributes:
+        honest: Only honest programs (True), only others (False), or both (None).
+        world_sizes: Numbers of ranks to choose from.
+        dtypes: Operand dtypes to choose from; repeat one to make it likelier.
+    """
+
+    honest: bool | None = None
+    world_sizes: tuple[int, ...] = (2, 4)
+    dtypes: tuple[torch.dtype, ...] = (
+        *(torch.float32,) * 4,
+        *(torch.float64,) * 4,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )
+
+
+@dataclass
+class Builder:
+    """Appends nodes to a graph and keeps their fake values. Sizes may be symbolic when `shape_env` is given.
+
+    `adversarial` allows what no pass needs to follow, and `honest` becomes False once something of the kind was done.
+    """
+
+    choose: Choose
+    world_size: int
+    shape_env: ShapeEnv | None = None
+    graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
+    inputs: list[Input] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    honest: bool = True
+    adversarial: bool = False
+
+    def __post_init__(self) -> None:
+        self.mode = FakeTensorMode(shape_env=self.shape_env)
+        self._last_placeholder: Node | None = None
+
+    def chance(self, one_in: int) -> bool:
+        """True once in about `one_in` times."""
+        return bool(self.choose([False] * (one_in - 1) + [True]))
+
+    def note(self, text: str, *, spoils: bool = False) -> None:
+        """Remember a choice, and whether it makes the program adversarial."""
+        self.notes.append(text)
+        self.honest = self.honest and not spoils
+
+    def placeholder(
+        self, shape: Sequence[int], dtype: torch.dtype, kind: str = "data", strides: Sequence[int] | None = None
+    ) -> Node:
+        """Add an input, after the other placeholders."""
+        with self.mode:
+            value = torch.empty(tuple(shape), dtype=dtype)
+            if strides is not None:
+                value = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype)
+        first = next(iter(self.graph.nodes), None)
+        place = self._last_placeholder or first
+        name = f"arg{len(self.inputs)}"
+        if place is None:
+            node = self.graph.placeholder(name)
+        elif self._last_placeholder is None:
+            with self.graph.inserting_before(place):
+                node = self.graph.placeholder(name)
+        else:
+            with self.graph.inserting_after(place):
+                node = self.graph.placeholder(name)
+        self._last_placeholder = node
+        node.meta["val"] = value
+        self.inputs.append(Input(tuple(value.shape), tuple(value.stride()), dtype, kind))
+        return node
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Add a call, evaluated on fake tensors."""
+        node = self.graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda arg: arg.meta["val"])
+        with self.mode:
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        return node
+
+    def items(self, node: Node) -> list[Node]:
+        """One getitem node for each tensor of a tuple-valued node."""
+        return [self.call(operator.getitem, node, index) for index in range(len(node.meta["val"]))]
+
+    def reshape(self, node: Node, shape: Sequence[int]) -> Node:
+        """Reshape, in one of the spellings that are legal here."""
+        options = [aten.reshape.default]
+        if node.meta["val"].is_contiguous():
+            options += [aten.view.default, aten._unsafe_view.default]
+        return self.call(self.choose(options), node, list(shape))
+
+
+def shape_of(node: Node) -> list[int]:
+    """The shape of a node's value."""
+    return list(node.meta["val"].shape)
+
+
+def dtype_of(node: Node) -> torch.dtype:
+    """The dtype of a node's value."""
+    return node.meta["val"].dtype  # type: ignore[no-any-return]
+
+
+# --- views that move the ranks' blocks -----------------------------------------------------------------
+
+
+def gather_views(b: Builder, gathered: Node, dim: int, count: int, attack: bool) -> Node:
+    """From blocks along dimension 0 to blocks along `dim`: what `all_gather_tensor(shard, dim)` returns."""
+    return _move_blocks(b, gathered, 0, dim, count, attack)
+
+
+def scatter_views(b: Builder, full: Node, dim: int, count: int, attack: bool) -> Node:
+    """From blocks along `dim` to blocks along dimension 0: what a reduce-scatter along `dim` starts from."""
+    return _move_blocks(b, full, dim, 0, count, attack)
+
+
+def _move_blocks(b: Builder, x: Node, source: int, dest: int, count: int, attack: bool) -> Node:
+    """`cat(x.chunk(count, source), dest)` in some spelling; with an attack, something that looks alike."""
+    kind = b.choose(_attacks(x, source, dest, count)) if attack else "none"
+    if attack:
+        b.note(f"attack {kind}", spoils=True)
+    x = _harmless_views(b, x)
+    if kind == "lossy":
+        return _LOSSY[b.choose(_lossy_names(x))](b, _move_blocks(b, x, source, dest, count, attack=False))
+    if kind == "not_moved":
+        return b.reshape(x, _target_shape(x, source, dest, count))
+    style = "permute" if kind == "permute" else "pieces" if attack else b.choose(_styles(x, source, dest, count))
+    b.note(f"blocks {source} to {dest} of {shape_of(x)} by {style}")
+    if style == "direct":
+        moved = b.reshape(x, _target_shape(x, source, dest, count)) if source != dest else x
+    elif style == "permute":
+        moved = _move_by_permute(b, x, source, dest, count, wrong=kind == "permute")
+    else:
+        moved = _move_by_pieces(b, x, source, dest, count, kind)
+    return _harmless_views(b, moved)
+
+
+def _target_shape(x: Node, source: int, dest: int, count: int) -> list[int]:
+    shape = shape_of(x)
+    shape[source] //= count
+    shape[dest] *= count
+    return shape
+
+
+def _styles(x: Node, source: int, dest: int, count: int) -> list[str]:
+    passed = _target_shape(x, source, dest, count)[: max(source, dest)] if source == 0 else shape_of(x)[:source]
+    direct = source == dest or math.prod(passed) == 1
+    return ["pieces", "pieces", "permute", *(["direct"] * 2 if direct else [])]
+
+
+def _attacks(x: Node, source: int, dest: int, count: int) -> list[str]:
+    shape = shape_of(x)
+    kinds = ["lossy", "reorder", "reverse", "repeat", "drop", "trim", "wrong_dim", "permute", "finer"]
+    if "direct" not in _styles(x, source, dest, count):
+        kinds.append("not_moved")
+    return kinds if len(shape) > 1 else ["lossy", "reorder", "reverse", "repeat", "drop"]
+
+
+def _move_by_permute(b: Builder, x: Node, source: int, dest: int, count: int, wrong: bool) -> Node:
+    """View the blocks as a dimension of their own, move it, and merge it."""
+    shape = shape_of(x)
+    split = [*shape[:source], count, shape[source] // count, *shape[source + 1 :]]
+    order = [axis for axis in range(len(split)) if axis != source]
+    order.insert(dest, source)
+    if wrong:
+        order = _other_order(b, order)
+    target = _target_shape(x, source, dest, count)
+    return b.reshape(b.call(aten.permute.default, b.reshape(x, split), order), target)
+
+
+def _other_order(b: Builder, order: list[int]) -> list[int]:
+    """Swap two entries of a permutation."""
+    first = b.choose(range(len(order)))
+    second = b.choose([index for index in range(len(order)) if index != first])
+    swapped = list(order)
+    swapped[first], swapped[second] = swapped[second], swapped[first]
+    return swapped
+
+
+def _move_by_pieces(b: Builder, x: Node, source: int, dest: int, count: int, attack: str) -> Node:
+    """Take the blocks apart and join them along another dimension."""
+    if attack == "finer" and shape_of(x)[source] % (2 * count) == 0:
+        fine = _pieces(b, x, source, 2 * count)
+        return _join(b, fine[::2] + fine[1::2], dest)
+    pieces = _pieces(b, x, source, count)
+    if attack in _PIECE_ATTACKS:
+        pieces = _PIECE_ATTACKS[attack](b, pieces)
+    if attack == "wrong_dim":
+        dest = b.choose([dim for dim in range(len(shape_of(x))) if dim != dest])
+    return _join(b, pieces, dest)
+
+
+def _pieces(b: Builder, x: Node, dim: int, count: int) -> list[Node]:
+    """The blocks of `x` along a dimension, in order, in one of the usual spellings."""
+    shape = shape_of(x)
+    size = shape[dim] // count
+    style = b.choose(["split", "split_sizes", "chunk", "slice", "slice_open", "narrow", "select", "unbind"])
+    b.note(f"pieces by {style}")
+    dim_args = [] if dim == 0 and b.chance(2) else [dim - len(shape) if b.chance(4) else dim]
+    if style == "split":
+        return b.items(b.call(aten.split.Tensor, x, size, *dim_args))
+    if style == "split_sizes":
+        return b.items(b.call(aten.split_with_sizes.default, x, [size] * count, *dim_args))
+    if style == "chunk":
+        return b.items(b.call(aten.chunk.default, x, count, *dim_args))
+    if style == "narrow":
+        return [b.call(aten.narrow.default, x, dim, index * size, size) for index in range(count)]
+    if style in ("slice", "slice_open"):
+        return [_slice(b, x, dim, index, size, count, style == "slice_open") for index in range(count)]
+    blocks = b.reshape(x, [*shape[:dim], count, size, *shape[dim + 1 :]])
+    if style == "select":
+        return [b.call(aten.select.int, blocks, dim, index) for index in range(count)]
+    return b.items(b.call(aten.unbind.int, blocks, dim))
+
+
+def _slice(b: Builder, x: Node, dim: int, index: int, size: int, count: int, use_open_ends: bool) -> Node:
+    """One block as a slice; the first without a start and the last without an end, if so wished."""
+    end = OPEN_END if use_open_ends and index == count - 1 else (index + 1) * size
+    return b.call(aten.slice.Tensor, x, dim, index * size, end)
+
+
+def _join(b: Builder, pieces: list[Node], dim: int) -> Node:
+    """Join pieces along a dimension: `cat`, or `stack` and a reshape when they are of one shape."""
+    pieces = [_harmless_view(b, piece) if b.chance(8) else piece for piece in pieces]
+    shapes = [shape_of(piece) for piece in pieces]
+    rank = len(shapes[0])
+    if all(shape == shapes[0] for shape in shapes) and b.chance(4):
+        joined = [size * len(pieces) if axis == dim else size for axis, size in enumerate(shapes[0])]
+        return b.reshape(b.call(aten.stack.default, pieces, dim), joined)
+    fits = all(_fits(shape, shapes[0], dim) for shape in shapes)
+    dim = dim if fits else next(axis for axis in range(rank) if all(_fits(shape, shapes[0], axis) for shape in shapes))
+    dim_args = [] if dim == 0 and b.chance(2) else [dim - rank if b.chance(4) else dim]
+    return b.call(aten.cat.default, pieces, *dim_args)
+
+
+def _fits(shape: Sequence[int], other: Sequence[int], dim: int) -> bool:
+    """Whether tensors of these shapes can be concatenated along `dim`."""
+    return all(a == b for axis, (a, b) in enumerate(zip(shape, other, strict=True)) if axis != dim)
+
+
+# --- attacks on the pieces -----------------------------------------------------------------------------
+
+
+def _reorder(b: Builder, pieces: list[Node]) -> list[Node]:
+    first = b.choose(range(len(pieces)))
+    second = b.choose([index for index in range(len(pieces)) if index != first])
+    swapped = list(pieces)
+    swapped[first], swapped[second] = swapped[second], swapped[first]
+    return swapped
+
+
+def _reverse(b: Builder, pieces: list[Node]) -> list[Node]:
+    return pieces[::-1]
+
+
+def _repeat(b: Builder, pieces: list[Node]) -> list[Node]:
+    """One piece twice: instead of another one, or in addition."""
+    index = b.choose(range(len(pieces)))
+    if b.chance(2):
+        return [*pieces, pieces[index]]
+    return [pieces[index] if other == (index + 1) % len(pieces) else p for other, p in enumerate(pieces)]
+
+
+def _drop(b: Builder, pieces: list[Node]) -> list[Node]:
+    index = b.choose(range(len(pieces)))
+    return pieces[:index] + pieces[index + 1 :]
+
+
+def _trim(b: Builder, pieces: list[Node]) -> list[Node]:
+    """Cut one element off one piece, or off all of them, along some dimension that has several."""
+    dims = [dim for dim, size in enumerate(shape_of(pieces[0])) if size > 1]
+    if not dims:
+        return _drop(b, pieces)
+    dim = b.choose(dims)
+    start = b.choose([0, 1])
+    end = OPEN_END if start else shape_of(pieces[0])[dim] - 1
+    trimmed = [b.call(aten.slice.Tensor, piece, dim, start, end) for piece in pieces]
+    return [*pieces[:-1], trimmed[-1]] if b.chance(2) else trimmed
+
+
+_PIECE_ATTACKS: dict[str, Callable[[Builder, list[Node]], list[Node]]] = {
+    "reorder": _reorder,
+    "reverse": _reverse,
+    "finer": _reverse,  # when the blocks are too small to be cut finer
+    "repeat": _repeat,
+    "drop": _drop,
+    "trim": _trim,
+}
+
+
+# --- views that change nothing -------------------------------------------------------------------------
+
+
+def _harmless_views(b: Builder, x: Node) -> Node:
+    for _ in range(b.choose([0, 0, 0, 1, 2])):
+        x = _harmless_view(b, x)
+    return x
+
+
+def _harmless_view(b: Builder, x: Node) -> Node:
+    name = b.choose(list(_HARMLESS))
+    b.note(name)
+    return _HARMLESS[name](b, x)
+
+
+def _clone(b: Builder, x: Node) -> Node:
+    kwargs = {"memory_format": torch.contiguous_format} if b.chance(2) else {}
+    return b.call(aten.clone.default, x, **kwargs)
+
+
+def _contiguous(b: Builder, x: Node) -> Node:
+    return b.call(aten.contiguous.default, x)
+
+
+def _unsqueeze_squeeze(b: Builder, x: Node) -> Node:
+    dim = b.choose(range(len(shape_of(x)) + 1))
+    return b.call(aten.squeeze.dim, b.call(aten.unsqueeze.default, x, dim), dim)
+
+
+def _permute_twice(b: Builder, x: Node) -> Node:
+    order = _other_order(b, list(range(len(shape_of(x))))) if len(shape_of(x)) > 1 else [0]
+    there = b.call(aten.permute.default, x, order)
+    middle = _clone(b, there) if b.chance(2) else there
+    return b.call(aten.permute.default, middle, [order.index(axis) for axis in range(len(order))])
+
+
+def _flatten_and_back(b: Builder, x: Node) -> Node:
+    shape = shape_of(x)
+    flat = b.choose([[-1], [math.prod(shape)], [1, -1], [*shape, 1]])
+    return b.reshape(b.reshape(x, flat), shape)
+
+
+def _bits_and_back(b: Builder, x: Node) -> Node:
+    dtype = dtype_of(x)
+    bits = b.call(aten.view.dtype, x, _SAME_SIZE_INT[dtype.itemsize])
+    return b.call(aten.view.dtype, _clone(b, bits) if b.chance(2) else bits, dtype)
+
+
+def _split_and_cat(b: Builder, x: Node) -> Node:
+    """Cut into ranks' blocks or not at all, or, in adversarial programs, anywhere; and join again."""
+    dim = b.choose(range(len(shape_of(x))))
+    whole = shape_of(x)[dim]
+    blocks = whole // b.world_size if whole % b.world_size == 0 else whole
+    size = b.choose(range(1, whole + 1) if b.adversarial else [whole, blocks])
+    parts = b.items(b.call(aten.split.Tensor, x, size, dim))
+    return b.call(aten.cat.default, parts, dim)
+
+
+def _whole_slice(b: Builder, x: Node) -> Node:
+    dim = b.choose(range(len(shape_of(x))))
+    return b.call(aten.slice.Tensor, x, dim, 0, b.choose([OPEN_END, shape_of(x)[dim]]))
+
+
+_HARMLESS: dict[str, Callable[[Builder, Node], Node]] = {
+    "clone": _clone,
+    "contiguous": _contiguous,
+    "unsqueeze and squeeze": _unsqueeze_squeeze,
+    "permute twice": _permute_twice,
+    "flatten and back": _flatten_and_back,
+    "bits and back": _bits_and_back,
+    "split and cat": _split_and_cat,
+    "whole slice": _whole_slice,
+}
+
+
+# --- views and ops that change something ---------------------------------------------------------------
+
+
+def _lossy_names(x: Node) -> list[str]:
+    """The attacks that a dtype allows."""
+    return [name for name in _LOSSY if dtype_of(x) not in FP8 or name not in ("negate", "add one")]
+
+
+def _flip(b: Builder, x: Node) -> Node:
+    return b.call(aten.flip.default, x, [_wide_dim(b, x)])
+
+
+def _roll(b: Builder, x: Node) -> Node:
+    dim = _wide_dim(b, x)
+    return b.call(aten.roll.default, x, [b.choose(range(1, max(2, shape_of(x)[dim])))], [dim])
+
+
+def _stride(b: Builder, x: Node) -> Node:
+    return b.call(aten.slice.Tensor, x, _wide_dim(b, x), 0, OPEN_END, 2)
+
+
+def _cut(b: Builder, x: Node) -> Node:
+    dim = _wide_dim(b, x)
+    start = b.choose([0, 1]) if shape_of(x)[dim] > 1 else 0
+    return b.call(aten.slice.Tensor, x, dim, start, OPEN_END if start else max(1, shape_of(x)[dim] - 1))
+
+
+def _swap_halves(b: Builder, x: Node) -> Node:
+    dim = _wide_dim(b, x)
+    parts = b.items(b.call(aten.split.Tensor, x, max(1, shape_of(x)[dim] // 2), dim))
+    return b.call(aten.cat.default, parts[::-1], dim)
+
+
+def _double(b: Builder, x: Node) -> Node:
+    return b.call(aten.cat.default, [x, x], b.choose(range(len(shape_of(x)))))
+
+
+def _transpose_in_place_of(b: Builder, x: Node) -> Node:
+    """Swap two dimensions, and call the result by the old shape."""
+    shape = shape_of(x)
+    order = _other_order(b, list(range(len(shape)))) if len(shape) > 1 else [0]
+    return b.reshape(b.call(aten.permute.default, x, order), shape)
+
+
+def _expand_one(b: Builder, x: Node) -> Node:
+    """The first row, as often as there are rows."""
+    first = b.call(aten.slice.Tensor, x, 0, 0, 1)
+    return b.call(aten.expand.default, first, shape_of(x))
+
+
+def _negate(b: Builder, x: Node) -> Node:
+    return b.call(aten.neg.default, x)
+
+
+def _add_one(b: Builder, x: Node) -> Node:
+    return b.call(aten.add.Tensor, x, 1.0)
+
+
+def _wide_dim(b: Builder, x: Node) -> int:
+    """A dimension of more than one element, if there is any."""
+    dims = [dim for dim, size in enumerate(shape_of(x)) if size > 1]
+    return int(b.choose(dims or [0]))
+
+
+_LOSSY: dict[str, Callable[[Builder, Node], Node]] = {
+    "flip": _flip,
+    "roll": _roll,
+    "stride": _stride,
+    "cut": _cut,
+    "swap halves": _swap_halves,
+    "double": _double,
+    "transpose": _transpose_in_place_of,
+    "expand": _expand_one,
+    "negate": _negate,
+    "add one": _add_one,
+}
+
+
+# --- matmuls -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How the matmuls of one chain compute."""
+
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    rowwise: bool = False
+    fast_accum: bool = False
+
+
+def _recipe(b: Builder, dtype: torch.dtype) -> _Recipe:
+    if dtype not in FP8:
+        return _Recipe(dtype, dtype)
+    return _Recipe(dtype, b.choose([torch.bfloat16, torch.float32]), b.chance(2), b.chance(2))
+
+
+def _right_operand(b: Builder, recipe: _Recipe, k: int, n: int) -> Node:
+    """A [k, n] operand: column-major for scaled matmuls, else a plain one or a transposed weight."""
+    dtype = torch.float8_e4m3fn if recipe.dtype in FP8 else recipe.dtype
+    if recipe.dtype in FP8 and b.chance(2):
+        return b.placeholder([k, n], dtype, strides=[1, k])
+    if recipe.dtype in FP8 or b.chance(2):
+        return b.call(aten.permute.default, b.placeholder([n, k], dtype), [1, 0])
+    return b.placeholder([k, n], dtype)
+
+
+def _matmul(b: Builder, recipe: _Recipe, rows: Node, right: Node, row_scale: Node | None) -> Node:
+    """mm or addmm, or _scaled_mm for fp8."""
+    n = shape_of(right)[1]
+    if recipe.dtype in FP8:
+        assert row_scale is not None
+        column_scale = b.placeholder([1, n] if recipe.rowwise else [], torch.float32, "scale")
+        args = [None, None, recipe.out_dtype, *([True] if recipe.fast_accum else [])]
+        return b.call(aten._scaled_mm.default, rows, right, row_scale, column_scale, *args)
+    if b.chance(3):
+        return b.call(aten.addmm.default, b.placeholder([n], recipe.dtype), rows, right)
+    return b.call(aten.mm.default, rows, right)
+
+
+def _row_scale(b: Builder, recipe: _Recipe, rows: int) -> Node | None:
+    """A scale that every rank has of its own, for all rows; None when the recipe has no scales."""
+    if recipe.dtype not in FP8:
+        return None
+    return b.placeholder([rows, 1] if recipe.rowwise else b.choose([[], [1]]), torch.float32, "scale")
+
+
+# --- gather side ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The process group of a chain, as the graph names it."""
+
+    name: str
+    size: int
+
+
+def _all_gather(b: Builder, shard: Node, group: _Group) -> Node:
+    gathered = b.call(c10d.all_gather_into_tensor.default, shard, group.size, group.name)
+    return b.call(c10d.wait_tensor.default, gathered)
+
+
+def _shard_shape(b: Builder, dtype: torch.dtype) -> list[int]:
+    rank = b.choose([2, 2, 3, 3, 3, 4])
+    lead = [b.choose([1, 2, 3]) for _ in range(rank - 2)]
+    return [*lead, b.choose([1, 2, 3, 4]), b.choose([16] if dtype in FP8 else [2, 4, 8])]
+
+
+def _flatten_rows(b: Builder, x: Node) -> Node:
+    """All dimensions but the last become rows."""
+    shape = shape_of(x)
+    if len(shape) == 2 and not b.chance(3):
+        return x
+    return b.reshape(x, [b.choose([-1, math.prod(shape[:-1])]), shape[-1]])
+
+
+def _gather_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool) -> list[Node]:
+    """shard → all_gather → wait → view* → rows → consumers; returns all results that live on."""
+    shape = _shard_shape(b, dtype)
+    dim = b.choose([*range(len(shape) - 1)] * 3 + [len(shape) - 1])
+    recipe = _recipe(b, dtype)
+    shard = _harmless_views(b, b.placeholder(shape, dtype))
+    wait = _all_gather(b, shard, group)
+    mutation = b.choose(["shard", "gathered", "none", "none", "none", "none", "none", "none"]) if attack else "none"
+    if mutation == "shard" and dtype not in FP8:
+        _mutate(b, shard, "shard")
+    views_attack = attack and mutation == "none" and not b.chance(3)
+    full = gather_views(b, wait, dim, group.size, views_attack)
+    rows = _flatten_rows(b, full)
+    row_scale = _row_scale(b, recipe, shape_of(rows)[0])
+    if recipe.rowwise and not attack and dim != len(shape) - 1 and b.chance(2):
+        row_scale = _gathered_scale(b, shape, dim, group)
+    if mutation == "gathered" and dtype not in FP8:
+        _mutate(b, b.choose([wait, full, rows]), "gathered tensor")
+    return _consumers(b, recipe, rows, full, row_scale, attack and not views_attack)
+
+
+def _gathered_scale(b: Builder, shape: list[int], dim: int, group: _Group) -> Node:
+    """The rows' scales, gathered like the rows."""
+    b.note("scale gathered too")
+    scale = b.placeholder([*shape[:-1], 1], torch.float32, "scale")
+    full = gather_views(b, _all_gather(b, scale, group), dim, group.size, attack=False)
+    return b.reshape(full, [-1, 1])
+
+
+def _mutate(b: Builder, x: Node, what: str) -> None:
+    """Change a tensor in place, as a graph that is not functionalized may do."""
+    b.note(f"mutates the {what}", spoils=True)
+    if b.chance(2):
+        b.call(aten.add_.Tensor, x, 1.0)
+    else:
+        b.call(aten.copy_.default, x, b.placeholder(shape_of(x), dtype_of(x)))
+
+
+def _consumers(b: Builder, recipe: _Recipe, rows: Node, full: Node, row_scale: Node | None, attack: bool) -> list[Node]:
+    """One to three matmuls on the rows, and perhaps other users of them."""
+    outs = [_consumer(b, recipe, rows, row_scale) for _ in range(b.choose([1, 1, 1, 2, 2, 3]))]
+    if attack and recipe.dtype not in FP8:
+        outs = [_ATTACKING_CONSUMERS[b.choose(list(_ATTACKING_CONSUMERS))](b, recipe, rows, outs)]
+        b.note("attacking consumer", spoils=True)
+    if recipe.dtype not in FP8 and b.chance(4):
+        b.note("weight-gradient consumer")
+        left = b.call(aten.permute.default, rows, [1, 0])
+        outs.append(b.call(aten.mm.default, left, b.placeholder([shape_of(rows)[0], 3], recipe.dtype)))
+    for user in (full, rows):
+        if b.chance(5):
+            b.note("gathered tensor used elsewhere")
+            outs.append(user if recipe.dtype in FP8 else b.choose([_identity, _relu, _sum])(b, user))
+    return outs
+
+
+def _consumer(b: Builder, recipe: _Recipe, rows: Node, row_scale: Node | None) -> Node:
+    k = shape_of(rows)[1]
+    return _matmul(b, recipe, rows, _right_operand(b, recipe, k, b.choose([2, 3, 4, 8])), row_scale)
+
+
+def _identity(b: Builder, x: Node) -> Node:
+    return x
+
+
+def _relu(b: Builder, x: Node) -> Node:
+    return b.call(aten.relu.default, x)
+
+
+def _sum(b: Builder, x: Node) -> Node:
+    return b.call(aten.sum.dim_IntList, x, [0])
+
+
+def _right_operand_from_gather(b: Builder, recipe: _Recipe, rows: Node, outs: list[Node]) -> Node:
+    """rows @ (rowsᵀ @ y): the right operand needs the whole gather."""
+    m = shape_of(rows)[0]
+    right = b.call(aten.mm.default, b.call(aten.permute.default, rows, [1, 0]), b.placeholder([m, 2], recipe.dtype))
+    return b.call(aten.mm.default, rows, right)
+
+
+def _right_operand_from_other(b: Builder, recipe: _Recipe, rows: Node, outs: list[Node]) -> Node:
+    """rows @ (z @ outs[0]): one fused matmul's right operand is another's result."""
+    z = b.placeholder([shape_of(rows)[1], shape_of(outs[0])[0]], recipe.dtype)
+    return b.call(aten.mm.default, rows, b.call(aten.mm.default, z, outs[0]))
+
+
+def _gather_on_the_right(b: Builder, recipe: _Recipe, rows: Node, outs: list[Node]) -> Node:
+    """x @ rows: the gathered tensor is the right operand."""
+    return b.call(aten.mm.default, b.placeholder([2, shape_of(rows)[0]], recipe.dtype), rows)
+
+
+def _scaled_bias(b: Builder, recipe: _Recipe, rows: Node, outs: list[Node]) -> Node:
+    """addmm with alpha and beta, or with a bias for each row."""
+    k = shape_of(rows)[1]
+    right = b.placeholder([k, 2], recipe.dtype)
+    if b.chance(2):
+        return b.call(aten.addmm.default, b.placeholder([shape_of(rows)[0], 1], recipe.dtype), rows, right)
+    return b.call(aten.addmm.default, b.placeholder([2], recipe.dtype), rows, right, beta=0.5, alpha=2)
+
+
+def _mutated_right_operand(b: Builder, recipe: _Recipe, rows: Node, outs: list[Node]) -> Node:
+    """Two matmuls on one right operand, which changes between them."""
+    right = b.placeholder([shape_of(rows)[1], 2], recipe.dtype)
+    first = b.call(aten.mm.default, rows, right)
+    _mutate(b, right, "right operand")
+    return b.call(aten.add.Tensor, first, b.call(aten.mm.default, rows, right))
+
+
+_ATTACKING_CONSUMERS: dict[str, Callable[[Builder, _Recipe, Node, list[Node]], Node]] = {
+    "right operand from gather": _right_operand_from_gather,
+    "right operand from other": _right_operand_from_other,
+    "gather on the right": _gather_on_the_right,
+    "scaled bias": _scaled_bias,
+    "mutated right operand": _mutated_right_operand,
+}
+
+
+# --- scatter side --------------------------------------------------------------------------------------
+
+
+def _scatter_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool, source: Node | None) -> list[Node]:
+    """matmuls → view* → sum → view* → reduce_scatter → wait; `source` is the first left operand, if given."""
+    recipe = _recipe(b, dtype_of(source) if source else dtype)
+    shape, dim = _full_shape(b, group, source)
+    total, product = _summed_products(b, recipe, shape, source, attack)
+    views_attack = attack and b.honest and not b.chance(4)
+    blocks = scatter_views(b, total, dim, group.size, views_attack)
+    blocks = _divisible(b, blocks, group.size)
+    if len(shape_of(blocks)) > 2 and b.chance(4):
+        blocks = b.reshape(blocks, [-1, shape_of(blocks)[-1]])
+    if attack and b.chance(8) and dtype_of(blocks) not in FP8:
+        _mutate(b, b.choose([blocks, product]), "product")
+    return _reduce_scatter(b, blocks, product, group, attack)
+
+
+def _full_shape(b: Builder, group: _Group, source: Node | None) -> tuple[list[int], int]:
+    """The shape that is scattered, and along which dimension."""
+    if source is not None:
+        rows = shape_of(source)[0]
+        if rows % group.size == 0 and b.chance(2):
+            return [rows, b.choose([2, 4])], 0
+        return [1, rows, b.choose([1, 2]) * group.size], 1 if rows % group.size == 0 else 2
+    rank = b.choose([2, 2, 3, 3, 4])
+    dim = b.choose([*range(rank - 1)] * 3 + [rank - 1])
+    shape = [b.choose([1, 2, 3]) for _ in range(rank - 1)] + [b.choose([2, 4])]
+    shape[dim] = group.size * b.choose([1, 2, 3])
+    return shape, dim
+
+
+def _summed_products(
+    b: Builder, recipe: _Recipe, shape: list[int], source: Node | None, attack: bool
+) -> tuple[Node, Node]:
+    """The sum of one to three products in the given shape, and one of the products."""
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    count = b.choose([1, 1, 2, 3])
+    products = []
+    for index in range(count):
+        k = shape_of(source)[1] if source and index == 0 else b.choose([16] if recipe.dtype in FP8 else [2, 4, 8])
+        left = source if source and index == 0 else b.placeholder([rows, k], recipe.dtype)
+        products.append(_matmul(b, recipe, left, _right_operand(b, recipe, k, columns), _row_scale(b, recipe, rows)))
+    early = b.chance(2)
+    terms = [_shaped(b, product, shape) for product in products] if early else products
+    if attack and b.chance(3):
+        terms.append(_OTHER_TERMS[b.choose(list(_OTHER_TERMS))](b, terms[0]))
+        b.note("other term in the sum", spoils=True)
+    total = terms[0]
+    for term in terms[1:]:
+        total = _add(b, total, term, attack)
+    return (total if early else _shaped(b, total, shape)), products[0]
+
+
+def _shaped(b: Builder, x: Node, shape: list[int]) -> Node:
+    return _harmless_views(b, b.reshape(x, shape) if shape_of(x) != shape else x)
+
+
+def _add(b: Builder, left: Node, right: Node, attack: bool) -> Node:
+    if attack and b.chance(4):
+        b.note("scaled sum", spoils=True)
+        return b.call(aten.add.Tensor, left, right, alpha=2)
+    pair = (right, left) if b.chance(3) else (left, right)
+    return b.call(aten.add.Tensor, *pair)
+
+
+def _term_of_data(b: Builder, like: Node) -> Node:
+    return b.placeholder(shape_of(like), dtype_of(like))
+
+
+def _term_of_one_row(b: Builder, like: Node) -> Node:
+    return b.placeholder([*[1] * (len(shape_of(like)) - 1), shape_of(like)[-1]], dtype_of(like))
+
+
+def _term_of_relu(b: Builder, like: Node) -> Node:
+    return b.call(aten.relu.default, like)
+
+
+def _term_flipped(b: Builder, like: Node) -> Node:
+    return b.call(aten.flip.default, like, [0])
+
+
+_OTHER_TERMS: dict[str, Callable[[Builder, Node], Node]] = {
+    "data": _term_of_data,
+    "one row": _term_of_one_row,
+    "relu": _term_of_relu,
+    "flipped": _term_flipped,
+}
+
+
+def _divisible(b: Builder, x: Node, count: int) -> Node:
+    """Attacks may leave a first dimension that cannot be scattered: repeat it until it can."""
+    if shape_of(x)[0] % count == 0:
+        return x
+    return b.call(aten.cat.default, [x] * count)
+
+
+def _reduce_scatter(b: Builder, blocks: Node, product: Node, group: _Group, attack: bool) -> list[Node]:
+    reduce_op = b.choose(["sum", "sum", "avg"])
+    if attack and b.chance(8):
+        reduce_op = "max"
+        b.note("reduces by max", spoils=True)
+    scattered = b.call(c10d.reduce_scatter_tensor.default, blocks, reduce_op, group.size, group.name)
+    wait = b.call(c10d.wait_tensor.default, scattered)
+    outs = [b.reshape(wait, [-1, shape_of(wait)[-1]]) if b.chance(4) else wait]
+    if b.chance(4):
+        outs.append(b.call(aten.mul.Tensor, wait, 2.0))
+    if attack and b.chance(3):
+        name = b.choose(list(_LEAKS))
+        b.note(f"leaks {name}", spoils=True)
+        outs.append(_LEAKS[name](b, blocks, product, scattered))
+    return outs
+
+
+_LEAKS: dict[str, Callable[[Builder, Node, Node, Node], Node]] = {
+    "the product": lambda b, blocks, product, scattered: product,
+    "the blocks": lambda b, blocks, product, scattered: blocks,
+    "the sum of the product": lambda b, blocks, product, scattered: _sum(b, product),
+    "the unwaited result": lambda b, blocks, product, scattered: scattered,
+    "a second wait": lambda b, blocks, product, scattered: b.call(c10d.wait_tensor.default, scattered),
+}
+
+
+# --- whole programs ------------------------------------------------------------------------------------
+
+
+def _build(choose: Choose, wishes: Wishes) -> Program:
+    """Choose and build one program."""
+    b = Builder(choose, choose(list(wishes.world_sizes)))
+    honest = choose([True, False, False]) if wishes.honest is None else wishes.honest
+    b.adversarial = not honest
+    dtype = choose(list(wishes.dtypes))
+    gather_group, scatter_group, groups = _groups(b)
+    form = choose(["gather", "scatter", "both", "both apart"])
+    attack_gather = not honest and form != "scatter" and (form == "gather" or b.chance(2))
+    attack_scatter = not honest and not attack_gather
+    b.note(f"{form} in {dtype}")
+    outs: list[Node] = []
+    if form != "scatter":
+        outs += _gather_chain(b, dtype, gather_group, attack_gather)
+    if form != "gather":
+        source = _relu(b, outs[0]) if form == "both" else None
+        outs += _scatter_chain(b, dtype, scatter_group, attack_scatter, source)
+    if not honest:
+        b.note("asked to be adversarial", spoils=True)
+    b.graph.output(tuple(outs))
+    counts = (int(form != "scatter"), int(form != "gather"))
+    return Program(b.graph, tuple(b.inputs), b.world_size, groups, b.honest, *counts, tuple(b.notes))
+
+
+def _groups(b: Builder) -> tuple[_Group, _Group, dict[str, tuple[tuple[int, ...], ...]]]:
+    """One group of everyone, or, on four ranks, sometimes the rows and columns of a 2 x 2 mesh."""
+    world = tuple(range(b.world_size))
+    if b.world_size == 4 and b.chance(4):
+        b.note("2 x 2 mesh")
+        return _Group("rows", 2), _Group("columns", 2), {"rows": ((0, 1), (2, 3)), "columns": ((0, 2), (1, 3))}
+    everyone = _Group("0", b.world_size)
+    return everyone, everyone, {"0": (world,)}
+
+
+@st.composite
+def programs(draw: st.DrawFn, wishes: Wishes | None = None) -> Program:
+    """Hypothesis strategy of programs."""
+    return _build(lambda options: draw(st.sampled_from(list(options))), wishes or Wishes())
+
+
+def seeded_program(seed: int, wishes: Wishes | None = None) -> Program:
+    """The program of a seed; the same in every process."""
+    return _build(random.Random(seed).choice, wishes or Wishes())

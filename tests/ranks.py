@@ -1,0 +1,71 @@
+"""Run one function on several real ranks: spawned processes joined by a gloo group."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    """Call `fn(rank, world_size, *args)` on each rank and return what each returned, in rank order.
+
+    `fn` must be importable (a module-level function): ranks are spawned, not forked. The default
+    group is gloo. Every rank's result is saved with `torch.save`, so tensors come back as they were.
+
+    Raises:
+        RuntimeError: a rank raised (its traceback is the message), or did not end within `timeout_s`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        ranks = [
+            context.Process(target=_rank_main, args=(rank, world_size, folder, fn, args)) for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            _join(ranks, timeout_s, Path(folder))
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
+
+
+def _rank_main(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        result = fn(rank, world_size, *args)
+        torch.save(result, Path(folder, f"{rank}.pt"))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"{rank}.err").write_text(traceback.format_exc())
+        raise
+
+
+def _join(ranks: list[Any], timeout_s: float, folder: Path) -> None:
+    """Wait for every rank; stop at the first failure, since its peers would wait for it in vain."""
+    waited = 0.0
+    while any(process.is_alive() for process in ranks):
+        if any(process.exitcode not in (None, 0) for process in ranks):
+            break
+        if waited > timeout_s:
+            raise RuntimeError(f"ranks did not end within {timeout_s} s")
+        for process in ranks:
+            process.join(timeout=0.05)
+            waited += 0.05
+    failed = [(i, p.exitcode) for i, p in enumerate(ranks) if p.exitcode not in (None, 0)]
+    if failed:
+        errors = "\n".join(path.read_text() for path in sorted(folder.glob("*.err")))
+        raise RuntimeError(f"ranks failed (rank, exit code): {failed}\n{errors}")

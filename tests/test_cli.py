@@ -1,0 +1,77 @@
+"""The command: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asynctp_passes.cli import main
+from asynctp_passes.reasons import CATALOGUE, catalogue_markdown
+from asynctp_passes.report import Remark, Report
+
+REMARK = Remark("FUSED", "all_gather_matmul", "gather", nodes=("gather", "mm"), op="asynctp::all_gather_matmul")
+REPORT = Report("model", "forward", (REMARK,))
+
+
+def test_reasons_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reasons"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{reason.code} {reason.name}" in out for reason in CATALOGUE.values())
+
+
+@pytest.mark.parametrize("spelling", ["ATP112", "atp112", "MATMUL_ALL_REDUCE"])
+def test_reasons_explains_one(spelling: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reasons", spelling]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("ATP112 MATMUL_ALL_REDUCE (MISSED)\n")
+    assert "remedy: " in out
+
+
+def test_reasons_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reasons", "--markdown"]) == 0
+    assert capsys.readouterr().out == catalogue_markdown()
+
+
+def test_unknown_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reasons", "ATP999"]) == 2
+    assert "'ATP999' is no code" in capsys.readouterr().err
+
+
+def test_report_prints_and_converts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "reports.jsonl"
+    path.write_text(f"{REPORT.to_json()}\n\n{REPORT.to_json()}\n")
+    assert main(["report", str(path)]) == 0
+    assert capsys.readouterr().out == f"{REPORT}\n\n{REPORT}\n"
+    assert main(["report", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [json.loads(REPORT.to_json())] * 2
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"graph": 1}', "null"])
+def test_report_of_a_bad_file(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text + "\n")
+    assert main(["report", str(path)]) == 2
+    assert f"{path}:1 is not a report" in capsys.readouterr().err
+
+
+def test_report_of_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "none.jsonl")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_version_and_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as version:
+        main(["--version"])
+    assert version.value.code == 0
+    assert capsys.readouterr().out.startswith("asynctp-passes ")
+    with pytest.raises(SystemExit) as usage:
+        main([])
+    assert usage.value.code == 2
+
+
+@pytest.mark.parametrize(("option", "value"), [("--steps", "1"), ("--ranks", "3"), ("--ranks", "0")])
+def test_demo_refuses_bad_settings(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", option, value]) == 2
+    assert f"demo: {option} {value} is not valid" in capsys.readouterr().err

@@ -1,0 +1,91 @@
+"""The demo: its verdict, its failures, and one short run on real ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asynctp_passes import demo
+from asynctp_passes.demo.launch import RankError, run_ranks
+from asynctp_passes.demo.show import chart, judge
+from asynctp_passes.report import Remark, Report
+
+FUSED = Remark("FUSED", "all_gather_matmul", "gather")
+MISSED = Remark("MISSED", "all_gather_matmul", "gather", code="ATP101", name="PIECES_REORDERED")
+SKIPPED = Remark("SKIPPED", "all_reduce", "reduce", code="ATP002", name="NO_MATMUL")
+
+
+def reports(forward: list[Remark], backward: list[Remark]) -> list[Report]:
+    return [Report("model", "forward", tuple(forward)), Report("model", "backward", tuple(backward))]
+
+
+def test_verdict_is_good_when_all_is_fused_and_losses_agree() -> None:
+    curves = {"inductor": [3.0, 2.0, 1.0], "asynctp": [3.0, 2.0, 1.0005]}
+    verdict = judge(curves, reports([FUSED, SKIPPED], [FUSED]), expected=1, tolerance=1e-3)
+    assert verdict.good
+    assert any("1 of 1 collectives" in line for line in verdict.lines)
+    assert any("ATP002 NO_MATMUL" in line for line in verdict.lines)
+
+
+@pytest.mark.parametrize(
+    ("last", "forward", "backward"),
+    [(1.1, [FUSED], [FUSED]), (1.0, [FUSED, MISSED], [FUSED]), (1.0, [FUSED], []), (float("nan"), [FUSED], [FUSED])],
+    ids=["losses differ", "a miss", "not fused", "not a number"],
+)
+def test_verdict_is_bad(last: float, forward: list[Remark], backward: list[Remark]) -> None:
+    curves = {"inductor": [3.0, 1.0], "asynctp": [3.0, last]}
+    assert not judge(curves, reports(forward, backward), expected=1, tolerance=1e-3).good
+
+
+def test_chart_shows_both_curves() -> None:
+    same = chart({"a": [3.0, 2.0, 1.0], "b": [3.0, 2.0, 1.0]})
+    other = chart({"a": [3.0, 3.0, 3.0], "b": [1.0, 1.0, 1.0]})
+    assert "*" in same.splitlines()[0]
+    assert "ooo" in other
+    assert "xxx" in other
+
+
+def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(demo.DemoError, match=r"C\+\+ compiler.*no-such-compiler.*apt install g\+\+"):
+        demo.run_demo(ranks=2)
+
+
+def rank_that_fails(rank: int, world_size: int, how: str) -> None:
+    """Rank 1 fails while rank 0 waits for it in a collective."""
+    if rank == 1:
+        if how == "raises":
+            raise ValueError("the cause")
+        os._exit(7)
+    dist.barrier()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("raises", "rank 1 failed:(.|\n)*ValueError: the cause"), ("dies", "rank 1 died with exit code 7")],
+)
+def test_a_failing_rank_ends_all(how: str, message: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match=message):
+        run_ranks(2, rank_that_fails, how, timeout_s=120)
+    assert time.monotonic() - started < 100
+
+
+@pytest.mark.ranks
+def test_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the demo would take the GPUs")
+    assert demo.run_demo(steps=3, ranks=2, out=tmp_path)
+    out = capsys.readouterr().out
+    assert "forward   9 of 9 collectives next to a matmul are fused" in out
+    assert "backward  9 of 9 collectives next to a matmul are fused" in out
+    assert "agree" in out
+    assert len(list((tmp_path / "graphs").glob("*.html"))) == 2
+    assert len((tmp_path / "reports.jsonl").read_text().splitlines()) == 2

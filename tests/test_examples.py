@@ -1,0 +1,79 @@
+"""Every example runs as a user would run it, and shows what it says it shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def run_example(name: str, *arguments: str, cwd: Path) -> str:
+    """Standard output of an example, run as a program; fails with its error output when it fails."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ASYNCTP_")}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, f"{name} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_every_example_has_a_test() -> None:
+    tested = set(re.findall(r'run_example\("(\w+\.py)"', Path(__file__).read_text()))
+    assert tested == {path.name for path in EXAMPLES.glob("*.py")}
+
+
+def test_compile_mlp(tmp_path: Path) -> None:
+    out = run_example("compile_mlp.py", cwd=tmp_path)
+    assert "(forward" in out
+    assert "(backward" in out
+    assert out.count("2 of 2 chains fused, 0 missed") == 2
+    assert out.count("implementation: unfused") == 4
+
+
+def test_explain_a_miss(tmp_path: Path) -> None:
+    out = run_example("explain_a_miss.py", cwd=tmp_path)
+    before, after = out.split("The same with activations sharded")
+    assert "0 of 1 chains fused, 1 missed" in before
+    assert "ATP112 MATMUL_ALL_REDUCE" in before
+    assert "What to do: shard activations over the sequence" in before
+    assert "2 of 2 chains fused, 0 missed" in after
+
+
+def test_strict_in_ci(tmp_path: Path) -> None:
+    out = run_example("strict_in_ci.py", cwd=tmp_path)
+    assert out.count("passed: test_") == 3
+    assert "ATP112: asynctp fused 0 of 1 chains" in out
+
+
+@pytest.mark.ranks
+def test_bare_graph(tmp_path: Path) -> None:
+    out = run_example("bare_graph.py", cwd=tmp_path)
+    assert "2 of 2 chains fused, 0 missed" in out
+    graph = out.split("The graph after the pass:")[1]
+    assert "asynctp.all_gather_matmul" in graph
+    assert "asynctp.matmul_reduce_scatter" in graph
+    assert "wait_tensor" not in graph
+    assert "Both graphs compute the same." in out
+
+
+def test_visualize(tmp_path: Path) -> None:
+    out = run_example("visualize.py", "pages", cwd=tmp_path)
+    pages = list((tmp_path / "pages").glob("*.html"))
+    assert len(pages) == 1
+    assert pages[0].name in out
+    text = pages[0].read_text(encoding="utf-8")
+    assert "FUSED" in text
+    assert "ATP112 MATMUL_ALL_REDUCE" in text

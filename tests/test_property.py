@@ -1,0 +1,109 @@
+"""The property that everything rests on: a rewritten program computes what the program computed.
+
+Random programs, honest and adversarial, are evaluated in lockstep on all ranks before and after `asynctp_passes.run`,
+on fresh random data. `HYPOTHESIS_PROFILE=thorough` looks much longer.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+from lockstep import differences, evaluate, op_name
+from programs import Program, Wishes, programs
+
+from asynctp_passes import Config, run
+
+_UNHURRIED: Any = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+settings.register_profile("quick", max_examples=250, derandomize=True, **_UNHURRIED)
+settings.register_profile("thorough", max_examples=10_000, **_UNHURRIED)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+SEEDS = st.integers(0, 2**16)
+COLLECTIVES = ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor")
+GATHERS = ("asynctp::all_gather_matmul", "asynctp::all_gather_scaled_matmul")
+SCATTERS = ("asynctp::matmul_reduce_scatter", "asynctp::scaled_matmul_reduce_scatter")
+
+
+@given(program=programs(Wishes(honest=False)), seed=SEEDS)
+def test_adversarial_programs_compute_the_same(program: Program, seed: int) -> None:
+    check(program, seed)
+
+
+@given(program=programs(Wishes(honest=True)), seed=SEEDS)
+def test_honest_programs_are_fused_and_compute_the_same(program: Program, seed: int) -> None:
+    rewritten = check(program, seed)
+    counts = op_counts(rewritten)
+    fused = sum(counts[name] for name in GATHERS), sum(counts[name] for name in SCATTERS)
+    assert fused == (program.gathers, program.scatters)
+    assert not [name for name in COLLECTIVES if counts[name]]
+
+
+def check(program: Program, seed: int) -> torch.fx.Graph:
+    """Rewrite a copy of a program and compare the two; returns the rewritten graph."""
+    rewritten = copied(program.graph)
+    report = run(rewritten, Config(strict="off", log=False, trace=False))
+    rewritten.lint()
+    note(f"rewritten:\n{rewritten}")
+    for remark in report.remarks:
+        note(str(remark))
+    assert collective_names(program.graph) == {remark.collective for remark in report.remarks}
+    assert_same_results(program, rewritten, seed)
+    assert_fake_values_hold(rewritten)
+    return rewritten
+
+
+def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A copy with the same names and fake values."""
+    copy_of = torch.fx.Graph()
+    values: dict[torch.fx.Node, torch.fx.Node] = {}
+    copy_of.output(copy_of.graph_copy(graph, values))
+    for node, twin in values.items():
+        twin.meta = copy.copy(node.meta)
+    return copy_of
+
+
+def assert_same_results(program: Program, rewritten: torch.fx.Graph, seed: int) -> None:
+    """Outputs agree on all ranks, and so do the inputs afterwards (programs may change them)."""
+    inputs, rewritten_inputs = program.make_inputs(seed), program.make_inputs(seed)
+    outs = evaluate(program.graph, inputs, program.groups)
+    rewritten_outs = evaluate(rewritten, rewritten_inputs, program.groups)
+    assert differences(outs, rewritten_outs) == []
+    assert differences(inputs, rewritten_inputs) == []
+
+
+def assert_fake_values_hold(graph: torch.fx.Graph) -> None:
+    """Every node has a value, and that of a new node is what its op's fake implementation says."""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        assert "val" in node.meta, f"{node} has no value"
+        if op_name(node.target).startswith("asynctp::"):
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+            with mode_of(node):
+                expected = node.target(*args, **kwargs)
+            assert layouts(node.meta["val"]) == layouts(expected)
+
+
+def mode_of(node: torch.fx.Node) -> Any:
+    """The fake mode of a node's inputs."""
+    return node.all_input_nodes[0].meta["val"].fake_mode
+
+
+def layouts(value: Any) -> list[tuple[Any, ...]]:
+    """Shape, strides and dtype of a tensor or of each in a list."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in values]
+
+
+def collective_names(graph: torch.fx.Graph) -> set[str]:
+    return {node.name for node in graph.nodes if op_name(node.target) in COLLECTIVES}
+
+
+def op_counts(graph: torch.fx.Graph) -> Counter[str]:
+    return Counter(op_name(node.target) for node in graph.nodes if node.op == "call_function")
