@@ -1,1 +1,31 @@
-"""asynctp: asynchronous tensor parallelism for torch.compile."""
+"""asynctp: asynchronous tensor parallelism for torch.compile.
+
+    model = torch.compile(model, backend="asynctp")
+    ...
+    print(asynctp_passes.reports()[-1])
+"""
+
+from asynctp_passes import ops
+from asynctp_passes.backend import AsyncTPPass, clear_reports, reports
+from asynctp_passes.config import Config, ConfigError
+from asynctp_passes.errors import AsyncTPError, ExpectError, GroupError, StrictError
+from asynctp_passes.pipeline import run
+from asynctp_passes.report import Remark, Report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncTPError",
+    "AsyncTPPass",
+    "Config",
+    "ConfigError",
+    "ExpectError",
+    "GroupError",
+    "Remark",
+    "Report",
+    "StrictError",
+    "clear_reports",
+    "ops",
+    "reports",
+    "run",
+]

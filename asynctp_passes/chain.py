@@ -83,6 +83,11 @@ class GatherChain:
     saved: bool
     scale: Collective | None = None
 
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The tensors whose sizes the fused op's shapes follow from."""
+        return (self.shard,)
+
 
 @dataclass(frozen=True)
 class ScatterChain:
@@ -92,6 +97,11 @@ class ScatterChain:
     matmuls: tuple[Matmul, ...]
     placement: ScatterPlacement
     views: tuple[fx.Node, ...]
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The tensors whose sizes the fused op's shapes follow from."""
+        return tuple(matmul.a for matmul in self.matmuls)
 
 
 @dataclass(frozen=True)

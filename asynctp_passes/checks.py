@@ -9,11 +9,12 @@ import torch
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions
+from asynctp_passes.chain import Candidate, Matmul, ScaledOptions
 from asynctp_passes.config import Config
 from asynctp_passes.cost import cost_of
-from asynctp_passes.fxview import tensor_of
+from asynctp_passes.fxview import Sizes, express, size_sources, tensor_of
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.shapes import GatherPlacement
 
 __all__ = ["CHECKS", "Check", "Context"]
 
@@ -32,8 +33,12 @@ class Context:
         tensor_parallel: Names of groups with at least one chain, proven or refused, around a left operand or a
             product; a group without one gathers parameters, not activations.
         segments: Number of in-place operations before each node.
+        graph: The graph.
+        sizes: Its sizes.
     """
 
+    graph: fx.Graph
+    sizes: Sizes
     config: Config
     tensor_parallel: frozenset[str]
     segments: dict[fx.Node, int]
@@ -108,6 +113,24 @@ def scales_supported(candidate: Candidate, context: Context) -> Refusal | None:
     return None
 
 
+def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
+    """Symbolic sizes that the rewrite must write down have to be carried by the chain's inputs or by placeholders."""
+    chain = candidate.chain
+    if chain is None:
+        return None
+    place = chain.placement
+    way = place.shard if isinstance(place, GatherPlacement) else place.out
+    tensors = [tensor_of(node) for node in (chain.collective.node, *(m.node for m in chain.matmuls), *chain.inputs)]
+    needed = [place.outer, place.inner, place.width, *way.sizes]
+    needed += [size for tensor in tensors if tensor is not None for size in context.sizes.of(tensor)]
+    symbolic = [size for size in needed if not isinstance(size, int)]
+    if not symbolic:
+        return None
+    sources = size_sources(context.graph, context.sizes, chain.inputs)
+    lost = next((size for size in symbolic if express(size, sources) is None), None)
+    return None if lost is None else Refusal(reasons.SIZES_NOT_PROVEN, f"no input carries the size {lost}")
+
+
 def above_threshold(candidate: Candidate, context: Context) -> Refusal | None:
     config = context.config
     if candidate.chain is None or not (config.min_bytes or config.min_flops):
@@ -130,6 +153,7 @@ CHECKS: tuple[Check, ...] = (
     device_supported,
     dtype_supported,
     scales_supported,
+    sizes_expressible,
     above_threshold,
 )
 
@@ -163,8 +187,3 @@ def _is_one(scale: torch.Tensor) -> bool:
 def _shape(node: fx.Node) -> list[object]:
     value = tensor_of(node)
     return [] if value is None else list(value.shape)
-
-
-def is_gather(candidate: Candidate) -> bool:
-    """True for a candidate with a gather chain."""
-    return isinstance(candidate.chain, GatherChain)

@@ -10,12 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Config", "ConfigError"]
+__all__ = ["RUNTIME_VARIABLES", "Config", "ConfigError", "cpu_implementation"]
 
 Strict = Literal["off", "zero", "all"]
 _STRICT_LEVELS = ("off", "zero", "all")
 _CPU_IMPLEMENTATIONS = ("reference", "interpreted")
 _ENVIRONMENT_PREFIX = "ASYNCTP_"
+
+RUNTIME_VARIABLES = {
+    "cpu_implementation": "what the fused ops run on CPU tensors: reference (plain collectives and matmuls; the default) "
+    "or interpreted (the Triton kernels under TRITON_INTERPRET=1: slow, for tests)",
+    "timeout_s": "seconds after which a kernel that waits for a peer gives up with an error (default 60)",
+}
+"""`ASYNCTP_*` variables that steer the ops at run time rather than a compile, with what they mean."""
 
 
 class ConfigError(ValueError):
@@ -40,8 +47,6 @@ class Config:
         report_file: Append each report to this file as one line of JSON; None writes none.
         graph_dir: Write a page with the graph before and after, chains coloured by outcome, into this folder
             for every compiled graph; None writes none.
-        cpu_implementation: What the fused ops run on CPU tensors: `"reference"` (plain collectives and
-            matmuls), or `"interpreted"` (the Triton kernels under TRITON_INTERPRET=1; for tests, slow).
 
     Every field can also be set by an environment variable: `ASYNCTP_` and its name in capitals; an explicit
     argument of `Config.from_options` wins over the environment.
@@ -59,17 +64,10 @@ class Config:
     trace: bool = True
     report_file: str | None = None
     graph_dir: str | None = None
-    cpu_implementation: Literal["reference", "interpreted"] = "reference"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", _group_names(self.groups))
         _require(self.strict in _STRICT_LEVELS, "strict", self.strict, f"one of {_STRICT_LEVELS}")
-        _require(
-            self.cpu_implementation in _CPU_IMPLEMENTATIONS,
-            "cpu_implementation",
-            self.cpu_implementation,
-            f"one of {_CPU_IMPLEMENTATIONS}",
-        )
         for name in ("expect", "min_bytes", "min_flops"):
             value = getattr(self, name)
             _require(
@@ -124,10 +122,24 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if not key.startswith(_ENVIRONMENT_PREFIX):
             continue
         name = key[len(_ENVIRONMENT_PREFIX) :].lower()
-        known = Config.field_names()
+        if name in RUNTIME_VARIABLES:
+            continue
+        known = (*Config.field_names(), *RUNTIME_VARIABLES)
         _require(name in known, "environment variable", key, f"{_ENVIRONMENT_PREFIX} and one of {known}")
         values[name] = _parse(key, name, text)
     return values
+
+
+def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:
+    """What the fused ops run on CPU tensors, from `ASYNCTP_CPU_IMPLEMENTATION`.
+
+    Raises:
+        ConfigError: The variable has another value than "reference" or "interpreted".
+    """
+    key = f"{_ENVIRONMENT_PREFIX}CPU_IMPLEMENTATION"
+    value = (os.environ if environ is None else environ).get(key, "reference")
+    _require(value in _CPU_IMPLEMENTATIONS, key, value, f"one of {_CPU_IMPLEMENTATIONS}")
+    return value
 
 
 def _parse(key: str, name: str, text: str) -> Any:

@@ -10,15 +10,15 @@ from asynctp_passes import reasons
 from asynctp_passes.chain import Candidate, Decision
 from asynctp_passes.checks import CHECKS, Context
 from asynctp_passes.config import Config
-from asynctp_passes.fxview import segments
+from asynctp_passes.fxview import Sizes, segments
 from asynctp_passes.reasons import Refusal
 
 __all__ = ["decide"]
 
 
-def decide(graph: fx.Graph, candidates: Sequence[Candidate], config: Config) -> list[Decision]:
+def decide(graph: fx.Graph, candidates: Sequence[Candidate], sizes: Sizes, config: Config) -> list[Decision]:
     """One decision per candidate, in the same order: the first failed check, or FUSED."""
-    context = Context(config, _tensor_parallel_groups(candidates), segments(graph))
+    context = Context(graph, sizes, config, _tensor_parallel_groups(candidates), segments(graph))
     verdicts = {candidate.collective.node: _verdict(candidate, context) for candidate in candidates}
     return [Decision(candidate, _joined(candidate, verdicts)) for candidate in candidates]
 

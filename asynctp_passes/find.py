@@ -25,7 +25,7 @@ from asynctp_passes.chain import (
     ScaledOptions,
     ScatterChain,
 )
-from asynctp_passes.fxview import Sizes, arguments, descendants, op_name, tensor_of
+from asynctp_passes.fxview import Sizes, arguments, descendants, is_size, op_name, tensor_of
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, IndexMap, locate_gather, locate_scatter, product, same
 from asynctp_passes.views import Flow, follow, is_view
@@ -65,14 +65,29 @@ def is_matmul(node: fx.Node) -> bool:
     return op_name(node) in _MATMULS or op_name(node) in _OTHER_MATMULS
 
 
-def find(graph: fx.Graph) -> list[Candidate]:
-    """One candidate per collective, in graph order. Does not change the graph."""
-    collectives = read_collectives(graph)
-    scene = _Scene(graph, collectives)
-    gathers = _gathers(scene)
-    scatters = _scatters(scene, {matmul.node for c in gathers.values() if c.chain for matmul in c.chain.matmuls})
-    found = {**gathers, **scatters}
+def find(graph: fx.Graph, collectives: Sequence[Collective], sizes: Sizes) -> list[Candidate]:
+    """One candidate per collective, in the same order. Does not change the graph.
+
+    A matmul between a gather and a scatter can be fused with one of them: with the scatter when the gather has other
+    matmuls to hide behind, else with the gather.
+    """
+    scene = _Scene(graph, collectives, sizes)
+    scatters = {c.node: _scatter(scene, c) for c in collectives if c.kind == "reduce_scatter"}
+    gathers = _gathers(scene, wanted=_fused_matmuls(scatters.values()))
+    taken = _fused_matmuls(gathers.values())
+    found = {**gathers, **{node: _unless_taken(candidate, taken) for node, candidate in scatters.items()}}
     return [found.get(collective.node) or _other(scene, collective) for collective in collectives]
+
+
+def _fused_matmuls(candidates: Iterable[Candidate]) -> set[fx.Node]:
+    return {matmul.node for candidate in candidates if candidate.chain for matmul in candidate.chain.matmuls}
+
+
+def _unless_taken(candidate: Candidate, taken: set[fx.Node]) -> Candidate:
+    names = sorted(node.name for node in _fused_matmuls([candidate]) & taken)
+    if not names:
+        return candidate
+    return replace(candidate, chain=None, refusals=(Refusal(reasons.MATMUL_TAKEN, ", ".join(names)),))
 
 
 # --- reading collectives and matmuls ---------------------------------------------------------------------
@@ -167,10 +182,10 @@ def _read_scaled(node: fx.Node, values: dict[str, Any]) -> Matmul | Refusal:
 class _Scene:
     """A graph being searched: its nodes in order, sizes, and the flow of every gather."""
 
-    def __init__(self, graph: fx.Graph, collectives: Sequence[Collective]) -> None:
+    def __init__(self, graph: fx.Graph, collectives: Sequence[Collective], sizes: Sizes) -> None:
         self.graph = graph
         self.collectives = collectives
-        self.sizes = Sizes(graph, (c.group_size for c in collectives))
+        self.sizes = sizes
         self.order = {node: index for index, node in enumerate(graph.nodes)}
         self.flows = {c.node: self._flow(c) for c in collectives if c.kind == "all_gather"}
 
@@ -189,15 +204,10 @@ class _Scene:
         return tuple(sorted(set(nodes), key=self.order.__getitem__))
 
 
-def _is_size(node: fx.Node) -> bool:
-    """Reading a size is no use of the values."""
-    return op_name(node) in ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
-
-
 # --- gather side ------------------------------------------------------------------------------------------
-def _gathers(scene: _Scene) -> dict[fx.Node, Candidate]:
+def _gathers(scene: _Scene, wanted: set[fx.Node]) -> dict[fx.Node, Candidate]:
     """Candidates of all gathers; a gather of scales joins the chain whose data it scales."""
-    found = {c.node: _gather(scene, c) for c in scene.collectives if c.kind == "all_gather"}
+    found = {c.node: _gather(scene, c, wanted) for c in scene.collectives if c.kind == "all_gather"}
     for node, refusal in _cycles(scene, found).items():
         found[node] = replace(found[node], chain=None, refusals=(refusal,))
     for candidate in list(found.values()):
@@ -208,15 +218,16 @@ def _gathers(scene: _Scene) -> dict[fx.Node, Candidate]:
     return found
 
 
-def _gather(scene: _Scene, gather: Collective) -> Candidate:
+def _gather(scene: _Scene, gather: Collective, wanted: set[fx.Node]) -> Candidate:
     flow = scene.flows[gather.node]
     if isinstance(flow, Refusal):
         return Candidate(gather, None, (flow,), (gather.node,))
     consumers, refusals = _consumers(scene, gather, flow)
     if not consumers:
-        refusals = refusals or _near_gather(gather, flow)
+        refusals = sorted([*refusals, *_near_gather(gather, flow)], key=_informative)
         return Candidate(gather, None, tuple(refusals), scene.sorted(gather.results))
-    chain = _gather_chain(scene, gather, flow, consumers)
+    free = [consumer for consumer in consumers if consumer[0].node not in wanted]
+    chain = _gather_chain(scene, gather, flow, free or consumers)
     scale = () if chain.scale is None else chain.scale.results
     nodes = scene.sorted([*gather.results, *scale, *chain.views, *(matmul.node for matmul in chain.matmuls)])
     return Candidate(gather, chain, (), nodes)
@@ -227,7 +238,7 @@ Consumer = tuple[Matmul, GatherPlacement]
 
 def _consumers(scene: _Scene, gather: Collective, flow: Flow) -> tuple[list[Consumer], list[Refusal]]:
     """Matmuls whose left operand is proven to be the gathered tensor, and why others are not."""
-    later = descendants(gather.results, through=lambda node: not _is_size(node))
+    later = descendants(gather.results, through=lambda node: not is_size(node))
     shard = tensor_of(gather.input)
     assert shard is not None
     shard_numel = product(scene.sizes.of(shard))
@@ -250,12 +261,13 @@ def _consumers(scene: _Scene, gather: Collective, flow: Flow) -> tuple[list[Cons
                 refusals.append(Refusal(placement.reason, f"{node.name}: {placement.facts}"))
             else:
                 consumers.append((matmul, placement))
-    return consumers, sorted(refusals, key=_informative)
+    return consumers, refusals
 
 
 def _informative(refusal: Refusal) -> int:
-    """Refusals about a left operand say more than one about a right operand."""
-    return int(refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND)
+    """What a person should be told first: the most specific reason, then those about a left operand."""
+    order = (reasons.QUANTIZED_AFTER_GATHER, None, reasons.GATHER_IS_RIGHT_OPERAND, reasons.NO_MATMUL)
+    return order.index(refusal.reason) if refusal.reason in order else 1
 
 
 def _gather_chain(scene: _Scene, gather: Collective, flow: Flow, consumers: Sequence[Consumer]) -> GatherChain:
@@ -263,16 +275,22 @@ def _gather_chain(scene: _Scene, gather: Collective, flow: Flow, consumers: Sequ
     lead, placement = max(consumers, key=lambda consumer: _preference(scene, consumer))
     chosen = [matmul for matmul, place in consumers if place == placement and _alike(matmul, lead)]
     fused = {matmul.node for matmul in chosen}
-    views = _between(flow, (matmul.a for matmul in chosen))
+    views = _between(flow, (matmul.a for matmul in chosen)) - set(gather.results)
+    scale = _scale_gather(scene, gather, placement, chosen)
+    if scale is not None:
+        scale_flow, options = scene.flows[scale.node], chosen[0].scaled
+        assert isinstance(scale_flow, Flow)
+        assert options is not None
+        views |= _between(scale_flow, [options.a_scale]) - set(scale.results)
     assert gather.input is not None
     return GatherChain(
         collective=gather,
         shard=gather.input,
         matmuls=tuple(chosen),
         placement=placement,
-        views=scene.sorted(views - set(gather.results)),
+        views=scene.sorted(views),
         saved=_used_elsewhere(flow, fused),
-        scale=_scale_gather(scene, gather, placement, chosen),
+        scale=scale,
     )
 
 
@@ -309,7 +327,7 @@ def _used_elsewhere(flow: Flow, fused: set[fx.Node]) -> bool:
     """True when something besides the fused matmuls uses the gathered tensor or a view of it."""
     followed = set(flow.maps) | set(flow.pieces)
     return any(
-        user not in followed and user not in fused and not _is_size(user) for node in followed for user in node.users
+        user not in followed and user not in fused and not is_size(user) for node in followed for user in node.users
     )
 
 
@@ -362,9 +380,9 @@ def _cycles(scene: _Scene, found: dict[fx.Node, Candidate]) -> dict[fx.Node, Ref
 
 
 def _members(chain: GatherChain) -> list[fx.Node]:
-    """The nodes that become one node: the gather (and that of its scale) with the matmuls."""
-    scale = () if chain.scale is None else (chain.scale.node,)
-    return [chain.collective.node, *scale, *(matmul.node for matmul in chain.matmuls)]
+    """The nodes that become one node: the gather (and that of its scale), the views, and the matmuls."""
+    scale = () if chain.scale is None else chain.scale.results
+    return [*chain.collective.results, *scale, *chain.views, *(matmul.node for matmul in chain.matmuls)]
 
 
 def _stuck(graph: fx.Graph, merged: dict[fx.Node, fx.Node]) -> set[fx.Node]:
@@ -372,7 +390,7 @@ def _stuck(graph: fx.Graph, merged: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     inputs: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
         own = merged.get(node, node)
-        sources = () if _is_size(node) else node.all_input_nodes
+        sources = () if is_size(node) else node.all_input_nodes
         inputs.setdefault(own, set()).update(merged.get(source, source) for source in sources)
     ready, users = [], {}
     for node, sources in inputs.items():
@@ -404,54 +422,54 @@ def _near_gather(gather: Collective, flow: Flow) -> list[Refusal]:
     """Why a gather that feeds no provable matmul does not, if it reaches one at all."""
     reached: list[Refusal] = []
     followed = (*flow.maps, *flow.pieces)
-    boundary = {user for node in followed for user in node.users if not flow.has(user) and not _is_size(user)}
-    for node in sorted(boundary, key=lambda user: user.name):
-        path = _path(node, lambda n: n.users, _feeds_left_operand)
-        if path is None:
-            continue
-        if node in flow.refused:
-            reached.append(flow.refused[node])
-        elif any(_quantizes(step) for step in path):
-            reached.append(Refusal(reasons.QUANTIZED_AFTER_GATHER, _names(path)))
-        else:
-            reached.append(Refusal(reasons.COMPUTED_BETWEEN, _names(path)))
-    if reached:
-        return reached
-    return [Refusal(reasons.NO_MATMUL, gather.node.name)]
+    for source in followed:
+        for node in source.users:
+            if flow.has(node) or is_size(node):
+                continue
+            path = _path(node, source, lambda step: step.users, _feeds_left_operand)
+            if path is None:
+                continue
+            if any(_quantizes(step) for step in path):
+                return [Refusal(reasons.QUANTIZED_AFTER_GATHER, _names(path))]
+            reached.append(flow.refused.get(node) or Refusal(reasons.COMPUTED_BETWEEN, _names(path)))
+    return reached or [Refusal(reasons.NO_MATMUL, gather.node.name)]
 
 
 def _path(
-    start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]], arrived: Callable[[fx.Node, fx.Node | None], bool]
+    start: fx.Node,
+    before: fx.Node,
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+    arrived: Callable[[fx.Node, fx.Node], bool],
 ) -> list[fx.Node] | None:
-    """A shortest path from `start` through transparent ops to a matmul, the matmul last; None if there is none."""
-    paths: dict[fx.Node, fx.Node | None] = {start: None}
+    """A shortest path from `start`, reached from `before`, through transparent ops to a matmul; None without one."""
+    paths = {start: before}
     queue = [start]
     for node in queue:
         if is_matmul(node):
             if arrived(node, paths[node]):
-                return _trace(paths, node)
-            continue
-        if not _transparent(node):
-            continue
-        for following in step(node):
-            if following not in paths:
-                paths[following] = node
-                queue.append(following)
+                return _trace(paths, node, before)
+        elif _transparent(node):
+            for following in step(node):
+                if following not in paths:
+                    paths[following] = node
+                    queue.append(following)
     return None
 
 
-def _trace(paths: dict[fx.Node, fx.Node | None], end: fx.Node) -> list[fx.Node]:
-    path: list[fx.Node] = []
-    node: fx.Node | None = end
-    while node is not None:
-        path.append(node)
-        node = paths[node]
+def _trace(paths: dict[fx.Node, fx.Node], end: fx.Node, start: fx.Node) -> list[fx.Node]:
+    path = [end]
+    while paths[path[-1]] is not start:
+        path.append(paths[path[-1]])
     return path[::-1]
 
 
-def _feeds_left_operand(matmul: fx.Node, before: fx.Node | None) -> bool:
+def _feeds_left_operand(matmul: fx.Node, before: fx.Node) -> bool:
     left = 1 if op_name(matmul).startswith(("aten.addmm", "aten.baddbmm")) else 0
-    return before is not None and len(matmul.args) > left and matmul.args[left] is before
+    return len(matmul.args) > left and matmul.args[left] is before
+
+
+def _any_operand(matmul: fx.Node, before: fx.Node) -> bool:
+    return True
 
 
 def _quantizes(node: fx.Node) -> bool:
@@ -467,15 +485,10 @@ def _names(path: Sequence[fx.Node]) -> str:
 
 
 # --- scatter side -------------------------------------------------------------------------------------------
-def _scatters(scene: _Scene, taken: set[fx.Node]) -> dict[fx.Node, Candidate]:
-    scatters = [c for c in scene.collectives if c.kind == "reduce_scatter"]
-    return {scatter.node: _scatter(scene, scatter, taken) for scatter in scatters}
-
-
-def _scatter(scene: _Scene, scatter: Collective, taken: set[fx.Node]) -> Candidate:
+def _scatter(scene: _Scene, scatter: Collective) -> Candidate:
     region, leaves = _region(scatter.input)
     nodes = scene.sorted([*region, *(leaf for leaf in leaves if is_matmul(leaf)), *scatter.results])
-    chain = _scatter_chain(scene, scatter, region, leaves, taken)
+    chain = _scatter_chain(scene, scatter, region, leaves)
     if isinstance(chain, Refusal):
         shown = nodes if chain.reason.in_scope else scatter.results
         return Candidate(scatter, None, (chain,), scene.sorted(shown))
@@ -506,7 +519,7 @@ def _holds_tensors(node: fx.Node) -> bool:
 
 
 def _scatter_chain(
-    scene: _Scene, scatter: Collective, region: set[fx.Node], leaves: set[fx.Node], taken: set[fx.Node]
+    scene: _Scene, scatter: Collective, region: set[fx.Node], leaves: set[fx.Node]
 ) -> ScatterChain | Refusal:
     """Prove that the collective's input is a sum of matmuls, arranged by rank."""
     products = scene.sorted(leaf for leaf in leaves if is_matmul(leaf))
@@ -529,8 +542,6 @@ def _scatter_chain(
     elsewhere = _outside_users(scatter, region | set(products))
     if elsewhere is not None:
         return Refusal(reasons.PRODUCT_HAS_OTHER_USERS, elsewhere)
-    if any(matmul.node in taken for matmul in matmuls):
-        return Refusal(reasons.MATMUL_TAKEN, ", ".join(m.node.name for m in matmuls if m.node in taken))
     return ScatterChain(scatter, matmuls, placement, scene.sorted(region))
 
 
@@ -570,7 +581,7 @@ def _outside_users(scatter: Collective, inside: set[fx.Node]) -> str | None:
     """The first use of the unreduced product that is not on the way to the collective."""
     for node in sorted(inside, key=lambda member: member.name):
         for user in node.users:
-            if user not in inside and user is not scatter.node and not _is_size(user):
+            if user not in inside and user is not scatter.node and not is_size(user):
                 return f"{node.name} is used by {user.name}"
     return None
 
@@ -578,7 +589,7 @@ def _outside_users(scatter: Collective, inside: set[fx.Node]) -> str | None:
 def _near_scatter(scatter: Collective, leaves: set[fx.Node]) -> Refusal:
     """Why a reduce-scatter that no matmul feeds directly is not fused."""
     for leaf in sorted(leaves, key=lambda node: node.name):
-        path = _path(leaf, lambda node: node.all_input_nodes, lambda _matmul, _before: True)
+        path = _path(leaf, scatter.node, lambda node: node.all_input_nodes, _any_operand)
         if path is not None:
             return Refusal(reasons.COMPUTED_BETWEEN, _names(path[::-1]))
     return Refusal(reasons.NO_MATMUL, scatter.node.name)
@@ -602,8 +613,10 @@ def _other_refusal(collective: Collective) -> Refusal:
         return Refusal(reasons.ALREADY_FUSED, name)
     if not any(word in name for word in ("gather", "reduce_scatter", "reducescatter", "all_reduce", "allreduce")):
         return Refusal(reasons.OTHER_COLLECTIVE, name)
-    forward = any(_path(user, lambda n: n.users, _feeds_left_operand) for user in collective.node.users)
-    before = collective.node.all_input_nodes
-    backward = any(_path(node, lambda n: n.all_input_nodes, lambda _m, _b: True) for node in before)
-    near = forward if "gather" in name else backward
+    own = collective.node
+    if "gather" in name:
+        near = any(_path(user, own, lambda node: node.users, _feeds_left_operand) for user in own.users)
+    else:
+        sources = own.all_input_nodes
+        near = any(_path(source, own, lambda node: node.all_input_nodes, _any_operand) for source in sources)
     return Refusal(reasons.COLLECTIVE_NOT_UNDERSTOOD if near else reasons.NO_MATMUL, name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -11,15 +13,19 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat
-from asynctp_passes.shapes import Size
+from asynctp_passes.shapes import Size, quotient, same
 
 __all__ = [
+    "SizeSource",
     "Sizes",
     "arguments",
     "descendants",
     "describe",
+    "express",
+    "is_size",
     "op_name",
     "segments",
+    "size_sources",
     "source_of",
     "tensor_of",
 ]
@@ -56,6 +62,11 @@ def arguments(node: fx.Node) -> dict[str, Any]:
         else:
             values[argument.name] = argument.default_value
     return values
+
+
+def is_size(node: fx.Node) -> bool:
+    """True for reading a size of a tensor, which is no use of its values."""
+    return op_name(node) in ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
 
 
 def tensor_of(node: object) -> torch.Tensor | None:
@@ -183,3 +194,53 @@ def _symbols(graph: fx.Graph) -> dict[sympy.Symbol, torch.SymInt]:
                 if expr.is_Symbol:
                     found.setdefault(expr, size)
     return found
+
+
+# --- sizes as nodes ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class SizeSource:
+    """A place where the graph carries a symbolic size: a node that is that integer, or an axis of a tensor node."""
+
+    size: Size
+    node: fx.Node
+    axis: int | None = None
+
+
+Plan = int | tuple[str, Any, Any]
+"""How to compute a size: an integer, `("of", SizeSource, None)`, or `("mul" | "add" | "floordiv", Plan, Plan)`."""
+
+
+def size_sources(graph: fx.Graph, sizes: Sizes, inputs: Iterable[fx.Node]) -> list[SizeSource]:
+    """The symbolic sizes that placeholders and `inputs` carry."""
+    found: list[SizeSource] = []
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in placeholders:
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            found.append(SizeSource(sizes.read(node), node))
+    for node in (*inputs, *placeholders):
+        value = tensor_of(node)
+        for axis, size in enumerate(() if value is None else sizes.of(value)):
+            if not isinstance(size, int):
+                found.append(SizeSource(size, node, axis))
+    return found
+
+
+def express(size: Size, sources: Sequence[SizeSource]) -> Plan | None:
+    """How to compute `size` from `sources`; None when they do not carry it."""
+    if isinstance(size, int):
+        return size
+    for source in sources:
+        own: Plan = ("of", source, None)
+        if same(source.size, size):
+            return own
+        if isinstance(times := quotient(size, source.size), int):
+            return ("mul", own, times)
+        if isinstance(part := quotient(source.size, size), int):
+            return ("floordiv", own, part)
+    if not isinstance(size, sympy.Mul | sympy.Add):
+        return None
+    parts = [express(int(arg) if arg.is_Integer else arg, sources) for arg in size.args]
+    if any(part is None for part in parts):
+        return None
+    name = "mul" if isinstance(size, sympy.Mul) else "add"
+    return functools.reduce(lambda left, right: (name, left, right), parts)

@@ -7,7 +7,7 @@ All four are functional: they return fresh, contiguous, ordinary memory, never a
 communication buffer. Importing this module registers them.
 
 Which implementation runs is chosen at run time and never silently: `implementation` names it. On CUDA it is the
-unfused program of `asynctp_passes.reference`. On CPU `Config.cpu_implementation` chooses between that program and
+unfused program of `asynctp_passes.reference`. On CPU `ASYNCTP_CPU_IMPLEMENTATION` chooses between that program and
 the Triton kernels of `asynctp_kernels` under TRITON_INTERPRET=1; a call that those do not support raises. The
 environment is read once, at the first call; `refresh` reads it again.
 """
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from asynctp_passes import compat, reference
-from asynctp_passes.config import Config
+from asynctp_passes.config import cpu_implementation
 from asynctp_passes.reference import GatherScales, ScatterScales
 
 __all__ = [
@@ -61,7 +61,7 @@ OPS = {
 # --- which implementation runs -----------------------------------------------------------------------------
 @functools.cache
 def _cpu_implementation() -> str:
-    return Config.from_options().cpu_implementation
+    return cpu_implementation()
 
 
 def refresh() -> None:
@@ -93,7 +93,7 @@ def _kernels() -> Any:
         return importlib.import_module("asynctp_kernels")
     except ImportError as error:
         raise RuntimeError(
-            "asynctp: cpu_implementation='interpreted' needs asynctp_kernels, which needs triton; install triton, or "
+            "asynctp: ASYNCTP_CPU_IMPLEMENTATION=interpreted needs asynctp_kernels, which needs triton; install triton, or "
             "set ASYNCTP_CPU_IMPLEMENTATION=reference"
         ) from error
 

@@ -11,14 +11,14 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
-from asynctp_passes import compat, ops
+from asynctp_passes import compat, ops  # noqa: F401  (ops registers torch.ops.asynctp)
 from asynctp_passes.chain import GatherChain, Matmul, ScatterChain
-from asynctp_passes.fxview import Sizes, op_name, segments, tensor_of
-from asynctp_passes.shapes import Rearrangement, Size, product, quotient, same
+from asynctp_passes.fxview import Plan, Sizes, express, is_size, op_name, segments, size_sources, tensor_of
+from asynctp_passes.shapes import Rearrangement, Size, product, same
+from asynctp_passes.views import is_view
 
 __all__ = ["rewrite"]
 
@@ -26,20 +26,19 @@ _aten = torch.ops.aten
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
 
 
-def rewrite(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain]) -> dict[fx.Node, fx.Node]:
-    """Replace each chain by one fused op; returns the op's node for each collective's node.
+def rewrite(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes: Sizes) -> dict[fx.Node, str]:
+    """Replace each chain by one fused op; returns the name of the op's node for each collective's (former) node.
 
     Unused nodes are erased, the order is restored where an operand of a later matmul moved, and the graph is linted.
     """
     segment = segments(graph)
-    sizes = Sizes(graph, (chain.collective.group_size for chain in chains))
-    fused: dict[fx.Node, fx.Node] = {}
+    fused: dict[fx.Node, str] = {}
     for chain in chains:
-        builder = _Builder(graph, sizes, chain)
-        emit = _emit_gather if isinstance(chain, GatherChain) else _emit_scatter
-        fused[chain.collective.node] = emit(builder, chain)  # type: ignore[arg-type]
-        for node in builder.made:
-            segment[node] = segment[builder.anchor]
+        build = _Builder(graph, sizes, chain)
+        op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_scatter(build, chain)
+        segment.update((node, segment[build.anchor]) for node in build.made)
+        fused[chain.collective.node] = op.name
+        _erase_unused(graph, chain)
     _restore_order(graph, segment)
     graph.lint()
     return fused
@@ -55,24 +54,20 @@ class _Builder:
         self.collective = chain.collective
         self.anchor = chain.matmuls[0].node if isinstance(chain, GatherChain) else chain.collective.node
         self.made: list[fx.Node] = []
-        inputs = [chain.shard] if isinstance(chain, GatherChain) else [matmul.a for matmul in chain.matmuls]
-        self._size_sources = inputs
+        self._sources = size_sources(graph, sizes, chain.inputs)
+        self._fake = tensor_of(chain.inputs[0])
 
-    def call(self, target: Callable[..., Any], *args: Any, like: fx.Node | None = None) -> fx.Node:
+    def call(self, target: Callable[..., Any], *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
         """A call of `target`; its value is computed on fake tensors."""
         with self.graph.inserting_before(self.anchor):
-            node = self.graph.call_function(target, args)
+            node = self.graph.call_function(target, args, kwargs)
         origin = like or self.collective.node
         node.meta.update({key: origin.meta[key] for key in _INHERITED if key in origin.meta})
-        node.meta["val"] = self._value(target, args)
+        assert self._fake is not None
+        with compat.without_guards(self._fake):
+            node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta["val"]), **kwargs)
         self.made.append(node)
         return node
-
-    def _value(self, target: Callable[..., Any], args: Any) -> Any:
-        fake = tensor_of(self._size_sources[0])
-        assert fake is not None
-        with compat.without_guards(fake):
-            return target(*fx.map_arg(args, lambda node: node.meta["val"]))
 
     def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
         """`node` with another shape; the node itself when it has that shape."""
@@ -98,63 +93,44 @@ class _Builder:
         symbolic = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
         return [-1 if axis in symbolic[:1] else self.size(size) for axis, size in enumerate(shape)]
 
+    def contiguous(self, node: fx.Node) -> fx.Node:
+        """`node` in row-major memory; the node itself when it is."""
+        value = tensor_of(node)
+        assert value is not None
+        if value.is_contiguous():
+            return node
+        return self.call(_aten.clone.default, node, memory_format=torch.contiguous_format)
+
     def size(self, size: Size) -> int | fx.Node:
         """An integer, or a node that computes a symbolic size from the sizes of the chain's inputs."""
-        if isinstance(size, int):
-            return size
-        for known, node in self._known_sizes():
-            if same(known, size):
-                return node()
-            times = quotient(size, known)
-            if isinstance(times, int):
-                return self.call(operator.mul, node(), times)
-            part = quotient(known, size)
-            if isinstance(part, int):
-                return self.call(operator.floordiv, node(), part)
-        if isinstance(size, sympy.Mul | sympy.Add):
-            combine = operator.mul if isinstance(size, sympy.Mul) else operator.add
-            parts = [self.size(int(arg) if arg.is_Integer else arg) for arg in size.args]
-            result = parts[0]
-            for part in parts[1:]:
-                result = self.call(combine, result, part)
-            return result
-        raise AssertionError(f"no input of {self.collective.node.name} carries the size {size}")
+        plan = express(size, self._sources)
+        assert plan is not None, f"checked before: an input of {self.collective.node.name} carries the size {size}"
+        return self._compute(plan)
 
-    def _known_sizes(self) -> Iterable[tuple[Size, Callable[[], fx.Node]]]:
-        """Sizes that nodes before the chain carry, each with a way to get the node."""
-        for node in self.graph.nodes:
-            if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.SymInt):
-                yield self.sizes.read(node), lambda node=node: node
-        holders = [*self._size_sources, *(node for node in self.graph.nodes if node.op == "placeholder")]
-        for node in holders:
-            value = tensor_of(node)
-            for axis, size in enumerate(() if value is None else self.sizes.of(value)):
-                if not isinstance(size, int):
-                    yield size, lambda node=node, axis=axis: self.call(_aten.sym_size.int, node, axis)
+    def _compute(self, plan: Plan) -> int | fx.Node:
+        if isinstance(plan, int):
+            return plan
+        kind, left, right = plan
+        if kind == "of":
+            return left.node if left.axis is None else self.call(_aten.sym_size.int, left.node, left.axis)
+        return self.call(getattr(operator, kind), self._compute(left), self._compute(right))
 
 
 # --- gather side ----------------------------------------------------------------------------------------
 def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
-    value, lead = tensor_of(chain.matmuls[0].a), chain.matmuls[0]
+    value = tensor_of(chain.matmuls[0].a)
     assert value is not None
     shard = build.bitcast(chain.shard, value.dtype)
     shard, gather_dim = _shard_as_op_wants(build, chain, shard)
-    op, outs = _call_gather(build, chain, shard, gather_dim)
+    op = _call_gather(build, chain, shard, gather_dim)
     for index, matmul in enumerate(chain.matmuls):
-        out = build.call(operator.getitem, op, index, like=matmul.node)
         old = tensor_of(matmul.node)
         assert old is not None
-        out = build.reshape(out, build.sizes.of(old))
-        out.meta["val"] = old
-        matmul.node.replace_all_uses_with(out)
-        build.graph.erase_node(matmul.node)
-    if outs > len(chain.matmuls):
-        _return_gathered(build, chain, lead, build.call(operator.getitem, op, len(chain.matmuls)), gather_dim)
-    _drop_sizes(build, [*chain.collective.results, *chain.views])
-    _erase_unused(build.graph, chain.collective)
-    if chain.scale is not None:
-        _drop_sizes(build, _downstream(chain.scale.node))
-        _erase_unused(build.graph, chain.scale)
+        out = build.call(operator.getitem, op, index, like=matmul.node)
+        matmul.node.replace_all_uses_with(build.reshape(out, build.sizes.of(old)))
+    if chain.saved:
+        _return_gathered(build, chain, build.call(operator.getitem, op, len(chain.matmuls)))
+    _read_sizes_elsewhere(build, _followed(chain))
     return op
 
 
@@ -185,25 +161,20 @@ def _rearranged(build: _Builder, node: fx.Node, way: Rearrangement) -> fx.Node:
     return node if way.is_reshape else build.permute(build.reshape(node, way.sizes), way.order)
 
 
-def _call_gather(build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim: int) -> tuple[fx.Node, int]:
-    """Emit the fused op; returns its node and how many tensors it returns."""
+def _call_gather(build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim: int) -> fx.Node:
+    """The fused op: it returns a list of one product per matmul, then the gathered tensor if others use it."""
     gather, matmuls = chain.collective, chain.matmuls
     bs, biases = [matmul.b for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
+    ending = (chain.saved, gather.group_size, gather.group)
     if not scaled:
-        op = build.call(
-            torch.ops.asynctp.all_gather_matmul.default,
-            *(shard, bs, biases, gather_dim, chain.saved, gather.group_size, gather.group),
-        )
-    else:
-        scale = _gather_scale(build, chain, shard, gather_dim)
-        op = build.call(
-            torch.ops.asynctp.all_gather_scaled_matmul.default,
-            *(shard, scale, bs, [options.b_scale for options in scaled], biases, gather_dim),
-            *(chain.scale is not None, scaled[0].out_dtype, scaled[0].use_fast_accum),
-            *(chain.saved, gather.group_size, gather.group),
-        )
-    return op, len(matmuls) + chain.saved
+        return build.call(torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending)
+    scale, b_scales = _gather_scale(build, chain, shard, gather_dim), [options.b_scale for options in scaled]
+    options = (chain.scale is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
+    return build.call(
+        torch.ops.asynctp.all_gather_scaled_matmul.default,
+        *(shard, scale, bs, b_scales, biases, gather_dim, *options, *ending),
+    )
 
 
 def _row_bias(build: _Builder, matmul: Matmul) -> fx.Node | None:
@@ -232,50 +203,36 @@ def _gather_scale(build: _Builder, chain: GatherChain, shard: fx.Node, gather_di
     return build.reshape(scaled.a_scale, [*own[:-1], 1])
 
 
-def _return_gathered(build: _Builder, chain: GatherChain, lead: Matmul, full: fx.Node, gather_dim: int) -> None:
+def _return_gathered(build: _Builder, chain: GatherChain, full: fx.Node) -> None:
     """Give the gathered tensor to its other users.
 
-    Users of a matmul operand take the returned tensor as it is (reshaped). When others remain, the collective's own
+    Users of a matmul's operand take the returned tensor as it is, reshaped. When others remain, the collective's own
     result is rebuilt from it and the views stay.
     """
+    results, fused = chain.collective.results, {matmul.node for matmul in chain.matmuls}
     for operand in dict.fromkeys(matmul.a for matmul in chain.matmuls):
         value = tensor_of(operand)
         assert value is not None
-        if operand.users and operand not in chain.collective.results and value.is_contiguous():
+        if operand not in results and value.is_contiguous():
             taken = build.reshape(full, build.sizes.of(value))
-            operand.replace_all_uses_with(taken)
-            taken.meta["val"] = value
-    _drop_sizes(build, [*chain.collective.results, *chain.views])
-    _erase_unused(build.graph, chain.collective)
-    if any(not _is_erased(node) and node.users for node in chain.collective.results):
-        whole = _as_collective_result(build, chain, full, gather_dim)
-        for node in chain.collective.results:
-            if not _is_erased(node):
-                node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in chain.collective.waits)
+            operand.replace_all_uses_with(taken, delete_user_cb=lambda user: user not in fused)
+    followed = _followed(chain)
+    kept = {user for node in followed for user in node.users} - set(followed) - fused
+    if any(not is_size(user) for user in kept):
+        whole = _as_collective_result(build, chain, full)
+        for node in results:
+            node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in results)
 
 
-def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node, gather_dim: int) -> fx.Node:
+def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) -> fx.Node:
     """The gathered tensor as the collective returned it: ranks outermost, then the shard's own dimensions."""
-    value, place = tensor_of(chain.collective.node), chain.placement
+    value, way, ranks = tensor_of(chain.collective.node), chain.placement.shard, chain.collective.group_size
     assert value is not None
-    ranks = chain.collective.group_size
-    way = place.shard
-    sizes = [way.sizes[axis] for axis in way.order]
-    leading = way.lengths[0]
+    sizes, leading = [way.sizes[axis] for axis in way.order], way.lengths[0]
     whole = build.reshape(full, [*sizes[:leading], ranks, *sizes[leading:]])
     inverse = [way.order.index(axis) for axis in range(len(way.order))]
     whole = build.permute(whole, [leading, *(axis + (axis >= leading) for axis in inverse)])
-    whole = build.bitcast(build.reshape(whole, build.sizes.of(value)), value.dtype)
-    if not _contiguous(whole):
-        whole = build.call(_aten.clone.default, whole)
-        whole = build.reshape(whole, build.sizes.of(value))
-    whole.meta["val"] = value
-    return whole
-
-
-def _contiguous(node: fx.Node) -> bool:
-    value = tensor_of(node)
-    return value is not None and value.is_contiguous()
+    return build.bitcast(build.reshape(build.contiguous(whole), build.sizes.of(value)), value.dtype)
 
 
 # --- scatter side -----------------------------------------------------------------------------------------
@@ -288,15 +245,10 @@ def _emit_scatter(build: _Builder, chain: ScatterChain) -> fx.Node:
     op = _call_scatter(build, chain, a_parts, scatter_dim)
     value = tensor_of(scatter.node)
     assert value is not None
-    out = build.reshape(_rearranged(build, op, place.out), build.sizes.of(value))
-    if not _contiguous(out):
-        out = build.call(_aten.clone.default, out)
-    if out is not op:
-        out.meta["val"] = value
-    for node in (*scatter.waits, scatter.node):
-        node.replace_all_uses_with(out)
-    _drop_sizes(build, [*chain.views, *(matmul.node for matmul in chain.matmuls)])
-    _erase_unused(build.graph, scatter)
+    out = build.reshape(build.contiguous(_rearranged(build, op, place.out)), build.sizes.of(value))
+    for node in scatter.results:
+        node.replace_all_uses_with(out, delete_user_cb=lambda user: user not in scatter.waits)
+    _read_sizes_elsewhere(build, [*chain.views, *(matmul.node for matmul in chain.matmuls)])
     return op
 
 
@@ -339,43 +291,41 @@ def _row_scale(build: _Builder, scale: fx.Node, a: fx.Node) -> fx.Node:
 
 
 # --- tidying up --------------------------------------------------------------------------------------------
-def _drop_sizes(build: _Builder, nodes: Iterable[fx.Node]) -> None:
-    """Read sizes of vanishing tensors off the chain's inputs instead, so that nothing keeps them alive."""
-    for node in nodes:
-        if _is_erased(node):
-            continue
-        for user in [user for user in node.users if op_name(user).startswith("aten.sym_")]:
-            size = build.size(build.sizes.read(user))
-            user.replace_all_uses_with(size)  # type: ignore[arg-type]
-            build.graph.erase_node(user)
-
-
-def _downstream(node: fx.Node) -> list[fx.Node]:
-    seen = {node: None}
-    for current in seen:
-        pass
-    stack = [node]
+def _followed(chain: GatherChain) -> list[fx.Node]:
+    """The collectives' results and every view of them, used or not."""
+    found = dict.fromkeys([*chain.collective.results, *(() if chain.scale is None else chain.scale.results)])
+    stack = list(found)
     while stack:
         for user in stack.pop().users:
-            if user not in seen:
-                seen[user] = None
+            if user not in found and is_view(user):
+                found[user] = None
                 stack.append(user)
-    return list(seen)
+    return list(found)
 
 
-def _erase_unused(graph: fx.Graph, collective: Any) -> None:
-    """Erase what nobody uses any more among the nodes around a collective, last first."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and _may_erase(node, collective):
+def _read_sizes_elsewhere(build: _Builder, nodes: Iterable[fx.Node]) -> None:
+    """Read sizes of vanishing tensors off the chain's inputs instead, so that nothing keeps them alive."""
+    for node in nodes:
+        for user in [user for user in node.users if op_name(user) == "aten.sym_size.int"]:
+            size = build.size(build.sizes.read(user))
+            for reader in list(user.users):
+                reader.args = fx.map_arg(reader.args, lambda node, old=user, new=size: new if node is old else node)
+
+
+def _erase_unused(graph: fx.Graph, chain: GatherChain | ScatterChain) -> None:
+    """Erase what the fused op has left without users: sizes, matmuls, views and collectives of the chain."""
+    scale = chain.scale.results if isinstance(chain, GatherChain) and chain.scale is not None else ()
+    matmuls = [matmul.node for matmul in chain.matmuls]
+    views = _followed(chain) if isinstance(chain, GatherChain) else list(chain.views)
+    candidates = {*chain.collective.results, *scale, *matmuls, *views}
+    candidates |= {user for node in candidates for user in node.users if is_size(user)}
+    erased = True
+    while erased:
+        dead = [node for node in candidates if not node.users]
+        for node in dead:
             graph.erase_node(node)
-
-
-def _may_erase(node: fx.Node, collective: Any) -> bool:
-    return node in collective.results or not node.is_impure()
-
-
-def _is_erased(node: fx.Node) -> bool:
-    return bool(getattr(node, "_erased", False))
+            candidates.discard(node)
+        erased = bool(dead)
 
 
 def _restore_order(graph: fx.Graph, segment: dict[fx.Node, int]) -> None:

@@ -200,7 +200,7 @@ def _label(view: _View, nodes: Sequence[fx.Node]) -> str:
         return f"{_listed([_op(member) for member in nodes])}\n{_named(node)}"
     if _op(node) == "getitem":
         return f"[{node.args[1]}]"
-    numbers = " ".join(f"#{number}" for number in view.remarks.get(node.name, ()))
+    numbers = " ".join(f"#{number}" for number in _numbers(view, node))
     head = node.name if node.op == "placeholder" else f"{_op(node)}   {numbers}".rstrip()
     return f"{head}\n{_named(node)}".rstrip()
 
@@ -230,23 +230,20 @@ def _statement(node: fx.Node) -> str:
 
 
 def _classes(view: _View, node: fx.Node) -> str:
-    """The remarks of a node; those of a fused op are the remarks whose op and collective it stands for."""
-    numbers = view.remarks.get(node.name) or _replaced(view, node)
-    return " ".join(f"r{number}" for number in numbers)
+    return " ".join(f"r{number}" for number in _numbers(view, node))
 
 
-def _replaced(view: _View, node: fx.Node) -> tuple[int, ...]:
-    """The number of the remark that a fused op came from: the n-th op of a name is the n-th remark that names it."""
+def _numbers(view: _View, node: fx.Node) -> tuple[int, ...]:
+    """The remarks of a node. A fused op has that of the chain it replaced: the n-th op of a kind, the n-th fused remark
+    of that kind (both are in graph order).
+    """
     if not _is_fused_op(node):
-        return ()
-    same = [other for other in view.graph.nodes if _op(other) == _op(node)]
-    name = _op(node).removeprefix("asynctp.")
-    numbers = [
-        number
-        for number, remark in enumerate(view.report.remarks, 1)
-        if remark.outcome == "FUSED" and remark.op.replace("::", ".").split(".")[-1] == name
-    ]
-    return (numbers[same.index(node)],) if len(numbers) == len(same) else ()
+        return view.remarks.get(node.name, ())
+    kind = _op(node).removeprefix("asynctp.")
+    ops = [other for other in view.graph.nodes if _op(other) == _op(node)]
+    numbered = enumerate(view.report.remarks, 1)
+    fused = [number for number, remark in numbered if remark.outcome == "FUSED" and remark.op == f"asynctp::{kind}"]
+    return (fused[ops.index(node)],) if len(fused) == len(ops) else ()
 
 
 def _edges(view: _View, home: dict[fx.Node, fx.Node]) -> list[str]:
@@ -348,7 +345,7 @@ def _listing(graph: fx.Graph, report: Report) -> str:
         if node.op == "placeholder" and not node.users:
             continue
         outcome = view.outcome(node)
-        marks = " ".join(f"#{number}" for number in view.remarks.get(node.name) or _replaced(view, node))
+        marks = " ".join(f"#{number}" for number in _numbers(view, node))
         text = html.escape(f"    {marks:<6} {_statement(node)}" if outcome else _statement(node))
         lines.append(f'<span class="{outcome.lower()}">{text}</span>' if outcome else text)
     return "\n".join(lines)

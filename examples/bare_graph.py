@@ -14,18 +14,20 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
-from torch.distributed import _functional_collectives as funcol
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import asynctp_passes
 
 RANKS = 2
+c10d = torch.ops._c10d_functional
 
 
 def mlp(x_shard: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """One tensor-parallel MLP on this rank's rows: gather the rows, two matmuls, scatter the sum."""
-    x = funcol.all_gather_tensor(x_shard, gather_dim=0, group=dist.group.WORLD)
-    return funcol.reduce_scatter_tensor(torch.relu(x @ up) @ down, "sum", scatter_dim=0, group=dist.group.WORLD)
+    group = dist.group.WORLD.group_name
+    x = c10d.wait_tensor(c10d.all_gather_into_tensor(x_shard, RANKS, group))
+    partial = torch.relu(x @ up) @ down
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(partial, "sum", RANKS, group))
 
 
 def rank_main(rank: int, folder: str) -> None:

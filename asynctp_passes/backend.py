@@ -1,0 +1,204 @@
+"""The torch.compile backend, and the Inductor pass behind it.
+
+    torch.compile(model, backend="asynctp")                                          one line
+    torch._inductor.config.post_grad_custom_post_pass = AsyncTPPass(Config(...))     for a compiler of one's own
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat, pipeline
+from asynctp_passes.config import Config, ConfigError
+from asynctp_passes.report import Report
+
+__all__ = ["AsyncTPPass", "asynctp", "clear_reports", "reports"]
+
+log = logging.getLogger(__name__)
+
+_PASS_OPTION = "post_grad_custom_post_pass"
+_KEPT_REPORTS = 4096
+_lock = threading.Lock()
+_reports: collections.deque[Report] = collections.deque(maxlen=_KEPT_REPORTS)
+
+
+def reports() -> tuple[Report, ...]:
+    """The reports of this process's compiles, newest last: one per graph, so forward and backward apart.
+
+    Graphs without any collective give none. A graph that Inductor took from its cache was not compiled, so the pass
+    did not run: the backend logs that, and there is no new report. Holds the newest 4096.
+    """
+    with _lock:
+        return tuple(_reports)
+
+
+def clear_reports() -> None:
+    """Forget all reports."""
+    with _lock:
+        _reports.clear()
+
+
+class AsyncTPPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
+    """The pass, for `torch._inductor.config.post_grad_custom_post_pass`. Picklable; holds no process group.
+
+    Args:
+        config: The configuration; the environment's and the defaults when None.
+    """
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = Config.from_options() if config is None else config
+        self.ran = False
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Run the pass on a post-grad graph, in place, and send the report to the configured sinks.
+
+        Raises:
+            StrictError, ExpectError: As `Config.strict` and `Config.expect` ask. Through torch.compile they arrive as
+                the `inner_exception` of Inductor's error.
+        """
+        self.ran = True
+        before = _copy(graph) if self.config.graph_dir else None
+        try:
+            report = pipeline.run(graph, self.config)
+        except Exception as error:
+            report = getattr(error, "report", None)
+            if report is not None:
+                _publish(report, self.config, before, graph)
+            raise
+        _publish(report, self.config, before, graph)
+
+    def uuid(self) -> bytes:
+        """What Inductor's caches key this pass on: the sources of both packages, torch, and the configuration."""
+        return f"{_sources_digest()}-{torch.__version__}-{self.config.digest()}".encode()
+
+
+class _PassSequence(compat.custom_graph_pass_base()):  # type: ignore[misc]
+    """The user's own passes, then ours: some torch versions take a single pass only."""
+
+    def __init__(self, passes: Sequence[Callable[[fx.Graph], None]]) -> None:
+        self.passes = tuple(passes)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for graph_pass in self.passes:
+            graph_pass(graph)
+
+    def uuid(self) -> tuple[Any, ...] | None:
+        """The passes' own identifiers; None, which turns caching off, when one has none."""
+        ids = tuple(getattr(graph_pass, "uuid", lambda: None)() for graph_pass in self.passes)
+        return None if any(not identifier for identifier in ids) else ids
+
+
+def asynctp(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The torch.compile backend: Inductor, with the asynctp pass after the user's own post-grad passes.
+
+    Args:
+        gm: The graph that dynamo captured.
+        example_inputs: Its inputs.
+        mode: A torch.compile mode (`"reduce-overhead"`, ...), handed on to Inductor.
+        options: Fields of `Config`, and any Inductor options.
+
+    Raises:
+        ConfigError: An option is neither a field of Config nor an Inductor option, or has a bad value.
+    """
+    config, patches = _split_options(options or {})
+    patches = {**compat.inductor_mode_options(mode), **patches}
+    present = patches.get(_PASS_OPTION, compat.inductor_option(_PASS_OPTION))
+    ours = AsyncTPPass(config)
+    patches[_PASS_OPTION] = _append(present, ours)
+    compiled = compat.inductor_compile(gm, example_inputs, patches)
+    if not ours.ran:
+        log.info(
+            "asynctp: %s was not compiled now (Inductor's cache had it, or it has no tensor code): no new report. "
+            "What the cache holds was compiled with the same sources and configuration.",
+            compat.compile_name(),
+        )
+    return compiled
+
+
+def _split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """Our options as a Config, and Inductor's (`a.b` or `a-b` as torch.compile allows) as they are."""
+    fields, known = set(Config.field_names()), compat.inductor_option_names()
+    patches = {name.replace("-", "_"): value for name, value in options.items() if name not in fields}
+    for name in patches:
+        if name not in known:
+            raise ConfigError(
+                f"asynctp: option {name!r} is not valid; it must be one of {sorted(fields)} or an Inductor option "
+                "(torch._inductor.list_options())"
+            )
+    return Config.from_options({name: value for name, value in options.items() if name in fields}), patches
+
+
+def _append(present: Any, ours: AsyncTPPass) -> Any:
+    """Our pass behind those the user has; an earlier pass of ours gives way."""
+    passes = present if isinstance(present, list | tuple) else [] if present is None else [present]
+    flat = [step for item in passes for step in (item.passes if isinstance(item, _PassSequence) else (item,))]
+    kept = [step for step in flat if not isinstance(step, AsyncTPPass)]
+    return _PassSequence([*kept, ours]) if kept else ours
+
+
+@functools.cache
+def _sources_digest() -> str:
+    """A hash of this package's sources and of the kernels', which decide what code a graph becomes."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    folders = [root, root.parent / "kernels" / "asynctp_kernels", root.parent / "asynctp_kernels"]
+    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+# --- report sinks -----------------------------------------------------------------------------------------
+def _publish(report: Report, config: Config, before: fx.Graph | None, after: fx.Graph) -> None:
+    """Keep the report, and send it to the log, the trace, the file and the page that the configuration names."""
+    if not report.remarks:
+        return
+    with _lock:
+        _reports.append(report)
+    if config.log:
+        _log(report)
+    if config.trace:
+        compat.trace_artifact(f"asynctp_{report.phase}_report", lambda: json.dumps(json.loads(report.to_json())))
+    if config.report_file is not None:
+        with open(os.fspath(config.report_file), "a", encoding="utf-8") as file:
+            file.write(report.to_json() + "\n")
+    if config.graph_dir is not None and before is not None:
+        from asynctp_passes.visualize import write_page
+
+        log.info("asynctp: graph before and after: %s", write_page(config.graph_dir, before, after, report))
+
+
+def _log(report: Report) -> None:
+    for remark in report.remarks:
+        log.log(logging.WARNING if remark.outcome == "MISSED" else logging.INFO, "asynctp: %s", remark)
+    log.info(
+        "asynctp: %s (%s): %d fused, %d missed, %d skipped",
+        *(report.graph, report.phase, len(report.fused), len(report.missed), len(report.skipped)),
+    )
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    """A copy to draw: same names, same metadata."""
+    copy = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        nodes[node] = copy.node_copy(node, nodes.__getitem__)
+        nodes[node].name = node.name
+    return copy

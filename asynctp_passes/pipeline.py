@@ -1,0 +1,142 @@
+"""The order of the steps: find, decide, report, raise if strict, and only then rewrite."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat, cost, ops
+from asynctp_passes.chain import Candidate, Decision, GatherChain
+from asynctp_passes.config import Config
+from asynctp_passes.decide import decide
+from asynctp_passes.errors import raise_if_strict
+from asynctp_passes.find import find, read_collectives
+from asynctp_passes.fxview import Sizes, describe, source_of, tensor_of
+from asynctp_passes.report import Remark, Report
+from asynctp_passes.rewrite import rewrite
+
+__all__ = ["run"]
+
+
+def run(graph: fx.Graph, config: Config | None = None) -> Report:
+    """Fuse every chain of a graph that can be proven, in place, and report on every collective.
+
+    Args:
+        graph: A functional graph of aten and `_c10d_functional` ops, with fake tensors in `meta["val"]`: what
+            Inductor hands to a post-grad pass, or `make_fx` under fake tensors gives.
+        config: The configuration; the environment's and the defaults when None.
+
+    Returns:
+        The report. No process group need exist: sizes of groups are read from the graph.
+
+    Raises:
+        StrictError: Chains were missed and `config.strict` forbids it; the graph is untouched.
+        ExpectError: Fewer chains can be fused than `config.expect`; the graph is untouched.
+    """
+    config = Config.from_options() if config is None else config
+    collectives = read_collectives(graph)
+    sizes = Sizes(graph, (collective.group_size for collective in collectives))
+    decisions = decide(graph, find(graph, collectives, sizes), sizes, config)
+    report = _report(graph, decisions, config)
+    raise_if_strict(report, config)
+    chains = [decision.candidate.chain for decision in decisions if decision.refusal is None]
+    rewrite(graph, [chain for chain in chains if chain is not None], sizes)
+    return report
+
+
+# --- the report -------------------------------------------------------------------------------------------
+def _report(graph: fx.Graph, decisions: Sequence[Decision], config: Config) -> Report:
+    remarks = tuple(_remark(decision) for decision in decisions)
+    return Report(
+        graph=compat.compile_name(),
+        phase=_phase(graph),
+        remarks=remarks,
+        torch_version=str(torch.__version__),
+        config_digest=config.digest(),
+        plan_digest=_plan_digest(remarks),
+    )
+
+
+def _phase(graph: fx.Graph) -> str:
+    """Told by the names that autograd's tracing gives to a graph's inputs."""
+    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    if any(name.startswith("tangents_") for name in names):
+        return "backward"
+    return "forward" if any(name.startswith("primals_") for name in names) else "inference"
+
+
+def _plan_digest(remarks: Sequence[Remark]) -> str:
+    """A hash of what was decided, which ranks that traced the same program share."""
+    plan = [(remark.outcome, remark.kind, remark.code, remark.nodes, remark.shapes) for remark in remarks]
+    return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
+
+
+def _remark(decision: Decision) -> Remark:
+    candidate, refusal = decision.candidate, decision.refusal
+    collective = candidate.collective
+    kind = _kind(candidate)
+    common = {
+        "kind": kind,
+        "collective": collective.node.name,
+        "nodes": tuple(node.name for node in candidate.nodes),
+        "source": _source(candidate),
+        "group": collective.group_key,
+        "group_size": collective.group_size,
+        "shapes": _shapes(candidate),
+    }
+    if refusal is not None:
+        reason = refusal.reason
+        outcome = "MISSED" if reason.in_scope else "SKIPPED"
+        return Remark(
+            outcome=outcome,  # type: ignore[arg-type]
+            code=reason.code,
+            name=reason.name,
+            message=str(refusal),
+            hint=reason.hint,
+            **common,  # type: ignore[arg-type]
+        )
+    return Remark(outcome="FUSED", **_fused_facts(candidate, kind), **common)  # type: ignore[arg-type]
+
+
+def _kind(candidate: Candidate) -> str:
+    chain, collective = candidate.chain, candidate.collective
+    if candidate.joins is not None:
+        return "all_gather_scaled_matmul"
+    if chain is None:
+        return str(collective.node.target) if collective.kind == "other" else collective.kind
+    scaled = "scaled_" if chain.matmuls[0].scaled is not None else ""
+    return f"all_gather_{scaled}matmul" if isinstance(chain, GatherChain) else f"{scaled}matmul_reduce_scatter"
+
+
+def _source(candidate: Candidate) -> str | None:
+    matmuls = () if candidate.chain is None else candidate.chain.matmuls
+    places = (source_of(node) for node in (*(matmul.node for matmul in matmuls), candidate.collective.node))
+    return next((place for place in places if place is not None), None)
+
+
+def _shapes(candidate: Candidate) -> dict[str, str]:
+    collective, chain = candidate.collective, candidate.chain
+    shapes = {"input": describe(collective.input), "output": describe(collective.node)}
+    if chain is not None:
+        products = [f"{describe(matmul.a)} @ {describe(matmul.b)}" for matmul in chain.matmuls]
+        shapes["matmul"] = (", " if isinstance(chain, GatherChain) else " + ").join(products)
+    return shapes
+
+
+def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
+    value, chain = tensor_of(candidate.collective.node), candidate.chain
+    device = "cpu" if value is None else value.device.type
+    facts: dict[str, object] = {"op": f"asynctp::{kind}", "implementation": ops.implementation(device)}
+    if candidate.joins is not None:
+        facts["message"] = f"the scales travel with the data of {candidate.joins.node.name}"
+    if chain is not None:
+        costs = cost.cost_of(chain)
+        facts |= {
+            "comm_bytes": costs.comm_bytes,
+            "flops": costs.flops,
+            "estimate_us": costs.estimate_us(cost.machine_for(chain.matmuls[0].a)),
+        }
+    return facts
