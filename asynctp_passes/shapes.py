@@ -160,7 +160,7 @@ class IndexMap:
             return self
         piece = _subrange(dim, start, length) if step == 1 else _every(dim, start, length, step)
         if piece is None:
-            return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"slice [{start}, {start}+{length}) of {_text(dim)}")
+            return Refusal(reasons.PIECES_MISSING, f"keeps [{start}, {start + length}) of {_text(dim)}")
         digits, moved = piece
         dims = (*self.dims[:axis], _tidy(digits), *self.dims[axis + 1 :])
         return IndexMap(dims, self.offset + moved)

@@ -239,10 +239,13 @@ def _numbers(view: _View, node: fx.Node) -> tuple[int, ...]:
     """
     if not _is_fused_op(node):
         return view.remarks.get(node.name, ())
-    kind = _op(node).removeprefix("asynctp.")
     ops = [other for other in view.graph.nodes if _op(other) == _op(node)]
-    numbered = enumerate(view.report.remarks, 1)
-    fused = [number for number, remark in numbered if remark.outcome == "FUSED" and remark.op == f"asynctp::{kind}"]
+    name = _op(node).replace("asynctp.", "asynctp::")
+    fused = [
+        number
+        for number, remark in enumerate(view.report.remarks, 1)
+        if remark.op == name and not remark.message  # a gather of scales, part of another chain, has a message
+    ]
     return (fused[ops.index(node)],) if len(fused) == len(ops) else ()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asynctp_passes.config import Config
+from asynctp_passes.config import RUNTIME_VARIABLES, Config
 from asynctp_passes.reasons import CATALOGUE, catalogue_markdown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,11 +57,13 @@ def test_reasons_named_in_pages_exist() -> None:
 
 def test_every_config_field_is_documented_with_its_default() -> None:
     page = (DOCS / "reference" / "config.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*)$", page, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*)$", page, re.MULTILINE))
     assert list(rows) == list(Config.field_names())
     for name, row in rows.items():
         default = repr(getattr(Config(), name)).replace("'", '"')
         assert row.startswith(f"`ASYNCTP_{name.upper()}` | `{default}` |"), name
+    for name in RUNTIME_VARIABLES:
+        assert f"| `ASYNCTP_{name.upper()}` |" in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

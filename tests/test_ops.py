@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from interpreter import interpreter_fault
 from ranks import run_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -692,9 +693,9 @@ def _unsupported_ranks(rank: int, world_size: int) -> str:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are spawned now run the Triton kernels in the interpreter."""
-    kernels = pytest.importorskip("asynctp_kernels", reason="asynctp_kernels is not importable (is triton installed?)")
-    if not hasattr(kernels, "all_gather_matmul"):
-        pytest.skip("asynctp_kernels has no launchers")
+    pytest.importorskip("asynctp_kernels", reason="asynctp_kernels is not importable (is triton installed?)")
+    if fault := interpreter_fault():
+        pytest.skip(fault)
     monkeypatch.setenv("ASYNCTP_CPU_IMPLEMENTATION", "interpreted")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 

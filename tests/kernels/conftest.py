@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from interpreter import interpreter_fault
 
 _KERNELS = str(Path(__file__).parents[2] / "kernels")
 if _KERNELS not in sys.path:  # a source root: spawned ranks get this process's sys.path
@@ -16,3 +17,12 @@ if _KERNELS not in sys.path:  # a source root: spawned ranks get this process's 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("ASYNCTP_TIMEOUT_S", "30")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what needs the interpreter where it does not work (the protocol's model needs none)."""
+    here = Path(__file__).parent
+    mine = [item for item in items if here in item.path.parents and item.path.name != "test_protocol_model.py"]
+    fault = interpreter_fault() if mine else ""
+    for item in mine if fault else ():
+        item.add_marker(pytest.mark.skip(reason=fault))
