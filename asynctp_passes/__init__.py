@@ -1,8 +1,8 @@
 """asynctp: asynchronous tensor parallelism for torch.compile.
 
-    model = torch.compile(model, backend="asynctp")
-    ...
-    print(asynctp_passes.reports()[-1])
+model = torch.compile(model, backend="asynctp")
+...
+print(asynctp_passes.reports()[-1])
 """
 
 from asynctp_passes import ops

@@ -1,7 +1,7 @@
 """The torch.compile backend, and the Inductor pass behind it.
 
-    torch.compile(model, backend="asynctp")                                          one line
-    torch._inductor.config.post_grad_custom_post_pass = AsyncTPPass(Config(...))     for a compiler of one's own
+torch.compile(model, backend="asynctp")                                          one line
+torch._inductor.config.post_grad_custom_post_pass = AsyncTPPass(Config(...))     for a compiler of one's own
 """
 
 from __future__ import annotations

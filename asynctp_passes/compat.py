@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import sympy
 import torch
@@ -44,6 +44,14 @@ def scaled_mm(
 ) -> Tensor:
     """`torch._scaled_mm` of 2-D operands: `b` column-major, fast accumulation if `fast`."""
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+# --- ops ----------------------------------------------------------------------------------------------
+
+
+def is_op(target: object) -> TypeGuard[torch._ops.OpOverload]:
+    """True for an overload of an op, such as `torch.ops.aten.mm.default`."""
+    return isinstance(target, torch._ops.OpOverload)
 
 
 # --- symbolic sizes -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ _CPU_IMPLEMENTATIONS = ("reference", "interpreted")
 _ENVIRONMENT_PREFIX = "ASYNCTP_"
 
 RUNTIME_VARIABLES = {
-    "cpu_implementation": "what the fused ops run on CPU tensors: reference (plain collectives and matmuls; the default) "
+    "cpu_implementation": "what the fused ops run on CPU tensors: reference (plain collectives and matmuls; default) "
     "or interpreted (the Triton kernels under TRITON_INTERPRET=1: slow, for tests)",
     "timeout_s": "seconds after which a kernel that waits for a peer gives up with an error (default 60)",
 }

@@ -415,7 +415,7 @@ def _transparent(node: fx.Node) -> bool:
     name = op_name(node)
     if is_view(node) or name.rsplit(".", 1)[0] in _REDUCTIONS or name.startswith("prims.convert_element_type"):
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return compat.is_op(node.target) and torch.Tag.pointwise in node.target.tags
 
 
 def _near_gather(gather: Collective, flow: Flow) -> list[Refusal]:

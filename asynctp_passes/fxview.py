@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = str(Path(torch.__file__).parent)
 _SHORT_DTYPES = {
     "bfloat16": "bf16",
     "float16": "f16",
@@ -45,14 +47,14 @@ def op_name(node: fx.Node) -> str:
     """`"aten.mm.default"` for a call of that overload, `"getitem"` for the builtin; empty for other nodes."""
     if node.op != "call_function":
         return ""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if compat.is_op(node.target):
         return str(node.target)
     return str(getattr(node.target, "__name__", node.target))
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of an op call by their schema names, defaults included."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert compat.is_op(node.target)
     values: dict[str, Any] = {}
     for index, argument in enumerate(node.target._schema.arguments):
         if index < len(node.args) and not argument.kwarg_only:
@@ -108,14 +110,18 @@ def _mutates(node: fx.Node) -> bool:
     if node.op in ("call_module", "call_method"):
         return True
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
+    return compat.is_op(target) and bool(target._schema.is_mutable)
 
 
 def source_of(node: fx.Node) -> str | None:
-    """`file:line` of the innermost user frame that made the node, when tracing recorded it."""
+    """`file:line` of the innermost frame of the user's that made the node, when tracing recorded it.
+
+    Frames inside torch (DTensor's hooks, `nn.Linear`) are passed over.
+    """
     trace = node.meta.get("stack_trace")
     frames = _FRAME.findall(trace) if isinstance(trace, str) else []
-    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else None
+    own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    return f"{own[-1][0]}:{own[-1][1]}" if own else None
 
 
 def describe(node: object) -> str:

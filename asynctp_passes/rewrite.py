@@ -1,14 +1,14 @@
 """Rewrite fused chains: the only file that edits a graph. Everything was checked before; nothing here can refuse.
 
-    gather    shard → all_gather → wait → view* → mm+       becomes   shard → view? → all_gather_matmul → view → ...
-    scatter   mm+ → view* → add* → reduce_scatter → wait    becomes   a+, b+ → view? → matmul_reduce_scatter → view?
+gather    shard → all_gather → wait → view* → mm+       becomes   shard → view? → all_gather_matmul → view → ...
+scatter   mm+ → view* → add* → reduce_scatter → wait    becomes   a+, b+ → view? → matmul_reduce_scatter → view?
 """
 
 from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,9 @@ def rewrite(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes
     """
     segment = segments(graph)
     fused: dict[fx.Node, str] = {}
+    moved: dict[fx.Node, fx.Node] = {}
     for chain in chains:
-        build = _Builder(graph, sizes, chain)
+        build = _Builder(graph, sizes, chain, moved)
         op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_scatter(build, chain)
         segment.update((node, segment[build.anchor]) for node in build.made)
         fused[chain.collective.node] = op.name
@@ -46,16 +47,34 @@ def rewrite(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes
 
 # --- building nodes ---------------------------------------------------------------------------------------
 class _Builder:
-    """Makes nodes for one chain in front of `anchor`, each with a fake tensor and the origin of the chain."""
+    """Makes nodes for one chain in front of `anchor`, each with a fake tensor and the origin of the chain.
 
-    def __init__(self, graph: fx.Graph, sizes: Sizes, chain: GatherChain | ScatterChain) -> None:
+    `moved` maps nodes that earlier chains have replaced to what stands for them now: the result of one chain is
+    often the input of the next.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, sizes: Sizes, chain: GatherChain | ScatterChain, moved: dict[fx.Node, fx.Node]
+    ) -> None:
         self.graph = graph
+        self.moved = moved
         self.sizes = sizes
         self.collective = chain.collective
         self.anchor = chain.matmuls[0].node if isinstance(chain, GatherChain) else chain.collective.node
         self.made: list[fx.Node] = []
-        self._sources = size_sources(graph, sizes, chain.inputs)
+        self._sources = size_sources(graph, sizes, [self.now(node) for node in chain.inputs])
         self._fake = tensor_of(chain.inputs[0])
+
+    def now(self, node: fx.Node) -> fx.Node:
+        """What stands for a node of the original graph at this time."""
+        while node in self.moved:
+            node = self.moved[node]
+        return node
+
+    def replace(self, old: fx.Node, new: fx.Node, *, unless: Container[fx.Node] = ()) -> None:
+        """Give `new` to the users of `old`, but for those in `unless`, which are about to go."""
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in unless)
+        self.moved[old] = new
 
     def call(self, target: Callable[..., Any], *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
         """A call of `target`; its value is computed on fake tensors."""
@@ -120,14 +139,14 @@ class _Builder:
 def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
     value = tensor_of(chain.matmuls[0].a)
     assert value is not None
-    shard = build.bitcast(chain.shard, value.dtype)
+    shard = build.bitcast(build.now(chain.shard), value.dtype)
     shard, gather_dim = _shard_as_op_wants(build, chain, shard)
     op = _call_gather(build, chain, shard, gather_dim)
     for index, matmul in enumerate(chain.matmuls):
         old = tensor_of(matmul.node)
         assert old is not None
         out = build.call(operator.getitem, op, index, like=matmul.node)
-        matmul.node.replace_all_uses_with(build.reshape(out, build.sizes.of(old)))
+        build.replace(matmul.node, build.reshape(out, build.sizes.of(old)))
     if chain.saved:
         _return_gathered(build, chain, build.call(operator.getitem, op, len(chain.matmuls)))
     _read_sizes_elsewhere(build, _followed(chain))
@@ -164,12 +183,12 @@ def _rearranged(build: _Builder, node: fx.Node, way: Rearrangement) -> fx.Node:
 def _call_gather(build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim: int) -> fx.Node:
     """The fused op: it returns a list of one product per matmul, then the gathered tensor if others use it."""
     gather, matmuls = chain.collective, chain.matmuls
-    bs, biases = [matmul.b for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
+    bs, biases = [build.now(matmul.b) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     ending = (chain.saved, gather.group_size, gather.group)
     if not scaled:
         return build.call(torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending)
-    scale, b_scales = _gather_scale(build, chain, shard, gather_dim), [options.b_scale for options in scaled]
+    scale, b_scales = _gather_scale(build, chain, shard, gather_dim), [build.now(one.b_scale) for one in scaled]
     options = (chain.scale is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
     return build.call(
         torch.ops.asynctp.all_gather_scaled_matmul.default,
@@ -179,10 +198,11 @@ def _call_gather(build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim
 
 def _row_bias(build: _Builder, matmul: Matmul) -> fx.Node | None:
     """The bias as a vector [N]."""
-    value = tensor_of(matmul.bias)
-    if matmul.bias is None or value is None or value.dim() == 1:
-        return matmul.bias
-    return build.reshape(matmul.bias, build.sizes.of(value)[-1:])
+    bias = None if matmul.bias is None else build.now(matmul.bias)
+    value = tensor_of(bias)
+    if bias is None or value is None or value.dim() == 1:
+        return bias
+    return build.reshape(bias, build.sizes.of(value)[-1:])
 
 
 def _gather_scale(build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim: int) -> fx.Node:
@@ -193,14 +213,15 @@ def _gather_scale(build: _Builder, chain: GatherChain, shard: fx.Node, gather_di
     own = list(build.sizes.of(value))
     if chain.scale is not None:
         assert chain.scale.input is not None
-        return build.reshape(chain.scale.input, [*own[:-1], 1])
-    scale = tensor_of(scaled.a_scale)
+        return build.reshape(build.now(chain.scale.input), [*own[:-1], 1])
+    a_scale = build.now(scaled.a_scale)
+    scale = tensor_of(a_scale)
     assert scale is not None
     if same(product(build.sizes.of(scale)), 1):
-        return scaled.a_scale
+        return a_scale
     if gather_dim < len(own) - 1:
         own[gather_dim] = own[gather_dim] * chain.collective.group_size
-    return build.reshape(scaled.a_scale, [*own[:-1], 1])
+    return build.reshape(a_scale, [*own[:-1], 1])
 
 
 def _return_gathered(build: _Builder, chain: GatherChain, full: fx.Node) -> None:
@@ -214,14 +235,13 @@ def _return_gathered(build: _Builder, chain: GatherChain, full: fx.Node) -> None
         value = tensor_of(operand)
         assert value is not None
         if operand not in results and value.is_contiguous():
-            taken = build.reshape(full, build.sizes.of(value))
-            operand.replace_all_uses_with(taken, delete_user_cb=lambda user: user not in fused)
+            build.replace(operand, build.reshape(full, build.sizes.of(value)), unless=fused)
     followed = _followed(chain)
     kept = {user for node in followed for user in node.users} - set(followed) - fused
     if any(not is_size(user) for user in kept):
         whole = _as_collective_result(build, chain, full)
         for node in results:
-            node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in results)
+            build.replace(node, whole, unless=results)
 
 
 def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) -> fx.Node:
@@ -238,7 +258,7 @@ def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) ->
 # --- scatter side -----------------------------------------------------------------------------------------
 def _emit_scatter(build: _Builder, chain: ScatterChain) -> fx.Node:
     place, scatter = chain.placement, chain.collective
-    a_parts = [_product_rows(build, chain, matmul.a) for matmul in chain.matmuls]
+    a_parts = [_product_rows(build, chain, build.now(matmul.a)) for matmul in chain.matmuls]
     first = tensor_of(a_parts[0])
     assert first is not None
     scatter_dim = first.dim() - 1 if place.axis == "columns" else first.dim() - 2
@@ -247,7 +267,7 @@ def _emit_scatter(build: _Builder, chain: ScatterChain) -> fx.Node:
     assert value is not None
     out = build.reshape(build.contiguous(_rearranged(build, op, place.out)), build.sizes.of(value))
     for node in scatter.results:
-        node.replace_all_uses_with(out, delete_user_cb=lambda user: user not in scatter.waits)
+        build.replace(node, out, unless=scatter.waits)
     _read_sizes_elsewhere(build, [*chain.views, *(matmul.node for matmul in chain.matmuls)])
     return op
 
@@ -264,7 +284,7 @@ def _product_rows(build: _Builder, chain: ScatterChain, a: fx.Node) -> fx.Node:
 
 def _call_scatter(build: _Builder, chain: ScatterChain, a_parts: list[fx.Node], scatter_dim: int) -> fx.Node:
     scatter, matmuls = chain.collective, chain.matmuls
-    b_parts, biases = [matmul.b for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
+    b_parts, biases = [build.now(matmul.b) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
     ending = (scatter.group_size, scatter.group)
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     if not scaled:
@@ -272,10 +292,11 @@ def _call_scatter(build: _Builder, chain: ScatterChain, a_parts: list[fx.Node], 
             torch.ops.asynctp.matmul_reduce_scatter.default,
             *(a_parts, b_parts, biases, scatter.reduce_op, scatter_dim, *ending),
         )
-    a_scales = [_row_scale(build, options.a_scale, a) for options, a in zip(scaled, a_parts, strict=True)]
+    a_scales = [_row_scale(build, build.now(one.a_scale), a) for one, a in zip(scaled, a_parts, strict=True)]
+    b_scales = [build.now(one.b_scale) for one in scaled]
     return build.call(
         torch.ops.asynctp.scaled_matmul_reduce_scatter.default,
-        *(a_parts, b_parts, a_scales, [options.b_scale for options in scaled], biases, scatter.reduce_op, scatter_dim),
+        *(a_parts, b_parts, a_scales, b_scales, biases, scatter.reduce_op, scatter_dim),
         *(scaled[0].out_dtype, scaled[0].use_fast_accum, *ending),
     )
 

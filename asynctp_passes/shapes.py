@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import sympy
 
@@ -45,7 +45,7 @@ __all__ = [
     "same",
 ]
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 
 
 # --- sizes -------------------------------------------------------------------------------------------

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
-from asynctp_passes import reasons
+from asynctp_passes import compat, reasons
 from asynctp_passes.fxview import Sizes, arguments, op_name, tensor_of
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import IndexMap, Size, concatenate, product, same
@@ -93,10 +92,7 @@ def follow(nodes: Iterable[fx.Node], seeds: Mapping[fx.Node, IndexMap], sizes: S
 
 
 def _apply(handler: Callable[[_Call], Result], node: fx.Node, flow: Flow, sizes: Sizes) -> Result:
-    if isinstance(node.target, torch._ops.OpOverload):
-        values = arguments(node)
-    else:
-        values = {"self": node.args[0], "index": node.args[1]}
+    values = arguments(node) if compat.is_op(node.target) else {"self": node.args[0], "index": node.args[1]}
     first = next(iter(values.values()))
     if isinstance(first, fx.Node) and not flow.has(first) and handler is not _add:
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{node.name} rearranges another tensor")

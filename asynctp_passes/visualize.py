@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from asynctp_passes import compat
 from asynctp_passes.report import Remark, Report
 
 __all__ = ["to_dot", "write_page"]
@@ -83,7 +84,7 @@ def _op(node: fx.Node) -> str:
     """`mm` for `aten.mm.default`; `asynctp.all_gather_matmul` keeps its namespace, as all but well-known ops do."""
     if node.op != "call_function":
         return node.op if node.op in ("placeholder", "output") else f"{node.op} {node.target}"
-    if isinstance(node.target, torch._ops.OpOverload):
+    if compat.is_op(node.target):
         namespace, _, name = node.target._schema.name.partition("::")
         return name if namespace in ("aten", "prims", "_c10d_functional") else f"{namespace}.{name}"
     return str(getattr(node.target, "__name__", node.target))
