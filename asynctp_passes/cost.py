@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -84,5 +85,4 @@ def _flops(a: fx.Node, out: fx.Node) -> int | None:
     sizes = (*result.shape, left.shape[-1])
     if not all(isinstance(size, int) for size in sizes):
         return None
-    rows, columns, width = sizes
-    return 2 * rows * columns * width
+    return 2 * math.prod(int(size) for size in sizes)

@@ -392,7 +392,8 @@ def _stuck(graph: fx.Graph, merged: dict[fx.Node, fx.Node]) -> set[fx.Node]:
         own = merged.get(node, node)
         sources = () if is_size(node) else node.all_input_nodes
         inputs.setdefault(own, set()).update(merged.get(source, source) for source in sources)
-    ready, users = [], {}
+    ready: list[fx.Node] = []
+    users: dict[fx.Node, list[fx.Node]] = {}
     for node, sources in inputs.items():
         sources.discard(node)
         for source in sources:

@@ -93,7 +93,7 @@ def _kernels() -> Any:
         return importlib.import_module("asynctp_kernels")
     except ImportError as error:
         raise RuntimeError(
-            "asynctp: ASYNCTP_CPU_IMPLEMENTATION=interpreted needs asynctp_kernels, which needs triton; install triton, "
+            "asynctp: ASYNCTP_CPU_IMPLEMENTATION=interpreted needs asynctp_kernels and triton; install triton, "
             "or set ASYNCTP_CPU_IMPLEMENTATION=reference"
         ) from error
 

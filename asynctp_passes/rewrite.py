@@ -330,7 +330,12 @@ def _read_sizes_elsewhere(build: _Builder, nodes: Iterable[fx.Node]) -> None:
         for user in [user for user in node.users if op_name(user) == "aten.sym_size.int"]:
             size = build.size(build.sizes.read(user))
             for reader in list(user.users):
-                reader.args = fx.map_arg(reader.args, lambda node, old=user, new=size: new if node is old else node)
+                reader.args = _with(reader.args, user, size)
+
+
+def _with(args: Any, old: fx.Node, new: int | fx.Node) -> Any:
+    """Arguments with a node exchanged, for an integer too."""
+    return fx.map_arg(args, lambda node: new if node is old else node) 
 
 
 def _erase_unused(graph: fx.Graph, chain: GatherChain | ScatterChain) -> None:

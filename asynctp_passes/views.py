@@ -217,7 +217,8 @@ def _getitem(call: _Call) -> Result:
     pieces = call.flow.pieces.get(call.values["self"])
     if pieces is None:
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, "indexing a tensor as a sequence")
-    return pieces[call.values["index"]]
+    index: int = call.values["index"]
+    return pieces[index]
 
 
 def _cat(call: _Call) -> Result:

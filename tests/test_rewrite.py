@@ -1,0 +1,720 @@
+"""What the main forms look like before and after the pass. `EXPECTTEST_ACCEPT=1` writes the expectations anew."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from dumps import CORPUS, load
+from expecttest import assert_expected_inline
+from graph_builder import GraphBuilder, aten, show
+from torch.fx import Graph, Node
+
+from asynctp_passes import Config, Report, run
+
+FP8 = torch.float8_e4m3fn
+
+
+def fuse(graph: Graph) -> Report:
+    """Run the pass; nothing may be missed."""
+    return run(graph, Config(strict="all", expect=1, log=False, trace=False))
+
+
+def rewritten(graph: Graph) -> str:
+    """The graph, and what it becomes."""
+    before = show(graph)
+    fuse(graph)
+    return f"{before}\n=== becomes ===\n\n{show(graph)}"
+
+
+def fp8_operands(b: GraphBuilder, rows: int, width: int, columns: int) -> tuple[Node, Node]:
+    """A left operand, and a column-major right one."""
+    return b.input("x", [rows, width], FP8), b.input("w", [width, columns], FP8, column_major=True)
+
+
+# --- gather side: where the gathered dimension goes --------------------------------------------------------
+def test_gather_of_rows() -> None:
+    b = GraphBuilder()
+    x, w = b.input("x", [4, 8]), b.input("w", [8, 16])
+    assert_expected_inline(rewritten(b.returns(b.mm(b.gather(x), w))), """\
+x: f32[4, 8]
+w: f32[8, 16]
+all_gather_into_tensor_default = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[16, 8]
+mm_default = mm(wait_tensor_default, w)  # f32[16, 16]
+return (mm_default)
+
+=== becomes ===
+
+x: f32[4, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 0, False, 4, 'tp')  # (f32[16, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
+return (getitem)
+""")
+
+
+def test_gather_of_a_middle_dimension() -> None:
+    """Split and cat bring the ranks' blocks to dimension 1 of a batch."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [3, 4, 8]), b.input("w", [8, 16])
+    whole = b.cat(b.chunks(b.gather(x)), dim=1)
+    out = b.reshape(b.mm(b.reshape(whole, [24, 8]), w), [3, 8, 16])
+    assert_expected_inline(rewritten(b.returns(out)), """\
+x: f32[3, 4, 8]
+w: f32[8, 16]
+all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[6, 4, 8]
+split_tensor = split(wait_tensor_default, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
+getitem = getitem(split_tensor, 0)  # f32[3, 4, 8]
+getitem_1 = getitem(split_tensor, 1)  # f32[3, 4, 8]
+cat_default = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
+reshape_default = reshape(cat_default, [24, 8])  # f32[24, 8]
+mm_default = mm(reshape_default, w)  # f32[24, 16]
+reshape_default_1 = reshape(mm_default, [3, 8, 16])  # f32[3, 8, 16]
+return (reshape_default_1)
+
+=== becomes ===
+
+x: f32[3, 4, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 1, False, 2, 'tp')  # (f32[3, 8, 16])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
+reshape_default_2 = reshape(getitem_2, [24, 16])  # f32[24, 16]
+reshape_default_1 = reshape(reshape_default_2, [3, 8, 16])  # f32[3, 8, 16]
+return (reshape_default_1)
+""")
+
+
+def test_gather_of_a_middle_dimension_in_a_batch_of_one() -> None:
+    """Torch traces reshapes only: the ranks' blocks are in place already."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [1, 4, 8]), b.input("w", [8, 16])
+    whole = b.reshape(b.gather(x), [1, 8, 8])
+    out = b.reshape(b.mm(b.reshape(whole, [8, 8]), w), [1, 8, 16])
+    assert_expected_inline(rewritten(b.returns(out)), """\
+x: f32[1, 4, 8]
+w: f32[8, 16]
+all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[2, 4, 8]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[2, 4, 8]
+reshape_default = reshape(wait_tensor_default, [1, 8, 8])  # f32[1, 8, 8]
+reshape_default_1 = reshape(reshape_default, [8, 8])  # f32[8, 8]
+mm_default = mm(reshape_default_1, w)  # f32[8, 16]
+reshape_default_2 = reshape(mm_default, [1, 8, 16])  # f32[1, 8, 16]
+return (reshape_default_2)
+
+=== becomes ===
+
+x: f32[1, 4, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 1, False, 2, 'tp')  # (f32[1, 8, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[1, 8, 16]
+reshape_default_3 = reshape(getitem, [8, 16])  # f32[8, 16]
+reshape_default_2 = reshape(reshape_default_3, [1, 8, 16])  # f32[1, 8, 16]
+return (reshape_default_2)
+""")
+
+
+def test_gather_by_slice_and_cat() -> None:
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [3, 4, 8]), b.input("w", [8, 16])
+    gathered = b.gather(x)
+    pieces = [b.call(aten.slice.Tensor, gathered, 0, 3 * rank, 3 * rank + 3) for rank in range(2)]
+    assert_expected_inline(rewritten(b.returns(b.mm(b.reshape(b.cat(pieces, dim=1), [24, 8]), w))), """\
+x: f32[3, 4, 8]
+w: f32[8, 16]
+all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[6, 4, 8]
+slice_tensor = slice(wait_tensor_default, 0, 0, 3)  # f32[3, 4, 8]
+slice_tensor_1 = slice(wait_tensor_default, 0, 3, 6)  # f32[3, 4, 8]
+cat_default = cat([slice_tensor, slice_tensor_1], 1)  # f32[3, 8, 8]
+reshape_default = reshape(cat_default, [24, 8])  # f32[24, 8]
+mm_default = mm(reshape_default, w)  # f32[24, 16]
+return (mm_default)
+
+=== becomes ===
+
+x: f32[3, 4, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 1, False, 2, 'tp')  # (f32[3, 8, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
+reshape_default_1 = reshape(getitem, [24, 16])  # f32[24, 16]
+return (reshape_default_1)
+""")
+
+
+def test_gather_of_the_contraction() -> None:
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [6, 4]), b.input("w", [8, 16])
+    assert_expected_inline(rewritten(b.returns(b.mm(b.cat(b.chunks(b.gather(x)), dim=1), w))), """\
+x: f32[6, 4]
+w: f32[8, 16]
+all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[12, 4]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[12, 4]
+split_tensor = split(wait_tensor_default, 6, 0)  # (f32[6, 4], f32[6, 4])
+getitem = getitem(split_tensor, 0)  # f32[6, 4]
+getitem_1 = getitem(split_tensor, 1)  # f32[6, 4]
+cat_default = cat([getitem, getitem_1], 1)  # f32[6, 8]
+mm_default = mm(cat_default, w)  # f32[6, 16]
+return (mm_default)
+
+=== becomes ===
+
+x: f32[6, 4]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 1, False, 2, 'tp')  # (f32[6, 16])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[6, 16]
+return (getitem_2)
+""")
+
+
+def test_gather_of_a_permuted_shard() -> None:
+    """The rows end as [batch, rank, row] although the shard is [row, batch, width]: the shard is permuted instead."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [4, 3, 8]), b.input("w", [8, 16])
+    rows = b.reshape(b.permute(b.gather(x), [1, 0, 2]), [24, 8])
+    assert_expected_inline(rewritten(b.returns(b.mm(rows, w))), """\
+x: f32[4, 3, 8]
+w: f32[8, 16]
+all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[8, 3, 8]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[8, 3, 8]
+permute_default = permute(wait_tensor_default, [1, 0, 2])  # f32[3, 8, 8]s[8, 24, 1]
+reshape_default = reshape(permute_default, [24, 8])  # f32[24, 8]
+mm_default = mm(reshape_default, w)  # f32[24, 16]
+return (mm_default)
+
+=== becomes ===
+
+x: f32[4, 3, 8]
+w: f32[8, 16]
+permute_default_1 = permute(x, [1, 0, 2])  # f32[3, 4, 8]s[8, 24, 1]
+all_gather_matmul_default = asynctp::all_gather_matmul(permute_default_1, [w], [None], 1, False, 2, 'tp')  # (f32[3, 8, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
+reshape_default_1 = reshape(getitem, [24, 16])  # f32[24, 16]
+return (reshape_default_1)
+""")
+
+
+def test_gather_of_a_dynamic_sequence() -> None:
+    """The sizes of the results are read off the shard; no tensor of the old chain stays alive for them."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [3, 24, 8], dynamic=1), b.input("w", [8, 16])
+    whole = b.cat(b.chunks(b.gather(x)), dim=1)
+    length = b.call(aten.sym_size.int, whole, 1)
+    out = b.reshape(b.mm(b.reshape(whole, [-1, 8]), w), [3, length, 16])
+    assert_expected_inline(rewritten(b.returns(out)), """\
+x: f32[3, s49, 8]
+w: f32[8, 16]
+all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[6, s49, 8]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[6, s49, 8]
+split_tensor = split(wait_tensor_default, 3, 0)  # (f32[3, s49, 8], f32[3, s49, 8])
+getitem = getitem(split_tensor, 0)  # f32[3, s49, 8]
+getitem_1 = getitem(split_tensor, 1)  # f32[3, s49, 8]
+cat_default = cat([getitem, getitem_1], 1)  # f32[3, 2*s49, 8]
+sym_size_int = sym_size(cat_default, 1)  # 2*s49
+reshape_default = reshape(cat_default, [-1, 8])  # f32[6*s49, 8]
+mm_default = mm(reshape_default, w)  # f32[6*s49, 16]
+reshape_default_1 = reshape(mm_default, [3, sym_size_int, 16])  # f32[3, 2*s49, 16]
+return (reshape_default_1)
+
+=== becomes ===
+
+x: f32[3, s49, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 1, False, 2, 'tp')  # (f32[3, 2*s49, 16])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 2*s49, 16]
+reshape_default_2 = reshape(getitem_2, [-1, 16])  # f32[6*s49, 16]
+sym_size_int_1 = sym_size(x, 1)  # s49
+mul = mul(sym_size_int_1, 2)  # 2*s49
+reshape_default_1 = reshape(reshape_default_2, [3, mul, 16])  # f32[3, 2*s49, 16]
+return (reshape_default_1)
+""")
+
+
+# --- gather side: what is computed ---------------------------------------------------------------------------
+def test_gather_for_several_matmuls_that_is_saved_too() -> None:
+    """One op computes both products; what autograd saves becomes a second result, in the operand's shape."""
+    b = GraphBuilder(ranks=2)
+    x, wq, wk = b.input("x", [3, 4, 8]), b.input("wq", [8, 16]), b.input("wk", [8, 4])
+    rows = b.reshape(b.cat(b.chunks(b.gather(x)), dim=1), [24, 8])
+    assert_expected_inline(rewritten(b.returns(b.mm(rows, wq), b.mm(rows, wk), rows)), """\
+x: f32[3, 4, 8]
+wq: f32[8, 16]
+wk: f32[8, 4]
+all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[6, 4, 8]
+split_tensor = split(wait_tensor_default, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
+getitem = getitem(split_tensor, 0)  # f32[3, 4, 8]
+getitem_1 = getitem(split_tensor, 1)  # f32[3, 4, 8]
+cat_default = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
+reshape_default = reshape(cat_default, [24, 8])  # f32[24, 8]
+mm_default = mm(reshape_default, wq)  # f32[24, 16]
+mm_default_1 = mm(reshape_default, wk)  # f32[24, 4]
+return (mm_default, mm_default_1, reshape_default)
+
+=== becomes ===
+
+x: f32[3, 4, 8]
+wq: f32[8, 16]
+wk: f32[8, 4]
+all_gather_matmul_default = asynctp::all_gather_matmul(x, [wq, wk], [None, None], 1, True, 2, 'tp')  # (f32[3, 8, 16], f32[3, 8, 4], f32[3, 8, 8])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
+reshape_default_1 = reshape(getitem_2, [24, 16])  # f32[24, 16]
+getitem_3 = getitem(all_gather_matmul_default, 1)  # f32[3, 8, 4]
+reshape_default_2 = reshape(getitem_3, [24, 4])  # f32[24, 4]
+getitem_4 = getitem(all_gather_matmul_default, 2)  # f32[3, 8, 8]
+reshape_default_3 = reshape(getitem_4, [24, 8])  # f32[24, 8]
+return (reshape_default_1, reshape_default_2, reshape_default_3)
+""")
+
+
+def test_gather_whose_own_result_is_saved() -> None:
+    """The op returns rows in operand order; the collective's own order is rebuilt from them."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [3, 4, 8]), b.input("w", [8, 16])
+    gathered = b.gather(x)
+    rows = b.reshape(b.cat(b.chunks(gathered), dim=1), [24, 8])
+    assert_expected_inline(rewritten(b.returns(b.mm(rows, w), gathered)), """\
+x: f32[3, 4, 8]
+w: f32[8, 16]
+all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[6, 4, 8]
+split_tensor = split(wait_tensor_default, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
+getitem = getitem(split_tensor, 0)  # f32[3, 4, 8]
+getitem_1 = getitem(split_tensor, 1)  # f32[3, 4, 8]
+cat_default = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
+reshape_default = reshape(cat_default, [24, 8])  # f32[24, 8]
+mm_default = mm(reshape_default, w)  # f32[24, 16]
+return (mm_default, wait_tensor_default)
+
+=== becomes ===
+
+x: f32[3, 4, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 1, True, 2, 'tp')  # (f32[3, 8, 16], f32[3, 8, 8])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
+reshape_default_1 = reshape(getitem_2, [24, 16])  # f32[24, 16]
+getitem_3 = getitem(all_gather_matmul_default, 1)  # f32[3, 8, 8]
+reshape_default_2 = reshape(getitem_3, [24, 8])  # f32[24, 8]
+reshape_default_3 = reshape(getitem_3, [3, 2, 4, 8])  # f32[3, 2, 4, 8]
+permute_default = permute(reshape_default_3, [1, 0, 2, 3])  # f32[2, 3, 4, 8]s[32, 64, 8, 1]
+clone_default = clone(permute_default, memory_format=torch.contiguous_format)  # f32[2, 3, 4, 8]
+reshape_default_4 = reshape(clone_default, [6, 4, 8])  # f32[6, 4, 8]
+split_tensor = split(reshape_default_4, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
+getitem = getitem(split_tensor, 0)  # f32[3, 4, 8]
+getitem_1 = getitem(split_tensor, 1)  # f32[3, 4, 8]
+cat_default = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
+reshape_default = reshape(cat_default, [24, 8])  # f32[24, 8]
+return (reshape_default_1, reshape_default_4)
+""")
+
+
+def test_gather_for_addmm() -> None:
+    b = GraphBuilder()
+    x, w, bias = b.input("x", [4, 8]), b.input("w", [8, 16]), b.input("bias", [16])
+    assert_expected_inline(rewritten(b.returns(b.call(aten.addmm.default, bias, b.gather(x), w))), """\
+x: f32[4, 8]
+w: f32[8, 16]
+bias: f32[16]
+all_gather_into_tensor_default = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[16, 8]
+addmm_default = addmm(bias, wait_tensor_default, w)  # f32[16, 16]
+return (addmm_default)
+
+=== becomes ===
+
+x: f32[4, 8]
+w: f32[8, 16]
+bias: f32[16]
+all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [bias], 0, False, 4, 'tp')  # (f32[16, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
+return (getitem)
+""")
+
+
+def test_gather_for_a_tensorwise_scaled_matmul() -> None:
+    """The bytes travel as uint8 in the program; the fused op takes the fp8 shard itself."""
+    b = GraphBuilder()
+    x, w = fp8_operands(b, 4, 32, 16)
+    a_scale, b_scale = b.input("a_scale", []), b.input("b_scale", [])
+    gathered = b.gather(b.call(aten.view.dtype, x, torch.uint8))
+    out = b.scaled_mm(b.call(aten.view.dtype, gathered, FP8), w, a_scale, b_scale)
+    assert_expected_inline(rewritten(b.returns(out)), """""")
+
+
+def test_gather_for_a_rowwise_scaled_matmul_whose_scales_are_gathered_too() -> None:
+    """Two collectives become one op."""
+    b = GraphBuilder()
+    x, w = fp8_operands(b, 4, 32, 16)
+    a_scale, b_scale = b.input("a_scale", [4, 1]), b.input("b_scale", [1, 16])
+    graph = b.returns(b.scaled_mm(b.gather(x), w, b.gather(a_scale), b_scale))
+    assert_expected_inline(rewritten(graph), """\
+x: f8[4, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[4, 1]
+b_scale: f32[1, 16]
+all_gather_into_tensor_default = all_gather_into_tensor(x, 4, 'tp')  # f8[16, 32]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f8[16, 32]
+all_gather_into_tensor_default_1 = all_gather_into_tensor(a_scale, 4, 'tp')  # f32[16, 1]
+wait_tensor_default_1 = wait_tensor(all_gather_into_tensor_default_1)  # f32[16, 1]
+_scaled_mm_default = _scaled_mm(wait_tensor_default, w, wait_tensor_default_1, b_scale, out_dtype=bf16)  # bf16[16, 16]
+return (_scaled_mm_default)
+
+=== becomes ===
+
+x: f8[4, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[4, 1]
+b_scale: f32[1, 16]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(x, a_scale, [w], [b_scale], [None], 0, True, bf16, False, False, 4, 'tp')  # (bf16[16, 16])
+getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
+return (getitem)
+""")
+
+
+def test_gather_for_a_rowwise_scaled_matmul_whose_scales_are_whole() -> None:
+    b = GraphBuilder()
+    x, w = fp8_operands(b, 4, 32, 16)
+    a_scale, b_scale = b.input("a_scale", [16, 1]), b.input("b_scale", [1, 16])
+    assert_expected_inline(rewritten(b.returns(b.scaled_mm(b.gather(x), w, a_scale, b_scale))), """\
+x: f8[4, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[16, 1]
+b_scale: f32[1, 16]
+all_gather_into_tensor_default = all_gather_into_tensor(x, 4, 'tp')  # f8[16, 32]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f8[16, 32]
+_scaled_mm_default = _scaled_mm(wait_tensor_default, w, a_scale, b_scale, out_dtype=bf16)  # bf16[16, 16]
+return (_scaled_mm_default)
+
+=== becomes ===
+
+x: f8[4, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[16, 1]
+b_scale: f32[1, 16]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(x, a_scale, [w], [b_scale], [None], 0, False, bf16, False, False, 4, 'tp')  # (bf16[16, 16])
+getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
+return (getitem)
+""")
+
+
+# --- scatter side ----------------------------------------------------------------------------------------------
+def test_scatter_of_rows() -> None:
+    b = GraphBuilder()
+    a, w = b.input("a", [16, 8]), b.input("w", [8, 12])
+    assert_expected_inline(rewritten(b.returns(b.scatter(b.mm(a, w)))), """\
+a: f32[16, 8]
+w: f32[8, 12]
+mm_default = mm(a, w)  # f32[16, 12]
+reduce_scatter_tensor_default = reduce_scatter_tensor(mm_default, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)  # f32[4, 12]
+return (wait_tensor_default)
+
+=== becomes ===
+
+a: f32[16, 8]
+w: f32[8, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter([a], [w], [None], 'sum', 0, 4, 'tp')  # f32[4, 12]
+return (matmul_reduce_scatter_default)
+""")
+
+
+def test_scatter_of_a_middle_dimension() -> None:
+    b = GraphBuilder(ranks=2)
+    a, w = b.input("a", [3, 4, 8]), b.input("w", [8, 12])
+    product = b.reshape(b.mm(b.reshape(a, [12, 8]), w), [3, 4, 12])
+    assert_expected_inline(rewritten(b.returns(b.scatter(b.cat(b.chunks(product, dim=1))))), """\
+a: f32[3, 4, 8]
+w: f32[8, 12]
+reshape_default = reshape(a, [12, 8])  # f32[12, 8]
+mm_default = mm(reshape_default, w)  # f32[12, 12]
+reshape_default_1 = reshape(mm_default, [3, 4, 12])  # f32[3, 4, 12]
+split_tensor = split(reshape_default_1, 2, 1)  # (f32[3, 2, 12]s[48, 12, 1], f32[3, 2, 12]s[48, 12, 1])
+getitem = getitem(split_tensor, 0)  # f32[3, 2, 12]s[48, 12, 1]
+getitem_1 = getitem(split_tensor, 1)  # f32[3, 2, 12]s[48, 12, 1]
+cat_default = cat([getitem, getitem_1], 0)  # f32[6, 2, 12]
+reduce_scatter_tensor_default = reduce_scatter_tensor(cat_default, 'sum', 2, 'tp')  # f32[3, 2, 12]
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)  # f32[3, 2, 12]
+return (wait_tensor_default)
+
+=== becomes ===
+
+a: f32[3, 4, 8]
+w: f32[8, 12]
+reshape_default = reshape(a, [12, 8])  # f32[12, 8]
+reshape_default_2 = reshape(reshape_default, [3, 4, 8])  # f32[3, 4, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter([reshape_default_2], [w], [None], 'sum', 1, 2, 'tp')  # f32[3, 2, 12]
+return (matmul_reduce_scatter_default)
+""")
+
+
+def test_scatter_of_the_last_dimension() -> None:
+    b = GraphBuilder(ranks=2)
+    a, w = b.input("a", [6, 8]), b.input("w", [8, 12])
+    assert_expected_inline(rewritten(b.returns(b.scatter(b.cat(b.chunks(b.mm(a, w), dim=1))))), """\
+a: f32[6, 8]
+w: f32[8, 12]
+mm_default = mm(a, w)  # f32[6, 12]
+split_tensor = split(mm_default, 6, 1)  # (f32[6, 6]s[12, 1], f32[6, 6]s[12, 1])
+getitem = getitem(split_tensor, 0)  # f32[6, 6]s[12, 1]
+getitem_1 = getitem(split_tensor, 1)  # f32[6, 6]s[12, 1]
+cat_default = cat([getitem, getitem_1], 0)  # f32[12, 6]
+reduce_scatter_tensor_default = reduce_scatter_tensor(cat_default, 'sum', 2, 'tp')  # f32[6, 6]
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)  # f32[6, 6]
+return (wait_tensor_default)
+
+=== becomes ===
+
+a: f32[6, 8]
+w: f32[8, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter([a], [w], [None], 'sum', 1, 2, 'tp')  # f32[6, 6]
+return (matmul_reduce_scatter_default)
+""")
+
+
+def test_scatter_of_a_sum_of_three() -> None:
+    """The input gradient of a QKV projection."""
+    b = GraphBuilder()
+    pairs = [(b.input(f"a{index}", [16, 8]), b.input(f"w{index}", [8, 12])) for index in range(3)]
+    q, k, v = (b.mm(a, w) for a, w in pairs)
+    assert_expected_inline(rewritten(b.returns(b.scatter(b.add(b.add(q, k), v)))), """\
+a0: f32[16, 8]
+w0: f32[8, 12]
+a1: f32[16, 8]
+w1: f32[8, 12]
+a2: f32[16, 8]
+w2: f32[8, 12]
+mm_default = mm(a0, w0)  # f32[16, 12]
+mm_default_1 = mm(a1, w1)  # f32[16, 12]
+mm_default_2 = mm(a2, w2)  # f32[16, 12]
+add_tensor = add(mm_default, mm_default_1)  # f32[16, 12]
+add_tensor_1 = add(add_tensor, mm_default_2)  # f32[16, 12]
+reduce_scatter_tensor_default = reduce_scatter_tensor(add_tensor_1, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)  # f32[4, 12]
+return (wait_tensor_default)
+
+=== becomes ===
+
+a0: f32[16, 8]
+w0: f32[8, 12]
+a1: f32[16, 8]
+w1: f32[8, 12]
+a2: f32[16, 8]
+w2: f32[8, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter([a0, a1, a2], [w0, w1, w2], [None, None, None], 'sum', 0, 4, 'tp')  # f32[4, 12]
+return (matmul_reduce_scatter_default)
+""")
+
+
+def test_scatter_of_an_average_with_a_bias() -> None:
+    b = GraphBuilder()
+    a, w, bias = b.input("a", [16, 8]), b.input("w", [8, 12]), b.input("bias", [12])
+    graph = b.returns(b.scatter(b.call(aten.addmm.default, bias, a, w), "avg"))
+    assert_expected_inline(rewritten(graph), """\
+a: f32[16, 8]
+w: f32[8, 12]
+bias: f32[12]
+addmm_default = addmm(bias, a, w)  # f32[16, 12]
+reduce_scatter_tensor_default = reduce_scatter_tensor(addmm_default, 'avg', 4, 'tp')  # f32[4, 12]
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)  # f32[4, 12]
+return (wait_tensor_default)
+
+=== becomes ===
+
+a: f32[16, 8]
+w: f32[8, 12]
+bias: f32[12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter([a], [w], [bias], 'avg', 0, 4, 'tp')  # f32[4, 12]
+return (matmul_reduce_scatter_default)
+""")
+
+
+def test_scatter_of_a_rowwise_scaled_matmul() -> None:
+    """The scales get the rows' two dimensions, so that the op can scatter the inner one."""
+    b = GraphBuilder(ranks=2)
+    a, w = b.input("a", [12, 32], FP8), b.input("w", [32, 16], FP8, column_major=True)
+    a_scale, b_scale = b.input("a_scale", [12, 1]), b.input("b_scale", [1, 16])
+    product = b.reshape(b.scaled_mm(a, w, a_scale, b_scale), [3, 4, 16])
+    assert_expected_inline(rewritten(b.returns(b.scatter(b.cat(b.chunks(product, dim=1))))), """\
+a: f8[12, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[12, 1]
+b_scale: f32[1, 16]
+_scaled_mm_default = _scaled_mm(a, w, a_scale, b_scale, out_dtype=bf16)  # bf16[12, 16]
+reshape_default = reshape(_scaled_mm_default, [3, 4, 16])  # bf16[3, 4, 16]
+split_tensor = split(reshape_default, 2, 1)  # (bf16[3, 2, 16]s[64, 16, 1], bf16[3, 2, 16]s[64, 16, 1])
+getitem = getitem(split_tensor, 0)  # bf16[3, 2, 16]s[64, 16, 1]
+getitem_1 = getitem(split_tensor, 1)  # bf16[3, 2, 16]s[64, 16, 1]
+cat_default = cat([getitem, getitem_1], 0)  # bf16[6, 2, 16]
+reduce_scatter_tensor_default = reduce_scatter_tensor(cat_default, 'sum', 2, 'tp')  # bf16[3, 2, 16]
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)  # bf16[3, 2, 16]
+return (wait_tensor_default)
+
+=== becomes ===
+
+a: f8[12, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[12, 1]
+b_scale: f32[1, 16]
+reshape_default_1 = reshape(a, [3, 4, 32])  # f8[3, 4, 32]
+reshape_default_2 = reshape(a_scale, [3, 4, 1])  # f32[3, 4, 1]
+scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter([reshape_default_1], [w], [reshape_default_2], [b_scale], [None], 'sum', 1, bf16, False, 2, 'tp')  # bf16[3, 2, 16]
+return (scaled_matmul_reduce_scatter_default)
+""")
+
+
+def test_scatter_whose_result_is_returned_before_the_wait() -> None:
+    """A reduce-scatter in flight that the graph returns is complete once it is fused."""
+    b = GraphBuilder()
+    a, w = b.input("a", [16, 8]), b.input("w", [8, 12])
+    waited = b.scatter(b.mm(a, w))
+    (unwaited,) = waited.all_input_nodes
+    assert_expected_inline(rewritten(b.returns(waited, unwaited)), """\
+a: f32[16, 8]
+w: f32[8, 12]
+mm_default = mm(a, w)  # f32[16, 12]
+reduce_scatter_tensor_default = reduce_scatter_tensor(mm_default, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)  # f32[4, 12]
+return (wait_tensor_default, reduce_scatter_tensor_default)
+
+=== becomes ===
+
+a: f32[16, 8]
+w: f32[8, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter([a], [w], [None], 'sum', 0, 4, 'tp')  # f32[4, 12]
+return (matmul_reduce_scatter_default, matmul_reduce_scatter_default)
+""")
+
+
+# --- both, and how groups are named ----------------------------------------------------------------------------
+def test_matmul_between_goes_to_the_scatter_when_the_gather_has_another() -> None:
+    b = GraphBuilder()
+    x, w, v = b.input("x", [4, 8]), b.input("w", [8, 12]), b.input("v", [8, 6])
+    whole = b.gather(x)
+    assert_expected_inline(rewritten(b.returns(b.scatter(b.mm(whole, w)), b.mm(whole, v))), """\
+x: f32[4, 8]
+w: f32[8, 12]
+v: f32[8, 6]
+all_gather_into_tensor_default = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[16, 8]
+mm_default = mm(wait_tensor_default, w)  # f32[16, 12]
+reduce_scatter_tensor_default = reduce_scatter_tensor(mm_default, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default)  # f32[4, 12]
+mm_default_1 = mm(wait_tensor_default, v)  # f32[16, 6]
+return (wait_tensor_default_1, mm_default_1)
+
+=== becomes ===
+
+x: f32[4, 8]
+w: f32[8, 12]
+v: f32[8, 6]
+all_gather_matmul_default = asynctp::all_gather_matmul(x, [v], [None], 0, True, 4, 'tp')  # (f32[16, 6], f32[16, 8])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 6]
+getitem_1 = getitem(all_gather_matmul_default, 1)  # f32[16, 8]
+reshape_default = reshape(getitem_1, [4, 4, 8])  # f32[4, 4, 8]
+reshape_default_1 = reshape(reshape_default, [16, 8])  # f32[16, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter([reshape_default_1], [w], [None], 'sum', 0, 4, 'tp')  # f32[4, 12]
+return (matmul_reduce_scatter_default, getitem)
+""")
+
+
+def test_matmul_between_goes_to_the_gather_when_it_is_the_only_one() -> None:
+    b = GraphBuilder()
+    x, w = b.input("x", [4, 8]), b.input("w", [8, 12])
+    graph = b.returns(b.scatter(b.mm(b.gather(x), w)))
+    before = show(graph)
+    report = run(graph, Config(strict="off"))
+    assert [(remark.outcome, remark.name) for remark in report.remarks] == [("FUSED", ""), ("MISSED", "MATMUL_TAKEN")]
+    assert_expected_inline(f"{before}\n=== becomes ===\n\n{show(graph)}", """\
+x: f32[4, 8]
+w: f32[8, 12]
+all_gather_into_tensor_default = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[16, 8]
+mm_default = mm(wait_tensor_default, w)  # f32[16, 12]
+reduce_scatter_tensor_default = reduce_scatter_tensor(mm_default, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default)  # f32[4, 12]
+return (wait_tensor_default_1)
+
+=== becomes ===
+
+x: f32[4, 8]
+w: f32[8, 12]
+all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 0, False, 4, 'tp')  # (f32[16, 12])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 12]
+reduce_scatter_tensor_default = reduce_scatter_tensor(getitem, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default)  # f32[4, 12]
+return (wait_tensor_default_1)
+""")
+
+
+def test_group_as_a_node() -> None:
+    """Under compile_on_one_rank a graph carries the process group as an object."""
+    module = load(CORPUS / "torch2.13_compile_on_one_rank" / "funcol_ag_2d_dim0__0.txt")
+    assert_expected_inline(rewritten(module.graph), """\
+arg0_1: Opaque
+arg1_1: f32[8, 32]
+arg2_1: f32[32, 16]
+_opaque_obj0: NoneType
+all_gather_into_tensor = all_gather_into_tensor(arg1_1, 4, _opaque_obj0)  # f32[32, 32]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[32, 32]
+mm = mm(wait_tensor, arg2_1)  # f32[32, 16]
+return (mm)
+
+=== becomes ===
+
+arg0_1: Opaque
+arg1_1: f32[8, 32]
+arg2_1: f32[32, 16]
+_opaque_obj0: NoneType
+all_gather_matmul_default = asynctp::all_gather_matmul(arg1_1, [arg2_1], [None], 0, False, 4, _opaque_obj0)  # (f32[32, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[32, 16]
+return (getitem)
+""")
+
+
+# --- what holds for every rewrite ------------------------------------------------------------------------------
+def test_new_nodes_say_where_they_come_from() -> None:
+    b = GraphBuilder()
+    x, w = b.input("x", [4, 8]), b.input("w", [8, 16])
+    out = b.mm(b.gather(x), w)
+    for node in b.graph.nodes:
+        node.meta["stack_trace"] = f'File "model.py", line {len(node.name)}, in forward'
+    graph = b.returns(b.relu(out))
+    made = {node.name for node in graph.nodes}
+    fuse(graph)
+    for node in graph.nodes:
+        assert node.name in made or node.meta["stack_trace"].startswith('File "model.py"')
+
+
+def test_a_second_run_changes_nothing() -> None:
+    b = GraphBuilder()
+    x, w = b.input("x", [4, 8]), b.input("w", [8, 16])
+    graph = b.returns(b.mm(b.gather(x), w))
+    fuse(graph)
+    after = show(graph)
+    assert run(graph, Config(strict="all")).remarks == ()
+    assert show(graph) == after
+
+
+def test_the_rewrite_adds_no_guard() -> None:
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [3, 24, 8], dynamic=1), b.input("w", [8, 16])
+    rows = b.reshape(b.cat(b.chunks(b.gather(x)), dim=1), [-1, 8])
+    graph = b.returns(b.scatter(b.reshape(b.relu(b.mm(rows, w)), [-1, 16])))
+    shape_env = b.mode.shape_env
+    guards, replacements = list(shape_env.guards), copy.copy(shape_env.replacements)
+    run(graph, Config(strict="off"))
+    assert shape_env.guards == guards
+    assert shape_env.replacements == replacements
+
+
+@pytest.mark.parametrize("name", ["block_sp_2dmesh_tp2__0", "mlp_sp_dim1_3d_B2__1"])
+def test_groups_as_nodes_reach_the_fused_ops(name: str) -> None:
+    graph = load(CORPUS / "torch2.13_compile_on_one_rank" / f"{name}.txt").graph
+    groups = {node.args[-1] for node in graph.nodes if "all_gather_into" in str(node.target)}
+    fuse(graph)
+    fused = [node for node in graph.nodes if str(node.target).startswith("asynctp.")]
+    assert fused
+    assert {node.args[-1] for node in fused} == groups
+    assert all(isinstance(group, Node) for group in groups)
