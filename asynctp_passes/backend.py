@@ -6,13 +6,16 @@ torch._inductor.config.post_grad_custom_post_pass = AsyncTPPass(Config(...))    
 
 from __future__ import annotations
 
+import base64
 import collections
+import dataclasses
 import functools
 import hashlib
 import json
 import logging
 import os
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, pipeline
+from asynctp_passes import compat, ops, pipeline
 from asynctp_passes.config import Config, ConfigError
+from asynctp_passes.errors import AsyncTPError
 from asynctp_passes.report import Report
 
 __all__ = ["AsyncTPPass", "asynctp", "clear_reports", "reports"]
@@ -38,14 +42,17 @@ def reports() -> tuple[Report, ...]:
     """The reports of this process's compiles, newest last: one per graph, so forward and backward apart.
 
     Graphs without any collective give none. A graph that Inductor took from its cache was not compiled, so the pass
-    did not run: the backend logs that, and there is no new report. Holds the newest 4096.
+    did not run: its report is the one of the compile that filled the cache, with `from_cache=True`. Holds the newest
+    4096.
     """
+    _publish_cached(None, compiling=True)
     with _lock:
         return tuple(_reports)
 
 
 def clear_reports() -> None:
     """Forget all reports."""
+    _publish_cached(None, compiling=True)
     with _lock:
         _reports.clear()
 
@@ -72,16 +79,17 @@ class AsyncTPPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
         before = _copy(graph) if self.config.graph_dir else None
         try:
             report = pipeline.run(graph, self.config)
-        except Exception as error:
-            report = getattr(error, "report", None)
-            if report is not None:
-                _publish(report, self.config, before, graph)
+        except AsyncTPError as error:
+            if error.report is not None:
+                _publish(error.report, self.config, before, graph)
             raise
+        _send_with_cache_entry(report)
         _publish(report, self.config, before, graph)
 
     def uuid(self) -> bytes:
-        """What Inductor's caches key this pass on: the sources of both packages, torch, and the configuration."""
-        return f"{_sources_digest()}-{torch.__version__}-{self.config.digest()}".encode()
+        """What Inductor's caches key this pass on: sources of both packages, torch, configuration, what the ops run."""
+        runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
+        return f"{_sources_digest()}-{torch.__version__}-{self.config.digest()}-{runs}".encode()
 
 
 class _PassSequence(compat.custom_graph_pass_base()):  # type: ignore[misc]
@@ -123,11 +131,17 @@ def asynctp(
     present = patches.get(_PASS_OPTION, compat.inductor_option(_PASS_OPTION))
     ours = AsyncTPPass(config)
     patches[_PASS_OPTION] = _append(present, ours)
-    compiled = compat.inductor_compile(gm, example_inputs, patches)
-    if not ours.ran:
+    found = 0
+
+    def after_each() -> None:
+        nonlocal found
+        found += _publish_cached(config, compiling=False)
+
+    compiled = compat.inductor_compile(gm, example_inputs, patches, after_each)
+    if not ours.ran and not found:
         log.info(
-            "asynctp: %s was not compiled now (Inductor's cache had it, or it has no tensor code): no new report. "
-            "What the cache holds was compiled with the same sources and configuration.",
+            "asynctp: %s was not compiled now (Inductor's cache had it, or it has no tensor code), and no report came "
+            "with it. What the cache holds was compiled with the same sources and configuration.",
             compat.compile_name(),
         )
     return compiled
@@ -165,13 +179,63 @@ def _sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+# --- reports of cached graphs -----------------------------------------------------------------------------
+# Inductor keeps in a cache entry what its counters gained during the compile, and adds that to the counters again when
+# the entry is used (its FX graph cache and AOTAutograd's, local and remote). A report that is the name of a counter is
+# therefore stored with the code that it describes, and comes back with it: no file of ours, no key, nothing stale.
+_COUNTER = "asynctp_report_"
+_sent: collections.Counter[str] = collections.Counter()  # by passes of this process, and still in the counters
+
+
+def _send_with_cache_entry(report: Report) -> None:
+    """Put the report into the cache entry that Inductor is about to make."""
+    name = _COUNTER + base64.b64encode(zlib.compress(report.to_json().encode())).decode()
+    with _lock:
+        _sent[name] += 1
+        compat.cached_counters()[name] += 1
+
+
+def _publish_cached(config: Config | None, *, compiling: bool) -> int:
+    """Publish the reports that came with cache entries since the last call, and return how many came.
+
+    Args:
+        config: Names the sinks; None keeps the reports only.
+        compiling: A compile may be under way whose cache entry is not made yet: leave what its pass sent.
+    """
+    names = _take_replayed(compiling)
+    for name in names:
+        report = Report.from_json(zlib.decompress(base64.b64decode(name.removeprefix(_COUNTER))).decode())
+        graph = compat.compile_name() if compat.compile_name() != "graph" else report.graph
+        _publish(dataclasses.replace(report, graph=graph, from_cache=True), config)
+    return len(names)
+
+
+def _take_replayed(compiling: bool) -> list[str]:
+    """Take our names out of Inductor's counters and return those that came back from a cache entry."""
+    with _lock:
+        counters = compat.cached_counters()
+        held = collections.Counter({name: count for name, count in counters.items() if name.startswith(_COUNTER)})
+        own = _sent & held
+        _sent.clear()
+        for name in held:
+            del counters[name]
+        if compiling:
+            _sent.update(own)
+            counters.update(own)
+        return list((held - own).elements())
+
+
 # --- report sinks -----------------------------------------------------------------------------------------
-def _publish(report: Report, config: Config, before: fx.Graph | None, after: fx.Graph) -> None:
+def _publish(
+    report: Report, config: Config | None, before: fx.Graph | None = None, after: fx.Graph | None = None
+) -> None:
     """Keep the report, and send it to the log, the trace, the file and the page that the configuration names."""
     if not report.remarks:
         return
     with _lock:
         _reports.append(report)
+    if config is None:
+        return
     if config.log:
         _log(report)
     if config.trace:
@@ -179,19 +243,27 @@ def _publish(report: Report, config: Config, before: fx.Graph | None, after: fx.
     if config.report_file is not None:
         with open(os.fspath(config.report_file), "a", encoding="utf-8") as file:
             file.write(report.to_json() + "\n")
-    if config.graph_dir is not None and before is not None:
-        from asynctp_passes.visualize import write_page
-
-        log.info("asynctp: graph before and after: %s", write_page(config.graph_dir, before, after, report))
+    if config.graph_dir is not None:
+        _draw(config.graph_dir, before, after, report)
 
 
 def _log(report: Report) -> None:
     for remark in report.remarks:
         log.log(logging.WARNING if remark.outcome == "MISSED" else logging.INFO, "asynctp: %s", remark)
     log.info(
-        "asynctp: %s (%s): %d fused, %d missed, %d skipped",
-        *(report.graph, report.phase, len(report.fused), len(report.missed), len(report.skipped)),
+        "asynctp: %s (%s%s): %d fused, %d missed, %d skipped",
+        *(report.graph, report.phase, ", from Inductor's cache" if report.from_cache else ""),
+        *(len(report.fused), len(report.missed), len(report.skipped)),
     )
+
+
+def _draw(graph_dir: str, before: fx.Graph | None, after: fx.Graph | None, report: Report) -> None:
+    if before is None or after is None:
+        log.info("asynctp: %s came from Inductor's cache: there is no graph to draw into %s", report.graph, graph_dir)
+        return
+    from asynctp_passes.visualize import write_page
+
+    log.info("asynctp: graph before and after: %s", write_page(graph_dir, before, after, report))
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

@@ -72,7 +72,7 @@ class GatherChain:
 
     All matmuls share `placement`, and the options of a scaled matmul. `views` lie between the wait and the
     operands; `saved` tells that the gathered tensor has users besides the matmuls. `scale` is the gather that
-    brings the rowwise scale of the shard, when the program gathers it too.
+    brings the rowwise scale of the shard, when the program gathers it too, and `scale_placement` where it puts them.
     """
 
     collective: Collective
@@ -82,6 +82,7 @@ class GatherChain:
     views: tuple[fx.Node, ...]
     saved: bool
     scale: Collective | None = None
+    scale_placement: GatherPlacement | None = None
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from asynctp_passes import reasons
-from asynctp_passes.chain import Candidate, Matmul, ScaledOptions
+from asynctp_passes import compat, reasons
+from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, ScatterChain
 from asynctp_passes.config import Config
 from asynctp_passes.cost import cost_of
-from asynctp_passes.fxview import Sizes, express, size_sources, tensor_of
+from asynctp_passes.fxview import Sizes, express, is_size, size_sources, tensor_of
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement
+from asynctp_passes.views import views_of
 
 __all__ = ["CHECKS", "Check", "Context"]
 
@@ -87,6 +88,22 @@ def nothing_mutated_in_between(candidate: Candidate, context: Context) -> Refusa
     return Refusal(reasons.MUTATED_IN_BETWEEN, candidate.collective.node.name) if len(numbers) > 1 else None
 
 
+def values_known(candidate: Candidate, context: Context) -> Refusal | None:
+    """The rewrite computes the values of new nodes from fake tensors of one mode."""
+    chain = candidate.chain
+    if chain is None:
+        return None
+    nodes = [node for matmul in chain.matmuls for node in (matmul.node, matmul.a, *matmul.operands)]
+    nodes += [*chain.inputs, chain.collective.node]
+    if isinstance(chain, GatherChain) and chain.scale is not None and chain.scale.input is not None:
+        nodes.append(chain.scale.input)
+    mode = compat.fake_mode_of(tensor_of(nodes[0]))
+    unknown = next((node for node in nodes if compat.fake_mode_of(tensor_of(node)) is not mode), None)
+    if mode is not None and unknown is None:
+        return None
+    return Refusal(reasons.SHAPE_UNKNOWN, (unknown or nodes[0]).name)
+
+
 def device_supported(candidate: Candidate, context: Context) -> Refusal | None:
     value = tensor_of(candidate.collective.node)
     device = value.device.type if value is not None else "?"
@@ -98,10 +115,13 @@ def dtype_supported(candidate: Candidate, context: Context) -> Refusal | None:
         a, b, out = tensor_of(matmul.a), tensor_of(matmul.b), tensor_of(matmul.node)
         if a is None or b is None or out is None:
             return Refusal(reasons.SHAPE_UNKNOWN, matmul.node.name)
-        plain = matmul.scaled is None and a.dtype == b.dtype == out.dtype and a.dtype in _PLAIN_DTYPES
-        scaled = matmul.scaled is not None and {a.dtype, b.dtype} <= _FP8_DTYPES and out.dtype in _OUT_DTYPES
+        bias = tensor_of(matmul.bias)
+        added = out.dtype if bias is None else bias.dtype
+        plain = matmul.scaled is None and a.dtype == b.dtype == out.dtype == added and a.dtype in _PLAIN_DTYPES
+        scaled = matmul.scaled is not None and {a.dtype, b.dtype} <= _FP8_DTYPES and {out.dtype, added} <= _OUT_DTYPES
         if not (plain or scaled):
-            return Refusal(reasons.DTYPE_UNSUPPORTED, f"{matmul.node.name}: {a.dtype} @ {b.dtype} -> {out.dtype}")
+            product = f"{a.dtype} @ {b.dtype} -> {out.dtype}" + ("" if bias is None else f", bias {bias.dtype}")
+            return Refusal(reasons.DTYPE_UNSUPPORTED, f"{matmul.node.name}: {product}")
     return None
 
 
@@ -123,12 +143,24 @@ def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
     tensors = [tensor_of(node) for node in (chain.collective.node, *(m.node for m in chain.matmuls), *chain.inputs)]
     needed = [place.outer, place.inner, place.width, *way.sizes]
     needed += [size for tensor in tensors if tensor is not None for size in context.sizes.of(tensor)]
+    readers = _size_readers(chain)
+    unknown = next((node for node in readers if "val" not in node.meta), None)
+    if unknown is not None:
+        return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
+    needed += [context.sizes.read(node) for node in readers]
     symbolic = [size for size in needed if not isinstance(size, int)]
     if not symbolic:
         return None
     sources = size_sources(context.graph, context.sizes, chain.inputs)
     lost = next((size for size in symbolic if express(size, sources) is None), None)
     return None if lost is None else Refusal(reasons.SIZES_NOT_PROVEN, f"no input carries the size {lost}")
+
+
+def _size_readers(chain: GatherChain | ScatterChain) -> list[fx.Node]:
+    """The nodes that read sizes of what the rewrite does away with."""
+    gather = isinstance(chain, GatherChain)
+    views = views_of(chain.collective.results) if gather else [*chain.views, *(matmul.node for matmul in chain.matmuls)]
+    return [user for node in views for user in node.users if is_size(user)]
 
 
 def above_threshold(candidate: Candidate, context: Context) -> Refusal | None:
@@ -150,6 +182,7 @@ CHECKS: tuple[Check, ...] = (
     reduce_op_supported,
     chain_proven,
     nothing_mutated_in_between,
+    values_known,
     device_supported,
     dtype_supported,
     scales_supported,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
@@ -76,6 +77,11 @@ def is_floor_division(expr: sympy.Expr) -> bool:
     return type(expr).__name__ in ("FloorDiv", "CleanDiv")
 
 
+def fake_mode_of(tensor: torch.Tensor | None) -> Any:
+    """The fake mode that a tensor belongs to; None for other tensors."""
+    return getattr(tensor, "fake_mode", None)
+
+
 @contextlib.contextmanager
 def without_guards(fake: torch.Tensor) -> Iterator[None]:
     """Compute with fake tensors of the mode `fake` belongs to, recording no guard."""
@@ -103,11 +109,34 @@ def has_folded_output_scale(node: fx.Node) -> bool:
     return bool(node.meta.get("inductor_folded_scaled_mm_output_scale"))
 
 
-def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
-    """Compile a graph with Inductor under configuration patches (the backward graph too)."""
-    from torch._inductor.compile_fx import compile_fx
+def inductor_compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], after_each: Callable[[], None]
+) -> Callable[..., Any]:
+    """Compile a graph with Inductor under configuration patches (the backward graph too, which may come later).
 
-    return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[no-any-return,arg-type]
+    Args:
+        gm: What dynamo captured.
+        example_inputs: Its inputs.
+        patches: Inductor options.
+        after_each: Called after each graph that Inductor compiled or found in its cache, and at the end.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_one(*args: Any, **kwargs: Any) -> Any:
+        compiled = compile_fx_inner(*args, **kwargs)
+        after_each()
+        return compiled
+
+    compiled = compile_fx(gm, list(example_inputs), inner_compile=compile_one, config_patches=patches)
+    after_each()
+    return compiled  # type: ignore[return-value]
+
+
+def cached_counters() -> Counter[str]:
+    """Inductor's counters. What a compile adds to them is stored in its cache entry, and added again on every hit."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]
 
 
 def inductor_mode_options(mode: str | None) -> dict[str, Any]:
@@ -141,7 +170,7 @@ def compile_name() -> str:
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     """Emit a structured-trace artifact, which TORCH_TRACE records and tlparse shows."""
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload, expect_trace_id=False

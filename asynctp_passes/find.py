@@ -8,6 +8,7 @@ Structure is proven by `shapes` on maps that `views.follow` carries; no spelling
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,10 +26,10 @@ from asynctp_passes.chain import (
     ScaledOptions,
     ScatterChain,
 )
-from asynctp_passes.fxview import Sizes, arguments, descendants, is_size, op_name, tensor_of
+from asynctp_passes.fxview import Sizes, arguments, is_size, op_name, tensor_of
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, IndexMap, locate_gather, locate_scatter, product, same
-from asynctp_passes.views import Flow, follow, is_view
+from asynctp_passes.views import Flow, follow, is_view, views_of
 
 __all__ = ["find", "is_matmul", "read_collectives"]
 
@@ -174,6 +175,9 @@ def _read_scaled(node: fx.Node, values: dict[str, Any]) -> Matmul | Refusal:
         return Refusal(reasons.SHAPE_UNKNOWN, node.name)
     if values["scale_result"] is not None or compat.has_folded_output_scale(node):
         return Refusal(reasons.RESULT_SCALED, node.name)
+    bias = tensor_of(values["bias"])
+    if bias is not None and not _is_row(bias, out):
+        return Refusal(reasons.ADDMM_SCALED, f"{node.name}: the bias has shape {list(bias.shape)}")
     scaled = ScaledOptions(values["scale_a"], values["scale_b"], out.dtype, bool(values["use_fast_accum"]))
     return Matmul(node, values["self"], values["mat2"], values["bias"], scaled)
 
@@ -197,7 +201,29 @@ class _Scene:
         sizes, shard_numel = self.sizes.of(whole), product(self.sizes.of(shard))
         if not same(product(sizes), shard_numel * gather.group_size):
             return Refusal(reasons.SIZES_NOT_PROVEN, f"{list(sizes)} is not {gather.group_size} shards")
-        return follow(self.graph.nodes, {gather.node: IndexMap.identity(sizes)}, self.sizes)
+        return follow(self.sorted(views_of([gather.node])), {gather.node: IndexMap.identity(sizes)}, self.sizes)
+
+    @functools.cached_property
+    def ways_down(self) -> Ways:
+        """Ways to matmuls as left operands."""
+        return _ways(reversed(self.order), lambda node: node.users, _feeds_left_operand)
+
+    @functools.cached_property
+    def ways_up(self) -> Ways:
+        """Ways back to matmuls."""
+        return _ways(self.order, lambda node: node.all_input_nodes, _any_operand)
+
+    def depends(self, node: fx.Node, on: fx.Node) -> bool:
+        """True when `node` is computed from the values of an earlier node."""
+        first, seen, stack = self.order[on], set(), [node]
+        while stack:
+            step = stack.pop()
+            if step is on:
+                return True
+            if step not in seen and self.order[step] > first and not is_size(step):
+                seen.add(step)
+                stack.extend(step.all_input_nodes)
+        return False
 
     def sorted(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
         """Nodes in graph order, without repetition."""
@@ -224,7 +250,7 @@ def _gather(scene: _Scene, gather: Collective, wanted: set[fx.Node]) -> Candidat
         return Candidate(gather, None, (flow,), (gather.node,))
     consumers, refusals = _consumers(scene, gather, flow)
     if not consumers:
-        refusals = sorted([*refusals, *_near_gather(gather, flow)], key=_informative)
+        refusals = sorted([*refusals, *_near_gather(scene, gather, flow)], key=_informative)
         return Candidate(gather, None, tuple(refusals), scene.sorted(gather.results))
     free = [consumer for consumer in consumers if consumer[0].node not in wanted]
     chain = _gather_chain(scene, gather, flow, free or consumers)
@@ -238,14 +264,13 @@ Consumer = tuple[Matmul, GatherPlacement]
 
 def _consumers(scene: _Scene, gather: Collective, flow: Flow) -> tuple[list[Consumer], list[Refusal]]:
     """Matmuls whose left operand is proven to be the gathered tensor, and why others are not."""
-    later = descendants(gather.results, through=lambda node: not is_size(node))
     shard = tensor_of(gather.input)
     assert shard is not None
     shard_numel = product(scene.sizes.of(shard))
     consumers: list[Consumer] = []
     refusals: list[Refusal] = []
-    for node in scene.graph.nodes:
-        if not is_matmul(node) or not any(flow.has(argument) for argument in node.all_input_nodes):
+    for node in scene.sorted(user for source in (*flow.maps, *flow.pieces) for user in source.users):
+        if not is_matmul(node):
             continue
         matmul = _read_matmul(node)
         if isinstance(matmul, Refusal):
@@ -253,7 +278,7 @@ def _consumers(scene: _Scene, gather: Collective, flow: Flow) -> tuple[list[Cons
         elif matmul.a not in flow.maps:
             if matmul.b in flow.maps:
                 refusals.append(Refusal(reasons.GATHER_IS_RIGHT_OPERAND, node.name))
-        elif any(operand in later for operand in matmul.operands):
+        elif any(scene.depends(operand, gather.node) for operand in matmul.operands):
             refusals.append(Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, node.name))
         else:
             placement = locate_gather(flow.maps[matmul.a], shard_numel, gather.group_size)
@@ -276,7 +301,7 @@ def _gather_chain(scene: _Scene, gather: Collective, flow: Flow, consumers: Sequ
     chosen = [matmul for matmul, place in consumers if place == placement and _alike(matmul, lead)]
     fused = {matmul.node for matmul in chosen}
     views = _between(flow, (matmul.a for matmul in chosen)) - set(gather.results)
-    scale = _scale_gather(scene, gather, placement, chosen)
+    scale, scale_placement = _scale_gather(scene, gather, placement, chosen) or (None, None)
     if scale is not None:
         scale_flow, options = scene.flows[scale.node], chosen[0].scaled
         assert isinstance(scale_flow, Flow)
@@ -291,6 +316,7 @@ def _gather_chain(scene: _Scene, gather: Collective, flow: Flow, consumers: Sequ
         views=scene.sorted(views),
         saved=_used_elsewhere(flow, fused),
         scale=scale,
+        scale_placement=scale_placement,
     )
 
 
@@ -301,7 +327,9 @@ def _preference(scene: _Scene, consumer: Consumer) -> tuple[int, int]:
 
 
 def _alike(a: Matmul, b: Matmul) -> bool:
-    """True when one op can compute both: the same kind, and for scaled ones the same scale of A and options."""
+    """True when one op can compute both: the same kind, dtype of A and, for scaled ones, scale of A and options."""
+    if _dtype(a.a) != _dtype(b.a):
+        return False
     if a.scaled is None or b.scaled is None:
         return a.scaled is b.scaled
     return (a.scaled.a_scale, a.scaled.out_dtype, a.scaled.use_fast_accum) == (
@@ -309,6 +337,11 @@ def _alike(a: Matmul, b: Matmul) -> bool:
         b.scaled.out_dtype,
         b.scaled.use_fast_accum,
     )
+
+
+def _dtype(node: fx.Node | None) -> torch.dtype | None:
+    value = tensor_of(node)
+    return None if value is None else value.dtype
 
 
 def _between(flow: Flow, ends: Iterable[fx.Node]) -> set[fx.Node]:
@@ -333,7 +366,7 @@ def _used_elsewhere(flow: Flow, fused: set[fx.Node]) -> bool:
 
 def _scale_gather(
     scene: _Scene, gather: Collective, placement: GatherPlacement, matmuls: Sequence[Matmul]
-) -> Collective | None:
+) -> tuple[Collective, GatherPlacement] | None:
     """The gather that brings the rowwise scale of the same shard, if these matmuls are all that use it."""
     scaled = matmuls[0].scaled
     if scaled is None or placement.axis != "rows":
@@ -345,21 +378,24 @@ def _scale_gather(
             continue
         if (other.group_key, other.group_size) != (gather.group_key, gather.group_size):
             continue
-        if _scales_rows(scene, other, flow.maps[scaled.a_scale], placement) and not _used_elsewhere(flow, users):
-            return other
+        rows = _scales_rows(scene, other, flow.maps[scaled.a_scale], placement)
+        if rows is not None and not _used_elsewhere(flow, users):
+            return other, rows
     return None
 
 
-def _scales_rows(scene: _Scene, scale: Collective, scale_map: IndexMap, data: GatherPlacement) -> bool:
-    """True when the gathered scale is laid out over the rows exactly as the gathered data is."""
+def _scales_rows(
+    scene: _Scene, scale: Collective, scale_map: IndexMap, data: GatherPlacement
+) -> GatherPlacement | None:
+    """Where the gathered scale is, if it is laid out over the rows as the gathered data is."""
     shard = tensor_of(scale.input)
     if shard is None or len(scale_map.dims) != 2:
-        return False
+        return None
     placement = locate_gather(scale_map, product(scene.sizes.of(shard)), scale.group_size)
-    if isinstance(placement, Refusal):
-        return False
+    if isinstance(placement, Refusal) or placement.axis != "rows":
+        return None
     sizes = ((placement.outer, data.outer), (placement.inner, data.inner), (placement.width, 1))
-    return placement.axis == "rows" and all(same(a, b) for a, b in sizes)
+    return placement if all(same(a, b) for a, b in sizes) else None
 
 
 def _cycles(scene: _Scene, found: dict[fx.Node, Candidate]) -> dict[fx.Node, Refusal]:
@@ -419,7 +455,7 @@ def _transparent(node: fx.Node) -> bool:
     return compat.is_op(node.target) and torch.Tag.pointwise in node.target.tags
 
 
-def _near_gather(gather: Collective, flow: Flow) -> list[Refusal]:
+def _near_gather(scene: _Scene, gather: Collective, flow: Flow) -> list[Refusal]:
     """Why a gather that feeds no provable matmul does not, if it reaches one at all."""
     reached: list[Refusal] = []
     followed = (*flow.maps, *flow.pieces)
@@ -427,7 +463,7 @@ def _near_gather(gather: Collective, flow: Flow) -> list[Refusal]:
         for node in source.users:
             if flow.has(node) or is_size(node):
                 continue
-            path = _path(node, source, lambda step: step.users, _feeds_left_operand)
+            path = _path(scene.ways_down, node, source, _feeds_left_operand)
             if path is None:
                 continue
             if any(_quantizes(step) for step in path):
@@ -436,32 +472,37 @@ def _near_gather(gather: Collective, flow: Flow) -> list[Refusal]:
     return reached or [Refusal(reasons.NO_MATMUL, gather.node.name)]
 
 
-def _path(
-    start: fx.Node,
-    before: fx.Node,
+Ways = dict[fx.Node, tuple[int, fx.Node]]
+"""For nodes from which transparent ops lead to a matmul: how many steps away it is, and the next step."""
+
+
+def _ways(
+    nodes: Iterable[fx.Node],
     step: Callable[[fx.Node], Iterable[fx.Node]],
     arrived: Callable[[fx.Node, fx.Node], bool],
+) -> Ways:
+    """The shortest ways by `step` to matmuls; `nodes` come after all that `step` leads to."""
+    ways: Ways = {}
+    for node in nodes:
+        if is_matmul(node) or not _transparent(node):
+            continue
+        options = [(1, then) for then in step(node) if is_matmul(then) and arrived(then, node)]
+        options += [(ways[then][0] + 1, then) for then in step(node) if then in ways]
+        if options:
+            ways[node] = min(options, key=lambda option: option[0])
+    return ways
+
+
+def _path(
+    ways: Ways, start: fx.Node, before: fx.Node, arrived: Callable[[fx.Node, fx.Node], bool]
 ) -> list[fx.Node] | None:
     """A shortest path from `start`, reached from `before`, through transparent ops to a matmul; None without one."""
-    paths = {start: before}
-    queue = [start]
-    for node in queue:
-        if is_matmul(node):
-            if arrived(node, paths[node]):
-                return _trace(paths, node, before)
-        elif _transparent(node):
-            for following in step(node):
-                if following not in paths:
-                    paths[following] = node
-                    queue.append(following)
-    return None
-
-
-def _trace(paths: dict[fx.Node, fx.Node], end: fx.Node, start: fx.Node) -> list[fx.Node]:
-    path = [end]
-    while paths[path[-1]] is not start:
-        path.append(paths[path[-1]])
-    return path[::-1]
+    if is_matmul(start):
+        return [start] if arrived(start, before) else None
+    path = [start]
+    while path[-1] in ways:
+        path.append(ways[path[-1]][1])
+    return path if start in ways else None
 
 
 def _feeds_left_operand(matmul: fx.Node, before: fx.Node) -> bool:
@@ -525,7 +566,7 @@ def _scatter_chain(
     """Prove that the collective's input is a sum of matmuls, arranged by rank."""
     products = scene.sorted(leaf for leaf in leaves if is_matmul(leaf))
     if not products:
-        return _near_scatter(scatter, leaves)
+        return _near_scatter(scene, scatter, leaves)
     matmuls = _read_terms(products)
     if isinstance(matmuls, Refusal):
         return matmuls
@@ -537,6 +578,8 @@ def _scatter_chain(
     whole = flow.maps.get(scatter.input) if scatter.input is not None else None
     if whole is None:
         return _first_refusal(flow, scene.sorted(region), scatter)
+    if _dtype(scatter.input) != out.dtype:
+        return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {_dtype(scatter.input)}")
     placement = locate_scatter(whole, rows, columns, scatter.group_size)
     if isinstance(placement, Refusal):
         return placement
@@ -587,10 +630,10 @@ def _outside_users(scatter: Collective, inside: set[fx.Node]) -> str | None:
     return None
 
 
-def _near_scatter(scatter: Collective, leaves: set[fx.Node]) -> Refusal:
+def _near_scatter(scene: _Scene, scatter: Collective, leaves: set[fx.Node]) -> Refusal:
     """Why a reduce-scatter that no matmul feeds directly is not fused."""
     for leaf in sorted(leaves, key=lambda node: node.name):
-        path = _path(leaf, scatter.node, lambda node: node.all_input_nodes, _any_operand)
+        path = _path(scene.ways_up, leaf, scatter.node, _any_operand)
         if path is not None:
             return Refusal(reasons.COMPUTED_BETWEEN, _names(path[::-1]))
     return Refusal(reasons.NO_MATMUL, scatter.node.name)
@@ -600,10 +643,10 @@ def _near_scatter(scatter: Collective, leaves: set[fx.Node]) -> Refusal:
 def _other(scene: _Scene, collective: Collective) -> Candidate:
     """All-reduces, collectives of other kinds, and ops that look like a collective."""
     nodes = scene.sorted([collective.node, *collective.waits])
-    return Candidate(collective, None, (_other_refusal(collective),), nodes)
+    return Candidate(collective, None, (_other_refusal(scene, collective),), nodes)
 
 
-def _other_refusal(collective: Collective) -> Refusal:
+def _other_refusal(scene: _Scene, collective: Collective) -> Refusal:
     name = op_name(collective.node)
     if collective.kind == "all_reduce":
         _, leaves = _region(collective.input)
@@ -616,8 +659,8 @@ def _other_refusal(collective: Collective) -> Refusal:
         return Refusal(reasons.OTHER_COLLECTIVE, name)
     own = collective.node
     if "gather" in name:
-        near = any(_path(user, own, lambda node: node.users, _feeds_left_operand) for user in own.users)
+        near = any(_path(scene.ways_down, user, own, _feeds_left_operand) for user in own.users)
     else:
         sources = own.all_input_nodes
-        near = any(_path(source, own, lambda node: node.all_input_nodes, _any_operand) for source in sources)
+        near = any(_path(scene.ways_up, source, own, _any_operand) for source in sources)
     return Refusal(reasons.COLLECTIVE_NOT_UNDERSTOOD if near else reasons.NO_MATMUL, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ __all__ = [
     "SizeSource",
     "Sizes",
     "arguments",
-    "descendants",
     "describe",
     "express",
     "is_size",
@@ -33,6 +32,7 @@ __all__ = [
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
+_IN_PLACE_FUNCTIONS = {"iadd", "iand", "imatmul", "imul", "ior", "ipow", "isub", "itruediv", "ixor", "setitem"}
 _SHORT_DTYPES = {
     "bfloat16": "bf16",
     "float16": "f16",
@@ -79,18 +79,6 @@ def tensor_of(node: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def descendants(nodes: Iterable[fx.Node], through: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """Every node that is computed from one of `nodes`, these excluded, by ways that pass only `through` nodes."""
-    seen: set[fx.Node] = set()
-    stack = [user for node in nodes for user in node.users]
-    while stack:
-        node = stack.pop()
-        if node not in seen and through(node):
-            seen.add(node)
-            stack.extend(node.users)
-    return seen
-
-
 def segments(graph: fx.Graph) -> dict[fx.Node, int]:
     """Number the stretches of the graph between in-place operations; each such operation opens a new one.
 
@@ -110,7 +98,9 @@ def _mutates(node: fx.Node) -> bool:
     if node.op in ("call_module", "call_method"):
         return True
     target = node.target
-    return compat.is_op(target) and bool(target._schema.is_mutable)
+    if compat.is_op(target):
+        return bool(target._schema.is_mutable)
+    return op_name(node).endswith("_mutation") or op_name(node) in _IN_PLACE_FUNCTIONS
 
 
 def source_of(node: fx.Node) -> str | None:

@@ -589,7 +589,7 @@ def gather(shard: Tensor, dim: int, group_size: int, group_name: Any) -> Tensor:
     fp8 = shard.dtype in FP8_DTYPES
     wire = (shard.view(torch.uint8) if fp8 else shard).contiguous()
     c10d = torch.ops._c10d_functional
-    stacked = c10d.wait_tensor(c10d.all_gather_into_tensor(wire, group_size, group_name))
+    stacked = c10d.wait_tensor(c10d.all_gather_into_tensor(wire, group_size, compat.group_name_of(group_name)))
     dim = normalize_dim(dim, shard.ndim)
     pieces = stacked.view(group_size, *shard.shape).movedim(0, dim)
     full: Tensor = pieces.reshape(gathered_shape(shard.shape, dim, group_size)).contiguous()
@@ -607,7 +607,7 @@ def reduce_scatter(full: Tensor, reduce_op: str, dim: int, group_size: int, grou
     blocks = full.reshape(sizes).movedim(dim, 0).contiguous()
     c10d = torch.ops._c10d_functional
     op = "sum" if divide else reduce_op
-    block = c10d.wait_tensor(c10d.reduce_scatter_tensor(blocks, op, group_size, group_name))
+    block = c10d.wait_tensor(c10d.reduce_scatter_tensor(blocks, op, group_size, compat.group_name_of(group_name)))
     shard: Tensor = block.view(blocks.shape[1:])
     return shard / group_size if divide else shard
 

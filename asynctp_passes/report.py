@@ -74,9 +74,9 @@ class Remark:
     def _cost(self) -> str:
         parts = []
         if self.comm_bytes is not None:
-            parts.append(f"{self.comm_bytes / 2**20:.3g} MiB")
+            parts.append(_quantity(self.comm_bytes, 1024, ("B", "KiB", "MiB", "GiB")))
         if self.flops is not None:
-            parts.append(f"{self.flops / 1e9:.3g} GFLOP")
+            parts.append(_quantity(self.flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP")))
         if self.estimate_us:
             serial, overlapped = self.estimate_us["serial"], self.estimate_us["overlapped"]
             parts.append(f"model: {serial:.0f} us one after the other, at best {overlapped:.0f} us overlapped")
@@ -152,3 +152,11 @@ class Report:
 
 def _reason_text(remark: Remark) -> str:
     return remark.message.split(" [", 1)[0]
+
+
+def _quantity(count: float, step: int, units: tuple[str, ...]) -> str:
+    """A number with three digits in the largest unit that it fills: `24 MiB`."""
+    size = 0
+    while count >= step and size < len(units) - 1:
+        count, size = count / step, size + 1
+    return f"{count:.3g} {units[size]}" if count < 1000 else f"{count:.0f} {units[size]}"

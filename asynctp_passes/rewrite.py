@@ -16,9 +16,9 @@ from torch import fx
 
 from asynctp_passes import compat, ops  # noqa: F401  (ops registers torch.ops.asynctp)
 from asynctp_passes.chain import GatherChain, Matmul, ScatterChain
-from asynctp_passes.fxview import Plan, Sizes, express, is_size, op_name, segments, size_sources, tensor_of
+from asynctp_passes.fxview import Plan, Sizes, express, is_size, segments, size_sources, tensor_of
 from asynctp_passes.shapes import Rearrangement, Size, product, same
-from asynctp_passes.views import is_view
+from asynctp_passes.views import views_of
 
 __all__ = ["rewrite"]
 
@@ -35,11 +35,11 @@ def rewrite(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes
     fused: dict[fx.Node, str] = {}
     moved: dict[fx.Node, fx.Node] = {}
     for chain in chains:
-        build = _Builder(graph, sizes, chain, moved)
+        build, old = _Builder(graph, sizes, chain, moved), _old_nodes(chain)
         op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_scatter(build, chain)
         segment.update((node, segment[build.anchor]) for node in build.made)
         fused[chain.collective.node] = op.name
-        _erase_unused(graph, chain)
+        _erase_unused(graph, old)
     _restore_order(graph, segment)
     graph.lint()
     return fused
@@ -84,7 +84,7 @@ class _Builder:
         node.meta.update({key: origin.meta[key] for key in _INHERITED if key in origin.meta})
         assert self._fake is not None
         with compat.without_guards(self._fake):
-            node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta["val"]), **kwargs)
+            node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta.get("val")), **kwargs)
         self.made.append(node)
         return node
 
@@ -211,9 +211,10 @@ def _gather_scale(build: _Builder, chain: GatherChain, shard: fx.Node, gather_di
     assert scaled is not None
     assert value is not None
     own = list(build.sizes.of(value))
-    if chain.scale is not None:
+    if chain.scale is not None and chain.scale_placement is not None:
         assert chain.scale.input is not None
-        return build.reshape(build.now(chain.scale.input), [*own[:-1], 1])
+        gathered = build.bitcast(build.now(chain.scale.input), torch.float32)
+        return build.reshape(_rearranged(build, gathered, chain.scale_placement.shard), [*own[:-1], 1])
     a_scale = build.now(scaled.a_scale)
     scale = tensor_of(a_scale)
     assert scale is not None
@@ -227,21 +228,31 @@ def _gather_scale(build: _Builder, chain: GatherChain, shard: fx.Node, gather_di
 def _return_gathered(build: _Builder, chain: GatherChain, full: fx.Node) -> None:
     """Give the gathered tensor to its other users.
 
-    Users of a matmul's operand take the returned tensor as it is, reshaped. When others remain, the collective's own
-    result is rebuilt from it and the views stay.
+    Users of the matmuls' one operand take the returned tensor as it is, reshaped. When there are others, the
+    collective's own result is rebuilt from it and the views stay, so that the same tensors share memory as before.
     """
-    results, fused = chain.collective.results, {matmul.node for matmul in chain.matmuls}
-    for operand in dict.fromkeys(matmul.a for matmul in chain.matmuls):
+    operand, results = _only_operand(chain), chain.collective.results
+    if operand is not None:
         value = tensor_of(operand)
         assert value is not None
-        if operand not in results and value.is_contiguous():
-            build.replace(operand, build.reshape(full, build.sizes.of(value)), unless=fused)
-    followed = _followed(chain)
-    kept = {user for node in followed for user in node.users} - set(followed) - fused
-    if any(not is_size(user) for user in kept):
-        whole = _as_collective_result(build, chain, full)
-        for node in results:
-            build.replace(node, whole, unless=results)
+        fused = {matmul.node for matmul in chain.matmuls}
+        build.replace(operand, build.reshape(full, build.sizes.of(value)), unless=fused)
+        return
+    whole = _as_collective_result(build, chain, full)
+    for node in results:
+        build.replace(node, whole, unless=results)
+
+
+def _only_operand(chain: GatherChain) -> fx.Node | None:
+    """The contiguous view that all matmuls take, if all other uses of the gathered tensor go through it too."""
+    operand, *others = {matmul.a for matmul in chain.matmuls}
+    value = tensor_of(operand)
+    assert value is not None
+    if others or operand in chain.collective.results or not value.is_contiguous():
+        return None
+    above = set(_followed(chain)) - set(views_of([operand]))
+    users = {user for node in above for user in node.users if not is_size(user)}
+    return operand if users <= {*above, operand} else None
 
 
 def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) -> fx.Node:
@@ -314,37 +325,33 @@ def _row_scale(build: _Builder, scale: fx.Node, a: fx.Node) -> fx.Node:
 # --- tidying up --------------------------------------------------------------------------------------------
 def _followed(chain: GatherChain) -> list[fx.Node]:
     """The collectives' results and every view of them, used or not."""
-    found = dict.fromkeys([*chain.collective.results, *(() if chain.scale is None else chain.scale.results)])
-    stack = list(found)
-    while stack:
-        for user in stack.pop().users:
-            if user not in found and is_view(user):
-                found[user] = None
-                stack.append(user)
-    return list(found)
+    return views_of([*chain.collective.results, *(() if chain.scale is None else chain.scale.results)])
 
 
 def _read_sizes_elsewhere(build: _Builder, nodes: Iterable[fx.Node]) -> None:
     """Read sizes of vanishing tensors off the chain's inputs instead, so that nothing keeps them alive."""
     for node in nodes:
-        for user in [user for user in node.users if op_name(user) == "aten.sym_size.int"]:
+        for user in [user for user in node.users if is_size(user)]:
             size = build.size(build.sizes.read(user))
             for reader in list(user.users):
                 reader.args = _with(reader.args, user, size)
+                reader.kwargs = _with(reader.kwargs, user, size)
 
 
 def _with(args: Any, old: fx.Node, new: int | fx.Node) -> Any:
     """Arguments with a node exchanged, for an integer too."""
-    return fx.map_arg(args, lambda node: new if node is old else node) 
+    return fx.map_arg(args, lambda node: new if node is old else node)
 
 
-def _erase_unused(graph: fx.Graph, chain: GatherChain | ScatterChain) -> None:
-    """Erase what the fused op has left without users: sizes, matmuls, views and collectives of the chain."""
-    scale = chain.scale.results if isinstance(chain, GatherChain) and chain.scale is not None else ()
-    matmuls = [matmul.node for matmul in chain.matmuls]
-    views = _followed(chain) if isinstance(chain, GatherChain) else list(chain.views)
-    candidates = {*chain.collective.results, *scale, *matmuls, *views}
-    candidates |= {user for node in candidates for user in node.users if is_size(user)}
+def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
+    """What a fused op may leave without users: its chain's collectives, views and matmuls, and their sizes."""
+    views = _followed(chain) if isinstance(chain, GatherChain) else chain.views
+    nodes = {*chain.collective.results, *views, *(matmul.node for matmul in chain.matmuls)}
+    return nodes | {user for node in nodes for user in node.users if is_size(user)}
+
+
+def _erase_unused(graph: fx.Graph, candidates: set[fx.Node]) -> None:
+    """Erase those of some nodes that have no users."""
     erased = True
     while erased:
         dead = [node for node in candidates if not node.users]

@@ -234,7 +234,7 @@ def concatenate(pieces: Sequence[IndexMap], axis: int) -> IndexMap | Refusal:
     if any(same(step, 0) for step in steps):
         return Refusal(reasons.PIECES_REPEATED, "two neighbouring pieces of a concatenation are the same")
     if all(piece.dims[axis] == first.dims[axis] for piece in pieces):
-        joined = _equal_pieces(first.dims[axis], steps)
+        joined = _equal_pieces(first.dims[axis], [piece.offset for piece in pieces])
     else:
         joined = _adjacent_pieces([piece.dims[axis] for piece in pieces], steps)
     if joined is None:
@@ -246,12 +246,19 @@ def _others(piece: IndexMap, axis: int) -> tuple[Dim, ...]:
     return (*piece.dims[:axis], *piece.dims[axis + 1 :])
 
 
-def _equal_pieces(dim: Dim, steps: Sequence[Size]) -> list[Digit] | None:
-    """Pieces of one length: an arithmetic progression of offsets is a new, outermost digit."""
-    backward = sympy.sympify(steps[0]).could_extract_minus_sign()
-    if backward or any(not same(step, steps[0]) for step in steps):
-        return None
-    return [Digit(len(steps) + 1, steps[0]), *dim]
+def _equal_pieces(dim: Dim, offsets: Sequence[Size]) -> list[Digit] | None:
+    """Pieces of one length: offsets that count (0, 1, 2 or 0, 1, 4, 5, ...) are new digits before those of a piece."""
+    digits = list(dim)
+    while len(offsets) > 1:
+        steps = [after - before for before, after in pairwise(offsets)]
+        run = next((i for i, step in enumerate(steps) if not same(step, steps[0])), len(steps)) + 1
+        runs = [steps[i : i + run - 1] for i in range(0, len(offsets), run)]
+        even = len(offsets) % run == 0 and all(same(step, steps[0]) for inside in runs for step in inside)
+        if not even or sympy.sympify(steps[0]).could_extract_minus_sign():
+            return None
+        digits.insert(0, Digit(run, steps[0]))
+        offsets = offsets[::run]
+    return digits
 
 
 def _adjacent_pieces(dims: Sequence[Dim], steps: Sequence[Size]) -> list[Digit] | None:

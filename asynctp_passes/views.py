@@ -18,7 +18,7 @@ from asynctp_passes.fxview import Sizes, arguments, op_name, tensor_of
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import IndexMap, Size, concatenate, product, same
 
-__all__ = ["VIEWS", "Flow", "follow", "is_view"]
+__all__ = ["VIEWS", "Flow", "follow", "is_view", "views_of"]
 
 Pieces = tuple[IndexMap, ...]
 Result = IndexMap | Pieces | Refusal
@@ -94,6 +94,9 @@ def follow(nodes: Iterable[fx.Node], seeds: Mapping[fx.Node, IndexMap], sizes: S
 def _apply(handler: Callable[[_Call], Result], node: fx.Node, flow: Flow, sizes: Sizes) -> Result:
     values = arguments(node) if compat.is_op(node.target) else {"self": node.args[0], "index": node.args[1]}
     first = next(iter(values.values()))
+    unknown = next((source for source in node.all_input_nodes if "val" not in source.meta), None)
+    if unknown is not None:
+        return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
     if isinstance(first, fx.Node) and not flow.has(first) and handler is not _add:
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{node.name} rearranges another tensor")
     return handler(_Call(node, values, flow, sizes))
@@ -129,6 +132,18 @@ def _terms(flow: Flow, node: fx.Node) -> frozenset[fx.Node] | Refusal:
 def is_view(node: fx.Node) -> bool:
     """True for ops that `follow` knows how to follow (or to refuse by name)."""
     return op_name(node) in VIEWS
+
+
+def views_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes and every view of them, used or not."""
+    found = dict.fromkeys(nodes)
+    stack = list(found)
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and is_view(user):
+                found[user] = None
+                stack.append(user)
+    return list(found)
 
 
 # --- one function per kind of view -----------------------------------------------------------------------
@@ -271,7 +286,9 @@ def _add(call: _Call) -> Result:
     if call.values["alpha"] != 1 or not (call.flow.has(left) and call.flow.has(right)):
         return Refusal(reasons.SUM_HAS_OTHER_TERM, "")
     a, b, out = (tensor_of(node) for node in (left, right, call.node))
-    if a is None or b is None or out is None or not (a.dtype == b.dtype == out.dtype):
+    terms = [tensor_of(term) for node in (left, right) for term in call.flow.terms[node]]
+    dtypes = {None if value is None else value.dtype for value in (a, b, out, *terms)}
+    if a is None or b is None or out is None or len(dtypes) > 1:
         return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms have different dtypes")
     if not (len(a.shape) == len(b.shape) and call.flow.maps[left] == call.flow.maps[right]):
         return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms are laid out differently")

@@ -1,13 +1,15 @@
 """Small graphs by hand, as a post-grad pass gets them, and a printer for them.
 
-    b = GraphBuilder()
-    x, w = b.input("x", [4, 8]), b.input("w", [8, 16])
-    graph = b.returns(b.mm(b.gather(x), w))
+b = GraphBuilder()
+x, w = b.input("x", [4, 8]), b.input("w", [8, 16])
+graph = b.returns(b.mm(b.gather(x), w))
 """
 
 from __future__ import annotations
 
 import operator
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +23,8 @@ __all__ = ["GraphBuilder", "aten", "c10d", "show", "snapshot"]
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+
+_SYMBOL = re.compile(r"\bs\d+\b")
 
 
 @dataclass
@@ -68,7 +72,7 @@ class GraphBuilder:
 
     def call_like(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call that returns a value like `value`, for ops that fake tensors cannot run here."""
-        node = self.graph.call_function(target, args, kwargs)
+        node = self.graph.create_node("call_function", target, args, kwargs, name=target.__name__.split(".")[0])
         node.meta["val"] = value
         return node
 
@@ -121,8 +125,11 @@ class GraphBuilder:
 
 # --- printing ------------------------------------------------------------------------------------------
 def show(graph: Graph) -> str:
-    """One line a node: `mm = mm(wait_tensor, w)  # f32[16, 16]`; strides only where memory is not row-major."""
-    return "".join(f"{line}\n" for node in graph.nodes for line in [_line(node)])
+    """One line a node: `mm = mm(wait_tensor, w)  # f32[16, 16]`; strides only where memory is not row-major.
+
+    The one symbol that a graph may have is `s`, as torch versions number it differently.
+    """
+    return "".join(f"{_SYMBOL.sub('s', _line(node))}\n" for node in graph.nodes)
 
 
 def _line(node: Node) -> str:
@@ -131,14 +138,22 @@ def _line(node: Node) -> str:
     value = _value(node.meta.get("val"))
     if node.op != "call_function":
         return f"{node.name}: {value}"
-    arguments = [_argument(arg) for arg in node.args]
-    arguments += [f"{name}={_argument(arg)}" for name, arg in node.kwargs.items()]
-    return f"{node.name} = {_call_name(node)}({', '.join(arguments)})  # {value}"
+    call = f"{node.name} = {_call_name(node)}({', '.join(_arguments(node))})  # {value}"
+    return textwrap.fill(call, 118, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _call_name(node: Node) -> str:
     namespace, _, name = op_name(node.target).rpartition("::")
     return f"asynctp::{name}" if namespace == "asynctp" else name
+
+
+def _arguments(node: Node) -> list[str]:
+    """The fused ops' arguments by name, as there are many."""
+    args = [_argument(argument) for argument in node.args]
+    if _call_name(node).startswith("asynctp::"):
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        args = [f"{name}={text}" for name, text in zip(names, args, strict=True)]
+    return args + [f"{name}={_argument(argument)}" for name, argument in node.kwargs.items()]
 
 
 def _argument(argument: Any) -> str:

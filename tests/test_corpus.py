@@ -179,12 +179,18 @@ def test_every_row_is_used() -> None:
 @pytest.mark.parametrize("path", [path for path in dump_paths() if path.parent.name != "torch2.11"], ids=id_of)
 def test_rewritten_graphs_compute_the_same(path: Path) -> None:
     original, rewritten = load(path), load(path)
+    if path.stem.startswith("fp8_F_scaled_mm_v2") and not _has_cpu_kernel("aten::_scaled_mm_v2"):
+        pytest.skip(f"torch {torch.__version__} cannot run _scaled_mm_v2 on the CPU")
     run(rewritten.graph, Config(strict="off", log=False, trace=False))
     ranks = range(group_size(original.graph))
     outs, rewritten_outs = (
         evaluate(module, [example_inputs(module, seed=rank) for rank in ranks]) for module in (original, rewritten)
     )
     assert differences(outs, rewritten_outs, ROUNDING) == []
+
+
+def _has_cpu_kernel(op: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU")
 
 
 def test_group_size() -> None:

@@ -37,22 +37,26 @@ def fp8_operands(b: GraphBuilder, rows: int, width: int, columns: int) -> tuple[
 def test_gather_of_rows() -> None:
     b = GraphBuilder()
     x, w = b.input("x", [4, 8]), b.input("w", [8, 16])
-    assert_expected_inline(rewritten(b.returns(b.mm(b.gather(x), w))), """\
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(b.gather(x), w))),
+        """\
 x: f32[4, 8]
 w: f32[8, 16]
-all_gather_into_tensor_default = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[16, 8]
-mm_default = mm(wait_tensor_default, w)  # f32[16, 16]
-return (mm_default)
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[16, 8]
+mm = mm(wait_tensor, w)  # f32[16, 16]
+return (mm)
 
 === becomes ===
 
 x: f32[4, 8]
 w: f32[8, 16]
-all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 0, False, 4, 'tp')  # (f32[16, 16])
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 16])
 getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
 return (getitem)
-""")
+""",
+    )
 
 
 def test_gather_of_a_middle_dimension() -> None:
@@ -61,30 +65,34 @@ def test_gather_of_a_middle_dimension() -> None:
     x, w = b.input("x", [3, 4, 8]), b.input("w", [8, 16])
     whole = b.cat(b.chunks(b.gather(x)), dim=1)
     out = b.reshape(b.mm(b.reshape(whole, [24, 8]), w), [3, 8, 16])
-    assert_expected_inline(rewritten(b.returns(out)), """\
+    assert_expected_inline(
+        rewritten(b.returns(out)),
+        """\
 x: f32[3, 4, 8]
 w: f32[8, 16]
-all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[6, 4, 8]
-split_tensor = split(wait_tensor_default, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
-getitem = getitem(split_tensor, 0)  # f32[3, 4, 8]
-getitem_1 = getitem(split_tensor, 1)  # f32[3, 4, 8]
-cat_default = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
-reshape_default = reshape(cat_default, [24, 8])  # f32[24, 8]
-mm_default = mm(reshape_default, w)  # f32[24, 16]
-reshape_default_1 = reshape(mm_default, [3, 8, 16])  # f32[3, 8, 16]
-return (reshape_default_1)
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[6, 4, 8]
+split = split(wait_tensor, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
+getitem = getitem(split, 0)  # f32[3, 4, 8]
+getitem_1 = getitem(split, 1)  # f32[3, 4, 8]
+cat = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
+reshape = reshape(cat, [24, 8])  # f32[24, 8]
+mm = mm(reshape, w)  # f32[24, 16]
+reshape_1 = reshape(mm, [3, 8, 16])  # f32[3, 8, 16]
+return (reshape_1)
 
 === becomes ===
 
 x: f32[3, 4, 8]
 w: f32[8, 16]
-all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 1, False, 2, 'tp')  # (f32[3, 8, 16])
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[3, 8, 16])
 getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
-reshape_default_2 = reshape(getitem_2, [24, 16])  # f32[24, 16]
-reshape_default_1 = reshape(reshape_default_2, [3, 8, 16])  # f32[3, 8, 16]
-return (reshape_default_1)
-""")
+reshape_default = reshape(getitem_2, [24, 16])  # f32[24, 16]
+reshape_1 = reshape(reshape_default, [3, 8, 16])  # f32[3, 8, 16]
+return (reshape_1)
+""",
+    )
 
 
 def test_gather_of_a_middle_dimension_in_a_batch_of_one() -> None:
@@ -93,27 +101,31 @@ def test_gather_of_a_middle_dimension_in_a_batch_of_one() -> None:
     x, w = b.input("x", [1, 4, 8]), b.input("w", [8, 16])
     whole = b.reshape(b.gather(x), [1, 8, 8])
     out = b.reshape(b.mm(b.reshape(whole, [8, 8]), w), [1, 8, 16])
-    assert_expected_inline(rewritten(b.returns(out)), """\
+    assert_expected_inline(
+        rewritten(b.returns(out)),
+        """\
 x: f32[1, 4, 8]
 w: f32[8, 16]
-all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[2, 4, 8]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[2, 4, 8]
-reshape_default = reshape(wait_tensor_default, [1, 8, 8])  # f32[1, 8, 8]
-reshape_default_1 = reshape(reshape_default, [8, 8])  # f32[8, 8]
-mm_default = mm(reshape_default_1, w)  # f32[8, 16]
-reshape_default_2 = reshape(mm_default, [1, 8, 16])  # f32[1, 8, 16]
-return (reshape_default_2)
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[2, 4, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[2, 4, 8]
+reshape = reshape(wait_tensor, [1, 8, 8])  # f32[1, 8, 8]
+reshape_1 = reshape(reshape, [8, 8])  # f32[8, 8]
+mm = mm(reshape_1, w)  # f32[8, 16]
+reshape_2 = reshape(mm, [1, 8, 16])  # f32[1, 8, 16]
+return (reshape_2)
 
 === becomes ===
 
 x: f32[1, 4, 8]
 w: f32[8, 16]
-all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 1, False, 2, 'tp')  # (f32[1, 8, 16])
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[1, 8, 16])
 getitem = getitem(all_gather_matmul_default, 0)  # f32[1, 8, 16]
-reshape_default_3 = reshape(getitem, [8, 16])  # f32[8, 16]
-reshape_default_2 = reshape(reshape_default_3, [1, 8, 16])  # f32[1, 8, 16]
-return (reshape_default_2)
-""")
+reshape_default = reshape(getitem, [8, 16])  # f32[8, 16]
+reshape_2 = reshape(reshape_default, [1, 8, 16])  # f32[1, 8, 16]
+return (reshape_2)
+""",
+    )
 
 
 def test_gather_by_slice_and_cat() -> None:
@@ -121,52 +133,60 @@ def test_gather_by_slice_and_cat() -> None:
     x, w = b.input("x", [3, 4, 8]), b.input("w", [8, 16])
     gathered = b.gather(x)
     pieces = [b.call(aten.slice.Tensor, gathered, 0, 3 * rank, 3 * rank + 3) for rank in range(2)]
-    assert_expected_inline(rewritten(b.returns(b.mm(b.reshape(b.cat(pieces, dim=1), [24, 8]), w))), """\
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(b.reshape(b.cat(pieces, dim=1), [24, 8]), w))),
+        """\
 x: f32[3, 4, 8]
 w: f32[8, 16]
-all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[6, 4, 8]
-slice_tensor = slice(wait_tensor_default, 0, 0, 3)  # f32[3, 4, 8]
-slice_tensor_1 = slice(wait_tensor_default, 0, 3, 6)  # f32[3, 4, 8]
-cat_default = cat([slice_tensor, slice_tensor_1], 1)  # f32[3, 8, 8]
-reshape_default = reshape(cat_default, [24, 8])  # f32[24, 8]
-mm_default = mm(reshape_default, w)  # f32[24, 16]
-return (mm_default)
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[6, 4, 8]
+slice_1 = slice(wait_tensor, 0, 0, 3)  # f32[3, 4, 8]
+slice_2 = slice(wait_tensor, 0, 3, 6)  # f32[3, 4, 8]
+cat = cat([slice_1, slice_2], 1)  # f32[3, 8, 8]
+reshape = reshape(cat, [24, 8])  # f32[24, 8]
+mm = mm(reshape, w)  # f32[24, 16]
+return (mm)
 
 === becomes ===
 
 x: f32[3, 4, 8]
 w: f32[8, 16]
-all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 1, False, 2, 'tp')  # (f32[3, 8, 16])
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[3, 8, 16])
 getitem = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
-reshape_default_1 = reshape(getitem, [24, 16])  # f32[24, 16]
-return (reshape_default_1)
-""")
+reshape_default = reshape(getitem, [24, 16])  # f32[24, 16]
+return (reshape_default)
+""",
+    )
 
 
 def test_gather_of_the_contraction() -> None:
     b = GraphBuilder(ranks=2)
     x, w = b.input("x", [6, 4]), b.input("w", [8, 16])
-    assert_expected_inline(rewritten(b.returns(b.mm(b.cat(b.chunks(b.gather(x)), dim=1), w))), """\
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(b.cat(b.chunks(b.gather(x)), dim=1), w))),
+        """\
 x: f32[6, 4]
 w: f32[8, 16]
-all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[12, 4]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[12, 4]
-split_tensor = split(wait_tensor_default, 6, 0)  # (f32[6, 4], f32[6, 4])
-getitem = getitem(split_tensor, 0)  # f32[6, 4]
-getitem_1 = getitem(split_tensor, 1)  # f32[6, 4]
-cat_default = cat([getitem, getitem_1], 1)  # f32[6, 8]
-mm_default = mm(cat_default, w)  # f32[6, 16]
-return (mm_default)
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[12, 4]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[12, 4]
+split = split(wait_tensor, 6, 0)  # (f32[6, 4], f32[6, 4])
+getitem = getitem(split, 0)  # f32[6, 4]
+getitem_1 = getitem(split, 1)  # f32[6, 4]
+cat = cat([getitem, getitem_1], 1)  # f32[6, 8]
+mm = mm(cat, w)  # f32[6, 16]
+return (mm)
 
 === becomes ===
 
 x: f32[6, 4]
 w: f32[8, 16]
-all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 1, False, 2, 'tp')  # (f32[6, 16])
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[6, 16])
 getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[6, 16]
 return (getitem_2)
-""")
+""",
+    )
 
 
 def test_gather_of_a_permuted_shard() -> None:
@@ -174,26 +194,30 @@ def test_gather_of_a_permuted_shard() -> None:
     b = GraphBuilder(ranks=2)
     x, w = b.input("x", [4, 3, 8]), b.input("w", [8, 16])
     rows = b.reshape(b.permute(b.gather(x), [1, 0, 2]), [24, 8])
-    assert_expected_inline(rewritten(b.returns(b.mm(rows, w))), """\
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(rows, w))),
+        """\
 x: f32[4, 3, 8]
 w: f32[8, 16]
-all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[8, 3, 8]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[8, 3, 8]
-permute_default = permute(wait_tensor_default, [1, 0, 2])  # f32[3, 8, 8]s[8, 24, 1]
-reshape_default = reshape(permute_default, [24, 8])  # f32[24, 8]
-mm_default = mm(reshape_default, w)  # f32[24, 16]
-return (mm_default)
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[8, 3, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[8, 3, 8]
+permute = permute(wait_tensor, [1, 0, 2])  # f32[3, 8, 8]s[8, 24, 1]
+reshape = reshape(permute, [24, 8])  # f32[24, 8]
+mm = mm(reshape, w)  # f32[24, 16]
+return (mm)
 
 === becomes ===
 
 x: f32[4, 3, 8]
 w: f32[8, 16]
-permute_default_1 = permute(x, [1, 0, 2])  # f32[3, 4, 8]s[8, 24, 1]
-all_gather_matmul_default = asynctp::all_gather_matmul(permute_default_1, [w], [None], 1, False, 2, 'tp')  # (f32[3, 8, 16])
+permute_default = permute(x, [1, 0, 2])  # f32[3, 4, 8]s[8, 24, 1]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=permute_default, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[3, 8, 16])
 getitem = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
-reshape_default_1 = reshape(getitem, [24, 16])  # f32[24, 16]
-return (reshape_default_1)
-""")
+reshape_default = reshape(getitem, [24, 16])  # f32[24, 16]
+return (reshape_default)
+""",
+    )
 
 
 def test_gather_of_a_dynamic_sequence() -> None:
@@ -203,33 +227,37 @@ def test_gather_of_a_dynamic_sequence() -> None:
     whole = b.cat(b.chunks(b.gather(x)), dim=1)
     length = b.call(aten.sym_size.int, whole, 1)
     out = b.reshape(b.mm(b.reshape(whole, [-1, 8]), w), [3, length, 16])
-    assert_expected_inline(rewritten(b.returns(out)), """\
-x: f32[3, s49, 8]
+    assert_expected_inline(
+        rewritten(b.returns(out)),
+        """\
+x: f32[3, s, 8]
 w: f32[8, 16]
-all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[6, s49, 8]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[6, s49, 8]
-split_tensor = split(wait_tensor_default, 3, 0)  # (f32[3, s49, 8], f32[3, s49, 8])
-getitem = getitem(split_tensor, 0)  # f32[3, s49, 8]
-getitem_1 = getitem(split_tensor, 1)  # f32[3, s49, 8]
-cat_default = cat([getitem, getitem_1], 1)  # f32[3, 2*s49, 8]
-sym_size_int = sym_size(cat_default, 1)  # 2*s49
-reshape_default = reshape(cat_default, [-1, 8])  # f32[6*s49, 8]
-mm_default = mm(reshape_default, w)  # f32[6*s49, 16]
-reshape_default_1 = reshape(mm_default, [3, sym_size_int, 16])  # f32[3, 2*s49, 16]
-return (reshape_default_1)
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[6, s, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[6, s, 8]
+split = split(wait_tensor, 3, 0)  # (f32[3, s, 8], f32[3, s, 8])
+getitem = getitem(split, 0)  # f32[3, s, 8]
+getitem_1 = getitem(split, 1)  # f32[3, s, 8]
+cat = cat([getitem, getitem_1], 1)  # f32[3, 2*s, 8]
+sym_size = sym_size(cat, 1)  # 2*s
+reshape = reshape(cat, [-1, 8])  # f32[6*s, 8]
+mm = mm(reshape, w)  # f32[6*s, 16]
+reshape_1 = reshape(mm, [3, sym_size, 16])  # f32[3, 2*s, 16]
+return (reshape_1)
 
 === becomes ===
 
-x: f32[3, s49, 8]
+x: f32[3, s, 8]
 w: f32[8, 16]
-all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 1, False, 2, 'tp')  # (f32[3, 2*s49, 16])
-getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 2*s49, 16]
-reshape_default_2 = reshape(getitem_2, [-1, 16])  # f32[6*s49, 16]
-sym_size_int_1 = sym_size(x, 1)  # s49
-mul = mul(sym_size_int_1, 2)  # 2*s49
-reshape_default_1 = reshape(reshape_default_2, [3, mul, 16])  # f32[3, 2*s49, 16]
-return (reshape_default_1)
-""")
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[3, 2*s, 16])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 2*s, 16]
+reshape_default = reshape(getitem_2, [-1, 16])  # f32[6*s, 16]
+sym_size_int = sym_size(x, 1)  # s
+mul = mul(sym_size_int, 2)  # 2*s
+reshape_1 = reshape(reshape_default, [3, mul, 16])  # f32[3, 2*s, 16]
+return (reshape_1)
+""",
+    )
 
 
 # --- gather side: what is computed ---------------------------------------------------------------------------
@@ -238,35 +266,39 @@ def test_gather_for_several_matmuls_that_is_saved_too() -> None:
     b = GraphBuilder(ranks=2)
     x, wq, wk = b.input("x", [3, 4, 8]), b.input("wq", [8, 16]), b.input("wk", [8, 4])
     rows = b.reshape(b.cat(b.chunks(b.gather(x)), dim=1), [24, 8])
-    assert_expected_inline(rewritten(b.returns(b.mm(rows, wq), b.mm(rows, wk), rows)), """\
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(rows, wq), b.mm(rows, wk), rows)),
+        """\
 x: f32[3, 4, 8]
 wq: f32[8, 16]
 wk: f32[8, 4]
-all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[6, 4, 8]
-split_tensor = split(wait_tensor_default, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
-getitem = getitem(split_tensor, 0)  # f32[3, 4, 8]
-getitem_1 = getitem(split_tensor, 1)  # f32[3, 4, 8]
-cat_default = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
-reshape_default = reshape(cat_default, [24, 8])  # f32[24, 8]
-mm_default = mm(reshape_default, wq)  # f32[24, 16]
-mm_default_1 = mm(reshape_default, wk)  # f32[24, 4]
-return (mm_default, mm_default_1, reshape_default)
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[6, 4, 8]
+split = split(wait_tensor, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
+getitem = getitem(split, 0)  # f32[3, 4, 8]
+getitem_1 = getitem(split, 1)  # f32[3, 4, 8]
+cat = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
+reshape = reshape(cat, [24, 8])  # f32[24, 8]
+mm = mm(reshape, wq)  # f32[24, 16]
+mm_1 = mm(reshape, wk)  # f32[24, 4]
+return (mm, mm_1, reshape)
 
 === becomes ===
 
 x: f32[3, 4, 8]
 wq: f32[8, 16]
 wk: f32[8, 4]
-all_gather_matmul_default = asynctp::all_gather_matmul(x, [wq, wk], [None, None], 1, True, 2, 'tp')  # (f32[3, 8, 16], f32[3, 8, 4], f32[3, 8, 8])
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[wq, wk], biases=[None, None], gather_dim=1,
+    return_a_full=True, group_size=2, group_name='tp')  # (f32[3, 8, 16], f32[3, 8, 4], f32[3, 8, 8])
 getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
-reshape_default_1 = reshape(getitem_2, [24, 16])  # f32[24, 16]
+reshape_default = reshape(getitem_2, [24, 16])  # f32[24, 16]
 getitem_3 = getitem(all_gather_matmul_default, 1)  # f32[3, 8, 4]
-reshape_default_2 = reshape(getitem_3, [24, 4])  # f32[24, 4]
+reshape_default_1 = reshape(getitem_3, [24, 4])  # f32[24, 4]
 getitem_4 = getitem(all_gather_matmul_default, 2)  # f32[3, 8, 8]
-reshape_default_3 = reshape(getitem_4, [24, 8])  # f32[24, 8]
-return (reshape_default_1, reshape_default_2, reshape_default_3)
-""")
+reshape_default_2 = reshape(getitem_4, [24, 8])  # f32[24, 8]
+return (reshape_default, reshape_default_1, reshape_default_2)
+""",
+    )
 
 
 def test_gather_whose_own_result_is_saved() -> None:
@@ -275,62 +307,64 @@ def test_gather_whose_own_result_is_saved() -> None:
     x, w = b.input("x", [3, 4, 8]), b.input("w", [8, 16])
     gathered = b.gather(x)
     rows = b.reshape(b.cat(b.chunks(gathered), dim=1), [24, 8])
-    assert_expected_inline(rewritten(b.returns(b.mm(rows, w), gathered)), """\
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(rows, w), gathered)),
+        """\
 x: f32[3, 4, 8]
 w: f32[8, 16]
-all_gather_into_tensor_default = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[6, 4, 8]
-split_tensor = split(wait_tensor_default, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
-getitem = getitem(split_tensor, 0)  # f32[3, 4, 8]
-getitem_1 = getitem(split_tensor, 1)  # f32[3, 4, 8]
-cat_default = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
-reshape_default = reshape(cat_default, [24, 8])  # f32[24, 8]
-mm_default = mm(reshape_default, w)  # f32[24, 16]
-return (mm_default, wait_tensor_default)
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[6, 4, 8]
+split = split(wait_tensor, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
+getitem = getitem(split, 0)  # f32[3, 4, 8]
+getitem_1 = getitem(split, 1)  # f32[3, 4, 8]
+cat = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
+reshape = reshape(cat, [24, 8])  # f32[24, 8]
+mm = mm(reshape, w)  # f32[24, 16]
+return (mm, wait_tensor)
 
 === becomes ===
 
 x: f32[3, 4, 8]
 w: f32[8, 16]
-all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 1, True, 2, 'tp')  # (f32[3, 8, 16], f32[3, 8, 8])
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=True, group_size=2, group_name='tp')  # (f32[3, 8, 16], f32[3, 8, 8])
 getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
-reshape_default_1 = reshape(getitem_2, [24, 16])  # f32[24, 16]
+reshape_default = reshape(getitem_2, [24, 16])  # f32[24, 16]
 getitem_3 = getitem(all_gather_matmul_default, 1)  # f32[3, 8, 8]
-reshape_default_2 = reshape(getitem_3, [24, 8])  # f32[24, 8]
-reshape_default_3 = reshape(getitem_3, [3, 2, 4, 8])  # f32[3, 2, 4, 8]
-permute_default = permute(reshape_default_3, [1, 0, 2, 3])  # f32[2, 3, 4, 8]s[32, 64, 8, 1]
+reshape_default_1 = reshape(getitem_3, [3, 2, 4, 8])  # f32[3, 2, 4, 8]
+permute_default = permute(reshape_default_1, [1, 0, 2, 3])  # f32[2, 3, 4, 8]s[32, 64, 8, 1]
 clone_default = clone(permute_default, memory_format=torch.contiguous_format)  # f32[2, 3, 4, 8]
-reshape_default_4 = reshape(clone_default, [6, 4, 8])  # f32[6, 4, 8]
-split_tensor = split(reshape_default_4, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
-getitem = getitem(split_tensor, 0)  # f32[3, 4, 8]
-getitem_1 = getitem(split_tensor, 1)  # f32[3, 4, 8]
-cat_default = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
-reshape_default = reshape(cat_default, [24, 8])  # f32[24, 8]
-return (reshape_default_1, reshape_default_4)
-""")
+reshape_default_2 = reshape(clone_default, [6, 4, 8])  # f32[6, 4, 8]
+return (reshape_default, reshape_default_2)
+""",
+    )
 
 
 def test_gather_for_addmm() -> None:
     b = GraphBuilder()
     x, w, bias = b.input("x", [4, 8]), b.input("w", [8, 16]), b.input("bias", [16])
-    assert_expected_inline(rewritten(b.returns(b.call(aten.addmm.default, bias, b.gather(x), w))), """\
+    assert_expected_inline(
+        rewritten(b.returns(b.call(aten.addmm.default, bias, b.gather(x), w))),
+        """\
 x: f32[4, 8]
 w: f32[8, 16]
 bias: f32[16]
-all_gather_into_tensor_default = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[16, 8]
-addmm_default = addmm(bias, wait_tensor_default, w)  # f32[16, 16]
-return (addmm_default)
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[16, 8]
+addmm = addmm(bias, wait_tensor, w)  # f32[16, 16]
+return (addmm)
 
 === becomes ===
 
 x: f32[4, 8]
 w: f32[8, 16]
 bias: f32[16]
-all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [bias], 0, False, 4, 'tp')  # (f32[16, 16])
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[bias], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 16])
 getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
 return (getitem)
-""")
+""",
+    )
 
 
 def test_gather_for_a_tensorwise_scaled_matmul() -> None:
@@ -340,7 +374,35 @@ def test_gather_for_a_tensorwise_scaled_matmul() -> None:
     a_scale, b_scale = b.input("a_scale", []), b.input("b_scale", [])
     gathered = b.gather(b.call(aten.view.dtype, x, torch.uint8))
     out = b.scaled_mm(b.call(aten.view.dtype, gathered, FP8), w, a_scale, b_scale)
-    assert_expected_inline(rewritten(b.returns(out)), """""")
+    assert_expected_inline(
+        rewritten(b.returns(out)),
+        """\
+x: f8[4, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[]
+b_scale: f32[]
+view = view(x, u8)  # u8[4, 32]
+all_gather_into_tensor = all_gather_into_tensor(view, 4, 'tp')  # u8[16, 32]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # u8[16, 32]
+view_1 = view(wait_tensor, f8)  # f8[16, 32]
+_scaled_mm = _scaled_mm(view_1, w, a_scale, b_scale, out_dtype=bf16)  # bf16[16, 16]
+return (_scaled_mm)
+
+=== becomes ===
+
+x: f8[4, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[]
+b_scale: f32[]
+view = view(x, u8)  # u8[4, 32]
+view_dtype = view(view, f8)  # f8[4, 32]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=view_dtype, a_scale=a_scale, bs=[w],
+    b_scales=[b_scale], biases=[None], gather_dim=0, gather_a_scale=False, out_dtype=bf16, use_fast_accum=False,
+    return_a_full=False, group_size=4, group_name='tp')  # (bf16[16, 16])
+getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
+return (getitem)
+""",
+    )
 
 
 def test_gather_for_a_rowwise_scaled_matmul_whose_scales_are_gathered_too() -> None:
@@ -349,17 +411,19 @@ def test_gather_for_a_rowwise_scaled_matmul_whose_scales_are_gathered_too() -> N
     x, w = fp8_operands(b, 4, 32, 16)
     a_scale, b_scale = b.input("a_scale", [4, 1]), b.input("b_scale", [1, 16])
     graph = b.returns(b.scaled_mm(b.gather(x), w, b.gather(a_scale), b_scale))
-    assert_expected_inline(rewritten(graph), """\
+    assert_expected_inline(
+        rewritten(graph),
+        """\
 x: f8[4, 32]
 w: f8[32, 16]s[1, 32]
 a_scale: f32[4, 1]
 b_scale: f32[1, 16]
-all_gather_into_tensor_default = all_gather_into_tensor(x, 4, 'tp')  # f8[16, 32]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f8[16, 32]
-all_gather_into_tensor_default_1 = all_gather_into_tensor(a_scale, 4, 'tp')  # f32[16, 1]
-wait_tensor_default_1 = wait_tensor(all_gather_into_tensor_default_1)  # f32[16, 1]
-_scaled_mm_default = _scaled_mm(wait_tensor_default, w, wait_tensor_default_1, b_scale, out_dtype=bf16)  # bf16[16, 16]
-return (_scaled_mm_default)
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f8[16, 32]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f8[16, 32]
+all_gather_into_tensor_1 = all_gather_into_tensor(a_scale, 4, 'tp')  # f32[16, 1]
+wait_tensor_1 = wait_tensor(all_gather_into_tensor_1)  # f32[16, 1]
+_scaled_mm = _scaled_mm(wait_tensor, w, wait_tensor_1, b_scale, out_dtype=bf16)  # bf16[16, 16]
+return (_scaled_mm)
 
 === becomes ===
 
@@ -367,25 +431,30 @@ x: f8[4, 32]
 w: f8[32, 16]s[1, 32]
 a_scale: f32[4, 1]
 b_scale: f32[1, 16]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(x, a_scale, [w], [b_scale], [None], 0, True, bf16, False, False, 4, 'tp')  # (bf16[16, 16])
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
+    b_scales=[b_scale], biases=[None], gather_dim=0, gather_a_scale=True, out_dtype=bf16, use_fast_accum=False,
+    return_a_full=False, group_size=4, group_name='tp')  # (bf16[16, 16])
 getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
 return (getitem)
-""")
+""",
+    )
 
 
 def test_gather_for_a_rowwise_scaled_matmul_whose_scales_are_whole() -> None:
     b = GraphBuilder()
     x, w = fp8_operands(b, 4, 32, 16)
     a_scale, b_scale = b.input("a_scale", [16, 1]), b.input("b_scale", [1, 16])
-    assert_expected_inline(rewritten(b.returns(b.scaled_mm(b.gather(x), w, a_scale, b_scale))), """\
+    assert_expected_inline(
+        rewritten(b.returns(b.scaled_mm(b.gather(x), w, a_scale, b_scale))),
+        """\
 x: f8[4, 32]
 w: f8[32, 16]s[1, 32]
 a_scale: f32[16, 1]
 b_scale: f32[1, 16]
-all_gather_into_tensor_default = all_gather_into_tensor(x, 4, 'tp')  # f8[16, 32]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f8[16, 32]
-_scaled_mm_default = _scaled_mm(wait_tensor_default, w, a_scale, b_scale, out_dtype=bf16)  # bf16[16, 16]
-return (_scaled_mm_default)
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f8[16, 32]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f8[16, 32]
+_scaled_mm = _scaled_mm(wait_tensor, w, a_scale, b_scale, out_dtype=bf16)  # bf16[16, 16]
+return (_scaled_mm)
 
 === becomes ===
 
@@ -393,84 +462,99 @@ x: f8[4, 32]
 w: f8[32, 16]s[1, 32]
 a_scale: f32[16, 1]
 b_scale: f32[1, 16]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(x, a_scale, [w], [b_scale], [None], 0, False, bf16, False, False, 4, 'tp')  # (bf16[16, 16])
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
+    b_scales=[b_scale], biases=[None], gather_dim=0, gather_a_scale=False, out_dtype=bf16, use_fast_accum=False,
+    return_a_full=False, group_size=4, group_name='tp')  # (bf16[16, 16])
 getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
 return (getitem)
-""")
+""",
+    )
 
 
 # --- scatter side ----------------------------------------------------------------------------------------------
 def test_scatter_of_rows() -> None:
     b = GraphBuilder()
     a, w = b.input("a", [16, 8]), b.input("w", [8, 12])
-    assert_expected_inline(rewritten(b.returns(b.scatter(b.mm(a, w)))), """\
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.mm(a, w)))),
+        """\
 a: f32[16, 8]
 w: f32[8, 12]
-mm_default = mm(a, w)  # f32[16, 12]
-reduce_scatter_tensor_default = reduce_scatter_tensor(mm_default, 'sum', 4, 'tp')  # f32[4, 12]
-wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)  # f32[4, 12]
-return (wait_tensor_default)
+mm = mm(a, w)  # f32[16, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(mm, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[4, 12]
+return (wait_tensor)
 
 === becomes ===
 
 a: f32[16, 8]
 w: f32[8, 12]
-matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter([a], [w], [None], 'sum', 0, 4, 'tp')  # f32[4, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[4, 12]
 return (matmul_reduce_scatter_default)
-""")
+""",
+    )
 
 
 def test_scatter_of_a_middle_dimension() -> None:
     b = GraphBuilder(ranks=2)
     a, w = b.input("a", [3, 4, 8]), b.input("w", [8, 12])
     product = b.reshape(b.mm(b.reshape(a, [12, 8]), w), [3, 4, 12])
-    assert_expected_inline(rewritten(b.returns(b.scatter(b.cat(b.chunks(product, dim=1))))), """\
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.cat(b.chunks(product, dim=1))))),
+        """\
 a: f32[3, 4, 8]
 w: f32[8, 12]
-reshape_default = reshape(a, [12, 8])  # f32[12, 8]
-mm_default = mm(reshape_default, w)  # f32[12, 12]
-reshape_default_1 = reshape(mm_default, [3, 4, 12])  # f32[3, 4, 12]
-split_tensor = split(reshape_default_1, 2, 1)  # (f32[3, 2, 12]s[48, 12, 1], f32[3, 2, 12]s[48, 12, 1])
-getitem = getitem(split_tensor, 0)  # f32[3, 2, 12]s[48, 12, 1]
-getitem_1 = getitem(split_tensor, 1)  # f32[3, 2, 12]s[48, 12, 1]
-cat_default = cat([getitem, getitem_1], 0)  # f32[6, 2, 12]
-reduce_scatter_tensor_default = reduce_scatter_tensor(cat_default, 'sum', 2, 'tp')  # f32[3, 2, 12]
-wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)  # f32[3, 2, 12]
-return (wait_tensor_default)
+reshape = reshape(a, [12, 8])  # f32[12, 8]
+mm = mm(reshape, w)  # f32[12, 12]
+reshape_1 = reshape(mm, [3, 4, 12])  # f32[3, 4, 12]
+split = split(reshape_1, 2, 1)  # (f32[3, 2, 12]s[48, 12, 1], f32[3, 2, 12]s[48, 12, 1])
+getitem = getitem(split, 0)  # f32[3, 2, 12]s[48, 12, 1]
+getitem_1 = getitem(split, 1)  # f32[3, 2, 12]s[48, 12, 1]
+cat = cat([getitem, getitem_1], 0)  # f32[6, 2, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(cat, 'sum', 2, 'tp')  # f32[3, 2, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[3, 2, 12]
+return (wait_tensor)
 
 === becomes ===
 
 a: f32[3, 4, 8]
 w: f32[8, 12]
-reshape_default = reshape(a, [12, 8])  # f32[12, 8]
-reshape_default_2 = reshape(reshape_default, [3, 4, 8])  # f32[3, 4, 8]
-matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter([reshape_default_2], [w], [None], 'sum', 1, 2, 'tp')  # f32[3, 2, 12]
+reshape = reshape(a, [12, 8])  # f32[12, 8]
+reshape_default = reshape(reshape, [3, 4, 8])  # f32[3, 4, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp')  # f32[3, 2, 12]
 return (matmul_reduce_scatter_default)
-""")
+""",
+    )
 
 
 def test_scatter_of_the_last_dimension() -> None:
     b = GraphBuilder(ranks=2)
     a, w = b.input("a", [6, 8]), b.input("w", [8, 12])
-    assert_expected_inline(rewritten(b.returns(b.scatter(b.cat(b.chunks(b.mm(a, w), dim=1))))), """\
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.cat(b.chunks(b.mm(a, w), dim=1))))),
+        """\
 a: f32[6, 8]
 w: f32[8, 12]
-mm_default = mm(a, w)  # f32[6, 12]
-split_tensor = split(mm_default, 6, 1)  # (f32[6, 6]s[12, 1], f32[6, 6]s[12, 1])
-getitem = getitem(split_tensor, 0)  # f32[6, 6]s[12, 1]
-getitem_1 = getitem(split_tensor, 1)  # f32[6, 6]s[12, 1]
-cat_default = cat([getitem, getitem_1], 0)  # f32[12, 6]
-reduce_scatter_tensor_default = reduce_scatter_tensor(cat_default, 'sum', 2, 'tp')  # f32[6, 6]
-wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)  # f32[6, 6]
-return (wait_tensor_default)
+mm = mm(a, w)  # f32[6, 12]
+split = split(mm, 6, 1)  # (f32[6, 6]s[12, 1], f32[6, 6]s[12, 1])
+getitem = getitem(split, 0)  # f32[6, 6]s[12, 1]
+getitem_1 = getitem(split, 1)  # f32[6, 6]s[12, 1]
+cat = cat([getitem, getitem_1], 0)  # f32[12, 6]
+reduce_scatter_tensor = reduce_scatter_tensor(cat, 'sum', 2, 'tp')  # f32[6, 6]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[6, 6]
+return (wait_tensor)
 
 === becomes ===
 
 a: f32[6, 8]
 w: f32[8, 12]
-matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter([a], [w], [None], 'sum', 1, 2, 'tp')  # f32[6, 6]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp')  # f32[6, 6]
 return (matmul_reduce_scatter_default)
-""")
+""",
+    )
 
 
 def test_scatter_of_a_sum_of_three() -> None:
@@ -478,21 +562,23 @@ def test_scatter_of_a_sum_of_three() -> None:
     b = GraphBuilder()
     pairs = [(b.input(f"a{index}", [16, 8]), b.input(f"w{index}", [8, 12])) for index in range(3)]
     q, k, v = (b.mm(a, w) for a, w in pairs)
-    assert_expected_inline(rewritten(b.returns(b.scatter(b.add(b.add(q, k), v)))), """\
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.add(b.add(q, k), v)))),
+        """\
 a0: f32[16, 8]
 w0: f32[8, 12]
 a1: f32[16, 8]
 w1: f32[8, 12]
 a2: f32[16, 8]
 w2: f32[8, 12]
-mm_default = mm(a0, w0)  # f32[16, 12]
-mm_default_1 = mm(a1, w1)  # f32[16, 12]
-mm_default_2 = mm(a2, w2)  # f32[16, 12]
-add_tensor = add(mm_default, mm_default_1)  # f32[16, 12]
-add_tensor_1 = add(add_tensor, mm_default_2)  # f32[16, 12]
-reduce_scatter_tensor_default = reduce_scatter_tensor(add_tensor_1, 'sum', 4, 'tp')  # f32[4, 12]
-wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)  # f32[4, 12]
-return (wait_tensor_default)
+mm = mm(a0, w0)  # f32[16, 12]
+mm_1 = mm(a1, w1)  # f32[16, 12]
+mm_2 = mm(a2, w2)  # f32[16, 12]
+add = add(mm, mm_1)  # f32[16, 12]
+add_1 = add(add, mm_2)  # f32[16, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(add_1, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[4, 12]
+return (wait_tensor)
 
 === becomes ===
 
@@ -502,32 +588,38 @@ a1: f32[16, 8]
 w1: f32[8, 12]
 a2: f32[16, 8]
 w2: f32[8, 12]
-matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter([a0, a1, a2], [w0, w1, w2], [None, None, None], 'sum', 0, 4, 'tp')  # f32[4, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a0, a1, a2], b_parts=[w0, w1, w2],
+    biases=[None, None, None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[4, 12]
 return (matmul_reduce_scatter_default)
-""")
+""",
+    )
 
 
 def test_scatter_of_an_average_with_a_bias() -> None:
     b = GraphBuilder()
     a, w, bias = b.input("a", [16, 8]), b.input("w", [8, 12]), b.input("bias", [12])
     graph = b.returns(b.scatter(b.call(aten.addmm.default, bias, a, w), "avg"))
-    assert_expected_inline(rewritten(graph), """\
+    assert_expected_inline(
+        rewritten(graph),
+        """\
 a: f32[16, 8]
 w: f32[8, 12]
 bias: f32[12]
-addmm_default = addmm(bias, a, w)  # f32[16, 12]
-reduce_scatter_tensor_default = reduce_scatter_tensor(addmm_default, 'avg', 4, 'tp')  # f32[4, 12]
-wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)  # f32[4, 12]
-return (wait_tensor_default)
+addmm = addmm(bias, a, w)  # f32[16, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(addmm, 'avg', 4, 'tp')  # f32[4, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[4, 12]
+return (wait_tensor)
 
 === becomes ===
 
 a: f32[16, 8]
 w: f32[8, 12]
 bias: f32[12]
-matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter([a], [w], [bias], 'avg', 0, 4, 'tp')  # f32[4, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a], b_parts=[w], biases=[bias],
+    reduce_op='avg', scatter_dim=0, group_size=4, group_name='tp')  # f32[4, 12]
 return (matmul_reduce_scatter_default)
-""")
+""",
+    )
 
 
 def test_scatter_of_a_rowwise_scaled_matmul() -> None:
@@ -536,20 +628,22 @@ def test_scatter_of_a_rowwise_scaled_matmul() -> None:
     a, w = b.input("a", [12, 32], FP8), b.input("w", [32, 16], FP8, column_major=True)
     a_scale, b_scale = b.input("a_scale", [12, 1]), b.input("b_scale", [1, 16])
     product = b.reshape(b.scaled_mm(a, w, a_scale, b_scale), [3, 4, 16])
-    assert_expected_inline(rewritten(b.returns(b.scatter(b.cat(b.chunks(product, dim=1))))), """\
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.cat(b.chunks(product, dim=1))))),
+        """\
 a: f8[12, 32]
 w: f8[32, 16]s[1, 32]
 a_scale: f32[12, 1]
 b_scale: f32[1, 16]
-_scaled_mm_default = _scaled_mm(a, w, a_scale, b_scale, out_dtype=bf16)  # bf16[12, 16]
-reshape_default = reshape(_scaled_mm_default, [3, 4, 16])  # bf16[3, 4, 16]
-split_tensor = split(reshape_default, 2, 1)  # (bf16[3, 2, 16]s[64, 16, 1], bf16[3, 2, 16]s[64, 16, 1])
-getitem = getitem(split_tensor, 0)  # bf16[3, 2, 16]s[64, 16, 1]
-getitem_1 = getitem(split_tensor, 1)  # bf16[3, 2, 16]s[64, 16, 1]
-cat_default = cat([getitem, getitem_1], 0)  # bf16[6, 2, 16]
-reduce_scatter_tensor_default = reduce_scatter_tensor(cat_default, 'sum', 2, 'tp')  # bf16[3, 2, 16]
-wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)  # bf16[3, 2, 16]
-return (wait_tensor_default)
+_scaled_mm = _scaled_mm(a, w, a_scale, b_scale, out_dtype=bf16)  # bf16[12, 16]
+reshape = reshape(_scaled_mm, [3, 4, 16])  # bf16[3, 4, 16]
+split = split(reshape, 2, 1)  # (bf16[3, 2, 16]s[64, 16, 1], bf16[3, 2, 16]s[64, 16, 1])
+getitem = getitem(split, 0)  # bf16[3, 2, 16]s[64, 16, 1]
+getitem_1 = getitem(split, 1)  # bf16[3, 2, 16]s[64, 16, 1]
+cat = cat([getitem, getitem_1], 0)  # bf16[6, 2, 16]
+reduce_scatter_tensor = reduce_scatter_tensor(cat, 'sum', 2, 'tp')  # bf16[3, 2, 16]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # bf16[3, 2, 16]
+return (wait_tensor)
 
 === becomes ===
 
@@ -557,11 +651,14 @@ a: f8[12, 32]
 w: f8[32, 16]s[1, 32]
 a_scale: f32[12, 1]
 b_scale: f32[1, 16]
-reshape_default_1 = reshape(a, [3, 4, 32])  # f8[3, 4, 32]
-reshape_default_2 = reshape(a_scale, [3, 4, 1])  # f32[3, 4, 1]
-scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter([reshape_default_1], [w], [reshape_default_2], [b_scale], [None], 'sum', 1, bf16, False, 2, 'tp')  # bf16[3, 2, 16]
+reshape_default = reshape(a, [3, 4, 32])  # f8[3, 4, 32]
+reshape_default_1 = reshape(a_scale, [3, 4, 1])  # f32[3, 4, 1]
+scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[reshape_default], b_parts=[w],
+    a_scales=[reshape_default_1], b_scales=[b_scale], biases=[None], reduce_op='sum', scatter_dim=1, out_dtype=bf16,
+    use_fast_accum=False, group_size=2, group_name='tp')  # bf16[3, 2, 16]
 return (scaled_matmul_reduce_scatter_default)
-""")
+""",
+    )
 
 
 def test_scatter_whose_result_is_returned_before_the_wait() -> None:
@@ -570,21 +667,25 @@ def test_scatter_whose_result_is_returned_before_the_wait() -> None:
     a, w = b.input("a", [16, 8]), b.input("w", [8, 12])
     waited = b.scatter(b.mm(a, w))
     (unwaited,) = waited.all_input_nodes
-    assert_expected_inline(rewritten(b.returns(waited, unwaited)), """\
+    assert_expected_inline(
+        rewritten(b.returns(waited, unwaited)),
+        """\
 a: f32[16, 8]
 w: f32[8, 12]
-mm_default = mm(a, w)  # f32[16, 12]
-reduce_scatter_tensor_default = reduce_scatter_tensor(mm_default, 'sum', 4, 'tp')  # f32[4, 12]
-wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)  # f32[4, 12]
-return (wait_tensor_default, reduce_scatter_tensor_default)
+mm = mm(a, w)  # f32[16, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(mm, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[4, 12]
+return (wait_tensor, reduce_scatter_tensor)
 
 === becomes ===
 
 a: f32[16, 8]
 w: f32[8, 12]
-matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter([a], [w], [None], 'sum', 0, 4, 'tp')  # f32[4, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[4, 12]
 return (matmul_reduce_scatter_default, matmul_reduce_scatter_default)
-""")
+""",
+    )
 
 
 # --- both, and how groups are named ----------------------------------------------------------------------------
@@ -592,31 +693,36 @@ def test_matmul_between_goes_to_the_scatter_when_the_gather_has_another() -> Non
     b = GraphBuilder()
     x, w, v = b.input("x", [4, 8]), b.input("w", [8, 12]), b.input("v", [8, 6])
     whole = b.gather(x)
-    assert_expected_inline(rewritten(b.returns(b.scatter(b.mm(whole, w)), b.mm(whole, v))), """\
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.mm(whole, w)), b.mm(whole, v))),
+        """\
 x: f32[4, 8]
 w: f32[8, 12]
 v: f32[8, 6]
-all_gather_into_tensor_default = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[16, 8]
-mm_default = mm(wait_tensor_default, w)  # f32[16, 12]
-reduce_scatter_tensor_default = reduce_scatter_tensor(mm_default, 'sum', 4, 'tp')  # f32[4, 12]
-wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default)  # f32[4, 12]
-mm_default_1 = mm(wait_tensor_default, v)  # f32[16, 6]
-return (wait_tensor_default_1, mm_default_1)
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[16, 8]
+mm = mm(wait_tensor, w)  # f32[16, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(mm, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor_1 = wait_tensor(reduce_scatter_tensor)  # f32[4, 12]
+mm_1 = mm(wait_tensor, v)  # f32[16, 6]
+return (wait_tensor_1, mm_1)
 
 === becomes ===
 
 x: f32[4, 8]
 w: f32[8, 12]
 v: f32[8, 6]
-all_gather_matmul_default = asynctp::all_gather_matmul(x, [v], [None], 0, True, 4, 'tp')  # (f32[16, 6], f32[16, 8])
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[v], biases=[None], gather_dim=0,
+    return_a_full=True, group_size=4, group_name='tp')  # (f32[16, 6], f32[16, 8])
 getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 6]
 getitem_1 = getitem(all_gather_matmul_default, 1)  # f32[16, 8]
 reshape_default = reshape(getitem_1, [4, 4, 8])  # f32[4, 4, 8]
 reshape_default_1 = reshape(reshape_default, [16, 8])  # f32[16, 8]
-matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter([reshape_default_1], [w], [None], 'sum', 0, 4, 'tp')  # f32[4, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default_1], b_parts=[w],
+    biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[4, 12]
 return (matmul_reduce_scatter_default, getitem)
-""")
+""",
+    )
 
 
 def test_matmul_between_goes_to_the_gather_when_it_is_the_only_one() -> None:
@@ -626,32 +732,38 @@ def test_matmul_between_goes_to_the_gather_when_it_is_the_only_one() -> None:
     before = show(graph)
     report = run(graph, Config(strict="off"))
     assert [(remark.outcome, remark.name) for remark in report.remarks] == [("FUSED", ""), ("MISSED", "MATMUL_TAKEN")]
-    assert_expected_inline(f"{before}\n=== becomes ===\n\n{show(graph)}", """\
+    assert_expected_inline(
+        f"{before}\n=== becomes ===\n\n{show(graph)}",
+        """\
 x: f32[4, 8]
 w: f32[8, 12]
-all_gather_into_tensor_default = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[16, 8]
-mm_default = mm(wait_tensor_default, w)  # f32[16, 12]
-reduce_scatter_tensor_default = reduce_scatter_tensor(mm_default, 'sum', 4, 'tp')  # f32[4, 12]
-wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default)  # f32[4, 12]
-return (wait_tensor_default_1)
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[16, 8]
+mm = mm(wait_tensor, w)  # f32[16, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(mm, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor_1 = wait_tensor(reduce_scatter_tensor)  # f32[4, 12]
+return (wait_tensor_1)
 
 === becomes ===
 
 x: f32[4, 8]
 w: f32[8, 12]
-all_gather_matmul_default = asynctp::all_gather_matmul(x, [w], [None], 0, False, 4, 'tp')  # (f32[16, 12])
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 12])
 getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 12]
-reduce_scatter_tensor_default = reduce_scatter_tensor(getitem, 'sum', 4, 'tp')  # f32[4, 12]
-wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default)  # f32[4, 12]
-return (wait_tensor_default_1)
-""")
+reduce_scatter_tensor = reduce_scatter_tensor(getitem, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor_1 = wait_tensor(reduce_scatter_tensor)  # f32[4, 12]
+return (wait_tensor_1)
+""",
+    )
 
 
 def test_group_as_a_node() -> None:
     """Under compile_on_one_rank a graph carries the process group as an object."""
     module = load(CORPUS / "torch2.13_compile_on_one_rank" / "funcol_ag_2d_dim0__0.txt")
-    assert_expected_inline(rewritten(module.graph), """\
+    assert_expected_inline(
+        rewritten(module.graph),
+        """\
 arg0_1: Opaque
 arg1_1: f32[8, 32]
 arg2_1: f32[32, 16]
@@ -667,10 +779,12 @@ arg0_1: Opaque
 arg1_1: f32[8, 32]
 arg2_1: f32[32, 16]
 _opaque_obj0: NoneType
-all_gather_matmul_default = asynctp::all_gather_matmul(arg1_1, [arg2_1], [None], 0, False, 4, _opaque_obj0)  # (f32[32, 16])
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=arg1_1, bs=[arg2_1], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name=_opaque_obj0)  # (f32[32, 16])
 getitem = getitem(all_gather_matmul_default, 0)  # f32[32, 16]
 return (getitem)
-""")
+""",
+    )
 
 
 # --- what holds for every rewrite ------------------------------------------------------------------------------

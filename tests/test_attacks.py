@@ -1,0 +1,337 @@
+"""Graphs that once were rewritten wrongly, crashed the pass, or were refused without need.
+
+One function a graph: it builds the graph and returns its outputs. The table below says what becomes of each collective,
+in graph order (`F` is FUSED, else the code), and every graph must compute the same before and after.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lockstep import differences, evaluate
+from programs import Builder
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from asynctp_passes import Config, Report, run
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+FP8, OTHER_FP8 = torch.float8_e4m3fn, torch.float8_e5m2
+GROUP = "tp"
+
+
+def gathered(b: Builder, shard: Node) -> Node:
+    """All-gather and wait."""
+    return b.call(c10d.wait_tensor.default, b.call(c10d.all_gather_into_tensor.default, shard, b.world_size, GROUP))
+
+
+def scattered(b: Builder, full: Node) -> Node:
+    """Reduce-scatter and wait."""
+    result = b.call(c10d.reduce_scatter_tensor.default, full, "sum", b.world_size, GROUP)
+    return b.call(c10d.wait_tensor.default, result)
+
+
+def inputs(b: Builder, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Node]:
+    return [b.placeholder(shape, dtype) for shape in shapes]
+
+
+def chunks(b: Builder, x: Node, size: int, dim: int, into: int) -> Node:
+    """`cat(x.split(size, dim), into)`."""
+    return b.call(aten.cat.default, b.items(b.call(aten.split.Tensor, x, size, dim)), into)
+
+
+# --- memory: which tensors share it must not change ----------------------------------------------------
+def copy_of_gathered_then_mutated(b: Builder) -> list[Node]:
+    """The operand is a copy, so adding to the gathered tensor does not reach it."""
+    x, w = inputs(b, (4, 6), (6, 8))
+    full = gathered(b, x)
+    operand = b.call(aten.clone.default, full)
+    product = b.call(aten.mm.default, operand, w)
+    b.call(aten.add_.Tensor, full, 1)
+    return [product, operand, full]
+
+
+def base_of_operand_mutated(b: Builder) -> list[Node]:
+    """The operand is a view, so adding to its base does reach it."""
+    x, w = inputs(b, (2, 4, 6), (6, 8))
+    base = chunks(b, gathered(b, x), 2, 0, 1)
+    operand = b.call(aten.view.default, base, [16, 6])
+    product = b.call(aten.mm.default, operand, w)
+    b.call(aten.add_.Tensor, base, 1)
+    return [product, operand, base]
+
+
+# --- dtypes seen as others ---------------------------------------------------------------------------------
+def bytes_as_two_fp8_types(b: Builder) -> list[Node]:
+    (x,) = inputs(b, (16, 32), dtype=FP8)
+    w = b.placeholder((32, 16), FP8, strides=(1, 32))
+    one = b.placeholder((), torch.float32, "scale")
+    full = gathered(b, b.call(aten.view.dtype, x, torch.uint8))
+    seen = [b.call(aten.view.dtype, full, dtype) for dtype in (FP8, OTHER_FP8)]
+    return [b.call(aten._scaled_mm.default, a, w, one, one, None, None, torch.bfloat16) for a in seen]
+
+
+def words_as_two_half_types(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 8), dtype=torch.bfloat16)
+    (other,) = inputs(b, (6, 8), dtype=torch.float16)
+    full = gathered(b, b.call(aten.view.dtype, x, torch.int16))
+    seen = [b.call(aten.view.dtype, full, dtype) for dtype in (torch.bfloat16, torch.float16)]
+    return [b.call(aten.mm.default, a, weight) for a, weight in zip(seen, (w, other), strict=True)]
+
+
+def product_summed_as_integers(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 8))
+    return [scattered(b, b.call(aten.view.dtype, b.call(aten.mm.default, x, w), torch.int64))]
+
+
+def terms_added_as_integers(b: Builder) -> list[Node]:
+    x, y, w = inputs(b, (4, 6), (4, 6), (6, 8))
+    terms = [b.call(aten.view.dtype, b.call(aten.mm.default, a, w), torch.int64) for a in (x, y)]
+    return [scattered(b, b.call(aten.view.dtype, b.call(aten.add.Tensor, *terms), torch.float64))]
+
+
+# --- gathered scales -----------------------------------------------------------------------------------------
+def rowwise(
+    b: Builder, data_order: list[int] | None, scale_order: list[int] | None, wire: torch.dtype = torch.float32
+) -> list[Node]:
+    """Data [3, 4, 16] and its scales are gathered, then their dimensions [ranks, 3, 4] are permuted into rows."""
+    x, scale = b.placeholder((3, 4, 16), FP8), b.placeholder((3, 4, 1), torch.float32, "scale")
+    w, w_scale = b.placeholder((16, 16), FP8, strides=(1, 16)), b.placeholder((1, 16), torch.float32, "scale")
+    sent = b.call(aten.view.dtype, scale, wire) if wire != torch.float32 else scale
+    rows = []
+    for shard, order in ((x, data_order), (sent, scale_order)):
+        *_, width = shard.meta["val"].shape
+        full = b.call(aten.view.default, gathered(b, shard), [b.world_size, 3, 4, width])
+        full = full if order is None else b.call(aten.permute.default, full, order)
+        rows.append(b.call(aten.reshape.default, full, [-1, width]))
+    a_scale = b.call(aten.view.dtype, rows[1], torch.float32) if wire != torch.float32 else rows[1]
+    return [b.call(aten._scaled_mm.default, rows[0], w, a_scale, w_scale, None, None, torch.bfloat16)]
+
+
+def scaled_bias(b: Builder, shape: tuple[int, ...], dtype: torch.dtype) -> list[Node]:
+    x, w = b.placeholder((16, 32), FP8), b.placeholder((32, 16), FP8, strides=(1, 32))
+    one, bias = b.placeholder((), torch.float32, "scale"), b.placeholder(shape, dtype)
+    return [b.call(aten._scaled_mm.default, gathered(b, x), w, one, one, bias, None, torch.bfloat16)]
+
+
+# --- sizes, mutation, pieces -----------------------------------------------------------------------------------
+def kernel_that_mutates(b: Builder) -> list[Node]:
+    """A user's Triton kernel is a higher-order op: it has no schema that would say that it writes."""
+    x, w = inputs(b, (4, 6), (6, 8))
+    full = gathered(b, x)
+    kernel = b.graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_mutation, (), {"kwargs": {"x": x}})
+    kernel.meta["val"] = None
+    return [b.call(aten.mm.default, full, w)]
+
+
+def finer_split_of_moved_blocks(b: Builder) -> list[Node]:
+    """The pieces of the second split start at 0, 1, 4, 5: they count, but not at one distance."""
+    x, w = inputs(b, (1, 2, 2), (4, 3))
+    moved = chunks(b, gathered(b, x), 1, 0, 2)
+    return [b.call(aten.mm.default, b.call(aten.reshape.default, chunks(b, moved, 1, 2, 2), [2, 4]), w)]
+
+
+def finer_pieces_swapped(b: Builder) -> list[Node]:
+    x, w = inputs(b, (1, 2, 2), (4, 3))
+    pieces = b.items(b.call(aten.split.Tensor, chunks(b, gathered(b, x), 1, 0, 2), 1, 2))
+    swapped = b.call(aten.cat.default, [pieces[place] for place in (0, 1, 3, 2)], 2)
+    return [b.call(aten.mm.default, b.call(aten.reshape.default, swapped, [2, 4]), w)]
+
+
+# --- chains that meet ----------------------------------------------------------------------------------------
+def scatter_feeds_gather(b: Builder) -> list[Node]:
+    x, w, v = inputs(b, (4, 6), (6, 8), (8, 5))
+    return [b.call(aten.mm.default, gathered(b, scattered(b, b.call(aten.mm.default, x, w))), v)]
+
+
+def gather_feeds_weight_of_gather(b: Builder) -> list[Node]:
+    x, w, y = inputs(b, (4, 6), (6, 8), (3, 8))
+    return [b.call(aten.mm.default, gathered(b, y), b.call(aten.mm.default, gathered(b, x), w))]
+
+
+def three_gathers_in_a_circle(b: Builder) -> list[Node]:
+    *shards, w = inputs(b, (4, 8), (4, 8), (4, 8), (8, 8))
+    fulls = [gathered(b, shard) for shard in shards]
+    products = [b.call(aten.mm.default, full, w) for full in fulls]
+    crossed = [b.call(aten.mm.default, fulls[i], products[(i + 1) % 3]) for i in range(3)]
+    return [*products, *crossed]
+
+
+Attack = Callable[[Builder], list[Node]]
+GRAPHS: dict[str, tuple[Attack, list[str]]] = {
+    "copy of gathered, mutated": (copy_of_gathered_then_mutated, ["F"]),
+    "base of operand, mutated": (base_of_operand_mutated, ["F"]),
+    "bytes as two fp8 types": (bytes_as_two_fp8_types, ["F"]),
+    "words as two half types": (words_as_two_half_types, ["F"]),
+    "product summed as integers": (product_summed_as_integers, ["ATP105"]),
+    "terms added as integers": (terms_added_as_integers, ["ATP111"]),
+    "scales as they come": (lambda b: rowwise(b, None, None), ["F", "F"]),
+    "scales and data transposed": (lambda b: rowwise(b, [0, 2, 1, 3], [0, 2, 1, 3]), ["F", "F"]),
+    "scales transposed": (lambda b: rowwise(b, None, [0, 2, 1, 3]), ["F", "F"]),
+    "data transposed": (lambda b: rowwise(b, [0, 2, 1, 3], None), ["F", "F"]),
+    "rank in the middle": (lambda b: rowwise(b, [2, 0, 1, 3], [2, 0, 1, 3]), ["F", "F"]),
+    "scales travel as integers": (lambda b: rowwise(b, None, None, wire=torch.int32), ["F", "F"]),
+    "scaled bias of one number": (lambda b: scaled_bias(b, (), torch.bfloat16), ["ATP205"]),
+    "scaled bias of one element": (lambda b: scaled_bias(b, (1,), torch.bfloat16), ["ATP205"]),
+    "scaled bias in float64": (lambda b: scaled_bias(b, (16,), torch.float64), ["ATP301"]),
+    "finer split of moved blocks": (finer_split_of_moved_blocks, ["F"]),
+    "finer pieces swapped": (finer_pieces_swapped, ["ATP101"]),
+    "scatter feeds gather": (scatter_feeds_gather, ["F", "F"]),
+    "gather feeds weight of gather": (gather_feeds_weight_of_gather, ["F", "F"]),
+    "three gathers in a circle": (three_gathers_in_a_circle, ["F", "F", "ATP203"]),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_outcome_and_results(name: str) -> None:
+    attack, outcomes = GRAPHS[name]
+    builder = attacked(attack)
+    rewritten, report = rewrite(builder.graph)
+    assert codes(report) == outcomes
+    results = [evaluate(graph, values(builder)) for graph in (builder.graph, rewritten)]
+    assert differences(*results) == []
+
+
+def test_higher_order_op_that_mutates_is_a_barrier() -> None:
+    _, report = rewrite(attacked(kernel_that_mutates).graph)
+    assert codes(report) == ["ATP204"]
+
+
+# --- graphs without values -------------------------------------------------------------------------------------
+def node_names(attack: Attack) -> list[str]:
+    return [node.name for node in attacked(attack).graph.nodes if node.op != "output"]
+
+
+def rowwise_with_views(b: Builder) -> list[Node]:
+    (product,) = rowwise(b, [2, 0, 1, 3], [2, 0, 1, 3])
+    return [product, scattered(b, product)]
+
+
+@pytest.mark.parametrize("attack", [rowwise_with_views, base_of_operand_mutated, scatter_feeds_gather])
+def test_a_node_without_value_is_no_crash(attack: Attack) -> None:
+    for name in node_names(attack):
+        graph = attacked(attack).graph
+        next(node for node in graph.nodes if node.name == name).meta.pop("val")
+        rewritten, report = rewrite(graph)
+        assert report.remarks
+        rewritten.lint()
+
+
+def test_real_tensors_and_mixed_fake_modes_are_refused() -> None:
+    for every in (1, 2):
+        graph, other = attacked(scatter_feeds_gather).graph, Builder(operator.itemgetter(0), 2).mode
+        for index, node in enumerate(graph.nodes):
+            value = node.meta.get("val")
+            if value is not None and index % every == 0:
+                real = torch.zeros(value.shape, dtype=value.dtype)
+                node.meta["val"] = real if every == 1 else other.from_tensor(real)
+        rewritten, report = rewrite(graph)
+        assert codes(report) == ["ATP207", "ATP207"]
+        assert str(rewritten) == str(graph)
+
+
+# --- symbolic sizes ------------------------------------------------------------------------------------------
+def symbolic(b: Builder) -> tuple[Node, Any]:
+    """A product of a gathered tensor with a symbolic number of rows, and the gathered tensor."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    assert b.shape_env is not None
+    source = ConstantSource("rows")
+    symbol = b.shape_env.create_symbol(4, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    rows = b.shape_env.create_symintnode(symbol, hint=4, source=source)
+    x, w = b.placeholder((rows, 6), torch.float64), b.placeholder((6, 8), torch.float64)  # type: ignore[arg-type]
+    full = gathered(b, x)
+    return b.call(aten.mm.default, full, w), full
+
+
+def test_sizes_of_the_gathered_tensor_do_not_keep_it_alive() -> None:
+    for reader, arguments in ((aten.sym_size.int, [0]), (aten.sym_numel.default, []), (aten.sym_stride.int, [0])):
+
+        def attack(b: Builder, reader: Any = reader, arguments: list[int] = arguments) -> list[Node]:
+            product, full = symbolic(b)
+            size = b.call(reader, full, *arguments)
+            filled = b.graph.call_function(aten.full.default, (), {"size": [size], "fill_value": 1.0})
+            filled.meta["val"] = None
+            return [product, size, filled]
+
+        builder = attacked(attack, ShapeEnv())
+        assert builder.shape_env is not None
+        guards = len(builder.shape_env.guards)
+        rewritten, report = rewrite(builder.graph)
+        assert codes(report) == ["F"]
+        assert len(builder.shape_env.guards) == guards
+        assert not rewritten.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)
+
+
+def test_size_of_a_side_view_that_no_input_carries() -> None:
+    def attack(b: Builder) -> list[Node]:
+        product, full = symbolic(b)
+        assert b.shape_env is not None
+        unbacked = b.shape_env.create_unbacked_symint()
+        piece = b.graph.call_function(aten.slice.Tensor, (full, 0, 0, 3))
+        with b.mode:
+            piece.meta["val"] = torch.empty(unbacked, 6, dtype=torch.float64)
+        size = b.graph.call_function(aten.sym_size.int, (piece, 0))
+        size.meta["val"] = unbacked
+        return [product, size]
+
+    graph = attacked(attack, ShapeEnv()).graph
+    rewritten, report = rewrite(graph)
+    assert codes(report) == ["ATP108"]
+    assert str(rewritten) == str(graph)
+
+
+# --- time ------------------------------------------------------------------------------------------------------
+def test_large_graphs_take_time_in_proportion() -> None:
+    """500 collectives in a graph of 20 thousand nodes: a search from each over all the graph would take minutes."""
+
+    def attack(b: Builder) -> list[Node]:
+        x, w = inputs(b, (4, 8), (8, 8))
+        total = gathered(b, x)
+        for _ in range(250):
+            product = b.call(aten.mm.default, gathered(b, x), w)
+            total = b.call(aten.add.Tensor, total, gathered(b, scattered(b, product)))
+        for _ in range(18_000):
+            total = b.call(aten.relu.default, total)
+        return [total]
+
+    graph = attacked(attack).graph
+    start = time.perf_counter()
+    run(graph, Config(strict="off", log=False, trace=False))
+    assert time.perf_counter() - start < 20
+
+
+# --- helpers -----------------------------------------------------------------------------------------------------
+def attacked(attack: Attack, shape_env: ShapeEnv | None = None) -> Builder:
+    """A finished graph."""
+    builder = Builder(operator.itemgetter(0), 2, shape_env)
+    builder.graph.output(tuple(attack(builder)))
+    return builder
+
+
+def rewrite(graph: Graph) -> tuple[Graph, Report]:
+    """A rewritten copy, with the same names and fake values."""
+    twins: dict[Node, Node] = {}
+    rewritten = Graph()
+    for node in graph.nodes:
+        twins[node] = rewritten.node_copy(node, twins.__getitem__)
+        twins[node].meta = copy.copy(node.meta)
+    return rewritten, run(rewritten, Config(strict="off", log=False, trace=False))
+
+
+def codes(report: Report) -> list[str]:
+    return [remark.code if remark.outcome != "FUSED" else "F" for remark in report.remarks]
+
+
+def values(builder: Builder) -> list[list[torch.Tensor]]:
+    """Placeholder values for every rank, the same at every call."""
+    generators = [torch.Generator().manual_seed(rank) for rank in range(builder.world_size)]
+    return [[value.make(generator) for value in builder.inputs] for generator in generators]

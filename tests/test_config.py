@@ -1,0 +1,221 @@
+"""Every field of the configuration: what it takes, what it refuses and with which words, and where it is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from asynctp_passes import Config, ConfigError
+from asynctp_passes.config import RUNTIME_VARIABLES, cpu_implementation
+
+SINKS = {"log": False, "trace": False, "report_file": "reports.jsonl", "graph_dir": "pages"}
+OTHERS: dict[str, Any] = {"groups": "tp", "strict": "all", "expect": 1, "min_bytes": 1, "min_flops": 1}
+
+BAD = [
+    # field, value, what the message must name besides the field and the value
+    ("groups", (), '"auto" or at least one group'),
+    ("groups", "", "a non-empty group name"),
+    ("groups", ("tp", ""), "a non-empty group name"),
+    ("groups", 3, "group names, ProcessGroups or DeviceMeshes"),
+    ("groups", ("tp", None), "group names, ProcessGroups or DeviceMeshes"),
+    ("strict", "some", "one of ('off', 'zero', 'all')"),
+    ("strict", True, "one of ('off', 'zero', 'all')"),
+    ("strict", None, "one of ('off', 'zero', 'all')"),
+    ("expect", -1, "an integer >= 0"),
+    ("expect", 1.0, "an integer >= 0"),
+    ("expect", True, "an integer >= 0"),
+    ("min_bytes", -1, "an integer >= 0"),
+    ("min_bytes", "1 MiB", "an integer >= 0"),
+    ("min_flops", -1, "an integer >= 0"),
+    ("min_flops", None, "an integer >= 0"),
+    ("log", 1, "True or False"),
+    ("trace", "yes", "True or False"),
+    ("report_file", "", "a path, or None"),
+    ("report_file", 3, "a path, or None"),
+    ("graph_dir", "", "a path, or None"),
+    ("graph_dir", True, "a path, or None"),
+]
+
+BAD_VARIABLES = [
+    # variable, text, what the message must name besides them
+    ("ASYNCTP_STRICT", "ALL", "one of ('off', 'zero', 'all')"),
+    ("ASYNCTP_EXPECT", "many", "an integer >= 0"),
+    ("ASYNCTP_EXPECT", "-1", "an integer >= 0"),
+    ("ASYNCTP_MIN_BYTES", "1e6", "an integer >= 0"),
+    ("ASYNCTP_MIN_FLOPS", "", "an integer >= 0"),
+    ("ASYNCTP_LOG", "maybe", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
+    ("ASYNCTP_TRACE", "2", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
+    ("ASYNCTP_GROUPS", " , ", '"auto" or at least one group'),
+    ("ASYNCTP_STRICTT", "all", "'strict'"),
+]
+
+GOOD_VARIABLES = [
+    # variable, text, field, value
+    ("ASYNCTP_GROUPS", "auto", "groups", "auto"),
+    ("ASYNCTP_GROUPS", "tp", "groups", ("tp",)),
+    ("ASYNCTP_GROUPS", " tp , cp,", "groups", ("cp", "tp")),
+    ("ASYNCTP_STRICT", "all", "strict", "all"),
+    ("ASYNCTP_EXPECT", "8", "expect", 8),
+    ("ASYNCTP_MIN_BYTES", "1000000", "min_bytes", 1_000_000),
+    ("ASYNCTP_MIN_FLOPS", "0", "min_flops", 0),
+    ("ASYNCTP_LOG", "OFF", "log", False),
+    ("ASYNCTP_LOG", "1", "log", True),
+    ("ASYNCTP_TRACE", "false", "trace", False),
+    ("ASYNCTP_REPORT_FILE", "/tmp/reports.jsonl", "report_file", "/tmp/reports.jsonl"),
+    ("ASYNCTP_REPORT_FILE", "", "report_file", None),
+    ("ASYNCTP_GRAPH_DIR", "pages", "graph_dir", "pages"),
+]
+
+
+# --- values --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("field", "value", "limit"), BAD, ids=str)
+def test_bad_values_are_named_with_their_limit(field: str, value: object, limit: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Config(**{field: value})
+    message = str(raised.value)
+    assert message.startswith(f"asynctp: {field}")
+    assert limit in message
+    assert repr(value) in message or any(repr(member) in message for member in (value if value else ()))  # type: ignore[attr-defined]
+
+
+def test_every_field_has_a_bad_value() -> None:
+    assert {field for field, _, _ in BAD} == set(Config.field_names())
+
+
+def test_config_error_is_a_value_error() -> None:
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_paths_become_text() -> None:
+    config = Config(report_file=Path("a") / "b.jsonl", graph_dir=Path("c"))  # type: ignore[arg-type]
+    assert (config.report_file, config.graph_dir) == ("a/b.jsonl", "c")
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"option='strickt' is not valid; it must be one of \('groups', 'strict'"):
+        Config.from_options({"strickt": "all"}, environ={})
+
+
+# --- the environment -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("variable", "text", "field", "value"), GOOD_VARIABLES)
+def test_variables(variable: str, text: str, field: str, value: object) -> None:
+    assert Config.from_options(environ={variable: text, "PATH": "/bin"}) == Config(**{field: value})  # type: ignore[arg-type]
+
+
+def test_every_field_has_a_variable() -> None:
+    assert {field for _, _, field, _ in GOOD_VARIABLES} == set(Config.field_names())
+
+
+@pytest.mark.parametrize(("variable", "text", "limit"), BAD_VARIABLES)
+def test_bad_variables_are_named_with_their_limit(variable: str, text: str, limit: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Config.from_options(environ={variable: text})
+    message = str(raised.value)
+    assert variable in message or variable.removeprefix("ASYNCTP_").lower() in message
+    assert limit in message
+
+
+def test_options_win_over_variables_and_variables_over_defaults() -> None:
+    environ = {"ASYNCTP_STRICT": "all", "ASYNCTP_EXPECT": "3"}
+    config = Config.from_options({"strict": "off"}, environ)
+    assert (config.strict, config.expect, config.min_bytes) == ("off", 3, 0)
+
+
+def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCTP_MIN_FLOPS", "7")
+    assert Config.from_options().min_flops == 7
+    assert Config().min_flops == 0, "a Config built by hand does not depend on the environment"
+
+
+@pytest.mark.parametrize("name", RUNTIME_VARIABLES)
+def test_variables_of_the_running_ops_are_no_fields(name: str) -> None:
+    assert Config.from_options(environ={f"ASYNCTP_{name.upper()}": "30"}) == Config()
+
+
+def test_cpu_implementation() -> None:
+    key = "ASYNCTP_CPU_IMPLEMENTATION"
+    assert cpu_implementation({}) == "reference"
+    assert cpu_implementation({key: "interpreted"}) == "interpreted"
+    with pytest.raises(ConfigError, match=r"ASYNCTP_CPU_IMPLEMENTATION='fast' .* \('reference', 'interpreted'\)"):
+        cpu_implementation({key: "fast"})
+
+
+# --- groups --------------------------------------------------------------------------------------------------
+@pytest.fixture
+def world() -> Iterator[None]:
+    """A process group of four ranks that communicates with no one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def test_groups_are_kept_as_sorted_names() -> None:
+    assert Config(groups="tp").groups == ("tp",)
+    assert Config(groups=["tp", "cp", "tp"]) == Config(groups={"cp", "tp"}) == Config(groups=("cp", "tp"))
+
+
+@pytest.mark.usefixtures("world")
+def test_groups_from_process_groups_and_meshes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group = mesh["tp"].get_group()
+    expected = Config(groups=group.group_name)
+    assert Config(groups=group) == expected
+    assert Config(groups=mesh["tp"]) == expected
+    assert Config(groups=[group, mesh["tp"], group.group_name]) == expected
+    assert Config(groups=[mesh["tp"], mesh["dp"]]).groups == tuple(
+        sorted(str(mesh[name].get_group().group_name) for name in ("dp", "tp"))
+    )
+
+
+@pytest.mark.usefixtures("world")
+def test_a_mesh_of_two_dimensions_is_refused_with_the_remedy() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ConfigError, match=r'a mesh of one dimension \(slice it first: mesh\["tp"\]\)'):
+        Config(groups=mesh)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_config_holds_no_process_group() -> None:
+    config = Config(groups=dist.group.WORLD)
+    assert isinstance(config.groups, tuple)
+    assert all(type(name) is str for name in config.groups)
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+# --- a value among values --------------------------------------------------------------------------------------
+def test_frozen_hashable_picklable() -> None:
+    config = Config(groups=["tp"], strict="all")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.strict = "off"  # type: ignore[misc]
+    assert len({config, Config(groups=("tp",), strict="all"), Config()}) == 2
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize("field", SINKS)
+def test_sinks_leave_the_digest_alone(field: str) -> None:
+    changed = dataclasses.replace(Config(), **{field: SINKS[field]})
+    assert changed != Config()
+    assert changed.digest() == Config().digest()
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_all_other_fields_change_the_digest(field: str) -> None:
+    assert dataclasses.replace(Config(), **{field: OTHERS[field]}).digest() != Config().digest()
+
+
+def test_every_field_is_a_sink_or_changes_the_digest() -> None:
+    assert {*SINKS, *OTHERS} == set(Config.field_names())
+
+
+def test_the_digest_is_the_same_in_every_process() -> None:
+    """It is part of the key of caches on disk."""
+    assert Config().digest() == "22ef27dce8fdc985"
+    assert Config(groups=["b", "a"], strict="all").digest() == Config(groups=("a", "b"), strict="all").digest()

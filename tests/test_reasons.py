@@ -1,0 +1,443 @@
+"""A table of small graphs, at least one for each reason, and what the pass says about each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import floordiv, getitem
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory  # registers symm_mem.fused_*
+from graph_builder import GraphBuilder, aten, c10d, snapshot
+from torch.fx import Graph, Node
+
+from asynctp_passes import Config, Remark, run
+from asynctp_passes.reasons import CATALOGUE
+
+FP8 = torch.float8_e4m3fn
+
+Build = Callable[[GraphBuilder], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        build: Builds a graph on four ranks and returns what it returns.
+        name: The expected reason, of the collective that comes last in the graph.
+        fact: What the remark must mention.
+        config: Fields of the configuration, where they are not the defaults.
+        ranks: Number of ranks.
+        fused: Number of chains of the graph that are fused all the same.
+    """
+
+    build: Build
+    name: str
+    fact: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 4
+    fused: int = 0
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}-{self.build.__name__}"
+
+    def graph(self) -> Graph:
+        b = GraphBuilder(ranks=self.ranks)
+        out = self.build(b)
+        return b.returns(*(out if isinstance(out, tuple) else (out,)))
+
+
+ROWS: list[Row] = []
+
+
+def row(name: str, fact: str = "", *, ranks: int = 4, fused: int = 0, **config: Any) -> Callable[[Build], Build]:
+    """Add the decorated builder to the table."""
+
+    def add(build: Build) -> Build:
+        ROWS.append(Row(build, name, fact, config, ranks, fused))
+        return build
+
+    return add
+
+
+# --- pieces of graphs ----------------------------------------------------------------------------------------
+def gathered(b: GraphBuilder, *shape: int, dtype: torch.dtype = torch.float32) -> Node:
+    """A gathered shard; `[4, 8]`, so `[16, 8]` together, unless said otherwise."""
+    return b.gather(b.input("x", shape or [4, 8], dtype))
+
+
+def times(b: GraphBuilder, a: Node, columns: int = 12) -> Node:
+    """`a @ w`."""
+    value = a.meta["val"]
+    return b.mm(a, b.input("w", [value.shape[-1], columns], value.dtype, device=value.device.type))
+
+
+def product(b: GraphBuilder, name: str = "a", rows: int = 16) -> Node:
+    """A product `[rows, 12]` to scatter."""
+    return b.mm(b.input(name, [rows, 8]), b.input(f"{name}_w", [8, 12]))
+
+
+def scaled(b: GraphBuilder, a_scale: list[int], b_scale: list[int], **kwargs: Any) -> Node:
+    """A scaled product `[16, 12]` of a gathered operand `[16, 32]`."""
+    w = b.input("w", [32, 16], FP8, column_major=True)
+    scales = b.input("a_scale", a_scale), b.input("b_scale", b_scale)
+    return b.scaled_mm(gathered(b, 4, 32, dtype=FP8), w, *scales, **kwargs)
+
+
+# --- 0xx scope -------------------------------------------------------------------------------------------------
+@row("GROUP_NOT_ENROLLED", "group tp of dp, ep", groups=("dp", "ep"))
+def gather_of_another_group(b: GraphBuilder) -> Node:
+    return times(b, gathered(b))
+
+
+@row("NO_MATMUL", "all_gather_into_tensor")
+def gather_that_is_returned(b: GraphBuilder) -> Node:
+    return gathered(b)
+
+
+@row("NO_MATMUL", "reduce_scatter_tensor")
+def scatter_of_an_input(b: GraphBuilder) -> Node:
+    return b.scatter(b.input("x", [16, 8]))
+
+
+@row("NO_MATMUL", "all_reduce")
+def all_reduce_of_a_norm(b: GraphBuilder) -> Node:
+    return b.call(c10d.all_reduce.default, b.relu(b.input("x", [16])), "sum", "tp")
+
+
+@row("WEIGHT_GATHER", "group tp")
+def gather_of_a_weight(b: GraphBuilder) -> Node:
+    return b.mm(b.input("a", [6, 16]), gathered(b))
+
+
+@row("SINGLE_RANK", "tp", ranks=1)
+def gather_over_one_rank(b: GraphBuilder) -> Node:
+    return times(b, gathered(b))
+
+
+@row("ALREADY_FUSED", "symm_mem.fused_matmul_reduce_scatter")
+def scatter_that_pytorch_fused(b: GraphBuilder) -> Node:
+    a, w = b.input("a", [16, 8]), b.input("w", [8, 12])
+    with b.mode:
+        value = torch.empty(4, 12)
+    return b.call_like(value, torch.ops.symm_mem.fused_matmul_reduce_scatter.default, a, w, "sum", 0, "tp")
+
+
+@row("OTHER_COLLECTIVE", "all_to_all_single")
+def all_to_all(b: GraphBuilder) -> Node:
+    x = b.input("x", [16, 8])
+    return b.call_like(x.meta["val"], c10d.all_to_all_single.default, x, [4] * 4, [4] * 4, "tp")
+
+
+# --- 1xx structure ---------------------------------------------------------------------------------------------
+@row("PIECES_REORDERED", "cat: pieces start at elements")
+def gathered_pieces_reversed(b: GraphBuilder) -> Node:
+    return times(b, b.cat(b.chunks(gathered(b))[::-1]))
+
+
+@row("PIECES_REORDERED", "cat")
+def scattered_pieces_reversed(b: GraphBuilder) -> Node:
+    return b.scatter(b.cat(b.chunks(product(b))[::-1]))
+
+
+@row("PIECES_REORDERED", "flip")
+def gathered_rows_flipped(b: GraphBuilder) -> Node:
+    return times(b, b.call(aten.flip.default, gathered(b), [0]))
+
+
+@row("PIECES_REPEATED", "cat")
+def gathered_piece_twice(b: GraphBuilder) -> Node:
+    first, second, third, _ = b.chunks(gathered(b))
+    return times(b, b.cat([first, second, third, third]))
+
+
+@row("PIECES_REPEATED", "expand")
+def gathered_rows_expanded(b: GraphBuilder) -> Node:
+    wide = b.call(aten.expand.default, b.reshape(gathered(b), [16, 1, 8]), [16, 2, 8])
+    return times(b, b.reshape(wide, [32, 8]))
+
+
+@row("PIECES_MISSING", "covers 96 elements")
+def gathered_piece_dropped(b: GraphBuilder) -> Node:
+    return times(b, b.cat(b.chunks(gathered(b))[:3]))
+
+
+@row("PIECES_MISSING", "mm")
+def gathered_rows_trimmed(b: GraphBuilder) -> Node:
+    return times(b, b.call(aten.slice.Tensor, gathered(b), 0, 0, 15))
+
+
+@row("PIECES_MISSING", "slice")
+def scattered_rows_trimmed(b: GraphBuilder) -> Node:
+    return b.scatter(b.call(aten.slice.Tensor, product(b, rows=20), 0, 0, 16))
+
+
+@row("VIEW_NOT_UNDERSTOOD", "as_strided")
+def gathered_as_strided(b: GraphBuilder) -> Node:
+    return times(b, b.call(aten.as_strided.default, gathered(b), [16, 8], [8, 1]))
+
+
+@row("VIEW_NOT_UNDERSTOOD", "other tensors: extra")
+def gathered_beside_another_tensor(b: GraphBuilder) -> Node:
+    return times(b, b.cat([gathered(b), b.input("extra", [4, 8])]))
+
+
+@row("COMPUTED_BETWEEN", "relu -> mm")
+def relu_after_the_gather(b: GraphBuilder) -> Node:
+    return times(b, b.relu(gathered(b)))
+
+
+@row("COMPUTED_BETWEEN", "mm -> relu")
+def relu_before_the_scatter(b: GraphBuilder) -> Node:
+    return b.scatter(b.relu(product(b)))
+
+
+@row("COMPUTED_BETWEEN", "convert")
+def cast_after_the_gather(b: GraphBuilder) -> Node:
+    return times(b, b.call(torch.ops.prims.convert_element_type.default, gathered(b), torch.bfloat16))
+
+
+@row("QUANTIZED_AFTER_GATHER", "convert_element_type")
+def quantized_after_the_gather(b: GraphBuilder) -> Node:
+    fp8 = b.call(torch.ops.prims.convert_element_type.default, b.relu(gathered(b, 4, 32)), FP8)
+    w = b.input("w", [32, 16], FP8, column_major=True)
+    return b.scaled_mm(fp8, w, b.input("a_scale", []), b.input("b_scale", []))
+
+
+@row("NOT_ROWS_OR_CONTRACTION", "inside the contraction")
+def rank_innermost_in_the_contraction(b: GraphBuilder) -> Node:
+    blocks = b.reshape(gathered(b), [4, 4, 8])
+    return times(b, b.reshape(b.permute(blocks, [1, 2, 0]), [4, 32]))
+
+
+@row("NOT_ROWS_OR_CONTRACTION", "inside the output columns")
+def rank_inside_the_columns(b: GraphBuilder) -> Node:
+    columns = b.reshape(product(b), [16, 3, 4])
+    return b.scatter(b.reshape(b.permute(columns, [2, 0, 1]), [64, 3]))
+
+
+@row("SIZES_NOT_PROVEN", "cannot regroup")
+def symbolic_length_regrouped(b: GraphBuilder) -> Node:
+    x = b.input("x", [6, 8], dynamic=0)
+    third = b.call(floordiv, b.call(aten.sym_size.int, x, 0), 3)
+    with b.mode:
+        value = torch.empty(third.meta["val"], 96)
+    return times(b, b.call_like(value, aten.reshape.default, b.gather(x), [third, 96]))
+
+
+@row("GATHER_IS_RIGHT_OPERAND", "mm", groups=("tp",))
+def gather_for_a_weight_gradient(b: GraphBuilder) -> Node:
+    return b.mm(b.input("a", [6, 16]), gathered(b))
+
+
+@row("SUM_HAS_OTHER_TERM", "add")
+def residual_before_the_scatter(b: GraphBuilder) -> Node:
+    return b.scatter(b.add(product(b), b.input("residual", [16, 12])))
+
+
+@row("SUM_HAS_OTHER_TERM", "add")
+def sum_with_alpha(b: GraphBuilder) -> Node:
+    return b.scatter(b.call(aten.add.Tensor, product(b), product(b, "c"), alpha=2))
+
+
+@row("SUM_TERMS_DISAGREE", "laid out differently")
+def sum_of_a_product_and_a_transpose(b: GraphBuilder) -> Node:
+    square = b.mm(b.input("c", [12, 8]), b.input("v", [8, 12]))
+    return b.scatter(b.add(square, b.permute(b.mm(b.input("d", [12, 8]), b.input("u", [8, 12])), [1, 0])))
+
+
+@row("SUM_TERMS_DISAGREE", "mm and mm_1")
+def sum_of_products_of_two_shapes(b: GraphBuilder) -> Node:
+    other = b.mm(b.input("c", [32, 8]), b.input("v", [8, 6]))
+    return b.scatter(b.add(product(b), b.reshape(other, [16, 12])))
+
+
+@row("SUM_TERMS_DISAGREE", "added twice")
+def product_added_to_itself(b: GraphBuilder) -> Node:
+    out = product(b)
+    return b.scatter(b.add(out, out))
+
+
+@row("MATMUL_ALL_REDUCE", "mm")
+def product_all_reduced(b: GraphBuilder) -> Node:
+    return b.call(c10d.all_reduce.default, product(b), "sum", "tp")
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "all_gather_into_tensor_coalesced")
+def gather_coalesced(b: GraphBuilder) -> Node:
+    many = b.call(c10d.all_gather_into_tensor_coalesced.default, [b.input("x", [4, 8]), b.input("y", [4, 8])], 4, "tp")
+    first = b.call(c10d.wait_tensor.default, b.call(getitem, many, 0))
+    return times(b, first)
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "reduce_scatter_tensor_coalesced")
+def scatter_coalesced(b: GraphBuilder) -> Node:
+    return b.call(c10d.reduce_scatter_tensor_coalesced.default, [product(b), product(b, "c")], "sum", 4, "tp")
+
+
+@row("UNEVEN_SHARDS", "index_select")
+def padding_removed_after_the_gather(b: GraphBuilder) -> Node:
+    kept = b.input("kept", [15], torch.int64)
+    return times(b, b.call(aten.index_select.default, gathered(b), 0, kept))
+
+
+@row("UNEVEN_SHARDS", "constant_pad_nd")
+def padding_before_the_scatter(b: GraphBuilder) -> Node:
+    return b.scatter(b.call(aten.constant_pad_nd.default, product(b, rows=15), [0, 0, 0, 1]))
+
+
+@row("MATMUL_NOT_UNDERSTOOD", "bmm")
+def gather_for_a_batched_matmul(b: GraphBuilder) -> Node:
+    return b.call(aten.bmm.default, gathered(b, 1, 4, 8), b.input("w", [4, 8, 12]))
+
+
+@row("MATMUL_NOT_UNDERSTOOD", "bmm")
+def scatter_of_a_batched_matmul(b: GraphBuilder) -> Node:
+    return b.scatter(b.call(aten.bmm.default, b.input("a", [4, 4, 8]), b.input("w", [4, 8, 12])))
+
+
+# --- 2xx legality ----------------------------------------------------------------------------------------------
+@row("REDUCE_OP_UNSUPPORTED", "'max'")
+def scatter_of_a_maximum(b: GraphBuilder) -> Node:
+    return b.scatter(product(b), "max")
+
+
+@row("PRODUCT_HAS_OTHER_USERS", "mm is used by relu")
+def product_used_elsewhere(b: GraphBuilder) -> tuple[Node, Node]:
+    out = product(b)
+    return b.relu(out), b.scatter(out)
+
+
+@row("OPERAND_DEPENDS_ON_GATHER", "mm")
+def gather_times_itself(b: GraphBuilder) -> Node:
+    whole = gathered(b)
+    return b.mm(whole, b.permute(b.relu(whole), [1, 0]))
+
+
+@row("OPERAND_DEPENDS_ON_GATHER", "through the matmul of another chain", fused=1)
+def two_gathers_that_wait_for_each_other(b: GraphBuilder) -> tuple[Node, ...]:
+    """Each gather has a matmul whose weight comes from a matmul of the other one: only one can be a single op."""
+    x, y = gathered(b, 2, 8), b.gather(b.input("y", [2, 8]))
+    first, second = times(b, x, 8), b.mm(y, b.input("v", [8, 8]))
+    return b.mm(x, second), b.mm(y, first)
+
+
+@row("MUTATED_IN_BETWEEN", "all_gather_into_tensor")
+def mutation_between(b: GraphBuilder) -> Node:
+    whole, w = gathered(b), b.input("w", [8, 12])
+    b.call(aten.copy_.default, w, b.input("new", [8, 12]))
+    return b.mm(whole, w)
+
+
+@row("ADDMM_SCALED", "alpha=2")
+def addmm_with_alpha(b: GraphBuilder) -> Node:
+    return b.call(aten.addmm.default, b.input("bias", [12]), gathered(b), b.input("w", [8, 12]), alpha=2)
+
+
+@row("ADDMM_SCALED", "bias has shape [16, 12]")
+def addmm_with_a_matrix(b: GraphBuilder) -> Node:
+    a, w = b.input("a", [16, 8]), b.input("w", [8, 12])
+    return b.scatter(b.call(aten.addmm.default, b.input("residual", [16, 12]), a, w))
+
+
+@row("RESULT_SCALED", "_scaled_mm")
+def scaled_matmul_with_a_result_scale(b: GraphBuilder) -> Node:
+    return scaled(b, [], [], scale_result=b.input("result_scale", []))
+
+
+@row("SHAPE_UNKNOWN", "all_gather_into_tensor")
+def gather_without_a_fake_tensor(b: GraphBuilder) -> Node:
+    whole = gathered(b)
+    out = times(b, whole)
+    del whole.all_input_nodes[0].meta["val"]
+    return out
+
+
+@row("SHAPE_UNKNOWN", "reshape")
+def view_without_a_fake_tensor(b: GraphBuilder) -> Node:
+    view = b.reshape(gathered(b, 1, 4, 8), [16, 8])
+    out = times(b, view)
+    del view.meta["val"]
+    return out
+
+
+@row("MATMUL_TAKEN", "mm", fused=1)
+def matmul_between_gather_and_scatter(b: GraphBuilder) -> Node:
+    return b.scatter(times(b, gathered(b)))
+
+
+# --- 3xx kernel limits, 4xx cost -------------------------------------------------------------------------------
+@row("DTYPE_UNSUPPORTED", "torch.int32 @ torch.int32")
+def gather_of_integers(b: GraphBuilder) -> Node:
+    return times(b, gathered(b, dtype=torch.int32))
+
+
+@row("DEVICE_UNSUPPORTED", "xpu")
+def gather_on_another_device(b: GraphBuilder) -> Node:
+    return times(b, b.gather(b.input("x", [4, 8], device="xpu")))
+
+
+@row("SCALES_UNSUPPORTED", "scales [16, 2] and [2, 16]")
+def blockwise_scales(b: GraphBuilder) -> Node:
+    return scaled(b, [16, 2], [2, 16])
+
+
+@row("BELOW_THRESHOLD", "384 bytes < min_bytes=1000", min_bytes=1000)
+def small_gather(b: GraphBuilder) -> Node:
+    return times(b, gathered(b))
+
+
+@row("BELOW_THRESHOLD", "operations < min_flops=10000", min_flops=10_000)
+def small_matmul(b: GraphBuilder) -> Node:
+    return b.scatter(product(b))
+
+
+# --- the tests -------------------------------------------------------------------------------------------------
+def remarks_of(line: Row, graph: Graph) -> tuple[Remark, ...]:
+    return run(graph, Config(strict="off", log=False, trace=False, **line.config)).remarks
+
+
+@pytest.mark.parametrize("line", ROWS, ids=[line.id for line in ROWS])
+def test_reason(line: Row) -> None:
+    graph = line.graph()
+    before = snapshot(graph)
+    remarks = remarks_of(line, graph)
+    graph.lint()
+    reason, remark = CATALOGUE[line.name], remarks[-1]
+    assert (remark.name, remark.code) == (line.name, reason.code), remark
+    assert remark.outcome == ("MISSED" if reason.in_scope else "SKIPPED")
+    assert line.fact in remark.message
+    assert remark.hint == reason.hint
+    assert remark.collective in {node.name for node in graph.nodes}
+    assert len([remark for remark in remarks if remark.outcome == "FUSED"]) == line.fused
+    if not line.fused:
+        assert snapshot(graph) == before
+
+
+def test_the_table_reaches_every_reason() -> None:
+    assert {line.name for line in ROWS} == set(CATALOGUE)
+
+
+def test_the_catalogue_is_well_formed() -> None:
+    codes = [reason.code for reason in CATALOGUE.values()]
+    assert len(set(codes)) == len(codes)
+    for name, reason in CATALOGUE.items():
+        assert name == reason.name
+        assert reason.text
+        assert reason.hint
+        assert not reason.text.endswith(".")
+        assert reason.in_scope == (reason.code[3] not in "04")
+
+
+@pytest.mark.parametrize("line", ROWS, ids=[line.id for line in ROWS])
+def test_remarks_name_the_place(line: Row) -> None:
+    """The nodes of a remark are in the graph, its collective among them."""
+    graph = line.graph()
+    names = {node.name for node in graph.nodes}
+    for remark in remarks_of(line, graph):
+        assert remark.collective in remark.nodes
+        assert set(remark.nodes) <= names

@@ -1,0 +1,233 @@
+"""Reports: what they print, and that they outlive the graph. `EXPECTTEST_ACCEPT=1` writes the expectations anew."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from graph_builder import GraphBuilder
+
+from asynctp_passes import Config, Remark, Report, run
+from asynctp_passes.cost import Cost, Machine
+
+FUSED = Remark(
+    "FUSED",
+    "all_gather_matmul",
+    "all_gather_into_tensor",
+    nodes=("all_gather_into_tensor", "wait_tensor", "mm"),
+    source="model.py:12",
+    group="tp",
+    group_size=4,
+    shapes={"input": "bf16[1024, 4096]", "output": "bf16[4096, 4096]"},
+    op="asynctp::all_gather_matmul",
+    implementation="unfused",
+    comm_bytes=25165824,
+    flops=34359738368,
+    estimate_us={"comm": 68.0, "matmul": 45.2, "serial": 113.2, "overlapped": 68.0},
+)
+MISSED = Remark(
+    "MISSED",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "ATP110",
+    "SUM_HAS_OTHER_TERM",
+    "a term is not a matmul [add]",
+    "add it after the reduce-scatter",
+    nodes=("mm_1", "add", "reduce_scatter_tensor"),
+    shapes={"input": "bf16[4096, 4096]"},
+)
+SKIPPED = Remark(
+    "SKIPPED", "all_reduce", "all_reduce", "ATP002", "NO_MATMUL", "no matmul [a]", "nothing to do", ("all_reduce",)
+)
+OTHER_SKIPPED = dataclasses.replace(SKIPPED, collective="all_reduce_1", message="no matmul [b]")
+REPORT = Report("graph 0/0", "forward", (FUSED, MISSED, SKIPPED, OTHER_SKIPPED), "2.13.0", "c0ffee", "deca")
+
+
+def real_report() -> Report:
+    """One fused, one missed and two skipped collectives, from a graph whose matmul knows its line."""
+    b = GraphBuilder()
+    x, w, a, norm = (
+        b.input(name, shape) for name, shape in {"x": [4, 8], "w": [8, 12], "a": [16, 8], "n": [4]}.items()
+    )
+    out = b.mm(b.gather(x), w)
+    out.meta["stack_trace"] = (
+        '  File "train.py", line 3, in step\n  File "model.py", line 12, in forward\n    return x @ w'
+    )
+    missed = b.scatter(b.mm(a, w), "max")
+    sums = [b.call(torch.ops._c10d_functional.all_reduce.default, norm, "sum", "tp") for _ in range(2)]
+    return run(b.returns(out, missed, *sums), Config(strict="off", log=False, trace=False))
+
+
+# --- what people read ------------------------------------------------------------------------------------------
+def test_print() -> None:
+    assert_expected_inline(
+        str(REPORT),
+        """\
+asynctp: graph 0/0 (forward): 1 of 2 chains fused, 1 missed, 2 other collectives skipped
++ FUSED   all_gather_matmul: all_gather_into_tensor -> wait_tensor -> mm  (model.py:12)
+    asynctp::all_gather_matmul over group 'tp' of 4; input bf16[1024, 4096]  output bf16[4096, 4096]
+    implementation: unfused; 24 MiB, 34.4 GFLOP, model: 113 us one after the other, at best 68 us overlapped
+! MISSED  reduce_scatter: mm_1 -> add -> reduce_scatter_tensor
+    ATP110 SUM_HAS_OTHER_TERM: a term is not a matmul [add]
+    remedy: add it after the reduce-scatter
+. SKIPPED 2 x ATP002 NO_MATMUL: no matmul""",
+    )
+
+
+def test_print_of_a_graph() -> None:
+    assert_expected_inline(
+        str(real_report()),
+        """\
+asynctp: graph (inference): 1 of 2 chains fused, 1 missed, 2 other collectives skipped
++ FUSED   all_gather_matmul: all_gather_into_tensor -> wait_tensor -> mm  (model.py:12)
+    asynctp::all_gather_matmul over group 'tp' of 4; input f32[4, 8]  output f32[16, 8]  matmul f32[16, 8] @ f32[8, 12]
+    implementation: unfused; 384 B, 3.07 kFLOP
+! MISSED  matmul_reduce_scatter: mm_1 -> reduce_scatter_tensor -> wait_tensor_1
+    ATP201 REDUCE_OP_UNSUPPORTED: the reduce-scatter's reduction is neither 'sum' nor 'avg' ['max']
+    remedy: only sums commute with the matmul's accumulation; use 'sum' or 'avg'
+. SKIPPED 2 x ATP002 NO_MATMUL: the collective neither feeds a matmul nor is fed by one""",
+    )
+
+
+def test_print_of_a_skipped_remark() -> None:
+    assert_expected_inline(
+        str(SKIPPED),
+        """\
+. SKIPPED all_reduce: all_reduce
+    ATP002 NO_MATMUL: no matmul [a]
+    remedy: nothing to do""",
+    )
+
+
+def test_print_from_the_cache() -> None:
+    head = str(Report("graph 0/0", "backward", (), from_cache=True))
+    assert head.startswith("asynctp: graph 0/0 (backward, from Inductor's cache): 0 of 0 chains fused")
+
+
+def test_costs_that_are_unknown_are_not_printed() -> None:
+    unknown = dataclasses.replace(FUSED, comm_bytes=None, flops=None, estimate_us={})
+    assert str(unknown).splitlines()[-1] == "    implementation: unfused"
+
+
+@pytest.mark.parametrize(
+    ("comm_bytes", "flops", "text"),
+    [
+        (0, 12, "0 B, 12 FLOP"),
+        (1023, 1_000, "1023 B, 1 kFLOP"),
+        (384 * 1024, 3_072_000, "384 KiB, 3.07 MFLOP"),
+        (5 * 2**30, 5_400 * 10**12, "5 GiB, 5400 TFLOP"),
+    ],
+)
+def test_quantities_have_a_fitting_unit(comm_bytes: int, flops: int, text: str) -> None:
+    remark = dataclasses.replace(FUSED, comm_bytes=comm_bytes, flops=flops, estimate_us={})
+    assert str(remark).splitlines()[-1] == f"    implementation: unfused; {text}"
+
+
+def test_long_reports_stay_short_where_nothing_is_to_do() -> None:
+    report = dataclasses.replace(REPORT, remarks=(SKIPPED,) * 100)
+    assert len(str(report).splitlines()) == 2
+
+
+# --- what programs read ----------------------------------------------------------------------------------------
+def test_outcomes() -> None:
+    assert REPORT.fused == (FUSED,)
+    assert REPORT.missed == (MISSED,)
+    assert REPORT.skipped == (SKIPPED, OTHER_SKIPPED)
+
+
+@pytest.mark.parametrize(
+    "report", [REPORT, real_report(), Report("graph", "inference", ())], ids=["all", "real", "empty"]
+)
+def test_reports_outlive_the_graph(report: Report) -> None:
+    """JSON and pickle give the same report again."""
+    assert Report.from_json(report.to_json()) == report
+    assert Report.from_json(report.to_json(indent=2)) == report
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+def test_json_has_one_line_unless_indented() -> None:
+    assert "\n" not in REPORT.to_json()
+    assert json.loads(REPORT.to_json())["remarks"][1]["code"] == "ATP110"
+
+
+def test_reports_hold_plain_values() -> None:
+    plain = (str, int, float, bool, type(None))
+    assert all(isinstance(value, plain) for value in leaves(dataclasses.asdict(real_report())))
+
+
+def leaves(value: Any) -> list[Any]:
+    """Everything in nested containers that is no container itself."""
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in leaves(item)]
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [value]
+
+
+def test_remarks_are_in_graph_order() -> None:
+    assert [remark.collective for remark in real_report().remarks] == [
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_reduce",
+        "all_reduce_1",
+    ]
+
+
+def test_the_source_is_the_innermost_line() -> None:
+    assert real_report().fused[0].source == "model.py:12"
+
+
+def test_the_plan_digest_tells_plans_apart() -> None:
+    """Equal for the same program; another one for the same program in another configuration."""
+    assert real_report().plan_digest == real_report().plan_digest
+    b = GraphBuilder()
+    graph = b.returns(b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12])))
+    skipped = run(graph, Config(min_bytes=10**9, log=False, trace=False))
+    fused = run(graph, Config(log=False, trace=False))
+    assert skipped.plan_digest != fused.plan_digest
+
+
+@pytest.mark.parametrize(
+    ("names", "phase"),
+    [
+        (["primals_1", "primals_2"], "forward"),
+        (["primals_1", "tangents_1"], "backward"),
+        (["arg0_1", "arg1_1"], "inference"),
+    ],
+)
+def test_phase(names: list[str], phase: str) -> None:
+    b = GraphBuilder()
+    x, w = b.input(names[0], [4, 8]), b.input(names[1], [8, 12])
+    assert run(b.returns(b.mm(b.gather(x), w)), Config(log=False, trace=False)).phase == phase
+
+
+# --- costs -----------------------------------------------------------------------------------------------------
+def test_costs_of_a_gather_and_a_scatter() -> None:
+    """A gather receives, and a scatter sends, one shard for each of the three peers."""
+    b = GraphBuilder()
+    gathered = b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12]))
+    scattered = b.scatter(b.mm(b.input("a", [16, 8]), b.input("v", [8, 12])))
+    report = run(b.returns(gathered, scattered), Config(log=False, trace=False))
+    assert [(remark.comm_bytes, remark.flops) for remark in report.remarks] == [
+        (3 * 4 * 8 * 4, 2 * 16 * 12 * 8),
+        (3 * 4 * 12 * 4, 2 * 16 * 12 * 8),
+    ]
+
+
+def test_symbolic_costs_are_unknown() -> None:
+    b = GraphBuilder()
+    graph = b.returns(b.mm(b.gather(b.input("x", [6, 8], dynamic=0)), b.input("w", [8, 12])))
+    (remark,) = run(graph, Config(min_bytes=10**9, log=False, trace=False)).remarks
+    assert (remark.outcome, remark.comm_bytes, remark.flops) == ("FUSED", None, None)
+
+
+def test_roofline() -> None:
+    machine = Machine("some GPU", link_bytes_per_us=100.0, flops_per_us=1000.0)
+    assert Cost(500, 2000).estimate_us(machine) == {"comm": 5.0, "matmul": 2.0, "serial": 7.0, "overlapped": 5.0}
+    assert Cost(500, 2000).estimate_us(None) == {}
+    assert Cost(None, 2000).estimate_us(machine) == {}
