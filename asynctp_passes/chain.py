@@ -109,7 +109,8 @@ class ScatterChain:
 class Candidate:
     """A collective and what `find` could prove about it: a chain, or the refusals met on the way.
 
-    `joins` is the data gather whose chain this collective, a gather of scales, is part of.
+    `joins` is the data gather whose chain this collective, a gather of scales, is part of. `left_out` says what other
+    matmuls the chain's gathered tensor goes to, and why they are not fused.
     """
 
     collective: Collective
@@ -117,6 +118,7 @@ class Candidate:
     refusals: tuple[Refusal, ...] = ()
     nodes: tuple[fx.Node, ...] = ()
     joins: Collective | None = None
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

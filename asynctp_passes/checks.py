@@ -12,7 +12,7 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, ScatterChain
 from asynctp_passes.config import Config
 from asynctp_passes.cost import cost_of
-from asynctp_passes.fxview import Sizes, express, is_size, size_sources, tensor_of
+from asynctp_passes.fxview import Sizes, express, is_size, mutates, size_sources, tensor_of
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement
 from asynctp_passes.views import views_of
@@ -84,8 +84,13 @@ def reduce_op_supported(candidate: Candidate, context: Context) -> Refusal | Non
 
 
 def nothing_mutated_in_between(candidate: Candidate, context: Context) -> Refusal | None:
-    numbers = {context.segments[node] for node in candidate.nodes}
-    return Refusal(reasons.MUTATED_IN_BETWEEN, candidate.collective.node.name) if len(numbers) > 1 else None
+    if candidate.chain is None:
+        return None
+    first, last = (ends([context.segments[node] for node in candidate.nodes]) for ends in (min, max))
+    if first == last:
+        return None
+    between = (node for node, number in context.segments.items() if first < number <= last and mutates(node))
+    return Refusal(reasons.MUTATED_IN_BETWEEN, ", ".join(node.name for node in between))
 
 
 def values_known(candidate: Candidate, context: Context) -> Refusal | None:

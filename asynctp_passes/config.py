@@ -127,6 +127,10 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         known = (*Config.field_names(), *RUNTIME_VARIABLES)
         _require(name in known, "environment variable", key, f"{_ENVIRONMENT_PREFIX} and one of {known}")
         values[name] = _parse(key, name, text)
+        try:
+            Config(**{name: values[name]})
+        except ConfigError as error:
+            raise ConfigError(f"{error} (set by {key}={text!r})") from None
     return values
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -13,12 +14,22 @@ from asynctp_passes.config import Config
 from asynctp_passes.fxview import Sizes, segments
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["decide"]
+__all__ = ["allowed", "context_of", "decide"]
 
 
-def decide(graph: fx.Graph, candidates: Sequence[Candidate], sizes: Sizes, config: Config) -> list[Decision]:
+def context_of(graph: fx.Graph, sizes: Sizes, config: Config) -> Context:
+    """What the checks know before there are candidates."""
+    return Context(graph, sizes, config, frozenset(), segments(graph))
+
+
+def allowed(candidate: Candidate, context: Context) -> bool:
+    """True when a candidate with a chain passes every check."""
+    return candidate.chain is not None and _verdict(candidate, context) is None
+
+
+def decide(candidates: Sequence[Candidate], context: Context) -> list[Decision]:
     """One decision per candidate, in the same order: the first failed check, or FUSED."""
-    context = Context(graph, sizes, config, _tensor_parallel_groups(candidates), segments(graph))
+    context = replace(context, tensor_parallel=_tensor_parallel_groups(candidates))
     verdicts = {candidate.collective.node: _verdict(candidate, context) for candidate in candidates}
     return [Decision(candidate, _joined(candidate, verdicts)) for candidate in candidates]
 

@@ -10,72 +10,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from asynctp_passes import compat, reasons
-from asynctp_passes.chain import (
-    Candidate,
-    Collective,
-    CollectiveKind,
-    GatherChain,
-    Matmul,
-    ScaledOptions,
-    ScatterChain,
-)
-from asynctp_passes.fxview import Sizes, arguments, is_size, op_name, tensor_of
+from asynctp_passes import near, reasons
+from asynctp_passes.chain import Candidate, Collective, GatherChain, Matmul, ScatterChain
+from asynctp_passes.fxview import Sizes, is_size, op_name, tensor_of
+from asynctp_passes.read import identical, is_matmul, read_matmul
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.shapes import GatherPlacement, IndexMap, locate_gather, locate_scatter, product, same
+from asynctp_passes.shapes import GatherPlacement, IndexMap, Size, locate_gather, locate_scatter, product, same
 from asynctp_passes.views import Flow, follow, is_view, views_of
 
-__all__ = ["find", "is_matmul", "read_collectives"]
-
-_COLLECTIVES: dict[str, CollectiveKind] = {
-    "_c10d_functional.all_gather_into_tensor.default": "all_gather",
-    "_c10d_functional.reduce_scatter_tensor.default": "reduce_scatter",
-    "_c10d_functional.all_reduce.default": "all_reduce",
-    "_c10d_functional.all_reduce_.default": "all_reduce",
-}
-_WAIT = "_c10d_functional.wait_tensor.default"
-_MATMULS = {"aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default"}
-_OTHER_MATMULS = {
-    "aten.mm.dtype",
-    "aten.addmm.dtype",
-    "aten.bmm.default",
-    "aten.bmm.dtype",
-    "aten.baddbmm.default",
-    "aten.matmul.default",
-    "aten.linear.default",
-    "aten._int_mm.default",
-    "aten._addmm_activation.default",
-    "aten._scaled_mm_v2.default",
-    "aten._grouped_mm.default",
-    "aten._scaled_grouped_mm.default",
-    "aten._scaled_grouped_mm_v2.default",
-    "aten._weight_int8pack_mm.default",
-    "aten.einsum.default",
-}
-_REDUCTIONS = {"aten.amax", "aten.amin", "aten.max", "aten.sum", "aten.mean", "aten.var_mean", "aten.var"}
+__all__ = ["find"]
 
 
-def is_matmul(node: fx.Node) -> bool:
-    """True for every op that multiplies matrices, whether asynctp rewrites it or not."""
-    return op_name(node) in _MATMULS or op_name(node) in _OTHER_MATMULS
-
-
-def find(graph: fx.Graph, collectives: Sequence[Collective], sizes: Sizes) -> list[Candidate]:
+def find(
+    graph: fx.Graph, collectives: Sequence[Collective], sizes: Sizes, allowed: Callable[[Candidate], bool]
+) -> list[Candidate]:
     """One candidate per collective, in the same order. Does not change the graph.
 
     A matmul between a gather and a scatter can be fused with one of them: with the scatter when the gather has other
-    matmuls to hide behind, else with the gather.
+    matmuls to hide behind, else with the gather. Only a chain that is `allowed` to be fused has a claim to it.
     """
     scene = _Scene(graph, collectives, sizes)
     scatters = {c.node: _scatter(scene, c) for c in collectives if c.kind == "reduce_scatter"}
-    gathers = _gathers(scene, wanted=_fused_matmuls(scatters.values()))
-    taken = _fused_matmuls(gathers.values())
+    gathers = _gathers(scene, wanted=_fused_matmuls(filter(allowed, scatters.values())))
+    taken = _fused_matmuls(filter(allowed, gathers.values()))
     found = {**gathers, **{node: _unless_taken(candidate, taken) for node, candidate in scatters.items()}}
     return [found.get(collective.node) or _other(scene, collective) for collective in collectives]
 
@@ -89,97 +51,6 @@ def _unless_taken(candidate: Candidate, taken: set[fx.Node]) -> Candidate:
     if not names:
         return candidate
     return replace(candidate, chain=None, refusals=(Refusal(reasons.MATMUL_TAKEN, ", ".join(names)),))
-
-
-# --- reading collectives and matmuls ---------------------------------------------------------------------
-def read_collectives(graph: fx.Graph) -> list[Collective]:
-    """Every collective of the graph, in order; custom ops that look like one included (kind `"other"`)."""
-    return [collective for node in graph.nodes if (collective := _read_collective(node)) is not None]
-
-
-def _read_collective(node: fx.Node) -> Collective | None:
-    name = op_name(node)
-    if name in _COLLECTIVES:
-        values = arguments(node)
-        group = values["group_name"]
-        return Collective(
-            node=node,
-            kind=_COLLECTIVES[name],
-            input=values.get("input", values.get("self")),
-            waits=tuple(user for user in node.users if op_name(user) == _WAIT),
-            group=group,
-            group_key=_group_key(group),
-            group_size=values.get("group_size", 0),
-            reduce_op=values.get("reduce_op", ""),
-        )
-    return Collective(node, "other", _first_tensor(node)) if _looks_collective(name) else None
-
-
-def _looks_collective(name: str) -> bool:
-    if name == _WAIT or name.startswith(("aten.", "prims.", "asynctp.")):
-        return False
-    words = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "allgather", "allreduce", "reducescatter")
-    return name.startswith("_c10d_functional.") or any(word in name for word in words)
-
-
-def _group_key(group: Any) -> str:
-    if isinstance(group, fx.Node):
-        return compat.group_name_of(group.meta.get("val")) or f"%{group.name}"
-    return compat.group_name_of(group)
-
-
-def _first_tensor(node: fx.Node) -> fx.Node | None:
-    return next((argument for argument in node.all_input_nodes if tensor_of(argument) is not None), None)
-
-
-def _read_matmul(node: fx.Node) -> Matmul | Refusal:
-    """Read a matmul node by its schema, or say why its form is not rewritten."""
-    name = op_name(node)
-    if name not in _MATMULS:
-        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}")
-    values = arguments(node)
-    if name == "aten.addmm.default":
-        return _read_addmm(node, values)
-    if name == "aten._scaled_mm.default":
-        return _read_scaled(node, values)
-    return Matmul(node, values["self"], values["mat2"])
-
-
-def _read_addmm(node: fx.Node, values: dict[str, Any]) -> Matmul | Refusal:
-    bias, out = tensor_of(values["self"]), tensor_of(node)
-    if values["alpha"] != 1 or values["beta"] != 1:
-        return Refusal(reasons.ADDMM_SCALED, f"{node.name}: alpha={values['alpha']}, beta={values['beta']}")
-    if bias is None or out is None:
-        return Refusal(reasons.SHAPE_UNKNOWN, node.name)
-    if not _is_row(bias, out):
-        return Refusal(reasons.ADDMM_SCALED, f"{node.name}: the bias has shape {list(bias.shape)}")
-    return Matmul(node, values["mat1"], values["mat2"], bias=values["self"])
-
-
-def _is_row(bias: torch.Tensor, out: torch.Tensor) -> bool:
-    """True for a bias [N] or [1, N] of an output [M, N]."""
-    width = bias.shape[-1] if bias.dim() in (1, 2) else None
-    lines = bias.shape[0] if bias.dim() == 2 else 1
-    return isinstance(lines, int) and lines == 1 and width is not None and _identical(width, out.shape[-1])
-
-
-def _identical(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
-        return bool(same(compat.expression(a), compat.expression(b)))
-    return isinstance(a, int) and isinstance(b, int) and a == b
-
-
-def _read_scaled(node: fx.Node, values: dict[str, Any]) -> Matmul | Refusal:
-    out = tensor_of(node)
-    if out is None:
-        return Refusal(reasons.SHAPE_UNKNOWN, node.name)
-    if values["scale_result"] is not None or compat.has_folded_output_scale(node):
-        return Refusal(reasons.RESULT_SCALED, node.name)
-    bias = tensor_of(values["bias"])
-    if bias is not None and not _is_row(bias, out):
-        return Refusal(reasons.ADDMM_SCALED, f"{node.name}: the bias has shape {list(bias.shape)}")
-    scaled = ScaledOptions(values["scale_a"], values["scale_b"], out.dtype, bool(values["use_fast_accum"]))
-    return Matmul(node, values["self"], values["mat2"], values["bias"], scaled)
 
 
 # --- what all searches share ------------------------------------------------------------------------------
@@ -199,19 +70,21 @@ class _Scene:
         if whole is None or shard is None:
             return Refusal(reasons.SHAPE_UNKNOWN, gather.node.name)
         sizes, shard_numel = self.sizes.of(whole), product(self.sizes.of(shard))
+        if same(shard_numel, 0):
+            return Refusal(reasons.NO_ELEMENTS, gather.node.name)
         if not same(product(sizes), shard_numel * gather.group_size):
             return Refusal(reasons.SIZES_NOT_PROVEN, f"{list(sizes)} is not {gather.group_size} shards")
         return follow(self.sorted(views_of([gather.node])), {gather.node: IndexMap.identity(sizes)}, self.sizes)
 
     @functools.cached_property
-    def ways_down(self) -> Ways:
+    def ways_down(self) -> near.Ways:
         """Ways to matmuls as left operands."""
-        return _ways(reversed(self.order), lambda node: node.users, _feeds_left_operand)
+        return near.ways_to_matmuls(reversed(self.order), lambda node: node.users, near.feeds_left_operand)
 
     @functools.cached_property
-    def ways_up(self) -> Ways:
+    def ways_up(self) -> near.Ways:
         """Ways back to matmuls."""
-        return _ways(self.order, lambda node: node.all_input_nodes, _any_operand)
+        return near.ways_to_matmuls(self.order, lambda node: node.all_input_nodes, near.any_operand)
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
         """True when `node` is computed from the values of an earlier node."""
@@ -248,51 +121,77 @@ def _gather(scene: _Scene, gather: Collective, wanted: set[fx.Node]) -> Candidat
     flow = scene.flows[gather.node]
     if isinstance(flow, Refusal):
         return Candidate(gather, None, (flow,), (gather.node,))
-    consumers, refusals = _consumers(scene, gather, flow)
+    consumers, misses = _consumers(scene, gather, flow)
     if not consumers:
-        refusals = sorted([*refusals, *_near_gather(scene, gather, flow)], key=_informative)
-        return Candidate(gather, None, tuple(refusals), scene.sorted(gather.results))
+        misses = sorted([*misses, *_near_gather(scene, gather, flow)], key=_informative)
+        nodes = scene.sorted([*gather.results, *misses[0].nodes])
+        return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes)
     free = [consumer for consumer in consumers if consumer[0].node not in wanted]
     chain = _gather_chain(scene, gather, flow, free or consumers)
-    scale = () if chain.scale is None else chain.scale.results
-    nodes = scene.sorted([*gather.results, *scale, *chain.views, *(matmul.node for matmul in chain.matmuls)])
-    return Candidate(gather, chain, (), nodes)
+    nodes = scene.sorted(_members(chain))
+    return Candidate(gather, chain, (), nodes, left_out=_left_out(chain, consumers, misses))
+
+
+@dataclass(frozen=True)
+class _Miss:
+    """A matmul that the gathered tensor reaches in a way that is not fused: why, and the nodes on the way."""
+
+    refusal: Refusal
+    nodes: tuple[fx.Node, ...] = ()
 
 
 Consumer = tuple[Matmul, GatherPlacement]
 
 
-def _consumers(scene: _Scene, gather: Collective, flow: Flow) -> tuple[list[Consumer], list[Refusal]]:
+def _left_out(chain: GatherChain, consumers: Sequence[Consumer], misses: Sequence[_Miss]) -> tuple[str, ...]:
+    """What other matmuls do with the gathered tensor, which the fused op returns to them."""
+    fused = {matmul.node for matmul in chain.matmuls}
+    others = [matmul.node.name for matmul, _ in consumers if matmul.node not in fused]
+    reasons_of = [f"{miss.refusal.reason.name} ({miss.refusal.facts})" for miss in misses]
+    return (*(f"{name} stays a matmul of its own" for name in others), *reasons_of)
+
+
+def _consumers(scene: _Scene, gather: Collective, flow: Flow) -> tuple[list[Consumer], list[_Miss]]:
     """Matmuls whose left operand is proven to be the gathered tensor, and why others are not."""
     shard = tensor_of(gather.input)
     assert shard is not None
     shard_numel = product(scene.sizes.of(shard))
     consumers: list[Consumer] = []
-    refusals: list[Refusal] = []
+    misses: list[_Miss] = []
     for node in scene.sorted(user for source in (*flow.maps, *flow.pieces) for user in source.users):
         if not is_matmul(node):
             continue
-        matmul = _read_matmul(node)
-        if isinstance(matmul, Refusal):
-            refusals.append(matmul)
-        elif matmul.a not in flow.maps:
-            if matmul.b in flow.maps:
-                refusals.append(Refusal(reasons.GATHER_IS_RIGHT_OPERAND, node.name))
-        elif any(scene.depends(operand, gather.node) for operand in matmul.operands):
-            refusals.append(Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, node.name))
+        consumer = _consumer(scene, gather, flow, node, shard_numel)
+        if isinstance(consumer, Refusal):
+            way = _between(flow, (source for source in node.all_input_nodes if flow.has(source)))
+            misses.append(_Miss(consumer, (*way, node)))
         else:
-            placement = locate_gather(flow.maps[matmul.a], shard_numel, gather.group_size)
-            if isinstance(placement, Refusal):
-                refusals.append(Refusal(placement.reason, f"{node.name}: {placement.facts}"))
-            else:
-                consumers.append((matmul, placement))
-    return consumers, refusals
+            consumers.append(consumer)
+    return consumers, misses
 
 
-def _informative(refusal: Refusal) -> int:
+def _consumer(scene: _Scene, gather: Collective, flow: Flow, node: fx.Node, shard_numel: Size) -> Consumer | Refusal:
+    """The matmul `node` with the place of the ranks in its left operand, or why it cannot be fused with the gather."""
+    matmul = read_matmul(node)
+    if isinstance(matmul, Refusal):
+        return matmul
+    if matmul.a not in flow.maps:
+        right = matmul.b in flow.maps
+        return Refusal(reasons.GATHER_IS_RIGHT_OPERAND if right else reasons.GATHERED_SCALE, node.name)
+    if any(scene.depends(operand, gather.node) for operand in matmul.operands):
+        return Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, node.name)
+    placement = locate_gather(flow.maps[matmul.a], shard_numel, gather.group_size)
+    if isinstance(placement, Refusal):
+        return Refusal(placement.reason, f"{node.name}: {placement.facts}")
+    return matmul, placement
+
+
+def _informative(miss: _Miss) -> int:
     """What a person should be told first: the most specific reason, then those about a left operand."""
-    order = (reasons.QUANTIZED_AFTER_GATHER, None, reasons.GATHER_IS_RIGHT_OPERAND, reasons.NO_MATMUL)
-    return order.index(refusal.reason) if refusal.reason in order else 1
+    last = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.GATHERED_SCALE, reasons.NO_MATMUL)
+    if miss.refusal.reason in last:
+        return 2 + last.index(miss.refusal.reason)
+    return int(miss.refusal.reason is not reasons.QUANTIZED_AFTER_GATHER)
 
 
 def _gather_chain(scene: _Scene, gather: Collective, flow: Flow, consumers: Sequence[Consumer]) -> GatherChain:
@@ -446,84 +345,22 @@ def _stuck(graph: fx.Graph, merged: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     return set(inputs) & set(merged.values())
 
 
-# --- near misses --------------------------------------------------------------------------------------------
-def _transparent(node: fx.Node) -> bool:
-    """Ops through which a collective is still 'next to' a matmul: views, pointwise ops, casts, reductions."""
-    name = op_name(node)
-    if is_view(node) or name.rsplit(".", 1)[0] in _REDUCTIONS or name.startswith("prims.convert_element_type"):
-        return True
-    return compat.is_op(node.target) and torch.Tag.pointwise in node.target.tags
-
-
-def _near_gather(scene: _Scene, gather: Collective, flow: Flow) -> list[Refusal]:
+def _near_gather(scene: _Scene, gather: Collective, flow: Flow) -> list[_Miss]:
     """Why a gather that feeds no provable matmul does not, if it reaches one at all."""
-    reached: list[Refusal] = []
-    followed = (*flow.maps, *flow.pieces)
-    for source in followed:
+    reached: list[_Miss] = []
+    for source in (*flow.maps, *flow.pieces):
         for node in source.users:
             if flow.has(node) or is_size(node):
                 continue
-            path = _path(scene.ways_down, node, source, _feeds_left_operand)
-            if path is None:
+            way = near.path(scene.ways_down, node, source, near.feeds_left_operand)
+            if way is None:
                 continue
-            if any(_quantizes(step) for step in path):
-                return [Refusal(reasons.QUANTIZED_AFTER_GATHER, _names(path))]
-            reached.append(flow.refused.get(node) or Refusal(reasons.COMPUTED_BETWEEN, _names(path)))
-    return reached or [Refusal(reasons.NO_MATMUL, gather.node.name)]
-
-
-Ways = dict[fx.Node, tuple[int, fx.Node]]
-"""For nodes from which transparent ops lead to a matmul: how many steps away it is, and the next step."""
-
-
-def _ways(
-    nodes: Iterable[fx.Node],
-    step: Callable[[fx.Node], Iterable[fx.Node]],
-    arrived: Callable[[fx.Node, fx.Node], bool],
-) -> Ways:
-    """The shortest ways by `step` to matmuls; `nodes` come after all that `step` leads to."""
-    ways: Ways = {}
-    for node in nodes:
-        if is_matmul(node) or not _transparent(node):
-            continue
-        options = [(1, then) for then in step(node) if is_matmul(then) and arrived(then, node)]
-        options += [(ways[then][0] + 1, then) for then in step(node) if then in ways]
-        if options:
-            ways[node] = min(options, key=lambda option: option[0])
-    return ways
-
-
-def _path(
-    ways: Ways, start: fx.Node, before: fx.Node, arrived: Callable[[fx.Node, fx.Node], bool]
-) -> list[fx.Node] | None:
-    """A shortest path from `start`, reached from `before`, through transparent ops to a matmul; None without one."""
-    if is_matmul(start):
-        return [start] if arrived(start, before) else None
-    path = [start]
-    while path[-1] in ways:
-        path.append(ways[path[-1]][1])
-    return path if start in ways else None
-
-
-def _feeds_left_operand(matmul: fx.Node, before: fx.Node) -> bool:
-    left = 1 if op_name(matmul).startswith(("aten.addmm", "aten.baddbmm")) else 0
-    return len(matmul.args) > left and matmul.args[left] is before
-
-
-def _any_operand(matmul: fx.Node, before: fx.Node) -> bool:
-    return True
-
-
-def _quantizes(node: fx.Node) -> bool:
-    value = tensor_of(node)
-    casts = op_name(node).startswith(("prims.convert_element_type", "aten._to_copy", "aten.to."))
-    return casts and value is not None and value.dtype.itemsize == 1 and value.dtype.is_floating_point
-
-
-def _names(path: Sequence[fx.Node]) -> str:
-    steps = [op_name(node).split(".")[1] if "." in op_name(node) else op_name(node) for node in path]
-    shown = steps if len(steps) <= 6 else [*steps[:3], "...", *steps[-2:]]
-    return " -> ".join(shown)
+            nodes = (*_between(flow, [source]), *way)
+            if any(near.quantizes(step) for step in way):
+                return [_Miss(Refusal(reasons.QUANTIZED_AFTER_GATHER, near.names(way)), nodes)]
+            refusal = flow.refused.get(node) or Refusal(reasons.COMPUTED_BETWEEN, near.names(way))
+            reached.append(_Miss(refusal, nodes))
+    return reached or [_Miss(Refusal(reasons.NO_MATMUL, gather.node.name))]
 
 
 # --- scatter side -------------------------------------------------------------------------------------------
@@ -532,7 +369,7 @@ def _scatter(scene: _Scene, scatter: Collective) -> Candidate:
     nodes = scene.sorted([*region, *(leaf for leaf in leaves if is_matmul(leaf)), *scatter.results])
     chain = _scatter_chain(scene, scatter, region, leaves)
     if isinstance(chain, Refusal):
-        shown = nodes if chain.reason.in_scope else scatter.results
+        shown = [*nodes, *_way_up(scene, scatter, leaves)] if chain.reason.in_scope else scatter.results
         return Candidate(scatter, None, (chain,), scene.sorted(shown))
     return Candidate(scatter, chain, (), nodes)
 
@@ -573,6 +410,8 @@ def _scatter_chain(
     out = tensor_of(matmuls[0].node)
     assert out is not None
     rows, columns = scene.sizes.of(out)
+    if same(rows * columns, 0):
+        return Refusal(reasons.NO_ELEMENTS, scatter.node.name)
     seeds = {matmul.node: IndexMap.identity((rows, columns)) for matmul in matmuls}
     flow = follow(scene.sorted(region), seeds, scene.sizes, sums=True)
     whole = flow.maps.get(scatter.input) if scatter.input is not None else None
@@ -593,7 +432,7 @@ def _read_terms(products: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
     """Read the matmuls of a sum; all must have one shape, dtype and kind."""
     matmuls: list[Matmul] = []
     for node in products:
-        matmul, out = _read_matmul(node), tensor_of(node)
+        matmul, out = read_matmul(node), tensor_of(node)
         if isinstance(matmul, Refusal):
             return matmul
         if out is None or out.dim() != 2:
@@ -604,7 +443,7 @@ def _read_terms(products: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
         out = tensor_of(matmul.node)
         assert out is not None
         assert shape is not None
-        like = out.dtype == shape.dtype and all(_identical(a, b) for a, b in zip(out.shape, shape.shape, strict=True))
+        like = out.dtype == shape.dtype and all(identical(a, b) for a, b in zip(out.shape, shape.shape, strict=True))
         if not like or not _same_kind(matmul, first):
             return Refusal(reasons.SUM_TERMS_DISAGREE, f"{first.node.name} and {matmul.node.name}")
     return tuple(matmuls)
@@ -632,11 +471,16 @@ def _outside_users(scatter: Collective, inside: set[fx.Node]) -> str | None:
 
 def _near_scatter(scene: _Scene, scatter: Collective, leaves: set[fx.Node]) -> Refusal:
     """Why a reduce-scatter that no matmul feeds directly is not fused."""
-    for leaf in sorted(leaves, key=lambda node: node.name):
-        path = _path(scene.ways_up, leaf, scatter.node, _any_operand)
-        if path is not None:
-            return Refusal(reasons.COMPUTED_BETWEEN, _names(path[::-1]))
+    way = _way_up(scene, scatter, leaves)
+    if way:
+        return Refusal(reasons.COMPUTED_BETWEEN, near.names(way[::-1]))
     return Refusal(reasons.NO_MATMUL, scatter.node.name)
+
+
+def _way_up(scene: _Scene, scatter: Collective, leaves: set[fx.Node]) -> list[fx.Node]:
+    """The way from a leaf of the scattered sum up to a matmul; empty when there is none."""
+    ways = (near.path(scene.ways_up, leaf, scatter.node, near.any_operand) for leaf in scene.sorted(leaves))
+    return next((way for way in ways if way is not None), [])
 
 
 # --- the rest -------------------------------------------------------------------------------------------------
@@ -659,8 +503,8 @@ def _other_refusal(scene: _Scene, collective: Collective) -> Refusal:
         return Refusal(reasons.OTHER_COLLECTIVE, name)
     own = collective.node
     if "gather" in name:
-        near = any(_path(scene.ways_down, user, own, _feeds_left_operand) for user in own.users)
+        reaches = any(near.path(scene.ways_down, user, own, near.feeds_left_operand) for user in own.users)
     else:
         sources = own.all_input_nodes
-        near = any(_path(scene.ways_up, source, own, _any_operand) for source in sources)
-    return Refusal(reasons.COLLECTIVE_NOT_UNDERSTOOD if near else reasons.NO_MATMUL, name)
+        reaches = any(near.path(scene.ways_up, source, own, near.any_operand) for source in sources)
+    return Refusal(reasons.COLLECTIVE_NOT_UNDERSTOOD if reaches else reasons.NO_MATMUL, name)

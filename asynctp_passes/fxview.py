@@ -23,6 +23,7 @@ __all__ = [
     "describe",
     "express",
     "is_size",
+    "mutates",
     "op_name",
     "segments",
     "size_sources",
@@ -87,14 +88,15 @@ def segments(graph: fx.Graph) -> dict[fx.Node, int]:
     numbers: dict[fx.Node, int] = {}
     current = 0
     for node in graph.nodes:
-        mutates = _mutates(node)
-        current += mutates
+        barrier = mutates(node)
+        current += barrier
         numbers[node] = current
-        current += mutates
+        current += barrier
     return numbers
 
 
-def _mutates(node: fx.Node) -> bool:
+def mutates(node: fx.Node) -> bool:
+    """True for an in-place operation, and for a call that could be one."""
     if node.op in ("call_module", "call_method"):
         return True
     target = node.target

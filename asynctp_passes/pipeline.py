@@ -11,10 +11,11 @@ from torch import fx
 from asynctp_passes import compat, cost, ops
 from asynctp_passes.chain import Candidate, Decision, GatherChain
 from asynctp_passes.config import Config
-from asynctp_passes.decide import decide
+from asynctp_passes.decide import allowed, context_of, decide
 from asynctp_passes.errors import raise_if_strict
-from asynctp_passes.find import find, read_collectives
+from asynctp_passes.find import find
 from asynctp_passes.fxview import Sizes, describe, source_of, tensor_of
+from asynctp_passes.read import read_collectives
 from asynctp_passes.report import Remark, Report
 from asynctp_passes.rewrite import rewrite
 
@@ -39,7 +40,9 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
     config = Config.from_options() if config is None else config
     collectives = read_collectives(graph)
     sizes = Sizes(graph, (collective.group_size for collective in collectives))
-    decisions = decide(graph, find(graph, collectives, sizes), sizes, config)
+    context = context_of(graph, sizes, config)
+    candidates = find(graph, collectives, sizes, lambda candidate: allowed(candidate, context))
+    decisions = decide(candidates, context)
     report = _report(graph, decisions, config)
     raise_if_strict(report, config)
     chains = [decision.candidate.chain for decision in decisions if decision.refusal is None]
@@ -132,6 +135,8 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
     facts: dict[str, object] = {"op": f"asynctp::{kind}", "implementation": ops.implementation(device)}
     if candidate.joins is not None:
         facts["message"] = f"the scales travel with the data of {candidate.joins.node.name}"
+    elif candidate.left_out:
+        facts["message"] = f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"
     if chain is not None:
         costs = cost.cost_of(chain)
         facts |= {

@@ -98,6 +98,20 @@ OTHER_COLLECTIVE = _skip(
     "nothing to do: asynctp fuses all-gathers and reduce-scatters",
 )
 
+GATHERED_SCALE = _skip(
+    "ATP007",
+    "GATHERED_SCALE",
+    "the gathered tensor is only a matmul's scale, and does not travel with the data that it scales",
+    "to let it travel with the data, gather it over the same group, use it for that matmul only, and give it rows in "
+    "the order of the data's",
+)
+NO_ELEMENTS = _skip(
+    "ATP008",
+    "NO_ELEMENTS",
+    "a tensor of the chain has no elements, so there is nothing to communicate",
+    "nothing to do",
+)
+
 # --- 1xx structure: the chain is not of a shape that is proven ----------------------------------------
 PIECES_REORDERED = _miss(
     "ATP101",
@@ -235,13 +249,6 @@ SHAPE_UNKNOWN = _miss(
     "propagate fake tensors first (torch.fx.passes.fake_tensor_prop.FakeTensorProp)",
 )
 
-MATMUL_TAKEN = _miss(
-    "ATP208",
-    "MATMUL_TAKEN",
-    "the matmul is already fused with the all-gather of its left operand",
-    "nothing to do: one matmul can hide one collective at a time",
-)
-
 # --- 3xx kernel limits ---------------------------------------------------------------------------------
 DTYPE_UNSUPPORTED = _miss(
     "ATP301",
@@ -268,6 +275,13 @@ BELOW_THRESHOLD = _skip(
     "BELOW_THRESHOLD",
     "the collective or the matmul is smaller than the configured threshold",
     "lower Config(min_bytes=..., min_flops=...) to fuse it all the same",
+)
+
+MATMUL_TAKEN = _skip(
+    "ATP402",
+    "MATMUL_TAKEN",
+    "the matmul is already fused with the all-gather of its left operand",
+    "nothing to do: one matmul can hide one collective, and here it hides the all-gather",
 )
 
 

@@ -24,7 +24,7 @@ class Remark:
         collective: Name of the collective's node in the original graph.
         code: Reason code (`"ATP101"`); empty when FUSED.
         name: Reason name (`"PIECES_REORDERED"`); empty when FUSED.
-        message: What is the case, with the facts of this chain.
+        message: What is the case, with the facts of this chain; when FUSED, what else should be known of it.
         hint: What to do about it; empty when FUSED.
         nodes: Names of the chain's nodes in graph order, collective and matmuls included.
         source: `file:line` in the user's program, when the graph knows it.
@@ -58,7 +58,7 @@ class Remark:
     estimate_us: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """One to three lines: outcome, chain, and the reason with its remedy."""
+        """A few lines: outcome, chain, and the facts or the reason with its remedy."""
         where = f"  ({self.source})" if self.source else ""
         head = f"{_MARKS[self.outcome]} {self.outcome:<7} {self.kind}: {' -> '.join(self.nodes)}{where}"
         facts = "  ".join(f"{role} {shape}" for role, shape in self.shapes.items())
@@ -66,6 +66,7 @@ class Remark:
         if self.outcome == "FUSED":
             lines.append(f"    {self.op} over group {self.group!r} of {self.group_size}; {facts}")
             lines.append(f"    implementation: {self.implementation}{self._cost()}")
+            lines += [f"    note: {self.message}"] if self.message else []
         else:
             lines.append(f"    {self.code} {self.name}: {self.message}")
             lines.append(f"    remedy: {self.hint}")

@@ -37,6 +37,7 @@ def rewrite(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes
     for chain in chains:
         build, old = _Builder(graph, sizes, chain, moved), _old_nodes(chain)
         op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_scatter(build, chain)
+        op.meta["asynctp_collective"] = chain.collective.node.name
         segment.update((node, segment[build.anchor]) for node in build.made)
         fused[chain.collective.node] = op.name
         _erase_unused(graph, old)

@@ -235,19 +235,12 @@ def _classes(view: _View, node: fx.Node) -> str:
 
 
 def _numbers(view: _View, node: fx.Node) -> tuple[int, ...]:
-    """The remarks of a node. A fused op has that of the chain it replaced: the n-th op of a kind, the n-th fused remark
-    of that kind (both are in graph order).
-    """
-    if not _is_fused_op(node):
-        return view.remarks.get(node.name, ())
-    ops = [other for other in view.graph.nodes if _op(other) == _op(node)]
-    name = _op(node).replace("asynctp.", "asynctp::")
-    fused = [
-        number
-        for number, remark in enumerate(view.report.remarks, 1)
-        if remark.op == name and not remark.message  # a gather of scales, part of another chain, has a message
-    ]
-    return (fused[ops.index(node)],) if len(fused) == len(ops) else ()
+    """The remarks of a node. A fused op carries the name of the collective that it replaced."""
+    name = node.meta.get("asynctp_collective", node.name)
+    remarks = enumerate(view.report.remarks, 1)
+    if _is_fused_op(node):
+        return tuple(number for number, remark in remarks if remark.collective == name)
+    return view.remarks.get(name, ())
 
 
 def _edges(view: _View, home: dict[fx.Node, fx.Node]) -> list[str]:

@@ -21,8 +21,8 @@ KERNELS = ROOT / "kernels" / "asynctp_kernels"
 
 ROWS = (
     ("reasons", "config", "compat", "shapes", "chain", "reference"),
-    ("fxview", "views", "ops"),
-    ("find", "cost", "checks"),
+    ("fxview", "views", "read", "ops"),
+    ("find", "near", "cost", "checks"),
     ("decide",),
     ("rewrite", "report", "errors", "visualize"),
     ("pipeline",),

@@ -109,6 +109,24 @@ def all_reduce_of_a_norm(b: GraphBuilder) -> Node:
     return b.call(c10d.all_reduce.default, b.relu(b.input("x", [16])), "sum", "tp")
 
 
+@row("GATHERED_SCALE", "_scaled_mm", fused=1)
+def scale_gathered_over_another_group(b: GraphBuilder) -> Node:
+    """The data is fused with its matmul; its scale comes over a group of its own, so it stays a gather."""
+    a, w = gathered(b, 4, 32, dtype=FP8), b.input("w", [32, 16], FP8, column_major=True)
+    scale = b.call(c10d.all_gather_into_tensor.default, b.input("a_scale", [4, 1]), 4, "other")
+    return b.scaled_mm(a, w, scale, b.input("b_scale", [1, 16]))
+
+
+@row("NO_ELEMENTS", "all_gather_into_tensor")
+def gather_of_no_rows(b: GraphBuilder) -> Node:
+    return times(b, gathered(b, 0, 8))
+
+
+@row("NO_ELEMENTS", "reduce_scatter_tensor")
+def scatter_of_no_rows(b: GraphBuilder) -> Node:
+    return b.scatter(product(b, rows=0))
+
+
 @row("WEIGHT_GATHER", "group tp")
 def gather_of_a_weight(b: GraphBuilder) -> Node:
     return b.mm(b.input("a", [6, 16]), gathered(b))
@@ -326,7 +344,7 @@ def two_gathers_that_wait_for_each_other(b: GraphBuilder) -> tuple[Node, ...]:
     return b.mm(x, second), b.mm(y, first)
 
 
-@row("MUTATED_IN_BETWEEN", "all_gather_into_tensor")
+@row("MUTATED_IN_BETWEEN", "copy_")
 def mutation_between(b: GraphBuilder) -> Node:
     whole, w = gathered(b), b.input("w", [8, 12])
     b.call(aten.copy_.default, w, b.input("new", [8, 12]))

@@ -116,7 +116,9 @@ def test_fused_ops_stand_out() -> None:
     shard, b = graph.placeholder("shard"), graph.placeholder("b")
     assert "all_gather_matmul" in ops.OPS
     op = torch.ops.asynctp.all_gather_matmul.default
-    graph.output(graph.call_function(op, (shard, [b], [None], 0, False, 2, "0"), name="fused"))
+    fused = graph.call_function(op, (shard, [b], [None], 0, False, 2, "0"), name="fused")
+    fused.meta["asynctp_collective"] = REPORT.remarks[0].collective
+    graph.output(fused)
     text = attributes(to_dot(graph, REPORT), "fused")
     assert 'fillcolor="#2e7d32"' in text
     assert 'class="r1"' in text

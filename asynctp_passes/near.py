@@ -1,0 +1,87 @@
+"""Near misses: collectives that reach a matmul only through ops that change values.
+
+Those are where a user loses time and does not learn of it, so they are reported as MISSED, with the way from one to the
+other. Ops that a collective is still 'next to' a matmul through are views, pointwise ops, casts and reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat
+from asynctp_passes.fxview import op_name, tensor_of
+from asynctp_passes.read import is_matmul
+from asynctp_passes.views import is_view
+
+__all__ = ["Ways", "any_operand", "feeds_left_operand", "names", "path", "quantizes", "ways_to_matmuls"]
+
+_REDUCTIONS = {"aten.amax", "aten.amin", "aten.max", "aten.sum", "aten.mean", "aten.var_mean", "aten.var"}
+
+
+def _transparent(node: fx.Node) -> bool:
+    """Ops through which a collective is still 'next to' a matmul: views, pointwise ops, casts, reductions."""
+    name = op_name(node)
+    if is_view(node) or name.rsplit(".", 1)[0] in _REDUCTIONS or name.startswith("prims.convert_element_type"):
+        return True
+    return compat.is_op(node.target) and torch.Tag.pointwise in node.target.tags
+
+
+Ways = dict[fx.Node, tuple[int, fx.Node]]
+"""For nodes from which transparent ops lead to a matmul: how many steps away it is, and the next step."""
+
+
+def ways_to_matmuls(
+    nodes: Iterable[fx.Node],
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+    arrived: Callable[[fx.Node, fx.Node], bool],
+) -> Ways:
+    """The shortest ways by `step` to matmuls; `nodes` come after all that `step` leads to."""
+    ways: Ways = {}
+    for node in nodes:
+        if is_matmul(node) or not _transparent(node):
+            continue
+        options = [(1, then) for then in step(node) if is_matmul(then) and arrived(then, node)]
+        options += [(ways[then][0] + 1, then) for then in step(node) if then in ways]
+        if options:
+            ways[node] = min(options, key=lambda option: option[0])
+    return ways
+
+
+def path(
+    ways: Ways, start: fx.Node, before: fx.Node, arrived: Callable[[fx.Node, fx.Node], bool]
+) -> list[fx.Node] | None:
+    """A shortest path from `start`, reached from `before`, through transparent ops to a matmul; None without one."""
+    if is_matmul(start):
+        return [start] if arrived(start, before) else None
+    steps = [start]
+    while steps[-1] in ways:
+        steps.append(ways[steps[-1]][1])
+    return steps if start in ways else None
+
+
+def feeds_left_operand(matmul: fx.Node, before: fx.Node) -> bool:
+    """True when `before` is the matmul's left operand."""
+    left = 1 if op_name(matmul).startswith(("aten.addmm", "aten.baddbmm")) else 0
+    return len(matmul.args) > left and matmul.args[left] is before
+
+
+def any_operand(matmul: fx.Node, before: fx.Node) -> bool:
+    """True: whichever operand `before` is."""
+    return True
+
+
+def quantizes(node: fx.Node) -> bool:
+    """True for a cast to fp8."""
+    value = tensor_of(node)
+    casts = op_name(node).startswith(("prims.convert_element_type", "aten._to_copy", "aten.to."))
+    return casts and value is not None and value.dtype.itemsize == 1 and value.dtype.is_floating_point
+
+
+def names(nodes: Sequence[fx.Node]) -> str:
+    """The ops along a way, for people: `abs -> amax -> ... -> mm`."""
+    steps = [op_name(node).split(".")[1] if "." in op_name(node) else op_name(node) for node in nodes]
+    shown = steps if len(steps) <= 6 else [*steps[:3], "...", *steps[-2:]]
+    return " -> ".join(shown)

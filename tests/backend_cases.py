@@ -1,0 +1,497 @@
+"""What the ranks of test_backend do: each case compiles a program with the backend and compares it with eager.
+
+A case takes the mesh of all ranks and returns the reports of its compiles; it fails by an assertion. `CASES` has those of
+two ranks in one dimension, `GRID_CASES` those of four ranks in two. All ranks run all cases, one after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+import asynctp_passes
+from asynctp_passes import AsyncTPPass, Config, Report
+from asynctp_passes.demo.model import Attention, Block, ModelSizes, _block_plan
+
+SIZES = ModelSizes(vocabulary=32, width=16, hidden=32, heads=4, layers=1, sequence=8)
+
+#: Inductor calls aten's kernels instead of compiling C++, which takes most of the time; its graph passes are the same.
+QUICK = {"fallback_by_default": True} if "fallback_by_default" in torch._inductor.list_options() else {}
+STRICT = {"strict": "all", **QUICK}
+
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+class NotRunnable(Exception):
+    """This torch cannot run the program, with plain Inductor neither; the message says what it says."""
+
+
+@dataclass
+class Outcome:
+    """What one case came to on one rank."""
+
+    reports: tuple[Report, ...] = ()
+    error: str = ""
+    not_runnable: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+# --- programs ---------------------------------------------------------------------------------------------
+class Mlp(nn.Module):
+    """Two linear layers with biases, `x[batch, sequence, 16]` to the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(nn.functional.silu(self.up(x)))
+        return result
+
+
+class AnyLength(Attention):
+    """The demo's attention without rotary positions, whose table has a fixed length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, sequence, _ = x.shape
+        heads = [
+            projection(x).view(batch, sequence, -1, self.head_width).transpose(1, 2)
+            for projection in (self.wq, self.wk, self.wv)
+        ]
+        out = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        result: Tensor = self.wo(out.transpose(1, 2).reshape(batch, sequence, -1))
+        return result
+
+
+def mlp(mesh: DeviceMesh, *, sequence_parallel: bool = True) -> nn.Module:
+    """The MLP with tensor parallelism; its activations are sharded over the sequence, or replicated."""
+    torch.manual_seed(0)
+    outside = Shard(1) if sequence_parallel else Replicate()
+    module = nn.Sequential(Mlp())
+    plan = {
+        "0": PrepareModuleInput(input_layouts=(outside,), desired_input_layouts=(Replicate(),)),
+        "0.up": ColwiseParallel(),
+        "0.down": RowwiseParallel(output_layouts=outside),
+    }
+    return parallelize_module(module, mesh, plan)
+
+
+def block(mesh: DeviceMesh, dtype: torch.dtype = torch.float32, *, any_length: bool = False) -> nn.Module:
+    """The demo's transformer block with tensor and sequence parallelism."""
+    torch.manual_seed(0)
+    module = Block(SIZES)
+    if any_length:
+        module.attention = AnyLength(SIZES)
+    return parallelize_module(module.to(dtype), mesh, _block_plan())
+
+
+def shard_of(mesh: DeviceMesh, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """This rank's random input, another one on each rank."""
+    generator = torch.Generator().manual_seed(1 + mesh.get_rank())
+    return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+
+
+# --- tools ------------------------------------------------------------------------------------------------
+def start() -> None:
+    """Forget what was compiled, counted and reported before."""
+    torch._dynamo.reset()
+    counters.clear()
+    asynctp_passes.clear_reports()
+
+
+def local(value: Tensor) -> Tensor:
+    """A copy of a tensor's value, whole if it is a DTensor."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def train(program: Callable[[Tensor], Tensor], x: Tensor, parameters: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Result, gradient of the input and of each parameter, after one forward and backward."""
+    leaves = [x, *parameters]
+    for leaf in leaves:
+        leaf.grad = None
+    out = program(x)
+    (out.float() * torch.linspace(-1, 1, out.numel()).reshape(out.shape)).sum().backward()
+    missing = [index for index, leaf in enumerate(leaves) if leaf.grad is None]
+    assert not missing, f"no gradient for leaves {missing}"
+    return [local(out), *(local(leaf.grad) for leaf in leaves if leaf.grad is not None)]
+
+
+def assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float | None = None) -> None:
+    """Largest difference within a tolerance of the largest value, for each pair; layouts and dtypes equal."""
+    assert len(actual) == len(expected)
+    for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), index
+        limit = _TOLERANCE[b.dtype] if tolerance is None else tolerance
+        worst, scale = (a.float() - b.float()).abs().max().item(), b.float().abs().max().item()
+        assert scale > 0, f"value {index} is all zeros and proves nothing"
+        assert worst <= limit * scale, f"value {index}: differs by {worst}, largest value {scale}"
+
+
+def assert_fused(reports: Sequence[Report], expected: dict[str, int]) -> None:
+    """So many fused collectives in each phase, and nothing else."""
+    found = {report.phase: len(report.fused) for report in reports}
+    others = [remark for report in reports for remark in (*report.missed, *report.skipped)]
+    assert (found, others) == (expected, []), "\n".join(map(str, reports))
+    assert len(reports) == len(expected), "a phase was compiled twice"
+
+
+def compiled(program: Callable[..., Any], backend: str = "asynctp", **kwargs: Any) -> Callable[..., Any]:
+    """`torch.compile`, strict for our backend, static unless told otherwise."""
+    options = kwargs.pop("options", STRICT if backend == "asynctp" else QUICK)
+    result: Callable[..., Any] = torch.compile(
+        program, **{"dynamic": False, **kwargs}, backend=backend, options=options
+    )
+    return result
+
+
+def compare(module: nn.Module, x: Tensor, fused: int, **kwargs: Any) -> tuple[Report, ...]:
+    """Train compiled and eager: values agree, all collectives are fused forward and backward."""
+    start()
+    parameters = list(module.parameters())
+    actual = train(compiled(module, **kwargs), x, parameters)
+    reports = asynctp_passes.reports()
+    assert_close(actual, train(module, x, parameters))
+    assert_fused(reports, {"forward": fused, "backward": fused})
+    return reports
+
+
+# --- cases of two ranks -----------------------------------------------------------------------------------
+def case_mlp_with_real_code(mesh: DeviceMesh) -> tuple[Report, ...]:
+    return compare(mlp(mesh), shard_of(mesh, 1, 4, 16), 2, options={"strict": "all"})
+
+
+def case_mlp_like_plain_inductor(mesh: DeviceMesh) -> tuple[Report, ...]:
+    module, x = mlp(mesh), shard_of(mesh, 2, 4, 16)
+    parameters = list(module.parameters())
+    reports = compare(module, x, 2)
+    actual = train(compiled(module), x, parameters)
+    torch._dynamo.reset()
+    assert_close(actual, train(compiled(module, "inductor"), x, parameters))
+    return reports
+
+
+def case_block_float32_batch_1(mesh: DeviceMesh) -> tuple[Report, ...]:
+    return compare(block(mesh), shard_of(mesh, 1, 4, 16), 4)
+
+
+def case_block_float32_batch_2(mesh: DeviceMesh) -> tuple[Report, ...]:
+    return compare(block(mesh), shard_of(mesh, 2, 4, 16), 4)
+
+
+def case_block_bfloat16_batch_1(mesh: DeviceMesh) -> tuple[Report, ...]:
+    return compare(block(mesh, torch.bfloat16), shard_of(mesh, 1, 4, 16, dtype=torch.bfloat16), 4)
+
+
+def case_block_bfloat16_batch_2(mesh: DeviceMesh) -> tuple[Report, ...]:
+    return compare(block(mesh, torch.bfloat16), shard_of(mesh, 2, 4, 16, dtype=torch.bfloat16), 4)
+
+
+def case_functional_collectives(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """Gather and scatter along each dimension, as one graph; the contraction dimension is gathered in the last."""
+    group = mesh.get_group()
+
+    def program(x: Tensor, up: Tensor, down: Tensor, wide: Tensor) -> list[Tensor]:
+        outs = []
+        for dim in (0, 1):
+            hidden = funcol.all_gather_tensor(x, dim, group) @ up
+            outs.append(funcol.reduce_scatter_tensor(torch.relu(hidden) @ down, "sum", dim, group))
+        outs.append(funcol.all_gather_tensor(x, 2, group) @ wide)
+        outs.append(funcol.reduce_scatter_tensor(torch.relu(x) @ up, "avg", 2, group))
+        return outs
+
+    start()
+    x = shard_of(mesh, 2, 4, 16).detach()
+    torch.manual_seed(0)
+    weights = torch.randn(16, 32), torch.randn(32, 16), torch.randn(32, 8)
+    actual = compiled(program, fullgraph=True)(x, *weights)
+    reports = asynctp_passes.reports()
+    assert_close(actual, [local(out) for out in program(x, *weights)])
+    assert_fused(reports, {"inference": 6})
+    return reports
+
+
+def case_dynamic_sequence(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """One compile serves three sequence lengths."""
+    start()
+    module = block(mesh, any_length=True)
+    parameters = list(module.parameters())
+    program = compiled(module, dynamic=True, fullgraph=True)
+    for sequence in (4, 6, 10):
+        x = shard_of(mesh, 2, sequence, 16)
+        with torch.compiler.set_stance("default" if sequence == 4 else "fail_on_recompile"):
+            actual = train(program, x, parameters)
+        assert_close(actual, train(module, x, parameters))
+    assert_fused(asynctp_passes.reports(), {"forward": 4, "backward": 4})
+    return asynctp_passes.reports()
+
+
+def case_no_grad(mesh: DeviceMesh) -> tuple[Report, ...]:
+    return _inference(mesh, torch.no_grad())
+
+
+def case_inference_mode(mesh: DeviceMesh) -> tuple[Report, ...]:
+    return _inference(mesh, torch.inference_mode())
+
+
+def _inference(mesh: DeviceMesh, mode: AbstractContextManager[None]) -> tuple[Report, ...]:
+    start()
+    module = block(mesh)
+    with mode:
+        x = shard_of(mesh, 2, 4, 16).detach()
+        assert_close([compiled(module, fullgraph=True)(x)], [module(x)])
+    assert_fused(asynctp_passes.reports(), {"inference": 4})
+    return asynctp_passes.reports()
+
+
+def case_checkpoint_of_plain_tensors(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """Full activation checkpointing: the backward graph has the forward's collectives again."""
+    group = mesh.get_group()
+
+    def layer(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        hidden = torch.relu(funcol.all_gather_tensor_autograd(x, 1, group) @ up)
+        return funcol.reduce_scatter_tensor_autograd(hidden @ down, "sum", 1, group)
+
+    def program(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(layer, x, up, down, use_reentrant=False)
+        return out.tanh()
+
+    start()
+    torch.manual_seed(0)
+    up, down = torch.randn(16, 32, requires_grad=True), torch.randn(32, 16, requires_grad=True)
+    x = shard_of(mesh, 2, 4, 16)
+    actual = train(compiled(program), x, (up, down))
+    reports = asynctp_passes.reports()
+    assert_close(actual, train(program, x, (up, down)))
+    found = {report.phase: len(report.fused) for report in reports}
+    assert found["forward"] == 2, reports
+    assert found["backward"] >= 2, reports
+    return reports
+
+
+def case_checkpoint_of_dtensors(mesh: DeviceMesh) -> tuple[Report, ...]:
+    module, x = block(mesh), shard_of(mesh, 2, 4, 16)
+
+    def program(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(module, x, use_reentrant=False)
+        return out
+
+    def attempt(backend: str) -> list[Tensor] | str:
+        start()
+        try:
+            return train(compiled(program, backend), x, list(module.parameters()))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    plain = attempt("inductor")
+    ours = attempt("asynctp")
+    if isinstance(plain, str):
+        assert plain == ours, "ours fails in another way"
+        raise NotRunnable(plain)
+    assert not isinstance(ours, str), ours
+    assert_close(ours, train(module, x, list(module.parameters())))
+    return asynctp_passes.reports()
+
+
+def case_compile_on_one_rank(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """The graph names its groups by objects, which are the same on all ranks, instead of by name."""
+    from torch.distributed import config as distributed_config
+
+    arguments: list[Any] = []
+    with distributed_config.patch(compile_on_one_rank=True):
+        one_rank_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        spy = {"post_grad_custom_post_pass": GroupSpy(arguments)}
+        reports = compare(block(one_rank_mesh), shard_of(mesh, 2, 4, 16), 4, options={**STRICT, **spy})
+    assert arguments, "no collective was seen"
+    assert not any(isinstance(argument, str) for argument in arguments), arguments
+    return reports
+
+
+class GroupSpy(CustomGraphPass):
+    """Keeps the group argument of every all-gather and reduce-scatter."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        self.seen = seen
+
+    def __call__(self, graph: fx.Graph) -> None:
+        kept = ("all_gather_into_tensor", "reduce_scatter_tensor")
+        self.seen += [node.args[-1] for node in graph.nodes if any(name in str(node.target) for name in kept)]
+
+    def uuid(self) -> None:
+        return None
+
+
+def case_torchao_tensorwise(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """fp8 training, compiled, against the same program in plain Inductor."""
+    module = _float8_mlp(mesh)
+    x = shard_of(mesh, 2, 16, 32, dtype=torch.bfloat16)
+    parameters = list(module.parameters())
+    with bytes_over_gloo():
+        start()
+        actual = train(compiled(module), x, parameters)
+        reports = asynctp_passes.reports()
+        start()
+        assert_close(actual, train(compiled(module, "inductor"), x, parameters))
+    fused = {report.phase: [remark.op for remark in report.fused] for report in reports}
+    gather, scatter = "asynctp::all_gather_scaled_matmul", "asynctp::scaled_matmul_reduce_scatter"
+    assert fused == {"forward": [gather, scatter], "backward": [gather, scatter]}, fused
+    skipped = {remark.kind for report in reports for remark in report.skipped}
+    assert skipped == {"all_reduce"}, skipped  # of the amax
+    return reports
+
+
+def _float8_mlp(mesh: DeviceMesh) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_tensor_parallel import (
+        Float8ColwiseParallel,
+        Float8RowwiseParallel,
+        PrepareFloat8ModuleInput,
+    )
+
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 32, bias=False))
+    module = convert_to_float8_training(nn.Sequential(inner).bfloat16(), config=Float8LinearConfig(emulate=False))
+    plan = {
+        "0": PrepareFloat8ModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), fwd_config_submodule_fqn="0"
+        ),
+        "0.0": Float8ColwiseParallel(),
+        "0.2": Float8RowwiseParallel(output_layouts=Shard(1)),
+    }
+    return parallelize_module(module, mesh, plan)
+
+
+class bytes_over_gloo:
+    """gloo cannot move fp8 numbers. While this is open, all-gathers on CPU move bytes."""
+
+    def __enter__(self) -> None:
+        def gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
+            out = x.new_empty((x.shape[0] * group_size, *x.shape[1:]))
+            group = asynctp_passes.compat.resolve_process_group(group_name)
+            whole, piece = out.view(torch.uint8), x.contiguous().view(torch.uint8)
+            torch.distributed.all_gather_into_tensor(whole, piece, group)
+            return out
+
+        self.library = torch.library.Library("_c10d_functional", "IMPL")
+        self.library.impl("all_gather_into_tensor", gather, "CPU")
+
+    def __exit__(self, *_: object) -> None:
+        self.library._destroy()
+
+
+# --- the cache --------------------------------------------------------------------------------------------
+def case_cache(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """Compile twice: the second time both graphs come from the cache, with their reports, and compute the same."""
+    module, x = block(mesh), shard_of(mesh, 2, 4, 16)
+    with own_cache(mesh):
+        first, compiled_reports = _train_and_count(module, x, hits=0)
+        second, cached_reports = _train_and_count(module, x, hits=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert [report.from_cache for report in cached_reports] == [True, True]
+    assert [report.remarks for report in cached_reports] == [report.remarks for report in compiled_reports]
+    return compiled_reports
+
+
+def case_cache_of_other_process(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """`case_cache` has run in another process: nothing is compiled, the reports are there, the values are right."""
+    module, x = block(mesh), shard_of(mesh, 2, 4, 16)
+    with own_cache(mesh):
+        actual, reports = _train_and_count(module, x, hits=2)
+    assert_close(actual, train(module, x, list(module.parameters())))
+    assert_fused(reports, {"forward": 4, "backward": 4})
+    assert all(report.from_cache for report in reports)
+    return reports
+
+
+def _train_and_count(module: nn.Module, x: Tensor, hits: int) -> tuple[list[Tensor], tuple[Report, ...]]:
+    """One step, compiled anew, with so many graphs of two from the cache."""
+    start()
+    values = train(compiled(module), x, list(module.parameters()))
+    fx_graphs, programs = counters["inductor"], counters["aot_autograd"]
+    found = (fx_graphs["fxgraph_cache_hit"], fx_graphs["fxgraph_cache_miss"], programs["autograd_cache_hit"])
+    assert found == (hits, 2 - hits, hits // 2), counters
+    return values, asynctp_passes.reports()
+
+
+def own_cache(mesh: DeviceMesh) -> AbstractContextManager[Any]:
+    """Caches of this rank alone: ranks that share a folder find each other's graphs, whichever is first."""
+    folder = f"{os.environ['TORCHINDUCTOR_CACHE_DIR']}/rank{mesh.get_rank()}"
+    return mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder)
+
+
+# --- cases of four ranks ----------------------------------------------------------------------------------
+def case_weights_gathered_over_data_parallel_ranks(grid: DeviceMesh) -> tuple[Report, ...]:
+    return _grid_step(grid, {"groups": grid["tp"]})
+
+
+def case_weights_gathered_and_groups_auto(grid: DeviceMesh) -> tuple[Report, ...]:
+    return _grid_step(grid, {})
+
+
+def _grid_step(grid: DeviceMesh, options: dict[str, Any]) -> tuple[Report, ...]:
+    """Sequence-parallel layers over "tp" whose weights are sharded over "dp", as FSDP does."""
+    tp, dp = grid["tp"].get_group(), grid["dp"].get_group()
+
+    def program(x: Tensor) -> Tensor:
+        up = funcol.all_gather_tensor_autograd(up_shard, 0, dp)
+        down = funcol.all_gather_tensor_autograd(down_shard, 0, dp)
+        hidden = torch.relu(funcol.all_gather_tensor_autograd(x, 0, tp) @ up)
+        return funcol.reduce_scatter_tensor_autograd(hidden @ down, "sum", 0, tp).tanh()
+
+    start()
+    up_shard, down_shard = shard_of(grid, 8, 32), shard_of(grid, 16, 16)
+    x = shard_of(grid, 4, 16)
+    actual = train(compiled(program, options={**STRICT, "strict": "off", **options}), x, (up_shard, down_shard))
+    reports = asynctp_passes.reports()
+    assert_close(actual, train(program, x, (up_shard, down_shard)))
+    return reports
+
+
+# --- running them -----------------------------------------------------------------------------------------
+Case = Callable[[DeviceMesh], tuple[Report, ...]]
+GRID_CASES = ("weights_gathered_over_data_parallel_ranks", "weights_gathered_and_groups_auto")
+LATER_CASES = ("cache_of_other_process",)
+CASES = tuple(
+    name.removeprefix("case_")
+    for name in list(globals())
+    if name.startswith("case_") and name.removeprefix("case_") not in (*GRID_CASES, *LATER_CASES)
+)
+
+
+def run_cases(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Outcome]:
+    """Run cases on this rank, one after the other; a case that fails does not stop the others."""
+    shape, dims = ((2, 2), ("dp", "tp")) if world_size == 4 else ((world_size,), ("tp",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=dims)
+    return {name: _outcome(globals()[f"case_{name}"], mesh) for name in names}
+
+
+def _outcome(case: Case, mesh: DeviceMesh) -> Outcome:
+    facts = {"uuid": AsyncTPPass(Config()).uuid(), "pid": os.getpid()}
+    try:
+        return Outcome(reports=copy.deepcopy(case(mesh)), facts=facts)
+    except NotRunnable as error:
+        return Outcome(not_runnable=str(error))
+    except ModuleNotFoundError as error:
+        return Outcome(not_runnable=str(error))
+    except Exception:
+        return Outcome(error=traceback.format_exc())
