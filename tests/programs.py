@@ -469,7 +469,12 @@ def _lossy_names(x: Node) -> list[str]:
 
 
 def _flip(b: Builder, x: Node) -> Node:
-    return b.call(aten.flip.default, x, [_wide_dim(b, x)])
+    """The CPU flips no fp8, but the bytes of it."""
+    dtype, axis = dtype_of(x), _wide_dim(b, x)
+    if dtype not in FP8:
+        return b.call(aten.flip.default, x, [axis])
+    flipped = b.call(aten.flip.default, b.call(aten.view.dtype, x, torch.uint8), [axis])
+    return b.call(aten.view.dtype, flipped, dtype)
 
 
 def _roll(b: Builder, x: Node) -> Node:
@@ -647,7 +652,9 @@ def _gathered_scale(b: Builder, shape: list[int], dim: int, group: _Group) -> No
 
 
 def _mutate(b: Builder, x: Node, what: str) -> None:
-    """Change a tensor in place, as a graph that is not functionalized may do."""
+    """Change a tensor in place, as a graph that is not functionalized may do; torch cannot write to an expanded one."""
+    if 0 in x.meta["val"].stride():
+        x = b.call(aten.clone.default, x)
     b.note(f"mutates the {what}", spoils=True)
     if b.chance(2):
         b.call(aten.add_.Tensor, x, 1.0)
