@@ -486,8 +486,10 @@ def _way_up(scene: _Scene, scatter: Collective, leaves: set[fx.Node]) -> list[fx
 # --- the rest -------------------------------------------------------------------------------------------------
 def _other(scene: _Scene, collective: Collective) -> Candidate:
     """All-reduces, collectives of other kinds, and ops that look like a collective."""
-    nodes = scene.sorted([collective.node, *collective.waits])
-    return Candidate(collective, None, (_other_refusal(scene, collective),), nodes)
+    refusal, nodes = _other_refusal(scene, collective), [collective.node, *collective.waits]
+    if refusal.reason is reasons.MATMUL_ALL_REDUCE:
+        nodes += [node for part in _region(collective.input) for node in part]
+    return Candidate(collective, None, (refusal,), scene.sorted(nodes))
 
 
 def _other_refusal(scene: _Scene, collective: Collective) -> Refusal:

@@ -51,8 +51,9 @@ class GraphBuilder:
         """A placeholder; dimension `dynamic` is symbolic, `column_major` swaps the strides of a matrix."""
         node = self.graph.placeholder(name)
         if dynamic is None:
-            with self.mode:
-                value = torch.empty(tuple(shape), dtype=dtype, device=device)
+            elements = torch.empty(tuple(shape), dtype=dtype, device="meta")
+            with self.mode:  # not torch.empty(device=...): a build of torch makes no tensors on devices it is not for
+                value = torch._subclasses.FakeTensor(self.mode, elements, torch.device(device))
         else:
             sizes = [DimDynamic.DYNAMIC if axis == dynamic else DimDynamic.STATIC for axis in range(len(shape))]
             real = torch.empty(tuple(shape), dtype=dtype)
