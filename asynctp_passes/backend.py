@@ -25,7 +25,7 @@ from torch import fx
 
 from asynctp_passes import compat, ops, pipeline
 from asynctp_passes.config import Config, ConfigError
-from asynctp_passes.errors import AsyncTPError
+from asynctp_passes.errors import AsyncTPError, GroupError
 from asynctp_passes.report import Report
 
 __all__ = ["AsyncTPPass", "asynctp", "clear_reports", "reports"]
@@ -33,6 +33,7 @@ __all__ = ["AsyncTPPass", "asynctp", "clear_reports", "reports"]
 log = logging.getLogger(__name__)
 
 _PASS_OPTION = "post_grad_custom_post_pass"
+_PASSES_OPTION = "use_post_grad_passes"
 _KEPT_REPORTS = 4096
 _lock = threading.Lock()
 _reports: collections.deque[Report] = collections.deque(maxlen=_KEPT_REPORTS)
@@ -92,15 +93,15 @@ class AsyncTPPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
         return f"{_sources_digest()}-{torch.__version__}-{self.config.digest()}-{runs}".encode()
 
 
-class _PassSequence(compat.custom_graph_pass_base()):  # type: ignore[misc]
+class _PassSequence(compat.inference_aware_pass_base()):  # type: ignore[misc]
     """The user's own passes, then ours: some torch versions take a single pass only."""
 
-    def __init__(self, passes: Sequence[Callable[[fx.Graph], None]]) -> None:
+    def __init__(self, passes: Sequence[Callable[..., None]]) -> None:
         self.passes = tuple(passes)
 
-    def __call__(self, graph: fx.Graph) -> None:
+    def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
         for graph_pass in self.passes:
-            graph_pass(graph)
+            compat.call_graph_pass(graph_pass, graph, is_inference)
 
     def uuid(self) -> tuple[Any, ...] | None:
         """The passes' own identifiers; None, which turns caching off, when one has none."""
@@ -124,13 +125,13 @@ def asynctp(
         options: Fields of `Config`, and any Inductor options.
 
     Raises:
+        GroupError: `groups` names a process group that does not exist here.
         ConfigError: An option is neither a field of Config nor an Inductor option, or has a bad value.
     """
     config, patches = _split_options(options or {})
-    patches = {**compat.inductor_mode_options(mode), **patches}
-    present = patches.get(_PASS_OPTION, compat.inductor_option(_PASS_OPTION))
+    _require_groups(config)
     ours = AsyncTPPass(config)
-    patches[_PASS_OPTION] = _append(present, ours)
+    patches = _with_pass({**compat.inductor_mode_options(mode), **patches}, ours)
     found = 0
 
     def after_each() -> None:
@@ -158,6 +159,28 @@ def _split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
                 "(torch._inductor.list_options())"
             )
     return Config.from_options({name: value for name, value in options.items() if name in fields}), patches
+
+
+def _require_groups(config: Config) -> None:
+    """A group that is misspelt would be enrolled and never met; say so at once."""
+    known = compat.process_group_names()
+    unknown = [name for name in config.groups if name not in known] if config.groups != "auto" and known else []
+    if unknown:
+        raise GroupError(
+            f"asynctp: groups has {unknown}, which is no process group here; there are {sorted(known)}. Pass the "
+            "ProcessGroup or DeviceMesh itself, or its group_name"
+        )
+
+
+def _with_pass(patches: dict[str, Any], ours: AsyncTPPass) -> dict[str, Any]:
+    """Inductor's options with our pass behind the user's."""
+    if not patches.get(_PASSES_OPTION, compat.inductor_option(_PASSES_OPTION, True)):
+        raise ConfigError(
+            f"asynctp: {_PASSES_OPTION}=False (mode='lite' sets it) is not valid with backend='asynctp': Inductor "
+            "would not run the pass; leave it True"
+        )
+    present = patches.get(_PASS_OPTION, compat.inductor_option(_PASS_OPTION))
+    return {**patches, _PASS_OPTION: _append(present, ours)}
 
 
 def _append(present: Any, ours: AsyncTPPass) -> Any:

@@ -104,6 +104,25 @@ def custom_graph_pass_base() -> type:
     return CustomGraphPass
 
 
+def inference_aware_pass_base() -> type:
+    """Inductor's base class of passes that are also told whether the graph is for inference; the plain one without."""
+    from torch._inductor import custom_graph_pass
+
+    base: type = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
+    return base
+
+
+def call_graph_pass(graph_pass: Callable[..., None], graph: fx.Graph, is_inference: bool) -> None:
+    """Run a custom graph pass of any kind, as Inductor does."""
+    from torch._inductor import custom_graph_pass
+
+    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    if aware is not None and isinstance(graph_pass, aware):
+        graph_pass(graph, is_inference)
+    else:
+        graph_pass(graph)
+
+
 def has_folded_output_scale(node: fx.Node) -> bool:
     """True for a scaled matmul into which torch 2.15 has folded a multiplication of its output."""
     return bool(node.meta.get("inductor_folded_scaled_mm_output_scale"))
@@ -153,11 +172,11 @@ def inductor_option_names() -> set[str]:
     return set(config.get_config_copy())
 
 
-def inductor_option(name: str) -> Any:
-    """The current value of an Inductor option."""
+def inductor_option(name: str, default: Any = None) -> Any:
+    """The current value of an Inductor option; `default` when this torch does not have it."""
     from torch._inductor import config
 
-    return getattr(config, name)
+    return getattr(config, name, default)
 
 
 def compile_name() -> str:
@@ -189,3 +208,12 @@ def group_name_of(value: Any) -> str:
         return str(real.group_name)
     except (AttributeError, RuntimeError):
         return ""
+
+
+def process_group_names() -> set[str]:
+    """The names of this process's process groups; empty before the first is made."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return set()
+    from torch.distributed.distributed_c10d import _world
+
+    return {str(name) for name in _world.pg_names.values()}

@@ -1,14 +1,16 @@
 """What the ranks of test_backend do: each case compiles a program with the backend and compares it with eager.
 
-A case takes the mesh of all ranks and returns the reports of its compiles; it fails by an assertion. `CASES` has those of
-two ranks in one dimension, `GRID_CASES` those of four ranks in two. All ranks run all cases, one after the other.
+A case takes the mesh of all ranks and returns the reports of its compiles; it fails by an assertion. `CASES` has those
+of two ranks in one dimension, `GRID_CASES` those of four ranks in two. All ranks run all cases, one after the other.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -32,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 import asynctp_passes
 from asynctp_passes import AsyncTPPass, Config, Report
-from asynctp_passes.demo.model import Attention, Block, ModelSizes, _block_plan
+from asynctp_passes.demo.model import Block, ModelSizes, _block_plan
 
 SIZES = ModelSizes(vocabulary=32, width=16, hidden=32, heads=4, layers=1, sequence=8)
 
@@ -70,20 +72,6 @@ class Mlp(nn.Module):
         return result
 
 
-class AnyLength(Attention):
-    """The demo's attention without rotary positions, whose table has a fixed length."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, sequence, _ = x.shape
-        heads = [
-            projection(x).view(batch, sequence, -1, self.head_width).transpose(1, 2)
-            for projection in (self.wq, self.wk, self.wv)
-        ]
-        out = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        result: Tensor = self.wo(out.transpose(1, 2).reshape(batch, sequence, -1))
-        return result
-
-
 def mlp(mesh: DeviceMesh, *, sequence_parallel: bool = True) -> nn.Module:
     """The MLP with tensor parallelism; its activations are sharded over the sequence, or replicated."""
     torch.manual_seed(0)
@@ -97,13 +85,10 @@ def mlp(mesh: DeviceMesh, *, sequence_parallel: bool = True) -> nn.Module:
     return parallelize_module(module, mesh, plan)
 
 
-def block(mesh: DeviceMesh, dtype: torch.dtype = torch.float32, *, any_length: bool = False) -> nn.Module:
+def block(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The demo's transformer block with tensor and sequence parallelism."""
     torch.manual_seed(0)
-    module = Block(SIZES)
-    if any_length:
-        module.attention = AnyLength(SIZES)
-    return parallelize_module(module.to(dtype), mesh, _block_plan())
+    return parallelize_module(Block(SIZES).to(dtype), mesh, _block_plan())
 
 
 def plain_layer(mesh: DeviceMesh) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
@@ -208,14 +193,6 @@ def case_block_float32_batch_1(mesh: DeviceMesh) -> tuple[Report, ...]:
     return compare(block(mesh), shard_of(mesh, 1, 4, 16), 4)
 
 
-def case_block_float32_batch_2(mesh: DeviceMesh) -> tuple[Report, ...]:
-    return compare(block(mesh), shard_of(mesh, 2, 4, 16), 4)
-
-
-def case_block_bfloat16_batch_1(mesh: DeviceMesh) -> tuple[Report, ...]:
-    return compare(block(mesh, torch.bfloat16), shard_of(mesh, 1, 4, 16, dtype=torch.bfloat16), 4)
-
-
 def case_block_bfloat16_batch_2(mesh: DeviceMesh) -> tuple[Report, ...]:
     return compare(block(mesh, torch.bfloat16), shard_of(mesh, 2, 4, 16, dtype=torch.bfloat16), 4)
 
@@ -247,7 +224,7 @@ def case_functional_collectives(mesh: DeviceMesh) -> tuple[Report, ...]:
 def case_dynamic_sequence(mesh: DeviceMesh) -> tuple[Report, ...]:
     """One compile serves three sequence lengths."""
     start()
-    module = block(mesh, any_length=True)
+    module = mlp(mesh)
     parameters = list(module.parameters())
     program = compiled(module, dynamic=True, fullgraph=True)
     for sequence in (4, 6, 10):
@@ -255,7 +232,7 @@ def case_dynamic_sequence(mesh: DeviceMesh) -> tuple[Report, ...]:
         with torch.compiler.set_stance("default" if sequence == 4 else "fail_on_recompile"):
             actual = train(program, x, parameters)
         assert_close(actual, train(module, x, parameters))
-    assert_fused(asynctp_passes.reports(), {"forward": 4, "backward": 4})
+    assert_fused(asynctp_passes.reports(), {"forward": 2, "backward": 2})
     return asynctp_passes.reports()
 
 
@@ -295,7 +272,7 @@ def case_checkpoint_of_plain_tensors(mesh: DeviceMesh) -> tuple[Report, ...]:
 
 
 def case_checkpoint_of_dtensors(mesh: DeviceMesh) -> tuple[Report, ...]:
-    module, x = block(mesh), shard_of(mesh, 2, 4, 16)
+    module, x = mlp(mesh), shard_of(mesh, 2, 4, 16)
 
     def program(x: Tensor) -> Tensor:
         out: Tensor = checkpoint(module, x, use_reentrant=False)
@@ -411,7 +388,7 @@ def case_cache_of_dtensors(mesh: DeviceMesh) -> tuple[Report, ...]:
     Across processes torch 2.13 never finds a graph of DTensors again, with plain Inductor neither: the mesh is an input
     of the graph, and its `hash()`, which differs from process to process, is part of the key.
     """
-    module, x = block(mesh), shard_of(mesh, 2, 4, 16)
+    module, x = mlp(mesh), shard_of(mesh, 2, 4, 16)
     parameters = list(module.parameters())
     with own_cache(mesh):
         first, compiled_reports = _train_and_count(module, x, parameters, hits=0)
@@ -498,18 +475,21 @@ CASES = tuple(
 
 def run_cases(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Outcome]:
     """Run cases on this rank, one after the other; a case that fails does not stop the others."""
+    warnings.simplefilter("ignore", FutureWarning)  # newer torch has other names for the functional collectives
     shape, dims = ((2, 2), ("dp", "tp")) if world_size == 4 else ((world_size,), ("tp",))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=dims)
     return {name: _outcome(globals()[f"case_{name}"], mesh) for name in names}
 
 
 def _outcome(case: Case, mesh: DeviceMesh) -> Outcome:
-    facts = {"uuid": AsyncTPPass(Config()).uuid(), "pid": os.getpid()}
+    outcome = Outcome(facts={"uuid": AsyncTPPass(Config()).uuid(), "pid": os.getpid()})
+    outcome.facts["dims"] = {mesh.get_group(dim).group_name: dim for dim in mesh.mesh_dim_names or ()}
+    started = time.monotonic()
     try:
-        return Outcome(reports=copy.deepcopy(case(mesh)), facts=facts)
-    except NotRunnable as error:
-        return Outcome(not_runnable=str(error))
-    except ModuleNotFoundError as error:
-        return Outcome(not_runnable=str(error))
+        outcome.reports = copy.deepcopy(case(mesh))
+    except (NotRunnable, ModuleNotFoundError) as error:
+        outcome.not_runnable = str(error)
     except Exception:
-        return Outcome(error=traceback.format_exc())
+        outcome.error = traceback.format_exc()
+    outcome.facts["seconds"] = time.monotonic() - started
+    return outcome
