@@ -45,6 +45,10 @@ STRICT = {"strict": "all", **QUICK}
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
+#: torch 2.11 traces, recomputes and caches some programs in other ways.
+NEWER_THAN_2_11 = tuple(int(part) for part in torch.__version__.split(".")[:2]) > (2, 11)
+
+
 class NotRunnable(Exception):
     """This torch cannot run the program, with plain Inductor neither; the message says what it says."""
 
@@ -203,10 +207,11 @@ def case_functional_collectives(mesh: DeviceMesh) -> tuple[Report, ...]:
 
     def program(x: Tensor, up: Tensor, down: Tensor, wide: Tensor) -> list[Tensor]:
         outs = []
-        for dim in (0, 1):
+        for dim in (0, 1) if NEWER_THAN_2_11 else (0,):  # 2.11 breaks the graph at other dimensions
             hidden = funcol.all_gather_tensor(x, dim, group) @ up
             outs.append(funcol.reduce_scatter_tensor(torch.relu(hidden) @ down, "sum", dim, group))
-        outs.append(funcol.all_gather_tensor(x, 2, group) @ wide)
+        if NEWER_THAN_2_11:
+            outs.append(funcol.all_gather_tensor(x, 2, group) @ wide)
         outs.append(funcol.reduce_scatter_tensor(torch.relu(x) @ up, "avg", 2, group))
         return outs
 
@@ -217,7 +222,7 @@ def case_functional_collectives(mesh: DeviceMesh) -> tuple[Report, ...]:
     actual = compiled(program, fullgraph=True)(x, *weights)
     reports = asynctp_passes.reports()
     assert_close(actual, [local(out) for out in program(x, *weights)])
-    assert_fused(reports, {"inference": 6})
+    assert_fused(reports, {"inference": 6 if NEWER_THAN_2_11 else 3})
     return reports
 
 
@@ -267,12 +272,22 @@ def case_checkpoint_of_plain_tensors(mesh: DeviceMesh) -> tuple[Report, ...]:
     actual = train(compiled(program), x, weights)
     reports = asynctp_passes.reports()
     assert_close(actual, train(program, x, weights))
-    assert_fused(reports, {"forward": 2, "backward": 3})
+    assert_fused(reports, {"forward": 2, "backward": 3 if NEWER_THAN_2_11 else 2})  # 2.11 recomputes less
     return reports
 
 
 def case_checkpoint_of_dtensors(mesh: DeviceMesh) -> tuple[Report, ...]:
-    module, x = mlp(mesh), shard_of(mesh, 2, 4, 16)
+    return _checkpoint(mlp(mesh), shard_of(mesh, 2, 4, 16))
+
+
+def case_checkpoint_of_dtensor_attention(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """torch 2.13 cannot compile this: it takes a mesh among what the forward saves for a tensor."""
+    return _checkpoint(block(mesh).attention, shard_of(mesh, 2, 4, 16))
+
+
+def _checkpoint(module: Any, x: Tensor) -> tuple[Report, ...]:
+    """Train with full activation checkpointing: compiled with our backend, with Inductor alone, and eager."""
+    parameters = list(module.parameters())
 
     def program(x: Tensor) -> Tensor:
         out: Tensor = checkpoint(module, x, use_reentrant=False)
@@ -281,24 +296,29 @@ def case_checkpoint_of_dtensors(mesh: DeviceMesh) -> tuple[Report, ...]:
     def attempt(backend: str) -> list[Tensor] | str:
         start()
         try:
-            return train(compiled(program, backend), x, list(module.parameters()))
+            return train(compiled(program, backend), x, parameters)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
-    plain = attempt("inductor")
-    ours = attempt("asynctp")
+    plain, ours = attempt("inductor"), attempt("asynctp")
     if isinstance(plain, str):
         assert plain == ours, "ours fails in another way"
         raise NotRunnable(plain)
     assert not isinstance(ours, str), ours
-    assert_close(ours, train(module, x, list(module.parameters())))
-    return asynctp_passes.reports()
+    assert_close(ours, plain)
+    assert_close(ours, train(module, x, parameters))
+    forward, backward = asynctp_passes.reports()
+    assert len(forward.fused) == 2, forward
+    assert len(backward.fused) >= 2, backward  # strict: none is missed
+    return forward, backward
 
 
 def case_compile_on_one_rank(mesh: DeviceMesh) -> tuple[Report, ...]:
     """The graph names its groups by objects, which are the same on all ranks, instead of by name."""
     from torch.distributed import config as distributed_config
 
+    if not NEWER_THAN_2_11:
+        raise NotRunnable("torch 2.11 names groups by strings under compile_on_one_rank too")
     arguments: list[Any] = []
     with distributed_config.patch(compile_on_one_rank=True):
         one_rank_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -424,7 +444,7 @@ def _train_and_count(
     values = train(compiled(program), x, parameters)
     fx_graphs, programs = counters["inductor"], counters["aot_autograd"]
     found = (fx_graphs["fxgraph_cache_hit"], fx_graphs["fxgraph_cache_miss"], programs["autograd_cache_hit"])
-    assert found == (hits, 2 - hits, hits // 2), counters
+    assert found == (hits, 2 - hits, hits // 2 if NEWER_THAN_2_11 else 0), counters
     return values, asynctp_passes.reports()
 
 

@@ -150,6 +150,10 @@ def step(mesh: DeviceMesh, **kwargs: Any) -> tuple[Report, ...]:
     return asynctp_passes.reports()
 
 
+#: Programs that a training step, compiled twice, gets from AOTAutograd's cache: torch 2.11 keeps none there.
+TRAINING_HITS = int(backend_cases.NEWER_THAN_2_11)
+
+
 def hits() -> tuple[int, int]:
     """How many graphs came from Inductor's cache since the last `start`, and programs from AOTAutograd's."""
     return counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
@@ -294,7 +298,7 @@ def test_cached_graphs_bring_their_reports(mesh: DeviceMesh, tmp_path: Path, cap
     sinks = {"report_file": str(tmp_path / "reports"), "graph_dir": str(tmp_path / "graphs")}
     with caplog.at_level(logging.INFO, logger="asynctp_passes"):
         second = step(mesh, options={**STRICT, **sinks})
-    assert hits() == (2, 1)
+    assert hits() == (2, TRAINING_HITS)
     assert [report.from_cache for report in (*first, *second)] == [False, False, True, True]
     assert [report.remarks for report in first] == [report.remarks for report in second]
     written = [Report.from_json(line) for line in (tmp_path / "reports").read_text().splitlines()]
@@ -310,11 +314,12 @@ def test_counters_are_left_clean(mesh: DeviceMesh) -> None:
         assert not [name for name in counters["inductor"] if name.startswith("asynctp")]
 
 
-def test_cache_without_autograd_cache(mesh: DeviceMesh) -> None:
+def test_cache_without_autograd_cache(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     """The backward graph is then found in the cache later than the forward graph, without the backend being called."""
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    with torch._functorch.config.patch(enable_autograd_cache=False), caplog.at_level(logging.INFO, "asynctp_passes"):
         first = step(mesh)
         second = step(mesh)
+    assert "(backward, from Inductor's cache): 2 fused" in caplog.text  # at once, not when reports() is called
     assert hits() == (2, 0)
     assert [(report.phase, report.from_cache) for report in second] == [("forward", True), ("backward", True)]
     assert [report.remarks for report in first] == [report.remarks for report in second]
@@ -325,7 +330,7 @@ def test_cache_of_the_bare_pass(mesh: DeviceMesh) -> None:
     with torch._inductor.config.patch(post_grad_custom_post_pass=AsyncTPPass(Config(strict="all"))):
         first = step(mesh, backend="inductor")
         second = step(mesh, backend="inductor")
-    assert hits() == (2, 1)
+    assert hits() == (2, TRAINING_HITS)
     assert [report.from_cache for report in (*first, *second)] == [False, False, True, True]
     assert [report.remarks for report in first] == [report.remarks for report in second]
 
