@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import json
 import logging
 import os
 import threading
@@ -262,7 +261,7 @@ def _publish(
     if config.log:
         _log(report)
     if config.trace:
-        compat.trace_artifact(f"asynctp_{report.phase}_report", lambda: json.dumps(json.loads(report.to_json())))
+        compat.trace_artifact(f"asynctp_{report.phase}_report", report.to_json)
     if config.report_file is not None:
         with open(os.fspath(config.report_file), "a", encoding="utf-8") as file:
             file.write(report.to_json() + "\n")

@@ -13,6 +13,7 @@ from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, 
 from asynctp_passes.config import Config
 from asynctp_passes.cost import cost_of
 from asynctp_passes.fxview import Sizes, express, is_size, mutates, size_sources, tensor_of
+from asynctp_passes.read import identical
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement
 from asynctp_passes.views import views_of
@@ -213,8 +214,8 @@ def _scales_match(matmul: Matmul, scaled: ScaledOptions) -> bool:
         return False
     if _is_one(a_scale) and _is_one(b_scale):
         return True
-    rowwise_a = a_scale.dim() == 2 and str(a_scale.shape[0]) == str(out.shape[0]) and a_scale.shape[1] == 1
-    rowwise_b = b_scale.dim() == 2 and b_scale.shape[0] == 1 and str(b_scale.shape[1]) == str(out.shape[1])
+    rowwise_a = a_scale.dim() == 2 and identical(a_scale.shape[0], out.shape[0]) and a_scale.shape[1] == 1
+    rowwise_b = b_scale.dim() == 2 and b_scale.shape[0] == 1 and identical(b_scale.shape[1], out.shape[1])
     return rowwise_a and rowwise_b
 
 

@@ -85,7 +85,7 @@ def fake_mode_of(tensor: torch.Tensor | None) -> Any:
 @contextlib.contextmanager
 def without_guards(fake: torch.Tensor) -> Iterator[None]:
     """Compute with fake tensors of the mode `fake` belongs to, recording no guard."""
-    mode = getattr(fake, "fake_mode", None)
+    mode = fake_mode_of(fake)
     with contextlib.ExitStack() as stack:
         if mode is not None:
             stack.enter_context(mode)

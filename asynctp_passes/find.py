@@ -195,7 +195,7 @@ def _informative(miss: _Miss) -> int:
 
 
 def _gather_chain(scene: _Scene, gather: Collective, flow: Flow, consumers: Sequence[Consumer]) -> GatherChain:
-    """Take the consumers that one fused op can serve: those like the one with the most work."""
+    """Take the consumers that one fused op can serve: those like the preferred one."""
     lead, placement = max(consumers, key=lambda consumer: _preference(scene, consumer))
     chosen = [matmul for matmul, place in consumers if place == placement and _alike(matmul, lead)]
     fused = {matmul.node for matmul in chosen}

@@ -26,24 +26,21 @@ _aten = torch.ops.aten
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
 
 
-def rewrite(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes: Sizes) -> dict[fx.Node, str]:
-    """Replace each chain by one fused op; returns the name of the op's node for each collective's (former) node.
+def rewrite(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes: Sizes) -> None:
+    """Replace each chain by one fused op, whose node carries the name of the collective in `meta["asynctp_collective"]`.
 
     Unused nodes are erased, the order is restored where an operand of a later matmul moved, and the graph is linted.
     """
     segment = segments(graph)
-    fused: dict[fx.Node, str] = {}
     moved: dict[fx.Node, fx.Node] = {}
     for chain in chains:
         build, old = _Builder(graph, sizes, chain, moved), _old_nodes(chain)
         op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_scatter(build, chain)
         op.meta["asynctp_collective"] = chain.collective.node.name
         segment.update((node, segment[build.anchor]) for node in build.made)
-        fused[chain.collective.node] = op.name
         _erase_unused(graph, old)
     _restore_order(graph, segment)
     graph.lint()
-    return fused
 
 
 # --- building nodes ---------------------------------------------------------------------------------------
