@@ -27,7 +27,7 @@ _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_ate
 
 
 def rewrite(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes: Sizes) -> None:
-    """Replace each chain by one fused op, whose node carries the name of the collective in `meta["asynctp_collective"]`.
+    """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
     Unused nodes are erased, the order is restored where an operand of a later matmul moved, and the graph is linted.
     """
