@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch import Tensor
 from asynctp_passes import compat, reference
 from asynctp_passes.config import cpu_implementation
 from asynctp_passes.reference import GatherScales, ScatterScales
+
+log = logging.getLogger(__name__)
 
 __all__ = [
     "OPS",
@@ -98,6 +101,16 @@ def _kernels() -> Any:
         ) from error
 
 
+@functools.cache
+def _cuda() -> Any:
+    """The overlapped implementations; None without triton, which is said once."""
+    try:
+        return importlib.import_module("asynctp_kernels.cuda")
+    except ImportError as error:
+        log.warning("asynctp: the ops run unfused on CUDA, for want of triton (%s)", error)
+        return None
+
+
 def _process_group(group_name: Any) -> Any:
     return compat.resolve_process_group(group_name) if isinstance(group_name, str) else group_name
 
@@ -128,8 +141,17 @@ def _real_all_gather_matmul(
 ) -> list[Tensor]:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
-    reference.check_group("all_gather_matmul", group_size, group_name)
-    reference.check_gather("all_gather_matmul", a_shard, bs, biases, gather_dim, group_size)
+
+    def check() -> None:
+        reference.check_group("all_gather_matmul", group_size, group_name)
+        reference.check_gather("all_gather_matmul", a_shard, bs, biases, gather_dim, group_size)
+
+    if a_shard.is_cuda and (cuda := _cuda()) is not None:
+        options = (gather_dim, False, a_shard.dtype, False, return_a_full, _process_group(group_name), check)
+        found: list[Tensor] | None = cuda.gather(a_shard, None, bs, (), biases, *options)
+        if found is not None:
+            return found
+    check()
     if _interpreted(a_shard.device):
         group = _process_group(group_name)
         outs: list[Tensor] = _kernels().all_gather_matmul(a_shard, bs, biases, gather_dim, return_a_full, group)
@@ -151,10 +173,20 @@ def _real_all_gather_scaled_matmul(
     group_size: int,
     group_name: Any,
 ) -> list[Tensor]:
-    op = "all_gather_scaled_matmul"
-    reference.check_group(op, group_size, group_name)
-    scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype)
-    reference.check_gather(op, a_shard, bs, biases, gather_dim, group_size, scales)
+    def check() -> None:
+        op = "all_gather_scaled_matmul"
+        reference.check_group(op, group_size, group_name)
+        scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype)
+        reference.check_gather(op, a_shard, bs, biases, gather_dim, group_size, scales)
+
+    if a_shard.is_cuda and (cuda := _cuda()) is not None:
+        choices = (gather_dim, gather_a_scale, out_dtype, use_fast_accum, return_a_full)
+        found: list[Tensor] | None = cuda.gather(
+            a_shard, a_scale, bs, b_scales, biases, *choices, _process_group(group_name), check
+        )
+        if found is not None:
+            return found
+    check()
     operands = (a_shard, a_scale, bs, b_scales, biases, gather_dim, gather_a_scale)
     options = (out_dtype, use_fast_accum, return_a_full)
     if _interpreted(a_shard.device):
@@ -174,8 +206,17 @@ def _real_matmul_reduce_scatter(
 ) -> Tensor:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
-    reference.check_group("matmul_reduce_scatter", group_size, group_name)
-    reference.check_scatter("matmul_reduce_scatter", a_parts, b_parts, biases, reduce_op, scatter_dim, group_size)
+
+    def check() -> None:
+        reference.check_group("matmul_reduce_scatter", group_size, group_name)
+        reference.check_scatter("matmul_reduce_scatter", a_parts, b_parts, biases, reduce_op, scatter_dim, group_size)
+
+    if a_parts and a_parts[0].is_cuda and (cuda := _cuda()) is not None:
+        options = (reduce_op, scatter_dim, a_parts[0].dtype, False, _process_group(group_name), check)
+        found: Tensor | None = cuda.scatter(a_parts, b_parts, (), (), biases, *options)
+        if found is not None:
+            return found
+    check()
     if _interpreted(a_parts[0].device):
         group = _process_group(group_name)
         out: Tensor = _kernels().matmul_reduce_scatter(a_parts, b_parts, biases, reduce_op, scatter_dim, group)
@@ -198,10 +239,20 @@ def _real_scaled_matmul_reduce_scatter(
     group_size: int,
     group_name: Any,
 ) -> Tensor:
-    op = "scaled_matmul_reduce_scatter"
-    reference.check_group(op, group_size, group_name)
-    scales = ScatterScales(a_scales, b_scales, out_dtype)
-    reference.check_scatter(op, a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, scales)
+    def check() -> None:
+        op = "scaled_matmul_reduce_scatter"
+        reference.check_group(op, group_size, group_name)
+        scales = ScatterScales(a_scales, b_scales, out_dtype)
+        reference.check_scatter(op, a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, scales)
+
+    if a_parts and a_parts[0].is_cuda and (cuda := _cuda()) is not None:
+        choices = (reduce_op, scatter_dim, out_dtype, use_fast_accum)
+        found: Tensor | None = cuda.scatter(
+            a_parts, b_parts, a_scales, b_scales, biases, *choices, _process_group(group_name), check
+        )
+        if found is not None:
+            return found
+    check()
     operands = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, scatter_dim, out_dtype, use_fast_accum)
     if _interpreted(a_parts[0].device):
         out: Tensor = _kernels().scaled_matmul_reduce_scatter(*operands, _process_group(group_name))

@@ -69,7 +69,8 @@ def post_word(address: tl.tensor, epoch: tl.tensor) -> None:
 @triton.jit
 def record_timeout(status_ptr: tl.tensor, peer: tl.tensor, index: tl.tensor) -> None:
     """Write the first failure of this launch; later ones change nothing."""
-    if tl.atomic_cas(status_ptr, 0, 1) == 0:
+    none = tl.full((), 0, tl.int64)
+    if tl.atomic_cas(status_ptr, none, none + 1) == 0:
         tl.store(status_ptr + 1, peer)
         tl.store(status_ptr + 2, index)
 

@@ -1,0 +1,35 @@
+"""The only file of this package that touches private torch APIs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+
+def symmetric_empty(size: int, device: torch.device) -> torch.Tensor:
+    """`size` bytes of memory that `symmetric_rendezvous` can share. Shape: [size] uint8."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    return symm_mem.empty(size, dtype=torch.uint8, device=device)
+
+
+def symmetric_rendezvous(memory: torch.Tensor, group: ProcessGroup) -> Any:
+    """Share `memory` with every rank of `group` (collective); gives torch's handle, with `buffer_ptrs` by rank."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    return symm_mem.rendezvous(memory, group.group_name)
+
+
+def current_raw_stream(device_index: int) -> int:
+    """The driver handle of the current stream, without a Python stream object."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device_index)
+    return stream
+
+
+def resolve_process_group(name: str) -> Any:
+    """The ProcessGroup of a name."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(name)

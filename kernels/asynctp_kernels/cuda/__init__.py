@@ -1,0 +1,340 @@
+"""The fused ops on NVIDIA GPUs: `gather` and `scatter` run a call, `explain_*` say how it would be run.
+
+Both return None when the unfused program is the one to run, because it is the fastest or the only one that can; the
+caller has it. Plans are kept per group, so they go when the group goes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from asynctp_kernels import compat
+from asynctp_kernels.errors import SymmetricMemoryError
+from . import select
+from .gather import (
+    MAX_OPERANDS,
+    TRITON_DTYPES,
+    DecomposedGather,
+    DirectGather,
+    FusedGather,
+    GatherCall,
+    GatherPlan,
+    k_major,
+    scale_mode,
+)
+from .memory import GroupMemory, group_memory, release
+from .products import scaled_product_supported
+from .scatter import DecomposedScatter, DirectScatter, FusedScatter, ScatterCall, ScatterPlan
+from .select import Choice, Problem, choose, forced
+
+__all__ = ["Choice", "explain_gather", "explain_scatter", "forced", "gather", "release", "scatter"]
+
+log = logging.getLogger(__name__)
+
+WORLD_SIZES = range(2, 9)
+DIRECT_LIMIT = 64 << 20  # bytes of one landing slot
+_unavailable: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
+Check = Callable[[], None]
+
+
+def gather(
+    a_shard: Tensor,
+    a_scale: Tensor | None,
+    bs: Sequence[Tensor],
+    b_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    dim: int,
+    scale_travels: bool,
+    out_dtype: torch.dtype,
+    fast: bool,
+    return_a_full: bool,
+    group: ProcessGroup,
+    check: Check,
+) -> list[Tensor] | None:
+    """all_gather(a_shard, dim) @ b for every b; arguments as those of the ops. None: run the unfused program.
+
+    `check` validates the arguments; it is called once per plan, not once per call.
+
+    Raises:
+        SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
+    """
+    memory = _memory(group, a_shard.device)
+    if memory is None:
+        return None
+    key = (
+        "gather", dim, scale_travels, out_dtype, fast, return_a_full, _key(a_shard), _optional_key(a_scale),
+        *map(_key, bs), *map(_key, b_scales), *map(_optional_key, biases), select.requested(),
+    )  # fmt: skip
+    plan = memory.plans.get(key, _MISSING)
+    if plan is _MISSING or (plan is not None and plan.stale):  # type: ignore[attr-defined]
+        check()
+        call = GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, scale_travels, out_dtype, fast, return_a_full,
+                          memory.world)  # fmt: skip
+        plan = memory.plans[key] = _gather_plan(call, memory)
+    if plan is None:
+        return None
+    outs: list[Tensor] = plan.run(a_shard, a_scale, bs, b_scales, biases)  # type: ignore[attr-defined]
+    return outs
+
+
+def scatter(
+    a_parts: Sequence[Tensor],
+    b_parts: Sequence[Tensor],
+    a_scales: Sequence[Tensor],
+    b_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    reduce_op: str,
+    dim: int,
+    out_dtype: torch.dtype,
+    fast: bool,
+    group: ProcessGroup,
+    check: Check,
+) -> Tensor | None:
+    """reduce_scatter(Σ a @ b, dim); arguments as those of the ops. None: run the unfused program.
+
+    Raises:
+        SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
+    """
+    memory = _memory(group, a_parts[0].device)
+    if memory is None:
+        return None
+    key = (
+        "scatter", reduce_op, dim, out_dtype, fast, *map(_key, a_parts), *map(_key, b_parts), *map(_key, a_scales),
+        *map(_key, b_scales), *map(_optional_key, biases), select.requested(),
+    )  # fmt: skip
+    plan = memory.plans.get(key, _MISSING)
+    if plan is _MISSING or (plan is not None and plan.stale):  # type: ignore[attr-defined]
+        check()
+        call = ScatterCall(a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, out_dtype, fast, memory.world)
+        plan = memory.plans[key] = _scatter_plan(call, memory)
+    if plan is None:
+        return None
+    out: Tensor = plan.run(a_parts, b_parts, a_scales, b_scales, biases)  # type: ignore[attr-defined]
+    return out
+
+
+_MISSING = object()
+
+
+def _key(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16)
+
+
+def _optional_key(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+def _memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None:
+    """The group's memory; None where there can be none, which is said once."""
+    if group in _unavailable:
+        return None
+    reason = None
+    if group.size() not in WORLD_SIZES:
+        reason = f"{group.size()} ranks; the overlapped ops run on {WORLD_SIZES.start} to {WORLD_SIZES.stop - 1}"
+    else:
+        try:
+            return group_memory(group, device)
+        except SymmetricMemoryError as error:
+            if torch.cuda.is_current_stream_capturing():
+                raise
+            reason = str(error)
+    _unavailable[group] = reason
+    log.warning("group %s runs the unfused program: %s", group.group_name, reason)
+    return None
+
+
+# --- what can run -----------------------------------------------------------------------------------------------
+@functools.cache
+def _machine(index: int) -> tuple[tuple[int, int], int, str]:
+    properties = torch.cuda.get_device_properties(index)
+    return (properties.major, properties.minor), properties.multi_processor_count, properties.name
+
+
+def _gather_plan(call: GatherCall, memory: GroupMemory) -> GatherPlan | None:
+    choice = explain_gather(call)
+    log.debug("gather %s: %s", tuple(call.a_shard.shape), choice)
+    if choice.implementation == "fused":
+        assert choice.tiles is not None
+        sms = _machine(call.a_shard.device.index)[1]
+        return FusedGather(call, memory, choice.tiles, choice.chunks, sms)
+    if choice.implementation == "decomposed":
+        return DecomposedGather(call, memory)
+    return DirectGather(call, memory) if choice.implementation == "direct" else None
+
+
+def _scatter_plan(call: ScatterCall, memory: GroupMemory) -> ScatterPlan | None:
+    choice = explain_scatter(call)
+    log.debug("scatter %s: %s", tuple(call.a_parts[0].shape), choice)
+    if choice.implementation == "fused":
+        assert choice.tiles is not None
+        sms = _machine(call.a_parts[0].device.index)[1]
+        return FusedScatter(call, memory, choice.tiles, choice.chunks, sms)
+    if choice.implementation == "decomposed":
+        return DecomposedScatter(call, memory)
+    return DirectScatter(call, memory) if choice.implementation == "direct" else None
+
+
+def explain_gather(call: GatherCall) -> Choice:
+    """How `call` would be run, and why."""
+    layout = call.layout
+    problem = Problem(
+        op="gather",
+        world=call.world,
+        rows=layout.full_rows,
+        depth=layout.full_cols,
+        widths=tuple(b.shape[1] for b in call.bs),
+        itemsize=call.a_shard.itemsize,
+        out_itemsize=call.out_dtype.itemsize,
+        dtype=str(call.a_shard.dtype).removeprefix("torch."),
+        precise=call.a_shard.itemsize == 1 and not call.fast,
+    )
+    _, sms, name = _machine(call.a_shard.device.index)
+    return choose(problem, _refused_gather(call), sms, name)
+
+
+def explain_scatter(call: ScatterCall) -> Choice:
+    """How `call` would be run, and why."""
+    layout, a = call.layout, call.a_parts[0]
+    problem = Problem(
+        op="scatter",
+        world=call.world,
+        rows=layout.full_rows,
+        depth=sum(b.shape[0] for b in call.b_parts),
+        widths=(layout.full_cols,),
+        itemsize=a.itemsize,
+        out_itemsize=call.out_dtype.itemsize,
+        dtype=str(a.dtype).removeprefix("torch."),
+        precise=a.itemsize == 1 and not call.fast,
+    )
+    _, sms, name = _machine(a.device.index)
+    return choose(problem, _refused_scatter(call), sms, name)
+
+
+def _refused_gather(call: GatherCall) -> dict[str, str]:
+    layout = call.layout
+    common = _refused_products(
+        [call.a_shard] * len(call.bs),
+        call.bs,
+        [call.a_scale] * len(call.bs),
+        call.b_scales,
+        call.biases,
+        call.out_dtype,
+    )
+    nothing = layout.rows == 0 or layout.cols == 0 or not call.bs or any(b.shape[1] == 0 for b in call.bs)
+    if nothing:
+        return dict.fromkeys(("fused", "decomposed", "direct"), "nothing to multiply")
+    refused = {name: reason for name in ("decomposed", "direct") if (reason := common)}
+    if layout.along_last:
+        refused["decomposed"] = refused["fused"] = (
+            "the gathered dim is the contraction dim: every product needs all of it"
+        )
+    elif call.outer > 1:
+        refused.setdefault("decomposed", f"{call.outer} separate row ranges per rank: one product each is too many")
+    if layout.along_last and call.scale_travels:
+        refused["direct"] = "a rowwise scale cannot be gathered along the contraction dim"
+    shard = call.a_shard.numel() * call.a_shard.itemsize
+    if shard * call.world > DIRECT_LIMIT:
+        refused.setdefault("direct", f"{shard * call.world} bytes gathered, more than its limit of {DIRECT_LIMIT}")
+    reason = _refused_fused(call.a_shard, call.bs, call.b_scales, call.biases, call.out_dtype, [layout.cols])
+    if reason is not None:
+        refused.setdefault("fused", reason)
+    if call.a_scale is not None and call.a_scale.numel() != 1 and not call.a_scale.is_contiguous():
+        refused.setdefault("fused", "a row scale that is not contiguous")
+    return refused
+
+
+def _refused_scatter(call: ScatterCall) -> dict[str, str]:
+    layout = call.layout
+    scales = [*call.a_scales] or [None] * len(call.b_parts)
+    common = _refused_products(call.a_parts, call.b_parts, scales, call.b_scales, call.biases, call.out_dtype)
+    depths = [b.shape[0] for b in call.b_parts]
+    if layout.rows == 0 or layout.cols == 0 or 0 in depths:
+        return dict.fromkeys(("fused", "decomposed", "direct"), "nothing to multiply")
+    refused = {name: reason for name in ("decomposed", "direct") if (reason := common)}
+    if layout.along_last:
+        refused["decomposed"] = refused["fused"] = "the scattered dim is the last: a rank's part is not a range of rows"
+    elif call.outer > 1:
+        refused.setdefault("decomposed", f"{call.outer} separate row ranges per rank: one product each is too many")
+    if any(not a.is_contiguous() for a in call.a_parts):
+        refused.setdefault("fused", "an A that is not contiguous")
+        refused.setdefault("decomposed", "an A that is not contiguous")
+    part = layout.rows * layout.cols * call.out_dtype.itemsize
+    if part * call.world > DIRECT_LIMIT:
+        refused.setdefault("direct", f"{part * call.world} bytes scattered, more than its limit of {DIRECT_LIMIT}")
+    elif call.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        refused.setdefault("direct", f"a result of {call.out_dtype}")
+    if call.a_scales and len(call.a_parts) > 1:
+        refused.setdefault("fused", "several scaled products: each needs its own scale before the sum")
+    reason = _refused_fused(call.a_parts[0], call.b_parts, call.b_scales, call.biases, call.out_dtype, depths)
+    if reason is not None:
+        refused.setdefault("fused", reason)
+    if len(call.b_parts) > 1 and any(bias is not None for bias in call.biases):
+        refused.setdefault("fused", "a bias in a sum of several products")
+    if any(scale.numel() != 1 and not scale.is_contiguous() for scale in call.a_scales):
+        refused.setdefault("fused", "a row scale that is not contiguous")
+    return refused
+
+
+def _refused_products(
+    a_parts: Sequence[Tensor],
+    bs: Sequence[Tensor],
+    a_scales: Sequence[Tensor | None],
+    b_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    out_dtype: torch.dtype,
+) -> str | None:
+    """Why cuBLAS cannot make these products in one call each."""
+    for i, b in enumerate(bs):
+        a_scale = a_scales[i] if a_scales else None
+        if a_scale is not None and not scaled_product_supported(
+            a_parts[i], b, a_scale, b_scales[i], biases[i], out_dtype
+        ):
+            return "scales, bias, strides or result type that cuBLAS does not take in one scaled product"
+    return None
+
+
+def _refused_fused(
+    a: Tensor,
+    bs: Sequence[Tensor],
+    b_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    out_dtype: torch.dtype,
+    depths: Sequence[int],
+) -> str | None:
+    """Why the persistent TMA GEMM cannot run this."""
+    if _machine(a.device.index)[0][0] != 9:
+        return "the GEMM is tuned for compute capability 9 (H100, H200) only"
+    if out_dtype not in TRITON_DTYPES:
+        return f"a result of {out_dtype}"
+    if a.dtype == torch.float32:
+        return "fp32 operands"
+    if len(bs) > MAX_OPERANDS:
+        return f"{len(bs)} products, more than {MAX_OPERANDS}"
+    if len({k_major(b) for b in bs}) != 1:
+        return "Bs of both memory orders"
+    if any(b.dtype != bs[0].dtype for b in bs):
+        return "Bs of several dtypes"
+    fp8 = a.itemsize == 1
+    for b in bs:
+        pitch = b.stride(1) if k_major(b) else b.stride(0)
+        if (b.stride(0) != 1 and b.stride(1) != 1) or pitch * b.itemsize % 16 or b.data_ptr() % 16:
+            return f"a B of strides {tuple(b.stride())}: TMA needs one stride of 1 and the other a multiple of 16 bytes"
+        if fp8 and not k_major(b):
+            return "an fp8 B whose columns are contiguous: the tensor cores need K contiguous"
+        if b.shape[1] * out_dtype.itemsize % 16:
+            return f"{b.shape[1]} columns: TMA needs rows of a multiple of 16 bytes"
+    if any(k * a.itemsize % 16 for k in depths) or a.data_ptr() % 16:
+        return "an A whose rows are not multiples of 16 bytes"
+    if len({bias is None for bias in biases}) != 1 or len({bias.dtype for bias in biases if bias is not None}) > 1:
+        return "biases for some products only, or of several dtypes"
+    if len({scale_mode(scale) for scale in b_scales}) > 1:
+        return "tensorwise and rowwise B scales in one call"
+    return None

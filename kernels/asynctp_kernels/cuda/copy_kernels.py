@@ -1,0 +1,252 @@
+"""Kernels that move and reduce: the direct (one kernel) all-gather and reduce-scatter, and the pipelines' reduction.
+
+The direct kernels push: program i of every rank stores its slice of the shard into each peer's landing slot, posts the
+peer's word (own rank, i), waits for the peers' words (rank, i) in its own memory, and takes their slices from there.
+
+    landing of one slot, on every rank:  [ from rank 0 | from rank 1 | ... ]   each: [ slice units | rows fp32 scales ]
+
+They need no barrier before or after, and no memset: words are epochs that only grow, and the two slots alternate with
+the epoch. Why a slot is never overwritten before it is read: `asynctp_kernels.workspace`, whose argument holds here,
+since every call waits for every peer. The epoch is a word in device memory that the last program of a call advances,
+so a replayed CUDA graph goes on counting.
+
+Memory order: the stores of a slice are joined by a CTA barrier and released (scope sys) by the word; the reader
+acquires the word (scope sys), and a CTA barrier hands that to its other threads. See `asynctp_kernels.signals`.
+"""
+
+# triton ships no types: its decorator is untyped
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from asynctp_kernels.numerics import exact_f32, round_to
+from asynctp_kernels.signals import post_word, wait_word
+from .gemm_kernels import await_word
+
+
+@triton.jit
+def place(index, cols, inner, peer, world, CONTIGUOUS: tl.constexpr, ALONG_LAST: tl.constexpr, size):
+    """Where element `index` of `peer`'s shard lies in the whole tensor. Shard: [P * Q, cols]; `size` elements in it."""
+    if CONTIGUOUS:
+        return peer * size + index
+    row = index // cols
+    col = index % cols
+    if ALONG_LAST:
+        return (row * world + peer) * cols + col
+    return ((row // inner * world + peer) * inner + row % inner) * cols + col
+
+
+@triton.jit
+def end_call(epoch_ptr, epoch, done_ptr, PROGRAMS: tl.constexpr):
+    """The last program of the launch makes `epoch` the current one."""
+    tl.debug_barrier()
+    if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+        tl.store(done_ptr, 0)
+        tl.store(epoch_ptr, epoch)
+
+
+@triton.jit
+def push_gather_kernel(
+    shard_ptr,
+    scale_ptr,
+    full_ptr,
+    full_scale_ptr,
+    size,
+    cols,
+    inner,
+    rows,
+    buffers,
+    pads,
+    slot_bytes,
+    part_bytes,
+    scales_offset,
+    epoch_ptr,
+    done_ptr,
+    timeout_ns,
+    status_ptr,
+    rank,
+    WORLD: tl.constexpr,
+    SCALE_TRAVELS: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    ALONG_LAST: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All-gather of `size` units (integers of any width) and, if they travel, `rows` fp32 scales with them."""
+    pid = tl.program_id(0)
+    epoch = tl.load(epoch_ptr) + 1
+    slot = (epoch % 2) * slot_bytes
+    table = buffers.to(tl.pointer_type(tl.int64))
+    pad_table = pads.to(tl.pointer_type(tl.int64))
+    unit = shard_ptr.dtype.element_ty
+    blocks = tl.cdiv(size, BLOCK)
+
+    for block in range(pid, blocks, PROGRAMS):
+        index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(shard_ptr + index, mask=index < size)
+        for step in tl.static_range(1, WORLD):
+            dst = (rank + WORLD - step) % WORLD
+            part = (tl.load(table + dst) + slot + rank * part_bytes).to(tl.pointer_type(unit))
+            tl.store(tl.multiple_of(part, 16) + index, values, mask=index < size)
+    if SCALE_TRAVELS:
+        for first in range(pid * BLOCK, rows, PROGRAMS * BLOCK):
+            row = first + tl.arange(0, BLOCK)
+            scales = tl.load(scale_ptr + row, mask=row < rows)
+            for step in tl.static_range(1, WORLD):
+                dst = (rank + WORLD - step) % WORLD
+                part = tl.load(table + dst) + slot + rank * part_bytes + scales_offset
+                tl.store(part.to(tl.pointer_type(tl.float32)) + row, scales, mask=row < rows)
+    for step in tl.static_range(1, WORLD):
+        dst = (rank + WORLD - step) % WORLD
+        post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch)
+
+    for step in tl.static_range(WORLD):
+        src = (rank + step) % WORLD
+        source = shard_ptr
+        scale_source = scale_ptr
+        if step > 0:
+            wait_word(tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8, epoch, timeout_ns, status_ptr, src, 0)
+            part = tl.load(table + rank) + slot + src * part_bytes
+            source = tl.multiple_of(part.to(tl.pointer_type(unit)), 16)
+            if SCALE_TRAVELS:
+                scale_source = (part + scales_offset).to(tl.pointer_type(tl.float32))
+        for block in range(pid, blocks, PROGRAMS):
+            index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            values = tl.load(source + index, mask=index < size)
+            where = place(index, cols, inner, src, WORLD, CONTIGUOUS, ALONG_LAST, size)
+            tl.store(full_ptr + where, values, mask=index < size)
+        if SCALE_TRAVELS:
+            for first in range(pid * BLOCK, rows, PROGRAMS * BLOCK):
+                row = first + tl.arange(0, BLOCK)
+                where = (row // inner * WORLD + src) * inner + row % inner
+                tl.store(full_scale_ptr + where, tl.load(scale_source + row, mask=row < rows), mask=row < rows)
+    end_call(epoch_ptr, epoch, done_ptr, PROGRAMS)
+
+
+@triton.jit
+def push_reduce_kernel(
+    full_ptr,
+    out_ptr,
+    size,
+    cols,
+    inner,
+    buffers,
+    pads,
+    slot_bytes,
+    part_bytes,
+    epoch_ptr,
+    done_ptr,
+    timeout_ns,
+    status_ptr,
+    factor,
+    rank,
+    WORLD: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    ALONG_LAST: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Reduce-scatter: fp32 sum in rank order, times `factor`, rounded once. `size` elements in the own shard."""
+    pid = tl.program_id(0)
+    epoch = tl.load(epoch_ptr) + 1
+    slot = (epoch % 2) * slot_bytes
+    table = buffers.to(tl.pointer_type(tl.int64))
+    pad_table = pads.to(tl.pointer_type(tl.int64))
+    dtype = full_ptr.dtype.element_ty
+    blocks = tl.cdiv(size, BLOCK)
+
+    for step in tl.static_range(1, WORLD):
+        dst = (rank + step) % WORLD
+        part = tl.load(table + dst) + slot + rank * part_bytes
+        landing = tl.multiple_of(part.to(tl.pointer_type(dtype)), 16)
+        for block in range(pid, blocks, PROGRAMS):
+            index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            where = place(index, cols, inner, dst, WORLD, CONTIGUOUS, ALONG_LAST, size)
+            tl.store(landing + index, tl.load(full_ptr + where, mask=index < size), mask=index < size)
+        post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch)
+    for step in tl.static_range(1, WORLD):
+        src = (rank + step) % WORLD
+        wait_word(tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8, epoch, timeout_ns, status_ptr, src, 0)
+
+    own = tl.load(table + rank) + slot
+    for block in range(pid, blocks, PROGRAMS):
+        index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for source_rank in tl.static_range(WORLD):
+            source = tl.multiple_of((own + source_rank * part_bytes).to(tl.pointer_type(dtype)), 16)
+            where = index
+            if source_rank == rank:
+                source = full_ptr
+                where = place(index, cols, inner, rank, WORLD, CONTIGUOUS, ALONG_LAST, size)
+            total += exact_f32(tl.load(source + where, mask=index < size, other=0.0))
+        tl.store(out_ptr + index, round_to(total * factor, dtype), mask=index < size)
+    end_call(epoch_ptr, epoch, done_ptr, PROGRAMS)
+
+
+@triton.jit(do_not_specialize=["rank", "tiles0", "tiles1", "tiles2", "tiles3"])
+def reduce_kernel(
+    own_ptr,
+    received_ptr,
+    out_ptr,
+    progress,
+    arrived,
+    end0,
+    end1,
+    end2,
+    end3,
+    tiles0,
+    tiles1,
+    tiles2,
+    tiles3,
+    part_size,
+    factor,
+    rank,
+    WORLD: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """The own rows' sum over ranks: chunk by chunk, while the GEMM that fills the later ones may still run.
+
+    own [R, N], received [WORLD, R, N] (own part unused, `part_size` elements each), out [R, N], contiguous. Chunk c
+    ends at element `end<c>`. It waits until `progress[c]` (finished own tiles) reaches `tiles<c>` and each
+    arrived[src, c] is set. fp32 sum in rank order, times `factor`, rounded once: bits do not depend on timing.
+
+    It runs beside the GEMM on the same SMs (few registers, no shared memory), and never the other way round: the GEMM
+    does not wait for it.
+    """
+    pid = tl.program_id(0)
+    dtype = out_ptr.dtype.element_ty
+    begin = 0
+    for chunk in tl.static_range(CHUNKS):
+        end = end0
+        tiles = tiles0
+        if chunk == 1:
+            end = end1
+            tiles = tiles1
+        if chunk == 2:
+            end = end2
+            tiles = tiles2
+        if chunk == 3:
+            end = end3
+            tiles = tiles3
+        zero = await_word(progress + chunk, tiles)
+        for src in tl.static_range(WORLD):
+            zero += await_word(arrived + src * 4 + chunk, tl.where(src == rank, 0, 1))
+        for block in range(pid, tl.cdiv(end - begin, BLOCK), PROGRAMS):
+            index = begin + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK) + zero
+            index = tl.max_contiguous(tl.multiple_of(index, 8), 8)
+            total = tl.zeros((BLOCK,), dtype=tl.float32)
+            for src in tl.static_range(WORLD):
+                source = received_ptr + src * part_size.to(tl.int64)
+                if src == rank:
+                    source = own_ptr
+                source = tl.multiple_of(source, 16)
+                total += tl.load(source + index, mask=index < end, other=0.0).to(tl.float32)
+            tl.store(out_ptr + index, (total * factor).to(dtype), mask=index < end)
+        begin = end

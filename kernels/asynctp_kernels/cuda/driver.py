@@ -1,0 +1,190 @@
+"""The few CUDA driver calls that an overlapped op needs, through ctypes: copies, stream memory operations, events.
+
+Addresses, streams and events are plain integers. Each call costs about a microsecond of host time, which is why these
+are not torch calls: an op makes a dozen of them. A failed call raises `CudaError` with the driver's own message.
+
+Source: CUDA Driver API, "Stream Memory Operations", "Memory Management", "Event Management".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asynctp_kernels.errors import SymmetricMemoryError
+
+PEER_WRITES_UNSUPPORTED_FROM = 13010  # CUDA 13.1: no stream memory operations on peer addresses (NCCL issue 2052)
+
+_WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
+_WAIT_GEQ = 0
+_EVENT_DISABLE_TIMING = 2
+
+
+class CudaError(SymmetricMemoryError):
+    """A CUDA driver call failed."""
+
+
+class _MemOp(ctypes.Structure):
+    """CUstreamBatchMemOpParams: the members of waitValue and writeValue, which have one layout, in a 48-byte union."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("pad", ctypes.c_uint64),
+    )
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("src_x", ctypes.c_size_t),
+        ("src_y", ctypes.c_size_t),
+        ("src_type", ctypes.c_uint),
+        ("src_host", ctypes.c_void_p),
+        ("src_device", ctypes.c_uint64),
+        ("src_array", ctypes.c_void_p),
+        ("src_pitch", ctypes.c_size_t),
+        ("dst_x", ctypes.c_size_t),
+        ("dst_y", ctypes.c_size_t),
+        ("dst_type", ctypes.c_uint),
+        ("dst_host", ctypes.c_void_p),
+        ("dst_device", ctypes.c_uint64),
+        ("dst_array", ctypes.c_void_p),
+        ("dst_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+_MEMORY_TYPE_DEVICE = 2
+
+
+@functools.cache
+def library() -> Any:
+    """libcuda.
+
+    Raises:
+        CudaError: there is no NVIDIA driver here.
+    """
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(f"no NVIDIA driver: {error}") from error
+
+
+def _function(name: str, *argtypes: Any) -> Callable[..., None]:
+    """A driver function that raises on failure; looked up at its first call, so that importing needs no driver."""
+    found: list[Any] = []
+
+    def call(*args: Any) -> None:
+        if not found:
+            function = getattr(library(), name)
+            function.argtypes, function.restype = argtypes, ctypes.c_int
+            found.append(function)
+        code = found[0](*args)
+        if code:
+            raise CudaError(f"{name}: {_message(code)}")
+
+    return call
+
+
+def _message(code: int) -> str:
+    text = ctypes.c_char_p()
+    library().cuGetErrorString(code, ctypes.byref(text))
+    return f"{text.value.decode() if text.value else 'unknown error'} ({code})"
+
+
+_u64, _size, _uint, _ref = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint, ctypes.c_void_p
+
+#: copy(dst, src, bytes, stream): device memory of this or another GPU
+copy: Callable[[int, int, int, int], None] = _function("cuMemcpyDtoDAsync_v2", _u64, _u64, _size, _ref)
+record_event: Callable[[int, int], None] = _function("cuEventRecord", _ref, _ref)
+wait_event_with_flags: Callable[[int, int, int], None] = _function("cuStreamWaitEvent", _ref, _ref, _uint)
+_copy_2d = _function("cuMemcpy2DAsync_v2", _ref, _ref)
+_batch = _function("cuStreamBatchMemOp_v2", _ref, _uint, _ref, _uint)
+_event_create = _function("cuEventCreate", _ref, _uint)
+
+
+def wait_event(stream: int, event: int) -> None:
+    """Work enqueued on `stream` from now on starts after `event`."""
+    wait_event_with_flags(stream, event, 0)
+
+
+def new_event() -> int:
+    """An event without timing. It lives as long as the process's CUDA context."""
+    event = ctypes.c_void_p()
+    _event_create(ctypes.byref(event), _EVENT_DISABLE_TIMING)
+    assert event.value is not None
+    return event.value
+
+
+def copy_rows(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: int) -> None:
+    """Copy `height` rows of `width` bytes; pitches are the bytes from one row to the next."""
+    if height == 1 or (dst_pitch == width and src_pitch == width):
+        copy(dst, src, width * height, stream)
+        return
+    request = _Copy2D(
+        src_type=_MEMORY_TYPE_DEVICE,
+        src_device=src,
+        src_pitch=src_pitch,
+        dst_type=_MEMORY_TYPE_DEVICE,
+        dst_device=dst,
+        dst_pitch=dst_pitch,
+        width=width,
+        height=height,
+    )
+    _copy_2d(ctypes.byref(request), stream)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Hold the stream until the int32 at `address` is at least `value`."""
+
+    address: int
+    value: int = 1
+
+
+@dataclass(frozen=True)
+class Write:
+    """Store `value` in the int32 at `address`, after everything before it in the stream is visible."""
+
+    address: int
+    value: int
+
+
+class MemOps:
+    """A fixed sequence of waits and writes, enqueued with one driver call."""
+
+    def __init__(self, ops: Sequence[Wait | Write]) -> None:
+        self._count = len(ops)
+        self._params = (_MemOp * max(self._count, 1))(*map(_memop, ops))
+        self._address = ctypes.addressof(self._params)
+
+    def enqueue(self, stream: int) -> None:
+        """Append the sequence to `stream`."""
+        if self._count:
+            _batch(stream, self._count, self._address, 0)
+
+
+def _memop(op: Wait | Write) -> _MemOp:
+    kind = _WAIT_VALUE_32 if isinstance(op, Wait) else _WRITE_VALUE_32
+    return _MemOp(operation=kind, address=op.address, value=op.value, flags=_WAIT_GEQ)
+
+
+def driver_version() -> int:
+    """The newest CUDA version that the driver knows, such as 13000 for 13.0."""
+    version = ctypes.c_int()
+    _function("cuDriverGetVersion", _ref)(ctypes.byref(version))
+    return version.value
+
+
+def peer_writes_supported() -> bool:
+    """Whether a stream memory operation may write to another GPU's memory."""
+    return driver_version() < PEER_WRITES_UNSUPPORTED_FROM

@@ -1,0 +1,406 @@
+"""All-gather → matmuls on GPUs: three implementations behind one plan.
+
+    fused        copy engine pulls shards in the order rank+1, rank+2, …; one GEMM starts on the own rows and takes the
+                 others' as their chunks arrive
+    decomposed   the same copies; cuBLAS, one product per source, each behind that source's copy
+    direct       one kernel pushes and collects all shards, then cuBLAS on the whole: the fastest when little moves
+
+A plan is made once per (shapes, strides, dtypes, options) and group, and holds everything that does not change:
+addresses of words, the copy stream's script, the compiled kernel. A call only fills in addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from asynctp_kernels import compat
+from asynctp_kernels.layout import ShardLayout, gather_layout
+from . import driver
+from .copy_kernels import push_gather_kernel
+from .gemm_kernels import gemm_kernel
+from .launch import Tma, describe, prepare
+from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
+from .products import Scaling, product
+from .script import Channel, GatherMoves, Record, Step, Write, compile_script, gather_script
+from .tiles import Chunks, Tiles, cut
+
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+MAX_OPERANDS = 4
+_UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True)
+class GatherCall:
+    """What decides a plan; the tensors stand for all tensors of their shapes, strides and dtypes."""
+
+    a_shard: Tensor
+    a_scale: Tensor | None
+    bs: Sequence[Tensor]
+    b_scales: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    dim: int
+    scale_travels: bool
+    out_dtype: torch.dtype
+    fast: bool
+    return_a_full: bool
+    world: int
+
+    @property
+    def layout(self) -> ShardLayout:
+        return gather_layout(self.a_shard.shape, self.dim % self.a_shard.ndim, self.world)
+
+    @property
+    def outer(self) -> int:
+        return self.layout.rows // max(self.layout.inner, 1)
+
+    @property
+    def scaling(self) -> Scaling | None:
+        return None if self.a_scale is None else Scaling(self.out_dtype, self.fast)
+
+
+def scale_mode(scale: Tensor | None) -> int:
+    """0: none; 1: one element; 2: one per row or column."""
+    return 0 if scale is None else 1 if scale.numel() == 1 else 2
+
+
+def k_major(b: Tensor) -> bool:
+    """Whether [K, N] `b` has its K elements side by side (a transposed weight), and not its N."""
+    return b.stride(0) == 1 and (b.stride(1) != 1 or b.shape[0] > 1)
+
+
+class GatherPlan:
+    """One call, prepared. `run` gives the products, then the gathered A if asked for."""
+
+    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        self.memory, self.layout, self.outer = memory, call.layout, call.outer
+        self.scaling, self.out_dtype = call.scaling, call.out_dtype
+        self.return_a_full, self.scale_travels = call.return_a_full, call.scale_travels
+        self.row_bytes = self.layout.cols * call.a_shard.itemsize
+        self.shard_bytes = self.layout.rows * self.row_bytes
+        self.widths = [b.shape[1] for b in call.bs]
+        self.device_index: int = call.a_shard.device.index
+        self.generation = -1
+
+    @property
+    def stale(self) -> bool:
+        """The group's symmetric memory has moved since."""
+        return self.generation != self.memory.generation
+
+    def new_outputs(self, a_shard: Tensor) -> list[Tensor]:
+        lead = self.layout.full_shape[:-1]
+        return [a_shard.new_empty((*lead, width), dtype=self.out_dtype) for width in self.widths]
+
+    def run(
+        self,
+        a_shard: Tensor,
+        a_scale: Tensor | None,
+        bs: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> list[Tensor]:
+        raise NotImplementedError
+
+
+class _Pulled(GatherPlan):
+    """The copies of the fused and the decomposed implementation."""
+
+    def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
+        super().__init__(call, memory)
+        self.chunks = chunks
+        rank, world = memory.rank, memory.world
+        scale_offset = -(-self.shard_bytes // 256) * 256
+        scale_bytes = self.layout.rows * 4 if self.scale_travels else 0
+        outbox = memory.require("outbox", scale_offset + scale_bytes)
+        channel = Channel(rank, world, memory.gather_full.at, memory.gather_free.at)
+        moves = GatherMoves(
+            outboxes=outbox.peers,
+            row_bytes=self.row_bytes,
+            outer=self.outer,
+            inner=self.layout.inner,
+            scale_offset=scale_offset,
+            scales=self.scale_travels,
+            chunks=chunks,
+            copy_in=True,
+            keep_own=self.return_a_full,
+        )
+        self.play = compile_script(gather_script(channel, moves, self.arrived), memory.peer_writes, memory.one)
+        self.generation = memory.generation
+
+    def arrived(self, source: int, chunk: int) -> list[Step]:
+        """What tells the consumer that a chunk is in place."""
+        raise NotImplementedError
+
+    def start(self, stream: int, a_shard: Tensor, a_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Enqueue all copies; gives the gathered A and its scales, complete when everything has arrived."""
+        memory = self.memory
+        a_shard = a_shard.contiguous()
+        full = a_shard.new_empty(self.layout.full_shape)
+        scales, own_scale, all_scales = None, 0, 0
+        if self.scale_travels:
+            assert a_scale is not None
+            a_scale = a_scale.contiguous()
+            scales = a_scale.new_empty(self.layout.full_rows)
+            own_scale, all_scales = a_scale.data_ptr(), scales.data_ptr()
+        memory.begin(stream)
+        self.play(memory.stream, (0, a_shard.data_ptr(), full.data_ptr(), own_scale, all_scales))
+        driver.record_event(memory.end, memory.stream)
+        return full, scales
+
+    def finish(self, stream: int) -> None:
+        """Join the copy stream: what the allocator may reuse after this call is no longer read or written."""
+        driver.wait_event(stream, self.memory.end)
+        self.memory.ended(stream)
+
+
+class FusedGather(_Pulled):
+    """One GEMM that consumes chunks as they arrive."""
+
+    name = "fused"
+
+    def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
+        self.clear: Any = None
+        chunks = cut(call.outer, call.layout.inner, tiles.block_m, wanted_chunks)
+        super().__init__(call, memory, chunks)
+        flags = [
+            Write(self._flag(source, chunk), 0)
+            for source in range(memory.world)
+            if source != memory.rank
+            for chunk in range(len(chunks))
+        ]
+        self.clear = compile_script(flags, memory.peer_writes, memory.one)
+        self._compile(call, tiles, programs)
+
+    def _flag(self, source: int, chunk: int) -> int:
+        return self.memory.arrivals + (source * MAX_CHUNKS + chunk) * 4
+
+    def arrived(self, source: int, chunk: int) -> list[Step]:
+        return [Write(self._flag(source, chunk), 1)]
+
+    def _compile(self, call: GatherCall, tiles: Tiles, programs: int) -> None:
+        memory, layout = self.memory, self.layout
+        inner, k = layout.inner, layout.cols
+        rows, blocks = [1, tiles.block_m, tiles.block_k], [1, tiles.block_m, tiles.block_n]
+        full = call.a_shard.new_empty(layout.full_shape)
+        a_strides = [inner * k, k, 1]
+        self.a_own = describe(call.a_shard.contiguous(), [self.outer, inner, k], a_strides, rows)
+        self.a_full = describe(full, [self.outer * memory.world, inner, k], a_strides, rows)
+        self.b_major = k_major(call.bs[0])
+        self.bs = [self._b_descriptor(b, tiles) for b in call.bs]
+        outs = self.new_outputs(call.a_shard)
+        self.cs = [
+            describe(out, [self.outer * memory.world, inner, n], [inner * n, n, 1], blocks)
+            for out, n in zip(outs, self.widths, strict=True)
+        ]
+        count, dummy = len(call.bs), memory.dummy
+        self.has_bias = call.biases[0] is not None
+        self.a_mode, self.b_mode = scale_mode(call.a_scale), scale_mode(call.b_scales[0] if call.b_scales else None)
+        first_bias = call.biases[0] if self.has_bias else dummy
+        padding = [None] * (MAX_OPERANDS - count)
+        widths = self.widths + [0] * (MAX_OPERANDS - count)
+        programs = min(programs, _tile_count(self.outer * memory.world, inner, self.widths, tiles))
+        numbers = [self.outer, inner, k, 0, 0, 0, *widths, memory.rank, memory.world, self.chunks.tiles]
+        self.numbers = numbers
+        args = [
+            self.a_own, self.a_full, None, None, *self.bs, *padding, *self.cs, *padding,
+            *[dummy] * 6, *[first_bias] * 4, memory.local, *numbers,
+        ]  # fmt: skip
+        constants = {
+            "GATHER": True,
+            "COUNT": count,
+            "MAX_CHUNKS": MAX_CHUNKS,
+            "B_K_MAJOR": self.b_major,
+            "A_SCALE": self.a_mode,
+            "SCALE_TRAVELS": self.scale_travels,
+            "B_SCALE": self.b_mode,
+            "BIAS": int(self.has_bias),
+            "OUT": TRITON_DTYPES[self.out_dtype],
+            "IMPRECISE": tiles.imprecise,
+            "BM": tiles.block_m,
+            "BN": tiles.block_n,
+            "BK": tiles.block_k,
+            "GROUP_M": tiles.group_m,
+            "PROGRAMS": programs,
+        }
+        self.launch = prepare(gemm_kernel, programs, args, constants, num_warps=tiles.warps, num_stages=tiles.stages)
+        self.padding = padding
+        self.unused = memory.local.data_ptr()
+
+    def _b_descriptor(self, b: Tensor, tiles: Tiles) -> Any:
+        k, n = b.shape
+        if self.b_major:
+            return describe(b, [n, k], [b.stride(1), 1], [tiles.block_n, tiles.block_k])
+        return describe(b, [k, n], [b.stride(0), 1], [tiles.block_k, tiles.block_n])
+
+    def run(
+        self,
+        a_shard: Tensor,
+        a_scale: Tensor | None,
+        bs: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> list[Tensor]:
+        stream = compat.current_raw_stream(self.device_index)
+        a_shard = a_shard.contiguous()
+        full, scales = self.start(stream, a_shard, a_scale)
+        outs = self.new_outputs(a_shard)
+        unused = self.unused
+        scale0 = scale1 = unused
+        if a_scale is not None:
+            scale0 = a_scale.data_ptr()
+            scale1 = scale0 if scales is None else scales.data_ptr()
+        self.launch(
+            stream,
+            [
+                Tma(self.a_own, a_shard.data_ptr()),
+                Tma(self.a_full, full.data_ptr()),
+                None,
+                None,
+                *[Tma(like, b.data_ptr()) for like, b in zip(self.bs, bs, strict=True)],
+                *self.padding,
+                *[Tma(like, out.data_ptr()) for like, out in zip(self.cs, outs, strict=True)],
+                *self.padding,
+                scale0,
+                scale1,
+                *_addresses(b_scales, unused),
+                *_addresses(biases, unused),
+                self.memory.arrivals,
+                *self.numbers,
+            ],
+        )
+        self.clear(stream, ())
+        self.finish(stream)
+        return [*outs, full] if self.return_a_full else outs
+
+
+def _addresses(tensors: Sequence[Tensor | None], unused: int) -> list[int]:
+    found = [unused if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return found + [unused] * (MAX_OPERANDS - len(found))
+
+
+def _tile_count(blocks: int, inner: int, widths: Sequence[int], tiles: Tiles) -> int:
+    return blocks * -(-inner // tiles.block_m) * sum(-(-n // tiles.block_n) for n in widths)
+
+
+class DecomposedGather(_Pulled):
+    """cuBLAS per source, behind that source's copy. Only for one outer block: rows of a source are one range."""
+
+    name = "decomposed"
+
+    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory, cut(1, call.layout.inner, call.layout.inner, 1))
+
+    def arrived(self, source: int, chunk: int) -> list[Step]:
+        return [Record(self.memory.events[source])]
+
+    def run(
+        self,
+        a_shard: Tensor,
+        a_scale: Tensor | None,
+        bs: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> list[Tensor]:
+        stream = compat.current_raw_stream(self.device_index)
+        a_shard = a_shard.contiguous()
+        full, scales = self.start(stream, a_shard, a_scale)
+        outs = self.new_outputs(a_shard)
+        rank, world, rows, k = self.memory.rank, self.memory.world, self.layout.rows, self.layout.cols
+        parts = full.view(world, rows, k)
+        places = [out.view(world, rows, out.shape[-1]) for out in outs]
+        row_scale = a_scale
+        for step in range(world):
+            source = (rank + step) % world
+            a = a_shard.view(rows, k) if step == 0 else parts[source]
+            if step:
+                driver.wait_event(stream, self.memory.events[source])
+            if a_scale is not None and a_scale.numel() != 1:
+                row_scale = (
+                    a_scale.reshape(-1, 1)
+                    if scales is not None and step == 0
+                    else (a_scale if scales is None else scales).view(world, rows, 1)[source]
+                )
+            for i, b in enumerate(bs):
+                scale = b_scales[i] if b_scales else None
+                product(a, b, biases[i], row_scale, scale, self.scaling, out=places[i][source])
+        self.finish(stream)
+        return [*outs, full] if self.return_a_full else outs
+
+
+class DirectGather(GatherPlan):
+    """One kernel for the all-gather, then cuBLAS on the whole."""
+
+    name = "direct"
+
+    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory)
+        layout = self.layout
+        unit = next(size for size in (4, 2, 1) if self.row_bytes % size == 0)
+        self.unit = _UNITS[unit]
+        self.size, cols = self.shard_bytes // unit, self.row_bytes // unit
+        self.scale_offset = -(-self.shard_bytes // 256) * 256
+        scale_bytes = layout.rows * 4 if self.scale_travels else 0
+        part = -(-(self.scale_offset + scale_bytes) // 256) * 256
+        area, words = memory.direct(part * memory.world)
+        slot = area.size // 2
+        block = 1024
+        programs = max(1, min(DIRECT_PROGRAMS, -(-self.size // block)))
+        numbers = [self.size, cols, layout.inner, layout.rows]
+        memory_args = [
+            area.table, words.table, slot, part, self.scale_offset, memory.epoch, memory.done, memory.bound,
+            memory.status, memory.rank,
+        ]  # fmt: skip
+        shard, full = call.a_shard.contiguous(), call.a_shard.new_empty(layout.full_shape)
+        scale = memory.dummy if call.a_scale is None else call.a_scale
+        args = [self._raw(shard), scale, self._raw(full), memory.dummy, *numbers, *memory_args]
+        args[8], args[9] = area.table.data_ptr(), words.table.data_ptr()
+        constants = {
+            "WORLD": memory.world,
+            "SCALE_TRAVELS": self.scale_travels,
+            "CONTIGUOUS": self.outer == 1 and not layout.along_last,
+            "ALONG_LAST": layout.along_last,
+            "MAX_PROGRAMS": DIRECT_PROGRAMS,
+            "PROGRAMS": programs,
+            "BLOCK": block,
+        }
+        self.launch = prepare(push_gather_kernel, programs, args, constants, num_warps=8)
+        self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[4:]]
+        self.generation = memory.generation
+
+    def _raw(self, tensor: Tensor) -> Tensor:
+        return tensor.view(-1).view(self.unit)
+
+    def run(
+        self,
+        a_shard: Tensor,
+        a_scale: Tensor | None,
+        bs: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> list[Tensor]:
+        stream = compat.current_raw_stream(self.device_index)
+        memory, layout = self.memory, self.layout
+        a_shard = a_shard.contiguous()
+        full = a_shard.new_empty(layout.full_shape)
+        own_scale = all_scales = memory.dummy
+        row_scale = a_scale
+        if self.scale_travels:
+            assert a_scale is not None
+            own_scale = a_scale.contiguous()
+            row_scale = all_scales = a_scale.new_empty((layout.full_rows, 1))
+        memory.begin_direct(stream)
+        addresses = [a_shard.data_ptr(), own_scale.data_ptr(), full.data_ptr(), all_scales.data_ptr()]
+        self.launch(stream, [*addresses, *self.tail])
+        memory.ended(stream)
+        rows = full.view(layout.full_rows, layout.full_cols)
+        lead = layout.full_shape[:-1]
+        outs = [
+            product(rows, b, biases[i], row_scale, b_scales[i] if b_scales else None, self.scaling).view(*lead, -1)
+            for i, b in enumerate(bs)
+        ]
+        return [*outs, full] if self.return_a_full else outs

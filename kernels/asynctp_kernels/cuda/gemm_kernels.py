@@ -1,0 +1,335 @@
+"""The persistent TMA GEMM of both fused ops, and the words through which it meets the copy engine.
+
+    gather    for each source, own first:       wait(chunk) → A[source] @ B, B, … → C, C, …
+    scatter   for each destination, own last:   Σ A @ B → staging[destination] → publish(chunk)
+
+One flat loop over tiles (`flatten=True`: the loads of the next tile start while this one is stored). It sees A and C
+as blocks of rows and never names a rank's data by a row number:
+
+    A, C: [blocks, Q, columns]      block p * W + r holds rank r's Q rows of outer index p
+
+so a gather or scatter dim other than 0 is only another order of blocks, and a ragged Q ends at the edge of its
+block: TMA reads zeros behind it and does not write there.
+
+Which tensor a tile belongs to (own or gathered A, one of several Bs, one of several summed products) is a choice
+between descriptors, not between loops: it compiles to a select of two addresses.
+
+Memory order, with the source of every fence:
+- `await_word`: one thread polls with ld.acquire.sys (the word's writer is a copy engine), bar.sync hands that to the
+  CTA's other threads (PTX ISA, causality order goes through barriers), and fence.proxy.async orders the TMA loads that
+  follow, which are made in another proxy (PTX ISA, "Async proxy").
+- `publish`: cp.async.bulk.wait_group 0 waits for the *writes* of this CTA's TMA stores (Triton itself waits only for
+  their reads of shared memory), bar.sync joins the CTA's threads, fence.proxy.async orders the two proxies, and one
+  red.release.gpu makes all of it visible to whoever sees the count; gpu scope is enough, because the readers (this
+  GPU's front end, its copy engine and its reduce kernel) are behind the same L2.
+"""
+
+# triton ships no types: its decorator is untyped
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def await_word(word: tl.tensor, value: tl.tensor) -> tl.tensor:
+    """Wait until the int32 at `word` is at least `value`. Gives 0, to be added to what must come after the wait."""
+    return tl.inline_asm_elementwise(
+        """{
+            .reg .pred p, q; .reg .u32 t; .reg .s32 v;
+            mov.u32 t, %tid.x; setp.ne.u32 q, t, 0;
+            @q bra DONE;
+          POLL:
+            ld.acquire.sys.global.s32 v, [$1];
+            setp.lt.s32 p, v, $2;
+            @p bra POLL;
+          DONE:
+            bar.sync 0;
+            fence.proxy.async;
+            mov.u32 $0, 0; }""",
+        "=r,l,r",
+        [word, value],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def publish(counter: tl.tensor) -> None:
+    """Add 1 to the int32 at `counter` once every TMA store of this CTA is visible to this GPU."""
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred p; .reg .u32 t;
+            cp.async.bulk.wait_group 0;
+            bar.sync 0;
+            mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
+            @p fence.proxy.async;
+            @p red.release.gpu.global.add.u32 [$1], 1;
+            mov.u32 $0, 0; }""",
+        "=r,l",
+        [counter],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def tile_of(index: tl.tensor, tiles_m: tl.tensor, tiles_n: tl.tensor, GROUP_M: tl.constexpr) -> tuple:
+    """(row tile, column tile) number `index`: columns of `GROUP_M` row tiles, so that neighbours share A and B."""
+    per_group = GROUP_M * tiles_n
+    first = (index // per_group) * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    return first + (index % per_group) % height, (index % per_group) // height
+
+
+@triton.jit
+def multiply(a: tl.tensor, b: tl.tensor, acc: tl.tensor, B_K_MAJOR: tl.constexpr, IMPRECISE: tl.constexpr) -> tl.tensor:
+    """acc + a @ b. `IMPRECISE` bounds fp8's running sums in the tensor core (None: the default, fast)."""
+    if B_K_MAJOR:
+        b = b.T
+    return tl.dot(a, b, acc, max_num_imprecise_acc=IMPRECISE)
+
+
+@triton.jit
+def finish(
+    acc: tl.tensor,
+    rows: tl.tensor,
+    row_mask: tl.tensor,
+    cols: tl.tensor,
+    n: tl.tensor,
+    a_scale: tl.tensor,
+    b_scale: tl.tensor,
+    bias: tl.tensor,
+    A_SCALE: tl.constexpr,
+    B_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> tl.tensor:
+    """acc * a_scale * b_scale + bias in fp32. Scales: absent (0), one element (1), one per row or column (2)."""
+    if A_SCALE == 1:
+        acc = acc * tl.load(a_scale)
+    if A_SCALE == 2:
+        acc = acc * tl.load(a_scale + rows, mask=row_mask, other=0.0)[:, None]
+    if B_SCALE == 1:
+        acc = acc * tl.load(b_scale)
+    if B_SCALE == 2:
+        acc = acc * tl.load(b_scale + cols, mask=cols < n, other=0.0)[None, :]
+    if BIAS:
+        acc = acc + tl.load(bias + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["a_scale0", "a_scale1", "s0", "s1", "s2", "s3", "z0", "z1", "z2", "z3"],
+    do_not_specialize=[
+        "outer",
+        "inner",
+        "k0",
+        "k1",
+        "k2",
+        "k3",
+        "n0",
+        "n1",
+        "n2",
+        "n3",
+        "rank",
+        "world",
+        "chunk_tiles",
+    ],
+)
+def gemm_kernel(
+    a0,
+    a1,
+    a2,
+    a3,
+    b0,
+    b1,
+    b2,
+    b3,
+    c0,
+    c1,
+    c2,
+    c3,
+    a_scale0,
+    a_scale1,
+    s0,
+    s1,
+    s2,
+    s3,
+    z0,
+    z1,
+    z2,
+    z3,
+    words,
+    outer,
+    inner,
+    k0,
+    k1,
+    k2,
+    k3,
+    n0,
+    n1,
+    n2,
+    n3,
+    rank,
+    world,
+    chunk_tiles,
+    GATHER: tl.constexpr,
+    COUNT: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    B_K_MAJOR: tl.constexpr,
+    A_SCALE: tl.constexpr,
+    SCALE_TRAVELS: tl.constexpr,
+    B_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    OUT: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Every product of a gather, or every destination of a scatter; `COUNT` is the number of Bs, or of pairs.
+
+    GATHER: a0 [P, Q, K] the own rows, a1 [P*W, Q, K] the gathered ones (own part never read), b [N, K] or [K, N],
+        c [P*W, Q, N]; s, z: scale and bias of each B. words: int32 [W, MAX_CHUNKS], 1 when chunk (source, c) is in
+        a1 (and its scales in a_scale1; a_scale0 holds the own ones, if they travel).
+    else: a [P*W, Q, K], b as above, c0 [W*P, Q, N] in memory order [destination, p], so that what goes to one rank
+        is contiguous. words: int32 [W, MAX_CHUNKS], counts the finished tiles of chunk (destination, c).
+
+    A chunk is `chunk_tiles` row tiles of one rank. A scale is absent (0), one element (1), or one per row or column (2).
+    """
+    tiles_q = tl.cdiv(inner, BM)
+    tiles_m = outer * tiles_q
+    # thresholds: of column tiles for several Bs, of k steps for several pairs
+    if GATHER:
+        e1 = tl.cdiv(n0, BN)
+        e2 = e1 + tl.cdiv(n1, BN)
+        e3 = e2 + tl.cdiv(n2, BN)
+        e4 = e3 + tl.cdiv(n3, BN)
+    else:
+        e1 = tl.cdiv(k0, BK)
+        e2 = e1 + tl.cdiv(k1, BK)
+        e3 = e2 + tl.cdiv(k2, BK)
+        e4 = e3 + tl.cdiv(k3, BK)
+    end = e1
+    if COUNT == 2:
+        end = e2
+    if COUNT == 3:
+        end = e3
+    if COUNT == 4:
+        end = e4
+    tiles_n = end
+    steps_k = tl.cdiv(k0, BK)
+    first_step = 0
+    if not GATHER:
+        tiles_n = tl.cdiv(n0, BN)
+        steps_k = end
+        first_step = 1
+    per_rank = tiles_m * tiles_n
+    for tile in tl.range(tl.program_id(0), per_rank * world, PROGRAMS, flatten=True):
+        step = tile // per_rank
+        peer = (rank + first_step + step) % world
+        tile_m, tile_n = tile_of(tile % per_rank, tiles_m, tiles_n, GROUP_M)
+        p = tile_m // tiles_q
+        q = (tile_m % tiles_q) * BM
+        block = p * world + peer
+        word = words + peer * MAX_CHUNKS + tile_m // chunk_tiles
+
+        b_out = b0
+        c = c0
+        n = n0
+        first_tile = 0
+        a_out = a0
+        a_block = block
+        if GATHER:
+            if COUNT > 1:
+                if tile_n >= e1:
+                    b_out = b1
+                    c = c1
+                    n = n1
+                    first_tile = e1
+            if COUNT > 2:
+                if tile_n >= e2:
+                    b_out = b2
+                    c = c2
+                    n = n2
+                    first_tile = e2
+            if COUNT > 3:
+                if tile_n >= e3:
+                    b_out = b3
+                    c = c3
+                    n = n3
+                    first_tile = e3
+            needed = 0
+            a_block = p
+            if step > 0:
+                a_out = a1
+                a_block = block
+                needed = 1
+            a_block += await_word(word, needed)
+        col = (tile_n - first_tile) * BN
+
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for step_k in range(steps_k):
+            a = a_out
+            b = b_out
+            at_k = step_k * BK
+            if not GATHER:
+                if COUNT > 1:
+                    if step_k >= e1:
+                        a = a1
+                        b = b1
+                        at_k = (step_k - e1) * BK
+                if COUNT > 2:
+                    if step_k >= e2:
+                        a = a2
+                        b = b2
+                        at_k = (step_k - e2) * BK
+                if COUNT > 3:
+                    if step_k >= e3:
+                        a = a3
+                        b = b3
+                        at_k = (step_k - e3) * BK
+            a_tile = a.load([a_block, q, at_k]).reshape(BM, BK)
+            if B_K_MAJOR:
+                b_tile = b.load([col, at_k])
+            else:
+                b_tile = b.load([at_k, col])
+            acc = multiply(a_tile, b_tile, acc, B_K_MAJOR, IMPRECISE)
+
+        if A_SCALE + B_SCALE + BIAS > 0:
+            in_block = q + tl.arange(0, BM)
+            rows = block * inner + in_block
+            a_scale = a_scale0
+            if SCALE_TRAVELS:
+                rows = p * inner + in_block
+                if step > 0:
+                    a_scale = a_scale1
+                    rows = block * inner + in_block
+            b_scale = s0
+            bias = z0
+            if GATHER:
+                if COUNT > 1:
+                    if tile_n >= e1:
+                        b_scale = s1
+                        bias = z1
+                if COUNT > 2:
+                    if tile_n >= e2:
+                        b_scale = s2
+                        bias = z2
+                if COUNT > 3:
+                    if tile_n >= e3:
+                        b_scale = s3
+                        bias = z3
+            cols = col + tl.arange(0, BN)
+            acc = finish(acc, rows, in_block < inner, cols, n, a_scale, b_scale, bias, A_SCALE, B_SCALE, BIAS)
+        if GATHER:
+            c.store([block, q, col], acc.to(OUT).reshape(1, BM, BN))
+        else:
+            c.store([peer * outer + p, q, col], acc.to(OUT).reshape(1, BM, BN))
+            publish(word)

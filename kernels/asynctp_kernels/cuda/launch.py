@@ -1,0 +1,64 @@
+"""Launching a compiled Triton kernel in a few microseconds: compiled once per plan, called without specialisation.
+
+`kernel[grid](...)` inspects every argument of every call. A plan's arguments differ from call to call in addresses
+only, so `prepare` compiles once and keeps `CompiledKernel[grid]`, Triton's own call without that inspection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Tma:
+    """A TMA descriptor's fields, for a launch: what `TensorDescriptor` holds, without a tensor being kept alive.
+
+    Args:
+        template: The descriptor that the kernel was compiled with; only the address may differ.
+        address: Bytes; a multiple of 16.
+    """
+
+    __slots__ = ("address", "base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, template: TensorDescriptor, address: int) -> None:
+        self.base = self
+        self.shape, self.strides, self.block_shape = template.shape, template.strides, template.block_shape
+        self.padding = template.padding
+        self.round_f32_to_tf32 = getattr(template, "round_f32_to_tf32", False)
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def describe(
+    like: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]
+) -> TensorDescriptor:
+    """A TMA descriptor template over `like`'s memory: sizes, strides and block in elements, last stride 1."""
+    return TensorDescriptor(like, list(shape), list(strides), list(block))
+
+
+def prepare(
+    kernel: Any, programs: int, args: Sequence[Any], constants: dict[str, Any], **options: Any
+) -> Callable[[int, Sequence[Any]], None]:
+    """Compile `kernel` for arguments like `args`, load it, and give its launcher: `launch(stream, args)`.
+
+    Args:
+        kernel: A `@triton.jit` function whose constexpr parameters come last.
+        programs: Size of the grid.
+        args: Example arguments: tensors, descriptors, integers, floats, None.
+        constants: The constexpr parameters, in the order of the signature.
+        options: `num_warps`, `num_stages`, ...
+    """
+    compiled = kernel.warmup(*args, grid=(programs, 1, 1), **constants, **options)
+    compiled = compiled.result() if hasattr(compiled, "result") else compiled
+    run = compiled[(programs, 1, 1)]
+    tail = tuple(constants.values())
+
+    def launch(stream: int, values: Sequence[Any]) -> None:
+        run(*values, *tail, stream=stream)
+
+    return launch

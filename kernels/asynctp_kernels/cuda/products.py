@@ -1,0 +1,66 @@
+"""cuBLAS products as the pipelines need them: into a given place, with scales and bias.
+
+Everything here is a public torch op except `torch._scaled_mm`, which has no public equivalent with an output argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How an fp8 product is scaled: what does not change from call to call."""
+
+    out_dtype: torch.dtype
+    fast: bool
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    scaling: Scaling | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`a @ b (+ bias)`, or the same scaled. a: [M, K], b: [K, N], out: [M, N] contiguous (made when None).
+
+    a_scale: one element, or [M, 1]; b_scale: one element, or [1, N]; bias: [N] or [1, N].
+    """
+    if scaling is None:
+        if bias is None:
+            return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+        return torch.addmm(bias, a, b) if out is None else torch.addmm(bias, a, b, out=out)
+    assert a_scale is not None
+    assert b_scale is not None
+    rows, columns = _matching(a_scale, b_scale, a.shape[0], b.shape[1])
+    row = None if bias is None else bias.reshape(-1)
+    if out is None:
+        return torch._scaled_mm(a, b, rows, columns, bias=row, out_dtype=scaling.out_dtype, use_fast_accum=scaling.fast)
+    return torch._scaled_mm(
+        a, b, rows, columns, bias=row, out_dtype=scaling.out_dtype, use_fast_accum=scaling.fast, out=out
+    )
+
+
+def _matching(a_scale: Tensor, b_scale: Tensor, m: int, n: int) -> tuple[Tensor, Tensor]:
+    """Both scales tensorwise or both rowwise: cuBLAS takes no mixture, so a single one is repeated."""
+    if a_scale.numel() == 1 and b_scale.numel() == 1:
+        return a_scale.reshape(()), b_scale.reshape(())
+    rows = a_scale.reshape(1, 1).expand(m, 1).contiguous() if a_scale.numel() == 1 else a_scale.reshape(m, 1)
+    columns = b_scale.reshape(1, 1).expand(1, n).contiguous() if b_scale.numel() == 1 else b_scale.reshape(1, n)
+    return rows, columns
+
+
+def scaled_product_supported(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> bool:
+    """Whether `product` can run this scaled product on cuBLAS."""
+    tensorwise = a_scale.numel() == 1 and b_scale.numel() == 1
+    aligned = a.shape[-1] % 16 == 0 and b.shape[0] % 16 == 0 and b.shape[1] % 16 == 0 and b.stride(0) == 1
+    bias_fits = bias is None or (bias.dtype == out_dtype and out_dtype != torch.float32)
+    return aligned and bias_fits and (tensorwise or out_dtype == torch.bfloat16)

@@ -1,0 +1,376 @@
+"""Matmuls → reduce-scatter on GPUs: three implementations behind one plan.
+
+    fused        one GEMM stores each rank's rows to local staging and counts finished tiles; the copy engine pushes a
+                 chunk as soon as it is complete, other ranks' rows first; the reduction of the own rows follows on the
+                 copy stream, beside the end of the GEMM
+    decomposed   cuBLAS, one product per destination; the copy engine pushes each behind its product
+    direct       cuBLAS on the whole, then one kernel that pushes and reduces: the fastest when little moves
+
+The sum over ranks is in fp32, in rank order, rounded once: the same bits in every run. What travels is rounded to the
+output's dtype, as in the unfused program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asynctp_kernels import compat
+from asynctp_kernels.layout import ShardLayout, scatter_layout
+from . import driver
+from .copy_kernels import push_reduce_kernel, reduce_kernel
+from .gather import MAX_OPERANDS, TRITON_DTYPES, k_major, scale_mode
+from .gemm_kernels import gemm_kernel
+from .launch import Tma, describe, prepare
+from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
+from .products import Scaling, product
+from .script import Await, Channel, ScatterMoves, Step, Wait, Write, compile_script, scatter_end_script, scatter_script
+from .tiles import Chunks, Tiles, cut
+
+
+@dataclass(frozen=True)
+class ScatterCall:
+    """What decides a plan; the tensors stand for all tensors of their shapes, strides and dtypes."""
+
+    a_parts: Sequence[Tensor]
+    b_parts: Sequence[Tensor]
+    a_scales: Sequence[Tensor]
+    b_scales: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    reduce_op: str
+    dim: int
+    out_dtype: torch.dtype
+    fast: bool
+    world: int
+
+    @property
+    def layout(self) -> ShardLayout:
+        full = (*self.a_parts[0].shape[:-1], self.b_parts[0].shape[1])
+        return scatter_layout(full, self.dim % len(full), self.world)
+
+    @property
+    def outer(self) -> int:
+        return self.layout.rows // max(self.layout.inner, 1)
+
+    @property
+    def scaling(self) -> Scaling | None:
+        return Scaling(self.out_dtype, self.fast) if self.a_scales else None
+
+
+class ScatterPlan:
+    """One call, prepared. `run` gives this rank's shard."""
+
+    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+        self.memory, self.layout, self.outer = memory, call.layout, call.outer
+        self.scaling, self.out_dtype = call.scaling, call.out_dtype
+        self.factor = 1.0 / memory.world if call.reduce_op == "avg" else 1.0
+        self.row_bytes = self.layout.cols * call.out_dtype.itemsize
+        self.part_bytes = self.layout.rows * self.row_bytes
+        self.device_index: int = call.a_parts[0].device.index
+        self.generation = -1
+
+    @property
+    def stale(self) -> bool:
+        """The group's symmetric memory has moved since."""
+        return self.generation != self.memory.generation
+
+    def new_output(self, a: Tensor) -> Tensor:
+        return a.new_empty(self.layout.shard_shape, dtype=self.out_dtype)
+
+    def run(
+        self,
+        a_parts: Sequence[Tensor],
+        b_parts: Sequence[Tensor],
+        a_scales: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> Tensor:
+        raise NotImplementedError
+
+
+class _Pushed(ScatterPlan):
+    """The copies and the reduction of the fused and the decomposed implementation."""
+
+    def __init__(self, call: ScatterCall, memory: GroupMemory, chunks: Chunks, own_tiles: Sequence[int]) -> None:
+        super().__init__(call, memory)
+        self.chunks, self.own_tiles = chunks, own_tiles
+        rank, world, layout = memory.rank, memory.world, self.layout
+        inbox = memory.require("inbox", world * self.part_bytes)
+        self.inbox = inbox.peers[rank]
+        channel = Channel(rank, world, memory.scatter_full.at, memory.scatter_free.at)
+        moves = ScatterMoves(inbox.peers, self.row_bytes, layout.rows, chunks)
+        steps = [*scatter_script(channel, moves, self.ready, MAX_CHUNKS), *self.before_reduction()]
+        self.play = compile_script(steps, memory.peer_writes, memory.one)
+        end = [Write(self.progress(rank, chunk), 0) for chunk in range(len(chunks))]
+        end_steps = [*end, *scatter_end_script(channel, len(chunks), MAX_CHUNKS)]
+        self.end = compile_script(end_steps, memory.peer_writes, memory.one)
+        self._compile_reduction(call)
+        self.generation = memory.generation
+
+    def progress(self, dst: int, chunk: int) -> int:
+        return self.memory.progress + (dst * MAX_CHUNKS + chunk) * 4
+
+    def ready(self, dst: int, chunk: int) -> list[Step]:
+        """What says that a chunk for `dst` is complete."""
+        raise NotImplementedError
+
+    def before_reduction(self) -> list[Step]:
+        """What the reduction must follow, besides the words that it waits for itself."""
+        return []
+
+    def _compile_reduction(self, call: ScatterCall) -> None:
+        memory, n = self.memory, self.layout.cols
+        block = 4096
+        size = self.layout.rows * n
+        programs = max(1, min(torch.cuda.get_device_properties(self.device_index).multi_processor_count, size // block))
+        ends = [end * n for _, end in self.chunks.rows]
+        ends += [ends[-1]] * (MAX_CHUNKS - len(ends))
+        tiles = [*self.own_tiles, *[0] * (MAX_CHUNKS - len(self.own_tiles))]
+        example = call.a_parts[0].new_empty(size, dtype=self.out_dtype)
+        self.reduce_numbers = [*ends, *tiles, size, self.factor, memory.rank]
+        args = [example, example, example, memory.local, memory.local, *self.reduce_numbers]
+        constants = {"WORLD": memory.world, "CHUNKS": len(self.chunks), "BLOCK": block, "PROGRAMS": programs}
+        self.launch_reduction = prepare(reduce_kernel, programs, args, constants, num_warps=8, num_stages=1, maxnreg=80)
+
+    def push_and_reduce(self, staging: Tensor, out: Tensor) -> None:
+        """Enqueue on the copy stream: all pushes, the reduction, the words for the next call."""
+        memory = self.memory
+        base = staging.data_ptr()
+        self.play(memory.stream, (0, 0, base))
+        self.launch_reduction(
+            memory.stream,
+            [
+                base + memory.rank * self.part_bytes,
+                self.inbox,
+                out.data_ptr(),
+                self.progress(memory.rank, 0),
+                memory.scatter_full.at(memory.rank),
+                *self.reduce_numbers,
+            ],
+        )
+        self.end(memory.stream, ())
+        driver.record_event(memory.end, memory.stream)
+
+    def new_staging(self, a: Tensor) -> Tensor:
+        """[destination, rows, N]: what goes to one rank is contiguous."""
+        return a.new_empty((self.memory.world, self.layout.rows, self.layout.cols), dtype=self.out_dtype)
+
+
+class FusedScatter(_Pushed):
+    """One GEMM; a chunk is pushed when its tiles are counted."""
+
+    name = "fused"
+
+    def __init__(self, call: ScatterCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
+        layout = call.layout
+        chunks = cut(call.outer, layout.inner, tiles.block_m, wanted_chunks)
+        tiles_n = -(-layout.cols // tiles.block_n)
+        self.chunk_tiles = [count * tiles_n for count in chunks.row_tiles]
+        super().__init__(call, memory, chunks, self.chunk_tiles)
+        self._compile(call, tiles, programs)
+
+    def ready(self, dst: int, chunk: int) -> list[Step]:
+        word = self.progress(dst, chunk)
+        return [Wait(word, self.chunk_tiles[chunk]), Write(word, 0)]
+
+    def _compile(self, call: ScatterCall, tiles: Tiles, programs: int) -> None:
+        memory, layout = self.memory, self.layout
+        inner, n, world = layout.inner, layout.cols, memory.world
+        self.b_major = k_major(call.b_parts[0])
+        depths = [b.shape[0] for b in call.b_parts]
+        self.a_like = [
+            describe(a, [self.outer * world, inner, k], [inner * k, k, 1], [1, tiles.block_m, tiles.block_k])
+            for a, k in zip(call.a_parts, depths, strict=True)
+        ]
+        self.b_like = [self._b_descriptor(b, tiles) for b in call.b_parts]
+        staging = self.new_staging(call.a_parts[0])
+        block = [1, tiles.block_m, tiles.block_n]
+        self.c_like = describe(staging, [world * self.outer, inner, n], [inner * n, n, 1], block)
+        count, dummy = len(depths), memory.dummy
+        self.padding = [None] * (MAX_OPERANDS - count)
+        self.has_bias = call.biases[0] is not None
+        first_bias = call.biases[0] if self.has_bias else dummy
+        depths = depths + [0] * (MAX_OPERANDS - count)
+        row_tiles = self.outer * -(-inner // tiles.block_m)
+        programs = min(programs, world * row_tiles * -(-n // tiles.block_n))
+        self.numbers = [self.outer, inner, *depths, n, 0, 0, 0, memory.rank, world, self.chunks.tiles]
+        args = [
+            *self.a_like, *self.padding, *self.b_like, *self.padding, self.c_like, None, None, None,
+            *[dummy] * 6, *[first_bias] * 4, memory.local, *self.numbers,
+        ]  # fmt: skip
+        constants = {
+            "GATHER": False,
+            "COUNT": count,
+            "MAX_CHUNKS": MAX_CHUNKS,
+            "B_K_MAJOR": self.b_major,
+            "A_SCALE": scale_mode(call.a_scales[0] if call.a_scales else None),
+            "SCALE_TRAVELS": False,
+            "B_SCALE": scale_mode(call.b_scales[0] if call.b_scales else None),
+            "BIAS": int(self.has_bias),
+            "OUT": TRITON_DTYPES[self.out_dtype],
+            "IMPRECISE": tiles.imprecise,
+            "BM": tiles.block_m,
+            "BN": tiles.block_n,
+            "BK": tiles.block_k,
+            "GROUP_M": tiles.group_m,
+            "PROGRAMS": programs,
+        }
+        self.launch = prepare(gemm_kernel, programs, args, constants, num_warps=tiles.warps, num_stages=tiles.stages)
+        self.unused = memory.local.data_ptr()
+
+    def _b_descriptor(self, b: Tensor, tiles: Tiles) -> Any:
+        k, n = b.shape
+        if self.b_major:
+            return describe(b, [n, k], [b.stride(1), 1], [tiles.block_n, tiles.block_k])
+        return describe(b, [k, n], [b.stride(0), 1], [tiles.block_k, tiles.block_n])
+
+    def run(
+        self,
+        a_parts: Sequence[Tensor],
+        b_parts: Sequence[Tensor],
+        a_scales: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> Tensor:
+        stream = compat.current_raw_stream(self.device_index)
+        memory, unused = self.memory, self.unused
+        staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
+        memory.begin(stream)
+        a_scale = a_scales[0].data_ptr() if a_scales else unused
+        b_scale = b_scales[0].data_ptr() if b_scales else unused
+        bias = biases[0].data_ptr() if biases[0] is not None else unused
+        self.launch(
+            stream,
+            [
+                *[Tma(like, a.data_ptr()) for like, a in zip(self.a_like, a_parts, strict=True)],
+                *self.padding,
+                *[Tma(like, b.data_ptr()) for like, b in zip(self.b_like, b_parts, strict=True)],
+                *self.padding,
+                Tma(self.c_like, staging.data_ptr()),
+                None,
+                None,
+                None,
+                a_scale,
+                unused,
+                b_scale,
+                unused,
+                unused,
+                unused,
+                bias,
+                unused,
+                unused,
+                unused,
+                memory.progress,
+                *self.numbers,
+            ],
+        )
+        self.push_and_reduce(staging, out)
+        driver.wait_event(stream, memory.end)
+        memory.ended(stream)
+        return out
+
+
+class DecomposedScatter(_Pushed):
+    """cuBLAS per destination, own rows last. Only for one outer block: rows of a destination are one range."""
+
+    name = "decomposed"
+
+    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory, cut(1, call.layout.inner, call.layout.inner, 1), [0])
+
+    def ready(self, dst: int, chunk: int) -> list[Step]:
+        return [Await(self.memory.events[dst])]
+
+    def before_reduction(self) -> list[Step]:
+        return [Await(self.memory.events[self.memory.rank])]
+
+    def run(
+        self,
+        a_parts: Sequence[Tensor],
+        b_parts: Sequence[Tensor],
+        a_scales: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> Tensor:
+        stream = compat.current_raw_stream(self.device_index)
+        memory, rows = self.memory, self.layout.rows
+        rank, world = memory.rank, memory.world
+        staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
+        memory.begin(stream)
+        operands = [a.reshape(world, rows, a.shape[-1]) for a in a_parts]
+        scales = [scale.view(world, rows, 1) if scale.numel() != 1 else None for scale in a_scales]
+        for step in range(1, world + 1):
+            dst = (rank + step) % world
+            for part, b in enumerate(b_parts):
+                row_scale = a_scales[part] if a_scales else None
+                if a_scales and (mine := scales[part]) is not None:
+                    row_scale = mine[dst]
+                column_scale = b_scales[part] if b_scales else None
+                place = staging[dst]
+                if part:
+                    extra = product(operands[part][dst], b, biases[part], row_scale, column_scale, self.scaling)
+                    place.add_(extra)
+                else:
+                    product(operands[part][dst], b, biases[part], row_scale, column_scale, self.scaling, out=place)
+            driver.record_event(memory.events[dst], stream)
+        self.push_and_reduce(staging, out)
+        driver.wait_event(stream, memory.end)
+        memory.ended(stream)
+        return out
+
+
+class DirectScatter(ScatterPlan):
+    """cuBLAS on the whole, then one kernel for the reduce-scatter."""
+
+    name = "direct"
+
+    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory)
+        layout = self.layout
+        size = layout.rows * layout.cols
+        part = -(-self.part_bytes // 256) * 256
+        area, words = memory.direct(part * memory.world)
+        block = 2048
+        programs = max(1, min(DIRECT_PROGRAMS, -(-size // block)))
+        example = call.a_parts[0].new_empty(size, dtype=self.out_dtype)
+        args = [
+            example, example, size, layout.cols, layout.inner, area.table.data_ptr(), words.table.data_ptr(),
+            area.size // 2, part, memory.epoch, memory.done, memory.bound, memory.status, self.factor, memory.rank,
+        ]  # fmt: skip
+        constants = {
+            "WORLD": memory.world,
+            "CONTIGUOUS": self.outer == 1 and not layout.along_last,
+            "ALONG_LAST": layout.along_last,
+            "MAX_PROGRAMS": DIRECT_PROGRAMS,
+            "PROGRAMS": programs,
+            "BLOCK": block,
+        }
+        self.launch = prepare(push_reduce_kernel, programs, args, constants, num_warps=8)
+        self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
+        self.generation = memory.generation
+
+    def run(
+        self,
+        a_parts: Sequence[Tensor],
+        b_parts: Sequence[Tensor],
+        a_scales: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> Tensor:
+        stream = compat.current_raw_stream(self.device_index)
+        memory = self.memory
+        partial: Tensor | None = None
+        for i, (a, b) in enumerate(zip(a_parts, b_parts, strict=True)):
+            a_scale, b_scale = (a_scales[i], b_scales[i]) if a_scales else (None, None)
+            one = product(a.reshape(-1, a.shape[-1]), b, biases[i], a_scale, b_scale, self.scaling)
+            partial = one if partial is None else partial.add_(one)
+        assert partial is not None
+        out = self.new_output(partial)
+        memory.begin_direct(stream)
+        self.launch(stream, [partial.data_ptr(), out.data_ptr(), *self.tail])
+        memory.ended(stream)
+        return out

@@ -1,0 +1,277 @@
+"""What the copy stream does in one call, as data: waits, writes, copies, in order.
+
+Scripts are built without a GPU, by pure functions of ranks, sizes and addresses (`gather_script`, `scatter_script`), so
+the same scripts that a GPU plays are explored exhaustively by a test. `compile_script` turns one into driver calls:
+neighbouring waits and writes become one batch.
+
+Addresses that change from call to call are `Place`s relative to a base: number 0 is absolute, the others are filled in
+when the script is played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from . import driver
+from .tiles import Chunks
+
+ABSOLUTE, OWN, FULL, OWN_SCALE, FULL_SCALE = range(5)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Hold the stream until the int32 at `address` is at least `value`."""
+
+    address: int
+    value: int = 1
+
+
+@dataclass(frozen=True)
+class Write:
+    """Store `value` in our own int32 at `address`; everything before it in the script is visible to who reads it."""
+
+    address: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Post:
+    """Store 1 in another rank's int32 at `address`; otherwise as `Write`."""
+
+    address: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """`offset` bytes behind base number `base`."""
+
+    base: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy `height` rows of `width` bytes; a pitch is the distance of two rows in bytes."""
+
+    dst: Place
+    src: Place
+    width: int
+    height: int = 1
+    dst_pitch: int = 0
+    src_pitch: int = 0
+
+
+@dataclass(frozen=True)
+class Record:
+    """Record an event, for a stream that waits for what is before it in the script."""
+
+    event: int
+
+
+@dataclass(frozen=True)
+class Await:
+    """Wait for an event of another stream."""
+
+    event: int
+
+
+Step = Wait | Write | Post | Copy | Record | Await
+Player = Callable[[int, Sequence[int]], None]
+
+
+def compile_script(steps: Iterable[Step], peer_writes: bool, one: int) -> Player:
+    """The function `play(stream, bases)` that enqueues the script.
+
+    Args:
+        steps: The script.
+        peer_writes: Whether a stream memory operation may write to another GPU; if not, a `Post` copies 4 bytes.
+        one: Address of a constant int32 1, the source of such copies.
+    """
+    calls: list[Player] = []
+    batch: list[driver.Wait | driver.Write] = []
+
+    def flush() -> None:
+        if batch:
+            ops = driver.MemOps(batch)
+            calls.append(lambda stream, bases: ops.enqueue(stream))
+            batch.clear()
+
+    for step in steps:
+        if isinstance(step, Wait):
+            batch.append(driver.Wait(step.address, step.value))
+        elif isinstance(step, Write):
+            batch.append(driver.Write(step.address, step.value))
+        elif isinstance(step, Post) and peer_writes:
+            batch.append(driver.Write(step.address, 1))
+        else:
+            flush()
+            calls.append(_call(step, one))
+    flush()
+
+    def play(stream: int, bases: Sequence[int]) -> None:
+        for call in calls:
+            call(stream, bases)
+
+    return play
+
+
+def _call(step: Step, one: int) -> Player:
+    if isinstance(step, Post):
+        address = step.address
+        return lambda stream, bases: driver.copy(address, one, 4, stream)
+    if isinstance(step, Record):
+        event = step.event
+        return lambda stream, bases: driver.record_event(event, stream)
+    if isinstance(step, Await):
+        awaited = step.event
+        return lambda stream, bases: driver.wait_event(stream, awaited)
+    assert isinstance(step, Copy)
+    return _copy(step)
+
+
+def _copy(step: Copy) -> Player:
+    (to, to_offset), (source, offset) = (step.dst.base, step.dst.offset), (step.src.base, step.src.offset)
+    if step.height == 1:
+        width = step.width
+        return lambda stream, bases: driver.copy(bases[to] + to_offset, bases[source] + offset, width, stream)
+    shape = (step.width, step.height)
+    return lambda stream, bases: driver.copy_rows(
+        bases[to] + to_offset, step.dst_pitch, bases[source] + offset, step.src_pitch, *shape, stream
+    )
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Words of one direction, for rank `rank`: see `memory`. Functions of (rank that owns the word, index)."""
+
+    rank: int
+    world: int
+    full: Callable[[int, int], int]
+    free: Callable[[int, int], int]
+
+
+@dataclass(frozen=True)
+class GatherMoves:
+    """Bytes and addresses of a gather's copies.
+
+    Attributes:
+        outboxes: address of each rank's outbox.
+        row_bytes, outer, inner: a shard is [outer, inner] rows of `row_bytes`.
+        scale_offset, scales: where in the outbox the row scales are, and whether there are any.
+        chunks: how a shard is cut.
+        copy_in: the own shard is copied into the outbox (not if it is there already).
+        keep_own: the own rows go into the gathered A too, which is then complete.
+    """
+
+    outboxes: Sequence[int]
+    row_bytes: int
+    outer: int
+    inner: int
+    scale_offset: int
+    scales: bool
+    chunks: Chunks
+    copy_in: bool
+    keep_own: bool
+
+
+def gather_script(channel: Channel, moves: GatherMoves, arrived: Callable[[int, int], Sequence[Step]]) -> list[Step]:
+    """Offer the own shard, then pull the others' in the order rank+1, rank+2, ….
+
+    `arrived(source, chunk)` is what follows each chunk: a word for a kernel, or an event for a stream.
+    """
+    rank, world = channel.rank, channel.world
+    peers = [(rank + step) % world for step in range(1, world)]
+    outbox = moves.outboxes[rank]
+    steps: list[Step] = []
+    for peer in peers:
+        steps += [Wait(channel.free(rank, peer)), Write(channel.free(rank, peer), 0)]
+    size = moves.row_bytes * moves.outer * moves.inner
+    if moves.copy_in:
+        steps.append(Copy(Place(ABSOLUTE, outbox), Place(OWN, 0), size))
+    if moves.scales:
+        scale_size = 4 * moves.outer * moves.inner
+        steps.append(Copy(Place(ABSOLUTE, outbox + moves.scale_offset), Place(OWN_SCALE, 0), scale_size))
+    steps += [Post(channel.full(peer, rank)) for peer in reversed(peers)]
+    for source in peers:
+        steps += [Wait(channel.full(rank, source)), Write(channel.full(rank, source), 0)]
+        if moves.scales:
+            steps.append(_rows(moves, world, source, FULL_SCALE, moves.outboxes[source] + moves.scale_offset, 4))
+        for chunk, (first, end) in enumerate(moves.chunks.rows):
+            steps.append(_rows(moves, world, source, FULL, moves.outboxes[source], moves.row_bytes, first, end))
+            steps += arrived(source, chunk)
+        steps.append(Post(channel.free(source, rank)))
+    if moves.keep_own:
+        copy = _rows(moves, world, rank, FULL, 0, moves.row_bytes)
+        steps.append(Copy(copy.dst, Place(OWN, 0), copy.width, copy.height, copy.dst_pitch, copy.src_pitch))
+    return steps
+
+
+def _rows(
+    moves: GatherMoves, world: int, source: int, base: int, address: int, row: int, first: int = 0, end: int = -1
+) -> Copy:
+    """Rows [first, end) of `source`'s shard (all by default) at `address`, to their places in the gathered tensor."""
+    inner = moves.inner
+    end = moves.outer * inner if end < 0 else end
+    if moves.outer == 1:
+        return Copy(Place(base, (source * inner + first) * row), Place(ABSOLUTE, address + first * row),
+                    (end - first) * row)  # fmt: skip
+    outer = first // inner  # chunks of several blocks end at block borders
+    place = Place(base, (outer * world + source) * inner * row)
+    count = (end - first) // inner
+    if count == 1:
+        return Copy(place, Place(ABSOLUTE, address + first * row), inner * row)
+    return Copy(place, Place(ABSOLUTE, address + first * row), inner * row, count, world * inner * row, inner * row)
+
+
+@dataclass(frozen=True)
+class ScatterMoves:
+    """Bytes and addresses of a scatter's copies.
+
+    Attributes:
+        inboxes: address of each rank's inbox: [source, rows of a rank].
+        row_bytes, rows: of the part that goes to one rank; FULL is the base of all parts, [destination, rows].
+        chunks: how a part is cut.
+    """
+
+    inboxes: Sequence[int]
+    row_bytes: int
+    rows: int
+    chunks: Chunks
+
+
+def scatter_script(
+    channel: Channel, moves: ScatterMoves, ready: Callable[[int, int], Sequence[Step]], max_chunks: int
+) -> list[Step]:
+    """Push each destination's chunks as they become ready, in the order rank+1, rank+2, ….
+
+    `ready(dst, chunk)` is what precedes each chunk: the wait for the kernel or the stream that computes it.
+    """
+    rank, world = channel.rank, channel.world
+    part = moves.rows * moves.row_bytes
+    steps: list[Step] = []
+    for step in range(1, world):
+        dst = (rank + step) % world
+        for chunk, (first, end) in enumerate(moves.chunks.rows):
+            steps += ready(dst, chunk)
+            if chunk == 0:
+                steps += [Wait(channel.free(rank, dst)), Write(channel.free(rank, dst), 0)]
+            at = first * moves.row_bytes
+            steps.append(
+                Copy(
+                    Place(ABSOLUTE, moves.inboxes[dst] + rank * part + at),
+                    Place(FULL, dst * part + at),
+                    (end - first) * moves.row_bytes,
+                )
+            )
+            steps.append(Post(channel.full(dst, rank * max_chunks + chunk)))
+    return steps
+
+
+def scatter_end_script(channel: Channel, chunks: int, max_chunks: int) -> list[Step]:
+    """After the reduction: the inbox is free again."""
+    peers = [(channel.rank + step) % channel.world for step in range(1, channel.world)]
+    steps: list[Step] = [
+        Write(channel.full(channel.rank, source * max_chunks + chunk), 0) for source in peers for chunk in range(chunks)
+    ]
+    return [*steps, *(Post(channel.free(source, channel.rank)) for source in peers)]

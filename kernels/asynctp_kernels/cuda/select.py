@@ -1,0 +1,292 @@
+"""Which implementation runs a call: the fastest that can, by a cost model or by what `asynctp tune` measured.
+
+The choice is a pure function of shapes, dtypes, world size and GPU, so all ranks agree on it. `Choice` says what was
+chosen, why, and what the others would have cost; `ops.explain` and the report show it.
+
+The model, in microseconds (the terms are named below; their values were measured, see `RATES`):
+
+    unfused      matmul + collective                                     NCCL and cuBLAS, nothing overlaps
+    direct       matmul + one-kernel collective                          nothing overlaps, but little latency
+    decomposed   max(copies, matmul in parts) + ends                     cuBLAS per source or destination
+    fused        max(copies, our matmul) + ends                          one GEMM
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+
+import torch
+
+from .tiles import Tiles, tiles_for, waves
+
+IMPLEMENTATIONS = ("fused", "decomposed", "direct", "unfused")
+VARIABLE = "ASYNCTP_CUDA_IMPLEMENTATION"
+TABLE_VARIABLE = "ASYNCTP_TUNING_TABLE"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates and latencies of one kind of machine.
+
+    Attributes:
+        copy: bytes per microsecond that a copy engine moves between GPUs while all ranks do.
+        direct: the same for kernels with all SMs.
+        nccl: the same for NCCL.
+        local: bytes per microsecond of device memory, read or written.
+        matmul: floating-point operations per microsecond of cuBLAS in bf16 (fp8: twice as many).
+        copies_start: microseconds until the first copy runs, and what each further chunk costs.
+        direct_start, nccl_start, launch: microseconds of latency of these.
+    """
+
+    copy: float = 370e3
+    direct: float = 330e3
+    nccl: float = 290e3
+    local: float = 3.2e6
+    matmul: float = 750e6
+    copies_start: float = 9.0
+    chunk: float = 2.0
+    direct_start: float = 9.0
+    nccl_start: float = 24.0
+    launch: float = 3.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the cost of a call depends on.
+
+    Attributes:
+        op: "gather" or "scatter".
+        rows: of the whole 2-D A (gather) or product (scatter), over all ranks.
+        depth: contraction length; of all pairs together.
+        widths: columns of each product.
+        itemsize: bytes of an element of A; out_itemsize: of the result.
+    """
+
+    op: str
+    world: int
+    rows: int
+    depth: int
+    widths: tuple[int, ...]
+    itemsize: int
+    out_itemsize: int
+    dtype: str
+    precise: bool = False
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.depth * sum(self.widths)
+
+    @property
+    def wire_bytes(self) -> float:
+        """What one rank receives."""
+        shard = self.rows // self.world
+        if self.op == "gather":
+            return float(shard * (self.world - 1) * self.depth * self.itemsize)
+        return float(shard * (self.world - 1) * self.widths[0] * self.out_itemsize)
+
+    @property
+    def key(self) -> str:
+        return f"{self.op}:{self.world}:{self.dtype}:{self.depth}:{'+'.join(map(str, self.widths))}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs, and why.
+
+    Attributes:
+        implementation: one of `IMPLEMENTATIONS`.
+        source: "cost model", "measured" (a tuning table), "forced" or "only one that can".
+        estimates_us: of the cost model, per implementation that can run; empty when nothing was compared.
+        refused: why each other implementation cannot run this call.
+        chunks: into how many a rank's rows are cut, where that applies.
+        tiles: of the GEMM, for "fused".
+    """
+
+    implementation: str
+    source: str
+    estimates_us: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    chunks: int = 1
+    tiles: Tiles | None = None
+
+
+def estimate(problem: Problem, implementation: str, rates: Rates, sms: int) -> float:
+    """Microseconds that the model expects."""
+    matmul = sum(_matmul(problem, problem.rows, width, rates, sms) for width in problem.widths)
+    wire = problem.wire_bytes
+    if implementation == "unfused":
+        return matmul + rates.nccl_start + wire / rates.nccl
+    if implementation == "direct":
+        local = 2 * wire / rates.local
+        return matmul + rates.direct_start + wire / rates.direct + local
+    copies = rates.copies_start + wire / rates.copy + rates.chunk * (problem.world - 1)
+    if implementation == "decomposed":
+        parts = problem.rows // problem.world
+        each = sum(_matmul(problem, parts, width, rates, sms) for width in problem.widths) + rates.launch
+        if problem.op == "gather":
+            remaining = copies / (problem.world - 1)
+            return max(problem.world * each, copies + each, each + remaining) + rates.launch
+        return max(problem.world * each, copies + each) + _reduction(problem, rates) + rates.launch
+    ours = _fused_matmul(problem, rates, sms)
+    share = ours / problem.world
+    if problem.op == "gather":
+        return max(ours + 4.0, copies + share) + rates.launch
+    first = share / chunks_for(problem, rates)
+    tail = _reduction(problem, rates) / chunks_for(problem, rates)
+    return max(ours, first + copies) + tail + 6.0 + rates.launch
+
+
+def _reduction(problem: Problem, rates: Rates) -> float:
+    received = problem.rows // problem.world * problem.widths[0] * problem.out_itemsize
+    return received * (problem.world + 1) / rates.local + rates.launch
+
+
+def _speed(problem: Problem, rates: Rates) -> float:
+    return rates.matmul * (2.0 if problem.itemsize == 1 else 1.0) * (0.75 if problem.precise else 1.0)
+
+
+def _matmul(problem: Problem, rows: int, width: int, rates: Rates, sms: int) -> float:
+    """cuBLAS: whole waves of whatever tile is best, and a floor for reading the weight."""
+    shapes = ((128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.6))
+    per_sm = _speed(problem, rates) / sms
+    best = min(
+        waves(rows, width, m, n, sms) * 2.0 * m * n * problem.depth / (per_sm * efficiency)
+        for m, n, efficiency in shapes
+    )
+    splits = 2.0 * rows * width * problem.depth / (_speed(problem, rates) * 0.62)  # split-K fills the SMs otherwise
+    weight = width * problem.depth * problem.itemsize / rates.local
+    return max(min(best, splits), weight) + rates.launch
+
+
+def _fused_matmul(problem: Problem, rates: Rates, sms: int) -> float:
+    tiles = fused_tiles(problem, sms)
+    shard = problem.rows // problem.world
+    count = problem.world * ceil(shard / tiles.block_m) * sum(ceil(width / tiles.block_n) for width in problem.widths)
+    efficiency = 0.97 if tiles.block_n == 256 else 0.88
+    per_tile = 2.0 * tiles.block_m * tiles.block_n * problem.depth / (_speed(problem, rates) / sms * efficiency)
+    return ceil(count / sms) * per_tile
+
+
+def fused_tiles(problem: Problem, sms: int) -> Tiles:
+    """Tiles for the whole call."""
+    shard = problem.rows // problem.world
+    dtype = torch.float8_e4m3fn if problem.itemsize == 1 else torch.bfloat16
+    rows = problem.world * ceil(shard / 128) * 128
+    return tiles_for(dtype, problem.precise, rows, sum(problem.widths), sms)
+
+
+def chunks_for(problem: Problem, rates: Rates) -> int:
+    """Into how many chunks to cut one rank's rows: more when the copies are what the call waits for."""
+    copies = problem.wire_bytes / rates.copy
+    matmul = problem.flops / _speed(problem, rates)
+    per_copy = copies / (problem.world - 1)
+    if per_copy < 4 * rates.chunk:
+        return 1
+    if problem.op == "scatter":  # the first push starts after 1/chunks of a share; the last is exposed
+        return 4 if copies > 0.5 * matmul or per_copy > 40 else 2
+    return 2 if copies * problem.world / (problem.world - 1) > matmul else 1
+
+
+# --- choosing --------------------------------------------------------------------------------------------------
+_forced: list[str] = []
+
+
+@contextlib.contextmanager
+def forced(implementation: str) -> Iterator[None]:
+    """Every call inside runs `implementation`, or raises if that cannot; for benchmarks and tests.
+
+    Raises:
+        ValueError: there is no such implementation.
+    """
+    _check_name(implementation, "forced")
+    _forced.append(implementation)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def requested() -> str | None:
+    """The implementation that `forced` or `ASYNCTP_CUDA_IMPLEMENTATION` asks for; None for the fastest."""
+    return _forced[-1] if _forced else _from_environment()
+
+
+@functools.cache
+def _from_environment() -> str | None:
+    name = os.environ.get(VARIABLE, "auto")
+    if name == "auto":
+        return None
+    _check_name(name, VARIABLE)
+    return name
+
+
+def _check_name(name: str, where: str) -> None:
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"asynctp: {where}={name!r} is not valid; it must be one of {', '.join(IMPLEMENTATIONS)}")
+
+
+def choose(problem: Problem, refused: dict[str, str], sms: int, device_name: str) -> Choice:
+    """The implementation for `problem`, given why some cannot run it.
+
+    Raises:
+        RuntimeError: the requested implementation cannot run it; the message says why.
+    """
+    rates = Rates()
+    settings = {"chunks": chunks_for(problem, rates), "tiles": fused_tiles(problem, sms)}
+    wanted = requested()
+    if wanted is not None:
+        if wanted in refused:
+            raise RuntimeError(f"asynctp: implementation {wanted!r} was asked for and cannot run: {refused[wanted]}")
+        return Choice(wanted, "forced", {}, refused, **settings)  # type: ignore[arg-type]
+    able = [name for name in IMPLEMENTATIONS if name not in refused]
+    estimates = {name: round(estimate(problem, name, rates, sms), 1) for name in able}
+    measured = measured_choice(problem, device_name)
+    if measured in able:
+        return Choice(measured, "measured", estimates, refused, **settings)  # type: ignore[arg-type]
+    best = min(able, key=lambda name: estimates[name])
+    source = "cost model" if len(able) > 1 else "only one that can"
+    return Choice(best, source, estimates, refused, **settings)  # type: ignore[arg-type]
+
+
+# --- the measured table ------------------------------------------------------------------------------------------
+def table_path() -> Path:
+    """Where `asynctp tune` writes: `ASYNCTP_TUNING_TABLE`, or a file in the user's cache folder."""
+    given = os.environ.get(TABLE_VARIABLE)
+    if given:
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(cache) / "asynctp" / "tuning.json"
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, dict[str, str]]]:
+    """{GPU name: {problem key: {rows: implementation}}}; empty when there is none."""
+    try:
+        loaded: dict[str, dict[str, dict[str, str]]] = json.loads(table_path().read_text())
+    except FileNotFoundError:
+        return {}
+    return loaded
+
+
+def refresh() -> None:
+    """Read the environment and the tuning table again at the next choice."""
+    _table.cache_clear()
+    _from_environment.cache_clear()
+
+
+def measured_choice(problem: Problem, device_name: str) -> str | None:
+    """What was fastest for this shape at the nearest measured number of rows within a factor of 1.5; else None."""
+    by_rows = _table().get(device_name, {}).get(problem.key, {})
+    if not by_rows:
+        return None
+    rows = max(problem.rows, 1)
+    nearest = min(by_rows, key=lambda text: abs(int(text) / rows - 1) + abs(rows / int(text) - 1))
+    ratio = int(nearest) / rows
+    return by_rows[nearest] if 1 / 1.5 <= ratio <= 1.5 else None

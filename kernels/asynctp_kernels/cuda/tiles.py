@@ -1,0 +1,80 @@
+"""Tile sizes of the persistent GEMM: one table, and how a rank's rows are cut into chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from .memory import MAX_CHUNKS
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Block sizes, and how the compiler pipelines them.
+
+    Source: measured against cuBLAS on one H200 with Triton 3.6: 128 x 256 is the best from two waves of tiles on.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    group_m: int = 8
+    #: bound on fp8's running sums in the tensor core; None where there are none or where they may be fast
+    imprecise: int | None = None
+
+
+def tiles_for(dtype: torch.dtype, precise_sums: bool, rows: int, columns: int, programs: int) -> Tiles:
+    """The tiles for operands of `dtype` and an output of `rows` x `columns` on `programs` SMs."""
+    fp8 = dtype.itemsize == 1
+    block_k = 128 if fp8 else 64
+    if fp8 and precise_sums:
+        return Tiles(128, 128, block_k, warps=8, stages=4, imprecise=128)
+    large = waves(rows, columns, 128, 256, programs)
+    small = waves(rows, columns, 128, 128, programs)
+    if small * 1.08 < large * 2:  # a small tile takes a little more than half the time of a large one
+        return Tiles(128, 128, block_k, warps=8, stages=4)
+    return Tiles(128, 256, block_k, warps=8, stages=3)
+
+
+def waves(rows: int, columns: int, block_m: int, block_n: int, programs: int) -> int:
+    """How many tiles the busiest SM computes."""
+    return ceil(ceil(rows / block_m) * ceil(columns / block_n) / programs)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The row tiles of one rank, cut into at most `MAX_CHUNKS` runs that are signalled one by one.
+
+    Attributes:
+        tiles: row tiles per chunk; the last may have fewer.
+        rows: (first row, end row) of each chunk, in the rank's [P * Q] rows.
+        row_tiles: row tiles of each chunk.
+    """
+
+    tiles: int
+    rows: tuple[tuple[int, int], ...]
+    row_tiles: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def cut(outer: int, inner: int, block_m: int, wanted: int) -> Chunks:
+    """Cut `outer` blocks of `inner` rows into about `wanted` chunks; with several blocks, at their borders only."""
+    per_block = ceil(inner / block_m)
+    total = outer * per_block
+    wanted = max(1, min(wanted, MAX_CHUNKS, outer if outer > 1 else total))
+    unit = per_block if outer > 1 else 1
+    tiles = ceil(total // unit / wanted) * unit
+    starts = range(0, total, tiles)
+    bounds = [(start, min(start + tiles, total)) for start in starts]
+    rows = tuple((_row(a, per_block, inner, block_m), _row(b, per_block, inner, block_m)) for a, b in bounds)
+    return Chunks(tiles, rows, tuple(b - a for a, b in bounds))
+
+
+def _row(tile: int, per_block: int, inner: int, block_m: int) -> int:
+    return tile // per_block * inner + min(tile % per_block * block_m, inner)

@@ -1,0 +1,305 @@
+"""The fused ops on real GPUs against fp64: run by `test_gpu_ops.py` with torchrun, one process a GPU.
+
+    torchrun --nproc_per_node=4 tests/gpu/cases.py [SUBSTRING ...]
+
+Every case draws fresh random data, runs each implementation that can run it, compares with the fp64 product of what all
+ranks hold, runs again (bit-identical), and replays it in a CUDA graph on new data. One JSON line a case, from rank 0.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import asynctp_passes.ops  # noqa: F401  registers the ops
+from asynctp_kernels import cuda
+from torch import Tensor
+
+FP8, FP8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `shard` is A's shape on one rank (gather) or the whole A (scatter), without K.
+
+    scales: "", "tensor" or "row" (A scale) and the same for B; travels: the A scale is gathered too.
+    """
+
+    op: str
+    shard: tuple[int, ...]
+    k: int
+    ns: tuple[int, ...]
+    dim: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    b_dtype: torch.dtype | None = None
+    out_dtype: torch.dtype = torch.bfloat16
+    scales: str = ""
+    travels: bool = False
+    fast: bool = True
+    bias: bool = False
+    k_major: bool = True
+    full: bool = False
+    reduce_op: str = "sum"
+
+    @property
+    def name(self) -> str:
+        parts = [self.op, "x".join(map(str, self.shard)), f"k{self.k}", "n" + "+".join(map(str, self.ns)),
+                 f"dim{self.dim}", str(self.dtype)[6:], str(self.out_dtype)[6:]]  # fmt: skip
+        flags = {
+            self.scales: bool(self.scales), "travels": self.travels, "slow": not self.fast, "bias": self.bias,
+            "n-major": not self.k_major, "full": self.full, self.reduce_op: self.reduce_op != "sum",
+            f"b-{str(self.b_dtype)[6:]}": self.b_dtype is not None,
+        }  # fmt: skip
+        return "-".join(parts + [flag for flag, on in flags.items() if on])
+
+
+def cases() -> Iterator[Case]:
+    for op, rows in (("gather", (256,)), ("scatter", (1024,))):
+        base = Case(op, rows, 512, (512,))
+        yield base
+        yield replace(base, shard=(rows[0] * 4,), k=1024, ns=(1536,))
+        yield replace(base, k_major=False)
+        yield replace(base, bias=True)
+        yield replace(base, dtype=torch.float16, out_dtype=torch.float16)
+        yield replace(base, shard=(3, rows[0]), dim=1)
+        yield replace(base, shard=(2, rows[0], 3), dim=1)
+        yield replace(base, shard=(rows[0] - 8 * dist.get_world_size(),), k=520, ns=(264,))
+        yield replace(base, shard=(dist.get_world_size(),), k=64, ns=(64,))
+        yield replace(base, dim=-1)
+        yield replace(base, k=8, ns=(8,))
+        for scales, out in (("tensor", torch.bfloat16), ("row", torch.bfloat16), ("tensor", torch.float16)):
+            yield replace(base, dtype=FP8, out_dtype=out, scales=scales, travels=scales == "row" and op == "gather")
+        yield replace(base, dtype=FP8, scales="tensor", fast=False)
+        yield replace(base, dtype=FP8, scales="row", fast=False, travels=op == "gather")
+        yield replace(base, dtype=FP8_WIDE, b_dtype=FP8, scales="tensor")
+        yield replace(base, dtype=FP8, scales="row", shard=(2, rows[0]), dim=1, travels=op == "gather")
+    base = Case("gather", (256,), 512, (512,))
+    yield replace(base, ns=(512, 128, 128))
+    yield replace(base, ns=(512, 128, 128, 264), bias=True)
+    yield replace(base, ns=(256, 256, 256, 256, 256))
+    yield replace(base, full=True)
+    yield replace(base, shard=(2, 256), dim=1, full=True, ns=(256, 512))
+    yield replace(base, dtype=FP8, scales="row", travels=True, full=True, ns=(256, 512))
+    yield replace(base, dtype=FP8, scales="row", travels=False)
+    base = Case("scatter", (1024,), 512, (512,))
+    yield replace(base, ns=(512, 512, 512))
+    yield replace(base, ns=(512, 512), k_major=False, shard=(2, 512), dim=1)
+    yield replace(base, ns=(512, 512), dtype=FP8, scales="tensor")
+    yield replace(base, reduce_op="avg")
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def world() -> int:
+    return dist.get_world_size()
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def quantized(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype)
+
+
+def random_operand(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device=device()).to(dtype)
+
+
+def scale_of(kind: str, shape: tuple[int, ...]) -> Tensor:
+    if kind == "tensor":
+        return torch.rand((), device=device()) + 0.5
+    return torch.rand(shape, device=device()) + 0.5
+
+
+@dataclass
+class Data:
+    a: list[Tensor]
+    b: list[Tensor]
+    a_scales: list[Tensor]
+    b_scales: list[Tensor]
+    biases: list[Tensor | None]
+
+
+def draw(case: Case) -> Data:
+    count = len(case.ns)
+    b_dtype = case.b_dtype or case.dtype
+    depth = case.k * (world() if case.op == "gather" and case.dim in (-1, len(case.shard)) else 1)
+    a = [random_operand((*case.shard, case.k), case.dtype) for _ in range(1 if case.op == "gather" else count)]
+    bs = []
+    for n in case.ns:
+        weight = torch.randn(n, depth, device=device()) * depth**-0.5
+        b = weight.to(b_dtype)
+        bs.append(b.t() if case.k_major else b.t().contiguous())
+    biases = [random_operand((n,), case.out_dtype) if case.bias else None for n in case.ns]
+    a_scales, b_scales = [], []
+    if case.scales:
+        lead = case.shard
+        if case.op == "gather" and not case.travels:
+            dim = case.dim % (len(lead) + 1)
+            lead = (*lead[:dim], lead[dim] * world(), *lead[dim + 1 :])
+        a_scales = [scale_of(case.scales, (*lead, 1)) for _ in a]
+        b_scales = [scale_of(case.scales, (1, n)) for n in case.ns]
+        if case.op == "gather" and not case.travels:
+            dist.broadcast(a_scales[0], 0)
+    return Data(a, bs, a_scales, b_scales, biases)
+
+
+def call(case: Case, data: Data) -> list[Tensor]:
+    group, size = dist.group.WORLD.group_name, world()
+    ops = torch.ops.asynctp
+    if case.op == "gather":
+        if case.scales:
+            return ops.all_gather_scaled_matmul(
+                data.a[0], data.a_scales[0], data.b, data.b_scales, data.biases, case.dim, case.travels,
+                case.out_dtype, case.fast, case.full, size, group)  # fmt: skip
+        return ops.all_gather_matmul(data.a[0], data.b, data.biases, case.dim, case.full, size, group)
+    if case.scales:
+        return [ops.scaled_matmul_reduce_scatter(
+            data.a, data.b, data.a_scales, data.b_scales, data.biases, case.reduce_op, case.dim, case.out_dtype,
+            case.fast, size, group)]  # fmt: skip
+    return [ops.matmul_reduce_scatter(data.a, data.b, data.biases, case.reduce_op, case.dim, size, group)]
+
+
+def gathered(tensor: Tensor, dim: int) -> Tensor:
+    """All ranks' tensors, joined along `dim`, by the simplest collective there is."""
+    raw = tensor.contiguous().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.contiguous()
+    parts = [torch.empty_like(raw) for _ in range(world())]
+    dist.all_gather(parts, raw)
+    return torch.cat([part.view(tensor.dtype) for part in parts], dim)
+
+
+def expected(case: Case, data: Data) -> list[Tensor]:
+    """fp64."""
+    if case.op == "gather":
+        full = gathered(data.a[0], case.dim)
+        scale: Tensor | float = 1.0
+        if case.scales:
+            scale = (gathered(data.a_scales[0], case.dim) if case.travels else data.a_scales[0]).double()
+        outs = []
+        for i, b in enumerate(data.b):
+            out = full.double() @ b.double() * scale
+            out = out * data.b_scales[i].double() if case.scales else out
+            bias = data.biases[i]
+            outs.append(out if bias is None else out + bias.double())
+        return [*outs, full.double()] if case.full else outs
+    total = torch.zeros((), device=device(), dtype=torch.float64)
+    for i, (a, b) in enumerate(zip(data.a, data.b, strict=True)):
+        out = a.double() @ b.double()
+        out = out * data.a_scales[i].double() * data.b_scales[i].double() if case.scales else out
+        bias = data.biases[i]
+        total = total + (out if bias is None else out + bias.double())
+    dist.all_reduce(total)
+    total = total / world() if case.reduce_op == "avg" else total
+    return [total.chunk(world(), case.dim)[rank()]]
+
+
+def worst(case: Case, outs: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest relative error over outputs and ranks; infinite for a wrong shape, dtype or NaN."""
+    errors = []
+    for i, (out, want) in enumerate(zip(outs, wanted, strict=True)):
+        exact = case.full and i == len(outs) - 1
+        dtype = case.dtype if exact else case.out_dtype
+        if out.shape != want.shape or out.dtype != dtype:
+            errors.append(float("inf"))
+            continue
+        error = ((out.double() - want).norm() / want.norm().clamp_min(1e-30)).item()
+        errors.append(float("inf") if error != error or (exact and error) else error)
+    value = torch.tensor(max(errors), device=device(), dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+def agree(flag: bool) -> bool:
+    value = torch.tensor(int(flag), device=device())
+    dist.all_reduce(value, dist.ReduceOp.MIN)
+    return bool(value.item())
+
+
+def run(case: Case, implementation: str) -> dict[str, object]:
+    data = draw(case)
+    with cuda.forced(implementation):
+        try:
+            outs = call(case, data)
+        except RuntimeError as error:
+            if "cannot run" in str(error):
+                return {"skipped": str(error).split("cannot run: ")[-1]}
+            raise
+        torch.cuda.synchronize()
+        result: dict[str, object] = {"error": worst(case, outs, expected(case, data))}
+        again = call(case, data)
+        result["same bits"] = agree(all(torch.equal(_raw(x), _raw(y)) for x, y in zip(outs, again, strict=True)))
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        dist.barrier()
+        with torch.cuda.graph(graph):
+            captured = call(case, data)
+        fresh = draw(case)
+        for old, new in zip(_tensors(data), _tensors(fresh), strict=True):
+            old.copy_(new)
+        for _ in range(3):
+            graph.replay()
+        call(case, data)
+        graph.replay()
+        torch.cuda.synchronize()
+        result["graph error"] = worst(case, captured, expected(case, data))
+    tolerance = TOLERANCE[case.out_dtype] * (2 if case.op == "scatter" else 1)
+    result["ok"] = (
+        result["error"] < tolerance and result["graph error"] < tolerance and result["same bits"]  # type: ignore[operator]
+    )
+    return result
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _tensors(data: Data) -> list[Tensor]:
+    return [*data.a, *data.b, *data.a_scales, *data.b_scales, *(bias for bias in data.biases if bias is not None)]
+
+
+def main() -> int:
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(int(os.environ.get("CASE_TIMEOUT", "60")), exit=True)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=device())
+    failed = 0
+    for case, implementation in itertools.product(cases(), ("fused", "decomposed", "direct", "unfused")):
+        name = f"{case.name}/{implementation}"
+        if len(sys.argv) > 1 and not any(text in name for text in sys.argv[1:]):
+            continue
+        torch.manual_seed(int(time.time()) * 8 + rank())
+        faulthandler.dump_traceback_later(int(os.environ.get("CASE_TIMEOUT", "60")), exit=True)
+        try:
+            result = run(case, implementation)
+        except Exception as error:  # reported as the case's result
+            result = {"ok": False, "exception": f"{type(error).__name__}: {error}"[:600]}
+            if rank() == 0:
+                traceback.print_exc()
+        if not result.get("ok", True):
+            failed += 1
+        if rank() == 0:
+            print(json.dumps({"case": name, **result}), flush=True)
+    if rank() == 0:
+        print(json.dumps({"failed": failed}), flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
