@@ -1,26 +1,31 @@
 """The `asynctp` command.
 
-Exit codes: 0 done; 1 it ran and the answer is no (the demo's curves disagree, or a collective was not fused);
-2 it could not run (bad arguments, an unreadable file, a missing compiler); 3 a rank of the demo failed;
-130 interrupted.
+Exit codes: 0 done; 1 it ran and the answer is no (the demo's curves disagree, a collective was not fused, or the doctor
+found what will not work); 2 it could not run (bad arguments, an unreadable file, a missing compiler); 3 a rank of the
+demo failed; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from asynctp_passes.config import Config, ConfigError
 from asynctp_passes.reasons import CATALOGUE, Reason, catalogue_markdown
 from asynctp_passes.report import Report
 
 __all__ = ["main"]
 
 _EPILOG = (
-    "exit codes: 0 done; 1 the demo's curves disagree or a collective was not fused; 2 could not run; "
+    "exit codes: 0 done; 1 the demo's curves disagree, a collective was not fused, or the doctor found what will not "
+    "work; 2 could not run; "
     "3 a rank failed; 130 interrupted"
 )
 
@@ -65,6 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("asynctp-out"), help="folder to write to (default: %(default)s)")
     demo.set_defaults(run=_demo)
 
+    doctor = commands.add_parser("doctor", help="say what will work on this machine, and what to do about the rest")
+    doctor.add_argument("--json", action="store_true", help="print one JSON array instead")
+    doctor.set_defaults(run=_doctor)
+
     reasons = commands.add_parser("reasons", help="explain why a chain was not fused")
     reasons.add_argument("code", nargs="?", metavar="CODE", help="a code or a name, as ATP112 or MATMUL_ALL_REDUCE")
     reasons.add_argument("--markdown", action="store_true", help="print the reference page of all reasons")
@@ -94,6 +103,43 @@ def _demo(options: argparse.Namespace) -> int:
     except RankError as error:
         print(f"asynctp: demo: {error}", file=sys.stderr)
         return 3
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    doctor = _load_doctor()
+    findings = doctor.diagnose(doctor.gather_facts(), [doctor.Finding(*bad) for bad in _bad_options()])
+    if options.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        print(doctor.render(findings))
+    return 0 if doctor.usable(findings) else 1
+
+
+def _load_doctor() -> Any:
+    """`asynctp_kernels.doctor`; by its path where that package does not import, since the doctor is to say why."""
+    name = "asynctp_kernels.doctor"
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        package = importlib.util.find_spec("asynctp_kernels")
+        if package is None or not package.submodule_search_locations:
+            raise UsageError(f"doctor: cannot import {name} ({error}); install asynctp-passes again") from error
+        path = Path(package.submodule_search_locations[0]) / "doctor.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _bad_options() -> list[tuple[str, str, str, str]]:
+    """The finding about `ASYNCTP_*` variables that Config refuses: torch.compile would raise it."""
+    try:
+        Config.from_options()
+    except ConfigError as error:
+        return [("options", "fail", str(error), "correct or unset the variable")]
+    return []
 
 
 def _reasons(options: argparse.Namespace) -> int:

@@ -148,7 +148,7 @@ def _real_all_gather_matmul(
 
     if a_shard.is_cuda and (cuda := _cuda()) is not None:
         options = (gather_dim, False, a_shard.dtype, False, return_a_full, _process_group(group_name), check)
-        found: list[Tensor] | None = cuda.gather(a_shard, None, bs, (), biases, *options)
+        found: list[Tensor] | None = cuda.run_gather(a_shard, None, bs, (), biases, *options)
         if found is not None:
             return found
     check()
@@ -181,7 +181,7 @@ def _real_all_gather_scaled_matmul(
 
     if a_shard.is_cuda and (cuda := _cuda()) is not None:
         choices = (gather_dim, gather_a_scale, out_dtype, use_fast_accum, return_a_full)
-        found: list[Tensor] | None = cuda.gather(
+        found: list[Tensor] | None = cuda.run_gather(
             a_shard, a_scale, bs, b_scales, biases, *choices, _process_group(group_name), check
         )
         if found is not None:
@@ -213,7 +213,7 @@ def _real_matmul_reduce_scatter(
 
     if a_parts and a_parts[0].is_cuda and (cuda := _cuda()) is not None:
         options = (reduce_op, scatter_dim, a_parts[0].dtype, False, _process_group(group_name), check)
-        found: Tensor | None = cuda.scatter(a_parts, b_parts, (), (), biases, *options)
+        found: Tensor | None = cuda.run_scatter(a_parts, b_parts, (), (), biases, *options)
         if found is not None:
             return found
     check()
@@ -247,7 +247,7 @@ def _real_scaled_matmul_reduce_scatter(
 
     if a_parts and a_parts[0].is_cuda and (cuda := _cuda()) is not None:
         choices = (reduce_op, scatter_dim, out_dtype, use_fast_accum)
-        found: Tensor | None = cuda.scatter(
+        found: Tensor | None = cuda.run_scatter(
             a_parts, b_parts, a_scales, b_scales, biases, *choices, _process_group(group_name), check
         )
         if found is not None:

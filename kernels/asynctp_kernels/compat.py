@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -20,6 +21,18 @@ def symmetric_rendezvous(memory: torch.Tensor, group: ProcessGroup) -> Any:
     import torch.distributed._symmetric_memory as symm_mem
 
     return symm_mem.rendezvous(memory, group.group_name)
+
+
+def symmetric_memory_backend() -> str | None:
+    """Name of the backend that shares memory of GPUs, such as "CUDA"; None where torch has none."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    return symm_mem.get_backend(torch.device("cuda"))
+
+
+def micro_pipeline_enabled() -> bool:
+    """Inductor's own async TP pass is on. It cannot be where nobody has imported Inductor, and this does not."""
+    return bool(getattr(sys.modules.get("torch._inductor.config"), "_micro_pipeline_tp", False))
 
 
 def current_raw_stream(device_index: int) -> int:

@@ -276,7 +276,7 @@ def main() -> int:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=device())
     failed = 0
-    for case, implementation in itertools.product(cases(), ("fused", "decomposed", "direct", "unfused")):
+    for case, implementation in itertools.product(cases(), os.environ.get("IMPLS","fused,decomposed,direct,unfused").split(",")):
         name = f"{case.name}/{implementation}"
         if len(sys.argv) > 1 and not any(text in name for text in sys.argv[1:]):
             continue

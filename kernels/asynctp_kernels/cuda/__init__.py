@@ -1,4 +1,4 @@
-"""The fused ops on NVIDIA GPUs: `gather` and `scatter` run a call, `explain_*` say how it would be run.
+"""The fused ops on NVIDIA GPUs: `run_gather` and `run_scatter` run a call, `explain_*` say how it would be run.
 
 Both return None when the unfused program is the one to run, because it is the fastest or the only one that can; the
 caller has it. Plans are kept per group, so they go when the group goes.
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels import compat
 from asynctp_kernels.errors import SymmetricMemoryError
+
 from . import select
 from .gather import (
     MAX_OPERANDS,
@@ -35,7 +35,7 @@ from .products import scaled_product_supported
 from .scatter import DecomposedScatter, DirectScatter, FusedScatter, ScatterCall, ScatterPlan
 from .select import Choice, Problem, choose, forced
 
-__all__ = ["Choice", "explain_gather", "explain_scatter", "forced", "gather", "release", "scatter"]
+__all__ = ["Choice", "explain_gather", "explain_scatter", "forced", "release", "run_gather", "run_scatter"]
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _unavailable: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDict
 Check = Callable[[], None]
 
 
-def gather(
+def run_gather(
     a_shard: Tensor,
     a_scale: Tensor | None,
     bs: Sequence[Tensor],
@@ -85,7 +85,7 @@ def gather(
     return outs
 
 
-def scatter(
+def run_scatter(
     a_parts: Sequence[Tensor],
     b_parts: Sequence[Tensor],
     a_scales: Sequence[Tensor],

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from asynctp_kernels.numerics import exact_f32, round_to
 from asynctp_kernels.signals import post_word, wait_word
+
 from .gemm_kernels import await_word
 
 
@@ -45,6 +46,59 @@ def end_call(epoch_ptr, epoch, done_ptr, PROGRAMS: tl.constexpr):
     tl.debug_barrier()
     if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
         tl.store(done_ptr, 0)
+        tl.store(epoch_ptr, epoch)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def stage_kernel(
+    shard_ptr,
+    scale_ptr,
+    outbox_ptr,
+    scale_box_ptr,
+    size,
+    rows,
+    pads,
+    epoch_ptr,
+    done_ptr,
+    timeout_ns,
+    status_ptr,
+    rank,
+    WORLD: tl.constexpr,
+    SCALE_TRAVELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Copy the own shard into the outbox, from which peers then pull: a barrier, the copy, a barrier.
+
+    Behind the first barrier no rank still pulls what the outbox held before; behind the second, every outbox is full,
+    and all ranks go on in step. pads: per rank, int64 [2, WORLD]: the call that a rank has begun, and has staged.
+    It runs beside the GEMM, with few registers and no shared memory to speak of, and does not wait for it.
+    """
+    pid = tl.program_id(0)
+    epoch = tl.load(epoch_ptr) + 1
+    pad_table = pads.to(tl.pointer_type(tl.int64))
+    own_pad = tl.load(pad_table + rank)
+    if pid == 0:
+        for step in tl.static_range(1, WORLD):
+            post_word(tl.load(pad_table + (rank + step) % WORLD) + rank * 8, epoch)
+    for step in tl.static_range(1, WORLD):
+        src = (rank + step) % WORLD
+        wait_word(own_pad + src * 8, epoch, timeout_ns, status_ptr, src, 0)
+    for block in range(pid, tl.cdiv(size, BLOCK), PROGRAMS):
+        index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(outbox_ptr + index, tl.load(shard_ptr + index, mask=index < size), mask=index < size)
+    if SCALE_TRAVELS:
+        for first in range(pid * 256, rows, PROGRAMS * 256):
+            row = first + tl.arange(0, 256)
+            tl.store(scale_box_ptr + row, tl.load(scale_ptr + row, mask=row < rows), mask=row < rows)
+    tl.debug_barrier()
+    if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+        tl.store(done_ptr, 0)
+        for step in tl.static_range(1, WORLD):
+            post_word(tl.load(pad_table + (rank + step) % WORLD) + (WORLD + rank) * 8, epoch)
+        for step in tl.static_range(1, WORLD):
+            src = (rank + step) % WORLD
+            wait_word(own_pad + (WORLD + src) * 8, epoch, timeout_ns, status_ptr, src, 1)
         tl.store(epoch_ptr, epoch)
 
 
@@ -195,6 +249,7 @@ def reduce_kernel(
     out_ptr,
     progress,
     arrived,
+    done_ptr,
     end0,
     end1,
     end2,
@@ -208,14 +263,15 @@ def reduce_kernel(
     rank,
     WORLD: tl.constexpr,
     CHUNKS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     """The own rows' sum over ranks: chunk by chunk, while the GEMM that fills the later ones may still run.
 
     own [R, N], received [WORLD, R, N] (own part unused, `part_size` elements each), out [R, N], contiguous. Chunk c
-    ends at element `end<c>`. It waits until `progress[c]` (finished own tiles) reaches `tiles<c>` and each
-    arrived[src, c] is set. fp32 sum in rank order, times `factor`, rounded once: bits do not depend on timing.
+    ends at element `end<c>`. It waits until progress[rank, c] (finished own tiles) reaches `tiles<c>` and each
+    arrived[src, c] is set, and clears these words at the end. fp32 sum in rank order, times `factor`, rounded once: bits do not depend on timing.
 
     It runs beside the GEMM on the same SMs (few registers, no shared memory), and never the other way round: the GEMM
     does not wait for it.
@@ -235,9 +291,9 @@ def reduce_kernel(
         if chunk == 3:
             end = end3
             tiles = tiles3
-        zero = await_word(progress + chunk, tiles)
+        zero = await_word(progress + rank * MAX_CHUNKS + chunk, tiles)
         for src in tl.static_range(WORLD):
-            zero += await_word(arrived + src * 4 + chunk, tl.where(src == rank, 0, 1))
+            zero += await_word(arrived + src * MAX_CHUNKS + chunk, tl.where(src == rank, 0, 1))
         for block in range(pid, tl.cdiv(end - begin, BLOCK), PROGRAMS):
             index = begin + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK) + zero
             index = tl.max_contiguous(tl.multiple_of(index, 8), 8)
@@ -250,3 +306,9 @@ def reduce_kernel(
                 total += tl.load(source + index, mask=index < end, other=0.0).to(tl.float32)
             tl.store(out_ptr + index, (total * factor).to(dtype), mask=index < end)
         begin = end
+
+    tl.debug_barrier()
+    if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+        tl.store(done_ptr, 0)
+        tl.store(progress + rank * MAX_CHUNKS + tl.arange(0, MAX_CHUNKS), 0)
+        tl.store(arrived + tl.arange(0, 8 * MAX_CHUNKS), 0)

@@ -188,3 +188,12 @@ def driver_version() -> int:
 def peer_writes_supported() -> bool:
     """Whether a stream memory operation may write to another GPU's memory."""
     return driver_version() < PEER_WRITES_UNSUPPORTED_FROM
+
+
+def device_attribute(index: int, number: int) -> int:
+    """The CUdevice_attribute `number` of GPU `index`, which counts the GPUs that this process sees."""
+    device, value = ctypes.c_int(), ctypes.c_int()
+    _function("cuInit", _uint)(0)
+    _function("cuDeviceGet", _ref, ctypes.c_int)(ctypes.byref(device), index)
+    _function("cuDeviceGetAttribute", _ref, ctypes.c_int, ctypes.c_int)(ctypes.byref(value), number, device)
+    return value.value

@@ -21,17 +21,20 @@ from torch import Tensor
 
 from asynctp_kernels import compat
 from asynctp_kernels.layout import ShardLayout, gather_layout
+
 from . import driver
-from .copy_kernels import push_gather_kernel
+from .copy_kernels import push_gather_kernel, stage_kernel
 from .gemm_kernels import gemm_kernel
 from .launch import Tma, describe, prepare
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
-from .script import Channel, GatherMoves, Record, Step, Write, compile_script, gather_script
+from .script import GatherMoves, Record, Step, Write, compile_script, gather_script
 from .tiles import Chunks, Tiles, cut
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 MAX_OPERANDS = 4
+#: CTAs of the staging copy: enough for the memory, and few enough to find room beside anything
+STAGE_PROGRAMS = 64
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -74,6 +77,14 @@ def k_major(b: Tensor) -> bool:
     return b.stride(0) == 1 and (b.stride(1) != 1 or b.shape[0] > 1)
 
 
+def b_descriptor(b: Tensor, tiles: Tiles) -> Any:
+    """[K, N] `b` as TMA sees it: rows are what is contiguous."""
+    k, n = b.shape
+    if k_major(b):
+        return describe(b, [n, k], [b.stride(1), 1], [tiles.block_n, tiles.block_k])
+    return describe(b, [k, n], [b.stride(0), 1], [tiles.block_k, tiles.block_n])
+
+
 class GatherPlan:
     """One call, prepared. `run` gives the products, then the gathered A if asked for."""
 
@@ -108,7 +119,12 @@ class GatherPlan:
 
 
 class _Pulled(GatherPlan):
-    """The copies of the fused and the decomposed implementation."""
+    """The copies of the fused and the decomposed implementation.
+
+    stage_first: the shard is staged before the products start, because they would leave no room for that.
+    """
+
+    stage_first = False
 
     def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
         super().__init__(call, memory)
@@ -117,7 +133,6 @@ class _Pulled(GatherPlan):
         scale_offset = -(-self.shard_bytes // 256) * 256
         scale_bytes = self.layout.rows * 4 if self.scale_travels else 0
         outbox = memory.require("outbox", scale_offset + scale_bytes)
-        channel = Channel(rank, world, memory.gather_full.at, memory.gather_free.at)
         moves = GatherMoves(
             outboxes=outbox.peers,
             row_bytes=self.row_bytes,
@@ -126,29 +141,56 @@ class _Pulled(GatherPlan):
             scale_offset=scale_offset,
             scales=self.scale_travels,
             chunks=chunks,
-            copy_in=True,
             keep_own=self.return_a_full,
         )
-        self.play = compile_script(gather_script(channel, moves, self.arrived), memory.peer_writes, memory.one)
+        steps = gather_script(rank, world, moves, self.arrived)
+        self.play = compile_script(steps, memory.peer_writes, memory.one)
+        self._compile_stage(call, outbox.memory, scale_offset)
         self.generation = memory.generation
+
+    def _compile_stage(self, call: GatherCall, outbox: Tensor, scale_offset: int) -> None:
+        memory = self.memory
+        unit = next(size for size in (4, 2, 1) if self.row_bytes % size == 0)
+        size = self.shard_bytes // unit
+        block = direct_block(size, 4096)
+        programs = max(1, min(STAGE_PROGRAMS, -(-size // block)))
+        shard = call.a_shard.contiguous().view(-1).view(_UNITS[unit])
+        box, scale_box = outbox.view(_UNITS[unit]), outbox[scale_offset:].view(torch.float32)
+        scale = memory.dummy if call.a_scale is None else call.a_scale
+        tail = [size, self.layout.rows, memory.stage_pads.data_ptr(), memory.stage_epoch, memory.stage_done,
+                memory.bound, memory.status, memory.rank]  # fmt: skip
+        constants = {
+            "WORLD": memory.world,
+            "SCALE_TRAVELS": self.scale_travels,
+            "BLOCK": block,
+            "PROGRAMS": programs,
+        }
+        self.stage = prepare(stage_kernel, programs, [shard, scale, box, scale_box, *tail], constants, 8, maxnreg=56)
+        self.stage_tail = [
+            argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in [box, scale_box, *tail]
+        ]
 
     def arrived(self, source: int, chunk: int) -> list[Step]:
         """What tells the consumer that a chunk is in place."""
         raise NotImplementedError
 
     def start(self, stream: int, a_shard: Tensor, a_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Enqueue all copies; gives the gathered A and its scales, complete when everything has arrived."""
+        """Enqueue staging and copies; gives the gathered A and its scales, complete when everything has arrived."""
         memory = self.memory
-        a_shard = a_shard.contiguous()
         full = a_shard.new_empty(self.layout.full_shape)
         scales, own_scale, all_scales = None, 0, 0
         if self.scale_travels:
             assert a_scale is not None
-            a_scale = a_scale.contiguous()
             scales = a_scale.new_empty(self.layout.full_rows)
             own_scale, all_scales = a_scale.data_ptr(), scales.data_ptr()
-        memory.begin(stream)
-        self.play(memory.stream, (0, a_shard.data_ptr(), full.data_ptr(), own_scale, all_scales))
+        memory.begin_direct(stream)
+        shard = a_shard.data_ptr()
+        if self.stage_first:
+            self.stage(stream, [shard, own_scale, *self.stage_tail])
+        memory.fork(stream)
+        if not self.stage_first:
+            self.stage(memory.stream, [shard, own_scale, *self.stage_tail])
+        self.play(memory.stream, (0, shard, full.data_ptr(), all_scales))
         driver.record_event(memory.end, memory.stream)
         return full, scales
 
@@ -164,16 +206,7 @@ class FusedGather(_Pulled):
     name = "fused"
 
     def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
-        self.clear: Any = None
-        chunks = cut(call.outer, call.layout.inner, tiles.block_m, wanted_chunks)
-        super().__init__(call, memory, chunks)
-        flags = [
-            Write(self._flag(source, chunk), 0)
-            for source in range(memory.world)
-            if source != memory.rank
-            for chunk in range(len(chunks))
-        ]
-        self.clear = compile_script(flags, memory.peer_writes, memory.one)
+        super().__init__(call, memory, cut(call.outer, call.layout.inner, tiles.block_m, wanted_chunks))
         self._compile(call, tiles, programs)
 
     def _flag(self, source: int, chunk: int) -> int:
@@ -191,7 +224,7 @@ class FusedGather(_Pulled):
         self.a_own = describe(call.a_shard.contiguous(), [self.outer, inner, k], a_strides, rows)
         self.a_full = describe(full, [self.outer * memory.world, inner, k], a_strides, rows)
         self.b_major = k_major(call.bs[0])
-        self.bs = [self._b_descriptor(b, tiles) for b in call.bs]
+        self.bs = [b_descriptor(b, tiles) for b in call.bs]
         outs = self.new_outputs(call.a_shard)
         self.cs = [
             describe(out, [self.outer * memory.world, inner, n], [inner * n, n, 1], blocks)
@@ -208,7 +241,7 @@ class FusedGather(_Pulled):
         self.numbers = numbers
         args = [
             self.a_own, self.a_full, None, None, *self.bs, *padding, *self.cs, *padding,
-            *[dummy] * 6, *[first_bias] * 4, memory.local, *numbers,
+            *[dummy] * 6, *[first_bias] * 4, memory.local, memory.gather_done, *numbers,
         ]  # fmt: skip
         constants = {
             "GATHER": True,
@@ -227,15 +260,9 @@ class FusedGather(_Pulled):
             "GROUP_M": tiles.group_m,
             "PROGRAMS": programs,
         }
-        self.launch = prepare(gemm_kernel, programs, args, constants, num_warps=tiles.warps, num_stages=tiles.stages)
+        self.launch = prepare(gemm_kernel, programs, args, constants, tiles.warps, num_stages=tiles.stages)
         self.padding = padding
         self.unused = memory.local.data_ptr()
-
-    def _b_descriptor(self, b: Tensor, tiles: Tiles) -> Any:
-        k, n = b.shape
-        if self.b_major:
-            return describe(b, [n, k], [b.stride(1), 1], [tiles.block_n, tiles.block_k])
-        return describe(b, [k, n], [b.stride(0), 1], [tiles.block_k, tiles.block_n])
 
     def run(
         self,
@@ -247,6 +274,7 @@ class FusedGather(_Pulled):
     ) -> list[Tensor]:
         stream = compat.current_raw_stream(self.device_index)
         a_shard = a_shard.contiguous()
+        a_scale = None if a_scale is None else a_scale.contiguous()
         full, scales = self.start(stream, a_shard, a_scale)
         outs = self.new_outputs(a_shard)
         unused = self.unused
@@ -270,10 +298,10 @@ class FusedGather(_Pulled):
                 *_addresses(b_scales, unused),
                 *_addresses(biases, unused),
                 self.memory.arrivals,
+                self.memory.gather_done.data_ptr(),
                 *self.numbers,
             ],
         )
-        self.clear(stream, ())
         self.finish(stream)
         return [*outs, full] if self.return_a_full else outs
 
@@ -291,6 +319,7 @@ class DecomposedGather(_Pulled):
     """cuBLAS per source, behind that source's copy. Only for one outer block: rows of a source are one range."""
 
     name = "decomposed"
+    stage_first = True
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
         super().__init__(call, memory, cut(1, call.layout.inner, call.layout.inner, 1))
@@ -308,6 +337,7 @@ class DecomposedGather(_Pulled):
     ) -> list[Tensor]:
         stream = compat.current_raw_stream(self.device_index)
         a_shard = a_shard.contiguous()
+        a_scale = None if a_scale is None else a_scale.contiguous()
         full, scales = self.start(stream, a_shard, a_scale)
         outs = self.new_outputs(a_shard)
         rank, world, rows, k = self.memory.rank, self.memory.world, self.layout.rows, self.layout.cols
@@ -332,6 +362,14 @@ class DecomposedGather(_Pulled):
         return [*outs, full] if self.return_a_full else outs
 
 
+def direct_block(size: int, largest: int) -> int:
+    """Units that a program of a direct kernel moves at a time: many, to hide latency, but work for all programs."""
+    block = largest
+    while block > 512 and size < block * DIRECT_PROGRAMS:
+        block //= 2
+    return block
+
+
 class DirectGather(GatherPlan):
     """One kernel for the all-gather, then cuBLAS on the whole."""
 
@@ -348,7 +386,7 @@ class DirectGather(GatherPlan):
         part = -(-(self.scale_offset + scale_bytes) // 256) * 256
         area, words = memory.direct(part * memory.world)
         slot = area.size // 2
-        block = 1024
+        block = direct_block(self.size, 4096)
         programs = max(1, min(DIRECT_PROGRAMS, -(-self.size // block)))
         numbers = [self.size, cols, layout.inner, layout.rows]
         memory_args = [
@@ -368,7 +406,7 @@ class DirectGather(GatherPlan):
             "PROGRAMS": programs,
             "BLOCK": block,
         }
-        self.launch = prepare(push_gather_kernel, programs, args, constants, num_warps=8)
+        self.launch = prepare(push_gather_kernel, programs, args, constants, 8)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[4:]]
         self.generation = memory.generation
 

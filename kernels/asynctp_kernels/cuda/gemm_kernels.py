@@ -164,6 +164,7 @@ def gemm_kernel(
     z2,
     z3,
     words,
+    done_ptr,
     outer,
     inner,
     k0,
@@ -333,3 +334,9 @@ def gemm_kernel(
         else:
             c.store([peer * outer + p, q, col], acc.to(OUT).reshape(1, BM, BN))
             publish(word)
+    if GATHER:
+        # every program is done with the words: leave them cleared for the next call
+        tl.debug_barrier()
+        if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+            tl.store(done_ptr, 0)
+            tl.store(words + tl.arange(0, 8 * MAX_CHUNKS), 0)

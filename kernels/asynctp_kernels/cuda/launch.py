@@ -7,6 +7,7 @@ only, so `prepare` compiles once and keeps `CompiledKernel[grid]`, Triton's own 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,24 +42,34 @@ def describe(
     return TensorDescriptor(like, list(shape), list(strides), list(block))
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A compiled kernel, called as `launch(stream, args)`, and what one CTA of it needs of an SM."""
+
+    run: Callable[..., None]
+    constants: tuple[Any, ...]
+    threads: int
+    registers: int
+    shared: int
+
+    def __call__(self, stream: int, values: Sequence[Any]) -> None:
+        self.run(*values, *self.constants, stream=stream)
+
+
 def prepare(
-    kernel: Any, programs: int, args: Sequence[Any], constants: dict[str, Any], **options: Any
-) -> Callable[[int, Sequence[Any]], None]:
-    """Compile `kernel` for arguments like `args`, load it, and give its launcher: `launch(stream, args)`.
+    kernel: Any, programs: int, args: Sequence[Any], constants: dict[str, Any], num_warps: int, **options: Any
+) -> Launch:
+    """Compile `kernel` for arguments like `args` and load it.
 
     Args:
         kernel: A `@triton.jit` function whose constexpr parameters come last.
         programs: Size of the grid.
         args: Example arguments: tensors, descriptors, integers, floats, None.
         constants: The constexpr parameters, in the order of the signature.
-        options: `num_warps`, `num_stages`, ...
+        num_warps: Warps of a CTA; `options` are Triton's others: `num_stages`, `maxnreg`.
     """
-    compiled = kernel.warmup(*args, grid=(programs, 1, 1), **constants, **options)
+    compiled = kernel.warmup(*args, grid=(programs, 1, 1), **constants, num_warps=num_warps, **options)
     compiled = compiled.result() if hasattr(compiled, "result") else compiled
     run = compiled[(programs, 1, 1)]
-    tail = tuple(constants.values())
-
-    def launch(stream: int, values: Sequence[Any]) -> None:
-        run(*values, *tail, stream=stream)
-
-    return launch
+    shared: int = compiled.metadata.shared
+    return Launch(run, tuple(constants.values()), 32 * num_warps, int(compiled.n_regs), shared)

@@ -7,20 +7,18 @@ a CUDA graph capture:
     inbox     scatter: what peers pushed, by source                              [from rank 0 | from rank 1 | ...]
     direct    both direct kernels: two slots of landings, epochs                 see `copy_kernels`
 
-Outbox and inbox are bounded buffers of depth one, with a pair of int32 words per peer:
+A gather's outbox is filled between two barriers (`copy_kernels.stage_kernel`), whose words are epochs. A scatter's inbox
+is a bounded buffer of depth one, with int32 words per peer that a stream can wait for:
 
-    FULL   set by the writer's side when data is there; cleared by the reader before it takes it
-    FREE   set by the reader when it has taken it; cleared by the writer before it writes again; 1 at the start
+    FREE   set at the writer by the rank that can take data; cleared by the writer when it starts to write
+    FULL   set at the reader by the rank whose chunk is there; cleared by the reader when it has taken everything
 
-    gather    own: wait FREE(every peer), fill the outbox, set FULL at every peer.
-              peer: wait FULL(source), pull, set FREE at the source.
-    scatter   own: wait FREE(dst), push into dst's inbox, set FULL at dst.
-              peer: wait FULL(source, chunk), reduce, set FREE at the source.
+    own:   set FREE at every peer; wait FREE(every peer), clear it; push each chunk and set FULL at its rank
+           wait FULL(every peer, chunk) and reduce, chunk by chunk; clear FULL
 
-Words are binary and are cleared by their only waiter, so nothing depends on how often, in which CUDA graph or in which
-order of shapes a call runs, as long as all ranks make the same calls of a group in the same order; that is the rule for
-every collective. A word is never written twice without being cleared in between, because each write needs the other
-word first. `tests/kernels/test_channel_model.py` explores this exhaustively.
+These words are binary and are cleared by their only waiter, so nothing depends on how often, in which CUDA graph or in
+which order of shapes a call runs, as long as all ranks make the same calls of a group in the same order; that is the
+rule for every collective. `tests/kernels/test_channel_model.py` explores this exhaustively.
 
 Waits and writes are stream memory operations: they need no SM, so a waiting op never starves the GEMM it waits for.
 """
@@ -37,14 +35,19 @@ from torch.distributed import ProcessGroup
 from asynctp_kernels import compat
 from asynctp_kernels.errors import TIMEOUT_VARIABLE, SymmetricMemoryError
 from asynctp_kernels.signals import new_status, timeout_ns
+
 from . import driver
 
 MAX_CHUNKS = 4
+MAX_WORLD = 8
 DIRECT_PROGRAMS = 132
 NO_BOUND = (1 << 63) - 1
 _WORD = 4
+_STAGE_OFFSET = 4096  # bytes from the start of the signals to the staging words
 _GRANULE = 1 << 21
 
+#: per device: the last call's (stream, whether that was captured) and the event of its end
+_last_call: dict[torch.device, tuple[tuple[int, bool], int]] = {}
 _groups: weakref.WeakKeyDictionary[ProcessGroup, GroupMemory] = weakref.WeakKeyDictionary()
 
 
@@ -89,6 +92,7 @@ class GroupMemory:
     rank: int
     world: int
     torch_stream: torch.cuda.Stream
+    torch_reducer: torch.cuda.Stream
     signals: Area
     local: torch.Tensor
     peer_writes: bool
@@ -99,28 +103,42 @@ class GroupMemory:
 
     def __post_init__(self) -> None:
         self.stream: int = self.torch_stream.cuda_stream
-        self.start, self.end, self.last = driver.new_event(), driver.new_event(), driver.new_event()
+        self.reducer: int = self.torch_reducer.cuda_stream
+        self.start, self.running, self.end, self.reduced, self.last = (driver.new_event() for _ in range(5))
         self.events = [driver.new_event() for _ in range(self.world * MAX_CHUNKS)]
         self.epoch = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.done = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.status = new_status(self.device)
         self.bound = timeout_ns() if TIMEOUT_VARIABLE in os.environ else NO_BOUND
-        self._last_stream: tuple[int, bool] | None = None
+        pads = torch.tensor(self.signals.peers, dtype=torch.int64)
+        self.stage_pads = (pads + _STAGE_OFFSET).to(self.device)
+        self.stage_epoch = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.stage_done, self.gather_done, self.scatter_done = (
+            torch.zeros(1, dtype=torch.int32, device=self.device) for _ in range(3)
+        )
 
     # --- order of calls ----------------------------------------------------------------------------------
     def begin(self, stream: int) -> None:
         """The copy stream starts behind `stream`, and this call behind the group's last one."""
         self.begin_direct(stream)
+        self.fork(stream)
+
+    def fork(self, stream: int) -> None:
+        """What the copy stream does from now on comes after what `stream` has done so far."""
         driver.record_event(self.start, stream)
         driver.wait_event(self.stream, self.start)
 
     def begin_direct(self, stream: int) -> None:
-        """This call starts behind the group's last one, should that have run on another stream."""
+        """This call starts behind the device's last one, should that have run on another stream.
+
+        Calls never overlap each other on a device, not even those of different groups: kernels of two calls that wait
+        for other ranks could take each other's place on the SMs, in another order on every rank.
+        """
         here = (stream, torch.cuda.is_current_stream_capturing())
-        if here != self._last_stream:
-            if self._last_stream is not None and self._last_stream[1] == here[1]:
-                driver.wait_event(stream, self.last)
-            self._last_stream = here
+        last = _last_call.get(self.device)
+        if last is not None and last[0] != here and last[0][1] == here[1]:
+            driver.wait_event(stream, last[1])
+        _last_call[self.device] = (here, self.last)
 
     def ended(self, stream: int) -> None:
         """Remember where this call ends, for `begin`."""
@@ -128,23 +146,15 @@ class GroupMemory:
 
     # --- words -------------------------------------------------------------------------------------------
     def _words(self, number: int) -> Words:
-        return Words(self.signals.peers, number * self.world * MAX_CHUNKS * _WORD)
-
-    @property
-    def gather_full(self) -> Words:
-        return self._words(0)
-
-    @property
-    def gather_free(self) -> Words:
-        return self._words(1)
+        return Words(self.signals.peers, number * MAX_WORLD * MAX_CHUNKS * _WORD)
 
     @property
     def scatter_full(self) -> Words:
-        return self._words(2)
+        return self._words(0)
 
     @property
     def scatter_free(self) -> Words:
-        return self._words(3)
+        return self._words(1)
 
     @property
     def arrivals(self) -> int:
@@ -154,12 +164,12 @@ class GroupMemory:
     @property
     def progress(self) -> int:
         """Address of int32 [world, MAX_CHUNKS], local: finished tiles of chunk (destination, c) of a scatter."""
-        return self.local.data_ptr() + self.world * MAX_CHUNKS * _WORD
+        return self.local.data_ptr() + MAX_WORLD * MAX_CHUNKS * _WORD
 
     @property
     def one(self) -> int:
         """Address of a constant 1."""
-        return self.local.data_ptr() + 2 * self.world * MAX_CHUNKS * _WORD
+        return self.local.data_ptr() + 2 * MAX_WORLD * MAX_CHUNKS * _WORD
 
     @property
     def dummy(self) -> torch.Tensor:
@@ -223,11 +233,8 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
     if torch.cuda.is_current_stream_capturing():
         raise SymmetricMemoryError("the first call of a group cannot be captured: run the program once before that")
     rank, world = group.rank(), group.size()
-    words = world * MAX_CHUNKS
-    initial = torch.zeros(4 * words, dtype=torch.int32, device=device)
-    initial[words : 2 * words] = 1
-    initial[3 * words :] = 1
-    signals = _share(group, device, _GRANULE, initial)
+    words = MAX_WORLD * MAX_CHUNKS
+    signals = _share(group, device, _GRANULE)
     local = torch.zeros(2 * words + 16, dtype=torch.int32, device=device)
     local[2 * words] = 1
     torch.cuda.synchronize(device)
@@ -237,20 +244,18 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
         rank=rank,
         world=world,
         torch_stream=torch.cuda.Stream(device, priority=-1),
+        torch_reducer=torch.cuda.Stream(device, priority=-1),
         signals=signals,
         local=local,
         peer_writes=driver.peer_writes_supported(),
     )
 
 
-def _share(group: ProcessGroup, device: torch.device, size: int, initial: torch.Tensor | None = None) -> Area:
-    """Symmetric memory, zeroed (or starting with `initial`) on every rank before any rank gets it."""
+def _share(group: ProcessGroup, device: torch.device, size: int) -> Area:
+    """Symmetric memory, zeroed on every rank before any rank gets it."""
     try:
         memory = compat.symmetric_empty(size, device)
         memory.zero_()
-        if initial is not None:
-            start = initial.view(torch.uint8).reshape(-1)
-            memory[: start.numel()].copy_(start)
         torch.cuda.synchronize(device)
         handle = compat.symmetric_rendezvous(memory, group)
     except RuntimeError as error:

@@ -13,23 +13,31 @@ output's dtype, as in the unfused program.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from asynctp_kernels import compat
 from asynctp_kernels.layout import ShardLayout, scatter_layout
+
 from . import driver
 from .copy_kernels import push_reduce_kernel, reduce_kernel
-from .gather import MAX_OPERANDS, TRITON_DTYPES, k_major, scale_mode
+from .gather import MAX_OPERANDS, TRITON_DTYPES, b_descriptor, direct_block, k_major, scale_mode
 from .gemm_kernels import gemm_kernel
 from .launch import Tma, describe, prepare
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
-from .script import Await, Channel, ScatterMoves, Step, Wait, Write, compile_script, scatter_end_script, scatter_script
+from .script import Await, Channel, Record, ScatterMoves, Step, Wait, Write, compile_script, scatter_script
 from .tiles import Chunks, Tiles, cut
+
+#: of the reduction: what the GEMM's CTA leaves on an SM is enough for one CTA of it
+REDUCE_REGISTERS = 56
+
+
+def register_limit(tiles: Tiles) -> dict[str, int]:
+    """Leave registers for the reduction beside the GEMM; 192 a thread cost no kernel anything measurable."""
+    return {"maxnreg": 192} if tiles.warps == 8 else {}
 
 
 @dataclass(frozen=True)
@@ -103,11 +111,8 @@ class _Pushed(ScatterPlan):
         self.inbox = inbox.peers[rank]
         channel = Channel(rank, world, memory.scatter_full.at, memory.scatter_free.at)
         moves = ScatterMoves(inbox.peers, self.row_bytes, layout.rows, chunks)
-        steps = [*scatter_script(channel, moves, self.ready, MAX_CHUNKS), *self.before_reduction()]
+        steps = scatter_script(channel, moves, self.ready, MAX_CHUNKS)
         self.play = compile_script(steps, memory.peer_writes, memory.one)
-        end = [Write(self.progress(rank, chunk), 0) for chunk in range(len(chunks))]
-        end_steps = [*end, *scatter_end_script(channel, len(chunks), MAX_CHUNKS)]
-        self.end = compile_script(end_steps, memory.peer_writes, memory.one)
         self._compile_reduction(call)
         self.generation = memory.generation
 
@@ -117,10 +122,6 @@ class _Pushed(ScatterPlan):
     def ready(self, dst: int, chunk: int) -> list[Step]:
         """What says that a chunk for `dst` is complete."""
         raise NotImplementedError
-
-    def before_reduction(self) -> list[Step]:
-        """What the reduction must follow, besides the words that it waits for itself."""
-        return []
 
     def _compile_reduction(self, call: ScatterCall) -> None:
         memory, n = self.memory, self.layout.cols
@@ -132,28 +133,42 @@ class _Pushed(ScatterPlan):
         tiles = [*self.own_tiles, *[0] * (MAX_CHUNKS - len(self.own_tiles))]
         example = call.a_parts[0].new_empty(size, dtype=self.out_dtype)
         self.reduce_numbers = [*ends, *tiles, size, self.factor, memory.rank]
-        args = [example, example, example, memory.local, memory.local, *self.reduce_numbers]
-        constants = {"WORLD": memory.world, "CHUNKS": len(self.chunks), "BLOCK": block, "PROGRAMS": programs}
-        self.launch_reduction = prepare(reduce_kernel, programs, args, constants, num_warps=8, num_stages=1, maxnreg=80)
+        args = [example, example, example, *[memory.local] * 3, *self.reduce_numbers]
+        constants = {
+            "WORLD": memory.world,
+            "CHUNKS": len(self.chunks),
+            "MAX_CHUNKS": MAX_CHUNKS,
+            "BLOCK": block,
+            "PROGRAMS": programs,
+        }
+        self.reduce = prepare(reduce_kernel, programs, args, constants, 8, num_stages=1, maxnreg=REDUCE_REGISTERS)
 
-    def push_and_reduce(self, staging: Tensor, out: Tensor) -> None:
-        """Enqueue on the copy stream: all pushes, the reduction, the words for the next call."""
+    def push_and_reduce(self, staging: Tensor, out: Tensor, ready: int) -> None:
+        """Enqueue all pushes on the copy stream, and the reduction, on its own stream, behind the event `ready`."""
         memory = self.memory
         base = staging.data_ptr()
         self.play(memory.stream, (0, 0, base))
-        self.launch_reduction(
-            memory.stream,
+        driver.record_event(memory.end, memory.stream)
+        driver.wait_event(memory.reducer, ready)
+        self.reduce(
+            memory.reducer,
             [
                 base + memory.rank * self.part_bytes,
                 self.inbox,
                 out.data_ptr(),
-                self.progress(memory.rank, 0),
+                memory.progress,
                 memory.scatter_full.at(memory.rank),
+                memory.scatter_done.data_ptr(),
                 *self.reduce_numbers,
             ],
         )
-        self.end(memory.stream, ())
-        driver.record_event(memory.end, memory.stream)
+        driver.record_event(memory.reduced, memory.reducer)
+
+    def finish(self, stream: int) -> None:
+        """Join both streams."""
+        driver.wait_event(stream, self.memory.end)
+        driver.wait_event(stream, self.memory.reduced)
+        self.memory.ended(stream)
 
     def new_staging(self, a: Tensor) -> Tensor:
         """[destination, rows, N]: what goes to one rank is contiguous."""
@@ -170,12 +185,15 @@ class FusedScatter(_Pushed):
         chunks = cut(call.outer, layout.inner, tiles.block_m, wanted_chunks)
         tiles_n = -(-layout.cols // tiles.block_n)
         self.chunk_tiles = [count * tiles_n for count in chunks.row_tiles]
+        tiles = replace(tiles, group_m=min(tiles.group_m, chunks.tiles))
         super().__init__(call, memory, chunks, self.chunk_tiles)
         self._compile(call, tiles, programs)
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
+        first = dst == (self.memory.rank + 1) % self.memory.world and chunk == 0
+        running: list[Step] = [Record(self.memory.running)] if first else []
         word = self.progress(dst, chunk)
-        return [Wait(word, self.chunk_tiles[chunk]), Write(word, 0)]
+        return [Wait(word, self.chunk_tiles[chunk]), Write(word, 0), *running]
 
     def _compile(self, call: ScatterCall, tiles: Tiles, programs: int) -> None:
         memory, layout = self.memory, self.layout
@@ -186,7 +204,7 @@ class FusedScatter(_Pushed):
             describe(a, [self.outer * world, inner, k], [inner * k, k, 1], [1, tiles.block_m, tiles.block_k])
             for a, k in zip(call.a_parts, depths, strict=True)
         ]
-        self.b_like = [self._b_descriptor(b, tiles) for b in call.b_parts]
+        self.b_like = [b_descriptor(b, tiles) for b in call.b_parts]
         staging = self.new_staging(call.a_parts[0])
         block = [1, tiles.block_m, tiles.block_n]
         self.c_like = describe(staging, [world * self.outer, inner, n], [inner * n, n, 1], block)
@@ -200,7 +218,7 @@ class FusedScatter(_Pushed):
         self.numbers = [self.outer, inner, *depths, n, 0, 0, 0, memory.rank, world, self.chunks.tiles]
         args = [
             *self.a_like, *self.padding, *self.b_like, *self.padding, self.c_like, None, None, None,
-            *[dummy] * 6, *[first_bias] * 4, memory.local, *self.numbers,
+            *[dummy] * 6, *[first_bias] * 4, memory.local, memory.scatter_done, *self.numbers,
         ]  # fmt: skip
         constants = {
             "GATHER": False,
@@ -219,14 +237,10 @@ class FusedScatter(_Pushed):
             "GROUP_M": tiles.group_m,
             "PROGRAMS": programs,
         }
-        self.launch = prepare(gemm_kernel, programs, args, constants, num_warps=tiles.warps, num_stages=tiles.stages)
+        self.launch = prepare(
+            gemm_kernel, programs, args, constants, tiles.warps, num_stages=tiles.stages, **register_limit(tiles)
+        )
         self.unused = memory.local.data_ptr()
-
-    def _b_descriptor(self, b: Tensor, tiles: Tiles) -> Any:
-        k, n = b.shape
-        if self.b_major:
-            return describe(b, [n, k], [b.stride(1), 1], [tiles.block_n, tiles.block_k])
-        return describe(b, [k, n], [b.stride(0), 1], [tiles.block_k, tiles.block_n])
 
     def run(
         self,
@@ -265,12 +279,12 @@ class FusedScatter(_Pushed):
                 unused,
                 unused,
                 memory.progress,
+                memory.scatter_done.data_ptr(),
                 *self.numbers,
             ],
         )
-        self.push_and_reduce(staging, out)
-        driver.wait_event(stream, memory.end)
-        memory.ended(stream)
+        self.push_and_reduce(staging, out, memory.running)
+        self.finish(stream)
         return out
 
 
@@ -284,9 +298,6 @@ class DecomposedScatter(_Pushed):
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
         return [Await(self.memory.events[dst])]
-
-    def before_reduction(self) -> list[Step]:
-        return [Await(self.memory.events[self.memory.rank])]
 
     def run(
         self,
@@ -317,9 +328,8 @@ class DecomposedScatter(_Pushed):
                 else:
                     product(operands[part][dst], b, biases[part], row_scale, column_scale, self.scaling, out=place)
             driver.record_event(memory.events[dst], stream)
-        self.push_and_reduce(staging, out)
-        driver.wait_event(stream, memory.end)
-        memory.ended(stream)
+        self.push_and_reduce(staging, out, memory.events[rank])
+        self.finish(stream)
         return out
 
 
@@ -334,7 +344,7 @@ class DirectScatter(ScatterPlan):
         size = layout.rows * layout.cols
         part = -(-self.part_bytes // 256) * 256
         area, words = memory.direct(part * memory.world)
-        block = 2048
+        block = direct_block(size, 8192)
         programs = max(1, min(DIRECT_PROGRAMS, -(-size // block)))
         example = call.a_parts[0].new_empty(size, dtype=self.out_dtype)
         args = [
@@ -349,7 +359,7 @@ class DirectScatter(ScatterPlan):
             "PROGRAMS": programs,
             "BLOCK": block,
         }
-        self.launch = prepare(push_reduce_kernel, programs, args, constants, num_warps=8)
+        self.launch = prepare(push_reduce_kernel, programs, args, constants, 8)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
         self.generation = memory.generation
 

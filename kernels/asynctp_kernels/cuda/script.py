@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from . import driver
 from .tiles import Chunks
 
-ABSOLUTE, OWN, FULL, OWN_SCALE, FULL_SCALE = range(5)
+ABSOLUTE, OWN, FULL, FULL_SCALE = range(4)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,6 @@ class GatherMoves:
         row_bytes, outer, inner: a shard is [outer, inner] rows of `row_bytes`.
         scale_offset, scales: where in the outbox the row scales are, and whether there are any.
         chunks: how a shard is cut.
-        copy_in: the own shard is copied into the outbox (not if it is there already).
         keep_own: the own rows go into the gathered A too, which is then complete.
     """
 
@@ -171,36 +170,24 @@ class GatherMoves:
     scale_offset: int
     scales: bool
     chunks: Chunks
-    copy_in: bool
     keep_own: bool
 
 
-def gather_script(channel: Channel, moves: GatherMoves, arrived: Callable[[int, int], Sequence[Step]]) -> list[Step]:
-    """Offer the own shard, then pull the others' in the order rank+1, rank+2, ….
+def gather_script(
+    rank: int, world: int, moves: GatherMoves, arrived: Callable[[int, int], Sequence[Step]]
+) -> list[Step]:
+    """Pull the others' shards in the order rank+1, rank+2, …, once every outbox is full (`stage_kernel`).
 
+    Ranks in step never pull from the same source at the same time; out of step they would halve each other's speed.
     `arrived(source, chunk)` is what follows each chunk: a word for a kernel, or an event for a stream.
     """
-    rank, world = channel.rank, channel.world
-    peers = [(rank + step) % world for step in range(1, world)]
-    outbox = moves.outboxes[rank]
     steps: list[Step] = []
-    for peer in peers:
-        steps += [Wait(channel.free(rank, peer)), Write(channel.free(rank, peer), 0)]
-    size = moves.row_bytes * moves.outer * moves.inner
-    if moves.copy_in:
-        steps.append(Copy(Place(ABSOLUTE, outbox), Place(OWN, 0), size))
-    if moves.scales:
-        scale_size = 4 * moves.outer * moves.inner
-        steps.append(Copy(Place(ABSOLUTE, outbox + moves.scale_offset), Place(OWN_SCALE, 0), scale_size))
-    steps += [Post(channel.full(peer, rank)) for peer in reversed(peers)]
-    for source in peers:
-        steps += [Wait(channel.full(rank, source)), Write(channel.full(rank, source), 0)]
+    for source in ((rank + step) % world for step in range(1, world)):
         if moves.scales:
             steps.append(_rows(moves, world, source, FULL_SCALE, moves.outboxes[source] + moves.scale_offset, 4))
         for chunk, (first, end) in enumerate(moves.chunks.rows):
             steps.append(_rows(moves, world, source, FULL, moves.outboxes[source], moves.row_bytes, first, end))
             steps += arrived(source, chunk)
-        steps.append(Post(channel.free(source, rank)))
     if moves.keep_own:
         copy = _rows(moves, world, rank, FULL, 0, moves.row_bytes)
         steps.append(Copy(copy.dst, Place(OWN, 0), copy.width, copy.height, copy.dst_pitch, copy.src_pitch))
@@ -243,19 +230,21 @@ class ScatterMoves:
 def scatter_script(
     channel: Channel, moves: ScatterMoves, ready: Callable[[int, int], Sequence[Step]], max_chunks: int
 ) -> list[Step]:
-    """Push each destination's chunks as they become ready, in the order rank+1, rank+2, ….
+    """Push each destination's chunks as they become ready, in the order rank+1, rank+2, …, once all ranks take part.
 
-    `ready(dst, chunk)` is what precedes each chunk: the wait for the kernel or the stream that computes it.
+    FREE says that a rank's inbox is free and that it has come to this call; so ranks push in step, and never two into
+    the same inbox (see `gather_script`). `ready(dst, chunk)` is what precedes each chunk: the wait for the kernel or
+    the stream that computes it. The words FULL are cleared by the reduction.
     """
     rank, world = channel.rank, channel.world
     part = moves.rows * moves.row_bytes
-    steps: list[Step] = []
-    for step in range(1, world):
-        dst = (rank + step) % world
+    peers = [(rank + step) % world for step in range(1, world)]
+    steps: list[Step] = [Post(channel.free(peer, rank)) for peer in peers]
+    steps += [Wait(channel.free(rank, peer)) for peer in peers]
+    steps += [Write(channel.free(rank, peer), 0) for peer in peers]
+    for dst in peers:
         for chunk, (first, end) in enumerate(moves.chunks.rows):
             steps += ready(dst, chunk)
-            if chunk == 0:
-                steps += [Wait(channel.free(rank, dst)), Write(channel.free(rank, dst), 0)]
             at = first * moves.row_bytes
             steps.append(
                 Copy(
@@ -266,12 +255,3 @@ def scatter_script(
             )
             steps.append(Post(channel.full(dst, rank * max_chunks + chunk)))
     return steps
-
-
-def scatter_end_script(channel: Channel, chunks: int, max_chunks: int) -> list[Step]:
-    """After the reduction: the inbox is free again."""
-    peers = [(channel.rank + step) % channel.world for step in range(1, channel.world)]
-    steps: list[Step] = [
-        Write(channel.full(channel.rank, source * max_chunks + chunk), 0) for source in peers for chunk in range(chunks)
-    ]
-    return [*steps, *(Post(channel.free(source, channel.rank)) for source in peers)]

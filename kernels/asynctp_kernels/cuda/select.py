@@ -138,8 +138,8 @@ def estimate(problem: Problem, implementation: str, rates: Rates, sms: int) -> f
     share = ours / problem.world
     if problem.op == "gather":
         return max(ours + 4.0, copies + share) + rates.launch
-    first = share / chunks_for(problem, rates)
-    tail = _reduction(problem, rates) / chunks_for(problem, rates)
+    first = share / chunks_for(problem)
+    tail = _reduction(problem, rates) / chunks_for(problem)
     return max(ours, first + copies) + tail + 6.0 + rates.launch
 
 
@@ -182,16 +182,10 @@ def fused_tiles(problem: Problem, sms: int) -> Tiles:
     return tiles_for(dtype, problem.precise, rows, sum(problem.widths), sms)
 
 
-def chunks_for(problem: Problem, rates: Rates) -> int:
-    """Into how many chunks to cut one rank's rows: more when the copies are what the call waits for."""
-    copies = problem.wire_bytes / rates.copy
-    matmul = problem.flops / _speed(problem, rates)
-    per_copy = copies / (problem.world - 1)
-    if per_copy < 4 * rates.chunk:
-        return 1
-    if problem.op == "scatter":  # the first push starts after 1/chunks of a share; the last is exposed
-        return 4 if copies > 0.5 * matmul or per_copy > 40 else 2
-    return 2 if copies * problem.world / (problem.world - 1) > matmul else 1
+def chunks_for(problem: Problem) -> int:
+    """Into how many chunks to cut one rank's rows: enough row tiles in each to share A and B, at most four chunks."""
+    tiles = ceil(problem.rows / problem.world / 128)
+    return max(1, min(4, tiles // (8 if problem.op == "gather" else 4)))
 
 
 # --- choosing --------------------------------------------------------------------------------------------------
@@ -239,7 +233,7 @@ def choose(problem: Problem, refused: dict[str, str], sms: int, device_name: str
         RuntimeError: the requested implementation cannot run it; the message says why.
     """
     rates = Rates()
-    settings = {"chunks": chunks_for(problem, rates), "tiles": fused_tiles(problem, sms)}
+    settings = {"chunks": chunks_for(problem), "tiles": fused_tiles(problem, sms)}
     wanted = requested()
     if wanted is not None:
         if wanted in refused:

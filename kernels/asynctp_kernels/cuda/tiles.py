@@ -36,7 +36,7 @@ def tiles_for(dtype: torch.dtype, precise_sums: bool, rows: int, columns: int, p
     large = waves(rows, columns, 128, 256, programs)
     small = waves(rows, columns, 128, 128, programs)
     if small * 1.08 < large * 2:  # a small tile takes a little more than half the time of a large one
-        return Tiles(128, 128, block_k, warps=8, stages=4)
+        return Tiles(128, 128, block_k, warps=4, stages=4)
     return Tiles(128, 256, block_k, warps=8, stages=3)
 
 

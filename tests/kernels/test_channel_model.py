@@ -1,0 +1,836 @@
+"""Every interleaving of a small model of the copy engine's protocol of `asynctp_kernels.cuda`.
+
+The model plays the scripts that `gather_script`, `scatter_script` and `scatter_end_script` build, and what `gather` and
+`scatter` put around them: events, the GEMM, the reduction, the words cleared at the end. A thread is a stream or one
+program of a kernel: a straight line of actions that runs at any speed, but never starves. Every byte remembers the
+call and rank that made it. An access (copy, load, store) takes two actions, a begin and an end, and another access may
+come in between; addresses are the same in all calls, as when the allocator hands a freed block out again.
+
+Findings:
+
+    overwritten    a write begins where a read is under way, or a reader sees a later call
+    torn           a read or a write begins where a write is under way
+    stale          a reader sees an earlier call, or nothing
+    misplaced      a reader sees its own call, but another rank or row
+    set twice      a word is set that is set already
+    left over      a word is not as at the start when all calls are done
+    stuck          some thread waits forever
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+import pytest
+from asynctp_kernels.cuda.memory import MAX_CHUNKS, Words
+from asynctp_kernels.cuda.script import (
+    Await,
+    Channel,
+    Copy,
+    GatherMoves,
+    Place,
+    Post,
+    Record,
+    ScatterMoves,
+    Step,
+    Wait,
+    Write,
+    gather_script,
+    scatter_end_script,
+    scatter_script,
+)
+from asynctp_kernels.cuda.tiles import Chunks, cut
+
+ROWS = 2
+START, END, FIRST_EVENT = range(3)  # event FIRST_EVENT + r: about rank r
+AREAS = ("gather full", "gather free", "scatter full", "scatter free", "arrivals", "progress")
+_RANK, _AREA, _WORD = 10_000, 1_000, 4  # word addresses: of a rank, of an area within it, of a word within that
+
+Tag = tuple[int, int, str, int]  # call, rank that made it, what, which byte of that
+Bytes = tuple[tuple[int, Tag], ...]  # (address, tag)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op. `chunks` is ignored by the decomposed implementation, `scales` and `keep_own` by a scatter."""
+
+    op: str
+    way: str = "fused"
+    chunks: int = 1
+    outer: int = 1
+    scales: bool = False
+    keep_own: bool = False
+
+    @property
+    def cut(self) -> Chunks:
+        inner = ROWS // self.outer
+        return cut(self.outer, inner, 1, self.chunks) if self.way == "fused" else cut(1, inner, inner, 1)
+
+    def __str__(self) -> str:
+        extras = [name for name in ("scales", "keep_own") if getattr(self, name)]
+        return "-".join([self.op, self.way, str(self.chunks), *["outer"] * (self.outer > 1), *extras])
+
+
+@dataclass(frozen=True)
+class Touch:
+    """An access by a kernel: what it must find, and what it stores."""
+
+    reads: Bytes = ()
+    writes: Bytes = ()
+
+
+@dataclass(frozen=True)
+class Count:
+    """Add 1 to the word at `address`."""
+
+    address: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Programs that run at the same time; the stream goes on when all are done."""
+
+    name: str
+    programs: tuple[tuple[Wait | Count | Touch, ...], ...]
+
+
+Item = tuple[str, Step | Touch | Kernel]  # what the host puts on which stream
+Spoil = Callable[[int, list[Item]], list[Item]]  # rank, what it puts on its streams in one call
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls that all ranks make in this order, and how a test breaks them.
+
+    Attributes:
+        programs: of each kernel.
+        columns: bytes of a row, and column tiles of a scatter's GEMM.
+    """
+
+    world: int
+    calls: tuple[Call, ...]
+    programs: int = 1
+    columns: int = 1
+    spoil: Spoil = field(default=lambda rank, items: items)
+
+    def __str__(self) -> str:
+        return f"{self.world} ranks: {', '.join(map(str, self.calls))}; {self.programs} programs"
+
+
+# --- what the host enqueues ------------------------------------------------------------------------------------
+def area(address: int) -> str:
+    """Which words `address` is one of."""
+    return AREAS[address % _RANK // _AREA]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's calls, as `gather.py` and `scatter.py` put them on the two streams."""
+
+    case: Case
+    rank: int
+
+    @property
+    def world(self) -> int:
+        return self.case.world
+
+    @property
+    def width(self) -> int:
+        return self.case.columns
+
+    @property
+    def part(self) -> int:
+        """Bytes of a shard."""
+        return ROWS * self.width
+
+    def at(self, name: str, rank: int | None = None) -> int:
+        """Address of a buffer. A gathered A and a staging never live at the same time: one `local` for both."""
+        sizes = {"own": self.part, "own scale": 4 * ROWS, "outbox": self.part + 4 * ROWS, "out": self.part}
+        sizes |= {"local": self.world * self.part, "scales": self.world * 4 * ROWS, "inbox": self.world * self.part}
+        names = list(sizes)
+        before = sum(sizes[other] for other in names[: names.index(name)])
+        return (self.rank if rank is None else rank) * sum(sizes.values()) + before
+
+    @property
+    def bases(self) -> tuple[int, ...]:
+        return (0, *map(self.at, ("own", "local", "own scale", "scales")))
+
+    def words(self, name: str) -> Words:
+        return Words([rank * _RANK for rank in range(self.world)], AREAS.index(name) * _AREA)
+
+    def channel(self, op: str) -> Channel:
+        return Channel(self.rank, self.world, self.words(f"{op} full").at, self.words(f"{op} free").at)
+
+    def arrival(self, source: int, chunk: int) -> int:
+        return self.words("arrivals").at(self.rank, source * MAX_CHUNKS + chunk)
+
+    def progress(self, dst: int, chunk: int) -> int:
+        return self.words("progress").at(self.rank, dst * MAX_CHUNKS + chunk)
+
+    def ring(self, first: int) -> list[int]:
+        """All ranks, from own rank + `first` on."""
+        return [(self.rank + step) % self.world for step in range(first, self.world + first)]
+
+    def enqueue(self, number: int, call: Call) -> list[Item]:
+        """Everything of one call, in the order in which the host does it."""
+        items = self._gather(number, call) if call.op == "gather" else self._scatter(number, call)
+        return self.case.spoil(self.rank, items)
+
+    # --- gather
+    def _gather(self, number: int, call: Call) -> list[Item]:
+        script = gather_script(self.channel("gather"), self._gather_moves(call), self._arrived(call))
+        consumer = self._gather_fused if call.way == "fused" else self._gather_decomposed
+        result = Touch(reads=sum((self._gathered(number, call, source) for source in range(self.world)), ()))
+        return [
+            ("main", Touch(writes=self._own(number, call))),
+            ("main", Record(START)),
+            ("copy", Await(START)),
+            *[("copy", step) for step in script],
+            ("copy", Record(END)),
+            *consumer(number, call),
+            ("main", Await(END)),
+            *[("main", result)] * call.keep_own,
+        ]
+
+    def _gather_moves(self, call: Call) -> GatherMoves:
+        return GatherMoves(
+            outboxes=[self.at("outbox", rank) for rank in range(self.world)],
+            row_bytes=self.width,
+            outer=call.outer,
+            inner=ROWS // call.outer,
+            scale_offset=self.part,
+            scales=call.scales,
+            chunks=call.cut,
+            copy_in=True,
+            keep_own=call.keep_own,
+        )
+
+    def _arrived(self, call: Call) -> Callable[[int, int], Sequence[Step]]:
+        if call.way == "fused":
+            return lambda source, chunk: [Write(self.arrival(source, chunk), 1)]
+        return lambda source, chunk: [Record(FIRST_EVENT + source)]
+
+    def _own(self, number: int, call: Call, rows: Sequence[int] = range(ROWS)) -> Bytes:
+        """Rows of the own shard and their scales."""
+        found = [(self.at("own") + i, (number, self.rank, "a", i)) for row in rows for i in self._span(row, self.width)]
+        scales = [(self.at("own scale") + i, (number, self.rank, "scale", i)) for row in rows for i in self._span(row)]
+        return (*found, *(scales if call.scales else ()))
+
+    def _gathered(self, number: int, call: Call, source: int, rows: Sequence[int] = range(ROWS)) -> Bytes:
+        """Rows of `source`'s shard and their scales in the gathered A; there are no own scales in it."""
+        inner, found = ROWS // call.outer, []
+        for row in rows:
+            place = (row // inner * self.world + source) * inner + row % inner
+            pairs = zip(self._span(place, self.width), self._span(row, self.width), strict=True)
+            found += [(self.at("local") + to, (number, source, "a", i)) for to, i in pairs]
+            if call.scales and source != self.rank:
+                pairs = zip(self._span(place), self._span(row), strict=True)
+                found += [(self.at("scales") + to, (number, source, "scale", i)) for to, i in pairs]
+        return tuple(found)
+
+    def _span(self, index: int, size: int = 4) -> range:
+        return range(index * size, (index + 1) * size)
+
+    def _gather_fused(self, number: int, call: Call) -> list[Item]:
+        """`gemm_kernel`, then the words it waited for."""
+        programs = [self._gather_program(number, call, program) for program in range(self.case.programs)]
+        words = [self.arrival(source, chunk) for source in self.ring(1)[:-1] for chunk in range(len(call.cut))]
+        return [("main", Kernel("gemm", tuple(programs))), *[("main", Write(word, 0)) for word in words]]
+
+    def _gather_program(self, number: int, call: Call, program: int) -> tuple[Wait | Touch, ...]:
+        actions: list[Wait | Touch] = []
+        for tile in range(program, ROWS * self.world, self.case.programs):
+            source, row = (self.rank + tile // ROWS) % self.world, tile % ROWS
+            if source == self.rank:
+                actions.append(Touch(self._own(number, call, [row])))
+            else:
+                actions.append(Wait(self.arrival(source, row // call.cut.tiles)))
+                actions.append(Touch(self._gathered(number, call, source, [row])))
+        return tuple(actions)
+
+    def _gather_decomposed(self, number: int, call: Call) -> list[Item]:
+        """One product per source."""
+        items: list[Item] = [("main", Touch(self._own(number, call)))]
+        for source in self.ring(0)[1:]:
+            items += [("main", Await(FIRST_EVENT + source)), ("main", Touch(self._gathered(number, call, source)))]
+        return items
+
+    # --- scatter
+    def _scatter(self, number: int, call: Call) -> list[Item]:
+        chunks, channel = call.cut, self.channel("scatter")
+        moves = ScatterMoves([self.at("inbox", rank) for rank in range(self.world)], self.width, ROWS, chunks)
+        script = scatter_script(channel, moves, self._ready(call), MAX_CHUNKS)
+        cleared = [Write(self.progress(self.rank, chunk), 0) for chunk in range(len(chunks))]
+        end = [*cleared, *scatter_end_script(channel, len(chunks), MAX_CHUNKS)]
+        producer = self._scatter_fused if call.way == "fused" else self._scatter_decomposed
+        return [
+            ("main", Record(START)),
+            ("copy", Await(START)),
+            *producer(number, call),
+            *[("copy", step) for step in script],
+            *[("copy", Await(FIRST_EVENT + self.rank))] * (call.way == "decomposed"),
+            ("copy", Kernel("reduction", tuple(self._reduction(number, call)))),
+            *[("copy", step) for step in end],
+            ("copy", Record(END)),
+            ("main", Await(END)),
+            ("main", Touch(reads=self._sum(number, range(self.part)))),
+        ]
+
+    def _ready(self, call: Call) -> Callable[[int, int], Sequence[Step]]:
+        if call.way == "decomposed":
+            return lambda dst, chunk: [Await(FIRST_EVENT + dst)]
+        tiles = [count * self.case.columns for count in call.cut.row_tiles]
+        return lambda dst, chunk: [Wait(self.progress(dst, chunk), tiles[chunk]), Write(self.progress(dst, chunk), 0)]
+
+    def _staged(self, number: int, dst: int, offsets: Sequence[int]) -> Bytes:
+        """Bytes of what goes to `dst`."""
+        start = self.at("local") + dst * self.part
+        return tuple((start + i, (number, self.rank, "part", dst * self.part + i)) for i in offsets)
+
+    def _received(self, number: int, source: int, offsets: Sequence[int]) -> Bytes:
+        start = self.at("inbox") + source * self.part
+        return tuple((start + i, (number, source, "part", self.rank * self.part + i)) for i in offsets)
+
+    def _sum(self, number: int, offsets: Sequence[int]) -> Bytes:
+        return tuple((self.at("out") + i, (number, self.rank, "sum", i)) for i in offsets)
+
+    def _scatter_fused(self, number: int, call: Call) -> list[Item]:
+        """`gemm_kernel`."""
+        programs = [self._scatter_program(number, call, program) for program in range(self.case.programs)]
+        return [("main", Kernel("gemm", tuple(programs)))]
+
+    def _scatter_program(self, number: int, call: Call, program: int) -> tuple[Touch | Count, ...]:
+        actions: list[Touch | Count] = []
+        for tile in range(program, self.part * self.world, self.case.programs):
+            dst = (self.rank + 1 + tile // self.part) % self.world
+            column, row = divmod(tile % self.part, ROWS)
+            actions.append(Touch(writes=self._staged(number, dst, [row * self.width + column])))
+            actions.append(Count(self.progress(dst, row // call.cut.tiles)))
+        return tuple(actions)
+
+    def _scatter_decomposed(self, number: int, call: Call) -> list[Item]:
+        """One product per destination."""
+        items: list[Item] = []
+        for dst in self.ring(1):
+            items.append(("main", Touch(writes=self._staged(number, dst, range(self.part)))))
+            items.append(("main", Record(FIRST_EVENT + dst)))
+        return items
+
+    def _reduction(self, number: int, call: Call) -> Iterator[tuple[Wait | Touch, ...]]:
+        """`reduce_kernel`: each program takes its bytes of each chunk."""
+        full, chunks = self.words("scatter full"), call.cut
+        for program in range(self.case.programs):
+            actions: list[Wait | Touch] = []
+            for chunk, (first, end) in enumerate(chunks.rows):
+                tiles = chunks.row_tiles[chunk] * self.case.columns if call.way == "fused" else 0
+                actions.append(Wait(self.progress(self.rank, chunk), tiles))
+                sources = [source for source in range(self.world) if source != self.rank]
+                actions += [Wait(full.at(self.rank, source * MAX_CHUNKS + chunk)) for source in sources]
+                mine = range(first * self.width, end * self.width)[program :: self.case.programs]
+                reads = sum((self._received(number, source, mine) for source in sources), ())
+                actions.append(Touch((*self._staged(number, self.rank, mine), *reads), self._sum(number, mine)))
+            yield tuple(actions)
+
+
+# --- the model -------------------------------------------------------------------------------------------------
+State = tuple[tuple[int, ...], bytes, bytes]  # next action of each thread, words, tag number of each byte
+
+
+@dataclass
+class Action:
+    """What a thread does next.
+
+    Attributes:
+        kind: "after" (thread, count): until that thread has done so many actions; "wait" (word, value);
+            "set" (word, value); "add" (word, 1); "begin" and "end" of an access; "done", the last of each thread.
+        reads, writes: bits of the bytes and words that it looks at or changes; both ends of an access have all of them.
+        source, target: indices of bytes.
+        expected: what a reader must find. values: what a writer stores, None for a copy.
+    """
+
+    name: str
+    kind: str
+    number: int = 0
+    value: int = 0
+    reads: int = 0
+    writes: int = 0
+    source: tuple[int, ...] = ()
+    target: tuple[int, ...] = ()
+    expected: bytes = b""
+    values: bytes | None = None
+
+    def conflicts(self, other: Action) -> bool:
+        """Whether the order of the two can matter."""
+        if self.kind == other.kind == "add":
+            return False
+        return bool(self.writes & (other.reads | other.writes) or self.reads & other.writes)
+
+
+class Model:
+    """All threads of all ranks, and how a state goes over into the next."""
+
+    def __init__(self, case: Case) -> None:
+        self.threads: list[list[Action]] = []
+        self.owners: list[str] = []
+        self.tags: list[Tag] = [(-1, -1, "nothing", 0)]
+        self._thread_numbers: dict[tuple[int, str], int] = {}
+        self._tag_numbers: dict[Tag, int] = {}
+        self._words: dict[int, int] = {}
+        for rank in range(case.world):
+            self._load(Rank(case, rank))
+        free = bytes(area(address).endswith("free") for address in self._words)
+        size = Rank(case, case.world).at("own")
+        self.start: State = ((0,) * len(self.threads), free, bytes(size))
+        for action in (action for thread in self.threads for action in thread):
+            if action.kind in ("wait", "set", "add"):
+                bit = 1 << size + action.number
+                action.reads, action.writes = (bit, 0) if action.kind == "wait" else (0, bit)
+        for thread in self.threads:
+            thread.append(Action("done", "done"))
+
+    # --- from items to threads
+    def _load(self, rank: Rank) -> None:
+        records: dict[int, tuple[int, int]] = {}  # the last record of each event: the host binds waits to it
+        for number, call in enumerate(rank.case.calls):
+            for stream, item in rank.enqueue(number, call):
+                thread = self._thread(rank.rank, stream)
+                if isinstance(item, Record):
+                    records[item.event] = thread, len(self.threads[thread])
+                elif isinstance(item, Await):
+                    self._after(thread, *records.get(item.event, (thread, 0)))
+                elif isinstance(item, Kernel):
+                    self._launch(rank, thread, item)
+                else:
+                    self._append(thread, item, rank.bases)
+
+    def _thread(self, rank: int, name: str) -> int:
+        found = self._thread_numbers.setdefault((rank, name), len(self.threads))
+        if found == len(self.threads):
+            self.threads.append([])
+            self.owners.append(f"rank {rank} {name}")
+        return found
+
+    def _after(self, thread: int, other: int, count: int) -> None:
+        self.threads[thread].append(Action(f"after {self.owners[other]}", "after", other, count))
+
+    def _launch(self, rank: Rank, stream: int, kernel: Kernel) -> None:
+        begin = len(self.threads[stream])
+        for index, program in enumerate(kernel.programs):
+            thread = self._thread(rank.rank, f"{kernel.name} {index}")
+            self._after(thread, stream, begin)
+            for item in program:
+                self._append(thread, item, rank.bases)
+            self._after(stream, thread, len(self.threads[thread]))
+
+    def _append(self, thread: int, item: object, bases: Sequence[int]) -> None:
+        actions = self.threads[thread]
+        if isinstance(item, Wait):
+            actions.append(Action(f"wait {area(item.address)}", "wait", self._word(item.address), item.value))
+        elif isinstance(item, Write | Post):
+            value = item.value if isinstance(item, Write) else 1
+            actions.append(Action(f"{area(item.address)} = {value}", "set", self._word(item.address), value))
+        elif isinstance(item, Count):
+            actions.append(Action(f"{area(item.address)} + 1", "add", self._word(item.address), 1))
+        elif isinstance(item, Copy):
+            source = _bytes(item, item.src, item.src_pitch, bases)
+            actions += _access("copy", source, _bytes(item, item.dst, item.dst_pitch, bases))
+        elif isinstance(item, Touch) and (item.reads or item.writes):
+            expected, values = self._numbers(item.reads), self._numbers(item.writes)
+            actions += _access("access", _addresses(item.reads), _addresses(item.writes), expected, values)
+
+    def _word(self, address: int) -> int:
+        return self._words.setdefault(address, len(self._words))
+
+    def _numbers(self, tagged: Bytes) -> bytes:
+        return bytes(self._tag_number(tag) for _, tag in tagged)
+
+    def _tag_number(self, tag: Tag) -> int:
+        found = self._tag_numbers.setdefault(tag, len(self.tags))
+        if found == len(self.tags):
+            self.tags.append(tag)
+        return found
+
+    # --- from state to state
+    def moves(self, state: State, reduced: bool) -> list[int]:
+        """The threads to advance: all that can, or one that nobody can disturb.
+
+        The reduction: if no action that the other threads can still do while this one waits conflicts with its next
+        action, then that action commutes with all of them, and each order of events is equivalent (every action sees
+        the same and does the same) to one in which it comes first. Threads are straight lines, so no action is put
+        off forever. `_undisturbed` may think that others can do more than they can, never less.
+        """
+        pcs, words, _ = state
+        able = [
+            thread
+            for thread, (actions, pc) in enumerate(zip(self.threads, pcs, strict=True))
+            if _can(actions[pc], pcs, words)
+        ]
+        if reduced:
+            for thread in able:
+                if self._undisturbed(state, thread):
+                    return [thread]
+        return able
+
+    def _undisturbed(self, state: State, thread: int) -> bool:
+        """Whether nothing that others can do before `thread` goes on conflicts with its next action."""
+        pcs, words, _ = state
+        mine = self.threads[thread][pcs[thread]]
+        if not mine.reads | mine.writes:
+            return True
+        reach, highest, moved = list(pcs), list(words), True
+        while moved:
+            moved = False
+            for other, actions in enumerate(self.threads):
+                while other != thread and _can(theirs := actions[reach[other]], reach, highest):
+                    if mine.conflicts(theirs):
+                        return False
+                    if theirs.kind in ("set", "add"):
+                        highest[theirs.number] += theirs.value
+                    reach[other] += 1
+                    moved = True
+        return True
+
+    def advance(self, state: State, thread: int) -> tuple[State, list[str]]:
+        """The state after the next action of `thread`, and what is wrong with it. An error changes nothing else."""
+        pcs, words, memory = state
+        action = self.threads[thread][pcs[thread]]
+        findings: list[str] = []
+        if action.kind == "set":
+            if action.value and words[action.number]:
+                findings.append("set twice")
+            words = _with(words, action.number, action.value)
+        elif action.kind == "add":
+            words = _with(words, action.number, words[action.number] + 1)
+        elif action.kind == "begin":
+            findings += self._clashes(action, pcs)
+            found = bytes([memory[i] for i in action.source])
+            if action.expected and found != action.expected:
+                findings += map(self._judge, found, action.expected)
+            changed = bytearray(memory)
+            for i, value in zip(action.target, found if action.values is None else action.values, strict=True):
+                changed[i] = value
+            memory = bytes(changed)
+        pcs = (*pcs[:thread], pcs[thread] + 1, *pcs[thread + 1 :])
+        return (pcs, words, memory), [finding for finding in findings if finding]
+
+    def _clashes(self, action: Action, pcs: tuple[int, ...]) -> Iterator[str]:
+        """What is wrong with beginning `action` now, where other threads are in the middle of an access."""
+        for actions, pc in zip(self.threads, pcs, strict=True):
+            under_way = actions[pc]
+            if under_way.kind == "end":
+                if under_way.writes & (action.reads | action.writes):
+                    yield "torn"
+                if under_way.reads & action.writes:
+                    yield "overwritten"
+
+    def _judge(self, found: int, expected: int) -> str:
+        """What is wrong with data of tag `found` where `expected` should be."""
+        if found == expected:
+            return ""
+        calls = self.tags[found][0], self.tags[expected][0]
+        return "misplaced" if calls[0] == calls[1] else "stale" if calls[0] < calls[1] else "overwritten"
+
+    def ending(self, state: State) -> list[str]:
+        """What is wrong with a state where nothing can go on."""
+        pcs, words, _ = state
+        if any(actions[pc].kind != "done" for pc, actions in zip(pcs, self.threads, strict=True)):
+            return ["stuck"]
+        return ["left over"] if words != self.start[1] else []
+
+    def describe(self, thread: int, state: State) -> str:
+        return f"{self.owners[thread]}: {self.threads[thread][state[0][thread]].name}"
+
+
+def _can(action: Action, pcs: Sequence[int], words: Sequence[int]) -> bool:
+    """Whether a thread can take `action` next, with the threads at `pcs`."""
+    kind = action.kind
+    if kind == "after":
+        return pcs[action.number] >= action.value
+    if kind == "wait":
+        return words[action.number] >= action.value
+    return kind != "done"
+
+
+def _bytes(copy: Copy, place: Place, pitch: int, bases: Sequence[int]) -> tuple[int, ...]:
+    start = bases[place.base] + place.offset
+    return tuple(start + row * pitch + i for row in range(copy.height) for i in range(copy.width))
+
+
+def _addresses(tagged: Bytes) -> tuple[int, ...]:
+    return tuple(address for address, _ in tagged)
+
+
+def _access(
+    name: str, source: tuple[int, ...], target: tuple[int, ...], expected: bytes = b"", values: bytes | None = None
+) -> list[Action]:
+    reads, writes = sum(1 << i for i in source), sum(1 << i for i in target)
+    begin = Action(f"{name} begins", "begin", 0, 0, reads, writes, source, target, expected, values)
+    return [begin, replace(begin, name=f"{name} ends", kind="end")]
+
+
+def _with(values: bytes, index: int, value: int) -> bytes:
+    return values[:index] + bytes((value,)) + values[index + 1 :]
+
+
+@dataclass
+class Search:
+    """What a search saw: how many states, and for each kind of finding how it came about."""
+
+    states: int
+    findings: dict[str, list[str]]
+
+
+def explore(case: Case, reduced: bool = True, all_kinds: bool = False) -> Search:
+    """Visit all reachable states (or enough of them: see `Model.moves`), or until something is wrong.
+
+    With `all_kinds` the search goes on behind a finding, as if nothing had happened.
+    """
+    model = Model(case)
+    came_from: dict[State, tuple[State, int] | None] = {model.start: None}
+    stack = [model.start]
+    findings: dict[str, list[str]] = {}
+    while stack and (all_kinds or not findings):
+        state = stack.pop()
+        threads = model.moves(state, reduced)
+        for kind in () if threads else model.ending(state):
+            findings.setdefault(kind, _history(model, came_from, state))
+        for thread in threads:
+            successor, kinds = model.advance(state, thread)
+            for kind in kinds:
+                if kind not in findings:
+                    findings[kind] = [*_history(model, came_from, state), model.describe(thread, state)]
+            if successor not in came_from:
+                came_from[successor] = state, thread
+                stack.append(successor)
+    return Search(len(came_from), findings)
+
+
+def _history(model: Model, came_from: dict[State, tuple[State, int] | None], state: State) -> list[str]:
+    """The actions that led to `state`."""
+    actions: list[str] = []
+    while (step := came_from[state]) is not None:
+        state, thread = step
+        actions.append(model.describe(thread, state))
+    return actions[::-1]
+
+
+# --- the protocol holds ----------------------------------------------------------------------------------------
+KINDS = (
+    Call("gather"),
+    Call("gather", chunks=2, keep_own=True),
+    Call("gather", "decomposed"),
+    Call("scatter"),
+    Call("scatter", chunks=2),
+    Call("scatter", "decomposed"),
+)
+PARTICULAR = (
+    Case(2, (Call("gather", scales=True), Call("gather", chunks=2, scales=True)), programs=2),
+    Case(2, (Call("gather", "decomposed", scales=True), Call("gather", chunks=2), Call("gather", scales=True))),
+    Case(2, (Call("gather", outer=2), Call("gather", chunks=2, outer=2, scales=True, keep_own=True)), programs=2),
+    Case(2, (Call("gather", chunks=2, outer=2), Call("scatter", chunks=2, outer=2)), programs=2, columns=2),
+    Case(2, (Call("scatter", chunks=2), Call("scatter"), Call("scatter", "decomposed")), programs=2, columns=2),
+    Case(3, (Call("gather", outer=2, scales=True, keep_own=True), Call("scatter")), programs=4, columns=2),
+    Case(4, (Call("gather", chunks=2), Call("scatter", chunks=2), Call("gather", "decomposed")), programs=2),
+    Case(4, (Call("scatter", "decomposed"), Call("scatter"), Call("gather", scales=True))),
+)
+
+
+@pytest.mark.parametrize("calls", list(product(KINDS, repeat=2)), ids=lambda calls: ", ".join(map(str, calls)))
+def test_two_calls_in_every_interleaving(calls: tuple[Call, ...]) -> None:
+    search = explore(Case(2, calls), reduced=False)
+    assert not search.findings
+    assert search.states > 1000
+
+
+@pytest.mark.parametrize(("world", "programs"), [(3, 1), (3, 4)])
+@pytest.mark.parametrize("first", KINDS, ids=str)
+def test_three_calls(first: Call, world: int, programs: int) -> None:
+    for rest in product(KINDS, repeat=2):
+        case = Case(world, (first, *rest), programs)
+        assert not explore(case).findings, str(case)
+
+
+@pytest.mark.parametrize("case", PARTICULAR, ids=str)
+def test_more_ranks_scales_and_columns(case: Case) -> None:
+    assert not explore(case).findings
+
+
+# --- and the search finds what each rule prevents ----------------------------------------------------------------
+Which = Callable[[int, object], bool]  # of rank and item
+
+
+def word(kind: type, name: str, value: int | None = None, number: int | None = None) -> Which:
+    """A step about a word of area `name`; if given, with that value or of that chunk (FREE: of that peer)."""
+
+    def which(rank: int, item: object) -> bool:
+        if not isinstance(item, Wait | Write | Post) or not isinstance(item, kind) or area(item.address) != name:
+            return False
+        index = item.address % _AREA // _WORD
+        return value in (None, getattr(item, "value", 1)) and number in (None, index % MAX_CHUNKS)
+
+    return which
+
+
+def event(kind: type, *numbers: int) -> Which:
+    return lambda rank, item: isinstance(item, kind) and getattr(item, "event", -1) in numbers
+
+
+def own_event(rank: int, item: object) -> bool:
+    return event(Await, FIRST_EVENT + rank)(rank, item)
+
+
+def is_a(kind: type) -> Which:
+    return lambda rank, item: isinstance(item, kind)
+
+
+def drop(which: Which) -> Spoil:
+    """Without some items, and kernels without such actions."""
+
+    def spoil(rank: int, items: list[Item]) -> list[Item]:
+        kept = [item for item in items if not which(rank, item[1])]
+        return [(stream, _deafen(rank, item, which) if isinstance(item, Kernel) else item) for stream, item in kept]
+
+    return spoil
+
+
+def _deafen(rank: int, kernel: Kernel, which: Which) -> Kernel:
+    programs = [tuple(action for action in program if not which(rank, action)) for program in kernel.programs]
+    return replace(kernel, programs=tuple(programs))
+
+
+def hasten(which: Which, anchor: Which) -> Spoil:
+    """Move items to in front of the last `anchor` before them."""
+
+    def spoil(rank: int, items: list[Item]) -> list[Item]:
+        moved: list[Item] = []
+        for item in items:
+            places = [i for i, (stream, other) in enumerate(moved) if stream == item[0] and anchor(rank, other)]
+            moved.insert(places[-1] if which(rank, item[1]) else len(moved), item)
+        return moved
+
+    return spoil
+
+
+def postpone(which: Which) -> Spoil:
+    """Move items to the end of what the copy stream does."""
+
+    def spoil(rank: int, items: list[Item]) -> list[Item]:
+        rest = [item for item in items if not which(rank, item[1])]
+        end = rest.index(("copy", Record(END)))
+        return [*rest[:end], *(item for item in items if which(rank, item[1])), *rest[end:]]
+
+    return spoil
+
+
+def bind_early(which: Which) -> Spoil:
+    """The host makes these waits for events before the records: they wait for what the call before recorded."""
+
+    def spoil(rank: int, items: list[Item]) -> list[Item]:
+        early = [item for item in items if which(rank, item[1])]
+        return [*early, *(item for item in items if not which(rank, item[1]))]
+
+    return spoil
+
+
+def first_tile_is_enough(rank: int, items: list[Item]) -> list[Item]:
+    """A push waits for one tile of its chunk."""
+    waits = word(Wait, "progress")
+    return [
+        (on, replace(item, value=1) if isinstance(item, Wait) and waits(rank, item) else item) for on, item in items
+    ]
+
+
+def other_row(rank: int, items: list[Item]) -> list[Item]:
+    """A pull takes the other of the two rows."""
+
+    def pull(copy: Copy) -> Copy:
+        return replace(copy, src=Place(copy.src.base, copy.src.offset ^ 1)) if copy.width == 1 else copy
+
+    return [(stream, pull(item) if isinstance(item, Copy) else item) for stream, item in items]
+
+
+PART_EVENTS = range(FIRST_EVENT, FIRST_EVENT + 2)
+
+
+def fault(name: str, kind: str, call: Call, spoil: Spoil, world: int = 2, calls: int = 2, columns: int = 1) -> object:
+    """`kind` is among what the search must find when `spoil` breaks each of `calls` equal calls."""
+    case = Case(world, (call,) * calls, columns=columns, spoil=spoil)
+    return pytest.param(case, kind, id=f"{call.op}: {name}")
+
+
+def gather_faults() -> Iterator[object]:
+    one, two, decomposed = Call("gather"), Call("gather", chunks=2), Call("gather", "decomposed")
+    copy, parts = is_a(Copy), PART_EVENTS
+    arrived = word(Write, "arrivals", value=1)
+    yield fault("outbox filled without FREE", "overwritten", one, drop(word(Wait, "gather free")))
+    yield fault("FREE not cleared", "overwritten", one, drop(word(Write, "gather free")))
+    yield fault("FREE cleared late", "stuck", one, postpone(word(Write, "gather free")))
+    yield fault("FREE not set", "stuck", one, drop(word(Post, "gather free")))
+    yield fault("FREE set before the last pull", "overwritten", two, hasten(word(Post, "gather free"), copy))
+    yield fault("pull without FULL", "stale", one, drop(word(Wait, "gather full")))
+    yield fault("FULL not cleared", "stale", one, drop(word(Write, "gather full")))
+    yield fault("FULL cleared late", "stuck", one, postpone(word(Write, "gather full")))
+    yield fault("FULL set twice", "set twice", one, drop(word(Write, "gather full")))
+    yield fault("FULL set before the outbox is filled", "torn", one, hasten(word(Post, "gather full"), copy))
+    yield fault("FULL not set", "stuck", one, drop(word(Post, "gather full")))
+    yield fault("arrival before the pull", "torn", one, hasten(arrived, copy))
+    yield fault("arrivals not cleared", "stale", one, drop(word(Write, "arrivals", value=0)))
+    yield fault("GEMM without arrivals", "stale", one, drop(word(Wait, "arrivals")))
+    yield fault("copies before the call", "stale", decomposed, drop(event(Await, START)))
+    yield fault("call ends before the copies", "overwritten", replace(one, keep_own=True), drop(event(Await, END)))
+    yield fault("event before the pull", "torn", decomposed, hasten(event(Record, *parts), copy))
+    yield fault("event of the call before", "stale", decomposed, bind_early(event(Await, *parts)))
+    yield fault("wrong row", "misplaced", two, other_row)
+
+
+def scatter_faults() -> Iterator[object]:
+    one, two, decomposed = Call("scatter"), Call("scatter", chunks=2), Call("scatter", "decomposed")
+    copy, reduction, parts = is_a(Copy), is_a(Kernel), PART_EVENTS
+    yield fault("push without FREE", "overwritten", one, drop(word(Wait, "scatter free")))
+    yield fault("FREE not cleared", "overwritten", one, drop(word(Write, "scatter free")))
+    yield fault("FREE cleared late", "stuck", one, postpone(word(Write, "scatter free")))
+    yield fault("FREE not set", "stuck", one, drop(word(Post, "scatter free")))
+    yield fault("FREE set before the reduction", "overwritten", one, hasten(word(Post, "scatter free"), reduction))
+    yield fault("reduction without FULL", "stale", decomposed, drop(word(Wait, "scatter full")))
+    yield fault("FULL not cleared", "stale", one, drop(word(Write, "scatter full")))
+    yield fault("FULL of a chunk not cleared", "stale", two, drop(word(Write, "scatter full", number=1)))
+    yield fault("FULL cleared after FREE", "stuck", one, postpone(word(Write, "scatter full")))
+    yield fault("FULL set before the push", "torn", one, hasten(word(Post, "scatter full"), copy))
+    yield fault("progress not cleared", "left over", one, drop(word(Write, "progress")))
+    yield fault("call ends before the copies", "overwritten", decomposed, drop(event(Await, END)))
+    yield fault("push without event", "stale", decomposed, drop(event(Await, *parts)))
+    yield fault("reduction without event", "torn", decomposed, drop(own_event))
+    yield fault("event of the call before", "stale", decomposed, bind_early(event(Await, *parts)))
+
+
+def wide_faults() -> Iterator[object]:
+    """Those with too many interleavings for a search without the reduction."""
+    gather, scatter, push = Call("gather", "decomposed"), Call("scatter", "decomposed"), Call("scatter")
+    yield fault("FREE of one peer only", "overwritten", gather, drop(word(Wait, "gather free", number=2)), world=3)
+    yield fault("FREE of one peer only", "overwritten", scatter, drop(word(Wait, "scatter free", number=2)), world=3)
+    yield fault("FULL of one peer only", "stale", gather, drop(word(Wait, "gather full", number=2)), world=3, calls=1)
+    yield fault("push without progress", "torn", push, drop(word(Wait, "progress")), calls=1)
+    yield fault("push after one of two tiles", "torn", push, first_tile_is_enough, calls=1, columns=2)
+
+
+FAULTS = [*gather_faults(), *scatter_faults()]
+
+
+@pytest.mark.parametrize(("case", "kind"), [*FAULTS, *wide_faults()])
+def test_search_finds_what_each_rule_prevents(case: Case, kind: str) -> None:
+    assert kind in explore(case, all_kinds=True).findings
+
+
+@pytest.mark.parametrize(("case", "kind"), FAULTS)
+def test_reduction_loses_no_finding(case: Case, kind: str) -> None:
+    full, reduced = explore(case, reduced=False, all_kinds=True), explore(case, all_kinds=True)
+    assert full.findings.keys() == reduced.findings.keys()
+    assert full.states > reduced.states
+
+
+def test_finding_comes_with_its_interleaving() -> None:
+    found = explore(Case(2, (Call("gather"),), spoil=drop(word(Post, "gather full")))).findings
+    assert found.keys() == {"stuck"}
+    assert found["stuck"][0] == "rank 0 main: access begins"
