@@ -47,6 +47,23 @@ def scaled_mm(
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
 
 
+def autograd_kernel(op: torch._ops.OpOverload, backward: Callable[..., Any], setup_context: Any) -> Callable[..., Any]:
+    """What `torch.library.register_autograd` registers: a kernel that takes the dispatch keys and the arguments."""
+    from torch._library import autograd
+
+    return autograd.make_autograd_impl(op, autograd.Info(backward, setup_context))
+
+
+def register_intree_ops() -> None:
+    """Make `torch.ops.symm_mem` complete: torch's own fused ops are registered when this module is imported."""
+    import torch.distributed._symmetric_memory  # noqa: F401
+
+
+def traced() -> bool:
+    """True while a mode watches every op: fake tensors, tracing, and the like."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 # --- ops ----------------------------------------------------------------------------------------------
 
 

@@ -461,6 +461,30 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callab
 }
 
 
+def _short_cut(real: Callable[..., Any], generic: Callable[..., Any]) -> Callable[..., Any]:
+    """The autograd kernel on CUDA: straight to `real` when there is nothing to differentiate, which saves 20 us a call.
+
+    Only for plain tensors outside every tracing mode: for all others, the dispatcher has to see the call.
+    """
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if compat.traced() or not all(map(_is_plain, args)):
+            return generic(keyset, *args)
+        return real(*args)
+
+    return kernel
+
+
+def _is_plain(argument: object) -> bool:
+    if isinstance(argument, list):
+        return all(map(_is_plain, argument))
+    if not isinstance(argument, Tensor):
+        return True
+    if type(argument) is not Tensor and type(argument) is not torch.nn.Parameter:
+        return False
+    return not (argument.requires_grad and torch.is_grad_enabled())
+
+
 def _register() -> Any:
     """Define the ops. They live as long as the returned library does."""
     library: Any = torch.library.Library("asynctp", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -471,6 +495,9 @@ def _register() -> Any:
             library.impl(name, real, key)
         torch.library.register_fake(f"asynctp::{name}", fake, lib=library)
         torch.library.register_autograd(f"asynctp::{name}", backward, setup_context=setup_context, lib=library)
+        op = getattr(torch.ops.asynctp, name).default
+        generic = compat.autograd_kernel(op, backward, setup_context)
+        library.impl(name, _short_cut(real, generic), "AutogradCUDA", with_keyset=True)
     return library
 
 

@@ -30,12 +30,21 @@ from .gather import (
     k_major,
     scale_mode,
 )
-from .memory import GroupMemory, group_memory, release
+from .memory import GroupMemory, existing_memory, group_memory, release
 from .products import scaled_product_supported
 from .scatter import DecomposedScatter, DirectScatter, FusedScatter, ScatterCall, ScatterPlan
 from .select import Choice, Problem, choose, forced
 
-__all__ = ["Choice", "explain_gather", "explain_scatter", "forced", "release", "run_gather", "run_scatter"]
+__all__ = [
+    "Choice",
+    "explain_gather",
+    "explain_scatter",
+    "forced",
+    "last_implementation",
+    "release",
+    "run_gather",
+    "run_scatter",
+]
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +88,7 @@ def run_gather(
         call = GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, scale_travels, out_dtype, fast, return_a_full,
                           memory.world)  # fmt: skip
         plan = memory.plans[key] = _gather_plan(call, memory)
+    memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
     if plan is None:
         return None
     outs: list[Tensor] = plan.run(a_shard, a_scale, bs, b_scales, biases)  # type: ignore[attr-defined]
@@ -115,10 +125,18 @@ def run_scatter(
         check()
         call = ScatterCall(a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, out_dtype, fast, memory.world)
         plan = memory.plans[key] = _scatter_plan(call, memory)
+    memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
     if plan is None:
         return None
     out: Tensor = plan.run(a_parts, b_parts, a_scales, b_scales, biases)  # type: ignore[attr-defined]
     return out
+
+
+def last_implementation(group: ProcessGroup) -> str:
+    """What the group's last call ran."""
+    if group in _unavailable or (memory := existing_memory(group)) is None:
+        return "unfused"
+    return memory.last_implementation
 
 
 _MISSING = object()

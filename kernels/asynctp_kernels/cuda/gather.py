@@ -25,7 +25,7 @@ from asynctp_kernels.layout import ShardLayout, gather_layout
 from . import driver
 from .copy_kernels import push_gather_kernel, stage_kernel
 from .gemm_kernels import gemm_kernel
-from .launch import Tma, describe, prepare
+from .launch import Tma, describe, fit_together, prepare
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
 from .script import GatherMoves, Record, Step, Write, compile_script, gather_script
@@ -36,6 +36,11 @@ MAX_OPERANDS = 4
 #: CTAs of the staging copy: enough for the memory, and few enough to find room beside anything
 STAGE_PROGRAMS = 64
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def register_limit(tiles: Tiles) -> dict[str, int]:
+    """Leave registers for a small kernel's CTA beside the GEMM's; 192 a thread cost no GEMM anything measurable."""
+    return {"maxnreg": 192} if tiles.warps == 8 else {}
 
 
 @dataclass(frozen=True)
@@ -260,7 +265,11 @@ class FusedGather(_Pulled):
             "GROUP_M": tiles.group_m,
             "PROGRAMS": programs,
         }
-        self.launch = prepare(gemm_kernel, programs, args, constants, tiles.warps, num_stages=tiles.stages)
+        self.launch = prepare(
+            gemm_kernel, programs, args, constants, tiles.warps, num_stages=tiles.stages, **register_limit(tiles)
+        )
+        # A GEMM that holds every SM waits for what is staged: without room beside it, staging has to come first.
+        self.stage_first = not fit_together(self.launch, self.stage)
         self.padding = padding
         self.unused = memory.local.data_ptr()
 

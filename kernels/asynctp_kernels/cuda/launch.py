@@ -73,3 +73,13 @@ def prepare(
     run = compiled[(programs, 1, 1)]
     shared: int = compiled.metadata.shared
     return Launch(run, tuple(constants.values()), 32 * num_warps, int(compiled.n_regs), shared)
+
+
+def fit_together(first: Launch, second: Launch) -> bool:
+    """Whether one CTA of each fits on one SM of compute capability 9 at the same time.
+
+    Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": 64 K registers, allocated in
+    units of 8 a thread, and 228 KB of shared memory, of which each CTA takes 1 KB for the system.
+    """
+    registers = sum(-(-launch.registers // 8) * 8 * launch.threads for launch in (first, second))
+    return registers <= 64 << 10 and first.shared + second.shared + (2 << 10) <= 228 << 10

@@ -100,6 +100,7 @@ class GroupMemory:
     plans: dict[object, object] = field(default_factory=dict)
     generation: int = 0
     failure: str | None = None
+    last_implementation: str = "unfused"
 
     def __post_init__(self) -> None:
         self.stream: int = self.torch_stream.cuda_stream
@@ -219,6 +220,11 @@ def group_memory(group: ProcessGroup, device: torch.device) -> GroupMemory:
         found = _make(group, device)
         _groups[group] = found
     return found
+
+
+def existing_memory(group: ProcessGroup) -> GroupMemory | None:
+    """The memory of `group`, if there has been a call."""
+    return _groups.get(group)
 
 
 def release(group: ProcessGroup) -> None:

@@ -23,7 +23,7 @@ from asynctp_kernels.layout import ShardLayout, scatter_layout
 
 from . import driver
 from .copy_kernels import push_reduce_kernel, reduce_kernel
-from .gather import MAX_OPERANDS, TRITON_DTYPES, b_descriptor, direct_block, k_major, scale_mode
+from .gather import MAX_OPERANDS, TRITON_DTYPES, b_descriptor, direct_block, k_major, register_limit, scale_mode
 from .gemm_kernels import gemm_kernel
 from .launch import Tma, describe, prepare
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
@@ -33,11 +33,6 @@ from .tiles import Chunks, Tiles, cut
 
 #: of the reduction: what the GEMM's CTA leaves on an SM is enough for one CTA of it
 REDUCE_REGISTERS = 56
-
-
-def register_limit(tiles: Tiles) -> dict[str, int]:
-    """Leave registers for the reduction beside the GEMM; 192 a thread cost no kernel anything measurable."""
-    return {"maxnreg": 192} if tiles.warps == 8 else {}
 
 
 @dataclass(frozen=True)

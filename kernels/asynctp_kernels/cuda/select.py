@@ -1,4 +1,4 @@
-"""Which implementation runs a call: the fastest that can, by a cost model or by what `asynctp tune` measured.
+"""Which implementation runs a call: the fastest that can, by a cost model or by what `asynctp bench --tune` measured.
 
 The choice is a pure function of shapes, dtypes, world size and GPU, so all ranks agree on it. `Choice` says what was
 chosen, why, and what the others would have cost; `ops.explain` and the report show it.
@@ -29,6 +29,7 @@ from .tiles import Tiles, tiles_for, waves
 IMPLEMENTATIONS = ("fused", "decomposed", "direct", "unfused")
 VARIABLE = "ASYNCTP_CUDA_IMPLEMENTATION"
 TABLE_VARIABLE = "ASYNCTP_TUNING_TABLE"
+_SHIPPED = Path(__file__).with_name("measured.json")
 
 
 @dataclass(frozen=True)
@@ -37,24 +38,37 @@ class Rates:
 
     Attributes:
         copy: bytes per microsecond that a copy engine moves between GPUs while all ranks do.
-        direct: the same for kernels with all SMs.
+        direct: the same for the kernels that push with all SMs.
         nccl: the same for NCCL.
         local: bytes per microsecond of device memory, read or written.
         matmul: floating-point operations per microsecond of cuBLAS in bf16 (fp8: twice as many).
-        copies_start: microseconds until the first copy runs, and what each further chunk costs.
-        direct_start, nccl_start, launch: microseconds of latency of these.
+        beside: how much slower a matmul is while copies run.
+        launch: microseconds between two kernels.
+        direct_start, nccl_start: microseconds of latency of these collectives.
+        stage: microseconds until the first copy of a gather starts.
+        chunk: microseconds between two copies.
+        fused_gather, fused_scatter, decomposed_gather, decomposed_scatter: microseconds of host time and latency beyond
+            the terms of the model.
+
+    Source of the values: fitted to `docs/results/2026-11-21-h200x4`, all implementations of all shapes.
     """
 
     copy: float = 370e3
-    direct: float = 330e3
-    nccl: float = 290e3
+    direct: float = 251e3
+    nccl: float = 240e3
     local: float = 3.2e6
-    matmul: float = 750e6
-    copies_start: float = 9.0
-    chunk: float = 2.0
-    direct_start: float = 9.0
-    nccl_start: float = 24.0
-    launch: float = 3.0
+    matmul: float = 893e6
+    beside: float = 1.1
+    launch: float = 12.6
+    direct_start: float = 21.6
+    nccl_start: float = 73.4
+    stage: float = 34.5
+    chunk: float = 11.7
+    fused_gather: float = 38.2
+    fused_scatter: float = 45.6
+    decomposed_gather: float = 20.7
+    decomposed_scatter: float = 2.63
+    narrow: float = 0.574
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,12 @@ class Problem:
 
     @property
     def key(self) -> str:
-        return f"{self.op}:{self.world}:{self.dtype}:{self.depth}:{'+'.join(map(str, self.widths))}"
+        return problem_key(self.op, self.world, self.dtype, self.depth, self.widths)
+
+
+def problem_key(op: str, world: int, dtype: str, depth: int, widths: tuple[int, ...]) -> str:
+    """How a tuning table names a problem; rows come below it."""
+    return f"{op}:{world}:{dtype}:{depth}:{'+'.join(map(str, widths))}"
 
 
 @dataclass(frozen=True)
@@ -118,29 +137,34 @@ class Choice:
 
 
 def estimate(problem: Problem, implementation: str, rates: Rates, sms: int) -> float:
-    """Microseconds that the model expects."""
-    matmul = sum(_matmul(problem, problem.rows, width, rates, sms) for width in problem.widths)
-    wire = problem.wire_bytes
-    if implementation == "unfused":
-        return matmul + rates.nccl_start + wire / rates.nccl
-    if implementation == "direct":
-        local = 2 * wire / rates.local
-        return matmul + rates.direct_start + wire / rates.direct + local
-    copies = rates.copies_start + wire / rates.copy + rates.chunk * (problem.world - 1)
-    if implementation == "decomposed":
-        parts = problem.rows // problem.world
-        each = sum(_matmul(problem, parts, width, rates, sms) for width in problem.widths) + rates.launch
-        if problem.op == "gather":
-            remaining = copies / (problem.world - 1)
-            return max(problem.world * each, copies + each, each + remaining) + rates.launch
-        return max(problem.world * each, copies + each) + _reduction(problem, rates) + rates.launch
-    ours = _fused_matmul(problem, rates, sms)
-    share = ours / problem.world
+    """Microseconds that the model expects, of graph and eager time together."""
+    if implementation in ("unfused", "direct"):
+        matmul = sum(_matmul(problem, problem.rows, width, rates, sms) for width in problem.widths)
+        if implementation == "unfused":
+            return matmul + rates.nccl_start + problem.wire_bytes / rates.nccl
+        return matmul + rates.direct_start + problem.wire_bytes / rates.direct
+    share, extra = _share(problem, implementation, rates, sms)
+    peers = problem.world - 1
+    copy = problem.wire_bytes / rates.copy / peers + rates.chunk
     if problem.op == "gather":
-        return max(ours + 4.0, copies + share) + rates.launch
-    first = share / chunks_for(problem)
-    tail = _reduction(problem, rates) / chunks_for(problem)
-    return max(ours, first + copies) + tail + 6.0 + rates.launch
+        # the own share hides the first copy, each product the next copy
+        end = max(share + peers * share, rates.stage + copy + peers * share, rates.stage + peers * copy + share)
+        return end + extra
+    # the first push waits for its product, the last one is hidden by the own share
+    parts = chunks_for(problem) if implementation == "fused" else 1
+    end = max((peers + 1) * share, share / parts + peers * copy)
+    return end + _reduction(problem, rates) / parts + extra
+
+
+def _share(problem: Problem, implementation: str, rates: Rates, sms: int) -> tuple[float, float]:
+    """(time of one rank's share of the products, what the implementation costs besides)."""
+    if implementation == "fused":
+        extra = rates.fused_gather if problem.op == "gather" else rates.fused_scatter
+        return _fused_matmul(problem, rates, sms) / problem.world * rates.beside, extra
+    part = problem.rows // problem.world
+    share = sum(_matmul(problem, part, width, rates, sms) for width in problem.widths)
+    extra = rates.decomposed_gather if problem.op == "gather" else rates.decomposed_scatter
+    return share * rates.beside, extra
 
 
 def _reduction(problem: Problem, rates: Rates) -> float:
@@ -169,7 +193,7 @@ def _fused_matmul(problem: Problem, rates: Rates, sms: int) -> float:
     tiles = fused_tiles(problem, sms)
     shard = problem.rows // problem.world
     count = problem.world * ceil(shard / tiles.block_m) * sum(ceil(width / tiles.block_n) for width in problem.widths)
-    efficiency = 0.97 if tiles.block_n == 256 else 0.88
+    efficiency = 0.97 if tiles.block_n == 256 else rates.narrow
     per_tile = 2.0 * tiles.block_m * tiles.block_n * problem.depth / (_speed(problem, rates) / sms * efficiency)
     return ceil(count / sms) * per_tile
 
@@ -183,9 +207,12 @@ def fused_tiles(problem: Problem, sms: int) -> Tiles:
 
 
 def chunks_for(problem: Problem) -> int:
-    """Into how many chunks to cut one rank's rows: enough row tiles in each to share A and B, at most four chunks."""
+    """Into how many chunks to cut one rank's rows: two, to start and to end sooner, where each still fills the tiles.
+
+    More would cost more than they save: a chunk's words and waits take 7 us between two copies (4 x H200, 2026-11-21).
+    """
     tiles = ceil(problem.rows / problem.world / 128)
-    return max(1, min(4, tiles // (8 if problem.op == "gather" else 4)))
+    return 2 if tiles >= (16 if problem.op == "gather" else 8) else 1
 
 
 # --- choosing --------------------------------------------------------------------------------------------------
@@ -251,7 +278,7 @@ def choose(problem: Problem, refused: dict[str, str], sms: int, device_name: str
 
 # --- the measured table ------------------------------------------------------------------------------------------
 def table_path() -> Path:
-    """Where `asynctp tune` writes: `ASYNCTP_TUNING_TABLE`, or a file in the user's cache folder."""
+    """Where `asynctp bench --tune` writes: `ASYNCTP_TUNING_TABLE`, or a file in the user's cache folder."""
     given = os.environ.get(TABLE_VARIABLE)
     if given:
         return Path(given)
@@ -261,12 +288,14 @@ def table_path() -> Path:
 
 @functools.cache
 def _table() -> dict[str, dict[str, dict[str, str]]]:
-    """{GPU name: {problem key: {rows: implementation}}}; empty when there is none."""
-    try:
-        loaded: dict[str, dict[str, dict[str, str]]] = json.loads(table_path().read_text())
-    except FileNotFoundError:
-        return {}
-    return loaded
+    """{GPU name: {problem key: {rows: implementation}}}: what comes with the package, then what was tuned here."""
+    shipped: dict[str, dict[str, dict[str, str]]] = json.loads(_SHIPPED.read_text(encoding="utf-8"))
+    path = table_path()
+    tuned = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for name, problems in tuned.items():
+        for key, by_rows in problems.items():
+            shipped.setdefault(name, {}).setdefault(key, {}).update(by_rows)
+    return shipped
 
 
 def refresh() -> None:

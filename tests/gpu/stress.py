@@ -1,0 +1,152 @@
+"""Back-to-back calls of every implementation, mixed: shapes, groups, streams, eager and graph replay, ranks delayed.
+
+    torchrun --nproc_per_node=4 tests/gpu/stress.py [CALLS]        (100000 by default)
+
+Operands are small integers, so every result is exact and each is compared bit for bit, on the GPU, with what it must
+be. Every thousand calls all communication memory is filled with NaN while nothing is in flight. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import asynctp_passes.ops  # noqa: F401  registers the ops
+from asynctp_kernels import cuda
+from asynctp_kernels.cuda.memory import existing_memory
+
+IMPLEMENTATIONS = ("fused", "decomposed", "direct")
+SHAPES = ((64, 64, 64), (512, 128, 256), (1024, 64, 512), (256, 256, 128), (2048, 128, 256), (520, 64, 72))
+POISON_EVERY = 1000
+
+
+@dataclass
+class Call:
+    """One prepared call, and what it must give."""
+
+    run: Callable[[], Tensor]
+    expected: Tensor
+    graph: torch.cuda.CUDAGraph | None = None
+    captured: Tensor | None = None
+
+
+def integers(shape: tuple[int, ...], low: int, high: int) -> Tensor:
+    return torch.randint(low, high + 1, shape, device="cuda").to(torch.bfloat16)
+
+
+def prepare(op: str, shape: tuple[int, int, int], group: dist.ProcessGroup, implementation: str) -> Call:
+    m, k, n = shape
+    world, name = group.size(), group.group_name
+    torch.manual_seed(m + k + n)
+    b = integers((n, k), -1, 1).t()
+    torch.manual_seed(m + k + n + 1 + dist.get_rank())
+    if op == "gather":
+        a = integers((m // world, k), -1, 1)
+        full = torch.empty(m, k, dtype=a.dtype, device="cuda")
+        dist.all_gather_into_tensor(full, a)
+        expected = full @ b
+        function = lambda: torch.ops.asynctp.all_gather_matmul(a, [b], [None], 0, False, world, name)[0]  # noqa: E731
+    else:
+        a = integers((m, k), 0, 1)
+        product = (a @ b).float()
+        out = torch.empty(m // world, n, device="cuda")
+        dist.reduce_scatter_tensor(out, product)
+        expected = out.to(torch.bfloat16)
+        function = lambda: torch.ops.asynctp.matmul_reduce_scatter([a], [b], [None], "sum", 0, world, name)  # noqa: E731
+
+    def run() -> Tensor:
+        with cuda.forced(implementation):
+            return function()
+
+    return Call(run, expected)
+
+
+def capture(call: Call) -> None:
+    call.run()
+    torch.cuda.synchronize()
+    dist.barrier()
+    call.graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(call.graph):
+        first, second = call.run(), call.run()
+        call.captured = torch.stack((first, second))
+
+
+def poison(groups: list[dist.ProcessGroup]) -> None:
+    torch.cuda.synchronize()
+    dist.barrier()
+    for group in groups:
+        memory = existing_memory(group)
+        for name, area in memory.areas.items() if memory else ():
+            if "words" not in name:
+                area.memory.fill_(0xFF)
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def main() -> int:
+    faulthandler.dump_traceback_later(int(os.environ.get("CASE_TIMEOUT", "300")), exit=True)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    total = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
+    groups = [dist.group.WORLD, dist.new_group(list(range(dist.get_world_size())))]
+    for group in groups:
+        dist.barrier(group)
+    calls = [
+        [prepare(op, shape, group, name) for op in ("gather", "scatter") for shape in SHAPES for name in IMPLEMENTATIONS]
+        for group in groups
+    ]
+    for of_group in calls:
+        for call in of_group:
+            call.run()
+        for call in of_group[::5]:
+            capture(call)
+    streams = [torch.cuda.Stream() for _ in groups]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    shared, own = random.Random(7), random.Random(dist.get_rank())
+    torch.cuda.synchronize()
+    start, replays, done = time.time(), 0, 0
+    while done < total:
+        which = shared.randrange(len(groups))
+        call = shared.choice(calls[which])
+        replay = call.graph is not None and shared.random() < 0.5
+        with torch.cuda.stream(streams[which]):
+            if own.random() < 0.05:
+                torch.cuda._sleep(own.randrange(1, 400_000))
+            if replay:
+                # a graph and an eager call of different streams are ordered by the program, as for any collective
+                for stream in streams:
+                    streams[which].wait_stream(stream)
+                call.graph.replay()
+                wrong += (call.captured != call.expected).any()
+                for stream in streams:
+                    stream.wait_stream(streams[which])
+                done, replays = done + 2, replays + 2
+            else:
+                wrong += (call.run() != call.expected).any()
+                done += 1
+        if done % POISON_EVERY < 2:
+            poison(groups)
+    torch.cuda.synchronize()
+    dist.all_reduce(wrong)
+    count = int(wrong.item())
+    if dist.get_rank() == 0:
+        seconds = round(time.time() - start, 1)
+        print(json.dumps({"calls": done, "replayed": replays, "wrong": count, "seconds": seconds}), flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    dist.barrier()
+    dist.destroy_process_group()
+    return int(count > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
