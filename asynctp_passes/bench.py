@@ -1,7 +1,7 @@
-"""Side by side on this machine: cuBLAS alone, cuBLAS + NCCL, PyTorch's in-tree fused ops, and every implementation of ours.
+"""Side by side on this machine: cuBLAS alone, cuBLAS + NCCL, PyTorch's in-tree fused ops, and ours.
 
-Started by `asynctp bench` with one process a GPU. Every variant is checked against fp64 on fresh random data before it
-is timed. Timing: medians of CUDA events over rounds in which the variants take turns in random order, in a CUDA graph
+Started by `asynctp bench` with one process a GPU. Every variant's error against fp32 on fresh random data is in the
+results. Timing: medians of CUDA events over rounds in which the variants take turns in random order, in a CUDA graph
 and eager; the slowest rank counts. Efficiency = max(cuBLAS alone, bytes / copy bandwidth) / time in a graph.
 """
 
@@ -28,6 +28,7 @@ from torch import Tensor
 
 import asynctp_passes.ops  # noqa: F401  registers the ops
 from asynctp_passes import compat
+from asynctp_passes.cli import add_bench_options
 
 #: (K, N) per rank: what Llama-3 70B (TP 4) and 8B put behind a gather and before a scatter
 GATHER_SHAPES = ((8192, 2560), (8192, 14336), (4096, 7168), (8192, 3584))
@@ -77,11 +78,18 @@ class Row:
         return float(min(others) / getattr(self.timings["asynctp"], mode))
 
 
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 class Problem:
     """Random operands of one shape, and its variants as functions."""
 
     def __init__(self, op: str, kind: str, m: int, k: int, n: int) -> None:
-        self.op, self.kind, self.group = op, kind, dist.group.WORLD.group_name
+        self.op, self.kind, self.group = op, kind, world_group().group_name
         self.world = dist.get_world_size()
         device = torch.device("cuda", torch.cuda.current_device())
         rows = m // self.world if op == "gather" else m
@@ -98,7 +106,7 @@ class Problem:
     def product(self, a: Tensor, scale: Tensor) -> Tensor:
         if self.kind == "bf16":
             return torch.mm(a, self.b)
-        return torch._scaled_mm(a, self.b, scale, self.b_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return compat.scaled_mm(a, self.b, scale, self.b_scale, None, torch.bfloat16, fast=True)
 
     def variant(self, name: str) -> Callable[[], Tensor]:
         """The variant as a function of nothing; ours forced to one implementation, unless it is "asynctp"."""
@@ -216,13 +224,14 @@ def _meet() -> None:
 
 
 def _events(function: Callable[[], Any], count: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     for _ in range(count):
         function()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e3 / count
+    elapsed: float = start.elapsed_time(end)
+    return elapsed * 1e3 / count
 
 
 def _host_time(function: Callable[[], Any]) -> float:
@@ -257,7 +266,12 @@ def measure(
         function = problem.variant(name)
         try:
             out = function()
-        except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:  # every rank sees the same shapes
+        except (
+            RuntimeError,
+            TypeError,
+            AttributeError,
+            NotImplementedError,
+        ) as error:  # every rank sees the same shapes
             left_out[name] = str(error).splitlines()[0][:200]
             continue
         if name != "cublas" or problem.op == "gather":
@@ -286,7 +300,7 @@ def measure(
 def chosen(problem: Problem) -> str:
     """What the selector picks for this problem."""
     problem.variant("asynctp")()
-    return cuda.last_implementation(dist.group.WORLD)
+    return cuda.last_implementation(world_group())
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
@@ -410,33 +424,27 @@ def plot(found: Sequence[Row], path: Path) -> bool:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The worker's options."""
+    """The worker's options.
+
+    Raises:
+        SystemExit: one is not valid; the message says what is.
+    """
     parser = argparse.ArgumentParser(prog="asynctp bench")
-    add_options(parser)
-    return parser.parse_args(arguments)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that the command and its workers share."""
-    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
-    words = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--rows", type=numbers, default=list(ROWS), help="values of M (default: 64,128,...,16384)")
-    parser.add_argument("--ops", type=words, default=["gather", "scatter"], help="gather, scatter (default: both)")
-    parser.add_argument("--kinds", type=words, default=["bf16"], help=f"of {', '.join(KINDS)} (default: bf16)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds to take the median of (default: %(default)s)")
-    parser.add_argument("--all", action="store_true", help="time each of our implementations too")
-    parser.add_argument("--tune", action="store_true", help="write the fastest of each row to the tuning table")
-    parser.add_argument("--out", type=Path, help="folder for bench.json and bench.png")
-    parser.add_argument(
-        "--timeout", type=int, default=1800, help="seconds after which it gives up (default: %(default)s)"
-    )
+    add_bench_options(parser)
+    options = parser.parse_args(arguments)
+    for name, valid in (("kinds", KINDS), ("ops", ("gather", "scatter"))):
+        for value in getattr(options, name):
+            if value not in valid:
+                parser.error(f"--{name} {value!r} is not valid; it must be of {', '.join(valid)}")
+    options.rows = options.rows or list(ROWS)
+    options.all = options.all or options.tune
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """One process of the benchmark."""
     options = parse(arguments)
     faulthandler.dump_traceback_later(options.timeout, exit=True)
-    options.all = options.all or options.tune
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     compat.register_intree_ops()

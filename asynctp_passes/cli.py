@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -73,6 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="say what will work on this machine, and what to do about the rest")
     doctor.add_argument("--json", action="store_true", help="print one JSON array instead")
     doctor.set_defaults(run=_doctor)
+
+    bench = commands.add_parser(
+        "bench", help="time the fused ops against cuBLAS + NCCL and PyTorch's in-tree ops on this machine's GPUs"
+    )
+    bench.add_argument("--ranks", type=int, help="processes, one a GPU: 2 to 8 (default: all GPUs)")
+    add_bench_options(bench)
+    bench.set_defaults(run=_bench)
 
     reasons = commands.add_parser("reasons", help="explain why a chain was not fused")
     reasons.add_argument("code", nargs="?", metavar="CODE", help="a code or a name, as ATP112 or MATMUL_ALL_REDUCE")
@@ -140,6 +148,58 @@ def _bad_options() -> list[tuple[str, str, str, str]]:
     except ConfigError as error:
         return [("options", "fail", str(error), "correct or unset the variable")]
     return []
+
+
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a measurement, for the command and for its worker processes."""
+    parser.add_argument("--rows", type=_numbers, help="values of M, as 512,2048 (default: powers of 2, 64 to 16384)")
+    parser.add_argument("--ops", type=_words, default=["gather", "scatter"], help="gather,scatter (default: both)")
+    parser.add_argument("--kinds", type=_words, default=["bf16"], help="of bf16,fp8,fp8-rowwise (default: bf16)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds to take the median of (default: %(default)s)")
+    parser.add_argument("--all", action="store_true", help="time each of our implementations too")
+    parser.add_argument("--tune", action="store_true", help="write the fastest of each row to the tuning table")
+    parser.add_argument("--out", type=Path, help="folder for bench.json and bench.png")
+    parser.add_argument(
+        "--timeout", type=int, default=1800, help="give up after so many seconds (default: %(default)s)"
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _bench(options: argparse.Namespace) -> int:
+    ranks = _bench_ranks(options.ranks)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    given = _bench_arguments(options)
+    code = subprocess.run([*command, "-m", "asynctp_passes.bench", *given], check=False).returncode
+    return 3 if code else 0
+
+
+def _bench_arguments(options: argparse.Namespace) -> list[str]:
+    """The command line of a worker."""
+    given = []
+    for name in ("rows", "ops", "kinds", "rounds", "out", "timeout"):
+        value = getattr(options, name)
+        if value is not None:
+            given += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    return given + [f"--{name}" for name in ("all", "tune") if getattr(options, name)]
+
+
+def _bench_ranks(wanted: int | None) -> int:
+    import torch
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = found if wanted is None else wanted
+    if found < 2:
+        raise UsageError(f"bench: {found} GPUs here, it needs at least 2 of one host; 'asynctp doctor' says more")
+    if not 2 <= ranks <= min(found, 8):
+        raise UsageError(f"bench: --ranks {ranks} is not valid; it must be 2 to {min(found, 8)}")
+    return ranks
 
 
 def _reasons(options: argparse.Namespace) -> int:

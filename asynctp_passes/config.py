@@ -20,7 +20,10 @@ _ENVIRONMENT_PREFIX = "ASYNCTP_"
 RUNTIME_VARIABLES = {
     "cpu_implementation": "what the fused ops run on CPU tensors: reference (plain collectives and matmuls; default) "
     "or interpreted (the Triton kernels under TRITON_INTERPRET=1: slow, for tests)",
-    "timeout_s": "seconds after which a kernel that waits for a peer gives up with an error (default 60)",
+    "cuda_implementation": "what the fused ops run on CUDA tensors: auto (the fastest; default), fused, decomposed, "
+    "direct or unfused; one that cannot run a call raises",
+    "timeout_s": "seconds after which a wait for a peer gives up with an error (default: 60 on CPU, no bound on CUDA)",
+    "tuning_table": "the file that asynctp bench --tune writes and the choice of an implementation reads",
 }
 """`ASYNCTP_*` variables that steer the ops at run time rather than a compile, with what they mean."""
 

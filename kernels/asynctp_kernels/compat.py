@@ -41,8 +41,17 @@ def current_raw_stream(device_index: int) -> int:
     return stream
 
 
-def resolve_process_group(name: str) -> Any:
-    """The ProcessGroup of a name."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._resolve_process_group(name)
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast: bool,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """`torch._scaled_mm` of 2-D operands, `b` column-major, into `out` if given."""
+    if out is None:
+        return torch._scaled_mm(a, b, a_scale, b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
+    return torch._scaled_mm(a, b, a_scale, b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast, out=out)

@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-import asynctp_passes.ops  # noqa: F401  registers the ops
 from asynctp_kernels import cuda
 from torch import Tensor
+
+import asynctp_passes.ops  # noqa: F401  registers the ops
 
 FP8, FP8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
@@ -276,7 +277,9 @@ def main() -> int:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=device())
     failed = 0
-    for case, implementation in itertools.product(cases(), os.environ.get("IMPLS","fused,decomposed,direct,unfused").split(",")):
+    for case, implementation in itertools.product(
+        cases(), os.environ.get("IMPLS", "fused,decomposed,direct,unfused").split(",")
+    ):
         name = f"{case.name}/{implementation}"
         if len(sys.argv) > 1 and not any(text in name for text in sys.argv[1:]):
             continue

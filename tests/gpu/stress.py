@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from asynctp_kernels import cuda
+from asynctp_kernels.cuda.memory import existing_memory
 from torch import Tensor
 
 import asynctp_passes.ops  # noqa: F401  registers the ops
-from asynctp_kernels import cuda
-from asynctp_kernels.cuda.memory import existing_memory
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct")
 SHAPES = ((64, 64, 64), (512, 128, 256), (1024, 64, 512), (256, 256, 128), (2048, 128, 256), (520, 64, 72))
@@ -102,7 +102,12 @@ def main() -> int:
     for group in groups:
         dist.barrier(group)
     calls = [
-        [prepare(op, shape, group, name) for op in ("gather", "scatter") for shape in SHAPES for name in IMPLEMENTATIONS]
+        [
+            prepare(op, shape, group, name)
+            for op in ("gather", "scatter")
+            for shape in SHAPES
+            for name in IMPLEMENTATIONS
+        ]
         for group in groups
     ]
     for of_group in calls:

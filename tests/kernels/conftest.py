@@ -13,6 +13,9 @@ if _KERNELS not in sys.path:  # a source root: spawned ranks get this process's 
     sys.path.insert(0, _KERNELS)
 
 
+MODELS = ("test_protocol_model.py", "test_channel_model.py")
+
+
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -20,9 +23,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what needs the interpreter where it does not work (the protocol's model needs none)."""
+    """Skip, with the reason, what needs the interpreter where it does not work (the protocols' models need none)."""
     here = Path(__file__).parent
-    mine = [item for item in items if here in item.path.parents and item.path.name != "test_protocol_model.py"]
+    mine = [item for item in items if here in item.path.parents and item.path.name not in MODELS]
     fault = interpreter_fault() if mine else ""
     for item in mine if fault else ():
         item.add_marker(pytest.mark.skip(reason=fault))

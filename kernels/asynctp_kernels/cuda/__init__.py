@@ -49,6 +49,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 WORLD_SIZES = range(2, 9)
+MAX_PLANS = 1024  # of one group
 DIRECT_LIMIT = 64 << 20  # bytes of one landing slot
 _unavailable: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 Check = Callable[[], None]
@@ -87,7 +88,7 @@ def run_gather(
         check()
         call = GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, scale_travels, out_dtype, fast, return_a_full,
                           memory.world)  # fmt: skip
-        plan = memory.plans[key] = _gather_plan(call, memory)
+        plan = _keep(memory, key, _gather_plan(call, memory))
     memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
     if plan is None:
         return None
@@ -124,7 +125,7 @@ def run_scatter(
     if plan is _MISSING or (plan is not None and plan.stale):  # type: ignore[attr-defined]
         check()
         call = ScatterCall(a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, out_dtype, fast, memory.world)
-        plan = memory.plans[key] = _scatter_plan(call, memory)
+        plan = _keep(memory, key, _scatter_plan(call, memory))
     memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
     if plan is None:
         return None
@@ -140,6 +141,14 @@ def last_implementation(group: ProcessGroup) -> str:
 
 
 _MISSING = object()
+
+
+def _keep(memory: GroupMemory, key: object, plan: Any) -> Any:
+    """Remember a plan; with dynamic shapes there are many, so they are all forgotten now and then."""
+    if len(memory.plans) >= MAX_PLANS:
+        memory.plans.clear()
+    memory.plans[key] = plan
+    return plan
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
@@ -271,7 +280,7 @@ def _refused_gather(call: GatherCall) -> dict[str, str]:
 
 def _refused_scatter(call: ScatterCall) -> dict[str, str]:
     layout = call.layout
-    scales = [*call.a_scales] or [None] * len(call.b_parts)
+    scales: Sequence[Tensor | None] = [*call.a_scales] or [None] * len(call.b_parts)
     common = _refused_products(call.a_parts, call.b_parts, scales, call.b_scales, call.biases, call.out_dtype)
     depths = [b.shape[0] for b in call.b_parts]
     if layout.rows == 0 or layout.cols == 0 or 0 in depths:

@@ -271,7 +271,8 @@ def reduce_kernel(
 
     own [R, N], received [WORLD, R, N] (own part unused, `part_size` elements each), out [R, N], contiguous. Chunk c
     ends at element `end<c>`. It waits until progress[rank, c] (finished own tiles) reaches `tiles<c>` and each
-    arrived[src, c] is set, and clears these words at the end. fp32 sum in rank order, times `factor`, rounded once: bits do not depend on timing.
+    arrived[src, c] is set, and clears these words at the end. fp32 sum in rank order, times `factor`, rounded once:
+    bits do not depend on timing.
 
     It runs beside the GEMM on the same SMs (few registers, no shared memory), and never the other way round: the GEMM
     does not wait for it.

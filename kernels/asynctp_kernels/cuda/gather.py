@@ -19,13 +19,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from asynctp_kernels import compat
+from asynctp_kernels.compat import current_raw_stream
 from asynctp_kernels.layout import ShardLayout, gather_layout
 
 from . import driver
 from .copy_kernels import push_gather_kernel, stage_kernel
 from .gemm_kernels import gemm_kernel
-from .launch import Tma, describe, fit_together, prepare
+from .launch import Tma, describe, fit_together, grid, outlines, prepare
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
 from .script import GatherMoves, Record, Step, Write, compile_script, gather_script
@@ -158,7 +158,7 @@ class _Pulled(GatherPlan):
         unit = next(size for size in (4, 2, 1) if self.row_bytes % size == 0)
         size = self.shard_bytes // unit
         block = direct_block(size, 4096)
-        programs = max(1, min(STAGE_PROGRAMS, -(-size // block)))
+        programs = grid(-(-size // block), STAGE_PROGRAMS)
         shard = call.a_shard.contiguous().view(-1).view(_UNITS[unit])
         box, scale_box = outbox.view(_UNITS[unit]), outbox[scale_offset:].view(torch.float32)
         scale = memory.dummy if call.a_scale is None else call.a_scale
@@ -241,7 +241,7 @@ class FusedGather(_Pulled):
         first_bias = call.biases[0] if self.has_bias else dummy
         padding = [None] * (MAX_OPERANDS - count)
         widths = self.widths + [0] * (MAX_OPERANDS - count)
-        programs = min(programs, _tile_count(self.outer * memory.world, inner, self.widths, tiles))
+        programs = grid(_tile_count(self.outer * memory.world, inner, self.widths, tiles), programs)
         numbers = [self.outer, inner, k, 0, 0, 0, *widths, memory.rank, memory.world, self.chunks.tiles]
         self.numbers = numbers
         args = [
@@ -268,6 +268,8 @@ class FusedGather(_Pulled):
         self.launch = prepare(
             gemm_kernel, programs, args, constants, tiles.warps, num_stages=tiles.stages, **register_limit(tiles)
         )
+        self.a_own, self.a_full = outlines((self.a_own, self.a_full))
+        self.bs, self.cs = outlines(self.bs), outlines(self.cs)
         # A GEMM that holds every SM waits for what is staged: without room beside it, staging has to come first.
         self.stage_first = not fit_together(self.launch, self.stage)
         self.padding = padding
@@ -281,7 +283,7 @@ class FusedGather(_Pulled):
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        stream = compat.current_raw_stream(self.device_index)
+        stream = current_raw_stream(self.device_index)
         a_shard = a_shard.contiguous()
         a_scale = None if a_scale is None else a_scale.contiguous()
         full, scales = self.start(stream, a_shard, a_scale)
@@ -344,7 +346,7 @@ class DecomposedGather(_Pulled):
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        stream = compat.current_raw_stream(self.device_index)
+        stream = current_raw_stream(self.device_index)
         a_shard = a_shard.contiguous()
         a_scale = None if a_scale is None else a_scale.contiguous()
         full, scales = self.start(stream, a_shard, a_scale)
@@ -396,7 +398,7 @@ class DirectGather(GatherPlan):
         area, words = memory.direct(part * memory.world)
         slot = area.size // 2
         block = direct_block(self.size, 4096)
-        programs = max(1, min(DIRECT_PROGRAMS, -(-self.size // block)))
+        programs = grid(-(-self.size // block), DIRECT_PROGRAMS)
         numbers = [self.size, cols, layout.inner, layout.rows]
         memory_args = [
             area.table, words.table, slot, part, self.scale_offset, memory.epoch, memory.done, memory.bound,
@@ -430,7 +432,7 @@ class DirectGather(GatherPlan):
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        stream = compat.current_raw_stream(self.device_index)
+        stream = current_raw_stream(self.device_index)
         memory, layout = self.memory, self.layout
         a_shard = a_shard.contiguous()
         full = a_shard.new_empty(layout.full_shape)

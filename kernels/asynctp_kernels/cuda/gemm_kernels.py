@@ -202,7 +202,8 @@ def gemm_kernel(
     else: a [P*W, Q, K], b as above, c0 [W*P, Q, N] in memory order [destination, p], so that what goes to one rank
         is contiguous. words: int32 [W, MAX_CHUNKS], counts the finished tiles of chunk (destination, c).
 
-    A chunk is `chunk_tiles` row tiles of one rank. A scale is absent (0), one element (1), or one per row or column (2).
+    A chunk is `chunk_tiles` row tiles of one rank. A scale is absent (0), one element (1), or one per row or
+    column (2).
     """
     tiles_q = tl.cdiv(inner, BM)
     tiles_m = outer * tiles_q

@@ -24,7 +24,12 @@ class Tma:
 
     __slots__ = ("address", "base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
 
-    def __init__(self, template: TensorDescriptor, address: int) -> None:
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    padding: str
+
+    def __init__(self, template: TensorDescriptor | Tma, address: int) -> None:
         self.base = self
         self.shape, self.strides, self.block_shape = template.shape, template.strides, template.block_shape
         self.padding = template.padding
@@ -33,6 +38,16 @@ class Tma:
 
     def data_ptr(self) -> int:
         return self.address
+
+
+def outlines(descriptors: Sequence[TensorDescriptor]) -> list[Tma]:
+    """Templates for `Tma` without the tensors: a plan outlives the call that it was made for, and holds no memory."""
+    return [Tma(descriptor, 0) for descriptor in descriptors]
+
+
+def grid(wanted: int, most: int) -> int:
+    """How many CTAs to launch: `most`, or the next power of two, so that few kernels are compiled for small calls."""
+    return min(most, 1 << max(wanted - 1, 0).bit_length())
 
 
 def describe(

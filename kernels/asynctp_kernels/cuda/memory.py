@@ -7,8 +7,8 @@ a CUDA graph capture:
     inbox     scatter: what peers pushed, by source                              [from rank 0 | from rank 1 | ...]
     direct    both direct kernels: two slots of landings, epochs                 see `copy_kernels`
 
-A gather's outbox is filled between two barriers (`copy_kernels.stage_kernel`), whose words are epochs. A scatter's inbox
-is a bounded buffer of depth one, with int32 words per peer that a stream can wait for:
+A gather's outbox is filled between two barriers (`copy_kernels.stage_kernel`), whose words are epochs. A scatter's
+inbox is a bounded buffer of depth one, with int32 words per peer that a stream can wait for:
 
     FREE   set at the writer by the rank that can take data; cleared by the writer when it starts to write
     FULL   set at the reader by the rank whose chunk is there; cleared by the reader when it has taken everything
@@ -25,18 +25,23 @@ Waits and writes are stream memory operations: they need no SM, so a waiting op 
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+import time
 import weakref
 from dataclasses import dataclass, field
 
 import torch
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels import compat
-from asynctp_kernels.errors import TIMEOUT_VARIABLE, SymmetricMemoryError
+from asynctp_kernels.compat import symmetric_empty, symmetric_rendezvous
+from asynctp_kernels.errors import TIMEOUT_VARIABLE, PeerTimeout, SymmetricMemoryError
 from asynctp_kernels.signals import new_status, timeout_ns
 
 from . import driver
+
+log = logging.getLogger(__name__)
 
 MAX_CHUNKS = 4
 MAX_WORLD = 8
@@ -110,7 +115,10 @@ class GroupMemory:
         self.epoch = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.done = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.status = new_status(self.device)
-        self.bound = timeout_ns() if TIMEOUT_VARIABLE in os.environ else NO_BOUND
+        self.bound = NO_BOUND
+        if TIMEOUT_VARIABLE in os.environ:
+            self.bound = timeout_ns()
+            threading.Thread(target=_watch, args=(weakref.ref(self),), name="asynctp-watch", daemon=True).start()
         pads = torch.tensor(self.signals.peers, dtype=torch.int64)
         self.stage_pads = (pads + _STAGE_OFFSET).to(self.device)
         self.stage_epoch = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -135,6 +143,8 @@ class GroupMemory:
         Calls never overlap each other on a device, not even those of different groups: kernels of two calls that wait
         for other ranks could take each other's place on the SMs, in another order on every rank.
         """
+        if self.failure is not None:
+            raise SymmetricMemoryError(self._out_of_step())
         here = (stream, torch.cuda.is_current_stream_capturing())
         last = _last_call.get(self.device)
         if last is not None and last[0] != here and last[0][1] == here[1]:
@@ -177,6 +187,12 @@ class GroupMemory:
         """A tensor for kernel arguments that are not used."""
         return self.local.view(torch.float32)
 
+    def _out_of_step(self) -> str:
+        return (
+            f"the memory of group '{self.group.group_name}' is out of step since: {self.failure} "
+            f"To go on, call asynctp_kernels.release(group) on every rank."
+        )
+
     # --- areas --------------------------------------------------------------------------------------------
     def require(self, name: str, size: int) -> Area:
         """The area `name` with at least `size` bytes; grows it if need be, which is collective.
@@ -185,17 +201,14 @@ class GroupMemory:
             SymmetricMemoryError: it would have to grow during a CUDA graph capture, or an earlier call failed.
         """
         if self.failure is not None:
-            raise SymmetricMemoryError(
-                f"the memory of group '{self.group.group_name}' is out of step since: {self.failure}. "
-                f"To go on, call asynctp_kernels.release(group) on every rank."
-            )
+            raise SymmetricMemoryError(self._out_of_step())
         found = self.areas.get(name)
         if found is not None and found.size >= size:
             return found
         if torch.cuda.is_current_stream_capturing():
             raise SymmetricMemoryError(
-                f"group '{self.group.group_name}' has {found.size if found else 0} bytes of {name} memory and this call "
-                f"needs {size}; it cannot grow during a CUDA graph capture. Run the program once before you capture it."
+                f"group '{self.group.group_name}' has {found.size if found else 0} bytes of {name} memory and this "
+                f"call needs {size}; it cannot grow during a CUDA graph capture. Run it once before you capture it."
             )
         torch.cuda.synchronize(self.device)
         area = _share(self.group, self.device, -(-size // _GRANULE) * _GRANULE)
@@ -207,6 +220,31 @@ class GroupMemory:
         """The landings of the direct kernels, two slots of at least `slot_bytes`, and their words."""
         area = self.require("direct", 2 * slot_bytes)
         return area, self.require("direct words", self.world * DIRECT_PROGRAMS * 8)
+
+
+def _watch(reference: weakref.ref[GroupMemory]) -> None:
+    """Look twice a second whether a bounded wait ran out; then every further call on the group raises.
+
+    Only with `ASYNCTP_TIMEOUT_S` set. The kernel has gone on meanwhile, with wrong data, so that nothing hangs.
+    """
+    memory = reference()
+    if memory is None:
+        return
+    torch.cuda.set_device(memory.device)
+    stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
+    found = torch.zeros_like(memory.status, device="cpu").pin_memory()
+    while memory is not None and memory.failure is None:
+        with torch.cuda.stream(stream):
+            found.copy_(memory.status, non_blocking=True)
+            stream.synchronize()
+        failed, peer, index = found.tolist()
+        if failed:
+            awaited = ("call", "staged shard")[index]
+            memory.failure = str(PeerTimeout("asynctp", memory.rank, peer, awaited, memory.bound / 1e9))
+            log.error("%s", memory.failure)
+        memory = None
+        time.sleep(0.5)
+        memory = reference()
 
 
 def group_memory(group: ProcessGroup, device: torch.device) -> GroupMemory:
@@ -249,8 +287,8 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
         device=device,
         rank=rank,
         world=world,
-        torch_stream=torch.cuda.Stream(device, priority=-1),
-        torch_reducer=torch.cuda.Stream(device, priority=-1),
+        torch_stream=torch.cuda.Stream(device, priority=-1),  # type: ignore[no-untyped-call]
+        torch_reducer=torch.cuda.Stream(device, priority=-1),  # type: ignore[no-untyped-call]
         signals=signals,
         local=local,
         peer_writes=driver.peer_writes_supported(),
@@ -260,10 +298,10 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
 def _share(group: ProcessGroup, device: torch.device, size: int) -> Area:
     """Symmetric memory, zeroed on every rank before any rank gets it."""
     try:
-        memory = compat.symmetric_empty(size, device)
+        memory = symmetric_empty(size, device)
         memory.zero_()
         torch.cuda.synchronize(device)
-        handle = compat.symmetric_rendezvous(memory, group)
+        handle = symmetric_rendezvous(memory, group)
     except RuntimeError as error:
         raise SymmetricMemoryError(
             f"no symmetric memory of {size} bytes on group '{group.group_name}': {error}. "

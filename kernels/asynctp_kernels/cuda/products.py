@@ -1,6 +1,6 @@
 """cuBLAS products as the pipelines need them: into a given place, with scales and bias.
 
-Everything here is a public torch op except `torch._scaled_mm`, which has no public equivalent with an output argument.
+A plain product is a public torch op; a scaled one has no public equivalent with an output argument (`compat`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from asynctp_kernels.compat import scaled_mm
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,7 @@ def product(
     assert b_scale is not None
     rows, columns = _matching(a_scale, b_scale, a.shape[0], b.shape[1])
     row = None if bias is None else bias.reshape(-1)
-    if out is None:
-        return torch._scaled_mm(a, b, rows, columns, bias=row, out_dtype=scaling.out_dtype, use_fast_accum=scaling.fast)
-    return torch._scaled_mm(
-        a, b, rows, columns, bias=row, out_dtype=scaling.out_dtype, use_fast_accum=scaling.fast, out=out
-    )
+    return scaled_mm(a, b, rows, columns, row, scaling.out_dtype, scaling.fast, out)
 
 
 def _matching(a_scale: Tensor, b_scale: Tensor, m: int, n: int) -> tuple[Tensor, Tensor]:

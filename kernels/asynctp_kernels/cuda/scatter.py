@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from asynctp_kernels import compat
+from asynctp_kernels.compat import current_raw_stream
 from asynctp_kernels.layout import ShardLayout, scatter_layout
 
 from . import driver
 from .copy_kernels import push_reduce_kernel, reduce_kernel
 from .gather import MAX_OPERANDS, TRITON_DTYPES, b_descriptor, direct_block, k_major, register_limit, scale_mode
 from .gemm_kernels import gemm_kernel
-from .launch import Tma, describe, prepare
+from .launch import Tma, describe, grid, outlines, prepare
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
 from .script import Await, Channel, Record, ScatterMoves, Step, Wait, Write, compile_script, scatter_script
@@ -122,7 +122,8 @@ class _Pushed(ScatterPlan):
         memory, n = self.memory, self.layout.cols
         block = 4096
         size = self.layout.rows * n
-        programs = max(1, min(torch.cuda.get_device_properties(self.device_index).multi_processor_count, size // block))
+        sms = torch.cuda.get_device_properties(self.device_index).multi_processor_count
+        programs = grid(-(-size // block), sms)
         ends = [end * n for _, end in self.chunks.rows]
         ends += [ends[-1]] * (MAX_CHUNKS - len(ends))
         tiles = [*self.own_tiles, *[0] * (MAX_CHUNKS - len(self.own_tiles))]
@@ -209,7 +210,7 @@ class FusedScatter(_Pushed):
         first_bias = call.biases[0] if self.has_bias else dummy
         depths = depths + [0] * (MAX_OPERANDS - count)
         row_tiles = self.outer * -(-inner // tiles.block_m)
-        programs = min(programs, world * row_tiles * -(-n // tiles.block_n))
+        programs = grid(world * row_tiles * -(-n // tiles.block_n), programs)
         self.numbers = [self.outer, inner, *depths, n, 0, 0, 0, memory.rank, world, self.chunks.tiles]
         args = [
             *self.a_like, *self.padding, *self.b_like, *self.padding, self.c_like, None, None, None,
@@ -235,6 +236,8 @@ class FusedScatter(_Pushed):
         self.launch = prepare(
             gemm_kernel, programs, args, constants, tiles.warps, num_stages=tiles.stages, **register_limit(tiles)
         )
+        self.a_like, self.b_like = outlines(self.a_like), outlines(self.b_like)
+        self.c_like = Tma(self.c_like, 0)
         self.unused = memory.local.data_ptr()
 
     def run(
@@ -245,7 +248,7 @@ class FusedScatter(_Pushed):
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        stream = compat.current_raw_stream(self.device_index)
+        stream = current_raw_stream(self.device_index)
         memory, unused = self.memory, self.unused
         staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
         memory.begin(stream)
@@ -302,7 +305,7 @@ class DecomposedScatter(_Pushed):
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        stream = compat.current_raw_stream(self.device_index)
+        stream = current_raw_stream(self.device_index)
         memory, rows = self.memory, self.layout.rows
         rank, world = memory.rank, memory.world
         staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
@@ -340,7 +343,7 @@ class DirectScatter(ScatterPlan):
         part = -(-self.part_bytes // 256) * 256
         area, words = memory.direct(part * memory.world)
         block = direct_block(size, 8192)
-        programs = max(1, min(DIRECT_PROGRAMS, -(-size // block)))
+        programs = grid(-(-size // block), DIRECT_PROGRAMS)
         example = call.a_parts[0].new_empty(size, dtype=self.out_dtype)
         args = [
             example, example, size, layout.cols, layout.inner, area.table.data_ptr(), words.table.data_ptr(),
@@ -366,7 +369,7 @@ class DirectScatter(ScatterPlan):
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        stream = compat.current_raw_stream(self.device_index)
+        stream = current_raw_stream(self.device_index)
         memory = self.memory
         partial: Tensor | None = None
         for i, (a, b) in enumerate(zip(a_parts, b_parts, strict=True)):
