@@ -6,10 +6,11 @@
 All four are functional: they return fresh, contiguous, ordinary memory, never an alias of an input or of a
 communication buffer. Importing this module registers them.
 
-Which implementation runs is chosen at run time and never silently: `implementation` names it. On CUDA it is the
-unfused program of `asynctp_passes.reference`. On CPU `ASYNCTP_CPU_IMPLEMENTATION` chooses between that program and
-the Triton kernels of `asynctp_kernels` under TRITON_INTERPRET=1; a call that those do not support raises. The
-environment is read once, at the first call; `refresh` reads it again.
+Which implementation runs is chosen at run time and never silently: `explain` names it for a call. On CUDA it is the
+fastest of `asynctp_kernels.cuda`, or the unfused program of `asynctp_passes.reference`. On CPU
+`ASYNCTP_CPU_IMPLEMENTATION` chooses between that program and the Triton kernels of `asynctp_kernels` under
+TRITON_INTERPRET=1; a call that those do not support raises. The environment is read once, at the first call; `refresh`
+reads it again.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ __all__ = [
     "OPS",
     "all_gather_matmul",
     "all_gather_scaled_matmul",
+    "expected_implementation",
+    "explain",
     "implementation",
     "matmul_reduce_scatter",
     "refresh",
@@ -79,16 +82,74 @@ def implementation(device_type: str) -> str:
         device_type: `"cuda"` or `"cpu"`.
 
     Returns:
-        `"unfused"` (plain collective and matmul: no overlap) or `"interpreted"` (Triton kernels on CPU, for tests).
+        On CPU `"unfused"` (plain collective and matmul: no overlap) or `"interpreted"` (Triton kernels, for tests). On
+        CUDA `"chosen per call"`, or `"unfused"` without triton; `explain` names the one of a call.
 
     Raises:
         ValueError: The ops do not run on such devices.
     """
     if device_type == "cuda":
-        return "unfused"
+        return "unfused" if _cuda() is None else "chosen per call"
     if device_type == "cpu":
         return "interpreted" if _cpu_implementation() == "interpreted" else "unfused"
     raise ValueError(f"asynctp: device_type={device_type!r} is not valid; it must be 'cuda' or 'cpu'")
+
+
+def expected_implementation(
+    gathers: bool,
+    world_size: int,
+    rows: int,
+    depth: int,
+    widths: Sequence[int],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> str:
+    """What a CUDA call of these sizes will run on this machine's GPU, unless its strides or alignment forbid that.
+
+    Args:
+        gathers: A gather op; else a scatter op.
+        world_size: Ranks of the group.
+        rows, depth: Of the whole A, over all ranks (gather), or of the products before the scatter.
+        widths: Columns of each product.
+        dtype, out_dtype: Of A and of the result.
+        fast: Fast accumulation (fp8).
+    """
+    if _cuda() is None or not torch.cuda.is_available():
+        return implementation("cuda")
+    select = importlib.import_module("asynctp_kernels.cuda.select")
+    problem = select.Problem(
+        op="gather" if gathers else "scatter",
+        world=world_size,
+        rows=rows,
+        depth=depth,
+        widths=tuple(widths),
+        itemsize=dtype.itemsize,
+        out_itemsize=out_dtype.itemsize,
+        dtype=str(dtype).removeprefix("torch."),
+        precise=dtype.itemsize == 1 and not fast,
+    )
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    choice = select.choose(problem, {}, device.multi_processor_count, device.name)
+    return f"{choice.implementation} ({choice.source})"
+
+
+def explain(op: str, *args: Any) -> Any:
+    """How a call would be run, and why: the same arguments as `torch.ops.asynctp.<op>`, nothing is run.
+
+    Returns:
+        On CUDA an `asynctp_kernels.cuda.Choice`: implementation, whether the cost model or a measurement chose it,
+        the model's estimates in microseconds, and why each other implementation cannot run the call. On CPU, and
+        where the overlapped ones are not available, the name.
+
+    Raises:
+        ValueError: There is no such op.
+    """
+    if op not in OPS:
+        raise ValueError(f"asynctp: op={op!r} is not valid; it must be one of {', '.join(OPS)}")
+    first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+    cuda = _cuda() if first.is_cuda else None
+    return implementation(first.device.type) if cuda is None else cuda.explain(op, args)
 
 
 def _kernels() -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from asynctp_passes import compat, cost, ops
-from asynctp_passes.chain import Candidate, Decision, GatherChain
+from asynctp_passes.chain import Candidate, Decision, GatherChain, ScatterChain
 from asynctp_passes.config import Config
 from asynctp_passes.decide import allowed, context_of, decide
 from asynctp_passes.errors import raise_if_strict
@@ -132,7 +133,7 @@ def _shapes(candidate: Candidate) -> dict[str, str]:
 def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
     value, chain = tensor_of(candidate.collective.node), candidate.chain
     device = "cpu" if value is None else value.device.type
-    facts: dict[str, object] = {"op": f"asynctp::{kind}", "implementation": ops.implementation(device)}
+    facts: dict[str, object] = {"op": f"asynctp::{kind}", "implementation": _implementation(device, chain)}
     if candidate.joins is not None:
         facts["message"] = f"the scales travel with the data of {candidate.joins.node.name}"
     elif candidate.left_out:
@@ -145,3 +146,30 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
             "estimate_us": costs.estimate_us(cost.machine_for(chain.matmuls[0].a)),
         }
     return facts
+
+
+def _implementation(device: str, chain: GatherChain | ScatterChain | None) -> str:
+    """What the op will run: expected from the sizes where they are known, on CUDA; the ops choose per call."""
+    if device != "cuda" or chain is None:
+        return ops.implementation(device)
+    operands = [(tensor_of(matmul.a), tensor_of(matmul.node)) for matmul in chain.matmuls]
+    shapes = [(tuple(a.shape), tuple(out.shape)) for a, out in operands if a is not None and out is not None]
+    sizes = [size for a, out in shapes for size in (*a, *out)]
+    if len(shapes) != len(operands) or not all(isinstance(size, int) for size in sizes):
+        return ops.implementation(device)
+    first, result = operands[0]
+    assert first is not None
+    assert result is not None
+    depths, widths = [a[-1] for a, _ in shapes], [out[-1] for _, out in shapes]
+    gathers = isinstance(chain, GatherChain)
+    scaled = chain.matmuls[0].scaled
+    return ops.expected_implementation(
+        gathers,
+        chain.collective.group_size,
+        math.prod(shapes[0][0][:-1]),
+        depths[0] if gathers else sum(depths),
+        widths if gathers else widths[:1],
+        first.dtype,
+        result.dtype,
+        scaled is not None and scaled.use_fast_accum,
+    )

@@ -32,7 +32,9 @@ class Remark:
         group_size: Number of ranks in it.
         shapes: Shapes by role (`"shard"`, `"operand"`, `"out"`), as text: `"bf16[2, 4*s0, 64]"`.
         op: The fused op that replaced the chain; empty unless FUSED.
-        implementation: What the op runs: `"unfused"` (plain collective and matmul: no overlap), or the kernel's name.
+        implementation: What the op runs: `"unfused"` (plain collective and matmul: no overlap), or the kernel's name;
+            on CUDA, where the op chooses per call, what is expected from the sizes and why, as
+            `"fused (cost model)"`.
         comm_bytes: Bytes this rank receives (gather) or sends (scatter) for the collective; None if unknown.
         flops: Floating-point operations of the chain's matmuls on this rank; None if unknown.
         estimate_us: Modelled times in microseconds (`"comm"`, `"matmul"`, `"serial"`, `"overlapped"`); empty when the

@@ -209,6 +209,25 @@ def _scatter_plan(call: ScatterCall, memory: GroupMemory) -> ScatterPlan | None:
     return DirectScatter(call, memory) if choice.implementation == "direct" else None
 
 
+def explain(op: str, args: Sequence[Any]) -> Choice:
+    """How a call of `torch.ops.asynctp.<op>` with these arguments would be run."""
+    *given, world, _ = args
+    if op == "all_gather_matmul":
+        a, bs, biases, dim, full = given
+        return explain_gather(GatherCall(a, None, bs, (), biases, dim, False, a.dtype, False, full, world))
+    if op == "all_gather_scaled_matmul":
+        a, a_scale, bs, b_scales, biases, dim, travels, dtype, fast, full = given
+        call = GatherCall(a, a_scale, bs, b_scales, biases, dim, travels, dtype, fast, full, world)
+        return explain_gather(call)
+    if op == "matmul_reduce_scatter":
+        a_parts, b_parts, biases, reduce_op, dim = given
+        dtype = a_parts[0].dtype
+        return explain_scatter(ScatterCall(a_parts, b_parts, (), (), biases, reduce_op, dim, dtype, False, world))
+    a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, dtype, fast = given
+    scatter = ScatterCall(a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, dtype, fast, world)
+    return explain_scatter(scatter)
+
+
 def explain_gather(call: GatherCall) -> Choice:
     """How `call` would be run, and why."""
     layout = call.layout

@@ -1,0 +1,424 @@
+"""`asynctp_kernels.cuda` without a GPU: one rank, the memory of all ranks on CPU, and a recorder for the driver.
+
+What the driver is asked for is written down; copies are also made and words set, so that a test can look at the bytes.
+Kernels are prepared and launched in name only: a test may say what one does (`Machine.kernels`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from asynctp_kernels import compat, cuda
+from asynctp_kernels.cuda import driver, gather, memory, scatter
+from asynctp_kernels.cuda.gather import GatherCall
+from asynctp_kernels.cuda.launch import Launch
+from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD, Area, GroupMemory
+from asynctp_kernels.cuda.scatter import ScatterCall
+from torch import Tensor
+
+SMS = 132
+STREAMS = {0: "main", 101: "copy", 102: "reduce"}
+MAIN, COPY, REDUCE = STREAMS
+EVENTS = ("start", "running", "end", "reduced", "last")
+WORDS = MAX_WORLD * MAX_CHUNKS
+FP8 = torch.float8_e4m3fn
+
+
+class Group:
+    """A process group, as far as the memory of a group looks at it."""
+
+    group_name = "tp"
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._world
+
+
+# --- what is recorded --------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Copied:
+    """`height` rows of `width` bytes."""
+
+    stream: int
+    dst: int
+    src: int
+    width: int
+    height: int = 1
+    dst_pitch: int = 0
+    src_pitch: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.width * self.height
+
+
+@dataclass(frozen=True)
+class Waited:
+    stream: int
+    address: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Wrote:
+    stream: int
+    address: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    stream: int
+    event: int
+
+
+@dataclass(frozen=True)
+class Awaited:
+    stream: int
+    event: int
+
+
+@dataclass(frozen=True)
+class Launched:
+    stream: int
+    prepared: Prepared
+    values: tuple[Any, ...]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return dict(zip(self.prepared.names, self.values, strict=True))
+
+
+Entry = Copied | Waited | Wrote | Recorded | Awaited | Launched
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `launch.prepare` was asked for."""
+
+    kernel: Any
+    programs: int
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    num_warps: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the run-time arguments."""
+        return [param.name for param in self.kernel.params if not param.is_constexpr]
+
+    @property
+    def constant_names(self) -> list[str]:
+        return [param.name for param in self.kernel.params if param.is_constexpr]
+
+
+# --- the machine -------------------------------------------------------------------------------------------------
+class Machine:
+    """One rank's GPU and driver.
+
+    Attributes:
+        log: what the driver was asked for, in order.
+        prepared: the kernels of all plans, in order.
+        capturing: whether the current stream says that it is captured.
+        registers: that the compiler would give every kernel.
+        kernels: what the kernel of a name does to memory, given the launch.
+    """
+
+    def __init__(self, rank: int, world: int, peer_writes: bool = True) -> None:
+        self.rank, self.world, self.peer_writes = rank, world, peer_writes
+        self.group: Any = Group(rank, world)
+        self.log: list[Entry] = []
+        self.prepared: list[Prepared] = []
+        self.capturing = False
+        self.registers = 40
+        self.kernels: dict[str, Callable[[Launched], None]] = {}
+        self._events = 0
+        self._streams = iter([COPY, REDUCE])
+
+    # what replaces the driver
+    def copy(self, dst: int, src: int, size: int, stream: int) -> None:
+        self._copy(Copied(stream, dst, src, size))
+
+    def copy_2d(self, request: Any, stream: int) -> None:
+        at = request._obj
+        assert (at.src_type, at.dst_type) == (driver._MEMORY_TYPE_DEVICE,) * 2
+        assert at.width <= min(at.src_pitch, at.dst_pitch)
+        self._copy(
+            Copied(stream, at.dst_device, at.src_device, at.width, at.height, at.dst_pitch, at.src_pitch),
+        )
+
+    def _copy(self, copied: Copied) -> None:
+        self.log.append(copied)
+        for row in range(copied.height):
+            ctypes.memmove(copied.dst + row * copied.dst_pitch, copied.src + row * copied.src_pitch, copied.width)
+
+    def batch(self, stream: int, count: int, address: int, flags: int) -> None:
+        assert flags == 0
+        for op in (driver._MemOp * count).from_address(address):
+            if op.operation == driver._WRITE_VALUE_32:
+                self.log.append(Wrote(stream, op.address, op.value))
+                ctypes.c_int32.from_address(op.address).value = op.value
+            else:
+                assert (op.operation, op.flags) == (driver._WAIT_VALUE_32, driver._WAIT_GEQ)
+                self.log.append(Waited(stream, op.address, op.value))
+
+    def record_event(self, event: int, stream: int) -> None:
+        self.log.append(Recorded(stream, event))
+
+    def wait_event(self, stream: int, event: int, flags: int) -> None:
+        assert flags == 0
+        self.log.append(Awaited(stream, event))
+
+    def new_event(self) -> int:
+        self._events += 1
+        return 1000 + self._events
+
+    # what replaces torch's streams and symmetric memory, and the compiler
+    def new_stream(self, *_: Any, **__: Any) -> SimpleNamespace:
+        return SimpleNamespace(cuda_stream=next(self._streams))
+
+    def share(self, group: Any, device: torch.device, size: int) -> Area:
+        """Symmetric memory: the same size on every rank. The handle is all ranks' memory."""
+        parts = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.world)]
+        peers = [part.data_ptr() for part in parts]
+        return Area(parts[self.rank], parts, peers, torch.tensor(peers))
+
+    def prepare(
+        self, kernel: Any, programs: int, args: Sequence[Any], constants: dict[str, Any], num_warps: int, **options: Any
+    ) -> Launch:
+        prepared = Prepared(kernel, programs, tuple(args), dict(constants), num_warps, options)
+        self.prepared.append(prepared)
+
+        def run(*values: Any, stream: int) -> None:
+            count = len(prepared.names)
+            assert values[count:] == tuple(constants.values()), "constants come after the arguments, in order"
+            launched = Launched(stream, prepared, values[:count])
+            self.log.append(launched)
+            self.kernels.get(prepared.name, lambda _: None)(launched)
+
+        return Launch(run, tuple(constants.values()), 32 * num_warps, self.registers, 0)
+
+    # what a test asks
+    @property
+    def memory(self) -> GroupMemory:
+        """The memory of the group, made at the first call by the package's own code."""
+        return memory.group_memory(self.group, torch.device("cpu"))
+
+    def of(self, kind: type) -> list[Any]:
+        """The log's entries of one kind."""
+        return [entry for entry in self.log if isinstance(entry, kind)]
+
+    def launched(self, name: str) -> Launched:
+        """The last launch of a kernel."""
+        return [entry for entry in self.of(Launched) if entry.prepared.name == name][-1]
+
+    def parts(self, name: str) -> list[Tensor]:
+        """All ranks' memory of an area."""
+        handle: Any = self.memory.areas[name].handle
+        return list(handle)
+
+    def trace(self, **places: int) -> str:
+        """The log in words. `places` are addresses of memory by name, as "gathered"."""
+        names = Names(self.memory, places)
+        return "\n".join(f"{STREAMS[entry.stream]:6} {names.entry(entry)}" for entry in self.log)
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    scaling: Any,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`products.product` without cuBLAS."""
+    found = a.float() @ b.float()
+    for scale in (a_scale, b_scale):
+        found = found if scale is None else found * scale
+    found = found if bias is None else found + bias.float()
+    found = found.to(a.dtype if scaling is None else scaling.out_dtype)
+    return found if out is None else out.copy_(found)
+
+
+@contextlib.contextmanager
+def machine(rank: int = 1, world: int = 4, peer_writes: bool = True) -> Iterator[Machine]:
+    """`asynctp_kernels.cuda` as rank `rank` of `world` sees it, on a machine of its own."""
+    here = Machine(rank, world, peer_writes)
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=SMS, name="NVIDIA H200")
+    replaced: dict[Any, dict[str, Any]] = {
+        driver: {
+            "copy": here.copy,
+            "_copy_2d": here.copy_2d,
+            "_batch": here.batch,
+            "record_event": here.record_event,
+            "wait_event_with_flags": here.wait_event,
+            "new_event": here.new_event,
+            "peer_writes_supported": lambda: here.peer_writes,
+        },
+        compat: {"current_raw_stream": lambda index: MAIN},
+        memory: {"_share": here.share, "_last_call": {}},
+        gather: {"prepare": here.prepare, "product": product},
+        scatter: {"prepare": here.prepare, "product": product},
+        cuda: {"_machine": lambda index: ((9, 0), SMS, properties.name)},
+        torch.cuda: {
+            "Stream": here.new_stream,
+            "get_device_properties": lambda index: properties,
+            "is_current_stream_capturing": lambda: here.capturing,
+            "synchronize": lambda *_: None,
+        },
+    }
+    with contextlib.ExitStack() as stack:
+        for module, attributes in replaced.items():
+            for name, value in attributes.items():
+                stack.enter_context(mock.patch.object(module, name, value))
+        yield here
+
+
+# --- names for addresses -------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Names:
+    """Says what an address is: a word, an area of some rank, or one of `places`, the nearest below."""
+
+    memory: GroupMemory
+    places: dict[str, int]
+
+    def entry(self, entry: Entry) -> str:
+        if isinstance(entry, Copied):
+            shape = f"{entry.width} B" if entry.height == 1 else f"{entry.height} x {entry.width} B"
+            pitches = "" if entry.height == 1 else f", pitches {entry.dst_pitch} and {entry.src_pitch}"
+            return f"copy {shape} to {self.place(entry.dst)} from {self.place(entry.src)}{pitches}"
+        if isinstance(entry, Waited):
+            return f"wait {self.place(entry.address)} >= {entry.value}"
+        if isinstance(entry, Wrote):
+            return f"write {self.place(entry.address)} = {entry.value}"
+        if isinstance(entry, Recorded):
+            return f"record {self.event(entry.event)}"
+        if isinstance(entry, Awaited):
+            return f"await {self.event(entry.event)}"
+        return f"launch {entry.prepared.name}"
+
+    def event(self, event: int) -> str:
+        named = {getattr(self.memory, name): name for name in EVENTS}
+        return named[event] if event in named else f"event[{self.memory.events.index(event)}]"
+
+    def place(self, address: int) -> str:
+        return self._word(address) or self._area(address) or self._near(address)
+
+    def _word(self, address: int) -> str:
+        """A word of rank r as "full of 2 [1, 0]": at rank 2, from 1, chunk 0; of our own memory without "of"."""
+        local = (address - self.memory.local.data_ptr()) // 4
+        if 0 <= local < 2 * WORDS:
+            return f"{('arrivals', 'progress')[local // WORDS]}[{local % WORDS // MAX_CHUNKS}, {local % MAX_CHUNKS}]"
+        if local == 2 * WORDS:
+            return "the constant 1"
+        for rank, start in enumerate(self.memory.signals.peers):
+            word = (address - start) // 4
+            if 0 <= word < WORDS:
+                return f"full of {rank} [{word // MAX_CHUNKS}, {word % MAX_CHUNKS}]"
+            if WORDS <= word < 2 * WORDS:
+                return f"free of {rank} [{word - WORDS}]"
+        return ""
+
+    def _area(self, address: int) -> str:
+        for name, area in self.memory.areas.items():
+            for rank, start in enumerate(area.peers):
+                if start <= address < start + area.size:
+                    return f"{name} of {rank} + {address - start}"
+        return ""
+
+    def _near(self, address: int) -> str:
+        below = {name: start for name, start in self.places.items() if start <= address}
+        name = max(below, key=lambda name: below[name])
+        return f"{name} + {address - below[name]}"
+
+
+# --- calls -------------------------------------------------------------------------------------------------------
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Small random values, exact in every dtype."""
+    return torch.randint(-4, 5, shape).to(dtype)
+
+
+def gather_call(
+    shard: Sequence[int] = (256,),
+    k: int = 512,
+    ns: Sequence[int] = (512,),
+    *,
+    dim: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    b_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    scales: str = "",
+    travels: bool = False,
+    fast: bool = True,
+    bias: bool = False,
+    k_major: bool = True,
+    full: bool = False,
+    world: int = 4,
+) -> GatherCall:
+    """A gather of `shard` (without K) along `dim`. scales: "", "tensor" or "row"; `travels`: A's are gathered too."""
+    out_dtype = out_dtype or (dtype if dtype.itemsize == 2 else torch.bfloat16)
+    lead = list(shard)
+    if not travels:
+        lead[dim] *= world
+    a_scale = {"": None, "tensor": torch.ones(()), "row": torch.rand(*lead, 1) + 0.5}[scales]
+    b_scales = [torch.ones(()) if scales == "tensor" else torch.rand(1, n) + 0.5 for n in ns] if scales else []
+    bs = [_weight(k, n, b_dtype or dtype, k_major) for n in ns]
+    biases = [tensor(n, dtype=out_dtype) if bias else None for n in ns]
+    a_shard = tensor(*shard, k, dtype=dtype)
+    return GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, travels, out_dtype, fast, full, world)
+
+
+def scatter_call(
+    rows: Sequence[int] = (1024,),
+    ks: Sequence[int] = (512,),
+    n: int = 512,
+    *,
+    dim: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    b_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    scales: str = "",
+    fast: bool = True,
+    bias: bool = False,
+    k_major: bool = True,
+    reduce_op: str = "sum",
+    world: int = 4,
+) -> ScatterCall:
+    """A scatter along `dim` of the sum of products [rows, k] @ [k, n]; the options are those of `gather_call`."""
+    out_dtype = out_dtype or (dtype if dtype.itemsize == 2 else torch.bfloat16)
+    a_scales = [torch.ones(()) if scales == "tensor" else torch.rand(*rows, 1) + 0.5 for _ in ks] if scales else []
+    b_scales = [torch.ones(()) if scales == "tensor" else torch.rand(1, n) + 0.5 for _ in ks] if scales else []
+    return ScatterCall(
+        [tensor(*rows, k, dtype=dtype) for k in ks],
+        [_weight(k, n, b_dtype or dtype, k_major) for k in ks],
+        a_scales,
+        b_scales,
+        [tensor(n, dtype=out_dtype) if bias else None for _ in ks],
+        reduce_op,
+        dim,
+        out_dtype,
+        fast,
+        world,
+    )
+
+
+def _weight(k: int, n: int, dtype: torch.dtype, k_major: bool) -> Tensor:
+    return tensor(n, k, dtype=dtype).t() if k_major else tensor(k, n, dtype=dtype)
