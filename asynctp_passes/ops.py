@@ -208,11 +208,21 @@ def _real_all_gather_matmul(
         reference.check_gather("all_gather_matmul", a_shard, bs, biases, gather_dim, group_size)
 
     if a_shard.is_cuda and (cuda := _cuda()) is not None:
-        options = (gather_dim, False, a_shard.dtype, False, return_a_full, _process_group(group_name), check)
+        options = (
+            gather_dim,
+            False,
+            a_shard.dtype,
+            False,
+            return_a_full,
+            group_size,
+            _process_group(group_name),
+            check,
+        )
         found: list[Tensor] | None = cuda.run_gather(a_shard, None, bs, (), biases, *options)
         if found is not None:
             return found
-    check()
+    else:
+        check()
     if _interpreted(a_shard.device):
         group = _process_group(group_name)
         outs: list[Tensor] = _kernels().all_gather_matmul(a_shard, bs, biases, gather_dim, return_a_full, group)
@@ -243,11 +253,12 @@ def _real_all_gather_scaled_matmul(
     if a_shard.is_cuda and (cuda := _cuda()) is not None:
         choices = (gather_dim, gather_a_scale, out_dtype, use_fast_accum, return_a_full)
         found: list[Tensor] | None = cuda.run_gather(
-            a_shard, a_scale, bs, b_scales, biases, *choices, _process_group(group_name), check
+            a_shard, a_scale, bs, b_scales, biases, *choices, group_size, _process_group(group_name), check
         )
         if found is not None:
             return found
-    check()
+    else:
+        check()
     operands = (a_shard, a_scale, bs, b_scales, biases, gather_dim, gather_a_scale)
     options = (out_dtype, use_fast_accum, return_a_full)
     if _interpreted(a_shard.device):
@@ -273,11 +284,12 @@ def _real_matmul_reduce_scatter(
         reference.check_scatter("matmul_reduce_scatter", a_parts, b_parts, biases, reduce_op, scatter_dim, group_size)
 
     if a_parts and a_parts[0].is_cuda and (cuda := _cuda()) is not None:
-        options = (reduce_op, scatter_dim, a_parts[0].dtype, False, _process_group(group_name), check)
+        options = (reduce_op, scatter_dim, a_parts[0].dtype, False, group_size, _process_group(group_name), check)
         found: Tensor | None = cuda.run_scatter(a_parts, b_parts, (), (), biases, *options)
         if found is not None:
             return found
-    check()
+    else:
+        check()
     if _interpreted(a_parts[0].device):
         group = _process_group(group_name)
         out: Tensor = _kernels().matmul_reduce_scatter(a_parts, b_parts, biases, reduce_op, scatter_dim, group)
@@ -309,11 +321,12 @@ def _real_scaled_matmul_reduce_scatter(
     if a_parts and a_parts[0].is_cuda and (cuda := _cuda()) is not None:
         choices = (reduce_op, scatter_dim, out_dtype, use_fast_accum)
         found: Tensor | None = cuda.run_scatter(
-            a_parts, b_parts, a_scales, b_scales, biases, *choices, _process_group(group_name), check
+            a_parts, b_parts, a_scales, b_scales, biases, *choices, group_size, _process_group(group_name), check
         )
         if found is not None:
             return found
-    check()
+    else:
+        check()
     operands = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, scatter_dim, out_dtype, use_fast_accum)
     if _interpreted(a_parts[0].device):
         out: Tensor = _kernels().scaled_matmul_reduce_scatter(*operands, _process_group(group_name))

@@ -139,6 +139,7 @@ class Machine:
         capturing: whether the current stream says that it is captured.
         registers: that the compiler would give every kernel.
         kernels: what the kernel of a name does to memory, given the launch.
+        hosts: on which each rank says that it is.
     """
 
     def __init__(self, rank: int, world: int, peer_writes: bool = True) -> None:
@@ -149,6 +150,7 @@ class Machine:
         self.capturing = False
         self.registers = 40
         self.kernels: dict[str, Callable[[Launched], None]] = {}
+        self.hosts = ["here"] * world
         self._events = 0
         self._streams = iter([COPY, REDUCE])
 
@@ -215,6 +217,10 @@ class Machine:
 
         return Launch(run, tuple(constants.values()), 32 * num_warps, self.registers, 0)
 
+    def board(self, *_: Any, **__: Any) -> SimpleNamespace:
+        """The group's store, on which every rank posts its host."""
+        return SimpleNamespace(post=lambda name, value: None, read_all=lambda name: self.hosts)
+
     # what a test asks
     @property
     def memory(self) -> GroupMemory:
@@ -274,7 +280,7 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True) -> Iterator
             "peer_writes_supported": lambda: here.peer_writes,
         },
         compat: {"current_raw_stream": lambda index: MAIN},
-        memory: {"_share": here.share, "_last_call": {}},
+        memory: {"_share": here.share, "_last_call": {}, "Board": here.board},
         gather: {"prepare": here.prepare, "product": product},
         scatter: {"prepare": here.prepare, "product": product},
         cuda: {"_machine": lambda index: ((9, 0), SMS, properties.name)},

@@ -169,9 +169,9 @@ def rendezvous(group: ProcessGroup, buffer_size: int, signal_pad_size: int) -> H
     """
     rank, world_size = group.rank(), group.size()
     generation = _generations[group] = _generations.get(group, -1) + 1
-    board = _Board(group, f"asynctp/{generation}")
+    board = Board(group, f"asynctp/{generation}")
     pad_size = channel_bytes(world_size) + signal_pad_size
-    segment = Segment(_host(), f"asynctp_{secrets.token_hex(12)}", buffer_size, pad_size)
+    segment = Segment(host_name(), f"asynctp_{secrets.token_hex(12)}", buffer_size, pad_size)
     own = _create(segment)
     try:
         board.post("segment", json.dumps(asdict(segment)))
@@ -186,10 +186,16 @@ def rendezvous(group: ProcessGroup, buffer_size: int, signal_pad_size: int) -> H
     return HostSymmetricMemory(rank, segment, mappings)
 
 
-class _Board:
-    """Small messages among the ranks of a group through its store, under one prefix, every wait bounded."""
+class Board:
+    """Small messages among the ranks of a group through its store, under one prefix, every wait bounded.
 
-    def __init__(self, group: ProcessGroup, prefix: str) -> None:
+    Args:
+        group, prefix: Every rank's are the same, and a prefix is used once.
+        seconds: The bound of `read_all`; `timeout_s` when None.
+    """
+
+    def __init__(self, group: ProcessGroup, prefix: str, seconds: float | None = None) -> None:
+        self._seconds = seconds
         self._store: Any = distributed_c10d._get_process_group_store(group)
         self._rank, self._world_size, self._prefix = group.rank(), group.size(), prefix
         self._topics: list[str] = []
@@ -200,7 +206,7 @@ class _Board:
 
     def read_all(self, topic: str) -> list[str]:
         """Every rank's message on `topic`, in rank order."""
-        deadline = time.monotonic() + timeout_s()
+        deadline = time.monotonic() + (self._seconds or timeout_s())
         return [self._read(topic, peer, deadline) for peer in range(self._world_size)]
 
     def _read(self, topic: str, peer: int, deadline: float) -> str:
@@ -227,7 +233,8 @@ def _check_channel(channel: int) -> None:
         raise ValueError(f"channel {channel} is not in 0..{CHANNELS - 1}")
 
 
-def _host() -> str:
+def host_name() -> str:
+    """What two processes share exactly when they run on one host."""
     return socket.gethostname()
 
 

@@ -141,12 +141,12 @@ def _refusals(rank: int, world: int) -> list[str]:
     import torch.distributed as dist
     from asynctp_kernels import host
 
-    group, said, real_host = dist.group.WORLD, [], host._host
-    host._host = lambda: f"node{rank}"
+    group, said, real_host = dist.group.WORLD, [], host.host_name
+    host.host_name = lambda: f"node{rank}"
     with pytest.raises(ops.SymmetricMemoryError) as caught:
         ops.rendezvous(group, 64, 0)
     said.append(str(caught.value))
-    host._host = real_host
+    host.host_name = real_host
     with pytest.raises(ops.SymmetricMemoryError) as caught:
         ops.rendezvous(group, 64 + rank, 0)
     said.append(str(caught.value))

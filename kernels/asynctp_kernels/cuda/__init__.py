@@ -66,21 +66,23 @@ def run_gather(
     out_dtype: torch.dtype,
     fast: bool,
     return_a_full: bool,
+    group_size: int,
     group: ProcessGroup,
     check: Check,
 ) -> list[Tensor] | None:
     """all_gather(a_shard, dim) @ b for every b; arguments as those of the ops. None: run the unfused program.
 
-    `check` validates the arguments; it is called once per plan, not once per call.
+    `check` validates the arguments; it is called once per plan, not once per call, and always before None is given.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
     memory = _memory(group, a_shard.device)
     if memory is None:
+        check()
         return None
     key = (
-        "gather", dim, scale_travels, out_dtype, fast, return_a_full, _key(a_shard), _optional_key(a_scale),
+        "gather", group_size, dim, scale_travels, out_dtype, fast, return_a_full, _key(a_shard), _optional_key(a_scale),
         *map(_key, bs), *map(_key, b_scales), *map(_optional_key, biases), select.requested(),
     )  # fmt: skip
     plan = memory.plans.get(key, _MISSING)
@@ -92,7 +94,8 @@ def run_gather(
     memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
     if plan is None:
         return None
-    outs: list[Tensor] = plan.run(a_shard, a_scale, bs, b_scales, biases)  # type: ignore[attr-defined]
+    with _Whole(memory):
+        outs: list[Tensor] = plan.run(a_shard, a_scale, bs, b_scales, biases)  # type: ignore[attr-defined]
     return outs
 
 
@@ -106,6 +109,7 @@ def run_scatter(
     dim: int,
     out_dtype: torch.dtype,
     fast: bool,
+    group_size: int,
     group: ProcessGroup,
     check: Check,
 ) -> Tensor | None:
@@ -116,10 +120,11 @@ def run_scatter(
     """
     memory = _memory(group, a_parts[0].device)
     if memory is None:
+        check()
         return None
     key = (
-        "scatter", reduce_op, dim, out_dtype, fast, *map(_key, a_parts), *map(_key, b_parts), *map(_key, a_scales),
-        *map(_key, b_scales), *map(_optional_key, biases), select.requested(),
+        "scatter", group_size, reduce_op, dim, out_dtype, fast, *map(_key, a_parts), *map(_key, b_parts),
+        *map(_key, a_scales), *map(_key, b_scales), *map(_optional_key, biases), select.requested(),
     )  # fmt: skip
     plan = memory.plans.get(key, _MISSING)
     if plan is _MISSING or (plan is not None and plan.stale):  # type: ignore[attr-defined]
@@ -129,8 +134,29 @@ def run_scatter(
     memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
     if plan is None:
         return None
-    out: Tensor = plan.run(a_parts, b_parts, a_scales, b_scales, biases)  # type: ignore[attr-defined]
+    with _Whole(memory):
+        out: Tensor = plan.run(a_parts, b_parts, a_scales, b_scales, biases)  # type: ignore[attr-defined]
     return out
+
+
+class _Whole:
+    """A call that raises half way leaves the ranks out of step: then the group's memory must not be used again."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, memory: GroupMemory) -> None:
+        self.memory = memory
+
+    def __enter__(self) -> None:
+        if torch.cuda.current_device() != self.memory.device.index:
+            raise RuntimeError(
+                f"asynctp: tensors on {self.memory.device} while cuda:{torch.cuda.current_device()} is the current "
+                f"device; call torch.cuda.set_device({self.memory.device.index}) first"
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.memory.failure is None:
+            self.memory.failure = f"{type(error).__name__}: {error}"
 
 
 def last_implementation(group: ProcessGroup) -> str:

@@ -286,8 +286,8 @@ class FusedGather(_Pulled):
         stream = current_raw_stream(self.device_index)
         a_shard = a_shard.contiguous()
         a_scale = None if a_scale is None else a_scale.contiguous()
-        full, scales = self.start(stream, a_shard, a_scale)
         outs = self.new_outputs(a_shard)
+        full, scales = self.start(stream, a_shard, a_scale)
         unused = self.unused
         scale0 = scale1 = unused
         if a_scale is not None:
@@ -349,8 +349,8 @@ class DecomposedGather(_Pulled):
         stream = current_raw_stream(self.device_index)
         a_shard = a_shard.contiguous()
         a_scale = None if a_scale is None else a_scale.contiguous()
-        full, scales = self.start(stream, a_shard, a_scale)
         outs = self.new_outputs(a_shard)
+        full, scales = self.start(stream, a_shard, a_scale)
         rank, world, rows, k = self.memory.rank, self.memory.world, self.layout.rows, self.layout.cols
         parts = full.view(world, rows, k)
         places = [out.view(world, rows, out.shape[-1]) for out in outs]

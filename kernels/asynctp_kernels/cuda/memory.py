@@ -37,6 +37,7 @@ from torch.distributed import ProcessGroup
 
 from asynctp_kernels.compat import symmetric_empty, symmetric_rendezvous
 from asynctp_kernels.errors import TIMEOUT_VARIABLE, PeerTimeout, SymmetricMemoryError
+from asynctp_kernels.host import Board, host_name
 from asynctp_kernels.signals import new_status, timeout_ns
 
 from . import driver
@@ -47,12 +48,15 @@ MAX_CHUNKS = 4
 MAX_WORLD = 8
 DIRECT_PROGRAMS = 132
 NO_BOUND = (1 << 63) - 1
+#: how far apart the ranks may come to a group's first call: some of them may still compile
+FIRST_CALL_S = 1800.0
 _WORD = 4
 _STAGE_OFFSET = 4096  # bytes from the start of the signals to the staging words
 _GRANULE = 1 << 21
 
 #: per device: the last call's (stream, whether that was captured) and the event of its end
 _last_call: dict[torch.device, tuple[tuple[int, bool], int]] = {}
+_makings: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[ProcessGroup, GroupMemory] = weakref.WeakKeyDictionary()
 
 
@@ -276,6 +280,7 @@ def release(group: ProcessGroup) -> None:
 def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
     if torch.cuda.is_current_stream_capturing():
         raise SymmetricMemoryError("the first call of a group cannot be captured: run the program once before that")
+    _check_hosts(group)
     rank, world = group.rank(), group.size()
     words = MAX_WORLD * MAX_CHUNKS
     signals = _share(group, device, _GRANULE)
@@ -293,6 +298,18 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
         local=local,
         peer_writes=driver.peer_writes_supported(),
     )
+
+
+def _check_hosts(group: ProcessGroup) -> None:
+    """Peers on another host cannot share memory, and torch's rendezvous would not say so."""
+    _makings[group] = number = _makings.get(group, 0) + 1
+    board = Board(group, f"asynctp/cuda/{number}", seconds=FIRST_CALL_S)
+    board.post("host", host_name())
+    hosts = board.read_all("host")
+    if len(set(hosts)) != 1:
+        raise SymmetricMemoryError(
+            f"its ranks are on {len(set(hosts))} hosts ({', '.join(sorted(set(hosts)))}), not on one"
+        )
 
 
 def _share(group: ProcessGroup, device: torch.device, size: int) -> Area:

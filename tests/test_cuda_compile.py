@@ -1,0 +1,575 @@
+"""Every kernel of `asynctp_kernels.cuda` compiles for compute capability 9, and to what its docstring promises.
+
+No GPU is needed: plans are made as `cuda_stubs` describes, and the kernels that they prepare are compiled by Triton's own
+`warmup` for a device that is only named. What is looked at is the PTX, and what ptxas says of registers and stack.
+
+This file is not in `tests/kernels`, where Triton interprets.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from asynctp_kernels.cuda import gather, scatter
+from asynctp_kernels.cuda.launch import Launch, fit_together
+from asynctp_kernels.cuda.tiles import Tiles, tiles_for
+from asynctp_kernels.signals import IS_INTERPRETED
+from cuda_stubs import FP8, SMS, Machine, Prepared, gather_call, machine, scatter_call
+
+
+def missing() -> str:
+    """Why nothing can be compiled here; empty when it can."""
+    if IS_INTERPRETED:
+        return "Triton interprets in this process (TRITON_INTERPRET=1)"
+    import triton
+
+    for tool in ("ptxas", "cuobjdump"):
+        try:
+            getattr(triton.knobs.nvidia, tool)
+        except (RuntimeError, AttributeError) as error:
+            return f"no {tool}: {error}"
+    return ""
+
+
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=missing() or "-"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+
+MOST_SHARED = 227 << 10  # bytes that one CTA may have (CUDA C++ Programming Guide, compute capability 9.0)
+FP8_WIDE = torch.float8_e5m2
+TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", FP8: "e4m3", FP8_WIDE: "e5m2"}
+
+WIDE, NARROW = Tiles(128, 256, 64, warps=8, stages=3), Tiles(128, 128, 64, warps=4, stages=4)
+WIDE8, NARROW8 = Tiles(128, 256, 128, warps=8, stages=3), Tiles(128, 128, 128, warps=4, stages=4)
+PRECISE8 = Tiles(128, 128, 128, warps=8, stages=4, imprecise=128)
+
+
+# --- compiling ---------------------------------------------------------------------------------------------------
+class NamedDevice:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_device(self) -> str:
+        return "a device of compute capability 9"
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture(autouse=True)
+def _sm90() -> Iterator[None]:
+    from triton.runtime import driver
+
+    before = driver._active
+    driver.set_active(NamedDevice())
+    yield
+    driver.set_active(before)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as it would be loaded. `stack`: bytes a thread, which is where spilled registers go."""
+
+    ptx: Ptx
+    threads: int
+    registers: int
+    stack: int
+    shared: int
+
+    @property
+    def launch(self) -> Launch:
+        """As `fit_together` looks at it."""
+        return Launch(lambda: None, (), self.threads, self.registers, self.shared)
+
+
+def compiled(prepared: Prepared, folder: Path) -> Compiled:
+    """What `launch.prepare` would have compiled."""
+    options = {**prepared.constants, **prepared.options, "num_warps": prepared.num_warps}
+    kernel = prepared.kernel.warmup(*prepared.args, grid=(prepared.programs, 1, 1), **options)
+    kernel = kernel.result() if hasattr(kernel, "result") else kernel
+    registers, stack = resources(kernel.asm["cubin"], folder)
+    return Compiled(Ptx(kernel.asm["ptx"]), 32 * prepared.num_warps, registers, stack, kernel.metadata.shared)
+
+
+def resources(cubin: bytes, folder: Path) -> tuple[int, int]:
+    """(registers, bytes of stack) of a thread."""
+    import triton
+
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2])
+
+
+# --- reading PTX -------------------------------------------------------------------------------------------------
+_INSTRUCTION = re.compile(r"(?:@!?(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
+_REGISTER = re.compile(r"%(?:r|rd|rs|p|f|fd)\d+\b")
+_NO_RESULT = ("st.", "red.", "bar.", "bra", "cp.", "fence", "mbarrier.", "stmatrix", "ret", "membar", "griddepcontrol")
+TMA_LOAD, TMA_STORE = "cp.async.bulk.tensor.%dd.shared::", "cp.async.bulk.tensor.3d.global.shared::cta"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`asm`: the number of the inline assembly that it is in."""
+
+    op: str
+    operands: str
+    predicate: str | None
+    asm: int | None
+
+    @property
+    def has_result(self) -> bool:
+        return not self.op.startswith(_NO_RESULT)
+
+    @property
+    def writes(self) -> set[str]:
+        if not self.has_result:
+            return set()
+        first = re.match(r"\{[^}]*\}|[^,]*", self.operands)
+        return set(_REGISTER.findall(first[0])) if first else set()
+
+    @property
+    def reads(self) -> set[str]:
+        found = _REGISTER.findall(self.operands)
+        return set(found if not self.has_result else found[len(self.writes) :]) | ({self.predicate} - {None})
+
+
+class Ptx:
+    """The instructions of one kernel, in the order of the text, and what a register's value comes from."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.instructions = list(self._parse())
+
+    def _parse(self) -> Iterator[Instruction]:
+        asm, inside = -1, False
+        for line in self.text.splitlines():
+            if "begin inline asm" in line:
+                asm, inside = asm + 1, True
+            elif "end inline asm" in line:
+                inside = False
+            for part in line.split("//")[0].split(";"):
+                found = _INSTRUCTION.fullmatch(part.strip().removeprefix("{ "))
+                if found:
+                    yield Instruction(found[2], found[3], found[1], asm if inside else None)
+
+    def find(self, start: str) -> list[Instruction]:
+        """Instructions whose name starts so."""
+        return [instruction for instruction in self.instructions if instruction.op.startswith(start)]
+
+    def inside(self, asm: int) -> list[str]:
+        """The names of the instructions of one inline assembly."""
+        return [instruction.op for instruction in self.instructions if instruction.asm == asm]
+
+    def assemblies(self, op: str) -> set[int]:
+        """Which inline assemblies have an instruction of that name."""
+        return {instruction.asm for instruction in self.find(op) if instruction.asm is not None}
+
+    @cached_property
+    def _sources(self) -> dict[str, list[Instruction]]:
+        sources: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for register in instruction.writes:
+                sources.setdefault(register, []).append(instruction)
+        return sources
+
+    def origins(self, registers: Iterable[str]) -> set[int]:
+        """The inline assemblies that these registers' values come from, at any distance."""
+        seen, left, found = set(), list(registers), set()
+        while left:
+            register = left.pop()
+            if register in seen:
+                continue
+            seen.add(register)
+            for source in self._sources.get(register, ()):
+                found |= {source.asm} - {None}
+                left += source.reads
+        return found
+
+
+def in_order(ops: Iterable[str], *wanted: str) -> bool:
+    """Whether instructions with these beginnings occur in this order."""
+    rest = iter(ops)
+    return all(any(op.startswith(start) for op in rest) for start in wanted)
+
+
+WAIT = ("ld.acquire.sys.global.s32", "bar.sync", "fence.proxy.async")
+PUBLISH = ("cp.async.bulk.wait_group", "bar.sync", "fence.proxy.async", "red.release.gpu.global.add")
+
+
+def waits(ptx: Ptx) -> set[int]:
+    """The inline assemblies of `await_word`; each acquires, then joins the threads, then orders TMA behind that."""
+    found = ptx.assemblies("ld.acquire")
+    for asm in found:
+        assert in_order(ptx.inside(asm), *WAIT)
+    return found
+
+
+def late_loads(ptx: Ptx, loads: Iterable[Instruction], registers: Callable[[Instruction], set[str]]) -> list[str]:
+    """The loads whose address does not come from a wait: these could be made before it."""
+    found = waits(ptx)
+    return [load.operands for load in loads if not ptx.origins(registers(load)) & found]
+
+
+def block_coordinate(load: Instruction) -> set[str]:
+    """The registers of a 3-D TMA access's slowest coordinate: the block of rows."""
+    coordinates = re.search(r"\{([^}]*)\}", load.operands)
+    assert coordinates is not None
+    return set(_REGISTER.findall(coordinates[1].split(",")[2]))
+
+
+def store_sequence(ptx: Ptx) -> list[str]:
+    """TMA stores of C, what commits them, and what publishes them, in order."""
+    published, names = ptx.assemblies("red.release"), []
+    for instruction in ptx.instructions:
+        if instruction.op.startswith(TMA_STORE):
+            names.append("store")
+        elif instruction.op == "cp.async.bulk.commit_group":
+            names.append("commit")
+        elif instruction.op.startswith("red.release") and instruction.asm in published:
+            names.append("publish")
+    return names
+
+
+# --- the GEMM ----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Variant:
+    """A GEMM as a plan compiles it. `stack`: the bytes that it may spill, at most, of any Triton from 3.6 to 3.9."""
+
+    options: dict[str, Any]
+    tiles: Tiles
+    stack: int = 0
+
+    @property
+    def types(self) -> str:
+        dtype = self.options.get("dtype", torch.bfloat16)
+        return f"{TYPES[dtype]}.{TYPES[self.options.get('b_dtype', dtype)]}"
+
+    @property
+    def plain(self) -> bool:
+        """Nothing is loaded but operands."""
+        return not self.options.get("bias") and not self.options.get("scales")
+
+
+ROWWISE = {"dtype": FP8, "scales": "row"}
+TENSORWISE = {"dtype": FP8, "scales": "tensor"}
+MANY = (512, 128, 128, 264)
+
+#: What is spilled belongs to the epilogue: bias, row and column scales are spread over the tile's layout there.
+BOTH = {
+    "plain": Variant({}, WIDE),
+    "narrow": Variant({}, NARROW),
+    "n-major": Variant({"k_major": False}, WIDE),
+    "n-major-narrow": Variant({"k_major": False}, NARROW),
+    "bias": Variant({"bias": True}, WIDE, 64),
+    "bias-narrow": Variant({"bias": True}, NARROW),
+    "fp16": Variant({"dtype": torch.float16}, WIDE),
+    "fp8": Variant(TENSORWISE, WIDE8),
+    "fp8-narrow": Variant(TENSORWISE, NARROW8),
+    "fp8-precise": Variant({**TENSORWISE, "fast": False}, PRECISE8),
+    "fp8-to-fp16": Variant({**TENSORWISE, "out_dtype": torch.float16}, WIDE8),
+    "e5m2-e4m3": Variant({**TENSORWISE, "dtype": FP8_WIDE, "b_dtype": FP8}, WIDE8),
+    "rows": Variant(ROWWISE, WIDE8, 16),
+    "rows-narrow": Variant(ROWWISE, NARROW8),
+    "rows-precise": Variant({**ROWWISE, "fast": False}, PRECISE8),
+    "rows-bias": Variant({**ROWWISE, "bias": True}, WIDE8, 128),
+}
+GATHERS = BOTH | {
+    "outer": Variant({"shard": (2, 256), "dim": 1}, WIDE),
+    "full": Variant({"full": True}, WIDE),
+    "2": Variant({"ns": MANY[:2]}, WIDE),
+    "3": Variant({"ns": MANY[:3]}, WIDE),
+    "4": Variant({"ns": MANY}, WIDE),
+    "4-narrow": Variant({"ns": MANY}, NARROW),
+    "4-bias": Variant({"ns": MANY, "bias": True}, WIDE, 256),
+    "rows-travel": Variant({**ROWWISE, "travels": True}, WIDE8, 32),
+    "rows-travel-narrow": Variant({**ROWWISE, "travels": True}, NARROW8),
+    "rows-travel-precise": Variant({**ROWWISE, "travels": True, "fast": False}, PRECISE8),
+    "rows-travel-4-bias": Variant({**ROWWISE, "travels": True, "ns": MANY, "bias": True}, WIDE8, 320),
+}
+SCATTERS = BOTH | {
+    "outer": Variant({"rows": (2, 1024), "dim": 1}, WIDE),
+    "2": Variant({"ks": (512, 256)}, WIDE),
+    "3": Variant({"ks": (512, 256, 256)}, WIDE),
+    "4": Variant({"ks": (512, 256, 256, 128)}, WIDE),
+    "4-narrow": Variant({"ks": (512, 256, 256, 128)}, NARROW),
+    "4-n-major": Variant({"ks": (512, 256, 256, 128), "k_major": False}, WIDE),
+}
+
+
+def small_and_gemm(here: Machine, folder: Path) -> tuple[Compiled, Compiled]:
+    """The two kernels of the plan just made: staging or reduction, and the GEMM."""
+    small, gemm = here.prepared
+    assert (small.name, gemm.name) in {("stage_kernel", "gemm_kernel"), ("reduce_kernel", "gemm_kernel")}
+    return compiled(small, folder), compiled(gemm, folder)
+
+
+def check_products(gemm: Compiled, variant: Variant) -> None:
+    """Tensor cores, fed by TMA alone."""
+    ptx, tiles = gemm.ptx, variant.tiles
+    products = {instruction.op for instruction in ptx.find("wgmma.mma_async")}
+    k = 32 if tiles.block_k == 128 else 16
+    assert products == {f"wgmma.mma_async.sync.aligned.m64n{tiles.block_n}k{k}.f32.{variant.types}"}
+    assert len(ptx.find("wgmma.mma_async")) == tiles.block_m // 16 // tiles.warps * tiles.block_k // k
+    assert not ptx.find("mma.")
+    assert not ptx.find("ldmatrix")
+    assert not ptx.find("cp.async.ca")
+    assert not ptx.find("cp.async.cg")
+    loads = [len(ptx.find(TMA_LOAD % dimensions)) for dimensions in (3, 2)]
+    assert loads[0] == loads[1] >= 2, "one load of A for each of B, in the prologue and in the loop"
+    precise = [add for add in ptx.find("add") if re.match(r"add(\.rn)?\.f32", add.op)]
+    assert bool(precise) >= bool(tiles.imprecise), "partial sums of precise fp8 are added outside the tensor cores"
+
+
+def check_plain(gemm: Compiled, done_counters: int) -> None:
+    """Operands are read through TMA only: the rest is the count of finished programs, handed from thread to thread."""
+    assert len(gemm.ptx.find("ld.shared")) == done_counters
+    assert gemm.ptx.find("ld.global") == []
+
+
+def check_resources(gemm: Compiled, variant: Variant) -> None:
+    limit = gather.register_limit(variant.tiles).get("maxnreg", 255)
+    assert gemm.registers <= limit
+    assert gemm.stack <= variant.stack, f"{gemm.stack} bytes spilled"
+    assert gemm.shared + 1024 <= MOST_SHARED
+
+
+def check_room(gemm: Compiled, small: Compiled) -> None:
+    """One CTA of each fits on an SM; the arithmetic of `fit_together`, spelled out, and its own word."""
+    registers = sum(-(-kernel.registers // 8) * 8 * kernel.threads for kernel in (gemm, small))
+    assert registers <= 65536
+    assert gemm.shared + small.shared + 2 * 1024 <= 228 * 1024
+    assert fit_together(gemm.launch, small.launch)
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_gather_gemm(name: str, tmp_path: Path) -> None:
+    variant = GATHERS[name]
+    with machine() as here:
+        gather.FusedGather(gather_call(**variant.options), here.memory, variant.tiles, 2, SMS)
+        small, gemm = small_and_gemm(here, tmp_path)
+    check_products(gemm, variant)
+    check_resources(gemm, variant)
+    check_room(gemm, small)
+    if variant.plain:
+        check_plain(gemm, 1)
+    loads = gemm.ptx.find(TMA_LOAD % 3)
+    assert late_loads(gemm.ptx, loads, block_coordinate) == [], "A may be loaded before it has arrived"
+    assert set(store_sequence(gemm.ptx)) == {"store", "commit"}
+    # only when all programs are done with the words are they cleared
+    assert in_order((instruction.op for instruction in gemm.ptx.instructions), *WAIT, "wgmma", "bar.sync",
+                    "atom.global.gpu.acq_rel.add", "bar.sync", "st.global", "ret")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCATTERS)
+def test_scatter_gemm(name: str, tmp_path: Path) -> None:
+    variant = SCATTERS[name]
+    with machine() as here:
+        scatter.FusedScatter(scatter_call(**variant.options), here.memory, variant.tiles, 2, SMS)
+        small, gemm = small_and_gemm(here, tmp_path)
+    check_products(gemm, variant)
+    check_resources(gemm, variant)
+    check_room(gemm, small)
+    if variant.plain:
+        check_plain(gemm, 0)
+    assert waits(gemm.ptx) == set(), "the GEMM of a scatter waits for nothing"
+    published = gemm.ptx.assemblies("red.release")
+    assert all(in_order(gemm.ptx.inside(asm), *PUBLISH) for asm in published)
+    sequence = store_sequence(gemm.ptx)
+    assert sequence == ["store", "commit", "publish"] * len(published)
+
+
+def test_no_other_tiles_are_used() -> None:
+    """What is compiled above are all the tiles that a plan can ask for."""
+    asked = {
+        tiles_for(dtype, precise, rows, columns, SMS)
+        for dtype, precise in ((torch.bfloat16, False), (torch.float16, False), (FP8, False), (FP8, True))
+        for rows in (*range(8, 1024, 8), *range(1024, 20000, 128))
+        for columns in (8, 64, 264, 512, 2560, 4096, 8192, 14336)
+    }
+    assert asked == {WIDE, NARROW, WIDE8, NARROW8, PRECISE8}
+    assert {variant.tiles for variant in BOTH.values()} == asked
+
+
+# --- that the checks above see something ---------------------------------------------------------------------------
+def plain_ptx(op: str, folder: Path) -> str:
+    with machine() as here:
+        if op == "gather":
+            gather.FusedGather(gather_call(), here.memory, WIDE, 2, SMS)
+        else:
+            scatter.FusedScatter(scatter_call(), here.memory, WIDE, 2, SMS)
+        return compiled(here.prepared[-1], folder).ptx.text
+
+
+def test_a_load_that_does_not_wait_is_found(tmp_path: Path) -> None:
+    text = plain_ptx("gather", tmp_path)
+    deaf, count = re.subn(r"mov\.u32 %r\d+, 0; }", "}", text)  # the wait's result, which A's coordinate is added to
+    assert count >= 2
+    ptx = Ptx(deaf)
+    assert len(late_loads(ptx, ptx.find(TMA_LOAD % 3), block_coordinate)) == len(ptx.find(TMA_LOAD % 3))
+
+
+def test_a_wrong_order_of_publishing_is_found(tmp_path: Path) -> None:
+    text = plain_ptx("scatter", tmp_path)
+    early = re.sub(r"cp\.async\.bulk\.wait_group 0;(.*?)(@p red\.release[^;]*;)", r"\2\1", text, flags=re.DOTALL)
+    ptx = Ptx(early)
+    published = ptx.assemblies("red.release")
+    assert published
+    assert not any(in_order(ptx.inside(asm), *PUBLISH) for asm in published)
+
+
+# --- the other kernels -------------------------------------------------------------------------------------------
+WORLDS = (2, 4, 8)
+#: Bytes that a kernel of WORLD copies of its loop may spill: a few addresses.
+SMALL_STACK = 16
+
+
+def check_small(kernel: Compiled, registers: int = 255) -> None:
+    assert kernel.registers <= registers
+    assert kernel.stack <= SMALL_STACK
+    assert kernel.shared <= 4096
+
+
+def check_posts(ptx: Ptx, count: int) -> None:
+    """So many words are posted with release, each behind a barrier that joins the threads' stores."""
+    joined, posts = False, 0
+    for instruction in ptx.instructions:
+        if instruction.op.startswith("bar.sync"):
+            joined = True
+        elif instruction.op.startswith("st.global"):
+            joined = False
+        elif instruction.op.startswith("atom.global.sys.release.exch"):
+            assert joined
+            posts += 1
+    assert posts == count
+
+
+def acquires(ptx: Ptx) -> list[Instruction]:
+    """Polls of another rank's word; Triton makes a plain load of an addition of 0, which keeps its order."""
+    return [each for each in ptx.instructions if "sys" in each.op and "acquire" in each.op and each.asm is None] + [
+        each for each in ptx.instructions if re.search(r"(ld|atom)\S*\.sys\.\S*acquire|acquire\.sys", each.op)
+    ]
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("world", WORLDS)
+def test_stage_kernel(world: int, scales: bool, tmp_path: Path) -> None:
+    """A barrier, the copy, a barrier; few registers, since it runs beside the GEMM."""
+    options: dict[str, Any] = {**ROWWISE, "travels": True} if scales else {}
+    with machine(world=world) as here:
+        gather.DecomposedGather(gather_call((4096,), world=world, **options), here.memory)
+        kernel = compiled(here.prepared[-1], tmp_path)
+    check_small(kernel, registers=56)
+    check_posts(kernel.ptx, 2 * (world - 1))
+    assert len(acquires(kernel.ptx)) >= 2 * (world - 1)
+    copies = [load for load in kernel.ptx.find("ld.global.v") if load.predicate]
+    assert {load.op for load in copies} == {"ld.global.v4.b32"}, "16 bytes a thread at a time"
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("world", WORLDS)
+def test_reduce_kernel(world: int, chunks: int, tmp_path: Path) -> None:
+    """Every chunk is read behind the waits for its own tiles and for all ranks' copies of it."""
+    with machine(world=world) as here:
+        call = scatter_call((512 * world,), world=world)
+        scatter.FusedScatter(call, here.memory, WIDE, chunks, SMS)
+        kernel = compiled(here.prepared[0], tmp_path)
+    assert here.prepared[0].constants["CHUNKS"] == chunks
+    check_small(kernel, registers=scatter.REDUCE_REGISTERS)
+    found = waits(kernel.ptx)
+    assert len(found) == chunks * (1 + world)
+    loads = kernel.ptx.find("ld.global.v4.b32")
+    assert len(loads) == chunks * world * 2, "4096 elements of 2 bytes by 256 threads, 16 bytes at a time"
+    assert len(kernel.ptx.find("ld.global")) == len(loads)
+    for load in loads:
+        assert len(kernel.ptx.origins(load.reads) & found) == 1 + world
+
+
+@pytest.mark.parametrize(("rows", "n"), [(4, 100), (12, 8), (4, 1000), (20, 24)])
+def test_parts_that_are_not_aligned_are_not_read_as_if_they_were(rows: int, n: int, tmp_path: Path) -> None:
+    """A rank's part begins at a multiple of its size: wide loads need that to be a multiple of theirs."""
+    with machine() as here:
+        scatter.DecomposedScatter(scatter_call((rows,), n=n), here.memory)
+        kernel = compiled(here.prepared[0], tmp_path)
+    part = rows // 4 * n * 2
+    widths = {access_bytes(each.op) for start in ("ld.global", "st.global") for each in kernel.ptx.find(start)}
+    assert all(part % width == 0 for width in widths - {4}), (part, widths)  # 4: the words
+
+
+def access_bytes(op: str) -> int:
+    """Of one load or store: 16 for ld.global.v4.b32."""
+    found = re.search(r"(?:\.v(\d))?\.[a-z](\d+)$", op)
+    assert found is not None, op
+    return int(found[1] or 1) * int(found[2]) // 8
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("world", WORLDS)
+def test_push_gather_kernel(world: int, outer: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"shard": (2, 256), "dim": 1, **ROWWISE, "travels": True} if outer else {}
+    with machine(world=world) as here:
+        gather.DirectGather(gather_call(world=world, **options), here.memory)
+        kernel = compiled(here.prepared[-1], tmp_path)
+    check_small(kernel)
+    check_posts(kernel.ptx, world - 1)
+    assert len(acquires(kernel.ptx)) >= world - 1
+
+
+@pytest.mark.parametrize("where", ["rows", "outer", "columns"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_push_reduce_kernel(world: int, where: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "rows": {"rows": (64 * world,)},
+        "outer": {"rows": (2, 64 * world), "dim": 1},
+        "columns": {"rows": (64,), "dim": -1},
+    }[where]
+    with machine(world=world) as here:
+        scatter.DirectScatter(scatter_call(world=world, **options), here.memory)
+        kernel = compiled(here.prepared[-1], tmp_path)
+    check_small(kernel)
+    check_posts(kernel.ptx, world - 1)
+    assert len(acquires(kernel.ptx)) >= world - 1
+
+
+SMALLEST: dict[str, Callable[[Machine], Any]] = {
+    "gather-direct": lambda here: gather.DirectGather(gather_call((1,), 1, (1,)), here.memory),
+    "gather-direct-rows": lambda here: gather.DirectGather(
+        gather_call((1,), 1, (1,), **ROWWISE, travels=True), here.memory
+    ),
+    "gather-decomposed": lambda here: gather.DecomposedGather(gather_call((1,), 1, (1,)), here.memory),
+    "gather-decomposed-rows": lambda here: gather.DecomposedGather(
+        gather_call((1,), 1, (1,), **ROWWISE, travels=True), here.memory
+    ),
+    "gather-fused": lambda here: gather.FusedGather(gather_call((1,), 8, (8,)), here.memory, NARROW, 2, SMS),
+    "scatter-direct": lambda here: scatter.DirectScatter(scatter_call((4,), (1,), 1), here.memory),
+    "scatter-direct-columns": lambda here: scatter.DirectScatter(scatter_call((1,), (1,), 4, dim=-1), here.memory),
+    "scatter-decomposed": lambda here: scatter.DecomposedScatter(scatter_call((4,), (1,), 1), here.memory),
+    "scatter-fused": lambda here: scatter.FusedScatter(scatter_call((4,), (8,), 8), here.memory, NARROW, 2, SMS),
+}
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_the_smallest_calls_compile(name: str, tmp_path: Path) -> None:
+    """An argument of 1 becomes a constant for Triton, which is no tensor any more."""
+    with machine() as here:
+        SMALLEST[name](here)
+        assert all(compiled(prepared, tmp_path).registers for prepared in here.prepared)
