@@ -441,6 +441,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def command(options: argparse.Namespace) -> str:
+    """The command that measures the same again."""
+    kept = {"rows": options.rows, "ops": options.ops, "kinds": options.kinds, "rounds": [options.rounds]}
+    words = [f"--{name} {','.join(map(str, values))}" for name, values in kept.items()]
+    words += [f"--{name}" for name in ("all", "tune") if getattr(options, name)]
+    return f"asynctp bench --ranks {dist.get_world_size()} {' '.join(words)}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """One process of the benchmark."""
     options = parse(arguments)
@@ -460,8 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(summary(found)))
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
-            given = " ".join(sys.argv[1:] if arguments is None else arguments)
-            (options.out / "bench.json").write_text(json.dumps(record(found, f"asynctp bench {given}"), indent=1))
+            (options.out / "bench.json").write_text(json.dumps(record(found, command(options)), indent=1))
             plotted = plot(found, options.out / "bench.png")
             print(
                 f"wrote {options.out / 'bench.json'}" + (" and bench.png" if plotted else " (no matplotlib: no plot)")

@@ -129,8 +129,10 @@ def expected_implementation(
         dtype=str(dtype).removeprefix("torch."),
         precise=dtype.itemsize == 1 and not fast,
     )
-    device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    choice = select.choose(problem, {}, device.multi_processor_count, device.name)
+    index = torch.cuda.current_device()
+    device = torch.cuda.get_device_properties(index)
+    refused = _cuda().refused_here(world_size, index)
+    choice = select.choose(problem, refused, device.multi_processor_count, device.name)
     return f"{choice.implementation} ({choice.source})"
 
 

@@ -22,6 +22,7 @@ from asynctp_kernels.cuda.launch import Launch
 from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD, Area, GroupMemory
 from asynctp_kernels.cuda.scatter import ScatterCall
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 SMS = 132
 STREAMS = {0: "main", 101: "copy", 102: "reduce"}
@@ -66,9 +67,12 @@ class Copied:
 
 @dataclass(frozen=True)
 class Waited:
+    """`found`: what the word was when the wait was enqueued; on a GPU it may come later."""
+
     stream: int
     address: int
     value: int
+    found: int
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,8 @@ class Machine:
                 ctypes.c_int32.from_address(op.address).value = op.value
             else:
                 assert (op.operation, op.flags) == (driver._WAIT_VALUE_32, driver._WAIT_GEQ)
-                self.log.append(Waited(stream, op.address, op.value))
+                found = ctypes.c_int32.from_address(op.address).value
+                self.log.append(Waited(stream, op.address, op.value, found))
 
     def record_event(self, event: int, stream: int) -> None:
         self.log.append(Recorded(stream, event))
@@ -206,12 +211,16 @@ class Machine:
         self, kernel: Any, programs: int, args: Sequence[Any], constants: dict[str, Any], num_warps: int, **options: Any
     ) -> Launch:
         prepared = Prepared(kernel, programs, tuple(args), dict(constants), num_warps, options)
+        assert len(args) == len(prepared.names)
+        assert list(constants) == prepared.constant_names
+        assert [param.name for param in kernel.params] == prepared.names + prepared.constant_names
         self.prepared.append(prepared)
 
         def run(*values: Any, stream: int) -> None:
             count = len(prepared.names)
             assert values[count:] == tuple(constants.values()), "constants come after the arguments, in order"
             launched = Launched(stream, prepared, values[:count])
+            check_promises(launched)
             self.log.append(launched)
             self.kernels.get(prepared.name, lambda _: None)(launched)
 
@@ -244,6 +253,28 @@ class Machine:
         """The log in words. `places` are addresses of memory by name, as "gathered"."""
         names = Names(self.memory, places)
         return "\n".join(f"{STREAMS[entry.stream]:6} {names.entry(entry)}" for entry in self.log)
+
+
+def check_promises(launched: Launched) -> None:
+    """What the kernel was compiled for holds of a launch: kinds, and what Triton makes constants or alignments of."""
+    params = [param for param in launched.prepared.kernel.params if not param.is_constexpr]
+    assert len(launched.values) == len(params)
+    for param, example, value in zip(params, launched.prepared.args, launched.values, strict=True):
+        said = f"{launched.prepared.name}: {param.name}"
+        if isinstance(example, Tensor):
+            assert isinstance(value, int), said
+            fixed = param.do_not_specialize or param.do_not_specialize_on_alignment
+            assert fixed or example.data_ptr() % 16 or value % 16 == 0, f"{said} is compiled for aligned memory"
+        elif isinstance(example, TensorDescriptor):
+            assert isinstance(value, Tma), said
+            layout = (example.shape, example.strides, example.block_shape)
+            assert (value.shape, value.strides, value.block_shape) == layout, said
+            assert value.address % 16 == 0, said
+        elif param.do_not_specialize and isinstance(example, int):
+            assert isinstance(value, int), said
+            assert -(2**31) <= min(value, example) <= max(value, example) < 2**31, said
+        else:
+            assert value == example, f"{said} is compiled in"
 
 
 def product(

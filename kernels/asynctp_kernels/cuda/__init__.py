@@ -49,7 +49,9 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 WORLD_SIZES = range(2, 9)
+NOT_TUNED = "the GEMM is tuned for compute capability 9 (H100, H200) only"
 MAX_PLANS = 1024  # of one group
+SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DIRECT_LIMIT = 64 << 20  # bytes of one landing slot
 _unavailable: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 Check = Callable[[], None]
@@ -159,6 +161,12 @@ class _Whole:
             self.memory.failure = f"{type(error).__name__}: {error}"
 
 
+def _require_none_forced(reason: str) -> None:
+    wanted = select.requested()
+    if wanted not in (None, "unfused"):
+        raise RuntimeError(f"asynctp: implementation {wanted!r} was asked for and cannot run: {reason}")
+
+
 def last_implementation(group: ProcessGroup) -> str:
     """What the group's last call ran."""
     if group in _unavailable or (memory := existing_memory(group)) is None:
@@ -167,6 +175,13 @@ def last_implementation(group: ProcessGroup) -> str:
 
 
 _MISSING = object()
+
+
+def refused_here(world: int, device_index: int) -> dict[str, str]:
+    """Why implementations cannot run on this machine or group at all, whatever the call."""
+    if world not in WORLD_SIZES:
+        return dict.fromkeys(("fused", "decomposed", "direct"), f"{world} ranks")
+    return {} if _machine(device_index)[0][0] == 9 else {"fused": NOT_TUNED}
 
 
 def _keep(memory: GroupMemory, key: object, plan: Any) -> Any:
@@ -178,7 +193,7 @@ def _keep(memory: GroupMemory, key: object, plan: Any) -> Any:
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16)
+    return (tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _optional_key(tensor: Tensor | None) -> tuple[Any, ...] | None:
@@ -186,8 +201,13 @@ def _optional_key(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 
 def _memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None:
-    """The group's memory; None where there can be none, which is said once."""
+    """The group's memory; None where there can be none, which is said once, or raised if an implementation is forced.
+
+    Raises:
+        RuntimeError: one is forced that needs it.
+    """
     if group in _unavailable:
+        _require_none_forced(_unavailable[group])
         return None
     reason = None
     if group.size() not in WORLD_SIZES:
@@ -200,6 +220,7 @@ def _memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None:
                 raise
             reason = str(error)
     _unavailable[group] = reason
+    _require_none_forced(reason)
     log.warning("group %s runs the unfused program: %s", group.group_name, reason)
     return None
 
@@ -318,8 +339,6 @@ def _refused_gather(call: GatherCall) -> dict[str, str]:
     reason = _refused_fused(call.a_shard, call.bs, call.b_scales, call.biases, call.out_dtype, [layout.cols])
     if reason is not None:
         refused.setdefault("fused", reason)
-    if call.a_scale is not None and call.a_scale.numel() != 1 and not call.a_scale.is_contiguous():
-        refused.setdefault("fused", "a row scale that is not contiguous")
     return refused
 
 
@@ -341,8 +360,9 @@ def _refused_scatter(call: ScatterCall) -> dict[str, str]:
     part = layout.rows * layout.cols * call.out_dtype.itemsize
     if part * call.world > DIRECT_LIMIT:
         refused.setdefault("direct", f"{part * call.world} bytes scattered, more than its limit of {DIRECT_LIMIT}")
-    elif call.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        refused.setdefault("direct", f"a result of {call.out_dtype}")
+    if call.out_dtype not in SUMMED_DTYPES:
+        for name in ("direct", "decomposed", "fused"):
+            refused.setdefault(name, f"a result of {call.out_dtype}: sums over ranks are in fp32")
     if call.a_scales and len(call.a_parts) > 1:
         refused.setdefault("fused", "several scaled products: each needs its own scale before the sum")
     reason = _refused_fused(call.a_parts[0], call.b_parts, call.b_scales, call.biases, call.out_dtype, depths)
@@ -350,8 +370,6 @@ def _refused_scatter(call: ScatterCall) -> dict[str, str]:
         refused.setdefault("fused", reason)
     if len(call.b_parts) > 1 and any(bias is not None for bias in call.biases):
         refused.setdefault("fused", "a bias in a sum of several products")
-    if any(scale.numel() != 1 and not scale.is_contiguous() for scale in call.a_scales):
-        refused.setdefault("fused", "a row scale that is not contiguous")
     return refused
 
 
@@ -383,7 +401,7 @@ def _refused_fused(
 ) -> str | None:
     """Why the persistent TMA GEMM cannot run this."""
     if _machine(a.device.index)[0][0] != 9:
-        return "the GEMM is tuned for compute capability 9 (H100, H200) only"
+        return NOT_TUNED
     if out_dtype not in TRITON_DTYPES:
         return f"a result of {out_dtype}"
     if a.dtype == torch.float32:
@@ -397,13 +415,13 @@ def _refused_fused(
     fp8 = a.itemsize == 1
     for b in bs:
         pitch = b.stride(1) if k_major(b) else b.stride(0)
-        if (b.stride(0) != 1 and b.stride(1) != 1) or pitch * b.itemsize % 16 or b.data_ptr() % 16:
+        if (b.stride(0) != 1 and b.stride(1) != 1) or pitch * b.itemsize % 16:
             return f"a B of strides {tuple(b.stride())}: TMA needs one stride of 1 and the other a multiple of 16 bytes"
         if fp8 and not k_major(b):
             return "an fp8 B whose columns are contiguous: the tensor cores need K contiguous"
         if b.shape[1] * out_dtype.itemsize % 16:
             return f"{b.shape[1]} columns: TMA needs rows of a multiple of 16 bytes"
-    if any(k * a.itemsize % 16 for k in depths) or a.data_ptr() % 16:
+    if any(k * a.itemsize % 16 for k in depths):
         return "an A whose rows are not multiples of 16 bytes"
     if len({bias is None for bias in biases}) != 1 or len({bias.dtype for bias in biases if bias is not None}) > 1:
         return "biases for some products only, or of several dtypes"

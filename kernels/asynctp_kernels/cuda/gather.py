@@ -25,7 +25,7 @@ from asynctp_kernels.layout import ShardLayout, gather_layout
 from . import driver
 from .copy_kernels import push_gather_kernel, stage_kernel
 from .gemm_kernels import gemm_kernel
-from .launch import Tma, describe, fit_together, grid, outlines, prepare
+from .launch import Tma, aligned, aligned_columns, describe, fit_together, grid, outlines, prepare
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
 from .script import GatherMoves, Record, Step, Write, compile_script, gather_script
@@ -159,9 +159,9 @@ class _Pulled(GatherPlan):
         size = self.shard_bytes // unit
         block = direct_block(size, 4096)
         programs = grid(-(-size // block), STAGE_PROGRAMS)
-        shard = call.a_shard.contiguous().view(-1).view(_UNITS[unit])
+        shard = aligned(call.a_shard).view(-1).view(_UNITS[unit])
         box, scale_box = outbox.view(_UNITS[unit]), outbox[scale_offset:].view(torch.float32)
-        scale = memory.dummy if call.a_scale is None else call.a_scale
+        scale = memory.dummy if call.a_scale is None else aligned(call.a_scale)
         tail = [size, self.layout.rows, memory.stage_pads.data_ptr(), memory.stage_epoch, memory.stage_done,
                 memory.bound, memory.status, memory.rank]  # fmt: skip
         constants = {
@@ -226,10 +226,10 @@ class FusedGather(_Pulled):
         rows, blocks = [1, tiles.block_m, tiles.block_k], [1, tiles.block_m, tiles.block_n]
         full = call.a_shard.new_empty(layout.full_shape)
         a_strides = [inner * k, k, 1]
-        self.a_own = describe(call.a_shard.contiguous(), [self.outer, inner, k], a_strides, rows)
+        self.a_own = describe(aligned(call.a_shard), [self.outer, inner, k], a_strides, rows)
         self.a_full = describe(full, [self.outer * memory.world, inner, k], a_strides, rows)
         self.b_major = k_major(call.bs[0])
-        self.bs = [b_descriptor(b, tiles) for b in call.bs]
+        self.bs = [b_descriptor(aligned_columns(b), tiles) for b in call.bs]
         outs = self.new_outputs(call.a_shard)
         self.cs = [
             describe(out, [self.outer * memory.world, inner, n], [inner * n, n, 1], blocks)
@@ -284,8 +284,9 @@ class FusedGather(_Pulled):
         biases: Sequence[Tensor | None],
     ) -> list[Tensor]:
         stream = current_raw_stream(self.device_index)
-        a_shard = a_shard.contiguous()
-        a_scale = None if a_scale is None else a_scale.contiguous()
+        a_shard = aligned(a_shard)
+        a_scale = None if a_scale is None else aligned(a_scale)
+        bs = [aligned_columns(b) for b in bs]
         outs = self.new_outputs(a_shard)
         full, scales = self.start(stream, a_shard, a_scale)
         unused = self.unused
@@ -347,8 +348,8 @@ class DecomposedGather(_Pulled):
         biases: Sequence[Tensor | None],
     ) -> list[Tensor]:
         stream = current_raw_stream(self.device_index)
-        a_shard = a_shard.contiguous()
-        a_scale = None if a_scale is None else a_scale.contiguous()
+        a_shard = aligned(a_shard)
+        a_scale = None if a_scale is None else aligned(a_scale)
         outs = self.new_outputs(a_shard)
         full, scales = self.start(stream, a_shard, a_scale)
         rank, world, rows, k = self.memory.rank, self.memory.world, self.layout.rows, self.layout.cols
@@ -404,8 +405,8 @@ class DirectGather(GatherPlan):
             area.table, words.table, slot, part, self.scale_offset, memory.epoch, memory.done, memory.bound,
             memory.status, memory.rank,
         ]  # fmt: skip
-        shard, full = call.a_shard.contiguous(), call.a_shard.new_empty(layout.full_shape)
-        scale = memory.dummy if call.a_scale is None else call.a_scale
+        shard, full = aligned(call.a_shard), call.a_shard.new_empty(layout.full_shape)
+        scale = memory.dummy if call.a_scale is None else aligned(call.a_scale)
         args = [self._raw(shard), scale, self._raw(full), memory.dummy, *numbers, *memory_args]
         args[8], args[9] = area.table.data_ptr(), words.table.data_ptr()
         constants = {
@@ -434,13 +435,13 @@ class DirectGather(GatherPlan):
     ) -> list[Tensor]:
         stream = current_raw_stream(self.device_index)
         memory, layout = self.memory, self.layout
-        a_shard = a_shard.contiguous()
+        a_shard = aligned(a_shard)
         full = a_shard.new_empty(layout.full_shape)
         own_scale = all_scales = memory.dummy
         row_scale = a_scale
         if self.scale_travels:
             assert a_scale is not None
-            own_scale = a_scale.contiguous()
+            own_scale = aligned(a_scale)
             row_scale = all_scales = a_scale.new_empty((layout.full_rows, 1))
         memory.begin_direct(stream)
         addresses = [a_shard.data_ptr(), own_scale.data_ptr(), full.data_ptr(), all_scales.data_ptr()]

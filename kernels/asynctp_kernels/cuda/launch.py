@@ -98,3 +98,20 @@ def fit_together(first: Launch, second: Launch) -> bool:
     """
     registers = sum(-(-launch.registers // 8) * 8 * launch.threads for launch in (first, second))
     return registers <= 64 << 10 and first.shared + second.shared + (2 << 10) <= 228 << 10
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` contiguous at an address that TMA and the kernels take (a multiple of 16), copied if it is not.
+
+    Alignment is mended and never chosen by: ranks whose tensors differ in it must still run the same implementation.
+    """
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def aligned_columns(b: torch.Tensor) -> torch.Tensor:
+    """`b` of either memory order at such an address; strides stay."""
+    if b.data_ptr() % 16 == 0:
+        return b
+    copy = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device=b.device)
+    return copy.copy_(b)

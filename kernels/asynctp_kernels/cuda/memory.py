@@ -20,7 +20,8 @@ These words are binary and are cleared by their only waiter, so nothing depends 
 which order of shapes a call runs, as long as all ranks make the same calls of a group in the same order; that is the
 rule for every collective. `tests/kernels/test_channel_model.py` explores this exhaustively.
 
-Waits and writes are stream memory operations: they need no SM, so a waiting op never starves the GEMM it waits for.
+What the copy stream waits for are stream memory operations, which need no SM; of the kernels that wait (staging,
+reduction), one CTA fits beside the GEMM's on every SM.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ class GroupMemory:
         stream: the copy stream's handle; high priority, so that a copy is not queued behind anything.
         generation: counts growth: a plan that holds addresses is stale when this differs.
         failure: why the memory must not be used again.
+        captured: a call has been captured in a CUDA graph.
+        retired: areas that grew after that; a graph still has their addresses, so they stay as long as the group.
     """
 
     group: ProcessGroup
@@ -110,6 +113,8 @@ class GroupMemory:
     generation: int = 0
     failure: str | None = None
     last_implementation: str = "unfused"
+    captured: bool = False
+    retired: list[Area] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.stream: int = self.torch_stream.cuda_stream
@@ -151,6 +156,7 @@ class GroupMemory:
             raise SymmetricMemoryError(self._out_of_step())
         here = (stream, torch.cuda.is_current_stream_capturing())
         last = _last_call.get(self.device)
+        self.captured |= here[1]
         if last is not None and last[0] != here and last[0][1] == here[1]:
             driver.wait_event(stream, last[1])
         _last_call[self.device] = (here, self.last)
@@ -216,6 +222,8 @@ class GroupMemory:
             )
         torch.cuda.synchronize(self.device)
         area = _share(self.group, self.device, -(-size // _GRANULE) * _GRANULE)
+        if found is not None and self.captured:
+            self.retired.append(found)
         self.areas[name] = area
         self.generation += 1
         return area

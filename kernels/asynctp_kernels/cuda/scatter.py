@@ -1,8 +1,8 @@
 """Matmuls → reduce-scatter on GPUs: three implementations behind one plan.
 
     fused        one GEMM stores each rank's rows to local staging and counts finished tiles; the copy engine pushes a
-                 chunk as soon as it is complete, other ranks' rows first; the reduction of the own rows follows on the
-                 copy stream, beside the end of the GEMM
+                 chunk as soon as it is complete, other ranks' rows first; the reduction of the own rows runs on a
+                 stream of its own, beside the end of the GEMM
     decomposed   cuBLAS, one product per destination; the copy engine pushes each behind its product
     direct       cuBLAS on the whole, then one kernel that pushes and reduces: the fastest when little moves
 
@@ -25,7 +25,7 @@ from . import driver
 from .copy_kernels import push_reduce_kernel, reduce_kernel
 from .gather import MAX_OPERANDS, TRITON_DTYPES, b_descriptor, direct_block, k_major, register_limit, scale_mode
 from .gemm_kernels import gemm_kernel
-from .launch import Tma, describe, grid, outlines, prepare
+from .launch import Tma, aligned, aligned_columns, describe, grid, outlines, prepare
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
 from .script import Await, Channel, Record, ScatterMoves, Step, Wait, Write, compile_script, scatter_script
@@ -198,9 +198,9 @@ class FusedScatter(_Pushed):
         depths = [b.shape[0] for b in call.b_parts]
         self.a_like = [
             describe(a, [self.outer * world, inner, k], [inner * k, k, 1], [1, tiles.block_m, tiles.block_k])
-            for a, k in zip(call.a_parts, depths, strict=True)
+            for a, k in zip(map(aligned, call.a_parts), depths, strict=True)
         ]
-        self.b_like = [b_descriptor(b, tiles) for b in call.b_parts]
+        self.b_like = [b_descriptor(aligned_columns(b), tiles) for b in call.b_parts]
         staging = self.new_staging(call.a_parts[0])
         block = [1, tiles.block_m, tiles.block_n]
         self.c_like = describe(staging, [world * self.outer, inner, n], [inner * n, n, 1], block)
@@ -250,6 +250,8 @@ class FusedScatter(_Pushed):
     ) -> Tensor:
         stream = current_raw_stream(self.device_index)
         memory, unused = self.memory, self.unused
+        a_parts, b_parts = [aligned(a) for a in a_parts], [aligned_columns(b) for b in b_parts]
+        a_scales = [aligned(scale) for scale in a_scales]
         staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
         memory.begin(stream)
         a_scale = a_scales[0].data_ptr() if a_scales else unused

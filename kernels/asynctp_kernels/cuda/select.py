@@ -1,6 +1,7 @@
 """Which implementation runs a call: the fastest that can, by a cost model or by what `asynctp bench --tune` measured.
 
-The choice is a pure function of shapes, dtypes, world size and GPU, so all ranks agree on it. `Choice` says what was
+The choice is a function of shapes, strides, dtypes, world size and GPU, never of addresses: ranks that run the same
+program agree on it. `Choice` says what was
 chosen, why, and what the others would have cost; `ops.explain` and the report show it.
 
 The model, in microseconds (the terms are named below; their values were measured, see `RATES`):
@@ -49,6 +50,7 @@ class Rates:
         chunk: microseconds between two copies.
         fused_gather, fused_scatter, decomposed_gather, decomposed_scatter: microseconds of host time and latency beyond
             the terms of the model.
+        narrow: how fast the GEMM's 128 x 128 tiles are, as a fraction of cuBLAS.
 
     Source of the values: fitted to `docs/results/2026-11-21-h200x4`, all implementations of all shapes.
     """
@@ -209,7 +211,8 @@ def fused_tiles(problem: Problem, sms: int) -> Tiles:
 def chunks_for(problem: Problem) -> int:
     """Into how many chunks to cut one rank's rows: two, to start and to end sooner, where each still fills the tiles.
 
-    More would cost more than they save: a chunk's words and waits take 7 us between two copies (4 x H200, 2026-11-21).
+    More would cost more than they save: a chunk's words and waits leave 7 us between two copies (trace of 4 x H200,
+    2026-11-21).
     """
     tiles = ceil(problem.rows / problem.world / 128)
     return 2 if tiles >= (16 if problem.op == "gather" else 8) else 1
