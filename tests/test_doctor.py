@@ -193,7 +193,12 @@ def said(facts: Facts, name: str) -> list[tuple[str, str]]:
         ({}, "driver", "ok", "CUDA 13.0"),
         ({"symmetric_memory": None, "kernels_error": "x"}, "symmetric memory", "info", "not known"),
         ({}, "tuning table", "ok", "tuning.json: measured on these GPUs"),
-        ({"table_gpus": None}, "tuning table", "info", "none (tuning.json): the cost model chooses"),
+        (
+            {"table_gpus": None},
+            "tuning table",
+            "info",
+            "none (tuning.json): the shipped table and the cost model choose",
+        ),
         ({"table_gpus": ("X",)}, "tuning table", "info", "nothing of NVIDIA H200"),
         (env(CUDA_DEVICE_MAX_CONNECTIONS="1"), "CUDA_DEVICE_MAX_CONNECTIONS", "info", "overlap less"),
         (env(CUDA_VISIBLE_DEVICES=""), "CUDA_VISIBLE_DEVICES", "info", "'': torch sees no other GPUs"),

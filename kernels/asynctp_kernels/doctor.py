@@ -391,9 +391,9 @@ def tuning_table(facts: Facts) -> Iterator[Finding]:
     elif facts.table_gpus is None and TABLE_VARIABLE in facts.environment:
         yield Finding("tuning table", "warn", f"{where}no such file", f"correct or unset {TABLE_VARIABLE}")
     elif facts.table_gpus is None:
-        yield Finding("tuning table", "info", f"none ({facts.table_path}): the cost model chooses")
+        yield Finding("tuning table", "info", f"none ({facts.table_path}): the shipped table and the cost model choose")
     elif others:
-        text = f"{where}nothing of {', '.join(others)}: the cost model chooses there"
+        text = f"{where}nothing of {', '.join(others)}: the shipped table and the cost model choose there"
         yield Finding("tuning table", "info", text)
     else:
         yield Finding("tuning table", "ok", f"{where}measured on these GPUs")
