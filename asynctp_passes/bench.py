@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import math
 import os
 import random
 import statistics
@@ -373,14 +374,18 @@ def record(found: Sequence[Row], command: str) -> dict[str, Any]:
 
 def tuning_table(found: Sequence[Row]) -> dict[str, dict[str, dict[str, str]]]:
     """{GPU: {problem: {rows: fastest implementation}}}; fastest by the product of graph and eager time."""
-    table: dict[str, dict[str, str]] = {}
+    costs: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in found:
-        able = {name: row.timings[name] for name in select.IMPLEMENTATIONS if name in row.timings}
-        if able:
-            best = min(able, key=lambda name: able[name].graph * able[name].eager)
-            dtype = "bfloat16" if row.kind == "bf16" else "float8_e4m3fn"
-            key = select.problem_key(row.op, row.world, dtype, row.k, (row.n,))
-            table.setdefault(key, {})[str(row.m)] = best
+        dtype = "bfloat16" if row.kind == "bf16" else "float8_e4m3fn"  # both fp8 kinds decide together
+        key = select.problem_key(row.op, row.world, dtype, row.k, (row.n,))
+        for name in set(select.IMPLEMENTATIONS) & set(row.timings):
+            timing = row.timings[name]
+            costs.setdefault((key, str(row.m)), {}).setdefault(name, []).append(math.log(timing.graph * timing.eager))
+    table: dict[str, dict[str, str]] = {}
+    for (key, rows_of_a), by_name in costs.items():
+        most = max(map(len, by_name.values()))
+        able = {name: sum(values) for name, values in by_name.items() if len(values) == most}
+        table.setdefault(key, {})[rows_of_a] = min(able, key=lambda name: able[name])
     return {torch.cuda.get_device_name(): table}
 
 
@@ -397,7 +402,9 @@ def write_tuning(found: Sequence[Row]) -> Path:
 
 
 def plot(found: Sequence[Row], path: Path) -> bool:
-    """Efficiency over M, one panel a shape; False without matplotlib."""
+    """Efficiency over M, one panel a shape; False without matplotlib, or rows."""
+    if not found:
+        return False
     try:
         import matplotlib
     except ImportError:
@@ -471,7 +478,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (options.out / "bench.json").write_text(json.dumps(record(found, command(options)), indent=1))
             plotted = plot(found, options.out / "bench.png")
             print(
-                f"wrote {options.out / 'bench.json'}" + (" and bench.png" if plotted else " (no matplotlib: no plot)")
+                f"wrote {options.out / 'bench.json'}"
+                + (" and bench.png" if plotted else " (no plot: no matplotlib, or no rows)")
             )
         if options.tune:
             print(f"wrote {write_tuning(found)}")

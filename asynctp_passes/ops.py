@@ -105,7 +105,7 @@ def expected_implementation(
     out_dtype: torch.dtype,
     fast: bool,
 ) -> str:
-    """What a CUDA call of these sizes will run on this machine's GPU, unless its strides or alignment forbid that.
+    """What a CUDA call of these sizes runs here, unless its dim, strides, bias or scales forbid that (`explain`).
 
     Args:
         gathers: A gather op; else a scatter op.
@@ -132,7 +132,10 @@ def expected_implementation(
     index = torch.cuda.current_device()
     device = torch.cuda.get_device_properties(index)
     refused = _cuda().refused_here(world_size, index)
-    choice = select.choose(problem, refused, device.multi_processor_count, device.name)
+    try:
+        choice = select.choose(problem, refused, device.multi_processor_count, device.name)
+    except RuntimeError:  # one is forced that cannot run: the call will say so
+        return implementation("cuda")
     return f"{choice.implementation} ({choice.source})"
 
 

@@ -1,8 +1,8 @@
 """What the kernels of `asynctp_kernels.cuda` do to memory, in torch on CPU, as their docstrings say it.
 
 For plans that run on the machine of `cuda_stubs`: arguments come from the launch, so that a wrong address, stride or
-count gives a wrong result. Words are waited for, counted and cleared as in the kernels; a wait that is not over when the
-kernel is launched fails, since nothing else runs here meanwhile.
+count gives a wrong result. Words are waited for, counted and cleared as in the kernels; a wait that is not over when
+the kernel is launched fails, since nothing else runs here meanwhile.
 """
 
 from __future__ import annotations

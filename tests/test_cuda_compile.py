@@ -1,7 +1,7 @@
 """Every kernel of `asynctp_kernels.cuda` compiles for compute capability 9, and to what its docstring promises.
 
-No GPU is needed: plans are made as `cuda_stubs` describes, and the kernels that they prepare are compiled by Triton's own
-`warmup` for a device that is only named. What is looked at is the PTX, and what ptxas says of registers and stack.
+No GPU is needed: plans are made as `cuda_stubs` describes, and the kernels that they prepare are compiled by Triton's
+own `warmup` for a device that is only named. What is looked at is the PTX, and what ptxas says of registers and stack.
 
 This file is not in `tests/kernels`, where Triton interprets.
 """
@@ -177,8 +177,8 @@ class Ptx:
         return [instruction for instruction in self.instructions if instruction.op.startswith(start)]
 
     def inside(self, asm: int) -> list[str]:
-        """The names of the instructions of one inline assembly."""
-        return [instruction.op for instruction in self.instructions if instruction.asm == asm]
+        """The instructions of one inline assembly, in words."""
+        return [f"{each.op} {each.operands}" for each in self.instructions if each.asm == asm]
 
     def assemblies(self, op: str) -> set[int]:
         """Which inline assemblies have an instruction of that name."""
@@ -206,14 +206,14 @@ class Ptx:
         return found
 
 
-def in_order(ops: Iterable[str], *wanted: str) -> bool:
+def in_order(instructions: Iterable[str], *wanted: str) -> bool:
     """Whether instructions with these beginnings occur in this order."""
-    rest = iter(ops)
-    return all(any(op.startswith(start) for op in rest) for start in wanted)
+    rest = iter(instructions)
+    return all(any(each.startswith(start) for each in rest) for start in wanted)
 
 
 WAIT = ("ld.acquire.sys.global.s32", "bar.sync", "fence.proxy.async")
-PUBLISH = ("cp.async.bulk.wait_group", "bar.sync", "fence.proxy.async", "red.release.gpu.global.add")
+PUBLISH = ("cp.async.bulk.wait_group 0", "bar.sync", "fence.proxy.async", "red.release.gpu.global.add")
 
 
 def waits(ptx: Ptx) -> set[int]:
@@ -430,6 +430,8 @@ def test_a_wrong_order_of_publishing_is_found(tmp_path: Path) -> None:
 
 
 # --- the other kernels -------------------------------------------------------------------------------------------
+#: Of a kernel of 8 warps beside a GEMM of as many, which has 192.
+REGISTERS_BESIDE = (65536 - 192 * 256) // 256
 #: Bytes that a kernel of WORLD copies of its loop may spill: a few addresses.
 SMALL_STACK = 16
 
@@ -456,9 +458,7 @@ def check_posts(ptx: Ptx, count: int) -> None:
 
 def acquires(ptx: Ptx) -> list[Instruction]:
     """Polls of another rank's word; Triton makes a plain load of an addition of 0, which keeps its order."""
-    return [each for each in ptx.instructions if "sys" in each.op and "acquire" in each.op and each.asm is None] + [
-        each for each in ptx.instructions if re.search(r"(ld|atom)\S*\.sys\.\S*acquire|acquire\.sys", each.op)
-    ]
+    return [each for each in ptx.instructions if ".sys." in each.op and "acquire" in each.op]
 
 
 @pytest.mark.parametrize(("world", "scales"), [(2, False), (4, False), (4, True), (8, True)])
@@ -468,7 +468,7 @@ def test_stage_kernel(world: int, scales: bool, tmp_path: Path) -> None:
     with machine(world=world) as here:
         gather.DecomposedGather(gather_call((4096,), world=world, **options), here.memory)
         kernel = compiled(here.prepared[-1], tmp_path)
-    check_small(kernel, registers=56)
+    check_small(kernel, registers=REGISTERS_BESIDE)
     check_posts(kernel.ptx, 2 * (world - 1))
     assert len(acquires(kernel.ptx)) >= 2 * (world - 1)
     copies = [load for load in kernel.ptx.find("ld.global.v") if load.predicate]
@@ -483,7 +483,7 @@ def test_reduce_kernel(world: int, chunks: int, tmp_path: Path) -> None:
         scatter.FusedScatter(call, here.memory, WIDE, chunks, SMS)
         kernel = compiled(here.prepared[0], tmp_path)
     assert here.prepared[0].constants["CHUNKS"] == chunks
-    check_small(kernel, registers=scatter.REDUCE_REGISTERS)
+    check_small(kernel, registers=REGISTERS_BESIDE)
     found = waits(kernel.ptx)
     assert len(found) == chunks * (1 + world)
     loads = kernel.ptx.find("ld.global.v4.b32")
@@ -552,7 +552,7 @@ SMALLEST: dict[str, Callable[[Machine], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize("name", list(SMALLEST))
 def test_the_smallest_calls_compile(name: str, tmp_path: Path) -> None:
     """An argument of 1 becomes a constant for Triton, which is no tensor any more."""
     with machine() as here:

@@ -215,7 +215,8 @@ class Board:
         try:
             self._store.wait([key], timedelta(seconds=left))
         except RuntimeError as error:  # stores raise it, or a subclass of it, when the time is up
-            raise PeerTimeout("rendezvous", self._rank, peer, f"message '{topic}'", timeout_s()) from error
+            seconds = self._seconds or timeout_s()
+            raise PeerTimeout("rendezvous", self._rank, peer, f"message '{topic}'", seconds) from error
         return str(self._store.get(key).decode())
 
     def clear(self) -> None:

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from asynctp_kernels.errors import SymmetricMemoryError
 
 from . import select
+from .driver import CudaError
 from .gather import (
     MAX_OPERANDS,
     TRITON_DTYPES,
@@ -52,7 +53,8 @@ WORLD_SIZES = range(2, 9)
 NOT_TUNED = "the GEMM is tuned for compute capability 9 (H100, H200) only"
 MAX_PLANS = 1024  # of one group
 SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-DIRECT_LIMIT = 64 << 20  # bytes of one landing slot
+INT32_LIMIT = (1 << 31) - (1 << 16)  # what kernels count in, less a block
+DIRECT_LIMIT = 64 << 20  # bytes of one slot: what arrives from all ranks together
 _unavailable: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 Check = Callable[[], None]
 
@@ -79,6 +81,7 @@ def run_gather(
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
+    _check_device(a_shard.device)
     memory = _memory(group, a_shard.device)
     if memory is None:
         check()
@@ -92,7 +95,8 @@ def run_gather(
         check()
         call = GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, scale_travels, out_dtype, fast, return_a_full,
                           memory.world)  # fmt: skip
-        plan = _keep(memory, key, _gather_plan(call, memory))
+        with _Whole(memory):
+            plan = _keep(memory, key, _gather_plan(call, memory))
     memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
     if plan is None:
         return None
@@ -120,6 +124,7 @@ def run_scatter(
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
+    _check_device(a_parts[0].device)
     memory = _memory(group, a_parts[0].device)
     if memory is None:
         check()
@@ -132,7 +137,8 @@ def run_scatter(
     if plan is _MISSING or (plan is not None and plan.stale):  # type: ignore[attr-defined]
         check()
         call = ScatterCall(a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, out_dtype, fast, memory.world)
-        plan = _keep(memory, key, _scatter_plan(call, memory))
+        with _Whole(memory):
+            plan = _keep(memory, key, _scatter_plan(call, memory))
     memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
     if plan is None:
         return None
@@ -141,8 +147,24 @@ def run_scatter(
     return out
 
 
+def _check_device(device: torch.device) -> None:
+    """Events, streams and kernels belong to the current device: it must be the tensors'."""
+    if device.index != torch.cuda.current_device():
+        raise RuntimeError(
+            f"asynctp: tensors on {device} while cuda:{torch.cuda.current_device()} is the current device; call "
+            f"torch.cuda.set_device({device.index}) first"
+        )
+
+
+def _harmless(error: BaseException) -> bool:
+    return isinstance(error, SymmetricMemoryError) and not isinstance(error, CudaError)
+
+
 class _Whole:
-    """A call that raises half way leaves the ranks out of step: then the group's memory must not be used again."""
+    """A call that raises half way leaves the ranks out of step: then the group's memory must not be used again.
+
+    Not so a `SymmetricMemoryError`: that is raised by all ranks alike, before anything is enqueued.
+    """
 
     __slots__ = ("memory",)
 
@@ -150,14 +172,10 @@ class _Whole:
         self.memory = memory
 
     def __enter__(self) -> None:
-        if torch.cuda.current_device() != self.memory.device.index:
-            raise RuntimeError(
-                f"asynctp: tensors on {self.memory.device} while cuda:{torch.cuda.current_device()} is the current "
-                f"device; call torch.cuda.set_device({self.memory.device.index}) first"
-            )
+        pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and self.memory.failure is None:
+        if error is not None and self.memory.failure is None and not _harmless(error):
             self.memory.failure = f"{type(error).__name__}: {error}"
 
 
@@ -215,7 +233,7 @@ def _memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None:
     else:
         try:
             return group_memory(group, device)
-        except SymmetricMemoryError as error:
+        except (SymmetricMemoryError, KeyError) as error:  # KeyError: torch does not know the group
             if torch.cuda.is_current_stream_capturing():
                 raise
             reason = str(error)
@@ -320,6 +338,7 @@ def _refused_gather(call: GatherCall) -> dict[str, str]:
         call.b_scales,
         call.biases,
         call.out_dtype,
+        call.scale_travels,
     )
     nothing = layout.rows == 0 or layout.cols == 0 or not call.bs or any(b.shape[1] == 0 for b in call.bs)
     if nothing:
@@ -336,6 +355,9 @@ def _refused_gather(call: GatherCall) -> dict[str, str]:
     shard = call.a_shard.numel() * call.a_shard.itemsize
     if shard * call.world > DIRECT_LIMIT:
         refused.setdefault("direct", f"{shard * call.world} bytes gathered, more than its limit of {DIRECT_LIMIT}")
+    pitch = call.world * layout.inner * layout.cols * call.a_shard.itemsize
+    if shard >= INT32_LIMIT or (call.outer > 1 and pitch >= INT32_LIMIT):
+        refused["fused"] = refused["decomposed"] = f"{shard} bytes per rank: sizes and pitches are 32 bits wide"
     reason = _refused_fused(call.a_shard, call.bs, call.b_scales, call.biases, call.out_dtype, [layout.cols])
     if reason is not None:
         refused.setdefault("fused", reason)
@@ -360,6 +382,8 @@ def _refused_scatter(call: ScatterCall) -> dict[str, str]:
     part = layout.rows * layout.cols * call.out_dtype.itemsize
     if part * call.world > DIRECT_LIMIT:
         refused.setdefault("direct", f"{part * call.world} bytes scattered, more than its limit of {DIRECT_LIMIT}")
+    if part >= INT32_LIMIT:
+        refused["fused"] = refused["decomposed"] = f"{part} bytes per rank: sizes are 32 bits wide"
     if call.out_dtype not in SUMMED_DTYPES:
         for name in ("direct", "decomposed", "fused"):
             refused.setdefault(name, f"a result of {call.out_dtype}: sums over ranks are in fp32")
@@ -380,12 +404,13 @@ def _refused_products(
     b_scales: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     out_dtype: torch.dtype,
+    travels: bool = False,
 ) -> str | None:
     """Why cuBLAS cannot make these products in one call each."""
     for i, b in enumerate(bs):
         a_scale = a_scales[i] if a_scales else None
         if a_scale is not None and not scaled_product_supported(
-            a_parts[i], b, a_scale, b_scales[i], biases[i], out_dtype
+            a_parts[i], b, a_scale, b_scales[i], biases[i], out_dtype, travels
         ):
             return "scales, bias, strides or result type that cuBLAS does not take in one scaled product"
     return None
@@ -417,6 +442,8 @@ def _refused_fused(
         pitch = b.stride(1) if k_major(b) else b.stride(0)
         if (b.stride(0) != 1 and b.stride(1) != 1) or pitch * b.itemsize % 16:
             return f"a B of strides {tuple(b.stride())}: TMA needs one stride of 1 and the other a multiple of 16 bytes"
+        if pitch < b.shape[0 if k_major(b) else 1]:
+            return f"a B of strides {tuple(b.stride())}, which overlaps itself"
         if fp8 and not k_major(b):
             return "an fp8 B whose columns are contiguous: the tensor cores need K contiguous"
         if b.shape[1] * out_dtype.itemsize % 16:

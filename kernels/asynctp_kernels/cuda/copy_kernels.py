@@ -300,7 +300,7 @@ def reduce_kernel(
             index = tl.max_contiguous(tl.multiple_of(index, 8), 8)
             total = tl.zeros((BLOCK,), dtype=tl.float32)
             for src in tl.static_range(WORLD):
-                source = received_ptr + src * part_size.to(tl.int64)
+                source = received_ptr + src * tl.cast(part_size, tl.int64)
                 if src == rank:
                     source = own_ptr
                 source = tl.multiple_of(source, 16)

@@ -197,3 +197,17 @@ def device_attribute(index: int, number: int) -> int:
     _function("cuDeviceGet", _ref, ctypes.c_int)(ctypes.byref(device), index)
     _function("cuDeviceGetAttribute", _ref, ctypes.c_int, ctypes.c_int)(ctypes.byref(value), number, device)
     return value.value
+
+
+def capture_id(stream: int) -> int:
+    """Which CUDA graph capture `stream` is part of; 0 for none."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    query = _function("cuStreamGetCaptureInfo_v2", _ref, _ref, _ref, _ref, _ref, _ref)
+    query(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    return number.value if status.value else 0
+
+
+def relax_captures() -> None:
+    """Calls of this thread do not break captures of other threads (`cuThreadExchangeStreamCaptureMode`)."""
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    _function("cuThreadExchangeStreamCaptureMode", _ref)(ctypes.byref(mode))

@@ -25,7 +25,7 @@ from asynctp_kernels.layout import ShardLayout, gather_layout
 from . import driver
 from .copy_kernels import push_gather_kernel, stage_kernel
 from .gemm_kernels import gemm_kernel
-from .launch import Tma, aligned, aligned_columns, describe, fit_together, grid, outlines, prepare
+from .launch import Tma, aligned, aligned_columns, dense, describe, fit_together, grid, outlines, prepare
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
 from .script import GatherMoves, Record, Step, Write, compile_script, gather_script
@@ -237,7 +237,8 @@ class FusedGather(_Pulled):
         ]
         count, dummy = len(call.bs), memory.dummy
         self.has_bias = call.biases[0] is not None
-        self.a_mode, self.b_mode = scale_mode(call.a_scale), scale_mode(call.b_scales[0] if call.b_scales else None)
+        self.a_mode = 2 if call.scale_travels else scale_mode(call.a_scale)
+        self.b_mode = scale_mode(call.b_scales[0] if call.b_scales else None)
         first_bias = call.biases[0] if self.has_bias else dummy
         padding = [None] * (MAX_OPERANDS - count)
         widths = self.widths + [0] * (MAX_OPERANDS - count)
@@ -287,6 +288,7 @@ class FusedGather(_Pulled):
         a_shard = aligned(a_shard)
         a_scale = None if a_scale is None else aligned(a_scale)
         bs = [aligned_columns(b) for b in bs]
+        b_scales, biases = dense(b_scales), dense(biases)
         outs = self.new_outputs(a_shard)
         full, scales = self.start(stream, a_shard, a_scale)
         unused = self.unused
@@ -361,7 +363,7 @@ class DecomposedGather(_Pulled):
             a = a_shard.view(rows, k) if step == 0 else parts[source]
             if step:
                 driver.wait_event(stream, self.memory.events[source])
-            if a_scale is not None and a_scale.numel() != 1:
+            if a_scale is not None and (self.scale_travels or a_scale.numel() != 1):
                 row_scale = (
                     a_scale.reshape(-1, 1)
                     if scales is not None and step == 0

@@ -115,3 +115,8 @@ def aligned_columns(b: torch.Tensor) -> torch.Tensor:
         return b
     copy = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device=b.device)
     return copy.copy_(b)
+
+
+def dense(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Scales or biases as the kernels read them, element after element; None stays None."""
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]

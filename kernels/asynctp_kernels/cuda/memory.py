@@ -31,7 +31,7 @@ import os
 import threading
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch.distributed import ProcessGroup
@@ -55,8 +55,8 @@ _WORD = 4
 _STAGE_OFFSET = 4096  # bytes from the start of the signals to the staging words
 _GRANULE = 1 << 21
 
-#: per device: the last call's (stream, whether that was captured) and the event of its end
-_last_call: dict[torch.device, tuple[tuple[int, bool], int]] = {}
+#: per device: the last call's (stream, its capture or 0) and the event of its end
+_last_call: dict[torch.device, tuple[tuple[int, int], int]] = {}
 _makings: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[ProcessGroup, GroupMemory] = weakref.WeakKeyDictionary()
 
@@ -99,7 +99,7 @@ class GroupMemory:
         retired: areas that grew after that; a graph still has their addresses, so they stay as long as the group.
     """
 
-    group: ProcessGroup
+    group: InitVar[ProcessGroup]
     device: torch.device
     rank: int
     world: int
@@ -116,7 +116,10 @@ class GroupMemory:
     captured: bool = False
     retired: list[Area] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, group: ProcessGroup) -> None:
+        # not the group itself: this is the value of a dictionary that drops its entry when the group goes
+        self.group_name: str = group.group_name
+        self._group = weakref.ref(group)
         self.stream: int = self.torch_stream.cuda_stream
         self.reducer: int = self.torch_reducer.cuda_stream
         self.start, self.running, self.end, self.reduced, self.last = (driver.new_event() for _ in range(5))
@@ -149,14 +152,14 @@ class GroupMemory:
     def begin_direct(self, stream: int) -> None:
         """This call starts behind the device's last one, should that have run on another stream.
 
-        Calls never overlap each other on a device, not even those of different groups: kernels of two calls that wait
-        for other ranks could take each other's place on the SMs, in another order on every rank.
+        Eager calls never overlap each other on a device, not even those of different groups: kernels of two calls that
+        wait for other ranks could take each other's place on the SMs, in another order on every rank.
         """
         if self.failure is not None:
             raise SymmetricMemoryError(self._out_of_step())
-        here = (stream, torch.cuda.is_current_stream_capturing())
+        here = (stream, driver.capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0)
         last = _last_call.get(self.device)
-        self.captured |= here[1]
+        self.captured |= here[1] != 0
         if last is not None and last[0] != here and last[0][1] == here[1]:
             driver.wait_event(stream, last[1])
         _last_call[self.device] = (here, self.last)
@@ -199,8 +202,8 @@ class GroupMemory:
 
     def _out_of_step(self) -> str:
         return (
-            f"the memory of group '{self.group.group_name}' is out of step since: {self.failure} "
-            f"To go on, call asynctp_kernels.release(group) on every rank."
+            f"the memory of group '{self.group_name}' is out of step since: {self.failure} "
+            f"If every rank has raised, asynctp_kernels.release(group) on all of them mends it; else restart them."
         )
 
     # --- areas --------------------------------------------------------------------------------------------
@@ -217,11 +220,14 @@ class GroupMemory:
             return found
         if torch.cuda.is_current_stream_capturing():
             raise SymmetricMemoryError(
-                f"group '{self.group.group_name}' has {found.size if found else 0} bytes of {name} memory and this "
+                f"group '{self.group_name}' has {found.size if found else 0} bytes of {name} memory and this "
                 f"call needs {size}; it cannot grow during a CUDA graph capture. Run it once before you capture it."
             )
         torch.cuda.synchronize(self.device)
-        area = _share(self.group, self.device, -(-size // _GRANULE) * _GRANULE)
+        group = self._group()
+        if group is None:
+            raise SymmetricMemoryError(f"group '{self.group_name}' has been destroyed")
+        area = _share(group, self.device, -(-size // _GRANULE) * _GRANULE)
         if found is not None and self.captured:
             self.retired.append(found)
         self.areas[name] = area
@@ -243,6 +249,7 @@ def _watch(reference: weakref.ref[GroupMemory]) -> None:
     if memory is None:
         return
     torch.cuda.set_device(memory.device)
+    driver.relax_captures()
     stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
     found = torch.zeros_like(memory.status, device="cpu").pin_memory()
     while memory is not None and memory.failure is None:
@@ -278,7 +285,7 @@ def existing_memory(group: ProcessGroup) -> GroupMemory | None:
 
 
 def release(group: ProcessGroup) -> None:
-    """Free everything of `group`. Collective in effect: the next call makes it anew."""
+    """Free everything of `group`, captured graphs' memory included. Collective in effect: the next call starts anew."""
     found = _groups.pop(group, None)
     if found is not None:
         torch.cuda.synchronize(found.device)

@@ -49,16 +49,29 @@ def _matching(a_scale: Tensor, b_scale: Tensor, m: int, n: int) -> tuple[Tensor,
     """Both scales tensorwise or both rowwise: cuBLAS takes no mixture, so a single one is repeated."""
     if a_scale.numel() == 1 and b_scale.numel() == 1:
         return a_scale.reshape(()), b_scale.reshape(())
-    rows = a_scale.reshape(1, 1).expand(m, 1).contiguous() if a_scale.numel() == 1 else a_scale.reshape(m, 1)
-    columns = b_scale.reshape(1, 1).expand(1, n).contiguous() if b_scale.numel() == 1 else b_scale.reshape(1, n)
+    rows = (
+        a_scale.reshape(1, 1).expand(m, 1).contiguous() if a_scale.numel() == 1 else a_scale.reshape(m, 1).contiguous()
+    )
+    columns = (
+        b_scale.reshape(1, 1).expand(1, n).contiguous() if b_scale.numel() == 1 else b_scale.reshape(1, n).contiguous()
+    )
     return rows, columns
 
 
 def scaled_product_supported(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    travels: bool,
 ) -> bool:
-    """Whether `product` can run this scaled product on cuBLAS."""
-    tensorwise = a_scale.numel() == 1 and b_scale.numel() == 1
-    aligned = a.shape[-1] % 16 == 0 and b.shape[0] % 16 == 0 and b.shape[1] % 16 == 0 and b.stride(0) == 1
+    """Whether `product` can run this scaled product on cuBLAS. `travels`: the A scale is one per row, however many."""
+    tensorwise = a_scale.numel() == 1 and b_scale.numel() == 1 and not travels
+    aligned = a.shape[-1] % 16 == 0 and b.shape[0] % 16 == 0 and b.shape[1] % 16 == 0
+    column_major = b.stride(0) == 1 and b.stride(1) % 16 == 0 and b.stride(1) >= b.shape[0]
     bias_fits = bias is None or (bias.dtype == out_dtype and out_dtype != torch.float32)
-    return aligned and bias_fits and (tensorwise or out_dtype == torch.bfloat16)
+    wide = (a.dtype, b.dtype).count(torch.float8_e5m2)
+    types_fit = wide < 2 if tensorwise else wide == 0 and out_dtype == torch.bfloat16
+    return aligned and column_major and bias_fits and types_fit

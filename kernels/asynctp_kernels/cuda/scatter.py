@@ -25,7 +25,7 @@ from . import driver
 from .copy_kernels import push_reduce_kernel, reduce_kernel
 from .gather import MAX_OPERANDS, TRITON_DTYPES, b_descriptor, direct_block, k_major, register_limit, scale_mode
 from .gemm_kernels import gemm_kernel
-from .launch import Tma, aligned, aligned_columns, describe, grid, outlines, prepare
+from .launch import Tma, aligned, aligned_columns, dense, describe, grid, outlines, prepare
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
 from .script import Await, Channel, Record, ScatterMoves, Step, Wait, Write, compile_script, scatter_script
@@ -251,7 +251,7 @@ class FusedScatter(_Pushed):
         stream = current_raw_stream(self.device_index)
         memory, unused = self.memory, self.unused
         a_parts, b_parts = [aligned(a) for a in a_parts], [aligned_columns(b) for b in b_parts]
-        a_scales = [aligned(scale) for scale in a_scales]
+        a_scales, b_scales, biases = dense(a_scales), dense(b_scales), dense(biases)
         staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
         memory.begin(stream)
         a_scale = a_scales[0].data_ptr() if a_scales else unused

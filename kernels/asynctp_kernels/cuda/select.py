@@ -56,21 +56,21 @@ class Rates:
     """
 
     copy: float = 370e3
-    direct: float = 251e3
-    nccl: float = 240e3
+    direct: float = 266e3
+    nccl: float = 278e3
     local: float = 3.2e6
-    matmul: float = 893e6
-    beside: float = 1.1
-    launch: float = 12.6
-    direct_start: float = 21.6
-    nccl_start: float = 73.4
-    stage: float = 34.5
-    chunk: float = 11.7
-    fused_gather: float = 38.2
-    fused_scatter: float = 45.6
-    decomposed_gather: float = 20.7
-    decomposed_scatter: float = 2.63
-    narrow: float = 0.574
+    matmul: float = 814e6
+    beside: float = 1.15
+    launch: float = 12.7
+    direct_start: float = 24.1
+    nccl_start: float = 73.3
+    stage: float = 28.6
+    chunk: float = 9.04
+    fused_gather: float = 74.6
+    fused_scatter: float = 50.8
+    decomposed_gather: float = 9.66
+    decomposed_scatter: float = 1.69
+    narrow: float = 0.671
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,7 @@ def estimate(problem: Problem, implementation: str, rates: Rates, sms: int) -> f
     share, extra = _share(problem, implementation, rates, sms)
     peers = problem.world - 1
     copy = problem.wire_bytes / rates.copy / peers + rates.chunk
+    extra += (rates.beside - 1) * min(problem.world * share, peers * copy)
     if problem.op == "gather":
         # the own share hides the first copy, each product the next copy
         end = max(share + peers * share, rates.stage + copy + peers * share, rates.stage + peers * copy + share)
@@ -162,11 +163,11 @@ def _share(problem: Problem, implementation: str, rates: Rates, sms: int) -> tup
     """(time of one rank's share of the products, what the implementation costs besides)."""
     if implementation == "fused":
         extra = rates.fused_gather if problem.op == "gather" else rates.fused_scatter
-        return _fused_matmul(problem, rates, sms) / problem.world * rates.beside, extra
+        return _fused_matmul(problem, rates, sms) / problem.world, extra
     part = problem.rows // problem.world
     share = sum(_matmul(problem, part, width, rates, sms) for width in problem.widths)
     extra = rates.decomposed_gather if problem.op == "gather" else rates.decomposed_scatter
-    return share * rates.beside, extra
+    return share, extra
 
 
 def _reduction(problem: Problem, rates: Rates) -> float:

@@ -1,0 +1,112 @@
+"""The fused ops on real GPUs: every case against fp64, and under stress. Each run is one torchrun of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+IMPLEMENTATIONS = {"fused", "decomposed", "direct", "unfused"}
+CALLS = 2000
+TIMEOUT_S = 1800
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA GPUs of one host; there are {GPUS}"),
+]
+RANKS = pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(ranks, marks=pytest.mark.skipif(ranks > GPUS, reason=f"needs {ranks} CUDA GPUs; there are {GPUS}"))
+        for ranks in (2, 4)
+    ],
+)
+
+
+def torchrun(ranks: int, script: str, *arguments: str, **variables: str) -> list[dict[str, Any]]:
+    """Run a script of this folder with one process a GPU; gives the JSON lines that it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    sources = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCTP_")}
+    with alone():
+        done = subprocess.run(
+            [*command, str(HERE / script), *arguments],
+            env={**kept, "PYTHONPATH": os.pathsep.join(filter(None, sources)), **variables},
+            capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    found = json_lines(done.stdout)
+    wrong = [line for line in found if line.get("ok") is False]
+    assert done.returncode == 0, f"{wrong}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return found
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """One at a time: kernels that wait for each other's GPU leave no room for those of another program."""
+    with Path(tempfile.gettempdir(), "asynctp-gpu-tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def check_cases(found: Sequence[dict[str, Any]]) -> None:
+    """Every case was run by every implementation, and each was right or had a reason not to run."""
+    *cases, last = found
+    assert last == {"failed": 0}
+    names = [case["case"] for case in cases]
+    assert len(set(names)) == len(names)
+    by_case: dict[str, set[str]] = {}
+    for name in names:
+        case, implementation = name.rsplit("/", maxsplit=1)
+        by_case.setdefault(case, set()).add(implementation)
+    assert len(by_case) >= 40
+    assert all(ran == IMPLEMENTATIONS for ran in by_case.values())
+    assert [case for case in cases if not well(case)] == []
+    right = {name.rsplit("/", maxsplit=1)[1] for name, case in zip(names, cases, strict=True) if case.get("ok")}
+    assert right == IMPLEMENTATIONS
+
+
+def well(case: dict[str, Any]) -> bool:
+    """Right, with the same bits a second time; or left out, for a reason. The unfused program runs everything."""
+    if "skipped" in case:
+        return bool(case["skipped"]) and not case["case"].endswith("/unfused")
+    return case["ok"] is True and case["same bits"] is True and "exception" not in case
+
+
+def check_stress(found: Sequence[dict[str, Any]]) -> None:
+    (result,) = found
+    assert result["wrong"] == 0
+    assert result["calls"] >= CALLS
+    assert result["replayed"] > 0
+
+
+@RANKS
+def test_every_case_against_fp64(ranks: int) -> None:
+    check_cases(torchrun(ranks, "cases.py"))
+
+
+@RANKS
+def test_stress(ranks: int) -> None:
+    check_stress(torchrun(ranks, "stress.py", str(CALLS)))
+
+
+@RANKS
+def test_stress_with_one_hardware_queue(ranks: int) -> None:
+    """Streams that share a queue of the GPU wait for each other in the order in which work was enqueued."""
+    check_stress(torchrun(ranks, "stress.py", str(CALLS), CUDA_DEVICE_MAX_CONNECTIONS="1"))

@@ -1,0 +1,880 @@
+"""The plans of `asynctp_kernels.cuda`, run on one rank without a GPU: see `cuda_stubs` and `cuda_emulated`.
+
+Every launch of every test is checked against the kernel's signature (`cuda_stubs.check_promises`). Snapshots are
+written anew by `EXPECTTEST_ACCEPT=1`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import cuda_emulated
+from asynctp_kernels import SymmetricMemoryError, cuda
+from asynctp_kernels.cuda import gather, memory, scatter
+from asynctp_kernels.cuda.gather import GatherCall
+from asynctp_kernels.cuda.memory import MAX_CHUNKS
+from asynctp_kernels.cuda.scatter import ScatterCall
+from asynctp_kernels.cuda.tiles import Tiles
+from cuda_stubs import (
+    COPY,
+    FP8,
+    MAIN,
+    REDUCE,
+    SMS,
+    Awaited,
+    Copied,
+    Launched,
+    Machine,
+    Recorded,
+    Waited,
+    Wrote,
+    gather_call,
+    machine,
+    product,
+    scatter_call,
+    tensor,
+)
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+RANK, WORLD = 1, 4
+ROWWISE: dict[str, Any] = {"dtype": FP8, "scales": "row"}
+TENSORWISE: dict[str, Any] = {"dtype": FP8, "scales": "tensor"}
+
+
+@pytest.fixture
+def here() -> Iterator[Machine]:
+    with machine(RANK, WORLD) as made:
+        cuda_emulated.emulate(made)
+        yield made
+
+
+def tiles_of(dtype: torch.dtype) -> Tiles:
+    return Tiles(128, 128, 128 if dtype.itemsize == 1 else 64, warps=4, stages=4)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return cuda_emulated.raw(tensor)
+
+
+# --- gather: the op on one rank, against the whole ---------------------------------------------------------------
+GATHERS: dict[str, dict[str, Any]] = {
+    "rows": {"shard": (500,), "k": 64, "ns": (72,)},
+    "one row": {"shard": (1,), "k": 8, "ns": (8,)},
+    "ragged": {"shard": (130,), "k": 72, "ns": (264,)},
+    "several": {"shard": (192,), "k": 64, "ns": (136, 72, 8)},
+    "four": {"shard": (192,), "k": 64, "ns": (136, 72, 8, 264), "bias": True},
+    "outer": {"shard": (3, 140), "k": 64, "ns": (72,), "dim": 1},
+    "outer, several": {"shard": (5, 3, 2), "k": 64, "ns": (72, 136), "dim": 1, "bias": True},
+    "inner": {"shard": (5, 30), "k": 64, "ns": (72,), "dim": 0},
+    "n-major": {"shard": (192,), "k": 64, "ns": (72,), "k_major": False},
+    "fp16": {"shard": (192,), "k": 64, "ns": (72,), "dtype": torch.float16},
+    "fp8": {"shard": (192,), "k": 64, "ns": (72, 136), **TENSORWISE},
+    "fp8 to fp16": {"shard": (192,), "k": 64, "ns": (72,), **TENSORWISE, "out_dtype": torch.float16, "bias": True},
+    "rows of scales": {"shard": (300,), "k": 80, "ns": (72, 136), **ROWWISE, "travels": True},
+    "one row and its scale": {"shard": (1,), "k": 64, "ns": (72,), **ROWWISE, "travels": True},
+    "rows of scales, outer": {"shard": (2, 100), "k": 64, "ns": (72,), "dim": 1, **ROWWISE, "travels": True},
+    "rows of scales that stay": {"shard": (192,), "k": 64, "ns": (72,), **ROWWISE},
+    "rows of scales that stay, outer": {"shard": (2, 100), "k": 64, "ns": (72,), "dim": 1, **ROWWISE},
+    "columns": {"shard": (50,), "k": 40, "ns": (72, 8), "dim": 1},
+    "odd": {"shard": (3, 5), "k": 7, "ns": (9, 1), "dim": 1},
+}
+
+
+def gather_implementations() -> Iterator[Any]:
+    """(case, implementation) for all that can run it."""
+    for case, options in GATHERS.items():
+        flat = len(options["shard"]) == 1 or options.get("dim", 0) == 0
+        along_last = case == "columns"
+        aligned = case != "odd"
+        for implementation, able in (
+            ("fused", aligned and not along_last),
+            ("decomposed", flat and not along_last),
+            ("direct", True),
+        ):
+            if able:
+                yield pytest.param(case, implementation, id=f"{case}-{implementation}")
+
+
+def gather_plan(call: GatherCall, here: Machine, implementation: str, chunks: int = 3) -> gather.GatherPlan:
+    if implementation == "fused":
+        return gather.FusedGather(call, here.memory, tiles_of(call.a_shard.dtype), chunks, SMS)
+    made = {"decomposed": gather.DecomposedGather, "direct": gather.DirectGather}[implementation]
+    return made(call, here.memory)
+
+
+def others(call: GatherCall) -> tuple[list[Tensor], list[Tensor]]:
+    """All ranks' shards and row scales; ours are those of the call."""
+    shards = [tensor(*call.a_shard.shape, dtype=call.a_shard.dtype) for _ in range(WORLD)]
+    shards[RANK] = call.a_shard
+    scales = []
+    if call.scale_travels:
+        assert call.a_scale is not None
+        scales = [torch.rand_like(call.a_scale) + 0.5 for _ in range(WORLD)]
+        scales[RANK] = call.a_scale
+    return shards, scales
+
+
+def fill_outboxes(here: Machine, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+    """What the other ranks' staging kernels do."""
+    for rank, outbox in enumerate(here.parts("outbox")):
+        if rank != RANK:
+            data = bits(shards[rank])
+            outbox[: len(data)] = data
+            if scales:
+                start = -(-len(data) // 256) * 256
+                outbox[start : start + scales[rank].numel() * 4] = bits(scales[rank])
+
+
+def run_gather(call: GatherCall, here: Machine, plan: gather.GatherPlan) -> tuple[list[Tensor], Tensor, Any]:
+    """Run the plan on data of its own; gives its results, the gathered A and the gathered scale."""
+    fresh = replace(call, a_shard=tensor(*call.a_shard.shape, dtype=call.a_shard.dtype))
+    shards, scales = others(fresh)
+    if "outbox" in here.memory.areas:
+        fill_outboxes(here, shards, scales)
+    here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.push_gather, shards=shards, scales=scales)
+    outs = plan.run(fresh.a_shard, fresh.a_scale, fresh.bs, fresh.b_scales, fresh.biases)
+    full = torch.cat([shard.float() for shard in shards], call.dim).to(call.a_shard.dtype)
+    return outs, full, torch.cat(scales, call.dim) if scales else fresh.a_scale
+
+
+def expected_products(call: GatherCall, full: Tensor, a_scale: Tensor | None) -> list[Tensor]:
+    flat = full.reshape(-1, full.shape[-1])
+    row_scale = a_scale if a_scale is None or a_scale.numel() == 1 else a_scale.reshape(-1, 1)
+    return [
+        product(flat, b, bias, row_scale, call.b_scales[i] if call.b_scales else None, call.scaling)
+        for i, (b, bias) in enumerate(zip(call.bs, call.biases, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(("case", "implementation"), list(gather_implementations()))
+def test_gather(case: str, implementation: str, here: Machine) -> None:
+    """Twice, since a call has to leave its words as it found them; the gathered A is asked for, and so is complete."""
+    call = gather_call(**GATHERS[case], full=True)
+    plan = gather_plan(call, here, implementation)
+    for _ in range(2):
+        (*outs, gathered), full, a_scale = run_gather(call, here, plan)
+        assert torch.equal(bits(gathered), bits(full))
+        assert [out.dtype for out in outs] == [call.out_dtype] * len(outs)
+        for out, wanted in zip(outs, expected_products(call, full, a_scale), strict=True):
+            assert torch.equal(out.reshape(wanted.shape), wanted)
+        assert here.memory.local.view(-1)[:64].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("case", "implementation"), list(gather_implementations()))
+def test_gather_without_the_gathered(case: str, implementation: str, here: Machine) -> None:
+    """Own rows are never copied when nobody asks for them."""
+    call = gather_call(**GATHERS[case])
+    outs, full, a_scale = run_gather(call, here, gather_plan(call, here, implementation))
+    assert len(outs) == len(call.bs)
+    for out, wanted in zip(outs, expected_products(call, full, a_scale), strict=True):
+        assert torch.equal(out.reshape(wanted.shape), wanted)
+
+
+@pytest.mark.parametrize("chunks", range(1, MAX_CHUNKS + 1))
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("case", [case for case in GATHERS if case not in ("columns", "odd")])
+def test_bytes_of_a_gather(case: str, full: bool, chunks: int, here: Machine) -> None:
+    """The copies move each shard of another rank once, its scales with it, and the own one if it is asked for."""
+    call = gather_call(**GATHERS[case], full=full)
+    run_gather(call, here, gather_plan(call, here, "fused", chunks))
+    shard = call.a_shard.numel() * call.a_shard.itemsize
+    scales = call.a_scale.numel() * 4 if call.a_scale is not None and call.scale_travels else 0
+    copies = here.of(Copied)
+    assert sum(copy.size for copy in copies) == (WORLD - 1) * (shard + scales) + full * shard
+    boxes = [part.data_ptr() for part in here.parts("outbox")]
+    for peer in set(range(WORLD)) - {RANK}:
+        pulled = [copy for copy in copies if boxes[peer] <= copy.src < boxes[peer] + here.memory.areas["outbox"].size]
+        assert sum(copy.size for copy in pulled) == shard + scales
+    assert not [copy for copy in copies if boxes[RANK] <= copy.src < boxes[RANK] + here.memory.areas["outbox"].size]
+
+
+def test_a_shard_with_gaps_is_made_whole_first(here: Machine) -> None:
+    wide = tensor(192, 128)
+    call = replace(gather_call((192,), 64, (72,), full=True), a_shard=wide[:, ::2])
+    for implementation in ("fused", "decomposed", "direct"):
+        plan = gather_plan(call, here, implementation)
+        shards, _ = others(call)
+        here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.push_gather, shards=shards, scales=[])
+        if "outbox" in here.memory.areas:
+            fill_outboxes(here, shards, [])
+        *_, gathered = plan.run(call.a_shard, None, call.bs, (), call.biases)
+        assert torch.equal(gathered, torch.cat(shards))
+
+
+# --- scatter -----------------------------------------------------------------------------------------------------
+SCATTERS: dict[str, dict[str, Any]] = {
+    "rows": {"rows": (2000,), "ks": (64,), "n": 72},
+    "few rows": {"rows": (4,), "ks": (8,), "n": 8},
+    "ragged": {"rows": (520,), "ks": (72,), "n": 264},
+    "average": {"rows": (520,), "ks": (64,), "n": 72, "reduce_op": "avg"},
+    "several": {"rows": (768,), "ks": (64, 72, 8), "n": 136},
+    "four": {"rows": (768,), "ks": (64, 72, 8, 136), "n": 136},
+    "bias": {"rows": (768,), "ks": (64,), "n": 72, "bias": True},
+    "outer": {"rows": (3, 520), "ks": (64,), "n": 72, "dim": 1},
+    "outer, several": {"rows": (5, 12, 2), "ks": (64, 72), "n": 136, "dim": 1},
+    "inner": {"rows": (8, 30), "ks": (64,), "n": 72, "dim": 0},
+    "n-major": {"rows": (768,), "ks": (64,), "n": 72, "k_major": False},
+    "fp16": {"rows": (768,), "ks": (64,), "n": 72, "dtype": torch.float16},
+    "fp8": {"rows": (768,), "ks": (64,), "n": 72, **TENSORWISE},
+    "rows of scales": {"rows": (768,), "ks": (64,), "n": 72, **ROWWISE, "bias": True},
+    "rows of scales, outer": {"rows": (2, 400), "ks": (64,), "n": 72, "dim": 1, **ROWWISE},
+    "several scaled": {"rows": (768,), "ks": (64, 80), "n": 72, **ROWWISE},
+    "columns": {"rows": (50,), "ks": (40, 8), "n": 72, "dim": 1},
+    "odd": {"rows": (3, 20), "ks": (7,), "n": 9, "dim": 1},
+    "odd rows": {"rows": (12,), "ks": (7,), "n": 9},
+}
+
+
+def scatter_implementations() -> Iterator[Any]:
+    """(case, implementation) for all that can run it."""
+    for case, options in SCATTERS.items():
+        flat = len(options["rows"]) == 1 or options.get("dim", 0) == 0
+        along_last = case == "columns"
+        aligned = not case.startswith("odd")
+        for implementation, able in (
+            ("fused", aligned and not along_last and case != "several scaled"),
+            ("decomposed", flat and not along_last),
+            ("direct", True),
+        ):
+            if able:
+                yield pytest.param(case, implementation, id=f"{case}-{implementation}")
+
+
+def scatter_plan(call: ScatterCall, here: Machine, implementation: str, chunks: int = 3) -> scatter.ScatterPlan:
+    if implementation == "fused":
+        return scatter.FusedScatter(call, here.memory, tiles_of(call.a_parts[0].dtype), chunks, SMS)
+    made = {"decomposed": scatter.DecomposedScatter, "direct": scatter.DirectScatter}[implementation]
+    return made(call, here.memory)
+
+
+def whole(call: ScatterCall, implementation: str) -> Tensor:
+    """The sum of this rank's products, rounded as the implementation does: once, or after each product."""
+    exact = replace(call, out_dtype=torch.float32) if implementation == "fused" else call
+    total: Tensor | None = None
+    for i, (a, b) in enumerate(zip(call.a_parts, call.b_parts, strict=True)):
+        scales = (call.a_scales[i], call.b_scales[i]) if call.a_scales else (None, None)
+        flat = a.reshape(-1, a.shape[-1])
+        flat, b = (flat.float(), b.float()) if implementation == "fused" else (flat, b)
+        one = product(flat, b, call.biases[i], *scales, exact.scaling)
+        total = one if total is None else total + one
+    assert total is not None
+    return total.to(call.out_dtype).view(*call.a_parts[0].shape[:-1], -1)
+
+
+def peers_come(here: Machine, parts: Sequence[Tensor], chunks: int) -> None:
+    """The other ranks have taken part, and have pushed what they have for us."""
+    words = here.memory.scatter_free, here.memory.scatter_full
+    size = parts[RANK].numel() * parts[RANK].itemsize
+    for rank in set(range(WORLD)) - {RANK}:
+        cuda_emulated.at(words[0].at(RANK, rank), (1,), torch.int32).fill_(1)
+        for chunk in range(chunks):
+            cuda_emulated.at(words[1].at(RANK, rank * MAX_CHUNKS + chunk), (1,), torch.int32).fill_(1)
+        here.parts("inbox")[RANK][rank * size : (rank + 1) * size] = bits(parts[rank])
+
+
+def run_scatter(call: ScatterCall, here: Machine, plan: scatter.ScatterPlan) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Run the plan on data of its own; gives its result, what it must be, and our parts for all ranks."""
+    fresh = replace(call, a_parts=[tensor(*a.shape, dtype=a.dtype) for a in call.a_parts])
+    mine = whole(fresh, plan.name).chunk(WORLD, call.dim)  # type: ignore[attr-defined]
+    for_us = [tensor(*mine[RANK].shape, dtype=call.out_dtype) for _ in range(WORLD)]
+    for_us[RANK] = mine[RANK].contiguous()
+    if "inbox" in here.memory.areas:
+        peers_come(here, for_us, MAX_CHUNKS)
+    here.kernels["push_reduce_kernel"] = functools.partial(cuda_emulated.push_reduce, parts=for_us)
+    out = plan.run(fresh.a_parts, fresh.b_parts, fresh.a_scales, fresh.b_scales, fresh.biases)
+    total = sum((part.float() for part in for_us), torch.zeros(()))
+    return out, (total * (1 / WORLD if call.reduce_op == "avg" else 1)).to(call.out_dtype), list(mine)
+
+
+@pytest.mark.parametrize(("case", "implementation"), list(scatter_implementations()))
+def test_scatter(case: str, implementation: str, here: Machine) -> None:
+    """Twice, since a call has to leave its words as it found them."""
+    call = scatter_call(**SCATTERS[case])
+    plan = scatter_plan(call, here, implementation)
+    for _ in range(2):
+        here.log.clear()
+        out, wanted, mine = run_scatter(call, here, plan)
+        assert out.dtype == call.out_dtype
+        assert torch.equal(out, wanted)
+        check_pushes(here, implementation, mine)
+        check_words(here, implementation)
+
+
+def check_pushes(here: Machine, implementation: str, mine: Sequence[Tensor]) -> None:
+    """Every other rank's inbox has our part for it, where the reduction there looks for it."""
+    if implementation == "direct":
+        assert here.of(Copied) == []
+        return
+    for rank in set(range(WORLD)) - {RANK}:
+        part = bits(mine[rank])
+        assert torch.equal(here.parts("inbox")[rank][RANK * len(part) : (RANK + 1) * len(part)], part)
+
+
+def check_words(here: Machine, implementation: str) -> None:
+    """Every wait of a stream is for a word that says exactly what it waits for; none is left over."""
+    assert all(wait.found == wait.value for wait in here.of(Waited))
+    assert here.memory.local[:64].count_nonzero() == 0
+    own = cuda_emulated.at(here.memory.signals.peers[RANK], (64,), torch.int32)
+    assert own.count_nonzero() == 0
+    for rank in set(range(WORLD)) - {RANK} if implementation != "direct" else ():
+        theirs = cuda_emulated.at(here.memory.signals.peers[rank], (2, 8, MAX_CHUNKS), torch.int32)
+        assert theirs[0, RANK].count_nonzero() == len({write.address for write in posts(here, rank, 0)})
+        assert theirs[1].flatten()[RANK] == 1
+        theirs.zero_()
+
+
+def posts(here: Machine, rank: int, number: int) -> list[Any]:
+    """Writes of 1 to words of `rank`: FULL (0) or FREE (1)."""
+    start = here.memory.signals.peers[rank] + number * 8 * MAX_CHUNKS * 4
+    return [write for write in here.of(Wrote) if start <= write.address < start + 8 * MAX_CHUNKS * 4]
+
+
+@pytest.mark.parametrize("chunks", range(1, MAX_CHUNKS + 1))
+@pytest.mark.parametrize(
+    "case", [case for case in SCATTERS if case not in ("columns", "several scaled") and not case.startswith("odd")]
+)
+def test_bytes_of_a_scatter(case: str, chunks: int, here: Machine) -> None:
+    """The copies move every other rank's part once."""
+    call = scatter_call(**SCATTERS[case])
+    run_scatter(call, here, scatter_plan(call, here, "fused", chunks))
+    part = call.layout.rows * call.layout.cols * call.out_dtype.itemsize
+    copies = here.of(Copied)
+    assert sum(copy.size for copy in copies) == (WORLD - 1) * part
+    for rank, box in enumerate(here.parts("inbox")):
+        pushed = [copy for copy in copies if box.data_ptr() <= copy.dst < box.data_ptr() + len(box)]
+        assert sum(copy.size for copy in pushed) == (0 if rank == RANK else part)
+
+
+def test_words_of_peers_can_be_copied() -> None:
+    """Where a stream cannot write to another GPU (CUDA 13.1), 4 bytes are copied instead."""
+    with machine(RANK, WORLD, peer_writes=False) as here:
+        cuda_emulated.emulate(here)
+        call = scatter_call((1024,), (64,), 72)
+        out, wanted, mine = run_scatter(call, here, scatter_plan(call, here, "fused", 2))
+        assert torch.equal(out, wanted)
+        check_pushes(here, "fused", mine)
+        own = here.memory.signals.peers[RANK], here.memory.local.data_ptr()
+        for write in here.of(Wrote):
+            assert any(start <= write.address < start + 512 for start in own), "a stream writes to our words only"
+        small = [copy for copy in here.of(Copied) if copy.size == 4]
+        assert len(small) == (WORLD - 1) * (1 + 2), "FREE for each peer, FULL for each of its chunks"
+        assert {copy.src for copy in small} == {here.memory.one}
+        assert cuda_emulated.at(here.memory.one, (1,), torch.int32) == 1
+
+
+# --- what the driver is asked for --------------------------------------------------------------------------------
+def test_trace_of_a_gather() -> None:
+    with machine(rank=1, world=3) as here:
+        call = gather_call((256,), 64, (72,), world=3, full=True)
+        plan = gather.FusedGather(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
+        *_, full = plan.run(call.a_shard, None, call.bs, (), call.biases)
+        assert_expected_inline(
+            here.trace(own=call.a_shard.data_ptr(), gathered=full.data_ptr()),
+            """\
+main   record start
+copy   await start
+copy   launch stage_kernel
+copy   copy 16384 B to gathered + 65536 from outbox of 2 + 0
+copy   write arrivals[2, 0] = 1
+copy   copy 16384 B to gathered + 81920 from outbox of 2 + 16384
+copy   write arrivals[2, 1] = 1
+copy   copy 16384 B to gathered + 0 from outbox of 0 + 0
+copy   write arrivals[0, 0] = 1
+copy   copy 16384 B to gathered + 16384 from outbox of 0 + 16384
+copy   write arrivals[0, 1] = 1
+copy   copy 32768 B to gathered + 32768 from own + 0
+copy   record end
+main   launch gemm_kernel
+main   await end
+main   record last""",
+        )
+
+
+def test_trace_of_a_gather_with_scales_and_an_outer_dim() -> None:
+    with machine(rank=0, world=2) as here:
+        call = gather_call((2, 64), 64, (72,), dim=1, world=2, **ROWWISE, travels=True)
+        plan = gather.FusedGather(call, here.memory, tiles_of(FP8), 1, SMS)
+        plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
+        arguments = here.launched("gemm_kernel").arguments
+        assert_expected_inline(
+            here.trace(gathered=arguments["a1"].address, scales=arguments["a_scale1"]),
+            """\
+main   record start
+copy   await start
+copy   launch stage_kernel
+copy   copy 2 x 256 B to scales + 256 from outbox of 1 + 8192, pitches 512 and 256
+copy   copy 2 x 4096 B to gathered + 4096 from outbox of 1 + 0, pitches 8192 and 4096
+copy   write arrivals[1, 0] = 1
+copy   record end
+main   launch gemm_kernel
+main   await end
+main   record last""",
+        )
+
+
+def test_trace_of_a_scatter() -> None:
+    with machine(rank=1, world=3) as here:
+        call = scatter_call((768,), (64,), 72, world=3)
+        plan = scatter.FusedScatter(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
+        plan.run(call.a_parts, call.b_parts, (), (), call.biases)
+        staging = here.launched("gemm_kernel").arguments["c0"].address
+        assert_expected_inline(
+            here.trace(staging=staging),
+            """\
+main   record start
+copy   await start
+main   launch gemm_kernel
+copy   write free of 2 [1] = 1
+copy   write free of 0 [1] = 1
+copy   wait free of 1 [2] >= 1
+copy   wait free of 1 [0] >= 1
+copy   write free of 1 [2] = 0
+copy   write free of 1 [0] = 0
+copy   wait progress[2, 0] >= 1
+copy   write progress[2, 0] = 0
+copy   record running
+copy   copy 18432 B to inbox of 2 + 36864 from staging + 73728
+copy   write full of 2 [1, 0] = 1
+copy   wait progress[2, 1] >= 1
+copy   write progress[2, 1] = 0
+copy   copy 18432 B to inbox of 2 + 55296 from staging + 92160
+copy   write full of 2 [1, 1] = 1
+copy   wait progress[0, 0] >= 1
+copy   write progress[0, 0] = 0
+copy   copy 18432 B to inbox of 0 + 36864 from staging + 0
+copy   write full of 0 [1, 0] = 1
+copy   wait progress[0, 1] >= 1
+copy   write progress[0, 1] = 0
+copy   copy 18432 B to inbox of 0 + 55296 from staging + 18432
+copy   write full of 0 [1, 1] = 1
+copy   record end
+reduce await running
+reduce launch reduce_kernel
+reduce record reduced
+main   await end
+main   await reduced
+main   record last""",
+        )
+
+
+def test_trace_of_a_decomposed_scatter() -> None:
+    with machine(rank=0, world=2) as here:
+        call = scatter_call((256,), (64,), 72, world=2)
+        plan = scatter.DecomposedScatter(call, here.memory)
+        plan.run(call.a_parts, call.b_parts, (), (), call.biases)
+        staging = here.launched("reduce_kernel").arguments["own_ptr"]
+        assert_expected_inline(
+            here.trace(staging=staging),
+            """\
+main   record start
+copy   await start
+main   record event[1]
+main   record event[0]
+copy   write free of 1 [0] = 1
+copy   wait free of 0 [1] >= 1
+copy   write free of 0 [1] = 0
+copy   await event[1]
+copy   copy 18432 B to inbox of 1 + 0 from staging + 18432
+copy   write full of 1 [0, 0] = 1
+copy   record end
+reduce await event[0]
+reduce launch reduce_kernel
+reduce record reduced
+main   await end
+main   await reduced
+main   record last""",
+        )
+
+
+def test_trace_of_a_direct_call() -> None:
+    with machine(rank=0, world=2) as here:
+        call = gather_call((256,), 64, (72,), world=2)
+        gather.DirectGather(call, here.memory).run(call.a_shard, None, call.bs, (), call.biases)
+        assert_expected_inline(
+            here.trace(),
+            """\
+main   launch push_gather_kernel
+main   record last""",
+        )
+
+
+PLANS: dict[str, Callable[[Machine], Callable[[], object]]] = {
+    "gather-fused": lambda here: _gather_runner(here, "fused"),
+    "gather-decomposed": lambda here: _gather_runner(here, "decomposed"),
+    "gather-direct": lambda here: _gather_runner(here, "direct"),
+    "scatter-fused": lambda here: _scatter_runner(here, "fused"),
+    "scatter-decomposed": lambda here: _scatter_runner(here, "decomposed"),
+    "scatter-direct": lambda here: _scatter_runner(here, "direct"),
+}
+
+
+def _gather_runner(here: Machine, implementation: str) -> Callable[[], object]:
+    call = gather_call((192,), 64, (72,))
+    plan = gather_plan(call, here, implementation)
+    return lambda: plan.run(call.a_shard, None, call.bs, (), call.biases)
+
+
+def _scatter_runner(here: Machine, implementation: str) -> Callable[[], object]:
+    call = scatter_call((768,), (64,), 72)
+    plan = scatter_plan(call, here, implementation)
+    return lambda: plan.run(call.a_parts, call.b_parts, (), (), call.biases)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_stream_is_joined(name: str) -> None:
+    """Everything on a side stream comes after the start of the call, and before its end, where the caller goes on."""
+    with machine(RANK, WORLD) as here:
+        run = PLANS[name](here)
+        run()
+        order = happens_before(here.log)
+        main = [i for i, entry in enumerate(here.log) if entry.stream == MAIN]
+        side = [i for i, entry in enumerate(here.log) if entry.stream in (COPY, REDUCE)]
+        last = main[-1]
+        assert isinstance(here.log[last], Recorded)
+        assert here.log[last].event == here.memory.last
+        work = [i for i in side if not isinstance(here.log[i], Recorded)]
+        assert all(last in order[i] for i in work)
+        starts = [i for i in work if isinstance(here.log[i], Copied | Launched | Wrote)]
+        assert all(any(i in order[first] for first in main) for i in starts)
+
+
+def happens_before(log: Sequence[Any]) -> list[set[int]]:
+    """For each entry the later ones that wait for it: those of its stream, and what awaits an event behind it."""
+    after: list[set[int]] = [set() for _ in log]
+    for i in reversed(range(len(log))):
+        following = next((j for j in range(i + 1, len(log)) if log[j].stream == log[i].stream), None)
+        direct = {following} - {None}
+        if isinstance(log[i], Recorded):
+            again = (j for j in range(i + 1, len(log)) if isinstance(log[j], Recorded) and log[j].event == log[i].event)
+            until = next(again, len(log))
+            direct |= {j for j in range(i + 1, until) if isinstance(log[j], Awaited) and log[j].event == log[i].event}
+        after[i] = direct.union(*(after[j] for j in direct))
+    return after
+
+
+def test_staging_comes_first_where_it_does_not_fit_beside_the_gemm() -> None:
+    for registers, stream in ((40, COPY), (255, MAIN)):
+        with machine(RANK, WORLD) as here:
+            here.registers = registers  # of the staging kernel and of the GEMM
+            call = gather_call((512,), 64, (512,))
+            plan = gather.FusedGather(call, here.memory, Tiles(128, 256, 64, warps=8, stages=3), 2, SMS)
+            plan.run(call.a_shard, None, call.bs, (), call.biases)
+            assert here.launched("stage_kernel").stream == stream
+            assert here.launched("gemm_kernel").stream == MAIN
+
+
+def test_calls_on_two_streams_come_one_after_the_other(here: Machine) -> None:
+    run = PLANS["gather-direct"](here)
+    run()
+    assert here.of(Awaited) == []
+    run()
+    assert here.of(Awaited) == [], "a stream keeps its own order"
+    here.current_stream = REDUCE
+    run()
+    assert here.of(Awaited) == [Awaited(REDUCE, here.memory.last)]
+    here.log.clear()
+    here.capturing = 1
+    run()
+    assert here.of(Awaited) == [], "a capture cannot wait for an event from outside"
+    here.current_stream = MAIN
+    run()
+    assert here.of(Awaited) == [Awaited(MAIN, here.memory.last)], "two streams of one capture"
+    here.log.clear()
+    here.capturing, here.current_stream = 2, REDUCE
+    run()
+    assert here.of(Awaited) == [], "nor for one of another capture"
+
+
+# --- growth, capture, stale plans --------------------------------------------------------------------------------
+def op(here: Machine, call: GatherCall | ScatterCall, check: Callable[[], None] = lambda: None) -> Any:
+    """The call as the op makes it."""
+    if isinstance(call, GatherCall):
+        return cuda.run_gather(
+            call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, call.dim, call.scale_travels,
+            call.out_dtype, call.fast, call.return_a_full, call.world, here.group, check)  # fmt: skip
+    return cuda.run_scatter(
+        call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op, call.dim, call.out_dtype,
+        call.fast, call.world, here.group, check)  # fmt: skip
+
+
+IMPLEMENTATIONS = ("fused", "decomposed", "direct")
+SMALL: dict[str, Callable[[], Any]] = {
+    "gather": lambda: gather_call((192,), 64, (72,)),
+    "scatter": lambda: scatter_call((768,), (64,), 72),
+}
+LARGE: dict[str, Callable[[], Any]] = {
+    "gather": lambda: gather_call((16384,), 256, (8,)),
+    "scatter": lambda: scatter_call((32768,), (8,), 264),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_growth_during_a_capture_is_refused(name: str, implementation: str) -> None:
+    with machine(RANK, WORLD) as here, cuda.forced(implementation):
+        small, large = SMALL[name](), LARGE[name]()
+        assert op(here, small) is not None
+        here.capturing = 1
+        assert op(here, small) is not None
+        for _ in range(2):
+            with pytest.raises(SymmetricMemoryError, match=r"group 'tp' has \d+ bytes of \w+ memory .* Run .*once"):
+                op(here, large)
+        here.capturing = 0
+        assert op(here, large) is not None
+        here.capturing = 1
+        assert op(here, large) is not None
+
+
+def test_a_first_call_cannot_be_captured() -> None:
+    with machine(RANK, WORLD) as here:
+        here.capturing = 1
+        for _ in range(2):
+            with pytest.raises(SymmetricMemoryError, match=r"first call of a group cannot be captured: run .* once"):
+                op(here, SMALL["gather"]())
+        here.capturing = 0
+        assert op(here, SMALL["gather"]()) is not None, "the refusal is not for good"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_plans_are_kept_until_the_memory_grows(name: str, implementation: str) -> None:
+    checked: list[str] = []
+    with machine(RANK, WORLD) as here, cuda.forced(implementation):
+        small, large = SMALL[name](), LARGE[name]()
+        for _ in range(3):
+            op(here, small, lambda: checked.append("small"))
+        assert checked == ["small"]
+        kernels = len(here.prepared)
+        op(here, large, lambda: checked.append("large"))
+        op(here, large, lambda: checked.append("large"))
+        assert checked == ["small", "large"]
+        for _ in range(2):
+            op(here, small, lambda: checked.append("small"))
+        assert checked == ["small", "large", "small"], "the plan of the small call held old addresses"
+        assert len(here.prepared) == 3 * kernels
+
+
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_after_growth_only_new_memory_is_used(name: str, here: Machine) -> None:
+    area = {"gather": "outbox", "scatter": "inbox"}[name]
+    with cuda.forced("fused"):
+        small = SMALL[name]()
+        op(here, small) if name == "gather" else None
+        here.memory.require(area, 1)
+        old = here.parts(area)
+        here.memory.require(area, 8 << 20)
+        new = here.parts(area)
+        here.log.clear()
+        if name == "gather":
+            op(here, small)
+        else:
+            out, wanted, _ = run_scatter(small, here, scatter_plan(small, here, "fused"))
+            assert torch.equal(out, wanted)
+    ends = [end for copy in here.of(Copied) for end in (copy.src, copy.dst)]
+    assert not [end for end in ends if within(end, old)]
+    assert [end for end in ends if within(end, new)]
+
+
+def within(address: int, parts: Sequence[Tensor]) -> bool:
+    return any(part.data_ptr() <= address < part.data_ptr() + len(part) for part in parts)
+
+
+def test_one_plan_for_each_shape_and_no_more_than_some(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "MAX_PLANS", 3)
+    with cuda.forced("direct"):
+        for rows in range(1, 9):
+            op(here, gather_call((rows,), 64, (72,)))
+            assert 1 <= len(here.memory.plans) <= 3
+
+
+def test_a_plan_holds_no_operand(here: Machine) -> None:
+    """A plan outlives the call that it was made for."""
+    here.kernels.clear()
+    for name in ("gather", "scatter"):
+        for implementation in IMPLEMENTATIONS:
+            with cuda.forced(implementation):
+                call = SMALL[name]()
+                operands = [call.a_shard, *call.bs] if name == "gather" else [*call.a_parts, *call.b_parts]
+                watched = [weakref.ref(operand) for operand in operands]
+                op(here, call)
+                here.prepared.clear()
+                here.log.clear()
+                del call, operands
+                gc.collect()
+                assert [reference() for reference in watched] == [None] * len(watched), (name, implementation)
+
+
+def test_a_released_group_starts_anew(here: Machine) -> None:
+    with cuda.forced("direct"):
+        op(here, SMALL["gather"]())
+        before = here.memory
+        here._streams = iter([COPY, REDUCE])
+        cuda.release(here.group)
+        with pytest.raises(
+            SymmetricMemoryError,
+            match=r"group 'tp' is out of step since: it was released.* asynctp_kernels.release\(group\)",
+        ):
+            before.require("outbox", 1)
+        op(here, SMALL["gather"]())
+        assert here.memory is not before
+
+
+def test_memory_goes_with_its_group(here: Machine) -> None:
+    with cuda.forced("fused"):
+        op(here, SMALL["gather"]())
+    watched = [weakref.ref(here.group), weakref.ref(here.memory.signals.memory), weakref.ref(here.parts("outbox")[0])]
+    here.group = None
+    here.log.clear()
+    here.prepared.clear()
+    gc.collect()
+    assert [reference() for reference in watched] == [None] * 3
+
+
+def test_a_call_that_fails_half_way_closes_the_memory(here: Machine) -> None:
+    """Its other ranks wait for what did not come: nothing may be added to that until all have given up."""
+
+    def fail(launched: Launched) -> None:
+        raise RuntimeError("no more launches")
+
+    with cuda.forced("fused"):
+        op(here, SMALL["gather"]())
+        here.kernels["gemm_kernel"] = fail
+        with pytest.raises(RuntimeError, match="no more launches"):
+            op(here, SMALL["gather"]())
+        here.kernels["gemm_kernel"] = cuda_emulated.gemm
+        here.log.clear()
+        for name in ("gather", "scatter"):
+            with pytest.raises(SymmetricMemoryError, match="out of step since: RuntimeError: no more launches"):
+                op(here, SMALL[name]())
+        assert here.log == []
+        here._streams = iter([COPY, REDUCE])
+        cuda.release(here.group)
+        assert op(here, SMALL["gather"]()) is not None
+
+
+def test_the_current_device_has_to_be_that_of_the_tensors(here: Machine) -> None:
+    here.current_device = 1
+    for name in ("gather", "scatter"):
+        with pytest.raises(RuntimeError, match=r"tensors on cpu while cuda:1 is the current device; call torch\.cuda"):
+            op(here, SMALL[name]())
+    here.current_device = None
+    assert op(here, SMALL["gather"]()) is not None
+
+
+def test_a_group_of_two_hosts_runs_unfused(caplog: pytest.LogCaptureFixture) -> None:
+    with machine(RANK, WORLD) as here:
+        here.hosts = ["a", "a", "b", "b"]
+        assert [op(here, SMALL["gather"]()) for _ in range(2)] == [None, None]
+        assert cuda.last_implementation(here.group) == "unfused"
+    assert [record.getMessage() for record in caplog.records] == [
+        "group tp runs the unfused program: its ranks are on 2 hosts (a, b), not on one"
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 9])
+def test_a_group_of_a_size_without_kernels_runs_unfused(world: int, caplog: pytest.LogCaptureFixture) -> None:
+    with machine(0, world) as here:
+        assert op(here, gather_call((8,), 64, (72,), world=world)) is None
+        assert f"{world} ranks; the overlapped ops run on 2 to 8" in caplog.text
+        with cuda.forced("unfused"):
+            assert op(here, gather_call((8,), 64, (72,), world=world)) is None
+        with cuda.forced("fused"), pytest.raises(RuntimeError, match=rf"'fused' was asked for and cannot run: {world}"):
+            op(here, gather_call((8,), 64, (72,), world=world))
+
+
+@pytest.mark.parametrize("world", [4, 9])
+def test_arguments_are_checked_before_a_call_is_left_to_the_unfused_program(world: int) -> None:
+    checked: list[bool] = []
+    with machine(0, world) as here, cuda.forced("unfused"):
+        assert op(here, gather_call((8,), 64, (72,), world=world), lambda: checked.append(True)) is None
+        assert op(here, scatter_call((72,), (64,), 72, world=world), lambda: checked.append(True)) is None
+    assert checked == [True, True]
+
+
+def test_a_bad_call_is_refused_before_anything_is_made(here: Machine) -> None:
+    def check() -> None:
+        raise ValueError("asynctp: no")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="asynctp: no"):
+            op(here, SMALL["gather"](), check)
+    assert here.memory.plans == {}
+    assert here.prepared == []
+
+
+# --- operands that are not laid out as the kernels read them -----------------------------------------------------
+def test_strided_biases_are_read_right(here: Machine) -> None:
+    pair = tensor(72, 2)
+    call = replace(gather_call((192,), 64, (72,), full=True), biases=[pair[:, 1]])
+    outs = fused_or_refused(call, here)
+    if outs is not None:
+        full = outs[-1]
+        assert torch.equal(outs[0], expected_products(call, full, None)[0])
+
+
+def test_strided_column_scales_are_read_right(here: Machine) -> None:
+    pair = torch.rand(72, 2)
+    call = replace(gather_call((192,), 64, (72,), **ROWWISE, full=True), b_scales=[pair[:, 1:].t()])
+    outs = fused_or_refused(call, here)
+    if outs is not None:
+        assert torch.equal(outs[0], expected_products(call, outs[-1], call.a_scale)[0])
+
+
+def test_expanded_column_scales_are_read_right(here: Machine) -> None:
+    call = replace(scatter_call((768,), (64,), 72, **ROWWISE), b_scales=[torch.rand(1, 1).expand(1, 72)])
+    if "fused" not in cuda.explain_scatter(call).refused:
+        out, wanted, _ = run_scatter(call, here, scatter_plan(call, here, "fused"))
+        assert torch.equal(out, wanted)
+
+
+def fused_or_refused(call: GatherCall, here: Machine) -> list[Tensor] | None:
+    """What the fused implementation gives; None if it refuses the call."""
+    if "fused" in cuda.explain_gather(call).refused:
+        return None
+    outs, _, _ = run_gather(call, here, gather_plan(call, here, "fused"))
+    return outs
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_plan_is_not_used_for_memory_of_another_alignment(implementation: str, here: Machine) -> None:
+    """Kernels are compiled for what the first call's addresses are multiples of."""
+    call = gather_call((192,), 64, (80,), **ROWWISE, travels=True)
+    assert call.a_scale is not None
+    room = torch.rand(200)
+    here.kernels.clear()
+    with cuda.forced(implementation):
+        for first in (0, 1):
+            op(here, replace(call, a_scale=room[first : first + 192].view(192, 1)))
+
+
+def test_memory_that_a_graph_may_use_outlives_growth(here: Machine) -> None:
+    """A captured graph holds addresses; replaying it after a larger call must not touch memory that is gone."""
+    with cuda.forced("direct"):
+        small = SMALL["gather"]()
+        op(here, small)
+        here.capturing = 1
+        op(here, small)
+        here.capturing = 0
+        captured = weakref.ref(here.memory.areas["direct"].memory)
+        here.memory.require("direct", 64 << 20)
+        assert captured() is not None
+
+
+def test_memory_is_asked_for_before_kernels_are_compiled_and_in_whole_granules(here: Machine) -> None:
+    sizes = [here.memory.require(name, size).size for name, size in (("outbox", 1), ("inbox", (2 << 20) + 1))]
+    assert sizes == [2 << 20, 4 << 20]
+    assert here.memory.generation == 2
+    here.memory.require("outbox", 2 << 20)
+    assert here.memory.generation == 2
+    assert isinstance(here.memory, memory.GroupMemory)

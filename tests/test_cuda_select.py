@@ -1,0 +1,570 @@
+"""Which implementation a call gets: refusals, the cost model, measured tables, what is forced; and how rows are cut."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from asynctp_kernels import cuda
+from asynctp_kernels.cuda import select
+from asynctp_kernels.cuda.memory import MAX_CHUNKS
+from asynctp_kernels.cuda.select import IMPLEMENTATIONS, Choice, Problem, Rates, choose, estimate
+from asynctp_kernels.cuda.tiles import cut, tiles_for, waves
+from hypothesis import given
+from hypothesis import strategies as st
+
+SMS = 132
+H200, UNKNOWN = "NVIDIA H200", "a GPU that nobody measured"
+BF16, FP8, E5M2, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """No table, nothing forced; gives where a table would be."""
+    path = tmp_path / "tuning.json"
+    monkeypatch.setenv(select.TABLE_VARIABLE, str(path))
+    monkeypatch.delenv(select.VARIABLE, raising=False)
+    select.refresh()
+    yield path
+    monkeypatch.undo()
+    select.refresh()
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
+    select.refresh()
+
+
+def problem(op: str, rows: int, depth: int, *widths: int, world: int = 4, dtype: str = "bfloat16") -> Problem:
+    return Problem(op, world, rows, depth, widths, 1 if dtype.startswith("float8") else 2, 2, dtype)
+
+
+def chosen(asked: Problem, refused: dict[str, str] | None = None, device: str = UNKNOWN) -> Choice:
+    return choose(asked, refused or {}, SMS, device)
+
+
+# --- whole calls: meta tensors, since a choice looks at no memory --------------------------------------------------
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def weight(k: int, n: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """[K, N], with K side by side."""
+    return empty(n, k, dtype=dtype).t()
+
+
+def explain(op: str, *args: Any, device: str = UNKNOWN, capability: tuple[int, int] = (9, 0), world: int = 4) -> Choice:
+    with mock.patch.object(cuda, "_machine", return_value=(capability, SMS, device)):
+        return cuda.explain(op, (*args, world, "tp"))
+
+
+def explain_gather(rows: int, k: int, *ns: int, world: int = 4, **others: Any) -> Choice:
+    """bf16, dim 0; `rows` over all ranks."""
+    a_shard, bs = empty(rows // world, k), [weight(k, n) for n in ns]
+    return explain("all_gather_matmul", a_shard, bs, [None] * len(ns), 0, False, world=world, **others)
+
+
+def explain_scatter(rows: int, k: int, n: int, world: int = 4, **others: Any) -> Choice:
+    """bf16, dim 0."""
+    options: Any = ([empty(rows, k)], [weight(k, n)], [None], "sum", 0)
+    return explain("matmul_reduce_scatter", *options, world=world, **others)
+
+
+OVERLAPPED = {"fused", "decomposed"}
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("device", [H200, UNKNOWN])
+@pytest.mark.parametrize(
+    ("k", "n"), [(8192, 2560), (8192, 14336), (4096, 7168), (8192, 3584)], ids=lambda size: str(size)
+)
+def test_extremes_of_a_gather(k: int, n: int, device: str, world: int) -> None:
+    """Few rows are about latency, many about hiding the copies."""
+    for rows in (8, 64, 128, 256):
+        assert explain_gather(rows, k, n, world=world, device=device).implementation == "direct"
+    for rows in (8192, 16384, 65536):
+        assert explain_gather(rows, k, n, world=world, device=device).implementation in OVERLAPPED
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("device", [H200, UNKNOWN])
+@pytest.mark.parametrize(("k", "n"), [(2048, 8192), (7168, 8192), (3584, 4096)])
+def test_extremes_of_a_scatter(k: int, n: int, device: str, world: int) -> None:
+    for rows in (8, 64, 128, 256):
+        assert explain_scatter(rows, k, n, world=world, device=device).implementation == "direct"
+    for rows in (8192, 16384, 65536):
+        assert explain_scatter(rows, k, n, world=world, device=device).implementation in OVERLAPPED
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("device", [H200, UNKNOWN])
+def test_nothing_runs_unfused_that_need_not(device: str, world: int) -> None:
+    for rows in (512, 1024, 2048, 4096, 8192, 16384, 32768):
+        for k in (512, 1024, 2048, 4096, 8192):
+            for n in (512, 1024, 2560, 4096, 7168, 14336):
+                part = rows // world * world
+                assert explain_gather(part, k, n, world=world, device=device).implementation != "unfused"
+                assert explain_scatter(part, k, n, world=world, device=device).implementation != "unfused"
+
+
+@pytest.mark.parametrize("rows", [8192, 16384, 32768])
+def test_a_long_product_still_hides_its_copies(rows: int) -> None:
+    """Gate and up of Llama-3 70B on 2 ranks: copies take a tenth of the time and can all be hidden."""
+    assert explain_gather(rows, 8192, 28672, world=2).implementation in OVERLAPPED
+
+
+SHIPPED = [
+    ("gather", 64, 8192, 2560, "direct"),
+    ("gather", 512, 4096, 7168, "direct"),
+    ("gather", 16384, 8192, 2560, "fused"),
+    ("gather", 16384, 4096, 7168, "fused"),
+    ("scatter", 64, 2048, 8192, "direct"),
+    ("scatter", 512, 7168, 8192, "direct"),
+    ("scatter", 2048, 7168, 8192, "fused"),
+    ("scatter", 8192, 3584, 4096, "fused"),
+]
+
+
+@pytest.mark.parametrize(("op", "rows", "k", "n", "implementation"), SHIPPED)
+def test_shipped_table(op: str, rows: int, k: int, n: int, implementation: str) -> None:
+    """What was measured on 4 H200, for calls of these sizes."""
+    choice = {"gather": explain_gather, "scatter": explain_scatter}[op](rows, k, n, device=H200)
+    assert (choice.implementation, choice.source) == (implementation, "measured")
+    assert set(choice.estimates_us) == set(IMPLEMENTATIONS) - set(choice.refused)
+
+
+def test_every_entry_of_the_shipped_table_is_chosen() -> None:
+    entries = 0
+    for device, problems in select._table().items():
+        for key, by_rows in problems.items():
+            op, world, dtype, depth, widths = key.split(":")
+            sizes = [int(width) for width in widths.split("+")]
+            for rows, implementation in by_rows.items():
+                asked = problem(op, int(rows), int(depth), *sizes, world=int(world), dtype=dtype)
+                assert asked.key == key
+                choice = chosen(asked, device=device)
+                assert (choice.implementation, choice.source) == (implementation, "measured")
+                entries += 1
+    assert entries > 0
+
+
+def test_the_cost_model_decides_elsewhere() -> None:
+    choice = explain_gather(4096, 8192, 2560, device=UNKNOWN)
+    assert choice.source == "cost model"
+    assert choice.implementation == min(choice.estimates_us, key=lambda name: choice.estimates_us[name])
+    assert set(choice.estimates_us) == set(IMPLEMENTATIONS)
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------
+def gather_args(**changes: Any) -> tuple[Any, ...]:
+    """Of all_gather_matmul, without the group."""
+    given_ = {"a": empty(256, 512), "bs": [weight(512, 512)], "biases": None, "dim": 0, "full": False, **changes}
+    biases = given_["biases"] or [None] * len(given_["bs"])
+    return given_["a"], given_["bs"], biases, given_["dim"], given_["full"]
+
+
+def scaled_gather_args(**changes: Any) -> tuple[Any, ...]:
+    """Of all_gather_scaled_matmul, without the group."""
+    defaults = {
+        "a": empty(256, 512, dtype=FP8), "a_scale": empty(dtype=FP32), "bs": [weight(512, 512, FP8)],
+        "b_scales": [empty(dtype=FP32)], "biases": [None], "dim": 0, "travels": False, "out_dtype": BF16,
+        "fast": True, "full": False,
+    }  # fmt: skip
+    return tuple({**defaults, **changes}.values())
+
+
+def scatter_args(**changes: Any) -> tuple[Any, ...]:
+    """Of matmul_reduce_scatter, without the group."""
+    given_ = {"a": [empty(1024, 512)], "bs": [weight(512, 512)], "biases": None, "op": "sum", "dim": 0, **changes}
+    biases = given_["biases"] or [None] * len(given_["bs"])
+    return given_["a"], given_["bs"], biases, given_["op"], given_["dim"]
+
+
+def scaled_scatter_args(**changes: Any) -> tuple[Any, ...]:
+    """Of scaled_matmul_reduce_scatter, without the group."""
+    defaults = {
+        "a": [empty(1024, 512, dtype=FP8)], "bs": [weight(512, 512, FP8)], "a_scales": [empty(dtype=FP32)],
+        "b_scales": [empty(dtype=FP32)], "biases": [None], "op": "sum", "dim": 0, "out_dtype": BF16, "fast": True,
+    }  # fmt: skip
+    return tuple({**defaults, **changes}.values())
+
+
+GATHER, SCALED_GATHER, SCATTER, SCALED_SCATTER = (
+    "all_gather_matmul",
+    "all_gather_scaled_matmul",
+    "matmul_reduce_scatter",
+    "scaled_matmul_reduce_scatter",
+)
+ROW_SCALES = {"a_scale": empty(256, 1, dtype=FP32), "b_scales": [empty(1, 512, dtype=FP32)], "travels": True}
+NOT_CUBLAS = "cuBLAS does not take"
+
+#: (op, arguments, {who refuses: a part of the reason})
+REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
+    "gather": (GATHER, gather_args(), {}),
+    "gather n-major": (GATHER, gather_args(bs=[empty(512, 512)]), {}),
+    "gather outer": (GATHER, gather_args(a=empty(2, 256, 512), dim=1), {"decomposed": "2 separate row ranges"}),
+    "gather outer of 1": (GATHER, gather_args(a=empty(1, 256, 512), dim=1), {}),
+    "gather columns": (
+        GATHER,
+        gather_args(a=empty(256, 128), dim=-1),
+        {"decomposed": "the gathered dim is the contraction dim", "fused": "the gathered dim is the contraction dim"},
+    ),
+    "gather nothing": (
+        GATHER,
+        gather_args(a=empty(0, 512)),
+        dict.fromkeys(("fused", "decomposed", "direct"), "nothing"),
+    ),
+    "gather much": (GATHER, gather_args(a=empty(16640, 512)), {"direct": "68157440 bytes gathered, more than its"}),
+    "gather as much as may be": (GATHER, gather_args(a=empty(16384, 512)), {}),
+    "gather five": (GATHER, gather_args(bs=[weight(512, 512)] * 5), {"fused": "5 products, more than 4"}),
+    "gather fp32": (
+        GATHER,
+        gather_args(a=empty(256, 512, dtype=FP32), bs=[weight(512, 512, FP32)]),
+        {"fused": "torch.float32"},
+    ),
+    "gather odd K": (
+        GATHER,
+        gather_args(a=empty(256, 508), bs=[empty(512, 512)[:, :508].t()]),
+        {"fused": "an A whose rows"},
+    ),
+    "gather odd N": (GATHER, gather_args(bs=[weight(512, 508)]), {"fused": "508 columns: TMA needs"}),
+    "gather wide B": (GATHER, gather_args(bs=[empty(512, 1024)[:, ::2]]), {"fused": r"strides (1024, 2)"}),
+    "gather odd pitch": (GATHER, gather_args(bs=[empty(512, 516)[:, :512].t()]), {"fused": "strides (1, 516)"}),
+    "gather both orders": (
+        GATHER,
+        gather_args(bs=[weight(512, 512), empty(512, 512)]),
+        {"fused": "both memory orders"},
+    ),
+    "gather some biases": (
+        GATHER,
+        gather_args(bs=[weight(512, 512)] * 2, biases=[None, empty(512)]),
+        {"fused": "for some products only"},
+    ),
+    "scaled gather": (SCALED_GATHER, scaled_gather_args(), {}),
+    "scaled gather of rows": (SCALED_GATHER, scaled_gather_args(**ROW_SCALES), {}),
+    "scaled gather of rows to fp16": (
+        SCALED_GATHER,
+        scaled_gather_args(**ROW_SCALES, out_dtype=torch.float16),
+        {"decomposed": NOT_CUBLAS, "direct": NOT_CUBLAS},
+    ),
+    "scaled gather n-major": (
+        SCALED_GATHER,
+        scaled_gather_args(bs=[empty(512, 512, dtype=FP8)]),
+        {"decomposed": NOT_CUBLAS, "direct": NOT_CUBLAS, "fused": "an fp8 B whose columns are contiguous"},
+    ),
+    "scaled gather to fp32": (
+        SCALED_GATHER,
+        scaled_gather_args(out_dtype=FP32),
+        {"fused": "a result of torch.float32"},
+    ),
+    "scaled gather of both scales": (
+        SCALED_GATHER,
+        scaled_gather_args(
+            bs=[weight(512, 512, FP8)] * 2, b_scales=[empty(dtype=FP32), empty(1, 512, dtype=FP32)], biases=[None] * 2
+        ),
+        {"fused": "tensorwise and rowwise B scales"},
+    ),
+    "gather B of one column": (
+        GATHER,
+        gather_args(bs=[empty(512, 1).expand(512, 512)]),
+        {"fused": "strides (1, 0), which overlaps itself"},
+    ),
+    "gather 2 GiB of each rank": (
+        GATHER,
+        gather_args(a=empty(1 << 21, 512)),
+        {"decomposed": "2147483648 bytes per rank", "fused": "32 bits wide", "direct": "8589934592 bytes gathered"},
+    ),
+    "scaled gather of e5m2": (
+        SCALED_GATHER,
+        scaled_gather_args(a=empty(256, 512, dtype=E5M2), bs=[weight(512, 512, E5M2)]),
+        {"decomposed": NOT_CUBLAS, "direct": NOT_CUBLAS},
+    ),
+    "scaled gather of e5m2 and e4m3": (SCALED_GATHER, scaled_gather_args(a=empty(256, 512, dtype=E5M2)), {}),
+    "scaled gather of e5m2 rows": (
+        SCALED_GATHER,
+        scaled_gather_args(a=empty(256, 512, dtype=E5M2), **ROW_SCALES),
+        {"decomposed": NOT_CUBLAS, "direct": NOT_CUBLAS},
+    ),
+    "scatter": (SCATTER, scatter_args(), {}),
+    "scatter outer": (SCATTER, scatter_args(a=[empty(2, 512, 512)], dim=1), {"decomposed": "2 separate row ranges"}),
+    "scatter columns": (
+        SCATTER,
+        scatter_args(dim=-1),
+        {"decomposed": "the scattered dim is the last", "fused": "the scattered dim is the last"},
+    ),
+    "scatter much": (SCATTER, scatter_args(a=[empty(66560, 512)]), {"direct": "68157440 bytes scattered, more than"}),
+    "scatter with gaps": (
+        SCATTER,
+        scatter_args(a=[empty(1024, 1024)[:, ::2]]),
+        {"decomposed": "an A that is not contiguous", "fused": "an A that is not contiguous"},
+    ),
+    "scatter of sums with biases": (
+        SCATTER,
+        scatter_args(a=[empty(1024, 512)] * 2, bs=[weight(512, 512)] * 2, biases=[empty(512)] * 2),
+        {"fused": "a bias in a sum"},
+    ),
+    "scatter fp64": (
+        SCATTER,
+        scatter_args(a=[empty(1024, 512, dtype=torch.float64)], bs=[weight(512, 512, torch.float64)]),
+        dict.fromkeys(("fused", "decomposed", "direct"), "torch.float64"),
+    ),
+    "scaled scatter": (SCALED_SCATTER, scaled_scatter_args(), {}),
+    "scaled scatter of sums": (
+        SCALED_SCATTER,
+        scaled_scatter_args(
+            a=[empty(1024, 512, dtype=FP8)] * 2,
+            bs=[weight(512, 512, FP8)] * 2,
+            a_scales=[empty(dtype=FP32)] * 2,
+            b_scales=[empty(dtype=FP32)] * 2,
+            biases=[None] * 2,
+        ),
+        {"fused": "several scaled products"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str) -> None:
+    op, args, expected = REFUSALS[name]
+    choice = explain(op, *args)
+    assert set(choice.refused) == set(expected)
+    for implementation, reason in expected.items():
+        assert reason in choice.refused[implementation]
+    assert choice.implementation not in choice.refused
+    assert set(choice.estimates_us) == set(IMPLEMENTATIONS) - set(expected)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus_have_no_fused_gemm(capability: tuple[int, int]) -> None:
+    choice = explain(GATHER, *gather_args(), capability=capability)
+    assert choice.refused == {"fused": cuda.NOT_TUNED}
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, expected) in REFUSALS.items() if expected])
+def test_what_is_refused_and_forced_raises_with_the_reason(name: str) -> None:
+    op, args, expected = REFUSALS[name]
+    for implementation in IMPLEMENTATIONS:
+        with select.forced(implementation):
+            if implementation not in expected:
+                assert explain(op, *args).implementation == implementation
+                continue
+            with pytest.raises(RuntimeError) as caught:
+                explain(op, *args)
+        message = f"asynctp: implementation {implementation!r} was asked for and cannot run: "
+        assert str(caught.value).startswith(message)
+        assert expected[implementation] in str(caught.value)
+
+
+def test_only_one_that_can() -> None:
+    refused = dict.fromkeys(("fused", "decomposed", "direct"), "no")
+    choice = chosen(problem("gather", 4096, 512, 512), refused)
+    assert (choice.implementation, choice.source) == ("unfused", "only one that can")
+
+
+# --- what is asked for -------------------------------------------------------------------------------------------
+def test_forced() -> None:
+    asked = problem("gather", 64, 8192, 2560)
+    for implementation in IMPLEMENTATIONS:
+        with select.forced(implementation):
+            choice = chosen(asked, device=H200)
+            assert (choice.implementation, choice.source, choice.estimates_us) == (implementation, "forced", {})
+    assert chosen(asked, device=H200).source == "measured"
+
+
+def test_forced_inside_forced_and_after_an_error() -> None:
+    with select.forced("direct"):
+        with select.forced("fused"):
+            assert select.requested() == "fused"
+        assert select.requested() == "direct"
+        with pytest.raises(KeyError), select.forced("fused"):
+            raise KeyError
+        assert select.requested() == "direct"
+    assert select.requested() is None
+
+
+def test_forcing_what_is_not_there() -> None:
+    with (
+        pytest.raises(ValueError, match=r"forced='fast' is not valid; .* fused, decomposed, direct, unfused"),
+        select.forced("fast"),
+    ):
+        pass
+    assert select.requested() is None
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_environment(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select.requested() is None
+    monkeypatch.setenv(select.VARIABLE, implementation)
+    assert select.requested() is None, "it is read once"
+    select.refresh()
+    assert select.requested() == implementation
+    assert chosen(problem("scatter", 4096, 512, 512)).source == "forced"
+    with select.forced("direct"):
+        assert select.requested() == "direct", "the program has the last word"
+
+
+def test_environment_auto_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(select.VARIABLE, "auto")
+    select.refresh()
+    assert select.requested() is None
+    monkeypatch.setenv(select.VARIABLE, "Fused")
+    select.refresh()
+    with pytest.raises(ValueError, match=rf"{select.VARIABLE}='Fused' is not valid"):
+        select.requested()
+
+
+# --- tables ------------------------------------------------------------------------------------------------------
+ASKED = problem("gather", 1000, 512, 512, 128)
+KEY = "gather:4:bfloat16:512:512+128"
+
+
+def test_problem_key() -> None:
+    assert ASKED.key == KEY
+    assert replace(ASKED, op="scatter", world=8, dtype="float8_e4m3fn", widths=(8,)).key == (
+        "scatter:8:float8_e4m3fn:512:8"
+    )
+
+
+def test_a_table_decides_for_its_gpu_and_problem(table: Path) -> None:
+    write(table, {UNKNOWN: {KEY: {"1000": "unfused"}}})
+    choice = chosen(ASKED)
+    assert (choice.implementation, choice.source) == ("unfused", "measured")
+    others = [replace(ASKED, op="scatter"), replace(ASKED, world=2), replace(ASKED, depth=520),
+              replace(ASKED, widths=(640,)), replace(ASKED, dtype="float16")]  # fmt: skip
+    assert [chosen(other).source for other in others] == ["cost model"] * len(others)
+    assert chosen(ASKED, device="another GPU").source == "cost model"
+
+
+def test_a_table_adds_to_the_shipped_one_and_overrides_it(table: Path) -> None:
+    first, second = problem("gather", 64, 8192, 2560), problem("gather", 128, 8192, 2560)
+    new = problem("gather", 100_000, 8192, 2560)
+    assert [chosen(each, device=H200).implementation for each in (first, second)] == ["direct", "direct"]
+    assert chosen(new, device=H200).source == "cost model"
+    write(table, {H200: {first.key: {"64": "unfused", "100000": "direct"}}, UNKNOWN: {KEY: {"1000": "direct"}}})
+    assert chosen(first, device=H200).implementation == "unfused"
+    assert (chosen(second, device=H200).implementation, chosen(second, device=H200).source) == ("direct", "measured")
+    assert chosen(new, device=H200).source == "measured"
+    assert chosen(ASKED).source == "measured"
+    table.unlink()
+    assert chosen(first, device=H200).implementation == "unfused", "it is read once"
+    select.refresh()
+    assert chosen(first, device=H200).implementation == "direct", "the shipped table is as it was"
+
+
+def test_a_table_does_not_make_run_what_cannot(table: Path) -> None:
+    write(table, {UNKNOWN: {KEY: {"1000": "fused"}}})
+    choice = chosen(ASKED, {"fused": "no"})
+    assert choice.source == "cost model"
+    assert choice.implementation != "fused"
+    write(table, {UNKNOWN: {KEY: {"1000": "something of a later version"}}})
+    assert chosen(ASKED).source == "cost model"
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (666, None), (667, "direct"), (1000, "direct"), (1300, "direct"), (1500, "unfused"), (2000, "unfused"),
+        (2999, "unfused"), (3001, None), (0, None),
+    ],
+)  # fmt: skip
+def test_the_nearest_number_of_rows_decides_within_a_factor(table: Path, rows: int, expected: str | None) -> None:
+    write(table, {UNKNOWN: {KEY: {"1000": "direct", "2000": "unfused"}}})
+    assert select.measured_choice(replace(ASKED, rows=rows), UNKNOWN) == expected
+
+
+def test_where_the_table_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert select.table_path() == tmp_path / "tuning.json"
+    monkeypatch.delenv(select.TABLE_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert select.table_path() == tmp_path / "cache" / "asynctp" / "tuning.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert select.table_path() == Path.home() / ".cache" / "asynctp" / "tuning.json"
+
+
+# --- properties --------------------------------------------------------------------------------------------------
+SIZES = st.integers(1, 20_000)
+PROBLEMS = st.builds(
+    lambda op, world, shard, depth, widths, itemsize, out_itemsize, precise: Problem(
+        op, world, shard * world, depth, widths[: 1 if op == "scatter" else None], itemsize, out_itemsize,
+        "float8_e4m3fn" if itemsize == 1 else "bfloat16", precise and itemsize == 1,
+    ),
+    st.sampled_from(["gather", "scatter"]), st.integers(2, 8), st.integers(0, 20_000), SIZES,
+    st.lists(SIZES, min_size=1, max_size=5).map(tuple), st.sampled_from([1, 2, 4]), st.sampled_from([2, 4]),
+    st.booleans(),
+)  # fmt: skip
+
+
+@given(PROBLEMS, st.sampled_from(IMPLEMENTATIONS), st.sampled_from([1, 78, 114, 132, 148]))
+def test_estimates_are_times(asked: Problem, implementation: str, sms: int) -> None:
+    found = estimate(asked, implementation, Rates(), sms)
+    assert math.isfinite(found)
+    assert found > 0
+
+
+@given(PROBLEMS, st.sampled_from(["direct", "unfused"]))
+def test_twice_the_products_take_longer(asked: Problem, implementation: str) -> None:
+    more = replace(asked, rows=2 * asked.rows, depth=2 * asked.depth)
+    assert estimate(more, implementation, Rates(), SMS) >= estimate(asked, implementation, Rates(), SMS)
+
+
+@given(PROBLEMS, st.sets(st.sampled_from(IMPLEMENTATIONS[:3])), st.sampled_from([H200, UNKNOWN]))
+def test_the_choice_is_a_function_of_the_problem(asked: Problem, refused: set[str], device: str) -> None:
+    """Ranks that choose for themselves choose the same."""
+    forwards = dict.fromkeys(sorted(refused), "no")
+    backwards = dict.fromkeys(sorted(refused, reverse=True), "no")
+    first = choose(asked, forwards, SMS, device)
+    select.refresh()
+    assert first == choose(replace(asked), backwards, SMS, device)
+    assert first.implementation not in refused
+    assert set(first.estimates_us) == set(IMPLEMENTATIONS) - refused
+    assert 1 <= first.chunks <= MAX_CHUNKS
+    assert first.tiles is not None
+
+
+@given(
+    outer=st.integers(1, 40), inner=st.integers(1, 5000), block_m=st.sampled_from([1, 3, 64, 128]),
+    wanted=st.integers(-1, 9),
+)  # fmt: skip
+def test_cut(outer: int, inner: int, block_m: int, wanted: int) -> None:
+    """All rows once and in order, at borders that the GEMM's tiles have, and the way that the kernel counts tiles."""
+    chunks = cut(outer, inner, block_m, wanted)
+    per_block = math.ceil(inner / block_m)
+    assert 1 <= len(chunks) <= min(MAX_CHUNKS, max(wanted, 1))
+    assert [first for first, _ in chunks.rows] == [0, *(end for _, end in chunks.rows[:-1])]
+    assert chunks.rows[-1][1] == outer * inner
+    assert all(first < end for first, end in chunks.rows)
+    for border, _ in chunks.rows[1:]:
+        assert border % (inner if outer > 1 else block_m) == 0
+    assert sum(chunks.row_tiles) == outer * per_block
+    assert all(count == chunks.tiles for count in chunks.row_tiles[:-1])
+    assert chunks.row_tiles[-1] <= chunks.tiles
+    for tile in {0, per_block - 1, outer * per_block // 2, outer * per_block - 1}:
+        first, end = chunks.rows[tile // chunks.tiles]
+        row = tile // per_block * inner + tile % per_block * block_m
+        assert first <= row < end
+
+
+@given(rows=st.integers(0, 10**6), columns=SIZES, block=st.sampled_from([64, 128, 256]), sms=st.integers(1, 200))
+def test_waves(rows: int, columns: int, block: int, sms: int) -> None:
+    tiles = math.ceil(rows / 128) * math.ceil(columns / block)
+    assert waves(rows, columns, 128, block, sms) * sms >= tiles
+    assert (waves(rows, columns, 128, block, sms) - 1) * sms < max(tiles, 1)
+
+
+@given(rows=st.integers(1, 10**5), columns=SIZES, fp8=st.booleans(), precise=st.booleans())
+def test_tiles_fill_the_tensor_cores(rows: int, columns: int, fp8: bool, precise: bool) -> None:
+    tiles = tiles_for(FP8 if fp8 else BF16, precise, rows, columns, SMS)
+    assert tiles.block_m == 128
+    assert tiles.block_k * (1 if fp8 else 2) == 128, "one line of shared memory that TMA swizzles"
+    assert (tiles.imprecise is not None) == (fp8 and precise)
+    assert tiles.block_m * tiles.block_n // (32 * tiles.warps) <= 128, "fp32 sums of a thread"
