@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
-from asynctp_kernels.cuda import gather, memory, scatter
+from asynctp_kernels.cuda import gather, scatter
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.memory import MAX_CHUNKS
 from asynctp_kernels.cuda.scatter import ScatterCall
@@ -871,10 +871,9 @@ def test_memory_that_a_graph_may_use_outlives_growth(here: Machine) -> None:
         assert captured() is not None
 
 
-def test_memory_is_asked_for_before_kernels_are_compiled_and_in_whole_granules(here: Machine) -> None:
+def test_memory_grows_in_whole_granules(here: Machine) -> None:
     sizes = [here.memory.require(name, size).size for name, size in (("outbox", 1), ("inbox", (2 << 20) + 1))]
     assert sizes == [2 << 20, 4 << 20]
     assert here.memory.generation == 2
     here.memory.require("outbox", 2 << 20)
-    assert here.memory.generation == 2
-    assert isinstance(here.memory, memory.GroupMemory)
+    assert here.memory.generation == 2, "it was large enough"

@@ -20,7 +20,7 @@ from asynctp_kernels.cuda import select
 from asynctp_kernels.cuda.memory import MAX_CHUNKS
 from asynctp_kernels.cuda.select import IMPLEMENTATIONS, Choice, Problem, Rates, choose, estimate
 from asynctp_kernels.cuda.tiles import cut, tiles_for, waves
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 SMS = 132
@@ -492,6 +492,7 @@ def test_where_the_table_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 # --- properties --------------------------------------------------------------------------------------------------
+quick = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 SIZES = st.integers(1, 20_000)
 PROBLEMS = st.builds(
     lambda op, world, shard, depth, widths, itemsize, out_itemsize, precise: Problem(
@@ -504,6 +505,7 @@ PROBLEMS = st.builds(
 )  # fmt: skip
 
 
+@quick
 @given(PROBLEMS, st.sampled_from(IMPLEMENTATIONS), st.sampled_from([1, 78, 114, 132, 148]))
 def test_estimates_are_times(asked: Problem, implementation: str, sms: int) -> None:
     found = estimate(asked, implementation, Rates(), sms)
@@ -511,12 +513,14 @@ def test_estimates_are_times(asked: Problem, implementation: str, sms: int) -> N
     assert found > 0
 
 
+@quick
 @given(PROBLEMS, st.sampled_from(["direct", "unfused"]))
 def test_twice_the_products_take_longer(asked: Problem, implementation: str) -> None:
     more = replace(asked, rows=2 * asked.rows, depth=2 * asked.depth)
     assert estimate(more, implementation, Rates(), SMS) >= estimate(asked, implementation, Rates(), SMS)
 
 
+@quick
 @given(PROBLEMS, st.sets(st.sampled_from(IMPLEMENTATIONS[:3])), st.sampled_from([H200, UNKNOWN]))
 def test_the_choice_is_a_function_of_the_problem(asked: Problem, refused: set[str], device: str) -> None:
     """Ranks that choose for themselves choose the same."""
@@ -531,6 +535,7 @@ def test_the_choice_is_a_function_of_the_problem(asked: Problem, refused: set[st
     assert first.tiles is not None
 
 
+@quick
 @given(
     outer=st.integers(1, 40), inner=st.integers(1, 5000), block_m=st.sampled_from([1, 3, 64, 128]),
     wanted=st.integers(-1, 9),
@@ -554,6 +559,7 @@ def test_cut(outer: int, inner: int, block_m: int, wanted: int) -> None:
         assert first <= row < end
 
 
+@quick
 @given(rows=st.integers(0, 10**6), columns=SIZES, block=st.sampled_from([64, 128, 256]), sms=st.integers(1, 200))
 def test_waves(rows: int, columns: int, block: int, sms: int) -> None:
     tiles = math.ceil(rows / 128) * math.ceil(columns / block)
@@ -561,6 +567,7 @@ def test_waves(rows: int, columns: int, block: int, sms: int) -> None:
     assert (waves(rows, columns, 128, block, sms) - 1) * sms < max(tiles, 1)
 
 
+@quick
 @given(rows=st.integers(1, 10**5), columns=SIZES, fp8=st.booleans(), precise=st.booleans())
 def test_tiles_fill_the_tensor_cores(rows: int, columns: int, fp8: bool, precise: bool) -> None:
     tiles = tiles_for(FP8 if fp8 else BF16, precise, rows, columns, SMS)
