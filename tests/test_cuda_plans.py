@@ -614,8 +614,8 @@ SMALL: dict[str, Callable[[], Any]] = {
     "scatter": lambda: scatter_call((768,), (64,), 72),
 }
 LARGE: dict[str, Callable[[], Any]] = {
-    "gather": lambda: gather_call((16384,), 256, (8,)),
-    "scatter": lambda: scatter_call((32768,), (8,), 264),
+    "gather": lambda: gather_call((4608,), 256, (8,)),
+    "scatter": lambda: scatter_call((8192,), (8,), 264),
 }
 
 
@@ -867,7 +867,7 @@ def test_memory_that_a_graph_may_use_outlives_growth(here: Machine) -> None:
         op(here, small)
         here.capturing = 0
         captured = weakref.ref(here.memory.areas["direct"].memory)
-        here.memory.require("direct", 64 << 20)
+        here.memory.require("direct", 4 << 20)
         assert captured() is not None
 
 

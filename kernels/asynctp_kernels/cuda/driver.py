@@ -200,11 +200,14 @@ def device_attribute(index: int, number: int) -> int:
 
 
 def capture_id(stream: int) -> int:
-    """Which CUDA graph capture `stream` is part of; 0 for none."""
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    query = _function("cuStreamGetCaptureInfo_v2", _ref, _ref, _ref, _ref, _ref, _ref)
-    query(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
-    return number.value if status.value else 0
+    """Which CUDA graph capture `stream` is part of; 0 for none. 1 for any, where the driver does not say."""
+    for name, unused in (("cuStreamGetCaptureInfo_v2", 3), ("cuStreamGetCaptureInfo_v3", 4)):
+        if hasattr(library(), name):
+            status, number = ctypes.c_int(), ctypes.c_uint64()
+            query = _function(name, *[_ref] * (3 + unused))
+            query(stream, ctypes.byref(status), ctypes.byref(number), *[None] * unused)
+            return number.value if status.value else 0
+    return 1
 
 
 def relax_captures() -> None:

@@ -286,7 +286,8 @@ class FusedGather(_Pulled):
     ) -> list[Tensor]:
         stream = current_raw_stream(self.device_index)
         a_shard = aligned(a_shard)
-        a_scale = None if a_scale is None else aligned(a_scale)
+        if a_scale is not None:
+            a_scale = aligned(a_scale) if self.scale_travels else a_scale.contiguous()
         bs = [aligned_columns(b) for b in bs]
         b_scales, biases = dense(b_scales), dense(biases)
         outs = self.new_outputs(a_shard)
@@ -351,7 +352,8 @@ class DecomposedGather(_Pulled):
     ) -> list[Tensor]:
         stream = current_raw_stream(self.device_index)
         a_shard = aligned(a_shard)
-        a_scale = None if a_scale is None else aligned(a_scale)
+        if a_scale is not None:
+            a_scale = aligned(a_scale) if self.scale_travels else a_scale.contiguous()
         outs = self.new_outputs(a_shard)
         full, scales = self.start(stream, a_shard, a_scale)
         rank, world, rows, k = self.memory.rank, self.memory.world, self.layout.rows, self.layout.cols
