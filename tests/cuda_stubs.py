@@ -334,6 +334,8 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True) -> Iterator
         },
     }
     with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # the work is small, and threads wait for each other
         stack.enter_context(mock.patch.dict(os.environ))
         for name in [name for name in os.environ if name.startswith("ASYNCTP_")]:
             del os.environ[name]
