@@ -118,17 +118,8 @@ def expected_implementation(
     if _cuda() is None or not torch.cuda.is_available():
         return implementation("cuda")
     select = importlib.import_module("asynctp_kernels.cuda.select")
-    problem = select.Problem(
-        op="gather" if gathers else "scatter",
-        world=world_size,
-        rows=rows,
-        depth=depth,
-        widths=tuple(widths),
-        itemsize=dtype.itemsize,
-        out_itemsize=out_dtype.itemsize,
-        dtype=str(dtype).removeprefix("torch."),
-        precise=dtype.itemsize == 1 and not fast,
-    )
+    op = "gather" if gathers else "scatter"
+    problem = select.Problem.of(op, world_size, rows, depth, widths, dtype, out_dtype, fast)
     index = torch.cuda.current_device()
     device = torch.cuda.get_device_properties(index)
     refused = _cuda().refused_here(world_size, index)

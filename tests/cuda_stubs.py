@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import driver, gather, memory, scatter
+from asynctp_kernels.cuda import driver, gather, gemm, memory, scatter
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.launch import Launch, Tma
 from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD, Area, GroupMemory
@@ -322,6 +322,7 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True) -> Iterator
             "peer_writes_supported": lambda: here.peer_writes,
         },
         memory: {"_share": here.share, "_last_call": {}, "Board": here.board},
+        gemm: {"prepare": here.prepare},
         gather: {"prepare": here.prepare, "product": product, "current_raw_stream": lambda index: here.current_stream},
         scatter: {"prepare": here.prepare, "product": product, "current_raw_stream": lambda index: here.current_stream},
         cuda: {"_machine": lambda index: ((9, 0), SMS, properties.name)},

@@ -22,6 +22,7 @@ import torch
 pytest.importorskip("triton")
 
 from asynctp_kernels.cuda import gather, scatter
+from asynctp_kernels.cuda.gemm import register_limit
 from asynctp_kernels.cuda.launch import Launch, fit_together
 from asynctp_kernels.cuda.tiles import Tiles, tiles_for
 from asynctp_kernels.signals import IS_INTERPRETED
@@ -339,7 +340,7 @@ def check_plain(gemm: Compiled, done_counters: int) -> None:
 
 
 def check_resources(gemm: Compiled, variant: Variant) -> None:
-    limit = gather.register_limit(variant.tiles).get("maxnreg", 255)
+    limit = register_limit(variant.tiles).get("maxnreg", 255)
     assert gemm.registers <= limit
     assert gemm.stack <= variant.stack, f"{gemm.stack} bytes spilled"
     assert gemm.shared + 1024 <= MOST_SHARED

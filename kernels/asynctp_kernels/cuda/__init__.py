@@ -20,17 +20,8 @@ from asynctp_kernels.errors import SymmetricMemoryError
 
 from . import select
 from .driver import CudaError
-from .gather import (
-    MAX_OPERANDS,
-    TRITON_DTYPES,
-    DecomposedGather,
-    DirectGather,
-    FusedGather,
-    GatherCall,
-    GatherPlan,
-    k_major,
-    scale_mode,
-)
+from .gather import DecomposedGather, DirectGather, FusedGather, GatherCall, GatherPlan
+from .gemm import MAX_OPERANDS, TRITON_DTYPES, k_major, scale_mode
 from .memory import GroupMemory, existing_memory, group_memory, release
 from .products import scaled_product_supported
 from .scatter import DecomposedScatter, DirectScatter, FusedScatter, ScatterCall, ScatterPlan
@@ -295,35 +286,21 @@ def explain(op: str, args: Sequence[Any]) -> Choice:
 
 def explain_gather(call: GatherCall) -> Choice:
     """How `call` would be run, and why."""
-    layout = call.layout
-    problem = Problem(
-        op="gather",
-        world=call.world,
-        rows=layout.full_rows,
-        depth=layout.full_cols,
-        widths=tuple(b.shape[1] for b in call.bs),
-        itemsize=call.a_shard.itemsize,
-        out_itemsize=call.out_dtype.itemsize,
-        dtype=str(call.a_shard.dtype).removeprefix("torch."),
-        precise=call.a_shard.itemsize == 1 and not call.fast,
+    layout, a = call.layout, call.a_shard
+    widths = [b.shape[1] for b in call.bs]
+    problem = Problem.of(
+        "gather", call.world, layout.full_rows, layout.full_cols, widths, a.dtype, call.out_dtype, call.fast
     )
-    _, sms, name = _machine(call.a_shard.device.index)
+    _, sms, name = _machine(a.device.index)
     return choose(problem, _refused_gather(call), sms, name)
 
 
 def explain_scatter(call: ScatterCall) -> Choice:
     """How `call` would be run, and why."""
     layout, a = call.layout, call.a_parts[0]
-    problem = Problem(
-        op="scatter",
-        world=call.world,
-        rows=layout.full_rows,
-        depth=sum(b.shape[0] for b in call.b_parts),
-        widths=(layout.full_cols,),
-        itemsize=a.itemsize,
-        out_itemsize=call.out_dtype.itemsize,
-        dtype=str(a.dtype).removeprefix("torch."),
-        precise=a.itemsize == 1 and not call.fast,
+    depth = sum(b.shape[0] for b in call.b_parts)
+    problem = Problem.of(
+        "scatter", call.world, layout.full_rows, depth, [layout.full_cols], a.dtype, call.out_dtype, call.fast
     )
     _, sms, name = _machine(a.device.index)
     return choose(problem, _refused_scatter(call), sms, name)

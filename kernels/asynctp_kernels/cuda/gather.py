@@ -13,34 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from asynctp_kernels.compat import current_raw_stream
 from asynctp_kernels.layout import ShardLayout, gather_layout
+from asynctp_kernels.workspace import align
 
 from . import driver
 from .copy_kernels import push_gather_kernel, stage_kernel
-from .gemm_kernels import gemm_kernel
+from .gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, scale_mode
 from .launch import Tma, aligned, aligned_columns, dense, describe, fit_together, grid, outlines, prepare
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
 from .script import GatherMoves, Record, Step, Write, compile_script, gather_script
 from .tiles import Chunks, Tiles, cut
 
-TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-MAX_OPERANDS = 4
 #: CTAs of the staging copy: enough for the memory, and few enough to find room beside anything
 STAGE_PROGRAMS = 64
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
-
-
-def register_limit(tiles: Tiles) -> dict[str, int]:
-    """Leave registers for a small kernel's CTA beside the GEMM's; 192 a thread cost no GEMM anything measurable."""
-    return {"maxnreg": 192} if tiles.warps == 8 else {}
 
 
 @dataclass(frozen=True)
@@ -72,24 +64,6 @@ class GatherCall:
         return None if self.a_scale is None else Scaling(self.out_dtype, self.fast)
 
 
-def scale_mode(scale: Tensor | None) -> int:
-    """0: none; 1: one element; 2: one per row or column."""
-    return 0 if scale is None else 1 if scale.numel() == 1 else 2
-
-
-def k_major(b: Tensor) -> bool:
-    """Whether [K, N] `b` has its K elements side by side (a transposed weight), and not its N."""
-    return b.stride(0) == 1 and (b.stride(1) != 1 or b.shape[0] > 1)
-
-
-def b_descriptor(b: Tensor, tiles: Tiles) -> Any:
-    """[K, N] `b` as TMA sees it: rows are what is contiguous."""
-    k, n = b.shape
-    if k_major(b):
-        return describe(b, [n, k], [b.stride(1), 1], [tiles.block_n, tiles.block_k])
-    return describe(b, [k, n], [b.stride(0), 1], [tiles.block_k, tiles.block_n])
-
-
 class GatherPlan:
     """One call, prepared. `run` gives the products, then the gathered A if asked for."""
 
@@ -99,6 +73,11 @@ class GatherPlan:
         self.return_a_full, self.scale_travels = call.return_a_full, call.scale_travels
         self.row_bytes = self.layout.cols * call.a_shard.itemsize
         self.shard_bytes = self.layout.rows * self.row_bytes
+        # where a shard lies in symmetric memory: as units, then its row scales if they travel
+        self.unit_bytes = next(size for size in (4, 2, 1) if self.row_bytes % size == 0)
+        self.units = self.shard_bytes // self.unit_bytes
+        self.scale_offset = align(self.shard_bytes)
+        self.staged_bytes = self.scale_offset + (self.layout.rows * 4 if self.scale_travels else 0)
         self.widths = [b.shape[1] for b in call.bs]
         self.device_index: int = call.a_shard.device.index
         self.generation = -1
@@ -107,6 +86,10 @@ class GatherPlan:
     def stale(self) -> bool:
         """The group's symmetric memory has moved since."""
         return self.generation != self.memory.generation
+
+    def as_units(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor as integers that copies move."""
+        return tensor.view(-1).view(_UNITS[self.unit_bytes])
 
     def new_outputs(self, a_shard: Tensor) -> list[Tensor]:
         lead = self.layout.full_shape[:-1]
@@ -135,34 +118,30 @@ class _Pulled(GatherPlan):
         super().__init__(call, memory)
         self.chunks = chunks
         rank, world = memory.rank, memory.world
-        scale_offset = -(-self.shard_bytes // 256) * 256
-        scale_bytes = self.layout.rows * 4 if self.scale_travels else 0
-        outbox = memory.require("outbox", scale_offset + scale_bytes)
+        outbox = memory.require("outbox", self.staged_bytes)
         moves = GatherMoves(
             outboxes=outbox.peers,
             row_bytes=self.row_bytes,
             outer=self.outer,
             inner=self.layout.inner,
-            scale_offset=scale_offset,
+            scale_offset=self.scale_offset,
             scales=self.scale_travels,
             chunks=chunks,
             keep_own=self.return_a_full,
         )
         steps = gather_script(rank, world, moves, self.arrived)
         self.play = compile_script(steps, memory.peer_writes, memory.one)
-        self._compile_stage(call, outbox.memory, scale_offset)
+        self._compile_stage(call, outbox.memory)
         self.generation = memory.generation
 
-    def _compile_stage(self, call: GatherCall, outbox: Tensor, scale_offset: int) -> None:
+    def _compile_stage(self, call: GatherCall, outbox: Tensor) -> None:
         memory = self.memory
-        unit = next(size for size in (4, 2, 1) if self.row_bytes % size == 0)
-        size = self.shard_bytes // unit
-        block = direct_block(size, 4096)
-        programs = grid(-(-size // block), STAGE_PROGRAMS)
-        shard = aligned(call.a_shard).view(-1).view(_UNITS[unit])
-        box, scale_box = outbox.view(_UNITS[unit]), outbox[scale_offset:].view(torch.float32)
+        block = direct_block(self.units, 4096)
+        programs = grid(-(-self.units // block), STAGE_PROGRAMS)
+        shard = self.as_units(aligned(call.a_shard))
+        box, scale_box = self.as_units(outbox), outbox[self.scale_offset :].view(torch.float32)
         scale = memory.dummy if call.a_scale is None else aligned(call.a_scale)
-        tail = [size, self.layout.rows, memory.stage_pads.data_ptr(), memory.stage_epoch, memory.stage_done,
+        tail = [self.units, self.layout.rows, memory.stage_pads.data_ptr(), memory.stage_epoch, memory.stage_done,
                 memory.bound, memory.status, memory.rank]  # fmt: skip
         constants = {
             "WORLD": memory.world,
@@ -228,7 +207,6 @@ class FusedGather(_Pulled):
         a_strides = [inner * k, k, 1]
         self.a_own = describe(aligned(call.a_shard), [self.outer, inner, k], a_strides, rows)
         self.a_full = describe(full, [self.outer * memory.world, inner, k], a_strides, rows)
-        self.b_major = k_major(call.bs[0])
         self.bs = [b_descriptor(aligned_columns(b), tiles) for b in call.bs]
         outs = self.new_outputs(call.a_shard)
         self.cs = [
@@ -236,10 +214,9 @@ class FusedGather(_Pulled):
             for out, n in zip(outs, self.widths, strict=True)
         ]
         count, dummy = len(call.bs), memory.dummy
-        self.has_bias = call.biases[0] is not None
-        self.a_mode = 2 if call.scale_travels else scale_mode(call.a_scale)
-        self.b_mode = scale_mode(call.b_scales[0] if call.b_scales else None)
-        first_bias = call.biases[0] if self.has_bias else dummy
+        bias = call.biases[0]
+        a_mode = 2 if call.scale_travels else scale_mode(call.a_scale)
+        b_mode = scale_mode(call.b_scales[0] if call.b_scales else None)
         padding = [None] * (MAX_OPERANDS - count)
         widths = self.widths + [0] * (MAX_OPERANDS - count)
         programs = grid(_tile_count(self.outer * memory.world, inner, self.widths, tiles), programs)
@@ -247,27 +224,10 @@ class FusedGather(_Pulled):
         self.numbers = numbers
         args = [
             self.a_own, self.a_full, None, None, *self.bs, *padding, *self.cs, *padding,
-            *[dummy] * 6, *[first_bias] * 4, memory.local, memory.gather_done, *numbers,
+            *[dummy] * 6, *[dummy if bias is None else bias] * 4, memory.local, memory.gather_done, *numbers,
         ]  # fmt: skip
-        constants = {
-            "GATHER": True,
-            "COUNT": count,
-            "MAX_CHUNKS": MAX_CHUNKS,
-            "B_K_MAJOR": self.b_major,
-            "A_SCALE": self.a_mode,
-            "SCALE_TRAVELS": self.scale_travels,
-            "B_SCALE": self.b_mode,
-            "BIAS": int(self.has_bias),
-            "OUT": TRITON_DTYPES[self.out_dtype],
-            "IMPRECISE": tiles.imprecise,
-            "BM": tiles.block_m,
-            "BN": tiles.block_n,
-            "BK": tiles.block_k,
-            "GROUP_M": tiles.group_m,
-            "PROGRAMS": programs,
-        }
-        self.launch = prepare(
-            gemm_kernel, programs, args, constants, tiles.warps, num_stages=tiles.stages, **register_limit(tiles)
+        self.launch = prepare_gemm(
+            args, programs, tiles, call.bs, bias, (a_mode, b_mode), self.out_dtype, True, self.scale_travels
         )
         self.a_own, self.a_full = outlines((self.a_own, self.a_full))
         self.bs, self.cs = outlines(self.bs), outlines(self.cs)
@@ -394,24 +354,19 @@ class DirectGather(GatherPlan):
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
         super().__init__(call, memory)
         layout = self.layout
-        unit = next(size for size in (4, 2, 1) if self.row_bytes % size == 0)
-        self.unit = _UNITS[unit]
-        self.size, cols = self.shard_bytes // unit, self.row_bytes // unit
-        self.scale_offset = -(-self.shard_bytes // 256) * 256
-        scale_bytes = layout.rows * 4 if self.scale_travels else 0
-        part = -(-(self.scale_offset + scale_bytes) // 256) * 256
+        part = align(self.staged_bytes)
         area, words = memory.direct(part * memory.world)
         slot = area.size // 2
-        block = direct_block(self.size, 4096)
-        programs = grid(-(-self.size // block), DIRECT_PROGRAMS)
-        numbers = [self.size, cols, layout.inner, layout.rows]
+        block = direct_block(self.units, 4096)
+        programs = grid(-(-self.units // block), DIRECT_PROGRAMS)
+        numbers = [self.units, self.row_bytes // self.unit_bytes, layout.inner, layout.rows]
         memory_args = [
             area.table, words.table, slot, part, self.scale_offset, memory.epoch, memory.done, memory.bound,
             memory.status, memory.rank,
         ]  # fmt: skip
         shard, full = aligned(call.a_shard), call.a_shard.new_empty(layout.full_shape)
         scale = memory.dummy if call.a_scale is None else aligned(call.a_scale)
-        args = [self._raw(shard), scale, self._raw(full), memory.dummy, *numbers, *memory_args]
+        args = [self.as_units(shard), scale, self.as_units(full), memory.dummy, *numbers, *memory_args]
         args[8], args[9] = area.table.data_ptr(), words.table.data_ptr()
         constants = {
             "WORLD": memory.world,
@@ -425,9 +380,6 @@ class DirectGather(GatherPlan):
         self.launch = prepare(push_gather_kernel, programs, args, constants, 8)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[4:]]
         self.generation = memory.generation
-
-    def _raw(self, tensor: Tensor) -> Tensor:
-        return tensor.view(-1).view(self.unit)
 
     def run(
         self,

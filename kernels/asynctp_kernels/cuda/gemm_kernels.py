@@ -32,6 +32,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from asynctp_kernels.numerics import scale_and_bias
+
 
 @triton.jit
 def await_word(word: tl.tensor, value: tl.tensor) -> tl.tensor:
@@ -92,34 +94,6 @@ def multiply(a: tl.tensor, b: tl.tensor, acc: tl.tensor, B_K_MAJOR: tl.constexpr
     if B_K_MAJOR:
         b = b.T
     return tl.dot(a, b, acc, max_num_imprecise_acc=IMPRECISE)
-
-
-@triton.jit
-def finish(
-    acc: tl.tensor,
-    rows: tl.tensor,
-    row_mask: tl.tensor,
-    cols: tl.tensor,
-    n: tl.tensor,
-    a_scale: tl.tensor,
-    b_scale: tl.tensor,
-    bias: tl.tensor,
-    A_SCALE: tl.constexpr,
-    B_SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-) -> tl.tensor:
-    """acc * a_scale * b_scale + bias in fp32. Scales: absent (0), one element (1), one per row or column (2)."""
-    if A_SCALE == 1:
-        acc = acc * tl.load(a_scale)
-    if A_SCALE == 2:
-        acc = acc * tl.load(a_scale + rows, mask=row_mask, other=0.0)[:, None]
-    if B_SCALE == 1:
-        acc = acc * tl.load(b_scale)
-    if B_SCALE == 2:
-        acc = acc * tl.load(b_scale + cols, mask=cols < n, other=0.0)[None, :]
-    if BIAS:
-        acc = acc + tl.load(bias + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
-    return acc
 
 
 @triton.jit(
@@ -329,7 +303,9 @@ def gemm_kernel(
                         b_scale = s3
                         bias = z3
             cols = col + tl.arange(0, BN)
-            acc = finish(acc, rows, in_block < inner, cols, n, a_scale, b_scale, bias, A_SCALE, B_SCALE, BIAS)
+            if not BIAS:
+                bias = None
+            acc = scale_and_bias(acc, a_scale, rows, in_block < inner, b_scale, bias, cols, cols < n, A_SCALE, B_SCALE)
         if GATHER:
             c.store([block, q, col], acc.to(OUT).reshape(1, BM, BN))
         else:

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from asynctp_kernels.compat import current_raw_stream
 from asynctp_kernels.layout import ShardLayout, scatter_layout
+from asynctp_kernels.workspace import align
 
 from . import driver
 from .copy_kernels import push_reduce_kernel, reduce_kernel
-from .gather import MAX_OPERANDS, TRITON_DTYPES, b_descriptor, direct_block, k_major, register_limit, scale_mode
-from .gemm_kernels import gemm_kernel
+from .gather import direct_block
+from .gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, scale_mode
 from .launch import Tma, aligned, aligned_columns, dense, describe, grid, outlines, prepare
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
@@ -194,7 +195,6 @@ class FusedScatter(_Pushed):
     def _compile(self, call: ScatterCall, tiles: Tiles, programs: int) -> None:
         memory, layout = self.memory, self.layout
         inner, n, world = layout.inner, layout.cols, memory.world
-        self.b_major = k_major(call.b_parts[0])
         depths = [b.shape[0] for b in call.b_parts]
         self.a_like = [
             describe(a, [self.outer * world, inner, k], [inner * k, k, 1], [1, tiles.block_m, tiles.block_k])
@@ -206,35 +206,18 @@ class FusedScatter(_Pushed):
         self.c_like = describe(staging, [world * self.outer, inner, n], [inner * n, n, 1], block)
         count, dummy = len(depths), memory.dummy
         self.padding = [None] * (MAX_OPERANDS - count)
-        self.has_bias = call.biases[0] is not None
-        first_bias = call.biases[0] if self.has_bias else dummy
+        bias = call.biases[0]
         depths = depths + [0] * (MAX_OPERANDS - count)
         row_tiles = self.outer * -(-inner // tiles.block_m)
         programs = grid(world * row_tiles * -(-n // tiles.block_n), programs)
         self.numbers = [self.outer, inner, *depths, n, 0, 0, 0, memory.rank, world, self.chunks.tiles]
         args = [
             *self.a_like, *self.padding, *self.b_like, *self.padding, self.c_like, None, None, None,
-            *[dummy] * 6, *[first_bias] * 4, memory.local, memory.scatter_done, *self.numbers,
+            *[dummy] * 6, *[dummy if bias is None else bias] * 4, memory.local, memory.scatter_done, *self.numbers,
         ]  # fmt: skip
-        constants = {
-            "GATHER": False,
-            "COUNT": count,
-            "MAX_CHUNKS": MAX_CHUNKS,
-            "B_K_MAJOR": self.b_major,
-            "A_SCALE": scale_mode(call.a_scales[0] if call.a_scales else None),
-            "SCALE_TRAVELS": False,
-            "B_SCALE": scale_mode(call.b_scales[0] if call.b_scales else None),
-            "BIAS": int(self.has_bias),
-            "OUT": TRITON_DTYPES[self.out_dtype],
-            "IMPRECISE": tiles.imprecise,
-            "BM": tiles.block_m,
-            "BN": tiles.block_n,
-            "BK": tiles.block_k,
-            "GROUP_M": tiles.group_m,
-            "PROGRAMS": programs,
-        }
-        self.launch = prepare(
-            gemm_kernel, programs, args, constants, tiles.warps, num_stages=tiles.stages, **register_limit(tiles)
+        modes = [scale_mode(scales[0] if scales else None) for scales in (call.a_scales, call.b_scales)]
+        self.launch = prepare_gemm(
+            args, programs, tiles, call.b_parts, bias, (modes[0], modes[1]), self.out_dtype, gathers=False
         )
         self.a_like, self.b_like = outlines(self.a_like), outlines(self.b_like)
         self.c_like = Tma(self.c_like, 0)
@@ -342,7 +325,7 @@ class DirectScatter(ScatterPlan):
         super().__init__(call, memory)
         layout = self.layout
         size = layout.rows * layout.cols
-        part = -(-self.part_bytes // 256) * 256
+        part = align(self.part_bytes)
         area, words = memory.direct(part * memory.world)
         block = direct_block(size, 8192)
         programs = grid(-(-size // block), DIRECT_PROGRAMS)

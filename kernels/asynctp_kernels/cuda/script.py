@@ -14,25 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from . import driver
+from .driver import Wait as Wait
+from .driver import Write as Write
 from .tiles import Chunks
 
 ABSOLUTE, OWN, FULL, FULL_SCALE = range(4)
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Hold the stream until the int32 at `address` is at least `value`."""
-
-    address: int
-    value: int = 1
-
-
-@dataclass(frozen=True)
-class Write:
-    """Store `value` in our own int32 at `address`; everything before it in the script is visible to who reads it."""
-
-    address: int
-    value: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +75,7 @@ def compile_script(steps: Iterable[Step], peer_writes: bool, one: int) -> Player
         one: Address of a constant int32 1, the source of such copies.
     """
     calls: list[Player] = []
-    batch: list[driver.Wait | driver.Write] = []
+    batch: list[Wait | Write] = []
 
     def flush() -> None:
         if batch:
@@ -98,12 +84,10 @@ def compile_script(steps: Iterable[Step], peer_writes: bool, one: int) -> Player
             batch.clear()
 
     for step in steps:
-        if isinstance(step, Wait):
-            batch.append(driver.Wait(step.address, step.value))
-        elif isinstance(step, Write):
-            batch.append(driver.Write(step.address, step.value))
+        if isinstance(step, (Wait, Write)):
+            batch.append(step)
         elif isinstance(step, Post) and peer_writes:
-            batch.append(driver.Write(step.address, 1))
+            batch.append(Write(step.address, 1))
         else:
             flush()
             calls.append(_call(step, one))

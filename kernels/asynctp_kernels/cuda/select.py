@@ -18,7 +18,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
@@ -94,6 +94,23 @@ class Problem:
     out_itemsize: int
     dtype: str
     precise: bool = False
+
+    @staticmethod
+    def of(
+        op: str,
+        world: int,
+        rows: int,
+        depth: int,
+        widths: Sequence[int],
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        fast: bool,
+    ) -> Problem:
+        """The problem of operands of `dtype`; `fast`: fp8 sums may be."""
+        name, fp8 = str(dtype).removeprefix("torch."), dtype.itemsize == 1
+        return Problem(
+            op, world, rows, depth, tuple(widths), dtype.itemsize, out_dtype.itemsize, name, precise=fp8 and not fast
+        )
 
     @property
     def flops(self) -> float:
