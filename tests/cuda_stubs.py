@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import driver, gather, gemm, memory, scatter
+from asynctp_kernels.cuda import collectives, driver, gather, gemm, memory, scatter
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.launch import Launch, Tma
 from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD, Area, GroupMemory
@@ -147,6 +147,7 @@ class Machine:
         current_stream, current_device: those that a call is made on.
         registers: that the compiler would give every kernel.
         kernels: what the kernel of a name does to memory, given the launch.
+        kept: (address, stream) of tensors whose memory must not be reused before that stream has come so far.
         hosts: on which each rank says that it is.
     """
 
@@ -160,6 +161,7 @@ class Machine:
         self.current_device: int | None = None  # the index of the CPU
         self.registers = 40
         self.kernels: dict[str, Callable[[Launched], None]] = {}
+        self.kept: list[tuple[int, int]] = []
         self.hosts = ["here"] * world
         self._events = 0
         self._streams = iter([COPY, REDUCE])
@@ -321,7 +323,9 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True) -> Iterator
             "new_event": here.new_event,
             "peer_writes_supported": lambda: here.peer_writes,
         },
-        memory: {"_share": here.share, "_last_call": {}, "Board": here.board},
+        memory: {"_share": here.share, "_last_call": {}, "_flying": {}, "Board": here.board},
+        collectives: {"current_raw_stream": lambda index: here.current_stream},
+        Tensor: {"record_stream": lambda tensor, stream: here.kept.append((tensor.data_ptr(), stream.cuda_stream))},
         gemm: {"prepare": here.prepare},
         gather: {"prepare": here.prepare, "product": product, "current_raw_stream": lambda index: here.current_stream},
         scatter: {"prepare": here.prepare, "product": product, "current_raw_stream": lambda index: here.current_stream},
@@ -342,7 +346,7 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True) -> Iterator
             del os.environ[name]
         for module, attributes in replaced.items():
             for name, value in attributes.items():
-                stack.enter_context(mock.patch.object(module, name, value))
+                stack.enter_context(mock.patch.object(module, name, value, create=module is Tensor))
         yield here
 
 
@@ -371,7 +375,9 @@ class Names:
 
     def event(self, event: int) -> str:
         named = {getattr(self.memory, name): name for name in EVENTS}
-        return named[event] if event in named else f"event[{self.memory.events.index(event)}]"
+        if event in named or event not in self.memory.events:
+            return named.get(event, "flight")
+        return f"event[{self.memory.events.index(event)}]"
 
     def place(self, address: int) -> str:
         return self._word(address) or self._area(address) or self._near(address)

@@ -877,3 +877,16 @@ def test_memory_grows_in_whole_granules(here: Machine) -> None:
     assert here.memory.generation == 2
     here.memory.require("outbox", 2 << 20)
     assert here.memory.generation == 2, "it was large enough"
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_a_refused_implementation_leaves_the_group_usable(kind: str, here: Machine) -> None:
+    """All ranks refuse alike, before anything has begun: the next call runs as if nothing had been asked for."""
+    call = gather_call((3, 64), 64, (72,), dim=1) if kind == "gather" else scatter_call((3, 64), (64,), 72, dim=1)
+    with cuda.forced("decomposed"), pytest.raises(RuntimeError, match="cannot run: 3 separate row ranges"):
+        op(here, call)
+    assert here.memory.failure is None
+    here.kernels.clear()
+    with cuda.forced("fused"):
+        op(here, call)
+    assert cuda.last_implementation(here.group) == "fused"

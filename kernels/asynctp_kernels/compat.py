@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -39,6 +41,18 @@ def current_raw_stream(device_index: int) -> int:
     """The driver handle of the current stream, without a Python stream object."""
     stream: int = torch._C._cuda_getCurrentRawStream(device_index)
     return stream
+
+
+def register_wait(result: torch.Tensor, wait: Callable[[], None]) -> None:
+    """Let `_c10d_functional.wait_tensor(result)` call `wait`, which makes the current stream wait for the result."""
+    from torch._C._distributed_c10d import Work, _register_work
+
+    class Waited(Work):
+        def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+            wait()
+            return True
+
+    _register_work(result, Waited())
 
 
 def scaled_mm(

@@ -3,7 +3,8 @@
     torchrun --nproc_per_node=4 tests/gpu/cases.py [SUBSTRING ...]
 
 Every case draws fresh random data, runs each implementation that can run it, compares with the fp64 product of what all
-ranks hold, runs again (bit-identical), and replays it in a CUDA graph on new data. One JSON line a case, from rank 0.
+ranks hold, runs again (bit-identical), and replays it in a CUDA graph on new data. Collectives without a product
+(`Bulk`) are left in flight beside a fused call of each implementation. One JSON line a case, from rank 0.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch.distributed as dist
 from asynctp_kernels import cuda
 from torch import Tensor
 
-import asynctp_passes.ops  # noqa: F401  registers the ops
+import asynctp_passes.collectives
+import asynctp_passes.ops  # noqa: F401
 
 FP8, FP8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
@@ -97,6 +99,30 @@ def cases() -> Iterator[Case]:
     yield replace(base, ns=(512, 512), k_major=False, shard=(2, 512), dim=1)
     yield replace(base, ns=(512, 512), dtype=FP8, scales="tensor")
     yield replace(base, reduce_op="avg")
+
+
+@dataclass(frozen=True)
+class Bulk:
+    """A collective without a product, left in flight beside a fused call of the same group."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    reduce_op: str = "sum"
+
+    @property
+    def name(self) -> str:
+        return f"bulk-{self.op}-{'x'.join(map(str, self.shape))}-{str(self.dtype)[6:]}-{self.reduce_op}"
+
+
+def bulk_cases() -> Iterator[Bulk]:
+    for shape in ((1024, 512), (1 << 22,), (3, 5, 7), (1, 8)):
+        for dtype in (torch.bfloat16, torch.float32, FP8, torch.int64):
+            yield Bulk("gather", shape, dtype)
+    for shape in ((4096, 512), (1 << 22,), (8, 5, 7)):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            yield Bulk("scatter", shape, dtype)
+    yield Bulk("scatter", (4096, 512), reduce_op="avg")
 
 
 def rank() -> int:
@@ -235,8 +261,9 @@ def run(case: Case, implementation: str) -> dict[str, object]:
         try:
             outs = call(case, data)
         except RuntimeError as error:
-            if "cannot run" in str(error):
-                return {"skipped": str(error).split("cannot run: ")[-1]}
+            refused = f"asynctp: implementation {implementation!r} was asked for and cannot run: "
+            if str(error).startswith(refused):
+                return {"skipped": str(error).removeprefix(refused)}
             raise
         torch.cuda.synchronize()
         result: dict[str, object] = {"error": worst(case, outs, expected(case, data))}
@@ -263,6 +290,56 @@ def run(case: Case, implementation: str) -> dict[str, object]:
     return result
 
 
+def run_bulk(case: Bulk, beside: str) -> dict[str, object]:
+    """Start the collective, run a fused call, complete the collective; again, and in a CUDA graph on new data."""
+    group, size = dist.group.WORLD.group_name, world()
+    other = Case("gather", (256,), 512, (512,)) if case.op == "scatter" else Case("scatter", (1024,), 512, (512,))
+    data, x = draw(other), random_operand(case.shape, torch.float32).mul(8).to(case.dtype)
+
+    def call_both() -> list[Tensor]:
+        ops = torch.ops.asynctp
+        gathers = case.op == "gather"
+        flying = ops.all_gather(x, size, group) if gathers else ops.reduce_scatter(x, case.reduce_op, size, group)
+        with cuda.forced(beside):
+            outs = call(other, data)
+        return [torch.ops._c10d_functional.wait_tensor(flying), *outs]
+
+    def wrong(outs: list[Tensor]) -> float:
+        wanted = gathered(x, 0).double()
+        if case.op == "scatter":
+            total = torch.zeros_like(x, dtype=torch.float64)
+            for one in gathered(x.unsqueeze(0), 0):
+                total += one.double()
+            wanted = total.chunk(size)[rank()] / (size if case.reduce_op == "avg" else 1)
+        if outs[0].shape != wanted.shape or outs[0].dtype != case.dtype:
+            return float("inf")
+        error = ((outs[0].double() - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
+        mine = float("inf") if case.op == "gather" and error else error / TOLERANCE.get(case.dtype, 1.0)
+        value = torch.tensor(mine, device=device(), dtype=torch.float64)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return max(value.item(), worst(other, outs[1:], expected(other, data)) / TOLERANCE[other.out_dtype] / 2)
+
+    outs = call_both()
+    ran = cuda.last_implementation(dist.group.WORLD)
+    result: dict[str, object] = {"error": wrong(outs), "ran": ran}
+    again = call_both()
+    result["same bits"] = agree(all(torch.equal(_raw(x), _raw(y)) for x, y in zip(outs, again, strict=True)))
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call_both()
+    x.copy_(random_operand(case.shape, torch.float32).mul(8).to(case.dtype))
+    for _ in range(3):
+        graph.replay()
+    call_both()
+    graph.replay()
+    torch.cuda.synchronize()
+    result["graph error"] = wrong(captured)
+    result["ok"] = result["error"] < 1 and result["graph error"] < 1 and result["same bits"]  # type: ignore[operator]
+    return result
+
+
 def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
@@ -277,16 +354,15 @@ def main() -> int:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=device())
     failed = 0
-    for case, implementation in itertools.product(
-        cases(), os.environ.get("IMPLS", "fused,decomposed,direct,unfused").split(",")
-    ):
+    implementations = os.environ.get("IMPLS", "fused,decomposed,direct,unfused").split(",")
+    for case, implementation in itertools.product([*cases(), *bulk_cases()], implementations):
         name = f"{case.name}/{implementation}"
         if len(sys.argv) > 1 and not any(text in name for text in sys.argv[1:]):
             continue
         torch.manual_seed(int(time.time()) * 8 + rank())
         faulthandler.dump_traceback_later(int(os.environ.get("CASE_TIMEOUT", "60")), exit=True)
         try:
-            result = run(case, implementation)
+            result = run(case, implementation) if isinstance(case, Case) else run_bulk(case, implementation)
         except Exception as error:  # reported as the case's result
             result = {"ok": False, "exception": f"{type(error).__name__}: {error}"[:600]}
             if rank() == 0:

@@ -23,7 +23,8 @@ from asynctp_kernels import cuda
 from asynctp_kernels.cuda.memory import existing_memory
 from torch import Tensor
 
-import asynctp_passes.ops  # noqa: F401  registers the ops
+import asynctp_passes.collectives
+import asynctp_passes.ops  # noqa: F401
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct")
 SHAPES = ((64, 64, 64), (512, 128, 256), (1024, 64, 512), (256, 256, 128), (2048, 128, 256), (520, 64, 72))
@@ -71,6 +72,25 @@ def prepare(op: str, shape: tuple[int, int, int], group: dist.ProcessGroup, impl
     return Call(run, expected)
 
 
+def prepare_bulk(op: str, inner: Call, group: dist.ProcessGroup) -> Call:
+    """A collective without a product, left in flight while `inner` runs."""
+    world, name = group.size(), group.group_name
+    torch.manual_seed(dist.get_rank())
+    x = integers((128 * world, 64), -8, 8)
+    whole = torch.empty(world, *x.shape, dtype=x.dtype, device="cuda")
+    dist.all_gather_into_tensor(whole, x)
+    mine = whole.float().sum(0).chunk(world)[dist.get_rank()].to(x.dtype)
+    expected = whole if op == "gather" else mine
+
+    def run() -> Tensor:
+        ops = torch.ops.asynctp
+        flying = ops.all_gather(x, world, name) if op == "gather" else ops.reduce_scatter(x, "sum", world, name)
+        beside = inner.run()
+        return torch.cat((torch.ops._c10d_functional.wait_tensor(flying).flatten(), beside.flatten()))
+
+    return Call(run, torch.cat((expected.flatten(), inner.expected.flatten())))
+
+
 def capture(call: Call) -> None:
     call.run()
     torch.cuda.synchronize()
@@ -110,6 +130,8 @@ def main() -> int:
         ]
         for group in groups
     ]
+    for group, of_group in zip(groups, calls, strict=True):
+        of_group += [prepare_bulk(op, inner, group) for op in ("gather", "scatter") for inner in of_group[::2]]
     for of_group in calls:
         for call in of_group:
             call.run()

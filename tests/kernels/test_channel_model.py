@@ -54,7 +54,10 @@ Bytes = tuple[tuple[int, Tag], ...]  # (address, tag)
 
 @dataclass(frozen=True)
 class Call:
-    """One op. `chunks` is ignored by the decomposed implementation, `scales` and `keep_own` by a scatter."""
+    """One op. `chunks` is ignored but by the fused implementation, `scales` and `keep_own` by a scatter.
+
+    way "bulk": no product, and the main stream waits for the result only after the next call.
+    """
 
     op: str
     way: str = "fused"
@@ -153,9 +156,17 @@ class Rank:
         """Address of a buffer. A gathered A and a staging never live at the same time: one `local` for both."""
         sizes = {"own": self.part, "own scale": 4 * ROWS, "outbox": self.part + 4 * ROWS, "out": self.part}
         sizes |= {"local": self.world * self.part, "scales": self.world * 4 * ROWS, "inbox": self.world * self.part}
+        if any(call.way == "bulk" for call in self.case.calls):  # two may be in flight, each with memory of its own
+            bulk = {"own": self.part, "local": self.world * self.part, "out": self.part}
+            sizes |= {f"{buffer} {turn}": size for turn in (0, 1) for buffer, size in bulk.items()}
         names = list(sizes)
         before = sum(sizes[other] for other in names[: names.index(name)])
         return (self.rank if rank is None else rank) * sum(sizes.values()) + before
+
+    def of_call(self, number: int, buffer: str) -> int:
+        """Address of a buffer that a bulk call has for itself."""
+        bulk = self.case.calls[number].way == "bulk"
+        return self.at(f"{buffer} {number % 2}" if bulk else buffer)
 
     @property
     def bases(self) -> tuple[int, ...]:
@@ -181,8 +192,60 @@ class Rank:
 
     def enqueue(self, number: int, call: Call) -> list[Item]:
         """Everything of one call, in the order in which the host does it."""
-        items = self._gather(number, call) if call.op == "gather" else self._scatter(number, call)
+        if call.way == "bulk":
+            items = self._bulk_gather(number, call) if call.op == "gather" else self._bulk_scatter(number, call)
+        else:
+            items = self._gather(number, call) if call.op == "gather" else self._scatter(number, call)
+        landed = [number - 1] * (number > 0) + [number] * (number + 1 == len(self.case.calls))
+        items += [item for other in landed if self.case.calls[other].way == "bulk" for item in self._land(other)]
         return self.case.spoil(self.rank, items)
+
+    # --- in flight
+    @property
+    def flights(self) -> range:
+        """The events of results in flight, in turn."""
+        first = FIRST_EVENT + self.world
+        return range(first, first + 2)
+
+    def _bulk_gather(self, number: int, call: Call) -> list[Item]:
+        moves = replace(self._gather_moves(call), keep_own=True)
+        script = gather_script(self.rank, self.world, moves, lambda source, chunk: [])
+        bases = (0, self.of_call(number, "own"), self.of_call(number, "local"), 0)
+        return [
+            ("main", Touch(writes=self._own(number, call))),
+            ("main", Record(START)),
+            ("copy", Await(START)),
+            ("copy", self._stage(number, call)),
+            *[("copy", _placed(step, bases)) for step in script],
+            ("copy", Record(END)),
+            ("copy", Record(self.flights[number % 2])),
+        ]
+
+    def _bulk_scatter(self, number: int, call: Call) -> list[Item]:
+        channel, moves = self._channel(), self._scatter_moves(call)
+        script = scatter_script(channel, moves, lambda dst, chunk: [], MAX_CHUNKS)
+        bases = (0, 0, self.of_call(number, "local"), 0)
+        parts = [self._staged(number, dst, range(self.part)) for dst in range(self.world)]
+        return [
+            ("main", Touch(writes=sum(parts, ()))),
+            ("main", Record(START)),
+            ("copy", Await(START)),
+            ("reduce", Await(START)),
+            *[("reduce", Wait(channel.full(self.rank, peer * MAX_CHUNKS))) for peer in self.ring(1)[:-1]],
+            *[("copy", _placed(step, bases)) for step in script],
+            ("copy", Record(END)),
+            ("reduce", self._reduction(number, call)),
+            ("reduce", Record(REDUCED)),
+            ("copy", Await(REDUCED)),
+            ("copy", Record(self.flights[number % 2])),
+        ]
+
+    def _land(self, number: int) -> list[Item]:
+        """The result of a bulk call is waited for, and read."""
+        call, reads = self.case.calls[number], self._sum(number, range(self.part))
+        if call.op == "gather":
+            reads = sum((self._gathered(number, call, source) for source in range(self.world)), ())
+        return [("main", Await(self.flights[number % 2])), ("main", Touch(reads=reads))]
 
     # --- gather
     def _gather(self, number: int, call: Call) -> list[Item]:
@@ -190,8 +253,10 @@ class Rank:
         consumer = self._gather_fused if call.way == "fused" else self._gather_decomposed
         result = Touch(reads=sum((self._gathered(number, call, source) for source in range(self.world)), ()))
         stage, first = self._stage(number, call), call.way == "decomposed"
+        flying = first and number > 0 and self.case.calls[number - 1].way == "bulk"
         return [
             ("main", Touch(writes=self._own(number, call))),
+            *[("main", Await(self.flights[(number - 1) % 2]))] * flying,
             *[("main", stage)] * first,
             ("main", Record(START)),
             ("copy", Await(START)),
@@ -212,7 +277,9 @@ class Rank:
             posts = [Write(begun.at(peer, self.rank), epoch) for peer in peers] if program == 0 else []
             own = self._own(number, call)
             mine = (*own[: self.part][program :: self.case.programs], *(own[self.part :] if program == 0 else ()))
-            copy = Touch(mine, tuple((address - self.at("own") + self.at("outbox"), tag) for address, tag in mine))
+            copy = Touch(
+                mine, tuple((address - self.of_call(number, "own") + self.at("outbox"), tag) for address, tag in mine)
+            )
             programs.append((*posts, *(Wait(begun.at(self.rank, peer), epoch) for peer in peers), copy))
         posts = [Write(staged.at(peer, self.rank), epoch) for peer in peers]
         return Kernel("stage", tuple(programs), (*posts, *(Wait(staged.at(self.rank, peer), epoch) for peer in peers)))
@@ -236,7 +303,8 @@ class Rank:
 
     def _own(self, number: int, call: Call, rows: Sequence[int] = range(ROWS)) -> Bytes:
         """Rows of the own shard and their scales."""
-        found = [(self.at("own") + i, (number, self.rank, "a", i)) for row in rows for i in self._span(row, self.width)]
+        start = self.of_call(number, "own")
+        found = [(start + i, (number, self.rank, "a", i)) for row in rows for i in self._span(row, self.width)]
         scales = [(self.at("own scale") + i, (number, self.rank, "scale", i)) for row in rows for i in self._span(row)]
         return (*found, *(scales if call.scales else ()))
 
@@ -246,7 +314,7 @@ class Rank:
         for row in rows:
             place = (row // inner * self.world + source) * inner + row % inner
             pairs = zip(self._span(place, self.width), self._span(row, self.width), strict=True)
-            found += [(self.at("local") + to, (number, source, "a", i)) for to, i in pairs]
+            found += [(self.of_call(number, "local") + to, (number, source, "a", i)) for to, i in pairs]
             if call.scales and source != self.rank:
                 pairs = zip(self._span(place), self._span(row), strict=True)
                 found += [(self.at("scales") + to, (number, source, "scale", i)) for to, i in pairs]
@@ -281,9 +349,7 @@ class Rank:
 
     # --- scatter
     def _scatter(self, number: int, call: Call) -> list[Item]:
-        channel = Channel(self.rank, self.world, self.words("full").at, self.words("free").at)
-        moves = ScatterMoves([self.at("inbox", rank) for rank in range(self.world)], self.width, ROWS, call.cut)
-        script = scatter_script(channel, moves, self._ready(call), MAX_CHUNKS)
+        script = scatter_script(self._channel(), self._scatter_moves(call), self._ready(call), MAX_CHUNKS)
         producer = self._scatter_fused if call.way == "fused" else self._scatter_decomposed
         return [
             ("main", Record(START)),
@@ -299,6 +365,12 @@ class Rank:
             ("main", Touch(reads=self._sum(number, range(self.part)))),
         ]
 
+    def _channel(self) -> Channel:
+        return Channel(self.rank, self.world, self.words("full").at, self.words("free").at)
+
+    def _scatter_moves(self, call: Call) -> ScatterMoves:
+        return ScatterMoves([self.at("inbox", rank) for rank in range(self.world)], self.width, ROWS, call.cut)
+
     def _ready(self, call: Call) -> Callable[[int, int], Sequence[Step]]:
         if call.way == "decomposed":
             return lambda dst, chunk: [Await(FIRST_EVENT + dst)]
@@ -313,7 +385,7 @@ class Rank:
 
     def _staged(self, number: int, dst: int, offsets: Sequence[int]) -> Bytes:
         """Bytes of what goes to `dst`."""
-        start = self.at("local") + dst * self.part
+        start = self.of_call(number, "local") + dst * self.part
         return tuple((start + i, (number, self.rank, "part", dst * self.part + i)) for i in offsets)
 
     def _received(self, number: int, source: int, offsets: Sequence[int]) -> Bytes:
@@ -321,7 +393,7 @@ class Rank:
         return tuple((start + i, (number, source, "part", self.rank * self.part + i)) for i in offsets)
 
     def _sum(self, number: int, offsets: Sequence[int]) -> Bytes:
-        return tuple((self.at("out") + i, (number, self.rank, "sum", i)) for i in offsets)
+        return tuple((self.of_call(number, "out") + i, (number, self.rank, "sum", i)) for i in offsets)
 
     def _scatter_fused(self, number: int, call: Call) -> list[Item]:
         """`gemm_kernel`."""
@@ -353,17 +425,26 @@ class Rank:
             actions: list[Wait | Touch] = []
             for chunk, (first, end) in enumerate(call.cut.rows):
                 tiles = call.cut.row_tiles[chunk] * self.case.columns if call.way == "fused" else 0
-                actions.append(Wait(self.progress(self.rank, chunk), tiles))
+                counted = call.way != "bulk"
+                actions += [Wait(self.progress(self.rank, chunk), tiles)] * counted
                 actions += [Wait(full.at(self.rank, source * MAX_CHUNKS + chunk)) for source in sorted(sources)]
                 mine = range(first * self.width, end * self.width)[program :: self.case.programs]
                 reads = sum((self._received(number, source, mine) for source in sources), ())
                 actions.append(Touch((*self._staged(number, self.rank, mine), *reads), self._sum(number, mine)))
             programs.append(tuple(actions))
-        words = [self.progress(self.rank, chunk) for chunk in self.cleared_chunks]
+        words = [self.progress(self.rank, chunk) for chunk in self.cleared_chunks if call.way != "bulk"]
         words += [
             full.at(self.rank, source * MAX_CHUNKS + chunk) for source in sources for chunk in self.cleared_chunks
         ]
         return Kernel("reduction", tuple(programs), tuple(Write(word, 0) for word in words))
+
+
+def _placed(step: Step, bases: Sequence[int]) -> Step:
+    """A step with addresses instead of places behind `bases`."""
+    if not isinstance(step, Copy):
+        return step
+    dst, src = (Place(0, bases[place.base] + place.offset) for place in (step.dst, step.src))
+    return replace(step, dst=dst, src=src)
 
 
 # --- the model -------------------------------------------------------------------------------------------------
@@ -661,6 +742,7 @@ KINDS = (
     Call("scatter", chunks=2),
     Call("scatter", "decomposed"),
 )
+BULK = (Call("gather", "bulk"), Call("scatter", "bulk"))
 FEW_ACTIONS = [call for call in KINDS if call != Call("scatter", chunks=2)]
 PARTICULAR = (
     Case(2, (Call("gather", scales=True), Call("gather", chunks=2, scales=True)), programs=2),
@@ -685,6 +767,21 @@ def test_two_calls_in_every_interleaving(calls: tuple[Call, ...]) -> None:
 @pytest.mark.parametrize("first", KINDS, ids=str)
 def test_three_calls(first: Call, world: int, programs: int) -> None:
     for rest in product(KINDS, repeat=2):
+        case = Case(world, (first, *rest), programs)
+        assert not explore(case).findings, str(case)
+
+
+@pytest.mark.parametrize("bulk", BULK, ids=str)
+@pytest.mark.parametrize("other", FEW_ACTIONS, ids=str)
+def test_a_call_beside_a_result_in_flight_in_every_interleaving(bulk: Call, other: Call) -> None:
+    assert not explore(Case(2, (bulk, other)), reduced=False).findings
+    assert not explore(Case(2, (other, bulk)), reduced=False).findings
+
+
+@pytest.mark.parametrize(("world", "programs"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize("first", BULK, ids=str)
+def test_calls_beside_results_in_flight(first: Call, world: int, programs: int) -> None:
+    for rest in [*product(BULK, repeat=2), *product(KINDS, BULK), *product(BULK, KINDS)]:
         case = Case(world, (first, *rest), programs)
         assert not explore(case).findings, str(case)
 
@@ -864,7 +961,26 @@ def wide_faults() -> Iterator[object]:
     yield fault("push after one of two tiles", "torn", fused, first_tile_is_enough, calls=1, columns=2)
 
 
-FAULTS = [*gather_faults(), *scatter_faults()]
+FLIGHTS = range(FIRST_EVENT + 2, FIRST_EVENT + 4)  # of two ranks
+
+
+def bulk_faults() -> Iterator[object]:
+    """Of results in flight. What is left out on the copy stream only matters to the call after."""
+    gather, scatter = BULK
+    staged_first = Call("gather", "decomposed")
+    cases = (
+        ("read before it is there", "stale", (gather,), drop(event(Await, *FLIGHTS))),
+        ("read before it is there", "stale", (scatter,), drop(event(Await, *FLIGHTS))),
+        ("staged beside the pulls", "overwritten", (gather, staged_first), drop(event(Await, *FLIGHTS))),
+        ("inbox free before the sum", "overwritten", (scatter, scatter), drop(event(Await, REDUCED))),
+        ("sum at once", "stale", (scatter,), drop(word(Wait, "full"))),
+        ("copies before the call", "stale", (gather,), drop(event(Await, START))),
+    )
+    for name, kind, calls, spoil in cases:
+        yield pytest.param(Case(2, calls, spoil=spoil), kind, id=f"bulk {calls[0].op}: {name}")
+
+
+FAULTS = [*bulk_faults(), *gather_faults(), *scatter_faults()]
 
 
 @pytest.mark.parametrize(("case", "kind"), [*FAULTS, *wide_faults()])

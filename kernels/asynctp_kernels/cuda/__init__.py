@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from asynctp_kernels.compat import current_raw_stream, register_wait
 from asynctp_kernels.errors import SymmetricMemoryError
 
 from . import select
-from .driver import CudaError
+from .collectives import Bulk, BulkGather, BulkScatter, bulk_gather, bulk_scatter
+from .driver import CudaError, wait_event
 from .gather import DecomposedGather, DirectGather, FusedGather, GatherCall, GatherPlan
 from .gemm import MAX_OPERANDS, TRITON_DTYPES, k_major, scale_mode
 from .memory import GroupMemory, existing_memory, group_memory, release
@@ -34,6 +36,8 @@ __all__ = [
     "forced",
     "last_implementation",
     "release",
+    "run_bulk_gather",
+    "run_bulk_scatter",
     "run_gather",
     "run_scatter",
 ]
@@ -86,8 +90,9 @@ def run_gather(
         check()
         call = GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, scale_travels, out_dtype, fast, return_a_full,
                           memory.world)  # fmt: skip
+        choice = explain_gather(call)  # not within _Whole: what is refused has not begun
         with _Whole(memory):
-            plan = _keep(memory, key, _gather_plan(call, memory))
+            plan = _keep(memory, key, _gather_plan(call, memory, choice))
     memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
     if plan is None:
         return None
@@ -128,14 +133,68 @@ def run_scatter(
     if plan is _MISSING or (plan is not None and plan.stale):  # type: ignore[attr-defined]
         check()
         call = ScatterCall(a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, out_dtype, fast, memory.world)
+        choice = explain_scatter(call)
         with _Whole(memory):
-            plan = _keep(memory, key, _scatter_plan(call, memory))
+            plan = _keep(memory, key, _scatter_plan(call, memory, choice))
     memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
     if plan is None:
         return None
     with _Whole(memory):
         out: Tensor = plan.run(a_parts, b_parts, a_scales, b_scales, biases)  # type: ignore[attr-defined]
     return out
+
+
+def run_bulk_gather(shard: Tensor, group: ProcessGroup) -> Tensor | None:
+    """all_gather(shard, dim 0) by copy engine, unwaited: `_c10d_functional.wait_tensor` completes it. None: use NCCL.
+
+    Raises:
+        SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
+    """
+    if shard.numel() == 0 or shard.numel() * shard.itemsize >= INT32_LIMIT:
+        return None
+    rows = shard.reshape(shard.shape[0], -1)
+    full = _bulk(("bulk gather", _key(rows)), rows, group, lambda memory: bulk_gather(rows, memory))
+    return None if full is None else _waited(full, full.result.view(-1, *shard.shape[1:]))
+
+
+def run_bulk_scatter(whole: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor | None:
+    """reduce_scatter(whole, dim 0) by copy engine, unwaited as above; "sum" or "avg", in fp32. None: use NCCL.
+
+    Raises:
+        SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
+    """
+    if whole.dtype not in SUMMED_DTYPES or whole.numel() == 0 or whole.numel() * whole.itemsize >= INT32_LIMIT:
+        return None
+    rows = whole.reshape(whole.shape[0], -1)
+    key = ("bulk scatter", reduce_op, _key(rows))
+    out = _bulk(key, rows, group, lambda memory: bulk_scatter(rows, reduce_op, memory))
+    return None if out is None else _waited(out, out.result.view(-1, *whole.shape[1:]))
+
+
+def _bulk(
+    key: object, rows: Tensor, group: ProcessGroup, make: Callable[[GroupMemory], BulkGather | BulkScatter]
+) -> Bulk | None:
+    _check_device(rows.device)
+    memory = None if select.requested() == "unfused" else _memory(group, rows.device)
+    if memory is None:
+        return None
+    with _Whole(memory):
+        plan: Any = memory.plans.get(key)
+        if plan is None or plan.stale:
+            plan = _keep(memory, key, make(memory))
+        bulk: Bulk = plan.start_bulk(rows)
+    memory.last_implementation = plan.name
+    return bulk
+
+
+def _waited(bulk: Bulk, result: Tensor) -> Tensor:
+    index = result.device.index
+
+    def wait() -> None:
+        wait_event(current_raw_stream(index), bulk.done)
+
+    register_wait(result, wait)
+    return result
 
 
 def _check_device(device: torch.device) -> None:
@@ -241,8 +300,7 @@ def _machine(index: int) -> tuple[tuple[int, int], int, str]:
     return (properties.major, properties.minor), properties.multi_processor_count, properties.name
 
 
-def _gather_plan(call: GatherCall, memory: GroupMemory) -> GatherPlan | None:
-    choice = explain_gather(call)
+def _gather_plan(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan | None:
     log.debug("gather %s: %s", tuple(call.a_shard.shape), choice)
     if choice.implementation == "fused":
         assert choice.tiles is not None
@@ -253,8 +311,7 @@ def _gather_plan(call: GatherCall, memory: GroupMemory) -> GatherPlan | None:
     return DirectGather(call, memory) if choice.implementation == "direct" else None
 
 
-def _scatter_plan(call: ScatterCall, memory: GroupMemory) -> ScatterPlan | None:
-    choice = explain_scatter(call)
+def _scatter_plan(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan | None:
     log.debug("scatter %s: %s", tuple(call.a_parts[0].shape), choice)
     if choice.implementation == "fused":
         assert choice.tiles is not None

@@ -106,8 +106,8 @@ class GatherPlan:
         raise NotImplementedError
 
 
-class _Pulled(GatherPlan):
-    """The copies of the fused and the decomposed implementation.
+class Pulled(GatherPlan):
+    """The copies of every implementation but the direct one.
 
     stage_first: the shard is staged before the products start, because they would leave no room for that.
     """
@@ -170,6 +170,7 @@ class _Pulled(GatherPlan):
         memory.begin_direct(stream)
         shard = a_shard.data_ptr()
         if self.stage_first:
+            memory.land(stream)
             self.stage(stream, [shard, own_scale, *self.stage_tail])
         memory.fork(stream)
         if not self.stage_first:
@@ -184,7 +185,7 @@ class _Pulled(GatherPlan):
         self.memory.ended(stream)
 
 
-class FusedGather(_Pulled):
+class FusedGather(Pulled):
     """One GEMM that consumes chunks as they arrive."""
 
     name = "fused"
@@ -290,7 +291,7 @@ def _tile_count(blocks: int, inner: int, widths: Sequence[int], tiles: Tiles) ->
     return blocks * -(-inner // tiles.block_m) * sum(-(-n // tiles.block_n) for n in widths)
 
 
-class DecomposedGather(_Pulled):
+class DecomposedGather(Pulled):
     """cuBLAS per source, behind that source's copy. Only for one outer block: rows of a source are one range."""
 
     name = "decomposed"

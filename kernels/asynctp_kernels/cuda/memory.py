@@ -26,6 +26,7 @@ reduction), one CTA fits beside the GEMM's on every SM.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 MAX_CHUNKS = 4
 MAX_WORLD = 8
 DIRECT_PROGRAMS = 132
+FLIGHTS = 64  # events of results in flight; one that is used again only makes its first user wait longer
 NO_BOUND = (1 << 63) - 1
 #: how far apart the ranks may come to a group's first call: some of them may still compile
 FIRST_CALL_S = 1800.0
@@ -57,6 +59,9 @@ _GRANULE = 1 << 21
 
 #: per device: the last call's (stream, its capture or 0) and the event of its end
 _last_call: dict[torch.device, tuple[tuple[int, int], int]] = {}
+#: per device: the last result that was left in flight, as (number of the group's memory, capture or 0, event)
+_flying: dict[torch.device, tuple[int, int, int]] = {}
+_numbers = itertools.count()
 _makings: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[ProcessGroup, GroupMemory] = weakref.WeakKeyDictionary()
 
@@ -123,6 +128,9 @@ class GroupMemory:
         self.stream: int = self.torch_stream.cuda_stream
         self.reducer: int = self.torch_reducer.cuda_stream
         self.start, self.running, self.end, self.reduced, self.last = (driver.new_event() for _ in range(5))
+        self.number = next(_numbers)
+        self.flights = itertools.cycle([driver.new_event() for _ in range(FLIGHTS)])
+        self.capture = 0  # of the call under way; 0 for none
         self.events = [driver.new_event() for _ in range(self.world * MAX_CHUNKS)]
         self.epoch = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.done = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -158,8 +166,11 @@ class GroupMemory:
         if self.failure is not None:
             raise SymmetricMemoryError(self._out_of_step())
         here = (stream, driver.capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0)
-        last = _last_call.get(self.device)
+        last, flying = _last_call.get(self.device), _flying.get(self.device)
+        self.capture = here[1]
         self.captured |= here[1] != 0
+        if flying is not None and flying[0] != self.number and flying[1] == self.capture:
+            driver.wait_event(stream, flying[2])
         if last is not None and last[0] != here and last[0][1] == here[1]:
             driver.wait_event(stream, last[1])
         _last_call[self.device] = (here, self.last)
@@ -167,6 +178,23 @@ class GroupMemory:
     def ended(self, stream: int) -> None:
         """Remember where this call ends, for `begin`."""
         driver.record_event(self.last, stream)
+
+    def in_flight(self, stream: int) -> int:
+        """End a call that `stream` does not wait for; gives the event after which its result is complete.
+
+        Calls of other groups begin behind it (see `begin_direct`), those of this group follow it on the copy stream.
+        """
+        event = next(self.flights)
+        driver.record_event(event, self.stream)
+        _flying[self.device] = (self.number, self.capture, event)
+        self.ended(stream)
+        return event
+
+    def land(self, stream: int) -> None:
+        """Let `stream` wait for what this group has in flight: for a call that does not begin on the copy stream."""
+        flying = _flying.get(self.device)
+        if flying is not None and flying[:2] == (self.number, self.capture):
+            driver.wait_event(stream, flying[2])
 
     # --- words -------------------------------------------------------------------------------------------
     def _words(self, number: int) -> Words:
@@ -194,6 +222,11 @@ class GroupMemory:
     def one(self) -> int:
         """Address of a constant 1."""
         return self.local.data_ptr() + 2 * MAX_WORLD * MAX_CHUNKS * _WORD
+
+    @property
+    def idle(self) -> int:
+        """Address of int32 [world, MAX_CHUNKS] that nobody counts in, for a reduction of what no GEMM makes."""
+        return self.one + 16 * _WORD
 
     @property
     def dummy(self) -> torch.Tensor:
@@ -299,7 +332,7 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
     rank, world = group.rank(), group.size()
     words = MAX_WORLD * MAX_CHUNKS
     signals = _share(group, device, _GRANULE)
-    local = torch.zeros(2 * words + 16, dtype=torch.int32, device=device)
+    local = torch.zeros(3 * words + 16, dtype=torch.int32, device=device)
     local[2 * words] = 1
     torch.cuda.synchronize(device)
     return GroupMemory(

@@ -96,15 +96,15 @@ class ScatterPlan:
         raise NotImplementedError
 
 
-class _Pushed(ScatterPlan):
-    """The copies and the reduction of the fused and the decomposed implementation."""
+class Pushed(ScatterPlan):
+    """The copies and the reduction of every implementation but the direct one."""
 
     def __init__(self, call: ScatterCall, memory: GroupMemory, chunks: Chunks, own_tiles: Sequence[int]) -> None:
         super().__init__(call, memory)
         self.chunks, self.own_tiles = chunks, own_tiles
         rank, world, layout = memory.rank, memory.world, self.layout
         inbox = memory.require("inbox", world * self.part_bytes)
-        self.inbox = inbox.peers[rank]
+        self.inbox, self.counts = inbox.peers[rank], memory.progress
         channel = Channel(rank, world, memory.scatter_full.at, memory.scatter_free.at)
         moves = ScatterMoves(inbox.peers, self.row_bytes, layout.rows, chunks)
         steps = scatter_script(channel, moves, self.ready, MAX_CHUNKS)
@@ -153,7 +153,7 @@ class _Pushed(ScatterPlan):
                 base + memory.rank * self.part_bytes,
                 self.inbox,
                 out.data_ptr(),
-                memory.progress,
+                self.counts,
                 memory.scatter_full.at(memory.rank),
                 memory.scatter_done.data_ptr(),
                 *self.reduce_numbers,
@@ -172,7 +172,7 @@ class _Pushed(ScatterPlan):
         return a.new_empty((self.memory.world, self.layout.rows, self.layout.cols), dtype=self.out_dtype)
 
 
-class FusedScatter(_Pushed):
+class FusedScatter(Pushed):
     """One GEMM; a chunk is pushed when its tiles are counted."""
 
     name = "fused"
@@ -271,7 +271,7 @@ class FusedScatter(_Pushed):
         return out
 
 
-class DecomposedScatter(_Pushed):
+class DecomposedScatter(Pushed):
     """cuBLAS per destination, own rows last. Only for one outer block: rows of a destination are one range."""
 
     name = "decomposed"

@@ -1,0 +1,151 @@
+"""All-gather and reduce-scatter that leave the GPU's SMs to compute, for collectives that no matmul can swallow.
+
+    asynctp::all_gather, asynctp::reduce_scatter
+
+They have the contract of `_c10d_functional.all_gather_into_tensor` and `reduce_scatter_tensor`: along dim 0, and
+asynchronous, so that the result must go through `_c10d_functional.wait_tensor` before it is read. On CUDA copy engines
+move the data (`asynctp_kernels.cuda.collectives`); elsewhere, and where the GPUs cannot share memory, these are the
+functional collectives themselves. Importing this module registers them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asynctp_passes import compat, ops, reference
+
+__all__ = ["OPS", "all_gather", "reduce_scatter"]
+
+OPS = {
+    "all_gather": "(Tensor shard, int group_size, Any group_name) -> Tensor",
+    "reduce_scatter": "(Tensor whole, str reduce_op, int group_size, Any group_name) -> Tensor",
+}
+
+
+# --- real implementations ---------------------------------------------------------------------------------------
+def _real_all_gather(shard: Tensor, group_size: int, group_name: Any) -> Tensor:
+    _check("all_gather", shard, group_size, group_name)
+    cuda = ops._cuda() if shard.is_cuda else None
+    found: Tensor | None = None if cuda is None else cuda.run_bulk_gather(shard, ops._process_group(group_name))
+    if found is not None:
+        return found
+    fp8 = shard.dtype in reference.FP8_DTYPES  # gloo has no such type
+    wire = (shard.view(torch.uint8) if fp8 else shard).contiguous()
+    gather = torch.ops._c10d_functional.all_gather_into_tensor
+    full: Tensor = gather(wire, group_size, compat.group_name_of(group_name))
+    return full.view(shard.dtype) if fp8 else full
+
+
+def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_name: Any) -> Tensor:
+    _check("reduce_scatter", whole, group_size, group_name)
+    _check_scatter(whole, reduce_op, group_size)
+    cuda = ops._cuda() if whole.is_cuda else None
+    found: Tensor | None = (
+        None if cuda is None else cuda.run_bulk_scatter(whole, reduce_op, ops._process_group(group_name))
+    )
+    if found is not None:
+        return found
+    if whole.device.type == "cpu" and reduce_op == "avg":  # gloo has no average: complete, then divided
+        return reference.reduce_scatter(whole, reduce_op, 0, group_size, group_name)
+    scatter = torch.ops._c10d_functional.reduce_scatter_tensor
+    shard: Tensor = scatter(whole.contiguous(), reduce_op, group_size, compat.group_name_of(group_name))
+    return shard
+
+
+def _check(op: str, tensor: Tensor, group_size: int, group_name: Any) -> None:
+    reference.check_group(op, group_size, group_name)
+    if tensor.ndim == 0:
+        raise ValueError(f"asynctp {op}: a tensor without dimensions cannot be split over ranks; unsqueeze(0) it first")
+
+
+def _check_scatter(whole: Tensor, reduce_op: str, group_size: int) -> None:
+    if reduce_op not in reference.REDUCE_OPS:
+        raise ValueError(
+            f"asynctp reduce_scatter: reduce_op={reduce_op!r} is not valid; it must be one of {reference.REDUCE_OPS}"
+        )
+    if whole.shape[0] % group_size:
+        raise ValueError(
+            f"asynctp reduce_scatter: {whole.shape[0]} rows do not divide by {group_size} ranks; pad dim 0"
+        )
+
+
+# --- fake implementations ---------------------------------------------------------------------------------------
+def _fake_all_gather(shard: Tensor, group_size: int, group_name: Any) -> Tensor:
+    return shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
+
+
+def _fake_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_name: Any) -> Tensor:
+    return whole.new_empty((whole.shape[0] // group_size, *whole.shape[1:]))
+
+
+def _no_gradient(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError(
+        "asynctp: all_gather and reduce_scatter have no gradient, as the functional collectives that they stand for; "
+        "use torch.distributed.tensor, or torch.distributed._functional_collectives' autograd forms"
+    )
+
+
+# --- registration -----------------------------------------------------------------------------------------------
+_IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
+    "all_gather": (_real_all_gather, _fake_all_gather),
+    "reduce_scatter": (_real_reduce_scatter, _fake_reduce_scatter),
+}
+
+
+def _register() -> Any:
+    """Define the ops. They live as long as the returned library does."""
+    library: Any = torch.library.Library("asynctp", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name, schema in OPS.items():
+        real, fake = _IMPLEMENTATIONS[name]
+        library.define(name + schema)
+        for key in ("CPU", "CUDA"):
+            library.impl(name, real, key)
+        torch.library.register_fake(f"asynctp::{name}", fake, lib=library)
+        torch.library.register_autograd(f"asynctp::{name}", _no_gradient, lib=library)
+    return library
+
+
+_LIBRARY = _register()
+
+
+# --- called by hand ---------------------------------------------------------------------------------------------
+def all_gather(shard: Tensor, *, group: Any) -> Tensor:
+    """All ranks' shards along dim 0, in rank order, while the SMs compute. Asynchronous: see the module.
+
+    Args:
+        shard: This rank's piece, `[m, *]`; any dtype.
+        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+
+    Returns:
+        `[W * m, *]` over W ranks, to be completed by `torch.ops._c10d_functional.wait_tensor`.
+
+    Raises:
+        ValueError: A tensor without dimensions, or a group that does not exist.
+    """
+    name, size = reference.group_and_size(group)
+    full: Tensor = torch.ops.asynctp.all_gather(shard, size, name)
+    return full
+
+
+def reduce_scatter(whole: Tensor, *, group: Any, reduce_op: str = "sum") -> Tensor:
+    """This rank's block along dim 0 of the ranks' sum, while the SMs compute. Asynchronous: see the module.
+
+    On CUDA bf16, fp16 and fp32 are summed in fp32 in rank order and rounded once: the same bits in every run.
+
+    Args:
+        whole: `[W * m, *]` over W ranks.
+        group: As for `all_gather`.
+        reduce_op: "sum" or "avg".
+
+    Returns:
+        `[m, *]`, to be completed by `torch.ops._c10d_functional.wait_tensor`.
+
+    Raises:
+        ValueError: Rows that do not divide by the ranks, another reduction, or a group that does not exist.
+    """
+    name, size = reference.group_and_size(group)
+    block: Tensor = torch.ops.asynctp.reduce_scatter(whole, reduce_op, size, name)
+    return block

@@ -1,0 +1,101 @@
+"""All-gather and reduce-scatter that leave the SMs to others: copy engines move, streams wait, one short kernel adds.
+
+    gather     copy stream:  stage the shard (a kernel of few CTAs), pull the others' shards → done
+    scatter    copy stream:  push each rank's part into its inbox → wait for reduced → done
+               reducer:      wait for all parts (stream memory operations), add → reduced
+
+Both return at once, with a result that is complete after `done`: `_c10d_functional.wait_tensor` makes the current
+stream wait for that, as for any functional collective. Calls of one group follow each other on its copy stream,
+whether somebody has waited for the earlier ones or not. A CUDA graph is replayed only when nothing is in flight, as
+for any collective that a graph and an eager program share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from asynctp_kernels.compat import current_raw_stream
+
+from . import driver
+from .gather import GatherCall, Pulled
+from .launch import aligned
+from .memory import MAX_CHUNKS, GroupMemory
+from .scatter import Pushed, ScatterCall
+from .script import Step, Wait, compile_script
+from .tiles import cut
+
+NAME = "copy engine"
+
+
+@dataclass(frozen=True)
+class Bulk:
+    """A result under way: `done` is the event after which it is complete."""
+
+    result: Tensor
+    done: int
+
+
+class BulkGather(Pulled):
+    """all_gather(shard, dim 0) by copy engine."""
+
+    name = NAME
+
+    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory, cut(1, call.layout.inner, call.layout.inner, 1))
+
+    def arrived(self, source: int, chunk: int) -> list[Step]:
+        return []
+
+    def start_bulk(self, shard: Tensor) -> Bulk:
+        """Enqueue everything; `shard` [m, n] gives [world * m, n]."""
+        memory, stream = self.memory, current_raw_stream(self.device_index)
+        shard = aligned(shard)
+        full, _ = self.start(stream, shard, None)
+        shard.record_stream(memory.torch_stream)
+        return Bulk(full, memory.in_flight(stream))
+
+
+class BulkScatter(Pushed):
+    """reduce_scatter(whole, dim 0) by copy engine, and a kernel that adds once everything has come."""
+
+    name = NAME
+
+    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory, cut(1, call.layout.inner, call.layout.inner, 1), [0])
+        self.counts = memory.idle  # the GEMM of a later call may already count while this one's sum clears
+        peers = [peer for peer in range(memory.world) if peer != memory.rank]
+        full = [Wait(memory.scatter_full.at(memory.rank, peer * MAX_CHUNKS)) for peer in peers]
+        self.await_parts = compile_script(full, memory.peer_writes, memory.one)
+
+    def ready(self, dst: int, chunk: int) -> list[Step]:
+        return []
+
+    def start_bulk(self, whole: Tensor) -> Bulk:
+        """Enqueue everything; `whole` [world * m, n] gives [m, n]."""
+        memory, stream = self.memory, current_raw_stream(self.device_index)
+        whole = aligned(whole)
+        out = self.new_output(whole)
+        memory.begin(stream)
+        driver.wait_event(memory.reducer, memory.start)
+        self.await_parts(memory.reducer, ())
+        self.push_and_reduce(whole, out, memory.start)
+        driver.wait_event(memory.stream, memory.reduced)
+        whole.record_stream(memory.torch_stream)
+        for tensor in (whole, out):
+            tensor.record_stream(memory.torch_reducer)
+        return Bulk(out, memory.in_flight(stream))
+
+
+def bulk_gather(shard: Tensor, memory: GroupMemory) -> BulkGather:
+    """The plan for shards like `shard` [m, n]: the gather of a product with no B."""
+    call = GatherCall(shard, None, (), (), (), 0, False, shard.dtype, False, True, memory.world)
+    return BulkGather(call, memory)
+
+
+def bulk_scatter(whole: Tensor, reduce_op: str, memory: GroupMemory) -> BulkScatter:
+    """The plan for tensors like `whole` [world * m, n]: the scatter of a product whose B only says how wide it is."""
+    b = whole.new_empty(0, whole.shape[1])
+    call = ScatterCall((whole,), (b,), (), (), (None,), reduce_op, 0, whole.dtype, False, memory.world)
+    return BulkScatter(call, memory)

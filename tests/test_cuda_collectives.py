@@ -1,0 +1,299 @@
+"""The copy-engine all-gather and reduce-scatter: on one rank without a GPU (`cuda_stubs`), and their ops over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("triton")
+
+import asynctp_kernels.compat as kernels_compat
+import cuda_emulated
+from asynctp_kernels import cuda
+from asynctp_kernels.cuda.collectives import bulk_gather, bulk_scatter
+from asynctp_kernels.cuda.gather import DecomposedGather
+from asynctp_kernels.cuda.memory import FLIGHTS, MAX_CHUNKS
+from cuda_stubs import (
+    COPY,
+    MAIN,
+    REDUCE,
+    STREAMS,
+    Awaited,
+    Copied,
+    Launched,
+    Machine,
+    Recorded,
+    gather_call,
+    machine,
+    tensor,
+)
+from expecttest import assert_expected_inline
+from ranks import run_ranks
+from torch import Tensor
+
+from asynctp_passes import collectives
+
+RANK, WORLD = 1, 4
+
+
+@pytest.fixture
+def here() -> Iterator[Machine]:
+    with machine(RANK, WORLD) as made:
+        cuda_emulated.emulate(made)
+        yield made
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return cuda_emulated.raw(tensor)
+
+
+# --- what the streams are asked for -------------------------------------------------------------------------------
+def gathered(here: Machine, shards: list[Tensor]) -> Tensor:
+    """One gather, with the other ranks' outboxes filled."""
+    plan = bulk_gather(shards[RANK], here.memory)
+    for rank, outbox in enumerate(here.parts("outbox")):
+        data = bits(shards[rank])
+        outbox[: len(data)] = data if rank != RANK else 0
+    here.log.clear()
+    return plan.start_bulk(shards[RANK]).result
+
+
+@pytest.mark.parametrize("shape", [(256, 64), (1, 8), (130, 7), (5, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64])
+def test_gather(shape: tuple[int, int], dtype: torch.dtype, here: Machine) -> None:
+    shards = [tensor(*shape, dtype=dtype) for _ in range(WORLD)]
+    full = gathered(here, shards)
+    assert torch.equal(bits(full), torch.cat([bits(shard) for shard in shards]))
+    assert (shards[RANK].data_ptr(), COPY) in here.kept, "the shard is read on the copy stream"
+
+
+def test_gather_trace(here: Machine) -> None:
+    """The main stream only marks where it is: it waits for nothing."""
+    shards = [tensor(256, 64) for _ in range(WORLD)]
+    full = gathered(here, shards)
+    assert_expected_inline(
+        here.trace(gathered=full.data_ptr(), shard=shards[RANK].data_ptr()),
+        """\
+main   record start
+copy   await start
+copy   launch stage_kernel
+copy   copy 32768 B to gathered + 65536 from outbox of 2 + 0
+copy   copy 32768 B to gathered + 98304 from outbox of 3 + 0
+copy   copy 32768 B to gathered + 0 from outbox of 0 + 0
+copy   copy 32768 B to gathered + 32768 from shard + 0
+copy   record end
+copy   record flight
+main   record last""",
+    )
+    assert not [entry for entry in here.of(Awaited) + here.of(Launched) if STREAMS[entry.stream] == STREAMS[MAIN]]
+
+
+def scattered(here: Machine, whole: Tensor, for_us: list[Tensor], reduce_op: str = "sum") -> Tensor:
+    """One scatter, with what the other ranks push in place."""
+    plan = bulk_scatter(whole, reduce_op, here.memory)
+    free, full = here.memory.scatter_free, here.memory.scatter_full
+    size = for_us[RANK].numel() * whole.itemsize
+    for rank in set(range(WORLD)) - {RANK}:
+        cuda_emulated.at(free.at(RANK, rank), (1,), torch.int32).fill_(1)
+        cuda_emulated.at(full.at(RANK, rank * MAX_CHUNKS), (1,), torch.int32).fill_(1)
+        here.parts("inbox")[RANK][rank * size : (rank + 1) * size] = bits(for_us[rank])
+    here.log.clear()
+    return plan.start_bulk(whole).result
+
+
+@pytest.mark.parametrize("reduce_op", ["sum", "avg"])
+@pytest.mark.parametrize("shape", [(512, 64), (4, 8), (520, 7)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_scatter(shape: tuple[int, int], dtype: torch.dtype, reduce_op: str, here: Machine) -> None:
+    whole = tensor(*shape, dtype=dtype)
+    mine = whole.chunk(WORLD)
+    for_us = [tensor(*mine[0].shape, dtype=dtype) for _ in range(WORLD)]
+    for_us[RANK] = mine[RANK]
+    out = scattered(here, whole, for_us, reduce_op)
+    total = sum((part.float() for part in for_us), torch.zeros(())) / (WORLD if reduce_op == "avg" else 1)
+    assert torch.equal(out, total.to(dtype))
+    for rank in set(range(WORLD)) - {RANK}:
+        part = bits(mine[rank])
+        assert torch.equal(here.parts("inbox")[rank][RANK * len(part) : (RANK + 1) * len(part)], part)
+    assert {(whole.data_ptr(), COPY), (whole.data_ptr(), REDUCE), (out.data_ptr(), REDUCE)} <= set(here.kept)
+    own = cuda_emulated.at(here.memory.signals.peers[RANK], (64,), torch.int32)
+    assert own.count_nonzero() == 0
+
+
+def test_scatter_trace(here: Machine) -> None:
+    """No SM waits: the sum is launched behind stream waits. The copy stream goes on when the inbox has been read."""
+    whole = tensor(1024, 64)
+    scattered(here, whole, list(whole.chunk(WORLD)))
+    assert_expected_inline(
+        here.trace(whole=whole.data_ptr()),
+        """\
+main   record start
+copy   await start
+reduce await start
+reduce wait full of 1 [0, 0] >= 1
+reduce wait full of 1 [2, 0] >= 1
+reduce wait full of 1 [3, 0] >= 1
+copy   write free of 2 [1] = 1
+copy   write free of 3 [1] = 1
+copy   write free of 0 [1] = 1
+copy   wait free of 1 [2] >= 1
+copy   wait free of 1 [3] >= 1
+copy   wait free of 1 [0] >= 1
+copy   write free of 1 [2] = 0
+copy   write free of 1 [3] = 0
+copy   write free of 1 [0] = 0
+copy   copy 32768 B to inbox of 2 + 32768 from whole + 65536
+copy   write full of 2 [1, 0] = 1
+copy   copy 32768 B to inbox of 3 + 32768 from whole + 98304
+copy   write full of 3 [1, 0] = 1
+copy   copy 32768 B to inbox of 0 + 32768 from whole + 0
+copy   write full of 0 [1, 0] = 1
+copy   record end
+reduce await start
+reduce launch reduce_kernel
+reduce record reduced
+copy   await reduced
+copy   record flight
+main   record last""",
+    )
+    assert not [entry for entry in here.of(Awaited) + here.of(Launched) if STREAMS[entry.stream] == STREAMS[MAIN]]
+
+
+# --- calls that follow ---------------------------------------------------------------------------------------------
+def test_a_call_that_stages_first_waits_for_what_is_in_flight(here: Machine) -> None:
+    """Its staging is not on the copy stream, and would fill the outbox that the others still read."""
+    shard = tensor(256, 512)
+    done = bulk_gather(shard, here.memory).start_bulk(shard).done
+    call = gather_call((256,), 512, (512,))
+    plan = DecomposedGather(call, here.memory)
+    here.log.clear()
+    plan.run(call.a_shard, None, call.bs, (), call.biases)
+    stage = next(i for i, entry in enumerate(here.log) if isinstance(entry, Launched))
+    assert Awaited(MAIN, done) in here.log[:stage]
+
+
+def test_calls_of_another_group_come_behind_what_is_in_flight() -> None:
+    with machine(RANK, WORLD) as here:
+        cuda_emulated.emulate(here)
+        here._streams = iter([COPY, REDUCE, 103, 104])
+        memory = here.memory
+        shard = tensor(256, 64)
+        done = bulk_gather(shard, memory).start_bulk(shard).done
+        here.group = type(here.group)(RANK, WORLD)
+        here.log.clear()
+        here.memory.begin_direct(MAIN)
+        assert here.of(Awaited) == [Awaited(MAIN, done)]
+        here.log.clear()
+        memory.begin_direct(MAIN)
+        assert here.of(Awaited) == []
+
+
+def test_what_is_in_flight_in_a_capture_concerns_no_other(here: Machine) -> None:
+    shard = tensor(256, 64)
+    plan = bulk_gather(shard, here.memory)
+    here.capturing = 7
+    plan.start_bulk(shard)
+    here.capturing = 0
+    here.log.clear()
+    here.memory.begin_direct(MAIN)
+    here.memory.land(MAIN)
+    assert here.of(Awaited) == []
+
+
+# --- through the package's entry points ------------------------------------------------------------------------------
+def test_the_result_is_complete_when_waited_for(here: Machine) -> None:
+    """`wait_tensor` makes the stream that is then current wait for the event behind the copies."""
+    here.kernels.clear()
+    waits: list[Any] = []
+    with mock.patch.object(cuda, "register_wait", lambda result, wait: waits.append((result, wait))):
+        full = cuda.run_bulk_gather(tensor(8, 3, 5), here.group)
+        out = cuda.run_bulk_scatter(tensor(8, 3, 5), "sum", here.group)
+    assert full is not None
+    assert out is not None
+    assert (full.shape, out.shape) == ((32, 3, 5), (2, 3, 5))
+    assert [result is given for (result, _), given in zip(waits, (full, out), strict=True)] == [True, True]
+    flights = {next(here.memory.flights) for _ in range(FLIGHTS)}
+    recorded = [entry.event for entry in here.of(Recorded) if entry.event in flights]
+    assert len(recorded) == 2
+    here.log.clear()
+    with mock.patch.object(cuda, "current_raw_stream", return_value=42):
+        for _, wait in waits:
+            wait()
+    assert here.of(Awaited) == [Awaited(42, event) for event in recorded]
+
+
+def test_plans_are_kept(here: Machine) -> None:
+    with mock.patch.object(cuda, "register_wait"):
+        for _ in range(3):
+            cuda.run_bulk_gather(tensor(8, 8), here.group)
+    assert [prepared.name for prepared in here.prepared] == ["stage_kernel"]
+    assert cuda.last_implementation(here.group) == "copy engine"
+
+
+def test_what_nccl_has_to_do(here: Machine) -> None:
+    """Nothing to move, a sum that is not in fp32, or NCCL asked for."""
+    assert cuda.run_bulk_gather(tensor(0, 8), here.group) is None
+    assert cuda.run_bulk_scatter(tensor(8, 8, dtype=torch.int32), "sum", here.group) is None
+    with cuda.forced("unfused"):
+        assert cuda.run_bulk_gather(tensor(8, 8), here.group) is None
+    assert here.of(Copied) == []
+
+
+def test_a_registered_wait_is_called_by_wait_tensor() -> None:
+    called: list[bool] = []
+    result = torch.zeros(4)
+    kernels_compat.register_wait(result, lambda: called.append(True))
+    torch.ops._c10d_functional.wait_tensor(result)
+    assert called == [True]
+
+
+# --- the ops, over gloo ----------------------------------------------------------------------------------------------
+def ops_on_ranks(rank: int, world: int) -> None:
+    wait, group = torch.ops._c10d_functional.wait_tensor, dist.group.WORLD
+    assert group is not None
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
+        shards = [torch.randn(3, 5, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
+        full = wait(collectives.all_gather(shards[rank], group=group))
+        assert torch.equal(full.float(), torch.cat(shards).float())
+    for reduce_op in ("sum", "avg"):
+        wholes = [torch.randn(2 * world, 5, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+        out = wait(collectives.reduce_scatter(wholes[rank], group=group, reduce_op=reduce_op))
+        total = torch.stack(wholes).sum(0) / (world if reduce_op == "avg" else 1)
+        torch.testing.assert_close(out, total[2 * rank : 2 * rank + 2])
+
+    def program(x: Tensor) -> Tensor:
+        name = group.group_name
+        full = torch.ops.asynctp.all_gather(x.relu(), world, name)
+        independent = x @ x.t()
+        part = torch.ops.asynctp.reduce_scatter(wait(full) * 2, "sum", world, name)
+        return wait(part) + independent.sum()
+
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
+    torch.testing.assert_close(torch.compile(program, fullgraph=True)(x), program(x))
+
+
+def test_ops_over_gloo() -> None:
+    run_ranks(2, ops_on_ranks)
+
+
+def test_bad_arguments_over_gloo() -> None:
+    run_ranks(1, errors_on_ranks)
+
+
+def errors_on_ranks(rank: int, world: int) -> None:
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    x = torch.randn(4, 3)
+    with pytest.raises(ValueError, match="reduce_op='max' is not valid"):
+        torch.ops.asynctp.reduce_scatter(x, "max", 1, name)
+    with pytest.raises(ValueError, match="without dimensions"):
+        torch.ops.asynctp.all_gather(torch.tensor(1.0), 1, name)
+    with pytest.raises(ValueError, match="group_size=2 is not valid"):
+        torch.ops.asynctp.all_gather(x, 2, name)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        torch.ops.asynctp.all_gather(x.requires_grad_(), 1, name).sum().backward()
