@@ -373,7 +373,7 @@ def record(found: Sequence[Row], command: str) -> dict[str, Any]:
 
 
 def tuning_table(found: Sequence[Row]) -> dict[str, dict[str, dict[str, str]]]:
-    """{GPU: {problem: {rows: fastest implementation}}}; fastest by the product of graph and eager time."""
+    """{GPU: {problem: {rows: implementation}}}: `fastest` by the geometric mean of graph and eager time."""
     costs: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in found:
         dtype = "bfloat16" if row.kind == "bf16" else "float8_e4m3fn"  # both fp8 kinds decide together
@@ -384,20 +384,22 @@ def tuning_table(found: Sequence[Row]) -> dict[str, dict[str, dict[str, str]]]:
     table: dict[str, dict[str, str]] = {}
     for (key, rows_of_a), by_name in costs.items():
         most = max(map(len, by_name.values()))
-        able = {name: sum(values) for name, values in by_name.items() if len(values) == most}
-        table.setdefault(key, {})[rows_of_a] = min(able, key=lambda name: able[name])
+        times = {name: math.exp(sum(logs) / len(logs) / 2) for name, logs in by_name.items() if len(logs) == most}
+        table.setdefault(key, {})[rows_of_a] = select.fastest(times)
     return {torch.cuda.get_device_name(): table}
 
 
 def write_tuning(found: Sequence[Row]) -> Path:
     """Merge what was measured into the table that the selector reads."""
     path = select.table_path()
-    merged: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    merged = select.read_tuned(path)
     for name, problems in tuning_table(found).items():
         for key, by_rows in problems.items():
             merged.setdefault(name, {}).setdefault(key, {}).update(by_rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
+    whole = path.with_suffix(f".{os.getpid()}")
+    whole.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
+    whole.replace(path)
     return path
 
 

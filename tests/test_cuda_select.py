@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -459,6 +460,18 @@ def test_a_table_adds_to_the_shipped_one_and_overrides_it(table: Path) -> None:
     assert chosen(first, device=H200).implementation == "unfused", "it is read once"
     select.refresh()
     assert chosen(first, device=H200).implementation == "direct", "the shipped table is as it was"
+
+
+def test_a_damaged_table_is_named(table: Path) -> None:
+    table.write_text('{"NVIDIA H200": {')
+    with pytest.raises(ValueError, match=f"{re.escape(str(table))} is no tuning table .*--tune"):
+        chosen(ASKED)
+
+
+@pytest.mark.parametrize(("decomposed", "winner"), [(98.0, "fused"), (97.1, "fused"), (96.9, "decomposed")])
+def test_decomposed_has_to_be_well_ahead_of_fused(decomposed: float, winner: str) -> None:
+    assert select.fastest({"fused": 100.0, "decomposed": decomposed, "unfused": 120.0}) == winner
+    assert select.fastest({"decomposed": decomposed, "direct": 99.0}) == ("decomposed" if decomposed < 99 else "direct")
 
 
 def test_a_table_does_not_make_run_what_cannot(table: Path) -> None:

@@ -29,6 +29,7 @@ from .tiles import Tiles, tiles_for, waves
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct", "unfused")
 VARIABLE = "ASYNCTP_CUDA_IMPLEMENTATION"
+DECOMPOSED_AHEAD = 0.03  # see `fastest`
 TABLE_VARIABLE = "ASYNCTP_TUNING_TABLE"
 _SHIPPED = Path(__file__).with_name("measured.json")
 
@@ -292,9 +293,20 @@ def choose(problem: Problem, refused: dict[str, str], sms: int, device_name: str
     measured = measured_choice(problem, device_name)
     if measured in able:
         return Choice(measured, "measured", estimates, refused, **settings)  # type: ignore[arg-type]
-    best = min(able, key=lambda name: estimates[name])
+    best = fastest(estimates)
     source = "cost model" if len(able) > 1 else "only one that can"
     return Choice(best, source, estimates, refused, **settings)  # type: ignore[arg-type]
+
+
+def fastest(times: dict[str, float]) -> str:
+    """The implementation with the least time; "decomposed" only if it is well ahead of "fused".
+
+    It needs half as much host time again (docs/results/2026-11-21-h200x4/host.txt), and a gather that stages first
+    waits for the slowest rank where "fused" already multiplies its own rows; a benchmark, whose ranks come together,
+    shows neither.
+    """
+    close = "fused" in times and times.get("decomposed", 0.0) > times["fused"] * (1 - DECOMPOSED_AHEAD)
+    return min((name for name in times if not (close and name == "decomposed")), key=lambda name: times[name])
 
 
 # --- the measured table ------------------------------------------------------------------------------------------
@@ -307,13 +319,28 @@ def table_path() -> Path:
     return Path(cache) / "asynctp" / "tuning.json"
 
 
+def read_tuned(path: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """What `asynctp bench --tune` has written to `path`; empty where it has not.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    try:
+        found: dict[str, dict[str, dict[str, str]]] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(
+            f"asynctp: {path} is no tuning table ({error}); delete it, or write it anew with 'asynctp bench --tune'"
+        ) from error
+    return found
+
+
 @functools.cache
 def _table() -> dict[str, dict[str, dict[str, str]]]:
     """{GPU name: {problem key: {rows: implementation}}}: what comes with the package, then what was tuned here."""
     shipped: dict[str, dict[str, dict[str, str]]] = json.loads(_SHIPPED.read_text(encoding="utf-8"))
-    path = table_path()
-    tuned = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for name, problems in tuned.items():
+    for name, problems in read_tuned(table_path()).items():
         for key, by_rows in problems.items():
             shipped.setdefault(name, {}).setdefault(key, {}).update(by_rows)
     return shipped
