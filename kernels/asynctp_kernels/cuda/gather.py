@@ -318,8 +318,8 @@ class DecomposedGather(Pulled):
         outs = self.new_outputs(a_shard)
         full, scales = self.start(stream, a_shard, a_scale)
         rank, world, rows, k = self.memory.rank, self.memory.world, self.layout.rows, self.layout.cols
-        parts = full.view(world, rows, k)
-        places = [out.view(world, rows, out.shape[-1]) for out in outs]
+        parts = full.view(world, rows, k).unbind()
+        places = [out.view(world, rows, out.shape[-1]).unbind() for out in outs]
         row_scale = a_scale
         for step in range(world):
             source = (rank + step) % world

@@ -295,7 +295,8 @@ class DecomposedScatter(Pushed):
         rank, world = memory.rank, memory.world
         staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
         memory.begin(stream)
-        operands = [a.reshape(world, rows, a.shape[-1]) for a in a_parts]
+        operands = [a.reshape(world, rows, a.shape[-1]).unbind() for a in a_parts]
+        places = staging.unbind()
         scales = [scale.view(world, rows, 1) if scale.numel() != 1 else None for scale in a_scales]
         for step in range(1, world + 1):
             dst = (rank + step) % world
@@ -304,7 +305,7 @@ class DecomposedScatter(Pushed):
                 if a_scales and (mine := scales[part]) is not None:
                     row_scale = mine[dst]
                 column_scale = b_scales[part] if b_scales else None
-                place = staging[dst]
+                place = places[dst]
                 if part:
                     extra = product(operands[part][dst], b, biases[part], row_scale, column_scale, self.scaling)
                     place.add_(extra)
