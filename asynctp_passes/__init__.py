@@ -10,6 +10,14 @@ from asynctp_passes.backend import AsyncTPPass, clear_reports, reports
 from asynctp_passes.config import Config, ConfigError
 from asynctp_passes.errors import AsyncTPError, ExpectError, GroupError, StrictError
 from asynctp_passes.pipeline import run
+from asynctp_passes.registry import (
+    CollectiveOp,
+    MatmulOp,
+    RegistryError,
+    register_collective,
+    register_matmul,
+    unregister,
+)
 from asynctp_passes.report import Remark, Report
 
 __version__ = "0.1.0"
@@ -17,15 +25,21 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncTPError",
     "AsyncTPPass",
+    "CollectiveOp",
     "Config",
     "ConfigError",
     "ExpectError",
     "GroupError",
+    "MatmulOp",
+    "RegistryError",
     "Remark",
     "Report",
     "StrictError",
     "clear_reports",
     "ops",
+    "register_collective",
+    "register_matmul",
     "reports",
     "run",
+    "unregister",
 ]

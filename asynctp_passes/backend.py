@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, ops, pipeline
+from asynctp_passes import compat, ops, pipeline, registry
 from asynctp_passes.config import Config, ConfigError
 from asynctp_passes.errors import AsyncTPError, GroupError
 from asynctp_passes.report import Report
@@ -87,9 +87,11 @@ class AsyncTPPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
         _publish(report, self.config, before, graph)
 
     def uuid(self) -> bytes:
-        """What Inductor's caches key this pass on: sources of both packages, torch, configuration, what the ops run."""
+        """What Inductor's caches key this pass on: both packages' sources, torch, configuration, registered ops, what
+        the fused ops run.
+        """
         runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
-        return f"{_sources_digest()}-{torch.__version__}-{self.config.digest()}-{runs}".encode()
+        return f"{_sources_digest()}-{torch.__version__}-{self.config.digest()}-{registry.digest()}-{runs}".encode()
 
 
 class _PassSequence(compat.inference_aware_pass_base()):  # type: ignore[misc]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.registry import CollectiveKind
 from asynctp_passes.shapes import GatherPlacement, ScatterPlacement
 
 __all__ = ["Candidate", "Collective", "Decision", "GatherChain", "Matmul", "ScaledOptions", "ScatterChain"]
-
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "other"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,9 @@ class Collective:
     """One collective node, read once.
 
     `input → node → waits`; `group` is the FX argument (a name, or a node that carries a process group) and
-    `group_key` the name that identifies it.
+    `group_key` the name that identifies it. The ranks' blocks lie along `dim` of a gather's result or a scatter's
+    input. A collective of several tensors is read as one for each, `input → call → node → waits`: `node` is then the
+    item of the result, and `call` the op.
     """
 
     node: fx.Node
@@ -32,6 +33,13 @@ class Collective:
     group_key: str = ""
     group_size: int = 0
     reduce_op: str = ""
+    dim: int = 0
+    call: fx.Node | None = None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes that make up the collective."""
+        return self.results if self.call is None else (self.call, *self.results)
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -41,7 +49,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class ScaledOptions:
-    """What makes a matmul a scaled (fp8) one; scales are tensorwise (one number) or rowwise ([M, 1] and [1, N])."""
+    """What makes a matmul a scaled (fp8) one; scales are tensorwise (one number) or rowwise (M and N numbers)."""
 
     a_scale: fx.Node
     b_scale: fx.Node
@@ -51,13 +59,24 @@ class ScaledOptions:
 
 @dataclass(frozen=True)
 class Matmul:
-    """One `mm`, `addmm` or `_scaled_mm` node: `out[M, N] = a[M, K] @ b[K, N] (+ bias[N])`."""
+    """One matmul: `node[..., N] = a[..., K] @ b[K, N] (+ bias[N])`, where `...` is M rows in one or several dimensions.
+
+    `b` may have leading dimensions of one element, and is `[N, K]` if `b_transposed`. `call` is the op where `node` is
+    an item of what it returns.
+    """
 
     node: fx.Node
     a: fx.Node
     b: fx.Node
     bias: fx.Node | None = None
     scaled: ScaledOptions | None = None
+    b_transposed: bool = False
+    call: fx.Node | None = None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes that compute the product."""
+        return (self.node,) if self.call is None else (self.call, self.node)
 
     @property
     def operands(self) -> tuple[fx.Node, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -206,21 +206,23 @@ def _matmuls(candidate: Candidate) -> tuple[Matmul, ...]:
 
 
 def _scales_match(matmul: Matmul, scaled: ScaledOptions) -> bool:
-    """True for one number each, or a scale per row of A [M, 1] and per column of B [1, N]."""
+    """True for one number each, or a scale per row of A ([M, 1] or [M]) and per column of B (N in one line)."""
     a_scale, b_scale, out = tensor_of(scaled.a_scale), tensor_of(scaled.b_scale), tensor_of(matmul.node)
     if a_scale is None or b_scale is None or out is None:
         return False
     if a_scale.dtype != torch.float32 or b_scale.dtype != torch.float32:
         return False
-    if _is_one(a_scale) and _is_one(b_scale):
+    if _are_one(a_scale.shape) and _are_one(b_scale.shape):
         return True
-    rowwise_a = a_scale.dim() == 2 and identical(a_scale.shape[0], out.shape[0]) and a_scale.shape[1] == 1
-    rowwise_b = b_scale.dim() == 2 and b_scale.shape[0] == 1 and identical(b_scale.shape[1], out.shape[1])
-    return rowwise_a and rowwise_b
+    if out.dim() != 2 or not 1 <= a_scale.dim() <= 2 or not 1 <= b_scale.dim() <= 2:
+        return False
+    rowwise_a = identical(a_scale.shape[0], out.shape[0]) and _are_one(a_scale.shape[1:])
+    first, *rest = sorted(b_scale.shape, key=lambda size: isinstance(size, int) and size == 1)
+    return rowwise_a and identical(first, out.shape[1]) and _are_one(rest)
 
 
-def _is_one(scale: torch.Tensor) -> bool:
-    return all(isinstance(size, int) and size == 1 for size in scale.shape)
+def _are_one(sizes: Iterable[object]) -> bool:
+    return all(isinstance(size, int) and size == 1 for size in sizes)
 
 
 def _shape(node: fx.Node) -> list[object]:

@@ -17,10 +17,19 @@ from torch import fx
 
 from asynctp_passes import near, reasons
 from asynctp_passes.chain import Candidate, Collective, GatherChain, Matmul, ScatterChain
-from asynctp_passes.fxview import Sizes, is_size, op_name, tensor_of
-from asynctp_passes.read import identical, is_matmul, read_matmul
+from asynctp_passes.fxview import Sizes, is_size, mutates, op_name, tensor_of
+from asynctp_passes.read import called_name, feeds_left_operand, identical, is_matmul, read_matmul
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.shapes import GatherPlacement, IndexMap, Size, locate_gather, locate_scatter, product, same
+from asynctp_passes.shapes import (
+    GatherPlacement,
+    IndexMap,
+    Size,
+    locate_gather,
+    locate_scatter,
+    product,
+    quotient,
+    same,
+)
 from asynctp_passes.views import Flow, follow, is_view, views_of
 
 __all__ = ["find"]
@@ -74,17 +83,28 @@ class _Scene:
             return Refusal(reasons.NO_ELEMENTS, gather.node.name)
         if not same(product(sizes), shard_numel * gather.group_size):
             return Refusal(reasons.SIZES_NOT_PROVEN, f"{list(sizes)} is not {gather.group_size} shards")
-        return follow(self.sorted(views_of([gather.node])), {gather.node: IndexMap.identity(sizes)}, self.sizes)
+        blocks = _moved((gather.group_size, *self.sizes.of(shard)), 0, gather.dim)
+        seed = IndexMap.identity(sizes) if gather.dim == 0 else blocks.reshape(sizes)
+        if isinstance(seed, Refusal):
+            return seed
+        return follow(self.sorted(views_of([gather.node])), {gather.node: seed}, self.sizes)
 
     @functools.cached_property
     def ways_down(self) -> near.Ways:
         """Ways to matmuls as left operands."""
-        return near.ways_to_matmuls(reversed(self.order), lambda node: node.users, near.feeds_left_operand)
+        return near.ways_to_matmuls(reversed(self.order), lambda node: node.users, feeds_left_operand)
 
     @functools.cached_property
     def ways_up(self) -> near.Ways:
         """Ways back to matmuls."""
         return near.ways_to_matmuls(self.order, lambda node: node.all_input_nodes, near.any_operand)
+
+    def rows_and_columns(self, operand: IndexMap, node: fx.Node) -> IndexMap | Refusal:
+        """The map of a matmul's left operand as a matrix: all dimensions but the last are rows."""
+        value = tensor_of(node)
+        assert value is not None
+        *rows, width = self.sizes.of(value)
+        return operand if len(rows) == 1 else operand.reshape((product(rows), width))
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
         """True when `node` is computed from the values of an earlier node."""
@@ -101,6 +121,13 @@ class _Scene:
     def sorted(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
         """Nodes in graph order, without repetition."""
         return tuple(sorted(set(nodes), key=self.order.__getitem__))
+
+
+def _moved(shape: Sequence[Size], source: int, dest: int) -> IndexMap:
+    """The map of a tensor of this shape with dimension `source` moved to `dest`."""
+    order = [axis for axis in range(len(shape)) if axis != source]
+    order.insert(dest, source)
+    return IndexMap.identity(shape).permute(order)
 
 
 # --- gather side ------------------------------------------------------------------------------------------
@@ -128,7 +155,7 @@ def _gather(scene: _Scene, gather: Collective, wanted: set[fx.Node]) -> Candidat
         return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes)
     free = [consumer for consumer in consumers if consumer[0].node not in wanted]
     chain = _gather_chain(scene, gather, flow, free or consumers)
-    nodes = scene.sorted(_members(chain))
+    nodes = scene.sorted([*gather.nodes, *_members(chain)])
     return Candidate(gather, chain, (), nodes, left_out=_left_out(chain, consumers, misses))
 
 
@@ -174,13 +201,15 @@ def _consumer(scene: _Scene, gather: Collective, flow: Flow, node: fx.Node, shar
     """The matmul `node` with the place of the ranks in its left operand, or why it cannot be fused with the gather."""
     matmul = read_matmul(node)
     if isinstance(matmul, Refusal):
-        return matmul
+        left = any(feeds_left_operand(node, source) for source in node.all_input_nodes if flow.has(source))
+        return matmul if left else Refusal(reasons.GATHER_IS_RIGHT_OPERAND, node.name)
     if matmul.a not in flow.maps:
         right = matmul.b in flow.maps
         return Refusal(reasons.GATHER_IS_RIGHT_OPERAND if right else reasons.GATHERED_SCALE, node.name)
     if any(scene.depends(operand, gather.node) for operand in matmul.operands):
         return Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, node.name)
-    placement = locate_gather(flow.maps[matmul.a], shard_numel, gather.group_size)
+    operand = scene.rows_and_columns(flow.maps[matmul.a], matmul.a)
+    placement = locate_gather(operand, shard_numel, gather.group_size) if isinstance(operand, IndexMap) else operand
     if isinstance(placement, Refusal):
         return Refusal(placement.reason, f"{node.name}: {placement.facts}")
     return matmul, placement
@@ -198,7 +227,7 @@ def _gather_chain(scene: _Scene, gather: Collective, flow: Flow, consumers: Sequ
     """Take the consumers that one fused op can serve: those like the preferred one."""
     lead, placement = max(consumers, key=lambda consumer: _preference(scene, consumer))
     chosen = [matmul for matmul, place in consumers if place == placement and _alike(matmul, lead)]
-    fused = {matmul.node for matmul in chosen}
+    fused = {node for matmul in chosen for node in matmul.nodes}
     views = _between(flow, (matmul.a for matmul in chosen)) - set(gather.results)
     scale, scale_placement = _scale_gather(scene, gather, placement, chosen) or (None, None)
     if scale is not None:
@@ -270,7 +299,7 @@ def _scale_gather(
     scaled = matmuls[0].scaled
     if scaled is None or placement.axis != "rows":
         return None
-    users = {matmul.node for matmul in matmuls}
+    users = {node for matmul in matmuls for node in matmul.nodes}
     for other in scene.collectives:
         flow = scene.flows.get(other.node)
         if other.node is gather.node or not isinstance(flow, Flow) or scaled.a_scale not in flow.maps:
@@ -317,7 +346,7 @@ def _cycles(scene: _Scene, found: dict[fx.Node, Candidate]) -> dict[fx.Node, Ref
 def _members(chain: GatherChain) -> list[fx.Node]:
     """The nodes that become one node: the gather (and that of its scale), the views, and the matmuls."""
     scale = () if chain.scale is None else chain.scale.results
-    return [*chain.collective.results, *scale, *chain.views, *(matmul.node for matmul in chain.matmuls)]
+    return [*chain.collective.results, *scale, *chain.views, *(node for m in chain.matmuls for node in m.nodes)]
 
 
 def _stuck(graph: fx.Graph, merged: dict[fx.Node, fx.Node]) -> set[fx.Node]:
@@ -352,13 +381,15 @@ def _near_gather(scene: _Scene, gather: Collective, flow: Flow) -> list[_Miss]:
         for node in source.users:
             if flow.has(node) or is_size(node):
                 continue
-            way = near.path(scene.ways_down, node, source, near.feeds_left_operand)
+            way = near.path(scene.ways_down, node, source, feeds_left_operand)
             if way is None:
                 continue
             nodes = (*_between(flow, [source]), *way)
             if any(near.quantizes(step) for step in way):
                 return [_Miss(Refusal(reasons.QUANTIZED_AFTER_GATHER, near.names(way)), nodes)]
             refusal = flow.refused.get(node) or Refusal(reasons.COMPUTED_BETWEEN, near.names(way))
+            if op_name(node) == "aten.constant_pad_nd.default" and is_matmul(way[1]):
+                refusal = Refusal(reasons.MATMUL_PADDED, near.names(way))
             reached.append(_Miss(refusal, nodes))
     return reached or [_Miss(Refusal(reasons.NO_MATMUL, gather.node.name))]
 
@@ -366,7 +397,7 @@ def _near_gather(scene: _Scene, gather: Collective, flow: Flow) -> list[_Miss]:
 # --- scatter side -------------------------------------------------------------------------------------------
 def _scatter(scene: _Scene, scatter: Collective) -> Candidate:
     region, leaves = _region(scatter.input)
-    nodes = scene.sorted([*region, *(leaf for leaf in leaves if is_matmul(leaf)), *scatter.results])
+    nodes = scene.sorted([*region, *(leaf for leaf in leaves if is_matmul(leaf)), *scatter.nodes])
     chain = _scatter_chain(scene, scatter, region, leaves)
     if isinstance(chain, Refusal):
         shown = [*nodes, *_way_up(scene, scatter, leaves)] if chain.reason.in_scope else scatter.results
@@ -409,17 +440,19 @@ def _scatter_chain(
         return matmuls
     out = tensor_of(matmuls[0].node)
     assert out is not None
-    rows, columns = scene.sizes.of(out)
+    *lines, columns = scene.sizes.of(out)
+    rows = product(lines)
     if same(rows * columns, 0):
         return Refusal(reasons.NO_ELEMENTS, scatter.node.name)
-    seeds = {matmul.node: IndexMap.identity((rows, columns)) for matmul in matmuls}
+    seeds = {matmul.node: IndexMap.identity((*lines, columns)) for matmul in matmuls}
     flow = follow(scene.sorted(region), seeds, scene.sizes, sums=True)
     whole = flow.maps.get(scatter.input) if scatter.input is not None else None
     if whole is None:
         return _first_refusal(flow, scene.sorted(region), scatter)
     if _dtype(scatter.input) != out.dtype:
         return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {_dtype(scatter.input)}")
-    placement = locate_scatter(whole, rows, columns, scatter.group_size)
+    blocks = _blocks_first(scene, scatter, whole)
+    placement = locate_scatter(blocks, rows, columns, scatter.group_size) if isinstance(blocks, IndexMap) else blocks
     if isinstance(placement, Refusal):
         return placement
     elsewhere = _outside_users(scatter, region | set(products))
@@ -428,25 +461,43 @@ def _scatter_chain(
     return ScatterChain(scatter, matmuls, placement, scene.sorted(region))
 
 
+def _blocks_first(scene: _Scene, scatter: Collective, whole: IndexMap) -> IndexMap | Refusal:
+    """The map of what is scattered with the ranks' blocks as its first dimension."""
+    value = tensor_of(scatter.input)
+    assert value is not None
+    if scatter.dim == 0:
+        return whole
+    sizes, dim = scene.sizes.of(value), scatter.dim
+    inner = quotient(sizes[dim], scatter.group_size)
+    if inner is None:
+        return Refusal(reasons.SIZES_NOT_PROVEN, f"{sizes[dim]} in blocks for {scatter.group_size} ranks")
+    blocks = whole.reshape((*sizes[:dim], scatter.group_size, inner, *sizes[dim + 1 :]))
+    if isinstance(blocks, Refusal):
+        return blocks
+    return blocks.permute([dim, *(axis for axis in range(len(sizes) + 1) if axis != dim)])
+
+
 def _read_terms(products: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
     """Read the matmuls of a sum; all must have one shape, dtype and kind."""
     matmuls: list[Matmul] = []
     for node in products:
-        matmul, out = read_matmul(node), tensor_of(node)
+        matmul = read_matmul(node)
         if isinstance(matmul, Refusal):
             return matmul
-        if out is None or out.dim() != 2:
-            return Refusal(reasons.SHAPE_UNKNOWN, node.name)
         matmuls.append(matmul)
     first, shape = matmuls[0], tensor_of(matmuls[0].node)
     for matmul in matmuls[1:]:
         out = tensor_of(matmul.node)
         assert out is not None
         assert shape is not None
-        like = out.dtype == shape.dtype and all(identical(a, b) for a, b in zip(out.shape, shape.shape, strict=True))
+        like = out.dtype == shape.dtype and _same_shape(out, shape)
         if not like or not _same_kind(matmul, first):
             return Refusal(reasons.SUM_TERMS_DISAGREE, f"{first.node.name} and {matmul.node.name}")
     return tuple(matmuls)
+
+
+def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dim() == b.dim() and all(identical(x, y) for x, y in zip(a.shape, b.shape, strict=True))
 
 
 def _same_kind(a: Matmul, b: Matmul) -> bool:
@@ -457,7 +508,16 @@ def _same_kind(a: Matmul, b: Matmul) -> bool:
 
 def _first_refusal(flow: Flow, region: Sequence[fx.Node], scatter: Collective) -> Refusal:
     refused = next((flow.refused[node] for node in region if node in flow.refused), None)
+    trimmed = refused is not None and refused.reason is reasons.PIECES_MISSING
+    if trimmed and (pad := _padding_above(flow)) is not None:
+        return Refusal(reasons.MATMUL_PADDED, pad)
     return refused or Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"the input of {scatter.node.name}")
+
+
+def _padding_above(flow: Flow) -> str | None:
+    """The padding of an operand of the products that `flow` follows."""
+    operands = (source for term in flow.terms for source in term.all_input_nodes if is_matmul(term))
+    return next((node.name for node in operands if op_name(node) == "aten.constant_pad_nd.default"), None)
 
 
 def _outside_users(scatter: Collective, inside: set[fx.Node]) -> str | None:
@@ -493,7 +553,7 @@ def _other(scene: _Scene, collective: Collective) -> Candidate:
 
 
 def _other_refusal(scene: _Scene, collective: Collective) -> Refusal:
-    name = op_name(collective.node)
+    name = called_name(collective.node)
     if collective.kind == "all_reduce":
         _, leaves = _region(collective.input)
         direct = bool(leaves) and all(is_matmul(leaf) for leaf in leaves)
@@ -503,10 +563,20 @@ def _other_refusal(scene: _Scene, collective: Collective) -> Refusal:
         return Refusal(reasons.ALREADY_FUSED, name)
     if not any(word in name for word in ("gather", "reduce_scatter", "reducescatter", "all_reduce", "allreduce")):
         return Refusal(reasons.OTHER_COLLECTIVE, name)
-    own = collective.node
-    if "gather" in name:
-        reaches = any(near.path(scene.ways_down, user, own, near.feeds_left_operand) for user in own.users)
-    else:
-        sources = own.all_input_nodes
-        reaches = any(near.path(scene.ways_up, source, own, near.any_operand) for source in sources)
-    return Refusal(reasons.COLLECTIVE_NOT_UNDERSTOOD if reaches else reasons.NO_MATMUL, name)
+    reaches = _results_reach_matmul if "gather" in name else _inputs_reach_matmul
+    reached = reaches(scene, collective.node)
+    return Refusal(reasons.COLLECTIVE_NOT_UNDERSTOOD if reached else reasons.NO_MATMUL, name)
+
+
+def _results_reach_matmul(scene: _Scene, own: fx.Node) -> bool:
+    """True when what an op returns, or what it writes to, leads to a matmul's left operand."""
+    results = [own, *(user for user in own.users if op_name(user) == "getitem")]
+    written = own.all_input_nodes if mutates(own) or op_name(own).startswith("c10d.") else []
+    later = [(source, user) for source in written for user in source.users if scene.order[user] > scene.order[own]]
+    uses = [(result, user) for result in results for user in result.users] + later
+    return any(near.path(scene.ways_down, user, source, feeds_left_operand) for source, user in uses)
+
+
+def _inputs_reach_matmul(scene: _Scene, own: fx.Node) -> bool:
+    """True when a matmul leads to what an op reads."""
+    return any(near.path(scene.ways_up, source, own, near.any_operand) for source in own.all_input_nodes)

@@ -20,6 +20,7 @@ __all__ = [
     "SizeSource",
     "Sizes",
     "arguments",
+    "called_op",
     "describe",
     "express",
     "is_size",
@@ -33,6 +34,7 @@ __all__ = [
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
+_FUNCTIONALIZED = {"auto_functionalized", "auto_functionalized_v2"}
 _IN_PLACE_FUNCTIONS = {"iadd", "iand", "imatmul", "imul", "ior", "ipow", "isub", "itruediv", "ixor", "setitem"}
 _SHORT_DTYPES = {
     "bfloat16": "bf16",
@@ -53,8 +55,16 @@ def op_name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
+def called_op(node: fx.Node) -> Any:
+    """The op that a node calls, also inside of `auto_functionalized`, which stands for an op that writes; or None."""
+    target = node.args[0] if op_name(node) in _FUNCTIONALIZED and node.args else node.target
+    return target if compat.is_op(target) else None
+
+
 def arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of an op call by their schema names, defaults included."""
+    if op_name(node) in _FUNCTIONALIZED:
+        return dict(node.kwargs)
     assert compat.is_op(node.target)
     values: dict[str, Any] = {}
     for index, argument in enumerate(node.target._schema.arguments):

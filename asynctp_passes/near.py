@@ -13,10 +13,10 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.fxview import op_name, tensor_of
-from asynctp_passes.read import is_matmul
+from asynctp_passes.read import called_name, is_matmul
 from asynctp_passes.views import is_view
 
-__all__ = ["Ways", "any_operand", "feeds_left_operand", "names", "path", "quantizes", "ways_to_matmuls"]
+__all__ = ["Ways", "any_operand", "names", "path", "quantizes", "ways_to_matmuls"]
 
 _REDUCTIONS = {"aten.amax", "aten.amin", "aten.max", "aten.sum", "aten.mean", "aten.var_mean", "aten.var"}
 
@@ -62,12 +62,6 @@ def path(
     return steps if start in ways else None
 
 
-def feeds_left_operand(matmul: fx.Node, before: fx.Node) -> bool:
-    """True when `before` is the matmul's left operand."""
-    left = 1 if op_name(matmul).startswith(("aten.addmm", "aten.baddbmm")) else 0
-    return len(matmul.args) > left and matmul.args[left] is before
-
-
 def any_operand(matmul: fx.Node, before: fx.Node) -> bool:
     """True: whichever operand `before` is."""
     return True
@@ -82,6 +76,6 @@ def quantizes(node: fx.Node) -> bool:
 
 def names(nodes: Sequence[fx.Node]) -> str:
     """The ops along a way, for people: `abs -> amax -> ... -> mm`."""
-    steps = [op_name(node).split(".")[1] if "." in op_name(node) else op_name(node) for node in nodes]
+    steps = [name.split(".")[1] if "." in name else name for name in map(called_name, nodes)]
     shown = steps if len(steps) <= 6 else [*steps[:3], "...", *steps[-2:]]
     return " -> ".join(shown)

@@ -1,80 +1,104 @@
-"""Read collectives and matmuls off a graph: each op's arguments by name, once, as a frozen value."""
+"""Read collectives and matmuls off a graph: each op's arguments by name, once, as a frozen value.
+
+What an op's arguments mean is in `registry`; what is read here is the same vocabulary for every spelling.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from asynctp_passes import compat, reasons
-from asynctp_passes.chain import Collective, CollectiveKind, Matmul, ScaledOptions
-from asynctp_passes.fxview import arguments, op_name, tensor_of
+from asynctp_passes.chain import Collective, Matmul, ScaledOptions
+from asynctp_passes.fxview import arguments, called_op, op_name, tensor_of
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.shapes import same
+from asynctp_passes.registry import CollectiveOp, MatmulOp, collective_op, matmul_op
+from asynctp_passes.shapes import Size, product, same
 
-__all__ = ["identical", "is_matmul", "read_collectives", "read_matmul"]
+__all__ = ["called_name", "feeds_left_operand", "identical", "is_matmul", "read_collectives", "read_matmul"]
 
-_COLLECTIVES: dict[str, CollectiveKind] = {
-    "_c10d_functional.all_gather_into_tensor.default": "all_gather",
-    "_c10d_functional.reduce_scatter_tensor.default": "reduce_scatter",
-    "_c10d_functional.all_reduce.default": "all_reduce",
-    "_c10d_functional.all_reduce_.default": "all_reduce",
-}
 _WAIT = "_c10d_functional.wait_tensor.default"
-_MATMULS = {"aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default"}
-_OTHER_MATMULS = {
-    "aten.mm.dtype",
-    "aten.addmm.dtype",
-    "aten.bmm.default",
-    "aten.bmm.dtype",
-    "aten.baddbmm.default",
-    "aten.matmul.default",
-    "aten.linear.default",
-    "aten._int_mm.default",
-    "aten._addmm_activation.default",
-    "aten._scaled_mm_v2.default",
-    "aten._grouped_mm.default",
-    "aten._scaled_grouped_mm.default",
-    "aten._scaled_grouped_mm_v2.default",
-    "aten._weight_int8pack_mm.default",
-    "aten.einsum.default",
-}
+_MATMUL_WORDS = re.compile(r"(^|_)(mm|bmm|addmm|baddbmm|linear|einsum)(_|$)|gemm|matmul")
+_COLLECTIVE_WORDS = re.compile(
+    r"all_gather|reduce_scatter|all_reduce|all_to_all|allgather|allreduce|reducescatter|alltoall"
+)
 
 
-def is_matmul(node: fx.Node) -> bool:
-    """True for every op that multiplies matrices, whether asynctp rewrites it or not."""
-    return op_name(node) in _MATMULS or op_name(node) in _OTHER_MATMULS
+def called_name(node: fx.Node) -> str:
+    """The name of the op that a node calls, be it inside of `auto_functionalized`; empty for other nodes."""
+    op = called_op(node)
+    return op_name(node) if op is None else str(op)
 
 
+# --- collectives ----------------------------------------------------------------------------------------------
 def read_collectives(graph: fx.Graph) -> list[Collective]:
-    """Every collective of the graph, in order; custom ops that look like one included (kind `"other"`)."""
-    return [collective for node in graph.nodes if (collective := _read_collective(node)) is not None]
+    """Every collective of the graph, in order; ops that look like one included (kind `"other"`)."""
+    return [collective for node in graph.nodes for collective in _read_collective(node)]
 
 
-def _read_collective(node: fx.Node) -> Collective | None:
-    name = op_name(node)
-    if name in _COLLECTIVES:
+def _read_collective(node: fx.Node) -> Sequence[Collective]:
+    """What a node communicates: nothing, one tensor, or several."""
+    op = collective_op(op_name(node))
+    if op is not None:
         values = arguments(node)
-        group = values["group_name"]
-        return Collective(
-            node=node,
-            kind=_COLLECTIVES[name],
-            input=values.get("input", values.get("self")),
-            waits=tuple(user for user in node.users if op_name(user) == _WAIT),
-            group=group,
-            group_key=_group_key(group),
-            group_size=values.get("group_size", 0),
-            reduce_op=values.get("reduce_op", ""),
-        )
-    return Collective(node, "other", _first_tensor(node)) if _looks_collective(name) else None
+        tensors = values.get(op.input, next(iter(values.values())))
+        items = _items(node, len(tensors)) if isinstance(tensors, list | tuple) else None
+        read: list[Collective | None]
+        if isinstance(tensors, fx.Node):
+            read = [_member(node, op, values, tensors)]
+        else:
+            read = [_member(item, op, values, tensors[index], node) for index, item in (items or {}).items()]
+        if read and all(read):
+            return [collective for collective in read if collective is not None]
+    return [Collective(node, "other", _first_tensor(node))] if op is not None or _looks_collective(node) else []
 
 
-def _looks_collective(name: str) -> bool:
+def _items(call: fx.Node, count: int) -> dict[int, fx.Node] | None:
+    """The items of a list that an op returns, by their place; None when the list is used in other ways."""
+    items: dict[int, fx.Node] = {}
+    for user in call.users:
+        index = user.args[1] if op_name(user) == "getitem" else None
+        if not isinstance(index, int) or not 0 <= index < count or index in items:
+            return None
+        items[index] = user
+    return items
+
+
+def _member(
+    node: fx.Node, op: CollectiveOp, values: dict[str, Any], tensor: Any, call: fx.Node | None = None
+) -> Collective | None:
+    """One tensor's collective; None when an argument is none that can be read."""
+    value, group = tensor_of(node), values[op.group]
+    dim = values[op.dim] if isinstance(op.dim, str) else op.dim
+    size = 0 if op.size is None else values[op.size]
+    if not (isinstance(dim, int) and isinstance(size, int)):
+        return None
+    if dim and (value is None or not -value.dim() <= dim < value.dim() or not value.is_contiguous()):
+        return None
+    group = dict(op.groups).get(group, group) if isinstance(group, str) else group
+    return Collective(
+        node=node,
+        kind=op.kind,
+        input=tensor,
+        waits=tuple(user for user in node.users if op_name(user) == _WAIT),
+        group=group,
+        group_key=_group_key(group),
+        group_size=size,
+        reduce_op=values.get(op.reduce_op, op.reduce_op),
+        dim=dim % value.dim() if dim and value is not None else 0,
+        call=call,
+    )
+
+
+def _looks_collective(node: fx.Node) -> bool:
+    name = called_name(node)
     if name == _WAIT or name.startswith(("aten.", "prims.", "asynctp.")):
         return False
-    words = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "allgather", "allreduce", "reducescatter")
-    return name.startswith("_c10d_functional.") or any(word in name for word in words)
+    return name.startswith(("_c10d_functional.", "c10d.")) or bool(_COLLECTIVE_WORDS.search(name))
 
 
 def _group_key(group: Any) -> str:
@@ -87,35 +111,126 @@ def _first_tensor(node: fx.Node) -> fx.Node | None:
     return next((argument for argument in node.all_input_nodes if tensor_of(argument) is not None), None)
 
 
+# --- matmuls --------------------------------------------------------------------------------------------------
+def is_matmul(node: fx.Node) -> bool:
+    """True for every op that multiplies matrices, or looks as if, whether asynctp rewrites it or not."""
+    name = called_name(node)
+    if matmul_op(name) is not None:
+        return True
+    namespace, _, rest = name.partition(".")
+    if namespace in ("asynctp", "symm_mem") or _looks_collective(node):
+        return False
+    return bool(_MATMUL_WORDS.search(rest.partition(".")[0]))
+
+
+def feeds_left_operand(matmul: fx.Node, before: fx.Node) -> bool:
+    """True when `before` is the matmul's left operand: the first argument of an op that is not known."""
+    op = matmul_op(called_name(matmul))
+    if op is not None:
+        return arguments(matmul).get(op.a) is before
+    return next(iter(matmul.all_input_nodes), None) is before or not compat.is_op(matmul.target)
+
+
 def read_matmul(node: fx.Node) -> Matmul | Refusal:
     """Read a matmul node by its schema, or say why its form is not rewritten."""
-    name = op_name(node)
-    if name not in _MATMULS:
+    name = called_name(node)
+    op = matmul_op(name)
+    if op is None:
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}")
-    values = arguments(node)
-    if name == "aten.addmm.default":
-        return _read_addmm(node, values)
-    if name == "aten._scaled_mm.default":
-        return _read_scaled(node, values)
-    return Matmul(node, values["self"], values["mat2"])
-
-
-def _read_addmm(node: fx.Node, values: dict[str, Any]) -> Matmul | Refusal:
-    bias, out = tensor_of(values["self"]), tensor_of(node)
-    if values["alpha"] != 1 or values["beta"] != 1:
-        return Refusal(reasons.ADDMM_SCALED, f"{node.name}: alpha={values['alpha']}, beta={values['beta']}")
-    if bias is None or out is None:
+    values, result = arguments(node), _result(node, op)
+    if isinstance(result, Refusal):
+        return result
+    a, out = tensor_of(values[op.a]), tensor_of(result)
+    if a is None or out is None or tensor_of(values[op.b]) is None:
         return Refusal(reasons.SHAPE_UNKNOWN, node.name)
-    if not _is_row(bias, out):
-        return Refusal(reasons.ADDMM_SCALED, f"{node.name}: the bias has shape {list(bias.shape)}")
-    return Matmul(node, values["mat1"], values["mat2"], bias=values["self"])
+    b, b_transposed = _one_matrix(values[op.b], op.b_transposed)
+    if b is None or a.dim() < 2 or not same(_rows(a), _rows(out)):
+        shapes = f"{list(a.shape)} @ {list(values[op.b].meta['val'].shape)}"
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}: {shapes}")
+    bias = values[op.bias] if op.bias is not None else None
+    problem = _added(node, values, bias, out)
+    scaled = _scaled(node, op, values, out)
+    if problem is not None or isinstance(scaled, Refusal):
+        return problem or scaled  # type: ignore[return-value]
+    if scaled is None and out.dtype != a.dtype:
+        return Refusal(reasons.DTYPE_UNSUPPORTED, f"{node.name}: {a.dtype} -> {out.dtype}")
+    return Matmul(result, values[op.a], b, bias, scaled, b_transposed, None if result is node else node)
+
+
+def _result(node: fx.Node, op: MatmulOp) -> fx.Node | Refusal:
+    """The node that is the product: the op's, or the item of what `auto_functionalized` returns that is `op.out`."""
+    if op.out is None:
+        return node
+    name = f"{called_name(node)} {node.name}"
+    items = _items(node, 2) if not compat.is_op(node.target) else None
+    whole = {f"_{op.out}_base_index", f"_{op.out}_alias"}
+    parts = {key for key in node.kwargs if key.startswith(f"_{op.out}_")} - whole
+    bases = node.kwargs.get("_all_bases")
+    if items is None or list(items) != [1] or parts or (isinstance(bases, list | tuple) and len(bases) != 1):
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} writes in place, or into a part of a tensor")
+    value = tensor_of(items[1])
+    if value is not None and not value.is_contiguous():
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name}: the result is not contiguous")
+    return items[1]
+
+
+_SAME_MATRICES = {"aten.expand.default", "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"}
+"""Views that may repeat or regroup the matrices of a batch, while the last two dimensions stay."""
+
+
+def _one_matrix(node: fx.Node, transposed: bool) -> tuple[fx.Node | None, bool]:
+    """The one matrix that all matrices of a right operand are, and whether it is transposed; None if they differ."""
+    while (value := tensor_of(node)) is not None and value.dim() >= 2:
+        if all(isinstance(size, int) and size == 1 for size in value.shape[:-2]):
+            return node, transposed
+        source = tensor_of(node.args[0]) if node.args else None
+        if source is None or source.dim() < 2:
+            break
+        if op_name(node) in _SAME_MATRICES:
+            if not all(identical(x, y) for x, y in zip(source.shape[-2:], value.shape[-2:], strict=True)):
+                break
+        elif _swaps_last_two(node, value.dim()):
+            transposed = not transposed
+        else:
+            break
+        node = node.args[0]  # type: ignore[assignment]
+    return None, transposed
+
+
+def _swaps_last_two(node: fx.Node, rank: int) -> bool:
+    if op_name(node) == "aten.permute.default":
+        order = [axis % rank for axis in arguments(node)["dims"]]
+        return order == [*range(rank - 2), rank - 1, rank - 2]
+    if op_name(node) == "aten.transpose.int":
+        values = arguments(node)
+        return {values["dim0"] % rank, values["dim1"] % rank} == {rank - 2, rank - 1}
+    return False
+
+
+def _rows(tensor: torch.Tensor) -> Size:
+    sizes: tuple[Any, ...] = tuple(tensor.shape[:-1])
+    return product(compat.expression(size) if isinstance(size, torch.SymInt) else size for size in sizes)
+
+
+def _added(node: fx.Node, values: dict[str, Any], bias: fx.Node | None, out: torch.Tensor) -> Refusal | None:
+    """Why what the matmul adds is not one row, unscaled."""
+    alpha, beta = values.get("alpha", 1), values.get("beta", 1)
+    if alpha != 1 or beta != 1:
+        return Refusal(reasons.ADDMM_SCALED, f"{node.name}: alpha={alpha}, beta={beta}")
+    if bias is None:
+        return None
+    value = tensor_of(bias)
+    if value is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, node.name)
+    if _is_row(value, out):
+        return None
+    return Refusal(reasons.ADDMM_SCALED, f"{node.name}: the bias has shape {list(value.shape)}")
 
 
 def _is_row(bias: torch.Tensor, out: torch.Tensor) -> bool:
-    """True for a bias [N] or [1, N] of an output [M, N]."""
-    width = bias.shape[-1] if bias.dim() in (1, 2) else None
-    lines = bias.shape[0] if bias.dim() == 2 else 1
-    return isinstance(lines, int) and lines == 1 and width is not None and identical(width, out.shape[-1])
+    """True for a bias [N], [1, N], ... of an output [..., N]."""
+    lines = all(isinstance(size, int) and size == 1 for size in bias.shape[:-1])
+    return bias.dim() >= 1 and lines and identical(bias.shape[-1], out.shape[-1])
 
 
 def identical(a: Any, b: Any) -> bool:
@@ -125,14 +240,35 @@ def identical(a: Any, b: Any) -> bool:
     return isinstance(a, int) and isinstance(b, int) and a == b
 
 
-def _read_scaled(node: fx.Node, values: dict[str, Any]) -> Matmul | Refusal:
-    out = tensor_of(node)
-    if out is None:
-        return Refusal(reasons.SHAPE_UNKNOWN, node.name)
-    if values["scale_result"] is not None or compat.has_folded_output_scale(node):
+# --- scales ---------------------------------------------------------------------------------------------------
+_SCALINGS = ("TensorWise", "RowWise", "BlockWise1x16", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128")
+"""`torch.nn.functional.ScalingType`, by its values."""
+
+
+def _scaled(node: fx.Node, op: MatmulOp, values: dict[str, Any], out: torch.Tensor) -> ScaledOptions | Refusal | None:
+    if op.a_scale is None or op.b_scale is None:
+        return None
+    if values.get("scale_result") is not None or compat.has_folded_output_scale(node):
         return Refusal(reasons.RESULT_SCALED, node.name)
-    bias = tensor_of(values["bias"])
-    if bias is not None and not _is_row(bias, out):
-        return Refusal(reasons.ADDMM_SCALED, f"{node.name}: the bias has shape {list(bias.shape)}")
-    scaled = ScaledOptions(values["scale_a"], values["scale_b"], out.dtype, bool(values["use_fast_accum"]))
-    return Matmul(node, values["self"], values["mat2"], values["bias"], scaled)
+    a_scale, b_scale = values[op.a_scale], values[op.b_scale]
+    if isinstance(a_scale, list | tuple):
+        recipe = _recipe(values)
+        if recipe not in ("TensorWise x TensorWise", "RowWise x RowWise"):
+            return Refusal(reasons.SCALES_UNSUPPORTED, f"{node.name}: {recipe}")
+        a_scale, b_scale = a_scale[0], b_scale[0]
+    if tensor_of(a_scale) is None or tensor_of(b_scale) is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, node.name)
+    return ScaledOptions(a_scale, b_scale, out.dtype, bool(values.get("use_fast_accum")))
+
+
+def _recipe(values: dict[str, Any]) -> str:
+    """How `_scaled_mm_v2` is told to scale, for people: `RowWise x RowWise`."""
+    sides = (" and ".join(map(_scaling, values[f"recipe_{side}"])) for side in "ab")
+    swizzled = any((*values["swizzle_a"], *values["swizzle_b"]))
+    contracted = tuple(axis % 2 for axis in values["contraction_dim"])
+    odd = "" if contracted in ((), (1, 0)) else f", contracted over {values['contraction_dim']}"
+    return " x ".join(sides) + (", swizzled" if swizzled else "") + odd
+
+
+def _scaling(value: int) -> str:
+    return _SCALINGS[value] if 0 <= value < len(_SCALINGS) else f"ScalingType({value})"

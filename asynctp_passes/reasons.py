@@ -189,8 +189,9 @@ MATMUL_ALL_REDUCE = _miss(
 COLLECTIVE_NOT_UNDERSTOOD = _miss(
     "ATP113",
     "COLLECTIVE_NOT_UNDERSTOOD",
-    "this collective is an op that asynctp does not know, or a coalesced or out-variant form",
-    "use torch.distributed._functional_collectives or DTensor, which produce _c10d_functional ops",
+    "this collective is an op that asynctp does not know, or one that writes in place",
+    "use torch.distributed._functional_collectives or DTensor, which produce _c10d_functional ops; tell asynctp of a "
+    "custom op with asynctp_passes.register_collective",
 )
 UNEVEN_SHARDS = _miss(
     "ATP114",
@@ -201,8 +202,15 @@ UNEVEN_SHARDS = _miss(
 MATMUL_NOT_UNDERSTOOD = _miss(
     "ATP115",
     "MATMUL_NOT_UNDERSTOOD",
-    "the matmul is of a form that asynctp does not rewrite (batched, grouped, or a newer scaled variant)",
-    "use torch.nn.functional.linear on 2-D or N-D activations, or torch._scaled_mm",
+    "the matmul is of a form that asynctp does not rewrite (a weight for each batch, grouped, an op it does not know)",
+    "use torch.nn.functional.linear or scaled_mm with one weight; tell asynctp of a custom op with "
+    "asynctp_passes.register_matmul",
+)
+MATMUL_PADDED = _miss(
+    "ATP116",
+    "MATMUL_PADDED",
+    "Inductor pads the matmul's operands to a multiple of the alignment and cuts its result",
+    "set torch._inductor.config.shape_padding = False: the fused ops take any size, so padding gains nothing there",
 )
 
 # --- 2xx legality: the shape is right, but the rewrite would change the program ----------------------------
@@ -266,7 +274,7 @@ SCALES_UNSUPPORTED = _miss(
     "ATP303",
     "SCALES_UNSUPPORTED",
     "the scales are neither tensorwise (one number) nor rowwise (one per row of A and one per column of B)",
-    "use a tensorwise or rowwise recipe; blockwise scales are not fused",
+    "use a tensorwise or rowwise recipe; blockwise, MX, NVFP4 and swizzled scales are not fused",
 )
 
 # --- 4xx cost ------------------------------------------------------------------------------------------

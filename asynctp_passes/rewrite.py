@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, ops  # noqa: F401  (ops registers torch.ops.asynctp)
-from asynctp_passes.chain import GatherChain, Matmul, ScatterChain
+from asynctp_passes.chain import GatherChain, Matmul, ScaledOptions, ScatterChain
 from asynctp_passes.fxview import Plan, Sizes, express, is_size, segments, size_sources, tensor_of
 from asynctp_passes.shapes import Rearrangement, Size, product, same
 from asynctp_passes.views import views_of
@@ -39,6 +39,8 @@ def rewrite(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes
         op.meta["asynctp_collective"] = chain.collective.node.name
         segment.update((node, segment[build.anchor]) for node in build.made)
         _erase_unused(graph, old)
+        if chain.collective.call is not None and chain.collective.call.users:
+            _shrink(chain.collective.call)
     _restore_order(graph, segment)
     graph.lint()
 
@@ -181,17 +183,35 @@ def _rearranged(build: _Builder, node: fx.Node, way: Rearrangement) -> fx.Node:
 def _call_gather(build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim: int) -> fx.Node:
     """The fused op: it returns a list of one product per matmul, then the gathered tensor if others use it."""
     gather, matmuls = chain.collective, chain.matmuls
-    bs, biases = [build.now(matmul.b) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
+    bs, biases = [_right(build, matmul) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     ending = (chain.saved, gather.group_size, gather.group)
     if not scaled:
         return build.call(torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending)
-    scale, b_scales = _gather_scale(build, chain, shard, gather_dim), [build.now(one.b_scale) for one in scaled]
+    scale, b_scales = _gather_scale(build, chain, shard, gather_dim), [_column_scale(build, one) for one in scaled]
     options = (chain.scale is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
     return build.call(
         torch.ops.asynctp.all_gather_scaled_matmul.default,
         *(shard, scale, bs, b_scales, biases, gather_dim, *options, *ending),
     )
+
+
+def _right(build: _Builder, matmul: Matmul) -> fx.Node:
+    """The right operand as [K, N]."""
+    b = build.now(matmul.b)
+    value = tensor_of(b)
+    assert value is not None
+    b = build.reshape(b, build.sizes.of(value)[-2:])
+    return build.permute(b, [1, 0]) if matmul.b_transposed else b
+
+
+def _column_scale(build: _Builder, scaled: ScaledOptions) -> fx.Node:
+    """The scale of the right operand: one number as it is, or [1, N]."""
+    scale = build.now(scaled.b_scale)
+    value = tensor_of(scale)
+    assert value is not None
+    count = product(build.sizes.of(value))
+    return scale if same(count, 1) else build.reshape(scale, (1, count))
 
 
 def _row_bias(build: _Builder, matmul: Matmul) -> fx.Node | None:
@@ -233,7 +253,7 @@ def _return_gathered(build: _Builder, chain: GatherChain, full: fx.Node) -> None
     if operand is not None:
         value = tensor_of(operand)
         assert value is not None
-        fused = {matmul.node for matmul in chain.matmuls}
+        fused = {node for matmul in chain.matmuls for node in matmul.nodes}
         build.replace(operand, build.reshape(full, build.sizes.of(value)), unless=fused)
         return
     whole = _as_collective_result(build, chain, full)
@@ -254,13 +274,18 @@ def _only_operand(chain: GatherChain) -> fx.Node | None:
 
 
 def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) -> fx.Node:
-    """The gathered tensor as the collective returned it: ranks outermost, then the shard's own dimensions."""
+    """The gathered tensor as the collective returned it: the shard's own dimensions, and the ranks before `dim`."""
     value, way, ranks = tensor_of(chain.collective.node), chain.placement.shard, chain.collective.group_size
     assert value is not None
     sizes, leading = [way.sizes[axis] for axis in way.order], way.lengths[0]
     whole = build.reshape(full, [*sizes[:leading], ranks, *sizes[leading:]])
     inverse = [way.order.index(axis) for axis in range(len(way.order))]
     whole = build.permute(whole, [leading, *(axis + (axis >= leading) for axis in inverse)])
+    if dim := chain.collective.dim:
+        shard = tensor_of(chain.shard)
+        assert shard is not None
+        whole = build.reshape(whole, (ranks, *build.sizes.of(shard)))
+        whole = build.permute(whole, [*range(1, dim + 1), 0, *range(dim + 1, shard.dim() + 1)])
     return build.bitcast(build.reshape(build.contiguous(whole), build.sizes.of(value)), value.dtype)
 
 
@@ -285,15 +310,15 @@ def _product_rows(build: _Builder, chain: ScatterChain, a: fx.Node) -> fx.Node:
     """A left operand [M, K] with its rows as [outer, ranks * inner], so that the scatter dim is one of its own."""
     place, value = chain.placement, tensor_of(a)
     assert value is not None
+    *lines, width = build.sizes.of(value)
     if place.axis == "columns" or same(place.outer, 1):
-        return a
-    width = build.sizes.of(value)[-1]
+        return build.reshape(a, (product(lines), width))
     return build.reshape(a, (place.outer, place.inner * chain.collective.group_size, width))
 
 
 def _call_scatter(build: _Builder, chain: ScatterChain, a_parts: list[fx.Node], scatter_dim: int) -> fx.Node:
     scatter, matmuls = chain.collective, chain.matmuls
-    b_parts, biases = [build.now(matmul.b) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
+    b_parts, biases = [_right(build, matmul) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
     ending = (scatter.group_size, scatter.group)
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     if not scaled:
@@ -302,7 +327,7 @@ def _call_scatter(build: _Builder, chain: ScatterChain, a_parts: list[fx.Node], 
             *(a_parts, b_parts, biases, scatter.reduce_op, scatter_dim, *ending),
         )
     a_scales = [_row_scale(build, build.now(one.a_scale), a) for one, a in zip(scaled, a_parts, strict=True)]
-    b_scales = [build.now(one.b_scale) for one in scaled]
+    b_scales = [_column_scale(build, one) for one in scaled]
     return build.call(
         torch.ops.asynctp.scaled_matmul_reduce_scatter.default,
         *(a_parts, b_parts, a_scales, b_scales, biases, scatter.reduce_op, scatter_dim),
@@ -344,7 +369,7 @@ def _with(args: Any, old: fx.Node, new: int | fx.Node) -> Any:
 def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
     """What a fused op may leave without users: its chain's collectives, views and matmuls, and their sizes."""
     views = _followed(chain) if isinstance(chain, GatherChain) else chain.views
-    nodes = {*chain.collective.results, *views, *(matmul.node for matmul in chain.matmuls)}
+    nodes = {*chain.collective.nodes, *views, *(node for matmul in chain.matmuls for node in matmul.nodes)}
     return nodes | {user for node in nodes for user in node.users if is_size(user)}
 
 
@@ -357,6 +382,18 @@ def _erase_unused(graph: fx.Graph, candidates: set[fx.Node]) -> None:
             graph.erase_node(node)
             candidates.discard(node)
         erased = bool(dead)
+
+
+def _shrink(call: fx.Node) -> None:
+    """Leave in a collective of several tensors only those whose results are used."""
+    inputs, *rest = call.args
+    assert isinstance(inputs, list | tuple)
+    users = sorted(call.users, key=lambda user: int(user.args[1]))  # type: ignore[arg-type]
+    kept = [int(user.args[1]) for user in users]  # type: ignore[arg-type]
+    call.args = ([inputs[index] for index in kept], *rest)
+    call.meta["val"] = [call.meta["val"][index] for index in kept]
+    for place, user in enumerate(users):
+        user.args = (call, place)
 
 
 def _restore_order(graph: fx.Graph, segment: dict[fx.Node, int]) -> None:

@@ -20,7 +20,7 @@ PASSES = ROOT / "asynctp_passes"
 KERNELS = ROOT / "kernels" / "asynctp_kernels"
 
 ROWS = (
-    ("reasons", "config", "compat", "shapes", "chain", "reference"),
+    ("reasons", "config", "compat", "shapes", "chain", "reference", "registry"),
     ("fxview", "views", "read", "ops"),
     ("find", "near", "cost", "checks", "collectives"),
     ("decide",),

@@ -1,0 +1,299 @@
+"""What the arguments of collectives and matmuls mean, by op: torch's own, and those that programs register.
+
+    register_collective(torch.ops.vllm.all_gather, kind="all_gather", input="x", dim="dim", size="world_size",
+                        group="group_name")
+
+A descriptor names the arguments of an op's schema by their roles. It is all that the pass knows about an op, so it
+promises what the op computes; what it promises is written at the class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asynctp_passes import compat
+
+__all__ = [
+    "CollectiveKind",
+    "CollectiveOp",
+    "MatmulOp",
+    "RegistryError",
+    "collective_op",
+    "digest",
+    "matmul_op",
+    "register_collective",
+    "register_matmul",
+    "unregister",
+]
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "other"]
+
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+class RegistryError(ValueError):
+    """A descriptor does not fit its op; the message names the argument, what is wrong and what would be right."""
+
+
+@dataclass(frozen=True)
+class CollectiveOp:
+    """A collective op: which of its arguments is what.
+
+    The op promises to be functional. An all-gather returns the ranks' tensors concatenated along `dim` in rank order,
+    a reduce-scatter this rank's block along `dim` of the reduction, an all-reduce the reduction.
+
+    Attributes:
+        kind: `"all_gather"`, `"reduce_scatter"` or `"all_reduce"`.
+        input: The argument that is the tensor (or the list of tensors, of which the op returns a list).
+        group: The argument that names the process group.
+        size: The argument that is the number of ranks; None for an all-reduce.
+        dim: The argument that is the dimension, or the dimension itself.
+        reduce_op: The argument that is the reduction, or the reduction itself (`"sum"`).
+        groups: Pairs of a name that the program uses for a group, and the name torch knows it by.
+    """
+
+    kind: CollectiveKind
+    input: str
+    group: str
+    size: str | None = None
+    dim: str | int = 0
+    reduce_op: str = "sum"
+    groups: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class MatmulOp:
+    """A matmul op: which of its arguments is what.
+
+    The op promises to compute `a[..., M, K] @ b[..., K, N] (+ bias[N])` in a fresh contiguous tensor, after
+    multiplying `a` and `b` by their scales, if it has such: float32, one number each, or one a row of `a` and one a
+    column of `b`. An op that writes its result into an argument (`out`) reads nothing of what was there.
+
+    Attributes:
+        a, b: The operands.
+        bias: The bias, if the op takes one.
+        a_scale, b_scale: The scales of a quantized matmul.
+        out: The argument that receives the result of an op that returns none.
+        b_transposed: `b` is `[N, K]`.
+    """
+
+    a: str
+    b: str
+    bias: str | None = None
+    a_scale: str | None = None
+    b_scale: str | None = None
+    out: str | None = None
+    b_transposed: bool = False
+
+
+# --- torch's own --------------------------------------------------------------------------------------------
+_GATHER = CollectiveOp("all_gather", "input", "group_name", "group_size")
+_SCATTER = CollectiveOp("reduce_scatter", "input", "group_name", "group_size", reduce_op="reduce_op")
+_REDUCE = CollectiveOp("all_reduce", "input", "group_name", reduce_op="reduce_op")
+
+_COLLECTIVES: dict[str, CollectiveOp] = {
+    "_c10d_functional.all_gather_into_tensor.default": _GATHER,
+    "_c10d_functional_autograd.all_gather_into_tensor.default": _GATHER,
+    "_c10d_functional.all_gather_into_tensor_coalesced.default": dataclasses.replace(_GATHER, input="inputs"),
+    "_c10d_functional.reduce_scatter_tensor.default": _SCATTER,
+    "_c10d_functional_autograd.reduce_scatter_tensor.default": _SCATTER,
+    "_c10d_functional.reduce_scatter_tensor_coalesced.default": dataclasses.replace(_SCATTER, input="inputs"),
+    "_c10d_functional.all_reduce.default": _REDUCE,
+    "_c10d_functional.all_reduce_.default": _REDUCE,
+}
+
+_MM = MatmulOp("self", "mat2")
+_ADDMM = MatmulOp("mat1", "mat2", bias="self")
+_BADDBMM = MatmulOp("batch1", "batch2", bias="self")
+_SCALED = MatmulOp("self", "mat2", bias="bias", a_scale="scale_a", b_scale="scale_b")
+
+_MATMULS: dict[str, MatmulOp] = {
+    "aten.mm.default": _MM,
+    "aten.mm.dtype": _MM,
+    "aten.bmm.default": _MM,
+    "aten.bmm.dtype": _MM,
+    "aten.addmm.default": _ADDMM,
+    "aten.addmm.dtype": _ADDMM,
+    "aten.baddbmm.default": _BADDBMM,
+    "aten.baddbmm.dtype": _BADDBMM,
+    "aten.matmul.default": MatmulOp("self", "other"),
+    "aten.linear.default": MatmulOp("input", "weight", bias="bias", b_transposed=True),
+    "aten._scaled_mm.default": _SCALED,
+    "aten._scaled_mm_v2.default": _SCALED,
+}
+
+
+# --- those of programs --------------------------------------------------------------------------------------
+_registered_collectives: dict[str, CollectiveOp] = {}
+_registered_matmuls: dict[str, MatmulOp] = {}
+
+
+def collective_op(name: str) -> CollectiveOp | None:
+    """The descriptor of a collective, by the name of its overload (`"vllm.all_gather.default"`)."""
+    return _COLLECTIVES.get(name) or _registered_collectives.get(name)
+
+
+def matmul_op(name: str) -> MatmulOp | None:
+    """The descriptor of a matmul, by the name of its overload."""
+    return _MATMULS.get(name) or _registered_matmuls.get(name)
+
+
+def digest() -> str:
+    """A hash of what is registered: a part of the key that graphs are cached under."""
+    entries = sorted({**_registered_collectives, **_registered_matmuls}.items())
+    return hashlib.sha256(repr(entries).encode()).hexdigest()[:16]
+
+
+def register_collective(
+    op: Any,
+    *,
+    kind: CollectiveKind,
+    input: str,
+    group: str,
+    size: str | None = None,
+    dim: str | int = 0,
+    reduce_op: str = "sum",
+    groups: Mapping[str, Any] | None = None,
+) -> CollectiveOp:
+    """Let the pass understand a custom collective, in this process and from now on.
+
+    Args:
+        op: The op: an overload, or a packet that has one only (`torch.ops.vllm.all_gather`).
+        kind: `"all_gather"`, `"reduce_scatter"` or `"all_reduce"`; `CollectiveOp` says what that promises.
+        input: Name of the argument that is the tensor.
+        group: Name of the argument that names the process group.
+        size: Name of the argument that is the number of ranks. Not for an all-reduce.
+        dim: Name of the argument that is the dimension of the ranks' blocks, or that dimension.
+        reduce_op: Name of the argument that is the reduction, or that reduction: `"sum"` or `"avg"`.
+        groups: The process groups (or their `group_name`) by the names that the op is given, where these are not
+            torch's names.
+
+    Returns:
+        The descriptor. Registering an op again replaces it.
+
+    Raises:
+        RegistryError: The op has no such argument, or one of another type, or is torch's own.
+    """
+    found = _Schema(op)
+    descriptor = CollectiveOp(kind, input, group, size, dim, reduce_op, _group_pairs(found, groups))
+    found.require(kind in _KINDS, f"kind={kind!r} is not one of {', '.join(_KINDS)}")
+    found.argument("input", input, ("Tensor",))
+    found.argument("group", group, ("str", "Any"))
+    if kind == "all_reduce":
+        found.require(size is None, "size has no meaning for an all-reduce; leave it out")
+    else:
+        found.require(size is not None, f"size must name the argument that is the number of ranks of an {kind}")
+        found.argument("size", str(size), ("int", "SymInt"))
+    if isinstance(dim, str):
+        found.argument("dim", dim, ("int",))
+    if reduce_op not in ("sum", "avg"):
+        found.argument("reduce_op", reduce_op, ("str",))
+    found.require(not found.writes(), "it writes to its arguments; only functional collectives can be registered")
+    found.require(found.returns() == ["Tensor"], f"it returns {found.returns()}, and not one tensor")
+    _registered_collectives[found.new_name(_COLLECTIVES)] = descriptor
+    return descriptor
+
+
+def register_matmul(
+    op: Any,
+    *,
+    a: str,
+    b: str,
+    bias: str | None = None,
+    a_scale: str | None = None,
+    b_scale: str | None = None,
+    out: str | None = None,
+    b_transposed: bool = False,
+) -> MatmulOp:
+    """Let the pass understand a custom matmul, in this process and from now on; `MatmulOp` says what that promises.
+
+    Args:
+        op: The op: an overload, or a packet that has one only (`torch.ops._C.cutlass_scaled_mm`).
+        a, b: Names of the arguments that are the operands.
+        bias: Name of the argument that is the bias.
+        a_scale, b_scale: Names of the arguments that are the scales; both, or none.
+        out: Name of the argument that the op writes its result to, when it returns none. Such an op is understood as
+            functionalization leaves it in a compiled graph: inside of `auto_functionalized`.
+        b_transposed: `b` is `[N, K]`, as in a linear layer.
+
+    Returns:
+        The descriptor. Registering an op again replaces it.
+
+    Raises:
+        RegistryError: The op has no such argument, or one of another type, or is torch's own.
+    """
+    found = _Schema(op)
+    descriptor = MatmulOp(a, b, bias, a_scale, b_scale, out, b_transposed)
+    found.require((a_scale is None) == (b_scale is None), "a_scale and b_scale must both be given, or none of them")
+    for role in ("a", "b", "bias", "a_scale", "b_scale", "out"):
+        name = getattr(descriptor, role)
+        if name is not None:
+            found.argument(role, name, ("Tensor", "Optional[Tensor]"))
+    if out is None:
+        found.require(not found.writes(), f"it writes to {found.writes()}; name the argument of the result with out=")
+        found.require(found.returns() == ["Tensor"], f"it returns {found.returns()}, and not one tensor")
+    else:
+        found.require(found.writes() == [out], f"it writes to {found.writes()}, and not to {out!r} alone")
+        found.require(not found.returns(), f"it returns {found.returns()}; out= is for an op that returns nothing")
+    _registered_matmuls[found.new_name(_MATMULS)] = descriptor
+    return descriptor
+
+
+def unregister(op: Any) -> None:
+    """Forget an op that was registered.
+
+    Raises:
+        RegistryError: It was not.
+    """
+    found = _Schema(op)
+    tables = [table for table in (_registered_collectives, _registered_matmuls) if found.name in table]
+    found.require(bool(tables), "it is not registered")
+    for table in tables:
+        del table[found.name]
+
+
+# --- checking a descriptor ------------------------------------------------------------------------------------
+class _Schema:
+    """An op's schema, and errors that name the op."""
+
+    def __init__(self, op: Any) -> None:
+        overloads: Callable[[], list[str]] | None = getattr(op, "overloads", None)
+        if overloads is not None and len(overloads()) == 1:
+            op = getattr(op, overloads()[0])
+        self.name = str(op)
+        self.require(compat.is_op(op), "it is not an op; give an overload such as torch.ops.vllm.all_gather.default")
+        self._schema = op._schema
+
+    def require(self, condition: bool, problem: str) -> None:
+        if not condition:
+            raise RegistryError(f"asynctp: {self.name} cannot be registered: {problem}")
+
+    def argument(self, role: str, name: str, types: tuple[str, ...]) -> None:
+        """Require an argument of this name whose type is one of `types`."""
+        found = {argument.name: str(argument.type) for argument in self._schema.arguments}
+        self.require(name in found, f"{role}={name!r} is no argument; it has {', '.join(found)}")
+        self.require(found[name] in types, f"{role}={name!r} is of type {found[name]}, and not {' or '.join(types)}")
+
+    def writes(self) -> list[str]:
+        """The arguments that the op writes to."""
+        return [arg.name for arg in self._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
+
+    def returns(self) -> list[str]:
+        """The types of what the op returns."""
+        return [str(value.type) for value in self._schema.returns]
+
+    def new_name(self, own: Mapping[str, object]) -> str:
+        """The overload's name, which must not be one of torch's ops."""
+        self.require(self.name not in own, "the pass knows this op already")
+        return self.name
+
+
+def _group_pairs(found: _Schema, groups: Mapping[str, Any] | None) -> tuple[tuple[str, str], ...]:
+    pairs = {name: compat.group_name_of(group) for name, group in (groups or {}).items()}
+    unknown = [name for name, group in pairs.items() if not group]
+    found.require(not unknown, f"groups has {unknown}, which are neither process groups nor names of such")
+    return tuple(sorted(pairs.items()))
