@@ -400,6 +400,9 @@ def _scatter(scene: _Scene, scatter: Collective) -> Candidate:
     nodes = scene.sorted([*region, *(leaf for leaf in leaves if is_matmul(leaf)), *scatter.nodes])
     chain = _scatter_chain(scene, scatter, region, leaves)
     if isinstance(chain, Refusal):
+        trimmed = chain.reason is reasons.PIECES_MISSING
+        if trimmed and (pad := _padding(leaf for leaf in scene.sorted(leaves) if is_matmul(leaf))) is not None:
+            chain = Refusal(reasons.MATMUL_PADDED, pad)
         shown = [*nodes, *_way_up(scene, scatter, leaves)] if chain.reason.in_scope else scatter.results
         return Candidate(scatter, None, (chain,), scene.sorted(shown))
     return Candidate(scatter, chain, (), nodes)
@@ -508,15 +511,12 @@ def _same_kind(a: Matmul, b: Matmul) -> bool:
 
 def _first_refusal(flow: Flow, region: Sequence[fx.Node], scatter: Collective) -> Refusal:
     refused = next((flow.refused[node] for node in region if node in flow.refused), None)
-    trimmed = refused is not None and refused.reason is reasons.PIECES_MISSING
-    if trimmed and (pad := _padding_above(flow)) is not None:
-        return Refusal(reasons.MATMUL_PADDED, pad)
     return refused or Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"the input of {scatter.node.name}")
 
 
-def _padding_above(flow: Flow) -> str | None:
-    """The padding of an operand of the products that `flow` follows."""
-    operands = (source for term in flow.terms for source in term.all_input_nodes if is_matmul(term))
+def _padding(matmuls: Iterable[fx.Node]) -> str | None:
+    """The padding of an operand of these matmuls, if one is padded."""
+    operands = (source for matmul in matmuls for source in matmul.all_input_nodes)
     return next((node.name for node in operands if op_name(node) == "aten.constant_pad_nd.default"), None)
 
 
@@ -524,7 +524,7 @@ def _outside_users(scatter: Collective, inside: set[fx.Node]) -> str | None:
     """The first use of the unreduced product that is not on the way to the collective."""
     for node in sorted(inside, key=lambda member: member.name):
         for user in node.users:
-            if user not in inside and user is not scatter.node and not is_size(user):
+            if user not in inside and user not in scatter.nodes and not is_size(user):
                 return f"{node.name} is used by {user.name}"
     return None
 

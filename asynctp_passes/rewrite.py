@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, ops  # noqa: F401  (ops registers torch.ops.asynctp)
-from asynctp_passes.chain import GatherChain, Matmul, ScaledOptions, ScatterChain
+from asynctp_passes.chain import Collective, GatherChain, Matmul, ScaledOptions, ScatterChain
 from asynctp_passes.fxview import Plan, Sizes, express, is_size, segments, size_sources, tensor_of
 from asynctp_passes.shapes import Rearrangement, Size, product, same
 from asynctp_passes.views import views_of
@@ -39,8 +39,9 @@ def rewrite(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes
         op.meta["asynctp_collective"] = chain.collective.node.name
         segment.update((node, segment[build.anchor]) for node in build.made)
         _erase_unused(graph, old)
-        if chain.collective.call is not None and chain.collective.call.users:
-            _shrink(chain.collective.call)
+        for collective in _collectives(chain):
+            if collective.call is not None and collective.call.users:
+                _shrink(collective.call)
     _restore_order(graph, segment)
     graph.lint()
 
@@ -366,10 +367,17 @@ def _with(args: Any, old: fx.Node, new: int | fx.Node) -> Any:
     return fx.map_arg(args, lambda node: new if node is old else node)
 
 
+def _collectives(chain: GatherChain | ScatterChain) -> list[Collective]:
+    """The collective of a chain, and that of its scale."""
+    scale = chain.scale if isinstance(chain, GatherChain) else None
+    return [chain.collective] if scale is None else [chain.collective, scale]
+
+
 def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
     """What a fused op may leave without users: its chain's collectives, views and matmuls, and their sizes."""
     views = _followed(chain) if isinstance(chain, GatherChain) else chain.views
-    nodes = {*chain.collective.nodes, *views, *(node for matmul in chain.matmuls for node in matmul.nodes)}
+    nodes = {*views, *(node for matmul in chain.matmuls for node in matmul.nodes)}
+    nodes |= {node for collective in _collectives(chain) for node in collective.nodes}
     return nodes | {user for node in nodes for user in node.users if is_size(user)}
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import serving_ops  # noqa: F401  (defines the custom ops of some dumps)
 import torch
 import torch._prims
 import torch.distributed as dist
@@ -46,11 +47,6 @@ _SYMBOL = re.compile(r"\b[su]\d+\b")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _WORDS: dict[str, Any] = {"None": None, "True": True, "False": False}
 _HIGHER_ORDER = {"run_with_rng_state": run_with_rng_state, "run_and_save_rng_state": run_and_save_rng_state}
-
-# The custom collectives that serving frameworks register. Kept alive by this reference.
-_CUSTOM_OPS = torch.library.Library("vllm_like", "FRAGMENT")
-_CUSTOM_OPS.define("all_gather(Tensor x, int dim, int world_size, str group_name) -> Tensor")
-_CUSTOM_OPS.define("reduce_scatter(Tensor x, int dim, int world_size, str group_name) -> Tensor")
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,17 @@ def _reduce_scatter_tensor(calls: Sequence[tuple[Tensor, str, int, Any]]) -> lis
     return _scattered(_reduced([_wide(call[0]) for call in calls], calls[0][1]), len(calls), 0, dtype)
 
 
+def _each(op: GroupOp) -> GroupOp:
+    """A collective of a list of tensors: that of each."""
+
+    def several(calls: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
+        count = len(calls[0][0])
+        results = [op([(call[0][index], *call[1:]) for call in calls]) for index in range(count)]
+        return [list(items) for items in zip(*results, strict=True)]
+
+    return several
+
+
 def _all_reduce(calls: Sequence[tuple[Tensor, str, Any]]) -> list[Tensor]:
     """Every rank gets the reduction."""
     total = _reduced([_wide(call[0]) for call in calls], calls[0][1])
@@ -227,6 +238,26 @@ def _scaled_mm(
         raise NotImplementedError("scale_result")
     product = _product(_scaled_rows(a, scale_a), _scaled_columns(b, scale_b), bias)
     return product.to(out_dtype or a.dtype)
+
+
+def _scaled_mm_v2(
+    a: Tensor,
+    b: Tensor,
+    scale_a: list[Tensor],
+    recipe_a: list[int],
+    swizzle_a: list[int],
+    scale_b: list[Tensor],
+    recipe_b: list[int],
+    swizzle_b: list[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """`aten._scaled_mm_v2` for tensorwise and rowwise scales."""
+    if (recipe_a, recipe_b) not in (([0], [0]), ([1], [1])) or swizzle_a or swizzle_b or contraction_dim:
+        raise NotImplementedError(f"recipes {recipe_a} and {recipe_b}")
+    return _scaled_mm(a, b, scale_a[0], scale_b[0], bias, None, out_dtype)
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -320,6 +351,10 @@ _GROUP_OPS: dict[str, GroupOp] = {
     "_c10d_functional::all_gather_into_tensor": _all_gather_into_tensor,
     "_c10d_functional::reduce_scatter_tensor": _reduce_scatter_tensor,
     "_c10d_functional::all_reduce": _all_reduce,
+    "_c10d_functional::all_gather_into_tensor_coalesced": _each(_all_gather_into_tensor),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": _each(_reduce_scatter_tensor),
+    "_c10d_functional_autograd::all_gather_into_tensor": _all_gather_into_tensor,
+    "_c10d_functional_autograd::reduce_scatter_tensor": _reduce_scatter_tensor,
     "vllm_like::all_gather": _custom_all_gather,
     "vllm_like::reduce_scatter": _custom_reduce_scatter,
     "asynctp::all_gather_matmul": _all_gather_matmul,
@@ -332,6 +367,7 @@ _RANK_OPS: dict[str, Callable[..., Any]] = {
     "_c10d_functional::wait_tensor": lambda tensor: tensor,
     "_dtensor::mesh_get_process_group": lambda mesh, dim: (mesh, dim),
     "aten::_scaled_mm": _scaled_mm,
+    "aten::_scaled_mm_v2": _scaled_mm_v2,
 }
 
 

@@ -8,6 +8,7 @@ from operator import floordiv, getitem
 from typing import Any
 
 import pytest
+import serving_ops  # noqa: F401  (defines torch.ops.vllm_like)
 import torch
 import torch.distributed._symmetric_memory  # registers symm_mem.fused_*
 from graph_builder import GraphBuilder, aten, c10d, snapshot
@@ -285,16 +286,58 @@ def product_all_reduced(b: GraphBuilder) -> Node:
     return b.call(c10d.all_reduce.default, product(b), "sum", "tp")
 
 
-@row("COLLECTIVE_NOT_UNDERSTOOD", "all_gather_into_tensor_coalesced")
-def gather_coalesced(b: GraphBuilder) -> Node:
-    many = b.call(c10d.all_gather_into_tensor_coalesced.default, [b.input("x", [4, 8]), b.input("y", [4, 8])], 4, "tp")
-    first = b.call(c10d.wait_tensor.default, b.call(getitem, many, 0))
-    return times(b, first)
+@row("COLLECTIVE_NOT_UNDERSTOOD", "vllm_like.all_gather")
+def gather_by_a_custom_op(b: GraphBuilder) -> Node:
+    return times(b, b.call(torch.ops.vllm_like.all_gather.default, b.input("x", [4, 8]), 0, 4, "tp:0"))
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "vllm_like.reduce_scatter")
+def scatter_by_a_custom_op(b: GraphBuilder) -> Node:
+    return b.call(torch.ops.vllm_like.reduce_scatter.default, product(b), 0, 4, "tp:0")
 
 
 @row("COLLECTIVE_NOT_UNDERSTOOD", "reduce_scatter_tensor_coalesced")
-def scatter_coalesced(b: GraphBuilder) -> Node:
+def scatter_coalesced_and_kept_as_a_list(b: GraphBuilder) -> Node:
     return b.call(c10d.reduce_scatter_tensor_coalesced.default, [product(b), product(b, "c")], "sum", 4, "tp")
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "all_gather_into_tensor_out")
+def gather_into_a_buffer(b: GraphBuilder) -> Node:
+    """The buffer is read, not the op's result."""
+    x, buffer = b.input("x", [4, 8]), b.input("buffer", [16, 8])
+    b.call_like(buffer.meta["val"], c10d.all_gather_into_tensor_out.default, x, 4, "tp", out=buffer)
+    return times(b, buffer)
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "c10d._allgather_base_")
+def gather_in_place(b: GraphBuilder) -> Node:
+    x, buffer, group = b.input("x", [4, 8]), b.input("buffer", [16, 8]), b.graph.placeholder("group")
+    b.call_like((buffer.meta["val"], None), torch.ops.c10d._allgather_base_.default, buffer, x, group)
+    return times(b, buffer)
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "c10d.allgather_")
+def gather_of_a_list_in_place(b: GraphBuilder) -> Node:
+    x, group = b.input("x", [4, 8]), b.graph.placeholder("group")
+    pieces = [b.input(f"piece{rank}", [4, 8]) for rank in range(4)]
+    values = [piece.meta["val"] for piece in pieces]
+    b.call_like(([values], None), torch.ops.c10d.allgather_.default, [pieces], [x], group)
+    return times(b, b.cat(pieces))
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "c10d._reduce_scatter_base_")
+def scatter_in_place(b: GraphBuilder) -> Node:
+    out, group, op = b.input("out", [4, 12]), b.graph.placeholder("group"), b.graph.placeholder("op")
+    value = (out.meta["val"], None)
+    return b.call_like(value, torch.ops.c10d._reduce_scatter_base_.default, out, product(b), group, op)
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "symm_mem._low_contention_all_gather")
+def gather_by_symmetric_memory(b: GraphBuilder) -> Node:
+    x = b.input("x", [4, 8])
+    with b.mode:
+        value = torch.empty(16, 8)
+    return times(b, b.call_like(value, torch.ops.symm_mem._low_contention_all_gather.default, x, "tp"))
 
 
 @row("UNEVEN_SHARDS", "index_select")
@@ -308,9 +351,57 @@ def padding_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.call(aten.constant_pad_nd.default, product(b, rows=15), [0, 0, 0, 1]))
 
 
-@row("MATMUL_NOT_UNDERSTOOD", "bmm")
+@row("MATMUL_NOT_UNDERSTOOD", "[4, 4, 8] @ [4, 8, 12]")
 def gather_for_a_batched_matmul(b: GraphBuilder) -> Node:
     return b.call(aten.bmm.default, gathered(b, 1, 4, 8), b.input("w", [4, 8, 12]))
+
+
+@row("MATMUL_NOT_UNDERSTOOD", "[1, 16, 8] @ [3, 8, 12]")
+def gather_for_a_matmul_that_repeats_it(b: GraphBuilder) -> Node:
+    """One matrix for each batch of the result, but the gathered tensor is repeated for them."""
+    w = b.call(aten.expand.default, b.input("w", [8, 12]), [3, 8, 12])
+    return b.call(aten.matmul.default, b.reshape(gathered(b), [1, 16, 8]), w)
+
+
+@row("MATMUL_NOT_UNDERSTOOD", "[2, 8, 8] @ [2, 8, 6]")
+def gather_for_a_weight_regrouped_by_a_view(b: GraphBuilder) -> Node:
+    """The weight is expanded, but the view mixes columns of one matrix with rows of the next."""
+    w = b.call(aten.expand.default, b.input("w", [1, 8, 3]), [4, 8, 3])
+    return b.call(aten.bmm.default, b.reshape(gathered(b), [2, 8, 8]), b.reshape(w, [2, 8, 6]))
+
+
+@row("MATMUL_NOT_UNDERSTOOD", "vllm_like.cutlass_scaled_mm")
+def gather_for_a_custom_matmul(b: GraphBuilder) -> Node:
+    """Not registered; functionalized, as in a compiled graph."""
+    x, w = gathered(b, 4, 32, dtype=FP8), b.input("w", [32, 16], FP8, column_major=True)
+    out, one = b.input("out", [16, 16], torch.bfloat16), b.input("one", [])
+    arguments = {"out": out, "a": x, "b": w, "a_scales": one, "b_scales": one, "bias": None}
+    target = torch.ops.higher_order.auto_functionalized
+    call = b.graph.call_function(target, (torch.ops.vllm_like.cutlass_scaled_mm.default,), arguments)
+    call.meta["val"] = (None, out.meta["val"])
+    return b.call(getitem, call, 1)
+
+
+@row("DTYPE_UNSUPPORTED", "torch.bfloat16 -> torch.float32")
+def gather_for_a_matmul_that_widens(b: GraphBuilder) -> Node:
+    w = b.input("w", [8, 12], torch.bfloat16)
+    return b.call(aten.mm.dtype, gathered(b, dtype=torch.bfloat16), w, torch.float32)
+
+
+@row("MATMUL_PADDED", "constant_pad_nd -> mm")
+def gather_that_is_padded_for_the_matmul(b: GraphBuilder) -> Node:
+    """What Inductor's `pad_mm` makes of odd sizes."""
+    pad = aten.constant_pad_nd.default
+    rows = b.call(pad, gathered(b, 3, 6), [0, 2, 0, 4])
+    out = b.mm(rows, b.call(pad, b.input("w", [6, 10]), [0, 6, 0, 2]))
+    return b.call(aten.slice.Tensor, b.call(aten.slice.Tensor, out, 0, 0, -4), 1, 0, -6)
+
+
+@row("MATMUL_PADDED", "constant_pad_nd")
+def scatter_of_a_padded_matmul(b: GraphBuilder) -> Node:
+    pad = aten.constant_pad_nd.default
+    out = b.mm(b.call(pad, b.input("a", [12, 6]), [0, 2, 0, 4]), b.call(pad, b.input("w", [6, 12]), [0, 0, 0, 2]))
+    return b.scatter(b.call(aten.slice.Tensor, out, 0, 0, -4))
 
 
 @row("MATMUL_NOT_UNDERSTOOD", "bmm")
@@ -367,6 +458,14 @@ def scaled_matmul_with_a_result_scale(b: GraphBuilder) -> Node:
     return scaled(b, [], [], scale_result=b.input("result_scale", []))
 
 
+@row("RESULT_SCALED", "_scaled_mm")
+def scaled_matmul_with_a_folded_output_scale(b: GraphBuilder) -> Node:
+    """Torch 2.15 folds a multiplication of the output into the matmul, and says so only in the node's metadata."""
+    out = scaled(b, [], [])
+    out.meta["inductor_folded_scaled_mm_output_scale"] = True
+    return out
+
+
 @row("SHAPE_UNKNOWN", "all_gather_into_tensor")
 def gather_without_a_fake_tensor(b: GraphBuilder) -> Node:
     whole = gathered(b)
@@ -402,6 +501,43 @@ def gather_on_another_device(b: GraphBuilder) -> Node:
 @row("SCALES_UNSUPPORTED", "scales [16, 2] and [2, 16]")
 def blockwise_scales(b: GraphBuilder) -> Node:
     return scaled(b, [16, 2], [2, 16])
+
+
+def scaled_v2(b: GraphBuilder, recipes: tuple[list[int], list[int]], swizzle: list[int]) -> Node:
+    """`scaled_mm` with the recipes of `torch.nn.functional.ScalingType`, of a gathered operand `[16, 32]`."""
+    if not hasattr(aten, "_scaled_mm_v2"):
+        pytest.skip(f"torch {torch.__version__} has no _scaled_mm_v2")
+    a, w = gathered(b, 4, 32, dtype=FP8), b.input("w", [32, 16], FP8, column_major=True)
+    scales = [[b.input(f"scale{side}{level}", [16, 1]) for level in range(len(recipes[side]))] for side in (0, 1)]
+    with b.mode:
+        value = torch.empty(16, 16, dtype=torch.bfloat16)
+    sides = [scales[0], recipes[0], swizzle, scales[1], recipes[1], swizzle]
+    return b.call_like(value, aten._scaled_mm_v2.default, a, w, *sides, None, torch.bfloat16)
+
+
+@row("SCALES_UNSUPPORTED", "BlockWise1x128 x BlockWise128x128")
+def scales_of_a_block(b: GraphBuilder) -> Node:
+    return scaled_v2(b, ([4], [5]), [])
+
+
+@row("SCALES_UNSUPPORTED", "BlockWise1x32 x BlockWise1x32, swizzled")
+def scales_of_mxfp8(b: GraphBuilder) -> Node:
+    return scaled_v2(b, ([3], [3]), [1])
+
+
+@row("SCALES_UNSUPPORTED", "BlockWise1x16 and TensorWise x BlockWise1x16 and TensorWise, swizzled")
+def scales_of_nvfp4(b: GraphBuilder) -> Node:
+    return scaled_v2(b, ([2, 0], [2, 0]), [1, 0])
+
+
+@row("SCALES_UNSUPPORTED", "RowWise x RowWise, swizzled")
+def scales_swizzled(b: GraphBuilder) -> Node:
+    return scaled_v2(b, ([1], [1]), [1])
+
+
+@row("SCALES_UNSUPPORTED", "RowWise x TensorWise")
+def scales_of_two_kinds(b: GraphBuilder) -> Node:
+    return scaled_v2(b, ([1], [0]), [])
 
 
 @row("BELOW_THRESHOLD", "384 bytes < min_bytes=1000", min_bytes=1000)
