@@ -18,7 +18,7 @@ from torch import fx
 from asynctp_passes import near, reasons
 from asynctp_passes.chain import Candidate, Collective, GatherChain, Matmul, ScatterChain
 from asynctp_passes.fxview import Sizes, is_size, mutates, op_name, tensor_of
-from asynctp_passes.read import called_name, feeds_left_operand, identical, is_matmul, read_matmul
+from asynctp_passes.read import called_name, feeds_left_operand, is_matmul, read_matmul
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import (
     GatherPlacement,
@@ -438,7 +438,7 @@ def _scatter_chain(
     products = scene.sorted(leaf for leaf in leaves if is_matmul(leaf))
     if not products:
         return _near_scatter(scene, scatter, leaves)
-    matmuls = _read_terms(products)
+    matmuls = _read_terms(scene, products)
     if isinstance(matmuls, Refusal):
         return matmuls
     out = tensor_of(matmuls[0].node)
@@ -447,7 +447,8 @@ def _scatter_chain(
     rows = product(lines)
     if same(rows * columns, 0):
         return Refusal(reasons.NO_ELEMENTS, scatter.node.name)
-    seeds = {matmul.node: IndexMap.identity((*lines, columns)) for matmul in matmuls}
+    values = {matmul.node: tensor_of(matmul.node) for matmul in matmuls}
+    seeds = {node: IndexMap.identity(scene.sizes.of(value)) for node, value in values.items() if value is not None}
     flow = follow(scene.sorted(region), seeds, scene.sizes, sums=True)
     whole = flow.maps.get(scatter.input) if scatter.input is not None else None
     if whole is None:
@@ -480,7 +481,7 @@ def _blocks_first(scene: _Scene, scatter: Collective, whole: IndexMap) -> IndexM
     return blocks.permute([dim, *(axis for axis in range(len(sizes) + 1) if axis != dim)])
 
 
-def _read_terms(products: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
+def _read_terms(scene: _Scene, products: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
     """Read the matmuls of a sum; all must have one shape, dtype and kind."""
     matmuls: list[Matmul] = []
     for node in products:
@@ -493,14 +494,16 @@ def _read_terms(products: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
         out = tensor_of(matmul.node)
         assert out is not None
         assert shape is not None
-        like = out.dtype == shape.dtype and _same_shape(out, shape)
+        like = out.dtype == shape.dtype and _same_matrix(scene, out, shape)
         if not like or not _same_kind(matmul, first):
             return Refusal(reasons.SUM_TERMS_DISAGREE, f"{first.node.name} and {matmul.node.name}")
     return tuple(matmuls)
 
 
-def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dim() == b.dim() and all(identical(x, y) for x, y in zip(a.shape, b.shape, strict=True))
+def _same_matrix(scene: _Scene, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True for products of the same number of rows, in whatever dimensions, and columns."""
+    (*a_lines, a_columns), (*b_lines, b_columns) = scene.sizes.of(a), scene.sizes.of(b)
+    return same(product(a_lines), product(b_lines)) and same(a_columns, b_columns)
 
 
 def _same_kind(a: Matmul, b: Matmul) -> bool:

@@ -5,8 +5,8 @@ spelled, so that a pass should fuse all of them. It is *adversarial* when someth
 dropped or trimmed, a wrong dimension, a value changed or a tensor mutated on the way, a result that is also used
 elsewhere. A pass may leave an adversarial program alone; it must not change what it computes.
 
-    gather side     shard → all_gather → wait → view* → rows → {mm, addmm, _scaled_mm, other users}
-    scatter side    {mm, addmm, _scaled_mm} → view* → sum → view* → reduce_scatter → wait
+    gather side     shard → all_gather → wait → view* → rows → {matmul, other users}
+    scatter side    matmul → view* → sum → view* → reduce_scatter → wait
 
 `programs()` is the hypothesis strategy and `seeded_program(seed, ...)` the same generator on a plain random source, for
 tests that must build one program in several processes.
@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import serving_ops  # noqa: F401  (defines torch.ops.vllm_like)
 import torch
 import torch.fx
 from hypothesis import strategies as st
@@ -33,6 +34,7 @@ __all__ = ["Builder", "Input", "Program", "Wishes", "gather_views", "programs", 
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+custom = torch.ops.vllm_like
 
 #: Picks one of several options. Hypothesis draws, or a seeded random source chooses.
 Choose = Callable[[Sequence[Any]], Any]
@@ -573,16 +575,64 @@ def _right_operand(b: Builder, recipe: _Recipe, k: int, n: int) -> Node:
 
 
 def _matmul(b: Builder, recipe: _Recipe, rows: Node, right: Node, row_scale: Node | None) -> Node:
-    """mm or addmm, or _scaled_mm for fp8."""
+    """A matmul in some spelling; `[M, N]`."""
     n = shape_of(right)[1]
     if recipe.dtype in FP8:
         assert row_scale is not None
         column_scale = b.placeholder([1, n] if recipe.rowwise else [], torch.float32, "scale")
+        if hasattr(aten, "_scaled_mm_v2") and b.chance(4):
+            kind = [int(recipe.rowwise)]  # the values of torch.nn.functional.ScalingType
+            sides = [[row_scale], kind, [], [column_scale], kind, []]
+            options = [None, recipe.out_dtype, [], recipe.fast_accum]
+            return b.call(aten._scaled_mm_v2.default, rows, right, *sides, *options)
         args = [None, None, recipe.out_dtype, *([True] if recipe.fast_accum else [])]
         return b.call(aten._scaled_mm.default, rows, right, row_scale, column_scale, *args)
     if b.chance(3):
         return b.call(aten.addmm.default, b.placeholder([n], recipe.dtype), rows, right)
+    if b.chance(3):
+        return _BATCHED[b.choose(list(_BATCHED))](b, rows, right)
     return b.call(aten.mm.default, rows, right)
+
+
+def _batch_of_one(b: Builder, rows: Node, right: Node) -> Node:
+    pair = [b.call(aten.unsqueeze.default, matrix, 0) for matrix in (rows, right)]
+    return b.call(aten.squeeze.dim, b.call(aten.bmm.default, *pair), 0)
+
+
+def _batch_of_two(b: Builder, rows: Node, right: Node) -> Node:
+    """The rows in two matrices, if their number is even, and one right operand for both."""
+    (m, k), n = shape_of(rows), shape_of(right)[1]
+    count = 2 if m % 2 == 0 else 1
+    both = b.call(aten.expand.default, right, [count, k, n])
+    product = b.call(aten.bmm.default, b.reshape(rows, [count, m // count, k]), both)
+    return b.reshape(product, [m, n])
+
+
+def _batch_with_bias(b: Builder, rows: Node, right: Node) -> Node:
+    bias = b.placeholder([1, shape_of(right)[1]], dtype_of(rows))
+    pair = [b.call(aten.unsqueeze.default, matrix, 0) for matrix in (rows, right)]
+    return b.call(aten.squeeze.dim, b.call(aten.baddbmm.default, bias, *pair), 0)
+
+
+def _linear(b: Builder, rows: Node, right: Node) -> Node:
+    m, k = shape_of(rows)
+    bias = [b.placeholder([shape_of(right)[1]], dtype_of(rows))] if b.chance(2) else []
+    product = b.call(aten.linear.default, b.reshape(rows, [1, m, k]), b.call(aten.t.default, right), *bias)
+    return b.reshape(product, [m, shape_of(right)[1]])
+
+
+def _matmul_of_any_rank(b: Builder, rows: Node, right: Node) -> Node:
+    m, k = shape_of(rows)
+    return b.reshape(b.call(aten.matmul.default, b.reshape(rows, [m, 1, k]), right), [m, shape_of(right)[1]])
+
+
+_BATCHED: dict[str, Callable[[Builder, Node, Node], Node]] = {
+    "a batch of one": _batch_of_one,
+    "a batch of two": _batch_of_two,
+    "a batch with a bias": _batch_with_bias,
+    "linear": _linear,
+    "matmul": _matmul_of_any_rank,
+}
 
 
 def _row_scale(b: Builder, recipe: _Recipe, rows: int) -> Node | None:
@@ -604,7 +654,10 @@ class _Group:
 
 
 def _all_gather(b: Builder, shard: Node, group: _Group) -> Node:
-    gathered = b.call(c10d.all_gather_into_tensor.default, shard, group.size, group.name)
+    if b.chance(6):
+        (gathered,) = b.items(b.call(c10d.all_gather_into_tensor_coalesced.default, [shard], group.size, group.name))
+    else:
+        gathered = b.call(c10d.all_gather_into_tensor.default, shard, group.size, group.name)
     return b.call(c10d.wait_tensor.default, gathered)
 
 
@@ -628,6 +681,11 @@ def _gather_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool) -
     dim = b.choose([*range(len(shape) - 1)] * 3 + [len(shape) - 1])
     recipe = _recipe(b, dtype)
     shard = _harmless_views(b, b.placeholder(shape, dtype))
+    if not attack and b.chance(6):
+        b.note("custom gather")
+        full = b.call(custom.all_gather.default, shard, b.choose([dim, dim - len(shape)]), group.size, group.name)
+        rows = _flatten_rows(b, full)
+        return _consumers(b, recipe, rows, full, _row_scale(b, recipe, shape_of(rows)[0]), attack=False)
     wait = _all_gather(b, shard, group)
     mutation = b.choose(["shard", "gathered", "none", "none", "none", "none", "none", "none"]) if attack else "none"
     if mutation == "shard" and dtype not in FP8:
@@ -749,6 +807,9 @@ def _scatter_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool, 
     shape, dim = _full_shape(b, group, source)
     total, product = _summed_products(b, recipe, shape, source, attack)
     views_attack = attack and b.honest and not b.chance(4)
+    if not attack and b.chance(6):
+        b.note("custom scatter")
+        return [b.call(custom.reduce_scatter.default, total, dim, group.size, group.name)]
     blocks = scatter_views(b, total, dim, group.size, views_attack)
     blocks = _divisible(b, blocks, group.size)
     if len(shape_of(blocks)) > 2 and b.chance(4):
@@ -842,7 +903,11 @@ def _reduce_scatter(b: Builder, blocks: Node, product: Node, group: _Group, atta
     if attack and b.chance(8):
         reduce_op = "max"
         b.note("reduces by max", spoils=True)
-    scattered = b.call(c10d.reduce_scatter_tensor.default, blocks, reduce_op, group.size, group.name)
+    if b.chance(6):
+        coalesced = c10d.reduce_scatter_tensor_coalesced.default
+        (scattered,) = b.items(b.call(coalesced, [blocks], reduce_op, group.size, group.name))
+    else:
+        scattered = b.call(c10d.reduce_scatter_tensor.default, blocks, reduce_op, group.size, group.name)
     wait = b.call(c10d.wait_tensor.default, scattered)
     outs = [b.reshape(wait, [-1, shape_of(wait)[-1]]) if b.chance(4) else wait]
     if b.chance(4):

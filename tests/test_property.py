@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from lockstep import differences, evaluate, op_name
 from programs import Program, Wishes, programs
+from serving_ops import registered
 
 from asynctp_passes import Config, run
 
@@ -25,7 +26,17 @@ settings.register_profile("thorough", max_examples=10_000, **_UNHURRIED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 SEEDS = st.integers(0, 2**16)
-COLLECTIVES = ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor")
+LISTS = (
+    "_c10d_functional::all_gather_into_tensor_coalesced",
+    "_c10d_functional::reduce_scatter_tensor_coalesced",
+)
+COLLECTIVES = (
+    "_c10d_functional::all_gather_into_tensor",
+    "_c10d_functional::reduce_scatter_tensor",
+    "vllm_like::all_gather",
+    "vllm_like::reduce_scatter",
+    *LISTS,
+)
 GATHERS = ("asynctp::all_gather_matmul", "asynctp::all_gather_scaled_matmul")
 SCATTERS = ("asynctp::matmul_reduce_scatter", "asynctp::scaled_matmul_reduce_scatter")
 
@@ -47,7 +58,8 @@ def test_honest_programs_are_fused_and_compute_the_same(program: Program, seed: 
 def check(program: Program, seed: int) -> torch.fx.Graph:
     """Rewrite a copy of a program and compare the two; returns the rewritten graph."""
     rewritten = copied(program.graph)
-    report = run(rewritten, Config(strict="off", log=False, trace=False))
+    with registered():
+        report = run(rewritten, Config(strict="off", log=False, trace=False))
     rewritten.lint()
     note(f"rewritten:\n{rewritten}")
     for remark in report.remarks:
@@ -102,7 +114,9 @@ def layouts(value: Any) -> list[tuple[Any, ...]]:
 
 
 def collective_names(graph: torch.fx.Graph) -> set[str]:
-    return {node.name for node in graph.nodes if op_name(node.target) in COLLECTIVES}
+    """The nodes that hold a collective's result: its own, or the items of the list that it returns."""
+    found = [node for node in graph.nodes if op_name(node.target) in COLLECTIVES]
+    return {result.name for node in found for result in (node.users if op_name(node.target) in LISTS else [node])}
 
 
 def op_counts(graph: torch.fx.Graph) -> Counter[str]:
