@@ -18,7 +18,7 @@ from asynctp_passes import compat, ops  # noqa: F401  (ops registers torch.ops.a
 from asynctp_passes.chain import Collective, GatherChain, Matmul, ScaledOptions, ScatterChain
 from asynctp_passes.fxview import Plan, Sizes, express, is_size, segments, size_sources, tensor_of
 from asynctp_passes.shapes import Rearrangement, Size, product, same
-from asynctp_passes.views import views_of
+from asynctp_passes.views import is_view, views_of
 
 __all__ = ["rewrite"]
 
@@ -280,13 +280,16 @@ def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) ->
     assert value is not None
     sizes, leading = [way.sizes[axis] for axis in way.order], way.lengths[0]
     whole = build.reshape(full, [*sizes[:leading], ranks, *sizes[leading:]])
-    inverse = [way.order.index(axis) for axis in range(len(way.order))]
-    whole = build.permute(whole, [leading, *(axis + (axis >= leading) for axis in inverse)])
-    if dim := chain.collective.dim:
-        shard = tensor_of(chain.shard)
-        assert shard is not None
-        whole = build.reshape(whole, (ranks, *build.sizes.of(shard)))
-        whole = build.permute(whole, [*range(1, dim + 1), 0, *range(dim + 1, shard.dim() + 1)])
+    shard, dim = tensor_of(chain.shard), chain.collective.dim
+    assert shard is not None
+    own = build.sizes.of(shard)
+    apart = len(own) == len(way.sizes) and all(same(a, b) for a, b in zip(own, way.sizes, strict=True))
+    order = [axis + (axis >= leading) for axis in (way.order.index(axis) for axis in range(len(way.order)))]
+    order.insert(dim if apart else 0, leading)
+    whole = build.permute(whole, order)
+    if dim and not apart:
+        whole = build.reshape(whole, (ranks, *own))
+        whole = build.permute(whole, [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)])
     return build.bitcast(build.reshape(build.contiguous(whole), build.sizes.of(value)), value.dtype)
 
 
@@ -376,9 +379,21 @@ def _collectives(chain: GatherChain | ScatterChain) -> list[Collective]:
 def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
     """What a fused op may leave without users: its chain's collectives, views and matmuls, and their sizes."""
     views = _followed(chain) if isinstance(chain, GatherChain) else chain.views
-    nodes = {*views, *(node for matmul in chain.matmuls for node in matmul.nodes)}
+    nodes = {*views, *(node for matmul in chain.matmuls for node in (*matmul.nodes, *_views_above(matmul)))}
     nodes |= {node for collective in _collectives(chain) for node in collective.nodes}
     return nodes | {user for node in nodes for user in node.users if is_size(user)}
+
+
+def _views_above(matmul: Matmul) -> set[fx.Node]:
+    """The views that only lead from a tensor to the matmul's operands, if nothing else uses them."""
+    found: set[fx.Node] = set()
+    stack = [source for node in matmul.nodes for source in node.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node not in found and is_view(node):
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def _erase_unused(graph: fx.Graph, candidates: set[fx.Node]) -> None:

@@ -599,13 +599,11 @@ def _batch_of_one(b: Builder, rows: Node, right: Node) -> Node:
     return b.call(aten.squeeze.dim, b.call(aten.bmm.default, *pair), 0)
 
 
-def _batch_of_two(b: Builder, rows: Node, right: Node) -> Node:
-    """The rows in two matrices, if their number is even, and one right operand for both."""
+def _batch_of_rows(b: Builder, rows: Node, right: Node) -> Node:
+    """A matrix for each row, and one right operand for all."""
     (m, k), n = shape_of(rows), shape_of(right)[1]
-    count = 2 if m % 2 == 0 else 1
-    both = b.call(aten.expand.default, right, [count, k, n])
-    product = b.call(aten.bmm.default, b.reshape(rows, [count, m // count, k]), both)
-    return b.reshape(product, [m, n])
+    same = b.call(aten.expand.default, right, [m, k, n])
+    return b.reshape(b.call(aten.bmm.default, b.reshape(rows, [m, 1, k]), same), [m, n])
 
 
 def _batch_with_bias(b: Builder, rows: Node, right: Node) -> Node:
@@ -628,7 +626,7 @@ def _matmul_of_any_rank(b: Builder, rows: Node, right: Node) -> Node:
 
 _BATCHED: dict[str, Callable[[Builder, Node, Node], Node]] = {
     "a batch of one": _batch_of_one,
-    "a batch of two": _batch_of_two,
+    "a batch of rows": _batch_of_rows,
     "a batch with a bias": _batch_with_bias,
     "linear": _linear,
     "matmul": _matmul_of_any_rank,

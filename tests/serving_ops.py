@@ -30,9 +30,10 @@ _ops.define("bmm_fp8(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, ScalarT
 
 # --- what they compute -----------------------------------------------------------------------------------------
 def _all_gather(x: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
-    pieces = [torch.empty_like(x) for _ in range(world_size)]
-    dist.all_gather(pieces, x.contiguous(), GROUPS[group_name])
-    return torch.cat(pieces, dim)
+    sent = x.contiguous().view(torch.uint8) if x.dtype.itemsize == 1 else x.contiguous()  # gloo knows no fp8
+    pieces = [torch.empty_like(sent) for _ in range(world_size)]
+    dist.all_gather(pieces, sent, GROUPS[group_name])
+    return torch.cat(pieces, dim).view(x.dtype)
 
 
 def _reduce_scatter(x: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:

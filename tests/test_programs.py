@@ -108,8 +108,10 @@ def test_variety() -> None:
     programs = [seeded_program(seed) for seed in range(300)]
     ops = Counter(op_name(node.target) for program in programs for node in program.graph.nodes)
     notes = Counter(note.split(" of ")[0] for program in programs for note in program.notes)
-    wanted_ops = "mm addmm bmm baddbmm linear matmul _scaled_mm "
+    wanted_ops = (
+        "mm addmm bmm baddbmm linear matmul _scaled_mm "
         "split split_with_sizes chunk slice narrow select unbind stack cat permute clone flip"
+    )
     assert not [name for name in wanted_ops.split() if not ops[f"aten::{name}"]]
     attacks = ["lossy", "reorder", "reverse", "repeat", "drop", "trim", "wrong_dim", "permute", "finer", "not_moved"]
     assert not [name for name in attacks if not notes[f"attack {name}"]]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import operator
 
 import pytest
 import torch
 from dumps import CORPUS, load
 from expecttest import assert_expected_inline
-from graph_builder import GraphBuilder, aten, show
+from graph_builder import GraphBuilder, aten, c10d, show
+from serving_ops import registered
 from torch.fx import Graph, Node
 
 from asynctp_passes import Config, Report, run
@@ -783,6 +785,274 @@ all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=arg1_1, bs=[arg2_
     return_a_full=False, group_size=4, group_name=_opaque_obj0)  # (f32[32, 16])
 getitem = getitem(all_gather_matmul_default, 0)  # f32[32, 16]
 return (getitem)
+""",
+    )
+
+
+# --- other spellings of a matmul -----------------------------------------------------------------------------------
+def test_bmm_with_one_weight() -> None:
+    """The rows of all batches are those of one matmul; the weight is taken as it was before it was expanded."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [3, 4, 8]), b.input("w", [16, 8])
+    whole = b.cat(b.chunks(b.gather(x)), dim=1)
+    weights = b.permute(b.call(aten.expand.default, w, [3, 16, 8]), [0, 2, 1])
+    out = b.call(aten.bmm.default, whole, weights)
+    assert_expected_inline(
+        rewritten(b.returns(out)),
+        """\
+x: f32[3, 4, 8]
+w: f32[16, 8]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[6, 4, 8]
+split = split(wait_tensor, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
+getitem = getitem(split, 0)  # f32[3, 4, 8]
+getitem_1 = getitem(split, 1)  # f32[3, 4, 8]
+cat = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
+expand = expand(w, [3, 16, 8])  # f32[3, 16, 8]s[0, 8, 1]
+permute = permute(expand, [0, 2, 1])  # f32[3, 8, 16]s[0, 1, 8]
+bmm = bmm(cat, permute)  # f32[3, 8, 16]
+return (bmm)
+
+=== becomes ===
+
+x: f32[3, 4, 8]
+w: f32[16, 8]
+permute_default = permute(w, [1, 0])  # f32[8, 16]s[1, 8]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[permute_default], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[3, 8, 16])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
+return (getitem_2)
+""",
+    )
+
+
+def test_linear_with_a_bias() -> None:
+    """As in a graph that is traced before the dispatcher decomposes it."""
+    b = GraphBuilder(ranks=2)
+    x, w, bias = b.input("x", [3, 8, 16]), b.input("w", [12, 16]), b.input("bias", [12])
+    product = b.call(aten.linear.default, x, w, bias)
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.cat(b.chunks(product, dim=1))))),
+        """\
+x: f32[3, 8, 16]
+w: f32[12, 16]
+bias: f32[12]
+linear = linear(x, w, bias)  # f32[3, 8, 12]
+split = split(linear, 4, 1)  # (f32[3, 4, 12]s[96, 12, 1], f32[3, 4, 12]s[96, 12, 1])
+getitem = getitem(split, 0)  # f32[3, 4, 12]s[96, 12, 1]
+getitem_1 = getitem(split, 1)  # f32[3, 4, 12]s[96, 12, 1]
+cat = cat([getitem, getitem_1], 0)  # f32[6, 4, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(cat, 'sum', 2, 'tp')  # f32[3, 4, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[3, 4, 12]
+return (wait_tensor)
+
+=== becomes ===
+
+x: f32[3, 8, 16]
+w: f32[12, 16]
+bias: f32[12]
+permute_default = permute(w, [1, 0])  # f32[16, 12]s[1, 16]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[x], b_parts=[permute_default], biases=[bias],
+    reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp')  # f32[3, 4, 12]
+return (matmul_reduce_scatter_default)
+""",
+    )
+
+
+@pytest.mark.skipif(not hasattr(aten, "_scaled_mm_v2"), reason="new in torch 2.13")
+def test_scaled_mm_with_recipes() -> None:
+    """Rowwise scales, gathered beside the data; the column scale may be a column."""
+    b = GraphBuilder()
+    x, w = fp8_operands(b, 16, 32, 16)
+    a_scale, b_scale = b.gather(b.input("a_scale", [16, 1])), b.input("b_scale", [16, 1])
+    whole = b.gather(x)
+    with b.mode:
+        value = torch.empty(64, 16, dtype=torch.bfloat16)
+    sides = [[a_scale], [1], [], [b_scale], [1], []]
+    out = b.call_like(value, aten._scaled_mm_v2.default, whole, w, *sides, None, torch.bfloat16, [], True)
+    assert_expected_inline(
+        rewritten(b.returns(out)),
+        """\
+x: f8[16, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[16, 1]
+all_gather_into_tensor = all_gather_into_tensor(a_scale, 4, 'tp')  # f32[64, 1]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[64, 1]
+b_scale: f32[16, 1]
+all_gather_into_tensor_1 = all_gather_into_tensor(x, 4, 'tp')  # f8[64, 32]
+wait_tensor_1 = wait_tensor(all_gather_into_tensor_1)  # f8[64, 32]
+_scaled_mm_v2 = _scaled_mm_v2(wait_tensor_1, w, [wait_tensor], [1], [], [b_scale], [1], [], None, bf16, [], True)  #
+    bf16[64, 16]
+return (_scaled_mm_v2)
+
+=== becomes ===
+
+x: f8[16, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[16, 1]
+b_scale: f32[16, 1]
+reshape_default = reshape(b_scale, [1, 16])  # f32[1, 16]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
+    b_scales=[reshape_default], biases=[None], gather_dim=0, gather_a_scale=True, out_dtype=bf16, use_fast_accum=True,
+    return_a_full=False, group_size=4, group_name='tp')  # (bf16[64, 16])
+getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[64, 16]
+return (getitem)
+""",
+    )
+
+
+# --- other spellings of a collective ---------------------------------------------------------------------------------
+def test_gather_of_a_list_of_tensors() -> None:
+    """What is not fused is still gathered."""
+    b = GraphBuilder()
+    shards = [b.input("x", [4, 8]), b.input("norm", [3])]
+    both = b.call(c10d.all_gather_into_tensor_coalesced.default, shards, 4, "tp")
+    x, norm = (b.call(c10d.wait_tensor.default, b.call(operator.getitem, both, index)) for index in range(2))
+    graph = b.returns(b.mm(x, b.input("w", [8, 16])), norm)
+    before = show(graph)
+    report = run(graph, Config(strict="off", log=False, trace=False))
+    assert [(remark.outcome, remark.name) for remark in report.remarks] == [("FUSED", ""), ("SKIPPED", "NO_MATMUL")]
+    assert_expected_inline(
+        f"{before}\n=== becomes ===\n\n{show(graph)}",
+        """\
+x: f32[4, 8]
+norm: f32[3]
+all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([x, norm], 4, 'tp')  # (f32[16, 8], f32[12])
+getitem = getitem(all_gather_into_tensor_coalesced, 0)  # f32[16, 8]
+wait_tensor = wait_tensor(getitem)  # f32[16, 8]
+getitem_1 = getitem(all_gather_into_tensor_coalesced, 1)  # f32[12]
+wait_tensor_1 = wait_tensor(getitem_1)  # f32[12]
+w: f32[8, 16]
+mm = mm(wait_tensor, w)  # f32[16, 16]
+return (mm, wait_tensor_1)
+
+=== becomes ===
+
+x: f32[4, 8]
+norm: f32[3]
+all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([norm], 4, 'tp')  # (f32[12])
+getitem_1 = getitem(all_gather_into_tensor_coalesced, 0)  # f32[12]
+wait_tensor_1 = wait_tensor(getitem_1)  # f32[12]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 16])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
+return (getitem_2, wait_tensor_1)
+""",
+    )
+
+
+def test_data_and_scale_gathered_as_one_list() -> None:
+    b = GraphBuilder(ranks=2)
+    x, w = fp8_operands(b, 16, 32, 16)
+    shards = [b.input("a_scale", [16, 1]), x]
+    both = b.call(c10d.all_gather_into_tensor_coalesced.default, shards, 2, "tp")
+    scale, whole = (b.call(c10d.wait_tensor.default, b.call(operator.getitem, both, index)) for index in range(2))
+    assert_expected_inline(
+        rewritten(b.returns(b.scaled_mm(whole, w, scale, b.input("b_scale", [1, 16])))),
+        """\
+x: f8[16, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[16, 1]
+all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([a_scale, x], 2, 'tp')  # (f32[32, 1], f8[32, 32])
+getitem = getitem(all_gather_into_tensor_coalesced, 0)  # f32[32, 1]
+wait_tensor = wait_tensor(getitem)  # f32[32, 1]
+getitem_1 = getitem(all_gather_into_tensor_coalesced, 1)  # f8[32, 32]
+wait_tensor_1 = wait_tensor(getitem_1)  # f8[32, 32]
+b_scale: f32[1, 16]
+_scaled_mm = _scaled_mm(wait_tensor_1, w, wait_tensor, b_scale, out_dtype=bf16)  # bf16[32, 16]
+return (_scaled_mm)
+
+=== becomes ===
+
+x: f8[16, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[16, 1]
+b_scale: f32[1, 16]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
+    b_scales=[b_scale], biases=[None], gather_dim=0, gather_a_scale=True, out_dtype=bf16, use_fast_accum=False,
+    return_a_full=False, group_size=2, group_name='tp')  # (bf16[32, 16])
+getitem_2 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[32, 16]
+return (getitem_2)
+""",
+    )
+
+
+def test_registered_gather_along_a_middle_dimension() -> None:
+    """A custom op that gathers along any dimension; who else uses its result gets it in the same shape."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [3, 4, 8]), b.input("w", [8, 16])
+    whole = b.call(torch.ops.vllm_like.all_gather.default, x, 1, 2, "tp:0")
+    product = b.mm(b.reshape(whole, [24, 8]), w)
+    graph = b.returns(product, b.relu(whole))
+    with registered("tp"):
+        text = rewritten(graph)
+    assert_expected_inline(
+        text,
+        """\
+x: f32[3, 4, 8]
+w: f32[8, 16]
+all_gather = all_gather(x, 1, 2, 'tp:0')  # f32[3, 8, 8]
+reshape = reshape(all_gather, [24, 8])  # f32[24, 8]
+mm = mm(reshape, w)  # f32[24, 16]
+relu = relu(all_gather)  # f32[3, 8, 8]
+return (mm, relu)
+
+=== becomes ===
+
+x: f32[3, 4, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=True, group_size=2, group_name='tp')  # (f32[3, 8, 16], f32[3, 8, 8])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
+reshape_default = reshape(getitem, [24, 16])  # f32[24, 16]
+getitem_1 = getitem(all_gather_matmul_default, 1)  # f32[3, 8, 8]
+reshape_default_1 = reshape(getitem_1, [3, 2, 4, 8])  # f32[3, 2, 4, 8]
+reshape_default_2 = reshape(reshape_default_1, [3, 8, 8])  # f32[3, 8, 8]
+relu = relu(reshape_default_2)  # f32[3, 8, 8]
+return (reshape_default, relu)
+""",
+    )
+
+
+def test_registered_scatter_of_a_registered_matmul() -> None:
+    """The matmul writes its result into an argument, so a compiled graph has it inside of `auto_functionalized`."""
+    b = GraphBuilder(ranks=2)
+    a, w = b.input("a", [12, 32], FP8), b.input("w", [32, 16], FP8, column_major=True)
+    out, a_scale, b_scale = b.input("out", [12, 16], torch.bfloat16), b.input("a_scale", []), b.input("b_scale", [1])
+    arguments = {"out": out, "a": a, "b": w, "a_scales": a_scale, "b_scales": b_scale, "bias": None}
+    op = torch.ops.vllm_like.cutlass_scaled_mm.default
+    value = (None, out.meta["val"])
+    call = b.call_like(value, torch.ops.higher_order.auto_functionalized, op, **arguments)
+    product = b.call(operator.getitem, call, 1)
+    graph = b.returns(b.call(torch.ops.vllm_like.reduce_scatter.default, product, -1, 2, "tp:0"))
+    with registered("tp"):
+        text = rewritten(graph)
+    assert_expected_inline(
+        text,
+        """\
+a: f8[12, 32]
+w: f8[32, 16]s[1, 32]
+out: bf16[12, 16]
+a_scale: f32[]
+b_scale: f32[1]
+auto_functionalized = auto_functionalized(vllm_like.cutlass_scaled_mm.default, out=out, a=a, b=w, a_scales=a_scale,
+    b_scales=b_scale, bias=None)  # (NoneType, bf16[12, 16])
+getitem = getitem(auto_functionalized, 1)  # bf16[12, 16]
+reduce_scatter = reduce_scatter(getitem, -1, 2, 'tp:0')  # bf16[12, 8]
+return (reduce_scatter)
+
+=== becomes ===
+
+a: f8[12, 32]
+w: f8[32, 16]s[1, 32]
+out: bf16[12, 16]
+a_scale: f32[]
+b_scale: f32[1]
+scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[a], b_parts=[w],
+    a_scales=[a_scale], b_scales=[b_scale], biases=[None], reduce_op='sum', scatter_dim=1, out_dtype=bf16,
+    use_fast_accum=False, group_size=2, group_name='tp')  # bf16[12, 8]
+return (scaled_matmul_reduce_scatter_default)
 """,
     )
 

@@ -1,0 +1,308 @@
+"""Programs in the forms that people write, one for each spelling of a collective or matmul, and how ranks run them.
+
+A program takes this rank's tensors; `group` is what it was made with. `CASES` says what becomes of its collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import serving_ops
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from backend_cases import QUICK
+from lockstep import differences
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import asynctp_passes
+from asynctp_passes import Config, Report, run
+
+c10d = torch.ops._c10d_functional
+autograd = torch.ops._c10d_functional_autograd
+vllm = torch.ops.vllm_like
+
+RANKS = 2
+FP8 = torch.float8_e4m3fn
+
+Program = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, the shapes of its inputs on one rank, and the expected outcomes (`F`, or a code) in graph order.
+
+    It is traced by `make_fx`, before the dispatcher decomposes it if `pre_dispatch`, or compiled with `options`.
+    """
+
+    program: Program
+    shapes: tuple[tuple[int, ...], ...]
+    outcomes: tuple[str, ...] = ("F",)
+    pre_dispatch: bool = False
+    options: dict[str, Any] | None = None
+
+
+def inputs(case: Case, rank: int) -> list[Tensor]:
+    """This rank's random inputs."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in case.shapes]
+
+
+# --- collectives ------------------------------------------------------------------------------------------------
+def gathered(x: Tensor, dim: int = 0) -> Tensor:
+    return funcol.all_gather_tensor(x, dim, dist.group.WORLD)
+
+
+def scattered(x: Tensor, dim: int = 0) -> Tensor:
+    return funcol.reduce_scatter_tensor(x, "sum", dim, dist.group.WORLD)
+
+
+def raw_gather(op: Any, x: Any) -> Any:
+    return op(x, RANKS, dist.group.WORLD.group_name)
+
+
+def gather_of_two(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """A list of tensors in one collective; both feed a matmul."""
+    first, second = funcol.all_gather_into_tensor_coalesced([x, y], dist.group.WORLD)
+    return first @ w, second @ w
+
+
+def gather_of_two_for_one(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The other tensor of the list is gathered still."""
+    first, second = funcol.all_gather_into_tensor_coalesced([y, x], dist.group.WORLD)
+    return second @ w, torch.relu(first)
+
+
+def scatter_of_two(x: Tensor, y: Tensor, w: Tensor) -> list[Tensor]:
+    return funcol.reduce_scatter_tensor_coalesced([x @ w, torch.relu(y @ w)], "sum", [0, 0], dist.group.WORLD)
+
+
+def gather_that_has_a_gradient(x: Tensor, w: Tensor) -> Tensor:
+    return funcol.wait_tensor(raw_gather(autograd.all_gather_into_tensor, x)) @ w
+
+
+def scatter_that_has_a_gradient(x: Tensor, w: Tensor) -> Tensor:
+    group = dist.group.WORLD.group_name
+    return funcol.wait_tensor(autograd.reduce_scatter_tensor(x @ w, "avg", RANKS, group))
+
+
+# --- matmuls ----------------------------------------------------------------------------------------------------
+def einsum(x: Tensor, w: Tensor) -> Tensor:
+    return torch.einsum("bsk,kn->bsn", gathered(x, 1), w)
+
+
+def einsum_of_heads(x: Tensor, w: Tensor) -> Tensor:
+    return torch.einsum("bsk,khd->bshd", gathered(x, 1), w)
+
+
+def einsum_to_scatter(x: Tensor, w: Tensor) -> Tensor:
+    return scattered(torch.einsum("bshd,hdk->bsk", x, w), 1)
+
+
+def bmm_of_one_weight(x: Tensor, w: Tensor) -> Tensor:
+    whole = gathered(x, 1)
+    return torch.bmm(whole, w.expand(whole.shape[0], -1, -1))
+
+
+def bmm_of_one_transposed_weight(x: Tensor, w: Tensor) -> Tensor:
+    whole = gathered(x, 1)
+    return torch.bmm(whole, w.expand(whole.shape[0], -1, -1).transpose(1, 2))
+
+
+def bmm_of_two_weights(x: Tensor, w: Tensor) -> Tensor:
+    return torch.bmm(gathered(x, 1), w)
+
+
+def baddbmm(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    return scattered(torch.baddbmm(bias, x, w.expand(x.shape[0], -1, -1)), 1)
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    return torch.nn.functional.linear(gathered(x, 1), w, bias)
+
+
+def linear_to_scatter(x: Tensor, w: Tensor) -> Tensor:
+    return scattered(torch.nn.functional.linear(x, w), 2)
+
+
+def matmul(x: Tensor, w: Tensor) -> Tensor:
+    return gathered(x, 1) @ w
+
+
+def matmul_to_scatter(x: Tensor, w: Tensor) -> Tensor:
+    return scattered(x @ w, 1)
+
+
+# --- views, as tracing without normalization leaves them ----------------------------------------------------------
+def detached(x: Tensor, w: Tensor) -> Tensor:
+    whole = gathered(x, 1).detach().clone()
+    return whole.view(-1, whole.shape[-1]) @ w.t()
+
+
+def transposed_twice(x: Tensor, w: Tensor) -> Tensor:
+    whole = gathered(x).t().contiguous().t()
+    return torch.ops.aten.alias.default(whole) @ w
+
+
+def unsafe_views(x: Tensor, w: Tensor) -> Tensor:
+    product = torch.ops.aten._unsafe_view.default(x, [-1, x.shape[-1]]) @ w
+    return scattered(torch.ops.aten._unsafe_view.default(product, [x.shape[0], -1, w.shape[-1]]), 1)
+
+
+# --- the custom ops of a serving framework ------------------------------------------------------------------------
+def custom_gather(x: Tensor, w: Tensor) -> Tensor:
+    return vllm.all_gather(x, 0, RANKS, "tp:0") @ w
+
+
+def custom_gather_of_the_middle(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The gathered tensor is used elsewhere too."""
+    whole = vllm.all_gather(x, 1, RANKS, "tp:0")
+    return whole @ w, whole.sum(2)
+
+
+def custom_gather_of_the_contraction(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    whole = vllm.all_gather(x, -1, RANKS, "tp:0")
+    return whole @ w, torch.relu(whole)
+
+
+def custom_scatter(x: Tensor, w: Tensor) -> Tensor:
+    return vllm.reduce_scatter(x @ w, 0, RANKS, "tp:0")
+
+
+def custom_scatter_of_the_middle(x: Tensor, w: Tensor) -> Tensor:
+    return vllm.reduce_scatter(x @ w, -2, RANKS, "tp:0")
+
+
+def custom_scatter_of_columns(x: Tensor, w: Tensor) -> Tensor:
+    return vllm.reduce_scatter(x @ w, 2, RANKS, "tp:0")
+
+
+def custom_all_reduce(x: Tensor, w: Tensor) -> Tensor:
+    return vllm.all_reduce(x @ w, "tp:0")
+
+
+def _quantized(x: Tensor) -> Tensor:
+    return x.clamp(-400, 400).to(FP8)
+
+
+def custom_scaled_matmul(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    """fp8 rows are gathered, multiplied by an op that writes into an argument, and scattered again."""
+    a, b = vllm.all_gather(_quantized(x), 0, RANKS, "tp:0"), _quantized(w).t()
+    out = torch.empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+    a_scales = torch.ones(a.shape[0], 1, dtype=torch.float32)
+    vllm.cutlass_scaled_mm(out, a, b, a_scales, scale.float().abs(), None)
+    hidden = _quantized(torch.relu(out))
+    back = torch.empty(a.shape[0], x.shape[1], dtype=torch.bfloat16)
+    columns = torch.ones(x.shape[1], 1, dtype=torch.float32)
+    vllm.cutlass_scaled_mm(back, hidden, _quantized(w), a_scales, columns, None)
+    return vllm.reduce_scatter(back, 0, RANKS, "tp:0")
+
+
+def custom_batched_matmul(x: Tensor, w: Tensor) -> Tensor:
+    """`bmm_fp8` of a batch of one, as FlashInfer's is called."""
+    one = torch.ones(1, dtype=torch.float32)
+    product = vllm.bmm_fp8(_quantized(x).unsqueeze(0), _quantized(w).t().unsqueeze(0), one, one, torch.bfloat16, "auto")
+    return vllm.reduce_scatter(product.view(x.shape[0], w.shape[0]), 0, RANKS, "tp:0")
+
+
+_BATCH, _MATRIX = ((2, 4, 6), (6, 8)), ((4, 6), (6, 8))
+CASES = {
+    "gather of two": Case(gather_of_two, ((4, 6), (2, 6), (6, 8)), ("F", "F")),
+    "gather of two for one": Case(gather_of_two_for_one, ((4, 6), (2, 3), (6, 8)), ("ATP002", "F")),
+    "scatter of two": Case(scatter_of_two, ((4, 6), (2, 6), (6, 8)), ("F", "ATP105")),
+    "gather that has a gradient": Case(gather_that_has_a_gradient, _MATRIX),
+    "scatter that has a gradient": Case(scatter_that_has_a_gradient, _MATRIX),
+    "einsum": Case(einsum, _BATCH),
+    "einsum of heads": Case(einsum_of_heads, ((2, 4, 6), (6, 2, 4))),
+    "einsum to scatter": Case(einsum_to_scatter, ((2, 4, 2, 3), (2, 3, 6))),
+    "bmm of one weight": Case(bmm_of_one_weight, _BATCH),
+    "bmm of one transposed weight": Case(bmm_of_one_transposed_weight, ((2, 4, 6), (8, 6))),
+    "bmm of two weights": Case(bmm_of_two_weights, ((2, 4, 6), (2, 6, 8)), ("ATP115",)),
+    "baddbmm": Case(baddbmm, ((2, 4, 6), (6, 8), (8,))),
+    "linear": Case(linear, ((2, 4, 6), (8, 6), (8,))),
+    "linear before dispatch": Case(linear, ((2, 4, 6), (8, 6), (8,)), pre_dispatch=True),
+    "linear to scatter before dispatch": Case(linear_to_scatter, ((2, 4, 6), (8, 6)), pre_dispatch=True),
+    "matmul": Case(matmul, _BATCH),
+    "matmul before dispatch": Case(matmul, _BATCH, pre_dispatch=True),
+    "matmul to scatter before dispatch": Case(matmul_to_scatter, _BATCH, pre_dispatch=True),
+    "detached": Case(detached, ((2, 4, 6), (8, 6))),
+    "transposed twice": Case(transposed_twice, _MATRIX),
+    "unsafe views": Case(unsafe_views, _BATCH),
+    "custom gather": Case(custom_gather, _MATRIX),
+    "custom gather of the middle": Case(custom_gather_of_the_middle, _BATCH),
+    "custom gather of the contraction": Case(custom_gather_of_the_contraction, ((2, 4, 3), (6, 8))),
+    "custom scatter": Case(custom_scatter, _MATRIX),
+    "custom scatter of the middle": Case(custom_scatter_of_the_middle, _BATCH),
+    "custom scatter of columns": Case(custom_scatter_of_columns, _BATCH),
+    "custom all-reduce": Case(custom_all_reduce, _MATRIX, ("ATP112",)),
+    "custom scaled matmul": Case(custom_scaled_matmul, ((4, 16), (32, 16), (32,)), ("F", "F"), options=QUICK),
+    "custom scaled matmul by auto_functionalized of old": Case(
+        custom_scaled_matmul,
+        ((4, 16), (32, 16), (32,)),
+        ("F", "F"),
+        options={"enable_auto_functionalized_v2": False, **QUICK},
+    ),
+    "custom gather, compiled": Case(custom_gather_of_the_middle, _BATCH, options=QUICK),
+    "linear, compiled": Case(linear, ((2, 4, 6), (8, 6), (8,)), options=QUICK),
+    "einsum, compiled": Case(einsum, _BATCH, options=QUICK),
+    "custom batched matmul": Case(custom_batched_matmul, ((4, 16), (32, 16))),
+}
+
+
+# --- tracing and running --------------------------------------------------------------------------------------
+def traced(case: Case) -> GraphModule:
+    """The graph of a program, with fake values."""
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(tensor) for tensor in inputs(case, rank=0)]
+    with mode:
+        return make_fx(case.program, pre_dispatch=case.pre_dispatch)(*fakes)
+
+
+def outcomes(report: Report) -> tuple[str, ...]:
+    return tuple("F" if remark.outcome == "FUSED" else remark.code for remark in report.remarks)
+
+
+def fuse(graph: Graph) -> Report:
+    """Run the pass where the framework's ops are registered."""
+    with serving_ops.registered(dist.group.WORLD):
+        return run(graph, Config(strict="off", log=False, trace=False))
+
+
+def run_cases(rank: int, world_size: int, names: Sequence[str]) -> dict[str, tuple[tuple[str, ...], list[str]]]:
+    """On one rank: what became of each program's collectives, and how eager and the rewritten graph differ."""
+    serving_ops.GROUPS["tp:0"] = dist.group.WORLD
+    found = {}
+    for name in names:
+        case = CASES[name]
+        report, rewritten = by_tracing(case) if case.options is None else by_compiling(case, inputs(case, rank))
+        expected, actual = case.program(*inputs(case, rank)), rewritten(*inputs(case, rank))
+        found[name] = (outcomes(report), differences([_as_list(expected)], [_as_list(actual)]))
+    return found
+
+
+def by_tracing(case: Case) -> tuple[Report, Program]:
+    """Trace a program and rewrite its graph."""
+    module = traced(case)
+    report = fuse(module.graph)
+    module.recompile()
+    return report, module
+
+
+def by_compiling(case: Case, example: list[Tensor]) -> tuple[Report, Program]:
+    """Compile a program with the backend."""
+    torch._dynamo.reset()
+    asynctp_passes.clear_reports()
+    compiled = torch.compile(case.program, backend="asynctp", options={"strict": "off", **(case.options or {})})
+    with serving_ops.registered(dist.group.WORLD):
+        compiled(*example)
+    return asynctp_passes.reports()[-1], compiled
+
+
+def _as_list(value: Any) -> list[Tensor]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return [funcol.wait_tensor(item) for item in values]
