@@ -78,12 +78,13 @@ class _Scene:
         whole, shard = tensor_of(gather.node), tensor_of(gather.input)
         if whole is None or shard is None:
             return Refusal(reasons.SHAPE_UNKNOWN, gather.node.name)
-        sizes, shard_numel = self.sizes.of(whole), product(self.sizes.of(shard))
+        sizes, own = self.sizes.of(whole), self.sizes.of(shard)
+        shard_numel = product(own)
         if same(shard_numel, 0):
             return Refusal(reasons.NO_ELEMENTS, gather.node.name)
-        if not same(product(sizes), shard_numel * gather.group_size):
-            return Refusal(reasons.SIZES_NOT_PROVEN, f"{list(sizes)} is not {gather.group_size} shards")
-        blocks = _moved((gather.group_size, *self.sizes.of(shard)), 0, gather.dim)
+        if not same(product(sizes), shard_numel * gather.group_size) or not _in_blocks(gather, sizes, own):
+            return Refusal(reasons.SIZES_NOT_PROVEN, f"{list(sizes)} is not {gather.group_size} shards of {list(own)}")
+        blocks = _moved((gather.group_size, *own), 0, gather.dim)
         seed = IndexMap.identity(sizes) if gather.dim == 0 else blocks.reshape(sizes)
         if isinstance(seed, Refusal):
             return seed
@@ -121,6 +122,12 @@ class _Scene:
     def sorted(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
         """Nodes in graph order, without repetition."""
         return tuple(sorted(set(nodes), key=self.order.__getitem__))
+
+
+def _in_blocks(collective: Collective, whole: Sequence[Size], part: Sequence[Size]) -> bool:
+    """True when the sizes of a whole are those of its parts, one a rank along the collective's dimension."""
+    parts = [size * collective.group_size if axis == collective.dim else size for axis, size in enumerate(part)]
+    return len(whole) != len(parts) or all(same(a, b) for a, b in zip(whole, parts, strict=True))
 
 
 def _moved(shape: Sequence[Size], source: int, dest: int) -> IndexMap:
@@ -467,11 +474,14 @@ def _scatter_chain(
 
 def _blocks_first(scene: _Scene, scatter: Collective, whole: IndexMap) -> IndexMap | Refusal:
     """The map of what is scattered with the ranks' blocks as its first dimension."""
-    value = tensor_of(scatter.input)
-    assert value is not None
-    if scatter.dim == 0:
-        return whole
+    value, part = tensor_of(scatter.input), tensor_of(scatter.node)
+    if value is None or part is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, scatter.node.name)
     sizes, dim = scene.sizes.of(value), scatter.dim
+    if not _in_blocks(scatter, sizes, scene.sizes.of(part)):
+        return Refusal(reasons.SIZES_NOT_PROVEN, f"{list(part.shape)} is not a part of {list(sizes)} along {dim}")
+    if dim == 0:
+        return whole
     inner = quotient(sizes[dim], scatter.group_size)
     if inner is None:
         return Refusal(reasons.SIZES_NOT_PROVEN, f"{sizes[dim]} in blocks for {scatter.group_size} ranks")

@@ -145,6 +145,77 @@ def finer_pieces_swapped(b: Builder) -> list[Node]:
     return [b.call(aten.mm.default, b.call(aten.reshape.default, swapped, [2, 4]), w)]
 
 
+# --- lists of tensors, and one weight for a batch -------------------------------------------------------------------
+def gathered_list(b: Builder, *shards: Node) -> Node:
+    return b.call(c10d.all_gather_into_tensor_coalesced.default, list(shards), b.world_size, GROUP)
+
+
+def waited_items(b: Builder, results: Node) -> list[Node]:
+    return [b.call(c10d.wait_tensor.default, item) for item in b.items(results)]
+
+
+def shard_of_a_list_mutated(b: Builder) -> list[Node]:
+    """Between the collective and the place where its item is taken."""
+    x, w = inputs(b, (4, 6), (6, 8))
+    results = gathered_list(b, x)
+    b.call(aten.add_.Tensor, x, 1)
+    return [b.call(aten.mm.default, full, w) for full in waited_items(b, results)]
+
+
+def one_shard_twice_in_a_list(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 8))
+    return [b.call(aten.mm.default, full, w) for full in waited_items(b, gathered_list(b, x, x))]
+
+
+def items_of_a_list_joined(b: Builder) -> list[Node]:
+    """The blocks of two gathers: no gather of either."""
+    x, y, w = inputs(b, (4, 6), (4, 6), (6, 8))
+    joined = b.call(aten.cat.default, waited_items(b, gathered_list(b, x, y)))
+    return [b.call(aten.mm.default, joined, w)]
+
+
+def one_product_scattered_twice(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 8))
+    product = b.call(aten.mm.default, x, w)
+    operands = ([product, product], "sum", b.world_size, GROUP)
+    return waited_items(b, b.call(c10d.reduce_scatter_tensor_coalesced.default, *operands))
+
+
+def items_that_need_each_other(b: Builder) -> list[Node]:
+    """The weight of each gather's matmul comes from the other's: only one of them can be a single op."""
+    x, y, w = inputs(b, (4, 8), (4, 8), (8, 8))
+    first, second = waited_items(b, gathered_list(b, x, y))
+    products = [b.call(aten.mm.default, full, w) for full in (first, second)]
+    return [b.call(aten.mm.default, first, products[1]), b.call(aten.mm.default, second, products[0])]
+
+
+def weight_mutated_after_it_was_expanded(b: Builder) -> list[Node]:
+    x, w = inputs(b, (2, 4, 6), (6, 8))
+    weights = b.call(aten.expand.default, w, [2, 6, 8])
+    b.call(aten.add_.Tensor, w, 1)
+    return [b.call(aten.bmm.default, chunks(b, gathered(b, x), 2, 0, 1), weights)]
+
+
+def weight_copied_before_it_is_mutated(b: Builder) -> list[Node]:
+    """A copy of the expanded weight is not seen through."""
+    x, w = inputs(b, (2, 4, 6), (6, 8))
+    weights = b.call(aten.clone.default, b.call(aten.expand.default, w, [2, 6, 8]))
+    b.call(aten.add_.Tensor, w, 1)
+    return [b.call(aten.bmm.default, chunks(b, gathered(b, x), 2, 0, 1), weights)]
+
+
+def batch_of_weights_that_looks_like_one(b: Builder) -> list[Node]:
+    """Two matrices seen as one more: the view keeps the last two sizes, and the matrices differ."""
+    x, w = inputs(b, (2, 4, 6), (2, 1, 6, 8))
+    return [b.call(aten.bmm.default, chunks(b, gathered(b, x), 2, 0, 1), b.call(aten.view.default, w, [2, 6, 8]))]
+
+
+def weight_transposed_once_in_the_batch(b: Builder) -> list[Node]:
+    x, w = inputs(b, (2, 4, 6), (6, 6))
+    weights = b.call(aten.permute.default, b.call(aten.expand.default, w, [2, 6, 6]), [0, 2, 1])
+    return [b.call(aten.bmm.default, chunks(b, gathered(b, x), 2, 0, 1), weights)]
+
+
 # --- chains that meet ----------------------------------------------------------------------------------------
 def scatter_feeds_gather(b: Builder) -> list[Node]:
     x, w, v = inputs(b, (4, 6), (6, 8), (8, 5))
@@ -183,6 +254,15 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "scaled bias in float64": (lambda b: scaled_bias(b, (16,), torch.float64), ["ATP301"]),
     "finer split of moved blocks": (finer_split_of_moved_blocks, ["F"]),
     "finer pieces swapped": (finer_pieces_swapped, ["ATP101"]),
+    "shard of a list, mutated": (shard_of_a_list_mutated, ["ATP204"]),
+    "one shard twice in a list": (one_shard_twice_in_a_list, ["F", "F"]),
+    "items of a list, joined": (items_of_a_list_joined, ["ATP104", "ATP104"]),
+    "one product scattered twice": (one_product_scattered_twice, ["F", "F"]),
+    "items that need each other": (items_that_need_each_other, ["F", "ATP203"]),
+    "weight mutated after it was expanded": (weight_mutated_after_it_was_expanded, ["F"]),
+    "weight copied before it is mutated": (weight_copied_before_it_is_mutated, ["ATP115"]),
+    "batch of weights that looks like one": (batch_of_weights_that_looks_like_one, ["ATP115"]),
+    "weight transposed once in the batch": (weight_transposed_once_in_the_batch, ["F"]),
     "scatter feeds gather": (scatter_feeds_gather, ["F", "F"]),
     "gather feeds weight of gather": (gather_feeds_weight_of_gather, ["F", "F"]),
     "three gathers in a circle": (three_gathers_in_a_circle, ["F", "F", "ATP203"]),

@@ -1,0 +1,266 @@
+"""Registering custom collectives and matmuls: what is checked, and that cached graphs know of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from graph_builder import GraphBuilder, aten
+from serving_ops import registered
+from torch.fx import Node
+
+import asynctp_passes
+from asynctp_passes import AsyncTPPass, Config, RegistryError, register_collective, register_matmul, run, unregister
+from asynctp_passes.registry import digest
+
+_ops = torch.library.Library("registry_test", "FRAGMENT")
+_ops.define("all_gather(Tensor x, int dim, int ranks, str group) -> Tensor")
+_ops.define("gather_(Tensor(a!) x, int dim, int ranks, str group) -> Tensor(a!)")
+_ops.define("gather_two(Tensor x, int ranks, str group) -> (Tensor, Tensor)")
+_ops.define("reduce(Tensor x, str group) -> Tensor")
+_ops.define("two(Tensor a, Tensor b) -> Tensor")
+_ops.define("two.other(Tensor a, Tensor b, int c) -> Tensor")
+_ops.define("matmul(Tensor a, Tensor b, Tensor? bias) -> Tensor")
+_ops.define("matmul_out(Tensor! out, Tensor a, Tensor b) -> ()")
+_ops.define("matmul_both(Tensor! out, Tensor! work, Tensor a, Tensor b) -> ()")
+
+ops = torch.ops.registry_test
+GATHER: dict[str, Any] = {"kind": "all_gather", "input": "x", "dim": "dim", "size": "ranks", "group": "group"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    before = digest()
+    yield
+    for op in (ops.all_gather.default, ops.reduce.default, ops.matmul.default, ops.matmul_out.default):
+        try:
+            unregister(op)
+        except RegistryError:
+            continue
+    assert digest() == before
+
+
+# --- what is checked ---------------------------------------------------------------------------------------------
+BAD_COLLECTIVES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no op": (len, GATHER, "it is not an op; give an overload such as torch.ops.vllm.all_gather.default"),
+    "several overloads": (ops.two, GATHER, "registry_test.two cannot be registered: it is not an op"),
+    "kind": (
+        ops.all_gather,
+        {**GATHER, "kind": "broadcast"},
+        "kind='broadcast' is not one of all_gather, reduce_scatter",
+    ),
+    "input": (ops.all_gather, {**GATHER, "input": "y"}, "input='y' is no argument; it has x, dim, ranks, group"),
+    "type of input": (ops.all_gather, {**GATHER, "input": "dim"}, "input='dim' is of type int, and not Tensor"),
+    "group": (ops.all_gather, {**GATHER, "group": "pg"}, "group='pg' is no argument"),
+    "type of group": (ops.all_gather, {**GATHER, "group": "ranks"}, "group='ranks' is of type int, and not str or Any"),
+    "no size": (ops.all_gather, {**GATHER, "size": None}, "size must name the argument that is the number of ranks"),
+    "dim": (ops.all_gather, {**GATHER, "dim": "axis"}, "dim='axis' is no argument"),
+    "type of dim": (ops.all_gather, {**GATHER, "dim": "group"}, "dim='group' is of type str, and not int"),
+    "reduction": (ops.all_gather, {**GATHER, "reduce_op": "max"}, "reduce_op='max' is no argument"),
+    "in place": (ops.gather_, GATHER, "it writes to its arguments"),
+    "two results": (ops.gather_two, {**GATHER, "dim": 0}, "it returns ['Tensor', 'Tensor'], and not one tensor"),
+    "groups": (
+        ops.all_gather,
+        {**GATHER, "groups": {"tp:0": 7}},
+        "groups has ['tp:0'], which are neither process groups",
+    ),
+    "size of an all-reduce": (
+        ops.reduce,
+        {"kind": "all_reduce", "input": "x", "group": "group", "size": "ranks"},
+        "size has no meaning for an all-reduce",
+    ),
+    "torch's own": (
+        torch.ops._c10d_functional.all_gather_into_tensor,
+        {"kind": "all_gather", "input": "input", "size": "group_size", "group": "group_name"},
+        "the pass knows this op already",
+    ),
+}
+BAD_MATMULS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "operand": (ops.matmul, {"a": "x", "b": "b"}, "a='x' is no argument; it has a, b, bias"),
+    "one scale": (ops.matmul, {"a": "a", "b": "b", "a_scale": "bias"}, "a_scale and b_scale must both be given"),
+    "in place": (
+        ops.matmul_out,
+        {"a": "a", "b": "b"},
+        "it writes to ['out']; name the argument of the result with out=",
+    ),
+    "out of another": (ops.matmul_out, {"a": "a", "b": "b", "out": "a"}, "it writes to ['out'], and not to 'a' alone"),
+    "out of two": (ops.matmul_both, {"a": "a", "b": "b", "out": "out"}, "it writes to ['out', 'work']"),
+    "out of none": (ops.matmul, {"a": "a", "b": "b", "out": "bias"}, "it writes to [], and not to 'bias' alone"),
+    "torch's own": (aten.mm.default, {"a": "self", "b": "mat2"}, "the pass knows this op already"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COLLECTIVES)
+def test_bad_collective(name: str) -> None:
+    op, roles, message = BAD_COLLECTIVES[name]
+    with pytest.raises(RegistryError, match="cannot be registered") as error:
+        register_collective(op, **roles)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", BAD_MATMULS)
+def test_bad_matmul(name: str) -> None:
+    op, roles, message = BAD_MATMULS[name]
+    with pytest.raises(RegistryError, match="cannot be registered") as error:
+        register_matmul(op, **roles)
+    assert message in str(error.value)
+
+
+def test_unregister_what_is_not_registered() -> None:
+    with pytest.raises(RegistryError, match="it is not registered"):
+        unregister(ops.all_gather)
+
+
+def test_descriptors_are_frozen() -> None:
+    descriptor = register_collective(ops.all_gather, **GATHER)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        descriptor.dim = 1  # type: ignore[misc]
+    hash(descriptor)
+
+
+# --- what caches know ---------------------------------------------------------------------------------------------
+def test_the_key_of_cached_graphs_has_what_is_registered() -> None:
+    keys = [AsyncTPPass(Config()).uuid()]
+    register_collective(ops.all_gather, **GATHER)
+    keys.append(AsyncTPPass(Config()).uuid())
+    register_collective(ops.all_gather, **GATHER, groups={"tp:0": "7"})
+    keys.append(AsyncTPPass(Config()).uuid())
+    register_matmul(ops.matmul, a="a", b="b")
+    keys.append(AsyncTPPass(Config()).uuid())
+    assert len(set(keys)) == len(keys)
+    unregister(ops.matmul)
+    assert AsyncTPPass(Config()).uuid() == keys[2]
+    unregister(ops.all_gather)
+    assert AsyncTPPass(Config()).uuid() == keys[0]
+
+
+def test_the_key_does_not_depend_on_the_order() -> None:
+    keys = []
+    for first, second in ((0, 1), (1, 0)):
+        calls = [
+            lambda: register_collective(ops.all_gather, **GATHER),
+            lambda: register_matmul(ops.matmul, a="a", b="b", bias="bias"),
+        ]
+        calls[first]()
+        calls[second]()
+        keys.append(digest())
+        unregister(ops.all_gather)
+        unregister(ops.matmul)
+    assert keys[0] == keys[1]
+
+
+# --- what the pass makes of it ----------------------------------------------------------------------------------------
+def outcomes(*outs: Node, b: GraphBuilder) -> list[str]:
+    report = run(b.returns(*outs), Config(strict="off", log=False, trace=False))
+    return ["F" if remark.outcome == "FUSED" else remark.code for remark in report.remarks]
+
+
+def gather(b: GraphBuilder, x: Node, dim: int = 0, group: str = "tp:0", size: Any = None) -> Node:
+    """The custom gather, with the value it should have."""
+    shape = list(x.meta["val"].shape)
+    shape[dim] *= b.ranks
+    with b.mode:
+        value = torch.empty(shape)
+    return b.call_like(value, ops.all_gather.default, x, dim, b.ranks if size is None else size, group)
+
+
+def test_an_op_that_is_not_registered_is_missed_and_then_fused() -> None:
+    for expected in (["ATP113"], ["F"]):
+        b = GraphBuilder()
+        out = b.mm(gather(b, b.input("x", [4, 8])), b.input("w", [8, 16]))
+        assert outcomes(out, b=b) == expected
+        register_collective(ops.all_gather, **GATHER)
+
+
+def test_groups_are_translated() -> None:
+    register_collective(ops.all_gather, **GATHER, groups={"tp:0": "7"})
+    b = GraphBuilder()
+    graph = b.returns(b.mm(gather(b, b.input("x", [4, 8])), b.input("w", [8, 16])))
+    (remark,) = run(graph, Config(groups=("7",), log=False, trace=False)).remarks
+    assert (remark.outcome, remark.group) == ("FUSED", "7")
+    (fused,) = (node for node in graph.nodes if str(node.target).startswith("asynctp."))
+    assert fused.args[-1] == "7"
+
+
+def test_an_op_without_a_dimension_argument() -> None:
+    register_collective(ops.all_gather, kind="all_gather", input="x", dim=1, size="ranks", group="group")
+    b = GraphBuilder()
+    whole = gather(b, b.input("x", [3, 4, 8]), 1)
+    assert outcomes(b.mm(b.reshape(whole, [48, 8]), b.input("w", [8, 16])), b=b) == ["F"]
+
+
+def test_gathers_that_are_not_what_they_promise_are_missed() -> None:
+    """A wrong number of ranks, a wrong dimension, a dimension that is none, a result of another layout."""
+    register_collective(ops.all_gather, **GATHER)
+    for build in (
+        lambda b, x: gather(b, x, size=3),
+        lambda b, x: b.call_like(gather(b, x, 1).meta["val"], ops.all_gather.default, x, 0, 4, "tp"),
+        lambda b, x: b.call_like(gather(b, x, 0).meta["val"], ops.all_gather.default, x, 5, 4, "tp"),
+        lambda b, x: b.call_like(gather(b, x, 1).meta["val"].transpose(0, 1), ops.all_gather.default, x, 1, 4, "tp"),
+    ):
+        b = GraphBuilder()
+        x = b.input("x", [8, 8])
+        whole = build(b, x)
+        for node in list(b.graph.nodes):
+            if not node.users and node.op == "call_function" and node is not whole:
+                b.graph.erase_node(node)
+        width = whole.meta["val"].shape[1]
+        assert outcomes(b.mm(whole, b.input("w", [width, 16])), b=b)[0] in ("ATP108", "ATP113"), build
+
+
+def test_blocks_of_a_registered_gather_out_of_order() -> None:
+    register_collective(ops.all_gather, **GATHER)
+    b = GraphBuilder()
+    whole = gather(b, b.input("x", [3, 4, 8]), 1)
+    pieces = b.chunks(whole, dim=1)
+    swapped = b.cat([pieces[1], pieces[0], *pieces[2:]], dim=1)
+    assert outcomes(b.mm(b.reshape(swapped, [48, 8]), b.input("w", [8, 16])), b=b) == ["ATP101"]
+
+
+def functionalized(builder: GraphBuilder, op: Any, shape: list[int], **arguments: Any) -> Node:
+    """A matmul that writes its result, as torch.compile leaves it by default; its result."""
+    out = builder.input("out", shape)
+    target = torch.ops.higher_order.auto_functionalized_v2
+    call = builder.call_like((None, out.meta["val"]), target, op, **arguments, _all_bases=[out])
+    return builder.call(operator.getitem, call, 1)
+
+
+def test_a_matmul_into_a_whole_tensor_is_fused_and_into_a_part_is_not() -> None:
+    register_matmul(ops.matmul_out, a="a", b="b", out="out")
+    whole = {"_out_base_index": 0}
+    part = {**whole, "_out_slice_dim": 0, "_out_slice_start": 0, "_out_slice_end": 16}
+    for view, expected in ((whole, "F"), ({**whole, "_out_alias": True}, "F"), (part, "ATP115")):
+        b = GraphBuilder()
+        a, w = b.gather(b.input("x", [4, 8])), b.input("w", [8, 12])
+        assert outcomes(functionalized(b, ops.matmul_out.default, [16, 12], a=a, b=w, **view), b=b) == [expected]
+
+
+def test_a_matmul_in_place_is_missed() -> None:
+    """Without functionalization, who reads the tensor that is written to cannot be told."""
+    register_matmul(ops.matmul_out, a="a", b="b", out="out")
+    b = GraphBuilder()
+    out = b.input("out", [16, 12])
+    b.call_like(None, ops.matmul_out.default, out, b.gather(b.input("x", [4, 8])), b.input("w", [8, 12]))
+    assert outcomes(out, b=b) == ["ATP115"]
+
+
+def test_scales_of_a_registered_matmul_that_are_of_two_kinds() -> None:
+    """A scale for each row and one number for the weight: the fused ops take no such pair."""
+    with registered("tp"):
+        b = GraphBuilder()
+        x, w = b.gather(b.input("x", [4, 32], torch.float8_e4m3fn)), b.input("w", [32, 16], torch.float8_e4m3fn)
+        arguments = {"a": x, "b": w, "a_scales": b.input("sa", [16, 1]), "b_scales": b.input("sb", [1]), "bias": None}
+        out = b.input("out", [16, 16], torch.bfloat16)
+        op = torch.ops.vllm_like.cutlass_scaled_mm.default
+        value = (None, out.meta["val"])
+        call = b.call_like(value, torch.ops.higher_order.auto_functionalized, op, out=out, **arguments)
+        assert outcomes(b.call(operator.getitem, call, 1), b=b) == ["ATP303"]
+
+
+def test_public_names() -> None:
+    for name in ("CollectiveOp", "MatmulOp", "RegistryError", "register_collective", "register_matmul", "unregister"):
+        assert name in asynctp_passes.__all__
