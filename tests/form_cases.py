@@ -16,6 +16,8 @@ import torch.distributed._functional_collectives as funcol
 from backend_cases import QUICK
 from lockstep import differences
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -306,3 +308,28 @@ def by_compiling(case: Case, example: list[Tensor]) -> tuple[Report, Program]:
 def _as_list(value: Any) -> list[Tensor]:
     values = value if isinstance(value, list | tuple) else [value]
     return [funcol.wait_tensor(item) for item in values]
+
+
+# --- training without Inductor ----------------------------------------------------------------------------------
+def train_by_aot(rank: int, world_size: int) -> tuple[list[tuple[str, ...]], list[str]]:
+    """On one rank: outcomes of the forward and backward graphs of `aot_eager`'s kind, and how the gradients differ."""
+    found: list[tuple[str, ...]] = []
+
+    def fused(module: GraphModule, example: Sequence[Any]) -> Program:
+        found.append(outcomes(fuse(module.graph)))
+        module.recompile()
+        return make_boxed_func(module.forward)
+
+    def layer(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        hidden = torch.relu(torch.einsum("bsk,kn->bsn", funcol.all_gather_tensor_autograd(x, 1, dist.group.WORLD), up))
+        return funcol.reduce_scatter_tensor_autograd(hidden @ down.t(), "sum", 1, dist.group.WORLD)
+
+    backend = aot_autograd(fw_compiler=fused, bw_compiler=fused)
+    case = Case(layer, ((2, 4, 6), (6, 8), (6, 8)))
+    results = []
+    for program in (layer, torch.compile(layer, backend=backend)):
+        leaves = [leaf.requires_grad_() for leaf in inputs(case, rank)]
+        out = program(*leaves)
+        (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)).sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    return found, differences([results[0]], [results[1]])

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import form_cases
 import pytest
+import torch
 from form_cases import CASES, RANKS
+from graph_builder import GraphBuilder, aten
 from ranks import run_ranks
+from serving_ops import registered
+from torch.fx import Graph
+
+from asynctp_passes import Config, run
 
 Results = list[dict[str, tuple[tuple[str, ...], list[str]]]]
 
@@ -22,3 +28,66 @@ def on_ranks() -> Results:
 def test_on_ranks(on_ranks: Results, name: str) -> None:
     for results in on_ranks:
         assert results[name] == (CASES[name].outcomes, [])
+
+
+# --- forms that only a graph by hand has on this machine --------------------------------------------------------------
+def fused_count(graph: Graph) -> int:
+    """Fused chains; the rewritten graph is checked for lint, and for guards that were added."""
+    report = run(graph, Config(strict="off", log=False, trace=False))
+    graph.lint()
+    return len(report.fused)
+
+
+@pytest.mark.parametrize("op", ["mm", "bmm", "addmm", "baddbmm"])
+def test_an_out_dtype_that_changes_nothing(op: str) -> None:
+    """The overloads with `out_dtype`, which run on GPUs only, asked for the operands' own."""
+    b = GraphBuilder()
+    x, w = b.input("x", [4, 8], torch.bfloat16), b.input("w", [8, 12], torch.bfloat16)
+    operands = [b.gather(x), w]
+    if op in ("bmm", "baddbmm"):
+        operands = [b.call(aten.unsqueeze.default, operand, 0) for operand in operands]
+    if op in ("addmm", "baddbmm"):
+        operands.insert(0, b.input("bias", [12], torch.bfloat16))
+    with b.mode:
+        value = torch.empty([1, 16, 12] if "bmm" in op else [16, 12], dtype=torch.bfloat16)
+    product = b.call_like(value, getattr(aten, op).dtype, *operands, torch.bfloat16)
+    assert fused_count(b.returns(product)) == 1
+
+
+def test_a_wider_out_dtype_leaves_the_others_fused() -> None:
+    b = GraphBuilder()
+    whole = b.gather(b.input("x", [4, 8], torch.bfloat16))
+    w = b.input("w", [8, 12], torch.bfloat16)
+    with b.mode:
+        value = torch.empty(16, 12)
+    wide = b.call_like(value, aten.mm.dtype, whole, w, torch.float32)
+    graph = b.returns(wide, b.mm(whole, w))
+    (remark,) = run(graph, Config(strict="off", log=False, trace=False)).remarks
+    assert remark.outcome == "FUSED"
+    assert "DTYPE_UNSUPPORTED (mm: torch.bfloat16 -> torch.float32)" in remark.message
+
+
+@pytest.mark.parametrize("dynamic", [0, 1])
+def test_one_weight_for_a_batch_of_symbolic_sizes(dynamic: int) -> None:
+    """A batch or a sequence of unknown length, gathered along the sequence and scattered along it again."""
+    b = GraphBuilder(ranks=2)
+    x, w, v = b.input("x", [3, 24, 8], dynamic=dynamic), b.input("w", [8, 16]), b.input("v", [8, 16])
+    with registered("tp"):
+        whole = b.call(torch.ops.vllm_like.all_gather.default, x, 1, 2, "tp:0")
+        batch = b.call(aten.sym_size.int, x, 0)
+        weights = [b.call(aten.expand.default, matrix, [batch, 8, 16]) for matrix in (w, v)]
+        back = b.permute(weights[1], [0, 2, 1])
+        hidden = b.relu(b.call(aten.bmm.default, whole, weights[0]))
+        out = b.call(torch.ops.vllm_like.reduce_scatter.default, b.call(aten.bmm.default, hidden, back), 1, 2, "tp:0")
+        shape_env = b.mode.shape_env
+        guards = list(shape_env.guards)
+        assert fused_count(b.returns(out, b.relu(whole))) == 2
+    assert shape_env.guards == guards
+
+
+@pytest.mark.ranks
+def test_training_without_inductor() -> None:
+    """Graphs of AOTAutograd, whose views are not normalized: two chains forward, and two backward."""
+    for graphs, problems in run_ranks(RANKS, form_cases.train_by_aot):
+        assert graphs == [("F", "F"), ("F", "F")]
+        assert problems == []
