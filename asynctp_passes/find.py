@@ -157,7 +157,8 @@ def _gather(scene: _Scene, gather: Collective, wanted: set[fx.Node]) -> Candidat
         return Candidate(gather, None, (flow,), (gather.node,))
     consumers, misses = _consumers(scene, gather, flow)
     if not consumers:
-        misses = sorted([*misses, *_near_gather(scene, gather, flow)], key=_informative)
+        misses = [_named(gather, miss) for miss in (*misses, *_near_gather(scene, gather, flow))]
+        misses.sort(key=_informative)
         nodes = scene.sorted([*gather.results, *misses[0].nodes])
         return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes)
     free = [consumer for consumer in consumers if consumer[0].node not in wanted]
@@ -172,6 +173,25 @@ class _Miss:
 
     refusal: Refusal
     nodes: tuple[fx.Node, ...] = ()
+
+
+def _named(gather: Collective, miss: _Miss) -> _Miss:
+    """A miss for want of pieces that were only padding is one for uneven shards."""
+    cut = next((node for node in miss.nodes if _unpads(node, gather.group_size)), None)
+    if cut is None or miss.refusal.reason is not reasons.PIECES_MISSING:
+        return miss
+    return replace(miss, refusal=Refusal(reasons.UNEVEN_SHARDS, f"{op_name(cut)} {cut.name}: {miss.refusal.facts}"))
+
+
+def _unpads(node: fx.Node, ranks: int) -> bool:
+    """True for a slice that keeps a size which, padded to a multiple of the ranks, is the size before."""
+    before = tensor_of(node.args[0]) if op_name(node) in ("aten.slice.Tensor", "aten.narrow.default") else None
+    after = tensor_of(node)
+    if before is None or after is None:
+        return False
+    pairs = zip(before.shape, after.shape, strict=True)
+    known = [(whole, kept) for whole, kept in pairs if isinstance(whole, int) and isinstance(kept, int)]
+    return any(kept < whole == -(-kept // ranks) * ranks for whole, kept in known)
 
 
 Consumer = tuple[Matmul, GatherPlacement]

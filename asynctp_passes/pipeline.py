@@ -16,7 +16,7 @@ from asynctp_passes.decide import allowed, context_of, decide
 from asynctp_passes.errors import raise_if_strict
 from asynctp_passes.find import find
 from asynctp_passes.fxview import Sizes, describe, source_of, tensor_of
-from asynctp_passes.read import read_collectives
+from asynctp_passes.read import called_name, read_collectives
 from asynctp_passes.report import Remark, Report
 from asynctp_passes.rewrite import rewrite
 
@@ -110,7 +110,7 @@ def _kind(candidate: Candidate) -> str:
     if candidate.joins is not None:
         return "all_gather_scaled_matmul"
     if chain is None:
-        return str(collective.node.target) if collective.kind == "other" else collective.kind
+        return called_name(collective.node) if collective.kind == "other" else collective.kind
     scaled = "scaled_" if chain.matmuls[0].scaled is not None else ""
     return f"all_gather_{scaled}matmul" if isinstance(chain, GatherChain) else f"{scaled}matmul_reduce_scatter"
 

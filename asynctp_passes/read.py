@@ -22,7 +22,7 @@ from asynctp_passes.shapes import Size, product, same
 __all__ = ["called_name", "feeds_left_operand", "identical", "is_matmul", "read_collectives", "read_matmul"]
 
 _WAIT = "_c10d_functional.wait_tensor.default"
-_MATMUL_WORDS = re.compile(r"(^|_)(mm|bmm|addmm|baddbmm|linear|einsum)(_|$)|gemm|matmul")
+_MATMUL_WORDS = re.compile(r"(^|_)((mm|bmm|addmm|baddbmm|einsum)(_|$)|linear$)|gemm|matmul")
 _COLLECTIVE_WORDS = re.compile(
     r"all_gather|reduce_scatter|all_reduce|all_to_all|allgather|allreduce|reducescatter|alltoall"
 )

@@ -19,6 +19,9 @@ from asynctp_passes.reasons import CATALOGUE
 
 FP8 = torch.float8_e4m3fn
 
+_WRITING_OPS = torch.library.Library("registry_like", "FRAGMENT")
+_WRITING_OPS.define("all_gather_out(Tensor! out, Tensor x) -> ()")
+
 Build = Callable[[GraphBuilder], Any]
 
 
@@ -187,7 +190,7 @@ def gathered_piece_dropped(b: GraphBuilder) -> Node:
 
 @row("PIECES_MISSING", "mm")
 def gathered_rows_trimmed(b: GraphBuilder) -> Node:
-    return times(b, b.call(aten.slice.Tensor, gathered(b), 0, 0, 15))
+    return times(b, b.call(aten.slice.Tensor, gathered(b), 0, 0, 11))
 
 
 @row("PIECES_MISSING", "slice")
@@ -316,6 +319,15 @@ def gather_in_place(b: GraphBuilder) -> Node:
     return times(b, buffer)
 
 
+@row("COLLECTIVE_NOT_UNDERSTOOD", "registry_like.all_gather_out")
+def gather_by_a_custom_op_that_writes(b: GraphBuilder) -> Node:
+    """Functionalized, as in a compiled graph."""
+    x, buffer = b.input("x", [4, 8]), b.input("buffer", [16, 8])
+    target, op = torch.ops.higher_order.auto_functionalized, torch.ops.registry_like.all_gather_out.default
+    call = b.call_like((None, buffer.meta["val"]), target, op, out=buffer, x=x)
+    return times(b, b.call(getitem, call, 1))
+
+
 @row("COLLECTIVE_NOT_UNDERSTOOD", "c10d.allgather_")
 def gather_of_a_list_in_place(b: GraphBuilder) -> Node:
     x, group = b.input("x", [4, 8]), b.graph.placeholder("group")
@@ -344,6 +356,18 @@ def gather_by_symmetric_memory(b: GraphBuilder) -> Node:
 def padding_removed_after_the_gather(b: GraphBuilder) -> Node:
     kept = b.input("kept", [15], torch.int64)
     return times(b, b.call(aten.index_select.default, gathered(b), 0, kept))
+
+
+@row("UNEVEN_SHARDS", "slice")
+def padding_sliced_off_after_the_gather(b: GraphBuilder) -> Node:
+    """15 rows on four ranks: the last one's is padding."""
+    return times(b, b.call(aten.slice.Tensor, gathered(b), 0, 0, 15))
+
+
+@row("UNEVEN_SHARDS", "slice")
+def padding_of_a_sequence_sliced_off_after_the_gather(b: GraphBuilder) -> Node:
+    whole = b.cat(b.chunks(gathered(b, 2, 3, 8)), dim=1)
+    return times(b, b.reshape(b.call(aten.slice.Tensor, whole, 1, 0, 10), [20, 8]))
 
 
 @row("UNEVEN_SHARDS", "constant_pad_nd")
