@@ -212,6 +212,24 @@ def custom_batched_matmul(x: Tensor, w: Tensor) -> Tensor:
     return vllm.reduce_scatter(product.view(x.shape[0], w.shape[0]), 0, RANKS, "tp:0")
 
 
+def gathered_bytes(x: Tensor, dim: int) -> Tensor:
+    """fp8 travels as bytes, which every backend knows; the pieces are joined as bytes too."""
+    return gathered(_quantized(x).view(torch.uint8), dim).view(FP8)
+
+
+def scaled_mm_of_gathered_bytes(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+    """Rowwise: data and scales are gathered along a middle dimension, and scaled by recipe."""
+    rows, row_scales = gathered_bytes(x, 1).reshape(-1, x.shape[2]), gathered(scale.float().abs(), 1).reshape(-1, 1)
+    columns, kind = torch.ones(1, w.shape[0], dtype=torch.float32), torch.nn.functional.ScalingType.RowWise
+    return torch.nn.functional.scaled_mm(rows, _quantized(w).t(), row_scales, kind, columns, kind)
+
+
+def scaled_mm_to_scatter(x: Tensor, w: Tensor) -> Tensor:
+    """Tensorwise, by recipe."""
+    one, kind = torch.ones((), dtype=torch.float32), torch.nn.functional.ScalingType.TensorWise
+    return scattered(torch.nn.functional.scaled_mm(_quantized(x), _quantized(w).t(), one, kind, one, kind))
+
+
 _BATCH, _MATRIX = ((2, 4, 6), (6, 8)), ((4, 6), (6, 8))
 CASES = {
     "gather of two": Case(gather_of_two, ((4, 6), (2, 6), (6, 8)), ("F", "F")),
@@ -254,6 +272,13 @@ CASES = {
     "einsum, compiled": Case(einsum, _BATCH, options=QUICK),
     "custom batched matmul": Case(custom_batched_matmul, ((4, 16), (32, 16))),
 }
+
+
+if hasattr(torch.nn.functional, "scaled_mm"):  # torch 2.11 traces none
+    CASES["scaled_mm of gathered bytes"] = Case(
+        scaled_mm_of_gathered_bytes, ((2, 4, 16), (2, 4, 1), (32, 16)), ("F", "F")
+    )
+    CASES["scaled_mm to scatter"] = Case(scaled_mm_to_scatter, ((4, 16), (32, 16)))
 
 
 # --- tracing and running --------------------------------------------------------------------------------------

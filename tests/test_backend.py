@@ -5,6 +5,7 @@ The tests on ranks start one set of processes for all of their cases, since star
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -16,6 +17,7 @@ from typing import Any
 
 import backend_cases
 import pytest
+import serving_ops
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -354,6 +356,25 @@ def test_cache_key_has_the_sources(mesh: DeviceMesh, monkeypatch: pytest.MonkeyP
     compiled(gather_matmul(mesh))(torch.ones(4, 16))
     assert hits() == (0, 0)
     assert [report.from_cache for report in asynctp_passes.reports()] == [False]
+
+
+def test_cache_key_has_the_registered_ops(mesh: DeviceMesh) -> None:
+    """A custom collective is missed, taken from the cache, and fused as soon as it is registered."""
+    serving_ops.GROUPS["tp:0"] = mesh.get_group()
+
+    def program(x: Tensor) -> Tensor:
+        whole: Tensor = torch.ops.vllm_like.all_gather(x, 0, 4, "tp:0")
+        return whole @ torch.ones(16, 8)
+
+    found = []
+    for registered in (False, False, True, True, False):
+        start()
+        with serving_ops.registered(mesh.get_group()) if registered else contextlib.nullcontext():
+            compiled(program, options={**STRICT, "strict": "off"})(torch.ones(4, 16))
+        (report,) = asynctp_passes.reports()
+        found.append((report.from_cache, *(remark.code or remark.outcome for remark in report.remarks)))
+    missed, fused = [[(cached, word) for cached in (False, True)] for word in ("ATP113", "FUSED")]
+    assert found == [*missed, *fused, missed[1]]
 
 
 def test_cached_graph_without_report(
