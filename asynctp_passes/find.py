@@ -18,7 +18,7 @@ from torch import fx
 from asynctp_passes import near, reasons
 from asynctp_passes.chain import Candidate, Collective, GatherChain, Matmul, ScatterChain
 from asynctp_passes.fxview import Sizes, is_size, mutates, op_name, tensor_of
-from asynctp_passes.read import called_name, feeds_left_operand, is_matmul, read_matmul
+from asynctp_passes.read import called_name, feeds_left_operand, is_matmul, operands_that_are, read_matmul
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import (
     GatherPlacement,
@@ -228,8 +228,11 @@ def _consumer(scene: _Scene, gather: Collective, flow: Flow, node: fx.Node, shar
     """The matmul `node` with the place of the ranks in its left operand, or why it cannot be fused with the gather."""
     matmul = read_matmul(node)
     if isinstance(matmul, Refusal):
-        left = any(feeds_left_operand(node, source) for source in node.all_input_nodes if flow.has(source))
-        return matmul if left else Refusal(reasons.GATHER_IS_RIGHT_OPERAND, node.name)
+        operands = operands_that_are(node, {source for source in node.all_input_nodes if flow.has(source)})
+        if "left" in operands:
+            return matmul
+        right = "right" in operands
+        return Refusal(reasons.GATHER_IS_RIGHT_OPERAND if right else reasons.GATHERED_SCALE, node.name)
     if matmul.a not in flow.maps:
         right = matmul.b in flow.maps
         return Refusal(reasons.GATHER_IS_RIGHT_OPERAND if right else reasons.GATHERED_SCALE, node.name)

@@ -6,7 +6,7 @@ What an op's arguments mean is in `registry`; what is read here is the same voca
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,15 @@ from asynctp_passes.reasons import Refusal
 from asynctp_passes.registry import CollectiveOp, MatmulOp, collective_op, matmul_op
 from asynctp_passes.shapes import Size, product, same
 
-__all__ = ["called_name", "feeds_left_operand", "identical", "is_matmul", "read_collectives", "read_matmul"]
+__all__ = [
+    "called_name",
+    "feeds_left_operand",
+    "identical",
+    "is_matmul",
+    "operands_that_are",
+    "read_collectives",
+    "read_matmul",
+]
 
 _WAIT = "_c10d_functional.wait_tensor.default"
 _MATMUL_WORDS = re.compile(r"(^|_)((mm|bmm|addmm|baddbmm|einsum)(_|$)|linear$)|gemm|matmul")
@@ -77,7 +85,9 @@ def _member(
     size = 0 if op.size is None else values[op.size]
     if not (isinstance(dim, int) and isinstance(size, int)):
         return None
-    if dim and (value is None or not -value.dim() <= dim < value.dim() or not value.is_contiguous()):
+    if value is not None and not value.is_contiguous() and op.kind != "all_reduce":
+        return None
+    if dim and (value is None or not -value.dim() <= dim < value.dim()):
         return None
     group = dict(op.groups).get(group, group) if isinstance(group, str) else group
     return Collective(
@@ -123,12 +133,25 @@ def is_matmul(node: fx.Node) -> bool:
     return bool(_MATMUL_WORDS.search(rest.partition(".")[0]))
 
 
+def operands_that_are(matmul: fx.Node, nodes: Container[fx.Node]) -> set[str]:
+    """Which of a matmul's operands are among some nodes: `"left"`, `"right"`, `"other"` (a bias, a scale).
+
+    Of an op that is not known, the first input is the left operand; of one inside of `auto_functionalized`, any may be.
+    """
+    op, sources = matmul_op(called_name(matmul)), matmul.all_input_nodes
+    roles: dict[Any, str]
+    if op is None:
+        left = sources[:1] if compat.is_op(matmul.target) else sources
+        roles = {source: "left" if source in left else "right" for source in sources}
+    else:
+        values = arguments(matmul)
+        roles = dict.fromkeys(sources, "other") | {values.get(op.b): "right", values.get(op.a): "left"}
+    return {role for source, role in roles.items() if source in nodes}
+
+
 def feeds_left_operand(matmul: fx.Node, before: fx.Node) -> bool:
-    """True when `before` is the matmul's left operand: the first argument of an op that is not known."""
-    op = matmul_op(called_name(matmul))
-    if op is not None:
-        return arguments(matmul).get(op.a) is before
-    return next(iter(matmul.all_input_nodes), None) is before or not compat.is_op(matmul.target)
+    """True when `before` is the matmul's left operand."""
+    return "left" in operands_that_are(matmul, (before,))
 
 
 def read_matmul(node: fx.Node) -> Matmul | Refusal:
@@ -140,14 +163,13 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     values, result = arguments(node), _result(node, op)
     if isinstance(result, Refusal):
         return result
-    a, out = tensor_of(values[op.a]), tensor_of(result)
-    if a is None or out is None or tensor_of(values[op.b]) is None:
+    a, right, out = tensor_of(values.get(op.a)), tensor_of(values.get(op.b)), tensor_of(result)
+    if a is None or right is None or out is None:
         return Refusal(reasons.SHAPE_UNKNOWN, node.name)
     b, b_transposed = _one_matrix(values[op.b], op.b_transposed)
     if b is None or a.dim() < 2 or not same(_rows(a), _rows(out)):
-        shapes = f"{list(a.shape)} @ {list(values[op.b].meta['val'].shape)}"
-        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}: {shapes}")
-    bias = values[op.bias] if op.bias is not None else None
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}: {list(a.shape)} @ {list(right.shape)}")
+    bias = values.get(op.bias) if op.bias is not None else None
     problem = _added(node, values, bias, out)
     scaled = _scaled(node, op, values, out)
     if problem is not None or isinstance(scaled, Refusal):
@@ -250,7 +272,8 @@ def _scaled(node: fx.Node, op: MatmulOp, values: dict[str, Any], out: torch.Tens
         return None
     if values.get("scale_result") is not None or compat.has_folded_output_scale(node):
         return Refusal(reasons.RESULT_SCALED, node.name)
-    a_scale, b_scale = values[op.a_scale], values[op.b_scale]
+    a_scale: Any = values.get(op.a_scale)
+    b_scale: Any = values.get(op.b_scale)
     if isinstance(a_scale, list | tuple):
         recipe = _recipe(values)
         if recipe not in ("TensorWise x TensorWise", "RowWise x RowWise"):

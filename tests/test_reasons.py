@@ -121,6 +121,27 @@ def scale_gathered_over_another_group(b: GraphBuilder) -> Node:
     return b.scaled_mm(a, w, scale, b.input("b_scale", [1, 16]))
 
 
+@row("GATHERED_SCALE", "_scaled_mm_v2", fused=0)
+def scale_gathered_for_a_recipe_that_is_not_fused(b: GraphBuilder) -> Node:
+    """The scale's gather comes last: it is not to blame."""
+    if not hasattr(aten, "_scaled_mm_v2"):
+        pytest.skip(f"torch {torch.__version__} has no _scaled_mm_v2")
+    a, w = gathered(b, 4, 32, dtype=FP8), b.input("w", [32, 16], FP8, column_major=True)
+    scale, one = b.gather(b.input("a_scale", [4, 1])), b.input("b_scale", [1, 1])
+    with b.mode:
+        value = torch.empty(16, 16, dtype=torch.bfloat16)
+    return b.call_like(value, aten._scaled_mm_v2.default, a, w, [scale], [1], [], [one], [0], [], None, torch.bfloat16)
+
+
+@row("WEIGHT_GATHER", "group tp")
+def gather_of_weights_for_a_grouped_matmul(b: GraphBuilder) -> Node:
+    """Experts' weights, of an op that is not fused whatever its operands."""
+    with b.mode:
+        value = torch.empty(6, 8)
+    offsets = b.input("offsets", [4], torch.int32)
+    return b.call_like(value, aten._grouped_mm.default, b.input("a", [6, 16]), gathered(b, 1, 16, 8), offsets)
+
+
 @row("NO_ELEMENTS", "all_gather_into_tensor")
 def gather_of_no_rows(b: GraphBuilder) -> Node:
     return times(b, gathered(b, 0, 8))
