@@ -206,19 +206,16 @@ def _matmuls(candidate: Candidate) -> tuple[Matmul, ...]:
 
 
 def _scales_match(matmul: Matmul, scaled: ScaledOptions) -> bool:
-    """True for one number each, or a scale per row of A ([M, 1] or [M]) and per column of B (N in one line)."""
+    """True for one number or a scale per row of A ([M, 1] or [M]), and one number or N in one line for B."""
     a_scale, b_scale, out = tensor_of(scaled.a_scale), tensor_of(scaled.b_scale), tensor_of(matmul.node)
     if a_scale is None or b_scale is None or out is None:
         return False
     if a_scale.dtype != torch.float32 or b_scale.dtype != torch.float32:
         return False
-    if _are_one(a_scale.shape) and _are_one(b_scale.shape):
-        return True
-    if out.dim() != 2 or not 1 <= a_scale.dim() <= 2 or not 1 <= b_scale.dim() <= 2:
-        return False
-    rowwise_a = identical(a_scale.shape[0], out.shape[0]) and _are_one(a_scale.shape[1:])
-    first, *rest = sorted(b_scale.shape, key=lambda size: isinstance(size, int) and size == 1)
-    return rowwise_a and identical(first, out.shape[1]) and _are_one(rest)
+    rows = tuple(a_scale.shape[:1]) if out.dim() == 2 and a_scale.dim() <= 2 else ()
+    a_fits = _are_one(a_scale.shape) or (any(identical(m, out.shape[0]) for m in rows) and _are_one(a_scale.shape[1:]))
+    columns = [size for size in b_scale.shape if not _are_one((size,))]
+    return a_fits and (not columns or (len(columns) == 1 and identical(columns[0], out.shape[-1])))
 
 
 def _are_one(sizes: Iterable[object]) -> bool:

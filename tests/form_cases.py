@@ -267,6 +267,9 @@ CASES = {
         ("F", "F"),
         options={"enable_auto_functionalized_v2": False, **QUICK},
     ),
+    "custom scaled matmul, one number for the weight": Case(
+        custom_scaled_matmul, ((4, 16), (32, 16), (1,)), ("F", "F"), options=QUICK
+    ),
     "custom gather, compiled": Case(custom_gather_of_the_middle, _BATCH, options=QUICK),
     "linear, compiled": Case(linear, ((2, 4, 6), (8, 6), (8,)), options=QUICK),
     "einsum, compiled": Case(einsum, _BATCH, options=QUICK),

@@ -248,17 +248,32 @@ def test_a_matmul_in_place_is_missed() -> None:
     assert outcomes(out, b=b) == ["ATP115"]
 
 
-def test_scales_of_a_registered_matmul_that_are_of_two_kinds() -> None:
-    """A scale for each row and one number for the weight: the fused ops take no such pair."""
+@pytest.mark.parametrize(
+    ("a_scales", "b_scales", "expected"),
+    [
+        ([16, 1], [1], "F"),
+        ([1], [16, 1], "F"),
+        ([], [1, 16], "F"),
+        ([16], [16], "F"),
+        ([1, 16], [1], "ATP303"),
+        ([16, 2], [1], "ATP303"),
+        ([16, 1], [2, 16], "ATP303"),
+        ([4, 1], [1], "ATP303"),
+        ([16, 1], [32, 1], "ATP303"),
+    ],
+)
+def test_scales_of_a_registered_matmul(a_scales: list[int], b_scales: list[int], expected: str) -> None:
+    """One number, or one for each row and column, in any combination and in either line."""
     with registered("tp"):
         b = GraphBuilder()
         x, w = b.gather(b.input("x", [4, 32], torch.float8_e4m3fn)), b.input("w", [32, 16], torch.float8_e4m3fn)
-        arguments = {"a": x, "b": w, "a_scales": b.input("sa", [16, 1]), "b_scales": b.input("sb", [1]), "bias": None}
+        scales = {"a_scales": b.input("sa", a_scales), "b_scales": b.input("sb", b_scales)}
+        arguments = {"a": x, "b": w, **scales, "bias": None}
         out = b.input("out", [16, 16], torch.bfloat16)
         op = torch.ops.vllm_like.cutlass_scaled_mm.default
         value = (None, out.meta["val"])
         call = b.call_like(value, torch.ops.higher_order.auto_functionalized, op, out=out, **arguments)
-        assert outcomes(b.call(operator.getitem, call, 1), b=b) == ["ATP303"]
+        assert outcomes(b.call(operator.getitem, call, 1), b=b) == [expected]
 
 
 def test_public_names() -> None:
