@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,21 @@ from torch import fx
 
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.registry import CollectiveKind
-from asynctp_passes.shapes import GatherPlacement, ScatterPlacement
+from asynctp_passes.shapes import GatherPlacement, Rearrangement, ScatterPlacement, Size
 
-__all__ = ["Candidate", "Collective", "Decision", "GatherChain", "Matmul", "ScaledOptions", "ScatterChain"]
+__all__ = [
+    "Apart",
+    "Candidate",
+    "Collective",
+    "Decision",
+    "GatherChain",
+    "Hoist",
+    "Matmul",
+    "Part",
+    "ScaledOptions",
+    "ScatterChain",
+    "Step",
+]
 
 
 @dataclass(frozen=True)
@@ -86,12 +99,78 @@ class Matmul:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One rank's part of a tensor: its part of `root`, rearranged, with dimensions `shape`."""
+
+    root: fx.Node
+    way: Rearrangement
+    shape: tuple[Size, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """An op that every rank applies to its parts of the operands in `parts`, and so gets its part of `node`."""
+
+    node: fx.Node
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    parts: tuple[tuple[fx.Node, Part], ...]
+
+    @property
+    def others(self) -> tuple[fx.Node, ...]:
+        """The operands that are the same on all ranks, and are taken whole."""
+        found: list[fx.Node] = []
+        fx.map_arg((self.args, self.kwargs), found.append)
+        return tuple(node for node in dict.fromkeys(found) if node not in dict(self.parts))
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A small tensor, [outer, ranks, inner] row-major, that is gathered on its own for users besides the matmuls.
+
+    `root` is the tensor of the same values whose part is computed.
+    """
+
+    node: fx.Node
+    root: fx.Node
+    outer: Size
+    inner: Size
+
+
+@dataclass(frozen=True)
+class Hoist:
+    """What is computed on the shard instead of on the gathered tensor (`rowwise` proves that it is the same).
+
+    Attributes:
+        steps: The ops, in graph order.
+        operand: The tensor whose part is gathered in place of the shard: the matmuls take views of it.
+        scale: The tensor whose part travels as the rows' scales, if they too are computed from the gathered tensor.
+        inside: All that is computed from the gathered tensor by such ops; without users, it goes.
+        returned: The view that the matmuls take, when it has other users; the fused op returns it to them.
+        apart: Small tensors that others use, each gathered on its own.
+        kept: Other users of what is computed from the gathered tensor; for them the original gather stays.
+        hidden_by: The matmuls after the fused op that run before the first of those users, and hide that gather.
+    """
+
+    steps: tuple[Step, ...]
+    operand: fx.Node
+    scale: fx.Node | None
+    inside: tuple[fx.Node, ...]
+    returned: fx.Node | None = None
+    apart: tuple[Apart, ...] = ()
+    kept: tuple[fx.Node, ...] = ()
+    hidden_by: tuple[fx.Node, ...] = ()
+
+
+@dataclass(frozen=True)
 class GatherChain:
     """`shard → all_gather → wait → view* → matmul+`: one gather and the matmuls that take it as their left operand.
 
     All matmuls share `placement`, and the options of a scaled matmul. `views` lie between the wait and the
     operands; `saved` tells that the gathered tensor has users besides the matmuls. `scale` is the gather that
     brings the rowwise scale of the shard, when the program gathers it too, and `scale_placement` where it puts them.
+    With a `hoist`, `views` holds the ops between too, and placements and `saved` are those of its operand and scale.
     """
 
     collective: Collective
@@ -102,6 +181,7 @@ class GatherChain:
     saved: bool
     scale: Collective | None = None
     scale_placement: GatherPlacement | None = None
+    hoist: Hoist | None = None
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:

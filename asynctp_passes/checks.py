@@ -11,11 +11,11 @@ from torch import fx
 from asynctp_passes import compat, reasons
 from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, ScatterChain
 from asynctp_passes.config import Config
-from asynctp_passes.cost import cost_of
-from asynctp_passes.fxview import Sizes, express, is_size, mutates, size_sources, tensor_of
+from asynctp_passes.cost import cost_of, hoist_pays
+from asynctp_passes.fxview import Sizes, describe, express, is_size, mutates, size_sources, tensor_of
 from asynctp_passes.read import identical
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.shapes import GatherPlacement
+from asynctp_passes.shapes import GatherPlacement, Size
 from asynctp_passes.views import views_of
 
 __all__ = ["CHECKS", "Check", "Context"]
@@ -103,6 +103,9 @@ def values_known(candidate: Candidate, context: Context) -> Refusal | None:
     nodes += [*chain.inputs, chain.collective.node]
     if isinstance(chain, GatherChain) and chain.scale is not None and chain.scale.input is not None:
         nodes.append(chain.scale.input)
+    if isinstance(chain, GatherChain) and chain.hoist is not None:
+        nodes += [node for step in chain.hoist.steps for node in (step.node, *step.others, *dict(step.parts))]
+        nodes += [apart.node for apart in chain.hoist.apart]
     mode = compat.fake_mode_of(tensor_of(nodes[0]))
     unknown = next((node for node in nodes if compat.fake_mode_of(tensor_of(node)) is not mode), None)
     if mode is not None and unknown is None:
@@ -147,7 +150,7 @@ def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
     place = chain.placement
     way = place.shard if isinstance(place, GatherPlacement) else place.out
     tensors = [tensor_of(node) for node in (chain.collective.node, *(m.node for m in chain.matmuls), *chain.inputs)]
-    needed = [place.outer, place.inner, place.width, *way.sizes]
+    needed = [place.outer, place.inner, place.width, *way.sizes, *_hoisted_sizes(chain, context.sizes)]
     needed += [size for tensor in tensors if tensor is not None for size in context.sizes.of(tensor)]
     readers = _size_readers(chain)
     unknown = next((node for node in readers if "val" not in node.meta), None)
@@ -164,9 +167,27 @@ def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
 
 def _size_readers(chain: GatherChain | ScatterChain) -> list[fx.Node]:
     """The nodes that read sizes of what the rewrite does away with."""
-    gather = isinstance(chain, GatherChain)
-    views = views_of(chain.collective.results) if gather else [*chain.views, *(matmul.node for matmul in chain.matmuls)]
+    if isinstance(chain, GatherChain):
+        computed = () if chain.hoist is None else chain.hoist.inside
+        views = views_of([*chain.collective.results, *computed])
+    else:
+        views = [*chain.views, *(matmul.node for matmul in chain.matmuls)]
     return [user for node in views for user in node.users if is_size(user)]
+
+
+def _hoisted_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]:
+    """The sizes that are written down to compute on the shard, and to gather small tensors on their own."""
+    if not isinstance(chain, GatherChain) or chain.hoist is None:
+        return []
+    scale = [] if chain.scale_placement is None else chain.scale_placement.shard.sizes
+    parts = [part for step in chain.hoist.steps for _, part in step.parts]
+    wholes = [tensor_of(apart.node) for apart in chain.hoist.apart]
+    return [
+        *scale,
+        *(size for part in parts for size in (*part.way.sizes, *part.shape)),
+        *(size for apart in chain.hoist.apart for size in (apart.outer, apart.inner)),
+        *(size for whole in wholes if whole is not None for size in sizes.of(whole)),
+    ]
 
 
 def above_threshold(candidate: Candidate, context: Context) -> Refusal | None:
@@ -179,6 +200,15 @@ def above_threshold(candidate: Candidate, context: Context) -> Refusal | None:
     if cost.flops is not None and cost.flops < config.min_flops:
         return Refusal(reasons.BELOW_THRESHOLD, f"{cost.flops} operations < min_flops={config.min_flops}")
     return None
+
+
+def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
+    chain = candidate.chain
+    if not isinstance(chain, GatherChain) or chain.hoist is None or hoist_pays(chain, chain.hoist):
+        return None
+    facts = f"{describe(chain.hoist.operand)} instead of {describe(chain.collective.node)}"
+    users = ", ".join(node.name for node in chain.hoist.kept)
+    return Refusal(reasons.MOVES_MORE, facts + (f", which {users} needs too" if users else ""))
 
 
 CHECKS: tuple[Check, ...] = (
@@ -194,6 +224,7 @@ CHECKS: tuple[Check, ...] = (
     scales_supported,
     sizes_expressible,
     above_threshold,
+    hoist_worthwhile,
 )
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from asynctp_passes.chain import GatherChain, ScatterChain
+from asynctp_passes.chain import GatherChain, Hoist, ScatterChain
 from asynctp_passes.fxview import tensor_of
+from asynctp_passes.read import read_matmul
+from asynctp_passes.reasons import Refusal
 
-__all__ = ["Cost", "Machine", "cost_of", "machine_for"]
+__all__ = ["Cost", "Machine", "cost_of", "hoist_pays", "machine_for", "received_bytes"]
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,54 @@ def machine_for(node: fx.Node) -> Machine | None:
 
 
 def cost_of(chain: GatherChain | ScatterChain) -> Cost:
-    """What one rank receives (gather) or sends (scatter), and what its matmuls do."""
+    """What one rank receives (gather) or sends (scatter) in the fused op, and what its matmuls do."""
     ranks = chain.collective.group_size
-    own = chain.collective.input if isinstance(chain, GatherChain) else chain.collective.node
-    shard = _bytes(own)
-    flops = [_flops(matmul.a, matmul.node) for matmul in chain.matmuls]
-    total = None if any(count is None for count in flops) else sum(count for count in flops if count is not None)
-    return Cost(None if shard is None else shard * (ranks - 1), total)
+    flops = _sum(_flops(matmul.a, matmul.node) for matmul in chain.matmuls)
+    if isinstance(chain, GatherChain) and chain.hoist is not None:
+        travels = [chain.hoist.operand, *([] if chain.hoist.scale is None else [chain.hoist.scale])]
+        return Cost(_sum(received_bytes(node, ranks) for node in travels), flops)
+    own = _bytes(chain.collective.input if isinstance(chain, GatherChain) else chain.collective.node)
+    return Cost(None if own is None else own * (ranks - 1), flops)
+
+
+def received_bytes(whole: fx.Node, ranks: int) -> int | None:
+    """What a rank receives of a tensor of which it has its part; None where sizes are symbolic."""
+    count = _bytes(whole)
+    return None if count is None else count // ranks * (ranks - 1)
+
+
+def hoist_pays(chain: GatherChain, hoist: Hoist) -> bool:
+    """True when gathering what is computed on the shard is worth what it moves.
+
+    It may not move more than the program's own gather. Where that gather stays beside the fused op, both share the
+    links: it has to move less, and, on a machine whose rates are known, it may not take longer than the matmuls that
+    run before the other users of the gathered tensor.
+    """
+    moved, before = cost_of(chain).comm_bytes, received_bytes(chain.collective.node, chain.collective.group_size)
+    if moved is None or before is None:
+        moved, before = _itemsize(hoist.operand), _itemsize(chain.collective.node)
+    if not hoist.kept or moved >= before:
+        return moved < before or (moved == before and not hoist.kept)
+    cost, machine = _until_first_use(chain, hoist), machine_for(chain.shard)
+    estimate = cost.estimate_us(machine)
+    return not estimate or estimate["comm"] <= estimate["matmul"]
+
+
+def _until_first_use(chain: GatherChain, hoist: Hoist) -> Cost:
+    """What the fused op moves, and all matmuls from its own on that can hide the gather beside it."""
+    matmuls = [matmul for node in hoist.hidden_by if not isinstance(matmul := read_matmul(node), Refusal)]
+    own = cost_of(chain)
+    return Cost(own.comm_bytes, _sum([own.flops, *(_flops(matmul.a, matmul.node) for matmul in matmuls)]))
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    known = list(counts)
+    return None if None in known else sum(count for count in known if count is not None)
+
+
+def _itemsize(node: fx.Node) -> int:
+    value = tensor_of(node)
+    return 0 if value is None else value.dtype.itemsize
 
 
 def _bytes(node: fx.Node | None) -> int | None:

@@ -1,6 +1,7 @@
 """Find chains: every collective of a graph, with a proven chain around it or the reasons why there is none. Pure.
 
     gather    shard → all_gather → wait → view* → {mm, addmm, _scaled_mm}+
+    gather    shard → all_gather → wait → {view, row-wise op}* → {mm, addmm, _scaled_mm}+     (`rowwise`)
     scatter   {mm, addmm, _scaled_mm}+ → view* → (add → view*)* → reduce_scatter → wait
 
 Structure is proven by `shapes` on maps that `views.follow` carries; no spelling of a view chain is enumerated.
@@ -9,7 +10,7 @@ Structure is proven by `shapes` on maps that `views.follow` carries; no spelling
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,7 @@ from asynctp_passes.chain import Candidate, Collective, GatherChain, Matmul, Sca
 from asynctp_passes.fxview import Sizes, is_size, mutates, op_name, tensor_of
 from asynctp_passes.read import called_name, feeds_left_operand, is_matmul, operands_that_are, read_matmul
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.rowwise import Region, chain_of, products_of
 from asynctp_passes.shapes import (
     GatherPlacement,
     IndexMap,
@@ -156,8 +158,13 @@ def _gather(scene: _Scene, gather: Collective, wanted: set[fx.Node]) -> Candidat
     if isinstance(flow, Refusal):
         return Candidate(gather, None, (flow,), (gather.node,))
     consumers, misses = _consumers(scene, gather, flow)
+    way_misses: list[_Miss] = []
+    if not any(placement.axis == "rows" for _, placement in consumers):
+        hoisted, way_misses = _hoisted(scene, gather, flow, wanted, rows_only=bool(consumers))
+        if hoisted is not None:
+            return hoisted
     if not consumers:
-        misses = [_named(gather, miss) for miss in (*misses, *_near_gather(scene, gather, flow))]
+        misses = [_named(gather, miss) for miss in (*misses, *way_misses)]
         misses.sort(key=_informative)
         nodes = scene.sorted([*gather.results, *misses[0].nodes])
         return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes)
@@ -165,6 +172,28 @@ def _gather(scene: _Scene, gather: Collective, wanted: set[fx.Node]) -> Candidat
     chain = _gather_chain(scene, gather, flow, free or consumers)
     nodes = scene.sorted([*gather.nodes, *_members(chain)])
     return Candidate(gather, chain, (), nodes, left_out=_left_out(chain, consumers, misses))
+
+
+def _hoisted(
+    scene: _Scene, gather: Collective, flow: Flow, wanted: set[fx.Node], rows_only: bool
+) -> tuple[Candidate | None, list[_Miss]]:
+    """The gather's chain with the ops between it and a matmul moved to the shard, or why there is none."""
+    if not any(user in scene.ways_down for source in (*flow.maps, *flow.pieces) for user in source.users):
+        return None, _near_gather(scene, gather, flow, {})
+    if gather.dim != 0 or gather.call is not None:  # the ranks' shards do not lie along dimension 0 of one op's result
+        return None, _near_gather(scene, gather, flow, {})
+    region = Region(scene, gather, flow)
+    products, missed = products_of(region)
+    products = [one for one in products if region.is_hoisted(one) and (one.placement.axis == "rows" or not rows_only)]
+    if not products:
+        return None, _near_gather(scene, gather, flow, {**region.refused, **missed})
+    free = [one for one in products if one.matmul.node not in wanted] or products
+    chain = chain_of(region, free, max(free, key=lambda one: one.placement.axis == "rows"))
+    fused = {matmul.node for matmul in chain.matmuls}
+    others = [one.matmul.node for one in products if one.matmul.node not in fused]
+    left_out = [f"{node.name} stays a matmul of its own" for node in others]
+    left_out += [f"{refusal.reason.name} ({refusal.facts})" for refusal in missed.values()]
+    return Candidate(gather, chain, (), scene.sorted(_members(chain)), left_out=tuple(left_out)), []
 
 
 @dataclass(frozen=True)
@@ -404,24 +433,32 @@ def _stuck(graph: fx.Graph, merged: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     return set(inputs) & set(merged.values())
 
 
-def _near_gather(scene: _Scene, gather: Collective, flow: Flow) -> list[_Miss]:
-    """Why a gather that feeds no provable matmul does not, if it reaches one at all."""
+def _near_gather(scene: _Scene, gather: Collective, flow: Flow, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:
+    """Why a gather that feeds no provable matmul does not, if it reaches one at all.
+
+    `refused` says of nodes why they cannot be computed on the shard.
+    """
     reached: list[_Miss] = []
     for source in (*flow.maps, *flow.pieces):
         for node in source.users:
             if flow.has(node) or is_size(node):
                 continue
             way = near.path(scene.ways_down, node, source, feeds_left_operand)
-            if way is None:
-                continue
-            nodes = (*_between(flow, [source]), *way)
-            if any(near.quantizes(step) for step in way):
-                return [_Miss(Refusal(reasons.QUANTIZED_AFTER_GATHER, near.names(way)), nodes)]
-            refusal = flow.refused.get(node) or Refusal(reasons.COMPUTED_BETWEEN, near.names(way))
-            if op_name(node) == "aten.constant_pad_nd.default" and is_matmul(way[1]):
-                refusal = Refusal(reasons.MATMUL_PADDED, near.names(way))
-            reached.append(_Miss(refusal, nodes))
+            if way is not None:
+                refusal = next((refused[step] for step in way if step in refused), flow.refused.get(node))
+                reached.append(_Miss(_on_the_way(way, refusal), (*_between(flow, [source]), *way)))
     return reached or [_Miss(Refusal(reasons.NO_MATMUL, gather.node.name))]
+
+
+def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
+    """Why a way from a gather to a matmul is not fused: what is known of one of its nodes, or that it computes."""
+    if refusal is not None and refusal.reason is not reasons.COMPUTED_BETWEEN:
+        return Refusal(refusal.reason, f"{near.names(way)}; {refusal.facts}")
+    if op_name(way[0]) == "aten.constant_pad_nd.default" and is_matmul(way[1]):
+        return Refusal(reasons.MATMUL_PADDED, near.names(way))
+    quantized = any(near.quantizes(step) for step in way)
+    reason = reasons.QUANTIZED_AFTER_GATHER if quantized else reasons.COMPUTED_BETWEEN
+    return Refusal(reason, near.names(way) + (f"; {refusal.facts}" if refusal else ""))
 
 
 # --- scatter side -------------------------------------------------------------------------------------------

@@ -16,15 +16,24 @@ from asynctp_passes.fxview import op_name, tensor_of
 from asynctp_passes.read import called_name, is_matmul
 from asynctp_passes.views import is_view
 
-__all__ = ["Ways", "any_operand", "names", "path", "quantizes", "ways_to_matmuls"]
+__all__ = [
+    "REDUCTIONS",
+    "Ways",
+    "any_operand",
+    "names",
+    "path",
+    "quantizes",
+    "transparent",
+    "ways_to_matmuls",
+]
 
-_REDUCTIONS = {"aten.amax", "aten.amin", "aten.max", "aten.sum", "aten.mean", "aten.var_mean", "aten.var"}
+REDUCTIONS = {"aten.amax", "aten.amin", "aten.max", "aten.min", "aten.sum", "aten.mean", "aten.var_mean", "aten.var"}
 
 
-def _transparent(node: fx.Node) -> bool:
+def transparent(node: fx.Node) -> bool:
     """Ops through which a collective is still 'next to' a matmul: views, pointwise ops, casts, reductions."""
     name = op_name(node)
-    if is_view(node) or name.rsplit(".", 1)[0] in _REDUCTIONS or name.startswith("prims.convert_element_type"):
+    if is_view(node) or name.rsplit(".", 1)[0] in REDUCTIONS or name.startswith("prims.convert_element_type"):
         return True
     return compat.is_op(node.target) and torch.Tag.pointwise in node.target.tags
 
@@ -41,7 +50,7 @@ def ways_to_matmuls(
     """The shortest ways by `step` to matmuls; `nodes` come after all that `step` leads to."""
     ways: Ways = {}
     for node in nodes:
-        if is_matmul(node) or not _transparent(node):
+        if is_matmul(node) or not transparent(node):
             continue
         options = [(1, then) for then in step(node) if is_matmul(then) and arrived(then, node)]
         options += [(ways[then][0] + 1, then) for then in step(node) if then in ways]

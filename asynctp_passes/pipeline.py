@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, cost, ops
-from asynctp_passes.chain import Candidate, Decision, GatherChain, ScatterChain
+from asynctp_passes.chain import Candidate, Decision, GatherChain, Hoist, ScatterChain
 from asynctp_passes.config import Config
 from asynctp_passes.decide import allowed, context_of, decide
 from asynctp_passes.errors import raise_if_strict
@@ -136,6 +136,9 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
     facts: dict[str, object] = {"op": f"asynctp::{kind}", "implementation": _implementation(device, chain)}
     if candidate.joins is not None:
         facts["message"] = f"the scales travel with the data of {candidate.joins.node.name}"
+    elif isinstance(chain, GatherChain) and chain.hoist is not None:
+        facts["message"] = "; ".join([*_hoist_facts(chain, chain.hoist), *candidate.left_out])
+        facts["keeps_gather"] = bool(chain.hoist.kept)
     elif candidate.left_out:
         facts["message"] = f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"
     if chain is not None:
@@ -146,6 +149,25 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
             "estimate_us": costs.estimate_us(cost.machine_for(chain.matmuls[0].a)),
         }
     return facts
+
+
+def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:
+    """What is gathered in place of the gathered tensor and beside it, with the bytes that a rank receives."""
+    gather, ranks = chain.collective.node, chain.collective.group_size
+    travels = [hoist.operand, *([] if hoist.scale is None else [hoist.scale])]
+    facts = [f"computed on the shard and gathered: {' and '.join(_amount(node, ranks) for node in travels)}"]
+    if hoist.apart:
+        facts.append(f"gathered on their own: {', '.join(_amount(one.node, ranks) for one in hoist.apart)}")
+    if not hoist.kept:
+        return [*facts, f"the gather of {_amount(gather, ranks)} is gone"]
+    users = ", ".join(node.name for node in hoist.kept)
+    return [*facts, f"the gather of {_amount(gather, ranks)} stays for {users}, which wait for it after the fused op"]
+
+
+def _amount(whole: fx.Node, ranks: int) -> str:
+    """A gathered tensor, with the bytes that a rank receives of it."""
+    count = cost.received_bytes(whole, ranks)
+    return describe(whole) + ("" if count is None else f" ({count} bytes)")
 
 
 def _implementation(device: str, chain: GatherChain | ScatterChain | None) -> str:

@@ -146,8 +146,9 @@ COMPUTED_BETWEEN = _miss(
 QUANTIZED_AFTER_GATHER = _miss(
     "ATP106",
     "QUANTIZED_AFTER_GATHER",
-    "the gathered tensor is quantized to fp8 between the all-gather and the scaled matmul",
-    "quantize the shard and gather fp8 (torchao: a tensorwise recipe); this form is not rewritten yet",
+    "the gathered tensor is quantized to fp8 between the all-gather and the scaled matmul, in a way that cannot be "
+    "moved to the shard",
+    "quantize with pointwise operations and an amax of each row, which are moved; or quantize the shard and gather fp8",
 )
 NOT_ROWS_OR_CONTRACTION = _miss(
     "ATP107",
@@ -213,6 +214,15 @@ MATMUL_PADDED = _miss(
     "set torch._inductor.config.shape_padding = False: the fused ops take any size, so padding gains nothing there",
 )
 
+MIXES_RANKS = _miss(
+    "ATP116",
+    "MIXES_RANKS",
+    "an operation between the all-gather and the matmul mixes rows of different ranks, so that no rank can compute its "
+    "part alone",
+    "quantize by rows (a rowwise recipe); for one scale, quantize the shard before the gather with a scale from an "
+    "all-reduced amax (torchao: a tensorwise recipe)",
+)
+
 # --- 2xx legality: the shape is right, but the rewrite would change the program ----------------------------
 REDUCE_OP_UNSUPPORTED = _miss(
     "ATP201",
@@ -257,6 +267,19 @@ SHAPE_UNKNOWN = _miss(
     "propagate fake tensors first (torch.fx.passes.fake_tensor_prop.FakeTensorProp)",
 )
 
+MAY_DIFFER_BY_RANK = _miss(
+    "ATP208",
+    "MAY_DIFFER_BY_RANK",
+    "a value that the gathered tensor is combined with may be another one on every rank",
+    "apply the operation to the shard before the gather, or to the matmul's result",
+)
+RANDOM_BETWEEN = _miss(
+    "ATP209",
+    "RANDOM_BETWEEN",
+    "random numbers are drawn between the all-gather and the matmul",
+    "draw them on the shard before the gather; every rank then draws its own",
+)
+
 # --- 3xx kernel limits ---------------------------------------------------------------------------------
 DTYPE_UNSUPPORTED = _miss(
     "ATP301",
@@ -290,6 +313,13 @@ MATMUL_TAKEN = _skip(
     "MATMUL_TAKEN",
     "the matmul is already fused with the all-gather of its left operand",
     "nothing to do: one matmul can hide one collective, and here it hides the all-gather",
+)
+MOVES_MORE = _skip(
+    "ATP403",
+    "MOVES_MORE",
+    "computing on the shard would move more bytes than it hides: those of what the matmul takes exceed those of the "
+    "gathered tensor, or come on top of them because the gathered tensor is used as it is too",
+    "nothing to do; where the other use can do with what the matmul takes, compute that before the gather",
 )
 
 

@@ -35,7 +35,9 @@ class Remark:
         implementation: What the op runs: `"unfused"` (plain collective and matmul: no overlap), or the kernel's name;
             on CUDA, where the op chooses per call, what is expected from the sizes and why, as
             `"fused (cost model)"`.
-        comm_bytes: Bytes this rank receives (gather) or sends (scatter) for the collective; None if unknown.
+        comm_bytes: Bytes this rank receives (gather) or sends (scatter) in the fused op; None if unknown.
+        keeps_gather: True when the program's own gather stays beside the fused op, for other users; `message` has both
+            sizes.
         flops: Floating-point operations of the chain's matmuls on this rank; None if unknown.
         estimate_us: Modelled times in microseconds (`"comm"`, `"matmul"`, `"serial"`, `"overlapped"`); empty when the
             device has no model.
@@ -56,6 +58,7 @@ class Remark:
     op: str = ""
     implementation: str = ""
     comm_bytes: int | None = None
+    keeps_gather: bool = False
     flops: int | None = None
     estimate_us: dict[str, float] = field(default_factory=dict)
 

@@ -1,6 +1,7 @@
 """Rewrite fused chains: the only file that edits a graph. Everything was checked before; nothing here can refuse.
 
 gather    shard → all_gather → wait → view* → mm+       becomes   shard → view? → all_gather_matmul → view → ...
+gather    shard → all_gather → wait → op* → mm+         becomes   shard → op* → view? → all_gather_matmul → view → ...
 scatter   mm+ → view* → add* → reduce_scatter → wait    becomes   a+, b+ → view? → matmul_reduce_scatter → view?
 """
 
@@ -9,20 +10,30 @@ from __future__ import annotations
 import heapq
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx
 
-from asynctp_passes import compat, ops  # noqa: F401  (ops registers torch.ops.asynctp)
-from asynctp_passes.chain import Collective, GatherChain, Matmul, ScaledOptions, ScatterChain
+from asynctp_passes import compat, near, ops  # noqa: F401  (ops registers torch.ops.asynctp)
+from asynctp_passes.chain import (
+    Apart,
+    Collective,
+    GatherChain,
+    Hoist,
+    Matmul,
+    Part,
+    ScaledOptions,
+    ScatterChain,
+)
 from asynctp_passes.fxview import Plan, Sizes, express, is_size, segments, size_sources, tensor_of
 from asynctp_passes.shapes import Rearrangement, Size, product, same
 from asynctp_passes.views import is_view, views_of
 
 __all__ = ["rewrite"]
 
-_aten = torch.ops.aten
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
 
 
@@ -33,16 +44,20 @@ def rewrite(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes
     """
     segment = segments(graph)
     moved: dict[fx.Node, fx.Node] = {}
+    late: set[fx.Node] = set()
     for chain in chains:
         build, old = _Builder(graph, sizes, chain, moved), _old_nodes(chain)
         op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_scatter(build, chain)
         op.meta["asynctp_collective"] = chain.collective.node.name
         segment.update((node, segment[build.anchor]) for node in build.made)
+        if isinstance(chain, GatherChain) and chain.hoist is not None:
+            late |= _come_after(build, chain)
         _erase_unused(graph, old)
         for collective in _collectives(chain):
             if collective.call is not None and collective.call.users:
                 _shrink(collective.call)
     _restore_order(graph, segment)
+    _delay(graph, late, segment)
     graph.lint()
 
 
@@ -63,6 +78,7 @@ class _Builder:
         self.collective = chain.collective
         self.anchor = chain.matmuls[0].node if isinstance(chain, GatherChain) else chain.collective.node
         self.made: list[fx.Node] = []
+        self.late: list[fx.Node] = []
         self._sources = size_sources(graph, sizes, [self.now(node) for node in chain.inputs])
         self._fake = tensor_of(chain.inputs[0])
 
@@ -85,7 +101,8 @@ class _Builder:
         node.meta.update({key: origin.meta[key] for key in _INHERITED if key in origin.meta})
         assert self._fake is not None
         with compat.without_guards(self._fake):
-            node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta.get("val")), **kwargs)
+            fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta.get("val"))
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
         self.made.append(node)
         return node
 
@@ -140,16 +157,27 @@ class _Builder:
 def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
     value = tensor_of(chain.matmuls[0].a)
     assert value is not None
-    shard = build.bitcast(build.now(chain.shard), value.dtype)
+    parts = _parts(build, chain)
+    shard = build.bitcast(parts[chain.collective.node if chain.hoist is None else chain.hoist.operand], value.dtype)
     shard, gather_dim = _shard_as_op_wants(build, chain, shard)
-    op = _call_gather(build, chain, shard, gather_dim)
+    apart = [] if chain.hoist is None else [_start_apart(build, chain, one, parts) for one in chain.hoist.apart]
+    op = _call_gather(build, chain, shard, gather_dim, parts)
     for index, matmul in enumerate(chain.matmuls):
         old = tensor_of(matmul.node)
         assert old is not None
         out = build.call(operator.getitem, op, index, like=matmul.node)
         build.replace(matmul.node, build.reshape(out, build.sizes.of(old)))
     if chain.saved:
-        _return_gathered(build, chain, build.call(operator.getitem, op, len(chain.matmuls)))
+        full = build.call(operator.getitem, op, len(chain.matmuls))
+        if chain.hoist is None:
+            _return_gathered(build, chain, full)
+        else:
+            _return_operand(build, chain, chain.hoist, full)
+    if chain.hoist is not None:
+        for one, started in zip(chain.hoist.apart, apart, strict=True):
+            _finish_apart(build, one, started)
+        if apart:  # a group's collectives run in the order in which they start: the small ones first
+            op.prepend(chain.collective.node)
     _read_sizes_elsewhere(build, _followed(chain))
     return op
 
@@ -181,7 +209,9 @@ def _rearranged(build: _Builder, node: fx.Node, way: Rearrangement) -> fx.Node:
     return node if way.is_reshape else build.permute(build.reshape(node, way.sizes), way.order)
 
 
-def _call_gather(build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim: int) -> fx.Node:
+def _call_gather(
+    build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim: int, parts: dict[fx.Node, fx.Node]
+) -> fx.Node:
     """The fused op: it returns a list of one product per matmul, then the gathered tensor if others use it."""
     gather, matmuls = chain.collective, chain.matmuls
     bs, biases = [_right(build, matmul) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
@@ -189,8 +219,9 @@ def _call_gather(build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim
     ending = (chain.saved, gather.group_size, gather.group)
     if not scaled:
         return build.call(torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending)
-    scale, b_scales = _gather_scale(build, chain, shard, gather_dim), [_column_scale(build, one) for one in scaled]
-    options = (chain.scale is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
+    scale = _gather_scale(build, chain, shard, gather_dim, parts)
+    b_scales = [_column_scale(build, one) for one in scaled]
+    options = (chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
     return build.call(
         torch.ops.asynctp.all_gather_scaled_matmul.default,
         *(shard, scale, bs, b_scales, biases, gather_dim, *options, *ending),
@@ -224,16 +255,19 @@ def _row_bias(build: _Builder, matmul: Matmul) -> fx.Node | None:
     return build.reshape(bias, build.sizes.of(value)[-1:])
 
 
-def _gather_scale(build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim: int) -> fx.Node:
+def _gather_scale(
+    build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim: int, parts: dict[fx.Node, fx.Node]
+) -> fx.Node:
     """The scale of A: one number, or one per row in the shard's (or the gathered tensor's) own dimensions."""
     scaled, value = chain.matmuls[0].scaled, tensor_of(shard)
     assert scaled is not None
     assert value is not None
     own = list(build.sizes.of(value))
-    if chain.scale is not None and chain.scale_placement is not None:
-        assert chain.scale.input is not None
-        gathered = build.bitcast(build.now(chain.scale.input), torch.float32)
-        return build.reshape(_rearranged(build, gathered, chain.scale_placement.shard), [*own[:-1], 1])
+    if chain.scale_placement is not None:
+        own_scale = chain.scale.input if chain.scale is not None else None
+        travels = build.now(own_scale) if own_scale is not None else _scale_part(chain, parts)
+        travels = _rearranged(build, build.bitcast(travels, torch.float32), chain.scale_placement.shard)
+        return build.reshape(travels, [*own[:-1], 1])
     a_scale = build.now(scaled.a_scale)
     scale = tensor_of(a_scale)
     assert scale is not None
@@ -242,6 +276,83 @@ def _gather_scale(build: _Builder, chain: GatherChain, shard: fx.Node, gather_di
     if gather_dim < len(own) - 1:
         own[gather_dim] = own[gather_dim] * chain.collective.group_size
     return build.reshape(a_scale, [*own[:-1], 1])
+
+
+def _scale_part(chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> fx.Node:
+    assert chain.hoist is not None
+    assert chain.hoist.scale is not None
+    return parts[chain.hoist.scale]
+
+
+# --- gather side: what is computed on the shard -----------------------------------------------------------
+def _parts(build: _Builder, chain: GatherChain) -> dict[fx.Node, fx.Node]:
+    """This rank's parts of the gathered tensor and of what the hoisted ops compute from it, by the whole tensors."""
+    parts = {chain.collective.node: build.now(chain.shard)}
+    local: dict[fx.Node, fx.Node] = {}
+    for step in () if chain.hoist is None else chain.hoist.steps:
+        local |= {operand: build.now(operand) for operand in step.others}
+        for operand, part in step.parts:
+            if operand not in local:
+                local[operand] = _arranged(build, parts[part.root], part, like=operand)
+        args, kwargs = fx.map_arg((step.args, step.kwargs), local.__getitem__)
+        parts[step.node] = build.call(step.target, *args, like=step.node, **kwargs)
+    return parts
+
+
+def _arranged(build: _Builder, source: fx.Node, part: Part, like: fx.Node) -> fx.Node:
+    """The part of a view, from that of its root; row-major where the whole view is, so that ops run as they did."""
+    whole = tensor_of(like)
+    assert whole is not None
+    seen = build.bitcast(source, whole.dtype)
+    arranged = build.reshape(_rearranged(build, seen, part.way), part.shape)
+    return build.contiguous(arranged) if whole.is_contiguous() else arranged
+
+
+def _return_operand(build: _Builder, chain: GatherChain, hoist: Hoist, full: fx.Node) -> None:
+    """Give the gathered operand to its users besides the matmuls."""
+    assert hoist.returned is not None
+    value = tensor_of(hoist.returned)
+    assert value is not None
+    fused = {matmul.node for matmul in chain.matmuls}
+    build.replace(hoist.returned, build.reshape(full, build.sizes.of(value)), unless=fused)
+
+
+def _start_apart(build: _Builder, chain: GatherChain, one: Apart, parts: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Start to gather a small tensor on its own, before the fused op."""
+    part, gather = build.contiguous(parts[one.root]), chain.collective
+    return build.call(_c10d.all_gather_into_tensor.default, part, gather.group_size, gather.group)
+
+
+def _finish_apart(build: _Builder, one: Apart, started: fx.Node) -> None:
+    """Wait for a small tensor after the fused op, and give it to its users with the ranks where they were."""
+    value = tensor_of(one.node)
+    assert value is not None
+    first = len(build.made)
+    whole = build.call(_c10d.wait_tensor.default, started)
+    if not same(one.outer, 1):
+        ranks = started.args[1]
+        whole = build.permute(build.reshape(whole, (ranks, one.outer, one.inner)), [1, 0, 2])
+    whole = build.reshape(whole, build.sizes.of(value))
+    build.late += build.made[first:]
+    build.replace(one.node, whole)
+
+
+def _come_after(build: _Builder, chain: GatherChain) -> set[fx.Node]:
+    """Move what waits for a gather that stays behind the fused op; the nodes that may come late.
+
+    Those are the waits for the gathers beside the fused op, and what has to follow them, but for other collectives.
+    """
+    for wait in chain.collective.waits:
+        build.anchor.prepend(wait)
+    position = {node: index for index, node in enumerate(build.graph.nodes)}
+    found = {*chain.collective.waits, *build.late}
+    stack = list(found)
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and position[user] < position[build.anchor] and near.transparent(user):
+                found.add(user)
+                stack.append(user)
+    return found
 
 
 def _return_gathered(build: _Builder, chain: GatherChain, full: fx.Node) -> None:
@@ -351,8 +462,10 @@ def _row_scale(build: _Builder, scale: fx.Node, a: fx.Node) -> fx.Node:
 
 # --- tidying up --------------------------------------------------------------------------------------------
 def _followed(chain: GatherChain) -> list[fx.Node]:
-    """The collectives' results and every view of them, used or not."""
-    return views_of([*chain.collective.results, *(() if chain.scale is None else chain.scale.results)])
+    """The collectives' results, what is computed from them, and every view of them, used or not."""
+    computed = () if chain.hoist is None else chain.hoist.inside
+    scale = () if chain.scale is None else chain.scale.results
+    return views_of([*chain.collective.results, *scale, *computed])
 
 
 def _read_sizes_elsewhere(build: _Builder, nodes: Iterable[fx.Node]) -> None:
@@ -426,15 +539,37 @@ def _restore_order(graph: fx.Graph, segment: dict[fx.Node, int]) -> None:
         return
     waiting = {node: len(node.all_input_nodes) for node in position}
     ready = [(segment[node], position[node]) for node, count in waiting.items() if not count]
-    by_position = list(position)
+    by_position, order = list(position), []
     heapq.heapify(ready)
-    cursor: fx.Node | None = None
     while ready:
         node = by_position[heapq.heappop(ready)[1]]
-        if cursor is not None:
-            cursor.append(node)
-        cursor = node
+        order.append(node)
         for user in node.users:
             waiting[user] -= 1
             if not waiting[user]:
                 heapq.heappush(ready, (segment[user], position[user]))
+    _arrange(order)
+
+
+def _delay(graph: fx.Graph, late: set[fx.Node], segment: dict[fx.Node, int]) -> None:
+    """Move nodes to just before their first users, or the next in-place operation.
+
+    Inductor runs nodes in graph order, so that what comes before a wait runs beside the collective.
+    """
+    placed: dict[fx.Node, None] = {}  # from the last node of the graph to the first
+    held: dict[int, list[fx.Node]] = {}
+    for last in reversed(graph.nodes) if late else ():
+        stack = [*([] if last in placed else [last]), *held.pop(segment[last], [])]
+        while stack:
+            node = stack.pop()
+            placed[node] = None
+            for source in node.all_input_nodes:
+                if source in late and all(user in placed for user in source.users):
+                    (stack if segment[source] == segment[node] else held.setdefault(segment[source], [])).append(source)
+    _arrange(list(reversed(placed)))
+
+
+def _arrange(order: Sequence[fx.Node]) -> None:
+    """Bring all nodes of a graph into another order."""
+    for before, node in pairwise(order):
+        before.append(node)

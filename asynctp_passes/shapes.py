@@ -35,10 +35,12 @@ __all__ = [
     "Digit",
     "GatherPlacement",
     "IndexMap",
+    "RankPlacement",
     "Rearrangement",
     "ScatterPlacement",
     "Size",
     "locate_gather",
+    "locate_ranks",
     "locate_scatter",
     "product",
     "quotient",
@@ -303,6 +305,20 @@ class Rearrangement:
 
 
 @dataclass(frozen=True)
+class RankPlacement:
+    """Where the ranks are in a tensor: dimension `dim` is [outer, ranks, inner] flattened.
+
+    A rank's part of the tensor has all its dimensions, with `dim` as [outer, inner] flattened. `part` brings the part
+    of the tensor that this one is a view of into that form, one group of dimensions for each dimension.
+    """
+
+    dim: int
+    outer: Size
+    inner: Size
+    part: Rearrangement
+
+
+@dataclass(frozen=True)
 class GatherPlacement:
     """How a matmul operand [M, K] is made of the ranks' shards.
 
@@ -334,30 +350,55 @@ class ScatterPlacement:
     out: Rearrangement
 
 
-def locate_gather(operand: IndexMap, shard_numel: Size, ranks: int) -> GatherPlacement | Refusal:
-    """Prove that a 2-D operand is a complete, rank-ordered arrangement of the gathered shards.
+def locate_gather(operand: IndexMap, block: Size, ranks: int, outer: Size = 1) -> GatherPlacement | Refusal:
+    """Prove that a 2-D operand is a complete, rank-ordered arrangement of the ranks' parts of a source tensor.
 
     Args:
-        operand: Map of the operand into the gathered tensor [ranks * shard_numel].
-        shard_numel: Elements of one rank's shard: the stride of the rank in the gathered tensor.
+        operand: Map of the operand into the source, which is [outer, ranks, block] row-major.
+        block: Elements from one rank's block to the next one's; of a gathered tensor, those of a shard.
         ranks: Number of ranks.
+        outer: How many such groups of blocks the source has; a gathered tensor has one.
     """
-    rows, columns = (_split_at(dim, shard_numel) for dim in operand.dims)
-    digits = _complete(rows + columns, operand.offset, shard_numel * ranks)
-    if isinstance(digits, Refusal):
-        return digits
-    rank = Digit(ranks, shard_numel)
-    if not any(_equal(digit, rank) for digit in digits):
-        return Refusal(reasons.PIECES_REORDERED, f"no digit counts the {ranks} ranks in order: {_text(rows + columns)}")
-    if (place := _index(rows, rank)) is not None:
-        outer, inner = rows[:place], rows[place + 1 :]
-        shard = _rearrange(outer, inner, columns)
-        return GatherPlacement("rows", _length(outer), _length(inner), _length(columns), shard)
-    place = _index(columns, rank)
+    found = _find_ranks(operand, block, ranks, outer)
+    if isinstance(found, Refusal):
+        return found
+    (rows, columns), axis, place = found
+    if axis == 0:
+        before, after, columns = (_without(dim, block, ranks) for dim in (rows[:place], rows[place + 1 :], columns))
+        shard = _rearrange(before, after, columns)
+        return GatherPlacement("rows", _length(before), _length(after), _length(columns), shard)
     if place != 0:
         return Refusal(reasons.NOT_ROWS_OR_CONTRACTION, f"the rank is inside the contraction: {_text(columns)}")
-    shard = _rearrange(rows, columns[1:])
-    return GatherPlacement("contraction", _length(rows), 1, _length(columns[1:]), shard)
+    rows, columns = (_without(dim, block, ranks) for dim in (rows, columns[1:]))
+    return GatherPlacement("contraction", _length(rows), 1, _length(columns), _rearrange(rows, columns))
+
+
+def locate_ranks(view: IndexMap, block: Size, ranks: int, outer: Size = 1) -> RankPlacement | Refusal:
+    """Prove that a view of any number of dimensions is a complete arrangement of the ranks' parts of a source tensor.
+
+    Takes what `locate_gather` takes.
+    """
+    found = _find_ranks(view, block, ranks, outer)
+    if isinstance(found, Refusal):
+        return found
+    dims, axis, place = found
+    before, after = dims[axis][:place], dims[axis][place + 1 :]
+    part = [_without((*before, *after) if index == axis else dim, block, ranks) for index, dim in enumerate(dims)]
+    return RankPlacement(axis, _length(before), _length(after), _rearrange(*part))
+
+
+def _find_ranks(view: IndexMap, block: Size, ranks: int, outer: Size) -> tuple[list[Dim], int, int] | Refusal:
+    """The dimensions of a complete view, with the digit that counts the ranks as `dims[axis][place]`."""
+    dims = [_split_at(_split_at(dim, block), block * ranks) for dim in view.dims]
+    every = tuple(digit for dim in dims for digit in dim)
+    complete = _complete(every, view.offset, outer * ranks * block)
+    if isinstance(complete, Refusal):
+        return complete
+    rank = Digit(ranks, block)
+    for axis, dim in enumerate(dims):
+        if (place := _index(dim, rank)) is not None:
+            return dims, axis, place
+    return Refusal(reasons.PIECES_REORDERED, f"no digit counts the {ranks} ranks in order: {_text(every)}")
 
 
 def locate_scatter(operand: IndexMap, rows: Size, columns: Size, ranks: int) -> ScatterPlacement | Refusal:

@@ -16,7 +16,7 @@ from dumps import CORPUS, dump_paths, example_inputs, load
 from lockstep import differences, evaluate, op_name
 from serving_ops import registered
 
-from asynctp_passes import Config, run
+from asynctp_passes import Config, Report, run
 
 EXPECTED = """
 # graph                                   all-gather  reduce-scatter  all-reduce
@@ -40,7 +40,7 @@ fp8_F_scaled_mm_v2__0                     F*2         -               -
 fp8_F_scaled_mm_v2_rs__0                  -           F               -
 fp8_F_scaled_mm_v2_tensorwise__0          F           -               -
 torch2.11/fp8_F_scaled_mm_v2__1           -           -               -
-fp8_bf16_gather_then_quant_rowwise__0     M106        -               -
+fp8_bf16_gather_then_quant_rowwise__0     F           -               -
 fp8_rowwise_ag_3d_dim1_bothgathered__0    F*2         -               -
 fp8_rowwise_rs_3d_dim1__0                 -           F               -
 fp8_tensorwise_ag_2d__0                   F           -               -
@@ -102,17 +102,17 @@ mlp_sp_uneven_seq__0                      M114        M114            -
 mlp_sp_uneven_seq__1                      M114        -               -
 swiglu_sp_B2__0                           F           F               -
 swiglu_sp_B2__1                           F           F               -
-torchao_rowwise_block__0                  M106*2      F*2             S002*9
-torchao_rowwise_block__1                  M106*2      M*2             S002*8
-torch2.11/torchao_rowwise_block__1        M106*2      M*2             S002*10
-torchao_rowwise_block_full_ac__0          M106*2      F*2             S002*9
-torchao_rowwise_block_full_ac__1          M106*4      F,M*2           S002*12
-torchao_rowwise_swiglu_B1__0              M106        F               S002*4
-torchao_rowwise_swiglu_B1__1              M106        M               S002*4
-torchao_rowwise_swiglu__0                 M106        F               S002*4
-torchao_rowwise_swiglu__1                 M106        M               S002*4
-torchao_rowwise_with_gw_hp_swiglu__0      M106        F               S002*5
-torchao_rowwise_with_gw_hp_swiglu__1      M106        M               S002*4
+torchao_rowwise_block__0                  F*2         F*2             S002*9
+torchao_rowwise_block__1                  F*2         M*2             S002*8
+torch2.11/torchao_rowwise_block__1        F*2         M*2             S002*10
+torchao_rowwise_block_full_ac__0          F*2         F*2             S002*9
+torchao_rowwise_block_full_ac__1          F*4         F,M*2           S002*12
+torchao_rowwise_swiglu_B1__0              F           F               S002*4
+torchao_rowwise_swiglu_B1__1              F           M               S002*4
+torchao_rowwise_swiglu__0                 F           F               S002*4
+torchao_rowwise_swiglu__1                 F           M               S002*4
+torchao_rowwise_with_gw_hp_swiglu__0      F           F               S002*5
+torchao_rowwise_with_gw_hp_swiglu__1      F           M               S002*4
 torchao_tensorwise_block__0               F*2         F*2             S002*11
 torchao_tensorwise_block__1               F*2         F*2             S002*7
 torchao_tensorwise_swiglu_B1__0           F           F               S002*5
@@ -182,7 +182,7 @@ def test_outcomes(path: Path) -> None:
     actual = tuple([_outcome(remarks.get(name)) for name in side] for side in names)
     assert _readable(names, actual, pinned=expected_for(path)) == _readable(names, expected_for(path))
     left = {node.name for node in module.graph.nodes}
-    assert not left & {remark.collective for remark in report.fused}
+    assert left & {remark.collective for remark in report.fused} == _kept(report)
     fused_ops = [node for node in module.graph.nodes if op_name(node.target).startswith("asynctp::")]
     assert bool(fused_ops) == bool(report.fused)
 
@@ -224,6 +224,11 @@ def group_size(graph: torch.fx.Graph) -> int:
 
 
 _SIZE_ARGUMENT = {"_c10d_functional::all_gather_into_tensor": 1, "_c10d_functional::reduce_scatter_tensor": 2}
+
+
+def _kept(report: Report) -> set[str]:
+    """The gathers that stay beside a fused op, for other users of what they gather."""
+    return {remark.collective for remark in report.fused if remark.keeps_gather}
 
 
 def _outcome(remark: object | None) -> str:

@@ -22,7 +22,7 @@ KERNELS = ROOT / "kernels" / "asynctp_kernels"
 ROWS = (
     ("reasons", "config", "compat", "shapes", "chain", "reference", "registry"),
     ("fxview", "views", "read", "ops"),
-    ("find", "near", "cost", "checks", "collectives"),
+    ("find", "rowwise", "near", "cost", "checks", "collectives"),
     ("decide",),
     ("rewrite", "report", "errors", "visualize"),
     ("pipeline",),
@@ -50,6 +50,7 @@ PRIVATE_TORCH = {
     "reference": {"torch.ops._c10d_functional"},
     "bench": {"torch.ops._c10d_functional"},
     "collectives": {"torch.ops._c10d_functional"},
+    "rewrite": {"torch.ops._c10d_functional"},
     # The demo is a program of its own: it turns caches off and has the backward graph compiled early.
     "demo/train": {"torch._functorch", "torch._inductor", "torch._dynamo"},
 }

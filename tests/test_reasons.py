@@ -92,6 +92,14 @@ def scaled(b: GraphBuilder, a_scale: list[int], b_scale: list[int], **kwargs: An
     return b.scaled_mm(gathered(b, 4, 32, dtype=FP8), w, *scales, **kwargs)
 
 
+def quantized(b: GraphBuilder, scale_of: Callable[[Node], Node]) -> Node:
+    """A scaled product `[16, 16]` of a gathered tensor that is multiplied by a scale and cast to fp8."""
+    whole = gathered(b, 4, 32)
+    fp8 = b.call(torch.ops.prims.convert_element_type.default, b.call(aten.mul.Tensor, whole, scale_of(whole)), FP8)
+    w = b.input("w", [32, 16], FP8, column_major=True)
+    return b.scaled_mm(fp8, w, b.input("a_scale", []), b.input("b_scale", []))
+
+
 # --- 0xx scope -------------------------------------------------------------------------------------------------
 @row("GROUP_NOT_ENROLLED", "group tp of dp, ep", groups=("dp", "ep"))
 def gather_of_another_group(b: GraphBuilder) -> Node:
@@ -229,9 +237,11 @@ def gathered_beside_another_tensor(b: GraphBuilder) -> Node:
     return times(b, b.cat([gathered(b), b.input("extra", [4, 8])]))
 
 
-@row("COMPUTED_BETWEEN", "relu -> mm")
-def relu_after_the_gather(b: GraphBuilder) -> Node:
-    return times(b, b.relu(gathered(b)))
+@row("COMPUTED_BETWEEN", "number of rows")
+def scaled_by_a_sum_of_each_row(b: GraphBuilder) -> Node:
+    """The order in which a sum rounds may depend on how many rows there are."""
+    whole = gathered(b)
+    return times(b, b.call(aten.mul.Tensor, whole, b.call(aten.sum.dim_IntList, whole, [-1], True)))
 
 
 @row("COMPUTED_BETWEEN", "mm -> relu")
@@ -239,16 +249,25 @@ def relu_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.relu(product(b)))
 
 
-@row("COMPUTED_BETWEEN", "convert")
-def cast_after_the_gather(b: GraphBuilder) -> Node:
-    return times(b, b.call(torch.ops.prims.convert_element_type.default, gathered(b), torch.bfloat16))
+@row("QUANTIZED_AFTER_GATHER", "number of rows")
+def quantized_by_the_mean_of_each_row(b: GraphBuilder) -> Node:
+    return quantized(b, lambda x: b.call(aten.mean.dim, b.call(aten.abs.default, x), [-1], True))
 
 
-@row("QUANTIZED_AFTER_GATHER", "convert_element_type")
-def quantized_after_the_gather(b: GraphBuilder) -> Node:
-    fp8 = b.call(torch.ops.prims.convert_element_type.default, b.relu(gathered(b, 4, 32)), FP8)
-    w = b.input("w", [32, 16], FP8, column_major=True)
-    return b.scaled_mm(fp8, w, b.input("a_scale", []), b.input("b_scale", []))
+@row("MIXES_RANKS", "max")
+def quantized_by_one_amax(b: GraphBuilder) -> Node:
+    return quantized(b, lambda x: b.call(aten.max.default, b.call(aten.abs.default, x)))
+
+
+@row("MIXES_RANKS", "amax")
+def quantized_by_an_amax_of_each_column(b: GraphBuilder) -> Node:
+    return quantized(b, lambda x: b.call(aten.amax.default, b.call(aten.abs.default, x), [0], True))
+
+
+@row("MIXES_RANKS", "ranks in different places")
+def combined_with_its_own_transpose(b: GraphBuilder) -> Node:
+    whole = gathered(b, 2, 8)
+    return times(b, b.add(whole, b.permute(whole, [1, 0])))
 
 
 @row("NOT_ROWS_OR_CONTRACTION", "inside the contraction")
@@ -466,6 +485,34 @@ def product_used_elsewhere(b: GraphBuilder) -> tuple[Node, Node]:
     return b.relu(out), b.scatter(out)
 
 
+@row("MAY_DIFFER_BY_RANK", "v")
+def combined_with_an_input(b: GraphBuilder) -> Node:
+    return times(b, b.call(aten.mul.Tensor, gathered(b), b.input("v", [8])))
+
+
+@row("MAY_DIFFER_BY_RANK", "a value for each row")
+def combined_with_values_of_its_rows(b: GraphBuilder) -> Node:
+    return times(b, b.add(gathered(b), b.input("positions", [16, 8])))
+
+
+@row("MAY_DIFFER_BY_RANK", "mul takes a number")
+def combined_with_a_number(b: GraphBuilder) -> Node:
+    """It may be the rank's own."""
+    return times(b, b.call(aten.mul.Tensor, gathered(b), 3.0))
+
+
+@row("MAY_DIFFER_BY_RANK", "v")
+def quantized_by_a_scale_from_outside(b: GraphBuilder) -> Node:
+    scale = b.input("v", [])
+    return quantized(b, lambda x: scale)
+
+
+@row("RANDOM_BETWEEN", "rand_like")
+def combined_with_random_numbers(b: GraphBuilder) -> Node:
+    whole = gathered(b)
+    return times(b, b.call(aten.mul.Tensor, whole, b.call(aten.rand_like.default, whole)))
+
+
 @row("OPERAND_DEPENDS_ON_GATHER", "mm")
 def gather_times_itself(b: GraphBuilder) -> Node:
     whole = gathered(b)
@@ -593,6 +640,18 @@ def small_gather(b: GraphBuilder) -> Node:
 @row("BELOW_THRESHOLD", "operations < min_flops=10000", min_flops=10_000)
 def small_matmul(b: GraphBuilder) -> Node:
     return b.scatter(product(b))
+
+
+@row("MOVES_MORE", "which sum_1 needs too")
+def gathered_tensor_used_as_it_is_too(b: GraphBuilder) -> tuple[Node, Node]:
+    whole = gathered(b)
+    return times(b, b.relu(whole)), b.call(aten.sum.default, whole)
+
+
+@row("MOVES_MORE", "bf16[16, 8]")
+def cast_up_after_the_gather(b: GraphBuilder) -> Node:
+    whole = gathered(b, dtype=torch.bfloat16)
+    return times(b, b.call(torch.ops.prims.convert_element_type.default, whole, torch.float32))
 
 
 # --- the tests -------------------------------------------------------------------------------------------------

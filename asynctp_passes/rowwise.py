@@ -1,0 +1,551 @@
+"""Moving row-wise computation from behind a gather to before it.
+
+    shard → all_gather → wait → {view, pointwise op, cast, amax of a row}* → matmul
+
+A *region* holds the tensors that are computed from a gathered tensor in such a way that every rank can compute its part
+of them from its own shard. Each is [outer, ranks, inner] along one of its dimensions, and the part of a rank is its
+[outer, inner]:
+
+    the gathered tensor     the ranks' shards lie along dimension 0
+    a view                  its index map says where the ranks went (`shapes.locate_ranks`)
+    a pointwise op, a cast  elements meet elements of the same rank, or a value that is the same on all ranks and has
+                            one element along the ranks' dimension
+    an amax or amin         over other dimensions than the ranks'
+
+The same ops on parts, in the same order and dtypes, give the parts of the same tensors, bit by bit: maxima do not
+depend on the order in which they are taken. Sums round in an order that may depend on the number of rows, so they end a
+region, as does whatever is not listed.
+
+What comes from outside the graph may differ by rank, and so may a number in it: one rank's graph does not say what the
+others' have. A tensor is the same on all ranks if a collective made it so. Numbers are taken to be the same in a
+quantization, where they are the limits of a format, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat, near, reasons
+from asynctp_passes.chain import Apart, Collective, GatherChain, Hoist, Matmul, Part, Step
+from asynctp_passes.fxview import Sizes, arguments, is_size, mutates, op_name, tensor_of
+from asynctp_passes.read import is_matmul, read_matmul
+from asynctp_passes.reasons import Refusal
+from asynctp_passes.shapes import (
+    GatherPlacement,
+    IndexMap,
+    RankPlacement,
+    Size,
+    locate_gather,
+    locate_ranks,
+    product,
+    quotient,
+    same,
+)
+from asynctp_passes.views import Flow, follow, is_view, views_of
+
+__all__ = ["Product", "Region", "Scene", "chain_of", "products_of"]
+
+_CASTS = {"prims.convert_element_type.default", "aten._to_copy.default", "aten.to.dtype"}
+_EXACT_REDUCTIONS = {"aten.amax.default", "aten.amin.default"}
+_CONSTANTS = {"aten.full.default", "aten.scalar_tensor.default", "aten.zeros.default", "aten.ones.default"}
+_SMALL = 8  # A tensor of that many times fewer bytes than the gathered one is cheap to gather on its own.
+
+
+class Scene(Protocol):
+    """What is known of the graph being searched."""
+
+    order: dict[fx.Node, int]
+    sizes: Sizes
+    collectives: Sequence[Collective]
+
+    def depends(self, node: fx.Node, on: fx.Node) -> bool:
+        """True when `node` is computed from the values of an earlier node."""
+
+    def rows_and_columns(self, operand: IndexMap, node: fx.Node) -> IndexMap | Refusal:
+        """A matmul's left operand as a matrix."""
+
+    def sorted(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+        """Nodes in graph order, without repetition."""
+
+
+# --- the region --------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Root:
+    """A tensor of the region that is not a view: [outer, ranks, block] row-major, with its views.
+
+    `twin` is the first root that is computed by the same ops from the same values; `numbers` tells that a number of
+    the graph takes part in computing it.
+    """
+
+    node: fx.Node
+    outer: Size
+    block: Size
+    flow: Flow
+    twin: fx.Node
+    numbers: bool = False
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A tensor of the region: a view of a root, and where the ranks are in it."""
+
+    root: fx.Node
+    view: IndexMap
+    place: RankPlacement
+
+
+_Place = tuple[int, Size, Size]
+"""Dimension of the ranks, counted from the last one (-1), and how many [outer] and [inner] indices are around them."""
+
+
+class Region:
+    """The tensors that every rank can compute its part of from its own shard.
+
+    Attributes:
+        roots: The gathered tensor, and what is computed.
+        members: All tensors, views included.
+        home: The root of every member, and of what lies between members: pieces of a split.
+        refused: Users of members that are not members, and why.
+    """
+
+    def __init__(self, scene: Scene, gather: Collective, flow: Flow) -> None:
+        self.scene = scene
+        self.gather = gather
+        self.roots: dict[fx.Node, _Root] = {}
+        self.members: dict[fx.Node, _Member] = {}
+        self.home: dict[fx.Node, fx.Node] = {}
+        self.refused: dict[fx.Node, Refusal] = {}
+        self._twins: dict[Any, fx.Node] = {}
+        self._waiting: list[int] = []
+        self._nodes = list(scene.order)
+        same_on_all = (other for other in scene.collectives if _makes_uniform(other, gather))
+        self._uniform_results = {result for other in same_on_all for result in other.results}
+        shard = tensor_of(gather.input)
+        assert shard is not None
+        self._add(_Root(gather.node, 1, product(scene.sizes.of(shard)), flow, gather.node))
+        self._grow()
+
+    def twin(self, node: fx.Node) -> fx.Node:
+        """The first root that holds what the root of a member holds."""
+        return self.roots[self.home[node]].twin
+
+    def sources(self, root: fx.Node) -> list[fx.Node]:
+        """The members that a root is computed from."""
+        return [source for source in root.all_input_nodes if source in self.members]
+
+    def is_hoisted(self, one: Product) -> bool:
+        """True for a product of something that is computed, not of the gathered tensor itself."""
+        return one.scale is not None or self.home[one.matmul.a] is not self.gather.node
+
+    def key(self, node: fx.Node) -> tuple[Any, ...]:
+        """Equal for members that hold the same values in the same arrangement."""
+        member, value = self.members[node], tensor_of(node)
+        return self.twin(node), member.view, None if value is None else value.dtype
+
+    def cause(self, node: fx.Node) -> Refusal | None:
+        """Why a node that is computed from the gathered tensor is no member: the refusal it all began with."""
+        seen, stack = set(), [node]
+        while stack:
+            step = stack.pop()
+            if step in self.refused:
+                return self.refused[step]
+            if step not in seen and self.scene.order[step] > self.scene.order[self.gather.node] and not is_size(step):
+                seen.add(step)
+                stack.extend(step.all_input_nodes)
+        return None
+
+    def _add(self, root: _Root) -> None:
+        self.roots[root.node] = root
+        for node, view in root.flow.maps.items():
+            place = locate_ranks(view, root.block, self.gather.group_size, root.outer)
+            if isinstance(place, RankPlacement):
+                self.members[node] = _Member(root.node, view, place)
+        self.home.update(dict.fromkeys((*root.flow.maps, *root.flow.pieces), root.node))
+        for user in {user for node in root.flow.maps if node in self.members for user in node.users}:
+            if not (root.flow.has(user) or is_size(user) or is_matmul(user) or user.op == "output"):
+                heapq.heappush(self._waiting, self.scene.order[user])
+
+    def _grow(self) -> None:
+        """Visit the users of members in graph order, so that every operand is known before its user."""
+        while self._waiting:
+            node = self._nodes[heapq.heappop(self._waiting)]
+            if node in self.members or node in self.refused:
+                continue
+            place = self._computed(node)
+            if isinstance(place, Refusal):
+                self.refused[node] = Refusal(place.reason, f"{op_name(node)} {node.name}: {place.facts}")
+            else:
+                self._add(self._root(node, place))
+
+    def _root(self, node: fx.Node, place: _Place) -> _Root:
+        value = tensor_of(node)
+        assert value is not None
+        shape = self.scene.sizes.of(value)
+        axis, outer, inner = len(shape) + place[0], place[1], place[2]
+        flow = follow(self.scene.sorted(views_of([node])), {node: IndexMap.identity(shape)}, self.scene.sizes)
+        twin = self._twins.setdefault(self._computation(node), node)
+        block, numbers = inner * product(shape[axis + 1 :]), _takes_number(node, self.members)
+        return _Root(node, product(shape[:axis]) * outer, block, flow, twin, numbers)
+
+    def _computation(self, node: fx.Node) -> Any:
+        """What a node computes, as a key: its op and arguments, members by their values."""
+
+        def frozen(argument: Any) -> Any:
+            if isinstance(argument, list | tuple):
+                return tuple(frozen(item) for item in argument)
+            if isinstance(argument, fx.Node) and argument in self.members:
+                return self.key(argument)
+            return (type(argument), argument.hex() if isinstance(argument, float) else argument)
+
+        return node.target, frozen(node.args), frozen(tuple(sorted(node.kwargs.items())))
+
+    # --- the rules: where the ranks are in the result of an op, or why no rank can compute its part ---
+    def _computed(self, node: fx.Node) -> _Place | Refusal:
+        target, name = node.target, op_name(node)
+        if is_view(node) and name not in _CASTS:
+            return next(root.flow.refused[node] for root in self.roots.values() if node in root.flow.refused)
+        if tensor_of(node) is None:
+            return Refusal(reasons.SHAPE_UNKNOWN, "no tensor")
+        if not compat.is_op(target) or mutates(node):
+            return Refusal(reasons.COMPUTED_BETWEEN, "not a pure operation")
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            return Refusal(reasons.RANDOM_BETWEEN, "every rank would draw other numbers")
+        if torch.Tag.pointwise in target.tags or name in _CASTS:
+            return self._pointwise(node)
+        if name.rsplit(".", 1)[0] in near.REDUCTIONS:
+            return self._reduced(node)
+        return Refusal(reasons.COMPUTED_BETWEEN, "neither a view nor a row-wise operation")
+
+    def _pointwise(self, node: fx.Node) -> _Place | Refusal:
+        places = [self._from_last(operand) for operand in node.all_input_nodes if operand in self.members]
+        first = places[0]
+        if not all(_same_place(place, first) for place in places):
+            return Refusal(reasons.MIXES_RANKS, "its operands have the ranks in different places")
+        others = (operand for operand in node.all_input_nodes if operand not in self.members)
+        refused = next((refusal for other in others if (refusal := self._other_operand(other, first[0]))), None)
+        return refused or self._of_one_device(node) or first
+
+    def _from_last(self, member: fx.Node) -> _Place:
+        known = self.members[member]
+        return known.place.dim - len(known.view.dims), known.place.outer, known.place.inner
+
+    def _other_operand(self, operand: fx.Node, dim: int) -> Refusal | None:
+        """Why an operand from outside the region does not meet every rank's part in the same way."""
+        value = tensor_of(operand)
+        if value is None:
+            return Refusal(reasons.SIZES_NOT_PROVEN, f"{operand.name} is no tensor")
+        if self.scene.depends(operand, self.gather.node):
+            return self.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
+        shape = self.scene.sizes.of(value)
+        if len(shape) >= -dim and not same(shape[dim], 1):
+            return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{operand.name} has a value for each row")
+        if not self._uniform(operand):
+            return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{operand.name}")
+        return None
+
+    def _of_one_device(self, node: fx.Node) -> Refusal | None:
+        value, whole = tensor_of(node), tensor_of(self.gather.node)
+        assert value is not None
+        assert whole is not None
+        moved = value.device != whole.device
+        return Refusal(reasons.COMPUTED_BETWEEN, f"moves to {value.device}") if moved else None
+
+    def _reduced(self, node: fx.Node) -> _Place | Refusal:
+        values = arguments(node)
+        source = next(iter(values.values()))
+        if source not in self.members:
+            return Refusal(reasons.COMPUTED_BETWEEN, "reduces another tensor")
+        rank = len(self.members[source].view.dims)
+        dims = values.get("dim")
+        reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
+        dim, outer, inner = self._from_last(source)
+        if rank + dim in reduced:
+            return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
+        if op_name(node) not in _EXACT_REDUCTIONS:
+            return Refusal(reasons.COMPUTED_BETWEEN, "rounds in an order that may depend on the number of rows")
+        kept = 0 if values.get("keepdim") else sum(axis > rank + dim for axis in reduced)
+        return dim + kept, outer, inner
+
+    def _uniform(self, node: fx.Node) -> bool:
+        """True when a tensor is provably the same on all ranks of the group."""
+        seen, stack = set(), [node]
+        while stack:
+            step = stack.pop()
+            if step in seen or step in self._uniform_results:
+                continue
+            seen.add(step)
+            sources = step.all_input_nodes
+            if not (_pure(step) if sources else op_name(step) in _CONSTANTS):
+                return False
+            stack.extend(sources)
+        return True
+
+
+def _makes_uniform(other: Collective, gather: Collective) -> bool:
+    """True for all-gathers and all-reduces over the gather's group: they give every rank of it the same."""
+    return other.kind in ("all_gather", "all_reduce") and other.group_key == gather.group_key != ""
+
+
+def _same_place(a: _Place, b: _Place) -> bool:
+    return a[0] == b[0] and same(a[1], b[1]) and same(a[2], b[2])
+
+
+def _pure(node: fx.Node) -> bool:
+    """True for ops whose result is decided by their tensors: views, casts, pointwise ops."""
+    if is_view(node):
+        return True
+    pointwise = compat.is_op(node.target) and torch.Tag.pointwise in node.target.tags
+    return pointwise and not mutates(node) and tensor_of(node) is not None
+
+
+def _takes_number(node: fx.Node, members: dict[fx.Node, _Member]) -> bool:
+    """True when a pointwise op takes a number, or a tensor that is not computed from the gathered one."""
+    if op_name(node) in _CASTS or op_name(node) in _EXACT_REDUCTIONS:
+        return False
+    values = (*node.args, *node.kwargs.values())
+    return any(isinstance(value, int | float | complex) and not isinstance(value, bool) for value in values) or any(
+        operand not in members for operand in node.all_input_nodes
+    )
+
+
+# --- matmuls of the region ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Product:
+    """A matmul whose left operand, and perhaps its scale per row, every rank can compute its part of."""
+
+    matmul: Matmul
+    placement: GatherPlacement
+    scale: GatherPlacement | None
+
+
+def products_of(region: Region) -> tuple[list[Product], dict[fx.Node, Refusal]]:
+    """The matmuls whose left operand is a tensor of the region, and those that cannot be computed by parts."""
+    found: list[Product] = []
+    missed: dict[fx.Node, Refusal] = {}
+    for node in region.scene.sorted(user for member in region.members for user in member.users if is_matmul(user)):
+        result = _product(region, node)
+        if isinstance(result, Product):
+            found.append(result)
+        elif result is not None:
+            missed[node] = Refusal(result.reason, f"{node.name}: {result.facts}")
+    return found, missed
+
+
+def _product(region: Region, node: fx.Node) -> Product | Refusal | None:
+    matmul = read_matmul(node)
+    if isinstance(matmul, Refusal):
+        return matmul
+    if matmul.a not in region.members:
+        return None
+    view = region.scene.rows_and_columns(region.members[matmul.a].view, matmul.a)
+    placement = view if isinstance(view, Refusal) else _located(region, matmul.a, view)
+    if isinstance(placement, Refusal):
+        return placement
+    a_scale = None if matmul.scaled is None else matmul.scaled.a_scale
+    travels = a_scale is not None and a_scale in region.members
+    for operand in matmul.operands:
+        if not (travels and operand is a_scale) and region.scene.depends(operand, region.gather.node):
+            return region.cause(operand) or Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, operand.name)
+    if matmul.scaled is None and (number := _first_number(region, matmul.a)) is not None:
+        return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{op_name(number)} {number.name} takes a number")
+    if not travels:
+        return Product(matmul, placement, None)
+    assert a_scale is not None
+    view = region.members[a_scale].view
+    if len(view.dims) != 2:
+        return Refusal(reasons.SCALES_UNSUPPORTED, f"{a_scale.name} has {len(view.dims)} dimensions")
+    scale = _located(region, a_scale, view)
+    if isinstance(scale, Refusal):
+        return scale
+    if not _scales_rows(scale, placement):
+        return Refusal(reasons.SCALES_UNSUPPORTED, f"{a_scale.name} is not one number for each row")
+    return Product(matmul, placement, scale)
+
+
+def _located(region: Region, node: fx.Node, view: IndexMap) -> GatherPlacement | Refusal:
+    root = region.roots[region.members[node].root]
+    return locate_gather(view, root.block, region.gather.group_size, root.outer)
+
+
+def _scales_rows(scale: GatherPlacement, data: GatherPlacement) -> bool:
+    """True for a scale that is laid out over the rows as the data is."""
+    sizes = ((scale.outer, data.outer), (scale.inner, data.inner), (scale.width, 1))
+    return data.axis == scale.axis == "rows" and all(same(a, b) for a, b in sizes)
+
+
+def _first_number(region: Region, node: fx.Node) -> fx.Node | None:
+    """The first op on the way to a member that takes a number, or a tensor computed from such."""
+    roots = _roots_above(region, [node])
+    return next((root for root in roots if region.roots[root].numbers), None)
+
+
+def _roots_above(region: Region, ends: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+    """The computed tensors that members are made of, each by its first twin, in graph order."""
+    found: set[fx.Node] = set()
+    stack = [region.twin(end) for end in ends]
+    while stack:
+        root = stack.pop()
+        if root not in found and root is not region.gather.node:
+            found.add(root)
+            stack.extend(region.twin(source) for source in region.sources(root))
+    return region.scene.sorted(found)
+
+
+# --- the chain ---------------------------------------------------------------------------------------------------
+def chain_of(region: Region, products: Sequence[Product], lead: Product) -> GatherChain:
+    """The chain of the `lead` and of those products that one fused op can compute with it."""
+    chosen = [one for one in products if _key(region, one) == _key(region, lead)]
+    matmuls = tuple(one.matmul for one in chosen)
+    hoist = _hoist(region, matmuls, _ends(region, lead.matmul))
+    ends = [end for matmul in matmuls for end in _ends(region, matmul)] + [one.node for one in hoist.apart]
+    assert region.gather.input is not None
+    return GatherChain(
+        collective=region.gather,
+        shard=region.gather.input,
+        matmuls=matmuls,
+        placement=lead.placement,
+        views=region.scene.sorted(_between(region, ends) - set(region.gather.results)),
+        saved=hoist.returned is not None,
+        scale_placement=lead.scale,
+        hoist=hoist,
+    )
+
+
+def _key(region: Region, one: Product) -> tuple[Any, ...]:
+    """Equal for products of the same left operand and scale of it, with the same options."""
+    scaled = one.matmul.scaled
+    if scaled is None:
+        return (region.key(one.matmul.a),)
+    scale = scaled.a_scale if one.scale is None else region.key(scaled.a_scale)
+    return region.key(one.matmul.a), scale, scaled.out_dtype, scaled.use_fast_accum
+
+
+def _ends(region: Region, matmul: Matmul) -> list[fx.Node]:
+    """What a matmul takes from the region: its left operand and, if it is computed there, the scale of that."""
+    scale = None if matmul.scaled is None else matmul.scaled.a_scale
+    return [matmul.a, *([scale] if scale is not None and scale in region.members else [])]
+
+
+def _between(region: Region, ends: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes of the region on the way from the gather to `ends`, these included."""
+    seen: set[fx.Node] = set()
+    stack = list(ends)
+    while stack:
+        node = stack.pop()
+        if node not in seen and node in region.home:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def _hoist(region: Region, matmuls: Sequence[Matmul], ends: Sequence[fx.Node]) -> Hoist:
+    """The ops to repeat on the shard for `ends` (an operand and perhaps its scale), and what becomes of the rest."""
+    used = _used_elsewhere(region, {matmul.node for matmul in matmuls})
+    returned = _returned(region, used, matmuls)
+    if returned is not None:
+        used.pop(returned)
+    apart = _apart(region, used)
+    served = _served(region, apart)
+    kept = region.scene.sorted(
+        user for node, users in used.items() if region.home[node] not in served for user in users
+    )
+    return Hoist(
+        steps=tuple(_step(region, root) for root in _roots_above(region, [*ends, *apart])),
+        operand=region.twin(ends[0]),
+        scale=region.twin(ends[1]) if len(ends) > 1 else None,
+        inside=region.scene.sorted(region.home),
+        returned=returned,
+        apart=tuple(_gathered_apart(region, root) for root in apart),
+        kept=kept,
+        hidden_by=_matmuls_between(region, matmuls[0].node, kept),
+    )
+
+
+def _gathered_apart(region: Region, root: fx.Node) -> Apart:
+    return Apart(root, region.twin(root), region.roots[root].outer, region.roots[root].block)
+
+
+def _step(region: Region, root: fx.Node) -> Step:
+    parts = tuple((operand, _part(region, operand)) for operand in region.sources(root))
+    assert compat.is_op(root.target)
+    return Step(root, root.target, tuple(root.args), dict(root.kwargs), parts)
+
+
+def _part(region: Region, node: fx.Node) -> Part:
+    member, value = region.members[node], tensor_of(node)
+    assert value is not None
+    shape = list(region.scene.sizes.of(value))
+    shape[member.place.dim] = member.place.outer * member.place.inner
+    return Part(region.twin(node), member.place.part, tuple(shape))
+
+
+Users = dict[fx.Node, tuple[fx.Node, ...]]
+
+
+def _used_elsewhere(region: Region, fused: set[fx.Node]) -> Users:
+    """What of the region something outside it uses, other than the fused matmuls; and those users. In graph order."""
+    used: Users = {}
+    for node in region.scene.sorted(region.home):
+        users = [user for user in node.users if user not in region.home and user not in fused and not is_size(user)]
+        if users:
+            used[node] = region.scene.sorted(users)
+    return used
+
+
+def _returned(region: Region, used: Users, matmuls: Sequence[Matmul]) -> fx.Node | None:
+    """The matmuls' left operand, if it has other users and no other view of the same tensor has.
+
+    Two views of one tensor share memory, and an operand from the fused op would not.
+    """
+    operand, *others = {matmul.a for matmul in matmuls}
+    value, root = tensor_of(operand), region.home[operand]
+    alone = [node for node in used if region.home[node] is root] == [operand]
+    hoisted = root is not region.gather.node and value is not None and value.is_contiguous()
+    return operand if alone and hoisted and not others else None
+
+
+def _apart(region: Region, used: Users) -> list[fx.Node]:
+    """The small roots to gather on their own: those used elsewhere, unless a gather that stays serves them in time."""
+    order, small = region.scene.order, {node for node in used if _is_small(region, region.home[node])}
+    limit = min((order[users[0]] for node, users in used.items() if node not in small), default=len(order))
+    found: list[fx.Node] = []
+    for node, users in used.items():
+        root = region.home[node]
+        if node in small and order[users[0]] < limit and root not in _served(region, found):
+            found.append(root)
+    return found
+
+
+def _served(region: Region, apart: Sequence[fx.Node]) -> set[fx.Node]:
+    """The roots that are gathered on their own, and those that are computed from such alone."""
+    served = set(apart)
+    for root in region.roots:  # in graph order
+        sources = region.sources(root)
+        if sources and all(region.home[source] in served for source in sources):
+            served.add(root)
+    return served
+
+
+def _is_small(region: Region, root: fx.Node) -> bool:
+    """True for a row-major tensor of far fewer bytes than the gathered one."""
+    value, whole = tensor_of(root), tensor_of(region.gather.node)
+    assert value is not None
+    assert whole is not None
+    sizes = region.scene.sizes
+    times = quotient(product(sizes.of(whole)), product(sizes.of(value)))
+    small = isinstance(times, int) and times * whole.dtype.itemsize >= _SMALL * value.dtype.itemsize
+    return small and value.is_contiguous()
+
+
+def _matmuls_between(region: Region, first: fx.Node, kept: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """The matmuls after `first` that run before the first user of the kept gather."""
+    if not kept:
+        return ()
+    order = region.scene.order
+    return tuple(node for node in order if order[first] < order[node] < order[kept[0]] and is_matmul(node))
