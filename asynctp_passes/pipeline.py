@@ -161,7 +161,7 @@ def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:
     if not hoist.kept:
         return [*facts, f"the gather of {_amount(gather, ranks)} is gone"]
     users = ", ".join(node.name for node in hoist.kept)
-    return [*facts, f"the gather of {_amount(gather, ranks)} stays for {users}, which wait for it after the fused op"]
+    return [*facts, f"the gather of {_amount(gather, ranks)} stays for {users}, and is waited for after the fused op"]
 
 
 def _amount(whole: fx.Node, ranks: int) -> str:

@@ -160,7 +160,7 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
     parts = _parts(build, chain)
     shard = build.bitcast(parts[chain.collective.node if chain.hoist is None else chain.hoist.operand], value.dtype)
     shard, gather_dim = _shard_as_op_wants(build, chain, shard)
-    apart = [] if chain.hoist is None else [_start_apart(build, chain, one, parts) for one in chain.hoist.apart]
+    apart = _start_apart(build, chain, parts)
     op = _call_gather(build, chain, shard, gather_dim, parts)
     for index, matmul in enumerate(chain.matmuls):
         old = tensor_of(matmul.node)
@@ -174,8 +174,7 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
         else:
             _return_operand(build, chain, chain.hoist, full)
     if chain.hoist is not None:
-        for one, started in zip(chain.hoist.apart, apart, strict=True):
-            _finish_apart(build, one, started)
+        _finish_apart(build, chain.hoist, apart)
         if apart:  # a group's collectives run in the order in which they start: the small ones first
             op.prepend(chain.collective.node)
     _read_sizes_elsewhere(build, _followed(chain))
@@ -317,24 +316,37 @@ def _return_operand(build: _Builder, chain: GatherChain, hoist: Hoist, full: fx.
     build.replace(hoist.returned, build.reshape(full, build.sizes.of(value)), unless=fused)
 
 
-def _start_apart(build: _Builder, chain: GatherChain, one: Apart, parts: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Start to gather a small tensor on its own, before the fused op."""
-    part, gather = build.contiguous(parts[one.root]), chain.collective
-    return build.call(_c10d.all_gather_into_tensor.default, part, gather.group_size, gather.group)
+def _start_apart(build: _Builder, chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Start to gather the small tensors on their own, before the fused op; equal ones once."""
+    roots = [] if chain.hoist is None else dict.fromkeys(one.root for one in chain.hoist.apart)
+    gather, start = chain.collective, _c10d.all_gather_into_tensor.default
+    return {
+        root: build.call(start, build.contiguous(parts[root]), gather.group_size, gather.group, like=root)
+        for root in roots
+    }
 
 
-def _finish_apart(build: _Builder, one: Apart, started: fx.Node) -> None:
-    """Wait for a small tensor after the fused op, and give it to its users with the ranks where they were."""
-    value = tensor_of(one.node)
-    assert value is not None
+def _finish_apart(build: _Builder, hoist: Hoist, started: dict[fx.Node, fx.Node]) -> None:
+    """Wait for small tensors after the fused op, and give them to their users; equal ones do not share memory."""
     first = len(build.made)
+    done: dict[fx.Node, fx.Node] = {}
+    for one in hoist.apart:
+        if one.root in done:
+            whole = build.call(_aten.clone.default, done[one.root])
+        else:
+            whole = done[one.root] = _ranks_in_place(build, one, started[one.root])
+        build.replace(one.node, whole)
+    build.late += build.made[first:]
+
+
+def _ranks_in_place(build: _Builder, one: Apart, started: fx.Node) -> fx.Node:
+    """Wait for a small tensor, which comes with the ranks outermost, and bring them to where they were."""
+    value, ranks = tensor_of(one.node), started.args[1]
+    assert value is not None
     whole = build.call(_c10d.wait_tensor.default, started)
     if not same(one.outer, 1):
-        ranks = started.args[1]
         whole = build.permute(build.reshape(whole, (ranks, one.outer, one.inner)), [1, 0, 2])
-    whole = build.reshape(whole, build.sizes.of(value))
-    build.late += build.made[first:]
-    build.replace(one.node, whole)
+    return build.reshape(whole, build.sizes.of(value))
 
 
 def _come_after(build: _Builder, chain: GatherChain) -> set[fx.Node]:

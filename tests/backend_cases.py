@@ -383,6 +383,35 @@ def _float8_mlp(mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(module, mesh, plan)
 
 
+def case_quantized_by_rows(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """A bf16 gather that is quantized by rows: fp8 is gathered instead, and it is the same fp8, bit by bit."""
+    group = mesh.get_group()
+    torch.manual_seed(0)
+    weight, one = torch.randn(16, 32).to(torch.float8_e4m3fn).t(), torch.ones(())
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = funcol.all_gather_tensor(x, 0, group).reshape(-1, 32)
+        scale = torch.exp2(torch.floor(torch.log2(448 / rows.abs().amax(-1, keepdim=True).float().clamp(min=1e-12))))
+        quantized = (rows.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        product = torch._scaled_mm(quantized, weight, one, one, out_dtype=torch.bfloat16)
+        return product * scale.reciprocal(), quantized
+
+    with bytes_over_gloo(), torch.no_grad():
+        start()
+        layer = compiled(program, dynamic=True, fullgraph=True)
+        for rows in (3, 4, 6):
+            x = shard_of(mesh, 2, rows, 32, dtype=torch.bfloat16)
+            with torch.compiler.set_stance("default" if rows == 3 else "fail_on_recompile"):
+                product, quantized = layer(x)
+            expected, expected_quantized = program(x)
+            assert_close([product], [expected], _TOLERANCE[torch.bfloat16])
+            assert torch.equal(quantized.view(torch.uint8), expected_quantized.view(torch.uint8))
+    reports = asynctp_passes.reports()
+    assert_fused(reports, {"inference": 1})
+    assert not any(remark.keeps_gather for report in reports for remark in report.fused)
+    return reports
+
+
 class bytes_over_gloo:
     """gloo cannot move fp8 numbers. While this is open, all-gathers on CPU move bytes."""
 

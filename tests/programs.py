@@ -6,6 +6,7 @@ dropped or trimmed, a wrong dimension, a value changed or a tensor mutated on th
 elsewhere. A pass may leave an adversarial program alone; it must not change what it computes.
 
     gather side     shard → all_gather → wait → view* → rows → {matmul, other users}
+    quantized       shard → all_gather → wait → view* → {abs → amax → ... → scale; / → clamp → fp8} → rows → _scaled_mm
     scatter side    matmul → view* → sum → view* → reduce_scatter → wait
 
 `programs()` is the hypothesis strategy and `seeded_program(seed, ...)` the same generator on a plain random source, for
@@ -74,6 +75,7 @@ class Program:
         honest: Every chain should be fused.
         gathers: Number of all-gather → matmul chains, when honest.
         scatters: Number of matmul → reduce-scatter chains, when honest.
+        beside: How many collectives there may be beside the fused ops, when honest, for other users of their operands.
         notes: What was chosen, in order; for the reader of a failure.
     """
 
@@ -84,6 +86,7 @@ class Program:
     honest: bool
     gathers: int
     scatters: int
+    beside: int
     notes: tuple[str, ...]
 
     def make_inputs(self, seed: int) -> list[list[Tensor]]:
@@ -796,6 +799,133 @@ _ATTACKING_CONSUMERS: dict[str, Callable[[Builder, _Recipe, Node, list[Node]], N
 }
 
 
+# --- gather side, quantized by rows --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Quantizer:
+    """How rows are quantized: every use of it appends the same ops."""
+
+    dtype: torch.dtype
+    flatten_first: bool
+    power_of_two: bool
+    relu: bool
+    attack: str = ""
+
+    def __call__(self, b: Builder, x: Node) -> tuple[Node, Node]:
+        """The rows [m, k] of `x` in fp8, and their scales [m, 1]."""
+        x = b.call(aten.relu.default, x) if self.relu else x
+        x = b.call(aten.reshape.default, x, [-1, shape_of(x)[-1]]) if self.flatten_first else x
+        scale = self._scale(b, x)
+        limit = torch.finfo(self.dtype).max
+        quotient = b.call(aten.div.Tensor, b.call(_cast, x, torch.float32), scale)
+        clamped = b.call(aten.clamp_max.default, b.call(aten.clamp_min.default, quotient, -limit), limit)
+        quantized = b.call(_cast, clamped, self.dtype)
+        rows = b.call(aten.reshape.default, quantized, [-1, shape_of(x)[-1]])
+        if self.attack == "scales flipped":
+            scale = b.call(aten.flip.default, scale, [0])
+        scale = b.call(aten.expand.default, b.call(aten.reshape.default, scale, [-1, 1]), [shape_of(rows)[0], 1])
+        return rows, b.call(aten.clone.default, scale, memory_format=torch.contiguous_format) if self.attack else scale
+
+    def _scale(self, b: Builder, x: Node) -> Node:
+        """The largest element of each row over the largest fp8 number; with an attack, of something else."""
+        positive, every = b.call(aten.abs.default, x), list(range(len(shape_of(x))))
+        if self.attack == "sum of each row":
+            found = b.call(aten.sum.dim_IntList, positive, [-1], True)
+        else:
+            of_rows = self.attack not in ("one amax", "amax of columns")
+            dims = [-1] if of_rows else every if self.attack == "one amax" else every[:-1]
+            found = b.call(aten.amax.default, positive, dims, True)
+        scale = b.call(_cast, b.call(aten.clamp_min.default, found, 1e-6), torch.float32)
+        scale = b.call(aten.div.Tensor, scale, torch.finfo(self.dtype).max)
+        if self.power_of_two:
+            scale = b.call(aten.exp2.default, b.call(aten.ceil.default, b.call(aten.log2.default, scale)))
+        if (
+            self.attack == "amax of columns"
+        ):  # one number for each column scales them; the matmul takes that of the first
+            scale = b.call(aten.slice.Tensor, scale, -1, 0, 1)
+        return scale
+
+
+_cast = torch.ops.prims.convert_element_type.default
+_QUANTIZER_ATTACKS = ["one amax", "amax of columns", "sum of each row", "scales flipped"]
+
+
+def _quantized_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool) -> tuple[list[Node], int]:
+    """shard → all_gather → wait → view* → quantized by rows → _scaled_mm; and how many collectives may stay beside."""
+    shape = _shard_shape(b, FP8[0])
+    dim = b.choose(range(len(shape) - 1))
+    kind = b.choose(["views", "quantizer", "quantizer", "factor", "factor", "mutation"]) if attack else "none"
+    wait = _all_gather(b, _harmless_views(b, b.placeholder(shape, dtype)), group)
+    full = gather_views(b, wait, dim, group.size, kind == "views")
+    if kind == "factor":
+        full = _FACTORS[b.choose(list(_FACTORS))](b, full)
+    quantizer_attack = b.choose(_QUANTIZER_ATTACKS) if kind == "quantizer" else ""
+    quantize = _Quantizer(b.choose(FP8), b.chance(2), b.chance(2), b.chance(3), quantizer_attack)
+    b.note(f"quantized by rows; attack {kind} {quantizer_attack}", spoils=attack)
+    rows, scale = quantize(b, full)
+    if kind == "mutation":
+        _mutate(b, b.choose([wait, full]), "gathered tensor")
+    return _quantized_consumers(b, quantize, full, rows, scale)
+
+
+def _quantized_consumers(
+    b: Builder, quantize: _Quantizer, full: Node, rows: Node, scale: Node
+) -> tuple[list[Node], int]:
+    """Matmuls on the rows, on rows quantized once more in the same way, or scaled after the matmul; and other users."""
+    style = b.choose(["scaled", "scaled", "scaled afterwards"])
+    one = b.placeholder([], torch.float32, "scale") if style == "scaled afterwards" else None
+    outs = []
+    for index in range(b.choose([1, 1, 2, 3])):
+        if index and b.chance(2):
+            rows, scale = quantize(b, full)
+        outs.append(_quantized_product(b, quantize.dtype, rows, scale, one))
+    users = b.choose(["none", "none", "gathered", "rows", "scale"])
+    b.note(f"{style}, users {users}")
+    if users == "gathered":
+        outs.append(_sum(b, full))
+    if users in ("rows", "scale"):
+        outs.append(rows if users == "rows" else scale)
+    return outs, len(outs) if users != "none" or style == "scaled afterwards" else 0
+
+
+def _quantized_product(b: Builder, dtype: torch.dtype, rows: Node, scale: Node, one: Node | None) -> Node:
+    """A product of quantized rows, scaled by the matmul, or with `one` there and by the rows' scales afterwards."""
+    recipe = _Recipe(dtype, torch.bfloat16, rowwise=True)
+    k, n = shape_of(rows)[1], b.choose([2, 4, 8])
+    right = _right_operand(b, recipe, k, n)
+    if one is None:
+        return _matmul(b, recipe, rows, right, scale)
+    product = b.call(aten._scaled_mm.default, rows, right, one, one, None, None, torch.bfloat16)
+    return b.call(aten.mul.Tensor, product, scale)
+
+
+def _factor_of_rank(b: Builder, x: Node) -> Node:
+    return b.call(aten.mul.Tensor, x, b.placeholder(b.choose([[], [1], [shape_of(x)[-1]]]), dtype_of(x)))
+
+
+def _factor_of_rows(b: Builder, x: Node) -> Node:
+    return b.call(aten.mul.Tensor, x, b.placeholder([*shape_of(x)[:-1], 1], dtype_of(x)))
+
+
+def _factor_of_itself(b: Builder, x: Node) -> Node:
+    """Multiplied by itself with its rows in another order."""
+    return b.call(aten.mul.Tensor, x, b.choose([_flip, _roll, _transpose_in_place_of])(b, x))
+
+
+def _factor_of_all_ranks(b: Builder, x: Node) -> Node:
+    """Multiplied by the largest of all its elements."""
+    return b.call(aten.mul.Tensor, x, b.call(aten.amax.default, x, list(range(len(shape_of(x)))), True))
+
+
+_FACTORS: dict[str, Callable[[Builder, Node], Node]] = {
+    "of the rank": _factor_of_rank,
+    "of the rows": _factor_of_rows,
+    "of itself": _factor_of_itself,
+    "of all ranks": _factor_of_all_ranks,
+}
+
+
 # --- scatter side --------------------------------------------------------------------------------------
 
 
@@ -936,20 +1066,24 @@ def _build(choose: Choose, wishes: Wishes) -> Program:
     b.adversarial = not honest
     dtype = choose(list(wishes.dtypes))
     gather_group, scatter_group, groups = _groups(b)
-    form = choose(["gather", "scatter", "both", "both apart"])
+    quantized = ["quantized"] if dtype not in FP8 and not set(FP8).isdisjoint(wishes.dtypes) else []
+    form = choose(["gather", "scatter", "both", "both apart", *quantized])
     attack_gather = not honest and form != "scatter" and (form == "gather" or b.chance(2))
     attack_scatter = not honest and not attack_gather
     b.note(f"{form} in {dtype}")
     outs: list[Node] = []
-    if form != "scatter":
+    beside = 0
+    if form == "quantized":
+        outs, beside = _quantized_chain(b, dtype, gather_group, attack_gather or not honest)
+    elif form != "scatter":
         outs += _gather_chain(b, dtype, gather_group, attack_gather)
-    if form != "gather":
+    if form not in ("gather", "quantized"):
         source = _relu(b, outs[0]) if form == "both" else None
         outs += _scatter_chain(b, dtype, scatter_group, attack_scatter, source)
     if not honest:
         b.note("asked to be adversarial", spoils=True)
     b.graph.output(tuple(outs))
-    counts = (int(form != "scatter"), int(form != "gather"))
+    counts = (int(form != "scatter"), int(form not in ("gather", "quantized")), beside)
     return Program(b.graph, tuple(b.inputs), b.world_size, groups, b.honest, *counts, tuple(b.notes))
 
 

@@ -52,7 +52,7 @@ def test_honest_programs_are_fused_and_compute_the_same(program: Program, seed: 
     counts = op_counts(rewritten)
     fused = sum(counts[name] for name in GATHERS), sum(counts[name] for name in SCATTERS)
     assert fused == (program.gathers, program.scatters)
-    assert not [name for name in COLLECTIVES if counts[name]]
+    assert sum(counts[name] for name in COLLECTIVES) <= program.beside
 
 
 def check(program: Program, seed: int) -> torch.fx.Graph:
