@@ -167,6 +167,7 @@ class Region:
             if isinstance(place, RankPlacement):
                 self.members[node] = _Member(root.node, view, place)
         self.home.update(dict.fromkeys((*root.flow.maps, *root.flow.pieces), root.node))
+        self.refused |= {node: why for node, why in root.flow.refused.items() if op_name(node) not in _CASTS}
         for user in {user for node in root.flow.maps if node in self.members for user in node.users}:
             if not (root.flow.has(user) or is_size(user) or is_matmul(user) or user.op == "output"):
                 heapq.heappush(self._waiting, self.scene.order[user])
@@ -208,8 +209,6 @@ class Region:
     # --- the rules: where the ranks are in the result of an op, or why no rank can compute its part ---
     def _computed(self, node: fx.Node) -> _Place | Refusal:
         target, name = node.target, op_name(node)
-        if is_view(node) and name not in _CASTS:
-            return next(root.flow.refused[node] for root in self.roots.values() if node in root.flow.refused)
         if tensor_of(node) is None:
             return Refusal(reasons.SHAPE_UNKNOWN, "no tensor")
         if not compat.is_op(target) or mutates(node):

@@ -121,6 +121,202 @@ def scaled_bias(b: Builder, shape: tuple[int, ...], dtype: torch.dtype) -> list[
     return [b.call(aten._scaled_mm.default, gathered(b, x), w, one, one, bias, None, torch.bfloat16)]
 
 
+# --- quantized between the gather and the matmul ----------------------------------------------------------------
+def cast(b: Builder, x: Node, dtype: torch.dtype) -> Node:
+    return b.call(torch.ops.prims.convert_element_type.default, x, dtype)
+
+
+def amax(b: Builder, x: Node, dims: list[int]) -> Node:
+    """Of absolute values, at least 1."""
+    return b.call(aten.clamp_min.default, b.call(aten.amax.default, b.call(aten.abs.default, x), dims, True), 1.0)
+
+
+def scaled_product(b: Builder, rows: Node, scale: Node) -> Node:
+    """Of fp8 rows [m, 32] with their scales [m, 1]."""
+    w, w_scale = b.placeholder((32, 16), FP8, strides=(1, 32)), b.placeholder((1, 16), torch.float32, "scale")
+    return b.call(aten._scaled_mm.default, rows, w, scale, w_scale, None, None, torch.bfloat16)
+
+
+def divided(b: Builder, x: Node, scale: Node) -> Node:
+    return cast(b, b.call(aten.div.Tensor, x, scale), FP8)
+
+
+Scale = Callable[[Builder, Node], Node]
+
+
+def quantized(b: Builder, scale_of: Scale, used: Scale | None = None) -> list[Node]:
+    """A gathered tensor [8, 32] over one scale, and the product of that with it, or with another one."""
+    (x,) = inputs(b, (4, 32), dtype=torch.float32)
+    whole = gathered(b, x)
+    return [scaled_product(b, divided(b, whole, scale_of(b, whole)), (used or scale_of)(b, whole))]
+
+
+def of_rows(b: Builder, x: Node) -> Node:
+    return amax(b, x, [-1])
+
+
+def of_everything(b: Builder, x: Node) -> Node:
+    one = b.call(aten.expand.default, amax(b, x, [0, 1]), [8, 1])
+    return b.call(aten.clone.default, one, memory_format=torch.contiguous_format)
+
+
+def of_pairs_of_rows(b: Builder, x: Node) -> Node:
+    """Rows r and r + 4, of different ranks, share a scale."""
+    shared = amax(b, b.call(aten.view.default, x, [2, 4, 32]), [0, 2])
+    return b.call(aten.reshape.default, b.call(aten.cat.default, [shared, shared]), [8, 1])
+
+
+def of_neighbours(b: Builder, x: Node) -> Node:
+    """Rows 2 r and 2 r + 1, of one rank, share a scale: computed by parts, but repeated for the matmul."""
+    shared = amax(b, b.call(aten.view.default, x, [4, 2, 32]), [1, 2])
+    return b.call(aten.reshape.default, b.call(aten.expand.default, shared, [4, 2, 1]), [8, 1])
+
+
+def of_rows_reversed(b: Builder, x: Node) -> Node:
+    return b.call(aten.flip.default, of_rows(b, x), [0])
+
+
+def of_rows_of_other_rank(b: Builder, x: Node) -> Node:
+    """The ranks' scales, swapped."""
+    return b.call(aten.cat.default, b.items(b.call(aten.split.Tensor, of_rows(b, x), 4))[::-1])
+
+
+def of_transposed_parts(b: Builder, x: Node) -> Node:
+    """The rows' scales with the rows of each rank in another order: every rank has its own part, but of other rows."""
+    parts = b.call(aten.view.default, of_rows(b, x), [2, 2, 2, 1])
+    return b.call(aten.reshape.default, b.call(aten.permute.default, parts, [0, 2, 1, 3]), [8, 1])
+
+
+def of_half_a_row(b: Builder, x: Node) -> Node:
+    return of_rows(b, b.call(aten.slice.Tensor, x, 1, 0, 16))
+
+
+def given_by_each_rank(b: Builder, x: Node) -> Node:
+    """Scales for all rows from outside: each rank has its own."""
+    return b.placeholder((8, 1), torch.float32, "scale")
+
+
+def one_by_each_rank(b: Builder, x: Node) -> Node:
+    return b.call(aten.mul.Tensor, of_rows(b, x), b.placeholder((1,), torch.float32, "scale"))
+
+
+def reduced_over(b: Builder, group: str) -> Node:
+    """The largest of the ranks' numbers, over a group."""
+    (number,) = inputs(b, (1,), dtype=torch.float32)
+    largest = b.call(c10d.all_reduce.default, b.call(aten.abs.default, number), "max", group)
+    return b.call(c10d.wait_tensor.default, largest)
+
+
+def one_by_all_ranks(b: Builder, x: Node) -> Node:
+    return b.call(aten.mul.Tensor, of_rows(b, x), b.call(aten.add.Tensor, reduced_over(b, GROUP), 1.0))
+
+
+def one_by_ranks_of_another_group(b: Builder, x: Node) -> Node:
+    return b.call(aten.mul.Tensor, of_rows(b, x), b.call(aten.add.Tensor, reduced_over(b, "dp"), 1.0))
+
+
+def one_by_row_number(b: Builder, x: Node) -> Node:
+    numbers = b.call(aten.arange.default, 8, dtype=torch.float32)
+    return b.call(aten.add.Tensor, of_rows(b, x), b.call(aten.view.default, numbers, [8, 1]))
+
+
+def quantized_piece_by_piece(b: Builder) -> list[Node]:
+    """Another scale for each rank's piece, each computed from that piece alone."""
+    (x,) = inputs(b, (4, 32), dtype=torch.float32)
+    pieces = b.items(b.call(aten.split.Tensor, gathered(b, x), 4))
+    rows = b.call(aten.cat.default, [divided(b, piece, amax(b, piece, [-1])) for piece in pieces])
+    return [scaled_product(b, rows, b.call(aten.cat.default, [amax(b, piece, [-1]) for piece in pieces]))]
+
+
+def half_quantized(b: Builder) -> list[Node]:
+    """The first rank's rows are scaled, the other's are not: pieces of two tensors in one."""
+    (x,) = inputs(b, (4, 32), dtype=torch.float32)
+    whole = gathered(b, x)
+    scaled = b.call(aten.div.Tensor, whole, of_rows(b, whole))
+    first, second = (b.items(b.call(aten.split.Tensor, part, 4))[index] for index, part in enumerate((scaled, whole)))
+    return [scaled_product(b, cast(b, b.call(aten.cat.default, [first, second]), FP8), of_rows(b, whole))]
+
+
+def quantized_then_mutated(b: Builder) -> list[Node]:
+    """The gathered tensor changes after it was read, and another user sees that."""
+    (x,) = inputs(b, (4, 32), dtype=torch.float32)
+    whole = gathered(b, x)
+    (product,) = [scaled_product(b, divided(b, whole, of_rows(b, whole)), of_rows(b, whole))]
+    b.call(aten.add_.Tensor, whole, 1)
+    return [product, whole]
+
+
+def mutated_then_quantized(b: Builder) -> list[Node]:
+    (x,) = inputs(b, (4, 32), dtype=torch.float32)
+    whole = gathered(b, x)
+    scale = of_rows(b, whole)
+    b.call(aten.add_.Tensor, whole, 1)
+    return [scaled_product(b, divided(b, whole, scale), scale)]
+
+
+def shard_mutated_while_quantized(b: Builder) -> list[Node]:
+    (x,) = inputs(b, (4, 32), dtype=torch.float32)
+    whole = gathered(b, x)
+    b.call(aten.add_.Tensor, x, 1)
+    return [scaled_product(b, divided(b, whole, of_rows(b, whole)), of_rows(b, whole))]
+
+
+def quantized_rows_and_a_view_of_them_saved(b: Builder) -> list[Node]:
+    """Two results share memory, as before."""
+    (x,) = inputs(b, (4, 32), dtype=torch.float32)
+    whole = gathered(b, x)
+    rows = divided(b, whole, of_rows(b, whole))
+    view = b.call(aten.view.default, rows, [2, 4, 32])
+    return [scaled_product(b, rows, of_rows(b, whole)), rows, view]
+
+
+def zeros_of_two_signs(b: Builder) -> list[Node]:
+    """Numbers that are equal and not the same: 0.0 and -0.0."""
+    (x,) = inputs(b, (4, 32), dtype=torch.float32)
+    whole = gathered(b, x)
+    return [
+        scaled_product(b, divided(b, b.call(aten.mul.Tensor, whole, zero), of_rows(b, whole)), of_rows(b, whole))
+        for zero in (0.0, -0.0)
+    ]
+
+
+def weight_from_quantized_rows(b: Builder) -> list[Node]:
+    """Both operands are computed from the gathered tensor."""
+    (x,) = inputs(b, (4, 32), dtype=torch.float32)
+    whole = gathered(b, x)
+    rows, scale = divided(b, whole, of_rows(b, whole)), of_rows(b, whole)
+    columns, column_scale = b.call(aten.permute.default, rows, [1, 0]), b.call(aten.view.default, scale, [1, 8])
+    return [b.call(aten._scaled_mm.default, rows, columns, scale, column_scale, None, None, torch.bfloat16)]
+
+
+# --- computed between, not quantized ------------------------------------------------------------------------------
+def computed(b: Builder, compute: Callable[[Builder, Node], Node]) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 8))
+    return [b.call(aten.mm.default, compute(b, gathered(b, x)), w)]
+
+
+def times_input(shape: tuple[int, ...]) -> Callable[[Builder, Node], Node]:
+    return lambda b, x: b.call(aten.mul.Tensor, x, b.placeholder(shape, torch.float64))
+
+
+def softmaxed(b: Builder, x: Node) -> Node:
+    """Over the rows of all ranks, in pointwise ops and reductions."""
+    powers = b.call(aten.exp.default, b.call(aten.sub.Tensor, x, b.call(aten.amax.default, x, [0], True)))
+    return b.call(aten.div.Tensor, powers, b.call(aten.sum.dim_IntList, powers, [0], True))
+
+
+def gathered_last_and_reduced(b: Builder) -> list[Node]:
+    """The ranks lie along the contraction, over which the amax is taken."""
+    x, w = inputs(b, (4, 6), (12, 8))
+    whole = chunks(b, gathered(b, x), 4, 0, 1)
+    return [b.call(aten.mm.default, b.call(aten.mul.Tensor, whole, b.call(aten.amax.default, whole, [-1], True)), w)]
+
+
+def gathered_last_and_negated(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (12, 8))
+    return [b.call(aten.mm.default, b.call(aten.neg.default, chunks(b, gathered(b, x), 4, 0, 1)), w)]
+
+
 # --- sizes, mutation, pieces -----------------------------------------------------------------------------------
 def kernel_that_mutates(b: Builder) -> list[Node]:
     """A user's Triton kernel is a higher-order op: it has no schema that would say that it writes."""
@@ -252,6 +448,38 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "scaled bias of one number": (lambda b: scaled_bias(b, (), torch.bfloat16), ["ATP205"]),
     "scaled bias of one element": (lambda b: scaled_bias(b, (1,), torch.bfloat16), ["ATP205"]),
     "scaled bias in float64": (lambda b: scaled_bias(b, (16,), torch.float64), ["ATP301"]),
+    "scale of rows": (lambda b: quantized(b, of_rows), ["F"]),
+    "scale of everything": (lambda b: quantized(b, of_everything), ["ATP116"]),
+    "scale of pairs of rows": (lambda b: quantized(b, of_pairs_of_rows, of_rows), ["ATP116"]),
+    "scale of neighbours": (lambda b: quantized(b, of_rows, of_neighbours), ["ATP102"]),
+    "scale of rows reversed": (lambda b: quantized(b, of_rows_reversed), ["ATP101"]),
+    "scale of rows reversed for the matmul": (lambda b: quantized(b, of_rows, of_rows_reversed), ["ATP101"]),
+    "scale of rows of other rank": (lambda b: quantized(b, of_rows_of_other_rank), ["ATP101"]),
+    "scale of rows of other rank for the matmul": (lambda b: quantized(b, of_rows, of_rows_of_other_rank), ["ATP101"]),
+    "scale of transposed parts": (lambda b: quantized(b, of_transposed_parts), ["F"]),
+    "scale of transposed parts for the matmul": (lambda b: quantized(b, of_rows, of_transposed_parts), ["F"]),
+    "scale of half a row": (lambda b: quantized(b, of_half_a_row), ["ATP106"]),
+    "scale of each rank": (lambda b: quantized(b, given_by_each_rank), ["ATP208"]),
+    "scale of each rank for the matmul": (lambda b: quantized(b, of_rows, given_by_each_rank), ["F"]),
+    "factor of each rank": (lambda b: quantized(b, one_by_each_rank), ["ATP208"]),
+    "factor of all ranks": (lambda b: quantized(b, one_by_all_ranks), ["F", "ATP002", "ATP002"]),
+    "factor of another group": (lambda b: quantized(b, one_by_ranks_of_another_group), ["ATP208", "ATP002", "ATP002"]),
+    "factor of row number": (lambda b: quantized(b, one_by_row_number), ["ATP208"]),
+    "quantized piece by piece": (quantized_piece_by_piece, ["ATP106"]),
+    "half quantized": (half_quantized, ["ATP104"]),
+    "quantized, then mutated": (quantized_then_mutated, ["F"]),
+    "mutated, then quantized": (mutated_then_quantized, ["ATP204"]),
+    "shard mutated while quantized": (shard_mutated_while_quantized, ["ATP204"]),
+    "quantized rows and a view of them": (quantized_rows_and_a_view_of_them_saved, ["F"]),
+    "zeros of two signs": (zeros_of_two_signs, ["F"]),
+    "weight from quantized rows": (weight_from_quantized_rows, ["ATP203"]),
+    "negated": (lambda b: computed(b, lambda b, x: b.call(aten.neg.default, x)), ["F"]),
+    "times one number of each rank": (lambda b: computed(b, times_input(())), ["ATP208"]),
+    "times a row of each rank": (lambda b: computed(b, times_input((6,))), ["ATP208"]),
+    "times a column of each rank": (lambda b: computed(b, times_input((8, 1))), ["ATP208"]),
+    "softmax over all ranks": (lambda b: computed(b, softmaxed), ["ATP116"]),
+    "ranks along a reduced contraction": (gathered_last_and_reduced, ["ATP116"]),
+    "ranks along a negated contraction": (gathered_last_and_negated, ["F"]),
     "finer split of moved blocks": (finer_split_of_moved_blocks, ["F"]),
     "finer pieces swapped": (finer_pieces_swapped, ["ATP101"]),
     "shard of a list, mutated": (shard_of_a_list_mutated, ["ATP204"]),
