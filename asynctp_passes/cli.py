@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from asynctp_passes import profile
 from asynctp_passes.config import Config, ConfigError
 from asynctp_passes.reasons import CATALOGUE, Reason, catalogue_markdown
 from asynctp_passes.report import Report
@@ -81,6 +82,22 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--ranks", type=int, help="processes, one a GPU: 2 to 8 (default: all GPUs)")
     add_bench_options(bench)
     bench.set_defaults(run=_bench)
+
+    profiled = commands.add_parser(
+        "profile", help="say how much communication a torch.profiler trace shows exposed, and draw it"
+    )
+    profiled.add_argument("traces", type=Path, nargs="+", metavar="TRACE.json", help="two are compared: before, after")
+    profiled.add_argument("--json", action="store_true", help="print one JSON array instead")
+    profiled.add_argument("--layer", metavar="NAME", help="only the first record_function range of this name")
+    profiled.add_argument("--device", type=int, help="only this GPU (default: all; of a picture, the first)")
+    profiled.add_argument(
+        "--timeline", type=Path, metavar="FILE.svg", help="draw the streams of one GPU (of one trace)"
+    )
+    profiled.add_argument(
+        "--rule", action="append", default=[], metavar="KIND=REGEX",
+        help="count events of such names as communication, compute or other, before the built-in rules; repeatable",
+    )  # fmt: skip
+    profiled.set_defaults(run=_profile)
 
     reasons = commands.add_parser("reasons", help="explain why a chain was not fused")
     reasons.add_argument("code", nargs="?", metavar="CODE", help="a code or a name, as ATP112 or MATMUL_ALL_REDUCE")
@@ -200,6 +217,51 @@ def _bench_ranks(wanted: int | None) -> int:
     if not 2 <= ranks <= min(found, 8):
         raise UsageError(f"bench: --ranks {ranks} is not valid; it must be 2 to {min(found, 8)}")
     return ranks
+
+
+def _profile(options: argparse.Namespace) -> int:
+    try:
+        return _read_profiles(options)
+    except (profile.TraceError, OSError) as error:
+        raise UsageError(f"profile: {error}") from error
+
+
+def _read_profiles(options: argparse.Namespace) -> int:
+    rules = [_rule(text) for text in options.rule]
+    traces = [profile.read(path, rules) for path in options.traces]
+    if options.timeline is not None and len(traces) != 1:
+        raise UsageError(f"profile: --timeline draws one trace and {len(traces)} were given; give one at a time")
+    found = [summary for trace in traces for summary in _summaries(trace, options)]
+    if options.json:
+        print(json.dumps([summary.to_json() for summary in found], indent=2))
+    elif len(traces) == 2 and len(found) == 2:
+        print(profile.compare(*found))
+    else:
+        print("\n\n".join(map(profile.render, found)))
+    if options.timeline is not None:
+        device = found[0].device
+        window = profile.find_annotation(traces[0], options.layer, device) if options.layer else None
+        options.timeline.write_text(profile.timeline(traces[0], device, window, options.layer or ""), encoding="utf-8")
+        print(f"wrote {options.timeline}", file=sys.stderr)
+    return 0
+
+
+def _rule(text: str) -> profile.Rule:
+    kind, equals, pattern = text.partition("=")
+    if not equals or not pattern:
+        raise UsageError(f"profile: --rule {text!r} is not valid; it must be KIND=REGEX, as compute=^my_kernel")
+    return profile.Rule(kind, pattern, f"--rule {text}")
+
+
+def _summaries(trace: profile.Trace, options: argparse.Namespace) -> list[profile.Summary]:
+    """Of each device that is asked for, the whole trace or one range of it."""
+    wanted = trace.devices if options.device is None else (options.device,)
+    if not set(wanted) <= set(trace.devices):
+        raise UsageError(f"profile: --device {options.device} is not valid; {trace.name} has {trace.devices}")
+    if options.layer is None:
+        return [each for each in profile.summarize(trace) if each.device in wanted]
+    windows = {device: profile.find_annotation(trace, options.layer, device) for device in wanted}
+    return [each for device in wanted for each in profile.summarize(trace, windows[device]) if each.device == device]
 
 
 def _reasons(options: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ PASSES = ROOT / "asynctp_passes"
 KERNELS = ROOT / "kernels" / "asynctp_kernels"
 
 ROWS = (
-    ("reasons", "config", "compat", "shapes", "chain", "reference", "registry"),
+    ("reasons", "config", "compat", "shapes", "chain", "reference", "registry", "profile"),
     ("fxview", "views", "read", "ops"),
     ("find", "rowwise", "near", "cost", "checks", "collectives"),
     ("decide",),

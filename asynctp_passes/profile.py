@@ -1,0 +1,403 @@
+"""Read a profiler trace: how much communication was exposed, and a picture of what ran beside what.
+
+A trace is what `torch.profiler` exports (`export_chrome_trace`, `tensorboard_trace_handler`), from any backend. Of each
+device, with the union of intervals over all its streams:
+
+    exposed communication = communication, less the time in which something computes too
+    span = compute + exposed communication + idle
+
+What counts as communication is `RULES`, one table. A GEMM that waits for its peers' rows inside the kernel, as asynctp's
+fused one can, counts as compute: compare spans as well, since no trace shows that wait.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "RULES",
+    "Event",
+    "Rule",
+    "Summary",
+    "Trace",
+    "TraceError",
+    "compare",
+    "read",
+    "render",
+    "summarize",
+    "timeline",
+]
+
+KINDS = ("communication", "compute", "other")
+_GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+_ANNOTATION = "gpu_user_annotation"
+
+Interval = tuple[float, float]
+
+
+class TraceError(ValueError):
+    """The file is no trace that can be read, or a name is not in it; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Events whose name `pattern` finds are of this kind.
+
+    Attributes:
+        kind: One of `KINDS`. `other` neither communicates nor hides communication.
+        pattern: A regular expression, searched in the event's name.
+        what: What such events are, for people.
+    """
+
+    kind: str
+    pattern: str
+    what: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise TraceError(f"rule kind {self.kind!r} is not valid; it must be one of {', '.join(KINDS)}")
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise TraceError(f"rule pattern {self.pattern!r} is not valid: {error}") from error
+
+
+RULES = (
+    Rule("communication", r"^nccl", "NCCL kernels"),
+    Rule("communication", r"^Memcpy PtoP", "copies between GPUs"),
+    Rule("communication", r"^(stage|push_gather|push_reduce|reduce)_kernel$", "asynctp's collective kernels"),
+    Rule(
+        "communication",
+        r"(one_shot|two_shot|multimem)_(all_|reduce_)|\b(barrier|put_signal|wait_signal)_kernel\b",
+        "PyTorch's symmetric-memory kernels",
+    ),
+    Rule("other", r"^Memcpy (HtoD|DtoH)", "copies from and to the host"),
+    Rule("compute", r"^(Memcpy|Memset)", "copies within a GPU"),
+    Rule("compute", r"^gemm_kernel$", "asynctp's GEMM"),
+    Rule("compute", r"", "other kernels"),
+)
+"""What an event on a GPU is: the first rule that finds its name. The last one finds every name."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One kernel, copy or memset on a GPU. Times in microseconds."""
+
+    name: str
+    device: int
+    stream: int
+    start: float
+    end: float
+    rule: Rule
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a file holds of its GPUs, in order of time.
+
+    Attributes:
+        name: The file.
+        events: What ran on the GPUs.
+        annotations: `record_function` ranges as they show on the GPUs: (name, device, interval).
+        steps: Steps that a profiler schedule recorded; 1 when there was no schedule.
+    """
+
+    name: str
+    events: tuple[Event, ...]
+    annotations: tuple[tuple[str, int, Interval], ...] = ()
+    steps: int = 1
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The GPUs that something ran on."""
+        return tuple(sorted({event.device for event in self.events}))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of one device, in microseconds per step: see the module for what adds up to what.
+
+    Attributes:
+        trace: The file.
+        device: The GPU's index.
+        steps: Steps that the times were divided by.
+        span: From the first event's start to the last one's end.
+        compute: Something computes.
+        communication: Something communicates.
+        exposed: Something communicates, nothing computes.
+        idle: Neither.
+        parts: By what the rules call it: kind, number of events per step, sum of their lengths.
+    """
+
+    trace: str
+    device: int
+    steps: int
+    span: float
+    compute: float
+    communication: float
+    exposed: float
+    idle: float
+    parts: Mapping[str, tuple[str, float, float]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+# --- intervals ---------------------------------------------------------------------------------------------------
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points as disjoint intervals, in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """How long disjoint intervals are together."""
+    return sum(end - start for start, end in intervals)
+
+
+def overlap(a: Sequence[Interval], b: Sequence[Interval]) -> float:
+    """How long two unions run at the same time."""
+    total, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+def read(path: str | Path, rules: Sequence[Rule] = ()) -> Trace:
+    """Read a trace, `.json` or `.json.gz`.
+
+    Args:
+        path: The file.
+        rules: Tried before `RULES`.
+
+    Raises:
+        TraceError: It cannot be read, is no trace, or holds nothing that ran on a GPU.
+    """
+    raw = _load(Path(path))
+    known = (*rules, *RULES)
+    rule_of: dict[str, Rule] = {}
+    events, annotations, steps = [], [], set()
+    for item in raw:
+        if not isinstance(item, dict) or item.get("ph") != "X":
+            continue
+        name, category = str(item.get("name", "")), item.get("cat")
+        if name.startswith("ProfilerStep#"):
+            steps.add(name)
+        elif category in _GPU_CATEGORIES:
+            rule = rule_of.setdefault(name, _classify(name, known))
+            device, stream, (start, end) = _place(item, path)
+            events.append(Event(name, device, stream, start, end, rule))
+        elif category == _ANNOTATION:
+            device, _, interval = _place(item, path)
+            annotations.append((name, device, interval))
+    if not events:
+        raise TraceError(
+            f"{path}: the trace holds nothing that ran on a GPU; profile with "
+            "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] on a machine with GPUs"
+        )
+    events.sort(key=lambda event: (event.start, event.stream))
+    return Trace(str(path), tuple(events), tuple(sorted(annotations, key=lambda each: each[2])), max(1, len(steps)))
+
+
+def _load(path: Path) -> list[Any]:
+    try:
+        data = path.read_bytes()
+        parsed = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise TraceError(f"cannot read {path}: {error}; it must be a trace that torch.profiler exported") from error
+    events = parsed.get("traceEvents") if isinstance(parsed, dict) else parsed
+    if not isinstance(events, list):
+        raise TraceError(f"{path}: there is no list of traceEvents; it must be a trace that torch.profiler exported")
+    return events
+
+
+def _place(item: Mapping[str, Any], path: str | Path) -> tuple[int, int, Interval]:
+    """Device, stream and interval of an event."""
+    arguments = item.get("args") if isinstance(item.get("args"), dict) else {}
+    assert isinstance(arguments, dict)
+    try:
+        device = int(arguments.get("device", item["pid"]))
+        stream = int(arguments.get("stream", item["tid"]))
+        start = float(item["ts"])
+        return device, stream, (start, start + float(item["dur"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"{path}: the event {item.get('name')!r} lacks a time, device or stream ({error!r})"
+        ) from error
+
+
+def _classify(name: str, rules: Sequence[Rule]) -> Rule:
+    return next(rule for rule in rules if re.search(rule.pattern, name))
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+def summarize(trace: Trace, window: Interval | None = None) -> tuple[Summary, ...]:
+    """The figures of each device; of the part within `window` when it is given (then not divided by steps)."""
+    steps = trace.steps if window is None else 1
+    return tuple(
+        _summarize(trace.name, device, cut([event for event in trace.events if event.device == device], window), steps)
+        for device in trace.devices
+    )
+
+
+def cut(events: Sequence[Event], window: Interval | None) -> list[Event]:
+    """The events, or their parts, that lie in the window."""
+    if window is None:
+        return list(events)
+    low, high = window
+    inside = [event for event in events if event.end > low and event.start < high]
+    return [
+        Event(each.name, each.device, each.stream, max(low, each.start), min(high, each.end), each.rule)
+        for each in inside
+    ]
+
+
+def _summarize(trace: str, device: int, events: Sequence[Event], steps: int) -> Summary:
+    def of(kind: str) -> list[Interval]:
+        return union((event.start, event.end) for event in events if event.rule.kind == kind)
+
+    compute, communication = of("compute"), of("communication")
+    span = max((event.end for event in events), default=0.0) - min((event.start for event in events), default=0.0)
+    exposed = length(communication) - overlap(compute, communication)
+    parts: dict[str, tuple[str, float, float]] = {}
+    for event in events:
+        _, count, total = parts.get(event.rule.what, ("", 0.0, 0.0))
+        parts[event.rule.what] = (event.rule.kind, count + 1 / steps, total + (event.end - event.start) / steps)
+    figures = (span, length(compute), length(communication), exposed, span - length(compute) - exposed)
+    return Summary(trace, device, steps, *(each / steps for each in figures), parts=parts)
+
+
+def find_annotation(trace: Trace, name: str, device: int) -> Interval:
+    """Where the first `record_function(name)` range lies on a device.
+
+    Raises:
+        TraceError: There is none of this name; the message lists those that are there.
+    """
+    found = union(interval for each, where, interval in trace.annotations if (each, where) == (name, device))
+    if not found:
+        names = sorted({each for each, where, _ in trace.annotations if where == device})
+        raise TraceError(
+            f"{trace.name}: no range {name!r} on GPU {device}; there are {', '.join(names[:20]) or 'none'}. "
+            f'Name one in the program: with torch.profiler.record_function("{name}"): ...'
+        )
+    return found[0]
+
+
+# --- what is printed ---------------------------------------------------------------------------------------------
+_ROWS: tuple[tuple[str, Callable[[Summary], float]], ...] = (
+    ("span", lambda each: each.span),
+    ("compute", lambda each: each.compute),
+    ("communication", lambda each: each.communication),
+    ("  exposed", lambda each: each.exposed),
+    ("idle", lambda each: each.idle),
+)
+
+
+def render(summary: Summary) -> str:
+    """A table of one device."""
+    steps = "" if summary.steps == 1 else f", per step of {summary.steps}"
+    lines = [f"{summary.trace}: GPU {summary.device}{steps}"]
+    for name, value in _ROWS:
+        part = value(summary) / summary.span if summary.span else 0.0
+        lines.append(f"  {name:<16}{value(summary) / 1e3:>10.3f} ms{100 * part:>7.1f} %")
+    for what, (kind, count, total) in sorted(summary.parts.items(), key=lambda item: (item[1][0], -item[1][2])):
+        lines.append(f"    {kind:<14}{total / 1e3:>10.3f} ms in {count:g} x {what}")
+    return "\n".join(lines)
+
+
+def compare(before: Summary, after: Summary) -> str:
+    """Both, side by side, and how the second differs."""
+    lines = [
+        f"before: {before.trace}, GPU {before.device}",
+        f"after:  {after.trace}, GPU {after.device}",
+        f"  {'per step':<16}{'before':>13}{'after':>13}{'change':>13}",
+    ]
+    for name, value in _ROWS:
+        old, new = value(before), value(after)
+        change = f"{100 * (new - old) / old:+.1f} %" if old else "-"
+        lines.append(f"  {name:<16}{old / 1e3:>10.3f} ms{new / 1e3:>10.3f} ms{change:>13}")
+    return "\n".join(lines)
+
+
+# --- picture -----------------------------------------------------------------------------------------------------
+_COLOURS = {"communication": "#d9534f", "compute": "#4a7ebb", "other": "#999999"}
+_LEFT, _WIDTH, _ROW, _TOP = 110, 1000, 30, 44
+
+
+def timeline(trace: Trace, device: int | None = None, window: Interval | None = None, title: str = "") -> str:
+    """An SVG picture: a row for each stream of a device, a box for each event, coloured by kind.
+
+    Args:
+        trace: The trace.
+        device: The GPU; the first one when None.
+        window: Start and end in the trace's microseconds; the whole trace when None.
+        title: Written above it; the file's name when empty.
+
+    Raises:
+        TraceError: Nothing ran on that device in that time.
+    """
+    device = trace.devices[0] if device is None else device
+    events = cut([event for event in trace.events if event.device == device], window)
+    if not events:
+        raise TraceError(f"{trace.name}: nothing ran on GPU {device} there; the GPUs are {trace.devices}")
+    low, high = window or (min(event.start for event in events), max(event.end for event in events))
+    streams = sorted({event.stream for event in events})
+    scale = _WIDTH / max(high - low, 1e-9)
+    bottom = _TOP + _ROW * len(streams)
+    summary = _summarize(trace.name, device, events, 1)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{bottom + 50}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="8" y="18" font-size="14">{escape(title or Path(trace.name).name)}: GPU {device}, '
+        f"{high - low:.0f} µs, exposed communication {summary.exposed:.0f} µs</text>",
+    ]
+    for row, stream in enumerate(streams):
+        y = _TOP + _ROW * row
+        parts.append(f'<text x="8" y="{y + 18}">stream {stream}</text>')
+        mine = [event for event in events if event.stream == stream]
+        parts += [_box(event, _LEFT + (event.start - low) * scale, y, scale) for event in mine]
+    parts += [_tick(_LEFT + _WIDTH * i / 5, bottom, (high - low) * i / 5) for i in range(6)]
+    for index, (kind, colour) in enumerate(_COLOURS.items()):
+        x = _LEFT + 150 * index
+        parts.append(f'<rect x="{x}" y="{bottom + 30}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 18}" y="{bottom + 40}">{kind}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _box(event: Event, x: float, y: float, scale: float) -> str:
+    """One event, with its name where there is room and in a tooltip."""
+    width = max(0.5, (event.end - event.start) * scale)
+    name = escape(event.name)
+    label = escape(event.name[: int((width - 6) / 6.5)]) if width > 40 else ""
+    text = f'<text x="{x + 3:.1f}" y="{y + 17}" font-size="10" fill="white">{label}</text>' if label else ""
+    return (
+        f'<g><title>{name}, {event.end - event.start:.1f} µs</title><rect x="{x:.2f}" y="{y + 3}" width="{width:.2f}" '
+        f'height="{_ROW - 8}" fill="{_COLOURS[event.rule.kind]}" stroke="white" stroke-width="0.5"/>{text}</g>'
+    )
+
+
+def _tick(x: float, y: float, value: float) -> str:
+    return (
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{y + 4}" stroke="#cccccc"/>'
+        f'<text x="{x:.1f}" y="{y + 18}" text-anchor="middle">{value:.0f} µs</text>'
+    )
