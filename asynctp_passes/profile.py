@@ -282,8 +282,17 @@ def _summarize(trace: str, device: int, events: Sequence[Event], steps: int) -> 
     for event in events:
         _, count, total = parts.get(event.rule.what, ("", 0.0, 0.0))
         parts[event.rule.what] = (event.rule.kind, count + 1 / steps, total + (event.end - event.start) / steps)
-    figures = (span, length(compute), length(communication), exposed, span - length(compute) - exposed)
-    return Summary(trace, device, steps, *(each / steps for each in figures), parts=parts)
+    return Summary(
+        trace=trace,
+        device=device,
+        steps=steps,
+        span=span / steps,
+        compute=length(compute) / steps,
+        communication=length(communication) / steps,
+        exposed=exposed / steps,
+        idle=(span - length(compute) - exposed) / steps,
+        parts=parts,
+    )
 
 
 def find_annotation(trace: Trace, name: str, device: int) -> Interval:

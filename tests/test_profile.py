@@ -108,7 +108,7 @@ def test_exposed_is_communication_less_compute(
             "void (anonymous namespace)::two_shot_all_reduce_kernel<16>",
             "communication",
             "PyTorch's symmetric-memory kernels",
-        ),  # noqa: E501
+        ),
         ("multimem_all_gather_kernel", "communication", "PyTorch's symmetric-memory kernels"),
         ("gemm_kernel", "compute", "asynctp's GEMM"),
         ("nvjet_sm90_tst_320x128", "compute", "other kernels"),
