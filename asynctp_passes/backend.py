@@ -149,6 +149,9 @@ def asynctp(
     return compiled
 
 
+asynctp.reset = compat.reset_cudagraphs  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
+
+
 def _split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     """Our options as a Config, and Inductor's (`a.b` or `a-b` as torch.compile allows) as they are."""
     fields, known = set(Config.field_names()), compat.inductor_option_names()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
@@ -194,6 +195,32 @@ def inductor_option(name: str, default: Any = None) -> Any:
     from torch._inductor import config
 
     return getattr(config, name, default)
+
+
+def intree_options(group: str) -> dict[str, Any]:
+    """The Inductor options that switch on torch's own async TP, with the group made ready for it."""
+    from torch.distributed import _symmetric_memory
+
+    enable = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)  # newer ones need no call
+    if enable is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            enable(group)
+    return {"_micro_pipeline_tp": True}
+
+
+def reset_cudagraphs() -> None:
+    """Forget the CUDA graphs that Inductor recorded."""
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+    reset_cudagraph_trees()
+
+
+def recomputed(module: Any, context_fn: Callable[[], Any] | None = None) -> Any:
+    """The module, recomputed in the backward; of what `context_fn` lets it keep, nothing. Names of parameters stay."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(module) if context_fn is None else checkpoint_wrapper(module, context_fn=context_fn)
 
 
 def compile_name() -> str:

@@ -6,8 +6,8 @@ device, with the union of intervals over all its streams:
     exposed communication = communication, less the time in which something computes too
     span = compute + exposed communication + idle
 
-What counts as communication is `RULES`, one table. A GEMM that waits for its peers' rows inside the kernel, as asynctp's
-fused one can, counts as compute: compare spans as well, since no trace shows that wait.
+What counts as communication is `RULES`, one table. A GEMM that waits for its peers' rows inside the kernel, as the
+fused one of asynctp can, counts as compute: compare spans as well, since no trace shows that wait.
 """
 
 from __future__ import annotations

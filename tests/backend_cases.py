@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 import asynctp_passes
 from asynctp_passes import AsyncTPPass, Config, Report
-from asynctp_passes.demo.model import Block, ModelSizes, _block_plan
+from asynctp_passes.demo.model import Block, ModelSizes, block_plan
 
 SIZES = ModelSizes(vocabulary=32, width=16, hidden=32, heads=4, layers=1, sequence=8)
 
@@ -92,7 +92,7 @@ def mlp(mesh: DeviceMesh, *, sequence_parallel: bool = True) -> nn.Module:
 def block(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The demo's transformer block with tensor and sequence parallelism."""
     torch.manual_seed(0)
-    return parallelize_module(Block(SIZES).to(dtype), mesh, _block_plan())
+    return parallelize_module(Block(SIZES).to(dtype), mesh, block_plan())
 
 
 def plain_layer(mesh: DeviceMesh) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:

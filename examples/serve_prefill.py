@@ -1,0 +1,310 @@
+"""Serve a Llama-style model: prefill prompts of changing lengths, then decode, with tensor parallelism.
+
+    torchrun --standalone --nproc-per-node 2 examples/serve_prefill.py                    # a laptop: gloo, no GPU
+    torchrun --standalone --nproc-per-node 4 examples/serve_prefill.py --size 70b --max-prompt 4096 --batch 8
+    torchrun --standalone --nproc-per-node 2 examples/serve_prefill.py --checkpoint runs/debug/step-00000060
+
+Prompts are pieces of a text, cut at random lengths; a batch is padded to its longest. Prefill is compiled once, with
+the length as a dynamic size. A decode step is compiled once too, and on GPUs it is one CUDA graph. After a warm-up, one
+compile more is an error. docs/how-to/serve.md says what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import asynctp_passes
+from asynctp_passes.demo.model import PRESETS, ModelSizes, Transformer
+from asynctp_passes.demo.recipe import (
+    BACKENDS,
+    PRECISIONS,
+    Place,
+    RecipeError,
+    compiler,
+    joined,
+    parallelize_with,
+    parse_option,
+    place,
+    require,
+    require_precision,
+)
+from asynctp_passes.demo.train import TEXT
+
+Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+# --- options -------------------------------------------------------------------------------------------------------
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, not yet checked against the machine."""
+    parser = argparse.ArgumentParser(prog="serve_prefill", description="Prefill and decode with async TP.")
+    add = parser.add_argument
+    add("--size", choices=PRESETS, default="debug", help="widths of the model (default: %(default)s)")
+    add("--blocks", type=int, help="transformer blocks (default: 2; small: 4)")
+    add("--checkpoint", type=Path, metavar="FOLDER", help="weights that train_llama.py saved (default: random ones)")
+    add("--batch", type=int, default=8, help="prompts at once (default: %(default)s)")
+    add("--batches", type=int, default=8, help="batches that are timed (default: %(default)s)")
+    add("--min-prompt", type=int, default=16, help="shortest prompt in bytes (default: %(default)s)")
+    add("--max-prompt", type=int, default=64, help="longest prompt in bytes (default: %(default)s)")
+    add("--decode", type=int, default=16, metavar="N", help="bytes to generate for each prompt (default: %(default)s)")
+    add("--precision", choices=PRECISIONS, help="what matmuls compute in (default: bf16, fp32 on the CPU)")
+    add("--backend", choices=BACKENDS, default="asynctp", help="compiler (default: %(default)s)")
+    add("--option", action="append", default=[], metavar="NAME=VALUE", help="to torch.compile, as strict=all")
+    add("--cuda-graphs", choices=("decode", "none"), help="what is captured (default: decode on GPUs)")
+    add("--data", type=Path, default=TEXT, help="the file that prompts are cut from (default: Newton's Opticks)")
+    add("--check", action="store_true", help="compare all answers with those of the model without a compiler")
+    add("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    add("--seed", type=int, default=1704, help="of weights and prompts (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def settle(options: argparse.Namespace, ranks: int, gpu: bool) -> ModelSizes:
+    """Fill in the defaults, check every value, and return the model's sizes.
+
+    Raises:
+        RecipeError: A value is out of range here.
+    """
+    preset = PRESETS[options.size]
+    options.compile_options = dict(map(parse_option, options.option))
+    options.blocks = preset.layers if options.blocks is None else options.blocks
+    options.precision = options.precision or ("bf16" if gpu else "fp32")
+    options.cuda_graphs = options.cuda_graphs or ("decode" if gpu else "none")
+    require(options.blocks >= 1, "blocks", options.blocks, "at least 1")
+    require(options.batches >= 1, "batches", options.batches, "at least 1")
+    require(options.decode >= 1, "decode", options.decode, "at least 1")
+    require(options.min_prompt >= 2, "min-prompt", options.min_prompt, "at least 2")
+    require(options.max_prompt >= options.min_prompt, "max-prompt", options.max_prompt, f"at least --min-prompt {options.min_prompt}")  # fmt: skip  # noqa: E501
+    require(
+        options.batch % ranks == 0 and options.batch > 0, "batch", options.batch,
+        f"a multiple of the {ranks} ranks, over which the bytes of a decode step are split",
+    )  # fmt: skip
+    if not gpu and options.cuda_graphs != "none":
+        raise RecipeError("--cuda-graphs decode needs GPUs, and there are none here; leave it out")
+    sizes = dataclasses.replace(preset, layers=options.blocks, sequence=options.max_prompt + options.decode)
+    try:
+        dataclasses.replace(sizes, sequence=ranks).require_divisible(ranks)
+        require_precision(options.precision)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    return sizes
+
+
+# --- prompts -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Prompts:
+    """A batch: `tokens[batch, longest]`, zeros behind the end of each, and the `lengths[batch]`."""
+
+    tokens: Tensor
+    lengths: Tensor
+
+
+def draw(options: argparse.Namespace, text: Tensor, count: int, device: torch.device) -> list[Prompts]:
+    """Batches of prompts, the same on every rank."""
+    generator = torch.Generator().manual_seed(options.seed)
+    batches = []
+    for _ in range(count):
+        lengths = torch.randint(options.min_prompt, options.max_prompt + 1, (options.batch,), generator=generator)
+        starts = torch.randint(len(text) - options.max_prompt, (options.batch,), generator=generator)
+        tokens = torch.zeros(options.batch, int(lengths.max()), dtype=torch.long)
+        for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+            tokens[row, :length] = text[start : start + length]
+        batches.append(Prompts(tokens.to(device), lengths.to(device)))
+    return batches
+
+
+# --- serving -------------------------------------------------------------------------------------------------------
+@dataclass
+class Times:
+    """Milliseconds of each prefill and of each decode step, and the bytes that came out, `[batch, decode]` a batch."""
+
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+    answers: list[Tensor] = field(default_factory=list)
+    tokens: int = 0
+
+
+class Clock:
+    """Wall time, with the GPU waited for at both ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def now(self) -> float:
+        """Milliseconds."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() * 1e3
+
+
+def serve(prefill: Step, decode: Step, batches: Sequence[Prompts], count: int, device: torch.device) -> Times:
+    """Answer each batch greedily, `count` bytes a prompt. The first byte comes of the prefill."""
+    times, clock = Times(), Clock(device)
+    for prompts in batches:
+        batch, longest = prompts.tokens.shape
+        positions = torch.arange(longest, device=device).expand(batch, longest).contiguous()
+        for each in (prompts.tokens, positions):
+            torch._dynamo.mark_dynamic(each, 1)  # one compile serves all lengths
+        start = clock.now()
+        latest = prefill(prompts.tokens, positions, prompts.lengths - 1).argmax(-1)
+        times.prefill.append(clock.now() - start)
+        times.tokens += batch * longest
+        answer = [latest]
+        places, first = prompts.lengths.clone(), torch.zeros_like(prompts.lengths)
+        for _ in range(count - 1):
+            start = clock.now()
+            torch.compiler.cudagraph_mark_step_begin()
+            latest = decode(latest[:, None], places[:, None], first).argmax(-1)
+            times.decode.append(clock.now() - start)
+            places = places + 1
+            answer.append(latest)
+        times.answers.append(torch.stack(answer, 1).cpu())
+    return times
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p90, p99 and the mean; the slowest value bounds p99 of few."""
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [values[0]] * 99
+    return {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98], "mean": statistics.fmean(values), "count": len(values)}
+
+
+def load_weights(model: Transformer, folder: Path) -> None:
+    """The weights of a checkpoint of train_llama.py, in any number of ranks.
+
+    Raises:
+        RecipeError: It does not fit, or is none.
+    """
+    state = {"model": model.state_dict()}
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except Exception as error:
+        raise RecipeError(
+            f"--checkpoint {folder} cannot be loaded ({str(error).splitlines()[0][:200]}); give a folder step-N that "
+            "train_llama.py wrote, and the --size and --blocks that it was trained with"
+        ) from error
+
+
+def run(options: argparse.Namespace, sizes: ModelSizes, here: Place) -> dict[str, Any]:
+    """Serve, and return everything that was measured. The default group is initialized."""
+    ranks, device = here.world, here.device
+    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
+    dtype = torch.float32 if options.precision == "fp32" else torch.bfloat16
+    torch.manual_seed(options.seed)
+    with device:
+        model = Transformer(sizes).to(dtype).eval()
+    parallelize_with(model, mesh, options.precision, dim=0)
+    if options.checkpoint is not None:
+        load_weights(model, options.checkpoint)
+    model.allocate(options.batch, sizes.sequence, ranks)
+
+    prefill, decode = compiled(model, options, mesh.get_group().group_name, device)
+    text = torch.frombuffer(bytearray(options.data.read_bytes()), dtype=torch.uint8).long()
+    warm, batches = 3, draw(options, text, options.batches + 3, device)
+    with torch.no_grad():
+        started = time.perf_counter()
+        serve(prefill, decode, batches[:warm], max(options.decode, 4), device)
+        compiling = time.perf_counter() - started
+        with torch.compiler.set_stance("fail_on_recompile"):
+            times = serve(prefill, decode, batches[warm:], options.decode, device)
+        mismatches = compare(model, batches[warm:], times, options, device) if options.check else None
+    return {
+        "options": vars(options),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if here.gpu else "cpu",
+        "ranks": ranks,
+        "warm_up_seconds": compiling,
+        "prefill_ms": percentiles(times.prefill),
+        "prefill_tokens_per_s": 1e3 * times.tokens / sum(times.prefill),
+        "decode_ms": percentiles(times.decode) if times.decode else None,
+        "fused": sum(len(report.fused) for report in asynctp_passes.reports()),
+        "missed": sum(len(report.missed) for report in asynctp_passes.reports()),
+        "mismatches": mismatches,
+        "answers": [bytes(row).decode("latin-1") for row in times.answers[0].tolist()],
+    }
+
+
+def compiled(model: Transformer, options: argparse.Namespace, group: str, device: torch.device) -> tuple[Step, Step]:
+    """The model for prompts of any length, and for one byte more, which CUDA graphs may capture.
+
+    torch.compile takes a mode or options: with options, a mode is spelled as what it stands for.
+    """
+    graphs = {"triton.cudagraphs": True} if options.cuda_graphs == "decode" else {}
+    prefill = compiler(options.backend, group, device, options.compile_options, fullgraph=True)
+    decode = compiler(
+        options.backend, group, device, {**options.compile_options, **graphs}, fullgraph=True, dynamic=False
+    )
+    return prefill(model.serve), decode(model.serve)
+
+
+def compare(
+    model: Transformer, batches: Sequence[Prompts], times: Times, options: argparse.Namespace, device: torch.device
+) -> dict[str, int]:
+    """How many bytes differ from those of the model without a compiler."""
+    eager = serve(model.serve, model.serve, batches, options.decode, device)
+    pairs = list(zip(times.answers, eager.answers, strict=True))
+    differ = sum(int((a != b).sum()) for a, b in pairs)
+    return {"bytes": sum(a.numel() for a, _ in pairs), "differ": differ}
+
+
+def show(found: dict[str, Any]) -> str:
+    """A table of the latencies."""
+    lines = [
+        f"{found['options']['backend']} on {found['ranks']} x {found['device']}; ms{'':>14}p50       p90       p99"
+    ]
+    for name, key in (("prefill", "prefill_ms"), ("decode step", "decode_ms")):
+        if found[key]:
+            cells = "".join(f"{found[key][cut]:10.2f}" for cut in ("p50", "p90", "p99"))
+            lines.append(f"  {name:<14}{found[key]['count']:>5} x {cells:>40}")
+    lines.append(f"  prefill {found['prefill_tokens_per_s']:,.0f} tokens/s; {found['fused']} collectives fused, "
+                 f"{found['missed']} missed; warm-up {found['warm_up_seconds']:.0f} s")  # fmt: skip
+    if found["mismatches"] is not None:
+        lines.append(
+            "  {differ} of {bytes} bytes differ from the model without a compiler".format(**found["mismatches"])
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """One process of the server; 0 done, 1 answers differ under --check in fp32, 2 it could not run."""
+    options = parse(arguments)
+    try:
+        return launch(options)
+    except RecipeError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"serve_prefill: {error}", file=sys.stderr)
+        return 2
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Check everything that can be checked before the ranks meet, then serve."""
+    here = place("examples/serve_prefill.py", options.size)
+    sizes = settle(options, here.world, here.gpu)
+    if not options.data.is_file() or options.data.stat().st_size <= options.max_prompt:
+        raise RecipeError(f"--data {options.data} is not valid; it must be a file of more than --max-prompt bytes")
+    if here.rank == 0 and options.backend == "intree" and not here.gpu:
+        print("note: PyTorch's async TP fuses on GPUs only; here --backend intree is plain Inductor", file=sys.stderr)
+    with joined(here):
+        found = run(options, sizes, here)
+    if here.rank == 0:
+        print(show(found))
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
+    wrong = options.precision == "fp32" and found["mismatches"] is not None and found["mismatches"]["differ"]
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""The programs that train and serve a Llama-style model, as a user runs them: two ranks on the CPU, and four."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from asynctp_passes.demo.recipe import RecipeError
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+
+#: Inductor calls aten's kernels instead of compiling C++, which takes most of the time; its graph passes are the same.
+QUICK = ["--option", "fallback_by_default=True"] if "fallback_by_default" in torch._inductor.list_options() else []
+STRICT = [*QUICK, "--option", "strict=all"]
+
+
+def run_torchrun(name: str, *arguments: str, cwd: Path, ranks: int = 2, code: int = 0) -> str:
+    """Output and errors of an example that torchrun started."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ASYNCTP_")}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*launch, str(EXAMPLES / name), *arguments],
+        cwd=cwd,
+        env={**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+        stdin=subprocess.DEVNULL,
+    )
+    assert (done.returncode != 0) == (code != 0), f"{name} ended with {done.returncode}:\n{done.stdout}"
+    return done.stdout
+
+
+def example(name: str) -> ModuleType:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), EXAMPLES / name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def events(path: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of one kind of a log; each line is an object."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(isinstance(line, dict) for line in lines)
+    return [line for line in lines if line["event"] == kind]
+
+
+def curve(path: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm of each step."""
+    return {line["step"]: (line["loss"], line["gradient_norm"]) for line in events(path, "step")}
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of 12 steps, checkpoints of steps 6 and 12, and the log."""
+    folder = tmp_path_factory.mktemp("trained")
+    out = run_torchrun(
+        "train_llama.py", *STRICT, "--steps", "12", "--checkpoint-dir", "saved", "--checkpoint-every", "6",
+        "--loss-log", "log.jsonl", cwd=folder,
+    )  # fmt: skip
+    assert "8 collectives fused, 0 missed in 2 compiled graphs" in out
+    return folder
+
+
+@pytest.mark.ranks
+def test_loss_goes_down_and_is_logged(trained: Path) -> None:
+    found = curve(trained / "log.jsonl")
+    assert list(found) == list(range(1, 13))
+    assert found[1][0] == pytest.approx(5.55, abs=0.1)  # ln 256: a byte is as good as any other
+    assert found[12][0] < 0.7 * found[1][0]
+    for line in events(trained / "log.jsonl", "step"):
+        assert line["tokens_per_s"] == pytest.approx(8 * 128 / line["seconds"])
+        assert line["peak_memory_bytes"] > 1e8
+    (start,) = events(trained / "log.jsonl", "start")
+    assert (start["options"]["size"], start["options"]["precision"], start["resumed_at"]) == ("debug", "fp32", 0)
+    assert [line["step"] for line in events(trained / "log.jsonl", "checkpoint")] == [6, 12]
+
+
+@pytest.mark.ranks
+def test_resume_goes_on_exactly(trained: Path, tmp_path: Path) -> None:
+    """Weights, optimizer and data are those of the run that was not interrupted: the losses are equal in every bit."""
+    shutil.copytree(trained / "saved" / "step-00000006", tmp_path / "saved" / "step-00000006")
+    (tmp_path / "saved" / "step-00000009").mkdir()  # one that was not finished
+    common = [*STRICT, "--checkpoint-dir", "saved", "--resume"]
+    out = run_torchrun("train_llama.py", *common, "--steps", "12", "--loss-log", "log.jsonl", cwd=tmp_path)
+    assert "resumed saved/step-00000006 at step 6" in out
+    whole, rest = curve(trained / "log.jsonl"), curve(tmp_path / "log.jsonl")
+    assert rest == {step: whole[step] for step in range(7, 13)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        (2, [*QUICK, "--backend", "inductor", "--ac", "full"]),
+        (4, [*STRICT, "--dp", "2", "--tp", "2", "--batch", "4", "--ac", "selective"]),
+    ],
+    ids=["inductor", "FSDP2 x TP"],
+)
+def test_all_ways_give_equal_losses(ranks: int, arguments: list[str], trained: Path, tmp_path: Path) -> None:
+    run_torchrun("train_llama.py", *arguments, "--steps", "4", "--loss-log", "log.jsonl", cwd=tmp_path, ranks=ranks)
+    expected, found = curve(trained / "log.jsonl"), curve(tmp_path / "log.jsonl")
+    assert list(found) == [1, 2, 3, 4]
+    for step, values in found.items():
+        assert values == pytest.approx(expected[step], rel=2e-4)
+
+
+def test_resume_of_another_run() -> None:
+    train = example("train_llama.py")
+    train.require_same({"size": "debug", "seed": 1}, {"size": "debug", "seed": 1}, Path("step-1"))
+    with pytest.raises(RecipeError, match="--resume: seed is 1 and was 2 in step-1; give what the checkpoint has, or "):
+        train.require_same({"size": "debug", "seed": 1}, {"size": "debug", "seed": 2}, Path("step-1"))
+
+
+def test_resume_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="--resume: no checkpoint in .*; leave --resume out, or give another"):
+        example("train_llama.py").newest(tmp_path)
+
+
+# --- serving ---------------------------------------------------------------------------------------------------------
+@pytest.mark.ranks
+def test_serve(trained: Path, tmp_path: Path) -> None:
+    """With the trained weights: answers equal eager ones, nothing is compiled anew, percentiles are there."""
+    shape = ["--batch", "4", "--batches", "3", "--decode", "4", "--min-prompt", "5", "--max-prompt", "24"]
+    weights = ["--checkpoint", str(trained / "saved" / "step-00000012")]
+    out = run_torchrun("serve_prefill.py", *STRICT, *shape, *weights, "--check", "--json", "out.json", cwd=tmp_path)
+    assert "0 of 48 bytes differ from the model without a compiler" in out
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["mismatches"] == {"bytes": 48, "differ": 0}
+    assert (found["fused"], found["missed"]) == (18, 0)
+    assert [found[key]["count"] for key in ("prefill_ms", "decode_ms")] == [3, 9]
+    for key in ("prefill_ms", "decode_ms"):
+        assert 0 < found[key]["p50"] <= found[key]["p90"] <= found[key]["p99"]
+    assert [len(answer) for answer in found["answers"]] == [4] * 4
+    assert set("".join(found["answers"])) <= set(map(chr, range(32, 127))) | {"\n"}, "trained on text, it writes text"
+
+
+def test_percentiles() -> None:
+    serve = example("serve_prefill.py")
+    assert serve.percentiles(list(range(101))) == {"p50": 50, "p90": 90, "p99": 99, "mean": 50, "count": 101}
+    assert serve.percentiles([7.0]) == {"p50": 7, "p90": 7, "p99": 7, "mean": 7, "count": 1}
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+def refused(name: str, arguments: list[str], world: int = 2, gpu: bool = False) -> str:
+    """The message about options that are not valid."""
+    module = example(name)
+    with pytest.raises(RecipeError) as raised:
+        module.settle(module.parse(arguments), world, gpu)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps 0 is not valid; it must be at least 1"),
+        (["--log-every", "0"], "--log-every 0 is not valid; it must be at least 1"),
+        (["--learning-rate", "-1"], "--learning-rate -1.0 is not valid; it must be greater than 0"),
+        (["--dp", "3"], "--dp 3 is not valid; it must be a divisor of the 2 processes"),
+        (["--tp", "4"], "--tp 4 is not valid; it must be 2 with --dp 1"),
+        (["--sequence", "33"], "sequence=33 is not valid for 2 tensor-parallel ranks; it must be a multiple of 2"),
+        (["--option", "strict"], "--option 'strict' is not valid; it must be NAME=VALUE"),
+        (["--resume"], "--resume and --checkpoint-every need --checkpoint-dir FOLDER; add it"),
+        (["--profile", "x", "--profile-step", "1"], "--profile-step 1 is not valid; it must be at least 2"),
+        (["--profile", "x"], "--profile measures what GPUs do, and there are none here; leave it out"),
+    ],
+)
+def test_training_refuses(arguments: list[str], message: str) -> None:
+    assert message in refused("train_llama.py", arguments)
+
+
+def test_too_many_ranks_for_the_heads() -> None:
+    message = refused("train_llama.py", ["--size", "70b"], world=16, gpu=True)
+    assert message.startswith("kv_heads=8 is not valid for 16 tensor-parallel ranks; it must be a multiple of 16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "3"], "--batch 3 is not valid; it must be a multiple of the 2 ranks"),
+        (["--max-prompt", "4"], "--max-prompt 4 is not valid; it must be at least --min-prompt 16"),
+        (["--min-prompt", "1"], "--min-prompt 1 is not valid; it must be at least 2"),
+        (["--decode", "0"], "--decode 0 is not valid; it must be at least 1"),
+        (["--cuda-graphs", "decode"], "--cuda-graphs decode needs GPUs, and there are none here"),
+    ],
+)
+def test_serving_refuses(arguments: list[str], message: str) -> None:
+    assert message in refused("serve_prefill.py", arguments)
+
+
+def test_float8_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    message = refused("train_llama.py", ["--precision", "fp8-rowwise"])
+    assert "need torchao, which does not import" in message
+    assert "pip install torchao" in message
+
+
+def test_tensorboard_is_named_when_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(RecipeError, match=r"--tensorboard needs the tensorboard package.*pip install tensorboard"):
+        example("train_llama.py").tensorboard_writer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["train_llama.py", "serve_prefill.py"])
+def test_start_without_torchrun(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert example(name).main([]) == 2
+    assert f"torchrun --standalone --nproc-per-node 2 examples/{name}" in capsys.readouterr().err
+
+
+def test_large_sizes_need_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert example("train_llama.py").main(["--size", "70b"]) == 2
+    assert "--size 70b needs GPUs, and there are none here; take --size debug" in capsys.readouterr().err
+
+
+def test_text_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("later")
+    (tmp_path / "a.py").write_text("first ")
+    (tmp_path / "c.bin").write_bytes(b"\0")
+    train = example("train_llama.py")
+    assert bytes(train.read_text(tmp_path, 5).tolist()) == b"first later"
+    with pytest.raises(RecipeError, match=r"has 11 bytes of text .* a sequence needs at least 129; give more text"):
+        train.read_text(tmp_path, 129)
+
+
+def test_ranks_draw_parts_of_one_batch() -> None:
+    """Two data-parallel ranks together get what one gets, and a state that was kept gives the same again."""
+    train = example("train_llama.py")
+    text, cpu = torch.arange(200, dtype=torch.uint8), torch.device("cpu")
+    alone = train.Batches(text, 6, 4, 1, 0, seed=3)
+    parts = [train.Batches(text, 6, 2, 2, rank, seed=3) for rank in range(2)]
+    state = alone.generator.get_state()
+    tokens, targets = alone.draw(cpu)
+    assert torch.equal(targets, tokens + 1)
+    assert torch.equal(tokens, torch.cat([each.draw(cpu)[0] for each in parts]))
+    assert not torch.equal(tokens, alone.draw(cpu)[0])
+    alone.generator.set_state(state)
+    assert torch.equal(tokens, alone.draw(cpu)[0])
