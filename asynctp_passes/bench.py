@@ -441,6 +441,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="asynctp bench")
     add_bench_options(parser)
     options = parser.parse_args(arguments)
+    options.kinds = options.kinds or ["bf16"]
+    options.timeout = options.timeout or 1800
     for name, valid in (("kinds", KINDS), ("ops", ("gather", "scatter"))):
         for value in getattr(options, name):
             if value not in valid:

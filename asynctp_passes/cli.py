@@ -1,8 +1,8 @@
 """The `asynctp` command.
 
-Exit codes: 0 done; 1 it ran and the answer is no (the demo's curves disagree, a collective was not fused, or the doctor
-found what will not work); 2 it could not run (bad arguments, an unreadable file, a missing compiler); 3 a rank of the
-demo failed; 130 interrupted.
+Exit codes: 0 done; 1 it ran and the answer is no (the demo's curves disagree, a collective was not fused, a backend's
+gradients are wrong, or the doctor found what will not work); 2 it could not run (bad arguments, an unreadable file, a
+missing compiler); 3 a rank failed; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -26,8 +28,8 @@ from asynctp_passes.report import Report
 __all__ = ["main"]
 
 _EPILOG = (
-    "exit codes: 0 done; 1 the demo's curves disagree, a collective was not fused, or the doctor found what will not "
-    "work; 2 could not run; "
+    "exit codes: 0 done; 1 the demo's curves disagree, a collective was not fused, a backend's gradients are wrong, or "
+    "the doctor found what will not work; 2 could not run; "
     "3 a rank failed; 130 interrupted"
 )
 
@@ -80,7 +82,10 @@ def _parser() -> argparse.ArgumentParser:
         "bench", help="time the fused ops against cuBLAS + NCCL and PyTorch's in-tree ops on this machine's GPUs"
     )
     bench.add_argument("--ranks", type=int, help="processes, one a GPU: 2 to 8 (default: all GPUs)")
+    bench.add_argument("--e2e", action="store_true", help="time whole transformer blocks under each compiler instead")
+    bench.add_argument("--cpu", action="store_true", help="with --e2e: 2 processes on the CPU, a tiny model")
     add_bench_options(bench)
+    add_end_to_end_options(bench)
     bench.set_defaults(run=_bench)
 
     profiled = commands.add_parser(
@@ -171,14 +176,27 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """The options of a measurement, for the command and for its worker processes."""
     parser.add_argument("--rows", type=_numbers, help="values of M, as 512,2048 (default: powers of 2, 64 to 16384)")
     parser.add_argument("--ops", type=_words, default=["gather", "scatter"], help="gather,scatter (default: both)")
-    parser.add_argument("--kinds", type=_words, default=["bf16"], help="of bf16,fp8,fp8-rowwise (default: bf16)")
+    parser.add_argument(
+        "--kinds", type=_words, help="of bf16,fp8,fp8-rowwise (default: bf16; with --e2e bf16,fp8-rowwise)"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="rounds to take the median of (default: %(default)s)")
     parser.add_argument("--all", action="store_true", help="time each of our implementations too")
     parser.add_argument("--tune", action="store_true", help="write the fastest of each row to the tuning table")
-    parser.add_argument("--out", type=Path, help="folder for bench.json and bench.png")
+    parser.add_argument("--out", type=Path, help="folder for the raw results, and a plot")
     parser.add_argument(
-        "--timeout", type=int, default=1800, help="give up after so many seconds (default: %(default)s)"
-    )
+        "--timeout", type=int, help="end after so many seconds (default: 1800; with --e2e 150, and what does not fit "
+        "is left out)",
+    )  # fmt: skip
+
+
+def add_end_to_end_options(parser: argparse.ArgumentParser) -> None:
+    """The further options of `--e2e`, for the command and for its worker processes."""
+    end_to_end = parser.add_argument_group("with --e2e")
+    end_to_end.add_argument("--sizes", type=_words, help="of debug,small,8b,70b (default: 70b,8b)")
+    end_to_end.add_argument("--batches", type=_words, help="BATCHxSEQUENCE, as 1x8192,2x4096 (default: 1x8192)")
+    end_to_end.add_argument("--backends", type=_words, help="of inductor,intree,asynctp (default: all)")
+    end_to_end.add_argument("--blocks", type=int, help="transformer blocks (default: 2)")
+    end_to_end.add_argument("--option", action="append", default=[], help="NAME=VALUE for torch.compile; repeatable")
 
 
 def _numbers(text: str) -> list[int]:
@@ -189,21 +207,51 @@ def _words(text: str) -> list[str]:
     return text.split(",")
 
 
+_END_TO_END = ("sizes", "batches", "backends", "blocks", "option", "cpu")
+_OPS_ONLY = ("rows", "all", "tune")
+
+
 def _bench(options: argparse.Namespace) -> int:
-    ranks = _bench_ranks(options.ranks)
+    for name in _OPS_ONLY if options.e2e else _END_TO_END:
+        if getattr(options, name):
+            remedy = "leave one of them out" if options.e2e else "add --e2e, or leave it out"
+            raise UsageError(f"bench: --{name} is not valid {'with' if options.e2e else 'without'} --e2e; {remedy}")
+    ranks = (options.ranks or 2) if options.cpu else _bench_ranks(options.ranks)
+    if not options.e2e:
+        return 3 if _start_ranks("asynctp_passes.bench", ranks, _bench_arguments(options)) else 0
+    return _end_to_end(options, ranks)
+
+
+def _start_ranks(module: str, ranks: int, arguments: Sequence[str], cpu: bool = False) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    given = _bench_arguments(options)
-    code = subprocess.run([*command, "-m", "asynctp_passes.bench", *given], check=False).returncode
-    return 3 if code else 0
+    environment = {"env": {**os.environ, "CUDA_VISIBLE_DEVICES": ""}} if cpu else {}
+    return subprocess.run([*command, "-m", module, *arguments], check=False, **environment).returncode
+
+
+def _end_to_end(options: argparse.Namespace, ranks: int) -> int:
+    """Whole blocks. What was measured is kept when a rank fails or hangs: each row is written as it comes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.out = options.out or Path(scratch)
+        path = folder / "e2e.json"
+        path.unlink(missing_ok=True)
+        failed = _start_ranks("asynctp_passes.e2e", ranks, _bench_arguments(options), options.cpu)
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": [], "failed": []}
+        if str(folder) != scratch and path.exists():
+            print(f"wrote {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}")
+    if failed:
+        print("asynctp: bench: ended early; what was measured is above", file=sys.stderr)
+        return 3
+    return 0 if all(row["right"] for row in found["rows"]) and not found["failed"] else 1
 
 
 def _bench_arguments(options: argparse.Namespace) -> list[str]:
     """The command line of a worker."""
     given = []
-    for name in ("rows", "ops", "kinds", "rounds", "out", "timeout"):
+    for name in ("rows", "ops", "kinds", "rounds", "out", "timeout", "sizes", "batches", "backends", "blocks"):
         value = getattr(options, name)
         if value is not None:
             given += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    given += [word for text in options.option for word in ("--option", text)]
     return given + [f"--{name}" for name in ("all", "tune") if getattr(options, name)]
 
 

@@ -29,7 +29,7 @@ ROWS = (
     ("backend",),
     ("__init__",),
     ("demo", "cli"),
-    ("bench",),
+    ("bench", "e2e"),
 )
 ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
 
@@ -57,7 +57,7 @@ PRIVATE_TORCH = {
 }
 """Private names of torch outside compat, by module; each is there for the reason above it."""
 
-PROGRAMS = {"bench"}
+PROGRAMS = {"bench", "e2e"}
 """Modules that are run, in processes of their own, and imported by nothing else: they may need the kernels."""
 
 KERNELS_PRIVATE_TORCH = {

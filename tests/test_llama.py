@@ -130,7 +130,7 @@ def test_resume_of_another_run() -> None:
 
 
 def test_resume_of_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="--resume: no checkpoint in .*; leave --resume out, or give another"):
+    with pytest.raises(RecipeError, match=r"--resume: no checkpoint in .*; leave --resume out, or give another"):
         example("train_llama.py").newest(tmp_path)
 
 

@@ -1,0 +1,592 @@
+"""Side by side on whole transformer blocks: plain torch.compile, PyTorch's in-tree async TP, and asynctp.
+
+Started by `asynctp bench --e2e` with one process a GPU. A problem is a model's width, what its matmuls compute in, and
+a batch: a few blocks, compiled each, with one input, one target and one set of weights for all backends. Each backend's
+gradients are compared with plain compile's. The limit is four times what lies between plain compile and no compile at
+all, which differ by rounding alone; a backend beyond it is shown as WRONG, whatever its speed.
+
+Times are medians of CUDA events over rounds in which the backends take turns in random order; the slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import faulthandler
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import asynctp_passes
+from asynctp_passes import profile
+from asynctp_passes.cli import add_bench_options, add_end_to_end_options
+from asynctp_passes.demo.model import PRESETS, Block, block_plan
+from asynctp_passes.demo.recipe import (
+    BACKENDS,
+    PRECISIONS,
+    Place,
+    RecipeError,
+    compiler,
+    float8_layers,
+    joined,
+    parse_option,
+    place,
+    require,
+    require_precision,
+    styles_of,
+)
+
+BASE = BACKENDS[0]
+#: differences of gradients below these are never called wrong: rounding of the results alone
+FLOOR = {"fp32": 1e-4, "bf16": 2e-2, "fp8": 2e-2, "fp8-rowwise": 2e-2}
+STEPS_A_ROUND = 3
+RESERVE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is measured: `batch` sequences of `sequence` tokens through `blocks` blocks."""
+
+    size: str
+    kind: str
+    batch: int
+    sequence: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.kind} {self.batch}x{self.sequence}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One backend on one problem; milliseconds, slowest rank.
+
+    Attributes:
+        step: Forward and backward.
+        forward: The forward's part of it.
+        host: Until the host has launched a step.
+        exposed: Communication beside which nothing computes, in a traced step of the first rank; None on the CPU.
+        peak_bytes: The most that was allocated during a step; None on the CPU.
+        loss: Of the first step, over all ranks.
+        difference: The worst relative difference of a gradient from plain compile's.
+        limit: What `difference` may be; beyond it the backend is wrong.
+        fused: Chains that asynctp fused and missed in the compiled graphs; None for other backends.
+        compile_s: Seconds until the first step was done.
+    """
+
+    problem: Problem
+    backend: str
+    world: int
+    step: float
+    forward: float
+    host: float
+    exposed: float | None
+    peak_bytes: int | None
+    loss: float
+    difference: float
+    limit: float
+    fused: tuple[int, int] | None
+    compile_s: float
+
+    @property
+    def right(self) -> bool:
+        """False when its gradients differ by more than rounding; nan is wrong."""
+        return self.difference <= self.limit
+
+
+@dataclass
+class Found:
+    """All that a run came to: what was measured, what raised, and what there was no time for, or no package."""
+
+    rows: list[Row] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+# --- one problem ----------------------------------------------------------------------------------------------------
+class Bench:
+    """The blocks of one problem with its data, and what each backend makes of them."""
+
+    def __init__(self, problem: Problem, here: Place, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+        self.problem, self.here, self.mesh, self.options = problem, here, mesh, options
+        torch.manual_seed(0)
+        self.blocks = [self._block() for _ in range(problem.blocks)]
+        self.x, self.target = self._activation(1), self._activation(2)
+
+    def _block(self) -> Block:
+        sizes = dataclasses.replace(PRESETS[self.problem.size], sequence=self.problem.sequence)
+        with self.here.device:
+            block = Block(sizes)
+        for name, parameter in block.named_parameters():
+            if "norm" not in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+        block.to(self.dtype)
+        float8_layers(block, self.problem.kind)
+        parallelize_module(block, self.mesh, block_plan(styles=styles_of(self.problem.kind)))
+        return block
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return torch.float32 if self.problem.kind == "fp32" else torch.bfloat16
+
+    def _activation(self, seed: int) -> Tensor:
+        """This rank's part of the sequence."""
+        sizes = PRESETS[self.problem.size]
+        generator = torch.Generator(self.here.device).manual_seed(seed)
+        shape = (self.problem.batch, self.problem.sequence, sizes.width)
+        whole = torch.randn(shape, device=self.here.device, generator=generator).to(self.dtype)
+        return whole.chunk(self.here.world, dim=1)[self.here.rank].contiguous()
+
+    def step(self, blocks: Sequence[Callable[[Tensor], Tensor]], middle: Callable[[], Any] = lambda: None) -> Tensor:
+        """Forward and backward; the loss on this rank. `middle` is called between them."""
+        for module in self.blocks:
+            module.zero_grad(set_to_none=True)
+        self.input = self.x.clone().requires_grad_(True)
+        y = self.input
+        for block in blocks:
+            y = block(y)
+        loss = (y - self.target).float().square().mean()
+        middle()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def gradients(self) -> list[Tensor]:
+        """Copies of the last step's gradients, this rank's parts: of the input and of every weight."""
+        weights = [parameter.grad for block in self.blocks for parameter in block.parameters()]
+        parts = [each.to_local() if isinstance(each, DTensor) else each for each in (self.input.grad, *weights)]
+        missing = [index for index, part in enumerate(parts) if part is None]
+        assert not missing, f"no gradient for {missing}"
+        return [part.clone() for part in parts if part is not None]
+
+    def compiled(self, backend: str) -> list[Callable[[Tensor], Tensor]]:
+        """The blocks as this backend compiles them, all with the same weights."""
+        group = self.mesh.get_group().group_name
+        compile_one = compiler(backend, group, self.here.device, self.options, dynamic=False, fullgraph=True)
+        return [compile_one(block) for block in self.blocks]
+
+
+def worst_difference(actual: Sequence[Tensor], expected: Sequence[Tensor], here: Place) -> float:
+    """Largest relative distance (Frobenius norm) of a pair, over all ranks; nan when one is not a number."""
+    pairs = zip(actual, expected, strict=True)
+    values = [float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-20)) for a, b in pairs]
+    return slowest(float("nan") if any(value != value for value in values) else max(values), here)
+
+
+def slowest(value: float, here: Place) -> float:
+    """The largest of the ranks' values; nan when one is."""
+    values = [torch.zeros((), device=here.device, dtype=torch.float64) for _ in range(here.world)]
+    dist.all_gather(values, torch.tensor(value, device=here.device, dtype=torch.float64))
+    return max((float(each) for each in values), key=lambda each: (each != each, each))
+
+
+@dataclass
+class Prepared:
+    """A backend that is compiled and checked, and not timed yet."""
+
+    blocks: list[Callable[[Tensor], Tensor]]
+    loss: float
+    difference: float
+    fused: tuple[int, int] | None
+    compile_s: float
+    times: list[tuple[float, float]] = field(default_factory=list)
+    hosts: list[float] = field(default_factory=list)
+
+
+def prepare(bench: Bench, backend: str, expected: Sequence[Tensor] | None) -> tuple[Prepared, list[Tensor]]:
+    """Compile by a first step, and compare its gradients with `expected` (none for the first backend)."""
+    here, start = bench.here, time.perf_counter()
+    asynctp_passes.clear_reports()
+    blocks = bench.compiled(backend)
+    loss = bench.step(blocks)
+    dist.all_reduce(loss)
+    found = bench.gradients()
+    reports = asynctp_passes.reports()
+    fused = (sum(len(each.fused) for each in reports), sum(len(each.missed) for each in reports))
+    difference = 0.0 if expected is None else worst_difference(found, expected, here)
+    ready = Prepared(
+        blocks,
+        float(loss) / here.world,
+        difference,
+        fused if backend == "asynctp" else None,
+        slowest(time.perf_counter() - start, here),
+    )
+    return ready, found
+
+
+def measure(bench: Bench, prepared: dict[str, Prepared], rounds: int) -> None:
+    """Time all backends in turns, into their `times` and `hosts`."""
+    for ready in prepared.values():
+        for _ in range(2):
+            bench.step(ready.blocks)
+    for number in range(rounds):
+        order = list(prepared)
+        random.Random(number).shuffle(order)
+        for backend in order:
+            ready = prepared[backend]
+            ready.times.append(_time(bench, ready.blocks))
+            ready.hosts.append(_host_time(bench, ready.blocks))
+
+
+def _meet(here: Place) -> None:
+    if here.gpu:
+        torch.cuda.synchronize()
+    dist.barrier()
+    if here.gpu:
+        torch.cuda.synchronize()
+
+
+def _time(bench: Bench, blocks: Sequence[Callable[[Tensor], Tensor]]) -> tuple[float, float]:
+    """Milliseconds of a step and of its forward: the means of a few steps, run back to back."""
+    marks: list[Any] = []
+
+    def mark() -> None:
+        if bench.here.gpu:
+            marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            marks[-1].record()
+        else:
+            marks.append(time.perf_counter() * 1e3)
+
+    _meet(bench.here)
+    for _ in range(STEPS_A_ROUND):
+        mark()
+        bench.step(blocks, mark)
+    mark()
+    _meet(bench.here)
+
+    def between(a: Any, b: Any) -> float:
+        return float(a.elapsed_time(b) if bench.here.gpu else b - a)
+
+    forward = sum(between(marks[2 * i], marks[2 * i + 1]) for i in range(STEPS_A_ROUND))
+    return between(marks[0], marks[-1]) / STEPS_A_ROUND, forward / STEPS_A_ROUND
+
+
+def _host_time(bench: Bench, blocks: Sequence[Callable[[Tensor], Tensor]]) -> float:
+    """Milliseconds until the host has launched one step, while the GPU is not waited for."""
+    _meet(bench.here)
+    start = time.perf_counter()
+    bench.step(blocks)
+    elapsed = (time.perf_counter() - start) * 1e3
+    _meet(bench.here)
+    return elapsed
+
+
+def peak_bytes(bench: Bench, blocks: Sequence[Callable[[Tensor], Tensor]], held: int) -> int | None:
+    """The most that PyTorch allocates during a step, without the `held` bytes of the benchmark itself."""
+    if not bench.here.gpu:
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    bench.step(blocks)
+    torch.cuda.synchronize()
+    return int(slowest(torch.cuda.max_memory_allocated() - held, bench.here))
+
+
+def exposed(bench: Bench, blocks: Sequence[Callable[[Tensor], Tensor]], path: Path) -> float | None:
+    """Milliseconds of exposed communication in one step, traced into `path` by the first rank."""
+    here = bench.here
+    if not here.gpu:
+        return None
+    _meet(here)
+    value = 0.0
+    if here.rank == 0:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            bench.step(blocks)
+            torch.cuda.synchronize()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        found = profile.summarize(profile.read(path))
+        value = next(each.exposed for each in found if each.device == here.device.index) / 1e3
+    else:
+        bench.step(blocks)
+    _meet(here)
+    return slowest(value, here)
+
+
+# --- all problems ---------------------------------------------------------------------------------------------------
+class Budget:
+    """Time that is left, by the slowest rank's clock, so that all ranks decide alike."""
+
+    def __init__(self, seconds: float, here: Place) -> None:
+        self.end, self.here, self.longest = time.monotonic() + seconds, here, 0.0
+
+    def allows(self) -> bool:
+        """True while something as long as the longest so far still fits."""
+        return slowest(time.monotonic() + self.longest - self.end, self.here) < 0
+
+    def spent(self, seconds: float) -> None:
+        """Something took so long."""
+        self.longest = max(self.longest, slowest(seconds, self.here))
+
+
+def rows(options: argparse.Namespace, here: Place, found: Found) -> Iterator[Row]:
+    """Measure every problem while there is time; what is not measured is named in `found.left_out`."""
+    mesh = init_device_mesh(here.device.type, (here.world,), mesh_dim_names=("tp",))
+    budget = Budget(options.timeout, here)
+    for problem in problems(options):
+        try:
+            require_precision(problem.kind)
+        except RecipeError as error:
+            found.left_out.append(f"{problem}: {error}")
+            continue
+        torch.compiler.reset()
+        if budget.allows():
+            yield from _rows_of(problem, options, here, mesh, budget, found)
+        else:
+            found.left_out.append(f"{problem}: no time left of --timeout {options.timeout}")
+        if here.gpu:
+            torch.cuda.empty_cache()
+
+
+def _rows_of(
+    problem: Problem, options: argparse.Namespace, here: Place, mesh: DeviceMesh, budget: Budget, found: Found
+) -> Iterator[Row]:
+    bench = Bench(problem, here, mesh, dict(map(parse_option, options.option)))
+    prepared: dict[str, Prepared] = {}
+    expected: list[Tensor] | None = None
+    for backend in options.backends:
+        if expected is not None and not budget.allows():
+            found.left_out.append(f"{problem} {backend}: no time left of --timeout {options.timeout}")
+            continue
+        try:
+            prepared[backend], gradients = prepare(bench, backend, expected)
+        except Exception as error:  # every rank has the same program
+            if expected is None:
+                raise
+            found.failed.append(f"{problem} {backend}: {type(error).__name__}: {str(error)[:300]}")
+            continue
+        expected = gradients if expected is None else expected
+        del gradients
+        budget.spent(prepared[backend].compile_s)
+    assert expected is not None
+    bench.step(bench.blocks)  # nothing compiled: how far rounding alone goes
+    noise = worst_difference(bench.gradients(), expected, here)
+    measure(bench, prepared, options.rounds)
+    held = sum(each.numel() * each.element_size() for each in expected)
+    with tempfile.TemporaryDirectory() as scratch:
+        traces = scratch if options.out is None else options.out / "traces"
+        for backend, ready in prepared.items():
+            path = Path(traces, f"{problem.size}-{problem.kind}-{problem.batch}x{problem.sequence}-{backend}.json")
+            yield Row(
+                problem=problem,
+                backend=backend,
+                world=here.world,
+                step=slowest(statistics.median(step for step, _ in ready.times), here),
+                forward=slowest(statistics.median(forward for _, forward in ready.times), here),
+                host=slowest(statistics.median(ready.hosts), here),
+                exposed=exposed(bench, ready.blocks, path),
+                peak_bytes=peak_bytes(bench, ready.blocks, held),
+                loss=ready.loss,
+                difference=ready.difference,
+                limit=max(4 * noise, FLOOR[problem.kind]),
+                fused=ready.fused,
+                compile_s=ready.compile_s,
+            )
+
+
+def problems(options: argparse.Namespace) -> list[Problem]:
+    """Everything asked for."""
+    asked = itertools.product(options.batches, options.kinds, options.sizes)
+    return [Problem(size, kind, batch, sequence, options.blocks) for (batch, sequence), kind, size in asked]
+
+
+# --- what comes out -------------------------------------------------------------------------------------------------
+HEADER = (
+    f"{'model':6} {'operands':11} {'batch':8} {'backend':9} {'step':>9} {'':>6} {'forward':>9} {'':>6} {'exposed':>8} "
+    f"{'host':>7} {'peak':>6} {'loss':>9} {'gradients':>9} {'fused':>7}\n"
+    "(milliseconds and times as fast as plain compile; exposed communication; GiB; relative difference of gradients)"
+)
+
+
+def line(row: Row, base: Row) -> str:
+    """One line of the table, against plain compile on the same problem."""
+    each = row.problem
+    fused = "" if row.fused is None else f"{row.fused[0]} of {sum(row.fused)}"
+    traced = "" if row.exposed is None else f"{row.exposed:.2f}"
+    peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}"
+    wrong = "" if row.right else f"  WRONG: gradients differ by more than {row.limit:.1e}"
+    return (
+        f"{each.size:6} {each.kind:11} {f'{each.batch}x{each.sequence}':8} {row.backend:9} {row.step:9.3f} "
+        f"{base.step / row.step:5.2f}x {row.forward:9.3f} {base.forward / row.forward:5.2f}x {traced:>8} "
+        f"{row.host:7.2f} {peak:>6} {row.loss:9.5f} {row.difference:9.1e} {fused:>7}{wrong}"
+    ).rstrip()
+
+
+def record(found: Found, here: Place, command: str) -> dict[str, Any]:
+    """Everything, as JSON."""
+    name = torch.cuda.get_device_properties(here.device).name if here.gpu else "CPU (gloo)"
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{here.world} x {name}",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "command": command,
+        "rows": [{**asdict(row), "right": row.right} for row in found.rows],
+        "failed": found.failed,
+        "left_out": found.left_out,
+    }
+
+
+def plot(found: Found, path: Path) -> bool:
+    """Speed of each backend against plain compile, a group of bars a problem; False without matplotlib, or rows."""
+    if not found.rows:
+        return False
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    base = {row.problem: row for row in found.rows if row.backend == BASE}
+    asked = list(base)
+    kinds: tuple[tuple[str, Callable[[Row], float]], ...] = (
+        ("step", lambda row: row.step),
+        ("forward", lambda row: row.forward),
+    )
+    figure, axes = pyplot.subplots(1, 2, figsize=(4 + 2.5 * len(asked), 4), squeeze=False, sharey=True)
+    for axis, (name, value) in zip(axes[0], kinds, strict=True):
+        for index, backend in enumerate(BACKENDS):
+            mine = [row for row in found.rows if row.backend == backend]
+            places = [asked.index(row.problem) + 0.27 * (index - 1) for row in mine]
+            bars = axis.bar(places, [value(base[row.problem]) / value(row) for row in mine], 0.25, label=backend)
+            axis.bar_label(bars, ["" if row.right else "WRONG" for row in mine], rotation=90, color="red")
+        axis.axhline(1, color="grey", linewidth=0.5)
+        axis.set_xticks(range(len(asked)), [str(each).replace(" ", "\n") for each in asked])
+        axis.set(title=name)
+    axes[0][0].set_ylabel("times as fast as plain compile")
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    return True
+
+
+# --- options and the process ----------------------------------------------------------------------------------------
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The worker's options, with the defaults of the machine.
+
+    Raises:
+        RecipeError: One is not valid; the message says what is.
+    """
+    parser = argparse.ArgumentParser(prog="asynctp bench --e2e")
+    add_bench_options(parser)
+    add_end_to_end_options(parser)
+    options = parser.parse_args(arguments)
+    gpu = torch.cuda.is_available()
+    options.sizes = options.sizes or (["70b", "8b"] if gpu else ["debug"])
+    options.kinds = options.kinds or (["bf16", "fp8-rowwise"] if gpu else ["fp32"])
+    options.batches = [_batch(text) for text in options.batches or (["1x8192"] if gpu else ["2x64"])]
+    options.backends = options.backends or list(BACKENDS)
+    options.timeout = options.timeout or 150
+    for name, valid in (("sizes", tuple(PRESETS)), ("kinds", PRECISIONS), ("backends", BACKENDS)):
+        for value in getattr(options, name):
+            require(value in valid, name, value, f"of {', '.join(valid)}")
+    require(
+        options.backends[0] == BASE, "backends", ",".join(options.backends),
+        f"{BASE} first: it is what the others are compared with",
+    )  # fmt: skip
+    options.blocks = 2 if options.blocks is None else options.blocks
+    require(options.blocks >= 1, "blocks", options.blocks, "at least 1")
+    require(options.rounds >= 1, "rounds", options.rounds, "at least 1")
+    for size in options.sizes:
+        if size != "debug" and not gpu:
+            raise RecipeError(f"--sizes {size} needs GPUs, and there are none here; take --sizes debug")
+    return options
+
+
+def _batch(text: str) -> tuple[int, int]:
+    """`2x4096`: two sequences of 4096 tokens."""
+    batch, cross, sequence = text.partition("x")
+    valid = bool(cross) and batch.isdigit() and sequence.isdigit() and int(batch) > 0 and int(sequence) > 0
+    require(valid, "batches", text, "BATCHxSEQUENCE, as 2x4096")
+    return int(batch), int(sequence)
+
+
+def check_sizes(options: argparse.Namespace, world: int) -> None:
+    """Check that every problem splits evenly over the ranks.
+
+    Raises:
+        RecipeError: One does not.
+    """
+    for problem in problems(options):
+        try:
+            dataclasses.replace(PRESETS[problem.size], sequence=problem.sequence).require_divisible(world)
+        except ValueError as error:
+            raise RecipeError(f"{problem}: {error}") from error
+
+
+def command(options: argparse.Namespace, world: int) -> str:
+    """The command that measures the same again."""
+    words = [f"--ranks {world}"] + ([] if torch.cuda.is_available() else ["--cpu"])
+    batches = [f"{batch}x{sequence}" for batch, sequence in options.batches]
+    kept = {"sizes": options.sizes, "kinds": options.kinds, "batches": batches, "backends": options.backends}
+    words += [f"--{name} {','.join(values)}" for name, values in kept.items()]
+    words += [f"--blocks {options.blocks} --rounds {options.rounds}", *(f"--option {each}" for each in options.option)]
+    return f"asynctp bench --e2e {' '.join(words)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """One process of the benchmark: 0 done, 2 it could not run."""
+    try:
+        options = parse(arguments)
+        here = place("-m asynctp_passes.e2e")
+        check_sizes(options, here.world)
+    except RecipeError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"asynctp: bench: {error}", file=sys.stderr)
+        return 2
+    faulthandler.dump_traceback_later(options.timeout + RESERVE_S, exit=True)
+    with joined(here):
+        run(options, here)
+    faulthandler.cancel_dump_traceback_later()
+    return 0
+
+
+def run(options: argparse.Namespace, here: Place) -> Found:
+    """Measure, print each row as it comes, and write after each what there is so far."""
+    found, first = Found(), here.rank == 0
+    if first:
+        print(HEADER, flush=True)
+        if not here.gpu and "intree" in options.backends:
+            print("note: PyTorch's async TP fuses on GPUs only; here intree is plain Inductor", flush=True)
+    for row in rows(options, here, found):
+        found.rows.append(row)
+        if first:
+            print(line(row, next(each for each in found.rows if each.problem == row.problem)), flush=True)
+            write(found, options, here)
+    if first:
+        for what, lines in (("failed", found.failed), ("left out", found.left_out)):
+            print("".join(f"{what}: {each}\n" for each in lines), end="", flush=True)
+        write(found, options, here)
+        if options.out is not None:
+            plot(found, options.out / "e2e.png")
+    return found
+
+
+def write(found: Found, options: argparse.Namespace, here: Place) -> None:
+    """Write `e2e.json`, so that what was measured is kept whatever comes after."""
+    if options.out is None:
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(record(found, here, command(options, here.world)), indent=1)
+    (options.out / "e2e.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

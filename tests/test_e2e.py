@@ -1,0 +1,203 @@
+"""`asynctp bench --e2e`: a run on the CPU, and what it makes of measurements, which are made up here.
+
+`EXPECTTEST_ACCEPT=1` writes the expectations anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from asynctp_passes import cli, e2e
+from asynctp_passes.demo.recipe import Place, RecipeError
+from asynctp_passes.e2e import Found, Problem, Row
+
+HERE = Place(0, 4, torch.device("cpu"))
+QUICK = ["--option", "fallback_by_default=True"] if "fallback_by_default" in torch._inductor.list_options() else []
+
+
+def row(backend: str = "inductor", **values: Any) -> Row:
+    """A measurement of a 70B block in bf16."""
+    return replace(
+        Row(
+            problem=Problem("70b", "bf16", 1, 8192, 2), backend=backend, world=4, step=40.0, forward=14.0, host=6.0,
+            exposed=7.5, peak_bytes=3 * 2**30, loss=1.99882, difference=0.0, limit=0.05, fused=None, compile_s=20.0,
+        ),
+        **values,
+    )  # fmt: skip
+
+
+BASE = row()
+INTREE = row("intree", step=48.0, forward=13.0, exposed=3.0, difference=0.71)
+OURS = row("asynctp", step=32.0, forward=11.2, exposed=0.4, difference=0.018, fused=(8, 0))
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+@pytest.mark.ranks
+def test_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """All backends on two ranks: equal losses and gradients, all chains fused, and the raw results in a file."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out = tmp_path / "out"
+    assert cli.main(["bench", "--e2e", "--cpu", "--rounds", "1", "--out", str(out), *QUICK]) == 0
+    printed = capfd.readouterr().out
+    assert "note: PyTorch's async TP fuses on GPUs only; here intree is plain Inductor" in printed
+    assert f"wrote {out}: e2e.json" in printed
+    said = json.loads((out / "e2e.json").read_text())
+    assert (said["machine"], said["failed"], said["left_out"]) == ("2 x CPU (gloo)", [], [])
+    assert said["command"].startswith("asynctp bench --e2e --ranks 2 --cpu --sizes debug --kinds fp32 --batches 2x64")
+    assert [each["backend"] for each in said["rows"]] == ["inductor", "intree", "asynctp"]
+    for each in said["rows"]:
+        assert each["right"]
+        assert each["difference"] < 1e-5
+        assert each["loss"] == pytest.approx(said["rows"][0]["loss"], rel=1e-5)
+        assert each["step"] > each["forward"] > 0
+    assert [each["fused"] for each in said["rows"]] == [None, None, [8, 0]]
+
+
+# --- right and wrong -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("difference", "right"), [(0.05, True), (0.051, False), (math.nan, False), (math.inf, False)])
+def test_a_backend_beyond_the_limit_is_wrong(difference: float, right: bool) -> None:
+    assert row(difference=difference).right is right
+
+
+def test_the_worst_gradient_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e2e, "slowest", lambda value, here: value)
+    a, b = torch.ones(4), torch.arange(1.0, 5.0)
+    assert e2e.worst_difference([a, b], [a, b], HERE) == 0
+    assert e2e.worst_difference([a, b * 1.25], [a, b], HERE) == pytest.approx(0.25)
+    assert e2e.worst_difference([a * -1, b * 1.25], [a, b], HERE) == pytest.approx(2)
+    assert math.isnan(e2e.worst_difference([a, b * math.nan], [a, b], HERE))
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "code"),
+    [
+        ({"rows": [{"right": True}], "failed": []}, 0, 0),
+        ({"rows": [{"right": True}, {"right": False}], "failed": []}, 0, 1),
+        ({"rows": [{"right": True}], "failed": ["70b intree: raised"]}, 0, 1),
+        ({"rows": [{"right": True}], "failed": []}, 1, 3),
+        (None, 1, 3),
+    ],
+)
+def test_exit_code(
+    said: Any, status: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """0 when all is right, 1 when a backend is wrong or raised, 3 when the ranks did not end well."""
+
+    def ranks(module: str, count: int, arguments: list[str], cpu: bool) -> int:
+        if said is not None:
+            Path(arguments[arguments.index("--out") + 1], "e2e.json").write_text(json.dumps(said))
+        return status
+
+    monkeypatch.setattr(cli, "_start_ranks", ranks)
+    assert cli.main(["bench", "--e2e", "--cpu"]) == code
+    assert ("ended early; what was measured is above" in capsys.readouterr().err) == (code == 3)
+
+
+# --- what comes out --------------------------------------------------------------------------------------------------
+def test_lines() -> None:
+    assert_expected_inline(
+        "\n".join([e2e.HEADER, *(e2e.line(each, BASE) for each in (BASE, INTREE, OURS))]),
+        """\
+model  operands    batch    backend        step          forward         exposed    host   peak      loss gradients   fused
+(milliseconds and times as fast as plain compile; exposed communication; GiB; relative difference of gradients)
+70b    bf16        1x8192   inductor     40.000  1.00x    14.000  1.00x     7.50    6.00   3.00   1.99882   0.0e+00
+70b    bf16        1x8192   intree       48.000  0.83x    13.000  1.08x     3.00    6.00   3.00   1.99882   7.1e-01          WRONG: gradients differ by more than 5.0e-02
+70b    bf16        1x8192   asynctp      32.000  1.25x    11.200  1.25x     0.40    6.00   3.00   1.99882   1.8e-02  8 of 8""",
+    )
+
+
+def test_record_keeps_everything() -> None:
+    said = json.loads(json.dumps(e2e.record(Found([BASE, OURS], ["x: raised"], ["y: no time"]), HERE, "the command")))
+    assert (said["failed"], said["left_out"], said["command"]) == (["x: raised"], ["y: no time"], "the command")
+    rows = [{**each, "problem": Problem(**each["problem"]), "fused": each["fused"] and tuple(each["fused"])}
+            for each in said["rows"]]  # fmt: skip
+    assert [Row(**{name: value for name, value in each.items() if name != "right"}) for each in rows] == [BASE, OURS]
+
+
+def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not e2e.plot(Found([BASE, OURS]), tmp_path / "e2e.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    other = [replace(each, problem=Problem("8b", "bf16", 2, 4096, 2)) for each in (BASE, OURS)]
+    assert e2e.plot(Found([BASE, INTREE, OURS, *other]), tmp_path / "e2e.png")
+    assert (tmp_path / "e2e.png").read_bytes().startswith(b"\x89PNG")
+    assert not e2e.plot(Found(), tmp_path / "none.png")
+
+
+def test_time_is_shared_by_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is begun that, by what the longest took so far, would not end in time."""
+    monkeypatch.setattr(e2e, "slowest", lambda value, here: value)
+    clock = [100.0]
+    monkeypatch.setattr(e2e.time, "monotonic", lambda: clock[0])
+    budget = e2e.Budget(60, HERE)
+    assert budget.allows()
+    budget.spent(25)
+    clock[0] = 134.0
+    assert budget.allows()
+    clock[0] = 136.0
+    assert not budget.allows()
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+def test_problems_of_the_options() -> None:
+    options = e2e.parse(["--sizes", "debug", "--kinds", "fp32,bf16", "--batches", "1x64,2x32", "--blocks", "3"])
+    assert list(map(str, e2e.problems(options))) == [
+        "debug fp32 1x64", "debug bf16 1x64", "debug fp32 2x32", "debug bf16 2x32",
+    ]  # fmt: skip
+    assert {each.blocks for each in e2e.problems(options)} == {3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "9b"], "--sizes 9b is not valid; it must be of debug, small, 8b, 70b"),
+        (["--kinds", "int8"], "--kinds int8 is not valid; it must be of fp32, bf16, fp8, fp8-rowwise"),
+        (["--batches", "4096"], "--batches 4096 is not valid; it must be BATCHxSEQUENCE, as 2x4096"),
+        (["--batches", "0x64"], "--batches 0x64 is not valid"),
+        (
+            ["--backends", "asynctp"],
+            "--backends asynctp is not valid; it must be inductor first: it is what the",
+        ),
+        (["--backends", "inductor,eager"], "--backends eager is not valid; it must be of inductor, intree, asynctp"),
+        (["--blocks", "0"], "--blocks 0 is not valid; it must be at least 1"),
+        (["--sizes", "70b"], "--sizes 70b needs GPUs, and there are none here; take --sizes debug"),
+    ],
+)
+def test_bad_options(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RecipeError) as raised:
+        e2e.parse(arguments)
+    assert message in str(raised.value)
+
+
+def test_sizes_that_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = e2e.parse(["--sizes", "debug", "--batches", "1x66"])
+    with pytest.raises(RecipeError, match=r"1x66: sequence=66 is not valid for 4 tensor-parallel ranks"):
+        e2e.check_sizes(options, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cpu"], "--cpu is not valid without --e2e; add --e2e, or leave it out"),
+        (["--sizes", "8b"], "--sizes is not valid without --e2e"),
+        (["--e2e", "--rows", "64"], "--rows is not valid with --e2e; leave one of them out"),
+        (["--e2e", "--tune"], "--tune is not valid with --e2e"),
+    ],
+)
+def test_options_of_the_other_benchmark(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
