@@ -224,8 +224,8 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _start_ranks(module: str, ranks: int, arguments: Sequence[str], cpu: bool = False) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {"env": {**os.environ, "CUDA_VISIBLE_DEVICES": ""}} if cpu else {}
-    return subprocess.run([*command, "-m", module, *arguments], check=False, **environment).returncode
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if cpu else None
+    return subprocess.run([*command, "-m", module, *arguments], env=environment, check=False).returncode
 
 
 def _end_to_end(options: argparse.Namespace, ranks: int) -> int:

@@ -284,7 +284,7 @@ def test_ranks_that_cannot_be(
 def test_ranks_that_are_started(gpus: int, given: list[str], ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
-    def run(command: list[str], check: bool) -> SimpleNamespace:
+    def run(command: list[str], env: None, check: bool) -> SimpleNamespace:
         started.append(command)
         return SimpleNamespace(returncode=len(started) - 1)
 
