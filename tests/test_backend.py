@@ -251,6 +251,28 @@ def test_modes_pass_through(mesh: DeviceMesh, mode: str, option: str) -> None:
     assert_before_ours(spy)
 
 
+def test_cuda_graphs_with_options(mesh: DeviceMesh) -> None:
+    """torch.compile takes a mode or options; with options, CUDA graphs are asked for by the mode's own."""
+    spy = Spy()
+    options = {**STRICT, "post_grad_custom_post_pass": spy, "triton.cudagraphs": True}
+    compiled(gather_matmul(mesh), options=options)(torch.ones(4, 16))
+    assert spy.options["triton.cudagraphs"] is True
+    assert_before_ours(spy)
+
+
+def test_a_reset_forgets_cuda_graphs(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with Inductor itself: graphs of code that is forgotten are not kept, with their memory."""
+    from torch._inductor import cudagraph_trees
+
+    called: list[str] = []
+    monkeypatch.setattr(cudagraph_trees, "reset_cudagraph_trees", lambda: called.append("reset"))
+    torch._dynamo.reset()
+    called.clear()
+    compiled(gather_matmul(mesh))(torch.ones(4, 16))
+    torch._dynamo.reset()
+    assert called == ["reset"]
+
+
 def cause(error: BaseException) -> BaseException:
     """What torch has wrapped."""
     inner = getattr(error, "inner_exception", None) or error.__cause__

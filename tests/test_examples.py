@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -78,3 +79,17 @@ def test_visualize(tmp_path: Path) -> None:
     text = pages[0].read_text(encoding="utf-8")
     assert "FUSED" in text
     assert "ATP112 MATMUL_ALL_REDUCE" in text
+
+
+def test_plot_losses(tmp_path: Path) -> None:
+    """A log of two parts, the second resumed, is one curve; without matplotlib there is a table and no picture."""
+    steps = [{"event": "step", "step": step, "loss": 5.0 - step} for step in (1, 2, 3)]
+    lines = [{"event": "start"}, *steps, {"event": "start"}, {"event": "step", "step": 3, "loss": 2.5}]
+    (tmp_path / "plain.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
+    (tmp_path / "other.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    out = run_example("plot_losses.py", "plain.jsonl", "other.jsonl", "--smooth", "1", cwd=tmp_path)
+    assert [line.split() for line in out.splitlines()[1:3]] == [
+        ["plain", "3", "4.0000", "2.0000", "0.0000"],
+        ["other", "3", "4.0000", "2.5000", "0.5000"],
+    ]
+    assert (tmp_path / "losses.svg").exists() == ("wrote losses.svg" in out)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from asynctp_passes import compat
+from asynctp_passes.config import Config
 from asynctp_passes.demo.model import Styles, Transformer, parallelize
 
 __all__ = [
@@ -183,10 +184,11 @@ def compiler(
             asynctp.
         group: The tensor-parallel group's name.
         device: Where the model is.
-        options: Inductor's, and for asynctp those of `Config`.
+        options: Inductor's, and those of `Config`, which only asynctp is given.
         kwargs: Other arguments of `torch.compile`.
     """
-    chosen = dict(options or {})
+    ours = () if backend == "asynctp" else Config.field_names()
+    chosen = {name: value for name, value in (options or {}).items() if name not in ours}
     if backend == "intree" and device.type == "cuda":
         chosen = {**compat.intree_options(group), **chosen}
     name = "asynctp" if backend == "asynctp" else "inductor"

@@ -1,0 +1,99 @@
+"""Draw the loss curves of several runs of train_llama.py into one picture, and say how far apart they are.
+
+    python examples/plot_losses.py plain.jsonl fp8.jsonl --out losses.svg
+
+Each file is what `--loss-log` wrote; a run that was resumed into the same file is one curve. The picture needs
+matplotlib; without it the table is printed all the same. The curves are smoothed (`--smooth`), the table's figures are
+means of the same number of steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class LogError(Exception):
+    """A file is no log; the message says what to do."""
+
+
+def read_losses(path: Path) -> dict[int, float]:
+    """Loss by step.
+
+    Raises:
+        LogError: The file cannot be read, or has no step.
+    """
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        losses = {int(line["step"]): float(line["loss"]) for line in lines if line["event"] == "step"}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LogError(f"{path} is no log ({error!r}); give a file that train_llama.py --loss-log wrote") from error
+    if not losses:
+        raise LogError(f"{path} has no step; give a file that train_llama.py --loss-log wrote")
+    return dict(sorted(losses.items()))
+
+
+def smoothed(losses: dict[int, float], window: int) -> dict[int, float]:
+    """The mean of the last `window` losses at each step, of fewer at the beginning."""
+    steps, values = list(losses), list(losses.values())
+    return {step: statistics.fmean(values[max(0, i + 1 - window) : i + 1]) for i, step in enumerate(steps)}
+
+
+def table(curves: dict[str, dict[int, float]]) -> str:
+    """Each curve's first and last value, and the largest distance from the first curve at a step that both have."""
+    base = next(iter(curves.values()))
+    width = max(len(name) for name in curves)
+    lines = [f"{'':{width}}  {'steps':>6} {'first':>8} {'last':>8}  largest difference"]
+    for name, curve in curves.items():
+        values = list(curve.values())
+        common = base.keys() & curve.keys()
+        distance = max((abs(curve[step] - base[step]) for step in common), default=float("nan"))
+        lines.append(f"{name:{width}}  {len(curve):>6} {values[0]:>8.4f} {values[-1]:>8.4f}  {distance:.4f}")
+    return "\n".join(lines)
+
+
+def draw(curves: dict[str, dict[int, float]], path: Path) -> bool:
+    """Write the picture, in the format of the file's ending; False without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7, 4))
+    for name, curve in curves.items():
+        axis.plot(list(curve), list(curve.values()), label=name, linewidth=1)
+    axis.set(xlabel="step", ylabel="loss (nats per byte)")
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 done, 2 a file is no log."""
+    parser = argparse.ArgumentParser(prog="plot_losses", description="Draw loss curves of train_llama.py.")
+    parser.add_argument("logs", type=Path, nargs="+", metavar="LOG.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("losses.svg"), help="the picture (default: %(default)s)")
+    parser.add_argument("--smooth", type=int, default=10, metavar="N", help="mean over N steps (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if options.smooth < 1:
+        parser.error(f"--smooth {options.smooth} is not valid; it must be at least 1")
+    try:
+        curves = {path.stem: smoothed(read_losses(path), options.smooth) for path in options.logs}
+    except LogError as error:
+        print(f"plot_losses: {error}", file=sys.stderr)
+        return 2
+    print(table(curves))
+    drawn = draw(curves, options.out)
+    print(f"wrote {options.out}" if drawn else "no picture: it needs matplotlib (pip install matplotlib)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
