@@ -25,6 +25,7 @@ __all__ = [
     "ScaledOptions",
     "ScatterChain",
     "Step",
+    "anchor",
 ]
 
 
@@ -204,12 +205,18 @@ class ScatterChain:
         return tuple(matmul.a for matmul in self.matmuls)
 
 
+def anchor(chain: GatherChain | ScatterChain) -> fx.Node:
+    """The node of a chain in whose place the fused op is put."""
+    return chain.matmuls[0].node if isinstance(chain, GatherChain) else chain.collective.node
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A collective and what `find` could prove about it: a chain, or the refusals met on the way.
 
     `joins` is the data gather whose chain this collective, a gather of scales, is part of. `left_out` says what other
-    matmuls the chain's gathered tensor goes to, and why they are not fused.
+    matmuls the chain's gathered tensor goes to, and why they are not fused. `weights` tells that the collective looks
+    like one of parameters or of their gradients, as FSDP has them: see `find`.
     """
 
     collective: Collective
@@ -218,11 +225,17 @@ class Candidate:
     nodes: tuple[fx.Node, ...] = ()
     joins: Collective | None = None
     left_out: tuple[str, ...] = ()
+    weights: bool = False
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The outcome for one candidate: `refusal is None` means FUSED."""
+    """The outcome for one candidate: `refusal is None` means FUSED.
+
+    `behind` has the matmuls that a gather, not fused, is to run beside: it starts before the first of them, and is
+    waited for behind the last.
+    """
 
     candidate: Candidate
     refusal: Refusal | None
+    behind: tuple[fx.Node, ...] = ()

@@ -18,12 +18,14 @@ from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, Size
 from asynctp_passes.views import views_of
 
-__all__ = ["CHECKS", "Check", "Context"]
+__all__ = ["CHECKS", "CONTRACTION_LIMIT", "Check", "Context"]
 
 _PLAIN_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _FP8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 _OUT_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 _DEVICES = {"cuda", "cpu"}
+CONTRACTION_LIMIT = 64 << 20
+"""Bytes over all ranks that the kernels gather along the contraction dimension: `DIRECT_LIMIT` of asynctp_kernels."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Context:
 
     Attributes:
         config: The configuration.
-        tensor_parallel: Names of groups with at least one chain, proven or refused, around a left operand or a
-            product; a group without one gathers parameters, not activations.
+        tensor_parallel: Names of groups with at least one chain, proven or refused, that moves activations; a group
+            without one moves parameters and their gradients.
         segments: Number of in-place operations before each node.
         graph: The graph.
         sizes: Its sizes.
@@ -66,10 +68,9 @@ def group_enrolled(candidate: Candidate, context: Context) -> Refusal | None:
     if candidate.collective.kind == "other":
         return None
     if groups == "auto":
-        refusal = _first(candidate)
-        weights = refusal is not None and refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND
-        if weights and key not in context.tensor_parallel:
-            return Refusal(reasons.WEIGHT_GATHER, f"group {key}")
+        if candidate.weights and key not in context.tensor_parallel:
+            gather = candidate.collective.kind == "all_gather"
+            return Refusal(reasons.WEIGHT_GATHER if gather else reasons.WEIGHT_GRADIENT, f"group {key}")
         return None
     return None if key in groups else Refusal(reasons.GROUP_NOT_ENROLLED, f"group {key} of {', '.join(groups)}")
 
@@ -117,6 +118,17 @@ def device_supported(candidate: Candidate, context: Context) -> Refusal | None:
     value = tensor_of(candidate.collective.node)
     device = value.device.type if value is not None else "?"
     return None if device in _DEVICES else Refusal(reasons.DEVICE_UNSUPPORTED, device)
+
+
+def contraction_fits(candidate: Candidate, context: Context) -> Refusal | None:
+    """On CUDA, gathers along the contraction have one implementation besides the unfused program, which has a limit."""
+    chain, value = candidate.chain, tensor_of(candidate.collective.node)
+    if not isinstance(chain, GatherChain) or chain.placement.axis != "contraction":
+        return None
+    if value is None or value.device.type != "cuda" or not all(isinstance(size, int) for size in value.shape):
+        return None
+    size = value.numel() * value.dtype.itemsize
+    return Refusal(reasons.CONTRACTION_TOO_LARGE, f"{size} bytes") if size > CONTRACTION_LIMIT else None
 
 
 def dtype_supported(candidate: Candidate, context: Context) -> Refusal | None:
@@ -220,6 +232,7 @@ CHECKS: tuple[Check, ...] = (
     nothing_mutated_in_between,
     values_known,
     device_supported,
+    contraction_fits,
     dtype_supported,
     scales_supported,
     sizes_expressible,

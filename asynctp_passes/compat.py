@@ -169,6 +169,21 @@ def inductor_compile(
     return compiled  # type: ignore[return-value]
 
 
+def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
+    """Make Inductor run each node after the nodes listed for it; its scheduler reorders what does not depend.
+
+    Outside a compile, where nothing reorders, the graph stays as it is.
+    """
+    from torch._guards import CompileContext
+
+    if not after or graph.owning_module is None or CompileContext.current_compile_id() is None:
+        return
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve_node_ordering(graph, {node: OrderedSet(earlier) for node, earlier in after.items()})
+
+
 def cached_counters() -> Counter[str]:
     """Inductor's counters. What a compile adds to them is stored in its cache entry, and added again on every hit."""
     from torch._dynamo.utils import counters

@@ -14,7 +14,16 @@ from asynctp_passes.fxview import tensor_of
 from asynctp_passes.read import read_matmul
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["Cost", "Machine", "cost_of", "hoist_pays", "machine_for", "received_bytes"]
+__all__ = [
+    "Cost",
+    "Machine",
+    "cost_of",
+    "flops_of",
+    "hides",
+    "hoist_pays",
+    "machine_for",
+    "received_bytes",
+]
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,21 @@ def machine_for(node: fx.Node) -> Machine | None:
         return None
     name = torch.cuda.get_device_name()
     return next((machine for machine in _MACHINES if machine.name in name), None)
+
+
+def hides(comm_bytes: int, flops: int, node: fx.Node) -> bool:
+    """True when matmuls of `flops` take as long as a collective of `comm_bytes` on the machine of `node`.
+
+    Where that is not known, the first one listed stands in for it: what counts is the ratio of its rates.
+    """
+    machine = machine_for(node) or _MACHINES[0]
+    return flops / machine.flops_per_us >= comm_bytes / machine.link_bytes_per_us
+
+
+def flops_of(matmul: fx.Node) -> int | None:
+    """Floating-point operations of a matmul; None where sizes are symbolic, or what it computes is not known."""
+    read = read_matmul(matmul)
+    return None if isinstance(read, Refusal) else _flops(read.a, read.node)
 
 
 def cost_of(chain: GatherChain | ScatterChain) -> Cost:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import fx
 
-from asynctp_passes import reasons
 from asynctp_passes.chain import Candidate, Decision
 from asynctp_passes.checks import CHECKS, Context
 from asynctp_passes.config import Config
@@ -46,10 +45,10 @@ def _joined(candidate: Candidate, verdicts: dict[fx.Node, Refusal | None]) -> Re
 
 
 def _tensor_parallel_groups(candidates: Sequence[Candidate]) -> frozenset[str]:
-    """Groups that move activations: with a chain, or a miss that is not merely a gathered right operand."""
-    out = set()
-    for candidate in candidates:
-        misses = [refusal.reason for refusal in candidate.refusals if refusal.reason.in_scope]
-        if candidate.chain is not None or any(reason is not reasons.GATHER_IS_RIGHT_OPERAND for reason in misses):
-            out.add(candidate.collective.group_key)
-    return frozenset(out)
+    """Groups that move activations: with a chain or a miss that does not look like one of parameters or gradients."""
+    return frozenset(candidate.collective.group_key for candidate in candidates if _moves_activations(candidate))
+
+
+def _moves_activations(candidate: Candidate) -> bool:
+    missed = any(refusal.reason.in_scope for refusal in candidate.refusals)
+    return not candidate.weights and (candidate.chain is not None or missed)

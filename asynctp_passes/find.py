@@ -5,6 +5,9 @@
     scatter   {mm, addmm, _scaled_mm}+ → view* → (add → view*)* → reduce_scatter → wait
 
 Structure is proven by `shapes` on maps that `views.follow` carries; no spelling of a view chain is enumerated.
+
+What looks like FSDP's is marked (`Candidate.weights`), for groups that have nothing else in the graph: a gather of a
+right operand or of a vector (parameters), a reduction of a product that contracts over rows or of a vector (gradients).
 """
 
 from __future__ import annotations
@@ -19,7 +22,16 @@ from torch import fx
 from asynctp_passes import near, reasons
 from asynctp_passes.chain import Candidate, Collective, GatherChain, Matmul, ScatterChain
 from asynctp_passes.fxview import Sizes, is_size, mutates, op_name, tensor_of
-from asynctp_passes.read import called_name, feeds_left_operand, is_matmul, operands_that_are, read_matmul
+from asynctp_passes.read import (
+    added_matrix,
+    called_name,
+    contracts_rows,
+    feeds_left_operand,
+    is_matmul,
+    operands_that_are,
+    read_matmul,
+    read_term,
+)
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.rowwise import Region, chain_of, products_of
 from asynctp_passes.shapes import (
@@ -167,11 +179,12 @@ def _gather(scene: _Scene, gather: Collective, wanted: set[fx.Node]) -> Candidat
         misses = [_named(gather, miss) for miss in (*misses, *way_misses)]
         misses.sort(key=_informative)
         nodes = scene.sorted([*gather.results, *misses[0].nodes])
-        return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes)
+        weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or _is_vector(gather.input)
+        return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, weights=weights)
     free = [consumer for consumer in consumers if consumer[0].node not in wanted]
     chain = _gather_chain(scene, gather, flow, free or consumers)
     nodes = scene.sorted([*gather.nodes, *_members(chain)])
-    return Candidate(gather, chain, (), nodes, left_out=_left_out(chain, consumers, misses))
+    return Candidate(gather, chain, (), nodes, left_out=_left_out(scene, chain, consumers, misses))
 
 
 def _hoisted(
@@ -226,12 +239,20 @@ def _unpads(node: fx.Node, ranks: int) -> bool:
 Consumer = tuple[Matmul, GatherPlacement]
 
 
-def _left_out(chain: GatherChain, consumers: Sequence[Consumer], misses: Sequence[_Miss]) -> tuple[str, ...]:
+def _left_out(
+    scene: _Scene, chain: GatherChain, consumers: Sequence[Consumer], misses: Sequence[_Miss]
+) -> tuple[str, ...]:
     """What other matmuls do with the gathered tensor, which the fused op returns to them."""
     fused = {matmul.node for matmul in chain.matmuls}
-    others = [matmul.node.name for matmul, _ in consumers if matmul.node not in fused]
-    reasons_of = [f"{miss.refusal.reason.name} ({miss.refusal.facts})" for miss in misses]
-    return (*(f"{name} stays a matmul of its own" for name in others), *reasons_of)
+    others = [matmul.node for matmul, _ in consumers if matmul.node not in fused]
+    shared = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.ROWS_CONTRACTED)
+    takers = [*others, *(miss.nodes[-1] for miss in misses if miss.refusal.reason in shared)]
+    gradients = [node.name for node in scene.sorted(takers) if contracts_rows(node)]
+    apart = [f"{node.name} stays a matmul of its own" for node in others if not contracts_rows(node)]
+    known = [miss for miss in misses if miss.refusal.reason not in shared or not contracts_rows(miss.nodes[-1])]
+    facts = [f"{miss.refusal.reason.name} ({miss.refusal.facts})" for miss in known]
+    taken = [f"the same gather serves the weight gradients {', '.join(gradients)}"]
+    return (*(taken if gradients else ()), *apart, *facts)
 
 
 def _consumers(scene: _Scene, gather: Collective, flow: Flow) -> tuple[list[Consumer], list[_Miss]]:
@@ -263,20 +284,22 @@ def _consumer(scene: _Scene, gather: Collective, flow: Flow, node: fx.Node, shar
         right = "right" in operands
         return Refusal(reasons.GATHER_IS_RIGHT_OPERAND if right else reasons.GATHERED_SCALE, node.name)
     if matmul.a not in flow.maps:
-        right = matmul.b in flow.maps
-        return Refusal(reasons.GATHER_IS_RIGHT_OPERAND if right else reasons.GATHERED_SCALE, node.name)
+        reason = reasons.GATHER_IS_RIGHT_OPERAND if matmul.b in flow.maps else reasons.GATHERED_SCALE
+        return Refusal(reason, node.name)
     if any(scene.depends(operand, gather.node) for operand in matmul.operands):
         return Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, node.name)
     operand = scene.rows_and_columns(flow.maps[matmul.a], matmul.a)
     placement = locate_gather(operand, shard_numel, gather.group_size) if isinstance(operand, IndexMap) else operand
     if isinstance(placement, Refusal):
-        return Refusal(placement.reason, f"{node.name}: {placement.facts}")
+        inside = placement.reason is reasons.NOT_ROWS_OR_CONTRACTION and contracts_rows(node)
+        reason = reasons.ROWS_CONTRACTED if inside else placement.reason
+        return Refusal(reason, f"{node.name}: {placement.facts}")
     return matmul, placement
 
 
 def _informative(miss: _Miss) -> int:
     """What a person should be told first: the most specific reason, then those about a left operand."""
-    last = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.GATHERED_SCALE, reasons.NO_MATMUL)
+    last = (reasons.ROWS_CONTRACTED, reasons.GATHER_IS_RIGHT_OPERAND, reasons.GATHERED_SCALE, reasons.NO_MATMUL)
     if miss.refusal.reason in last:
         return 2 + last.index(miss.refusal.reason)
     return int(miss.refusal.reason is not reasons.QUANTIZED_AFTER_GATHER)
@@ -441,7 +464,7 @@ def _near_gather(scene: _Scene, gather: Collective, flow: Flow, refused: Mapping
     reached: list[_Miss] = []
     for source in (*flow.maps, *flow.pieces):
         for node in source.users:
-            if flow.has(node) or is_size(node):
+            if flow.has(node) or is_size(node) or is_matmul(node):  # matmuls next to a view have been judged
                 continue
             way = near.path(scene.ways_down, node, source, feeds_left_operand)
             if way is not None:
@@ -471,8 +494,19 @@ def _scatter(scene: _Scene, scatter: Collective) -> Candidate:
         if trimmed and (pad := _padding(leaf for leaf in scene.sorted(leaves) if is_matmul(leaf))) is not None:
             chain = Refusal(reasons.MATMUL_PADDED, pad)
         shown = [*nodes, *_way_up(scene, scatter, leaves)] if chain.reason.in_scope else scatter.results
-        return Candidate(scatter, None, (chain,), scene.sorted(shown))
-    return Candidate(scatter, chain, (), nodes)
+        return Candidate(scatter, None, (chain,), scene.sorted(shown), weights=_reduces_weights(scatter, shown))
+    return Candidate(scatter, chain, (), nodes, weights=_reduces_weights(scatter, nodes))
+
+
+def _reduces_weights(collective: Collective, nodes: Iterable[fx.Node]) -> bool:
+    """True when the reduced tensor is a vector, or each matmul that it comes from contracts over rows."""
+    products = [node for node in nodes if is_matmul(node)]
+    return _is_vector(collective.input) or (bool(products) and all(map(contracts_rows, products)))
+
+
+def _is_vector(node: fx.Node | None) -> bool:
+    value = tensor_of(node)
+    return value is not None and value.dim() < 2
 
 
 def _region(end: fx.Node | None) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -490,6 +524,7 @@ def _region(end: fx.Node | None) -> tuple[set[fx.Node], set[fx.Node]]:
             stack.extend(sources)
         else:
             leaves.add(node)
+            stack.extend(source for source in [added_matrix(node)] if source is not None)
     return region, leaves
 
 
@@ -516,10 +551,11 @@ def _scatter_chain(
         return Refusal(reasons.NO_ELEMENTS, scatter.node.name)
     values = {matmul.node: tensor_of(matmul.node) for matmul in matmuls}
     seeds = {node: IndexMap.identity(scene.sizes.of(value)) for node, value in values.items() if value is not None}
-    flow = follow(scene.sorted(region), seeds, scene.sizes, sums=True)
+    nodes = scene.sorted([*region, *products])
+    flow = follow(nodes, seeds, scene.sizes, sums=True)
     whole = flow.maps.get(scatter.input) if scatter.input is not None else None
     if whole is None:
-        return _first_refusal(flow, scene.sorted(region), scatter)
+        return _first_refusal(flow, nodes, scatter)
     if _dtype(scatter.input) != out.dtype:
         return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {_dtype(scatter.input)}")
     blocks = _blocks_first(scene, scatter, whole)
@@ -555,7 +591,7 @@ def _read_terms(scene: _Scene, products: Sequence[fx.Node]) -> tuple[Matmul, ...
     """Read the matmuls of a sum; all must have one shape, dtype and kind."""
     matmuls: list[Matmul] = []
     for node in products:
-        matmul = read_matmul(node)
+        matmul = read_term(node)
         if isinstance(matmul, Refusal):
             return matmul
         matmuls.append(matmul)
@@ -622,7 +658,8 @@ def _other(scene: _Scene, collective: Collective) -> Candidate:
     refusal, nodes = _other_refusal(scene, collective), [collective.node, *collective.waits]
     if refusal.reason is reasons.MATMUL_ALL_REDUCE:
         nodes += [node for part in _region(collective.input) for node in part]
-    return Candidate(collective, None, (refusal,), scene.sorted(nodes))
+    weights = collective.kind == "all_reduce" and _reduces_weights(collective, nodes)
+    return Candidate(collective, None, (refusal,), scene.sorted(nodes), weights=weights)
 
 
 def _other_refusal(scene: _Scene, collective: Collective) -> Refusal:

@@ -16,6 +16,7 @@ from asynctp_passes.decide import allowed, context_of, decide
 from asynctp_passes.errors import raise_if_strict
 from asynctp_passes.find import find
 from asynctp_passes.fxview import Sizes, describe, source_of, tensor_of
+from asynctp_passes.hide import hide
 from asynctp_passes.read import called_name, read_collectives
 from asynctp_passes.report import Remark, Report
 from asynctp_passes.rewrite import rewrite
@@ -43,11 +44,12 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
     sizes = Sizes(graph, (collective.group_size for collective in collectives))
     context = context_of(graph, sizes, config)
     candidates = find(graph, collectives, sizes, lambda candidate: allowed(candidate, context))
-    decisions = decide(candidates, context)
+    decisions = hide(graph, decide(candidates, context))
     report = _report(graph, decisions, config)
     raise_if_strict(report, config)
     chains = [decision.candidate.chain for decision in decisions if decision.refusal is None]
-    rewrite(graph, [chain for chain in chains if chain is not None], sizes)
+    hidden = [decision for decision in decisions if decision.behind]
+    rewrite(graph, [chain for chain in chains if chain is not None], sizes, hidden)
     return report
 
 

@@ -20,13 +20,16 @@ from asynctp_passes.registry import CollectiveOp, MatmulOp, collective_op, matmu
 from asynctp_passes.shapes import Size, product, same
 
 __all__ = [
+    "added_matrix",
     "called_name",
+    "contracts_rows",
     "feeds_left_operand",
     "identical",
     "is_matmul",
     "operands_that_are",
     "read_collectives",
     "read_matmul",
+    "read_term",
 ]
 
 _WAIT = "_c10d_functional.wait_tensor.default"
@@ -34,12 +37,45 @@ _MATMUL_WORDS = re.compile(r"(^|_)((mm|bmm|addmm|baddbmm|einsum)(_|$)|linear$)|g
 _COLLECTIVE_WORDS = re.compile(
     r"all_gather|reduce_scatter|all_reduce|all_to_all|allgather|allreduce|reducescatter|alltoall"
 )
+_COPIES = {"aten.clone.default", "aten.view.dtype", "aten._to_copy.default", "prims.convert_element_type.default"}
 
 
 def called_name(node: fx.Node) -> str:
     """The name of the op that a node calls, be it inside of `auto_functionalized`; empty for other nodes."""
     op = called_op(node)
     return op_name(node) if op is None else str(op)
+
+
+def _left_operand(matmul: fx.Node) -> fx.Node | None:
+    """The left operand; the first input of an op that is not known."""
+    op = matmul_op(called_name(matmul))
+    node = next(iter(matmul.all_input_nodes), None) if op is None else arguments(matmul).get(op.a)
+    return node if isinstance(node, fx.Node) else None
+
+
+def contracts_rows(matmul: fx.Node) -> bool:
+    """True for a product of a transposed matrix, `dYᵀ @ X`: its contraction runs over rows, as a weight's gradient's.
+
+    A copy or cast of a transposed matrix counts (scaled products want the contraction contiguous). Looks at strides
+    only, so it tells what a product most likely is, and proves nothing.
+    """
+    node = _left_operand(matmul)
+    while node is not None:
+        value = tensor_of(node)
+        if value is None or value.dim() < 2:
+            return False
+        if _is_transposed(value):
+            return True
+        node = _first_tensor(node) if op_name(node) in _COPIES else None
+    return False
+
+
+def _is_transposed(value: torch.Tensor) -> bool:
+    """True when the last but one dimension is the contiguous one. Sizes of 1 say nothing; symbols are not asked."""
+    sizes, (outer, inner) = value.shape[-2:], value.stride()[-2:]
+    if any(isinstance(size, int) and size == 1 for size in sizes):
+        return False
+    return isinstance(outer, int) and outer == 1 and not (isinstance(inner, int) and inner == 1)
 
 
 # --- collectives ----------------------------------------------------------------------------------------------
@@ -247,6 +283,26 @@ def _added(node: fx.Node, values: dict[str, Any], bias: fx.Node | None, out: tor
     if _is_row(value, out):
         return None
     return Refusal(reasons.ADDMM_SCALED, f"{node.name}: the bias has shape {list(value.shape)}")
+
+
+def added_matrix(node: fx.Node) -> fx.Node | None:
+    """The `c` of `c + a @ b`, all of the result's shape: Inductor makes one addmm of such a sum."""
+    if op_name(node) != "aten.addmm.default":
+        return None
+    values = arguments(node)
+    added, out = tensor_of(values["self"]), tensor_of(node)
+    if added is None or out is None or added.dim() != 2 or (values["alpha"], values["beta"]) != (1, 1):
+        return None
+    whole = all(identical(a, b) for a, b in zip(added.shape, out.shape, strict=True)) and not _is_row(added, out)
+    return values["self"] if whole and added.dtype == out.dtype else None
+
+
+def read_term(node: fx.Node) -> Matmul | Refusal:
+    """Read a matmul as a term of a sum: `a @ b` of `c + a @ b`, where `c` is another term; others as `read_matmul`."""
+    if added_matrix(node) is None:
+        return read_matmul(node)
+    values = arguments(node)
+    return Matmul(node, values["mat1"], values["mat2"])
 
 
 def _is_row(bias: torch.Tensor, out: torch.Tensor) -> bool:

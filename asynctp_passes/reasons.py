@@ -75,7 +75,8 @@ NO_MATMUL = _skip(
 WEIGHT_GATHER = _skip(
     "ATP003",
     "WEIGHT_GATHER",
-    "the gathered tensor is a matmul's right-hand operand, and its group has no tensor-parallel chain in this graph",
+    "the gathered tensor is a matmul's right-hand operand, or a vector, and its group has no tensor-parallel chain in "
+    "this graph",
     "nothing to do if this is a parameter gather (FSDP); otherwise name the group in Config(groups=...)",
 )
 SINGLE_RANK = _skip(
@@ -110,6 +111,14 @@ NO_ELEMENTS = _skip(
     "NO_ELEMENTS",
     "a tensor of the chain has no elements, so there is nothing to communicate",
     "nothing to do",
+)
+WEIGHT_GRADIENT = _skip(
+    "ATP009",
+    "WEIGHT_GRADIENT",
+    "what is reduced is a weight's gradient (a product that contracts over rows, or a vector), and its group has no "
+    "tensor-parallel chain in this graph",
+    "nothing to do if this is a gradient reduction (FSDP, DDP): nothing waits for it, and it is best bucketed with "
+    "others; otherwise name the group in Config(groups=...)",
 )
 
 # --- 1xx structure: the chain is not of a shape that is proven ----------------------------------------
@@ -165,8 +174,9 @@ SIZES_NOT_PROVEN = _miss(
 GATHER_IS_RIGHT_OPERAND = _miss(
     "ATP109",
     "GATHER_IS_RIGHT_OPERAND",
-    "the gathered tensor is used only as a matmul's right-hand operand",
-    "nothing to change in the program; gathers that feed only a weight gradient are not rewritten yet",
+    "the gathered tensor is used only as a matmul's right-hand operand, and no other product can run meanwhile",
+    "let the product share its gather with another one that has the gathered tensor on the left, or give the compiled "
+    "region more of the program, so that there are products to run meanwhile",
 )
 SUM_HAS_OTHER_TERM = _miss(
     "ATP110",
@@ -215,12 +225,20 @@ MATMUL_PADDED = _miss(
 )
 
 MIXES_RANKS = _miss(
-    "ATP116",
+    "ATP117",
     "MIXES_RANKS",
     "an operation between the all-gather and the matmul mixes rows of different ranks, so that no rank can compute its "
     "part alone",
     "quantize by rows (a rowwise recipe); for one scale, quantize the shard before the gather with a scale from an "
     "all-reduced amax (torchao: a tensorwise recipe)",
+)
+ROWS_CONTRACTED = _miss(
+    "ATP118",
+    "ROWS_CONTRACTED",
+    "the gathered tensor only feeds products that contract over its rows (weight gradients), and no other product can "
+    "run meanwhile",
+    "let the product share its gather with the input gradient's, or give the compiled region more of the program, so "
+    "that there are products to run meanwhile",
 )
 
 # --- 2xx legality: the shape is right, but the rewrite would change the program ----------------------------
@@ -299,6 +317,13 @@ SCALES_UNSUPPORTED = _miss(
     "the scales are neither tensorwise (one number) nor rowwise (one per row of A and one per column of B)",
     "use a tensorwise or rowwise recipe; blockwise, MX, NVFP4 and swizzled scales are not fused",
 )
+CONTRACTION_TOO_LARGE = _miss(
+    "ATP304",
+    "CONTRACTION_TOO_LARGE",
+    "more is gathered along the contraction dimension than the one implementation for it takes (64 MiB), and every "
+    "product needs all of it",
+    "shard activations over rows (the sequence) instead of the contraction dimension",
+)
 
 # --- 4xx cost ------------------------------------------------------------------------------------------
 BELOW_THRESHOLD = _skip(
@@ -320,6 +345,14 @@ MOVES_MORE = _skip(
     "computing on the shard would move more bytes than it hides: those of what the matmul takes exceed those of the "
     "gathered tensor, or come on top of them because the gathered tensor is used as it is too",
     "nothing to do; where the other use can do with what the matmul takes, compute that before the gather",
+)
+
+BEHIND_PRODUCTS = _skip(
+    "ATP404",
+    "BEHIND_PRODUCTS",
+    "the gathered tensor only feeds products that need all of it (weight gradients); instead of being fused, the "
+    "gather runs whole beside other products: by asynctp::all_gather, from before them to behind them",
+    "nothing to do",
 )
 
 

@@ -16,16 +16,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, near, ops  # noqa: F401  (ops registers torch.ops.asynctp)
+from asynctp_passes import collectives, compat, near, ops  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.chain import (
     Apart,
     Collective,
+    Decision,
     GatherChain,
     Hoist,
     Matmul,
     Part,
     ScaledOptions,
     ScatterChain,
+    anchor,
 )
 from asynctp_passes.fxview import Plan, Sizes, express, is_size, segments, size_sources, tensor_of
 from asynctp_passes.shapes import Rearrangement, Size, product, same
@@ -37,18 +39,23 @@ _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
 
 
-def rewrite(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes: Sizes) -> None:
+def rewrite(
+    graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes: Sizes, hidden: Sequence[Decision] = ()
+) -> None:
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
-    Unused nodes are erased, the order is restored where an operand of a later matmul moved, and the graph is linted.
+    Unused nodes are erased, the order is restored where an operand of a later matmul moved, the gathers of `hidden`
+    are moved beside their products, and the graph is linted.
     """
     segment = segments(graph)
     moved: dict[fx.Node, fx.Node] = {}
     late: set[fx.Node] = set()
+    products: dict[fx.Node, fx.Node] = {}
     for chain in chains:
         build, old = _Builder(graph, sizes, chain, moved), _old_nodes(chain)
         op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_scatter(build, chain)
         op.meta["asynctp_collective"] = chain.collective.node.name
+        products.update((matmul.node, op) for matmul in chain.matmuls)
         segment.update((node, segment[build.anchor]) for node in build.made)
         if isinstance(chain, GatherChain) and chain.hoist is not None:
             late |= _come_after(build, chain)
@@ -58,6 +65,7 @@ def rewrite(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes
                 _shrink(collective.call)
     _restore_order(graph, segment)
     _delay(graph, late, segment)
+    _run_behind(graph, hidden, products)
     graph.lint()
 
 
@@ -76,7 +84,7 @@ class _Builder:
         self.moved = moved
         self.sizes = sizes
         self.collective = chain.collective
-        self.anchor = chain.matmuls[0].node if isinstance(chain, GatherChain) else chain.collective.node
+        self.anchor = anchor(chain)
         self.made: list[fx.Node] = []
         self.late: list[fx.Node] = []
         self._sources = size_sources(graph, sizes, [self.now(node) for node in chain.inputs])
@@ -585,3 +593,49 @@ def _arrange(order: Sequence[fx.Node]) -> None:
     """Bring all nodes of a graph into another order."""
     for before, node in pairwise(order):
         before.append(node)
+
+
+# --- gathers behind products ---------------------------------------------------------------------------------
+def _run_behind(graph: fx.Graph, decisions: Sequence[Decision], fused: dict[fx.Node, fx.Node]) -> None:
+    """Start each gather before the first of its products, and wait for it behind the last.
+
+    It becomes `asynctp::all_gather`, which leaves the GPU's SMs to the products.
+    `hide` has seen to it that neither the products nor what they are fused with depend on the gather, or it on them.
+    """
+    ordered: dict[fx.Node, list[fx.Node]] = {}
+    for decision in decisions:
+        gather = decision.candidate.collective
+        position = {node: index for index, node in enumerate(graph.nodes)}
+        products = sorted((fused.get(node, node) for node in decision.behind), key=position.__getitem__)
+        first, last = products[0], products[-1]
+        gather.node.target = torch.ops.asynctp.all_gather.default
+        gather.node.args, gather.node.kwargs = (gather.node.args[0], gather.group_size, gather.group), {}
+        for node in _reach([gather.node], lambda node: node.all_input_nodes, position, behind=first):
+            first.prepend(node)
+        for node in _reach(gather.waits, lambda node: node.users, position, before=last)[::-1]:
+            last.append(node)
+        ordered.setdefault(first, []).append(gather.node)
+        for wait in gather.waits:
+            ordered.setdefault(wait, []).append(last)
+    compat.keep_order(graph, ordered)
+
+
+def _reach(
+    starts: Iterable[fx.Node],
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+    position: dict[fx.Node, int],
+    *,
+    behind: fx.Node | None = None,
+    before: fx.Node | None = None,
+) -> list[fx.Node]:
+    """The nodes that `step` leads to, the starts included, as far as they stand behind or before one; in order."""
+    low = -1 if behind is None else position[behind]
+    high = len(position) if before is None else position[before]
+    seen: set[fx.Node] = set()
+    stack = list(starts)
+    while stack:
+        node = stack.pop()
+        if node not in seen and low < position[node] < high:
+            seen.add(node)
+            stack.extend(step(node))
+    return sorted(seen, key=position.__getitem__)

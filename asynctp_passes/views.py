@@ -15,6 +15,7 @@ from torch import fx
 
 from asynctp_passes import compat, reasons
 from asynctp_passes.fxview import Sizes, arguments, op_name, tensor_of
+from asynctp_passes.read import added_matrix
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import IndexMap, Size, concatenate, product, same
 
@@ -77,10 +78,13 @@ def follow(nodes: Iterable[fx.Node], seeds: Mapping[fx.Node, IndexMap], sizes: S
         nodes: The nodes to visit.
         seeds: Source nodes and their maps.
         sizes: Reader of sizes.
-        sums: Also carry a map through `add` of two tensors that have the same one.
+        sums: Also carry a map through `add` of two tensors that have the same one, and let a seed that is `c + a @ b`
+            have the terms of `c` too.
     """
     flow = Flow(maps=dict(seeds), terms={seed: frozenset([seed]) for seed in seeds})
     for node in nodes:
+        if node in seeds and sums and (added := added_matrix(node)) is not None:
+            _join_added(flow, node, added)
         if node in seeds or not any(flow.has(argument) for argument in node.all_input_nodes):
             continue
         handler = VIEWS.get(op_name(node))
@@ -127,6 +131,17 @@ def _terms(flow: Flow, node: fx.Node) -> frozenset[fx.Node] | Refusal:
     if len(sets) != 2 or sets[0] & sets[1]:
         return Refusal(reasons.SUM_TERMS_DISAGREE, "a term is added twice")
     return sets[0] | sets[1]
+
+
+def _join_added(flow: Flow, seed: fx.Node, added: fx.Node) -> None:
+    """What the seed `added + a @ b` sums up, if `added` has the seed's own map; else it is not followed."""
+    terms = flow.terms.get(added, frozenset())
+    if added in flow.maps and flow.maps[added] == flow.maps[seed] and not terms & flow.terms[seed]:
+        flow.terms[seed] |= terms
+        return
+    reason = reasons.SUM_TERMS_DISAGREE if flow.has(added) else reasons.SUM_HAS_OTHER_TERM
+    flow.refused[seed] = Refusal(reason, f"{op_name(seed)} {seed.name}")
+    del flow.maps[seed]
 
 
 def is_view(node: fx.Node) -> bool:

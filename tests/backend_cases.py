@@ -7,6 +7,7 @@ of two ranks in one dimension, `GRID_CASES` those of four ranks in two. All rank
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import time
 import traceback
@@ -22,6 +23,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -30,7 +32,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import asynctp_passes
 from asynctp_passes import AsyncTPPass, Config, Report
@@ -285,12 +287,12 @@ def case_checkpoint_of_dtensor_attention(mesh: DeviceMesh) -> tuple[Report, ...]
     return _checkpoint(block(mesh).attention, shard_of(mesh, 2, 4, 16))
 
 
-def _checkpoint(module: Any, x: Tensor) -> tuple[Report, ...]:
-    """Train with full activation checkpointing: compiled with our backend, with Inductor alone, and eager."""
+def _checkpoint(module: Any, x: Tensor, **kwargs: Any) -> tuple[Report, ...]:
+    """Train with activation checkpointing: compiled with our backend, with Inductor alone, and eager."""
     parameters = list(module.parameters())
 
     def program(x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(module, x, use_reentrant=False)
+        out: Tensor = checkpoint(module, x, use_reentrant=False, **kwargs)
         return out
 
     def attempt(backend: str) -> list[Tensor] | str:
@@ -311,6 +313,71 @@ def _checkpoint(module: Any, x: Tensor) -> tuple[Report, ...]:
     assert len(forward.fused) == 2, forward
     assert len(backward.fused) >= 2, backward  # strict: none is missed
     return forward, backward
+
+
+def case_selective_checkpoint_of_plain_tensors(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """Matmuls and reduce-scatters are saved, the latter before their wait; gathers are redone.
+
+    The recomputed gather of the input then feeds a weight's gradient only: it starts before the other products of the
+    backward, and is waited for behind them, in the code that Inductor makes too.
+    """
+    layer, weights = plain_layer(mesh)
+    spy = SavedScatters()
+
+    def inner(x: Tensor) -> Tensor:
+        return layer(x.sin()).sin()
+
+    def program(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(inner, x, use_reentrant=False, context_fn=_saving_matmuls_and_scatters)
+        return out.tanh()
+
+    def attempt() -> list[Tensor]:
+        return train(compiled(program, options={**STRICT, "post_grad_custom_post_pass": spy}), x, weights)
+
+    start()
+    x = shard_of(mesh, 2, 4, 16)
+    actual, codes = run_and_get_code(attempt)
+    forward, backward = asynctp_passes.reports()
+    assert_close(actual, train(program, x, weights))
+    assert [len(report.fused) for report in (forward, backward)] == [2, 2]
+    if NEWER_THAN_2_11:  # 2.11 saves and recomputes other tensors
+        assert spy.returned_before_the_wait, "no un-waited scatter was saved"
+        assert spy.waited_for_only, "no saved scatter was waited for"
+        assert [remark.code for remark in backward.skipped] == ["ATP404"], backward
+        calls = [line for line in codes[-1].splitlines() if "= torch.ops." in line]
+        ops = ("asynctp.all_gather.", "all_gather_matmul.", "matmul_reduce_scatter.", "wait_tensor.")
+        places = [max(index for index, call in enumerate(calls) if op in call) for op in ops]
+        assert places == sorted(places), calls
+    return forward, backward
+
+
+def _saving_matmuls_and_scatters() -> Any:
+    saved = {torch.ops.aten.mm.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class SavedScatters(CustomGraphPass):
+    """Sees whether a scatter is returned before its wait, and whether a graph waits for one of its inputs."""
+
+    def __init__(self) -> None:
+        self.returned_before_the_wait = self.waited_for_only = False
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            returned = any(user.op == "output" for user in node.users)
+            self.returned_before_the_wait |= returned and "reduce_scatter_tensor" in str(node.target)
+            self.waited_for_only |= "wait_tensor" in str(node.target) and node.args[0].op == "placeholder"
+
+    def uuid(self) -> None:
+        return None
+
+
+def case_selective_checkpoint_of_dtensors(mesh: DeviceMesh) -> tuple[Report, ...]:
+    return _checkpoint(mlp(mesh), shard_of(mesh, 2, 4, 16), context_fn=_saving_matmuls_and_scatters)
 
 
 def case_compile_on_one_rank(mesh: DeviceMesh) -> tuple[Report, ...]:
@@ -522,12 +589,13 @@ CASES = tuple(
 )
 
 
-def run_cases(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Outcome]:
-    """Run cases on this rank, one after the other; a case that fails does not stop the others."""
+def run_cases(rank: int, world_size: int, names: Sequence[str], module: str = __name__) -> dict[str, Outcome]:
+    """Run cases of a module on this rank, one after the other; a case that fails does not stop the others."""
     warnings.simplefilter("ignore", FutureWarning)  # newer torch has other names for the functional collectives
     shape, dims = ((2, 2), ("dp", "tp")) if world_size == 4 else ((world_size,), ("tp",))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=dims)
-    return {name: _outcome(globals()[f"case_{name}"], mesh) for name in names}
+    cases = vars(importlib.import_module(module))
+    return {name: _outcome(cases[f"case_{name}"], mesh) for name in names}
 
 
 def _outcome(case: Case, mesh: DeviceMesh) -> Outcome:

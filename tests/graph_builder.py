@@ -107,6 +107,9 @@ class GraphBuilder:
     def add(self, a: Node, b: Node) -> Node:
         return self.call(aten.add.Tensor, a, b)
 
+    def mul(self, a: Node, b: Node) -> Node:
+        return self.call(aten.mul.Tensor, a, b)
+
     def relu(self, x: Node) -> Node:
         return self.call(aten.relu.default, x)
 

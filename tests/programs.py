@@ -76,6 +76,7 @@ class Program:
         gathers: Number of all-gather → matmul chains, when honest.
         scatters: Number of matmul → reduce-scatter chains, when honest.
         beside: How many collectives there may be beside the fused ops, when honest, for other users of their operands.
+        apart: Number of all-gathers for weight gradients alone, which are not fused.
         notes: What was chosen, in order; for the reader of a failure.
     """
 
@@ -87,6 +88,7 @@ class Program:
     gathers: int
     scatters: int
     beside: int
+    apart: int
     notes: tuple[str, ...]
 
     def make_inputs(self, seed: int) -> list[list[Tensor]]:
@@ -926,6 +928,16 @@ _FACTORS: dict[str, Callable[[Builder, Node], Node]] = {
 }
 
 
+def _gather_for_a_gradient(b: Builder, group: _Group) -> Node:
+    """Rows gathered for a weight's gradient alone: `rowsᵀ @ y`, or `yᵀ @ rows`."""
+    shape = [b.choose([1, 2]), b.choose([2, 3]), b.choose([2, 4])]
+    wait = _all_gather(b, b.placeholder(shape, torch.float32), group)
+    rows = b.reshape(gather_views(b, wait, b.choose([0, 1]), group.size, attack=False), [-1, shape[-1]])
+    other = b.placeholder([shape_of(rows)[0], 3], torch.float32)
+    left, right = (rows, other) if b.chance(2) else (other, rows)
+    return b.call(aten.mm.default, b.call(aten.permute.default, left, [1, 0]), right)
+
+
 # --- scatter side --------------------------------------------------------------------------------------
 
 
@@ -991,6 +1003,9 @@ def _add(b: Builder, left: Node, right: Node, attack: bool) -> Node:
     if attack and b.chance(4):
         b.note("scaled sum", spoils=True)
         return b.call(aten.add.Tensor, left, right, alpha=2)
+    if right.target is aten.mm.default and len(shape_of(left)) == 2 and b.chance(2):
+        b.note("sum by addmm")
+        return b.call(aten.addmm.default, left, *right.args)
     pair = (right, left) if b.chance(3) else (left, right)
     return b.call(aten.add.Tensor, *pair)
 
@@ -1072,6 +1087,8 @@ def _build(choose: Choose, wishes: Wishes) -> Program:
     attack_scatter = not honest and not attack_gather
     b.note(f"{form} in {dtype}")
     outs: list[Node] = []
+    place = b.choose(["none", "none", "before", "after"])
+    gradient = [_gather_for_a_gradient(b, b.choose([gather_group, scatter_group]))] if place == "before" else []
     beside = 0
     if form == "quantized":
         outs, beside = _quantized_chain(b, dtype, gather_group, attack_gather or not honest)
@@ -1080,10 +1097,12 @@ def _build(choose: Choose, wishes: Wishes) -> Program:
     if form not in ("gather", "quantized"):
         source = _relu(b, outs[0]) if form == "both" else None
         outs += _scatter_chain(b, dtype, scatter_group, attack_scatter, source)
+    if place == "after":
+        gradient = [_gather_for_a_gradient(b, b.choose([gather_group, scatter_group]))]
     if not honest:
         b.note("asked to be adversarial", spoils=True)
-    b.graph.output(tuple(outs))
-    counts = (int(form != "scatter"), int(form not in ("gather", "quantized")), beside)
+    b.graph.output((*outs, *gradient))
+    counts = (int(form != "scatter"), int(form not in ("gather", "quantized")), beside, len(gradient))
     return Program(b.graph, tuple(b.inputs), b.world_size, groups, b.honest, *counts, tuple(b.notes))
 
 

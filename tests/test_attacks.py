@@ -432,6 +432,44 @@ def three_gathers_in_a_circle(b: Builder) -> list[Node]:
 
 
 Attack = Callable[[Builder], list[Node]]
+
+
+# --- sums that are addmm -----------------------------------------------------------------------------------
+def term_added_by_addmm_and_again(b: Builder) -> list[Node]:
+    """`mm + (mm + a @ w)`: the first product counts twice."""
+    a, w, c, v = inputs(b, (8, 4), (4, 6), (8, 4), (4, 6))
+    one = b.call(aten.mm.default, a, w)
+    return [scattered(b, b.call(aten.add.Tensor, one, b.call(aten.addmm.default, one, c, v)))]
+
+
+def residual_added_by_addmm(b: Builder) -> list[Node]:
+    a, w, residual = inputs(b, (8, 4), (4, 6), (8, 6))
+    return [scattered(b, b.call(aten.addmm.default, residual, a, w))]
+
+
+def transposed_product_added_by_addmm(b: Builder) -> list[Node]:
+    a, w, c, v = inputs(b, (8, 4), (4, 8), (8, 4), (4, 8))
+    one = b.call(aten.permute.default, b.call(aten.mm.default, a, w), [1, 0])
+    return [scattered(b, b.call(aten.addmm.default, one, c, v))]
+
+
+def scaled_addmm_of_a_product(b: Builder) -> list[Node]:
+    a, w, c, v = inputs(b, (8, 4), (4, 6), (8, 4), (4, 6))
+    return [scattered(b, b.call(aten.addmm.default, b.call(aten.mm.default, a, w), c, v, beta=2))]
+
+
+def products_added_by_addmm(b: Builder) -> list[Node]:
+    a, w, c, v = inputs(b, (8, 4), (4, 6), (8, 4), (4, 6))
+    total = b.call(aten.addmm.default, b.call(aten.mm.default, a, w), c, v)
+    return [scattered(b, b.call(aten.reshape.default, total, [2, 4, 6]))]
+
+
+def gathered_rows_added_to(b: Builder) -> list[Node]:
+    """A gather's addmm with a matrix for a bias."""
+    x, w, bias = inputs(b, (4, 6), (6, 8), (8, 8))
+    return [b.call(aten.addmm.default, bias, gathered(b, x), w)]
+
+
 GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "copy of gathered, mutated": (copy_of_gathered_then_mutated, ["F"]),
     "base of operand, mutated": (base_of_operand_mutated, ["F"]),
@@ -449,8 +487,8 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "scaled bias of one element": (lambda b: scaled_bias(b, (1,), torch.bfloat16), ["ATP205"]),
     "scaled bias in float64": (lambda b: scaled_bias(b, (16,), torch.float64), ["ATP301"]),
     "scale of rows": (lambda b: quantized(b, of_rows), ["F"]),
-    "scale of everything": (lambda b: quantized(b, of_everything), ["ATP116"]),
-    "scale of pairs of rows": (lambda b: quantized(b, of_pairs_of_rows, of_rows), ["ATP116"]),
+    "scale of everything": (lambda b: quantized(b, of_everything), ["ATP117"]),
+    "scale of pairs of rows": (lambda b: quantized(b, of_pairs_of_rows, of_rows), ["ATP117"]),
     "scale of neighbours": (lambda b: quantized(b, of_rows, of_neighbours), ["ATP102"]),
     "scale of rows reversed": (lambda b: quantized(b, of_rows_reversed), ["ATP101"]),
     "scale of rows reversed for the matmul": (lambda b: quantized(b, of_rows, of_rows_reversed), ["ATP101"]),
@@ -477,8 +515,8 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "times one number of each rank": (lambda b: computed(b, times_input(())), ["ATP208"]),
     "times a row of each rank": (lambda b: computed(b, times_input((6,))), ["ATP208"]),
     "times a column of each rank": (lambda b: computed(b, times_input((8, 1))), ["ATP208"]),
-    "softmax over all ranks": (lambda b: computed(b, softmaxed), ["ATP116"]),
-    "ranks along a reduced contraction": (gathered_last_and_reduced, ["ATP116"]),
+    "softmax over all ranks": (lambda b: computed(b, softmaxed), ["ATP117"]),
+    "ranks along a reduced contraction": (gathered_last_and_reduced, ["ATP117"]),
     "ranks along a negated contraction": (gathered_last_and_negated, ["F"]),
     "finer split of moved blocks": (finer_split_of_moved_blocks, ["F"]),
     "finer pieces swapped": (finer_pieces_swapped, ["ATP101"]),
@@ -493,6 +531,12 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "weight transposed once in the batch": (weight_transposed_once_in_the_batch, ["F"]),
     "scatter feeds gather": (scatter_feeds_gather, ["F", "F"]),
     "gather feeds weight of gather": (gather_feeds_weight_of_gather, ["F", "F"]),
+    "term added by addmm and again": (term_added_by_addmm_and_again, ["ATP111"]),
+    "residual added by addmm": (residual_added_by_addmm, ["ATP110"]),
+    "transposed product added by addmm": (transposed_product_added_by_addmm, ["ATP111"]),
+    "scaled addmm of a product": (scaled_addmm_of_a_product, ["ATP205"]),
+    "products added by addmm": (products_added_by_addmm, ["F"]),
+    "gathered rows added to": (gathered_rows_added_to, ["ATP205"]),
     "three gathers in a circle": (three_gathers_in_a_circle, ["F", "F", "ATP203"]),
 }
 

@@ -88,7 +88,7 @@ def test_second_mesh_dimension_on_four_ranks(cache_folder: Path) -> None:
         }
         assert summary(rank[automatic]) == {
             "forward": {"FUSED tp": 2, "ATP003 dp": 2},
-            "backward": {"FUSED tp": 2, "FUSED dp": 2},  # the weights' gradients: matmul → reduce-scatter
+            "backward": {"FUSED tp": 2, "ATP009 dp": 2},  # the weights' gradients: matmul → reduce-scatter
         }
 
 

@@ -23,7 +23,7 @@ ROWS = (
     ("reasons", "config", "compat", "shapes", "chain", "reference", "registry", "profile"),
     ("fxview", "views", "read", "ops"),
     ("find", "rowwise", "near", "cost", "checks", "collectives"),
-    ("decide",),
+    ("decide", "hide"),
     ("rewrite", "report", "errors", "visualize"),
     ("pipeline",),
     ("backend",),

@@ -100,6 +100,11 @@ def quantized(b: GraphBuilder, scale_of: Callable[[Node], Node]) -> Node:
     return b.scaled_mm(fp8, w, b.input("a_scale", []), b.input("b_scale", []))
 
 
+def weight_gradient(b: GraphBuilder) -> Node:
+    """`dYᵀ @ x`, `[16, 12]`."""
+    return b.mm(b.permute(b.input("dy", [6, 16]), [1, 0]), b.input("saved", [6, 12]))
+
+
 # --- 0xx scope -------------------------------------------------------------------------------------------------
 @row("GROUP_NOT_ENROLLED", "group tp of dp, ep", groups=("dp", "ep"))
 def gather_of_another_group(b: GraphBuilder) -> Node:
@@ -163,6 +168,37 @@ def scatter_of_no_rows(b: GraphBuilder) -> Node:
 @row("WEIGHT_GATHER", "group tp")
 def gather_of_a_weight(b: GraphBuilder) -> Node:
     return b.mm(b.input("a", [6, 16]), gathered(b))
+
+
+@row("WEIGHT_GATHER", "group tp")
+def gather_of_a_norm_weight(b: GraphBuilder) -> Node:
+    """A vector, scaled by which the operand of a matmul is."""
+    return times(b, b.call(aten.mul.Tensor, b.input("a", [6, 16]), gathered(b, 4)))
+
+
+@row("WEIGHT_GATHER", "group tp")
+def gather_of_a_batched_weight(b: GraphBuilder) -> Node:
+    return b.call(aten.bmm.default, b.input("a", [16, 6, 8]), gathered(b, 4, 8, 12))
+
+
+@row("WEIGHT_GRADIENT", "group tp")
+def scatter_of_a_weight_gradient(b: GraphBuilder) -> Node:
+    return b.scatter(weight_gradient(b))
+
+
+@row("WEIGHT_GRADIENT", "group tp")
+def scatter_of_a_scaled_weight_gradient(b: GraphBuilder) -> Node:
+    return b.scatter(b.call(aten.mul.Tensor, weight_gradient(b), 0.5), "avg")
+
+
+@row("WEIGHT_GRADIENT", "group tp")
+def scatter_of_a_norm_weight_gradient(b: GraphBuilder) -> Node:
+    return b.scatter(b.call(aten.sum.dim_IntList, product(b), [1]))
+
+
+@row("WEIGHT_GRADIENT", "group tp")
+def all_reduce_of_a_weight_gradient(b: GraphBuilder) -> Node:
+    return b.call(c10d.all_reduce.default, weight_gradient(b), "avg", "tp")
 
 
 @row("SINGLE_RANK", "tp", ranks=1)
@@ -294,6 +330,13 @@ def symbolic_length_regrouped(b: GraphBuilder) -> Node:
 @row("GATHER_IS_RIGHT_OPERAND", "mm", groups=("tp",))
 def gather_for_a_weight_gradient(b: GraphBuilder) -> Node:
     return b.mm(b.input("a", [6, 16]), gathered(b))
+
+
+@row("ROWS_CONTRACTED", "mm")
+def gather_for_the_gradient_of_a_batch(b: GraphBuilder) -> Node:
+    """The ranks are inside the contraction, behind the batch."""
+    rows = b.reshape(b.cat(b.chunks(gathered(b, 2, 4, 8)), dim=1), [32, 8])
+    return b.mm(b.permute(rows, [1, 0]), b.input("saved", [32, 12]))
 
 
 @row("SUM_HAS_OTHER_TERM", "add")
@@ -590,6 +633,12 @@ def gather_on_another_device(b: GraphBuilder) -> Node:
     return times(b, b.gather(b.input("x", [4, 8], device="xpu")))
 
 
+@row("CONTRACTION_TOO_LARGE", "134217728 bytes")
+def large_contraction_on_a_gpu(b: GraphBuilder) -> Node:
+    rows = b.gather(b.input("x", [8192, 1024], device="cuda"))
+    return times(b, b.cat(b.chunks(rows), dim=1))
+
+
 @row("SCALES_UNSUPPORTED", "scales [16, 2] and [2, 16]")
 def blockwise_scales(b: GraphBuilder) -> Node:
     return scaled(b, [16, 2], [2, 16])
@@ -652,6 +701,12 @@ def gathered_tensor_used_as_it_is_too(b: GraphBuilder) -> tuple[Node, Node]:
 def cast_up_after_the_gather(b: GraphBuilder) -> Node:
     whole = gathered(b, dtype=torch.bfloat16)
     return times(b, b.call(torch.ops.prims.convert_element_type.default, whole, torch.float32))
+
+
+@row("BEHIND_PRODUCTS", "beside mm: 1 product", fused=1)
+def gather_for_a_weight_gradient_beside_a_product(b: GraphBuilder) -> tuple[Node, Node]:
+    scattered = b.scatter(product(b))
+    return scattered, b.mm(b.permute(b.input("dy", [16, 6]), [1, 0]), gathered(b))
 
 
 # --- the tests -------------------------------------------------------------------------------------------------

@@ -1057,6 +1057,44 @@ return (scaled_matmul_reduce_scatter_default)
     )
 
 
+def test_scatter_of_a_sum_that_inductor_made_addmm_of() -> None:
+    """`mm + mm` without views in between arrives as `addmm(mm, …)`."""
+    b = GraphBuilder()
+    pairs = [(b.input(f"a{i}", [16, 8]), b.input(f"w{i}", [8, 12])) for i in range(3)]
+    total = b.mm(*pairs[0])
+    for pair in pairs[1:]:
+        total = b.call(aten.addmm.default, total, *pair)
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(total))),
+        """\
+a0: f32[16, 8]
+w0: f32[8, 12]
+a1: f32[16, 8]
+w1: f32[8, 12]
+a2: f32[16, 8]
+w2: f32[8, 12]
+mm = mm(a0, w0)  # f32[16, 12]
+addmm = addmm(mm, a1, w1)  # f32[16, 12]
+addmm_1 = addmm(addmm, a2, w2)  # f32[16, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(addmm_1, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[4, 12]
+return (wait_tensor)
+
+=== becomes ===
+
+a0: f32[16, 8]
+w0: f32[8, 12]
+a1: f32[16, 8]
+w1: f32[8, 12]
+a2: f32[16, 8]
+w2: f32[8, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a0, a1, a2], b_parts=[w0, w1, w2],
+    biases=[None, None, None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[4, 12]
+return (matmul_reduce_scatter_default)
+""",
+    )
+
+
 # --- what holds for every rewrite ------------------------------------------------------------------------------
 def test_new_nodes_say_where_they_come_from() -> None:
     b = GraphBuilder()

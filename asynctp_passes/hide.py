@@ -1,0 +1,136 @@
+"""Hide gathers that no fused op makes faster: let each run whole beside products that do not need it. Pure.
+
+    shard ─▶ all_gather ─────────────────────▶ wait ─▶ view* ─▶ mm      weight gradients
+                  product ─▶ … ─▶ product                              neither needs the other
+
+A weight's gradient contracts over the gathered rows: each of its elements needs all of the gather, so its product has
+nothing to begin with while shards arrive. Other products have. Which ones is decided on the graph in which every fused
+chain is one node, so that the rewrite can move the gather before the first of them and the wait behind the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from asynctp_passes import cost, reasons
+from asynctp_passes.chain import Collective, Decision, GatherChain, anchor
+from asynctp_passes.fxview import op_name, segments
+from asynctp_passes.read import contracts_rows, is_matmul
+from asynctp_passes.reasons import Refusal
+
+__all__ = ["hide"]
+
+_ALL_GATHER = "_c10d_functional.all_gather_into_tensor.default"
+_NEEDS_ALL = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.ROWS_CONTRACTED, reasons.CONTRACTION_TOO_LARGE)
+
+
+def hide(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Decision]:
+    """The decisions, in the same order: gathers for weight gradients alone run beside products where there are any."""
+    result = list(decisions)
+    for index, decision in enumerate(decisions):
+        if _needs_all(decision):
+            fused = [other for other in result if other.refusal is None and other is not decision]
+            result[index] = _hidden(_Scene(graph, fused), decision)
+    return result
+
+
+def _needs_all(decision: Decision) -> bool:
+    """True for a gather all of whose products contract over its rows, or have it as their right operand."""
+    chain, refusal = decision.candidate.chain, decision.refusal
+    if refusal is not None and refusal.reason not in _NEEDS_ALL:
+        return False
+    if chain is None:
+        return refusal is not None
+    contracts = all(contracts_rows(matmul.node) for matmul in chain.matmuls)
+    return isinstance(chain, GatherChain) and chain.placement.axis == "contraction" and contracts
+
+
+def _hidden(scene: _Scene, decision: Decision) -> Decision:
+    collective = decision.candidate.collective
+    products = scene.products_beside(collective)
+    if not products:
+        return decision
+    first, last = products[0].node.name, products[-1].node.name
+    way = f"from before {first} to behind {last}" if first != last else f"beside {first}"
+    facts = f"{way}: {len(products)} product{'s'[: len(products) > 1]}"
+    return replace(
+        decision,
+        refusal=Refusal(reasons.BEHIND_PRODUCTS, facts),
+        behind=tuple(product.node for product in products),
+    )
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A matmul, or a fused op by one of its matmuls; `place` is where it stands, `segment` between which mutations."""
+
+    node: fx.Node
+    place: int
+    segment: int
+    flops: int | None
+
+
+class _Scene:
+    """A graph whose fused chains count as one node each."""
+
+    def __init__(self, graph: fx.Graph, fused: Sequence[Decision]) -> None:
+        self.place = {node: index for index, node in enumerate(graph.nodes)}
+        self.segments = segments(graph)
+        self.unit_of = {node: decision.candidate.nodes for decision in fused for node in decision.candidate.nodes}
+        ops = [decision.candidate.chain for decision in fused if decision.candidate.chain is not None]
+        within = {node for chain in ops for matmul in chain.matmuls for node in matmul.nodes}
+        alone = [node for node in graph.nodes if is_matmul(node) and node not in within]
+        found = [self._product(node, [node], node) for node in alone]
+        found += [self._product(chain.matmuls[0].node, [m.node for m in chain.matmuls], anchor(chain)) for chain in ops]
+        self.products = sorted(found, key=lambda product: product.place)
+
+    def _product(self, node: fx.Node, matmuls: Sequence[fx.Node], stands_at: fx.Node) -> _Product:
+        flops = [cost.flops_of(matmul) for matmul in matmuls]
+        known = [count for count in flops if count is not None]
+        total = sum(known) if len(known) == len(flops) else None
+        return _Product(node, self.place[stands_at], self.segments[stands_at], total)
+
+    def products_beside(self, gather: Collective) -> list[_Product]:
+        """The products to run beside a gather, in order: those in between already, then the next, then the ones before.
+
+        No more than it takes to cover the gather's time.
+        """
+        alone = op_name(gather.node) == _ALL_GATHER and all(user in gather.waits for user in gather.node.users)
+        if not gather.waits or not alone:
+            return []
+        after = self._reach(gather.results, lambda node: node.users)
+        before = self._reach([gather.node], lambda node: node.all_input_nodes)
+        segment = self.segments[gather.node]
+        if any(self.segments[wait] != segment for wait in gather.waits):
+            return []
+        near = [one for one in self.products if one.segment == segment]
+        free = [one for one in near if one.node not in after and one.node not in before]
+        start, use = self.place[gather.node], min(self.place[node] for node in after if is_matmul(node))
+        between = [one for one in free if start < one.place < use]
+        others = [one for one in free if one.place > use] + [one for one in free[::-1] if one.place < start]
+        chosen = list(between)
+        while others and not self._covered(gather, chosen):
+            chosen.append(others.pop(0))
+        return sorted(chosen, key=lambda one: one.place)
+
+    def _covered(self, gather: Collective, products: Sequence[_Product]) -> bool:
+        """True when the products take as long as the gather; where sizes are symbolic, one product has to do."""
+        flops = [one.flops for one in products if one.flops is not None]
+        size = cost.received_bytes(gather.node, gather.group_size)
+        if size is None or len(flops) < len(products):
+            return bool(products)
+        return bool(products) and cost.hides(size, sum(flops), gather.node)
+
+    def _reach(self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+        """All nodes that `step` leads to, with all of a fused chain as soon as it leads to one of its nodes."""
+        seen: set[fx.Node] = set()
+        stack = list(starts)
+        while stack:
+            for then in step(stack.pop()):
+                found = set(self.unit_of.get(then, (then,))) - seen
+                seen |= found
+                stack.extend(found)
+        return seen

@@ -1,0 +1,303 @@
+"""Gathers for weight gradients: beside which products they run, what is left alone, and whose gathers are FSDP's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from graph_builder import GraphBuilder, aten, c10d, show
+from lockstep import differences, evaluate
+from test_property import copied
+from torch.fx import Graph, Node
+
+from asynctp_passes import Config, Report, run
+
+Build = Callable[[GraphBuilder], tuple[Node, ...]]
+
+
+# --- pieces of graphs ----------------------------------------------------------------------------------------
+def gradient(b: GraphBuilder, name: str = "x", width: int = 8) -> Node:
+    """`dYᵀ @ all_gather(x)`: the weight's gradient of a layer that saved its shard."""
+    full = b.gather(b.input(name, [4, width]))
+    return b.mm(b.permute(b.input(f"d{name}", [8, 6]), [1, 0]), full)
+
+
+def gradient_of_gathered(b: GraphBuilder) -> Node:
+    """`all_gather(dY)ᵀ @ X`: nothing but the weight's gradient needs the gathered gradient."""
+    full = b.gather(b.input("dy", [4, 6]))
+    return b.mm(b.permute(full, [1, 0]), b.input("saved", [8, 10]))
+
+
+def product(b: GraphBuilder, name: str = "a", rows: int = 8) -> Node:
+    return b.mm(b.input(name, [rows, 6]), b.input(f"{name}_w", [6, 8]))
+
+
+def built(build: Build) -> Graph:
+    b = GraphBuilder(ranks=2)
+    return b.returns(*build(b))
+
+
+def fuse(graph: Graph, **config: object) -> Report:
+    return run(graph, Config(strict="off", log=False, trace=False, **config))  # type: ignore[arg-type]
+
+
+def codes(report: Report) -> list[str]:
+    """A word for each collective, in graph order."""
+    return [remark.code or remark.outcome for remark in report.remarks]
+
+
+def becomes(build: Build) -> str:
+    graph = built(build)
+    fuse(graph)
+    return show(graph)
+
+
+# --- where gathers and waits go ------------------------------------------------------------------------------
+def test_the_wait_goes_behind_what_follows() -> None:
+    """The gradient comes first in the graph: the gather starts where it did, and the fused op runs meanwhile."""
+    assert_expected_inline(
+        becomes(lambda b: (gradient(b), b.scatter(product(b)))),
+        """\
+x: f32[4, 8]
+all_gather_into_tensor = asynctp::all_gather(shard=x, group_size=2, group_name='tp')  # f32[8, 8]
+dx: f32[8, 6]
+permute = permute(dx, [1, 0])  # f32[6, 8]s[1, 6]
+a: f32[8, 6]
+a_w: f32[6, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a], b_parts=[a_w], biases=[None],
+    reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp')  # f32[4, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[8, 8]
+mm = mm(permute, wait_tensor)  # f32[6, 8]
+return (mm, matmul_reduce_scatter_default)
+""",
+    )
+
+
+def test_the_gather_starts_before_what_precedes() -> None:
+    """The gradient comes last: the gather, and what its shard is computed by, go before the fused op."""
+    assert_expected_inline(
+        becomes(lambda b: (b.scatter(product(b)), b.mm(b.input("dy", [6, 8]), b.gather(b.relu(b.input("x", [4, 8])))))),
+        """\
+a: f32[8, 6]
+a_w: f32[6, 8]
+x: f32[4, 8]
+relu = relu(x)  # f32[4, 8]
+all_gather_into_tensor = asynctp::all_gather(shard=relu, group_size=2, group_name='tp')  # f32[8, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a], b_parts=[a_w], biases=[None],
+    reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp')  # f32[4, 8]
+dy: f32[6, 8]
+wait_tensor_1 = wait_tensor(all_gather_into_tensor)  # f32[8, 8]
+mm_1 = mm(dy, wait_tensor_1)  # f32[6, 8]
+return (matmul_reduce_scatter_default, mm_1)
+""",
+    )
+
+
+def test_the_remark_names_the_products() -> None:
+    report = fuse(built(lambda b: (gradient(b), b.scatter(product(b)))))
+    (remark,) = report.skipped
+    assert (remark.code, remark.collective) == ("ATP404", "all_gather_into_tensor")
+    assert "[beside mm_1: 1 product]" in remark.message
+
+
+def test_no_more_products_than_it_takes() -> None:
+    """A small gather is covered by one large product; the others stay where they are."""
+
+    def build(b: GraphBuilder) -> tuple[Node, ...]:
+        wide = b.input("wide", [4096, 4096])
+        others = [b.mm(wide, b.input(f"w{index}", [4096, 4096])) for index in range(3)]
+        return gradient(b), b.scatter(others[0]), *others[1:]
+
+    (remark,) = fuse(built(build)).skipped
+    assert "1 product]" in remark.message
+
+    def slow(b: GraphBuilder) -> tuple[Node, ...]:
+        return gradient(b, width=1 << 16), *[b.scatter(product(b, name)) for name in ("p", "q", "r")]
+
+    (remark,) = fuse(built(slow)).skipped
+    assert "[from before mm_1 to behind mm_3: 3 products]" in remark.message
+
+
+def test_one_gather_for_both_gradients() -> None:
+    """Gathered once: fused with the input's gradient, and returned to the weight's, whichever operand it is there."""
+
+    def shared(b: GraphBuilder) -> tuple[Node, ...]:
+        full = b.gather(b.input("dy", [4, 6]))
+        left = b.mm(b.permute(full, [1, 0]), b.input("saved", [8, 10]))
+        right = b.mm(b.input("other", [10, 8]), full)
+        of_another = b.mm(b.permute(b.input("dz", [8, 3]), [1, 0]), full)
+        return b.mm(full, b.input("w", [6, 10])), left, right, of_another
+
+    graph = built(shared)
+    (remark,) = fuse(graph).fused
+    assert remark.message == (
+        "the gathered tensor is returned too: the same gather serves the weight gradients mm, mm_2; "
+        "GATHER_IS_RIGHT_OPERAND (mm_1)"
+    )
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert [name for name in names if "gather" in name] == ["asynctp.all_gather_matmul.default"]
+    assert same_results(shared)
+
+
+def test_alone_it_is_gathered_along_the_contraction() -> None:
+    """Without any other product, the shard is transposed, and gathered by the op: less latency, though no overlap."""
+    assert_expected_inline(
+        becomes(lambda b: (gradient_of_gathered(b),)),
+        """\
+dy: f32[4, 6]
+saved: f32[8, 10]
+permute_default = permute(dy, [1, 0])  # f32[6, 4]s[1, 6]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=permute_default, bs=[saved], biases=[None],
+    gather_dim=1, return_a_full=False, group_size=2, group_name='tp')  # (f32[6, 10])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[6, 10]
+return (getitem)
+""",
+    )
+
+
+# --- what computes the same ----------------------------------------------------------------------------------
+def two_gradients_and_a_scatter(b: GraphBuilder) -> tuple[Node, ...]:
+    return gradient(b), gradient(b, "y"), b.scatter(product(b)), gradient_of_gathered(b)
+
+
+def gradient_between_two_layers(b: GraphBuilder) -> tuple[Node, ...]:
+    scattered = b.scatter(product(b))
+    weight = gradient(b)
+    hidden = b.mm(b.gather(b.relu(scattered)), b.input("w", [8, 6]))
+    return weight, b.scatter(b.mm(b.relu(hidden), b.input("v", [6, 4])))
+
+
+def gradient_that_is_reduced_elsewhere(b: GraphBuilder) -> tuple[Node, ...]:
+    """The gradient goes on to a reduction over other ranks, which moves with it."""
+    reduced = b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, gradient(b), "sum", "dp"))
+    return b.relu(reduced), b.scatter(product(b))
+
+
+def gather_of_a_scattered_sum(b: GraphBuilder) -> tuple[Node, ...]:
+    """The gather depends on one fused op and runs beside another."""
+    scattered = b.scatter(b.add(product(b), product(b, "c")))
+    return b.mm(b.input("dy", [6, 8]), b.gather(scattered)), b.scatter(product(b, "e"))
+
+
+def gather_for_two_products(b: GraphBuilder) -> tuple[Node, ...]:
+    full = b.gather(b.input("x", [4, 8]))
+    products = [b.mm(b.permute(b.input(name, [8, 6]), [1, 0]), full) for name in ("dq", "dk")]
+    return *products, b.scatter(product(b))
+
+
+# --- look-alikes: no product may be taken that cannot run meanwhile ------------------------------------------
+def product_of_the_gradient(b: GraphBuilder) -> tuple[Node, ...]:
+    return (b.scatter(b.mm(b.input("a", [8, 6]), gradient(b))),)
+
+
+def gather_of_the_product(b: GraphBuilder) -> tuple[Node, ...]:
+    scattered = b.scatter(product(b))
+    return scattered, b.mm(b.input("dy", [6, 8]), b.gather(scattered))
+
+
+def partner_depends_on_the_gradient(b: GraphBuilder) -> tuple[Node, ...]:
+    """One term of the fused sum needs the gradient, so that the op does, though the other product does not."""
+    weight = gradient(b)
+    return (b.scatter(b.add(product(b), b.mm(b.input("a2", [8, 6]), weight))),)
+
+
+def gather_depends_on_a_partner(b: GraphBuilder) -> tuple[Node, ...]:
+    """The gather needs one of two fused products, so it has to wait for the op that makes both."""
+    full = b.gather(b.input("s", [4, 6]))
+    one, two = b.mm(full, b.input("w1", [6, 4])), b.mm(full, b.input("w2", [6, 8]))
+    return two, b.mm(b.input("dy", [6, 16]), b.gather(b.relu(one)))
+
+
+def product_behind_a_mutation(b: GraphBuilder) -> tuple[Node, ...]:
+    weight = gradient(b)
+    state = b.input("state", [8, 6])
+    b.call(aten.add_.Tensor, state, 1.0)
+    return weight, b.scatter(b.mm(state, b.input("w", [6, 8])))
+
+
+def gather_returned_before_the_wait(b: GraphBuilder) -> tuple[Node, ...]:
+    started = b.call(c10d.all_gather_into_tensor.default, b.input("x", [4, 8]), b.ranks, b.group)
+    weight = b.mm(b.input("dy", [6, 8]), b.call(c10d.wait_tensor.default, started))
+    return weight, started, b.scatter(product(b))
+
+
+GRAPHS: dict[Build, list[str]] = {
+    two_gradients_and_a_scatter: ["ATP404", "ATP404", "FUSED", "ATP404"],
+    gradient_between_two_layers: ["FUSED", "ATP404", "FUSED", "FUSED"],
+    gradient_that_is_reduced_elsewhere: ["ATP404", "ATP009", "FUSED"],
+    gather_of_a_scattered_sum: ["FUSED", "ATP404", "FUSED"],
+    gather_for_two_products: ["ATP404", "FUSED"],
+    product_of_the_gradient: ["ATP109", "FUSED"],
+    gather_of_the_product: ["FUSED", "ATP109"],
+    partner_depends_on_the_gradient: ["ATP109", "FUSED"],
+    gather_depends_on_a_partner: ["FUSED", "ATP109"],
+    product_behind_a_mutation: ["ATP109", "FUSED"],
+    gather_returned_before_the_wait: ["ATP109", "FUSED"],
+}
+
+
+@pytest.mark.parametrize("build", GRAPHS, ids=lambda build: build.__name__)
+def test_outcome_and_results(build: Build) -> None:
+    assert codes(fuse(built(build))) == GRAPHS[build]
+    assert same_results(build)
+
+
+def same_results(build: Build) -> bool:
+    """The graph computes on two ranks what it did before the pass."""
+    graph = built(build)
+    rewritten = copied(graph)
+    fuse(rewritten)
+    outs = [evaluate(each, [values(each, rank) for rank in range(2)]) for each in (graph, rewritten)]
+    return differences(*outs) == []
+
+
+def values(graph: Graph, rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+    return [torch.randn(*value.shape, generator=generator, dtype=value.dtype) for value in inputs]
+
+
+# --- whose collectives they are ------------------------------------------------------------------------------
+def fully_sharded_step(b: GraphBuilder) -> tuple[Node, ...]:
+    """A backward graph over "tp" whose weights and their gradients are sharded over "dp"."""
+    other = GraphBuilder(ranks=2, group="dp", graph=b.graph)
+    other.mode = b.mode
+    norm = other.gather(b.input("norm_shard", [3]))
+    weight = other.gather(b.input("w_shard", [3, 8]))
+    dy, saved = b.mul(b.input("dy", [8, 6]), norm), b.input("saved", [8, 8])
+    dx = b.scatter(b.mm(dy, weight))
+    in_float = b.call(aten._to_copy.default, b.mm(b.permute(dy, [1, 0]), saved), dtype=torch.float64)
+    return dx, other.scatter(in_float, "avg"), other.scatter(b.call(aten.sum.dim_IntList, dy, [0]), "avg")
+
+
+def test_parameters_and_their_gradients_are_left_alone() -> None:
+    """Weights, norm weights, and gradients in the reduction's own dtype: none makes "dp" a tensor-parallel group."""
+    report = fuse(built(fully_sharded_step))
+    assert {remark.group: remark.outcome for remark in report.remarks} == {"dp": "SKIPPED", "tp": "FUSED"}
+    assert codes(report) == ["ATP003", "ATP003", "FUSED", "ATP009", "ATP002"]
+
+
+def plain_gradient(b: GraphBuilder) -> tuple[Node, ...]:
+    return (b.scatter(b.mm(b.permute(b.input("dy", [8, 6]), [1, 0]), b.input("saved", [8, 8]))),)
+
+
+def test_a_weight_gradient_is_reduced_by_a_fused_op_on_request_only() -> None:
+    assert codes(fuse(built(plain_gradient))) == ["ATP009"]
+    assert codes(fuse(built(plain_gradient), groups=("tp",))) == ["FUSED"]
+
+
+def test_a_group_with_a_chain_is_tensor_parallel_throughout() -> None:
+    """The same reduction beside a chain that moves activations: its group is not one of FSDP."""
+    report = fuse(built(lambda b: (*plain_gradient(b), b.scatter(product(b)))))
+    assert codes(report) == ["FUSED", "FUSED"]
+
+
+def test_the_limit_is_that_of_the_kernels() -> None:
+    pytest.importorskip("triton")
+    from asynctp_kernels import cuda
+
+    from asynctp_passes.checks import CONTRACTION_LIMIT
+
+    assert CONTRACTION_LIMIT == cuda.DIRECT_LIMIT

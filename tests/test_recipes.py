@@ -1,0 +1,60 @@
+"""Recipes end to end on real ranks: fp8 with its norms, and tensor parallelism beside other ways to be parallel.
+
+As in test_backend, one set of processes runs all cases of a module.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fp8_cases
+import mesh_cases
+import pytest
+from backend_cases import Outcome, run_cases
+from interpreter import interpreter_fault
+from ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def outcomes(world_size: int, module: str, names: tuple[str, ...], folder: Path) -> list[dict[str, Outcome]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        return run_ranks(world_size, run_cases, names, module, timeout_s=600)
+
+
+@pytest.fixture(scope="module")
+def in_fp8(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    """The fp8 cases on two ranks; the Triton kernels run, interpreted."""
+    fault = interpreter_fault()
+    if fault:
+        pytest.skip(fault)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setenv("ASYNCTP_CPU_IMPLEMENTATION", "interpreted")
+        return outcomes(2, "fp8_cases", fp8_cases.CASES, tmp_path_factory.mktemp("inductor"))
+
+
+@pytest.fixture(scope="module")
+def on_meshes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    return outcomes(4, "mesh_cases", mesh_cases.CASES, tmp_path_factory.mktemp("inductor"))
+
+
+@pytest.mark.xdist_group("recipes_in_fp8")
+@pytest.mark.parametrize("case", fp8_cases.CASES)
+def test_fp8(in_fp8: list[dict[str, Outcome]], case: str) -> None:
+    """Two layers, two microbatches in flight, landing memory poisoned: what is computed without overlap."""
+    assert errors(in_fp8, case) == []
+
+
+@pytest.mark.xdist_group("recipes_on_meshes")
+@pytest.mark.parametrize("case", mesh_cases.CASES)
+def test_mesh(on_meshes: list[dict[str, Outcome]], case: str) -> None:
+    """See the function `case_…` of mesh_cases."""
+    assert errors(on_meshes, case) == []
+    plans = [tuple(report.plan_digest for report in outcome[case].reports) for outcome in on_meshes]
+    assert (plans[0], plans[2]) == (plans[1], plans[3]), "ranks of one tensor-parallel group decided differently"
+
+
+def errors(ranks: list[dict[str, Outcome]], case: str) -> list[str]:
+    return [f"rank {rank}: {outcome[case].error}" for rank, outcome in enumerate(ranks) if outcome[case].error]
