@@ -566,7 +566,10 @@ def rowwise_with_views(b: Builder) -> list[Node]:
     return [product, scattered(b, product)]
 
 
-@pytest.mark.parametrize("attack", [rowwise_with_views, base_of_operand_mutated, scatter_feeds_gather])
+@pytest.mark.parametrize(
+    "attack",
+    [rowwise_with_views, base_of_operand_mutated, scatter_feeds_gather, quantized_rows_and_a_view_of_them_saved],
+)
 def test_a_node_without_value_is_no_crash(attack: Attack) -> None:
     for name in node_names(attack):
         graph = attacked(attack).graph
