@@ -320,7 +320,7 @@ def _return_operand(build: _Builder, chain: GatherChain, hoist: Hoist, full: fx.
     assert hoist.returned is not None
     value = tensor_of(hoist.returned)
     assert value is not None
-    fused = {matmul.node for matmul in chain.matmuls}
+    fused = {node for matmul in chain.matmuls for node in matmul.nodes}
     build.replace(hoist.returned, build.reshape(full, build.sizes.of(value)), unless=fused)
 
 
@@ -361,11 +361,13 @@ def _come_after(build: _Builder, chain: GatherChain) -> set[fx.Node]:
     """Move what waits for a gather that stays behind the fused op; the nodes that may come late.
 
     Those are the waits for the gathers beside the fused op, and what has to follow them, but for other collectives.
+    A gather that nothing waits for is over when it returns: it comes after the fused op itself.
     """
-    for wait in chain.collective.waits:
+    waits = chain.collective.waits or (chain.collective.node,)
+    for wait in waits:
         build.anchor.prepend(wait)
     position = {node: index for index, node in enumerate(build.graph.nodes)}
-    found = {*chain.collective.waits, *build.late}
+    found = {*waits, *build.late}
     stack = list(found)
     while stack:
         for user in stack.pop().users:

@@ -164,7 +164,7 @@ class Region:
         self.roots[root.node] = root
         for node, view in root.flow.maps.items():
             place = locate_ranks(view, root.block, self.gather.group_size, root.outer)
-            if isinstance(place, RankPlacement):
+            if isinstance(place, RankPlacement) and tensor_of(node) is not None:
                 self.members[node] = _Member(root.node, view, place)
         self.home.update(dict.fromkeys((*root.flow.maps, *root.flow.pieces), root.node))
         self.refused |= {node: why for node, why in root.flow.refused.items() if op_name(node) not in _CASTS}
@@ -445,7 +445,7 @@ def _between(region: Region, ends: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _hoist(region: Region, matmuls: Sequence[Matmul], ends: Sequence[fx.Node]) -> Hoist:
     """The ops to repeat on the shard for `ends` (an operand and perhaps its scale), and what becomes of the rest."""
-    used = _used_elsewhere(region, {matmul.node for matmul in matmuls})
+    used = _used_elsewhere(region, {node for matmul in matmuls for node in matmul.nodes})
     returned = _returned(region, used, matmuls)
     if returned is not None:
         used.pop(returned)

@@ -485,6 +485,19 @@ def test_no_wait_comes_before_the_fused_op() -> None:
     assert gather < fused < wait < barrier
 
 
+def test_a_gather_that_nothing_waits_for_comes_after_the_fused_op() -> None:
+    """It is over when it returns, as the gathers of serving frameworks are."""
+    b = GraphBuilder()
+    (w, w_scale), x = weight(b), b.input("x", [4, 32], torch.bfloat16)
+    whole = b.call(c10d.all_gather_into_tensor.default, x, b.ranks, b.group)
+    rows, scale = quantize(b, whole)
+    out = b.relu(b.scaled_mm(rows, w, scale, w_scale))
+    graph = b.returns(out, b.call(aten.sum.dim_IntList, whole, [0]))
+    assert fuse(graph).keeps_gather
+    (gather,), (relu,) = position(graph, c10d.all_gather_into_tensor.default), position(graph, aten.relu.default)
+    assert relu < gather
+
+
 # --- what it costs --------------------------------------------------------------------------------------------------
 H200 = cost.Machine("H200", 370e3, 760e6)
 
