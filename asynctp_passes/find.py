@@ -475,10 +475,10 @@ def _near_gather(scene: _Scene, gather: Collective, flow: Flow, refused: Mapping
 
 def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
     """Why a way from a gather to a matmul is not fused: what is known of one of its nodes, or that it computes."""
-    if refusal is not None and refusal.reason is not reasons.COMPUTED_BETWEEN:
-        return Refusal(refusal.reason, f"{near.names(way)}; {refusal.facts}")
     if op_name(way[0]) == "aten.constant_pad_nd.default" and is_matmul(way[1]):
         return Refusal(reasons.MATMUL_PADDED, near.names(way))
+    if refusal is not None and refusal.reason is not reasons.COMPUTED_BETWEEN:
+        return Refusal(refusal.reason, f"{near.names(way)}; {refusal.facts}")
     quantized = any(near.quantizes(step) for step in way)
     reason = reasons.QUANTIZED_AFTER_GATHER if quantized else reasons.COMPUTED_BETWEEN
     return Refusal(reason, near.names(way) + (f"; {refusal.facts}" if refusal else ""))
