@@ -583,7 +583,12 @@ def addmm_with_alpha(b: GraphBuilder) -> Node:
 
 
 @row("ADDMM_SCALED", "bias has shape [16, 12]")
-def addmm_with_a_matrix(b: GraphBuilder) -> Node:
+def gather_for_an_addmm_with_a_matrix(b: GraphBuilder) -> Node:
+    return b.call(aten.addmm.default, b.input("residual", [16, 12]), gathered(b, 4, 8), b.input("w", [8, 12]))
+
+
+@row("SUM_HAS_OTHER_TERM", "addmm")
+def scatter_of_an_addmm_with_a_matrix(b: GraphBuilder) -> Node:
     a, w = b.input("a", [16, 8]), b.input("w", [8, 12])
     return b.scatter(b.call(aten.addmm.default, b.input("residual", [16, 12]), a, w))
 
