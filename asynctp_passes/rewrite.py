@@ -29,7 +29,7 @@ from asynctp_passes.chain import (
     ScatterChain,
     anchor,
 )
-from asynctp_passes.fxview import Plan, Sizes, express, is_size, segments, size_sources, tensor_of
+from asynctp_passes.fxview import Plan, Sizes, express, is_size, op_name, segments, size_sources, tensor_of
 from asynctp_passes.shapes import Rearrangement, Size, product, same
 from asynctp_passes.views import is_view, views_of
 
@@ -51,6 +51,7 @@ def rewrite(
     moved: dict[fx.Node, fx.Node] = {}
     late: set[fx.Node] = set()
     products: dict[fx.Node, fx.Node] = {}
+    hoisted: list[tuple[GatherChain, fx.Node]] = []
     for chain in chains:
         build, old = _Builder(graph, sizes, chain, moved), _old_nodes(chain)
         op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_scatter(build, chain)
@@ -59,13 +60,15 @@ def rewrite(
         segment.update((node, segment[build.anchor]) for node in build.made)
         if isinstance(chain, GatherChain) and chain.hoist is not None:
             late |= _come_after(build, chain)
+            hoisted.append((chain, op))
         _erase_unused(graph, old)
         for collective in _collectives(chain):
             if collective.call is not None and collective.call.users:
                 _shrink(collective.call)
     _restore_order(graph, segment)
     _delay(graph, late, segment)
-    _run_behind(graph, hidden, products)
+    ordered = _run_behind(graph, hidden, products)
+    compat.keep_order(graph, _between_products(graph, hoisted, products, ordered))
     graph.lint()
 
 
@@ -183,8 +186,6 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
             _return_operand(build, chain, chain.hoist, full)
     if chain.hoist is not None:
         _finish_apart(build, chain.hoist, apart)
-        if apart:  # a group's collectives run in the order in which they start: the small ones first
-            op.prepend(chain.collective.node)
     _read_sizes_elsewhere(build, _followed(chain))
     return op
 
@@ -358,12 +359,16 @@ def _ranks_in_place(build: _Builder, one: Apart, started: fx.Node) -> fx.Node:
 
 
 def _come_after(build: _Builder, chain: GatherChain) -> set[fx.Node]:
-    """Move what waits for a gather that stays behind the fused op; the nodes that may come late.
+    """Move a gather that stays behind the fused op, whose own transfers come first; the nodes that may come late.
 
     Those are the waits for the gathers beside the fused op, and what has to follow them, but for other collectives.
-    A gather that nothing waits for is over when it returns: it comes after the fused op itself.
+    A gather that nothing waits for is over when it returns.
     """
-    waits = chain.collective.waits or (chain.collective.node,)
+    gather = chain.collective
+    waits = gather.waits or (gather.node,)
+    if _is_awaited(gather):
+        _leave_sms(gather)
+        build.anchor.prepend(gather.node)
     for wait in waits:
         build.anchor.prepend(wait)
     position = {node: index for index, node in enumerate(build.graph.nodes)}
@@ -598,10 +603,47 @@ def _arrange(order: Sequence[fx.Node]) -> None:
 
 
 # --- gathers behind products ---------------------------------------------------------------------------------
-def _run_behind(graph: fx.Graph, decisions: Sequence[Decision], fused: dict[fx.Node, fx.Node]) -> None:
-    """Start each gather before the first of its products, and wait for it behind the last.
+def _is_awaited(gather: Collective) -> bool:
+    """True for torch's own all-gather, whose result nothing looks at before it is waited for."""
+    own = op_name(gather.node) == "_c10d_functional.all_gather_into_tensor.default"
+    return own and bool(gather.waits) and all(user in gather.waits for user in gather.node.users)
 
-    It becomes `asynctp::all_gather`, which leaves the GPU's SMs to the products.
+
+def _leave_sms(gather: Collective) -> None:
+    """Make torch's all-gather `asynctp::all_gather`, which leaves the GPU's SMs to what runs beside it."""
+    gather.node.target = torch.ops.asynctp.all_gather.default
+    gather.node.args, gather.node.kwargs = (gather.node.args[0], gather.group_size, gather.group), {}
+
+
+def _between_products(
+    graph: fx.Graph,
+    hoisted: Iterable[tuple[GatherChain, fx.Node]],
+    fused: dict[fx.Node, fx.Node],
+    ordered: dict[fx.Node, list[fx.Node]],
+) -> dict[fx.Node, list[fx.Node]]:
+    """What comes after what, `ordered` and more: gathers that stay run between their fused op and other products."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    for chain, op in hoisted:
+        gather, waits = chain.collective.node, [wait for wait in chain.collective.waits if wait in position]
+        if gather not in position or not waits or chain.hoist is None:
+            continue
+        ordered.setdefault(gather, []).append(op)
+        products = [fused.get(node, node) for node in chain.hoist.hidden_by]
+        start, end = position[gather], min(position[wait] for wait in waits)
+        found = {node for node in products if start < position.get(node, -1) < end}
+        beside = sorted(found, key=position.__getitem__)
+        if beside:
+            ordered.setdefault(beside[0], []).append(gather)
+            for wait in waits:
+                ordered.setdefault(wait, []).append(beside[-1])
+    return ordered
+
+
+def _run_behind(
+    graph: fx.Graph, decisions: Sequence[Decision], fused: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
+    """Start each gather before the first of its products, and wait for it behind the last; what comes after what.
+
     `hide` has seen to it that neither the products nor what they are fused with depend on the gather, or it on them.
     """
     ordered: dict[fx.Node, list[fx.Node]] = {}
@@ -610,8 +652,7 @@ def _run_behind(graph: fx.Graph, decisions: Sequence[Decision], fused: dict[fx.N
         position = {node: index for index, node in enumerate(graph.nodes)}
         products = sorted((fused.get(node, node) for node in decision.behind), key=position.__getitem__)
         first, last = products[0], products[-1]
-        gather.node.target = torch.ops.asynctp.all_gather.default
-        gather.node.args, gather.node.kwargs = (gather.node.args[0], gather.group_size, gather.group), {}
+        _leave_sms(gather)
         for node in _reach([gather.node], lambda node: node.all_input_nodes, position, behind=first):
             first.prepend(node)
         for node in _reach(gather.waits, lambda node: node.users, position, before=last)[::-1]:
@@ -619,7 +660,7 @@ def _run_behind(graph: fx.Graph, decisions: Sequence[Decision], fused: dict[fx.N
         ordered.setdefault(first, []).append(gather.node)
         for wait in gather.waits:
             ordered.setdefault(wait, []).append(last)
-    compat.keep_order(graph, ordered)
+    return ordered
 
 
 def _reach(
