@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +80,14 @@ def hides(comm_bytes: int, flops: int, node: fx.Node) -> bool:
     """
     machine = machine_for(node) or _MACHINES[0]
     return flops / machine.flops_per_us >= comm_bytes / machine.link_bytes_per_us
+
+
+def covers(flops: Sequence[int | None], whole: fx.Node, ranks: int) -> bool:
+    """True when matmuls take as long as the gather of `whole`; where sizes are symbolic, one matmul has to do."""
+    known, size = [count for count in flops if count is not None], received_bytes(whole, ranks)
+    if size is None or len(known) < len(flops):
+        return bool(flops)
+    return bool(flops) and hides(size, sum(known), whole)
 
 
 def flops_of(matmul: fx.Node) -> int | None:

@@ -112,17 +112,9 @@ class _Scene:
         between = [one for one in free if start < one.place < use]
         others = [one for one in free if one.place > use] + [one for one in free[::-1] if one.place < start]
         chosen = list(between)
-        while others and not self._covered(gather, chosen):
+        while others and not cost.covers([one.flops for one in chosen], gather.node, gather.group_size):
             chosen.append(others.pop(0))
         return sorted(chosen, key=lambda one: one.place)
-
-    def _covered(self, gather: Collective, products: Sequence[_Product]) -> bool:
-        """True when the products take as long as the gather; where sizes are symbolic, one product has to do."""
-        flops = [one.flops for one in products if one.flops is not None]
-        size = cost.received_bytes(gather.node, gather.group_size)
-        if size is None or len(flops) < len(products):
-            return bool(products)
-        return bool(products) and cost.hides(size, sum(flops), gather.node)
 
     def _reach(self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
         """All nodes that `step` leads to, with all of a fused chain as soon as it leads to one of its nodes."""

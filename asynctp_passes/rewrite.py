@@ -8,6 +8,7 @@ scatter   mm+ → view* → add* → reduce_scatter → wait    becomes   a+, b+
 from __future__ import annotations
 
 import heapq
+import itertools
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import pairwise
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import collectives, compat, near, ops  # noqa: F401  (they register torch.ops.asynctp)
+from asynctp_passes import collectives, compat, cost, near, ops  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.chain import (
     Apart,
     Collective,
@@ -30,12 +31,14 @@ from asynctp_passes.chain import (
     anchor,
 )
 from asynctp_passes.fxview import Plan, Sizes, express, is_size, op_name, segments, size_sources, tensor_of
+from asynctp_passes.read import is_matmul
 from asynctp_passes.shapes import Rearrangement, Size, product, same
 from asynctp_passes.views import is_view, views_of
 
 __all__ = ["rewrite"]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+_MOST_BESIDE = 4
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
 
 
@@ -68,7 +71,9 @@ def rewrite(
     _restore_order(graph, segment)
     _delay(graph, late, segment)
     ordered = _run_behind(graph, hidden, products)
-    compat.keep_order(graph, _between_products(graph, hoisted, products, ordered))
+    flops = {node: cost.flops_of(node) for node in graph.nodes if is_matmul(node)}
+    flops |= {products[chain.matmuls[0].node]: cost.cost_of(chain).flops for chain in chains}
+    compat.keep_order(graph, _beside_products(graph, hoisted, flops, ordered))
     graph.lint()
 
 
@@ -615,28 +620,50 @@ def _leave_sms(gather: Collective) -> None:
     gather.node.args, gather.node.kwargs = (gather.node.args[0], gather.group_size, gather.group), {}
 
 
-def _between_products(
+def _beside_products(
     graph: fx.Graph,
     hoisted: Iterable[tuple[GatherChain, fx.Node]],
-    fused: dict[fx.Node, fx.Node],
+    flops: dict[fx.Node, int | None],
     ordered: dict[fx.Node, list[fx.Node]],
 ) -> dict[fx.Node, list[fx.Node]]:
-    """What comes after what, `ordered` and more: gathers that stay run between their fused op and other products."""
-    position = {node: index for index, node in enumerate(graph.nodes)}
+    """Run gathers that stay between their fused op and what waits for them, beside as many products as hide them.
+
+    Gives what comes after what, `ordered` and more.
+    """
     for chain, op in hoisted:
-        gather, waits = chain.collective.node, [wait for wait in chain.collective.waits if wait in position]
-        if gather not in position or not waits or chain.hoist is None:
+        gather = chain.collective
+        position = {node: index for index, node in enumerate(graph.nodes)}
+        waits = [wait for wait in gather.waits if wait in position]
+        if not waits or gather.node.target is not torch.ops.asynctp.all_gather.default:
             continue
-        ordered.setdefault(gather, []).append(op)
-        products = [fused.get(node, node) for node in chain.hoist.hidden_by]
-        start, end = position[gather], min(position[wait] for wait in waits)
-        found = {node for node in products if start < position.get(node, -1) < end}
-        beside = sorted(found, key=position.__getitem__)
-        if beside:
-            ordered.setdefault(beside[0], []).append(gather)
+        ordered.setdefault(gather.node, []).append(op)
+        products = _products_that_hide(graph, gather, flops)
+        if products:
+            for node in _reach(waits, lambda node: node.users, position, before=products[-1])[::-1]:
+                products[-1].append(node)
+            ordered.setdefault(products[0], []).append(gather.node)
             for wait in waits:
-                ordered.setdefault(wait, []).append(beside[-1])
+                ordered.setdefault(wait, []).append(products[-1])
     return ordered
+
+
+def _products_that_hide(graph: fx.Graph, gather: Collective, flops: dict[fx.Node, int | None]) -> list[fx.Node]:
+    """The next products that do not need a gather, until they take as long as it does; a few at most.
+
+    What waits for the gather moves behind them, and keeps its memory for so long.
+    """
+    segment, nodes = segments(graph), list(graph.nodes)
+    start = nodes.index(gather.node)
+    after = {gather.node}
+    for node in nodes[start:]:
+        if any(source in after for source in node.all_input_nodes):
+            after.add(node)
+    free = (n for n in nodes[start:] if n in flops and n not in after and segment[n] == segment[gather.node])
+    chosen: list[fx.Node] = []
+    for node in itertools.islice(free, _MOST_BESIDE):
+        if not cost.covers([flops[one] for one in chosen], gather.node, gather.group_size):
+            chosen.append(node)
+    return chosen
 
 
 def _run_behind(
