@@ -9,23 +9,22 @@ from __future__ import annotations
 import base64
 import collections
 import dataclasses
-import functools
-import hashlib
 import logging
 import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
 from asynctp_passes import compat, ops, pipeline, registry
+from asynctp_passes.agree import agree, sources_digest
 from asynctp_passes.config import Config, ConfigError
 from asynctp_passes.errors import AsyncTPError, GroupError
 from asynctp_passes.report import Report
+from asynctp_passes.torch_bugs import hidden_collectives
 
 __all__ = ["AsyncTPPass", "asynctp", "clear_reports", "reports"]
 
@@ -41,11 +40,13 @@ _reports: collections.deque[Report] = collections.deque(maxlen=_KEPT_REPORTS)
 def reports() -> tuple[Report, ...]:
     """The reports of this process's compiles, newest last: one per graph, so forward and backward apart.
 
-    Graphs without any collective give none. A graph that Inductor took from its cache was not compiled, so the pass
-    did not run: its report is the one of the compile that filled the cache, with `from_cache=True`. Holds the newest
-    4096.
+    Graphs without any collective give none; that torch broke one at a collective, which then is in none, is logged. A
+    graph that Inductor took from its cache was not compiled, so the pass did not run: its report is the one of the
+    compile that filled the cache, with `from_cache=True`. Holds the newest 4096.
     """
     _publish_cached(None, compiling=True)
+    if hidden := hidden_collectives():
+        log.warning("asynctp: %s", hidden)
     with _lock:
         return tuple(_reports)
 
@@ -74,8 +75,10 @@ class AsyncTPPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
         Raises:
             StrictError, ExpectError: As `Config.strict` and `Config.expect` ask. Through torch.compile they arrive as
                 the `inner_exception` of Inductor's error.
+            DisagreementError: Another rank decided differently.
         """
         self.ran = True
+        _publish_cached(self.config, compiling=True, named=False)
         before = _copy(graph) if self.config.graph_dir else None
         try:
             report = pipeline.run(graph, self.config)
@@ -91,7 +94,7 @@ class AsyncTPPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
         the fused ops run.
         """
         runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
-        return f"{_sources_digest()}-{torch.__version__}-{self.config.digest()}-{registry.digest()}-{runs}".encode()
+        return f"{sources_digest()}-{torch.__version__}-{self.config.digest()}-{registry.digest()}-{runs}".encode()
 
 
 class _PassSequence(compat.inference_aware_pass_base()):  # type: ignore[misc]
@@ -195,17 +198,6 @@ def _append(present: Any, ours: AsyncTPPass) -> Any:
     return _PassSequence([*kept, ours]) if kept else ours
 
 
-@functools.cache
-def _sources_digest() -> str:
-    """A hash of this package's sources and of the kernels', which decide what code a graph becomes."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parent
-    folders = [root, root.parent / "kernels" / "asynctp_kernels", root.parent / "asynctp_kernels"]
-    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 # --- reports of cached graphs -----------------------------------------------------------------------------
 # Inductor keeps in a cache entry what its counters gained during the compile, and adds that to the counters again when
 # the entry is used (its FX graph cache and AOTAutograd's, local and remote). A report that is the name of a counter is
@@ -222,19 +214,35 @@ def _send_with_cache_entry(report: Report) -> None:
         compat.cached_counters()[name] += 1
 
 
-def _publish_cached(config: Config | None, *, compiling: bool) -> int:
+def _publish_cached(config: Config | None, *, compiling: bool, named: bool = True) -> int:
     """Publish the reports that came with cache entries since the last call, and return how many came.
+
+    The other ranks learn of them too, as of plans that this rank made: whether it compiled a graph or found it is no
+    difference.
 
     Args:
         config: Names the sinks; None keeps the reports only.
         compiling: A compile may be under way whose cache entry is not made yet: leave what its pass sent.
+        named: They are of the compile under way, and get its name.
+
+    Raises:
+        DisagreementError: Another rank decided differently.
     """
-    names = _take_replayed(compiling)
-    for name in names:
-        report = Report.from_json(zlib.decompress(base64.b64decode(name.removeprefix(_COUNTER))).decode())
-        graph = compat.compile_name() if compat.compile_name() != "graph" else report.graph
-        _publish(dataclasses.replace(report, graph=graph, from_cache=True), config)
-    return len(names)
+    replayed = [_read_counter(name) for name in _take_replayed(compiling)]
+    if named and compat.compile_name() != "graph":
+        replayed = [dataclasses.replace(report, graph=compat.compile_name()) for report in replayed]
+    for report in replayed:
+        _publish(report, config)
+    if config is not None:
+        for report in replayed:
+            agree(report, config, waits=False)
+    return len(replayed)
+
+
+def _read_counter(name: str) -> Report:
+    """The report that a counter's name holds, as one of a cached graph."""
+    report = Report.from_json(zlib.decompress(base64.b64decode(name.removeprefix(_COUNTER))).decode())
+    return dataclasses.replace(report, from_cache=True)
 
 
 def _take_replayed(compiling: bool) -> list[str]:
@@ -275,6 +283,8 @@ def _publish(
 
 
 def _log(report: Report) -> None:
+    for note in report.notes:
+        log.warning("asynctp: %s (%s): %s", report.graph, report.phase, note)
     for remark in report.remarks:
         log.log(logging.WARNING if remark.outcome == "MISSED" else logging.INFO, "asynctp: %s", remark)
     log.info(

@@ -15,6 +15,7 @@ from asynctp_passes.shapes import GatherPlacement, Rearrangement, ScatterPlaceme
 
 __all__ = [
     "Apart",
+    "Bundle",
     "Candidate",
     "Collective",
     "Decision",
@@ -208,6 +209,27 @@ class ScatterChain:
 def anchor(chain: GatherChain | ScatterChain) -> fx.Node:
     """The node of a chain in whose place the fused op is put."""
     return chain.matmuls[0].node if isinstance(chain, GatherChain) else chain.collective.node
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """`(x → all_reduce → wait)+`: all-reduces, in graph order, that become one in front of the node `place`.
+
+    `place` is a member's collective, or the one of a chain that must not start before.
+    """
+
+    members: tuple[Collective, ...]
+    place: fx.Node
+
+    @property
+    def collective(self) -> Collective:
+        """The first member, which the others are like."""
+        return self.members[0]
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """What the members reduce."""
+        return tuple(member.input for member in self.members if member.input is not None)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import sympy
@@ -191,6 +192,13 @@ def cached_counters() -> Counter[str]:
     return counters["inductor"]
 
 
+def graph_breaks() -> list[str]:
+    """Why dynamo broke graphs in this process, a text for each time."""
+    from torch._dynamo.utils import counters
+
+    return list(Counter(counters["graph_break"]).elements())
+
+
 def inductor_mode_options(mode: str | None) -> dict[str, Any]:
     """The Inductor options that a torch.compile mode stands for."""
     from torch._inductor import list_mode_options
@@ -276,3 +284,26 @@ def process_group_names() -> set[str]:
     from torch.distributed.distributed_c10d import _world
 
     return {str(name) for name in _world.pg_names.values()}
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks of a process group, this one's among them (both in the default group's numbers), and their store."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    store: Any
+
+
+def peers_of(name: str) -> Peers | None:
+    """The peers in a process group, given by name.
+
+    None if there is no such group here, if it has one rank, or if it only pretends to communicate (the fake backend).
+    """
+    if name not in process_group_names():
+        return None
+    group = resolve_process_group(name)
+    rank, ranks = torch.distributed.get_rank(), tuple(torch.distributed.get_process_group_ranks(group))
+    if len(ranks) == 1 or rank not in ranks or torch.distributed.get_backend(group) == "fake":
+        return None
+    return Peers(rank, ranks, _c10d()._get_default_store())

@@ -13,6 +13,8 @@ from typing import Any, Literal
 __all__ = ["RUNTIME_VARIABLES", "Config", "ConfigError", "cpu_implementation"]
 
 Strict = Literal["off", "zero", "all"]
+_SWITCHES = ("coalesce", "agree", "log", "trace")
+_NOT_DECISIVE = ("agree", "log", "trace", "report_file", "graph_dir")
 _STRICT_LEVELS = ("off", "zero", "all")
 _CPU_IMPLEMENTATIONS = ("reference", "interpreted")
 _ENVIRONMENT_PREFIX = "ASYNCTP_"
@@ -45,6 +47,8 @@ class Config:
         expect: Minimum number of fused chains in each graph that has chains in scope; fewer raise.
         min_bytes: Chains whose collective moves fewer bytes per rank are SKIPPED. Default 0: none.
         min_flops: Chains whose matmuls do fewer floating-point operations per rank are SKIPPED. Default 0.
+        coalesce: Let small all-reduces (max or min) that do not wait for one another become one.
+        agree: Compare what the ranks of a group decide when they compile; a difference raises `DisagreementError`.
         log: Log a line per chain (MISSED as warning, the others as info).
         trace: Emit each report as a structured-trace artifact, which tlparse shows.
         report_file: Append each report to this file as one line of JSON; None writes none.
@@ -63,6 +67,8 @@ class Config:
     expect: int = 0
     min_bytes: int = 0
     min_flops: int = 0
+    coalesce: bool = True
+    agree: bool = True
     log: bool = True
     trace: bool = True
     report_file: str | None = None
@@ -76,7 +82,7 @@ class Config:
             _require(
                 isinstance(value, int) and not isinstance(value, bool) and value >= 0, name, value, "an integer >= 0"
             )
-        for name in ("log", "trace"):
+        for name in _SWITCHES:
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         for name in ("report_file", "graph_dir"):
             value = getattr(self, name)
@@ -106,11 +112,13 @@ class Config:
             values[name] = value
         return cls(**values)
 
+    def decisive(self) -> dict[str, Any]:
+        """The values that influence generated code, by field: all but the report sinks and the check of the ranks."""
+        return {name: getattr(self, name) for name in self.field_names() if name not in _NOT_DECISIVE}
+
     def digest(self) -> str:
-        """A hash of the values that influence generated code (report sinks do not)."""
-        sinks = {"log", "trace", "report_file", "graph_dir"}
-        values = {name: getattr(self, name) for name in self.field_names() if name not in sinks}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+        """A hash of the values that influence generated code."""
+        return hashlib.sha256(json.dumps(self.decisive(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _require(condition: bool, name: str, value: object, limit: str) -> None:
@@ -155,7 +163,7 @@ def _parse(key: str, name: str, text: str) -> Any:
             return int(text)
         except ValueError:
             raise ConfigError(f"asynctp: {key}={text!r} is not valid; it must be an integer >= 0") from None
-    if name in ("log", "trace"):
+    if name in _SWITCHES:
         words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
         _require(text.lower() in words, key, text, f"one of {tuple(words)}")
         return words[text.lower()]

@@ -5,7 +5,15 @@ from __future__ import annotations
 from asynctp_passes.config import Config, ConfigError
 from asynctp_passes.report import Remark, Report
 
-__all__ = ["AsyncTPError", "ConfigError", "ExpectError", "GroupError", "StrictError", "raise_if_strict"]
+__all__ = [
+    "AsyncTPError",
+    "ConfigError",
+    "DisagreementError",
+    "ExpectError",
+    "GroupError",
+    "StrictError",
+    "raise_if_strict",
+]
 
 
 class AsyncTPError(RuntimeError):
@@ -25,6 +33,10 @@ class StrictError(AsyncTPError):
 
 class ExpectError(AsyncTPError):
     """Fewer chains were fused than `Config.expect` asks for. The graph is untouched."""
+
+
+class DisagreementError(AsyncTPError):
+    """The ranks of a group decided differently about one program. The graph is untouched."""
 
 
 class GroupError(AsyncTPError):

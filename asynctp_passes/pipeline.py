@@ -1,4 +1,4 @@
-"""The order of the steps: find, decide, report, raise if strict, and only then rewrite."""
+"""The order of the steps: find, decide, report, agree, raise if strict, and only then rewrite."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from asynctp_passes import compat, cost, ops
-from asynctp_passes.chain import Candidate, Decision, GatherChain, Hoist, ScatterChain
+from asynctp_passes import compat, cost, ops, torch_bugs
+from asynctp_passes.agree import agree
+from asynctp_passes.chain import Bundle, Candidate, Collective, Decision, GatherChain, Hoist, ScatterChain
+from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
 from asynctp_passes.decide import allowed, context_of, decide
 from asynctp_passes.errors import raise_if_strict
 from asynctp_passes.find import find
-from asynctp_passes.fxview import Sizes, describe, source_of, tensor_of
+from asynctp_passes.fxview import Sizes, describe, op_name, source_of, tensor_of
 from asynctp_passes.hide import hide
 from asynctp_passes.read import called_name, read_collectives
-from asynctp_passes.report import Remark, Report
+from asynctp_passes.report import Coalesced, Remark, Report
 from asynctp_passes.rewrite import rewrite
 
 __all__ = ["run"]
@@ -36,6 +38,7 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
         The report. No process group need exist: sizes of groups are read from the graph.
 
     Raises:
+        DisagreementError: Another rank decided differently about this program; the graph is untouched.
         StrictError: Chains were missed and `config.strict` forbids it; the graph is untouched.
         ExpectError: Fewer chains can be fused than `config.expect`; the graph is untouched.
     """
@@ -45,24 +48,30 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
     context = context_of(graph, sizes, config)
     candidates = find(graph, collectives, sizes, lambda candidate: allowed(candidate, context))
     decisions = hide(graph, decide(candidates, context))
-    report = _report(graph, decisions, config)
+    bundles = coalesce(decisions, context)
+    report = _report(graph, decisions, bundles, config)
+    agree(report, config)
     raise_if_strict(report, config)
     chains = [decision.candidate.chain for decision in decisions if decision.refusal is None]
     hidden = [decision for decision in decisions if decision.behind]
-    rewrite(graph, [chain for chain in chains if chain is not None], sizes, hidden)
+    rewrite(graph, [chain for chain in chains if chain is not None], sizes, hidden, bundles)
     return report
 
 
 # --- the report -------------------------------------------------------------------------------------------
-def _report(graph: fx.Graph, decisions: Sequence[Decision], config: Config) -> Report:
+def _report(graph: fx.Graph, decisions: Sequence[Decision], bundles: Sequence[Bundle], config: Config) -> Report:
     remarks = tuple(_remark(decision) for decision in decisions)
+    coalesced, phase = tuple(_coalesced(bundle) for bundle in bundles), _phase(graph)
     return Report(
         graph=compat.compile_name(),
-        phase=_phase(graph),
+        phase=phase,
         remarks=remarks,
         torch_version=str(torch.__version__),
         config_digest=config.digest(),
-        plan_digest=_plan_digest(remarks),
+        plan_digest=_plan_digest(remarks, coalesced),
+        coalesced=coalesced,
+        program_digest=_program_digest(graph, [decision.candidate.collective for decision in decisions]),
+        notes=torch_bugs.notes(graph, phase),
     )
 
 
@@ -74,10 +83,35 @@ def _phase(graph: fx.Graph) -> str:
     return "forward" if any(name.startswith("primals_") for name in names) else "inference"
 
 
-def _plan_digest(remarks: Sequence[Remark]) -> str:
+def _plan_digest(remarks: Sequence[Remark], coalesced: Sequence[Coalesced]) -> str:
     """A hash of what was decided, which ranks that traced the same program share."""
     plan = [(remark.outcome, remark.kind, remark.code, remark.nodes, remark.shapes) for remark in remarks]
-    return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((plan, [entry.collectives for entry in coalesced])).encode()).hexdigest()[:16]
+
+
+def _program_digest(graph: fx.Graph, collectives: Sequence[Collective]) -> str:
+    """A hash of the ops on tensors and how they are connected, and of the collectives' groups by first appearance."""
+    groups = {key: str(index) for index, key in enumerate(dict.fromkeys(one.group_key for one in collectives))}
+    details = {one.node: f"{groups[one.group_key]} {one.reduce_op}" for one in collectives}
+    place: dict[fx.Node, int] = {}
+    digest = hashlib.sha256()
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
+            place[node] = len(place)
+            inputs = [place[source] for source in node.all_input_nodes if source in place]
+            digest.update(f"{node.op} {op_name(node)} {inputs} {details.get(node, '')}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _coalesced(bundle: Bundle) -> Coalesced:
+    values = [value for value in map(tensor_of, bundle.inputs) if value is not None]
+    return Coalesced(
+        collectives=tuple(member.node.name for member in bundle.members),
+        group=bundle.collective.group_key,
+        reduce_op=bundle.collective.reduce_op,
+        dtype=str(values[0].dtype).removeprefix("torch."),
+        bytes=sum(math.prod(value.shape) * value.dtype.itemsize for value in values),
+    )
 
 
 def _remark(decision: Decision) -> Remark:

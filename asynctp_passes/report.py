@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Outcome", "Remark", "Report"]
+__all__ = ["Coalesced", "Outcome", "Remark", "Report"]
 
 Outcome = Literal["FUSED", "SKIPPED", "MISSED"]
 _MARKS = {"FUSED": "+", "MISSED": "!", "SKIPPED": "."}
@@ -90,6 +90,33 @@ class Remark:
 
 
 @dataclass(frozen=True)
+class Coalesced:
+    """Small all-reduces that became one; each also has its remark, as SKIPPED.
+
+    Attributes:
+        collectives: Names of their nodes in the original graph, in graph order.
+        group: Name of the process group.
+        reduce_op: `"max"` or `"min"`.
+        dtype: Of the elements, as `"float64"`.
+        bytes: Size of the one that they became.
+    """
+
+    collectives: tuple[str, ...]
+    group: str
+    reduce_op: str
+    dtype: str
+    bytes: int
+
+    def __str__(self) -> str:
+        """One line."""
+        size = _quantity(self.bytes, 1024, ("B", "KiB", "MiB"))
+        return (
+            f"= COALESCED {len(self.collectives)} all_reduce({self.reduce_op}) over group {self.group!r} into one of "
+            f"{size}: {', '.join(self.collectives)}"
+        )
+
+
+@dataclass(frozen=True)
 class Report:
     """What the pass did with one graph.
 
@@ -102,6 +129,10 @@ class Report:
         plan_digest: Hash of the fused chains, equal on all ranks that decided alike.
         from_cache: True when the compiled graph came from Inductor's cache; the remarks are those of the
             compile that filled the cache.
+        coalesced: Sets of small all-reduces that became one each.
+        program_digest: Hash of the graph's ops and how they are connected, without sizes and names of groups: the same
+            on all ranks of a program.
+        notes: What else should be known: bugs of this torch that the graph meets.
     """
 
     graph: str
@@ -111,6 +142,9 @@ class Report:
     config_digest: str = ""
     plan_digest: str = ""
     from_cache: bool = False
+    coalesced: tuple[Coalesced, ...] = ()
+    program_digest: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[Remark, ...]:
@@ -139,10 +173,11 @@ class Report:
             f"{len(self.missed)} missed, {len(self.skipped)} other collectives skipped"
         )
         lines = [head, *(str(remark) for remark in self.remarks if remark.outcome != "SKIPPED")]
+        lines += [str(coalesced) for coalesced in self.coalesced]
         by_reason = Counter((remark.code, remark.name, _reason_text(remark)) for remark in self.skipped)
         for (code, name, text), count in sorted(by_reason.items()):
             lines.append(f". SKIPPED {count} x {code} {name}: {text}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_json(self, indent: int | None = None) -> str:
         """The report as JSON; `Report.from_json` reads it back."""
@@ -153,7 +188,11 @@ class Report:
         """Read what `to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
         remarks = tuple(Remark(**{**remark, "nodes": tuple(remark["nodes"])}) for remark in values.pop("remarks"))
-        return cls(remarks=remarks, **values)
+        coalesced = tuple(
+            Coalesced(**{**entry, "collectives": tuple(entry["collectives"])}) for entry in values.pop("coalesced", ())
+        )
+        notes = tuple(values.pop("notes", ()))
+        return cls(remarks=remarks, coalesced=coalesced, notes=notes, **values)
 
 
 def _reason_text(remark: Remark) -> str:

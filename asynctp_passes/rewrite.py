@@ -3,12 +3,14 @@
 gather    shard → all_gather → wait → view* → mm+       becomes   shard → view? → all_gather_matmul → view → ...
 gather    shard → all_gather → wait → op* → mm+         becomes   shard → op* → view? → all_gather_matmul → view → ...
 scatter   mm+ → view* → add* → reduce_scatter → wait    becomes   a+, b+ → view? → matmul_reduce_scatter → view?
+bundle    (x → all_reduce → wait)+                      becomes   x+ → cat → all_reduce → wait → split → clone+
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import pairwise
@@ -20,6 +22,7 @@ from torch import fx
 from asynctp_passes import collectives, compat, cost, near, ops  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.chain import (
     Apart,
+    Bundle,
     Collective,
     Decision,
     GatherChain,
@@ -43,23 +46,30 @@ _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_ate
 
 
 def rewrite(
-    graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain], sizes: Sizes, hidden: Sequence[Decision] = ()
+    graph: fx.Graph,
+    chains: Sequence[GatherChain | ScatterChain],
+    sizes: Sizes,
+    hidden: Sequence[Decision] = (),
+    bundles: Sequence[Bundle] = (),
 ) -> None:
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
-    Unused nodes are erased, the order is restored where an operand of a later matmul moved, the gathers of `hidden`
-    are moved beside their products, and the graph is linted.
+    The all-reduces of a bundle become one, and what that waits for moves in front of it. Unused nodes are erased, the
+    order is restored where an operand of a later matmul moved, the gathers of `hidden` are moved beside their products,
+    and the graph is linted.
     """
     segment = segments(graph)
     moved: dict[fx.Node, fx.Node] = {}
     late: set[fx.Node] = set()
     products: dict[fx.Node, fx.Node] = {}
     hoisted: list[tuple[GatherChain, fx.Node]] = []
+    fused: dict[fx.Node, fx.Node] = {}
     for chain in chains:
         build, old = _Builder(graph, sizes, chain, moved), _old_nodes(chain)
         op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_scatter(build, chain)
         op.meta["asynctp_collective"] = chain.collective.node.name
         products.update((matmul.node, op) for matmul in chain.matmuls)
+        fused[chain.collective.node] = op
         segment.update((node, segment[build.anchor]) for node in build.made)
         if isinstance(chain, GatherChain) and chain.hoist is not None:
             late |= _come_after(build, chain)
@@ -68,7 +78,14 @@ def rewrite(
         for collective in _collectives(chain):
             if collective.call is not None and collective.call.users:
                 _shrink(collective.call)
-    _restore_order(graph, segment)
+    early: list[fx.Node] = []
+    for bundle in bundles:
+        build = _Builder(graph, sizes, bundle, moved)
+        build.anchor = fused.get(bundle.place, bundle.place)
+        early.append(_emit_bundle(build, bundle))
+        segment.update((node, segment[build.anchor]) for node in build.made)
+        _erase_unused(graph, {node for member in bundle.members for node in member.results})
+    _restore_order(graph, segment, early)
     _delay(graph, late, segment)
     ordered = _run_behind(graph, hidden, products)
     flops = {node: cost.flops_of(node) for node in graph.nodes if is_matmul(node)}
@@ -86,7 +103,7 @@ class _Builder:
     """
 
     def __init__(
-        self, graph: fx.Graph, sizes: Sizes, chain: GatherChain | ScatterChain, moved: dict[fx.Node, fx.Node]
+        self, graph: fx.Graph, sizes: Sizes, chain: GatherChain | ScatterChain | Bundle, moved: dict[fx.Node, fx.Node]
     ) -> None:
         self.graph = graph
         self.moved = moved
@@ -109,8 +126,15 @@ class _Builder:
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in unless)
         self.moved[old] = new
 
-    def call(self, target: Callable[..., Any], *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
-        """A call of `target`; its value is computed on fake tensors."""
+    def call(
+        self,
+        target: Callable[..., Any],
+        *args: Any,
+        like: fx.Node | None = None,
+        computes: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> fx.Node:
+        """A call of `target`; its value is computed on fake tensors, by `computes` where `target` cannot."""
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(target, args, kwargs)
         origin = like or self.collective.node
@@ -118,7 +142,7 @@ class _Builder:
         assert self._fake is not None
         with compat.without_guards(self._fake):
             fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta.get("val"))
-            node.meta["val"] = target(*fake_args, **fake_kwargs)
+            node.meta["val"] = (computes or target)(*fake_args, **fake_kwargs)
         self.made.append(node)
         return node
 
@@ -492,6 +516,29 @@ def _row_scale(build: _Builder, scale: fx.Node, a: fx.Node) -> fx.Node:
     return build.reshape(scale, [*build.sizes.of(rows)[:-1], 1])
 
 
+# --- all-reduces -------------------------------------------------------------------------------------------
+def _emit_bundle(build: _Builder, bundle: Bundle) -> fx.Node:
+    """One all-reduce of all members' elements; each member's result is memory of its own, as it was."""
+    values = [value for value in map(tensor_of, bundle.inputs) if value is not None]
+    lengths = [math.prod(value.shape) for value in values]
+    flat = [build.reshape(build.now(node), (length,)) for node, length in zip(bundle.inputs, lengths, strict=True)]
+    joined, first = build.call(_aten.cat.default, flat), bundle.collective
+    total = build.call(_c10d.all_reduce.default, joined, first.reduce_op, first.group, computes=_like_first)
+    done = build.call(_c10d.wait_tensor.default, total, computes=_like_first)
+    pieces = build.call(_aten.split_with_sizes.default, done, lengths)
+    for index, (member, value) in enumerate(zip(bundle.members, values, strict=True)):
+        piece = build.call(operator.getitem, pieces, index, like=member.node)
+        result = build.call(_aten.clone.default, build.reshape(piece, tuple(value.shape)), like=member.node)
+        for wait in member.waits:
+            build.replace(wait, result)
+    return joined
+
+
+def _like_first(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    """What a collective that keeps the shape returns, for fake tensors: groups need not exist."""
+    return torch.empty_like(tensor)
+
+
 # --- tidying up --------------------------------------------------------------------------------------------
 def _followed(chain: GatherChain) -> list[fx.Node]:
     """The collectives' results, what is computed from them, and every view of them, used or not."""
@@ -564,23 +611,41 @@ def _shrink(call: fx.Node) -> None:
         user.args = (call, place)
 
 
-def _restore_order(graph: fx.Graph, segment: dict[fx.Node, int]) -> None:
-    """Move nodes behind their inputs, keeping the order else, and never across an in-place operation."""
+def _restore_order(graph: fx.Graph, segment: dict[fx.Node, int], early: Sequence[fx.Node] = ()) -> None:
+    """Move nodes behind their inputs, keeping the order else, and never across an in-place operation.
+
+    What the nodes `early` are computed from moves in front of them; else they would move behind it.
+    """
     position = {node: index for index, node in enumerate(graph.nodes)}
     if all(position[source] < position[node] for node in position for source in node.all_input_nodes):
         return
+    wanted = _wanted_places(position, early)
     waiting = {node: len(node.all_input_nodes) for node in position}
-    ready = [(segment[node], position[node]) for node, count in waiting.items() if not count]
+    ready = [(segment[node], wanted[node], position[node]) for node, count in waiting.items() if not count]
     by_position, order = list(position), []
     heapq.heapify(ready)
     while ready:
-        node = by_position[heapq.heappop(ready)[1]]
+        node = by_position[heapq.heappop(ready)[-1]]
         order.append(node)
         for user in node.users:
             waiting[user] -= 1
             if not waiting[user]:
-                heapq.heappush(ready, (segment[user], position[user]))
+                heapq.heappush(ready, (segment[user], wanted[user], position[user]))
     _arrange(order)
+
+
+def _wanted_places(position: dict[fx.Node, int], early: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The positions of all nodes; of what an early node is computed from, that node's where it is smaller."""
+    wanted = dict(position)
+    for target in early:
+        inputs = target.all_input_nodes
+        stack = [*inputs, *(source for node in inputs for source in node.all_input_nodes)]
+        while stack:
+            node = stack.pop()
+            if wanted[node] > position[target]:
+                wanted[node] = position[target]
+                stack.extend(node.all_input_nodes)
+    return wanted
 
 
 def _delay(graph: fx.Graph, late: set[fx.Node], segment: dict[fx.Node, int]) -> None:

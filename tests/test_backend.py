@@ -374,7 +374,7 @@ def test_cache_key_has_the_configuration(mesh: DeviceMesh, options: dict[str, An
 def test_cache_key_has_the_sources(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled(gather_matmul(mesh))(torch.ones(4, 16))
     start()
-    monkeypatch.setattr(backend, "_sources_digest", lambda: "another version")
+    monkeypatch.setattr(backend, "sources_digest", lambda: "another version")
     compiled(gather_matmul(mesh))(torch.ones(4, 16))
     assert hits() == (0, 0)
     assert [report.from_cache for report in asynctp_passes.reports()] == [False]

@@ -16,8 +16,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from asynctp_passes import Config, ConfigError
 from asynctp_passes.config import RUNTIME_VARIABLES, cpu_implementation
 
-SINKS = {"log": False, "trace": False, "report_file": "reports.jsonl", "graph_dir": "pages"}
-OTHERS: dict[str, Any] = {"groups": "tp", "strict": "all", "expect": 1, "min_bytes": 1, "min_flops": 1}
+SINKS = {"agree": False, "log": False, "trace": False, "report_file": "reports.jsonl", "graph_dir": "pages"}
+OTHERS: dict[str, Any] = {
+    "groups": "tp",
+    "strict": "all",
+    "expect": 1,
+    "min_bytes": 1,
+    "min_flops": 1,
+    "coalesce": False,
+}
 
 BAD = [
     # field, value, what the message must name besides the field and the value
@@ -36,6 +43,8 @@ BAD = [
     ("min_bytes", "1 MiB", "an integer >= 0"),
     ("min_flops", -1, "an integer >= 0"),
     ("min_flops", None, "an integer >= 0"),
+    ("coalesce", None, "True or False"),
+    ("agree", "all", "True or False"),
     ("log", 1, "True or False"),
     ("trace", "yes", "True or False"),
     ("report_file", "", "a path, or None"),
@@ -66,6 +75,8 @@ GOOD_VARIABLES = [
     ("ASYNCTP_EXPECT", "8", "expect", 8),
     ("ASYNCTP_MIN_BYTES", "1000000", "min_bytes", 1_000_000),
     ("ASYNCTP_MIN_FLOPS", "0", "min_flops", 0),
+    ("ASYNCTP_COALESCE", "0", "coalesce", False),
+    ("ASYNCTP_AGREE", "false", "agree", False),
     ("ASYNCTP_LOG", "OFF", "log", False),
     ("ASYNCTP_LOG", "1", "log", True),
     ("ASYNCTP_TRACE", "false", "trace", False),
@@ -217,5 +228,5 @@ def test_every_field_is_a_sink_or_changes_the_digest() -> None:
 
 def test_the_digest_is_the_same_in_every_process() -> None:
     """It is part of the key of caches on disk."""
-    assert Config().digest() == "22ef27dce8fdc985"
+    assert Config().digest() == "a44325d16d92bab4"
     assert Config(groups=["b", "a"], strict="all").digest() == Config(groups=("a", "b"), strict="all").digest()

@@ -21,10 +21,10 @@ KERNELS = ROOT / "kernels" / "asynctp_kernels"
 
 ROWS = (
     ("reasons", "config", "compat", "shapes", "chain", "reference", "registry", "profile"),
-    ("fxview", "views", "read", "ops"),
+    ("fxview", "views", "read", "ops", "torch_bugs"),
     ("find", "rowwise", "near", "cost", "checks", "collectives"),
-    ("decide", "hide"),
-    ("rewrite", "report", "errors", "visualize"),
+    ("decide", "hide", "coalesce"),
+    ("rewrite", "report", "errors", "agree", "visualize"),
     ("pipeline",),
     ("backend",),
     ("__init__",),
@@ -48,6 +48,7 @@ KERNEL_ROW_OF = {module: row for row, modules in enumerate(KERNEL_ROWS) for modu
 PRIVATE_TORCH = {
     # An op namespace, which torch.ops spells with an underscore.
     "reference": {"torch.ops._c10d_functional"},
+    "rewrite": {"torch.ops._c10d_functional"},
     "bench": {"torch.ops._c10d_functional"},
     "collectives": {"torch.ops._c10d_functional"},
     "rewrite": {"torch.ops._c10d_functional"},

@@ -12,7 +12,7 @@ import torch
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder
 
-from asynctp_passes import Config, Remark, Report, run
+from asynctp_passes import Coalesced, Config, Remark, Report, run
 from asynctp_passes.cost import Cost, Machine
 
 FUSED = Remark(
@@ -148,6 +148,22 @@ def test_reports_outlive_the_graph(report: Report) -> None:
     assert Report.from_json(report.to_json()) == report
     assert Report.from_json(report.to_json(indent=2)) == report
     assert pickle.loads(pickle.dumps(report)) == report
+
+
+def test_json_of_an_earlier_version_is_read() -> None:
+    """Fields that were added since have their defaults."""
+    values = json.loads(REPORT.to_json())
+    for added in ("coalesced", "program_digest", "notes"):
+        del values[added]
+    assert Report.from_json(json.dumps(values)) == REPORT
+
+
+def test_coalesced_all_reduces_survive_and_are_printed() -> None:
+    entry = Coalesced(("all_reduce", "all_reduce_1"), "tp", "max", "float64", 16)
+    report = dataclasses.replace(REPORT, coalesced=(entry,))
+    assert Report.from_json(report.to_json()) == report
+    assert str(entry) in str(report)
+    assert str(entry) == "= COALESCED 2 all_reduce(max) over group 'tp' into one of 16 B: all_reduce, all_reduce_1"
 
 
 def test_json_has_one_line_unless_indented() -> None:

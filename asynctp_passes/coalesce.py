@@ -1,0 +1,224 @@
+"""Coalesce small all-reduces: those of a graph that do not wait for one another become one. Pure.
+
+    x → all_reduce → wait → ...                 x ┐                              ┌ → ...
+    y → all_reduce → wait → ...     becomes     y ┴ cat → all_reduce → wait → split → ...
+
+fp8 training all-reduces an amax for every tensor that it quantizes: a few bytes each, so that each costs a whole
+latency and hardly any bandwidth.
+
+Only cheap work (views, pointwise ops, casts, reductions) may change its place. All else is *slow*: matmuls, other
+collectives, whatever is not known to be cheap, and each fused chain as one step. Slow steps keep their order, so every
+candidate has a window among them: it comes after the last slow step that it depends on (`after`), and before the first
+one that depends on it (`before`). Candidates go together when one point lies in all of their windows. A weight's amax
+depends on nothing slow, so it travels with the first one of the graph.
+
+Why the result has no cycle: candidates are tied to one another only through slow steps (a candidate that depends on
+another one through cheap work alone counts as slow itself). So if set S comes before set T, then
+`before(S) <= after(T) < before(T)`: along any way from set to set `before` grows, and none leads back.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat
+from asynctp_passes.chain import Bundle, Collective, Decision, GatherChain
+from asynctp_passes.checks import Context
+from asynctp_passes.fxview import is_size, mutates, op_name, tensor_of
+from asynctp_passes.near import transparent
+
+__all__ = ["SMALL_BYTES", "coalesce"]
+
+SMALL_BYTES = 256 * 1024
+"""An all-reduce of more bytes is left alone: its time is bandwidth, and the copy into one buffer would cost more."""
+
+_EXACT = ("max", "min")
+"""Reductions that give the same bits in any order of ranks. A sum's rounding depends on the backend's order, and that
+on where in the buffer an element lies."""
+
+_CHEAP = {
+    "getitem",
+    "aten.cat.default",
+    "aten.full.default",
+    "aten.scalar_tensor.default",
+    "_dtensor.mesh_get_process_group.default",
+}
+_WAIT = "_c10d_functional.wait_tensor.default"
+
+Key = tuple[object, ...]
+
+
+@dataclass
+class _Set:
+    """Candidates that one point lies in the windows of."""
+
+    after: float
+    before: float
+    members: list[Collective] = field(default_factory=list)
+
+
+def coalesce(decisions: Sequence[Decision], context: Context) -> list[Bundle]:
+    """The sets of two or more small all-reduces that become one each, in the order of their windows.
+
+    Members of a set have one group, reduction (max or min), dtype, device and stretch between in-place operations.
+
+    Args:
+        decisions: What becomes of every collective; fused chains count as one step each.
+        context: The graph, its in-place operations and the configuration.
+    """
+    candidates = {d.candidate.collective.node: d.candidate.collective for d in decisions if _eligible(d, context)}
+    if not context.config.coalesce or len(candidates) < 2:
+        return []
+    steps = _steps(context, decisions)
+    if sum(map(len, steps)) < len(context.graph.nodes):  # chains that cannot all be one step each
+        return []
+    windows = _windows(steps, candidates)
+    place = {node: index for index, step in enumerate(steps) for node in step}
+    sets: dict[Key, list[_Set]] = {}
+    for node in sorted(windows, key=lambda node: (windows[node][1], place[node])):
+        after, before = windows[node]
+        ours = sets.setdefault(_key(candidates[node], context), [])
+        chosen = next((one for one in ours if after < one.before), None)
+        if chosen is None:
+            chosen = _Set(after, before)
+            ours.append(chosen)
+        chosen.after = max(chosen.after, after)
+        chosen.members.append(candidates[node])
+    found = sorted((one for ours in sets.values() for one in ours), key=lambda one: one.before)
+    return [_bundle(one, steps, place) for one in found if len(one.members) > 1]
+
+
+def _bundle(chosen: _Set, steps: Sequence[Sequence[fx.Node]], place: Mapping[fx.Node, int]) -> Bundle:
+    """The members in order, and where their window is: at the first member that lies in it, else at its end."""
+    members = tuple(sorted(chosen.members, key=lambda member: place[member.node]))
+    inside = (member.node for member in members if chosen.after < place[member.node] < chosen.before)
+    return Bundle(members, next(inside, None) or steps[int(chosen.before)][0])
+
+
+# --- which ------------------------------------------------------------------------------------------------
+def _eligible(decision: Decision, context: Context) -> bool:
+    """True for a small out-of-place all-reduce of an enrolled group whose result is waited for before it is used."""
+    collective, groups = decision.candidate.collective, context.config.groups
+    if op_name(collective.node) != "_c10d_functional.all_reduce.default" or decision.refusal is None:
+        return False
+    if collective.reduce_op not in _EXACT or not (groups == "auto" or collective.group_key in groups):
+        return False
+    value, result = tensor_of(collective.input), tensor_of(collective.node)
+    if value is None or result is None or not all(isinstance(size, int) for size in value.shape):
+        return False
+    elements = math.prod(value.shape)
+    small = 0 < elements * value.dtype.itemsize <= SMALL_BYTES
+    return (
+        small
+        and result.is_contiguous()
+        and bool(collective.waits)
+        and set(collective.node.users) == set(collective.waits)
+    )
+
+
+def _key(collective: Collective, context: Context) -> Key:
+    """What members of one set have in common."""
+    value = tensor_of(collective.input)
+    assert value is not None
+    return (
+        collective.group_key,
+        collective.reduce_op,
+        value.dtype,
+        value.device,
+        context.segments[collective.node],
+    )
+
+
+# --- when -------------------------------------------------------------------------------------------------
+def _owners(decisions: Sequence[Decision]) -> dict[fx.Node, fx.Node]:
+    """For each node of a fused chain the collective that stands for the chain."""
+    owners: dict[fx.Node, fx.Node] = {}
+    for candidate in (decision.candidate for decision in decisions if decision.refusal is None):
+        if candidate.chain is None and candidate.joins is None:  # it stays a collective of its own
+            continue
+        root = (candidate.joins or candidate.collective).node
+        together = {owners[node] for node in candidate.nodes if node in owners} - {root}
+        owners = {node: root if owner in together else owner for node, owner in owners.items()}
+        owners.update(dict.fromkeys((*candidate.nodes, candidate.collective.node), root))
+    return owners
+
+
+def _steps(context: Context, decisions: Sequence[Decision]) -> list[list[fx.Node]]:
+    """The graph's nodes in an order in which each fused chain is one step, its collective first.
+
+    A chain stands where `rewrite` puts its op. In-place operations stay where they are.
+    """
+    owners = _owners(decisions)
+    position = {node: index for index, node in enumerate(context.graph.nodes)}
+    for chain in (decision.candidate.chain for decision in decisions if decision.refusal is None):
+        if isinstance(chain, GatherChain):
+            position[chain.collective.node] = position[chain.matmuls[0].node]
+    members: dict[fx.Node, list[fx.Node]] = {}
+    waiting: dict[fx.Node, set[fx.Node]] = {}
+    users: dict[fx.Node, set[fx.Node]] = {}
+    for node in context.graph.nodes:
+        own = owners.get(node, node)
+        members.setdefault(own, [own]).extend([node] if node is not own else [])
+        sources = {owners.get(source, source) for source in node.all_input_nodes} - {own}
+        waiting.setdefault(own, set()).update(sources)
+        for source in sources:
+            users.setdefault(source, set()).add(own)
+    ready = [(context.segments[own], position[own], own) for own, sources in waiting.items() if not sources]
+    heapq.heapify(ready)
+    steps = []
+    while ready:
+        *_, own = heapq.heappop(ready)
+        steps.append(members[own])
+        for user in users.get(own, ()):
+            waiting[user].discard(own)
+            if not waiting[user]:
+                heapq.heappush(ready, (context.segments[user], position[user], user))
+    return steps
+
+
+def _windows(
+    steps: Sequence[Sequence[fx.Node]], candidates: Mapping[fx.Node, Collective]
+) -> dict[fx.Node, tuple[float, float]]:
+    """For each candidate the last slow step that it depends on, and the first that depends on it, as indices."""
+    after: dict[fx.Node, float] = {}
+    tied: dict[fx.Node, bool] = {}
+    slow: set[fx.Node] = set()
+    chosen: set[fx.Node] = set()
+    for index, step in enumerate(steps):
+        sources = [source for node in step for source in node.all_input_nodes if source not in step]
+        bound = max((after[source] for source in sources), default=-1.0)
+        behind = any(tied[source] for source in sources)
+        if step[0] in candidates and not behind:
+            chosen.add(step[0])
+            behind = True
+        elif not _cheap(step, chosen):
+            slow.update(step)
+            bound, behind = index, False
+        after.update(dict.fromkeys(step, bound))
+        tied.update(dict.fromkeys(step, behind))
+    before: dict[fx.Node, float] = {}
+    for index, step in reversed(list(enumerate(steps))):
+        users = (before[user] for node in step for user in node.users if user not in step)
+        bound = index if step[0] in slow else min(users, default=math.inf)
+        before.update(dict.fromkeys(step, bound))
+    return {node: (after[node], before[node]) for node in chosen}
+
+
+def _cheap(step: Sequence[fx.Node], chosen: set[fx.Node]) -> bool:
+    """True for work that may change its place: it costs about what reading its inputs costs, and changes nothing."""
+    node = step[0]
+    if len(step) > 1 or mutates(node):
+        return False
+    if node.op != "call_function":
+        return True
+    if op_name(node) == _WAIT:
+        return node.args[0] in chosen
+    if compat.is_op(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        return False
+    return transparent(node) or is_size(node) or op_name(node) in _CHEAP

@@ -1,0 +1,63 @@
+"""Bugs of torch that a graph at hand meets, for the notes of its report. `asynctp doctor` tells them by version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat
+from asynctp_passes.fxview import tensor_of
+
+__all__ = ["hidden_collectives", "notes"]
+
+_GATHER_HELPER = "_maybe_view_chunk_cat"
+"""What `all_gather_tensor` calls for a dimension but the first; dynamo of torch 2.11 does not trace it."""
+
+
+def notes(graph: fx.Graph, phase: str) -> tuple[str, ...]:
+    """What else should be known of a graph, in sentences; most have nothing."""
+    found = [hidden_collectives()]
+    if phase == "forward":
+        found.append(_checkpoint_of_dtensors(graph, str(torch.__version__)))
+    return tuple(note for note in found if note)
+
+
+def hidden_collectives(breaks: Sequence[str] | None = None) -> str:
+    """The note on collectives that run outside every graph, where no pass sees them; empty without any.
+
+    Args:
+        breaks: Why dynamo broke graphs; what it did in this process, when None.
+    """
+    count = sum(_GATHER_HELPER in text for text in (compat.graph_breaks() if breaks is None else breaks))
+    if not count:
+        return ""
+    return (
+        f"torch broke a graph at all_gather_tensor(gather_dim != 0), {count} time{'s' if count > 1 else ''} in this "
+        "process: such a gather runs outside every graph and is in no report (torch 2.11, pytorch issue 179722); use "
+        "DTensor or gather_dim=0, or a newer torch"
+    )
+
+
+def _checkpoint_of_dtensors(graph: fx.Graph, version: str) -> str:
+    """torch 2.13.0 takes what forward saves for tensors, then objects; a random state comes behind the objects."""
+    if not version.startswith("2.13.0"):
+        return ""
+    (results,) = next(node.args for node in reversed(graph.nodes) if node.op == "output")
+    flat = [result for result in (results if isinstance(results, list | tuple) else [results]) if result is not None]
+    tensors = [index for index, result in enumerate(flat) if tensor_of(result) is not None]
+    objects = [index for index, result in enumerate(flat) if _is_object(result)]
+    if not objects or not tensors or objects[-1] > tensors[-1]:
+        return ""
+    return (
+        "torch 2.13.0 will fail when this graph runs (AssertionError: expected all tensors_saved_with_vc_check to be "
+        "Tensors): activation checkpointing saves a random state behind a device mesh; use another version of torch, "
+        "or do not checkpoint compiled DTensor attention"
+    )
+
+
+def _is_object(result: object) -> bool:
+    """True for a node that is neither a tensor nor a number, such as a device mesh."""
+    value = result.meta.get("val") if isinstance(result, fx.Node) else 0
+    return not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | None)

@@ -1,0 +1,401 @@
+"""Ranks that decide differently are told so on every rank, with both plans; no other situation raises or hangs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import os
+import pickle
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from graph_builder import GraphBuilder
+from ranks import run_ranks
+from torch import Tensor
+from torch.fx import Graph
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import asynctp_passes
+from asynctp_passes import AsyncTPPass, Config, Report, agree, pipeline, run
+from asynctp_passes.agree import plan_of
+from asynctp_passes.compat import Peers
+from asynctp_passes.errors import AsyncTPError
+
+QUIET: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
+
+
+def program(group: str, rows: int = 4) -> Graph:
+    """A gather and a matmul, and two small all-reduces."""
+    b = GraphBuilder(ranks=2, group=group)
+    c10d = torch.ops._c10d_functional
+    x, w = b.input("x", [rows, 8]), b.input("w", [8, 12])
+    maxima = [b.call(torch.ops.aten.max.default, value) for value in (x, w)]
+    reduced = [b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, one, "max", group)) for one in maxima]
+    return b.returns(b.mm(b.gather(x), w), *reduced)
+
+
+def other_program(group: str) -> Graph:
+    b = GraphBuilder(ranks=2, group=group)
+    return b.returns(b.mm(b.relu(b.gather(b.input("x", [4, 8]))), b.input("w", [8, 12])))
+
+
+def world_name() -> str:
+    return str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+
+
+@dataclasses.dataclass
+class Attempt:
+    """What came of one call of the pass on one rank."""
+
+    error: str = ""
+    waited_in_vain: bool = False
+    report: Report | None = None
+
+
+def attempt(graph: Graph, **options: Any) -> Attempt:
+    with mock.patch.object(agree.log, "warning") as warning:
+        try:
+            report = run(graph, Config(**{**QUIET, **options}))
+        except AsyncTPError as error:
+            return Attempt(f"{type(error).__name__}: {error}", warning.called, error.report)
+    return Attempt("", warning.called, report)
+
+
+# --- on ranks --------------------------------------------------------------------------------------------------
+def case_same(rank: int) -> list[Attempt]:
+    """Twice, which is compared once."""
+    return [attempt(program(world_name())) for _ in range(2)]
+
+
+def case_static_and_dynamic_sizes(rank: int) -> list[Attempt]:
+    return [attempt(program(world_name(), rows=4 + rank))]
+
+
+def case_other_options_on_one_rank(rank: int) -> list[Attempt]:
+    first = attempt(program(world_name()), coalesce=rank == 0)
+    return [first, attempt(program(world_name()))]  # mended
+
+
+def case_other_decisions_on_one_rank(rank: int) -> list[Attempt]:
+    return [attempt(program(world_name()), min_bytes=rank * 10**9)]
+
+
+def case_strict_on_one_rank(rank: int) -> list[Attempt]:
+    """The difference is told on both ranks; a StrictError on one of them would leave the other one waiting."""
+    return [attempt(other_program(world_name()), strict="all" if rank else "off")]
+
+
+def case_two_configurations_one_after_the_other(rank: int) -> list[Attempt]:
+    """Rank 1 compiles each of them again, as after a recompile of its own."""
+    attempts = []
+    for coalesce in (True, False):
+        attempts += [attempt(program(world_name()), coalesce=coalesce) for _ in range(1 + rank)]
+    return [attempts[0], attempts[-1]]
+
+
+def case_one_rank_later(rank: int) -> list[Attempt]:
+    """Rank 0 does not wait long enough. Rank 1 sees the difference when it comes, and rank 0 at its next compile."""
+    with mock.patch.object(agree, "WAIT_S", 0.2):
+        if rank == 1:
+            dist.barrier()
+        early = attempt(program(world_name()), coalesce=rank == 0)
+        if rank == 0:
+            dist.barrier()
+        dist.barrier()
+        return [early, attempt(other_program(world_name()))]
+
+
+def case_one_rank_never(rank: int) -> list[Attempt]:
+    with mock.patch.object(agree, "WAIT_S", 0.2):
+        return [attempt(program(world_name())) if rank == 0 else Attempt()]
+
+
+def case_turned_off(rank: int) -> list[Attempt]:
+    return [attempt(program(world_name()), agree=False, coalesce=rank == 0)]
+
+
+def case_two_groups_of_one_rank(rank: int) -> list[Attempt]:
+    """Groups of one rank have no one to ask, and options name other groups on other ranks."""
+    alone = [dist.new_group([one]) for one in range(dist.get_world_size())][rank].group_name
+    return [attempt(program(alone)), attempt(program(world_name()), groups=(alone, world_name()))]
+
+
+def case_backend(rank: int) -> list[Attempt]:
+    """Through torch.compile: the same options, and others on rank 1."""
+    return [compiled_attempt(1), compiled_attempt(2, min_flops=rank)]
+
+
+def compiled_attempt(matmuls: int, **options: Any) -> Attempt:
+    """One program, compiled and run once. It has no pointwise operation, which Inductor would compile in C++."""
+
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        x = funcol.all_gather_tensor(x, 0, group)
+        for _ in range(matmuls):
+            x = x @ w
+        return x
+
+    group = dist.group.WORLD
+    torch._dynamo.reset()
+    asynctp_passes.clear_reports()
+    with mock.patch.object(agree.log, "warning") as warning:
+        try:
+            torch.compile(model, backend="asynctp", options=options)(torch.ones(4, 8), torch.ones(8, 8))
+        except Exception as error:
+            return Attempt(str(error), warning.called)
+    return Attempt("", warning.called, asynctp_passes.reports()[-1])
+
+
+def case_cache_hit_on_one_rank(rank: int) -> list[Attempt]:
+    """The second time rank 0 finds the graph in its cache, where the pass does not run, and rank 1 compiles it."""
+    attempts = []
+    for again in (False, True):
+        folder = f"{os.environ['TORCHINDUCTOR_CACHE_DIR']}/{rank}{again and rank == 1}"
+        with (
+            mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
+            mock.patch.object(agree, "_ledgers", weakref.WeakKeyDictionary()),  # as in new processes
+        ):
+            attempts.append(compiled_attempt(3))
+        dist.barrier()
+    return attempts
+
+
+CASES: dict[str, Callable[[int], list[Attempt]]] = {
+    name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")
+}
+
+
+def run_case(rank: int, world_size: int) -> dict[str, list[Attempt]]:
+    """Every case, with programs that are those of no other case."""
+    outcomes, digest_of = {}, pipeline._program_digest
+    for name, case in CASES.items():
+        with (
+            mock.patch.object(pipeline, "_program_digest", lambda *args, name=name: f"{name}-{digest_of(*args)}"),
+            mock.patch.object(agree, "WAIT_S", 300.0),  # as machines that run tests can be slow
+        ):
+            outcomes[name] = case(rank)
+        dist.barrier()
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Attempt]]]:
+    """What each of two ranks saw, by case."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        return run_ranks(2, run_case, timeout_s=600)
+
+
+FINE = {
+    "same": 2,
+    "static_and_dynamic_sizes": 1,
+    "two_configurations_one_after_the_other": 2,
+    "one_rank_never": 1,
+    "turned_off": 1,
+    "two_groups_of_one_rank": 2,
+    "cache_hit_on_one_rank": 2,
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.xdist_group("agree_two_ranks")
+@pytest.mark.parametrize("case", FINE)
+def test_no_error_without_a_cause(ranks: list[dict[str, list[Attempt]]], case: str) -> None:
+    for outcomes in ranks:
+        assert [one.error for one in outcomes[case]] == [""] * FINE[case]
+        assert case == "one_rank_never" or not any(one.waited_in_vain for one in outcomes[case])
+
+
+@pytest.mark.ranks
+@pytest.mark.xdist_group("agree_two_ranks")
+def test_ranks_that_do_not_come_are_named(ranks: list[dict[str, list[Attempt]]]) -> None:
+    """A warning, and the compile goes on."""
+    (alone,), _ = (outcomes["one_rank_never"] for outcomes in ranks)
+    assert alone.waited_in_vain
+    assert alone.report is not None
+    assert alone.report.fused
+
+
+@pytest.mark.ranks
+@pytest.mark.xdist_group("agree_two_ranks")
+@pytest.mark.parametrize(
+    ("case", "index", "shown"),
+    [
+        ("other_options_on_one_rank", 0, "coalesce=True"),
+        (
+            "other_decisions_on_one_rank",
+            0,
+            "collective 2: all_gather_matmul FUSED asynctp::all_gather_matmul (3 nodes)",
+        ),
+        ("strict_on_one_rank", 0, "strict='off'"),
+        ("backend", 1, "min_flops=0"),
+    ],
+)
+def test_a_difference_is_an_error_on_every_rank(
+    ranks: list[dict[str, list[Attempt]]], case: str, index: int, shown: str
+) -> None:
+    for outcomes in ranks:
+        error = outcomes[case][index].error
+        assert "the ranks of a group decided differently" in error
+        assert "Plan of rank 0:" in error
+        assert "Plan of rank 1:" in error
+        own, _, theirs = error.partition("Difference:")[2].partition("Plan of rank 1:")
+        assert shown in own + theirs
+
+
+@pytest.mark.ranks
+@pytest.mark.xdist_group("agree_two_ranks")
+def test_what_is_mended_compiles(ranks: list[dict[str, list[Attempt]]]) -> None:
+    assert [outcomes["other_options_on_one_rank"][1].error for outcomes in ranks] == ["", ""]
+
+
+@pytest.mark.ranks
+@pytest.mark.xdist_group("agree_two_ranks")
+def test_a_rank_that_comes_later_sees_the_difference_and_the_other_at_its_next_compile(
+    ranks: list[dict[str, list[Attempt]]],
+) -> None:
+    early, late = (outcomes["one_rank_later"] for outcomes in ranks)
+    assert [bool(one.error) for one in early] == [False, True]
+    assert [bool(one.error) for one in late] == [True, False]
+    assert early[1].report is not None
+    assert early[1].report.fused, "the error is about the program that differs, and not the one being compiled"
+
+
+@pytest.mark.ranks
+@pytest.mark.xdist_group("agree_two_ranks")
+def test_cached_and_compiled_agree(ranks: list[dict[str, list[Attempt]]]) -> None:
+    for rank, outcomes in enumerate(ranks):
+        reports = [one.report for one in outcomes["cache_hit_on_one_rank"]]
+        assert [report is not None and report.from_cache for report in reports] == [False, rank == 0]
+
+
+# --- alone -----------------------------------------------------------------------------------------------------
+def test_without_process_groups_nothing_is_asked() -> None:
+    assert not dist.is_initialized()
+    assert attempt(program("tp")).error == ""
+
+
+@pytest.mark.parametrize("store", [FakeStore, dist.HashStore])
+def test_groups_that_only_pretend_are_not_asked(store: type) -> None:
+    dist.init_process_group("fake", store=store(), rank=0, world_size=2)
+    try:
+        done = attempt(program(world_name()))
+    finally:
+        dist.destroy_process_group()
+    assert done.error == ""
+    assert not done.waited_in_vain
+    assert done.report is not None
+    assert done.report.fused
+
+
+def test_what_was_published_goes_with_the_store() -> None:
+    """Nothing keeps a process group, or its store, alive."""
+    store = dist.HashStore()
+    agree._ledgers[store] = agree._Ledger()
+    held = weakref.ref(store)
+    del store
+    gc.collect()
+    assert held() is None
+
+
+# --- plans -----------------------------------------------------------------------------------------------------
+def test_a_plan() -> None:
+    report = run(program("tp"), Config(**QUIET))
+    text = plan_of(report, Config(**QUIET), "tp")
+    assert text.splitlines()[3:] == [
+        "strict='off'",
+        "expect=0",
+        "min_bytes=0",
+        "min_flops=0",
+        "coalesce=True",
+        "group enrolled: True",
+        "collective 0: all_reduce SKIPPED ATP002 NO_MATMUL (2 nodes)",
+        "collective 1: all_reduce SKIPPED ATP002 NO_MATMUL (2 nodes)",
+        "collective 2: all_gather_matmul FUSED asynctp::all_gather_matmul (3 nodes)",
+        "coalesced max float32: 0 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({"strict": "all"}, True),
+        ({"coalesce": False}, True),
+        ({"groups": ("dp", "tp")}, False),
+        ({"groups": "dp"}, True),
+        ({"report_file": "rank1.jsonl", "log": True}, False),
+    ],
+)
+def test_what_a_plan_depends_on(changes: dict[str, Any], differs: bool) -> None:
+    plans = []
+    for options in ({}, changes):
+        config = Config(**{**QUIET, "strict": "zero", **options})
+        plans.append(plan_of(run(program("tp"), config), config, "tp"))
+    assert (plans[0] != plans[1]) is differs
+
+
+def test_the_program_digest() -> None:
+    """The same for other sizes and other names of groups, another one for other ops."""
+    digests = [run(graph, Config(**QUIET)).program_digest for graph in (program("tp"), program("1"), program("tp", 8))]
+    assert len(set(digests)) == 1
+    assert run(other_program("tp"), Config(**QUIET)).program_digest not in digests
+
+
+def test_large_groups_compare_neighbours() -> None:
+    """Among the neighbours of all ranks every difference shows: they are a ring."""
+    ranks = tuple(range(0, 2 * agree.LARGE_GROUP + 2, 2))
+    asked = {rank: agree._compared_with(Peers(rank, ranks, None)) for rank in ranks}
+    assert asked[0] == {2, ranks[-1]}
+    assert all(rank in asked[other] for rank in ranks for other in asked[rank])
+    assert agree._compared_with(Peers(2, ranks[:3], None)) == {0, 4}
+
+
+def test_groups_that_nothing_is_decided_about_are_not_asked() -> None:
+    b = GraphBuilder(ranks=2, group="dp")
+    report = run(b.returns(b.mm(b.input("x", [4, 4]), b.gather(b.input("w", [2, 8])))), Config(**QUIET))
+    assert [remark.name for remark in report.remarks] == ["WEIGHT_GATHER"]
+    assert not agree._at_stake(report, "dp")
+    assert agree._at_stake(run(program("tp"), Config(**QUIET)), "tp")
+
+
+# --- nothing holds a process group -----------------------------------------------------------------------------
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world")
+def test_the_pass_its_configuration_and_reports_hold_no_process_group() -> None:
+    """After a run too they pickle, copy and hash, and what comes back is equal."""
+    graph_pass = AsyncTPPass(Config(groups=dist.group.WORLD, **QUIET))
+    asynctp_passes.clear_reports()
+    graph_pass(program(world_name()))
+    (report,) = asynctp_passes.reports()
+    twins = [pickle.loads(pickle.dumps(graph_pass)), copy.deepcopy(graph_pass)]
+    assert {twin.uuid() for twin in twins} == {graph_pass.uuid()}
+    assert {twin.config for twin in twins} == {graph_pass.config}
+    for value in (graph_pass.config, report):
+        assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == value
+    reached = reachable([graph_pass, report, *twins])
+    assert not [value for value in reached if isinstance(value, dist.ProcessGroup | dist.Store | torch.fx.Node)]
+
+
+def reachable(values: list[Any]) -> list[Any]:
+    """All that objects hold, through attributes and containers, but for classes, functions and modules."""
+    found: dict[int, Any] = {}
+    stack = list(values)
+    while stack:
+        value = stack.pop()
+        if id(value) not in found and not isinstance(value, type | types.FunctionType | types.ModuleType):
+            found[id(value)] = value
+            stack.extend(gc.get_referents(value))
+    return list(found.values())

@@ -1,0 +1,90 @@
+"""Notes on bugs of torch: where the pattern is at hand there is one, elsewhere none."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from dumps import CORPUS, dump_paths, load
+
+import asynctp_passes
+from asynctp_passes import Config, Report, compat, run, torch_bugs
+
+BROKEN = "Dynamo developers have intentionally marked that the function `_maybe_view_chunk_cat` should not be traced."
+
+
+def notes_of(path: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    monkeypatch.setattr(torch, "__version__", version)
+    return run(load(path).graph, Config(strict="off", log=False, trace=False)).notes
+
+
+def test_a_checkpointed_block_of_dtensors_in_2_13_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward of full checkpointing of attention saves a random state, behind the mesh."""
+    path = CORPUS / "torch2.13/block_sp_full_ac__0.txt"
+    (note,) = notes_of(path, "2.13.0+cpu", monkeypatch)
+    assert note.startswith("torch 2.13.0 will fail when this graph runs")
+    assert notes_of(path, "2.15.0", monkeypatch) == ()
+
+
+def test_no_other_graph_of_the_corpus_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs without checkpoints save meshes too, behind all tensors."""
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    forwards = [path for path in dump_paths() if path.stem.endswith("__0")]
+    noted = {path.stem for path in forwards if torch_bugs.notes(load(path).graph, "forward")}
+    assert noted == {"block_sp_full_ac__0", "torchao_rowwise_block_full_ac__0"}
+
+
+def test_a_gather_hidden_by_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "graph_breaks", lambda: [BROKEN, "print", BROKEN])
+    (note,) = notes_of(CORPUS / "torch2.13/funcol_ag_2d_dim0__0.txt", "2.11.0", monkeypatch)
+    assert "2 times in this process" in note
+    assert torch_bugs.hidden_collectives(["print"]) == ""
+
+
+def test_it_is_logged_where_there_is_no_report(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A frame that torch gave up on gives no graph, and so no report."""
+    monkeypatch.setattr(compat, "graph_breaks", lambda: [BROKEN])
+    with caplog.at_level(logging.WARNING, "asynctp_passes"):
+        asynctp_passes.reports()
+    assert "is in no report" in caplog.text
+
+
+def test_graph_breaks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setitem(counters, "graph_break", Counter({BROKEN: 2}))
+    assert compat.graph_breaks() == [BROKEN, BROKEN]
+
+
+def test_the_installed_torch_says_so_if_it_breaks_the_graph() -> None:
+    """On torch 2.11 the gather is hidden and the note is logged; on newer ones it is fused and nothing is."""
+    program = """
+import torch, torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import asynctp_passes
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+def layer(x, w):
+    return funcol.all_gather_tensor(x, 1, dist.group.WORLD) @ w
+
+torch.compile(layer, backend="asynctp")(torch.ones(2, 4, 8), torch.ones(8, 8))
+print("fused:", sum(len(report.fused) for report in asynctp_passes.reports()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    fused = "fused: 1" in done.stdout
+    assert fused != ("is in no report" in done.stderr), done.stderr
+
+
+def test_notes_are_printed_and_survive_json() -> None:
+    report = Report("graph", "forward", (), notes=("beware",))
+    assert str(report).splitlines()[-1] == "note: beware"
+    assert Report.from_json(report.to_json()) == report
