@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat
-from asynctp_passes.chain import Bundle, Collective, Decision, GatherChain
+from asynctp_passes.chain import Bundle, Collective, Decision, anchor
 from asynctp_passes.checks import Context
 from asynctp_passes.fxview import is_size, mutates, op_name, tensor_of
 from asynctp_passes.near import transparent
@@ -157,8 +157,8 @@ def _steps(context: Context, decisions: Sequence[Decision]) -> list[list[fx.Node
     owners = _owners(decisions)
     position = {node: index for index, node in enumerate(context.graph.nodes)}
     for chain in (decision.candidate.chain for decision in decisions if decision.refusal is None):
-        if isinstance(chain, GatherChain):
-            position[chain.collective.node] = position[chain.matmuls[0].node]
+        if chain is not None:
+            position[chain.collective.node] = position[anchor(chain)]
     members: dict[fx.Node, list[fx.Node]] = {}
     waiting: dict[fx.Node, set[fx.Node]] = {}
     users: dict[fx.Node, set[fx.Node]] = {}

@@ -109,7 +109,7 @@ class _Builder:
         self.moved = moved
         self.sizes = sizes
         self.collective = chain.collective
-        self.anchor = anchor(chain)
+        self.anchor = chain.place if isinstance(chain, Bundle) else anchor(chain)
         self.made: list[fx.Node] = []
         self.late: list[fx.Node] = []
         self._sources = size_sources(graph, sizes, [self.now(node) for node in chain.inputs])

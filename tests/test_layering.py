@@ -51,7 +51,6 @@ PRIVATE_TORCH = {
     "rewrite": {"torch.ops._c10d_functional"},
     "bench": {"torch.ops._c10d_functional"},
     "collectives": {"torch.ops._c10d_functional"},
-    "rewrite": {"torch.ops._c10d_functional"},
     "demo/recipe": {"torch.ops._c10d_functional"},
     # The demo is a program of its own: it turns caches off and has the backward graph compiled early.
     "demo/train": {"torch._functorch", "torch._inductor", "torch._dynamo"},
