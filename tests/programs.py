@@ -931,7 +931,8 @@ _FACTORS: dict[str, Callable[[Builder, Node], Node]] = {
 def _gather_for_a_gradient(b: Builder, group: _Group) -> Node:
     """Rows gathered for a weight's gradient alone: `rowsᵀ @ y`, or `yᵀ @ rows`."""
     shape = [b.choose([1, 2]), b.choose([2, 3]), b.choose([2, 4])]
-    wait = _all_gather(b, b.placeholder(shape, torch.float32), group)
+    gathered = b.call(c10d.all_gather_into_tensor.default, b.placeholder(shape, torch.float32), group.size, group.name)
+    wait = b.call(c10d.wait_tensor.default, gathered)
     rows = b.reshape(gather_views(b, wait, b.choose([0, 1]), group.size, attack=False), [-1, shape[-1]])
     other = b.placeholder([shape_of(rows)[0], 3], torch.float32)
     left, right = (rows, other) if b.chance(2) else (other, rows)
