@@ -178,7 +178,7 @@ class Bench:
 
     def compiled(self, backend: str) -> list[Callable[[Tensor], Tensor]]:
         """The blocks as this backend compiles them, all with the same weights. A miss is counted, not raised."""
-        group, options = self.mesh.get_group().group_name, {"strict": "off", **self.options}
+        group, options = self.mesh.get_group().group_name, {"strict": "off", "log": False, **self.options}
         compile_one = compiler(backend, group, self.here.device, options, dynamic=False, fullgraph=True)
         return [compile_one(block) for block in self.blocks]
 
