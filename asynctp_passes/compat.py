@@ -239,6 +239,11 @@ def reset_cudagraphs() -> None:
     reset_cudagraph_trees()
 
 
+def cudagraph_skips() -> int:
+    """How many graphs Inductor was asked to record as CUDA graphs, and did not."""
+    return int(cached_counters()["cudagraph_skips"])
+
+
 def recomputed(module: Any, context_fn: Callable[[], Any] | None = None) -> Any:
     """The module, recomputed in the backward; of what `context_fn` lets it keep, nothing. Names of parameters stay."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import asynctp_passes
+from asynctp_passes import compat
 from asynctp_passes.demo.model import PRESETS, ModelSizes, Transformer
 from asynctp_passes.demo.recipe import (
     BACKENDS,
@@ -231,6 +232,7 @@ def run(options: argparse.Namespace, sizes: ModelSizes, here: Place) -> dict[str
         "decode_ms": percentiles(times.decode) if times.decode else None,
         "fused": sum(len(report.fused) for report in asynctp_passes.reports()),
         "missed": sum(len(report.missed) for report in asynctp_passes.reports()),
+        "cuda_graph_skips": compat.cudagraph_skips() if options.cuda_graphs == "decode" else None,
         "mismatches": mismatches,
         "answers": [bytes(row).decode("latin-1") for row in times.answers[0].tolist()],
     }
@@ -270,6 +272,10 @@ def show(found: dict[str, Any]) -> str:
             lines.append(f"  {name:<14}{found[key]['count']:>5} x {cells:>40}")
     lines.append(f"  prefill {found['prefill_tokens_per_s']:,.0f} tokens/s; {found['fused']} collectives fused, "
                  f"{found['missed']} missed; warm-up {found['warm_up_seconds']:.0f} s")  # fmt: skip
+    if found["cuda_graph_skips"]:
+        lines.append(
+            f"  NOT in a CUDA graph: {found['cuda_graph_skips']} compiled graphs; TORCH_LOGS=perf_hints says why"
+        )
     if found["mismatches"] is not None:
         lines.append(
             "  {differ} of {bytes} bytes differ from the model without a compiler".format(**found["mismatches"])
