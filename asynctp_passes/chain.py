@@ -34,10 +34,11 @@ __all__ = [
 class Collective:
     """One collective node, read once.
 
-    `input → node → waits`; `group` is the FX argument (a name, or a node that carries a process group) and
-    `group_key` the name that identifies it. The ranks' blocks lie along `dim` of a gather's result or a scatter's
-    input. A collective of several tensors is read as one for each, `input → call → node → waits`: `node` is then the
-    item of the result, and `call` the op.
+    `input → node → waits`; `group` is the FX argument (a name, or a node that carries a process group),
+    `group_key` the name that identifies it, and `group_size` its number of ranks, 0 where that is unknown (an
+    all-reduce does not say it). The ranks' blocks lie along `dim` of a gather's result or a scatter's input. A
+    collective of several tensors is read as one for each, `input → call → node → waits`: `node` is then the item of the
+    result, and `call` the op.
     """
 
     node: fx.Node
@@ -77,7 +78,8 @@ class Matmul:
     """One matmul: `node[..., N] = a[..., K] @ b[K, N] (+ bias[N])`, where `...` is M rows in one or several dimensions.
 
     `b` may have leading dimensions of one element, and is `[N, K]` if `b_transposed`. `call` is the op where `node` is
-    an item of what it returns.
+    an item of what it returns. `node` may also be the last step of an epilogue that scales the product; then `epilogue`
+    has the matmul and all other nodes of that (`asynctp_passes.epilogue`).
     """
 
     node: fx.Node
@@ -87,11 +89,13 @@ class Matmul:
     scaled: ScaledOptions | None = None
     b_transposed: bool = False
     call: fx.Node | None = None
+    epilogue: tuple[fx.Node, ...] = ()
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
         """The nodes that compute the product."""
-        return (self.node,) if self.call is None else (self.call, self.node)
+        own = (self.node,) if self.call is None else (self.call, self.node)
+        return (*self.epilogue, *own)
 
     @property
     def operands(self) -> tuple[fx.Node, ...]:
@@ -193,11 +197,14 @@ class GatherChain:
 
 @dataclass(frozen=True)
 class ScatterChain:
-    """`(matmul → view* →) sum → view* → reduce_scatter → wait`: the matmuls whose sum is scattered."""
+    """`(matmul → view* →) sum → view* → reduce_scatter → wait`: the matmuls whose sum is scattered.
+
+    Or all-reduced: then `placement` is None, since every rank gets the whole sum.
+    """
 
     collective: Collective
     matmuls: tuple[Matmul, ...]
-    placement: ScatterPlacement
+    placement: ScatterPlacement | None
     views: tuple[fx.Node, ...]
 
     @property

@@ -53,7 +53,7 @@ Check = Callable[[Candidate, Context], Refusal | None]
 
 def group_has_several_ranks(candidate: Candidate, context: Context) -> Refusal | None:
     collective = candidate.collective
-    one = collective.kind in ("all_gather", "reduce_scatter") and collective.group_size == 1
+    one = collective.kind != "other" and collective.group_size == 1
     return Refusal(reasons.SINGLE_RANK, collective.group_key) if one else None
 
 
@@ -81,7 +81,8 @@ def chain_proven(candidate: Candidate, context: Context) -> Refusal | None:
 
 def reduce_op_supported(candidate: Candidate, context: Context) -> Refusal | None:
     collective = candidate.collective
-    wrong = collective.kind == "reduce_scatter" and collective.reduce_op not in ("sum", "avg")
+    reduces = collective.kind in ("reduce_scatter", "all_reduce")
+    wrong = reduces and collective.reduce_op not in ("sum", "avg")
     return Refusal(reasons.REDUCE_OP_UNSUPPORTED, f"{collective.reduce_op!r}") if wrong else None
 
 
@@ -159,11 +160,7 @@ def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
     chain = candidate.chain
     if chain is None:
         return None
-    place = chain.placement
-    way = place.shard if isinstance(place, GatherPlacement) else place.out
-    tensors = [tensor_of(node) for node in (chain.collective.node, *(m.node for m in chain.matmuls), *chain.inputs)]
-    needed = [place.outer, place.inner, place.width, *way.sizes, *_hoisted_sizes(chain, context.sizes)]
-    needed += [size for tensor in tensors if tensor is not None for size in context.sizes.of(tensor)]
+    needed = [*_placed_sizes(chain, context.sizes), *_hoisted_sizes(chain, context.sizes)]
     readers = _size_readers(chain)
     unknown = next((node for node in readers if "val" not in node.meta), None)
     if unknown is not None:
@@ -177,13 +174,24 @@ def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
     return None if lost is None else Refusal(reasons.SIZES_NOT_PROVEN, f"no input carries the size {lost}")
 
 
+def _placed_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]:
+    """The sizes of the views around the fused op; an all-reduce of matrices has none but the program's own."""
+    place = chain.placement
+    tensors = [tensor_of(node) for node in (chain.collective.node, *(m.node for m in chain.matmuls), *chain.inputs)]
+    known = [sizes.of(tensor) for tensor in tensors if tensor is not None]
+    if place is None:
+        return [size for shape in known[1:] for size in shape] if any(len(shape) != 2 for shape in known[1:]) else []
+    way = place.shard if isinstance(place, GatherPlacement) else place.out
+    return [place.outer, place.inner, place.width, *way.sizes, *(size for shape in known for size in shape)]
+
+
 def _size_readers(chain: GatherChain | ScatterChain) -> list[fx.Node]:
     """The nodes that read sizes of what the rewrite does away with."""
     if isinstance(chain, GatherChain):
         computed = () if chain.hoist is None else chain.hoist.inside
         views = views_of([*chain.collective.results, *computed])
     else:
-        views = [*chain.views, *(matmul.node for matmul in chain.matmuls)]
+        views = [*chain.views, *(node for matmul in chain.matmuls for node in matmul.nodes)]
     return [user for node in views for user in node.users if is_size(user)]
 
 

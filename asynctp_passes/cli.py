@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     profiled.set_defaults(run=_profile)
 
     reasons = commands.add_parser("reasons", help="explain why a chain was not fused")
-    reasons.add_argument("code", nargs="?", metavar="CODE", help="a code or a name, as ATP112 or MATMUL_ALL_REDUCE")
+    reasons.add_argument("code", nargs="?", metavar="CODE", help="a code or a name, as ATP105 or COMPUTED_BETWEEN")
     reasons.add_argument("--markdown", action="store_true", help="print the reference page of all reasons")
     reasons.set_defaults(run=_reasons)
 

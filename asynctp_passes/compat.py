@@ -282,6 +282,15 @@ def group_name_of(value: Any) -> str:
         return ""
 
 
+def size_of_group(value: Any) -> int:
+    """Ranks of a process group given as a name, a ProcessGroup, or a fake script object around one; 0 if unknown."""
+    real = getattr(value, "real_obj", value)
+    try:
+        return process_group_size(real) if isinstance(real, str) else int(real.size())
+    except (AttributeError, RuntimeError, ValueError):
+        return 0
+
+
 def process_group_names() -> set[str]:
     """The names of this process's process groups; empty before the first is made."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

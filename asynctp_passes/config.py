@@ -39,9 +39,9 @@ class Config:
     """What to fuse, how strict to be, and where reports go. Frozen, hashable and picklable.
 
     Attributes:
-        groups: `"auto"` (every process group with an all-gather→matmul or matmul→reduce-scatter chain), or
-            the enrolled groups: names, ProcessGroups or one-dimensional DeviceMeshes. They are kept as
-            names, so a Config never holds a process group.
+        groups: `"auto"` (every process group with an all-gather→matmul, matmul→reduce-scatter or
+            matmul→all-reduce chain), or the enrolled groups: names, ProcessGroups or one-dimensional DeviceMeshes.
+            They are kept as names, so a Config never holds a process group.
         strict: `"off"` never raises. `"zero"` (default) raises when a graph has chains in scope and not one
             was fused. `"all"` raises on any MISSED chain.
         expect: Minimum number of fused chains in each graph that has chains in scope; fewer raise.

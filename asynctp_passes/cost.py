@@ -49,17 +49,23 @@ _MACHINES = (Machine("H200", 370e3, 760e6), Machine("H100", 370e3, 760e6))
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes a rank exchanges and floating-point operations it does; None where sizes are symbolic."""
+    """Bytes a rank exchanges and floating-point operations it does; None where sizes are symbolic.
+
+    `exposed_bytes` of them travel when the matmul is done: the second half of an all-reduce.
+    """
 
     comm_bytes: int | None
     flops: int | None
+    exposed_bytes: int = 0
 
     def estimate_us(self, machine: Machine | None) -> dict[str, float]:
         """Roofline times in microseconds; empty without a machine or without sizes."""
         if machine is None or self.comm_bytes is None or self.flops is None:
             return {}
         comm, matmul = self.comm_bytes / machine.link_bytes_per_us, self.flops / machine.flops_per_us
-        return {"comm": comm, "matmul": matmul, "serial": comm + matmul, "overlapped": max(comm, matmul)}
+        exposed = self.exposed_bytes / machine.link_bytes_per_us
+        overlapped = max(comm - exposed, matmul) + exposed
+        return {"comm": comm, "matmul": matmul, "serial": comm + matmul, "overlapped": overlapped}
 
 
 def machine_for(node: fx.Node) -> Machine | None:
@@ -97,14 +103,19 @@ def flops_of(matmul: fx.Node) -> int | None:
 
 
 def cost_of(chain: GatherChain | ScatterChain) -> Cost:
-    """What one rank receives (gather) or sends (scatter) in the fused op, and what its matmuls do."""
+    """What one rank receives (gather), sends (scatter) or both (all-reduce) in the fused op; what its matmuls do."""
     ranks = chain.collective.group_size
     flops = _sum(_flops(matmul.a, matmul.node) for matmul in chain.matmuls)
     if isinstance(chain, GatherChain) and chain.hoist is not None:
         travels = [chain.hoist.operand, *([] if chain.hoist.scale is None else [chain.hoist.scale])]
         return Cost(_sum(received_bytes(node, ranks) for node in travels), flops)
     own = _bytes(chain.collective.input if isinstance(chain, GatherChain) else chain.collective.node)
-    return Cost(None if own is None else own * (ranks - 1), flops)
+    if own is None or not ranks:
+        return Cost(None, flops)
+    if chain.collective.kind == "all_reduce":
+        half = own * (ranks - 1) // ranks
+        return Cost(2 * half, flops, exposed_bytes=half)
+    return Cost(own * (ranks - 1), flops)
 
 
 def received_bytes(whole: fx.Node, ranks: int) -> int | None:

@@ -2,7 +2,7 @@
 
     gather    shard → all_gather → wait → view* → {mm, addmm, _scaled_mm}+
     gather    shard → all_gather → wait → {view, row-wise op}* → {mm, addmm, _scaled_mm}+     (`rowwise`)
-    scatter   {mm, addmm, _scaled_mm}+ → view* → (add → view*)* → reduce_scatter → wait
+    scatter   {mm, addmm, _scaled_mm (× scales)}+ → view* → (add → view*)* → {reduce_scatter, all_reduce} → wait
 
 Structure is proven by `shapes` on maps that `views.follow` carries; no spelling of a view chain is enumerated.
 
@@ -21,6 +21,7 @@ from torch import fx
 
 from asynctp_passes import near, reasons
 from asynctp_passes.chain import Candidate, Collective, GatherChain, Matmul, ScatterChain
+from asynctp_passes.epilogue import read_product
 from asynctp_passes.fxview import Sizes, is_size, mutates, op_name, tensor_of
 from asynctp_passes.read import (
     added_matrix,
@@ -30,14 +31,15 @@ from asynctp_passes.read import (
     is_matmul,
     operands_that_are,
     read_matmul,
-    read_term,
 )
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.rowwise import Region, chain_of, products_of
 from asynctp_passes.shapes import (
     GatherPlacement,
     IndexMap,
+    ScatterPlacement,
     Size,
+    incomplete,
     locate_gather,
     locate_scatter,
     product,
@@ -58,7 +60,7 @@ def find(
     matmuls to hide behind, else with the gather. Only a chain that is `allowed` to be fused has a claim to it.
     """
     scene = _Scene(graph, collectives, sizes)
-    scatters = {c.node: _scatter(scene, c) for c in collectives if c.kind == "reduce_scatter"}
+    scatters = {c.node: _scatter(scene, c) for c in collectives if c.kind in ("reduce_scatter", "all_reduce")}
     gathers = _gathers(scene, wanted=_fused_matmuls(filter(allowed, scatters.values())))
     taken = _fused_matmuls(filter(allowed, gathers.values()))
     found = {**gathers, **{node: _unless_taken(candidate, taken) for node, candidate in scatters.items()}}
@@ -66,7 +68,8 @@ def find(
 
 
 def _fused_matmuls(candidates: Iterable[Candidate]) -> set[fx.Node]:
-    return {matmul.node for candidate in candidates if candidate.chain for matmul in candidate.chain.matmuls}
+    chains = [candidate.chain for candidate in candidates if candidate.chain is not None]
+    return {node for chain in chains for matmul in chain.matmuls for node in matmul.nodes}
 
 
 def _unless_taken(candidate: Candidate, taken: set[fx.Node]) -> Candidate:
@@ -86,6 +89,7 @@ class _Scene:
         self.sizes = sizes
         self.order = {node: index for index, node in enumerate(graph.nodes)}
         self.flows = {c.node: self._flow(c) for c in collectives if c.kind == "all_gather"}
+        self.product = functools.cache(read_product)
 
     def _flow(self, gather: Collective) -> Flow | Refusal:
         """Index maps from a gathered tensor on, or why nothing can be said about it."""
@@ -486,15 +490,21 @@ def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
 
 # --- scatter side -------------------------------------------------------------------------------------------
 def _scatter(scene: _Scene, scatter: Collective) -> Candidate:
-    region, leaves = _region(scatter.input)
-    nodes = scene.sorted([*region, *(leaf for leaf in leaves if is_matmul(leaf)), *scatter.nodes])
-    chain = _scatter_chain(scene, scatter, region, leaves)
+    """A reduce-scatter or an all-reduce: a sum of matmuls, or why it is not seen as one."""
+    region, leaves = _region(scene, scatter.input)
+    products = scene.sorted(leaf for leaf in leaves if scene.product(leaf) is not None)
+    if scatter.kind == "all_reduce" and not products:
+        refusal, weights = Refusal(reasons.NO_MATMUL, called_name(scatter.node)), _is_vector(scatter.input)
+        return Candidate(scatter, None, (refusal,), scatter.nodes, weights=weights)
+    chain = _scatter_chain(scene, scatter, region, products) if products else _near_scatter(scene, scatter, leaves)
     if isinstance(chain, Refusal):
         trimmed = chain.reason is reasons.PIECES_MISSING
-        if trimmed and (pad := _padding(leaf for leaf in scene.sorted(leaves) if is_matmul(leaf))) is not None:
+        if trimmed and (pad := _padding(leaf for leaf in products if is_matmul(leaf))) is not None:
             chain = Refusal(reasons.MATMUL_PADDED, pad)
-        shown = [*nodes, *_way_up(scene, scatter, leaves)] if chain.reason.in_scope else scatter.results
+        way = _way_up(scene, scatter, leaves)
+        shown = [*region, *products, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
         return Candidate(scatter, None, (chain,), scene.sorted(shown), weights=_reduces_weights(scatter, shown))
+    nodes = scene.sorted([*region, *(node for matmul in chain.matmuls for node in matmul.nodes), *scatter.nodes])
     return Candidate(scatter, chain, (), nodes, weights=_reduces_weights(scatter, nodes))
 
 
@@ -509,7 +519,7 @@ def _is_vector(node: fx.Node | None) -> bool:
     return value is not None and value.dim() < 2
 
 
-def _region(end: fx.Node | None) -> tuple[set[fx.Node], set[fx.Node]]:
+def _region(scene: _Scene, end: fx.Node | None) -> tuple[set[fx.Node], set[fx.Node]]:
     """The views and additions above `end`, and the nodes (leaves) where they start."""
     region: set[fx.Node] = set()
     leaves: set[fx.Node] = set()
@@ -519,7 +529,8 @@ def _region(end: fx.Node | None) -> tuple[set[fx.Node], set[fx.Node]]:
         if node in region or node in leaves:
             continue
         sources = [source for source in node.all_input_nodes if _holds_tensors(source)]
-        if (is_view(node) or op_name(node) == "aten.add.Tensor") and sources:
+        follows = is_view(node) or op_name(node) == "aten.add.Tensor"
+        if follows and sources and scene.product(node) is None:
             region.add(node)
             stack.extend(sources)
         else:
@@ -534,12 +545,9 @@ def _holds_tensors(node: fx.Node) -> bool:
 
 
 def _scatter_chain(
-    scene: _Scene, scatter: Collective, region: set[fx.Node], leaves: set[fx.Node]
+    scene: _Scene, scatter: Collective, region: set[fx.Node], products: Sequence[fx.Node]
 ) -> ScatterChain | Refusal:
-    """Prove that the collective's input is a sum of matmuls, arranged by rank."""
-    products = scene.sorted(leaf for leaf in leaves if is_matmul(leaf))
-    if not products:
-        return _near_scatter(scene, scatter, leaves)
+    """Prove that the collective's input is a sum of matmuls, arranged by rank (or in any way, to be all-reduced)."""
     matmuls = _read_terms(scene, products)
     if isinstance(matmuls, Refusal):
         return matmuls
@@ -558,14 +566,23 @@ def _scatter_chain(
         return _first_refusal(flow, nodes, scatter)
     if _dtype(scatter.input) != out.dtype:
         return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {_dtype(scatter.input)}")
-    blocks = _blocks_first(scene, scatter, whole)
-    placement = locate_scatter(blocks, rows, columns, scatter.group_size) if isinstance(blocks, IndexMap) else blocks
+    placement = _placement(scene, scatter, whole, rows, columns)
     if isinstance(placement, Refusal):
         return placement
     elsewhere = _outside_users(scatter, region | set(products))
     if elsewhere is not None:
         return Refusal(reasons.PRODUCT_HAS_OTHER_USERS, elsewhere)
     return ScatterChain(scatter, matmuls, placement, scene.sorted(region))
+
+
+def _placement(
+    scene: _Scene, scatter: Collective, whole: IndexMap, rows: Size, columns: Size
+) -> ScatterPlacement | Refusal | None:
+    """Where the ranks' parts are in the product; None for an all-reduce, which takes its elements in any order."""
+    if scatter.kind == "all_reduce":
+        return incomplete(whole, rows * columns)
+    blocks = _blocks_first(scene, scatter, whole)
+    return locate_scatter(blocks, rows, columns, scatter.group_size) if isinstance(blocks, IndexMap) else blocks
 
 
 def _blocks_first(scene: _Scene, scatter: Collective, whole: IndexMap) -> IndexMap | Refusal:
@@ -591,7 +608,8 @@ def _read_terms(scene: _Scene, products: Sequence[fx.Node]) -> tuple[Matmul, ...
     """Read the matmuls of a sum; all must have one shape, dtype and kind."""
     matmuls: list[Matmul] = []
     for node in products:
-        matmul = read_term(node)
+        matmul = scene.product(node)
+        assert matmul is not None
         if isinstance(matmul, Refusal):
             return matmul
         matmuls.append(matmul)
@@ -654,21 +672,13 @@ def _way_up(scene: _Scene, scatter: Collective, leaves: set[fx.Node]) -> list[fx
 
 # --- the rest -------------------------------------------------------------------------------------------------
 def _other(scene: _Scene, collective: Collective) -> Candidate:
-    """All-reduces, collectives of other kinds, and ops that look like a collective."""
-    refusal, nodes = _other_refusal(scene, collective), [collective.node, *collective.waits]
-    if refusal.reason is reasons.MATMUL_ALL_REDUCE:
-        nodes += [node for part in _region(collective.input) for node in part]
-    weights = collective.kind == "all_reduce" and _reduces_weights(collective, nodes)
-    return Candidate(collective, None, (refusal,), scene.sorted(nodes), weights=weights)
+    """Collectives of other kinds, and ops that look like a collective."""
+    nodes = scene.sorted([collective.node, *collective.waits])
+    return Candidate(collective, None, (_other_refusal(scene, collective),), nodes)
 
 
 def _other_refusal(scene: _Scene, collective: Collective) -> Refusal:
     name = called_name(collective.node)
-    if collective.kind == "all_reduce":
-        _, leaves = _region(collective.input)
-        direct = bool(leaves) and all(is_matmul(leaf) for leaf in leaves)
-        matmuls = ", ".join(sorted(leaf.name for leaf in leaves))
-        return Refusal(reasons.MATMUL_ALL_REDUCE, matmuls) if direct else Refusal(reasons.NO_MATMUL, name)
     if name.startswith("symm_mem.fused"):
         return Refusal(reasons.ALREADY_FUSED, name)
     if not any(word in name for word in ("gather", "reduce_scatter", "reducescatter", "all_reduce", "allreduce")):

@@ -1,9 +1,10 @@
-"""The four fused ops, `torch.ops.asynctp.*`: schemas, fake and real implementations, gradients, and Python callers.
+"""The six fused ops, `torch.ops.asynctp.*`: schemas, fake and real implementations, gradients, and Python callers.
 
     a_shard → all_gather → mm, mm, …          asynctp::all_gather_matmul, all_gather_scaled_matmul
     mm + mm + … → reduce_scatter              asynctp::matmul_reduce_scatter, scaled_matmul_reduce_scatter
+    mm + mm + … → all_reduce                  asynctp::matmul_all_reduce, scaled_matmul_all_reduce
 
-All four are functional: they return fresh, contiguous, ordinary memory, never an alias of an input or of a
+All are functional: they return fresh, contiguous, ordinary memory, never an alias of an input or of a
 communication buffer. Importing this module registers them.
 
 Which implementation runs is chosen at run time and never silently: `explain` names it for a call. On CUDA it is the
@@ -37,8 +38,10 @@ __all__ = [
     "expected_implementation",
     "explain",
     "implementation",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
     "refresh",
+    "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
 ]
 
@@ -60,6 +63,13 @@ OPS = {
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, Tensor?[] biases, "
         "str reduce_op, int scatter_dim, ScalarType out_dtype, bool use_fast_accum, int group_size, "
         "Any group_name) -> Tensor"
+    ),
+    "matmul_all_reduce": (
+        "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, Any group_name) -> Tensor"
+    ),
+    "scaled_matmul_all_reduce": (
+        "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, Tensor?[] biases, "
+        "str reduce_op, ScalarType out_dtype, bool use_fast_accum, Any group_name) -> Tensor"
     ),
 }
 
@@ -96,7 +106,7 @@ def implementation(device_type: str) -> str:
 
 
 def expected_implementation(
-    gathers: bool,
+    collective: str,
     world_size: int,
     rows: int,
     depth: int,
@@ -108,26 +118,29 @@ def expected_implementation(
     """What a CUDA call of these sizes runs here, unless its dim, strides, bias or scales forbid that (`explain`).
 
     Args:
-        gathers: A gather op; else a scatter op.
-        world_size: Ranks of the group.
-        rows, depth: Of the whole A, over all ranks (gather), or of the products before the scatter.
+        collective: `"all_gather"`, `"reduce_scatter"` or `"all_reduce"`.
+        world_size: Ranks of the group; 0 if unknown.
+        rows, depth: Of the whole A, over all ranks (gather), or of the products before the collective.
         widths: Columns of each product.
         dtype, out_dtype: Of A and of the result.
         fast: Fast accumulation (fp8).
     """
-    if _cuda() is None or not torch.cuda.is_available():
+    if _cuda() is None or not torch.cuda.is_available() or not world_size:
         return implementation("cuda")
     select = importlib.import_module("asynctp_kernels.cuda.select")
-    op = "gather" if gathers else "scatter"
+    op = {"all_gather": "gather", "reduce_scatter": "scatter"}.get(collective, collective)
     problem = select.Problem.of(op, world_size, rows, depth, widths, dtype, out_dtype, fast)
     index = torch.cuda.current_device()
     device = torch.cuda.get_device_properties(index)
     refused = _cuda().refused_here(world_size, index)
+    if collective == "all_reduce":
+        refused |= _cuda().refused_rows(rows, world_size)
     try:
         choice = select.choose(problem, refused, device.multi_processor_count, device.name)
     except RuntimeError:  # one is forced that cannot run: the call will say so
         return implementation("cuda")
-    return f"{choice.implementation} ({choice.source})"
+    then = ", then all-gather" if collective == "all_reduce" and choice.implementation != "unfused" else ""
+    return f"{choice.implementation}{then} ({choice.source})"
 
 
 def explain(op: str, *args: Any) -> Any:
@@ -145,7 +158,11 @@ def explain(op: str, *args: Any) -> Any:
         raise ValueError(f"asynctp: op={op!r} is not valid; it must be one of {', '.join(OPS)}")
     first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
     cuda = _cuda() if first.is_cuda else None
-    return implementation(first.device.type) if cuda is None else cuda.explain(op, args)
+    if cuda is None:
+        return implementation(first.device.type)
+    if op.endswith("all_reduce"):  # these are not told the size of their group
+        args = (*args[:-1], reference.group_and_size(args[-1])[1], args[-1])
+    return cuda.explain(op, args)
 
 
 def _kernels() -> Any:
@@ -330,6 +347,70 @@ def _real_scaled_matmul_reduce_scatter(
     return reference.unfused_scaled_matmul_reduce_scatter(*operands, group_size, group_name)
 
 
+def _real_matmul_all_reduce(
+    a_parts: list[Tensor], b_parts: list[Tensor], biases: list[Tensor | None], reduce_op: str, group_name: Any
+) -> Tensor:
+    if torch.is_grad_enabled():
+        _refuse_lost_gradients(biases)
+
+    def check() -> None:
+        reference.group_and_size(group_name)
+        reference.check_all_reduce("matmul_all_reduce", a_parts, b_parts, biases, reduce_op)
+
+    if a_parts and a_parts[0].is_cuda and (cuda := _cuda()) is not None:
+        options = (reduce_op, a_parts[0].dtype, False, _process_group(group_name), check)
+        found: Tensor | None = cuda.run_all_reduce(a_parts, b_parts, (), (), biases, *options)
+        if found is not None:
+            return found
+    else:
+        check()
+    if _interpreted(a_parts[0].device):
+        rows = [a.flatten(0, -2) for a in a_parts]
+        group = _process_group(group_name)
+        part = _kernels().matmul_reduce_scatter(rows, b_parts, biases, reduce_op, 0, group)
+        return _gathered_rows(part, a_parts[0], group)
+    return reference.unfused_matmul_all_reduce(a_parts, b_parts, biases, reduce_op, group_name)
+
+
+def _real_scaled_matmul_all_reduce(
+    a_parts: list[Tensor],
+    b_parts: list[Tensor],
+    a_scales: list[Tensor],
+    b_scales: list[Tensor],
+    biases: list[Tensor | None],
+    reduce_op: str,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    group_name: Any,
+) -> Tensor:
+    def check() -> None:
+        reference.group_and_size(group_name)
+        scales = ScatterScales(a_scales, b_scales, out_dtype)
+        reference.check_all_reduce("scaled_matmul_all_reduce", a_parts, b_parts, biases, reduce_op, scales)
+
+    if a_parts and a_parts[0].is_cuda and (cuda := _cuda()) is not None:
+        options = (reduce_op, out_dtype, use_fast_accum, _process_group(group_name), check)
+        found: Tensor | None = cuda.run_all_reduce(a_parts, b_parts, a_scales, b_scales, biases, *options)
+        if found is not None:
+            return found
+    else:
+        check()
+    if _interpreted(a_parts[0].device):
+        rows = [a.flatten(0, -2) for a in a_parts]
+        row_scales = [scale if scale.numel() == 1 else scale.flatten(0, -2) for scale in a_scales]
+        group = _process_group(group_name)
+        parts = (rows, b_parts, row_scales, b_scales, biases, reduce_op, 0, out_dtype, use_fast_accum)
+        return _gathered_rows(_kernels().scaled_matmul_reduce_scatter(*parts, group), a_parts[0], group)
+    operands = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, out_dtype, use_fast_accum)
+    return reference.unfused_scaled_matmul_all_reduce(*operands, group_name)
+
+
+def _gathered_rows(part: Tensor, a: Tensor, group: Any) -> Tensor:
+    """The second half of an interpreted all-reduce: every rank's rows of the sum, in the dimensions of `a`."""
+    whole = reference.gather(part, 0, group.size(), group)
+    return whole.view(*a.shape[:-1], part.shape[-1])
+
+
 # --- fake implementations: shapes from shapes, no group needed, no guards --------------------------------------
 def _fake_gather(
     a_shard: Tensor, bs: list[Tensor], gather_dim: int, group_size: int, dtype: torch.dtype, return_a_full: bool
@@ -417,10 +498,38 @@ def _fake_scaled_matmul_reduce_scatter(
     return _fake_scatter(a_parts, b_parts, scatter_dim, group_size, out_dtype)
 
 
+def _fake_matmul_all_reduce(
+    a_parts: list[Tensor], b_parts: list[Tensor], biases: list[Tensor | None], reduce_op: str, group_name: Any
+) -> Tensor:
+    if torch.is_grad_enabled():
+        _refuse_lost_gradients(biases)
+    reference.check_all_reduce("matmul_all_reduce", a_parts, b_parts, biases, reduce_op, sizes=False)
+    return a_parts[0].new_empty((*a_parts[0].shape[:-1], b_parts[0].shape[1]))
+
+
+def _fake_scaled_matmul_all_reduce(
+    a_parts: list[Tensor],
+    b_parts: list[Tensor],
+    a_scales: list[Tensor],
+    b_scales: list[Tensor],
+    biases: list[Tensor | None],
+    reduce_op: str,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    group_name: Any,
+) -> Tensor:
+    op = "scaled_matmul_all_reduce"
+    scales = ScatterScales(a_scales, b_scales, out_dtype)
+    reference.check_all_reduce(op, a_parts, b_parts, biases, reduce_op, scales, sizes=False)
+    return a_parts[0].new_empty((*a_parts[0].shape[:-1], b_parts[0].shape[1]), dtype=out_dtype)
+
+
 # --- gradients -------------------------------------------------------------------------------------------------
 #   all_gather_matmul:      dA_shard = reduce_scatter(Σ dOut_i @ B_iᵀ [+ dA_full]),  dB_i = A_fullᵀ @ dOut_i
 #   matmul_reduce_scatter:  dOut = all_gather(dOut_shard),  dA_i = dOut @ B_iᵀ,      dB_i = A_iᵀ @ dOut
-# so that each op's input gradient is the other op.
+# so that each of these two ops' input gradient is the other op.
+#   matmul_all_reduce:      dOut = all_reduce(dOut),        dA_i = dOut @ B_iᵀ,      dB_i = A_iᵀ @ dOut
+# The loss is the sum of all ranks' losses. (Where every rank computes the same loss, their gradients add up.)
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     a_shard, bs, biases, ctx.gather_dim, ctx.return_a_full, ctx.group_size, ctx.group_name = inputs
     _remember_biases(ctx, biases)
@@ -479,6 +588,22 @@ def _backward_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return a_grads, b_grads, _bias_grads(ctx, [full] * count), None, None, None, None
 
 
+def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a_parts, b_parts, biases, ctx.reduce_op, ctx.group_name = inputs
+    _remember_biases(ctx, biases)
+    ctx.save_for_backward(*a_parts, *b_parts)
+
+
+def _backward_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    count = len(ctx.saved_tensors) // 2
+    a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    full = reference.all_reduce(grad.contiguous(), ctx.reduce_op, ctx.group_name)
+    a_grads = [full @ b.t() if need else None for b, need in zip(b_parts, needs_a, strict=True)]
+    b_grads = [_weight_grad(a, full) if need else None for a, need in zip(a_parts, needs_b, strict=True)]
+    return a_grads, b_grads, _bias_grads(ctx, [full] * count), None, None
+
+
 def _remember_biases(ctx: Any, biases: list[Tensor | None]) -> None:
     """Keep what the gradients of biases need: each one's number of dimensions, or None if there are no biases."""
     present = [bias for bias in biases if bias is not None]
@@ -528,6 +653,8 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callab
         _no_gradient,
         None,
     ),
+    "matmul_all_reduce": (_real_matmul_all_reduce, _fake_matmul_all_reduce, _backward_all_reduce, _setup_all_reduce),
+    "scaled_matmul_all_reduce": (_real_scaled_matmul_all_reduce, _fake_scaled_matmul_all_reduce, _no_gradient, None),
 }
 
 
@@ -661,5 +788,49 @@ def scaled_matmul_reduce_scatter(
     offsets = reference.optional_list(biases, len(operands[0]))
     out: Tensor = torch.ops.asynctp.scaled_matmul_reduce_scatter(
         *operands, offsets, reduce_op, scatter_dim, out_dtype, use_fast_accum, size, name
+    )
+    return out
+
+
+def matmul_all_reduce(
+    a: Tensor | Sequence[Tensor],
+    b: Tensor | Sequence[Tensor],
+    *,
+    group: Any,
+    reduce_op: str = "sum",
+    biases: Tensor | Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """The op `asynctp::matmul_all_reduce`: differentiable, and traceable by torch.compile.
+
+    Arguments, shapes, result and errors are those of `asynctp_passes.reference.matmul_all_reduce`.
+    """
+    name, _ = reference.group_and_size(group)
+    a_parts, b_parts = reference.as_list(a), reference.as_list(b)
+    offsets = reference.optional_list(biases, len(a_parts))
+    out: Tensor = torch.ops.asynctp.matmul_all_reduce(a_parts, b_parts, offsets, reduce_op, name)
+    return out
+
+
+def scaled_matmul_all_reduce(
+    a: Tensor | Sequence[Tensor],
+    b: Tensor | Sequence[Tensor],
+    a_scales: Tensor | Sequence[Tensor],
+    b_scales: Tensor | Sequence[Tensor],
+    *,
+    group: Any,
+    reduce_op: str = "sum",
+    biases: Tensor | Sequence[Tensor | None] | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """The op `asynctp::scaled_matmul_all_reduce`: traceable by torch.compile; its gradient raises.
+
+    Arguments, shapes, units, result and errors are those of `asynctp_passes.reference.scaled_matmul_all_reduce`.
+    """
+    name, _ = reference.group_and_size(group)
+    operands = [reference.as_list(tensors) for tensors in (a, b, a_scales, b_scales)]
+    offsets = reference.optional_list(biases, len(operands[0]))
+    out: Tensor = torch.ops.asynctp.scaled_matmul_all_reduce(
+        *operands, offsets, reduce_op, out_dtype, use_fast_accum, name
     )
     return out

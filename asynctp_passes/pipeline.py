@@ -25,6 +25,11 @@ from asynctp_passes.rewrite import rewrite
 
 __all__ = ["run"]
 
+_UNSHARDED = (
+    "at best the sum hides behind the matmul, and sending it to all ranks does not; shard activations over the "
+    "sequence (SequenceParallel, Shard(1) outputs) to hide that too"
+)
+
 
 def run(graph: fx.Graph, config: Config | None = None) -> Report:
     """Fuse every chain of a graph that can be proven, in place, and report on every collective.
@@ -148,7 +153,9 @@ def _kind(candidate: Candidate) -> str:
     if chain is None:
         return called_name(collective.node) if collective.kind == "other" else collective.kind
     scaled = "scaled_" if chain.matmuls[0].scaled is not None else ""
-    return f"all_gather_{scaled}matmul" if isinstance(chain, GatherChain) else f"{scaled}matmul_reduce_scatter"
+    if isinstance(chain, GatherChain):
+        return f"all_gather_{scaled}matmul"
+    return f"{scaled}matmul_{collective.kind}"
 
 
 def _source(candidate: Candidate) -> str | None:
@@ -177,6 +184,8 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
         facts["keeps_gather"] = bool(chain.hoist.kept)
     elif candidate.left_out:
         facts["message"] = f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"
+    elif candidate.collective.kind == "all_reduce":
+        facts["message"] = _UNSHARDED
     if chain is not None:
         costs = cost.cost_of(chain)
         facts |= {
@@ -222,7 +231,7 @@ def _implementation(device: str, chain: GatherChain | ScatterChain | None) -> st
     gathers = isinstance(chain, GatherChain)
     scaled = chain.matmuls[0].scaled
     return ops.expected_implementation(
-        gathers,
+        chain.collective.kind,
         chain.collective.group_size,
         math.prod(shapes[0][0][:-1]),
         depths[0] if gathers else sum(depths),

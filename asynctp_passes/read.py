@@ -133,7 +133,7 @@ def _member(
         waits=tuple(user for user in node.users if op_name(user) == _WAIT),
         group=group,
         group_key=_group_key(group),
-        group_size=size,
+        group_size=size or _group_size(group),
         reduce_op=values.get(op.reduce_op, op.reduce_op),
         dim=dim % value.dim() if dim and value is not None else 0,
         call=call,
@@ -151,6 +151,11 @@ def _group_key(group: Any) -> str:
     if isinstance(group, fx.Node):
         return compat.group_name_of(group.meta.get("val")) or f"%{group.name}"
     return compat.group_name_of(group)
+
+
+def _group_size(group: Any) -> int:
+    """Ranks of a group that exists; 0 for another one."""
+    return compat.size_of_group(group.meta.get("val") if isinstance(group, fx.Node) else group)
 
 
 def _first_tensor(node: fx.Node) -> fx.Node | None:

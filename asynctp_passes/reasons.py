@@ -96,7 +96,7 @@ OTHER_COLLECTIVE = _skip(
     "ATP006",
     "OTHER_COLLECTIVE",
     "this collective is neither an all-gather, a reduce-scatter nor an all-reduce",
-    "nothing to do: asynctp fuses all-gathers and reduce-scatters",
+    "nothing to do: asynctp fuses all-gathers, reduce-scatters and all-reduces",
 )
 
 GATHERED_SCALE = _skip(
@@ -181,8 +181,8 @@ GATHER_IS_RIGHT_OPERAND = _miss(
 SUM_HAS_OTHER_TERM = _miss(
     "ATP110",
     "SUM_HAS_OTHER_TERM",
-    "the reduce-scattered sum has a term that is not a matmul, or a scaled or broadcast addition",
-    "add the other term after the reduce-scatter, on the shard",
+    "the reduced sum has a term that is not a matmul, or a scaled or broadcast addition",
+    "add the other term after the collective: on the shard that a reduce-scatter returns, or to an all-reduce's result",
 )
 SUM_TERMS_DISAGREE = _miss(
     "ATP111",
@@ -190,13 +190,7 @@ SUM_TERMS_DISAGREE = _miss(
     "the matmuls of the reduced sum differ in layout, kind, dtype or scale options",
     "bring all terms to one layout and dtype before adding them",
 )
-MATMUL_ALL_REDUCE = _miss(
-    "ATP112",
-    "MATMUL_ALL_REDUCE",
-    "a matmul's result is all-reduced: the model runs without sequence parallelism",
-    "shard activations over the sequence (SequenceParallel, Shard(1) outputs): all-reduce becomes reduce-scatter "
-    "and all-gather, which are fused",
-)
+# ATP112 (a matmul's result is all-reduced) is retired: that is fused.
 COLLECTIVE_NOT_UNDERSTOOD = _miss(
     "ATP113",
     "COLLECTIVE_NOT_UNDERSTOOD",
@@ -245,14 +239,14 @@ ROWS_CONTRACTED = _miss(
 REDUCE_OP_UNSUPPORTED = _miss(
     "ATP201",
     "REDUCE_OP_UNSUPPORTED",
-    "the reduce-scatter's reduction is neither 'sum' nor 'avg'",
+    "the collective's reduction is neither 'sum' nor 'avg'",
     "only sums commute with the matmul's accumulation; use 'sum' or 'avg'",
 )
 PRODUCT_HAS_OTHER_USERS = _miss(
     "ATP202",
     "PRODUCT_HAS_OTHER_USERS",
     "the unreduced matmul result (or a view of it) is also used elsewhere, so it must be kept whole",
-    "do not return or save the unreduced product (activation checkpointing: save the reduce-scatter's result instead)",
+    "do not return or save the unreduced product (activation checkpointing: save the collective's result instead)",
 )
 OPERAND_DEPENDS_ON_GATHER = _miss(
     "ATP203",

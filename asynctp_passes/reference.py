@@ -28,11 +28,15 @@ __all__ = [
     "check_gather",
     "check_scatter",
     "group_and_size",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
     "unfused_all_gather_matmul",
     "unfused_all_gather_scaled_matmul",
+    "unfused_matmul_all_reduce",
     "unfused_matmul_reduce_scatter",
+    "unfused_scaled_matmul_all_reduce",
     "unfused_scaled_matmul_reduce_scatter",
 ]
 
@@ -232,6 +236,93 @@ def scaled_matmul_reduce_scatter(
     return unfused_scaled_matmul_reduce_scatter(*operands, out_dtype, use_fast_accum, size, name)
 
 
+def matmul_all_reduce(
+    a: Tensor | Sequence[Tensor],
+    b: Tensor | Sequence[Tensor],
+    *,
+    group: Any,
+    reduce_op: str = "sum",
+    biases: Tensor | Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """Multiply, add up the products, then all-reduce the sum: `mm + mm + … → all_reduce → out`.
+
+    Differentiable as far as torch's own collectives are.
+
+    Args:
+        a: Left-hand operand, or one per product.
+        b: Right-hand operand, or one per product.
+        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+        reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
+        biases: One, or one per product, added on every rank; None adds none.
+
+    Shapes:
+        a: `[*, M, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; result: `[*, M, N]`, on every rank.
+
+    Returns:
+        The sum, contiguous, the same on all ranks.
+
+    Raises:
+        ValueError: Shapes, dtypes or lists that do not fit together, or a group that does not exist.
+
+    Source:
+        torch.distributed._functional_collectives (all_reduce) and torch.addmm.
+    """
+    name, _ = group_and_size(group)
+    a_parts, b_parts = as_list(a), as_list(b)
+    offsets = optional_list(biases, len(a_parts))
+    check_all_reduce("matmul_all_reduce", a_parts, b_parts, offsets, reduce_op)
+    return unfused_matmul_all_reduce(a_parts, b_parts, offsets, reduce_op, name)
+
+
+def scaled_matmul_all_reduce(
+    a: Tensor | Sequence[Tensor],
+    b: Tensor | Sequence[Tensor],
+    a_scales: Tensor | Sequence[Tensor],
+    b_scales: Tensor | Sequence[Tensor],
+    *,
+    group: Any,
+    reduce_op: str = "sum",
+    biases: Tensor | Sequence[Tensor | None] | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """Multiply fp8 operands with scales, add up the products, then all-reduce the sum. Not differentiable.
+
+    Args:
+        a: Left-hand operand, or one per product, fp8.
+        b: Right-hand operand, or one per product, fp8 (on CUDA column-major, else it is copied).
+        a_scales: fp32 factor of each left-hand operand: one number, or one per row.
+        b_scales: fp32 factor of each right-hand operand: one number, or one per column.
+        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+        reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
+        biases: One, or one per product, added on every rank; None adds none.
+        out_dtype: Dtype of the products, of their sum and on the wire.
+        use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
+
+    Shapes:
+        As `matmul_all_reduce`; a_scales: one element, or `[*, M, 1]`; b_scales: one element, or `[1, N]`.
+
+    Units:
+        Scales multiply: the value is `fp8 number × scale`.
+
+    Returns:
+        The sum in `out_dtype`, contiguous, the same on all ranks.
+
+    Raises:
+        ValueError: Shapes, dtypes or lists that do not fit together, or a group that does not exist.
+
+    Source:
+        torch.distributed._functional_collectives (all_reduce); torch._scaled_mm on CUDA, fp32 on CPU.
+    """
+    name, _ = group_and_size(group)
+    a_parts, b_parts = as_list(a), as_list(b)
+    offsets = optional_list(biases, len(a_parts))
+    scales = ScatterScales(as_list(a_scales), as_list(b_scales), out_dtype)
+    check_all_reduce("scaled_matmul_all_reduce", a_parts, b_parts, offsets, reduce_op, scales)
+    operands = (a_parts, b_parts, as_list(a_scales), as_list(b_scales), offsets, reduce_op)
+    return unfused_scaled_matmul_all_reduce(*operands, out_dtype, use_fast_accum, name)
+
+
 # --- spellings of arguments ------------------------------------------------------------------------------
 def group_and_size(group: Any) -> tuple[Any, int]:
     """The group's name and its number of ranks, from a name, ProcessGroup, 1-D DeviceMesh or `(DeviceMesh, dim)`.
@@ -290,7 +381,7 @@ class GatherScales:
 
 @dataclass(frozen=True)
 class ScatterScales:
-    """The arguments that only the scaled scatter op has."""
+    """The arguments that only the scaled scatter and all-reduce ops have."""
 
     a_scales: Sequence[Tensor]
     b_scales: Sequence[Tensor]
@@ -363,9 +454,32 @@ def check_scatter(
     Raises:
         ValueError: Names the argument, its value, the limit and the remedy.
     """
+    check_all_reduce(op, a_parts, b_parts, biases, reduce_op, scales, sizes=sizes)
+    dim = _check_dim(op, "scatter_dim", scatter_dim, a_parts[0].ndim)
+    if sizes:
+        size = (*a_parts[0].shape[:-1], b_parts[0].shape[1])[dim]
+        limit = f"a multiple of the group's {group_size} ranks; pad that dimension"
+        _require(size % group_size == 0, op, f"size of dimension {dim} of the product", size, limit)
+
+
+def check_all_reduce(
+    op: str,
+    a_parts: Sequence[Tensor],
+    b_parts: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    reduce_op: str,
+    scales: ScatterScales | None = None,
+    *,
+    sizes: bool = True,
+) -> None:
+    """Check the arguments of an op that reduces products; without `sizes` only what adds no guard.
+
+    Raises:
+        ValueError: Names the argument, its value, the limit and the remedy.
+    """
     _check_lengths(op, len(a_parts), {"a_parts": a_parts, "b_parts": b_parts, "biases": biases})
     _require(reduce_op in REDUCE_OPS, op, "reduce_op", reduce_op, f"one of {REDUCE_OPS}")
-    dim = _check_dim(op, "scatter_dim", scatter_dim, a_parts[0].ndim)
+    _check_ndim(op, a_parts[0].ndim)
     for i, (a, b, bias) in enumerate(zip(a_parts, b_parts, biases, strict=True)):
         _check_product(op, (f"a_parts[{i}]", f"b_parts[{i}]", f"biases[{i}]"), a, b, bias, scales)
         alike = a.ndim == a_parts[0].ndim and (scales is not None or a.dtype == a_parts[0].dtype)
@@ -375,16 +489,14 @@ def check_scatter(
     if scales is not None:
         _check_lengths(op, len(a_parts), {"a_scales": scales.a_scales, "b_scales": scales.b_scales})
     if sizes:
-        _check_scatter_sizes(op, a_parts, b_parts, biases, dim, group_size, scales)
+        _check_sum_sizes(op, a_parts, b_parts, biases, scales)
 
 
-def _check_scatter_sizes(
+def _check_sum_sizes(
     op: str,
     a_parts: Sequence[Tensor],
     b_parts: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    dim: int,
-    group_size: int,
     scales: ScatterScales | None,
 ) -> None:
     product = (*a_parts[0].shape[:-1], b_parts[0].shape[1])
@@ -394,8 +506,6 @@ def _check_scatter_sizes(
         same = (*a.shape[:-1], b.shape[1]) == product
         limit = f"of the first product's shape {product}, since the products are added"
         _require(same, op, f"product {i}", (*a.shape[:-1], b.shape[1]), limit)
-    limit = f"a multiple of the group's {group_size} ranks; pad that dimension"
-    _require(product[dim] % group_size == 0, op, f"size of dimension {dim} of the product", product[dim], limit)
     if scales is not None:
         for i, (a, b) in enumerate(zip(a_parts, b_parts, strict=True)):
             _check_a_scale(op, f"a_scales[{i}]", scales.a_scales[i], a.shape)
@@ -439,8 +549,12 @@ def normalize_dim(dim: int, ndim: int) -> int:
     return dim + ndim if dim < 0 else dim
 
 
-def _check_dim(op: str, name: str, dim: int, ndim: int) -> int:
+def _check_ndim(op: str, ndim: int) -> None:
     _require(ndim >= 2, op, "dimensions of A", ndim, "at least 2 (rows and contraction); unsqueeze a vector first")
+
+
+def _check_dim(op: str, name: str, dim: int, ndim: int) -> int:
+    _check_ndim(op, ndim)
     _require(-ndim <= dim < ndim, op, name, dim, f"between {-ndim} and {ndim - 1} for an operand of {ndim} dimensions")
     return normalize_dim(dim, ndim)
 
@@ -549,8 +663,8 @@ def unfused_matmul_reduce_scatter(
     group_name: Any,
 ) -> Tensor:
     """`asynctp::matmul_reduce_scatter` without overlap; the arguments are checked already."""
-    products = [_product(a, b, bias) for a, b, bias in zip(a_parts, b_parts, biases, strict=True)]
-    return reduce_scatter(_sum(products), reduce_op, scatter_dim, group_size, group_name)
+    total = _summed_products(a_parts, b_parts, biases)
+    return reduce_scatter(total, reduce_op, scatter_dim, group_size, group_name)
 
 
 def unfused_scaled_matmul_reduce_scatter(
@@ -567,11 +681,32 @@ def unfused_scaled_matmul_reduce_scatter(
     group_name: Any,
 ) -> Tensor:
     """`asynctp::scaled_matmul_reduce_scatter` without overlap; the arguments are checked already."""
-    products = [
-        _scaled_product(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
-        for a, b, a_scale, b_scale, bias in zip(a_parts, b_parts, a_scales, b_scales, biases, strict=True)
-    ]
-    return reduce_scatter(_sum(products), reduce_op, scatter_dim, group_size, group_name)
+    parts = (a_parts, b_parts, a_scales, b_scales, biases)
+    total = _summed_scaled_products(*parts, out_dtype, use_fast_accum)
+    return reduce_scatter(total, reduce_op, scatter_dim, group_size, group_name)
+
+
+def unfused_matmul_all_reduce(
+    a_parts: list[Tensor], b_parts: list[Tensor], biases: Sequence[Tensor | None], reduce_op: str, group_name: Any
+) -> Tensor:
+    """`asynctp::matmul_all_reduce` without overlap; the arguments are checked already."""
+    return all_reduce(_summed_products(a_parts, b_parts, biases), reduce_op, group_name)
+
+
+def unfused_scaled_matmul_all_reduce(
+    a_parts: list[Tensor],
+    b_parts: list[Tensor],
+    a_scales: list[Tensor],
+    b_scales: list[Tensor],
+    biases: Sequence[Tensor | None],
+    reduce_op: str,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    group_name: Any,
+) -> Tensor:
+    """`asynctp::scaled_matmul_all_reduce` without overlap; the arguments are checked already."""
+    parts = (a_parts, b_parts, a_scales, b_scales, biases)
+    return all_reduce(_summed_scaled_products(*parts, out_dtype, use_fast_accum), reduce_op, group_name)
 
 
 # --- collectives -----------------------------------------------------------------------------------------
@@ -612,9 +747,40 @@ def reduce_scatter(full: Tensor, reduce_op: str, dim: int, group_size: int, grou
     return shard / group_size if divide else shard
 
 
+def all_reduce(partial: Tensor, reduce_op: str, group_name: Any) -> Tensor:
+    """The ranks' sum or average, on every rank; gloo's average as in `reduce_scatter`."""
+    divide = reduce_op == "avg" and partial.device.type == "cpu"
+    c10d = torch.ops._c10d_functional
+    op = "sum" if divide else reduce_op
+    total: Tensor = c10d.wait_tensor(c10d.all_reduce(partial, op, compat.group_name_of(group_name)))
+    return total / group_and_size(group_name)[1] if divide else total
+
+
 # --- matmuls ---------------------------------------------------------------------------------------------
 def _rows(a: Tensor) -> Tensor:
     return a.flatten(0, -2)
+
+
+def _summed_products(a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    return _sum([_product(a, b, bias) for a, b, bias in zip(a_parts, b_parts, biases, strict=True)])
+
+
+def _summed_scaled_products(
+    a_parts: Sequence[Tensor],
+    b_parts: Sequence[Tensor],
+    a_scales: Sequence[Tensor],
+    b_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    parts = zip(a_parts, b_parts, a_scales, b_scales, biases, strict=True)
+    return _sum(
+        [
+            _scaled_product(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
+            for a, b, a_scale, b_scale, bias in parts
+        ]
+    )
 
 
 def _sum(products: list[Tensor]) -> Tensor:

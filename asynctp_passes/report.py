@@ -20,7 +20,8 @@ class Remark:
 
     Attributes:
         outcome: FUSED (rewritten), MISSED (in scope, and not fused) or SKIPPED (out of scope, or not worth it).
-        kind: `"all_gather_matmul"`, `"matmul_reduce_scatter"`, or the collective's own name when no chain was found.
+        kind: `"all_gather_matmul"`, `"matmul_reduce_scatter"`, `"matmul_all_reduce"`, the same with `scaled_`, or the
+            collective's own name when no chain was found.
         collective: Name of the collective's node in the original graph.
         code: Reason code (`"ATP101"`); empty when FUSED.
         name: Reason name (`"PIECES_REORDERED"`); empty when FUSED.
@@ -29,13 +30,14 @@ class Remark:
         nodes: Names of the chain's nodes in graph order, collective and matmuls included.
         source: `file:line` in the user's program, when the graph knows it.
         group: Name of the process group.
-        group_size: Number of ranks in it.
+        group_size: Number of ranks in it; 0 where the graph does not say it and the group does not exist.
         shapes: Shapes by role (`"shard"`, `"operand"`, `"out"`), as text: `"bf16[2, 4*s0, 64]"`.
         op: The fused op that replaced the chain; empty unless FUSED.
         implementation: What the op runs: `"unfused"` (plain collective and matmul: no overlap), or the kernel's name;
             on CUDA, where the op chooses per call, what is expected from the sizes and why, as
-            `"fused (cost model)"`.
-        comm_bytes: Bytes this rank receives (gather) or sends (scatter) in the fused op; None if unknown.
+            `"fused (cost model)"`, or `"fused, then all-gather (cost model)"` of an all-reduce.
+        comm_bytes: Bytes this rank receives (gather), sends (scatter) or both (all-reduce) in the fused op; None if
+            unknown.
         keeps_gather: True when the program's own gather stays beside the fused op, for other users; `message` has both
             sizes.
         flops: Floating-point operations of the chain's matmuls on this rank; None if unknown.
@@ -69,7 +71,8 @@ class Remark:
         facts = "  ".join(f"{role} {shape}" for role, shape in self.shapes.items())
         lines = [head]
         if self.outcome == "FUSED":
-            lines.append(f"    {self.op} over group {self.group!r} of {self.group_size}; {facts}")
+            ranks = f" of {self.group_size}" if self.group_size else ""
+            lines.append(f"    {self.op} over group {self.group!r}{ranks}; {facts}")
             lines.append(f"    implementation: {self.implementation}{self._cost()}")
             lines += [f"    note: {self.message}"] if self.message else []
         else:

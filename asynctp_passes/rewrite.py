@@ -3,6 +3,7 @@
 gather    shard → all_gather → wait → view* → mm+       becomes   shard → view? → all_gather_matmul → view → ...
 gather    shard → all_gather → wait → op* → mm+         becomes   shard → op* → view? → all_gather_matmul → view → ...
 scatter   mm+ → view* → add* → reduce_scatter → wait    becomes   a+, b+ → view? → matmul_reduce_scatter → view?
+          mm+ → view* → add* → all_reduce → wait        becomes   a+, b+ → matmul_all_reduce → view*
 bundle    (x → all_reduce → wait)+                      becomes   x+ → cat → all_reduce → wait → split → clone+
 """
 
@@ -33,9 +34,19 @@ from asynctp_passes.chain import (
     ScatterChain,
     anchor,
 )
-from asynctp_passes.fxview import Plan, Sizes, express, is_size, op_name, segments, size_sources, tensor_of
+from asynctp_passes.fxview import (
+    Plan,
+    Sizes,
+    arguments,
+    express,
+    is_size,
+    op_name,
+    segments,
+    size_sources,
+    tensor_of,
+)
 from asynctp_passes.read import is_matmul
-from asynctp_passes.shapes import Rearrangement, Size, product, same
+from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, product, same
 from asynctp_passes.views import is_view, views_of
 
 __all__ = ["rewrite"]
@@ -66,7 +77,7 @@ def rewrite(
     fused: dict[fx.Node, fx.Node] = {}
     for chain in chains:
         build, old = _Builder(graph, sizes, chain, moved), _old_nodes(chain)
-        op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_scatter(build, chain)
+        op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_reduction(build, chain)
         op.meta["asynctp_collective"] = chain.collective.node.name
         products.update((matmul.node, op) for matmul in chain.matmuls)
         fused[chain.collective.node] = op
@@ -74,6 +85,8 @@ def rewrite(
         if isinstance(chain, GatherChain) and chain.hoist is not None:
             late |= _come_after(build, chain)
             hoisted.append((chain, op))
+        if isinstance(chain, ScatterChain):
+            old.update(node for node in build.made if node is not op)  # shapes of terms that went into a sum
         _erase_unused(graph, old)
         for collective in _collectives(chain):
             if collective.call is not None and collective.call.users:
@@ -461,49 +474,86 @@ def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) ->
 
 
 # --- scatter side -----------------------------------------------------------------------------------------
-def _emit_scatter(build: _Builder, chain: ScatterChain) -> fx.Node:
-    place, scatter = chain.placement, chain.collective
-    a_parts = [_product_rows(build, chain, build.now(matmul.a)) for matmul in chain.matmuls]
+def _emit_reduction(build: _Builder, chain: ScatterChain) -> fx.Node:
+    place = chain.placement
+    op = _emit_all_reduce(build, chain) if place is None else _emit_scatter(build, chain, place)
+    _read_sizes_elsewhere(build, [*chain.views, *(node for matmul in chain.matmuls for node in matmul.nodes)])
+    return op
+
+
+def _emit_scatter(build: _Builder, chain: ScatterChain, place: ScatterPlacement) -> fx.Node:
+    scatter = chain.collective
+    a_parts = [_product_rows(build, chain, place, build.now(matmul.a)) for matmul in chain.matmuls]
     first = tensor_of(a_parts[0])
     assert first is not None
     scatter_dim = first.dim() - 1 if place.axis == "columns" else first.dim() - 2
-    op = _call_scatter(build, chain, a_parts, scatter_dim)
+    op = _call_reduction(build, chain, a_parts, "reduce_scatter", (scatter_dim,), (scatter.group_size,))
     value = tensor_of(scatter.node)
     assert value is not None
     out = build.reshape(build.contiguous(_rearranged(build, op, place.out)), build.sizes.of(value))
     for node in scatter.results:
         build.replace(node, out, unless=scatter.waits)
-    _read_sizes_elsewhere(build, [*chain.views, *(matmul.node for matmul in chain.matmuls)])
     return op
 
 
-def _product_rows(build: _Builder, chain: ScatterChain, a: fx.Node) -> fx.Node:
+def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
+    """The views of one product stay, behind the op; an addition becomes that product, which the op has added up."""
+    collective = chain.collective
+    a_parts = [_as_rows(build, build.now(matmul.a)) for matmul in chain.matmuls]
+    op = _call_reduction(build, chain, a_parts, "all_reduce")
+    for matmul in chain.matmuls:
+        value = tensor_of(matmul.node)
+        assert value is not None
+        build.replace(matmul.node, build.reshape(op, build.sizes.of(value)))
+    for node in chain.views:
+        if op_name(node) == "aten.add.Tensor":
+            build.replace(node, arguments(node)["self"])
+    assert collective.input is not None
+    out = build.contiguous(build.now(collective.input))
+    for node in collective.results:
+        build.replace(node, out, unless=collective.waits)
+    return op
+
+
+def _product_rows(build: _Builder, chain: ScatterChain, place: ScatterPlacement, a: fx.Node) -> fx.Node:
     """A left operand [M, K] with its rows as [outer, ranks * inner], so that the scatter dim is one of its own."""
-    place, value = chain.placement, tensor_of(a)
+    value = tensor_of(a)
     assert value is not None
-    *lines, width = build.sizes.of(value)
     if place.axis == "columns" or same(place.outer, 1):
-        return build.reshape(a, (product(lines), width))
+        return _as_rows(build, a)
+    width = build.sizes.of(value)[-1]
     return build.reshape(a, (place.outer, place.inner * chain.collective.group_size, width))
 
 
-def _call_scatter(build: _Builder, chain: ScatterChain, a_parts: list[fx.Node], scatter_dim: int) -> fx.Node:
-    scatter, matmuls = chain.collective, chain.matmuls
+def _as_rows(build: _Builder, a: fx.Node) -> fx.Node:
+    """A left operand [..., K] as a matrix."""
+    value = tensor_of(a)
+    assert value is not None
+    *lines, width = build.sizes.of(value)
+    return build.reshape(a, (product(lines), width))
+
+
+def _call_reduction(
+    build: _Builder,
+    chain: ScatterChain,
+    a_parts: list[fx.Node],
+    collective: str,
+    where: tuple[int, ...] = (),
+    size: tuple[int, ...] = (),
+) -> fx.Node:
+    """The fused op; only that of a reduce-scatter is told `where` to scatter, and the group's `size`."""
+    matmuls, namespace = chain.matmuls, torch.ops.asynctp
     b_parts, biases = [_right(build, matmul) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
-    ending = (scatter.group_size, scatter.group)
+    how, ending = (chain.collective.reduce_op, *where), (*size, chain.collective.group)
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     if not scaled:
-        return build.call(
-            torch.ops.asynctp.matmul_reduce_scatter.default,
-            *(a_parts, b_parts, biases, scatter.reduce_op, scatter_dim, *ending),
-        )
+        op = getattr(namespace, f"matmul_{collective}").default
+        return build.call(op, a_parts, b_parts, biases, *how, *ending)
     a_scales = [_row_scale(build, build.now(one.a_scale), a) for one, a in zip(scaled, a_parts, strict=True)]
     b_scales = [_column_scale(build, one) for one in scaled]
-    return build.call(
-        torch.ops.asynctp.scaled_matmul_reduce_scatter.default,
-        *(a_parts, b_parts, a_scales, b_scales, biases, scatter.reduce_op, scatter_dim),
-        *(scaled[0].out_dtype, scaled[0].use_fast_accum, *ending),
-    )
+    op = getattr(namespace, f"scaled_matmul_{collective}").default
+    options = (scaled[0].out_dtype, scaled[0].use_fast_accum)
+    return build.call(op, a_parts, b_parts, a_scales, b_scales, biases, *how, *options, *ending)
 
 
 def _row_scale(build: _Builder, scale: fx.Node, a: fx.Node) -> fx.Node:
@@ -573,6 +623,8 @@ def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
     views = _followed(chain) if isinstance(chain, GatherChain) else chain.views
     nodes = {*views, *(node for matmul in chain.matmuls for node in (*matmul.nodes, *_views_above(matmul)))}
     nodes |= {node for collective in _collectives(chain) for node in collective.nodes}
+    inside = [node for matmul in chain.matmuls for node in matmul.epilogue]
+    nodes |= {node for step in inside for node in step.all_input_nodes if op_name(node) and not node.all_input_nodes}
     return nodes | {user for node in nodes for user in node.users if is_size(user)}
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "Rearrangement",
     "ScatterPlacement",
     "Size",
+    "incomplete",
     "locate_gather",
     "locate_ranks",
     "locate_scatter",
@@ -430,6 +431,12 @@ def locate_scatter(operand: IndexMap, rows: Size, columns: Size, ranks: int) -> 
     if same(stride * ranks, columns):
         return ScatterPlacement("columns", rows, 1, stride, _rearrange(_without(rest, stride, ranks)))
     return Refusal(reasons.NOT_ROWS_OR_CONTRACTION, f"the rank is inside the output columns (stride {stride})")
+
+
+def incomplete(operand: IndexMap, total: Size) -> Refusal | None:
+    """Why a map does not take every one of `total` source elements exactly once; None when it does."""
+    found = _complete(operand.digits, operand.offset, total)
+    return found if isinstance(found, Refusal) else None
 
 
 def _split_at(dim: Dim, boundary: Size) -> Dim:

@@ -1,7 +1,7 @@
 """A chain that cannot be fused: read the reason and the remedy, mend the model, and see it fused.
 
-The model is tensor parallel without sequence parallelism, so every rank needs the whole output and the matmul's result
-is all-reduced. The report says so, and what to do: keep activations sharded over the sequence.
+The activations are sharded over the sequence, and gathered before the norm instead of before the matmul behind it. The
+report says so, and what to do: a norm works row by row, so it gives the same on the shard, before the gather.
 Run it with: python examples/explain_a_miss.py
 """
 
@@ -11,8 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import asynctp_passes
@@ -20,14 +27,13 @@ import asynctp_passes
 RANKS = 4
 
 
-def report_of(mesh: DeviceMesh, layout: Placement) -> asynctp_passes.Report:
-    """Compile an MLP whose activations have `layout` at both ends, and return the report of its graph."""
-    model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False))
-    plan = {"0": ColwiseParallel(input_layouts=layout), "2": RowwiseParallel(output_layouts=layout)}
-    compiled = torch.compile(parallelize_module(model, mesh, plan), backend="asynctp", options={"strict": "off"})
-    positions = 64 // RANKS if layout == Shard(1) else 64
+def report_of(mesh: DeviceMesh, norm: ParallelStyle, up: ParallelStyle) -> asynctp_passes.Report:
+    """Compile a norm and an MLP on activations that are sharded over the sequence; return the report of the graph."""
+    model = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False))
+    plan = {"0": norm, "1": up, "3": RowwiseParallel(output_layouts=Shard(1))}
+    compiled = torch.compile(parallelize_module(model, mesh, plan), backend="asynctp")
     with torch.no_grad():
-        compiled(torch.randn(2, positions, 64))
+        compiled(torch.randn(2, 64 // RANKS, 64))
     return asynctp_passes.reports()[-1]
 
 
@@ -35,15 +41,16 @@ def main() -> tuple[asynctp_passes.Report, asynctp_passes.Report]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
 
-    print("Tensor parallel, activations whole on every rank:\n")
-    missed = report_of(mesh, Replicate())
+    print("Activations are gathered before the norm:\n")
+    gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True)
+    missed = report_of(mesh, gather, ColwiseParallel())
     print(missed, end="\n\n")
     for remark in missed.missed:
         print(f"So {remark.collective} is {remark.outcome} for reason {remark.code} ({remark.name}).")
         print(f"What to do: {remark.hint}.\n")
 
-    print("The same with activations sharded over the sequence, as the remedy says:\n")
-    fused = report_of(mesh, Shard(1))
+    print("The same with the norm on the shard, as the remedy says:\n")
+    fused = report_of(mesh, SequenceParallel(), ColwiseParallel(input_layouts=Shard(1)))
     print(fused)
     dist.destroy_process_group()
     return missed, fused

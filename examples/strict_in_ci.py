@@ -14,8 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._inductor.exc import InductorError
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import asynctp_passes
@@ -23,37 +29,43 @@ import asynctp_passes
 RANKS = 4
 
 
-def compile_model(layout: Placement, **options: Any) -> None:
+def compile_model(*, norm_on_shards: bool, **options: Any) -> None:
     """What your test does with your model: parallelize it, compile it strictly, run it once."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False))
-    plan = {"0": ColwiseParallel(input_layouts=layout), "2": RowwiseParallel(output_layouts=layout)}
+    model = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False))
+    gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True)
+    plan = {
+        "0": SequenceParallel() if norm_on_shards else gather,
+        "1": ColwiseParallel(input_layouts=Shard(1) if norm_on_shards else Replicate()),
+        "3": RowwiseParallel(output_layouts=Shard(1)),
+    }
     compiled = torch.compile(parallelize_module(model, mesh, plan), backend="asynctp", options=options)
     with torch.no_grad():
-        compiled(torch.randn(2, 64 // RANKS if layout == Shard(1) else 64, 64))
+        compiled(torch.randn(2, 64 // RANKS, 64))
 
 
 def test_every_chain_is_fused() -> None:
-    compile_model(Shard(1), strict="all", expect=2)
+    compile_model(norm_on_shards=True, strict="all", expect=2)
     assert len(asynctp_passes.reports()[-1].fused) == 2
 
 
 def test_a_miss_fails() -> None:
-    error = error_of(Replicate(), strict="all")
+    """The norm changes values between the gather and the matmul."""
+    error = error_of(norm_on_shards=False, strict="all")
     assert isinstance(error, asynctp_passes.StrictError)
-    assert [remark.code for remark in error.report.missed] == ["ATP112"]
+    assert [remark.code for remark in error.report.missed] == ["ATP105"]
     print(error)
 
 
 def test_fewer_than_expected_fails() -> None:
-    error = error_of(Shard(1), expect=3)
+    error = error_of(norm_on_shards=True, expect=3)
     assert isinstance(error, asynctp_passes.ExpectError)
 
 
-def error_of(layout: Placement, **options: Any) -> BaseException:
+def error_of(*, norm_on_shards: bool, **options: Any) -> BaseException:
     """The error of a compile that must fail. Inductor wraps what a pass raises; the original is inside."""
     try:
-        compile_model(layout, **options)
+        compile_model(norm_on_shards=norm_on_shards, **options)
     except InductorError as error:
         return error.inner_exception
     except asynctp_passes.AsyncTPError as error:

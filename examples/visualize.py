@@ -14,23 +14,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 RANKS = 4
 
 
 class TwoLayers(nn.Module):
-    """An MLP under sequence parallelism and one without it, so that the page shows fused and missed chains."""
+    """An MLP, and one whose input is gathered before a norm, so that the page shows fused and missed chains."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up1, self.down1 = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+        self.norm = nn.RMSNorm(64)
         self.up2, self.down2 = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.down1(torch.relu(self.up1(x)))
-        return self.down2(torch.relu(self.up2(x)))
+        return self.down2(torch.relu(self.up2(self.norm(x))))
 
 
 def main(folder: str | Path = "asynctp-out/example") -> list[Path]:
@@ -39,8 +45,9 @@ def main(folder: str | Path = "asynctp-out/example") -> list[Path]:
     plan = {
         "up1": ColwiseParallel(input_layouts=Shard(1)),
         "down1": RowwiseParallel(output_layouts=Shard(1)),
-        "up2": ColwiseParallel(input_layouts=Shard(1)),
-        "down2": RowwiseParallel(output_layouts=Replicate()),
+        "norm": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True),
+        "up2": ColwiseParallel(),
+        "down2": RowwiseParallel(output_layouts=Shard(1)),
     }
     model = parallelize_module(TwoLayers(), mesh, plan)
     before = set(Path(folder).glob("*.html"))

@@ -228,6 +228,62 @@ def case_functional_collectives(mesh: DeviceMesh) -> tuple[Report, ...]:
     return reports
 
 
+def case_without_sequence_parallelism(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """The products are all-reduced, forward and backward; 3 rows cannot be divided among the ranks."""
+    torch.manual_seed(2)
+    reports = compare(mlp(mesh, sequence_parallel=False), torch.randn(2, 4, 16, requires_grad=True), 1)
+    odd = compare(mlp(mesh, sequence_parallel=False), torch.randn(1, 3, 16, requires_grad=True), 1)
+    assert {remark.op for report in (*reports, *odd) for remark in report.fused} == {"asynctp::matmul_all_reduce"}
+    assert {remark.group_size for report in reports for remark in report.fused} == {mesh.size()}
+    return reports
+
+
+def case_dynamic_rows_all_reduced(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """A sum of two products with any number of rows, in another layout."""
+    group = mesh.get_group()
+
+    def program(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        total = torch.relu(x) @ w + x.flatten(0, 1).sigmoid().matmul(v).view(*x.shape[:2], 8)
+        return funcol.all_reduce(total.transpose(0, 2), "avg", group) * 2
+
+    start()
+    torch.manual_seed(0)
+    weights = torch.randn(16, 8), torch.randn(16, 8)
+    function = compiled(program, fullgraph=True, dynamic=True)
+    for rows in (4, 5, 7):
+        x = shard_of(mesh, 2, rows, 16).detach()
+        assert_close([function(x, *weights)], [program(x, *weights)])
+    assert_fused(asynctp_passes.reports(), {"inference": 1})
+    return asynctp_passes.reports()
+
+
+def case_scales_behind_the_product(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """A rowwise scaled product in torchao's backward form: at least as near to fp64 as the program itself."""
+    group = mesh.get_group()
+
+    def program(a: Tensor, w: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        one = torch.ones((), dtype=torch.float32)
+        product = torch._scaled_mm(a, w.t(), one, one, out_dtype=torch.bfloat16)
+        scaled = (product * (row * column)).to(torch.bfloat16)
+        return funcol.reduce_scatter_tensor(scaled, "sum", 0, group)
+
+    a, w = (shard_of(mesh, 64, 64).detach().to(torch.float8_e4m3fn) for _ in range(2))
+    row, column = (shard_of(mesh, *shape).detach().abs() + 0.5 for shape in ((64, 1), (1, 64)))
+    try:
+        eager = program(a, w, row, column)
+    except (RuntimeError, NotImplementedError) as error:
+        raise NotRunnable(str(error)) from None
+    start()
+    ours = compiled(program, fullgraph=True)(a, w, row, column)
+    total = a.double() @ w.double().t() * row.double() * column.double()
+    torch.distributed.all_reduce(total)
+    exact = total.chunk(mesh.size())[mesh.get_rank()]
+    errors = [((out.double() - exact).norm() / exact.norm()).item() for out in (ours, eager + 0)]
+    assert 0 < errors[0] <= errors[1] < 1e-2, errors
+    assert_fused(asynctp_passes.reports(), {"inference": 1})
+    return asynctp_passes.reports()
+
+
 def case_dynamic_sequence(mesh: DeviceMesh) -> tuple[Report, ...]:
     """One compile serves three sequence lengths."""
     start()

@@ -259,7 +259,7 @@ CASES = {
     "custom scatter": Case(custom_scatter, _MATRIX),
     "custom scatter of the middle": Case(custom_scatter_of_the_middle, _BATCH),
     "custom scatter of columns": Case(custom_scatter_of_columns, _BATCH),
-    "custom all-reduce": Case(custom_all_reduce, _MATRIX, ("ATP112",)),
+    "custom all-reduce": Case(custom_all_reduce, _MATRIX),
     "custom scaled matmul": Case(custom_scaled_matmul, ((4, 16), (32, 16), (32,)), ("F", "F"), options=QUICK),
     "custom scaled matmul by auto_functionalized of old": Case(
         custom_scaled_matmul,

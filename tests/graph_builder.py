@@ -87,6 +87,11 @@ class GraphBuilder:
         scattered = self.call(c10d.reduce_scatter_tensor.default, full, op, self.ranks, self.group)
         return self.call(c10d.wait_tensor.default, scattered)
 
+    def all_reduce(self, partial: Node, op: str = "sum") -> Node:
+        """all_reduce → wait."""
+        reduced = self.call(c10d.all_reduce.default, partial, op, self.group)
+        return self.call(c10d.wait_tensor.default, reduced)
+
     def chunks(self, x: Node, dim: int = 0) -> list[Node]:
         """split → getitem, one piece a rank."""
         split = self.call(aten.split.Tensor, x, x.meta["val"].shape[dim] // self.ranks, dim)

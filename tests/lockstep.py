@@ -167,6 +167,11 @@ def _all_reduce(calls: Sequence[tuple[Tensor, str, Any]]) -> list[Tensor]:
     return [total.to(call[0].dtype, copy=True) for call in calls]
 
 
+def _all_reduce_in_place(calls: Sequence[tuple[Tensor, str, Any]]) -> list[Tensor]:
+    """As `_all_reduce`, into each rank's own tensor."""
+    return [call[0].copy_(total) for call, total in zip(calls, _all_reduce(calls), strict=True)]
+
+
 def _custom_all_gather(calls: Sequence[tuple[Tensor, int, int, Any]]) -> list[Tensor]:
     """The all-gather of serving frameworks: along any dimension."""
     _check_group_size(calls, calls[0][2])
@@ -336,6 +341,28 @@ def _scaled_matmul_reduce_scatter(calls: Sequence[tuple[Any, ...]]) -> list[Tens
     return _scattered(_reduced(partials, reduce_op), len(calls), scatter_dim, out_dtype)
 
 
+def _matmul_all_reduce(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
+    """all_reduce(sum_i (a_parts[i] @ b_parts[i] + biases[i]))."""
+    partials = []
+    for a_parts, b_parts, biases, _, _ in calls:
+        terms = zip(a_parts, b_parts, _padded(biases, len(a_parts)), strict=True)
+        partials.append(_sum(_product(a, b, bias) for a, b, bias in terms))
+    total = _reduced(partials, calls[0][3])
+    return [total.to(call[0][0].dtype, copy=True) for call in calls]
+
+
+def _scaled_matmul_all_reduce(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
+    """As `_matmul_all_reduce` of dequantized operands."""
+    partials = []
+    for a_parts, b_parts, a_scales, b_scales, biases, *_ in calls:
+        terms = zip(a_parts, b_parts, a_scales, b_scales, _padded(biases, len(a_parts)), strict=True)
+        partials.append(
+            _sum(_product(_scaled_rows(a, sa), _scaled_columns(b, sb), bias) for a, b, sa, sb, bias in terms)
+        )
+    total = _reduced(partials, calls[0][5])
+    return [total.to(call[6], copy=True) for call in calls]
+
+
 def _padded(biases: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
     """One bias or None for each operand; an empty list means none."""
     return list(biases) if biases else [None] * count
@@ -356,12 +383,15 @@ _GROUP_OPS: dict[str, GroupOp] = {
     "_c10d_functional_autograd::all_gather_into_tensor": _all_gather_into_tensor,
     "_c10d_functional_autograd::reduce_scatter_tensor": _reduce_scatter_tensor,
     "asynctp::all_gather": _all_gather_into_tensor,
+    "_c10d_functional::all_reduce_": _all_reduce_in_place,
     "vllm_like::all_gather": _custom_all_gather,
     "vllm_like::reduce_scatter": _custom_reduce_scatter,
     "asynctp::all_gather_matmul": _all_gather_matmul,
     "asynctp::all_gather_scaled_matmul": _all_gather_scaled_matmul,
     "asynctp::matmul_reduce_scatter": _matmul_reduce_scatter,
     "asynctp::scaled_matmul_reduce_scatter": _scaled_matmul_reduce_scatter,
+    "asynctp::matmul_all_reduce": _matmul_all_reduce,
+    "asynctp::scaled_matmul_all_reduce": _scaled_matmul_all_reduce,
 }
 
 _RANK_OPS: dict[str, Callable[..., Any]] = {

@@ -7,7 +7,7 @@ elsewhere. A pass may leave an adversarial program alone; it must not change wha
 
     gather side     shard → all_gather → wait → view* → rows → {matmul, other users}
     quantized       shard → all_gather → wait → view* → {abs → amax → ... → scale; / → clamp → fp8} → rows → _scaled_mm
-    scatter side    matmul → view* → sum → view* → reduce_scatter → wait
+    scatter side    matmul (→ scales) → view* → sum → view* → {reduce_scatter, all_reduce} → wait
 
 `programs()` is the hypothesis strategy and `seeded_program(seed, ...)` the same generator on a plain random source, for
 tests that must build one program in several processes.
@@ -19,7 +19,7 @@ import math
 import operator
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import serving_ops  # noqa: F401  (defines torch.ops.vllm_like)
@@ -74,7 +74,7 @@ class Program:
         groups: Tuples of ranks by group name.
         honest: Every chain should be fused.
         gathers: Number of all-gather → matmul chains, when honest.
-        scatters: Number of matmul → reduce-scatter chains, when honest.
+        scatters: Number of matmul → reduce-scatter or all-reduce chains, when honest.
         beside: How many collectives there may be beside the fused ops, when honest, for other users of their operands.
         apart: Number of all-gathers for weight gradients alone, which are not fused.
         notes: What was chosen, in order; for the reader of a failure.
@@ -561,6 +561,7 @@ class _Recipe:
     out_dtype: torch.dtype
     rowwise: bool = False
     fast_accum: bool = False
+    scaled_after: bool = False
 
 
 def _recipe(b: Builder, dtype: torch.dtype) -> _Recipe:
@@ -636,6 +637,35 @@ _BATCHED: dict[str, Callable[[Builder, Node, Node], Node]] = {
     "linear": _linear,
     "matmul": _matmul_of_any_rank,
 }
+
+
+def _scaled_after(b: Builder, recipe: _Recipe, rows: Node, right: Node, attack: bool) -> Node:
+    """A scaled matmul of scale 1 whose scales come behind it, in fp32, then rounding: rowwise training in torchao."""
+    m, n = shape_of(rows)[0], shape_of(right)[1]
+    spoiled = b.choose(_SCALE_ATTACKS) if attack and b.chance(2) else ""
+    one = b.call(aten.full.default, [], 2.0 if spoiled == "own scale" else 1.0, dtype=torch.float32)
+    dtype = b.choose([torch.float32, recipe.out_dtype])  # not rounded more than at the end
+    fast = [True] if recipe.fast_accum else []
+    out = b.call(aten._scaled_mm.default, rows, right, one, one, None, None, dtype, *fast)
+    shapes = b.choose([[[m, 1], [1, n]], [[1, n], [m, 1]], [[m, 1]], [[1, n]], [[1], [1, n]], [[1, 1], [1]]])
+    shapes = {"matrix": [[m, n]], "twice": [[m, 1], [m, 1]]}.get(spoiled, shapes)
+    factors = [b.placeholder(shape, torch.float32, "scale") for shape in shapes]
+    if len(factors) == 2 and b.chance(2):
+        factors = [b.call(aten.mul.Tensor, *factors)]
+    if spoiled:
+        b.note(f"scale attack {spoiled}", spoils=True)
+    for factor in factors:
+        pair = (factor, out) if b.chance(3) else (out, factor)
+        out = b.call(aten.mul.Tensor, *pair)
+        if spoiled == "rounded":
+            out = b.call(torch.ops.prims.convert_element_type.default, out, recipe.out_dtype)
+    b.note("scales behind the product")
+    if dtype_of(out) == recipe.out_dtype:
+        return out
+    return b.call(torch.ops.prims.convert_element_type.default, out, recipe.out_dtype)
+
+
+_SCALE_ATTACKS = ["own scale", "matrix", "twice", "rounded"]
 
 
 def _row_scale(b: Builder, recipe: _Recipe, rows: int) -> Node | None:
@@ -943,8 +973,11 @@ def _gather_for_a_gradient(b: Builder, group: _Group) -> Node:
 
 
 def _scatter_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool, source: Node | None) -> list[Node]:
-    """matmuls → view* → sum → view* → reduce_scatter → wait; `source` is the first left operand, if given."""
+    """matmuls → view* → sum → view* → collective → wait; `source` is the first left operand, if given."""
     recipe = _recipe(b, dtype_of(source) if source else dtype)
+    if recipe.dtype in FP8 and b.chance(2):
+        recipe = replace(recipe, scaled_after=True)
+    whole = b.chance(4)
     shape, dim = _full_shape(b, group, source)
     total, product = _summed_products(b, recipe, shape, source, attack)
     views_attack = attack and b.honest and not b.chance(4)
@@ -952,12 +985,12 @@ def _scatter_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool, 
         b.note("custom scatter")
         return [b.call(custom.reduce_scatter.default, total, dim, group.size, group.name)]
     blocks = scatter_views(b, total, dim, group.size, views_attack)
-    blocks = _divisible(b, blocks, group.size)
+    blocks = blocks if whole else _divisible(b, blocks, group.size)
     if len(shape_of(blocks)) > 2 and b.chance(4):
         blocks = b.reshape(blocks, [-1, shape_of(blocks)[-1]])
     if attack and b.chance(8) and dtype_of(blocks) not in FP8:
         _mutate(b, b.choose([blocks, product]), "product")
-    return _reduce_scatter(b, blocks, product, group, attack)
+    return _reduce(b, blocks, product, group, attack, whole)
 
 
 def _full_shape(b: Builder, group: _Group, source: Node | None) -> tuple[list[int], int]:
@@ -984,7 +1017,11 @@ def _summed_products(
     for index in range(count):
         k = shape_of(source)[1] if source and index == 0 else b.choose([16] if recipe.dtype in FP8 else [2, 4, 8])
         left = source if source and index == 0 else b.placeholder([rows, k], recipe.dtype)
-        products.append(_matmul(b, recipe, left, _right_operand(b, recipe, k, columns), _row_scale(b, recipe, rows)))
+        right = _right_operand(b, recipe, k, columns)
+        if recipe.scaled_after:
+            products.append(_scaled_after(b, recipe, left, right, attack))
+        else:
+            products.append(_matmul(b, recipe, left, right, _row_scale(b, recipe, rows)))
     early = b.chance(2)
     terms = [_shaped(b, product, shape) for product in products] if early else products
     if attack and b.chance(3):
@@ -1042,12 +1079,15 @@ def _divisible(b: Builder, x: Node, count: int) -> Node:
     return b.call(aten.cat.default, [x] * count)
 
 
-def _reduce_scatter(b: Builder, blocks: Node, product: Node, group: _Group, attack: bool) -> list[Node]:
+def _reduce(b: Builder, blocks: Node, product: Node, group: _Group, attack: bool, whole: bool) -> list[Node]:
+    """Reduce-scatter, or all-reduce if the `whole` sum is wanted on every rank."""
     reduce_op = b.choose(["sum", "sum", "avg"])
     if attack and b.chance(8):
         reduce_op = "max"
         b.note("reduces by max", spoils=True)
-    if b.chance(6):
+    if whole:
+        scattered = b.call(c10d.all_reduce.default, blocks, reduce_op, group.name)
+    elif b.chance(6):
         coalesced = c10d.reduce_scatter_tensor_coalesced.default
         (scattered,) = b.items(b.call(coalesced, [blocks], reduce_op, group.size, group.name))
     else:

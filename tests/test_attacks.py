@@ -25,6 +25,7 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 FP8, OTHER_FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 GROUP = "tp"
+Attack = Callable[[Builder], list[Node]]
 
 
 def gathered(b: Builder, shard: Node) -> Node:
@@ -431,9 +432,6 @@ def three_gathers_in_a_circle(b: Builder) -> list[Node]:
     return [*products, *crossed]
 
 
-Attack = Callable[[Builder], list[Node]]
-
-
 # --- sums that are addmm -----------------------------------------------------------------------------------
 def term_added_by_addmm_and_again(b: Builder) -> list[Node]:
     """`mm + (mm + a @ w)`: the first product counts twice."""
@@ -468,6 +466,167 @@ def gathered_rows_added_to(b: Builder) -> list[Node]:
     """A gather's addmm with a matrix for a bias."""
     x, w, bias = inputs(b, (4, 6), (6, 8), (8, 8))
     return [b.call(aten.addmm.default, bias, gathered(b, x), w)]
+
+
+# --- scales behind the product --------------------------------------------------------------------------------
+def unit(b: Builder, value: float = 1.0) -> Node:
+    return b.call(aten.full.default, [], value, dtype=torch.float32)
+
+
+def fp8_product(b: Builder, scale: Node, bias: Node | None = None, rows: int = 8) -> Node:
+    """`_scaled_mm` with the one scale for both operands, and slow accumulation: its argument is left out."""
+    x, w = b.placeholder((rows, 32), FP8), b.placeholder((32, 16), FP8, strides=(1, 32))
+    return b.call(aten._scaled_mm.default, x, w, scale, scale, bias, None, torch.bfloat16)
+
+
+def factor(b: Builder, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Node:
+    return b.placeholder(shape, dtype, "scale")
+
+
+def times(b: Builder, *nodes: Node) -> Node:
+    """The product of all, from the left."""
+    first, *others = nodes
+    for other in others:
+        first = b.call(aten.mul.Tensor, first, other)
+    return first
+
+
+def rounded(b: Builder, x: Node, dtype: torch.dtype = torch.bfloat16) -> Node:
+    return b.call(torch.ops.prims.convert_element_type.default, x, dtype)
+
+
+def scaled_by(*shapes: tuple[int, ...], outer: bool = False, first: bool = False) -> Attack:
+    """Factors of these shapes: one after the other, or their product at once; before the product, or behind it."""
+
+    def attack(b: Builder) -> list[Node]:
+        out, factors = fp8_product(b, unit(b)), [factor(b, shape) for shape in shapes]
+        factors = [times(b, *factors)] if outer else factors
+        return [scattered(b, rounded(b, times(b, *factors, out) if first else times(b, out, *factors)))]
+
+    return attack
+
+
+def scaled_with_own(make: Callable[[Builder], Node]) -> Attack:
+    """The matmul's own scales are not known to be 1."""
+    return lambda b: [scattered(b, rounded(b, times(b, fp8_product(b, make(b)), factor(b, (8, 1)))))]
+
+
+def unit_changed_in_place(b: Builder) -> Node:
+    one = unit(b)
+    b.call(aten.add_.Tensor, b.call(aten.view.default, one, [1]), 1)
+    return one
+
+
+def scaled_bias_too(b: Builder) -> list[Node]:
+    out = fp8_product(b, unit(b), b.placeholder((16,), torch.bfloat16))
+    return [scattered(b, rounded(b, times(b, out, factor(b, (8, 1)))))]
+
+
+def scaled_and_kept(which: int) -> Attack:
+    """The product, its scaled form or its rounded form is returned too."""
+
+    def attack(b: Builder) -> list[Node]:
+        out = fp8_product(b, unit(b))
+        steps = [out, times(b, out, factor(b, (8, 1)))]
+        steps.append(rounded(b, steps[1]))
+        return [steps[which], scattered(b, steps[2])]
+
+    return attack
+
+
+def scaled_in_half(b: Builder) -> list[Node]:
+    return [scattered(b, times(b, fp8_product(b, unit(b)), factor(b, (8, 1), torch.bfloat16)))]
+
+
+def scaled_by_a_number_of_no_dimension(b: Builder) -> list[Node]:
+    """Such a number does not promote: the product is scaled in bf16."""
+    return [scattered(b, times(b, fp8_product(b, unit(b)), factor(b, ())))]
+
+
+def rounded_between_scales(b: Builder) -> list[Node]:
+    half = rounded(b, times(b, fp8_product(b, unit(b)), factor(b, (8, 1))))
+    return [scattered(b, rounded(b, times(b, half, factor(b, (1, 16)))))]
+
+
+def squared(b: Builder) -> list[Node]:
+    """One row: the product has the shape of a factor per column."""
+    out = rounded(b, fp8_product(b, unit(b), rows=1), torch.float32)
+    return [all_reduced(b, times(b, out, out))]
+
+
+def scale_changed_after_the_outer_product(b: Builder) -> list[Node]:
+    row, column, one = factor(b, (8, 1)), factor(b, (1, 16)), unit(b)
+    outer = times(b, row, column)
+    b.call(aten.add_.Tensor, row, 1)
+    return [scattered(b, rounded(b, times(b, fp8_product(b, one), outer))), row]
+
+
+def gathered_then_scaled_then_scattered(b: Builder) -> list[Node]:
+    """The gather takes the matmul, its scales stay behind it."""
+    x, w, one = b.placeholder((4, 32), FP8), b.placeholder((32, 16), FP8, strides=(1, 32)), unit(b)
+    out = b.call(aten._scaled_mm.default, gathered(b, x), w, one, one, None, None, torch.bfloat16)
+    return [scattered(b, rounded(b, times(b, out, factor(b, (8, 1)))))]
+
+
+# --- all-reduces ------------------------------------------------------------------------------------------------
+def all_reduced(b: Builder, full: Node, reduce_op: str = "sum", group: str = GROUP) -> Node:
+    """All-reduce and wait."""
+    return b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, full, reduce_op, group))
+
+
+def product_of(b: Builder, rows: int = 6) -> Node:
+    return b.call(aten.mm.default, *inputs(b, (rows, 6), (6, 8)))
+
+
+def view_all_reduced(target: Any, *args: Any) -> Attack:
+    """A view of a product is all-reduced."""
+    return lambda b: [all_reduced(b, b.call(target, product_of(b), *args))]
+
+
+def terms_in_views_of_their_own(b: Builder) -> list[Node]:
+    """Rows that no number of ranks divides; the views of the first term are kept, those of the others go."""
+    terms = [b.call(aten.view.default, product_of(b, 7), [1, 7, 8]), product_of(b, 7), product_of(b, 7)]
+    terms[1] = b.call(aten.view.default, b.call(aten.permute.default, terms[1], [0, 1]), [1, 7, 8])
+    terms[2] = b.call(aten.unsqueeze.default, terms[2], 0)
+    total = b.call(aten.add.Tensor, b.call(aten.add.Tensor, *terms[:2]), terms[2])
+    return [all_reduced(b, b.call(aten.permute.default, total, [2, 0, 1]), "avg")]
+
+
+def all_reduced_then_mutated(b: Builder) -> list[Node]:
+    out = all_reduced(b, b.call(aten.view.default, product_of(b), [2, 3, 8]))
+    b.call(aten.add_.Tensor, out, 1)
+    return [out]
+
+
+def all_reduced_in_place(b: Builder, early: bool = False) -> list[Node]:
+    """The product's own memory is reduced; `early`: and read before the wait."""
+    out = product_of(b)
+    result = b.call(c10d.all_reduce_.default, out, "sum", GROUP)
+    read = [b.call(aten.clone.default, out)] if early else []
+    return [b.call(c10d.wait_tensor.default, result), *read]
+
+
+def all_reduced_and_scattered(b: Builder) -> list[Node]:
+    out = product_of(b)
+    return [all_reduced(b, out), scattered(b, out)]
+
+
+def all_reduced_twice(b: Builder) -> list[Node]:
+    """The second one's matmul takes the first one's result."""
+    (v,) = inputs(b, (8, 3))
+    return [all_reduced(b, b.call(aten.mm.default, all_reduced(b, product_of(b)), v))]
+
+
+def operand_changed_before_the_all_reduce(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 8))
+    out = b.call(aten.mm.default, x, w)
+    b.call(aten.add_.Tensor, w, 1)
+    return [all_reduced(b, out)]
+
+
+def gathered_then_all_reduced(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 8))
+    return [all_reduced(b, b.call(aten.mm.default, gathered(b, x), w))]
 
 
 GRAPHS: dict[str, tuple[Attack, list[str]]] = {
@@ -538,6 +697,45 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "products added by addmm": (products_added_by_addmm, ["F"]),
     "gathered rows added to": (gathered_rows_added_to, ["ATP205"]),
     "three gathers in a circle": (three_gathers_in_a_circle, ["F", "F", "ATP203"]),
+    "scaled by an outer product": (scaled_by((8, 1), (1, 16), outer=True), ["F"]),
+    "scaled by an outer product, columns first": (scaled_by((1, 16), (8, 1), outer=True, first=True), ["F"]),
+    "scaled by rows, then columns": (scaled_by((8, 1), (1, 16)), ["F"]),
+    "scaled by rows": (scaled_by((8, 1)), ["F"]),
+    "scaled by columns": (scaled_by((1, 16)), ["F"]),
+    "scaled by two numbers": (scaled_by((1, 1), (1,)), ["F"]),
+    "scaled by a number and columns": (scaled_by((1,), (1, 16)), ["F"]),
+    "scaled by rows and a number": (scaled_by((8, 1), (1,)), ["F"]),
+    "scaled by a matrix": (scaled_by((8, 16)), ["ATP105"]),
+    "scaled by a matrix and rows": (scaled_by((8, 16), (8, 1), outer=True), ["ATP105"]),
+    "scaled by a vector": (scaled_by((16,)), ["ATP105"]),
+    "scaled by rows twice": (scaled_by((8, 1), (8, 1)), ["ATP105"]),
+    "scaled by three": (scaled_by((8, 1), (1, 16), (1,)), ["ATP105"]),
+    "own scales are 2": (scaled_with_own(lambda b: unit(b, 2.0)), ["ATP105"]),
+    "own scales are an input": (scaled_with_own(lambda b: factor(b, ())), ["ATP105"]),
+    "own scales changed in place": (scaled_with_own(unit_changed_in_place), ["ATP105"]),
+    "bias scaled too": (scaled_bias_too, ["ATP105"]),
+    "product kept": (scaled_and_kept(0), ["ATP202"]),
+    "scaled product kept": (scaled_and_kept(1), ["ATP202"]),
+    "rounded product kept": (scaled_and_kept(2), ["ATP202"]),
+    "scaled in half precision": (scaled_in_half, ["ATP105"]),
+    "scaled by a number of no dimension": (scaled_by_a_number_of_no_dimension, ["ATP105"]),
+    "rounded between scales": (rounded_between_scales, ["ATP105"]),
+    "squared": (squared, ["ATP105"]),
+    "scale changed after the outer product": (scale_changed_after_the_outer_product, ["ATP204"]),
+    "gathered, then scaled, then scattered": (gathered_then_scaled_then_scattered, ["F", "ATP402"]),
+    "all-reduced": (lambda b: [all_reduced(b, product_of(b))], ["F"]),
+    "all-reduced by max": (lambda b: [all_reduced(b, product_of(b), "max")], ["ATP201"]),
+    "all-reduced terms in views of their own": (terms_in_views_of_their_own, ["F"]),
+    "all-reduced, then mutated": (all_reduced_then_mutated, ["F"]),
+    "all-reduced transposed": (view_all_reduced(aten.t.default), ["F"]),
+    "all-reduced slice": (view_all_reduced(aten.slice.Tensor, 0, 0, 3), ["ATP103"]),
+    "all-reduced rows twice": (view_all_reduced(aten.repeat.default, [2, 1]), ["ATP102"]),
+    "all-reduced in place": (all_reduced_in_place, ["ATP204"]),
+    "all-reduced in place, read early": (lambda b: all_reduced_in_place(b, early=True), ["ATP202"]),
+    "all-reduced and scattered": (all_reduced_and_scattered, ["ATP202", "ATP202"]),
+    "all-reduced twice": (all_reduced_twice, ["F", "F"]),
+    "operand changed before the all-reduce": (operand_changed_before_the_all_reduce, ["ATP204"]),
+    "gathered, then all-reduced": (gathered_then_all_reduced, ["F", "ATP402"]),
 }
 
 
@@ -568,7 +766,14 @@ def rowwise_with_views(b: Builder) -> list[Node]:
 
 @pytest.mark.parametrize(
     "attack",
-    [rowwise_with_views, base_of_operand_mutated, scatter_feeds_gather, quantized_rows_and_a_view_of_them_saved],
+    [
+        rowwise_with_views,
+        base_of_operand_mutated,
+        scatter_feeds_gather,
+        quantized_rows_and_a_view_of_them_saved,
+        terms_in_views_of_their_own,
+        scaled_by((8, 1), (1, 16), outer=True),
+    ],
 )
 def test_a_node_without_value_is_no_crash(attack: Attack) -> None:
     for name in node_names(attack):

@@ -21,7 +21,7 @@ import serving_ops
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from backend_cases import STRICT, Outcome, compiled, mlp, plain_layer, run_cases, shard_of, start, train
+from backend_cases import STRICT, Outcome, compiled, plain_layer, run_cases, shard_of, start, train
 from ranks import run_ranks
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
@@ -301,16 +301,20 @@ def test_passes_turned_off(mesh: DeviceMesh) -> None:
 
 
 def test_strict_raises_on_every_compile(mesh: DeviceMesh) -> None:
-    """Tensor parallelism without sequence parallelism: the code reaches the user, and no cache hides it."""
-    module = mlp(mesh, sequence_parallel=False)
+    """A nonlinearity between the gather and the matmul: the code reaches the user, and no cache hides it."""
+    group, weight = mesh.get_group(), torch.ones(16, 8)
+
+    def program(x: Tensor) -> Tensor:
+        return torch.relu(funcol.all_gather_tensor(x, 0, group)) @ weight
+
     for _ in range(2):
         start()
-        with pytest.raises(torch._inductor.exc.InductorError, match="ATP112") as raised:
-            compiled(module)(torch.ones(2, 4, 16))
+        with pytest.raises(torch._inductor.exc.InductorError, match="ATP105") as raised:
+            compiled(program)(torch.ones(4, 16))
         error = raised.value.inner_exception
         assert isinstance(error, StrictError)
         assert error.report is not None
-        assert [remark.code for remark in error.report.missed] == ["ATP112"]
+        assert [remark.code for remark in error.report.missed] == ["ATP105"]
         assert asynctp_passes.reports() == (error.report,)
         assert hits() == (0, 0)
 

@@ -21,11 +21,11 @@ def test_reasons_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"{reason.code} {reason.name}" in out for reason in CATALOGUE.values())
 
 
-@pytest.mark.parametrize("spelling", ["ATP112", "atp112", "MATMUL_ALL_REDUCE"])
+@pytest.mark.parametrize("spelling", ["ATP105", "atp105", "COMPUTED_BETWEEN"])
 def test_reasons_explains_one(spelling: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reasons", spelling]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("ATP112 MATMUL_ALL_REDUCE (MISSED)\n")
+    assert out.startswith("ATP105 COMPUTED_BETWEEN (MISSED)\n")
     assert "remedy: " in out
 
 

@@ -20,7 +20,7 @@ from asynctp_passes import Config, Report, run
 
 EXPECTED = """
 # graph                                   all-gather  reduce-scatter  all-reduce
-allreduce_funcol_3d__0                    -           -               M112
+allreduce_funcol_3d__0                    -           -               F
 block_sp_2dmesh_tp2__0                    F*2         F*2             -
 block_sp_2dmesh_tp2__1                    F*2         F*2             -
 block_sp_B1__0                            F*2         F*2             -
@@ -33,7 +33,7 @@ block_sp_full_ac__0                       F*2         F*2             -
 block_sp_full_ac__1                       F*4         F*3             -
 c10d_all_gather_into_tensor_out__0        F           -               -
 c10d_all_gather_list__0                   F           -               -
-c10d_matmul_all_reduce__0                 -           -               M112
+c10d_matmul_all_reduce__0                 -           -               F
 c10d_reduce_scatter_tensor_out__0         -           F               -
 custom_op_vllm_style__0                   F           F               -
 fp8_F_scaled_mm_v2__0                     F*2         -               -
@@ -82,10 +82,10 @@ funcol_rs_einsum_heads__0                 -           F               -
 funcol_rs_einsum_heads__1                 F           -               -
 mlp_lastdim_shard_3d__0                   F           F               -
 mlp_lastdim_shard_3d__1                   F           F               -
-mlp_nosp_allreduce_3d__0                  -           -               M112
-mlp_nosp_allreduce_3d__1                  -           -               M112
-mlp_nosp_bias_allreduce_3d__0             -           -               M112
-mlp_nosp_bias_allreduce_3d__1             -           -               M112
+mlp_nosp_allreduce_3d__0                  -           -               F
+mlp_nosp_allreduce_3d__1                  -           -               F
+mlp_nosp_bias_allreduce_3d__0             -           -               F
+mlp_nosp_bias_allreduce_3d__1             -           -               F
 mlp_sp_bias_dim1_3d__0                    F           F               -
 mlp_sp_bias_dim1_3d__1                    F           F               -
 mlp_sp_dim0_2d__0                         F           F               -
@@ -103,16 +103,16 @@ mlp_sp_uneven_seq__1                      M114        -               -
 swiglu_sp_B2__0                           F           F               -
 swiglu_sp_B2__1                           F           F               -
 torchao_rowwise_block__0                  F*2         F*2             S002*9
-torchao_rowwise_block__1                  F*2         M*2             S002*8
-torch2.11/torchao_rowwise_block__1        F*2         M*2             S002*10
+torchao_rowwise_block__1                  F*2         F*2             S002*8
+torch2.11/torchao_rowwise_block__1        F*2         F*2             S002*10
 torchao_rowwise_block_full_ac__0          F*2         F*2             S002*9
-torchao_rowwise_block_full_ac__1          F*4         F,M*2           S002*12
+torchao_rowwise_block_full_ac__1          F*4         F*3             S002*12
 torchao_rowwise_swiglu_B1__0              F           F               S002*4
-torchao_rowwise_swiglu_B1__1              F           M               S002*4
+torchao_rowwise_swiglu_B1__1              F           F               S002*4
 torchao_rowwise_swiglu__0                 F           F               S002*4
-torchao_rowwise_swiglu__1                 F           M               S002*4
+torchao_rowwise_swiglu__1                 F           F               S002*4
 torchao_rowwise_with_gw_hp_swiglu__0      F           F               S002*5
-torchao_rowwise_with_gw_hp_swiglu__1      F           M               S002*4
+torchao_rowwise_with_gw_hp_swiglu__1      F           F               S002*4
 torchao_tensorwise_block__0               F*2         F*2             S002*11
 torchao_tensorwise_block__1               F*2         F*2             S002*7
 torchao_tensorwise_swiglu_B1__0           F           F               S002*5

@@ -609,6 +609,69 @@ def op(here: Machine, call: GatherCall | ScatterCall, check: Callable[[], None] 
 
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct")
+
+
+# --- all-reduces: the plan of a scatter, and a gather --------------------------------------------------------------
+def all_reduce(here: Machine, call: ScatterCall, check: Callable[[], None] = lambda: None) -> Tensor | None:
+    """The sum of a call's products as the op makes it."""
+    return cuda.run_all_reduce(
+        call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op, call.out_dtype,
+        call.fast, here.group, check)  # fmt: skip
+
+
+@pytest.fixture
+def shards(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What was given to the all-gather, which takes all ranks' rows to be ours."""
+    given: list[Tensor] = []
+
+    def all_gather(shard: Tensor, dim: int, group: object) -> Tensor:
+        given.append(shard)
+        return torch.cat([shard] * WORLD, dim)
+
+    monkeypatch.setattr(cuda, "all_gather", all_gather)
+    return given
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("options", [{}, {**ROWWISE, "fast": False}], ids=["bf16", "rows of scales, slow"])
+def test_all_reduce(implementation: str, options: dict[str, Any], here: Machine, shards: list[Tensor]) -> None:
+    """Rows of all dimensions together are scattered, by the implementation that is asked for, and gathered."""
+    call, checked = scatter_call((2, 96, 2), (64,), 80, dim=1, **options), []
+    rows = replace(call, a_parts=[call.a_parts[0].view(384, 64)], dim=0)
+    part = whole(rows, implementation).chunk(WORLD)
+    here.kernels["push_reduce_kernel"] = functools.partial(cuda_emulated.push_reduce, parts=[part[RANK]] * WORLD)
+    with cuda.forced(implementation):
+        for _ in range(2):
+            if implementation != "direct":
+                here.memory.require("inbox", part[RANK].numel() * 2 * WORLD)
+                peers_come(here, [part[RANK].contiguous()] * WORLD, MAX_CHUNKS)
+            out = all_reduce(here, call, lambda: checked.append(1))
+            assert out is not None
+            assert (out.shape, out.dtype) == ((2, 96, 2, 80), torch.bfloat16)
+            assert torch.equal(shards.pop(), (part[RANK].float() * WORLD).bfloat16())
+    assert checked == [1], "once for each plan"
+    assert here.memory.last_implementation == implementation
+
+
+def test_all_reduce_of_rows_that_cannot_be_divided(here: Machine, shards: list[Tensor]) -> None:
+    checked: list[int] = []
+    for _ in range(2):
+        assert all_reduce(here, scatter_call((7,), (64,), 72), lambda: checked.append(1)) is None
+    assert (checked, shards, here.memory.last_implementation) == ([1], [], "unfused")
+    with cuda.forced("direct"), pytest.raises(RuntimeError, match="7 rows are not divisible by 4 ranks"):
+        all_reduce(here, scatter_call((7,), (64,), 72))
+
+
+def test_all_reduce_and_scatter_of_one_shape_are_chosen_apart(here: Machine, shards: list[Tensor]) -> None:
+    """64 rows: a scatter is fastest direct, an all-reduce by NCCL."""
+    call = scatter_call((64,), (64,), 72)
+    assert all_reduce(here, call) is None
+    assert op(here, call) is not None
+    assert here.memory.last_implementation == "direct"
+    assert all_reduce(here, call) is None
+    assert shards == []
+
+
 SMALL: dict[str, Callable[[], Any]] = {
     "gather": lambda: gather_call((192,), 64, (72,)),
     "scatter": lambda: scatter_call((768,), (64,), 72),

@@ -81,6 +81,11 @@ def explain_scatter(rows: int, k: int, n: int, world: int = 4, **others: Any) ->
     return explain("matmul_reduce_scatter", *options, world=world, **others)
 
 
+def explain_all_reduce(rows: int, k: int, n: int, world: int = 4, **others: Any) -> Choice:
+    """bf16."""
+    return explain("matmul_all_reduce", [empty(rows, k)], [weight(k, n)], [None], "sum", world=world, **others)
+
+
 OVERLAPPED = {"fused", "decomposed"}
 
 
@@ -105,6 +110,27 @@ def test_extremes_of_a_scatter(k: int, n: int, device: str, world: int) -> None:
         assert explain_scatter(rows, k, n, world=world, device=device).implementation == "direct"
     for rows in (8192, 16384, 65536):
         assert explain_scatter(rows, k, n, world=world, device=device).implementation in OVERLAPPED
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("device", [H200, UNKNOWN])
+@pytest.mark.parametrize(("k", "n"), [(2048, 8192), (7168, 8192), (3584, 4096)])
+def test_extremes_of_an_all_reduce(k: int, n: int, device: str, world: int) -> None:
+    """Few rows, as in decoding, get one collective instead of two."""
+    for rows in (1, 8, 64, 128, 256):
+        assert explain_all_reduce(rows, k, n, world=world, device=device).implementation == "unfused"
+    for rows in (8192, 16384, 65536):
+        assert explain_all_reduce(rows, k, n, world=world, device=device).implementation in OVERLAPPED
+
+
+def test_an_all_reduce_is_a_scatter_and_a_gather() -> None:
+    """Every implementation's estimate is the scatter's, and the same for the rest; NCCL's own has one latency less."""
+    whole, part = explain_all_reduce(2048, 7168, 4096), explain_scatter(2048, 7168, 4096)
+    rest = {name: whole.estimates_us[name] - part.estimates_us[name] for name in IMPLEMENTATIONS}
+    again = 2048 * 3 / 4 * 4096 * 2 / Rates().nccl
+    assert rest == pytest.approx(
+        {name: again + (0 if name == "unfused" else Rates().nccl_start) for name in IMPLEMENTATIONS}, abs=0.2
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
@@ -200,11 +226,25 @@ def scaled_scatter_args(**changes: Any) -> tuple[Any, ...]:
     return tuple({**defaults, **changes}.values())
 
 
-GATHER, SCALED_GATHER, SCATTER, SCALED_SCATTER = (
+def all_reduce_args(**changes: Any) -> tuple[Any, ...]:
+    """Of matmul_all_reduce, without the group."""
+    a, bs, biases, reduce_op, _ = scatter_args(**changes)
+    return a, bs, biases, reduce_op
+
+
+def scaled_all_reduce_args(**changes: Any) -> tuple[Any, ...]:
+    """Of scaled_matmul_all_reduce, without the group."""
+    *operands, _, out_dtype, fast = scaled_scatter_args(**changes)
+    return *operands, out_dtype, fast
+
+
+GATHER, SCALED_GATHER, SCATTER, SCALED_SCATTER, ALL_REDUCE, SCALED_ALL_REDUCE = (
     "all_gather_matmul",
     "all_gather_scaled_matmul",
     "matmul_reduce_scatter",
     "scaled_matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "scaled_matmul_all_reduce",
 )
 ROW_SCALES = {"a_scale": empty(256, 1, dtype=FP32), "b_scales": [empty(1, 512, dtype=FP32)], "travels": True}
 NOT_CUBLAS = "cuBLAS does not take"
@@ -330,6 +370,38 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
             biases=[None] * 2,
         ),
         {"fused": "several scaled products"},
+    ),
+    "scaled scatter of rows and a number, slow": (
+        SCALED_SCATTER,
+        scaled_scatter_args(a_scales=[empty(1024, 1, dtype=FP32)], b_scales=[empty(1, dtype=FP32)], fast=False),
+        {},
+    ),
+    "all-reduce": (ALL_REDUCE, all_reduce_args(), {}),
+    "all-reduce of any rows": (
+        ALL_REDUCE,
+        all_reduce_args(a=[empty(2, 511, 512)]),
+        dict.fromkeys(("fused", "decomposed", "direct"), "1022 rows are not divisible by 4 ranks"),
+    ),
+    "all-reduce of rows in all": (ALL_REDUCE, all_reduce_args(a=[empty(2, 2, 129, 512)]), {}),
+    "all-reduce fp32": (
+        ALL_REDUCE,
+        all_reduce_args(a=[empty(1024, 512, dtype=FP32)], bs=[weight(512, 512, FP32)]),
+        {"fused": "torch.float32"},
+    ),
+    "all-reduce of nothing": (
+        ALL_REDUCE,
+        all_reduce_args(a=[empty(0, 512)]),
+        dict.fromkeys(("fused", "decomposed", "direct"), "nothing"),
+    ),
+    "scaled all-reduce of rows, slow": (
+        SCALED_ALL_REDUCE,
+        scaled_all_reduce_args(
+            a=[empty(2, 512, 512, dtype=FP8)],
+            a_scales=[empty(2, 512, 1, dtype=FP32)],
+            b_scales=[empty(1, 512, dtype=FP32)],
+            fast=False,
+        ),
+        {},
     ),
 }
 

@@ -47,17 +47,17 @@ def test_compile_mlp(tmp_path: Path) -> None:
 
 def test_explain_a_miss(tmp_path: Path) -> None:
     out = run_example("explain_a_miss.py", cwd=tmp_path)
-    before, after = out.split("The same with activations sharded")
-    assert "0 of 1 chains fused, 1 missed" in before
-    assert "ATP112 MATMUL_ALL_REDUCE" in before
-    assert "What to do: shard activations over the sequence" in before
+    before, after = out.split("The same with the norm on the shard")
+    assert "1 of 2 chains fused, 1 missed" in before
+    assert "ATP105 COMPUTED_BETWEEN" in before
+    assert "What to do: apply row-wise operations to the shard" in before
     assert "2 of 2 chains fused, 0 missed" in after
 
 
 def test_strict_in_ci(tmp_path: Path) -> None:
     out = run_example("strict_in_ci.py", cwd=tmp_path)
     assert out.count("passed: test_") == 3
-    assert "ATP112: asynctp fused 0 of 1 chains" in out
+    assert "ATP105: asynctp fused 1 of 2 chains" in out
 
 
 @pytest.mark.ranks
@@ -78,7 +78,7 @@ def test_visualize(tmp_path: Path) -> None:
     assert pages[0].name in out
     text = pages[0].read_text(encoding="utf-8")
     assert "FUSED" in text
-    assert "ATP112 MATMUL_ALL_REDUCE" in text
+    assert "ATP105 COMPUTED_BETWEEN" in text
 
 
 def test_plot_losses(tmp_path: Path) -> None:

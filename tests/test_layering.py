@@ -21,7 +21,7 @@ KERNELS = ROOT / "kernels" / "asynctp_kernels"
 
 ROWS = (
     ("reasons", "config", "compat", "shapes", "chain", "reference", "registry", "profile"),
-    ("fxview", "views", "read", "ops", "torch_bugs"),
+    ("fxview", "views", "read", "epilogue", "ops", "torch_bugs"),
     ("find", "rowwise", "near", "cost", "checks", "collectives"),
     ("decide", "hide", "coalesce"),
     ("rewrite", "report", "errors", "agree", "visualize"),

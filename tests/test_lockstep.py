@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -29,6 +29,10 @@ SIGNATURES = {
     "scaled_matmul_reduce_scatter": "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, "
     "Tensor?[] biases, str reduce_op, int scatter_dim, ScalarType out_dtype, bool use_fast_accum, int group_size, "
     "Any group_name) -> Tensor",
+    "matmul_all_reduce": "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, Any group_name) "
+    "-> Tensor",
+    "scaled_matmul_all_reduce": "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, "
+    "Tensor?[] biases, str reduce_op, ScalarType out_dtype, bool use_fast_accum, Any group_name) -> Tensor",
 }
 
 
@@ -208,6 +212,28 @@ def test_scaled_matmul_reduce_scatter() -> None:
     assert not differences(expected, [(out,) for out in outs])
 
 
+@pytest.mark.parametrize("reduce_op", ["sum", "avg"])
+def test_matmul_all_reduce(reduce_op: str) -> None:
+    a0, a1, b0, b1, bias = (_random(shape, 2) for shape in ([3, 5], [3, 6], [5, 2], [6, 2], [2]))
+    total = sum(a0[r] @ b0[r] + a1[r] @ b1[r] + bias[r] for r in range(2)) / (2 if reduce_op == "avg" else 1)
+    graph = _fused_graph(
+        "matmul_all_reduce", 5, lambda a0, a1, b0, b1, bias: ([a0, a1], [b0, b1], [None, bias], reduce_op), ["0"]
+    )
+    outs = evaluate(graph, [[a0[r], a1[r], b0[r], b1[r], bias[r]] for r in range(2)])
+    assert not differences([(total,)] * 2, [(out,) for out in outs])
+
+
+def test_scaled_matmul_all_reduce() -> None:
+    a = [part.to(torch.float8_e4m3fn) for part in _random([3, 16], 2)]
+    b = [part.to(torch.float8_e4m3fn) for part in _random([16, 16], 2)]
+    sa, sb = ([scale.abs().float() for scale in _random(shape, 2)] for shape in ([3, 1], [1, 16]))
+    total = sum((a[r].double() * sa[r]) @ (b[r].double() * sb[r]) for r in range(2))
+    arguments = lambda a, b, sa, sb: ([a], [b], [sa], [sb], [None], "sum", torch.bfloat16, False)  # noqa: E731
+    graph = _fused_graph("scaled_matmul_all_reduce", 4, arguments, ["0"])
+    outs = evaluate(graph, [[a[r], b[r], sa[r], sb[r]] for r in range(2)])
+    assert not differences([(total.bfloat16(),)] * 2, [(out,) for out in outs])  # type: ignore[union-attr]
+
+
 def test_differences_sees_values_and_layout() -> None:
     x = torch.randn(4, 3)
     assert differences([[x]], [[x + 1e-7]]) == []
@@ -233,10 +259,10 @@ def _random(shape: list[int], count: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(count)]
 
 
-def _fused_graph(name: str, inputs: int, arguments: object) -> torch.fx.Graph:
-    """A graph of one fused op on two ranks, which returns what the op returns."""
+def _fused_graph(name: str, inputs: int, arguments: object, group: Sequence[Any] = (2, "0")) -> torch.fx.Graph:
+    """A graph of one fused op on two ranks, which returns what the op returns. `group`: the last arguments."""
     graph = torch.fx.Graph()
     placeholders = [graph.placeholder(f"arg{index}") for index in range(inputs)]
     target = getattr(torch.ops.asynctp, name).default
-    graph.output(graph.call_function(target, (*arguments(*placeholders), 2, "0")))  # type: ignore[operator]
+    graph.output(graph.call_function(target, (*arguments(*placeholders), *group)))  # type: ignore[operator]
     return graph

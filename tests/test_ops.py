@@ -44,12 +44,12 @@ class Gather:
 
 @dataclass(frozen=True)
 class Scatter:
-    """One call of a scatter op."""
+    """One call of a scatter op; of an all-reduce op when there is no dim to scatter."""
 
     lead: tuple[int, ...]
     ks: tuple[int, ...]
     n: int
-    dim: int
+    dim: int | None
     dtype: torch.dtype = BF16
     bias: str = ""
     reduce_op: str = "sum"
@@ -93,6 +93,19 @@ SCATTERS = [
     Scatter((3, 8), (32,), 16, 2, E5M2, "r", "sum", "rowwise", FP16),
     Scatter((4, 3), (32, 16), 16, 0, E4M3, scale="mixed", out_dtype=FP32),
 ]
+# Of 4 ranks, not all divide the rows of all.
+ALL_REDUCES = [
+    Scatter((8,), (32,), 16, None),
+    Scatter((3,), (32, 16), 16, None, FP32, "vr"),
+    Scatter((2, 5), (32, 16, 8), 5, None, FP64, "v-r", "avg"),
+    Scatter((4, 2), (32,), 16, None, FP16, "v", "avg"),
+    Scatter((8,), (32,), 16, None, E4M3, scale="tensorwise"),
+    Scatter((3, 4), (32, 16), 16, None, E4M3, "v-", "avg", "rowwise", FP32),
+    Scatter((7,), (32,), 16, None, E5M2, "r", "sum", "mixed", FP16),
+]
+
+
+REDUCTIONS = [*SCATTERS, *ALL_REDUCES]
 
 
 # --- inputs: every rank can make every rank's -------------------------------------------------------------
@@ -197,7 +210,7 @@ def _scatter_truth(case: Scatter, rank: int, world_size: int) -> Tensor:
         scales = (inputs.get("a_scales", none), inputs.get("b_scales", none))
         for product in zip(*columns, *scales, strict=True):
             total = total + _exact(*product)
-    shard = total.chunk(world_size, case.dim)[rank]
+    shard = total if case.dim is None else total.chunk(world_size, case.dim)[rank]
     return shard / world_size if case.reduce_op == "avg" else shard
 
 
@@ -219,10 +232,14 @@ def _gather_call(case: Gather, x: dict[str, Any], size: int, group: Any) -> tupl
 
 
 def _scatter_call(case: Scatter, x: dict[str, Any], size: int, group: Any) -> tuple[Any, tuple[Any, ...]]:
-    where = (case.reduce_op, case.dim)
+    where = (case.reduce_op,) if case.dim is None else (case.reduce_op, case.dim)
+    if case.dim is None and not case.scale:
+        return torch.ops.asynctp.matmul_all_reduce, (x["a_parts"], x["b_parts"], x["biases"], *where, group)
     if not case.scale:
         return torch.ops.asynctp.matmul_reduce_scatter, (x["a_parts"], x["b_parts"], x["biases"], *where, size, group)
     operands = (x["a_parts"], x["b_parts"], x["a_scales"], x["b_scales"], x["biases"], *where)
+    if case.dim is None:
+        return torch.ops.asynctp.scaled_matmul_all_reduce, (*operands, case.out_dtype, False, group)
     return torch.ops.asynctp.scaled_matmul_reduce_scatter, (*operands, case.out_dtype, False, size, group)
 
 
@@ -292,7 +309,7 @@ def _all_problems(rank: int, size: int, cases: list[Gather | Scatter], group: An
 # --- one program per world size, judged case by case --------------------------------------------------------------
 def _reference_ranks(rank: int, world_size: int) -> dict[str, Any]:
     world = dist.group.WORLD
-    results: dict[str, Any] = _all_problems(rank, world_size, [*GATHERS, *SCATTERS], world.group_name)
+    results: dict[str, Any] = _all_problems(rank, world_size, [*GATHERS, *REDUCTIONS], world.group_name)
     results["hand"] = _hand_problems(rank, world_size)
     results["alone"] = _alone_problems(rank, world_size)
     results["gradients"] = _gradient_problems(rank, world_size)
@@ -306,7 +323,7 @@ def _hand_problems(rank: int, world_size: int) -> list[str]:
     found = []
     for spelling in (world.group_name, world, mesh, mesh["tp"], (mesh, 0), (mesh, "tp")):
         for module in (ops, reference):
-            for case in (GATHERS[6], GATHERS[12], SCATTERS[5], SCATTERS[10]):
+            for case in (GATHERS[6], GATHERS[12], SCATTERS[5], SCATTERS[10], ALL_REDUCES[1], ALL_REDUCES[5]):
                 op, args = _call(case, rank, world_size, world.group_name)
                 expected, actual = (
                     _flat_tensors(op(*args)),
@@ -330,7 +347,12 @@ def _by_hand_with(module: Any, case: Gather | Scatter, x: dict[str, Any], group:
             return module.all_gather_matmul(x["a_shard"], x["bs"], **options)
         options["gather_a_scale"] = case.scale == "sharded"
         return module.all_gather_scaled_matmul(x["a_shard"], x["a_scale"], x["bs"], x["b_scales"], **options)
-    options = {"scatter_dim": case.dim, "group": group, "biases": x["biases"], "reduce_op": case.reduce_op, **scaled}
+    options = {"group": group, "biases": x["biases"], "reduce_op": case.reduce_op, **scaled}
+    if case.dim is None:
+        scales = (x["a_scales"], x["b_scales"]) if case.scale else ()
+        function = module.scaled_matmul_all_reduce if case.scale else module.matmul_all_reduce
+        return function(x["a_parts"], x["b_parts"], *scales, **options)
+    options["scatter_dim"] = case.dim
     if not case.scale:
         return module.matmul_reduce_scatter(x["a_parts"], x["b_parts"], **options)
     return module.scaled_matmul_reduce_scatter(x["a_parts"], x["b_parts"], x["a_scales"], x["b_scales"], **options)
@@ -339,7 +361,7 @@ def _by_hand_with(module: Any, case: Gather | Scatter, x: dict[str, Any], group:
 def _alone_problems(rank: int, world_size: int) -> list[str]:
     """A group of one rank: nothing to communicate, and still fresh memory."""
     groups = [dist.new_group([other]) for other in range(world_size)]
-    cases = [GATHERS[2], GATHERS[6], GATHERS[12], SCATTERS[3], SCATTERS[5]]
+    cases = [GATHERS[2], GATHERS[6], GATHERS[12], SCATTERS[3], SCATTERS[5], ALL_REDUCES[2]]
     found: list[str] = []
     for case in cases:
         op, args = _call(case, 0, 1, groups[rank])  # the object: what compile_on_one_rank passes
@@ -361,6 +383,8 @@ GRADIENT_SCATTERS = [
     Scatter((8,), (4, 6), 12, 1, FP64, "vr"),
     Scatter((2, 8), (4, 6), 12, 1, FP64, "vv", "avg"),
     Scatter((2, 8), (4,), 12, 2, FP64, reduce_op="avg"),
+    Scatter((3,), (4,), 12, None, FP64),
+    Scatter((2, 3), (4, 6), 12, None, FP64, "vr", "avg"),
 ]
 
 
@@ -390,7 +414,8 @@ def _true_gradients(case: Gather | Scatter, rank: int, world_size: int) -> list[
         parts = [zip(x["a_parts"], x["b_parts"], x["biases"], strict=True) for x in everyone]
         total = sum((_exact(*part) for rank_parts in parts for part in rank_parts), torch.zeros((), dtype=FP64))
         total = total / world_size if case.reduce_op == "avg" else total
-        results = [[shard] for shard in total.chunk(world_size, case.dim)]
+        shards = [total] * world_size if case.dim is None else total.chunk(world_size, case.dim)
+        results = [[shard] for shard in shards]
     torch.stack([_loss(outs, r) for r, outs in enumerate(results)]).sum().backward()
     return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves[rank]]
 
@@ -425,7 +450,7 @@ def reference_results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [*GATHERS, *SCATTERS], ids=str)
+@pytest.mark.parametrize("case", [*GATHERS, *REDUCTIONS], ids=str)
 def test_op_equals_fp64_truth_and_its_fake(reference_results: list[dict[str, Any]], case: Gather | Scatter) -> None:
     assert [result[str(case)] for result in reference_results] == [[]] * len(reference_results)
 
@@ -437,7 +462,7 @@ def test_programs_of_all_ranks(reference_results: list[dict[str, Any]], what: st
 
 
 # --- torch.library ------------------------------------------------------------------------------------------------
-ONE_OF_EACH = [GATHERS[6], GATHERS[12], SCATTERS[5], SCATTERS[10]]
+ONE_OF_EACH = [GATHERS[6], GATHERS[12], SCATTERS[5], SCATTERS[10], ALL_REDUCES[1], ALL_REDUCES[5]]
 
 
 # torch's schema test compares inputs with allclose, which has no fp8; `_problems` finds changed inputs instead.
@@ -451,7 +476,7 @@ def _library_ranks(rank: int, world_size: int) -> dict[str, Any]:
         op, args = _call(case, rank, world_size, group)
         tests: dict[str, Any] = {"test_utils": FP8_TESTS} if case.scale else {}
         results[str(case)] = torch.library.opcheck(op.default, args, **tests)
-    for case in (GRADIENT_GATHERS[1], GRADIENT_SCATTERS[2]):
+    for case in (GRADIENT_GATHERS[1], GRADIENT_SCATTERS[2], GRADIENT_SCATTERS[5]):
         inputs = _gather_inputs(case, rank, world_size) if isinstance(case, Gather) else _scatter_inputs(case, rank)
         _leaves(inputs)
         make_call: Any = _gather_call if isinstance(case, Gather) else _scatter_call
@@ -500,7 +525,8 @@ def fake_group() -> Iterator[str]:
 def _dynamic_program(a: Tensor, b: Tensor, group: str) -> Tensor:
     """Up and down projection: `[batch, seq/4, k]` to the same shape."""
     (full,), _ = ops.all_gather_matmul(a, [b], gather_dim=1, group=group)
-    return ops.matmul_reduce_scatter([full, full], [b.t(), b.t()], scatter_dim=1, group=group, reduce_op="avg")
+    again = ops.matmul_all_reduce(full, b.t() @ b, group=group)
+    return ops.matmul_reduce_scatter([full, again], [b.t(), b.t()], scatter_dim=1, group=group, reduce_op="avg")
 
 
 def _dynamic_scaled_program(a: Tensor, b: Tensor, group: str) -> Tensor:
@@ -573,6 +599,10 @@ def _scatter(a: Any = X, b: Any = W, dim: int = 1, **options: Any) -> Callable[[
     return lambda module: lambda g: module.matmul_reduce_scatter(a, b, scatter_dim=dim, **{"group": g, **options})
 
 
+def _all_reduce(a: Any = X, b: Any = W, **options: Any) -> Callable[[Any], Callable[[str], Any]]:
+    return lambda module: lambda g: module.matmul_all_reduce(a, b, **{"group": g, **options})
+
+
 def _scaled_gather(a_scale: Tensor = ONE, b_scale: Tensor = ONE, a: Tensor = XQ, dim: int = 1, **options: Any) -> Any:
     return lambda module: (
         lambda g: module.all_gather_scaled_matmul(a, a_scale, [WQ], [b_scale], gather_dim=dim, group=g, **options)
@@ -618,6 +648,13 @@ BAD_CALLS = {
         "gather_a_scale=True is not valid; it must be False when the last dimension is gathered",
     ),
     "blockwise scale": (_scaled_gather(b_scale=torch.ones(4, 3)), "blockwise scales are not supported"),
+    "reduce_op of an all-reduce": (_all_reduce(reduce_op="max"), "it must be one of ('sum', 'avg')"),
+    "all-reduced products of different shapes": (
+        _all_reduce(a=[X, X[:, :4]], b=[W, W]),
+        "since the products are added",
+    ),
+    "an all-reduced vector": (_all_reduce(a=torch.zeros(16)), "dimensions of A=1 is not valid"),
+    "all-reduced over no group": (_all_reduce(group="nobody"), "group='nobody' is not valid"),
     "integer result": (_scaled_gather(out_dtype=torch.int32), "out_dtype=torch.int32"),
     "missing scale": (_scaled_scatter(a_scale=[]), "len(a_scales)=0 is not valid; it must be 1"),
     "scatter scale rows": (_scaled_scatter(a_scale=torch.ones(3, 4, 1)), "of shape [3, 8, 1]"),
@@ -675,7 +712,9 @@ def test_implementation_is_named(fresh_config: None, monkeypatch: pytest.MonkeyP
         ops.implementation("xpu")
 
 
-INTERPRETED = [case for case in (*GATHERS, *SCATTERS) if case.dtype != FP64]
+INTERPRETED = [
+    case for case in (*GATHERS, *SCATTERS, *ALL_REDUCES) if case.dtype != FP64 and case.lead not in ((3,), (7,))
+]
 
 
 def _interpreted_ranks(rank: int, world_size: int) -> dict[str, Any]:
@@ -684,7 +723,11 @@ def _interpreted_ranks(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def _unsupported_ranks(rank: int, world_size: int) -> str:
-    op, args = _call(GATHERS[3], rank, world_size, dist.group.WORLD.group_name)
+    group = dist.group.WORLD.group_name
+    op, args = _call(ALL_REDUCES[1], rank, world_size, group)
+    with pytest.raises(ValueError, match="3 is not divisible by 2 ranks"):
+        op(*args)
+    op, args = _call(GATHERS[3], rank, world_size, group)
     with pytest.raises(ValueError, match="float64") as caught:
         op(*args)
     return str(caught.value)
@@ -725,6 +768,8 @@ CUDA_SCALED: list[Gather | Scatter] = [
     Scatter((3, 16), (32, 64), 32, 1, E4M3, "v-", "avg", "rowwise"),
     Scatter((4, 16), (32, 64), 32, 1, E4M3, scale="mixed", out_dtype=FP32),
     Scatter((3, 16), (32,), 32, 2, E4M3, "v", "sum", "rowwise", FP32),
+    Scatter((3, 16), (32, 64), 32, None, E4M3, "v-", "avg", "rowwise"),
+    Scatter((7,), (32,), 16, None, E4M3, scale="tensorwise"),
 ]
 
 
@@ -732,7 +777,7 @@ def _cuda_ranks(rank: int, world_size: int) -> dict[str, list[str]]:
     torch.cuda.set_device(rank)
     group = dist.new_group(backend="nccl").group_name
     results = {}
-    for case in [case for case in (*GATHERS, *SCATTERS) if not case.scale] + CUDA_SCALED:
+    for case in [case for case in (*GATHERS, *REDUCTIONS) if not case.scale] + CUDA_SCALED:
         op, args = _call(case, rank, world_size, group)
         args = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.cuda(), args)
         results[str(case)] = _problems(case, op, args, _truth(case, rank, world_size))

@@ -94,11 +94,13 @@ def test_programs_run_as_their_fake_values_say(honest: bool) -> None:
 
 
 def test_honest_counts_match_collectives() -> None:
-    """A scatter chain has one reduce-scatter; a gather chain one all-gather, or a second one for scales."""
+    """A scatter chain has one reduce-scatter or all-reduce, a gather chain an all-gather, or two: one for scales."""
     for seed in SEEDS:
         program = seeded_program(seed, Wishes(honest=True))
         names = Counter(op_name(node.target) for node in program.graph.nodes)
-        counts = {side: sum(names[name] for name in names if side in name) for side in ("reduce_scatter", "all_gather")}
+        sides = ("reduce_scatter", "all_reduce", "all_gather")
+        counts = {side: sum(names[name] for name in names if side in name) for side in sides}
+        counts["reduce_scatter"] += counts.pop("all_reduce")
         extra = "scale gathered too" in program.notes
         gathers = program.gathers + extra + program.apart
         assert counts == {"reduce_scatter": program.scatters, "all_gather": gathers}
@@ -119,4 +121,7 @@ def test_variety() -> None:
     leaks = [note for note in notes if note.startswith(("leaks", "mutates"))]
     assert len(leaks) >= 7
     assert notes["2 x 2 mesh"]
+    assert notes["scales behind the product"]
+    assert len([note for note in notes if note.startswith("scale attack")]) >= 3
+    assert ops["_c10d_functional::all_reduce"] > 10
     assert 0.2 < sum(program.honest for program in programs) / len(programs) < 0.6

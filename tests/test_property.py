@@ -33,13 +33,16 @@ LISTS = (
 COLLECTIVES = (
     "_c10d_functional::all_gather_into_tensor",
     "_c10d_functional::reduce_scatter_tensor",
+    "_c10d_functional::all_reduce",
     "vllm_like::all_gather",
     "vllm_like::reduce_scatter",
     *LISTS,
 )
 APART = "asynctp::all_gather"
 GATHERS = ("asynctp::all_gather_matmul", "asynctp::all_gather_scaled_matmul")
-SCATTERS = ("asynctp::matmul_reduce_scatter", "asynctp::scaled_matmul_reduce_scatter")
+SCATTERS = tuple(
+    f"asynctp::{scaled}matmul_{name}" for scaled in ("", "scaled_") for name in ("reduce_scatter", "all_reduce")
+)
 
 
 @given(program=programs(Wishes(honest=False)), seed=SEEDS)

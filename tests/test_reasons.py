@@ -367,9 +367,10 @@ def product_added_to_itself(b: GraphBuilder) -> Node:
     return b.scatter(b.add(out, out))
 
 
-@row("MATMUL_ALL_REDUCE", "mm")
-def product_all_reduced(b: GraphBuilder) -> Node:
-    return b.call(c10d.all_reduce.default, product(b), "sum", "tp")
+@row("SUM_HAS_OTHER_TERM", "add")
+def sum_with_an_input_all_reduced(b: GraphBuilder) -> Node:
+    total = b.add(product(b), b.input("residual", [16, 12]))
+    return b.call(c10d.all_reduce.default, total, "sum", "tp")
 
 
 @row("COLLECTIVE_NOT_UNDERSTOOD", "vllm_like.all_gather")

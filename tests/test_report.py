@@ -88,10 +88,30 @@ asynctp: graph (inference): 1 of 2 chains fused, 1 missed, 2 other collectives s
     asynctp::all_gather_matmul over group 'tp' of 4; input f32[4, 8]  output f32[16, 8]  matmul f32[16, 8] @ f32[8, 12]
     implementation: unfused; 384 B, 3.07 kFLOP
 ! MISSED  matmul_reduce_scatter: mm_1 -> reduce_scatter_tensor -> wait_tensor_1
-    ATP201 REDUCE_OP_UNSUPPORTED: the reduce-scatter's reduction is neither 'sum' nor 'avg' ['max']
+    ATP201 REDUCE_OP_UNSUPPORTED: the collective's reduction is neither 'sum' nor 'avg' ['max']
     remedy: only sums commute with the matmul's accumulation; use 'sum' or 'avg'
 . SKIPPED 2 x ATP002 NO_MATMUL: the collective neither feeds a matmul nor is fed by one""",
     )
+
+
+def test_print_of_an_all_reduce() -> None:
+    """No group exists here, and the graph does not say how many ranks it would have."""
+    b = GraphBuilder()
+    graph = b.returns(b.all_reduce(b.mm(b.input("a", [6, 8]), b.input("w", [8, 12]))))
+    report = run(graph, Config(strict="all", log=False, trace=False))
+    *lines, note = str(report).splitlines()
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+asynctp: graph (inference): 1 of 1 chains fused, 0 missed, 0 other collectives skipped
++ FUSED   matmul_all_reduce: mm -> all_reduce -> wait_tensor
+    asynctp::matmul_all_reduce over group 'tp'; input f32[6, 12]  output f32[6, 12]  matmul f32[6, 8] @ f32[8, 12]
+    implementation: unfused; 1.15 kFLOP""",
+    )
+    assert note.startswith("    note: at best the sum hides behind the matmul")
+    assert "SequenceParallel" in note
+    assert report.remarks[0].group_size == 0
+    assert report.remarks[0].comm_bytes is None
 
 
 def test_print_of_a_skipped_remark() -> None:
@@ -247,3 +267,14 @@ def test_roofline() -> None:
     assert Cost(500, 2000).estimate_us(machine) == {"comm": 5.0, "matmul": 2.0, "serial": 7.0, "overlapped": 5.0}
     assert Cost(500, 2000).estimate_us(None) == {}
     assert Cost(None, 2000).estimate_us(machine) == {}
+
+
+def test_half_of_an_all_reduce_overlaps_with_nothing() -> None:
+    machine = Machine("a machine", link_bytes_per_us=1.0, flops_per_us=10.0)
+    assert Cost(200, 1000).estimate_us(machine)["overlapped"] == 200
+    assert Cost(200, 3000, exposed_bytes=100).estimate_us(machine) == {
+        "comm": 200,
+        "matmul": 300,
+        "serial": 500,
+        "overlapped": 400,
+    }

@@ -690,6 +690,175 @@ return (matmul_reduce_scatter_default, matmul_reduce_scatter_default)
     )
 
 
+def test_scatter_of_a_scaled_matmul_whose_scales_come_after_it() -> None:
+    """torchao's rowwise backward, of two matmuls: the scales are an outer product, applied in fp32."""
+    b = GraphBuilder(ranks=2)
+    one = b.call(aten.full.default, [], 1, dtype=torch.float32)
+    terms = []
+    for name in ("q", "k"):
+        a, w = b.input(f"{name}_a", [12, 32], FP8), b.input(f"{name}_w", [32, 16], FP8, column_major=True)
+        outer = b.call(aten.mul.Tensor, b.input(f"{name}_row", [12, 1]), b.input(f"{name}_column", [1, 16]))
+        scaled = b.call(aten.mul.Tensor, b.scaled_mm(a, w, one, one), outer)
+        rounded = b.call(torch.ops.prims.convert_element_type.default, scaled, torch.bfloat16)
+        terms.append(b.reshape(rounded, [3, 4, 16]))
+    graph = b.returns(b.scatter(b.cat(b.chunks(b.add(*terms), dim=1))))
+    assert_expected_inline(
+        rewritten(graph),
+        """\
+full = full([], 1, dtype=f32)  # f32[]
+q_a: f8[12, 32]
+q_w: f8[32, 16]s[1, 32]
+q_row: f32[12, 1]
+q_column: f32[1, 16]
+mul = mul(q_row, q_column)  # f32[12, 16]
+_scaled_mm = _scaled_mm(q_a, q_w, full, full, out_dtype=bf16)  # bf16[12, 16]
+mul_1 = mul(_scaled_mm, mul)  # f32[12, 16]
+convert_element_type = convert_element_type(mul_1, bf16)  # bf16[12, 16]
+reshape = reshape(convert_element_type, [3, 4, 16])  # bf16[3, 4, 16]
+k_a: f8[12, 32]
+k_w: f8[32, 16]s[1, 32]
+k_row: f32[12, 1]
+k_column: f32[1, 16]
+mul_2 = mul(k_row, k_column)  # f32[12, 16]
+_scaled_mm_1 = _scaled_mm(k_a, k_w, full, full, out_dtype=bf16)  # bf16[12, 16]
+mul_3 = mul(_scaled_mm_1, mul_2)  # f32[12, 16]
+convert_element_type_1 = convert_element_type(mul_3, bf16)  # bf16[12, 16]
+reshape_1 = reshape(convert_element_type_1, [3, 4, 16])  # bf16[3, 4, 16]
+add = add(reshape, reshape_1)  # bf16[3, 4, 16]
+split = split(add, 2, 1)  # (bf16[3, 2, 16]s[64, 16, 1], bf16[3, 2, 16]s[64, 16, 1])
+getitem = getitem(split, 0)  # bf16[3, 2, 16]s[64, 16, 1]
+getitem_1 = getitem(split, 1)  # bf16[3, 2, 16]s[64, 16, 1]
+cat = cat([getitem, getitem_1], 0)  # bf16[6, 2, 16]
+reduce_scatter_tensor = reduce_scatter_tensor(cat, 'sum', 2, 'tp')  # bf16[3, 2, 16]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # bf16[3, 2, 16]
+return (wait_tensor)
+
+=== becomes ===
+
+q_a: f8[12, 32]
+q_w: f8[32, 16]s[1, 32]
+q_row: f32[12, 1]
+q_column: f32[1, 16]
+k_a: f8[12, 32]
+k_w: f8[32, 16]s[1, 32]
+k_row: f32[12, 1]
+k_column: f32[1, 16]
+reshape_default = reshape(q_a, [3, 4, 32])  # f8[3, 4, 32]
+reshape_default_1 = reshape(k_a, [3, 4, 32])  # f8[3, 4, 32]
+reshape_default_2 = reshape(q_row, [3, 4, 1])  # f32[3, 4, 1]
+reshape_default_3 = reshape(k_row, [3, 4, 1])  # f32[3, 4, 1]
+scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[reshape_default,
+    reshape_default_1], b_parts=[q_w, k_w], a_scales=[reshape_default_2, reshape_default_3], b_scales=[q_column,
+    k_column], biases=[None, None], reduce_op='sum', scatter_dim=1, out_dtype=bf16, use_fast_accum=False,
+    group_size=2, group_name='tp')  # bf16[3, 2, 16]
+return (scaled_matmul_reduce_scatter_default)
+""",
+    )
+
+
+# --- all-reduces -----------------------------------------------------------------------------------------------
+def test_all_reduce() -> None:
+    """The op is not told how many ranks there are: its result is as large as the product."""
+    b = GraphBuilder()
+    a, w, bias = b.input("a", [2, 3, 8]), b.input("w", [8, 12]), b.input("bias", [12])
+    product = b.call(aten.addmm.default, bias, b.reshape(a, [6, 8]), w)
+    assert_expected_inline(
+        rewritten(b.returns(b.all_reduce(b.reshape(product, [2, 3, 12])))),
+        """\
+a: f32[2, 3, 8]
+w: f32[8, 12]
+bias: f32[12]
+reshape = reshape(a, [6, 8])  # f32[6, 8]
+addmm = addmm(bias, reshape, w)  # f32[6, 12]
+reshape_1 = reshape(addmm, [2, 3, 12])  # f32[2, 3, 12]
+all_reduce = all_reduce(reshape_1, 'sum', 'tp')  # f32[2, 3, 12]
+wait_tensor = wait_tensor(all_reduce)  # f32[2, 3, 12]
+return (wait_tensor)
+
+=== becomes ===
+
+a: f32[2, 3, 8]
+w: f32[8, 12]
+bias: f32[12]
+reshape = reshape(a, [6, 8])  # f32[6, 8]
+matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[reshape], b_parts=[w], biases=[bias], reduce_op='sum',
+    group_name='tp')  # f32[6, 12]
+reshape_1 = reshape(matmul_all_reduce_default, [2, 3, 12])  # f32[2, 3, 12]
+return (reshape_1)
+""",
+    )
+
+
+def test_all_reduce_of_a_sum_in_a_view() -> None:
+    """The views of the first term stay, behind the op; what is read of sizes is read off the inputs."""
+    b = GraphBuilder()
+    a, w = b.input("a", [24, 8], dynamic=0), b.input("w", [8, 12])
+    terms = [b.permute(b.mm(x, w), [1, 0]) for x in (a, b.relu(a))]
+    total = b.call(aten.clone.default, b.add(*terms), memory_format=torch.contiguous_format)
+    length = b.call(aten.sym_size.int, total, 1)
+    assert_expected_inline(
+        rewritten(b.returns(b.all_reduce(total, "avg"), length)),
+        """\
+a: f32[s, 8]
+w: f32[8, 12]
+relu = relu(a)  # f32[s, 8]
+mm = mm(a, w)  # f32[s, 12]
+permute = permute(mm, [1, 0])  # f32[12, s]s[1, 12]
+mm_1 = mm(relu, w)  # f32[s, 12]
+permute_1 = permute(mm_1, [1, 0])  # f32[12, s]s[1, 12]
+add = add(permute, permute_1)  # f32[12, s]s[1, 12]
+clone = clone(add, memory_format=torch.contiguous_format)  # f32[12, s]
+sym_size = sym_size(clone, 1)  # s
+all_reduce = all_reduce(clone, 'avg', 'tp')  # f32[12, s]
+wait_tensor = wait_tensor(all_reduce)  # f32[12, s]
+return (wait_tensor, sym_size)
+
+=== becomes ===
+
+a: f32[s, 8]
+w: f32[8, 12]
+relu = relu(a)  # f32[s, 8]
+matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[a, relu], b_parts=[w, w], biases=[None, None],
+    reduce_op='avg', group_name='tp')  # f32[s, 12]
+permute = permute(matmul_all_reduce_default, [1, 0])  # f32[12, s]s[1, 12]
+clone = clone(permute, memory_format=torch.contiguous_format)  # f32[12, s]
+sym_size_int = sym_size(a, 0)  # s
+return (clone, sym_size_int)
+""",
+    )
+
+
+def test_all_reduce_of_a_scaled_matmul() -> None:
+    b = GraphBuilder()
+    a, w = fp8_operands(b, 6, 32, 16)
+    a_scale, b_scale = b.input("a_scale", [6, 1]), b.input("b_scale", [1, 16])
+    product = b.scaled_mm(a, w, a_scale, b_scale, use_fast_accum=True)
+    assert_expected_inline(
+        rewritten(b.returns(b.all_reduce(product))),
+        """\
+x: f8[6, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[6, 1]
+b_scale: f32[1, 16]
+_scaled_mm = _scaled_mm(x, w, a_scale, b_scale, out_dtype=bf16, use_fast_accum=True)  # bf16[6, 16]
+all_reduce = all_reduce(_scaled_mm, 'sum', 'tp')  # bf16[6, 16]
+wait_tensor = wait_tensor(all_reduce)  # bf16[6, 16]
+return (wait_tensor)
+
+=== becomes ===
+
+x: f8[6, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[6, 1]
+b_scale: f32[1, 16]
+scaled_matmul_all_reduce_default = asynctp::scaled_matmul_all_reduce(a_parts=[x], b_parts=[w], a_scales=[a_scale],
+    b_scales=[b_scale], biases=[None], reduce_op='sum', out_dtype=bf16, use_fast_accum=True, group_name='tp')  #
+    bf16[6, 16]
+return (scaled_matmul_all_reduce_default)
+""",
+    )
+
+
 # --- both, and how groups are named ----------------------------------------------------------------------------
 def test_matmul_between_goes_to_the_scatter_when_the_gather_has_another() -> None:
     b = GraphBuilder()

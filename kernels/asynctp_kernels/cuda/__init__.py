@@ -1,6 +1,6 @@
-"""The fused ops on NVIDIA GPUs: `run_gather` and `run_scatter` run a call, `explain_*` say how it would be run.
+"""The fused ops on NVIDIA GPUs: `run_gather`, `run_scatter` and `run_all_reduce` run a call, `explain_*` say how.
 
-Both return None when the unfused program is the one to run, because it is the fastest or the only one that can; the
+They return None when the unfused program is the one to run, because it is the fastest or the only one that can; the
 caller has it. Plans are kept per group, so they go when the group goes.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -31,11 +32,14 @@ from .select import Choice, Problem, choose, forced
 
 __all__ = [
     "Choice",
+    "all_gather",
+    "explain_all_reduce",
     "explain_gather",
     "explain_scatter",
     "forced",
     "last_implementation",
     "release",
+    "run_all_reduce",
     "run_bulk_gather",
     "run_bulk_scatter",
     "run_gather",
@@ -120,20 +124,79 @@ def run_scatter(
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
+    key = ("scatter", group_size, reduce_op, dim, out_dtype, fast)
+    operands = (a_parts, b_parts, a_scales, b_scales, biases)
+    options = (reduce_op, dim, out_dtype, fast)
+    return _run_scatter(key, operands, options, group, check, explain_scatter)
+
+
+def run_all_reduce(
+    a_parts: Sequence[Tensor],
+    b_parts: Sequence[Tensor],
+    a_scales: Sequence[Tensor],
+    b_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    reduce_op: str,
+    out_dtype: torch.dtype,
+    fast: bool,
+    group: ProcessGroup,
+    check: Check,
+) -> Tensor | None:
+    """all_reduce(Σ a @ b): a scatter of the rows, then an all-gather of them. None: run the unfused program.
+
+    Raises:
+        SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
+    """
+    shape = a_parts[0].shape
+    operands = (*_as_rows(a_parts, b_parts, a_scales), b_scales, biases)
+    key, options = ("all_reduce", reduce_op, out_dtype, fast), (reduce_op, 0, out_dtype, fast)
+    part = _run_scatter(key, operands, options, group, check, explain_all_reduce)
+    return None if part is None else all_gather(part, 0, group).view(*shape[:-1], part.shape[-1])
+
+
+def all_gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """All ranks' shards, joined along `dim` in rank order: contiguous. By NCCL, in order on the current stream."""
+    world = group.size()
+    stacked = shard.new_empty((world * shard.shape[0], *shard.shape[1:]))
+    dist.all_gather_into_tensor(stacked, shard.contiguous(), group=group)
+    return stacked if dim == 0 else torch.cat(stacked.chunk(world), dim)
+
+
+Operands = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]]
+
+
+def _as_rows(
+    a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], a_scales: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """The operands with every A as [M, K], and its scale as one element or [M, 1]."""
+    scales = [scale if scale.numel() == 1 else scale.reshape(-1, 1) for scale in a_scales]
+    return [a.reshape(-1, a.shape[-1]) for a in a_parts], b_parts, scales
+
+
+def _run_scatter(
+    head: tuple[Any, ...],
+    operands: Operands,
+    options: tuple[str, int, torch.dtype, bool],
+    group: ProcessGroup,
+    check: Check,
+    explain_call: Callable[[ScatterCall], Choice],
+) -> Tensor | None:
+    """Run the plan of a scatter, made at the first call. `head`: what tells it from others of the same operands."""
+    a_parts, b_parts, a_scales, b_scales, biases = operands
     _check_device(a_parts[0].device)
     memory = _memory(group, a_parts[0].device)
     if memory is None:
         check()
         return None
     key = (
-        "scatter", group_size, reduce_op, dim, out_dtype, fast, *map(_key, a_parts), *map(_key, b_parts),
-        *map(_key, a_scales), *map(_key, b_scales), *map(_optional_key, biases), select.requested(),
+        *head, *map(_key, a_parts), *map(_key, b_parts), *map(_key, a_scales), *map(_key, b_scales),
+        *map(_optional_key, biases), select.requested(),
     )  # fmt: skip
     plan = memory.plans.get(key, _MISSING)
     if plan is _MISSING or (plan is not None and plan.stale):  # type: ignore[attr-defined]
         check()
-        call = ScatterCall(a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, out_dtype, fast, memory.world)
-        choice = explain_scatter(call)
+        call = ScatterCall(*operands, *options, memory.world)
+        choice = explain_call(call)
         with _Whole(memory):
             plan = _keep(memory, key, _scatter_plan(call, memory, choice))
     memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
@@ -323,7 +386,12 @@ def _scatter_plan(call: ScatterCall, memory: GroupMemory, choice: Choice) -> Sca
 
 
 def explain(op: str, args: Sequence[Any]) -> Choice:
-    """How a call of `torch.ops.asynctp.<op>` with these arguments would be run."""
+    """How a call of `torch.ops.asynctp.<op>` would be run.
+
+    Args:
+        op: Its name.
+        args: Its arguments; before the group stands its size, for the ops that are not told it too.
+    """
     *given, world, _ = args
     if op == "all_gather_matmul":
         a, bs, biases, dim, full = given
@@ -336,6 +404,14 @@ def explain(op: str, args: Sequence[Any]) -> Choice:
         a_parts, b_parts, biases, reduce_op, dim = given
         dtype = a_parts[0].dtype
         return explain_scatter(ScatterCall(a_parts, b_parts, (), (), biases, reduce_op, dim, dtype, False, world))
+    if op == "matmul_all_reduce":
+        a_parts, b_parts, biases, reduce_op = given
+        operands = (*_as_rows(a_parts, b_parts, ()), (), biases)
+        return explain_all_reduce(ScatterCall(*operands, reduce_op, 0, a_parts[0].dtype, False, world))
+    if op == "scaled_matmul_all_reduce":
+        a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dtype, fast = given
+        operands = (*_as_rows(a_parts, b_parts, a_scales), b_scales, biases)
+        return explain_all_reduce(ScatterCall(*operands, reduce_op, 0, dtype, fast, world))
     a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, dtype, fast = given
     scatter = ScatterCall(a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, dtype, fast, world)
     return explain_scatter(scatter)
@@ -354,13 +430,27 @@ def explain_gather(call: GatherCall) -> Choice:
 
 def explain_scatter(call: ScatterCall) -> Choice:
     """How `call` would be run, and why."""
-    layout, a = call.layout, call.a_parts[0]
+    return _choose_scatter("scatter", call, _refused_scatter(call))
+
+
+def explain_all_reduce(call: ScatterCall) -> Choice:
+    """How an all-reduce whose first half is `call`, a scatter of rows, would be run, and why."""
+    return _choose_scatter("all_reduce", call, refused_rows(call.rows, call.world) or _refused_scatter(call))
+
+
+def refused_rows(rows: int, world: int) -> dict[str, str]:
+    """Why an all-reduce of these rows cannot be a scatter and a gather."""
+    if rows % world == 0:
+        return {}
+    return dict.fromkeys(("fused", "decomposed", "direct"), f"{rows} rows are not divisible by {world} ranks")
+
+
+def _choose_scatter(op: str, call: ScatterCall, refused: dict[str, str]) -> Choice:
+    a, b = call.a_parts[0], call.b_parts[0]
     depth = sum(b.shape[0] for b in call.b_parts)
-    problem = Problem.of(
-        "scatter", call.world, layout.full_rows, depth, [layout.full_cols], a.dtype, call.out_dtype, call.fast
-    )
+    problem = Problem.of(op, call.world, call.rows, depth, [b.shape[1]], a.dtype, call.out_dtype, call.fast)
     _, sms, name = _machine(a.device.index)
-    return choose(problem, _refused_scatter(call), sms, name)
+    return choose(problem, refused, sms, name)
 
 
 def _refused_gather(call: GatherCall) -> dict[str, str]:

@@ -12,6 +12,7 @@ output's dtype, as in the unfused program.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -55,6 +56,11 @@ class ScatterCall:
     def layout(self) -> ShardLayout:
         full = (*self.a_parts[0].shape[:-1], self.b_parts[0].shape[1])
         return scatter_layout(full, self.dim % len(full), self.world)
+
+    @property
+    def rows(self) -> int:
+        """Of the product, over all ranks."""
+        return math.prod(self.a_parts[0].shape[:-1])
 
     @property
     def outer(self) -> int:

@@ -10,6 +10,8 @@ The model, in microseconds (the terms are named below; their values were measure
     direct       matmul + one-kernel collective                          nothing overlaps, but little latency
     decomposed   max(copies, matmul in parts) + ends                     cuBLAS per source or destination
     fused        max(copies, our matmul) + ends                          one GEMM
+
+An all-reduce is a scatter by one of these and NCCL's all-gather behind it; unfused, it is one collective of NCCL's.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import functools
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 
@@ -79,7 +81,7 @@ class Problem:
     """What the cost of a call depends on.
 
     Attributes:
-        op: "gather" or "scatter".
+        op: "gather", "scatter" or "all_reduce".
         rows: of the whole 2-D A (gather) or product (scatter), over all ranks.
         depth: contraction length; of all pairs together.
         widths: columns of each product.
@@ -119,7 +121,7 @@ class Problem:
 
     @property
     def wire_bytes(self) -> float:
-        """What one rank receives."""
+        """What one rank receives; of an all-reduce, in each half."""
         shard = self.rows // self.world
         if self.op == "gather":
             return float(shard * (self.world - 1) * self.depth * self.itemsize)
@@ -158,6 +160,9 @@ class Choice:
 
 def estimate(problem: Problem, implementation: str, rates: Rates, sms: int) -> float:
     """Microseconds that the model expects, of graph and eager time together."""
+    if problem.op == "all_reduce":
+        second_half = problem.wire_bytes / rates.nccl + (0 if implementation == "unfused" else rates.nccl_start)
+        return estimate(replace(problem, op="scatter"), implementation, rates, sms) + second_half
     if implementation in ("unfused", "direct"):
         matmul = sum(_matmul(problem, problem.rows, width, rates, sms) for width in problem.widths)
         if implementation == "unfused":
