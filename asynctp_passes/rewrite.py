@@ -100,10 +100,13 @@ def rewrite(
         _erase_unused(graph, {node for member in bundle.members for node in member.results})
     _restore_order(graph, segment, early)
     _delay(graph, late, segment)
-    ordered = _run_behind(graph, hidden, products)
+    _run_behind(graph, hidden, products)
     flops = {node: cost.flops_of(node) for node in graph.nodes if is_matmul(node)}
     flops |= {products[chain.matmuls[0].node]: cost.cost_of(chain).flops for chain in chains}
-    compat.keep_order(graph, _beside_products(graph, hoisted, flops, ordered))
+    _run_beside(graph, hoisted, flops)
+    flying: list[tuple[Collective, fx.Node | None]] = [(chain.collective, op) for chain, op in hoisted]
+    flying += [(decision.candidate.collective, None) for decision in hidden]
+    compat.keep_order(graph, _order_in_flight(graph, flying, flops))
     graph.lint()
 
 
@@ -731,37 +734,57 @@ def _is_awaited(gather: Collective) -> bool:
     return own and bool(gather.waits) and all(user in gather.waits for user in gather.node.users)
 
 
+def _leaves_sms(gather: Collective) -> bool:
+    return gather.node.target is torch.ops.asynctp.all_gather.default
+
+
 def _leave_sms(gather: Collective) -> None:
     """Make torch's all-gather `asynctp::all_gather`, which leaves the GPU's SMs to what runs beside it."""
     gather.node.target = torch.ops.asynctp.all_gather.default
     gather.node.args, gather.node.kwargs = (gather.node.args[0], gather.group_size, gather.group), {}
 
 
-def _beside_products(
-    graph: fx.Graph,
-    hoisted: Iterable[tuple[GatherChain, fx.Node]],
-    flops: dict[fx.Node, int | None],
-    ordered: dict[fx.Node, list[fx.Node]],
-) -> dict[fx.Node, list[fx.Node]]:
-    """Run gathers that stay between their fused op and what waits for them, beside as many products as hide them.
-
-    Gives what comes after what, `ordered` and more.
-    """
+def _run_beside(
+    graph: fx.Graph, hoisted: Iterable[tuple[GatherChain, fx.Node]], flops: dict[fx.Node, int | None]
+) -> None:
+    """Move gathers that stay behind their fused op, and what waits for them behind as many products as hide them."""
     for chain, op in hoisted:
-        gather = chain.collective
-        position = {node: index for index, node in enumerate(graph.nodes)}
+        gather, segment = chain.collective, segments(graph)
+        waits = [wait for wait in gather.waits if wait in segment]
+        if waits and _leaves_sms(gather) and segment[gather.node] == segment[op]:
+            _move_behind(graph, [gather.node], op)
+            products = _products_that_hide(graph, gather, flops)
+            if products:
+                _move_behind(graph, waits, products[-1])
+
+
+def _order_in_flight(
+    graph: fx.Graph, flying: Iterable[tuple[Collective, fx.Node | None]], products: Iterable[fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
+    """What comes after what: a gather after its fused op, the products beside it after its start, waits after those."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    stand = sorted(products, key=position.__getitem__)
+    ordered: dict[fx.Node, list[fx.Node]] = {}
+    for gather, op in flying:
         waits = [wait for wait in gather.waits if wait in position]
-        if not waits or gather.node.target is not torch.ops.asynctp.all_gather.default:
+        if not waits or not _leaves_sms(gather):
             continue
-        ordered.setdefault(gather.node, []).append(op)
-        products = _products_that_hide(graph, gather, flops)
-        if products:
-            for node in _reach(waits, lambda node: node.users, position, before=products[-1])[::-1]:
-                products[-1].append(node)
-            ordered.setdefault(products[0], []).append(gather.node)
+        start, end = position[gather.node], min(position[wait] for wait in waits)
+        if op is not None and position[op] < start:
+            ordered.setdefault(gather.node, []).append(op)
+        beside = [product for product in stand if start < position[product] < end]
+        if beside:
+            ordered.setdefault(beside[0], []).append(gather.node)
             for wait in waits:
-                ordered.setdefault(wait, []).append(products[-1])
+                ordered.setdefault(wait, []).append(beside[-1])
     return ordered
+
+
+def _move_behind(graph: fx.Graph, starts: Iterable[fx.Node], last: fx.Node) -> None:
+    """Move nodes, with all that is computed from them, behind a node that does not need them."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    for node in _reach(starts, lambda node: node.users, position, before=last)[::-1]:
+        last.append(node)
 
 
 def _products_that_hide(graph: fx.Graph, gather: Collective, flops: dict[fx.Node, int | None]) -> list[fx.Node]:
@@ -783,28 +806,19 @@ def _products_that_hide(graph: fx.Graph, gather: Collective, flops: dict[fx.Node
     return chosen
 
 
-def _run_behind(
-    graph: fx.Graph, decisions: Sequence[Decision], fused: dict[fx.Node, fx.Node]
-) -> dict[fx.Node, list[fx.Node]]:
-    """Start each gather before the first of its products, and wait for it behind the last; what comes after what.
+def _run_behind(graph: fx.Graph, decisions: Sequence[Decision], fused: dict[fx.Node, fx.Node]) -> None:
+    """Start each gather before the first of its products, and wait for it behind the last.
 
     `hide` has seen to it that neither the products nor what they are fused with depend on the gather, or it on them.
     """
-    ordered: dict[fx.Node, list[fx.Node]] = {}
     for decision in decisions:
         gather = decision.candidate.collective
         position = {node: index for index, node in enumerate(graph.nodes)}
         products = sorted((fused.get(node, node) for node in decision.behind), key=position.__getitem__)
-        first, last = products[0], products[-1]
         _leave_sms(gather)
-        for node in _reach([gather.node], lambda node: node.all_input_nodes, position, behind=first):
-            first.prepend(node)
-        for node in _reach(gather.waits, lambda node: node.users, position, before=last)[::-1]:
-            last.append(node)
-        ordered.setdefault(first, []).append(gather.node)
-        for wait in gather.waits:
-            ordered.setdefault(wait, []).append(last)
-    return ordered
+        for node in _reach([gather.node], lambda node: node.all_input_nodes, position, behind=products[0]):
+            products[0].prepend(node)
+        _move_behind(graph, gather.waits, products[-1])
 
 
 def _reach(

@@ -16,7 +16,7 @@ from dumps import CORPUS, dump_paths, example_inputs, load
 from lockstep import differences, evaluate, op_name
 from serving_ops import registered
 
-from asynctp_passes import Config, Report, run
+from asynctp_passes import Config, Report, compat, run
 
 EXPECTED = """
 # graph                                   all-gather  reduce-scatter  all-reduce
@@ -248,3 +248,16 @@ def _readable(
         for name, outcome, pin in zip(side, side_outcomes, side_pinned, strict=True):
             lines.append(f"{name}: {pin if len(pin) == 1 and outcome.startswith(pin) else outcome}")
     return lines
+
+
+@pytest.mark.parametrize("path", dump_paths(), ids=id_of)
+def test_what_is_ordered_is_in_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Inductor is told to keep in order is so in the graph already, and nothing is told to follow itself."""
+    told: list[dict[torch.fx.Node, list[torch.fx.Node]]] = []
+    monkeypatch.setattr(compat, "keep_order", lambda graph, after: told.append(after))
+    module = load(path)
+    with registered():
+        run(module.graph, Config(strict="off", log=False, trace=False))
+    place = {node: index for index, node in enumerate(module.graph.nodes)}
+    assert len(told) == 1
+    assert [(later, node) for later, nodes in told[0].items() for node in nodes if place[node] >= place[later]] == []
