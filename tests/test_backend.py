@@ -301,11 +301,12 @@ def test_passes_turned_off(mesh: DeviceMesh) -> None:
 
 
 def test_strict_raises_on_every_compile(mesh: DeviceMesh) -> None:
-    """A nonlinearity between the gather and the matmul: the code reaches the user, and no cache hides it."""
+    """Sums of rows between the gather and the matmul: the code reaches the user, and no cache hides it."""
     group, weight = mesh.get_group(), torch.ones(16, 8)
 
     def program(x: Tensor) -> Tensor:
-        return torch.relu(funcol.all_gather_tensor(x, 0, group)) @ weight
+        whole = funcol.all_gather_tensor(x, 0, group)
+        return (whole * whole.sum(-1, keepdim=True)) @ weight
 
     for _ in range(2):
         start()
