@@ -3,7 +3,8 @@
     asynctp::all_gather, asynctp::reduce_scatter
 
 They have the contract of `_c10d_functional.all_gather_into_tensor` and `reduce_scatter_tensor`: along dim 0, and
-asynchronous, so that the result must go through `_c10d_functional.wait_tensor` before it is read. On CUDA copy engines
+asynchronous, so that the result must go through `_c10d_functional.wait_tensor` before it is read. The input is copied
+first: Inductor, which does not know these ops, may write to its memory as soon as they return. On CUDA copy engines
 move the data (`asynctp_kernels.cuda.collectives`); elsewhere, and where the GPUs cannot share memory, these are the
 functional collectives themselves. Importing this module registers them.
 """
@@ -28,12 +29,13 @@ OPS = {
 # --- real implementations ---------------------------------------------------------------------------------------
 def _real_all_gather(shard: Tensor, group_size: int, group_name: Any) -> Tensor:
     _check("all_gather", shard, group_size, group_name)
+    shard = shard.clone(memory_format=torch.contiguous_format)
     cuda = ops._cuda() if shard.is_cuda else None
     found: Tensor | None = None if cuda is None else cuda.run_bulk_gather(shard, ops._process_group(group_name))
     if found is not None:
         return found
     fp8 = shard.dtype in reference.FP8_DTYPES  # gloo has no such type
-    wire = (shard.view(torch.uint8) if fp8 else shard).contiguous()
+    wire = shard.view(torch.uint8) if fp8 else shard
     gather = torch.ops._c10d_functional.all_gather_into_tensor
     full: Tensor = gather(wire, group_size, compat.group_name_of(group_name))
     return full.view(shard.dtype) if fp8 else full
@@ -42,6 +44,7 @@ def _real_all_gather(shard: Tensor, group_size: int, group_name: Any) -> Tensor:
 def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_name: Any) -> Tensor:
     _check("reduce_scatter", whole, group_size, group_name)
     _check_scatter(whole, reduce_op, group_size)
+    whole = whole.clone(memory_format=torch.contiguous_format)
     cuda = ops._cuda() if whole.is_cuda else None
     found: Tensor | None = (
         None if cuda is None else cuda.run_bulk_scatter(whole, reduce_op, ops._process_group(group_name))
@@ -51,7 +54,7 @@ def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_n
     if whole.device.type == "cpu" and reduce_op == "avg":  # gloo has no average: complete, then divided
         return reference.reduce_scatter(whole, reduce_op, 0, group_size, group_name)
     scatter = torch.ops._c10d_functional.reduce_scatter_tensor
-    shard: Tensor = scatter(whole.contiguous(), reduce_op, group_size, compat.group_name_of(group_name))
+    shard: Tensor = scatter(whole, reduce_op, group_size, compat.group_name_of(group_name))
     return shard
 
 

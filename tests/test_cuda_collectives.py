@@ -266,6 +266,14 @@ def ops_on_ranks(rank: int, world: int) -> None:
         total = torch.stack(wholes).sum(0) / (world if reduce_op == "avg" else 1)
         torch.testing.assert_close(out, total[2 * rank : 2 * rank + 2])
 
+    # Inductor may write to an input as soon as the op has returned
+    for collective in (collectives.all_gather, collectives.reduce_scatter):
+        mine = torch.full((1 << 18, 2), float(rank + 1))
+        flying = collective(mine, group=group)
+        mine.fill_(torch.nan)
+        total = wait(flying)
+        assert total.sum() == (1 << 19) * (world * (world + 1) / 2 if collective is collectives.all_gather else 1.5)
+
     def program(x: Tensor) -> Tensor:
         name = group.group_name
         full = torch.ops.asynctp.all_gather(x.relu(), world, name)
