@@ -25,7 +25,7 @@ _FP8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 _OUT_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 _DEVICES = {"cuda", "cpu"}
 CONTRACTION_LIMIT = 64 << 20
-"""Bytes over all ranks that the kernels gather along the contraction dimension: `DIRECT_LIMIT` of asynctp_kernels."""
+"""Bytes over all ranks that kernels gather along the contraction or scatter by columns: their `DIRECT_LIMIT`."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,28 @@ def device_supported(candidate: Candidate, context: Context) -> Refusal | None:
 
 def contraction_fits(candidate: Candidate, context: Context) -> Refusal | None:
     """On CUDA, gathers along the contraction have one implementation besides the unfused program, which has a limit."""
-    chain, value = candidate.chain, tensor_of(candidate.collective.node)
+    chain = candidate.chain
     if not isinstance(chain, GatherChain) or chain.placement.axis != "contraction":
         return None
-    if value is None or value.device.type != "cuda" or not all(isinstance(size, int) for size in value.shape):
-        return None
-    size = value.numel() * value.dtype.itemsize
+    size = _bytes_on_gpu(candidate.collective.node)
     return Refusal(reasons.CONTRACTION_TOO_LARGE, f"{size} bytes") if size > CONTRACTION_LIMIT else None
+
+
+def columns_fit(candidate: Candidate, context: Context) -> Refusal | None:
+    """On CUDA, so have scatters of columns."""
+    chain = candidate.chain
+    if not isinstance(chain, ScatterChain) or chain.placement is None or chain.placement.axis != "columns":
+        return None
+    size = _bytes_on_gpu(candidate.collective.input)
+    return Refusal(reasons.COLUMNS_TOO_LARGE, f"{size} bytes") if size > CONTRACTION_LIMIT else None
+
+
+def _bytes_on_gpu(node: fx.Node | None) -> int:
+    """Bytes of a tensor; 0 where it is not on CUDA or its size is symbolic."""
+    value = tensor_of(node)
+    if value is None or value.device.type != "cuda" or not all(isinstance(size, int) for size in value.shape):
+        return 0
+    return value.numel() * value.dtype.itemsize
 
 
 def dtype_supported(candidate: Candidate, context: Context) -> Refusal | None:
@@ -241,6 +256,7 @@ CHECKS: tuple[Check, ...] = (
     values_known,
     device_supported,
     contraction_fits,
+    columns_fit,
     dtype_supported,
     scales_supported,
     sizes_expressible,

@@ -318,6 +318,12 @@ CONTRACTION_TOO_LARGE = _miss(
     "product needs all of it",
     "shard activations over rows (the sequence) instead of the contraction dimension",
 )
+COLUMNS_TOO_LARGE = _miss(
+    "ATP305",
+    "COLUMNS_TOO_LARGE",
+    "more is scattered by columns than the one implementation for it takes (64 MiB)",
+    "scatter the result over rows (the sequence) instead of its last dimension",
+)
 
 # --- 4xx cost ------------------------------------------------------------------------------------------
 BELOW_THRESHOLD = _skip(

@@ -645,6 +645,12 @@ def large_contraction_on_a_gpu(b: GraphBuilder) -> Node:
     return times(b, b.cat(b.chunks(rows), dim=1))
 
 
+@row("COLUMNS_TOO_LARGE", "134217728 bytes")
+def large_scatter_of_columns_on_a_gpu(b: GraphBuilder) -> Node:
+    out = b.mm(b.input("a", [4096, 64], device="cuda"), b.input("w", [64, 8192], device="cuda"))
+    return b.scatter(b.cat(b.chunks(out, dim=1), dim=0))
+
+
 @row("SCALES_UNSUPPORTED", "scales [16, 2] and [2, 16]")
 def blockwise_scales(b: GraphBuilder) -> Node:
     return scaled(b, [16, 2], [2, 16])
