@@ -127,9 +127,9 @@ def received_bytes(whole: fx.Node, ranks: int) -> int | None:
 def hoist_pays(chain: GatherChain, hoist: Hoist) -> bool:
     """True when gathering what is computed on the shard is worth what it moves.
 
-    It may not move more than the program's own gather. Where that gather stays beside the fused op, both share the
-    links: it has to move less, and, on a machine whose rates are known, it may not take longer than the matmuls that
-    run before the other users of the gathered tensor.
+    It may not move more than the program's own gather. Where that gather stays, behind the fused op, it is one more: it
+    has to move less, and, on a machine whose rates are known, it may not take longer than the matmuls that run before
+    the other users of the gathered tensor.
     """
     moved, before = cost_of(chain).comm_bytes, received_bytes(chain.collective.node, chain.collective.group_size)
     if moved is None or before is None:

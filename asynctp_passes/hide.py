@@ -17,13 +17,12 @@ from torch import fx
 
 from asynctp_passes import cost, reasons
 from asynctp_passes.chain import Collective, Decision, GatherChain, anchor
-from asynctp_passes.fxview import op_name, segments
-from asynctp_passes.read import contracts_rows, is_matmul
+from asynctp_passes.fxview import segments
+from asynctp_passes.read import contracts_rows, is_matmul, is_only_awaited
 from asynctp_passes.reasons import Refusal
 
 __all__ = ["hide"]
 
-_ALL_GATHER = "_c10d_functional.all_gather_into_tensor.default"
 _NEEDS_ALL = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.ROWS_CONTRACTED, reasons.CONTRACTION_TOO_LARGE)
 
 
@@ -83,23 +82,19 @@ class _Scene:
         ops = [decision.candidate.chain for decision in fused if decision.candidate.chain is not None]
         within = {node for chain in ops for matmul in chain.matmuls for node in matmul.nodes}
         alone = [node for node in graph.nodes if is_matmul(node) and node not in within]
-        found = [self._product(node, [node], node) for node in alone]
-        found += [self._product(chain.matmuls[0].node, [m.node for m in chain.matmuls], anchor(chain)) for chain in ops]
+        found = [self._product(node, node, cost.flops_of(node)) for node in alone]
+        found += [self._product(chain.matmuls[0].node, anchor(chain), cost.cost_of(chain).flops) for chain in ops]
         self.products = sorted(found, key=lambda product: product.place)
 
-    def _product(self, node: fx.Node, matmuls: Sequence[fx.Node], stands_at: fx.Node) -> _Product:
-        flops = [cost.flops_of(matmul) for matmul in matmuls]
-        known = [count for count in flops if count is not None]
-        total = sum(known) if len(known) == len(flops) else None
-        return _Product(node, self.place[stands_at], self.segments[stands_at], total)
+    def _product(self, node: fx.Node, stands_at: fx.Node, flops: int | None) -> _Product:
+        return _Product(node, self.place[stands_at], self.segments[stands_at], flops)
 
     def products_beside(self, gather: Collective) -> list[_Product]:
         """The products to run beside a gather, in order: those in between already, then the next, then the ones before.
 
         No more than it takes to cover the gather's time.
         """
-        alone = op_name(gather.node) == _ALL_GATHER and all(user in gather.waits for user in gather.node.users)
-        if not gather.waits or not alone:
+        if not is_only_awaited(gather):
             return []
         after = self._reach(gather.results, lambda node: node.users)
         before = self._reach([gather.node], lambda node: node.all_input_nodes)

@@ -26,6 +26,7 @@ __all__ = [
     "feeds_left_operand",
     "identical",
     "is_matmul",
+    "is_only_awaited",
     "operands_that_are",
     "read_collectives",
     "read_matmul",
@@ -79,6 +80,12 @@ def _is_transposed(value: torch.Tensor) -> bool:
 
 
 # --- collectives ----------------------------------------------------------------------------------------------
+def is_only_awaited(gather: Collective) -> bool:
+    """True for torch's own all-gather, whose result nothing looks at before it is waited for."""
+    own = op_name(gather.node) == "_c10d_functional.all_gather_into_tensor.default"
+    return own and bool(gather.waits) and all(user in gather.waits for user in gather.node.users)
+
+
 def read_collectives(graph: fx.Graph) -> list[Collective]:
     """Every collective of the graph, in order; ops that look like one included (kind `"other"`)."""
     return [collective for node in graph.nodes for collective in _read_collective(node)]

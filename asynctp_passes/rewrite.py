@@ -45,7 +45,7 @@ from asynctp_passes.fxview import (
     size_sources,
     tensor_of,
 )
-from asynctp_passes.read import is_matmul
+from asynctp_passes.read import is_matmul, is_only_awaited
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, product, same
 from asynctp_passes.views import is_view, views_of
 
@@ -72,15 +72,13 @@ def rewrite(
     segment = segments(graph)
     moved: dict[fx.Node, fx.Node] = {}
     late: set[fx.Node] = set()
-    products: dict[fx.Node, fx.Node] = {}
     hoisted: list[tuple[GatherChain, fx.Node]] = []
     fused: dict[fx.Node, fx.Node] = {}
     for chain in chains:
         build, old = _Builder(graph, sizes, chain, moved), _old_nodes(chain)
         op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_reduction(build, chain)
         op.meta["asynctp_collective"] = chain.collective.node.name
-        products.update((matmul.node, op) for matmul in chain.matmuls)
-        fused[chain.collective.node] = op
+        fused |= dict.fromkeys([chain.collective.node, *(matmul.node for matmul in chain.matmuls)], op)
         segment.update((node, segment[build.anchor]) for node in build.made)
         if isinstance(chain, GatherChain) and chain.hoist is not None:
             late |= _come_after(build, chain)
@@ -100,9 +98,9 @@ def rewrite(
         _erase_unused(graph, {node for member in bundle.members for node in member.results})
     _restore_order(graph, segment, early)
     _delay(graph, late, segment)
-    _run_behind(graph, hidden, products)
+    _run_behind(graph, hidden, fused)
     flops = {node: cost.flops_of(node) for node in graph.nodes if is_matmul(node)}
-    flops |= {products[chain.matmuls[0].node]: cost.cost_of(chain).flops for chain in chains}
+    flops |= {fused[chain.collective.node]: cost.cost_of(chain).flops for chain in chains}
     _run_beside(graph, hoisted, flops)
     flying: list[tuple[Collective, fx.Node | None]] = [(chain.collective, op) for chain, op in hoisted]
     flying += [(decision.candidate.collective, None) for decision in hidden]
@@ -411,7 +409,7 @@ def _come_after(build: _Builder, chain: GatherChain) -> set[fx.Node]:
     """
     gather = chain.collective
     waits = gather.waits or (gather.node,)
-    if _is_awaited(gather):
+    if is_only_awaited(gather):
         _leave_sms(gather)
         build.anchor.prepend(gather.node)
     for wait in waits:
@@ -728,12 +726,6 @@ def _arrange(order: Sequence[fx.Node]) -> None:
 
 
 # --- gathers behind products ---------------------------------------------------------------------------------
-def _is_awaited(gather: Collective) -> bool:
-    """True for torch's own all-gather, whose result nothing looks at before it is waited for."""
-    own = op_name(gather.node) == "_c10d_functional.all_gather_into_tensor.default"
-    return own and bool(gather.waits) and all(user in gather.waits for user in gather.node.users)
-
-
 def _leaves_sms(gather: Collective) -> bool:
     return gather.node.target is torch.ops.asynctp.all_gather.default
 
@@ -753,7 +745,7 @@ def _run_beside(
         waits = [wait for wait in gather.waits if wait in segment]
         if waits and _leaves_sms(gather) and segment[gather.node] == segment[op]:
             _move_behind(graph, [gather.node], op)
-            products = _products_that_hide(graph, gather, flops)
+            products = _products_that_hide(graph, gather, flops, segment)
             if products:
                 _move_behind(graph, waits, products[-1])
 
@@ -787,12 +779,14 @@ def _move_behind(graph: fx.Graph, starts: Iterable[fx.Node], last: fx.Node) -> N
         last.append(node)
 
 
-def _products_that_hide(graph: fx.Graph, gather: Collective, flops: dict[fx.Node, int | None]) -> list[fx.Node]:
+def _products_that_hide(
+    graph: fx.Graph, gather: Collective, flops: dict[fx.Node, int | None], segment: dict[fx.Node, int]
+) -> list[fx.Node]:
     """The next products that do not need a gather, until they take as long as it does; a few at most.
 
     What waits for the gather moves behind them, and keeps its memory for so long.
     """
-    segment, nodes = segments(graph), list(graph.nodes)
+    nodes = list(graph.nodes)
     start = nodes.index(gather.node)
     after = {gather.node}
     for node in nodes[start:]:
