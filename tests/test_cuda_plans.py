@@ -624,9 +624,9 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What was given to the all-gather, which takes all ranks' rows to be ours."""
     given: list[Tensor] = []
 
-    def all_gather(shard: Tensor, dim: int, group: object) -> Tensor:
+    def all_gather(shard: Tensor, group: object) -> Tensor:
         given.append(shard)
-        return torch.cat([shard] * WORLD, dim)
+        return torch.cat([shard] * WORLD)
 
     monkeypatch.setattr(cuda, "all_gather", all_gather)
     return given

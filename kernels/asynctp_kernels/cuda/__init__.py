@@ -151,15 +151,14 @@ def run_all_reduce(
     operands = (*_as_rows(a_parts, b_parts, a_scales), b_scales, biases)
     key, options = ("all_reduce", reduce_op, out_dtype, fast), (reduce_op, 0, out_dtype, fast)
     part = _run_scatter(key, operands, options, group, check, explain_all_reduce)
-    return None if part is None else all_gather(part, 0, group).view(*shape[:-1], part.shape[-1])
+    return None if part is None else all_gather(part, group).view(*shape[:-1], part.shape[-1])
 
 
-def all_gather(shard: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """All ranks' shards, joined along `dim` in rank order: contiguous. By NCCL, in order on the current stream."""
-    world = group.size()
-    stacked = shard.new_empty((world * shard.shape[0], *shard.shape[1:]))
-    dist.all_gather_into_tensor(stacked, shard.contiguous(), group=group)
-    return stacked if dim == 0 else torch.cat(stacked.chunk(world), dim)
+def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' shards, joined along dim 0 in rank order: contiguous. By NCCL, in order on the current stream."""
+    whole = shard.new_empty((group.size() * shard.shape[0], *shard.shape[1:]))
+    dist.all_gather_into_tensor(whole, shard.contiguous(), group=group)
+    return whole
 
 
 Operands = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]]
