@@ -329,9 +329,13 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True) -> Iterator
         gemm: {"prepare": here.prepare},
         gather: {"prepare": here.prepare, "product": product, "current_raw_stream": lambda index: here.current_stream},
         scatter: {"prepare": here.prepare, "product": product, "current_raw_stream": lambda index: here.current_stream},
-        cuda: {"_machine": lambda index: ((9, 0), SMS, properties.name)},
+        cuda: {
+            "_machine": lambda index: ((9, 0), SMS, properties.name),
+            "current_raw_stream": lambda index: here.current_stream,
+        },
         torch.cuda: {
             "Stream": here.new_stream,
+            "current_stream": lambda: SimpleNamespace(cuda_stream=here.current_stream),
             "current_device": lambda: here.current_device,
             "get_device_properties": lambda index: properties,
             "is_current_stream_capturing": lambda: here.capturing != 0,

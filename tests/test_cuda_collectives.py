@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -60,7 +62,9 @@ def gathered(here: Machine, shards: list[Tensor]) -> Tensor:
         data = bits(shards[rank])
         outbox[: len(data)] = data if rank != RANK else 0
     here.log.clear()
-    return plan.start_bulk(shards[RANK]).result
+    under_way = plan.start_bulk(shards[RANK])
+    assert under_way.source.data_ptr() == shards[RANK].data_ptr(), "what the copy stream reads is held"
+    return under_way.result
 
 
 @pytest.mark.parametrize("shape", [(256, 64), (1, 8), (130, 7), (5, 1)])
@@ -69,7 +73,6 @@ def test_gather(shape: tuple[int, int], dtype: torch.dtype, here: Machine) -> No
     shards = [tensor(*shape, dtype=dtype) for _ in range(WORLD)]
     full = gathered(here, shards)
     assert torch.equal(bits(full), torch.cat([bits(shard) for shard in shards]))
-    assert (shards[RANK].data_ptr(), COPY) in here.kept, "the shard is read on the copy stream"
 
 
 def test_gather_trace(here: Machine) -> None:
@@ -103,7 +106,9 @@ def scattered(here: Machine, whole: Tensor, for_us: list[Tensor], reduce_op: str
         cuda_emulated.at(full.at(RANK, rank * MAX_CHUNKS), (1,), torch.int32).fill_(1)
         here.parts("inbox")[RANK][rank * size : (rank + 1) * size] = bits(for_us[rank])
     here.log.clear()
-    return plan.start_bulk(whole).result
+    under_way = plan.start_bulk(whole)
+    assert under_way.source.data_ptr() == whole.data_ptr(), "what the copy stream and the reducer read is held"
+    return under_way.result
 
 
 @pytest.mark.parametrize("reduce_op", ["sum", "avg"])
@@ -120,7 +125,6 @@ def test_scatter(shape: tuple[int, int], dtype: torch.dtype, reduce_op: str, her
     for rank in set(range(WORLD)) - {RANK}:
         part = bits(mine[rank])
         assert torch.equal(here.parts("inbox")[rank][RANK * len(part) : (RANK + 1) * len(part)], part)
-    assert {(whole.data_ptr(), COPY), (whole.data_ptr(), REDUCE), (out.data_ptr(), REDUCE)} <= set(here.kept)
     own = cuda_emulated.at(here.memory.signals.peers[RANK], (64,), torch.int32)
     assert own.count_nonzero() == 0
 
@@ -221,10 +225,26 @@ def test_the_result_is_complete_when_waited_for(here: Machine) -> None:
     recorded = [entry.event for entry in here.of(Recorded) if entry.event in flights]
     assert len(recorded) == 2
     here.log.clear()
-    with mock.patch.object(cuda, "current_raw_stream", return_value=42):
-        for _, wait in waits:
-            wait()
-    assert here.of(Awaited) == [Awaited(42, event) for event in recorded]
+    for _, wait in waits:
+        wait()
+    assert here.of(Awaited) == [Awaited(MAIN, event) for event in recorded]
+
+
+def test_a_wait_on_another_stream_keeps_the_source_from_its_own(here: Machine) -> None:
+    """The allocator would give it out again on the stream that it is from, which waits for nothing."""
+    here.kernels.clear()
+    waits: list[Any] = []
+    shard = tensor(8, 8)
+    with mock.patch.object(cuda, "register_wait", lambda result, wait: waits.append(wait)):
+        cuda.run_bulk_gather(shard, here.group)
+        cuda.run_bulk_gather(shard, here.group)
+    waits[0]()
+    assert here.kept == []
+    here.log.clear()
+    here.current_stream = 42
+    waits[1]()
+    assert [entry.stream for entry in here.of(Awaited)] == [42]
+    assert here.kept == [(shard.data_ptr(), 42)]
 
 
 def test_plans_are_kept(here: Machine) -> None:
@@ -250,6 +270,26 @@ def test_a_registered_wait_is_called_by_wait_tensor() -> None:
     kernels_compat.register_wait(result, lambda: called.append(True))
     torch.ops._c10d_functional.wait_tensor(result)
     assert called == [True]
+
+
+def test_what_a_wait_refers_to_is_freed_by_it() -> None:
+    """At once, not by the garbage collector: it is memory of the size of activations."""
+
+    class Held:
+        def wait(self) -> None:
+            pass
+
+    result, held = torch.zeros(4), Held()
+    alive = weakref.ref(held)
+    kernels_compat.register_wait(result, held.wait)
+    del held
+    gc.disable()
+    try:
+        assert alive() is not None
+        torch.ops._c10d_functional.wait_tensor(result)
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 # --- the ops, over gloo ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -43,16 +44,31 @@ def current_raw_stream(device_index: int) -> int:
     return stream
 
 
-def register_wait(result: torch.Tensor, wait: Callable[[], None]) -> None:
-    """Let `_c10d_functional.wait_tensor(result)` call `wait`, which makes the current stream wait for the result."""
-    from torch._C._distributed_c10d import Work, _register_work
+@functools.cache
+def _waited_class() -> Any:
+    """One class for all calls: a class is part of a reference cycle, and would keep what it refers to until a GC."""
+    from torch._C._distributed_c10d import Work
 
     class Waited(Work):
+        def __init__(self, on_wait: Callable[[], None]) -> None:
+            super().__init__()
+            self.on_wait = on_wait
+
         def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-            wait()
+            self.on_wait()
             return True
 
-    _register_work(result, Waited())
+    return Waited
+
+
+def register_wait(result: torch.Tensor, wait: Callable[[], None]) -> None:
+    """Let `_c10d_functional.wait_tensor(result)` call `wait`, which makes the current stream wait for the result.
+
+    `wait`, and what it refers to, is kept until then and no longer.
+    """
+    from torch._C._distributed_c10d import _register_work
+
+    _register_work(result, _waited_class()(wait))
 
 
 def scaled_mm(

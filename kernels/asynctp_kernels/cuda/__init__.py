@@ -250,10 +250,14 @@ def _bulk(
 
 
 def _waited(bulk: Bulk, result: Tensor) -> Tensor:
+    """`result`, which `wait_tensor` completes. Until then the tensors stay: so host time ahead costs no memory."""
     index = result.device.index
 
     def wait() -> None:
-        wait_event(current_raw_stream(index), bulk.done)
+        stream = current_raw_stream(index)
+        wait_event(stream, bulk.done)
+        if stream != bulk.stream:  # the allocator would hand it out again on its own stream, which does not wait
+            bulk.source.record_stream(torch.cuda.current_stream())
 
     register_wait(result, wait)
     return result

@@ -31,9 +31,17 @@ NAME = "copy engine"
 
 @dataclass(frozen=True)
 class Bulk:
-    """A result under way: `done` is the event after which it is complete."""
+    """A result under way.
+
+    Attributes:
+        result: What is complete after `done`.
+        source: What is read until then. Both belong to `stream`, on which the call was made.
+        done: An event.
+    """
 
     result: Tensor
+    source: Tensor
+    stream: int
     done: int
 
 
@@ -53,8 +61,7 @@ class BulkGather(Pulled):
         memory, stream = self.memory, current_raw_stream(self.device_index)
         shard = aligned(shard)
         full, _ = self.start(stream, shard, None)
-        shard.record_stream(memory.torch_stream)
-        return Bulk(full, memory.in_flight(stream))
+        return Bulk(full, shard, stream, memory.in_flight(stream))
 
 
 class BulkScatter(Pushed):
@@ -82,10 +89,7 @@ class BulkScatter(Pushed):
         self.await_parts(memory.reducer, ())
         self.push_and_reduce(whole, out, memory.start)
         driver.wait_event(memory.stream, memory.reduced)
-        whole.record_stream(memory.torch_stream)
-        for tensor in (whole, out):
-            tensor.record_stream(memory.torch_reducer)
-        return Bulk(out, memory.in_flight(stream))
+        return Bulk(out, whole, stream, memory.in_flight(stream))
 
 
 def bulk_gather(shard: Tensor, memory: GroupMemory) -> BulkGather:
