@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -149,6 +150,7 @@ class Machine:
         kernels: what the kernel of a name does to memory, given the launch.
         kept: (address, stream) of tensors whose memory must not be reused before that stream has come so far.
         hosts: on which each rank says that it is.
+        makers: the threads on which symmetric memory was made.
     """
 
     def __init__(self, rank: int, world: int, peer_writes: bool = True) -> None:
@@ -163,6 +165,7 @@ class Machine:
         self.kernels: dict[str, Callable[[Launched], None]] = {}
         self.kept: list[tuple[int, int]] = []
         self.hosts = ["here"] * world
+        self.makers: list[threading.Thread] = []
         self._events = 0
         self._streams = iter([COPY, REDUCE])
 
@@ -211,6 +214,7 @@ class Machine:
 
     def share(self, group: Any, device: torch.device, size: int) -> Area:
         """Symmetric memory: the same size on every rank. The handle is all ranks' memory."""
+        self.makers.append(threading.current_thread())
         parts = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.world)]
         peers = [part.data_ptr() for part in parts]
         return Area(parts[self.rank], parts, peers, torch.tensor(peers))
@@ -337,6 +341,7 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True) -> Iterator
             "Stream": here.new_stream,
             "current_stream": lambda: SimpleNamespace(cuda_stream=here.current_stream),
             "current_device": lambda: here.current_device,
+            "set_device": lambda device: None,
             "get_device_properties": lambda index: properties,
             "is_current_stream_capturing": lambda: here.capturing != 0,
             "synchronize": lambda *_: None,

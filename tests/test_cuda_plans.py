@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -707,6 +708,16 @@ def test_a_first_call_cannot_be_captured() -> None:
                 op(here, SMALL["gather"]())
         here.capturing = 0
         assert op(here, SMALL["gather"]()) is not None, "the refusal is not for good"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_memory_is_made_outside_the_pools_of_the_calling_thread(implementation: str) -> None:
+    """`mode="reduce-overhead"` raises if a program's first run leaves anything in its graph's pool."""
+    with machine(RANK, WORLD) as here, cuda.forced(implementation):
+        op(here, LARGE["gather"]())
+        op(here, LARGE["scatter"]())
+        assert len(here.makers) >= 2, "the words, and the areas"
+        assert threading.current_thread() not in here.makers
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -1,4 +1,4 @@
-"""The fused ops on real GPUs: every case against fp64, and under stress. Each run is one torchrun of its own."""
+"""The fused ops on real GPUs: every case against fp64, under stress, and in compiled programs; each by torchrun."""
 
 from __future__ import annotations
 
@@ -110,3 +110,11 @@ def test_stress(ranks: int) -> None:
 def test_stress_with_one_hardware_queue(ranks: int) -> None:
     """Streams that share a queue of the GPU wait for each other in the order in which work was enqueued."""
     check_stress(torchrun(ranks, "stress.py", str(CALLS), CUDA_DEVICE_MAX_CONNECTIONS="1"))
+
+
+@RANKS
+def test_compiled_programs_with_and_without_cuda_graphs(ranks: int) -> None:
+    *programs, last = torchrun(ranks, "compiled.py")
+    assert last == {"failed": 0}
+    assert len(programs) >= 10
+    assert all(program["ok"] for program in programs)

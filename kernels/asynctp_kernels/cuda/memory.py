@@ -32,7 +32,10 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass, field
+from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -45,6 +48,7 @@ from asynctp_kernels.signals import new_status, timeout_ns
 from . import driver
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_CHUNKS = 4
 MAX_WORLD = 8
@@ -260,7 +264,7 @@ class GroupMemory:
         group = self._group()
         if group is None:
             raise SymmetricMemoryError(f"group '{self.group_name}' has been destroyed")
-        area = _share(group, self.device, -(-size // _GRANULE) * _GRANULE)
+        area = _outside_pools(self.device, lambda: _share(group, self.device, -(-size // _GRANULE) * _GRANULE))
         if found is not None and self.captured:
             self.retired.append(found)
         self.areas[name] = area
@@ -307,7 +311,9 @@ def group_memory(group: ProcessGroup, device: torch.device) -> GroupMemory:
     """
     found = _groups.get(group)
     if found is None:
-        found = _make(group, device)
+        if torch.cuda.is_current_stream_capturing():
+            raise SymmetricMemoryError("the first call of a group cannot be captured: run the program once before that")
+        found = _outside_pools(device, lambda: _make(group, device))
         _groups[group] = found
     return found
 
@@ -325,16 +331,30 @@ def release(group: ProcessGroup) -> None:
         found.failure = "it was released"
 
 
+def _outside_pools(device: torch.device, make: Callable[[], T]) -> T:
+    """`make()` on a thread of its own, so that what stays allocated is in nobody's memory pool.
+
+    `torch.compile(mode="reduce-overhead")` runs a program once before it captures it, allocating from the graph's pool,
+    and raises if anything but results is left there. Such a pool is that of a thread, or of its current stream.
+    """
+
+    def run() -> T:
+        torch.cuda.set_device(device)
+        made = make()
+        torch.cuda.synchronize(device)
+        return made
+
+    with ThreadPoolExecutor(1, "asynctp-memory") as thread:
+        return thread.submit(run).result()
+
+
 def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
-    if torch.cuda.is_current_stream_capturing():
-        raise SymmetricMemoryError("the first call of a group cannot be captured: run the program once before that")
     _check_hosts(group)
     rank, world = group.rank(), group.size()
     words = MAX_WORLD * MAX_CHUNKS
     signals = _share(group, device, _GRANULE)
     local = torch.zeros(3 * words + 16, dtype=torch.int32, device=device)
     local[2 * words] = 1
-    torch.cuda.synchronize(device)
     return GroupMemory(
         group=group,
         device=device,

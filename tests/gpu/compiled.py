@@ -1,0 +1,193 @@
+"""Compiled programs on real GPUs against the same programs without a compiler: one JSON line for each. Run by torchrun.
+
+    torchrun --nproc_per_node=2 tests/gpu/compiled.py [part of a name ...]
+
+A name is PROGRAM/MODE. Every program runs six times forward and backward on fresh data, so that mode reduce-overhead
+warms up, captures and replays.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import asynctp_passes
+from asynctp_passes import compat
+from asynctp_passes.demo.model import Block, ModelSizes, block_plan
+
+MODES = (None, "reduce-overhead")
+STEPS = 6
+TOLERANCE = 2e-2
+WIDTH, HIDDEN, ROWS = 1024, 2816, 2048
+
+
+class Functional(nn.Module):
+    """Weights of one rank, and collectives by hand."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(WIDTH, HIDDEN // world) * WIDTH**-0.5)
+        self.down = nn.Parameter(torch.randn(HIDDEN // world, WIDTH) * HIDDEN**-0.5)
+
+
+class SequenceParallel(Functional):
+    """`x[rows / world, width]`: gathered before the first product, scattered after the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        full = all_gather_tensor(x, 0, dist.group.WORLD)
+        return reduce_scatter_tensor(torch.relu(full @ self.up) @ self.down, "sum", 0, dist.group.WORLD)
+
+
+class Replicated(Functional):
+    """`x[rows / world, width]`, the same on all ranks: all-reduce after the second product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return all_reduce(torch.relu(x @ self.up) @ self.down, "sum", dist.group.WORLD)
+
+
+class TwoUses(SequenceParallel):
+    """The gathered tensor is needed twice, and is returned too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        full = all_gather_tensor(x, 0, dist.group.WORLD)
+        y = torch.relu(full @ self.up) @ self.down + full.float().square().mean(1, keepdim=True).to(full.dtype)
+        return reduce_scatter_tensor(y @ torch.eye(WIDTH, device=y.device, dtype=y.dtype), "sum", 0, dist.group.WORLD)
+
+
+class Program(NamedTuple):
+    """A module, the shape of its input on each rank, and whether all ranks have the same input."""
+
+    module: nn.Module
+    shape: tuple[int, ...]
+    same: bool = False
+
+
+def functional(cls: type[Functional]) -> Callable[[DeviceMesh], Program]:
+    """A program of functional collectives."""
+    return lambda mesh: Program(cls(mesh.size()), (ROWS // mesh.size(), WIDTH), same=cls is Replicated)
+
+
+def block(mesh: DeviceMesh) -> Program:
+    """A transformer block of DTensors, batch 2."""
+    sizes = ModelSizes(width=WIDTH, hidden=HIDDEN, heads=8, sequence=ROWS)
+    return Program(parallelize_module(Block(sizes), mesh, block_plan()), (2, ROWS // mesh.size(), WIDTH))
+
+
+def replicated_mlp(mesh: DeviceMesh) -> Program:
+    """An MLP of DTensors without sequence parallelism."""
+    mlp = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=Replicate(), use_local_output=True)}
+    return Program(parallelize_module(mlp, mesh, plan), (2, ROWS, WIDTH), same=True)
+
+
+PROGRAMS = {
+    "sequence-parallel": functional(SequenceParallel),
+    "all-reduce": functional(Replicated),
+    "gather used twice": functional(TwoUses),
+    "block": block,
+    "MLP without sequence parallelism": replicated_mlp,
+}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def step(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, g: Tensor) -> list[Tensor]:
+    """The result and all gradients, copied: a replayed graph overwrites what it returned."""
+    module.zero_grad(set_to_none=True)
+    x = x.clone().requires_grad_(True)
+    torch.compiler.cudagraph_mark_step_begin()
+    y = run(x)
+    y.backward(g)
+    gradients = [x.grad, *(parameter.grad for parameter in module.parameters())]
+    return [local(each).clone() for each in (y.detach(), *gradients) if each is not None]
+
+
+def worst(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """Largest relative difference over results, gradients and ranks; infinite for what is missing or not a number."""
+    values = [float("inf")] * (len(found) != len(wanted))
+    for a, b in zip(found, wanted, strict=False):
+        value = float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-20))
+        values.append(value if value == value and a.shape == b.shape else float("inf"))
+    answer = torch.tensor(max(values), device="cuda", dtype=torch.float64)
+    dist.all_reduce(answer, dist.ReduceOp.MAX)
+    return float(answer)
+
+
+def check(name: str, mode: str | None, mesh: DeviceMesh) -> dict[str, Any]:
+    """Compile and compare; `ok` when every step was right, something was fused and nothing was left out of a graph."""
+    torch.compiler.reset()
+    asynctp_passes.clear_reports()
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        module, shape, same = PROGRAMS[name](mesh)
+    module.to(torch.bfloat16)
+    skips = compat.cudagraph_skips()
+    kwargs = {} if mode is None else {"mode": mode}
+    run = torch.compile(module, backend="asynctp", dynamic=False, fullgraph=True, **kwargs)
+    differences = []
+    for number in range(STEPS):
+        torch.manual_seed(number * 8 + (0 if same else dist.get_rank()))
+        x = torch.randn(shape, device="cuda").to(torch.bfloat16)
+        with torch.no_grad():
+            g = torch.randn_like(module(x))
+        differences.append(worst(step(module, run, x, g), step(module, module, x, g)))
+    reports = asynctp_passes.reports()
+    found = {
+        "difference": max(differences),
+        "fused": sum(len(report.fused) for report in reports),
+        "missed": sum(len(report.missed) for report in reports),
+        "graph skips": compat.cudagraph_skips() - skips,
+    }
+    right = found["difference"] < TOLERANCE and found["fused"] > 0
+    return {**found, "ok": right and (mode is None or found["graph skips"] == 0)}
+
+
+def main() -> int:
+    """Run every program whose name contains an argument."""
+    faulthandler.enable()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    failed = 0
+    for name in PROGRAMS:
+        for mode in MODES:
+            title = f"{name}/{mode or 'default'}"
+            if len(sys.argv) > 1 and not any(text in title for text in sys.argv[1:]):
+                continue
+            faulthandler.dump_traceback_later(int(os.environ.get("CASE_TIMEOUT", "120")), exit=True)
+            try:
+                result = check(name, mode, mesh)
+            except Exception as error:  # reported as the case's result
+                result = {"ok": False, "exception": f"{type(error).__name__}: {error}"[:900]}
+                if dist.get_rank() == 0:
+                    traceback.print_exc()
+            failed += not result["ok"]
+            if dist.get_rank() == 0:
+                print(json.dumps({"case": title, **result}), flush=True)
+    if dist.get_rank() == 0:
+        print(json.dumps({"failed": failed}), flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
