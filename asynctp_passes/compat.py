@@ -232,6 +232,14 @@ def intree_options(group: str) -> dict[str, Any]:
     return {"_micro_pipeline_tp": True}
 
 
+def intree_shared_bytes(group: str) -> int:
+    """Bytes of symmetric memory that torch's own async TP has made for the group."""
+    from torch.distributed import _symmetric_memory
+
+    workspace = getattr(_symmetric_memory, "_group_name_to_workspace_tensor", {}).get(group)
+    return 0 if workspace is None else workspace.numel() * workspace.element_size()
+
+
 def reset_cudagraphs() -> None:
     """Forget the CUDA graphs that Inductor recorded."""
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees

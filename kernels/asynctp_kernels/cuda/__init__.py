@@ -44,6 +44,7 @@ __all__ = [
     "run_bulk_scatter",
     "run_gather",
     "run_scatter",
+    "shared_bytes",
 ]
 
 log = logging.getLogger(__name__)
@@ -306,6 +307,12 @@ def last_implementation(group: ProcessGroup) -> str:
     if group in _unavailable or (memory := existing_memory(group)) is None:
         return "unfused"
     return memory.last_implementation
+
+
+def shared_bytes(group: ProcessGroup) -> int:
+    """Bytes of this rank's memory that the group's ops share with the peers; no allocator of PyTorch counts them."""
+    memory = existing_memory(group)
+    return 0 if memory is None else memory.shared_bytes
 
 
 _MISSING = object()

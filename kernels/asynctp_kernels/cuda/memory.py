@@ -237,6 +237,11 @@ class GroupMemory:
         """A tensor for kernel arguments that are not used."""
         return self.local.view(torch.float32)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Size of all symmetric memory of this rank."""
+        return sum(area.size for area in (self.signals, *self.areas.values(), *self.retired))
+
     def _out_of_step(self) -> str:
         return (
             f"the memory of group '{self.group_name}' is out of step since: {self.failure} "
