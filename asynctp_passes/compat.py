@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -173,7 +174,8 @@ def inductor_compile(
 def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     """Make Inductor run each node after the nodes listed for it; its scheduler reorders what does not depend.
 
-    Outside a compile, where nothing reorders, the graph stays as it is.
+    Outside a compile, where nothing reorders, the graph stays as it is. Of a node with several results one is named,
+    and moved next to it: Inductor passes over dependencies that are no tensors.
     """
     from torch._guards import CompileContext
 
@@ -182,7 +184,14 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
-    preserve_node_ordering(graph, {node: OrderedSet(earlier) for node, earlier in after.items()})
+    def tensor(node: fx.Node) -> fx.Node:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            return node
+        item = next(user for user in node.users if user.target is operator.getitem)
+        node.append(item)
+        return item
+
+    preserve_node_ordering(graph, {node: OrderedSet(map(tensor, earlier)) for node, earlier in after.items()})
 
 
 def cached_counters() -> Counter[str]:

@@ -261,3 +261,15 @@ def test_what_is_ordered_is_in_order(path: Path, monkeypatch: pytest.MonkeyPatch
     place = {node: index for index, node in enumerate(module.graph.nodes)}
     assert len(told) == 1
     assert [(later, node) for later, nodes in told[0].items() for node in nodes if place[node] >= place[later]] == []
+
+
+@pytest.mark.parametrize("path", [path for path in dump_paths() if "rowwise_block" in path.name], ids=id_of)
+def test_inductor_is_told_of_tensors(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes over a dependency on a node with several results, as a fused op with several products is."""
+    monkeypatch.setattr(torch._guards.CompileContext, "current_compile_id", staticmethod(lambda: "0/0"))
+    module = load(path)
+    run(module.graph, Config(strict="off", log=False, trace=False))
+    ordered = [node for node in module.graph.nodes if str(node.target) == "control_deps"]
+    assert all(isinstance(before.meta["val"], torch.Tensor) for node in ordered for before in node.args[0])
+    assert len(ordered) >= (2 if path.name == "torchao_rowwise_block__0.txt" else 0)
+    module.graph.lint()
