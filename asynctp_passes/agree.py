@@ -1,11 +1,12 @@
 """Agreement: ranks that decided differently about one program are told so when they compile, instead of hanging later.
 
-    rank 0: plan ─▶ store ◀─ plan :rank 1            each compares with every plan that is there
+    rank 0: plans ─▶ store ◀─ plans :rank 1          each compares with every list of plans that is there
 
-Each rank puts its plan (what it decided about every collective of a group, and with what) into the key-value store of
-the default process group, under a key that the ranks of a program share, and reads those of its peers. There is no
-collective, and nothing that could meet the program's own ones. docs/explanation/agreement-of-ranks.md says why this
-neither hangs nor raises without cause.
+Each rank keeps the plans that it made for a program (what it decided about every collective of a group, and with what)
+in the key-value store of the default process group, and reads those of its peers. Two ranks disagree if each has a plan
+that the other lacks: who is merely ahead, behind, or compiles alone has no quarrel, so nobody waits for anybody. There
+is no collective, and nothing that could meet the program's own ones. docs/explanation/agreement-of-ranks.md says why
+this neither hangs nor raises without cause.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
-import logging
+import json
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,62 +28,59 @@ from asynctp_passes.config import Config
 from asynctp_passes.errors import DisagreementError
 from asynctp_passes.report import Remark, Report
 
-__all__ = ["WAIT_S", "agree", "plan_of", "sources_digest"]
+__all__ = ["GRACE_S", "agree", "agree_again", "plan_of", "sources_digest", "withdraw"]
 
-log = logging.getLogger(__name__)
-
-WAIT_S = 10.0
-"""Seconds that a compile waits for the plans of the other ranks before it goes on without them."""
+GRACE_S = 10.0
+"""Seconds that a difference may last before it is an error: a rank may be about to make the plan that it lacks."""
 
 LARGE_GROUP = 32
 """Ranks of a larger group compare with two neighbours each; all with all would be a burden for the store."""
 
 _OUT_OF_SCOPE = {"NO_MATMUL", "WEIGHT_GATHER", "SINGLE_RANK", "OTHER_COLLECTIVE"}
-_LONGEST_PAUSE_S = 0.05
+_COMPARED_AGAIN = 16
+_PAUSE_S = 0.05
 _lock = threading.Lock()
 
 
 @dataclass
-class _Plan:
-    """A plan that this rank has published, the ranks whose plans have not been seen yet, and those with the same."""
-
-    program: str
-    key: str
-    text: str
-    report: Report
-    rank: int
-    missing: set[int]
-    same: set[int] = field(default_factory=set)
-
-
-@dataclass
-class _Ledger:
-    """What this process has published to one store.
+class _Program:
+    """A program that this rank has compiled for a group.
 
     Attributes:
-        published: How many plans, by program.
-        standing: Those plans, by program, except where ranks disagreed.
-        pending: The plans that not all ranks have answered yet.
+        key: Its key in the store, for each rank's own to be added.
+        rank: This rank.
+        report: That of the newest plan.
+        plans: All different ones, newest last.
+        refused: Those that ended in an error. They stay in the store, so that peers see them, until the next one.
+        behind: The ranks to compare with that have not all of the plans.
     """
 
-    published: Counter[str] = field(default_factory=Counter)
-    standing: set[tuple[str, str]] = field(default_factory=set)
-    pending: list[_Plan] = field(default_factory=list)
+    key: str
+    rank: int
+    report: Report
+    plans: list[str] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
+    behind: set[int] = field(default_factory=set)
+
+    def refuse(self, plans: Iterable[str]) -> None:
+        """These plans end in an error, so there is nothing to compare any more."""
+        self.refused.update(plans)
+        self.behind.clear()
 
 
+_Ledger = dict[str, _Program]
 _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()  # a store goes with its process group
 
 
-def agree(report: Report, config: Config, *, waits: bool = True) -> None:
-    """Compare this rank's plan with those of the other ranks of each group in a report.
+def agree(report: Report, config: Config) -> None:
+    """Tell the other ranks of each group in a report of this rank's plan, and compare it with theirs.
 
-    Does nothing without process groups, in groups of one rank, and with the fake backend.
+    Does nothing without process groups, in groups of one rank, and with the fake backend. Waits for no rank, unless one
+    has another plan.
 
     Args:
         report: What this rank decided.
         config: What it decided with; `config.agree=False` turns all of this off.
-        waits: Wait up to `WAIT_S` for ranks that have not published theirs. A plan that came from a cache does not
-            wait: its rank may have to run before the others compile.
 
     Raises:
         DisagreementError: A rank decided differently, now or about a program compiled earlier.
@@ -91,19 +88,30 @@ def agree(report: Report, config: Config, *, waits: bool = True) -> None:
     if not config.agree or not report.remarks:
         return
     groups = sorted({remark.group for remark in report.remarks if remark.group and _at_stake(report, remark.group)})
-    found = [(group, peers) for group in groups if (peers := compat.peers_of(group)) is not None]
-    if not found:
-        return
-    store = found[0][1].store
-    with _lock:
-        ledger = _ledgers.setdefault(store, _Ledger())
-    plans = [plan for group, peers in found if (plan := _publish(ledger, report, config, group, peers)) is not None]
-    if waits:
-        _await(store, plans)
-    _compare(store, ledger)
-    for plan in plans if waits else ():
-        if plan.missing:
-            log.warning("asynctp: %s", _absent(plan))
+    for group in groups:
+        peers = compat.peers_of(group)
+        if peers is not None:
+            _publish(_ledgers.setdefault(peers.store, {}), report, config, group, peers)
+    agree_again()
+
+
+def agree_again() -> None:
+    """Compare the plans that this rank has published with those that came since.
+
+    Raises:
+        DisagreementError: A rank decided differently.
+    """
+    store = compat.default_store()
+    if store is not None and store in _ledgers:
+        _compare(store, _ledgers[store])
+
+
+def withdraw(report: Report) -> None:
+    """Say that the plans of a report will not run, since its compile ends in an error. Peers see them nevertheless."""
+    for ledger in list(_ledgers.values()):
+        for program in list(ledger.values()):
+            if program.report is report:
+                program.refuse([program.plans[-1]])
 
 
 def _at_stake(report: Report, group: str) -> bool:
@@ -148,22 +156,19 @@ def sources_digest() -> str:
 
 
 # --- the store ------------------------------------------------------------------------------------------------
-def _publish(ledger: _Ledger, report: Report, config: Config, group: str, peers: compat.Peers) -> _Plan | None:
-    """Put the plan into the store; None when this rank has published the same one for the same program before."""
+def _publish(ledger: _Ledger, report: Report, config: Config, group: str, peers: compat.Peers) -> None:
+    """Put the plan into the store, unless it is there."""
     text = plan_of(report, config, group)
-    members = ".".join(map(str, peers.ranks))
-    program = f"asynctp/{members}/{report.phase}/{report.program_digest}"
-    own = f"{program}/{peers.rank}"  # of a rank, since ranks may be threads of one process
+    key = f"asynctp/{'.'.join(map(str, peers.ranks))}/{report.phase}/{report.program_digest}"
     with _lock:
-        if (own, text) in ledger.standing:
-            return None
-        key = f"{program}/{ledger.published[own]}"
-        plan = _Plan(own, key, text, report, peers.rank, _compared_with(peers))
-        ledger.published[own] += 1
-        ledger.standing.add((own, text))
-        ledger.pending.append(plan)
-    peers.store.set(f"{key}/{peers.rank}", text)
-    return plan
+        program = ledger.setdefault(f"{key}/{peers.rank}", _Program(key, peers.rank, report))
+        if text in program.plans and text not in program.refused:
+            return
+        program.plans = [*(plan for plan in program.plans if plan not in program.refused), text]
+        program.refused.clear()
+        program.report = report
+        program.behind = _compared_with(peers)
+        peers.store.set(f"{key}/{peers.rank}", json.dumps(program.plans))
 
 
 def _compared_with(peers: compat.Peers) -> set[int]:
@@ -174,49 +179,50 @@ def _compared_with(peers: compat.Peers) -> set[int]:
     return {peers.ranks[place - 1], peers.ranks[(place + 1) % len(peers.ranks)]}
 
 
-def _await(store: Any, plans: Sequence[_Plan]) -> None:
-    """Return when all ranks of the plans have published theirs, or `WAIT_S` have passed."""
-    keys = [f"{plan.key}/{rank}" for plan in plans for rank in sorted(plan.missing)]
-    deadline, pause = time.monotonic() + WAIT_S, 0.001
-    while keys and not store.check(keys) and time.monotonic() < deadline:
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-
 def _compare(store: Any, ledger: _Ledger) -> None:
-    """Compare every plan of ours with those that have come since; the first difference is raised."""
+    """Compare the newest programs with what the other ranks have; the first lasting difference is raised."""
     with _lock:
-        pending = list(ledger.pending)
-    for plan in pending:
-        arrived = [rank for rank in sorted(plan.missing) if store.check([f"{plan.key}/{rank}"])]
-        texts = {rank: store.get(f"{plan.key}/{rank}").decode() for rank in arrived}
-        others = {rank: text for rank, text in texts.items() if text != plan.text}
-        plan.missing -= set(arrived)
-        plan.same |= set(arrived) - set(others)
-        with _lock:
-            if (others or not plan.missing) and plan in ledger.pending:
-                ledger.pending.remove(plan)
-            if others:  # when it is mended, it is compared anew
-                ledger.standing.discard((plan.program, plan.text))
-        if others:
-            raise DisagreementError(_disagreement(plan, others), plan.report)
+        open_ones = [program for program in ledger.values() if program.behind][-_COMPARED_AGAIN:]
+    deadline = time.monotonic() + GRACE_S
+    for program in open_ones:
+        while others := _differing(store, program):
+            if time.monotonic() >= deadline:
+                program.refuse(own for own, _ in others.values())
+                raise DisagreementError(_disagreement(program, others), program.report)
+            time.sleep(_PAUSE_S)
+
+
+def _differing(store: Any, program: _Program) -> dict[int, tuple[str, str]]:
+    """For each rank that lacks a plan of this rank's and has one that this rank lacks: these two plans."""
+    others: dict[int, tuple[str, str]] = {}
+    for rank in sorted(program.behind):
+        key = f"{program.key}/{rank}"
+        theirs: list[str] = json.loads(store.get(key)) if store.check([key]) else []
+        own, foreign = (
+            [plan for plan in plans if plan not in others_plans]
+            for plans, others_plans in ((program.plans, theirs), (theirs, program.plans))
+        )
+        if not own:
+            program.behind.discard(rank)
+        elif foreign:
+            others[rank] = own[-1], foreign[-1]
+    return others
 
 
 # --- words ----------------------------------------------------------------------------------------------------
-def _disagreement(plan: _Plan, others: dict[int, str]) -> str:
-    rank, other = next(iter(others.items()))
-    same = sorted({plan.rank, *plan.same})
-    changed = difflib.unified_diff(plan.text.splitlines(), other.splitlines(), _ranks(same), _ranks([rank]), n=0)
+def _disagreement(program: _Program, others: dict[int, tuple[str, str]]) -> str:
+    rank, (own, other) = next(iter(others.items()))
+    changed = difflib.unified_diff(own.splitlines(), other.splitlines(), f"rank {program.rank}", f"rank {rank}", n=0)
     difference = [line for line in changed if not line.startswith("@@")]
     lines = [
-        f"asynctp: the ranks of a group decided differently about {plan.report.graph} ({plan.report.phase}), and would "
-        "wait for one another forever if they ran it. Give every rank the same asynctp, torch, options and ASYNCTP_* "
-        "variables (agree=False turns this check off).",
+        f"asynctp: the ranks of a group decided differently about {program.report.graph} ({program.report.phase}), and "
+        "would wait for one another forever if they ran it. Give every rank the same asynctp, torch, options and "
+        "ASYNCTP_* variables (agree=False turns this check off).",
         *("Difference:", *_indented(difference)),
-        *(f"Plan of {_ranks(same)}:", *_indented(plan.text.splitlines())),
+        *(f"Plan of rank {program.rank}:", *_indented(own.splitlines())),
     ]
-    for text in dict.fromkeys(others.values()):
-        have = [rank for rank, theirs in others.items() if theirs == text]
+    for text in dict.fromkeys(theirs for _, theirs in others.values()):
+        have = [rank for rank, (_, theirs) in others.items() if theirs == text]
         lines += [f"Plan of {_ranks(have)}:", *_indented(text.splitlines())]
     return "\n".join(lines)
 
@@ -227,12 +233,3 @@ def _indented(lines: Sequence[str]) -> list[str]:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _absent(plan: _Plan) -> str:
-    have = sorted({plan.rank, *plan.same})
-    return (
-        f"{_ranks(sorted(plan.missing))} did not compile {plan.report.graph} ({plan.report.phase}) within {WAIT_S:g} s "
-        f"of {_ranks(have)}; its plan is compared when they do. They may be slower, have agree=False, run another "
-        "program, or have this one compiled or cached already, if this rank recompiled alone."
-    )

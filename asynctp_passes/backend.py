@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, ops, pipeline, registry
-from asynctp_passes.agree import agree, sources_digest
+from asynctp_passes.agree import agree, agree_again, sources_digest
 from asynctp_passes.config import Config, ConfigError
 from asynctp_passes.errors import AsyncTPError, GroupError
 from asynctp_passes.report import Report
@@ -141,6 +141,8 @@ def asynctp(
     def after_each() -> None:
         nonlocal found
         found += _publish_cached(config, compiling=False)
+        if config.agree:
+            agree_again()
 
     compiled = compat.inductor_compile(gm, example_inputs, patches, after_each)
     if not ours.ran and not found:
@@ -235,7 +237,7 @@ def _publish_cached(config: Config | None, *, compiling: bool, named: bool = Tru
         _publish(report, config)
     if config is not None:
         for report in replayed:
-            agree(report, config, waits=False)
+            agree(report, config)
     return len(replayed)
 
 

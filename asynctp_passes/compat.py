@@ -337,4 +337,9 @@ def peers_of(name: str) -> Peers | None:
     rank, ranks = torch.distributed.get_rank(), tuple(torch.distributed.get_process_group_ranks(group))
     if len(ranks) == 1 or rank not in ranks or torch.distributed.get_backend(group) == "fake":
         return None
-    return Peers(rank, ranks, _c10d()._get_default_store())
+    return Peers(rank, ranks, default_store())
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group; None without one."""
+    return _c10d()._get_default_store() if process_group_names() else None

@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, cost, ops, torch_bugs
-from asynctp_passes.agree import agree
+from asynctp_passes.agree import agree, withdraw
 from asynctp_passes.chain import Bundle, Candidate, Collective, Decision, GatherChain, Hoist, ScatterChain
 from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
 from asynctp_passes.decide import allowed, context_of, decide
-from asynctp_passes.errors import raise_if_strict
+from asynctp_passes.errors import AsyncTPError, raise_if_strict
 from asynctp_passes.find import find
 from asynctp_passes.fxview import Sizes, describe, op_name, source_of, tensor_of
 from asynctp_passes.hide import hide
@@ -56,7 +56,11 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
     bundles = coalesce(decisions, context)
     report = _report(graph, decisions, bundles, config)
     agree(report, config)
-    raise_if_strict(report, config)
+    try:
+        raise_if_strict(report, config)
+    except AsyncTPError:
+        withdraw(report)
+        raise
     chains = [decision.candidate.chain for decision in decisions if decision.refusal is None]
     hidden = [decision for decision in decisions if decision.behind]
     rewrite(graph, [chain for chain in chains if chain is not None], sizes, hidden, bundles)
