@@ -12,11 +12,11 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, ScatterChain
 from asynctp_passes.config import Config
 from asynctp_passes.cost import cost_of, hoist_pays
-from asynctp_passes.fxview import Sizes, describe, express, is_size, mutates, size_sources, tensor_of
+from asynctp_passes.fxview import Sizes, describe, express, mutates, size_sources, tensor_of
 from asynctp_passes.read import identical
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, Size
-from asynctp_passes.views import views_of
+from asynctp_passes.views import size_readers
 
 __all__ = ["CHECKS", "CONTRACTION_LIMIT", "Check", "Context"]
 
@@ -176,7 +176,7 @@ def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
     if chain is None:
         return None
     needed = [*_placed_sizes(chain, context.sizes), *_hoisted_sizes(chain, context.sizes)]
-    readers = _size_readers(chain)
+    readers = size_readers(chain)
     unknown = next((node for node in readers if "val" not in node.meta), None)
     if unknown is not None:
         return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
@@ -198,16 +198,6 @@ def _placed_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]
         return [size for shape in known[1:] for size in shape] if any(len(shape) != 2 for shape in known[1:]) else []
     way = place.shard if isinstance(place, GatherPlacement) else place.out
     return [place.outer, place.inner, place.width, *way.sizes, *(size for shape in known for size in shape)]
-
-
-def _size_readers(chain: GatherChain | ScatterChain) -> list[fx.Node]:
-    """The nodes that read sizes of what the rewrite does away with."""
-    if isinstance(chain, GatherChain):
-        computed = () if chain.hoist is None else chain.hoist.inside
-        views = views_of([*chain.collective.results, *computed])
-    else:
-        views = [*chain.views, *(node for matmul in chain.matmuls for node in matmul.nodes)]
-    return [user for node in views for user in node.users if is_size(user)]
 
 
 def _hoisted_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]:

@@ -19,7 +19,6 @@ another one through cheap work alone counts as slow itself). So if set S comes b
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +29,9 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.chain import Bundle, Collective, Decision, anchor
 from asynctp_passes.checks import Context
-from asynctp_passes.fxview import is_size, mutates, op_name, tensor_of
+from asynctp_passes.fxview import is_size, mutates, op_name, steps_of, tensor_of
 from asynctp_passes.near import transparent
+from asynctp_passes.views import size_readers
 
 __all__ = ["SMALL_BYTES", "coalesce"]
 
@@ -75,10 +75,9 @@ def coalesce(decisions: Sequence[Decision], context: Context) -> list[Bundle]:
     candidates = {d.candidate.collective.node: d.candidate.collective for d in decisions if _eligible(d, context)}
     if not context.config.coalesce or len(candidates) < 2:
         return []
-    steps = _steps(context, decisions)
-    if sum(map(len, steps)) < len(context.graph.nodes):  # chains that cannot all be one step each
-        return []
-    windows = _windows(steps, candidates)
+    inputs = _inputs(context, decisions)
+    steps = _steps(context, decisions, inputs)
+    windows = _windows(steps, candidates, inputs)
     place = {node: index for index, step in enumerate(steps) for node in step}
     sets: dict[Key, list[_Set]] = {}
     for node in sorted(windows, key=lambda node: (windows[node][1], place[node])):
@@ -143,13 +142,33 @@ def _owners(decisions: Sequence[Decision]) -> dict[fx.Node, fx.Node]:
         if candidate.chain is None and candidate.joins is None:  # it stays a collective of its own
             continue
         root = (candidate.joins or candidate.collective).node
-        together = {owners[node] for node in candidate.nodes if node in owners} - {root}
+        own = [node for node in candidate.nodes if node is not candidate.collective.call]  # others may use that too
+        together = {owners[node] for node in own if node in owners} - {root}
         owners = {node: root if owner in together else owner for node, owner in owners.items()}
-        owners.update(dict.fromkeys((*candidate.nodes, candidate.collective.node), root))
+        owners.update(dict.fromkeys((*own, candidate.collective.node), root))
     return owners
 
 
-def _steps(context: Context, decisions: Sequence[Decision]) -> list[list[fx.Node]]:
+Inputs = Mapping[fx.Node, Sequence[fx.Node]]
+
+
+def _inputs(context: Context, decisions: Sequence[Decision]) -> Inputs:
+    """What each node will be computed from.
+
+    A size of what a chain does away with, from the chain's inputs; a fused item of a collective of several tensors,
+    from its own tensor.
+    """
+    inputs: dict[fx.Node, Sequence[fx.Node]] = {node: node.all_input_nodes for node in context.graph.nodes}
+    for candidate in (decision.candidate for decision in decisions if decision.refusal is None):
+        collective, chain = candidate.collective, candidate.chain
+        if chain is not None:
+            inputs.update(dict.fromkeys(size_readers(chain), chain.inputs))
+        if collective.call is not None and collective.input is not None:
+            inputs[collective.node] = (collective.input,)
+    return inputs
+
+
+def _steps(context: Context, decisions: Sequence[Decision], inputs: Inputs) -> list[list[fx.Node]]:
     """The graph's nodes in an order in which each fused chain is one step, its collective first.
 
     A chain stands where `rewrite` puts its op. In-place operations stay where they are.
@@ -159,31 +178,13 @@ def _steps(context: Context, decisions: Sequence[Decision]) -> list[list[fx.Node
     for chain in (decision.candidate.chain for decision in decisions if decision.refusal is None):
         if chain is not None:
             position[chain.collective.node] = position[anchor(chain)]
-    members: dict[fx.Node, list[fx.Node]] = {}
-    waiting: dict[fx.Node, set[fx.Node]] = {}
-    users: dict[fx.Node, set[fx.Node]] = {}
-    for node in context.graph.nodes:
-        own = owners.get(node, node)
-        members.setdefault(own, [own]).extend([node] if node is not own else [])
-        sources = {owners.get(source, source) for source in node.all_input_nodes} - {own}
-        waiting.setdefault(own, set()).update(sources)
-        for source in sources:
-            users.setdefault(source, set()).add(own)
-    ready = [(context.segments[own], position[own], own) for own, sources in waiting.items() if not sources]
-    heapq.heapify(ready)
-    steps = []
-    while ready:
-        *_, own = heapq.heappop(ready)
-        steps.append(members[own])
-        for user in users.get(own, ()):
-            waiting[user].discard(own)
-            if not waiting[user]:
-                heapq.heappush(ready, (context.segments[user], position[user], user))
+    steps = steps_of(context.graph, owners, inputs, lambda own: (context.segments[own], position[own]))
+    assert sum(map(len, steps)) == len(inputs), "find drops chains that cannot each be one step"
     return steps
 
 
 def _windows(
-    steps: Sequence[Sequence[fx.Node]], candidates: Mapping[fx.Node, Collective]
+    steps: Sequence[Sequence[fx.Node]], candidates: Mapping[fx.Node, Collective], inputs: Inputs
 ) -> dict[fx.Node, tuple[float, float]]:
     """For each candidate the last slow step that it depends on, and the first that depends on it, as indices."""
     after: dict[fx.Node, float] = {}
@@ -191,7 +192,7 @@ def _windows(
     slow: set[fx.Node] = set()
     chosen: set[fx.Node] = set()
     for index, step in enumerate(steps):
-        sources = [source for node in step for source in node.all_input_nodes if source not in step]
+        sources = _sources(step, inputs)
         bound = max((after[source] for source in sources), default=-1.0)
         behind = any(tied[source] for source in sources)
         if step[0] in candidates and not behind:
@@ -204,10 +205,15 @@ def _windows(
         tied.update(dict.fromkeys(step, behind))
     before: dict[fx.Node, float] = {}
     for index, step in reversed(list(enumerate(steps))):
-        users = (before[user] for node in step for user in node.users if user not in step)
-        bound = index if step[0] in slow else min(users, default=math.inf)
-        before.update(dict.fromkeys(step, bound))
-    return {node: (after[node], before[node]) for node in chosen}
+        bound = index if step[0] in slow else min(before.get(node, math.inf) for node in step)
+        for source in _sources(step, inputs):
+            before[source] = min(bound, before.get(source, math.inf))
+    return {node: (after[node], before.get(node, math.inf)) for node in chosen}
+
+
+def _sources(step: Sequence[fx.Node], inputs: Inputs) -> list[fx.Node]:
+    """What a step is computed from."""
+    return [source for node in step for source in inputs[node] if source not in step]
 
 
 def _cheap(step: Sequence[fx.Node], chosen: set[fx.Node]) -> bool:

@@ -22,7 +22,7 @@ from torch import fx
 from asynctp_passes import near, reasons
 from asynctp_passes.chain import Candidate, Collective, GatherChain, Matmul, ScatterChain
 from asynctp_passes.epilogue import read_product
-from asynctp_passes.fxview import Sizes, is_size, mutates, op_name, tensor_of
+from asynctp_passes.fxview import Sizes, is_size, mutates, op_name, steps_of, tensor_of
 from asynctp_passes.read import (
     added_matrix,
     called_name,
@@ -46,7 +46,7 @@ from asynctp_passes.shapes import (
     quotient,
     same,
 )
-from asynctp_passes.views import Flow, follow, is_view, views_of
+from asynctp_passes.views import Flow, follow, is_view, size_readers, views_of
 
 __all__ = ["find"]
 
@@ -61,7 +61,7 @@ def find(
     """
     scene = _Scene(graph, collectives, sizes)
     scatters = {c.node: _scatter(scene, c) for c in collectives if c.kind in ("reduce_scatter", "all_reduce")}
-    gathers = _gathers(scene, wanted=_fused_matmuls(filter(allowed, scatters.values())))
+    gathers = _gathers(scene, _fused_matmuls(filter(allowed, scatters.values())), allowed)
     taken = _fused_matmuls(filter(allowed, gathers.values()))
     found = {**gathers, **{node: _unless_taken(candidate, taken) for node, candidate in scatters.items()}}
     return [found.get(collective.node) or _other(scene, collective) for collective in collectives]
@@ -156,9 +156,17 @@ def _moved(shape: Sequence[Size], source: int, dest: int) -> IndexMap:
 
 
 # --- gather side ------------------------------------------------------------------------------------------
-def _gathers(scene: _Scene, wanted: set[fx.Node]) -> dict[fx.Node, Candidate]:
-    """Candidates of all gathers; a gather of scales joins the chain whose data it scales."""
+def _gathers(scene: _Scene, wanted: set[fx.Node], allowed: Callable[[Candidate], bool]) -> dict[fx.Node, Candidate]:
+    """Candidates of all gathers; a gather of scales joins the chain whose data it scales.
+
+    A matmul of what is computed from two gathers is fused with the first that may be.
+    """
     found = {c.node: _gather(scene, c, wanted) for c in scene.collectives if c.kind == "all_gather"}
+    taken: set[fx.Node] = set()
+    for node, candidate in found.items():
+        found[node] = candidate = _unless_taken(candidate, taken)
+        if isinstance(candidate.chain, GatherChain) and candidate.chain.hoist is not None and allowed(candidate):
+            taken |= _fused_matmuls([candidate])
     for node, refusal in _cycles(scene, found).items():
         found[node] = replace(found[node], chain=None, refusals=(refusal,))
     for candidate in list(found.values()):
@@ -197,8 +205,6 @@ def _hoisted(
     """The gather's chain with the ops between it and a matmul moved to the shard, or why there is none."""
     if not any(user in scene.ways_down for source in (*flow.maps, *flow.pieces) for user in source.users):
         return None, _near_gather(scene, gather, flow, {})
-    if gather.dim != 0 or gather.call is not None:  # the ranks' shards do not lie along dimension 0 of one op's result
-        return None, _near_gather(scene, gather, flow, {})
     region = Region(scene, gather, flow)
     products, missed = products_of(region)
     products = [one for one in products if region.is_hoisted(one) and (one.placement.axis == "rows" or not rows_only)]
@@ -210,7 +216,8 @@ def _hoisted(
     others = [one.matmul.node for one in products if one.matmul.node not in fused]
     left_out = [f"{node.name} stays a matmul of its own" for node in others]
     left_out += [f"{refusal.reason.name} ({refusal.facts})" for refusal in missed.values()]
-    return Candidate(gather, chain, (), scene.sorted(_members(chain)), left_out=tuple(left_out)), []
+    nodes = scene.sorted([*gather.nodes, *_members(chain)])
+    return Candidate(gather, chain, (), nodes, left_out=tuple(left_out)), []
 
 
 @dataclass(frozen=True)
@@ -413,51 +420,28 @@ def _scales_rows(
 
 
 def _cycles(scene: _Scene, found: dict[fx.Node, Candidate]) -> dict[fx.Node, Refusal]:
-    """Gathers to leave alone because fusing them beside the others would make the graph cyclic."""
+    """Gathers to leave alone because fusing them beside the others would make the graph cyclic.
+
+    A scatter's op cannot: its result depends on all that goes into it before the fusion too.
+    """
+    chains = {node: candidate.chain for node, candidate in found.items() if isinstance(candidate.chain, GatherChain)}
     dropped: dict[fx.Node, Refusal] = {}
     while True:
-        merged = {
-            member: candidate.collective.node
-            for candidate in found.values()
-            if isinstance(candidate.chain, GatherChain) and candidate.collective.node not in dropped
-            for member in _members(candidate.chain)
-        }
-        stuck = _stuck(scene.graph, merged)
+        owners = {member: node for node, chain in chains.items() for member in _members(chain)}
+        sizes = {reader: chain.inputs for chain in chains.values() for reader in size_readers(chain)}
+        steps = steps_of(scene.graph, owners, sizes, scene.order.__getitem__)
+        stuck = chains.keys() - {step[0] for step in steps}
         if not stuck:
             return dropped
         last = max(stuck, key=scene.order.__getitem__)
         dropped[last] = Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, "through the matmul of another chain")
+        del chains[last]
 
 
 def _members(chain: GatherChain) -> list[fx.Node]:
     """The nodes that become one node: the gather (and that of its scale), the views, and the matmuls."""
     scale = () if chain.scale is None else chain.scale.results
     return [*chain.collective.results, *scale, *chain.views, *(node for m in chain.matmuls for node in m.nodes)]
-
-
-def _stuck(graph: fx.Graph, merged: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """The chains (by their gather) that lie on a cycle once the members of each are merged into one node."""
-    inputs: dict[fx.Node, set[fx.Node]] = {}
-    for node in graph.nodes:
-        own = merged.get(node, node)
-        sources = () if is_size(node) else node.all_input_nodes
-        inputs.setdefault(own, set()).update(merged.get(source, source) for source in sources)
-    ready: list[fx.Node] = []
-    users: dict[fx.Node, list[fx.Node]] = {}
-    for node, sources in inputs.items():
-        sources.discard(node)
-        for source in sources:
-            users.setdefault(source, []).append(node)
-        if not sources:
-            ready.append(node)
-    while ready:
-        done = ready.pop()
-        inputs.pop(done)
-        for user in users.get(done, ()):
-            inputs[user].discard(done)
-            if not inputs[user]:
-                ready.append(user)
-    return set(inputs) & set(merged.values())
 
 
 def _near_gather(scene: _Scene, gather: Collective, flow: Flow, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "segments",
     "size_sources",
     "source_of",
+    "steps_of",
     "tensor_of",
 ]
 
@@ -103,6 +105,48 @@ def segments(graph: fx.Graph) -> dict[fx.Node, int]:
         numbers[node] = current
         current += barrier
     return numbers
+
+
+def steps_of(
+    graph: fx.Graph,
+    owners: Mapping[fx.Node, fx.Node],
+    inputs: Mapping[fx.Node, Sequence[fx.Node]],
+    rank: Callable[[fx.Node], Any],
+) -> list[list[fx.Node]]:
+    """The graph's nodes in an order in which those of one owner are one step, the owner first.
+
+    Args:
+        graph: The graph.
+        owners: The node that stands for a node's step; nodes that are not listed are steps of their own.
+        inputs: What a node is computed from, where that is not `all_input_nodes`.
+        rank: Orders steps, by owner, that do not wait for one another.
+
+    Returns:
+        The steps; without those that lie on a cycle, or behind one, when each owner's nodes are one step.
+    """
+    members: dict[fx.Node, list[fx.Node]] = {}
+    waiting: dict[fx.Node, set[fx.Node]] = {}
+    users: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        own = owners.get(node, node)
+        members.setdefault(own, [own]).extend([node] if node is not own else [])
+        sources = {owners.get(source, source) for source in inputs.get(node, node.all_input_nodes)}
+        waiting.setdefault(own, set()).update(sources - {own})
+    for own, sources in waiting.items():
+        for source in sources:
+            users.setdefault(source, []).append(own)
+    place = {own: index for index, own in enumerate(waiting)}
+    ready = [(rank(own), place[own], own) for own, sources in waiting.items() if not sources]
+    heapq.heapify(ready)
+    steps = []
+    while ready:
+        own = heapq.heappop(ready)[-1]
+        steps.append(members[own])
+        for user in users.get(own, ()):
+            waiting[user].discard(own)
+            if not waiting[user]:
+                heapq.heappush(ready, (rank(user), place[user], user))
+    return steps
 
 
 def mutates(node: fx.Node) -> bool:

@@ -14,12 +14,13 @@ from typing import Any
 from torch import fx
 
 from asynctp_passes import compat, reasons
-from asynctp_passes.fxview import Sizes, arguments, op_name, tensor_of
+from asynctp_passes.chain import GatherChain, ScatterChain
+from asynctp_passes.fxview import Sizes, arguments, is_size, op_name, tensor_of
 from asynctp_passes.read import added_matrix
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import IndexMap, Size, concatenate, product, same
 
-__all__ = ["VIEWS", "Flow", "follow", "is_view", "views_of"]
+__all__ = ["VIEWS", "Flow", "follow", "is_view", "size_readers", "views_of"]
 
 Pieces = tuple[IndexMap, ...]
 Result = IndexMap | Pieces | Refusal
@@ -159,6 +160,16 @@ def views_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
                 found[user] = None
                 stack.append(user)
     return list(found)
+
+
+def size_readers(chain: GatherChain | ScatterChain) -> list[fx.Node]:
+    """The nodes that read sizes of what the rewrite of a chain does away with; it reads them off the chain's inputs."""
+    if isinstance(chain, GatherChain):
+        computed = () if chain.hoist is None else chain.hoist.inside
+        views = views_of([*chain.collective.results, *computed])
+    else:
+        views = [*chain.views, *(node for matmul in chain.matmuls for node in matmul.nodes)]
+    return [user for node in views for user in node.users if is_size(user)]
 
 
 # --- one function per kind of view -----------------------------------------------------------------------

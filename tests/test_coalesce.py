@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -198,6 +199,74 @@ mm_1 = mm(div_2, v)  # f32[16, 8]
 return (mm_1)
 """,
     )
+
+
+def test_beside_a_chain_one_of_whose_operands_is_made_with_its_size() -> None:
+    """The size is read off the shard when the gather goes: it ties the operand to the chain's inputs alone."""
+    b = GraphBuilder()
+    x, w = b.input("x", [6, 8], dynamic=0), b.input("w", [8, 5])
+    full = b.gather(x)
+    rows = b.call(aten.sym_size.int, full, 0)
+    number = b.call(aten.mul.Tensor, amax(b, w), rows)
+    graph = b.returns(b.mm(full, b.call(aten.div.Tensor, w, number)), scaled(b, b.input("y", [4])))
+    report = run_pass(graph)
+    assert len(report.fused) == 1
+    assert sets_of(report) == [("all_reduce", "all_reduce_1")]
+    assert_expected_inline(
+        show(graph),
+        """\
+x: f32[s, 8]
+w: f32[8, 5]
+abs_1 = abs(w)  # f32[8, 5]
+max_1 = max(abs_1)  # f32[]
+reshape_default = reshape(max_1, [1])  # f32[1]
+y: f32[4]
+abs_2 = abs(y)  # f32[4]
+max_2 = max(abs_2)  # f32[]
+reshape_default_1 = reshape(max_2, [1])  # f32[1]
+cat_default = cat([reshape_default, reshape_default_1])  # f32[2]
+all_reduce_default = all_reduce(cat_default, 'max', 'tp')  # f32[2]
+wait_tensor_default = wait_tensor(all_reduce_default)  # f32[2]
+split_with_sizes_default = split_with_sizes(wait_tensor_default, [1, 1])  # (f32[1], f32[1])
+getitem_1 = getitem(split_with_sizes_default, 0)  # f32[1]
+reshape_default_2 = reshape(getitem_1, [])  # f32[]
+clone_default = clone(reshape_default_2)  # f32[]
+getitem_2 = getitem(split_with_sizes_default, 1)  # f32[1]
+reshape_default_3 = reshape(getitem_2, [])  # f32[]
+clone_default_1 = clone(reshape_default_3)  # f32[]
+sym_size_int = sym_size(x, 0)  # s
+mul_1 = mul(sym_size_int, 4)  # 4*s
+mul = mul(clone_default, mul_1)  # f32[]
+div = div(w, mul)  # f32[8, 5]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[div], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp')  # (f32[4*s, 5])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[4*s, 5]
+div_1 = div(y, clone_default_1)  # f32[4]
+return (getitem, div_1)
+""",
+    )
+
+
+@pytest.mark.parametrize("kind", ["gathers", "scatters"])
+def test_beside_chains_of_one_collective(kind: str) -> None:
+    """Two tensors are gathered (scattered) at once, each for a chain of its own: the chains are no one step."""
+    b = GraphBuilder()
+    x, y, w = b.input("x", [8, 8]), b.input("y", [8, 8]), scaled(b, b.input("w", [8, 8]))
+    if kind == "gathers":
+        first, second = at_once(b, c10d.all_gather_into_tensor_coalesced.default, x, y)
+        narrow = b.scatter(b.relu(b.mm(first, w)))
+        outs = (b.mm(second, narrow),)
+    else:
+        outs = at_once(b, c10d.reduce_scatter_tensor_coalesced.default, b.mm(x, w), b.mm(y, w), "sum")
+    graph = b.returns(*outs, scaled(b, b.input("z", [4])))
+    report = run_pass(graph)
+    assert len(report.fused) == 2
+    assert sets_of(report) == [("all_reduce", "all_reduce_1")]
+
+
+def at_once(b: GraphBuilder, op: Any, x: Node, y: Node, *reduction: str) -> tuple[Node, ...]:
+    items = b.call(op, [x, y], *reduction, b.ranks, b.group)
+    return tuple(b.call(c10d.wait_tensor.default, b.call(operator.getitem, items, index)) for index in (0, 1))
 
 
 # --- what stays apart --------------------------------------------------------------------------------------
