@@ -6,7 +6,7 @@ A *region* holds the tensors that are computed from a gathered tensor in such a 
 of them from its own shard. Each is [outer, ranks, inner] along one of its dimensions, and the part of a rank is its
 [outer, inner]:
 
-    the gathered tensor     the ranks' shards lie along dimension 0
+    the gathered tensor     [ranks, shard] in the order of its elements, or in that of a view: its seed says so
     a view                  its index map says where the ranks went (`shapes.locate_ranks`)
     a pointwise op, a cast  elements meet elements of the same rank, or a value that is the same on all ranks and has
                             one element along the ranks' dimension

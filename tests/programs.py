@@ -686,8 +686,8 @@ class _Group:
     size: int
 
 
-def _all_gather(b: Builder, shard: Node, group: _Group, coalesced: bool = True) -> Node:
-    if coalesced and b.chance(6):
+def _all_gather(b: Builder, shard: Node, group: _Group) -> Node:
+    if b.chance(6):
         (gathered,) = b.items(b.call(c10d.all_gather_into_tensor_coalesced.default, [shard], group.size, group.name))
     else:
         gathered = b.call(c10d.all_gather_into_tensor.default, shard, group.size, group.name)
@@ -888,8 +888,13 @@ def _quantized_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool
     shape = _shard_shape(b, FP8[0])
     dim = b.choose(range(len(shape) - 1))
     kind = b.choose(["views", "quantizer", "quantizer", "factor", "factor", "mutation"]) if attack else "none"
-    wait = _all_gather(b, _harmless_views(b, b.placeholder(shape, dtype)), group, coalesced=attack)
-    full = gather_views(b, wait, dim, group.size, kind == "views")
+    shard = _harmless_views(b, b.placeholder(shape, dtype))
+    if b.chance(6) and kind != "views":
+        b.note("custom gather")
+        wait = full = b.call(custom.all_gather.default, shard, dim, group.size, group.name)
+    else:
+        wait = _all_gather(b, shard, group)
+        full = gather_views(b, wait, dim, group.size, kind == "views")
     if kind == "factor":
         full = _FACTORS[b.choose(list(_FACTORS))](b, full)
     quantizer_attack = b.choose(_QUANTIZER_ATTACKS) if kind == "quantizer" else ""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 import textwrap
 from collections.abc import Callable
 from unittest import mock
@@ -14,7 +15,8 @@ import torch
 from dumps import CORPUS, example_inputs, load
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder, aten, c10d, show
-from lockstep import evaluate
+from lockstep import differences, evaluate
+from serving_ops import registered
 from torch.fx import Graph, Node
 
 from asynctp_passes import Config, Remark, cost, run
@@ -588,6 +590,166 @@ def test_wherever_the_ranks_are(views: str, first: str) -> None:
     for (out, *operands), (new_out, *new_operands) in zip(before, evaluate(graph, inputs), strict=True):
         pairs = zip((out, *operands), (new_out, *new_operands), strict=True)
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+def gathered_along_a_dimension(b: GraphBuilder, shard: Node, dim: int) -> Node:
+    """By an op of a serving framework, which needs no wait."""
+    return b.call(torch.ops.vllm_like.all_gather.default, shard, dim, b.ranks, "tp:0")
+
+
+def gathered_in_a_list(b: GraphBuilder, shard: Node, dim: int) -> Node:
+    """Beside a tensor that is not multiplied at all."""
+    shards = [b.input("other", [2, 5]), shard]
+    items = b.call(c10d.all_gather_into_tensor_coalesced.default, shards, b.ranks, b.group)
+    first, second = (b.call(c10d.wait_tensor.default, b.call(operator.getitem, items, index)) for index in (0, 1))
+    b.relu(first)
+    return second if dim == 0 else b.cat(b.chunks(second), dim=dim)
+
+
+@pytest.mark.parametrize("gather", [gathered_along_a_dimension, gathered_in_a_list])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("kept", [False, True])
+def test_whatever_gathers(gather: Callable[[GraphBuilder, Node, int], Node], dim: int, kept: bool) -> None:
+    """A collective along another dimension, or one of several tensors: its part is quantized, then gathered."""
+    b = GraphBuilder()
+    x, (w, w_scale) = b.input("x", [3, 4, 32], torch.bfloat16), weight(b)
+    whole = gather(b, x, dim)
+    rows, scale = quantize(b, whole)
+    out = b.scaled_mm(b.reshape(rows, [48, 32]), w, b.reshape(scale, [48, 1]), w_scale)
+    graph = b.returns(out, *([rows, scale, b.relu(whole)] if kept else []))
+    inputs = [_values(graph, rank) for rank in range(4)]
+    before = evaluate(graph, inputs)
+    with registered("tp"):
+        fused = run(graph, Config(strict="all", expect=1, log=False, trace=False)).fused
+    assert [(remark.op, remark.keeps_gather) for remark in fused] == [("asynctp::all_gather_scaled_matmul", kept)]
+    assert differences(before, evaluate(graph, inputs)) == []
+
+
+def test_a_matmul_of_what_two_gathers_make_is_fused_with_one_of_them() -> None:
+    """Each operand of the addition has the ranks where the other one has one element: either could be hoisted."""
+    b = GraphBuilder(ranks=2)
+    x, y, (w, _) = b.input("x", [1, 32]), b.input("y", [1, 32]), weight(b)
+    total = b.add(b.reshape(b.gather(x), [2, 1, 32]), b.reshape(b.gather(y), [1, 2, 32]))
+    rows = b.reshape(b.call(cast, total, FP8), [4, 32])
+    graph = b.returns(b.scaled_mm(rows, w, one_scale(b), one_scale(b)))
+    inputs = [_values(graph, rank) for rank in range(2)]
+    before = evaluate(graph, inputs)
+    remarks = run(graph, Config(strict="all", expect=1, log=False, trace=False)).remarks
+    assert [remark.name or remark.outcome for remark in remarks] == ["FUSED", "MATMUL_TAKEN"]
+    assert differences(before, evaluate(graph, inputs)) == []
+
+
+def test_a_gather_along_the_sequence() -> None:
+    """[batch, sequence, hidden], gathered along the sequence by one op."""
+    b = GraphBuilder(ranks=2)
+    x, (w, w_scale) = b.input("x", [3, 4, 32], torch.bfloat16), weight(b)
+    rows, scale = quantize(b, gathered_along_a_dimension(b, x, 1))
+    graph = b.returns(b.scaled_mm(b.reshape(rows, [24, 32]), w, b.reshape(scale, [24, 1]), w_scale))
+    with registered("tp"):
+        assert_expected_inline(
+            rewritten(graph),
+            """\
+x: bf16[3, 4, 32]
+w_scale: f32[1, 16]
+w: f8[32, 16]s[1, 32]
+all_gather = all_gather(x, 1, 2, 'tp:0')  # bf16[3, 8, 32]
+abs_1 = abs(all_gather)  # bf16[3, 8, 32]
+amax = amax(abs_1, [-1], True)  # bf16[3, 8, 1]
+div = div(amax, 448.0)  # bf16[3, 8, 1]
+convert_element_type = convert_element_type(div, f32)  # f32[3, 8, 1]
+convert_element_type_1 = convert_element_type(all_gather, f32)  # f32[3, 8, 32]
+div_1 = div(convert_element_type_1, convert_element_type)  # f32[3, 8, 32]
+convert_element_type_2 = convert_element_type(div_1, f8)  # f8[3, 8, 32]
+reshape = reshape(convert_element_type_2, [24, 32])  # f8[24, 32]
+reshape_1 = reshape(convert_element_type, [24, 1])  # f32[24, 1]
+_scaled_mm = _scaled_mm(reshape, w, reshape_1, w_scale, out_dtype=bf16)  # bf16[24, 16]
+return (_scaled_mm)
+
+=== becomes ===
+
+x: bf16[3, 4, 32]
+w_scale: f32[1, 16]
+w: f8[32, 16]s[1, 32]
+abs_default = abs(x)  # bf16[3, 4, 32]
+amax_default = amax(abs_default, [-1], True)  # bf16[3, 4, 1]
+div_tensor = div(amax_default, 448.0)  # bf16[3, 4, 1]
+convert_element_type_default = convert_element_type(div_tensor, f32)  # f32[3, 4, 1]
+convert_element_type_default_1 = convert_element_type(x, f32)  # f32[3, 4, 32]
+div_tensor_1 = div(convert_element_type_default_1, convert_element_type_default)  # f32[3, 4, 32]
+convert_element_type_default_2 = convert_element_type(div_tensor_1, f8)  # f8[3, 4, 32]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=convert_element_type_default_2,
+    a_scale=convert_element_type_default, bs=[w], b_scales=[w_scale], biases=[None], gather_dim=1,
+    gather_a_scale=True, out_dtype=bf16, use_fast_accum=False, return_a_full=False, group_size=2, group_name='tp')  #
+    (bf16[3, 8, 16])
+getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[3, 8, 16]
+reshape_default = reshape(getitem, [24, 16])  # bf16[24, 16]
+return (reshape_default)
+
+computed on the shard and gathered: f8e4m3[3, 8, 32] (384 bytes) and f32[3, 8, 1] (48 bytes); the gather of
+bf16[3, 8, 32] (768 bytes) is gone
+""",
+        )
+
+
+def test_an_item_of_a_list() -> None:
+    """The other item's collective stays, without the tensor that the fused op gathers."""
+    b = GraphBuilder(ranks=2)
+    x, (w, w_scale) = b.input("x", [4, 32], torch.bfloat16), weight(b)
+    shards = [b.input("y", [2, 5]), x]
+    items = b.call(c10d.all_gather_into_tensor_coalesced.default, shards, b.ranks, b.group)
+    y, whole = (b.call(c10d.wait_tensor.default, b.call(operator.getitem, items, index)) for index in (0, 1))
+    rows, scale = quantize(b, whole)
+    graph = b.returns(b.scaled_mm(rows, w, scale, w_scale), b.relu(y))
+    before = show(graph)
+    run(graph, Config(strict="all", expect=1, log=False, trace=False))
+    assert_expected_inline(
+        f"{before}\n=== becomes ===\n\n{show(graph)}",
+        """\
+x: bf16[4, 32]
+w_scale: f32[1, 16]
+w: f8[32, 16]s[1, 32]
+y: f32[2, 5]
+all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([y, x], 2, 'tp')  # (f32[4, 5], bf16[8, 32])
+getitem = getitem(all_gather_into_tensor_coalesced, 0)  # f32[4, 5]
+wait_tensor = wait_tensor(getitem)  # f32[4, 5]
+getitem_1 = getitem(all_gather_into_tensor_coalesced, 1)  # bf16[8, 32]
+wait_tensor_1 = wait_tensor(getitem_1)  # bf16[8, 32]
+abs_1 = abs(wait_tensor_1)  # bf16[8, 32]
+amax = amax(abs_1, [-1], True)  # bf16[8, 1]
+div = div(amax, 448.0)  # bf16[8, 1]
+convert_element_type = convert_element_type(div, f32)  # f32[8, 1]
+convert_element_type_1 = convert_element_type(wait_tensor_1, f32)  # f32[8, 32]
+div_1 = div(convert_element_type_1, convert_element_type)  # f32[8, 32]
+convert_element_type_2 = convert_element_type(div_1, f8)  # f8[8, 32]
+_scaled_mm = _scaled_mm(convert_element_type_2, w, convert_element_type, w_scale, out_dtype=bf16)  # bf16[8, 16]
+relu = relu(wait_tensor)  # f32[4, 5]
+return (_scaled_mm, relu)
+
+=== becomes ===
+
+x: bf16[4, 32]
+w_scale: f32[1, 16]
+w: f8[32, 16]s[1, 32]
+y: f32[2, 5]
+all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([y], 2, 'tp')  # (f32[4, 5])
+getitem = getitem(all_gather_into_tensor_coalesced, 0)  # f32[4, 5]
+wait_tensor = wait_tensor(getitem)  # f32[4, 5]
+abs_default = abs(x)  # bf16[4, 32]
+amax_default = amax(abs_default, [-1], True)  # bf16[4, 1]
+div_tensor = div(amax_default, 448.0)  # bf16[4, 1]
+convert_element_type_default = convert_element_type(div_tensor, f32)  # f32[4, 1]
+convert_element_type_default_1 = convert_element_type(x, f32)  # f32[4, 32]
+div_tensor_1 = div(convert_element_type_default_1, convert_element_type_default)  # f32[4, 32]
+convert_element_type_default_2 = convert_element_type(div_tensor_1, f8)  # f8[4, 32]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=convert_element_type_default_2,
+    a_scale=convert_element_type_default, bs=[w], b_scales=[w_scale], biases=[None], gather_dim=0,
+    gather_a_scale=True, out_dtype=bf16, use_fast_accum=False, return_a_full=False, group_size=2, group_name='tp')  #
+    (bf16[8, 16])
+getitem_2 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[8, 16]
+relu = relu(wait_tensor)  # f32[4, 5]
+return (getitem_2, relu)
+""",
+    )
 
 
 def _values(graph: Graph, seed: int) -> list[torch.Tensor]:
