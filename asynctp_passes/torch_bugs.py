@@ -41,8 +41,8 @@ def hidden_collectives(breaks: Sequence[str] | None = None) -> str:
 
 
 def _checkpoint_of_dtensors(graph: fx.Graph, version: str) -> str:
-    """torch 2.13.0 takes what forward saves for tensors, then objects; a random state comes behind the objects."""
-    if not version.startswith("2.13.0"):
+    """torch 2.12 takes what forward saves for tensors, then objects; a random state comes behind the objects."""
+    if not version.startswith(("2.12.", "2.13.0")):
         return ""
     (results,) = next(node.args for node in reversed(graph.nodes) if node.op == "output")
     flat = [result for result in (results if isinstance(results, list | tuple) else [results]) if result is not None]
@@ -51,9 +51,9 @@ def _checkpoint_of_dtensors(graph: fx.Graph, version: str) -> str:
     if not objects or not tensors or objects[-1] > tensors[-1]:
         return ""
     return (
-        "torch 2.13.0 will fail when this graph runs (AssertionError: expected all tensors_saved_with_vc_check to be "
-        "Tensors): activation checkpointing saves a random state behind a device mesh; use another version of torch, "
-        "or do not checkpoint compiled DTensor attention"
+        f"torch {version} will fail when this graph runs (AssertionError: expected all tensors_saved_with_vc_check to be "
+        "Tensors): activation checkpointing saves a random state behind a device mesh; use torch 2.11, or 2.14 and "
+        "newer, or do not recompute compiled DTensor attention"
     )
 
 

@@ -103,7 +103,7 @@ class _Column(torch.autograd.Function):
             dy, dy_scale = ctx.layer.of_grad(grad.reshape(-1, grad.shape[-1]))
             dx = product(dy, weight, dy_scale, w_scale)
             total = dx if total is None else total + dx
-            weight_grads.append(product(dy.t(), rows, dy_scale, x_scale))
+            weight_grads.append(ctx.layer.of_weight_grad(product(dy.t(), rows, dy_scale, x_scale)))
         assert total is not None
         full = total.reshape(-1, *ctx.shape[1:])
         return funcol.reduce_scatter_tensor(full, "sum", 0, ctx.layer.group), None, *weight_grads
@@ -118,7 +118,7 @@ class _Row(torch.autograd.Function):
         quantized, w_scale = layer.of_weight(weight)
         ctx.layer, ctx.shape = layer, x.shape
         ctx.save_for_backward(rows, x_scale, quantized, w_scale)
-        full = product(rows, quantized.t(), x_scale, w_scale).reshape(*x.shape[:2], weight.shape[0])
+        full = product(rows, quantized.t(), x_scale, w_scale).reshape(*x.shape[:2], -1)
         return funcol.reduce_scatter_tensor(full, "sum", 0, layer.group)
 
     @staticmethod
@@ -127,7 +127,7 @@ class _Row(torch.autograd.Function):
         quantized, dy_scale = ctx.layer.of_grad(grad)
         dy = gathered(quantized, ctx.layer.group)
         dx = product(dy, weight, dy_scale, w_scale).reshape(ctx.shape)
-        return dx, None, product(dy.t(), rows, dy_scale, x_scale)
+        return dx, None, ctx.layer.of_weight_grad(product(dy.t(), rows, dy_scale, x_scale))
 
 
 class Linear(nn.Module):
@@ -138,7 +138,8 @@ class Linear(nn.Module):
         self.function, self.group = function, group
         self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape) * 0.2) for shape in shapes)
         self.of_input, self.of_grad = scaling(E4M3, group), scaling(E5M2, group)
-        self.of_weight = Current(E4M3, group)
+        self.of_weight: nn.Module = Current(E4M3, group)
+        self.of_weight_grad: nn.Module = nn.Identity()
 
     def forward(self, x: Tensor) -> Any:
         """The products `[sequence, batch, out]`: whole sequences, or local ones behind a row-parallel layer."""

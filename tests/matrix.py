@@ -1,11 +1,12 @@
 """Run the tests on several versions of torch, each in a virtual environment of its own, and print a table.
 
     python tests/matrix.py                                      the versions that docs/reference/versions.md reports on
-    python tests/matrix.py --torch 2.12.1 2.14.1 -- -k gather   other versions, with arguments of pytest
-    python tests/matrix.py --tests tests                        the whole suite
+    python tests/matrix.py --torch 2.12.1 2.14.1 -- -n 4        other versions, with arguments of pytest
+    python tests/matrix.py --tests tests/test_*.py              the whole suite
+    python tests/matrix.py --index https://download.pytorch.org/whl/cpu     torch without CUDA: 200 MB instead of 5 GB
 
-pip's own settings choose the index, and so whether torch comes with CUDA; no test needs a GPU, and none is used. An
-environment is made once, in `--folder`, and used again after that.
+No test needs a GPU, and none is used. An environment is made once, in `--folder`, and used again after that. Each file
+is a run of its own, so that one that hangs or crashes costs its own results only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,15 +25,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VERSIONS = ("2.11.0", "2.13.0", "2.15.0")
+VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 TESTS = tuple(
     f"tests/test_{name}.py"
     for name in (
-        *("rewrite", "attacks", "reasons", "strict", "property", "corpus", "coalesce", "agree", "ops", "backend"),
-        *("layering", "config", "report"),
+        *("corpus", "rewrite", "attacks", "reasons", "strict", "shapes", "coalesce", "hide", "rowwise", "property"),
+        *("report", "config", "registry", "layering", "torch_bugs", "doctor"),
+        *("agree", "ops", "forms", "backend", "recipes"),
     )
 )
-TOOLS = ("pytest>=8", "pytest-xdist>=3.5", "expecttest>=0.2", "hypothesis>=6.100", "numpy")
+TOOLS = ("pytest>=8", "pytest-xdist>=3.5", "expecttest>=0.2", "hypothesis>=6.100")
 _PRINT_VERSIONS = """
 import json, platform, torch
 try:
@@ -50,7 +53,7 @@ class Row:
         asked: The version of torch that was asked for.
         torch, triton, python: What was installed.
         counts: Tests by outcome: "passed", "failed", "skipped".
-        failures: Names of the tests that failed, with the last line of why.
+        failures: Names of the tests that failed, with the last line of why; files that gave no results.
         fault: Why nothing ran; empty when tests ran.
         seconds: How long the tests took.
     """
@@ -67,7 +70,7 @@ class Row:
     def __str__(self) -> str:
         counts = [str(self.counts[name]) for name in ("passed", "failed", "skipped")]
         cells = [self.torch or self.asked, self.triton, self.python, *counts, f"{self.seconds:.0f} s"]
-        return f"| {' | '.join(cells)} |" if not self.fault else f"| {self.asked} | {self.fault} |||||"
+        return f"| {' | '.join(cells)} |" if not self.fault else f"| {self.asked} | {self.fault} ||||||"
 
 
 def main() -> int:
@@ -75,17 +78,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", nargs="+", default=VERSIONS, metavar="VERSION", help="default: %(default)s")
     parser.add_argument("--tests", nargs="+", default=TESTS, metavar="PATH", help="default: graphs, ops and backend")
+    parser.add_argument("--index", metavar="URL", help="where else pip looks; without it pip's settings decide on CUDA")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "asynctp-matrix"))
     parser.add_argument("--python", default=sys.executable, help="makes the environments (default: %(default)s)")
+    parser.add_argument("--limit", type=int, default=1800, metavar="SECONDS", help="for each path (%(default)s)")
     parser.add_argument("pytest", nargs="*", metavar="-- ARGUMENT", help="further arguments of pytest")
     options = parser.parse_args()
-    rows = [run_version(version, options) for version in options.torch]
+    rows = []
+    for version in options.torch:
+        rows.append(run_version(version, options))
+        print(rows[-1], *rows[-1].failures, sep="\n", flush=True)
     print("\n| torch | triton | Python | passed | failed | skipped | time |\n|---|---|---|---|---|---|---|")
-    for row in rows:
-        print(row)
-    for row in rows:
-        for failure in row.failures:
-            print(f"{row.asked}: {failure}")
+    print(*rows, sep="\n")
     return int(any(row.fault or row.failures for row in rows))
 
 
@@ -93,30 +97,38 @@ def run_version(version: str, options: argparse.Namespace) -> Row:
     """Make the environment if it is not there, and run the tests in it."""
     row, folder = Row(version), options.folder / f"torch{version}"
     python = folder / "bin" / "python"
+    index = ["--extra-index-url", options.index] if options.index else []
     try:
         if not python.exists():
             subprocess.run([options.python, "-m", "venv", folder], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, f"torch=={version}", *TOOLS], check=True)
-        subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *index]
+        subprocess.run([*pip, f"torch=={version}", *TOOLS, "--editable", str(ROOT)], check=True)
         found = subprocess.run([python, "-c", _PRINT_VERSIONS], check=True, capture_output=True, text=True)
     except subprocess.CalledProcessError as error:
         row.fault = f"cannot be installed here (exit code {error.returncode} of {error.cmd[1:4]})"
         return row
     row.torch, row.triton, row.python = json.loads(found.stdout.splitlines()[-1])
-    run_tests(row, python, folder / "results.xml", [*options.tests, *options.pytest])
+    started = time.monotonic()
+    for path in options.tests:
+        run_tests(row, python, folder / "results.xml", path, options)
+    row.seconds = time.monotonic() - started
     return row
 
 
-def run_tests(row: Row, python: Path, results: Path, arguments: list[str]) -> None:
+def run_tests(row: Row, python: Path, results: Path, path: str, options: argparse.Namespace) -> None:
+    """Run one file (or folder), and add what it gave to the row."""
     results.unlink(missing_ok=True)
-    started = time.monotonic()
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=hidden, check=False)
-    row.seconds = time.monotonic() - started
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}", path, *options.pytest]
+    process = subprocess.Popen(command, cwd=ROOT, env=hidden, start_new_session=True)
+    try:
+        end = f"pytest ended with {process.wait(options.limit)}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the processes that it started, too
+        process.wait()
+        end = f"it took longer than {options.limit} s"
     if not results.exists():
-        row.fault = f"pytest ended with {done.returncode}"
+        row.failures.append(f"{path}: no results, {end}")
         return
     for case in ElementTree.parse(results).iter("testcase"):
         outcome = next((name for name in ("failure", "error", "skipped") if case.find(name) is not None), "passed")

@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+#: How many times longer than usual ranks may take: for a machine that does other things too.
+PATIENCE = float(os.environ.get("RANKS_PATIENCE", "1"))
+
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on each rank and return what each returned, in rank order.
@@ -21,7 +24,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
     group is gloo. Every rank's result is saved with `torch.save`, so tensors come back as they were.
 
     Raises:
-        RuntimeError: a rank raised (its traceback is the message), or did not end within `timeout_s`.
+        RuntimeError: a rank raised (its traceback is the message), or did not end within `timeout_s` times `PATIENCE`.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
@@ -31,7 +34,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
         for process in ranks:
             process.start()
         try:
-            _join(ranks, timeout_s, Path(folder))
+            _join(ranks, timeout_s * PATIENCE, Path(folder))
         finally:
             for process in ranks:
                 if process.is_alive():

@@ -26,10 +26,10 @@ PAGE = ROOT / "docs" / "how-to" / "check-your-machine.md"
 
 H200 = Gpu("NVIDIA H200", (9, 0), stream_ops=True)
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), stream_ops=True)
-CPU = Facts(python=(3, 12, 3), torch="2.12.0+cpu", triton="3.7.0", numpy="2.4.1")
+CPU = Facts(python=(3, 12, 3), torch="2.13.1+cpu", triton="3.7.0", numpy="2.4.1")
 GPU = replace(
     CPU,
-    torch="2.12.0+cu130",
+    torch="2.13.1+cu130",
     torch_cuda="13.0",
     driver=13000,
     peer_writes=True,
@@ -71,6 +71,7 @@ CASES: dict[str, tuple[Facts, dict[str, Any], list[str], str]] = {
     "torch 2.15": (CPU, {"torch": "2.15.2"}, [], CPU_ONLY),
     "torch 2.16 nightly": (CPU, {"torch": "2.16.0.dev20261101"}, ["warn torch"], CPU_ONLY),
     "torch 2.11": (CPU, {"torch": "2.11.0"}, ["warn torch bug"], CPU_ONLY),
+    "torch 2.12": (CPU, {"torch": "2.12.1"}, ["warn torch bug"], CPU_ONLY),
     "torch 2.13.0": (CPU, {"torch": "2.13.0+cpu"}, ["warn torch bug"], CPU_ONLY),
     "torch 2.13.1": (CPU, {"torch": "2.13.1"}, [], CPU_ONLY),
     "in-tree pass on, 2.13.1": (CPU, {"torch": "2.13.1", "micro_pipeline": True}, ["warn torch bug"], CPU_ONLY),
@@ -214,7 +215,7 @@ def test_what_it_says(changes: dict[str, Any], name: str, status: str, text: str
 
 def test_known_bugs_by_version() -> None:
     counts = {v: len(said(replace(CPU, torch=v), "torch bug")) for v in ("2.10.9", "2.11.0", "2.11.1+cu130", "2.12.0")}
-    assert counts == {"2.10.9": 0, "2.11.0": 2, "2.11.1+cu130": 2, "2.12.0": 1}
+    assert counts == {"2.10.9": 0, "2.11.0": 2, "2.11.1+cu130": 2, "2.12.0": 2}
     assert [len(said(replace(CPU, torch=v), "torch bug")) for v in ("2.13.0a0+git1", "2.13.1", "2.14.0")] == [2, 1, 0]
 
 
@@ -341,7 +342,7 @@ def test_facts_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.implementations == select.IMPLEMENTATIONS
     assert facts.environment["ASYNCTP_TIMEOUT_S"] == "7"
     assert (facts.table_path, facts.table_gpus, facts.table_error) == ("no/such/file", None, "")
-    if not torch.cuda.is_available():
+    if torch.version.cuda is None:
         assert facts.symmetric_memory is None
 
 

@@ -1,4 +1,4 @@
-"""Recipes end to end on real ranks: fp8 with its norms, and tensor parallelism beside other ways to be parallel.
+"""Recipes end to end on real ranks: fp8 with its norms, tensor parallelism beside other ways to be parallel, and both.
 
 As in test_backend, one set of processes runs all cases of a module.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 import fp8_cases
 import mesh_cases
 import pytest
+import sharded_fp8_cases
 from backend_cases import Outcome, run_cases
 from interpreter import interpreter_fault
 from ranks import run_ranks
@@ -40,6 +41,17 @@ def on_meshes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcom
     return outcomes(4, "mesh_cases", mesh_cases.CASES, tmp_path_factory.mktemp("inductor"))
 
 
+@pytest.fixture(scope="module")
+def sharded_in_fp8(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    return outcomes(4, "sharded_fp8_cases", tuple(sharded_fp8_cases.OWN), tmp_path_factory.mktemp("inductor"))
+
+
+@pytest.fixture(scope="module")
+def sharded_by_torchao(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    pytest.importorskip("torchao.float8", reason="torchao is not installed: pip install torchao --no-deps")
+    return outcomes(4, "sharded_fp8_cases", tuple(sharded_fp8_cases.DYNAMIC), tmp_path_factory.mktemp("inductor"))
+
+
 @pytest.mark.xdist_group("recipes_in_fp8")
 @pytest.mark.parametrize("case", fp8_cases.CASES)
 def test_fp8(in_fp8: list[dict[str, Outcome]], case: str) -> None:
@@ -51,8 +63,27 @@ def test_fp8(in_fp8: list[dict[str, Outcome]], case: str) -> None:
 @pytest.mark.parametrize("case", mesh_cases.CASES)
 def test_mesh(on_meshes: list[dict[str, Outcome]], case: str) -> None:
     """See the function `case_…` of mesh_cases."""
-    assert errors(on_meshes, case) == []
-    plans = [tuple(report.plan_digest for report in outcome[case].reports) for outcome in on_meshes]
+    assert_agreed(on_meshes, case)
+
+
+@pytest.mark.xdist_group("recipes_sharded_in_fp8")
+@pytest.mark.parametrize("case", sharded_fp8_cases.OWN)
+def test_sharded_fp8(sharded_in_fp8: list[dict[str, Outcome]], case: str) -> None:
+    """Delayed scaling under FSDP2, and with weights gathered in the graph."""
+    assert_agreed(sharded_in_fp8, case)
+
+
+@pytest.mark.xdist_group("recipes_sharded_by_torchao")
+@pytest.mark.parametrize("case", sharded_fp8_cases.DYNAMIC)
+def test_sharded_torchao(sharded_by_torchao: list[dict[str, Outcome]], case: str) -> None:
+    """torchao's tensorwise recipe under FSDP2, weights gathered in high precision or in fp8."""
+    assert_agreed(sharded_by_torchao, case)
+
+
+def assert_agreed(ranks: list[dict[str, Outcome]], case: str) -> None:
+    """No rank fails, and the ranks of one tensor-parallel group decided alike."""
+    assert errors(ranks, case) == []
+    plans = [tuple(report.plan_digest for report in outcome[case].reports) for outcome in ranks]
     assert (plans[0], plans[2]) == (plans[1], plans[3]), "ranks of one tensor-parallel group decided differently"
 
 

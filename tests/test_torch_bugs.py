@@ -23,12 +23,14 @@ def notes_of(path: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> tuple
     return run(load(path).graph, Config(strict="off", log=False, trace=False)).notes
 
 
-def test_a_checkpointed_block_of_dtensors_in_2_13_0(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", ["2.12.0", "2.12.1+cu130", "2.13.0+cpu"])
+def test_a_checkpointed_block_of_dtensors(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward of full checkpointing of attention saves a random state, behind the mesh."""
     path = CORPUS / "torch2.13/block_sp_full_ac__0.txt"
-    (note,) = notes_of(path, "2.13.0+cpu", monkeypatch)
-    assert note.startswith("torch 2.13.0 will fail when this graph runs")
-    assert notes_of(path, "2.15.0", monkeypatch) == ()
+    (note,) = notes_of(path, version, monkeypatch)
+    assert note.startswith(f"torch {version} will fail when this graph runs")
+    for other in ("2.11.0", "2.14.1+cpu", "2.15.0"):
+        assert notes_of(path, other, monkeypatch) == ()
 
 
 def test_no_other_graph_of_the_corpus_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

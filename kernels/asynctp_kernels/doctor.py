@@ -435,10 +435,10 @@ KNOWN_BUGS = (
         micro_pipeline=True,
     ),
     KnownBug(
+        (2, 12),
         (2, 13, 0),
-        (2, 13, 0),
-        "activation checkpointing of DTensor blocks fails under torch.compile",
-        "use another version of torch, or do not checkpoint compiled DTensor blocks",
+        "full activation checkpointing of DTensor blocks fails under torch.compile",
+        "use another version of torch, or checkpoint compiled DTensor blocks selectively, with attention saved",
     ),
 )
 
