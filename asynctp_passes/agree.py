@@ -150,7 +150,7 @@ def sources_digest() -> str:
     digest = hashlib.sha256()
     root = Path(__file__).parent
     folders = [root, root.parent / "kernels" / "asynctp_kernels", root.parent / "asynctp_kernels"]
-    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
