@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD
+from asynctp_kernels.signals import FAILED
 from cuda_stubs import Launched, Machine
 from torch import Tensor
 
@@ -155,6 +156,16 @@ def reduce(launched: Launched) -> None:
     arrived.zero_()
 
 
+def await_word(launched: Launched) -> None:
+    """`await_kernel`. Time is up at once, since nothing else runs here meanwhile."""
+    call = Call(launched)
+    word, status = at(call.word, (1,), torch.int32), at(call.status_ptr, (3,), torch.int64)
+    if word < call.value:
+        if status[0] == 0:
+            status.copy_(torch.tensor([FAILED, call.peer, call.awaited]))
+        word.fill_(call.value)
+
+
 # --- the direct kernels ------------------------------------------------------------------------------------------
 def place(call: Call, peer: int) -> Tensor:
     """Where each element of `peer`'s shard lies in the whole tensor."""
@@ -213,4 +224,4 @@ def raw(tensor: Tensor) -> Tensor:
 
 def emulate(here: Machine) -> None:
     """Have the kernels of the pipelines do their work; the direct ones need what other ranks have."""
-    here.kernels |= {"gemm_kernel": gemm, "stage_kernel": stage, "reduce_kernel": reduce}
+    here.kernels |= {"gemm_kernel": gemm, "stage_kernel": stage, "reduce_kernel": reduce, "await_kernel": await_word}

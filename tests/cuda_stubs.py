@@ -18,11 +18,12 @@ from unittest import mock
 
 import torch
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import collectives, driver, gather, gemm, memory, scatter
+from asynctp_kernels.cuda import collectives, driver, gather, gemm, memory, scatter, waits
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.launch import Launch, Tma
 from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD, Area, GroupMemory
 from asynctp_kernels.cuda.scatter import ScatterCall
+from asynctp_kernels.errors import TIMEOUT_VARIABLE
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -312,8 +313,8 @@ def product(
 
 
 @contextlib.contextmanager
-def machine(rank: int = 1, world: int = 4, peer_writes: bool = True) -> Iterator[Machine]:
-    """`asynctp_kernels.cuda` as rank `rank` of `world` sees it, on a machine of its own."""
+def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: float = 0) -> Iterator[Machine]:
+    """`asynctp_kernels.cuda` as rank `rank` of `world` sees it, on a machine of its own. timeout_s: 0 for no bound."""
     here = Machine(rank, world, peer_writes)
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=SMS, name="NVIDIA H200")
     replaced: dict[Any, dict[str, Any]] = {
@@ -327,10 +328,17 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True) -> Iterator
             "new_event": here.new_event,
             "peer_writes_supported": lambda: here.peer_writes,
         },
-        memory: {"_share": here.share, "_last_call": {}, "_flying": {}, "Board": here.board},
+        memory: {
+            "_share": here.share,
+            "_last_call": {},
+            "_flying": {},
+            "Board": here.board,
+            "_watch": lambda reference: None,
+        },
         collectives: {"current_raw_stream": lambda index: here.current_stream},
         Tensor: {"record_stream": lambda tensor, stream: here.kept.append((tensor.data_ptr(), stream.cuda_stream))},
         gemm: {"prepare": here.prepare},
+        waits: {"prepare": here.prepare},
         gather: {"prepare": here.prepare, "product": product, "current_raw_stream": lambda index: here.current_stream},
         scatter: {"prepare": here.prepare, "product": product, "current_raw_stream": lambda index: here.current_stream},
         cuda: {
@@ -353,6 +361,8 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True) -> Iterator
         stack.enter_context(mock.patch.dict(os.environ))
         for name in [name for name in os.environ if name.startswith("ASYNCTP_")]:
             del os.environ[name]
+        if timeout_s:
+            os.environ[TIMEOUT_VARIABLE] = str(timeout_s)
         for module, attributes in replaced.items():
             for name, value in attributes.items():
                 stack.enter_context(mock.patch.object(module, name, value, create=module is Tensor))
@@ -380,6 +390,8 @@ class Names:
             return f"record {self.event(entry.event)}"
         if isinstance(entry, Awaited):
             return f"await {self.event(entry.event)}"
+        if entry.prepared.name == "await_kernel":
+            return f"await kernel {self.place(entry.arguments['word'])} >= {entry.arguments['value']}"
         return f"launch {entry.prepared.name}"
 
     def event(self, event: int) -> str:

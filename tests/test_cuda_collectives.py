@@ -138,10 +138,6 @@ def test_scatter_trace(here: Machine) -> None:
         """\
 main   record start
 copy   await start
-reduce await start
-reduce wait full of 1 [0, 0] >= 1
-reduce wait full of 1 [2, 0] >= 1
-reduce wait full of 1 [3, 0] >= 1
 copy   write free of 2 [1] = 1
 copy   write free of 3 [1] = 1
 copy   write free of 0 [1] = 1
@@ -159,6 +155,9 @@ copy   copy 32768 B to inbox of 0 + 32768 from whole + 0
 copy   write full of 0 [1, 0] = 1
 copy   record end
 reduce await start
+reduce wait full of 1 [2, 0] >= 1
+reduce wait full of 1 [3, 0] >= 1
+reduce wait full of 1 [0, 0] >= 1
 reduce launch reduce_kernel
 reduce record reduced
 copy   await reduced

@@ -476,6 +476,18 @@ def test_stage_kernel(world: int, scales: bool, tmp_path: Path) -> None:
     assert {load.op for load in copies} == {"ld.global.v4.b32"}, "16 bytes a thread at a time"
 
 
+def test_await_kernel(tmp_path: Path) -> None:
+    """One warp that polls a word of system scope, small enough to run beside anything, and its clock."""
+    with machine(timeout_s=5) as here:
+        assert here.memory.bounded
+        kernel = compiled(here.prepared[-1], tmp_path)
+    assert here.prepared[-1].name == "await_kernel"
+    assert kernel.threads == 32
+    check_small(kernel, registers=64)
+    assert acquires(kernel.ptx)
+    assert kernel.ptx.find("mov.u64 %globaltimer") or "%globaltimer" in kernel.ptx.text
+
+
 @pytest.mark.parametrize(("world", "chunks"), [(2, 4), (4, 1), (4, 4), (8, 1), (8, 4)])
 def test_reduce_kernel(world: int, chunks: int, tmp_path: Path) -> None:
     """Every chunk is read behind the waits for its own tiles and for all ranks' copies of it."""

@@ -23,9 +23,10 @@ import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
 from asynctp_kernels.cuda import gather, scatter
 from asynctp_kernels.cuda.gather import GatherCall
-from asynctp_kernels.cuda.memory import MAX_CHUNKS
+from asynctp_kernels.cuda.memory import MAX_CHUNKS, NO_BOUND
 from asynctp_kernels.cuda.scatter import ScatterCall
 from asynctp_kernels.cuda.tiles import Tiles
+from asynctp_kernels.cuda.waits import OPS, THINGS, code, describe
 from cuda_stubs import (
     COPY,
     FP8,
@@ -47,6 +48,8 @@ from cuda_stubs import (
 )
 from expecttest import assert_expected_inline
 from torch import Tensor
+
+from asynctp_passes import collectives, ops
 
 RANK, WORLD = 1, 4
 ROWWISE: dict[str, Any] = {"dtype": FP8, "scales": "row"}
@@ -595,6 +598,116 @@ def test_calls_on_two_streams_come_one_after_the_other(here: Machine) -> None:
     here.capturing, here.current_stream = 2, REDUCE
     run()
     assert here.of(Awaited) == [], "nor for one of another capture"
+
+
+# --- bounded waits -----------------------------------------------------------------------------------------------
+@pytest.fixture
+def bounded() -> Iterator[Machine]:
+    with machine(RANK, WORLD, timeout_s=5) as made:
+        cuda_emulated.emulate(made)
+        yield made
+
+
+def test_trace_of_a_scatter_with_bounded_waits() -> None:
+    """Kernels wait for what other ranks set, the stream itself for what this GPU counts."""
+    with machine(rank=0, world=2, timeout_s=5) as here:
+        call = scatter_call((512,), (64,), 72, world=2)
+        plan = scatter.FusedScatter(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
+        plan.run(call.a_parts, call.b_parts, (), (), call.biases)
+        staging = here.launched("gemm_kernel").arguments["c0"].address
+        assert_expected_inline(
+            here.trace(staging=staging),
+            """\
+main   record start
+copy   await start
+main   launch gemm_kernel
+copy   write free of 1 [0] = 1
+copy   await kernel free of 0 [1] >= 1
+copy   write free of 0 [1] = 0
+copy   wait progress[1, 0] >= 1
+copy   write progress[1, 0] = 0
+copy   record running
+copy   copy 18432 B to inbox of 1 + 0 from staging + 36864
+copy   write full of 1 [0, 0] = 1
+copy   wait progress[1, 1] >= 1
+copy   write progress[1, 1] = 0
+copy   copy 18432 B to inbox of 1 + 18432 from staging + 55296
+copy   write full of 1 [0, 1] = 1
+copy   record end
+reduce await running
+reduce await kernel full of 0 [1, 0] >= 1
+reduce await kernel full of 0 [1, 1] >= 1
+reduce launch reduce_kernel
+reduce record reduced
+main   await end
+main   await reduced
+main   record last""",
+        )
+
+
+@pytest.mark.parametrize(("case", "implementation"), list(scatter_implementations()))
+def test_scatter_with_bounded_waits(case: str, implementation: str, bounded: Machine) -> None:
+    """The same results and words; no stream operation waits for another rank."""
+    call = scatter_call(**SCATTERS[case])
+    plan = scatter_plan(call, bounded, implementation)
+    for _ in range(2):
+        bounded.log.clear()
+        out, wanted, mine = run_scatter(call, bounded, plan)
+        assert torch.equal(out, wanted)
+        check_pushes(bounded, implementation, mine)
+        check_words(bounded, implementation)
+        assert bounded.memory.status.tolist() == [0, 0, 0]
+        local = bounded.memory.local
+        assert all(0 <= wait.address - local.data_ptr() < local.numel() * 4 for wait in bounded.of(Waited))
+
+
+@pytest.mark.parametrize("implementation", ["fused", "decomposed"])
+@pytest.mark.parametrize("late", ["FREE", "FULL"])
+def test_a_scatter_without_a_rank_ends_and_names_it(late: str, implementation: str, bounded: Machine) -> None:
+    """Whether rank 3 never came or came and pushed nothing; then no call of the group is made any more."""
+    call = scatter_call((1024,), (64,), 72, **TENSORWISE)
+    plan = scatter_plan(call, bounded, implementation, chunks=2)
+    peers_come(bounded, [tensor(256, 72)] * WORLD, 2 if implementation == "fused" else 1)
+    memory = bounded.memory
+    words = {"FREE": memory.scatter_free.at(RANK, 3), "FULL": memory.scatter_full.at(RANK, 3 * MAX_CHUNKS)}
+    cuda_emulated.at(words[late], (1,), torch.int32).zero_()
+    plan.run(call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases)
+    memory.look(memory.status)
+    awaited = {"FREE": "free inbox", "FULL": "chunk 0"}[late]
+    said = f"scaled_matmul_reduce_scatter: rank 1 waited 5 s for {awaited} of rank 3."
+    assert memory.failure is not None
+    assert memory.failure.startswith(said)
+    with pytest.raises(SymmetricMemoryError, match=said):
+        op(bounded, SMALL["gather"]())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_wait_for_a_peer_has_a_bound_and_a_name(name: str) -> None:
+    """Every launch that waits is given the bound and says what for; a program without a bound has no such kernels."""
+    for seconds in (0, 5):
+        with machine(RANK, WORLD, timeout_s=seconds) as here:
+            run = PLANS[name](here)
+            run()
+            launches = [entry.arguments for entry in here.of(Launched)]
+            waiting = [arguments for arguments in launches if "timeout_ns" in arguments]
+            assert {arguments["timeout_ns"] for arguments in waiting} <= {seconds * 10**9 or NO_BOUND}
+            said = [describe(arguments["awaited"]) for arguments in waiting]
+            names = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter"}
+            assert {op for op, _ in said} <= {names[name.partition("-")[0]]}
+            kernels = [prepared.name for prepared in here.prepared]
+            assert ("await_kernel" in kernels) == bool(seconds)
+            remote = [wait for wait in here.of(Waited) if not 0 <= wait.address - here.memory.progress < 128]
+            assert not (remote and seconds)
+
+
+def test_what_is_awaited_as_a_number() -> None:
+    said = [(op, thing, chunk) for op in OPS for thing in THINGS for chunk in range(MAX_CHUNKS)]
+    assert len({code(*one) for one in said}) == len(said)
+    for op_name, thing, chunk in said:
+        assert describe(code(op_name, thing, chunk)) == (op_name, f"chunk {chunk}" if thing == "chunk" else thing)
+    for op_name in OPS:  # as `stage_kernel` counts
+        assert describe(code(op_name, "call") + 1) == (op_name, "staged shard")
+    assert not set(OPS) ^ {*ops.OPS, *collectives.OPS}
 
 
 # --- growth, capture, stale plans --------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ from .errors import PeerTimeout, UnsupportedCall, timeout_s
 IS_INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
-STATUS_WORDS = 3  # failed (0 or 1), peer, index of what was awaited
+STATUS_WORDS = 3  # state, peer, number of what was awaited
+FAILED = 2  # the state: 0 while no wait has run out, 1 while the first that did is being recorded
 POLL_PAUSE_S = 100e-6
 
 if IS_INTERPRETED:
@@ -47,12 +48,12 @@ else:
 
 
 @triton.jit
-def load_acquire(address: tl.tensor) -> tl.tensor:
-    """The int64 word at `address`; later loads of this program see what its writer stored before it.
+def load_acquire(word: tl.tensor) -> tl.tensor:
+    """The value at pointer `word`; later loads of this program see what its writer stored before it.
 
     Adding zero, because plain loads carry no order and Triton before 3.8 has no ordered load.
     """
-    return tl.atomic_add(address.to(tl.pointer_type(tl.int64)), 0, sem="acquire", scope="sys")
+    return tl.atomic_add(word, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
@@ -73,6 +74,8 @@ def record_timeout(status_ptr: tl.tensor, peer: tl.tensor, index: tl.tensor) -> 
     if tl.atomic_cas(status_ptr, none, none + 1) == 0:
         tl.store(status_ptr + 1, peer)
         tl.store(status_ptr + 2, index)
+        tl.debug_barrier()
+        tl.atomic_add(status_ptr, 1, sem="release", scope="sys")
 
 
 @triton.jit
@@ -84,15 +87,28 @@ def wait_word(
     peer: tl.tensor,
     index: tl.tensor,
 ) -> None:
-    """Wait until the word at `address` reaches `epoch`, at most `timeout_ns`.
+    """Wait until the int64 at `address` reaches `epoch`, at most `timeout_ns`."""
+    wait_for(address.to(tl.pointer_type(tl.int64)), epoch, timeout_ns, status_ptr, peer, index)
+
+
+@triton.jit
+def wait_for(
+    word: tl.tensor,
+    value: tl.tensor,
+    timeout_ns: tl.tensor,
+    status_ptr: tl.tensor,
+    peer: tl.tensor,
+    index: tl.tensor,
+) -> None:
+    """Wait until pointer `word` holds at least `value`, at most `timeout_ns`.
 
     The barrier after the acquire hands the polling thread's observation to the program's other threads.
     """
-    if load_acquire(address) < epoch:
+    if load_acquire(word) < value:
         start = clock_ns()
         waiting = tl.load(status_ptr) == 0
         while waiting:
-            if load_acquire(address) >= epoch:
+            if load_acquire(word) >= value:
                 waiting = tl.load(status_ptr) < 0
             else:
                 if clock_ns() - start > timeout_ns:
@@ -169,6 +185,6 @@ def raise_timeout(status: torch.Tensor, op: str, rank: int, what: str, limit_ns:
     Raises:
         PeerTimeout: names `op`, `rank`, the peer, `what` with its index, and the seconds.
     """
-    failed, peer, index = status.tolist()
-    if failed:
+    state, peer, index = status.tolist()
+    if state == FAILED:
         raise PeerTimeout(op, rank, peer, f"{what} {index}", limit_ns / 1e9)

@@ -118,3 +118,16 @@ def test_compiled_programs_with_and_without_cuda_graphs(ranks: int) -> None:
     assert last == {"failed": 0}
     assert len(programs) >= 10
     assert all(program["ok"] for program in programs)
+
+
+@RANKS
+def test_stress_with_bounded_waits(ranks: int) -> None:
+    """Kernels wait where streams do without a bound."""
+    check_stress(torchrun(ranks, "stress.py", str(CALLS), ASYNCTP_TIMEOUT_S="120"))
+
+
+@RANKS
+def test_a_rank_that_does_not_come_is_named(ranks: int) -> None:
+    *cases, last = torchrun(ranks, "absent.py", ASYNCTP_TIMEOUT_S="2")
+    assert last == {"failed": 0}
+    assert len(cases) == 8

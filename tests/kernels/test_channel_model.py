@@ -38,6 +38,7 @@ from asynctp_kernels.cuda.script import (
     Wait,
     Write,
     gather_script,
+    parts_script,
     scatter_script,
 )
 from asynctp_kernels.cuda.tiles import Chunks, cut
@@ -114,12 +115,16 @@ class Case:
     Attributes:
         programs: of each kernel.
         columns: bytes of a row, and column tiles of a scatter's GEMM.
+        bounded: waits for other ranks may run out, and then set their word.
+        absent: the ranks that do not come to the last call.
     """
 
     world: int
     calls: tuple[Call, ...]
     programs: int = 1
     columns: int = 1
+    bounded: bool = False
+    absent: tuple[int, ...] = ()
     spoil: Spoil = field(default=lambda rank, items: items)
 
     def __str__(self) -> str:
@@ -230,10 +235,10 @@ class Rank:
             ("main", Touch(writes=sum(parts, ()))),
             ("main", Record(START)),
             ("copy", Await(START)),
-            ("reduce", Await(START)),
-            *[("reduce", Wait(channel.full(self.rank, peer * MAX_CHUNKS))) for peer in self.ring(1)[:-1]],
             *[("copy", _placed(step, bases)) for step in script],
             ("copy", Record(END)),
+            ("reduce", Await(START)),
+            *[("reduce", step) for step in parts_script(channel, call.cut, MAX_CHUNKS)],
             ("reduce", self._reduction(number, call)),
             ("reduce", Record(REDUCED)),
             ("copy", Await(REDUCED)),
@@ -275,14 +280,16 @@ class Rank:
         programs: list[Program] = []
         for program in range(self.case.programs):
             posts = [Write(begun.at(peer, self.rank), epoch) for peer in peers] if program == 0 else []
+            waits = [Wait(begun.at(self.rank, peer), epoch, peer) for peer in peers]
             own = self._own(number, call)
             mine = (*own[: self.part][program :: self.case.programs], *(own[self.part :] if program == 0 else ()))
             copy = Touch(
                 mine, tuple((address - self.of_call(number, "own") + self.at("outbox"), tag) for address, tag in mine)
             )
-            programs.append((*posts, *(Wait(begun.at(self.rank, peer), epoch) for peer in peers), copy))
+            programs.append((*posts, *waits, copy))
         posts = [Write(staged.at(peer, self.rank), epoch) for peer in peers]
-        return Kernel("stage", tuple(programs), (*posts, *(Wait(staged.at(self.rank, peer), epoch) for peer in peers)))
+        waits = [Wait(staged.at(self.rank, peer), epoch, peer) for peer in peers]
+        return Kernel("stage", tuple(programs), (*posts, *waits))
 
     def _gather_moves(self, call: Call) -> GatherMoves:
         return GatherMoves(
@@ -358,12 +365,17 @@ class Rank:
             *[("copy", step) for step in script],
             ("copy", Record(END)),
             ("reduce", Await(RUNNING if call.way == "fused" else FIRST_EVENT + self.rank)),
+            *[("reduce", step) for step in self._parts(call)],
             ("reduce", self._reduction(number, call)),
             ("reduce", Record(REDUCED)),
             ("main", Await(END)),
             ("main", Await(REDUCED)),
             ("main", Touch(reads=self._sum(number, range(self.part)))),
         ]
+
+    def _parts(self, call: Call) -> list[Step]:
+        """Where waits are bounded, the stream waits before the reduction does, which knows no bound."""
+        return parts_script(self._channel(), call.cut, MAX_CHUNKS) if self.case.bounded else []
 
     def _channel(self) -> Channel:
         return Channel(self.rank, self.world, self.words("full").at, self.words("free").at)
@@ -456,8 +468,9 @@ class Action:
     """What a thread does next.
 
     Attributes:
-        kind: "after" (thread, count): until that thread has done so many actions; "wait" (word, value);
-            "set" (word, value); "add" (word, 1); "begin" and "end" of an access; "done", the last of each thread.
+        kind: "after" (thread, count): until that thread has done so many actions; "wait" (word, value); "bounded"
+            (word, value), a wait that may run out, and then sets the word; "set" (word, value); "add" (word, 1);
+            "begin" and "end" of an access; "done", the last of each thread.
         reads, writes: bits of the bytes and words that it looks at or changes; both ends of an access have all of them.
         source, target: indices of bytes.
         expected: what a reader must find. values: what a writer stores, None for a copy.
@@ -485,6 +498,7 @@ class Model:
     """All threads of all ranks, and how a state goes over into the next."""
 
     def __init__(self, case: Case) -> None:
+        self.bounded = case.bounded
         self.threads: list[list[Action]] = []
         self.owners: list[str] = []
         self.tags: list[Tag] = [(-1, -1, "nothing", 0)]
@@ -496,7 +510,7 @@ class Model:
         size = Rank(case, case.world).at("own")
         self.start: State = ((0,) * len(self.threads), bytes(len(self._words)), bytes(size))
         for action in (action for thread in self.threads for action in thread):
-            if action.kind in ("wait", "set", "add"):
+            if action.kind in ("wait", "bounded", "set", "add"):
                 bit = 1 << size + action.number
                 action.reads, action.writes = (bit, 0) if action.kind == "wait" else (0, bit)
         for thread in self.threads:
@@ -506,7 +520,8 @@ class Model:
     def _load(self, rank: Rank) -> None:
         records: dict[int, tuple[int, int]] = {}  # the last record of each event: the host binds waits to it
         for number, call in enumerate(rank.case.calls):
-            for stream, item in rank.enqueue(number, call):
+            last = number + 1 == len(rank.case.calls)
+            for stream, item in () if last and rank.rank in rank.case.absent else rank.enqueue(number, call):
                 thread = self._thread(rank.rank, stream)
                 if isinstance(item, Record):
                     records[item.event] = thread, len(self.threads[thread])
@@ -543,7 +558,8 @@ class Model:
     def _append(self, thread: int, item: object, bases: Sequence[int]) -> None:
         actions = self.threads[thread]
         if isinstance(item, Wait):
-            actions.append(Action(f"wait {area(item.address)}", "wait", self._word(item.address), item.value))
+            kind = "bounded" if self.bounded and item.peer is not None else "wait"
+            actions.append(Action(f"wait {area(item.address)}", kind, self._word(item.address), item.value))
         elif isinstance(item, Write | Post):
             value = item.value if isinstance(item, Write) else 1
             actions.append(Action(f"{area(item.address)} = {value}", "set", self._word(item.address), value))
@@ -617,6 +633,8 @@ class Model:
             if action.value and words[action.number] >= action.value:
                 findings.append("set twice")
             words = _with(words, action.number, action.value)
+        elif action.kind == "bounded":
+            words = _with(words, action.number, max(words[action.number], action.value))
         elif action.kind == "add":
             words = _with(words, action.number, words[action.number] + 1)
         elif action.kind == "begin":
@@ -789,6 +807,54 @@ def test_calls_beside_results_in_flight(first: Call, world: int, programs: int) 
 @pytest.mark.parametrize("case", PARTICULAR, ids=str)
 def test_more_ranks_scales_and_columns(case: Case) -> None:
     assert not explore(case).findings
+
+
+# --- bounded waits -----------------------------------------------------------------------------------------------
+ALL_KINDS = (*KINDS, *BULK)
+ABSENT = [(2, (1,)), (3, (2,)), (3, (0, 1))]
+
+
+@pytest.mark.parametrize(("world", "absent"), ABSENT)
+@pytest.mark.parametrize("call", ALL_KINDS, ids=str)
+def test_a_call_without_some_ranks_ends_where_waits_are_bounded(
+    call: Call, world: int, absent: tuple[int, ...]
+) -> None:
+    case = Case(world, (call,), bounded=True, absent=absent)
+    assert "stuck" not in explore(case, all_kinds=True).findings
+    assert "stuck" in explore(replace(case, bounded=False), all_kinds=True).findings
+
+
+@pytest.mark.parametrize("call", ALL_KINDS, ids=str)
+@pytest.mark.parametrize("before", [Call("gather"), Call("scatter"), BULK[1]], ids=str)
+def test_so_does_a_later_call(before: Call, call: Call) -> None:
+    assert "stuck" not in explore(Case(2, (before, call), bounded=True, absent=(1,)), all_kinds=True).findings
+
+
+def unbounded(name: str) -> Spoil:
+    """Waits for words of area `name` have no bound."""
+
+    def without(item: object) -> object:
+        return replace(item, peer=None) if isinstance(item, Wait) and area(item.address) == name else item
+
+    def spoil(rank: int, items: list[Item]) -> list[Item]:
+        return [(stream, _each(item, without) if isinstance(item, Kernel) else without(item)) for stream, item in items]  # type: ignore[misc]
+
+    return spoil
+
+
+def _each(kernel: Kernel, change: Callable[[object], object]) -> Kernel:
+    first, *rest = [tuple(map(change, program)) for program in (kernel.last, *kernel.programs)]
+    return replace(kernel, programs=tuple(rest), last=first)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [(call, name) for call in ALL_KINDS for name in (("begun", "staged") if call.op == "gather" else ("free", "full"))],
+    ids=str,
+)
+def test_no_bound_can_be_left_out(call: Call, name: str) -> None:
+    case = Case(2, (call,), bounded=True, absent=(1,), spoil=unbounded(name))
+    assert "stuck" in explore(case, all_kinds=True).findings
 
 
 # --- and the search finds what each rule prevents ----------------------------------------------------------------

@@ -125,7 +125,7 @@ def run_scatter(
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
-    key = ("scatter", group_size, reduce_op, dim, out_dtype, fast)
+    key = ("matmul_reduce_scatter", group_size, reduce_op, dim, out_dtype, fast)
     operands = (a_parts, b_parts, a_scales, b_scales, biases)
     options = (reduce_op, dim, out_dtype, fast)
     return _run_scatter(key, operands, options, group, check, explain_scatter)
@@ -150,7 +150,7 @@ def run_all_reduce(
     """
     shape = a_parts[0].shape
     operands = (*_as_rows(a_parts, b_parts, a_scales), b_scales, biases)
-    key, options = ("all_reduce", reduce_op, out_dtype, fast), (reduce_op, 0, out_dtype, fast)
+    key, options = ("matmul_all_reduce", reduce_op, out_dtype, fast), (reduce_op, 0, out_dtype, fast)
     part = _run_scatter(key, operands, options, group, check, explain_all_reduce)
     return None if part is None else all_gather(part, group).view(*shape[:-1], part.shape[-1])
 
@@ -181,7 +181,7 @@ def _run_scatter(
     check: Check,
     explain_call: Callable[[ScatterCall], Choice],
 ) -> Tensor | None:
-    """Run the plan of a scatter, made at the first call. `head`: what tells it from others of the same operands."""
+    """Run the plan of a scatter, made at the first call. `head`: the op, and what tells it from others like it."""
     a_parts, b_parts, a_scales, b_scales, biases = operands
     _check_device(a_parts[0].device)
     memory = _memory(group, a_parts[0].device)
@@ -195,7 +195,7 @@ def _run_scatter(
     plan = memory.plans.get(key, _MISSING)
     if plan is _MISSING or (plan is not None and plan.stale):  # type: ignore[attr-defined]
         check()
-        call = ScatterCall(*operands, *options, memory.world)
+        call = ScatterCall(*operands, *options, memory.world, head[0])
         choice = explain_call(call)
         with _Whole(memory):
             plan = _keep(memory, key, _scatter_plan(call, memory, choice))

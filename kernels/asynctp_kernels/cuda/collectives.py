@@ -21,9 +21,9 @@ from asynctp_kernels.compat import current_raw_stream
 from . import driver
 from .gather import GatherCall, Pulled
 from .launch import aligned
-from .memory import MAX_CHUNKS, GroupMemory
+from .memory import GroupMemory
 from .scatter import Pushed, ScatterCall
-from .script import Step, Wait, compile_script
+from .script import Step
 from .tiles import cut
 
 NAME = "copy engine"
@@ -68,13 +68,11 @@ class BulkScatter(Pushed):
     """reduce_scatter(whole, dim 0) by copy engine, and a kernel that adds once everything has come."""
 
     name = NAME
+    streams_wait = True
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         super().__init__(call, memory, cut(1, call.layout.inner, call.layout.inner, 1), [0])
         self.counts = memory.idle  # the GEMM of a later call may already count while this one's sum clears
-        peers = [peer for peer in range(memory.world) if peer != memory.rank]
-        full = [Wait(memory.scatter_full.at(memory.rank, peer * MAX_CHUNKS)) for peer in peers]
-        self.await_parts = compile_script(full, memory.peer_writes, memory.one)
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
         return []
@@ -85,8 +83,6 @@ class BulkScatter(Pushed):
         whole = aligned(whole)
         out = self.new_output(whole)
         memory.begin(stream)
-        driver.wait_event(memory.reducer, memory.start)
-        self.await_parts(memory.reducer, ())
         self.push_and_reduce(whole, out, memory.start)
         driver.wait_event(memory.stream, memory.reduced)
         return Bulk(out, whole, stream, memory.in_flight(stream))
@@ -101,5 +97,6 @@ def bulk_gather(shard: Tensor, memory: GroupMemory) -> BulkGather:
 def bulk_scatter(whole: Tensor, reduce_op: str, memory: GroupMemory) -> BulkScatter:
     """The plan for tensors like `whole` [world * m, n]: the scatter of a product whose B only says how wide it is."""
     b = whole.new_empty(0, whole.shape[1])
-    call = ScatterCall((whole,), (b,), (), (), (None,), reduce_op, 0, whole.dtype, False, memory.world)
+    options = (reduce_op, 0, whole.dtype, False, memory.world, "reduce_scatter")
+    call = ScatterCall((whole,), (b,), (), (), (None,), *options)
     return BulkScatter(call, memory)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from asynctp_kernels.numerics import exact_f32, round_to
-from asynctp_kernels.signals import post_word, wait_word
+from asynctp_kernels.signals import load_acquire, post_word, wait_for, wait_word
 
 from .gemm_kernels import await_word
 
@@ -49,7 +49,18 @@ def end_call(epoch_ptr, epoch, done_ptr, PROGRAMS: tl.constexpr):
         tl.store(epoch_ptr, epoch)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize_on_alignment=["word"], do_not_specialize=["value", "peer", "awaited"])
+def await_kernel(word, value, timeout_ns, status_ptr, peer, awaited):
+    """Hold a stream until the int32 at `word` is at least `value`, or until `timeout_ns` are over.
+
+    Then the word is set, since kernels behind this one may wait for it too, and know no bound.
+    """
+    wait_for(word, value, timeout_ns, status_ptr, peer, awaited)
+    if load_acquire(word) < value:
+        tl.store(word, value)
+
+
+@triton.jit(do_not_specialize=["rank", "awaited"])
 def stage_kernel(
     shard_ptr,
     scale_ptr,
@@ -62,6 +73,7 @@ def stage_kernel(
     done_ptr,
     timeout_ns,
     status_ptr,
+    awaited,
     rank,
     WORLD: tl.constexpr,
     SCALE_TRAVELS: tl.constexpr,
@@ -72,6 +84,7 @@ def stage_kernel(
 
     Behind the first barrier no rank still pulls what the outbox held before; behind the second, every outbox is full,
     and all ranks go on in step. pads: per rank, int64 [2, WORLD]: the call that a rank has begun, and has staged.
+    awaited, and the number after it: what the two barriers wait for, by `waits.code`.
     It runs beside the GEMM, with few registers and no shared memory to speak of, and does not wait for it.
     """
     pid = tl.program_id(0)
@@ -83,7 +96,7 @@ def stage_kernel(
             post_word(tl.load(pad_table + (rank + step) % WORLD) + rank * 8, epoch)
     for step in tl.static_range(1, WORLD):
         src = (rank + step) % WORLD
-        wait_word(own_pad + src * 8, epoch, timeout_ns, status_ptr, src, 0)
+        wait_word(own_pad + src * 8, epoch, timeout_ns, status_ptr, src, awaited)
     for block in range(pid, tl.cdiv(size, BLOCK), PROGRAMS):
         index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(outbox_ptr + index, tl.load(shard_ptr + index, mask=index < size), mask=index < size)
@@ -98,11 +111,11 @@ def stage_kernel(
             post_word(tl.load(pad_table + (rank + step) % WORLD) + (WORLD + rank) * 8, epoch)
         for step in tl.static_range(1, WORLD):
             src = (rank + step) % WORLD
-            wait_word(own_pad + (WORLD + src) * 8, epoch, timeout_ns, status_ptr, src, 1)
+            wait_word(own_pad + (WORLD + src) * 8, epoch, timeout_ns, status_ptr, src, awaited + 1)
         tl.store(epoch_ptr, epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["awaited"])
 def push_gather_kernel(
     shard_ptr,
     scale_ptr,
@@ -121,6 +134,7 @@ def push_gather_kernel(
     done_ptr,
     timeout_ns,
     status_ptr,
+    awaited,
     rank,
     WORLD: tl.constexpr,
     SCALE_TRAVELS: tl.constexpr,
@@ -163,7 +177,8 @@ def push_gather_kernel(
         source = shard_ptr
         scale_source = scale_ptr
         if step > 0:
-            wait_word(tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8, epoch, timeout_ns, status_ptr, src, 0)
+            word = tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8
+            wait_word(word, epoch, timeout_ns, status_ptr, src, awaited)
             part = tl.load(table + rank) + slot + src * part_bytes
             source = tl.multiple_of(part.to(tl.pointer_type(unit)), 16)
             if SCALE_TRAVELS:
@@ -181,7 +196,7 @@ def push_gather_kernel(
     end_call(epoch_ptr, epoch, done_ptr, PROGRAMS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["awaited"])
 def push_reduce_kernel(
     full_ptr,
     out_ptr,
@@ -196,6 +211,7 @@ def push_reduce_kernel(
     done_ptr,
     timeout_ns,
     status_ptr,
+    awaited,
     factor,
     rank,
     WORLD: tl.constexpr,
@@ -225,7 +241,8 @@ def push_reduce_kernel(
         post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch)
     for step in tl.static_range(1, WORLD):
         src = (rank + step) % WORLD
-        wait_word(tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8, epoch, timeout_ns, status_ptr, src, 0)
+        word = tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8
+        wait_word(word, epoch, timeout_ns, status_ptr, src, awaited)
 
     own = tl.load(table + rank) + slot
     for block in range(pid, blocks, PROGRAMS):

@@ -145,10 +145,15 @@ def copy_rows(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, he
 
 @dataclass(frozen=True)
 class Wait:
-    """Hold the stream until the int32 at `address` is at least `value`."""
+    """Hold the stream until the int32 at `address` is at least `value`.
+
+    peer, chunk: the rank that sets the word, and which of its chunks it is about; None: this GPU sets it.
+    """
 
     address: int
     value: int = 1
+    peer: int | None = None
+    chunk: int = 0
 
 
 @dataclass(frozen=True)

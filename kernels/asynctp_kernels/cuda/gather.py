@@ -29,6 +29,7 @@ from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
 from .script import GatherMoves, Record, Step, Write, compile_script, gather_script
 from .tiles import Chunks, Tiles, cut
+from .waits import code
 
 #: CTAs of the staging copy: enough for the memory, and few enough to find room beside anything
 STAGE_PROGRAMS = 64
@@ -58,6 +59,13 @@ class GatherCall:
     @property
     def outer(self) -> int:
         return self.layout.rows // max(self.layout.inner, 1)
+
+    @property
+    def op(self) -> str:
+        """Its name, for messages; what has no product is in flight."""
+        if not self.bs:
+            return "all_gather"
+        return "all_gather_matmul" if self.a_scale is None else "all_gather_scaled_matmul"
 
     @property
     def scaling(self) -> Scaling | None:
@@ -142,7 +150,7 @@ class Pulled(GatherPlan):
         box, scale_box = self.as_units(outbox), outbox[self.scale_offset :].view(torch.float32)
         scale = memory.dummy if call.a_scale is None else aligned(call.a_scale)
         tail = [self.units, self.layout.rows, memory.stage_pads.data_ptr(), memory.stage_epoch, memory.stage_done,
-                memory.bound, memory.status, memory.rank]  # fmt: skip
+                memory.bound, memory.status, code(call.op, "call"), memory.rank]  # fmt: skip
         constants = {
             "WORLD": memory.world,
             "SCALE_TRAVELS": self.scale_travels,
@@ -363,7 +371,7 @@ class DirectGather(GatherPlan):
         numbers = [self.units, self.row_bytes // self.unit_bytes, layout.inner, layout.rows]
         memory_args = [
             area.table, words.table, slot, part, self.scale_offset, memory.epoch, memory.done, memory.bound,
-            memory.status, memory.rank,
+            memory.status, code(call.op, "shard"), memory.rank,
         ]  # fmt: skip
         shard, full = aligned(call.a_shard), call.a_shard.new_empty(layout.full_shape)
         scale = memory.dummy if call.a_scale is None else aligned(call.a_scale)

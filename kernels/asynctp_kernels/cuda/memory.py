@@ -43,14 +43,16 @@ from torch.distributed import ProcessGroup
 from asynctp_kernels.compat import symmetric_empty, symmetric_rendezvous
 from asynctp_kernels.errors import TIMEOUT_VARIABLE, PeerTimeout, SymmetricMemoryError
 from asynctp_kernels.host import Board, host_name
-from asynctp_kernels.signals import new_status, timeout_ns
+from asynctp_kernels.signals import FAILED, new_status, timeout_ns
 
 from . import driver
+from .script import Player, Wait
+from .tiles import MAX_CHUNKS as MAX_CHUNKS
+from .waits import StreamWaits, describe
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_CHUNKS = 4
 MAX_WORLD = 8
 DIRECT_PROGRAMS = 132
 FLIGHTS = 64  # events of results in flight; one that is used again only makes its first user wait longer
@@ -139,9 +141,10 @@ class GroupMemory:
         self.epoch = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.done = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.status = new_status(self.device)
-        self.bound = NO_BOUND
+        self.bound, self._stream_waits = NO_BOUND, None
         if TIMEOUT_VARIABLE in os.environ:
             self.bound = timeout_ns()
+            self._stream_waits = StreamWaits(self.bound, self.status, self.local)
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="asynctp-watch", daemon=True).start()
         pads = torch.tensor(self.signals.peers, dtype=torch.int64)
         self.stage_pads = (pads + _STAGE_OFFSET).to(self.device)
@@ -242,11 +245,28 @@ class GroupMemory:
         """Size of all symmetric memory of this rank."""
         return sum(area.size for area in (self.signals, *self.areas.values(), *self.retired))
 
+    def look(self, status: torch.Tensor) -> None:
+        """Every further call raises if `status`, a copy of `self.status` on the CPU, says that a wait has run out."""
+        state, peer, number = status.tolist()
+        if state == FAILED:
+            op, awaited = describe(number)
+            self.failure = str(PeerTimeout(op, self.rank, peer, awaited, self.bound / 1e9))
+            log.error("%s", self.failure)
+
     def _out_of_step(self) -> str:
         return (
             f"the memory of group '{self.group_name}' is out of step since: {self.failure} "
             f"If every rank has raised, asynctp_kernels.release(group) on all of them mends it; else restart them."
         )
+
+    @property
+    def bounded(self) -> bool:
+        """Waits for other ranks run out."""
+        return self._stream_waits is not None
+
+    def waits(self, op: str, thing: str) -> Callable[[Wait], Player] | None:
+        """How streams wait for `thing` of other ranks in `op`; None: by stream memory operations, without a bound."""
+        return None if self._stream_waits is None else self._stream_waits.of(op, thing)
 
     # --- areas --------------------------------------------------------------------------------------------
     def require(self, name: str, size: int) -> Area:
@@ -298,11 +318,7 @@ def _watch(reference: weakref.ref[GroupMemory]) -> None:
         with torch.cuda.stream(stream):
             found.copy_(memory.status, non_blocking=True)
             stream.synchronize()
-        failed, peer, index = found.tolist()
-        if failed:
-            awaited = ("call", "staged shard")[index]
-            memory.failure = str(PeerTimeout("asynctp", memory.rank, peer, awaited, memory.bound / 1e9))
-            log.error("%s", memory.failure)
+        memory.look(found)
         memory = None
         time.sleep(0.5)
         memory = reference()

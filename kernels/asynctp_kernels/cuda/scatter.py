@@ -30,8 +30,21 @@ from .gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, scale_mode
 from .launch import Tma, aligned, aligned_columns, dense, describe, grid, outlines, prepare
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
-from .script import Await, Channel, Record, ScatterMoves, Step, Wait, Write, compile_script, scatter_script
+from .script import (
+    Await,
+    Channel,
+    Player,
+    Record,
+    ScatterMoves,
+    Step,
+    Wait,
+    Write,
+    compile_script,
+    parts_script,
+    scatter_script,
+)
 from .tiles import Chunks, Tiles, cut
+from .waits import code
 
 #: of the reduction: what the GEMM's CTA leaves on an SM is enough for one CTA of it
 REDUCE_REGISTERS = 56
@@ -39,7 +52,10 @@ REDUCE_REGISTERS = 56
 
 @dataclass(frozen=True)
 class ScatterCall:
-    """What decides a plan; the tensors stand for all tensors of their shapes, strides and dtypes."""
+    """What decides a plan; the tensors stand for all tensors of their shapes, strides and dtypes.
+
+    unscaled_op: the op's name, as it is without scales.
+    """
 
     a_parts: Sequence[Tensor]
     b_parts: Sequence[Tensor]
@@ -51,6 +67,12 @@ class ScatterCall:
     out_dtype: torch.dtype
     fast: bool
     world: int
+    unscaled_op: str = "matmul_reduce_scatter"
+
+    @property
+    def op(self) -> str:
+        """Its name, for messages."""
+        return ("scaled_" if self.a_scales else "") + self.unscaled_op
 
     @property
     def layout(self) -> ShardLayout:
@@ -103,7 +125,13 @@ class ScatterPlan:
 
 
 class Pushed(ScatterPlan):
-    """The copies and the reduction of every implementation but the direct one."""
+    """The copies and the reduction of every implementation but the direct one.
+
+    streams_wait: the reduction is launched behind waits of its stream for all parts. With bounded waits it always is,
+    because its own waits have no bound.
+    """
+
+    streams_wait = False
 
     def __init__(self, call: ScatterCall, memory: GroupMemory, chunks: Chunks, own_tiles: Sequence[int]) -> None:
         super().__init__(call, memory)
@@ -114,9 +142,14 @@ class Pushed(ScatterPlan):
         channel = Channel(rank, world, memory.scatter_full.at, memory.scatter_free.at)
         moves = ScatterMoves(inbox.peers, self.row_bytes, layout.rows, chunks)
         steps = scatter_script(channel, moves, self.ready, MAX_CHUNKS)
-        self.play = compile_script(steps, memory.peer_writes, memory.one)
+        self.play = self._compiled(steps, call.op, "free inbox")
+        self.await_parts = self._compiled(parts_script(channel, chunks, MAX_CHUNKS), call.op, "chunk")
         self._compile_reduction(call)
         self.generation = memory.generation
+
+    def _compiled(self, steps: Sequence[Step], op: str, awaited: str) -> Player:
+        memory = self.memory
+        return compile_script(steps, memory.peer_writes, memory.one, memory.waits(op, awaited))
 
     def progress(self, dst: int, chunk: int) -> int:
         return self.memory.progress + (dst * MAX_CHUNKS + chunk) * 4
@@ -153,6 +186,8 @@ class Pushed(ScatterPlan):
         self.play(memory.stream, (0, 0, base))
         driver.record_event(memory.end, memory.stream)
         driver.wait_event(memory.reducer, ready)
+        if self.streams_wait or memory.bounded:
+            self.await_parts(memory.reducer, ())
         self.reduce(
             memory.reducer,
             [
@@ -339,7 +374,8 @@ class DirectScatter(ScatterPlan):
         example = call.a_parts[0].new_empty(size, dtype=self.out_dtype)
         args = [
             example, example, size, layout.cols, layout.inner, area.table.data_ptr(), words.table.data_ptr(),
-            area.size // 2, part, memory.epoch, memory.done, memory.bound, memory.status, self.factor, memory.rank,
+            area.size // 2, part, memory.epoch, memory.done, memory.bound, memory.status,
+            code(call.op, "part"), self.factor, memory.rank,
         ]  # fmt: skip
         constants = {
             "WORLD": memory.world,

@@ -66,13 +66,16 @@ Step = Wait | Write | Post | Copy | Record | Await
 Player = Callable[[int, Sequence[int]], None]
 
 
-def compile_script(steps: Iterable[Step], peer_writes: bool, one: int) -> Player:
+def compile_script(
+    steps: Iterable[Step], peer_writes: bool, one: int, wait_for_peer: Callable[[Wait], Player] | None = None
+) -> Player:
     """The function `play(stream, bases)` that enqueues the script.
 
     Args:
         steps: The script.
         peer_writes: Whether a stream memory operation may write to another GPU; if not, a `Post` copies 4 bytes.
         one: Address of a constant int32 1, the source of such copies.
+        wait_for_peer: How to enqueue a wait for another rank; None: by a stream memory operation, as all others.
     """
     calls: list[Player] = []
     batch: list[Wait | Write] = []
@@ -84,7 +87,10 @@ def compile_script(steps: Iterable[Step], peer_writes: bool, one: int) -> Player
             batch.clear()
 
     for step in steps:
-        if isinstance(step, (Wait, Write)):
+        if isinstance(step, Wait) and step.peer is not None and wait_for_peer is not None:
+            flush()
+            calls.append(wait_for_peer(step))
+        elif isinstance(step, (Wait, Write)):
             batch.append(step)
         elif isinstance(step, Post) and peer_writes:
             batch.append(Write(step.address, 1))
@@ -224,7 +230,7 @@ def scatter_script(
     part = moves.rows * moves.row_bytes
     peers = [(rank + step) % world for step in range(1, world)]
     steps: list[Step] = [Post(channel.free(peer, rank)) for peer in peers]
-    steps += [Wait(channel.free(rank, peer)) for peer in peers]
+    steps += [Wait(channel.free(rank, peer), peer=peer) for peer in peers]
     steps += [Write(channel.free(rank, peer), 0) for peer in peers]
     for dst in peers:
         for chunk, (first, end) in enumerate(moves.chunks.rows):
@@ -239,3 +245,14 @@ def scatter_script(
             )
             steps.append(Post(channel.full(dst, rank * max_chunks + chunk)))
     return steps
+
+
+def parts_script(channel: Channel, chunks: Chunks, max_chunks: int) -> list[Step]:
+    """Wait until every peer's push is in the own inbox, whole."""
+    rank, world = channel.rank, channel.world
+    peers = [(rank + step) % world for step in range(1, world)]
+    return [
+        Wait(channel.full(rank, peer * max_chunks + chunk), peer=peer, chunk=chunk)
+        for chunk in range(len(chunks))
+        for peer in peers
+    ]

@@ -7,7 +7,7 @@ from math import ceil
 
 import torch
 
-from .memory import MAX_CHUNKS
+MAX_CHUNKS = 4
 
 
 @dataclass(frozen=True)

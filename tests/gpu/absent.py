@@ -1,0 +1,123 @@
+"""A rank that does not come to a call: every kind of call must end, name it and refuse to go on. On real GPUs.
+
+    ASYNCTP_TIMEOUT_S=2 torchrun --nproc_per_node=4 tests/gpu/absent.py
+
+The last rank leaves one call of each kind out. The others' calls run out of time, their groups say which op waited for
+which rank and for what, and after a release the same call is right again. One JSON line a case, from rank 0.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from asynctp_kernels import SymmetricMemoryError, cuda, release
+from torch import Tensor
+
+import asynctp_passes.collectives
+import asynctp_passes.ops  # noqa: F401
+
+#: op and implementation, and what a rank of it waits for first
+CASES = {
+    ("all_gather_matmul", "fused"): "call",
+    ("all_gather_matmul", "decomposed"): "call",
+    ("all_gather_matmul", "direct"): "shard",
+    ("matmul_reduce_scatter", "fused"): "free inbox",
+    ("matmul_reduce_scatter", "decomposed"): "free inbox",
+    ("matmul_reduce_scatter", "direct"): "part",
+    ("all_gather", "copy engine"): "call",
+    ("reduce_scatter", "copy engine"): "free inbox",
+}
+
+
+def call(op: str, implementation: str, group: dist.ProcessGroup) -> bool:
+    """Make the call on known data; whether its result is right."""
+    ops, world, name = torch.ops.asynctp, group.size(), group.group_name
+    wait = torch.ops._c10d_functional.wait_tensor
+    rank = dist.get_rank()
+    a = torch.full((512, 512), float(rank + 1), dtype=torch.bfloat16, device="cuda")
+    whole = torch.full((512 * world, 512), float(rank + 1), dtype=torch.bfloat16, device="cuda")
+    b = torch.eye(512, dtype=torch.bfloat16, device="cuda")
+    total = world * (world + 1) / 2
+    found: Tensor
+    with cuda.forced(implementation if implementation != "copy engine" else "fused"):
+        if op == "all_gather_matmul":
+            found = ops.all_gather_matmul(a, [b], [None], 0, False, world, name)[0]
+        elif op == "all_gather":
+            found = wait(ops.all_gather(a, world, name))
+        elif op == "matmul_reduce_scatter":
+            found = ops.matmul_reduce_scatter([whole], [b], [None], "sum", 0, world, name)
+        else:
+            found = wait(ops.reduce_scatter(whole, "sum", world, name))
+    wanted = torch.full_like(found, total)
+    if op.startswith("all_gather"):
+        wanted = torch.arange(1.0, world + 1, device="cuda").repeat_interleave(512)[:, None].expand(-1, 512)
+    return torch.equal(found.float(), wanted.float())
+
+
+def refused(op: str, implementation: str, group: dist.ProcessGroup) -> str:
+    """What the next call says; waits until the failure is known."""
+    for _ in range(50):
+        time.sleep(0.1)
+        if cuda.memory.existing_memory(group).failure is not None:  # type: ignore[union-attr]
+            break
+    try:
+        call(op, implementation, group)
+    except SymmetricMemoryError as error:
+        return str(error)
+    return "nothing"
+
+
+def run(op: str, implementation: str, awaited: str) -> dict[str, object]:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    dist.barrier(group)
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    before = call(op, implementation, group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    start = time.monotonic()
+    said = ""
+    if rank != last:
+        call(op, implementation, group)
+        torch.cuda.synchronize()
+        said = refused(op, implementation, group)
+    seconds = round(time.monotonic() - start, 1)
+    dist.barrier()
+    torch.cuda.synchronize()
+    release(group)
+    dist.barrier()
+    after = call(op, implementation, group)
+    torch.cuda.synchronize()
+    bound = float(os.environ["ASYNCTP_TIMEOUT_S"])
+    named = f"{op}: rank {rank} waited {bound:g} s for {awaited} of rank {last}."
+    good = before and after and (rank == last or (named in said and seconds < bound + 10))
+    everywhere = torch.tensor(int(good), device="cuda")
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return {"ok": bool(everywhere.item()), "said": said, "seconds": seconds, "before": before, "after": after}
+
+
+def main() -> int:
+    faulthandler.dump_traceback_later(int(os.environ.get("CASE_TIMEOUT", "300")), exit=True)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    failed = 0
+    for (op, implementation), awaited in CASES.items():
+        result = run(op, implementation, awaited)
+        failed += not result["ok"]
+        if dist.get_rank() == 0:
+            print(json.dumps({"case": f"{op}/{implementation}", **result}), flush=True)
+    if dist.get_rank() == 0:
+        print(json.dumps({"failed": failed}), flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    dist.barrier()
+    dist.destroy_process_group()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
