@@ -30,7 +30,7 @@ OPS = {
 def _real_all_gather(shard: Tensor, group_size: int, group_name: Any) -> Tensor:
     _check("all_gather", shard, group_size, group_name)
     shard = shard.clone(memory_format=torch.contiguous_format)
-    cuda = ops._cuda() if shard.is_cuda else None
+    cuda = ops._overlapped(shard.device)
     found: Tensor | None = None if cuda is None else cuda.run_bulk_gather(shard, ops._process_group(group_name))
     if found is not None:
         return found
@@ -45,7 +45,7 @@ def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_n
     _check("reduce_scatter", whole, group_size, group_name)
     _check_scatter(whole, reduce_op, group_size)
     whole = whole.clone(memory_format=torch.contiguous_format)
-    cuda = ops._cuda() if whole.is_cuda else None
+    cuda = ops._overlapped(whole.device)
     found: Tensor | None = (
         None if cuda is None else cuda.run_bulk_scatter(whole, reduce_op, ops._process_group(group_name))
     )

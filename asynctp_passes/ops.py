@@ -165,14 +165,27 @@ def explain(op: str, *args: Any) -> Any:
     return cuda.explain(op, args)
 
 
-def _kernels() -> Any:
+@functools.cache
+def _interpreted() -> Any:
+    """The overlapped implementations on CPU tensors, in Triton's interpreter.
+
+    Raises:
+        RuntimeError: They cannot run here.
+    """
+    asked = "asynctp: ASYNCTP_CPU_IMPLEMENTATION=interpreted"
     try:
-        return importlib.import_module("asynctp_kernels")
+        signals = importlib.import_module("asynctp_kernels.signals")
+        fault = importlib.import_module("asynctp_kernels.interpreter").interpreter_fault
+        kernels = importlib.import_module("asynctp_kernels.cuda")
     except ImportError as error:
         raise RuntimeError(
-            "asynctp: ASYNCTP_CPU_IMPLEMENTATION=interpreted needs asynctp_kernels and triton; install triton, "
-            "or set ASYNCTP_CPU_IMPLEMENTATION=reference"
+            f"{asked} needs asynctp_kernels and triton; install triton, or set ASYNCTP_CPU_IMPLEMENTATION=reference"
         ) from error
+    if not signals.IS_INTERPRETED:
+        raise RuntimeError(f"{asked} needs TRITON_INTERPRET=1 in the environment before triton is imported")
+    if fault() is not None:
+        raise RuntimeError(f"{asked}: {fault()}")
+    return kernels
 
 
 @functools.cache
@@ -189,8 +202,11 @@ def _process_group(group_name: Any) -> Any:
     return compat.resolve_process_group(group_name) if isinstance(group_name, str) else group_name
 
 
-def _interpreted(device: torch.device) -> bool:
-    return device.type == "cpu" and implementation("cpu") == "interpreted"
+def _overlapped(device: torch.device) -> Any:
+    """The overlapped implementations, where the ops run them on such a device; None: the unfused program."""
+    if device.type == "cuda":
+        return _cuda()
+    return _interpreted() if device.type == "cpu" and implementation("cpu") == "interpreted" else None
 
 
 def _refuse_lost_gradients(biases: list[Tensor | None]) -> None:
@@ -220,7 +236,7 @@ def _real_all_gather_matmul(
         reference.check_group("all_gather_matmul", group_size, group_name)
         reference.check_gather("all_gather_matmul", a_shard, bs, biases, gather_dim, group_size)
 
-    if a_shard.is_cuda and (cuda := _cuda()) is not None:
+    if (cuda := _overlapped(a_shard.device)) is not None:
         options = (
             gather_dim,
             False,
@@ -236,10 +252,6 @@ def _real_all_gather_matmul(
             return found
     else:
         check()
-    if _interpreted(a_shard.device):
-        group = _process_group(group_name)
-        outs: list[Tensor] = _kernels().all_gather_matmul(a_shard, bs, biases, gather_dim, return_a_full, group)
-        return outs
     return reference.unfused_all_gather_matmul(a_shard, bs, biases, gather_dim, return_a_full, group_size, group_name)
 
 
@@ -263,7 +275,7 @@ def _real_all_gather_scaled_matmul(
         scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype)
         reference.check_gather(op, a_shard, bs, biases, gather_dim, group_size, scales)
 
-    if a_shard.is_cuda and (cuda := _cuda()) is not None:
+    if (cuda := _overlapped(a_shard.device)) is not None:
         choices = (gather_dim, gather_a_scale, out_dtype, use_fast_accum, return_a_full)
         found: list[Tensor] | None = cuda.run_gather(
             a_shard, a_scale, bs, b_scales, biases, *choices, group_size, _process_group(group_name), check
@@ -274,9 +286,6 @@ def _real_all_gather_scaled_matmul(
         check()
     operands = (a_shard, a_scale, bs, b_scales, biases, gather_dim, gather_a_scale)
     options = (out_dtype, use_fast_accum, return_a_full)
-    if _interpreted(a_shard.device):
-        outs: list[Tensor] = _kernels().all_gather_scaled_matmul(*operands, *options, _process_group(group_name))
-        return outs
     return reference.unfused_all_gather_scaled_matmul(*operands, *options, group_size, group_name)
 
 
@@ -296,17 +305,13 @@ def _real_matmul_reduce_scatter(
         reference.check_group("matmul_reduce_scatter", group_size, group_name)
         reference.check_scatter("matmul_reduce_scatter", a_parts, b_parts, biases, reduce_op, scatter_dim, group_size)
 
-    if a_parts and a_parts[0].is_cuda and (cuda := _cuda()) is not None:
+    if a_parts and (cuda := _overlapped(a_parts[0].device)) is not None:
         options = (reduce_op, scatter_dim, a_parts[0].dtype, False, group_size, _process_group(group_name), check)
         found: Tensor | None = cuda.run_scatter(a_parts, b_parts, (), (), biases, *options)
         if found is not None:
             return found
     else:
         check()
-    if _interpreted(a_parts[0].device):
-        group = _process_group(group_name)
-        out: Tensor = _kernels().matmul_reduce_scatter(a_parts, b_parts, biases, reduce_op, scatter_dim, group)
-        return out
     return reference.unfused_matmul_reduce_scatter(
         a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, group_name
     )
@@ -331,7 +336,7 @@ def _real_scaled_matmul_reduce_scatter(
         scales = ScatterScales(a_scales, b_scales, out_dtype)
         reference.check_scatter(op, a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, scales)
 
-    if a_parts and a_parts[0].is_cuda and (cuda := _cuda()) is not None:
+    if a_parts and (cuda := _overlapped(a_parts[0].device)) is not None:
         choices = (reduce_op, scatter_dim, out_dtype, use_fast_accum)
         found: Tensor | None = cuda.run_scatter(
             a_parts, b_parts, a_scales, b_scales, biases, *choices, group_size, _process_group(group_name), check
@@ -341,9 +346,6 @@ def _real_scaled_matmul_reduce_scatter(
     else:
         check()
     operands = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, scatter_dim, out_dtype, use_fast_accum)
-    if _interpreted(a_parts[0].device):
-        out: Tensor = _kernels().scaled_matmul_reduce_scatter(*operands, _process_group(group_name))
-        return out
     return reference.unfused_scaled_matmul_reduce_scatter(*operands, group_size, group_name)
 
 
@@ -357,18 +359,13 @@ def _real_matmul_all_reduce(
         reference.group_and_size(group_name)
         reference.check_all_reduce("matmul_all_reduce", a_parts, b_parts, biases, reduce_op)
 
-    if a_parts and a_parts[0].is_cuda and (cuda := _cuda()) is not None:
+    if a_parts and (cuda := _overlapped(a_parts[0].device)) is not None:
         options = (reduce_op, a_parts[0].dtype, False, _process_group(group_name), check)
         found: Tensor | None = cuda.run_all_reduce(a_parts, b_parts, (), (), biases, *options)
         if found is not None:
             return found
     else:
         check()
-    if _interpreted(a_parts[0].device):
-        rows = [a.flatten(0, -2) for a in a_parts]
-        group = _process_group(group_name)
-        part = _kernels().matmul_reduce_scatter(rows, b_parts, biases, reduce_op, 0, group)
-        return _gathered_rows(part, a_parts[0], group)
     return reference.unfused_matmul_all_reduce(a_parts, b_parts, biases, reduce_op, group_name)
 
 
@@ -388,27 +385,15 @@ def _real_scaled_matmul_all_reduce(
         scales = ScatterScales(a_scales, b_scales, out_dtype)
         reference.check_all_reduce("scaled_matmul_all_reduce", a_parts, b_parts, biases, reduce_op, scales)
 
-    if a_parts and a_parts[0].is_cuda and (cuda := _cuda()) is not None:
+    if a_parts and (cuda := _overlapped(a_parts[0].device)) is not None:
         options = (reduce_op, out_dtype, use_fast_accum, _process_group(group_name), check)
         found: Tensor | None = cuda.run_all_reduce(a_parts, b_parts, a_scales, b_scales, biases, *options)
         if found is not None:
             return found
     else:
         check()
-    if _interpreted(a_parts[0].device):
-        rows = [a.flatten(0, -2) for a in a_parts]
-        row_scales = [scale if scale.numel() == 1 else scale.flatten(0, -2) for scale in a_scales]
-        group = _process_group(group_name)
-        parts = (rows, b_parts, row_scales, b_scales, biases, reduce_op, 0, out_dtype, use_fast_accum)
-        return _gathered_rows(_kernels().scaled_matmul_reduce_scatter(*parts, group), a_parts[0], group)
     operands = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, out_dtype, use_fast_accum)
     return reference.unfused_scaled_matmul_all_reduce(*operands, group_name)
-
-
-def _gathered_rows(part: Tensor, a: Tensor, group: Any) -> Tensor:
-    """The second half of an interpreted all-reduce: every rank's rows of the sum, in the dimensions of `a`."""
-    whole = reference.gather(part, 0, group.size(), group)
-    return whole.view(*a.shape[:-1], part.shape[-1])
 
 
 # --- fake implementations: shapes from shapes, no group needed, no guards --------------------------------------

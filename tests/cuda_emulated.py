@@ -45,6 +45,11 @@ class Call:
         tma = self.arguments[name]
         return at(tma.address, tma.shape, self.examples[name].base.dtype, tma.strides)
 
+    @property
+    def words_address(self) -> int:
+        """Of a GEMM's words."""
+        return int(self.arguments["words"])
+
     def words(self, name: str) -> Tensor:
         """int32 [rank, chunk]."""
         return at(self.arguments[name], (MAX_WORLD, MAX_CHUNKS), torch.int32)
@@ -54,7 +59,9 @@ class Call:
 def gemm(launched: Launched) -> None:
     """`gemm_kernel`, with all programs one after the other."""
     call = Call(launched)
-    if call.GATHER:
+    if call.GATHER and not call.OWN:
+        _async_input_gemm(call)
+    elif call.GATHER:
         _gather_gemm(call)
         call.words("words").zero_()
     else:
@@ -73,6 +80,15 @@ def _gather_gemm(call: Call) -> None:
             for i in range(call.COUNT):
                 acc = _finish(call, a.float() @ _weight(call, i), p, block, step, i)
                 _store(call, f"c{i}", block, acc)
+
+
+def _async_input_gemm(call: Call) -> None:
+    a, words = call.described("a0"), at(call.words_address, (call.world,), torch.int32)
+    for step in range(call.world):
+        chunk = (call.rank + step) % call.world
+        assert words[chunk] >= call.value, f"nothing announces chunk {chunk}"
+        for i in range(call.COUNT):
+            _store(call, f"c{i}", chunk, a[chunk].float() @ _weight(call, i))
 
 
 def _scatter_gemm(call: Call) -> None:

@@ -17,8 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from asynctp_kernels import cuda
-from asynctp_kernels.cuda import collectives, driver, gather, gemm, memory, scatter, waits
+from asynctp_kernels.cuda import async_input, driver, gather, gemm, memory, scatter, waits
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.launch import Launch, Tma
 from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD, Area, GroupMemory
@@ -327,6 +326,8 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
             "wait_event_with_flags": here.wait_event,
             "new_event": here.new_event,
             "peer_writes_supported": lambda: here.peer_writes,
+            "current_stream": lambda index: here.current_stream,
+            "machine": lambda index: ((9, 0), SMS, properties.name),
         },
         memory: {
             "_share": here.share,
@@ -335,16 +336,12 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
             "Board": here.board,
             "_watch": lambda reference: None,
         },
-        collectives: {"current_raw_stream": lambda index: here.current_stream},
         Tensor: {"record_stream": lambda tensor, stream: here.kept.append((tensor.data_ptr(), stream.cuda_stream))},
         gemm: {"prepare": here.prepare},
         waits: {"prepare": here.prepare},
-        gather: {"prepare": here.prepare, "product": product, "current_raw_stream": lambda index: here.current_stream},
-        scatter: {"prepare": here.prepare, "product": product, "current_raw_stream": lambda index: here.current_stream},
-        cuda: {
-            "_machine": lambda index: ((9, 0), SMS, properties.name),
-            "current_raw_stream": lambda index: here.current_stream,
-        },
+        async_input: {"product": product},
+        gather: {"prepare": here.prepare, "product": product},
+        scatter: {"prepare": here.prepare, "product": product},
         torch.cuda: {
             "Stream": here.new_stream,
             "current_stream": lambda: SimpleNamespace(cuda_stream=here.current_stream),

@@ -278,14 +278,15 @@ def _interleaved(layers: Sequence[nn.Module], mesh: DeviceMesh, between: Callabl
 
 def _poison(mesh: DeviceMesh) -> None:
     """All landing memory of this rank becomes NaN, while no rank uses its."""
-    from asynctp_kernels import workspace
+    from asynctp_kernels.cuda.memory import existing_memory
 
     group = mesh.get_group()
     dist.barrier(group)
-    kinds = workspace._workspaces.get(group, {})
-    assert kinds, "the kernels have no memory: something else ran"
-    for used in kinds.values():
-        used.handle.get_buffer(mesh.get_rank(), [used.handle.buffer_size], torch.uint8).fill_(0xFF)
+    memory = existing_memory(group)
+    assert memory is not None, "the kernels have no memory: something else ran"
+    for name, area in memory.areas.items():
+        if "words" not in name:
+            area.memory.fill_(0xFF)
     dist.barrier(group)
 
 

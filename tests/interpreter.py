@@ -14,7 +14,7 @@ KERNELS = str(Path(__file__).parents[1] / "kernels")
 @functools.cache
 def interpreter_fault() -> str:
     """Why the interpreter does not work here, asked of a fresh process; empty when it does."""
-    question = "from asynctp_kernels.support import interpreter_fault; print(interpreter_fault() or '')"
+    question = "from asynctp_kernels.interpreter import interpreter_fault; print(interpreter_fault() or '')"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": KERNELS}
     answer = subprocess.run(
         [sys.executable, "-c", question], env=environment, capture_output=True, text=True, check=True

@@ -21,7 +21,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from asynctp_kernels.cuda import gather, scatter
+from asynctp_kernels.cuda import async_input, gather, scatter
 from asynctp_kernels.cuda.gemm import register_limit
 from asynctp_kernels.cuda.launch import Launch, fit_together
 from asynctp_kernels.cuda.tiles import Tiles, tiles_for
@@ -371,6 +371,26 @@ def test_gather_gemm(name: str, tmp_path: Path) -> None:
     # only when all programs are done with the words are they cleared
     assert in_order((instruction.op for instruction in gemm.ptx.instructions), *WAIT, "wgmma", "bar.sync",
                     "atom.global.gpu.acq_rel.add", "bar.sync", "st.global", "ret")  # fmt: skip
+
+
+@pytest.mark.parametrize("k_major", [True, False])
+@pytest.mark.parametrize("ns", [(512,), (512, 128, 128, 264)], ids=str)
+def test_async_input_gemm(ns: tuple[int, ...], k_major: bool, tmp_path: Path) -> None:
+    """Every load of A waits, the first chunk's too; words are the caller's, and are only read."""
+    call = gather_call((8192,), 512, ns, k_major=k_major)
+    outs = [call.a_shard.new_empty(8192, n) for n in ns]
+    with machine() as here:
+        async_input._Plan(call.a_shard, call.bs, torch.zeros(8, dtype=torch.int32), outs)
+        (prepared,) = here.prepared
+        gemm = compiled(prepared, tmp_path)
+    tiles = tiles_for(torch.bfloat16, False, 8192, sum(ns), SMS)
+    check_products(gemm, Variant({}, tiles))
+    check_resources(gemm, Variant({}, tiles))
+    check_plain(gemm, 0)
+    assert late_loads(gemm.ptx, gemm.ptx.find(TMA_LOAD % 3), block_coordinate) == []
+    assert set(store_sequence(gemm.ptx)) == {"store", "commit"}
+    assert not gemm.ptx.find("atom")
+    assert not gemm.ptx.find("st.global")
 
 
 @pytest.mark.parametrize("name", SCATTERS)

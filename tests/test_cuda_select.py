@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda import select
+from asynctp_kernels.cuda.gemm import NOT_TUNED
 from asynctp_kernels.cuda.memory import MAX_CHUNKS
 from asynctp_kernels.cuda.select import IMPLEMENTATIONS, Choice, Problem, Rates, choose, estimate
 from asynctp_kernels.cuda.tiles import cut, tiles_for, waves
@@ -420,7 +421,7 @@ def test_refusals(name: str) -> None:
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_other_gpus_have_no_fused_gemm(capability: tuple[int, int]) -> None:
     choice = explain(GATHER, *gather_args(), capability=capability)
-    assert choice.refused == {"fused": cuda.NOT_TUNED}
+    assert choice.refused == {"fused": NOT_TUNED}
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, expected) in REFUSALS.items() if expected])

@@ -34,11 +34,9 @@ ROWS = (
 ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
 
 KERNEL_ROWS = (
-    ("compat", "config", "errors", "layout"),
-    ("signals",),
-    ("numerics", "support", "host"),
-    ("gather_kernel", "scatter_kernel", "workspace"),
-    ("gather", "scatter"),
+    ("compat", "errors", "layout"),
+    ("signals", "host"),
+    ("numerics", "interpreter"),
     ("cuda",),
     ("doctor",),
     ("__init__",),

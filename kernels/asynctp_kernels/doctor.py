@@ -541,8 +541,8 @@ def gather_facts() -> Facts:
     """Ask torch, triton, the driver and the environment. What cannot be asked is as on a machine without it."""
     torch, triton, numpy = (_module(name)[0] for name in ("torch", "triton", "numpy"))
     kernels_error = _module("asynctp_kernels.cuda")[1]
-    compat, support, select, driver = (
-        _module(f"asynctp_kernels.{name}")[0] for name in ("compat", "support", "cuda.select", "cuda.driver")
+    compat, interpreter, select, driver = (
+        _module(f"asynctp_kernels.{name}")[0] for name in ("compat", "interpreter", "cuda.select", "cuda.driver")
     )
     interpreted = bool(_try(lambda: triton.knobs.runtime.interpret, False))
     path = str(_try(lambda: select.table_path(), ""))
@@ -555,7 +555,7 @@ def gather_facts() -> Facts:
         triton=_version_of(triton),
         numpy=_version_of(numpy),
         interpreted=interpreted,
-        interpreter_fault=_try(lambda: support.interpreter_fault(), None) if interpreted else None,
+        interpreter_fault=_try(lambda: interpreter.interpreter_fault(), None) if interpreted else None,
         kernels_error=kernels_error,
         driver=_try(lambda: driver.driver_version(), None),
         peer_writes=_try(lambda: driver.peer_writes_supported(), None),

@@ -12,10 +12,6 @@ class SymmetricMemoryError(RuntimeError):
     """Symmetric memory could not be set up, or a past failure left it unusable."""
 
 
-class UnsupportedCall(ValueError):
-    """A launcher was given a call that `supports` rejects; the message is its reason."""
-
-
 class PeerTimeout(TimeoutError):
     """A bounded wait for another rank ran out.
 

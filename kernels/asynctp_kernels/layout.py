@@ -67,10 +67,3 @@ def _layout(full: Shape, shard: Shape, dim: int, world: int) -> ShardLayout:
     rows = math.prod(shard[:-1])
     inner = rows if along_last else math.prod(shard[dim:-1])
     return ShardLayout(world, inner, rows, shard[-1], along_last, full, shard)
-
-
-def row_slices(rows: int, block: int, most: int) -> tuple[int, int]:
-    """Cut `rows` into at most `most` chunks of whole blocks: (rows per chunk, number of chunks)."""
-    blocks = max(math.ceil(rows / block), 1)
-    per_chunk = math.ceil(blocks / min(blocks, most)) * block
-    return per_chunk, max(math.ceil(rows / per_chunk), 1)

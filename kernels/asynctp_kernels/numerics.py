@@ -11,18 +11,10 @@ integers, and decodes the NaNs and infinities of fp8 as large numbers. `exact_f3
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from .signals import INTERPRETED
-
-_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers of their size: what a kernel that only copies should see."""
-    return tensor.view(_RAW[tensor.dtype.itemsize])
 
 
 @triton.jit
@@ -35,14 +27,6 @@ def exact_f32(x: tl.tensor) -> tl.tensor:
         is_nan = (x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F
         return tl.where(is_nan, float("nan"), x.to(tl.float32))
     return x.to(tl.float32)
-
-
-@triton.jit
-def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor) -> tl.tensor:
-    """acc + a @ b in fp32. "ieee" keeps fp32 operands whole (the default would be tf32)."""
-    if INTERPRETED:
-        return tl.dot(exact_f32(a), exact_f32(b), acc, input_precision="ieee")
-    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

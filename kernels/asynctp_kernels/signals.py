@@ -9,7 +9,7 @@ process). The pair is what makes the data visible: PTX ISA, "Memory Consistency 
 patterns; in the interpreter the same calls are C++ atomics of the same order.
 
 Waits are bounded. A kernel cannot raise, so a wait that runs out writes one record to a status tensor, and
-every later wait of the launch returns at once; the launcher reads the record and raises.
+every later wait with that status returns at once; the host reads the record and raises.
 """
 
 # triton ships no types: its decorator is untyped
@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .errors import PeerTimeout, UnsupportedCall, timeout_s
+from .errors import timeout_s
 
 IS_INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 INTERPRETED = tl.constexpr(IS_INTERPRETED)
@@ -117,58 +117,6 @@ def wait_for(
     tl.debug_barrier()
 
 
-@triton.jit
-def swap_word_kernel(
-    address: tl.tensor,
-    expected: tl.tensor,
-    desired: tl.tensor,
-    timeout_ns: tl.tensor,
-    status_ptr: tl.tensor,
-    peer: tl.tensor,
-    index: tl.tensor,
-) -> None:
-    """Wait for the int64 word to be `expected` and make it `desired`; acquire and release in one."""
-    word = address.to(tl.pointer_type(tl.int64))
-    start = clock_ns()
-    waiting = tl.load(status_ptr) == 0
-    while waiting:
-        if tl.atomic_cas(word, expected, desired, sem="acq_rel", scope="sys") == expected:
-            waiting = tl.load(status_ptr) < 0
-        else:
-            if clock_ns() - start > timeout_ns:
-                record_timeout(status_ptr, peer, index)
-                waiting = tl.load(status_ptr) < 0
-
-
-@triton.jit
-def wait_all_kernel(
-    flags: tl.tensor,
-    epoch_ptr: tl.tensor,
-    timeout_ns: tl.tensor,
-    status_ptr: tl.tensor,
-    rank: tl.tensor,
-    world: tl.tensor,
-    chunks: tl.tensor,
-    MAX_CHUNKS: tl.constexpr,
-) -> None:
-    """Wait for every chunk of every peer, for a call that otherwise consumes none of them."""
-    epoch = tl.load(epoch_ptr)
-    for step in range(1, world):
-        src = (rank + step) % world
-        for chunk in range(chunks):
-            wait_word(flags + (src * MAX_CHUNKS + chunk) * 8, epoch, timeout_ns, status_ptr, src, chunk)
-
-
-def require_interpreter() -> None:
-    """Reject CPU work when Triton was imported as a compiler.
-
-    Raises:
-        UnsupportedCall: `TRITON_INTERPRET=1` was not set when triton was imported.
-    """
-    if not IS_INTERPRETED:
-        raise UnsupportedCall("CPU tensors need TRITON_INTERPRET=1 in the environment before triton is imported")
-
-
 def timeout_ns() -> int:
     """The bound of one wait in nanoseconds (`ASYNCTP_TIMEOUT_S`)."""
     return int(timeout_s() * 1e9)
@@ -177,14 +125,3 @@ def timeout_ns() -> int:
 def new_status(device: torch.device) -> torch.Tensor:
     """A status tensor with no failure in it. Shape: [STATUS_WORDS] int64."""
     return torch.zeros(STATUS_WORDS, dtype=torch.int64, device=device)
-
-
-def raise_timeout(status: torch.Tensor, op: str, rank: int, what: str, limit_ns: int) -> None:
-    """Raise when a wait of the launch that wrote `status` ran out.
-
-    Raises:
-        PeerTimeout: names `op`, `rank`, the peer, `what` with its index, and the seconds.
-    """
-    state, peer, index = status.tolist()
-    if state == FAILED:
-        raise PeerTimeout(op, rank, peer, f"{what} {index}", limit_ns / 1e9)

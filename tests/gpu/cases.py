@@ -4,11 +4,13 @@
 
 Every case draws fresh random data, runs each implementation that can run it, compares with the fp64 product of what all
 ranks hold, runs again (bit-identical), and replays it in a CUDA graph on new data. Collectives without a product
-(`Bulk`) are left in flight beside a fused call of each implementation. One JSON line a case, from rank 0.
+(`Bulk`) are left in flight beside a fused call of each implementation, and `AsyncInput` is the GEMM by itself. One JSON
+line a case, from rank 0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import itertools
 import json
@@ -18,10 +20,13 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from asynctp_kernels import cuda
+from asynctp_kernels import async_input_matmul, cuda
+from asynctp_kernels.cuda import async_input
 from torch import Tensor
 
 import asynctp_passes.collectives
@@ -138,6 +143,32 @@ def bulk_cases() -> Iterator[Bulk]:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             yield Bulk("scatter", shape, dtype)
     yield Bulk("scatter", (4096, 512), reduce_op="avg")
+
+
+@dataclass(frozen=True)
+class AsyncInput:
+    """`async_input_matmul` of a [m, k] that arrives from the host. "fused" is its kernel, "unfused" chunk by chunk."""
+
+    m: int
+    k: int
+    ns: tuple[int, ...]
+    chunks: int
+    dtype: torch.dtype = torch.bfloat16
+    k_major: bool = True
+
+    @property
+    def name(self) -> str:
+        order = "" if self.k_major else "-n-major"
+        return f"async-{self.m}x{self.k}-n{'+'.join(map(str, self.ns))}-{self.chunks}-{str(self.dtype)[6:]}{order}"
+
+
+def async_cases() -> Iterator[AsyncInput]:
+    base = AsyncInput(8192, 4096, (4096,), 4)
+    yield base
+    yield replace(base, ns=(2048, 512, 512), chunks=8)
+    yield replace(base, m=1000, k=520, ns=(264,), chunks=5)
+    yield replace(base, k_major=False, dtype=torch.float16, chunks=1)
+    yield replace(base, m=64, k=256, ns=(64, 64, 64, 64), chunks=2)
 
 
 def rank() -> int:
@@ -362,6 +393,61 @@ def run_bulk(case: Bulk, beside: str) -> dict[str, object]:
     return result
 
 
+def run_async(case: AsyncInput, implementation: str) -> dict[str, object]:
+    """Rows come by copy engine, each chunk behind the one before; A is NaN until then. Eager, and in a CUDA graph."""
+    if implementation not in ("fused", "unfused"):
+        return {"skipped": "async_input_matmul is one kernel, or one product a chunk"}
+    a = torch.full((case.m, case.k), torch.nan, dtype=case.dtype, device=device())
+    weights = [torch.randn(n, case.k, device=device()).mul(case.k**-0.5).to(case.dtype).t() for n in case.ns]
+    bs = weights if case.k_major else [weight.contiguous() for weight in weights]
+    signals, side = torch.zeros(case.chunks, dtype=torch.int32, device=device()), torch.cuda.Stream()
+    arriving, one = (
+        torch.randn(case.m, case.k).to(case.dtype).pin_memory(),
+        torch.ones(1, dtype=torch.int32).pin_memory(),
+    )
+    pivot = rank() % case.chunks
+
+    def call_once() -> list[Tensor]:
+        a.fill_(torch.nan)
+        signals.zero_()
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            for step in range(case.chunks):
+                chunk = (pivot + step) % case.chunks
+                a.chunk(case.chunks)[chunk].copy_(arriving.chunk(case.chunks)[chunk], non_blocking=True)
+                signals[chunk : chunk + 1].copy_(one, non_blocking=True)
+        outs = async_input_matmul(a, bs, signals, a_chunk_pivot=pivot)
+        main.wait_stream(side)
+        return outs
+
+    def wrong(outs: list[Tensor]) -> float:
+        wanted = [arriving.to(device()).double() @ b.double() for b in bs]
+        errors = [((out.double() - want).norm() / want.norm()).item() for out, want in zip(outs, wanted, strict=True)]
+        value = torch.tensor([float("inf") if error != error else error for error in errors], device=device()).max()
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return float(value.item())
+
+    by_chunk = mock.patch.object(async_input, "_refused", return_value="asked for")
+    with by_chunk if implementation == "unfused" else contextlib.nullcontext():
+        outs = call_once()
+        result: dict[str, object] = {"error": wrong(outs)}
+        again = call_once()
+        result["same bits"] = agree(all(torch.equal(x, y) for x, y in zip(outs, again, strict=True)))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call_once()
+        arriving.copy_(torch.randn(case.m, case.k))
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        result["graph error"] = wrong(captured)
+    limit = TOLERANCE[case.dtype]
+    result["ok"] = result["error"] < limit and result["graph error"] < limit and result["same bits"]  # type: ignore[operator]
+    return result
+
+
 def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
@@ -377,14 +463,15 @@ def main() -> int:
     dist.init_process_group("nccl", device_id=device())
     failed = 0
     implementations = os.environ.get("IMPLS", "fused,decomposed,direct,unfused").split(",")
-    for case, implementation in itertools.product([*cases(), *bulk_cases()], implementations):
+    for case, implementation in itertools.product([*cases(), *bulk_cases(), *async_cases()], implementations):
         name = f"{case.name}/{implementation}"
         if len(sys.argv) > 1 and not any(text in name for text in sys.argv[1:]):
             continue
         torch.manual_seed(int(time.time()) * 8 + rank())
         faulthandler.dump_traceback_later(int(os.environ.get("CASE_TIMEOUT", "60")), exit=True)
         try:
-            result = run(case, implementation) if isinstance(case, Case) else run_bulk(case, implementation)
+            how: Any = {Case: run, Bulk: run_bulk, AsyncInput: run_async}[type(case)]
+            result = how(case, implementation)
         except Exception as error:  # reported as the case's result
             result = {"ok": False, "exception": f"{type(error).__name__}: {error}"[:600]}
             if rank() == 0:

@@ -19,6 +19,7 @@ MODELS = ("test_protocol_model.py", "test_channel_model.py")
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("ASYNCTP_CPU_IMPLEMENTATION", "interpreted")
     monkeypatch.setenv("ASYNCTP_TIMEOUT_S", "30")
 
 

@@ -1,16 +1,31 @@
-"""The four ops on real ranks, against fp64, and the protocol under stress."""
+"""The ops on ranks of this host, against fp64: kernels, plans and scripts of `asynctp_kernels.cuda`, interpreted."""
 
 from __future__ import annotations
 
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
-from op_cases import BF16, CASES, E4M3, FP32, GatherCase, Inputs, ScatterCase, judge, make_inputs, run, scaled_copy
+from op_cases import (
+    BF16,
+    CASES,
+    E4M3,
+    FP32,
+    IMPLEMENTATIONS,
+    GatherCase,
+    Inputs,
+    ScatterCase,
+    judge,
+    make_inputs,
+    run,
+    run_each,
+    scaled_copy,
+)
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -22,22 +37,29 @@ def _check(case, rank, world, seed, group) -> str:
     return judge(case, run(case, inputs[rank], group), inputs, rank)
 
 
-MATRIX = [(2, i) for i in range(len(CASES))] + [(4, i) for i in range(0, len(CASES), 2)]
+def _check_each(case, rank, world, seed, group) -> tuple[set[str], str]:
+    """Run one case by each implementation that can: which, and what is wrong."""
+    inputs = [make_inputs(case, r, world, seed) for r in range(world)]
+    found = {name: judge(case, outs, inputs, rank) for name, outs in run_each(case, inputs[rank], group)}
+    return set(found), "; ".join(f"{name}: {wrong}" for name, wrong in found.items() if wrong)
 
 
-def _cases_of(rank: int, world: int, seed: int) -> dict[int, str]:
+MATRIX = [(2, i) for i in range(len(CASES))] + [(4, i) for i in range(0, len(CASES), 3)]
+
+
+def _cases_of(rank: int, world: int, seed: int) -> dict[int, tuple[set[str], str]]:
     import torch.distributed as dist
 
-    return {i: _check(CASES[i], rank, world, seed + i, dist.group.WORLD) for size, i in MATRIX if size == world}
+    return {i: _check_each(CASES[i], rank, world, seed + i, dist.group.WORLD) for size, i in MATRIX if size == world}
 
 
 STRESS = [
-    GatherCase("rows", (2, 9, 20), 1, (24, 8), a_full=True),
-    ScatterCase("rows", (2, 9, 20), 1, (24, 8)),
+    GatherCase("rows", (2, 9, 24), 1, (24, 8), a_full=True),
+    ScatterCase("rows", (2, 9, 24), 1, (24, 8)),
     GatherCase("contraction", (9, 20), 1, (24,), FP32),
     GatherCase("scales", (9, 16), 0, (8,), E4M3, scale="shard"),
     ScatterCase("columns", (9, 20), 1, (12,), FP32, op="avg"),
-    GatherCase("consumes nothing", (9, 16), 0, ()),
+    ScatterCase("chunks", (20, 24), 0, (24,)),
 ]
 
 
@@ -58,41 +80,43 @@ def _stress(rank: int, world: int, seed: int) -> list[str]:
 
 
 def _poisoned(rank: int, world: int, seed: int) -> list[str]:
-    """Between calls, all landing memory of both slots becomes NaN; results must not notice."""
-    import torch
+    """Between calls, all communication memory becomes NaN; results must not notice."""
     import torch.distributed as dist
-    from asynctp_kernels import workspace
+    from asynctp_kernels.cuda.memory import existing_memory
 
     wrong = []
     for call in range(12):
-        wrong.append(_check(STRESS[call % 5], rank, world, seed + call, dist.group.WORLD))
+        wrong.append(_check_each(STRESS[call % 5], rank, world, seed + call, dist.group.WORLD)[1])
         dist.barrier()
-        for used in workspace._workspaces[dist.group.WORLD].values():
-            used.handle.get_buffer(rank, [used.handle.buffer_size // 4], torch.float32).fill_(float("nan"))
+        memory = existing_memory(dist.group.WORLD)
+        for name, area in memory.areas.items():
+            if "words" not in name:
+                area.memory.fill_(0xFF)
         dist.barrier()
     return [text for text in wrong if text]
 
 
 def _dawdling(rank: int, world: int, seed: int) -> list[str]:
-    """One rank is slow at its tiles and after each word that it posts: a word posted early would be caught."""
+    """One rank is slow at its copies and before and after each word that it posts: a word posted early is caught."""
     import torch.distributed as dist
-    from asynctp_kernels import gather_kernel, scatter_kernel
+    from asynctp_kernels.cuda import copy_kernels, interpreted
 
     def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
         def run_then_sleep(*args: Any) -> Any:
+            time.sleep(0.005)
             result = function(*args)
-            time.sleep(0.01)
+            time.sleep(0.005)
             return result
 
         return run_then_sleep
 
-    originals = gather_kernel.post_word, scatter_kernel.post_word, scatter_kernel.partial_tile
+    originals = copy_kernels.post_word, interpreted.copy, interpreted.MemOps.enqueue
     wrong = []
     for call, case in enumerate([ScatterCase("tiles", (70, 40), 0), GatherCase("tiles", (70, 40), 0)] * 2):
         if rank == call // 2:
-            gather_kernel.post_word, scatter_kernel.post_word, scatter_kernel.partial_tile = map(slowly, originals)
-        wrong.append(_check(case, rank, world, seed + call, dist.group.WORLD))
-        gather_kernel.post_word, scatter_kernel.post_word, scatter_kernel.partial_tile = originals
+            copy_kernels.post_word, interpreted.copy, interpreted.MemOps.enqueue = map(slowly, originals)
+        wrong.append(_check_each(case, rank, world, seed + call, dist.group.WORLD)[1])
+        copy_kernels.post_word, interpreted.copy, interpreted.MemOps.enqueue = originals
     return [text for text in wrong if text]
 
 
@@ -135,36 +159,44 @@ def _subgroups(rank: int, world: int, seed: int) -> list[str]:
     return [text for text in wrong if text]
 
 
-MISSED_CALLS = [(0, "all_gather_matmul"), (1, "matmul_reduce_scatter"), (5, "all_gather_matmul")]
+#: (implementation, number of the case, its op, what never came)
+MISSED_CALLS = [
+    ("fused", 0, "all_gather_matmul", "call"),
+    ("direct", 0, "all_gather_matmul", "shard"),
+    ("fused", 1, "matmul_reduce_scatter", "free inbox"),
+    ("direct", 1, "matmul_reduce_scatter", "part"),
+]
 
 
 def _dead_peer(rank: int, world: int) -> list[tuple[str, str, list[str]]]:
     """Rank 1 leaves one call out. The other must say so, refuse to go on, and work again after a release."""
-    import asynctp_kernels as ops
+    import asynctp_kernels
     import torch.distributed as dist
+    from asynctp_kernels import cuda
 
     group, outcomes = dist.group.WORLD, []
-    for kind, _ in MISSED_CALLS:
-        wrong = [_check(STRESS[kind], rank, world, 1, group)]
-        said = _miss(STRESS[kind], group) if rank == 0 else ("", "")
-        dist.barrier()
-        ops.release(group)
-        wrong.append(_check(STRESS[kind], rank, world, 3, group))
+    for implementation, kind, _, _ in MISSED_CALLS:
+        with cuda.forced(implementation):
+            wrong = [_check(STRESS[kind], rank, world, 1, group)]
+            said = _miss(STRESS[kind], group) if rank == 0 else ("", "")
+            dist.barrier()
+            asynctp_kernels.release(group)
+            wrong.append(_check(STRESS[kind], rank, world, 3, group))
         outcomes.append((*said, wrong))
     return outcomes
 
 
 def _miss(case, group) -> tuple[str, str]:
     """Call alone, twice: what the timeout says, and what the next call says."""
-    import asynctp_kernels as ops
+    from asynctp_kernels import PeerTimeout, SymmetricMemoryError
 
     x = make_inputs(case, 0, 2, 2)
     start = time.monotonic()
-    with pytest.raises(ops.PeerTimeout) as caught:
+    with pytest.raises(PeerTimeout) as caught:
         run(case, x, group)
     assert (caught.value.rank, caught.value.peer, caught.value.seconds) == (0, 1, 1.0)
     assert time.monotonic() - start < 10
-    with pytest.raises(ops.SymmetricMemoryError) as again:
+    with pytest.raises(SymmetricMemoryError) as again:
         run(case, x, group)
     return str(caught.value), str(again.value)
 
@@ -172,8 +204,10 @@ def _miss(case, group) -> tuple[str, str]:
 def test_a_peer_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCTP_TIMEOUT_S", "1")
     outcomes = run_ranks(2, _dead_peer)
-    for (_, op), (timed_out, refused, wrong), (_, _, wrong_at_1) in zip(MISSED_CALLS, *outcomes, strict=True):
-        assert timed_out.startswith(f"{op}: rank 0 waited 1 s for chunk 0 of rank 1.")
+    for (_, _, op, awaited), (timed_out, refused, wrong), (_, _, wrong_at_1) in zip(
+        MISSED_CALLS, *outcomes, strict=True
+    ):
+        assert timed_out.startswith(f"{op}: rank 0 waited 1 s for {awaited} of rank 1.")
         assert "out of step since: PeerTimeout" in refused
         assert "asynctp_kernels.release(group)" in refused
         assert wrong == wrong_at_1 == ["", ""]
@@ -181,34 +215,87 @@ def test_a_peer_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def _special_values(rank: int, world: int, seed: int) -> list[bool]:
     """Every fp8 code (NaN and infinity included) travels and multiplies as torch decodes it; bf16 ties go to even."""
-    import asynctp_kernels as ops
     import torch
     import torch.distributed as dist
 
-    group, one, good = dist.group.WORLD, torch.ones(()), []
+    import asynctp_passes.ops  # noqa: F401
+
+    ops, group, one, good = torch.ops.asynctp, dist.group.WORLD.group_name, torch.ones(()), []
     torch.manual_seed(seed)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).reshape(256, 1)
         out, full = ops.all_gather_scaled_matmul(
-            codes, one, [torch.ones(1, 1).to(dtype)], [one], [None], 0, False, torch.float32, False, True, group
+            codes, one, [torch.ones(1, 1).to(dtype)], [one], [None], 0, False, torch.float32, False, True, world, group
         )
         good.append(torch.equal(full.view(torch.uint8), codes.repeat(world, 1).view(torch.uint8)))
         good.append(torch.equal(out.nan_to_num(12345.0), codes.float().repeat(world, 1).nan_to_num(12345.0)))
+    # the same through the GEMM: 16 codes a row, of which one is picked for each column
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).reshape(16, 16)
+        codes = torch.where(codes.float().isfinite(), codes.float(), torch.ones(())).to(dtype)
+        out = ops.all_gather_scaled_matmul(
+            codes, one, [torch.eye(16).to(torch.float8_e4m3fn).t()], [one], [None], 0, False, torch.bfloat16, True,
+            False, world, group,
+        )[0]  # fmt: skip
+        good.append(torch.equal(out.float(), codes.float().bfloat16().float().repeat(world, 1)))
     special = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, float("inf"), float("nan"), -0.0])
     values = torch.cat([torch.randn(2, 200), special.repeat(2, 1)], 1)
     zero = torch.zeros(1).to(torch.float8_e4m3fn)
     out = ops.scaled_matmul_reduce_scatter(
-        [zero.expand(2, 1)], [zero.expand(1, 205)], [one], [one], [values[rank]], "avg", 0, torch.bfloat16, False, group
-    )
-    wire = values[1 - rank].bfloat16().float()  # the peer's part; ours is not rounded
-    expected = ((values[rank] + wire) / 2).bfloat16()
+        [zero.expand(2, 1)], [zero.expand(1, 205)], [one], [one], [values[rank]], "avg", 0, torch.bfloat16, False,
+        world, group,
+    )  # fmt: skip
+    parts = values.bfloat16().float()  # each rank's part is rounded
+    expected = ((parts[0] + parts[1]) / 2).bfloat16()
     good.append(torch.equal(out[0].nan_to_num(9.0, 8.0), expected.nan_to_num(9.0, 8.0)))
     return good
 
 
+def _async_input(rank: int, world: int, seed: int) -> list[bool]:
+    """The GEMM by itself, on rows that have come: several Bs, any pivot, ragged chunks, words of any value."""
+    import torch
+    from asynctp_kernels import async_input_matmul
+    from asynctp_kernels.cuda import async_input
+
+    rng, good = torch.Generator().manual_seed(seed), []
+    for m, chunks, ns in ((40, 1, (24,)), (70, 2, (8, 40)), (120, 3, (40, 8, 72, 16))):
+        a = torch.randn(m, 48, generator=rng).bfloat16()
+        bs = [torch.randn(n, 48, generator=rng).bfloat16().t() for n in ns]
+        for pivot in range(chunks):
+            outs = async_input_matmul(a, bs, torch.full((chunks,), 3, dtype=torch.int32), a_chunk_pivot=pivot, value=3)
+            wanted = [(a.float() @ b.float()).bfloat16() for b in bs]
+            good += [
+                torch.allclose(out.float(), want.float(), 1e-2, 1e-2) for out, want in zip(outs, wanted, strict=True)
+            ]
+    return [*good, len(async_input._plans) == 3]
+
+
+def _in_flight(rank: int, world: int, seed: int) -> list[bool]:
+    """Collectives without a product, with a fused call between their start and their end."""
+    import torch
+    import torch.distributed as dist
+    from asynctp_kernels import cuda
+
+    import asynctp_passes.collectives  # noqa: F401
+
+    ops, wait, name = torch.ops.asynctp, torch.ops._c10d_functional.wait_tensor, dist.group.WORLD.group_name
+    good = []
+    for dtype in (torch.bfloat16, torch.float32):
+        wholes = [torch.randn(world * 9, 5, generator=torch.Generator().manual_seed(seed + r)) for r in range(world)]
+        wholes = [whole.to(dtype) for whole in wholes]
+        full = ops.all_gather(wholes[rank], world, name)
+        good.append(cuda.last_implementation(dist.group.WORLD) == "copy engine")
+        part = ops.reduce_scatter(wholes[rank], "avg", world, name)
+        good.append(_check(STRESS[0], rank, world, seed, dist.group.WORLD) == "")
+        total = sum(whole.float() for whole in wholes) / world
+        good.append(torch.equal(wait(full), torch.cat(wholes)))
+        good.append(torch.allclose(wait(part).float(), total.chunk(world)[rank], 1e-2, 1e-2))
+    return good
+
+
 SCENARIOS = {
-    2: [_cases_of, _stress, _dawdling, _poisoned, _special_values],
-    3: [_stress, _repeated],
+    2: [_cases_of, _stress, _dawdling, _poisoned, _special_values, _async_input],
+    3: [_stress, _repeated, _in_flight],
     4: [_cases_of, _subgroups],
 }
 
@@ -222,7 +309,7 @@ def _run_once(world: int) -> tuple[str, list[dict[str, Any]] | RuntimeError]:
     """All scenarios of one world size, one after the other in one set of processes; a crash is kept, not repeated."""
     seed = secrets.randbits(20)
     try:
-        return f"seed {seed}", run_ranks(world, _run_scenarios, seed)
+        return f"seed {seed}", run_ranks(world, _run_scenarios, seed, timeout_s=900)
     except RuntimeError as error:
         return f"seed {seed}", error
 
@@ -240,7 +327,17 @@ def _outcomes(world: int) -> tuple[str, list[dict[str, Any]]]:
 )
 def test_matches_fp64(world: int, index: int) -> None:
     seed, outcomes = _outcomes(world)
-    assert [outcome["_cases_of"][index] for outcome in outcomes] == [""] * world, seed
+    ran, wrong = zip(*(outcome["_cases_of"][index] for outcome in outcomes), strict=True)
+    assert wrong == ("",) * world, seed
+    assert ran == (ran[0],) * world
+    assert "unfused" in ran[0]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_implementation_runs_most_cases(world: int) -> None:
+    _, outcomes = _outcomes(world)
+    ran = Counter(name for names, _ in outcomes[0]["_cases_of"].values() for name in names)
+    assert all(ran[name] * 3 >= ran["unfused"] for name in IMPLEMENTATIONS), ran
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -271,4 +368,14 @@ def test_disjoint_subgroups_and_their_parent() -> None:
 
 def test_special_values_and_rounding() -> None:
     seed, outcomes = _outcomes(2)
-    assert [outcome["_special_values"] for outcome in outcomes] == [[True] * 5] * 2, seed
+    assert [outcome["_special_values"] for outcome in outcomes] == [[True] * 7] * 2, seed
+
+
+def test_collectives_in_flight() -> None:
+    seed, outcomes = _outcomes(3)
+    assert all(all(outcome["_in_flight"]) for outcome in outcomes), seed
+
+
+def test_async_input() -> None:
+    seed, outcomes = _outcomes(2)
+    assert all(all(outcome["_async_input"]) for outcome in outcomes), seed

@@ -6,7 +6,6 @@ caller has it. Plans are kept per group, so they go when the group goes.
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,14 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import current_raw_stream, register_wait
+from asynctp_kernels.compat import register_wait
 from asynctp_kernels.errors import SymmetricMemoryError
 
 from . import select
 from .collectives import Bulk, BulkGather, BulkScatter, bulk_gather, bulk_scatter
-from .driver import CudaError, wait_event
+from .driver import CudaError
 from .gather import DecomposedGather, DirectGather, FusedGather, GatherCall, GatherPlan
-from .gemm import MAX_OPERANDS, TRITON_DTYPES, k_major, scale_mode
+from .gemm import NOT_TUNED, refused_gemm
+from .machine import driver
 from .memory import GroupMemory, existing_memory, group_memory, release
 from .products import scaled_product_supported
 from .scatter import DecomposedScatter, DirectScatter, FusedScatter, ScatterCall, ScatterPlan
@@ -50,7 +50,6 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 WORLD_SIZES = range(2, 9)
-NOT_TUNED = "the GEMM is tuned for compute capability 9 (H100, H200) only"
 MAX_PLANS = 1024  # of one group
 SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT32_LIMIT = (1 << 31) - (1 << 16)  # what kernels count in, less a block
@@ -255,10 +254,10 @@ def _waited(bulk: Bulk, result: Tensor) -> Tensor:
     index = result.device.index
 
     def wait() -> None:
-        stream = current_raw_stream(index)
-        wait_event(stream, bulk.done)
+        stream = driver.current_stream(index)
+        driver.wait_event(stream, bulk.done)
         if stream != bulk.stream:  # the allocator would hand it out again on its own stream, which does not wait
-            bulk.source.record_stream(torch.cuda.current_stream())
+            driver.keep(bulk.source)
 
     register_wait(result, wait)
     return result
@@ -266,9 +265,13 @@ def _waited(bulk: Bulk, result: Tensor) -> Tensor:
 
 def _check_device(device: torch.device) -> None:
     """Events, streams and kernels belong to the current device: it must be the tensors'."""
-    if device.index != torch.cuda.current_device():
+    if driver.IN_ORDER and device.type != "cpu":
         raise RuntimeError(
-            f"asynctp: tensors on {device} while cuda:{torch.cuda.current_device()} is the current device; call "
+            f"asynctp: Triton interprets (TRITON_INTERPRET=1), but the tensors are on {device}; unset it"
+        )
+    if device.index != (current := driver.current_device()):
+        raise RuntimeError(
+            f"asynctp: tensors on {device} while cuda:{current} is the current device; call "
             f"torch.cuda.set_device({device.index}) first"
         )
 
@@ -322,7 +325,7 @@ def refused_here(world: int, device_index: int) -> dict[str, str]:
     """Why implementations cannot run on this machine or group at all, whatever the call."""
     if world not in WORLD_SIZES:
         return dict.fromkeys(("fused", "decomposed", "direct"), f"{world} ranks")
-    return {} if _machine(device_index)[0][0] == 9 else {"fused": NOT_TUNED}
+    return {} if driver.machine(device_index)[0][0] == 9 else {"fused": NOT_TUNED}
 
 
 def _keep(memory: GroupMemory, key: object, plan: Any) -> Any:
@@ -357,7 +360,7 @@ def _memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None:
         try:
             return group_memory(group, device)
         except (SymmetricMemoryError, KeyError) as error:  # KeyError: torch does not know the group
-            if torch.cuda.is_current_stream_capturing():
+            if driver.IN_ORDER or driver.capturing():
                 raise
             reason = str(error)
     _unavailable[group] = reason
@@ -367,17 +370,11 @@ def _memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None:
 
 
 # --- what can run -----------------------------------------------------------------------------------------------
-@functools.cache
-def _machine(index: int) -> tuple[tuple[int, int], int, str]:
-    properties = torch.cuda.get_device_properties(index)
-    return (properties.major, properties.minor), properties.multi_processor_count, properties.name
-
-
 def _gather_plan(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan | None:
     log.debug("gather %s: %s", tuple(call.a_shard.shape), choice)
     if choice.implementation == "fused":
         assert choice.tiles is not None
-        sms = _machine(call.a_shard.device.index)[1]
+        sms = driver.machine(call.a_shard.device.index)[1]
         return FusedGather(call, memory, choice.tiles, choice.chunks, sms)
     if choice.implementation == "decomposed":
         return DecomposedGather(call, memory)
@@ -388,7 +385,7 @@ def _scatter_plan(call: ScatterCall, memory: GroupMemory, choice: Choice) -> Sca
     log.debug("scatter %s: %s", tuple(call.a_parts[0].shape), choice)
     if choice.implementation == "fused":
         assert choice.tiles is not None
-        sms = _machine(call.a_parts[0].device.index)[1]
+        sms = driver.machine(call.a_parts[0].device.index)[1]
         return FusedScatter(call, memory, choice.tiles, choice.chunks, sms)
     if choice.implementation == "decomposed":
         return DecomposedScatter(call, memory)
@@ -434,7 +431,7 @@ def explain_gather(call: GatherCall) -> Choice:
     problem = Problem.of(
         "gather", call.world, layout.full_rows, layout.full_cols, widths, a.dtype, call.out_dtype, call.fast
     )
-    _, sms, name = _machine(a.device.index)
+    _, sms, name = driver.machine(a.device.index)
     return choose(problem, _refused_gather(call), sms, name)
 
 
@@ -459,7 +456,7 @@ def _choose_scatter(op: str, call: ScatterCall, refused: dict[str, str]) -> Choi
     a, b = call.a_parts[0], call.b_parts[0]
     depth = sum(b.shape[0] for b in call.b_parts)
     problem = Problem.of(op, call.world, call.rows, depth, [b.shape[1]], a.dtype, call.out_dtype, call.fast)
-    _, sms, name = _machine(a.device.index)
+    _, sms, name = driver.machine(a.device.index)
     return choose(problem, refused, sms, name)
 
 
@@ -492,7 +489,7 @@ def _refused_gather(call: GatherCall) -> dict[str, str]:
     pitch = call.world * layout.inner * layout.cols * call.a_shard.itemsize
     if shard >= INT32_LIMIT or (call.outer > 1 and pitch >= INT32_LIMIT):
         refused["fused"] = refused["decomposed"] = f"{shard} bytes per rank: sizes and pitches are 32 bits wide"
-    reason = _refused_fused(call.a_shard, call.bs, call.b_scales, call.biases, call.out_dtype, [layout.cols])
+    reason = refused_gemm(call.a_shard, call.bs, call.b_scales, call.biases, call.out_dtype, [layout.cols])
     if reason is not None:
         refused.setdefault("fused", reason)
     return refused
@@ -523,7 +520,7 @@ def _refused_scatter(call: ScatterCall) -> dict[str, str]:
             refused.setdefault(name, f"a result of {call.out_dtype}: sums over ranks are in fp32")
     if call.a_scales and len(call.a_parts) > 1:
         refused.setdefault("fused", "several scaled products: each needs its own scale before the sum")
-    reason = _refused_fused(call.a_parts[0], call.b_parts, call.b_scales, call.biases, call.out_dtype, depths)
+    reason = refused_gemm(call.a_parts[0], call.b_parts, call.b_scales, call.biases, call.out_dtype, depths)
     if reason is not None:
         refused.setdefault("fused", reason)
     if len(call.b_parts) > 1 and any(bias is not None for bias in call.biases):
@@ -547,45 +544,4 @@ def _refused_products(
             a_parts[i], b, a_scale, b_scales[i], biases[i], out_dtype, travels
         ):
             return "scales, bias, strides or result type that cuBLAS does not take in one scaled product"
-    return None
-
-
-def _refused_fused(
-    a: Tensor,
-    bs: Sequence[Tensor],
-    b_scales: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    out_dtype: torch.dtype,
-    depths: Sequence[int],
-) -> str | None:
-    """Why the persistent TMA GEMM cannot run this."""
-    if _machine(a.device.index)[0][0] != 9:
-        return NOT_TUNED
-    if out_dtype not in TRITON_DTYPES:
-        return f"a result of {out_dtype}"
-    if a.dtype == torch.float32:
-        return "fp32 operands"
-    if len(bs) > MAX_OPERANDS:
-        return f"{len(bs)} products, more than {MAX_OPERANDS}"
-    if len({k_major(b) for b in bs}) != 1:
-        return "Bs of both memory orders"
-    if any(b.dtype != bs[0].dtype for b in bs):
-        return "Bs of several dtypes"
-    fp8 = a.itemsize == 1
-    for b in bs:
-        pitch = b.stride(1) if k_major(b) else b.stride(0)
-        if (b.stride(0) != 1 and b.stride(1) != 1) or pitch * b.itemsize % 16:
-            return f"a B of strides {tuple(b.stride())}: TMA needs one stride of 1 and the other a multiple of 16 bytes"
-        if pitch < b.shape[0 if k_major(b) else 1]:
-            return f"a B of strides {tuple(b.stride())}, which overlaps itself"
-        if fp8 and not k_major(b):
-            return "an fp8 B whose columns are contiguous: the tensor cores need K contiguous"
-        if b.shape[1] * out_dtype.itemsize % 16:
-            return f"{b.shape[1]} columns: TMA needs rows of a multiple of 16 bytes"
-    if any(k * a.itemsize % 16 for k in depths):
-        return "an A whose rows are not multiples of 16 bytes"
-    if len({bias is None for bias in biases}) != 1 or len({bias.dtype for bias in biases if bias is not None}) > 1:
-        return "biases for some products only, or of several dtypes"
-    if len({scale_mode(scale) for scale in b_scales}) > 1:
-        return "tensorwise and rowwise B scales in one call"
     return None

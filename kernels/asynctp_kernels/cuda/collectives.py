@@ -16,11 +16,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from asynctp_kernels.compat import current_raw_stream
-
-from . import driver
 from .gather import GatherCall, Pulled
 from .launch import aligned
+from .machine import driver
 from .memory import GroupMemory
 from .scatter import Pushed, ScatterCall
 from .script import Step
@@ -58,7 +56,7 @@ class BulkGather(Pulled):
 
     def start_bulk(self, shard: Tensor) -> Bulk:
         """Enqueue everything; `shard` [m, n] gives [world * m, n]."""
-        memory, stream = self.memory, current_raw_stream(self.device_index)
+        memory, stream = self.memory, driver.current_stream(self.device_index)
         shard = aligned(shard)
         full, _ = self.start(stream, shard, None)
         return Bulk(full, shard, stream, memory.in_flight(stream))
@@ -79,7 +77,7 @@ class BulkScatter(Pushed):
 
     def start_bulk(self, whole: Tensor) -> Bulk:
         """Enqueue everything; `whole` [world * m, n] gives [m, n]."""
-        memory, stream = self.memory, current_raw_stream(self.device_index)
+        memory, stream = self.memory, driver.current_stream(self.device_index)
         whole = aligned(whole)
         out = self.new_output(whole)
         memory.begin(stream)

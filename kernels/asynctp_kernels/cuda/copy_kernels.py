@@ -5,9 +5,14 @@ peer's word (own rank, i), waits for the peers' words (rank, i) in its own memor
 
     landing of one slot, on every rank:  [ from rank 0 | from rank 1 | ... ]   each: [ slice units | rows fp32 scales ]
 
-They need no barrier before or after, and no memset: words are epochs that only grow, and the two slots alternate with
-the epoch. Why a slot is never overwritten before it is read: `asynctp_kernels.workspace`, whose argument holds here,
-since every call waits for every peer. The epoch is a word in device memory that the last program of a call advances,
+They need no barrier before or after, and no memset: words are epochs that only grow, and call e lands in slot e % 2.
+There a rank R writes over the data of call e - 2, which is never too early for a peer P:
+
+    R starts call e only after its call e - 1 ended, which waited for the words of *every* peer, P's included;
+    P released its word of call e - 1 only after P's call e - 2 had ended, so after P's last read of that slot.
+
+With one slot, R could overwrite what P still reads: in call e - 1 P may be a whole call behind. All that is explored by
+`tests/kernels/test_protocol_model.py`. The epoch is a word in device memory that the last program of a call advances,
 so a replayed CUDA graph goes on counting.
 
 Memory order: the stores of a slice are joined by a CTA barrier and released (scope sys) by the word; the reader
@@ -98,7 +103,7 @@ def stage_kernel(
         src = (rank + step) % WORLD
         wait_word(own_pad + src * 8, epoch, timeout_ns, status_ptr, src, awaited)
     for block in range(pid, tl.cdiv(size, BLOCK), PROGRAMS):
-        index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(outbox_ptr + index, tl.load(shard_ptr + index, mask=index < size), mask=index < size)
     if SCALE_TRAVELS:
         for first in range(pid * 256, rows, PROGRAMS * 256):
@@ -154,7 +159,7 @@ def push_gather_kernel(
     blocks = tl.cdiv(size, BLOCK)
 
     for block in range(pid, blocks, PROGRAMS):
-        index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(shard_ptr + index, mask=index < size)
         for step in tl.static_range(1, WORLD):
             dst = (rank + WORLD - step) % WORLD
@@ -184,7 +189,7 @@ def push_gather_kernel(
             if SCALE_TRAVELS:
                 scale_source = (part + scales_offset).to(tl.pointer_type(tl.float32))
         for block in range(pid, blocks, PROGRAMS):
-            index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             values = tl.load(source + index, mask=index < size)
             where = place(index, cols, inner, src, WORLD, CONTIGUOUS, ALONG_LAST, size)
             tl.store(full_ptr + where, values, mask=index < size)
@@ -235,7 +240,7 @@ def push_reduce_kernel(
         part = tl.load(table + dst) + slot + rank * part_bytes
         landing = tl.multiple_of(part.to(tl.pointer_type(dtype)), 16)
         for block in range(pid, blocks, PROGRAMS):
-            index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             where = place(index, cols, inner, dst, WORLD, CONTIGUOUS, ALONG_LAST, size)
             tl.store(landing + index, tl.load(full_ptr + where, mask=index < size), mask=index < size)
         post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch)
@@ -246,7 +251,7 @@ def push_reduce_kernel(
 
     own = tl.load(table + rank) + slot
     for block in range(pid, blocks, PROGRAMS):
-        index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for source_rank in tl.static_range(WORLD):
             source = tl.multiple_of((own + source_rank * part_bytes).to(tl.pointer_type(dtype)), 16)
@@ -313,7 +318,7 @@ def reduce_kernel(
         for src in tl.static_range(WORLD):
             zero += await_word(arrived + src * MAX_CHUNKS + chunk, tl.where(src == rank, 0, 1))
         for block in range(pid, tl.cdiv(end - begin, BLOCK), PROGRAMS):
-            index = begin + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK) + zero
+            index = begin + tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK) + zero
             index = tl.max_contiguous(tl.multiple_of(index, 8), 8)
             total = tl.zeros((BLOCK,), dtype=tl.float32)
             for src in tl.static_range(WORLD):
@@ -321,8 +326,8 @@ def reduce_kernel(
                 if src == rank:
                     source = own_ptr
                 source = tl.multiple_of(source, 16)
-                total += tl.load(source + index, mask=index < end, other=0.0).to(tl.float32)
-            tl.store(out_ptr + index, (total * factor).to(dtype), mask=index < end)
+                total += exact_f32(tl.load(source + index, mask=index < end, other=0.0))
+            tl.store(out_ptr + index, round_to(total * factor, dtype), mask=index < end)
         begin = end
 
     tl.debug_barrier()

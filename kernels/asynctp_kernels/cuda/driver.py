@@ -11,11 +11,18 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+from torch.distributed import ProcessGroup
+
+from asynctp_kernels.compat import current_raw_stream, symmetric_empty, symmetric_rendezvous
 from asynctp_kernels.errors import SymmetricMemoryError
 
+T = TypeVar("T")
+IN_ORDER = False  # what is enqueued is done later
 PEER_WRITES_UNSUPPORTED_FROM = 13010  # CUDA 13.1: no stream memory operations on peer addresses (NCCL issue 2052)
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
@@ -219,3 +226,77 @@ def relax_captures() -> None:
     """Calls of this thread do not break captures of other threads (`cuThreadExchangeStreamCaptureMode`)."""
     mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
     _function("cuThreadExchangeStreamCaptureMode", _ref)(ctypes.byref(mode))
+
+
+# --- the device -----------------------------------------------------------------------------------------------------
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of high priority, so that a copy is not queued behind anything."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+def current_stream(index: int) -> int:
+    """The handle of the current stream of GPU `index`."""
+    return current_raw_stream(index)
+
+
+def current_device() -> int | None:
+    """Index of the current GPU."""
+    return torch.cuda.current_device()
+
+
+def processors(index: int) -> int:
+    """SMs of GPU `index`."""
+    count: int = torch.cuda.get_device_properties(index).multi_processor_count
+    return count
+
+
+@functools.cache
+def machine(index: int) -> tuple[tuple[int, int], int, str]:
+    """(compute capability, SMs, name) of GPU `index`."""
+    properties = torch.cuda.get_device_properties(index)
+    return (properties.major, properties.minor), properties.multi_processor_count, properties.name
+
+
+def capturing() -> bool:
+    """A CUDA graph is being captured."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything on `device` is done."""
+    torch.cuda.synchronize(device)
+
+
+def keep(tensor: torch.Tensor) -> None:
+    """`tensor` is used on the current stream: its memory is not given to others before that is done."""
+    tensor.record_stream(torch.cuda.current_stream())
+
+
+def outside_pools(device: torch.device, make: Callable[[], T]) -> T:
+    """`make()` on a thread of its own, so that what stays allocated is in nobody's memory pool.
+
+    `torch.compile(mode="reduce-overhead")` runs a program once before it captures it, allocating from the graph's pool,
+    and raises if anything but results is left there. Such a pool is that of a thread, or of its current stream.
+    """
+
+    def run() -> T:
+        torch.cuda.set_device(device)
+        made = make()
+        torch.cuda.synchronize(device)
+        return made
+
+    with ThreadPoolExecutor(1, "asynctp-memory") as thread:
+        return thread.submit(run).result()
+
+
+def share(group: ProcessGroup, device: torch.device, size: int) -> tuple[torch.Tensor, object, list[int]]:
+    """Memory of `size` bytes, zeroed and shared: (own part, what keeps it, address of each rank's part).
+
+    Raises:
+        RuntimeError: The GPUs of `group` cannot share memory.
+    """
+    memory = symmetric_empty(size, device)
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    handle = symmetric_rendezvous(memory, group)
+    return memory, handle, [int(address) for address in handle.buffer_ptrs]

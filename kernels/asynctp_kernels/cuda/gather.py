@@ -17,14 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import current_raw_stream
 from asynctp_kernels.layout import ShardLayout, gather_layout
-from asynctp_kernels.workspace import align
 
-from . import driver
 from .copy_kernels import push_gather_kernel, stage_kernel
 from .gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, scale_mode
-from .launch import Tma, aligned, aligned_columns, dense, describe, fit_together, grid, outlines, prepare
+from .launch import Tma, align, aligned, aligned_columns, dense, describe, fit_together, grid, outlines, prepare
+from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
 from .script import GatherMoves, Record, Step, Write, compile_script, gather_script
@@ -229,7 +227,7 @@ class FusedGather(Pulled):
         padding = [None] * (MAX_OPERANDS - count)
         widths = self.widths + [0] * (MAX_OPERANDS - count)
         programs = grid(_tile_count(self.outer * memory.world, inner, self.widths, tiles), programs)
-        numbers = [self.outer, inner, k, 0, 0, 0, *widths, memory.rank, memory.world, self.chunks.tiles]
+        numbers = [self.outer, inner, k, 0, 0, 0, *widths, memory.rank, memory.world, self.chunks.tiles, 1]
         self.numbers = numbers
         args = [
             self.a_own, self.a_full, None, None, *self.bs, *padding, *self.cs, *padding,
@@ -253,7 +251,7 @@ class FusedGather(Pulled):
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        stream = current_raw_stream(self.device_index)
+        stream = driver.current_stream(self.device_index)
         a_shard = aligned(a_shard)
         if a_scale is not None:
             a_scale = aligned(a_scale) if self.scale_travels else a_scale.contiguous()
@@ -319,7 +317,7 @@ class DecomposedGather(Pulled):
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        stream = current_raw_stream(self.device_index)
+        stream = driver.current_stream(self.device_index)
         a_shard = aligned(a_shard)
         if a_scale is not None:
             a_scale = aligned(a_scale) if self.scale_travels else a_scale.contiguous()
@@ -398,7 +396,7 @@ class DirectGather(GatherPlan):
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        stream = current_raw_stream(self.device_index)
+        stream = driver.current_stream(self.device_index)
         memory, layout = self.memory, self.layout
         a_shard = aligned(a_shard)
         full = a_shard.new_empty(layout.full_shape)

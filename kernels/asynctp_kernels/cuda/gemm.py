@@ -11,11 +11,13 @@ from torch import Tensor
 
 from .gemm_kernels import gemm_kernel
 from .launch import Launch, describe, prepare
+from .machine import driver
 from .memory import MAX_CHUNKS
 from .tiles import Tiles
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 MAX_OPERANDS = 4
+NOT_TUNED = "the GEMM is tuned for compute capability 9 (H100, H200) only"
 
 
 def scale_mode(scale: Tensor | None) -> int:
@@ -51,6 +53,7 @@ def prepare_gemm(
     out_dtype: torch.dtype,
     gathers: bool,
     scale_travels: bool = False,
+    async_input: bool = False,
 ) -> Launch:
     """Compile `gemm_kernel` for one plan.
 
@@ -63,11 +66,13 @@ def prepare_gemm(
         scale_modes: Of A and of the Bs (`scale_mode`).
         out_dtype: Of the result.
         gathers, scale_travels: The gather's GEMM, whose A scale came with the data.
+        async_input: The gather's GEMM, with a word of the caller's for each chunk.
     """
     constants = {
         "GATHER": gathers,
+        "OWN": gathers and not async_input,
         "COUNT": len(bs),
-        "MAX_CHUNKS": MAX_CHUNKS,
+        "MAX_CHUNKS": 1 if async_input else MAX_CHUNKS,
         "B_K_MAJOR": k_major(bs[0]),
         "A_SCALE": scale_modes[0],
         "SCALE_TRAVELS": scale_travels,
@@ -83,3 +88,44 @@ def prepare_gemm(
     }
     limit = register_limit(tiles)
     return prepare(gemm_kernel, programs, args, constants, tiles.warps, num_stages=tiles.stages, **limit)
+
+
+def refused_gemm(
+    a: Tensor,
+    bs: Sequence[Tensor],
+    b_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    out_dtype: torch.dtype,
+    depths: Sequence[int],
+) -> str | None:
+    """Why the persistent TMA GEMM cannot run this."""
+    if driver.machine(a.device.index)[0][0] != 9:
+        return NOT_TUNED
+    if out_dtype not in TRITON_DTYPES:
+        return f"a result of {out_dtype}"
+    if a.dtype == torch.float32:
+        return "fp32 operands"
+    if len(bs) > MAX_OPERANDS:
+        return f"{len(bs)} products, more than {MAX_OPERANDS}"
+    if len({k_major(b) for b in bs}) != 1:
+        return "Bs of both memory orders"
+    if any(b.dtype != bs[0].dtype for b in bs):
+        return "Bs of several dtypes"
+    fp8 = a.itemsize == 1
+    for b in bs:
+        pitch = b.stride(1) if k_major(b) else b.stride(0)
+        if (b.stride(0) != 1 and b.stride(1) != 1) or pitch * b.itemsize % 16:
+            return f"a B of strides {tuple(b.stride())}: TMA needs one stride of 1 and the other a multiple of 16 bytes"
+        if pitch < b.shape[0 if k_major(b) else 1]:
+            return f"a B of strides {tuple(b.stride())}, which overlaps itself"
+        if fp8 and not k_major(b):
+            return "an fp8 B whose columns are contiguous: the tensor cores need K contiguous"
+        if b.shape[1] * out_dtype.itemsize % 16:
+            return f"{b.shape[1]} columns: TMA needs rows of a multiple of 16 bytes"
+    if any(k * a.itemsize % 16 for k in depths):
+        return "an A whose rows are not multiples of 16 bytes"
+    if len({bias is None for bias in biases}) != 1 or len({bias.dtype for bias in biases if bias is not None}) > 1:
+        return "biases for some products only, or of several dtypes"
+    if len({scale_mode(scale) for scale in b_scales}) > 1:
+        return "tensorwise and rowwise B scales in one call"
+    return None

@@ -1,6 +1,7 @@
 """The persistent TMA GEMM of both fused ops, and the words through which it meets the copy engine.
 
     gather    for each source, own first:       wait(chunk) → A[source] @ B, B, … → C, C, …
+              (`async_input`: for each chunk, from a pivot on)
     scatter   for each destination, own last:   Σ A @ B → staging[destination] → publish(chunk)
 
 One flat loop over tiles (`flatten=True`: the loads of the next tile start while this one is stored). It sees A and C
@@ -32,51 +33,64 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from asynctp_kernels.numerics import scale_and_bias
+from asynctp_kernels.numerics import exact_f32, round_to, scale_and_bias
+from asynctp_kernels.signals import INTERPRETED, IS_INTERPRETED, load_acquire
 
+if IS_INTERPRETED:
 
-@triton.jit
-def await_word(word: tl.tensor, value: tl.tensor) -> tl.tensor:
-    """Wait until the int32 at `word` is at least `value`. Gives 0, to be added to what must come after the wait."""
-    return tl.inline_asm_elementwise(
-        """{
-            .reg .pred p, q; .reg .u32 t; .reg .s32 v;
-            mov.u32 t, %tid.x; setp.ne.u32 q, t, 0;
-            @q bra DONE;
-          POLL:
-            ld.acquire.sys.global.s32 v, [$1];
-            setp.lt.s32 p, v, $2;
-            @p bra POLL;
-          DONE:
-            bar.sync 0;
-            fence.proxy.async;
-            mov.u32 $0, 0; }""",
-        "=r,l,r",
-        [word, value],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    def await_word(word: tl.tensor, value: tl.tensor) -> int:
+        """As below. What this process does comes in one order, so that every word is there (`interpreted`)."""
+        if load_acquire(word) < value:
+            raise RuntimeError("a kernel waits for a word that nothing sets any more")
+        return 0
 
+    def publish(counter: tl.tensor) -> None:
+        """As below."""
+        tl.atomic_add(counter, 1, sem="release", scope="gpu")
 
-@triton.jit
-def publish(counter: tl.tensor) -> None:
-    """Add 1 to the int32 at `counter` once every TMA store of this CTA is visible to this GPU."""
-    tl.inline_asm_elementwise(
-        """{
-            .reg .pred p; .reg .u32 t;
-            cp.async.bulk.wait_group 0;
-            bar.sync 0;
-            mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
-            @p fence.proxy.async;
-            @p red.release.gpu.global.add.u32 [$1], 1;
-            mov.u32 $0, 0; }""",
-        "=r,l",
-        [counter],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+else:
+
+    @triton.jit
+    def await_word(word: tl.tensor, value: tl.tensor) -> tl.tensor:
+        """Wait until the int32 at `word` is at least `value`. Gives 0, to be added to what must come after the wait."""
+        return tl.inline_asm_elementwise(
+            """{
+                .reg .pred p, q; .reg .u32 t; .reg .s32 v;
+                mov.u32 t, %tid.x; setp.ne.u32 q, t, 0;
+                @q bra DONE;
+              POLL:
+                ld.acquire.sys.global.s32 v, [$1];
+                setp.lt.s32 p, v, $2;
+                @p bra POLL;
+              DONE:
+                bar.sync 0;
+                fence.proxy.async;
+                mov.u32 $0, 0; }""",
+            "=r,l,r",
+            [word, value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def publish(counter: tl.tensor) -> None:
+        """Add 1 to the int32 at `counter` once every TMA store of this CTA is visible to this GPU."""
+        tl.inline_asm_elementwise(
+            """{
+                .reg .pred p; .reg .u32 t;
+                cp.async.bulk.wait_group 0;
+                bar.sync 0;
+                mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
+                @p fence.proxy.async;
+                @p red.release.gpu.global.add.u32 [$1], 1;
+                mov.u32 $0, 0; }""",
+            "=r,l",
+            [counter],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -93,6 +107,8 @@ def multiply(a: tl.tensor, b: tl.tensor, acc: tl.tensor, B_K_MAJOR: tl.constexpr
     """acc + a @ b. `IMPRECISE` bounds fp8's running sums in the tensor core (None: the default, fast)."""
     if B_K_MAJOR:
         b = b.T
+    if INTERPRETED:
+        return tl.dot(exact_f32(a), exact_f32(b), acc, input_precision="ieee")
     return tl.dot(a, b, acc, max_num_imprecise_acc=IMPRECISE)
 
 
@@ -112,6 +128,7 @@ def multiply(a: tl.tensor, b: tl.tensor, acc: tl.tensor, B_K_MAJOR: tl.constexpr
         "rank",
         "world",
         "chunk_tiles",
+        "value",
     ],
 )
 def gemm_kernel(
@@ -152,7 +169,9 @@ def gemm_kernel(
     rank,
     world,
     chunk_tiles,
+    value,
     GATHER: tl.constexpr,
+    OWN: tl.constexpr,
     COUNT: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     B_K_MAJOR: tl.constexpr,
@@ -172,7 +191,8 @@ def gemm_kernel(
 
     GATHER: a0 [P, Q, K] the own rows, a1 [P*W, Q, K] the gathered ones (own part never read), b [N, K] or [K, N],
         c [P*W, Q, N]; s, z: scale and bias of each B. words: int32 [W, MAX_CHUNKS], 1 when chunk (source, c) is in
-        a1 (and its scales in a_scale1; a_scale0 holds the own ones, if they travel).
+        a1 (and its scales in a_scale1; a_scale0 holds the own ones, if they travel). Not OWN: all rows are in a0
+        and have words, which are awaited to be `value` and are left as they are.
     else: a [P*W, Q, K], b as above, c0 [W*P, Q, N] in memory order [destination, p], so that what goes to one rank
         is contiguous. words: int32 [W, MAX_CHUNKS], counts the finished tiles of chunk (destination, c).
 
@@ -241,12 +261,14 @@ def gemm_kernel(
                     c = c3
                     n = n3
                     first_tile = e3
-            needed = 0
-            a_block = p
-            if step > 0:
-                a_out = a1
-                a_block = block
-                needed = 1
+            needed = value
+            if OWN:
+                needed = 0
+                a_block = p
+                if step > 0:
+                    a_out = a1
+                    a_block = block
+                    needed = 1
             a_block += await_word(word, needed)
         col = (tile_n - first_tile) * BN
 
@@ -307,11 +329,11 @@ def gemm_kernel(
                 bias = None
             acc = scale_and_bias(acc, a_scale, rows, in_block < inner, b_scale, bias, cols, cols < n, A_SCALE, B_SCALE)
         if GATHER:
-            c.store([block, q, col], acc.to(OUT).reshape(1, BM, BN))
+            c.store([block, q, col], round_to(acc, OUT).reshape(1, BM, BN))
         else:
-            c.store([peer * outer + p, q, col], acc.to(OUT).reshape(1, BM, BN))
+            c.store([peer * outer + p, q, col], round_to(acc, OUT).reshape(1, BM, BN))
             publish(word)
-    if GATHER:
+    if OWN:
         # every program is done with the words: leave them cleared for the next call
         tl.debug_barrier()
         if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from asynctp_kernels.signals import IS_INTERPRETED
+
 
 class Tma:
     """A TMA descriptor's fields, for a launch: what `TensorDescriptor` holds, without a tensor being kept alive.
@@ -74,7 +76,7 @@ class Launch:
 def prepare(
     kernel: Any, programs: int, args: Sequence[Any], constants: dict[str, Any], num_warps: int, **options: Any
 ) -> Launch:
-    """Compile `kernel` for arguments like `args` and load it.
+    """Compile `kernel` for arguments like `args` and load it; where Triton interprets, there is nothing to compile.
 
     Args:
         kernel: A `@triton.jit` function whose constexpr parameters come last.
@@ -83,6 +85,10 @@ def prepare(
         constants: The constexpr parameters, in the order of the signature.
         num_warps: Warps of a CTA; `options` are Triton's others: `num_stages`, `maxnreg`.
     """
+    if IS_INTERPRETED:
+        from . import interpreted
+
+        return Launch(interpreted.prepare(kernel, programs, args), tuple(constants.values()), 32 * num_warps, 0, 0)
     compiled = kernel.warmup(*args, grid=(programs, 1, 1), **constants, num_warps=num_warps, **options)
     compiled = compiled.result() if hasattr(compiled, "result") else compiled
     run = compiled[(programs, 1, 1)]
@@ -98,6 +104,11 @@ def fit_together(first: Launch, second: Launch) -> bool:
     """
     registers = sum(-(-launch.registers // 8) * 8 * launch.threads for launch in (first, second))
     return registers <= 64 << 10 and first.shared + second.shared + (2 << 10) <= 228 << 10
+
+
+def align(size: int) -> int:
+    """`size` in bytes rounded up, so that what follows it is aligned for every dtype and for wide loads."""
+    return -(-size // 256) * 256
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,25 +33,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass, field
-from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import symmetric_empty, symmetric_rendezvous
 from asynctp_kernels.errors import TIMEOUT_VARIABLE, PeerTimeout, SymmetricMemoryError
 from asynctp_kernels.host import Board, host_name
 from asynctp_kernels.signals import FAILED, new_status, timeout_ns
 
-from . import driver
+from .machine import driver
 from .script import Player, Wait
 from .tiles import MAX_CHUNKS as MAX_CHUNKS
 from .waits import StreamWaits, describe
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MAX_WORLD = 8
 DIRECT_PROGRAMS = 132
@@ -142,9 +138,10 @@ class GroupMemory:
         self.done = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.status = new_status(self.device)
         self.bound, self._stream_waits = NO_BOUND, None
-        if TIMEOUT_VARIABLE in os.environ:
+        if driver.IN_ORDER or TIMEOUT_VARIABLE in os.environ:
             self.bound = timeout_ns()
             self._stream_waits = StreamWaits(self.bound, self.status, self.local)
+        if self.bounded and not driver.IN_ORDER:
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="asynctp-watch", daemon=True).start()
         pads = torch.tensor(self.signals.peers, dtype=torch.int64)
         self.stage_pads = (pads + _STAGE_OFFSET).to(self.device)
@@ -172,7 +169,7 @@ class GroupMemory:
         """
         if self.failure is not None:
             raise SymmetricMemoryError(self._out_of_step())
-        here = (stream, driver.capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0)
+        here = (stream, driver.capture_id(stream) if driver.capturing() else 0)
         last, flying = _last_call.get(self.device), _flying.get(self.device)
         self.capture = here[1]
         self.captured |= here[1] != 0
@@ -183,8 +180,14 @@ class GroupMemory:
         _last_call[self.device] = (here, self.last)
 
     def ended(self, stream: int) -> None:
-        """Remember where this call ends, for `begin`."""
+        """Remember where this call ends, for `begin`.
+
+        Raises:
+            PeerTimeout: The call is over, not only enqueued, and a wait of it ran out.
+        """
         driver.record_event(self.last, stream)
+        if driver.IN_ORDER and (error := self.look(self.status)) is not None:
+            raise error
 
     def in_flight(self, stream: int) -> int:
         """End a call that `stream` does not wait for; gives the event after which its result is complete.
@@ -245,13 +248,16 @@ class GroupMemory:
         """Size of all symmetric memory of this rank."""
         return sum(area.size for area in (self.signals, *self.areas.values(), *self.retired))
 
-    def look(self, status: torch.Tensor) -> None:
-        """Every further call raises if `status`, a copy of `self.status` on the CPU, says that a wait has run out."""
+    def look(self, status: torch.Tensor) -> PeerTimeout | None:
+        """The error that `status`, `self.status` on the CPU, tells of, if any: then every further call raises."""
         state, peer, number = status.tolist()
-        if state == FAILED:
-            op, awaited = describe(number)
-            self.failure = str(PeerTimeout(op, self.rank, peer, awaited, self.bound / 1e9))
-            log.error("%s", self.failure)
+        if state != FAILED:
+            return None
+        op, awaited = describe(number)
+        error = PeerTimeout(op, self.rank, peer, awaited, self.bound / 1e9)
+        self.failure = f"PeerTimeout: {error}"
+        log.error("%s", error)
+        return error
 
     def _out_of_step(self) -> str:
         return (
@@ -280,16 +286,16 @@ class GroupMemory:
         found = self.areas.get(name)
         if found is not None and found.size >= size:
             return found
-        if torch.cuda.is_current_stream_capturing():
+        if driver.capturing():
             raise SymmetricMemoryError(
                 f"group '{self.group_name}' has {found.size if found else 0} bytes of {name} memory and this "
                 f"call needs {size}; it cannot grow during a CUDA graph capture. Run it once before you capture it."
             )
-        torch.cuda.synchronize(self.device)
+        driver.synchronize(self.device)
         group = self._group()
         if group is None:
             raise SymmetricMemoryError(f"group '{self.group_name}' has been destroyed")
-        area = _outside_pools(self.device, lambda: _share(group, self.device, -(-size // _GRANULE) * _GRANULE))
+        area = driver.outside_pools(self.device, lambda: _share(group, self.device, -(-size // _GRANULE) * _GRANULE))
         if found is not None and self.captured:
             self.retired.append(found)
         self.areas[name] = area
@@ -332,9 +338,9 @@ def group_memory(group: ProcessGroup, device: torch.device) -> GroupMemory:
     """
     found = _groups.get(group)
     if found is None:
-        if torch.cuda.is_current_stream_capturing():
+        if driver.capturing():
             raise SymmetricMemoryError("the first call of a group cannot be captured: run the program once before that")
-        found = _outside_pools(device, lambda: _make(group, device))
+        found = driver.outside_pools(device, lambda: _make(group, device))
         _groups[group] = found
     return found
 
@@ -348,25 +354,9 @@ def release(group: ProcessGroup) -> None:
     """Free everything of `group`, captured graphs' memory included. Collective in effect: the next call starts anew."""
     found = _groups.pop(group, None)
     if found is not None:
-        torch.cuda.synchronize(found.device)
+        driver.synchronize(found.device)
         found.failure = "it was released"
-
-
-def _outside_pools(device: torch.device, make: Callable[[], T]) -> T:
-    """`make()` on a thread of its own, so that what stays allocated is in nobody's memory pool.
-
-    `torch.compile(mode="reduce-overhead")` runs a program once before it captures it, allocating from the graph's pool,
-    and raises if anything but results is left there. Such a pool is that of a thread, or of its current stream.
-    """
-
-    def run() -> T:
-        torch.cuda.set_device(device)
-        made = make()
-        torch.cuda.synchronize(device)
-        return made
-
-    with ThreadPoolExecutor(1, "asynctp-memory") as thread:
-        return thread.submit(run).result()
+        found.plans.clear()
 
 
 def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
@@ -381,8 +371,8 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
         device=device,
         rank=rank,
         world=world,
-        torch_stream=torch.cuda.Stream(device, priority=-1),  # type: ignore[no-untyped-call]
-        torch_reducer=torch.cuda.Stream(device, priority=-1),  # type: ignore[no-untyped-call]
+        torch_stream=driver.new_stream(device),
+        torch_reducer=driver.new_stream(device),
         signals=signals,
         local=local,
         peer_writes=driver.peer_writes_supported(),
@@ -392,7 +382,7 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
 def _check_hosts(group: ProcessGroup) -> None:
     """Peers on another host cannot share memory, and torch's rendezvous would not say so."""
     _makings[group] = number = _makings.get(group, 0) + 1
-    board = Board(group, f"asynctp/cuda/{number}", seconds=FIRST_CALL_S)
+    board = Board(group, f"asynctp/cuda/{number}", seconds=None if driver.IN_ORDER else FIRST_CALL_S)
     board.post("host", host_name())
     hosts = board.read_all("host")
     if len(set(hosts)) != 1:
@@ -404,14 +394,10 @@ def _check_hosts(group: ProcessGroup) -> None:
 def _share(group: ProcessGroup, device: torch.device, size: int) -> Area:
     """Symmetric memory, zeroed on every rank before any rank gets it."""
     try:
-        memory = symmetric_empty(size, device)
-        memory.zero_()
-        torch.cuda.synchronize(device)
-        handle = symmetric_rendezvous(memory, group)
+        memory, handle, peers = driver.share(group, device, size)
     except RuntimeError as error:
         raise SymmetricMemoryError(
             f"no symmetric memory of {size} bytes on group '{group.group_name}': {error}. "
             f"All ranks must be on one host with peer access (NVLink); 'asynctp doctor' says what is missing."
         ) from error
-    peers = [int(address) for address in handle.buffer_ptrs]
     return Area(memory, handle, peers, torch.tensor(peers, dtype=torch.int64, device=device))

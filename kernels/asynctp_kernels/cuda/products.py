@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asynctp_kernels.compat import scaled_mm
+from asynctp_kernels.signals import IS_INTERPRETED
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ def product(
 
     a_scale: one element, or [M, 1]; b_scale: one element, or [1, N]; bias: [N] or [1, N].
     """
+    if IS_INTERPRETED:
+        return _in_fp32(a, b, bias, a_scale, b_scale, a.dtype if scaling is None else scaling.out_dtype, out)
     if scaling is None:
         if bias is None:
             return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
@@ -43,6 +46,24 @@ def product(
     rows, columns = _matching(a_scale, b_scale, a.shape[0], b.shape[1])
     row = None if bias is None else bias.reshape(-1)
     return scaled_mm(a, b, rows, columns, row, scaling.out_dtype, scaling.fast, out)
+
+
+def _in_fp32(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+) -> Tensor:
+    """`product` on CPU tensors: summed, scaled and biased in fp32 (or wider operands' own dtype), rounded once."""
+    wide = torch.float32 if a.is_floating_point() and a.itemsize < 4 else a.dtype
+    found = a.to(wide) @ b.to(wide)
+    if a_scale is not None and b_scale is not None:
+        found = found * a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)
+    found = (found if bias is None else found + bias.reshape(1, -1).to(wide)).to(out_dtype)
+    return found if out is None else out.copy_(found)
 
 
 def _matching(a_scale: Tensor, b_scale: Tensor, m: int, n: int) -> tuple[Tensor, Tensor]:
@@ -68,6 +89,8 @@ def scaled_product_supported(
     travels: bool,
 ) -> bool:
     """Whether `product` can run this scaled product on cuBLAS. `travels`: the A scale is one per row, however many."""
+    if IS_INTERPRETED:
+        return True
     tensorwise = a_scale.numel() == 1 and b_scale.numel() == 1 and not travels
     aligned = a.shape[-1] % 16 == 0 and b.shape[0] % 16 == 0 and b.shape[1] % 16 == 0
     column_major = b.stride(0) == 1 and b.stride(1) % 16 == 0 and b.stride(1) >= b.shape[0]

@@ -19,15 +19,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import current_raw_stream
 from asynctp_kernels.layout import ShardLayout, scatter_layout
-from asynctp_kernels.workspace import align
 
-from . import driver
 from .copy_kernels import push_reduce_kernel, reduce_kernel
 from .gather import direct_block
 from .gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, scale_mode
-from .launch import Tma, aligned, aligned_columns, dense, describe, grid, outlines, prepare
+from .launch import Tma, align, aligned, aligned_columns, dense, describe, grid, outlines, prepare
+from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
 from .script import (
@@ -162,8 +160,7 @@ class Pushed(ScatterPlan):
         memory, n = self.memory, self.layout.cols
         block = 4096
         size = self.layout.rows * n
-        sms = torch.cuda.get_device_properties(self.device_index).multi_processor_count
-        programs = grid(-(-size // block), sms)
+        programs = grid(-(-size // block), driver.processors(self.device_index))
         ends = [end * n for _, end in self.chunks.rows]
         ends += [ends[-1]] * (MAX_CHUNKS - len(ends))
         tiles = [*self.own_tiles, *[0] * (MAX_CHUNKS - len(self.own_tiles))]
@@ -251,7 +248,7 @@ class FusedScatter(Pushed):
         depths = depths + [0] * (MAX_OPERANDS - count)
         row_tiles = self.outer * -(-inner // tiles.block_m)
         programs = grid(world * row_tiles * -(-n // tiles.block_n), programs)
-        self.numbers = [self.outer, inner, *depths, n, 0, 0, 0, memory.rank, world, self.chunks.tiles]
+        self.numbers = [self.outer, inner, *depths, n, 0, 0, 0, memory.rank, world, self.chunks.tiles, 1]
         args = [
             *self.a_like, *self.padding, *self.b_like, *self.padding, self.c_like, None, None, None,
             *[dummy] * 6, *[dummy if bias is None else bias] * 4, memory.local, memory.scatter_done, *self.numbers,
@@ -272,7 +269,7 @@ class FusedScatter(Pushed):
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        stream = current_raw_stream(self.device_index)
+        stream = driver.current_stream(self.device_index)
         memory, unused = self.memory, self.unused
         a_parts, b_parts = [aligned(a) for a in a_parts], [aligned_columns(b) for b in b_parts]
         a_scales, b_scales, biases = dense(a_scales), dense(b_scales), dense(biases)
@@ -331,7 +328,7 @@ class DecomposedScatter(Pushed):
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        stream = current_raw_stream(self.device_index)
+        stream = driver.current_stream(self.device_index)
         memory, rows = self.memory, self.layout.rows
         rank, world = memory.rank, memory.world
         staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
@@ -397,7 +394,7 @@ class DirectScatter(ScatterPlan):
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        stream = current_raw_stream(self.device_index)
+        stream = driver.current_stream(self.device_index)
         memory = self.memory
         partial: Tensor | None = None
         for i, (a, b) in enumerate(zip(a_parts, b_parts, strict=True)):

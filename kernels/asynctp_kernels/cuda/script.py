@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from . import driver
 from .driver import Wait as Wait
 from .driver import Write as Write
+from .machine import driver
 from .tiles import Chunks
 
 ABSOLUTE, OWN, FULL, FULL_SCALE = range(4)

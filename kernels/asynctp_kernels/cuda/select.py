@@ -27,7 +27,9 @@ from pathlib import Path
 
 import torch
 
-from .tiles import Tiles, tiles_for, waves
+from asynctp_kernels.signals import IS_INTERPRETED
+
+from .tiles import MAX_CHUNKS, Tiles, tiles_for, waves
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct", "unfused")
 VARIABLE = "ASYNCTP_CUDA_IMPLEMENTATION"
@@ -143,7 +145,8 @@ class Choice:
 
     Attributes:
         implementation: one of `IMPLEMENTATIONS`.
-        source: "cost model", "measured" (a tuning table), "forced" or "only one that can".
+        source: "cost model", "measured" (a tuning table), "forced", "only one that can", or "interpreted" (the first
+            that can run).
         estimates_us: of the cost model, per implementation that can run; empty when nothing was compared.
         refused: why each other implementation cannot run this call.
         chunks: into how many a rank's rows are cut, where that applies.
@@ -242,6 +245,10 @@ def chunks_for(problem: Problem) -> int:
     return 2 if tiles >= (16 if problem.op == "gather" else 8) else 1
 
 
+#: in the interpreter: small, so that tiny calls have several tiles and chunks, ragged ones included
+INTERPRETED_TILES = Tiles(16, 64, 64, warps=1, stages=1, group_m=2)
+
+
 # --- choosing --------------------------------------------------------------------------------------------------
 _forced: list[str] = []
 
@@ -288,12 +295,16 @@ def choose(problem: Problem, refused: dict[str, str], sms: int, device_name: str
     """
     rates = Rates()
     settings = {"chunks": chunks_for(problem), "tiles": fused_tiles(problem, sms)}
+    if IS_INTERPRETED:
+        settings = {"chunks": MAX_CHUNKS, "tiles": INTERPRETED_TILES}
     wanted = requested()
     if wanted is not None:
         if wanted in refused:
             raise RuntimeError(f"asynctp: implementation {wanted!r} was asked for and cannot run: {refused[wanted]}")
         return Choice(wanted, "forced", {}, refused, **settings)  # type: ignore[arg-type]
     able = [name for name in IMPLEMENTATIONS if name not in refused]
+    if IS_INTERPRETED:  # nothing is fast: what has most to show
+        return Choice(able[0], "interpreted", {}, refused, **settings)  # type: ignore[arg-type]
     estimates = {name: round(estimate(problem, name, rates, sms), 1) for name in able}
     measured = measured_choice(problem, device_name)
     if measured in able:

@@ -1,0 +1,247 @@
+"""Products of an A that is still arriving: the gather's GEMM for people who bring their own transfers.
+
+    for chunk in pivot, pivot + 1, …:    wait(signal of chunk) → A[chunk] @ B, B, … → C, C, …
+
+This is what PyTorch calls `torch.ops.symm_mem._async_input_mm` (pytorch/pytorch pull request 139227), which is private,
+takes one B and runs on CUTLASS. Here it is one persistent GEMM for all Bs where that can run, and cuBLAS for each chunk
+behind a wait of the stream elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asynctp_kernels.errors import timeout_s
+from asynctp_kernels.signals import IS_INTERPRETED, POLL_PAUSE_S
+
+from .gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, refused_gemm
+from .launch import Tma, aligned_columns, describe, grid, outlines
+from .machine import driver
+from .products import product
+from .script import Wait
+from .select import INTERPRETED_TILES
+from .tiles import tiles_for
+
+_INT32 = range(-(1 << 31), 1 << 31)
+
+
+def async_input_matmul(
+    a: Tensor,
+    bs: Sequence[Tensor],
+    a_chunk_signals: Tensor,
+    *,
+    a_chunk_pivot: int = 0,
+    value: int = 1,
+    outs: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """`a @ b` for every b, each chunk of a's rows as soon as its signal says that it is there.
+
+    Args:
+        a: [M, K], bf16, fp16 or fp32, rows contiguous. Allocated; others may still be writing to it.
+        bs: [K, N] each, of a's dtype.
+        a_chunk_signals: int32 [chunks], contiguous, on a's device. Row chunk i, of M / chunks rows, is read once word i
+            is at least `value`; whoever has written the chunk sets it, with a release of system scope (such as a stream
+            memory operation, or a copy behind that of the chunk). Words are not reset.
+        a_chunk_pivot: The chunk that is computed first; then come the next ones, and after the last the first.
+        value: What to wait for, in int32. A value that grows from call to call saves resetting words.
+        outs: [M, N] each, contiguous, of a's dtype; made if not given.
+
+    Returns:
+        `outs`, in the order of the Bs. On CUDA enqueued on the current stream, as any matmul.
+
+    On CUDA the transfers have to be enqueued before this, on another stream, and need no SM: the GEMM holds them while
+    it waits, without a bound. With TMA's alignments (16 bytes of every row and address) on compute capability 9 it is
+    one kernel; else the stream waits for each chunk in turn. In a CUDA graph `a_chunk_pivot` and `value` are constants.
+    On CPU a word is waited for by polling it.
+
+    Raises:
+        ValueError: Shapes, dtypes, devices or strides that do not fit, a pivot that is no chunk, or no B.
+        TimeoutError: On CPU, a word that did not come within `ASYNCTP_TIMEOUT_S` (60) seconds.
+
+    Source: PyTorch's `_async_input_mm` for the names and the order of chunks.
+    """
+    _check(a, bs, a_chunk_signals, a_chunk_pivot, value)
+    outs = [a.new_empty(a.shape[0], b.shape[1]) for b in bs] if outs is None else list(outs)
+    _check_outs(a, bs, outs)
+    run = _in_turn
+    if a.numel() > 0 and all(out.numel() for out in outs) and _can_be_one_kernel(a) and _refused(a, bs, outs) is None:
+        run = _one_kernel
+    run(a, bs, a_chunk_signals, a_chunk_pivot, value, outs)
+    return outs
+
+
+def polls(device: torch.device) -> bool:
+    """Words are polled by this process."""
+    return device.type == "cpu"
+
+
+def _can_be_one_kernel(a: Tensor) -> bool:
+    return IS_INTERPRETED or not polls(a.device)
+
+
+# --- arguments ---------------------------------------------------------------------------------------------------
+def _check(a: Tensor, bs: Sequence[Tensor], signals: Tensor, pivot: int, value: int) -> None:
+    _require(a.ndim == 2 and a.stride(1) == 1, "a", _said(a), "[M, K] with contiguous rows")
+    allowed = (torch.bfloat16, torch.float16, torch.float32)
+    _require(a.dtype in allowed, "a", _said(a), "bfloat16, float16 or float32")
+    _require(len(bs) > 0, "bs", "[]", "at least one")
+    for i, b in enumerate(bs):
+        fits = b.ndim == 2 and b.shape[0] == a.shape[1] and (b.dtype, b.device) == (a.dtype, a.device)
+        _require(fits, f"bs[{i}]", _said(b), f"[{a.shape[1]}, N], {a.dtype} on {a.device}")
+    like = f"int32 [chunks], contiguous, on {a.device}"
+    fits = signals.ndim == 1 and signals.dtype == torch.int32 and signals.is_contiguous() and signals.device == a.device
+    _require(fits and signals.numel() > 0, "a_chunk_signals", _said(signals), like)
+    chunks = signals.numel()
+    _require(a.shape[0] % chunks == 0, "a", _said(a), f"a number of rows that {chunks} chunks divide")
+    _require(0 <= pivot < chunks, "a_chunk_pivot", pivot, f"one of {chunks} chunks")
+    _require(value in _INT32, "value", value, "an int32")
+
+
+def _check_outs(a: Tensor, bs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    _require(len(outs) == len(bs), "outs", f"{len(outs)} tensors", f"one for each of {len(bs)} Bs")
+    for i, (out, b) in enumerate(zip(outs, bs, strict=True)):
+        shape = (a.shape[0], b.shape[1])
+        fits = out.shape == shape and out.is_contiguous() and (out.dtype, out.device) == (a.dtype, a.device)
+        _require(fits, f"outs[{i}]", _said(out), f"{list(shape)}, contiguous, {a.dtype} on {a.device}")
+
+
+def _require(fits: bool, name: str, found: object, wanted: str) -> None:
+    if not fits:
+        raise ValueError(f"asynctp async_input_matmul: {name}={found} is not valid; it must be {wanted}")
+
+
+def _said(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} of strides {tensor.stride()} on {tensor.device}"
+
+
+# --- chunk by chunk ------------------------------------------------------------------------------------------------
+def _in_turn(a: Tensor, bs: Sequence[Tensor], signals: Tensor, pivot: int, value: int, outs: Sequence[Tensor]) -> None:
+    """A product for each chunk and B, behind the chunk's word."""
+    chunks = signals.numel()
+    size = a.shape[0] // chunks
+    for chunk in ((pivot + step) % chunks for step in range(chunks)):
+        if polls(a.device):
+            _poll(signals, chunk, value)
+        else:
+            wait = driver.MemOps([Wait(signals.data_ptr() + 4 * chunk, value)])
+            wait.enqueue(driver.current_stream(a.device.index))
+        rows = slice(chunk * size, (chunk + 1) * size)
+        for b, out in zip(bs, outs, strict=True):
+            product(a[rows], b, None, None, None, None, out=out[rows])
+
+
+def _poll(signals: Tensor, chunk: int, value: int) -> None:
+    word = ctypes.c_int32.from_address(signals.data_ptr() + 4 * chunk)
+    deadline = time.monotonic() + timeout_s()
+    while word.value < value:
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"async_input_matmul: waited {timeout_s():g} s for signal {chunk} to be {value}; it is {word.value}"
+            )
+        time.sleep(POLL_PAUSE_S)
+
+
+# --- one kernel ----------------------------------------------------------------------------------------------------
+def _refused(a: Tensor, bs: Sequence[Tensor], outs: Sequence[Tensor]) -> str | None:
+    """Why the persistent TMA GEMM cannot run this. Nothing of A can be copied to where it could: it is arriving."""
+    if a.stride(0) < a.shape[1] or a.stride(0) * a.itemsize % 16:
+        return "rows of A that are no multiple of 16 bytes apart"
+    if any(tensor.data_ptr() % 16 for tensor in (a, *outs)):
+        return "an address that is no multiple of 16"
+    return refused_gemm(a, bs, (), [None] * len(bs), a.dtype, [a.shape[1]])
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a kernel is made for."""
+
+    index: int | None
+    rows: int
+    chunks: int
+    k: int
+    pitch: int
+    dtype: torch.dtype
+    bs: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+class _Plan:
+    """The GEMM for tensors of one shape."""
+
+    def __init__(self, a: Tensor, bs: Sequence[Tensor], signals: Tensor, outs: Sequence[Tensor]) -> None:
+        (m, k), chunks, widths = a.shape, signals.numel(), [b.shape[1] for b in bs]
+        sms = driver.processors(a.device.index)
+        tiles = INTERPRETED_TILES if IS_INTERPRETED else tiles_for(a.dtype, False, m, sum(widths), sms)
+        q, pitch = m // chunks, a.stride(0)
+        self.padding = [None] * (MAX_OPERANDS - len(bs))
+        rows, block = [1, tiles.block_m, tiles.block_k], [1, tiles.block_m, tiles.block_n]
+        a_like = describe(a, [chunks, q, k], [q * pitch, pitch, 1], rows)
+        b_like = [b_descriptor(b, tiles) for b in bs]
+        c_like = [describe(out, [chunks, q, n], [q * n, n, 1], block) for out, n in zip(outs, widths, strict=True)]
+        self.unused = torch.zeros(4, dtype=torch.int32, device=a.device)
+        row_tiles = -(-q // tiles.block_m)
+        self.numbers = [1, q, k, 0, 0, 0, *widths, *[0] * (MAX_OPERANDS - len(bs))]
+        self.after = [chunks, row_tiles]
+        programs = grid(chunks * row_tiles * sum(-(-n // tiles.block_n) for n in widths), sms)
+        dummy = self.unused.view(torch.float32)
+        args: list[Any] = [
+            a_like, None, None, None, *b_like, *self.padding, *c_like, *self.padding, *[dummy] * 10,
+            signals, self.unused, *self.numbers, 0, *self.after, 1,
+        ]  # fmt: skip
+        self.launch = prepare_gemm(args, programs, tiles, bs, None, (0, 0), a.dtype, gathers=True, async_input=True)
+        self.a_like, self.b_like, self.c_like = Tma(a_like, 0), outlines(b_like), outlines(c_like)
+
+    def run(
+        self, stream: int, a: Tensor, bs: Sequence[Tensor], signals: Tensor, pivot: int, value: int,
+        outs: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        unused = self.unused.data_ptr()
+        self.launch(
+            stream,
+            [
+                Tma(self.a_like, a.data_ptr()),
+                None,
+                None,
+                None,
+                *[Tma(like, b.data_ptr()) for like, b in zip(self.b_like, bs, strict=True)],
+                *self.padding,
+                *[Tma(like, out.data_ptr()) for like, out in zip(self.c_like, outs, strict=True)],
+                *self.padding,
+                *[unused] * 10,
+                signals.data_ptr(),
+                unused,
+                *self.numbers,
+                pivot,
+                *self.after,
+                value,
+            ],
+        )
+
+
+_plans: dict[_Shape, _Plan] = {}
+MAX_PLANS = 256
+
+
+def _one_kernel(
+    a: Tensor, bs: Sequence[Tensor], signals: Tensor, pivot: int, value: int, outs: Sequence[Tensor]
+) -> None:
+    bs = [aligned_columns(b) for b in bs]
+    shape = _Shape(
+        a.device.index, a.shape[0], signals.numel(), a.shape[1], a.stride(0), a.dtype,
+        tuple((b.shape[1], b.stride()) for b in bs),
+    )  # fmt: skip
+    plan = _plans.get(shape)
+    if plan is None:
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        plan = _plans[shape] = _Plan(a, bs, signals, outs)
+    if polls(a.device):  # the interpreter does one thing at a time
+        for chunk in range(signals.numel()):
+            _poll(signals, chunk, value)
+    plan.run(driver.current_stream(a.device.index), a, bs, signals, pivot, value, outs)

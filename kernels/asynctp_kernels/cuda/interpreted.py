@@ -1,0 +1,178 @@
+"""`driver` for ranks that are processes of one host: plans, scripts and kernels as on GPUs, in Triton's interpreter.
+
+Every call does its work before it returns: a copy is made, a word is written, a kernel is interpreted. That is one of
+the orders in which a GPU may do it, since plans enqueue every producer before its consumer; what this host cannot do
+yet when it is asked to is an error. Only the ranks run at the same time, through shared memory, and every wait for one
+of them is bounded (`waits`). `tests/kernels/test_channel_model.py` explores the other orders.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import ProcessGroup
+from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from asynctp_kernels.host import rendezvous
+
+from .driver import Wait, Write
+
+T = TypeVar("T")
+IN_ORDER = True
+NAME = "Triton's interpreter"
+#: of the pretended GPU: few, so that each program of a persistent kernel has several tiles
+PROCESSORS = 3
+
+
+# --- copies, words, events ----------------------------------------------------------------------------------------
+def copy(dst: int, src: int, size: int, stream: int) -> None:
+    """Copy `size` bytes."""
+    ctypes.memmove(dst, src, size)
+
+
+def copy_rows(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: int) -> None:
+    """Copy `height` rows of `width` bytes; pitches are the bytes from one row to the next."""
+    for row in range(height):
+        ctypes.memmove(dst + row * dst_pitch, src + row * src_pitch, width)
+
+
+class MemOps:
+    """A fixed sequence of waits and writes. Only words of this process are waited for here."""
+
+    def __init__(self, ops: Sequence[Wait | Write]) -> None:
+        self._ops = tuple(ops)
+
+    def enqueue(self, stream: int) -> None:
+        """Do the sequence.
+
+        Raises:
+            RuntimeError: A word is not there yet, and nothing else in this process could still set it.
+        """
+        for op in self._ops:
+            word = ctypes.c_int32.from_address(op.address)
+            if isinstance(op, Write):
+                word.value = op.value
+            elif word.value < op.value:
+                raise RuntimeError(f"a stream waits for a word to be {op.value}, which is {word.value} for good")
+
+
+def new_event() -> int:
+    """Events are of no use in one order."""
+    return 0
+
+
+def record_event(event: int, stream: int) -> None:
+    """What is before it is done."""
+
+
+def wait_event(stream: int, event: int) -> None:
+    """What is before it is done."""
+
+
+# --- the device -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Stream:
+    """All streams are this process."""
+
+    cuda_stream: int = 0
+
+
+def new_stream(device: torch.device) -> Stream:
+    return Stream()
+
+
+def current_stream(index: int | None) -> int:
+    return 0
+
+
+def current_device() -> int | None:
+    """Index of a CPU."""
+    return None
+
+
+def processors(index: int | None) -> int:
+    return PROCESSORS
+
+
+def machine(index: int | None) -> tuple[tuple[int, int], int, str]:
+    """(compute capability that the kernels are written for, SMs, name)."""
+    return (9, 0), PROCESSORS, NAME
+
+
+def capturing() -> bool:
+    return False
+
+
+def capture_id(stream: int) -> int:
+    return 0
+
+
+def synchronize(device: torch.device) -> None:
+    """Everything is done."""
+
+
+def keep(tensor: torch.Tensor) -> None:
+    """Nothing is under way that `tensor` must outlive."""
+
+
+def outside_pools(device: torch.device, make: Callable[[], T]) -> T:
+    """CPU memory has no pools."""
+    return make()
+
+
+def peer_writes_supported() -> bool:
+    return True
+
+
+def share(group: ProcessGroup, device: torch.device, size: int) -> tuple[torch.Tensor, object, list[int]]:
+    """Memory of `size` bytes, zeroed and shared: (own part, what keeps it, address of each rank's part)."""
+    handle = rendezvous(group, size)
+    return handle.get_buffer(group.rank(), [size], torch.uint8), handle, handle.buffer_ptrs
+
+
+# --- kernels --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Memory:
+    """What the interpreter asks of a tensor. It copies tensors back after a launch; peers' memory must not be."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def prepare(kernel: Any, programs: int, examples: Sequence[Any]) -> Callable[..., None]:
+    """`kernel` to be called with addresses where `examples` has tensors or descriptors, then its constants."""
+
+    def value(example: Any, given: Any) -> Any:
+        if isinstance(example, torch.Tensor):
+            return interpreter._implicit_cvt(_Memory(given, example.dtype))
+        if isinstance(example, TensorDescriptor):
+            memory = _Memory(given.address, example.base.dtype)
+            like = TensorDescriptor(memory, given.shape, given.strides, given.block_shape, given.padding)
+            return interpreter._implicit_cvt(like)
+        return given
+
+    examples = [_outline(example) for example in examples]
+
+    def run(*values: Any, stream: int) -> None:
+        arguments = [value(example, given) for example, given in zip(examples, values, strict=False)]
+        kernel[(programs,)](*arguments, *values[len(examples) :])
+
+    return run
+
+
+def _outline(example: Any) -> Any:
+    """An example without its memory: a plan outlives the call that it was made for."""
+    if isinstance(example, torch.Tensor):
+        return example.new_empty(0)
+    if isinstance(example, TensorDescriptor):
+        empty = torch.empty(0, dtype=example.base.dtype)
+        return TensorDescriptor(empty, example.shape, example.strides, example.block_shape, example.padding)
+    return example
