@@ -635,6 +635,7 @@ copy   copy 18432 B to inbox of 1 + 18432 from staging + 55296
 copy   write full of 1 [0, 1] = 1
 copy   record end
 reduce await running
+reduce await end
 reduce await kernel full of 0 [1, 0] >= 1
 reduce await kernel full of 0 [1, 1] >= 1
 reduce launch reduce_kernel
@@ -676,7 +677,7 @@ def test_a_scatter_without_a_rank_ends_and_names_it(late: str, implementation: s
     awaited = {"FREE": "free inbox", "FULL": "chunk 0"}[late]
     said = f"scaled_matmul_reduce_scatter: rank 1 waited 5 s for {awaited} of rank 3."
     assert memory.failure is not None
-    assert memory.failure.startswith(said)
+    assert memory.failure.startswith(f"PeerTimeout: {said}")
     with pytest.raises(SymmetricMemoryError, match=said):
         op(bounded, SMALL["gather"]())
 

@@ -238,6 +238,7 @@ class Rank:
             *[("copy", _placed(step, bases)) for step in script],
             ("copy", Record(END)),
             ("reduce", Await(START)),
+            *[("reduce", Await(END))] * self.case.bounded,
             *[("reduce", step) for step in parts_script(channel, call.cut, MAX_CHUNKS)],
             ("reduce", self._reduction(number, call)),
             ("reduce", Record(REDUCED)),
@@ -375,7 +376,7 @@ class Rank:
 
     def _parts(self, call: Call) -> list[Step]:
         """Where waits are bounded, the stream waits before the reduction does, which knows no bound."""
-        return parts_script(self._channel(), call.cut, MAX_CHUNKS) if self.case.bounded else []
+        return [Await(END), *parts_script(self._channel(), call.cut, MAX_CHUNKS)] if self.case.bounded else []
 
     def _channel(self) -> Channel:
         return Channel(self.rank, self.world, self.words("full").at, self.words("free").at)

@@ -183,6 +183,8 @@ class Pushed(ScatterPlan):
         self.play(memory.stream, (0, 0, base))
         driver.record_event(memory.end, memory.stream)
         driver.wait_event(memory.reducer, ready)
+        if memory.bounded:  # behind the pushes, so that who is named is who did not come, not who waits for that rank
+            driver.wait_event(memory.reducer, memory.end)
         if self.streams_wait or memory.bounded:
             self.await_parts(memory.reducer, ())
         self.reduce(
