@@ -14,6 +14,7 @@ from asynctp_passes.registry import CollectiveKind
 from asynctp_passes.shapes import GatherPlacement, Rearrangement, ScatterPlacement, Size
 
 __all__ = [
+    "Along",
     "Apart",
     "Bundle",
     "Candidate",
@@ -145,6 +146,19 @@ class Apart:
 
 
 @dataclass(frozen=True)
+class Along:
+    """A gather of fp32 numbers, one per row of the data, that scale only the matmuls' results.
+
+    They travel with the data, and the fused op returns them: `end` is the view of them that is used, laid out over the
+    rows as `placement` says.
+    """
+
+    gather: Collective
+    placement: GatherPlacement
+    end: fx.Node
+
+
+@dataclass(frozen=True)
 class Hoist:
     """What is computed on the shard instead of on the gathered tensor (`rowwise` proves that it is the same).
 
@@ -155,6 +169,7 @@ class Hoist:
         inside: All that is computed from the gathered tensor by such ops; without users, it goes.
         returned: The view that the matmuls take, when it has other users; the fused op returns it to them.
         apart: Small tensors that others use, each gathered on its own.
+        along: The root of those that has one fp32 number per row, which travels with the operand instead.
         kept: Other users of what is computed from the gathered tensor; for them the original gather stays.
         hidden_by: The matmuls after the fused op that run before the first of those users, and hide that gather.
     """
@@ -165,8 +180,14 @@ class Hoist:
     inside: tuple[fx.Node, ...]
     returned: fx.Node | None = None
     apart: tuple[Apart, ...] = ()
+    along: fx.Node | None = None
     kept: tuple[fx.Node, ...] = ()
     hidden_by: tuple[fx.Node, ...] = ()
+
+    @property
+    def travels(self) -> tuple[fx.Node, ...]:
+        """The tensors whose parts the fused op gathers."""
+        return tuple(node for node in (self.operand, self.scale, self.along) if node is not None)
 
 
 @dataclass(frozen=True)
@@ -176,7 +197,8 @@ class GatherChain:
     All matmuls share `placement`, and the options of a scaled matmul. `views` lie between the wait and the
     operands; `saved` tells that the gathered tensor has users besides the matmuls. `scale` is the gather that
     brings the rowwise scale of the shard, when the program gathers it too, and `scale_placement` where it puts them.
-    With a `hoist`, `views` holds the ops between too, and placements and `saved` are those of its operand and scale.
+    `along` is one of numbers that scale the matmuls' results instead. With a `hoist`, `views` holds the ops between
+    too, and placements and `saved` are those of its operand and scale.
     """
 
     collective: Collective
@@ -187,7 +209,14 @@ class GatherChain:
     saved: bool
     scale: Collective | None = None
     scale_placement: GatherPlacement | None = None
+    along: Along | None = None
     hoist: Hoist | None = None
+
+    @property
+    def joined(self) -> tuple[Collective, ...]:
+        """The gathers besides that of the data that the fused op stands for."""
+        along = None if self.along is None else self.along.gather
+        return tuple(gather for gather in (self.scale, along) if gather is not None)
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:

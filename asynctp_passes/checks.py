@@ -13,7 +13,7 @@ from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, 
 from asynctp_passes.config import Config
 from asynctp_passes.cost import cost_of, hoist_pays
 from asynctp_passes.fxview import Sizes, describe, express, mutates, size_sources, tensor_of
-from asynctp_passes.read import identical
+from asynctp_passes.read import identical, misfit
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, Size
 from asynctp_passes.views import size_readers
@@ -103,8 +103,8 @@ def values_known(candidate: Candidate, context: Context) -> Refusal | None:
         return None
     nodes = [node for matmul in chain.matmuls for node in (matmul.node, matmul.a, *matmul.operands)]
     nodes += [*chain.inputs, chain.collective.node]
-    if isinstance(chain, GatherChain) and chain.scale is not None and chain.scale.input is not None:
-        nodes.append(chain.scale.input)
+    if isinstance(chain, GatherChain):
+        nodes += [joined.input for joined in chain.joined if joined.input is not None]
     if isinstance(chain, GatherChain) and chain.hoist is not None:
         nodes += [node for step in chain.hoist.steps for node in (step.node, *step.others, *dict(step.parts))]
         nodes += [apart.node for apart in chain.hoist.apart]
@@ -165,8 +165,7 @@ def dtype_supported(candidate: Candidate, context: Context) -> Refusal | None:
 def scales_supported(candidate: Candidate, context: Context) -> Refusal | None:
     for matmul in _matmuls(candidate):
         if matmul.scaled is not None and not _scales_match(matmul, matmul.scaled):
-            shapes = [_shape(matmul.scaled.a_scale), _shape(matmul.scaled.b_scale)]
-            return Refusal(reasons.SCALES_UNSUPPORTED, f"{matmul.node.name}: scales {shapes[0]} and {shapes[1]}")
+            return misfit(matmul, matmul.scaled)
     return None
 
 
@@ -197,7 +196,8 @@ def _placed_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]
     if place is None:
         return [size for shape in known[1:] for size in shape] if any(len(shape) != 2 for shape in known[1:]) else []
     way = place.shard if isinstance(place, GatherPlacement) else place.out
-    return [place.outer, place.inner, place.width, *way.sizes, *(size for shape in known for size in shape)]
+    along = chain.along.placement.shard.sizes if isinstance(chain, GatherChain) and chain.along is not None else ()
+    return [place.outer, place.inner, place.width, *way.sizes, *along, *(size for shape in known for size in shape)]
 
 
 def _hoisted_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]:
@@ -278,8 +278,3 @@ def _scales_match(matmul: Matmul, scaled: ScaledOptions) -> bool:
 
 def _are_one(sizes: Iterable[object]) -> bool:
     return all(isinstance(size, int) and size == 1 for size in sizes)
-
-
-def _shape(node: fx.Node) -> list[object]:
-    value = tensor_of(node)
-    return [] if value is None else list(value.shape)

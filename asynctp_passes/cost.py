@@ -107,7 +107,7 @@ def cost_of(chain: GatherChain | ScatterChain) -> Cost:
     ranks = chain.collective.group_size
     flops = _sum(_flops(matmul.a, matmul.node) for matmul in chain.matmuls)
     if isinstance(chain, GatherChain) and chain.hoist is not None:
-        travels = [chain.hoist.operand, *([] if chain.hoist.scale is None else [chain.hoist.scale])]
+        travels = chain.hoist.travels
         return Cost(_sum(received_bytes(node, ranks) for node in travels), flops)
     own = _bytes(chain.collective.input if isinstance(chain, GatherChain) else chain.collective.node)
     if own is None or not ranks:

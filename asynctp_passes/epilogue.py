@@ -11,7 +11,7 @@ its fp32 sum and rounds once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
@@ -24,9 +24,9 @@ from asynctp_passes.chain import Matmul, ScaledOptions
 from asynctp_passes.fxview import arguments, is_size, mutates, op_name, tensor_of
 from asynctp_passes.read import identical, is_matmul, read_matmul, read_term
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.views import views_of
+from asynctp_passes.views import is_view, views_of
 
-__all__ = ["read_product"]
+__all__ = ["read_product", "scalings"]
 
 _MULTIPLY = "aten.mul.Tensor"
 _CASTS = {"prims.convert_element_type.default", "aten._to_copy.default", "aten.to.dtype"}
@@ -81,6 +81,51 @@ def _like(node: fx.Node, other: fx.Node) -> bool:
     if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.device != b.device:
         return False
     return identical(a.shape[0], b.shape[0]) and identical(a.shape[1], b.shape[1])
+
+
+def scalings(products: Iterable[fx.Node]) -> set[fx.Node]:
+    """The multiplications that scale matmuls' results behind them, through views and casts.
+
+    By a factor that is broadcast, as one per row; or by the outer product of two, which is a multiplication too.
+    """
+    found: set[fx.Node] = set()
+    stack = list(products)
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user in found:
+                continue
+            factor = _multiplicand(user, node)
+            if is_view(user) or op_name(user) in _CASTS:
+                stack.append(user)
+            elif factor is not None and (_broadcast(factor, node) or _is_outer(factor, node)):
+                found |= {user} if _broadcast(factor, node) else {user, factor}
+                stack.append(user)
+    return found
+
+
+def _multiplicand(step: fx.Node, node: fx.Node) -> fx.Node | None:
+    """The other tensor of a multiplication of `node`."""
+    if op_name(step) != _MULTIPLY:
+        return None
+    others = [source for source in step.all_input_nodes if source is not node and tensor_of(source) is not None]
+    return others[0] if len(others) == 1 else None
+
+
+def _broadcast(factor: fx.Node, node: fx.Node) -> bool:
+    """True for a tensor that is repeated along a dimension of `node` to be multiplied with it."""
+    value, out = tensor_of(factor), tensor_of(node)
+    if value is None or out is None or value.dim() > out.dim():
+        return False
+    missing = out.dim() - value.dim()
+    sizes = zip(value.shape, out.shape[missing:], strict=True)
+    return missing > 0 or any(_is_literal(own, 1) and not _is_literal(size, 1) for own, size in sizes)
+
+
+def _is_outer(factor: fx.Node, node: fx.Node) -> bool:
+    """True for the product of two tensors that are both repeated along dimensions of `node`."""
+    sources = factor.all_input_nodes
+    return op_name(factor) == _MULTIPLY and len(sources) == 2 and all(_broadcast(source, node) for source in sources)
 
 
 # --- what the steps must be ----------------------------------------------------------------------------------

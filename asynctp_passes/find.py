@@ -13,16 +13,16 @@ right operand or of a vector (parameters), a reduction of a product that contrac
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from asynctp_passes import near, reasons
-from asynctp_passes.chain import Candidate, Collective, GatherChain, Matmul, ScatterChain
-from asynctp_passes.epilogue import read_product
-from asynctp_passes.fxview import Sizes, is_size, mutates, op_name, steps_of, tensor_of
+from asynctp_passes.chain import Along, Candidate, Collective, GatherChain, Matmul, ScatterChain
+from asynctp_passes.epilogue import read_product, scalings
+from asynctp_passes.fxview import Sizes, is_size, mutates, op_name, segments, steps_of, tensor_of
 from asynctp_passes.read import (
     added_matrix,
     called_name,
@@ -118,6 +118,16 @@ class _Scene:
         """Ways back to matmuls."""
         return near.ways_to_matmuls(self.order, lambda node: node.all_input_nodes, near.any_operand)
 
+    @functools.cached_property
+    def segments(self) -> dict[fx.Node, int]:
+        """Number of in-place operations before each node."""
+        return segments(self.graph)
+
+    @functools.cached_property
+    def scalings(self) -> set[fx.Node]:
+        """The multiplications that scale matmuls' results."""
+        return scalings(filter(is_matmul, self.order))
+
     def rows_and_columns(self, operand: IndexMap, node: fx.Node) -> IndexMap | Refusal:
         """The map of a matmul's left operand as a matrix: all dimensions but the last are rows."""
         value = tensor_of(node)
@@ -167,14 +177,28 @@ def _gathers(scene: _Scene, wanted: set[fx.Node], allowed: Callable[[Candidate],
         found[node] = candidate = _unless_taken(candidate, taken)
         if isinstance(candidate.chain, GatherChain) and candidate.chain.hoist is not None and allowed(candidate):
             taken |= _fused_matmuls([candidate])
+    for node in _on_cycles(scene, _gather_chains(found)):
+        found[node] = _with_nothing_along(scene, found[node])
     for node, refusal in _cycles(scene, found).items():
         found[node] = replace(found[node], chain=None, refusals=(refusal,))
     for candidate in list(found.values()):
         chain = candidate.chain
-        if isinstance(chain, GatherChain) and chain.scale is not None:
-            scale = found[chain.scale.node]
-            found[chain.scale.node] = replace(scale, joins=chain.collective, nodes=candidate.nodes, refusals=())
+        for joined in chain.joined if isinstance(chain, GatherChain) else ():
+            other = found[joined.node]
+            found[joined.node] = replace(other, joins=candidate.collective, nodes=candidate.nodes, refusals=())
     return found
+
+
+def _with_nothing_along(scene: _Scene, candidate: Candidate) -> Candidate:
+    """A candidate whose chain takes no numbers along that are only returned."""
+    chain = candidate.chain
+    if not isinstance(chain, GatherChain) or chain.along is None:
+        return candidate
+    flow = scene.flows[chain.along.gather.node]
+    assert isinstance(flow, Flow)
+    views = tuple(node for node in chain.views if not flow.has(node))
+    chain = replace(chain, along=None, views=views)
+    return replace(candidate, chain=chain, nodes=scene.sorted([*chain.collective.nodes, *_members(chain)]))
 
 
 def _gather(scene: _Scene, gather: Collective, wanted: set[fx.Node]) -> Candidate:
@@ -328,6 +352,11 @@ def _gather_chain(scene: _Scene, gather: Collective, flow: Flow, consumers: Sequ
         assert isinstance(scale_flow, Flow)
         assert options is not None
         views |= _between(scale_flow, [options.a_scale]) - set(scale.results)
+    along = None if scale is not None else _along(scene, gather, placement, chosen)
+    if along is not None:
+        along_flow = scene.flows[along.gather.node]
+        assert isinstance(along_flow, Flow)
+        views |= _between(along_flow, [along.end]) - set(along.gather.results)
     assert gather.input is not None
     return GatherChain(
         collective=gather,
@@ -338,6 +367,7 @@ def _gather_chain(scene: _Scene, gather: Collective, flow: Flow, consumers: Sequ
         saved=_used_elsewhere(flow, fused),
         scale=scale,
         scale_placement=scale_placement,
+        along=along,
     )
 
 
@@ -419,18 +449,68 @@ def _scales_rows(
     return placement if all(same(a, b) for a, b in sizes) else None
 
 
+def _along(scene: _Scene, gather: Collective, placement: GatherPlacement, matmuls: Sequence[Matmul]) -> Along | None:
+    """A gather of one number per row, used only to scale these matmuls' results: it can travel with the data.
+
+    The numbers come with the fused op then, so that nothing which that needs may be computed from them.
+    """
+    if placement.axis != "rows" or any(matmul.scaled is None for matmul in matmuls):
+        return None
+    products = [matmul.node for matmul in matmuls]
+    needed = [node for matmul in matmuls for node in matmul.operands] + [node for node in [gather.input] if node]
+    behind = scalings(products)
+    for other in scene.collectives:
+        flow = scene.flows.get(other.node)
+        if other.node is gather.node or not isinstance(flow, Flow) or _dtype(other.node) != torch.float32:
+            continue
+        if (other.group_key, other.group_size) != (gather.group_key, gather.group_size):
+            continue
+        found = _rows_that_scale(scene, other, flow, placement, behind)
+        if found is None or any(scene.depends(node, other.node) for node in needed):
+            continue
+        members = [*gather.results, *products, *other.results, *_between(flow, [found.end])]
+        if len({scene.segments[node] for node in members}) == 1:
+            return found
+    return None
+
+
+def _rows_that_scale(
+    scene: _Scene, other: Collective, flow: Flow, data: GatherPlacement, behind: set[fx.Node]
+) -> Along | None:
+    """A gather whose one view that is used, by the multiplications `behind`, is one number per row of the data."""
+    users = {node: [user for user in node.users if not flow.has(user) and not is_size(user)] for node in flow.maps}
+    ends = [node for node, own in users.items() if own]
+    apart = [user for node in flow.pieces for user in node.users if not flow.has(user)]
+    value = tensor_of(ends[0]) if len(ends) == 1 and not apart else None
+    if value is None or not value.is_contiguous() or not all(_only_scales(behind, user) for user in users[ends[0]]):
+        return None
+    numbers = flow.maps[ends[0]].reshape((product(scene.sizes.of(value)), 1))
+    placement = None if isinstance(numbers, Refusal) else _scales_rows(scene, other, numbers, data)
+    return None if placement is None else Along(other, placement, ends[0])
+
+
+def _gather_chains(found: Mapping[fx.Node, Candidate]) -> dict[fx.Node, GatherChain]:
+    """The chains of gathers, by gather."""
+    return {node: candidate.chain for node, candidate in found.items() if isinstance(candidate.chain, GatherChain)}
+
+
+def _on_cycles(scene: _Scene, chains: Mapping[fx.Node, GatherChain]) -> set[fx.Node]:
+    """The chains, by gather, that lie on a cycle (or behind one) when each becomes one node."""
+    owners = {member: node for node, chain in chains.items() for member in _members(chain)}
+    sizes = {reader: chain.inputs for chain in chains.values() for reader in size_readers(chain)}
+    steps = steps_of(scene.graph, owners, sizes, scene.order.__getitem__)
+    return chains.keys() - {step[0] for step in steps}
+
+
 def _cycles(scene: _Scene, found: dict[fx.Node, Candidate]) -> dict[fx.Node, Refusal]:
     """Gathers to leave alone because fusing them beside the others would make the graph cyclic.
 
     A scatter's op cannot: its result depends on all that goes into it before the fusion too.
     """
-    chains = {node: candidate.chain for node, candidate in found.items() if isinstance(candidate.chain, GatherChain)}
+    chains = _gather_chains(found)
     dropped: dict[fx.Node, Refusal] = {}
     while True:
-        owners = {member: node for node, chain in chains.items() for member in _members(chain)}
-        sizes = {reader: chain.inputs for chain in chains.values() for reader in size_readers(chain)}
-        steps = steps_of(scene.graph, owners, sizes, scene.order.__getitem__)
-        stuck = chains.keys() - {step[0] for step in steps}
+        stuck = _on_cycles(scene, chains)
         if not stuck:
             return dropped
         last = max(stuck, key=scene.order.__getitem__)
@@ -439,9 +519,9 @@ def _cycles(scene: _Scene, found: dict[fx.Node, Candidate]) -> dict[fx.Node, Ref
 
 
 def _members(chain: GatherChain) -> list[fx.Node]:
-    """The nodes that become one node: the gather (and that of its scale), the views, and the matmuls."""
-    scale = () if chain.scale is None else chain.scale.results
-    return [*chain.collective.results, *scale, *chain.views, *(node for m in chain.matmuls for node in m.nodes)]
+    """The nodes that become one node: the gather (and those that join it), the views, and the matmuls."""
+    joined = [node for gather in chain.joined for node in gather.results]
+    return [*chain.collective.results, *joined, *chain.views, *(node for m in chain.matmuls for node in m.nodes)]
 
 
 def _near_gather(scene: _Scene, gather: Collective, flow: Flow, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:
@@ -450,15 +530,34 @@ def _near_gather(scene: _Scene, gather: Collective, flow: Flow, refused: Mapping
     `refused` says of nodes why they cannot be computed on the shard.
     """
     reached: list[_Miss] = []
+    scaled: list[_Miss] = []
     for source in (*flow.maps, *flow.pieces):
         for node in source.users:
             if flow.has(node) or is_size(node) or is_matmul(node):  # matmuls next to a view have been judged
+                continue
+            if _only_scales(scene.scalings, node):
+                scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
                 continue
             way = near.path(scene.ways_down, node, source, feeds_left_operand)
             if way is not None:
                 refusal = next((refused[step] for step in way if step in refused), flow.refused.get(node))
                 reached.append(_Miss(_on_the_way(way, refusal), (*_between(flow, [source]), *way)))
-    return reached or [_Miss(Refusal(reasons.NO_MATMUL, gather.node.name))]
+    return reached or scaled[:1] or [_Miss(Refusal(reasons.NO_MATMUL, gather.node.name))]
+
+
+def _only_scales(scalings: Container[fx.Node], node: fx.Node) -> bool:
+    """True when a node is one of these multiplications, or only such take it, element by element."""
+    stack = [node]
+    while stack:
+        step = stack.pop()
+        if step in scalings:
+            continue
+        users = [user for user in step.users if not is_size(user)]
+        reduces = op_name(step).rsplit(".", 1)[0] in near.REDUCTIONS
+        if not users or len(step.all_input_nodes) != 1 or reduces or not near.transparent(step):
+            return False
+        stack += users
+    return True
 
 
 def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:

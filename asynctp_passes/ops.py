@@ -53,7 +53,7 @@ OPS = {
     "all_gather_scaled_matmul": (
         "(Tensor a_shard, Tensor a_scale, Tensor[] bs, Tensor[] b_scales, Tensor?[] biases, int gather_dim, "
         "bool gather_a_scale, ScalarType out_dtype, bool use_fast_accum, bool return_a_full, int group_size, "
-        "Any group_name) -> Tensor[]"
+        "Any group_name, Tensor? along_shard=None) -> Tensor[]"
     ),
     "matmul_reduce_scatter": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, int scatter_dim, int group_size, "
@@ -268,17 +268,18 @@ def _real_all_gather_scaled_matmul(
     return_a_full: bool,
     group_size: int,
     group_name: Any,
+    along_shard: Tensor | None = None,
 ) -> list[Tensor]:
     def check() -> None:
         op = "all_gather_scaled_matmul"
         reference.check_group(op, group_size, group_name)
-        scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype)
+        scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype, along_shard)
         reference.check_gather(op, a_shard, bs, biases, gather_dim, group_size, scales)
 
     if (cuda := _overlapped(a_shard.device)) is not None:
         choices = (gather_dim, gather_a_scale, out_dtype, use_fast_accum, return_a_full)
         found: list[Tensor] | None = cuda.run_gather(
-            a_shard, a_scale, bs, b_scales, biases, *choices, group_size, _process_group(group_name), check
+            a_shard, a_scale, bs, b_scales, biases, *choices, group_size, _process_group(group_name), check, along_shard
         )
         if found is not None:
             return found
@@ -286,7 +287,7 @@ def _real_all_gather_scaled_matmul(
         check()
     operands = (a_shard, a_scale, bs, b_scales, biases, gather_dim, gather_a_scale)
     options = (out_dtype, use_fast_accum, return_a_full)
-    return reference.unfused_all_gather_scaled_matmul(*operands, *options, group_size, group_name)
+    return reference.unfused_all_gather_scaled_matmul(*operands, *options, group_size, group_name, along_shard)
 
 
 def _real_matmul_reduce_scatter(
@@ -433,11 +434,15 @@ def _fake_all_gather_scaled_matmul(
     return_a_full: bool,
     group_size: int,
     group_name: Any,
+    along_shard: Tensor | None = None,
 ) -> list[Tensor]:
-    scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype)
+    scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype, along_shard)
     op = "all_gather_scaled_matmul"
     reference.check_gather(op, a_shard, bs, biases, gather_dim, group_size, scales, sizes=False)
-    return _fake_gather(a_shard, bs, gather_dim, group_size, out_dtype, return_a_full)
+    outs = _fake_gather(a_shard, bs, gather_dim, group_size, out_dtype, return_a_full)
+    if along_shard is None:
+        return outs
+    return [*outs, along_shard.new_empty(reference.gathered_shape(along_shard.shape, gather_dim, group_size))]
 
 
 def _fake_scatter(

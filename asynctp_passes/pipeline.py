@@ -203,10 +203,10 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
 def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:
     """What is gathered in place of the gathered tensor and beside it, with the bytes that a rank receives."""
     gather, ranks = chain.collective.node, chain.collective.group_size
-    travels = [hoist.operand, *([] if hoist.scale is None else [hoist.scale])]
-    facts = [f"computed on the shard and gathered: {' and '.join(_amount(node, ranks) for node in travels)}"]
-    if hoist.apart:
-        facts.append(f"gathered on their own: {', '.join(_amount(one.node, ranks) for one in hoist.apart)}")
+    facts = [f"computed on the shard and gathered: {' and '.join(_amount(node, ranks) for node in hoist.travels)}"]
+    apart = [one.node for one in hoist.apart if one.root is not hoist.along]
+    if apart:
+        facts.append(f"gathered on their own: {', '.join(_amount(node, ranks) for node in apart)}")
     if not hoist.kept:
         return [*facts, f"the gather of {_amount(gather, ranks)} is gone"]
     users = ", ".join(node.name for node in hoist.kept)

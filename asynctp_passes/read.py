@@ -27,6 +27,7 @@ __all__ = [
     "identical",
     "is_matmul",
     "is_only_awaited",
+    "misfit",
     "operands_that_are",
     "read_collectives",
     "read_matmul",
@@ -333,6 +334,9 @@ def identical(a: Any, b: Any) -> bool:
 # --- scales ---------------------------------------------------------------------------------------------------
 _SCALINGS = ("TensorWise", "RowWise", "BlockWise1x16", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128")
 """`torch.nn.functional.ScalingType`, by its values."""
+_BLOCKWISE = {
+    f"BlockWise{a} x BlockWise{b}" for a, b in (("1x128", "128x128"), ("128x128", "1x128"), ("1x128", "1x128"))
+}
 
 
 def _scaled(node: fx.Node, op: MatmulOp, values: dict[str, Any], out: torch.Tensor) -> ScaledOptions | Refusal | None:
@@ -345,11 +349,36 @@ def _scaled(node: fx.Node, op: MatmulOp, values: dict[str, Any], out: torch.Tens
     if isinstance(a_scale, list | tuple):
         recipe = _recipe(values)
         if recipe not in ("TensorWise x TensorWise", "RowWise x RowWise"):
-            return Refusal(reasons.SCALES_UNSUPPORTED, f"{node.name}: {recipe}")
+            reason = reasons.SCALES_BLOCKWISE if recipe in _BLOCKWISE else reasons.SCALES_UNSUPPORTED
+            return Refusal(reason, f"{node.name}: {recipe}")
         a_scale, b_scale = a_scale[0], b_scale[0]
     if tensor_of(a_scale) is None or tensor_of(b_scale) is None:
         return Refusal(reasons.SHAPE_UNKNOWN, node.name)
     return ScaledOptions(a_scale, b_scale, out.dtype, bool(values.get("use_fast_accum")))
+
+
+def misfit(matmul: Matmul, scaled: ScaledOptions) -> Refusal:
+    """Why scales that are neither tensorwise nor rowwise are not fused: told by their shapes, as torch's kernels do."""
+    values = [tensor_of(node) for node in (matmul.a, matmul.b, scaled.a_scale, scaled.b_scale)]
+    shapes = [[] if value is None else list(value.shape) for value in values]
+    facts = f"{matmul.node.name}: scales {shapes[2]} and {shapes[3]}"
+    in_blocks = not matmul.b_transposed and all(len(shape) == 2 for shape in shapes) and _are_blocks(*shapes)
+    return Refusal(reasons.SCALES_BLOCKWISE if in_blocks else reasons.SCALES_UNSUPPORTED, facts)
+
+
+def _are_blocks(a: list[Any], b: list[Any], a_scale: list[Any], b_scale: list[Any]) -> bool:
+    """True for scales of 1x128 or 128x128 blocks of `a[M, K]` and `b[K, N]`; those of `b` may be padded along K."""
+    (rows, depth), columns = a, b[1]
+    if not isinstance(depth, int) or not isinstance(columns, int):
+        return False
+    blocks = -(-depth // 128)
+    a_fits = a_scale[1] == blocks and (identical(a_scale[0], rows) or a_scale[0] == _blocks(rows))
+    return a_fits and b_scale[0] in (blocks, -(-blocks // 4) * 4) and b_scale[1] in (columns, _blocks(columns))
+
+
+def _blocks(size: Any) -> int | None:
+    """Blocks of 128 in a size; None for a symbolic one."""
+    return -(-size // 128) if isinstance(size, int) else None
 
 
 def _recipe(values: dict[str, Any]) -> str:

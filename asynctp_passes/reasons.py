@@ -102,7 +102,7 @@ OTHER_COLLECTIVE = _skip(
 GATHERED_SCALE = _skip(
     "ATP007",
     "GATHERED_SCALE",
-    "the gathered tensor is only a matmul's scale, and does not travel with the data that it scales",
+    "the gathered tensor only scales a matmul or its result, and does not travel with the data that it scales",
     "to let it travel with the data, gather it over the same group, use it for that matmul only, and give it rows in "
     "the order of the data's",
 )
@@ -309,7 +309,7 @@ SCALES_UNSUPPORTED = _miss(
     "ATP303",
     "SCALES_UNSUPPORTED",
     "the scales are neither tensorwise (one number) nor rowwise (one per row of A and one per column of B)",
-    "use a tensorwise or rowwise recipe; blockwise, MX, NVFP4 and swizzled scales are not fused",
+    "use a tensorwise or rowwise recipe; MX, NVFP4 and swizzled scales are not fused",
 )
 CONTRACTION_TOO_LARGE = _miss(
     "ATP304",
@@ -323,6 +323,15 @@ COLUMNS_TOO_LARGE = _miss(
     "COLUMNS_TOO_LARGE",
     "more is scattered by columns than the one implementation for it takes (64 MiB)",
     "scatter the result over rows (the sequence) instead of its last dimension",
+)
+
+SCALES_BLOCKWISE = _miss(
+    "ATP306",
+    "SCALES_BLOCKWISE",
+    "the scales are one per block of the contraction (1x128 or 128x128): they change within the sum, and the fused ops "
+    "scale it once, at its end",
+    "use a rowwise recipe (one scale per row of A and one per column of B) for this matmul; its scales travel with the "
+    "rows",
 )
 
 # --- 4xx cost ------------------------------------------------------------------------------------------

@@ -377,6 +377,7 @@ class GatherScales:
     b_scales: Sequence[Tensor]
     gather_a_scale: bool
     out_dtype: torch.dtype
+    along_shard: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -413,8 +414,18 @@ def check_gather(
         rowwise_in_contraction = scales.gather_a_scale and dim == a_shard.ndim - 1
         limit = "False when the last dimension is gathered: one row would have another scale on every rank"
         _require(not rowwise_in_contraction, op, "gather_a_scale", True, limit)
+        _check_along(op, scales, a_shard.ndim, dim)
     if sizes:
         _check_gather_sizes(op, a_shard, bs, biases, dim, group_size, scales)
+
+
+def _check_along(op: str, scales: GatherScales, ndim: int, dim: int) -> None:
+    along = scales.along_shard
+    if along is not None:
+        limit = "absent where a_scale is gathered, or the last dimension: one number per row travels with the data"
+        _require(not scales.gather_a_scale and dim < ndim - 1, op, "along_shard", _describe(along), limit)
+        fits = along.ndim == ndim and along.dtype == torch.float32
+        _require(fits, op, "along_shard", _describe(along), f"float32, of {ndim} dimensions as a_shard")
 
 
 def _check_gather_sizes(
@@ -433,6 +444,8 @@ def _check_gather_sizes(
     if scales is not None:
         rows = a_shard.shape if scales.gather_a_scale else full
         _check_a_scale(op, "a_scale", scales.a_scale, rows, tensorwise_allowed=not scales.gather_a_scale)
+        if scales.along_shard is not None:
+            _check_a_scale(op, "along_shard", scales.along_shard, a_shard.shape, tensorwise_allowed=False)
         for i, (b, b_scale) in enumerate(zip(bs, scales.b_scales, strict=True)):
             _check_b_scale(op, f"b_scales[{i}]", b_scale, b)
 
@@ -641,8 +654,12 @@ def unfused_all_gather_scaled_matmul(
     return_a_full: bool,
     group_size: int,
     group_name: Any,
+    along_shard: Tensor | None = None,
 ) -> list[Tensor]:
-    """`asynctp::all_gather_scaled_matmul` without overlap; the arguments are checked already."""
+    """`asynctp::all_gather_scaled_matmul` without overlap; the arguments are checked already.
+
+    `along_shard`: fp32 numbers, one per row of the shard (`[*, M/W, *, 1]`), that are gathered too and returned last.
+    """
     a_full = gather(a_shard, gather_dim, group_size, group_name)
     if gather_a_scale:
         a_scale = gather(a_scale, normalize_dim(gather_dim, a_shard.ndim), group_size, group_name)
@@ -650,7 +667,10 @@ def unfused_all_gather_scaled_matmul(
         _scaled_product(a_full, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
         for b, b_scale, bias in zip(bs, b_scales, biases, strict=True)
     ]
-    return [*outs, a_full] if return_a_full else outs
+    outs += [a_full] if return_a_full else []
+    if along_shard is not None:
+        outs.append(gather(along_shard, normalize_dim(gather_dim, a_shard.ndim), group_size, group_name))
+    return outs
 
 
 def unfused_matmul_reduce_scatter(

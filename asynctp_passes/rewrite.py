@@ -227,8 +227,11 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
             _return_gathered(build, chain, full)
         else:
             _return_operand(build, chain, chain.hoist, full)
+    along = build.call(operator.getitem, op, len(chain.matmuls) + chain.saved) if _takes_along(chain) else None
+    if chain.along is not None and along is not None:
+        build.replace(chain.along.end, _shaped_as(build, along, chain.along.end))
     if chain.hoist is not None:
-        _finish_apart(build, chain.hoist, apart)
+        _finish_apart(build, chain.hoist, apart, along)
     _read_sizes_elsewhere(build, _followed(chain))
     return op
 
@@ -273,10 +276,36 @@ def _call_gather(
     scale = _gather_scale(build, chain, shard, gather_dim, parts)
     b_scales = [_column_scale(build, one) for one in scaled]
     options = (chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
+    along = [_along_part(build, chain, shard, parts)] if _takes_along(chain) else []
     return build.call(
         torch.ops.asynctp.all_gather_scaled_matmul.default,
-        *(shard, scale, bs, b_scales, biases, gather_dim, *options, *ending),
+        *(shard, scale, bs, b_scales, biases, gather_dim, *options, *ending, *along),
     )
+
+
+def _takes_along(chain: GatherChain) -> bool:
+    """True when numbers travel with the data that the fused op only returns."""
+    return chain.along is not None or (chain.hoist is not None and chain.hoist.along is not None)
+
+
+def _along_part(build: _Builder, chain: GatherChain, shard: fx.Node, parts: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The numbers that travel along, one per row in the shard's own dimensions."""
+    value = tensor_of(shard)
+    assert value is not None
+    if chain.along is not None:
+        assert chain.along.gather.input is not None
+        travels = _rearranged(build, build.now(chain.along.gather.input), chain.along.placement.shard)
+    else:
+        assert chain.hoist is not None
+        assert chain.hoist.along is not None
+        travels = parts[chain.hoist.along]
+    return build.reshape(travels, [*build.sizes.of(value)[:-1], 1])
+
+
+def _shaped_as(build: _Builder, node: fx.Node, like: fx.Node) -> fx.Node:
+    value = tensor_of(like)
+    assert value is not None
+    return build.reshape(node, build.sizes.of(value))
 
 
 def _right(build: _Builder, matmul: Matmul) -> fx.Node:
@@ -370,7 +399,8 @@ def _return_operand(build: _Builder, chain: GatherChain, hoist: Hoist, full: fx.
 
 def _start_apart(build: _Builder, chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     """Start to gather the small tensors on their own, before the fused op; equal ones once."""
-    roots = [] if chain.hoist is None else dict.fromkeys(one.root for one in chain.hoist.apart)
+    hoist = chain.hoist
+    roots = [] if hoist is None else dict.fromkeys(one.root for one in hoist.apart if one.root is not hoist.along)
     gather, start = chain.collective, _c10d.all_gather_into_tensor.default
     return {
         root: build.call(start, build.contiguous(parts[root]), gather.group_size, gather.group, like=root)
@@ -378,13 +408,15 @@ def _start_apart(build: _Builder, chain: GatherChain, parts: dict[fx.Node, fx.No
     }
 
 
-def _finish_apart(build: _Builder, hoist: Hoist, started: dict[fx.Node, fx.Node]) -> None:
+def _finish_apart(build: _Builder, hoist: Hoist, started: dict[fx.Node, fx.Node], along: fx.Node | None) -> None:
     """Wait for small tensors after the fused op, and give them to their users; equal ones do not share memory."""
     first = len(build.made)
     done: dict[fx.Node, fx.Node] = {}
     for one in hoist.apart:
         if one.root in done:
             whole = build.call(_aten.clone.default, done[one.root])
+        elif one.root is hoist.along and along is not None:
+            whole = done[one.root] = _shaped_as(build, along, one.node)
         else:
             whole = done[one.root] = _ranks_in_place(build, one, started[one.root])
         build.replace(one.node, whole)
@@ -594,8 +626,8 @@ def _like_first(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
 def _followed(chain: GatherChain) -> list[fx.Node]:
     """The collectives' results, what is computed from them, and every view of them, used or not."""
     computed = () if chain.hoist is None else chain.hoist.inside
-    scale = () if chain.scale is None else chain.scale.results
-    return views_of([*chain.collective.results, *scale, *computed])
+    joined = [node for gather in chain.joined for node in gather.results]
+    return views_of([*chain.collective.results, *joined, *computed])
 
 
 def _read_sizes_elsewhere(build: _Builder, nodes: Iterable[fx.Node]) -> None:
@@ -614,9 +646,8 @@ def _with(args: Any, old: fx.Node, new: int | fx.Node) -> Any:
 
 
 def _collectives(chain: GatherChain | ScatterChain) -> list[Collective]:
-    """The collective of a chain, and that of its scale."""
-    scale = chain.scale if isinstance(chain, GatherChain) else None
-    return [chain.collective] if scale is None else [chain.collective, scale]
+    """The collective of a chain, and those that join it."""
+    return [chain.collective, *(chain.joined if isinstance(chain, GatherChain) else ())]
 
 
 def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:

@@ -34,7 +34,7 @@ from torch import fx
 from asynctp_passes import compat, near, reasons
 from asynctp_passes.chain import Apart, Collective, GatherChain, Hoist, Matmul, Part, Step
 from asynctp_passes.fxview import Sizes, arguments, is_size, mutates, op_name, tensor_of
-from asynctp_passes.read import is_matmul, read_matmul
+from asynctp_passes.read import is_matmul, misfit, read_matmul
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import (
     GatherPlacement,
@@ -363,7 +363,8 @@ def _product(region: Region, node: fx.Node) -> Product | Refusal | None:
     if isinstance(scale, Refusal):
         return scale
     if not _scales_rows(scale, placement):
-        return Refusal(reasons.SCALES_UNSUPPORTED, f"{a_scale.name} is not one number for each row")
+        assert matmul.scaled is not None
+        return misfit(matmul, matmul.scaled)
     return Product(matmul, placement, scale)
 
 
@@ -401,7 +402,7 @@ def chain_of(region: Region, products: Sequence[Product], lead: Product) -> Gath
     """The chain of the `lead` and of those products that one fused op can compute with it."""
     chosen = [one for one in products if _key(region, one) == _key(region, lead)]
     matmuls = tuple(one.matmul for one in chosen)
-    hoist = _hoist(region, matmuls, _ends(region, lead.matmul))
+    hoist = _hoist(region, matmuls, _ends(region, lead.matmul), lead.placement)
     ends = [end for matmul in matmuls for end in _ends(region, matmul)] + [one.node for one in hoist.apart]
     assert region.gather.input is not None
     return GatherChain(
@@ -443,13 +444,14 @@ def _between(region: Region, ends: Iterable[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def _hoist(region: Region, matmuls: Sequence[Matmul], ends: Sequence[fx.Node]) -> Hoist:
+def _hoist(region: Region, matmuls: Sequence[Matmul], ends: Sequence[fx.Node], placement: GatherPlacement) -> Hoist:
     """The ops to repeat on the shard for `ends` (an operand and perhaps its scale), and what becomes of the rest."""
     used = _used_elsewhere(region, {node for matmul in matmuls for node in matmul.nodes})
     returned = _returned(region, used, matmuls)
     if returned is not None:
         used.pop(returned)
     apart = _apart(region, used)
+    along = None if len(ends) > 1 or matmuls[0].scaled is None else _along(region, apart, placement)
     served = _served(region, apart)
     kept = region.scene.sorted(
         user for node, users in used.items() if region.home[node] not in served for user in users
@@ -461,9 +463,20 @@ def _hoist(region: Region, matmuls: Sequence[Matmul], ends: Sequence[fx.Node]) -
         inside=region.scene.sorted(region.home),
         returned=returned,
         apart=tuple(_gathered_apart(region, root) for root in apart),
+        along=along,
         kept=kept,
         hidden_by=_matmuls_between(region, matmuls[0].node, kept),
     )
+
+
+def _along(region: Region, apart: Sequence[fx.Node], data: GatherPlacement) -> fx.Node | None:
+    """The first of small roots that has one fp32 number for each row of the data, in the rows' order; its twin."""
+    for root in apart if data.axis == "rows" else ():
+        value, found = tensor_of(root), region.roots[root]
+        in_order = same(found.outer, data.outer) and same(found.block, data.inner)
+        if in_order and value is not None and value.dtype == torch.float32:
+            return found.twin
+    return None
 
 
 def _gathered_apart(region: Region, root: fx.Node) -> Apart:

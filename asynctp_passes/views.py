@@ -166,7 +166,8 @@ def size_readers(chain: GatherChain | ScatterChain) -> list[fx.Node]:
     """The nodes that read sizes of what the rewrite of a chain does away with; it reads them off the chain's inputs."""
     if isinstance(chain, GatherChain):
         computed = () if chain.hoist is None else chain.hoist.inside
-        views = views_of([*chain.collective.results, *computed])
+        joined = [node for gather in chain.joined for node in gather.results]
+        views = views_of([*chain.collective.results, *joined, *computed])
     else:
         views = [*chain.views, *(node for matmul in chain.matmuls for node in matmul.nodes)]
     return [user for node in views for user in node.users if is_size(user)]

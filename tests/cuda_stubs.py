@@ -449,9 +449,13 @@ def gather_call(
     bias: bool = False,
     k_major: bool = True,
     full: bool = False,
+    along: bool = False,
     world: int = 4,
 ) -> GatherCall:
-    """A gather of `shard` (without K) along `dim`. scales: "", "tensor" or "row"; `travels`: A's are gathered too."""
+    """A gather of `shard` (without K) along `dim`. scales: "", "tensor" or "row"; `travels`: A's are gathered too.
+
+    `along`: numbers travel that are only returned.
+    """
     out_dtype = out_dtype or (dtype if dtype.itemsize == 2 else torch.bfloat16)
     lead, depth = list(shard), k
     if dim in (-1, len(shard)):
@@ -463,7 +467,8 @@ def gather_call(
     bs = [_weight(depth, n, b_dtype or dtype, k_major) for n in ns]
     biases = [tensor(n, dtype=out_dtype) if bias else None for n in ns]
     a_shard = tensor(*shard, k, dtype=dtype)
-    return GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, travels, out_dtype, fast, full, world)
+    numbers = torch.rand(*shard, 1) + 0.5 if along else None
+    return GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, travels, out_dtype, fast, full, world, numbers)
 
 
 def scatter_call(

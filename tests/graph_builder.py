@@ -161,7 +161,7 @@ def _arguments(node: Node) -> list[str]:
     args = [_argument(argument) for argument in node.args]
     if _call_name(node).startswith("asynctp::"):
         names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        args = [f"{name}={text}" for name, text in zip(names, args, strict=True)]
+        args = [f"{name}={text}" for name, text in zip(names, args, strict=False)]  # the last may be left out
     return args + [f"{name}={_argument(argument)}" for name, argument in node.kwargs.items()]
 
 

@@ -106,7 +106,9 @@ def _evaluate_node(
     calls = [(_resolve(node.args, env), _resolve(node.kwargs, env)) for env in environments]
     if name in _GROUP_OPS:
         bound = [_bind(node.target, args, kwargs) for args, kwargs in calls]
-        return _across_groups(_GROUP_OPS[name], bound, groups)
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        place = names.index("group_name") if "group_name" in names else len(names) - 1
+        return _across_groups(_GROUP_OPS[name], bound, groups, place)
     assert callable(node.target)
     function = _RANK_OPS.get(name, node.target)
     return [function(*args, **kwargs) for args, kwargs in calls]
@@ -120,9 +122,9 @@ def _bind(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
     return tuple(values)
 
 
-def _across_groups(op: GroupOp, calls: Sequence[tuple[Any, ...]], groups: Groups) -> list[Any]:
-    """Evaluate an op, whose last argument is the group, once for every tuple of ranks of that group."""
-    group_names = {call[-1] for call in calls}
+def _across_groups(op: GroupOp, calls: Sequence[tuple[Any, ...]], groups: Groups, place: int) -> list[Any]:
+    """Evaluate an op, whose argument number `place` is the group, once for every tuple of ranks of that group."""
+    group_names = {call[place] for call in calls}
     if len(group_names) != 1:
         raise ValueError(f"ranks disagree on the group: {group_names}")
     everyone = tuple(range(len(calls)))
@@ -308,12 +310,14 @@ def _all_gather_scaled_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Ten
     if gather_a_scale:
         a_scales = _gathered([call[1].reshape(*call[0].shape[:-1], 1) for call in calls], gather_dim)
     results = []
+    along = [call[12] for call in calls if len(call) > 12 and call[12] is not None]
+    along_full = _gathered(along, gather_dim)[:1] if along else []
     for call, a_full, a_scale in zip(calls, a_fulls, a_scales, strict=True):
-        _, _, bs, b_scales, biases, _, _, out_dtype, _, return_a_full, _, _ = call
+        _, _, bs, b_scales, biases, _, _, out_dtype, _, return_a_full, _, _ = call[:12]
         terms = zip(bs, b_scales, _padded(biases, len(bs)), strict=True)
         a_wide = _scaled_rows(a_full, a_scale)
         outs = [_product(a_wide, _scaled_columns(b, scale), bias).to(out_dtype) for b, scale, bias in terms]
-        results.append([*outs, a_full] if return_a_full else outs)
+        results.append([*outs, *([a_full] if return_a_full else []), *(part.clone() for part in along_full)])
     return results
 
 

@@ -5,7 +5,7 @@ spelled, so that a pass should fuse all of them. It is *adversarial* when someth
 dropped or trimmed, a wrong dimension, a value changed or a tensor mutated on the way, a result that is also used
 elsewhere. A pass may leave an adversarial program alone; it must not change what it computes.
 
-    gather side     shard → all_gather → wait → view* → rows → {matmul, other users}
+    gather side     shard → all_gather → wait → view* → rows → {matmul (→ × numbers gathered apart), other users}
     quantized       shard → all_gather → wait → view* → {abs → amax → ... → scale; / → clamp → fp8} → rows → _scaled_mm
     scatter side    matmul (→ scales) → view* → sum → view* → {reduce_scatter, all_reduce} → wait
 
@@ -731,7 +731,13 @@ def _gather_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool) -
         row_scale = _gathered_scale(b, shape, dim, group)
     if mutation == "gathered" and dtype not in FP8:
         _mutate(b, b.choose([wait, full, rows]), "gathered tensor")
-    return _consumers(b, recipe, rows, full, row_scale, attack and not views_attack)
+    attack = attack and not views_attack
+    if dtype in FP8 and dim != len(shape) - 1 and not recipe.rowwise and b.chance(2):
+        numbers = _gathered_numbers(b, shape, dim, group, attack)
+        outs = _consumers(b, recipe, rows, full, row_scale, attack)
+        scaled = [out if out in (rows, full) else _times(b, out, numbers) for out in outs]
+        return [*scaled, numbers] if attack and b.chance(3) else scaled
+    return _consumers(b, recipe, rows, full, row_scale, attack)
 
 
 def _gathered_scale(b: Builder, shape: list[int], dim: int, group: _Group) -> Node:
@@ -740,6 +746,36 @@ def _gathered_scale(b: Builder, shape: list[int], dim: int, group: _Group) -> No
     scale = b.placeholder([*shape[:-1], 1], torch.float32, "scale")
     full = gather_views(b, _all_gather(b, scale, group), dim, group.size, attack=False)
     return b.reshape(full, [-1, 1])
+
+
+def _gathered_numbers(b: Builder, shape: list[int], dim: int, group: _Group, attack: bool) -> Node:
+    """One number per row, gathered like the rows (not so in an attack), to scale products with."""
+    spoiled = b.choose(["views", "shape", "bf16", "sum", "mutated", "none"]) if attack else ""
+    b.note(f"numbers gathered apart; attack {spoiled}", spoils=bool(spoiled))
+    dtype = torch.bfloat16 if spoiled == "bf16" else torch.float32
+    numbers = b.placeholder([*shape[:-1], 2 if spoiled == "shape" else 1], dtype, "scale")
+    wait = _all_gather(b, numbers, group)
+    full = gather_views(b, wait, dim, group.size, attack=spoiled == "views")
+    if spoiled == "mutated":
+        _mutate(b, wait, "gathered numbers")
+    if spoiled == "sum":
+        full = b.call(aten.sum.dim_IntList, full, [0], True)
+    rows = b.reshape(full, [-1, shape_of(full)[-1]])
+    return b.call(aten.reciprocal.default, rows) if b.chance(3) else rows
+
+
+def _times(b: Builder, product: Node, numbers: Node) -> Node:
+    """A product with its rows, and perhaps its columns, scaled in some association; and perhaps rounded."""
+    if shape_of(numbers) != [shape_of(product)[0], 1]:  # what an attack has left
+        numbers = b.call(aten.amax.default, numbers, [0, 1], True)
+    factors = [numbers]
+    if b.chance(2):
+        factors.insert(b.choose([0, 1]), b.placeholder([1, shape_of(product)[1]], torch.float32, "scale"))
+    if len(factors) == 2 and b.chance(2):
+        factors = [b.call(aten.mul.Tensor, *factors)]
+    for factor in factors:
+        product = b.call(aten.mul.Tensor, *((factor, product) if b.chance(3) else (product, factor)))
+    return b.call(_cast, product, torch.bfloat16) if b.chance(2) else product
 
 
 def _mutate(b: Builder, x: Node, what: str) -> None:

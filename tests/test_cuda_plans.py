@@ -88,6 +88,9 @@ GATHERS: dict[str, dict[str, Any]] = {
     "rows of scales": {"shard": (300,), "k": 80, "ns": (72, 136), **ROWWISE, "travels": True},
     "one row and its scale": {"shard": (1,), "k": 64, "ns": (72,), **ROWWISE, "travels": True},
     "rows of scales, outer": {"shard": (2, 100), "k": 64, "ns": (72,), "dim": 1, **ROWWISE, "travels": True},
+    "numbers along": {"shard": (300,), "k": 80, "ns": (72, 136), **TENSORWISE, "along": True},
+    "numbers along, outer": {"shard": (2, 100), "k": 64, "ns": (72,), "dim": 1, **TENSORWISE, "along": True},
+    "numbers along scales that stay": {"shard": (192,), "k": 64, "ns": (72,), **ROWWISE, "along": True},
     "rows of scales that stay": {"shard": (192,), "k": 64, "ns": (72,), **ROWWISE},
     "rows of scales that stay, outer": {"shard": (2, 100), "k": 64, "ns": (72,), "dim": 1, **ROWWISE},
     "columns": {"shard": (50,), "k": 40, "ns": (72, 8), "dim": 1},
@@ -122,10 +125,9 @@ def others(call: GatherCall) -> tuple[list[Tensor], list[Tensor]]:
     shards = [tensor(*call.a_shard.shape, dtype=call.a_shard.dtype) for _ in range(WORLD)]
     shards[RANK] = call.a_shard
     scales = []
-    if call.scale_travels:
-        assert call.a_scale is not None
-        scales = [torch.rand_like(call.a_scale) + 0.5 for _ in range(WORLD)]
-        scales[RANK] = call.a_scale
+    if call.travels is not None:
+        scales = [torch.rand_like(call.travels) + 0.5 for _ in range(WORLD)]
+        scales[RANK] = call.travels
     return shards, scales
 
 
@@ -141,15 +143,20 @@ def fill_outboxes(here: Machine, shards: Sequence[Tensor], scales: Sequence[Tens
 
 
 def run_gather(call: GatherCall, here: Machine, plan: gather.GatherPlan) -> tuple[list[Tensor], Tensor, Any]:
-    """Run the plan on data of its own; gives its results, the gathered A and the gathered scale."""
+    """Run the plan on data of its own; gives its results, the gathered A and the scale of that.
+
+    Numbers that travel along are the last result; they are checked here.
+    """
     fresh = replace(call, a_shard=tensor(*call.a_shard.shape, dtype=call.a_shard.dtype))
     shards, scales = others(fresh)
     if "outbox" in here.memory.areas:
         fill_outboxes(here, shards, scales)
     here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.push_gather, shards=shards, scales=scales)
-    outs = plan.run(fresh.a_shard, fresh.a_scale, fresh.bs, fresh.b_scales, fresh.biases)
+    outs = plan.run(fresh.a_shard, fresh.a_scale, fresh.bs, fresh.b_scales, fresh.biases, fresh.along)
     full = torch.cat([shard.float() for shard in shards], call.dim).to(call.a_shard.dtype)
-    return outs, full, torch.cat(scales, call.dim) if scales else fresh.a_scale
+    if call.along is not None:
+        assert torch.equal(outs.pop(), torch.cat(scales, call.dim))
+    return outs, full, torch.cat(scales, call.dim) if call.scale_travels else fresh.a_scale
 
 
 def expected_products(call: GatherCall, full: Tensor, a_scale: Tensor | None) -> list[Tensor]:
@@ -189,13 +196,13 @@ def test_gather_without_the_gathered(case: str, implementation: str, here: Machi
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("case", [case for case in GATHERS if case not in ("columns", "odd")])
 def test_bytes_of_a_gather(case: str, full: bool, chunks: int, here: Machine) -> None:
-    """The copies move each shard of another rank once, its scales with it, and the own one if it is asked for."""
+    """The copies move each shard of another rank once, its scales with it, and the own ones if they are asked for."""
     call = gather_call(**GATHERS[case], full=full)
     run_gather(call, here, gather_plan(call, here, "fused", chunks))
     shard = call.a_shard.numel() * call.a_shard.itemsize
-    scales = call.a_scale.numel() * 4 if call.a_scale is not None and call.scale_travels else 0
-    copies = here.of(Copied)
-    assert sum(copy.size for copy in copies) == (WORLD - 1) * (shard + scales) + full * shard
+    scales = 0 if call.travels is None else call.travels.numel() * 4
+    copies, own = here.of(Copied), full * shard + (0 if call.along is None else scales)
+    assert sum(copy.size for copy in copies) == (WORLD - 1) * (shard + scales) + own
     boxes = [part.data_ptr() for part in here.parts("outbox")]
     for peer in set(range(WORLD)) - {RANK}:
         pulled = [copy for copy in copies if boxes[peer] <= copy.src < boxes[peer] + here.memory.areas["outbox"].size]

@@ -40,6 +40,7 @@ class Gather:
     full: bool = False
     scale: str = ""  # "", tensorwise, sharded, replicated, mixed
     out_dtype: torch.dtype = BF16
+    along: bool = False  # numbers travel along that are only returned
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ GATHERS = [
     Gather((3, 8), 32, (16,), 2, E4M3, "v", scale="replicated", out_dtype=FP32),
     Gather((1,), 32, (16,), 0, E4M3, scale="sharded"),
     Gather((8,), 32, (16, 16), 0, E4M3, scale="mixed"),
+    Gather((8,), 32, (16,), 0, E4M3, scale="tensorwise", along=True),
+    Gather((3, 8), 32, (16, 24), 1, E4M3, "v-", True, "replicated", along=True),
 ]
 SCATTERS = [
     Scatter((8,), (32,), 16, 0),
@@ -158,6 +161,7 @@ def _gather_inputs(case: Gather, rank: int, world_size: int) -> dict[str, Any]:
             _positive((rank, 4, i), (1, n) if wide else (1,))
             for i, (n, wide) in enumerate(zip(case.ns, rowwise, strict=True))
         ]
+        inputs["along"] = _positive((rank, 5), (*case.lead, 2))[..., :1]
     return inputs
 
 
@@ -198,7 +202,8 @@ def _gather_truth(case: Gather, rank: int, world_size: int) -> list[Tensor]:
         _exact(a_full, b, bias, a_scale, b_scale)
         for b, bias, b_scale in zip(mine["bs"], mine["biases"], b_scales, strict=True)
     ]
-    return [*outs, a_full] if case.full else outs
+    along = [torch.cat([inputs["along"].double() for inputs in everyone], case.dim)] if case.along else []
+    return [*outs, *([a_full] if case.full else []), *along]
 
 
 def _scatter_truth(case: Scatter, rank: int, world_size: int) -> Tensor:
@@ -228,7 +233,8 @@ def _gather_call(case: Gather, x: dict[str, Any], size: int, group: Any) -> tupl
             group,
         )
     operands = (x["a_shard"], x["a_scale"], x["bs"], x["b_scales"], x["biases"], case.dim, case.scale == "sharded")
-    return torch.ops.asynctp.all_gather_scaled_matmul, (*operands, case.out_dtype, False, case.full, size, group)
+    options = (case.out_dtype, False, case.full, size, group, *([x["along"]] if case.along else []))
+    return torch.ops.asynctp.all_gather_scaled_matmul, (*operands, *options)
 
 
 def _scatter_call(case: Scatter, x: dict[str, Any], size: int, group: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -652,8 +652,64 @@ def large_scatter_of_columns_on_a_gpu(b: GraphBuilder) -> Node:
 
 
 @row("SCALES_UNSUPPORTED", "scales [16, 2] and [2, 16]")
-def blockwise_scales(b: GraphBuilder) -> Node:
+def scales_of_half_a_block(b: GraphBuilder) -> Node:
     return scaled(b, [16, 2], [2, 16])
+
+
+def in_blocks(b: GraphBuilder, a_scale: list[int], b_scale: list[int], depth: int = 256) -> Node:
+    """A product `[16, 256]` of a gathered operand `[16, depth]`, as torch takes scales of blocks: by their shapes."""
+    w = b.input("w", [depth, 256], FP8, column_major=True)
+    scales = b.input("a_scale", a_scale), b.input("b_scale", b_scale)
+    return b.scaled_mm(gathered(b, 4, depth, dtype=FP8), w, *scales)
+
+
+@row("SCALES_BLOCKWISE", "scales [16, 2] and [2, 2]")
+def scales_of_1x128_and_128x128(b: GraphBuilder) -> Node:
+    return in_blocks(b, [16, 2], [2, 2])
+
+
+@row("SCALES_BLOCKWISE", "scales [16, 2] and [4, 2]")
+def scales_of_128x128_padded_to_four_blocks(b: GraphBuilder) -> Node:
+    return in_blocks(b, [16, 2], [4, 2])
+
+
+@row("SCALES_BLOCKWISE", "scales [16, 2] and [2, 256]")
+def scales_of_1x128_on_both_sides(b: GraphBuilder) -> Node:
+    return in_blocks(b, [16, 2], [2, 256])
+
+
+@row("SCALES_BLOCKWISE", "scales [1, 2] and [2, 256]")
+def scales_of_128x128_and_1x128(b: GraphBuilder) -> Node:
+    return in_blocks(b, [1, 2], [2, 256])
+
+
+@row("SCALES_BLOCKWISE", "scales [16, 1] and [1, 2]")
+def scales_of_one_block_of_the_contraction(b: GraphBuilder) -> Node:
+    """One per row of A, but two for the columns of B."""
+    return in_blocks(b, [16, 1], [1, 2], depth=128)
+
+
+@row("SCALES_BLOCKWISE", "scales [16, 2] and [2, 2]")
+def scatter_of_a_product_with_scales_of_blocks(b: GraphBuilder) -> Node:
+    a, w = b.input("a", [16, 256], FP8), b.input("w", [256, 256], FP8, column_major=True)
+    return b.scatter(b.scaled_mm(a, w, b.input("a_scale", [16, 2]), b.input("b_scale", [2, 2])))
+
+
+@row("GATHERED_SCALE", "_scaled_mm")
+def scales_of_blocks_that_are_gathered(b: GraphBuilder) -> Node:
+    """The data is refused with the scales' reason; the gather of the scales comes last."""
+    a, w = gathered(b, 4, 256, dtype=FP8), b.input("w", [256, 256], FP8, column_major=True)
+    return b.scaled_mm(a, w, b.gather(b.input("a_scale", [4, 2])), b.input("b_scale", [2, 2]))
+
+
+@row("SCALES_BLOCKWISE", "scales [16, 2] and [2, 2]")
+def quantized_in_blocks_after_the_gather(b: GraphBuilder) -> Node:
+    blocks = b.reshape(gathered(b, 4, 256, dtype=torch.bfloat16), [16, 2, 128])
+    scale = b.call(aten.amax.default, b.call(aten.abs.default, blocks), [-1], True)
+    fp8 = b.call(torch.ops.prims.convert_element_type.default, b.call(aten.div.Tensor, blocks, scale), FP8)
+    a_scale = b.call(torch.ops.prims.convert_element_type.default, b.reshape(scale, [16, 2]), torch.float32)
+    w = b.input("w", [256, 256], FP8, column_major=True)
+    return b.scaled_mm(b.reshape(fp8, [16, 256]), w, a_scale, b.input("b_scale", [2, 2]))
 
 
 def scaled_v2(b: GraphBuilder, recipes: tuple[list[int], list[int]], swizzle: list[int]) -> Node:
@@ -668,9 +724,25 @@ def scaled_v2(b: GraphBuilder, recipes: tuple[list[int], list[int]], swizzle: li
     return b.call_like(value, aten._scaled_mm_v2.default, a, w, *sides, None, torch.bfloat16)
 
 
-@row("SCALES_UNSUPPORTED", "BlockWise1x128 x BlockWise128x128")
-def scales_of_a_block(b: GraphBuilder) -> Node:
+@row("SCALES_BLOCKWISE", "BlockWise1x128 x BlockWise128x128")
+def recipe_of_1x128_and_128x128(b: GraphBuilder) -> Node:
     return scaled_v2(b, ([4], [5]), [])
+
+
+@row("SCALES_BLOCKWISE", "BlockWise128x128 x BlockWise1x128")
+def recipe_of_128x128_and_1x128(b: GraphBuilder) -> Node:
+    return scaled_v2(b, ([5], [4]), [])
+
+
+@row("SCALES_BLOCKWISE", "BlockWise1x128 x BlockWise1x128")
+def recipe_of_1x128_on_both_sides(b: GraphBuilder) -> Node:
+    """Scales [16, 1] as rowwise ones have: the recipe is what counts."""
+    return scaled_v2(b, ([4], [4]), [])
+
+
+@row("SCALES_UNSUPPORTED", "BlockWise128x128 x BlockWise128x128")
+def recipe_that_torch_has_not(b: GraphBuilder) -> Node:
+    return scaled_v2(b, ([5], [5]), [])
 
 
 @row("SCALES_UNSUPPORTED", "BlockWise1x32 x BlockWise1x32, swizzled")

@@ -173,7 +173,7 @@ computed on the shard and gathered: f8e4m3[8, 32] (128 bytes) and f32[8, 1] (16 
     )
 
 
-def test_scales_used_after_the_matmul_are_gathered_on_their_own() -> None:
+def test_scales_used_after_the_matmul_travel_along() -> None:
     """What torchao's backward does. The scales start before the large gather, so that they do not queue behind it."""
     b = GraphBuilder(ranks=2)
     x, (w, w_scale) = b.input("x", [3, 4, 32], torch.bfloat16), weight(b)
@@ -223,19 +223,18 @@ convert_element_type_default_1 = convert_element_type(reshape_default, f32)  # f
 div_tensor_1 = div(convert_element_type_default_1, convert_element_type_default)  # f32[12, 32]
 convert_element_type_default_2 = convert_element_type(div_tensor_1, f8)  # f8[12, 32]
 reshape_default_1 = reshape(convert_element_type_default_2, [3, 4, 32])  # f8[3, 4, 32]
-all_gather_into_tensor_default = all_gather_into_tensor(convert_element_type_default, 2, 'tp')  # f32[24, 1]
+reshape_default_2 = reshape(convert_element_type_default, [3, 4, 1])  # f32[3, 4, 1]
 all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=reshape_default_1, a_scale=full, bs=[w],
     b_scales=[full], biases=[None], gather_dim=1, gather_a_scale=False, out_dtype=bf16, use_fast_accum=False,
-    return_a_full=False, group_size=2, group_name='tp')  # (bf16[3, 8, 16])
+    return_a_full=False, group_size=2, group_name='tp', along_shard=reshape_default_2)  # (bf16[3, 8, 16], f32[3, 8,
+    1])
 getitem_2 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[3, 8, 16]
-reshape_default_2 = reshape(getitem_2, [24, 16])  # bf16[24, 16]
+reshape_default_3 = reshape(getitem_2, [24, 16])  # bf16[24, 16]
+getitem_3 = getitem(all_gather_scaled_matmul_default, 1)  # f32[3, 8, 1]
 all_gather_into_tensor = asynctp::all_gather(shard=x, group_size=2, group_name='tp')  # bf16[6, 4, 32]
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[24, 1]
-reshape_default_3 = reshape(wait_tensor_default, [2, 3, 4])  # f32[2, 3, 4]
-permute_default = permute(reshape_default_3, [1, 0, 2])  # f32[3, 2, 4]s[4, 12, 1]
-reshape_default_4 = reshape(permute_default, [24, 1])  # f32[24, 1]
+reshape_default_4 = reshape(getitem_3, [24, 1])  # f32[24, 1]
 mul = mul(reshape_default_4, w_scale)  # f32[24, 16]
-mul_1 = mul(reshape_default_2, mul)  # f32[24, 16]
+mul_1 = mul(reshape_default_3, mul)  # f32[24, 16]
 wait_tensor = wait_tensor(all_gather_into_tensor)  # bf16[6, 4, 32]
 split = split(wait_tensor, 3, 0)  # (bf16[3, 4, 32], bf16[3, 4, 32])
 getitem = getitem(split, 0)  # bf16[3, 4, 32]
@@ -245,8 +244,8 @@ reshape = reshape(cat, [24, 32])  # bf16[24, 32]
 sum_1 = sum(reshape, [0])  # bf16[32]
 return (mul_1, sum_1)
 
-computed on the shard and gathered: f8e4m3[24, 32] (384 bytes); gathered on their own: f32[24, 1] (48 bytes);
-the gather of bf16[6, 4, 32] (768 bytes) stays for sum_1, and is waited for after the fused op
+computed on the shard and gathered: f8e4m3[24, 32] (384 bytes) and f32[24, 1] (48 bytes); the gather of
+bf16[6, 4, 32] (768 bytes) stays for sum_1, and is waited for after the fused op
 """,
     )
 

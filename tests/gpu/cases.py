@@ -40,7 +40,8 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 class Case:
     """One call. `shard` is A's shape on one rank (gather) or the whole A (scatter, all_reduce), without K.
 
-    scales: "", "tensor" or "row", of A and of B, or "row+tensor"; travels: the A scale is gathered too.
+    scales: "", "tensor" or "row", of A and of B, or "row+tensor"; travels: the A scale is gathered too; along: so are
+    numbers, one per row, that are only returned.
     """
 
     op: str
@@ -57,6 +58,7 @@ class Case:
     bias: bool = False
     k_major: bool = True
     full: bool = False
+    along: bool = False
     reduce_op: str = "sum"
 
     @property
@@ -65,8 +67,8 @@ class Case:
                  f"dim{self.dim}", str(self.dtype)[6:], str(self.out_dtype)[6:]]  # fmt: skip
         flags = {
             self.scales: bool(self.scales), "travels": self.travels, "slow": not self.fast, "bias": self.bias,
-            "n-major": not self.k_major, "full": self.full, self.reduce_op: self.reduce_op != "sum",
-            f"b-{str(self.b_dtype)[6:]}": self.b_dtype is not None,
+            "n-major": not self.k_major, "full": self.full, "along": self.along,
+            self.reduce_op: self.reduce_op != "sum", f"b-{str(self.b_dtype)[6:]}": self.b_dtype is not None,
         }  # fmt: skip
         return "-".join(parts + [flag for flag, on in flags.items() if on])
 
@@ -99,6 +101,13 @@ def cases() -> Iterator[Case]:
     yield replace(base, shard=(2, 256), dim=1, full=True, ns=(256, 512))
     yield replace(base, dtype=FP8, scales="row", travels=True, full=True, ns=(256, 512))
     yield replace(base, dtype=FP8, scales="row", travels=False)
+    base = replace(base, dtype=FP8, scales="tensor", along=True)
+    yield base
+    yield replace(base, full=True, ns=(256, 512), fast=False)
+    yield replace(base, shard=(2, 256), dim=1, ns=(256, 512))
+    yield replace(base, shard=(3, 100), dim=1, full=True)
+    yield replace(base, scales="row", fast=False)
+    yield replace(base, shard=(1,), k=64, ns=(64,))
     base = Case("scatter", (1024,), 512, (512,))
     yield replace(base, ns=(512, 512, 512))
     yield replace(base, ns=(512, 512), k_major=False, shard=(2, 512), dim=1)
@@ -204,6 +213,7 @@ class Data:
     a_scales: list[Tensor]
     b_scales: list[Tensor]
     biases: list[Tensor | None]
+    along: list[Tensor]
 
 
 def draw(case: Case) -> Data:
@@ -228,7 +238,8 @@ def draw(case: Case) -> Data:
         b_scales = [scale_of(of_b or of_a, (1, n)) for n in case.ns]
         if case.op == "gather" and not case.travels:
             dist.broadcast(a_scales[0], 0)
-    return Data(a, bs, a_scales, b_scales, biases)
+    along = [torch.rand((*case.shard, 1), device=device())] if case.along else []
+    return Data(a, bs, a_scales, b_scales, biases, along)
 
 
 def call(case: Case, data: Data) -> list[Tensor]:
@@ -238,7 +249,7 @@ def call(case: Case, data: Data) -> list[Tensor]:
         if case.scales:
             return ops.all_gather_scaled_matmul(
                 data.a[0], data.a_scales[0], data.b, data.b_scales, data.biases, case.dim, case.travels,
-                case.out_dtype, case.fast, case.full, size, group)  # fmt: skip
+                case.out_dtype, case.fast, case.full, size, group, *data.along)  # fmt: skip
         return ops.all_gather_matmul(data.a[0], data.b, data.biases, case.dim, case.full, size, group)
     if case.op == "all_reduce" and case.scales:
         return [ops.scaled_matmul_all_reduce(
@@ -274,7 +285,8 @@ def expected(case: Case, data: Data) -> list[Tensor]:
             out = out * data.b_scales[i].double() if case.scales else out
             bias = data.biases[i]
             outs.append(out if bias is None else out + bias.double())
-        return [*outs, full.double()] if case.full else outs
+        outs += [full.double()] if case.full else []
+        return [*outs, *(gathered(numbers, case.dim).double() for numbers in data.along)]
     total = torch.zeros((), device=device(), dtype=torch.float64)
     for i, (a, b) in enumerate(zip(data.a, data.b, strict=True)):
         out = a.double() @ b.double()
@@ -290,8 +302,8 @@ def worst(case: Case, outs: list[Tensor], wanted: list[Tensor]) -> float:
     """The largest relative error over outputs and ranks; infinite for a wrong shape, dtype or NaN."""
     errors = []
     for i, (out, want) in enumerate(zip(outs, wanted, strict=True)):
-        exact = case.full and i == len(outs) - 1
-        dtype = case.dtype if exact else case.out_dtype
+        exact = i >= len(case.ns)  # the gathered A, and numbers that travelled along
+        dtype = torch.float32 if case.along and i == len(outs) - 1 else case.dtype if exact else case.out_dtype
         if out.shape != want.shape or out.dtype != dtype:
             errors.append(float("inf"))
             continue
@@ -453,7 +465,8 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _tensors(data: Data) -> list[Tensor]:
-    return [*data.a, *data.b, *data.a_scales, *data.b_scales, *(bias for bias in data.biases if bias is not None)]
+    biases = [bias for bias in data.biases if bias is not None]
+    return [*data.a, *data.b, *data.a_scales, *data.b_scales, *biases, *data.along]
 
 
 def main() -> int:

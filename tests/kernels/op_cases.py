@@ -37,6 +37,7 @@ class GatherCase:
     scale: str = ""
     b_dtype: torch.dtype | None = None
     out_dtype: torch.dtype = BF16
+    along: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,9 @@ GATHER_CASES = [
     GatherCase("e4m3 strided B", (9, 32), 0, (24,), E4M3, scale="shard", strided=True, out_dtype=FP32),
     GatherCase("e4m3 B as a weight", (19, 48), 0, (32, 16), E4M3, scale="shard", weight=True),
     GatherCase("e4m3 weight, outer 2, bias", (2, 19, 48), 1, (16,), E4M3, (0,), scale="shard", weight=True),
+    GatherCase("e4m3, numbers along", (2, 23, 32), 1, (24, 8), E4M3, scale="one", along=True),
+    GatherCase("e4m3, numbers along, a_full, one row", (1, 32), 0, (24,), E4M3, a_full=True, scale="full", along=True),
+    GatherCase("e4m3, numbers along, no columns", (9, 32), 0, (0,), E4M3, scale="one", along=True),
 ]
 
 SCATTER_CASES = [
@@ -143,6 +147,7 @@ class Inputs:
     biases: list[torch.Tensor | None]
     a_scales: list[torch.Tensor]
     b_scales: list[torch.Tensor]
+    along: torch.Tensor | None = None
 
 
 def make_inputs(case: Case, rank: int, world: int, seed: int) -> Inputs:
@@ -158,6 +163,7 @@ def make_inputs(case: Case, rank: int, world: int, seed: int) -> Inputs:
         biases=[_random((s[1],), bias_dtype, False, rng) if i in case.biased else None for i, s in enumerate(b_shapes)],
         a_scales=[_a_scale(case.scale, shape, full, rng, shared) for shape in a_shapes] if case.scale else [],
         b_scales=[_scale((1, s[1]) if case.scale != "one" else (), rng) for s in b_shapes] if case.scale else [],
+        along=_scale((*a_shapes[0][:-1], 1), rng) if isinstance(case, GatherCase) and case.along else None,
     )
 
 
@@ -197,7 +203,7 @@ def run(case: Case, x: Inputs, group: ProcessGroup) -> list[torch.Tensor]:
         return ops.all_gather_matmul(x.a[0], x.b, x.biases, case.dim, case.a_full, group.size(), name)
     return ops.all_gather_scaled_matmul(
         x.a[0], x.a_scales[0], x.b, x.b_scales, x.biases, case.dim, case.scale == "shard",
-        case.out_dtype, True, case.a_full, group.size(), name,
+        case.out_dtype, True, case.a_full, group.size(), name, x.along,
     )  # fmt: skip
 
 
@@ -261,11 +267,15 @@ def _judge_gather(case: GatherCase, outs: list[torch.Tensor], inputs: list[Input
     a_scale = own.a_scales[0] if own.a_scales else None
     if case.scale == "shard":
         a_scale = torch.cat([x.a_scales[0] for x in inputs], case.dim)
-    expected_count = len(case.ns) + case.a_full
+    expected_count = len(case.ns) + case.a_full + case.along
     if len(outs) != expected_count:
         return f"{len(outs)} results, expected {expected_count}"
-    if case.a_full and not torch.equal(outs[-1].view(torch.uint8), a_full.contiguous().view(torch.uint8)):
+    full = outs[len(case.ns)] if case.a_full else a_full
+    if not torch.equal(full.contiguous().view(torch.uint8), a_full.contiguous().view(torch.uint8)):
         return "a_full differs"
+    along = [x.along for x in inputs if x.along is not None]
+    if along and not torch.equal(outs[-1], torch.cat(along, case.dim)):
+        return "the numbers that travelled along differ"
     for i in range(len(case.ns)):
         reference, size = (_product(a_full, own, i, a_scale, absolute) for absolute in (False, True))
         wrong = _compare(outs[i], reference, size, case.out_dtype if case.scale else case.dtype)

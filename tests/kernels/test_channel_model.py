@@ -55,7 +55,7 @@ Bytes = tuple[tuple[int, Tag], ...]  # (address, tag)
 
 @dataclass(frozen=True)
 class Call:
-    """One op. `chunks` is ignored but by the fused implementation, `scales` and `keep_own` by a scatter.
+    """One op. `chunks` is ignored but by the fused implementation, `scales` and what is kept by a scatter.
 
     way "bulk": no product, and the main stream waits for the result only after the next call.
     """
@@ -66,6 +66,7 @@ class Call:
     outer: int = 1
     scales: bool = False
     keep_own: bool = False
+    keep_scales: bool = False
 
     @property
     def cut(self) -> Chunks:
@@ -73,7 +74,7 @@ class Call:
         return cut(self.outer, inner, 1, self.chunks) if self.way == "fused" else cut(1, inner, inner, 1)
 
     def __str__(self) -> str:
-        extras = [name for name in ("scales", "keep_own") if getattr(self, name)]
+        extras = [name for name in ("scales", "keep_own", "keep_scales") if getattr(self, name)]
         return "-".join([self.op, self.way, str(self.chunks), *["outer"] * (self.outer > 1), *extras])
 
 
@@ -175,7 +176,7 @@ class Rank:
 
     @property
     def bases(self) -> tuple[int, ...]:
-        return (0, *map(self.at, ("own", "local", "scales")))
+        return (0, *map(self.at, ("own", "local", "scales", "own scale")))
 
     def words(self, name: str) -> Words:
         return Words([rank * _RANK for rank in range(self.world)], AREAS.index(name) * _AREA)
@@ -302,6 +303,7 @@ class Rank:
             scales=call.scales,
             chunks=call.cut,
             keep_own=call.keep_own,
+            keep_own_scales=call.keep_scales,
         )
 
     def _arrived(self, call: Call) -> Callable[[int, int], Sequence[Step]]:
@@ -317,13 +319,13 @@ class Rank:
         return (*found, *(scales if call.scales else ()))
 
     def _gathered(self, number: int, call: Call, source: int, rows: Sequence[int] = range(ROWS)) -> Bytes:
-        """Rows of `source`'s shard and their scales in the gathered A; there are no own scales in it."""
+        """Rows of `source`'s shard and their scales in the gathered A; own scales are in it if they are kept."""
         inner, found = ROWS // call.outer, []
         for row in rows:
             place = (row // inner * self.world + source) * inner + row % inner
             pairs = zip(self._span(place, self.width), self._span(row, self.width), strict=True)
             found += [(self.of_call(number, "local") + to, (number, source, "a", i)) for to, i in pairs]
-            if call.scales and source != self.rank:
+            if call.scales and (source != self.rank or call.keep_scales):
                 pairs = zip(self._span(place), self._span(row), strict=True)
                 found += [(self.at("scales") + to, (number, source, "scale", i)) for to, i in pairs]
         return tuple(found)
@@ -770,6 +772,7 @@ PARTICULAR = (
     Case(2, (Call("gather", chunks=2, outer=2), Call("scatter", chunks=2, outer=2)), programs=2, columns=2),
     Case(2, (Call("scatter", chunks=2), Call("scatter"), Call("scatter", "decomposed")), programs=2, columns=2),
     Case(3, (Call("gather", outer=2, scales=True, keep_own=True), Call("scatter")), programs=4, columns=2),
+    Case(2, (Call("gather", scales=True, keep_own=True, keep_scales=True), Call("gather", scales=True)), programs=2),
     Case(4, (Call("gather", chunks=2), Call("scatter", chunks=2), Call("gather", "decomposed")), programs=2),
     Case(4, (Call("scatter", "decomposed"), Call("scatter"), Call("gather", scales=True))),
 )

@@ -72,6 +72,7 @@ def run_gather(
     group_size: int,
     group: ProcessGroup,
     check: Check,
+    along: Tensor | None = None,
 ) -> list[Tensor] | None:
     """all_gather(a_shard, dim) @ b for every b; arguments as those of the ops. None: run the unfused program.
 
@@ -87,13 +88,13 @@ def run_gather(
         return None
     key = (
         "gather", group_size, dim, scale_travels, out_dtype, fast, return_a_full, _key(a_shard), _optional_key(a_scale),
-        *map(_key, bs), *map(_key, b_scales), *map(_optional_key, biases), select.requested(),
+        *map(_key, bs), *map(_key, b_scales), *map(_optional_key, biases), _optional_key(along), select.requested(),
     )  # fmt: skip
     plan = memory.plans.get(key, _MISSING)
     if plan is _MISSING or (plan is not None and plan.stale):  # type: ignore[attr-defined]
         check()
         call = GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, scale_travels, out_dtype, fast, return_a_full,
-                          memory.world)  # fmt: skip
+                          memory.world, along)  # fmt: skip
         choice = explain_gather(call)  # not within _Whole: what is refused has not begun
         with _Whole(memory):
             plan = _keep(memory, key, _gather_plan(call, memory, choice))
@@ -101,7 +102,7 @@ def run_gather(
     if plan is None:
         return None
     with _Whole(memory):
-        outs: list[Tensor] = plan.run(a_shard, a_scale, bs, b_scales, biases)  # type: ignore[attr-defined]
+        outs: list[Tensor] = plan.run(a_shard, a_scale, bs, b_scales, biases, along)  # type: ignore[attr-defined]
     return outs
 
 
@@ -399,6 +400,8 @@ def explain(op: str, args: Sequence[Any]) -> Choice:
         op: Its name.
         args: Its arguments; before the group stands its size, for the ops that are not told it too.
     """
+    if op == "all_gather_scaled_matmul":
+        args = args[:12]  # what only travels along decides nothing
     *given, world, _ = args
     if op == "all_gather_matmul":
         a, bs, biases, dim, full = given

@@ -49,6 +49,12 @@ class GatherCall:
     fast: bool
     return_a_full: bool
     world: int
+    along: Tensor | None = None
+
+    @property
+    def travels(self) -> Tensor | None:
+        """The numbers, one per row, that are gathered with the shard: its scale, or what is only returned."""
+        return self.a_scale if self.scale_travels else self.along
 
     @property
     def layout(self) -> ShardLayout:
@@ -71,19 +77,20 @@ class GatherCall:
 
 
 class GatherPlan:
-    """One call, prepared. `run` gives the products, then the gathered A if asked for."""
+    """One call, prepared. `run` gives the products, then the gathered A if asked for, then the gathered `along`."""
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
         self.memory, self.layout, self.outer = memory, call.layout, call.outer
         self.scaling, self.out_dtype = call.scaling, call.out_dtype
         self.return_a_full, self.scale_travels = call.return_a_full, call.scale_travels
+        self.numbers_travel = call.travels is not None
         self.row_bytes = self.layout.cols * call.a_shard.itemsize
         self.shard_bytes = self.layout.rows * self.row_bytes
-        # where a shard lies in symmetric memory: as units, then its row scales if they travel
+        # where a shard lies in symmetric memory: as units, then the numbers of its rows if such travel
         self.unit_bytes = next(size for size in (4, 2, 1) if self.row_bytes % size == 0)
         self.units = self.shard_bytes // self.unit_bytes
         self.scale_offset = align(self.shard_bytes)
-        self.staged_bytes = self.scale_offset + (self.layout.rows * 4 if self.scale_travels else 0)
+        self.staged_bytes = self.scale_offset + (self.layout.rows * 4 if self.numbers_travel else 0)
         self.widths = [b.shape[1] for b in call.bs]
         self.device_index: int = call.a_shard.device.index
         self.generation = -1
@@ -101,6 +108,14 @@ class GatherPlan:
         lead = self.layout.full_shape[:-1]
         return [a_shard.new_empty((*lead, width), dtype=self.out_dtype) for width in self.widths]
 
+    def results(self, outs: list[Tensor], full: Tensor, numbers: Tensor | None) -> list[Tensor]:
+        """What the call returns; `numbers` are those of all rows that travelled."""
+        if self.return_a_full:
+            outs.append(full)
+        if numbers is not None and not self.scale_travels:
+            outs.append(numbers.view(*self.layout.full_shape[:-1], 1))
+        return outs
+
     def run(
         self,
         a_shard: Tensor,
@@ -108,6 +123,7 @@ class GatherPlan:
         bs: Sequence[Tensor],
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
+        along: Tensor | None = None,
     ) -> list[Tensor]:
         raise NotImplementedError
 
@@ -131,9 +147,10 @@ class Pulled(GatherPlan):
             outer=self.outer,
             inner=self.layout.inner,
             scale_offset=self.scale_offset,
-            scales=self.scale_travels,
+            scales=self.numbers_travel,
             chunks=chunks,
             keep_own=self.return_a_full,
+            keep_own_scales=call.along is not None,
         )
         steps = gather_script(rank, world, moves, self.arrived)
         self.play = compile_script(steps, memory.peer_writes, memory.one)
@@ -146,12 +163,13 @@ class Pulled(GatherPlan):
         programs = grid(-(-self.units // block), STAGE_PROGRAMS)
         shard = self.as_units(aligned(call.a_shard))
         box, scale_box = self.as_units(outbox), outbox[self.scale_offset :].view(torch.float32)
-        scale = memory.dummy if call.a_scale is None else aligned(call.a_scale)
+        numbers = call.a_scale if call.travels is None else call.travels
+        scale = memory.dummy if numbers is None else aligned(numbers)
         tail = [self.units, self.layout.rows, memory.stage_pads.data_ptr(), memory.stage_epoch, memory.stage_done,
                 memory.bound, memory.status, code(call.op, "call"), memory.rank]  # fmt: skip
         constants = {
             "WORLD": memory.world,
-            "SCALE_TRAVELS": self.scale_travels,
+            "SCALE_TRAVELS": self.numbers_travel,
             "BLOCK": block,
             "PROGRAMS": programs,
         }
@@ -164,15 +182,17 @@ class Pulled(GatherPlan):
         """What tells the consumer that a chunk is in place."""
         raise NotImplementedError
 
-    def start(self, stream: int, a_shard: Tensor, a_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Enqueue staging and copies; gives the gathered A and its scales, complete when everything has arrived."""
+    def start(self, stream: int, a_shard: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Enqueue staging and copies; gives the gathered A and numbers, complete when everything has arrived.
+
+        The own rows are only in what is returned: of A with `return_a_full`, of the numbers if they are no scale.
+        """
         memory = self.memory
         full = a_shard.new_empty(self.layout.full_shape)
         scales, own_scale, all_scales = None, 0, 0
-        if self.scale_travels:
-            assert a_scale is not None
-            scales = a_scale.new_empty(self.layout.full_rows)
-            own_scale, all_scales = a_scale.data_ptr(), scales.data_ptr()
+        if numbers is not None:
+            scales = numbers.new_empty(self.layout.full_rows)
+            own_scale, all_scales = numbers.data_ptr(), scales.data_ptr()
         memory.begin_direct(stream)
         shard = a_shard.data_ptr()
         if self.stage_first:
@@ -181,7 +201,7 @@ class Pulled(GatherPlan):
         memory.fork(stream)
         if not self.stage_first:
             self.stage(memory.stream, [shard, own_scale, *self.stage_tail])
-        self.play(memory.stream, (0, shard, full.data_ptr(), all_scales))
+        self.play(memory.stream, (0, shard, full.data_ptr(), all_scales, own_scale))
         driver.record_event(memory.end, memory.stream)
         return full, scales
 
@@ -250,6 +270,7 @@ class FusedGather(Pulled):
         bs: Sequence[Tensor],
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
+        along: Tensor | None = None,
     ) -> list[Tensor]:
         stream = driver.current_stream(self.device_index)
         a_shard = aligned(a_shard)
@@ -257,13 +278,15 @@ class FusedGather(Pulled):
             a_scale = aligned(a_scale) if self.scale_travels else a_scale.contiguous()
         bs = [aligned_columns(b) for b in bs]
         b_scales, biases = dense(b_scales), dense(biases)
+        numbers = a_scale if self.scale_travels else None if along is None else aligned(along)
         outs = self.new_outputs(a_shard)
-        full, scales = self.start(stream, a_shard, a_scale)
+        full, all_numbers = self.start(stream, a_shard, numbers)
         unused = self.unused
         scale0 = scale1 = unused
         if a_scale is not None:
-            scale0 = a_scale.data_ptr()
-            scale1 = scale0 if scales is None else scales.data_ptr()
+            scale0 = scale1 = a_scale.data_ptr()
+            if self.scale_travels and all_numbers is not None:
+                scale1 = all_numbers.data_ptr()
         self.launch(
             stream,
             [
@@ -285,7 +308,7 @@ class FusedGather(Pulled):
             ],
         )
         self.finish(stream)
-        return [*outs, full] if self.return_a_full else outs
+        return self.results(outs, full, all_numbers)
 
 
 def _addresses(tensors: Sequence[Tensor | None], unused: int) -> list[int]:
@@ -316,13 +339,16 @@ class DecomposedGather(Pulled):
         bs: Sequence[Tensor],
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
+        along: Tensor | None = None,
     ) -> list[Tensor]:
         stream = driver.current_stream(self.device_index)
         a_shard = aligned(a_shard)
         if a_scale is not None:
             a_scale = aligned(a_scale) if self.scale_travels else a_scale.contiguous()
+        numbers = a_scale if self.scale_travels else None if along is None else aligned(along)
         outs = self.new_outputs(a_shard)
-        full, scales = self.start(stream, a_shard, a_scale)
+        full, all_numbers = self.start(stream, a_shard, numbers)
+        scales = all_numbers if self.scale_travels else None
         rank, world, rows, k = self.memory.rank, self.memory.world, self.layout.rows, self.layout.cols
         parts = full.view(world, rows, k).unbind()
         places = [out.view(world, rows, out.shape[-1]).unbind() for out in outs]
@@ -342,7 +368,7 @@ class DecomposedGather(Pulled):
                 scale = b_scales[i] if b_scales else None
                 product(a, b, biases[i], row_scale, scale, self.scaling, out=places[i][source])
         self.finish(stream)
-        return [*outs, full] if self.return_a_full else outs
+        return self.results(outs, full, all_numbers)
 
 
 def direct_block(size: int, largest: int) -> int:
@@ -372,12 +398,13 @@ class DirectGather(GatherPlan):
             memory.status, code(call.op, "shard"), memory.rank,
         ]  # fmt: skip
         shard, full = aligned(call.a_shard), call.a_shard.new_empty(layout.full_shape)
-        scale = memory.dummy if call.a_scale is None else aligned(call.a_scale)
+        numbers_like = call.a_scale if call.travels is None else call.travels
+        scale = memory.dummy if numbers_like is None else aligned(numbers_like)
         args = [self.as_units(shard), scale, self.as_units(full), memory.dummy, *numbers, *memory_args]
         args[8], args[9] = area.table.data_ptr(), words.table.data_ptr()
         constants = {
             "WORLD": memory.world,
-            "SCALE_TRAVELS": self.scale_travels,
+            "SCALE_TRAVELS": self.numbers_travel,
             "CONTIGUOUS": self.outer == 1 and not layout.along_last,
             "ALONG_LAST": layout.along_last,
             "MAX_PROGRAMS": DIRECT_PROGRAMS,
@@ -395,17 +422,18 @@ class DirectGather(GatherPlan):
         bs: Sequence[Tensor],
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
+        along: Tensor | None = None,
     ) -> list[Tensor]:
         stream = driver.current_stream(self.device_index)
         memory, layout = self.memory, self.layout
         a_shard = aligned(a_shard)
         full = a_shard.new_empty(layout.full_shape)
+        numbers = a_scale if self.scale_travels else along
         own_scale = all_scales = memory.dummy
-        row_scale = a_scale
-        if self.scale_travels:
-            assert a_scale is not None
-            own_scale = aligned(a_scale)
-            row_scale = all_scales = a_scale.new_empty((layout.full_rows, 1))
+        if numbers is not None:
+            own_scale = aligned(numbers)
+            all_scales = numbers.new_empty((layout.full_rows, 1))
+        row_scale = all_scales if self.scale_travels else a_scale
         memory.begin_direct(stream)
         addresses = [a_shard.data_ptr(), own_scale.data_ptr(), full.data_ptr(), all_scales.data_ptr()]
         self.launch(stream, [*addresses, *self.tail])
@@ -416,4 +444,4 @@ class DirectGather(GatherPlan):
             product(rows, b, biases[i], row_scale, b_scales[i] if b_scales else None, self.scaling).view(*lead, -1)
             for i, b in enumerate(bs)
         ]
-        return [*outs, full] if self.return_a_full else outs
+        return self.results(outs, full, None if numbers is None else all_scales)

@@ -18,7 +18,7 @@ from .driver import Write as Write
 from .machine import driver
 from .tiles import Chunks
 
-ABSOLUTE, OWN, FULL, FULL_SCALE = range(4)
+ABSOLUTE, OWN, FULL, FULL_SCALE, OWN_SCALE = range(5)
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,7 @@ class GatherMoves:
         scale_offset, scales: where in the outbox the row scales are, and whether there are any.
         chunks: how a shard is cut.
         keep_own: the own rows go into the gathered A too, which is then complete.
+        keep_own_scales: likewise the own rows' scales.
     """
 
     outboxes: Sequence[int]
@@ -161,6 +162,7 @@ class GatherMoves:
     scales: bool
     chunks: Chunks
     keep_own: bool
+    keep_own_scales: bool = False
 
 
 def gather_script(
@@ -179,9 +181,16 @@ def gather_script(
             steps.append(_rows(moves, world, source, FULL, moves.outboxes[source], moves.row_bytes, first, end))
             steps += arrived(source, chunk)
     if moves.keep_own:
-        copy = _rows(moves, world, rank, FULL, 0, moves.row_bytes)
-        steps.append(Copy(copy.dst, Place(OWN, 0), copy.width, copy.height, copy.dst_pitch, copy.src_pitch))
+        steps.append(_own_rows(moves, rank, world, FULL, OWN, moves.row_bytes))
+    if moves.keep_own_scales:
+        steps.append(_own_rows(moves, rank, world, FULL_SCALE, OWN_SCALE, 4))
     return steps
+
+
+def _own_rows(moves: GatherMoves, rank: int, world: int, whole: int, own: int, row: int) -> Copy:
+    """The own rows of `row` bytes, from where the caller has them to their places in the gathered tensor."""
+    copy = _rows(moves, world, rank, whole, 0, row)
+    return Copy(copy.dst, Place(own, 0), copy.width, copy.height, copy.dst_pitch, copy.src_pitch)
 
 
 def _rows(
