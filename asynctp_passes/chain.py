@@ -290,7 +290,7 @@ class Candidate:
 class Decision:
     """The outcome for one candidate: `refusal is None` means FUSED.
 
-    `behind` has the matmuls that a gather, not fused, is to run beside: it starts before the first of them, and is
+    `behind` has the matmuls that a collective, not fused, is to run beside: it starts before the first of them, and is
     waited for behind the last.
     """
 

@@ -1,11 +1,16 @@
-"""Hide gathers that no fused op makes faster: let each run whole beside products that do not need it. Pure.
+"""Hide collectives that no fused op makes faster: let each run whole beside products that do not need it. Pure.
 
     shard ─▶ all_gather ─────────────────────▶ wait ─▶ view* ─▶ mm      weight gradients
+    whole ─▶ reduce_scatter ─────────────────▶ wait ─▶ …                no matmul next to it, or one that is taken
                   product ─▶ … ─▶ product                              neither needs the other
 
 A weight's gradient contracts over the gathered rows: each of its elements needs all of the gather, so its product has
 nothing to begin with while shards arrive. Other products have. Which ones is decided on the graph in which every fused
-chain is one node, so that the rewrite can move the gather before the first of them and the wait behind the last.
+chain is one node, so that the rewrite can move the collective before the first of them and the wait behind the last.
+
+A reduce-scatter is hidden if that pays: it is more than latency, and beside it run matmuls which are not fused (the
+link is free meanwhile) and take as long as it does. Its group must have a fused chain: FSDP's are best left to
+bucketing.
 """
 
 from __future__ import annotations
@@ -19,20 +24,27 @@ from asynctp_passes import cost, reasons
 from asynctp_passes.chain import Collective, Decision, GatherChain, anchor
 from asynctp_passes.fxview import segments
 from asynctp_passes.read import contracts_rows, is_matmul, is_only_awaited
-from asynctp_passes.reasons import Refusal
+from asynctp_passes.reasons import Reason, Refusal
 
-__all__ = ["hide"]
+__all__ = ["LEAST_BYTES", "hide"]
 
+LEAST_BYTES = 1 << 20
+"""A reduce-scatter of fewer bytes stays as it is: it is mostly latency, and to start it costs the host more."""
+
+_NO_PRODUCT = (reasons.NO_MATMUL, reasons.MATMUL_TAKEN, reasons.COLUMNS_TOO_LARGE)
 _NEEDS_ALL = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.ROWS_CONTRACTED, reasons.CONTRACTION_TOO_LARGE)
 
 
 def hide(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Decision]:
-    """The decisions, in the same order: gathers for weight gradients alone run beside products where there are any."""
+    """The decisions, in the same order: collectives that stay alone run beside products where there are any."""
     result = list(decisions)
+    groups = {one.candidate.collective.group_key for one in decisions if one.refusal is None}
     for index, decision in enumerate(decisions):
-        if _needs_all(decision):
+        scatters = _scatters_alone(decision, groups)
+        if scatters or _needs_all(decision):
             fused = [other for other in result if other.refusal is None and other is not decision]
-            result[index] = _hidden(_Scene(graph, fused), decision)
+            reason = reasons.SCATTER_BEHIND_PRODUCTS if scatters else reasons.BEHIND_PRODUCTS
+            result[index] = _hidden(_Scene(graph, fused), decision, reason)
     return result
 
 
@@ -47,29 +59,36 @@ def _needs_all(decision: Decision) -> bool:
     return isinstance(chain, GatherChain) and chain.placement.axis == "contraction" and contracts
 
 
-def _hidden(scene: _Scene, decision: Decision) -> Decision:
-    collective = decision.candidate.collective
-    products = scene.products_beside(collective)
+def _scatters_alone(decision: Decision, groups: set[str]) -> bool:
+    """True for a reduce-scatter of one of these groups that no matmul takes in, and that takes more than latency."""
+    collective, refusal = decision.candidate.collective, decision.refusal
+    if collective.kind != "reduce_scatter" or refusal is None or refusal.reason not in _NO_PRODUCT:
+        return False
+    sends = cost.received_bytes(collective.input, collective.group_size) if collective.input is not None else 0
+    large = sends is None or sends >= LEAST_BYTES
+    sums = collective.reduce_op in ("sum", "avg")
+    return large and sums and collective.group_key in groups and not decision.candidate.weights
+
+
+def _hidden(scene: _Scene, decision: Decision, reason: Reason) -> Decision:
+    products = scene.products_beside(decision.candidate.collective)
     if not products:
         return decision
     first, last = products[0].node.name, products[-1].node.name
     way = f"from before {first} to behind {last}" if first != last else f"beside {first}"
     facts = f"{way}: {len(products)} product{'s'[: len(products) > 1]}"
-    return replace(
-        decision,
-        refusal=Refusal(reasons.BEHIND_PRODUCTS, facts),
-        behind=tuple(product.node for product in products),
-    )
+    return replace(decision, refusal=Refusal(reason, facts), behind=tuple(product.node for product in products))
 
 
 @dataclass(frozen=True)
 class _Product:
-    """A matmul, or a fused op by one of its matmuls; `place` is where it stands, `segment` between which mutations."""
+    """A matmul, or a `fused` op by one of its matmuls: where it stands, and between which mutations."""
 
     node: fx.Node
     place: int
     segment: int
     flops: int | None
+    fused: bool
 
 
 class _Scene:
@@ -82,33 +101,38 @@ class _Scene:
         ops = [decision.candidate.chain for decision in fused if decision.candidate.chain is not None]
         within = {node for chain in ops for matmul in chain.matmuls for node in matmul.nodes}
         alone = [node for node in graph.nodes if is_matmul(node) and node not in within]
-        found = [self._product(node, node, cost.flops_of(node)) for node in alone]
-        found += [self._product(chain.matmuls[0].node, anchor(chain), cost.cost_of(chain).flops) for chain in ops]
+        found = [self._product(node, node, cost.flops_of(node), False) for node in alone]
+        found += [self._product(chain.matmuls[0].node, anchor(chain), cost.cost_of(chain).flops, True) for chain in ops]
         self.products = sorted(found, key=lambda product: product.place)
 
-    def _product(self, node: fx.Node, stands_at: fx.Node, flops: int | None) -> _Product:
-        return _Product(node, self.place[stands_at], self.segments[stands_at], flops)
+    def _product(self, node: fx.Node, stands_at: fx.Node, flops: int | None, fused: bool) -> _Product:
+        return _Product(node, self.place[stands_at], self.segments[stands_at], flops, fused)
 
-    def products_beside(self, gather: Collective) -> list[_Product]:
-        """The products to run beside a gather, in order: those in between already, then the next, then the ones before.
+    def products_beside(self, collective: Collective) -> list[_Product]:
+        """The products to run beside a collective, in order: those in between already, the next, then the ones before.
 
-        No more than it takes to cover the gather's time.
+        No more than it takes to cover its time. A reduce-scatter has none unless they cover it, nor a fused one.
         """
-        if not is_only_awaited(gather):
+        if not is_only_awaited(collective):
             return []
-        after = self._reach(gather.results, lambda node: node.users)
-        before = self._reach([gather.node], lambda node: node.all_input_nodes)
-        segment = self.segments[gather.node]
-        if any(self.segments[wait] != segment for wait in gather.waits):
+        after = self._reach(collective.results, lambda node: node.users)
+        before = self._reach([collective.node], lambda node: node.all_input_nodes)
+        segment = self.segments[collective.node]
+        if any(self.segments[wait] != segment for wait in collective.waits):
             return []
-        near = [one for one in self.products if one.segment == segment]
+        gathers = collective.kind == "all_gather"
+        near = [one for one in self.products if one.segment == segment and (gathers or not one.fused)]
         free = [one for one in near if one.node not in after and one.node not in before]
-        start, use = self.place[gather.node], min(self.place[node] for node in after if is_matmul(node))
+        start = self.place[collective.node]
+        use = min((self.place[node] for node in after if is_matmul(node)), default=len(self.place))
         between = [one for one in free if start < one.place < use]
         others = [one for one in free if one.place > use] + [one for one in free[::-1] if one.place < start]
-        chosen = list(between)
-        while others and not cost.covers([one.flops for one in chosen], gather.node, gather.group_size):
+        whole, chosen = collective.node if gathers else collective.input, list(between)
+        assert whole is not None
+        while others and not cost.covers([one.flops for one in chosen], whole, collective.group_size):
             chosen.append(others.pop(0))
+        if not gathers and not cost.covers([one.flops for one in chosen], whole, collective.group_size):
+            return []
         return sorted(chosen, key=lambda one: one.place)
 
     def _reach(self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:

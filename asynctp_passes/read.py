@@ -81,10 +81,13 @@ def _is_transposed(value: torch.Tensor) -> bool:
 
 
 # --- collectives ----------------------------------------------------------------------------------------------
-def is_only_awaited(gather: Collective) -> bool:
-    """True for torch's own all-gather, whose result nothing looks at before it is waited for."""
-    own = op_name(gather.node) == "_c10d_functional.all_gather_into_tensor.default"
-    return own and bool(gather.waits) and all(user in gather.waits for user in gather.node.users)
+_OWN = ("_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.reduce_scatter_tensor.default")
+
+
+def is_only_awaited(collective: Collective) -> bool:
+    """True for torch's own all-gather or reduce-scatter, whose result nothing looks at before it is waited for."""
+    waits = collective.waits
+    return op_name(collective.node) in _OWN and bool(waits) and all(user in waits for user in collective.node.users)
 
 
 def read_collectives(graph: fx.Graph) -> list[Collective]:

@@ -66,7 +66,7 @@ def rewrite(
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
     The all-reduces of a bundle become one, and what that waits for moves in front of it. Unused nodes are erased, the
-    order is restored where an operand of a later matmul moved, the gathers of `hidden` are moved beside their products,
+    order is restored where an operand of a later matmul moved, the collectives of `hidden` move beside their products,
     and the graph is linted.
     """
     segment = segments(graph)
@@ -756,15 +756,23 @@ def _arrange(order: Sequence[fx.Node]) -> None:
         before.append(node)
 
 
-# --- gathers behind products ---------------------------------------------------------------------------------
-def _leaves_sms(gather: Collective) -> bool:
-    return gather.node.target is torch.ops.asynctp.all_gather.default
+# --- collectives behind products ---------------------------------------------------------------------------------
+_IN_FLIGHT = {
+    "all_gather": torch.ops.asynctp.all_gather.default,
+    "reduce_scatter": torch.ops.asynctp.reduce_scatter.default,
+}
 
 
-def _leave_sms(gather: Collective) -> None:
-    """Make torch's all-gather `asynctp::all_gather`, which leaves the GPU's SMs to what runs beside it."""
-    gather.node.target = torch.ops.asynctp.all_gather.default
-    gather.node.args, gather.node.kwargs = (gather.node.args[0], gather.group_size, gather.group), {}
+def _leaves_sms(collective: Collective) -> bool:
+    return collective.node.target in _IN_FLIGHT.values()
+
+
+def _leave_sms(collective: Collective) -> None:
+    """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it."""
+    node, values = collective.node, arguments(collective.node)
+    reduction = (collective.reduce_op,) if collective.kind == "reduce_scatter" else ()
+    node.target = _IN_FLIGHT[collective.kind]
+    node.args, node.kwargs = (values["input"], *reduction, collective.group_size, collective.group), {}
 
 
 def _run_beside(
@@ -832,18 +840,18 @@ def _products_that_hide(
 
 
 def _run_behind(graph: fx.Graph, decisions: Sequence[Decision], fused: dict[fx.Node, fx.Node]) -> None:
-    """Start each gather before the first of its products, and wait for it behind the last.
+    """Start each collective before the first of its products, and wait for it behind the last.
 
-    `hide` has seen to it that neither the products nor what they are fused with depend on the gather, or it on them.
+    `hide` has seen to it that neither the products nor what they are fused with depend on it, or it on them.
     """
     for decision in decisions:
-        gather = decision.candidate.collective
+        collective = decision.candidate.collective
         position = {node: index for index, node in enumerate(graph.nodes)}
         products = sorted((fused.get(node, node) for node in decision.behind), key=position.__getitem__)
-        _leave_sms(gather)
-        for node in _reach([gather.node], lambda node: node.all_input_nodes, position, behind=products[0]):
+        _leave_sms(collective)
+        for node in _reach([collective.node], lambda node: node.all_input_nodes, position, behind=products[0]):
             products[0].prepend(node)
-        _move_behind(graph, gather.waits, products[-1])
+        _move_behind(graph, collective.waits, products[-1])
 
 
 def _reach(

@@ -387,6 +387,7 @@ _GROUP_OPS: dict[str, GroupOp] = {
     "_c10d_functional_autograd::all_gather_into_tensor": _all_gather_into_tensor,
     "_c10d_functional_autograd::reduce_scatter_tensor": _reduce_scatter_tensor,
     "asynctp::all_gather": _all_gather_into_tensor,
+    "asynctp::reduce_scatter": _reduce_scatter_tensor,
     "_c10d_functional::all_reduce_": _all_reduce_in_place,
     "vllm_like::all_gather": _custom_all_gather,
     "vllm_like::reduce_scatter": _custom_reduce_scatter,

@@ -12,7 +12,7 @@ from lockstep import differences, evaluate
 from test_property import copied
 from torch.fx import Graph, Node
 
-from asynctp_passes import Config, Report, run
+from asynctp_passes import Config, Report, hide, run
 
 Build = Callable[[GraphBuilder], tuple[Node, ...]]
 
@@ -259,6 +259,149 @@ def values(graph: Graph, rank: int) -> list[torch.Tensor]:
     return [torch.randn(*value.shape, generator=generator, dtype=value.dtype) for value in inputs]
 
 
+# --- reduce-scatters that no matmul takes in -----------------------------------------------------------------
+def chain(b: GraphBuilder) -> Node:
+    """What makes the group one of tensor parallelism."""
+    return b.scatter(product(b, "chain"))
+
+
+def scattered_norms(b: GraphBuilder, group: str = "tp") -> Node:
+    """A reduce-scatter of something that no matmul made: the backward of what follows a gather without a matmul."""
+    started = b.call(c10d.reduce_scatter_tensor.default, b.relu(b.input("g", [8, 6])), "sum", b.ranks, group)
+    return b.call(c10d.wait_tensor.default, started)
+
+
+def large_product(b: GraphBuilder, name: str = "p") -> Node:
+    return b.mm(b.input(name, [64, 64]), b.input(f"{name}_w", [64, 64]))
+
+
+def scatter_then_products(b: GraphBuilder) -> tuple[Node, ...]:
+    scattered = b.relu(scattered_norms(b))
+    return chain(b), scattered, large_product(b)
+
+
+def products_then_scatter(b: GraphBuilder) -> tuple[Node, ...]:
+    whole, free = b.input("g", [8, 6]), large_product(b)
+    return chain(b), free, b.scatter(b.relu(whole))
+
+
+def scatter_of_a_taken_product(b: GraphBuilder) -> tuple[Node, ...]:
+    """The gather's fused op has the only matmul, so its result is scattered beside another product."""
+    full = b.mm(b.gather(b.input("x", [4, 6])), b.input("w", [6, 4]))
+    return b.scatter(full), large_product(b)
+
+
+def gather_and_scatter_beside_one_product(b: GraphBuilder) -> tuple[Node, ...]:
+    return gradient(b), scattered_norms(b), chain(b), large_product(b)
+
+
+def scatter_into_a_scatter(b: GraphBuilder) -> tuple[Node, ...]:
+    """The second waits for the first; both run beside the product."""
+    second = b.scatter(b.relu(b.reshape(scattered_norms(b), [8, 3])))
+    return chain(b), second, large_product(b)
+
+
+def product_of_the_scattered(b: GraphBuilder) -> tuple[Node, ...]:
+    return chain(b), b.mm(scattered_norms(b), b.input("v", [6, 6]))
+
+
+def scatter_of_the_product(b: GraphBuilder) -> tuple[Node, ...]:
+    """The product has another user, so the scatter is not fused with it; and it cannot run beside it."""
+    free = large_product(b)
+    return chain(b), b.scatter(b.call(aten.cumsum.default, free, 0))
+
+
+def nothing_but_a_fused_op(b: GraphBuilder) -> tuple[Node, ...]:
+    return chain(b), scattered_norms(b)
+
+
+def product_behind_a_mutation_only(b: GraphBuilder) -> tuple[Node, ...]:
+    scattered, fused, state = scattered_norms(b), chain(b), b.input("state", [64, 64])
+    b.call(aten.add_.Tensor, state, 1.0)
+    return scattered, fused, b.mm(state, b.input("v", [64, 64]))
+
+
+def scatter_returned_before_the_wait(b: GraphBuilder) -> tuple[Node, ...]:
+    started = b.call(c10d.reduce_scatter_tensor.default, b.input("g", [8, 6]), "sum", b.ranks, b.group)
+    return started, b.call(c10d.wait_tensor.default, started), chain(b), large_product(b)
+
+
+def scatter_of_a_group_without_chains(b: GraphBuilder) -> tuple[Node, ...]:
+    return scattered_norms(b, "dp"), chain(b), large_product(b)
+
+
+def scatter_of_maxima(b: GraphBuilder) -> tuple[Node, ...]:
+    return b.scatter(b.input("g", [8, 6]), "max"), chain(b), large_product(b)
+
+
+SCATTERS: dict[Build, list[str]] = {
+    scatter_then_products: ["ATP405", "FUSED"],
+    products_then_scatter: ["FUSED", "ATP405"],
+    scatter_of_a_taken_product: ["FUSED", "ATP405"],
+    gather_and_scatter_beside_one_product: ["ATP404", "ATP405", "FUSED"],
+    scatter_into_a_scatter: ["ATP405", "ATP405", "FUSED"],
+    product_of_the_scattered: ["FUSED", "ATP002"],
+    scatter_of_the_product: ["FUSED", "ATP002"],
+    nothing_but_a_fused_op: ["FUSED", "ATP002"],
+    product_behind_a_mutation_only: ["ATP002", "FUSED"],
+    scatter_returned_before_the_wait: ["ATP002", "FUSED"],
+    scatter_of_a_group_without_chains: ["ATP002", "FUSED"],
+    scatter_of_maxima: ["ATP002", "FUSED"],
+}
+
+
+@pytest.mark.parametrize("build", SCATTERS, ids=lambda build: build.__name__)
+def test_scatters(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hide, "LEAST_BYTES", 0)
+    assert sorted(codes(fuse(built(build)))) == sorted(SCATTERS[build])
+    assert same_results(build)
+
+
+def test_a_scatter_starts_before_the_products_and_is_waited_for_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hide, "LEAST_BYTES", 0)
+    assert_expected_inline(
+        becomes(scatter_then_products),
+        """\
+g: f32[8, 6]
+relu = relu(g)  # f32[8, 6]
+reduce_scatter_tensor = asynctp::reduce_scatter(whole=relu, reduce_op='sum', group_size=2, group_name='tp')  # f32[4,
+    6]
+chain: f32[8, 6]
+chain_w: f32[6, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[chain], b_parts=[chain_w], biases=[None],
+    reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp')  # f32[4, 8]
+p: f32[64, 64]
+p_w: f32[64, 64]
+mm_1 = mm(p, p_w)  # f32[64, 64]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[4, 6]
+relu_1 = relu(wait_tensor)  # f32[4, 6]
+return (matmul_reduce_scatter_default, relu_1, mm_1)
+""",
+    )
+
+
+def test_a_scatter_is_hidden_if_that_pays() -> None:
+    """Not where it is small, nor where the products end before it does."""
+
+    def build(rows: int, width: int, product_rows: int) -> Build:
+        def nodes(b: GraphBuilder) -> tuple[Node, ...]:
+            scattered = b.scatter(b.relu(b.input("g", [rows, width])))
+            return chain(b), scattered, b.mm(b.input("p", [product_rows, 4096]), b.input("p_w", [4096, 4096]))
+
+        return nodes
+
+    outcomes = {
+        "pays": codes(fuse(built(build(4096, 4096, 4096)))),
+        "small": codes(fuse(built(build(64, 4096, 4096)))),
+        "not covered": codes(fuse(built(build(4096, 4096, 8)))),
+    }
+    assert {name: "ATP405" in found for name, found in outcomes.items()} == {
+        "pays": True,
+        "small": False,
+        "not covered": False,
+    }
+
+
 # --- whose collectives they are ------------------------------------------------------------------------------
 def fully_sharded_step(b: GraphBuilder) -> tuple[Node, ...]:
     """A backward graph over "tp" whose weights and their gradients are sharded over "dp"."""
@@ -292,6 +435,30 @@ def test_a_group_with_a_chain_is_tensor_parallel_throughout() -> None:
     """The same reduction beside a chain that moves activations: its group is not one of FSDP."""
     report = fuse(built(lambda b: (*plain_gradient(b), b.scatter(product(b)))))
     assert codes(report) == ["FUSED", "FUSED"]
+    gradient_of_weight, activation = report.fused
+    assert "taken for tensor parallelism" in gradient_of_weight.message
+    assert activation.message == ""
+
+
+def test_a_report_says_by_what_the_scope_was_decided() -> None:
+    (gradient_of_weight,) = fuse(built(plain_gradient)).skipped
+    assert gradient_of_weight.message.endswith(
+        "[group tp: by strides, the left operand of mm is transposed, and no matmul follows]"
+    )
+    assert "Config(groups=...)" in gradient_of_weight.hint
+    messages = {remark.message.rpartition("[")[2] for remark in fuse(built(fully_sharded_step)).skipped}
+    assert {"group dp: a vector]", "group dp: the right operand of mm]"} <= messages
+
+
+def test_a_product_of_column_major_activations_is_no_weight_gradient() -> None:
+    """It goes on to the next layer's matmul, so it is an activation, though its left operand is a transposed matrix."""
+
+    def two_layers(b: GraphBuilder) -> tuple[Node, ...]:
+        hidden = b.scatter(b.mm(b.permute(b.input("x", [6, 8]), [1, 0]), b.input("w", [6, 6])))
+        return (b.mm(b.relu(hidden), b.input("v", [6, 4])),)
+
+    assert codes(fuse(built(two_layers))) == ["FUSED"]
+    assert same_results(two_layers)
 
 
 def test_the_limit_is_that_of_the_kernels() -> None:

@@ -12,6 +12,7 @@ import serving_ops  # noqa: F401  (defines torch.ops.vllm_like)
 import torch
 import torch.distributed._symmetric_memory  # registers symm_mem.fused_*
 from graph_builder import GraphBuilder, aten, c10d, snapshot
+from lockstep import op_name
 from torch.fx import Graph, Node
 
 from asynctp_passes import Config, Remark, run
@@ -793,6 +794,12 @@ def gather_for_a_weight_gradient_beside_a_product(b: GraphBuilder) -> tuple[Node
     return scattered, b.mm(b.permute(b.input("dy", [16, 6]), [1, 0]), gathered(b))
 
 
+@row("SCATTER_BEHIND_PRODUCTS", "beside mm_1: 1 product", fused=1)
+def scatter_of_no_product_beside_one(b: GraphBuilder) -> tuple[Node, Node, Node]:
+    fused, wide = b.scatter(product(b)), b.input("wide", [2048, 2048])
+    return fused, b.mm(wide, wide), b.scatter(b.relu(b.input("g", [1024, 1024])))
+
+
 # --- the tests -------------------------------------------------------------------------------------------------
 def remarks_of(line: Row, graph: Graph) -> tuple[Remark, ...]:
     return run(graph, Config(strict="off", log=False, trace=False, **line.config)).remarks
@@ -832,9 +839,26 @@ def test_the_catalogue_is_well_formed() -> None:
 
 @pytest.mark.parametrize("line", ROWS, ids=[line.id for line in ROWS])
 def test_remarks_name_the_place(line: Row) -> None:
-    """The nodes of a remark are in the graph, its collective among them."""
+    """The nodes of a remark are in the graph, its collective among them; and each collective has one."""
     graph = line.graph()
     names = {node.name for node in graph.nodes}
-    for remark in remarks_of(line, graph):
+    expected = [node.name for call in graph.nodes if communicates(call) for node in results(call)]
+    remarks = remarks_of(line, graph)
+    for remark in remarks:
         assert remark.collective in remark.nodes
         assert set(remark.nodes) <= names
+    assert [remark.collective for remark in remarks] == expected
+
+
+def communicates(node: Node) -> bool:
+    """True for what has the name of a collective, but is neither a wait nor ours."""
+    name = op_name(node.args[0] if op_name(node.target).startswith("auto_functionalized") else node.target)
+    words = ("gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+    return not name.startswith(("aten::", "asynctp::")) and any(word in name for word in words)
+
+
+def results(call: Node) -> list[Node]:
+    """The items of a list that a collective returns, or the call itself."""
+    items = [user for user in call.users if op_name(user.target) == "getitem"]
+    is_list = op_name(call.target).endswith("_coalesced") and len(items) == len(call.users)
+    return items if is_list else [call]
