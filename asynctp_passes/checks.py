@@ -13,7 +13,7 @@ from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, 
 from asynctp_passes.config import Config
 from asynctp_passes.cost import cost_of, hoist_pays
 from asynctp_passes.fxview import Sizes, describe, express, mutates, size_sources, tensor_of
-from asynctp_passes.read import identical, misfit
+from asynctp_passes.read import identical, is_matmul, misfit
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, Size
 from asynctp_passes.views import size_readers
@@ -70,9 +70,20 @@ def group_enrolled(candidate: Candidate, context: Context) -> Refusal | None:
     if groups == "auto":
         if candidate.weights and key not in context.tensor_parallel:
             gather = candidate.collective.kind == "all_gather"
-            return Refusal(reasons.WEIGHT_GATHER if gather else reasons.WEIGHT_GRADIENT, f"group {key}")
+            return Refusal(reasons.WEIGHT_GATHER if gather else reasons.WEIGHT_GRADIENT, _evidence(candidate, key))
         return None
     return None if key in groups else Refusal(reasons.GROUP_NOT_ENROLLED, f"group {key} of {', '.join(groups)}")
+
+
+def _evidence(candidate: Candidate, group: str) -> str:
+    """What a collective of parameters or of their gradients was told by."""
+    value = tensor_of(candidate.collective.input)
+    if value is not None and value.dim() < 2:
+        return f"group {group}: a vector"
+    products = [node.name for node in candidate.nodes if is_matmul(node)]
+    if candidate.collective.kind == "all_gather":
+        return f"group {group}: the right operand of {products[-1]}"
+    return f"group {group}: by strides, the left operand of {', '.join(products)} is transposed, and no matmul follows"
 
 
 def chain_proven(candidate: Candidate, context: Context) -> Refusal | None:

@@ -7,7 +7,8 @@
 Structure is proven by `shapes` on maps that `views.follow` carries; no spelling of a view chain is enumerated.
 
 What looks like FSDP's is marked (`Candidate.weights`), for groups that have nothing else in the graph: a gather of a
-right operand or of a vector (parameters), a reduction of a product that contracts over rows or of a vector (gradients).
+right operand or of a vector (parameters), a reduction of a product that contracts over rows, and that no matmul goes on
+with, or of a vector (gradients). Reports say where that decided the scope, and by what it was told.
 """
 
 from __future__ import annotations
@@ -145,6 +146,18 @@ class _Scene:
             if step not in seen and self.order[step] > first and not is_size(step):
                 seen.add(step)
                 stack.extend(step.all_input_nodes)
+        return False
+
+    def reaches_matmul(self, node: fx.Node) -> bool:
+        """True when a matmul is computed from a node."""
+        seen, stack = {node}, [node]
+        while stack:
+            for user in stack.pop().users:
+                if is_matmul(user):
+                    return True
+                if user not in seen and not is_size(user):
+                    seen.add(user)
+                    stack.append(user)
         return False
 
     def sorted(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
@@ -586,15 +599,21 @@ def _scatter(scene: _Scene, scatter: Collective) -> Candidate:
             chain = Refusal(reasons.MATMUL_PADDED, pad)
         way = _way_up(scene, scatter, leaves)
         shown = [*region, *products, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
-        return Candidate(scatter, None, (chain,), scene.sorted(shown), weights=_reduces_weights(scatter, shown))
+        return Candidate(scatter, None, (chain,), scene.sorted(shown), weights=_reduces_weights(scene, scatter, shown))
     nodes = scene.sorted([*region, *(node for matmul in chain.matmuls for node in matmul.nodes), *scatter.nodes])
-    return Candidate(scatter, chain, (), nodes, weights=_reduces_weights(scatter, nodes))
+    return Candidate(scatter, chain, (), nodes, weights=_reduces_weights(scene, scatter, nodes))
 
 
-def _reduces_weights(collective: Collective, nodes: Iterable[fx.Node]) -> bool:
-    """True when the reduced tensor is a vector, or each matmul that it comes from contracts over rows."""
+def _reduces_weights(scene: _Scene, collective: Collective, nodes: Iterable[fx.Node]) -> bool:
+    """True when the reduced tensor looks like a parameter's gradient.
+
+    It is a vector, or each matmul that it comes from contracts over rows, and no matmul goes on with it: that would
+    make it an activation, whatever its strides.
+    """
     products = [node for node in nodes if is_matmul(node)]
-    return _is_vector(collective.input) or (bool(products) and all(map(contracts_rows, products)))
+    if _is_vector(collective.input):
+        return True
+    return bool(products) and all(map(contracts_rows, products)) and not scene.reaches_matmul(collective.node)
 
 
 def _is_vector(node: fx.Node | None) -> bool:

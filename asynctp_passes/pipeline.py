@@ -25,6 +25,10 @@ from asynctp_passes.rewrite import rewrite
 
 __all__ = ["run"]
 
+_LIKE_WEIGHTS = (
+    "it looks like a weight's gradient, as FSDP reduces them, and is taken for tensor parallelism, since its group "
+    "moves activations elsewhere in this graph or is named in Config(groups=...), where you can decide that"
+)
 _UNSHARDED = (
     "at best the sum hides behind the matmul, and sending it to all ranks does not; shard activations over the "
     "sequence (SequenceParallel, Shard(1) outputs) to hide that too"
@@ -188,8 +192,8 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
         facts["keeps_gather"] = bool(chain.hoist.kept)
     elif candidate.left_out:
         facts["message"] = f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"
-    elif candidate.collective.kind == "all_reduce":
-        facts["message"] = _UNSHARDED
+    elif candidate.weights or candidate.collective.kind == "all_reduce":
+        facts["message"] = _LIKE_WEIGHTS if candidate.weights else _UNSHARDED
     if chain is not None:
         costs = cost.cost_of(chain)
         facts |= {
