@@ -12,6 +12,7 @@ gloo has no average in every supported torch; elsewhere the backend's own averag
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor
 from asynctp_passes import compat
 
 __all__ = [
+    "Callers",
     "all_gather_matmul",
     "all_gather_scaled_matmul",
     "check_gather",
@@ -48,279 +50,308 @@ _PROCESS_GROUP: Any = getattr(torch.distributed, "ProcessGroup", ())  # () where
 
 
 # --- called by hand ------------------------------------------------------------------------------------
-def all_gather_matmul(
-    a_shard: Tensor,
-    bs: Sequence[Tensor],
-    *,
-    gather_dim: int,
-    group: Any,
-    biases: Sequence[Tensor | None] | None = None,
-    return_a_full: bool = False,
-) -> tuple[list[Tensor], Tensor | None]:
-    """Gather `a_shard` over the ranks, then multiply by each of `bs`: `shard → all_gather → mm, mm, …`.
+class Callers:
+    """The programs under their own names, with keyword arguments and any spelling of a process group.
 
-    Differentiable as far as torch's own collectives are.
+    This module has them as unfused programs, `asynctp_passes.ops` as the fused ops (differentiable but for the scaled
+    ones, whose gradient raises, and traceable by torch.compile).
 
     Args:
-        a_shard: This rank's piece of A.
-        bs: Right-hand operands.
-        gather_dim: Dimension of A to gather along, negative from the end; the last is the contraction.
-        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
-        biases: One per operand, added to its product; None adds none.
-        return_a_full: Whether to return the gathered A too.
-
-    Shapes:
-        a_shard: `[*, M/W, *, K]` over W ranks (`[*, K/W]` if the last dimension is gathered); bs: `[K, N_i]`;
-        biases: `[N_i]` or `[1, N_i]`; products: `[*, M, *, N_i]`; a_full: `[*, M, *, K]`.
-
-    Returns:
-        The products, and the gathered A or None. All contiguous, none an alias of an input.
-
-    Raises:
-        ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
-
-    Source:
-        torch.distributed._functional_collectives (all_gather_single) and torch.addmm.
+        programs: What has each program as an attribute, with the fused op's argument list.
+        checks: Whether arguments are checked here; the ops check them themselves.
     """
-    name, size = group_and_size(group)
-    offsets = optional_list(biases, len(bs))
-    check_gather("all_gather_matmul", a_shard, bs, offsets, gather_dim, size)
-    outs = unfused_all_gather_matmul(a_shard, list(bs), offsets, gather_dim, return_a_full, size, name)
-    return split_a_full(outs, return_a_full)
 
+    def __init__(self, programs: Any, *, checks: bool) -> None:
+        self._programs, self._checks = programs, checks
 
-def all_gather_scaled_matmul(
-    a_shard: Tensor,
-    a_scale: Tensor,
-    bs: Sequence[Tensor],
-    b_scales: Sequence[Tensor],
-    *,
-    gather_dim: int,
-    group: Any,
-    biases: Sequence[Tensor | None] | None = None,
-    gather_a_scale: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    use_fast_accum: bool = False,
-    return_a_full: bool = False,
-) -> tuple[list[Tensor], Tensor | None]:
-    """Gather fp8 `a_shard` over the ranks, then multiply by each of `bs`, with scales. Not differentiable.
+    def all_gather_matmul(
+        self,
+        a_shard: Tensor,
+        bs: Sequence[Tensor],
+        *,
+        gather_dim: int,
+        group: Any,
+        biases: Sequence[Tensor | None] | None = None,
+        return_a_full: bool = False,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Gather `a_shard` over the ranks, then multiply by each of `bs`: `shard → all_gather → mm, mm, …`.
 
-    Args:
-        a_shard: This rank's piece of A, fp8.
-        a_scale: fp32 factor of A: one number, or one per row.
-        bs: Right-hand operands, fp8 (on CUDA column-major, else they are copied).
-        b_scales: fp32 factor of each operand: one number, or one per column.
-        gather_dim: Dimension of A to gather along, negative from the end; the last is the contraction.
-        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
-        biases: One per operand, added to its product; None adds none.
-        gather_a_scale: True if `a_scale` holds the rows of the shard and is to be gathered with it; False if it is
-            the same on all ranks: one number, or all rows of the gathered A.
-        out_dtype: Dtype of the products.
-        use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
-        return_a_full: Whether to return the gathered A too.
+        Differentiable as far as torch's own collectives are.
 
-    Shapes:
-        As `all_gather_matmul`; a_scale: one element, or rows of A and a 1 (`[*, M/W, *, 1]` if gathered, else
-        `[*, M, *, 1]`); b_scales: one element, or `[1, N_i]`.
+        Args:
+            a_shard: This rank's piece of A.
+            bs: Right-hand operands.
+            gather_dim: Dimension of A to gather along, negative from the end; the last is the contraction.
+            group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+            biases: One per operand, added to its product; None adds none.
+            return_a_full: Whether to return the gathered A too.
 
-    Units:
-        Scales multiply: the value is `fp8 number × scale`.
+        Shapes:
+            a_shard: `[*, M/W, *, K]` over W ranks (`[*, K/W]` if the last dimension is gathered); bs: `[K, N_i]`;
+            biases: `[N_i]` or `[1, N_i]`; products: `[*, M, *, N_i]`; a_full: `[*, M, *, K]`.
 
-    Returns:
-        The products in `out_dtype`, and the gathered fp8 A or None.
+        Returns:
+            The products, and the gathered A or None. All contiguous, none an alias of an input.
 
-    Raises:
-        ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
+        Raises:
+            ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
 
-    Source:
-        torch.distributed._functional_collectives (all_gather_single); torch._scaled_mm on CUDA, fp32 on CPU.
-    """
-    name, size = group_and_size(group)
-    offsets = optional_list(biases, len(bs))
-    scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype)
-    check_gather("all_gather_scaled_matmul", a_shard, bs, offsets, gather_dim, size, scales)
-    operands = (a_shard, a_scale, list(bs), list(b_scales), offsets, gather_dim, gather_a_scale)
-    outs = unfused_all_gather_scaled_matmul(*operands, out_dtype, use_fast_accum, return_a_full, size, name)
-    return split_a_full(outs, return_a_full)
+        Source:
+            torch.distributed._functional_collectives (all_gather_single) and torch.addmm.
+        """
+        name, size = group_and_size(group)
+        offsets = optional_list(biases, len(bs))
+        if self._checks:
+            check_gather("all_gather_matmul", a_shard, bs, offsets, gather_dim, size)
+        outs = self._programs.all_gather_matmul(a_shard, list(bs), offsets, gather_dim, return_a_full, size, name)
+        return split_a_full(outs, return_a_full)
 
+    def all_gather_scaled_matmul(
+        self,
+        a_shard: Tensor,
+        a_scale: Tensor,
+        bs: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        *,
+        gather_dim: int,
+        group: Any,
+        biases: Sequence[Tensor | None] | None = None,
+        gather_a_scale: bool = False,
+        out_dtype: torch.dtype = torch.bfloat16,
+        use_fast_accum: bool = False,
+        return_a_full: bool = False,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Gather fp8 `a_shard` over the ranks, then multiply by each of `bs`, with scales. Not differentiable.
 
-def matmul_reduce_scatter(
-    a: Tensor | Sequence[Tensor],
-    b: Tensor | Sequence[Tensor],
-    *,
-    scatter_dim: int,
-    group: Any,
-    reduce_op: str = "sum",
-    biases: Tensor | Sequence[Tensor | None] | None = None,
-) -> Tensor:
-    """Multiply, add up the products, then reduce-scatter the sum: `mm + mm + … → reduce_scatter → out_shard`.
+        Args:
+            a_shard: This rank's piece of A, fp8.
+            a_scale: fp32 factor of A: one number, or one per row.
+            bs: Right-hand operands, fp8 (on CUDA column-major, else they are copied).
+            b_scales: fp32 factor of each operand: one number, or one per column.
+            gather_dim: Dimension of A to gather along, negative from the end; the last is the contraction.
+            group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+            biases: One per operand, added to its product; None adds none.
+            gather_a_scale: True if `a_scale` holds the rows of the shard and is to be gathered with it; False if it is
+                the same on all ranks: one number, or all rows of the gathered A.
+            out_dtype: Dtype of the products.
+            use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
+            return_a_full: Whether to return the gathered A too.
 
-    Differentiable as far as torch's own collectives are.
+        Shapes:
+            As `all_gather_matmul`; a_scale: one element, or rows of A and a 1 (`[*, M/W, *, 1]` if gathered, else
+            `[*, M, *, 1]`); b_scales: one element, or `[1, N_i]`.
 
-    Args:
-        a: Left-hand operand, or one per product.
-        b: Right-hand operand, or one per product.
-        scatter_dim: Dimension of the product to scatter along, negative from the end; the last is its columns.
-        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
-        reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
-        biases: One, or one per product, added on every rank; None adds none.
+        Units:
+            Scales multiply: the value is `fp8 number × scale`.
 
-    Shapes:
-        a: `[*, M, *, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; result over W ranks: `[*, M/W, *, N]`, or
-        `[*, M, *, N/W]` if the last dimension is scattered.
+        Returns:
+            The products in `out_dtype`, and the gathered fp8 A or None.
 
-    Returns:
-        This rank's piece, contiguous.
+        Raises:
+            ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
 
-    Raises:
-        ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
+        Source:
+            torch.distributed._functional_collectives (all_gather_single); torch._scaled_mm on CUDA, fp32 on CPU.
+        """
+        name, size = group_and_size(group)
+        offsets = optional_list(biases, len(bs))
+        if self._checks:
+            scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype)
+            check_gather("all_gather_scaled_matmul", a_shard, bs, offsets, gather_dim, size, scales)
+        operands = (a_shard, a_scale, list(bs), list(b_scales), offsets, gather_dim, gather_a_scale)
+        outs = self._programs.all_gather_scaled_matmul(*operands, out_dtype, use_fast_accum, return_a_full, size, name)
+        return split_a_full(outs, return_a_full)
 
-    Source:
-        torch.distributed._functional_collectives (reduce_scatter_single) and torch.addmm.
-    """
-    name, size = group_and_size(group)
-    a_parts, b_parts = as_list(a), as_list(b)
-    offsets = optional_list(biases, len(a_parts))
-    check_scatter("matmul_reduce_scatter", a_parts, b_parts, offsets, reduce_op, scatter_dim, size)
-    return unfused_matmul_reduce_scatter(a_parts, b_parts, offsets, reduce_op, scatter_dim, size, name)
+    def matmul_reduce_scatter(
+        self,
+        a: Tensor | Sequence[Tensor],
+        b: Tensor | Sequence[Tensor],
+        *,
+        scatter_dim: int,
+        group: Any,
+        reduce_op: str = "sum",
+        biases: Tensor | Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
+        """Multiply, add up the products, then reduce-scatter the sum: `mm + mm + … → reduce_scatter → out_shard`.
 
+        Differentiable as far as torch's own collectives are.
 
-def scaled_matmul_reduce_scatter(
-    a: Tensor | Sequence[Tensor],
-    b: Tensor | Sequence[Tensor],
-    a_scales: Tensor | Sequence[Tensor],
-    b_scales: Tensor | Sequence[Tensor],
-    *,
-    scatter_dim: int,
-    group: Any,
-    reduce_op: str = "sum",
-    biases: Tensor | Sequence[Tensor | None] | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    use_fast_accum: bool = False,
-) -> Tensor:
-    """Multiply fp8 operands with scales, add up the products, then reduce-scatter the sum. Not differentiable.
+        Args:
+            a: Left-hand operand, or one per product.
+            b: Right-hand operand, or one per product.
+            scatter_dim: Dimension of the product to scatter along, negative from the end; the last is its columns.
+            group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+            reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
+            biases: One, or one per product, added on every rank; None adds none.
 
-    Args:
-        a: Left-hand operand, or one per product, fp8.
-        b: Right-hand operand, or one per product, fp8 (on CUDA column-major, else it is copied).
-        a_scales: fp32 factor of each left-hand operand: one number, or one per row.
-        b_scales: fp32 factor of each right-hand operand: one number, or one per column.
-        scatter_dim: Dimension of the product to scatter along, negative from the end; the last is its columns.
-        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
-        reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
-        biases: One, or one per product, added on every rank; None adds none.
-        out_dtype: Dtype of the products, of their sum and on the wire.
-        use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
+        Shapes:
+            a: `[*, M, *, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; result over W ranks: `[*, M/W, *, N]`, or
+            `[*, M, *, N/W]` if the last dimension is scattered.
 
-    Shapes:
-        As `matmul_reduce_scatter`; a_scales: one element, or `[*, M, *, 1]`; b_scales: one element, or `[1, N]`.
+        Returns:
+            This rank's piece, contiguous.
 
-    Units:
-        Scales multiply: the value is `fp8 number × scale`.
+        Raises:
+            ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
 
-    Returns:
-        This rank's piece in `out_dtype`, contiguous.
+        Source:
+            torch.distributed._functional_collectives (reduce_scatter_single) and torch.addmm.
+        """
+        name, size = group_and_size(group)
+        a_parts, b_parts = as_list(a), as_list(b)
+        offsets = optional_list(biases, len(a_parts))
+        if self._checks:
+            check_scatter("matmul_reduce_scatter", a_parts, b_parts, offsets, reduce_op, scatter_dim, size)
+        out: Tensor = self._programs.matmul_reduce_scatter(
+            a_parts, b_parts, offsets, reduce_op, scatter_dim, size, name
+        )
+        return out
 
-    Raises:
-        ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
+    def scaled_matmul_reduce_scatter(
+        self,
+        a: Tensor | Sequence[Tensor],
+        b: Tensor | Sequence[Tensor],
+        a_scales: Tensor | Sequence[Tensor],
+        b_scales: Tensor | Sequence[Tensor],
+        *,
+        scatter_dim: int,
+        group: Any,
+        reduce_op: str = "sum",
+        biases: Tensor | Sequence[Tensor | None] | None = None,
+        out_dtype: torch.dtype = torch.bfloat16,
+        use_fast_accum: bool = False,
+    ) -> Tensor:
+        """Multiply fp8 operands with scales, add up the products, then reduce-scatter the sum. Not differentiable.
 
-    Source:
-        torch.distributed._functional_collectives (reduce_scatter_single); torch._scaled_mm on CUDA, fp32 on CPU.
-    """
-    name, size = group_and_size(group)
-    a_parts, b_parts = as_list(a), as_list(b)
-    offsets = optional_list(biases, len(a_parts))
-    scales = ScatterScales(as_list(a_scales), as_list(b_scales), out_dtype)
-    check_scatter("scaled_matmul_reduce_scatter", a_parts, b_parts, offsets, reduce_op, scatter_dim, size, scales)
-    operands = (a_parts, b_parts, as_list(a_scales), as_list(b_scales), offsets, reduce_op, scatter_dim)
-    return unfused_scaled_matmul_reduce_scatter(*operands, out_dtype, use_fast_accum, size, name)
+        Args:
+            a: Left-hand operand, or one per product, fp8.
+            b: Right-hand operand, or one per product, fp8 (on CUDA column-major, else it is copied).
+            a_scales: fp32 factor of each left-hand operand: one number, or one per row.
+            b_scales: fp32 factor of each right-hand operand: one number, or one per column.
+            scatter_dim: Dimension of the product to scatter along, negative from the end; the last is its columns.
+            group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+            reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
+            biases: One, or one per product, added on every rank; None adds none.
+            out_dtype: Dtype of the products, of their sum and on the wire.
+            use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
 
+        Shapes:
+            As `matmul_reduce_scatter`; a_scales: one element, or `[*, M, *, 1]`; b_scales: one element, or `[1, N]`.
 
-def matmul_all_reduce(
-    a: Tensor | Sequence[Tensor],
-    b: Tensor | Sequence[Tensor],
-    *,
-    group: Any,
-    reduce_op: str = "sum",
-    biases: Tensor | Sequence[Tensor | None] | None = None,
-) -> Tensor:
-    """Multiply, add up the products, then all-reduce the sum: `mm + mm + … → all_reduce → out`.
+        Units:
+            Scales multiply: the value is `fp8 number × scale`.
 
-    Differentiable as far as torch's own collectives are.
+        Returns:
+            This rank's piece in `out_dtype`, contiguous.
 
-    Args:
-        a: Left-hand operand, or one per product.
-        b: Right-hand operand, or one per product.
-        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
-        reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
-        biases: One, or one per product, added on every rank; None adds none.
+        Raises:
+            ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
 
-    Shapes:
-        a: `[*, M, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; result: `[*, M, N]`, on every rank.
+        Source:
+            torch.distributed._functional_collectives (reduce_scatter_single); torch._scaled_mm on CUDA, fp32 on CPU.
+        """
+        name, size = group_and_size(group)
+        a_parts, b_parts = as_list(a), as_list(b)
+        offsets = optional_list(biases, len(a_parts))
+        if self._checks:
+            scales = ScatterScales(as_list(a_scales), as_list(b_scales), out_dtype)
+            check_scatter(
+                "scaled_matmul_reduce_scatter", a_parts, b_parts, offsets, reduce_op, scatter_dim, size, scales
+            )
+        operands = (a_parts, b_parts, as_list(a_scales), as_list(b_scales), offsets, reduce_op, scatter_dim)
+        out: Tensor = self._programs.scaled_matmul_reduce_scatter(*operands, out_dtype, use_fast_accum, size, name)
+        return out
 
-    Returns:
-        The sum, contiguous, the same on all ranks.
+    def matmul_all_reduce(
+        self,
+        a: Tensor | Sequence[Tensor],
+        b: Tensor | Sequence[Tensor],
+        *,
+        group: Any,
+        reduce_op: str = "sum",
+        biases: Tensor | Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
+        """Multiply, add up the products, then all-reduce the sum: `mm + mm + … → all_reduce → out`.
 
-    Raises:
-        ValueError: Shapes, dtypes or lists that do not fit together, or a group that does not exist.
+        Differentiable as far as torch's own collectives are.
 
-    Source:
-        torch.distributed._functional_collectives (all_reduce) and torch.addmm.
-    """
-    name, _ = group_and_size(group)
-    a_parts, b_parts = as_list(a), as_list(b)
-    offsets = optional_list(biases, len(a_parts))
-    check_all_reduce("matmul_all_reduce", a_parts, b_parts, offsets, reduce_op)
-    return unfused_matmul_all_reduce(a_parts, b_parts, offsets, reduce_op, name)
+        Args:
+            a: Left-hand operand, or one per product.
+            b: Right-hand operand, or one per product.
+            group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+            reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
+            biases: One, or one per product, added on every rank; None adds none.
 
+        Shapes:
+            a: `[*, M, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; result: `[*, M, N]`, on every rank.
 
-def scaled_matmul_all_reduce(
-    a: Tensor | Sequence[Tensor],
-    b: Tensor | Sequence[Tensor],
-    a_scales: Tensor | Sequence[Tensor],
-    b_scales: Tensor | Sequence[Tensor],
-    *,
-    group: Any,
-    reduce_op: str = "sum",
-    biases: Tensor | Sequence[Tensor | None] | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    use_fast_accum: bool = False,
-) -> Tensor:
-    """Multiply fp8 operands with scales, add up the products, then all-reduce the sum. Not differentiable.
+        Returns:
+            The sum, contiguous, the same on all ranks.
 
-    Args:
-        a: Left-hand operand, or one per product, fp8.
-        b: Right-hand operand, or one per product, fp8 (on CUDA column-major, else it is copied).
-        a_scales: fp32 factor of each left-hand operand: one number, or one per row.
-        b_scales: fp32 factor of each right-hand operand: one number, or one per column.
-        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
-        reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
-        biases: One, or one per product, added on every rank; None adds none.
-        out_dtype: Dtype of the products, of their sum and on the wire.
-        use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
+        Raises:
+            ValueError: Shapes, dtypes or lists that do not fit together, or a group that does not exist.
 
-    Shapes:
-        As `matmul_all_reduce`; a_scales: one element, or `[*, M, 1]`; b_scales: one element, or `[1, N]`.
+        Source:
+            torch.distributed._functional_collectives (all_reduce) and torch.addmm.
+        """
+        name, _ = group_and_size(group)
+        a_parts, b_parts = as_list(a), as_list(b)
+        offsets = optional_list(biases, len(a_parts))
+        if self._checks:
+            check_all_reduce("matmul_all_reduce", a_parts, b_parts, offsets, reduce_op)
+        out: Tensor = self._programs.matmul_all_reduce(a_parts, b_parts, offsets, reduce_op, name)
+        return out
 
-    Units:
-        Scales multiply: the value is `fp8 number × scale`.
+    def scaled_matmul_all_reduce(
+        self,
+        a: Tensor | Sequence[Tensor],
+        b: Tensor | Sequence[Tensor],
+        a_scales: Tensor | Sequence[Tensor],
+        b_scales: Tensor | Sequence[Tensor],
+        *,
+        group: Any,
+        reduce_op: str = "sum",
+        biases: Tensor | Sequence[Tensor | None] | None = None,
+        out_dtype: torch.dtype = torch.bfloat16,
+        use_fast_accum: bool = False,
+    ) -> Tensor:
+        """Multiply fp8 operands with scales, add up the products, then all-reduce the sum. Not differentiable.
 
-    Returns:
-        The sum in `out_dtype`, contiguous, the same on all ranks.
+        Args:
+            a: Left-hand operand, or one per product, fp8.
+            b: Right-hand operand, or one per product, fp8 (on CUDA column-major, else it is copied).
+            a_scales: fp32 factor of each left-hand operand: one number, or one per row.
+            b_scales: fp32 factor of each right-hand operand: one number, or one per column.
+            group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+            reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
+            biases: One, or one per product, added on every rank; None adds none.
+            out_dtype: Dtype of the products, of their sum and on the wire.
+            use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
 
-    Raises:
-        ValueError: Shapes, dtypes or lists that do not fit together, or a group that does not exist.
+        Shapes:
+            As `matmul_all_reduce`; a_scales: one element, or `[*, M, 1]`; b_scales: one element, or `[1, N]`.
 
-    Source:
-        torch.distributed._functional_collectives (all_reduce); torch._scaled_mm on CUDA, fp32 on CPU.
-    """
-    name, _ = group_and_size(group)
-    a_parts, b_parts = as_list(a), as_list(b)
-    offsets = optional_list(biases, len(a_parts))
-    scales = ScatterScales(as_list(a_scales), as_list(b_scales), out_dtype)
-    check_all_reduce("scaled_matmul_all_reduce", a_parts, b_parts, offsets, reduce_op, scales)
-    operands = (a_parts, b_parts, as_list(a_scales), as_list(b_scales), offsets, reduce_op)
-    return unfused_scaled_matmul_all_reduce(*operands, out_dtype, use_fast_accum, name)
+        Units:
+            Scales multiply: the value is `fp8 number × scale`.
+
+        Returns:
+            The sum in `out_dtype`, contiguous, the same on all ranks.
+
+        Raises:
+            ValueError: Shapes, dtypes or lists that do not fit together, or a group that does not exist.
+
+        Source:
+            torch.distributed._functional_collectives (all_reduce); torch._scaled_mm on CUDA, fp32 on CPU.
+        """
+        name, _ = group_and_size(group)
+        a_parts, b_parts = as_list(a), as_list(b)
+        offsets = optional_list(biases, len(a_parts))
+        if self._checks:
+            scales = ScatterScales(as_list(a_scales), as_list(b_scales), out_dtype)
+            check_all_reduce("scaled_matmul_all_reduce", a_parts, b_parts, offsets, reduce_op, scales)
+        operands = (a_parts, b_parts, as_list(a_scales), as_list(b_scales), offsets, reduce_op)
+        out: Tensor = self._programs.scaled_matmul_all_reduce(*operands, out_dtype, use_fast_accum, name)
+        return out
 
 
 # --- spellings of arguments ------------------------------------------------------------------------------
@@ -863,3 +894,23 @@ def _cuda_scaled_mm(
     one = row_scale.new_ones(())
     product = compat.scaled_mm(rows, b, one, one, None, torch.float32, use_fast_accum)
     return _finish(product, row_scale, column_scale, bias, out_dtype)
+
+
+# --- the functions of this module ------------------------------------------------------------------------
+UNFUSED = types.SimpleNamespace(
+    all_gather_matmul=unfused_all_gather_matmul,
+    all_gather_scaled_matmul=unfused_all_gather_scaled_matmul,
+    matmul_reduce_scatter=unfused_matmul_reduce_scatter,
+    scaled_matmul_reduce_scatter=unfused_scaled_matmul_reduce_scatter,
+    matmul_all_reduce=unfused_matmul_all_reduce,
+    scaled_matmul_all_reduce=unfused_scaled_matmul_all_reduce,
+)
+"""The unfused programs, by the names of the ops."""
+
+_callers = Callers(UNFUSED, checks=True)
+all_gather_matmul = _callers.all_gather_matmul
+all_gather_scaled_matmul = _callers.all_gather_scaled_matmul
+matmul_reduce_scatter = _callers.matmul_reduce_scatter
+scaled_matmul_reduce_scatter = _callers.scaled_matmul_reduce_scatter
+matmul_all_reduce = _callers.matmul_all_reduce
+scaled_matmul_all_reduce = _callers.scaled_matmul_all_reduce
