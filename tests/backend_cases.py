@@ -375,7 +375,9 @@ def _checkpoint(module: Any, x: Tensor, fused: int = 2, **kwargs: Any) -> tuple[
     plain, ours = attempt("inductor"), attempt("asynctp")
     if isinstance(plain, str):
         assert plain == ours, f"ours fails in another way: {plain} | {ours}"
-        assert any(f"torch {torch.__version__} will fail" in note for note in asynctp_passes.reports()[0].notes), "no note tells why"
+        assert any(f"torch {torch.__version__} will fail" in note for note in asynctp_passes.reports()[0].notes), (
+            "no note tells why"
+        )
         raise NotRunnable(plain)
     assert not isinstance(ours, str), ours
     assert_close(ours, plain)
@@ -422,6 +424,27 @@ def case_selective_checkpoint_of_plain_tensors(mesh: DeviceMesh) -> tuple[Report
         places = [max(index for index, call in enumerate(calls) if op in call) for op in ops]
         assert places == sorted(places), calls
     return forward, backward
+
+
+def case_scatter_beside_a_product(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """No matmul makes what is scattered. In the code that Inductor makes, a product runs before it is waited for."""
+    group = mesh.get_group()
+
+    def program(x: Tensor, w: Tensor, gate: Tensor, wide: Tensor) -> tuple[Tensor, ...]:
+        shard = funcol.reduce_scatter_tensor(gate.sin(), "sum", 0, group).cos()
+        return shard, funcol.reduce_scatter_tensor(x @ w, "sum", 0, group), wide @ wide
+
+    start()
+    inputs = [shard_of(mesh, *shape).detach() for shape in ((4, 8), (8, 4), (1024, 1024), (1600, 1600))]
+    actual, codes = run_and_get_code(compiled(program), *inputs)
+    assert_close(list(actual), list(program(*inputs)))
+    (report,) = asynctp_passes.reports()
+    assert [remark.code for remark in report.skipped] == ["ATP405"], report
+    calls = [line for line in codes[-1].splitlines() if "= torch.ops." in line]
+    ops = ("asynctp.reduce_scatter.", "aten.mm.", "wait_tensor.")
+    places = [next(index for index, call in enumerate(calls) if op in call) for op in ops]
+    assert places == sorted(places), calls
+    return (report,)
 
 
 def _saving_matmuls_and_scatters() -> Any:
