@@ -51,8 +51,8 @@ def _checkpoint_of_dtensors(graph: fx.Graph, version: str) -> str:
     if not objects or not tensors or objects[-1] > tensors[-1]:
         return ""
     return (
-        f"torch {version} will fail when this graph runs (AssertionError: expected all tensors_saved_with_vc_check to be "
-        "Tensors): activation checkpointing saves a random state behind a device mesh; use torch 2.11, or 2.14 and "
+        f"torch {version} will fail when this graph runs (AssertionError: expected all tensors_saved_with_vc_check to "
+        "be Tensors): activation checkpointing saves a random state behind a device mesh; use torch 2.11, or 2.14 and "
         "newer, or do not recompute compiled DTensor attention"
     )
 

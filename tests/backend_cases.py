@@ -357,7 +357,7 @@ def case_selective_checkpoint_of_dtensor_block(mesh: DeviceMesh) -> tuple[Report
 def _checkpoint(module: Any, x: Tensor, fused: int = 2, **kwargs: Any) -> tuple[Report, ...]:
     """Train with activation checkpointing: compiled with our backend, with Inductor alone, and eager.
 
-    Every collective is fused, but a recomputed gather that only a weight's gradient wants: it runs beside other products.
+    Every collective is fused, but a recomputed gather that only a weight's gradient wants: that runs beside products.
     """
     parameters = list(module.parameters())
 
