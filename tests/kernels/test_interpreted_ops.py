@@ -194,20 +194,20 @@ def _miss(case, group) -> tuple[str, str]:
     start = time.monotonic()
     with pytest.raises(PeerTimeout) as caught:
         run(case, x, group)
-    assert (caught.value.rank, caught.value.peer, caught.value.seconds) == (0, 1, 1.0)
-    assert time.monotonic() - start < 10
+    assert (caught.value.rank, caught.value.peer, caught.value.seconds) == (0, 1, 5.0)
+    assert time.monotonic() - start < 60
     with pytest.raises(SymmetricMemoryError) as again:
         run(case, x, group)
     return str(caught.value), str(again.value)
 
 
 def test_a_peer_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ASYNCTP_TIMEOUT_S", "1")
+    monkeypatch.setenv("ASYNCTP_TIMEOUT_S", "5")
     outcomes = run_ranks(2, _dead_peer)
     for (_, _, op, awaited), (timed_out, refused, wrong), (_, _, wrong_at_1) in zip(
         MISSED_CALLS, *outcomes, strict=True
     ):
-        assert timed_out.startswith(f"{op}: rank 0 waited 1 s for {awaited} of rank 1.")
+        assert timed_out.startswith(f"{op}: rank 0 waited 5 s for {awaited} of rank 1.")
         assert "out of step since: PeerTimeout" in refused
         assert "asynctp_kernels.release(group)" in refused
         assert wrong == wrong_at_1 == ["", ""]
