@@ -182,14 +182,18 @@ def _require_groups(config: Config) -> None:
 
 
 def _with_pass(patches: dict[str, Any], ours: AsyncTPPass) -> dict[str, Any]:
-    """Inductor's options with our pass behind the user's."""
+    """Inductor's options with our pass behind the user's.
+
+    `shape_padding` is off unless they have it on: each rank would time for itself whether to pad a matmul, and ranks
+    that pad differently would have different graphs.
+    """
     if not patches.get(_PASSES_OPTION, compat.inductor_option(_PASSES_OPTION, True)):
         raise ConfigError(
             f"asynctp: {_PASSES_OPTION}=False (mode='lite' sets it) is not valid with backend='asynctp': Inductor "
             "would not run the pass; leave it True"
         )
     present = patches.get(_PASS_OPTION, compat.inductor_option(_PASS_OPTION))
-    return {**patches, _PASS_OPTION: _append(present, ours)}
+    return {"shape_padding": False, **patches, _PASS_OPTION: _append(present, ours)}
 
 
 def _append(present: Any, ours: AsyncTPPass) -> Any:

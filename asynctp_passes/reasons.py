@@ -215,7 +215,8 @@ MATMUL_PADDED = _miss(
     "ATP116",
     "MATMUL_PADDED",
     "Inductor pads the matmul's operands to a multiple of the alignment and cuts its result",
-    "set torch._inductor.config.shape_padding = False: the fused ops take any size, so padding gains nothing there",
+    'leave Inductor\'s shape_padding off, as backend="asynctp" does unless its options say otherwise: the fused ops '
+    "take any size",
 )
 
 MIXES_RANKS = _miss(

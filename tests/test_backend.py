@@ -240,6 +240,14 @@ def test_inductor_options_pass_through(mesh: DeviceMesh) -> None:
     assert_before_ours(spy)
 
 
+@pytest.mark.parametrize(("asked", "padded"), [({}, False), ({"shape_padding": True}, True)])
+def test_matmuls_are_padded_only_where_asked(mesh: DeviceMesh, asked: dict[str, bool], padded: bool) -> None:
+    """Each rank would time for itself whether padding pays, and have another graph than its peers."""
+    spy = Spy()
+    compiled(gather_matmul(mesh), options={**STRICT, **asked, "post_grad_custom_post_pass": spy})(torch.ones(4, 16))
+    assert spy.options["shape_padding"] is padded
+
+
 @pytest.mark.parametrize(
     ("mode", "option"), [("reduce-overhead", "triton.cudagraphs"), ("max-autotune-no-cudagraphs", "max_autotune")]
 )

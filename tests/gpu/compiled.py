@@ -9,6 +9,7 @@ warms up, captures and replays.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -183,6 +184,8 @@ def main() -> int:
     if dist.get_rank() == 0:
         print(json.dumps({"failed": failed}), flush=True)
     faulthandler.cancel_dump_traceback_later()
+    torch.compiler.reset()  # NCCL does not end while there are CUDA graphs with its kernels
+    gc.collect()
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
