@@ -31,6 +31,7 @@ from asynctp_passes.chain import Bundle, Collective, Decision, anchor
 from asynctp_passes.checks import Context
 from asynctp_passes.fxview import is_size, mutates, op_name, steps_of, tensor_of
 from asynctp_passes.near import transparent
+from asynctp_passes.read import awaited_items
 from asynctp_passes.views import size_readers
 
 __all__ = ["SMALL_BYTES", "coalesce"]
@@ -158,7 +159,10 @@ def _inputs(context: Context, decisions: Sequence[Decision]) -> Inputs:
     A size of what a chain does away with, from the chain's inputs; a fused item of a collective of several tensors,
     from its own tensor.
     """
-    inputs: dict[fx.Node, Sequence[fx.Node]] = {node: node.all_input_nodes for node in context.graph.nodes}
+    awaited = awaited_items(context.graph)
+    inputs: dict[fx.Node, Sequence[fx.Node]] = {
+        node: awaited.get(node, node.all_input_nodes) for node in context.graph.nodes
+    }
     for candidate in (decision.candidate for decision in decisions if decision.refusal is None):
         collective, chain = candidate.collective, candidate.chain
         if chain is not None:

@@ -26,12 +26,14 @@ from asynctp_passes.epilogue import read_product, scalings
 from asynctp_passes.fxview import Sizes, is_size, mutates, op_name, segments, steps_of, tensor_of
 from asynctp_passes.read import (
     added_matrix,
+    awaited_items,
     called_name,
     contracts_rows,
     feeds_left_operand,
     is_matmul,
     operands_that_are,
     read_matmul,
+    waits_for_several,
 )
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.rowwise import Region, chain_of, products_of
@@ -240,7 +242,7 @@ def _hoisted(
     scene: _Scene, gather: Collective, flow: Flow, wanted: set[fx.Node], rows_only: bool
 ) -> tuple[Candidate | None, list[_Miss]]:
     """The gather's chain with the ops between it and a matmul moved to the shard, or why there is none."""
-    if not any(user in scene.ways_down for source in (*flow.maps, *flow.pieces) for user in source.users):
+    if not any(user in scene.ways_down for user in flow.all_users()):
         return None, _near_gather(scene, gather, flow, {})
     region = Region(scene, gather, flow)
     products, missed = products_of(region)
@@ -310,7 +312,7 @@ def _consumers(scene: _Scene, gather: Collective, flow: Flow) -> tuple[list[Cons
     shard_numel = product(scene.sizes.of(shard))
     consumers: list[Consumer] = []
     misses: list[_Miss] = []
-    for node in scene.sorted(user for source in (*flow.maps, *flow.pieces) for user in source.users):
+    for node in scene.sorted(flow.all_users()):
         if not is_matmul(node):
             continue
         consumer = _consumer(scene, gather, flow, node, shard_numel)
@@ -423,9 +425,7 @@ def _between(flow: Flow, ends: Iterable[fx.Node]) -> set[fx.Node]:
 def _used_elsewhere(flow: Flow, fused: set[fx.Node]) -> bool:
     """True when something besides the fused matmuls uses the gathered tensor or a view of it."""
     followed = set(flow.maps) | set(flow.pieces)
-    return any(
-        user not in followed and user not in fused and not is_size(user) for node in followed for user in node.users
-    )
+    return any(user not in followed and user not in fused and not is_size(user) for user in flow.all_users())
 
 
 def _scale_gather(
@@ -493,7 +493,7 @@ def _rows_that_scale(
     """A gather whose one view that is used, by the multiplications `behind`, is one number per row of the data."""
     users = {node: [user for user in node.users if not flow.has(user) and not is_size(user)] for node in flow.maps}
     ends = [node for node, own in users.items() if own]
-    apart = [user for node in flow.pieces for user in node.users if not flow.has(user)]
+    apart = [user for node in flow.pieces for user in flow.users(node) if not flow.has(user)]
     value = tensor_of(ends[0]) if len(ends) == 1 and not apart else None
     if value is None or not value.is_contiguous() or not all(_only_scales(behind, user) for user in users[ends[0]]):
         return None
@@ -511,7 +511,7 @@ def _on_cycles(scene: _Scene, chains: Mapping[fx.Node, GatherChain]) -> set[fx.N
     """The chains, by gather, that lie on a cycle (or behind one) when each becomes one node."""
     owners = {member: node for node, chain in chains.items() for member in _members(chain)}
     sizes = {reader: chain.inputs for chain in chains.values() for reader in size_readers(chain)}
-    steps = steps_of(scene.graph, owners, sizes, scene.order.__getitem__)
+    steps = steps_of(scene.graph, owners, {**awaited_items(scene.graph), **sizes}, scene.order.__getitem__)
     return chains.keys() - {step[0] for step in steps}
 
 
@@ -532,9 +532,13 @@ def _cycles(scene: _Scene, found: dict[fx.Node, Candidate]) -> dict[fx.Node, Ref
 
 
 def _members(chain: GatherChain) -> list[fx.Node]:
-    """The nodes that become one node: the gather (and those that join it), the views, and the matmuls."""
+    """The nodes that become one node: the gather (and those that join it), the views, and the matmuls.
+
+    Not a wait for several tensors, which other chains may need too: its items count as what they are.
+    """
     joined = [node for gather in chain.joined for node in gather.results]
-    return [*chain.collective.results, *joined, *chain.views, *(node for m in chain.matmuls for node in m.nodes)]
+    views = (node for node in chain.views if not waits_for_several(node))
+    return [*chain.collective.results, *joined, *views, *(node for m in chain.matmuls for node in m.nodes)]
 
 
 def _near_gather(scene: _Scene, gather: Collective, flow: Flow, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:
@@ -545,7 +549,7 @@ def _near_gather(scene: _Scene, gather: Collective, flow: Flow, refused: Mapping
     reached: list[_Miss] = []
     scaled: list[_Miss] = []
     for source in (*flow.maps, *flow.pieces):
-        for node in source.users:
+        for node in flow.users(source):
             if flow.has(node) or is_size(node) or is_matmul(node):  # matmuls next to a view have been judged
                 continue
             if _only_scales(scene.scalings, node):

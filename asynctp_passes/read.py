@@ -6,7 +6,7 @@ What an op's arguments mean is in `registry`; what is read here is the same voca
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from asynctp_passes.shapes import Size, product, same
 
 __all__ = [
     "added_matrix",
+    "awaited_item",
+    "awaited_items",
     "called_name",
     "contracts_rows",
     "feeds_left_operand",
@@ -32,9 +34,12 @@ __all__ = [
     "read_collectives",
     "read_matmul",
     "read_term",
+    "waits_for_several",
 ]
 
 _WAIT = "_c10d_functional.wait_tensor.default"
+_WAIT_FOR_LIST = "_c10d_functional.wait_tensors.default"
+"""From torch 2.15 on, the results of a collective of several tensors are waited for together."""
 _MATMUL_WORDS = re.compile(r"(^|_)((mm|bmm|addmm|baddbmm|einsum)(_|$)|linear$)|gemm|matmul")
 _COLLECTIVE_WORDS = re.compile(
     r"all_gather|reduce_scatter|all_reduce|all_to_all|allgather|allreduce|reducescatter|alltoall"
@@ -141,7 +146,7 @@ def _member(
         node=node,
         kind=op.kind,
         input=tensor,
-        waits=tuple(user for user in node.users if op_name(user) == _WAIT),
+        waits=tuple(_waits(node)),
         group=group,
         group_key=_group_key(group),
         group_size=size or _group_size(group),
@@ -151,9 +156,37 @@ def _member(
     )
 
 
+def waits_for_several(node: fx.Node) -> bool:
+    """True for the wait for a list of tensors."""
+    return op_name(node) == _WAIT_FOR_LIST
+
+
+def awaited_item(node: fx.Node) -> fx.Node | None:
+    """The tensor that an item of several, which were waited for together, is; None for other nodes."""
+    if op_name(node) != "getitem" or not waits_for_several(node.args[0]):  # type: ignore[arg-type]
+        return None
+    tensors, index = node.args[0].args[0], node.args[1]  # type: ignore[union-attr]
+    item = tensors[index] if isinstance(tensors, list | tuple) and isinstance(index, int) else None
+    return item if isinstance(item, fx.Node) else None
+
+
+def awaited_items(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For items of several tensors that were waited for together: the one tensor that an item is computed from."""
+    return {node: [item] for node in graph.nodes if (item := awaited_item(node)) is not None}
+
+
+def _waits(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that are a collective's result, waited for."""
+    for user in node.users:
+        if op_name(user) == _WAIT:
+            yield user
+        elif waits_for_several(user):
+            yield from (item for item in user.users if awaited_item(item) is node)
+
+
 def _looks_collective(node: fx.Node) -> bool:
     name = called_name(node)
-    if name == _WAIT or name.startswith(("aten.", "prims.", "asynctp.")):
+    if name in (_WAIT, _WAIT_FOR_LIST) or name.startswith(("aten.", "prims.", "asynctp.")):
         return False
     return name.startswith(("_c10d_functional.", "c10d.")) or bool(_COLLECTIVE_WORDS.search(name))
 

@@ -45,7 +45,7 @@ from asynctp_passes.fxview import (
     size_sources,
     tensor_of,
 )
-from asynctp_passes.read import is_matmul, is_only_awaited
+from asynctp_passes.read import is_matmul, is_only_awaited, waits_for_several
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, product, same
 from asynctp_passes.views import is_view, views_of
 
@@ -75,7 +75,7 @@ def rewrite(
     hoisted: list[tuple[GatherChain, fx.Node]] = []
     fused: dict[fx.Node, fx.Node] = {}
     for chain in chains:
-        build, old = _Builder(graph, sizes, chain, moved), _old_nodes(chain)
+        build, old, joint_waits = _Builder(graph, sizes, chain, moved), _old_nodes(chain), _joint_waits(chain)
         op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_reduction(build, chain)
         op.meta["asynctp_collective"] = chain.collective.node.name
         fused |= dict.fromkeys([chain.collective.node, *(matmul.node for matmul in chain.matmuls)], op)
@@ -86,6 +86,9 @@ def rewrite(
         if isinstance(chain, ScatterChain):
             old.update(node for node in build.made if node is not op)  # shapes of terms that went into a sum
         _erase_unused(graph, old)
+        for wait in joint_waits:
+            _shrink(wait)
+        _erase_unused(graph, old | joint_waits)
         for collective in _collectives(chain):
             if collective.call is not None and collective.call.users:
                 _shrink(collective.call)
@@ -650,6 +653,13 @@ def _collectives(chain: GatherChain | ScatterChain) -> list[Collective]:
     return [chain.collective, *(chain.joined if isinstance(chain, GatherChain) else ())]
 
 
+def _joint_waits(chain: GatherChain | ScatterChain) -> set[fx.Node]:
+    """What waits for results of a chain's collectives together with other tensors."""
+    waits = (wait for collective in _collectives(chain) for wait in collective.waits)
+    joint = {node for wait in waits for node in wait.all_input_nodes if waits_for_several(node)}
+    return {node for node in joint if all(op_name(user) == "getitem" for user in node.users)}
+
+
 def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
     """What a fused op may leave without users: its chain's collectives, views and matmuls, and their sizes."""
     views = _followed(chain) if isinstance(chain, GatherChain) else chain.views
@@ -684,7 +694,7 @@ def _erase_unused(graph: fx.Graph, candidates: set[fx.Node]) -> None:
 
 
 def _shrink(call: fx.Node) -> None:
-    """Leave in a collective of several tensors only those whose results are used."""
+    """Leave in a collective of several tensors, or a wait for them, only those whose results are used."""
     inputs, *rest = call.args
     assert isinstance(inputs, list | tuple)
     users = sorted(call.users, key=lambda user: int(user.args[1]))  # type: ignore[arg-type]

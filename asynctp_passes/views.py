@@ -22,8 +22,8 @@ from asynctp_passes.shapes import IndexMap, Size, concatenate, product, same
 
 __all__ = ["VIEWS", "Flow", "follow", "is_view", "size_readers", "views_of"]
 
-Pieces = tuple[IndexMap, ...]
-Result = IndexMap | Pieces | Refusal
+Pieces = tuple[IndexMap | None, ...]
+Result = IndexMap | Pieces | Refusal | None
 
 
 @dataclass
@@ -32,7 +32,8 @@ class Flow:
 
     Attributes:
         maps: Index maps of the nodes that rearrange the source (or one of several like sources).
-        pieces: Maps of the elements of nodes that return several tensors (split, chunk, unbind).
+        pieces: Maps of the elements of nodes that return several tensors (split, chunk, unbind); None for elements that
+            are no rearrangement of the source (other tensors that are waited for together).
         refused: Nodes that take a followed tensor and do a thing to it that has no index map.
         terms: The seeds whose sum a followed node is a rearrangement of (one seed, unless sums are followed).
     """
@@ -45,6 +46,17 @@ class Flow:
     def has(self, node: object) -> bool:
         """True when the node is followed."""
         return isinstance(node, fx.Node) and (node in self.maps or node in self.pieces)
+
+    def users(self, node: fx.Node) -> list[fx.Node]:
+        """The users of a followed node; of one that returns several tensors, those of followed elements."""
+        pieces = self.pieces.get(node)
+        if pieces is None:
+            return list(node.users)
+        return [user for user in node.users if op_name(user) != "getitem" or pieces[_index_of(user)] is not None]
+
+    def all_users(self) -> list[fx.Node]:
+        """The users of all followed nodes."""
+        return [user for node in (*self.maps, *self.pieces) for user in self.users(node)]
 
 
 @dataclass(frozen=True)
@@ -108,6 +120,8 @@ def _apply(handler: Callable[[_Call], Result], node: fx.Node, flow: Flow, sizes:
 
 
 def _record(flow: Flow, node: fx.Node, result: Result) -> None:
+    if result is None:
+        return
     if not isinstance(result, Refusal):
         terms = _terms(flow, node)
         if isinstance(terms, Refusal):
@@ -259,8 +273,18 @@ def _getitem(call: _Call) -> Result:
     pieces = call.flow.pieces.get(call.values["self"])
     if pieces is None:
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, "indexing a tensor as a sequence")
-    index: int = call.values["index"]
-    return pieces[index]
+    return pieces[_index_of(call.node)]
+
+
+def _index_of(item: fx.Node) -> int:
+    index = item.args[1]
+    assert isinstance(index, int)
+    return index
+
+
+def _waited(call: _Call) -> Result:
+    """Several tensors, waited for together: each stays as it is."""
+    return tuple(call.flow.maps.get(tensor) for tensor in call.values["tensors"])
 
 
 def _cat(call: _Call) -> Result:
@@ -335,6 +359,7 @@ def _refuse(reason: reasons.Reason) -> Callable[[_Call], Result]:
 
 VIEWS: dict[str, Callable[[_Call], Result]] = {
     "_c10d_functional.wait_tensor.default": _unchanged,
+    "_c10d_functional.wait_tensors.default": _waited,
     "aten.clone.default": _unchanged,
     "aten.contiguous.default": _unchanged,
     "aten.alias.default": _unchanged,

@@ -357,7 +357,7 @@ def case_selective_checkpoint_of_dtensor_block(mesh: DeviceMesh) -> tuple[Report
 def _checkpoint(module: Any, x: Tensor, fused: int = 2, **kwargs: Any) -> tuple[Report, ...]:
     """Train with activation checkpointing: compiled with our backend, with Inductor alone, and eager.
 
-    Every collective is fused, but a recomputed gather that only a weight's gradient wants: that runs beside products.
+    Every collective is fused, but recomputed gathers that only a weight's gradient wants: those run beside products.
     """
     parameters = list(module.parameters())
 
@@ -375,9 +375,8 @@ def _checkpoint(module: Any, x: Tensor, fused: int = 2, **kwargs: Any) -> tuple[
     plain, ours = attempt("inductor"), attempt("asynctp")
     if isinstance(plain, str):
         assert plain == ours, f"ours fails in another way: {plain} | {ours}"
-        assert any(f"torch {torch.__version__} will fail" in note for note in asynctp_passes.reports()[0].notes), (
-            "no note tells why"
-        )
+        notes = asynctp_passes.reports()[0].notes
+        assert any(f"torch {torch.__version__} will fail" in note for note in notes), "no note tells why"
         raise NotRunnable(plain)
     assert not isinstance(ours, str), ours
     assert_close(ours, plain)

@@ -10,6 +10,8 @@ Three things vary. What is compiled:
 How scales come about: `dynamic` (torchao's tensorwise recipe) or `delayed` (the layers of fp8_cases: torchao has none).
 And whether weights travel in high precision or in fp8.
 
+A rank's graphs are cached apart: torch finds a graph of DTensors of another tensor-parallel group, whose name is in it.
+
 In every case each tensor-parallel collective next to a matmul is fused and none of the other group's is.
 """
 
@@ -21,7 +23,7 @@ from collections.abc import Callable, Sequence
 import fp8_cases
 import torch
 import torch.distributed._functional_collectives as funcol
-from backend_cases import STRICT, bytes_over_gloo, local, shard_of, start
+from backend_cases import STRICT, bytes_over_gloo, local, own_cache, shard_of, start
 from fp8_cases import E4M3, Current, Delayed, NormBlock, gathered
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -121,7 +123,7 @@ def _delayed(compiled: str) -> Callable[[DeviceMesh], tuple[Report, ...]]:
 
 def _compare(mesh: DeviceMesh, compiled: str, train: Callable[[str], list[Tensor]]) -> tuple[Report, ...]:
     """Compiled against eager: values, and what was compiled."""
-    with bytes_over_gloo():
+    with own_cache(mesh), bytes_over_gloo():
         start()
         actual = train(compiled)
         reports, graphs = asynctp_passes.reports(), counters["stats"]["unique_graphs"]
@@ -180,7 +182,7 @@ def _in_graph(fp8_weights: bool) -> Callable[[DeviceMesh], tuple[Report, ...]]:
                 model.compile(backend="asynctp", options=STRICT, dynamic=False, fullgraph=True)
             return _train(model, _shards(mesh))
 
-        with bytes_over_gloo():
+        with own_cache(mesh), bytes_over_gloo():
             start()
             actual = train("model")
             reports = asynctp_passes.reports()

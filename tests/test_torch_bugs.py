@@ -66,9 +66,9 @@ def test_graph_breaks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_installed_torch_says_so_if_it_breaks_the_graph() -> None:
-    """On torch 2.11 the gather is hidden and the note is logged; on newer ones it is fused and nothing is."""
+    """On torch 2.11 the gather is hidden and the note logged, 2.12 fails; newer ones fuse it, without a note."""
     program = """
-import torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import asynctp_passes
@@ -78,12 +78,21 @@ dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 def layer(x, w):
     return funcol.all_gather_tensor(x, 1, dist.group.WORLD) @ w
 
-torch.compile(layer, backend="asynctp")(torch.ones(2, 4, 8), torch.ones(8, 8))
+torch.compile(layer, backend=sys.argv[1])(torch.ones(2, 4, 8), torch.ones(8, 8))
 print("fused:", sum(len(report.fused) for report in asynctp_passes.reports()))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    done, plain = (_run(program, backend) for backend in ("asynctp", "inductor"))
+    if plain.returncode and done.returncode:
+        pytest.skip(f"plain Inductor neither: {plain.stderr[-300:]}")
+    assert done.returncode == 0, done.stderr
     fused = "fused: 1" in done.stdout
     assert fused != ("is in no report" in done.stderr), done.stderr
+
+
+def _run(program: str, backend: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, backend], capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_notes_are_printed_and_survive_json() -> None:
