@@ -26,6 +26,8 @@ def on_ranks() -> Results:
 @pytest.mark.xdist_group("forms")
 @pytest.mark.parametrize("name", CASES)
 def test_on_ranks(on_ranks: Results, name: str) -> None:
+    if all(results[name] == ((form_cases.NOT_TRACED,), []) for results in on_ranks):
+        pytest.skip("this torch does not trace the program, without asynctp neither")
     for results in on_ranks:
         assert results[name] == (CASES[name].outcomes, [])
 
