@@ -374,6 +374,8 @@ def train_by_aot(rank: int, world_size: int) -> tuple[list[tuple[str, ...]], lis
 
     backend = aot_autograd(fw_compiler=fused, bw_compiler=fused)
     case = Case(layer, ((2, 4, 6), (6, 8), (6, 8)))
+    if not traceable(layer, inputs(case, rank)):
+        return [(NOT_TRACED,)], []
     results = []
     for program in (layer, torch.compile(layer, backend=backend)):
         leaves = [leaf.requires_grad_() for leaf in inputs(case, rank)]

@@ -91,5 +91,7 @@ def test_one_weight_for_a_batch_of_symbolic_sizes(dynamic: int) -> None:
 def test_training_without_inductor() -> None:
     """Graphs of AOTAutograd, whose views are not normalized: two chains forward, and two backward."""
     for graphs, problems in run_ranks(RANKS, form_cases.train_by_aot):
+        if graphs == [(form_cases.NOT_TRACED,)]:
+            pytest.skip("this torch does not trace the program, without asynctp neither")
         assert graphs == [("F", "F"), ("F", "F")]
         assert problems == []
