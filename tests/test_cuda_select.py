@@ -66,7 +66,7 @@ def weight(k: int, n: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def explain(op: str, *args: Any, device: str = UNKNOWN, capability: tuple[int, int] = (9, 0), world: int = 4) -> Choice:
-    with mock.patch.object(cuda, "_machine", return_value=(capability, SMS, device)):
+    with mock.patch.object(cuda.driver, "machine", return_value=(capability, SMS, device)):
         return cuda.explain(op, (*args, world, "tp"))
 
 

@@ -94,14 +94,14 @@ def test_programs_run_as_their_fake_values_say(honest: bool) -> None:
 
 
 def test_honest_counts_match_collectives() -> None:
-    """A scatter chain has one reduce-scatter or all-reduce, a gather chain an all-gather, or two: one for scales."""
+    """A scatter chain has one reduce-scatter or all-reduce, a gather chain an all-gather, or two: one for numbers per row."""
     for seed in SEEDS:
         program = seeded_program(seed, Wishes(honest=True))
         names = Counter(op_name(node.target) for node in program.graph.nodes)
         sides = ("reduce_scatter", "all_reduce", "all_gather")
         counts = {side: sum(names[name] for name in names if side in name) for side in sides}
         counts["reduce_scatter"] += counts.pop("all_reduce")
-        extra = "scale gathered too" in program.notes
+        extra = sum(note.startswith(("scale gathered too", "numbers gathered apart")) for note in program.notes)
         gathers = program.gathers + extra + program.apart
         assert counts == {"reduce_scatter": program.scatters, "all_gather": gathers}
 
