@@ -94,7 +94,7 @@ def test_programs_run_as_their_fake_values_say(honest: bool) -> None:
 
 
 def test_honest_counts_match_collectives() -> None:
-    """A scatter chain has one reduce-scatter or all-reduce, a gather chain an all-gather, or two: one for numbers per row."""
+    """A scatter chain has one reduce-scatter or all-reduce, a gather chain one all-gather, or two with numbers."""
     for seed in SEEDS:
         program = seeded_program(seed, Wishes(honest=True))
         names = Counter(op_name(node.target) for node in program.graph.nodes)
