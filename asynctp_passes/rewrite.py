@@ -47,7 +47,7 @@ from asynctp_passes.fxview import (
 )
 from asynctp_passes.read import is_matmul, is_only_awaited, waits_for_several
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, product, same
-from asynctp_passes.views import is_view, views_of
+from asynctp_passes.views import followed, is_view, views_of
 
 __all__ = ["rewrite"]
 
@@ -235,7 +235,7 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
         build.replace(chain.along.end, _shaped_as(build, along, chain.along.end))
     if chain.hoist is not None:
         _finish_apart(build, chain.hoist, apart, along)
-    _read_sizes_elsewhere(build, _followed(chain))
+    _read_sizes_elsewhere(build, followed(chain))
     return op
 
 
@@ -485,7 +485,7 @@ def _only_operand(chain: GatherChain) -> fx.Node | None:
     assert value is not None
     if others or operand in chain.collective.results or not value.is_contiguous():
         return None
-    above = set(_followed(chain)) - set(views_of([operand]))
+    above = set(followed(chain)) - set(views_of([operand]))
     users = {user for node in above for user in node.users if not is_size(user)}
     return operand if users <= {*above, operand} else None
 
@@ -626,13 +626,6 @@ def _like_first(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 # --- tidying up --------------------------------------------------------------------------------------------
-def _followed(chain: GatherChain) -> list[fx.Node]:
-    """The collectives' results, what is computed from them, and every view of them, used or not."""
-    computed = () if chain.hoist is None else chain.hoist.inside
-    joined = [node for gather in chain.joined for node in gather.results]
-    return views_of([*chain.collective.results, *joined, *computed])
-
-
 def _read_sizes_elsewhere(build: _Builder, nodes: Iterable[fx.Node]) -> None:
     """Read sizes of vanishing tensors off the chain's inputs instead, so that nothing keeps them alive."""
     for node in nodes:
@@ -662,7 +655,7 @@ def _joint_waits(chain: GatherChain | ScatterChain) -> set[fx.Node]:
 
 def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
     """What a fused op may leave without users: its chain's collectives, views and matmuls, and their sizes."""
-    views = _followed(chain) if isinstance(chain, GatherChain) else chain.views
+    views = followed(chain) if isinstance(chain, GatherChain) else chain.views
     nodes = {*views, *(node for matmul in chain.matmuls for node in (*matmul.nodes, *_views_above(matmul)))}
     nodes |= {node for collective in _collectives(chain) for node in collective.nodes}
     inside = [node for matmul in chain.matmuls for node in matmul.epilogue]

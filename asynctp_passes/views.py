@@ -20,7 +20,7 @@ from asynctp_passes.read import added_matrix
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import IndexMap, Size, concatenate, product, same
 
-__all__ = ["VIEWS", "Flow", "follow", "is_view", "size_readers", "views_of"]
+__all__ = ["VIEWS", "Flow", "follow", "followed", "is_view", "size_readers", "views_of"]
 
 Pieces = tuple[IndexMap | None, ...]
 Result = IndexMap | Pieces | Refusal | None
@@ -176,12 +176,17 @@ def views_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return list(found)
 
 
+def followed(chain: GatherChain) -> list[fx.Node]:
+    """The collectives' results, what is computed from them, and every view of them, used or not."""
+    computed = () if chain.hoist is None else chain.hoist.inside
+    joined = [node for gather in chain.joined for node in gather.results]
+    return views_of([*chain.collective.results, *joined, *computed])
+
+
 def size_readers(chain: GatherChain | ScatterChain) -> list[fx.Node]:
     """The nodes that read sizes of what the rewrite of a chain does away with; it reads them off the chain's inputs."""
     if isinstance(chain, GatherChain):
-        computed = () if chain.hoist is None else chain.hoist.inside
-        joined = [node for gather in chain.joined for node in gather.results]
-        views = views_of([*chain.collective.results, *joined, *computed])
+        views = followed(chain)
     else:
         views = [*chain.views, *(node for matmul in chain.matmuls for node in matmul.nodes)]
     return [user for node in views for user in node.users if is_size(user)]
