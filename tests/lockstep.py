@@ -409,8 +409,8 @@ _RANK_OPS: dict[str, Callable[..., Any]] = {
 
 # --- comparing ---------------------------------------------------------------------------------------
 
-#: Largest allowed difference of two results that round in different places, relative to the largest element on any rank
-#: (at least 1). Narrow dtypes are for telling programs apart, not for judging rounding.
+#: Largest allowed difference of two results that round in different places, relative to the largest element (at least
+#: 1). Narrow dtypes are for telling programs apart, not for judging rounding.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
@@ -426,21 +426,13 @@ def differences(expected: Sequence[Any], actual: Sequence[Any], tolerance: float
         if len(expected_outs) != len(actual_outs):
             found.append(f"rank {rank}: {len(actual_outs)} outputs instead of {len(expected_outs)}")
         for index, (left, right) in enumerate(zip(expected_outs, actual_outs, strict=False)):
-            largest = max(_magnitude(outs[index]) for outs in expected)
-            text = _difference(left, right, tolerance, largest)
+            text = _difference(left, right, tolerance)
             if text:
                 found.append(f"rank {rank}, output {index}: {text}")
     return found
 
 
-def _magnitude(value: Any) -> float:
-    """The largest element of a tensor of floats, and at least 1."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
-        return 1.0
-    return max(1.0, value.double().nan_to_num().abs().max().item())
-
-
-def _difference(expected: Any, actual: Any, tolerance: float | None, largest: float) -> str:
+def _difference(expected: Any, actual: Any, tolerance: float | None) -> str:
     """What distinguishes two values, or nothing."""
     if not isinstance(expected, Tensor):
         same = expected == actual or (isinstance(expected, dist.ProcessGroup) and isinstance(actual, dist.ProcessGroup))
@@ -457,7 +449,7 @@ def _difference(expected: Any, actual: Any, tolerance: float | None, largest: fl
     if not torch.equal(left.isnan(), right.isnan()):
         return "NaN at other places"
     error = (left - right).nan_to_num().abs().max().item()
-    limit = tolerance * largest
+    limit = tolerance * max(1.0, left.nan_to_num().abs().max().item())
     return "" if error <= limit else f"differs by {error:.3g} (limit {limit:.3g})"
 
 

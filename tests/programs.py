@@ -708,6 +708,14 @@ def _flatten_rows(b: Builder, x: Node) -> Node:
     return b.reshape(x, [b.choose([-1, math.prod(shape[:-1])]), shape[-1]])
 
 
+def _row_major(b: Builder, rows: Node) -> Node:
+    """Rows that are contiguous, and no copy of others: the pass takes transposed ones for those of a weight's gradient.
+
+    A copy of transposed rows counts as such.
+    """
+    return b.reshape(b.reshape(rows, [-1]), shape_of(rows))
+
+
 def _gather_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool) -> list[Node]:
     """shard → all_gather → wait → view* → rows → consumers; returns all results that live on."""
     shape = _shard_shape(b, dtype)
@@ -726,6 +734,8 @@ def _gather_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool) -
     views_attack = attack and mutation == "none" and not b.chance(3)
     full = gather_views(b, wait, dim, group.size, views_attack)
     rows = _flatten_rows(b, full)
+    if not attack and dim == len(shape) - 1:
+        rows = _row_major(b, rows)
     row_scale = _row_scale(b, recipe, shape_of(rows)[0])
     if recipe.rowwise and not attack and dim != len(shape) - 1 and b.chance(2):
         row_scale = _gathered_scale(b, shape, dim, group)
@@ -1005,6 +1015,7 @@ def _gather_for_a_gradient(b: Builder, group: _Group) -> Node:
     gathered = b.call(c10d.all_gather_into_tensor.default, b.placeholder(shape, torch.float32), group.size, group.name)
     wait = b.call(c10d.wait_tensor.default, gathered)
     rows = b.reshape(gather_views(b, wait, b.choose([0, 1]), group.size, attack=False), [-1, shape[-1]])
+    rows = _row_major(b, rows)
     other = b.placeholder([shape_of(rows)[0], 3], torch.float32)
     left, right = (rows, other) if b.chance(2) else (other, rows)
     return b.call(aten.mm.default, b.call(aten.permute.default, left, [1, 0]), right)
