@@ -151,6 +151,8 @@ class Machine:
         kept: (address, stream) of tensors whose memory must not be reused before that stream has come so far.
         hosts: on which each rank says that it is.
         makers: the threads on which symmetric memory was made.
+        gathered: what NCCL gathers: for each such tensor, that of each rank.
+        scattered: what NCCL reduces: for this rank, the part of each rank.
     """
 
     def __init__(self, rank: int, world: int, peer_writes: bool = True) -> None:
@@ -166,6 +168,8 @@ class Machine:
         self.kept: list[tuple[int, int]] = []
         self.hosts = ["here"] * world
         self.makers: list[threading.Thread] = []
+        self.gathered: list[Sequence[Tensor]] = []
+        self.scattered: Sequence[Tensor] = ()
         self._events = 0
         self._streams = iter([COPY, REDUCE])
 
@@ -220,7 +224,14 @@ class Machine:
         return Area(parts[self.rank], parts, peers, torch.tensor(peers))
 
     def prepare(
-        self, kernel: Any, programs: int, args: Sequence[Any], constants: dict[str, Any], num_warps: int, **options: Any
+        self,
+        kernel: Any,
+        programs: int,
+        args: Sequence[Any],
+        constants: dict[str, Any],
+        num_warps: int,
+        fixed: bool = True,
+        **options: Any,
     ) -> Launch:
         prepared = Prepared(kernel, programs, tuple(args), dict(constants), num_warps, options)
         assert len(args) == len(prepared.names)
@@ -230,16 +241,31 @@ class Machine:
         self.prepared.append(prepared)
         del prepared  # a plan must not hold it, through `run`
 
-        def run(*values: Any, stream: int) -> None:
+        def run(stream: int, values: Sequence[Any]) -> None:
             prepared = self.prepared[number]
-            count = len(prepared.names)
-            assert values[count:] == tuple(constants.values()), "constants come after the arguments, in order"
-            launched = Launched(stream, prepared, values[:count])
+            launched = Launched(stream, prepared, tuple(values))
             check_promises(launched)
+            if fixed:
+                check_fixed(launched)
             self.log.append(launched)
             self.kernels.get(prepared.name, lambda _: None)(launched)
 
-        return Launch(run, tuple(constants.values()), 32 * num_warps, self.registers, 0)
+        return Launch(run, 32 * num_warps, self.registers, 0)
+
+    # what replaces NCCL
+    def gather_into(self, whole: Tensor, shard: Tensor, group: Any) -> None:
+        assert group is self.group
+        raw = [[part.reshape(-1).view(torch.uint8) for part in parts] for parts in self.gathered]
+        mine = shard.reshape(-1).view(torch.uint8)
+        (found,) = [parts for parts in raw if torch.equal(parts[self.rank], mine)]
+        whole.view(-1).view(torch.uint8).copy_(torch.cat(found))
+
+    def scatter_into(self, part: Tensor, whole: Tensor, reduce_op: str, group: Any) -> None:
+        assert group is self.group
+        mine = self.scattered[self.rank]
+        assert torch.equal(whole.view(self.world, -1)[self.rank], mine.reshape(-1))
+        total = sum((one.float() for one in self.scattered), torch.zeros(()))
+        part.copy_((total * (1 / self.world if reduce_op == "avg" else 1)).to(part.dtype))
 
     def board(self, *_: Any, **__: Any) -> SimpleNamespace:
         """The group's store, on which every rank posts its host."""
@@ -268,6 +294,13 @@ class Machine:
         """The log in words. `places` are addresses of memory by name, as "gathered"."""
         names = Names(self.memory, places)
         return "\n".join(f"{STREAMS[entry.stream]:6} {names.entry(entry)}" for entry in self.log)
+
+
+def check_fixed(launched: Launched) -> None:
+    """A launch that is replayed differs from the example in addresses only."""
+    for name, example, value in zip(launched.prepared.names, launched.prepared.args, launched.values, strict=True):
+        if not isinstance(example, (Tensor, TensorDescriptor)):
+            assert value == example, f"{launched.prepared.name}: {name} is recorded"
 
 
 def check_promises(launched: Launched) -> None:
@@ -331,6 +364,8 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
         },
         memory: {
             "_share": here.share,
+            "gather_into": here.gather_into,
+            "scatter_into": here.scatter_into,
             "_last_call": {},
             "_flying": {},
             "Board": here.board,

@@ -107,6 +107,7 @@ def gather_implementations() -> Iterator[Any]:
         for implementation, able in (
             ("fused", aligned and not along_last),
             ("decomposed", flat and not along_last),
+            ("unfused", flat and not along_last),
             ("direct", True),
         ):
             if able:
@@ -116,8 +117,12 @@ def gather_implementations() -> Iterator[Any]:
 def gather_plan(call: GatherCall, here: Machine, implementation: str, chunks: int = 3) -> gather.GatherPlan:
     if implementation == "fused":
         return gather.FusedGather(call, here.memory, tiles_of(call.a_shard.dtype), chunks, SMS)
-    made = {"decomposed": gather.DecomposedGather, "direct": gather.DirectGather}[implementation]
-    return made(call, here.memory)
+    made = {
+        "decomposed": gather.DecomposedGather,
+        "direct": gather.DirectGather,
+        "unfused": gather.UnfusedGather,
+    }
+    return made[implementation](call, here.memory)
 
 
 def others(call: GatherCall) -> tuple[list[Tensor], list[Tensor]]:
@@ -152,6 +157,7 @@ def run_gather(call: GatherCall, here: Machine, plan: gather.GatherPlan) -> tupl
     if "outbox" in here.memory.areas:
         fill_outboxes(here, shards, scales)
     here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.push_gather, shards=shards, scales=scales)
+    here.gathered = [shards, scales] if scales else [shards]
     outs = plan.run(fresh.a_shard, fresh.a_scale, fresh.bs, fresh.b_scales, fresh.biases, fresh.along)
     full = torch.cat([shard.float() for shard in shards], call.dim).to(call.a_shard.dtype)
     if call.along is not None:
@@ -256,6 +262,7 @@ def scatter_implementations() -> Iterator[Any]:
         for implementation, able in (
             ("fused", aligned and not along_last and case != "several scaled"),
             ("decomposed", flat and not along_last),
+            ("unfused", flat and not along_last),
             ("direct", True),
         ):
             if able:
@@ -265,8 +272,12 @@ def scatter_implementations() -> Iterator[Any]:
 def scatter_plan(call: ScatterCall, here: Machine, implementation: str, chunks: int = 3) -> scatter.ScatterPlan:
     if implementation == "fused":
         return scatter.FusedScatter(call, here.memory, tiles_of(call.a_parts[0].dtype), chunks, SMS)
-    made = {"decomposed": scatter.DecomposedScatter, "direct": scatter.DirectScatter}[implementation]
-    return made(call, here.memory)
+    made = {
+        "decomposed": scatter.DecomposedScatter,
+        "direct": scatter.DirectScatter,
+        "unfused": scatter.UnfusedScatter,
+    }
+    return made[implementation](call, here.memory)
 
 
 def whole(call: ScatterCall, implementation: str) -> Tensor:
@@ -303,6 +314,7 @@ def run_scatter(call: ScatterCall, here: Machine, plan: scatter.ScatterPlan) -> 
     if "inbox" in here.memory.areas:
         peers_come(here, for_us, MAX_CHUNKS)
     here.kernels["push_reduce_kernel"] = functools.partial(cuda_emulated.push_reduce, parts=for_us)
+    here.scattered = for_us
     out = plan.run(fresh.a_parts, fresh.b_parts, fresh.a_scales, fresh.b_scales, fresh.biases)
     total = sum((part.float() for part in for_us), torch.zeros(()))
     return out, (total * (1 / WORLD if call.reduce_op == "avg" else 1)).to(call.out_dtype), list(mine)
@@ -324,7 +336,7 @@ def test_scatter(case: str, implementation: str, here: Machine) -> None:
 
 def check_pushes(here: Machine, implementation: str, mine: Sequence[Tensor]) -> None:
     """Every other rank's inbox has our part for it, where the reduction there looks for it."""
-    if implementation == "direct":
+    if implementation in ("direct", "unfused"):
         assert here.of(Copied) == []
         return
     for rank in set(range(WORLD)) - {RANK}:
@@ -338,7 +350,7 @@ def check_words(here: Machine, implementation: str) -> None:
     assert here.memory.local[:64].count_nonzero() == 0
     own = cuda_emulated.at(here.memory.signals.peers[RANK], (64,), torch.int32)
     assert own.count_nonzero() == 0
-    for rank in set(range(WORLD)) - {RANK} if implementation != "direct" else ():
+    for rank in set(range(WORLD)) - {RANK} if implementation in ("fused", "decomposed") else ():
         theirs = cuda_emulated.at(here.memory.signals.peers[rank], (2, 8, MAX_CHUNKS), torch.int32)
         assert theirs[0, RANK].count_nonzero() == len({write.address for write in posts(here, rank, 0)})
         assert theirs[1].flatten()[RANK] == 1
@@ -992,9 +1004,10 @@ def test_a_group_of_a_size_without_kernels_runs_unfused(world: int, caplog: pyte
 def test_arguments_are_checked_before_a_call_is_left_to_the_unfused_program(world: int) -> None:
     checked: list[bool] = []
     with machine(0, world) as here, cuda.forced("unfused"):
-        assert op(here, gather_call((8,), 64, (72,), world=world), lambda: checked.append(True)) is None
-        assert op(here, scatter_call((72,), (64,), 72, world=world), lambda: checked.append(True)) is None
-    assert checked == [True, True]
+        for _ in range(2):
+            assert op(here, gather_call((8, 2), 64, (72,), dim=1, world=world), lambda: checked.append(True)) is None
+            assert op(here, scatter_call((2, 72), (64,), 72, dim=1, world=world), lambda: checked.append(True)) is None
+    assert checked == [True] * (2 if world == 4 else 4), "once for each plan, or each call without any"
 
 
 def test_a_bad_call_is_refused_before_anything_is_made(here: Machine) -> None:

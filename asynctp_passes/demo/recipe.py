@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -119,6 +120,10 @@ def joined(here: Place) -> Iterator[None]:
         torch.cuda.set_device(here.device)
     dist.init_process_group("nccl" if here.gpu else "gloo", device_id=here.device if here.gpu else None)
     yield
+    if here.gpu:  # NCCL does not end while there are CUDA graphs with its kernels
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The only file of this package that touches private torch APIs."""
+"""The only file of this package that touches private torch APIs, and those whose names depend on the version."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
@@ -69,6 +70,23 @@ def register_wait(result: torch.Tensor, wait: Callable[[], None]) -> None:
     from torch._C._distributed_c10d import _register_work
 
     _register_work(result, _waited_class()(wait))
+
+
+def gather_into(whole: torch.Tensor, shard: torch.Tensor, group: ProcessGroup) -> None:
+    """Fill contiguous `whole` with all ranks' contiguous shards, in rank order, on the current stream."""
+    if hasattr(dist, "all_gather_single"):  # since torch 2.13
+        dist.all_gather_single(whole, shard, group=group)
+    else:
+        dist.all_gather_into_tensor(whole, shard, group=group)
+
+
+def scatter_into(part: torch.Tensor, whole: torch.Tensor, reduce_op: str, group: ProcessGroup) -> None:
+    """Fill contiguous `part` with this rank's rows of the "sum" or "avg" of contiguous `whole`, likewise."""
+    op = dist.ReduceOp.AVG if reduce_op == "avg" else dist.ReduceOp.SUM
+    if hasattr(dist, "reduce_scatter_single"):
+        dist.reduce_scatter_single(part, whole, op, group=group)
+    else:
+        dist.reduce_scatter_tensor(part, whole, op, group=group)
 
 
 def scaled_mm(

@@ -12,22 +12,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import register_wait
+from asynctp_kernels.compat import gather_into, register_wait
 from asynctp_kernels.errors import SymmetricMemoryError
 
 from . import select
 from .collectives import Bulk, BulkGather, BulkScatter, bulk_gather, bulk_scatter
 from .driver import CudaError
-from .gather import DecomposedGather, DirectGather, FusedGather, GatherCall, GatherPlan
+from .gather import DecomposedGather, DirectGather, FusedGather, GatherCall, GatherPlan, UnfusedGather
 from .gemm import NOT_TUNED, refused_gemm
 from .machine import driver
 from .memory import GroupMemory, existing_memory, group_memory, release
 from .products import scaled_product_supported
-from .scatter import DecomposedScatter, DirectScatter, FusedScatter, ScatterCall, ScatterPlan
+from .scatter import DecomposedScatter, DirectScatter, FusedScatter, ScatterCall, ScatterPlan, UnfusedScatter
 from .select import Choice, Problem, choose, forced
 
 __all__ = [
@@ -101,7 +100,7 @@ def run_gather(
     memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
     if plan is None:
         return None
-    with _Whole(memory):
+    with _Whole(None if plan.name == "unfused" else memory):  # type: ignore[attr-defined]
         outs: list[Tensor] = plan.run(a_shard, a_scale, bs, b_scales, biases, along)  # type: ignore[attr-defined]
     return outs
 
@@ -158,7 +157,7 @@ def run_all_reduce(
 def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
     """All ranks' shards, joined along dim 0 in rank order: contiguous. By NCCL, in order on the current stream."""
     whole = shard.new_empty((group.size() * shard.shape[0], *shard.shape[1:]))
-    dist.all_gather_into_tensor(whole, shard.contiguous(), group=group)
+    gather_into(whole, shard.contiguous(), group)
     return whole
 
 
@@ -202,7 +201,7 @@ def _run_scatter(
     memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
     if plan is None:
         return None
-    with _Whole(memory):
+    with _Whole(None if plan.name == "unfused" else memory):  # type: ignore[attr-defined]
         out: Tensor = plan.run(a_parts, b_parts, a_scales, b_scales, biases)  # type: ignore[attr-defined]
     return out
 
@@ -284,19 +283,20 @@ def _harmless(error: BaseException) -> bool:
 class _Whole:
     """A call that raises half way leaves the ranks out of step: then the group's memory must not be used again.
 
-    Not so a `SymmetricMemoryError`: that is raised by all ranks alike, before anything is enqueued.
+    Not so a `SymmetricMemoryError`: that is raised by all ranks alike, before anything is enqueued. None: the call
+    uses no memory of the group's.
     """
 
     __slots__ = ("memory",)
 
-    def __init__(self, memory: GroupMemory) -> None:
+    def __init__(self, memory: GroupMemory | None) -> None:
         self.memory = memory
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and self.memory.failure is None and not _harmless(error):
+        if error is not None and self.memory is not None and self.memory.failure is None and not _harmless(error):
             self.memory.failure = f"{type(error).__name__}: {error}"
 
 
@@ -379,7 +379,9 @@ def _gather_plan(call: GatherCall, memory: GroupMemory, choice: Choice) -> Gathe
         return FusedGather(call, memory, choice.tiles, choice.chunks, sms)
     if choice.implementation == "decomposed":
         return DecomposedGather(call, memory)
-    return DirectGather(call, memory) if choice.implementation == "direct" else None
+    if choice.implementation == "direct":
+        return DirectGather(call, memory)
+    return UnfusedGather(call, memory) if _cublas_and_nccl_gather(call) else None
 
 
 def _scatter_plan(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan | None:
@@ -390,7 +392,9 @@ def _scatter_plan(call: ScatterCall, memory: GroupMemory, choice: Choice) -> Sca
         return FusedScatter(call, memory, choice.tiles, choice.chunks, sms)
     if choice.implementation == "decomposed":
         return DecomposedScatter(call, memory)
-    return DirectScatter(call, memory) if choice.implementation == "direct" else None
+    if choice.implementation == "direct":
+        return DirectScatter(call, memory)
+    return UnfusedScatter(call, memory) if _cublas_and_nccl_scatter(call) else None
 
 
 def explain(op: str, args: Sequence[Any]) -> Choice:
@@ -463,19 +467,42 @@ def _choose_scatter(op: str, call: ScatterCall, refused: dict[str, str]) -> Choi
     return choose(problem, refused, sms, name)
 
 
+def _cublas_and_nccl_gather(call: GatherCall) -> bool:
+    """The unfused program is one collective and one call of cuBLAS for each product, on rows as they lie."""
+    simple = call.outer == 1 and not call.layout.along_last
+    return simple and not _no_gathered_product(call) and _refused_gathered_products(call) is None
+
+
+def _cublas_and_nccl_scatter(call: ScatterCall) -> bool:
+    """Likewise; not the first half of an all-reduce, which NCCL does better whole."""
+    simple = call.outer == 1 and not call.layout.along_last and call.unscaled_op == "matmul_reduce_scatter"
+    return simple and not _no_scattered_product(call) and _refused_scattered_products(call) is None
+
+
+def _no_gathered_product(call: GatherCall) -> bool:
+    layout = call.layout
+    return layout.rows == 0 or layout.cols == 0 or not call.bs or any(b.shape[1] == 0 for b in call.bs)
+
+
+def _no_scattered_product(call: ScatterCall) -> bool:
+    return call.layout.rows == 0 or call.layout.cols == 0 or any(b.shape[0] == 0 for b in call.b_parts)
+
+
+def _refused_gathered_products(call: GatherCall) -> str | None:
+    scales = ([call.a_scale] * len(call.bs), call.b_scales)
+    a_parts = [call.a_shard] * len(call.bs)
+    return _refused_products(a_parts, call.bs, *scales, call.biases, call.out_dtype, call.scale_travels)
+
+
+def _refused_scattered_products(call: ScatterCall) -> str | None:
+    scales: Sequence[Tensor | None] = [*call.a_scales] or [None] * len(call.b_parts)
+    return _refused_products(call.a_parts, call.b_parts, scales, call.b_scales, call.biases, call.out_dtype)
+
+
 def _refused_gather(call: GatherCall) -> dict[str, str]:
     layout = call.layout
-    common = _refused_products(
-        [call.a_shard] * len(call.bs),
-        call.bs,
-        [call.a_scale] * len(call.bs),
-        call.b_scales,
-        call.biases,
-        call.out_dtype,
-        call.scale_travels,
-    )
-    nothing = layout.rows == 0 or layout.cols == 0 or not call.bs or any(b.shape[1] == 0 for b in call.bs)
-    if nothing:
+    common = _refused_gathered_products(call)
+    if _no_gathered_product(call):
         return dict.fromkeys(("fused", "decomposed", "direct"), "nothing to multiply")
     refused = {name: reason for name in ("decomposed", "direct") if (reason := common)}
     if layout.along_last:
@@ -500,10 +527,9 @@ def _refused_gather(call: GatherCall) -> dict[str, str]:
 
 def _refused_scatter(call: ScatterCall) -> dict[str, str]:
     layout = call.layout
-    scales: Sequence[Tensor | None] = [*call.a_scales] or [None] * len(call.b_parts)
-    common = _refused_products(call.a_parts, call.b_parts, scales, call.b_scales, call.biases, call.out_dtype)
+    common = _refused_scattered_products(call)
     depths = [b.shape[0] for b in call.b_parts]
-    if layout.rows == 0 or layout.cols == 0 or 0 in depths:
+    if _no_scattered_product(call):
         return dict.fromkeys(("fused", "decomposed", "direct"), "nothing to multiply")
     refused = {name: reason for name in ("decomposed", "direct") if (reason := common)}
     if layout.along_last:

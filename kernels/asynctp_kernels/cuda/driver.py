@@ -102,6 +102,17 @@ def _function(name: str, *argtypes: Any) -> Callable[..., None]:
     return call
 
 
+def call(name: str, *args: Any) -> None:
+    """Call a driver function once, with arguments that ctypes knows how to pass.
+
+    Raises:
+        CudaError: It failed.
+    """
+    code = getattr(library(), name)(*args)
+    if code:
+        raise CudaError(f"{name}: {_message(code)}")
+
+
 def _message(code: int) -> str:
     text = ctypes.c_char_p()
     library().cuGetErrorString(code, ctypes.byref(text))

@@ -379,8 +379,43 @@ def direct_block(size: int, largest: int) -> int:
     return block
 
 
-class DirectGather(GatherPlan):
-    """One kernel for the all-gather, then cuBLAS on the whole."""
+class WholeGather(GatherPlan):
+    """An all-gather, then cuBLAS on the whole: nothing overlaps."""
+
+    def move(self, shard: Tensor, full: Tensor, own_numbers: Tensor | None, all_numbers: Tensor | None) -> None:
+        """Fill `full` from all ranks' contiguous shards, and `all_numbers` from the numbers of their rows."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        a_shard: Tensor,
+        a_scale: Tensor | None,
+        bs: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        along: Tensor | None = None,
+    ) -> list[Tensor]:
+        layout = self.layout
+        a_shard = aligned(a_shard)
+        full = a_shard.new_empty(layout.full_shape)
+        numbers = a_scale if self.scale_travels else along
+        all_numbers = None
+        if numbers is not None:
+            numbers = aligned(numbers)
+            all_numbers = numbers.new_empty((layout.full_rows, 1))
+        self.move(a_shard, full, numbers, all_numbers)
+        row_scale = all_numbers if self.scale_travels else a_scale
+        rows = full.view(layout.full_rows, layout.full_cols)
+        lead = layout.full_shape[:-1]
+        outs = [
+            product(rows, b, biases[i], row_scale, b_scales[i] if b_scales else None, self.scaling).view(*lead, -1)
+            for i, b in enumerate(bs)
+        ]
+        return self.results(outs, full, all_numbers)
+
+
+class DirectGather(WholeGather):
+    """One kernel for the all-gather."""
 
     name = "direct"
 
@@ -415,33 +450,21 @@ class DirectGather(GatherPlan):
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[4:]]
         self.generation = memory.generation
 
-    def run(
-        self,
-        a_shard: Tensor,
-        a_scale: Tensor | None,
-        bs: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        along: Tensor | None = None,
-    ) -> list[Tensor]:
-        stream = driver.current_stream(self.device_index)
-        memory, layout = self.memory, self.layout
-        a_shard = aligned(a_shard)
-        full = a_shard.new_empty(layout.full_shape)
-        numbers = a_scale if self.scale_travels else along
-        own_scale = all_scales = memory.dummy
-        if numbers is not None:
-            own_scale = aligned(numbers)
-            all_scales = numbers.new_empty((layout.full_rows, 1))
-        row_scale = all_scales if self.scale_travels else a_scale
+    def move(self, shard: Tensor, full: Tensor, own_numbers: Tensor | None, all_numbers: Tensor | None) -> None:
+        memory, stream = self.memory, driver.current_stream(self.device_index)
+        own, all_of = (memory.dummy if tensor is None else tensor for tensor in (own_numbers, all_numbers))
         memory.begin_direct(stream)
-        addresses = [a_shard.data_ptr(), own_scale.data_ptr(), full.data_ptr(), all_scales.data_ptr()]
-        self.launch(stream, [*addresses, *self.tail])
+        self.launch(stream, [shard.data_ptr(), own.data_ptr(), full.data_ptr(), all_of.data_ptr(), *self.tail])
         memory.ended(stream)
-        rows = full.view(layout.full_rows, layout.full_cols)
-        lead = layout.full_shape[:-1]
-        outs = [
-            product(rows, b, biases[i], row_scale, b_scales[i] if b_scales else None, self.scaling).view(*lead, -1)
-            for i, b in enumerate(bs)
-        ]
-        return self.results(outs, full, None if numbers is None else all_scales)
+
+
+class UnfusedGather(WholeGather):
+    """NCCL's all-gather. Only along dim 0 of one outer block, where the ranks' shards are ranges of rows."""
+
+    name = "unfused"
+    stale = False  # it holds no addresses
+
+    def move(self, shard: Tensor, full: Tensor, own_numbers: Tensor | None, all_numbers: Tensor | None) -> None:
+        self.memory.all_gather(full, shard)
+        if own_numbers is not None and all_numbers is not None:
+            self.memory.all_gather(all_numbers, own_numbers)

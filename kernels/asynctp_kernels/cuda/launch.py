@@ -1,11 +1,13 @@
 """Launching a compiled Triton kernel in a few microseconds: compiled once per plan, called without specialisation.
 
 `kernel[grid](...)` inspects every argument of every call. A plan's arguments differ from call to call in addresses
-only, so `prepare` compiles once and keeps `CompiledKernel[grid]`, Triton's own call without that inspection.
+only, so `prepare` compiles once and has the launch recorded (`replay`). Where that is not possible, or where numbers
+change too, it keeps `CompiledKernel[grid]`, Triton's own call without the inspection.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,10 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from asynctp_kernels.errors import SymmetricMemoryError
 from asynctp_kernels.signals import IS_INTERPRETED
+
+log = logging.getLogger(__name__)
 
 
 class Tma:
@@ -63,18 +68,23 @@ def describe(
 class Launch:
     """A compiled kernel, called as `launch(stream, args)`, and what one CTA of it needs of an SM."""
 
-    run: Callable[..., None]
-    constants: tuple[Any, ...]
+    run: Callable[[int, Sequence[Any]], None]
     threads: int
     registers: int
     shared: int
 
     def __call__(self, stream: int, values: Sequence[Any]) -> None:
-        self.run(*values, *self.constants, stream=stream)
+        self.run(stream, values)
 
 
 def prepare(
-    kernel: Any, programs: int, args: Sequence[Any], constants: dict[str, Any], num_warps: int, **options: Any
+    kernel: Any,
+    programs: int,
+    args: Sequence[Any],
+    constants: dict[str, Any],
+    num_warps: int,
+    fixed: bool = True,
+    **options: Any,
 ) -> Launch:
     """Compile `kernel` for arguments like `args` and load it; where Triton interprets, there is nothing to compile.
 
@@ -84,16 +94,30 @@ def prepare(
         args: Example arguments: tensors, descriptors, integers, floats, None.
         constants: The constexpr parameters, in the order of the signature.
         num_warps: Warps of a CTA; `options` are Triton's others: `num_stages`, `maxnreg`.
+        fixed: Calls differ in addresses only; numbers are those of `args`.
     """
     if IS_INTERPRETED:
         from . import interpreted
 
-        return Launch(interpreted.prepare(kernel, programs, args), tuple(constants.values()), 32 * num_warps, 0, 0)
+        return Launch(_by_triton(interpreted.prepare(kernel, programs, args), constants), 32 * num_warps, 0, 0)
     compiled = kernel.warmup(*args, grid=(programs, 1, 1), **constants, num_warps=num_warps, **options)
     compiled = compiled.result() if hasattr(compiled, "result") else compiled
-    run = compiled[(programs, 1, 1)]
+    triton_run = compiled[(programs, 1, 1)]
+    run = _by_triton(triton_run, constants)
+    if fixed:
+        from .replay import Replay
+
+        try:
+            run = Replay(triton_run, args, tuple(constants.values()))
+        except SymmetricMemoryError as error:
+            log.info("launches of %s take Triton's host time: %s", kernel.__name__, error)
     shared: int = compiled.metadata.shared
-    return Launch(run, tuple(constants.values()), 32 * num_warps, int(compiled.n_regs), shared)
+    return Launch(run, 32 * num_warps, int(compiled.n_regs), shared)
+
+
+def _by_triton(run: Callable[..., None], constants: dict[str, Any]) -> Callable[[int, Sequence[Any]], None]:
+    tail = tuple(constants.values())
+    return lambda stream, values: run(*values, *tail, stream=stream)
 
 
 def fit_together(first: Launch, second: Launch) -> bool:

@@ -38,6 +38,7 @@ from dataclasses import InitVar, dataclass, field
 import torch
 from torch.distributed import ProcessGroup
 
+from asynctp_kernels.compat import gather_into, scatter_into
 from asynctp_kernels.errors import TIMEOUT_VARIABLE, PeerTimeout, SymmetricMemoryError
 from asynctp_kernels.host import Board, host_name
 from asynctp_kernels.signals import FAILED, new_status, timeout_ns
@@ -106,7 +107,7 @@ class GroupMemory:
         retired: areas that grew after that; a graph still has their addresses, so they stay as long as the group.
     """
 
-    group: InitVar[ProcessGroup]
+    of_group: InitVar[ProcessGroup]
     device: torch.device
     rank: int
     world: int
@@ -123,10 +124,10 @@ class GroupMemory:
     captured: bool = False
     retired: list[Area] = field(default_factory=list)
 
-    def __post_init__(self, group: ProcessGroup) -> None:
+    def __post_init__(self, of_group: ProcessGroup) -> None:
         # not the group itself: this is the value of a dictionary that drops its entry when the group goes
-        self.group_name: str = group.group_name
-        self._group = weakref.ref(group)
+        self.group_name: str = of_group.group_name
+        self._group = weakref.ref(of_group)
         self.stream: int = self.torch_stream.cuda_stream
         self.reducer: int = self.torch_reducer.cuda_stream
         self.start, self.running, self.end, self.reduced, self.last = (driver.new_event() for _ in range(5))
@@ -149,6 +150,18 @@ class GroupMemory:
         self.stage_done, self.gather_done, self.scatter_done = (
             torch.zeros(1, dtype=torch.int32, device=self.device) for _ in range(3)
         )
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group.
+
+        Raises:
+            SymmetricMemoryError: It is gone.
+        """
+        group = self._group()
+        if group is None:
+            raise SymmetricMemoryError(f"group '{self.group_name}' has been destroyed")
+        return group
 
     # --- order of calls ----------------------------------------------------------------------------------
     def begin(self, stream: int) -> None:
@@ -274,6 +287,17 @@ class GroupMemory:
         """How streams wait for `thing` of other ranks in `op`; None: by stream memory operations, without a bound."""
         return None if self._stream_waits is None else self._stream_waits.of(op, thing)
 
+    # --- NCCL --------------------------------------------------------------------------------------------
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
+        """Fill contiguous `whole` with all ranks' contiguous shards, in rank order, on the current stream."""
+        if shard.itemsize == 1:  # not every backend knows fp8
+            whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
+        gather_into(whole, shard, self.group)
+
+    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, reduce_op: str) -> None:
+        """Fill contiguous `part` with this rank's rows of the "sum" or "avg" of contiguous `whole`, likewise."""
+        scatter_into(part, whole, reduce_op, self.group)
+
     # --- areas --------------------------------------------------------------------------------------------
     def require(self, name: str, size: int) -> Area:
         """The area `name` with at least `size` bytes; grows it if need be, which is collective.
@@ -292,9 +316,7 @@ class GroupMemory:
                 f"call needs {size}; it cannot grow during a CUDA graph capture. Run it once before you capture it."
             )
         driver.synchronize(self.device)
-        group = self._group()
-        if group is None:
-            raise SymmetricMemoryError(f"group '{self.group_name}' has been destroyed")
+        group = self.group
         area = driver.outside_pools(self.device, lambda: _share(group, self.device, -(-size // _GRANULE) * _GRANULE))
         if found is not None and self.captured:
             self.retired.append(found)
@@ -367,7 +389,7 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
     local = torch.zeros(3 * words + 16, dtype=torch.int32, device=device)
     local[2 * words] = 1
     return GroupMemory(
-        group=group,
+        of_group=group,
         device=device,
         rank=rank,
         world=world,

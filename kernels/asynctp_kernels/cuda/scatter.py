@@ -357,8 +357,34 @@ class DecomposedScatter(Pushed):
         return out
 
 
-class DirectScatter(ScatterPlan):
-    """cuBLAS on the whole, then one kernel for the reduce-scatter."""
+class WholeScatter(ScatterPlan):
+    """cuBLAS on the whole, then a reduce-scatter: nothing overlaps."""
+
+    def move(self, partial: Tensor, out: Tensor) -> None:
+        """Fill `out` with this rank's part of the sum of all ranks' `partial` [rows, N]."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        a_parts: Sequence[Tensor],
+        b_parts: Sequence[Tensor],
+        a_scales: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> Tensor:
+        partial: Tensor | None = None
+        for i, (a, b) in enumerate(zip(a_parts, b_parts, strict=True)):
+            a_scale, b_scale = (a_scales[i], b_scales[i]) if a_scales else (None, None)
+            one = product(a.reshape(-1, a.shape[-1]), b, biases[i], a_scale, b_scale, self.scaling)
+            partial = one if partial is None else partial.add_(one)
+        assert partial is not None
+        out = self.new_output(partial)
+        self.move(partial, out)
+        return out
+
+
+class DirectScatter(WholeScatter):
+    """One kernel that pushes and reduces."""
 
     name = "direct"
 
@@ -388,24 +414,22 @@ class DirectScatter(ScatterPlan):
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
         self.generation = memory.generation
 
-    def run(
-        self,
-        a_parts: Sequence[Tensor],
-        b_parts: Sequence[Tensor],
-        a_scales: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-    ) -> Tensor:
-        stream = driver.current_stream(self.device_index)
-        memory = self.memory
-        partial: Tensor | None = None
-        for i, (a, b) in enumerate(zip(a_parts, b_parts, strict=True)):
-            a_scale, b_scale = (a_scales[i], b_scales[i]) if a_scales else (None, None)
-            one = product(a.reshape(-1, a.shape[-1]), b, biases[i], a_scale, b_scale, self.scaling)
-            partial = one if partial is None else partial.add_(one)
-        assert partial is not None
-        out = self.new_output(partial)
+    def move(self, partial: Tensor, out: Tensor) -> None:
+        memory, stream = self.memory, driver.current_stream(self.device_index)
         memory.begin_direct(stream)
         self.launch(stream, [partial.data_ptr(), out.data_ptr(), *self.tail])
         memory.ended(stream)
-        return out
+
+
+class UnfusedScatter(WholeScatter):
+    """NCCL's reduce-scatter. Only along dim 0 of one outer block, where a rank's part is a range of rows."""
+
+    name = "unfused"
+    stale = False  # it holds no addresses
+
+    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory)
+        self.reduce_op = call.reduce_op
+
+    def move(self, partial: Tensor, out: Tensor) -> None:
+        self.memory.reduce_scatter(out, partial, self.reduce_op)
