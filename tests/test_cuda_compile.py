@@ -96,7 +96,7 @@ class Compiled:
     @property
     def launch(self) -> Launch:
         """As `fit_together` looks at it."""
-        return Launch(lambda: None, (), self.threads, self.registers, self.shared)
+        return Launch(lambda stream, values: None, self.threads, self.registers, self.shared)
 
 
 def compiled(prepared: Prepared, folder: Path) -> Compiled:

@@ -168,7 +168,7 @@ def check(name: str, mode: str | None, mesh: DeviceMesh) -> dict[str, Any]:
         "difference": max(differences),
         "fused": sum(len(report.fused) for report in reports),
         "missed": sum(len(report.missed) for report in reports),
-        "in flight": sum(remark.code in IN_FLIGHT for report in reports for remark in report.missed),
+        "in flight": sum(remark.code in IN_FLIGHT for report in reports for remark in report.remarks),
         "graph skips": compat.cudagraph_skips() - skips,
     }
     right = found["difference"] < TOLERANCE and found["fused"] > 0
