@@ -50,6 +50,27 @@ def scaled_mm(
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
 
 
+_SCALING_TYPES = {"1x128": 4, "128x128": 5}
+"""`torch.nn.functional.ScalingType`, by its values."""
+
+
+def scaled_mm_in_blocks(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    recipe: tuple[str, str],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    """`torch.nn.functional.scaled_mm` with scales of 1x128 or 128x128 blocks of A and of B, as it wants them."""
+    of_a, of_b = (_SCALING_TYPES[name] for name in recipe)
+    scales: tuple[Any, ...] = ([a_scale], [of_a], [], [b_scale], [of_b], [])
+    result: Tensor = torch.ops.aten._scaled_mm_v2.default(a, b, *scales, bias, out_dtype, [], fast)
+    return result
+
+
 def autograd_kernel(op: torch._ops.OpOverload, backward: Callable[..., Any], setup_context: Any) -> Callable[..., Any]:
     """What `torch.library.register_autograd` registers: a kernel that takes the dispatch keys and the arguments."""
     from torch._library import autograd

@@ -114,6 +114,7 @@ def expected_implementation(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     fast: bool,
+    in_blocks: bool = False,
 ) -> str:
     """What a CUDA call of these sizes runs here, unless its dim, strides, bias or scales forbid that (`explain`).
 
@@ -124,6 +125,7 @@ def expected_implementation(
         widths: Columns of each product.
         dtype, out_dtype: Of A and of the result.
         fast: Fast accumulation (fp8).
+        in_blocks: Scales of blocks of 128 (fp8).
     """
     if _cuda() is None or not torch.cuda.is_available() or not world_size:
         return implementation("cuda")
@@ -135,6 +137,8 @@ def expected_implementation(
     refused = _cuda().refused_here(world_size, index)
     if collective == "all_reduce":
         refused |= _cuda().refused_rows(rows, world_size)
+    if in_blocks:
+        refused["fused"] = _cuda().NOT_IN_BLOCKS
     try:
         choice = select.choose(problem, refused, device.multi_processor_count, device.name)
     except RuntimeError:  # one is forced that cannot run: the call will say so

@@ -43,6 +43,18 @@ __all__ = [
 ]
 
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+BLOCK = 128
+SCALINGS = (
+    ("one", "one"),
+    ("one", "rows"),
+    ("rows", "one"),
+    ("rows", "rows"),
+    ("1x128", "128x128"),
+    ("128x128", "1x128"),
+    ("1x128", "1x128"),
+)
+"""How A and B can be scaled together. `rows` means the columns of B, and a block is of rows or columns x 128 of K."""
+BLOCKWISE = {"1x128", "128x128"}
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALED_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REDUCE_OPS = ("sum", "avg")
@@ -125,9 +137,9 @@ class Callers:
 
         Args:
             a_shard: This rank's piece of A, fp8.
-            a_scale: fp32 factor of A: one number, or one per row.
+            a_scale: fp32 factor of A: one number, one per row, or one per block of 1x128 or 128x128.
             bs: Right-hand operands, fp8 (on CUDA column-major, else they are copied).
-            b_scales: fp32 factor of each operand: one number, or one per column.
+            b_scales: fp32 factor of each operand: one number, one per column, or one per block, not of 128x128 too.
             gather_dim: Dimension of A to gather along, negative from the end; the last is the contraction.
             group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
             biases: One per operand, added to its product; None adds none.
@@ -139,7 +151,9 @@ class Callers:
 
         Shapes:
             As `all_gather_matmul`; a_scale: one element, or rows of A and a 1 (`[*, M/W, *, 1]` if gathered, else
-            `[*, M, *, 1]`); b_scales: one element, or `[1, N_i]`.
+            `[*, M, *, 1]`); b_scales: one element, or `[1, N_i]`. Of blocks: `[*, rows, K/128]` for 1x128 and, if
+            the rows are a multiple of 128, `[*, rows/128, K/128]`; b_scales `[K/128, N_i]` or `[K/128, N_i/128]`, sizes
+            rounded up.
 
         Units:
             Scales multiply: the value is `fp8 number × scale`.
@@ -226,8 +240,8 @@ class Callers:
         Args:
             a: Left-hand operand, or one per product, fp8.
             b: Right-hand operand, or one per product, fp8 (on CUDA column-major, else it is copied).
-            a_scales: fp32 factor of each left-hand operand: one number, or one per row.
-            b_scales: fp32 factor of each right-hand operand: one number, or one per column.
+            a_scales: fp32 factor of each left-hand operand: one number, one per row or per block.
+            b_scales: fp32 factor of each right-hand operand: one number, one per column or per block.
             scatter_dim: Dimension of the product to scatter along, negative from the end; the last is its columns.
             group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
             reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
@@ -237,6 +251,7 @@ class Callers:
 
         Shapes:
             As `matmul_reduce_scatter`; a_scales: one element, or `[*, M, *, 1]`; b_scales: one element, or `[1, N]`.
+            Blocks as in `all_gather_scaled_matmul`.
 
         Units:
             Scales multiply: the value is `fp8 number × scale`.
@@ -320,8 +335,8 @@ class Callers:
         Args:
             a: Left-hand operand, or one per product, fp8.
             b: Right-hand operand, or one per product, fp8 (on CUDA column-major, else it is copied).
-            a_scales: fp32 factor of each left-hand operand: one number, or one per row.
-            b_scales: fp32 factor of each right-hand operand: one number, or one per column.
+            a_scales: fp32 factor of each left-hand operand: one number, one per row or per block.
+            b_scales: fp32 factor of each right-hand operand: one number, one per column or per block.
             group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
             reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
             biases: One, or one per product, added on every rank; None adds none.
@@ -330,6 +345,7 @@ class Callers:
 
         Shapes:
             As `matmul_all_reduce`; a_scales: one element, or `[*, M, 1]`; b_scales: one element, or `[1, N]`.
+            Blocks as in `all_gather_scaled_matmul`.
 
         Units:
             Scales multiply: the value is `fp8 number × scale`.
@@ -475,10 +491,12 @@ def _check_gather_sizes(
     if scales is not None:
         rows = a_shard.shape if scales.gather_a_scale else full
         _check_a_scale(op, "a_scale", scales.a_scale, rows, tensorwise_allowed=not scales.gather_a_scale)
-        if scales.along_shard is not None:
-            _check_a_scale(op, "along_shard", scales.along_shard, a_shard.shape, tensorwise_allowed=False)
+        if (along := scales.along_shard) is not None:
+            limit = f"of shape {[*a_shard.shape[:-1], 1]}: one number per row"
+            _require(tuple(along.shape) == (*a_shard.shape[:-1], 1), op, "along_shard", _describe(along), limit)
         for i, (b, b_scale) in enumerate(zip(bs, scales.b_scales, strict=True)):
             _check_b_scale(op, f"b_scales[{i}]", b_scale, b)
+            _check_pair(op, f"a_scale and b_scales[{i}]", (scales.a_scale, rows), (b_scale, b))
 
 
 def check_scatter(
@@ -554,6 +572,8 @@ def _check_sum_sizes(
         for i, (a, b) in enumerate(zip(a_parts, b_parts, strict=True)):
             _check_a_scale(op, f"a_scales[{i}]", scales.a_scales[i], a.shape)
             _check_b_scale(op, f"b_scales[{i}]", scales.b_scales[i], b)
+            pair = (scales.a_scales[i], a.shape), (scales.b_scales[i], b)
+            _check_pair(op, f"a_scales[{i}] and b_scales[{i}]", *pair)
 
 
 def check_group(op: str, group_size: int, group: Any) -> None:
@@ -642,18 +662,53 @@ def _check_bias(op: str, name: str, bias: Tensor | None, b: Tensor) -> None:
 
 
 def _check_a_scale(op: str, name: str, scale: Tensor, rows: Sequence[int], tensorwise_allowed: bool = True) -> None:
-    rowwise = (*rows[:-1], 1)
-    fits = tuple(scale.shape) == rowwise or (tensorwise_allowed and scale.numel() == 1)
+    shapes = _shapes_of_a_scale(rows)
+    fits = tuple(scale.shape) in shapes.values() or (tensorwise_allowed and scale.numel() == 1)
     tensorwise = "one number, or " if tensorwise_allowed else ""
-    limit = f"float32, {tensorwise}of shape {list(rowwise)}: one number per row; blockwise scales are not supported"
+    limit = f"float32, {tensorwise}of shape {' or '.join(f'{list(shape)} ({kind})' for kind, shape in shapes.items())}"
     _require(fits and scale.dtype == torch.float32, op, name, _describe(scale), limit)
 
 
 def _check_b_scale(op: str, name: str, scale: Tensor, b: Tensor) -> None:
-    n = b.shape[1]
-    fits = scale.numel() == 1 or tuple(scale.shape) == (1, n)
-    limit = f"float32, one number, or of shape [1, {n}]: one number per column; blockwise scales are not supported"
+    shapes = _shapes_of_b_scale(b)
+    fits = scale.numel() == 1 or tuple(scale.shape) in shapes.values()
+    limit = f"float32, one number, or of shape {' or '.join(f'{list(at)} ({kind})' for kind, at in shapes.items())}"
     _require(fits and scale.dtype == torch.float32, op, name, _describe(scale), limit)
+
+
+def _check_pair(op: str, names: str, of_a: tuple[Tensor, Sequence[int]], of_b: tuple[Tensor, Tensor]) -> None:
+    shapes = [list(of_a[0].shape), list(of_b[0].shape)]
+    limit = f"scaled in one of these ways: {', '.join(f'{a} x {b}' for a, b in SCALINGS)}"
+    _require(_scaling(of_a, of_b) is not None, op, names, shapes, limit)
+
+
+def _scaling(of_a: tuple[Tensor, Sequence[int]], of_b: tuple[Tensor, Tensor]) -> tuple[str, str] | None:
+    """Which of `SCALINGS` the scales of an A (with its shape) and a B (with it) are, by their shapes."""
+    kinds_a = _kinds(of_a[0], _shapes_of_a_scale(of_a[1]))
+    kinds_b = _kinds(of_b[0], _shapes_of_b_scale(of_b[1]))
+    return next((pair for pair in SCALINGS if pair[0] in kinds_a and pair[1] in kinds_b), None)
+
+
+def _kinds(scale: Tensor, shapes: dict[str, tuple[int, ...]]) -> set[str]:
+    one = {"one"} if scale.numel() == 1 else set()
+    return one | {kind for kind, shape in shapes.items() if shape == tuple(scale.shape)}
+
+
+def _shapes_of_a_scale(a: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """How the scales of an A of this shape can be arranged; blocks of 128 rows must be whole."""
+    *lead, rows, depth = a
+    shapes: dict[str, tuple[int, ...]] = {"rows": (*lead, rows, 1), "1x128": (*lead, rows, _blocks(depth))}
+    return shapes | ({} if rows % BLOCK else {"128x128": (*lead, rows // BLOCK, _blocks(depth))})
+
+
+def _shapes_of_b_scale(b: Tensor) -> dict[str, tuple[int, ...]]:
+    depth, columns = b.shape
+    along = _blocks(depth)
+    return {"rows": (1, columns), "1x128": (along, columns), "128x128": (along, _blocks(columns))}
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK)
 
 
 # --- the unfused programs, with the ops' argument lists ----------------------------------------------------
@@ -857,6 +912,10 @@ def _scaled_product(
 ) -> Tensor:
     """`(a × a_scale) @ (b × b_scale) + bias`, rounded once to `out_dtype`."""
     rows = _rows(a)
+    recipe = _scaling((a_scale, a.shape), (b_scale, b))
+    if recipe is not None and BLOCKWISE.issuperset(recipe):
+        flat = _product_in_blocks(rows, b, _rows(a_scale), b_scale, recipe, bias, out_dtype, use_fast_accum)
+        return flat.view(*a.shape[:-1], b.shape[1])
     row_scale = a_scale.reshape(()) if a_scale.numel() == 1 else a_scale.reshape(-1, 1)
     column_scale = b_scale.reshape(()) if b_scale.numel() == 1 else b_scale
     if a.device.type == "cpu":
@@ -864,6 +923,53 @@ def _scaled_product(
     else:
         flat = _cuda_scaled_mm(rows, b, row_scale, column_scale, bias, out_dtype, use_fast_accum)
     return flat.view(*a.shape[:-1], b.shape[1])
+
+
+def _product_in_blocks(
+    rows: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    recipe: tuple[str, str],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """`_scaled_product` of matrices with scales of blocks: cuBLAS's on CUDA, in fp32 on CPU."""
+    if rows.device.type == "cpu":
+        product = (rows.float() * _each(a_scale, rows.shape)) @ (b.float() * _each(b_scale, b.shape))
+        return (product if bias is None else product + bias.float()).to(out_dtype)
+    if b.stride(0) != 1:
+        b = b.t().contiguous().t()
+    of_a = _columns_first(a_scale) if recipe[0] == "1x128" else _padded_columns(a_scale.t())
+    of_b = _columns_first(b_scale.t()) if recipe[1] == "1x128" else _padded_columns(b_scale)
+    operands, fits = (rows, b, of_a, of_b, recipe), bias is None or bias.dtype == out_dtype != torch.float32
+    if fits:
+        row = None if bias is None else bias.reshape(-1)
+        return compat.scaled_mm_in_blocks(*operands, row, out_dtype, use_fast_accum)
+    assert bias is not None
+    return (compat.scaled_mm_in_blocks(*operands, None, torch.float32, use_fast_accum) + bias.float()).to(out_dtype)
+
+
+def _each(scale: Tensor, shape: Sequence[int]) -> Tensor:
+    """Scales of blocks, one for each element of a matrix."""
+    for dim in (0, 1):
+        if scale.shape[dim] != shape[dim]:
+            scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+def _columns_first(scale: Tensor) -> Tensor:
+    """Scales of 1x128 blocks as torch wants them: [M or N, K/128], strides (1, M or N)."""
+    return torch.empty_strided(scale.shape, (1, scale.shape[0]), dtype=scale.dtype, device=scale.device).copy_(scale)
+
+
+def _padded_columns(scale: Tensor) -> Tensor:
+    """Scales of 128x128 blocks as torch wants them: [K/128, *], columns contiguous, padded to a multiple of 4 rows."""
+    depth, columns = scale.shape
+    padded = scale.new_zeros((columns, -(-depth // 4) * 4)).t()
+    padded[:depth].copy_(scale)
+    return padded
 
 
 def _finish(

@@ -148,7 +148,7 @@ def stage(launched: Launched) -> None:
     call = Call(launched)
     ctypes.memmove(call.outbox_ptr, call.shard_ptr, call.size * call.examples["shard_ptr"].itemsize)
     if call.SCALE_TRAVELS:
-        ctypes.memmove(call.scale_box_ptr, call.scale_ptr, call.rows * 4)
+        ctypes.memmove(call.scale_box_ptr, call.scale_ptr, call.numbers * 4)
 
 
 def reduce(launched: Launched) -> None:
@@ -204,10 +204,10 @@ def check_landing(call: Call, part: int) -> None:
 
 
 def push_gather(launched: Launched, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
-    """`push_gather_kernel`, given all ranks' shards and row scales."""
+    """`push_gather_kernel`, given all ranks' shards and scales."""
     call = Call(launched)
     unit = call.examples["shard_ptr"].dtype
-    check_landing(call, call.scales_offset + call.rows * 4 if call.SCALE_TRAVELS else call.size * unit.itemsize)
+    check_landing(call, call.scales_offset + call.numbers * 4 if call.SCALE_TRAVELS else call.size * unit.itemsize)
     assert call.scales_offset >= call.size * unit.itemsize
     full = at(call.full_ptr, (call.WORLD * call.size,), unit)
     for src in range(call.WORLD):
@@ -216,9 +216,9 @@ def push_gather(launched: Launched, shards: Sequence[Tensor], scales: Sequence[T
             assert torch.equal(at(call.shard_ptr, (call.size,), unit), shard)
         full[place(call, src)] = shard
         if call.SCALE_TRAVELS:
-            rows = torch.arange(call.rows)
-            where = (rows // call.inner * call.WORLD + src) * call.inner + rows % call.inner
-            at(call.full_scale_ptr, (call.WORLD * call.rows,), torch.float32)[where] = scales[src].flatten()
+            index, inner = torch.arange(call.numbers), call.inner_numbers
+            where = (index // inner * call.WORLD + src) * inner + index % inner
+            at(call.full_scale_ptr, (call.WORLD * call.numbers,), torch.float32)[where] = scales[src].flatten()
 
 
 def push_reduce(launched: Launched, parts: Sequence[Tensor]) -> None:

@@ -39,6 +39,7 @@ class Gather:
     bias: str = ""  # one letter per product: v vector, r row, - none
     full: bool = False
     scale: str = ""  # "", tensorwise, sharded, replicated, mixed
+    blocks: str = ""  # instead of rows and columns: 1x128 x 128x128, ...
     out_dtype: torch.dtype = BF16
     along: bool = False  # numbers travel along that are only returned
 
@@ -56,6 +57,7 @@ class Scatter:
     reduce_op: str = "sum"
     scale: str = ""  # "", tensorwise, rowwise, mixed
     out_dtype: torch.dtype = BF16
+    blocks: str = ""
 
 
 GATHERS = [
@@ -79,6 +81,15 @@ GATHERS = [
     Gather((8,), 32, (16, 16), 0, E4M3, scale="mixed"),
     Gather((8,), 32, (16,), 0, E4M3, scale="tensorwise", along=True),
     Gather((3, 8), 32, (16, 24), 1, E4M3, "v-", True, "replicated", along=True),
+    Gather((8,), 256, (16, 144), 0, E4M3, "v-", True, "sharded", blocks="1x128 x 128x128"),
+    Gather((3, 8), 160, (144,), 1, E4M3, scale="sharded", out_dtype=FP32, blocks="1x128 x 128x128"),
+    Gather((3, 8), 256, (16,), 0, E5M2, "v", False, "sharded", FP16, "1x128 x 1x128"),
+    Gather((3, 8), 128, (144,), 1, E4M3, scale="replicated", blocks="1x128 x 128x128"),
+    Gather((8,), 128, (144,), 1, E4M3, scale="replicated", blocks="1x128 x 128x128"),
+    Gather((2, 128), 256, (16,), 1, E4M3, scale="sharded", blocks="128x128 x 1x128"),
+    Gather((256,), 160, (16, 8), 0, E4M3, scale="sharded", blocks="128x128 x 1x128"),
+    Gather((128,), 256, (16,), 0, E4M3, scale="replicated", blocks="128x128 x 1x128"),
+    Gather((8,), 256, (144,), 0, E4M3, scale="replicated", along=True, blocks="1x128 x 128x128"),
 ]
 SCATTERS = [
     Scatter((8,), (32,), 16, 0),
@@ -95,6 +106,10 @@ SCATTERS = [
     Scatter((4, 8, 2), (32,), 16, 1, E4M3, scale="rowwise", out_dtype=FP32),
     Scatter((3, 8), (32,), 16, 2, E5M2, "r", "sum", "rowwise", FP16),
     Scatter((4, 3), (32, 16), 16, 0, E4M3, scale="mixed", out_dtype=FP32),
+    Scatter((8,), (256, 160), 144, 0, E4M3, "v-", "avg", "rowwise", blocks="1x128 x 128x128"),
+    Scatter((3, 8), (256,), 16, 1, E4M3, scale="rowwise", out_dtype=FP32, blocks="1x128 x 1x128"),
+    Scatter((3, 8), (128,), 144, 2, E5M2, scale="rowwise", blocks="1x128 x 128x128"),
+    Scatter((512,), (160,), 16, 0, E4M3, scale="rowwise", blocks="128x128 x 1x128"),
 ]
 # Of 4 ranks, not all divide the rows of all.
 ALL_REDUCES = [
@@ -105,6 +120,8 @@ ALL_REDUCES = [
     Scatter((8,), (32,), 16, None, E4M3, scale="tensorwise"),
     Scatter((3, 4), (32, 16), 16, None, E4M3, "v-", "avg", "rowwise", FP32),
     Scatter((7,), (32,), 16, None, E5M2, "r", "sum", "mixed", FP16),
+    Scatter((2, 6), (256, 160), 144, None, E4M3, scale="rowwise", blocks="1x128 x 128x128"),
+    Scatter((3, 128), (256,), 16, None, E4M3, scale="rowwise", blocks="128x128 x 1x128"),
 ]
 
 
@@ -119,6 +136,17 @@ def _random(seed: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -
 
 def _positive(seed: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     return _random(seed, shape, FP32).abs() + 0.25
+
+
+def _scale_shape(blocks: str, side: int, shape: tuple[int, ...], rows: int, depth: int) -> tuple[int, ...]:
+    """The shape of the scales of a matrix, of which dimensions `rows` and `depth` are the rows (or columns) and K.
+
+    One for each row, or for each block of those that `blocks` has for this side.
+    """
+    sizes, kind = list(shape), blocks.split(" x ")[side] if blocks else "rows"
+    sizes[depth] = -(-shape[depth] // 128) if blocks else 1
+    sizes[rows] = -(-shape[rows] // 128) if kind == "128x128" else shape[rows]
+    return tuple(sizes)
 
 
 def _weight(seed: tuple[int, ...], k: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -149,8 +177,8 @@ def _gather_inputs(case: Gather, rank: int, world_size: int) -> dict[str, Any]:
         full = reference.gathered_shape(shape, dim, world_size)
         a_scales = {
             "tensorwise": lambda: _positive((0, 3), ()),
-            "sharded": lambda: _positive((rank, 3), (*case.lead, 1)),
-            "replicated": lambda: _positive((0, 3), (*full[:-1], 1)),
+            "sharded": lambda: _positive((rank, 3), _scale_shape(case.blocks, 0, shape, -2, -1)),
+            "replicated": lambda: _positive((0, 3), _scale_shape(case.blocks, 0, full, -2, -1)),
             "mixed": lambda: _positive((0, 3), (1,)),
         }
         rowwise = [
@@ -158,7 +186,7 @@ def _gather_inputs(case: Gather, rank: int, world_size: int) -> dict[str, Any]:
         ]
         inputs["a_scale"] = a_scales[case.scale]()
         inputs["b_scales"] = [
-            _positive((rank, 4, i), (1, n) if wide else (1,))
+            _positive((rank, 4, i), _scale_shape(case.blocks, 1, (inner, n), 1, 0) if wide else (1,))
             for i, (n, wide) in enumerate(zip(case.ns, rowwise, strict=True))
         ]
         inputs["along"] = _positive((rank, 5), (*case.lead, 2))[..., :1]
@@ -175,9 +203,12 @@ def _scatter_inputs(case: Scatter, rank: int) -> dict[str, Any]:
     if case.scale:
         rowwise = [case.scale == "rowwise" or (case.scale == "mixed" and i > 0) for i in range(len(case.ks))]
         inputs["a_scales"] = [
-            _positive((rank, 3, i), (*case.lead, 1) if wide else ()) for i, wide in enumerate(rowwise)
+            _positive((rank, 3, i), _scale_shape(case.blocks, 0, (*case.lead, k), -2, -1) if wide else ())
+            for i, (k, wide) in enumerate(zip(case.ks, rowwise, strict=True))
         ]
-        inputs["b_scales"] = [_positive((rank, 4, i), (1, case.n)) for i in range(len(case.ks))]
+        inputs["b_scales"] = [
+            _positive((rank, 4, i), _scale_shape(case.blocks, 1, (k, case.n), 1, 0)) for i, k in enumerate(case.ks)
+        ]
     return inputs
 
 
@@ -185,10 +216,19 @@ def _scatter_inputs(case: Scatter, rank: int) -> dict[str, Any]:
 def _exact(
     a: Tensor, b: Tensor, bias: Tensor | None, a_scale: Tensor | None = None, b_scale: Tensor | None = None
 ) -> Tensor:
-    product = a.double() @ b.double()
     if a_scale is not None and b_scale is not None:
-        product = product * a_scale.double() * b_scale.double()
+        a, b = a.double() * _for_each(a_scale, a.shape), b.double() * _for_each(b_scale, b.shape)
+    product = a.double() @ b.double()
     return product if bias is None else product + bias.double()
+
+
+def _for_each(scale: Tensor, shape: torch.Size) -> Tensor:
+    """fp64 scales, one for each element: those of blocks repeated 128 times, others broadcast."""
+    scale = scale.double()
+    for dim in (-2, -1) if scale.ndim > 1 else ():
+        if scale.shape[dim] not in (1, shape[dim]):
+            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, shape[dim])
+    return scale
 
 
 def _gather_truth(case: Gather, rank: int, world_size: int) -> list[Tensor]:
@@ -615,6 +655,16 @@ def _scaled_gather(a_scale: Tensor = ONE, b_scale: Tensor = ONE, a: Tensor = XQ,
     )
 
 
+def _in_blocks(a_scale: Tensor, b_scale: Tensor, rows: int = 8) -> Any:
+    """A gather of fp8 [3, rows, 256], and a product with 144 columns."""
+    a, b = torch.zeros(3, rows, 256, dtype=E4M3), torch.zeros(256, 144, dtype=E4M3)
+    return lambda module: (
+        lambda g: module.all_gather_scaled_matmul(
+            a, a_scale, [b], [b_scale], gather_dim=1, gather_a_scale=True, group=g
+        )
+    )
+
+
 def _scaled_scatter(a_scale: Any = ONE, b_scale: Any = ONE, **options: Any) -> Any:
     return lambda module: (
         lambda g: module.scaled_matmul_reduce_scatter(XQ, WQ, a_scale, b_scale, scatter_dim=1, group=g, **options)
@@ -653,7 +703,23 @@ BAD_CALLS = {
         _scaled_gather(torch.ones(3, 8, 1), dim=-1, gather_a_scale=True),
         "gather_a_scale=True is not valid; it must be False when the last dimension is gathered",
     ),
-    "blockwise scale": (_scaled_gather(b_scale=torch.ones(4, 3)), "blockwise scales are not supported"),
+    "scales of blocks that are none": (
+        _scaled_gather(b_scale=torch.ones(4, 3)),
+        "float32, one number, or of shape [1, 12] (rows)",
+    ),
+    "scales of blocks of A alone": (
+        _in_blocks(torch.ones(3, 8, 2), torch.ones(1, 144)),
+        "a_scale and b_scales[0]=[[3, 8, 2], [1, 144]] is not valid; it must be scaled in one of these ways: one x one",
+    ),
+    "scales of large blocks on both sides": (
+        _in_blocks(torch.ones(3, 1, 2), torch.ones(2, 2), rows=128),
+        "a_scale and b_scales[0]=[[3, 1, 2], [2, 2]] is not valid",
+    ),
+    "large blocks across rows of two ranks": (
+        _in_blocks(torch.ones(3, 1, 2), torch.ones(2, 144)),
+        "of shape [3, 8, 1] (rows) or [3, 8, 2] (1x128)",
+    ),
+    "too few blocks": (_in_blocks(torch.ones(3, 8, 1), torch.ones(1, 2)), "[2, 2] (128x128)"),
     "reduce_op of an all-reduce": (_all_reduce(reduce_op="max"), "it must be one of ('sum', 'avg')"),
     "all-reduced products of different shapes": (
         _all_reduce(a=[X, X[:, :4]], b=[W, W]),

@@ -103,3 +103,30 @@ def scaled_mm(
     if out is None:
         return torch._scaled_mm(a, b, a_scale, b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
     return torch._scaled_mm(a, b, a_scale, b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast, out=out)
+
+
+#: `torch.nn.functional.ScalingType`, by its values
+_SCALING_TYPES = {"1x128": 4, "128x128": 5}
+
+
+def scaled_mm_in_blocks(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    recipe: tuple[str, str],
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast: bool,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_mm` with scales of blocks, as that wants them, into `out` if given.
+
+    recipe: "1x128" or "128x128", of A and of B.
+    """
+    of_a, of_b = (_SCALING_TYPES[name] for name in recipe)
+    op = torch.ops.aten._scaled_mm_v2
+    scales: tuple[Any, ...] = ([a_scale], [of_a], [], [b_scale], [of_b], [])
+    args: tuple[Any, ...] = (a, b, *scales, bias, out_dtype, [])
+    result: torch.Tensor = op.default(*args, fast) if out is None else op.out(*args, fast, out=out)
+    return result

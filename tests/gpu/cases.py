@@ -2,6 +2,8 @@
 
     torchrun --nproc_per_node=4 tests/gpu/cases.py [SUBSTRING ...]
 
+Those with scales of blocks of 128 alone: `x128+`.
+
 Every case draws fresh random data, runs each implementation that can run it, compares with the fp64 product of what all
 ranks hold, runs again (bit-identical), and replays it in a CUDA graph on new data. Collectives without a product
 (`Bulk`) are left in flight beside a fused call of each implementation, and `AsyncInput` is the GEMM by itself. One JSON
@@ -34,14 +36,15 @@ import asynctp_passes.ops  # noqa: F401
 
 FP8, FP8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+FP8_TOLERANCE = 1e-3  # tensor cores add fp8 products with fewer bits than fp32 has
 
 
 @dataclass(frozen=True)
 class Case:
     """One call. `shard` is A's shape on one rank (gather) or the whole A (scatter, all_reduce), without K.
 
-    scales: "", "tensor" or "row", of A and of B, or "row+tensor"; travels: the A scale is gathered too; along: so are
-    numbers, one per row, that are only returned.
+    scales: "", "tensor" or "row", of A and of B, or of each: "row+tensor", "1x128+128x128" (blocks); travels: the A
+    scale is gathered too; along: so are numbers, one per row, that are only returned.
     """
 
     op: str
@@ -130,6 +133,35 @@ def cases() -> Iterator[Case]:
     yield replace(base, ns=(512, 512), dtype=FP8, scales="row", fast=False)
 
 
+def block_cases() -> Iterator[Case]:
+    """fp8 with a scale for each block, 128 deep, of 1 or 128 rows of A and columns of B."""
+    recipes = ("1x128+128x128", "128x128+1x128", "1x128+1x128")
+    for recipe in recipes:
+        for op, rows in (("gather", 256), ("scatter", 1024), ("all_reduce", 1024)):
+            base = Case(op, (rows,), 512, (512,), dtype=FP8, scales=recipe, fast=False, travels=op == "gather")
+            yield base
+            yield replace(base, k=640, ns=(720,))  # 5 blocks, of which cuBLAS wants 8; columns of part of a block
+            yield replace(base, shard=(2, rows), dim=1, ns=(512, 512), out_dtype=torch.float32)
+    for op, rows in (("gather", 256), ("scatter", 1024)):
+        base = Case(op, (rows,), 512, (512,), dtype=FP8, scales=recipes[0], fast=False, travels=op == "gather")
+        yield replace(base, shard=(rows * 4,), k=2048, ns=(1536,))
+        yield replace(base, bias=True)
+        yield replace(base, k=128, ns=(256,))
+        yield replace(base, dtype=FP8_WIDE, b_dtype=FP8)
+        yield replace(base, out_dtype=torch.float16)
+        yield replace(base, dim=-1, travels=False)
+        yield replace(base, shard=(2 * (dist.get_world_size() if op == "scatter" else 1),))  # 2 rows: not 4
+        yield replace(base, k_major=False)
+    base = Case("gather", (256,), 512, (512,), dtype=FP8, scales=recipes[0], fast=False, travels=True)
+    yield replace(base, travels=False)
+    yield replace(base, travels=False, scales=recipes[1])
+    yield replace(base, ns=(512, 128, 128), full=True)
+    yield replace(base, travels=False, along=True)
+    base = Case("scatter", (1024,), 512, (512, 512), dtype=FP8, scales=recipes[0], fast=False)
+    yield replace(base, reduce_op="avg", shard=(2, 512), dim=1)
+    yield replace(base, ns=(512, 512, 512))
+
+
 @dataclass(frozen=True)
 class Bulk:
     """A collective without a product, left in flight beside a fused call of the same group."""
@@ -200,10 +232,28 @@ def random_operand(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device=device()).to(dtype)
 
 
-def scale_of(kind: str, shape: tuple[int, ...]) -> Tensor:
+def scale_of(kind: str, shape: tuple[int, ...], rows: int, depth: int) -> Tensor:
+    """Of a matrix whose dimensions number `rows` and `depth` are K and the other: one number, by rows, or by blocks."""
+    sizes = list(shape)
     if kind == "tensor":
-        return torch.rand((), device=device()) + 0.5
-    return torch.rand(shape, device=device()) + 0.5
+        sizes = []
+    else:
+        sizes[depth] = 1 if kind == "row" else blocks(shape[depth])
+        sizes[rows] = blocks(shape[rows]) if kind == "128x128" else shape[rows]
+    return torch.rand(sizes, device=device()) + 0.5
+
+
+def blocks(size: int) -> int:
+    return -(-size // 128)
+
+
+def each(scale: Tensor, shape: torch.Size) -> Tensor:
+    """fp64 scales, one for each element of a tensor."""
+    scale = scale.double()
+    for dim in (-2, -1) if scale.ndim else ():
+        if scale.shape[dim] not in (1, shape[dim]):
+            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, shape[dim])
+    return scale.expand(shape)
 
 
 @dataclass
@@ -232,10 +282,10 @@ def draw(case: Case) -> Data:
         lead = case.shard
         if case.op == "gather" and not case.travels:
             dim = case.dim % (len(lead) + 1)
-            lead = (*lead[:dim], lead[dim] * world(), *lead[dim + 1 :])
+            lead = lead if dim == len(lead) else (*lead[:dim], lead[dim] * world(), *lead[dim + 1 :])
         of_a, _, of_b = case.scales.partition("+")
-        a_scales = [scale_of(of_a, (*lead, 1)) for _ in a]
-        b_scales = [scale_of(of_b or of_a, (1, n)) for n in case.ns]
+        a_scales = [scale_of(of_a, (*lead, depth), -2, -1) for _ in a]
+        b_scales = [scale_of(of_b or of_a, (depth, n), -1, -2) for n in case.ns]
         if case.op == "gather" and not case.travels:
             dist.broadcast(a_scales[0], 0)
     along = [torch.rand((*case.shard, 1), device=device())] if case.along else []
@@ -276,21 +326,20 @@ def expected(case: Case, data: Data) -> list[Tensor]:
     """fp64."""
     if case.op == "gather":
         full = gathered(data.a[0], case.dim)
-        scale: Tensor | float = 1.0
+        a = full.double()
         if case.scales:
-            scale = (gathered(data.a_scales[0], case.dim) if case.travels else data.a_scales[0]).double()
+            a = a * each(gathered(data.a_scales[0], case.dim) if case.travels else data.a_scales[0], a.shape)
         outs = []
         for i, b in enumerate(data.b):
-            out = full.double() @ b.double() * scale
-            out = out * data.b_scales[i].double() if case.scales else out
+            out = a @ (b.double() * each(data.b_scales[i], b.shape) if case.scales else b.double())
             bias = data.biases[i]
             outs.append(out if bias is None else out + bias.double())
         outs += [full.double()] if case.full else []
         return [*outs, *(gathered(numbers, case.dim).double() for numbers in data.along)]
     total = torch.zeros((), device=device(), dtype=torch.float64)
     for i, (a, b) in enumerate(zip(data.a, data.b, strict=True)):
-        out = a.double() @ b.double()
-        out = out * data.a_scales[i].double() * data.b_scales[i].double() if case.scales else out
+        scales = (each(data.a_scales[i], a.shape), each(data.b_scales[i], b.shape)) if case.scales else (1, 1)
+        out = (a.double() * scales[0]) @ (b.double() * scales[1])
         bias = data.biases[i]
         total = total + (out if bias is None else out + bias.double())
     dist.all_reduce(total)
@@ -348,7 +397,8 @@ def run(case: Case, implementation: str) -> dict[str, object]:
         graph.replay()
         torch.cuda.synchronize()
         result["graph error"] = worst(case, captured, expected(case, data))
-    tolerance = TOLERANCE[case.out_dtype] * (1 if case.op == "gather" else 2)
+    fp8 = FP8_TOLERANCE if case.dtype.itemsize == 1 else 0.0
+    tolerance = max(TOLERANCE[case.out_dtype], fp8) * (1 if case.op == "gather" else 2)
     result["ok"] = (
         result["error"] < tolerance and result["graph error"] < tolerance and result["same bits"]  # type: ignore[operator]
     )
@@ -476,7 +526,8 @@ def main() -> int:
     dist.init_process_group("nccl", device_id=device())
     failed = 0
     implementations = os.environ.get("IMPLS", "fused,decomposed,direct,unfused").split(",")
-    for case, implementation in itertools.product([*cases(), *bulk_cases(), *async_cases()], implementations):
+    every = [*cases(), *block_cases(), *bulk_cases(), *async_cases()]
+    for case, implementation in itertools.product(every, implementations):
         name = f"{case.name}/{implementation}"
         if len(sys.argv) > 1 and not any(text in name for text in sys.argv[1:]):
             continue

@@ -25,7 +25,7 @@ from .gather import DecomposedGather, DirectGather, FusedGather, GatherCall, Gat
 from .gemm import NOT_TUNED, refused_gemm
 from .machine import driver
 from .memory import GroupMemory, existing_memory, group_memory, release
-from .products import scaled_product_supported
+from .products import block_recipe, refused_blocks, scaled_product_supported
 from .scatter import DecomposedScatter, DirectScatter, FusedScatter, ScatterCall, ScatterPlan, UnfusedScatter
 from .select import Choice, Problem, choose, forced
 
@@ -52,9 +52,11 @@ WORLD_SIZES = range(2, 9)
 MAX_PLANS = 1024  # of one group
 SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT32_LIMIT = (1 << 31) - (1 << 16)  # what kernels count in, less a block
+NOT_IN_BLOCKS = "scales of blocks of the contraction: the GEMM scales a sum once, at its end"
 DIRECT_LIMIT = 64 << 20  # bytes of one slot: what arrives from all ranks together
 _unavailable: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 Check = Callable[[], None]
+Recipe = tuple[str, str] | None
 
 
 def run_gather(
@@ -167,8 +169,8 @@ Operands = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[
 def _as_rows(
     a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], a_scales: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-    """The operands with every A as [M, K], and its scale as one element or [M, 1]."""
-    scales = [scale if scale.numel() == 1 else scale.reshape(-1, 1) for scale in a_scales]
+    """The operands with every A as [M, K], and its scale as one element or a matrix."""
+    scales = [scale if scale.numel() == 1 else scale.reshape(-1, scale.shape[-1]) for scale in a_scales]
     return [a.reshape(-1, a.shape[-1]) for a in a_parts], b_parts, scales
 
 
@@ -489,14 +491,14 @@ def _no_scattered_product(call: ScatterCall) -> bool:
 
 
 def _refused_gathered_products(call: GatherCall) -> str | None:
-    scales = ([call.a_scale] * len(call.bs), call.b_scales)
-    a_parts = [call.a_shard] * len(call.bs)
-    return _refused_products(a_parts, call.bs, *scales, call.biases, call.out_dtype, call.scale_travels)
+    shards, scales = [call.a_shard] * len(call.bs), [] if call.a_scale is None else [call.a_scale] * len(call.bs)
+    operands = (shards, call.bs, scales, call.b_scales, call.biases)
+    return _refused_products(*operands, call.out_dtype, _gathered_recipes(call), call.scale_travels)
 
 
 def _refused_scattered_products(call: ScatterCall) -> str | None:
-    scales: Sequence[Tensor | None] = [*call.a_scales] or [None] * len(call.b_parts)
-    return _refused_products(call.a_parts, call.b_parts, scales, call.b_scales, call.biases, call.out_dtype)
+    operands = (call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases)
+    return _refused_products(*operands, call.out_dtype, _scattered_recipes(call))
 
 
 def _refused_gather(call: GatherCall) -> dict[str, str]:
@@ -519,6 +521,7 @@ def _refused_gather(call: GatherCall) -> dict[str, str]:
     pitch = call.world * layout.inner * layout.cols * call.a_shard.itemsize
     if shard >= INT32_LIMIT or (call.outer > 1 and pitch >= INT32_LIMIT):
         refused["fused"] = refused["decomposed"] = f"{shard} bytes per rank: sizes and pitches are 32 bits wide"
+    _refuse_blocks(refused, _gathered_recipes(call), call.a_shard.device, layout.full_rows, layout.rows)
     reason = refused_gemm(call.a_shard, call.bs, call.b_scales, call.biases, call.out_dtype, [layout.cols])
     if reason is not None:
         refused.setdefault("fused", reason)
@@ -549,6 +552,7 @@ def _refused_scatter(call: ScatterCall) -> dict[str, str]:
             refused.setdefault(name, f"a result of {call.out_dtype}: sums over ranks are in fp32")
     if call.a_scales and len(call.a_parts) > 1:
         refused.setdefault("fused", "several scaled products: each needs its own scale before the sum")
+    _refuse_blocks(refused, _scattered_recipes(call), call.a_parts[0].device, call.rows, layout.rows)
     reason = refused_gemm(call.a_parts[0], call.b_parts, call.b_scales, call.biases, call.out_dtype, depths)
     if reason is not None:
         refused.setdefault("fused", reason)
@@ -557,20 +561,51 @@ def _refused_scatter(call: ScatterCall) -> dict[str, str]:
     return refused
 
 
+def _gathered_recipes(call: GatherCall) -> list[Recipe]:
+    """Of which blocks the scales of each product are."""
+    if call.a_scale is None:
+        return []
+    rows = call.layout.rows if call.scale_travels else call.layout.full_rows
+    pairs = zip(call.bs, call.b_scales, strict=True)
+    return [block_recipe(rows, b, call.a_scale, b_scale) for b, b_scale in pairs]
+
+
+def _scattered_recipes(call: ScatterCall) -> list[Recipe]:
+    """Likewise."""
+    scales = zip(call.b_parts, call.a_scales, call.b_scales, strict=True) if call.a_scales else ()
+    return [block_recipe(call.rows, b, a_scale, b_scale) for b, a_scale, b_scale in scales]
+
+
+def _refuse_blocks(
+    refused: dict[str, str], recipes: Sequence[Recipe], device: torch.device, rows: int, part: int
+) -> None:
+    """Add why products with scales of blocks cannot run: never in the GEMM, and in cuBLAS only where it takes them.
+
+    rows: of the whole product; part: of one rank's.
+    """
+    if not any(recipes):
+        return
+    refused.setdefault("fused", NOT_IN_BLOCKS)
+    for name, count in (("decomposed", part), ("direct", rows)):
+        capability = driver.machine(device.index)[0][0]
+        reasons = (refused_blocks(recipe, count, capability) for recipe in recipes)
+        if (reason := next(filter(None, reasons), None)) is not None:
+            refused.setdefault(name, reason)
+
+
 def _refused_products(
     a_parts: Sequence[Tensor],
     bs: Sequence[Tensor],
-    a_scales: Sequence[Tensor | None],
+    a_scales: Sequence[Tensor],
     b_scales: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     out_dtype: torch.dtype,
+    recipes: Sequence[Recipe],
     travels: bool = False,
 ) -> str | None:
     """Why cuBLAS cannot make these products in one call each."""
-    for i, b in enumerate(bs):
-        a_scale = a_scales[i] if a_scales else None
-        if a_scale is not None and not scaled_product_supported(
-            a_parts[i], b, a_scale, b_scales[i], biases[i], out_dtype, travels
-        ):
+    for i, a_scale in enumerate(a_scales):
+        operands = (a_parts[i], bs[i], a_scale, b_scales[i], biases[i])
+        if not scaled_product_supported(*operands, out_dtype, travels, recipes[i] is not None):
             return "scales, bias, strides or result type that cuBLAS does not take in one scaled product"
     return None

@@ -72,7 +72,7 @@ def stage_kernel(
     outbox_ptr,
     scale_box_ptr,
     size,
-    rows,
+    numbers,
     pads,
     epoch_ptr,
     done_ptr,
@@ -106,9 +106,9 @@ def stage_kernel(
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(outbox_ptr + index, tl.load(shard_ptr + index, mask=index < size), mask=index < size)
     if SCALE_TRAVELS:
-        for first in range(pid * 256, rows, PROGRAMS * 256):
-            row = first + tl.arange(0, 256)
-            tl.store(scale_box_ptr + row, tl.load(scale_ptr + row, mask=row < rows), mask=row < rows)
+        for first in range(pid * 256, numbers, PROGRAMS * 256):
+            index = first + tl.arange(0, 256)
+            tl.store(scale_box_ptr + index, tl.load(scale_ptr + index, mask=index < numbers), mask=index < numbers)
     tl.debug_barrier()
     if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
         tl.store(done_ptr, 0)
@@ -129,7 +129,8 @@ def push_gather_kernel(
     size,
     cols,
     inner,
-    rows,
+    numbers,
+    inner_numbers,
     buffers,
     pads,
     slot_bytes,
@@ -149,7 +150,10 @@ def push_gather_kernel(
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All-gather of `size` units (integers of any width) and, if they travel, `rows` fp32 scales with them."""
+    """All-gather of `size` units (integers of any width) and, if they travel, fp32 scales: `numbers` of them.
+
+    A shard's rows lie in blocks of `inner` between those of other ranks, and its scales in blocks of `inner_numbers`.
+    """
     pid = tl.program_id(0)
     epoch = tl.load(epoch_ptr) + 1
     slot = (epoch % 2) * slot_bytes
@@ -166,13 +170,13 @@ def push_gather_kernel(
             part = (tl.load(table + dst) + slot + rank * part_bytes).to(tl.pointer_type(unit))
             tl.store(tl.multiple_of(part, 16) + index, values, mask=index < size)
     if SCALE_TRAVELS:
-        for first in range(pid * BLOCK, rows, PROGRAMS * BLOCK):
-            row = first + tl.arange(0, BLOCK)
-            scales = tl.load(scale_ptr + row, mask=row < rows)
+        for first in range(pid * BLOCK, numbers, PROGRAMS * BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            scales = tl.load(scale_ptr + index, mask=index < numbers)
             for step in tl.static_range(1, WORLD):
                 dst = (rank + WORLD - step) % WORLD
                 part = tl.load(table + dst) + slot + rank * part_bytes + scales_offset
-                tl.store(part.to(tl.pointer_type(tl.float32)) + row, scales, mask=row < rows)
+                tl.store(part.to(tl.pointer_type(tl.float32)) + index, scales, mask=index < numbers)
     for step in tl.static_range(1, WORLD):
         dst = (rank + WORLD - step) % WORLD
         post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch)
@@ -194,10 +198,11 @@ def push_gather_kernel(
             where = place(index, cols, inner, src, WORLD, CONTIGUOUS, ALONG_LAST, size)
             tl.store(full_ptr + where, values, mask=index < size)
         if SCALE_TRAVELS:
-            for first in range(pid * BLOCK, rows, PROGRAMS * BLOCK):
-                row = first + tl.arange(0, BLOCK)
-                where = (row // inner * WORLD + src) * inner + row % inner
-                tl.store(full_scale_ptr + where, tl.load(scale_source + row, mask=row < rows), mask=row < rows)
+            for first in range(pid * BLOCK, numbers, PROGRAMS * BLOCK):
+                index = first + tl.arange(0, BLOCK)
+                where = (index // inner_numbers * WORLD + src) * inner_numbers + index % inner_numbers
+                scales = tl.load(scale_source + index, mask=index < numbers)
+                tl.store(full_scale_ptr + where, scales, mask=index < numbers)
     end_call(epoch_ptr, epoch, done_ptr, PROGRAMS)
 
 

@@ -53,7 +53,7 @@ class GatherCall:
 
     @property
     def travels(self) -> Tensor | None:
-        """The numbers, one per row, that are gathered with the shard: its scale, or what is only returned."""
+        """The numbers that are gathered with the shard: its scales by rows or by blocks, or what is only returned."""
         return self.a_scale if self.scale_travels else self.along
 
     @property
@@ -83,14 +83,14 @@ class GatherPlan:
         self.memory, self.layout, self.outer = memory, call.layout, call.outer
         self.scaling, self.out_dtype = call.scaling, call.out_dtype
         self.return_a_full, self.scale_travels = call.return_a_full, call.scale_travels
-        self.numbers_travel = call.travels is not None
+        self.number_count = 0 if call.travels is None else call.travels.numel()
         self.row_bytes = self.layout.cols * call.a_shard.itemsize
         self.shard_bytes = self.layout.rows * self.row_bytes
-        # where a shard lies in symmetric memory: as units, then the numbers of its rows if such travel
+        # where a shard lies in symmetric memory: as units, then its numbers if such travel
         self.unit_bytes = next(size for size in (4, 2, 1) if self.row_bytes % size == 0)
         self.units = self.shard_bytes // self.unit_bytes
         self.scale_offset = align(self.shard_bytes)
-        self.staged_bytes = self.scale_offset + (self.layout.rows * 4 if self.numbers_travel else 0)
+        self.staged_bytes = self.scale_offset + self.number_count * 4
         self.widths = [b.shape[1] for b in call.bs]
         self.device_index: int = call.a_shard.device.index
         self.generation = -1
@@ -147,7 +147,7 @@ class Pulled(GatherPlan):
             outer=self.outer,
             inner=self.layout.inner,
             scale_offset=self.scale_offset,
-            scales=self.numbers_travel,
+            scale_bytes=self.number_count // self.outer * 4,
             chunks=chunks,
             keep_own=self.return_a_full,
             keep_own_scales=call.along is not None,
@@ -165,11 +165,11 @@ class Pulled(GatherPlan):
         box, scale_box = self.as_units(outbox), outbox[self.scale_offset :].view(torch.float32)
         numbers = call.a_scale if call.travels is None else call.travels
         scale = memory.dummy if numbers is None else aligned(numbers)
-        tail = [self.units, self.layout.rows, memory.stage_pads.data_ptr(), memory.stage_epoch, memory.stage_done,
+        tail = [self.units, self.number_count, memory.stage_pads.data_ptr(), memory.stage_epoch, memory.stage_done,
                 memory.bound, memory.status, code(call.op, "call"), memory.rank]  # fmt: skip
         constants = {
             "WORLD": memory.world,
-            "SCALE_TRAVELS": self.numbers_travel,
+            "SCALE_TRAVELS": self.number_count > 0,
             "BLOCK": block,
             "PROGRAMS": programs,
         }
@@ -191,7 +191,7 @@ class Pulled(GatherPlan):
         full = a_shard.new_empty(self.layout.full_shape)
         scales, own_scale, all_scales = None, 0, 0
         if numbers is not None:
-            scales = numbers.new_empty(self.layout.full_rows)
+            scales = numbers.new_empty(memory.world * self.number_count)
             own_scale, all_scales = numbers.data_ptr(), scales.data_ptr()
         memory.begin_direct(stream)
         shard = a_shard.data_ptr()
@@ -359,10 +359,11 @@ class DecomposedGather(Pulled):
             if step:
                 driver.wait_event(stream, self.memory.events[source])
             if a_scale is not None and (self.scale_travels or a_scale.numel() != 1):
+                along_k = a_scale.shape[-1]
                 row_scale = (
-                    a_scale.reshape(-1, 1)
+                    a_scale.reshape(-1, along_k)
                     if scales is not None and step == 0
-                    else (a_scale if scales is None else scales).view(world, rows, 1)[source]
+                    else (a_scale if scales is None else scales).view(world, -1, along_k)[source]
                 )
             for i, b in enumerate(bs):
                 scale = b_scales[i] if b_scales else None
@@ -402,7 +403,8 @@ class WholeGather(GatherPlan):
         all_numbers = None
         if numbers is not None:
             numbers = aligned(numbers)
-            all_numbers = numbers.new_empty((layout.full_rows, 1))
+            count, along_k = self.memory.world * self.number_count, numbers.shape[-1]
+            all_numbers = numbers.new_empty((count // along_k, along_k))
         self.move(a_shard, full, numbers, all_numbers)
         row_scale = all_numbers if self.scale_travels else a_scale
         rows = full.view(layout.full_rows, layout.full_cols)
@@ -427,7 +429,8 @@ class DirectGather(WholeGather):
         slot = area.size // 2
         block = direct_block(self.units, 4096)
         programs = grid(-(-self.units // block), DIRECT_PROGRAMS)
-        numbers = [self.units, self.row_bytes // self.unit_bytes, layout.inner, layout.rows]
+        counts = (self.number_count, self.number_count // self.outer)
+        numbers = [self.units, self.row_bytes // self.unit_bytes, layout.inner, *counts]
         memory_args = [
             area.table, words.table, slot, part, self.scale_offset, memory.epoch, memory.done, memory.bound,
             memory.status, code(call.op, "shard"), memory.rank,
@@ -436,10 +439,10 @@ class DirectGather(WholeGather):
         numbers_like = call.a_scale if call.travels is None else call.travels
         scale = memory.dummy if numbers_like is None else aligned(numbers_like)
         args = [self.as_units(shard), scale, self.as_units(full), memory.dummy, *numbers, *memory_args]
-        args[8], args[9] = area.table.data_ptr(), words.table.data_ptr()
+        args[9], args[10] = area.table.data_ptr(), words.table.data_ptr()
         constants = {
             "WORLD": memory.world,
-            "SCALE_TRAVELS": self.numbers_travel,
+            "SCALE_TRAVELS": self.number_count > 0,
             "CONTIGUOUS": self.outer == 1 and not layout.along_last,
             "ALONG_LAST": layout.along_last,
             "MAX_PROGRAMS": DIRECT_PROGRAMS,

@@ -1,6 +1,10 @@
 """cuBLAS products as the pipelines need them: into a given place, with scales and bias.
 
 A plain product is a public torch op; a scaled one has no public equivalent with an output argument (`compat`).
+
+Scales of blocks of 128 along K are fp32 too: of 1 or 128 rows of A ([M, K/128], [M/128, K/128]), and of 1 or 128
+columns of B ([K/128, N], [K/128, N/128]), sizes rounded up. cuBLAS takes them in pairs (`IN_BLOCKS`), each laid out in
+its own way.
 """
 
 from __future__ import annotations
@@ -10,8 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import scaled_mm
+from asynctp_kernels.compat import scaled_mm, scaled_mm_in_blocks
 from asynctp_kernels.signals import IS_INTERPRETED
+
+BLOCK = 128
+#: of A and of B. Source: the cuBLAS documentation, "Element 1D and 128x128 2D Block Scaling for FP8 Data Types"
+IN_BLOCKS = (("1x128", "128x128"), ("128x128", "1x128"), ("1x128", "1x128"))
+#: numbers between two columns of K/128 scales: cuBLAS reads 16 bytes at a time. Rows of A with a scale each, likewise.
+SCALES_TOGETHER = 4
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ def product(
 ) -> Tensor:
     """`a @ b (+ bias)`, or the same scaled. a: [M, K], b: [K, N], out: [M, N] contiguous (made when None).
 
-    a_scale: one element, or [M, 1]; b_scale: one element, or [1, N]; bias: [N] or [1, N].
+    a_scale: one element, or [M, 1]; b_scale: one element, or [1, N]; or both of blocks. bias: [N] or [1, N].
     """
     if IS_INTERPRETED:
         return _in_fp32(a, b, bias, a_scale, b_scale, a.dtype if scaling is None else scaling.out_dtype, out)
@@ -43,9 +53,57 @@ def product(
         return torch.addmm(bias, a, b) if out is None else torch.addmm(bias, a, b, out=out)
     assert a_scale is not None
     assert b_scale is not None
-    rows, columns = _matching(a_scale, b_scale, a.shape[0], b.shape[1])
     row = None if bias is None else bias.reshape(-1)
+    if (recipe := block_recipe(a.shape[0], b, a_scale, b_scale)) is not None:
+        scales = _a_blocks(a_scale, recipe[0]), _b_blocks(b_scale, recipe[1])
+        return scaled_mm_in_blocks(a, b, *scales, recipe, row, scaling.out_dtype, scaling.fast, out)
+    rows, columns = _matching(a_scale, b_scale, a.shape[0], b.shape[1])
     return scaled_mm(a, b, rows, columns, row, scaling.out_dtype, scaling.fast, out)
+
+
+def block_recipe(rows: int, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[str, str] | None:
+    """Which of `IN_BLOCKS` these scales of an A [rows, K] and of `b` are; None when they are one number, or by rows."""
+    k, n = b.shape
+    along_k, counts = _blocks(k), (a_scale.numel(), b_scale.numel())
+    if counts[0] in (1, rows) and counts[1] in (1, n) and (along_k == 1 or counts[0] == 1 or a_scale.shape[-1] == 1):
+        return None
+    of_a = {"1x128": rows * along_k, "128x128": _blocks(rows) * along_k}
+    of_b = {"1x128": n * along_k, "128x128": _blocks(n) * along_k}
+    return next((pair for pair in IN_BLOCKS if counts == (of_a[pair[0]], of_b[pair[1]])), None)
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+def _a_blocks(scale: Tensor, kind: str) -> Tensor:
+    """Scales of A as cuBLAS wants them: [M, K/128] with its columns contiguous, or [K/128, M/128] likewise, padded."""
+    scale = scale.reshape(-1, scale.shape[-1])
+    return _columns_first(scale) if kind == "1x128" else _padded_columns(scale.t())
+
+
+def _b_blocks(scale: Tensor, kind: str) -> Tensor:
+    """Scales of B as cuBLAS wants them: [N, K/128] with its columns contiguous, or [K/128, N/128] likewise, padded."""
+    return _columns_first(scale.t()) if kind == "1x128" else _padded_columns(scale)
+
+
+def _columns_first(scale: Tensor) -> Tensor:
+    """A matrix of strides (1, rows) exactly, those of single rows and columns too; itself if it is one."""
+    strides = (1, scale.shape[0])
+    if scale.stride() == strides:
+        return scale
+    return torch.empty_strided(scale.shape, strides, dtype=scale.dtype, device=scale.device).copy_(scale)
+
+
+def _padded_columns(scale: Tensor) -> Tensor:
+    """A matrix [K/128, *] whose columns are contiguous, with zeros up to a multiple of `SCALES_TOGETHER`."""
+    depth, columns = scale.shape
+    padded = -(-depth // SCALES_TOGETHER) * SCALES_TOGETHER
+    if padded == depth:
+        return _columns_first(scale)
+    out = torch.zeros((columns, padded), dtype=scale.dtype, device=scale.device).t()
+    out[:depth].copy_(scale)
+    return out
 
 
 def _in_fp32(
@@ -59,11 +117,25 @@ def _in_fp32(
 ) -> Tensor:
     """`product` on CPU tensors: summed, scaled and biased in fp32 (or wider operands' own dtype), rounded once."""
     wide = torch.float32 if a.is_floating_point() and a.itemsize < 4 else a.dtype
-    found = a.to(wide) @ b.to(wide)
-    if a_scale is not None and b_scale is not None:
-        found = found * a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)
+    rows, columns = a.to(wide), b.to(wide)
+    scales = None if a_scale is None or b_scale is None else (a_scale, b_scale)
+    in_blocks = scales is not None and block_recipe(a.shape[0], b, *scales) is not None
+    if scales is not None and in_blocks:
+        rows = rows * _each(scales[0].reshape(-1, scales[0].shape[-1]), a.shape)
+        columns = columns * _each(scales[1], b.shape)
+    found = rows @ columns
+    if scales is not None and not in_blocks:
+        found = found * scales[0].reshape(-1, 1) * scales[1].reshape(1, -1)
     found = (found if bias is None else found + bias.reshape(1, -1).to(wide)).to(out_dtype)
     return found if out is None else out.copy_(found)
+
+
+def _each(scale: Tensor, shape: torch.Size) -> Tensor:
+    """Scales of blocks, one for each element of a matrix."""
+    for dim in (0, 1):
+        if scale.shape[dim] != shape[dim]:
+            scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, shape[dim])
+    return scale
 
 
 def _matching(a_scale: Tensor, b_scale: Tensor, m: int, n: int) -> tuple[Tensor, Tensor]:
@@ -87,8 +159,12 @@ def scaled_product_supported(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     travels: bool,
+    in_blocks: bool = False,
 ) -> bool:
-    """Whether `product` can run this scaled product on cuBLAS. `travels`: the A scale is one per row, however many."""
+    """Whether `product` can run this scaled product on cuBLAS.
+
+    travels: the A scale is not one number, however many there are; in_blocks: scales are of blocks (`block_recipe`).
+    """
     if IS_INTERPRETED:
         return True
     tensorwise = a_scale.numel() == 1 and b_scale.numel() == 1 and not travels
@@ -96,5 +172,15 @@ def scaled_product_supported(
     column_major = b.stride(0) == 1 and b.stride(1) % 16 == 0 and b.stride(1) >= b.shape[0]
     bias_fits = bias is None or (bias.dtype == out_dtype and out_dtype != torch.float32)
     wide = (a.dtype, b.dtype).count(torch.float8_e5m2)
-    types_fit = wide < 2 if tensorwise else wide == 0 and out_dtype == torch.bfloat16
+    types_fit = wide < 2 if tensorwise or in_blocks else wide == 0 and out_dtype == torch.bfloat16
     return aligned and column_major and bias_fits and types_fit
+
+
+def refused_blocks(recipe: tuple[str, str] | None, rows: int, capability: int) -> str | None:
+    """Why cuBLAS does not make a product with `rows` rows and scales of blocks, on a GPU of this major capability."""
+    if recipe is None or IS_INTERPRETED:
+        return None
+    if capability != 9:
+        return f"scales of blocks of 128: cuBLAS takes them on compute capability 9 only, not {capability}"
+    multiple = SCALES_TOGETHER if recipe[0] == "1x128" else BLOCK
+    return f"{rows} rows with scales of {recipe[0]} blocks: not a multiple of {multiple}" if rows % multiple else None

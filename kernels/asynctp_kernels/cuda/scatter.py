@@ -337,7 +337,7 @@ class DecomposedScatter(Pushed):
         memory.begin(stream)
         operands = [a.reshape(world, rows, a.shape[-1]).unbind() for a in a_parts]
         places = staging.unbind()
-        scales = [scale.view(world, rows, 1) if scale.numel() != 1 else None for scale in a_scales]
+        scales = [_by_destination(scale, world) if scale.numel() != 1 else None for scale in a_scales]
         for step in range(1, world + 1):
             dst = (rank + step) % world
             for part, b in enumerate(b_parts):
@@ -355,6 +355,12 @@ class DecomposedScatter(Pushed):
         self.push_and_reduce(staging, out, memory.events[rank])
         self.finish(stream)
         return out
+
+
+def _by_destination(scale: Tensor, world: int) -> Tensor:
+    """Scales of rows, or of blocks of them: [destination, scales, 1 or K/128]."""
+    rows = scale.reshape(-1, scale.shape[-1])
+    return rows.view(world, rows.shape[0] // world, rows.shape[1])
 
 
 class WholeScatter(ScatterPlan):

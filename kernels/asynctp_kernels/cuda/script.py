@@ -11,7 +11,7 @@ when the script is played.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .driver import Wait as Wait
 from .driver import Write as Write
@@ -148,7 +148,8 @@ class GatherMoves:
     Attributes:
         outboxes: address of each rank's outbox.
         row_bytes, outer, inner: a shard is [outer, inner] rows of `row_bytes`.
-        scale_offset, scales: where in the outbox the row scales are, and whether there are any.
+        scale_offset, scale_bytes: where in the outbox the rows' scales are, and how many bytes of them belong to
+            `inner` rows; 0 where none travel.
         chunks: how a shard is cut.
         keep_own: the own rows go into the gathered A too, which is then complete.
         keep_own_scales: likewise the own rows' scales.
@@ -159,7 +160,7 @@ class GatherMoves:
     outer: int
     inner: int
     scale_offset: int
-    scales: bool
+    scale_bytes: int
     chunks: Chunks
     keep_own: bool
     keep_own_scales: bool = False
@@ -174,16 +175,18 @@ def gather_script(
     `arrived(source, chunk)` is what follows each chunk: a word for a kernel, or an event for a stream.
     """
     steps: list[Step] = []
+    scales = replace(moves, inner=1)  # all scales of a block are one row
     for source in ((rank + step) % world for step in range(1, world)):
-        if moves.scales:
-            steps.append(_rows(moves, world, source, FULL_SCALE, moves.outboxes[source] + moves.scale_offset, 4))
+        if moves.scale_bytes:
+            address = moves.outboxes[source] + moves.scale_offset
+            steps.append(_rows(scales, world, source, FULL_SCALE, address, moves.scale_bytes))
         for chunk, (first, end) in enumerate(moves.chunks.rows):
             steps.append(_rows(moves, world, source, FULL, moves.outboxes[source], moves.row_bytes, first, end))
             steps += arrived(source, chunk)
     if moves.keep_own:
         steps.append(_own_rows(moves, rank, world, FULL, OWN, moves.row_bytes))
     if moves.keep_own_scales:
-        steps.append(_own_rows(moves, rank, world, FULL_SCALE, OWN_SCALE, 4))
+        steps.append(_own_rows(scales, rank, world, FULL_SCALE, OWN_SCALE, moves.scale_bytes))
     return steps
 
 
