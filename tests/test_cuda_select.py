@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from asynctp_kernels.cuda.select import IMPLEMENTATIONS, Choice, Problem, Rates,
 from asynctp_kernels.cuda.tiles import cut, tiles_for, waves
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from asynctp_passes import ops
 
 SMS = 132
 H200, UNKNOWN = "NVIDIA H200", "a GPU that nobody measured"
@@ -249,6 +252,17 @@ GATHER, SCALED_GATHER, SCATTER, SCALED_SCATTER, ALL_REDUCE, SCALED_ALL_REDUCE = 
 )
 ROW_SCALES = {"a_scale": empty(256, 1, dtype=FP32), "b_scales": [empty(1, 512, dtype=FP32)], "travels": True}
 NOT_CUBLAS = "cuBLAS does not take"
+NOT_IN_GEMM = {"fused": "scales of blocks of the contraction: the GEMM scales a sum once"}
+
+
+def in_blocks(a: tuple[int, ...], b: tuple[int, int]) -> dict[str, Any]:
+    """Scales of blocks that travel, of these shapes."""
+    return {"a_scale": empty(*a, dtype=FP32), "b_scales": [empty(*b, dtype=FP32)], "travels": True}
+
+
+def scattered_in_blocks(a: tuple[int, ...], b: tuple[int, int]) -> dict[str, Any]:
+    return {"a_scales": [empty(*a, dtype=FP32)], "b_scales": [empty(*b, dtype=FP32)]}
+
 
 #: (op, arguments, {who refuses: a part of the reason})
 REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
@@ -337,6 +351,45 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         scaled_gather_args(a=empty(256, 512, dtype=E5M2), **ROW_SCALES),
         {"decomposed": NOT_CUBLAS, "direct": NOT_CUBLAS},
     ),
+    "scaled gather of 1x128 and 128x128": (
+        SCALED_GATHER,
+        scaled_gather_args(**in_blocks((256, 4), (4, 4))),
+        NOT_IN_GEMM,
+    ),
+    "scaled gather of 1x128 and 1x128": (
+        SCALED_GATHER,
+        scaled_gather_args(**in_blocks((256, 4), (4, 512))),
+        NOT_IN_GEMM,
+    ),
+    "scaled gather of 128x128 and 1x128": (
+        SCALED_GATHER,
+        scaled_gather_args(**in_blocks((2, 4), (4, 512))),
+        NOT_IN_GEMM,
+    ),
+    "scaled gather of blocks of one depth": (
+        SCALED_GATHER,
+        scaled_gather_args(
+            a=empty(256, 128, dtype=FP8),
+            bs=[weight(128, 512, FP8)],
+            **in_blocks((256, 1), (1, 4)),
+        ),
+        NOT_IN_GEMM,
+    ),
+    "scaled gather of blocks to fp32": (
+        SCALED_GATHER,
+        scaled_gather_args(**in_blocks((256, 4), (4, 4)), out_dtype=FP32),
+        NOT_IN_GEMM,
+    ),
+    "scaled gather of blocks, odd rows": (
+        SCALED_GATHER,
+        scaled_gather_args(a=empty(250, 512, dtype=FP8), **in_blocks((250, 4), (4, 4))),
+        {**NOT_IN_GEMM, "decomposed": "250 rows with scales of 1x128 blocks: not a multiple of 4"},
+    ),
+    "scaled gather of blocks, outer": (
+        SCALED_GATHER,
+        scaled_gather_args(a=empty(2, 256, 512, dtype=FP8), **in_blocks((2, 256, 4), (4, 4)), dim=1),
+        {**NOT_IN_GEMM, "decomposed": "2 separate row ranges"},
+    ),
     "scatter": (SCATTER, scatter_args(), {}),
     "scatter outer": (SCATTER, scatter_args(a=[empty(2, 512, 512)], dim=1), {"decomposed": "2 separate row ranges"}),
     "scatter columns": (
@@ -376,6 +429,21 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         SCALED_SCATTER,
         scaled_scatter_args(a_scales=[empty(1024, 1, dtype=FP32)], b_scales=[empty(1, dtype=FP32)], fast=False),
         {},
+    ),
+    "scaled scatter of 1x128 and 128x128": (
+        SCALED_SCATTER,
+        scaled_scatter_args(**scattered_in_blocks((1024, 4), (4, 4))),
+        NOT_IN_GEMM,
+    ),
+    "scaled scatter of 128x128 and 1x128 of two ranks": (
+        SCALED_SCATTER,
+        scaled_scatter_args(a=[empty(256, 512, dtype=FP8)], **scattered_in_blocks((2, 4), (4, 512))),
+        {**NOT_IN_GEMM, "decomposed": "64 rows with scales of 128x128 blocks: not a multiple of 128"},
+    ),
+    "scaled all-reduce of 1x128 and 128x128": (
+        SCALED_ALL_REDUCE,
+        scaled_all_reduce_args(a=[empty(2, 512, 512, dtype=FP8)], **scattered_in_blocks((2, 512, 4), (4, 4))),
+        NOT_IN_GEMM,
     ),
     "all-reduce": (ALL_REDUCE, all_reduce_args(), {}),
     "all-reduce of any rows": (
@@ -422,6 +490,33 @@ def test_refusals(name: str) -> None:
 def test_other_gpus_have_no_fused_gemm(capability: tuple[int, int]) -> None:
     choice = explain(GATHER, *gather_args(), capability=capability)
     assert choice.refused == {"fused": NOT_TUNED}
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0)])
+def test_other_gpus_have_no_scales_of_blocks(capability: tuple[int, int]) -> None:
+    """The unfused program then says so, as torch does."""
+    for op, args in (
+        (SCALED_GATHER, scaled_gather_args(**in_blocks((256, 4), (4, 4)))),
+        (SCALED_SCATTER, scaled_scatter_args(**scattered_in_blocks((1024, 4), (4, 4)))),
+    ):
+        choice = explain(op, *args, capability=capability)
+        assert choice.implementation == "unfused"
+        assert f"compute capability 9 only, not {capability[0]}" in choice.refused["direct"]
+
+
+def test_reports_expect_no_gemm_for_scales_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    properties = types.SimpleNamespace(multi_processor_count=132, name=UNKNOWN)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(cuda, "refused_here", lambda world, index: {})
+    sizes = ("all_gather", 4, 4096, 4096, [4096], FP8, BF16, False)
+    with select.forced("fused"):
+        assert ops.expected_implementation(*sizes) == "fused (forced)"
+        assert ops.expected_implementation(*sizes, in_blocks=True) == "chosen per call"
+    expected = ops.expected_implementation(*sizes, in_blocks=True)
+    assert expected.endswith("(cost model)")
+    assert not expected.startswith("fused")
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, expected) in REFUSALS.items() if expected])

@@ -39,9 +39,9 @@ class Gather:
     bias: str = ""  # one letter per product: v vector, r row, - none
     full: bool = False
     scale: str = ""  # "", tensorwise, sharded, replicated, mixed
-    blocks: str = ""  # instead of rows and columns: 1x128 x 128x128, ...
     out_dtype: torch.dtype = BF16
     along: bool = False  # numbers travel along that are only returned
+    blocks: str = ""  # instead of rows and columns: 1x128 x 128x128, ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ GATHERS = [
     Gather((3, 8), 32, (16, 24), 1, E4M3, "v-", True, "replicated", along=True),
     Gather((8,), 256, (16, 144), 0, E4M3, "v-", True, "sharded", blocks="1x128 x 128x128"),
     Gather((3, 8), 160, (144,), 1, E4M3, scale="sharded", out_dtype=FP32, blocks="1x128 x 128x128"),
-    Gather((3, 8), 256, (16,), 0, E5M2, "v", False, "sharded", FP16, "1x128 x 1x128"),
+    Gather((3, 8), 256, (16,), 0, E5M2, "v", False, "sharded", FP16, blocks="1x128 x 1x128"),
     Gather((3, 8), 128, (144,), 1, E4M3, scale="replicated", blocks="1x128 x 128x128"),
     Gather((8,), 128, (144,), 1, E4M3, scale="replicated", blocks="1x128 x 128x128"),
     Gather((2, 128), 256, (16,), 1, E4M3, scale="sharded", blocks="128x128 x 1x128"),
@@ -820,6 +820,10 @@ CUDA_SCALED: list[Gather | Scatter] = [
     Scatter((3, 16), (32,), 32, 2, E4M3, "v", "sum", "rowwise", FP32),
     Scatter((3, 16), (32, 64), 32, None, E4M3, "v-", "avg", "rowwise"),
     Scatter((7,), (32,), 16, None, E4M3, scale="tensorwise"),
+    Gather((16,), 640, (16, 144), 0, E4M3, "v-", True, "sharded", blocks="1x128 x 128x128"),
+    Gather((2, 128), 256, (16,), 1, E4M3, "v", scale="replicated", out_dtype=FP32, blocks="128x128 x 1x128"),
+    Scatter((3, 16), (256, 640), 144, 1, E4M3, "v-", "avg", "rowwise", blocks="1x128 x 128x128"),
+    Scatter((3, 16), (256,), 32, None, E4M3, scale="rowwise", blocks="1x128 x 1x128"),
 ]
 
 
