@@ -16,6 +16,7 @@ from asynctp_passes.shapes import GatherPlacement, Rearrangement, ScatterPlaceme
 __all__ = [
     "Along",
     "Apart",
+    "Blocks",
     "Bundle",
     "Candidate",
     "Collective",
@@ -65,13 +66,37 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Scales of blocks of `rows` rows of A, and `columns` columns of B (1 or 128), by 128 of K: `depth` of these.
+
+    They are `[M/rows, depth]` and `[depth, N/columns]`, or the transpose of that if so. Scales of B, or of A if
+    transposed, may have more along K than `depth`: padding.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    a_transposed: bool = False
+    b_transposed: bool = False
+
+
+@dataclass(frozen=True)
 class ScaledOptions:
-    """What makes a matmul a scaled (fp8) one; scales are tensorwise (one number) or rowwise (M and N numbers)."""
+    """What makes a matmul a scaled (fp8) one.
+
+    Scales are tensorwise (one number) or rowwise (M and N numbers), unless they are of `blocks`.
+    """
 
     a_scale: fx.Node
     b_scale: fx.Node
     out_dtype: torch.dtype
     use_fast_accum: bool
+    blocks: Blocks | None = None
+
+    @property
+    def of_a(self) -> tuple[int, int, bool]:
+        """Of how many rows of A scales are, how many there are for these, and whether those come in a column."""
+        return (1, 1, False) if self.blocks is None else (self.blocks.rows, self.blocks.depth, self.blocks.a_transposed)
 
 
 @dataclass(frozen=True)
@@ -196,9 +221,9 @@ class GatherChain:
 
     All matmuls share `placement`, and the options of a scaled matmul. `views` lie between the wait and the
     operands; `saved` tells that the gathered tensor has users besides the matmuls. `scale` is the gather that
-    brings the rowwise scale of the shard, when the program gathers it too, and `scale_placement` where it puts them.
-    `along` is one of numbers that scale the matmuls' results instead. With a `hoist`, `views` holds the ops between
-    too, and placements and `saved` are those of its operand and scale.
+    brings the shard's scales, of rows or blocks, when the program gathers them too, and `scale_placement` where it puts
+    them. `along` is one of numbers that scale the matmuls' results instead. With a `hoist`, `views` holds the ops
+    between too, and placements and `saved` are those of its operand and scale.
     """
 
     collective: Collective

@@ -180,6 +180,19 @@ def scales_supported(candidate: Candidate, context: Context) -> Refusal | None:
     return None
 
 
+def blocks_of_rows_whole(candidate: Candidate, context: Context) -> Refusal | None:
+    """Blocks of 128 rows of A may not have rows of two ranks."""
+    chain = candidate.chain
+    tall = next((m for m in _matmuls(candidate) if m.scaled is not None and m.scaled.of_a[0] > 1), None)
+    if chain is None or tall is None:
+        return None
+    place, value = chain.placement, tensor_of(tall.a)
+    rows = place.inner if place is not None and place.axis == "rows" else None if value is None else value.shape[0]
+    if isinstance(rows, int) and rows % 128 == 0:
+        return None
+    return Refusal(reasons.SCALES_BLOCKWISE, f"{tall.node.name}: {rows} rows together, in blocks of 128")
+
+
 def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
     """Symbolic sizes that the rewrite must write down have to be carried by the chain's inputs or by placeholders."""
     chain = candidate.chain
@@ -207,19 +220,21 @@ def _placed_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]
     if place is None:
         return [size for shape in known[1:] for size in shape] if any(len(shape) != 2 for shape in known[1:]) else []
     way = place.shard if isinstance(place, GatherPlacement) else place.out
-    along = chain.along.placement.shard.sizes if isinstance(chain, GatherChain) and chain.along is not None else ()
-    return [place.outer, place.inner, place.width, *way.sizes, *along, *(size for shape in known for size in shape)]
+    beside: list[GatherPlacement | None] = []
+    if isinstance(chain, GatherChain):
+        beside = [chain.scale_placement, None if chain.along is None else chain.along.placement]
+    ways = [way, *(one.shard for one in beside if one is not None)]
+    moved = [size for one in ways for size in one.sizes]
+    return [place.outer, place.inner, place.width, *moved, *(size for shape in known for size in shape)]
 
 
 def _hoisted_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]:
     """The sizes that are written down to compute on the shard, and to gather small tensors on their own."""
     if not isinstance(chain, GatherChain) or chain.hoist is None:
         return []
-    scale = [] if chain.scale_placement is None else chain.scale_placement.shard.sizes
     parts = [part for step in chain.hoist.steps for _, part in step.parts]
     wholes = [tensor_of(apart.node) for apart in chain.hoist.apart]
     return [
-        *scale,
         *(size for part in parts for size in (*part.way.sizes, *part.shape)),
         *(size for apart in chain.hoist.apart for size in (apart.outer, apart.inner)),
         *(size for whole in wholes if whole is not None for size in sizes.of(whole)),
@@ -260,6 +275,7 @@ CHECKS: tuple[Check, ...] = (
     columns_fit,
     dtype_supported,
     scales_supported,
+    blocks_of_rows_whole,
     sizes_expressible,
     above_threshold,
     hoist_worthwhile,
@@ -275,12 +291,14 @@ def _matmuls(candidate: Candidate) -> tuple[Matmul, ...]:
 
 
 def _scales_match(matmul: Matmul, scaled: ScaledOptions) -> bool:
-    """True for one number or a scale per row of A ([M, 1] or [M]), and one number or N in one line for B."""
+    """True for one number or a scale per row of A ([M, 1] or [M]), and one number or N in one line for B; or blocks."""
     a_scale, b_scale, out = tensor_of(scaled.a_scale), tensor_of(scaled.b_scale), tensor_of(matmul.node)
     if a_scale is None or b_scale is None or out is None:
         return False
     if a_scale.dtype != torch.float32 or b_scale.dtype != torch.float32:
         return False
+    if scaled.blocks is not None:  # their shapes have been read already
+        return out.dim() == 2
     rows = tuple(a_scale.shape[:1]) if out.dim() == 2 and a_scale.dim() <= 2 else ()
     a_fits = _are_one(a_scale.shape) or (any(identical(m, out.shape[0]) for m in rows) and _are_one(a_scale.shape[1:]))
     columns = [size for size in b_scale.shape if not _are_one((size,))]

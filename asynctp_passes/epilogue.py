@@ -197,7 +197,7 @@ def _with_scales(matmul: Matmul, scaled: ScaledOptions, way: Sequence[fx.Node]) 
         return Refusal(reasons.COMPUTED_BETWEEN, f"{end.name} has more factors than one per row and column: {names}")
     value = tensor_of(end)
     assert value is not None
-    options = replace(scaled, a_scale=scales[0], b_scale=scales[1], out_dtype=value.dtype)
+    options = replace(scaled, a_scale=scales[0], b_scale=scales[1], out_dtype=value.dtype, blocks=None)
     return replace(matmul, node=end, scaled=options, epilogue=(*outer, *way[:-1]))
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import near, reasons
-from asynctp_passes.chain import Along, Candidate, Collective, GatherChain, Matmul, ScatterChain
+from asynctp_passes.chain import Along, Candidate, Collective, GatherChain, Matmul, ScaledOptions, ScatterChain
 from asynctp_passes.epilogue import read_product, scalings
 from asynctp_passes.fxview import Sizes, is_size, mutates, op_name, segments, steps_of, tensor_of
 from asynctp_passes.read import (
@@ -36,7 +36,7 @@ from asynctp_passes.read import (
     waits_for_several,
 )
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.rowwise import Region, chain_of, products_of
+from asynctp_passes.rowwise import Region, chain_of, products_of, rows_first
 from asynctp_passes.shapes import (
     GatherPlacement,
     IndexMap,
@@ -48,6 +48,7 @@ from asynctp_passes.shapes import (
     product,
     quotient,
     same,
+    scales_rows,
 )
 from asynctp_passes.views import Flow, follow, is_view, size_readers, views_of
 
@@ -398,11 +399,11 @@ def _alike(a: Matmul, b: Matmul) -> bool:
         return False
     if a.scaled is None or b.scaled is None:
         return a.scaled is b.scaled
-    return (a.scaled.a_scale, a.scaled.out_dtype, a.scaled.use_fast_accum) == (
-        b.scaled.a_scale,
-        b.scaled.out_dtype,
-        b.scaled.use_fast_accum,
-    )
+    return _options(a.scaled) == _options(b.scaled)
+
+
+def _options(scaled: ScaledOptions) -> tuple[object, ...]:
+    return scaled.a_scale, scaled.of_a, scaled.out_dtype, scaled.use_fast_accum
 
 
 def _dtype(node: fx.Node | None) -> torch.dtype | None:
@@ -431,7 +432,7 @@ def _used_elsewhere(flow: Flow, fused: set[fx.Node]) -> bool:
 def _scale_gather(
     scene: _Scene, gather: Collective, placement: GatherPlacement, matmuls: Sequence[Matmul]
 ) -> tuple[Collective, GatherPlacement] | None:
-    """The gather that brings the rowwise scale of the same shard, if these matmuls are all that use it."""
+    """The gather that brings the scales of the same shard, of rows or blocks, if these matmuls are all that use it."""
     scaled = matmuls[0].scaled
     if scaled is None or placement.axis != "rows":
         return None
@@ -442,24 +443,24 @@ def _scale_gather(
             continue
         if (other.group_key, other.group_size) != (gather.group_key, gather.group_size):
             continue
-        rows = _scales_rows(scene, other, flow.maps[scaled.a_scale], placement)
+        rows = _scales_rows(scene, other, flow.maps[scaled.a_scale], placement, scaled)
         if rows is not None and not _used_elsewhere(flow, users):
             return other, rows
     return None
 
 
 def _scales_rows(
-    scene: _Scene, scale: Collective, scale_map: IndexMap, data: GatherPlacement
+    scene: _Scene, scale: Collective, scale_map: IndexMap, data: GatherPlacement, scaled: ScaledOptions | None = None
 ) -> GatherPlacement | None:
-    """Where the gathered scale is, if it is laid out over the rows as the gathered data is."""
+    """Where the gathered scale is, if it is laid out over the rows as the gathered data is; one per row, by default."""
     shard = tensor_of(scale.input)
     if shard is None or len(scale_map.dims) != 2:
         return None
-    placement = locate_gather(scale_map, product(scene.sizes.of(shard)), scale.group_size)
-    if isinstance(placement, Refusal) or placement.axis != "rows":
+    placement = locate_gather(rows_first(scale_map, scaled), product(scene.sizes.of(shard)), scale.group_size)
+    if isinstance(placement, Refusal):
         return None
-    sizes = ((placement.outer, data.outer), (placement.inner, data.inner), (placement.width, 1))
-    return placement if all(same(a, b) for a, b in sizes) else None
+    rows, numbers, _ = (1, 1, False) if scaled is None else scaled.of_a
+    return placement if scales_rows(placement, data, rows, numbers) else None
 
 
 def _along(scene: _Scene, gather: Collective, placement: GatherPlacement, matmuls: Sequence[Matmul]) -> Along | None:

@@ -247,4 +247,5 @@ def _implementation(device: str, chain: GatherChain | ScatterChain | None) -> st
         first.dtype,
         result.dtype,
         scaled is not None and scaled.use_fast_accum,
+        any(matmul.scaled is not None and matmul.scaled.blocks is not None for matmul in chain.matmuls),
     )

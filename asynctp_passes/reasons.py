@@ -309,8 +309,9 @@ DEVICE_UNSUPPORTED = _miss(
 SCALES_UNSUPPORTED = _miss(
     "ATP303",
     "SCALES_UNSUPPORTED",
-    "the scales are neither tensorwise (one number) nor rowwise (one per row of A and one per column of B)",
-    "use a tensorwise or rowwise recipe; MX, NVFP4 and swizzled scales are not fused",
+    "the scales are neither tensorwise (one number), nor rowwise (one per row of A and one per column of B), nor of "
+    "blocks of 1x128 and 128x128",
+    "use a tensorwise, rowwise or such a blockwise recipe; MX, NVFP4 and swizzled scales are not fused",
 )
 CONTRACTION_TOO_LARGE = _miss(
     "ATP304",
@@ -329,10 +330,10 @@ COLUMNS_TOO_LARGE = _miss(
 SCALES_BLOCKWISE = _miss(
     "ATP306",
     "SCALES_BLOCKWISE",
-    "the scales are one per block of the contraction (1x128 or 128x128): they change within the sum, and the fused ops "
-    "scale it once, at its end",
-    "use a rowwise recipe (one scale per row of A and one per column of B) for this matmul; its scales travel with the "
-    "rows",
+    "the scales are one per block of 1x128 or 128x128, and not as torch's scaled_mm takes them, or blocks have rows of "
+    "several ranks",
+    "use torch.nn.functional.scaled_mm, with the shapes and padding that it wants and static sizes of K and N; 128x128 "
+    "blocks of A need a multiple of 128 rows on each rank",
 )
 
 # --- 4xx cost ------------------------------------------------------------------------------------------

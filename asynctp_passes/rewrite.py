@@ -46,7 +46,7 @@ from asynctp_passes.fxview import (
     tensor_of,
 )
 from asynctp_passes.read import is_matmul, is_only_awaited, waits_for_several
-from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, product, same
+from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, product, quotient, same
 from asynctp_passes.views import followed, is_view, views_of
 
 __all__ = ["rewrite"]
@@ -176,6 +176,14 @@ class _Builder:
         """`node` with dimensions reordered; the node itself when the order is the identity."""
         return node if list(order) == list(range(len(order))) else self.call(_aten.permute.default, node, list(order))
 
+    def first_rows(self, node: fx.Node, count: int) -> fx.Node:
+        """The first rows of a matrix; the node itself when it has no more."""
+        value = tensor_of(node)
+        assert value is not None
+        if same(self.sizes.of(value)[0], count):
+            return node
+        return self.call(_aten.slice.Tensor, node, 0, 0, count)
+
     def bitcast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """`node` seen as another dtype of the same size; the node itself when it has that dtype."""
         value = tensor_of(node)
@@ -246,8 +254,9 @@ def _shard_as_op_wants(build: _Builder, chain: GatherChain, shard: fx.Node) -> t
     """
     place, value = chain.placement, tensor_of(shard)
     assert value is not None
-    own = build.sizes.of(value)
-    if place.shard.is_reshape and len(own) > 1 and same(own[-1], place.width):
+    own, scaled = build.sizes.of(value), chain.matmuls[0].scaled
+    tall = scaled is not None and scaled.of_a[0] > 1  # blocks of rows, which are in one dimension then
+    if place.shard.is_reshape and len(own) > 1 and same(own[-1], place.width) and (len(own) == 2 or not tall):
         if place.axis == "contraction":
             return shard, len(own) - 1
         for axis in reversed(range(len(own) - 1)):
@@ -321,8 +330,10 @@ def _right(build: _Builder, matmul: Matmul) -> fx.Node:
 
 
 def _column_scale(build: _Builder, scaled: ScaledOptions) -> fx.Node:
-    """The scale of the right operand: one number as it is, or [1, N]."""
-    scale = build.now(scaled.b_scale)
+    """The scale of the right operand: one number as it is, [1, N], or of blocks [K/128, N or N/128]."""
+    scale, blocks = build.now(scaled.b_scale), scaled.blocks
+    if blocks is not None:
+        return build.first_rows(build.permute(scale, (1, 0)) if blocks.b_transposed else scale, blocks.depth)
     value = tensor_of(scale)
     assert value is not None
     count = product(build.sizes.of(value))
@@ -341,7 +352,7 @@ def _row_bias(build: _Builder, matmul: Matmul) -> fx.Node | None:
 def _gather_scale(
     build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim: int, parts: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    """The scale of A: one number, or one per row in the shard's (or the gathered tensor's) own dimensions."""
+    """The scale of A: one number, or per row or block in the shard's (or the gathered tensor's) own dimensions."""
     scaled, value = chain.matmuls[0].scaled, tensor_of(shard)
     assert scaled is not None
     assert value is not None
@@ -350,15 +361,23 @@ def _gather_scale(
         own_scale = chain.scale.input if chain.scale is not None else None
         travels = build.now(own_scale) if own_scale is not None else _scale_part(chain, parts)
         travels = _rearranged(build, build.bitcast(travels, torch.float32), chain.scale_placement.shard)
-        return build.reshape(travels, [*own[:-1], 1])
-    a_scale = build.now(scaled.a_scale)
-    scale = tensor_of(a_scale)
-    assert scale is not None
-    if same(product(build.sizes.of(scale)), 1):
-        return a_scale
+        return build.reshape(travels, _scales_of(own, scaled))
     if gather_dim < len(own) - 1:
         own[gather_dim] = own[gather_dim] * chain.collective.group_size
-    return build.reshape(a_scale, [*own[:-1], 1])
+    return _row_scale(build, scaled, own)
+
+
+def _scales_of(rows: Sequence[Size], scaled: ScaledOptions) -> list[Size]:
+    """The dimensions of the scales of an A with these: a number per row, or those of blocks."""
+    together, numbers, _ = scaled.of_a
+    return [*rows[:-2], _exactly(rows[-2], together), numbers]
+
+
+def _exactly(size: Size, divisor: int) -> Size:
+    """A size divided by one that it was proven to be a multiple of."""
+    result = quotient(size, divisor)
+    assert result is not None
+    return result
 
 
 def _scale_part(chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -585,21 +604,24 @@ def _call_reduction(
     if not scaled:
         op = getattr(namespace, f"matmul_{collective}").default
         return build.call(op, a_parts, b_parts, biases, *how, *ending)
-    a_scales = [_row_scale(build, build.now(one.a_scale), a) for one, a in zip(scaled, a_parts, strict=True)]
+    shapes = [build.sizes.of(value) for value in map(tensor_of, a_parts) if value is not None]
+    a_scales = [_row_scale(build, one, shape) for one, shape in zip(scaled, shapes, strict=True)]
     b_scales = [_column_scale(build, one) for one in scaled]
     op = getattr(namespace, f"scaled_matmul_{collective}").default
     options = (scaled[0].out_dtype, scaled[0].use_fast_accum)
     return build.call(op, a_parts, b_parts, a_scales, b_scales, biases, *how, *options, *ending)
 
 
-def _row_scale(build: _Builder, scale: fx.Node, a: fx.Node) -> fx.Node:
-    """One number as it is; a scale per row in the dimensions of `a`."""
-    value, rows = tensor_of(scale), tensor_of(a)
+def _row_scale(build: _Builder, scaled: ScaledOptions, a: Sequence[Size]) -> fx.Node:
+    """The scales of an A of these sizes: one number as it is; per row or block, in its dimensions."""
+    scale, blocks = build.now(scaled.a_scale), scaled.blocks
+    value = tensor_of(scale)
     assert value is not None
-    assert rows is not None
-    if same(product(build.sizes.of(value)), 1):
+    if blocks is None and same(product(build.sizes.of(value)), 1):
         return scale
-    return build.reshape(scale, [*build.sizes.of(rows)[:-1], 1])
+    if blocks is not None and blocks.a_transposed:
+        scale = build.permute(build.first_rows(scale, blocks.depth), (1, 0))
+    return build.reshape(scale, _scales_of(a, scaled))
 
 
 # --- all-reduces -------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, near, reasons
-from asynctp_passes.chain import Apart, Collective, GatherChain, Hoist, Matmul, Part, Step
+from asynctp_passes.chain import Apart, Collective, GatherChain, Hoist, Matmul, Part, ScaledOptions, Step
 from asynctp_passes.fxview import Sizes, arguments, is_size, mutates, op_name, tensor_of
 from asynctp_passes.read import is_matmul, misfit, read_matmul
 from asynctp_passes.reasons import Refusal
@@ -46,10 +46,11 @@ from asynctp_passes.shapes import (
     product,
     quotient,
     same,
+    scales_rows,
 )
 from asynctp_passes.views import Flow, follow, is_view, views_of
 
-__all__ = ["Product", "Region", "Scene", "chain_of", "products_of"]
+__all__ = ["Product", "Region", "Scene", "chain_of", "products_of", "rows_first"]
 
 _CASTS = {"prims.convert_element_type.default", "aten._to_copy.default", "aten.to.dtype"}
 _EXACT_REDUCTIONS = {"aten.amax.default", "aten.amin.default"}
@@ -316,7 +317,7 @@ def _takes_number(node: fx.Node, members: dict[fx.Node, _Member]) -> bool:
 # --- matmuls of the region ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Product:
-    """A matmul whose left operand, and perhaps its scale per row, every rank can compute its part of."""
+    """A matmul whose left operand, and perhaps its scales of rows or blocks, every rank can compute its part of."""
 
     matmul: Matmul
     placement: GatherPlacement
@@ -356,27 +357,27 @@ def _product(region: Region, node: fx.Node) -> Product | Refusal | None:
     if not travels:
         return Product(matmul, placement, None)
     assert a_scale is not None
+    assert matmul.scaled is not None
     view = region.members[a_scale].view
     if len(view.dims) != 2:
         return Refusal(reasons.SCALES_UNSUPPORTED, f"{a_scale.name} has {len(view.dims)} dimensions")
-    scale = _located(region, a_scale, view)
+    scale = _located(region, a_scale, rows_first(view, matmul.scaled))
     if isinstance(scale, Refusal):
         return scale
-    if not _scales_rows(scale, placement):
-        assert matmul.scaled is not None
+    rows, numbers, _ = matmul.scaled.of_a
+    if not scales_rows(scale, placement, rows, numbers):
         return misfit(matmul, matmul.scaled)
     return Product(matmul, placement, scale)
+
+
+def rows_first(scales: IndexMap, scaled: ScaledOptions | None) -> IndexMap:
+    """The map of the scales of A as a matrix whose rows are those of A."""
+    return scales.permute((1, 0)) if scaled is not None and scaled.of_a[2] else scales
 
 
 def _located(region: Region, node: fx.Node, view: IndexMap) -> GatherPlacement | Refusal:
     root = region.roots[region.members[node].root]
     return locate_gather(view, root.block, region.gather.group_size, root.outer)
-
-
-def _scales_rows(scale: GatherPlacement, data: GatherPlacement) -> bool:
-    """True for a scale that is laid out over the rows as the data is."""
-    sizes = ((scale.outer, data.outer), (scale.inner, data.inner), (scale.width, 1))
-    return data.axis == scale.axis == "rows" and all(same(a, b) for a, b in sizes)
 
 
 def _first_number(region: Region, node: fx.Node) -> fx.Node | None:
@@ -423,7 +424,7 @@ def _key(region: Region, one: Product) -> tuple[Any, ...]:
     if scaled is None:
         return (region.key(one.matmul.a),)
     scale = scaled.a_scale if one.scale is None else region.key(scaled.a_scale)
-    return region.key(one.matmul.a), scale, scaled.out_dtype, scaled.use_fast_accum
+    return region.key(one.matmul.a), scale, scaled.out_dtype, scaled.use_fast_accum, scaled.of_a
 
 
 def _ends(region: Region, matmul: Matmul) -> list[fx.Node]:

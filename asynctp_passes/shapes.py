@@ -46,6 +46,7 @@ __all__ = [
     "product",
     "quotient",
     "same",
+    "scales_rows",
 ]
 
 Size: TypeAlias = int | sympy.Expr
@@ -333,6 +334,12 @@ class GatherPlacement:
     inner: Size
     width: Size
     shard: Rearrangement
+
+
+def scales_rows(scale: GatherPlacement, data: GatherPlacement, rows: int = 1, numbers: Size = 1) -> bool:
+    """True for scales laid out over the rows as the data is, `numbers` of them for every `rows` rows."""
+    sizes = ((scale.outer, data.outer), (scale.inner * rows, data.inner), (scale.width, numbers))
+    return data.axis == scale.axis == "rows" and all(same(a, b) for a, b in sizes)
 
 
 @dataclass(frozen=True)

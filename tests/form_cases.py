@@ -5,10 +5,13 @@ A program takes this rank's tensors; `group` is what it was made with. `CASES` s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import lockstep
 import serving_ops
 import torch
 import torch.distributed as dist
@@ -231,6 +234,111 @@ def scaled_mm_to_scatter(x: Tensor, w: Tensor) -> Tensor:
     return scattered(torch.nn.functional.scaled_mm(_quantized(x), _quantized(w).t(), one, kind, one, kind))
 
 
+# --- fp8 with a scale for each block of 128 of K ------------------------------------------------------------------
+Scaled = tuple[Tensor, Tensor]
+
+
+@contextlib.contextmanager
+def blocks_on_cpu() -> Iterator[None]:
+    """torch has no kernel on CPU for scales of blocks: until then, the definition is one."""
+    if not hasattr(torch.ops.aten, "_scaled_mm_v2"):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it overrides the one for other scales
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("_scaled_mm_v2", lockstep.scaled_mm_v2, "CPU")
+        try:
+            yield
+        finally:
+            library._destroy()
+
+
+def by_blocks(x: Tensor) -> Scaled:
+    """fp8, and the scale of each 1x128 block."""
+    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // 128, 128)
+    scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12) / torch.finfo(FP8).max
+    return (blocks / scale).to(FP8).reshape(x.shape), scale.squeeze(-1)
+
+
+def by_tall_blocks(w: Tensor) -> Scaled:
+    """fp8, and the scale of each 128x128 block of a matrix."""
+    blocks = w.float().reshape(w.shape[0] // 128, 128, w.shape[1] // 128, 128)
+    scale = blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(FP8).max
+    return (blocks / scale).to(FP8).reshape(w.shape), scale.reshape(blocks.shape[0], blocks.shape[2])
+
+
+def product_of_blocks(rows: Tensor, scales: Tensor, weight: Scaled) -> Tensor:
+    """`rows @ weight.T` of fp8 [m, k] and [n, k], with scales [m, k/128] and [n/128, k/128], in fp32."""
+    quantized, scale = weight
+    kind = torch.nn.functional.ScalingType
+    padded = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).t()
+    sides = (scales.t().contiguous().t(), kind.BlockWise1x128, padded, kind.BlockWise128x128)
+    return torch.nn.functional.scaled_mm(rows, quantized.t(), *sides, output_dtype=torch.float32)
+
+
+def gathered_by_blocks(x: Tensor) -> Scaled:
+    """Rows of all ranks along dimension 1, quantized before the gather."""
+    fp8, scales = by_blocks(x)
+    rows = gathered(fp8.view(torch.uint8), 1).view(FP8).reshape(-1, x.shape[-1])
+    return rows, gathered(scales, 1).reshape(-1, scales.shape[-1])
+
+
+def scaled_mm_of_gathered_blocks(x: Tensor, w: Tensor) -> Tensor:
+    return product_of_blocks(*gathered_by_blocks(x), by_tall_blocks(w))
+
+
+def scaled_mm_of_blocks_quantized_late(x: Tensor, w: Tensor) -> Tensor:
+    """Gathered in high precision: quantized on the shard by the pass."""
+    rows = gathered(x, 1).reshape(-1, x.shape[-1])
+    return product_of_blocks(*by_blocks(rows), by_tall_blocks(w))
+
+
+def scaled_mm_of_blocks_to_scatter(x: Tensor, w: Tensor) -> Tensor:
+    product = product_of_blocks(*by_blocks(x.reshape(-1, x.shape[-1])), by_tall_blocks(w))
+    return scattered(product.reshape(*x.shape[:-1], -1), 1)
+
+
+class _Column(torch.autograd.Function):
+    """fp8 rows and scales of all ranks times this rank's columns of the weight; the weight's gradient is not fp8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        rows, scales = gathered_by_blocks(x)
+        return product_of_blocks(rows, scales, by_tall_blocks(w)).reshape(x.shape[0], -1, w.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        dy = grad.reshape(-1, w.shape[0])
+        fp8, scale = by_tall_blocks(w)
+        dx = product_of_blocks(*by_blocks(dy), (fp8.t().contiguous(), scale.t()))
+        rows = gathered(x, 1).reshape(-1, x.shape[-1])
+        return scattered(dx.reshape(*grad.shape[:-1], -1), 1), dy.t() @ rows
+
+
+class _Row(torch.autograd.Function):
+    """fp8 rows of this rank's columns times its rows of the weight, scattered; the gradient is quantized late."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return scaled_mm_of_blocks_to_scatter(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        dy, (fp8, scale) = gathered(grad, 1).reshape(-1, w.shape[0]), by_tall_blocks(w)
+        dx = product_of_blocks(*by_blocks(dy), (fp8.t().contiguous(), scale.t()))
+        return dx.reshape(x.shape), dy.t() @ x.reshape(-1, x.shape[-1])
+
+
+def layer_of_blocks(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """A column-parallel and a row-parallel layer."""
+    return _Row.apply(torch.relu(_Column.apply(x.float(), up.float())), down.float())
+
+
 _BATCH, _MATRIX = ((2, 4, 6), (6, 8)), ((4, 6), (6, 8))
 CASES = {
     "gather of two": Case(gather_of_two, ((4, 6), (2, 6), (6, 8)), ("F", "F")),
@@ -283,6 +391,11 @@ if TorchVersion(torch.__version__) >= (2, 12):  # torch 2.11 breaks the graph at
         scaled_mm_of_gathered_bytes, ((2, 4, 16), (2, 4, 1), (32, 16)), ("F", "F")
     )
     CASES["scaled_mm to scatter"] = Case(scaled_mm_to_scatter, ((4, 16), (32, 16)))
+    CASES["scaled_mm of gathered blocks"] = Case(scaled_mm_of_gathered_blocks, ((2, 4, 256), (384, 256)), ("F", "F"))
+    CASES["scaled_mm of blocks, quantized late"] = Case(
+        scaled_mm_of_blocks_quantized_late, ((2, 4, 256), (384, 256)), options=QUICK
+    )
+    CASES["scaled_mm of blocks to scatter"] = Case(scaled_mm_of_blocks_to_scatter, ((2, 4, 256), (384, 256)))
 
 
 # --- tracing and running --------------------------------------------------------------------------------------
@@ -307,16 +420,16 @@ def fuse(graph: Graph) -> Report:
 def run_cases(rank: int, world_size: int, names: Sequence[str]) -> dict[str, tuple[tuple[str, ...], list[str]]]:
     """On one rank: what became of each program's collectives, and how eager and the rewritten graph differ."""
     serving_ops.GROUPS["tp:0"] = dist.group.WORLD
-    found = {}
-    for name in names:
-        case = CASES[name]
-        if case.options is not None and not traceable(case.program, inputs(case, rank)):
-            found[name] = ((NOT_TRACED,), [])
-            continue
-        report, rewritten = by_tracing(case) if case.options is None else by_compiling(case, inputs(case, rank))
-        expected, actual = case.program(*inputs(case, rank)), rewritten(*inputs(case, rank))
-        found[name] = (outcomes(report), differences([_as_list(expected)], [_as_list(actual)]))
-    return found
+    with blocks_on_cpu():
+        return {name: _run_case(CASES[name], rank) for name in names}
+
+
+def _run_case(case: Case, rank: int) -> tuple[tuple[str, ...], list[str]]:
+    if case.options is not None and not traceable(case.program, inputs(case, rank)):
+        return (NOT_TRACED,), []
+    report, rewritten = by_tracing(case) if case.options is None else by_compiling(case, inputs(case, rank))
+    expected, actual = case.program(*inputs(case, rank)), rewritten(*inputs(case, rank))
+    return outcomes(report), differences([_as_list(expected)], [_as_list(actual)])
 
 
 def by_tracing(case: Case) -> tuple[Report, Program]:
@@ -359,8 +472,26 @@ def _as_list(value: Any) -> list[Tensor]:
 
 
 # --- training without Inductor ----------------------------------------------------------------------------------
-def train_by_aot(rank: int, world_size: int) -> tuple[list[tuple[str, ...]], list[str]]:
+Trained = tuple[list[tuple[str, ...]], list[str]]
+
+
+def train_by_aot(rank: int, world_size: int) -> Trained:
     """On one rank: outcomes of the forward and backward graphs of `aot_eager`'s kind, and how the gradients differ."""
+
+    def layer(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        hidden = torch.relu(torch.einsum("bsk,kn->bsn", funcol.all_gather_tensor_autograd(x, 1, dist.group.WORLD), up))
+        return funcol.reduce_scatter_tensor_autograd(hidden @ down.t(), "sum", 1, dist.group.WORLD)
+
+    return _train_by_aot(Case(layer, ((2, 4, 6), (6, 8), (6, 8))), rank)
+
+
+def train_blocks_by_aot(rank: int, world_size: int) -> Trained:
+    """The same of a layer in fp8 with scales of blocks."""
+    with blocks_on_cpu():
+        return _train_by_aot(Case(layer_of_blocks, ((2, 4, 256), (384, 256), (256, 384))), rank)
+
+
+def _train_by_aot(case: Case, rank: int) -> Trained:
     found: list[tuple[str, ...]] = []
 
     def fused(module: GraphModule, example: Sequence[Any]) -> Program:
@@ -368,16 +499,11 @@ def train_by_aot(rank: int, world_size: int) -> tuple[list[tuple[str, ...]], lis
         module.recompile()
         return make_boxed_func(module.forward)
 
-    def layer(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        hidden = torch.relu(torch.einsum("bsk,kn->bsn", funcol.all_gather_tensor_autograd(x, 1, dist.group.WORLD), up))
-        return funcol.reduce_scatter_tensor_autograd(hidden @ down.t(), "sum", 1, dist.group.WORLD)
-
     backend = aot_autograd(fw_compiler=fused, bw_compiler=fused)
-    case = Case(layer, ((2, 4, 6), (6, 8), (6, 8)))
-    if not traceable(layer, inputs(case, rank)):
+    if not traceable(case.program, inputs(case, rank)):
         return [(NOT_TRACED,)], []
     results = []
-    for program in (layer, torch.compile(layer, backend=backend)):
+    for program in (case.program, torch.compile(case.program, backend=backend)):
         leaves = [leaf.requires_grad_() for leaf in inputs(case, rank)]
         out = program(*leaves)
         (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)).sum().backward()

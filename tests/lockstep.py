@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.fx
 from torch import Tensor
 
-__all__ = ["TOLERANCE", "Groups", "differences", "evaluate", "op_name"]
+__all__ = ["TOLERANCE", "Groups", "differences", "evaluate", "op_name", "scaled_mm_v2"]
 
 #: Tuples of ranks by group name. A rank is in exactly one tuple of each group name that the graph uses.
 Groups = Mapping[str, Sequence[tuple[int, ...]]]
@@ -240,14 +240,14 @@ def _scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """`aten._scaled_mm` for tensorwise and rowwise scales (its CPU kernel knows tensorwise ones only)."""
+    """`aten._scaled_mm` for scales of any kind (its CPU kernel knows tensorwise ones only)."""
     if scale_result is not None:
         raise NotImplementedError("scale_result")
     product = _product(_scaled_rows(a, scale_a), _scaled_columns(b, scale_b), bias)
     return product.to(out_dtype or a.dtype)
 
 
-def _scaled_mm_v2(
+def scaled_mm_v2(
     a: Tensor,
     b: Tensor,
     scale_a: list[Tensor],
@@ -261,10 +261,25 @@ def _scaled_mm_v2(
     contraction_dim: Sequence[int] = (),
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """`aten._scaled_mm_v2` for tensorwise and rowwise scales."""
-    if (recipe_a, recipe_b) not in (([0], [0]), ([1], [1])) or swizzle_a or swizzle_b or contraction_dim:
+    """`aten._scaled_mm_v2` for scales without swizzle; those of blocks as it has them."""
+    pair, (of_a, of_b) = (recipe_a, recipe_b), (scale_a[0], scale_b[0])
+    if pair not in (([0], [0]), ([1], [1]), ([4], [5]), ([5], [4]), ([4], [4])) or swizzle_a or swizzle_b:
         raise NotImplementedError(f"recipes {recipe_a} and {recipe_b}")
-    return _scaled_mm(a, b, scale_a[0], scale_b[0], bias, None, out_dtype)
+    if contraction_dim:
+        raise NotImplementedError(f"contraction over {contraction_dim}")
+    blocks = -(-a.shape[1] // 128)
+    if recipe_a == [5]:
+        of_a = _unpadded(of_a, blocks).t()
+    if recipe_b in ([4], [5]):
+        of_b = of_b.t() if recipe_b == [4] else _unpadded(of_b, blocks)
+    return _scaled_mm(a, b, of_a, of_b, bias, None, out_dtype)
+
+
+def _unpadded(scale: Tensor, blocks: int) -> Tensor:
+    """Scales [K/128, *] of 128x128 blocks, without the rows that make those a multiple of 4."""
+    if scale.shape[0] != -(-blocks // 4) * 4:
+        raise ValueError(f"{scale.shape[0]} scales along K for {blocks} blocks")
+    return scale[:blocks]
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -273,15 +288,28 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _scaled_rows(a: Tensor, scale: Tensor) -> Tensor:
-    """Dequantize: one scale, or one per row (all dimensions but the last, in any shape)."""
+    """Dequantize: one scale, one per row (all dimensions but the last, in any shape), or one per block of 128 of K."""
+    if scale.ndim == a.ndim and scale.shape[-1] == -(-a.shape[-1] // 128):
+        return a.double() * _spread(_spread(scale, a, -1), a, -2)
     shape = () if scale.numel() == 1 else (*a.shape[:-1], 1)
     return a.double() * scale.double().reshape(shape)
 
 
 def _scaled_columns(b: Tensor, scale: Tensor) -> Tensor:
-    """Dequantize: one scale, or one per column."""
+    """Dequantize: one scale, one per column, or one per block of 128 of K."""
+    if scale.ndim == 2 and scale.shape[0] == -(-b.shape[0] // 128):
+        return b.double() * _spread(_spread(scale, b, -1), b, -2)
     shape = () if scale.numel() == 1 else (1, -1)
     return b.double() * scale.double().reshape(shape)
+
+
+def _spread(scale: Tensor, like: Tensor, dim: int) -> Tensor:
+    """Scales of blocks of 128, one for each index of a dimension."""
+    if scale.shape[dim] == like.shape[dim]:
+        return scale.double()
+    if scale.shape[dim] != -(-like.shape[dim] // 128):
+        raise ValueError(f"scales {list(scale.shape)} of {list(like.shape)}")
+    return scale.double().repeat_interleave(128, dim).narrow(dim, 0, like.shape[dim])
 
 
 # --- fused ops ---------------------------------------------------------------------------------------
@@ -308,7 +336,7 @@ def _all_gather_scaled_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Ten
     a_fulls = _gathered([call[0] for call in calls], gather_dim)
     a_scales = [call[1] for call in calls]
     if gather_a_scale:
-        a_scales = _gathered([call[1].reshape(*call[0].shape[:-1], 1) for call in calls], gather_dim)
+        a_scales = _gathered([call[1] for call in calls], gather_dim)
     results = []
     along = [call[12] for call in calls if len(call) > 12 and call[12] is not None]
     along_full = _gathered(along, gather_dim)[:1] if along else []
@@ -403,7 +431,7 @@ _RANK_OPS: dict[str, Callable[..., Any]] = {
     "_c10d_functional::wait_tensor": lambda tensor: tensor,
     "_dtensor::mesh_get_process_group": lambda mesh, dim: (mesh, dim),
     "aten::_scaled_mm": _scaled_mm,
-    "aten::_scaled_mm_v2": _scaled_mm_v2,
+    "aten::_scaled_mm_v2": scaled_mm_v2,
 }
 
 

@@ -183,6 +183,12 @@ class Builder:
             node.meta["val"] = target(*fake_args, **fake_kwargs)
         return node
 
+    def call_like(self, value: Any, target: Any, *args: Any) -> Node:
+        """Add a call that returns a value like `value`, for ops that fake tensors of some torch cannot run."""
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = value
+        return node
+
     def items(self, node: Node) -> list[Node]:
         """One getitem node for each tensor of a tuple-valued node."""
         return [self.call(operator.getitem, node, index) for index in range(len(node.meta["val"]))]
@@ -562,11 +568,28 @@ class _Recipe:
     rowwise: bool = False
     fast_accum: bool = False
     scaled_after: bool = False
+    blocks: tuple[int, int] | None = None
+    named: bool = False
+
+    def scales(self, shape: Sequence[int]) -> list[int]:
+        """The shape of the scales, one for each row or block, of a left operand of this one."""
+        if self.blocks is None:
+            return [*shape[:-1], 1]
+        return [*shape[:-2], -(-shape[-2] // self.blocks[0]), -(-shape[-1] // 128)]
+
+
+_BLOCKS = ((1, 128), (1, 1), (128, 1))
+"""Scales of blocks, 128 of K deep: of how many rows of A, and columns of B."""
 
 
 def _recipe(b: Builder, dtype: torch.dtype) -> _Recipe:
     if dtype not in FP8:
         return _Recipe(dtype, dtype)
+    if b.chance(4):
+        blocks = b.choose(_BLOCKS)
+        b.note(f"scales of {blocks[0]}x128 and {blocks[1]}x128")
+        named = hasattr(aten, "_scaled_mm_v2") and b.chance(2)
+        return _Recipe(dtype, b.choose([torch.bfloat16, torch.float32]), blocks=blocks, named=named)
     return _Recipe(dtype, b.choose([torch.bfloat16, torch.float32]), b.chance(2), b.chance(2))
 
 
@@ -583,6 +606,9 @@ def _right_operand(b: Builder, recipe: _Recipe, k: int, n: int) -> Node:
 def _matmul(b: Builder, recipe: _Recipe, rows: Node, right: Node, row_scale: Node | None) -> Node:
     """A matmul in some spelling; `[M, N]`."""
     n = shape_of(right)[1]
+    if recipe.blocks is not None:
+        assert row_scale is not None
+        return _matmul_in_blocks(b, recipe, recipe.blocks, rows, right, row_scale)
     if recipe.dtype in FP8:
         assert row_scale is not None
         column_scale = b.placeholder([1, n] if recipe.rowwise else [], torch.float32, "scale")
@@ -598,6 +624,33 @@ def _matmul(b: Builder, recipe: _Recipe, rows: Node, right: Node, row_scale: Nod
     if b.chance(3):
         return _BATCHED[b.choose(list(_BATCHED))](b, rows, right)
     return b.call(aten.mm.default, rows, right)
+
+
+def _matmul_in_blocks(
+    b: Builder, recipe: _Recipe, blocks: tuple[int, int], rows: Node, right: Node, row_scale: Node
+) -> Node:
+    """A scaled matmul with scales of blocks, [M or M/128, K/128] for A, in one of torch's two spellings."""
+    k, n = shape_of(right)
+    depth, width = -(-k // 128), -(-n // blocks[1])
+    padded = -(-depth // 4) * 4
+    if blocks[1] == 1:
+        column_scale = b.placeholder([n, depth], torch.float32, "scale", strides=[1, n])
+        column_scale = column_scale if recipe.named else b.call(aten.permute.default, column_scale, [1, 0])
+    else:
+        column_scale = b.placeholder([padded, width], torch.float32, "scale", strides=[1, padded])
+        if not recipe.named and padded != depth:
+            column_scale = b.call(aten.slice.Tensor, column_scale, 0, 0, depth)
+    if blocks[0] == 128 and recipe.named:  # one node for all products, as CSE leaves it
+        turned = (user for user in row_scale.users if user.target is aten.permute.default)
+        row_scale = next(turned, None) or b.call(aten.permute.default, row_scale, [1, 0])
+    with b.mode:
+        value = torch.empty(shape_of(rows)[0], n, dtype=recipe.out_dtype)
+    if not recipe.named:
+        args = (rows, right, row_scale, column_scale, None, None, recipe.out_dtype)
+        return b.call_like(value, aten._scaled_mm.default, *args)
+    kinds = [4 if size == 1 else 5 for size in blocks]  # the values of torch.nn.functional.ScalingType
+    sides = [[row_scale], kinds[:1], [], [column_scale], kinds[1:], []]
+    return b.call_like(value, aten._scaled_mm_v2.default, rows, right, *sides, None, recipe.out_dtype, [], False)
 
 
 def _batch_of_one(b: Builder, rows: Node, right: Node) -> Node:
@@ -668,11 +721,12 @@ def _scaled_after(b: Builder, recipe: _Recipe, rows: Node, right: Node, attack: 
 _SCALE_ATTACKS = ["own scale", "matrix", "twice", "rounded"]
 
 
-def _row_scale(b: Builder, recipe: _Recipe, rows: int) -> Node | None:
-    """A scale that every rank has of its own, for all rows; None when the recipe has no scales."""
+def _row_scale(b: Builder, recipe: _Recipe, left: Sequence[int]) -> Node | None:
+    """A scale that every rank has of its own, for all rows of a left operand; None when the recipe has no scales."""
     if recipe.dtype not in FP8:
         return None
-    return b.placeholder([rows, 1] if recipe.rowwise else b.choose([[], [1]]), torch.float32, "scale")
+    by_rows = recipe.rowwise or recipe.blocks is not None
+    return b.placeholder(recipe.scales(left) if by_rows else b.choose([[], [1]]), torch.float32, "scale")
 
 
 # --- gather side ---------------------------------------------------------------------------------------
@@ -694,10 +748,17 @@ def _all_gather(b: Builder, shard: Node, group: _Group) -> Node:
     return b.call(c10d.wait_tensor.default, gathered)
 
 
-def _shard_shape(b: Builder, dtype: torch.dtype) -> list[int]:
+def _shard_shape(b: Builder, dtype: torch.dtype, blocks: tuple[int, int] | None = None) -> list[int]:
     rank = b.choose([2, 2, 3, 3, 3, 4])
     lead = [b.choose([1, 2, 3]) for _ in range(rank - 2)]
+    if blocks is not None:
+        return [*lead, b.choose([1, 2, 3]) if blocks[0] == 1 else 128, b.choose(_depths(blocks))]
     return [*lead, b.choose([1, 2, 3, 4]), b.choose([16] if dtype in FP8 else [2, 4, 8])]
+
+
+def _depths(blocks: tuple[int, int]) -> list[int]:
+    """K of products with such scales. Those of 128x128 blocks of A are not padded here: torch wants only 512 so."""
+    return [128, 256, 272, 512] if blocks[0] == 1 else [512]
 
 
 def _flatten_rows(b: Builder, x: Node) -> Node:
@@ -718,15 +779,15 @@ def _row_major(b: Builder, rows: Node) -> Node:
 
 def _gather_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool) -> list[Node]:
     """shard → all_gather → wait → view* → rows → consumers; returns all results that live on."""
-    shape = _shard_shape(b, dtype)
-    dim = b.choose([*range(len(shape) - 1)] * 3 + [len(shape) - 1])
     recipe = _recipe(b, dtype)
+    shape = _shard_shape(b, dtype, recipe.blocks)
+    dim = b.choose([*range(len(shape) - 1)] * 3 + [len(shape) - 1])
     shard = _harmless_views(b, b.placeholder(shape, dtype))
     if not attack and b.chance(6):
         b.note("custom gather")
         full = b.call(custom.all_gather.default, shard, b.choose([dim, dim - len(shape)]), group.size, group.name)
         rows = _flatten_rows(b, full)
-        return _consumers(b, recipe, rows, full, _row_scale(b, recipe, shape_of(rows)[0]), attack=False)
+        return _consumers(b, recipe, rows, full, _row_scale(b, recipe, shape_of(rows)), attack=False)
     wait = _all_gather(b, shard, group)
     mutation = b.choose(["shard", "gathered", "none", "none", "none", "none", "none", "none"]) if attack else "none"
     if mutation == "shard" and dtype not in FP8:
@@ -736,13 +797,16 @@ def _gather_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool) -
     rows = _flatten_rows(b, full)
     if not attack and dim == len(shape) - 1:
         rows = _row_major(b, rows)
-    row_scale = _row_scale(b, recipe, shape_of(rows)[0])
-    if recipe.rowwise and not attack and dim != len(shape) - 1 and b.chance(2):
-        row_scale = _gathered_scale(b, shape, dim, group)
+    row_scale = _row_scale(b, recipe, shape_of(rows))
+    by_rows = recipe.rowwise or recipe.blocks is not None
+    spoiled = attack and recipe.blocks is not None and not b.chance(3)
+    if by_rows and (spoiled or not attack) and dim != len(shape) - 1 and b.chance(2):
+        gathered = _gathered_scale(b, recipe.scales(shape), dim, group, attack=spoiled)
+        row_scale = gathered if shape_of(gathered) == recipe.scales(shape_of(rows)) else row_scale
     if mutation == "gathered" and dtype not in FP8:
         _mutate(b, b.choose([wait, full, rows]), "gathered tensor")
     attack = attack and not views_attack
-    if dtype in FP8 and dim != len(shape) - 1 and not recipe.rowwise and b.chance(2):
+    if dtype in FP8 and dim != len(shape) - 1 and not by_rows and b.chance(2):
         numbers = _gathered_numbers(b, shape, dim, group, attack)
         outs = _consumers(b, recipe, rows, full, row_scale, attack)
         scaled = [out if out in (rows, full) else _times(b, out, numbers) for out in outs]
@@ -750,12 +814,16 @@ def _gather_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool) -
     return _consumers(b, recipe, rows, full, row_scale, attack)
 
 
-def _gathered_scale(b: Builder, shape: list[int], dim: int, group: _Group) -> Node:
-    """The rows' scales, gathered like the rows."""
+def _gathered_scale(b: Builder, shape: list[int], dim: int, group: _Group, attack: bool) -> Node:
+    """Scales of this shape, gathered like the rows; with an attack, in another way and perhaps not all of them."""
     b.note("scale gathered too")
-    scale = b.placeholder([*shape[:-1], 1], torch.float32, "scale")
-    full = gather_views(b, _all_gather(b, scale, group), dim, group.size, attack=False)
-    return b.reshape(full, [-1, 1])
+    scale = b.placeholder(shape, torch.float32, "scale")
+    full = gather_views(b, _all_gather(b, scale, group), dim, group.size, attack)
+    scales = b.reshape(full, [-1, shape_of(full)[-1]])
+    if attack and b.chance(2):
+        b.note("blocks of K in another order")
+        scales = b.call(aten.flip.default, scales, [1])
+    return scales
 
 
 def _gathered_numbers(b: Builder, shape: list[int], dim: int, group: _Group, attack: bool) -> Node:
@@ -818,7 +886,8 @@ def _consumers(b: Builder, recipe: _Recipe, rows: Node, full: Node, row_scale: N
 
 def _consumer(b: Builder, recipe: _Recipe, rows: Node, row_scale: Node | None) -> Node:
     k = shape_of(rows)[1]
-    return _matmul(b, recipe, rows, _right_operand(b, recipe, k, b.choose([2, 3, 4, 8])), row_scale)
+    columns = [2, 3, 4, 8] if recipe.blocks is None else [2, 130]
+    return _matmul(b, recipe, rows, _right_operand(b, recipe, k, b.choose(columns)), row_scale)
 
 
 def _identity(b: Builder, x: Node) -> Node:
@@ -882,27 +951,37 @@ _ATTACKING_CONSUMERS: dict[str, Callable[[Builder, _Recipe, Node, list[Node]], N
 
 @dataclass(frozen=True)
 class _Quantizer:
-    """How rows are quantized: every use of it appends the same ops."""
+    """How rows are quantized, whole or in blocks of 128: every use of it appends the same ops."""
 
     dtype: torch.dtype
     flatten_first: bool
     power_of_two: bool
     relu: bool
     attack: str = ""
+    in_blocks: bool = False
+    columns_first: bool = False
 
     def __call__(self, b: Builder, x: Node) -> tuple[Node, Node]:
-        """The rows [m, k] of `x` in fp8, and their scales [m, 1]."""
+        """The rows [m, k] of `x` in fp8, and their scales [m, 1], or [m, k/128] if in blocks."""
+        width = shape_of(x)[-1]
         x = b.call(aten.relu.default, x) if self.relu else x
-        x = b.call(aten.reshape.default, x, [-1, shape_of(x)[-1]]) if self.flatten_first else x
+        x = b.call(aten.reshape.default, x, [-1, width]) if self.flatten_first else x
+        x = b.reshape(x, [*shape_of(x)[:-1], width // 128, 128]) if self.in_blocks else x
         scale = self._scale(b, x)
         limit = torch.finfo(self.dtype).max
         quotient = b.call(aten.div.Tensor, b.call(_cast, x, torch.float32), scale)
         clamped = b.call(aten.clamp_max.default, b.call(aten.clamp_min.default, quotient, -limit), limit)
         quantized = b.call(_cast, clamped, self.dtype)
-        rows = b.call(aten.reshape.default, quantized, [-1, shape_of(x)[-1]])
+        rows = b.call(aten.reshape.default, quantized, [-1, width])
         if self.attack == "scales flipped":
             scale = b.call(aten.flip.default, scale, [0])
-        scale = b.call(aten.expand.default, b.call(aten.reshape.default, scale, [-1, 1]), [shape_of(rows)[0], 1])
+        numbers = width // 128 if self.in_blocks else 1
+        each = numbers if math.prod(shape_of(scale)) > 1 else 1
+        scale = b.call(aten.reshape.default, scale, [-1, each])
+        scale = b.call(aten.expand.default, scale, [shape_of(rows)[0], numbers])
+        if self.in_blocks and self.columns_first:
+            columns = b.call(aten.clone.default, b.call(aten.t.default, scale), memory_format=torch.contiguous_format)
+            scale = b.call(aten.t.default, columns)
         return rows, b.call(aten.clone.default, scale, memory_format=torch.contiguous_format) if self.attack else scale
 
     def _scale(self, b: Builder, x: Node) -> Node:
@@ -931,7 +1010,9 @@ _QUANTIZER_ATTACKS = ["one amax", "amax of columns", "sum of each row", "scales 
 
 def _quantized_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool) -> tuple[list[Node], int]:
     """shard → all_gather → wait → view* → quantized by rows → _scaled_mm; and how many collectives may stay beside."""
+    in_blocks = b.chance(3)
     shape = _shard_shape(b, FP8[0])
+    shape[-1] = b.choose([128, 256]) if in_blocks else shape[-1]
     dim = b.choose(range(len(shape) - 1))
     kind = b.choose(["views", "quantizer", "quantizer", "factor", "factor", "mutation"]) if attack else "none"
     shard = _harmless_views(b, b.placeholder(shape, dtype))
@@ -944,8 +1025,9 @@ def _quantized_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool
     if kind == "factor":
         full = _FACTORS[b.choose(list(_FACTORS))](b, full)
     quantizer_attack = b.choose(_QUANTIZER_ATTACKS) if kind == "quantizer" else ""
-    quantize = _Quantizer(b.choose(FP8), b.chance(2), b.chance(2), b.chance(3), quantizer_attack)
-    b.note(f"quantized by rows; attack {kind} {quantizer_attack}", spoils=attack)
+    choices = (b.choose(FP8), b.chance(2), b.chance(2), b.chance(3))
+    quantize = _Quantizer(*choices, quantizer_attack, in_blocks, in_blocks and b.chance(2))
+    b.note(f"quantized by {'blocks' if in_blocks else 'rows'}; attack {kind} {quantizer_attack}", spoils=attack)
     rows, scale = quantize(b, full)
     if kind == "mutation":
         _mutate(b, b.choose([wait, full]), "gathered tensor")
@@ -956,13 +1038,13 @@ def _quantized_consumers(
     b: Builder, quantize: _Quantizer, full: Node, rows: Node, scale: Node
 ) -> tuple[list[Node], int]:
     """Matmuls on the rows, on rows quantized once more in the same way, or scaled after the matmul; and other users."""
-    style = b.choose(["scaled", "scaled", "scaled afterwards"])
+    style = b.choose(["scaled", "scaled", "scaled afterwards"]) if not quantize.in_blocks else "scaled"
     one = b.placeholder([], torch.float32, "scale") if style == "scaled afterwards" else None
     outs = []
     for index in range(b.choose([1, 1, 2, 3])):
         if index and b.chance(2):
             rows, scale = quantize(b, full)
-        outs.append(_quantized_product(b, quantize.dtype, rows, scale, one))
+        outs.append(_quantized_product(b, quantize, rows, scale, one))
     users = b.choose(["none", "none", "gathered", "rows", "scale"])
     b.note(f"{style}, users {users}")
     if users == "gathered":
@@ -972,10 +1054,13 @@ def _quantized_consumers(
     return outs, len(outs) if users != "none" or style == "scaled afterwards" else 0
 
 
-def _quantized_product(b: Builder, dtype: torch.dtype, rows: Node, scale: Node, one: Node | None) -> Node:
+def _quantized_product(b: Builder, quantize: _Quantizer, rows: Node, scale: Node, one: Node | None) -> Node:
     """A product of quantized rows, scaled by the matmul, or with `one` there and by the rows' scales afterwards."""
-    recipe = _Recipe(dtype, torch.bfloat16, rowwise=True)
-    k, n = shape_of(rows)[1], b.choose([2, 4, 8])
+    recipe = _Recipe(quantize.dtype, torch.bfloat16, rowwise=True)
+    if quantize.in_blocks:
+        named = hasattr(aten, "_scaled_mm_v2") and b.chance(2)
+        recipe = _Recipe(quantize.dtype, torch.bfloat16, blocks=b.choose(_BLOCKS[:2]), named=named)
+    k, n = shape_of(rows)[1], b.choose([2, 4, 8] if not quantize.in_blocks else [4, 130])
     right = _right_operand(b, recipe, k, n)
     if one is None:
         return _matmul(b, recipe, rows, right, scale)
@@ -1027,10 +1112,13 @@ def _gather_for_a_gradient(b: Builder, group: _Group) -> Node:
 def _scatter_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool, source: Node | None) -> list[Node]:
     """matmuls → view* → sum → view* → collective → wait; `source` is the first left operand, if given."""
     recipe = _recipe(b, dtype_of(source) if source else dtype)
-    if recipe.dtype in FP8 and b.chance(2):
+    if recipe.dtype in FP8 and recipe.blocks is None and b.chance(2):
         recipe = replace(recipe, scaled_after=True)
     whole = b.chance(4)
     shape, dim = _full_shape(b, group, source)
+    if recipe.blocks is not None:
+        shape[-2] *= recipe.blocks[0]
+        shape[-1] *= b.choose([1, 34])
     total, product = _summed_products(b, recipe, shape, source, attack)
     views_attack = attack and b.honest and not b.chance(4)
     if not attack and b.chance(6):
@@ -1067,13 +1155,15 @@ def _summed_products(
     count = b.choose([1, 1, 2, 3])
     products = []
     for index in range(count):
-        k = shape_of(source)[1] if source and index == 0 else b.choose([16] if recipe.dtype in FP8 else [2, 4, 8])
+        depths = [16] if recipe.dtype in FP8 else [2, 4, 8]
+        depths = depths if recipe.blocks is None else _depths(recipe.blocks)
+        k = shape_of(source)[1] if source and index == 0 else b.choose(depths)
         left = source if source and index == 0 else b.placeholder([rows, k], recipe.dtype)
         right = _right_operand(b, recipe, k, columns)
         if recipe.scaled_after:
             products.append(_scaled_after(b, recipe, left, right, attack))
         else:
-            products.append(_matmul(b, recipe, left, right, _row_scale(b, recipe, rows)))
+            products.append(_matmul(b, recipe, left, right, _row_scale(b, recipe, [rows, k])))
     early = b.chance(2)
     terms = [_shaped(b, product, shape) for product in products] if early else products
     if attack and b.chance(3):

@@ -290,6 +290,146 @@ def weight_from_quantized_rows(b: Builder) -> list[Node]:
     return [b.call(aten._scaled_mm.default, rows, columns, scale, column_scale, None, None, torch.bfloat16)]
 
 
+# --- gathered scales of blocks -----------------------------------------------------------------------------------
+def blockwise(b: Builder, rows: Node, a_scale: Node, kinds: tuple[int, int] = (4, 5)) -> list[Node]:
+    """The product of fp8 rows [m, k] with scales of blocks, as `scaled_mm` takes them: 1x128 (4) or 128x128 (5)."""
+    (m, k), n = rows.meta["val"].shape, 144
+    w = b.placeholder((k, n), FP8, strides=(1, k))
+    depth, padded = -(-k // 128), -(-k // 512) * 4
+    shape = (n, depth) if kinds[1] == 4 else (padded, 2)
+    w_scale = b.placeholder(shape, torch.float32, "scale", strides=(1, shape[0]))
+    with b.mode:
+        value = torch.empty(m, n, dtype=torch.bfloat16)
+    sides = ([a_scale], [kinds[0]], [], [w_scale], [kinds[1]], [])
+    return [b.call_like(value, aten._scaled_mm_v2.default, rows, w, *sides, None, torch.bfloat16)]
+
+
+def gathered_blocks(
+    data_order: list[int] | None,
+    scale_order: list[int] | None,
+    after: Callable[[Builder, Node], Node] = lambda b, scale: scale,
+    group: str = GROUP,
+) -> Attack:
+    """Data [3, 4, 512] and its scales are gathered, and their dimensions [ranks, 3, 4] are permuted into rows."""
+
+    def attack(b: Builder) -> list[Node]:
+        x, scale = b.placeholder((3, 4, 512), FP8), b.placeholder((3, 4, 4), torch.float32, "scale")
+        rows = []
+        for shard, order, name in ((x, data_order, GROUP), (scale, scale_order, group)):
+            *_, width = shard.meta["val"].shape
+            call = b.call(c10d.all_gather_into_tensor.default, shard, b.world_size, name)
+            full = b.call(aten.view.default, b.call(c10d.wait_tensor.default, call), [b.world_size, 3, 4, width])
+            full = full if order is None else b.call(aten.permute.default, full, order)
+            rows.append(b.call(aten.reshape.default, full, [-1, width]))
+        columns = b.call(aten.clone.default, b.call(aten.t.default, after(b, rows[1])))
+        return blockwise(b, rows[0], b.call(aten.t.default, columns))
+
+    return attack
+
+
+def blocks_flipped(b: Builder, scale: Node) -> Node:
+    return b.call(aten.flip.default, scale, [1])
+
+
+def blocks_of_two_pieces(b: Builder, scale: Node) -> Node:
+    """The first and the second half of K, the other way round."""
+    return b.call(aten.cat.default, b.items(b.call(aten.split.Tensor, scale, 2, 1))[::-1], 1)
+
+
+def blocks_interleaved(b: Builder, scale: Node) -> Node:
+    """The blocks 0, 2, 1, 3 of K: every rank has them all."""
+    pairs = b.call(aten.view.default, scale, [24, 2, 2])
+    return b.call(aten.reshape.default, b.call(aten.permute.default, pairs, [0, 2, 1]), [24, 4])
+
+
+def ranks_swapped(b: Builder, scale: Node) -> Node:
+    return b.call(aten.cat.default, b.items(b.call(aten.split.Tensor, scale, 12))[::-1])
+
+
+def first_block_for_all(b: Builder, scale: Node) -> Node:
+    return b.call(aten.cat.default, [b.call(aten.slice.Tensor, scale, 1, 0, 1)] * 4, 1)
+
+
+def seen_by_columns(b: Builder, scale: Node) -> Node:
+    """The same numbers, in the order of their transpose."""
+    return b.call(aten.reshape.default, b.call(aten.clone.default, b.call(aten.t.default, scale)), [24, 4])
+
+
+def tall_blocks(rows: int, gathers: bool) -> Attack:
+    """Scales of 128x128 blocks of a gathered A, which are gathered with it, or are the same on all ranks."""
+
+    def attack(b: Builder) -> list[Node]:
+        whole, shape = gathered(b, b.placeholder((rows, 512), FP8)), (2 * rows // 128, 4)
+        one_rank = (rows // 128, 4) if gathers else shape
+        scale = b.placeholder(one_rank, torch.float32, "scale")
+        return blockwise(b, whole, b.call(aten.t.default, gathered(b, scale) if gathers else scale), (5, 4))
+
+    return attack
+
+
+def tall_blocks_scattered(rows: int) -> Attack:
+    def attack(b: Builder) -> list[Node]:
+        a, scale = b.placeholder((rows, 512), FP8), b.placeholder((4, rows // 128), torch.float32, "scale")
+        return [scattered(b, *blockwise(b, a, scale, (5, 4)))]
+
+    return attack
+
+
+def block_scales_of_several_columns(strides: tuple[int, int]) -> Attack:
+    """`_scaled_mm` has two blocks of K, and scales of B with these strides: cuBLAS takes their columns as padded."""
+
+    def attack(b: Builder) -> list[Node]:
+        x, w = b.placeholder((4, 256), FP8), b.placeholder((256, 144), FP8, strides=(1, 256))
+        scales = [b.placeholder((8, 2), torch.float32, "scale", strides=(1, 8))]
+        scales += [b.placeholder((2, 2), torch.float32, "scale", strides=strides)]
+        with b.mode:
+            value = torch.empty(8, 144, dtype=torch.bfloat16)
+        args = (gathered(b, x), w, *scales, None, None, torch.bfloat16)
+        return [b.call_like(value, aten._scaled_mm.default, *args)]
+
+    return attack
+
+
+def quantized_in_blocks(scale_of: Scale, used: Scale | None = None) -> Attack:
+    """A gathered tensor [8, 256] over one scale for each block, and the product of that with it, or with another."""
+
+    def attack(b: Builder) -> list[Node]:
+        (x,) = inputs(b, (4, 256), dtype=torch.float32)
+        blocks = b.call(aten.view.default, gathered(b, x), [8, 2, 128])
+        rows = b.call(aten.reshape.default, divided(b, blocks, scale_of(b, blocks)), [8, 256])
+        return blockwise(b, rows, b.call(aten.reshape.default, (used or scale_of)(b, blocks), [8, 2]))
+
+    return attack
+
+
+def of_blocks(b: Builder, blocks: Node) -> Node:
+    return amax(b, blocks, [-1])
+
+
+def of_blocks_of_other_rank(b: Builder, blocks: Node) -> Node:
+    return b.call(aten.cat.default, b.items(b.call(aten.split.Tensor, of_blocks(b, blocks), 4))[::-1])
+
+
+def of_blocks_swapped(b: Builder, blocks: Node) -> Node:
+    """Each row's two scales, the other way round: every rank has its own."""
+    return b.call(aten.cat.default, b.items(b.call(aten.split.Tensor, of_blocks(b, blocks), 1, 1))[::-1], 1)
+
+
+def of_blocks_of_all_rows(b: Builder, blocks: Node) -> Node:
+    one = b.call(aten.expand.default, amax(b, blocks, [0, 2]), [8, 2, 1])
+    return b.call(aten.clone.default, one, memory_format=torch.contiguous_format)
+
+
+def of_blocks_of_two_ranks(b: Builder, blocks: Node) -> Node:
+    """Blocks of two rows, of different ranks."""
+    shared = amax(b, b.call(aten.view.default, blocks, [2, 4, 2, 128]), [0, 3])
+    return b.call(aten.reshape.default, b.call(aten.cat.default, [shared, shared]), [8, 2, 1])
+
+
+def of_blocks_by_sums(b: Builder, blocks: Node) -> Node:
+    return b.call(aten.sum.dim_IntList, b.call(aten.abs.default, blocks), [-1], True)
+
+
 # --- computed between, not quantized ------------------------------------------------------------------------------
 def computed(b: Builder, compute: Callable[[Builder, Node], Node]) -> list[Node]:
     x, w = inputs(b, (4, 6), (6, 8))
@@ -642,6 +782,36 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "data transposed": (lambda b: rowwise(b, [0, 2, 1, 3], None), ["F", "F"]),
     "rank in the middle": (lambda b: rowwise(b, [2, 0, 1, 3], [2, 0, 1, 3]), ["F", "F"]),
     "scales travel as integers": (lambda b: rowwise(b, None, None, wire=torch.int32), ["F", "F"]),
+    "blocks' scales as they come": (gathered_blocks(None, None), ["F", "F"]),
+    "blocks' scales transposed": (gathered_blocks(None, [0, 2, 1, 3]), ["F", "F"]),
+    "blocks' data transposed": (gathered_blocks([0, 2, 1, 3], None), ["F", "F"]),
+    "blocks with the rank in the middle": (gathered_blocks([2, 0, 1, 3], [2, 0, 1, 3]), ["F", "F"]),
+    "blocks with the rank in the middle of the scales": (gathered_blocks(None, [2, 0, 1, 3]), ["F", "ATP007"]),
+    "blocks of K in another order": (gathered_blocks(None, None, blocks_interleaved), ["F", "F"]),
+    "blocks of K swapped": (gathered_blocks(None, None, blocks_of_two_pieces), ["F", "ATP002"]),
+    "blocks of K flipped": (gathered_blocks(None, None, blocks_flipped), ["F", "ATP002"]),
+    "blocks' scales of the other rank": (gathered_blocks(None, None, ranks_swapped), ["F", "ATP002"]),
+    "first block's scales for all": (gathered_blocks(None, None, first_block_for_all), ["F", "ATP002"]),
+    "blocks' scales by columns": (gathered_blocks(None, None, seen_by_columns), ["F", "ATP007"]),
+    "blocks' scales over another group": (gathered_blocks(None, None, group="dp"), ["F", "ATP007"]),
+    "tall blocks": (tall_blocks(128, gathers=True), ["F", "F"]),
+    "tall blocks that all ranks know": (tall_blocks(256, gathers=False), ["F"]),
+    "tall blocks of two ranks": (tall_blocks(64, gathers=False), ["ATP306"]),
+    "tall blocks scattered": (tall_blocks_scattered(256), ["F"]),
+    "tall blocks of two ranks scattered": (tall_blocks_scattered(384), ["ATP306"]),
+    "scales of padded columns": (block_scales_of_several_columns((1, 4)), ["F"]),
+    "scales of columns that are not padded": (block_scales_of_several_columns((1, 2)), ["ATP306"]),
+    "scale of blocks": (quantized_in_blocks(of_blocks), ["F"]),
+    "scale of blocks swapped": (quantized_in_blocks(of_blocks_swapped), ["ATP101"]),
+    "scale of blocks swapped for the matmul": (quantized_in_blocks(of_blocks, of_blocks_swapped), ["ATP101"]),
+    "scale of blocks of other rank": (quantized_in_blocks(of_blocks_of_other_rank), ["ATP101"]),
+    "scale of blocks of other rank for the matmul": (
+        quantized_in_blocks(of_blocks, of_blocks_of_other_rank),
+        ["ATP101"],
+    ),
+    "scale of blocks of all rows": (quantized_in_blocks(of_blocks_of_all_rows), ["ATP117"]),
+    "scale of blocks of two ranks": (quantized_in_blocks(of_blocks_of_two_ranks, of_blocks), ["ATP117"]),
+    "scale of blocks by sums": (quantized_in_blocks(of_blocks_by_sums), ["ATP106"]),
     "scaled bias of one number": (lambda b: scaled_bias(b, (), torch.bfloat16), ["ATP205"]),
     "scaled bias of one element": (lambda b: scaled_bias(b, (1,), torch.bfloat16), ["ATP205"]),
     "scaled bias in float64": (lambda b: scaled_bias(b, (16,), torch.float64), ["ATP301"]),

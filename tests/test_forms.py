@@ -95,3 +95,13 @@ def test_training_without_inductor() -> None:
             pytest.skip("this torch does not trace the program, without asynctp neither")
         assert graphs == [("F", "F"), ("F", "F")]
         assert problems == []
+
+
+@pytest.mark.ranks
+def test_training_with_scales_of_blocks() -> None:
+    """fp8 is gathered with the scales of its blocks; backward, the gradient is quantized behind its gather."""
+    for graphs, problems in run_ranks(RANKS, form_cases.train_blocks_by_aot):
+        if graphs == [(form_cases.NOT_TRACED,)]:
+            pytest.skip("this torch does not trace the program, without asynctp neither")
+        assert graphs == [("F", "F", "F"), ("F", "ATP404", "F")]  # the weight gradient's gather
+        assert problems == []

@@ -665,52 +665,32 @@ def in_blocks(b: GraphBuilder, a_scale: list[int], b_scale: list[int], depth: in
 
 
 @row("SCALES_BLOCKWISE", "scales [16, 2] and [2, 2]")
-def scales_of_1x128_and_128x128(b: GraphBuilder) -> Node:
+def scales_of_1x128_and_128x128_that_are_not_padded(b: GraphBuilder) -> Node:
+    """cuBLAS takes the two columns as 4 numbers apart, whatever their strides."""
     return in_blocks(b, [16, 2], [2, 2])
 
 
 @row("SCALES_BLOCKWISE", "scales [16, 2] and [4, 2]")
 def scales_of_128x128_padded_to_four_blocks(b: GraphBuilder) -> Node:
+    """As `scaled_mm` takes them, and not `_scaled_mm`."""
     return in_blocks(b, [16, 2], [4, 2])
 
 
-@row("SCALES_BLOCKWISE", "scales [16, 2] and [2, 256]")
-def scales_of_1x128_on_both_sides(b: GraphBuilder) -> Node:
-    return in_blocks(b, [16, 2], [2, 256])
-
-
-@row("SCALES_BLOCKWISE", "scales [1, 2] and [2, 256]")
-def scales_of_128x128_and_1x128(b: GraphBuilder) -> Node:
+@row("SCALES_BLOCKWISE", "4 rows together, in blocks of 128")
+def scales_of_128x128_blocks_of_rows_of_several_ranks(b: GraphBuilder) -> Node:
     return in_blocks(b, [1, 2], [2, 256])
 
 
-@row("SCALES_BLOCKWISE", "scales [16, 1] and [1, 2]")
-def scales_of_one_block_of_the_contraction(b: GraphBuilder) -> Node:
-    """One per row of A, but two for the columns of B."""
-    return in_blocks(b, [16, 1], [1, 2], depth=128)
-
-
 @row("SCALES_BLOCKWISE", "scales [16, 2] and [2, 2]")
-def scatter_of_a_product_with_scales_of_blocks(b: GraphBuilder) -> Node:
+def scatter_of_a_product_with_scales_of_blocks_that_are_not_padded(b: GraphBuilder) -> Node:
     a, w = b.input("a", [16, 256], FP8), b.input("w", [256, 256], FP8, column_major=True)
     return b.scatter(b.scaled_mm(a, w, b.input("a_scale", [16, 2]), b.input("b_scale", [2, 2])))
 
 
-@row("GATHERED_SCALE", "_scaled_mm")
-def scales_of_blocks_that_are_gathered(b: GraphBuilder) -> Node:
-    """The data is refused with the scales' reason; the gather of the scales comes last."""
-    a, w = gathered(b, 4, 256, dtype=FP8), b.input("w", [256, 256], FP8, column_major=True)
-    return b.scaled_mm(a, w, b.gather(b.input("a_scale", [4, 2])), b.input("b_scale", [2, 2]))
-
-
-@row("SCALES_BLOCKWISE", "scales [16, 2] and [2, 2]")
-def quantized_in_blocks_after_the_gather(b: GraphBuilder) -> Node:
-    blocks = b.reshape(gathered(b, 4, 256, dtype=torch.bfloat16), [16, 2, 128])
-    scale = b.call(aten.amax.default, b.call(aten.abs.default, blocks), [-1], True)
-    fp8 = b.call(torch.ops.prims.convert_element_type.default, b.call(aten.div.Tensor, blocks, scale), FP8)
-    a_scale = b.call(torch.ops.prims.convert_element_type.default, b.reshape(scale, [16, 2]), torch.float32)
-    w = b.input("w", [256, 256], FP8, column_major=True)
-    return b.scaled_mm(b.reshape(fp8, [16, 256]), w, a_scale, b.input("b_scale", [2, 2]))
+@row("SCALES_BLOCKWISE", "64 rows together, in blocks of 128")
+def scatter_of_blocks_of_rows_of_several_ranks(b: GraphBuilder) -> Node:
+    a, w = b.input("a", [256, 512], FP8), b.input("w", [512, 16], FP8, column_major=True)
+    return b.scatter(b.scaled_mm(a, w, b.input("a_scale", [2, 4]), b.input("b_scale", [4, 16])))
 
 
 def scaled_v2(b: GraphBuilder, recipes: tuple[list[int], list[int]], swizzle: list[int]) -> Node:
@@ -725,7 +705,7 @@ def scaled_v2(b: GraphBuilder, recipes: tuple[list[int], list[int]], swizzle: li
     return b.call_like(value, aten._scaled_mm_v2.default, a, w, *sides, None, torch.bfloat16)
 
 
-@row("SCALES_BLOCKWISE", "BlockWise1x128 x BlockWise128x128")
+@row("SCALES_BLOCKWISE", "BlockWise1x128 x BlockWise128x128, [16, 32] @ [32, 16] with scales [16, 1] and [16, 1]")
 def recipe_of_1x128_and_128x128(b: GraphBuilder) -> Node:
     return scaled_v2(b, ([4], [5]), [])
 
@@ -733,12 +713,6 @@ def recipe_of_1x128_and_128x128(b: GraphBuilder) -> Node:
 @row("SCALES_BLOCKWISE", "BlockWise128x128 x BlockWise1x128")
 def recipe_of_128x128_and_1x128(b: GraphBuilder) -> Node:
     return scaled_v2(b, ([5], [4]), [])
-
-
-@row("SCALES_BLOCKWISE", "BlockWise1x128 x BlockWise1x128")
-def recipe_of_1x128_on_both_sides(b: GraphBuilder) -> Node:
-    """Scales [16, 1] as rowwise ones have: the recipe is what counts."""
-    return scaled_v2(b, ([4], [4]), [])
 
 
 @row("SCALES_UNSUPPORTED", "BlockWise128x128 x BlockWise128x128")

@@ -1070,6 +1070,238 @@ return (getitem)
     )
 
 
+# --- scales of blocks ------------------------------------------------------------------------------------------------
+def in_blocks(b: GraphBuilder, a: Node, w: Node, scales: tuple[Node, Node], recipe: tuple[int, int] = (4, 5)) -> Node:
+    """`scaled_mm` with recipes of 1x128 (4) or 128x128 (5) blocks."""
+    if not hasattr(aten, "_scaled_mm_v2"):
+        pytest.skip(f"torch {torch.__version__} has no _scaled_mm_v2")
+    with b.mode:
+        value = torch.empty(a.meta["val"].shape[0], w.meta["val"].shape[1], dtype=torch.bfloat16)
+    sides = ([scales[0]], [recipe[0]], [], [scales[1]], [recipe[1]], [])
+    return b.call_like(value, aten._scaled_mm_v2.default, a, w, *sides, None, torch.bfloat16)
+
+
+def columns_first(b: GraphBuilder, scale: Node) -> Node:
+    """As cuBLAS wants the scales of 1x128 blocks."""
+    columns = b.call(aten.clone.default, b.permute(scale, [1, 0]), memory_format=torch.contiguous_format)
+    return b.permute(columns, [1, 0])
+
+
+def test_gather_for_scales_of_blocks_that_are_gathered_too() -> None:
+    """The scales travel with their rows; those of B lose the padding that `scaled_mm` wants."""
+    b = GraphBuilder()
+    x, w = b.input("x", [4, 256], FP8), b.input("w", [256, 144], FP8, column_major=True)
+    a_scale, b_scale = b.input("a_scale", [4, 2]), b.input("b_scale", [4, 2], column_major=True)
+    whole = b.gather(x)
+    graph = b.returns(in_blocks(b, whole, w, (columns_first(b, b.gather(a_scale)), b_scale)))
+    assert_expected_inline(
+        rewritten(graph),
+        """\
+x: f8[4, 256]
+w: f8[256, 144]s[1, 256]
+a_scale: f32[4, 2]
+b_scale: f32[4, 2]s[1, 4]
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f8[16, 256]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f8[16, 256]
+all_gather_into_tensor_1 = all_gather_into_tensor(a_scale, 4, 'tp')  # f32[16, 2]
+wait_tensor_1 = wait_tensor(all_gather_into_tensor_1)  # f32[16, 2]
+permute = permute(wait_tensor_1, [1, 0])  # f32[2, 16]s[1, 2]
+clone = clone(permute, memory_format=torch.contiguous_format)  # f32[2, 16]
+permute_1 = permute(clone, [1, 0])  # f32[16, 2]s[1, 16]
+_scaled_mm_v2 = _scaled_mm_v2(wait_tensor, w, [permute_1], [4], [], [b_scale], [5], [], None, bf16)  # bf16[16, 144]
+return (_scaled_mm_v2)
+
+=== becomes ===
+
+x: f8[4, 256]
+w: f8[256, 144]s[1, 256]
+a_scale: f32[4, 2]
+b_scale: f32[4, 2]s[1, 4]
+slice_tensor = slice(b_scale, 0, 0, 2)  # f32[2, 2]s[1, 4]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
+    b_scales=[slice_tensor], biases=[None], gather_dim=0, gather_a_scale=True, out_dtype=bf16, use_fast_accum=False,
+    return_a_full=False, group_size=4, group_name='tp')  # (bf16[16, 144])
+getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 144]
+return (getitem)
+""",
+    )
+
+
+def test_gather_of_a_middle_dimension_quantized_in_blocks() -> None:
+    """Blocks of 128 of each row are quantized on the shard, and fp8 and scales are gathered."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [3, 4, 512], torch.bfloat16), b.input("w", [512, 144], FP8, column_major=True)
+    b_scale = b.input("b_scale", [4, 2], column_major=True)
+    blocks = b.reshape(b.cat(b.chunks(b.gather(x)), dim=1), [24, 4, 128])
+    scale = b.call(aten.amax.default, b.call(aten.abs.default, blocks), [-1], True)
+    fp8 = b.call(torch.ops.prims.convert_element_type.default, b.call(aten.div.Tensor, blocks, scale), FP8)
+    a_scale = b.reshape(b.call(torch.ops.prims.convert_element_type.default, scale, torch.float32), [24, 4])
+    graph = b.returns(in_blocks(b, b.reshape(fp8, [24, 512]), w, (columns_first(b, a_scale), b_scale)))
+    assert_expected_inline(
+        rewritten(graph),
+        """\
+x: bf16[3, 4, 512]
+w: f8[512, 144]s[1, 512]
+b_scale: f32[4, 2]s[1, 4]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # bf16[6, 4, 512]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # bf16[6, 4, 512]
+split = split(wait_tensor, 3, 0)  # (bf16[3, 4, 512], bf16[3, 4, 512])
+getitem = getitem(split, 0)  # bf16[3, 4, 512]
+getitem_1 = getitem(split, 1)  # bf16[3, 4, 512]
+cat = cat([getitem, getitem_1], 1)  # bf16[3, 8, 512]
+reshape = reshape(cat, [24, 4, 128])  # bf16[24, 4, 128]
+abs_1 = abs(reshape)  # bf16[24, 4, 128]
+amax = amax(abs_1, [-1], True)  # bf16[24, 4, 1]
+div = div(reshape, amax)  # bf16[24, 4, 128]
+convert_element_type = convert_element_type(div, f8)  # f8[24, 4, 128]
+convert_element_type_1 = convert_element_type(amax, f32)  # f32[24, 4, 1]
+reshape_1 = reshape(convert_element_type_1, [24, 4])  # f32[24, 4]
+reshape_2 = reshape(convert_element_type, [24, 512])  # f8[24, 512]
+permute = permute(reshape_1, [1, 0])  # f32[4, 24]s[1, 4]
+clone = clone(permute, memory_format=torch.contiguous_format)  # f32[4, 24]
+permute_1 = permute(clone, [1, 0])  # f32[24, 4]s[1, 24]
+_scaled_mm_v2 = _scaled_mm_v2(reshape_2, w, [permute_1], [4], [], [b_scale], [5], [], None, bf16)  # bf16[24, 144]
+return (_scaled_mm_v2)
+
+=== becomes ===
+
+x: bf16[3, 4, 512]
+w: f8[512, 144]s[1, 512]
+b_scale: f32[4, 2]s[1, 4]
+reshape_default = reshape(x, [12, 4, 128])  # bf16[12, 4, 128]
+abs_default = abs(reshape_default)  # bf16[12, 4, 128]
+amax_default = amax(abs_default, [-1], True)  # bf16[12, 4, 1]
+div_tensor = div(reshape_default, amax_default)  # bf16[12, 4, 128]
+convert_element_type_default = convert_element_type(div_tensor, f8)  # f8[12, 4, 128]
+convert_element_type_default_1 = convert_element_type(amax_default, f32)  # f32[12, 4, 1]
+reshape_default_1 = reshape(convert_element_type_default, [3, 4, 512])  # f8[3, 4, 512]
+reshape_default_2 = reshape(convert_element_type_default_1, [3, 4, 4])  # f32[3, 4, 4]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=reshape_default_1,
+    a_scale=reshape_default_2, bs=[w], b_scales=[b_scale], biases=[None], gather_dim=1, gather_a_scale=True,
+    out_dtype=bf16, use_fast_accum=False, return_a_full=False, group_size=2, group_name='tp')  # (bf16[3, 8, 144])
+getitem_2 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[3, 8, 144]
+reshape_default_3 = reshape(getitem_2, [24, 144])  # bf16[24, 144]
+return (reshape_default_3)
+""",
+    )
+
+
+def test_scatter_of_a_middle_dimension_of_products_with_scales_of_blocks() -> None:
+    """The input gradient of a gate and up pair: scales of A keep their rows' dimensions."""
+    b = GraphBuilder()
+    terms = []
+    for name in ("gate", "up"):
+        a, w = b.input(f"{name}_a", [24, 512], FP8), b.input(f"{name}_w", [512, 144], FP8, column_major=True)
+        a_scale = b.input(f"{name}_a_scale", [24, 4], column_major=True)
+        terms.append(in_blocks(b, a, w, (a_scale, b.input(f"{name}_scale", [4, 2], column_major=True))))
+    total = b.reshape(b.add(*terms), [3, 8, 144])
+    graph = b.returns(b.scatter(b.cat(b.chunks(total, dim=1))))
+    assert_expected_inline(
+        rewritten(graph),
+        """\
+gate_a: f8[24, 512]
+gate_w: f8[512, 144]s[1, 512]
+gate_a_scale: f32[24, 4]s[1, 24]
+gate_scale: f32[4, 2]s[1, 4]
+_scaled_mm_v2 = _scaled_mm_v2(gate_a, gate_w, [gate_a_scale], [4], [], [gate_scale], [5], [], None, bf16)  # bf16[24,
+    144]
+up_a: f8[24, 512]
+up_w: f8[512, 144]s[1, 512]
+up_a_scale: f32[24, 4]s[1, 24]
+up_scale: f32[4, 2]s[1, 4]
+_scaled_mm_v2_1 = _scaled_mm_v2(up_a, up_w, [up_a_scale], [4], [], [up_scale], [5], [], None, bf16)  # bf16[24, 144]
+add = add(_scaled_mm_v2, _scaled_mm_v2_1)  # bf16[24, 144]
+reshape = reshape(add, [3, 8, 144])  # bf16[3, 8, 144]
+split = split(reshape, 2, 1)  # (bf16[3, 2, 144]s[1152, 144, 1], bf16[3, 2, 144]s[1152, 144, 1], bf16[3, 2,
+    144]s[1152, 144, 1], bf16[3, 2, 144]s[1152, 144, 1])
+getitem = getitem(split, 0)  # bf16[3, 2, 144]s[1152, 144, 1]
+getitem_1 = getitem(split, 1)  # bf16[3, 2, 144]s[1152, 144, 1]
+getitem_2 = getitem(split, 2)  # bf16[3, 2, 144]s[1152, 144, 1]
+getitem_3 = getitem(split, 3)  # bf16[3, 2, 144]s[1152, 144, 1]
+cat = cat([getitem, getitem_1, getitem_2, getitem_3], 0)  # bf16[12, 2, 144]
+reduce_scatter_tensor = reduce_scatter_tensor(cat, 'sum', 4, 'tp')  # bf16[3, 2, 144]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # bf16[3, 2, 144]
+return (wait_tensor)
+
+=== becomes ===
+
+gate_a: f8[24, 512]
+gate_w: f8[512, 144]s[1, 512]
+gate_a_scale: f32[24, 4]s[1, 24]
+gate_scale: f32[4, 2]s[1, 4]
+up_a: f8[24, 512]
+up_w: f8[512, 144]s[1, 512]
+up_a_scale: f32[24, 4]s[1, 24]
+up_scale: f32[4, 2]s[1, 4]
+reshape_default = reshape(gate_a, [3, 8, 512])  # f8[3, 8, 512]
+reshape_default_1 = reshape(up_a, [3, 8, 512])  # f8[3, 8, 512]
+reshape_default_2 = reshape(gate_a_scale, [3, 8, 4])  # f32[3, 8, 4]s[8, 1, 24]
+reshape_default_3 = reshape(up_a_scale, [3, 8, 4])  # f32[3, 8, 4]s[8, 1, 24]
+scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[reshape_default,
+    reshape_default_1], b_parts=[gate_w, up_w], a_scales=[reshape_default_2, reshape_default_3], b_scales=[gate_scale,
+    up_scale], biases=[None, None], reduce_op='sum', scatter_dim=1, out_dtype=bf16, use_fast_accum=False,
+    group_size=4, group_name='tp')  # bf16[3, 2, 144]
+return (scaled_matmul_reduce_scatter_default)
+""",
+    )
+
+
+def test_all_reduce_of_a_product_with_blocks_of_rows_of_a() -> None:
+    """Scales of 128x128 blocks of A come transposed; those of 1x128 blocks of B, too."""
+    b = GraphBuilder()
+    a, w = b.input("a", [256, 256], FP8), b.input("w", [256, 16], FP8, column_major=True)
+    scales = b.input("a_scale", [4, 2], column_major=True), b.input("b_scale", [16, 2], column_major=True)
+    graph = b.returns(b.all_reduce(in_blocks(b, a, w, scales, (5, 4))))
+    assert_expected_inline(
+        rewritten(graph),
+        """\
+a: f8[256, 256]
+w: f8[256, 16]s[1, 256]
+a_scale: f32[4, 2]s[1, 4]
+b_scale: f32[16, 2]s[1, 16]
+_scaled_mm_v2 = _scaled_mm_v2(a, w, [a_scale], [5], [], [b_scale], [4], [], None, bf16)  # bf16[256, 16]
+all_reduce = all_reduce(_scaled_mm_v2, 'sum', 'tp')  # bf16[256, 16]
+wait_tensor = wait_tensor(all_reduce)  # bf16[256, 16]
+return (wait_tensor)
+
+=== becomes ===
+
+a: f8[256, 256]
+w: f8[256, 16]s[1, 256]
+a_scale: f32[4, 2]s[1, 4]
+b_scale: f32[16, 2]s[1, 16]
+slice_tensor = slice(a_scale, 0, 0, 2)  # f32[2, 2]s[1, 4]
+permute_default = permute(slice_tensor, [1, 0])  # f32[2, 2]s[4, 1]
+permute_default_1 = permute(b_scale, [1, 0])  # f32[2, 16]
+scaled_matmul_all_reduce_default = asynctp::scaled_matmul_all_reduce(a_parts=[a], b_parts=[w],
+    a_scales=[permute_default], b_scales=[permute_default_1], biases=[None], reduce_op='sum', out_dtype=bf16,
+    use_fast_accum=False, group_name='tp')  # bf16[256, 16]
+return (scaled_matmul_all_reduce_default)
+""",
+    )
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["quantized, then gathered", "gathered, then quantized"])
+def test_scales_of_blocks_of_a_dynamic_sequence_add_no_guard(early: bool) -> None:
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [3, 24, 256], torch.bfloat16, dynamic=1), b.input("w", [256, 144], FP8, column_major=True)
+    b_scale = b.input("b_scale", [4, 2], column_major=True)
+    blocks = b.reshape(x if early else b.gather(x), [-1, 2, 128])
+    scale = b.call(aten.amax.default, b.call(aten.abs.default, blocks), [-1], True)
+    fp8 = b.call(torch.ops.prims.convert_element_type.default, b.call(aten.div.Tensor, blocks, scale), FP8)
+    scale = b.call(torch.ops.prims.convert_element_type.default, scale, torch.float32)
+    both = [b.reshape(one, [-1, width]) for one, width in ((fp8, 256), (scale, 2))]
+    rows, scales = [b.gather(one) for one in both] if early else both
+    graph = b.returns(in_blocks(b, rows, w, (scales, b_scale)))
+    shape_env = b.mode.shape_env
+    guards, replacements = list(shape_env.guards), copy.copy(shape_env.replacements)
+    assert [remark.outcome for remark in fuse(graph).remarks] == ["FUSED"] * (2 if early else 1)
+    assert shape_env.guards == guards
+    assert shape_env.replacements == replacements
+    (op,) = graph.find_nodes(op="call_function", target=torch.ops.asynctp.all_gather_scaled_matmul.default)
+    assert op.args[6], "the scales travel"
+
+
 # --- other spellings of a collective ---------------------------------------------------------------------------------
 def test_gather_of_a_list_of_tensors() -> None:
     """What is not fused is still gathered."""
