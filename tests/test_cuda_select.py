@@ -380,6 +380,11 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         scaled_gather_args(**in_blocks((256, 4), (4, 4)), out_dtype=FP32),
         NOT_IN_GEMM,
     ),
+    "scaled gather of blocks, e5m2": (
+        SCALED_GATHER,
+        scaled_gather_args(a=empty(256, 512, dtype=torch.float8_e5m2), **in_blocks((256, 4), (4, 4))),
+        {**NOT_IN_GEMM, "decomposed": NOT_CUBLAS, "direct": NOT_CUBLAS},
+    ),
     "scaled gather of blocks, odd rows": (
         SCALED_GATHER,
         scaled_gather_args(a=empty(250, 512, dtype=FP8), **in_blocks((250, 4), (4, 4))),

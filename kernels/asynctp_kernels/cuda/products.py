@@ -172,7 +172,7 @@ def scaled_product_supported(
     column_major = b.stride(0) == 1 and b.stride(1) % 16 == 0 and b.stride(1) >= b.shape[0]
     bias_fits = bias is None or (bias.dtype == out_dtype and out_dtype != torch.float32)
     wide = (a.dtype, b.dtype).count(torch.float8_e5m2)
-    types_fit = wide < 2 if tensorwise or in_blocks else wide == 0 and out_dtype == torch.bfloat16
+    types_fit = wide < 2 if tensorwise else wide == 0 and (in_blocks or out_dtype == torch.bfloat16)
     return aligned and column_major and bias_fits and types_fit
 
 
