@@ -381,7 +381,11 @@ def group_and_size(group: Any) -> tuple[Any, int]:
     try:
         return name, compat.process_group_size(name)
     except (RuntimeError, ValueError) as error:
-        limit = "the name of an existing process group; create it first, or pass the ProcessGroup itself"
+        limit = (
+            "the name of an existing process group; create it first, or pass the ProcessGroup itself. If a compiled "
+            "graph names it, torch found another rank's graph in its cache (torch 2.13.0): give each rank a "
+            "TORCHINDUCTOR_CACHE_DIR of its own"
+        )
         raise _invalid("group", "group", name, limit) from error
 
 

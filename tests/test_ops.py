@@ -747,6 +747,13 @@ def test_group_size_must_be_the_groups(fake_group: str) -> None:
     assert "group_size=2 is not valid; it must be the size of group" in message
 
 
+def test_a_group_of_another_rank_is_explained(fake_group: str) -> None:
+    """A graph out of a cache that ranks share may name one."""
+    a, b = torch.ones(2, 4), torch.ones(4, 3)
+    with pytest.raises(ValueError, match=r"group='7' is not valid.*TORCHINDUCTOR_CACHE_DIR of its own"):
+        torch.ops.asynctp.all_gather_matmul(a, [b], [None], 0, False, 2, "7")
+
+
 def test_scaled_gradient_raises(fake_group: str) -> None:
     bias = torch.zeros(12, requires_grad=True)
     outs, _ = ops.all_gather_scaled_matmul(XQ, ONE, [WQ], [ONE], gather_dim=1, group=fake_group, biases=[bias])

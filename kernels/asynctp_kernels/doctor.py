@@ -440,6 +440,13 @@ KNOWN_BUGS = (
         "full activation checkpointing of DTensor blocks fails under torch.compile",
         "use another version of torch, or checkpoint compiled DTensor blocks selectively, with attention saved",
     ),
+    KnownBug(
+        (2, 13, 0),
+        (2, 13, 0),
+        "ranks of several tensor-parallel groups that share Inductor's cache may find each other's graphs of DTensors, "
+        "which name the other rank's group (RuntimeError: Could not resolve the process group)",
+        "give each rank a TORCHINDUCTOR_CACHE_DIR of its own",
+    ),
 )
 
 
