@@ -91,10 +91,12 @@ class AsyncTPPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
 
     def uuid(self) -> bytes:
         """What Inductor's caches key this pass on: both packages' sources, torch, configuration, registered ops, what
-        the fused ops run.
+        the fused ops run, and this process's groups, which the graph has by name only, with their mesh dimensions.
         """
         runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
-        return f"{sources_digest()}-{torch.__version__}-{self.config.digest()}-{registry.digest()}-{runs}".encode()
+        groups = ",".join(f"{name}:{dim}" for name, dim in compat.mesh_dimensions().items())
+        parts = (sources_digest(), str(torch.__version__), self.config.digest(), registry.digest(), runs, groups)
+        return "-".join(parts).encode()
 
 
 class _PassSequence(compat.inference_aware_pass_base()):  # type: ignore[misc]

@@ -40,7 +40,8 @@ class Collective:
     `group_key` the name that identifies it, and `group_size` its number of ranks, 0 where that is unknown (an
     all-reduce does not say it). The ranks' blocks lie along `dim` of a gather's result or a scatter's input. A
     collective of several tensors is read as one for each, `input → call → node → waits`: `node` is then the item of the
-    result, and `call` the op.
+    result, and `call` the op. An item that nothing takes has no node of its own: `node` is the op too. `mesh_dim` is
+    the name of the mesh dimension that the group is of, where it is known.
     """
 
     node: fx.Node
@@ -53,11 +54,17 @@ class Collective:
     reduce_op: str = ""
     dim: int = 0
     call: fx.Node | None = None
+    mesh_dim: str = ""
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
         """The nodes that make up the collective."""
         return self.results if self.call is None else (self.call, *self.results)
+
+    @property
+    def is_unused(self) -> bool:
+        """True for a tensor of several that is communicated, and that nothing takes."""
+        return self.call is self.node
 
     @property
     def results(self) -> tuple[fx.Node, ...]:

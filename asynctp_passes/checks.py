@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, Size
 from asynctp_passes.views import size_readers
 
-__all__ = ["CHECKS", "CONTRACTION_LIMIT", "Check", "Context"]
+__all__ = ["CHECKS", "CONTRACTION_LIMIT", "Check", "Context", "is_named_for_data", "is_tensor_parallel"]
 
 _PLAIN_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _FP8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
@@ -34,8 +35,8 @@ class Context:
 
     Attributes:
         config: The configuration.
-        tensor_parallel: Names of groups with at least one chain, proven or refused, that moves activations; a group
-            without one moves parameters and their gradients.
+        tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`); others move parameters and their
+            gradients.
         segments: Number of in-place operations before each node.
         graph: The graph.
         sizes: Its sizes.
@@ -71,19 +72,42 @@ def group_enrolled(candidate: Candidate, context: Context) -> Refusal | None:
         if candidate.weights and key not in context.tensor_parallel:
             gather = candidate.collective.kind == "all_gather"
             return Refusal(reasons.WEIGHT_GATHER if gather else reasons.WEIGHT_GRADIENT, _evidence(candidate, key))
-        return None
+        return Refusal(reasons.DATA_PARALLEL_GROUP, _shown(candidate, key)) if is_named_for_data(candidate) else None
     return None if key in groups else Refusal(reasons.GROUP_NOT_ENROLLED, f"group {key} of {', '.join(groups)}")
 
 
-def _evidence(candidate: Candidate, group: str) -> str:
+_DATA_PARALLEL = frozenset({"dp", "ddp", "fsdp", "hsdp", "data", "replicate"})
+
+
+def is_named_for_data(candidate: Candidate) -> bool:
+    """True when a word in the name of the group's mesh dimension (`dp_shard`) stands for data parallelism."""
+    return not _DATA_PARALLEL.isdisjoint(re.split(r"[^a-z]+", candidate.collective.mesh_dim.lower()))
+
+
+def is_tensor_parallel(candidate: Candidate) -> bool:
+    """True when the candidate tells that its group is one of tensor parallelism.
+
+    It is a chain, proven or refused, that moves activations, over a group whose mesh dimension does not say otherwise.
+    """
+    missed = any(refusal.reason.in_scope for refusal in candidate.refusals)
+    moves_activations = not candidate.weights and (candidate.chain is not None or missed)
+    return moves_activations and not is_named_for_data(candidate)
+
+
+def _shown(candidate: Candidate, group: str) -> str:
+    dim = candidate.collective.mesh_dim
+    return f"group {group}" + (f', mesh dimension "{dim}"' if dim else "")
+
+
+def _evidence(candidate: Candidate, key: str) -> str:
     """What a collective of parameters or of their gradients was told by."""
-    value = tensor_of(candidate.collective.input)
+    value, group = tensor_of(candidate.collective.input), _shown(candidate, key)
     if value is not None and value.dim() < 2:
-        return f"group {group}: a vector"
+        return f"{group}: a vector"
     products = [node.name for node in candidate.nodes if is_matmul(node)]
     if candidate.collective.kind == "all_gather":
-        return f"group {group}: the right operand of {products[-1]}"
-    return f"group {group}: by strides, the left operand of {', '.join(products)} is transposed, and no matmul follows"
+        return f"{group}: the right operand of {products[-1]}"
+    return f"{group}: by strides, the left operand of {', '.join(products)} is transposed, and no matmul follows"
 
 
 def chain_proven(candidate: Candidate, context: Context) -> Refusal | None:

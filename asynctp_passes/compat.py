@@ -329,6 +329,28 @@ def size_of_group(value: Any) -> int:
         return 0
 
 
+_MESH = "mesh_"
+"""How a DeviceMesh describes the group of a dimension, before that dimension's name."""
+
+
+def mesh_dimension_of(value: Any) -> str:
+    """The name of the DeviceMesh dimension that a process group (as for `size_of_group`) was made for; "" if unknown.
+
+    The default group, which a mesh of one dimension takes as it is, has none.
+    """
+    real = getattr(value, "real_obj", value)
+    try:
+        described = str((resolve_process_group(real) if isinstance(real, str) else real).group_desc)
+    except (AttributeError, RuntimeError, ValueError):
+        return ""
+    return described.removeprefix(_MESH) if described.startswith(_MESH) else ""
+
+
+def mesh_dimensions() -> dict[str, str]:
+    """This process's groups by name, each with its dimension of a DeviceMesh, as `mesh_dimension_of` tells it."""
+    return {name: mesh_dimension_of(name) for name in sorted(process_group_names())}
+
+
 def process_group_names() -> set[str]:
     """The names of this process's process groups; empty before the first is made."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

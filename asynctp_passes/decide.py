@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from asynctp_passes.chain import Candidate, Decision
-from asynctp_passes.checks import CHECKS, Context
+from asynctp_passes.checks import CHECKS, Context, is_tensor_parallel
 from asynctp_passes.config import Config
 from asynctp_passes.fxview import Sizes, segments
 from asynctp_passes.reasons import Refusal
@@ -27,28 +27,19 @@ def allowed(candidate: Candidate, context: Context) -> bool:
 
 
 def decide(candidates: Sequence[Candidate], context: Context) -> list[Decision]:
-    """One decision per candidate, in the same order: the first failed check, or FUSED."""
-    context = replace(context, tensor_parallel=_tensor_parallel_groups(candidates))
-    verdicts = {candidate.collective.node: _verdict(candidate, context) for candidate in candidates}
-    return [Decision(candidate, _joined(candidate, verdicts)) for candidate in candidates]
+    """One decision per candidate, in the same order: the first failed check, or FUSED.
+
+    A gather of scales shares the fate of the gather of its data.
+    """
+    groups = frozenset(one.collective.group_key for one in candidates if is_tensor_parallel(one))
+    context = replace(context, tensor_parallel=groups)
+    verdicts = [_verdict(candidate, context) for candidate in candidates]
+    of_node = {candidate.collective.node: refusal for candidate, refusal in zip(candidates, verdicts, strict=True)}
+    return [
+        Decision(candidate, refusal if candidate.joins is None else of_node[candidate.joins.node])
+        for candidate, refusal in zip(candidates, verdicts, strict=True)
+    ]
 
 
 def _verdict(candidate: Candidate, context: Context) -> Refusal | None:
     return next((refusal for check in CHECKS if (refusal := check(candidate, context)) is not None), None)
-
-
-def _joined(candidate: Candidate, verdicts: dict[fx.Node, Refusal | None]) -> Refusal | None:
-    """A gather of scales shares the fate of the gather of its data."""
-    if candidate.joins is None:
-        return verdicts[candidate.collective.node]
-    return verdicts[candidate.joins.node]
-
-
-def _tensor_parallel_groups(candidates: Sequence[Candidate]) -> frozenset[str]:
-    """Groups that move activations: with a chain or a miss that does not look like one of parameters or gradients."""
-    return frozenset(candidate.collective.group_key for candidate in candidates if _moves_activations(candidate))
-
-
-def _moves_activations(candidate: Candidate) -> bool:
-    missed = any(refusal.reason.in_scope for refusal in candidate.refusals)
-    return not candidate.weights and (candidate.chain is not None or missed)

@@ -23,7 +23,7 @@ from torch import fx
 from asynctp_passes import near, reasons
 from asynctp_passes.chain import Along, Candidate, Collective, GatherChain, Matmul, ScaledOptions, ScatterChain
 from asynctp_passes.epilogue import read_product, scalings
-from asynctp_passes.fxview import Sizes, is_size, mutates, op_name, segments, steps_of, tensor_of
+from asynctp_passes.fxview import Sizes, describe, is_size, mutates, op_name, segments, steps_of, tensor_of
 from asynctp_passes.read import (
     added_matrix,
     awaited_items,
@@ -595,7 +595,8 @@ def _scatter(scene: _Scene, scatter: Collective) -> Candidate:
     region, leaves = _region(scene, scatter.input)
     products = scene.sorted(leaf for leaf in leaves if scene.product(leaf) is not None)
     if scatter.kind == "all_reduce" and not products:
-        refusal, weights = Refusal(reasons.NO_MATMUL, called_name(scatter.node)), _is_vector(scatter.input)
+        name = called_name(scatter.call or scatter.node)
+        refusal, weights = Refusal(reasons.NO_MATMUL, name), _is_vector(scatter.input)
         return Candidate(scatter, None, (refusal,), scatter.nodes, weights=weights)
     chain = _scatter_chain(scene, scatter, region, products) if products else _near_scatter(scene, scatter, leaves)
     if isinstance(chain, Refusal):
@@ -786,6 +787,8 @@ def _other(scene: _Scene, collective: Collective) -> Candidate:
 
 def _other_refusal(scene: _Scene, collective: Collective) -> Refusal:
     name = called_name(collective.node)
+    if collective.is_unused:
+        return Refusal(reasons.RESULT_UNUSED, f"{describe(collective.input)} of {name}")
     if name.startswith("symm_mem.fused"):
         return Refusal(reasons.ALREADY_FUSED, name)
     if not any(word in name for word in ("gather", "reduce_scatter", "reducescatter", "all_reduce", "allreduce")):

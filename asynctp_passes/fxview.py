@@ -25,6 +25,7 @@ __all__ = [
     "describe",
     "express",
     "is_size",
+    "live",
     "mutates",
     "op_name",
     "segments",
@@ -157,6 +158,18 @@ def mutates(node: fx.Node) -> bool:
     if compat.is_op(target):
         return bool(target._schema.is_mutable)
     return op_name(node).endswith("_mutation") or op_name(node) in _IN_PLACE_FUNCTIONS
+
+
+def live(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that the graph's results, or its in-place operations, are computed from, and these."""
+    stack = [node for node in graph.nodes if node.op == "output" or mutates(node)]
+    found: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def source_of(node: fx.Node) -> str | None:

@@ -22,7 +22,7 @@ from torch import fx
 
 from asynctp_passes import cost, reasons
 from asynctp_passes.chain import Collective, Decision, GatherChain, anchor
-from asynctp_passes.fxview import segments
+from asynctp_passes.fxview import live, segments
 from asynctp_passes.read import contracts_rows, is_matmul, is_only_awaited
 from asynctp_passes.reasons import Reason, Refusal
 
@@ -92,7 +92,7 @@ class _Product:
 
 
 class _Scene:
-    """A graph whose fused chains count as one node each."""
+    """A graph whose fused chains count as one node each. Its products are those that something is computed from."""
 
     def __init__(self, graph: fx.Graph, fused: Sequence[Decision]) -> None:
         self.place = {node: index for index, node in enumerate(graph.nodes)}
@@ -100,7 +100,9 @@ class _Scene:
         self.unit_of = {node: decision.candidate.nodes for decision in fused for node in decision.candidate.nodes}
         ops = [decision.candidate.chain for decision in fused if decision.candidate.chain is not None]
         within = {node for chain in ops for matmul in chain.matmuls for node in matmul.nodes}
-        alone = [node for node in graph.nodes if is_matmul(node) and node not in within]
+        used = live(graph)
+        alone = [node for node in graph.nodes if is_matmul(node) and node in used and node not in within]
+        ops = [chain for chain in ops if any(matmul.node in used for matmul in chain.matmuls)]
         found = [self._product(node, node, cost.flops_of(node), False) for node in alone]
         found += [self._product(chain.matmuls[0].node, anchor(chain), cost.cost_of(chain).flops, True) for chain in ops]
         self.products = sorted(found, key=lambda product: product.place)

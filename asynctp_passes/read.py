@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,7 +112,11 @@ def _read_collective(node: fx.Node) -> Sequence[Collective]:
         if isinstance(tensors, fx.Node):
             read = [_member(node, op, values, tensors)]
         else:
-            read = [_member(item, op, values, tensors[index], node) for index, item in (items or {}).items()]
+            read = (
+                []
+                if items is None
+                else [_item(node, op, values, tensors[i], items.get(i)) for i in range(len(tensors))]
+            )
         if read and all(read):
             return [collective for collective in read if collective is not None]
     return [Collective(node, "other", _first_tensor(node))] if op is not None or _looks_collective(node) else []
@@ -126,6 +131,14 @@ def _items(call: fx.Node, count: int) -> dict[int, fx.Node] | None:
             return None
         items[index] = user
     return items
+
+
+def _item(
+    call: fx.Node, op: CollectiveOp, values: dict[str, Any], tensor: Any, item: fx.Node | None
+) -> Collective | None:
+    """The collective of one tensor of several."""
+    member = _member(item or call, op, values, tensor, call)
+    return member if item is not None or member is None else replace(member, kind="other")
 
 
 def _member(
@@ -153,6 +166,7 @@ def _member(
         reduce_op=values.get(op.reduce_op, op.reduce_op),
         dim=dim % value.dim() if dim and value is not None else 0,
         call=call,
+        mesh_dim=compat.mesh_dimension_of(group.meta.get("val") if isinstance(group, fx.Node) else group),
     )
 
 

@@ -76,7 +76,7 @@ WEIGHT_GATHER = _skip(
     "ATP003",
     "WEIGHT_GATHER",
     "the gathered tensor is a matmul's right-hand operand, or a vector, and its group has no tensor-parallel chain in "
-    "this graph",
+    "this graph, or is of a mesh dimension named for data parallelism",
     "nothing to do if this is a parameter gather (FSDP); otherwise name the group in Config(groups=...)",
 )
 SINGLE_RANK = _skip(
@@ -116,9 +116,22 @@ WEIGHT_GRADIENT = _skip(
     "ATP009",
     "WEIGHT_GRADIENT",
     "what is reduced is a weight's gradient (a product that contracts over rows, or a vector), and its group has no "
-    "tensor-parallel chain in this graph",
+    "tensor-parallel chain in this graph, or is of a mesh dimension named for data parallelism",
     "nothing to do if this is a gradient reduction (FSDP, DDP): nothing waits for it, and it is best bucketed with "
     "others; otherwise name the group in Config(groups=...)",
+)
+RESULT_UNUSED = _skip(
+    "ATP010",
+    "RESULT_UNUSED",
+    "the tensor is one of several of a collective, and nothing uses its result",
+    "leave the tensor out of the list",
+)
+DATA_PARALLEL_GROUP = _skip(
+    "ATP011",
+    "DATA_PARALLEL_GROUP",
+    "the process group is of a mesh dimension named for data parallelism (dp, ddp, fsdp, hsdp, data, replicate)",
+    "nothing to do if weights or their gradients are communicated here; otherwise name the group in "
+    "Config(groups=...), or the mesh dimension for what it does",
 )
 
 # --- 1xx structure: the chain is not of a shape that is proven ----------------------------------------

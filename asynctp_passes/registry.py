@@ -104,6 +104,7 @@ _COLLECTIVES: dict[str, CollectiveOp] = {
     "_c10d_functional.reduce_scatter_tensor_coalesced.default": dataclasses.replace(_SCATTER, input="inputs"),
     "_c10d_functional.all_reduce.default": _REDUCE,
     "_c10d_functional.all_reduce_.default": _REDUCE,
+    "_c10d_functional.all_reduce_coalesced.default": dataclasses.replace(_REDUCE, input="inputs"),
 }
 
 _MM = MatmulOp("self", "mat2")

@@ -40,6 +40,7 @@ from asynctp_passes.fxview import (
     arguments,
     express,
     is_size,
+    live,
     op_name,
     segments,
     size_sources,
@@ -75,7 +76,8 @@ def rewrite(
     hoisted: list[tuple[GatherChain, fx.Node]] = []
     fused: dict[fx.Node, fx.Node] = {}
     for chain in chains:
-        build, old, joint_waits = _Builder(graph, sizes, chain, moved), _old_nodes(chain), _joint_waits(chain)
+        build, joint_waits = _Builder(graph, sizes, chain, moved), _joint_waits(chain)
+        old = _old_nodes(chain) | joint_waits
         op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_reduction(build, chain)
         op.meta["asynctp_collective"] = chain.collective.node.name
         fused |= dict.fromkeys([chain.collective.node, *(matmul.node for matmul in chain.matmuls)], op)
@@ -86,12 +88,13 @@ def rewrite(
         if isinstance(chain, ScatterChain):
             old.update(node for node in build.made if node is not op)  # shapes of terms that went into a sum
         _erase_unused(graph, old)
-        for wait in joint_waits:
-            _shrink(wait)
-        _erase_unused(graph, old | joint_waits)
+        for wait in joint_waits & old:
+            old.update(_shrink(wait))
+        _erase_unused(graph, old)
         for collective in _collectives(chain):
             if collective.call is not None and collective.call.users:
                 _shrink(collective.call)
+        _erase_unused(graph, old)
     early: list[fx.Node] = []
     for bundle in bundles:
         build = _Builder(graph, sizes, bundle, moved)
@@ -104,6 +107,8 @@ def rewrite(
     _run_behind(graph, hidden, fused)
     flops = {node: cost.flops_of(node) for node in graph.nodes if is_matmul(node)}
     flops |= {fused[chain.collective.node]: cost.cost_of(chain).flops for chain in chains}
+    used = live(graph)
+    flops = {node: count for node, count in flops.items() if node in used}
     _run_beside(graph, hoisted, flops)
     flying: list[tuple[Collective, fx.Node | None]] = [(chain.collective, op) for chain, op in hoisted]
     flying += [(decision.candidate.collective, None) for decision in hidden]
@@ -708,16 +713,18 @@ def _erase_unused(graph: fx.Graph, candidates: set[fx.Node]) -> None:
         erased = bool(dead)
 
 
-def _shrink(call: fx.Node) -> None:
-    """Leave in a collective of several tensors, or a wait for them, only those whose results are used."""
+def _shrink(call: fx.Node) -> list[fx.Node]:
+    """Leave in a collective of several tensors, or a wait for them, only those whose results are used; the others."""
     inputs, *rest = call.args
     assert isinstance(inputs, list | tuple)
+    before = call.all_input_nodes
     users = sorted(call.users, key=lambda user: int(user.args[1]))  # type: ignore[arg-type]
     kept = [int(user.args[1]) for user in users]  # type: ignore[arg-type]
     call.args = ([inputs[index] for index in kept], *rest)
     call.meta["val"] = [call.meta["val"][index] for index in kept]
     for place, user in enumerate(users):
         user.args = (call, place)
+    return [node for node in before if node not in call.all_input_nodes]
 
 
 def _restore_order(graph: fx.Graph, segment: dict[fx.Node, int], early: Sequence[fx.Node] = ()) -> None:

@@ -88,6 +88,11 @@ def scatter_of_two(x: Tensor, y: Tensor, w: Tensor) -> list[Tensor]:
     return funcol.reduce_scatter_tensor_coalesced([x @ w, torch.relu(y @ w)], "sum", [0, 0], dist.group.WORLD)
 
 
+def all_reduce_of_two(x: Tensor, y: Tensor, w: Tensor) -> list[Tensor]:
+    """Each on its own; what no matmul made is reduced still."""
+    return funcol.all_reduce_coalesced([x @ w, torch.relu(y)], "sum", dist.group.WORLD)
+
+
 def gather_that_has_a_gradient(x: Tensor, w: Tensor) -> Tensor:
     return funcol.wait_tensor(raw_gather(autograd.all_gather_into_tensor, x)) @ w
 
@@ -344,6 +349,7 @@ CASES = {
     "gather of two": Case(gather_of_two, ((4, 6), (2, 6), (6, 8)), ("F", "F")),
     "gather of two for one": Case(gather_of_two_for_one, ((4, 6), (2, 3), (6, 8)), ("ATP002", "F")),
     "scatter of two": Case(scatter_of_two, ((4, 6), (2, 6), (6, 8)), ("F", "ATP105")),
+    "all-reduce of two": Case(all_reduce_of_two, ((4, 6), (2, 3), (6, 8)), ("F", "ATP002")),
     "gather that has a gradient": Case(gather_that_has_a_gradient, _MATRIX),
     "scatter that has a gradient": Case(scatter_that_has_a_gradient, _MATRIX),
     "einsum": Case(einsum, _BATCH),

@@ -18,6 +18,11 @@ from torch import Tensor
 
 __all__ = ["TOLERANCE", "Groups", "differences", "evaluate", "op_name", "scaled_mm_v2"]
 
+if not hasattr(torch.ops._c10d_functional, "wait_tensors"):  # torch 2.15 has it
+    _NEWER = torch.library.Library("_c10d_functional", "FRAGMENT")
+    _NEWER.define("wait_tensors(Tensor[] tensors) -> Tensor[]")
+    _NEWER.impl("wait_tensors", lambda tensors: list(tensors), "CompositeExplicitAutograd")
+
 #: Tuples of ranks by group name. A rank is in exactly one tuple of each group name that the graph uses.
 Groups = Mapping[str, Sequence[tuple[int, ...]]]
 
@@ -412,6 +417,7 @@ _GROUP_OPS: dict[str, GroupOp] = {
     "_c10d_functional::all_reduce": _all_reduce,
     "_c10d_functional::all_gather_into_tensor_coalesced": _each(_all_gather_into_tensor),
     "_c10d_functional::reduce_scatter_tensor_coalesced": _each(_reduce_scatter_tensor),
+    "_c10d_functional::all_reduce_coalesced": _each(_all_reduce),
     "_c10d_functional_autograd::all_gather_into_tensor": _all_gather_into_tensor,
     "_c10d_functional_autograd::reduce_scatter_tensor": _reduce_scatter_tensor,
     "asynctp::all_gather": _all_gather_into_tensor,
@@ -429,6 +435,7 @@ _GROUP_OPS: dict[str, GroupOp] = {
 
 _RANK_OPS: dict[str, Callable[..., Any]] = {
     "_c10d_functional::wait_tensor": lambda tensor: tensor,
+    "_c10d_functional::wait_tensors": lambda tensors: list(tensors),
     "_dtensor::mesh_get_process_group": lambda mesh, dim: (mesh, dim),
     "aten::_scaled_mm": _scaled_mm,
     "aten::_scaled_mm_v2": scaled_mm_v2,

@@ -127,6 +127,7 @@ class Builder:
     """Appends nodes to a graph and keeps their fake values. Sizes may be symbolic when `shape_env` is given.
 
     `adversarial` allows what no pass needs to follow, and `honest` becomes False once something of the kind was done.
+    `neighbours` are results of what else was in a chain's list of tensors.
     """
 
     choose: Choose
@@ -137,6 +138,7 @@ class Builder:
     notes: list[str] = field(default_factory=list)
     honest: bool = True
     adversarial: bool = False
+    neighbours: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.mode = FakeTensorMode(shape_env=self.shape_env)
@@ -741,11 +743,33 @@ class _Group:
 
 
 def _all_gather(b: Builder, shard: Node, group: _Group) -> Node:
-    if b.chance(6):
-        (gathered,) = b.items(b.call(c10d.all_gather_into_tensor_coalesced.default, [shard], group.size, group.name))
-    else:
-        gathered = b.call(c10d.all_gather_into_tensor.default, shard, group.size, group.name)
+    if b.chance(4):
+        return _in_a_list(b, c10d.all_gather_into_tensor_coalesced.default, shard, group, group.size, group.name)[1]
+    gathered = b.call(c10d.all_gather_into_tensor.default, shard, group.size, group.name)
     return b.call(c10d.wait_tensor.default, gathered)
+
+
+def _in_a_list(b: Builder, op: Any, tensor: Node, group: _Group, *args: Any) -> tuple[Node, Node]:
+    """A tensor's result of a collective of several, before and after the wait: for each item, or for all at once.
+
+    There may be a neighbour in the list, used or not; what is waited for at once is waited for though it is not used.
+    """
+    tensors, place, together = [tensor], 0, b.chance(2)
+    if b.chance(2):
+        place = b.choose([0, 1])
+        tensors.insert(1 - place, b.placeholder([group.size, 3], torch.float32))
+    used = [index for index in range(len(tensors)) if index == place or b.chance(2)]
+    b.note(f"item {place} of a list of {len(tensors)}, used {used}, waited for {'at once' if together else 'each'}")
+    call = b.call(op, tensors, *args)
+    taken = range(len(tensors)) if together else used
+    items = {index: b.call(operator.getitem, call, index) for index in taken}
+    if together:
+        waited = b.call(c10d.wait_tensors.default, list(items.values()))
+        done = {index: b.call(operator.getitem, waited, index) for index in used}
+    else:
+        done = {index: b.call(c10d.wait_tensor.default, items[index]) for index in used}
+    b.neighbours += [done[index] for index in used if index != place]
+    return items[place], done[place]
 
 
 def _shard_shape(b: Builder, dtype: torch.dtype, blocks: tuple[int, int] | None = None) -> list[int]:
@@ -1223,18 +1247,18 @@ def _divisible(b: Builder, x: Node, count: int) -> Node:
 
 def _reduce(b: Builder, blocks: Node, product: Node, group: _Group, attack: bool, whole: bool) -> list[Node]:
     """Reduce-scatter, or all-reduce if the `whole` sum is wanted on every rank."""
-    reduce_op = b.choose(["sum", "sum", "avg"])
+    reduce_op: str = b.choose(["sum", "sum", "avg"])
     if attack and b.chance(8):
         reduce_op = "max"
         b.note("reduces by max", spoils=True)
+    one, several, size = c10d.reduce_scatter_tensor, c10d.reduce_scatter_tensor_coalesced, (group.size,)
     if whole:
-        scattered = b.call(c10d.all_reduce.default, blocks, reduce_op, group.name)
-    elif b.chance(6):
-        coalesced = c10d.reduce_scatter_tensor_coalesced.default
-        (scattered,) = b.items(b.call(coalesced, [blocks], reduce_op, group.size, group.name))
+        one, several, size = c10d.all_reduce, c10d.all_reduce_coalesced, ()
+    if b.chance(4):
+        scattered, wait = _in_a_list(b, several.default, blocks, group, reduce_op, *size, group.name)
     else:
-        scattered = b.call(c10d.reduce_scatter_tensor.default, blocks, reduce_op, group.size, group.name)
-    wait = b.call(c10d.wait_tensor.default, scattered)
+        scattered = b.call(one.default, blocks, reduce_op, *size, group.name)
+        wait = b.call(c10d.wait_tensor.default, scattered)
     outs = [b.reshape(wait, [-1, shape_of(wait)[-1]]) if b.chance(4) else wait]
     if b.chance(4):
         outs.append(b.call(aten.mul.Tensor, wait, 2.0))
@@ -1284,7 +1308,8 @@ def _build(choose: Choose, wishes: Wishes) -> Program:
         gradient = [_gather_for_a_gradient(b, b.choose([gather_group, scatter_group]))]
     if not honest:
         b.note("asked to be adversarial", spoils=True)
-    b.graph.output((*outs, *gradient))
+    b.graph.output((*outs, *gradient, *b.neighbours))
+    beside += len(b.neighbours)
     counts = (int(form != "scatter"), int(form not in ("gather", "quantized")), beside, len(gradient))
     return Program(b.graph, tuple(b.inputs), b.world_size, groups, b.honest, *counts, tuple(b.notes))
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder, aten, c10d, show
 from lockstep import differences, evaluate
 from test_property import copied
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import Graph, Node
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from asynctp_passes import Config, Report, hide, run
+import asynctp_passes
+from asynctp_passes import Config, Report, compat, hide, run
+from asynctp_passes.chain import Candidate, Collective
+from asynctp_passes.checks import is_named_for_data
 
 Build = Callable[[GraphBuilder], tuple[Node, ...]]
 
@@ -223,6 +230,14 @@ def gather_returned_before_the_wait(b: GraphBuilder) -> tuple[Node, ...]:
     return weight, started, b.scatter(product(b))
 
 
+def product_that_nothing_uses(b: GraphBuilder) -> tuple[Node, ...]:
+    """Nor is anything computed from what is computed from it: it does not run, so it covers no time."""
+    weight, chained = gradient(b), b.relu(product(b))
+    b.scatter(product(b, "c"))
+    b.relu(chained)
+    return (weight,)
+
+
 GRAPHS: dict[Build, list[str]] = {
     two_gradients_and_a_scatter: ["ATP404", "ATP404", "FUSED", "ATP404"],
     gradient_between_two_layers: ["FUSED", "ATP404", "FUSED", "FUSED"],
@@ -235,6 +250,7 @@ GRAPHS: dict[Build, list[str]] = {
     gather_depends_on_a_partner: ["FUSED", "ATP109"],
     product_behind_a_mutation: ["ATP109", "FUSED"],
     gather_returned_before_the_wait: ["ATP109", "FUSED"],
+    product_that_nothing_uses: ["ATP109", "FUSED"],
 }
 
 
@@ -334,6 +350,11 @@ def scatter_of_maxima(b: GraphBuilder) -> tuple[Node, ...]:
     return b.scatter(b.input("g", [8, 6]), "max"), chain(b), large_product(b)
 
 
+def product_that_nothing_uses_beside_a_scatter(b: GraphBuilder) -> tuple[Node, ...]:
+    b.relu(large_product(b))
+    return chain(b), scattered_norms(b)
+
+
 SCATTERS: dict[Build, list[str]] = {
     scatter_then_products: ["ATP405", "FUSED"],
     products_then_scatter: ["FUSED", "ATP405"],
@@ -347,6 +368,7 @@ SCATTERS: dict[Build, list[str]] = {
     scatter_returned_before_the_wait: ["ATP002", "FUSED"],
     scatter_of_a_group_without_chains: ["ATP002", "FUSED"],
     scatter_of_maxima: ["ATP002", "FUSED"],
+    product_that_nothing_uses_beside_a_scatter: ["FUSED", "ATP002"],
 }
 
 
@@ -448,6 +470,50 @@ def test_a_report_says_by_what_the_scope_was_decided() -> None:
     assert "Config(groups=...)" in gradient_of_weight.hint
     messages = {remark.message.rpartition("[")[2] for remark in fuse(built(fully_sharded_step)).skipped}
     assert {"group dp: a vector]", "group dp: the right operand of mm]"} <= messages
+
+
+@pytest.fixture
+def grid() -> Iterator[DeviceMesh]:
+    """Four ranks, of which this process is the first and the others do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    dist.destroy_process_group()
+
+
+def step_with_the_weight_on_the_left(b: GraphBuilder) -> tuple[Node, ...]:
+    """`Wᵀ @ xᵀ`, as an einsum may have it: by its products, the weight's group is one that gathers activations."""
+    gathered = b.mm(b.gather(b.input("w_shard", [3, 8])), b.permute(b.input("x", [4, 8]), [1, 0]))
+    return gathered, b.mm(b.input("y", [4, 6]), b.gather(b.input("v_shard", [3, 8]))), *plain_gradient(b)
+
+
+def test_a_mesh_dimension_named_for_data_parallelism(grid: DeviceMesh) -> None:
+    """Its group is none of tensor parallelism, whatever its products look like, unless it is enrolled."""
+
+    def fused_over(dim: str, **config: object) -> Report:
+        b = GraphBuilder(ranks=2, group=grid.get_group(dim).group_name)
+        return fuse(b.returns(*step_with_the_weight_on_the_left(b)), **config)
+
+    report = fused_over("dp_shard")
+    assert codes(report) == ["ATP011", "ATP003", "ATP009"]
+    assert all('mesh dimension "dp_shard"' in remark.message for remark in report.remarks)
+    assert codes(fused_over("tp")) == ["FUSED", "ATP404", "FUSED"]
+    assert codes(fused_over("dp_shard", groups=grid["dp_shard"])) == ["FUSED", "ATP404", "FUSED"]
+
+
+def test_the_cache_key_has_the_mesh_dimensions(grid: DeviceMesh) -> None:
+    """Other programs give the same names to groups of other dimensions."""
+    before = asynctp_passes.AsyncTPPass().uuid()
+    assert sorted(compat.mesh_dimensions().values()) == ["", "dp_shard", "tp"]
+    init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    assert asynctp_passes.AsyncTPPass().uuid() != before
+
+
+@pytest.mark.parametrize(("name", "named"), [("dp", True), ("HSDP", True), ("dp_cp", True), ("tp", False), ("", False)])
+def test_names_of_mesh_dimensions(name: str, named: bool) -> None:
+    """`adp` is no word of data parallelism either."""
+    of_mesh = Collective(Graph().placeholder("x"), "all_gather", None, mesh_dim=name)
+    assert is_named_for_data(Candidate(of_mesh, None)) == named
+    assert not is_named_for_data(Candidate(dataclasses.replace(of_mesh, mesh_dim=f"a{name}"), None))
 
 
 def test_a_product_of_column_major_activations_is_no_weight_gradient() -> None:

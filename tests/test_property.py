@@ -30,6 +30,7 @@ SEEDS = st.integers(0, 2**16)
 LISTS = (
     "_c10d_functional::all_gather_into_tensor_coalesced",
     "_c10d_functional::reduce_scatter_tensor_coalesced",
+    "_c10d_functional::all_reduce_coalesced",
 )
 COLLECTIVES = (
     "_c10d_functional::all_gather_into_tensor",
@@ -118,10 +119,14 @@ def layouts(value: Any) -> list[tuple[Any, ...]]:
     return [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in values]
 
 
-def collective_names(graph: torch.fx.Graph) -> set[str]:
-    """The nodes that hold a collective's result: its own, or the items of the list that it returns."""
+def collective_names(graph: torch.fx.Graph) -> list[str]:
+    """The nodes that hold a collective's result: its own, or the items of its list; itself for items nothing takes."""
     found = [node for node in graph.nodes if op_name(node.target) in COLLECTIVES]
-    return {result.name for node in found for result in (node.users if op_name(node.target) in LISTS else [node])}
+    names = [node.name for node in found if op_name(node.target) not in LISTS]
+    for call in [node for node in found if op_name(node.target) in LISTS]:
+        items = [user.name for user in call.users]
+        names += items + [call.name] * (len(call.args[0]) - len(items))
+    return names
 
 
 def op_counts(graph: torch.fx.Graph) -> Counter[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import floordiv, getitem
 from typing import Any
+from unittest import mock
 
 import pytest
 import serving_ops  # noqa: F401  (defines torch.ops.vllm_like)
@@ -15,7 +16,7 @@ from graph_builder import GraphBuilder, aten, c10d, snapshot
 from lockstep import op_name
 from torch.fx import Graph, Node
 
-from asynctp_passes import Config, Remark, run
+from asynctp_passes import Config, Remark, compat, run
 from asynctp_passes.reasons import CATALOGUE
 
 FP8 = torch.float8_e4m3fn
@@ -37,6 +38,7 @@ class Row:
         config: Fields of the configuration, where they are not the defaults.
         ranks: Number of ranks.
         fused: Number of chains of the graph that are fused all the same.
+        mesh_dim: The mesh dimension that groups are of.
     """
 
     build: Build
@@ -45,6 +47,7 @@ class Row:
     config: dict[str, Any] = field(default_factory=dict)
     ranks: int = 4
     fused: int = 0
+    mesh_dim: str = ""
 
     @property
     def id(self) -> str:
@@ -59,11 +62,13 @@ class Row:
 ROWS: list[Row] = []
 
 
-def row(name: str, fact: str = "", *, ranks: int = 4, fused: int = 0, **config: Any) -> Callable[[Build], Build]:
+def row(
+    name: str, fact: str = "", *, ranks: int = 4, fused: int = 0, mesh_dim: str = "", **config: Any
+) -> Callable[[Build], Build]:
     """Add the decorated builder to the table."""
 
     def add(build: Build) -> Build:
-        ROWS.append(Row(build, name, fact, config, ranks, fused))
+        ROWS.append(Row(build, name, fact, config, ranks, fused, mesh_dim))
         return build
 
     return add
@@ -200,6 +205,18 @@ def scatter_of_a_norm_weight_gradient(b: GraphBuilder) -> Node:
 @row("WEIGHT_GRADIENT", "group tp")
 def all_reduce_of_a_weight_gradient(b: GraphBuilder) -> Node:
     return b.call(c10d.all_reduce.default, weight_gradient(b), "avg", "tp")
+
+
+@row("RESULT_UNUSED", "f32[4, 8] of _c10d_functional.all_gather_into_tensor_coalesced")
+def gather_of_a_list_of_which_one_is_used(b: GraphBuilder) -> Node:
+    shards = [b.input("norm", [3]), b.input("x", [4, 8])]
+    both = b.call(c10d.all_gather_into_tensor_coalesced.default, shards, 4, "tp")
+    return b.call(c10d.wait_tensor.default, b.call(getitem, both, 0))
+
+
+@row("DATA_PARALLEL_GROUP", 'group tp, mesh dimension "fsdp"', mesh_dim="fsdp")
+def gather_over_a_dimension_named_for_data(b: GraphBuilder) -> Node:
+    return times(b, gathered(b))
 
 
 @row("SINGLE_RANK", "tp", ranks=1)
@@ -776,7 +793,8 @@ def scatter_of_no_product_beside_one(b: GraphBuilder) -> tuple[Node, Node, Node]
 
 # --- the tests -------------------------------------------------------------------------------------------------
 def remarks_of(line: Row, graph: Graph) -> tuple[Remark, ...]:
-    return run(graph, Config(strict="off", log=False, trace=False, **line.config)).remarks
+    with mock.patch.object(compat, "mesh_dimension_of", return_value=line.mesh_dim):
+        return run(graph, Config(strict="off", log=False, trace=False, **line.config)).remarks
 
 
 @pytest.mark.parametrize("line", ROWS, ids=[line.id for line in ROWS])
@@ -832,7 +850,7 @@ def communicates(node: Node) -> bool:
 
 
 def results(call: Node) -> list[Node]:
-    """The items of a list that a collective returns, or the call itself."""
-    items = [user for user in call.users if op_name(user.target) == "getitem"]
+    """The items of a list that a collective returns, or the call itself; that too for an item that nothing takes."""
+    items = {user.args[1]: user for user in call.users if op_name(user.target) == "getitem"}
     is_list = op_name(call.target).endswith("_coalesced") and len(items) == len(call.users)
-    return items if is_list else [call]
+    return [items.get(index, call) for index in range(len(call.args[0]))] if is_list else [call]  # type: ignore[arg-type]

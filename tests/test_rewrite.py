@@ -1343,6 +1343,134 @@ return (getitem_2, wait_tensor_1)
     )
 
 
+def waited_for_at_once(b: GraphBuilder, call: Node) -> list[Node]:
+    """The results of a collective of several tensors, as torch 2.15 waits for them."""
+    items = [b.call(operator.getitem, call, index) for index in range(len(call.meta["val"]))]
+    waited = b.call(c10d.wait_tensors.default, items)
+    return [b.call(operator.getitem, waited, index) for index in range(len(items))]
+
+
+def test_gathers_that_are_waited_for_at_once() -> None:
+    """The wait goes on for what is not fused."""
+    b = GraphBuilder()
+    shards = [b.input("norm", [3]), b.input("x", [4, 8]), b.input("y", [2, 8])]
+    norm, x, y = waited_for_at_once(b, b.call(c10d.all_gather_into_tensor_coalesced.default, shards, 4, "tp"))
+    w = b.input("w", [8, 16])
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(x, w), norm, b.mm(y, w))),
+        """\
+norm: f32[3]
+x: f32[4, 8]
+y: f32[2, 8]
+all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([norm, x, y], 4, 'tp')  # (f32[12], f32[16, 8],
+    f32[8, 8])
+getitem = getitem(all_gather_into_tensor_coalesced, 0)  # f32[12]
+getitem_1 = getitem(all_gather_into_tensor_coalesced, 1)  # f32[16, 8]
+getitem_2 = getitem(all_gather_into_tensor_coalesced, 2)  # f32[8, 8]
+wait_tensors = wait_tensors([getitem, getitem_1, getitem_2])  # (f32[12], f32[16, 8], f32[8, 8])
+getitem_3 = getitem(wait_tensors, 0)  # f32[12]
+getitem_4 = getitem(wait_tensors, 1)  # f32[16, 8]
+getitem_5 = getitem(wait_tensors, 2)  # f32[8, 8]
+w: f32[8, 16]
+mm = mm(getitem_4, w)  # f32[16, 16]
+mm_1 = mm(getitem_5, w)  # f32[8, 16]
+return (mm, getitem_3, mm_1)
+
+=== becomes ===
+
+norm: f32[3]
+x: f32[4, 8]
+y: f32[2, 8]
+all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([norm], 4, 'tp')  # (f32[12])
+getitem = getitem(all_gather_into_tensor_coalesced, 0)  # f32[12]
+wait_tensors = wait_tensors([getitem])  # (f32[12])
+getitem_3 = getitem(wait_tensors, 0)  # f32[12]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 16])
+getitem_6 = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
+all_gather_matmul_default_1 = asynctp::all_gather_matmul(a_shard=y, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp')  # (f32[8, 16])
+getitem_7 = getitem(all_gather_matmul_default_1, 0)  # f32[8, 16]
+return (getitem_6, getitem_3, getitem_7)
+""",
+    )
+
+
+def test_scatters_that_are_waited_for_at_once() -> None:
+    """Nothing is left to wait for."""
+    b = GraphBuilder()
+    w = b.input("w", [8, 16])
+    products = [b.mm(b.input(name, [rows, 8]), w) for name, rows in (("x", 16), ("y", 8))]
+    call = b.call(c10d.reduce_scatter_tensor_coalesced.default, products, "sum", 4, "tp")
+    assert_expected_inline(
+        rewritten(b.returns(*waited_for_at_once(b, call))),
+        """\
+w: f32[8, 16]
+x: f32[16, 8]
+mm = mm(x, w)  # f32[16, 16]
+y: f32[8, 8]
+mm_1 = mm(y, w)  # f32[8, 16]
+reduce_scatter_tensor_coalesced = reduce_scatter_tensor_coalesced([mm, mm_1], 'sum', 4, 'tp')  # (f32[4, 16], f32[2,
+    16])
+getitem = getitem(reduce_scatter_tensor_coalesced, 0)  # f32[4, 16]
+getitem_1 = getitem(reduce_scatter_tensor_coalesced, 1)  # f32[2, 16]
+wait_tensors = wait_tensors([getitem, getitem_1])  # (f32[4, 16], f32[2, 16])
+getitem_2 = getitem(wait_tensors, 0)  # f32[4, 16]
+getitem_3 = getitem(wait_tensors, 1)  # f32[2, 16]
+return (getitem_2, getitem_3)
+
+=== becomes ===
+
+w: f32[8, 16]
+x: f32[16, 8]
+y: f32[8, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[x], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[4, 16]
+matmul_reduce_scatter_default_1 = asynctp::matmul_reduce_scatter(a_parts=[y], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[2, 16]
+return (matmul_reduce_scatter_default, matmul_reduce_scatter_default_1)
+""",
+    )
+
+
+def test_all_reduces_in_a_list() -> None:
+    """A product, and what no matmul made."""
+    b = GraphBuilder()
+    whole = [b.mm(b.input("x", [16, 8]), b.input("w", [8, 16])), b.relu(b.input("norm", [3]))]
+    both = b.call(c10d.all_reduce_coalesced.default, whole, "sum", "tp")
+    results = [b.call(c10d.wait_tensor.default, b.call(operator.getitem, both, index)) for index in range(2)]
+    assert_expected_inline(
+        rewritten(b.returns(*results)),
+        """\
+x: f32[16, 8]
+w: f32[8, 16]
+mm = mm(x, w)  # f32[16, 16]
+norm: f32[3]
+relu = relu(norm)  # f32[3]
+all_reduce_coalesced = all_reduce_coalesced([mm, relu], 'sum', 'tp')  # (f32[16, 16], f32[3])
+getitem = getitem(all_reduce_coalesced, 0)  # f32[16, 16]
+wait_tensor = wait_tensor(getitem)  # f32[16, 16]
+getitem_1 = getitem(all_reduce_coalesced, 1)  # f32[3]
+wait_tensor_1 = wait_tensor(getitem_1)  # f32[3]
+return (wait_tensor, wait_tensor_1)
+
+=== becomes ===
+
+x: f32[16, 8]
+w: f32[8, 16]
+norm: f32[3]
+relu = relu(norm)  # f32[3]
+all_reduce_coalesced = all_reduce_coalesced([relu], 'sum', 'tp')  # (f32[3])
+matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[x], b_parts=[w], biases=[None], reduce_op='sum',
+    group_name='tp')  # f32[16, 16]
+getitem_1 = getitem(all_reduce_coalesced, 0)  # f32[3]
+wait_tensor_1 = wait_tensor(getitem_1)  # f32[3]
+return (matmul_all_reduce_default, wait_tensor_1)
+""",
+    )
+
+
 def test_data_and_scale_gathered_as_one_list() -> None:
     b = GraphBuilder(ranks=2)
     x, w = fp8_operands(b, 16, 32, 16)
