@@ -207,9 +207,10 @@ SUM_TERMS_DISAGREE = _miss(
 COLLECTIVE_NOT_UNDERSTOOD = _miss(
     "ATP113",
     "COLLECTIVE_NOT_UNDERSTOOD",
-    "this collective is an op that asynctp does not know, or one that writes in place",
-    "use torch.distributed._functional_collectives or DTensor, which produce _c10d_functional ops; tell asynctp of a "
-    "custom op with asynctp_passes.register_collective",
+    "this collective is an op that asynctp does not know, one that writes in place, or a list that is used whole",
+    "use a functional form and take its results one by one: torch.compile makes collectives of torch.distributed "
+    "functional, and DTensor and torch.distributed._functional_collectives are; tell asynctp of a custom op with "
+    "asynctp_passes.register_collective",
 )
 UNEVEN_SHARDS = _miss(
     "ATP114",

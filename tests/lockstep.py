@@ -192,6 +192,11 @@ def _custom_reduce_scatter(calls: Sequence[tuple[Tensor, int, int, Any]]) -> lis
     return _scattered(total, len(calls), calls[0][1], calls[0][0].dtype)
 
 
+def _custom_all_reduce(calls: Sequence[tuple[Tensor, Any]]) -> list[Tensor]:
+    """The all-reduce of serving frameworks: a sum."""
+    return _all_reduce([(tensor, "sum", group) for tensor, group in calls])
+
+
 def _check_group_size(calls: Sequence[tuple[Any, ...]], group_size: int) -> None:
     if group_size != len(calls):
         raise ValueError(f"the graph says {group_size} ranks, the group has {len(calls)}")
@@ -425,6 +430,7 @@ _GROUP_OPS: dict[str, GroupOp] = {
     "_c10d_functional::all_reduce_": _all_reduce_in_place,
     "vllm_like::all_gather": _custom_all_gather,
     "vllm_like::reduce_scatter": _custom_reduce_scatter,
+    "vllm_like::all_reduce": _custom_all_reduce,
     "asynctp::all_gather_matmul": _all_gather_matmul,
     "asynctp::all_gather_scaled_matmul": _all_gather_scaled_matmul,
     "asynctp::matmul_reduce_scatter": _matmul_reduce_scatter,

@@ -35,6 +35,7 @@ __all__ = ["Builder", "Input", "Program", "Wishes", "gather_views", "programs", 
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+autograd = torch.ops._c10d_functional_autograd
 custom = torch.ops.vllm_like
 
 #: Picks one of several options. Hypothesis draws, or a seeded random source chooses.
@@ -745,7 +746,8 @@ class _Group:
 def _all_gather(b: Builder, shard: Node, group: _Group) -> Node:
     if b.chance(4):
         return _in_a_list(b, c10d.all_gather_into_tensor_coalesced.default, shard, group, group.size, group.name)[1]
-    gathered = b.call(c10d.all_gather_into_tensor.default, shard, group.size, group.name)
+    namespace = autograd if dtype_of(shard) not in FP8 and b.chance(6) else c10d
+    gathered = b.call(namespace.all_gather_into_tensor.default, shard, group.size, group.name)
     return b.call(c10d.wait_tensor.default, gathered)
 
 
@@ -1147,6 +1149,8 @@ def _scatter_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool, 
     views_attack = attack and b.honest and not b.chance(4)
     if not attack and b.chance(6):
         b.note("custom scatter")
+        if whole:
+            return [b.call(custom.all_reduce.default, total, group.name)]
         return [b.call(custom.reduce_scatter.default, total, dim, group.size, group.name)]
     blocks = scatter_views(b, total, dim, group.size, views_attack)
     blocks = blocks if whole else _divisible(b, blocks, group.size)

@@ -7,8 +7,9 @@ Three things vary. What is compiled:
     model          the whole model, of blocks that FSDP2 has sharded
     in graph       the whole model, whose layers gather their weights themselves (simple FSDP): a single graph
 
-How scales come about: `dynamic` (torchao's tensorwise recipe) or `delayed` (the layers of fp8_cases: torchao has none).
-And whether weights travel in high precision or in fp8.
+How scales come about: `dynamic` (torchao's tensorwise recipe; in the graph, the layers of fp8_cases) or `delayed` (those
+layers, as torchao has none). And whether weights travel in high precision or in fp8: under FSDP2, as torchao's tensor
+subclass of weights.
 
 A rank's graphs are cached apart: torch finds a graph of DTensors of another tensor-parallel group, whose name is in it.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import fp8_cases
 import torch
@@ -108,12 +110,38 @@ def _dynamic(compiled: str, fp8_weights: bool) -> Callable[[DeviceMesh], tuple[R
     return case
 
 
-def _delayed(compiled: str) -> Callable[[DeviceMesh], tuple[Report, ...]]:
+@torch._dynamo.allow_in_graph
+def parts_of(weight: Any) -> tuple[Tensor, Tensor]:
+    """torchao's tensor in fp8 as it was gathered: its bytes, and what to multiply those by."""
+    return weight._data, weight._scale.reciprocal()
+
+
+class GatheredInFp8(nn.Module):
+    """What a product takes of a weight that FSDP2 has gathered in fp8."""
+
+    def forward(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return parts_of(weight)
+
+
+def with_fp8_weights(stack: Stack) -> Stack:
+    """The stack with weights that torchao quantizes for FSDP2's gather."""
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    for layer in [module for module in stack.modules() if isinstance(module, fp8_cases.Linear)]:
+        wrapped = [WeightWithDynamicFloat8CastTensor(w.detach(), LinearMMConfig(), E4M3) for w in layer.weights]
+        layer.weights = nn.ParameterList(map(nn.Parameter, wrapped))
+        layer.of_weight = GatheredInFp8()
+    return stack
+
+
+def _delayed(compiled: str, fp8_weights: bool) -> Callable[[DeviceMesh], tuple[Report, ...]]:
     def case(mesh: DeviceMesh) -> tuple[Report, ...]:
         group = mesh.get_group("tp").group_name
 
         def train(compiled: str) -> list[Tensor]:
-            model = sharded(Stack(Delayed, group), mesh, compiled)
+            stack = Stack(Delayed, group)
+            model = sharded(with_fp8_weights(stack) if fp8_weights else stack, mesh, compiled)
             return _train(model, _shards(mesh))
 
         return _compare(mesh, compiled, train)
@@ -167,12 +195,12 @@ class ReducedGradient(nn.Module):
         return funcol.reduce_scatter_tensor(grad, "avg", 0, self.data)
 
 
-def _in_graph(fp8_weights: bool) -> Callable[[DeviceMesh], tuple[Report, ...]]:
+def _in_graph(scaling: type[Current], fp8_weights: bool) -> Callable[[DeviceMesh], tuple[Report, ...]]:
     def case(mesh: DeviceMesh) -> tuple[Report, ...]:
         data, tensor = (mesh.get_group(dim).group_name for dim in ("dp", "tp"))
 
         def train(compiled: str) -> list[Tensor]:
-            model = Stack(Delayed, tensor)
+            model = Stack(scaling, tensor)
             for layer in [module for module in model.modules() if isinstance(module, fp8_cases.Linear)]:
                 shards = (weight.detach().chunk(2)[mesh["dp"].get_local_rank()].clone() for weight in layer.weights)
                 layer.weights = nn.ParameterList(map(nn.Parameter, shards))
@@ -238,9 +266,18 @@ def groups_seen(reports: Sequence[Report], mesh: DeviceMesh) -> set[str]:
 
 
 WEIGHTS = {"": False, "_fp8_weights": True}
-DYNAMIC = {f"dynamic_{part}{word}": _dynamic(part, fp8) for part in COMPILED for word, fp8 in WEIGHTS.items()}
-OWN = {
-    **{f"delayed_{part}": _delayed(part) for part in COMPILED},
-    **{f"delayed_in_graph{word}": _in_graph(fp8) for word, fp8 in WEIGHTS.items()},
+SCALINGS = {"dynamic": Current, "delayed": Delayed}
+#: Those that need torchao.
+BY_TORCHAO = {
+    **{f"dynamic_{part}{word}": _dynamic(part, fp8) for part in COMPILED for word, fp8 in WEIGHTS.items()},
+    **{f"delayed_{part}_fp8_weights": _delayed(part, True) for part in COMPILED},
 }
-globals().update({f"case_{name}": case for name, case in (DYNAMIC | OWN).items()})
+OWN = {
+    **{f"delayed_{part}": _delayed(part, False) for part in COMPILED},
+    **{
+        f"{name}_in_graph{word}": _in_graph(scaling, fp8)
+        for name, scaling in SCALINGS.items()
+        for word, fp8 in WEIGHTS.items()
+    },
+}
+globals().update({f"case_{name}": case for name, case in (BY_TORCHAO | OWN).items()})

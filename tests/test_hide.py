@@ -148,6 +148,30 @@ def test_one_gather_for_both_gradients() -> None:
     assert same_results(shared)
 
 
+def test_both_gradients_take_what_one_op_gathers() -> None:
+    def shared(b: GraphBuilder) -> tuple[Node, ...]:
+        full = b.gather(b.input("dy", [4, 6]))
+        return b.mm(full, b.input("w", [6, 10])), b.mm(b.permute(full, [1, 0]), b.input("saved", [8, 10]))
+
+    assert_expected_inline(
+        becomes(shared),
+        """\
+dy: f32[4, 6]
+w: f32[6, 10]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=dy, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=True, group_size=2, group_name='tp')  # (f32[8, 10], f32[8, 6])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[8, 10]
+getitem_1 = getitem(all_gather_matmul_default, 1)  # f32[8, 6]
+reshape_default = reshape(getitem_1, [2, 4, 6])  # f32[2, 4, 6]
+reshape_default_1 = reshape(reshape_default, [8, 6])  # f32[8, 6]
+permute = permute(reshape_default_1, [1, 0])  # f32[6, 8]s[1, 6]
+saved: f32[8, 10]
+mm_1 = mm(permute, saved)  # f32[6, 10]
+return (getitem, mm_1)
+""",
+    )
+
+
 def test_alone_it_is_gathered_along_the_contraction() -> None:
     """Without any other product, the shard is transposed, and gathered by the op: less latency, though no overlap."""
     assert_expected_inline(
@@ -442,6 +466,35 @@ def test_parameters_and_their_gradients_are_left_alone() -> None:
     report = fuse(built(fully_sharded_step))
     assert {remark.group: remark.outcome for remark in report.remarks} == {"dp": "SKIPPED", "tp": "FUSED"}
     assert codes(report) == ["ATP003", "ATP003", "FUSED", "ATP009", "ATP002"]
+
+
+def test_what_becomes_of_a_step_with_sharded_weights() -> None:
+    """Only the tensor-parallel chain changes."""
+    assert_expected_inline(
+        becomes(fully_sharded_step),
+        """\
+norm_shard: f32[3]
+all_gather_into_tensor = all_gather_into_tensor(norm_shard, 2, 'dp')  # f32[6]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[6]
+w_shard: f32[3, 8]
+all_gather_into_tensor_1 = all_gather_into_tensor(w_shard, 2, 'dp')  # f32[6, 8]
+wait_tensor_1 = wait_tensor(all_gather_into_tensor_1)  # f32[6, 8]
+dy: f32[8, 6]
+mul = mul(dy, wait_tensor)  # f32[8, 6]
+saved: f32[8, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[mul], b_parts=[wait_tensor_1], biases=[None],
+    reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp')  # f32[4, 8]
+permute = permute(mul, [1, 0])  # f32[6, 8]s[1, 6]
+mm_1 = mm(permute, saved)  # f32[6, 8]
+_to_copy = _to_copy(mm_1, dtype=float64)  # float64[6, 8]
+reduce_scatter_tensor_1 = reduce_scatter_tensor(_to_copy, 'avg', 2, 'dp')  # float64[3, 8]
+wait_tensor_3 = wait_tensor(reduce_scatter_tensor_1)  # float64[3, 8]
+sum_1 = sum(mul, [0])  # f32[6]
+reduce_scatter_tensor_2 = reduce_scatter_tensor(sum_1, 'avg', 2, 'dp')  # f32[3]
+wait_tensor_4 = wait_tensor(reduce_scatter_tensor_2)  # f32[3]
+return (matmul_reduce_scatter_default, wait_tensor_3, wait_tensor_4)
+""",
+    )
 
 
 def plain_gradient(b: GraphBuilder) -> tuple[Node, ...]:

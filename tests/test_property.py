@@ -37,7 +37,9 @@ COLLECTIVES = (
     "_c10d_functional::reduce_scatter_tensor",
     "_c10d_functional::all_reduce",
     "vllm_like::all_gather",
+    "_c10d_functional_autograd::all_gather_into_tensor",
     "vllm_like::reduce_scatter",
+    "vllm_like::all_reduce",
     *LISTS,
 )
 APART = ("asynctp::all_gather", "asynctp::reduce_scatter")

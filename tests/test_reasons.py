@@ -446,6 +446,59 @@ def scatter_in_place(b: GraphBuilder) -> Node:
     return b.call_like(value, torch.ops.c10d._reduce_scatter_base_.default, out, product(b), group, op)
 
 
+@row("COLLECTIVE_NOT_UNDERSTOOD", "all_gather_into_tensor_coalesced")
+def gather_coalesced_and_kept_as_a_list(b: GraphBuilder) -> Node:
+    """A matmul takes the list joined, which no item is taken of."""
+    shards = [b.input("x", [4, 8]), b.input("y", [4, 8])]
+    items = b.call(c10d.all_gather_into_tensor_coalesced.default, shards, 4, "tp")
+    return times(b, b.call(aten.cat.default, items))
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "all_reduce_coalesced_")
+def all_reduce_of_a_list_in_place(b: GraphBuilder) -> Node:
+    products = [product(b), product(b, "c")]
+    values = [out.meta["val"] for out in products]
+    b.call_like(values, c10d.all_reduce_coalesced_.default, products, "sum", "tp")
+    return b.add(*products)
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "reduce_scatter_tensor_out")
+def scatter_into_a_buffer(b: GraphBuilder) -> Node:
+    buffer = b.input("buffer", [4, 12])
+    return b.call_like(
+        buffer.meta["val"], c10d.reduce_scatter_tensor_out.default, product(b), "sum", 4, "tp", out=buffer
+    )
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "c10d.allreduce_")
+def all_reduce_by_c10d(b: GraphBuilder) -> Node:
+    out, group, op = product(b), b.graph.placeholder("group"), b.graph.placeholder("op")
+    b.call_like(([out.meta["val"]], None), torch.ops.c10d.allreduce_.default, [out], group, op, None)
+    return b.relu(out)
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "c10d.reduce_scatter_")
+def scatter_of_a_list_in_place(b: GraphBuilder) -> Node:
+    out, group, op = b.input("out", [4, 12]), b.graph.placeholder("group"), b.graph.placeholder("op")
+    value = ([out.meta["val"]], None)
+    b.call_like(value, torch.ops.c10d.reduce_scatter_.default, [out], [b.chunks(product(b))], group, op)
+    return b.relu(out)
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "c10d.allgather_into_tensor_coalesced_")
+def gathers_of_several_in_place(b: GraphBuilder) -> Node:
+    x, buffer, group = b.input("x", [4, 8]), b.input("buffer", [16, 8]), b.graph.placeholder("group")
+    b.call_like(None, torch.ops.c10d.allgather_into_tensor_coalesced_.default, [buffer], [x], group)
+    return times(b, buffer)
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "c10d.reduce_scatter_tensor_coalesced_")
+def scatters_of_several_in_place(b: GraphBuilder) -> Node:
+    out, group, op = b.input("out", [4, 12]), b.graph.placeholder("group"), b.graph.placeholder("op")
+    b.call_like(None, torch.ops.c10d.reduce_scatter_tensor_coalesced_.default, [out], [product(b)], group, op)
+    return b.relu(out)
+
+
 @row("COLLECTIVE_NOT_UNDERSTOOD", "symm_mem._low_contention_all_gather")
 def gather_by_symmetric_memory(b: GraphBuilder) -> Node:
     x = b.input("x", [4, 8])
@@ -845,7 +898,7 @@ def test_remarks_name_the_place(line: Row) -> None:
 def communicates(node: Node) -> bool:
     """True for what has the name of a collective, but is neither a wait nor ours."""
     name = op_name(node.args[0] if op_name(node.target).startswith("auto_functionalized") else node.target)
-    words = ("gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+    words = ("gather", "reduce_scatter", "all_reduce", "allreduce", "all_to_all", "broadcast")
     return not name.startswith(("aten::", "asynctp::")) and any(word in name for word in words)
 
 

@@ -49,7 +49,7 @@ def sharded_in_fp8(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, O
 @pytest.fixture(scope="module")
 def sharded_by_torchao(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
     pytest.importorskip("torchao.float8", reason="torchao is not installed: pip install torchao --no-deps")
-    return outcomes(4, "sharded_fp8_cases", tuple(sharded_fp8_cases.DYNAMIC), tmp_path_factory.mktemp("inductor"))
+    return outcomes(4, "sharded_fp8_cases", tuple(sharded_fp8_cases.BY_TORCHAO), tmp_path_factory.mktemp("inductor"))
 
 
 @pytest.mark.xdist_group("recipes_in_fp8")
@@ -69,14 +69,14 @@ def test_mesh(on_meshes: list[dict[str, Outcome]], case: str) -> None:
 @pytest.mark.xdist_group("recipes_sharded_in_fp8")
 @pytest.mark.parametrize("case", sharded_fp8_cases.OWN)
 def test_sharded_fp8(sharded_in_fp8: list[dict[str, Outcome]], case: str) -> None:
-    """Delayed scaling under FSDP2, and with weights gathered in the graph."""
+    """Delayed scaling under FSDP2, and both scalings with weights gathered in the graph."""
     assert_agreed(sharded_in_fp8, case)
 
 
 @pytest.mark.xdist_group("recipes_sharded_by_torchao")
-@pytest.mark.parametrize("case", sharded_fp8_cases.DYNAMIC)
+@pytest.mark.parametrize("case", sharded_fp8_cases.BY_TORCHAO)
 def test_sharded_torchao(sharded_by_torchao: list[dict[str, Outcome]], case: str) -> None:
-    """torchao's tensorwise recipe under FSDP2, weights gathered in high precision or in fp8."""
+    """torchao's tensorwise recipe under FSDP2, and delayed scaling with torchao's gather of weights in fp8."""
     assert_agreed(sharded_by_torchao, case)
 
 

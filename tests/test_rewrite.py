@@ -442,6 +442,53 @@ return (getitem)
     )
 
 
+def test_gather_of_data_and_scales_along_a_middle_dimension() -> None:
+    """Both in three dimensions, each by pieces of its own."""
+    b = GraphBuilder(ranks=2)
+    x, scales = b.input("x", [3, 4, 32], FP8), b.input("a_scale", [3, 4, 1])
+    rows = b.reshape(b.cat(b.chunks(b.gather(x)), dim=1), [24, 32])
+    a_scale = b.reshape(b.cat(b.chunks(b.gather(scales)), dim=1), [24, 1])
+    w = b.input("w", [32, 16], FP8, column_major=True)
+    assert_expected_inline(
+        rewritten(b.returns(b.scaled_mm(rows, w, a_scale, b.input("b_scale", [1, 16])))),
+        """\
+x: f8[3, 4, 32]
+a_scale: f32[3, 4, 1]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f8[6, 4, 32]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f8[6, 4, 32]
+split = split(wait_tensor, 3, 0)  # (f8[3, 4, 32], f8[3, 4, 32])
+getitem = getitem(split, 0)  # f8[3, 4, 32]
+getitem_1 = getitem(split, 1)  # f8[3, 4, 32]
+cat = cat([getitem, getitem_1], 1)  # f8[3, 8, 32]
+reshape = reshape(cat, [24, 32])  # f8[24, 32]
+all_gather_into_tensor_1 = all_gather_into_tensor(a_scale, 2, 'tp')  # f32[6, 4, 1]
+wait_tensor_1 = wait_tensor(all_gather_into_tensor_1)  # f32[6, 4, 1]
+split_1 = split(wait_tensor_1, 3, 0)  # (f32[3, 4, 1], f32[3, 4, 1])
+getitem_2 = getitem(split_1, 0)  # f32[3, 4, 1]
+getitem_3 = getitem(split_1, 1)  # f32[3, 4, 1]
+cat_1 = cat([getitem_2, getitem_3], 1)  # f32[3, 8, 1]
+reshape_1 = reshape(cat_1, [24, 1])  # f32[24, 1]
+w: f8[32, 16]s[1, 32]
+b_scale: f32[1, 16]
+_scaled_mm = _scaled_mm(reshape, w, reshape_1, b_scale, out_dtype=bf16)  # bf16[24, 16]
+return (_scaled_mm)
+
+=== becomes ===
+
+x: f8[3, 4, 32]
+a_scale: f32[3, 4, 1]
+w: f8[32, 16]s[1, 32]
+b_scale: f32[1, 16]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
+    b_scales=[b_scale], biases=[None], gather_dim=1, gather_a_scale=True, out_dtype=bf16, use_fast_accum=False,
+    return_a_full=False, group_size=2, group_name='tp')  # (bf16[3, 8, 16])
+getitem_4 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[3, 8, 16]
+reshape_default = reshape(getitem_4, [24, 16])  # bf16[24, 16]
+return (reshape_default)
+""",
+    )
+
+
 def test_gather_for_a_rowwise_scaled_matmul_whose_scales_are_whole() -> None:
     b = GraphBuilder()
     x, w = fp8_operands(b, 4, 32, 16)
@@ -756,6 +803,37 @@ return (scaled_matmul_reduce_scatter_default)
     )
 
 
+def test_scatter_of_a_product_padded_over_the_contraction() -> None:
+    """What Inductor's `pad_mm` adds are zeros to the sum; the padding stays, of operands of the fused op."""
+    b = GraphBuilder()
+    a, w = b.input("a", [16, 6]), b.input("w", [6, 12])
+    pad = aten.constant_pad_nd.default
+    graph = b.returns(b.scatter(b.mm(b.call(pad, a, [0, 2]), b.call(pad, w, [0, 0, 0, 2]))))
+    assert_expected_inline(
+        rewritten(graph),
+        """\
+a: f32[16, 6]
+w: f32[6, 12]
+constant_pad_nd = constant_pad_nd(a, [0, 2])  # f32[16, 8]
+constant_pad_nd_1 = constant_pad_nd(w, [0, 0, 0, 2])  # f32[8, 12]
+mm = mm(constant_pad_nd, constant_pad_nd_1)  # f32[16, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(mm, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[4, 12]
+return (wait_tensor)
+
+=== becomes ===
+
+a: f32[16, 6]
+w: f32[6, 12]
+constant_pad_nd = constant_pad_nd(a, [0, 2])  # f32[16, 8]
+constant_pad_nd_1 = constant_pad_nd(w, [0, 0, 0, 2])  # f32[8, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd], b_parts=[constant_pad_nd_1],
+    biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[4, 12]
+return (matmul_reduce_scatter_default)
+""",
+    )
+
+
 # --- all-reduces -----------------------------------------------------------------------------------------------
 def test_all_reduce() -> None:
     """The op is not told how many ranks there are: its result is as large as the product."""
@@ -1066,6 +1144,58 @@ all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, 
     return_a_full=False, group_size=4, group_name='tp')  # (bf16[64, 16])
 getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[64, 16]
 return (getitem)
+""",
+    )
+
+
+def test_views_and_collectives_of_a_graph_that_inductor_has_not_normalized() -> None:
+    """What `make_fx` gives of the autograd forms: `view`, `_unsafe_view`, `t`, `detach`."""
+    b = GraphBuilder()
+    autograd = torch.ops._c10d_functional_autograd
+    x, up, down = b.input("x", [2, 8]), b.input("up", [16, 8]), b.input("down", [8, 16])
+    full = b.call(c10d.wait_tensor.default, b.call(autograd.all_gather_into_tensor.default, x, 4, "tp"))
+    rows = b.call(aten.view.default, b.call(aten.detach.default, full), [8, 8])
+    hidden = b.relu(b.call(aten._unsafe_view.default, b.mm(rows, b.call(aten.t.default, up)), [8, 16]))
+    out = b.call(aten._unsafe_view.default, b.mm(hidden, b.call(aten.t.default, down)), [1, 8, 8])
+    back = b.call(aten.view.default, out, [8, 8])
+    scattered = b.call(autograd.reduce_scatter_tensor.default, back, "sum", 4, "tp")
+    assert_expected_inline(
+        rewritten(b.returns(b.call(c10d.wait_tensor.default, scattered))),
+        """\
+x: f32[2, 8]
+up: f32[16, 8]
+down: f32[8, 16]
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f32[8, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[8, 8]
+detach = detach(wait_tensor)  # f32[8, 8]
+view = view(detach, [8, 8])  # f32[8, 8]
+t = t(up)  # f32[8, 16]s[1, 8]
+mm = mm(view, t)  # f32[8, 16]
+_unsafe_view = _unsafe_view(mm, [8, 16])  # f32[8, 16]
+relu = relu(_unsafe_view)  # f32[8, 16]
+t_1 = t(down)  # f32[16, 8]s[1, 16]
+mm_1 = mm(relu, t_1)  # f32[8, 8]
+_unsafe_view_1 = _unsafe_view(mm_1, [1, 8, 8])  # f32[1, 8, 8]
+view_1 = view(_unsafe_view_1, [8, 8])  # f32[8, 8]
+reduce_scatter_tensor = reduce_scatter_tensor(view_1, 'sum', 4, 'tp')  # f32[2, 8]
+wait_tensor_1 = wait_tensor(reduce_scatter_tensor)  # f32[2, 8]
+return (wait_tensor_1)
+
+=== becomes ===
+
+x: f32[2, 8]
+up: f32[16, 8]
+down: f32[8, 16]
+t = t(up)  # f32[8, 16]s[1, 8]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[t], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp')  # (f32[8, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[8, 16]
+_unsafe_view = _unsafe_view(getitem, [8, 16])  # f32[8, 16]
+relu = relu(_unsafe_view)  # f32[8, 16]
+t_1 = t(down)  # f32[16, 8]s[1, 16]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[relu], b_parts=[t_1], biases=[None],
+    reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[2, 8]
+return (matmul_reduce_scatter_default)
 """,
     )
 
