@@ -426,7 +426,7 @@ def _format_argument(argument: Any) -> str:
 
 
 def _format_value(value: Value) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, list | tuple):
         return f"({', '.join(map(_format_value, value))})"
     if isinstance(value, torch.Tensor):
         shape, strides = (", ".join(map(str, sizes)) for sizes in (value.shape, value.stride()))

@@ -111,6 +111,8 @@ torchao_rowwise_swiglu_B1__0              F           F               S002*4
 torchao_rowwise_swiglu_B1__1              F           F               S002*4
 torchao_rowwise_swiglu__0                 F           F               S002*4
 torchao_rowwise_swiglu__1                 F           F               S002*4
+torchao_rowwise_with_gw_hp_block__0       F*2         F*2             S002*11
+torchao_rowwise_with_gw_hp_block__1       F*2         F*2             S002*8
 torchao_rowwise_with_gw_hp_swiglu__0      F           F               S002*5
 torchao_rowwise_with_gw_hp_swiglu__1      F           F               S002*4
 torchao_tensorwise_block__0               F*2         F*2             S002*11
