@@ -255,7 +255,8 @@ def _hoisted(
     fused = {matmul.node for matmul in chain.matmuls}
     others = [one.matmul.node for one in products if one.matmul.node not in fused]
     left_out = [f"{node.name} stays a matmul of its own" for node in others]
-    left_out += [f"{refusal.reason.name} ({refusal.facts})" for refusal in missed.values()]
+    stayed = {node: refusal for node, refusal in missed.items() if not contracts_rows(node)}  # gradients are kept users
+    left_out += [f"{refusal.reason.name} ({refusal.facts})" for refusal in stayed.values()]
     nodes = scene.sorted([*gather.nodes, *_members(chain)])
     return Candidate(gather, chain, (), nodes, left_out=tuple(left_out)), []
 

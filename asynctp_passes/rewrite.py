@@ -89,7 +89,7 @@ def rewrite(
             old.update(node for node in build.made if node is not op)  # shapes of terms that went into a sum
         _erase_unused(graph, old)
         for wait in joint_waits & old:
-            old.update(_shrink(wait))
+            _shrink(wait)
         _erase_unused(graph, old)
         for collective in _collectives(chain):
             if collective.call is not None and collective.call.users:
@@ -681,10 +681,14 @@ def _joint_waits(chain: GatherChain | ScatterChain) -> set[fx.Node]:
 
 
 def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
-    """What a fused op may leave without users: its chain's collectives, views and matmuls, and their sizes."""
+    """What a fused op may leave without users: its chain's collectives, views and matmuls, and their sizes.
+
+    Of a collective of several tensors, other items too: of one that nothing uses nothing is left.
+    """
     views = followed(chain) if isinstance(chain, GatherChain) else chain.views
     nodes = {*views, *(node for matmul in chain.matmuls for node in (*matmul.nodes, *_views_above(matmul)))}
-    nodes |= {node for collective in _collectives(chain) for node in collective.nodes}
+    for collective in _collectives(chain):
+        nodes.update(collective.nodes, () if collective.call is None else collective.call.users)
     inside = [node for matmul in chain.matmuls for node in matmul.epilogue]
     nodes |= {node for step in inside for node in step.all_input_nodes if op_name(node) and not node.all_input_nodes}
     return nodes | {user for node in nodes for user in node.users if is_size(user)}
@@ -713,18 +717,16 @@ def _erase_unused(graph: fx.Graph, candidates: set[fx.Node]) -> None:
         erased = bool(dead)
 
 
-def _shrink(call: fx.Node) -> list[fx.Node]:
-    """Leave in a collective of several tensors, or a wait for them, only those whose results are used; the others."""
+def _shrink(call: fx.Node) -> None:
+    """Leave in a collective of several tensors, or a wait for them, only those whose results are used."""
     inputs, *rest = call.args
     assert isinstance(inputs, list | tuple)
-    before = call.all_input_nodes
     users = sorted(call.users, key=lambda user: int(user.args[1]))  # type: ignore[arg-type]
     kept = [int(user.args[1]) for user in users]  # type: ignore[arg-type]
     call.args = ([inputs[index] for index in kept], *rest)
     call.meta["val"] = [call.meta["val"][index] for index in kept]
     for place, user in enumerate(users):
         user.args = (call, place)
-    return [node for node in before if node not in call.all_input_nodes]
 
 
 def _restore_order(graph: fx.Graph, segment: dict[fx.Node, int], early: Sequence[fx.Node] = ()) -> None:

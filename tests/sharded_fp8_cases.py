@@ -7,9 +7,9 @@ Three things vary. What is compiled:
     model          the whole model, of blocks that FSDP2 has sharded
     in graph       the whole model, whose layers gather their weights themselves (simple FSDP): a single graph
 
-How scales come about: `dynamic` (torchao's tensorwise recipe; in the graph, the layers of fp8_cases) or `delayed` (those
-layers, as torchao has none). And whether weights travel in high precision or in fp8: under FSDP2, as torchao's tensor
-subclass of weights.
+How scales come about: `dynamic` (torchao's tensorwise recipe; in the graph, the layers of fp8_cases) or `delayed`
+(those layers, as torchao has none). And whether weights travel in high precision or in fp8: under FSDP2, as torchao's
+tensor subclass of weights.
 
 A rank's graphs are cached apart: torch finds a graph of DTensors of another tensor-parallel group, whose name is in it.
 
