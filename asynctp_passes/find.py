@@ -277,11 +277,13 @@ def _named(gather: Collective, miss: _Miss) -> _Miss:
     return replace(miss, refusal=Refusal(reasons.UNEVEN_SHARDS, f"{op_name(cut)} {cut.name}: {miss.refusal.facts}"))
 
 
+_PICKS = ("aten.slice.Tensor", "aten.narrow.default", "aten.index.Tensor", "aten.index_select.default")
+
+
 def _unpads(node: fx.Node, ranks: int) -> bool:
-    """True for a slice that keeps a size which, padded to a multiple of the ranks, is the size before."""
-    before = tensor_of(node.args[0]) if op_name(node) in ("aten.slice.Tensor", "aten.narrow.default") else None
-    after = tensor_of(node)
-    if before is None or after is None:
+    """True for picking rows of which there are as many as, padded to a multiple of the ranks, there were before."""
+    before, after = tensor_of(node.args[0]) if op_name(node) in _PICKS else None, tensor_of(node)
+    if before is None or after is None or before.dim() != after.dim():
         return False
     pairs = zip(before.shape, after.shape, strict=True)
     known = [(whole, kept) for whole, kept in pairs if isinstance(whole, int) and isinstance(kept, int)]
@@ -297,7 +299,7 @@ def _left_out(
     """What other matmuls do with the gathered tensor, which the fused op returns to them."""
     fused = {matmul.node for matmul in chain.matmuls}
     others = [matmul.node for matmul, _ in consumers if matmul.node not in fused]
-    shared = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.ROWS_CONTRACTED)
+    shared = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.ROWS_CONTRACTED, reasons.ADDMM_SCALED)
     takers = [*others, *(miss.nodes[-1] for miss in misses if miss.refusal.reason in shared)]
     gradients = [node.name for node in scene.sorted(takers) if contracts_rows(node)]
     apart = [f"{node.name} stays a matmul of its own" for node in others if not contracts_rows(node)]
@@ -351,7 +353,10 @@ def _consumer(scene: _Scene, gather: Collective, flow: Flow, node: fx.Node, shar
 
 def _informative(miss: _Miss) -> int:
     """What a person should be told first: the most specific reason, then those about a left operand."""
-    last = (reasons.ROWS_CONTRACTED, reasons.GATHER_IS_RIGHT_OPERAND, reasons.GATHERED_SCALE, reasons.NO_MATMUL)
+    last = (
+        *(reasons.ROWS_CONTRACTED, reasons.GATHER_IS_RIGHT_OPERAND, reasons.GATHERED_SCALE),
+        *(reasons.PRODUCT_GATHERED, reasons.NO_MATMUL),
+    )
     if miss.refusal.reason in last:
         return 2 + last.index(miss.refusal.reason)
     return int(miss.refusal.reason is not reasons.QUANTIZED_AFTER_GATHER)
@@ -561,7 +566,25 @@ def _near_gather(scene: _Scene, gather: Collective, flow: Flow, refused: Mapping
             if way is not None:
                 refusal = next((refused[step] for step in way if step in refused), flow.refused.get(node))
                 reached.append(_Miss(_on_the_way(way, refusal), (*_between(flow, [source]), *way)))
-    return reached or scaled[:1] or [_Miss(Refusal(reasons.NO_MATMUL, gather.node.name))]
+    return reached or scaled[:1] or [_Miss(_goes_elsewhere(scene, gather, flow))]
+
+
+def _goes_elsewhere(scene: _Scene, gather: Collective, flow: Flow) -> Refusal:
+    """What a gathered tensor that no matmul takes is used by, or that it comes from a matmul."""
+    assert gather.input is not None
+    way = near.path(scene.ways_up, gather.input, gather.node, near.any_operand)
+    if way and not any(map(near.reduces, way)):
+        return Refusal(reasons.PRODUCT_GATHERED, near.names([*way[::-1], gather.node]))
+    users = [user for user in scene.sorted(flow.all_users()) if not flow.has(user) and not is_size(user)]
+    return Refusal(reasons.NO_MATMUL, f"{gather.node.name}: used by {_callers(users)}")
+
+
+def _callers(nodes: Iterable[fx.Node]) -> str:
+    """Ops, for people: at most three; where a graph begins and ends is said too."""
+    ends = {"placeholder": "an input of the graph", "output": "what takes the graph's results"}
+    found = dict.fromkeys(ends.get(node.op) or called_name(node) or node.name for node in nodes)
+    names = list(found)[:3] + (["..."] if len(found) > 3 else [])
+    return ", ".join(names) or "nothing"
 
 
 def _only_scales(scalings: Container[fx.Node], node: fx.Node) -> bool:
@@ -595,9 +618,8 @@ def _scatter(scene: _Scene, scatter: Collective) -> Candidate:
     """A reduce-scatter or an all-reduce: a sum of matmuls, or why it is not seen as one."""
     region, leaves = _region(scene, scatter.input)
     products = scene.sorted(leaf for leaf in leaves if scene.product(leaf) is not None)
-    if scatter.kind == "all_reduce" and not products:
-        name = called_name(scatter.call or scatter.node)
-        refusal, weights = Refusal(reasons.NO_MATMUL, name), _is_vector(scatter.input)
+    if scatter.kind == "all_reduce" and not products and any(map(near.reduces, _way_up(scene, scatter, leaves))):
+        refusal, weights = _made_elsewhere(scene, scatter, leaves), _is_vector(scatter.input)
         return Candidate(scatter, None, (refusal,), scatter.nodes, weights=weights)
     chain = _scatter_chain(scene, scatter, region, products) if products else _near_scatter(scene, scatter, leaves)
     if isinstance(chain, Refusal):
@@ -766,11 +788,15 @@ def _outside_users(scatter: Collective, inside: set[fx.Node]) -> str | None:
 
 
 def _near_scatter(scene: _Scene, scatter: Collective, leaves: set[fx.Node]) -> Refusal:
-    """Why a reduce-scatter that no matmul feeds directly is not fused."""
+    """Why a reduction that no matmul feeds directly is not fused."""
     way = _way_up(scene, scatter, leaves)
     if way:
         return Refusal(reasons.COMPUTED_BETWEEN, near.names(way[::-1]))
-    return Refusal(reasons.NO_MATMUL, scatter.node.name)
+    return _made_elsewhere(scene, scatter, leaves)
+
+
+def _made_elsewhere(scene: _Scene, scatter: Collective, leaves: Iterable[fx.Node]) -> Refusal:
+    return Refusal(reasons.NO_MATMUL, f"{scatter.node.name}: made by {_callers(scene.sorted(leaves))}")
 
 
 def _way_up(scene: _Scene, scatter: Collective, leaves: set[fx.Node]) -> list[fx.Node]:

@@ -1,11 +1,13 @@
 """Near misses: collectives that reach a matmul only through ops that change values.
 
 Those are where a user loses time and does not learn of it, so they are reported as MISSED, with the way from one to the
-other. Ops that a collective is still 'next to' a matmul through are views, pointwise ops, casts and reductions.
+other. Ops that a collective is still 'next to' a matmul through are views, pointwise ops, casts, reductions, and what
+works row by row: norms, softmax, dropout, quantization, be it by an op of the program's own.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -23,19 +25,34 @@ __all__ = [
     "names",
     "path",
     "quantizes",
+    "reduces",
     "transparent",
     "ways_to_matmuls",
 ]
 
-REDUCTIONS = {"aten.amax", "aten.amin", "aten.max", "aten.min", "aten.sum", "aten.mean", "aten.var_mean", "aten.var"}
+REDUCTIONS = {f"aten.{name}" for name in ("amax", "amin", "max", "min", "sum", "mean", "var_mean", "var")}
+REDUCTIONS |= {"aten.norm", "aten.linalg_vector_norm"}
+_ROWWISE_WORDS = re.compile(r"(?:^|_)(?:layer|rms)?(norm|softmax|dropout|quant|quantize|silu|gelu|swiglu)(?=_|$)")
 
 
 def transparent(node: fx.Node) -> bool:
-    """Ops through which a collective is still 'next to' a matmul: views, pointwise ops, casts, reductions."""
+    """Ops through which a collective is still 'next to' a matmul: views, pointwise ops, casts, reductions, norms."""
     name = op_name(node)
-    if is_view(node) or name.rsplit(".", 1)[0] in REDUCTIONS or name.startswith("prims.convert_element_type"):
+    if is_view(node) or reduces(node) or name.startswith("prims.convert_element_type"):
         return True
-    return compat.is_op(node.target) and torch.Tag.pointwise in node.target.tags
+    if compat.is_op(node.target) and torch.Tag.pointwise in node.target.tags:
+        return True
+    return bool(_rowwise_words(node))
+
+
+def _rowwise_words(node: fx.Node) -> list[str]:
+    """What the name of an op says that it does row by row."""
+    return _ROWWISE_WORDS.findall(called_name(node).partition(".")[2].partition(".")[0])
+
+
+def reduces(node: fx.Node) -> bool:
+    """True for sums, means, maxima and the like."""
+    return op_name(node).rsplit(".", 1)[0] in REDUCTIONS
 
 
 Ways = dict[fx.Node, tuple[int, fx.Node]]
@@ -77,10 +94,12 @@ def any_operand(matmul: fx.Node, before: fx.Node) -> bool:
 
 
 def quantizes(node: fx.Node) -> bool:
-    """True for a cast to fp8."""
+    """True for a cast to fp8, and for an op of the program's own that is called so."""
     value = tensor_of(node)
     casts = op_name(node).startswith(("prims.convert_element_type", "aten._to_copy", "aten.to."))
-    return casts and value is not None and value.dtype.itemsize == 1 and value.dtype.is_floating_point
+    if casts:
+        return value is not None and value.dtype.itemsize == 1 and value.dtype.is_floating_point
+    return any(word.startswith("quant") for word in _rowwise_words(node))
 
 
 def names(nodes: Sequence[fx.Node]) -> str:

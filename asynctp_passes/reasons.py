@@ -69,8 +69,8 @@ GROUP_NOT_ENROLLED = _skip(
 NO_MATMUL = _skip(
     "ATP002",
     "NO_MATMUL",
-    "the collective neither feeds a matmul nor is fed by one",
-    "nothing to do: there is no matmul to hide it behind",
+    "no matmul of this graph takes what is gathered, or makes what is reduced",
+    "nothing to do, unless a graph break parts it from its matmul (TORCH_LOGS=graph_breaks tells)",
 )
 WEIGHT_GATHER = _skip(
     "ATP003",
@@ -103,8 +103,8 @@ GATHERED_SCALE = _skip(
     "ATP007",
     "GATHERED_SCALE",
     "the gathered tensor only scales a matmul or its result, and does not travel with the data that it scales",
-    "to let it travel with the data, gather it over the same group, use it for that matmul only, and give it rows in "
-    "the order of the data's",
+    "to let it travel with the data, gather it over the same group, use it for that matmul only, and give it one fp32 "
+    "number for each row, in the order of the data's",
 )
 NO_ELEMENTS = _skip(
     "ATP008",
@@ -134,6 +134,15 @@ DATA_PARALLEL_GROUP = _skip(
     "Config(groups=...), or the mesh dimension for what it does",
 )
 
+PRODUCT_GATHERED = _skip(
+    "ATP012",
+    "PRODUCT_GATHERED",
+    "what is gathered comes from a matmul, and no matmul takes the gathered tensor: a gather is hidden behind what "
+    "follows it",
+    "leave the product sharded where what follows can work on the shard (loss_parallel, a sampler of the shard), or "
+    "gather no more rows than are used (the last token of each sequence)",
+)
+
 # --- 1xx structure: the chain is not of a shape that is proven ----------------------------------------
 PIECES_REORDERED = _miss(
     "ATP101",
@@ -151,13 +160,14 @@ PIECES_MISSING = _miss(
     "ATP103",
     "PIECES_MISSING",
     "part of the gathered or scattered tensor is dropped (sliced off or left out of a concatenation)",
-    "trim after the matmul instead of before it, or gather only what is used",
+    "trim behind both, the matmul and the collective, or multiply and communicate only what is used",
 )
 VIEW_NOT_UNDERSTOOD = _miss(
     "ATP104",
     "VIEW_NOT_UNDERSTOOD",
     "a view between the collective and the matmul cannot be followed as an index map",
-    "write it with reshape, permute, split/chunk, slice and cat, or move it behind the matmul",
+    "write it with reshape, permute, split/chunk, slice and cat, or move it: of a gather behind the matmul, of a "
+    "reduction behind the collective",
 )
 COMPUTED_BETWEEN = _miss(
     "ATP105",
@@ -195,7 +205,8 @@ SUM_HAS_OTHER_TERM = _miss(
     "ATP110",
     "SUM_HAS_OTHER_TERM",
     "the reduced sum has a term that is not a matmul, or a scaled or broadcast addition",
-    "add the other term after the collective: on the shard that a reduce-scatter returns, or to an all-reduce's result",
+    "add a term that is the same on all ranks after the collective: on the shard that a reduce-scatter returns, or to "
+    "an all-reduce's result; give a term that differs by rank a collective of its own, or make it a matmul",
 )
 SUM_TERMS_DISAGREE = _miss(
     "ATP111",
@@ -222,8 +233,8 @@ MATMUL_NOT_UNDERSTOOD = _miss(
     "ATP115",
     "MATMUL_NOT_UNDERSTOOD",
     "the matmul is of a form that asynctp does not rewrite (a weight for each batch, grouped, an op it does not know)",
-    "use torch.nn.functional.linear or scaled_mm with one weight; tell asynctp of a custom op with "
-    "asynctp_passes.register_matmul",
+    "write a layer with torch.nn.functional.linear or scaled_mm and one weight; tell asynctp of a custom op with "
+    "asynctp_passes.register_matmul; for attention's own products there is nothing to do",
 )
 MATMUL_PADDED = _miss(
     "ATP116",
@@ -375,8 +386,9 @@ MOVES_MORE = _skip(
 BEHIND_PRODUCTS = _skip(
     "ATP404",
     "BEHIND_PRODUCTS",
-    "the gathered tensor only feeds products that need all of it (weight gradients); instead of being fused, the "
-    "gather runs whole beside other products: by asynctp::all_gather, from before them to behind them",
+    "the gathered tensor only feeds products that need all of it (a weight's gradient, or as the right operand); "
+    "instead of being fused, the gather runs whole beside other products: by asynctp::all_gather, from before them to "
+    "behind them",
     "nothing to do",
 )
 SCATTER_BEHIND_PRODUCTS = _skip(

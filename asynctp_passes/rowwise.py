@@ -210,12 +210,14 @@ class Region:
     # --- the rules: where the ranks are in the result of an op, or why no rank can compute its part ---
     def _computed(self, node: fx.Node) -> _Place | Refusal:
         target, name = node.target, op_name(node)
-        if tensor_of(node) is None:
+        if "val" not in node.meta:
             return Refusal(reasons.SHAPE_UNKNOWN, "no tensor")
         if not compat.is_op(target) or mutates(node):
             return Refusal(reasons.COMPUTED_BETWEEN, "not a pure operation")
         if torch.Tag.nondeterministic_seeded in target.tags:
             return Refusal(reasons.RANDOM_BETWEEN, "every rank would draw other numbers")
+        if tensor_of(node) is None:
+            return Refusal(reasons.COMPUTED_BETWEEN, "not an operation that returns one tensor")
         if torch.Tag.pointwise in target.tags or name in _CASTS:
             return self._pointwise(node)
         if name.rsplit(".", 1)[0] in near.REDUCTIONS:
@@ -242,12 +244,11 @@ class Region:
             return Refusal(reasons.SIZES_NOT_PROVEN, f"{operand.name} is no tensor")
         if self.scene.depends(operand, self.gather.node):
             return self.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
-        shape = self.scene.sizes.of(value)
+        shape, uniform = self.scene.sizes.of(value), self._uniform(operand)
         if len(shape) >= -dim and not same(shape[dim], 1):
-            return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{operand.name} has a value for each row")
-        if not self._uniform(operand):
-            return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{operand.name}")
-        return None
+            reason = reasons.COMPUTED_BETWEEN if uniform else reasons.MAY_DIFFER_BY_RANK
+            return Refusal(reason, f"{operand.name} has a value for each row")
+        return None if uniform else Refusal(reasons.MAY_DIFFER_BY_RANK, f"{operand.name}")
 
     def _of_one_device(self, node: fx.Node) -> Refusal | None:
         value, whole = tensor_of(node), tensor_of(self.gather.node)

@@ -1,4 +1,7 @@
-"""Bugs of torch that a graph at hand meets, for the notes of its report. `asynctp doctor` tells them by version."""
+"""What torch does to a program that its report would not show, for the notes of it: bugs, and breaks of graphs.
+
+`asynctp doctor` tells the bugs by version.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,21 @@ __all__ = ["hidden_collectives", "notes"]
 _GATHER_HELPER = "_maybe_view_chunk_cat"
 """What `all_gather_tensor` calls for a dimension but the first; dynamo of torch 2.11 does not trace it."""
 
+_HIDING = {
+    _GATHER_HELPER: (
+        "all_gather_tensor(gather_dim != 0)",
+        "torch 2.11, pytorch issue 179722",
+        "use DTensor or gather_dim=0, or a newer torch",
+    ),
+    "async_op=True for distributed collectives": (
+        "async_op=True",
+        "torch.compile does not trace handles",
+        "leave async_op out where the program is compiled: Inductor starts a collective early and waits for it late by "
+        "itself",
+    ),
+}
+"""For what dynamo says when it breaks a graph at a collective: at which call, why, and what to do."""
+
 
 def notes(graph: fx.Graph, phase: str) -> tuple[str, ...]:
     """What else should be known of a graph, in sentences; most have nothing."""
@@ -30,13 +48,16 @@ def hidden_collectives(breaks: Sequence[str] | None = None) -> str:
     Args:
         breaks: Why dynamo broke graphs; what it did in this process, when None.
     """
-    count = sum(_GATHER_HELPER in text for text in (compat.graph_breaks() if breaks is None else breaks))
-    if not count:
-        return ""
+    texts = compat.graph_breaks() if breaks is None else breaks
+    counts = {mark: sum(mark in text for text in texts) for mark in _HIDING}
+    return "; ".join(_hidden(*_HIDING[mark], count) for mark, count in counts.items() if count)
+
+
+def _hidden(call: str, why: str, remedy: str, count: int) -> str:
+    times = f"{count} time{'s' if count > 1 else ''}"
     return (
-        f"torch broke a graph at all_gather_tensor(gather_dim != 0), {count} time{'s' if count > 1 else ''} in this "
-        "process: such a gather runs outside every graph and is in no report (torch 2.11, pytorch issue 179722); use "
-        "DTensor or gather_dim=0, or a newer torch"
+        f"torch broke a graph at {call}, {times} in this process: such a collective runs outside every graph and is in "
+        f"no report ({why}); {remedy}"
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 from torch import fx
 
 from asynctp_passes import compat, reasons
@@ -114,7 +115,7 @@ def _apply(handler: Callable[[_Call], Result], node: fx.Node, flow: Flow, sizes:
     unknown = next((source for source in node.all_input_nodes if "val" not in source.meta), None)
     if unknown is not None:
         return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
-    if isinstance(first, fx.Node) and not flow.has(first) and handler is not _add:
+    if isinstance(first, fx.Node) and not flow.has(first) and handler not in (_add, _written):
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{node.name} rearranges another tensor")
     return handler(_Call(node, values, flow, sizes))
 
@@ -351,11 +352,46 @@ def _add(call: _Call) -> Result:
     return call.flow.maps[left]
 
 
+def _written(call: _Call) -> Result:
+    return Refusal(reasons.VIEW_NOT_UNDERSTOOD, "one tensor is written into a part of another")
+
+
 def _index(call: _Call) -> Result:
-    """Picking rows by number: fewer rows than there are is how torch undoes the padding of uneven shards."""
+    """Picking rows by number: of fewer rows, by constants, it is how torch undoes the padding of uneven shards."""
     before, after = tensor_of(next(iter(call.values.values()))), call.shape()
-    fewer = before is not None and after is not None and not same(product(call.sizes.of(before)), product(after))
-    return Refusal(reasons.UNEVEN_SHARDS if fewer else reasons.PIECES_REORDERED, "")
+    ratio = None if before is None or after is None else _ratio(product(after), product(call.sizes.of(before)))
+    if ratio is None or ratio == 1:
+        return Refusal(reasons.PIECES_REORDERED, "picks rows by number")
+    if ratio > 1:
+        return Refusal(reasons.PIECES_REPEATED, "picks rows by number")
+    constant = all(_is_constant(node) for node in call.node.all_input_nodes if not call.flow.has(node))
+    return Refusal(reasons.UNEVEN_SHARDS if constant else reasons.PIECES_MISSING, "picks rows by number")
+
+
+def _ratio(a: Size, b: Size) -> float | None:
+    """`a / b`; None when it is symbolic."""
+    ratio = sympy.sympify(a) / sympy.sympify(b)
+    return float(ratio) if ratio.is_number else None
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """True for what is computed from no input of the graph."""
+    seen, stack = set(), [node]
+    while stack:
+        step = stack.pop()
+        if step.op == "placeholder":
+            return False
+        if step not in seen:
+            seen.add(step)
+            stack.extend(source for source in step.all_input_nodes if not is_size(step))
+    return True
+
+
+def _padded(call: _Call) -> Result:
+    """Padding at the end is how torch evens out shards; other padding shifts or widens the tensor."""
+    pad = call.values["pad"]
+    at_end = all(not (isinstance(size, int) and (size < 0 or (size > 0 and i % 2 == 0))) for i, size in enumerate(pad))
+    return Refusal(reasons.UNEVEN_SHARDS if at_end else reasons.VIEW_NOT_UNDERSTOOD, f"pads by {list(pad)}")
 
 
 def _refuse(reason: reasons.Reason) -> Callable[[_Call], Result]:
@@ -406,6 +442,10 @@ VIEWS: dict[str, Callable[[_Call], Result]] = {
     "aten.as_strided.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),
     "aten.index_select.default": _index,
     "aten.index.Tensor": _index,
-    "aten.constant_pad_nd.default": _refuse(reasons.UNEVEN_SHARDS),
+    "aten.constant_pad_nd.default": _padded,
+    "aten.view_as_complex.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),
+    "aten.view_as_real.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),
     "aten.split_with_sizes_copy.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),
+    "aten.slice_scatter.default": _written,
+    "aten.select_scatter.default": _written,
 }

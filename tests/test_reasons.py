@@ -23,6 +23,7 @@ FP8 = torch.float8_e4m3fn
 
 _WRITING_OPS = torch.library.Library("registry_like", "FRAGMENT")
 _WRITING_OPS.define("all_gather_out(Tensor! out, Tensor x) -> ()")
+_WRITING_OPS.define("dynamic_per_token_quant(Tensor! out, Tensor x, Tensor! scale) -> ()")
 
 Build = Callable[[GraphBuilder], Any]
 
@@ -117,19 +118,36 @@ def gather_of_another_group(b: GraphBuilder) -> Node:
     return times(b, gathered(b))
 
 
-@row("NO_MATMUL", "all_gather_into_tensor")
+@row("NO_MATMUL", "used by what takes the graph's results")
 def gather_that_is_returned(b: GraphBuilder) -> Node:
     return gathered(b)
 
 
-@row("NO_MATMUL", "reduce_scatter_tensor")
+@row("NO_MATMUL", "used by aten.convolution.default")
+def gather_for_a_convolution(b: GraphBuilder) -> Node:
+    images, weight = b.reshape(gathered(b), [2, 8, 8]), b.input("w", [4, 8, 1])
+    return b.call(aten.convolution.default, images, weight, None, [1], [0], [1], False, [0], 1)
+
+
+@row("NO_MATMUL", "made by an input of the graph")
 def scatter_of_an_input(b: GraphBuilder) -> Node:
     return b.scatter(b.input("x", [16, 8]))
 
 
-@row("NO_MATMUL", "all_reduce")
+@row("NO_MATMUL", "made by aten.relu.default")
 def all_reduce_of_a_norm(b: GraphBuilder) -> Node:
     return b.call(c10d.all_reduce.default, b.relu(b.input("x", [16])), "sum", "tp")
+
+
+@row("NO_MATMUL", "made by aten.amax.default")
+def all_reduce_of_a_products_maximum(b: GraphBuilder) -> Node:
+    return b.all_reduce(b.call(aten.amax.default, product(b), [-1]), "max")
+
+
+@row("PRODUCT_GATHERED", "mm -> all_gather_into_tensor")
+def gather_of_logits(b: GraphBuilder) -> Node:
+    """The head of a model that is sharded over the vocabulary."""
+    return b.cat(b.chunks(b.gather(product(b))), dim=-1)
 
 
 @row("GATHERED_SCALE", "_scaled_mm", fused=1)
@@ -281,6 +299,42 @@ def scattered_rows_trimmed(b: GraphBuilder) -> Node:
     return b.scatter(b.call(aten.slice.Tensor, product(b, rows=20), 0, 0, 16))
 
 
+@row("PIECES_MISSING", "picks rows by number")
+def rows_picked_by_an_input(b: GraphBuilder) -> Node:
+    """The last token of each sequence, as serving does before the head."""
+    return times(b, b.call(aten.index.Tensor, gathered(b), [b.input("last", [5], torch.int64)]))
+
+
+@row("PIECES_REPEATED", "picks rows by number")
+def rows_picked_for_several_experts(b: GraphBuilder) -> Node:
+    return times(b, b.call(aten.index.Tensor, gathered(b), [b.input("routes", [32], torch.int64)]))
+
+
+@row("VIEW_NOT_UNDERSTOOD", "pads by [0, 0, 1, -1]")
+def rows_shifted_before_the_scatter(b: GraphBuilder) -> Node:
+    """What a token shift is in backward: no padding to a multiple of the ranks."""
+    return b.scatter(b.call(aten.constant_pad_nd.default, product(b), [0, 0, 1, -1]))
+
+
+@row("VIEW_NOT_UNDERSTOOD", "written into a part of another")
+def gathered_into_a_larger_buffer(b: GraphBuilder) -> Node:
+    buffer = b.input("buffer", [20, 8])
+    return times(b, b.call(aten.slice_scatter.default, buffer, gathered(b), 0, 2, 18))
+
+
+@row("VIEW_NOT_UNDERSTOOD", "written into a part of another")
+def product_written_into_zeros_before_the_scatter(b: GraphBuilder) -> Node:
+    """The backward of picking one row."""
+    zeros = b.call(aten.full.default, [16, 5, 12], 0.0)
+    return b.scatter(b.call(aten.select_scatter.default, zeros, product(b), 1, -1))
+
+
+@row("VIEW_NOT_UNDERSTOOD", "view_as_complex")
+def gathered_as_complex_numbers(b: GraphBuilder) -> Node:
+    whole = b.call(aten.view_as_complex.default, gathered(b, 4, 8, 2))
+    return times(b, whole)
+
+
 @row("VIEW_NOT_UNDERSTOOD", "as_strided")
 def gathered_as_strided(b: GraphBuilder) -> Node:
     return times(b, b.call(aten.as_strided.default, gathered(b), [16, 8], [8, 1]))
@@ -298,6 +352,25 @@ def scaled_by_a_sum_of_each_row(b: GraphBuilder) -> Node:
     return times(b, b.call(aten.mul.Tensor, whole, b.call(aten.sum.dim_IntList, whole, [-1], True)))
 
 
+@row("COMPUTED_BETWEEN", "mm -> mul")
+def product_scaled_before_the_all_reduce(b: GraphBuilder) -> Node:
+    return b.all_reduce(b.call(aten.mul.Tensor, product(b), 0.5))
+
+
+@row("COMPUTED_BETWEEN", "native_layer_norm -> getitem -> mm")
+def norm_that_is_one_op_after_the_gather(b: GraphBuilder) -> Node:
+    """Graphs that Inductor has not decomposed have such."""
+    norm = b.call(aten.native_layer_norm.default, gathered(b), [8], None, None, 1e-5)
+    return times(b, b.call(getitem, norm, 0))
+
+
+@row("COMPUTED_BETWEEN", "wait_tensor has a value for each row")
+def combined_with_another_gathered_tensor(b: GraphBuilder) -> Node:
+    """It is the same on all ranks, and not one value for all rows."""
+    other = b.gather(b.input("scale", [4, 8]))
+    return times(b, b.add(gathered(b), other))
+
+
 @row("COMPUTED_BETWEEN", "mm -> relu")
 def relu_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.relu(product(b)))
@@ -306,6 +379,17 @@ def relu_before_the_scatter(b: GraphBuilder) -> Node:
 @row("QUANTIZED_AFTER_GATHER", "number of rows")
 def quantized_by_the_mean_of_each_row(b: GraphBuilder) -> Node:
     return quantized(b, lambda x: b.call(aten.mean.dim, b.call(aten.abs.default, x), [-1], True))
+
+
+@row("QUANTIZED_AFTER_GATHER", "dynamic_per_token_quant -> getitem -> _scaled_mm")
+def quantized_by_an_op_of_the_programs_own(b: GraphBuilder) -> Node:
+    """Functionalized, as in a compiled graph of a serving framework."""
+    fp8, scale = b.input("fp8", [16, 32], FP8), b.input("scale", [16, 1])
+    w = b.input("w", [32, 16], FP8, column_major=True)
+    target, op = torch.ops.higher_order.auto_functionalized, torch.ops.registry_like.dynamic_per_token_quant.default
+    values = (None, fp8.meta["val"], scale.meta["val"])
+    call = b.call_like(values, target, op, out=fp8, x=gathered(b, 4, 32), scale=scale)
+    return b.scaled_mm(b.call(getitem, call, 1), w, b.call(getitem, call, 2), b.input("b_scale", [1, 16]))
 
 
 @row("MIXES_RANKS", "max")
@@ -620,6 +704,11 @@ def combined_with_a_number(b: GraphBuilder) -> Node:
 def quantized_by_a_scale_from_outside(b: GraphBuilder) -> Node:
     scale = b.input("v", [])
     return quantized(b, lambda x: scale)
+
+
+@row("RANDOM_BETWEEN", "native_dropout")
+def dropout_that_is_one_op_after_the_gather(b: GraphBuilder) -> Node:
+    return times(b, b.call(getitem, b.call(aten.native_dropout.default, gathered(b), 0.5, True), 0))
 
 
 @row("RANDOM_BETWEEN", "rand_like")
