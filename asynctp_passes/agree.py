@@ -36,7 +36,7 @@ GRACE_S = 10.0
 LARGE_GROUP = 32
 """Ranks of a larger group compare with two neighbours each; all with all would be a burden for the store."""
 
-_OUT_OF_SCOPE = {"NO_MATMUL", "WEIGHT_GATHER", "SINGLE_RANK", "OTHER_COLLECTIVE"}
+_OUT_OF_SCOPE = {"NO_MATMUL", "OUTSIDE_GRAPH", "PRODUCT_GATHERED", "WEIGHT_GATHER", "SINGLE_RANK", "OTHER_COLLECTIVE"}
 _COMPARED_AGAIN = 16
 _PAUSE_S = 0.05
 _lock = threading.Lock()

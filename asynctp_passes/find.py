@@ -355,7 +355,7 @@ def _informative(miss: _Miss) -> int:
     """What a person should be told first: the most specific reason, then those about a left operand."""
     last = (
         *(reasons.ROWS_CONTRACTED, reasons.GATHER_IS_RIGHT_OPERAND, reasons.GATHERED_SCALE),
-        *(reasons.PRODUCT_GATHERED, reasons.NO_MATMUL),
+        *(reasons.PRODUCT_GATHERED, reasons.OUTSIDE_GRAPH, reasons.NO_MATMUL),
     )
     if miss.refusal.reason in last:
         return 2 + last.index(miss.refusal.reason)
@@ -576,7 +576,13 @@ def _goes_elsewhere(scene: _Scene, gather: Collective, flow: Flow) -> Refusal:
     if way and not any(map(near.reduces, way)):
         return Refusal(reasons.PRODUCT_GATHERED, near.names([*way[::-1], gather.node]))
     users = [user for user in scene.sorted(flow.all_users()) if not flow.has(user) and not is_size(user)]
-    return Refusal(reasons.NO_MATMUL, f"{gather.node.name}: used by {_callers(users)}")
+    return Refusal(_absent(users, "output"), f"{gather.node.name}: used by {_callers(users)}")
+
+
+def _absent(nodes: Sequence[fx.Node], border: str) -> reasons.Reason:
+    """Why no matmul is among these users or makers of a tensor: all are where the graph ends, or they are others."""
+    outside = bool(nodes) and all(node.op == border for node in nodes)
+    return reasons.OUTSIDE_GRAPH if outside else reasons.NO_MATMUL
 
 
 def _callers(nodes: Iterable[fx.Node]) -> str:
@@ -796,7 +802,8 @@ def _near_scatter(scene: _Scene, scatter: Collective, leaves: set[fx.Node]) -> R
 
 
 def _made_elsewhere(scene: _Scene, scatter: Collective, leaves: Iterable[fx.Node]) -> Refusal:
-    return Refusal(reasons.NO_MATMUL, f"{scatter.node.name}: made by {_callers(scene.sorted(leaves))}")
+    made = scene.sorted(leaves)
+    return Refusal(_absent(made, "placeholder"), f"{scatter.node.name}: made by {_callers(made)}")
 
 
 def _way_up(scene: _Scene, scatter: Collective, leaves: set[fx.Node]) -> list[fx.Node]:

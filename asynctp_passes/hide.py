@@ -31,7 +31,7 @@ __all__ = ["LEAST_BYTES", "hide"]
 LEAST_BYTES = 1 << 20
 """A reduce-scatter of fewer bytes stays as it is: it is mostly latency, and to start it costs the host more."""
 
-_NO_PRODUCT = (reasons.NO_MATMUL, reasons.MATMUL_TAKEN, reasons.COLUMNS_TOO_LARGE)
+_NO_PRODUCT = (reasons.NO_MATMUL, reasons.OUTSIDE_GRAPH, reasons.MATMUL_TAKEN, reasons.COLUMNS_TOO_LARGE)
 _NEEDS_ALL = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.ROWS_CONTRACTED, reasons.CONTRACTION_TOO_LARGE)
 
 

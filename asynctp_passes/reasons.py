@@ -70,7 +70,7 @@ NO_MATMUL = _skip(
     "ATP002",
     "NO_MATMUL",
     "no matmul of this graph takes what is gathered, or makes what is reduced",
-    "nothing to do, unless a graph break parts it from its matmul (TORCH_LOGS=graph_breaks tells)",
+    "nothing to do: there is no matmul to hide it behind",
 )
 WEIGHT_GATHER = _skip(
     "ATP003",
@@ -141,6 +141,14 @@ PRODUCT_GATHERED = _skip(
     "follows it",
     "leave the product sharded where what follows can work on the shard (loss_parallel, a sampler of the shard), or "
     "gather no more rows than are used (the last token of each sequence)",
+)
+
+OUTSIDE_GRAPH = _skip(
+    "ATP011",
+    "OUTSIDE_GRAPH",
+    "what takes the gathered tensor, or makes what is reduced, is outside of this graph",
+    "if it is a matmul, bring both into one graph: compile a module around the one whose hooks communicate (hooks of "
+    "the compiled module itself are in other graphs), and see where graphs break (TORCH_LOGS=graph_breaks)",
 )
 
 # --- 1xx structure: the chain is not of a shape that is proven ----------------------------------------

@@ -118,7 +118,7 @@ def gather_of_another_group(b: GraphBuilder) -> Node:
     return times(b, gathered(b))
 
 
-@row("NO_MATMUL", "used by what takes the graph's results")
+@row("OUTSIDE_GRAPH", "used by what takes the graph's results")
 def gather_that_is_returned(b: GraphBuilder) -> Node:
     return gathered(b)
 
@@ -129,7 +129,7 @@ def gather_for_a_convolution(b: GraphBuilder) -> Node:
     return b.call(aten.convolution.default, images, weight, None, [1], [0], [1], False, [0], 1)
 
 
-@row("NO_MATMUL", "made by an input of the graph")
+@row("OUTSIDE_GRAPH", "made by an input of the graph")
 def scatter_of_an_input(b: GraphBuilder) -> Node:
     return b.scatter(b.input("x", [16, 8]))
 
