@@ -133,7 +133,6 @@ DATA_PARALLEL_GROUP = _skip(
     "nothing to do if weights or their gradients are communicated here; otherwise name the group in "
     "Config(groups=...), or the mesh dimension for what it does",
 )
-
 PRODUCT_GATHERED = _skip(
     "ATP012",
     "PRODUCT_GATHERED",
@@ -142,9 +141,8 @@ PRODUCT_GATHERED = _skip(
     "leave the product sharded where what follows can work on the shard (loss_parallel, a sampler of the shard), or "
     "gather no more rows than are used (the last token of each sequence)",
 )
-
 OUTSIDE_GRAPH = _skip(
-    "ATP011",
+    "ATP013",
     "OUTSIDE_GRAPH",
     "what takes the gathered tensor, or makes what is reduced, is outside of this graph",
     "if it is a matmul, bring both into one graph: compile a module around the one whose hooks communicate (hooks of "
