@@ -112,7 +112,8 @@ class Matmul:
 
     `b` may have leading dimensions of one element, and is `[N, K]` if `b_transposed`. `call` is the op where `node` is
     an item of what it returns. `node` may also be the last step of an epilogue that scales the product; then `epilogue`
-    has the matmul and all other nodes of that (`asynctp_passes.epilogue`).
+    has the matmul and all other nodes of that (`asynctp_passes.epilogue`). A term of a sum counts `factor` times: 1, or
+    another power of two, or the negative of one.
     """
 
     node: fx.Node
@@ -123,6 +124,7 @@ class Matmul:
     b_transposed: bool = False
     call: fx.Node | None = None
     epilogue: tuple[fx.Node, ...] = ()
+    factor: float = 1.0
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:

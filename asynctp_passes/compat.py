@@ -223,10 +223,10 @@ def cached_counters() -> Counter[str]:
 
 
 def graph_breaks() -> list[str]:
-    """Why dynamo broke graphs in this process, a text for each time."""
+    """Why dynamo broke graphs in this process, or gave a frame up, a text for each time."""
     from torch._dynamo.utils import counters
 
-    return list(Counter(counters["graph_break"]).elements())
+    return [text for kind in ("graph_break", "unimplemented") for text in Counter(counters[kind]).elements()]
 
 
 def inductor_mode_options(mode: str | None) -> dict[str, Any]:

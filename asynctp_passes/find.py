@@ -50,7 +50,7 @@ from asynctp_passes.shapes import (
     same,
     scales_rows,
 )
-from asynctp_passes.views import Flow, follow, is_view, size_readers, views_of
+from asynctp_passes.views import Flow, follow, is_sum, is_view, size_readers, views_of
 
 __all__ = ["find"]
 
@@ -657,7 +657,7 @@ def _is_vector(node: fx.Node | None) -> bool:
 
 
 def _region(scene: _Scene, end: fx.Node | None) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The views and additions above `end`, and the nodes (leaves) where they start."""
+    """The views and sums above `end`, and the nodes (leaves) where they start."""
     region: set[fx.Node] = set()
     leaves: set[fx.Node] = set()
     stack = [] if end is None else [end]
@@ -666,7 +666,7 @@ def _region(scene: _Scene, end: fx.Node | None) -> tuple[set[fx.Node], set[fx.No
         if node in region or node in leaves:
             continue
         sources = [source for source in node.all_input_nodes if _holds_tensors(source)]
-        follows = is_view(node) or op_name(node) == "aten.add.Tensor"
+        follows = is_view(node) or is_sum(node)
         if follows and sources and scene.product(node) is None:
             region.add(node)
             stack.extend(sources)
@@ -709,6 +709,8 @@ def _scatter_chain(
     elsewhere = _outside_users(scatter, region | set(products))
     if elsewhere is not None:
         return Refusal(reasons.PRODUCT_HAS_OTHER_USERS, elsewhere)
+    terms = flow.terms[scatter.input]  # type: ignore[index]
+    matmuls = tuple(replace(matmul, factor=terms[matmul.node]) for matmul in matmuls)
     return ScatterChain(scatter, matmuls, placement, scene.sorted(region))
 
 

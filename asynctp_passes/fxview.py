@@ -302,6 +302,9 @@ def express(size: Size, sources: Sequence[SizeSource]) -> Plan | None:
             return ("mul", own, times)
         if isinstance(part := quotient(source.size, size), int):
             return ("floordiv", own, part)
+    if compat.is_floor_division(size):
+        base, divisor = (express(int(arg) if arg.is_Integer else arg, sources) for arg in size.args)
+        return None if base is None or divisor is None else ("floordiv", base, divisor)
     if not isinstance(size, sympy.Mul | sympy.Add):
         return None
     parts = [express(int(arg) if arg.is_Integer else arg, sources) for arg in size.args]

@@ -144,7 +144,7 @@ PRODUCT_GATHERED = _skip(
 OUTSIDE_GRAPH = _skip(
     "ATP013",
     "OUTSIDE_GRAPH",
-    "what takes the gathered tensor, or makes what is reduced, is outside of this graph",
+    "what takes the gathered tensor, or makes the reduced one, is not in this graph",
     "if it is a matmul, bring both into one graph: compile a module around the one whose hooks communicate (hooks of "
     "the compiled module itself are in other graphs), and see where graphs break (TORCH_LOGS=graph_breaks)",
 )
@@ -307,7 +307,7 @@ RESULT_SCALED = _miss(
 SHAPE_UNKNOWN = _miss(
     "ATP207",
     "SHAPE_UNKNOWN",
-    'a node of the chain carries no tensor in meta["val"], so nothing can be proven about it',
+    'a node of the chain carries no tensor of the graph\'s fake mode in meta["val"], so nothing can be proven about it',
     "propagate fake tensors first (torch.fx.passes.fake_tensor_prop.FakeTensorProp)",
 )
 

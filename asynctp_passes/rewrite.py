@@ -48,7 +48,7 @@ from asynctp_passes.fxview import (
 )
 from asynctp_passes.read import is_matmul, is_only_awaited, waits_for_several
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, product, quotient, same
-from asynctp_passes.views import followed, is_view, views_of
+from asynctp_passes.views import followed, is_sum, is_view, views_of
 
 __all__ = ["rewrite"]
 
@@ -543,7 +543,7 @@ def _emit_reduction(build: _Builder, chain: ScatterChain) -> fx.Node:
 
 def _emit_scatter(build: _Builder, chain: ScatterChain, place: ScatterPlacement) -> fx.Node:
     scatter = chain.collective
-    a_parts = [_product_rows(build, chain, place, build.now(matmul.a)) for matmul in chain.matmuls]
+    a_parts = [_product_rows(build, chain, place, _left(build, matmul)) for matmul in chain.matmuls]
     first = tensor_of(a_parts[0])
     assert first is not None
     scatter_dim = first.dim() - 1 if place.axis == "columns" else first.dim() - 2
@@ -557,22 +557,32 @@ def _emit_scatter(build: _Builder, chain: ScatterChain, place: ScatterPlacement)
 
 
 def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
-    """The views of one product stay, behind the op; an addition becomes that product, which the op has added up."""
+    """The views of one product stay, behind the op; a sum becomes that product, which the op has added up."""
     collective = chain.collective
-    a_parts = [_as_rows(build, build.now(matmul.a)) for matmul in chain.matmuls]
+    a_parts = [_as_rows(build, _left(build, matmul)) for matmul in chain.matmuls]
     op = _call_reduction(build, chain, a_parts, "all_reduce")
     for matmul in chain.matmuls:
         value = tensor_of(matmul.node)
         assert value is not None
         build.replace(matmul.node, build.reshape(op, build.sizes.of(value)))
     for node in chain.views:
-        if op_name(node) == "aten.add.Tensor":
+        if is_sum(node):
             build.replace(node, arguments(node)["self"])
     assert collective.input is not None
     out = build.contiguous(build.now(collective.input))
     for node in collective.results:
         build.replace(node, out, unless=collective.waits)
     return op
+
+
+def _left(build: _Builder, matmul: Matmul) -> fx.Node:
+    """The left operand of a term, as many times as the term counts; of a scaled one, the scale is multiplied."""
+    return build.now(matmul.a) if matmul.scaled is not None else _times(build, build.now(matmul.a), matmul)
+
+
+def _times(build: _Builder, node: fx.Node, matmul: Matmul) -> fx.Node:
+    """A node as many times as a term counts."""
+    return node if matmul.factor == 1 else build.call(_aten.mul.Tensor, node, matmul.factor, like=matmul.node)
 
 
 def _product_rows(build: _Builder, chain: ScatterChain, place: ScatterPlacement, a: fx.Node) -> fx.Node:
@@ -604,13 +614,16 @@ def _call_reduction(
     """The fused op; only that of a reduce-scatter is told `where` to scatter, and the group's `size`."""
     matmuls, namespace = chain.matmuls, torch.ops.asynctp
     b_parts, biases = [_right(build, matmul) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
+    added = zip(matmuls, biases, strict=True)
+    biases = [None if bias is None else _times(build, bias, matmul) for matmul, bias in added]
     how, ending = (chain.collective.reduce_op, *where), (*size, chain.collective.group)
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     if not scaled:
         op = getattr(namespace, f"matmul_{collective}").default
         return build.call(op, a_parts, b_parts, biases, *how, *ending)
     shapes = [build.sizes.of(value) for value in map(tensor_of, a_parts) if value is not None]
-    a_scales = [_row_scale(build, one, shape) for one, shape in zip(scaled, shapes, strict=True)]
+    terms = zip(matmuls, scaled, shapes, strict=True)
+    a_scales = [_times(build, _row_scale(build, one, shape), matmul) for matmul, one, shape in terms]
     b_scales = [_column_scale(build, one) for one in scaled]
     op = getattr(namespace, f"scaled_matmul_{collective}").default
     options = (scaled[0].out_dtype, scaled[0].use_fast_accum)

@@ -30,6 +30,11 @@ _HIDING = {
         "leave async_op out where the program is compiled: Inductor starts a collective early and waits for it late by "
         "itself",
     ),
+    "torch.distributed.nn.functional": (
+        "torch.distributed.nn.functional",
+        "torch.compile does not trace it",
+        "use the collectives of torch.distributed._functional_collectives that end in _autograd, or DTensor",
+    ),
 }
 """For what dynamo says when it breaks a graph at a collective: at which call, why, and what to do."""
 

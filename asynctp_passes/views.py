@@ -7,11 +7,13 @@ A new view op is one line in that table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from asynctp_passes import compat, reasons
@@ -21,9 +23,20 @@ from asynctp_passes.read import added_matrix
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import IndexMap, Size, concatenate, product, same
 
-__all__ = ["VIEWS", "Flow", "follow", "followed", "is_view", "size_readers", "views_of"]
+__all__ = [
+    "VIEWS",
+    "Flow",
+    "follow",
+    "followed",
+    "is_sum",
+    "is_view",
+    "scaling_of",
+    "size_readers",
+    "views_of",
+]
 
 Pieces = tuple[IndexMap | None, ...]
+Terms = dict[fx.Node, float]
 Result = IndexMap | Pieces | Refusal | None
 
 
@@ -36,13 +49,14 @@ class Flow:
         pieces: Maps of the elements of nodes that return several tensors (split, chunk, unbind); None for elements that
             are no rearrangement of the source (other tensors that are waited for together).
         refused: Nodes that take a followed tensor and do a thing to it that has no index map.
-        terms: The seeds whose sum a followed node is a rearrangement of (one seed, unless sums are followed).
+        terms: The seeds whose sum a followed node is a rearrangement of (one seed, unless sums are followed), and how
+            many times each counts.
     """
 
     maps: dict[fx.Node, IndexMap] = field(default_factory=dict)
     pieces: dict[fx.Node, Pieces] = field(default_factory=dict)
     refused: dict[fx.Node, Refusal] = field(default_factory=dict)
-    terms: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
+    terms: dict[fx.Node, Terms] = field(default_factory=dict)
 
     def has(self, node: object) -> bool:
         """True when the node is followed."""
@@ -92,18 +106,18 @@ def follow(nodes: Iterable[fx.Node], seeds: Mapping[fx.Node, IndexMap], sizes: S
         nodes: The nodes to visit.
         seeds: Source nodes and their maps.
         sizes: Reader of sizes.
-        sums: Also carry a map through `add` of two tensors that have the same one, and let a seed that is `c + a @ b`
-            have the terms of `c` too.
+        sums: Also carry a map through sums of two tensors that have the same one, and multiplications by powers of two,
+            and let a seed that is `c + a @ b` have the terms of `c` too.
     """
-    flow = Flow(maps=dict(seeds), terms={seed: frozenset([seed]) for seed in seeds})
+    flow = Flow(maps=dict(seeds), terms={seed: {seed: 1.0} for seed in seeds})
     for node in nodes:
         if node in seeds and sums and (added := added_matrix(node)) is not None:
             _join_added(flow, node, added)
         if node in seeds or not any(flow.has(argument) for argument in node.all_input_nodes):
             continue
         handler = VIEWS.get(op_name(node))
-        if handler is None and sums and op_name(node) == "aten.add.Tensor":
-            handler = _add
+        if handler is None and sums and is_sum(node):
+            handler = _unchanged if scaling_of(node) is not None else _add
         if handler is not None:
             _record(flow, node, _apply(handler, node, flow, sizes))
     return flow
@@ -138,21 +152,26 @@ def _record(flow: Flow, node: fx.Node, result: Result) -> None:
         flow.pieces[node] = result
 
 
-def _terms(flow: Flow, node: fx.Node) -> frozenset[fx.Node] | Refusal:
+def _terms(flow: Flow, node: fx.Node) -> Terms | Refusal:
     """What a followed node sums up: views keep their inputs' one set of terms, an addition joins two disjoint ones."""
     sets = [flow.terms[source] for source in node.all_input_nodes if source in flow.terms]
-    if op_name(node) != "aten.add.Tensor":
+    if op_name(node) not in _SUMS:
+        times = scaling_of(node) or 1.0
         agree = all(terms == sets[0] for terms in sets)
-        return sets[0] if agree else Refusal(reasons.SUM_TERMS_DISAGREE, "pieces are sums of different terms")
-    if len(sets) != 2 or sets[0] & sets[1]:
+        return _scaled(sets[0], times) if agree else Refusal(reasons.SUM_TERMS_DISAGREE, "pieces sum different terms")
+    if len(sets) != 2 or sets[0].keys() & sets[1].keys():
         return Refusal(reasons.SUM_TERMS_DISAGREE, "a term is added twice")
-    return sets[0] | sets[1]
+    return sets[0] | _scaled(sets[1], -1.0 if op_name(node) == "aten.sub.Tensor" else 1.0)
+
+
+def _scaled(terms: Terms, times: float) -> Terms:
+    return {term: count * times for term, count in terms.items()}
 
 
 def _join_added(flow: Flow, seed: fx.Node, added: fx.Node) -> None:
     """What the seed `added + a @ b` sums up, if `added` has the seed's own map; else it is not followed."""
-    terms = flow.terms.get(added, frozenset())
-    if added in flow.maps and flow.maps[added] == flow.maps[seed] and not terms & flow.terms[seed]:
+    terms = flow.terms.get(added, {})
+    if added in flow.maps and flow.maps[added] == flow.maps[seed] and not terms.keys() & flow.terms[seed].keys():
         flow.terms[seed] |= terms
         return
     reason = reasons.SUM_TERMS_DISAGREE if flow.has(added) else reasons.SUM_HAS_OTHER_TERM
@@ -163,6 +182,35 @@ def _join_added(flow: Flow, seed: fx.Node, added: fx.Node) -> None:
 def is_view(node: fx.Node) -> bool:
     """True for ops that `follow` knows how to follow (or to refuse by name)."""
     return op_name(node) in VIEWS
+
+
+_SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
+_SCALINGS = ("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar")
+_LARGEST_EXPONENT = 32
+
+
+def is_sum(node: fx.Node) -> bool:
+    """True for what `follow` follows only in sums: an addition, a subtraction, an exact multiplication by a number."""
+    return op_name(node) in _SUMS or scaling_of(node) is not None
+
+
+def scaling_of(node: fx.Node) -> float | None:
+    """The number that a node multiplies a tensor by, if that commutes with all that rounds; None for other nodes.
+
+    That is a power of two, or the negative of one: it changes exponents only. The exponents of float16 are too few to
+    say so of another number than 1.
+    """
+    if op_name(node) not in (*_SCALINGS, "aten.neg.default"):
+        return None
+    values, out = arguments(node), tensor_of(node)
+    before, other = tensor_of(values["self"]), values.get("other", -1)
+    if before is None or out is None or before.dtype != out.dtype or not isinstance(other, int | float) or not other:
+        return None
+    number = 1 / other if op_name(node).startswith("aten.div") else float(other)
+    fraction, exponent = math.frexp(number)
+    wide = out.dtype in (torch.bfloat16, torch.float32, torch.float64)
+    exact = abs(fraction) == 0.5 and abs(exponent) <= _LARGEST_EXPONENT
+    return number if exact and (wide or abs(number) == 1) else None
 
 
 def views_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:

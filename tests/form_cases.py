@@ -149,6 +149,30 @@ def matmul_to_scatter(x: Tensor, w: Tensor) -> Tensor:
     return scattered(x @ w, 1)
 
 
+# --- sums -----------------------------------------------------------------------------------------------------
+def adapter(x: Tensor, w: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """A row-parallel linear with a low-rank adapter, whose scaling is a power of two."""
+    return scattered(x @ w + (x @ down) @ up * 2.0, 1)
+
+
+def adapter_with_another_scaling(x: Tensor, w: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    return scattered(x @ w + (x @ down) @ up * 0.3, 1)
+
+
+def adapter_to_all_reduce(x: Tensor, w: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    return funcol.all_reduce((x @ w + ((x @ down) @ up) / 4) * -0.5, "sum", dist.group.WORLD)
+
+
+def complex_linear(re: Tensor, im: Tensor, w_re: Tensor, w_im: Tensor) -> tuple[Tensor, Tensor]:
+    return scattered(re @ w_re - im @ w_im), scattered(re @ w_im + im @ w_re)
+
+
+def sharded_head(x: Tensor, w: Tensor, last: Tensor) -> Tensor:
+    """Some rows of what is gathered go to a head that is sharded over the vocabulary, and the logits are gathered."""
+    rows = gathered(x)[last.long() % x.shape[0]]
+    return gathered(rows @ w, 1)
+
+
 # --- views, as tracing without normalization leaves them ----------------------------------------------------------
 def detached(x: Tensor, w: Tensor) -> Tensor:
     whole = gathered(x, 1).detach().clone()
@@ -365,6 +389,13 @@ CASES = {
     "matmul": Case(matmul, _BATCH),
     "matmul before dispatch": Case(matmul, _BATCH, pre_dispatch=True),
     "matmul to scatter before dispatch": Case(matmul_to_scatter, _BATCH, pre_dispatch=True),
+    "adapter": Case(adapter, ((2, 4, 6), (6, 8), (6, 2), (2, 8))),
+    "adapter with another scaling": Case(
+        adapter_with_another_scaling, ((2, 4, 6), (6, 8), (6, 2), (2, 8)), ("ATP110",)
+    ),
+    "adapter to all-reduce": Case(adapter_to_all_reduce, ((2, 4, 6), (6, 8), (6, 2), (2, 8))),
+    "complex linear": Case(complex_linear, ((4, 6), (4, 6), (6, 8), (6, 8)), ("F", "F")),
+    "sharded head": Case(sharded_head, ((4, 6), (6, 8), (3,)), ("ATP103", "ATP012")),
     "detached": Case(detached, ((2, 4, 6), (8, 6))),
     "transposed twice": Case(transposed_twice, _MATRIX),
     "unsafe views": Case(unsafe_views, _BATCH),

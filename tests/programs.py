@@ -1193,7 +1193,9 @@ def _summed_products(
         else:
             products.append(_matmul(b, recipe, left, right, _row_scale(b, recipe, [rows, k])))
     early = b.chance(2)
-    terms = [_shaped(b, product, shape) for product in products] if early else products
+    terms = [_shaped(b, product, shape) for product in products] if early else list(products)
+    if b.chance(4) and not recipe.scaled_after and dtype_of(terms[-1]) is not torch.float16:
+        terms[-1] = _times_a_power_of_two(b, terms[-1])
     if attack and b.chance(3):
         terms.append(_OTHER_TERMS[b.choose(list(_OTHER_TERMS))](b, terms[0]))
         b.note("other term in the sum", spoils=True)
@@ -1201,6 +1203,15 @@ def _summed_products(
     for term in terms[1:]:
         total = _add(b, total, term, attack)
     return (total if early else _shaped(b, total, shape)), products[0]
+
+
+def _times_a_power_of_two(b: Builder, x: Node) -> Node:
+    """As an adapter's scaling; exact, so that it may be done to an operand."""
+    b.note("term times a power of two")
+    target, *numbers = b.choose(
+        [(aten.mul.Tensor, 0.25), (aten.mul.Tensor, 2), (aten.div.Tensor, -8), (aten.neg.default,)]
+    )
+    return b.call(target, x, *numbers)
 
 
 def _shaped(b: Builder, x: Node, shape: list[int]) -> Node:
@@ -1215,7 +1226,7 @@ def _add(b: Builder, left: Node, right: Node, attack: bool) -> Node:
         b.note("sum by addmm")
         return b.call(aten.addmm.default, left, *right.args)
     pair = (right, left) if b.chance(3) else (left, right)
-    return b.call(aten.add.Tensor, *pair)
+    return b.call(aten.sub.Tensor if b.chance(6) else aten.add.Tensor, *pair)
 
 
 def _term_of_data(b: Builder, like: Node) -> Node:

@@ -389,9 +389,9 @@ SCATTERS: dict[Build, list[str]] = {
     scatter_of_the_product: ["FUSED", "ATP002"],
     nothing_but_a_fused_op: ["FUSED", "ATP002"],
     product_behind_a_mutation_only: ["ATP002", "FUSED"],
-    scatter_returned_before_the_wait: ["ATP002", "FUSED"],
+    scatter_returned_before_the_wait: ["ATP013", "FUSED"],
     scatter_of_a_group_without_chains: ["ATP002", "FUSED"],
-    scatter_of_maxima: ["ATP002", "FUSED"],
+    scatter_of_maxima: ["ATP013", "FUSED"],
     product_that_nothing_uses_beside_a_scatter: ["FUSED", "ATP002"],
 }
 

@@ -354,7 +354,7 @@ def scaled_by_a_sum_of_each_row(b: GraphBuilder) -> Node:
 
 @row("COMPUTED_BETWEEN", "mm -> mul")
 def product_scaled_before_the_all_reduce(b: GraphBuilder) -> Node:
-    return b.all_reduce(b.call(aten.mul.Tensor, product(b), 0.5))
+    return b.all_reduce(b.call(aten.mul.Tensor, product(b), 0.3))
 
 
 @row("COMPUTED_BETWEEN", "native_layer_norm -> getitem -> mm")

@@ -90,7 +90,7 @@ asynctp: graph (inference): 1 of 2 chains fused, 1 missed, 2 other collectives s
 ! MISSED  matmul_reduce_scatter: mm_1 -> reduce_scatter_tensor -> wait_tensor_1
     ATP201 REDUCE_OP_UNSUPPORTED: the collective's reduction is neither 'sum' nor 'avg' ['max']
     remedy: only sums commute with the matmul's accumulation; use 'sum' or 'avg'
-. SKIPPED 2 x ATP002 NO_MATMUL: no matmul of this graph takes what is gathered, or makes what is reduced""",
+. SKIPPED 2 x ATP013 OUTSIDE_GRAPH: what takes the gathered tensor, or makes the reduced one, is not in this graph""",
     )
 
 

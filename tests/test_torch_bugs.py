@@ -73,6 +73,14 @@ print("reports:", len(asynctp_passes.reports()))
     assert "is in no report" in done.stderr
 
 
+def test_a_frame_that_dynamo_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    text = "raised exception RuntimeError('torch.distributed.nn.functional.all_gather is not supported')"
+    monkeypatch.setitem(counters, "unimplemented", Counter({text: 1}))
+    assert "torch.distributed.nn.functional, 1 time in" in torch_bugs.hidden_collectives()
+
+
 def test_it_is_logged_where_there_is_no_report(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
