@@ -23,13 +23,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.chain import Bundle, Collective, Decision, anchor
 from asynctp_passes.checks import Context
-from asynctp_passes.fxview import is_size, mutates, op_name, steps_of, tensor_of
+from asynctp_passes.fxview import is_random, is_size, mutates, op_name, steps_of, tensor_of
 from asynctp_passes.near import transparent
 from asynctp_passes.read import awaited_items
 from asynctp_passes.views import size_readers
@@ -229,6 +227,6 @@ def _cheap(step: Sequence[fx.Node], chosen: set[fx.Node]) -> bool:
         return True
     if op_name(node) == _WAIT:
         return node.args[0] in chosen
-    if compat.is_op(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags:
+    if is_random(node):
         return False
     return transparent(node) or is_size(node) or op_name(node) in _CHEAP

@@ -150,6 +150,11 @@ def steps_of(
     return steps
 
 
+def is_random(node: fx.Node) -> bool:
+    """True for an op that draws random numbers: its place among such ops counts."""
+    return compat.is_op(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
 def mutates(node: fx.Node) -> bool:
     """True for an in-place operation, and for a call that could be one."""
     if node.op in ("call_module", "call_method"):

@@ -39,6 +39,7 @@ from asynctp_passes.fxview import (
     Sizes,
     arguments,
     express,
+    is_random,
     is_size,
     live,
     op_name,
@@ -478,7 +479,8 @@ def _come_after(build: _Builder, chain: GatherChain) -> set[fx.Node]:
     stack = list(found)
     while stack:
         for user in stack.pop().users:
-            if user not in found and position[user] < position[build.anchor] and near.transparent(user):
+            cheap = near.transparent(user) and not is_random(user)
+            if user not in found and position[user] < position[build.anchor] and cheap:
                 found.add(user)
                 stack.append(user)
     return found

@@ -33,7 +33,7 @@ from torch import fx
 
 from asynctp_passes import compat, near, reasons
 from asynctp_passes.chain import Apart, Collective, GatherChain, Hoist, Matmul, Part, ScaledOptions, Step
-from asynctp_passes.fxview import Sizes, arguments, is_size, mutates, op_name, tensor_of
+from asynctp_passes.fxview import Sizes, arguments, is_random, is_size, mutates, op_name, tensor_of
 from asynctp_passes.read import is_matmul, misfit, read_matmul
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import (
@@ -214,7 +214,7 @@ class Region:
             return Refusal(reasons.SHAPE_UNKNOWN, "no tensor")
         if not compat.is_op(target) or mutates(node):
             return Refusal(reasons.COMPUTED_BETWEEN, "not a pure operation")
-        if torch.Tag.nondeterministic_seeded in target.tags:
+        if is_random(node):
             return Refusal(reasons.RANDOM_BETWEEN, "every rank would draw other numbers")
         if tensor_of(node) is None:
             return Refusal(reasons.COMPUTED_BETWEEN, "not an operation that returns one tensor")
