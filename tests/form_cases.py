@@ -525,10 +525,11 @@ def train_by_aot(rank: int, world_size: int) -> Trained:
 def train_blocks_by_aot(rank: int, world_size: int) -> Trained:
     """The same of a layer in fp8 with scales of blocks."""
     with blocks_on_cpu():
-        return _train_by_aot(Case(layer_of_blocks, ((2, 4, 256), (384, 256), (256, 384))), rank)
+        case = Case(layer_of_blocks, ((2, 4, 256), (384, 256), (256, 384)))
+        return _train_by_aot(case, rank, tolerance=1e-3)  # an element may be quantized to its neighbour
 
 
-def _train_by_aot(case: Case, rank: int) -> Trained:
+def _train_by_aot(case: Case, rank: int, tolerance: float | None = None) -> Trained:
     found: list[tuple[str, ...]] = []
 
     def fused(module: GraphModule, example: Sequence[Any]) -> Program:
@@ -545,4 +546,4 @@ def _train_by_aot(case: Case, rank: int) -> Trained:
         out = program(*leaves)
         (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)).sum().backward()
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    return found, differences([results[0]], [results[1]])
+    return found, differences([results[0]], [results[1]], tolerance)

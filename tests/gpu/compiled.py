@@ -82,6 +82,76 @@ class ScatterInFlight(SequenceParallel):
         return super().forward(x) + scattered + (x @ self.wide).view(x.shape[0], -1, WIDTH).mean(1)
 
 
+# --- fp8 with a scale for each block, by DeepSeek's recipe ---------------------------------------------------------
+FP8 = torch.float8_e4m3fn
+
+
+def by_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """fp8 [m, k], and the scales [m, k/128] of its 1x128 blocks."""
+    blocks = x.float().view(x.shape[0], -1, 128)
+    scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12) / torch.finfo(FP8).max
+    return (blocks / scale).to(FP8).view(x.shape), scale.squeeze(-1)
+
+
+def by_tall_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
+    """fp8 [n, k], and the scales [n/128, k/128] of its 128x128 blocks."""
+    blocks = w.float().view(w.shape[0] // 128, 128, -1, 128)
+    scale = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / torch.finfo(FP8).max
+    return (blocks / scale).to(FP8).view(w.shape), scale.view(blocks.shape[0], -1)
+
+
+def product_of_blocks(rows: Tensor, scales: Tensor, w: Tensor, transposed: bool = False) -> Tensor:
+    """`rows @ w.T`, or `rows @ w`, of fp8 `rows` [m, k] with scales [m, k/128]. k is a multiple of 512."""
+    quantized, scale = by_tall_blocks(w)
+    if transposed:
+        quantized, scale = quantized.t().contiguous(), scale.t().contiguous()
+    sides = (scales.t().contiguous().t(), scale.t())
+    return torch._scaled_mm(rows, quantized.t(), *sides, out_dtype=torch.bfloat16)
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        """fp8 and scales are gathered."""
+        ctx.save_for_backward(x, w)
+        fp8, scales = by_blocks(x)
+        rows = all_gather_tensor(fp8.view(torch.uint8), 0, dist.group.WORLD).view(FP8)
+        return product_of_blocks(rows, all_gather_tensor(scales, 0, dist.group.WORLD), w)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        dx = reduce_scatter_tensor(product_of_blocks(*by_blocks(dy), w, True), "sum", 0, dist.group.WORLD)
+        return dx, dy.t() @ all_gather_tensor(x, 0, dist.group.WORLD)
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return reduce_scatter_tensor(product_of_blocks(*by_blocks(x), w), "sum", 0, dist.group.WORLD)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """bf16 is gathered, and quantized after it."""
+        x, w = ctx.saved_tensors
+        dy = all_gather_tensor(grad, 0, dist.group.WORLD)
+        return product_of_blocks(*by_blocks(dy), w, True), dy.t() @ x
+
+
+class ScalesOfBlocks(nn.Module):
+    """A column-parallel and a row-parallel product in fp8; the weights' gradients are in bf16."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2048 // world, WIDTH) * WIDTH**-0.5)
+        self.down = nn.Parameter(torch.randn(WIDTH, 2048 // world) * 2048**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Row.apply(torch.relu(_Column.apply(x, self.up)), self.down)
+        return result
+
+
 class Program(NamedTuple):
     """A module, the shape of its input on each rank, and whether all ranks have the same input."""
 
@@ -90,7 +160,7 @@ class Program(NamedTuple):
     same: bool = False
 
 
-def functional(cls: type[Functional]) -> Callable[[DeviceMesh], Program]:
+def functional(cls: type[Functional | ScalesOfBlocks]) -> Callable[[DeviceMesh], Program]:
     """A program of functional collectives."""
     return lambda mesh: Program(cls(mesh.size()), (ROWS // mesh.size(), WIDTH), same=cls is Replicated)
 
@@ -113,6 +183,7 @@ PROGRAMS = {
     "all-reduce": functional(Replicated),
     "gather used twice": functional(TwoUses),
     "scatter in flight": functional(ScatterInFlight),
+    "scales of blocks": functional(ScalesOfBlocks),
     "block": block,
     "MLP without sequence parallelism": replicated_mlp,
 }
