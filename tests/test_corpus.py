@@ -56,7 +56,7 @@ funcol_ag_3d_dim2__0                      F           -               -
 funcol_ag_bmm__0                          M115        -               -
 funcol_ag_bmm_shared__0                   F           -               -
 funcol_ag_bmm_shared__1                   -           F               -
-funcol_ag_coalesced__0                    F,S011      -               -
+funcol_ag_coalesced__0                    F,S013      -               -
 funcol_ag_dyn_2d_dim0__0                  F           -               -
 funcol_ag_dyn_3d_dim1__0                  F           -               -
 funcol_ag_einsum_3d__0                    F           -               -
@@ -122,7 +122,7 @@ torchao_tensorwise_swiglu_B1__1           F           F               S002*3
 torchao_tensorwise_swiglu__0              F           F               S002*5
 torchao_tensorwise_swiglu__1              F           F               S002*3
 # torch 2.11 breaks these graphs: after their collectives, or before
-torch2.11/fp8_F_scaled_mm_v2__0                   S011*2  -               -
+torch2.11/fp8_F_scaled_mm_v2__0                   S013*2  -               -
 torch2.11/fp8_bf16_gather_then_quant_rowwise__0   -   -               -
 torch2.11/fp8_rowwise_ag_3d_dim1_bothgathered__0  -   -               -
 torch2.11/fp8_tensorwise_ag_3d_dim1__0            -   -               -
