@@ -619,7 +619,9 @@ def _matmul(b: Builder, recipe: _Recipe, rows: Node, right: Node, row_scale: Nod
             kind = [int(recipe.rowwise)]  # the values of torch.nn.functional.ScalingType
             sides = [[row_scale], kind, [], [column_scale], kind, []]
             options = [None, recipe.out_dtype, [], recipe.fast_accum]
-            return b.call(aten._scaled_mm_v2.default, rows, right, *sides, *options)
+            with b.mode:  # the fake op wants a stride of 1 from scales' dimension of one element, which means nothing
+                value = torch.empty(shape_of(rows)[0], n, dtype=recipe.out_dtype)
+            return b.call_like(value, aten._scaled_mm_v2.default, rows, right, *sides, *options)
         args = [None, None, recipe.out_dtype, *([True] if recipe.fast_accum else [])]
         return b.call(aten._scaled_mm.default, rows, right, row_scale, column_scale, *args)
     if b.chance(3):
@@ -1051,6 +1053,7 @@ def _quantized_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool
     if kind == "factor":
         full = _FACTORS[b.choose(list(_FACTORS))](b, full)
     quantizer_attack = b.choose(_QUANTIZER_ATTACKS) if kind == "quantizer" else ""
+    in_blocks = in_blocks and shape_of(full)[-1] % 128 == 0  # an attack may have cut columns off
     choices = (b.choose(FP8), b.chance(2), b.chance(2), b.chance(3))
     quantize = _Quantizer(*choices, quantizer_attack, in_blocks, in_blocks and b.chance(2))
     b.note(f"quantized by {'blocks' if in_blocks else 'rows'}; attack {kind} {quantizer_attack}", spoils=attack)
