@@ -6,6 +6,7 @@ The random tests check both directions: a map that is given is right, and one th
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx import Graph
+from torch.utils._sympy.functions import FloorDiv
 
 from asynctp_passes import reasons
+from asynctp_passes.fxview import SizeSource, express
 from asynctp_passes.reasons import Reason, Refusal
 from asynctp_passes.shapes import (
     Digit,
@@ -514,3 +518,20 @@ def test_locate_scatter_of_a_dynamic_sequence() -> None:
     place = locate_scatter(some(concatenate(halves, 0)), 6 * S, 8, 2)
     assert isinstance(place, ScatterPlacement)
     assert (place.axis, place.outer, place.inner, place.width) == ("rows", 3, S, 8)
+
+
+# --- sizes as nodes ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("s", [6, 7])
+def test_a_size_that_only_a_floor_division_gives(s: int) -> None:
+    """A rank's part of a dynamic sequence, as DTensor writes it: `(s + 1) // 2`."""
+    source = SizeSource(S, Graph().placeholder("s"))
+    plan = express(FloorDiv(S + 1, 2), [source])
+    assert evaluated(plan, s) == (s + 1) // 2
+    assert express(FloorDiv(T + 1, 2), [source]) is None
+
+
+def evaluated(plan: Any, s: int) -> int:
+    if isinstance(plan, int):
+        return plan
+    kind, left, right = plan
+    return s if kind == "of" else getattr(operator, kind)(evaluated(left, s), evaluated(right, s))
