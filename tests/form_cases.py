@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from backend_cases import QUICK
 from lockstep import differences
+from passes import outcomes, run_pass
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -27,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
 import asynctp_passes
-from asynctp_passes import Config, Report, run
+from asynctp_passes import Report
 
 c10d = torch.ops._c10d_functional
 autograd = torch.ops._c10d_functional_autograd
@@ -444,14 +445,10 @@ def traced(case: Case) -> GraphModule:
         return make_fx(case.program, pre_dispatch=case.pre_dispatch)(*fakes)
 
 
-def outcomes(report: Report) -> tuple[str, ...]:
-    return tuple("F" if remark.outcome == "FUSED" else remark.code for remark in report.remarks)
-
-
 def fuse(graph: Graph) -> Report:
     """Run the pass where the framework's ops are registered."""
     with serving_ops.registered(dist.group.WORLD):
-        return run(graph, Config(strict="off", log=False, trace=False))
+        return run_pass(graph)
 
 
 def run_cases(rank: int, world_size: int, names: Sequence[str]) -> dict[str, tuple[tuple[str, ...], list[str]]]:
@@ -466,7 +463,7 @@ def _run_case(case: Case, rank: int) -> tuple[tuple[str, ...], list[str]]:
         return (NOT_TRACED,), []
     report, rewritten = by_tracing(case) if case.options is None else by_compiling(case, inputs(case, rank))
     expected, actual = case.program(*inputs(case, rank)), rewritten(*inputs(case, rank))
-    return outcomes(report), differences([_as_list(expected)], [_as_list(actual)])
+    return tuple(outcomes(report)), differences([_as_list(expected)], [_as_list(actual)])
 
 
 def by_tracing(case: Case) -> tuple[Report, Program]:
@@ -533,7 +530,7 @@ def _train_by_aot(case: Case, rank: int, tolerance: float | None = None) -> Trai
     found: list[tuple[str, ...]] = []
 
     def fused(module: GraphModule, example: Sequence[Any]) -> Program:
-        found.append(outcomes(fuse(module.graph)))
+        found.append(tuple(outcomes(fuse(module.graph))))
         module.recompile()
         return make_boxed_func(module.forward)
 

@@ -14,20 +14,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from graph_builder import GraphBuilder, aten, c10d, show
+from graph_builder import GraphBuilder, aten, c10d
 from lockstep import evaluate
+from passes import before_and_after, outcomes, run_pass
 from torch.fx import Graph, Node
-
-from asynctp_passes import Config, Report, run
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 cast = torch.ops.prims.convert_element_type.default
 Build = Callable[[GraphBuilder], "Node | tuple[Node, ...]"]
-
-
-def fused(graph: Graph) -> Report:
-    """Run the pass."""
-    return run(graph, Config(strict="off", log=False, trace=False))
 
 
 def one_scale(b: GraphBuilder) -> Node:
@@ -56,11 +50,10 @@ def test_row_numbers_travel_with_rows() -> None:
     rows, numbers = b.gather(b.input("x", [8, 32], FP8)), b.gather(b.input("x_scale", [8, 1]))
     scaled = b.call(cast, b.mul(product(b, rows), outer(b, numbers)), BF16)
     graph = b.returns(scaled)
-    before = show(graph)
-    report = fused(graph)
-    assert [remark.outcome for remark in report.remarks] == ["FUSED", "FUSED"]
+    text, report = before_and_after(graph)
+    assert outcomes(report) == ["F", "F"]
     assert_expected_inline(
-        f"{before}\n=== becomes ===\n\n{show(graph)}\n{report.remarks[1].message}\n",
+        f"{text}\n{report.remarks[1].message}\n",
         """\
 x: f8[8, 32]
 all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f8[16, 32]
@@ -105,10 +98,10 @@ def test_both_gathered_in_three_dimensions() -> None:
     numbers = in_rows(b, b.gather(b.input("x_scale", [2, 4, 1])))
     scaled = b.mul(b.mul(product(b, rows), numbers), b.input("column_scale", [1, 16]))
     graph = b.returns(b.call(cast, scaled, BF16))
-    before = show(graph)
-    assert [remark.outcome for remark in fused(graph).remarks] == ["FUSED", "FUSED"]
+    text, report = before_and_after(graph)
+    assert outcomes(report) == ["F", "F"]
     assert_expected_inline(
-        f"{before}\n=== becomes ===\n\n{show(graph)}",
+        text,
         """\
 x: f8[2, 4, 32]
 all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f8[4, 4, 32]
@@ -163,7 +156,7 @@ def test_the_gathered_data_is_returned_before_the_numbers() -> None:
     one = one_scale(b)
     left, right = (b.mul(product(b, rows, name, one), numbers) for name in ("w0", "w1"))
     graph = b.returns(left, right, rows)
-    fused(graph)
+    run_pass(graph)
     (op,) = [node for node in graph.nodes if "asynctp" in str(node.target)]
     assert [tuple(value.shape) for value in op.meta["val"]] == [(16, 16), (16, 16), (16, 32), (16, 1)]
     assert [node.target for node in graph.nodes].count(c10d.all_gather_into_tensor.default) == 0
@@ -328,7 +321,7 @@ def test_scales_of_blocks_that_are_rowwise_are_fused_as_such(column_scale: list[
         return b.scaled_mm(rows, w, numbers, b.input("w_scale", column_scale))
 
     graph, original = graph_of(build), graph_of(build)
-    assert [remark.outcome for remark in fused(graph).remarks] == ["FUSED", "FUSED"]
+    assert outcomes(run_pass(graph)) == ["F", "F"]
     outs, wanted = (evaluate(one, inputs_of(one)) for one in (graph, original))
     for values, expected in zip(outs, wanted, strict=True):
         torch.testing.assert_close(values, expected, rtol=1e-2, atol=0)
@@ -345,7 +338,7 @@ def test_variants(outcome: str, build: Build) -> None:
     """The data's chain is fused in all of them, and the graph computes the same, to the bit."""
     graph, original = graph_of(build), graph_of(build)
     numbers = [node.name for node in graph.nodes if node.target is c10d.all_gather_into_tensor.default][1]
-    remarks = {remark.collective: remark for remark in fused(graph).remarks}
+    remarks = {remark.collective: remark for remark in run_pass(graph).remarks}
     assert next(remark.outcome for name, remark in remarks.items() if name != numbers) == "FUSED"
     found = remarks[numbers]
     assert found.outcome[0] + found.code.removeprefix("ATP") == outcome, found

@@ -6,7 +6,6 @@ in graph order (`F` is FUSED, else the code), and every graph must compute the s
 
 from __future__ import annotations
 
-import copy
 import operator
 import time
 from collections.abc import Callable
@@ -15,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from lockstep import differences, evaluate
+from passes import copied, outcomes, run_pass
 from programs import Builder
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from asynctp_passes import Config, Report, run
+from asynctp_passes import Report
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -911,17 +911,17 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_outcome_and_results(name: str) -> None:
-    attack, outcomes = GRAPHS[name]
+    attack, expected = GRAPHS[name]
     builder = attacked(attack)
     rewritten, report = rewrite(builder.graph)
-    assert codes(report) == outcomes
+    assert outcomes(report) == expected
     results = [evaluate(graph, values(builder)) for graph in (builder.graph, rewritten)]
     assert differences(*results) == []
 
 
 def test_higher_order_op_that_mutates_is_a_barrier() -> None:
     _, report = rewrite(attacked(kernel_that_mutates).graph)
-    assert codes(report) == ["ATP204"]
+    assert outcomes(report) == ["ATP204"]
 
 
 # --- graphs without values -------------------------------------------------------------------------------------
@@ -963,7 +963,7 @@ def test_real_tensors_and_mixed_fake_modes_are_refused() -> None:
                 real = torch.zeros(value.shape, dtype=value.dtype)
                 node.meta["val"] = real if every == 1 else other.from_tensor(real)
         rewritten, report = rewrite(graph)
-        assert codes(report) == ["ATP207", "ATP207"]
+        assert outcomes(report) == ["ATP207", "ATP207"]
         assert str(rewritten) == str(graph)
 
 
@@ -996,7 +996,7 @@ def test_sizes_of_the_gathered_tensor_do_not_keep_it_alive() -> None:
         assert builder.shape_env is not None
         guards = len(builder.shape_env.guards)
         rewritten, report = rewrite(builder.graph)
-        assert codes(report) == ["F"]
+        assert outcomes(report) == ["F"]
         assert len(builder.shape_env.guards) == guards
         assert not rewritten.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)
 
@@ -1015,7 +1015,7 @@ def test_size_of_a_side_view_that_no_input_carries() -> None:
 
     graph = attacked(attack, ShapeEnv()).graph
     rewritten, report = rewrite(graph)
-    assert codes(report) == ["ATP108"]
+    assert outcomes(report) == ["ATP108"]
     assert str(rewritten) == str(graph)
 
 
@@ -1035,7 +1035,7 @@ def test_large_graphs_take_time_in_proportion() -> None:
 
     graph = attacked(attack).graph
     start = time.perf_counter()
-    run(graph, Config(strict="off", log=False, trace=False))
+    run_pass(graph)
     assert time.perf_counter() - start < 20
 
 
@@ -1049,16 +1049,8 @@ def attacked(attack: Attack, shape_env: ShapeEnv | None = None) -> Builder:
 
 def rewrite(graph: Graph) -> tuple[Graph, Report]:
     """A rewritten copy, with the same names and fake values."""
-    twins: dict[Node, Node] = {}
-    rewritten = Graph()
-    for node in graph.nodes:
-        twins[node] = rewritten.node_copy(node, twins.__getitem__)
-        twins[node].meta = copy.copy(node.meta)
-    return rewritten, run(rewritten, Config(strict="off", log=False, trace=False))
-
-
-def codes(report: Report) -> list[str]:
-    return [remark.code if remark.outcome != "FUSED" else "F" for remark in report.remarks]
+    rewritten = copied(graph)
+    return rewritten, run_pass(rewritten)
 
 
 def values(builder: Builder) -> list[list[torch.Tensor]]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -23,19 +22,14 @@ from graph_builder import GraphBuilder, aten, c10d, show
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from lockstep import evaluate, op_name
+from passes import before_and_after, copied, run_pass
 from ranks import run_ranks
 from torch import Tensor
 from torch.fx import Graph, Node
 
 import asynctp_passes
-from asynctp_passes import Config, Report, run
+from asynctp_passes import Report
 from asynctp_passes.coalesce import SMALL_BYTES
-
-QUIET: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
-
-
-def run_pass(graph: Graph, **options: Any) -> Report:
-    return run(graph, Config(**{**QUIET, **options}))
 
 
 def all_reduce(b: GraphBuilder, x: Node, op: str = "max", group: str = "tp") -> Node:
@@ -67,10 +61,9 @@ def test_a_weights_amax_travels_with_the_activations() -> None:
     b = GraphBuilder()
     x, w = b.input("x", [4, 8]), b.input("w", [8, 8])
     graph = b.returns(b.mm(scaled(b, x), scaled(b, w)))
-    before = show(graph)
-    report = run_pass(graph)
+    text, report = before_and_after(graph)
     assert_expected_inline(
-        f"{before}\n=== becomes ===\n\n{show(graph)}\n{report}",
+        f"{text}\n{report}",
         """\
 x: f32[4, 8]
 w: f32[8, 8]
@@ -454,15 +447,6 @@ def test_random_programs_give_the_same_bits(choices: Any, seed: int) -> None:
     expected, actual = (evaluate(one, inputs(seed), GROUPS) for one in (plain, coalesced))
     for left, right in zip(expected, actual, strict=True):
         assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(left, right, strict=True))
-
-
-def copied(graph: Graph) -> Graph:
-    twin = Graph()
-    values: dict[Node, Node] = {}
-    twin.output(twin.graph_copy(graph, values))
-    for node, other in values.items():
-        other.meta = copy.copy(node.meta)
-    return twin
 
 
 def inputs(seed: int) -> list[list[Tensor]]:

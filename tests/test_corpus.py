@@ -14,9 +14,10 @@ import pytest
 import torch
 from dumps import CORPUS, dump_paths, example_inputs, load
 from lockstep import differences, evaluate, op_name
+from passes import run_pass
 from serving_ops import registered
 
-from asynctp_passes import Config, Report, compat, run
+from asynctp_passes import Report, compat
 
 EXPECTED = """
 # graph                                   all-gather  reduce-scatter  all-reduce
@@ -178,7 +179,7 @@ def test_outcomes(path: Path) -> None:
     module = load(path)
     names = collectives(module.graph)
     with registered():
-        report = run(module.graph, Config(strict="off", log=False, trace=False))
+        report = run_pass(module.graph)
     module.graph.lint()
     remarks = {remark.collective: remark for remark in report.remarks}
     actual = tuple([_outcome(remarks.get(name)) for name in side] for side in names)
@@ -204,7 +205,7 @@ def test_every_row_is_used() -> None:
 def test_rewritten_graphs_compute_the_same(path: Path) -> None:
     original, rewritten = load(path), load(path)
     with registered():
-        run(rewritten.graph, Config(strict="off", log=False, trace=False))
+        run_pass(rewritten.graph)
     ranks = range(group_size(original.graph))
     outs, rewritten_outs = (
         evaluate(module, [example_inputs(module, seed=rank) for rank in ranks]) for module in (original, rewritten)
@@ -259,7 +260,7 @@ def test_what_is_ordered_is_in_order(path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(compat, "keep_order", lambda graph, after: told.append(after))
     module = load(path)
     with registered():
-        run(module.graph, Config(strict="off", log=False, trace=False))
+        run_pass(module.graph)
     place = {node: index for index, node in enumerate(module.graph.nodes)}
     assert len(told) == 1
     assert [(later, node) for later, nodes in told[0].items() for node in nodes if place[node] >= place[later]] == []
@@ -270,7 +271,7 @@ def test_inductor_is_told_of_tensors(path: Path, monkeypatch: pytest.MonkeyPatch
     """It passes over a dependency on a node with several results, as a fused op with several products is."""
     monkeypatch.setattr(torch._guards.CompileContext, "current_compile_id", staticmethod(lambda: "0/0"))
     module = load(path)
-    run(module.graph, Config(strict="off", log=False, trace=False))
+    run_pass(module.graph)
     ordered = [node for node in module.graph.nodes if str(node.target) == "control_deps"]
     assert all(isinstance(before.meta["val"], torch.Tensor) for node in ordered for before in node.args[0])
     assert len(ordered) >= (2 if path.name == "torchao_rowwise_block__0.txt" else 0)

@@ -7,11 +7,10 @@ import pytest
 import torch
 from form_cases import CASES, RANKS
 from graph_builder import GraphBuilder, aten
+from passes import run_pass
 from ranks import run_ranks
 from serving_ops import registered
 from torch.fx import Graph
-
-from asynctp_passes import Config, run
 
 Results = list[dict[str, tuple[tuple[str, ...], list[str]]]]
 
@@ -35,7 +34,7 @@ def test_on_ranks(on_ranks: Results, name: str) -> None:
 # --- forms that only a graph by hand has on this machine --------------------------------------------------------------
 def fused_count(graph: Graph) -> int:
     """Fused chains; the rewritten graph is checked for lint, and for guards that were added."""
-    report = run(graph, Config(strict="off", log=False, trace=False))
+    report = run_pass(graph)
     graph.lint()
     return len(report.fused)
 
@@ -64,7 +63,7 @@ def test_a_wider_out_dtype_leaves_the_others_fused() -> None:
         value = torch.empty(16, 12)
     wide = b.call_like(value, aten.mm.dtype, whole, w, torch.float32)
     graph = b.returns(wide, b.mm(whole, w))
-    (remark,) = run(graph, Config(strict="off", log=False, trace=False)).remarks
+    (remark,) = run_pass(graph).remarks
     assert remark.outcome == "FUSED"
     assert "DTYPE_UNSUPPORTED (mm: torch.bfloat16 -> torch.float32)" in remark.message
 

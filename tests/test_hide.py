@@ -11,13 +11,13 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder, aten, c10d, show
 from lockstep import differences, evaluate
-from test_property import copied
+from passes import copied, run_pass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import Graph, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import asynctp_passes
-from asynctp_passes import Config, Report, compat, hide, run
+from asynctp_passes import Report, compat, hide
 from asynctp_passes.chain import Candidate, Collective
 from asynctp_passes.checks import is_named_for_data
 
@@ -46,10 +46,6 @@ def built(build: Build) -> Graph:
     return b.returns(*build(b))
 
 
-def fuse(graph: Graph, **config: object) -> Report:
-    return run(graph, Config(strict="off", log=False, trace=False, **config))  # type: ignore[arg-type]
-
-
 def codes(report: Report) -> list[str]:
     """A word for each collective, in graph order."""
     return [remark.code or remark.outcome for remark in report.remarks]
@@ -57,7 +53,7 @@ def codes(report: Report) -> list[str]:
 
 def becomes(build: Build) -> str:
     graph = built(build)
-    fuse(graph)
+    run_pass(graph)
     return show(graph)
 
 
@@ -103,7 +99,7 @@ return (matmul_reduce_scatter_default, mm_1)
 
 
 def test_the_remark_names_the_products() -> None:
-    report = fuse(built(lambda b: (gradient(b), b.scatter(product(b)))))
+    report = run_pass(built(lambda b: (gradient(b), b.scatter(product(b)))))
     (remark,) = report.skipped
     assert (remark.code, remark.collective) == ("ATP404", "all_gather_into_tensor")
     assert "[beside mm_1: 1 product]" in remark.message
@@ -117,13 +113,13 @@ def test_no_more_products_than_it_takes() -> None:
         others = [b.mm(wide, b.input(f"w{index}", [4096, 4096])) for index in range(3)]
         return gradient(b), b.scatter(others[0]), *others[1:]
 
-    (remark,) = fuse(built(build)).skipped
+    (remark,) = run_pass(built(build)).skipped
     assert "1 product]" in remark.message
 
     def slow(b: GraphBuilder) -> tuple[Node, ...]:
         return gradient(b, width=1 << 16), *[b.scatter(product(b, name)) for name in ("p", "q", "r")]
 
-    (remark,) = fuse(built(slow)).skipped
+    (remark,) = run_pass(built(slow)).skipped
     assert "[from before mm_1 to behind mm_3: 3 products]" in remark.message
 
 
@@ -138,7 +134,7 @@ def test_one_gather_for_both_gradients() -> None:
         return b.mm(full, b.input("w", [6, 10])), left, right, of_another
 
     graph = built(shared)
-    (remark,) = fuse(graph).fused
+    (remark,) = run_pass(graph).fused
     assert remark.message == (
         "the gathered tensor is returned too: the same gather serves the weight gradients mm, mm_2; "
         "GATHER_IS_RIGHT_OPERAND (mm_1)"
@@ -280,7 +276,7 @@ GRAPHS: dict[Build, list[str]] = {
 
 @pytest.mark.parametrize("build", GRAPHS, ids=lambda build: build.__name__)
 def test_outcome_and_results(build: Build) -> None:
-    assert codes(fuse(built(build))) == GRAPHS[build]
+    assert codes(run_pass(built(build))) == GRAPHS[build]
     assert same_results(build)
 
 
@@ -288,7 +284,7 @@ def same_results(build: Build) -> bool:
     """The graph computes on two ranks what it did before the pass."""
     graph = built(build)
     rewritten = copied(graph)
-    fuse(rewritten)
+    run_pass(rewritten)
     outs = [evaluate(each, [values(each, rank) for rank in range(2)]) for each in (graph, rewritten)]
     return differences(*outs) == []
 
@@ -399,7 +395,7 @@ SCATTERS: dict[Build, list[str]] = {
 @pytest.mark.parametrize("build", SCATTERS, ids=lambda build: build.__name__)
 def test_scatters(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hide, "LEAST_BYTES", 0)
-    assert sorted(codes(fuse(built(build)))) == sorted(SCATTERS[build])
+    assert sorted(codes(run_pass(built(build)))) == sorted(SCATTERS[build])
     assert same_results(build)
 
 
@@ -437,9 +433,9 @@ def test_a_scatter_is_hidden_if_that_pays() -> None:
         return nodes
 
     outcomes = {
-        "pays": codes(fuse(built(build(4096, 4096, 4096)))),
-        "small": codes(fuse(built(build(64, 4096, 4096)))),
-        "not covered": codes(fuse(built(build(4096, 4096, 8)))),
+        "pays": codes(run_pass(built(build(4096, 4096, 4096)))),
+        "small": codes(run_pass(built(build(64, 4096, 4096)))),
+        "not covered": codes(run_pass(built(build(4096, 4096, 8)))),
     }
     assert {name: "ATP405" in found for name, found in outcomes.items()} == {
         "pays": True,
@@ -463,7 +459,7 @@ def fully_sharded_step(b: GraphBuilder) -> tuple[Node, ...]:
 
 def test_parameters_and_their_gradients_are_left_alone() -> None:
     """Weights, norm weights, and gradients in the reduction's own dtype: none makes "dp" a tensor-parallel group."""
-    report = fuse(built(fully_sharded_step))
+    report = run_pass(built(fully_sharded_step))
     assert {remark.group: remark.outcome for remark in report.remarks} == {"dp": "SKIPPED", "tp": "FUSED"}
     assert codes(report) == ["ATP003", "ATP003", "FUSED", "ATP009", "ATP002"]
 
@@ -502,13 +498,13 @@ def plain_gradient(b: GraphBuilder) -> tuple[Node, ...]:
 
 
 def test_a_weight_gradient_is_reduced_by_a_fused_op_on_request_only() -> None:
-    assert codes(fuse(built(plain_gradient))) == ["ATP009"]
-    assert codes(fuse(built(plain_gradient), groups=("tp",))) == ["FUSED"]
+    assert codes(run_pass(built(plain_gradient))) == ["ATP009"]
+    assert codes(run_pass(built(plain_gradient), groups=("tp",))) == ["FUSED"]
 
 
 def test_a_group_with_a_chain_is_tensor_parallel_throughout() -> None:
     """The same reduction beside a chain that moves activations: its group is not one of FSDP."""
-    report = fuse(built(lambda b: (*plain_gradient(b), b.scatter(product(b)))))
+    report = run_pass(built(lambda b: (*plain_gradient(b), b.scatter(product(b)))))
     assert codes(report) == ["FUSED", "FUSED"]
     gradient_of_weight, activation = report.fused
     assert "taken for tensor parallelism" in gradient_of_weight.message
@@ -516,12 +512,12 @@ def test_a_group_with_a_chain_is_tensor_parallel_throughout() -> None:
 
 
 def test_a_report_says_by_what_the_scope_was_decided() -> None:
-    (gradient_of_weight,) = fuse(built(plain_gradient)).skipped
+    (gradient_of_weight,) = run_pass(built(plain_gradient)).skipped
     assert gradient_of_weight.message.endswith(
         "[group tp: by strides, the left operand of mm is transposed, and no matmul follows]"
     )
     assert "Config(groups=...)" in gradient_of_weight.hint
-    messages = {remark.message.rpartition("[")[2] for remark in fuse(built(fully_sharded_step)).skipped}
+    messages = {remark.message.rpartition("[")[2] for remark in run_pass(built(fully_sharded_step)).skipped}
     assert {"group dp: a vector]", "group dp: the right operand of mm]"} <= messages
 
 
@@ -544,7 +540,7 @@ def test_a_mesh_dimension_named_for_data_parallelism(grid: DeviceMesh) -> None:
 
     def fused_over(dim: str, **config: object) -> Report:
         b = GraphBuilder(ranks=2, group=grid.get_group(dim).group_name)
-        return fuse(b.returns(*step_with_the_weight_on_the_left(b)), **config)
+        return run_pass(b.returns(*step_with_the_weight_on_the_left(b)), **config)
 
     report = fused_over("dp_shard")
     assert codes(report) == ["ATP011", "ATP003", "ATP009"]
@@ -576,7 +572,7 @@ def test_a_product_of_column_major_activations_is_no_weight_gradient() -> None:
         hidden = b.scatter(b.mm(b.permute(b.input("x", [6, 8]), [1, 0]), b.input("w", [6, 6])))
         return (b.mm(b.relu(hidden), b.input("v", [6, 4])),)
 
-    assert codes(fuse(built(two_layers))) == ["FUSED"]
+    assert codes(run_pass(built(two_layers))) == ["FUSED"]
     assert same_results(two_layers)
 
 

@@ -6,7 +6,6 @@ on fresh random data. `HYPOTHESIS_PROFILE=thorough` looks much longer.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import Counter
 from typing import Any
@@ -16,10 +15,11 @@ import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from lockstep import differences, evaluate, op_name
+from passes import copied, run_pass
 from programs import Program, Wishes, programs
 from serving_ops import registered
 
-from asynctp_passes import Config, hide, run
+from asynctp_passes import hide
 
 _UNHURRIED: Any = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 settings.register_profile("quick", max_examples=250, derandomize=True, **_UNHURRIED)
@@ -67,7 +67,7 @@ def check(program: Program, seed: int) -> torch.fx.Graph:
     """Rewrite a copy of a program and compare the two; returns the rewritten graph."""
     rewritten = copied(program.graph)
     with registered(), mock.patch.object(hide, "LEAST_BYTES", 0):
-        report = run(rewritten, Config(strict="off", log=False, trace=False))
+        report = run_pass(rewritten)
     rewritten.lint()
     note(f"rewritten:\n{rewritten}")
     for remark in report.remarks:
@@ -76,16 +76,6 @@ def check(program: Program, seed: int) -> torch.fx.Graph:
     assert_same_results(program, rewritten, seed)
     assert_fake_values_hold(rewritten)
     return rewritten
-
-
-def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A copy with the same names and fake values."""
-    copy_of = torch.fx.Graph()
-    values: dict[torch.fx.Node, torch.fx.Node] = {}
-    copy_of.output(copy_of.graph_copy(graph, values))
-    for node, twin in values.items():
-        twin.meta = copy.copy(node.meta)
-    return copy_of
 
 
 def assert_same_results(program: Program, rewritten: torch.fx.Graph, seed: int) -> None:

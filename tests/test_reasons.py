@@ -14,9 +14,10 @@ import torch
 import torch.distributed._symmetric_memory  # registers symm_mem.fused_*
 from graph_builder import GraphBuilder, aten, c10d, snapshot
 from lockstep import op_name
+from passes import run_pass
 from torch.fx import Graph, Node
 
-from asynctp_passes import Config, Remark, compat, run
+from asynctp_passes import Remark, compat
 from asynctp_passes.reasons import CATALOGUE
 
 FP8 = torch.float8_e4m3fn
@@ -936,7 +937,7 @@ def scatter_of_no_product_beside_one(b: GraphBuilder) -> tuple[Node, Node, Node]
 # --- the tests -------------------------------------------------------------------------------------------------
 def remarks_of(line: Row, graph: Graph) -> tuple[Remark, ...]:
     with mock.patch.object(compat, "mesh_dimension_of", return_value=line.mesh_dim):
-        return run(graph, Config(strict="off", log=False, trace=False, **line.config)).remarks
+        return run_pass(graph, **line.config).remarks
 
 
 @pytest.mark.parametrize("line", ROWS, ids=[line.id for line in ROWS])

@@ -10,6 +10,7 @@ import torch
 from dumps import CORPUS, load
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder, aten, c10d, show
+from passes import before_and_after, run_pass
 from serving_ops import registered
 from torch.fx import Graph, Node
 
@@ -20,14 +21,13 @@ FP8 = torch.float8_e4m3fn
 
 def fuse(graph: Graph) -> Report:
     """Run the pass; nothing may be missed."""
-    return run(graph, Config(strict="all", expect=1, log=False, trace=False))
+    return run_pass(graph, strict="all", expect=1)
 
 
 def rewritten(graph: Graph) -> str:
     """The graph, and what it becomes."""
-    before = show(graph)
-    fuse(graph)
-    return f"{before}\n=== becomes ===\n\n{show(graph)}"
+    text, _ = before_and_after(graph, strict="all", expect=1)
+    return text
 
 
 def fp8_operands(b: GraphBuilder, rows: int, width: int, columns: int) -> tuple[Node, Node]:
@@ -978,11 +978,10 @@ def test_matmul_between_goes_to_the_gather_when_it_is_the_only_one() -> None:
     b = GraphBuilder()
     x, w = b.input("x", [4, 8]), b.input("w", [8, 12])
     graph = b.returns(b.scatter(b.mm(b.gather(x), w)))
-    before = show(graph)
-    report = run(graph, Config(strict="off"))
+    text, report = before_and_after(graph)
     assert [(remark.outcome, remark.name) for remark in report.remarks] == [("FUSED", ""), ("SKIPPED", "MATMUL_TAKEN")]
     assert_expected_inline(
-        f"{before}\n=== becomes ===\n\n{show(graph)}",
+        text,
         """\
 x: f32[4, 8]
 w: f32[8, 12]
@@ -1440,11 +1439,10 @@ def test_gather_of_a_list_of_tensors() -> None:
     both = b.call(c10d.all_gather_into_tensor_coalesced.default, shards, 4, "tp")
     x, norm = (b.call(c10d.wait_tensor.default, b.call(operator.getitem, both, index)) for index in range(2))
     graph = b.returns(b.mm(x, b.input("w", [8, 16])), norm)
-    before = show(graph)
-    report = run(graph, Config(strict="off", log=False, trace=False))
+    text, report = before_and_after(graph)
     assert [(remark.outcome, remark.name) for remark in report.remarks] == [("FUSED", ""), ("SKIPPED", "OUTSIDE_GRAPH")]
     assert_expected_inline(
-        f"{before}\n=== becomes ===\n\n{show(graph)}",
+        text,
         """\
 x: f32[4, 8]
 norm: f32[3]
@@ -1785,7 +1783,7 @@ def test_the_rewrite_adds_no_guard() -> None:
     graph = b.returns(b.scatter(b.reshape(b.relu(b.mm(rows, w)), [-1, 16])))
     shape_env = b.mode.shape_env
     guards, replacements = list(shape_env.guards), copy.copy(shape_env.replacements)
-    run(graph, Config(strict="off"))
+    run_pass(graph)
     assert shape_env.guards == guards
     assert shape_env.replacements == replacements
 

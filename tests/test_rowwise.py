@@ -14,12 +14,13 @@ import pytest
 import torch
 from dumps import CORPUS, example_inputs, load
 from expecttest import assert_expected_inline
-from graph_builder import GraphBuilder, aten, c10d, show
+from graph_builder import GraphBuilder, aten, c10d
 from lockstep import differences, evaluate
+from passes import before_and_after, run_pass
 from serving_ops import registered
 from torch.fx import Graph, Node
 
-from asynctp_passes import Config, Remark, cost, run
+from asynctp_passes import Remark, cost
 
 FP8 = torch.float8_e4m3fn
 cast = torch.ops.prims.convert_element_type.default
@@ -27,15 +28,15 @@ cast = torch.ops.prims.convert_element_type.default
 
 def fuse(graph: Graph) -> Remark:
     """Run the pass on a graph of one chain; nothing may be missed."""
-    (remark,) = run(graph, Config(strict="all", expect=1, log=False, trace=False)).remarks
+    (remark,) = run_pass(graph, strict="all", expect=1).remarks
     return remark
 
 
 def rewritten(graph: Graph) -> str:
     """The graph, what it becomes, and what is said of it."""
-    before = show(graph)
-    message = textwrap.fill(fuse(graph).message, 110)
-    return f"{before}\n=== becomes ===\n\n{show(graph)}\n{message}\n"
+    text, report = before_and_after(graph, strict="all", expect=1)
+    (remark,) = report.remarks
+    return f"{text}\n{textwrap.fill(remark.message, 110)}\n"
 
 
 def quantize(b: GraphBuilder, rows: Node) -> tuple[Node, Node]:
@@ -513,7 +514,7 @@ def test_a_gather_that_stays_needs_matmuls_to_hide_behind(columns: int, outcome:
     rows, scale = quantize(b, whole)
     graph = b.returns(b.scaled_mm(rows, w, scale, w_scale), whole)
     with mock.patch("asynctp_passes.cost.machine_for", return_value=H200):
-        (remark,) = run(graph, Config(strict="off", log=False, trace=False)).remarks
+        (remark,) = run_pass(graph).remarks
     assert (remark.outcome, remark.name) == (outcome, "" if outcome == "FUSED" else "MOVES_MORE")
 
 
@@ -542,7 +543,7 @@ def test_operands_are_the_same_bit_by_bit(name: str) -> None:
     first = next(node for node in original.nodes if node.target is aten._scaled_mm.default)
     inputs = [example_inputs(load(CORPUS / "torch2.13" / f"{name}.txt"), seed=rank) for rank in range(4)]
     whole = _returning(original, [first.args[0], first.args[2]], inputs)
-    run(graph, Config(strict="off", log=False, trace=False))
+    run_pass(graph)
     parts = _returning(graph, quantized_operands(graph)[:2], inputs)
     for index in range(2):
         shape = parts[0][index].shape
@@ -619,7 +620,7 @@ def test_whatever_gathers(gather: Callable[[GraphBuilder, Node, int], Node], dim
     inputs = [_values(graph, rank) for rank in range(4)]
     before = evaluate(graph, inputs)
     with registered("tp"):
-        fused = run(graph, Config(strict="all", expect=1, log=False, trace=False)).fused
+        fused = run_pass(graph, strict="all", expect=1).fused
     assert [(remark.op, remark.keeps_gather) for remark in fused] == [("asynctp::all_gather_scaled_matmul", kept)]
     assert differences(before, evaluate(graph, inputs)) == []
 
@@ -633,7 +634,7 @@ def test_a_matmul_of_what_two_gathers_make_is_fused_with_one_of_them() -> None:
     graph = b.returns(b.scaled_mm(rows, w, one_scale(b), one_scale(b)))
     inputs = [_values(graph, rank) for rank in range(2)]
     before = evaluate(graph, inputs)
-    remarks = run(graph, Config(strict="all", expect=1, log=False, trace=False)).remarks
+    remarks = run_pass(graph, strict="all", expect=1).remarks
     assert [remark.name or remark.outcome for remark in remarks] == ["FUSED", "MATMUL_TAKEN"]
     assert differences(before, evaluate(graph, inputs)) == []
 
@@ -699,10 +700,9 @@ def test_an_item_of_a_list() -> None:
     y, whole = (b.call(c10d.wait_tensor.default, b.call(operator.getitem, items, index)) for index in (0, 1))
     rows, scale = quantize(b, whole)
     graph = b.returns(b.scaled_mm(rows, w, scale, w_scale), b.relu(y))
-    before = show(graph)
-    run(graph, Config(strict="all", expect=1, log=False, trace=False))
+    text, _ = before_and_after(graph, strict="all", expect=1)
     assert_expected_inline(
-        f"{before}\n=== becomes ===\n\n{show(graph)}",
+        text,
         """\
 x: bf16[4, 32]
 w_scale: f32[1, 16]

@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from dumps import CORPUS, dump_paths, load
+from passes import run_pass
 
 import asynctp_passes
-from asynctp_passes import Config, Report, compat, run, torch_bugs
+from asynctp_passes import Report, compat, torch_bugs
 
 BROKEN = "Dynamo developers have intentionally marked that the function `_maybe_view_chunk_cat` should not be traced."
 
 
 def notes_of(path: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     monkeypatch.setattr(torch, "__version__", version)
-    return run(load(path).graph, Config(strict="off", log=False, trace=False)).notes
+    return run_pass(load(path).graph).notes
 
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.1+cu130", "2.13.0+cpu"])
