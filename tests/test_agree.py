@@ -260,7 +260,6 @@ FINE = {
 
 
 @pytest.mark.ranks
-@pytest.mark.xdist_group("agree_two_ranks")
 @pytest.mark.parametrize("case", FINE)
 def test_no_error_without_a_cause(ranks: list[dict[str, list[Attempt]]], case: str) -> None:
     for outcomes in ranks:
@@ -268,7 +267,6 @@ def test_no_error_without_a_cause(ranks: list[dict[str, list[Attempt]]], case: s
 
 
 @pytest.mark.ranks
-@pytest.mark.xdist_group("agree_two_ranks")
 def test_a_rank_that_compiles_alone_waits_for_no_one(ranks: list[dict[str, list[Attempt]]]) -> None:
     (alone,), _ = (outcomes["one_rank_never"] for outcomes in ranks)
     assert alone.seconds < agree.GRACE_S
@@ -277,7 +275,6 @@ def test_a_rank_that_compiles_alone_waits_for_no_one(ranks: list[dict[str, list[
 
 
 @pytest.mark.ranks
-@pytest.mark.xdist_group("agree_two_ranks")
 @pytest.mark.parametrize(
     ("case", "index", "shown"),
     [
@@ -303,7 +300,6 @@ def test_a_difference_is_an_error_on_every_rank(
 
 
 @pytest.mark.ranks
-@pytest.mark.xdist_group("agree_two_ranks")
 def test_a_rank_that_would_wait_for_one_that_raised_learns_of_it(ranks: list[dict[str, list[Attempt]]]) -> None:
     (lenient,), (strict,) = (outcomes["strict_on_one_rank"] for outcomes in ranks)
     assert strict.error.startswith("StrictError")
@@ -312,13 +308,11 @@ def test_a_rank_that_would_wait_for_one_that_raised_learns_of_it(ranks: list[dic
 
 
 @pytest.mark.ranks
-@pytest.mark.xdist_group("agree_two_ranks")
 def test_what_is_mended_compiles(ranks: list[dict[str, list[Attempt]]]) -> None:
     assert [outcomes["other_options_on_one_rank"][1].error for outcomes in ranks] == ["", ""]
 
 
 @pytest.mark.ranks
-@pytest.mark.xdist_group("agree_two_ranks")
 def test_a_rank_that_comes_later_sees_the_difference_and_the_other_at_its_next_compile(
     ranks: list[dict[str, list[Attempt]]],
 ) -> None:
@@ -330,7 +324,6 @@ def test_a_rank_that_comes_later_sees_the_difference_and_the_other_at_its_next_c
 
 
 @pytest.mark.ranks
-@pytest.mark.xdist_group("agree_two_ranks")
 def test_cached_and_compiled_agree(ranks: list[dict[str, list[Attempt]]]) -> None:
     for rank, outcomes in enumerate(ranks):
         reports = [one.report for one in outcomes["cache_hit_on_one_rank"]]

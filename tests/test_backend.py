@@ -52,7 +52,6 @@ def two_ranks(request: pytest.FixtureRequest, cache_folder: Path) -> list[dict[s
 
 
 @pytest.mark.ranks
-@pytest.mark.xdist_group("backend_two_ranks")
 @pytest.mark.parametrize("case", backend_cases.CASES)
 def test_on_two_ranks(two_ranks: list[dict[str, Outcome]], case: str) -> None:
     """See the function `case_…` of backend_cases."""
@@ -60,7 +59,6 @@ def test_on_two_ranks(two_ranks: list[dict[str, Outcome]], case: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.xdist_group("backend_two_ranks")
 def test_cache_of_another_process(two_ranks: list[dict[str, Outcome]], cache_folder: Path) -> None:
     """A second pair of processes compiles nothing, computes the same, and has the same reports."""
     filled = [outcomes["cache_filled"] for outcomes in two_ranks]

@@ -22,7 +22,6 @@ def on_ranks() -> Results:
 
 
 @pytest.mark.ranks
-@pytest.mark.xdist_group("forms")
 @pytest.mark.parametrize("name", CASES)
 def test_on_ranks(on_ranks: Results, name: str) -> None:
     if all(results[name] == ((form_cases.NOT_TRACED,), []) for results in on_ranks):

@@ -52,28 +52,24 @@ def sharded_by_torchao(tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
     return outcomes(4, "sharded_fp8_cases", tuple(sharded_fp8_cases.BY_TORCHAO), tmp_path_factory.mktemp("inductor"))
 
 
-@pytest.mark.xdist_group("recipes_in_fp8")
 @pytest.mark.parametrize("case", fp8_cases.CASES)
 def test_fp8(in_fp8: list[dict[str, Outcome]], case: str) -> None:
     """Two layers, two microbatches in flight, landing memory poisoned: what is computed without overlap."""
     assert errors(in_fp8, case) == []
 
 
-@pytest.mark.xdist_group("recipes_on_meshes")
 @pytest.mark.parametrize("case", mesh_cases.CASES)
 def test_mesh(on_meshes: list[dict[str, Outcome]], case: str) -> None:
     """See the function `case_…` of mesh_cases."""
     assert_agreed(on_meshes, case)
 
 
-@pytest.mark.xdist_group("recipes_sharded_in_fp8")
 @pytest.mark.parametrize("case", sharded_fp8_cases.OWN)
 def test_sharded_fp8(sharded_in_fp8: list[dict[str, Outcome]], case: str) -> None:
     """Delayed scaling under FSDP2, and both scalings with weights gathered in the graph."""
     assert_agreed(sharded_in_fp8, case)
 
 
-@pytest.mark.xdist_group("recipes_sharded_by_torchao")
 @pytest.mark.parametrize("case", sharded_fp8_cases.BY_TORCHAO)
 def test_sharded_torchao(sharded_by_torchao: list[dict[str, Outcome]], case: str) -> None:
     """torchao's tensorwise recipe under FSDP2, and delayed scaling with torchao's gather of weights in fp8."""
