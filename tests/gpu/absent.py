@@ -8,8 +8,7 @@ which rank and for what, and after a release the same call is right again. One J
 
 from __future__ import annotations
 
-import faulthandler
-import json
+import functools
 import os
 import sys
 import time
@@ -17,6 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 from asynctp_kernels import SymmetricMemoryError, cuda, release
+from launched import end, run_cases, start
 from torch import Tensor
 
 import asynctp_passes.collectives
@@ -102,21 +102,11 @@ def run(op: str, implementation: str, awaited: str) -> dict[str, object]:
 
 
 def main() -> int:
-    faulthandler.dump_traceback_later(int(os.environ.get("CASE_TIMEOUT", "300")), exit=True)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    failed = 0
-    for (op, implementation), awaited in CASES.items():
-        result = run(op, implementation, awaited)
-        failed += not result["ok"]
-        if dist.get_rank() == 0:
-            print(json.dumps({"case": f"{op}/{implementation}", **result}), flush=True)
-    if dist.get_rank() == 0:
-        print(json.dumps({"failed": failed}), flush=True)
-    faulthandler.cancel_dump_traceback_later()
-    dist.barrier()
-    dist.destroy_process_group()
-    return int(failed > 0)
+    start(300)
+    cases = ((f"{op}/{name}", functools.partial(run, op, name, awaited)) for (op, name), awaited in CASES.items())
+    code = run_cases(cases, 300)
+    end()
+    return code
 
 
 if __name__ == "__main__":

@@ -13,13 +13,11 @@ line a case, from rank 0.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
+import functools
 import itertools
-import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +27,7 @@ import torch
 import torch.distributed as dist
 from asynctp_kernels import async_input_matmul, cuda
 from asynctp_kernels.cuda import async_input
+from launched import end, run_cases, start
 from torch import Tensor
 
 import asynctp_passes.collectives
@@ -519,37 +518,21 @@ def _tensors(data: Data) -> list[Tensor]:
 
 
 def main() -> int:
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(int(os.environ.get("CASE_TIMEOUT", "60")), exit=True)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=device())
-    failed = 0
+    start(60)
     implementations = os.environ.get("IMPLS", "fused,decomposed,direct,unfused").split(",")
     every = [*cases(), *block_cases(), *bulk_cases(), *async_cases()]
-    for case, implementation in itertools.product(every, implementations):
-        name = f"{case.name}/{implementation}"
-        if len(sys.argv) > 1 and not any(text in name for text in sys.argv[1:]):
-            continue
-        torch.manual_seed(int(time.time()) * 8 + rank())
-        faulthandler.dump_traceback_later(int(os.environ.get("CASE_TIMEOUT", "60")), exit=True)
-        try:
-            how: Any = {Case: run, Bulk: run_bulk, AsyncInput: run_async}[type(case)]
-            result = how(case, implementation)
-        except Exception as error:  # reported as the case's result
-            result = {"ok": False, "exception": f"{type(error).__name__}: {error}"[:600]}
-            if rank() == 0:
-                traceback.print_exc()
-        if not result.get("ok", True):
-            failed += 1
-        if rank() == 0:
-            print(json.dumps({"case": name, **result}), flush=True)
-    if rank() == 0:
-        print(json.dumps({"failed": failed}), flush=True)
-    faulthandler.cancel_dump_traceback_later()
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
-    return int(failed > 0)
+    pairs = itertools.product(every, implementations)
+    code = run_cases(((f"{case.name}/{name}", functools.partial(run_fresh, case, name)) for case, name in pairs), 60)
+    end()
+    return code
+
+
+def run_fresh(case: Any, implementation: str) -> dict[str, Any]:
+    """Run a case of any kind on data of its own."""
+    torch.manual_seed(int(time.time()) * 8 + rank())
+    how: Any = {Case: run, Bulk: run_bulk, AsyncInput: run_async}[type(case)]
+    found: dict[str, Any] = how(case, implementation)
+    return found
 
 
 if __name__ == "__main__":

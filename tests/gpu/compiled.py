@@ -8,17 +8,16 @@ warms up, captures and replays.
 
 from __future__ import annotations
 
-import faulthandler
+import functools
 import gc
-import json
-import os
+import itertools
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from launched import end, run_cases, start
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -248,35 +247,15 @@ def check(name: str, mode: str | None, mesh: DeviceMesh) -> dict[str, Any]:
 
 def main() -> int:
     """Run every program whose name contains an argument."""
-    faulthandler.enable()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    start(120)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    failed = 0
-    for name in PROGRAMS:
-        for mode in MODES:
-            title = f"{name}/{mode or 'default'}"
-            if len(sys.argv) > 1 and not any(text in title for text in sys.argv[1:]):
-                continue
-            faulthandler.dump_traceback_later(int(os.environ.get("CASE_TIMEOUT", "120")), exit=True)
-            try:
-                result = check(name, mode, mesh)
-            except Exception as error:  # reported as the case's result
-                result = {"ok": False, "exception": f"{type(error).__name__}: {error}"[:900]}
-                if dist.get_rank() == 0:
-                    traceback.print_exc()
-            failed += not result["ok"]
-            if dist.get_rank() == 0:
-                print(json.dumps({"case": title, **result}), flush=True)
-    if dist.get_rank() == 0:
-        print(json.dumps({"failed": failed}), flush=True)
-    faulthandler.cancel_dump_traceback_later()
+    pairs = itertools.product(PROGRAMS, MODES)
+    cases = ((f"{name}/{mode or 'default'}", functools.partial(check, name, mode, mesh)) for name, mode in pairs)
+    code = run_cases(cases, 120)
     torch.compiler.reset()  # NCCL does not end while there are CUDA graphs with its kernels
     gc.collect()
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
-    return int(failed > 0)
+    end()
+    return code
 
 
 if __name__ == "__main__":

@@ -8,9 +8,6 @@ be. Every thousand calls all communication memory is filled with NaN while nothi
 
 from __future__ import annotations
 
-import faulthandler
-import json
-import os
 import random
 import sys
 import time
@@ -21,6 +18,7 @@ import torch
 import torch.distributed as dist
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.memory import existing_memory
+from launched import end, show, start
 from torch import Tensor
 
 import asynctp_passes.collectives
@@ -114,9 +112,7 @@ def poison(groups: list[dist.ProcessGroup]) -> None:
 
 
 def main() -> int:
-    faulthandler.dump_traceback_later(int(os.environ.get("CASE_TIMEOUT", "300")), exit=True)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    start(300)
     total = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
     groups = [dist.group.WORLD, dist.new_group(list(range(dist.get_world_size())))]
     for group in groups:
@@ -141,7 +137,7 @@ def main() -> int:
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     shared, own = random.Random(7), random.Random(dist.get_rank())
     torch.cuda.synchronize()
-    start, replays, done = time.time(), 0, 0
+    began, replays, done = time.time(), 0, 0
     while done < total:
         which = shared.randrange(len(groups))
         call = shared.choice(calls[which])
@@ -166,12 +162,8 @@ def main() -> int:
     torch.cuda.synchronize()
     dist.all_reduce(wrong)
     count = int(wrong.item())
-    if dist.get_rank() == 0:
-        seconds = round(time.time() - start, 1)
-        print(json.dumps({"calls": done, "replayed": replays, "wrong": count, "seconds": seconds}), flush=True)
-    faulthandler.cancel_dump_traceback_later()
-    dist.barrier()
-    dist.destroy_process_group()
+    show({"calls": done, "replayed": replays, "wrong": count, "seconds": round(time.time() - began, 1)})
+    end()
     return int(count > 0)
 
 

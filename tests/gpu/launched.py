@@ -1,0 +1,66 @@
+"""What the programs of this folder share: torchrun starts one process a GPU, and rank 0 prints a JSON line a case."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def start(seconds: int) -> None:
+    """Join the group of all GPUs; the process ends with its stacks printed if `seconds` pass without a new `limit`."""
+    faulthandler.enable()
+    limit(seconds)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+
+
+def limit(seconds: int) -> None:
+    """Let what comes now take that long, or as long as `CASE_TIMEOUT` says."""
+    faulthandler.dump_traceback_later(int(os.environ.get("CASE_TIMEOUT", seconds)), exit=True)
+
+
+def show(line: dict[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        print(json.dumps(line), flush=True)
+
+
+def run_cases(cases: Iterable[tuple[str, Callable[[], dict[str, Any]]]], seconds: int) -> int:
+    """Run the cases, each within `seconds`, whose name contains an argument of the program; all without arguments.
+
+    A case gives what is shown of it. It failed when its `ok` is false, or when it raised.
+
+    Returns:
+        The program's exit code.
+    """
+    failed = 0
+    for name, case in cases:
+        if len(sys.argv) > 1 and not any(text in name for text in sys.argv[1:]):
+            continue
+        limit(seconds)
+        try:
+            result = case()
+        except Exception as error:  # reported as the case's result
+            result = {"ok": False, "exception": f"{type(error).__name__}: {error}"[:900]}
+            if dist.get_rank() == 0:
+                traceback.print_exc()
+        failed += not result.get("ok", True)
+        show({"case": name, **result})
+    show({"failed": failed})
+    return int(failed > 0)
+
+
+def end() -> None:
+    """Leave the group, when all ranks do."""
+    faulthandler.cancel_dump_traceback_later()
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
