@@ -82,6 +82,16 @@ class GraphBuilder:
         gathered = self.call(c10d.all_gather_into_tensor.default, shard, self.ranks, self.group)
         return self.call(c10d.wait_tensor.default, gathered)
 
+    def gather_list(self, *shards: Node) -> list[Node]:
+        """all_gather of several tensors → wait, one for each."""
+        gathered = self.call(c10d.all_gather_into_tensor_coalesced.default, list(shards), self.ranks, self.group)
+        return self.wait_list(gathered, len(shards))
+
+    def wait_list(self, collective: Node, count: int) -> list[Node]:
+        """getitem → wait, one for each result of a collective of several tensors."""
+        items = (self.call(operator.getitem, collective, index) for index in range(count))
+        return [self.call(c10d.wait_tensor.default, item) for item in items]
+
     def scatter(self, full: Node, op: str = "sum") -> Node:
         """reduce_scatter → wait."""
         scattered = self.call(c10d.reduce_scatter_tensor.default, full, op, self.ranks, self.group)
@@ -117,6 +127,10 @@ class GraphBuilder:
 
     def relu(self, x: Node) -> Node:
         return self.call(aten.relu.default, x)
+
+    def one(self) -> Node:
+        """The number 1."""
+        return self.call(aten.full.default, [], 1.0, dtype=torch.float32)
 
     def scaled_mm(self, a: Node, b: Node, a_scale: Node, b_scale: Node, **kwargs: Any) -> Node:
         """_scaled_mm to bf16. Its value is written down: fake rowwise scales do not run on CPU."""

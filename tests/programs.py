@@ -20,7 +20,7 @@ import operator
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import serving_ops  # noqa: F401  (defines torch.ops.vllm_like)
 import torch
@@ -40,6 +40,7 @@ custom = torch.ops.vllm_like
 
 #: Picks one of several options. Hypothesis draws, or a seeded random source chooses.
 Choose = Callable[[Sequence[Any]], Any]
+_Item = TypeVar("_Item")
 
 OPEN_END = 9223372036854775807
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -276,18 +277,9 @@ def _move_by_permute(b: Builder, x: Node, source: int, dest: int, count: int, wr
     order = [axis for axis in range(len(split)) if axis != source]
     order.insert(dest, source)
     if wrong:
-        order = _other_order(b, order)
+        order = _reorder(b, order)
     target = _target_shape(x, source, dest, count)
     return b.reshape(b.call(aten.permute.default, b.reshape(x, split), order), target)
-
-
-def _other_order(b: Builder, order: list[int]) -> list[int]:
-    """Swap two entries of a permutation."""
-    first = b.choose(range(len(order)))
-    second = b.choose([index for index in range(len(order)) if index != first])
-    swapped = list(order)
-    swapped[first], swapped[second] = swapped[second], swapped[first]
-    return swapped
 
 
 def _move_by_pieces(b: Builder, x: Node, source: int, dest: int, count: int, attack: str) -> Node:
@@ -354,10 +346,11 @@ def _fits(shape: Sequence[int], other: Sequence[int], dim: int) -> bool:
 # --- attacks on the pieces -----------------------------------------------------------------------------
 
 
-def _reorder(b: Builder, pieces: list[Node]) -> list[Node]:
-    first = b.choose(range(len(pieces)))
-    second = b.choose([index for index in range(len(pieces)) if index != first])
-    swapped = list(pieces)
+def _reorder(b: Builder, items: list[_Item]) -> list[_Item]:
+    """Swap two."""
+    first = b.choose(range(len(items)))
+    second = b.choose([index for index in range(len(items)) if index != first])
+    swapped = list(items)
     swapped[first], swapped[second] = swapped[second], swapped[first]
     return swapped
 
@@ -431,7 +424,7 @@ def _unsqueeze_squeeze(b: Builder, x: Node) -> Node:
 
 
 def _permute_twice(b: Builder, x: Node) -> Node:
-    order = _other_order(b, list(range(len(shape_of(x))))) if len(shape_of(x)) > 1 else [0]
+    order = _reorder(b, list(range(len(shape_of(x))))) if len(shape_of(x)) > 1 else [0]
     there = b.call(aten.permute.default, x, order)
     middle = _clone(b, there) if b.chance(2) else there
     return b.call(aten.permute.default, middle, [order.index(axis) for axis in range(len(order))])
@@ -521,7 +514,7 @@ def _double(b: Builder, x: Node) -> Node:
 def _transpose_in_place_of(b: Builder, x: Node) -> Node:
     """Swap two dimensions, and call the result by the old shape."""
     shape = shape_of(x)
-    order = _other_order(b, list(range(len(shape)))) if len(shape) > 1 else [0]
+    order = _reorder(b, list(range(len(shape)))) if len(shape) > 1 else [0]
     return b.reshape(b.call(aten.permute.default, x, order), shape)
 
 

@@ -24,13 +24,9 @@ cast = torch.ops.prims.convert_element_type.default
 Build = Callable[[GraphBuilder], "Node | tuple[Node, ...]"]
 
 
-def one_scale(b: GraphBuilder) -> Node:
-    return b.call(aten.full.default, [], 1.0, dtype=torch.float32)
-
-
 def product(b: GraphBuilder, rows: Node, name: str = "w", one: Node | None = None) -> Node:
     """Rows [M, 32] times a weight [32, 16], unscaled, in bf16."""
-    one, w = one or one_scale(b), b.input(name, [32, 16], FP8, column_major=True)
+    one, w = one or b.one(), b.input(name, [32, 16], FP8, column_major=True)
     return b.scaled_mm(rows, w, one, one)
 
 
@@ -153,7 +149,7 @@ return (convert_element_type)
 def test_the_gathered_data_is_returned_before_the_numbers() -> None:
     b = GraphBuilder(ranks=2)
     rows, numbers = b.gather(b.input("x", [8, 32], FP8)), b.gather(b.input("x_scale", [8, 1]))
-    one = one_scale(b)
+    one = b.one()
     left, right = (b.mul(product(b, rows, name, one), numbers) for name in ("w0", "w1"))
     graph = b.returns(left, right, rows)
     run_pass(graph)
@@ -282,7 +278,7 @@ def numbers_behind_an_operation_in_place(b: GraphBuilder) -> tuple[Node, Node]:
 def numbers_of_a_product_that_is_computed_twice(b: GraphBuilder) -> tuple[Node, Node]:
     """Both products take the numbers, through one outer product."""
     rows, numbers = both(b)
-    factor, one = outer(b, numbers), one_scale(b)
+    factor, one = outer(b, numbers), b.one()
     return b.mul(product(b, rows, "w0", one), factor), b.mul(product(b, rows, "w1", one), factor)
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -246,20 +245,17 @@ def test_beside_chains_of_one_collective(kind: str) -> None:
     b = GraphBuilder()
     x, y, w = b.input("x", [8, 8]), b.input("y", [8, 8]), scaled(b, b.input("w", [8, 8]))
     if kind == "gathers":
-        first, second = at_once(b, c10d.all_gather_into_tensor_coalesced.default, x, y)
+        first, second = b.gather_list(x, y)
         narrow = b.scatter(b.relu(b.mm(first, w)))
         outs = (b.mm(second, narrow),)
     else:
-        outs = at_once(b, c10d.reduce_scatter_tensor_coalesced.default, b.mm(x, w), b.mm(y, w), "sum")
+        products = [b.mm(x, w), b.mm(y, w)]
+        sums = b.call(c10d.reduce_scatter_tensor_coalesced.default, products, "sum", b.ranks, b.group)
+        outs = tuple(b.wait_list(sums, 2))
     graph = b.returns(*outs, scaled(b, b.input("z", [4])))
     report = run_pass(graph)
     assert len(report.fused) == 2
     assert sets_of(report) == [("all_reduce", "all_reduce_1")]
-
-
-def at_once(b: GraphBuilder, op: Any, x: Node, y: Node, *reduction: str) -> tuple[Node, ...]:
-    items = b.call(op, [x, y], *reduction, b.ranks, b.group)
-    return tuple(b.call(c10d.wait_tensor.default, b.call(operator.getitem, items, index)) for index in (0, 1))
 
 
 # --- what stays apart --------------------------------------------------------------------------------------

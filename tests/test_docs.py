@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from scripts import run_script
 
 from asynctp_passes.config import RUNTIME_VARIABLES, Config
 from asynctp_passes.reasons import CATALOGUE, catalogue_markdown
@@ -99,17 +98,7 @@ def test_code_compiles(page: Path) -> None:
 def test_code_runs(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text(_code(page), encoding="utf-8")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ASYNCTP_")}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    run_script(script, cwd=tmp_path)
 
 
 def test_readme_commands_exist() -> None:

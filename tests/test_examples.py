@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 
 
 def run_example(name: str, *arguments: str, cwd: Path) -> str:
-    """Standard output of an example, run as a program; fails with its error output when it fails."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ASYNCTP_")}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, f"{name} failed:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    """Standard output of an example."""
+    return run_script(EXAMPLES / name, *arguments, cwd=cwd)
 
 
 def test_every_example_has_a_test() -> None:

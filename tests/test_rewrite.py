@@ -9,7 +9,7 @@ import pytest
 import torch
 from dumps import CORPUS, load
 from expecttest import assert_expected_inline
-from graph_builder import GraphBuilder, aten, c10d, show
+from graph_builder import GraphBuilder, aten, show
 from passes import before_and_after, run_pass
 from serving_ops import registered
 from torch.fx import Graph, Node
@@ -1435,9 +1435,7 @@ def test_scales_of_blocks_of_a_dynamic_sequence_add_no_guard(early: bool) -> Non
 def test_gather_of_a_list_of_tensors() -> None:
     """What is not fused is still gathered."""
     b = GraphBuilder()
-    shards = [b.input("x", [4, 8]), b.input("norm", [3])]
-    both = b.call(c10d.all_gather_into_tensor_coalesced.default, shards, 4, "tp")
-    x, norm = (b.call(c10d.wait_tensor.default, b.call(operator.getitem, both, index)) for index in range(2))
+    x, norm = b.gather_list(b.input("x", [4, 8]), b.input("norm", [3]))
     graph = b.returns(b.mm(x, b.input("w", [8, 16])), norm)
     text, report = before_and_after(graph)
     assert [(remark.outcome, remark.name) for remark in report.remarks] == [("FUSED", ""), ("SKIPPED", "OUTSIDE_GRAPH")]
@@ -1602,9 +1600,7 @@ return (matmul_all_reduce_default, wait_tensor_1)
 def test_data_and_scale_gathered_as_one_list() -> None:
     b = GraphBuilder(ranks=2)
     x, w = fp8_operands(b, 16, 32, 16)
-    shards = [b.input("a_scale", [16, 1]), x]
-    both = b.call(c10d.all_gather_into_tensor_coalesced.default, shards, 2, "tp")
-    scale, whole = (b.call(c10d.wait_tensor.default, b.call(operator.getitem, both, index)) for index in range(2))
+    scale, whole = b.gather_list(b.input("a_scale", [16, 1]), x)
     assert_expected_inline(
         rewritten(b.returns(b.scaled_mm(whole, w, scale, b.input("b_scale", [1, 16])))),
         """\

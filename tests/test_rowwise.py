@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import operator
 import textwrap
 from collections.abc import Callable
 from unittest import mock
@@ -50,10 +49,6 @@ def weight(b: GraphBuilder, name: str = "w", columns: int = 16) -> tuple[Node, N
     """A weight [32, columns] in fp8, and its scales."""
     scale = b.input(f"{name}_scale", [1, columns])
     return b.input(name, [32, columns], FP8, column_major=True), scale
-
-
-def one_scale(b: GraphBuilder) -> Node:
-    return b.call(aten.full.default, [], 1.0, dtype=torch.float32)
 
 
 # --- what becomes of graphs ----------------------------------------------------------------------------------
@@ -180,7 +175,7 @@ def test_scales_used_after_the_matmul_travel_along() -> None:
     x, (w, w_scale) = b.input("x", [3, 4, 32], torch.bfloat16), weight(b)
     whole = b.reshape(b.cat(b.chunks(b.gather(x)), dim=1), [24, 32])
     rows, scale = quantize(b, whole)
-    outer, one = b.call(aten.mul.Tensor, scale, w_scale), one_scale(b)
+    outer, one = b.call(aten.mul.Tensor, scale, w_scale), b.one()
     out = b.call(aten.mul.Tensor, b.scaled_mm(rows, w, one, one), outer)
     assert_expected_inline(
         rewritten(b.returns(out, b.call(aten.sum.dim_IntList, whole, [0]))),
@@ -599,9 +594,7 @@ def gathered_along_a_dimension(b: GraphBuilder, shard: Node, dim: int) -> Node:
 
 def gathered_in_a_list(b: GraphBuilder, shard: Node, dim: int) -> Node:
     """Beside a tensor that is not multiplied at all."""
-    shards = [b.input("other", [2, 5]), shard]
-    items = b.call(c10d.all_gather_into_tensor_coalesced.default, shards, b.ranks, b.group)
-    first, second = (b.call(c10d.wait_tensor.default, b.call(operator.getitem, items, index)) for index in (0, 1))
+    first, second = b.gather_list(b.input("other", [2, 5]), shard)
     b.relu(first)
     return second if dim == 0 else b.cat(b.chunks(second), dim=dim)
 
@@ -631,7 +624,7 @@ def test_a_matmul_of_what_two_gathers_make_is_fused_with_one_of_them() -> None:
     x, y, (w, _) = b.input("x", [1, 32]), b.input("y", [1, 32]), weight(b)
     total = b.add(b.reshape(b.gather(x), [2, 1, 32]), b.reshape(b.gather(y), [1, 2, 32]))
     rows = b.reshape(b.call(cast, total, FP8), [4, 32])
-    graph = b.returns(b.scaled_mm(rows, w, one_scale(b), one_scale(b)))
+    graph = b.returns(b.scaled_mm(rows, w, b.one(), b.one()))
     inputs = [_values(graph, rank) for rank in range(2)]
     before = evaluate(graph, inputs)
     remarks = run_pass(graph, strict="all", expect=1).remarks
@@ -695,9 +688,7 @@ def test_an_item_of_a_list() -> None:
     """The other item's collective stays, without the tensor that the fused op gathers."""
     b = GraphBuilder(ranks=2)
     x, (w, w_scale) = b.input("x", [4, 32], torch.bfloat16), weight(b)
-    shards = [b.input("y", [2, 5]), x]
-    items = b.call(c10d.all_gather_into_tensor_coalesced.default, shards, b.ranks, b.group)
-    y, whole = (b.call(c10d.wait_tensor.default, b.call(operator.getitem, items, index)) for index in (0, 1))
+    y, whole = b.gather_list(b.input("y", [2, 5]), x)
     rows, scale = quantize(b, whole)
     graph = b.returns(b.scaled_mm(rows, w, scale, w_scale), b.relu(y))
     text, _ = before_and_after(graph, strict="all", expect=1)
