@@ -16,12 +16,12 @@ from asynctp_passes.fxview import tensor_of
 __all__ = ["hidden_collectives", "notes"]
 
 _GATHER_HELPER = "_maybe_view_chunk_cat"
-"""What `all_gather_tensor` calls for a dimension but the first; dynamo of torch 2.11 does not trace it."""
+"""What `all_gather_tensor` calls for a dimension but the first; dynamo of torch 2.11 and 2.12 does not trace it."""
 
 _HIDING = {
     _GATHER_HELPER: (
         "all_gather_tensor(gather_dim != 0)",
-        "torch 2.11, pytorch issue 179722",
+        "torch 2.11 and 2.12, pytorch issue 179722",
         "use DTensor or gather_dim=0, or a newer torch",
     ),
     "async_op=True for distributed collectives": (

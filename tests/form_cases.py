@@ -479,7 +479,7 @@ NOT_TRACED = "not traced"
 
 
 def traceable(program: Program, example: list[Tensor]) -> bool:
-    """False where dynamo fails: torch 2.12 does at gathers along other dimensions than the first."""
+    """False where dynamo fails: torch 2.12 does behind a gather along another dimension, where it breaks the graph."""
     torch._dynamo.reset()
     try:
         torch.compile(program, backend="eager")(*example)

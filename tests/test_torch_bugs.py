@@ -100,7 +100,7 @@ def test_graph_breaks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_installed_torch_says_so_if_it_breaks_the_graph() -> None:
-    """On torch 2.11 the gather is hidden and the note logged, 2.12 fails; newer ones fuse it, without a note."""
+    """On torch 2.11 and 2.12 the gather is hidden and the note logged; newer ones fuse it, without a note."""
     program = """
 import sys, torch, torch.distributed as dist
 import torch.distributed._functional_collectives as funcol

@@ -421,7 +421,7 @@ class KnownBug:
 KNOWN_BUGS = (
     KnownBug(
         (2, 11),
-        (2, 11),
+        (2, 12),
         "all_gather_tensor(gather_dim != 0) breaks a compiled graph, which hides the collective from every pass "
         "(pytorch issue 179722)",
         "use DTensor or gather_dim=0, or a newer torch",
