@@ -363,10 +363,7 @@ def _matmul_reduce_scatter(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     """reduce_scatter(sum_i (a_parts[i] @ b_parts[i] + biases[i]), scatter_dim)."""
     _, _, _, reduce_op, scatter_dim, group_size, _ = calls[0]
     _check_group_size(calls, group_size)
-    partials = []
-    for a_parts, b_parts, biases, _, _, _, _ in calls:
-        terms = zip(a_parts, b_parts, _padded(biases, len(a_parts)), strict=True)
-        partials.append(_sum(_product(a, b, bias) for a, b, bias in terms))
+    partials = [_partial(*call[:3]) for call in calls]
     return _scattered(_reduced(partials, reduce_op), len(calls), scatter_dim, calls[0][0][0].dtype)
 
 
@@ -374,35 +371,41 @@ def _scaled_matmul_reduce_scatter(calls: Sequence[tuple[Any, ...]]) -> list[Tens
     """As `_matmul_reduce_scatter` of dequantized operands."""
     _, _, _, _, _, reduce_op, scatter_dim, out_dtype, _, group_size, _ = calls[0]
     _check_group_size(calls, group_size)
-    partials = []
-    for a_parts, b_parts, a_scales, b_scales, biases, *_ in calls:
-        terms = zip(a_parts, b_parts, a_scales, b_scales, _padded(biases, len(a_parts)), strict=True)
-        partials.append(
-            _sum(_product(_scaled_rows(a, sa), _scaled_columns(b, sb), bias) for a, b, sa, sb, bias in terms)
-        )
+    partials = [_scaled_partial(*call[:5]) for call in calls]
     return _scattered(_reduced(partials, reduce_op), len(calls), scatter_dim, out_dtype)
 
 
 def _matmul_all_reduce(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     """all_reduce(sum_i (a_parts[i] @ b_parts[i] + biases[i]))."""
-    partials = []
-    for a_parts, b_parts, biases, _, _ in calls:
-        terms = zip(a_parts, b_parts, _padded(biases, len(a_parts)), strict=True)
-        partials.append(_sum(_product(a, b, bias) for a, b, bias in terms))
+    partials = [_partial(*call[:3]) for call in calls]
     total = _reduced(partials, calls[0][3])
     return [total.to(call[0][0].dtype, copy=True) for call in calls]
 
 
 def _scaled_matmul_all_reduce(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     """As `_matmul_all_reduce` of dequantized operands."""
-    partials = []
-    for a_parts, b_parts, a_scales, b_scales, biases, *_ in calls:
-        terms = zip(a_parts, b_parts, a_scales, b_scales, _padded(biases, len(a_parts)), strict=True)
-        partials.append(
-            _sum(_product(_scaled_rows(a, sa), _scaled_columns(b, sb), bias) for a, b, sa, sb, bias in terms)
-        )
+    partials = [_scaled_partial(*call[:5]) for call in calls]
     total = _reduced(partials, calls[0][5])
     return [total.to(call[6], copy=True) for call in calls]
+
+
+def _partial(a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """One rank's term of the sum over ranks."""
+    terms = zip(a_parts, b_parts, _padded(biases, len(a_parts)), strict=True)
+    return _sum(_product(a, b, bias) for a, b, bias in terms)
+
+
+def _scaled_partial(
+    a_parts: Sequence[Tensor],
+    b_parts: Sequence[Tensor],
+    a_scales: Sequence[Tensor],
+    b_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> Tensor:
+    """As `_partial`, of dequantized operands."""
+    wide_as = [_scaled_rows(a, scale) for a, scale in zip(a_parts, a_scales, strict=True)]
+    wide_bs = [_scaled_columns(b, scale) for b, scale in zip(b_parts, b_scales, strict=True)]
+    return _partial(wide_as, wide_bs, biases)
 
 
 def _padded(biases: Sequence[Tensor | None], count: int) -> list[Tensor | None]:

@@ -185,10 +185,7 @@ graph = b.returns(b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12])))
 assert len(asynctp_passes.run(graph, asynctp_passes.Config(strict="all")).fused) == 1
 assert not {"triton", "asynctp_kernels"} & set(sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT / "tests", capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_program(program)
 
 
 def test_importing_changes_nothing() -> None:
@@ -205,10 +202,7 @@ assert (dict(os.environ), inductor.get_config_copy(), list(logging.getLogger().h
 assert not torch.distributed.is_initialized()
 assert not logging.getLogger("asynctp_passes").handlers
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT / "tests", capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_program(program)
 
 
 # --- private torch ---------------------------------------------------------------------------------------------
@@ -280,3 +274,11 @@ def test_private_names(source: str, found: set[str]) -> None:
 def test_imports_inside_functions_count() -> None:
     source = "def f():\n    from asynctp_passes.find import find\n    from asynctp_passes import reasons, Report"
     assert own_imports(ast.parse(source), "asynctp_passes", ROW_OF) == {"find", "reasons", "__init__"}
+
+
+def run_program(program: str) -> None:
+    """Run it in a process of its own, with this folder's modules; the test fails if it does."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT / "tests", capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
