@@ -55,6 +55,9 @@ NEWER_THAN_2_11 = _VERSION > (2, 11)
 GATHERS_ALONG_ANY = _VERSION > (2, 12)
 #: The dimension that `plain_layer` gathers and scatters along: torch 2.12 breaks the graph with autograd, too.
 PLAIN_DIM = 0 if _VERSION == (2, 12) else 1
+#: Programs that a training step of `plain_layer`, compiled twice, gets from AOTAutograd's cache: torch 2.11 and 2.12
+#: keep none there, with plain Inductor neither.
+PLAIN_HITS = int(_VERSION > (2, 12))
 
 
 class NotRunnable(Exception):
@@ -608,7 +611,7 @@ def case_cache_of_dtensors(mesh: DeviceMesh) -> tuple[Report, ...]:
     parameters = list(module.parameters())
     with own_cache(mesh):
         first, compiled_reports = _train_and_count(module, x, parameters, hits=0)
-        second, cached_reports = _train_and_count(module, x, parameters, hits=2)
+        second, cached_reports = _train_and_count(module, x, parameters, hits=2, programs=int(NEWER_THAN_2_11))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert [report.from_cache for report in cached_reports] == [True, True]
     assert [report.remarks for report in cached_reports] == [report.remarks for report in compiled_reports]
@@ -627,20 +630,20 @@ def case_cache_of_other_process(mesh: DeviceMesh) -> tuple[Report, ...]:
     program, weights = plain_layer(mesh)
     x = shard_of(mesh, 2, 4, 16)
     with own_cache(mesh):
-        actual, reports = _train_and_count(program, x, weights, hits=2)
+        actual, reports = _train_and_count(program, x, weights, hits=2, programs=PLAIN_HITS)
     assert_close(actual, train(program, x, weights))
     return reports
 
 
 def _train_and_count(
-    program: Callable[[Tensor], Tensor], x: Tensor, parameters: Sequence[Tensor], hits: int
+    program: Callable[[Tensor], Tensor], x: Tensor, parameters: Sequence[Tensor], hits: int, programs: int = 0
 ) -> tuple[list[Tensor], tuple[Report, ...]]:
-    """One step, compiled anew, with so many graphs of two from the cache."""
+    """One step, compiled anew, with so many graphs of two from Inductor's cache, and programs from AOTAutograd's."""
     start()
     values = train(compiled(program), x, parameters)
-    fx_graphs, programs = counters["inductor"], counters["aot_autograd"]
-    found = (fx_graphs["fxgraph_cache_hit"], fx_graphs["fxgraph_cache_miss"], programs["autograd_cache_hit"])
-    assert found == (hits, 2 - hits, hits // 2 if NEWER_THAN_2_11 else 0), counters
+    fx_graphs, aot = counters["inductor"], counters["aot_autograd"]
+    found = (fx_graphs["fxgraph_cache_hit"], fx_graphs["fxgraph_cache_miss"], aot["autograd_cache_hit"])
+    assert found == (hits, 2 - hits, programs), counters
     return values, asynctp_passes.reports()
 
 

@@ -150,10 +150,6 @@ def step(mesh: DeviceMesh, **kwargs: Any) -> tuple[Report, ...]:
     return asynctp_passes.reports()
 
 
-#: Programs that a training step, compiled twice, gets from AOTAutograd's cache: torch 2.11 keeps none there.
-TRAINING_HITS = int(backend_cases.NEWER_THAN_2_11)
-
-
 def hits() -> tuple[int, int]:
     """How many graphs came from Inductor's cache since the last `start`, and programs from AOTAutograd's."""
     return counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
@@ -333,7 +329,7 @@ def test_cached_graphs_bring_their_reports(mesh: DeviceMesh, tmp_path: Path, cap
     sinks = {"report_file": str(tmp_path / "reports"), "graph_dir": str(tmp_path / "graphs")}
     with caplog.at_level(logging.INFO, logger="asynctp_passes"):
         second = step(mesh, options={**STRICT, **sinks})
-    assert hits() == (2, TRAINING_HITS)
+    assert hits() == (2, backend_cases.PLAIN_HITS)
     assert [report.from_cache for report in (*first, *second)] == [False, False, True, True]
     assert [report.remarks for report in first] == [report.remarks for report in second]
     written = [Report.from_json(line) for line in (tmp_path / "reports").read_text().splitlines()]
@@ -365,7 +361,7 @@ def test_cache_of_the_bare_pass(mesh: DeviceMesh) -> None:
     with torch._inductor.config.patch(post_grad_custom_post_pass=AsyncTPPass(Config(strict="all"))):
         first = step(mesh, backend="inductor")
         second = step(mesh, backend="inductor")
-    assert hits() == (2, TRAINING_HITS)
+    assert hits() == (2, backend_cases.PLAIN_HITS)
     assert [report.from_cache for report in (*first, *second)] == [False, False, True, True]
     assert [report.remarks for report in first] == [report.remarks for report in second]
 
