@@ -9,7 +9,7 @@ import pytest
 import torch
 from dumps import CORPUS, load
 from expecttest import assert_expected_inline
-from graph_builder import GraphBuilder, aten, show
+from graph_builder import GraphBuilder, aten, c10d, show
 from passes import before_and_after, run_pass
 from serving_ops import registered
 from torch.fx import Graph, Node
@@ -1565,9 +1565,8 @@ def test_all_reduces_in_a_list() -> None:
     b = GraphBuilder()
     whole = [b.mm(b.input("x", [16, 8]), b.input("w", [8, 16])), b.relu(b.input("norm", [3]))]
     both = b.call(c10d.all_reduce_coalesced.default, whole, "sum", "tp")
-    results = [b.call(c10d.wait_tensor.default, b.call(operator.getitem, both, index)) for index in range(2)]
     assert_expected_inline(
-        rewritten(b.returns(*results)),
+        rewritten(b.returns(*b.wait_list(both, 2))),
         """\
 x: f32[16, 8]
 w: f32[8, 16]

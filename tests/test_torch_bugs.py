@@ -102,22 +102,21 @@ def test_graph_breaks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_installed_torch_says_so_if_it_breaks_the_graph() -> None:
     """On torch 2.11 and 2.12 the gather is hidden and the note logged; newer ones fuse it, without a note."""
     program = """
-import sys, torch, torch.distributed as dist
+import torch, torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import asynctp_passes
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+group = dist.group.WORLD  # 2.12 fails behind the break if the graph there takes the group
 
 def layer(x, w):
-    return funcol.all_gather_tensor(x, 1, dist.group.WORLD) @ w
+    return funcol.all_gather_tensor(x, 1, group) @ w
 
-torch.compile(layer, backend=sys.argv[1])(torch.ones(2, 4, 8), torch.ones(8, 8))
+torch.compile(layer, backend="asynctp")(torch.ones(2, 4, 8), torch.ones(8, 8))
 print("fused:", sum(len(report.fused) for report in asynctp_passes.reports()))
 """
-    done, plain = (_run(program, backend) for backend in ("asynctp", "inductor"))
-    if plain.returncode and done.returncode:
-        pytest.skip(f"plain Inductor neither: {plain.stderr[-300:]}")
+    done = _run(program)
     assert done.returncode == 0, done.stderr
     fused = "fused: 1" in done.stdout
     assert fused != ("is in no report" in done.stderr), done.stderr
