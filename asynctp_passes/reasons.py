@@ -139,7 +139,8 @@ PRODUCT_GATHERED = _skip(
     "what is gathered comes from a matmul, and no matmul takes the gathered tensor: a gather is hidden behind what "
     "follows it",
     "leave the product sharded where what follows can work on the shard (loss_parallel, a sampler of the shard), or "
-    "gather no more rows than are used (the last token of each sequence)",
+    "gather no more rows than are used (the last token of each sequence); nothing to do for context parallelism's keys "
+    "and values",
 )
 OUTSIDE_GRAPH = _skip(
     "ATP013",
