@@ -284,7 +284,8 @@ def _publish(
     if config.trace:
         compat.trace_artifact(f"asynctp_{report.phase}_report", report.to_json)
     if config.report_file is not None:
-        with open(os.fspath(config.report_file), "a", encoding="utf-8") as file:
+        os.makedirs(os.path.dirname(os.path.abspath(config.report_file)), exist_ok=True)
+        with open(config.report_file, "a", encoding="utf-8") as file:
             file.write(report.to_json() + "\n")
     if config.graph_dir is not None:
         _draw(config.graph_dir, before, after, report)

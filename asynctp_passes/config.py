@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 __all__ = ["RUNTIME_VARIABLES", "Config", "ConfigError", "cpu_implementation"]
@@ -89,6 +90,7 @@ class Config:
             if value is not None:
                 _require(isinstance(value, str | os.PathLike) and bool(str(value)), name, value, "a path, or None")
                 object.__setattr__(self, name, str(value))
+                _require(_can_be_written(str(value), folder=name == "graph_dir"), name, value, _WRITABLE[name])
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
@@ -124,6 +126,23 @@ class Config:
 def _require(condition: bool, name: str, value: object, limit: str) -> None:
     if not condition:
         raise ConfigError(f"asynctp: {name}={value!r} is not valid; it must be {limit}")
+
+
+_WRITABLE = {
+    "report_file": "a file that can be written, in a folder that is there or can be made",
+    "graph_dir": "a folder that can be written, or that can be made",
+}
+
+
+def _can_be_written(path: str, folder: bool) -> bool:
+    """Whether there can be a file, or a folder, of this path: what is there of it already allows that."""
+    place = Path(path).absolute()
+    if not folder:
+        if place.exists() and (place.is_dir() or not os.access(place, os.W_OK)):
+            return False
+        place = place.parent
+    there = next(each for each in (place, *place.parents) if each.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -326,13 +326,13 @@ def test_strict_raises_on_every_compile(mesh: DeviceMesh) -> None:
 def test_cached_graphs_bring_their_reports(mesh: DeviceMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = step(mesh)
     assert hits() == (0, 0)
-    sinks = {"report_file": str(tmp_path / "reports"), "graph_dir": str(tmp_path / "graphs")}
+    sinks = {"report_file": str(tmp_path / "new" / "reports"), "graph_dir": str(tmp_path / "graphs")}
     with caplog.at_level(logging.INFO, logger="asynctp_passes"):
         second = step(mesh, options={**STRICT, **sinks})
     assert hits() == (2, backend_cases.PLAIN_HITS)
     assert [report.from_cache for report in (*first, *second)] == [False, False, True, True]
     assert [report.remarks for report in first] == [report.remarks for report in second]
-    written = [Report.from_json(line) for line in (tmp_path / "reports").read_text().splitlines()]
+    written = [Report.from_json(line) for line in (tmp_path / "new" / "reports").read_text().splitlines()]
     assert written == list(second)
     assert "(forward, from Inductor's cache): 2 fused" in caplog.text
     assert "there is no graph to draw" in caplog.text

@@ -49,6 +49,13 @@ BAD = [
     ("trace", "yes", "True or False"),
     ("report_file", "", "a path, or None"),
     ("report_file", 3, "a path, or None"),
+    ("report_file", "/", "a file that can be written, in a folder that is there or can be made"),
+    (
+        "report_file",
+        f"{__file__}/reports.jsonl",
+        "a file that can be written, in a folder that is there or can be made",
+    ),
+    ("graph_dir", __file__, "a folder that can be written, or that can be made"),
     ("graph_dir", "", "a path, or None"),
     ("graph_dir", True, "a path, or None"),
 ]
