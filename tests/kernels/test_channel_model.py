@@ -300,7 +300,7 @@ class Rank:
             outer=call.outer,
             inner=ROWS // call.outer,
             scale_offset=self.part,
-            scales=call.scales,
+            scale_bytes=4 * (ROWS // call.outer) if call.scales else 0,
             chunks=call.cut,
             keep_own=call.keep_own,
             keep_own_scales=call.keep_scales,
