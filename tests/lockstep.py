@@ -18,10 +18,13 @@ from torch import Tensor
 
 __all__ = ["TOLERANCE", "Groups", "differences", "evaluate", "op_name", "scaled_mm_v2"]
 
-if not hasattr(torch.ops._c10d_functional, "wait_tensors"):  # torch 2.15 has it
+_C10D = torch.ops._c10d_functional
+if not hasattr(_C10D, "wait_tensors"):  # torch 2.15 has it
     _NEWER = torch.library.Library("_c10d_functional", "FRAGMENT")
     _NEWER.define("wait_tensors(Tensor[] tensors) -> Tensor[]")
-    _NEWER.impl("wait_tensors", lambda tensors: list(tensors), "CompositeExplicitAutograd")
+    _NEWER.impl(
+        "wait_tensors", lambda tensors: [_C10D.wait_tensor(each) for each in tensors], "CompositeExplicitAutograd"
+    )
 
 #: Tuples of ranks by group name. A rank is in exactly one tuple of each group name that the graph uses.
 Groups = Mapping[str, Sequence[tuple[int, ...]]]
