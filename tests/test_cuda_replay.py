@@ -177,3 +177,35 @@ def test_an_old_driver_leaves_launches_to_triton(
     calls.clear()
     prepared(STREAM, [4096, 7])
     assert calls == [(4096, 7, 3, STREAM)]
+
+
+OPENED = ("cuThreadExchangeStreamCaptureMode", "cuStreamCreate", "cuStreamBeginCapture_v2", "cuStreamEndCapture")
+CLOSED = ("cuGraphDestroy", "cuStreamDestroy_v2", "cuThreadExchangeStreamCaptureMode")
+
+
+@pytest.mark.parametrize("fails", ["cuStreamCreate", "cuStreamBeginCapture_v2", "launch", "cuGraphGetNodes", ""])
+def test_a_recording_leaves_nothing_behind(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails: graph and stream are destroyed as far as there are any, and the thread's mode is as it was."""
+    calls: list[str] = []
+
+    def call(name: str, *args: object) -> None:
+        calls.append(name)
+        if name == fails:
+            raise CudaError(f"{name}: no")
+
+    def start(stream: int) -> None:
+        if fails == "launch":
+            raise ValueError("launch: no")
+
+    monkeypatch.setattr(driver, "call", call)
+    with pytest.raises((CudaError, ValueError), match=f"{fails}: no" if fails else "a kernel's parameters"):  # noqa: SIM117
+        with replay._recorded(start):
+            pytest.fail("a driver that does nothing gives no parameters")
+    expected = {
+        "cuStreamCreate": (*OPENED[:2], CLOSED[-1]),
+        "cuStreamBeginCapture_v2": (*OPENED[:3], *CLOSED[1:]),
+        "launch": (*OPENED, *CLOSED),
+        "cuGraphGetNodes": (*OPENED, "cuGraphGetNodes", *CLOSED),
+        "": (*OPENED, "cuGraphGetNodes", "cuGraphKernelNodeGetParams_v2", *CLOSED),
+    }
+    assert tuple(calls) == expected[fails]

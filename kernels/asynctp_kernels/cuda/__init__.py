@@ -1,7 +1,7 @@
 """The fused ops on NVIDIA GPUs: `run_gather`, `run_scatter` and `run_all_reduce` run a call, `explain_*` say how.
 
-They return None when the unfused program is the one to run, because it is the fastest or the only one that can; the
-caller has it. Plans are kept per group, so they go when the group goes.
+They return None when the unfused program is the one to run and is more than NCCL beside cuBLAS on rows as they lie
+(`UnfusedGather`, `UnfusedScatter`); the caller has it. Plans are kept per group, so they go when the group goes.
 """
 
 from __future__ import annotations
@@ -471,13 +471,14 @@ def _choose_scatter(op: str, call: ScatterCall, refused: dict[str, str]) -> Choi
 
 def _cublas_and_nccl_gather(call: GatherCall) -> bool:
     """The unfused program is one collective and one call of cuBLAS for each product, on rows as they lie."""
-    simple = call.outer == 1 and not call.layout.along_last
+    simple = call.outer == 1 and not call.layout.along_last and not driver.IN_ORDER
     return simple and not _no_gathered_product(call) and _refused_gathered_products(call) is None
 
 
 def _cublas_and_nccl_scatter(call: ScatterCall) -> bool:
     """Likewise; not the first half of an all-reduce, which NCCL does better whole."""
-    simple = call.outer == 1 and not call.layout.along_last and call.unscaled_op == "matmul_reduce_scatter"
+    simple = call.outer == 1 and not call.layout.along_last and not driver.IN_ORDER
+    simple = simple and call.unscaled_op == "matmul_reduce_scatter"
     return simple and not _no_scattered_product(call) and _refused_scattered_products(call) is None
 
 

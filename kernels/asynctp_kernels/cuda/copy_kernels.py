@@ -3,7 +3,7 @@
 The direct kernels push: program i of every rank stores its slice of the shard into each peer's landing slot, posts the
 peer's word (own rank, i), waits for the peers' words (rank, i) in its own memory, and takes their slices from there.
 
-    landing of one slot, on every rank:  [ from rank 0 | from rank 1 | ... ]   each: [ slice units | rows fp32 scales ]
+    landing of one slot, on every rank:  [ from rank 0 | from rank 1 | ... ]   each: [ slice units | fp32 scales ]
 
 They need no barrier before or after, and no memset: words are epochs that only grow, and call e lands in slot e % 2.
 There a rank R writes over the data of call e - 2, which is never too early for a peer P:

@@ -106,9 +106,12 @@ def call(name: str, *args: Any) -> None:
     """Call a driver function once, with arguments that ctypes knows how to pass.
 
     Raises:
-        CudaError: It failed.
+        CudaError: It failed, or this driver does not have it.
     """
-    code = getattr(library(), name)(*args)
+    function = getattr(library(), name, None)
+    if function is None:
+        raise CudaError(f"this driver has no {name}")
+    code = function(*args)
     if code:
         raise CudaError(f"{name}: {_message(code)}")
 

@@ -1,9 +1,10 @@
-"""All-gather → matmuls on GPUs: three implementations behind one plan.
+"""All-gather → matmuls on GPUs: four implementations behind one plan.
 
     fused        copy engine pulls shards in the order rank+1, rank+2, …; one GEMM starts on the own rows and takes the
                  others' as their chunks arrive
     decomposed   the same copies; cuBLAS, one product per source, each behind that source's copy
     direct       one kernel pushes and collects all shards, then cuBLAS on the whole: the fastest when little moves
+    unfused      NCCL, then cuBLAS on the whole
 
 A plan is made once per (shapes, strides, dtypes, options) and group, and holds everything that does not change:
 addresses of words, the copy stream's script, the compiled kernel. A call only fills in addresses.
@@ -462,7 +463,7 @@ class DirectGather(WholeGather):
 
 
 class UnfusedGather(WholeGather):
-    """NCCL's all-gather. Only along dim 0 of one outer block, where the ranks' shards are ranges of rows."""
+    """NCCL's all-gather. Only for one outer block, where the ranks' shards are ranges of rows."""
 
     name = "unfused"
     stale = False  # it holds no addresses

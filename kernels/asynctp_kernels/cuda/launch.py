@@ -29,7 +29,7 @@ class Tma:
         address: Bytes; a multiple of 16.
     """
 
-    __slots__ = ("address", "base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
+    __slots__ = ("address", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
 
     shape: list[int]
     strides: list[int]
@@ -37,11 +37,15 @@ class Tma:
     padding: str
 
     def __init__(self, template: TensorDescriptor | Tma, address: int) -> None:
-        self.base = self
         self.shape, self.strides, self.block_shape = template.shape, template.strides, template.block_shape
         self.padding = template.padding
         self.round_f32_to_tf32 = getattr(template, "round_f32_to_tf32", False)
         self.address = address
+
+    @property
+    def base(self) -> Tma:
+        """What has `data_ptr`."""
+        return self
 
     def data_ptr(self) -> int:
         return self.address
@@ -77,6 +81,10 @@ class Launch:
         self.run(stream, values)
 
 
+#: What a recorded launch would lose, of a kernel's metadata: memory made for each launch, and how CTAs are launched.
+_NOT_REPLAYED = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+
+
 def prepare(
     kernel: Any,
     programs: int,
@@ -104,7 +112,7 @@ def prepare(
     compiled = compiled.result() if hasattr(compiled, "result") else compiled
     triton_run = compiled[(programs, 1, 1)]
     run = _by_triton(triton_run, constants)
-    if fixed:
+    if fixed and not any(getattr(compiled.metadata, name, 0) for name in _NOT_REPLAYED):
         from .replay import Replay
 
         try:

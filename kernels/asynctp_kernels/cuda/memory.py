@@ -3,7 +3,7 @@
 Three areas of symmetric memory, each as large as the largest call so far, made and grown collectively and never during
 a CUDA graph capture:
 
-    outbox    gather: the own shard, which peers pull                            [shard | its row scales]
+    outbox    gather: the own shard, which peers pull                            [shard | its scales]
     inbox     scatter: what peers pushed, by source                              [from rank 0 | from rank 1 | ...]
     direct    both direct kernels: two slots of landings, epochs                 see `copy_kernels`
 
@@ -262,7 +262,7 @@ class GroupMemory:
         return sum(area.size for area in (self.signals, *self.areas.values(), *self.retired))
 
     def look(self, status: torch.Tensor) -> PeerTimeout | None:
-        """The error that `status`, `self.status` on the CPU, tells of, if any: then every further call raises."""
+        """The error that `status`, `self.status` on the CPU, tells of, if any: then further calls raise."""
         state, peer, number = status.tolist()
         if state != FAILED:
             return None
@@ -331,7 +331,7 @@ class GroupMemory:
 
 
 def _watch(reference: weakref.ref[GroupMemory]) -> None:
-    """Look twice a second whether a bounded wait ran out; then every further call on the group raises.
+    """Look twice a second whether a bounded wait ran out; then every further call raises that uses the group's memory.
 
     Only with `ASYNCTP_TIMEOUT_S` set. The kernel has gone on meanwhile, with wrong data, so that nothing hangs.
     """

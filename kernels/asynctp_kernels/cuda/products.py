@@ -178,9 +178,9 @@ def scaled_product_supported(
 
 def refused_blocks(recipe: tuple[str, str] | None, rows: int, capability: int) -> str | None:
     """Why cuBLAS does not make a product with `rows` rows and scales of blocks, on a GPU of this major capability."""
-    if recipe is None or IS_INTERPRETED:
+    if recipe is None or (IS_INTERPRETED and recipe[0] == "1x128"):
         return None
-    if capability != 9:
+    if capability != 9 and not IS_INTERPRETED:
         return f"scales of blocks of 128: cuBLAS takes them on compute capability 9 only, not {capability}"
     multiple = SCALES_TOGETHER if recipe[0] == "1x128" else BLOCK
     return f"{rows} rows with scales of {recipe[0]} blocks: not a multiple of {multiple}" if rows % multiple else None

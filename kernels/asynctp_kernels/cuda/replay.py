@@ -1,9 +1,11 @@
-"""A kernel launch of Triton's, made again with other addresses in 3 microseconds of host time instead of 8 to 20.
+"""A kernel launch of Triton's, made again with other addresses: the driver's host time and little more.
 
 Triton's launcher inspects every argument of every call, and encodes every TMA descriptor. The calls of one plan differ
 in addresses only. So a launch is recorded once, in a CUDA graph that never runs: the driver gives back the function,
-its grid, and the bytes of each parameter. An address is found among them by what it was in the recording. Nothing here
-knows how Triton lays out its parameters, so that every version of it will do.
+its grid, and the bytes of each parameter. An address is found among them by what it was in the recording. Of Triton's
+layout this knows one thing: a descriptor is a parameter of 128 bytes, and these are in the order of the arguments.
+
+One launch at a time: as all of a group's calls, those of a plan come one after the other.
 
 Source: CUDA Driver API, "Graph Management" (cuGraphKernelNodeGetParams: the parameters are the caller's to read while
 the node lives), "Execution Control" (cuFuncGetParamInfo, of CUDA 12.4; cuLaunchKernel), "Tensor Map Object Management".
@@ -58,8 +60,9 @@ class Replay:
     def __init__(self, run: Callable[..., None], args: Sequence[Any], constants: Sequence[Any]) -> None:
         pointers = {_MARK | number << 8: number for number, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
         marked = [_MARK | number << 8 if isinstance(arg, torch.Tensor) else arg for number, arg in enumerate(args)]
+        self._owner = run  # of the function's module
         with _recorded(lambda stream: run(*marked, *constants, stream=stream)) as node:
-            self._function = node.function or node.kernel
+            self._function = node.function
             params = [ctypes.string_at(node.params[i], size) for i, size in enumerate(_sizes(self._function))]
             self._shape = (*node.grid, *node.block, node.shared)
         # TMA's maps are to be aligned by 64 bytes; every parameter is, which keeps this simple
@@ -108,26 +111,23 @@ def _recorded(launch: Callable[[int], None]) -> Iterator[_Node]:
     """The kernel node of the graph that `launch(stream)` makes; its parameters can be read inside."""
     stream, graph, node = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     count, found = ctypes.c_size_t(1), _Node()
-    mode = ctypes.c_int(_RELAXED)  # of this thread, so that a capture of the program's is not disturbed
-    driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-    driver.call("cuStreamCreate", ctypes.byref(stream), _u32(_NON_BLOCKING))
-    try:
+    with contextlib.ExitStack() as undo:
+        mode = ctypes.c_int(_RELAXED)  # of this thread, so that a capture of the program's is not disturbed
+        driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        undo.callback(driver.call, "cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        driver.call("cuStreamCreate", ctypes.byref(stream), _u32(_NON_BLOCKING))
+        undo.callback(driver.call, "cuStreamDestroy_v2", stream)
         driver.call("cuStreamBeginCapture_v2", stream, _u32(_RELAXED))
         try:
             launch(stream.value or 0)
         finally:
             driver.call("cuStreamEndCapture", stream, ctypes.byref(graph))
-        try:
-            driver.call("cuGraphGetNodes", graph, ctypes.byref(node), ctypes.byref(count))
-            driver.call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(found))
-            if not found.params:
-                raise CudaError("a kernel's parameters come in one piece")
-            yield found
-        finally:
-            driver.call("cuGraphDestroy", graph)
-    finally:
-        driver.call("cuStreamDestroy_v2", stream)
-        driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            undo.callback(driver.call, "cuGraphDestroy", graph)
+        driver.call("cuGraphGetNodes", graph, ctypes.byref(node), ctypes.byref(count))
+        driver.call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(found))
+        if not found.params or not found.function:
+            raise CudaError("a kernel's parameters come in one piece, or it has no function")
+        yield found
 
 
 def _sizes(function: int) -> list[int]:

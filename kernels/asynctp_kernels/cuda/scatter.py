@@ -1,13 +1,14 @@
-"""Matmuls → reduce-scatter on GPUs: three implementations behind one plan.
+"""Matmuls → reduce-scatter on GPUs: four implementations behind one plan.
 
     fused        one GEMM stores each rank's rows to local staging and counts finished tiles; the copy engine pushes a
                  chunk as soon as it is complete, other ranks' rows first; the reduction of the own rows runs on a
                  stream of its own, beside the end of the GEMM
     decomposed   cuBLAS, one product per destination; the copy engine pushes each behind its product
     direct       cuBLAS on the whole, then one kernel that pushes and reduces: the fastest when little moves
+    unfused      cuBLAS on the whole, then NCCL
 
-The sum over ranks is in fp32, in rank order, rounded once: the same bits in every run. What travels is rounded to the
-output's dtype, as in the unfused program.
+But for NCCL the sum over ranks is in fp32, in rank order, rounded once: the same bits in every run. What travels is
+rounded to the output's dtype, as in the unfused program.
 """
 
 from __future__ import annotations
@@ -428,7 +429,7 @@ class DirectScatter(WholeScatter):
 
 
 class UnfusedScatter(WholeScatter):
-    """NCCL's reduce-scatter. Only along dim 0 of one outer block, where a rank's part is a range of rows."""
+    """NCCL's reduce-scatter. Only for one outer block, where a rank's part is a range of rows."""
 
     name = "unfused"
     stale = False  # it holds no addresses

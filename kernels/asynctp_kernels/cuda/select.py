@@ -318,9 +318,9 @@ def choose(problem: Problem, refused: dict[str, str], sms: int, device_name: str
 def fastest(times: dict[str, float]) -> str:
     """The implementation with the least time; "decomposed" only if it is well ahead of "fused".
 
-    It needs half as much host time again (docs/results/2026-11-21-h200x2/host.txt), and a gather that stages first
-    waits for the slowest rank where "fused" already multiplies its own rows; a benchmark, whose ranks come together,
-    shows neither.
+    It needs half as much host time again, or twice as much (docs/results/2026-11-21-h200x2/host.txt), and a gather that
+    stages first waits for the slowest rank where "fused" already multiplies its own rows; a benchmark, whose ranks come
+    together, shows neither.
     """
     close = "fused" in times and times.get("decomposed", 0.0) > times["fused"] * (1 - DECOMPOSED_AHEAD)
     return min((name for name in times if not (close and name == "decomposed")), key=lambda name: times[name])
