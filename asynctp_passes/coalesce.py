@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from asynctp_passes.chain import Bundle, Collective, Decision, anchor
+from asynctp_passes.chain import Bundle, Collective, Decision, GatherChain, Matmul, anchor
 from asynctp_passes.checks import Context
 from asynctp_passes.fxview import is_random, is_size, mutates, op_name, steps_of, tensor_of
 from asynctp_passes.near import transparent
-from asynctp_passes.read import awaited_items
+from asynctp_passes.read import added_behind, awaited_items
 from asynctp_passes.views import size_readers
 
 __all__ = ["SMALL_BYTES", "coalesce"]
@@ -145,7 +145,15 @@ def _owners(decisions: Sequence[Decision]) -> dict[fx.Node, fx.Node]:
         together = {owners[node] for node in own if node in owners} - {root}
         owners = {node: root if owner in together else owner for node, owner in owners.items()}
         owners.update(dict.fromkeys((*own, candidate.collective.node), root))
+    for matmul in _added_behind(decisions):
+        owners.pop(matmul.node, None)
     return owners
+
+
+def _added_behind(decisions: Sequence[Decision]) -> list[Matmul]:
+    """Matmuls `c + a @ b` of gathers, whose `c` is added behind the fused op."""
+    chains = [decision.candidate.chain for decision in decisions if decision.refusal is None]
+    return [matmul for chain in chains if isinstance(chain, GatherChain) for matmul in added_behind(chain)]
 
 
 Inputs = Mapping[fx.Node, Sequence[fx.Node]]
@@ -167,6 +175,9 @@ def _inputs(context: Context, decisions: Sequence[Decision]) -> Inputs:
             inputs.update(dict.fromkeys(size_readers(chain), chain.inputs))
         if collective.call is not None and collective.input is not None:
             inputs[collective.node] = (collective.input,)
+        if isinstance(chain, GatherChain):
+            operands = [operand for matmul in added_behind(chain) for operand in matmul.operands]
+            inputs[collective.node] = (*inputs[collective.node], *operands)
     return inputs
 
 

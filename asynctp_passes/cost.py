@@ -11,7 +11,7 @@ from torch import fx
 
 from asynctp_passes.chain import GatherChain, Hoist, ScatterChain
 from asynctp_passes.fxview import tensor_of
-from asynctp_passes.read import read_matmul
+from asynctp_passes.read import read_matmul, read_term
 from asynctp_passes.reasons import Refusal
 
 __all__ = [
@@ -98,7 +98,7 @@ def covers(flops: Sequence[int | None], whole: fx.Node, ranks: int) -> bool:
 
 def flops_of(matmul: fx.Node) -> int | None:
     """Floating-point operations of a matmul; None where sizes are symbolic, or what it computes is not known."""
-    read = read_matmul(matmul)
+    read = read_term(matmul)
     return None if isinstance(read, Refusal) else _flops(read.a, read.node)
 
 

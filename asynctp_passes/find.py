@@ -25,6 +25,7 @@ from asynctp_passes.chain import Along, Candidate, Collective, GatherChain, Matm
 from asynctp_passes.epilogue import read_product, scalings
 from asynctp_passes.fxview import Sizes, describe, is_size, mutates, op_name, segments, steps_of, tensor_of
 from asynctp_passes.read import (
+    added_behind,
     added_matrix,
     awaited_items,
     called_name,
@@ -32,7 +33,7 @@ from asynctp_passes.read import (
     feeds_left_operand,
     is_matmul,
     operands_that_are,
-    read_matmul,
+    read_term,
     waits_for_several,
 )
 from asynctp_passes.reasons import Refusal
@@ -329,8 +330,11 @@ def _consumers(scene: _Scene, gather: Collective, flow: Flow) -> tuple[list[Cons
 
 
 def _consumer(scene: _Scene, gather: Collective, flow: Flow, node: fx.Node, shard_numel: Size) -> Consumer | Refusal:
-    """The matmul `node` with the place of the ranks in its left operand, or why it cannot be fused with the gather."""
-    matmul = read_matmul(node)
+    """The matmul `node` with the place of the ranks in its left operand, or why it cannot be fused with the gather.
+
+    Of `c + a @ b` it is `a @ b`: `c` is added behind the fused op, and may depend on the gather.
+    """
+    matmul = read_term(node)
     if isinstance(matmul, Refusal):
         operands = operands_that_are(node, {source for source in node.all_input_nodes if flow.has(source)})
         if "left" in operands:
@@ -515,10 +519,18 @@ def _gather_chains(found: Mapping[fx.Node, Candidate]) -> dict[fx.Node, GatherCh
 
 
 def _on_cycles(scene: _Scene, chains: Mapping[fx.Node, GatherChain]) -> set[fx.Node]:
-    """The chains, by gather, that lie on a cycle (or behind one) when each becomes one node."""
+    """The chains, by gather, that lie on a cycle (or behind one) when each becomes one node.
+
+    The `c` of `c + a @ b` is added by another node, behind that one.
+    """
     owners = {member: node for node, chain in chains.items() for member in _members(chain)}
-    sizes = {reader: chain.inputs for chain in chains.values() for reader in size_readers(chain)}
-    steps = steps_of(scene.graph, owners, {**awaited_items(scene.graph), **sizes}, scene.order.__getitem__)
+    inputs: dict[fx.Node, Sequence[fx.Node]] = {**awaited_items(scene.graph)}
+    for node, chain in chains.items():
+        inputs |= dict.fromkeys(size_readers(chain), chain.inputs)
+        for matmul in added_behind(chain):
+            del owners[matmul.node]
+            inputs[node] = [*inputs.get(node, node.all_input_nodes), *matmul.operands]
+    steps = steps_of(scene.graph, owners, inputs, scene.order.__getitem__)
     return chains.keys() - {step[0] for step in steps}
 
 

@@ -14,13 +14,14 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, reasons
-from asynctp_passes.chain import Blocks, Collective, Matmul, ScaledOptions
+from asynctp_passes.chain import Blocks, Collective, GatherChain, Matmul, ScaledOptions
 from asynctp_passes.fxview import arguments, called_op, op_name, tensor_of
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.registry import CollectiveOp, MatmulOp, collective_op, matmul_op
 from asynctp_passes.shapes import Size, product, same
 
 __all__ = [
+    "added_behind",
     "added_matrix",
     "awaited_item",
     "awaited_items",
@@ -358,6 +359,11 @@ def added_matrix(node: fx.Node) -> fx.Node | None:
         return None
     whole = all(identical(a, b) for a, b in zip(added.shape, out.shape, strict=True)) and not _is_row(added, out)
     return values["self"] if whole and added.dtype == out.dtype else None
+
+
+def added_behind(chain: GatherChain) -> list[Matmul]:
+    """The matmuls `c + a @ b` of a gather: `c` is added by a node of its own, behind the fused op, where it was."""
+    return [matmul for matmul in chain.matmuls if added_matrix(matmul.node) is not None]
 
 
 def read_term(node: fx.Node) -> Matmul | Refusal:

@@ -296,7 +296,7 @@ MUTATED_IN_BETWEEN = _miss(
 ADDMM_SCALED = _miss(
     "ATP205",
     "ADDMM_SCALED",
-    "addmm has alpha or beta different from 1, or a bias that is not one row",
+    "addmm has alpha or beta different from 1, or a bias that is neither one row nor as large as the result",
     "scale the weight or the result instead; pass the bias as a vector of the output width",
 )
 RESULT_SCALED = _miss(

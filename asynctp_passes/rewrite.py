@@ -47,7 +47,7 @@ from asynctp_passes.fxview import (
     size_sources,
     tensor_of,
 )
-from asynctp_passes.read import is_matmul, is_only_awaited, waits_for_several
+from asynctp_passes.read import added_matrix, is_matmul, is_only_awaited, waits_for_several
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, product, quotient, same
 from asynctp_passes.views import followed, is_sum, is_view, views_of
 
@@ -154,11 +154,12 @@ class _Builder:
         target: Callable[..., Any],
         *args: Any,
         like: fx.Node | None = None,
+        before: fx.Node | None = None,
         computes: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> fx.Node:
         """A call of `target`; its value is computed on fake tensors, by `computes` where `target` cannot."""
-        with self.graph.inserting_before(self.anchor):
+        with self.graph.inserting_before(before or self.anchor):
             node = self.graph.call_function(target, args, kwargs)
         origin = like or self.collective.node
         node.meta.update({key: origin.meta[key] for key in _INHERITED if key in origin.meta})
@@ -237,7 +238,10 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
         old = tensor_of(matmul.node)
         assert old is not None
         out = build.call(operator.getitem, op, index, like=matmul.node)
-        build.replace(matmul.node, build.reshape(out, build.sizes.of(old)))
+        out = build.reshape(out, build.sizes.of(old))
+        if (added := added_matrix(matmul.node)) is not None:
+            out = build.call(_aten.add.Tensor, build.now(added), out, like=matmul.node, before=matmul.node)
+        build.replace(matmul.node, out)
     if chain.saved:
         full = build.call(operator.getitem, op, len(chain.matmuls))
         if chain.hoist is None:

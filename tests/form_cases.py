@@ -164,6 +164,12 @@ def adapter_to_all_reduce(x: Tensor, w: Tensor, down: Tensor, up: Tensor) -> Ten
     return funcol.all_reduce((x @ w + ((x @ down) @ up) / 4) * -0.5, "sum", dist.group.WORLD)
 
 
+def adapter_of_the_gathered(x: Tensor, w: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """A column-parallel linear with a low-rank adapter, as Inductor sums them."""
+    whole = gathered(x)
+    return torch.addmm((whole @ down) @ up * 0.3, whole, w)
+
+
 def complex_linear(re: Tensor, im: Tensor, w_re: Tensor, w_im: Tensor) -> tuple[Tensor, Tensor]:
     return scattered(re @ w_re - im @ w_im), scattered(re @ w_im + im @ w_re)
 
@@ -394,6 +400,7 @@ CASES = {
     "adapter with another scaling": Case(
         adapter_with_another_scaling, ((2, 4, 6), (6, 8), (6, 2), (2, 8)), ("ATP110",)
     ),
+    "adapter of the gathered": Case(adapter_of_the_gathered, ((4, 6), (6, 8), (6, 2), (2, 8))),
     "adapter to all-reduce": Case(adapter_to_all_reduce, ((2, 4, 6), (6, 8), (6, 2), (2, 8))),
     "complex linear": Case(complex_linear, ((4, 6), (4, 6), (6, 8), (6, 8)), ("F", "F")),
     "sharded head": Case(sharded_head, ((4, 6), (6, 8), (3,)), ("ATP103", "ATP012")),

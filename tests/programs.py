@@ -908,7 +908,19 @@ def _consumers(b: Builder, recipe: _Recipe, rows: Node, full: Node, row_scale: N
 def _consumer(b: Builder, recipe: _Recipe, rows: Node, row_scale: Node | None) -> Node:
     k = shape_of(rows)[1]
     columns = [2, 3, 4, 8] if recipe.blocks is None else [2, 130]
-    return _matmul(b, recipe, rows, _right_operand(b, recipe, k, b.choose(columns)), row_scale)
+    right = _right_operand(b, recipe, k, b.choose(columns))
+    if recipe.dtype not in FP8 and b.chance(6):
+        return _added_to_a_matrix(b, recipe, rows, right)
+    return _matmul(b, recipe, rows, right, row_scale)
+
+
+def _added_to_a_matrix(b: Builder, recipe: _Recipe, rows: Node, right: Node) -> Node:
+    """`c + rows @ right` as one addmm, where `c` is an input, or a product of low rank of the same rows (LoRA)."""
+    (m, k), n = shape_of(rows), shape_of(right)[1]
+    if b.chance(2):
+        return b.call(aten.addmm.default, b.placeholder([m, n], recipe.dtype), rows, right)
+    low = b.call(aten.mm.default, rows, b.placeholder([k, 2], recipe.dtype))
+    return b.call(aten.addmm.default, b.call(aten.mm.default, low, b.placeholder([2, n], recipe.dtype)), rows, right)
 
 
 def _identity(b: Builder, x: Node) -> Node:

@@ -608,6 +608,24 @@ def gathered_rows_added_to(b: Builder) -> list[Node]:
     return [b.call(aten.addmm.default, bias, gathered(b, x), w)]
 
 
+def gathered_rows_added_to_another_gathers(b: Builder) -> list[Node]:
+    """The first op makes an operand of the second one, whose result is what the first one's is added to."""
+    x, y, w, v, u = inputs(b, (4, 6), (4, 6), (6, 8), (6, 8), (6, 6))
+    one, other = gathered(b, x), gathered(b, y)
+    operand = b.call(aten.permute.default, b.call(aten.mm.default, one, u), [1, 0])
+    total = b.call(aten.addmm.default, b.call(aten.mm.default, other, v), one, w)
+    return [total, b.call(aten.mm.default, other, operand)]
+
+
+def gathered_rows_added_to_what_they_make(b: Builder) -> list[Node]:
+    """The second op needs a sum that the first one's result is added to."""
+    x, y, w, v, u = inputs(b, (4, 6), (4, 6), (6, 8), (6, 8), (8, 6))
+    one, other = gathered(b, x), gathered(b, y)
+    low = b.call(aten.mm.default, b.call(aten.mm.default, one, v), b.call(aten.mm.default, u, v))
+    total = b.call(aten.addmm.default, low, one, w)
+    return [total, b.call(aten.addmm.default, total, other, v)]
+
+
 # --- scales behind the product --------------------------------------------------------------------------------
 def unit(b: Builder, value: float = 1.0) -> Node:
     return b.call(aten.full.default, [], value, dtype=torch.float32)
@@ -865,7 +883,9 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "transposed product added by addmm": (transposed_product_added_by_addmm, ["ATP111"]),
     "scaled addmm of a product": (scaled_addmm_of_a_product, ["ATP205"]),
     "products added by addmm": (products_added_by_addmm, ["F"]),
-    "gathered rows added to": (gathered_rows_added_to, ["ATP205"]),
+    "gathered rows added to": (gathered_rows_added_to, ["F"]),
+    "gathered rows added to another gather's": (gathered_rows_added_to_another_gathers, ["F", "F"]),
+    "gathered rows added to what they make": (gathered_rows_added_to_what_they_make, ["F", "F"]),
     "three gathers in a circle": (three_gathers_in_a_circle, ["F", "F", "ATP203"]),
     "scaled by an outer product": (scaled_by((8, 1), (1, 16), outer=True), ["F"]),
     "scaled by an outer product, columns first": (scaled_by((1, 16), (8, 1), outer=True, first=True), ["F"]),

@@ -744,9 +744,9 @@ def addmm_with_alpha(b: GraphBuilder) -> Node:
     return b.call(aten.addmm.default, b.input("bias", [12]), gathered(b), b.input("w", [8, 12]), alpha=2)
 
 
-@row("ADDMM_SCALED", "bias has shape [16, 12]")
-def gather_for_an_addmm_with_a_matrix(b: GraphBuilder) -> Node:
-    return b.call(aten.addmm.default, b.input("residual", [16, 12]), gathered(b, 4, 8), b.input("w", [8, 12]))
+@row("ADDMM_SCALED", "bias has shape [16, 1]")
+def gather_for_an_addmm_with_a_column(b: GraphBuilder) -> Node:
+    return b.call(aten.addmm.default, b.input("column", [16, 1]), gathered(b, 4, 8), b.input("w", [8, 12]))
 
 
 @row("SUM_HAS_OTHER_TERM", "addmm")

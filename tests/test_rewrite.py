@@ -369,6 +369,45 @@ return (getitem)
     )
 
 
+def test_gather_for_a_product_that_a_low_rank_one_is_added_to() -> None:
+    """LoRA: Inductor makes one addmm of the sum. What is added comes from the op itself, and is added behind it."""
+    b = GraphBuilder()
+    x, w, down, up = b.input("x", [4, 8]), b.input("w", [8, 16]), b.input("down", [8, 2]), b.input("up", [2, 16])
+    whole = b.gather(x)
+    low = b.mul(b.mm(b.mm(whole, down), up), 0.5)
+    assert_expected_inline(
+        rewritten(b.returns(b.call(aten.addmm.default, low, whole, w))),
+        """\
+x: f32[4, 8]
+w: f32[8, 16]
+down: f32[8, 2]
+up: f32[2, 16]
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[16, 8]
+mm = mm(wait_tensor, down)  # f32[16, 2]
+mm_1 = mm(mm, up)  # f32[16, 16]
+mul = mul(mm_1, 0.5)  # f32[16, 16]
+addmm = addmm(mul, wait_tensor, w)  # f32[16, 16]
+return (addmm)
+
+=== becomes ===
+
+x: f32[4, 8]
+w: f32[8, 16]
+down: f32[8, 2]
+up: f32[2, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[down, w], biases=[None, None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 2], f32[16, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 2]
+getitem_1 = getitem(all_gather_matmul_default, 1)  # f32[16, 16]
+mm_1 = mm(getitem, up)  # f32[16, 16]
+mul = mul(mm_1, 0.5)  # f32[16, 16]
+add_tensor = add(mul, getitem_1)  # f32[16, 16]
+return (add_tensor)
+""",
+    )
+
+
 def test_gather_for_a_tensorwise_scaled_matmul() -> None:
     """The bytes travel as uint8 in the program; the fused op takes the fp8 shard itself."""
     b = GraphBuilder()
