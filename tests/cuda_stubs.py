@@ -364,8 +364,6 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
         },
         memory: {
             "_share": here.share,
-            "gather_into": here.gather_into,
-            "scatter_into": here.scatter_into,
             "_last_call": {},
             "_flying": {},
             "Board": here.board,
@@ -375,8 +373,8 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
         gemm: {"prepare": here.prepare},
         waits: {"prepare": here.prepare},
         async_input: {"product": product},
-        gather: {"prepare": here.prepare, "product": product},
-        scatter: {"prepare": here.prepare, "product": product},
+        gather: {"prepare": here.prepare, "product": product, "gather_into": here.gather_into},
+        scatter: {"prepare": here.prepare, "product": product, "scatter_into": here.scatter_into},
         torch.cuda: {
             "Stream": here.new_stream,
             "current_stream": lambda: SimpleNamespace(cuda_stream=here.current_stream),

@@ -179,6 +179,15 @@ def test_an_old_driver_leaves_launches_to_triton(
     assert calls == [(4096, 7, 3, STREAM)]
 
 
+def test_a_kernel_with_memory_for_each_launch_is_left_to_triton(made: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    kernel = Kernel(made.run)
+    kernel.metadata.profile_scratch_size = 64
+    with caplog.at_level("INFO"):
+        launch.prepare(kernel, 4, [torch.zeros(4), 7], {"SIZE": 3}, 4)(STREAM, [4096, 7])
+    assert "launches of kernel take Triton's host time: a recording has no profile_scratch_size" in caplog.text
+    assert made.launched == []
+
+
 OPENED = ("cuThreadExchangeStreamCaptureMode", "cuStreamCreate", "cuStreamBeginCapture_v2", "cuStreamEndCapture")
 CLOSED = ("cuGraphDestroy", "cuStreamDestroy_v2", "cuThreadExchangeStreamCaptureMode")
 

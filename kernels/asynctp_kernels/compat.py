@@ -74,6 +74,8 @@ def register_wait(result: torch.Tensor, wait: Callable[[], None]) -> None:
 
 def gather_into(whole: torch.Tensor, shard: torch.Tensor, group: ProcessGroup) -> None:
     """Fill contiguous `whole` with all ranks' contiguous shards, in rank order, on the current stream."""
+    if shard.itemsize == 1:  # not every backend knows fp8
+        whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
     if hasattr(dist, "all_gather_single"):  # since torch 2.13
         dist.all_gather_single(whole, shard, group=group)
     else:

@@ -478,8 +478,8 @@ def _cublas_and_nccl_gather(call: GatherCall) -> bool:
 def _cublas_and_nccl_scatter(call: ScatterCall) -> bool:
     """Likewise; not the first half of an all-reduce, which NCCL does better whole."""
     simple = call.outer == 1 and not call.layout.along_last and not driver.IN_ORDER
-    simple = simple and call.unscaled_op == "matmul_reduce_scatter"
-    return simple and not _no_scattered_product(call) and _refused_scattered_products(call) is None
+    whole = call.unscaled_op == "matmul_reduce_scatter"
+    return simple and whole and not _no_scattered_product(call) and _refused_scattered_products(call) is None
 
 
 def _no_gathered_product(call: GatherCall) -> bool:

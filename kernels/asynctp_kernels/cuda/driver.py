@@ -95,9 +95,7 @@ def _function(name: str, *argtypes: Any) -> Callable[..., None]:
             function = getattr(library(), name)
             function.argtypes, function.restype = argtypes, ctypes.c_int
             found.append(function)
-        code = found[0](*args)
-        if code:
-            raise CudaError(f"{name}: {_message(code)}")
+        check(name, found[0](*args))
 
     return call
 
@@ -111,7 +109,11 @@ def call(name: str, *args: Any) -> None:
     function = getattr(library(), name, None)
     if function is None:
         raise CudaError(f"this driver has no {name}")
-    code = function(*args)
+    check(name, function(*args))
+
+
+def check(name: str, code: int) -> None:
+    """Raise a `CudaError` with the driver's own message if the function `name` gave another code than 0."""
     if code:
         raise CudaError(f"{name}: {_message(code)}")
 

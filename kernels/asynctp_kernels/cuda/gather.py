@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from asynctp_kernels.compat import gather_into
 from asynctp_kernels.layout import ShardLayout, gather_layout
 
 from .copy_kernels import push_gather_kernel, stage_kernel
@@ -469,6 +470,6 @@ class UnfusedGather(WholeGather):
     stale = False  # it holds no addresses
 
     def move(self, shard: Tensor, full: Tensor, own_numbers: Tensor | None, all_numbers: Tensor | None) -> None:
-        self.memory.all_gather(full, shard)
+        gather_into(full, shard, self.memory.group)
         if own_numbers is not None and all_numbers is not None:
-            self.memory.all_gather(all_numbers, own_numbers)
+            gather_into(all_numbers, own_numbers, self.memory.group)

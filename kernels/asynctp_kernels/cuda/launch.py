@@ -112,7 +112,10 @@ def prepare(
     compiled = compiled.result() if hasattr(compiled, "result") else compiled
     triton_run = compiled[(programs, 1, 1)]
     run = _by_triton(triton_run, constants)
-    if fixed and not any(getattr(compiled.metadata, name, 0) for name in _NOT_REPLAYED):
+    lost = [name for name in _NOT_REPLAYED if getattr(compiled.metadata, name, 0)]
+    if fixed and lost:
+        log.info("launches of %s take Triton's host time: a recording has no %s", kernel.__name__, " or ".join(lost))
+    elif fixed:
         from .replay import Replay
 
         try:

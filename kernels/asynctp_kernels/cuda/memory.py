@@ -38,7 +38,6 @@ from dataclasses import InitVar, dataclass, field
 import torch
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import gather_into, scatter_into
 from asynctp_kernels.errors import TIMEOUT_VARIABLE, PeerTimeout, SymmetricMemoryError
 from asynctp_kernels.host import Board, host_name
 from asynctp_kernels.signals import FAILED, new_status, timeout_ns
@@ -286,17 +285,6 @@ class GroupMemory:
     def waits(self, op: str, thing: str) -> Callable[[Wait], Player] | None:
         """How streams wait for `thing` of other ranks in `op`; None: by stream memory operations, without a bound."""
         return None if self._stream_waits is None else self._stream_waits.of(op, thing)
-
-    # --- NCCL --------------------------------------------------------------------------------------------
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
-        """Fill contiguous `whole` with all ranks' contiguous shards, in rank order, on the current stream."""
-        if shard.itemsize == 1:  # not every backend knows fp8
-            whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
-        gather_into(whole, shard, self.group)
-
-    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, reduce_op: str) -> None:
-        """Fill contiguous `part` with this rank's rows of the "sum" or "avg" of contiguous `whole`, likewise."""
-        scatter_into(part, whole, reduce_op, self.group)
 
     # --- areas --------------------------------------------------------------------------------------------
     def require(self, name: str, size: int) -> Area:

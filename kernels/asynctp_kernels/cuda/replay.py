@@ -143,6 +143,5 @@ def _sizes(function: int) -> list[int]:
         )
         if code == _INVALID_VALUE:
             return sizes
-        if code:
-            raise CudaError(f"cuFuncGetParamInfo: {driver._message(code)}")
+        driver.check("cuFuncGetParamInfo", code)
         sizes.append(size.value)

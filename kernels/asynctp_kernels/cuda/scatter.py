@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from asynctp_kernels.compat import scatter_into
 from asynctp_kernels.layout import ShardLayout, scatter_layout
 
 from .copy_kernels import push_reduce_kernel, reduce_kernel
@@ -439,4 +440,4 @@ class UnfusedScatter(WholeScatter):
         self.reduce_op = call.reduce_op
 
     def move(self, partial: Tensor, out: Tensor) -> None:
-        self.memory.reduce_scatter(out, partial, self.reduce_op)
+        scatter_into(out, partial, self.reduce_op, self.memory.group)
