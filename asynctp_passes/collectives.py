@@ -1,12 +1,18 @@
 """All-gather and reduce-scatter that leave the GPU's SMs to compute, for collectives that no matmul can swallow.
 
-    asynctp::all_gather, asynctp::reduce_scatter
+    asynctp::all_gather, asynctp::reduce_scatter, asynctp::wait
 
 They have the contract of `_c10d_functional.all_gather_into_tensor` and `reduce_scatter_tensor`: along dim 0, and
 asynchronous, so that the result must go through `_c10d_functional.wait_tensor` before it is read. The input is copied
 first: Inductor, which does not know these ops, may write to its memory as soon as they return. On CUDA copy engines
 move the data (`asynctp_kernels.cuda.collectives`); elsewhere, and where the GPUs cannot share memory, these are the
 functional collectives themselves. Importing this module registers them.
+
+`asynctp::wait(result, source)` is how a rewritten graph waits. It reads the collective's input too, so that Inductor
+leaves that alone for so long: no copy (`copy=False`). And it gives its result, as an alias, where `wait_tensor` is a
+mutation to Inductor, which loses sight of how a mutated tensor is read when it chooses the tiles of what reads it
+(`torch._inductor.tiling_utils.extract_normalized_read_writes`, 2.11 to 2.13: a transposing copy took five times as
+long). AOTAutograd does not take ops that return an alias: this one is for graphs behind it.
 """
 
 from __future__ import annotations
@@ -21,15 +27,16 @@ from asynctp_passes import compat, ops, reference
 __all__ = ["OPS", "all_gather", "reduce_scatter"]
 
 OPS = {
-    "all_gather": "(Tensor shard, int group_size, Any group_name) -> Tensor",
-    "reduce_scatter": "(Tensor whole, str reduce_op, int group_size, Any group_name) -> Tensor",
+    "all_gather": "(Tensor shard, int group_size, Any group_name, *, bool copy=True) -> Tensor",
+    "reduce_scatter": "(Tensor whole, str reduce_op, int group_size, Any group_name, *, bool copy=True) -> Tensor",
+    "wait": "(Tensor(a) result, Tensor source) -> Tensor(a)",
 }
 
 
 # --- real implementations ---------------------------------------------------------------------------------------
-def _real_all_gather(shard: Tensor, group_size: int, group_name: Any) -> Tensor:
+def _real_all_gather(shard: Tensor, group_size: int, group_name: Any, copy: bool = True) -> Tensor:
     _check("all_gather", shard, group_size, group_name)
-    shard = shard.clone(memory_format=torch.contiguous_format)
+    shard = _unchanged(shard, copy)
     cuda = ops._overlapped(shard.device)
     found: Tensor | None = None if cuda is None else cuda.run_bulk_gather(shard, ops._process_group(group_name))
     if found is not None:
@@ -41,10 +48,10 @@ def _real_all_gather(shard: Tensor, group_size: int, group_name: Any) -> Tensor:
     return full.view(shard.dtype) if fp8 else full
 
 
-def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_name: Any) -> Tensor:
+def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_name: Any, copy: bool = True) -> Tensor:
     _check("reduce_scatter", whole, group_size, group_name)
     _check_scatter(whole, reduce_op, group_size)
-    whole = whole.clone(memory_format=torch.contiguous_format)
+    whole = _unchanged(whole, copy)
     cuda = ops._overlapped(whole.device)
     found: Tensor | None = (
         None if cuda is None else cuda.run_bulk_scatter(whole, reduce_op, ops._process_group(group_name))
@@ -56,6 +63,16 @@ def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_n
     scatter = torch.ops._c10d_functional.reduce_scatter_tensor
     shard: Tensor = scatter(whole, reduce_op, group_size, compat.group_name_of(group_name))
     return shard
+
+
+def _real_wait(result: Tensor, source: Tensor) -> Tensor:
+    done: Tensor = torch.ops._c10d_functional.wait_tensor(result)
+    return done
+
+
+def _unchanged(tensor: Tensor, copy: bool) -> Tensor:
+    """A contiguous tensor that stays as it is: a copy, or the tensor itself, which the caller leaves alone."""
+    return tensor.clone(memory_format=torch.contiguous_format) if copy else tensor.contiguous()
 
 
 def _check(op: str, tensor: Tensor, group_size: int, group_name: Any) -> None:
@@ -76,12 +93,16 @@ def _check_scatter(whole: Tensor, reduce_op: str, group_size: int) -> None:
 
 
 # --- fake implementations ---------------------------------------------------------------------------------------
-def _fake_all_gather(shard: Tensor, group_size: int, group_name: Any) -> Tensor:
+def _fake_all_gather(shard: Tensor, group_size: int, group_name: Any, copy: bool = True) -> Tensor:
     return shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
 
 
-def _fake_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_name: Any) -> Tensor:
+def _fake_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_name: Any, copy: bool = True) -> Tensor:
     return whole.new_empty((whole.shape[0] // group_size, *whole.shape[1:]))
+
+
+def _fake_wait(result: Tensor, source: Tensor) -> Tensor:
+    return result.view_as(result)
 
 
 def _no_gradient(ctx: Any, *grads: Any) -> None:
@@ -95,6 +116,7 @@ def _no_gradient(ctx: Any, *grads: Any) -> None:
 _IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
     "all_gather": (_real_all_gather, _fake_all_gather),
     "reduce_scatter": (_real_reduce_scatter, _fake_reduce_scatter),
+    "wait": (_real_wait, _fake_wait),
 }
 
 
@@ -107,7 +129,8 @@ def _register() -> Any:
         for key in ("CPU", "CUDA"):
             library.impl(name, real, key)
         torch.library.register_fake(f"asynctp::{name}", fake, lib=library)
-        torch.library.register_autograd(f"asynctp::{name}", _no_gradient, lib=library)
+        if name != "wait":  # an alias of what has no gradient
+            torch.library.register_autograd(f"asynctp::{name}", _no_gradient, lib=library)
     return library
 
 

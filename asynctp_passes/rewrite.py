@@ -13,7 +13,7 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -113,6 +113,7 @@ def rewrite(
     _run_beside(graph, hoisted, flops)
     flying: list[tuple[Collective, fx.Node | None]] = [(chain.collective, op) for chain, op in hoisted]
     flying += [(decision.candidate.collective, None) for decision in hidden]
+    _wait_with_sources(graph, [collective for collective, _ in flying])
     compat.keep_order(graph, _order_in_flight(graph, flying, flops))
     graph.lint()
 
@@ -826,6 +827,7 @@ def _leave_sms(collective: Collective) -> None:
     reduction = (collective.reduce_op,) if collective.kind == "reduce_scatter" else ()
     node.target = _IN_FLIGHT[collective.kind]
     node.args, node.kwargs = (values["input"], *reduction, collective.group_size, collective.group), {}
+    node.meta.pop("eager_input_vals", None)  # those of torch's op: Inductor would lay out its inputs by them
 
 
 def _run_beside(
@@ -843,11 +845,15 @@ def _run_beside(
 
 
 def _order_in_flight(
-    graph: fx.Graph, flying: Iterable[tuple[Collective, fx.Node | None]], products: Iterable[fx.Node]
+    graph: fx.Graph, flying: Iterable[tuple[Collective, fx.Node | None]], products: Mapping[fx.Node, object]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """What comes after what: a gather after its fused op, the products beside it after its start, waits after those."""
+    """What comes after what: a gather after its fused op, what runs beside it after its start, waits after products.
+
+    Left to itself Inductor puts off the start, which needs memory, until something needs the result.
+    """
     position = {node: index for index, node in enumerate(graph.nodes)}
     stand = sorted(products, key=position.__getitem__)
+    calls = [node for node in position if node in products or _is_a_call(node)]
     ordered: dict[fx.Node, list[fx.Node]] = {}
     for gather, op in flying:
         waits = [wait for wait in gather.waits if wait in position]
@@ -857,11 +863,34 @@ def _order_in_flight(
         if op is not None and position[op] < start:
             ordered.setdefault(gather.node, []).append(op)
         beside = [product for product in stand if start < position[product] < end]
-        if beside:
-            ordered.setdefault(beside[0], []).append(gather.node)
-            for wait in waits:
-                ordered.setdefault(wait, []).append(beside[-1])
+        for call in calls if beside else ():
+            if start < position[call] < end:
+                ordered.setdefault(call, []).append(gather.node)
+        for wait in waits if beside else ():
+            ordered.setdefault(wait, []).extend(beside)
     return ordered
+
+
+def _is_a_call(node: fx.Node) -> bool:
+    """True for attention and for starts of collectives: Inductor calls them, and makes no kernel that it could fuse."""
+    name = op_name(node)
+    return "attention" in name or (name.startswith("_c10d_functional.") and "wait" not in name)
+
+
+def _wait_with_sources(graph: fx.Graph, flying: Iterable[Collective]) -> None:
+    """Let each wait read what its collective reads: Inductor leaves that alone for so long, and no copy is needed.
+
+    Not where something is mutated in between: it could be that.
+    """
+    segment = segments(graph)
+    for collective in flying:
+        start, waits = collective.node, [wait for wait in collective.waits if wait in segment]
+        plain = all(wait.target is _c10d.wait_tensor.default and segment[wait] == segment[start] for wait in waits)
+        if waits and plain and _leaves_sms(collective):
+            start.kwargs = {"copy": False}
+            for wait in waits:
+                wait.target, wait.args, wait.kwargs = torch.ops.asynctp.wait.default, (start, start.args[0]), {}
+                wait.meta.pop("eager_input_vals", None)
 
 
 def _move_behind(graph: fx.Graph, starts: Iterable[fx.Node], last: fx.Node) -> None:

@@ -36,7 +36,7 @@ _PRECEDENCE = ("MISSED", "FUSED", "SKIPPED")
 _SHORT_DTYPES = {"bfloat16": "bf16", "float": "f", "int": "i", "uint": "u"}
 _ALONE = (
     *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_int_mm"),
-    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "wait_tensor"),
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "wait_tensor", "wait"),
 )
 _NAMES_IN_A_BOX = 4
 _DOT_TIMEOUT_S = 60

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import re
 import time
 import traceback
 import warnings
@@ -427,7 +428,7 @@ def case_selective_checkpoint_of_plain_tensors(mesh: DeviceMesh) -> tuple[Report
         assert spy.waited_for_only, "no saved scatter was waited for"
         assert [remark.code for remark in backward.skipped] == ["ATP404"], backward
         calls = [line for line in codes[-1].splitlines() if "= torch.ops." in line]
-        ops = ("asynctp.all_gather.", "all_gather_matmul.", "matmul_reduce_scatter.", "wait_tensor.")
+        ops = ("asynctp.all_gather.", "all_gather_matmul.", "matmul_reduce_scatter.", "asynctp.wait.")
         places = [max(index for index, call in enumerate(calls) if op in call) for op in ops]
         assert places == sorted(places), calls
     return forward, backward
@@ -448,9 +449,13 @@ def case_scatter_beside_a_product(mesh: DeviceMesh) -> tuple[Report, ...]:
     (report,) = asynctp_passes.reports()
     assert [remark.code for remark in report.skipped] == ["ATP405"], report
     calls = [line for line in codes[-1].splitlines() if "= torch.ops." in line]
-    ops = ("asynctp.reduce_scatter.", "aten.mm.", "wait_tensor.")
+    ops = ("asynctp.reduce_scatter.", "aten.mm.", "asynctp.wait.")
     places = [next(index for index, call in enumerate(calls) if op in call) for op in ops]
     assert places == sorted(places), calls
+    started, _, waited = (calls[place] for place in places)
+    source = re.search(r"reduce_scatter\.default\((\w+),", started)
+    assert source is not None, started
+    assert waited.endswith(f", {source[1]})"), f"its memory is free before: {started}; {waited}"
     return (report,)
 
 

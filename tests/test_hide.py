@@ -64,14 +64,14 @@ def test_the_wait_goes_behind_what_follows() -> None:
         becomes(lambda b: (gradient(b), b.scatter(product(b)))),
         """\
 x: f32[4, 8]
-all_gather_into_tensor = asynctp::all_gather(shard=x, group_size=2, group_name='tp')  # f32[8, 8]
+all_gather_into_tensor = asynctp::all_gather(shard=x, group_size=2, group_name='tp', copy=False)  # f32[8, 8]
 dx: f32[8, 6]
 permute = permute(dx, [1, 0])  # f32[6, 8]s[1, 6]
 a: f32[8, 6]
 a_w: f32[6, 8]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a], b_parts=[a_w], biases=[None],
     reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp')  # f32[4, 8]
-wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[8, 8]
+wait_tensor = asynctp::wait(result=all_gather_into_tensor, source=x)  # f32[8, 8]
 mm = mm(permute, wait_tensor)  # f32[6, 8]
 return (mm, matmul_reduce_scatter_default)
 """,
@@ -87,11 +87,11 @@ a: f32[8, 6]
 a_w: f32[6, 8]
 x: f32[4, 8]
 relu = relu(x)  # f32[4, 8]
-all_gather_into_tensor = asynctp::all_gather(shard=relu, group_size=2, group_name='tp')  # f32[8, 8]
+all_gather_into_tensor = asynctp::all_gather(shard=relu, group_size=2, group_name='tp', copy=False)  # f32[8, 8]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a], b_parts=[a_w], biases=[None],
     reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp')  # f32[4, 8]
 dy: f32[6, 8]
-wait_tensor_1 = wait_tensor(all_gather_into_tensor)  # f32[8, 8]
+wait_tensor_1 = asynctp::wait(result=all_gather_into_tensor, source=relu)  # f32[8, 8]
 mm_1 = mm(dy, wait_tensor_1)  # f32[6, 8]
 return (matmul_reduce_scatter_default, mm_1)
 """,
@@ -406,8 +406,8 @@ def test_a_scatter_starts_before_the_products_and_is_waited_for_behind_them(monk
         """\
 g: f32[8, 6]
 relu = relu(g)  # f32[8, 6]
-reduce_scatter_tensor = asynctp::reduce_scatter(whole=relu, reduce_op='sum', group_size=2, group_name='tp')  # f32[4,
-    6]
+reduce_scatter_tensor = asynctp::reduce_scatter(whole=relu, reduce_op='sum', group_size=2, group_name='tp',
+    copy=False)  # f32[4, 6]
 chain: f32[8, 6]
 chain_w: f32[6, 8]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[chain], b_parts=[chain_w], biases=[None],
@@ -415,7 +415,7 @@ matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[chain], 
 p: f32[64, 64]
 p_w: f32[64, 64]
 mm_1 = mm(p, p_w)  # f32[64, 64]
-wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[4, 6]
+wait_tensor = asynctp::wait(result=reduce_scatter_tensor, source=relu)  # f32[4, 6]
 relu_1 = relu(wait_tensor)  # f32[4, 6]
 return (matmul_reduce_scatter_default, relu_1, mm_1)
 """,

@@ -155,10 +155,10 @@ all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=con
     gather_a_scale=True, out_dtype=bf16, use_fast_accum=False, return_a_full=False, group_size=2, group_name='tp')  #
     (bf16[8, 16])
 getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[8, 16]
-all_gather_into_tensor = asynctp::all_gather(shard=x, group_size=2, group_name='tp')  # bf16[8, 32]
+all_gather_into_tensor = asynctp::all_gather(shard=x, group_size=2, group_name='tp', copy=False)  # bf16[8, 32]
 relu = relu(getitem)  # bf16[8, 16]
 y: bf16[8, 8]
-wait_tensor = wait_tensor(all_gather_into_tensor)  # bf16[8, 32]
+wait_tensor = asynctp::wait(result=all_gather_into_tensor, source=x)  # bf16[8, 32]
 permute = permute(wait_tensor, [1, 0])  # bf16[32, 8]s[1, 32]
 mm = mm(permute, y)  # bf16[32, 8]
 return (relu, mm)
@@ -227,11 +227,11 @@ all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=res
 getitem_2 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[3, 8, 16]
 reshape_default_3 = reshape(getitem_2, [24, 16])  # bf16[24, 16]
 getitem_3 = getitem(all_gather_scaled_matmul_default, 1)  # f32[3, 8, 1]
-all_gather_into_tensor = asynctp::all_gather(shard=x, group_size=2, group_name='tp')  # bf16[6, 4, 32]
+all_gather_into_tensor = asynctp::all_gather(shard=x, group_size=2, group_name='tp', copy=False)  # bf16[6, 4, 32]
 reshape_default_4 = reshape(getitem_3, [24, 1])  # f32[24, 1]
 mul = mul(reshape_default_4, w_scale)  # f32[24, 16]
 mul_1 = mul(reshape_default_3, mul)  # f32[24, 16]
-wait_tensor = wait_tensor(all_gather_into_tensor)  # bf16[6, 4, 32]
+wait_tensor = asynctp::wait(result=all_gather_into_tensor, source=x)  # bf16[6, 4, 32]
 split = split(wait_tensor, 3, 0)  # (bf16[3, 4, 32], bf16[3, 4, 32])
 getitem = getitem(split, 0)  # bf16[3, 4, 32]
 getitem_1 = getitem(split, 1)  # bf16[3, 4, 32]
@@ -477,7 +477,7 @@ def test_no_wait_comes_before_the_fused_op() -> None:
     graph = b.returns(out, b.relu(early), changed, b.call(aten.sum.dim_IntList, whole, [0]))
     assert fuse(graph).keeps_gather
     started = torch.ops.asynctp.all_gather.default  # it leaves the SMs to the products that it runs beside
-    (gather,), (wait,) = position(graph, started), position(graph, c10d.wait_tensor.default)
+    (gather,), (wait,) = position(graph, started), position(graph, torch.ops.asynctp.wait.default)
     (fused,) = position(graph, torch.ops.asynctp.all_gather_scaled_matmul.default)
     (barrier,) = position(graph, aten.add_.Tensor)
     assert fused < gather < wait < barrier
