@@ -163,7 +163,8 @@ def reduce(launched: Launched) -> None:
         total = torch.zeros(size)
         for src in range(call.WORLD):
             assert src == call.rank or arrived[src, chunk] >= 1
-            start = call.own_ptr if src == call.rank else call.received_ptr + src * call.part_size * dtype.itemsize
+            slot = src - (src > call.rank)
+            start = call.own_ptr if src == call.rank else call.received_ptr + slot * call.part_size * dtype.itemsize
             total += at(start + begin * dtype.itemsize, (size,), dtype).float()
         at(call.out_ptr + begin * dtype.itemsize, (size,), dtype).copy_((total * call.factor).to(dtype))
         begin += size

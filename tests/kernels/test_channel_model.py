@@ -161,7 +161,11 @@ class Rank:
     def at(self, name: str, rank: int | None = None) -> int:
         """Address of a buffer. A gathered A and a staging never live at the same time: one `local` for both."""
         sizes = {"own": self.part, "own scale": 4 * ROWS, "outbox": self.part + 4 * ROWS, "out": self.part}
-        sizes |= {"local": self.world * self.part, "scales": self.world * 4 * ROWS, "inbox": self.world * self.part}
+        sizes |= {
+            "local": self.world * self.part,
+            "scales": self.world * 4 * ROWS,
+            "inbox": (self.world - 1) * self.part,
+        }
         if any(call.way == "bulk" for call in self.case.calls):  # two may be in flight, each with memory of its own
             bulk = {"own": self.part, "local": self.world * self.part, "out": self.part}
             sizes |= {f"{buffer} {turn}": size for turn in (0, 1) for buffer, size in bulk.items()}
@@ -404,7 +408,7 @@ class Rank:
         return tuple((start + i, (number, self.rank, "part", dst * self.part + i)) for i in offsets)
 
     def _received(self, number: int, source: int, offsets: Sequence[int]) -> Bytes:
-        start = self.at("inbox") + source * self.part
+        start = self.at("inbox") + (source - (source > self.rank)) * self.part
         return tuple((start + i, (number, source, "part", self.rank * self.part + i)) for i in offsets)
 
     def _sum(self, number: int, offsets: Sequence[int]) -> Bytes:

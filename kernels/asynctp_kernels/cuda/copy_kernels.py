@@ -296,8 +296,8 @@ def reduce_kernel(
 ):
     """The own rows' sum over ranks: chunk by chunk, while the GEMM that fills the later ones may still run.
 
-    own [R, N], received [WORLD, R, N] (own part unused, `part_size` elements each), out [R, N], contiguous. Chunk c
-    ends at element `end<c>`. It waits until progress[rank, c] (finished own tiles) reaches `tiles<c>` and each
+    own [R, N], received [WORLD - 1, R, N] (of all others, by rank; `part_size` elements each), out [R, N], contiguous.
+    Chunk c ends at element `end<c>`. It waits until progress[rank, c] (finished own tiles) reaches `tiles<c>` and each
     arrived[src, c] is set, and clears these words at the end. fp32 sum in rank order, times `factor`, rounded once:
     bits do not depend on timing.
 
@@ -327,7 +327,7 @@ def reduce_kernel(
             index = tl.max_contiguous(tl.multiple_of(index, 8), 8)
             total = tl.zeros((BLOCK,), dtype=tl.float32)
             for src in tl.static_range(WORLD):
-                source = received_ptr + src * tl.cast(part_size, tl.int64)
+                source = received_ptr + (src - tl.where(src > rank, 1, 0)) * tl.cast(part_size, tl.int64)
                 if src == rank:
                     source = own_ptr
                 source = tl.multiple_of(source, 16)

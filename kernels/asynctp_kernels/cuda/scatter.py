@@ -137,7 +137,7 @@ class Pushed(ScatterPlan):
         super().__init__(call, memory)
         self.chunks, self.own_tiles = chunks, own_tiles
         rank, world, layout = memory.rank, memory.world, self.layout
-        inbox = memory.require("inbox", world * self.part_bytes)
+        inbox = memory.require("inbox", (world - 1) * self.part_bytes)
         self.inbox, self.counts = inbox.peers[rank], memory.progress
         channel = Channel(rank, world, memory.scatter_full.at, memory.scatter_free.at)
         moves = ScatterMoves(inbox.peers, self.row_bytes, layout.rows, chunks)

@@ -218,7 +218,7 @@ class ScatterMoves:
     """Bytes and addresses of a scatter's copies.
 
     Attributes:
-        inboxes: address of each rank's inbox: [source, rows of a rank].
+        inboxes: address of each rank's inbox: [source but for that rank, rows of a rank].
         row_bytes, rows: of the part that goes to one rank; FULL is the base of all parts, [destination, rows].
         chunks: how a part is cut.
     """
@@ -248,9 +248,10 @@ def scatter_script(
         for chunk, (first, end) in enumerate(moves.chunks.rows):
             steps += ready(dst, chunk)
             at = first * moves.row_bytes
+            slot = rank - (rank > dst)
             steps.append(
                 Copy(
-                    Place(ABSOLUTE, moves.inboxes[dst] + rank * part + at),
+                    Place(ABSOLUTE, moves.inboxes[dst] + slot * part + at),
                     Place(FULL, dst * part + at),
                     (end - first) * moves.row_bytes,
                 )
