@@ -377,7 +377,7 @@ def tuning_table(found: Sequence[Row]) -> dict[str, dict[str, dict[str, str]]]:
     costs: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in found:
         dtype = "bfloat16" if row.kind == "bf16" else "float8_e4m3fn"  # both fp8 kinds decide together
-        key = select.problem_key(row.op, row.world, dtype, row.k, (row.n,))
+        key = select.problem_key(row.op, row.world, dtype, (row.k,), (row.n,))
         for name in set(select.IMPLEMENTATIONS) & set(row.timings):
             timing = row.timings[name]
             costs.setdefault((key, str(row.m)), {}).setdefault(name, []).append(math.log(timing.graph * timing.eager))

@@ -109,7 +109,7 @@ def expected_implementation(
     collective: str,
     world_size: int,
     rows: int,
-    depth: int,
+    depths: Sequence[int],
     widths: Sequence[int],
     dtype: torch.dtype,
     out_dtype: torch.dtype,
@@ -121,7 +121,8 @@ def expected_implementation(
     Args:
         collective: `"all_gather"`, `"reduce_scatter"` or `"all_reduce"`.
         world_size: Ranks of the group; 0 if unknown.
-        rows, depth: Of the whole A, over all ranks (gather), or of the products before the collective.
+        rows: Of the whole A, over all ranks (gather), or of the products before the collective.
+        depths: Contraction length of the products, or of each one where they are summed.
         widths: Columns of each product.
         dtype, out_dtype: Of A and of the result.
         fast: Fast accumulation (fp8).
@@ -131,7 +132,7 @@ def expected_implementation(
         return implementation("cuda")
     select = importlib.import_module("asynctp_kernels.cuda.select")
     op = {"all_gather": "gather", "reduce_scatter": "scatter"}.get(collective, collective)
-    problem = select.Problem.of(op, world_size, rows, depth, widths, dtype, out_dtype, fast)
+    problem = select.Problem.of(op, world_size, rows, depths, widths, dtype, out_dtype, fast)
     index = torch.cuda.current_device()
     device = torch.cuda.get_device_properties(index)
     refused = _cuda().refused_here(world_size, index)

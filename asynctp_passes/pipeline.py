@@ -242,7 +242,7 @@ def _implementation(device: str, chain: GatherChain | ScatterChain | None) -> st
         chain.collective.kind,
         chain.collective.group_size,
         math.prod(shapes[0][0][:-1]),
-        depths[0] if gathers else sum(depths),
+        depths[:1] if gathers else depths,
         widths if gathers else widths[:1],
         first.dtype,
         result.dtype,

@@ -99,7 +99,10 @@ def _scatter_gemm(call: Call) -> None:
         for p in range(call.outer):
             block = p * call.world + peer
             acc = sum(call.described(f"a{i}")[block].float() @ _weight(call, i) for i in range(call.COUNT))
-            _store(call, "c0", peer * call.outer + p, _finish(call, acc, p, block, 0, 0))
+            acc = _finish(call, acc, p, block, 0, 0)
+            for i in range(call.ADDENDS):
+                acc = acc + call.described(f"c{1 + i}")[block].float()
+            _store(call, "c0", peer * call.outer + p, acc)
         for tile_m in range(call.outer * ceil(call.inner / call.BM)):
             words[peer, tile_m // call.chunk_tiles] += tiles_n
 

@@ -8,6 +8,7 @@ This file is not in `tests/kernels`, where Triton interprets.
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
@@ -55,6 +56,7 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", FP8: "e4m3", FP8_WIDE: "e
 WIDE, NARROW = Tiles(128, 256, 64, warps=8, stages=3), Tiles(128, 128, 64, warps=4, stages=4)
 WIDE8, NARROW8 = Tiles(128, 256, 128, warps=8, stages=3), Tiles(128, 128, 128, warps=4, stages=4)
 PRECISE8 = Tiles(128, 128, 128, warps=8, stages=4, imprecise=128)
+SUM8 = Tiles(128, 128, 128, warps=8, stages=4)
 
 
 # --- compiling ---------------------------------------------------------------------------------------------------
@@ -251,6 +253,22 @@ def store_sequence(ptx: Ptx) -> list[str]:
     return names
 
 
+def epilogues(ptx: Ptx) -> list[list[str]]:
+    """What is read between the products and the TMA store of their tile, and what orders it, for each such store."""
+    names = {
+        TMA_LOAD % 3: "load", "mbarrier.try_wait": "arrived", "ldmatrix": "read", "ld.shared": "read",
+        "fence.proxy.async": "fence", "bar.sync": "join", TMA_STORE: "store",
+    }  # fmt: skip
+    found, current = [], []
+    for instruction in ptx.instructions:
+        current += [name for start, name in names.items() if instruction.op.startswith(start)]
+        if instruction.op.startswith(TMA_STORE):
+            found.append(current)
+        if instruction.op.startswith(("wgmma.wait_group", TMA_STORE)):
+            current = []
+    return found
+
+
 # --- the GEMM ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Variant:
@@ -269,6 +287,11 @@ class Variant:
     def plain(self) -> bool:
         """Nothing is loaded but operands."""
         return not self.options.get("bias") and not self.options.get("scales")
+
+    @property
+    def addends(self) -> int:
+        """Products that are made before, and added."""
+        return len(self.options.get("ks", ())) - 1 if self.options.get("scales") and "ks" in self.options else 0
 
 
 ROWWISE = {"dtype": FP8, "scales": "row"}
@@ -306,6 +329,16 @@ SCATTERS = BOTH | {
     "2": Variant({"ks": (512, 256)}, WIDE),
     "3": Variant({"ks": (512, 256, 256)}, WIDE),
     "4": Variant({"ks": (512, 256, 256, 128)}, WIDE),
+    "fp8-2": Variant({**TENSORWISE, "ks": (512, 256)}, SUM8),
+    "fp8-4": Variant({**TENSORWISE, "ks": (512, 256, 256, 512)}, SUM8),
+    "fp8-2-precise": Variant({**TENSORWISE, "ks": (512, 256), "fast": False}, PRECISE8),
+    "rows-2": Variant({**ROWWISE, "ks": (512, 256)}, SUM8),
+    "rows-2-precise": Variant({**ROWWISE, "ks": (512, 256), "fast": False}, PRECISE8),
+    "rows-3-precise": Variant({**ROWWISE, "ks": (256, 256, 512), "fast": False}, PRECISE8),
+    "rows-4-precise-bias": Variant({**ROWWISE, "ks": (512, 256, 256, 512), "fast": False, "bias": True}, PRECISE8, 128),
+    "rows-4-outer": Variant(
+        {**ROWWISE, "ks": (512, 256, 256, 512), "rows": (2, 512), "dim": 1, "out_dtype": torch.float16}, SUM8
+    ),
 }
 
 
@@ -324,10 +357,11 @@ def check_products(gemm: Compiled, variant: Variant) -> None:
     assert products == {f"wgmma.mma_async.sync.aligned.m64n{tiles.block_n}k{k}.f32.{variant.types}"}
     assert len(ptx.find("wgmma.mma_async")) == tiles.block_m // 16 // tiles.warps * tiles.block_k // k
     assert not ptx.find("mma.")
-    assert not ptx.find("ldmatrix")
+    assert bool(ptx.find("ldmatrix")) == bool(variant.addends)
     assert not ptx.find("cp.async.ca")
     assert not ptx.find("cp.async.cg")
     loads = [len(ptx.find(TMA_LOAD % dimensions)) for dimensions in (3, 2)]
+    loads[0] -= sum(epilogue.count("load") for epilogue in epilogues(ptx))
     assert loads[0] == loads[1] >= 2, "one load of A for each of B, in the prologue and in the loop"
     precise = [add for add in ptx.find("add") if re.match(r"add(\.rn)?\.f32", add.op)]
     assert bool(precise) >= bool(tiles.imprecise), "partial sums of precise fp8 are added outside the tensor cores"
@@ -409,18 +443,30 @@ def test_scatter_gemm(name: str, tmp_path: Path) -> None:
     assert all(in_order(gemm.ptx.inside(asm), *PUBLISH) for asm in published)
     sequence = store_sequence(gemm.ptx)
     assert sequence == ["store", "commit", "publish"] * len(published)
+    for epilogue in epilogues(gemm.ptx):
+        assert epilogue.count("load") == variant.addends
+        in_turn = ["load", "arrived", "join", "read"] * variant.addends
+        assert in_order(epilogue, *in_turn, "fence", "join", "store"), "what is added is read before it is overwritten"
+
+
+#: (dtype, precise sums, something is added)
+TILED = [
+    (torch.bfloat16, False, False),
+    (torch.float16, False, False),
+    *itertools.product([FP8], [False, True], [False, True]),
+]
 
 
 def test_no_other_tiles_are_used() -> None:
     """What is compiled above are all the tiles that a plan can ask for."""
     asked = {
-        tiles_for(dtype, precise, rows, columns, SMS)
-        for dtype, precise in ((torch.bfloat16, False), (torch.float16, False), (FP8, False), (FP8, True))
+        tiles_for(dtype, precise, rows, columns, SMS, addends)
+        for dtype, precise, addends in TILED
         for rows in (*range(8, 1024, 8), *range(1024, 20000, 128))
         for columns in (8, 64, 264, 512, 2560, 4096, 8192, 14336)
     }
-    assert asked == {WIDE, NARROW, WIDE8, NARROW8, PRECISE8}
-    assert {variant.tiles for variant in BOTH.values()} == asked
+    assert asked == {WIDE, NARROW, WIDE8, NARROW8, PRECISE8, SUM8}
+    assert {variant.tiles for variant in SCATTERS.values()} == asked
 
 
 # --- that the checks above see something ---------------------------------------------------------------------------

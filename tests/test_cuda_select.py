@@ -230,6 +230,18 @@ def scaled_scatter_args(**changes: Any) -> tuple[Any, ...]:
     return tuple({**defaults, **changes}.values())
 
 
+def scaled_sum_args(count: int = 2, **changes: Any) -> tuple[Any, ...]:
+    """Of scaled_matmul_reduce_scatter with several products, without the group."""
+    defaults = {
+        "a": [empty(1024, 512, dtype=FP8)] * count,
+        "bs": [weight(512, 512, FP8)] * count,
+        "a_scales": [empty(dtype=FP32)] * count,
+        "b_scales": [empty(dtype=FP32)] * count,
+        "biases": [None] * count,
+    }
+    return scaled_scatter_args(**{**defaults, **changes})
+
+
 def all_reduce_args(**changes: Any) -> tuple[Any, ...]:
     """Of matmul_all_reduce, without the group."""
     a, bs, biases, reduce_op, _ = scatter_args(**changes)
@@ -421,14 +433,36 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
     "scaled scatter": (SCALED_SCATTER, scaled_scatter_args(), {}),
     "scaled scatter of sums": (
         SCALED_SCATTER,
-        scaled_scatter_args(
-            a=[empty(1024, 512, dtype=FP8)] * 2,
-            bs=[weight(512, 512, FP8)] * 2,
-            a_scales=[empty(dtype=FP32)] * 2,
-            b_scales=[empty(dtype=FP32)] * 2,
-            biases=[None] * 2,
+        scaled_sum_args(),
+        {},
+    ),
+    "scaled scatter of sums with some biases": (SCALED_SCATTER, scaled_sum_args(biases=[None, empty(512)]), {}),
+    "scaled scatter of sums, outer": (
+        SCALED_SCATTER,
+        scaled_sum_args(a=[empty(2, 512, 512, dtype=FP8)] * 2, dim=1),
+        {"decomposed": "2 separate row ranges"},
+    ),
+    "scaled scatter of five": (SCALED_SCATTER, scaled_sum_args(5), {"fused": "5 products, more than 4"}),
+    "scaled scatter of sums, one not for the GEMM": (
+        SCALED_SCATTER,
+        scaled_sum_args(
+            a=[empty(1024, 512, dtype=FP8), empty(1024, 256, dtype=FP8)],
+            bs=[weight(512, 508, FP8), weight(256, 508, FP8)],
         ),
-        {"fused": "several scaled products"},
+        {**dict.fromkeys(("decomposed", "direct"), NOT_CUBLAS), "fused": "508 columns"},
+    ),
+    "scaled scatter of sums, one not for cuBLAS": (
+        SCALED_SCATTER,
+        scaled_sum_args(b_scales=[empty(1, 512, dtype=FP32), empty(dtype=FP32)], out_dtype=torch.float16),
+        dict.fromkeys(("fused", "decomposed", "direct"), NOT_CUBLAS),
+    ),
+    "scaled scatter of sums, one in blocks": (
+        SCALED_SCATTER,
+        scaled_sum_args(
+            a_scales=[empty(1024, 4, dtype=FP32), empty(dtype=FP32)],
+            b_scales=[empty(4, 4, dtype=FP32), empty(dtype=FP32)],
+        ),
+        NOT_IN_GEMM,
     ),
     "scaled scatter of rows and a number, slow": (
         SCALED_SCATTER,
@@ -515,7 +549,7 @@ def test_reports_expect_no_gemm_for_scales_of_blocks(monkeypatch: pytest.MonkeyP
     properties = types.SimpleNamespace(multi_processor_count=132, name=UNKNOWN)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(cuda, "refused_here", lambda world, index: {})
-    sizes = ("all_gather", 4, 4096, 4096, [4096], FP8, BF16, False)
+    sizes = ("all_gather", 4, 4096, [4096], [4096], FP8, BF16, False)
     with select.forced("fused"):
         assert ops.expected_implementation(*sizes) == "fused (forced)"
         assert ops.expected_implementation(*sizes, in_blocks=True) == "chosen per call"

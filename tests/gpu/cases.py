@@ -42,6 +42,7 @@ FP8_TOLERANCE = 1e-3  # tensor cores add fp8 products with fewer bits than fp32 
 class Case:
     """One call. `shard` is A's shape on one rank (gather) or the whole A (scatter, all_reduce), without K.
 
+    k: of all products; ks: of each summed one, if they differ. ns: columns, of summed products the same for each.
     scales: "", "tensor" or "row", of A and of B, or of each: "row+tensor", "1x128+128x128" (blocks); travels: the A
     scale is gathered too; along: so are numbers, one per row, that are only returned.
     """
@@ -62,10 +63,12 @@ class Case:
     full: bool = False
     along: bool = False
     reduce_op: str = "sum"
+    ks: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
-        parts = [self.op, "x".join(map(str, self.shard)), f"k{self.k}", "n" + "+".join(map(str, self.ns)),
+        depths = "+".join(map(str, self.ks or (self.k,)))
+        parts = [self.op, "x".join(map(str, self.shard)), f"k{depths}", "n" + "+".join(map(str, self.ns)),
                  f"dim{self.dim}", str(self.dtype)[6:], str(self.out_dtype)[6:]]  # fmt: skip
         flags = {
             self.scales: bool(self.scales), "travels": self.travels, "slow": not self.fast, "bias": self.bias,
@@ -116,6 +119,13 @@ def cases() -> Iterator[Case]:
     yield replace(base, ns=(512, 512), dtype=FP8, scales="tensor")
     yield replace(base, reduce_op="avg")
     yield replace(base, ns=(512, 512), dtype=FP8, scales="row", fast=False)
+    for fast, scales in itertools.product((True, False), ("tensor", "row")):
+        sums = replace(base, ns=(512, 512), dtype=FP8, scales=scales, fast=fast)
+        yield replace(sums, shard=(4096,), ks=(2048, 1024, 512), ns=(2048, 2048, 2048))
+        yield replace(sums, shard=(8 * 131 * dist.get_world_size(),), k=528, ns=(272, 272, 272), bias=True)
+        yield replace(sums, shard=(2, 1024), dim=1, ns=(512, 512, 512), reduce_op="avg")
+    yield replace(base, ns=(512, 512, 512, 512), dtype=FP8, scales="tensor", fast=False, bias=True)
+    yield replace(base, ns=(512, 512, 512, 512, 512), dtype=FP8, scales="tensor")
     yield replace(base, shard=(4096,), k=2048, ns=(2048,), dtype=FP8, scales="row", fast=False)
     yield replace(base, dtype=FP8, scales="row+tensor", fast=False)
     base = Case("all_reduce", (1024,), 512, (512,))
@@ -267,10 +277,11 @@ class Data:
 def draw(case: Case) -> Data:
     count = len(case.ns)
     b_dtype = case.b_dtype or case.dtype
-    depth = case.k * (world() if case.op == "gather" and case.dim in (-1, len(case.shard)) else 1)
-    a = [random_operand((*case.shard, case.k), case.dtype) for _ in range(1 if case.op == "gather" else count)]
+    times = world() if case.op == "gather" and case.dim in (-1, len(case.shard)) else 1
+    depths = [k * times for k in case.ks or [case.k] * count]
+    a = [random_operand((*case.shard, k // times), case.dtype) for k in depths[: 1 if case.op == "gather" else count]]
     bs = []
-    for n in case.ns:
+    for n, depth in zip(case.ns, depths, strict=True):
         weight = torch.randn(n, depth, device=device()) * depth**-0.5
         b = weight.to(b_dtype)
         bs.append(b.t() if case.k_major else b.t().contiguous())
@@ -282,8 +293,8 @@ def draw(case: Case) -> Data:
             dim = case.dim % (len(lead) + 1)
             lead = lead if dim == len(lead) else (*lead[:dim], lead[dim] * world(), *lead[dim + 1 :])
         of_a, _, of_b = case.scales.partition("+")
-        a_scales = [scale_of(of_a, (*lead, depth), -2, -1) for _ in a]
-        b_scales = [scale_of(of_b or of_a, (depth, n), -1, -2) for n in case.ns]
+        a_scales = [scale_of(of_a, (*lead, depth), -2, -1) for _, depth in zip(a, depths, strict=False)]
+        b_scales = [scale_of(of_b or of_a, (depth, n), -1, -2) for n, depth in zip(case.ns, depths, strict=True)]
         if case.op == "gather" and not case.travels:
             dist.broadcast(a_scales[0], 0)
     along = [torch.rand((*case.shard, 1), device=device())] if case.along else []

@@ -133,6 +133,21 @@ SCATTER_CASES = [
     ScatterCase("e5m2 rowwise, dim 0", (9, 24), 0, (32,), E5M2, scale="row", strided=True),
     ScatterCase("e4m3 weight, rowwise, bias", (19, 48), 0, (32,), E4M3, (0,), scale="row", weight=True),
     ScatterCase("e4m3 weight, tensorwise, outer 2", (2, 19, 48), 1, (32,), E4M3, scale="one", weight=True),
+    ScatterCase("e4m3 tensorwise, sum of two", (70, 40), 0, (32, 48), E4M3, scale="one", weight=True),
+    ScatterCase(
+        "e4m3 rowwise, sum of three, outer 2", (2, 19, 72), 1, (48, 16, 32), E4M3, (1,), "avg", scale="row", weight=True
+    ),
+    ScatterCase(
+        "e4m3 rowwise, sum of four, biases",
+        (35, 136),
+        0,
+        (16, 48, 96, 96),
+        E4M3,
+        (0, 1, 2, 3),
+        scale="row",
+        weight=True,
+        out_dtype=FP16,
+    ),
 ]
 
 CASES: list[Case] = [*GATHER_CASES, *SCATTER_CASES]

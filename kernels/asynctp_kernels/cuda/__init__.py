@@ -22,7 +22,7 @@ from . import select
 from .collectives import Bulk, BulkGather, BulkScatter, bulk_gather, bulk_scatter
 from .driver import CudaError
 from .gather import DecomposedGather, DirectGather, FusedGather, GatherCall, GatherPlan, UnfusedGather
-from .gemm import NOT_TUNED, refused_gemm
+from .gemm import MAX_OPERANDS, NOT_TUNED, refused_gemm, too_many
 from .machine import driver
 from .memory import GroupMemory, existing_memory, group_memory, release
 from .products import block_recipe, refused_blocks, scaled_product_supported
@@ -53,6 +53,7 @@ MAX_PLANS = 1024  # of one group
 SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT32_LIMIT = (1 << 31) - (1 << 16)  # what kernels count in, less a block
 NOT_IN_BLOCKS = "scales of blocks of the contraction: the GEMM scales a sum once, at its end"
+NOT_IN_CUBLAS = "scales, bias, strides or result type that cuBLAS does not take in one scaled product"
 DIRECT_LIMIT = 64 << 20  # bytes of one slot: what arrives from all ranks together
 _unavailable: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 Check = Callable[[], None]
@@ -438,7 +439,7 @@ def explain_gather(call: GatherCall) -> Choice:
     layout, a = call.layout, call.a_shard
     widths = [b.shape[1] for b in call.bs]
     problem = Problem.of(
-        "gather", call.world, layout.full_rows, layout.full_cols, widths, a.dtype, call.out_dtype, call.fast
+        "gather", call.world, layout.full_rows, [layout.full_cols], widths, a.dtype, call.out_dtype, call.fast
     )
     _, sms, name = driver.machine(a.device.index)
     return choose(problem, _refused_gather(call), sms, name)
@@ -463,8 +464,8 @@ def refused_rows(rows: int, world: int) -> dict[str, str]:
 
 def _choose_scatter(op: str, call: ScatterCall, refused: dict[str, str]) -> Choice:
     a, b = call.a_parts[0], call.b_parts[0]
-    depth = sum(b.shape[0] for b in call.b_parts)
-    problem = Problem.of(op, call.world, call.rows, depth, [b.shape[1]], a.dtype, call.out_dtype, call.fast)
+    depths = [b.shape[0] for b in call.b_parts]
+    problem = Problem.of(op, call.world, call.rows, depths, [b.shape[1]], a.dtype, call.out_dtype, call.fast)
     _, sms, name = driver.machine(a.device.index)
     return choose(problem, refused, sms, name)
 
@@ -492,14 +493,26 @@ def _no_scattered_product(call: ScatterCall) -> bool:
 
 
 def _refused_gathered_products(call: GatherCall) -> str | None:
-    shards, scales = [call.a_shard] * len(call.bs), [] if call.a_scale is None else [call.a_scale] * len(call.bs)
-    operands = (shards, call.bs, scales, call.b_scales, call.biases)
-    return _refused_products(*operands, call.out_dtype, _gathered_recipes(call), call.scale_travels)
+    """Why cuBLAS cannot make these products in one call each."""
+    if call.a_scale is None:
+        return None
+    for b, b_scale, bias, recipe in zip(call.bs, call.b_scales, call.biases, _gathered_recipes(call), strict=True):
+        operands = (call.a_shard, b, call.a_scale, b_scale, bias)
+        if not scaled_product_supported(*operands, call.out_dtype, call.scale_travels, recipe is not None):
+            return NOT_IN_CUBLAS
+    return None
 
 
-def _refused_scattered_products(call: ScatterCall) -> str | None:
-    operands = (call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases)
-    return _refused_products(*operands, call.out_dtype, _scattered_recipes(call))
+def _refused_scattered_products(call: ScatterCall, parts: Sequence[int] | None = None) -> str | None:
+    """Likewise; of the products of these numbers, or of all."""
+    if not call.a_scales:
+        return None
+    recipes = _scattered_recipes(call)
+    for i in range(len(call.b_parts)) if parts is None else parts:
+        operands = (call.a_parts[i], call.b_parts[i], call.a_scales[i], call.b_scales[i], call.biases[i])
+        if not scaled_product_supported(*operands, call.out_dtype, False, recipes[i] is not None):
+            return NOT_IN_CUBLAS
+    return None
 
 
 def _refused_gather(call: GatherCall) -> dict[str, str]:
@@ -532,7 +545,6 @@ def _refused_gather(call: GatherCall) -> dict[str, str]:
 def _refused_scatter(call: ScatterCall) -> dict[str, str]:
     layout = call.layout
     common = _refused_scattered_products(call)
-    depths = [b.shape[0] for b in call.b_parts]
     if _no_scattered_product(call):
         return dict.fromkeys(("fused", "decomposed", "direct"), "nothing to multiply")
     refused = {name: reason for name in ("decomposed", "direct") if (reason := common)}
@@ -551,15 +563,22 @@ def _refused_scatter(call: ScatterCall) -> dict[str, str]:
     if call.out_dtype not in SUMMED_DTYPES:
         for name in ("direct", "decomposed", "fused"):
             refused.setdefault(name, f"a result of {call.out_dtype}: sums over ranks are in fp32")
-    if call.a_scales and len(call.a_parts) > 1:
-        refused.setdefault("fused", "several scaled products: each needs its own scale before the sum")
     _refuse_blocks(refused, _scattered_recipes(call), call.a_parts[0].device, call.rows, layout.rows)
-    reason = refused_gemm(call.a_parts[0], call.b_parts, call.b_scales, call.biases, call.out_dtype, depths)
-    if reason is not None:
+    if (reason := _refused_scattering_gemm(call)) is not None:
         refused.setdefault("fused", reason)
-    if len(call.b_parts) > 1 and any(bias is not None for bias in call.biases):
-        refused.setdefault("fused", "a bias in a sum of several products")
     return refused
+
+
+def _refused_scattering_gemm(call: ScatterCall) -> str | None:
+    """Why "fused" cannot make these products: some together in the GEMM, the others apart by cuBLAS."""
+    if len(call.b_parts) > MAX_OPERANDS:
+        return too_many(len(call.b_parts))
+    b_parts, biases = [call.b_parts[i] for i in call.together], [call.biases[i] for i in call.together]
+    b_scales, depths = [call.b_scales[i] for i in call.together if call.b_scales], [b.shape[0] for b in b_parts]
+    reason = refused_gemm(call.a_parts[call.together[0]], b_parts, b_scales, biases, call.out_dtype, depths)
+    if reason is None and len(b_parts) > 1 and any(bias is not None for bias in biases):
+        return "a bias in a sum of several products"
+    return reason or _refused_scattered_products(call, call.apart)
 
 
 def _gathered_recipes(call: GatherCall) -> list[Recipe]:
@@ -592,21 +611,3 @@ def _refuse_blocks(
         reasons = (refused_blocks(recipe, count, capability) for recipe in recipes)
         if (reason := next(filter(None, reasons), None)) is not None:
             refused.setdefault(name, reason)
-
-
-def _refused_products(
-    a_parts: Sequence[Tensor],
-    bs: Sequence[Tensor],
-    a_scales: Sequence[Tensor],
-    b_scales: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    out_dtype: torch.dtype,
-    recipes: Sequence[Recipe],
-    travels: bool = False,
-) -> str | None:
-    """Why cuBLAS cannot make these products in one call each."""
-    for i, a_scale in enumerate(a_scales):
-        operands = (a_parts[i], bs[i], a_scale, b_scales[i], biases[i])
-        if not scaled_product_supported(*operands, out_dtype, travels, recipes[i] is not None):
-            return "scales, bias, strides or result type that cuBLAS does not take in one scaled product"
-    return None

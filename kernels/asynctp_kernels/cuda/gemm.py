@@ -54,6 +54,7 @@ def prepare_gemm(
     gathers: bool,
     scale_travels: bool = False,
     async_input: bool = False,
+    addends: int = 0,
 ) -> Launch:
     """Compile `gemm_kernel` for one plan.
 
@@ -67,11 +68,13 @@ def prepare_gemm(
         out_dtype: Of the result.
         gathers, scale_travels: The gather's GEMM, whose A scale came with the data.
         async_input: The gather's GEMM, with a word of the caller's for each chunk.
+        addends: The scatter's GEMM, with so many matrices to be added to its sum.
     """
     constants = {
         "GATHER": gathers,
         "OWN": gathers and not async_input,
         "COUNT": len(bs),
+        "ADDENDS": addends,
         "MAX_CHUNKS": 1 if async_input else MAX_CHUNKS,
         "B_K_MAJOR": k_major(bs[0]),
         "A_SCALE": scale_modes[0],
@@ -92,6 +95,11 @@ def prepare_gemm(
     )
 
 
+def too_many(products: int) -> str:
+    """Why the kernel, which has so many arguments, cannot run this."""
+    return f"{products} products, more than {MAX_OPERANDS}"
+
+
 def refused_gemm(
     a: Tensor,
     bs: Sequence[Tensor],
@@ -108,7 +116,7 @@ def refused_gemm(
     if a.dtype == torch.float32:
         return "fp32 operands"
     if len(bs) > MAX_OPERANDS:
-        return f"{len(bs)} products, more than {MAX_OPERANDS}"
+        return too_many(len(bs))
     if len({k_major(b) for b in bs}) != 1:
         return "Bs of both memory orders"
     if any(b.dtype != bs[0].dtype for b in bs):

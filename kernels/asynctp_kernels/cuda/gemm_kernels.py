@@ -23,6 +23,10 @@ Memory order, with the source of every fence:
   their reads of shared memory), bar.sync joins the CTA's threads, fence.proxy.async orders the two proxies, and one
   red.release.gpu makes all of it visible to whoever sees the count; gpu scope is enough, because the readers (this
   GPU's front end, its copy engine and its reduce kernel) are behind the same L2.
+- Addends are the work of an earlier kernel of the stream. One may lie where the sum is stored: its tile is read and
+  overwritten by one CTA, and what is stored there depends on what was read, which no execution can turn round (PTX ISA,
+  "No Thin Air"). In the code that is compiled: mbarrier.try_wait for the load, bar.sync, the reads of shared memory,
+  fence.proxy.async, bar.sync, the store (`tests/test_cuda_compile.py`).
 """
 
 # triton ships no types: its decorator is untyped
@@ -173,6 +177,7 @@ def gemm_kernel(
     GATHER: tl.constexpr,
     OWN: tl.constexpr,
     COUNT: tl.constexpr,
+    ADDENDS: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     B_K_MAJOR: tl.constexpr,
     A_SCALE: tl.constexpr,
@@ -194,7 +199,8 @@ def gemm_kernel(
         a1 (and its scales in a_scale1; a_scale0 holds the own ones, if they travel). Not OWN: all rows are in a0
         and have words, which are awaited to be `value` and are left as they are.
     else: a [P*W, Q, K], b as above, c0 [W*P, Q, N] in memory order [destination, p], so that what goes to one rank
-        is contiguous. words: int32 [W, MAX_CHUNKS], counts the finished tiles of chunk (destination, c).
+        is contiguous. words: int32 [W, MAX_CHUNKS], counts the finished tiles of chunk (destination, c). c1, c2, c3,
+        as many as `ADDENDS`: [P*W, Q, N], added to what is stored; with P = 1 one may be c0 itself.
 
     A chunk is `chunk_tiles` row tiles of one rank. A scale is absent (0), one element (1), or one per row or
     column (2).
@@ -328,6 +334,12 @@ def gemm_kernel(
             if not BIAS:
                 bias = None
             acc = scale_and_bias(acc, a_scale, rows, in_block < inner, b_scale, bias, cols, cols < n, A_SCALE, B_SCALE)
+        if ADDENDS > 0:
+            acc += exact_f32(c1.load([block, q, col]).reshape(BM, BN))
+        if ADDENDS > 1:
+            acc += exact_f32(c2.load([block, q, col]).reshape(BM, BN))
+        if ADDENDS > 2:
+            acc += exact_f32(c3.load([block, q, col]).reshape(BM, BN))
         if GATHER:
             c.store([block, q, col], round_to(acc, OUT).reshape(1, BM, BN))
         else:

@@ -92,6 +92,19 @@ class ScatterCall:
     def scaling(self) -> Scaling | None:
         return Scaling(self.out_dtype, self.fast) if self.a_scales else None
 
+    @property
+    def together(self) -> tuple[int, ...]:
+        """The products that one accumulator can sum: all, or, where each has its own scales, the deepest alone."""
+        count = len(self.b_parts)
+        if not self.a_scales or count == 1:
+            return tuple(range(count))
+        return (max(range(count), key=lambda i: (self.b_parts[i].shape[0], i)),)
+
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """The other ones: "fused" has cuBLAS make them first."""
+        return tuple(i for i in range(len(self.b_parts)) if i not in self.together)
+
 
 class ScatterPlan:
     """One call, prepared. `run` gives this rank's shard."""
@@ -215,7 +228,12 @@ class Pushed(ScatterPlan):
 
 
 class FusedScatter(Pushed):
-    """One GEMM; a chunk is pushed when its tiles are counted."""
+    """One GEMM; a chunk is pushed when its tiles are counted.
+
+    Of several scaled products the deepest is in the GEMM, so that as much as possible hides the copies. cuBLAS makes
+    the others first, each rounded to the result's dtype as in the unfused program; the GEMM's epilogue adds them to its
+    sum in fp32, in their order, and rounds once.
+    """
 
     name = "fused"
 
@@ -237,30 +255,35 @@ class FusedScatter(Pushed):
     def _compile(self, call: ScatterCall, tiles: Tiles, programs: int) -> None:
         memory, layout = self.memory, self.layout
         inner, n, world = layout.inner, layout.cols, memory.world
-        depths = [b.shape[0] for b in call.b_parts]
+        self.together, self.apart = call.together, call.apart
+        b_parts, first = [call.b_parts[i] for i in self.together], self.together[0]
+        depths = [b.shape[0] for b in b_parts]
         self.a_like = [
             describe(a, [self.outer * world, inner, k], [inner * k, k, 1], [1, tiles.block_m, tiles.block_k])
-            for a, k in zip(map(aligned, call.a_parts), depths, strict=True)
+            for a, k in zip([aligned(call.a_parts[i]) for i in self.together], depths, strict=True)
         ]
-        self.b_like = [b_descriptor(aligned_columns(b), tiles) for b in call.b_parts]
+        self.b_like = [b_descriptor(aligned_columns(b), tiles) for b in b_parts]
         staging = self.new_staging(call.a_parts[0])
         block = [1, tiles.block_m, tiles.block_n]
         self.c_like = describe(staging, [world * self.outer, inner, n], [inner * n, n, 1], block)
         count, dummy = len(depths), memory.dummy
         self.padding = [None] * (MAX_OPERANDS - count)
-        bias = call.biases[0]
+        self.no_addends = [None] * (MAX_OPERANDS - 1 - len(self.apart))
+        bias = call.biases[first]
         depths = depths + [0] * (MAX_OPERANDS - count)
         row_tiles = self.outer * -(-inner // tiles.block_m)
         programs = grid(world * row_tiles * -(-n // tiles.block_n), programs)
         self.numbers = [self.outer, inner, *depths, n, 0, 0, 0, memory.rank, world, self.chunks.tiles, 1]
         args = [
-            *self.a_like, *self.padding, *self.b_like, *self.padding, self.c_like, None, None, None,
+            *self.a_like, *self.padding, *self.b_like, *self.padding,
+            self.c_like, *[self.c_like] * len(self.apart), *self.no_addends,
             *[dummy] * 6, *[dummy if bias is None else bias] * 4, memory.local, memory.scatter_done, *self.numbers,
         ]  # fmt: skip
-        modes = [scale_mode(scales[0] if scales else None) for scales in (call.a_scales, call.b_scales)]
+        modes = [scale_mode(scales[first] if scales else None) for scales in (call.a_scales, call.b_scales)]
         self.launch = prepare_gemm(
-            args, programs, tiles, call.b_parts, bias, (modes[0], modes[1]), self.out_dtype, gathers=False
-        )
+            args, programs, tiles, b_parts, bias, (modes[0], modes[1]), self.out_dtype, gathers=False,
+            addends=len(self.apart),
+        )  # fmt: skip
         self.a_like, self.b_like = outlines(self.a_like), outlines(self.b_like)
         self.c_like = Tma(self.c_like, 0)
         self.unused = memory.local.data_ptr()
@@ -279,20 +302,23 @@ class FusedScatter(Pushed):
         a_scales, b_scales, biases = dense(a_scales), dense(b_scales), dense(biases)
         staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
         memory.begin(stream)
-        a_scale = a_scales[0].data_ptr() if a_scales else unused
-        b_scale = b_scales[0].data_ptr() if b_scales else unused
-        bias = biases[0].data_ptr() if biases[0] is not None else unused
+        addends = [
+            self._addend(i, staging, a_parts[i], b_parts[i], biases[i], a_scales[i], b_scales[i]) for i in self.apart
+        ]
+        first = self.together[0]
+        a_scale = a_scales[first].data_ptr() if a_scales else unused
+        b_scale = b_scales[first].data_ptr() if b_scales else unused
+        bias = biases[first].data_ptr() if biases[first] is not None else unused
         self.launch(
             stream,
             [
-                *[Tma(like, a.data_ptr()) for like, a in zip(self.a_like, a_parts, strict=True)],
+                *[Tma(like, a_parts[i].data_ptr()) for like, i in zip(self.a_like, self.together, strict=True)],
                 *self.padding,
-                *[Tma(like, b.data_ptr()) for like, b in zip(self.b_like, b_parts, strict=True)],
+                *[Tma(like, b_parts[i].data_ptr()) for like, i in zip(self.b_like, self.together, strict=True)],
                 *self.padding,
                 Tma(self.c_like, staging.data_ptr()),
-                None,
-                None,
-                None,
+                *[Tma(self.c_like, addend.data_ptr()) for addend in addends],
+                *self.no_addends,
                 a_scale,
                 unused,
                 b_scale,
@@ -311,6 +337,21 @@ class FusedScatter(Pushed):
         self.push_and_reduce(staging, out, memory.running)
         self.finish(stream)
         return out
+
+    def _addend(
+        self,
+        i: int,
+        staging: Tensor,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        a_scale: Tensor,
+        b_scale: Tensor,
+    ) -> Tensor:
+        """Product number `i`, rows in A's order; the first one lies where the sum will, if that has the same order."""
+        in_place = self.outer == 1 and i == self.apart[0]
+        out = staging.view(-1, self.layout.cols) if in_place else None
+        return product(a.view(-1, a.shape[-1]), b, bias, a_scale, b_scale, self.scaling, out)
 
 
 class DecomposedScatter(Pushed):

@@ -9,7 +9,8 @@ The model, in microseconds (the terms are named below; their values were measure
     unfused      matmul + collective                                     NCCL and cuBLAS, nothing overlaps
     direct       matmul + one-kernel collective                          nothing overlaps, but little latency
     decomposed   max(copies, matmul in parts) + ends                     cuBLAS per source or destination
-    fused        max(copies, our matmul) + ends                          one GEMM
+    fused        max(copies, our matmul) + ends                          one GEMM; of several scaled products the
+                                                                         deepest, behind the others
 
 An all-reduce is a scatter by one of these and NCCL's all-gather behind it; unfused, it is one collective of NCCL's.
 """
@@ -89,6 +90,8 @@ class Problem:
         depth: contraction length; of all pairs together.
         widths: columns of each product.
         itemsize: bytes of an element of A; out_itemsize: of the result.
+        precise: fp8 sums may not be fast.
+        apart: of several scaled products all contraction lengths but the greatest: in "fused" cuBLAS makes them first.
     """
 
     op: str
@@ -100,23 +103,29 @@ class Problem:
     out_itemsize: int
     dtype: str
     precise: bool = False
+    apart: tuple[int, ...] = ()
 
     @staticmethod
     def of(
         op: str,
         world: int,
         rows: int,
-        depth: int,
+        depths: Sequence[int],
         widths: Sequence[int],
         dtype: torch.dtype,
         out_dtype: torch.dtype,
         fast: bool,
     ) -> Problem:
-        """The problem of operands of `dtype`; `fast`: fp8 sums may be."""
+        """The problem of operands of `dtype`; depths: of each summed product; `fast`: fp8 sums may be."""
         name, fp8 = str(dtype).removeprefix("torch."), dtype.itemsize == 1
-        return Problem(
-            op, world, rows, depth, tuple(widths), dtype.itemsize, out_dtype.itemsize, name, precise=fp8 and not fast
-        )
+        apart = tuple(sorted(depths)[:-1]) if fp8 else ()
+        sizes = (dtype.itemsize, out_dtype.itemsize)
+        return Problem(op, world, rows, sum(depths), tuple(widths), *sizes, name, fp8 and not fast, apart)
+
+    @property
+    def deepest(self) -> Problem:
+        """Of several scaled products, the one that "fused" has in its GEMM; itself, if there are none."""
+        return replace(self, depth=self.depth - sum(self.apart), apart=())
 
     @property
     def flops(self) -> float:
@@ -132,12 +141,12 @@ class Problem:
 
     @property
     def key(self) -> str:
-        return problem_key(self.op, self.world, self.dtype, self.depth, self.widths)
+        return problem_key(self.op, self.world, self.dtype, (self.deepest.depth, *self.apart), self.widths)
 
 
-def problem_key(op: str, world: int, dtype: str, depth: int, widths: tuple[int, ...]) -> str:
-    """How a tuning table names a problem; rows come below it."""
-    return f"{op}:{world}:{dtype}:{depth}:{'+'.join(map(str, widths))}"
+def problem_key(op: str, world: int, dtype: str, depths: tuple[int, ...], widths: tuple[int, ...]) -> str:
+    """How a tuning table names a problem; rows come below it. depths: one, or those of several scaled products."""
+    return f"{op}:{world}:{dtype}:{'+'.join(map(str, depths))}:{'+'.join(map(str, widths))}"
 
 
 @dataclass(frozen=True)
@@ -168,7 +177,7 @@ def estimate(problem: Problem, implementation: str, rates: Rates, sms: int) -> f
         second_half = problem.wire_bytes / rates.nccl + (0 if implementation == "unfused" else rates.nccl_start)
         return estimate(replace(problem, op="scatter"), implementation, rates, sms) + second_half
     if implementation in ("unfused", "direct"):
-        matmul = sum(_matmul(problem, problem.rows, width, rates, sms) for width in problem.widths)
+        matmul = _products(problem, problem.rows, rates, sms)
         if implementation == "unfused":
             return matmul + rates.nccl_start + problem.wire_bytes / rates.nccl
         return matmul + rates.direct_start + problem.wire_bytes / rates.direct
@@ -190,9 +199,8 @@ def _share(problem: Problem, implementation: str, rates: Rates, sms: int) -> tup
     """(time of one rank's share of the products, what the implementation costs besides)."""
     if implementation == "fused":
         extra = rates.fused_gather if problem.op == "gather" else rates.fused_scatter
-        return _fused_matmul(problem, rates, sms) / problem.world, extra
-    part = problem.rows // problem.world
-    share = sum(_matmul(problem, part, width, rates, sms) for width in problem.widths)
+        return _fused_matmul(problem, rates, sms) / problem.world, extra + _apart(problem, problem.rows, rates, sms)
+    share = _products(problem, problem.rows // problem.world, rates, sms)
     extra = rates.decomposed_gather if problem.op == "gather" else rates.decomposed_scatter
     return share, extra
 
@@ -204,6 +212,19 @@ def _reduction(problem: Problem, rates: Rates) -> float:
 
 def _speed(problem: Problem, rates: Rates) -> float:
     return rates.matmul * (2.0 if problem.itemsize == 1 else 1.0) * (0.75 if problem.precise else 1.0)
+
+
+def _products(problem: Problem, rows: int, rates: Rates, sms: int) -> float:
+    """cuBLAS: all products of so many rows, and their sum."""
+    deepest = sum(_matmul(problem.deepest, rows, width, rates, sms) for width in problem.widths)
+    added = 3 * rows * sum(problem.widths) * problem.out_itemsize / rates.local  # two are read, one is written
+    return deepest + _apart(problem, rows, rates, sms) + len(problem.apart) * added
+
+
+def _apart(problem: Problem, rows: int, rates: Rates, sms: int) -> float:
+    """cuBLAS: of several scaled products all but the deepest."""
+    products = [replace(problem, depth=depth) for depth in problem.apart]
+    return sum(_matmul(product, rows, width, rates, sms) for product in products for width in problem.widths)
 
 
 def _matmul(problem: Problem, rows: int, width: int, rates: Rates, sms: int) -> float:
@@ -224,8 +245,10 @@ def _fused_matmul(problem: Problem, rates: Rates, sms: int) -> float:
     shard = problem.rows // problem.world
     count = problem.world * ceil(shard / tiles.block_m) * sum(ceil(width / tiles.block_n) for width in problem.widths)
     efficiency = 0.97 if tiles.block_n == 256 else rates.narrow
-    per_tile = 2.0 * tiles.block_m * tiles.block_n * problem.depth / (_speed(problem, rates) / sms * efficiency)
-    return ceil(count / sms) * per_tile
+    size = tiles.block_m * tiles.block_n
+    per_tile = 2.0 * size * problem.deepest.depth / (_speed(problem, rates) / sms * efficiency)
+    addends = len(problem.apart) * size * problem.out_itemsize / (rates.local / sms)
+    return ceil(count / sms) * (per_tile + addends)
 
 
 def fused_tiles(problem: Problem, sms: int) -> Tiles:
@@ -233,7 +256,7 @@ def fused_tiles(problem: Problem, sms: int) -> Tiles:
     shard = problem.rows // problem.world
     dtype = torch.float8_e4m3fn if problem.itemsize == 1 else torch.bfloat16
     rows = problem.world * ceil(shard / 128) * 128
-    return tiles_for(dtype, problem.precise, rows, sum(problem.widths), sms)
+    return tiles_for(dtype, problem.precise, rows, sum(problem.widths), sms, bool(problem.apart))
 
 
 def chunks_for(problem: Problem) -> int:

@@ -27,12 +27,18 @@ class Tiles:
     imprecise: int | None = None
 
 
-def tiles_for(dtype: torch.dtype, precise_sums: bool, rows: int, columns: int, programs: int) -> Tiles:
-    """The tiles for operands of `dtype` and an output of `rows` x `columns` on `programs` SMs."""
+def tiles_for(
+    dtype: torch.dtype, precise_sums: bool, rows: int, columns: int, programs: int, addends: bool = False
+) -> Tiles:
+    """The tiles for operands of `dtype` and an output of `rows` x `columns` on `programs` SMs.
+
+    addends: matrices are added to the sum. They take shared memory of their own, for which a tile of 256 columns leaves
+    no room.
+    """
     fp8 = dtype.itemsize == 1
     block_k = 128 if fp8 else 64
-    if fp8 and precise_sums:
-        return Tiles(128, 128, block_k, warps=8, stages=4, imprecise=128)
+    if fp8 and (precise_sums or addends):
+        return Tiles(128, 128, block_k, warps=8, stages=4, imprecise=128 if precise_sums else None)
     large = waves(rows, columns, 128, 256, programs)
     small = waves(rows, columns, 128, 128, programs)
     if small * 1.08 < large * 2:  # a small tile takes a little more than half the time of a large one
