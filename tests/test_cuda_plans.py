@@ -371,6 +371,20 @@ def posts(here: Machine, rank: int, number: int) -> list[Any]:
     return [write for write in here.of(Wrote) if start <= write.address < start + 8 * MAX_CHUNKS * 4]
 
 
+@pytest.mark.parametrize(
+    ("case", "depth"), [("several scaled", 80), ("four scaled", 96), ("several scaled, outer", 80)]
+)
+def test_addends_of_a_fused_scatter(case: str, depth: int, here: Machine) -> None:
+    """The deepest product is the GEMM's; the first of the others lies in the staging memory if its rows do."""
+    call = scatter_call(**SCATTERS[case])
+    run_scatter(call, here, scatter_plan(call, here, "fused"))
+    arguments = here.launched("gemm_kernel").arguments
+    assert (arguments["k0"], arguments["k1"]) == (depth, 0)
+    given = [arguments[name].address for name in ("c1", "c2", "c3") if arguments[name] is not None]
+    assert len(given) == len(call.b_parts) - 1
+    assert [address == arguments["c0"].address for address in given] == [call.outer == 1] + [False] * (len(given) - 1)
+
+
 @pytest.mark.parametrize("chunks", range(1, MAX_CHUNKS + 1))
 @pytest.mark.parametrize("case", [case for case in SCATTERS if case != "columns" and not case.startswith("odd")])
 def test_bytes_of_a_scatter(case: str, chunks: int, here: Machine) -> None:

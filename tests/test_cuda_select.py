@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import select
+from asynctp_kernels.cuda import scatter, select
 from asynctp_kernels.cuda.gemm import NOT_TUNED
 from asynctp_kernels.cuda.memory import MAX_CHUNKS
 from asynctp_kernels.cuda.select import IMPLEMENTATIONS, Choice, Problem, Rates, choose, estimate
@@ -709,6 +709,58 @@ def test_where_the_table_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert select.table_path() == tmp_path / "cache" / "asynctp" / "tuning.json"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert select.table_path() == Path.home() / ".cache" / "asynctp" / "tuning.json"
+
+
+# --- several scaled products ------------------------------------------------------------------------------------
+def sums(*depths: int, rows: int = 8192, world: int = 2, fast: bool = True) -> Problem:
+    return Problem.of("scatter", world, rows, depths, [8192], FP8, BF16, fast)
+
+
+def test_the_problem_of_several_scaled_products() -> None:
+    """It is told from one product of their depths together, of which a table may know something."""
+    asked = sums(512, 4096, 512)
+    assert (asked.depth, asked.deepest.depth, asked.apart) == (5120, 4096, (512, 512))
+    assert asked.key == "scatter:2:float8_e4m3fn:4096+512+512:8192"
+    assert sums(5120).key == "scatter:2:float8_e4m3fn:5120:8192"
+    assert sums(5120).deepest == sums(5120)
+    unscaled = Problem.of("scatter", 2, 8192, (512, 4096), [8192], BF16, BF16, False)
+    assert (unscaled.depth, unscaled.apart) == (4608, ())
+
+
+def test_calls_and_problems_agree_on_what_is_apart() -> None:
+    for depths in ((512, 256), (256, 512), (512, 512), (128, 512, 512, 256)):
+        call = scatter.ScatterCall(
+            [empty(1024, k, dtype=FP8) for k in depths], [weight(k, 512, FP8) for k in depths],
+            [empty(dtype=FP32)] * len(depths), [empty(dtype=FP32)] * len(depths), [None] * len(depths),
+            "sum", 0, BF16, True, 4,
+        )  # fmt: skip
+        assert [depths[i] for i in call.together] == [sums(*depths).deepest.depth]
+        assert sorted(depths[i] for i in call.apart) == list(sums(*depths).apart)
+        assert sorted((*call.together, *call.apart)) == list(range(len(depths)))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_model_knows_that_one_product_hides_the_copies(fast: bool) -> None:
+    """More products beside it cost as much as cuBLAS takes for them, and hide nothing."""
+    one, several = sums(512, fast=fast), sums(512, 512, 512, fast=fast)
+    rates = Rates()
+    first, more = estimate(one, "fused", rates, SMS), estimate(several, "fused", rates, SMS)
+    alone = estimate(one, "unfused", rates, SMS) - rates.nccl_start - one.wire_bytes / rates.nccl
+    assert more - first >= 2 * alone
+    for name in ("decomposed", "unfused", "direct"):
+        single = estimate(sums(1536, fast=fast), name, rates, SMS)
+        assert estimate(several, name, rates, SMS) > single, "each product and each sum is written and read"
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("fast", [True, False])
+def test_queries_keys_and_values_of_70b_run_fused(fast: bool, world: int) -> None:
+    """One of three products is much deeper than the others, and additions over memory are a fifth of the time."""
+    asked = sums(1024 // world, 1024 // world, 8192 // world, world=world, fast=fast)
+    choice = chosen(asked, {"direct": "no"})
+    assert choice.implementation == "fused"
+    assert choice.tiles is not None
+    assert (choice.tiles.block_n, choice.tiles.warps) == (128, 8)
 
 
 # --- properties --------------------------------------------------------------------------------------------------
