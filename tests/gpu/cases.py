@@ -301,8 +301,9 @@ def draw(case: Case) -> Data:
     return Data(a, bs, a_scales, b_scales, biases, along)
 
 
-def call(case: Case, data: Data) -> list[Tensor]:
-    group, size = dist.group.WORLD.group_name, world()
+def call(case: Case, data: Data, of: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """The op, over the group `of` all ranks (by default, the default group)."""
+    group, size = (of or dist.group.WORLD).group_name, world()
     ops = torch.ops.asynctp
     if case.op == "gather":
         if case.scales:

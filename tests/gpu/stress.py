@@ -2,91 +2,167 @@
 
     torchrun --nproc_per_node=4 tests/gpu/stress.py [CALLS]        (100000 by default)
 
-Operands are small integers, so every result is exact and each is compared bit for bit, on the GPU, with what it must
-be. Every thousand calls all communication memory is filled with NaN while nothing is in flight. Prints one JSON line.
+The calls are `stressed`: bf16, and fp8 with scales that travel, along the first dimension and another, one B and
+several, gathers, scatters and all-reduces, alone and beside a collective that copy engines have in flight. Operands are
+small integers and scales powers of two, so every result is exact and each is compared bit for bit, on the GPU, with
+what it must be. Every thousand calls all communication memory is filled with NaN while nothing is in flight. Prints one
+JSON line: `prepared` are the different calls, each of which was made `least` times or more.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
+import cases
 import torch
 import torch.distributed as dist
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.memory import existing_memory
-from launched import end, show, start
+from cases import FP8, Case, Data, draw, expected
+from launched import end, limit, show, start
 from torch import Tensor
 
 import asynctp_passes.collectives
 import asynctp_passes.ops  # noqa: F401
 
-IMPLEMENTATIONS = ("fused", "decomposed", "direct")
+ALL = ("fused", "decomposed", "direct")
+NOT_DECOMPOSED = ("fused", "direct")  # rows of a rank that do not lie together
+NOT_FUSED = ("decomposed", "direct")  # several scaled products in one sum
 SHAPES = ((64, 64, 64), (512, 128, 256), (1024, 64, 512), (256, 256, 128), (2048, 128, 256), (520, 64, 72))
 POISON_EVERY = 1000
 
 
+def stressed(world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
+    """Every call, and the implementations that run it.
+
+    No sum of a rank's products exceeds 256, up to which bf16 has every integer.
+    """
+    for m, k, n in SHAPES:
+        yield Case("gather", (m // world,), k, (n,)), ALL
+        yield Case("scatter", (m,), k, (n,)), ALL
+    for m, k in ((512, 128), (2048, 64)):
+        gather, scatter = Case("gather", (m // world,), k, (256,)), Case("scatter", (m,), k, (256,))
+        yield replace(gather, ns=(256, 64, 128), full=True), ALL
+        yield replace(gather, shard=(3, m // world), dim=1, ns=(256, 64)), NOT_DECOMPOSED
+        yield replace(scatter, ns=(256, 256)), ALL
+        yield replace(scatter, shard=(3, m), dim=1, ns=(256, 256)), NOT_DECOMPOSED
+        by_row = {"dtype": FP8, "scales": "row"}
+        yield replace(gather, **by_row, travels=True), ALL
+        yield replace(gather, **by_row, travels=True, ns=(256, 64, 128), full=True), ALL
+        yield replace(gather, **by_row, travels=True, shard=(3, 50), dim=1, fast=False), NOT_DECOMPOSED
+        yield replace(gather, dtype=FP8, scales="tensor", along=True, ns=(256, 64)), ALL
+        yield replace(scatter, **by_row), ALL
+        yield replace(scatter, **by_row, shard=(3, 50 * world), dim=1), NOT_DECOMPOSED
+        yield replace(scatter, dtype=FP8, scales="tensor", ns=(256, 256)), NOT_FUSED
+        reduced = replace(scatter, op="all_reduce")
+        yield reduced, ALL
+        yield replace(reduced, ns=(256, 256)), ALL
+        yield replace(reduced, **by_row), ALL
+
+
 @dataclass
 class Call:
-    """One prepared call, and what it must give."""
+    """One prepared call, what it must give, how often it was made, and how often it gave something else."""
 
+    name: str
     run: Callable[[], Tensor]
     expected: Tensor
+    wrong: Tensor
+    made: int = 0
     graph: torch.cuda.CUDAGraph | None = None
     captured: Tensor | None = None
 
+    def compare(self, found: Tensor) -> None:
+        """Count `found`, one result or a stack of them."""
+        results = found.view(-1, *self.expected.shape)
+        self.wrong += (results != self.expected).any(1).sum()
+        self.made += len(results)
 
-def integers(shape: tuple[int, ...], low: int, high: int) -> Tensor:
-    return torch.randint(low, high + 1, shape, device="cuda").to(torch.bfloat16)
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    """All of them in one row of bf16, which has every number here."""
+    return torch.cat([tensor.to(torch.bfloat16).flatten() for tensor in tensors])
 
 
-def prepare(op: str, shape: tuple[int, int, int], group: dist.ProcessGroup, implementation: str) -> Call:
-    m, k, n = shape
-    world, name = group.size(), group.group_name
-    torch.manual_seed(m + k + n)
-    b = integers((n, k), -1, 1).t()
-    torch.manual_seed(m + k + n + 1 + dist.get_rank())
-    if op == "gather":
-        a = integers((m // world, k), -1, 1)
-        full = torch.empty(m, k, dtype=a.dtype, device="cuda")
-        dist.all_gather_into_tensor(full, a)
-        expected = full @ b
-        function = lambda: torch.ops.asynctp.all_gather_matmul(a, [b], [None], 0, False, world, name)[0]  # noqa: E731
-    else:
-        a = integers((m, k), 0, 1)
-        product = (a @ b).float()
-        out = torch.empty(m // world, n, device="cuda")
-        dist.reduce_scatter_tensor(out, product)
-        expected = out.to(torch.bfloat16)
-        function = lambda: torch.ops.asynctp.matmul_reduce_scatter([a], [b], [None], "sum", 0, world, name)  # noqa: E731
+def exact(data: Data, case: Case) -> Data:
+    """The same tensors with -1, 0 and 1 for numbers, and ½, 1 and 2 for scales."""
 
-    def run() -> Tensor:
-        with cuda.forced(implementation):
-            return function()
+    def integers(tensor: Tensor) -> Tensor:
+        values = torch.randint(-1, 2, tensor.shape, device=tensor.device).to(torch.bfloat16)
+        return torch.empty_like(tensor).copy_(values.to(tensor.dtype))
 
-    return Call(run, expected)
+    def powers(scale: Tensor) -> Tensor:
+        if scale.numel() == 1:  # the same on all ranks
+            return torch.full_like(scale, 0.5)
+        return 2.0 ** torch.randint(-1, 2, scale.shape, device=scale.device).to(scale.dtype)
+
+    assert not case.bias
+    return Data(
+        list(map(integers, data.a)), list(map(integers, data.b)), list(map(powers, data.a_scales)),
+        list(map(powers, data.b_scales)), data.biases, list(map(powers, data.along)),
+    )  # fmt: skip
+
+
+def prepare(case: Case, implementations: tuple[str, ...], group: dist.ProcessGroup) -> Iterator[Call]:
+    """One call of `case` by each implementation; one that cannot run it raises when it is called."""
+    torch.manual_seed(zlib.crc32(case.name.encode()) * 8 + dist.get_rank())
+    data = exact(draw(case), case)
+    wanted = flat(expected(case, data))
+
+    def by(implementation: str) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            with cuda.forced(implementation):
+                return flat(cases.call(case, data, group))
+
+        return run
+
+    for name in implementations:
+        yield Call(f"{case.name}/{name}", by(name), wanted, torch.zeros((), dtype=torch.int64, device=wanted.device))
 
 
 def prepare_bulk(op: str, inner: Call, group: dist.ProcessGroup) -> Call:
     """A collective without a product, left in flight while `inner` runs."""
     world, name = group.size(), group.group_name
     torch.manual_seed(dist.get_rank())
-    x = integers((128 * world, 64), -8, 8)
+    x = torch.randint(-8, 9, (128 * world, 64), device="cuda").to(torch.bfloat16)
     whole = torch.empty(world, *x.shape, dtype=x.dtype, device="cuda")
     dist.all_gather_into_tensor(whole, x)
     mine = whole.float().sum(0).chunk(world)[dist.get_rank()].to(x.dtype)
-    expected = whole if op == "gather" else mine
+    wanted = flat([whole if op == "gather" else mine, inner.expected])
 
     def run() -> Tensor:
         ops = torch.ops.asynctp
         flying = ops.all_gather(x, world, name) if op == "gather" else ops.reduce_scatter(x, "sum", world, name)
         beside = inner.run()
-        return torch.cat((torch.ops._c10d_functional.wait_tensor(flying).flatten(), beside.flatten()))
+        return flat([torch.ops._c10d_functional.wait_tensor(flying), beside])
 
-    return Call(run, torch.cat((expected.flatten(), inner.expected.flatten())))
+    return Call(f"bulk {op} beside {inner.name}", run, wanted, torch.zeros_like(inner.wrong))
+
+
+def prepare_all(group: dist.ProcessGroup, reduces: bool) -> list[Call]:
+    """All calls of a group, run once; of each case one implementation is captured too, and some calls in flight.
+
+    reduces: all-reduces are among them.
+    """
+    calls, captured = [], []
+    for index, (case, implementations) in enumerate(stressed(group.size())):
+        if reduces or case.op != "all_reduce":
+            made = list(prepare(case, implementations, group))
+            captured.append(made[index % len(made)])
+            calls += made
+    in_flight = [prepare_bulk(op, inner, group) for op in ("gather", "scatter") for inner in calls[::2]]
+    for call in calls + in_flight:
+        limit(300)
+        call.run()
+    for call in captured + in_flight[::5]:
+        capture(call)
+    return calls + in_flight
 
 
 def capture(call: Call) -> None:
@@ -111,33 +187,12 @@ def poison(groups: list[dist.ProcessGroup]) -> None:
     dist.barrier()
 
 
-def main() -> int:
-    start(300)
-    total = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
-    groups = [dist.group.WORLD, dist.new_group(list(range(dist.get_world_size())))]
-    for group in groups:
-        dist.barrier(group)
-    calls = [
-        [
-            prepare(op, shape, group, name)
-            for op in ("gather", "scatter")
-            for shape in SHAPES
-            for name in IMPLEMENTATIONS
-        ]
-        for group in groups
-    ]
-    for group, of_group in zip(groups, calls, strict=True):
-        of_group += [prepare_bulk(op, inner, group) for op in ("gather", "scatter") for inner in of_group[::2]]
-    for of_group in calls:
-        for call in of_group:
-            call.run()
-        for call in of_group[::5]:
-            capture(call)
+def mix(calls: list[list[Call]], groups: list[dist.ProcessGroup], total: int) -> tuple[int, int]:
+    """Make `total` calls in an order that is random and the same on all ranks; how many, and how many in graphs."""
     streams = [torch.cuda.Stream() for _ in groups]
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     shared, own = random.Random(7), random.Random(dist.get_rank())
+    replays, done = 0, 0
     torch.cuda.synchronize()
-    began, replays, done = time.time(), 0, 0
     while done < total:
         which = shared.randrange(len(groups))
         call = shared.choice(calls[which])
@@ -150,21 +205,42 @@ def main() -> int:
                 for stream in streams:
                     streams[which].wait_stream(stream)
                 call.graph.replay()
-                wrong += (call.captured != call.expected).any()
+                call.compare(call.captured)
                 for stream in streams:
                     stream.wait_stream(streams[which])
                 done, replays = done + 2, replays + 2
             else:
-                wrong += (call.run() != call.expected).any()
+                call.compare(call.run())
                 done += 1
         if done % POISON_EVERY < 2:
             poison(groups)
     torch.cuda.synchronize()
-    dist.all_reduce(wrong)
-    count = int(wrong.item())
-    show({"calls": done, "replayed": replays, "wrong": count, "seconds": round(time.time() - began, 1)})
+    return done, replays
+
+
+def main() -> int:
+    start(300)
+    total = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
+    groups = [dist.group.WORLD, dist.new_group(list(range(dist.get_world_size())))]
+    for group in groups:
+        dist.barrier(group)
+    # NCCL, which an all-reduce ends with, does not order the kernels of two groups on two streams: one has them
+    calls = [prepare_all(group, reduces=group is groups[0]) for group in groups]
+    limit(600)
+    began = time.time()
+    done, replays = mix(calls, groups, total)
+    seconds = round(time.time() - began, 1)
+    every = [call for of_group in calls for call in of_group]
+    counts = torch.stack([call.wrong for call in every])
+    dist.all_reduce(counts)
+    wrong = {call.name: count for call, count in zip(every, counts.tolist(), strict=True) if count}
+    least = min(call.made for call in every)
+    show({"calls": done, "replayed": replays, "wrong": sum(wrong.values()), "prepared": len(every), "least": least,
+          "seconds": seconds, **({"wrong calls": wrong} if wrong else {})})  # fmt: skip
+    del every, calls  # NCCL does not end while there are CUDA graphs with its kernels
+    gc.collect()
     end()
-    return int(count > 0)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

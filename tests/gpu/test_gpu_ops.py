@@ -93,6 +93,7 @@ def check_stress(found: Sequence[dict[str, Any]]) -> None:
     (result,) = found
     assert result["wrong"] == 0
     assert result["calls"] >= CALLS
+    assert result["prepared"] >= 300
     assert result["replayed"] > 0
 
 

@@ -1,0 +1,76 @@
+"""The programs of `tests/gpu`, as far as it goes without a GPU: what they call can run, what they expect is right."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("triton")
+sys.path.append(str(Path(__file__).with_name("gpu")))
+
+import cases
+import stress
+from asynctp_kernels import cuda
+
+WORLDS = (2, 4, 8)
+
+
+class Explained:
+    """Stands for `torch.ops.asynctp`: remembers how each call would be run, instead of running it."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+
+    def __getattr__(self, op: str) -> Any:
+        def explain(*args: Any) -> list[torch.Tensor]:
+            given = (*args[:-1], self.world, args[-1]) if "all_reduce" in op else args
+            self.choice = cuda.explain(op, given)
+            return []
+
+        return explain
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_stressed_calls_can_run(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by the implementations that are named for it, on an H200, and by no other that overlaps."""
+    monkeypatch.setattr(cases, "device", lambda: torch.device("meta"))
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, source: None)
+    monkeypatch.setattr(cuda.driver, "machine", lambda index: ((9, 0), 132, "NVIDIA H200"))
+    ops = Explained(world)
+    group: Any = mock.Mock(group_name="0")
+    for case, implementations in stress.stressed(world):
+        with mock.patch.object(torch.ops, "asynctp", ops):
+            cases.call(case, cases.draw(case), group)
+        can = [name for name in stress.ALL if name not in ops.choice.refused]
+        assert tuple(can) == implementations, f"{case.name}: {ops.choice.refused}"
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
+    """A group of this process."""
+    monkeypatch.setattr(cases, "device", lambda: torch.device("cpu"))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_stressed_calls_are_exact(alone: dist.ProcessGroup) -> None:
+    """The plain program gives every bit that is expected, a wrong bit is counted, and all kinds of calls are there."""
+    found = list(stress.stressed(1))
+    assert {case.op for case, _ in found} == {"gather", "scatter", "all_reduce"}
+    for case, implementations in found:
+        call = next(stress.prepare(case, implementations, alone))
+        result = call.run()
+        call.compare(result)
+        assert (call.made, int(call.wrong)) == (1, 0), case.name
+        result[-1] += 1
+        call.compare(torch.stack((result, call.expected)))
+        assert (call.made, int(call.wrong)) == (3, 1), case.name
