@@ -8,18 +8,24 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asynctp_passes import cli, e2e
+from asynctp_passes.demo.model import Styles
 from asynctp_passes.demo.recipe import Place, RecipeError
 from asynctp_passes.e2e import Found, Problem, Row
 
+FP8 = torch.float8_e4m3fn
 HERE = Place(0, 4, torch.device("cpu"))
 QUICK = ["--option", "fallback_by_default=True"] if "fallback_by_default" in torch._inductor.list_options() else []
 
@@ -82,6 +88,81 @@ def test_limits_follow_rounding_but_zeros_never_pass() -> None:
     assert allowed == pytest.approx({"exact": 0.02, "rounded": 0.3, "cancelled": 0.9})
 
 
+def test_in_fp8_nothing_may_be_much_further_from_bf16_than_plain_compile() -> None:
+    allowed = e2e.limits_in_fp8({"exact": 0.0, "rounded": 0.1, "cancelled": 0.56, "noise": 0.99}, floor=0.01)
+    assert allowed == pytest.approx({"exact": 0.01, "rounded": 0.12, "cancelled": 0.626, "noise": 0.9})
+
+
+class Rounded(torch.autograd.Function):
+    """x in an fp8 format, as an operand of a matmul."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+def without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of fp8 are those of bf16."""
+    monkeypatch.setattr(e2e, "float8_layers", lambda block, kind: None)
+    monkeypatch.setattr(e2e, "styles_of", lambda kind: Styles())
+    monkeypatch.setattr(e2e, "require_precision", lambda kind: None)
+
+
+def test_in_fp8_all_are_compared_with_bf16(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other roundings are right although they differ from plain compile's; one of a bit less is wrong."""
+    formats = {"inductor": (1.0, FP8), "intree": (1.5, FP8), "asynctp": (1.02, FP8)}  # where its grid lies, and which
+
+    def compiled(bench: e2e.Bench, backend: str) -> list[Any]:
+        scale, dtype = formats[backend]
+        return [lambda x, block=block: block(Rounded.apply(x * scale, dtype) / scale) for block in bench.blocks]
+
+    def measure(bench: e2e.Bench, prepared: dict[str, e2e.Prepared], rounds: int) -> None:
+        for each in prepared.values():
+            each.times.append((2.0, 1.0))
+            each.hosts.append(1.0)
+
+    def rows() -> dict[str, Row]:
+        found, here = Found(), Place(0, 1, torch.device("cpu"))
+        measured = {each.backend: each for each in e2e.rows(options, here, found)}
+        assert (found.failed, found.left_out) == ([], [])
+        return measured
+
+    without_torchao(monkeypatch)
+    monkeypatch.setattr(e2e.Bench, "compiled", compiled)
+    monkeypatch.setattr(e2e, "measure", measure)
+    options = e2e.parse(["--kinds", "fp8-rowwise", "--blocks", "1", "--batches", "1x16"])
+    rounded = rows()
+    assert list(rounded) == ["inductor", "intree", "asynctp"]
+    assert all(0.01 < each.difference <= each.limit < 0.1 and each.right for each in rounded.values())
+    formats["asynctp"] = (1.0, torch.float8_e5m2)
+    worse = rows()
+    assert [each.difference for each in worse.values()][:2] == [each.difference for each in rounded.values()][:2]
+    assert [each.right for each in worse.values()] == [True, True, False]
+    assert worse["asynctp"].difference < 3 * worse["inductor"].difference, "three times the rounding would let it pass"
+
+
+def test_no_bf16_no_verdict(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what fp8 is compared with the problem has failed, and says so."""
+    without_torchao(monkeypatch)
+    monkeypatch.setattr(e2e.Bench, "step", mock.Mock(side_effect=RuntimeError("out of memory")))
+    found = Found()
+    options = e2e.parse(["--kinds", "fp8", "--batches", "1x32"])
+    assert list(e2e.rows(options, Place(0, 1, torch.device("cpu")), found)) == []
+    assert found.failed == ["debug fp8 1x32 in bf16 without a compiler: RuntimeError: out of memory"]
+
+
 @pytest.mark.parametrize(
     ("found", "nearest"),
     [
@@ -132,7 +213,8 @@ def test_lines() -> None:
         "\n".join([e2e.HEADER, *(e2e.line(each, BASE) for each in (BASE, INTREE, OURS))]),
         """\
 model  operands    batch    backend        step          forward         exposed    host   peak      loss gradients   fused
-(milliseconds and times as fast as plain compile; exposed communication; GiB; relative difference of gradients)
+(milliseconds and times as fast as plain compile; exposed communication; GiB; relative difference of gradients:
+from plain compile's; in fp8, from those in bf16 without a compiler)
 70b    bf16        1x8192   inductor     40.000  1.00x    14.000  1.00x     7.50    6.00   3.00   1.99882   0.0e+00
 70b    bf16        1x8192   intree       48.000  0.83x    13.000  1.08x     3.00    6.00   3.00   1.99882   7.1e-01          WRONG: 0.wq may differ by 5.0e-02
 70b    bf16        1x8192   asynctp      32.000  1.25x    11.200  1.25x     0.40    6.00   3.00   1.99882   1.8e-02  8 of 8""",  # noqa: E501
