@@ -215,6 +215,13 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     preserve_node_ordering(graph, {node: OrderedSet(map(tensor, earlier)) for node, earlier in after.items()})
 
 
+def stored_op() -> Any:
+    """`op(tensor, strides)`, for which Inductor stores a tensor; elsewhere it gives a tensor of these strides itself."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    return force_stride_order
+
+
 def cached_counters() -> Counter[str]:
     """Inductor's counters. What a compile adds to them is stored in its cache entry, and added again on every hit."""
     from torch._dynamo.utils import counters

@@ -14,7 +14,7 @@ from typing import Any, Literal
 __all__ = ["RUNTIME_VARIABLES", "Config", "ConfigError", "cpu_implementation"]
 
 Strict = Literal["off", "zero", "all"]
-_SWITCHES = ("coalesce", "agree", "log", "trace")
+_SWITCHES = ("coalesce", "store_scales", "agree", "log", "trace")
 _NOT_DECISIVE = ("agree", "log", "trace", "report_file", "graph_dir")
 _STRICT_LEVELS = ("off", "zero", "all")
 _CPU_IMPLEMENTATIONS = ("reference", "interpreted")
@@ -49,6 +49,8 @@ class Config:
         min_bytes: Chains whose collective moves fewer bytes per rank are SKIPPED. Default 0: none.
         min_flops: Chains whose matmuls do fewer floating-point operations per rank are SKIPPED. Default 0.
         coalesce: Let small all-reduces (max or min) that do not wait for one another become one.
+        store_scales: Let Inductor store fp8's scales, in graphs with fused chains, instead of computing them again for
+            every element that they are multiplied with.
         agree: Compare what the ranks of a group decide when they compile; a difference raises `DisagreementError`.
         log: Log a line per chain (MISSED as warning, the others as info).
         trace: Emit each report as a structured-trace artifact, which tlparse shows.
@@ -69,6 +71,7 @@ class Config:
     min_bytes: int = 0
     min_flops: int = 0
     coalesce: bool = True
+    store_scales: bool = True
     agree: bool = True
     log: bool = True
     trace: bool = True

@@ -21,7 +21,8 @@ from asynctp_passes.fxview import Sizes, describe, op_name, source_of, tensor_of
 from asynctp_passes.hide import hide
 from asynctp_passes.read import called_name, read_collectives
 from asynctp_passes.report import Coalesced, Remark, Report
-from asynctp_passes.rewrite import rewrite
+from asynctp_passes.rewrite import rewrite, store
+from asynctp_passes.scales import scales_to_store
 
 __all__ = ["run"]
 
@@ -68,6 +69,8 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
     chains = [decision.candidate.chain for decision in decisions if decision.refusal is None]
     hidden = [decision for decision in decisions if decision.behind]
     rewrite(graph, [chain for chain in chains if chain is not None], sizes, hidden, bundles)
+    if chains and config.store_scales:
+        store(graph, scales_to_store(graph))
     return report
 
 

@@ -51,7 +51,7 @@ from asynctp_passes.read import added_matrix, is_matmul, is_only_awaited, waits_
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, product, quotient, same
 from asynctp_passes.views import followed, is_sum, is_view, views_of
 
-__all__ = ["rewrite"]
+__all__ = ["rewrite", "store"]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _MOST_BESIDE = 4
@@ -116,6 +116,18 @@ def rewrite(
     _wait_with_sources(graph, [collective for collective, _ in flying])
     compat.keep_order(graph, _order_in_flight(graph, flying, flops))
     graph.lint()
+
+
+def store(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Let Inductor store these tensors and read them from memory, instead of computing them in each kernel again."""
+    for node in nodes:
+        value = tensor_of(node)
+        assert value is not None
+        with graph.inserting_after(node):
+            stored = graph.call_function(compat.stored_op(), (node, value.stride()))
+        stored.meta = {name: node.meta[name] for name in ("val", *_INHERITED) if name in node.meta}
+        node.replace_all_uses_with(stored)
+        stored.args = (node, value.stride())
 
 
 # --- building nodes ---------------------------------------------------------------------------------------

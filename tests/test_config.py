@@ -24,6 +24,7 @@ OTHERS: dict[str, Any] = {
     "min_bytes": 1,
     "min_flops": 1,
     "coalesce": False,
+    "store_scales": False,
 }
 
 BAD = [
@@ -44,6 +45,7 @@ BAD = [
     ("min_flops", -1, "an integer >= 0"),
     ("min_flops", None, "an integer >= 0"),
     ("coalesce", None, "True or False"),
+    ("store_scales", 2, "True or False"),
     ("agree", "all", "True or False"),
     ("log", 1, "True or False"),
     ("trace", "yes", "True or False"),
@@ -83,6 +85,7 @@ GOOD_VARIABLES = [
     ("ASYNCTP_MIN_BYTES", "1000000", "min_bytes", 1_000_000),
     ("ASYNCTP_MIN_FLOPS", "0", "min_flops", 0),
     ("ASYNCTP_COALESCE", "0", "coalesce", False),
+    ("ASYNCTP_STORE_SCALES", "off", "store_scales", False),
     ("ASYNCTP_AGREE", "false", "agree", False),
     ("ASYNCTP_LOG", "OFF", "log", False),
     ("ASYNCTP_LOG", "1", "log", True),
@@ -235,5 +238,5 @@ def test_every_field_is_a_sink_or_changes_the_digest() -> None:
 
 def test_the_digest_is_the_same_in_every_process() -> None:
     """It is part of the key of caches on disk."""
-    assert Config().digest() == "a44325d16d92bab4"
+    assert Config().digest() == "ba718400601ab63c"
     assert Config(groups=["b", "a"], strict="all").digest() == Config(groups=("a", "b"), strict="all").digest()
