@@ -36,7 +36,7 @@ GATHER_SHAPES = ((8192, 2560), (8192, 14336), (4096, 7168), (8192, 3584))
 SCATTER_SHAPES = ((2048, 8192), (7168, 8192), (3584, 4096))
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COPY_BYTES_PER_US = 370e3  # copy engines, all ranks pulling at once, 4 x H200
-KINDS = ("bf16", "fp8", "fp8-rowwise")
+KINDS = ("bf16", "fp8", "fp8-rowwise", "fp8-precise", "fp8-rowwise-precise")
 OURS = ("asynctp", *select.IMPLEMENTATIONS)
 PEERS = ("cublas", "nccl", "intree")
 
@@ -98,16 +98,17 @@ class Problem:
         self.a = _cast(torch.randn(rows, k, device=device), kind)
         self.full = _gather(self.a) if op == "gather" else self.a
         self.a_scale = self.full_scale = self.b_scale = torch.ones((), device=device)
-        if kind == "fp8-rowwise":
+        self.fast = is_fast(kind)
+        if "rowwise" in kind:
             self.a_scale = torch.rand(rows, 1, device=device) + 0.5
             self.b_scale = torch.rand(1, n, device=device) + 0.5
             self.full_scale = _gather(self.a_scale) if op == "gather" else self.a_scale
-        self.travels = kind == "fp8-rowwise" and op == "gather"
+        self.travels = "rowwise" in kind and op == "gather"
 
     def product(self, a: Tensor, scale: Tensor) -> Tensor:
         if self.kind == "bf16":
             return torch.mm(a, self.b)
-        return compat.scaled_mm(a, self.b, scale, self.b_scale, None, torch.bfloat16, fast=True)
+        return compat.scaled_mm(a, self.b, scale, self.b_scale, None, torch.bfloat16, fast=self.fast)
 
     def variant(self, name: str) -> Callable[[], Tensor]:
         """The variant as a function of nothing; ours forced to one implementation, unless it is "asynctp"."""
@@ -130,8 +131,8 @@ class Problem:
             if self.kind == "bf16":
                 return ours.all_gather_matmul(self.a, [self.b], [None], 0, False, self.world, group)[0]
             return ours.all_gather_scaled_matmul(
-                self.a, self.a_scale, [self.b], [self.b_scale], [None], 0, self.travels, torch.bfloat16, True, False,
-                self.world, group)[0]  # fmt: skip
+                self.a, self.a_scale, [self.b], [self.b_scale], [None], 0, self.travels, torch.bfloat16, self.fast,
+                False, self.world, group)[0]  # fmt: skip
         if self.kind == "bf16":
             return ours.matmul_reduce_scatter([self.a], [self.b], [None], "sum", 0, self.world, group)
         return ours.scaled_matmul_reduce_scatter(
@@ -143,7 +144,7 @@ class Problem:
             "sum",
             0,
             torch.bfloat16,
-            True,
+            self.fast,
             self.world,
             group,
         )
@@ -168,7 +169,7 @@ class Problem:
         if self.kind == "bf16":
             return intree.fused_all_gather_matmul(self.a, [self.b], 0, self.group, return_A=False)[1][0]
         return intree.fused_all_gather_scaled_matmul(
-            self.a, [self.b], self.a_scale, [self.b_scale], 0, self.group, [None], [None], [torch.bfloat16], [True]
+            self.a, [self.b], self.a_scale, [self.b_scale], 0, self.group, [None], [None], [torch.bfloat16], [self.fast]
         )[1][0]
 
     def _intree_scatter(self) -> Tensor:
@@ -177,7 +178,7 @@ class Problem:
             return intree.fused_matmul_reduce_scatter(self.a, self.b, "sum", 0, self.group)
         return intree.fused_scaled_matmul_reduce_scatter(
             self.a, self.b, self.a_scale, self.b_scale, "sum", 0, 0, self.group,
-            [self.a.shape[0], self.b.shape[1]], out_dtype=torch.bfloat16, use_fast_accum=True)  # fmt: skip
+            [self.a.shape[0], self.b.shape[1]], out_dtype=torch.bfloat16, use_fast_accum=self.fast)  # fmt: skip
 
     def expected(self) -> Tensor:
         """The result in fp32 from operands in fp32 (TF32 off); fp64 would take longer than the benchmark."""
@@ -188,6 +189,11 @@ class Problem:
         out = torch.empty(product.shape[0] // self.world, product.shape[1], device=product.device)
         dist.reduce_scatter_tensor(out, product)
         return out
+
+
+def is_fast(kind: str) -> bool:
+    """Whether sums of fp8 products may be less precise than fp32, as in a forward; torchao's backward is precise."""
+    return not kind.endswith("precise")
 
 
 def _cast(values: Tensor, kind: str) -> Tensor:
@@ -376,8 +382,9 @@ def tuning_table(found: Sequence[Row]) -> dict[str, dict[str, dict[str, str]]]:
     """{GPU: {problem: {rows: implementation}}}: `fastest` by the geometric mean of graph and eager time."""
     costs: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in found:
-        dtype = "bfloat16" if row.kind == "bf16" else "float8_e4m3fn"  # both fp8 kinds decide together
-        key = select.problem_key(row.op, row.world, dtype, (row.k,), (row.n,))
+        dtype = torch.bfloat16 if row.kind == "bf16" else torch.float8_e4m3fn  # both ways to scale decide together
+        sizes = (row.op, row.world, row.m, [row.k], [row.n])
+        key = select.Problem.of(*sizes, dtype, torch.bfloat16, is_fast(row.kind)).key
         for name in set(select.IMPLEMENTATIONS) & set(row.timings):
             timing = row.timings[name]
             costs.setdefault((key, str(row.m)), {}).setdefault(name, []).append(math.log(timing.graph * timing.eager))

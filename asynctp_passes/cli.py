@@ -177,8 +177,9 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=_numbers, help="values of M, as 512,2048 (default: powers of 2, 64 to 16384)")
     parser.add_argument("--ops", type=_words, default=["gather", "scatter"], help="gather,scatter (default: both)")
     parser.add_argument(
-        "--kinds", type=_words, help="of bf16,fp8,fp8-rowwise (default: bf16; with --e2e bf16,fp8-rowwise)"
-    )
+        "--kinds", type=_words, help="of bf16,fp8,fp8-rowwise, and without fast accumulation fp8-precise,"
+        "fp8-rowwise-precise (default: bf16; with --e2e of bf16,fp8,fp8-rowwise: bf16,fp8-rowwise)",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=7, help="rounds to take the median of (default: %(default)s)")
     parser.add_argument("--all", action="store_true", help="time each of our implementations too")
     parser.add_argument("--tune", action="store_true", help="write the fastest of each row to the tuning table")

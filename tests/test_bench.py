@@ -155,13 +155,15 @@ def test_tuning_table_has_the_fastest_of_ours() -> None:
 
 def problem(found: Row) -> select.Problem:
     """As the selector sees a call of the measured sizes."""
-    itemsize, dtype = (2, "bfloat16") if found.kind == "bf16" else (1, "float8_e4m3fn")
-    return select.Problem(found.op, found.world, found.m, found.k, (found.n,), itemsize, 2, dtype)
+    dtype = torch.bfloat16 if found.kind == "bf16" else torch.float8_e4m3fn
+    fast = "precise" not in found.kind
+    return select.Problem.of(found.op, found.world, found.m, [found.k], [found.n], dtype, torch.bfloat16, fast)
 
 
 def test_the_selector_takes_the_tuning_table(table: Path) -> None:
     slow = {"fused": timing(300), "decomposed": timing(310), "direct": timing(400), "unfused": timing(10)}
-    found = [row(m=96, k=520, n=264, **slow), row("scatter", "fp8", 512, 528, 256, **slow)]
+    kinds = ("fp8", "fp8-rowwise-precise")
+    found = [row(m=96, k=520, n=264, **slow), *(row("scatter", kind, 512, 528, 256, **slow) for kind in kinds)]
     for each in found:
         assert select.choose(problem(each), {}, 132, GPU).source == "cost model"
     assert bench.write_tuning(found) == table
@@ -188,6 +190,16 @@ def test_fp8_kinds_decide_together() -> None:
     tensorwise = row(kind="fp8", direct=timing(1), fused=timing(2))
     rowwise = row(kind="fp8-rowwise", direct=timing(2), fused=timing(1))
     assert bench.tuning_table([tensorwise, rowwise]) == bench.tuning_table([rowwise, tensorwise])
+
+
+def test_precise_fp8_decides_for_itself() -> None:
+    """torchao's backward sums in fp32, where our GEMM is slower against cuBLAS than with fast sums."""
+    fast = row(kind="fp8", fused=timing(1), unfused=timing(2))
+    precise = row(kind="fp8-precise", fused=timing(2), unfused=timing(1))
+    assert bench.tuning_table([fast, precise])[GPU] == {
+        "gather:4:float8_e4m3fn:8192:2560": {"4096": "fused"},
+        "gather:4:float8_e4m3fn:8192:2560:precise": {"4096": "unfused"},
+    }
 
 
 def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +237,7 @@ def test_tuning_needs_all() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--kinds", "bf16,fp4"], "--kinds 'fp4' is not valid; it must be of bf16, fp8, fp8-rowwise"),
+        (["--kinds", "bf16,fp4"], "--kinds 'fp4' is not valid; it must be of bf16, fp8, fp8-rowwise, fp8-precise, "),
         (["--ops", "reduce"], "--ops 'reduce' is not valid; it must be of gather, scatter"),
         (["--rows", "many"], "argument --rows: invalid"),
     ],

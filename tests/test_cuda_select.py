@@ -641,6 +641,21 @@ def test_problem_key() -> None:
     assert replace(ASKED, op="scatter", world=8, dtype="float8_e4m3fn", widths=(8,)).key == (
         "scatter:8:float8_e4m3fn:512:8"
     )
+    precise = replace(ASKED, dtype="float8_e4m3fn", precise=True)
+    assert precise.key == "gather:4:float8_e4m3fn:512:512+128:precise"
+
+
+def test_what_was_measured_with_fast_sums_does_not_decide_for_precise_ones(table: Path) -> None:
+    """The shipped table knows these shapes in fp8; torchao's backward has them with use_fast_accum=False."""
+    sizes = ("gather", 2, 8192, [8192], [14336], FP8, BF16)
+    fast, precise = Problem.of(*sizes, True), Problem.of(*sizes, False)
+    assert (chosen(fast, device=H200).implementation, chosen(fast, device=H200).source) == ("fused", "measured")
+    choice = chosen(precise, device=H200)
+    assert (choice.implementation, choice.source) == (select.fastest(choice.estimates_us), "cost model")
+    assert choice.implementation != "fused"
+    write(table, {H200: {precise.key: {"8192": "direct"}}})
+    assert (chosen(precise, device=H200).implementation, chosen(precise, device=H200).source) == ("direct", "measured")
+    assert chosen(fast, device=H200).implementation == "fused"
 
 
 def test_a_table_decides_for_its_gpu_and_problem(table: Path) -> None:

@@ -141,12 +141,10 @@ class Problem:
 
     @property
     def key(self) -> str:
-        return problem_key(self.op, self.world, self.dtype, (self.deepest.depth, *self.apart), self.widths)
-
-
-def problem_key(op: str, world: int, dtype: str, depths: tuple[int, ...], widths: tuple[int, ...]) -> str:
-    """How a tuning table names a problem; rows come below it. depths: one, or those of several scaled products."""
-    return f"{op}:{world}:{dtype}:{'+'.join(map(str, depths))}:{'+'.join(map(str, widths))}"
+        """How a tuning table names the problem; rows come below it."""
+        depths, widths = (self.deepest.depth, *self.apart), self.widths
+        sizes = ":".join("+".join(map(str, each)) for each in (depths, widths))
+        return f"{self.op}:{self.world}:{self.dtype}:{sizes}{':precise' if self.precise else ''}"
 
 
 @dataclass(frozen=True)
