@@ -216,7 +216,7 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
 
 
 def stored_op() -> Any:
-    """`op(tensor, strides)`: Inductor stores the tensor; elsewhere it gives the tensor itself, if it has the strides."""
+    """`op(tensor, strides)`: Inductor stores the tensor; elsewhere it gives the tensor, if it has these strides."""
     from torch._inductor.inductor_prims import force_stride_order
 
     return force_stride_order

@@ -21,6 +21,7 @@ __all__ = [
     "SizeSource",
     "Sizes",
     "arguments",
+    "call_of",
     "called_op",
     "describe",
     "express",
@@ -195,6 +196,29 @@ def describe(node: object) -> str:
         return "?"
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{_SHORT_DTYPES.get(dtype, dtype)}[{', '.join(str(size) for size in value.shape)}]"
+
+
+def call_of(node: fx.Node) -> dict[str, Any]:
+    """What an op is called with, by argument name and in plain values: of a tensor its dtype, shape and strides.
+
+    `{"a_shard": {"dtype": "bfloat16", "shape": [4, 8], "stride": [8, 1]}, "gather_dim": 0, ...}`, without the group.
+    Empty where a size is symbolic.
+    """
+    found = {name: value for name, value in arguments(node).items() if name != "group_name"}
+    tensors = [value for value in map(tensor_of, node.all_input_nodes) if value is not None]
+    if any(isinstance(size, torch.SymInt) for value in tensors for size in (*value.shape, *value.stride())):
+        return {}
+    return {name: _plain(value) for name, value in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if (tensor := tensor_of(value)) is not None:
+        return {"dtype": _plain(tensor.dtype), "shape": list(tensor.shape), "stride": list(tensor.stride())}
+    return value
 
 
 class Sizes:

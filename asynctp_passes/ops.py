@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,47 +105,34 @@ def implementation(device_type: str) -> str:
     raise ValueError(f"asynctp: device_type={device_type!r} is not valid; it must be 'cuda' or 'cpu'")
 
 
-def expected_implementation(
-    collective: str,
-    world_size: int,
-    rows: int,
-    depths: Sequence[int],
-    widths: Sequence[int],
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    fast: bool,
-    in_blocks: bool = False,
-) -> str:
-    """What a CUDA call of these sizes runs here, unless its dim, strides, bias or scales forbid that (`explain`).
+def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: int) -> str:
+    """What `explain` says of a call, in a word or two.
 
     Args:
-        collective: `"all_gather"`, `"reduce_scatter"` or `"all_reduce"`.
+        op: The op's name.
+        arguments: The call's arguments by name, without the group; of tensors, fake ones do.
         world_size: Ranks of the group; 0 if unknown.
-        rows: Of the whole A, over all ranks (gather), or of the products before the collective.
-        depths: Contraction length of the products, or of each one where they are summed.
-        widths: Columns of each product.
-        dtype, out_dtype: Of A and of the result.
-        fast: Fast accumulation (fp8).
-        in_blocks: Scales of blocks of 128 (fp8).
+
+    Returns:
+        As `"fused (cost model)"`, or `"fused, then all-gather (cost model)"` of an all-reduce. What `implementation`
+        says where there is no GPU, the ranks are not known, or one is forced that cannot run (the call will say so).
     """
-    if _cuda() is None or not torch.cuda.is_available() or not world_size:
-        return implementation("cuda")
-    select = importlib.import_module("asynctp_kernels.cuda.select")
-    op = {"all_gather": "gather", "reduce_scatter": "scatter"}.get(collective, collective)
-    problem = select.Problem.of(op, world_size, rows, depths, widths, dtype, out_dtype, fast)
-    index = torch.cuda.current_device()
-    device = torch.cuda.get_device_properties(index)
-    refused = _cuda().refused_here(world_size, index)
-    if collective == "all_reduce":
-        refused |= _cuda().refused_rows(rows, world_size)
-    if in_blocks:
-        refused["fused"] = _cuda().NOT_IN_BLOCKS
+    device = _device(next(iter(arguments.values()))).type
+    cuda = _cuda() if device == "cuda" and torch.cuda.is_available() and world_size else None
+    if cuda is None:
+        return implementation(device)
+    args = [value for name, value in arguments.items() if name not in ("group_size", "along_shard")]
     try:
-        choice = select.choose(problem, refused, device.multi_processor_count, device.name)
-    except RuntimeError:  # one is forced that cannot run: the call will say so
-        return implementation("cuda")
-    then = ", then all-gather" if collective == "all_reduce" and choice.implementation != "unfused" else ""
+        choice = cuda.explain(op, (*args, world_size, None))
+    except RuntimeError:
+        return implementation(device)
+    then = ", then all-gather" if op.endswith("all_reduce") and choice.implementation != "unfused" else ""
     return f"{choice.implementation}{then} ({choice.source})"
+
+
+def _device(first: Tensor | Sequence[Tensor]) -> torch.device:
+    """Where a call runs, by its first argument."""
+    return first.device if isinstance(first, Tensor) else first[0].device
 
 
 def explain(op: str, *args: Any) -> Any:
@@ -161,10 +148,10 @@ def explain(op: str, *args: Any) -> Any:
     """
     if op not in OPS:
         raise ValueError(f"asynctp: op={op!r} is not valid; it must be one of {', '.join(OPS)}")
-    first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-    cuda = _cuda() if first.is_cuda else None
+    device = _device(args[0]).type
+    cuda = _cuda() if device == "cuda" else None
     if cuda is None:
-        return implementation(first.device.type)
+        return implementation(device)
     if op.endswith("all_reduce"):  # these are not told the size of their group
         args = (*args[:-1], reference.group_and_size(args[-1])[1], args[-1])
     return cuda.explain(op, args)

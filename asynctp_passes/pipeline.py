@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Sequence
@@ -11,13 +12,13 @@ from torch import fx
 
 from asynctp_passes import compat, cost, ops, torch_bugs
 from asynctp_passes.agree import agree, withdraw
-from asynctp_passes.chain import Bundle, Candidate, Collective, Decision, GatherChain, Hoist, ScatterChain
+from asynctp_passes.chain import Bundle, Candidate, Collective, Decision, GatherChain, Hoist
 from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
 from asynctp_passes.decide import allowed, context_of, decide
 from asynctp_passes.errors import AsyncTPError, raise_if_strict
 from asynctp_passes.find import find
-from asynctp_passes.fxview import Sizes, describe, op_name, source_of, tensor_of
+from asynctp_passes.fxview import Sizes, arguments, call_of, describe, op_name, source_of, tensor_of
 from asynctp_passes.hide import hide
 from asynctp_passes.read import called_name, read_collectives
 from asynctp_passes.report import Coalesced, Remark, Report
@@ -71,7 +72,9 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
     rewrite(graph, [chain for chain in chains if chain is not None], sizes, hidden, bundles)
     if chains and config.store_scales:
         store(graph, scales_to_store(graph))
-    return report
+    fused = {node.meta["asynctp_collective"]: node for node in graph.nodes if "asynctp_collective" in node.meta}
+    remarks = tuple(_with_call(remark, fused.get(remark.collective)) for remark in report.remarks)
+    return dataclasses.replace(report, remarks=remarks)
 
 
 # --- the report -------------------------------------------------------------------------------------------
@@ -187,7 +190,7 @@ def _shapes(candidate: Candidate) -> dict[str, str]:
 def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
     value, chain = tensor_of(candidate.collective.node), candidate.chain
     device = "cpu" if value is None else value.device.type
-    facts: dict[str, object] = {"op": f"asynctp::{kind}", "implementation": _implementation(device, chain)}
+    facts: dict[str, object] = {"op": f"asynctp::{kind}", "implementation": ops.implementation(device)}
     if candidate.joins is not None:
         facts["message"] = f"the scales travel with the data of {candidate.joins.node.name}"
     elif isinstance(chain, GatherChain) and chain.hoist is not None:
@@ -226,29 +229,13 @@ def _amount(whole: fx.Node, ranks: int) -> str:
     return describe(whole) + ("" if count is None else f" ({count} bytes)")
 
 
-def _implementation(device: str, chain: GatherChain | ScatterChain | None) -> str:
-    """What the op will run: expected from the sizes where they are known, on CUDA; the ops choose per call."""
-    if device != "cuda" or chain is None:
-        return ops.implementation(device)
-    operands = [(tensor_of(matmul.a), tensor_of(matmul.node)) for matmul in chain.matmuls]
-    shapes = [(tuple(a.shape), tuple(out.shape)) for a, out in operands if a is not None and out is not None]
-    sizes = [size for a, out in shapes for size in (*a, *out)]
-    if len(shapes) != len(operands) or not all(isinstance(size, int) for size in sizes):
-        return ops.implementation(device)
-    first, result = operands[0]
-    assert first is not None
-    assert result is not None
-    depths, widths = [a[-1] for a, _ in shapes], [out[-1] for _, out in shapes]
-    gathers = isinstance(chain, GatherChain)
-    scaled = chain.matmuls[0].scaled
-    return ops.expected_implementation(
-        chain.collective.kind,
-        chain.collective.group_size,
-        math.prod(shapes[0][0][:-1]),
-        depths[:1] if gathers else depths,
-        widths if gathers else widths[:1],
-        first.dtype,
-        result.dtype,
-        scaled is not None and scaled.use_fast_accum,
-        any(matmul.scaled is not None and matmul.scaled.blocks is not None for matmul in chain.matmuls),
+def _with_call(remark: Remark, op: fx.Node | None) -> Remark:
+    """The remark with what the fused op is called with, and what that makes it run here."""
+    call = {} if op is None else call_of(op)
+    if op is None or not call:
+        return remark
+    values = {name: fx.map_arg(value, tensor_of) for name, value in arguments(op).items() if name in call}
+    name = remark.op.removeprefix("asynctp::")
+    return dataclasses.replace(
+        remark, call=call, implementation=ops.expected_implementation(name, values, remark.group_size)
     )

@@ -34,8 +34,11 @@ class Remark:
         shapes: Shapes by role (`"shard"`, `"operand"`, `"out"`), as text: `"bf16[2, 4*s0, 64]"`.
         op: The fused op that replaced the chain; empty unless FUSED.
         implementation: What the op runs: `"unfused"` (plain collective and matmul: no overlap), or the kernel's name;
-            on CUDA, where the op chooses per call, what is expected from the sizes and why, as
+            on CUDA, where the op chooses per call, what it will choose for `call` on this machine, and by what, as
             `"fused (cost model)"`, or `"fused, then all-gather (cost model)"` of an all-reduce.
+        call: What the op is called with, by argument name and without the group: tensors as
+            `{"dtype": "bfloat16", "shape": [4, 8], "stride": [8, 1]}`. Empty unless FUSED, with symbolic sizes, and
+            under an error, where nothing is rewritten. `asynctp bench --report` measures these calls.
         comm_bytes: Bytes this rank receives (gather), sends (scatter) or both (all-reduce) in the fused op; None if
             unknown.
         keeps_gather: True when the program's own gather stays beside the fused op, for other users; `message` has both
@@ -59,6 +62,7 @@ class Remark:
     shapes: dict[str, str] = field(default_factory=dict)
     op: str = ""
     implementation: str = ""
+    call: dict[str, Any] = field(default_factory=dict)
     comm_bytes: int | None = None
     keeps_gather: bool = False
     flops: int | None = None

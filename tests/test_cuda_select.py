@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,13 @@ from asynctp_kernels.cuda.gemm import NOT_TUNED
 from asynctp_kernels.cuda.memory import MAX_CHUNKS
 from asynctp_kernels.cuda.select import IMPLEMENTATIONS, Choice, Problem, Rates, choose, estimate
 from asynctp_kernels.cuda.tiles import cut, tiles_for, waves
+from graph_builder import GraphBuilder, aten
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from passes import run_pass
+from torch.fx import Graph
 
-from asynctp_passes import ops
+from asynctp_passes import compat
 
 SMS = 132
 H200, UNKNOWN = "NVIDIA H200", "a GPU that nobody measured"
@@ -543,19 +547,12 @@ def test_other_gpus_have_no_scales_of_blocks(capability: tuple[int, int]) -> Non
         assert f"compute capability 9 only, not {capability[0]}" in choice.refused["direct"]
 
 
-def test_reports_expect_no_gemm_for_scales_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    properties = types.SimpleNamespace(multi_processor_count=132, name=UNKNOWN)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(cuda, "refused_here", lambda world, index: {})
-    sizes = ("all_gather", 4, 4096, [4096], [4096], FP8, BF16, False)
-    with select.forced("fused"):
-        assert ops.expected_implementation(*sizes) == "fused (forced)"
-        assert ops.expected_implementation(*sizes, in_blocks=True) == "chosen per call"
-    expected = ops.expected_implementation(*sizes, in_blocks=True)
-    assert expected.endswith("(cost model)")
-    assert not expected.startswith("fused")
+@pytest.mark.parametrize("world", [1, 16])
+def test_groups_that_nothing_overlaps_in(world: int) -> None:
+    for found in (explain_gather(4096, 512, 512, world=world), explain_scatter(4096, 512, 512, world=world),
+                  explain_all_reduce(4096, 512, 512, world=world)):  # fmt: skip
+        assert (found.implementation, found.source) == ("unfused", "only one that can")
+        assert f"{world} ranks; the overlapped ops run on 2 to 8" in found.refused["direct"]
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, expected) in REFUSALS.items() if expected])
@@ -776,6 +773,110 @@ def test_queries_keys_and_values_of_70b_run_fused(fast: bool, world: int) -> Non
     assert choice.implementation == "fused"
     assert choice.tiles is not None
     assert (choice.tiles.block_n, choice.tiles.warps) == (128, 8)
+
+
+# --- what reports expect -----------------------------------------------------------------------------------------
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs and reports as on GPUs, which compiling for them does not need."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=SMS, name=H200)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+def gathered_along_1(b: GraphBuilder) -> Graph:
+    """Two sequences, gathered along their rows: no range of rows a rank. By size, the table would say decomposed."""
+    x, w = b.input("x", [2, 512, 8192], BF16, device="cuda"), b.input("w", [8192, 2560], BF16, device="cuda")
+    pieces = b.call(aten.split.Tensor, b.gather(x), 2)
+    full = b.cat([b.call(operator.getitem, pieces, rank) for rank in range(b.ranks)], 1)
+    product = b.mm(b.reshape(full, [b.ranks * 1024, 8192]), w)
+    return b.returns(product)
+
+
+def scaled_with_rows_of_b(b: GraphBuilder) -> Graph:
+    """fp8 whose B is not column-major, which neither the GEMM nor cuBLAS takes."""
+    x, w = b.input("x", [4096, 512], FP8, device="cuda"), b.input("w", [512, 512], FP8, device="cuda")
+    one = b.input("one", [], FP32, device="cuda")
+    full = b.gather(x)
+    product = b.call_like(full.meta["val"].new_empty((4 * 4096, 512), dtype=BF16), aten._scaled_mm.default,
+                          full, w, one, one, None, None, BF16, False)  # fmt: skip
+    return b.returns(product)
+
+
+def two_products(b: GraphBuilder) -> Graph:
+    """One B of each memory order, which the GEMM does not take."""
+    x, w = b.input("x", [4096, 512], BF16, device="cuda"), b.input("w", [512, 512], BF16, device="cuda")
+    v, full = b.permute(b.input("v", [512, 512], BF16, device="cuda"), [1, 0]), b.gather(x)
+    return b.returns(b.mm(full, w), b.mm(full, v))
+
+
+REFUSED_BY_MORE_THAN_SIZES = {
+    gathered_along_1: ("decomposed", "2 separate row ranges per rank"),
+    scaled_with_rows_of_b: ("decomposed", "scales, bias, strides or result type that cuBLAS does not take"),
+    two_products: ("fused", "Bs of both memory orders"),
+}
+
+
+@pytest.mark.parametrize("program", REFUSED_BY_MORE_THAN_SIZES)
+def test_reports_expect_what_the_call_runs(
+    program: Callable[[GraphBuilder], Graph], table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table and a cost model that know sizes only would have one that the call refuses."""
+    on_gpu(monkeypatch)
+    (remark,) = run_pass(program(GraphBuilder())).fused
+    wrong, reason = REFUSED_BY_MORE_THAN_SIZES[program]
+    choice = explain(remark.op.removeprefix("asynctp::"), *meta(remark.call), device=H200)
+    assert reason in choice.refused[wrong]
+    assert remark.implementation == f"{choice.implementation} ({choice.source})"
+
+
+def meta(call: dict[str, Any]) -> list[Any]:
+    """The arguments that a report tells, without the group."""
+
+    def made(value: Any) -> Any:
+        if isinstance(value, dict):
+            dtype = getattr(torch, value["dtype"])
+            return torch.empty_strided(value["shape"], value["stride"], dtype=dtype, device="meta")
+        if isinstance(value, list):
+            return [made(item) for item in value]
+        return getattr(torch, value) if value in ("bfloat16", "float16", "float32") else value
+
+    return [made(value) for name, value in call.items() if name not in ("group_size", "along_shard")]
+
+
+def all_reduced(b: GraphBuilder, rows: int) -> Graph:
+    x, w = b.input("x", [rows, 2048], BF16, device="cuda"), b.input("w", [2048, 8192], BF16, device="cuda")
+    return b.returns(b.all_reduce(b.mm(x, w)))
+
+
+def test_reports_expect_the_second_half_of_an_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
+    monkeypatch.setattr(compat, "size_of_group", lambda group: 4)
+    remarks = [run_pass(all_reduced(GraphBuilder(), rows)).fused[0] for rows in (64, 8192)]
+    assert [remark.implementation for remark in remarks] == [
+        "unfused (cost model)",
+        "fused, then all-gather (cost model)",
+    ]
+
+
+def test_reports_expect_nothing_of_sizes_that_they_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
+    b = GraphBuilder()
+    (remark,) = run_pass(b.returns(b.mm(b.gather(b.input("x", [6, 8], dynamic=0)), b.input("w", [8, 12])))).fused
+    assert (remark.call, remark.implementation) == ({}, "unfused")
+
+
+def test_reports_expect_nothing_that_is_forced_and_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
+    for name, expected in (("fused", "chosen per call"), ("direct", "direct (forced)")):
+        with select.forced(name):
+            (remark,) = run_pass(two_products(GraphBuilder())).fused
+        assert remark.implementation == expected
+
+
+def test_reports_expect_nothing_without_gpus() -> None:
+    (remark,) = run_pass(two_products(GraphBuilder())).fused
+    assert remark.implementation == "chosen per call"
+    assert remark.call["bs"][1] == {"dtype": "bfloat16", "shape": [512, 512], "stride": [1, 512]}
 
 
 # --- properties --------------------------------------------------------------------------------------------------

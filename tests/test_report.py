@@ -176,6 +176,8 @@ def test_json_of_an_earlier_version_is_read() -> None:
     values = json.loads(REPORT.to_json())
     for added in ("coalesced", "program_digest", "notes"):
         del values[added]
+    for remark in values["remarks"]:
+        del remark["call"]
     assert Report.from_json(json.dumps(values)) == REPORT
 
 
@@ -204,6 +206,20 @@ def leaves(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [leaf for item in value for leaf in leaves(item)]
     return [value]
+
+
+def test_the_call_of_a_fused_op() -> None:
+    """By argument name, as `torch.ops.asynctp` has them; the group has a field of its own."""
+    fused, *others = real_report().remarks
+    assert fused.call == {
+        "a_shard": {"dtype": "float32", "shape": [4, 8], "stride": [8, 1]},
+        "bs": [{"dtype": "float32", "shape": [8, 12], "stride": [12, 1]}],
+        "biases": [None],
+        "gather_dim": 0,
+        "return_a_full": False,
+        "group_size": 4,
+    }
+    assert [remark.call for remark in others] == [{}] * 3
 
 
 def test_remarks_are_in_graph_order() -> None:

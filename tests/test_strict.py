@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from graph_builder import GraphBuilder, aten, snapshot
@@ -87,7 +88,7 @@ def test_the_report_of_an_error_is_what_off_would_say() -> None:
     error = missed_in_two_ways()
     report = run(graph_of(fused=1, computed=1, reordered=2, returned=1), config(strict="off"))
     assert error.report is not None
-    assert error.report.remarks == report.remarks
+    assert error.report.remarks == tuple(replace(remark, call={}) for remark in report.remarks), "nothing is called"
     assert error.report.plan_digest == report.plan_digest
 
 

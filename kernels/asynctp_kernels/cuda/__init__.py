@@ -22,7 +22,7 @@ from . import select
 from .collectives import Bulk, BulkGather, BulkScatter, bulk_gather, bulk_scatter
 from .driver import CudaError
 from .gather import DecomposedGather, DirectGather, FusedGather, GatherCall, GatherPlan, UnfusedGather
-from .gemm import MAX_OPERANDS, NOT_TUNED, refused_gemm, too_many
+from .gemm import MAX_OPERANDS, refused_gemm, too_many
 from .machine import driver
 from .memory import GroupMemory, existing_memory, group_memory, release
 from .products import block_recipe, refused_blocks, scaled_product_supported
@@ -325,11 +325,12 @@ def shared_bytes(group: ProcessGroup) -> int:
 _MISSING = object()
 
 
-def refused_here(world: int, device_index: int) -> dict[str, str]:
-    """Why implementations cannot run on this machine or group at all, whatever the call."""
-    if world not in WORLD_SIZES:
-        return dict.fromkeys(("fused", "decomposed", "direct"), f"{world} ranks")
-    return {} if driver.machine(device_index)[0][0] == 9 else {"fused": NOT_TUNED}
+def _refused_world(world: int) -> dict[str, str]:
+    """Why nothing overlaps in groups of this many ranks."""
+    if world in WORLD_SIZES:
+        return {}
+    reason = f"{world} ranks; the overlapped ops run on {WORLD_SIZES.start} to {WORLD_SIZES.stop - 1}"
+    return dict.fromkeys(("fused", "decomposed", "direct"), reason)
 
 
 def _keep(memory: GroupMemory, key: object, plan: Any) -> Any:
@@ -358,8 +359,8 @@ def _memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None:
         _require_none_forced(_unavailable[group])
         return None
     reason = None
-    if group.size() not in WORLD_SIZES:
-        reason = f"{group.size()} ranks; the overlapped ops run on {WORLD_SIZES.start} to {WORLD_SIZES.stop - 1}"
+    if refused := _refused_world(group.size()):
+        reason = refused["fused"]
     else:
         try:
             return group_memory(group, device)
@@ -442,7 +443,7 @@ def explain_gather(call: GatherCall) -> Choice:
         "gather", call.world, layout.full_rows, [layout.full_cols], widths, a.dtype, call.out_dtype, call.fast
     )
     _, sms, name = driver.machine(a.device.index)
-    return choose(problem, _refused_gather(call), sms, name)
+    return choose(problem, _refused_world(call.world) or _refused_gather(call), sms, name)
 
 
 def explain_scatter(call: ScatterCall) -> Choice:
@@ -452,10 +453,10 @@ def explain_scatter(call: ScatterCall) -> Choice:
 
 def explain_all_reduce(call: ScatterCall) -> Choice:
     """How an all-reduce whose first half is `call`, a scatter of rows, would be run, and why."""
-    return _choose_scatter("all_reduce", call, refused_rows(call.rows, call.world) or _refused_scatter(call))
+    return _choose_scatter("all_reduce", call, _refused_rows(call.rows, call.world) or _refused_scatter(call))
 
 
-def refused_rows(rows: int, world: int) -> dict[str, str]:
+def _refused_rows(rows: int, world: int) -> dict[str, str]:
     """Why an all-reduce of these rows cannot be a scatter and a gather."""
     if rows % world == 0:
         return {}
@@ -467,7 +468,7 @@ def _choose_scatter(op: str, call: ScatterCall, refused: dict[str, str]) -> Choi
     depths = [b.shape[0] for b in call.b_parts]
     problem = Problem.of(op, call.world, call.rows, depths, [b.shape[1]], a.dtype, call.out_dtype, call.fast)
     _, sms, name = driver.machine(a.device.index)
-    return choose(problem, refused, sms, name)
+    return choose(problem, _refused_world(call.world) or refused, sms, name)
 
 
 def _cublas_and_nccl_gather(call: GatherCall) -> bool:
