@@ -1,8 +1,10 @@
 """Side by side on this machine: cuBLAS alone, cuBLAS + NCCL, PyTorch's in-tree fused ops, and ours.
 
-Started by `asynctp bench` with one process a GPU. Every variant's error against fp32 on fresh random data is in the
-results. Timing: medians of CUDA events over rounds in which the variants take turns in random order, in a CUDA graph
-and eager; the slowest rank counts. Efficiency = max(cuBLAS alone, bytes / copy bandwidth) / time in a graph.
+Started by `asynctp bench` with one process a GPU. What is measured are calls of the fused ops: those of the built-in
+shapes, or of a program's reports. Before a variant is timed, its results are compared with fp32 on fresh random data,
+eager and in a CUDA graph; one that is WRONG is shown so, and never gets into the tuning table. Timing: medians of CUDA
+events over rounds in which the variants take turns in random order, in a CUDA graph and eager; the slowest rank counts.
+Efficiency = max(cuBLAS alone, bytes / copy bandwidth) / time in a graph.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from asynctp_kernels.cuda import select
 from torch import Tensor
 
 import asynctp_passes.ops  # noqa: F401  registers the ops
-from asynctp_passes import compat
-from asynctp_passes.cli import add_bench_options
+from asynctp_passes import compat, reference
+from asynctp_passes.cli import add_bench_options, calls_of_report
 
 #: (K, N) per rank: what Llama-3 70B (TP 4) and 8B put behind a gather and before a scatter
 GATHER_SHAPES = ((8192, 2560), (8192, 14336), (4096, 7168), (8192, 3584))
@@ -37,8 +39,11 @@ SCATTER_SHAPES = ((2048, 8192), (7168, 8192), (3584, 4096))
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COPY_BYTES_PER_US = 370e3  # copy engines, all ranks pulling at once, 4 x H200
 KINDS = ("bf16", "fp8", "fp8-rowwise", "fp8-precise", "fp8-rowwise-precise")
+OPS = ("gather", "scatter")
 OURS = ("asynctp", *select.IMPLEMENTATIONS)
 PEERS = ("cublas", "nccl", "intree")
+#: an error that is wrong however large that of cuBLAS + NCCL is
+WRONG = 0.1
 
 
 @dataclass(frozen=True)
@@ -52,31 +57,48 @@ class Timing:
 
 @dataclass(frozen=True)
 class Row:
-    """One problem: what was measured of each variant that runs, and how large its error was."""
+    """One call: what was measured of each variant that runs.
 
-    op: str
+    Attributes:
+        problem: What the selector sees of the call.
+        kind: Of its operands, as `kind_of` names it.
+        timings: By variant.
+        errors: By variant: of the row of a result that is furthest from fp32, the relative distance.
+        limit: What an error may be; beyond it the variant is wrong.
+        chosen: What asynctp ran; empty where it raised.
+        left_out: Why the other variants did not run.
+    """
+
+    problem: select.Problem
     kind: str
-    world: int
-    m: int
-    k: int
-    n: int
     timings: dict[str, Timing]
     errors: dict[str, float]
+    limit: float
     chosen: str
     left_out: dict[str, str]
 
     @property
+    def wrong(self) -> list[str]:
+        """The variants whose results are."""
+        return [name for name, error in self.errors.items() if not error <= self.limit]
+
+    @property
+    def right(self) -> bool:
+        """No variant is wrong, and asynctp ran."""
+        return not self.wrong and "asynctp" in self.timings
+
+    @property
     def bound(self) -> float:
         """max(cuBLAS alone, bytes / copy bandwidth), microseconds."""
-        itemsize = 1 if self.kind != "bf16" and self.op == "gather" else 2
-        width = self.k if self.op == "gather" else self.n
-        wire = self.m // self.world * (self.world - 1) * width * itemsize / COPY_BYTES_PER_US
-        return max(self.timings["cublas"].graph, wire)
+        halves = 2 if self.problem.op == "all_reduce" else 1
+        copies = halves * self.problem.wire_bytes / COPY_BYTES_PER_US
+        return max(self.timings["cublas"].graph, copies) if "cublas" in self.timings else copies
 
-    def speedup(self, mode: str) -> float:
-        """Against the better of cuBLAS + NCCL and in-tree."""
-        others = [getattr(self.timings[name], mode) for name in ("nccl", "intree") if name in self.timings]
-        return float(min(others) / getattr(self.timings["asynctp"], mode))
+    def speedup(self, mode: str) -> float | None:
+        """Against the better of cuBLAS + NCCL and in-tree; None if neither of these or asynctp is there and right."""
+        found = {name: getattr(self.timings[name], mode) for name in self.timings if name not in self.wrong}
+        others = [found[name] for name in ("nccl", "intree") if name in found]
+        return float(min(others) / found["asynctp"]) if others and "asynctp" in found else None
 
 
 def world_group() -> dist.ProcessGroup:
@@ -86,140 +108,268 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-class Problem:
-    """Random operands of one shape, and its variants as functions."""
+# --- calls -------------------------------------------------------------------------------------------------------
+Arguments = dict[str, Any]  # of a fused op, as `Remark.call` has them
 
-    def __init__(self, op: str, kind: str, m: int, k: int, n: int) -> None:
-        self.op, self.kind, self.group = op, kind, world_group().group_name
-        self.world = dist.get_world_size()
-        device = torch.device("cuda", torch.cuda.current_device())
-        rows = m // self.world if op == "gather" else m
-        self.b = _cast(torch.randn(n, k, device=device) * (k * self.world) ** -0.5, kind).t()
-        self.a = _cast(torch.randn(rows, k, device=device), kind)
-        self.full = _gather(self.a) if op == "gather" else self.a
-        self.a_scale = self.full_scale = self.b_scale = torch.ones((), device=device)
-        self.fast = is_fast(kind)
-        if "rowwise" in kind:
-            self.a_scale = torch.rand(rows, 1, device=device) + 0.5
-            self.b_scale = torch.rand(1, n, device=device) + 0.5
-            self.full_scale = _gather(self.a_scale) if op == "gather" else self.a_scale
-        self.travels = "rowwise" in kind and op == "gather"
 
-    def product(self, a: Tensor, scale: Tensor) -> Tensor:
-        if self.kind == "bf16":
-            return torch.mm(a, self.b)
-        return compat.scaled_mm(a, self.b, scale, self.b_scale, None, torch.bfloat16, fast=self.fast)
+def built_in(op: str, kind: str, m: int, k: int, n: int, world: int) -> tuple[str, Arguments]:
+    """The name of the fused op for one built-in shape, and its arguments; `m`: rows over all ranks."""
+    gathers, rowwise = op == "gather", "rowwise" in kind
+    dtype, rows = "bfloat16" if kind == "bf16" else "float8_e4m3fn", m // world if gathers else m
+    a, b = _spec(dtype, rows, k), {"dtype": dtype, "shape": [k, n], "stride": [1, k]}
+    a_scale, b_scale = (_spec("float32", rows, 1), _spec("float32", 1, n)) if rowwise else [_spec("float32")] * 2
+    how = {"out_dtype": "bfloat16", "use_fast_accum": not kind.endswith("precise")}
+    where, group = {"reduce_op": "sum", "scatter_dim": 0}, {"group_size": world}
+    last = {"return_a_full": False, **group}
+    if kind == "bf16":
+        if gathers:
+            return "all_gather_matmul", {"a_shard": a, "bs": [b], "biases": [None], "gather_dim": 0, **last}
+        return "matmul_reduce_scatter", {"a_parts": [a], "b_parts": [b], "biases": [None], **where, **group}
+    if gathers:
+        first = {"a_shard": a, "a_scale": a_scale, "bs": [b], "b_scales": [b_scale], "biases": [None]}
+        return "all_gather_scaled_matmul", {**first, "gather_dim": 0, "gather_a_scale": rowwise, **how, **last}
+    first = {"a_parts": [a], "b_parts": [b], "a_scales": [a_scale], "b_scales": [b_scale], "biases": [None]}
+    return "scaled_matmul_reduce_scatter", {**first, **where, **how, **group}
 
-    def variant(self, name: str) -> Callable[[], Tensor]:
+
+def _spec(dtype: str, *shape: int) -> Arguments:
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return {"dtype": dtype, "shape": list(shape), "stride": strides}
+
+
+class Call:
+    """One call of a fused op with random operands, and its variants as functions.
+
+    Args:
+        op: Its name.
+        arguments: Its arguments, as `Remark.call` has them.
+        device: Of the operands.
+    """
+
+    def __init__(self, op: str, arguments: Arguments, device: torch.device) -> None:
+        self.op, self.device = op, device
+        self.group, self.world = world_group().group_name, dist.get_world_size()
+        self.gathers, self.scaled = op.startswith("all_gather"), "scaled" in op
+        self._drawn: list[tuple[str, Tensor]] = []
+        given = {name: self._made(name, value) for name, value in arguments.items()}
+        self.along: Tensor | None = given.pop("along_shard", None)
+        self.given = given
+        self.a_parts: list[Tensor] = [given["a_shard"]] if self.gathers else given["a_parts"]
+        self.bs: list[Tensor] = given["bs" if self.gathers else "b_parts"]
+        self.biases: list[Tensor | None] = given["biases"]
+        self.a_scales: list[Tensor] = [given["a_scale"]] if "a_scale" in given else given.get("a_scales", [])
+        self.b_scales: list[Tensor] = given.get("b_scales", [])
+        self.travels: bool = given.get("gather_a_scale", False)
+        self.out_dtype: torch.dtype = given.get("out_dtype", self.a_parts[0].dtype)
+        self.dim: int = given.get("gather_dim", given.get("scatter_dim", 0))
+        self._whole: list[Tensor] = []
+        self.renew()
+
+    @property
+    def problem(self) -> select.Problem:
+        """What the selector sees."""
+        world = () if "group_size" in self.given else (self.world,)
+        return cuda.problem_of(self.op, (*self.given.values(), *world, self.group))
+
+    # --- operands ----------------------------------------------------------------------------------------------
+    def _made(self, name: str, value: Any) -> Any:
+        """An argument, with tensors where it describes them."""
+        if isinstance(value, list):
+            return [self._made(name, item) for item in value]
+        if name == "out_dtype":
+            return getattr(torch, value)
+        if not isinstance(value, dict):
+            return value
+        sizes = [size if stride else 1 for size, stride in zip(value["shape"], value["stride"], strict=True)]
+        dtype = getattr(torch, value["dtype"])
+        tensor = torch.empty_strided(sizes, value["stride"], dtype=dtype, device=self.device)
+        self._drawn.append((name, tensor))
+        return tensor.expand(value["shape"])
+
+    def renew(self) -> None:
+        """Draw all operands anew, where they are."""
+        for name, tensor in self._drawn:
+            if "scale" in name or name == "along_shard":
+                values = torch.rand(tensor.shape, device=self.device) + 0.5
+            else:
+                values = torch.randn(tensor.shape, device=self.device)
+            if name in ("bs", "b_parts") and tensor.itemsize > 1:
+                values *= tensor.shape[0] ** -0.5
+            if name == "a_scale" and not self.travels:
+                dist.broadcast(values, 0)  # one, or those of all rows: the same on all ranks
+            tensor.copy_(values.to(tensor.dtype))
+        if self.gathers:
+            shards = [*self.a_parts, *(self.a_scales if self.travels else [])]
+            whole = [reference.gather(shard, self.dim, self.world, self.group) for shard in shards]
+            self._whole = self._whole or whole
+            for old, new in zip(self._whole, whole, strict=True):
+                old.copy_(new)
+
+    @property
+    def full(self) -> Tensor:
+        """The gathered A."""
+        return self._whole[0]
+
+    @property
+    def full_scale(self) -> Tensor | None:
+        """Its scales."""
+        return self._whole[1] if self.travels else next(iter(self.a_scales), None)
+
+    # --- results -----------------------------------------------------------------------------------------------
+    def expected(self) -> list[Tensor]:
+        """The results in fp32 from operands in fp32 (TF32 off); fp64 would take longer than the benchmark."""
+        a_parts = [self.full] * len(self.bs) if self.gathers else self.a_parts
+        a_scales = [self.full_scale] * len(self.bs) if self.gathers else self.a_scales
+        products = []
+        for i, (a, b, bias) in enumerate(zip(a_parts, self.bs, self.biases, strict=True)):
+            left, right = a.float(), b.float()
+            if self.scaled:
+                left, right = left * _each(a_scales[i], a.shape), right * _each(self.b_scales[i], b.shape)
+            product = left @ right
+            products.append(product if bias is None else product + bias.float())
+        if self.gathers:
+            full = [self.full.float()] if self.given["return_a_full"] else []
+            along = [] if self.along is None else [reference.gather(self.along, self.dim, self.world, self.group)]
+            return [*products, *full, *along]
+        total, how = sum(products[1:], products[0]), self.given["reduce_op"]
+        if self.op.endswith("all_reduce"):
+            return [reference.all_reduce(total, how, self.group)]
+        return [reference.reduce_scatter(total, how, self.dim, self.world, self.group)]
+
+    def error(self, function: Callable[[], list[Tensor]]) -> float:
+        """How far the results are from fp32, on new data: the worst row's relative distance, of any rank."""
+        self.renew()
+        worst = 0.0
+        for out, wanted in zip(function(), self.expected(), strict=True):
+            if out.shape != wanted.shape:
+                raise RuntimeError(f"a result of shape {tuple(out.shape)} instead of {tuple(wanted.shape)}")
+            found = float((_norms(out.float() - wanted) / _norms(wanted).clamp_min(1e-20)).max())
+            worst = max(worst, math.inf if math.isnan(found) else found)
+        return slowest(worst, self.device)
+
+    # --- variants ----------------------------------------------------------------------------------------------
+    def variant(self, name: str) -> Callable[[], list[Tensor]]:
         """The variant as a function of nothing; ours forced to one implementation, unless it is "asynctp"."""
         if name in PEERS:
-            function: Callable[[], Tensor] = getattr(self, f"_{name}_{self.op}")
+            function: Callable[[], list[Tensor]] = getattr(self, f"_{name}")
             return function
         if name == "asynctp":
             return self._ours
 
-        def forced() -> Tensor:
+        def forced() -> list[Tensor]:
             with select.forced(name):
                 return self._ours()
 
         return forced
 
-    def _ours(self) -> Tensor:
-        group = self.group
-        ours = torch.ops.asynctp
-        if self.op == "gather":
-            if self.kind == "bf16":
-                return ours.all_gather_matmul(self.a, [self.b], [None], 0, False, self.world, group)[0]
-            return ours.all_gather_scaled_matmul(
-                self.a, self.a_scale, [self.b], [self.b_scale], [None], 0, self.travels, torch.bfloat16, self.fast,
-                False, self.world, group)[0]  # fmt: skip
-        if self.kind == "bf16":
-            return ours.matmul_reduce_scatter([self.a], [self.b], [None], "sum", 0, self.world, group)
-        return ours.scaled_matmul_reduce_scatter(
-            [self.a],
-            [self.b],
-            [self.a_scale],
-            [self.b_scale],
-            [None],
-            "sum",
-            0,
-            torch.bfloat16,
-            self.fast,
-            self.world,
-            group,
-        )
+    def _ours(self) -> list[Tensor]:
+        along = () if self.along is None else (self.along,)
+        found = getattr(torch.ops.asynctp, self.op)(*self.given.values(), self.group, *along)
+        return found if self.gathers else [found]
 
-    def _cublas_gather(self) -> Tensor:
-        return self.product(self.full, self.full_scale)
+    def _product(self, i: int, a: Tensor, a_scale: Tensor | None) -> Tensor:
+        """The product of operand `i`, by cuBLAS and with as little host time as compiled code takes."""
+        b, bias = self.bs[i], self.biases[i]
+        if a_scale is None:
+            return reference.product(a, b, bias)
+        b_scale, fast = self.b_scales[i], self.given["use_fast_accum"]
+        by_rows = (a_scale.shape, b_scale.shape) == ((a.shape[0], 1), (1, b.shape[1]))
+        alike = a_scale.ndim == b_scale.ndim == 0 or (by_rows and self.out_dtype == torch.bfloat16)
+        if a.ndim == 2 and alike and bias is None and b.stride(0) == 1:
+            return compat.scaled_mm(a, b, a_scale, b_scale, None, self.out_dtype, fast)
+        return reference.scaled_product(a, b, a_scale, b_scale, bias, self.out_dtype, fast)
 
-    def _cublas_scatter(self) -> Tensor:
-        return self.product(self.a, self.a_scale)
+    def _products(self, a: Tensor, a_scale: Tensor | None) -> list[Tensor]:
+        """Of a gathered A and its scale."""
+        return [self._product(i, a, a_scale) for i in range(len(self.bs))]
 
-    def _nccl_gather(self) -> Tensor:
-        scale = self.full_scale if not self.travels else _nccl_gather(self.a_scale, self.group, self.world)
-        return self.product(_nccl_gather(self.a, self.group, self.world), scale)
+    def _total(self) -> Tensor:
+        """The sum of the products before a reduction."""
+        scales = self.a_scales if self.scaled else [None] * len(self.bs)
+        products = [self._product(i, a, scale) for i, (a, scale) in enumerate(zip(self.a_parts, scales, strict=True))]
+        return sum(products[1:], products[0])
 
-    def _nccl_scatter(self) -> Tensor:
-        c10d = torch.ops._c10d_functional
-        product = self.product(self.a, self.a_scale)
-        return c10d.wait_tensor(c10d.reduce_scatter_tensor(product, "sum", self.world, self.group))
+    def _cublas(self) -> list[Tensor]:
+        """The products alone."""
+        return self._products(self.full, self.full_scale) if self.gathers else [self._total()]
 
-    def _intree_gather(self) -> Tensor:
-        intree = torch.ops.symm_mem
-        if self.kind == "bf16":
-            return intree.fused_all_gather_matmul(self.a, [self.b], 0, self.group, return_A=False)[1][0]
-        return intree.fused_all_gather_scaled_matmul(
-            self.a, [self.b], self.a_scale, [self.b_scale], 0, self.group, [None], [None], [torch.bfloat16], [self.fast]
-        )[1][0]
+    def _nccl(self) -> list[Tensor]:
+        if self.gathers:
+            full = self._gather(self.a_parts[0])
+            scale = self._gather(self.a_scales[0]) if self.travels else self.full_scale
+            along = [] if self.along is None else [self._gather(self.along)]
+            return [*self._products(full, scale), *([full] if self.given["return_a_full"] else []), *along]
+        total, how, c10d = self._total(), self.given["reduce_op"], torch.ops._c10d_functional
+        if self.op.endswith("all_reduce"):
+            return [reference.all_reduce(total, how, self.group)]
+        if self.dim == 0 and how == "sum":
+            return [c10d.wait_tensor(c10d.reduce_scatter_tensor(total, how, self.world, self.group))]
+        return [reference.reduce_scatter(total, how, self.dim, self.world, self.group)]
 
-    def _intree_scatter(self) -> Tensor:
-        intree = torch.ops.symm_mem
-        if self.kind == "bf16":
-            return intree.fused_matmul_reduce_scatter(self.a, self.b, "sum", 0, self.group)
-        return intree.fused_scaled_matmul_reduce_scatter(
-            self.a, self.b, self.a_scale, self.b_scale, "sum", 0, 0, self.group,
-            [self.a.shape[0], self.b.shape[1]], out_dtype=torch.bfloat16, use_fast_accum=self.fast)  # fmt: skip
+    def _gather(self, shard: Tensor) -> Tensor:
+        if self.dim != 0 or not shard.is_contiguous():
+            return reference.gather(shard, self.dim, self.world, self.group)
+        c10d, raw = torch.ops._c10d_functional, shard.view(torch.uint8) if shard.itemsize == 1 else shard
+        return c10d.wait_tensor(c10d.all_gather_into_tensor(raw, self.world, self.group)).view(shard.dtype)
 
-    def expected(self) -> Tensor:
-        """The result in fp32 from operands in fp32 (TF32 off); fp64 would take longer than the benchmark."""
-        product = self.full.float() @ self.b.float()
-        product = product * self.full_scale * self.b_scale
-        if self.op == "gather":
-            return product
-        out = torch.empty(product.shape[0] // self.world, product.shape[1], device=product.device)
-        dist.reduce_scatter_tensor(out, product)
-        return out
+    def _intree(self) -> list[Tensor]:
+        """PyTorch's own fused op.
 
-
-def is_fast(kind: str) -> bool:
-    """Whether sums of fp8 products may be less precise than fp32, as in a forward; torchao's backward is precise."""
-    return not kind.endswith("precise")
-
-
-def _cast(values: Tensor, kind: str) -> Tensor:
-    return values.to(torch.bfloat16 if kind == "bf16" else torch.float8_e4m3fn)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+        Raises:
+            NotImplementedError: It has none for this call.
+        """
+        intree, a, fast = torch.ops.symm_mem, self.a_parts[0], self.given.get("use_fast_accum", False)
+        plain, count = all(bias is None for bias in self.biases), len(self.bs)
+        if self.gathers and self.along is None and (self.scaled or plain):
+            if self.scaled:
+                full, outs = intree.fused_all_gather_scaled_matmul(
+                    a, self.bs, self.a_scales[0], self.b_scales, self.dim, self.group, self.biases, [None] * count,
+                    [self.out_dtype] * count, [fast] * count)  # fmt: skip
+            else:
+                returned = self.given["return_a_full"]
+                full, outs = intree.fused_all_gather_matmul(a, self.bs, self.dim, self.group, return_A=returned)
+            return [*outs, full] if self.given["return_a_full"] else list(outs)
+        if "reduce_scatter" in self.op and plain and count == 1 and (a.ndim == 2 or not self.scaled):
+            how = self.given["reduce_op"]
+            if not self.scaled:
+                return [intree.fused_matmul_reduce_scatter(a, self.bs[0], how, self.dim, self.group)]
+            return [intree.fused_scaled_matmul_reduce_scatter(
+                a, self.bs[0], self.a_scales[0], self.b_scales[0], how, self.dim, self.dim, self.group,
+                [a.shape[0], self.bs[0].shape[1]], out_dtype=self.out_dtype, use_fast_accum=fast)]  # fmt: skip
+        raise NotImplementedError("PyTorch has no fused op for this call")
 
 
-def _gather(shard: Tensor) -> Tensor:
-    raw = _bytes(shard)
-    full = raw.new_empty(raw.shape[0] * dist.get_world_size(), *raw.shape[1:])
-    dist.all_gather_into_tensor(full, raw)
-    return full.view(shard.dtype)
+def kind_of(op: str, arguments: Arguments) -> str:
+    """What a call computes in, as `--kinds` names it; also fp8-blocks, and fp16 and fp32."""
+    a = arguments["a_shard"] if "a_shard" in arguments else arguments["a_parts"][0]
+    if "scaled" not in op:
+        return str(a["dtype"]).replace("bfloat", "bf").replace("float", "fp")
+    shapes = [scale["shape"] for scale in arguments["b_scales"]]
+    rowwise = any(math.prod(shape) > 1 for shape in shapes)
+    blocks = any(len(shape) == 2 and shape[0] > 1 for shape in shapes)
+    scales = "-blocks" if blocks else "-rowwise" if rowwise else ""
+    return f"fp8{scales}{'' if arguments['use_fast_accum'] else '-precise'}"
 
 
-def _nccl_gather(shard: Tensor, group: str, world: int) -> Tensor:
-    c10d = torch.ops._c10d_functional
-    return c10d.wait_tensor(c10d.all_gather_into_tensor(_bytes(shard), world, group)).view(shard.dtype)
+def _each(scale: Tensor | None, shape: torch.Size) -> Tensor:
+    """Scales that broadcast to a tensor of this shape: one, by rows or columns, or of blocks of 128."""
+    assert scale is not None
+    if scale.numel() == 1:
+        return scale.reshape(())
+    for dim in (-2, -1):
+        if scale.shape[dim] not in (1, shape[dim]):
+            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+def _norms(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dim=-1)
 
 
 # --- timing ------------------------------------------------------------------------------------------------------
-def slowest(value: float) -> float:
+def slowest(value: float, device: torch.device | str = "cuda") -> float:
     """The largest of the ranks' values."""
-    found = torch.tensor(value, device="cuda", dtype=torch.float64)
+    found = torch.tensor(value, device=device, dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found.item())
 
@@ -252,42 +402,34 @@ def _host_time(function: Callable[[], Any]) -> float:
     return elapsed
 
 
-def _capture(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+def _capture(function: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     graph = torch.cuda.CUDAGraph()
     _meet()
     with torch.cuda.graph(graph):
-        function()
+        found = function()
     _meet()
     graph.replay()
     _meet()
-    return graph
+    return graph, found
 
 
 def measure(
-    problem: Problem, names: Sequence[str], rounds: int
+    call: Call, names: Sequence[str], rounds: int
 ) -> tuple[dict[str, Timing], dict[str, float], dict[str, str]]:
-    """Timings and relative errors of the variants that run, and why the others do not."""
-    expected = problem.expected()
+    """Timings and errors of the variants that run, and why the others do not."""
     functions, graphs, errors, hosts, left_out = {}, {}, {}, {}, {}
     for name in names:
-        function = problem.variant(name)
+        function = call.variant(name)
         try:
-            out = function()
-        except (
-            RuntimeError,
-            TypeError,
-            AttributeError,
-            NotImplementedError,
-        ) as error:  # every rank sees the same shapes
-            left_out[name] = str(error).splitlines()[0][:200]
+            function()
+        except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
+            left_out[name] = str(error).splitlines()[0][:200]  # on every rank: they see the same shapes
             continue
-        if name != "cublas" or problem.op == "gather":
-            errors[name] = slowest(((out.float() - expected).norm() / expected.norm()).item())
-        del out
-        function()
+        graph, captured = _capture(function)
+        if name != "cublas":
+            errors[name] = error_of(call, function, graph, captured)
         hosts[name] = slowest(statistics.median(_host_time(function) for _ in range(3)))
-        functions[name], graphs[name] = function, _capture(function)
-    del expected
+        functions[name], graphs[name] = function, graph
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in functions}
     for number in range(rounds):
         order = list(functions)
@@ -304,43 +446,75 @@ def measure(
     return timings, errors, left_out
 
 
-def chosen(problem: Problem) -> str:
-    """What the selector picks for this problem."""
-    problem.variant("asynctp")()
+def error_of(
+    call: Call, function: Callable[[], list[Tensor]], graph: torch.cuda.CUDAGraph, captured: list[Tensor]
+) -> float:
+    """The larger of the errors of the eager call and of the graph's replay."""
+
+    def replayed() -> list[Tensor]:
+        graph.replay()
+        return captured
+
+    return max(call.error(function), call.error(replayed))
+
+
+def limit(errors: dict[str, float], out_dtype: torch.dtype) -> float:
+    """What an error may be: three times that of the plain program, which rounds too, but at least one rounding."""
+    return min(max(3 * errors.get("nccl", 0.0), torch.finfo(out_dtype).eps), WRONG)
+
+
+def chosen(call: Call) -> str:
+    """What the selector picks for this call."""
+    call.variant("asynctp")()
     return cuda.last_implementation(world_group())
+
+
+def calls(options: argparse.Namespace, world: int) -> Iterator[tuple[str, Arguments]]:
+    """Everything asked for: the ops' names and arguments."""
+    if options.report is not None:
+        yield from (each[:2] for each in calls_of_report(options.report) if each[2] == world)
+        return
+    for kind in options.kinds:
+        for op, shapes in (("gather", GATHER_SHAPES), ("scatter", SCATTER_SHAPES)):
+            for k, n in shapes:
+                for m in options.rows:
+                    if op in options.ops and m % world == 0:
+                        yield built_in(op, kind, m, k, n, world)
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
     """Measure everything asked for, one row at a time."""
     world = dist.get_world_size()
     names = [*PEERS, "asynctp", *(select.IMPLEMENTATIONS if options.all else ())]
-    for kind in options.kinds:
-        for op, shapes in (("gather", GATHER_SHAPES), ("scatter", SCATTER_SHAPES)):
-            for k, n in shapes:
-                for m in options.rows:
-                    if op in options.ops and m % world == 0:
-                        torch.manual_seed(int(time.time()) * world + dist.get_rank())
-                        problem = Problem(op, kind, m, k, n)
-                        timings, errors, left_out = measure(problem, names, options.rounds)
-                        yield Row(op, kind, world, m, k, n, timings, errors, chosen(problem), left_out)
-                        del problem
+    for op, arguments in calls(options, world):
+        torch.manual_seed(int(time.time()) * world + dist.get_rank())
+        call = Call(op, arguments, torch.device("cuda", torch.cuda.current_device()))
+        timings, errors, left_out = measure(call, names, options.rounds)
+        ran = chosen(call) if "asynctp" in timings else ""
+        allowed = limit(errors, call.out_dtype)
+        yield Row(call.problem, kind_of(op, arguments), timings, errors, allowed, ran, left_out)
+        del call
 
 
 # --- what comes out ----------------------------------------------------------------------------------------------
 def line(row: Row) -> str:
     """One line of the table."""
-    ours = row.timings["asynctp"]
-    efficiency = row.bound / ours.graph
+    each, ours = row.problem, row.timings.get("asynctp")
     cells = [f"{row.timings[name].graph:7.0f}/{row.timings[name].eager:<6.0f}" if name in row.timings else " " * 14
              for name in ("cublas", "nccl", "intree", "asynctp")]  # fmt: skip
+    efficiency = f"{row.bound / ours.graph:5.2f}" if ours else " " * 5
+    speedups = [f"{row.speedup(mode):6.2f}" if row.speedup(mode) else " " * 6 for mode in ("graph", "eager")]
+    faults = [f"WRONG: {name} ({row.errors[name]:.1e}, may be {row.limit:.1e})" for name in row.wrong]
+    faults += [] if ours else [f"asynctp: {row.left_out['asynctp']}"]
+    shape = "x".join((str(each.rows), *each.sizes))
     return (
-        f"{row.op:7} {row.kind:11} {row.m:6}x{row.k}x{row.n:<6} {' '.join(cells)} {row.chosen:10} "
-        f"{efficiency:5.2f} {row.speedup('graph'):6.2f} {row.speedup('eager'):6.2f} {ours.host:5.0f}"
-    )
+        f"{each.op:10} {row.kind:19} {shape:26} {' '.join(cells)} {row.chosen:10} {efficiency} {' '.join(speedups)} "
+        f"{f'{ours.host:5.0f}' if ours else '':5}{''.join(f'  {fault}' for fault in faults)}"
+    ).rstrip()
 
 
 HEADER = (
-    f"{'op':7} {'operands':11} {'M x K x N':19} {'cuBLAS':>14} {'+ NCCL':>14} {'in-tree':>14} {'asynctp':>14} "
+    f"{'op':10} {'operands':19} {'M x K x N':26} {'cuBLAS':>14} {'+ NCCL':>14} {'in-tree':>14} {'asynctp':>14} "
     f"{'runs':10} {'eff.':>5} {'graph':>6} {'eager':>6} {'host':>5}\n"
     "(microseconds, CUDA graph/eager; eff.: bound / ours; graph, eager: the better of NCCL and in-tree / ours)"
 )
@@ -349,19 +523,19 @@ HEADER = (
 def summary(found: Sequence[Row]) -> list[str]:
     """Geometric means and worst cases."""
     lines = []
-    for kind in dict.fromkeys(row.kind for row in found):
-        for op in dict.fromkeys(row.op for row in found):
-            mine = [row for row in found if row.kind == kind and row.op == op]
-            if not mine:
+    for kind, op in dict.fromkeys((row.kind, row.problem.op) for row in found):
+        for mode in ("graph", "eager"):
+            of_op = (row for row in found if (row.kind, row.problem.op) == (kind, op))
+            speedups = {row.problem: speedup for row in of_op if (speedup := row.speedup(mode)) is not None}
+            if not speedups:
                 continue
-            for mode in ("graph", "eager"):
-                speedups = [row.speedup(mode) for row in mine]
-                mean = statistics.geometric_mean(speedups)
-                worst = min(mine, key=lambda row: row.speedup(mode))
-                lines.append(
-                    f"{kind} {op} {mode}: {mean:.2f}x the better of cuBLAS + NCCL and in-tree (geometric mean of "
-                    f"{len(mine)}); least {min(speedups):.2f}x at M={worst.m}, K={worst.k}, N={worst.n}"
-                )
+            worst = min(speedups, key=lambda problem: speedups[problem])
+            depths, widths = worst.sizes
+            lines.append(
+                f"{kind} {op} {mode}: {statistics.geometric_mean(speedups.values()):.2f}x the better of cuBLAS + NCCL "
+                f"and in-tree (geometric mean of {len(speedups)}); least {speedups[worst]:.2f}x at M={worst.rows}, "
+                f"K={depths}, N={widths}"
+            )
     return lines
 
 
@@ -374,25 +548,28 @@ def record(found: Sequence[Row], command: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "command": command,
-        "rows": [{**asdict(row), "bound": row.bound} for row in found],
+        "rows": [{**asdict(row), "bound": row.bound, "wrong": row.wrong, "right": row.right} for row in found],
     }
 
 
 def tuning_table(found: Sequence[Row]) -> dict[str, dict[str, dict[str, str]]]:
-    """{GPU: {problem: {rows: implementation}}}: `fastest` by the geometric mean of graph and eager time."""
-    costs: dict[tuple[str, str], dict[str, list[float]]] = {}
+    """{GPU: {problem: {rows: implementation}}}: `fastest` by the geometric mean of graph and eager time.
+
+    Calls that have one key decide together, as fp8 with tensorwise and with rowwise scales: what cannot run one of
+    them, or is wrong, is none of theirs.
+    """
+    costs: dict[tuple[str, str], list[dict[str, float]]] = {}
     for row in found:
-        dtype = torch.bfloat16 if row.kind == "bf16" else torch.float8_e4m3fn  # both ways to scale decide together
-        sizes = (row.op, row.world, row.m, [row.k], [row.n])
-        key = select.Problem.of(*sizes, dtype, torch.bfloat16, is_fast(row.kind)).key
-        for name in set(select.IMPLEMENTATIONS) & set(row.timings):
-            timing = row.timings[name]
-            costs.setdefault((key, str(row.m)), {}).setdefault(name, []).append(math.log(timing.graph * timing.eager))
+        right = {name: row.timings[name] for name in select.IMPLEMENTATIONS if name in row.timings}
+        logs = {name: math.log(each.graph * each.eager) for name, each in right.items() if name not in row.wrong}
+        if logs:
+            costs.setdefault((row.problem.key, str(row.problem.rows)), []).append(logs)
     table: dict[str, dict[str, str]] = {}
-    for (key, rows_of_a), by_name in costs.items():
-        most = max(map(len, by_name.values()))
-        times = {name: math.exp(sum(logs) / len(logs) / 2) for name, logs in by_name.items() if len(logs) == most}
-        table.setdefault(key, {})[rows_of_a] = select.fastest(times)
+    for (key, rows_of_a), measured in costs.items():
+        able = [name for name in measured[0] if all(name in logs for logs in measured)]
+        times = {name: math.exp(sum(logs[name] for logs in measured) / len(measured) / 2) for name in able}
+        if times:
+            table.setdefault(key, {})[rows_of_a] = select.fastest(times)
     return {torch.cuda.get_device_name(): table}
 
 
@@ -421,16 +598,21 @@ def plot(found: Sequence[Row], path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = list(dict.fromkeys((row.op, row.kind, row.k, row.n) for row in found))
+    def panel(row: Row) -> str:
+        depths, widths = row.problem.sizes
+        return f"{row.problem.op} {row.kind} K={depths} N={widths}"
+
+    panels = list(dict.fromkeys(map(panel, found)))
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(lines, columns, figsize=(4 * columns, 3 * lines), squeeze=False, sharey=True)
-    for axis, (op, kind, k, n) in zip(axes.flat, panels, strict=False):
-        mine = [row for row in found if (row.op, row.kind, row.k, row.n) == (op, kind, k, n)]
+    for axis, title in zip(axes.flat, panels, strict=False):
+        mine = [row for row in found if panel(row) == title]
         for name, label in (("nccl", "cuBLAS + NCCL"), ("intree", "in-tree"), ("asynctp", "asynctp")):
-            points = [(row.m, row.bound / row.timings[name].graph) for row in mine if name in row.timings]
+            right = [row for row in mine if name in row.timings and name not in row.wrong]
+            points = [(row.problem.rows, row.bound / row.timings[name].graph) for row in right]
             axis.plot([m for m, _ in points], [value for _, value in points], marker="o", label=label)
-        axis.set(xscale="log", title=f"{op} {kind} K={k} N={n}", xlabel="M", ylim=(0, 1.1))
+        axis.set(xscale="log", title=title, xlabel="M", ylim=(0, 1.1))
         axis.axhline(1, color="grey", linewidth=0.5)
     axes[0][0].set_ylabel("bound / time (CUDA graph)")
     axes[0][0].legend()
@@ -448,20 +630,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="asynctp bench")
     add_bench_options(parser)
     options = parser.parse_args(arguments)
-    options.kinds = options.kinds or ["bf16"]
     options.timeout = options.timeout or 1800
-    for name, valid in (("kinds", KINDS), ("ops", ("gather", "scatter"))):
-        for value in getattr(options, name):
-            if value not in valid:
-                parser.error(f"--{name} {value!r} is not valid; it must be of {', '.join(valid)}")
-    options.rows = options.rows or list(ROWS)
+    if options.report is None:
+        options.kinds, options.ops = options.kinds or ["bf16"], options.ops or list(OPS)
+        options.rows = options.rows or list(ROWS)
+        for name, valid in (("kinds", KINDS), ("ops", OPS)):
+            for value in getattr(options, name):
+                if value not in valid:
+                    parser.error(f"--{name} {value!r} is not valid; it must be of {', '.join(valid)}")
     options.all = options.all or options.tune
     return options
 
 
 def command(options: argparse.Namespace) -> str:
     """The command that measures the same again."""
-    kept = {"rows": options.rows, "ops": options.ops, "kinds": options.kinds, "rounds": [options.rounds]}
+    built_in = {"rows": options.rows, "ops": options.ops, "kinds": options.kinds}
+    kept = {"rounds": [options.rounds], **(built_in if options.report is None else {"report": [options.report]})}
     words = [f"--{name} {','.join(map(str, values))}" for name, values in kept.items()]
     words += [f"--{name}" for name in ("all", "tune") if getattr(options, name)]
     return f"asynctp bench --ranks {dist.get_world_size()} {' '.join(words)}"
@@ -474,31 +658,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     compat.register_intree_ops()
-    first = dist.get_rank() == 0
-    found = []
+    run(options, dist.get_rank() == 0)
+    faulthandler.cancel_dump_traceback_later()
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def run(options: argparse.Namespace, first: bool) -> None:
+    """Measure. The first rank prints each row as it comes, and writes after each what there is so far."""
+    found: list[Row] = []
     if first:
         print(HEADER, flush=True)
     for row in rows(options):
         found.append(row)
         if first:
             print(line(row), flush=True)
+            write(found, options)
     if first:
-        print("\n".join(summary(found)))
+        print("".join(f"{each}\n" for each in summary(found)), end="", flush=True)
         if options.out is not None:
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / "bench.json").write_text(json.dumps(record(found, command(options)), indent=1))
-            plotted = plot(found, options.out / "bench.png")
-            print(
-                f"wrote {options.out / 'bench.json'}"
-                + (" and bench.png" if plotted else " (no plot: no matplotlib, or no rows)")
-            )
+            plot(found, options.out / "bench.png")
         if options.tune:
-            print(f"wrote {write_tuning(found)}")
-    faulthandler.cancel_dump_traceback_later()
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
+            print(f"wrote {select.table_path()}", flush=True)
+
+
+def write(found: Sequence[Row], options: argparse.Namespace) -> None:
+    """Write `bench.json` and the tuning table, so that what was measured is kept whatever comes after."""
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(record(found, command(options)), indent=1)
+        (options.out / "bench.json").write_text(text + "\n", encoding="utf-8")
+    if options.tune:
+        write_tuning(found)
 
 
 if __name__ == "__main__":

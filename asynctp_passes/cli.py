@@ -1,7 +1,7 @@
 """The `asynctp` command.
 
-Exit codes: 0 done; 1 it ran and the answer is no (the demo's curves disagree, a collective was not fused, a backend's
-gradients are wrong, or the doctor found what will not work); 2 it could not run (bad arguments, an unreadable file, a
+Exit codes: 0 done; 1 it ran and the answer is no (the demo's curves disagree, a collective was not fused, a measured
+result is wrong, or the doctor found what will not work); 2 it could not run (bad arguments, an unreadable file, a
 missing compiler); 3 a rank failed; 130 interrupted.
 """
 
@@ -28,7 +28,7 @@ from asynctp_passes.report import Report
 __all__ = ["main"]
 
 _EPILOG = (
-    "exit codes: 0 done; 1 the demo's curves disagree, a collective was not fused, a backend's gradients are wrong, or "
+    "exit codes: 0 done; 1 the demo's curves disagree, a collective was not fused, a measured result is wrong, or "
     "the doctor found what will not work; 2 could not run; "
     "3 a rank failed; 130 interrupted"
 )
@@ -174,8 +174,12 @@ def _bad_options() -> list[tuple[str, str, str, str]]:
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """The options of a measurement, for the command and for its worker processes."""
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE.jsonl",
+        help="measure the fused calls of a program, from the file that Config.report_file names, not built-in shapes",
+    )  # fmt: skip
     parser.add_argument("--rows", type=_numbers, help="values of M, as 512,2048 (default: powers of 2, 64 to 16384)")
-    parser.add_argument("--ops", type=_words, default=["gather", "scatter"], help="gather,scatter (default: both)")
+    parser.add_argument("--ops", type=_words, help="gather,scatter (default: both)")
     parser.add_argument(
         "--kinds", type=_words, help="of bf16,fp8,fp8-rowwise, and without fast accumulation fp8-precise,"
         "fp8-rowwise-precise (default: bf16; with --e2e of bf16,fp8,fp8-rowwise: bf16,fp8-rowwise)",
@@ -209,7 +213,8 @@ def _words(text: str) -> list[str]:
 
 
 _END_TO_END = ("sizes", "batches", "backends", "blocks", "option", "cpu")
-_OPS_ONLY = ("rows", "all", "tune")
+_OPS_ONLY = ("report", "rows", "ops", "all", "tune")
+_BUILT_IN_ONLY = ("rows", "ops", "kinds")
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -217,10 +222,12 @@ def _bench(options: argparse.Namespace) -> int:
         if getattr(options, name):
             remedy = "leave one of them out" if options.e2e else "add --e2e, or leave it out"
             raise UsageError(f"bench: --{name} is not valid {'with' if options.e2e else 'without'} --e2e; {remedy}")
-    ranks = (options.ranks or 2) if options.cpu else _bench_ranks(options.ranks)
-    if not options.e2e:
-        return 3 if _start_ranks("asynctp_passes.bench", ranks, _bench_arguments(options)) else 0
-    return _end_to_end(options, ranks)
+    if options.report is not None:
+        for name in _BUILT_IN_ONLY:
+            if getattr(options, name):
+                raise UsageError(f"bench: --{name} is not valid with --report, which has them; leave one of them out")
+        options.ranks = _ranks_of_report(options.report, options.ranks)
+    return _measure(options, (options.ranks or 2) if options.cpu else _bench_ranks(options.ranks))
 
 
 def _start_ranks(module: str, ranks: int, arguments: Sequence[str], cpu: bool = False) -> int:
@@ -229,26 +236,69 @@ def _start_ranks(module: str, ranks: int, arguments: Sequence[str], cpu: bool = 
     return subprocess.run([*command, "-m", module, *arguments], env=environment, check=False).returncode
 
 
-def _end_to_end(options: argparse.Namespace, ranks: int) -> int:
-    """Whole blocks. What was measured is kept when a rank fails or hangs: each row is written as it comes."""
+def _measure(options: argparse.Namespace, ranks: int) -> int:
+    """Ops, or whole blocks. What was measured is kept when a rank fails or hangs: each row is written as it comes."""
+    name = "e2e" if options.e2e else "bench"
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.out = options.out or Path(scratch)
-        path = folder / "e2e.json"
+        path = folder / f"{name}.json"
         path.unlink(missing_ok=True)
-        failed = _start_ranks("asynctp_passes.e2e", ranks, _bench_arguments(options), options.cpu)
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": [], "failed": []}
+        failed = _start_ranks(f"asynctp_passes.{name}", ranks, _bench_arguments(options), options.cpu)
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
         if str(folder) != scratch and path.exists():
             print(f"wrote {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}")
     if failed:
         print("asynctp: bench: ended early; what was measured is above", file=sys.stderr)
         return 3
-    return 0 if all(row["right"] for row in found["rows"]) and not found["failed"] else 1
+    return 0 if all(row["right"] for row in found["rows"]) and not found.get("failed") else 1
+
+
+def calls_of_report(path: Path) -> list[tuple[str, dict[str, Any], int]]:
+    """The fused calls of a file of reports, each once: the op's name, its arguments, and the ranks of its group.
+
+    Raises:
+        UsageError: The file cannot be read, or is none of reports.
+    """
+    remarks = [remark for report in _read_reports(path) for remark in report.fused if remark.call]
+    found = [(remark.op.removeprefix("asynctp::"), remark.call, remark.group_size) for remark in remarks]
+    return list({json.dumps(each): each for each in found}.values())
+
+
+def _ranks_of_report(path: Path, wanted: int | None) -> int:
+    """How many processes measure a report's calls: as many as their groups have ranks."""
+    sizes = sorted({ranks for _, _, ranks in calls_of_report(path)})
+    if not sizes:
+        raise UsageError(
+            f"bench: {path} has no fused call with its sizes; it must be what report_file collected of a program, "
+            "compiled with static shapes by this version"
+        )
+    if wanted is None and len(sizes) > 1:
+        raise UsageError(f"bench: {path} has groups of {_listed(sizes)} ranks; say which with --ranks")
+    if wanted is not None and wanted not in sizes:
+        raise UsageError(f"bench: --ranks {wanted} is not valid; the groups in {path} have {_listed(sizes)} ranks")
+    return sizes[0] if wanted is None else wanted
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return " and ".join(map(str, sizes))
 
 
 def _bench_arguments(options: argparse.Namespace) -> list[str]:
     """The command line of a worker."""
     given = []
-    for name in ("rows", "ops", "kinds", "rounds", "out", "timeout", "sizes", "batches", "backends", "blocks"):
+    for name in (
+        "report",
+        "rows",
+        "ops",
+        "kinds",
+        "rounds",
+        "out",
+        "timeout",
+        "sizes",
+        "batches",
+        "backends",
+        "blocks",
+    ):
         value = getattr(options, name)
         if value is not None:
             given += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
@@ -346,7 +396,7 @@ def _read_reports(path: Path) -> list[Report]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"report: cannot read {path}: {error}") from error
+        raise UsageError(f"cannot read {path}: {error}") from error
     reports = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -355,7 +405,7 @@ def _read_reports(path: Path) -> list[Report]:
             reports.append(Report.from_json(line))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
-                f"report: {path}:{number} is not a report ({error}); the file must be one written by report_file"
+                f"{path}:{number} is not a report ({error}); the file must be one written by report_file"
             ) from error
     return reports
 

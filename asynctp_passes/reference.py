@@ -727,7 +727,7 @@ def unfused_all_gather_matmul(
 ) -> list[Tensor]:
     """`asynctp::all_gather_matmul` without overlap; the arguments are checked already."""
     a_full = gather(a_shard, gather_dim, group_size, group_name)
-    outs = [_product(a_full, b, bias) for b, bias in zip(bs, biases, strict=True)]
+    outs = [product(a_full, b, bias) for b, bias in zip(bs, biases, strict=True)]
     return [*outs, a_full] if return_a_full else outs
 
 
@@ -754,7 +754,7 @@ def unfused_all_gather_scaled_matmul(
     if gather_a_scale:
         a_scale = gather(a_scale, normalize_dim(gather_dim, a_shard.ndim), group_size, group_name)
     outs = [
-        _scaled_product(a_full, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
+        scaled_product(a_full, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
         for b, b_scale, bias in zip(bs, b_scales, biases, strict=True)
     ]
     outs += [a_full] if return_a_full else []
@@ -872,7 +872,7 @@ def _rows(a: Tensor) -> Tensor:
 
 
 def _summed_products(a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    return _sum([_product(a, b, bias) for a, b, bias in zip(a_parts, b_parts, biases, strict=True)])
+    return _sum([product(a, b, bias) for a, b, bias in zip(a_parts, b_parts, biases, strict=True)])
 
 
 def _summed_scaled_products(
@@ -887,7 +887,7 @@ def _summed_scaled_products(
     parts = zip(a_parts, b_parts, a_scales, b_scales, biases, strict=True)
     return _sum(
         [
-            _scaled_product(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
+            scaled_product(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
             for a, b, a_scale, b_scale, bias in parts
         ]
     )
@@ -900,12 +900,13 @@ def _sum(products: list[Tensor]) -> Tensor:
     return total
 
 
-def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """`a @ b + bias`, rounded once."""
     flat = torch.mm(_rows(a), b) if bias is None else torch.addmm(bias, _rows(a), b)
     return flat.view(*a.shape[:-1], b.shape[1])
 
 
-def _scaled_product(
+def scaled_product(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor,
@@ -939,7 +940,7 @@ def _product_in_blocks(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    """`_scaled_product` of matrices with scales of blocks: cuBLAS's on CUDA, in fp32 on CPU."""
+    """`scaled_product` of matrices with scales of blocks: cuBLAS's on CUDA, in fp32 on CPU."""
     if rows.device.type == "cpu":
         product = (rows.float() * _each(a_scale, rows.shape)) @ (b.float() * _each(b_scale, b.shape))
         return (product if bias is None else product + bias.float()).to(out_dtype)

@@ -18,9 +18,14 @@ import torch
 
 pytest.importorskip("triton")
 
+import bench_calls
 import torch.distributed as dist
 from asynctp_kernels.cuda import select
 from expecttest import assert_expected_inline
+from graph_builder import GraphBuilder
+from passes import copied, run_pass
+from ranks import run_ranks
+from torch.fx import Graph
 
 from asynctp_passes import bench, cli
 from asynctp_passes.bench import Row, Timing
@@ -53,7 +58,14 @@ def row(op: str = "gather", kind: str = "bf16", m: int = 4096, k: int = 8192, n:
         "cublas": timing(250), "nccl": timing(480), "intree": timing(420), "asynctp": timing(300), "fused": timing(300),
         "decomposed": timing(310), "direct": timing(400), "unfused": timing(480),
     }  # fmt: skip
-    return Row(op, kind, 4, m, k, n, found, dict.fromkeys(found, 0.002), "fused", {"other": "no"})
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float8_e4m3fn
+    problem = select.Problem.of(op, 4, m, [k], [n], dtype, torch.bfloat16, "precise" not in kind)
+    return Row(problem, kind, found, dict.fromkeys(found, 0.002), 0.006, "fused", {"other": "no"})
+
+
+def wrong(found: Row, *names: str) -> Row:
+    """The same, in which some variants give other results."""
+    return replace(found, errors={**found.errors, **dict.fromkeys(names, 0.5)})
 
 
 # --- figures -----------------------------------------------------------------------------------------------------
@@ -79,6 +91,27 @@ def test_speedup_is_over_the_better_of_the_others() -> None:
     assert row(**timings).speedup("graph") == pytest.approx(480 / 300)
 
 
+def test_what_is_wrong_is_not_compared_with() -> None:
+    """Neither a wrong peer nor a wrong asynctp has a speed; nan is wrong."""
+    timings = {"nccl": timing(480), "intree": timing(42), "asynctp": timing(300)}
+    assert row(**timings).right
+    assert wrong(row(**timings), "intree").speedup("graph") == pytest.approx(480 / 300)
+    assert wrong(row(**timings), "intree", "nccl").speedup("graph") is None
+    assert wrong(row(**timings), "asynctp").speedup("eager") is None
+    for found in (wrong(row(**timings), "intree"), replace(row(**timings), errors={"nccl": float("nan")})):
+        assert not found.right
+    del timings["asynctp"]
+    assert not row(**timings).right
+    assert row(**timings).speedup("graph") is None
+
+
+def test_limit_of_an_error() -> None:
+    """Three times that of the plain program; at least one rounding, and never so much that zeros would pass."""
+    assert bench.limit({"nccl": 0.004, "fused": 0.5}, torch.bfloat16) == pytest.approx(0.012)
+    assert bench.limit({"nccl": 0.0001}, torch.bfloat16) == bench.limit({}, torch.bfloat16) == 2**-7
+    assert bench.limit({"nccl": float("inf")}, torch.float16) == bench.WRONG
+
+
 # --- what is printed -----------------------------------------------------------------------------------------------
 ROWS = [
     row(),
@@ -88,14 +121,17 @@ ROWS = [
 
 
 def test_lines() -> None:
+    absent = replace(row(m=128, nccl=timing(100)), chosen="", left_out={"asynctp": "out of memory"})
     assert_expected_inline(
-        "\n".join([bench.HEADER, *map(bench.line, ROWS)]),
+        "\n".join([bench.HEADER, *map(bench.line, [*ROWS, wrong(ROWS[0], "fused"), absent])]),
         """\
-op      operands    M x K x N                   cuBLAS         + NCCL        in-tree        asynctp runs        eff.  graph  eager  host
+op         operands            M x K x N                          cuBLAS         + NCCL        in-tree        asynctp runs        eff.  graph  eager  host
 (microseconds, CUDA graph/eager; eff.: bound / ours; graph, eager: the better of NCCL and in-tree / ours)
-gather  bf16          4096x8192x2560       250/270        480/500        420/440        300/320    fused       0.83   1.40   1.38    40
-gather  bf16            64x8192x2560        20/40         100/120         90/95          45/50     fused       0.44   2.00   1.90    40
-scatter fp8            512x7168x8192        60/80         160/165                       100/130    fused       0.60   1.60   1.27    55""",  # noqa: E501
+gather     bf16                4096x8192x2560                 250/270        480/500        420/440        300/320    fused       0.83   1.40   1.38    40
+gather     bf16                64x8192x2560                    20/40         100/120         90/95          45/50     fused       0.44   2.00   1.90    40
+scatter    fp8                 512x7168x8192                   60/80         160/165                       100/130    fused       0.60   1.60   1.27    55
+gather     bf16                4096x8192x2560                 250/270        480/500        420/440        300/320    fused       0.83   1.40   1.38    40  WRONG: fused (5.0e-01, may be 6.0e-03)
+gather     bf16                128x8192x2560                                 100/120                                                                        asynctp: out of memory""",  # noqa: E501
     )
 
 
@@ -132,12 +168,16 @@ def test_record_round_trip() -> None:
         "cuda": torch.version.cuda,
         "command": "asynctp bench --rows 64",
     }
-    assert [each.pop("bound") for each in said["rows"]] == [each.bound for each in ROWS]
+    for name in ("bound", "wrong", "right"):
+        assert [each.pop(name) for each in said["rows"]] == [getattr(each, name) for each in ROWS]
     assert [read(each) for each in said["rows"]] == ROWS
 
 
 def read(said: dict[str, Any]) -> Row:
-    return Row(**{**said, "timings": {name: Timing(**each) for name, each in said["timings"].items()}})
+    sizes = {name: tuple(said["problem"][name]) for name in ("widths", "apart")}
+    problem = select.Problem(**{**said["problem"], **sizes})
+    timings = {name: Timing(**each) for name, each in said["timings"].items()}
+    return Row(**{**said, "problem": problem, "timings": timings})
 
 
 def test_tuning_table_has_the_fastest_of_ours() -> None:
@@ -153,23 +193,16 @@ def test_tuning_table_has_the_fastest_of_ours() -> None:
     }
 
 
-def problem(found: Row) -> select.Problem:
-    """As the selector sees a call of the measured sizes."""
-    dtype = torch.bfloat16 if found.kind == "bf16" else torch.float8_e4m3fn
-    fast = "precise" not in found.kind
-    return select.Problem.of(found.op, found.world, found.m, [found.k], [found.n], dtype, torch.bfloat16, fast)
-
-
 def test_the_selector_takes_the_tuning_table(table: Path) -> None:
     slow = {"fused": timing(300), "decomposed": timing(310), "direct": timing(400), "unfused": timing(10)}
     kinds = ("fp8", "fp8-rowwise-precise")
     found = [row(m=96, k=520, n=264, **slow), *(row("scatter", kind, 512, 528, 256, **slow) for kind in kinds)]
     for each in found:
-        assert select.choose(problem(each), {}, 132, GPU).source == "cost model"
+        assert select.choose(each.problem, {}, 132, GPU).source == "cost model"
     assert bench.write_tuning(found) == table
     select.refresh()
     for each in found:
-        choice = select.choose(problem(each), {}, 132, GPU)
+        choice = select.choose(each.problem, {}, 132, GPU)
         assert (choice.implementation, choice.source) == ("unfused", "measured")
 
 
@@ -202,6 +235,35 @@ def test_precise_fp8_decides_for_itself() -> None:
     }
 
 
+def test_what_is_wrong_is_never_in_the_table() -> None:
+    fastest = {"direct": timing(1), "fused": timing(2), "unfused": timing(3)}
+    assert bench.tuning_table([row(**fastest)])[GPU] == {"gather:4:bfloat16:8192:2560": {"4096": "direct"}}
+    found = [wrong(row(**fastest), "direct"), row(**fastest)]
+    for order in (found, found[::-1]):
+        assert bench.tuning_table(order)[GPU] == {"gather:4:bfloat16:8192:2560": {"4096": "fused"}}
+    assert bench.tuning_table([wrong(row(**fastest), *fastest)])[GPU] == {}
+
+
+def test_what_was_measured_is_written_row_by_row(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that hangs or raises later takes nothing of it away."""
+
+    def rows(options: object) -> Iterator[Row]:
+        yield ROWS[0]
+        yield row("scatter", n=8192)
+        raise RuntimeError("NCCL is gone")
+
+    monkeypatch.setattr(bench, "rows", rows)
+    options = bench.parse(["--tune", "--out", str(tmp_path / "out")])
+    with pytest.raises(RuntimeError, match="NCCL is gone"):
+        bench.run(options, first=True)
+    said = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert [each["problem"]["op"] for each in said["rows"]] == ["gather", "scatter"]
+    assert set(json.loads(table.read_text())[GPU]) == {"gather:4:bfloat16:8192:2560", "scatter:4:bfloat16:8192:8192"}
+    assert capsys.readouterr().out.splitlines()[2:] == [bench.line(ROWS[0]), bench.line(row("scatter", n=8192))]
+
+
 def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert not bench.plot(ROWS, tmp_path / "bench.png")
@@ -211,7 +273,11 @@ def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_plot(count: int, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = [replace(each, k=each.k + i) for i in range(count) for each in ROWS]
+    found = [
+        replace(each, problem=replace(each.problem, depth=each.problem.depth + i))
+        for i in range(count)
+        for each in ROWS
+    ]
     assert bench.plot(found, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
@@ -225,7 +291,7 @@ def test_nothing_is_plotted_of_nothing(tmp_path: Path) -> None:
 def test_options_by_default() -> None:
     assert vars(bench.parse([])) == {
         "rows": list(bench.ROWS), "ops": ["gather", "scatter"], "kinds": ["bf16"], "rounds": 7, "all": False,
-        "tune": False, "out": None, "timeout": 1800,
+        "tune": False, "out": None, "timeout": 1800, "report": None,
     }  # fmt: skip
 
 
@@ -254,6 +320,7 @@ COMMANDS = [
     ["--rows", "64,512", "--ops", "scatter", "--kinds", "fp8,bf16", "--rounds", "3"],
     ["--all", "--out", "results", "--timeout", "60"],
     ["--tune"],
+    ["--report", "reports.jsonl", "--tune", "--rounds", "3"],
 ]
 
 
@@ -269,7 +336,7 @@ def test_the_recorded_command_measures_the_same(given: list[str]) -> None:
     program, name, ranks, count, *rest = bench.command(options).split()
     assert (program, name, ranks, count) == ("asynctp", "bench", "--ranks", "4")
     again = bench.parse(rest)
-    for measured in ("rows", "ops", "kinds", "rounds", "all", "tune"):
+    for measured in ("report", "rows", "ops", "kinds", "rounds", "all", "tune"):
         assert getattr(again, measured) == getattr(options, measured)
 
 
@@ -306,4 +373,128 @@ def test_ranks_that_are_started(gpus: int, given: list[str], ranks: int, monkeyp
     assert cli.main(["bench", *given, "--rows", "64"]) == 0
     assert cli.main(["bench", *given, "--rows", "64"]) == 3, "a worker failed"
     assert f"--nproc-per-node={ranks}" in started[0]
-    assert started[0][started[0].index("asynctp_passes.bench") + 1 :][:2] == ["--rows", "64"]
+    given = started[0][started[0].index("asynctp_passes.bench") + 1 :]
+    assert given[given.index("--rows") + 1] == "64"
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, out: Path, found: list[Row], code: int = 0) -> int:
+    """What the command returns when its workers measured this and ended with `code`."""
+
+    def run(command: list[str], env: None, check: bool) -> SimpleNamespace:
+        if found:
+            options = bench.parse(command[command.index("asynctp_passes.bench") + 1 :])
+            bench.write(found, options)
+        return SimpleNamespace(returncode=code)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(cli.subprocess, "run", run)
+    return cli.main(["bench", "--out", str(out)])
+
+
+def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 if all is right, 1 if something is wrong or asynctp did not run, 3 if a rank failed; rows are kept."""
+    absent = replace(row(nccl=timing(100)), left_out={"asynctp": "no"})
+    assert ended(monkeypatch, tmp_path, ROWS) == 0
+    assert ended(monkeypatch, tmp_path, [*ROWS, wrong(ROWS[0], "direct")]) == 1
+    assert ended(monkeypatch, tmp_path, [*ROWS, absent]) == 1
+    capsys.readouterr()
+    assert ended(monkeypatch, tmp_path, ROWS[:1], code=1) == 3
+    told = capsys.readouterr()
+    assert told.out == f"wrote {tmp_path}: bench.json\n"
+    assert told.err == "asynctp: bench: ended early; what was measured is above\n"
+    assert len(json.loads((tmp_path / "bench.json").read_text())["rows"]) == 1
+    assert ended(monkeypatch, tmp_path, [], code=1) == 3
+    assert list(tmp_path.iterdir()) == [], "no rows of an earlier run"
+
+
+# --- calls of reports --------------------------------------------------------------------------------------------
+def gathered(ranks: int = 4, rows: int = 64, **options: Any) -> Graph:
+    b = GraphBuilder(ranks)
+    x, w = (
+        b.input("x", [rows, 32], torch.bfloat16, **options),
+        b.input("w", [32, 48], torch.bfloat16, column_major=True),
+    )
+    return b.returns(b.mm(b.gather(x), w))
+
+
+def report_file(path: Path, *graphs: Graph) -> Path:
+    """As `Config.report_file` collects them."""
+    path.write_text("".join(run_pass(graph).to_json() + "\n" for graph in graphs))
+    return path
+
+
+def test_calls_of_a_report(tmp_path: Path) -> None:
+    """Each once, those of this number of ranks, and exactly as the program makes them."""
+    path = report_file(tmp_path / "r.jsonl", gathered(), gathered(2), gathered(), gathered(rows=6, dynamic=0))
+    options = bench.parse(["--report", str(path), "--tune"])
+    assert [ranks for _, _, ranks in cli.calls_of_report(path)] == [4, 2]
+    assert list(bench.calls(options, 4)) == [bench.built_in("gather", "bf16", 256, 32, 48, 4)]
+    assert list(bench.calls(options, 2)) == [bench.built_in("gather", "bf16", 128, 32, 48, 2)]
+
+
+@pytest.mark.parametrize(("sizes", "given", "ranks"), [([2], [], 2), ([2, 4], ["--ranks", "4"], 4)])
+def test_ranks_are_those_of_the_report(
+    sizes: list[int], given: list[str], ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+
+    def run(command: list[str], env: None, check: bool) -> SimpleNamespace:
+        started.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(cli.subprocess, "run", run)
+    path = report_file(tmp_path / "r.jsonl", *map(gathered, sizes))
+    assert cli.main(["bench", "--report", str(path), *given]) == 0
+    assert f"--nproc-per-node={ranks}" in started[0]
+    assert started[0][started[0].index("--report") + 1] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "given", "said"),
+    [
+        ([gathered(2), gathered(4)], [], "has groups of 2 and 4 ranks; say which with --ranks"),
+        ([gathered(2)], ["--ranks", "4"], "bench: --ranks 4 is not valid; the groups in"),
+        ([gathered(rows=6, dynamic=0)], [], "has no fused call with its sizes; it must be what report_file collected"),
+        ([gathered(2)], ["--rows", "64"], "bench: --rows is not valid with --report, which has them"),
+        ([gathered(2)], ["--kinds", "fp8"], "bench: --kinds is not valid with --report, which has them"),
+        ([gathered(2)], ["--e2e"], "bench: --report is not valid with --e2e; leave one of them out"),
+    ],
+)
+def test_reports_that_cannot_be_measured(
+    graphs: list[Graph], given: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = report_file(tmp_path / "r.jsonl", *map(copied, graphs))
+    assert cli.main(["bench", "--report", str(path), *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_no_report_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.jsonl").write_text("{}\n")
+    for name, said in (("absent.jsonl", "cannot read"), ("r.jsonl", "r.jsonl:1 is not a report")):
+        assert cli.main(["bench", "--report", str(tmp_path / name)]) == 2
+        assert said in capsys.readouterr().err
+
+
+# --- results are judged ------------------------------------------------------------------------------------------
+@pytest.mark.ranks
+def test_results_are_judged() -> None:
+    """On every rank: all forms of a call are right in all variants, and what is wrong on one rank is seen on all."""
+    first, second = run_ranks(bench_calls.WORLD, bench_calls.judge)
+    assert first == second
+    assert set(first) == set(bench_calls.CALLS)
+    for name, found in first.items():
+        assert found["nccl"] <= found["limit"] / 2, name
+        assert found["asynctp"] <= found["limit"] / 2, name
+        for fault in ("stale", "one element", "not a number"):
+            assert found[fault] > found["limit"], (name, fault)
+
+
+def test_calls_are_named_by_what_they_compute_in() -> None:
+    for op in bench.OPS:
+        for kind in bench.KINDS:
+            assert bench.kind_of(*bench.built_in(op, kind, 32, 64, 48, 2)) == kind
+    assert bench.kind_of(*bench_calls.CALLS["fp8 gather by blocks"]) == "fp8-blocks-precise"
+    assert bench.kind_of(*bench_calls.CALLS["fp8 scatter of a sum"]) == "fp8-rowwise-precise"

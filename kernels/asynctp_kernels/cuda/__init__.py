@@ -408,42 +408,50 @@ def explain(op: str, args: Sequence[Any]) -> Choice:
         op: Its name.
         args: Its arguments; before the group stands its size, for the ops that are not told it too.
     """
+    call = _call_of(op, args)
+    if isinstance(call, GatherCall):
+        return explain_gather(call)
+    return explain_all_reduce(call) if op.endswith("all_reduce") else explain_scatter(call)
+
+
+def problem_of(op: str, args: Sequence[Any]) -> Problem:
+    """What the cost of a call depends on, and how a tuning table names it; arguments as those of `explain`."""
+    call = _call_of(op, args)
+    if isinstance(call, GatherCall):
+        return _gather_problem(call)
+    return _scatter_problem("all_reduce" if op.endswith("all_reduce") else "scatter", call)
+
+
+def _call_of(op: str, args: Sequence[Any]) -> GatherCall | ScatterCall:
+    """A call of an op; of an all-reduce, of the scatter of rows that is its first half."""
     if op == "all_gather_scaled_matmul":
         args = args[:12]  # what only travels along decides nothing
     *given, world, _ = args
     if op == "all_gather_matmul":
         a, bs, biases, dim, full = given
-        return explain_gather(GatherCall(a, None, bs, (), biases, dim, False, a.dtype, False, full, world))
+        return GatherCall(a, None, bs, (), biases, dim, False, a.dtype, False, full, world)
     if op == "all_gather_scaled_matmul":
         a, a_scale, bs, b_scales, biases, dim, travels, dtype, fast, full = given
-        call = GatherCall(a, a_scale, bs, b_scales, biases, dim, travels, dtype, fast, full, world)
-        return explain_gather(call)
+        return GatherCall(a, a_scale, bs, b_scales, biases, dim, travels, dtype, fast, full, world)
     if op == "matmul_reduce_scatter":
         a_parts, b_parts, biases, reduce_op, dim = given
-        dtype = a_parts[0].dtype
-        return explain_scatter(ScatterCall(a_parts, b_parts, (), (), biases, reduce_op, dim, dtype, False, world))
+        return ScatterCall(a_parts, b_parts, (), (), biases, reduce_op, dim, a_parts[0].dtype, False, world)
     if op == "matmul_all_reduce":
         a_parts, b_parts, biases, reduce_op = given
         operands = (*_as_rows(a_parts, b_parts, ()), (), biases)
-        return explain_all_reduce(ScatterCall(*operands, reduce_op, 0, a_parts[0].dtype, False, world))
+        return ScatterCall(*operands, reduce_op, 0, a_parts[0].dtype, False, world)
     if op == "scaled_matmul_all_reduce":
         a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dtype, fast = given
         operands = (*_as_rows(a_parts, b_parts, a_scales), b_scales, biases)
-        return explain_all_reduce(ScatterCall(*operands, reduce_op, 0, dtype, fast, world))
+        return ScatterCall(*operands, reduce_op, 0, dtype, fast, world)
     a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, dtype, fast = given
-    scatter = ScatterCall(a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, dtype, fast, world)
-    return explain_scatter(scatter)
+    return ScatterCall(a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, dtype, fast, world)
 
 
 def explain_gather(call: GatherCall) -> Choice:
     """How `call` would be run, and why."""
-    layout, a = call.layout, call.a_shard
-    widths = [b.shape[1] for b in call.bs]
-    problem = Problem.of(
-        "gather", call.world, layout.full_rows, [layout.full_cols], widths, a.dtype, call.out_dtype, call.fast
-    )
-    _, sms, name = driver.machine(a.device.index)
-    return choose(problem, _refused_world(call.world) or _refused_gather(call), sms, name)
+    _, sms, name = driver.machine(call.a_shard.device.index)
+    return choose(_gather_problem(call), _refused_world(call.world) or _refused_gather(call), sms, name)
 
 
 def explain_scatter(call: ScatterCall) -> Choice:
@@ -464,11 +472,19 @@ def _refused_rows(rows: int, world: int) -> dict[str, str]:
 
 
 def _choose_scatter(op: str, call: ScatterCall, refused: dict[str, str]) -> Choice:
-    a, b = call.a_parts[0], call.b_parts[0]
-    depths = [b.shape[0] for b in call.b_parts]
-    problem = Problem.of(op, call.world, call.rows, depths, [b.shape[1]], a.dtype, call.out_dtype, call.fast)
-    _, sms, name = driver.machine(a.device.index)
-    return choose(problem, _refused_world(call.world) or refused, sms, name)
+    _, sms, name = driver.machine(call.a_parts[0].device.index)
+    return choose(_scatter_problem(op, call), _refused_world(call.world) or refused, sms, name)
+
+
+def _gather_problem(call: GatherCall) -> Problem:
+    layout, widths = call.layout, [b.shape[1] for b in call.bs]
+    sizes = (layout.full_rows, [layout.full_cols], widths)
+    return Problem.of("gather", call.world, *sizes, call.a_shard.dtype, call.out_dtype, call.fast)
+
+
+def _scatter_problem(op: str, call: ScatterCall) -> Problem:
+    depths, widths = [b.shape[0] for b in call.b_parts], [call.b_parts[0].shape[1]]
+    return Problem.of(op, call.world, call.rows, depths, widths, call.a_parts[0].dtype, call.out_dtype, call.fast)
 
 
 def _cublas_and_nccl_gather(call: GatherCall) -> bool:

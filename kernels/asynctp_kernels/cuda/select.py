@@ -142,9 +142,14 @@ class Problem:
     @property
     def key(self) -> str:
         """How a tuning table names the problem; rows come below it."""
-        depths, widths = (self.deepest.depth, *self.apart), self.widths
-        sizes = ":".join("+".join(map(str, each)) for each in (depths, widths))
+        sizes = ":".join(self.sizes)
         return f"{self.op}:{self.world}:{self.dtype}:{sizes}{':precise' if self.precise else ''}"
+
+    @property
+    def sizes(self) -> tuple[str, str]:
+        """Contraction lengths (of several scaled products each) and columns, as `4096+512+512` and `8192`."""
+        depths, widths = ("+".join(map(str, each)) for each in ((self.deepest.depth, *self.apart), self.widths))
+        return depths, widths
 
 
 @dataclass(frozen=True)

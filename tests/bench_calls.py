@@ -1,0 +1,94 @@
+"""What ranks of test_bench do: every variant of a call that runs without GPUs, and ones that are wrong, are judged."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asynctp_passes import bench
+
+WORLD = 2
+
+
+def spec(*shape: int, dtype: str = "bfloat16", column_major: bool = False, stride: list[int] | None = None) -> Any:
+    """A tensor as `Remark.call` describes it."""
+    rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return {"dtype": dtype, "shape": list(shape), "stride": stride or ([1, shape[0]] if column_major else rows)}
+
+
+def gather(a: Any, *bs: Any, biases: Any = None, dim: int = 0, full: bool = False) -> tuple[str, dict[str, Any]]:
+    given = {"a_shard": a, "bs": list(bs), "biases": biases or [None] * len(bs), "gather_dim": dim}
+    return "all_gather_matmul", {**given, "return_a_full": full, "group_size": WORLD}
+
+
+def scaled_gather(a: Any, scale: Any, b: Any, b_scale: Any, travels: bool, **others: Any) -> tuple[str, dict[str, Any]]:
+    given = {"a_shard": a, "a_scale": scale, "bs": [b], "b_scales": [b_scale], "biases": [None], "gather_dim": 0}
+    given |= {"gather_a_scale": travels, "out_dtype": "bfloat16", "use_fast_accum": False, "return_a_full": False}
+    return "all_gather_scaled_matmul", {**given, "group_size": WORLD, **others}
+
+
+def reduction(op: str, a: Any, *bs: Any, reduce_op: str = "sum", **others: Any) -> tuple[str, dict[str, Any]]:
+    given = {"a_parts": [a] * len(bs), "b_parts": list(bs)}
+    biases = {"biases": [None] * len(bs), "reduce_op": reduce_op}
+    return op, {**given, **others.pop("scales", {}), **biases, **others}
+
+
+FP8 = "float8_e4m3fn"
+NUMBER, ROWS, COLUMNS = spec(dtype="float32"), spec(32, 1, dtype="float32"), spec(1, 48, dtype="float32")
+X8, W8 = spec(32, 64, dtype=FP8), spec(64, 48, dtype=FP8, column_major=True)
+SCALES = {"a_scales": [ROWS, NUMBER], "b_scales": [COLUMNS, NUMBER]}
+SCATTERED = {"scatter_dim": 0, "group_size": WORLD}
+
+CALLS = {
+    "gather of several products, a bias and A itself": gather(
+        spec(32, 64), spec(64, 48, column_major=True), spec(64, 16), biases=[spec(48), None], full=True
+    ),
+    "gather along dimension 1": gather(spec(3, 32, 64), spec(64, 48), dim=1),
+    "gather along the contraction": gather(spec(32, 64), spec(128, 48), dim=1),
+    "gather of rows with gaps": gather(spec(32, 64, stride=[80, 1]), spec(64, 48), biases=[spec(48, stride=[0])]),
+    "fp8 gather by rows": scaled_gather(X8, ROWS, W8, COLUMNS, True),
+    "fp8 gather of what travels along": scaled_gather(X8, NUMBER, W8, NUMBER, False, along_shard=ROWS),
+    "fp8 gather by blocks": scaled_gather(
+        spec(32, 256, dtype=FP8), spec(32, 2, dtype="float32"), spec(256, 48, dtype=FP8, column_major=True),
+        spec(2, 1, dtype="float32"), True,
+    ),
+    "scatter of a sum": reduction("matmul_reduce_scatter", spec(32, 64), spec(64, 48), spec(64, 48), **SCATTERED),
+    "scatter along dimension 1, averaged": reduction(
+        "matmul_reduce_scatter", spec(3, 32, 64), spec(64, 48), reduce_op="avg", scatter_dim=1, group_size=WORLD
+    ),
+    "fp8 scatter of a sum": reduction(
+        "scaled_matmul_reduce_scatter", X8, W8, W8, scales=SCALES, scatter_dim=0, out_dtype="bfloat16",
+        use_fast_accum=False, group_size=WORLD,
+    ),
+    "all-reduce": reduction("matmul_all_reduce", spec(32, 64), spec(64, 48)),
+    **{f"{op} {kind}": bench.built_in(op, kind, 32, 64, 48, WORLD) for op in bench.OPS for kind in bench.KINDS},
+}  # fmt: skip
+
+
+def judge(rank: int, world: int) -> dict[str, dict[str, float]]:
+    """The errors of each call's variants, the limit, and those of results that are wrong in one way each."""
+    torch.manual_seed(rank)
+    return {name: errors_of(*asked, rank) for name, asked in CALLS.items()}
+
+
+def errors_of(op: str, arguments: dict[str, Any], rank: int) -> dict[str, float]:
+    call = bench.Call(op, arguments, torch.device("cpu"))
+    right = call.variant("asynctp")
+    before = right()
+
+    def stale() -> list[Tensor]:
+        return before
+
+    def broken(value: float) -> list[Tensor]:
+        results = right()
+        if rank == 1:
+            results[0].view(-1)[5] = value
+        return results
+
+    found = {name: call.error(call.variant(name)) for name in ("nccl", "asynctp")}
+    wrong = {"stale": stale, "one element": lambda: broken(1e3), "not a number": lambda: broken(math.nan)}
+    found |= {name: call.error(function) for name, function in wrong.items()}
+    return {**found, "limit": bench.limit(found, call.out_dtype)}
