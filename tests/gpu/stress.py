@@ -33,7 +33,6 @@ import asynctp_passes.ops  # noqa: F401
 
 ALL = ("fused", "decomposed", "direct")
 NOT_DECOMPOSED = ("fused", "direct")  # rows of a rank that do not lie together
-NOT_FUSED = ("decomposed", "direct")  # several scaled products in one sum
 SHAPES = ((64, 64, 64), (512, 128, 256), (1024, 64, 512), (256, 256, 128), (2048, 128, 256), (520, 64, 72))
 POISON_EVERY = 1000
 
@@ -59,7 +58,10 @@ def stressed(world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
         yield replace(gather, dtype=FP8, scales="tensor", along=True, ns=(256, 64)), ALL
         yield replace(scatter, **by_row), ALL
         yield replace(scatter, **by_row, shard=(3, 50 * world), dim=1), NOT_DECOMPOSED
-        yield replace(scatter, dtype=FP8, scales="tensor", ns=(256, 256)), NOT_FUSED
+        sums = replace(scatter, dtype=FP8, scales="tensor", ns=(256, 256))
+        yield sums, ALL
+        yield replace(sums, ks=(k, k // 2, k // 4), ns=(256, 256, 256), fast=False), ALL
+        yield replace(sums, shard=(3, 50 * world), dim=1), NOT_DECOMPOSED
         reduced = replace(scatter, op="all_reduce")
         yield reduced, ALL
         yield replace(reduced, ns=(256, 256)), ALL
