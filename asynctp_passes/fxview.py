@@ -29,6 +29,7 @@ __all__ = [
     "live",
     "mutates",
     "op_name",
+    "plain",
     "segments",
     "size_sources",
     "source_of",
@@ -199,16 +200,18 @@ def describe(node: object) -> str:
 
 
 def call_of(node: fx.Node) -> dict[str, Any]:
-    """What an op is called with, by argument name and in plain values: of a tensor its dtype, shape and strides.
-
-    `{"a_shard": {"dtype": "bfloat16", "shape": [4, 8], "stride": [8, 1]}, "gather_dim": 0, ...}`, without the group.
-    Empty where a size is symbolic.
-    """
+    """An op's arguments by their schema names, fake tensors for nodes; without its group."""
     found = {name: value for name, value in arguments(node).items() if name != "group_name"}
-    tensors = [value for value in map(tensor_of, node.all_input_nodes) if value is not None]
-    if any(isinstance(size, torch.SymInt) for value in tensors for size in (*value.shape, *value.stride())):
-        return {}
-    return {name: _plain(value) for name, value in found.items()}
+    return {name: fx.map_arg(value, lambda source: source.meta["val"]) for name, value in found.items()}
+
+
+def plain(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call in plain values: of a tensor its dtype, shape and strides. Empty where one of these is symbolic.
+
+    `{"a_shard": {"dtype": "bfloat16", "shape": [4, 8], "stride": [8, 1]}, "gather_dim": 0, ...}`
+    """
+    values = {name: _plain(value) for name, value in call.items()}
+    return {} if _holds_symbols(list(values.values())) else values
 
 
 def _plain(value: Any) -> Any:
@@ -216,9 +219,14 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    if (tensor := tensor_of(value)) is not None:
-        return {"dtype": _plain(tensor.dtype), "shape": list(tensor.shape), "stride": list(tensor.stride())}
+    if isinstance(value, torch.Tensor):
+        return {"dtype": _plain(value.dtype), "shape": list(value.shape), "stride": list(value.stride())}
     return value
+
+
+def _holds_symbols(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, torch.SymInt) or any(map(_holds_symbols, items))
 
 
 class Sizes:

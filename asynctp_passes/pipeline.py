@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,7 +19,7 @@ from asynctp_passes.config import Config
 from asynctp_passes.decide import allowed, context_of, decide
 from asynctp_passes.errors import AsyncTPError, raise_if_strict
 from asynctp_passes.find import find
-from asynctp_passes.fxview import Sizes, arguments, call_of, describe, op_name, source_of, tensor_of
+from asynctp_passes.fxview import Sizes, describe, op_name, plain, source_of, tensor_of
 from asynctp_passes.hide import hide
 from asynctp_passes.read import called_name, read_collectives
 from asynctp_passes.report import Coalesced, Remark, Report
@@ -69,11 +70,10 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
         raise
     chains = [decision.candidate.chain for decision in decisions if decision.refusal is None]
     hidden = [decision for decision in decisions if decision.behind]
-    rewrite(graph, [chain for chain in chains if chain is not None], sizes, hidden, bundles)
+    calls = rewrite(graph, [chain for chain in chains if chain is not None], sizes, hidden, bundles)
     if chains and config.store_scales:
         store(graph, scales_to_store(graph))
-    fused = {node.meta["asynctp_collective"]: node for node in graph.nodes if "asynctp_collective" in node.meta}
-    remarks = tuple(_with_call(remark, fused.get(remark.collective)) for remark in report.remarks)
+    remarks = tuple(_with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)
     return dataclasses.replace(report, remarks=remarks)
 
 
@@ -229,13 +229,11 @@ def _amount(whole: fx.Node, ranks: int) -> str:
     return describe(whole) + ("" if count is None else f" ({count} bytes)")
 
 
-def _with_call(remark: Remark, op: fx.Node | None) -> Remark:
+def _with_call(remark: Remark, call: Mapping[str, Any]) -> Remark:
     """The remark with what the fused op is called with, and what that makes it run here."""
-    call = {} if op is None else call_of(op)
-    if op is None or not call:
+    told = plain(call)
+    if not told:
         return remark
-    values = {name: fx.map_arg(value, tensor_of) for name, value in arguments(op).items() if name in call}
     name = remark.op.removeprefix("asynctp::")
-    return dataclasses.replace(
-        remark, call=call, implementation=ops.expected_implementation(name, values, remark.group_size)
-    )
+    runs = ops.expected_implementation(name, call, remark.group_size)
+    return dataclasses.replace(remark, call=told, implementation=runs)

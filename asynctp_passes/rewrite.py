@@ -38,6 +38,7 @@ from asynctp_passes.fxview import (
     Plan,
     Sizes,
     arguments,
+    call_of,
     express,
     is_random,
     is_size,
@@ -64,12 +65,15 @@ def rewrite(
     sizes: Sizes,
     hidden: Sequence[Decision] = (),
     bundles: Sequence[Bundle] = (),
-) -> None:
+) -> dict[str, dict[str, Any]]:
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
     The all-reduces of a bundle become one, and what that waits for moves in front of it. Unused nodes are erased, the
     order is restored where an operand of a later matmul moved, the collectives of `hidden` move beside their products,
     and the graph is linted.
+
+    Returns:
+        What each fused op is called with (`call_of`), by the name of the collective that it replaced.
     """
     segment = segments(graph)
     moved: dict[fx.Node, fx.Node] = {}
@@ -114,8 +118,12 @@ def rewrite(
     flying: list[tuple[Collective, fx.Node | None]] = [(chain.collective, op) for chain, op in hoisted]
     flying += [(decision.candidate.collective, None) for decision in hidden]
     _wait_with_sources(graph, [collective for collective, _ in flying])
-    compat.keep_order(graph, _order_in_flight(graph, flying, flops))
+    calls = {chain.collective.node.name: call_of(fused[chain.collective.node]) for chain in chains}
+    compat.keep_order(
+        graph, _order_in_flight(graph, flying, flops)
+    )  # an op that is kept in order is wrapped in another
     graph.lint()
+    return calls
 
 
 def store(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:

@@ -271,8 +271,10 @@ def test_inductor_is_told_of_tensors(path: Path, monkeypatch: pytest.MonkeyPatch
     """It passes over a dependency on a node with several results, as a fused op with several products is."""
     monkeypatch.setattr(torch._guards.CompileContext, "current_compile_id", staticmethod(lambda: "0/0"))
     module = load(path)
-    run_pass(module.graph)
+    report = run_pass(module.graph)
     ordered = [node for node in module.graph.nodes if str(node.target) == "control_deps"]
     assert all(isinstance(before.meta["val"], torch.Tensor) for node in ordered for before in node.args[0])
     assert len(ordered) >= (2 if path.name == "torchao_rowwise_block__0.txt" else 0)
+    fused = {node.meta["asynctp_collective"] for node in module.graph.nodes if "asynctp_collective" in node.meta}
+    assert {remark.collective for remark in report.fused if remark.call} == fused, "of ops that are wrapped, too"
     module.graph.lint()
