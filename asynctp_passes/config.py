@@ -93,7 +93,7 @@ class Config:
             if value is not None:
                 _require(isinstance(value, str | os.PathLike) and bool(str(value)), name, value, "a path, or None")
                 object.__setattr__(self, name, str(value))
-                _require(_can_be_written(str(value), folder=name == "graph_dir"), name, value, _WRITABLE[name])
+                _require(can_be_written(str(value), folder=name == "graph_dir"), name, value, _WRITABLE[name])
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ _WRITABLE = {
 }
 
 
-def _can_be_written(path: str, folder: bool) -> bool:
+def can_be_written(path: str, folder: bool) -> bool:
     """Whether there can be a file, or a folder, of this path: what is there of it already allows that."""
     place = Path(path).absolute()
     if not folder:

@@ -52,6 +52,7 @@ from asynctp_passes.demo.recipe import (
     parse_option,
     place,
     require,
+    require_output,
     require_precision,
     styles_of,
 )
@@ -591,6 +592,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.blocks = 2 if options.blocks is None else options.blocks
     require(options.blocks >= 1, "blocks", options.blocks, "at least 1")
     require(options.rounds >= 1, "rounds", options.rounds, "at least 1")
+    require_output("out", options.out, folder=True)
     for size in options.sizes:
         if size != "debug" and not gpu:
             raise RecipeError(f"--sizes {size} needs GPUs, and there are none here; take --sizes debug")

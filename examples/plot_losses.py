@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 class LogError(Exception):
-    """A file is no log; the message says what to do."""
+    """A file is no log, or a picture cannot be written; the message says what to do."""
 
 
 def read_losses(path: Path) -> dict[int, float]:
@@ -57,7 +57,11 @@ def table(curves: dict[str, dict[int, float]]) -> str:
 
 
 def draw(curves: dict[str, dict[int, float]], path: Path) -> bool:
-    """Write the picture, in the format of the file's ending; False without matplotlib."""
+    """Write the picture, in the format of the file's ending; False without matplotlib.
+
+    Raises:
+        LogError: It cannot be written.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -71,12 +75,16 @@ def draw(curves: dict[str, dict[int, float]], path: Path) -> bool:
     axis.set(xlabel="step", ylabel="loss (nats per byte)")
     axis.legend()
     figure.tight_layout()
-    figure.savefig(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except (OSError, ValueError) as error:  # ValueError: of an ending that matplotlib does not know
+        raise LogError(f"--out {path} cannot be written ({error}); give a file as losses.svg or losses.png") from error
     return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 done, 2 a file is no log."""
+    """0 done, 2 a file is no log, or the picture cannot be written."""
     parser = argparse.ArgumentParser(prog="plot_losses", description="Draw loss curves of train_llama.py.")
     parser.add_argument("logs", type=Path, nargs="+", metavar="LOG.jsonl")
     parser.add_argument("--out", type=Path, default=Path("losses.svg"), help="the picture (default: %(default)s)")
@@ -86,11 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--smooth {options.smooth} is not valid; it must be at least 1")
     try:
         curves = {path.stem: smoothed(read_losses(path), options.smooth) for path in options.logs}
+        print(table(curves))
+        drawn = draw(curves, options.out)
     except LogError as error:
         print(f"plot_losses: {error}", file=sys.stderr)
         return 2
-    print(table(curves))
-    drawn = draw(curves, options.out)
     print(f"wrote {options.out}" if drawn else "no picture: it needs matplotlib (pip install matplotlib)")
     return 0
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,11 +43,15 @@ from asynctp_passes.demo.recipe import (
     parse_option,
     place,
     require,
+    require_output,
     require_precision,
 )
 from asynctp_passes.demo.train import TEXT
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+#: relative distance (Frobenius norm) that a step's logits may be from those of another compiler: rounding
+LIMITS = {"fp32": 1e-4, "bf16": 2e-2, "fp8": 1e-1, "fp8-rowwise": 1e-1}
 
 
 # --- options -------------------------------------------------------------------------------------------------------
@@ -67,7 +72,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--option", action="append", default=[], metavar="NAME=VALUE", help="to torch.compile, as strict=all")
     add("--cuda-graphs", choices=("decode", "none"), help="what is captured (default: decode on GPUs)")
     add("--data", type=Path, default=TEXT, help="the file that prompts are cut from (default: Newton's Opticks)")
-    add("--check", action="store_true", help="compare all answers with those of the model without a compiler")
+    add(
+        "--check", action="store_true", help="compare all logits with plain Inductor's on the same bytes; exit 1 if far"
+    )
     add("--json", type=Path, metavar="FILE", help="write everything that was measured")
     add("--seed", type=int, default=1704, help="of weights and prompts (default: %(default)s)")
     return parser.parse_args(arguments)
@@ -93,6 +100,7 @@ def settle(options: argparse.Namespace, ranks: int, gpu: bool) -> ModelSizes:
         options.batch % ranks == 0 and options.batch > 0, "batch", options.batch,
         f"a multiple of the {ranks} ranks, over which the bytes of a decode step are split",
     )  # fmt: skip
+    require_output("json", options.json)
     if not gpu and options.cuda_graphs != "none":
         raise RecipeError("--cuda-graphs decode needs GPUs, and there are none here; leave it out")
     sizes = dataclasses.replace(preset, layers=options.blocks, sequence=options.max_prompt + options.decode)
@@ -130,11 +138,18 @@ def draw(options: argparse.Namespace, text: Tensor, count: int, device: torch.de
 # --- serving -------------------------------------------------------------------------------------------------------
 @dataclass
 class Times:
-    """Milliseconds of each prefill and of each decode step, and the bytes that came out, `[batch, decode]` a batch."""
+    """Milliseconds of each prefill and of each decode step, and what came out of a batch.
+
+    Attributes:
+        answers: The bytes, `[batch, decode]`.
+        logits: What they were chosen by, `[batch, decode, vocabulary]`; empty unless they were to be kept.
+        tokens: Of all prompts, without what pads them.
+    """
 
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
     answers: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
     tokens: int = 0
 
 
@@ -151,28 +166,52 @@ class Clock:
         return time.perf_counter() * 1e3
 
 
-def serve(prefill: Step, decode: Step, batches: Sequence[Prompts], count: int, device: torch.device) -> Times:
-    """Answer each batch greedily, `count` bytes a prompt. The first byte comes of the prefill."""
+def serve(
+    prefill: Step,
+    decode: Step,
+    batches: Sequence[Prompts],
+    count: int,
+    device: torch.device,
+    keep: bool = False,
+    forced: Sequence[Tensor] | None = None,
+) -> Times:
+    """Answer each batch, `count` bytes a prompt. The first byte comes of the prefill.
+
+    Args:
+        prefill, decode: The model, for prompts and for one byte more of each.
+        batches: The prompts.
+        count: Bytes to generate.
+        device: Where the model is.
+        keep: Keep the logits.
+        forced: Go on with these bytes, `[batch, count]` a batch, whatever the likeliest ones are.
+    """
     times, clock = Times(), Clock(device)
-    for prompts in batches:
+    for number, prompts in enumerate(batches):
         batch, longest = prompts.tokens.shape
         positions = torch.arange(longest, device=device).expand(batch, longest).contiguous()
         for each in (prompts.tokens, positions):
             torch._dynamo.mark_dynamic(each, 1)  # one compile serves all lengths
-        start = clock.now()
-        latest = prefill(prompts.tokens, positions, prompts.lengths - 1).argmax(-1)
-        times.prefill.append(clock.now() - start)
-        times.tokens += batch * longest
-        answer = [latest]
-        places, first = prompts.lengths.clone(), torch.zeros_like(prompts.lengths)
-        for _ in range(count - 1):
+        answer: list[Tensor] = []
+        kept: list[Tensor] = []
+        latest, first = prompts.tokens[:, 0], torch.zeros_like(prompts.lengths)
+        for step in range(count):
+            places = prompts.lengths + (step - 1)
             start = clock.now()
-            torch.compiler.cudagraph_mark_step_begin()
-            latest = decode(latest[:, None], places[:, None], first).argmax(-1)
-            times.decode.append(clock.now() - start)
-            places = places + 1
+            if step == 0:
+                logits = prefill(prompts.tokens, positions, places)
+            else:
+                torch.compiler.cudagraph_mark_step_begin()
+                logits = decode(latest[:, None], places[:, None], first)
+            latest = logits.argmax(-1)
+            (times.decode if step else times.prefill).append(clock.now() - start)
             answer.append(latest)
+            if keep:
+                kept.append(logits.float().cpu())  # a replayed graph overwrites its results
+            if forced is not None:
+                latest = forced[number][:, step].to(device)
+        times.tokens += int(prompts.lengths.sum())
         times.answers.append(torch.stack(answer, 1).cpu())
+        times.logits += [torch.stack(kept, 1)] if keep else []
     return times
 
 
@@ -211,7 +250,8 @@ def run(options: argparse.Namespace, sizes: ModelSizes, here: Place) -> dict[str
         load_weights(model, options.checkpoint)
     model.allocate(options.batch, sizes.sequence, ranks)
 
-    prefill, decode = compiled(model, options, mesh.get_group().group_name, device)
+    group = mesh.get_group().group_name
+    prefill, decode = compiled(model, options, group, device)
     text = torch.frombuffer(bytearray(options.data.read_bytes()), dtype=torch.uint8).long()
     warm, batches = 3, draw(options, text, options.batches + 3, device)
     with torch.no_grad():
@@ -219,8 +259,10 @@ def run(options: argparse.Namespace, sizes: ModelSizes, here: Place) -> dict[str
         serve(prefill, decode, batches[:warm], max(options.decode, 4), device)
         compiling = time.perf_counter() - started
         with torch.compiler.set_stance("fail_on_recompile"):
-            times = serve(prefill, decode, batches[warm:], options.decode, device)
-        mismatches = compare(model, batches[warm:], times, options, device) if options.check else None
+            times = serve(prefill, decode, batches[warm:], options.decode, device, keep=options.check)
+        checked = (
+            check(model, batches[warm:], times, options, mesh.get_group().group_name, here) if options.check else None
+        )
     return {
         "options": vars(options),
         "torch": torch.__version__,
@@ -233,7 +275,7 @@ def run(options: argparse.Namespace, sizes: ModelSizes, here: Place) -> dict[str
         "fused": sum(len(report.fused) for report in asynctp_passes.reports()),
         "missed": sum(len(report.missed) for report in asynctp_passes.reports()),
         "cuda_graph_skips": compat.cudagraph_skips() if options.cuda_graphs == "decode" else None,
-        "mismatches": mismatches,
+        "check": checked,
         "answers": [bytes(row).decode("latin-1") for row in times.answers[0].tolist()],
     }
 
@@ -251,14 +293,41 @@ def compiled(model: Transformer, options: argparse.Namespace, group: str, device
     return prefill(model.serve), decode(model.serve)
 
 
-def compare(
-    model: Transformer, batches: Sequence[Prompts], times: Times, options: argparse.Namespace, device: torch.device
-) -> dict[str, int]:
-    """How many bytes differ from those of the model without a compiler."""
-    eager = serve(model.serve, model.serve, batches, options.decode, device)
-    pairs = list(zip(times.answers, eager.answers, strict=True))
-    differ = sum(int((a != b).sum()) for a, b in pairs)
-    return {"bytes": sum(a.numel() for a, _ in pairs), "differ": differ}
+def check(
+    model: Transformer, batches: Sequence[Prompts], times: Times, options: argparse.Namespace, group: str, here: Place
+) -> dict[str, Any]:
+    """The logits of every step against those of plain Inductor (for that: of no compiler), led along the same bytes."""
+    steps: tuple[Step, Step] = (model.serve, model.serve)
+    if options.backend != "inductor":
+        plain = argparse.Namespace(**{**vars(options), "backend": "inductor", "cuda_graphs": "none"})
+        steps = compiled(model, plain, group, here.device)
+    expected = serve(*steps, batches, options.decode, here.device, keep=True, forced=times.answers)
+    distance = max(map(farthest, times.logits, expected.logits), key=worse)
+    everywhere: list[Any] = [None] * here.world
+    dist.all_gather_object(everywhere, distance)
+    differ = sum(int((a != b).sum()) for a, b in zip(times.answers, expected.answers, strict=True))
+    return {
+        "against": "the model without a compiler" if options.backend == "inductor" else "plain Inductor",
+        "distance": max(everywhere, key=worse),
+        "limit": LIMITS[options.precision],
+        "bytes": sum(each.numel() for each in times.answers),
+        "differ": differ,
+    }
+
+
+def farthest(found: Tensor, expected: Tensor) -> float:
+    """The largest relative distance of a step's logits `[batch, steps, vocabulary]`; nan where one is."""
+    return float(((found - expected).norm(dim=(0, 2)) / expected.norm(dim=(0, 2))).amax())
+
+
+def worse(distance: float) -> tuple[bool, float]:
+    """Orders distances; nan is the largest."""
+    return distance != distance, distance
+
+
+def right(found: dict[str, Any]) -> bool:
+    """What was checked, if it was, is within its limit; nan is not."""
+    return found["check"] is None or found["check"]["distance"] <= found["check"]["limit"]
 
 
 def show(found: dict[str, Any]) -> str:
@@ -270,21 +339,23 @@ def show(found: dict[str, Any]) -> str:
         if found[key]:
             cells = "".join(f"{found[key][cut]:10.2f}" for cut in ("p50", "p90", "p99"))
             lines.append(f"  {name:<14}{found[key]['count']:>5} x {cells:>40}")
-    lines.append(f"  prefill {found['prefill_tokens_per_s']:,.0f} tokens/s; {found['fused']} collectives fused, "
+    lines.append(f"  prefill {found['prefill_tokens_per_s']:,.0f} prompt tokens/s; {found['fused']} collectives fused, "
                  f"{found['missed']} missed; warm-up {found['warm_up_seconds']:.0f} s")  # fmt: skip
     if found["cuda_graph_skips"]:
         lines.append(
             f"  NOT in a CUDA graph: {found['cuda_graph_skips']} compiled graphs; TORCH_LOGS=perf_hints says why"
         )
-    if found["mismatches"] is not None:
+    if found["check"] is not None:
         lines.append(
-            "  {differ} of {bytes} bytes differ from the model without a compiler".format(**found["mismatches"])
+            "  logits differ by {distance:.1e} from those of {against} (limit {limit:.0e}); {differ} of {bytes} bytes "
+            "do".format(**found["check"])
+            + ("" if right(found) else ": WRONG")
         )
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """One process of the server; 0 done, 1 answers differ under --check in fp32, 2 it could not run."""
+    """One process of the server; 0 done, 1 logits are beyond their limit under --check, 2 it could not run."""
     options = parse(arguments)
     try:
         return launch(options)
@@ -307,9 +378,9 @@ def launch(options: argparse.Namespace) -> int:
     if here.rank == 0:
         print(show(found))
         if options.json is not None:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
-    wrong = options.precision == "fp32" and found["mismatches"] is not None and found["mismatches"]["differ"]
-    return 1 if wrong else 0
+    return 0 if right(found) else 1
 
 
 if __name__ == "__main__":

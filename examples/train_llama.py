@@ -52,6 +52,7 @@ from asynctp_passes.demo.recipe import (
     parse_option,
     place,
     require,
+    require_output,
     require_precision,
 )
 from asynctp_passes.demo.train import TEXT, Progress
@@ -121,6 +122,9 @@ def settle(options: argparse.Namespace, world: int, gpu: bool) -> ModelSizes:
             raise RecipeError("--profile measures what GPUs do, and there are none here; leave it out")
     if (options.resume or options.checkpoint_every) and options.checkpoint_dir is None:
         raise RecipeError("--resume and --checkpoint-every need --checkpoint-dir FOLDER; add it")
+    require_output("loss-log", options.loss_log)
+    for name in ("checkpoint-dir", "tensorboard", "profile"):
+        require_output(name, getattr(options, name.replace("-", "_")), folder=True)
     options.compile_options = dict(map(parse_option, options.option))
     sizes = dataclasses.replace(preset, layers=options.blocks, sequence=options.sequence)
     try:

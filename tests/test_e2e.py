@@ -279,6 +279,7 @@ def test_problems_of_the_options() -> None:
         ),
         (["--backends", "inductor,eager"], "--backends eager is not valid; it must be of inductor, intree, asynctp"),
         (["--blocks", "0"], "--blocks 0 is not valid; it must be at least 1"),
+        (["--out", "/dev/null"], "--out /dev/null is not valid; it must be a folder that can be written, or made"),
         (["--sizes", "70b"], "--sizes 70b needs GPUs, and there are none here; take --sizes debug"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -137,19 +138,75 @@ def test_resume_of_nothing(tmp_path: Path) -> None:
 # --- serving ---------------------------------------------------------------------------------------------------------
 @pytest.mark.ranks
 def test_serve(trained: Path, tmp_path: Path) -> None:
-    """With the trained weights: answers equal eager ones, nothing is compiled anew, percentiles are there."""
+    """With the trained weights: answers are plain Inductor's, nothing is compiled anew, percentiles are there."""
     shape = ["--batch", "4", "--batches", "3", "--decode", "4", "--min-prompt", "5", "--max-prompt", "24"]
     weights = ["--checkpoint", str(trained / "saved" / "step-00000012")]
-    out = run_torchrun("serve_prefill.py", *STRICT, *shape, *weights, "--check", "--json", "out.json", cwd=tmp_path)
-    assert "0 of 48 bytes differ from the model without a compiler" in out
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["mismatches"] == {"bytes": 48, "differ": 0}
+    out = run_torchrun("serve_prefill.py", *STRICT, *shape, *weights, "--check", "--json", "new/out.json", cwd=tmp_path)
+    assert "from those of plain Inductor (limit 1e-04); 0 of 48 bytes do" in out
+    found = json.loads((tmp_path / "new" / "out.json").read_text())
+    assert 0 <= found["check"].pop("distance") < 1e-4
+    assert found["check"] == {"against": "plain Inductor", "limit": 1e-4, "bytes": 48, "differ": 0}
     assert (found["fused"], found["missed"]) == (18, 0)
     assert [found[key]["count"] for key in ("prefill_ms", "decode_ms")] == [3, 9]
     for key in ("prefill_ms", "decode_ms"):
         assert 0 < found[key]["p50"] <= found[key]["p90"] <= found[key]["p99"]
     assert [len(answer) for answer in found["answers"]] == [4] * 4
     assert set("".join(found["answers"])) <= set(map(chr, range(32, 127))) | {"\n"}, "trained on text, it writes text"
+
+
+@pytest.mark.parametrize(
+    ("precision", "distance", "code"),
+    [("fp32", 1e-5, 0), ("fp32", 2e-4, 1), ("bf16", 1e-2, 0), ("bf16", 3e-2, 1), ("bf16", float("nan"), 1),
+     ("fp8-rowwise", 0.05, 0), ("fp8-rowwise", 0.2, 1)],
+)  # fmt: skip
+def test_serving_fails_when_logits_are_far_off(
+    precision: str, distance: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In every precision."""
+    serve = example("serve_prefill.py")
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    latencies = serve.percentiles([1.0])
+
+    def run(options: Any, sizes: Any, here: Any) -> dict[str, Any]:
+        checked = {"against": "plain Inductor", "distance": distance, "limit": serve.LIMITS[options.precision],
+                   "bytes": 48, "differ": 0}  # fmt: skip
+        return {"options": vars(options), "ranks": 2, "device": "cpu", "prefill_ms": latencies, "decode_ms": latencies,
+                "prefill_tokens_per_s": 1.0, "fused": 0, "missed": 0, "warm_up_seconds": 1.0, "cuda_graph_skips": None,
+                "check": checked}  # fmt: skip
+
+    monkeypatch.setattr(serve, "run", run)
+    monkeypatch.setattr(serve, "joined", lambda here: contextlib.nullcontext())
+    monkeypatch.setattr(serve, "require_precision", lambda precision: None)
+    assert serve.main(["--check", "--precision", precision]) == code
+    assert ("WRONG" in capsys.readouterr().out) == bool(code)
+
+
+def test_the_farthest_step_counts() -> None:
+    serve = example("serve_prefill.py")
+    logits = torch.ones(2, 3, 4)
+    other = logits.clone()
+    assert serve.farthest(other, logits) == 0
+    other[1, 2] *= 2
+    assert serve.farthest(other, logits) == pytest.approx(0.5**0.5)
+    other[0, 0, 0] = float("nan")
+    assert str(serve.farthest(other, logits)) == "nan"
+    assert max([1.0, float("nan"), 2.0], key=serve.worse) != 2.0
+
+
+def test_padding_is_not_counted() -> None:
+    serve = example("serve_prefill.py")
+    prompts = serve.Prompts(torch.zeros(2, 7, dtype=torch.long), torch.tensor([3, 7]))
+
+    def model(tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Logits of the byte that comes after as many."""
+        return torch.nn.functional.one_hot(positions.gather(1, last[:, None])[:, 0] + 1, 256).float()
+
+    times = serve.serve(model, model, [prompts, prompts], 3, torch.device("cpu"), keep=True)
+    assert times.tokens == 20
+    assert [len(each) for each in (times.prefill, times.decode)] == [2, 4]
+    assert [answer.tolist() for answer in times.answers] == [[[3, 4, 5], [7, 8, 9]]] * 2
+    assert torch.equal(times.logits[0].argmax(-1), times.answers[0])
 
 
 def test_percentiles() -> None:
@@ -180,6 +237,9 @@ def refused(name: str, arguments: list[str], world: int = 2, gpu: bool = False) 
         (["--resume"], "--resume and --checkpoint-every need --checkpoint-dir FOLDER; add it"),
         (["--profile", "x", "--profile-step", "1"], "--profile-step 1 is not valid; it must be at least 2"),
         (["--profile", "x"], "--profile measures what GPUs do, and there are none here; leave it out"),
+        (["--loss-log", "/dev/null/x.jsonl"], "--loss-log /dev/null/x.jsonl is not valid; it must be a file that can"),
+        (["--checkpoint-dir", "/dev/null"], "--checkpoint-dir /dev/null is not valid; it must be a folder that can be"),
+        (["--tensorboard", "/dev/null/x"], "--tensorboard /dev/null/x is not valid; it must be a folder that can be"),
     ],
 )
 def test_training_refuses(arguments: list[str], message: str) -> None:
@@ -199,6 +259,7 @@ def test_too_many_ranks_for_the_heads() -> None:
         (["--min-prompt", "1"], "--min-prompt 1 is not valid; it must be at least 2"),
         (["--decode", "0"], "--decode 0 is not valid; it must be at least 1"),
         (["--cuda-graphs", "decode"], "--cuda-graphs decode needs GPUs, and there are none here"),
+        (["--json", "/dev/null/x/y.json"], "--json /dev/null/x/y.json is not valid; it must be a file that can be"),
     ],
 )
 def test_serving_refuses(arguments: list[str], message: str) -> None:

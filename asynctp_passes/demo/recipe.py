@@ -12,6 +12,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from asynctp_passes import compat
-from asynctp_passes.config import Config
+from asynctp_passes.config import Config, can_be_written
 from asynctp_passes.demo.model import Styles, Transformer, parallelize
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "parse_option",
     "place",
     "require",
+    "require_output",
     "require_precision",
 ]
 
@@ -58,6 +60,16 @@ def require(condition: bool, name: str, value: object, limit: str) -> None:
     """
     if not condition:
         raise RecipeError(f"--{name} {value} is not valid; it must be {limit}")
+
+
+def require_output(name: str, path: Path | None, folder: bool = False) -> None:
+    """Check that an option names a file, or a folder, that can be written; its folder need not be there yet.
+
+    Raises:
+        RecipeError: It cannot.
+    """
+    what = "a folder that can be written, or made" if folder else "a file that can be written, in a folder that can be"
+    require(path is None or can_be_written(str(path), folder), name, path, what)
 
 
 def parse_option(text: str) -> tuple[str, Any]:
