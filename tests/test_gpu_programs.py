@@ -74,3 +74,13 @@ def test_stressed_calls_are_exact(alone: dist.ProcessGroup) -> None:
         result[-1] += 1
         call.compare(torch.stack((result, call.expected)))
         assert (call.made, int(call.wrong)) == (3, 1), case.name
+
+
+@pytest.mark.parametrize("op", ["gather", "scatter"])
+@pytest.mark.parametrize("copy", [True, False])
+def test_collectives_in_flight_are_exact(op: str, copy: bool, alone: dist.ProcessGroup) -> None:
+    inner = next(stress.prepare(*next(stress.stressed(1)), alone))
+    call = stress.prepare_bulk(op, inner, alone, copy)
+    call.compare(call.run())
+    assert (call.made, int(call.wrong)) == (1, 0)
+    assert call.expected.numel() == 128 * 64 + inner.expected.numel()

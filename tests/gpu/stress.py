@@ -128,23 +128,26 @@ def prepare(case: Case, implementations: tuple[str, ...], group: dist.ProcessGro
         yield Call(f"{case.name}/{name}", by(name), wanted, torch.zeros((), dtype=torch.int64, device=wanted.device))
 
 
-def prepare_bulk(op: str, inner: Call, group: dist.ProcessGroup) -> Call:
-    """A collective without a product, left in flight while `inner` runs."""
-    world, name = group.size(), group.group_name
+def prepare_bulk(op: str, inner: Call, group: dist.ProcessGroup, copy: bool) -> Call:
+    """A collective without a product, left in flight while `inner` runs; of a copy, or of its input itself."""
+    world, group_name = group.size(), group.group_name
     torch.manual_seed(dist.get_rank())
-    x = torch.randint(-8, 9, (128 * world, 64), device="cuda").to(torch.bfloat16)
-    whole = torch.empty(world, *x.shape, dtype=x.dtype, device="cuda")
-    dist.all_gather_into_tensor(whole, x)
+    x = torch.randint(-8, 9, (128 * world, 64), device=inner.expected.device).to(torch.bfloat16)
+    whole = cases.gathered(x.unsqueeze(0), 0)
     mine = whole.float().sum(0).chunk(world)[dist.get_rank()].to(x.dtype)
     wanted = flat([whole if op == "gather" else mine, inner.expected])
 
     def run() -> Tensor:
         ops = torch.ops.asynctp
-        flying = ops.all_gather(x, world, name) if op == "gather" else ops.reduce_scatter(x, "sum", world, name)
+        args = (world, group_name) if op == "gather" else ("sum", world, group_name)
+        flying = (ops.all_gather if op == "gather" else ops.reduce_scatter)(x, *args, copy=copy)
         beside = inner.run()
-        return flat([torch.ops._c10d_functional.wait_tensor(flying), beside])
+        done = torch.ops._c10d_functional.wait_tensor(flying) if copy else ops.wait(flying, x)
+        return flat([done, beside])
 
-    return Call(f"bulk {op} beside {inner.name}", run, wanted, torch.zeros_like(inner.wrong))
+    return Call(
+        f"bulk {op}{' of a copy' if copy else ''} beside {inner.name}", run, wanted, torch.zeros_like(inner.wrong)
+    )
 
 
 def prepare_all(group: dist.ProcessGroup, reduces: bool) -> list[Call]:
@@ -158,7 +161,11 @@ def prepare_all(group: dist.ProcessGroup, reduces: bool) -> list[Call]:
             made = list(prepare(case, implementations, group))
             captured.append(made[index % len(made)])
             calls += made
-    in_flight = [prepare_bulk(op, inner, group) for op in ("gather", "scatter") for inner in calls[::2]]
+    in_flight = [
+        prepare_bulk(op, inner, group, copy=index % 2 == 0)
+        for op in ("gather", "scatter")
+        for index, inner in enumerate(calls[::2])
+    ]
     for call in calls + in_flight:
         limit(300)
         call.run()
