@@ -32,6 +32,7 @@ from torch import Tensor
 import asynctp_passes.ops  # noqa: F401  registers the ops
 from asynctp_passes import compat, reference
 from asynctp_passes.cli import add_bench_options, calls_of_report
+from asynctp_passes.plots import pyplot
 
 #: (K, N) per rank: what Llama-3 70B (TP 4) and 8B put behind a gather and before a scatter
 GATHER_SHAPES = ((8192, 2560), (8192, 14336), (4096, 7168), (8192, 3584))
@@ -589,14 +590,9 @@ def write_tuning(found: Sequence[Row]) -> Path:
 
 def plot(found: Sequence[Row], path: Path) -> bool:
     """Efficiency over M, one panel a shape; False without matplotlib, or rows."""
-    if not found:
+    plots = pyplot()
+    if plots is None or not found:
         return False
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
     def panel(row: Row) -> str:
         depths, widths = row.problem.sizes
@@ -605,7 +601,7 @@ def plot(found: Sequence[Row], path: Path) -> bool:
     panels = list(dict.fromkeys(map(panel, found)))
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(lines, columns, figsize=(4 * columns, 3 * lines), squeeze=False, sharey=True)
+    figure, axes = plots.subplots(lines, columns, figsize=(4 * columns, 3 * lines), squeeze=False, sharey=True)
     for axis, title in zip(axes.flat, panels, strict=False):
         mine = [row for row in found if panel(row) == title]
         for name, label in (("nccl", "cuBLAS + NCCL"), ("intree", "in-tree"), ("asynctp", "asynctp")):

@@ -56,6 +56,7 @@ from asynctp_passes.demo.recipe import (
     require_precision,
     styles_of,
 )
+from asynctp_passes.plots import pyplot
 
 BASE = BACKENDS[0]
 #: what is allowed on top of, or instead of, what is measured: rounding of the results alone
@@ -533,22 +534,16 @@ def record(found: Found, here: Place, command: str) -> dict[str, Any]:
 
 def plot(found: Found, path: Path) -> bool:
     """Speed of each backend against plain compile, a group of bars a problem; False without matplotlib, or rows."""
-    if not found.rows:
+    plots = pyplot()
+    if plots is None or not found.rows:
         return False
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     base = {row.problem: row for row in found.rows if row.backend == BASE}
     asked = list(base)
     kinds: tuple[tuple[str, Callable[[Row], float]], ...] = (
         ("step", lambda row: row.step),
         ("forward", lambda row: row.forward),
     )
-    figure, axes = pyplot.subplots(1, 2, figsize=(4 + 2.5 * len(asked), 4), squeeze=False, sharey=True)
+    figure, axes = plots.subplots(1, 2, figsize=(4 + 2.5 * len(asked), 4), squeeze=False, sharey=True)
     for axis, (name, value) in zip(axes[0], kinds, strict=True):
         for index, backend in enumerate(BACKENDS):
             mine = [row for row in found.rows if row.backend == backend]

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from asynctp_passes.plots import pyplot
+
 
 class LogError(Exception):
     """A file is no log, or a picture cannot be written; the message says what to do."""
@@ -62,14 +64,10 @@ def draw(curves: dict[str, dict[int, float]], path: Path) -> bool:
     Raises:
         LogError: It cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError:
+    plots = pyplot()
+    if plots is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4))
+    figure, axis = plots.subplots(figsize=(7, 4))
     for name, curve in curves.items():
         axis.plot(list(curve), list(curve.values()), label=name, linewidth=1)
     axis.set(xlabel="step", ylabel="loss (nats per byte)")

@@ -34,7 +34,14 @@ TESTS = tuple(
         *("agree", "ops", "forms", "backend", "recipes"),
     )
 )
-TOOLS = ("pytest>=8", "pytest-xdist>=3.5", "expecttest>=0.2", "hypothesis>=6.100")
+TOOLS = (
+    "pytest>=8",
+    "pytest-xdist>=3.5",
+    "expecttest>=0.2",
+    "hypothesis>=6.100",
+    "matplotlib>=3.8",
+    "tensorboard>=2.16",
+)
 _PRINT_VERSIONS = """
 import json, platform, torch
 try:

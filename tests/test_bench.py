@@ -272,7 +272,6 @@ def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_plot(count: int, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     found = [
         replace(each, problem=replace(each.problem, depth=each.problem.depth + i))
         for i in range(count)

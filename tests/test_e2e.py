@@ -236,7 +236,6 @@ def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     other = [replace(each, problem=Problem("8b", "bf16", 2, 4096, 2)) for each in (BASE, OURS)]
     assert e2e.plot(Found([BASE, INTREE, OURS, *other]), tmp_path / "e2e.png")
     assert (tmp_path / "e2e.png").read_bytes().startswith(b"\x89PNG")

@@ -69,14 +69,27 @@ def test_visualize(tmp_path: Path) -> None:
 
 
 def test_plot_losses(tmp_path: Path) -> None:
-    """A log of two parts, the second resumed, is one curve; without matplotlib there is a table and no picture."""
-    steps = [{"event": "step", "step": step, "loss": 5.0 - step} for step in (1, 2, 3)]
-    lines = [{"event": "start"}, *steps, {"event": "start"}, {"event": "step", "step": 3, "loss": 2.5}]
-    (tmp_path / "plain.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
-    (tmp_path / "other.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    out = run_example("plot_losses.py", "plain.jsonl", "other.jsonl", "--smooth", "1", cwd=tmp_path)
+    """A log of two parts, the second resumed, is one curve."""
+    write_logs(tmp_path)
+    logs = ("plain.jsonl", "other.jsonl", "--smooth", "1")
+    out = run_example("plot_losses.py", *logs, "--out", "new/losses.png", cwd=tmp_path)
     assert [line.split() for line in out.splitlines()[1:3]] == [
         ["plain", "3", "4.0000", "2.0000", "0.0000"],
         ["other", "3", "4.0000", "2.5000", "0.5000"],
     ]
-    assert (tmp_path / "losses.svg").exists() == ("wrote losses.svg" in out)
+    assert out.endswith("wrote new/losses.png\n")
+    assert (tmp_path / "new" / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("path", ["plain.jsonl/losses.svg", "losses.unknown"])
+def test_a_picture_that_cannot_be_written(path: str, tmp_path: Path) -> None:
+    write_logs(tmp_path)
+    with pytest.raises(AssertionError, match=f"plot_losses: --out {path} cannot be written .*; give a file as losses"):
+        run_example("plot_losses.py", "plain.jsonl", "--out", path, cwd=tmp_path)
+
+
+def write_logs(folder: Path) -> None:
+    steps = [{"event": "step", "step": step, "loss": 5.0 - step} for step in (1, 2, 3)]
+    lines = [{"event": "start"}, *steps, {"event": "start"}, {"event": "step", "step": 3, "loss": 2.5}]
+    (folder / "plain.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
+    (folder / "other.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))

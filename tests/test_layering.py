@@ -28,7 +28,7 @@ ROWS = (
     ("pipeline",),
     ("backend",),
     ("__init__",),
-    ("demo", "cli"),
+    ("demo", "cli", "plots"),
     ("bench", "e2e"),
 )
 ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}

@@ -279,6 +279,22 @@ def test_tensorboard_is_named_when_missing(monkeypatch: pytest.MonkeyPatch, tmp_
         example("train_llama.py").tensorboard_writer(tmp_path)
 
 
+def test_tensorboard_gets_the_numbers_of_steps(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train = example("train_llama.py")
+    log = train.Log(train.parse(["--tensorboard", str(tmp_path / "board")]), first=True)
+    log.write("start", options={})
+    log.write("step", step=3, loss=2.5, seconds=0.25)
+    log.write("checkpoint", step=3, path="x")
+    log.write("profile", step=4, trace="y", span_ms=7)
+    log.close()
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    found = {tag: [(each.step, each.value) for each in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+    assert found == {"loss": [(3, 2.5)], "seconds": [(3, 0.25)], "span_ms": [(4, 7.0)]}
+
+
 @pytest.mark.parametrize("name", ["train_llama.py", "serve_prefill.py"])
 def test_start_without_torchrun(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
