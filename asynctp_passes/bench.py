@@ -38,7 +38,7 @@ from asynctp_passes.plots import pyplot
 GATHER_SHAPES = ((8192, 2560), (8192, 14336), (4096, 7168), (8192, 3584))
 SCATTER_SHAPES = ((2048, 8192), (7168, 8192), (3584, 4096))
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-COPY_BYTES_PER_US = 370e3  # copy engines, all ranks pulling at once, 4 x H200
+COPY_BYTES_PER_US = select.Rates().copy
 KINDS = ("bf16", "fp8", "fp8-rowwise", "fp8-precise", "fp8-rowwise-precise")
 OPS = ("gather", "scatter")
 OURS = ("asynctp", *select.IMPLEMENTATIONS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from asynctp_passes.chain import GatherChain, Hoist, ScatterChain
+from asynctp_passes.chain import GatherChain, Hoist, Matmul, ScatterChain
 from asynctp_passes.fxview import tensor_of
 from asynctp_passes.read import read_matmul, read_term
 from asynctp_passes.reasons import Refusal
@@ -18,11 +18,11 @@ __all__ = [
     "Cost",
     "Machine",
     "cost_of",
-    "flops_of",
     "hides",
     "hoist_pays",
     "machine_for",
     "received_bytes",
+    "work_of",
 ]
 
 
@@ -34,9 +34,6 @@ class Machine:
         name: Substring of the device's name.
         link_bytes_per_us: Bytes per microsecond that one GPU receives from all peers together.
         flops_per_us: Floating-point operations per microsecond of a large bf16 matmul.
-
-    Source: copy-engine pull by all ranks at once and cuBLAS at 2k to 16k rows, 4 x H200 SXM (NVLink, one host),
-    torch 2.11, 2026-11-20.
     """
 
     name: str
@@ -44,78 +41,105 @@ class Machine:
     flops_per_us: float
 
 
-_MACHINES = (Machine("H200", 370e3, 760e6), Machine("H100", 370e3, 760e6))
+#: Source: 2 and 4 x H200 SXM (NVLink, one host), torch 2.11, 2026-11-21. Link: copy engines, all GPUs pulling at once,
+#: by the times of 8 and 32 MiB in `docs/results/2026-11-21-h200x4/driver-calls.txt`. Matmuls: geometric means of cuBLAS
+#: with 2048 to 16384 rows in `bench.json` there and in `2026-11-21-h200x2`; the selector of the kernels has a rate of its
+#: own, which is fitted together with its model of waves. Tests hold these figures to the files.
+_H200 = Machine("H200", 370e3, 710e6)
+#: The H100 was not measured: it has the same SMs and links, and the H200's figures stand in for its own.
+_MACHINES = (_H200, replace(_H200, name="H100"))
+#: how many times as many operations matmuls do in fp8 as in bf16 (the same runs, 2 GPUs)
+FP8_SPEED = 1.96
 
 
 @dataclass(frozen=True)
 class Cost:
     """Bytes a rank exchanges and floating-point operations it does; None where sizes are symbolic.
 
-    `exposed_bytes` of them travel when the matmul is done: the second half of an all-reduce.
+    `exposed_bytes` of them travel when the matmul is done: the second half of an all-reduce. `fp8_flops` of the
+    operations are in fp8.
     """
 
     comm_bytes: int | None
     flops: int | None
     exposed_bytes: int = 0
+    fp8_flops: int = 0
+
+    @property
+    def work(self) -> int | None:
+        """Operations in bf16 that take as long."""
+        return None if self.flops is None else self.flops - self.fp8_flops + round(self.fp8_flops / FP8_SPEED)
 
     def estimate_us(self, machine: Machine | None) -> dict[str, float]:
         """Roofline times in microseconds; empty without a machine or without sizes."""
-        if machine is None or self.comm_bytes is None or self.flops is None:
+        if machine is None or self.comm_bytes is None or self.work is None:
             return {}
-        comm, matmul = self.comm_bytes / machine.link_bytes_per_us, self.flops / machine.flops_per_us
+        comm, matmul = self.comm_bytes / machine.link_bytes_per_us, self.work / machine.flops_per_us
         exposed = self.exposed_bytes / machine.link_bytes_per_us
         overlapped = max(comm - exposed, matmul) + exposed
         return {"comm": comm, "matmul": matmul, "serial": comm + matmul, "overlapped": overlapped}
 
 
 def machine_for(node: fx.Node) -> Machine | None:
-    """The machine a node's tensor lives on, if its rates are known. Only bf16 and fp16 have measured rates."""
+    """The machine a node's tensor lives on, if its rates are known: in bf16, fp16 and fp8."""
     value = tensor_of(node)
     if value is None or value.device.type != "cuda" or not torch.cuda.is_available():
         return None
-    if value.dtype not in (torch.bfloat16, torch.float16):
+    if value.dtype not in (torch.bfloat16, torch.float16) and not _is_fp8(value.dtype):
         return None
     name = torch.cuda.get_device_name()
     return next((machine for machine in _MACHINES if machine.name in name), None)
 
 
-def hides(comm_bytes: int, flops: int, node: fx.Node) -> bool:
-    """True when matmuls of `flops` take as long as a collective of `comm_bytes` on the machine of `node`.
+def hides(comm_bytes: int, work: int, node: fx.Node) -> bool:
+    """True when matmuls of `work` take as long as a collective of `comm_bytes` on the machine of `node`.
 
-    Where that is not known, the first one listed stands in for it: what counts is the ratio of its rates.
+    Where that is not known, the H200's figures stand in for it: what counts is the ratio of its rates.
     """
-    machine = machine_for(node) or _MACHINES[0]
-    return flops / machine.flops_per_us >= comm_bytes / machine.link_bytes_per_us
+    machine = machine_for(node) or _H200
+    return work / machine.flops_per_us >= comm_bytes / machine.link_bytes_per_us
 
 
-def covers(flops: Sequence[int | None], whole: fx.Node, ranks: int) -> bool:
-    """True when matmuls take as long as the gather of `whole`; where sizes are symbolic, one matmul has to do."""
-    known, size = [count for count in flops if count is not None], received_bytes(whole, ranks)
-    if size is None or len(known) < len(flops):
-        return bool(flops)
-    return bool(flops) and hides(size, sum(known), whole)
+def covers(work: Sequence[int | None], whole: fx.Node, ranks: int) -> bool:
+    """True when matmuls take as long as the gather of `whole`; where sizes are symbolic, one matmul has to do.
+
+    Args:
+        work: Of each matmul, as `Cost.work` or `work_of` gives it.
+        whole: What is gathered.
+        ranks: Of the group.
+    """
+    known, size = [count for count in work if count is not None], received_bytes(whole, ranks)
+    if size is None or len(known) < len(work):
+        return bool(work)
+    return bool(work) and hides(size, sum(known), whole)
 
 
-def flops_of(matmul: fx.Node) -> int | None:
-    """Floating-point operations of a matmul; None where sizes are symbolic, or what it computes is not known."""
+def work_of(matmul: fx.Node) -> int | None:
+    """`Cost.work` of a matmul; None where sizes are symbolic, or what it computes is not known."""
     read = read_term(matmul)
-    return None if isinstance(read, Refusal) else _flops(read.a, read.node)
+    return None if isinstance(read, Refusal) else _computed([read]).work
+
+
+def _computed(matmuls: Sequence[Matmul]) -> Cost:
+    """What matmuls do; they exchange nothing."""
+    flops = [_flops(matmul.a, matmul.node) for matmul in matmuls]
+    fp8 = [count or 0 for count, matmul in zip(flops, matmuls, strict=True) if _in_fp8(matmul.a)]
+    return Cost(0, _sum(flops), fp8_flops=sum(fp8))
 
 
 def cost_of(chain: GatherChain | ScatterChain) -> Cost:
     """What one rank receives (gather), sends (scatter) or both (all-reduce) in the fused op; what its matmuls do."""
-    ranks = chain.collective.group_size
-    flops = _sum(_flops(matmul.a, matmul.node) for matmul in chain.matmuls)
+    ranks, computed = chain.collective.group_size, _computed(chain.matmuls)
     if isinstance(chain, GatherChain) and chain.hoist is not None:
         travels = chain.hoist.travels
-        return Cost(_sum(received_bytes(node, ranks) for node in travels), flops)
+        return replace(computed, comm_bytes=_sum(received_bytes(node, ranks) for node in travels))
     own = _bytes(chain.collective.input if isinstance(chain, GatherChain) else chain.collective.node)
     if own is None or not ranks:
-        return Cost(None, flops)
+        return replace(computed, comm_bytes=None)
     if chain.collective.kind == "all_reduce":
         half = own * (ranks - 1) // ranks
-        return Cost(2 * half, flops, exposed_bytes=half)
-    return Cost(own * (ranks - 1), flops)
+        return replace(computed, comm_bytes=2 * half, exposed_bytes=half)
+    return replace(computed, comm_bytes=own * (ranks - 1))
 
 
 def received_bytes(whole: fx.Node, ranks: int) -> int | None:
@@ -144,13 +168,21 @@ def hoist_pays(chain: GatherChain, hoist: Hoist) -> bool:
 def _until_first_use(chain: GatherChain, hoist: Hoist) -> Cost:
     """What the fused op moves, and all matmuls from its own on that can hide the gather beside it."""
     matmuls = [matmul for node in hoist.hidden_by if not isinstance(matmul := read_matmul(node), Refusal)]
-    own = cost_of(chain)
-    return Cost(own.comm_bytes, _sum([own.flops, *(_flops(matmul.a, matmul.node) for matmul in matmuls)]))
+    return replace(_computed([*chain.matmuls, *matmuls]), comm_bytes=cost_of(chain).comm_bytes)
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:
     known = list(counts)
     return None if None in known else sum(count for count in known if count is not None)
+
+
+def _in_fp8(node: fx.Node) -> bool:
+    value = tensor_of(node)
+    return value is not None and _is_fp8(value.dtype)
+
+
+def _is_fp8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def _itemsize(node: fx.Node) -> int:

@@ -103,8 +103,8 @@ class _Scene:
         used = live(graph)
         alone = [node for node in graph.nodes if is_matmul(node) and node in used and node not in within]
         ops = [chain for chain in ops if any(matmul.node in used for matmul in chain.matmuls)]
-        found = [self._product(node, node, cost.flops_of(node), False) for node in alone]
-        found += [self._product(chain.matmuls[0].node, anchor(chain), cost.cost_of(chain).flops, True) for chain in ops]
+        found = [self._product(node, node, cost.work_of(node), False) for node in alone]
+        found += [self._product(chain.matmuls[0].node, anchor(chain), cost.cost_of(chain).work, True) for chain in ops]
         self.products = sorted(found, key=lambda product: product.place)
 
     def _product(self, node: fx.Node, stands_at: fx.Node, flops: int | None, fused: bool) -> _Product:

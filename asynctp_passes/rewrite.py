@@ -110,8 +110,8 @@ def rewrite(
     _restore_order(graph, segment, early)
     _delay(graph, late, segment)
     _run_behind(graph, hidden, fused)
-    flops = {node: cost.flops_of(node) for node in graph.nodes if is_matmul(node)}
-    flops |= {fused[chain.collective.node]: cost.cost_of(chain).flops for chain in chains}
+    flops = {node: cost.work_of(node) for node in graph.nodes if is_matmul(node)}
+    flops |= {fused[chain.collective.node]: cost.cost_of(chain).work for chain in chains}
     used = live(graph)
     flops = {node: count for node, count in flops.items() if node in used}
     _run_beside(graph, hoisted, flops)

@@ -497,12 +497,12 @@ def test_a_gather_that_nothing_waits_for_comes_after_the_fused_op() -> None:
 
 
 # --- what it costs --------------------------------------------------------------------------------------------------
-H200 = cost.Machine("H200", 370e3, 760e6)
+H200 = cost.Machine("H200", 370e3, 710e6)
 
 
 @pytest.mark.parametrize(("columns", "outcome"), [(64, "SKIPPED"), (8192, "FUSED")])
 def test_a_gather_that_stays_needs_matmuls_to_hide_behind(columns: int, outcome: str) -> None:
-    """16 MiB of fp8 in 4096 rows take 34 us on the link; the matmul takes 3 us or 362."""
+    """16 MiB of fp8 in 4096 rows take 34 us on the link; the matmul takes 2 us or 198."""
     b = GraphBuilder()
     x, w_scale = b.input("x", [1024, 4096], torch.bfloat16), b.input("w_scale", [1, columns])
     w, whole = b.input("w", [4096, columns], FP8, column_major=True), b.gather(x)
