@@ -32,13 +32,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import asynctp_passes
-from asynctp_passes import compat, profile
 from asynctp_passes.cli import add_bench_options, add_end_to_end_options
 from asynctp_passes.demo.model import PRESETS, Block, block_plan
 from asynctp_passes.demo.recipe import (
@@ -50,11 +48,13 @@ from asynctp_passes.demo.recipe import (
     float8_layers,
     joined,
     parse_option,
+    peak_memory,
     place,
     require,
     require_output,
     require_precision,
     styles_of,
+    traced,
 )
 from asynctp_passes.plots import pyplot
 
@@ -333,25 +333,16 @@ def _host_time(bench: Bench, blocks: Sequence[Callable[[Tensor], Tensor]]) -> fl
     return elapsed
 
 
-def shared_bytes(backend: str, group: ProcessGroup) -> int:
-    """Symmetric memory, which PyTorch's allocator does not count."""
-    if backend == "asynctp":
-        from asynctp_kernels import cuda  # it needs triton
-
-        return cuda.shared_bytes(group)
-    return compat.intree_shared_bytes(group.group_name) if backend == "intree" else 0
-
-
 def peak_bytes(bench: Bench, backend: str, blocks: Sequence[Callable[[Tensor], Tensor]], held: int) -> int | None:
     """The most that is allocated during a step, without the `held` bytes of the benchmark itself."""
     if not bench.here.gpu:
         return None
+    measured = (bench.here.device, backend, bench.mesh.get_group())
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    peak_memory(*measured)
     bench.step(blocks)
     torch.cuda.synchronize()
-    shared = shared_bytes(backend, bench.mesh.get_group())
-    return int(slowest(torch.cuda.max_memory_allocated() + shared - held, bench.here))
+    return int(slowest(peak_memory(*measured) - held, bench.here))
 
 
 def exposed(bench: Bench, blocks: Sequence[Callable[[Tensor], Tensor]], path: Path) -> float | None:
@@ -362,14 +353,7 @@ def exposed(bench: Bench, blocks: Sequence[Callable[[Tensor], Tensor]], path: Pa
     _meet(here)
     value = 0.0
     if here.rank == 0:
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profiler:
-            bench.step(blocks)
-            torch.cuda.synchronize()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
-        found = profile.summarize(profile.read(path))
-        value = next(each.exposed for each in found if each.device == here.device.index) / 1e3
+        value = traced(lambda: bench.step(blocks), path, here.device)[1].exposed / 1e3
     else:
         bench.step(blocks)
     _meet(here)

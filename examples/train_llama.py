@@ -18,11 +18,10 @@ import hashlib
 import json
 import logging
 import os
-import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import asynctp_passes
-from asynctp_passes import profile
 from asynctp_passes.demo.model import PRESETS, ModelSizes, Transformer
 from asynctp_passes.demo.recipe import (
     BACKENDS,
@@ -50,12 +48,14 @@ from asynctp_passes.demo.recipe import (
     joined,
     parallelize_with,
     parse_option,
+    peak_memory,
     place,
     require,
     require_output,
     require_precision,
+    traced,
 )
-from asynctp_passes.demo.train import TEXT, Progress
+from asynctp_passes.demo.train import TEXT, Batches, Progress
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 
@@ -153,25 +153,6 @@ def read_text(path: Path, least: int) -> Tensor:
             f"{least}; give more text, or a smaller --sequence"
         )
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-class Batches:
-    """Draws (bytes, next bytes) at random places of the text. Its state says where it is, and can be restored.
-
-    Every rank draws the places of the whole batch and takes its own, so ranks agree without talking.
-    """
-
-    def __init__(self, text: Tensor, sequence: int, batch: int, dp: int, dp_rank: int, seed: int) -> None:
-        self.text, self.length, self.total = text, sequence + 1, batch * dp
-        self.mine = slice(batch * dp_rank, batch * (dp_rank + 1))
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def draw(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Tokens and targets, each `[batch, sequence]`."""
-        starts = torch.randint(len(self.text) - self.length + 1, (self.total,), generator=self.generator)
-        rows = torch.stack([self.text[start : start + self.length] for start in starts[self.mine].tolist()])
-        rows = rows.to(device, non_blocking=True).long()
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 # --- model ---------------------------------------------------------------------------------------------------------
@@ -337,31 +318,6 @@ def tensorboard_writer(folder: Path) -> Any:
     return SummaryWriter(str(folder))
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that was allocated on the GPU since the last call, or of the process on the CPU."""
-    if device.type != "cuda":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak
-
-
-def profiled(step: Callable[[], Any], folder: Path, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """Run one step under the profiler; its result, and the figures of this rank's trace."""
-    folder.mkdir(parents=True, exist_ok=True)
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        result = step()
-        torch.cuda.synchronize()
-    path = folder / f"trace-rank{dist.get_rank()}.json"
-    profiler.export_chrome_trace(str(path))
-    found = next(each for each in profile.summarize(profile.read(path)) if each.device == device.index)
-    return result, {
-        "trace": str(path), "span_ms": found.span / 1e3, "compute_ms": found.compute / 1e3,
-        "communication_ms": found.communication / 1e3, "exposed_communication_ms": found.exposed / 1e3,
-    }  # fmt: skip
-
-
 # --- the run -------------------------------------------------------------------------------------------------------
 def run(options: argparse.Namespace, sizes: ModelSizes, text: Tensor, log: Log, here: Place) -> None:
     """Train until `--steps`. The default group is initialized."""
@@ -419,11 +375,15 @@ def traced_step(trainer: Trainer, log: Log, first: bool) -> tuple[Tensor, Tensor
     options = trainer.options
     if options.profile is None or trainer.step + 1 != options.profile_step:
         return trainer.train()
-    result, figures = profiled(trainer.train, options.profile, trainer.device)
-    log.write("profile", step=trainer.step, **figures)
+    path = options.profile / f"trace-rank{dist.get_rank()}.json"
+    result, found = traced(trainer.train, path, trainer.device)
+    exposed, span = found.exposed / 1e3, found.span / 1e3
+    log.write(
+        "profile", step=trainer.step, trace=str(path), span_ms=span, compute_ms=found.compute / 1e3,
+        communication_ms=found.communication / 1e3, exposed_communication_ms=exposed,
+    )  # fmt: skip
     if first:
-        exposed, span = figures["exposed_communication_ms"], figures["span_ms"]
-        print(f"step {trainer.step}: {exposed:.3f} ms of {span:.3f} ms are exposed communication: {figures['trace']}")
+        print(f"step {trainer.step}: {exposed:.3f} ms of {span:.3f} ms are exposed communication: {path}")
     return result
 
 
@@ -448,7 +408,9 @@ class Meter:
         return {
             "seconds": seconds,
             "tokens_per_s": self.speeds[-1],
-            "peak_memory_bytes": peak_memory(self.trainer.device),
+            "peak_memory_bytes": peak_memory(
+                self.trainer.device, self.trainer.options.backend, self.trainer.mesh["tp"].get_group()
+            ),
         }
 
 

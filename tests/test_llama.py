@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from asynctp_passes.demo import recipe
 from asynctp_passes.demo.recipe import RecipeError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -277,6 +279,20 @@ def test_tensorboard_is_named_when_missing(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(RecipeError, match=r"--tensorboard needs the tensorboard package.*pip install tensorboard"):
         example("train_llama.py").tensorboard_writer(tmp_path)
+
+
+@pytest.mark.parametrize(("backend", "shared"), [("inductor", 0), ("intree", 30), ("asynctp", 4)])
+def test_peak_memory_counts_what_ranks_share(backend: str, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the benchmark and the training count it, on a GPU; since the last call."""
+    group: Any = mock.Mock(group_name="tp")
+    peaks = [100, 7]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.pop(0))
+    monkeypatch.setattr(recipe.compat, "intree_shared_bytes", {"tp": 30}.get)
+    monkeypatch.setitem(sys.modules, "asynctp_kernels.cuda", mock.Mock(shared_bytes={group: 4}.get))
+    gpu = torch.device("cuda", 0)
+    assert [recipe.peak_memory(gpu, backend, group) for _ in range(2)] == [100 + shared, 7 + shared]
+    assert recipe.peak_memory(torch.device("cpu"), backend, group) > 1e8
 
 
 def test_tensorboard_gets_the_numbers_of_steps(tmp_path: Path) -> None:

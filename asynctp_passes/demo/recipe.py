@@ -10,18 +10,21 @@ import ast
 import contextlib
 import gc
 import os
+import resource
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from asynctp_passes import compat
+from asynctp_passes import compat, profile
 from asynctp_passes.config import Config, can_be_written
 from asynctp_passes.demo.model import Styles, Transformer, parallelize
 
@@ -37,15 +40,18 @@ __all__ = [
     "joined",
     "parallelize_with",
     "parse_option",
+    "peak_memory",
     "place",
     "require",
     "require_output",
     "require_precision",
+    "traced",
 ]
 
 BACKENDS = ("inductor", "intree", "asynctp")
 PRECISIONS = ("fp32", "bf16", "fp8", "fp8-rowwise")
 RECOMPUTE = ("none", "selective", "full")
+T = TypeVar("T")
 
 
 class RecipeError(ValueError):
@@ -138,6 +144,37 @@ def joined(here: Place) -> Iterator[None]:
         torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
+
+
+# --- measuring -----------------------------------------------------------------------------------------------------
+def peak_memory(device: torch.device, backend: str, group: ProcessGroup) -> int:
+    """Bytes: the most that was allocated on the GPU since the last call, or of the process on the CPU.
+
+    What the ranks of `group` share is counted too, which PyTorch's allocator does not know of.
+    """
+    if device.type != "cuda":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak + _shared_bytes(backend, group)
+
+
+def _shared_bytes(backend: str, group: ProcessGroup) -> int:
+    if backend == "intree":
+        return compat.intree_shared_bytes(group.group_name)
+    kernels = sys.modules.get("asynctp_kernels.cuda")  # not imported: nothing is shared
+    return kernels.shared_bytes(group) if backend == "asynctp" and kernels is not None else 0
+
+
+def traced(step: Callable[[], T], path: Path, device: torch.device) -> tuple[T, profile.Summary]:
+    """Run a step under the profiler: its result, and what this GPU did, of the trace that is written to `path`."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        result = step()
+        torch.cuda.synchronize(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
+    return result, next(each for each in profile.summarize(profile.read(path)) if each.device == device.index)
 
 
 # --- precision -----------------------------------------------------------------------------------------------------

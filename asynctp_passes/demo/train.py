@@ -1,4 +1,7 @@
-"""What one rank of the demo does: train the same model twice, and send home the losses and the reports."""
+"""What one rank of the demo does: train the same model twice, and send home the losses and the reports.
+
+What `examples/train_llama.py` shares with it is here too: the text, the batches and the progress bar.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import asynctp_passes
 from asynctp_passes.demo.model import ModelSizes, Transformer, parallelize
 
-__all__ = ["TEXT", "Result", "Settings", "train_both"]
+__all__ = ["TEXT", "Batches", "Progress", "Result", "Settings", "train_both"]
 
 TEXT = Path(__file__).with_name("opticks.txt")
 _SEED = 1704  # the year of the first edition
@@ -79,12 +82,13 @@ def _train(
     model = parallelize(Transformer(settings.sizes).to(device, dtype), mesh)
     compiled = _compile(model, backend, settings.graph_dir if dist.get_rank() == 0 else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
-    batches = _batches(settings, device)
+    text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8)
+    batches = Batches(text, settings.sizes.sequence, settings.batch, dp=1, dp_rank=0, seed=_SEED)
     losses: list[float] = []
     marks = [time.monotonic()]
     for step in range(settings.steps):
         progress.show(f"{backend:<8} {'compiling' if not step else f'loss {losses[-1]:.3f}'}")
-        losses.append(_step(compiled, optimizer, batches()))
+        losses.append(_step(compiled, optimizer, batches.draw(device)))
         marks.append(time.monotonic())
         progress.advance()
     return losses, (marks[1] - marks[0], marks[-1] - marks[1])
@@ -111,18 +115,23 @@ def _step(model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, b
     return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
 
 
-def _batches(settings: Settings, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A function that draws (bytes, next bytes) at random places of the text, the same on every rank and run."""
-    text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long()
-    generator = torch.Generator().manual_seed(_SEED)
-    length = settings.sizes.sequence + 1
+class Batches:
+    """Draws (bytes, next bytes) at random places of the text. Its state says where it is, and can be restored.
 
-    def draw() -> tuple[Tensor, Tensor]:
-        starts = torch.randint(len(text) - length, (settings.batch,), generator=generator)
-        rows = torch.stack([text[start : start + length] for start in starts.tolist()]).to(device)
+    Every rank draws the places of the whole batch and takes its own, so ranks agree without talking.
+    """
+
+    def __init__(self, text: Tensor, sequence: int, batch: int, dp: int, dp_rank: int, seed: int) -> None:
+        self.text, self.length, self.total = text, sequence + 1, batch * dp
+        self.mine = slice(batch * dp_rank, batch * (dp_rank + 1))
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def draw(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Tokens and targets, each `[batch, sequence]`."""
+        starts = torch.randint(len(self.text) - self.length + 1, (self.total,), generator=self.generator)
+        rows = torch.stack([self.text[start : start + self.length] for start in starts[self.mine].tolist()])
+        rows = rows.to(device, non_blocking=True).long()
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-    return draw
 
 
 class Progress:
