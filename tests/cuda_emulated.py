@@ -149,7 +149,8 @@ def _store(call: Call, name: str, block: int, acc: Tensor) -> None:
 def stage(launched: Launched) -> None:
     """`stage_kernel`, once all ranks have come."""
     call = Call(launched)
-    ctypes.memmove(call.outbox_ptr, call.shard_ptr, call.size * call.examples["shard_ptr"].itemsize)
+    for place in [call.outbox_ptr, *[call.kept_ptr] * call.KEEPS]:
+        ctypes.memmove(place, call.shard_ptr, call.size * call.examples["shard_ptr"].itemsize)
     if call.SCALE_TRAVELS:
         ctypes.memmove(call.scale_box_ptr, call.scale_ptr, call.numbers * 4)
 

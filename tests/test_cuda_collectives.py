@@ -88,7 +88,6 @@ copy   launch stage_kernel
 copy   copy 32768 B to gathered + 65536 from outbox of 2 + 0
 copy   copy 32768 B to gathered + 98304 from outbox of 3 + 0
 copy   copy 32768 B to gathered + 0 from outbox of 0 + 0
-copy   copy 32768 B to gathered + 32768 from shard + 0
 copy   record end
 copy   record flight
 main   record last""",

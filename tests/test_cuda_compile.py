@@ -23,6 +23,7 @@ import torch
 pytest.importorskip("triton")
 
 from asynctp_kernels.cuda import async_input, gather, scatter
+from asynctp_kernels.cuda.collectives import bulk_gather
 from asynctp_kernels.cuda.gemm import register_limit
 from asynctp_kernels.cuda.launch import Launch, fit_together
 from asynctp_kernels.cuda.tiles import Tiles, tiles_for
@@ -540,6 +541,20 @@ def test_stage_kernel(world: int, scales: bool, tmp_path: Path) -> None:
     assert len(acquires(kernel.ptx)) >= 2 * (world - 1)
     copies = [load for load in kernel.ptx.find("ld.global.v") if load.predicate]
     assert {load.op for load in copies} == {"ld.global.v4.b32"}, "16 bytes a thread at a time"
+
+
+@pytest.mark.parametrize(("cols", "width"), [(4096, "v4.b32"), (7, "b16")])
+def test_stage_kernel_that_keeps_the_shard(cols: int, width: str, tmp_path: Path) -> None:
+    """What is read once goes to two places; still small enough for room beside the GEMM."""
+    with machine(rank=1, world=2) as here:
+        bulk_gather(torch.empty(130, cols, dtype=torch.bfloat16), here.memory)
+        kernel = compiled(here.prepared[-1], tmp_path)
+    check_small(kernel, registers=REGISTERS_BESIDE)
+    check_posts(kernel.ptx, 2)
+    loads = [load for load in kernel.ptx.find("ld.global") if load.op == f"ld.global.{width}"]
+    stores = [store for store in kernel.ptx.find("st.global") if store.op == f"st.global.{width}"]
+    assert loads
+    assert len(stores) == 2 * len(loads)
 
 
 def test_await_kernel(tmp_path: Path) -> None:

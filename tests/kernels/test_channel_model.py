@@ -218,8 +218,7 @@ class Rank:
         return range(first, first + 2)
 
     def _bulk_gather(self, number: int, call: Call) -> list[Item]:
-        moves = replace(self._gather_moves(call), keep_own=True)
-        script = gather_script(self.rank, self.world, moves, lambda source, chunk: [])
+        script = gather_script(self.rank, self.world, self._gather_moves(call), lambda source, chunk: [])
         bases = (0, self.of_call(number, "own"), self.of_call(number, "local"), 0)
         return [
             ("main", Touch(writes=self._own(number, call))),
@@ -280,7 +279,7 @@ class Rank:
         ]
 
     def _stage(self, number: int, call: Call) -> Kernel:
-        """`stage_kernel`: each program copies its bytes of the shard, the first one the scales."""
+        """`stage_kernel`: each program copies its bytes of the shard, the first one the scales. In flight: twice."""
         epoch = sum(call.op == "gather" for call in self.case.calls[: number + 1])
         begun, staged, peers = self.words("begun"), self.words("staged"), self.ring(1)[:-1]
         programs: list[Program] = []
@@ -289,9 +288,10 @@ class Rank:
             waits = [Wait(begun.at(self.rank, peer), epoch, peer) for peer in peers]
             own = self._own(number, call)
             mine = (*own[: self.part][program :: self.case.programs], *(own[self.part :] if program == 0 else ()))
-            copy = Touch(
-                mine, tuple((address - self.of_call(number, "own") + self.at("outbox"), tag) for address, tag in mine)
-            )
+            places = [self.at("outbox")]
+            places += [self.of_call(number, "local") + self.rank * self.part] * (call.way == "bulk")
+            start = self.of_call(number, "own")
+            copy = Touch(mine, tuple((place + address - start, tag) for place in places for address, tag in mine))
             programs.append((*posts, *waits, copy))
         posts = [Write(staged.at(peer, self.rank), epoch) for peer in peers]
         waits = [Wait(staged.at(self.rank, peer), epoch, peer) for peer in peers]

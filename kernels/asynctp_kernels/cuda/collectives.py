@@ -1,6 +1,6 @@
 """All-gather and reduce-scatter that leave the SMs to others: copy engines move, streams wait, one short kernel adds.
 
-    gather     copy stream:  stage the shard (a kernel of few CTAs), pull the others' shards → done
+    gather     copy stream:  stage the shard and keep it (a kernel of few CTAs), pull the others' shards → done
     scatter    copy stream:  push each rank's part into its inbox → wait for reduced → done
                reducer:      wait for all parts (stream memory operations), add → reduced
 
@@ -47,6 +47,7 @@ class BulkGather(Pulled):
     """all_gather(shard, dim 0) by copy engine."""
 
     name = NAME
+    stage_keeps = True  # a copy within a GPU is a kernel that takes all SMs, also by the copy engine's name
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
         super().__init__(call, memory, cut(1, call.layout.inner, call.layout.inner, 1))

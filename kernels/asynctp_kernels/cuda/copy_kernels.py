@@ -69,6 +69,7 @@ def await_kernel(word, value, timeout_ns, status_ptr, peer, awaited):
 def stage_kernel(
     shard_ptr,
     scale_ptr,
+    kept_ptr,
     outbox_ptr,
     scale_box_ptr,
     size,
@@ -82,13 +83,15 @@ def stage_kernel(
     rank,
     WORLD: tl.constexpr,
     SCALE_TRAVELS: tl.constexpr,
+    KEEPS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     """Copy the own shard into the outbox, from which peers then pull: a barrier, the copy, a barrier.
 
     Behind the first barrier no rank still pulls what the outbox held before; behind the second, every outbox is full,
-    and all ranks go on in step. pads: per rank, int64 [2, WORLD]: the call that a rank has begun, and has staged.
+    and all ranks go on in step. KEEPS: the shard goes to `kept_ptr` as well, its place in the gathered A.
+    pads: per rank, int64 [2, WORLD]: the call that a rank has begun, and has staged.
     awaited, and the number after it: what the two barriers wait for, by `waits.code`.
     It runs beside the GEMM, with few registers and no shared memory to speak of, and does not wait for it.
     """
@@ -104,7 +107,10 @@ def stage_kernel(
         wait_word(own_pad + src * 8, epoch, timeout_ns, status_ptr, src, awaited)
     for block in range(pid, tl.cdiv(size, BLOCK), PROGRAMS):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(outbox_ptr + index, tl.load(shard_ptr + index, mask=index < size), mask=index < size)
+        units = tl.load(shard_ptr + index, mask=index < size)
+        tl.store(outbox_ptr + index, units, mask=index < size)
+        if KEEPS:
+            tl.store(kept_ptr + index, units, mask=index < size)
     if SCALE_TRAVELS:
         for first in range(pid * 256, numbers, PROGRAMS * 256):
             index = first + tl.arange(0, 256)

@@ -134,9 +134,12 @@ class Pulled(GatherPlan):
     """The copies of every implementation but the direct one.
 
     stage_first: the shard is staged before the products start, because they would leave no room for that.
+    stage_keeps: what stages the shard of a gather along dim 0 also writes it to the gathered A: one read and one launch
+        less, but peers wait longer for the outbox.
     """
 
     stage_first = False
+    stage_keeps = False
 
     def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
         super().__init__(call, memory)
@@ -151,7 +154,7 @@ class Pulled(GatherPlan):
             scale_offset=self.scale_offset,
             scale_bytes=self.number_count // self.outer * 4,
             chunks=chunks,
-            keep_own=self.return_a_full,
+            keep_own=self.return_a_full and not self.stage_keeps,
             keep_own_scales=call.along is not None,
         )
         steps = gather_script(rank, world, moves, self.arrived)
@@ -163,7 +166,10 @@ class Pulled(GatherPlan):
         memory = self.memory
         block = direct_block(self.units, 4096)
         programs = grid(-(-self.units // block), STAGE_PROGRAMS)
-        shard = self.as_units(aligned(call.a_shard))
+        shard = kept = self.as_units(aligned(call.a_shard))
+        if self.stage_keeps:
+            full = self.as_units(call.a_shard.new_empty(self.layout.full_shape))
+            kept = full[memory.rank * self.units :][: self.units]
         box, scale_box = self.as_units(outbox), outbox[self.scale_offset :].view(torch.float32)
         numbers = call.a_scale if call.travels is None else call.travels
         scale = memory.dummy if numbers is None else aligned(numbers)
@@ -172,10 +178,12 @@ class Pulled(GatherPlan):
         constants = {
             "WORLD": memory.world,
             "SCALE_TRAVELS": self.number_count > 0,
+            "KEEPS": self.stage_keeps,
             "BLOCK": block,
             "PROGRAMS": programs,
         }
-        self.stage = prepare(stage_kernel, programs, [shard, scale, box, scale_box, *tail], constants, 8, maxnreg=56)
+        examples = [shard, scale, kept, box, scale_box, *tail]
+        self.stage = prepare(stage_kernel, programs, examples, constants, 8, maxnreg=56)
         self.stage_tail = [
             argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in [box, scale_box, *tail]
         ]
@@ -197,12 +205,14 @@ class Pulled(GatherPlan):
             own_scale, all_scales = numbers.data_ptr(), scales.data_ptr()
         memory.begin_direct(stream)
         shard = a_shard.data_ptr()
+        kept = full.data_ptr() + memory.rank * self.shard_bytes if self.stage_keeps else shard
+        staging = [shard, own_scale, kept, *self.stage_tail]
         if self.stage_first:
             memory.land(stream)
-            self.stage(stream, [shard, own_scale, *self.stage_tail])
+            self.stage(stream, staging)
         memory.fork(stream)
         if not self.stage_first:
-            self.stage(memory.stream, [shard, own_scale, *self.stage_tail])
+            self.stage(memory.stream, staging)
         self.play(memory.stream, (0, shard, full.data_ptr(), all_scales, own_scale))
         driver.record_event(memory.end, memory.stream)
         return full, scales
