@@ -196,7 +196,9 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     """Make Inductor run each node after the nodes listed for it; its scheduler reorders what does not depend.
 
     Outside a compile, where nothing reorders, the graph stays as it is. Of a node with several results one is named,
-    and moved next to it: Inductor passes over dependencies that are no tensors.
+    and moved next to it: Inductor passes over dependencies that are no tensors. A node's inputs are named too, since
+    Inductor computes what is named at once; it would put what it computes only for the node behind the others as well,
+    and could make it together with nothing that comes before those.
     """
     from torch._guards import CompileContext
 
@@ -212,7 +214,11 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
         node.append(item)
         return item
 
-    preserve_node_ordering(graph, {node: OrderedSet(map(tensor, earlier)) for node, earlier in after.items()})
+    def named(node: fx.Node, earlier: list[fx.Node]) -> OrderedSet[fx.Node]:
+        inputs = (source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor))
+        return OrderedSet([*map(tensor, earlier), *inputs])
+
+    preserve_node_ordering(graph, {node: named(node, earlier) for node, earlier in after.items()})
 
 
 def stored_op() -> Any:
