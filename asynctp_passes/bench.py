@@ -242,9 +242,9 @@ class Call:
         self.renew()
         worst = 0.0
         for out, wanted in zip(function(), self.expected(), strict=True):
-            if out.shape != wanted.shape:
-                raise RuntimeError(f"a result of shape {tuple(out.shape)} instead of {tuple(wanted.shape)}")
-            found = float((_norms(out.float() - wanted) / _norms(wanted).clamp_min(1e-20)).max())
+            found = math.nan
+            if out.shape == wanted.shape:
+                found = float((_norms(out.float() - wanted) / _norms(wanted).clamp_min(1e-20)).max())
             worst = max(worst, math.inf if math.isnan(found) else found)
         return slowest(worst, self.device)
 
@@ -368,7 +368,7 @@ def _norms(tensor: Tensor) -> Tensor:
 
 
 # --- timing ------------------------------------------------------------------------------------------------------
-def slowest(value: float, device: torch.device | str = "cuda") -> float:
+def slowest(value: float, device: torch.device) -> float:
     """The largest of the ranks' values."""
     found = torch.tensor(value, device=device, dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -423,13 +423,13 @@ def measure(
         function = call.variant(name)
         try:
             function()
-        except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
-            left_out[name] = str(error).splitlines()[0][:200]  # on every rank: they see the same shapes
+            graph, captured = _capture(function)
+        except Exception as error:  # on every rank: they see the same shapes
+            left_out[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             continue
-        graph, captured = _capture(function)
         if name != "cublas":
             errors[name] = error_of(call, function, graph, captured)
-        hosts[name] = slowest(statistics.median(_host_time(function) for _ in range(3)))
+        hosts[name] = slowest(statistics.median(_host_time(function) for _ in range(3)), call.device)
         functions[name], graphs[name] = function, graph
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in functions}
     for number in range(rounds):
@@ -440,10 +440,11 @@ def measure(
             times[name][0].append(_events(graphs[name].replay, 6))
             _meet()
             times[name][1].append(_events(functions[name], 6))
-    timings = {
-        name: Timing(slowest(statistics.median(graph)), slowest(statistics.median(eager)), hosts[name])
-        for name, (graph, eager) in times.items()
-    }
+
+    def median(found: Sequence[float]) -> float:
+        return slowest(statistics.median(found), call.device)
+
+    timings = {name: Timing(median(graph), median(eager), hosts[name]) for name, (graph, eager) in times.items()}
     return timings, errors, left_out
 
 
@@ -483,13 +484,13 @@ def calls(options: argparse.Namespace, world: int) -> Iterator[tuple[str, Argume
                         yield built_in(op, kind, m, k, n, world)
 
 
-def rows(options: argparse.Namespace) -> Iterator[Row]:
+def rows(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """Measure everything asked for, one row at a time."""
     world = dist.get_world_size()
     names = [*PEERS, "asynctp", *(select.IMPLEMENTATIONS if options.all else ())]
     for op, arguments in calls(options, world):
         torch.manual_seed(int(time.time()) * world + dist.get_rank())
-        call = Call(op, arguments, torch.device("cuda", torch.cuda.current_device()))
+        call = Call(op, arguments, device)
         timings, errors, left_out = measure(call, names, options.rounds)
         ran = chosen(call) if "asynctp" in timings else ""
         allowed = limit(errors, call.out_dtype)
@@ -651,10 +652,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """One process of the benchmark."""
     options = parse(arguments)
     faulthandler.dump_traceback_later(options.timeout, exit=True)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
     compat.register_intree_ops()
-    run(options, dist.get_rank() == 0)
+    run(options, device)
     faulthandler.cancel_dump_traceback_later()
     torch.cuda.synchronize()
     dist.barrier()
@@ -662,12 +664,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(options: argparse.Namespace, first: bool) -> None:
+def run(options: argparse.Namespace, device: torch.device) -> None:
     """Measure. The first rank prints each row as it comes, and writes after each what there is so far."""
     found: list[Row] = []
+    first = dist.get_rank() == 0
     if first:
         print(HEADER, flush=True)
-    for row in rows(options):
+    for row in rows(options, device):
         found.append(row)
         if first:
             print(line(row), flush=True)

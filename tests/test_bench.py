@@ -249,15 +249,16 @@ def test_what_was_measured_is_written_row_by_row(
 ) -> None:
     """A rank that hangs or raises later takes nothing of it away."""
 
-    def rows(options: object) -> Iterator[Row]:
+    def rows(options: object, device: torch.device) -> Iterator[Row]:
         yield ROWS[0]
         yield row("scatter", n=8192)
         raise RuntimeError("NCCL is gone")
 
     monkeypatch.setattr(bench, "rows", rows)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     options = bench.parse(["--tune", "--out", str(tmp_path / "out")])
     with pytest.raises(RuntimeError, match="NCCL is gone"):
-        bench.run(options, first=True)
+        bench.run(options, torch.device("cpu"))
     said = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert [each["problem"]["op"] for each in said["rows"]] == ["gather", "scatter"]
     assert set(json.loads(table.read_text())[GPU]) == {"gather:4:bfloat16:8192:2560", "scatter:4:bfloat16:8192:8192"}
@@ -497,3 +498,21 @@ def test_calls_are_named_by_what_they_compute_in() -> None:
             assert bench.kind_of(*bench.built_in(op, kind, 32, 64, 48, 2)) == kind
     assert bench.kind_of(*bench_calls.CALLS["fp8 gather by blocks"]) == "fp8-blocks-precise"
     assert bench.kind_of(*bench_calls.CALLS["fp8 scatter of a sum"]) == "fp8-rowwise-precise"
+
+
+@pytest.mark.ranks
+def test_the_whole_of_it(tmp_path: Path) -> None:
+    """On CPUs, with clocks of the host for events of GPUs, and functions called again for CUDA graphs."""
+    path = report_file(tmp_path / "r.jsonl", gathered(bench_calls.WORLD))
+    rows, others = run_ranks(bench_calls.WORLD, bench_calls.measure, ["--report", str(path), "--tune", "--rounds", "2"])
+    (found,) = rows
+    assert [each.errors for each in others] == [found.errors]
+    assert (found.problem.key, found.problem.rows) == ("gather:2:bfloat16:32:48", 128)
+    assert set(found.timings) == {"cublas", "nccl", *bench.OURS} - {"direct"}
+    assert set(found.left_out) == {"intree", "direct"}
+    assert found.left_out["direct"] == "RuntimeError: direct is out of order and more"
+    assert found.wrong == ["fused"], "in a graph it gives what it gave before"
+    assert all(min(each.graph, each.eager, each.host) > 0 for each in found.timings.values())
+    assert all(0 < error <= found.limit for name, error in found.errors.items() if name != "fused")
+    assert list(bench.tuning_table(rows)[GPU]) == [found.problem.key]
+    assert "WRONG: fused (" in bench.line(found)
