@@ -550,8 +550,17 @@ def record(found: Sequence[Row], command: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "command": command,
-        "rows": [{**asdict(row), "bound": row.bound, "wrong": row.wrong, "right": row.right} for row in found],
+        "rows": [_recorded(row) for row in found],
     }
+
+
+def _recorded(row: Row) -> dict[str, Any]:
+    """A row by what is measured; `k` and `n` are numbers, or text where there are several: `2048+256+256`."""
+    each = row.problem
+    k, n = (int(size) if size.isdigit() else size for size in each.sizes)
+    what = {"op": each.op, "kind": row.kind, "world": each.world, "m": each.rows, "k": k, "n": n, "key": each.key}
+    found = {name: value for name, value in asdict(row).items() if name not in ("problem", "kind")}
+    return {**what, **found, "bound": row.bound, "wrong": row.wrong, "right": row.right}
 
 
 def tuning_table(found: Sequence[Row]) -> dict[str, dict[str, dict[str, str]]]:

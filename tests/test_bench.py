@@ -168,16 +168,21 @@ def test_record_round_trip() -> None:
         "cuda": torch.version.cuda,
         "command": "asynctp bench --rows 64",
     }
-    for name in ("bound", "wrong", "right"):
-        assert [each.pop(name) for each in said["rows"]] == [getattr(each, name) for each in ROWS]
-    assert [read(each) for each in said["rows"]] == ROWS
+    names = ["bound", "wrong", "right", "errors", "limit", "kind", "chosen", "left_out"]
+    assert [{name: each[name] for name in names} for each in said["rows"]] == [
+        {name: getattr(each, name) for name in names} for each in ROWS
+    ]
+    for each, found in zip(said["rows"], ROWS, strict=True):
+        assert {name: Timing(**times) for name, times in each["timings"].items()} == found.timings
+        sizes = (each["op"], each["world"], each["m"], (each["n"],), each["k"], each["key"])
+        problem = found.problem
+        assert sizes == (problem.op, problem.world, problem.rows, problem.widths, problem.depth, problem.key)
 
 
-def read(said: dict[str, Any]) -> Row:
-    sizes = {name: tuple(said["problem"][name]) for name in ("widths", "apart")}
-    problem = select.Problem(**{**said["problem"], **sizes})
-    timings = {name: Timing(**each) for name, each in said["timings"].items()}
-    return Row(**{**said, "problem": problem, "timings": timings})
+def test_record_of_several_products() -> None:
+    problem = select.Problem.of("scatter", 2, 64, [32, 256, 32], [48], torch.float8_e4m3fn, torch.bfloat16, True)
+    (said,) = bench.record([replace(row(), problem=problem)], "")["rows"]
+    assert (said["k"], said["n"]) == ("256+32+32", 48)
 
 
 def test_tuning_table_has_the_fastest_of_ours() -> None:
@@ -260,7 +265,7 @@ def test_what_was_measured_is_written_row_by_row(
     with pytest.raises(RuntimeError, match="NCCL is gone"):
         bench.run(options, torch.device("cpu"))
     said = json.loads((tmp_path / "out" / "bench.json").read_text())
-    assert [each["problem"]["op"] for each in said["rows"]] == ["gather", "scatter"]
+    assert [each["op"] for each in said["rows"]] == ["gather", "scatter"]
     assert set(json.loads(table.read_text())[GPU]) == {"gather:4:bfloat16:8192:2560", "scatter:4:bfloat16:8192:8192"}
     assert capsys.readouterr().out.splitlines()[2:] == [bench.line(ROWS[0]), bench.line(row("scatter", n=8192))]
 
