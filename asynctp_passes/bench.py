@@ -154,6 +154,7 @@ class Call:
         self._drawn: list[tuple[str, Tensor]] = []
         given = {name: self._made(name, value) for name, value in arguments.items()}
         self.along: Tensor | None = given.pop("along_shard", None)
+        self.sum_dtype: torch.dtype | None = given.pop("sum_dtype", None)
         self.given = given
         self.a_parts: list[Tensor] = [given["a_shard"]] if self.gathers else given["a_parts"]
         self.bs: list[Tensor] = given["bs" if self.gathers else "b_parts"]
@@ -170,14 +171,14 @@ class Call:
     def problem(self) -> select.Problem:
         """What the selector sees."""
         world = () if "group_size" in self.given else (self.world,)
-        return cuda.problem_of(self.op, (*self.given.values(), *world, self.group))
+        return cuda.problem_of(self.op, (*self.given.values(), *world, self.group), self.sum_dtype)
 
     # --- operands ----------------------------------------------------------------------------------------------
     def _made(self, name: str, value: Any) -> Any:
         """An argument, with tensors where it describes them."""
         if isinstance(value, list):
             return [self._made(name, item) for item in value]
-        if name == "out_dtype":
+        if name in ("out_dtype", "sum_dtype") and value is not None:
             return getattr(torch, value)
         if not isinstance(value, dict):
             return value
@@ -264,8 +265,8 @@ class Call:
         return forced
 
     def _ours(self) -> list[Tensor]:
-        along = () if self.along is None else (self.along,)
-        found = getattr(torch.ops.asynctp, self.op)(*self.given.values(), self.group, *along)
+        optional = [value for value in (self.along, self.sum_dtype) if value is not None]
+        found = getattr(torch.ops.asynctp, self.op)(*self.given.values(), self.group, *optional)
         return found if self.gathers else [found]
 
     def _product(self, i: int, a: Tensor, a_scale: Tensor | None) -> Tensor:
@@ -288,7 +289,8 @@ class Call:
         """The sum of the products before a reduction."""
         scales = self.a_scales if self.scaled else [None] * len(self.bs)
         products = [self._product(i, a, scale) for i, (a, scale) in enumerate(zip(self.a_parts, scales, strict=True))]
-        return sum(products[1:], products[0])
+        terms = products if self.sum_dtype is None else [product.to(self.sum_dtype) for product in products]
+        return sum(terms[1:], terms[0])
 
     def _cublas(self) -> list[Tensor]:
         """The products alone."""
@@ -330,7 +332,8 @@ class Call:
                 returned = self.given["return_a_full"]
                 full, outs = intree.fused_all_gather_matmul(a, self.bs, self.dim, self.group, return_A=returned)
             return [*outs, full] if self.given["return_a_full"] else list(outs)
-        if "reduce_scatter" in self.op and plain and count == 1 and (a.ndim == 2 or not self.scaled):
+        fits = a.ndim == 2 or not self.scaled
+        if "reduce_scatter" in self.op and plain and count == 1 and fits and self.sum_dtype is None:
             how = self.given["reduce_op"]
             if not self.scaled:
                 return [intree.fused_matmul_reduce_scatter(a, self.bs[0], how, self.dim, self.group)]

@@ -262,13 +262,20 @@ class GatherChain:
 class ScatterChain:
     """`(matmul → view* →) sum → view* → reduce_scatter → wait`: the matmuls whose sum is scattered.
 
-    Or all-reduced: then `placement` is None, since every rank gets the whole sum.
+    Or all-reduced: then `placement` is None, since every rank gets the whole sum. `sum_dtype` is what the products are
+    converted to, without loss, before the ranks' sum; None where they stay what they are.
     """
 
     collective: Collective
     matmuls: tuple[Matmul, ...]
     placement: ScatterPlacement | None
     views: tuple[fx.Node, ...]
+    sum_dtype: torch.dtype | None = None
+
+    @property
+    def sends_products(self) -> bool:
+        """True when ranks send products as they are: one of each. A sum of several is sent in `sum_dtype`."""
+        return self.sum_dtype is None or len(self.matmuls) == 1
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:

@@ -24,7 +24,7 @@ from asynctp_passes.chain import Matmul, ScaledOptions
 from asynctp_passes.fxview import arguments, is_size, mutates, op_name, tensor_of
 from asynctp_passes.read import identical, is_matmul, read_matmul, read_term
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.views import is_view, scaling_of, views_of
+from asynctp_passes.views import is_view, scaling_of, views_of, widens
 
 __all__ = ["read_product", "scalings"]
 
@@ -40,7 +40,7 @@ def read_product(node: fx.Node) -> Matmul | Refusal | None:
     """The matmul that `node` is, or is the scaled result of; why its form is not rewritten; None for other nodes."""
     if is_matmul(node):
         return read_term(node)
-    way = [] if scaling_of(node) is not None else _way_from_matmul(node)
+    way = [] if scaling_of(node) is not None or widens(node) else _way_from_matmul(node)
     if not any(op_name(step) == _MULTIPLY for step in way):
         return None
     matmul = read_matmul(way[0])

@@ -3,6 +3,7 @@
     gather    shard → all_gather → wait → view* → {mm, addmm, _scaled_mm}+
     gather    shard → all_gather → wait → {view, row-wise op}* → {mm, addmm, _scaled_mm}+     (`rowwise`)
     scatter   {mm, addmm, _scaled_mm (× scales)}+ → view* → (add → view*)* → {reduce_scatter, all_reduce} → wait
+              where products of 16 bits may be converted to float32 on the way
 
 Structure is proven by `shapes` on maps that `views.follow` carries; no spelling of a view chain is enumerated.
 
@@ -51,7 +52,7 @@ from asynctp_passes.shapes import (
     same,
     scales_rows,
 )
-from asynctp_passes.views import Flow, follow, is_sum, is_view, size_readers, views_of
+from asynctp_passes.views import WIDENED, Flow, follow, is_sum, is_view, size_readers, views_of
 
 __all__ = ["find"]
 
@@ -713,8 +714,9 @@ def _scatter_chain(
     whole = flow.maps.get(scatter.input) if scatter.input is not None else None
     if whole is None:
         return _first_refusal(flow, nodes, scatter)
-    if _dtype(scatter.input) != out.dtype:
-        return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {_dtype(scatter.input)}")
+    sum_dtype = _dtype(scatter.input)
+    if sum_dtype != out.dtype and not (sum_dtype == torch.float32 and out.dtype in WIDENED):
+        return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {sum_dtype}")
     placement = _placement(scene, scatter, whole, rows, columns)
     if isinstance(placement, Refusal):
         return placement
@@ -723,7 +725,9 @@ def _scatter_chain(
         return Refusal(reasons.PRODUCT_HAS_OTHER_USERS, elsewhere)
     terms = flow.terms[scatter.input]  # type: ignore[index]
     matmuls = tuple(replace(matmul, factor=terms[matmul.node]) for matmul in matmuls)
-    return ScatterChain(scatter, matmuls, placement, scene.sorted(region))
+    return ScatterChain(
+        scatter, matmuls, placement, scene.sorted(region), sum_dtype if sum_dtype != out.dtype else None
+    )
 
 
 def _placement(

@@ -57,19 +57,21 @@ OPS = {
     ),
     "matmul_reduce_scatter": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, int scatter_dim, int group_size, "
-        "Any group_name) -> Tensor"
+        "Any group_name, ScalarType? sum_dtype=None) -> Tensor"
     ),
     "scaled_matmul_reduce_scatter": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, Tensor?[] biases, "
         "str reduce_op, int scatter_dim, ScalarType out_dtype, bool use_fast_accum, int group_size, "
-        "Any group_name) -> Tensor"
+        "Any group_name, ScalarType? sum_dtype=None) -> Tensor"
     ),
     "matmul_all_reduce": (
-        "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, Any group_name) -> Tensor"
+        "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, Any group_name, "
+        "ScalarType? sum_dtype=None) -> Tensor"
     ),
     "scaled_matmul_all_reduce": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, Tensor?[] biases, "
-        "str reduce_op, ScalarType out_dtype, bool use_fast_accum, Any group_name) -> Tensor"
+        "str reduce_op, ScalarType out_dtype, bool use_fast_accum, Any group_name, ScalarType? sum_dtype=None) "
+        "-> Tensor"
     ),
 }
 
@@ -121,9 +123,9 @@ def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: i
     cuda = _cuda() if device == "cuda" and torch.cuda.is_available() and world_size else None
     if cuda is None:
         return implementation(device)
-    args = [value for name, value in arguments.items() if name not in ("group_size", "along_shard")]
+    args = [value for name, value in arguments.items() if name not in ("group_size", "along_shard", "sum_dtype")]
     try:
-        choice = cuda.explain(op, (*args, world_size, None))
+        choice = cuda.explain(op, (*args, world_size, None), arguments.get("sum_dtype"))
     except RuntimeError:
         return implementation(device)
     then = ", then all-gather" if op.endswith("all_reduce") and choice.implementation != "unfused" else ""
@@ -152,9 +154,12 @@ def explain(op: str, *args: Any) -> Any:
     cuda = _cuda() if device == "cuda" else None
     if cuda is None:
         return implementation(device)
+    names = [argument.name for argument in getattr(torch.ops.asynctp, op).default._schema.arguments]
+    place = names.index("group_name")
+    needed, group, optional = args[:place], args[place], dict(zip(names[place + 1 :], args[place + 1 :], strict=False))
     if op.endswith("all_reduce"):  # these are not told the size of their group
-        args = (*args[:-1], reference.group_and_size(args[-1])[1], args[-1])
-    return cuda.explain(op, args)
+        needed = (*needed, reference.group_and_size(group)[1])
+    return cuda.explain(op, (*needed, group), optional.get("sum_dtype"))
 
 
 @functools.cache
@@ -290,23 +295,25 @@ def _real_matmul_reduce_scatter(
     scatter_dim: int,
     group_size: int,
     group_name: Any,
+    sum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
 
     def check() -> None:
-        reference.check_group("matmul_reduce_scatter", group_size, group_name)
-        reference.check_scatter("matmul_reduce_scatter", a_parts, b_parts, biases, reduce_op, scatter_dim, group_size)
+        op, where = "matmul_reduce_scatter", (reduce_op, scatter_dim, group_size)
+        reference.check_group(op, group_size, group_name)
+        reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype)
 
     if a_parts and (cuda := _overlapped(a_parts[0].device)) is not None:
         options = (reduce_op, scatter_dim, a_parts[0].dtype, False, group_size, _process_group(group_name), check)
-        found: Tensor | None = cuda.run_scatter(a_parts, b_parts, (), (), biases, *options)
+        found: Tensor | None = cuda.run_scatter(a_parts, b_parts, (), (), biases, *options, sum_dtype)
         if found is not None:
             return found
     else:
         check()
     return reference.unfused_matmul_reduce_scatter(
-        a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, group_name
+        a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, group_name, sum_dtype
     )
 
 
@@ -322,44 +329,49 @@ def _real_scaled_matmul_reduce_scatter(
     use_fast_accum: bool,
     group_size: int,
     group_name: Any,
+    sum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     def check() -> None:
         op = "scaled_matmul_reduce_scatter"
         reference.check_group(op, group_size, group_name)
-        scales = ScatterScales(a_scales, b_scales, out_dtype)
-        reference.check_scatter(op, a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, scales)
+        where = (reduce_op, scatter_dim, group_size, ScatterScales(a_scales, b_scales, out_dtype))
+        reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype)
 
     if a_parts and (cuda := _overlapped(a_parts[0].device)) is not None:
-        choices = (reduce_op, scatter_dim, out_dtype, use_fast_accum)
-        found: Tensor | None = cuda.run_scatter(
-            a_parts, b_parts, a_scales, b_scales, biases, *choices, group_size, _process_group(group_name), check
-        )
+        choices = (reduce_op, scatter_dim, out_dtype, use_fast_accum, group_size, _process_group(group_name), check)
+        found: Tensor | None = cuda.run_scatter(a_parts, b_parts, a_scales, b_scales, biases, *choices, sum_dtype)
         if found is not None:
             return found
     else:
         check()
     operands = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, scatter_dim, out_dtype, use_fast_accum)
-    return reference.unfused_scaled_matmul_reduce_scatter(*operands, group_size, group_name)
+    return reference.unfused_scaled_matmul_reduce_scatter(*operands, group_size, group_name, sum_dtype)
 
 
 def _real_matmul_all_reduce(
-    a_parts: list[Tensor], b_parts: list[Tensor], biases: list[Tensor | None], reduce_op: str, group_name: Any
+    a_parts: list[Tensor],
+    b_parts: list[Tensor],
+    biases: list[Tensor | None],
+    reduce_op: str,
+    group_name: Any,
+    sum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
 
     def check() -> None:
         reference.group_and_size(group_name)
-        reference.check_all_reduce("matmul_all_reduce", a_parts, b_parts, biases, reduce_op)
+        parts = (a_parts, b_parts, biases)
+        reference.check_all_reduce("matmul_all_reduce", *parts, reduce_op, sum_dtype=sum_dtype)
 
     if a_parts and (cuda := _overlapped(a_parts[0].device)) is not None:
-        options = (reduce_op, a_parts[0].dtype, False, _process_group(group_name), check)
+        options = (reduce_op, a_parts[0].dtype, False, _process_group(group_name), check, sum_dtype)
         found: Tensor | None = cuda.run_all_reduce(a_parts, b_parts, (), (), biases, *options)
         if found is not None:
             return found
     else:
         check()
-    return reference.unfused_matmul_all_reduce(a_parts, b_parts, biases, reduce_op, group_name)
+    return reference.unfused_matmul_all_reduce(a_parts, b_parts, biases, reduce_op, group_name, sum_dtype)
 
 
 def _real_scaled_matmul_all_reduce(
@@ -372,21 +384,22 @@ def _real_scaled_matmul_all_reduce(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
     group_name: Any,
+    sum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     def check() -> None:
         reference.group_and_size(group_name)
-        scales = ScatterScales(a_scales, b_scales, out_dtype)
-        reference.check_all_reduce("scaled_matmul_all_reduce", a_parts, b_parts, biases, reduce_op, scales)
+        op, scales = "scaled_matmul_all_reduce", ScatterScales(a_scales, b_scales, out_dtype)
+        reference.check_all_reduce(op, a_parts, b_parts, biases, reduce_op, scales, sum_dtype=sum_dtype)
 
     if a_parts and (cuda := _overlapped(a_parts[0].device)) is not None:
-        options = (reduce_op, out_dtype, use_fast_accum, _process_group(group_name), check)
+        options = (reduce_op, out_dtype, use_fast_accum, _process_group(group_name), check, sum_dtype)
         found: Tensor | None = cuda.run_all_reduce(a_parts, b_parts, a_scales, b_scales, biases, *options)
         if found is not None:
             return found
     else:
         check()
     operands = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, out_dtype, use_fast_accum)
-    return reference.unfused_scaled_matmul_all_reduce(*operands, group_name)
+    return reference.unfused_scaled_matmul_all_reduce(*operands, group_name, sum_dtype)
 
 
 # --- fake implementations: shapes from shapes, no group needed, no guards --------------------------------------
@@ -453,12 +466,13 @@ def _fake_matmul_reduce_scatter(
     scatter_dim: int,
     group_size: int,
     group_name: Any,
+    sum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
-    op = "matmul_reduce_scatter"
-    reference.check_scatter(op, a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, sizes=False)
-    return _fake_scatter(a_parts, b_parts, scatter_dim, group_size, a_parts[0].dtype)
+    op, where = "matmul_reduce_scatter", (reduce_op, scatter_dim, group_size)
+    reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype, sizes=False)
+    return _fake_scatter(a_parts, b_parts, scatter_dim, group_size, sum_dtype or a_parts[0].dtype)
 
 
 def _fake_scaled_matmul_reduce_scatter(
@@ -473,20 +487,27 @@ def _fake_scaled_matmul_reduce_scatter(
     use_fast_accum: bool,
     group_size: int,
     group_name: Any,
+    sum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     op = "scaled_matmul_reduce_scatter"
-    scales = ScatterScales(a_scales, b_scales, out_dtype)
-    reference.check_scatter(op, a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, scales, sizes=False)
-    return _fake_scatter(a_parts, b_parts, scatter_dim, group_size, out_dtype)
+    where = (reduce_op, scatter_dim, group_size, ScatterScales(a_scales, b_scales, out_dtype))
+    reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype, sizes=False)
+    return _fake_scatter(a_parts, b_parts, scatter_dim, group_size, sum_dtype or out_dtype)
 
 
 def _fake_matmul_all_reduce(
-    a_parts: list[Tensor], b_parts: list[Tensor], biases: list[Tensor | None], reduce_op: str, group_name: Any
+    a_parts: list[Tensor],
+    b_parts: list[Tensor],
+    biases: list[Tensor | None],
+    reduce_op: str,
+    group_name: Any,
+    sum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
-    reference.check_all_reduce("matmul_all_reduce", a_parts, b_parts, biases, reduce_op, sizes=False)
-    return a_parts[0].new_empty((*a_parts[0].shape[:-1], b_parts[0].shape[1]))
+    op, parts = "matmul_all_reduce", (a_parts, b_parts, biases)
+    reference.check_all_reduce(op, *parts, reduce_op, sum_dtype=sum_dtype, sizes=False)
+    return a_parts[0].new_empty((*a_parts[0].shape[:-1], b_parts[0].shape[1]), dtype=sum_dtype)
 
 
 def _fake_scaled_matmul_all_reduce(
@@ -499,11 +520,13 @@ def _fake_scaled_matmul_all_reduce(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
     group_name: Any,
+    sum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     op = "scaled_matmul_all_reduce"
     scales = ScatterScales(a_scales, b_scales, out_dtype)
-    reference.check_all_reduce(op, a_parts, b_parts, biases, reduce_op, scales, sizes=False)
-    return a_parts[0].new_empty((*a_parts[0].shape[:-1], b_parts[0].shape[1]), dtype=out_dtype)
+    parts = (a_parts, b_parts, biases)
+    reference.check_all_reduce(op, *parts, reduce_op, scales, sum_dtype=sum_dtype, sizes=False)
+    return a_parts[0].new_empty((*a_parts[0].shape[:-1], b_parts[0].shape[1]), dtype=sum_dtype or out_dtype)
 
 
 # --- gradients -------------------------------------------------------------------------------------------------
@@ -511,6 +534,8 @@ def _fake_scaled_matmul_all_reduce(
 #   matmul_reduce_scatter:  dOut = all_gather(dOut_shard),  dA_i = dOut @ B_iᵀ,      dB_i = A_iᵀ @ dOut
 # so that each of these two ops' input gradient is the other op.
 #   matmul_all_reduce:      dOut = all_reduce(dOut),        dA_i = dOut @ B_iᵀ,      dB_i = A_iᵀ @ dOut
+# Where products were converted to a `sum_dtype`, dOut is converted back: before it is gathered, or once it is reduced.
+# (An optional argument that is None is not among those that torch wants a gradient for.)
 # The loss is the sum of all ranks' losses. (Where every rank computes the same loss, their gradients add up.)
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     a_shard, bs, biases, ctx.gather_dim, ctx.return_a_full, ctx.group_size, ctx.group_name = inputs
@@ -548,7 +573,8 @@ def _gather_input_grad(
 
 
 def _setup_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a_parts, b_parts, biases, ctx.reduce_op, ctx.scatter_dim, ctx.group_size, ctx.group_name = inputs
+    a_parts, b_parts, biases, ctx.reduce_op, ctx.scatter_dim, ctx.group_size, ctx.group_name, sum_dtype = inputs
+    ctx.optional = [] if sum_dtype is None else [None]
     _remember_biases(ctx, biases)
     ctx.save_for_backward(*a_parts, *b_parts)
 
@@ -557,7 +583,8 @@ def _backward_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     count = len(ctx.saved_tensors) // 2
     a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
     needs_a, needs_b = ctx.needs_input_grad[:2]
-    shard = (grad / ctx.group_size if ctx.reduce_op == "avg" else grad).contiguous()
+    shard = grad / ctx.group_size if ctx.reduce_op == "avg" else grad
+    shard = shard.to(a_parts[0].dtype).contiguous()
     where = (ctx.scatter_dim, True, ctx.group_size, ctx.group_name)
     transposed = [b.t() for b, need in zip(b_parts, needs_a, strict=True) if need]
     if transposed:
@@ -567,11 +594,12 @@ def _backward_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     remaining = iter(products)
     a_grads = [next(remaining) if need else None for need in needs_a]
     b_grads = [_weight_grad(a, full) if need else None for a, need in zip(a_parts, needs_b, strict=True)]
-    return a_grads, b_grads, _bias_grads(ctx, [full] * count), None, None, None, None
+    return a_grads, b_grads, _bias_grads(ctx, [full] * count), None, None, None, None, *ctx.optional
 
 
 def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a_parts, b_parts, biases, ctx.reduce_op, ctx.group_name = inputs
+    a_parts, b_parts, biases, ctx.reduce_op, ctx.group_name, sum_dtype = inputs
+    ctx.optional = [] if sum_dtype is None else [None]
     _remember_biases(ctx, biases)
     ctx.save_for_backward(*a_parts, *b_parts)
 
@@ -580,10 +608,10 @@ def _backward_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     count = len(ctx.saved_tensors) // 2
     a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
     needs_a, needs_b = ctx.needs_input_grad[:2]
-    full = reference.all_reduce(grad.contiguous(), ctx.reduce_op, ctx.group_name)
+    full = reference.all_reduce(grad.contiguous(), ctx.reduce_op, ctx.group_name).to(a_parts[0].dtype)
     a_grads = [full @ b.t() if need else None for b, need in zip(b_parts, needs_a, strict=True)]
     b_grads = [_weight_grad(a, full) if need else None for a, need in zip(a_parts, needs_b, strict=True)]
-    return a_grads, b_grads, _bias_grads(ctx, [full] * count), None, None
+    return a_grads, b_grads, _bias_grads(ctx, [full] * count), None, None, *ctx.optional
 
 
 def _remember_biases(ctx: Any, biases: list[Tensor | None]) -> None:

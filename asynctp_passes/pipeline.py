@@ -13,7 +13,7 @@ from torch import fx
 
 from asynctp_passes import compat, cost, ops, torch_bugs
 from asynctp_passes.agree import agree, withdraw
-from asynctp_passes.chain import Bundle, Candidate, Collective, Decision, GatherChain, Hoist
+from asynctp_passes.chain import Bundle, Candidate, Collective, Decision, GatherChain, Hoist, ScatterChain
 from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
 from asynctp_passes.decide import allowed, context_of, decide
@@ -198,8 +198,10 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
         facts["keeps_gather"] = bool(chain.hoist.kept)
     elif candidate.left_out:
         facts["message"] = f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"
-    elif candidate.weights or candidate.collective.kind == "all_reduce":
-        facts["message"] = _LIKE_WEIGHTS if candidate.weights else _UNSHARDED
+    elif isinstance(chain, ScatterChain):
+        unsharded = [_UNSHARDED] if candidate.collective.kind == "all_reduce" else []
+        notes = [*_converted(chain), *([_LIKE_WEIGHTS] if candidate.weights else unsharded)]
+        facts |= {"message": "; ".join(notes)} if notes else {}
     if chain is not None:
         costs = cost.cost_of(chain)
         facts |= {
@@ -208,6 +210,16 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
             "estimate_us": costs.estimate_us(cost.machine_for(chain.matmuls[0].a)),
         }
     return facts
+
+
+def _converted(chain: ScatterChain) -> list[str]:
+    """What is sent where products are converted before they are summed."""
+    if chain.sum_dtype is None:
+        return []
+    product, whole = describe(chain.matmuls[0].node), describe(chain.collective.node)
+    if chain.sends_products:
+        return [f"{product} is sent as it is, and converted where the ranks' parts are added, to {whole}"]
+    return [f"each {product} is converted before it is added, and the sum is sent like that, for {whole}"]
 
 
 def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:

@@ -5,9 +5,10 @@ meant to be called by hand. The `unfused_*` functions at the bottom have the fus
 run them wherever no kernel takes over. All arguments are checked in `check_gather` and `check_scatter`, which the
 ops use too.
 
-Numerics: every product is rounded once to its output dtype (bias included), the products are added in list order in
-that dtype, and the collective sums in that dtype. On CPU `"avg"` is the sum divided by the number of ranks, since
-gloo has no average in every supported torch; elsewhere the backend's own average is used.
+Numerics: every product is rounded once to its output dtype (bias included), and converted to `sum_dtype` if there is
+one; then the products are added in list order, and the collective sums, in the dtype they have. On CPU `"avg"` is the
+sum divided by the number of ranks, since gloo has no average in every supported torch; elsewhere the backend's own
+average is used.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ SCALINGS = (
 BLOCKWISE = {"1x128", "128x128"}
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALED_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDENED = (torch.bfloat16, torch.float16)
+"""Dtypes of products that can be summed in float32."""
 REDUCE_OPS = ("sum", "avg")
 _PROCESS_GROUP: Any = getattr(torch.distributed, "ProcessGroup", ())  # () where torch is built without distributed
 
@@ -185,6 +188,7 @@ class Callers:
         group: Any,
         reduce_op: str = "sum",
         biases: Tensor | Sequence[Tensor | None] | None = None,
+        sum_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Multiply, add up the products, then reduce-scatter the sum: `mm + mm + … → reduce_scatter → out_shard`.
 
@@ -197,6 +201,8 @@ class Callers:
             group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
             reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
             biases: One, or one per product, added on every rank; None adds none.
+            sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
+                the result has it. None converts nothing.
 
         Shapes:
             a: `[*, M, *, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; result over W ranks: `[*, M/W, *, N]`, or
@@ -215,9 +221,10 @@ class Callers:
         a_parts, b_parts = as_list(a), as_list(b)
         offsets = optional_list(biases, len(a_parts))
         if self._checks:
-            check_scatter("matmul_reduce_scatter", a_parts, b_parts, offsets, reduce_op, scatter_dim, size)
+            operands = (a_parts, b_parts, offsets, reduce_op)
+            check_scatter("matmul_reduce_scatter", *operands, scatter_dim, size, sum_dtype=sum_dtype)
         out: Tensor = self._programs.matmul_reduce_scatter(
-            a_parts, b_parts, offsets, reduce_op, scatter_dim, size, name
+            a_parts, b_parts, offsets, reduce_op, scatter_dim, size, name, sum_dtype
         )
         return out
 
@@ -234,6 +241,7 @@ class Callers:
         biases: Tensor | Sequence[Tensor | None] | None = None,
         out_dtype: torch.dtype = torch.bfloat16,
         use_fast_accum: bool = False,
+        sum_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Multiply fp8 operands with scales, add up the products, then reduce-scatter the sum. Not differentiable.
 
@@ -246,8 +254,10 @@ class Callers:
             group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
             reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
             biases: One, or one per product, added on every rank; None adds none.
-            out_dtype: Dtype of the products, of their sum and on the wire.
+            out_dtype: Dtype of the products, and of their sum if that has no other.
             use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
+            sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
+                the result has it. None converts nothing.
 
         Shapes:
             As `matmul_reduce_scatter`; a_scales: one element, or `[*, M, *, 1]`; b_scales: one element, or `[1, N]`.
@@ -257,7 +267,7 @@ class Callers:
             Scales multiply: the value is `fp8 number × scale`.
 
         Returns:
-            This rank's piece in `out_dtype`, contiguous.
+            This rank's piece in `out_dtype` or `sum_dtype`, contiguous.
 
         Raises:
             ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
@@ -270,11 +280,12 @@ class Callers:
         offsets = optional_list(biases, len(a_parts))
         if self._checks:
             scales = ScatterScales(as_list(a_scales), as_list(b_scales), out_dtype)
-            check_scatter(
-                "scaled_matmul_reduce_scatter", a_parts, b_parts, offsets, reduce_op, scatter_dim, size, scales
-            )
+            where = (reduce_op, scatter_dim, size, scales)
+            check_scatter("scaled_matmul_reduce_scatter", a_parts, b_parts, offsets, *where, sum_dtype=sum_dtype)
         operands = (a_parts, b_parts, as_list(a_scales), as_list(b_scales), offsets, reduce_op, scatter_dim)
-        out: Tensor = self._programs.scaled_matmul_reduce_scatter(*operands, out_dtype, use_fast_accum, size, name)
+        out: Tensor = self._programs.scaled_matmul_reduce_scatter(
+            *operands, out_dtype, use_fast_accum, size, name, sum_dtype
+        )
         return out
 
     def matmul_all_reduce(
@@ -285,6 +296,7 @@ class Callers:
         group: Any,
         reduce_op: str = "sum",
         biases: Tensor | Sequence[Tensor | None] | None = None,
+        sum_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Multiply, add up the products, then all-reduce the sum: `mm + mm + … → all_reduce → out`.
 
@@ -296,6 +308,8 @@ class Callers:
             group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
             reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
             biases: One, or one per product, added on every rank; None adds none.
+            sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
+                the result has it. None converts nothing.
 
         Shapes:
             a: `[*, M, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; result: `[*, M, N]`, on every rank.
@@ -313,8 +327,8 @@ class Callers:
         a_parts, b_parts = as_list(a), as_list(b)
         offsets = optional_list(biases, len(a_parts))
         if self._checks:
-            check_all_reduce("matmul_all_reduce", a_parts, b_parts, offsets, reduce_op)
-        out: Tensor = self._programs.matmul_all_reduce(a_parts, b_parts, offsets, reduce_op, name)
+            check_all_reduce("matmul_all_reduce", a_parts, b_parts, offsets, reduce_op, sum_dtype=sum_dtype)
+        out: Tensor = self._programs.matmul_all_reduce(a_parts, b_parts, offsets, reduce_op, name, sum_dtype)
         return out
 
     def scaled_matmul_all_reduce(
@@ -329,6 +343,7 @@ class Callers:
         biases: Tensor | Sequence[Tensor | None] | None = None,
         out_dtype: torch.dtype = torch.bfloat16,
         use_fast_accum: bool = False,
+        sum_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Multiply fp8 operands with scales, add up the products, then all-reduce the sum. Not differentiable.
 
@@ -340,8 +355,10 @@ class Callers:
             group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
             reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
             biases: One, or one per product, added on every rank; None adds none.
-            out_dtype: Dtype of the products, of their sum and on the wire.
+            out_dtype: Dtype of the products, and of their sum if that has no other.
             use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
+            sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
+                the result has it. None converts nothing.
 
         Shapes:
             As `matmul_all_reduce`; a_scales: one element, or `[*, M, 1]`; b_scales: one element, or `[1, N]`.
@@ -351,7 +368,7 @@ class Callers:
             Scales multiply: the value is `fp8 number × scale`.
 
         Returns:
-            The sum in `out_dtype`, contiguous, the same on all ranks.
+            The sum in `out_dtype` or `sum_dtype`, contiguous, the same on all ranks.
 
         Raises:
             ValueError: Shapes, dtypes or lists that do not fit together, or a group that does not exist.
@@ -364,9 +381,10 @@ class Callers:
         offsets = optional_list(biases, len(a_parts))
         if self._checks:
             scales = ScatterScales(as_list(a_scales), as_list(b_scales), out_dtype)
-            check_all_reduce("scaled_matmul_all_reduce", a_parts, b_parts, offsets, reduce_op, scales)
+            parts = (a_parts, b_parts, offsets, reduce_op)
+            check_all_reduce("scaled_matmul_all_reduce", *parts, scales, sum_dtype=sum_dtype)
         operands = (a_parts, b_parts, as_list(a_scales), as_list(b_scales), offsets, reduce_op)
-        out: Tensor = self._programs.scaled_matmul_all_reduce(*operands, out_dtype, use_fast_accum, name)
+        out: Tensor = self._programs.scaled_matmul_all_reduce(*operands, out_dtype, use_fast_accum, name, sum_dtype)
         return out
 
 
@@ -513,6 +531,7 @@ def check_scatter(
     group_size: int,
     scales: ScatterScales | None = None,
     *,
+    sum_dtype: torch.dtype | None = None,
     sizes: bool = True,
 ) -> None:
     """Check a scatter op's arguments; without `sizes` only what adds no guard under dynamic shapes.
@@ -520,7 +539,7 @@ def check_scatter(
     Raises:
         ValueError: Names the argument, its value, the limit and the remedy.
     """
-    check_all_reduce(op, a_parts, b_parts, biases, reduce_op, scales, sizes=sizes)
+    check_all_reduce(op, a_parts, b_parts, biases, reduce_op, scales, sum_dtype=sum_dtype, sizes=sizes)
     dim = _check_dim(op, "scatter_dim", scatter_dim, a_parts[0].ndim)
     if sizes:
         size = (*a_parts[0].shape[:-1], b_parts[0].shape[1])[dim]
@@ -536,6 +555,7 @@ def check_all_reduce(
     reduce_op: str,
     scales: ScatterScales | None = None,
     *,
+    sum_dtype: torch.dtype | None = None,
     sizes: bool = True,
 ) -> None:
     """Check the arguments of an op that reduces products; without `sizes` only what adds no guard.
@@ -554,8 +574,15 @@ def check_all_reduce(
         )
     if scales is not None:
         _check_lengths(op, len(a_parts), {"a_scales": scales.a_scales, "b_scales": scales.b_scales})
+    _check_sum_dtype(op, a_parts[0].dtype if scales is None else scales.out_dtype, sum_dtype)
     if sizes:
         _check_sum_sizes(op, a_parts, b_parts, biases, scales)
+
+
+def _check_sum_dtype(op: str, products: torch.dtype, sum_dtype: torch.dtype | None) -> None:
+    fits = sum_dtype in (None, products) or (sum_dtype == torch.float32 and products in WIDENED)
+    limit = f"None, the products' {products}, or torch.float32 for products of a dtype in {WIDENED}"
+    _require(fits, op, "sum_dtype", sum_dtype, limit)
 
 
 def _check_sum_sizes(
@@ -771,9 +798,10 @@ def unfused_matmul_reduce_scatter(
     scatter_dim: int,
     group_size: int,
     group_name: Any,
+    sum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`asynctp::matmul_reduce_scatter` without overlap; the arguments are checked already."""
-    total = _summed_products(a_parts, b_parts, biases)
+    total = _summed_products(a_parts, b_parts, biases, sum_dtype)
     return reduce_scatter(total, reduce_op, scatter_dim, group_size, group_name)
 
 
@@ -789,18 +817,24 @@ def unfused_scaled_matmul_reduce_scatter(
     use_fast_accum: bool,
     group_size: int,
     group_name: Any,
+    sum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`asynctp::scaled_matmul_reduce_scatter` without overlap; the arguments are checked already."""
     parts = (a_parts, b_parts, a_scales, b_scales, biases)
-    total = _summed_scaled_products(*parts, out_dtype, use_fast_accum)
+    total = _summed_scaled_products(*parts, out_dtype, use_fast_accum, sum_dtype)
     return reduce_scatter(total, reduce_op, scatter_dim, group_size, group_name)
 
 
 def unfused_matmul_all_reduce(
-    a_parts: list[Tensor], b_parts: list[Tensor], biases: Sequence[Tensor | None], reduce_op: str, group_name: Any
+    a_parts: list[Tensor],
+    b_parts: list[Tensor],
+    biases: Sequence[Tensor | None],
+    reduce_op: str,
+    group_name: Any,
+    sum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`asynctp::matmul_all_reduce` without overlap; the arguments are checked already."""
-    return all_reduce(_summed_products(a_parts, b_parts, biases), reduce_op, group_name)
+    return all_reduce(_summed_products(a_parts, b_parts, biases, sum_dtype), reduce_op, group_name)
 
 
 def unfused_scaled_matmul_all_reduce(
@@ -813,10 +847,11 @@ def unfused_scaled_matmul_all_reduce(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
     group_name: Any,
+    sum_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`asynctp::scaled_matmul_all_reduce` without overlap; the arguments are checked already."""
     parts = (a_parts, b_parts, a_scales, b_scales, biases)
-    return all_reduce(_summed_scaled_products(*parts, out_dtype, use_fast_accum), reduce_op, group_name)
+    return all_reduce(_summed_scaled_products(*parts, out_dtype, use_fast_accum, sum_dtype), reduce_op, group_name)
 
 
 # --- collectives -----------------------------------------------------------------------------------------
@@ -871,8 +906,13 @@ def _rows(a: Tensor) -> Tensor:
     return a.flatten(0, -2)
 
 
-def _summed_products(a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    return _sum([product(a, b, bias) for a, b, bias in zip(a_parts, b_parts, biases, strict=True)])
+def _summed_products(
+    a_parts: Sequence[Tensor],
+    b_parts: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    sum_dtype: torch.dtype | None,
+) -> Tensor:
+    return _sum([product(a, b, bias) for a, b, bias in zip(a_parts, b_parts, biases, strict=True)], sum_dtype)
 
 
 def _summed_scaled_products(
@@ -883,20 +923,22 @@ def _summed_scaled_products(
     biases: Sequence[Tensor | None],
     out_dtype: torch.dtype,
     use_fast_accum: bool,
+    sum_dtype: torch.dtype | None,
 ) -> Tensor:
     parts = zip(a_parts, b_parts, a_scales, b_scales, biases, strict=True)
-    return _sum(
-        [
-            scaled_product(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
-            for a, b, a_scale, b_scale, bias in parts
-        ]
-    )
+    products = [
+        scaled_product(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
+        for a, b, a_scale, b_scale, bias in parts
+    ]
+    return _sum(products, sum_dtype)
 
 
-def _sum(products: list[Tensor]) -> Tensor:
-    total = products[0]
-    for product in products[1:]:
-        total = total + product
+def _sum(products: list[Tensor], dtype: torch.dtype | None) -> Tensor:
+    """The sum in list order, in `dtype`, to which the products are converted first; None: their own."""
+    terms = products if dtype is None else [product.to(dtype) for product in products]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
     return total
 
 

@@ -50,7 +50,7 @@ from asynctp_passes.fxview import (
 )
 from asynctp_passes.read import added_matrix, is_matmul, is_only_awaited, waits_for_several
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, product, quotient, same
-from asynctp_passes.views import followed, is_sum, is_view, views_of
+from asynctp_passes.views import followed, is_conversion, is_sum, is_view, views_of
 
 __all__ = ["rewrite", "store"]
 
@@ -184,12 +184,17 @@ class _Builder:
             node = self.graph.call_function(target, args, kwargs)
         origin = like or self.collective.node
         node.meta.update({key: origin.meta[key] for key in _INHERITED if key in origin.meta})
-        assert self._fake is not None
-        with compat.without_guards(self._fake):
-            fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda argument: argument.meta.get("val"))
-            node.meta["val"] = (computes or target)(*fake_args, **fake_kwargs)
+        self.evaluate(node, computes)
         self.made.append(node)
         return node
+
+    def evaluate(self, node: fx.Node, computes: Callable[..., Any] | None = None) -> None:
+        """Compute the value of a call on fake tensors, by `computes` where its target cannot."""
+        assert self._fake is not None
+        assert callable(node.target)
+        with compat.without_guards(self._fake):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
+            node.meta["val"] = (computes or node.target)(*args, **kwargs)
 
     def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
         """`node` with another shape; the node itself when it has that shape."""
@@ -584,8 +589,12 @@ def _emit_scatter(build: _Builder, chain: ScatterChain, place: ScatterPlacement)
 
 
 def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
-    """The views of one product stay, behind the op; a sum becomes that product, which the op has added up."""
-    collective = chain.collective
+    """The views of one product stay, behind the op; a sum becomes that product, which the op has added up.
+
+    Views of products that are converted see what they are converted to, and conversions go as sums do.
+    """
+    collective, wide = chain.collective, chain.sum_dtype is not None
+    gone = {node for node in chain.views if is_sum(node) or (wide and is_conversion(node))}
     a_parts = [_as_rows(build, _left(build, matmul)) for matmul in chain.matmuls]
     op = _call_reduction(build, chain, a_parts, "all_reduce")
     for matmul in chain.matmuls:
@@ -593,8 +602,10 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
         assert value is not None
         build.replace(matmul.node, build.reshape(op, build.sizes.of(value)))
     for node in chain.views:
-        if is_sum(node):
-            build.replace(node, arguments(node)["self"])
+        if node in gone:
+            build.replace(node, next(iter(arguments(node).values())))
+        elif wide:
+            build.evaluate(node)
     assert collective.input is not None
     out = build.contiguous(build.now(collective.input))
     for node in collective.results:
@@ -643,7 +654,8 @@ def _call_reduction(
     b_parts, biases = [_right(build, matmul) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
     added = zip(matmuls, biases, strict=True)
     biases = [None if bias is None else _times(build, bias, matmul) for matmul, bias in added]
-    how, ending = (chain.collective.reduce_op, *where), (*size, chain.collective.group)
+    how, ending = (chain.collective.reduce_op, *where), [*size, chain.collective.group]
+    ending += [] if chain.sum_dtype is None else [chain.sum_dtype]
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     if not scaled:
         op = getattr(namespace, f"matmul_{collective}").default

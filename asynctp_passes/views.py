@@ -25,14 +25,17 @@ from asynctp_passes.shapes import IndexMap, Size, concatenate, product, same
 
 __all__ = [
     "VIEWS",
+    "WIDENED",
     "Flow",
     "follow",
     "followed",
+    "is_conversion",
     "is_sum",
     "is_view",
     "scaling_of",
     "size_readers",
     "views_of",
+    "widens",
 ]
 
 Pieces = tuple[IndexMap | None, ...]
@@ -106,8 +109,8 @@ def follow(nodes: Iterable[fx.Node], seeds: Mapping[fx.Node, IndexMap], sizes: S
         nodes: The nodes to visit.
         seeds: Source nodes and their maps.
         sizes: Reader of sizes.
-        sums: Also carry a map through sums of two tensors that have the same one, and multiplications by powers of two,
-            and let a seed that is `c + a @ b` have the terms of `c` too.
+        sums: Also carry a map through sums of two tensors that have the same one, multiplications by powers of two and
+            conversions to float32 that keep all values, and let a seed that is `c + a @ b` have the terms of `c` too.
     """
     flow = Flow(maps=dict(seeds), terms={seed: {seed: 1.0} for seed in seeds})
     for node in nodes:
@@ -116,8 +119,8 @@ def follow(nodes: Iterable[fx.Node], seeds: Mapping[fx.Node, IndexMap], sizes: S
         if node in seeds or not any(flow.has(argument) for argument in node.all_input_nodes):
             continue
         handler = VIEWS.get(op_name(node))
-        if handler is None and sums and is_sum(node):
-            handler = _unchanged if scaling_of(node) is not None else _add
+        if sums and is_sum(node):
+            handler = _widen if widens(node) else _scale if scaling_of(node) is not None else _add
         if handler is not None:
             _record(flow, node, _apply(handler, node, flow, sizes))
     return flow
@@ -189,9 +192,27 @@ _SCALINGS = ("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.
 _LARGEST_EXPONENT = 32
 
 
+_CASTS = ("prims.convert_element_type.default", "aten._to_copy.default", "aten.to.dtype")
+WIDENED = (torch.bfloat16, torch.float16)
+"""Dtypes all of whose values float32 has too."""
+
+
 def is_sum(node: fx.Node) -> bool:
-    """True for what `follow` follows only in sums: an addition, a subtraction, an exact multiplication by a number."""
-    return op_name(node) in _SUMS or scaling_of(node) is not None
+    """True for what `follow` follows only in sums: an addition or subtraction, and what is exact (see `follow`)."""
+    return op_name(node) in _SUMS or scaling_of(node) is not None or widens(node)
+
+
+def is_conversion(node: fx.Node) -> bool:
+    """True for what changes a tensor's dtype (or could have): of its values, or of how its bits are seen."""
+    return op_name(node) in (*_CASTS, "aten.view.dtype")
+
+
+def widens(node: fx.Node) -> bool:
+    """True for a conversion to float32 that changes no value, as autocast has behind the products of a backward."""
+    before, after = tensor_of(node.args[0]) if op_name(node) in _CASTS and node.args else None, tensor_of(node)
+    if before is None or after is None or before.device != after.device:
+        return False
+    return before.dtype in WIDENED and after.dtype == torch.float32
 
 
 def scaling_of(node: fx.Node) -> float | None:
@@ -391,13 +412,39 @@ def _add(call: _Call) -> Result:
     if call.values["alpha"] != 1 or not (call.flow.has(left) and call.flow.has(right)):
         return Refusal(reasons.SUM_HAS_OTHER_TERM, "")
     a, b, out = (tensor_of(node) for node in (left, right, call.node))
-    terms = [tensor_of(term) for node in (left, right) for term in call.flow.terms[node]]
-    dtypes = {None if value is None else value.dtype for value in (a, b, out, *terms)}
-    if a is None or b is None or out is None or len(dtypes) > 1:
+    terms = _dtypes(call, left) | _dtypes(call, right)
+    if a is None or b is None or out is None or not a.dtype == b.dtype == out.dtype or not _are_in(terms, out.dtype):
         return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms have different dtypes")
     if not (len(a.shape) == len(b.shape) and call.flow.maps[left] == call.flow.maps[right]):
         return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms are laid out differently")
     return call.flow.maps[left]
+
+
+def _dtypes(call: _Call, node: fx.Node) -> set[torch.dtype | None]:
+    """Of the seeds that a node sums up."""
+    values = [tensor_of(term) for term in call.flow.terms[node]]
+    return {None if value is None else value.dtype for value in values}
+
+
+def _are_in(terms: set[torch.dtype | None], dtype: torch.dtype) -> bool:
+    """True when terms of one dtype are seen as that one, or were converted: nothing else makes float32 of them."""
+    return len(terms) == 1 and (terms == {dtype} or (dtype == torch.float32 and terms <= set(WIDENED)))
+
+
+def _widen(call: _Call) -> Result:
+    """A conversion that keeps all values, of the products themselves: not of their bits seen as another dtype."""
+    source = next(iter(call.values.values()))
+    before = tensor_of(source)
+    if before is None or _dtypes(call, source) != {before.dtype}:
+        return Refusal(reasons.COMPUTED_BETWEEN, "converts products that are seen as another dtype")
+    return call.source
+
+
+def _scale(call: _Call) -> Result:
+    """A power of two goes to an operand of each term, which has to have exponents for it (see `scaling_of`)."""
+    if torch.float16 in _dtypes(call, call.values["self"]) and abs(scaling_of(call.node) or 0.0) != 1:
+        return Refusal(reasons.COMPUTED_BETWEEN, "products of float16 have too few exponents to be multiplied before")
+    return call.source
 
 
 def _written(call: _Call) -> Result:

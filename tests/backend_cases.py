@@ -213,6 +213,37 @@ def case_block_bfloat16_batch_2(mesh: DeviceMesh) -> tuple[Report, ...]:
     return compare(block(mesh, torch.bfloat16), shard_of(mesh, 2, 4, 16, dtype=torch.bfloat16), 4)
 
 
+def under_autocast(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """fp32 parameters and activations between layers; products of bf16, and so their gradients are converted."""
+
+    def program(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result: Tensor = module(x)
+        return result
+
+    return program
+
+
+def case_autocast(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """The input gradients of QKV, gate and up are summed, and reduced, in fp32: bit for bit what eager does."""
+    torch.manual_seed(3)
+    whole = torch.randn(2, 4, 16, requires_grad=True)
+    programs = ((block(mesh), shard_of(mesh, 2, 4, 16), 4), (mlp(mesh), shard_of(mesh, 1, 4, 16), 2))
+    found: list[Report] = []
+    for module, x, fused in (*programs, (mlp(mesh, sequence_parallel=False), whole, 1)):
+        start()
+        program, parameters = under_autocast(module), list(module.parameters())
+        actual = train(compiled(program), x, parameters)
+        reports = asynctp_passes.reports()
+        assert_close(actual, train(program, x, parameters), tolerance=0)
+        assert_fused(reports, {"forward": fused, "backward": fused})
+        found += reports
+    notes = [remark.message for report in found if report.phase == "backward" for remark in report.fused]
+    assert sum("converted before it is added" in note for note in notes) == 2, notes
+    assert sum("sent as it is" in note for note in notes) == 2, notes
+    return tuple(found)
+
+
 def case_functional_collectives(mesh: DeviceMesh) -> tuple[Report, ...]:
     """Gather and scatter along each dimension, as one graph; the contraction dimension is gathered in the last."""
     group = mesh.get_group()

@@ -68,6 +68,12 @@ CALLS = {
         "scaled_matmul_reduce_scatter", X8, W8, W8, scales=SCALES, scatter_dim=0, out_dtype="bfloat16",
         use_fast_accum=False, group_size=WORLD,
     ),
+    "scatter of a product that is converted": reduction(
+        "matmul_reduce_scatter", spec(32, 64), spec(64, 48), **SCATTERED, sum_dtype="float32"
+    ),
+    "all-reduce of a sum that is converted": reduction(
+        "matmul_all_reduce", spec(32, 64), spec(64, 48), spec(64, 48), sum_dtype="float32"
+    ),
     "all-reduce": reduction("matmul_all_reduce", spec(32, 64), spec(64, 48)),
     **{f"{op} {kind}": bench.built_in(op, kind, 32, 64, 48, WORLD) for op in bench.OPS for kind in bench.KINDS},
 }  # fmt: skip

@@ -18,7 +18,7 @@ from asynctp_kernels.signals import FAILED
 from cuda_stubs import Launched, Machine
 from torch import Tensor
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def at(address: int, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
@@ -158,7 +158,8 @@ def stage(launched: Launched) -> None:
 def reduce(launched: Launched) -> None:
     """`reduce_kernel`: sum in fp32, in rank order, rounded once; then the words are cleared."""
     call = Call(launched)
-    dtype = call.examples["out_ptr"].dtype
+    sent, dtype = call.examples["own_ptr"].dtype, call.examples["out_ptr"].dtype
+    assert call.examples["received_ptr"].dtype == sent
     progress, arrived = call.words("progress"), call.words("arrived")
     begin = 0
     for chunk in range(call.CHUNKS):
@@ -168,8 +169,8 @@ def reduce(launched: Launched) -> None:
         for src in range(call.WORLD):
             assert src == call.rank or arrived[src, chunk] >= 1
             slot = src - (src > call.rank)
-            start = call.own_ptr if src == call.rank else call.received_ptr + slot * call.part_size * dtype.itemsize
-            total += at(start + begin * dtype.itemsize, (size,), dtype).float()
+            start = call.own_ptr if src == call.rank else call.received_ptr + slot * call.part_size * sent.itemsize
+            total += at(start + begin * sent.itemsize, (size,), sent).float()
         at(call.out_ptr + begin * dtype.itemsize, (size,), dtype).copy_((total * call.factor).to(dtype))
         begin += size
     assert begin == call.part_size
@@ -229,9 +230,9 @@ def push_gather(launched: Launched, shards: Sequence[Tensor], scales: Sequence[T
 def push_reduce(launched: Launched, parts: Sequence[Tensor]) -> None:
     """`push_reduce_kernel`, given what every other rank has for this one."""
     call = Call(launched)
-    dtype = call.examples["out_ptr"].dtype
-    check_landing(call, call.size * dtype.itemsize)
-    full = at(call.full_ptr, (call.WORLD * call.size,), dtype)
+    sent, dtype = call.examples["full_ptr"].dtype, call.examples["out_ptr"].dtype
+    check_landing(call, call.size * sent.itemsize)
+    full = at(call.full_ptr, (call.WORLD * call.size,), sent)
     total = torch.zeros(call.size)
     for src in range(call.WORLD):
         total += (full[place(call, src)] if src == call.rank else parts[src].flatten()).float()

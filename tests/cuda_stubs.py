@@ -519,6 +519,7 @@ def scatter_call(
     k_major: bool = True,
     reduce_op: str = "sum",
     world: int = 4,
+    sum_dtype: torch.dtype | None = None,
 ) -> ScatterCall:
     """A scatter along `dim` of the sum of products [rows, k] @ [k, n]; the options are those of `gather_call`."""
     out_dtype = out_dtype or (dtype if dtype.itemsize == 2 else torch.bfloat16)
@@ -535,6 +536,7 @@ def scatter_call(
         out_dtype,
         fast,
         world,
+        sum_dtype=sum_dtype,
     )
 
 

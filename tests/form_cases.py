@@ -174,6 +174,22 @@ def complex_linear(re: Tensor, im: Tensor, w_re: Tensor, w_im: Tensor) -> tuple[
     return scattered(re @ w_re - im @ w_im), scattered(re @ w_im + im @ w_re)
 
 
+def converted_product(x: Tensor, w: Tensor) -> Tensor:
+    """As autocast: operands of bf16, and what is added over the ranks in fp32."""
+    return scattered((x.bfloat16() @ w.bfloat16()).float(), 1)
+
+
+def converted_sum(x: Tensor, w: Tensor, y: Tensor, v: Tensor) -> Tensor:
+    """The input gradient of two linear layers under autocast, averaged."""
+    terms = [(a.bfloat16() @ b.bfloat16()).float() for a, b in ((x, w), (y, v))]
+    return funcol.reduce_scatter_tensor(terms[0] + terms[1], "avg", 1, dist.group.WORLD)
+
+
+def converted_sum_of_half_to_all_reduce(x: Tensor, w: Tensor, y: Tensor, v: Tensor) -> Tensor:
+    terms = [(a.half() @ b.half()).transpose(1, 2).to(torch.float32) for a, b in ((x, w), (y, v))]
+    return funcol.all_reduce((terms[0] - terms[1]).contiguous(), "sum", dist.group.WORLD)
+
+
 def sharded_head(x: Tensor, w: Tensor, last: Tensor) -> Tensor:
     """Some rows of what is gathered go to a head that is sharded over the vocabulary, and the logits are gathered."""
     rows = gathered(x)[last.long() % x.shape[0]]
@@ -403,6 +419,9 @@ CASES = {
     "adapter of the gathered": Case(adapter_of_the_gathered, ((4, 6), (6, 8), (6, 2), (2, 8))),
     "adapter to all-reduce": Case(adapter_to_all_reduce, ((2, 4, 6), (6, 8), (6, 2), (2, 8))),
     "complex linear": Case(complex_linear, ((4, 6), (4, 6), (6, 8), (6, 8)), ("F", "F")),
+    "converted product": Case(converted_product, _BATCH),
+    "converted sum": Case(converted_sum, (*_BATCH, *_BATCH)),
+    "converted sum of half to all-reduce": Case(converted_sum_of_half_to_all_reduce, (*_BATCH, *_BATCH)),
     "sharded head": Case(sharded_head, ((4, 6), (6, 8), (3,)), ("ATP103", "ATP012")),
     "detached": Case(detached, ((2, 4, 6), (8, 6))),
     "transposed twice": Case(transposed_twice, _MATRIX),

@@ -7,7 +7,7 @@ elsewhere. A pass may leave an adversarial program alone; it must not change wha
 
     gather side     shard → all_gather → wait → view* → rows → {matmul (→ × numbers gathered apart), other users}
     quantized       shard → all_gather → wait → view* → {abs → amax → ... → scale; / → clamp → fp8} → rows → _scaled_mm
-    scatter side    matmul (→ scales) → view* → sum → view* → {reduce_scatter, all_reduce} → wait
+    scatter side    matmul (→ scales) → view* (→ fp32) → sum → view* → {reduce_scatter, all_reduce} → wait
 
 `programs()` is the hypothesis strategy and `seeded_program(seed, ...)` the same generator on a plain random source, for
 tests that must build one program in several processes.
@@ -118,7 +118,7 @@ class Wishes:
     dtypes: tuple[torch.dtype, ...] = (
         *(torch.float32,) * 4,
         *(torch.float64,) * 4,
-        torch.bfloat16,
+        *(torch.bfloat16,) * 2,
         torch.float8_e4m3fn,
         torch.float8_e5m2,
     )
@@ -1190,6 +1190,8 @@ def _summed_products(
     rows, columns = math.prod(shape[:-1]), shape[-1]
     count = b.choose([1, 1, 2, 3])
     products = []
+    # of what is not rounded elsewhere too: fp32 results would show which of two neighbours that came to
+    converts = recipe.out_dtype is torch.bfloat16 and not recipe.scaled_after and source is None and b.chance(2)
     for index in range(count):
         depths = [16] if recipe.dtype in FP8 else [2, 4, 8]
         depths = depths if recipe.blocks is None else _depths(recipe.blocks)
@@ -1198,10 +1200,15 @@ def _summed_products(
         right = _right_operand(b, recipe, k, columns)
         if recipe.scaled_after:
             products.append(_scaled_after(b, recipe, left, right, attack))
+        elif (
+            converts and recipe.dtype not in FP8
+        ):  # others may round to another neighbour, which fp32 results would show
+            products.append(b.call(aten.mm.default, left, right))
         else:
             products.append(_matmul(b, recipe, left, right, _row_scale(b, recipe, [rows, k])))
     early = b.chance(2)
     terms = [_shaped(b, product, shape) for product in products] if early else list(products)
+    terms = _converted(b, terms, attack) if converts else terms
     if b.chance(4) and not recipe.scaled_after and dtype_of(terms[-1]) is not torch.float16:
         terms[-1] = _times_a_power_of_two(b, terms[-1])
     if attack and b.chance(3):
@@ -1211,6 +1218,22 @@ def _summed_products(
     for term in terms[1:]:
         total = _add(b, total, term, attack)
     return (total if early else _shaped(b, total, shape)), products[0]
+
+
+def _converted(b: Builder, terms: list[Node], attack: bool) -> list[Node]:
+    """Terms in fp32, as autocast leaves them behind products of bf16; in attacks, one is rounded again, or none."""
+    b.note("terms converted to fp32")
+    found = [_harmless_views(b, b.call(_cast, term, torch.float32)) for term in terms]
+    spoiled = b.choose(["rounded", "left", "integers"]) if attack and b.chance(2) else ""
+    if spoiled:
+        b.note(f"conversion attack {spoiled}", spoils=True)
+    if spoiled == "left":
+        found[-1] = terms[-1]
+    if spoiled == "rounded":
+        found[-1] = b.call(_cast, b.call(_cast, found[-1], torch.bfloat16), torch.float32)
+    if spoiled == "integers":
+        found[-1] = b.call(_cast, b.call(aten.view.dtype, terms[-1], torch.float16), torch.float32)
+    return found
 
 
 def _times_a_power_of_two(b: Builder, x: Node) -> Node:
@@ -1230,7 +1253,8 @@ def _add(b: Builder, left: Node, right: Node, attack: bool) -> Node:
     if attack and b.chance(4):
         b.note("scaled sum", spoils=True)
         return b.call(aten.add.Tensor, left, right, alpha=2)
-    if right.target is aten.mm.default and len(shape_of(left)) == 2 and b.chance(2):
+    alike = len(shape_of(left)) == 2 and dtype_of(left) is dtype_of(right)
+    if right.target is aten.mm.default and alike and b.chance(2):
         b.note("sum by addmm")
         return b.call(aten.addmm.default, left, *right.args)
     pair = (right, left) if b.chance(3) else (left, right)

@@ -24,6 +24,7 @@ from asynctp_passes import Report
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 FP8, OTHER_FP8 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GROUP = "tp"
 Attack = Callable[[Builder], list[Node]]
 
@@ -726,6 +727,89 @@ def gathered_then_scaled_then_scattered(b: Builder) -> list[Node]:
     return [scattered(b, rounded(b, times(b, out, factor(b, (8, 1)))))]
 
 
+# --- products that are converted before they are added --------------------------------------------------------------
+def typed_product(b: Builder, dtype: torch.dtype = torch.bfloat16) -> Node:
+    return b.call(aten.mm.default, *inputs(b, (8, 6), (6, 8), dtype=dtype))
+
+
+def converted(*dtypes: torch.dtype, reduced: bool = False) -> Attack:
+    """A product of the first dtype, converted to the others one after the other."""
+
+    def attack(b: Builder) -> list[Node]:
+        out = typed_product(b, dtypes[0])
+        for dtype in dtypes[1:]:
+            out = rounded(b, out, dtype)
+        return [all_reduced(b, out) if reduced else scattered(b, out)]
+
+    return attack
+
+
+def sum_of(*terms: Callable[[Builder], Node]) -> Attack:
+    def attack(b: Builder) -> list[Node]:
+        first, *others = [term(b) for term in terms]
+        for other in others:
+            first = b.call(aten.add.Tensor, first, other)
+        return [scattered(b, first)]
+
+    return attack
+
+
+def wide(dtype: torch.dtype = torch.bfloat16) -> Callable[[Builder], Node]:
+    """A product, converted to fp32."""
+    return lambda b: rounded(b, typed_product(b, dtype), torch.float32)
+
+
+def sum_converted(b: Builder) -> list[Node]:
+    """Added in bf16, which is rounded, and converted then."""
+    total = b.call(aten.add.Tensor, typed_product(b), typed_product(b))
+    return [scattered(b, rounded(b, total, torch.float32))]
+
+
+def converted_and_added_at_every_level(b: Builder) -> list[Node]:
+    """(p + q in bf16, converted) + (r converted, times 4, in a view of its own), transposed and all-reduced."""
+    pair = rounded(b, b.call(aten.add.Tensor, typed_product(b), typed_product(b)), torch.float32)
+    split = b.call(aten.view.default, typed_product(b), [2, 4, 8])
+    single = b.call(aten.mul.Tensor, rounded(b, split, torch.float32), 4)
+    total = b.call(aten.sub.Tensor, pair, b.call(aten.view.default, single, [8, 8]))
+    return [all_reduced(b, b.call(aten.permute.default, total, [1, 0]), "avg")]
+
+
+def seen_as(dtype: torch.dtype, back: torch.dtype | None = None, reduced: bool = True) -> Attack:
+    """A product's bits seen as another dtype (and back), then converted."""
+
+    def attack(b: Builder) -> list[Node]:
+        out = b.call(aten.view.dtype, b.call(aten.t.default, typed_product(b)), dtype)
+        out = out if back is None else b.call(aten.view.dtype, out, back)
+        out = rounded(b, rounded(b, out, dtype if back is None else back), torch.float32)
+        out = b.call(aten.view.dtype, b.call(aten.view.dtype, out, torch.int32), torch.float32)
+        return [all_reduced(b, out) if reduced else scattered(b, out)]
+
+    return attack
+
+
+def converted_times(number: float, dtype: torch.dtype) -> Attack:
+    return lambda b: [scattered(b, b.call(aten.mul.Tensor, wide(dtype)(b), number))]
+
+
+def converted_and_kept(which: int) -> Attack:
+    def attack(b: Builder) -> list[Node]:
+        product = typed_product(b)
+        steps = [product, rounded(b, product, torch.float32)]
+        return [steps[which], scattered(b, steps[1])]
+
+    return attack
+
+
+def converted_scaled_product(count: int, before: bool = False) -> Attack:
+    """fp8 products to bf16, scaled behind in fp32 and rounded again (or not at all), then converted and added."""
+
+    def term(b: Builder) -> Node:
+        out = fp8_product(b, unit(b))
+        return rounded(b, out if before else rounded(b, times(b, out, factor(b, (8, 1)))), torch.float32)
+
+    return sum_of(*[term] * count)
+
+
 # --- all-reduces ------------------------------------------------------------------------------------------------
 def all_reduced(b: Builder, full: Node, reduce_op: str = "sum", group: str = GROUP) -> Node:
     """All-reduce and wait."""
@@ -913,6 +997,34 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "squared": (squared, ["ATP105"]),
     "scale changed after the outer product": (scale_changed_after_the_outer_product, ["ATP204"]),
     "gathered, then scaled, then scattered": (gathered_then_scaled_then_scattered, ["F", "ATP402"]),
+    "converted": (converted(BF16, FP32), ["F"]),
+    "converted, fp16": (converted(FP16, FP32, reduced=True), ["F"]),
+    "converted twice": (converted(BF16, BF16, FP32, FP32), ["F"]),
+    "converted twice, all-reduced": (converted(BF16, BF16, FP32, FP32, reduced=True), ["F"]),
+    "converted and back": (converted(BF16, FP32, BF16), ["ATP105"]),
+    "converted, back and again": (converted(BF16, FP32, BF16, FP32, reduced=True), ["ATP105"]),
+    "rounded, then converted": (converted(FP32, BF16, FP32), ["ATP105"]),
+    "rounded to bf16": (converted(FP32, BF16, reduced=True), ["ATP105"]),
+    "converted to fp64": (converted(BF16, torch.float64), ["ATP105"]),
+    "converted to fp64 by way of fp32": (converted(BF16, FP32, torch.float64), ["ATP105"]),
+    "fp32 converted to fp64": (converted(FP32, torch.float64), ["ATP105"]),
+    "fp16 converted to bf16": (converted(FP16, BF16), ["ATP105"]),
+    "bf16 converted to fp16, then to fp32": (converted(BF16, FP16, FP32), ["ATP105"]),
+    "converted sum": (sum_of(wide(), wide(), wide()), ["F"]),
+    "converted and added to fp32": (sum_of(wide(), lambda b: typed_product(b, FP32)), ["ATP111"]),
+    "bf16 and fp16 converted and added": (sum_of(wide(BF16), wide(FP16)), ["ATP111"]),
+    "converted and promoted": (sum_of(wide(), typed_product), ["ATP111"]),
+    "converted and added to a residual": (sum_of(wide(), lambda b: b.placeholder((8, 8), FP32)), ["ATP110"]),
+    "seen as fp16, then converted": (seen_as(FP16), ["ATP105"]),
+    "seen as integers and back, then converted": (seen_as(torch.int16, BF16), ["F"]),
+    "seen as integers and back, then converted, scattered": (seen_as(torch.int16, BF16, reduced=False), ["F"]),
+    "bf16 converted and halved": (converted_times(0.5, BF16), ["F"]),
+    "fp16 converted and halved": (converted_times(2.0**-20, FP16), ["ATP105"]),
+    "fp16 converted and negated": (converted_times(-1.0, FP16), ["F"]),
+    "bf16 converted and divided by 3": (converted_times(1 / 3, BF16), ["ATP105"]),
+    "converted product kept": (converted_and_kept(0), ["ATP202"]),
+    "product kept as converted": (converted_and_kept(1), ["ATP202"]),
+    "converted fp8 product": (converted_scaled_product(1, before=True), ["F"]),
     "all-reduced": (lambda b: [all_reduced(b, product_of(b))], ["F"]),
     "all-reduced by max": (lambda b: [all_reduced(b, product_of(b), "max")], ["ATP201"]),
     "all-reduced terms in views of their own": (terms_in_views_of_their_own, ["F"]),
@@ -937,6 +1049,29 @@ def test_outcome_and_results(name: str) -> None:
     assert outcomes(report) == expected
     results = [evaluate(graph, values(builder)) for graph in (builder.graph, rewritten)]
     assert differences(*results) == []
+
+
+@pytest.mark.parametrize("attack", [sum_converted, converted_and_added_at_every_level])
+def test_what_is_rounded_before_it_is_converted_is_not_rounded(attack: Attack) -> None:
+    """A sum in bf16 that is converted then: the op adds what is converted, and comes closer to the exact sum."""
+    builder = attacked(attack)
+    rewritten, report = rewrite(builder.graph)
+    assert outcomes(report) == ["F"]
+    given = values(builder)
+    before, after = (evaluate(graph, given) for graph in (builder.graph, rewritten))
+    exact = evaluate(builder.graph, [[value.double() for value in own] for own in given])
+    assert differences(before, after, tolerance=1e-2) == []
+    for (theirs,), (ours,), (truth,) in zip(before, after, exact, strict=True):
+        assert (ours - truth).norm() < (theirs - truth).norm()
+
+
+def test_scales_behind_products_that_are_converted_then() -> None:
+    """fp8 products that are scaled behind, rounded and converted: rounded once here, and twice in the program."""
+    builder = attacked(converted_scaled_product(2))
+    rewritten, report = rewrite(builder.graph)
+    assert outcomes(report) == ["F"]
+    results = [evaluate(graph, values(builder)) for graph in (builder.graph, rewritten)]
+    assert differences(*results, tolerance=1e-2) == []
 
 
 def test_higher_order_op_that_mutates_is_a_barrier() -> None:

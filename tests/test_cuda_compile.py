@@ -297,6 +297,7 @@ class Variant:
 
 ROWWISE = {"dtype": FP8, "scales": "row"}
 TENSORWISE = {"dtype": FP8, "scales": "tensor"}
+CONVERTED, TO_FP32 = {"sum_dtype": torch.float32}, {"out_dtype": torch.float32}
 MANY = (512, 128, 128, 264)
 
 #: What is spilled belongs to the epilogue: bias, row and column scales are spread over the tile's layout there.
@@ -315,6 +316,8 @@ BOTH = {
     "rows-narrow": Variant(ROWWISE, NARROW8),
     "rows-precise": Variant({**ROWWISE, "fast": False}, PRECISE8),
     "rows-bias": Variant({**ROWWISE, "bias": True}, WIDE8, 128),
+    "fp8-to-fp32": Variant({**TENSORWISE, **TO_FP32}, NARROW8),
+    "rows-precise-to-fp32-bias": Variant({**ROWWISE, "fast": False, **TO_FP32, "bias": True}, PRECISE8, 64),
 }
 GATHERS = BOTH | {
     "outer": Variant({"shard": (2, 256), "dim": 1}, WIDE),
@@ -340,6 +343,10 @@ SCATTERS = BOTH | {
     "rows-4-outer": Variant(
         {**ROWWISE, "ks": (512, 256, 256, 512), "rows": (2, 512), "dim": 1, "out_dtype": torch.float16}, SUM8
     ),
+    "converted": Variant(CONVERTED, WIDE),
+    "converted-fp8": Variant({**TENSORWISE, **CONVERTED}, WIDE8),
+    "converted-2": Variant({"ks": (512, 256), **CONVERTED}, NARROW),
+    "converted-4": Variant({"ks": (512, 256, 256, 128), **CONVERTED, "dtype": torch.float16}, NARROW),
 }
 
 
@@ -468,6 +475,8 @@ def test_no_other_tiles_are_used() -> None:
     }
     assert asked == {WIDE, NARROW, WIDE8, NARROW8, PRECISE8, SUM8}
     assert {variant.tiles for variant in SCATTERS.values()} == asked
+    wide = {tiles_for(dtype, False, 8192, 8192, SMS, out_itemsize=4) for dtype in (torch.bfloat16, FP8)}
+    assert wide == {NARROW, NARROW8}
 
 
 # --- that the checks above see something ---------------------------------------------------------------------------
@@ -587,6 +596,24 @@ def test_reduce_kernel(world: int, chunks: int, tmp_path: Path) -> None:
         assert len(kernel.ptx.origins(load.reads) & found) == 1 + world
 
 
+@pytest.mark.parametrize(("world", "ks"), [(2, (512,)), (8, (512,)), (4, (512, 256))])
+def test_reduce_kernel_that_converts(world: int, ks: tuple[int, ...], tmp_path: Path) -> None:
+    """What travels is read as wide as ever; the result is written 16 bytes at a time too."""
+    with machine(world=world) as here:
+        call = scatter_call((512 * world,), ks, world=world, **CONVERTED)
+        scatter.FusedScatter(call, here.memory, WIDE if len(ks) == 1 else NARROW, 4, SMS)
+        kernel = compiled(here.prepared[0], tmp_path)
+    assert kernel.registers <= REGISTERS_BESIDE
+    assert kernel.stack <= SMALL_STACK
+    assert kernel.shared <= 8192, "fp32 is written in another layout than bf16 is read"
+    found, size = waits(kernel.ptx), 2 if len(ks) == 1 else 4
+    loads, stores = kernel.ptx.find("ld.global.v4.b32"), kernel.ptx.find("st.global.v4.b32")
+    assert len(loads) == 4 * world * size, "4096 elements by 256 threads"
+    assert len(stores) == 4 * 4
+    for load in loads:
+        assert len(kernel.ptx.origins(load.reads) & found) == 1 + world
+
+
 @pytest.mark.parametrize(("rows", "n"), [(4, 100), (12, 8), (4, 1000), (20, 24)])
 def test_parts_that_are_not_aligned_are_not_read_as_if_they_were(rows: int, n: int, tmp_path: Path) -> None:
     """A rank's part begins at a multiple of its size: wide loads need that to be a multiple of theirs."""
@@ -616,12 +643,13 @@ def test_push_gather_kernel(world: int, outer: bool, tmp_path: Path) -> None:
     assert len(acquires(kernel.ptx)) >= world - 1
 
 
-@pytest.mark.parametrize(("world", "where"), [(2, "rows"), (4, "outer"), (4, "columns"), (8, "rows")])
+@pytest.mark.parametrize(("world", "where"), [(2, "rows"), (4, "outer"), (4, "columns"), (8, "rows"), (4, "converted")])
 def test_push_reduce_kernel(world: int, where: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "rows": {"rows": (64 * world,)},
         "outer": {"rows": (2, 64 * world), "dim": 1},
         "columns": {"rows": (64,), "dim": -1},
+        "converted": {"rows": (64 * world,), **CONVERTED},
     }[where]
     with machine(world=world) as here:
         scatter.DirectScatter(scatter_call(world=world, **options), here.memory)

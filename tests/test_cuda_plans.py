@@ -230,6 +230,7 @@ def test_a_shard_with_gaps_is_made_whole_first(here: Machine) -> None:
 
 
 # --- scatter -----------------------------------------------------------------------------------------------------
+CONVERTED, AVERAGE = {"sum_dtype": torch.float32}, {"reduce_op": "avg"}
 SCATTERS: dict[str, dict[str, Any]] = {
     "rows": {"rows": (2000,), "ks": (64,), "n": 72},
     "few rows": {"rows": (4,), "ks": (8,), "n": 8},
@@ -253,6 +254,15 @@ SCATTERS: dict[str, dict[str, Any]] = {
     "columns": {"rows": (50,), "ks": (40, 8), "n": 72, "dim": 1},
     "odd": {"rows": (3, 20), "ks": (7,), "n": 9, "dim": 1},
     "odd rows": {"rows": (12,), "ks": (7,), "n": 9},
+    "converted": {"rows": (768,), "ks": (64,), "n": 72, "bias": True, **CONVERTED},
+    "converted fp16, average": {"rows": (520,), "ks": (64,), "n": 72, "dtype": torch.float16, **CONVERTED, **AVERAGE},
+    "converted, outer": {"rows": (3, 520), "ks": (64,), "n": 72, "dim": 1, **CONVERTED},
+    "converted, several": {"rows": (768,), "ks": (64, 72, 8), "n": 136, **CONVERTED},
+    "converted, outer, several": {"rows": (5, 12, 2), "ks": (64, 72), "n": 136, "dim": 1, **CONVERTED},
+    "converted columns": {"rows": (50,), "ks": (40, 8), "n": 72, "dim": 1, **CONVERTED},
+    "converted rows of scales": {"rows": (768,), "ks": (64,), "n": 72, **ROWWISE, **CONVERTED},
+    "converted, several scaled": {"rows": (768,), "ks": (64, 80), "n": 72, **ROWWISE, **CONVERTED},
+    "odd converted": {"rows": (12,), "ks": (7, 3), "n": 9, **CONVERTED},
 }
 
 
@@ -260,10 +270,10 @@ def scatter_implementations() -> Iterator[Any]:
     """(case, implementation) for all that can run it."""
     for case, options in SCATTERS.items():
         flat = len(options["rows"]) == 1 or options.get("dim", 0) == 0
-        along_last = case == "columns"
+        along_last = case.endswith("columns")
         aligned = not case.startswith("odd")
         for implementation, able in (
-            ("fused", aligned and not along_last),
+            ("fused", aligned and not along_last and case != "converted, several scaled"),
             ("decomposed", flat and not along_last),
             ("unfused", flat and not along_last),
             ("direct", True),
@@ -284,7 +294,10 @@ def scatter_plan(call: ScatterCall, here: Machine, implementation: str, chunks: 
 
 
 def whole(call: ScatterCall, implementation: str) -> Tensor:
-    """The sum of this rank's products, rounded as the implementation does: once, or after each product."""
+    """What this rank sends: the sum of its products, rounded as the implementation does: once, or after each product.
+
+    NCCL adds in what it moves, which is the result's dtype then.
+    """
     order = (*call.together, *call.apart) if implementation == "fused" else range(len(call.b_parts))
     total: Tensor | None = None
     for i in order:
@@ -294,10 +307,15 @@ def whole(call: ScatterCall, implementation: str) -> Tensor:
         flat = a.reshape(-1, a.shape[-1])
         flat, b = (flat.float(), b.float()) if exact else (flat, b)
         scaling = (replace(call, out_dtype=torch.float32) if exact else call).scaling
-        one = product(flat, b, call.biases[i], *scales, scaling)
+        one = product(flat, b, call.biases[i], *scales, scaling).to(torch.float32 if exact else call.wire_dtype)
         total = one if total is None else total + one
     assert total is not None
-    return total.to(call.out_dtype).view(*call.a_parts[0].shape[:-1], -1)
+    sent = result_dtype(call) if implementation == "unfused" else call.wire_dtype
+    return total.to(sent).view(*call.a_parts[0].shape[:-1], -1)
+
+
+def result_dtype(call: ScatterCall) -> torch.dtype:
+    return call.sum_dtype or call.out_dtype
 
 
 def peers_come(here: Machine, parts: Sequence[Tensor], chunks: int) -> None:
@@ -316,7 +334,7 @@ def run_scatter(call: ScatterCall, here: Machine, plan: scatter.ScatterPlan) -> 
     """Run the plan on data of its own; gives its result, what it must be, and our parts for all ranks."""
     fresh = replace(call, a_parts=[tensor(*a.shape, dtype=a.dtype) for a in call.a_parts])
     mine = whole(fresh, plan.name).chunk(WORLD, call.dim)  # type: ignore[attr-defined]
-    for_us = [tensor(*mine[RANK].shape, dtype=call.out_dtype) for _ in range(WORLD)]
+    for_us = [tensor(*mine[RANK].shape, dtype=mine[RANK].dtype) for _ in range(WORLD)]
     for_us[RANK] = mine[RANK].contiguous()
     if "inbox" in here.memory.areas:
         peers_come(here, for_us, MAX_CHUNKS)
@@ -324,7 +342,7 @@ def run_scatter(call: ScatterCall, here: Machine, plan: scatter.ScatterPlan) -> 
     here.scattered = for_us
     out = plan.run(fresh.a_parts, fresh.b_parts, fresh.a_scales, fresh.b_scales, fresh.biases)
     total = sum((part.float() for part in for_us), torch.zeros(()))
-    return out, (total * (1 / WORLD if call.reduce_op == "avg" else 1)).to(call.out_dtype), list(mine)
+    return out, (total * (1 / WORLD if call.reduce_op == "avg" else 1)).to(result_dtype(call)), list(mine)
 
 
 @pytest.mark.parametrize(("case", "implementation"), list(scatter_implementations()))
@@ -335,7 +353,7 @@ def test_scatter(case: str, implementation: str, here: Machine) -> None:
     for _ in range(2):
         here.log.clear()
         out, wanted, mine = run_scatter(call, here, plan)
-        assert out.dtype == call.out_dtype
+        assert out.dtype == result_dtype(call)
         assert torch.equal(out, wanted)
         check_pushes(here, implementation, mine)
         check_words(here, implementation)
@@ -386,12 +404,13 @@ def test_addends_of_a_fused_scatter(case: str, depth: int, here: Machine) -> Non
 
 
 @pytest.mark.parametrize("chunks", range(1, MAX_CHUNKS + 1))
-@pytest.mark.parametrize("case", [case for case in SCATTERS if case != "columns" and not case.startswith("odd")])
+@pytest.mark.parametrize("case", [param.values[0] for param in scatter_implementations() if param.values[1] == "fused"])
 def test_bytes_of_a_scatter(case: str, chunks: int, here: Machine) -> None:
-    """The copies move every other rank's part once."""
+    """The copies move every other rank's part once: of one product in its own dtype, whatever the result has."""
     call = scatter_call(**SCATTERS[case])
     run_scatter(call, here, scatter_plan(call, here, "fused", chunks))
-    part = call.layout.rows * call.layout.cols * call.out_dtype.itemsize
+    size = 4 if call.sum_dtype is not None and len(call.a_parts) > 1 else 2
+    part = call.layout.rows * call.layout.cols * size
     copies = here.of(Copied)
     assert sum(copy.size for copy in copies) == (WORLD - 1) * part
     for rank, box in enumerate(here.parts("inbox")):
@@ -759,7 +778,7 @@ def op(here: Machine, call: GatherCall | ScatterCall, check: Callable[[], None] 
             call.out_dtype, call.fast, call.return_a_full, call.world, here.group, check)  # fmt: skip
     return cuda.run_scatter(
         call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op, call.dim, call.out_dtype,
-        call.fast, call.world, here.group, check)  # fmt: skip
+        call.fast, call.world, here.group, check, call.sum_dtype)  # fmt: skip
 
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct")
@@ -770,7 +789,7 @@ def all_reduce(here: Machine, call: ScatterCall, check: Callable[[], None] = lam
     """The sum of a call's products as the op makes it."""
     return cuda.run_all_reduce(
         call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op, call.out_dtype,
-        call.fast, here.group, check)  # fmt: skip
+        call.fast, here.group, check, call.sum_dtype)  # fmt: skip
 
 
 @pytest.fixture

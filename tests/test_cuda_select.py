@@ -72,9 +72,16 @@ def weight(k: int, n: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return empty(n, k, dtype=dtype).t()
 
 
-def explain(op: str, *args: Any, device: str = UNKNOWN, capability: tuple[int, int] = (9, 0), world: int = 4) -> Choice:
+def explain(
+    op: str,
+    *args: Any,
+    device: str = UNKNOWN,
+    capability: tuple[int, int] = (9, 0),
+    world: int = 4,
+    sum_dtype: torch.dtype | None = None,
+) -> Choice:
     with mock.patch.object(cuda.driver, "machine", return_value=(capability, SMS, device)):
-        return cuda.explain(op, (*args, world, "tp"))
+        return cuda.explain(op, (*args, world, "tp"), sum_dtype)
 
 
 def explain_gather(rows: int, k: int, *ns: int, world: int = 4, **others: Any) -> Choice:
@@ -302,7 +309,7 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
     "gather fp32": (
         GATHER,
         gather_args(a=empty(256, 512, dtype=FP32), bs=[weight(512, 512, FP32)]),
-        {"fused": "torch.float32"},
+        {"fused": "fp32 operands"},
     ),
     "gather odd K": (
         GATHER,
@@ -334,11 +341,7 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         scaled_gather_args(bs=[empty(512, 512, dtype=FP8)]),
         {"decomposed": NOT_CUBLAS, "direct": NOT_CUBLAS, "fused": "an fp8 B whose columns are contiguous"},
     ),
-    "scaled gather to fp32": (
-        SCALED_GATHER,
-        scaled_gather_args(out_dtype=FP32),
-        {"fused": "a result of torch.float32"},
-    ),
+    "scaled gather to fp32": (SCALED_GATHER, scaled_gather_args(out_dtype=FP32), {}),
     "scaled gather of both scales": (
         SCALED_GATHER,
         scaled_gather_args(
@@ -498,7 +501,7 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
     "all-reduce fp32": (
         ALL_REDUCE,
         all_reduce_args(a=[empty(1024, 512, dtype=FP32)], bs=[weight(512, 512, FP32)]),
-        {"fused": "torch.float32"},
+        {"fused": "fp32 operands"},
     ),
     "all-reduce of nothing": (
         ALL_REDUCE,
@@ -527,6 +530,35 @@ def test_refusals(name: str) -> None:
         assert reason in choice.refused[implementation]
     assert choice.implementation not in choice.refused
     assert set(choice.estimates_us) == set(IMPLEMENTATIONS) - set(expected)
+
+
+def test_one_product_that_is_converted_costs_what_it_moves() -> None:
+    """It travels as it is, but for NCCL, which adds in what it moves, and moves the second half of an all-reduce too.
+
+    A sum of several travels as what it is summed in, from tiles that leave room for that.
+    """
+    one = scatter_args(a=[empty(4096, 4096)], bs=[weight(4096, 2048)])
+    two = scatter_args(a=[empty(4096, 4096)] * 2, bs=[weight(4096, 2048)] * 2)
+    for op, needed in ((SCATTER, 5), (ALL_REDUCE, 4)):
+        plain, converted = (explain(op, *one[:needed], sum_dtype=dtype) for dtype in (None, FP32))
+        assert (plain.refused, plain.tiles, plain.chunks) == (converted.refused, converted.tiles, converted.chunks)
+        dearer = {name for name in IMPLEMENTATIONS if converted.estimates_us[name] > plain.estimates_us[name]}
+        assert dearer == ({"unfused"} if op == SCATTER else set(IMPLEMENTATIONS))
+        plain, converted = (explain(op, *two[:needed], sum_dtype=dtype) for dtype in (None, FP32))
+        assert plain.refused == converted.refused == {}
+        assert all(plain.estimates_us[name] < converted.estimates_us[name] for name in IMPLEMENTATIONS)
+        assert plain.tiles is not None
+        assert converted.tiles is not None
+        assert (plain.tiles.block_n, converted.tiles.block_n) == (256, 128)
+
+
+def test_the_direct_limit_is_of_what_travels() -> None:
+    for count, rows in ((1, 65536), (2, 32768)):
+        fits, exceeds = (
+            scatter_args(a=[empty(size, 512)] * count, bs=[weight(512, 512)] * count) for size in (rows, rows + 4)
+        )
+        assert "direct" not in explain(SCATTER, *fits, sum_dtype=FP32).refused
+        assert "bytes scattered, more than" in explain(SCATTER, *exceeds, sum_dtype=FP32).refused["direct"]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
@@ -840,7 +872,7 @@ def meta(call: dict[str, Any]) -> list[Any]:
             return [made(item) for item in value]
         return getattr(torch, value) if value in ("bfloat16", "float16", "float32") else value
 
-    return [made(value) for name, value in call.items() if name not in ("group_size", "along_shard")]
+    return [made(value) for name, value in call.items() if name not in ("group_size", "along_shard", "sum_dtype")]
 
 
 def all_reduced(b: GraphBuilder, rows: int) -> Graph:
@@ -856,6 +888,21 @@ def test_reports_expect_the_second_half_of_an_all_reduce(monkeypatch: pytest.Mon
         "unfused (cost model)",
         "fused, then all-gather (cost model)",
     ]
+
+
+def test_reports_expect_what_runs_of_products_that_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two have a sum of 4 bytes an element, which is more than the direct kernel takes."""
+    on_gpu(monkeypatch)
+    for count, refused in ((1, set()), (2, {"direct"})):
+        b, cast = GraphBuilder(), torch.ops.prims.convert_element_type.default
+        x, w = b.input("x", [8192, 2048], BF16, device="cuda"), b.input("w", [2048, 4096], BF16, device="cuda")
+        products = [b.call(cast, b.mm(operand, w), FP32) for operand in (x, b.relu(x))[:count]]
+        total = products[0] if count == 1 else b.add(*products)
+        (remark,) = run_pass(b.returns(b.scatter(total))).fused
+        assert remark.call["sum_dtype"] == "float32"
+        choice = cuda.explain(SCATTER, (*meta(remark.call), 4, "tp"), FP32)
+        assert set(choice.refused) == refused
+        assert remark.implementation == f"{choice.implementation} ({choice.source})"
 
 
 def test_reports_expect_nothing_of_sizes_that_they_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:

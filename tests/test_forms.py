@@ -67,6 +67,19 @@ def test_a_wider_out_dtype_leaves_the_others_fused() -> None:
     assert "DTYPE_UNSUPPORTED (mm: torch.bfloat16 -> torch.float32)" in remark.message
 
 
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_product_that_is_wide_itself_is_none_that_is_converted(reduced: bool) -> None:
+    """`mm` of bf16 with fp32 as `out_dtype` is not rounded to bf16, which could travel."""
+    b = GraphBuilder()
+    x, w = b.input("x", [16, 8], torch.bfloat16), b.input("w", [8, 12], torch.bfloat16)
+    with b.mode:
+        value = torch.empty(16, 12)
+    wide = b.call_like(value, aten.mm.dtype, x, w, torch.float32)
+    graph = b.returns(b.all_reduce(wide) if reduced else b.scatter(wide))
+    (remark,) = run_pass(graph).remarks
+    assert (remark.outcome, remark.name) == ("MISSED", "DTYPE_UNSUPPORTED")
+
+
 @pytest.mark.parametrize("dynamic", [0, 1])
 def test_one_weight_for_a_batch_of_symbolic_sizes(dynamic: int) -> None:
     """A batch or a sequence of unknown length, gathered along the sequence and scattered along it again."""

@@ -683,6 +683,128 @@ return (matmul_reduce_scatter_default)
     )
 
 
+def typed(b: GraphBuilder, name: str, rows: int = 16, dynamic: int | None = None) -> Node:
+    """A product of bf16."""
+    a = b.input(f"a{name}", [rows, 8], torch.bfloat16, dynamic=dynamic)
+    return b.mm(a, b.input(f"w{name}", [8, 12], torch.bfloat16))
+
+
+def wide(b: GraphBuilder, x: Node) -> Node:
+    return b.call(torch.ops.prims.convert_element_type.default, x, torch.float32)
+
+
+def test_scatter_of_a_product_that_is_converted() -> None:
+    """As in the backward of a column-parallel layer under autocast, along the sequence."""
+    b = GraphBuilder()
+    full = wide(b, b.reshape(typed(b, ""), [2, 8, 12]))
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.cat(b.chunks(full, 1))))),
+        """\
+a: bf16[16, 8]
+w: bf16[8, 12]
+mm = mm(a, w)  # bf16[16, 12]
+reshape = reshape(mm, [2, 8, 12])  # bf16[2, 8, 12]
+convert_element_type = convert_element_type(reshape, f32)  # f32[2, 8, 12]
+split = split(convert_element_type, 2, 1)  # (f32[2, 2, 12]s[96, 12, 1], f32[2, 2, 12]s[96, 12, 1], f32[2, 2, 12]s[96,
+    12, 1], f32[2, 2, 12]s[96, 12, 1])
+getitem = getitem(split, 0)  # f32[2, 2, 12]s[96, 12, 1]
+getitem_1 = getitem(split, 1)  # f32[2, 2, 12]s[96, 12, 1]
+getitem_2 = getitem(split, 2)  # f32[2, 2, 12]s[96, 12, 1]
+getitem_3 = getitem(split, 3)  # f32[2, 2, 12]s[96, 12, 1]
+cat = cat([getitem, getitem_1, getitem_2, getitem_3], 0)  # f32[8, 2, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(cat, 'sum', 4, 'tp')  # f32[2, 2, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[2, 2, 12]
+return (wait_tensor)
+
+=== becomes ===
+
+a: bf16[16, 8]
+w: bf16[8, 12]
+reshape_default = reshape(a, [2, 8, 8])  # bf16[2, 8, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=1, group_size=4, group_name='tp', sum_dtype=f32)  # f32[2, 2, 12]
+return (matmul_reduce_scatter_default)
+""",
+    )
+
+
+def test_scatter_of_a_sum_of_converted_products() -> None:
+    b = GraphBuilder()
+    total = b.add(wide(b, typed(b, "0")), wide(b, typed(b, "1")))
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(total))),
+        """\
+a0: bf16[16, 8]
+w0: bf16[8, 12]
+mm = mm(a0, w0)  # bf16[16, 12]
+convert_element_type = convert_element_type(mm, f32)  # f32[16, 12]
+a1: bf16[16, 8]
+w1: bf16[8, 12]
+mm_1 = mm(a1, w1)  # bf16[16, 12]
+convert_element_type_1 = convert_element_type(mm_1, f32)  # f32[16, 12]
+add = add(convert_element_type, convert_element_type_1)  # f32[16, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(add, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[4, 12]
+return (wait_tensor)
+
+=== becomes ===
+
+a0: bf16[16, 8]
+w0: bf16[8, 12]
+a1: bf16[16, 8]
+w1: bf16[8, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a0, a1], b_parts=[w0, w1], biases=[None,
+    None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp', sum_dtype=f32)  # f32[4, 12]
+return (matmul_reduce_scatter_default)
+""",
+    )
+
+
+def test_all_reduce_of_a_converted_view() -> None:
+    """The views are of fp32 then."""
+    b = GraphBuilder()
+    turned = wide(b, b.permute(typed(b, "", 24, dynamic=0), [1, 0]))
+    copy_ = b.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
+    assert_expected_inline(
+        rewritten(b.returns(b.all_reduce(copy_))),
+        """\
+a: bf16[s, 8]
+w: bf16[8, 12]
+mm = mm(a, w)  # bf16[s, 12]
+permute = permute(mm, [1, 0])  # bf16[12, s]s[1, 12]
+convert_element_type = convert_element_type(permute, f32)  # f32[12, s]s[1, 12]
+clone = clone(convert_element_type, memory_format=torch.contiguous_format)  # f32[12, s]
+all_reduce = all_reduce(clone, 'sum', 'tp')  # f32[12, s]
+wait_tensor = wait_tensor(all_reduce)  # f32[12, s]
+return (wait_tensor)
+
+=== becomes ===
+
+a: bf16[s, 8]
+w: bf16[8, 12]
+matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[a], b_parts=[w], biases=[None], reduce_op='sum',
+    group_name='tp', sum_dtype=f32)  # f32[s, 12]
+permute = permute(matmul_all_reduce_default, [1, 0])  # f32[12, s]s[1, 12]
+clone = clone(permute, memory_format=torch.contiguous_format)  # f32[12, s]
+return (clone)
+""",
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_sent_of_converted_products_is_reported(count: int) -> None:
+    b = GraphBuilder()
+    total = wide(b, typed(b, "0"))
+    total = total if count == 1 else b.add(total, wide(b, typed(b, "1")))
+    (remark,) = fuse(b.returns(b.scatter(total))).fused
+    assert remark.comm_bytes == 3 * 4 * 12 * 2 * count, "to 3 ranks, 4 x 12 of 2 bytes, or of 4"
+    said = {
+        1: "bf16[16, 12] is sent as it is, and converted where the ranks' parts are added, to f32[4, 12]",
+        2: "each bf16[16, 12] is converted before it is added, and the sum is sent like that, for f32[4, 12]",
+    }
+    assert remark.message == said[count]
+
+
 def test_scatter_of_an_average_with_a_bias() -> None:
     b = GraphBuilder()
     a, w, bias = b.input("a", [16, 8]), b.input("w", [8, 12]), b.input("bias", [12])

@@ -44,7 +44,8 @@ class Case:
 
     k: of all products; ks: of each summed one, if they differ. ns: columns, of summed products the same for each.
     scales: "", "tensor" or "row", of A and of B, or of each: "row+tensor", "1x128+128x128" (blocks); travels: the A
-    scale is gathered too; along: so are numbers, one per row, that are only returned.
+    scale is gathered too; along: so are numbers, one per row, that are only returned. sum_dtype: of the result, to
+    which products are converted before they are added.
     """
 
     op: str
@@ -64,6 +65,11 @@ class Case:
     along: bool = False
     reduce_op: str = "sum"
     ks: tuple[int, ...] = ()
+    sum_dtype: torch.dtype | None = None
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return self.sum_dtype or self.out_dtype
 
     @property
     def name(self) -> str:
@@ -74,6 +80,7 @@ class Case:
             self.scales: bool(self.scales), "travels": self.travels, "slow": not self.fast, "bias": self.bias,
             "n-major": not self.k_major, "full": self.full, "along": self.along,
             self.reduce_op: self.reduce_op != "sum", f"b-{str(self.b_dtype)[6:]}": self.b_dtype is not None,
+            f"sum-{str(self.sum_dtype)[6:]}": self.sum_dtype is not None,
         }  # fmt: skip
         return "-".join(parts + [flag for flag, on in flags.items() if on])
 
@@ -140,6 +147,33 @@ def cases() -> Iterator[Case]:
     yield replace(base, dtype=FP8, scales="tensor")
     yield replace(base, dtype=FP8, scales="row", fast=False, shard=(2, 512))
     yield replace(base, ns=(512, 512), dtype=FP8, scales="row", fast=False)
+
+
+def converted_cases() -> Iterator[Case]:
+    """Products of 16 bits that are converted to fp32 before they are added; and products of fp8 that are fp32."""
+    for op in ("scatter", "all_reduce"):
+        base = Case(op, (1024,), 512, (512,), sum_dtype=torch.float32)
+        yield base
+        yield replace(base, shard=(4096,), k=1024, ns=(4096,))
+        yield replace(base, ns=(512, 512, 512))
+        yield replace(base, shard=(4096,), k=1024, ns=(2048, 2048))
+        yield replace(base, dtype=torch.float16, out_dtype=torch.float16, reduce_op="avg", bias=True)
+        yield replace(base, ns=(264, 264), k=520, shard=(1024 - 8 * dist.get_world_size(),), reduce_op="avg")
+        yield replace(base, dtype=FP8, scales="row", fast=False)
+        yield replace(base, ns=(512, 512), dtype=FP8, scales="tensor")
+    base = Case("scatter", (1024,), 512, (512,), sum_dtype=torch.float32)
+    yield replace(base, shard=(2, 512), dim=1)
+    yield replace(base, shard=(2, 2048), k=1024, ns=(1536, 1536, 1536), dim=1)
+    yield replace(base, ns=(512, 512), k_major=False)
+    yield replace(base, ns=(512, 512, 512, 512), shard=(dist.get_world_size(),), k=64)
+    yield replace(base, dim=-1)
+    yield replace(base, dim=-1, ns=(512, 512))
+    yield replace(base, k=8, ns=(8, 8))
+    for op, rows in (("gather", 256), ("scatter", 1024)):
+        base = Case(op, (rows,), 512, (512,), dtype=FP8, out_dtype=torch.float32, scales="tensor")
+        yield base
+        yield replace(base, shard=(rows * 4,), k=1024, ns=(1536,), fast=False)
+        yield replace(base, scales="row", travels=op == "gather", bias=True)
 
 
 def block_cases() -> Iterator[Case]:
@@ -304,7 +338,7 @@ def draw(case: Case) -> Data:
 def call(case: Case, data: Data, of: dist.ProcessGroup | None = None) -> list[Tensor]:
     """The op, over the group `of` all ranks (by default, the default group)."""
     group, size = (of or dist.group.WORLD).group_name, world()
-    ops = torch.ops.asynctp
+    ops, optional = torch.ops.asynctp, () if case.sum_dtype is None else (case.sum_dtype,)
     if case.op == "gather":
         if case.scales:
             return ops.all_gather_scaled_matmul(
@@ -314,14 +348,14 @@ def call(case: Case, data: Data, of: dist.ProcessGroup | None = None) -> list[Te
     if case.op == "all_reduce" and case.scales:
         return [ops.scaled_matmul_all_reduce(
             data.a, data.b, data.a_scales, data.b_scales, data.biases, case.reduce_op, case.out_dtype, case.fast,
-            group)]  # fmt: skip
+            group, *optional)]  # fmt: skip
     if case.op == "all_reduce":
-        return [ops.matmul_all_reduce(data.a, data.b, data.biases, case.reduce_op, group)]
+        return [ops.matmul_all_reduce(data.a, data.b, data.biases, case.reduce_op, group, *optional)]
     if case.scales:
         return [ops.scaled_matmul_reduce_scatter(
             data.a, data.b, data.a_scales, data.b_scales, data.biases, case.reduce_op, case.dim, case.out_dtype,
-            case.fast, size, group)]  # fmt: skip
-    return [ops.matmul_reduce_scatter(data.a, data.b, data.biases, case.reduce_op, case.dim, size, group)]
+            case.fast, size, group, *optional)]  # fmt: skip
+    return [ops.matmul_reduce_scatter(data.a, data.b, data.biases, case.reduce_op, case.dim, size, group, *optional)]
 
 
 def gathered(tensor: Tensor, dim: int) -> Tensor:
@@ -362,7 +396,7 @@ def worst(case: Case, outs: list[Tensor], wanted: list[Tensor]) -> float:
     errors = []
     for i, (out, want) in enumerate(zip(outs, wanted, strict=True)):
         exact = i >= len(case.ns)  # the gathered A, and numbers that travelled along
-        dtype = torch.float32 if case.along and i == len(outs) - 1 else case.dtype if exact else case.out_dtype
+        dtype = torch.float32 if case.along and i == len(outs) - 1 else case.dtype if exact else case.result_dtype
         if out.shape != want.shape or out.dtype != dtype:
             errors.append(float("inf"))
             continue
@@ -407,6 +441,9 @@ def run(case: Case, implementation: str) -> dict[str, object]:
         graph.replay()
         torch.cuda.synchronize()
         result["graph error"] = worst(case, captured, expected(case, data))
+    if case.sum_dtype is not None:  # the ranks' sum of products of 16 bits has more of them
+        narrow = torch.equal(outs[0], outs[0].to(case.out_dtype).to(case.sum_dtype))
+        result["same bits"] = agree(bool(result["same bits"]) and not narrow)
     fp8 = FP8_TOLERANCE if case.dtype.itemsize == 1 else 0.0
     tolerance = max(TOLERANCE[case.out_dtype], fp8) * (1 if case.op == "gather" else 2)
     result["ok"] = (
@@ -532,7 +569,7 @@ def _tensors(data: Data) -> list[Tensor]:
 def main() -> int:
     start(60)
     implementations = os.environ.get("IMPLS", "fused,decomposed,direct,unfused").split(",")
-    every = [*cases(), *block_cases(), *bulk_cases(), *async_cases()]
+    every = [*cases(), *converted_cases(), *block_cases(), *bulk_cases(), *async_cases()]
     pairs = itertools.product(every, implementations)
     code = run_cases(((f"{case.name}/{name}", functools.partial(run_fresh, case, name)) for case, name in pairs), 60)
     end()

@@ -42,7 +42,10 @@ class GatherCase:
 
 @dataclass(frozen=True)
 class ScatterCase:
-    """`out` is the shape of one rank's result; `scale`: "", "one" (tensorwise) or "row" (rowwise)."""
+    """`out` is the shape of one rank's result; `scale`: "", "one" (tensorwise) or "row" (rowwise).
+
+    sum_dtype: of the result, to which the products are converted before they are added.
+    """
 
     name: str
     out: tuple[int, ...]
@@ -55,6 +58,7 @@ class ScatterCase:
     weight: bool = False
     scale: str = ""
     out_dtype: torch.dtype = BF16
+    sum_dtype: torch.dtype | None = None
 
 
 Case = GatherCase | ScatterCase
@@ -95,6 +99,7 @@ GATHER_CASES = [
     GatherCase("e4m3 rowwise, contraction, replicated", (9, 16), 1, (24,), E4M3, scale="full", out_dtype=FP16),
     GatherCase("e5m2 x e4m3 rowwise", (9, 32), 0, (24,), E5M2, scale="shard", b_dtype=E4M3),
     GatherCase("e4m3 strided B", (9, 32), 0, (24,), E4M3, scale="shard", strided=True, out_dtype=FP32),
+    GatherCase("e4m3 weight to fp32", (19, 48), 0, (32, 16), E4M3, scale="shard", weight=True, out_dtype=FP32),
     GatherCase("e4m3 B as a weight", (19, 48), 0, (32, 16), E4M3, scale="shard", weight=True),
     GatherCase("e4m3 weight, outer 2, bias", (2, 19, 48), 1, (16,), E4M3, (0,), scale="shard", weight=True),
     GatherCase("e4m3, numbers along", (2, 23, 32), 1, (24, 8), E4M3, scale="one", along=True),
@@ -148,6 +153,14 @@ SCATTER_CASES = [
         weight=True,
         out_dtype=FP16,
     ),
+    ScatterCase("converted", (70, 40), 0, (48,), biased=(0,), sum_dtype=FP32),
+    ScatterCase("converted, odd, avg", (70, 37), 0, (45,), op="avg", sum_dtype=FP32),
+    ScatterCase("converted sum of three, outer 2", (2, 19, 40), 1, (8, 40, 24), sum_dtype=FP32),
+    ScatterCase("converted sum of two, fp16", (35, 72), 0, (8, 40), FP16, sum_dtype=FP32),
+    ScatterCase("converted sum of two, columns", (9, 20), 1, (8, 12), biased=(1,), sum_dtype=FP32),
+    ScatterCase("converted e4m3", (2, 23, 24), 1, (32,), E4M3, scale="row", weight=True, sum_dtype=FP32),
+    ScatterCase("converted sum of two, e4m3", (19, 24), 0, (32, 16), E4M3, scale="one", weight=True, sum_dtype=FP32),
+    ScatterCase("e4m3 to fp32, dim 0", (19, 24), 0, (32,), E4M3, scale="row", weight=True, out_dtype=FP32),
 ]
 
 CASES: list[Case] = [*GATHER_CASES, *SCATTER_CASES]
@@ -212,12 +225,11 @@ def run(case: Case, x: Inputs, group: ProcessGroup) -> list[torch.Tensor]:
     name = group.group_name
     if isinstance(case, ScatterCase):
         if not case.scale:
-            return [ops.matmul_reduce_scatter(x.a, x.b, x.biases, case.op, case.dim, group.size(), name)]
-        return [
-            ops.scaled_matmul_reduce_scatter(
-                x.a, x.b, x.a_scales, x.b_scales, x.biases, case.op, case.dim, case.out_dtype, True, group.size(), name
-            )
-        ]
+            options = (case.op, case.dim, group.size(), name, case.sum_dtype)
+            return [ops.matmul_reduce_scatter(x.a, x.b, x.biases, *options)]
+        operands = (x.a, x.b, x.a_scales, x.b_scales, x.biases, case.op, case.dim)
+        options = (case.out_dtype, True, group.size(), name, case.sum_dtype)
+        return [ops.scaled_matmul_reduce_scatter(*operands, *options)]
     if not case.scale:
         return ops.all_gather_matmul(x.a[0], x.b, x.biases, case.dim, case.a_full, group.size(), name)
     return ops.all_gather_scaled_matmul(
@@ -313,12 +325,12 @@ def _judge_scatter(case: ScatterCase, outs: list[torch.Tensor], inputs: list[Inp
         for absolute in (False, True)
     )
     total, size = (reduce(add, [reduce(add, mine) for mine in each]) for each in (products, sizes))
-    # each rank's sum is rounded; of several products each may be, and each sum of some of them
-    roundings = len(case.ks) if len(case.ks) > 1 else 1
+    # each rank's sum is rounded; of several products each may be, and each sum of some of them, if it is not converted
+    roundings = len(case.ks) if len(case.ks) > 1 and case.sum_dtype is None else 1
     rounded = _unit(dtype) * roundings * reduce(add, [product.abs() for mine in products for product in mine])
     divisor = world if case.op == "avg" else 1
     pick = [(each / divisor).chunk(world, case.dim)[rank] for each in (total, size, rounded)]
-    return _compare(outs[0], pick[0], pick[1], dtype, pick[2])
+    return _compare(outs[0], pick[0], pick[1], case.sum_dtype or dtype, pick[2])
 
 
 def _unit(dtype: torch.dtype) -> float:

@@ -121,6 +121,7 @@ def run_scatter(
     group_size: int,
     group: ProcessGroup,
     check: Check,
+    sum_dtype: torch.dtype | None = None,
 ) -> Tensor | None:
     """reduce_scatter(Σ a @ b, dim); arguments as those of the ops. None: run the unfused program.
 
@@ -130,7 +131,7 @@ def run_scatter(
     key = ("matmul_reduce_scatter", group_size, reduce_op, dim, out_dtype, fast)
     operands = (a_parts, b_parts, a_scales, b_scales, biases)
     options = (reduce_op, dim, out_dtype, fast)
-    return _run_scatter(key, operands, options, group, check, explain_scatter)
+    return _run_scatter(key, operands, options, sum_dtype, group, check, explain_scatter)
 
 
 def run_all_reduce(
@@ -144,6 +145,7 @@ def run_all_reduce(
     fast: bool,
     group: ProcessGroup,
     check: Check,
+    sum_dtype: torch.dtype | None = None,
 ) -> Tensor | None:
     """all_reduce(Σ a @ b): a scatter of the rows, then an all-gather of them. None: run the unfused program.
 
@@ -153,7 +155,7 @@ def run_all_reduce(
     shape = a_parts[0].shape
     operands = (*_as_rows(a_parts, b_parts, a_scales), b_scales, biases)
     key, options = ("matmul_all_reduce", reduce_op, out_dtype, fast), (reduce_op, 0, out_dtype, fast)
-    part = _run_scatter(key, operands, options, group, check, explain_all_reduce)
+    part = _run_scatter(key, operands, options, sum_dtype, group, check, explain_all_reduce)
     return None if part is None else all_gather(part, group).view(*shape[:-1], part.shape[-1])
 
 
@@ -179,6 +181,7 @@ def _run_scatter(
     head: tuple[Any, ...],
     operands: Operands,
     options: tuple[str, int, torch.dtype, bool],
+    sum_dtype: torch.dtype | None,
     group: ProcessGroup,
     check: Check,
     explain_call: Callable[[ScatterCall], Choice],
@@ -192,12 +195,12 @@ def _run_scatter(
         return None
     key = (
         *head, *map(_key, a_parts), *map(_key, b_parts), *map(_key, a_scales), *map(_key, b_scales),
-        *map(_optional_key, biases), select.requested(),
+        *map(_optional_key, biases), sum_dtype, select.requested(),
     )  # fmt: skip
     plan = memory.plans.get(key, _MISSING)
     if plan is _MISSING or (plan is not None and plan.stale):  # type: ignore[attr-defined]
         check()
-        call = ScatterCall(*operands, *options, memory.world, head[0])
+        call = ScatterCall(*operands, *options, memory.world, head[0], sum_dtype)
         choice = explain_call(call)
         with _Whole(memory):
             plan = _keep(memory, key, _scatter_plan(call, memory, choice))
@@ -401,51 +404,50 @@ def _scatter_plan(call: ScatterCall, memory: GroupMemory, choice: Choice) -> Sca
     return UnfusedScatter(call, memory) if _cublas_and_nccl_scatter(call) else None
 
 
-def explain(op: str, args: Sequence[Any]) -> Choice:
+def explain(op: str, args: Sequence[Any], sum_dtype: torch.dtype | None = None) -> Choice:
     """How a call of `torch.ops.asynctp.<op>` would be run.
 
     Args:
         op: Its name.
-        args: Its arguments; before the group stands its size, for the ops that are not told it too.
+        args: Its arguments up to the group; before that stands its size, for the ops that are not told it too.
+        sum_dtype: That argument, of ops that have it.
     """
-    call = _call_of(op, args)
+    call = _call_of(op, args, sum_dtype)
     if isinstance(call, GatherCall):
         return explain_gather(call)
     return explain_all_reduce(call) if op.endswith("all_reduce") else explain_scatter(call)
 
 
-def problem_of(op: str, args: Sequence[Any]) -> Problem:
+def problem_of(op: str, args: Sequence[Any], sum_dtype: torch.dtype | None = None) -> Problem:
     """What the cost of a call depends on, and how a tuning table names it; arguments as those of `explain`."""
-    call = _call_of(op, args)
+    call = _call_of(op, args, sum_dtype)
     if isinstance(call, GatherCall):
         return _gather_problem(call)
     return _scatter_problem("all_reduce" if op.endswith("all_reduce") else "scatter", call)
 
 
-def _call_of(op: str, args: Sequence[Any]) -> GatherCall | ScatterCall:
+def _call_of(op: str, args: Sequence[Any], sum_dtype: torch.dtype | None) -> GatherCall | ScatterCall:
     """A call of an op; of an all-reduce, of the scatter of rows that is its first half."""
     if op == "all_gather_scaled_matmul":
         args = args[:12]  # what only travels along decides nothing
     *given, world, _ = args
+    a_scales: Sequence[Tensor]
+    b_scales: Sequence[Tensor]
     if op == "all_gather_matmul":
         a, bs, biases, dim, full = given
         return GatherCall(a, None, bs, (), biases, dim, False, a.dtype, False, full, world)
     if op == "all_gather_scaled_matmul":
         a, a_scale, bs, b_scales, biases, dim, travels, dtype, fast, full = given
         return GatherCall(a, a_scale, bs, b_scales, biases, dim, travels, dtype, fast, full, world)
-    if op == "matmul_reduce_scatter":
-        a_parts, b_parts, biases, reduce_op, dim = given
-        return ScatterCall(a_parts, b_parts, (), (), biases, reduce_op, dim, a_parts[0].dtype, False, world)
-    if op == "matmul_all_reduce":
-        a_parts, b_parts, biases, reduce_op = given
-        operands = (*_as_rows(a_parts, b_parts, ()), (), biases)
-        return ScatterCall(*operands, reduce_op, 0, a_parts[0].dtype, False, world)
-    if op == "scaled_matmul_all_reduce":
-        a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dtype, fast = given
-        operands = (*_as_rows(a_parts, b_parts, a_scales), b_scales, biases)
-        return ScatterCall(*operands, reduce_op, 0, dtype, fast, world)
-    a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, dtype, fast = given
-    return ScatterCall(a_parts, b_parts, a_scales, b_scales, biases, reduce_op, dim, dtype, fast, world)
+    if op.startswith("scaled_"):
+        a_parts, b_parts, a_scales, b_scales, biases, reduce_op, *where, dtype, fast = given
+    else:
+        a_parts, b_parts, biases, reduce_op, *where = given
+        a_scales, b_scales, dtype, fast = (), (), a_parts[0].dtype, False
+    if not where:  # of an all-reduce
+        where, (a_parts, b_parts, a_scales) = [0], _as_rows(a_parts, b_parts, a_scales)
+    operands = (a_parts, b_parts, a_scales, b_scales, biases)
+    return ScatterCall(*operands, reduce_op, where[0], dtype, fast, world, sum_dtype=sum_dtype)
 
 
 def explain_gather(call: GatherCall) -> Choice:
@@ -483,8 +485,9 @@ def _gather_problem(call: GatherCall) -> Problem:
 
 
 def _scatter_problem(op: str, call: ScatterCall) -> Problem:
-    depths, widths = [b.shape[0] for b in call.b_parts], [call.b_parts[0].shape[1]]
-    return Problem.of(op, call.world, call.rows, depths, widths, call.a_parts[0].dtype, call.out_dtype, call.fast)
+    sizes = (call.rows, [b.shape[0] for b in call.b_parts], [call.b_parts[0].shape[1]])
+    dtypes = (call.a_parts[0].dtype, call.wire_dtype)
+    return Problem.of(op, call.world, *sizes, *dtypes, call.fast, call.sum_dtype)
 
 
 def _cublas_and_nccl_gather(call: GatherCall) -> bool:
@@ -572,7 +575,7 @@ def _refused_scatter(call: ScatterCall) -> dict[str, str]:
     if any(not a.is_contiguous() for a in call.a_parts):
         refused.setdefault("fused", "an A that is not contiguous")
         refused.setdefault("decomposed", "an A that is not contiguous")
-    part = layout.rows * layout.cols * call.out_dtype.itemsize
+    part = layout.rows * layout.cols * call.wire_dtype.itemsize
     if part * call.world > DIRECT_LIMIT:
         refused.setdefault("direct", f"{part * call.world} bytes scattered, more than its limit of {DIRECT_LIMIT}")
     if part >= INT32_LIMIT:
@@ -592,7 +595,9 @@ def _refused_scattering_gemm(call: ScatterCall) -> str | None:
         return too_many(len(call.b_parts))
     b_parts, biases = [call.b_parts[i] for i in call.together], [call.biases[i] for i in call.together]
     b_scales, depths = [call.b_scales[i] for i in call.together if call.b_scales], [b.shape[0] for b in b_parts]
-    reason = refused_gemm(call.a_parts[call.together[0]], b_parts, b_scales, biases, call.out_dtype, depths)
+    if call.apart and call.wire_dtype.itemsize > 2:
+        return f"several scaled products and a sum of {call.wire_dtype}: no shared memory for tiles of both"
+    reason = refused_gemm(call.a_parts[call.together[0]], b_parts, b_scales, biases, call.wire_dtype, depths)
     if reason is None and len(b_parts) > 1 and any(bias is not None for bias in biases):
         return "a bias in a sum of several products"
     return reason or _refused_scattered_products(call, call.apart)

@@ -237,7 +237,10 @@ def push_reduce_kernel(
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reduce-scatter: fp32 sum in rank order, times `factor`, rounded once. `size` elements in the own shard."""
+    """Reduce-scatter: fp32 sum in rank order, times `factor`, rounded once. `size` elements in the own shard.
+
+    What travels has the dtype of `full`, and the result that of `out`.
+    """
     pid = tl.program_id(0)
     epoch = tl.load(epoch_ptr) + 1
     slot = (epoch % 2) * slot_bytes
@@ -271,7 +274,7 @@ def push_reduce_kernel(
                 source = full_ptr
                 where = place(index, cols, inner, rank, WORLD, CONTIGUOUS, ALONG_LAST, size)
             total += exact_f32(tl.load(source + where, mask=index < size, other=0.0))
-        tl.store(out_ptr + index, round_to(total * factor, dtype), mask=index < size)
+        tl.store(out_ptr + index, round_to(total * factor, out_ptr.dtype.element_ty), mask=index < size)
     end_call(epoch_ptr, epoch, done_ptr, PROGRAMS)
 
 
@@ -302,8 +305,9 @@ def reduce_kernel(
 ):
     """The own rows' sum over ranks: chunk by chunk, while the GEMM that fills the later ones may still run.
 
-    own [R, N], received [WORLD - 1, R, N] (of all others, by rank; `part_size` elements each), out [R, N], contiguous.
-    Chunk c ends at element `end<c>`. It waits until progress[rank, c] (finished own tiles) reaches `tiles<c>` and each
+    own [R, N], received [WORLD - 1, R, N] (of all others, by rank; `part_size` elements each), of one dtype, and out
+    [R, N], of that or another, contiguous. Chunk c ends at element `end<c>`. It waits until progress[rank, c] (finished
+    own tiles) reaches `tiles<c>` and each
     arrived[src, c] is set, and clears these words at the end. fp32 sum in rank order, times `factor`, rounded once:
     bits do not depend on timing.
 

@@ -15,7 +15,7 @@ from .machine import driver
 from .memory import MAX_CHUNKS
 from .tiles import Tiles
 
-TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 MAX_OPERANDS = 4
 NOT_TUNED = "the GEMM is tuned for compute capability 9 (H100, H200) only"
 

@@ -8,7 +8,8 @@
     unfused      cuBLAS on the whole, then NCCL
 
 But for NCCL the sum over ranks is in fp32, in rank order, rounded once: the same bits in every run. What travels is
-rounded to the output's dtype, as in the unfused program.
+rounded to the products' dtype, as in the unfused program; or to the `sum_dtype` of several products, where the program
+converts each before it adds them. One such product travels as it is, and is converted by the reduction.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ REDUCE_REGISTERS = 56
 class ScatterCall:
     """What decides a plan; the tensors stand for all tensors of their shapes, strides and dtypes.
 
-    unscaled_op: the op's name, as it is without scales.
+    out_dtype: of the products. unscaled_op: the op's name, as it is without scales. sum_dtype: of the result, and of
+    the sums that it comes from; None: the products'.
     """
 
     a_parts: Sequence[Tensor]
@@ -68,6 +70,12 @@ class ScatterCall:
     fast: bool
     world: int
     unscaled_op: str = "matmul_reduce_scatter"
+    sum_dtype: torch.dtype | None = None
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """What travels: one product as it is, a sum of several as what it is summed in."""
+        return self.out_dtype if self.sum_dtype is None or len(self.a_parts) == 1 else self.sum_dtype
 
     @property
     def op(self) -> str:
@@ -111,9 +119,9 @@ class ScatterPlan:
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         self.memory, self.layout, self.outer = memory, call.layout, call.outer
-        self.scaling, self.out_dtype = call.scaling, call.out_dtype
+        self.scaling, self.wire_dtype, self.out_dtype = call.scaling, call.wire_dtype, call.sum_dtype or call.out_dtype
         self.factor = 1.0 / memory.world if call.reduce_op == "avg" else 1.0
-        self.row_bytes = self.layout.cols * call.out_dtype.itemsize
+        self.row_bytes = self.layout.cols * call.wire_dtype.itemsize
         self.part_bytes = self.layout.rows * self.row_bytes
         self.device_index: int = call.a_parts[0].device.index
         self.generation = -1
@@ -179,9 +187,9 @@ class Pushed(ScatterPlan):
         ends = [end * n for _, end in self.chunks.rows]
         ends += [ends[-1]] * (MAX_CHUNKS - len(ends))
         tiles = [*self.own_tiles, *[0] * (MAX_CHUNKS - len(self.own_tiles))]
-        example = call.a_parts[0].new_empty(size, dtype=self.out_dtype)
+        sent, out = (call.a_parts[0].new_empty(size, dtype=dtype) for dtype in (self.wire_dtype, self.out_dtype))
         self.reduce_numbers = [*ends, *tiles, size, self.factor, memory.rank]
-        args = [example, example, example, *[memory.local] * 3, *self.reduce_numbers]
+        args = [sent, sent, out, *[memory.local] * 3, *self.reduce_numbers]
         constants = {
             "WORLD": memory.world,
             "CHUNKS": len(self.chunks),
@@ -224,7 +232,7 @@ class Pushed(ScatterPlan):
 
     def new_staging(self, a: Tensor) -> Tensor:
         """[destination, rows, N]: what goes to one rank is contiguous."""
-        return a.new_empty((self.memory.world, self.layout.rows, self.layout.cols), dtype=self.out_dtype)
+        return a.new_empty((self.memory.world, self.layout.rows, self.layout.cols), dtype=self.wire_dtype)
 
 
 class FusedScatter(Pushed):
@@ -281,7 +289,7 @@ class FusedScatter(Pushed):
         ]  # fmt: skip
         modes = [scale_mode(scales[first] if scales else None) for scales in (call.a_scales, call.b_scales)]
         self.launch = prepare_gemm(
-            args, programs, tiles, b_parts, bias, (modes[0], modes[1]), self.out_dtype, gathers=False,
+            args, programs, tiles, b_parts, bias, (modes[0], modes[1]), self.wire_dtype, gathers=False,
             addends=len(self.apart),
         )  # fmt: skip
         self.a_like, self.b_like = outlines(self.a_like), outlines(self.b_like)
@@ -361,6 +369,7 @@ class DecomposedScatter(Pushed):
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         super().__init__(call, memory, cut(1, call.layout.inner, call.layout.inner, 1), [0])
+        self.converts = call.wire_dtype != call.out_dtype
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
         return [Await(self.memory.events[dst])]
@@ -388,12 +397,13 @@ class DecomposedScatter(Pushed):
                 if a_scales and (mine := scales[part]) is not None:
                     row_scale = mine[dst]
                 column_scale = b_scales[part] if b_scales else None
-                place = places[dst]
+                place, like = places[dst], (b, biases[part], row_scale, column_scale, self.scaling)
                 if part:
-                    extra = product(operands[part][dst], b, biases[part], row_scale, column_scale, self.scaling)
-                    place.add_(extra)
+                    place.add_(product(operands[part][dst], *like))
+                elif self.converts:
+                    place.copy_(product(operands[part][dst], *like))
                 else:
-                    product(operands[part][dst], b, biases[part], row_scale, column_scale, self.scaling, out=place)
+                    product(operands[part][dst], *like, out=place)
             driver.record_event(memory.events[dst], stream)
         self.push_and_reduce(staging, out, memory.events[rank])
         self.finish(stream)
@@ -425,7 +435,7 @@ class WholeScatter(ScatterPlan):
         for i, (a, b) in enumerate(zip(a_parts, b_parts, strict=True)):
             a_scale, b_scale = (a_scales[i], b_scales[i]) if a_scales else (None, None)
             one = product(a.reshape(-1, a.shape[-1]), b, biases[i], a_scale, b_scale, self.scaling)
-            partial = one if partial is None else partial.add_(one)
+            partial = one.to(self.wire_dtype) if partial is None else partial.add_(one)
         assert partial is not None
         out = self.new_output(partial)
         self.move(partial, out)
@@ -445,9 +455,9 @@ class DirectScatter(WholeScatter):
         area, words = memory.direct(part * memory.world)
         block = direct_block(size, 8192)
         programs = grid(-(-size // block), DIRECT_PROGRAMS)
-        example = call.a_parts[0].new_empty(size, dtype=self.out_dtype)
+        sent, out = (call.a_parts[0].new_empty(size, dtype=dtype) for dtype in (self.wire_dtype, self.out_dtype))
         args = [
-            example, example, size, layout.cols, layout.inner, area.table.data_ptr(), words.table.data_ptr(),
+            sent, out, size, layout.cols, layout.inner, area.table.data_ptr(), words.table.data_ptr(),
             area.size // 2, part, memory.epoch, memory.done, memory.bound, memory.status,
             code(call.op, "part"), self.factor, memory.rank,
         ]  # fmt: skip
@@ -478,7 +488,7 @@ class UnfusedScatter(WholeScatter):
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         super().__init__(call, memory)
-        self.reduce_op = call.reduce_op
+        self.reduce_op, self.wire_dtype = call.reduce_op, self.out_dtype  # NCCL adds in what it moves
 
     def move(self, partial: Tensor, out: Tensor) -> None:
         scatter_into(out, partial, self.reduce_op, self.memory.group)

@@ -89,9 +89,10 @@ class Problem:
         rows: of the whole 2-D A (gather) or product (scatter), over all ranks.
         depth: contraction length; of all pairs together.
         widths: columns of each product.
-        itemsize: bytes of an element of A; out_itemsize: of the result.
+        itemsize: bytes of an element of A; out_itemsize: of the result, or of what is sent to be summed.
         precise: fp8 sums may not be fast.
         apart: of several scaled products all contraction lengths but the greatest: in "fused" cuBLAS makes them first.
+        widened: how many times as many bytes an element of the sum has, which NCCL sends instead.
     """
 
     op: str
@@ -104,6 +105,7 @@ class Problem:
     dtype: str
     precise: bool = False
     apart: tuple[int, ...] = ()
+    widened: int = 1
 
     @staticmethod
     def of(
@@ -115,12 +117,17 @@ class Problem:
         dtype: torch.dtype,
         out_dtype: torch.dtype,
         fast: bool,
+        sum_dtype: torch.dtype | None = None,
     ) -> Problem:
-        """The problem of operands of `dtype`; depths: of each summed product; `fast`: fp8 sums may be."""
+        """The problem of operands of `dtype`.
+
+        depths: of each summed product; `fast`: fp8 sums may be; `sum_dtype`: of the result, if it is another.
+        """
         name, fp8 = str(dtype).removeprefix("torch."), dtype.itemsize == 1
         apart = tuple(sorted(depths)[:-1]) if fp8 else ()
+        widened = 1 if sum_dtype is None else sum_dtype.itemsize // out_dtype.itemsize
         sizes = (dtype.itemsize, out_dtype.itemsize)
-        return Problem(op, world, rows, sum(depths), tuple(widths), *sizes, name, fp8 and not fast, apart)
+        return Problem(op, world, rows, sum(depths), tuple(widths), *sizes, name, fp8 and not fast, apart, widened)
 
     @property
     def deepest(self) -> Problem:
@@ -177,12 +184,13 @@ class Choice:
 def estimate(problem: Problem, implementation: str, rates: Rates, sms: int) -> float:
     """Microseconds that the model expects, of graph and eager time together."""
     if problem.op == "all_reduce":
-        second_half = problem.wire_bytes / rates.nccl + (0 if implementation == "unfused" else rates.nccl_start)
+        start = 0 if implementation == "unfused" else rates.nccl_start
+        second_half = problem.wire_bytes * problem.widened / rates.nccl + start
         return estimate(replace(problem, op="scatter"), implementation, rates, sms) + second_half
     if implementation in ("unfused", "direct"):
         matmul = _products(problem, problem.rows, rates, sms)
         if implementation == "unfused":
-            return matmul + rates.nccl_start + problem.wire_bytes / rates.nccl
+            return matmul + rates.nccl_start + problem.wire_bytes * problem.widened / rates.nccl
         return matmul + rates.direct_start + problem.wire_bytes / rates.direct
     share, extra = _share(problem, implementation, rates, sms)
     peers = problem.world - 1
@@ -259,7 +267,8 @@ def fused_tiles(problem: Problem, sms: int) -> Tiles:
     shard = problem.rows // problem.world
     dtype = torch.float8_e4m3fn if problem.itemsize == 1 else torch.bfloat16
     rows = problem.world * ceil(shard / 128) * 128
-    return tiles_for(dtype, problem.precise, rows, sum(problem.widths), sms, bool(problem.apart))
+    columns, addends = sum(problem.widths), bool(problem.apart)
+    return tiles_for(dtype, problem.precise, rows, columns, sms, addends, problem.out_itemsize)
 
 
 def chunks_for(problem: Problem) -> int:

@@ -28,12 +28,18 @@ class Tiles:
 
 
 def tiles_for(
-    dtype: torch.dtype, precise_sums: bool, rows: int, columns: int, programs: int, addends: bool = False
+    dtype: torch.dtype,
+    precise_sums: bool,
+    rows: int,
+    columns: int,
+    programs: int,
+    addends: bool = False,
+    out_itemsize: int = 2,
 ) -> Tiles:
     """The tiles for operands of `dtype` and an output of `rows` x `columns` on `programs` SMs.
 
     addends: matrices are added to the sum. They take shared memory of their own, for which a tile of 256 columns leaves
-    no room.
+    no room; nor does it for itself on its way out, if its elements have 4 bytes (`out_itemsize`).
     """
     fp8 = dtype.itemsize == 1
     block_k = 128 if fp8 else 64
@@ -41,7 +47,7 @@ def tiles_for(
         return Tiles(128, 128, block_k, warps=8, stages=4, imprecise=128 if precise_sums else None)
     large = waves(rows, columns, 128, 256, programs)
     small = waves(rows, columns, 128, 128, programs)
-    if small * 1.08 < large * 2:  # a small tile takes a little more than half the time of a large one
+    if out_itemsize > 2 or small * 1.08 < large * 2:  # a small tile takes little more than half the time of a large one
         return Tiles(128, 128, block_k, warps=4, stages=4)
     return Tiles(128, 256, block_k, warps=8, stages=3)
 
