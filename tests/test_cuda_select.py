@@ -449,6 +449,11 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         scaled_sum_args(a=[empty(2, 512, 512, dtype=FP8)] * 2, dim=1),
         {"decomposed": "2 separate row ranges"},
     ),
+    "scaled scatter of sums in fp32": (
+        SCALED_SCATTER,
+        scaled_sum_args(out_dtype=FP32),
+        {"fused": "several scaled products and a sum of torch.float32"},
+    ),
     "scaled scatter of five": (SCALED_SCATTER, scaled_sum_args(5), {"fused": "5 products, more than 4"}),
     "scaled scatter of sums, one not for the GEMM": (
         SCALED_SCATTER,
@@ -550,6 +555,13 @@ def test_one_product_that_is_converted_costs_what_it_moves() -> None:
         assert plain.tiles is not None
         assert converted.tiles is not None
         assert (plain.tiles.block_n, converted.tiles.block_n) == (256, 128)
+
+
+def test_the_gemm_adds_no_scaled_products_that_are_converted() -> None:
+    assert explain(SCALED_SCATTER, *scaled_scatter_args(), sum_dtype=FP32).refused == {}
+    refused = explain(SCALED_SCATTER, *scaled_sum_args(), sum_dtype=FP32).refused
+    assert list(refused) == ["fused"]
+    assert "several scaled products and a sum of torch.float32" in refused["fused"]
 
 
 def test_the_direct_limit_is_of_what_travels() -> None:
