@@ -368,6 +368,7 @@ def test_a_plan() -> None:
         "min_bytes=0",
         "min_flops=0",
         "coalesce=True",
+        "store_scales=True",
         "group enrolled: True",
         "collective 0: all_reduce SKIPPED ATP002 NO_MATMUL (2 nodes)",
         "collective 1: all_reduce SKIPPED ATP002 NO_MATMUL (2 nodes)",
