@@ -189,10 +189,10 @@ def test_every_entry_of_the_shipped_table_is_chosen() -> None:
     entries = 0
     for device, problems in select._table().items():
         for key, by_rows in problems.items():
-            op, world, dtype, depth, widths = key.split(":")
-            sizes = [int(width) for width in widths.split("+")]
+            op, world, dtype, depths, widths, *precise = key.split(":")
+            sizes = [[int(size) for size in text.split("+")] for text in (depths, widths)]
             for rows, implementation in by_rows.items():
-                asked = problem(op, int(rows), int(depth), *sizes, world=int(world), dtype=dtype)
+                asked = Problem.of(op, int(world), int(rows), *sizes, getattr(torch, dtype), BF16, not precise)
                 assert asked.key == key
                 choice = chosen(asked, device=device)
                 assert (choice.implementation, choice.source) == (implementation, "measured")
@@ -687,14 +687,14 @@ def test_problem_key() -> None:
 
 
 def test_what_was_measured_with_fast_sums_does_not_decide_for_precise_ones(table: Path) -> None:
-    """The shipped table knows these shapes in fp8; torchao's backward has them with use_fast_accum=False."""
-    sizes = ("gather", 2, 8192, [8192], [14336], FP8, BF16)
+    """The shipped table knows so many rows in fp8; torchao's backward has them with use_fast_accum=False."""
+    sizes = ("gather", 2, 16384, [8192], [14336], FP8, BF16)
     fast, precise = Problem.of(*sizes, True), Problem.of(*sizes, False)
     assert (chosen(fast, device=H200).implementation, chosen(fast, device=H200).source) == ("fused", "measured")
     choice = chosen(precise, device=H200)
     assert (choice.implementation, choice.source) == (select.fastest(choice.estimates_us), "cost model")
     assert choice.implementation != "fused"
-    write(table, {H200: {precise.key: {"8192": "direct"}}})
+    write(table, {H200: {precise.key: {"16384": "direct"}}})
     assert (chosen(precise, device=H200).implementation, chosen(precise, device=H200).source) == ("direct", "measured")
     assert chosen(fast, device=H200).implementation == "fused"
 
