@@ -118,10 +118,9 @@ def rewrite(
     flying: list[tuple[Collective, fx.Node | None]] = [(chain.collective, op) for chain, op in hoisted]
     flying += [(decision.candidate.collective, None) for decision in hidden]
     _wait_with_sources(graph, [collective for collective, _ in flying])
+    # an op that is kept in order is wrapped in another: what it is called with is read before
     calls = {chain.collective.node.name: call_of(fused[chain.collective.node]) for chain in chains}
-    compat.keep_order(
-        graph, _order_in_flight(graph, flying, flops)
-    )  # an op that is kept in order is wrapped in another
+    compat.keep_order(graph, _order_in_flight(graph, flying, flops))
     graph.lint()
     return calls
 

@@ -442,6 +442,9 @@ def _widen(call: _Call) -> Result:
 
 def _scale(call: _Call) -> Result:
     """A power of two goes to an operand of each term, which has to have exponents for it (see `scaling_of`)."""
+    before = tensor_of(call.values["self"])
+    if before is None or not _are_in(_dtypes(call, call.values["self"]), before.dtype):
+        return Refusal(reasons.COMPUTED_BETWEEN, "multiplies products that are seen as another dtype")
     if torch.float16 in _dtypes(call, call.values["self"]) and abs(scaling_of(call.node) or 0.0) != 1:
         return Refusal(reasons.COMPUTED_BETWEEN, "products of float16 have too few exponents to be multiplied before")
     return call.source

@@ -99,6 +99,21 @@ def terms_added_as_integers(b: Builder) -> list[Node]:
     return [scattered(b, b.call(aten.view.dtype, b.call(aten.add.Tensor, *terms), torch.float64))]
 
 
+def bits_negated(bits: torch.dtype, dtype: torch.dtype, times: bool = False) -> Attack:
+    """Minus the product's bits, as an integer: another number than minus the product."""
+
+    def attack(b: Builder) -> list[Node]:
+        x, w = inputs(b, (4, 6), (6, 8), dtype=torch.bfloat16)
+        product = b.call(aten.mm.default, x, w)
+        if dtype != torch.bfloat16:
+            product = b.call(torch.ops.prims.convert_element_type.default, product, dtype)
+        seen = b.call(aten.view.dtype, product, bits)
+        seen = b.call(aten.mul.Tensor, seen, -1) if times else b.call(aten.neg.default, seen)
+        return [scattered(b, b.call(aten.view.dtype, seen, dtype))]
+
+    return attack
+
+
 # --- gathered scales -----------------------------------------------------------------------------------------
 def rowwise(
     b: Builder, data_order: list[int] | None, scale_order: list[int] | None, wire: torch.dtype = torch.float32
@@ -878,6 +893,9 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "words as two half types": (words_as_two_half_types, ["F"]),
     "product summed as integers": (product_summed_as_integers, ["ATP105"]),
     "terms added as integers": (terms_added_as_integers, ["ATP111"]),
+    "bits negated as integers": (bits_negated(torch.int16, torch.bfloat16), ["ATP105"]),
+    "bits of fp32 negated as integers": (bits_negated(torch.int32, torch.float32), ["ATP105"]),
+    "bits times -1 as integers": (bits_negated(torch.int16, torch.bfloat16, times=True), ["ATP105"]),
     "scales as they come": (lambda b: rowwise(b, None, None), ["F", "F"]),
     "scales and data transposed": (lambda b: rowwise(b, [0, 2, 1, 3], [0, 2, 1, 3]), ["F", "F"]),
     "scales transposed": (lambda b: rowwise(b, None, [0, 2, 1, 3]), ["F", "F"]),

@@ -684,6 +684,11 @@ def test_problem_key() -> None:
     )
     precise = replace(ASKED, dtype="float8_e4m3fn", precise=True)
     assert precise.key == "gather:4:float8_e4m3fn:512:512+128:precise"
+    sizes = ("scatter", 4, 1024, [512], [128])
+    assert Problem.of(*sizes, BF16, BF16, True).key == "scatter:4:bfloat16:512:128"
+    assert Problem.of(*sizes, BF16, BF16, True, torch.float32).key == "scatter:4:bfloat16:512:128:wide"
+    assert Problem.of(*sizes, BF16, torch.float32, True).key == "scatter:4:bfloat16:512:128:wide"
+    assert Problem.of(*sizes, torch.float32, torch.float32, True).key == "scatter:4:float32:512:128"
 
 
 def test_what_was_measured_with_fast_sums_does_not_decide_for_precise_ones(table: Path) -> None:
@@ -808,8 +813,7 @@ def test_the_model_knows_that_one_product_hides_the_copies(fast: bool) -> None:
         assert estimate(several, name, rates, SMS) > single, "each product and each sum is written and read"
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(("fast", "world"), [(True, 2), (True, 4), (True, 8), (False, 4), (False, 8)])
 def test_queries_keys_and_values_of_70b_run_fused(fast: bool, world: int) -> None:
     """One of three products is much deeper than the others, and additions over memory are a fifth of the time."""
     asked = sums(1024 // world, 1024 // world, 8192 // world, world=world, fast=fast)
@@ -817,6 +821,21 @@ def test_queries_keys_and_values_of_70b_run_fused(fast: bool, world: int) -> Non
     assert choice.implementation == "fused"
     assert choice.tiles is not None
     assert (choice.tiles.block_n, choice.tiles.warps) == (128, 8)
+
+
+def test_the_model_knows_how_slow_precise_sums_are_in_our_gemm() -> None:
+    """As measured (2 x H200, 2026-11-22, tuned.json): the parts are faster but where there is least to multiply."""
+    for depths, width, expected in (
+        ((14336, 14336), 8192, "decomposed"),
+        ((512, 512, 4096), 8192, "decomposed"),
+        ((7168, 7168), 4096, "decomposed"),
+        ((512, 512, 2048), 4096, "fused"),
+    ):
+        asked = Problem.of("scatter", 2, 8192, depths, [width], FP8, BF16, False)
+        assert chosen(asked, {"direct": "no"}).implementation == expected, asked.key
+    for depth, width in ((8192, 14336), (8192, 4096), (4096, 7168), (4096, 2048)):
+        asked = Problem.of("gather", 2, 8192, [depth], [width], FP8, BF16, False)
+        assert chosen(asked).implementation == "decomposed", asked.key
 
 
 # --- what reports expect -----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Three areas of symmetric memory, each as large as the largest call so far, made 
 a CUDA graph capture:
 
     outbox    gather: the own shard, which peers pull                            [shard | its scales]
-    inbox     scatter: what peers pushed, by source                              [from rank 0 | from rank 1 | ...]
+    inbox     scatter: what peers pushed, by source, but for the own             [from rank 0 | from rank 1 | ...]
     direct    both direct kernels: two slots of landings, epochs                 see `copy_kernels`
 
 A gather's outbox is filled between two barriers (`copy_kernels.stage_kernel`), whose words are epochs. A scatter's

@@ -1,8 +1,8 @@
 """Which implementation runs a call: the fastest that can, by a cost model or by what `asynctp bench --tune` measured.
 
 The choice is a function of shapes, strides, dtypes, world size and GPU, never of addresses: ranks that run the same
-program agree on it. `Choice` says what was
-chosen, why, and what the others would have cost; `ops.explain` and the report show it.
+program agree on it. `Choice` says what was chosen, why, and what the others would have cost; `ops.explain` and the
+report show it.
 
 The model, in microseconds (the terms are named below; their values were measured, see `RATES`):
 
@@ -57,9 +57,11 @@ class Rates:
         fused_gather, fused_scatter, decomposed_gather, decomposed_scatter: microseconds of host time and latency beyond
             the terms of the model.
         narrow: how fast the GEMM's 128 x 128 tiles are, as a fraction of cuBLAS.
+        precise: the same in fp8 without fast accumulation.
 
     Source of the values: `docs/results/2026-11-21-h200x4` and `-h200x2`; all but `copy` and `local` are fitted to the
     geometric means of graph and eager time of all implementations there. What they pick is 0.8 % slower than the best.
+    `precise` is fitted to `docs/results/2026-11-22-h200x2/tuned.json`.
     """
 
     copy: float = 370e3
@@ -78,6 +80,7 @@ class Rates:
     decomposed_gather: float = 41.8
     decomposed_scatter: float = 0.0
     narrow: float = 0.828
+    precise: float = 0.58
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,10 @@ class Problem:
     def key(self) -> str:
         """How a tuning table names the problem; rows come below it."""
         sizes = ":".join(self.sizes)
-        return f"{self.op}:{self.world}:{self.dtype}:{sizes}{':precise' if self.precise else ''}"
+        wide = self.itemsize <= 2 < self.out_itemsize * self.widened  # results of 16 bits are what is measured
+        return (
+            f"{self.op}:{self.world}:{self.dtype}:{sizes}{':precise' if self.precise else ''}{':wide' if wide else ''}"
+        )
 
     @property
     def sizes(self) -> tuple[str, str]:
@@ -255,7 +261,7 @@ def _fused_matmul(problem: Problem, rates: Rates, sms: int) -> float:
     tiles = fused_tiles(problem, sms)
     shard = problem.rows // problem.world
     count = problem.world * ceil(shard / tiles.block_m) * sum(ceil(width / tiles.block_n) for width in problem.widths)
-    efficiency = 0.97 if tiles.block_n == 256 else rates.narrow
+    efficiency = rates.precise if problem.precise else 0.97 if tiles.block_n == 256 else rates.narrow
     size = tiles.block_m * tiles.block_n
     per_tile = 2.0 * size * problem.deepest.depth / (_speed(problem, rates) / sms * efficiency)
     addends = len(problem.apart) * size * problem.out_itemsize / (rates.local / sms)
