@@ -43,8 +43,8 @@ class Machine:
 
 #: Source: 2 and 4 x H200 SXM (NVLink, one host), torch 2.11, 2026-11-21. Link: copy engines, all GPUs pulling at once,
 #: by the times of 8 and 32 MiB in `docs/results/2026-11-21-h200x4/driver-calls.txt`. Matmuls: geometric means of cuBLAS
-#: with 2048 to 16384 rows in `bench.json` there and in `2026-11-21-h200x2`; the selector has one of its
-#: own, fitted together with its model of waves. Tests hold these figures to the files.
+#: with 2048 to 16384 rows in `bench.json` there and in `2026-11-21-h200x2`; the selector has one of its own, fitted
+#: together with its model of waves. Tests hold these figures to the files.
 _H200 = Machine("H200", 370e3, 710e6)
 #: The H100 was not measured: it has the same SMs and links, and the H200's figures stand in for its own.
 _MACHINES = (_H200, replace(_H200, name="H100"))

@@ -24,7 +24,7 @@ from torch import fx
 from asynctp_passes import near, reasons
 from asynctp_passes.chain import Along, Candidate, Collective, GatherChain, Matmul, ScaledOptions, ScatterChain
 from asynctp_passes.epilogue import read_product, scalings
-from asynctp_passes.fxview import Sizes, describe, is_size, mutates, op_name, segments, steps_of, tensor_of
+from asynctp_passes.fxview import Sizes, describe, is_size, mutates, op_name, reachable, segments, steps_of, tensor_of
 from asynctp_passes.read import (
     added_behind,
     added_matrix,
@@ -38,6 +38,7 @@ from asynctp_passes.read import (
     waits_for_several,
 )
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.reference import WIDENED
 from asynctp_passes.rowwise import Region, chain_of, products_of, rows_first
 from asynctp_passes.shapes import (
     GatherPlacement,
@@ -52,7 +53,7 @@ from asynctp_passes.shapes import (
     same,
     scales_rows,
 )
-from asynctp_passes.views import WIDENED, Flow, follow, is_sum, is_view, size_readers, views_of
+from asynctp_passes.views import Flow, follow, is_sum, is_view, size_readers, views_of
 
 __all__ = ["find"]
 
@@ -424,14 +425,7 @@ def _dtype(node: fx.Node | None) -> torch.dtype | None:
 
 def _between(flow: Flow, ends: Iterable[fx.Node]) -> set[fx.Node]:
     """The followed nodes on the way from the source to `ends`, these included."""
-    seen: set[fx.Node] = set()
-    stack = list(ends)
-    while stack:
-        node = stack.pop()
-        if node not in seen and flow.has(node):
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
+    return reachable(ends, where=flow.has)
 
 
 def _used_elsewhere(flow: Flow, fused: set[fx.Node]) -> bool:

@@ -25,11 +25,13 @@ __all__ = [
     "called_op",
     "describe",
     "express",
+    "is_pointwise",
     "is_size",
     "live",
     "mutates",
     "op_name",
     "plain",
+    "reachable",
     "segments",
     "size_sources",
     "source_of",
@@ -152,6 +154,11 @@ def steps_of(
     return steps
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """True for an op that makes each element of its result from the elements at that place."""
+    return compat.is_op(node.target) and torch.Tag.pointwise in node.target.tags
+
+
 def is_random(node: fx.Node) -> bool:
     """True for an op that draws random numbers: its place among such ops counts."""
     return compat.is_op(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags
@@ -169,13 +176,22 @@ def mutates(node: fx.Node) -> bool:
 
 def live(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that the graph's results, or its in-place operations, are computed from, and these."""
-    stack = [node for node in graph.nodes if node.op == "output" or mutates(node)]
+    return reachable(node for node in graph.nodes if node.op == "output" or mutates(node))
+
+
+def reachable(
+    starts: Iterable[fx.Node],
+    step: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
+    where: Callable[[fx.Node], bool] = lambda node: True,
+) -> set[fx.Node]:
+    """The nodes that `step` leads to, the starts included, by nodes for which `where` holds; by default all inputs."""
     found: set[fx.Node] = set()
+    stack = list(starts)
     while stack:
         node = stack.pop()
-        if node not in found:
+        if node not in found and where(node):
             found.add(node)
-            stack.extend(node.all_input_nodes)
+            stack.extend(step(node))
     return found
 
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch import fx
 
-from asynctp_passes import compat
-from asynctp_passes.fxview import op_name, tensor_of
+from asynctp_passes.fxview import is_pointwise, op_name, tensor_of
 from asynctp_passes.read import called_name, is_matmul
 from asynctp_passes.views import is_view
 
@@ -38,9 +36,7 @@ _ROWWISE_WORDS = re.compile(r"(?:^|_)(?:layer|rms)?(norm|softmax|dropout|quant|q
 def transparent(node: fx.Node) -> bool:
     """Ops through which a collective is still 'next to' a matmul: views, pointwise ops, casts, reductions, norms."""
     name = op_name(node)
-    if is_view(node) or reduces(node) or name.startswith("prims.convert_element_type"):
-        return True
-    if compat.is_op(node.target) and torch.Tag.pointwise in node.target.tags:
+    if is_view(node) or is_pointwise(node) or reduces(node) or name.startswith("prims.convert_element_type"):
         return True
     return bool(_rowwise_words(node))
 

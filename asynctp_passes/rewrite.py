@@ -14,6 +14,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -44,6 +45,7 @@ from asynctp_passes.fxview import (
     is_size,
     live,
     op_name,
+    reachable,
     segments,
     size_sources,
     tensor_of,
@@ -133,8 +135,7 @@ def store(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
         with graph.inserting_after(node):
             stored = graph.call_function(compat.stored_op(), (node, value.stride()))
         stored.meta = {name: node.meta[name] for name in ("val", *_INHERITED) if name in node.meta}
-        node.replace_all_uses_with(stored)
-        stored.args = (node, value.stride())
+        node.replace_all_uses_with(stored, delete_user_cb=partial(operator.is_not, stored))
 
 
 # --- building nodes ---------------------------------------------------------------------------------------
@@ -747,14 +748,7 @@ def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
 
 def _views_above(matmul: Matmul) -> set[fx.Node]:
     """The views that only lead from a tensor to the matmul's operands, if nothing else uses them."""
-    found: set[fx.Node] = set()
-    stack = [source for node in matmul.nodes for source in node.all_input_nodes]
-    while stack:
-        node = stack.pop()
-        if node not in found and is_view(node):
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
+    return reachable((source for node in matmul.nodes for source in node.all_input_nodes), where=is_view)
 
 
 def _erase_unused(graph: fx.Graph, candidates: set[fx.Node]) -> None:
@@ -978,11 +972,5 @@ def _reach(
     """The nodes that `step` leads to, the starts included, as far as they stand behind or before one; in order."""
     low = -1 if behind is None else position[behind]
     high = len(position) if before is None else position[before]
-    seen: set[fx.Node] = set()
-    stack = list(starts)
-    while stack:
-        node = stack.pop()
-        if node not in seen and low < position[node] < high:
-            seen.add(node)
-            stack.extend(step(node))
-    return sorted(seen, key=position.__getitem__)
+    found = reachable(starts, step, lambda node: low < position[node] < high)
+    return sorted(found, key=position.__getitem__)

@@ -33,7 +33,17 @@ from torch import fx
 
 from asynctp_passes import compat, near, reasons
 from asynctp_passes.chain import Apart, Collective, GatherChain, Hoist, Matmul, Part, ScaledOptions, Step
-from asynctp_passes.fxview import Sizes, arguments, is_random, is_size, mutates, op_name, tensor_of
+from asynctp_passes.fxview import (
+    Sizes,
+    arguments,
+    is_pointwise,
+    is_random,
+    is_size,
+    mutates,
+    op_name,
+    reachable,
+    tensor_of,
+)
 from asynctp_passes.read import is_matmul, misfit, read_matmul
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import (
@@ -209,16 +219,16 @@ class Region:
 
     # --- the rules: where the ranks are in the result of an op, or why no rank can compute its part ---
     def _computed(self, node: fx.Node) -> _Place | Refusal:
-        target, name = node.target, op_name(node)
+        name = op_name(node)
         if "val" not in node.meta:
             return Refusal(reasons.SHAPE_UNKNOWN, "no tensor")
-        if not compat.is_op(target) or mutates(node):
+        if not compat.is_op(node.target) or mutates(node):
             return Refusal(reasons.COMPUTED_BETWEEN, "not a pure operation")
         if is_random(node):
             return Refusal(reasons.RANDOM_BETWEEN, "every rank would draw other numbers")
         if tensor_of(node) is None:
             return Refusal(reasons.COMPUTED_BETWEEN, "not an operation that returns one tensor")
-        if torch.Tag.pointwise in target.tags or name in _CASTS:
+        if is_pointwise(node) or name in _CASTS:
             return self._pointwise(node)
         if name.rsplit(".", 1)[0] in near.REDUCTIONS:
             return self._reduced(node)
@@ -301,8 +311,7 @@ def _pure(node: fx.Node) -> bool:
     """True for ops whose result is decided by their tensors: views, casts, pointwise ops."""
     if is_view(node):
         return True
-    pointwise = compat.is_op(node.target) and torch.Tag.pointwise in node.target.tags
-    return pointwise and not mutates(node) and tensor_of(node) is not None
+    return is_pointwise(node) and not mutates(node) and tensor_of(node) is not None
 
 
 def _takes_number(node: fx.Node, members: dict[fx.Node, _Member]) -> bool:
@@ -436,14 +445,7 @@ def _ends(region: Region, matmul: Matmul) -> list[fx.Node]:
 
 def _between(region: Region, ends: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes of the region on the way from the gather to `ends`, these included."""
-    seen: set[fx.Node] = set()
-    stack = list(ends)
-    while stack:
-        node = stack.pop()
-        if node not in seen and node in region.home:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
+    return reachable(ends, where=region.home.__contains__)
 
 
 def _hoist(region: Region, matmuls: Sequence[Matmul], ends: Sequence[fx.Node], placement: GatherPlacement) -> Hoist:

@@ -11,13 +11,11 @@ only tensors are stored that are fp32 or fp64 in the program too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx
 
-from asynctp_passes import compat
-from asynctp_passes.fxview import tensor_of
+from asynctp_passes.fxview import is_pointwise, reachable, tensor_of
 from asynctp_passes.views import is_view
 
 __all__ = ["LEAST_ELEMENTS", "LEAST_SPREAD", "scales_to_store"]
@@ -37,7 +35,7 @@ def scales_to_store(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return compat.is_op(node.target) and torch.Tag.pointwise in node.target.tags and tensor_of(node) is not None
+    return is_pointwise(node) and tensor_of(node) is not None
 
 
 def _is_exact(node: fx.Node) -> bool:
@@ -57,7 +55,8 @@ def _meets_many(node: fx.Node) -> bool:
     """True when a pointwise op with many more elements reads it, through any views."""
     count = _count(node)
     least = max(LEAST_ELEMENTS, LEAST_SPREAD * count)
-    readers = _reached([node], lambda one: [user for user in one.users if one is node or is_view(one)])
+    seen_as = reachable([node], lambda one: one.users, lambda one: one is node or is_view(one))
+    readers = {user for one in seen_as for user in one.users}
     return count > 0 and any(_is_pointwise(user) and _count(user) >= least for user in readers)
 
 
@@ -68,18 +67,5 @@ def _in_fp64(node: fx.Node) -> bool:
     def inlined(one: fx.Node) -> bool:
         return (_is_pointwise(one) or is_view(one)) and 0 < _count(one) <= count
 
-    above = _reached([node], lambda one: one.all_input_nodes if inlined(one) else ())
-    values = [tensor_of(one) for one in above if inlined(one)]
+    values = [tensor_of(one) for one in reachable([node], where=inlined)]
     return any(value is not None and value.dtype == torch.float64 for value in values)
-
-
-def _reached(starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """The nodes that `step` leads to, the starts included."""
-    seen: set[fx.Node] = set()
-    stack = list(starts)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(step(node))
-    return seen

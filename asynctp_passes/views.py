@@ -21,11 +21,11 @@ from asynctp_passes.chain import GatherChain, ScatterChain
 from asynctp_passes.fxview import Sizes, arguments, is_size, op_name, tensor_of
 from asynctp_passes.read import added_matrix
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.reference import WIDENED
 from asynctp_passes.shapes import IndexMap, Size, concatenate, product, same
 
 __all__ = [
     "VIEWS",
-    "WIDENED",
     "Flow",
     "follow",
     "followed",
@@ -193,8 +193,6 @@ _LARGEST_EXPONENT = 32
 
 
 _CASTS = ("prims.convert_element_type.default", "aten._to_copy.default", "aten.to.dtype")
-WIDENED = (torch.bfloat16, torch.float16)
-"""Dtypes all of whose values float32 has too."""
 
 
 def is_sum(node: fx.Node) -> bool:

@@ -307,9 +307,8 @@ def reduce_kernel(
 
     own [R, N], received [WORLD - 1, R, N] (of all others, by rank; `part_size` elements each), of one dtype, and out
     [R, N], of that or another, contiguous. Chunk c ends at element `end<c>`. It waits until progress[rank, c] (finished
-    own tiles) reaches `tiles<c>` and each
-    arrived[src, c] is set, and clears these words at the end. fp32 sum in rank order, times `factor`, rounded once:
-    bits do not depend on timing.
+    own tiles) reaches `tiles<c>` and each arrived[src, c] is set, and clears these words at the end. fp32 sum in rank
+    order, times `factor`, rounded once: bits do not depend on timing.
 
     It runs beside the GEMM on the same SMs (few registers, no shared memory), and never the other way round: the GEMM
     does not wait for it.
