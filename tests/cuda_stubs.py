@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from asynctp_kernels.cuda import async_input, driver, gather, gemm, memory, scatter, waits
+from asynctp_kernels.cuda import async_input, driver, gather, gemm, memory, recordings, scatter, waits
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.launch import Launch, Tma
 from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD, Area, GroupMemory
@@ -27,9 +27,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 SMS = 132
-STREAMS = {0: "main", 101: "copy", 102: "reduce"}
-MAIN, COPY, REDUCE = STREAMS
-EVENTS = ("start", "running", "end", "reduced", "last")
+STREAMS = {0: "main", 101: "copy", 102: "reduce", 109: "graph"}
+MAIN, COPY, REDUCE, GRAPH = STREAMS
+EVENTS = ("start", "running", "end", "reduced", "last", "flown")
 WORDS = MAX_WORLD * MAX_CHUNKS
 FP8 = torch.float8_e4m3fn
 #: Compiled as aligned, but not always: harmless as `test_cuda_compile` shows, since masks forbid wide loads then.
@@ -96,6 +96,7 @@ class Recorded:
 class Awaited:
     stream: int
     event: int
+    at_launch: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,24 @@ class Prepared:
         return [param.name for param in self.kernel.params if param.is_constexpr]
 
 
+@dataclass(frozen=True)
+class Graph:
+    """What replaces the driver's. `enqueue` does what was recorded, to the same memory."""
+
+    enqueue: Callable[[int], None]
+    flat: bool
+
+
+class Executable:
+    """What replaces the driver's."""
+
+    def show(self, graph: Graph) -> None:
+        self.enqueue = graph.enqueue
+
+    def launch(self, stream: int) -> None:
+        self.enqueue(stream)
+
+
 # --- the machine -------------------------------------------------------------------------------------------------
 class Machine:
     """One rank's GPU and driver.
@@ -153,6 +172,8 @@ class Machine:
         makers: the threads on which symmetric memory was made.
         gathered: what NCCL gathers: for each such tensor, that of each rank.
         scattered: what NCCL reduces: for this rank, the part of each rank.
+        records: calls that come again are recorded. recordings: what was, each as its log.
+        dry: what is asked for is written down only.
     """
 
     def __init__(self, rank: int, world: int, peer_writes: bool = True) -> None:
@@ -170,6 +191,8 @@ class Machine:
         self.makers: list[threading.Thread] = []
         self.gathered: list[Sequence[Tensor]] = []
         self.scattered: Sequence[Tensor] = ()
+        self.records, self.dry = False, False
+        self.recordings: list[list[Entry]] = []
         self._events = 0
         self._streams = iter([COPY, REDUCE])
 
@@ -187,7 +210,7 @@ class Machine:
 
     def _copy(self, copied: Copied) -> None:
         self.log.append(copied)
-        for row in range(copied.height):
+        for row in range(0 if self.dry else copied.height):
             ctypes.memmove(copied.dst + row * copied.dst_pitch, copied.src + row * copied.src_pitch, copied.width)
 
     def batch(self, stream: int, count: int, address: int, flags: int) -> None:
@@ -195,6 +218,8 @@ class Machine:
         for op in (driver._MemOp * count).from_address(address):
             if op.operation == driver._WRITE_VALUE_32:
                 self.log.append(Wrote(stream, op.address, op.value))
+                if self.dry:
+                    continue
                 ctypes.c_int32.from_address(op.address).value = op.value
             else:
                 assert (op.operation, op.flags) == (driver._WAIT_VALUE_32, driver._WAIT_GEQ)
@@ -205,12 +230,21 @@ class Machine:
         self.log.append(Recorded(stream, event))
 
     def wait_event(self, stream: int, event: int, flags: int) -> None:
-        assert flags == 0
-        self.log.append(Awaited(stream, event))
+        self.log.append(Awaited(stream, event, flags == driver._EVENT_WAIT_EXTERNAL))
 
     def new_event(self) -> int:
         self._events += 1
         return 1000 + self._events
+
+    def record(self, enqueue: Callable[[int], None], cublas: bool) -> Graph:
+        """What replaces a recorder."""
+        log, self.log, self.dry = self.log, [], True
+        try:
+            enqueue(GRAPH)
+            self.recordings.append(self.log)
+        finally:
+            self.log, self.dry = log, False
+        return Graph(enqueue, all(entry.height == 1 for entry in self.recordings[-1] if isinstance(entry, Copied)))
 
     # what replaces torch's streams and symmetric memory, and the compiler
     def new_stream(self, *_: Any, **__: Any) -> SimpleNamespace:
@@ -230,7 +264,6 @@ class Machine:
         args: Sequence[Any],
         constants: dict[str, Any],
         num_warps: int,
-        fixed: bool = True,
         **options: Any,
     ) -> Launch:
         prepared = Prepared(kernel, programs, tuple(args), dict(constants), num_warps, options)
@@ -245,10 +278,10 @@ class Machine:
             prepared = self.prepared[number]
             launched = Launched(stream, prepared, tuple(values))
             check_promises(launched)
-            if fixed:
-                check_fixed(launched)
+            check_fixed(launched)
             self.log.append(launched)
-            self.kernels.get(prepared.name, lambda _: None)(launched)
+            if not self.dry:
+                self.kernels.get(prepared.name, lambda _: None)(launched)
 
         return Launch(run, 32 * num_warps, self.registers, 0)
 
@@ -297,7 +330,10 @@ class Machine:
 
 
 def check_fixed(launched: Launched) -> None:
-    """A launch that is replayed differs from the example in addresses only."""
+    """A launch that may be recorded differs from the example in addresses only."""
+    constants = launched.prepared.constants
+    if launched.prepared.name == "await_kernel" or (constants.get("GATHER") and not constants["OWN"]):
+        return  # waits are fixed where they are made; `async_input_matmul` is not recorded
     for name, example, value in zip(launched.prepared.names, launched.prepared.args, launched.values, strict=True):
         if not isinstance(example, (Tensor, TensorDescriptor)):
             assert value == example, f"{launched.prepared.name}: {name} is recorded"
@@ -352,6 +388,8 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
     replaced: dict[Any, dict[str, Any]] = {
         driver: {
             "capture_id": lambda stream: int(here.capturing),
+            "can_record": lambda: here.records,
+            "Executable": Executable,
             "copy": here.copy,
             "_copy_2d": here.copy_2d,
             "_batch": here.batch,
@@ -362,6 +400,7 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
             "current_stream": lambda index: here.current_stream,
             "machine": lambda index: ((9, 0), SMS, properties.name),
         },
+        recordings: {"recorder": lambda device: here},
         memory: {
             "_share": here.share,
             "_last_call": {},
@@ -419,7 +458,7 @@ class Names:
         if isinstance(entry, Recorded):
             return f"record {self.event(entry.event)}"
         if isinstance(entry, Awaited):
-            return f"await {self.event(entry.event)}"
+            return f"await {self.event(entry.event)}" + (" at launch" if entry.at_launch else "")
         if entry.prepared.name == "await_kernel":
             return f"await kernel {self.place(entry.arguments['word'])} >= {entry.arguments['value']}"
         return f"launch {entry.prepared.name}"

@@ -88,8 +88,9 @@ copy   launch stage_kernel
 copy   copy 32768 B to gathered + 65536 from outbox of 2 + 0
 copy   copy 32768 B to gathered + 98304 from outbox of 3 + 0
 copy   copy 32768 B to gathered + 0 from outbox of 0 + 0
-copy   record end
 copy   record flight
+copy   record flown
+reduce await flight
 main   record last""",
     )
     assert not [entry for entry in here.of(Awaited) + here.of(Launched) if STREAMS[entry.stream] == STREAMS[MAIN]]
@@ -139,6 +140,7 @@ def test_scatter_trace(here: Machine) -> None:
         """\
 main   record start
 copy   await start
+copy   record running
 copy   write free of 2 [1] = 1
 copy   write free of 3 [1] = 1
 copy   write free of 0 [1] = 1
@@ -155,7 +157,7 @@ copy   write full of 3 [1, 0] = 1
 copy   copy 32768 B to inbox of 0 + 0 from whole + 0
 copy   write full of 0 [1, 0] = 1
 copy   record end
-reduce await start
+reduce await running
 reduce wait full of 1 [2, 0] >= 1
 reduce wait full of 1 [3, 0] >= 1
 reduce wait full of 1 [0, 0] >= 1
@@ -163,6 +165,8 @@ reduce launch reduce_kernel
 reduce record reduced
 copy   await reduced
 copy   record flight
+copy   record flown
+reduce await flight
 main   record last""",
     )
     assert not [entry for entry in here.of(Awaited) + here.of(Launched) if STREAMS[entry.stream] == STREAMS[MAIN]]
@@ -190,10 +194,10 @@ def test_calls_of_another_group_come_behind_what_is_in_flight() -> None:
         done = bulk_gather(shard, memory).start_bulk(shard).done
         here.group = type(here.group)(RANK, WORLD)
         here.log.clear()
-        here.memory.begin_direct(MAIN)
+        here.memory.begin(MAIN)
         assert here.of(Awaited) == [Awaited(MAIN, done)]
         here.log.clear()
-        memory.begin_direct(MAIN)
+        memory.begin(MAIN)
         assert here.of(Awaited) == []
 
 
@@ -204,7 +208,7 @@ def test_what_is_in_flight_in_a_capture_concerns_no_other(here: Machine) -> None
     plan.start_bulk(shard)
     here.capturing = 0
     here.log.clear()
-    here.memory.begin_direct(MAIN)
+    here.memory.begin(MAIN)
     here.memory.land(MAIN)
     assert here.of(Awaited) == []
 

@@ -435,6 +435,186 @@ def test_words_of_peers_can_be_copied() -> None:
         assert cuda_emulated.at(here.memory.one, (1,), torch.int32) == 1
 
 
+# --- calls that come again -----------------------------------------------------------------------------------------
+@pytest.fixture
+def recording(here: Machine) -> Machine:
+    here.records = True
+    return here
+
+
+def at_the_same_place(plan: Any, names: Sequence[str]) -> None:
+    """From its first call on, the plan has its tensors where that call had them, with what each call brings."""
+    make, kept = plan.tensors, []
+
+    def tensors(*args: Any) -> Any:
+        call = make(*args)
+        kept.append(call)
+        for name in names:
+            pairs = zip(several(getattr(kept[0], name)), several(getattr(call, name)), strict=True)
+            for old, new in pairs:
+                bits(old).copy_(bits(new))
+        return kept[0]
+
+    plan.tensors = tensors
+
+
+def several(found: Tensor | Sequence[Tensor] | None) -> Sequence[Tensor]:
+    return [] if found is None else [found] if isinstance(found, Tensor) else found
+
+
+def recorded_cases(cases: Iterator[Any]) -> list[Any]:
+    return [case for case in cases if case.values[1] != "unfused"]
+
+
+@pytest.mark.parametrize(("case", "implementation"), recorded_cases(gather_implementations()))
+def test_recorded_gather(case: str, implementation: str, recording: Machine) -> None:
+    """The second call on the same memory is recorded, the later ones only launch that: each on its own data.
+
+    Not so copies of several ranges, which a graph that is launched cannot be told other memory of.
+    """
+    call = gather_call(**GATHERS[case], full=True)
+    plan = gather_plan(call, recording, implementation)
+    at_the_same_place(plan, ("shard", "a_scale", "numbers"))
+    for number in range(4):
+        (*outs, gathered), full, a_scale = run_gather(call, recording, plan)
+        assert torch.equal(bits(gathered), bits(full))
+        for out, wanted in zip(outs, expected_products(call, full, a_scale), strict=True):
+            assert torch.equal(out.reshape(wanted.shape), wanted)
+        flat = all(copied.height == 1 for copied in recording.of(Copied))
+        assert len(recording.recordings) == (number > 0)
+        assert len(recording.memory.recordings) == (number > 0 and flat)
+        assert flat == (implementation == "direct" or "outer" not in case)
+
+
+@pytest.mark.parametrize(("case", "implementation"), recorded_cases(scatter_implementations()))
+def test_recorded_scatter(case: str, implementation: str, recording: Machine) -> None:
+    call = scatter_call(**SCATTERS[case])
+    plan = scatter_plan(call, recording, implementation)
+    at_the_same_place(plan, ("a_parts",))
+    for number in range(4):
+        recording.log.clear()
+        out, wanted, mine = run_scatter(call, recording, plan)
+        assert torch.equal(out, wanted)
+        check_pushes(recording, implementation, mine)
+        check_words(recording, implementation)
+        assert len(recording.memory.recordings) == len(recording.recordings) == (number > 0)
+
+
+def test_trace_of_a_recorded_gather() -> None:
+    """The copy stream is a branch of the graph, which comes behind what was left in flight on the stream itself."""
+    with machine(rank=0, world=2) as here:
+        here.records = True
+        call = gather_call((256,), 64, (72,), world=2)
+        plan = gather.FusedGather(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
+        at_the_same_place(plan, ())
+        for _ in range(2):
+            plan.run(call.a_shard, None, call.bs, (), call.biases)
+        gathered = here.launched("gemm_kernel").arguments["a1"].address
+        (here.log,) = here.recordings
+        assert_expected_inline(
+            here.trace(gathered=gathered),
+            """\
+graph  record start
+copy   await start
+copy   await flown at launch
+copy   launch stage_kernel
+copy   copy 32768 B to gathered + 32768 from outbox of 1 + 0
+copy   write arrivals[1, 0] = 1
+copy   record end
+graph  launch gemm_kernel
+graph  await end""",
+        )
+
+
+def test_trace_of_a_recorded_scatter() -> None:
+    """So is the reducer: the words of parts in flight and of its own are the same."""
+    with machine(rank=0, world=2) as here:
+        here.records = True
+        call = scatter_call((512,), (64,), 72, world=2)
+        plan = scatter.FusedScatter(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
+        at_the_same_place(plan, ())
+        for _ in range(2):
+            plan.run(call.a_parts, call.b_parts, (), (), call.biases)
+        staging = here.launched("gemm_kernel").arguments["c0"].address
+        (here.log,) = here.recordings
+        assert_expected_inline(
+            here.trace(staging=staging),
+            """\
+graph  record start
+copy   await start
+copy   await flown at launch
+graph  launch gemm_kernel
+copy   write free of 1 [0] = 1
+copy   wait free of 0 [1] >= 1
+copy   write free of 0 [1] = 0
+copy   wait progress[1, 0] >= 2
+copy   write progress[1, 0] = 0
+copy   record running
+copy   copy 36864 B to inbox of 1 + 0 from staging + 36864
+copy   write full of 1 [0, 0] = 1
+copy   record end
+reduce await running
+reduce await flown at launch
+reduce launch reduce_kernel
+reduce record reduced
+graph  await end
+graph  await reduced""",
+        )
+
+
+@pytest.mark.parametrize("implementation", ["fused", "decomposed", "direct"])
+def test_other_memory_is_enqueued_anew(implementation: str, recording: Machine) -> None:
+    """Whichever tensor of a call lies elsewhere, it is another call."""
+    call = gather_call((256,), 64, (72, 136), **ROWWISE, travels=True, bias=True)
+    plan = gather_plan(call, recording, implementation)
+    recording.kernels["push_gather_kernel"] = lambda launched: None
+    first = plan.tensors(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, None)
+    calls = [first, first]
+    for name, tensors in first._asdict().items():
+        for i, one in enumerate(several(tensors)):
+            moved = one.clone(memory_format=torch.preserve_format)
+            lists = isinstance(tensors, Sequence) and not isinstance(tensors, Tensor)
+            calls.append(first._replace(**{name: [*tensors[:i], moved, *tensors[i + 1 :]] if lists else moved}))
+    assert len(calls) == 2 + 13
+    for number, made in enumerate(calls):
+        plan.tensors = lambda *args, made=made: made  # type: ignore[method-assign]
+        plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
+        assert len(recording.recordings) == (number > 0)
+    assert len({made.addresses() for made in calls}) == len(calls) - 1
+
+
+def test_a_call_in_a_capture_is_enqueued(recording: Machine) -> None:
+    """It belongs to the program's graph, whatever has been recorded; and it is no reason to record."""
+    call = gather_call((256,), 64, (72,))
+    plan = gather_plan(call, recording, "fused")
+    at_the_same_place(plan, ())
+    for capturing, recorded in ((7, 0), (7, 0), (0, 0), (0, 1), (7, 1)):
+        recording.capturing = capturing
+        recording.log.clear()
+        plan.run(call.a_shard, None, call.bs, (), call.biases)
+        assert len(recording.recordings) == recorded
+        assert [entry.prepared.name for entry in recording.of(Launched)] == ["stage_kernel", "gemm_kernel"]
+
+
+def test_growth_and_release_forget_what_was_recorded(recording: Machine) -> None:
+    call = gather_call((256,), 64, (72,))
+    plan = gather_plan(call, recording, "fused")
+    at_the_same_place(plan, ())
+    for _ in range(2):
+        plan.run(call.a_shard, None, call.bs, (), call.biases)
+    memory = recording.memory
+    assert len(memory.recordings) == 1
+    memory.require("outbox", memory.areas["outbox"].size + 1)
+    assert len(memory.recordings) == 0
+    fresh = gather_plan(call, recording, "fused")
+    at_the_same_place(fresh, ())
+    for _ in range(2):
+        fresh.run(call.a_shard, None, call.bs, (), call.biases)
+    assert len(memory.recordings) == 1
+    cuda.release(recording.group)
+    assert len(memory.recordings) == 0
+
+
 # --- what the driver is asked for --------------------------------------------------------------------------------
 def test_trace_of_a_gather() -> None:
     with machine(rank=1, world=3) as here:

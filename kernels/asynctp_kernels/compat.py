@@ -45,6 +45,17 @@ def current_raw_stream(device_index: int) -> int:
     return stream
 
 
+def matmul_settings() -> tuple[Any, ...]:
+    """The program's settings that change what cuBLAS computes: a precision of fp32, and how it may add."""
+    c = torch._C
+    return (
+        c._get_fp32_precision_getter("cuda", "matmul"),
+        c._get_cublas_allow_fp16_reduced_precision_reduction(),
+        c._get_cublas_allow_bf16_reduced_precision_reduction(),
+        c._get_cublas_allow_fp16_accumulation(),
+    )
+
+
 @functools.cache
 def _waited_class() -> Any:
     """One class for all calls: a class is part of a reference cycle, and would keep what it refers to until a GC."""

@@ -5,8 +5,10 @@
 The calls are `stressed`: bf16, and fp8 with scales that travel, along the first dimension and another, one B and
 several, gathers, scatters and all-reduces, alone and beside a collective that copy engines have in flight. Operands are
 small integers and scales powers of two, so every result is exact and each is compared bit for bit, on the GPU, with
-what it must be. Every thousand calls all communication memory is filled with NaN while nothing is in flight. Prints one
-JSON line: `prepared` are the different calls, each of which was made `least` times or more.
+what it must be; what is gathered or multiplied is written just before its call, over zeros. Every thousand calls all
+communication memory is filled with NaN while nothing is in flight, and what the allocator has to spare is given back,
+so that other memory comes to lie where recorded calls had theirs. Prints one JSON line: `prepared` are the different
+calls, each of which was made `least` times or more; `recorded` calls were launches of what an earlier one had enqueued.
 """
 
 from __future__ import annotations
@@ -116,9 +118,13 @@ def prepare(case: Case, implementations: tuple[str, ...], group: dist.ProcessGro
     torch.manual_seed(zlib.crc32(case.name.encode()) * 8 + dist.get_rank())
     data = exact(draw(case), case)
     wanted = flat(expected(case, data))
+    kept = [a.clone() for a in data.a]
 
     def by(implementation: str) -> Callable[[], Tensor]:
         def run() -> Tensor:
+            for a, real in zip(data.a, kept, strict=True):
+                a.zero_()
+                a.copy_(real)
             with cuda.forced(implementation):
                 return flat(cases.call(case, data, group))
 
@@ -193,6 +199,7 @@ def poison(groups: list[dist.ProcessGroup]) -> None:
             if "words" not in name:
                 area.memory.fill_(0xFF)
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     dist.barrier()
 
 
@@ -240,11 +247,13 @@ def main() -> int:
     done, replays = mix(calls, groups, total)
     seconds = round(time.time() - began, 1)
     every = [call for of_group in calls for call in of_group]
+    recorded = sum(memory.recordings.launched for group in groups if (memory := existing_memory(group)) is not None)
     counts = torch.stack([call.wrong for call in every])
     dist.all_reduce(counts)
     wrong = {call.name: count for call, count in zip(every, counts.tolist(), strict=True) if count}
     least = min(call.made for call in every)
-    show({"calls": done, "replayed": replays, "wrong": sum(wrong.values()), "prepared": len(every), "least": least,
+    show({"calls": done, "replayed": replays, "recorded": recorded,
+          "wrong": sum(wrong.values()), "prepared": len(every), "least": least,
           "seconds": seconds, **({"wrong calls": wrong} if wrong else {})})  # fmt: skip
     del every, calls  # NCCL does not end while there are CUDA graphs with its kernels
     gc.collect()

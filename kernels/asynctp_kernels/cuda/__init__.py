@@ -340,6 +340,7 @@ def _keep(memory: GroupMemory, key: object, plan: Any) -> Any:
     """Remember a plan; with dynamic shapes there are many, so they are all forgotten now and then."""
     if len(memory.plans) >= MAX_PLANS:
         memory.plans.clear()
+        memory.recordings.clear()
     memory.plans[key] = plan
     return plan
 
@@ -349,7 +350,7 @@ def _key(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _optional_key(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    return None if tensor is None else (tensor.shape, tensor.dtype)
+    return None if tensor is None else _key(tensor)
 
 
 def _memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None:

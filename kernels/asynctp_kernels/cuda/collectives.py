@@ -47,6 +47,7 @@ class BulkGather(Pulled):
     """all_gather(shard, dim 0) by copy engine."""
 
     name = NAME
+    cublas = False
     stage_keeps = True  # a copy within a GPU is a kernel that takes all SMs, also by the copy engine's name
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
@@ -58,15 +59,18 @@ class BulkGather(Pulled):
     def start_bulk(self, shard: Tensor) -> Bulk:
         """Enqueue everything; `shard` [m, n] gives [world * m, n]."""
         memory, stream = self.memory, driver.current_stream(self.device_index)
-        shard = aligned(shard)
-        full, _ = self.start(stream, shard, None)
-        return Bulk(full, shard, stream, memory.in_flight(stream))
+        call = self.tensors(shard, None, (), (), (), None)
+        memory.begin(stream)
+        memory.fork(stream)
+        memory.run(memory.stream, self.number, call.addresses(), False, lambda side: self.copy(side, call))
+        return Bulk(call.full, call.shard, stream, memory.in_flight(stream))
 
 
 class BulkScatter(Pushed):
     """reduce_scatter(whole, dim 0) by copy engine, and a kernel that adds once everything has come."""
 
     name = NAME
+    cublas = False
     streams_wait = True
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
@@ -82,9 +86,16 @@ class BulkScatter(Pushed):
         whole = aligned(whole)
         out = self.new_output(whole)
         memory.begin(stream)
-        self.push_and_reduce(whole, out, memory.start)
-        driver.wait_event(memory.stream, memory.reduced)
+        memory.fork(stream)
+        addresses = (whole.data_ptr(), out.data_ptr())
+        memory.run(memory.stream, self.number, addresses, False, lambda side: self._move(side, whole, out))
         return Bulk(out, whole, stream, memory.in_flight(stream))
+
+    def _move(self, side: int, whole: Tensor, out: Tensor) -> None:
+        memory = self.memory
+        driver.record_event(memory.running, side)
+        self.push_and_reduce(side, whole, out, memory.running)
+        driver.wait_event(side, memory.reduced)
 
 
 def bulk_gather(shard: Tensor, memory: GroupMemory) -> BulkGather:

@@ -28,6 +28,9 @@ PEER_WRITES_UNSUPPORTED_FROM = 13010  # CUDA 13.1: no stream memory operations o
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 _WAIT_GEQ = 0
 _EVENT_DISABLE_TIMING = 2
+_EVENT_WAIT_EXTERNAL = 1
+_CAPTURE_RELAXED = 2
+_USE_NODE_PRIORITY = 8
 
 
 class CudaError(SymmetricMemoryError):
@@ -140,6 +143,11 @@ def wait_event(stream: int, event: int) -> None:
     wait_event_with_flags(stream, event, 0)
 
 
+def wait_event_at_launch(stream: int, event: int) -> None:
+    """In a capture: what comes now on `stream` waits, at each launch, for what `event` then was last recorded of."""
+    wait_event_with_flags(stream, event, _EVENT_WAIT_EXTERNAL)
+
+
 def new_event() -> int:
     """An event without timing. It lives as long as the process's CUDA context."""
     event = ctypes.c_void_p()
@@ -204,6 +212,125 @@ class MemOps:
 def _memop(op: Wait | Write) -> _MemOp:
     kind = _WAIT_VALUE_32 if isinstance(op, Wait) else _WRITE_VALUE_32
     return _MemOp(operation=kind, address=op.address, value=op.value, flags=_WAIT_GEQ)
+
+
+class Graph:
+    """What was recorded, on the host.
+
+    A copy in a graph is of the memory that was at its addresses when they were last set, which need not be the memory
+    that is there now: PyTorch's allocator may have given it back meanwhile, and got other memory at the same place.
+    (Launched then, a copy from another GPU was an "unspecified launch failure" on 2 x H200, CUDA 13.0, 2026-11-22.) So
+    copies are set anew before every launch.
+
+    Args:
+        handle: CUgraph; destroyed with this.
+    """
+
+    __slots__ = ("_copies", "handle")
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self._copies = [(node, _copy_params(node)) for node in _nodes(handle) if _node_type(node) == _COPY_NODE]
+
+    @property
+    def flat(self) -> bool:
+        """All copies are of one range of bytes: others cannot be brought up to date in an executable graph."""
+        return all(params[-2:] == [1, 1] for _, params in self._copies)
+
+    def refresh(self) -> None:
+        """Let copies be of what is at their addresses now."""
+        for node, params in self._copies:
+            _set_copy(node, params)
+
+    def __del__(self) -> None:
+        library().cuGraphDestroy(_ref(self.handle))  # at the end of a program there may be nothing left to destroy
+
+
+_COPY_NODE = 1
+_CopyParams = _u64 * 25  # CUDA_MEMCPY3D, the last two words of which are rows and slices
+_set_copy = _function("cuGraphMemcpyNodeSetParams", _ref, _ref)
+
+
+def _nodes(graph: int) -> list[int]:
+    count = ctypes.c_size_t()
+    call("cuGraphGetNodes", _ref(graph), None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    call("cuGraphGetNodes", _ref(graph), nodes, ctypes.byref(count))
+    return [node or 0 for node in nodes]
+
+
+def _node_type(node: int) -> int:
+    kind = ctypes.c_int()
+    call("cuGraphNodeGetType", _ref(node), ctypes.byref(kind))
+    return kind.value
+
+
+def _copy_params(node: int) -> ctypes.Array[ctypes.c_uint64]:
+    params = _CopyParams()
+    call("cuGraphMemcpyNodeGetParams", _ref(node), ctypes.byref(params))
+    return params
+
+
+class Executable:
+    """What a GPU has of graphs that differ in parameters only, of one at a time. Kernels keep their priorities."""
+
+    __slots__ = ("_handle", "_problem")
+
+    def __init__(self) -> None:
+        self._handle = ctypes.c_void_p()
+        self._problem = ctypes.create_string_buffer(24)  # CUgraphExecUpdateResultInfo
+
+    def show(self, graph: Graph) -> None:
+        """Later launches are of `graph`; earlier ones stay what they are, under way or not.
+
+        Raises:
+            CudaError: There is no memory for it, or nothing like it can be launched.
+        """
+        graph.refresh()
+        if not self._handle or library().cuGraphExecUpdate_v2(self._handle, _ref(graph.handle), self._problem):
+            self._destroy()
+            made, flags = ctypes.c_void_p(), ctypes.c_ulonglong(_USE_NODE_PRIORITY)
+            call("cuGraphInstantiateWithFlags", ctypes.byref(made), _ref(graph.handle), flags)
+            self._handle = made
+
+    def launch(self, stream: int) -> None:
+        """Enqueue the graph on `stream`, behind earlier launches."""
+        _graph_launch(self._handle, stream)
+
+    def _destroy(self) -> None:
+        handle, self._handle = self._handle, ctypes.c_void_p()
+        if handle:
+            library().cuGraphExecDestroy(handle)
+
+    __del__ = _destroy
+
+
+_graph_launch = _function("cuGraphLaunch", _ref, _ref)
+
+
+def record(stream: int, enqueue: Callable[[int], None]) -> Graph:
+    """The graph of what `enqueue(stream)` enqueues there, and on streams that it forks from there and joins again.
+
+    Raises:
+        CudaError: Something of it cannot be captured.
+    """
+    graph = ctypes.c_void_p()
+    call("cuStreamBeginCapture_v2", _ref(stream), _uint(_CAPTURE_RELAXED))
+    try:
+        enqueue(stream)
+    except BaseException:
+        library().cuStreamEndCapture(_ref(stream), ctypes.byref(graph))  # it fails too, if the capture has
+        if graph:
+            call("cuGraphDestroy", graph)
+        raise
+    call("cuStreamEndCapture", _ref(stream), ctypes.byref(graph))
+    assert graph.value is not None
+    return Graph(graph.value)
+
+
+def can_record() -> bool:
+    """Whether what is allocated during a capture is memory as any other: the driver's allocator makes nodes of it."""
+    return torch.cuda.get_allocator_backend() == "native"
 
 
 def driver_version() -> int:

@@ -7,13 +7,15 @@
     unfused      NCCL, then cuBLAS on the whole
 
 A plan is made once per (shapes, strides, dtypes, options) and group, and holds everything that does not change:
-addresses of words, the copy stream's script, the compiled kernel. A call only fills in addresses.
+addresses of words, the copy stream's script, the compiled kernel. A call only fills in addresses: it makes all of its
+memory, then enqueues, which a call on the same addresses need not do again (`recordings`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,10 +80,43 @@ class GatherCall:
         return None if self.a_scale is None else Scaling(self.out_dtype, self.fast)
 
 
+class GatherTensors(NamedTuple):
+    """All memory of one call.
+
+    shard, a_scale, bs, b_scales, biases: the operands, as the implementation reads them.
+    numbers: what is gathered with the shard: `a_scale`, or what is only returned.
+    outs, full, all_numbers: the products, the gathered A and the gathered numbers [*, K/128 or 1].
+    """
+
+    shard: Tensor
+    a_scale: Tensor | None
+    bs: Sequence[Tensor]
+    b_scales: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    numbers: Tensor | None
+    outs: list[Tensor]
+    full: Tensor
+    all_numbers: Tensor | None
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of all."""
+        several = (*self.bs, *self.b_scales, *self.biases, *self.outs)
+        one_each = (self.shard, self.a_scale, self.numbers, self.full, self.all_numbers)
+        return tuple([tensor.data_ptr() for tensor in (*one_each, *several) if tensor is not None])
+
+
 class GatherPlan:
-    """One call, prepared. `run` gives the products, then the gathered A if asked for, then the gathered `along`."""
+    """One call, prepared. `run` gives the products, then the gathered A if asked for, then the gathered `along`.
+
+    cublas: `enqueue` calls cuBLAS. stage_first: the shard is staged before the products start, because they would leave
+    no room for that.
+    """
+
+    cublas = True
+    stage_first = False
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        self.number = memory.new_plan()
         self.memory, self.layout, self.outer = memory, call.layout, call.outer
         self.scaling, self.out_dtype = call.scaling, call.out_dtype
         self.return_a_full, self.scale_travels = call.return_a_full, call.scale_travels
@@ -110,13 +145,38 @@ class GatherPlan:
         lead = self.layout.full_shape[:-1]
         return [a_shard.new_empty((*lead, width), dtype=self.out_dtype) for width in self.widths]
 
-    def results(self, outs: list[Tensor], full: Tensor, numbers: Tensor | None) -> list[Tensor]:
-        """What the call returns; `numbers` are those of all rows that travelled."""
+    def tensors(
+        self,
+        a_shard: Tensor,
+        a_scale: Tensor | None,
+        bs: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        along: Tensor | None,
+    ) -> GatherTensors:
+        """The operands, mended, and new memory for what a call makes."""
+        shard = aligned(a_shard)
+        numbers, all_numbers = (a_scale if self.scale_travels else along), None
+        if numbers is not None:
+            numbers = aligned(numbers)
+            count, along_k = self.memory.world * self.number_count, numbers.shape[-1]
+            all_numbers = numbers.new_empty((count // along_k, along_k))
+        full, outs = shard.new_empty(self.layout.full_shape), self.new_outputs(shard)
+        scale = numbers if self.scale_travels else a_scale
+        return GatherTensors(shard, scale, bs, b_scales, biases, numbers, outs, full, all_numbers)
+
+    def enqueue(self, stream: int, call: GatherTensors) -> None:
+        """Everything that a call does on the GPU, behind `stream` and with `stream` behind it."""
+        raise NotImplementedError
+
+    def results(self, call: GatherTensors) -> list[Tensor]:
+        """What the call returns."""
+        results = list(call.outs)
         if self.return_a_full:
-            outs.append(full)
-        if numbers is not None and not self.scale_travels:
-            outs.append(numbers.view(*self.layout.full_shape[:-1], 1))
-        return outs
+            results.append(call.full)
+        if call.all_numbers is not None and not self.scale_travels:
+            results.append(call.all_numbers.view(*self.layout.full_shape[:-1], 1))
+        return results
 
     def run(
         self,
@@ -127,18 +187,23 @@ class GatherPlan:
         biases: Sequence[Tensor | None],
         along: Tensor | None = None,
     ) -> list[Tensor]:
-        raise NotImplementedError
+        memory, stream = self.memory, driver.current_stream(self.device_index)
+        call = self.tensors(a_shard, a_scale, bs, b_scales, biases, along)
+        memory.begin(stream)
+        if self.stage_first:
+            memory.land(stream)
+        memory.run(stream, self.number, call.addresses(), self.cublas, lambda at: self.enqueue(at, call))
+        memory.ended(stream)
+        return self.results(call)
 
 
 class Pulled(GatherPlan):
     """The copies of every implementation but the direct one.
 
-    stage_first: the shard is staged before the products start, because they would leave no room for that.
     stage_keeps: what stages the shard of a gather along dim 0 also writes it to the gathered A: one read and one launch
         less, but peers wait longer for the outbox.
     """
 
-    stage_first = False
     stage_keeps = False
 
     def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
@@ -192,41 +257,40 @@ class Pulled(GatherPlan):
         """What tells the consumer that a chunk is in place."""
         raise NotImplementedError
 
-    def start(self, stream: int, a_shard: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Enqueue staging and copies; gives the gathered A and numbers, complete when everything has arrived.
+    def start(self, stream: int, call: GatherTensors) -> None:
+        """Enqueue staging and copies; the gathered A and numbers are complete when everything has arrived.
 
         The own rows are only in what is returned: of A with `return_a_full`, of the numbers if they are no scale.
         """
         memory = self.memory
-        full = a_shard.new_empty(self.layout.full_shape)
-        scales, own_scale, all_scales = None, 0, 0
-        if numbers is not None:
-            scales = numbers.new_empty(memory.world * self.number_count)
-            own_scale, all_scales = numbers.data_ptr(), scales.data_ptr()
-        memory.begin_direct(stream)
-        shard = a_shard.data_ptr()
-        kept = full.data_ptr() + memory.rank * self.shard_bytes if self.stage_keeps else shard
-        staging = [shard, own_scale, kept, *self.stage_tail]
         if self.stage_first:
-            memory.land(stream)
-            self.stage(stream, staging)
+            self._stage(stream, call)
         memory.fork(stream)
-        if not self.stage_first:
-            self.stage(memory.stream, staging)
-        self.play(memory.stream, (0, shard, full.data_ptr(), all_scales, own_scale))
+        self.copy(memory.stream, call)
         driver.record_event(memory.end, memory.stream)
-        return full, scales
+
+    def copy(self, side: int, call: GatherTensors) -> None:
+        """Enqueue the copies on `side`, behind the staging unless that has come first."""
+        if not self.stage_first:
+            self._stage(side, call)
+        own, whole = (0 if each is None else each.data_ptr() for each in (call.numbers, call.all_numbers))
+        self.play(side, (0, call.shard.data_ptr(), call.full.data_ptr(), whole, own))
+
+    def _stage(self, stream: int, call: GatherTensors) -> None:
+        shard = call.shard.data_ptr()
+        kept = call.full.data_ptr() + self.memory.rank * self.shard_bytes if self.stage_keeps else shard
+        self.stage(stream, [shard, 0 if call.numbers is None else call.numbers.data_ptr(), kept, *self.stage_tail])
 
     def finish(self, stream: int) -> None:
         """Join the copy stream: what the allocator may reuse after this call is no longer read or written."""
         driver.wait_event(stream, self.memory.end)
-        self.memory.ended(stream)
 
 
 class FusedGather(Pulled):
     """One GEMM that consumes chunks as they arrive."""
 
     name = "fused"
+    cublas = False
 
     def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
         super().__init__(call, memory, cut(call.outer, call.layout.inner, tiles.block_m, wanted_chunks))
@@ -275,52 +339,48 @@ class FusedGather(Pulled):
         self.padding = padding
         self.unused = memory.local.data_ptr()
 
-    def run(
+    def tensors(
         self,
         a_shard: Tensor,
         a_scale: Tensor | None,
         bs: Sequence[Tensor],
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-        along: Tensor | None = None,
-    ) -> list[Tensor]:
-        stream = driver.current_stream(self.device_index)
-        a_shard = aligned(a_shard)
-        if a_scale is not None:
-            a_scale = aligned(a_scale) if self.scale_travels else a_scale.contiguous()
+        along: Tensor | None,
+    ) -> GatherTensors:
+        a_scale = None if a_scale is None else a_scale.contiguous()
         bs = [aligned_columns(b) for b in bs]
-        b_scales, biases = dense(b_scales), dense(biases)
-        numbers = a_scale if self.scale_travels else None if along is None else aligned(along)
-        outs = self.new_outputs(a_shard)
-        full, all_numbers = self.start(stream, a_shard, numbers)
+        return super().tensors(a_shard, a_scale, bs, dense(b_scales), dense(biases), along)
+
+    def enqueue(self, stream: int, call: GatherTensors) -> None:
+        self.start(stream, call)
         unused = self.unused
         scale0 = scale1 = unused
-        if a_scale is not None:
-            scale0 = scale1 = a_scale.data_ptr()
-            if self.scale_travels and all_numbers is not None:
-                scale1 = all_numbers.data_ptr()
+        if call.a_scale is not None:
+            scale0 = scale1 = call.a_scale.data_ptr()
+            if self.scale_travels and call.all_numbers is not None:
+                scale1 = call.all_numbers.data_ptr()
         self.launch(
             stream,
             [
-                Tma(self.a_own, a_shard.data_ptr()),
-                Tma(self.a_full, full.data_ptr()),
+                Tma(self.a_own, call.shard.data_ptr()),
+                Tma(self.a_full, call.full.data_ptr()),
                 None,
                 None,
-                *[Tma(like, b.data_ptr()) for like, b in zip(self.bs, bs, strict=True)],
+                *[Tma(like, b.data_ptr()) for like, b in zip(self.bs, call.bs, strict=True)],
                 *self.padding,
-                *[Tma(like, out.data_ptr()) for like, out in zip(self.cs, outs, strict=True)],
+                *[Tma(like, out.data_ptr()) for like, out in zip(self.cs, call.outs, strict=True)],
                 *self.padding,
                 scale0,
                 scale1,
-                *_addresses(b_scales, unused),
-                *_addresses(biases, unused),
+                *_addresses(call.b_scales, unused),
+                *_addresses(call.biases, unused),
                 self.memory.arrivals,
                 self.memory.gather_done.data_ptr(),
                 *self.numbers,
             ],
         )
         self.finish(stream)
-        return self.results(outs, full, all_numbers)
 
 
 def _addresses(tensors: Sequence[Tensor | None], unused: int) -> list[int]:
@@ -344,44 +404,43 @@ class DecomposedGather(Pulled):
     def arrived(self, source: int, chunk: int) -> list[Step]:
         return [Record(self.memory.events[source])]
 
-    def run(
+    def tensors(
         self,
         a_shard: Tensor,
         a_scale: Tensor | None,
         bs: Sequence[Tensor],
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-        along: Tensor | None = None,
-    ) -> list[Tensor]:
-        stream = driver.current_stream(self.device_index)
-        a_shard = aligned(a_shard)
-        if a_scale is not None:
-            a_scale = aligned(a_scale) if self.scale_travels else a_scale.contiguous()
-        numbers = a_scale if self.scale_travels else None if along is None else aligned(along)
-        outs = self.new_outputs(a_shard)
-        full, all_numbers = self.start(stream, a_shard, numbers)
-        scales = all_numbers if self.scale_travels else None
+        along: Tensor | None,
+    ) -> GatherTensors:
+        a_scale = None if a_scale is None else a_scale.contiguous()
+        return super().tensors(a_shard, a_scale, bs, b_scales, biases, along)
+
+    def enqueue(self, stream: int, call: GatherTensors) -> None:
+        self.start(stream, call)
         rank, world, rows, k = self.memory.rank, self.memory.world, self.layout.rows, self.layout.cols
-        parts = full.view(world, rows, k).unbind()
-        places = [out.view(world, rows, out.shape[-1]).unbind() for out in outs]
-        row_scale = a_scale
-        for step in range(world):
-            source = (rank + step) % world
-            a = a_shard.view(rows, k) if step == 0 else parts[source]
-            if step:
+        parts = call.full.view(world, rows, k).unbind()
+        places = [out.view(world, rows, out.shape[-1]).unbind() for out in call.outs]
+        for source in ((rank + step) % world for step in range(world)):
+            own = source == rank
+            if not own:
                 driver.wait_event(stream, self.memory.events[source])
-            if a_scale is not None and (self.scale_travels or a_scale.numel() != 1):
-                along_k = a_scale.shape[-1]
-                row_scale = (
-                    a_scale.reshape(-1, along_k)
-                    if scales is not None and step == 0
-                    else (a_scale if scales is None else scales).view(world, -1, along_k)[source]
-                )
-            for i, b in enumerate(bs):
-                scale = b_scales[i] if b_scales else None
-                product(a, b, biases[i], row_scale, scale, self.scaling, out=places[i][source])
+            a, row_scale = call.shard.view(rows, k) if own else parts[source], self._row_scale(call, source)
+            for i, b in enumerate(call.bs):
+                scale = call.b_scales[i] if call.b_scales else None
+                product(a, b, call.biases[i], row_scale, scale, self.scaling, out=places[i][source])
         self.finish(stream)
-        return self.results(outs, full, all_numbers)
+
+    def _row_scale(self, call: GatherTensors, source: int) -> Tensor | None:
+        """The scale of the rows of `source`: one number, or theirs of what travelled or was there."""
+        scale, all_numbers = call.a_scale, call.all_numbers
+        if scale is None or (scale.numel() == 1 and not self.scale_travels):
+            return scale
+        along_k = scale.shape[-1]
+        if not self.scale_travels or all_numbers is None:
+            return scale.view(self.memory.world, -1, along_k)[source]
+        own = source == self.memory.rank
+        return scale.reshape(-1, along_k) if own else all_numbers.view(self.memory.world, -1, along_k)[source]
 
 
 def direct_block(size: int, largest: int) -> int:
@@ -395,37 +454,17 @@ def direct_block(size: int, largest: int) -> int:
 class WholeGather(GatherPlan):
     """An all-gather, then cuBLAS on the whole: nothing overlaps."""
 
-    def move(self, shard: Tensor, full: Tensor, own_numbers: Tensor | None, all_numbers: Tensor | None) -> None:
-        """Fill `full` from all ranks' contiguous shards, and `all_numbers` from the numbers of their rows."""
+    def move(self, stream: int, call: GatherTensors) -> None:
+        """Gather the shards, and the numbers if any travel."""
         raise NotImplementedError
 
-    def run(
-        self,
-        a_shard: Tensor,
-        a_scale: Tensor | None,
-        bs: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        along: Tensor | None = None,
-    ) -> list[Tensor]:
-        layout = self.layout
-        a_shard = aligned(a_shard)
-        full = a_shard.new_empty(layout.full_shape)
-        numbers = a_scale if self.scale_travels else along
-        all_numbers = None
-        if numbers is not None:
-            numbers = aligned(numbers)
-            count, along_k = self.memory.world * self.number_count, numbers.shape[-1]
-            all_numbers = numbers.new_empty((count // along_k, along_k))
-        self.move(a_shard, full, numbers, all_numbers)
-        row_scale = all_numbers if self.scale_travels else a_scale
-        rows = full.view(layout.full_rows, layout.full_cols)
-        lead = layout.full_shape[:-1]
-        outs = [
-            product(rows, b, biases[i], row_scale, b_scales[i] if b_scales else None, self.scaling).view(*lead, -1)
-            for i, b in enumerate(bs)
-        ]
-        return self.results(outs, full, all_numbers)
+    def enqueue(self, stream: int, call: GatherTensors) -> None:
+        self.move(stream, call)
+        row_scale = call.all_numbers if self.scale_travels else call.a_scale
+        rows = call.full.view(self.layout.full_rows, self.layout.full_cols)
+        for i, (b, out) in enumerate(zip(call.bs, call.outs, strict=True)):
+            scale = call.b_scales[i] if call.b_scales else None
+            product(rows, b, call.biases[i], row_scale, scale, self.scaling, out=out.view(-1, out.shape[-1]))
 
 
 class DirectGather(WholeGather):
@@ -465,12 +504,11 @@ class DirectGather(WholeGather):
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[4:]]
         self.generation = memory.generation
 
-    def move(self, shard: Tensor, full: Tensor, own_numbers: Tensor | None, all_numbers: Tensor | None) -> None:
-        memory, stream = self.memory, driver.current_stream(self.device_index)
-        own, all_of = (memory.dummy if tensor is None else tensor for tensor in (own_numbers, all_numbers))
-        memory.begin_direct(stream)
-        self.launch(stream, [shard.data_ptr(), own.data_ptr(), full.data_ptr(), all_of.data_ptr(), *self.tail])
-        memory.ended(stream)
+    def move(self, stream: int, call: GatherTensors) -> None:
+        dummy = self.memory.dummy
+        own, whole = (dummy if tensor is None else tensor for tensor in (call.numbers, call.all_numbers))
+        pointers = [tensor.data_ptr() for tensor in (call.shard, own, call.full, whole)]
+        self.launch(stream, [*pointers, *self.tail])
 
 
 class UnfusedGather(WholeGather):
@@ -479,7 +517,21 @@ class UnfusedGather(WholeGather):
     name = "unfused"
     stale = False  # it holds no addresses
 
-    def move(self, shard: Tensor, full: Tensor, own_numbers: Tensor | None, all_numbers: Tensor | None) -> None:
-        gather_into(full, shard, self.memory.group)
-        if own_numbers is not None and all_numbers is not None:
-            gather_into(all_numbers, own_numbers, self.memory.group)
+    def run(
+        self,
+        a_shard: Tensor,
+        a_scale: Tensor | None,
+        bs: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        along: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""
+        call = self.tensors(a_shard, a_scale, bs, b_scales, biases, along)
+        self.enqueue(driver.current_stream(self.device_index), call)
+        return self.results(call)
+
+    def move(self, stream: int, call: GatherTensors) -> None:
+        gather_into(call.full, call.shard, self.memory.group)
+        if call.numbers is not None and call.all_numbers is not None:
+            gather_into(call.all_numbers, call.numbers, self.memory.group)

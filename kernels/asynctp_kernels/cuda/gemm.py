@@ -90,9 +90,7 @@ def prepare_gemm(
         "PROGRAMS": programs,
     }
     limit = register_limit(tiles)
-    return prepare(
-        gemm_kernel, programs, args, constants, tiles.warps, not async_input, num_stages=tiles.stages, **limit
-    )
+    return prepare(gemm_kernel, programs, args, constants, tiles.warps, num_stages=tiles.stages, **limit)
 
 
 def too_many(products: int) -> str:

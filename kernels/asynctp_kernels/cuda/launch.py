@@ -1,13 +1,11 @@
-"""Launching a compiled Triton kernel in a few microseconds: compiled once per plan, called without specialisation.
+"""Launching a compiled Triton kernel: compiled once per plan, called without specialisation.
 
 `kernel[grid](...)` inspects every argument of every call. A plan's arguments differ from call to call in addresses
-only, so `prepare` compiles once and has the launch recorded (`replay`). Where that is not possible, or where numbers
-change too, it keeps `CompiledKernel[grid]`, Triton's own call without the inspection.
+only, so `prepare` compiles once and keeps `CompiledKernel[grid]`, Triton's own call without the inspection.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +13,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from asynctp_kernels.errors import SymmetricMemoryError
 from asynctp_kernels.signals import IS_INTERPRETED
-
-log = logging.getLogger(__name__)
 
 
 class Tma:
@@ -81,17 +76,12 @@ class Launch:
         self.run(stream, values)
 
 
-#: What a recorded launch would lose, of a kernel's metadata: memory made for each launch, and how CTAs are launched.
-_NOT_REPLAYED = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
-
-
 def prepare(
     kernel: Any,
     programs: int,
     args: Sequence[Any],
     constants: dict[str, Any],
     num_warps: int,
-    fixed: bool = True,
     **options: Any,
 ) -> Launch:
     """Compile `kernel` for arguments like `args` and load it; where Triton interprets, there is nothing to compile.
@@ -102,7 +92,6 @@ def prepare(
         args: Example arguments: tensors, descriptors, integers, floats, None.
         constants: The constexpr parameters, in the order of the signature.
         num_warps: Warps of a CTA; `options` are Triton's others: `num_stages`, `maxnreg`.
-        fixed: Calls differ in addresses only; numbers are those of `args`.
     """
     if IS_INTERPRETED:
         from . import interpreted
@@ -110,18 +99,7 @@ def prepare(
         return Launch(_by_triton(interpreted.prepare(kernel, programs, args), constants), 32 * num_warps, 0, 0)
     compiled = kernel.warmup(*args, grid=(programs, 1, 1), **constants, num_warps=num_warps, **options)
     compiled = compiled.result() if hasattr(compiled, "result") else compiled
-    triton_run = compiled[(programs, 1, 1)]
-    run = _by_triton(triton_run, constants)
-    lost = [name for name in _NOT_REPLAYED if getattr(compiled.metadata, name, 0)]
-    if fixed and lost:
-        log.info("launches of %s take Triton's host time: a recording has no %s", kernel.__name__, " or ".join(lost))
-    elif fixed:
-        from .replay import Replay
-
-        try:
-            run = Replay(triton_run, args, tuple(constants.values()))
-        except SymmetricMemoryError as error:
-            log.info("launches of %s take Triton's host time: %s", kernel.__name__, error)
+    run = _by_triton(compiled[(programs, 1, 1)], constants)
     shared: int = compiled.metadata.shared
     return Launch(run, 32 * num_warps, int(compiled.n_regs), shared)
 

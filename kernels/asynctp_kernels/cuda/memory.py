@@ -43,6 +43,7 @@ from asynctp_kernels.host import Board, host_name
 from asynctp_kernels.signals import FAILED, new_status, timeout_ns
 
 from .machine import driver
+from .recordings import Enqueue, Recordings
 from .script import Player, Wait
 from .tiles import MAX_CHUNKS as MAX_CHUNKS
 from .waits import StreamWaits, describe
@@ -63,7 +64,7 @@ _GRANULE = 1 << 21
 _last_call: dict[torch.device, tuple[tuple[int, int], int]] = {}
 #: per device: the last result that was left in flight, as (number of the group's memory, capture or 0, event)
 _flying: dict[torch.device, tuple[int, int, int]] = {}
-_numbers = itertools.count()
+_numbers, _plan_numbers = itertools.count(), itertools.count()
 _makings: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[ProcessGroup, GroupMemory] = weakref.WeakKeyDictionary()
 
@@ -102,7 +103,7 @@ class GroupMemory:
         stream: the copy stream's handle; high priority, so that a copy is not queued behind anything.
         generation: counts growth: a plan that holds addresses is stale when this differs.
         failure: why the memory must not be used again.
-        captured: a call has been captured in a CUDA graph.
+        captured: a call has been captured in a CUDA graph of the program's.
         retired: areas that grew after that; a graph still has their addresses, so they stay as long as the group.
     """
 
@@ -130,6 +131,8 @@ class GroupMemory:
         self.stream: int = self.torch_stream.cuda_stream
         self.reducer: int = self.torch_reducer.cuda_stream
         self.start, self.running, self.end, self.reduced, self.last = (driver.new_event() for _ in range(5))
+        self.flown = driver.new_event()  # of what was last left in flight
+        self.recordings = Recordings(self.device)
         self.number = next(_numbers)
         self.flights = itertools.cycle([driver.new_event() for _ in range(FLIGHTS)])
         self.capture = 0  # of the call under way; 0 for none
@@ -163,17 +166,18 @@ class GroupMemory:
         return group
 
     # --- order of calls ----------------------------------------------------------------------------------
-    def begin(self, stream: int) -> None:
-        """The copy stream starts behind `stream`, and this call behind the group's last one."""
-        self.begin_direct(stream)
-        self.fork(stream)
-
     def fork(self, stream: int) -> None:
         """What the copy stream does from now on comes after what `stream` has done so far."""
         driver.record_event(self.start, stream)
         driver.wait_event(self.stream, self.start)
+        self.behind_flights(self.stream)
 
-    def begin_direct(self, stream: int) -> None:
+    def behind_flights(self, side: int) -> None:
+        """`side`, the copy stream or the reducer, goes on behind what is in flight there: in a recording too."""
+        if self.recordings.under_way:
+            driver.wait_event_at_launch(side, self.flown)
+
+    def begin(self, stream: int) -> None:
         """This call starts behind the device's last one, should that have run on another stream.
 
         Eager calls never overlap each other on a device, not even those of different groups: kernels of two calls that
@@ -204,10 +208,13 @@ class GroupMemory:
     def in_flight(self, stream: int) -> int:
         """End a call that `stream` does not wait for; gives the event after which its result is complete.
 
-        Calls of other groups begin behind it (see `begin_direct`), those of this group follow it on the copy stream.
+        Calls of other groups begin behind it (see `begin`), those of this group follow it on the copy stream.
         """
         event = next(self.flights)
         driver.record_event(event, self.stream)
+        if not self.capture:  # a graph of the program's is not launched while anything is in flight
+            driver.record_event(self.flown, self.stream)
+            driver.wait_event(self.reducer, event)
         _flying[self.device] = (self.number, self.capture, event)
         self.ended(stream)
         return event
@@ -217,6 +224,18 @@ class GroupMemory:
         flying = _flying.get(self.device)
         if flying is not None and flying[:2] == (self.number, self.capture):
             driver.wait_event(stream, flying[2])
+
+    @staticmethod
+    def new_plan() -> int:
+        """A number for a plan."""
+        return next(_plan_numbers)
+
+    def run(self, stream: int, plan: int, addresses: tuple[int, ...], cublas: bool, enqueue: Enqueue) -> None:
+        """Enqueue a call of plan number `plan`, or launch a recording of it (`recordings`); in a capture, enqueue."""
+        if self.capture:
+            enqueue(stream)
+        else:
+            self.recordings.run(stream, (plan, *addresses), cublas, enqueue)
 
     # --- words -------------------------------------------------------------------------------------------
     def _words(self, number: int) -> Words:
@@ -310,6 +329,7 @@ class GroupMemory:
             self.retired.append(found)
         self.areas[name] = area
         self.generation += 1
+        self.recordings.clear()
         return area
 
     def direct(self, slot_bytes: int) -> tuple[Area, Area]:
@@ -367,6 +387,7 @@ def release(group: ProcessGroup) -> None:
         driver.synchronize(found.device)
         found.failure = "it was released"
         found.plans.clear()
+        found.recordings.clear()
 
 
 def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,17 +115,43 @@ class ScatterCall:
         return tuple(i for i in range(len(self.b_parts)) if i not in self.together)
 
 
+class ScatterTensors(NamedTuple):
+    """All memory of one call: the operands as the implementation reads them, then what it makes.
+
+    staging: the sum of the products, as the implementation lays it out. out: the result. extras: products apart.
+    """
+
+    a_parts: Sequence[Tensor]
+    b_parts: Sequence[Tensor]
+    a_scales: Sequence[Tensor]
+    b_scales: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    staging: Tensor
+    out: Tensor
+    extras: Sequence[Tensor]
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of all."""
+        operands = (*self.a_parts, *self.b_parts, *self.a_scales, *self.b_scales, *self.biases)
+        made = (self.staging, self.out, *self.extras)
+        return tuple([tensor.data_ptr() for tensor in (*operands, *made) if tensor is not None])
+
+
 class ScatterPlan:
-    """One call, prepared. `run` gives this rank's shard."""
+    """One call, prepared. `run` gives this rank's shard. cublas: `enqueue` calls cuBLAS."""
+
+    cublas = True
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         self.memory, self.layout, self.outer = memory, call.layout, call.outer
         self.scaling, self.wire_dtype, self.out_dtype = call.scaling, call.wire_dtype, call.sum_dtype or call.out_dtype
+        self.product_dtype, self.count = call.out_dtype, len(call.b_parts)
         self.factor = 1.0 / memory.world if call.reduce_op == "avg" else 1.0
         self.row_bytes = self.layout.cols * call.wire_dtype.itemsize
         self.part_bytes = self.layout.rows * self.row_bytes
         self.device_index: int = call.a_parts[0].device.index
         self.generation = -1
+        self.number = memory.new_plan()
 
     @property
     def stale(self) -> bool:
@@ -134,6 +161,37 @@ class ScatterPlan:
     def new_output(self, a: Tensor) -> Tensor:
         return a.new_empty(self.layout.shard_shape, dtype=self.out_dtype)
 
+    @property
+    def extra(self) -> bool:
+        """Products are made apart from the sum: all but the first, and that too if it is converted."""
+        return self.count > 1 or self.product_dtype != self.wire_dtype
+
+    def add(self, i: int, call: ScatterTensors, a: Tensor, a_scale: Tensor | None, place: Tensor) -> None:
+        """Product number `i` of rows `a` into `place`, or onto what is there."""
+        b_scale = call.b_scales[i] if call.b_scales else None
+        apart = i > 0 or self.product_dtype != self.wire_dtype
+        out = call.extras[0] if apart else place
+        product(a, call.b_parts[i], call.biases[i], a_scale, b_scale, self.scaling, out=out)
+        if i:
+            place.add_(out)
+        elif apart:
+            place.copy_(out)
+
+    def tensors(
+        self,
+        a_parts: Sequence[Tensor],
+        b_parts: Sequence[Tensor],
+        a_scales: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> ScatterTensors:
+        """The operands, mended, and new memory for what a call makes."""
+        raise NotImplementedError
+
+    def enqueue(self, stream: int, call: ScatterTensors) -> None:
+        """Everything that a call does on the GPU, behind `stream` and with `stream` behind it."""
+        raise NotImplementedError
+
     def run(
         self,
         a_parts: Sequence[Tensor],
@@ -142,7 +200,12 @@ class ScatterPlan:
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        raise NotImplementedError
+        memory, stream = self.memory, driver.current_stream(self.device_index)
+        call = self.tensors(a_parts, b_parts, a_scales, b_scales, biases)
+        memory.begin(stream)
+        memory.run(stream, self.number, call.addresses(), self.cublas, lambda at: self.enqueue(at, call))
+        memory.ended(stream)
+        return call.out
 
 
 class Pushed(ScatterPlan):
@@ -199,13 +262,14 @@ class Pushed(ScatterPlan):
         }
         self.reduce = prepare(reduce_kernel, programs, args, constants, 8, num_stages=1, maxnreg=REDUCE_REGISTERS)
 
-    def push_and_reduce(self, staging: Tensor, out: Tensor, ready: int) -> None:
-        """Enqueue all pushes on the copy stream, and the reduction, on its own stream, behind the event `ready`."""
+    def push_and_reduce(self, side: int, staging: Tensor, out: Tensor, ready: int) -> None:
+        """Enqueue all pushes on `side`, and the reduction, on a stream of its own, behind the event `ready`."""
         memory = self.memory
         base = staging.data_ptr()
-        self.play(memory.stream, (0, 0, base))
-        driver.record_event(memory.end, memory.stream)
+        self.play(side, (0, 0, base))
+        driver.record_event(memory.end, side)
         driver.wait_event(memory.reducer, ready)
+        memory.behind_flights(memory.reducer)
         if memory.bounded:  # behind the pushes, so that who is named is who did not come, not who waits for that rank
             driver.wait_event(memory.reducer, memory.end)
         if self.streams_wait or memory.bounded:
@@ -228,7 +292,6 @@ class Pushed(ScatterPlan):
         """Join both streams."""
         driver.wait_event(stream, self.memory.end)
         driver.wait_event(stream, self.memory.reduced)
-        self.memory.ended(stream)
 
     def new_staging(self, a: Tensor) -> Tensor:
         """[destination, rows, N]: what goes to one rank is contiguous."""
@@ -247,6 +310,8 @@ class FusedScatter(Pushed):
 
     def __init__(self, call: ScatterCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
         layout = call.layout
+        self.together, self.apart = call.together, call.apart
+        self.cublas = bool(self.apart)
         chunks = cut(call.outer, layout.inner, tiles.block_m, wanted_chunks)
         tiles_n = -(-layout.cols // tiles.block_n)
         self.chunk_tiles = [count * tiles_n for count in chunks.row_tiles]
@@ -263,7 +328,6 @@ class FusedScatter(Pushed):
     def _compile(self, call: ScatterCall, tiles: Tiles, programs: int) -> None:
         memory, layout = self.memory, self.layout
         inner, n, world = layout.inner, layout.cols, memory.world
-        self.together, self.apart = call.together, call.apart
         b_parts, first = [call.b_parts[i] for i in self.together], self.together[0]
         depths = [b.shape[0] for b in b_parts]
         self.a_like = [
@@ -296,44 +360,48 @@ class FusedScatter(Pushed):
         self.c_like = Tma(self.c_like, 0)
         self.unused = memory.local.data_ptr()
 
-    def run(
+    def tensors(
         self,
         a_parts: Sequence[Tensor],
         b_parts: Sequence[Tensor],
         a_scales: Sequence[Tensor],
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-    ) -> Tensor:
-        stream = driver.current_stream(self.device_index)
-        memory, unused = self.memory, self.unused
+    ) -> ScatterTensors:
         a_parts, b_parts = [aligned(a) for a in a_parts], [aligned_columns(b) for b in b_parts]
-        a_scales, b_scales, biases = dense(a_scales), dense(b_scales), dense(biases)
         staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
-        memory.begin(stream)
-        addends = [
-            self._addend(i, staging, a_parts[i], b_parts[i], biases[i], a_scales[i], b_scales[i]) for i in self.apart
-        ]
-        first = self.together[0]
-        a_scale = a_scales[first].data_ptr() if a_scales else unused
-        b_scale = b_scales[first].data_ptr() if b_scales else unused
-        bias = biases[first].data_ptr() if biases[first] is not None else unused
+        # the first of the products apart lies where the sum will, if its rows have the same order there
+        shape = (staging.shape[0] * staging.shape[1], self.layout.cols)
+        extras = [staging.view(shape)] if self.apart and self.outer == 1 else []
+        extras += [out.new_empty(shape, dtype=self.product_dtype) for _ in self.apart[len(extras) :]]
+        return ScatterTensors(
+            a_parts, b_parts, dense(a_scales), dense(b_scales), dense(biases), staging, out, extras
+        )  # fmt: skip
+
+    def enqueue(self, stream: int, call: ScatterTensors) -> None:
+        memory, unused, first = self.memory, self.unused, self.together[0]
+        memory.fork(stream)
+        for i, extra in zip(self.apart, call.extras, strict=True):
+            a, scales = call.a_parts[i], (call.a_scales[i], call.b_scales[i])
+            product(a.view(-1, a.shape[-1]), call.b_parts[i], call.biases[i], *scales, self.scaling, out=extra)
+        bias = call.biases[first]
         self.launch(
             stream,
             [
-                *[Tma(like, a_parts[i].data_ptr()) for like, i in zip(self.a_like, self.together, strict=True)],
+                *[Tma(like, call.a_parts[i].data_ptr()) for like, i in zip(self.a_like, self.together, strict=True)],
                 *self.padding,
-                *[Tma(like, b_parts[i].data_ptr()) for like, i in zip(self.b_like, self.together, strict=True)],
+                *[Tma(like, call.b_parts[i].data_ptr()) for like, i in zip(self.b_like, self.together, strict=True)],
                 *self.padding,
-                Tma(self.c_like, staging.data_ptr()),
-                *[Tma(self.c_like, addend.data_ptr()) for addend in addends],
+                Tma(self.c_like, call.staging.data_ptr()),
+                *[Tma(self.c_like, extra.data_ptr()) for extra in call.extras],
                 *self.no_addends,
-                a_scale,
+                call.a_scales[first].data_ptr() if call.a_scales else unused,
                 unused,
-                b_scale,
+                call.b_scales[first].data_ptr() if call.b_scales else unused,
                 unused,
                 unused,
                 unused,
-                bias,
+                unused if bias is None else bias.data_ptr(),
                 unused,
                 unused,
                 unused,
@@ -342,24 +410,8 @@ class FusedScatter(Pushed):
                 *self.numbers,
             ],
         )
-        self.push_and_reduce(staging, out, memory.running)
+        self.push_and_reduce(memory.stream, call.staging, call.out, memory.running)
         self.finish(stream)
-        return out
-
-    def _addend(
-        self,
-        i: int,
-        staging: Tensor,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        a_scale: Tensor,
-        b_scale: Tensor,
-    ) -> Tensor:
-        """Product number `i`, rows in A's order; the first one lies where the sum will, if that has the same order."""
-        in_place = self.outer == 1 and i == self.apart[0]
-        out = staging.view(-1, self.layout.cols) if in_place else None
-        return product(a.view(-1, a.shape[-1]), b, bias, a_scale, b_scale, self.scaling, out)
 
 
 class DecomposedScatter(Pushed):
@@ -369,45 +421,34 @@ class DecomposedScatter(Pushed):
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         super().__init__(call, memory, cut(1, call.layout.inner, call.layout.inner, 1), [0])
-        self.converts = call.wire_dtype != call.out_dtype
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
         return [Await(self.memory.events[dst])]
 
-    def run(
+    def tensors(
         self,
         a_parts: Sequence[Tensor],
         b_parts: Sequence[Tensor],
         a_scales: Sequence[Tensor],
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-    ) -> Tensor:
-        stream = driver.current_stream(self.device_index)
-        memory, rows = self.memory, self.layout.rows
-        rank, world = memory.rank, memory.world
+    ) -> ScatterTensors:
+        a_parts = [a.reshape(self.memory.world, self.layout.rows, a.shape[-1]) for a in a_parts]
         staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
-        memory.begin(stream)
-        operands = [a.reshape(world, rows, a.shape[-1]).unbind() for a in a_parts]
-        places = staging.unbind()
-        scales = [_by_destination(scale, world) if scale.numel() != 1 else None for scale in a_scales]
-        for step in range(1, world + 1):
-            dst = (rank + step) % world
-            for part, b in enumerate(b_parts):
-                row_scale = a_scales[part] if a_scales else None
-                if a_scales and (mine := scales[part]) is not None:
-                    row_scale = mine[dst]
-                column_scale = b_scales[part] if b_scales else None
-                place, like = places[dst], (b, biases[part], row_scale, column_scale, self.scaling)
-                if part:
-                    place.add_(product(operands[part][dst], *like))
-                elif self.converts:
-                    place.copy_(product(operands[part][dst], *like))
-                else:
-                    product(operands[part][dst], *like, out=place)
+        extras = [out.new_empty(staging.shape[1:], dtype=self.product_dtype)] if self.extra else []
+        return ScatterTensors(a_parts, b_parts, a_scales, b_scales, biases, staging, out, extras)
+
+    def enqueue(self, stream: int, call: ScatterTensors) -> None:
+        memory, world = self.memory, self.memory.world
+        memory.fork(stream)
+        operands, places = [a.unbind() for a in call.a_parts], call.staging.unbind()
+        scales = [_by_destination(scale, world) if scale.numel() != 1 else [scale] * world for scale in call.a_scales]
+        for dst in ((memory.rank + step) % world for step in range(1, world + 1)):
+            for i, parts in enumerate(operands):
+                self.add(i, call, parts[dst], scales[i][dst] if scales else None, places[dst])
             driver.record_event(memory.events[dst], stream)
-        self.push_and_reduce(staging, out, memory.events[rank])
+        self.push_and_reduce(memory.stream, call.staging, call.out, memory.events[memory.rank])
         self.finish(stream)
-        return out
 
 
 def _by_destination(scale: Tensor, world: int) -> Tensor:
@@ -419,27 +460,30 @@ def _by_destination(scale: Tensor, world: int) -> Tensor:
 class WholeScatter(ScatterPlan):
     """cuBLAS on the whole, then a reduce-scatter: nothing overlaps."""
 
-    def move(self, partial: Tensor, out: Tensor) -> None:
-        """Fill `out` with this rank's part of the sum of all ranks' `partial` [rows, N]."""
+    def move(self, stream: int, call: ScatterTensors) -> None:
+        """Fill the result with this rank's part of the sum of all ranks' sums of products."""
         raise NotImplementedError
 
-    def run(
+    def tensors(
         self,
         a_parts: Sequence[Tensor],
         b_parts: Sequence[Tensor],
         a_scales: Sequence[Tensor],
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-    ) -> Tensor:
-        partial: Tensor | None = None
-        for i, (a, b) in enumerate(zip(a_parts, b_parts, strict=True)):
-            a_scale, b_scale = (a_scales[i], b_scales[i]) if a_scales else (None, None)
-            one = product(a.reshape(-1, a.shape[-1]), b, biases[i], a_scale, b_scale, self.scaling)
-            partial = one.to(self.wire_dtype) if partial is None else partial.add_(one)
-        assert partial is not None
-        out = self.new_output(partial)
-        self.move(partial, out)
-        return out
+    ) -> ScatterTensors:
+        a_parts = [a.reshape(-1, a.shape[-1]) for a in a_parts]
+        shape = (a_parts[0].shape[0], b_parts[0].shape[1])
+        staging = a_parts[0].new_empty(shape, dtype=self.wire_dtype)
+        extras = [staging.new_empty(shape, dtype=self.product_dtype)] if self.extra else []
+        return ScatterTensors(
+            a_parts, b_parts, a_scales, b_scales, biases, staging, self.new_output(staging), extras
+        )  # fmt: skip
+
+    def enqueue(self, stream: int, call: ScatterTensors) -> None:
+        for i, a in enumerate(call.a_parts):
+            self.add(i, call, a, call.a_scales[i] if call.a_scales else None, call.staging)
+        self.move(stream, call)
 
 
 class DirectScatter(WholeScatter):
@@ -473,11 +517,8 @@ class DirectScatter(WholeScatter):
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
         self.generation = memory.generation
 
-    def move(self, partial: Tensor, out: Tensor) -> None:
-        memory, stream = self.memory, driver.current_stream(self.device_index)
-        memory.begin_direct(stream)
-        self.launch(stream, [partial.data_ptr(), out.data_ptr(), *self.tail])
-        memory.ended(stream)
+    def move(self, stream: int, call: ScatterTensors) -> None:
+        self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])
 
 
 class UnfusedScatter(WholeScatter):
@@ -490,5 +531,18 @@ class UnfusedScatter(WholeScatter):
         super().__init__(call, memory)
         self.reduce_op, self.wire_dtype = call.reduce_op, self.out_dtype  # NCCL adds in what it moves
 
-    def move(self, partial: Tensor, out: Tensor) -> None:
-        scatter_into(out, partial, self.reduce_op, self.memory.group)
+    def run(
+        self,
+        a_parts: Sequence[Tensor],
+        b_parts: Sequence[Tensor],
+        a_scales: Sequence[Tensor],
+        b_scales: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> Tensor:
+        """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""
+        call = self.tensors(a_parts, b_parts, a_scales, b_scales, biases)
+        self.enqueue(driver.current_stream(self.device_index), call)
+        return call.out
+
+    def move(self, stream: int, call: ScatterTensors) -> None:
+        scatter_into(call.out, call.staging, self.reduce_op, self.memory.group)

@@ -46,7 +46,7 @@ class StreamWaits:
     """
 
     def __init__(self, bound: int, status: torch.Tensor, word: torch.Tensor) -> None:
-        self._launch = prepare(await_kernel, 1, [word, 1, bound, status, 1, 1], {}, 1, fixed=False)
+        self._launch = prepare(await_kernel, 1, [word, 1, bound, status, 1, 1], {}, 1)
         self._bound, self._status = bound, status.data_ptr()
 
     def of(self, op: str, thing: str) -> Callable[[Wait], Player]:

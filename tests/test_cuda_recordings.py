@@ -1,0 +1,310 @@
+"""What is recorded of a group's calls, and when, without a GPU: the driver's part is played here."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from asynctp_kernels.cuda import driver, recordings
+from asynctp_kernels.cuda.driver import CudaError
+from asynctp_kernels.cuda.recordings import Recordings
+
+MAIN = 0
+
+
+class Recorder:
+    """Its graphs are numbered; what happens is in `events`."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.fails, self.flat = "", True
+
+    def record(self, enqueue: Callable[[int], None], cublas: bool) -> Any:
+        self._event("record")
+        return SimpleNamespace(number=self.events.count("record"), flat=self.flat)
+
+    def ready(self) -> Any:
+        def show(graph: Any) -> None:
+            self._event(f"show {graph.number}")
+
+        return SimpleNamespace(show=show, launch=lambda stream: self._event("launch"))
+
+    def enqueue(self, stream: int) -> None:
+        self._event("enqueue")
+
+    def _event(self, event: str) -> None:
+        if self.fails and event.startswith(self.fails):
+            raise CudaError(f"{event}: no")
+        self.events.append(event)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.delenv(recordings.VARIABLE, raising=False)
+    monkeypatch.setattr(recordings, "recorder", lambda device: made)
+    monkeypatch.setattr(driver, "can_record", lambda: True)
+    monkeypatch.setattr(driver, "Executable", made.ready)
+    return made
+
+
+def calls(kept: Recordings, here: Recorder, *keys: tuple[Any, ...], cublas: bool = False) -> list[str]:
+    """What calls of these keys do."""
+    here.events.clear()
+    for key in keys:
+        kept.run(MAIN, key, cublas, here.enqueue)
+    return here.events
+
+
+def new(most: int = 0) -> Recordings:
+    kept = Recordings(torch.device("cpu"))
+    kept.most = most or kept.most
+    kept.clear()
+    return kept
+
+
+def test_the_second_call_is_recorded_and_launched_from_then_on(here: Recorder) -> None:
+    one, other = (0, 4096), (0, 8192)
+    assert calls(new(), here, one, one, one, other, one) == [
+        "enqueue", "record", "show 1", "launch", "show 1", "launch", "enqueue", "show 1", "launch",
+    ]  # fmt: skip
+
+
+def test_a_setting_of_the_program_that_cublas_reads_makes_another_call(
+    here: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = new()
+    assert calls(kept, here, (0, 1), (0, 1), cublas=True)[-1] == "launch"
+    before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    try:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = not before
+        assert calls(kept, here, (0, 1), cublas=True) == ["enqueue"]
+    finally:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = before
+    assert calls(kept, here, (0, 1), cublas=True) == ["show 1", "launch"]
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high" if precision == "highest" else "highest")
+        assert calls(kept, here, (0, 1), cublas=True) == ["enqueue"]
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def test_no_more_are_kept_than_asked_for(here: Recorder) -> None:
+    """While those that there are pay; when they have, they make room."""
+    kept = new(most=2)
+    calls(kept, here, *[(0, address) for address in (1, 1, 2, 2)])
+    assert calls(kept, here, (0, 3), (0, 3), (0, 3)) == ["enqueue"] * 3
+    assert len(kept) == 2
+    calls(kept, here, *[(0, 1)] * (recordings.LAUNCHES * 2))
+    assert calls(kept, here, (0, 3))[0] == "record"
+    assert len(kept) == 1
+    assert calls(kept, here, (0, 1)) == ["enqueue"]
+
+
+def test_addresses_that_never_come_again_are_forgotten(here: Recorder) -> None:
+    kept = new(most=8)
+    calls(kept, here, *[(0, address) for address in range(1000)])
+    assert len(kept._seen) <= recordings.SEEN * 8
+    assert len(kept) == 0
+
+
+def test_a_gpu_has_only_some_executable_graphs(here: Recorder) -> None:
+    kept = new()
+    for plan in range(recordings.MAX_READY + 3):
+        calls(kept, here, (plan, 1), (plan, 1))
+    assert len(kept._ready) == recordings.MAX_READY
+    assert calls(kept, here, (0, 1)) == ["show 1", "launch"]
+    assert len(kept._ready) == recordings.MAX_READY
+
+
+@pytest.mark.parametrize("fails", ["record", "show"])
+def test_where_nothing_can_be_recorded_calls_are_made_and_it_is_said(
+    fails: str, here: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, here.fails = new(), fails
+    assert calls(kept, here, (0, 1), (0, 1))[-1] == "enqueue"
+    assert f"cannot record them ({fails}" in caplog.text
+    caplog.clear()
+    assert calls(kept, here, (0, 1), (0, 1), (0, 1)) == ["enqueue"] * 3
+    assert caplog.text == ""
+    assert not kept.under_way
+
+
+def test_what_the_call_itself_raises_is_its_own_error(here: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "record", lambda enqueue, cublas: enqueue(1))
+    kept = new()
+    calls(kept, here, (0, 1))
+    here.fails = "enqueue"
+    with pytest.raises(CudaError, match="enqueue: no"):
+        kept.run(MAIN, (0, 1), False, here.enqueue)
+
+
+def test_copies_of_several_ranges_are_made_anew(here: Recorder) -> None:
+    """Of calls of that plan, whatever their addresses, until what was recorded is forgotten."""
+    kept, here.flat = new(), False
+    assert calls(kept, here, *[(0, 1)] * 3, *[(0, 2)] * 3) == ["enqueue", "record", *["enqueue"] * 5]
+    assert (len(kept), len(kept._seen)) == (0, 0)
+    here.flat = True
+    assert calls(kept, here, (7, 1), (7, 1)) == ["enqueue", "record", "show 1", "launch"]
+
+
+def test_none_are_kept_if_the_program_says_so(here: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(recordings.VARIABLE, "0")
+    assert calls(new(), here, (0, 1), (0, 1), (0, 1)) == ["enqueue"] * 3
+    monkeypatch.setenv(recordings.VARIABLE, "-1")
+    with pytest.raises(ValueError, match="ASYNCTP_RECORDED_CALLS='-1' is not valid; it must be an integer >= 0"):
+        new()
+
+
+def test_none_are_kept_where_memory_is_the_drivers(here: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "can_record", lambda: False)
+    assert new().most == 0
+
+
+# --- the driver ----------------------------------------------------------------------------------------------------
+class Library:
+    """libcuda, as far as graphs go. `codes` are what functions give; 0 where nothing is said.
+
+    heights: a copy node of so many rows each, behind a kernel node: nodes 1, 2, ... of every graph.
+    """
+
+    def __init__(self, heights: Sequence[int] = (), **codes: int) -> None:
+        self.codes, self.log, self.made, self.heights = codes, [], 0, heights
+        self.set: list[tuple[int, list[int]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+
+        def function(*args: Any) -> int:
+            if name.startswith(("cuGraphGet", "cuGraphNode", "cuGraphMemcpy")):
+                return self._node(name, *args)
+            self.log.append(name.removeprefix("cu").removesuffix("_v2"))
+            if name in ("cuStreamEndCapture", "cuGraphInstantiateWithFlags"):
+                self.made += 1
+                args[name == "cuStreamEndCapture"]._obj.value = 100 + self.made
+            return self.codes.get(name, 0)
+
+        return function
+
+    def _node(self, name: str, node: Any, given: Any, count: Any = None) -> int:
+        if name == "cuGraphGetNodes":
+            for i in range(len(self.heights) + 1) if given else ():
+                given[i] = i + 1
+            count._obj.value = len(self.heights) + 1
+        elif name == "cuGraphNodeGetType":
+            given._obj.value = int(node.value > 1)
+        elif name == "cuGraphMemcpyNodeGetParams":
+            given._obj[:] = [*range(22), 64, self.heights[node.value - 2], 1]
+        else:
+            self.log.append("set copy")
+            self.set.append((node, list(given)))
+        return 0
+
+
+@pytest.fixture
+def library() -> Iterator[Callable[..., Library]]:
+    with mock.patch.object(driver, "_message", lambda code: f"code {code}"):
+        patches = []
+
+        def make(heights: Sequence[int] = (), **codes: int) -> Library:
+            made = Library(heights, **codes)
+            fresh = {
+                "library": lambda: made,
+                "_set_copy": driver._function("cuGraphMemcpyNodeSetParams", ctypes.c_void_p, ctypes.c_void_p),
+                "_graph_launch": driver._function("cuGraphLaunch", ctypes.c_void_p, ctypes.c_void_p),
+            }
+            for name, value in fresh.items():
+                patches.append(mock.patch.object(driver, name, value))
+                patches[-1].start()
+            return made
+
+        yield make
+        for patch in reversed(patches):
+            patch.stop()
+
+
+def test_a_graph_lives_as_long_as_it_is_held(library: Callable[..., Library]) -> None:
+    made = library()
+    graph = driver.record(7, lambda stream: made.log.append(f"enqueue on {stream}"))
+    assert made.log == ["StreamBeginCapture", "enqueue on 7", "StreamEndCapture"]
+    del graph
+    assert made.log[3:] == ["GraphDestroy"]
+
+
+def test_a_capture_that_fails_is_ended(library: Callable[..., Library]) -> None:
+    made = library()
+
+    def fail(stream: int) -> None:
+        raise ValueError("no product")
+
+    with pytest.raises(ValueError, match="no product"):
+        driver.record(7, fail)
+    assert made.log == ["StreamBeginCapture", "StreamEndCapture", "GraphDestroy"]
+    made = library(cuStreamEndCapture=901)
+    with pytest.raises(CudaError, match="cuStreamEndCapture: code 901"):
+        driver.record(7, lambda stream: None)
+
+
+def test_graphs_of_one_plan_are_shown_in_turn_by_one_executable(library: Callable[..., Library]) -> None:
+    made = library()
+    one, other = driver.Graph(11), driver.Graph(12)
+    ready = driver.Executable()
+    for graph in (one, one, other):
+        ready.show(graph)
+        ready.launch(7)
+    assert made.log == [
+        "GraphInstantiateWithFlags", "GraphLaunch", "GraphExecUpdate", "GraphLaunch", "GraphExecUpdate", "GraphLaunch",
+    ]  # fmt: skip
+    del ready
+    assert made.log[6:] == ["GraphExecDestroy"]
+
+
+def test_copies_are_set_anew_for_every_launch(library: Callable[..., Library]) -> None:
+    """The driver keeps what memory was at their addresses, and uses that."""
+    made = library(heights=(1, 1))
+    graph = driver.Graph(11)
+    ready = driver.Executable()
+    assert graph.flat
+    for _ in range(2):
+        ready.show(graph)
+        ready.launch(7)
+    assert made.log == [
+        "set copy", "set copy", "GraphInstantiateWithFlags", "GraphLaunch",
+        "set copy", "set copy", "GraphExecUpdate", "GraphLaunch",
+    ]  # fmt: skip
+    assert made.set == [(node, [*range(22), 64, 1, 1]) for node in (2, 3, 2, 3)]
+
+
+def test_copies_of_several_rows_are_told_apart(library: Callable[..., Library]) -> None:
+    library(heights=(1, 2))
+    assert not driver.Graph(11).flat
+
+
+def test_what_cannot_be_brought_up_to_date_is_made_anew(library: Callable[..., Library]) -> None:
+    made = library(cuGraphExecUpdate_v2=910)
+    one, other = driver.Graph(11), driver.Graph(12)
+    ready = driver.Executable()
+    for graph in (one, other):
+        ready.show(graph)
+    assert made.log == [
+        "GraphInstantiateWithFlags", "GraphExecUpdate", "GraphExecDestroy", "GraphInstantiateWithFlags",
+    ]  # fmt: skip
+
+
+def test_without_memory_for_an_executable_it_is_an_error_each_time(library: Callable[..., Library]) -> None:
+    library(cuGraphInstantiateWithFlags=2)
+    graph = driver.Graph(11)
+    ready = driver.Executable()
+    for _ in range(2):
+        with pytest.raises(CudaError, match="cuGraphInstantiateWithFlags: code 2"):
+            ready.show(graph)
