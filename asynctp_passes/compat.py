@@ -283,6 +283,13 @@ def intree_shared_bytes(group: str) -> int:
     return 0 if workspace is None else workspace.numel() * workspace.element_size()
 
 
+def forget_intree_workspace(group: str) -> None:
+    """Drop that memory, as torch itself does when a call needs more: the next call makes it anew (collective)."""
+    from torch.distributed import _symmetric_memory
+
+    getattr(_symmetric_memory, "_group_name_to_workspace_tensor", {}).pop(group, None)
+
+
 def reset_cudagraphs() -> None:
     """Forget the CUDA graphs that Inductor recorded."""
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees

@@ -9,6 +9,7 @@ a gradient beyond its limit is shown as WRONG, whatever its speed:
     fp8          distance from the gradient in bf16 without a compiler; limit: 1.1 times plain compile's own distance
 
 Times are medians of CUDA events over rounds in which the backends take turns in random order; the slowest rank counts.
+One process measures all problems, each as if it were the only one: what earlier ones made the ranks share is freed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import faulthandler
+import gc
 import itertools
 import json
 import os
@@ -50,6 +52,7 @@ from asynctp_passes.demo.recipe import (
     parse_option,
     peak_memory,
     place,
+    release_shared,
     require,
     require_output,
     require_precision,
@@ -386,13 +389,25 @@ def rows(options: argparse.Namespace, here: Place, found: Found) -> Iterator[Row
         except RecipeError as error:
             found.left_out.append(f"{problem}: {error}")
             continue
-        torch.compiler.reset()
         if budget.allows():
+            start_anew(here, mesh)
             yield from _rows_of(problem, options, here, mesh, budget, found)
         else:
             found.left_out.append(f"{problem}: no time left of --timeout {options.timeout}")
-        if here.gpu:
-            torch.cuda.empty_cache()
+
+
+def start_anew(here: Place, mesh: DeviceMesh) -> None:
+    """Forget what was compiled before, and free what it made the ranks share, which would count in the next peak.
+
+    Every rank calls it between two problems, when it has dropped all that is compiled. The memory goes behind a
+    barrier, when no GPU has work left: a rank may still have read its peers'.
+    """
+    torch.compiler.reset()
+    _meet(here)
+    release_shared(mesh.get_group())
+    gc.collect()
+    if here.gpu:
+        torch.cuda.empty_cache()
 
 
 def _rows_of(

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
+from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asynctp_passes import cli, e2e
@@ -67,6 +68,75 @@ def test_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
         assert each["loss"] == pytest.approx(said["rows"][0]["loss"], rel=1e-5)
         assert each["step"] > each["forward"] > 0
     assert [each["fused"] for each in said["rows"]] == [None, None, [8, 0]]
+
+
+# --- what ranks share ------------------------------------------------------------------------------------------------
+def untimed(bench: e2e.Bench, prepared: dict[str, e2e.Prepared], rounds: int) -> None:
+    """In place of `e2e.measure`."""
+    for each in prepared.values():
+        each.times.append((2.0, 1.0))
+        each.hosts.append(1.0)
+
+
+def shared_in_problems(rank: int, world: int, problems: list[tuple[str, str]]) -> list[int | None]:
+    """Bytes that asynctp shares at the end of each problem, taken from `Row.peak_bytes`, which GPUs count them in.
+
+    problems: (batch, the implementation of all calls), interpreted.
+    """
+    from asynctp_kernels import cuda
+
+    patches = {
+        "measure": untimed,
+        "peak_bytes": lambda bench, backend, blocks, held: cuda.shared_bytes(bench.mesh.get_group()),
+    }
+    batches = ",".join(batch for batch, _ in problems)
+    options = e2e.parse(["--blocks", "1", "--backends", "inductor,asynctp", "--batches", batches, *QUICK])
+    with mock.patch.multiple(e2e, **patches):
+        measured = e2e.rows(options, Place(rank, world, torch.device("cpu")), Found())
+        shared = []
+        for _, implementation in problems:
+            with cuda.forced(implementation):
+                base, ours = next(measured), next(measured)
+            assert (base.backend, ours.backend, ours.right, ours.fused) == ("inductor", "asynctp", True, (8, 0))
+            shared.append(ours.peak_bytes)
+        assert list(measured) == []
+    return shared
+
+
+@pytest.mark.ranks
+def test_a_problem_shares_what_it_shares_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has the process to itself, and later ones share no more than that: their calls make all of it anew.
+
+    Signals and two areas, outbox and inbox or landings and their words, each of 2 MiB, the least there is.
+    """
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("ASYNCTP_CPU_IMPLEMENTATION", "interpreted")
+    problems = [("1x16", "decomposed"), ("1x32", "direct"), ("1x16", "decomposed")]
+    assert run_ranks(2, shared_in_problems, problems, timeout_s=240) == [[3 * 2**21] * 3] * 2
+
+
+def test_each_problem_starts_anew_behind_a_barrier(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled is dropped, all ranks have come and are done, and only then memory goes; on a GPU to the end."""
+    said: list[str] = []
+
+    def measured(problem: Problem, *_: Any) -> Iterator[Row]:
+        said.append(str(problem))
+        yield row(problem=problem)
+
+    monkeypatch.setattr(torch.compiler, "reset", lambda: said.append("reset"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("empty"))
+    monkeypatch.setattr(dist, "barrier", lambda: said.append("barrier"))
+    monkeypatch.setattr(e2e, "release_shared", lambda group: said.append(f"release {group.group_name}"))
+    monkeypatch.setattr(e2e.gc, "collect", lambda: said.append("collect"))
+    monkeypatch.setattr(e2e, "_rows_of", measured)
+    monkeypatch.setattr(e2e, "init_device_mesh", lambda *_, **__: mesh)
+    monkeypatch.setattr(e2e, "slowest", lambda value, here: value)
+    options = e2e.parse(["--batches", "1x64,1x32"])
+    assert len(list(e2e.rows(options, Place(0, 1, torch.device("cuda", 0)), Found()))) == 2
+    release = f"release {mesh.get_group().group_name}"
+    anew = ["reset", "synchronize", "barrier", "synchronize", release, "collect", "empty"]
+    assert said == [*anew, "debug fp32 1x64", *anew, "debug fp32 1x32"]
 
 
 # --- right and wrong -------------------------------------------------------------------------------------------------
@@ -128,11 +198,6 @@ def test_in_fp8_all_are_compared_with_bf16(mesh: DeviceMesh, monkeypatch: pytest
         scale, dtype = formats[backend]
         return [lambda x, block=block: block(Rounded.apply(x * scale, dtype) / scale) for block in bench.blocks]
 
-    def measure(bench: e2e.Bench, prepared: dict[str, e2e.Prepared], rounds: int) -> None:
-        for each in prepared.values():
-            each.times.append((2.0, 1.0))
-            each.hosts.append(1.0)
-
     def rows() -> dict[str, Row]:
         found, here = Found(), Place(0, 1, torch.device("cpu"))
         measured = {each.backend: each for each in e2e.rows(options, here, found)}
@@ -141,7 +206,7 @@ def test_in_fp8_all_are_compared_with_bf16(mesh: DeviceMesh, monkeypatch: pytest
 
     without_torchao(monkeypatch)
     monkeypatch.setattr(e2e.Bench, "compiled", compiled)
-    monkeypatch.setattr(e2e, "measure", measure)
+    monkeypatch.setattr(e2e, "measure", untimed)
     options = e2e.parse(["--kinds", "fp8-rowwise", "--blocks", "1", "--batches", "1x16"])
     rounded = rows()
     assert list(rounded) == ["inductor", "intree", "asynctp"]

@@ -295,6 +295,23 @@ def test_peak_memory_counts_what_ranks_share(backend: str, shared: int, monkeypa
     assert recipe.peak_memory(torch.device("cpu"), backend, group) > 1e8
 
 
+def test_what_ranks_share_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one group, by whichever backend."""
+    from torch.distributed import _symmetric_memory
+
+    group: Any = mock.Mock(group_name="tp")
+    kernels = mock.Mock()
+    workspaces = {"tp": torch.zeros(30, dtype=torch.uint8), "dp": torch.zeros(7, dtype=torch.uint8)}
+    monkeypatch.setattr(_symmetric_memory, "_group_name_to_workspace_tensor", workspaces)
+    monkeypatch.setitem(sys.modules, "asynctp_kernels.cuda", kernels)
+    assert recipe.compat.intree_shared_bytes("tp") == 30
+    recipe.release_shared(group)
+    assert [recipe.compat.intree_shared_bytes(name) for name in ("tp", "dp")] == [0, 7]
+    kernels.release.assert_called_once_with(group)
+    monkeypatch.delitem(sys.modules, "asynctp_kernels.cuda")
+    recipe.release_shared(group)  # nothing is shared, or imported
+
+
 def test_tensorboard_gets_the_numbers_of_steps(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -42,6 +42,7 @@ __all__ = [
     "parse_option",
     "peak_memory",
     "place",
+    "release_shared",
     "require",
     "require_output",
     "require_precision",
@@ -164,6 +165,18 @@ def _shared_bytes(backend: str, group: ProcessGroup) -> int:
         return compat.intree_shared_bytes(group.group_name)
     kernels = sys.modules.get("asynctp_kernels.cuda")  # not imported: nothing is shared
     return kernels.shared_bytes(group) if backend == "asynctp" and kernels is not None else 0
+
+
+def release_shared(group: ProcessGroup) -> None:
+    """Free what the ranks of `group` share, whichever backend made it; the next call that needs any makes it anew.
+
+    Every rank calls it, when no GPU has work left that uses it, and no captured graph will. The last references may be
+    in cycles: the memory is gone after a garbage collection.
+    """
+    compat.forget_intree_workspace(group.group_name)
+    kernels = sys.modules.get("asynctp_kernels.cuda")
+    if kernels is not None:
+        kernels.release(group)
 
 
 def traced(step: Callable[[], T], path: Path, device: torch.device) -> tuple[T, profile.Summary]:
