@@ -172,7 +172,7 @@ class Machine:
         makers: the threads on which symmetric memory was made.
         gathered: what NCCL gathers: for each such tensor, that of each rank.
         scattered: what NCCL reduces: for this rank, the part of each rank.
-        records: calls that come again are recorded. recordings: what was, each as its log.
+        records: calls that come again are recorded. recordings: what was, each as its log. urgent: on which priority.
         dry: what is asked for is written down only.
     """
 
@@ -193,6 +193,7 @@ class Machine:
         self.scattered: Sequence[Tensor] = ()
         self.records, self.dry = False, False
         self.recordings: list[list[Entry]] = []
+        self.urgent: list[bool] = []
         self._events = 0
         self._streams = iter([COPY, REDUCE])
 
@@ -236,8 +237,9 @@ class Machine:
         self._events += 1
         return 1000 + self._events
 
-    def record(self, enqueue: Callable[[int], None], cublas: bool) -> Graph:
+    def record(self, enqueue: Callable[[int], None], cublas: bool, urgent: bool) -> Graph:
         """What replaces a recorder."""
+        self.urgent.append(urgent)
         log, self.log, self.dry = self.log, [], True
         try:
             enqueue(GRAPH)

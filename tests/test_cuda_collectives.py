@@ -172,6 +172,28 @@ main   record last""",
     assert not [entry for entry in here.of(Awaited) + here.of(Launched) if STREAMS[entry.stream] == STREAMS[MAIN]]
 
 
+@pytest.mark.parametrize("op", ["gather", "scatter"])
+def test_what_comes_again_is_launched_on_the_copy_stream(op: str, here: Machine) -> None:
+    """As it was enqueued there, behind the call's stream and what is in flight, and with that stream's priority."""
+    here.records = True
+    here.kernels.clear()
+    shard, whole = tensor(8, 64), tensor(32, 64)
+    plan: Any = bulk_gather(shard, here.memory) if op == "gather" else bulk_scatter(whole, "sum", here.memory)
+    if op == "gather":
+        call = plan.tensors(shard, None, (), (), (), None)
+        plan.tensors = lambda *args: call
+    else:
+        plan.new_output = lambda like: shard
+    for number in range(3):
+        here.log.clear()
+        plan.start_bulk(shard if op == "gather" else whole)
+        assert len(here.recordings) == (number > 0)
+        assert [STREAMS[entry.stream] for entry in here.log][:2] == ["main", "copy"]
+        launched = {STREAMS[entry.stream] for entry in here.of(Launched) + here.of(Copied)}
+        assert launched == ({"copy"} if op == "gather" else {"copy", "reduce"})
+    assert here.urgent == [True]
+
+
 # --- calls that follow ---------------------------------------------------------------------------------------------
 def test_a_call_that_stages_first_waits_for_what_is_in_flight(here: Machine) -> None:
     """Its staging is not on the copy stream, and would fill the outbox that the others still read."""

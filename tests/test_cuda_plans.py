@@ -510,6 +510,7 @@ def test_trace_of_a_recorded_gather() -> None:
         for _ in range(2):
             plan.run(call.a_shard, None, call.bs, (), call.biases)
         gathered = here.launched("gemm_kernel").arguments["a1"].address
+        assert here.urgent == [False]
         (here.log,) = here.recordings
         assert_expected_inline(
             here.trace(gathered=gathered),

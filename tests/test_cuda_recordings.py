@@ -27,7 +27,7 @@ class Recorder:
         self.events: list[str] = []
         self.fails, self.flat = "", True
 
-    def record(self, enqueue: Callable[[int], None], cublas: bool) -> Any:
+    def record(self, enqueue: Callable[[int], None], cublas: bool, urgent: bool) -> Any:
         self._event("record")
         return SimpleNamespace(number=self.events.count("record"), flat=self.flat)
 
@@ -60,7 +60,7 @@ def calls(kept: Recordings, here: Recorder, *keys: tuple[Any, ...], cublas: bool
     """What calls of these keys do."""
     here.events.clear()
     for key in keys:
-        kept.run(MAIN, key, cublas, here.enqueue)
+        kept.run(MAIN, key, cublas, False, here.enqueue)
     return here.events
 
 
@@ -140,12 +140,12 @@ def test_where_nothing_can_be_recorded_calls_are_made_and_it_is_said(
 
 
 def test_what_the_call_itself_raises_is_its_own_error(here: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(here, "record", lambda enqueue, cublas: enqueue(1))
+    monkeypatch.setattr(here, "record", lambda enqueue, cublas, urgent: enqueue(1))
     kept = new()
     calls(kept, here, (0, 1))
     here.fails = "enqueue"
     with pytest.raises(CudaError, match="enqueue: no"):
-        kept.run(MAIN, (0, 1), False, here.enqueue)
+        kept.run(MAIN, (0, 1), False, False, here.enqueue)
 
 
 def test_copies_of_several_ranges_are_made_anew(here: Recorder) -> None:

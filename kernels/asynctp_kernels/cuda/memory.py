@@ -235,7 +235,7 @@ class GroupMemory:
         if self.capture:
             enqueue(stream)
         else:
-            self.recordings.run(stream, (plan, *addresses), cublas, enqueue)
+            self.recordings.run(stream, (plan, *addresses), cublas, stream == self.stream, enqueue)
 
     # --- words -------------------------------------------------------------------------------------------
     def _words(self, number: int) -> Words:

@@ -70,10 +70,15 @@ class Recordings:
         self._refused: set[Any] = set()
         self.launched, self._due = 0, LAUNCHES * self.most
 
-    def run(self, stream: int, key: tuple[Any, ...], cublas: bool, enqueue: Enqueue) -> None:
+    def run(self, stream: int, key: tuple[Any, ...], cublas: bool, urgent: bool, enqueue: Enqueue) -> None:
         """Do what `enqueue(stream)` does, which is the same for calls of the same key.
 
-        key: What tells plans apart, and addresses. cublas: It calls that, which the program's settings change.
+        Args:
+            stream: Where.
+            key: The plan's number, then addresses.
+            cublas: It calls that, which the program's settings change.
+            urgent: The stream is one of high priority.
+            enqueue: Called with that stream, or with another one to record.
         """
         if not self.most or key[0] in self._refused:
             enqueue(stream)
@@ -81,7 +86,7 @@ class Recordings:
         if cublas:
             key = (*key, matmul_settings())
         graph = self._graphs.get(key)
-        ready = self._recorded(key, cublas, enqueue) if graph is None else self._shown(key[0], graph)
+        ready = self._recorded(key, cublas, urgent, enqueue) if graph is None else self._shown(key[0], graph)
         if ready is None:
             enqueue(stream)
             return
@@ -100,7 +105,7 @@ class Recordings:
             return None
         return ready
 
-    def _recorded(self, key: tuple[Any, ...], cublas: bool, enqueue: Enqueue) -> driver.Executable | None:
+    def _recorded(self, key: tuple[Any, ...], cublas: bool, urgent: bool, enqueue: Enqueue) -> driver.Executable | None:
         """Record a call that comes again. None: enqueue it."""
         if key not in self._seen:
             if len(self._seen) >= SEEN * self.most:
@@ -113,7 +118,7 @@ class Recordings:
             self.clear()
         self.under_way = True
         try:
-            graph = recorder(self.device).record(enqueue, cublas)
+            graph = recorder(self.device).record(enqueue, cublas, urgent)
         except Exception as error:
             self._give_up(error)
             return None
@@ -162,26 +167,27 @@ class Recorder:
     def _start(self) -> None:
         torch.cuda.set_device(self.device)
         driver.relax_captures()
-        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._streams = [torch.cuda.Stream(self.device, priority=-level) for level in (0, 1)]  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.MemPool()
         self._cublas = False
 
-    def record(self, enqueue: Enqueue, cublas: bool) -> driver.Graph:
+    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool) -> driver.Graph:
         """The graph of what `enqueue(stream)` enqueues on a stream of the recorder's, and on those that join it."""
-        return self._thread.submit(self._record, enqueue, cublas).result()
+        return self._thread.submit(self._record, enqueue, cublas, urgent).result()
 
-    def _record(self, enqueue: Enqueue, cublas: bool) -> driver.Graph:
-        with torch.inference_mode(), torch.cuda.use_mem_pool(self._pool), torch.cuda.stream(self._stream):
+    def _record(self, enqueue: Enqueue, cublas: bool, urgent: bool) -> driver.Graph:
+        stream = self._streams[urgent]
+        with torch.inference_mode(), torch.cuda.use_mem_pool(self._pool), torch.cuda.stream(stream):
             if cublas and not self._cublas:
-                self._make_handles()
-            return driver.record(self._stream.cuda_stream, enqueue)
+                self._make_handles(stream)
+            return driver.record(stream.cuda_stream, enqueue)
 
-    def _make_handles(self) -> None:
+    def _make_handles(self, stream: torch.cuda.Stream) -> None:
         """cuBLAS's handles are of a thread, their workspace of a stream; neither can be made in a capture."""
         one = torch.zeros(16, 16, device=self.device, dtype=torch.bfloat16)
         torch.mm(one, one)
-        self._stream.synchronize()
-        self._cublas = True
+        stream.synchronize()
+        self._cublas = True  # nothing that is urgent calls it
 
 
 @functools.cache
