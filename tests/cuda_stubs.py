@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 SMS = 132
 STREAMS = {0: "main", 101: "copy", 102: "reduce", 109: "graph"}
 MAIN, COPY, REDUCE, GRAPH = STREAMS
-EVENTS = ("start", "running", "end", "reduced", "last", "flown")
+EVENTS = ("start", "running", "end", "reduced", "last", "last_captured", "flown")
 WORDS = MAX_WORLD * MAX_CHUNKS
 FP8 = torch.float8_e4m3fn
 #: Compiled as aligned, but not always: harmless as `test_cuda_compile` shows, since masks forbid wide loads then.
@@ -143,7 +143,7 @@ class Graph:
     """What replaces the driver's. `enqueue` does what was recorded, to the same memory."""
 
     enqueue: Callable[[int], None]
-    flat: bool
+    known: bool
 
 
 class Executable:
@@ -406,6 +406,7 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
         memory: {
             "_share": here.share,
             "_last_call": {},
+            "_turns": {},
             "_flying": {},
             "Board": here.board,
             "_watch": lambda reference: None,

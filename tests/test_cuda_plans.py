@@ -832,11 +832,42 @@ def test_calls_on_two_streams_come_one_after_the_other(here: Machine) -> None:
     assert here.of(Awaited) == [], "a capture cannot wait for an event from outside"
     here.current_stream = MAIN
     run()
-    assert here.of(Awaited) == [Awaited(MAIN, here.memory.last)], "two streams of one capture"
+    assert here.of(Awaited) == [Awaited(MAIN, here.memory.last_captured)], "two streams of one capture"
     here.log.clear()
     here.capturing, here.current_stream = 2, REDUCE
     run()
     assert here.of(Awaited) == [], "nor for one of another capture"
+    here.capturing, here.current_stream = 0, MAIN
+    run()
+    assert here.of(Awaited) == [Awaited(MAIN, here.memory.last)], "the eager call before the captures"
+
+
+def test_calls_of_two_threads_come_one_after_the_other(recording: Machine) -> None:
+    """One that is between its begin and its end holds back the other, which then waits for its end."""
+    plan = PLANS["gather-direct"](recording)
+    plan()
+    recording.log.clear()
+    enqueue, entered, go_on = recording.memory.run, threading.Event(), threading.Event()
+
+    def slowly(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            assert go_on.wait(10)
+        enqueue(*args)
+
+    recording.memory.run = slowly  # type: ignore[method-assign]
+    first = threading.Thread(target=plan)
+    first.start()
+    assert entered.wait(10)
+    second = threading.Thread(target=plan)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    assert recording.of(Launched) == []
+    go_on.set()
+    for thread in (first, second):
+        thread.join(10)
+    assert [type(entry) for entry in recording.log] == [Launched, Recorded] * 2
 
 
 # --- bounded waits -----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from asynctp_kernels.cuda.driver import CudaError
 from asynctp_kernels.cuda.recordings import Recordings
 
 MAIN = 0
+KERNEL, COPY, SET, EVENT, WORDS = (0, 0), (1, 1), (2, 1), (6, 0), (12, 0)
 
 
 class Recorder:
@@ -25,11 +26,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.fails, self.flat = "", True
+        self.fails, self.known = "", True
 
     def record(self, enqueue: Callable[[int], None], cublas: bool, urgent: bool) -> Any:
         self._event("record")
-        return SimpleNamespace(number=self.events.count("record"), flat=self.flat)
+        return SimpleNamespace(number=self.events.count("record"), known=self.known)
 
     def ready(self) -> Any:
         def show(graph: Any) -> None:
@@ -99,15 +100,23 @@ def test_a_setting_of_the_program_that_cublas_reads_makes_another_call(
 
 
 def test_no_more_are_kept_than_asked_for(here: Recorder) -> None:
-    """While those that there are pay; when they have, they make room."""
+    """Until so many calls have been turned away that others are worth more; then all make room."""
     kept = new(most=2)
     calls(kept, here, *[(0, address) for address in (1, 1, 2, 2)])
-    assert calls(kept, here, (0, 3), (0, 3), (0, 3)) == ["enqueue"] * 3
+    turned_away = recordings.TURNED_AWAY * 2
+    assert calls(kept, here, *[(0, 3)] * turned_away, (0, 1)) == [*["enqueue"] * turned_away, "show 1", "launch"]
     assert len(kept) == 2
-    calls(kept, here, *[(0, 1)] * (recordings.LAUNCHES * 2))
-    assert calls(kept, here, (0, 3))[0] == "record"
+    assert calls(kept, here, (0, 3), (0, 3)) == ["record", "show 1", "launch", "show 1", "launch"]
     assert len(kept) == 1
     assert calls(kept, here, (0, 1)) == ["enqueue"]
+
+
+def test_a_program_that_goes_on_to_other_addresses_is_recorded_again(here: Recorder) -> None:
+    kept = new(most=8)
+    calls(kept, here, *[(0, address) for address in range(8) for _ in range(2)])
+    later = [(1, address) for _ in range(50) for address in range(4)]
+    assert calls(kept, here, *later)[-7::2] == ["launch"] * 4
+    assert len(kept) == 4
 
 
 def test_addresses_that_never_come_again_are_forgotten(here: Recorder) -> None:
@@ -118,25 +127,29 @@ def test_addresses_that_never_come_again_are_forgotten(here: Recorder) -> None:
 
 
 def test_a_gpu_has_only_some_executable_graphs(here: Recorder) -> None:
+    """Plans beyond that enqueue, and those that have one keep it."""
     kept = new()
-    for plan in range(recordings.MAX_READY + 3):
+    plans = range(recordings.MAX_READY + 3)
+    for plan in plans:
         calls(kept, here, (plan, 1), (plan, 1))
-    assert len(kept._ready) == recordings.MAX_READY
-    assert calls(kept, here, (0, 1)) == ["show 1", "launch"]
+    assert [calls(kept, here, (plan, 1))[-1] for plan in plans] == ["launch"] * recordings.MAX_READY + ["enqueue"] * 3
     assert len(kept._ready) == recordings.MAX_READY
 
 
 @pytest.mark.parametrize("fails", ["record", "show"])
-def test_where_nothing_can_be_recorded_calls_are_made_and_it_is_said(
+def test_what_cannot_be_recorded_is_made_anew_and_it_is_said(
     fails: str, here: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Once for a plan; other plans, which may need less memory, are recorded."""
     kept, here.fails = new(), fails
     assert calls(kept, here, (0, 1), (0, 1))[-1] == "enqueue"
-    assert f"cannot record them ({fails}" in caplog.text
+    assert f"are made anew each time, which takes the host longer: {fails}" in caplog.text
     caplog.clear()
-    assert calls(kept, here, (0, 1), (0, 1), (0, 1)) == ["enqueue"] * 3
+    here.fails = ""
+    assert calls(kept, here, (0, 1), (0, 1), (0, 2), (0, 2)) == ["enqueue"] * 4
     assert caplog.text == ""
     assert not kept.under_way
+    assert calls(kept, here, (1, 1), (1, 1))[-1] == "launch"
 
 
 def test_what_the_call_itself_raises_is_its_own_error(here: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,12 +161,12 @@ def test_what_the_call_itself_raises_is_its_own_error(here: Recorder, monkeypatc
         kept.run(MAIN, (0, 1), False, False, here.enqueue)
 
 
-def test_copies_of_several_ranges_are_made_anew(here: Recorder) -> None:
+def test_what_cannot_be_brought_up_to_date_is_not_recorded(here: Recorder) -> None:
     """Of calls of that plan, whatever their addresses, until what was recorded is forgotten."""
-    kept, here.flat = new(), False
+    kept, here.known = new(), False
     assert calls(kept, here, *[(0, 1)] * 3, *[(0, 2)] * 3) == ["enqueue", "record", *["enqueue"] * 5]
     assert (len(kept), len(kept._seen)) == (0, 0)
-    here.flat = True
+    here.known = True
     assert calls(kept, here, (7, 1), (7, 1)) == ["enqueue", "record", "show 1", "launch"]
 
 
@@ -165,20 +178,51 @@ def test_none_are_kept_if_the_program_says_so(here: Recorder, monkeypatch: pytes
         new()
 
 
-def test_none_are_kept_where_memory_is_the_drivers(here: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_are_kept_where_freed_memory_is_not(here: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked each time: a program may turn the allocator's cache off."""
+    kept = new()
     monkeypatch.setattr(driver, "can_record", lambda: False)
-    assert new().most == 0
+    assert calls(kept, here, (0, 1), (0, 1), (0, 1)) == ["enqueue"] * 3
+    monkeypatch.setattr(driver, "can_record", lambda: True)
+    assert calls(kept, here, (0, 1))[0] == "record"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "keeps"),
+    [
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", True),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64", False),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", False),
+    ],
+)
+def test_allocators_that_keep_freed_memory(name: str, value: str, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: True, raising=False)
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        monkeypatch.delenv(each, raising=False)
+    assert driver.can_record()
+    monkeypatch.setenv(name, value)
+    assert driver.can_record() == keeps
+
+
+def test_an_allocator_of_the_drivers_or_without_a_cache_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert not driver.can_record()
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: False, raising=False)
+    assert not driver.can_record()
 
 
 # --- the driver ----------------------------------------------------------------------------------------------------
 class Library:
     """libcuda, as far as graphs go. `codes` are what functions give; 0 where nothing is said.
 
-    heights: a copy node of so many rows each, behind a kernel node: nodes 1, 2, ... of every graph.
+    nodes: numbers 1, 2, ... of every graph: kinds, and of copies and memory that is set how many rows they have.
     """
 
-    def __init__(self, heights: Sequence[int] = (), **codes: int) -> None:
-        self.codes, self.log, self.made, self.heights = codes, [], 0, heights
+    def __init__(self, nodes: Sequence[tuple[int, int]] = (), **codes: int) -> None:
+        self.codes, self.log, self.made, self.nodes = codes, [], 0, nodes
         self.set: list[tuple[int, list[int]]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -186,7 +230,7 @@ class Library:
             raise AttributeError(name)
 
         def function(*args: Any) -> int:
-            if name.startswith(("cuGraphGet", "cuGraphNode", "cuGraphMemcpy")):
+            if name.startswith(("cuGraphGet", "cuGraphNode", "cuGraphMem")):
                 return self._node(name, *args)
             self.log.append(name.removeprefix("cu").removesuffix("_v2"))
             if name in ("cuStreamEndCapture", "cuGraphInstantiateWithFlags"):
@@ -198,15 +242,19 @@ class Library:
 
     def _node(self, name: str, node: Any, given: Any, count: Any = None) -> int:
         if name == "cuGraphGetNodes":
-            for i in range(len(self.heights) + 1) if given else ():
+            for i in range(len(self.nodes)) if given else ():
                 given[i] = i + 1
-            count._obj.value = len(self.heights) + 1
-        elif name == "cuGraphNodeGetType":
-            given._obj.value = int(node.value > 1)
+            count._obj.value = len(self.nodes)
+            return 0
+        kind, rows = self.nodes[getattr(node, "value", node) - 1]
+        if name == "cuGraphNodeGetType":
+            given._obj.value = kind
         elif name == "cuGraphMemcpyNodeGetParams":
-            given._obj[:] = [*range(22), 64, self.heights[node.value - 2], 1]
+            given._obj[:] = [*range(22), 64, rows, 1]
+        elif name == "cuGraphMemsetNodeGetParams":
+            given._obj[:] = [*range(4), rows]
         else:
-            self.log.append("set copy")
+            self.log.append(name.removeprefix("cuGraph").removesuffix("NodeSetParams"))
             self.set.append((node, list(given)))
         return 0
 
@@ -216,11 +264,14 @@ def library() -> Iterator[Callable[..., Library]]:
     with mock.patch.object(driver, "_message", lambda code: f"code {code}"):
         patches = []
 
-        def make(heights: Sequence[int] = (), **codes: int) -> Library:
-            made = Library(heights, **codes)
+        def make(nodes: Sequence[tuple[int, int]] = (), **codes: int) -> Library:
+            made = Library(nodes, **codes)
             fresh = {
                 "library": lambda: made,
-                "_set_copy": driver._function("cuGraphMemcpyNodeSetParams", ctypes.c_void_p, ctypes.c_void_p),
+                "_MOVING": {
+                    kind: (read, driver._function(read.replace("Get", "Set"), *[ctypes.c_void_p] * 2), *rest)
+                    for kind, (read, _, *rest) in driver._MOVING.items()
+                },
                 "_graph_launch": driver._function("cuGraphLaunch", ctypes.c_void_p, ctypes.c_void_p),
             }
             for name, value in fresh.items():
@@ -271,23 +322,26 @@ def test_graphs_of_one_plan_are_shown_in_turn_by_one_executable(library: Callabl
 
 def test_copies_are_set_anew_for_every_launch(library: Callable[..., Library]) -> None:
     """The driver keeps what memory was at their addresses, and uses that."""
-    made = library(heights=(1, 1))
+    made = library(nodes=(KERNEL, COPY, EVENT, WORDS, SET, COPY))
     graph = driver.Graph(11)
     ready = driver.Executable()
-    assert graph.flat
+    assert graph.known
     for _ in range(2):
         ready.show(graph)
         ready.launch(7)
     assert made.log == [
-        "set copy", "set copy", "GraphInstantiateWithFlags", "GraphLaunch",
-        "set copy", "set copy", "GraphExecUpdate", "GraphLaunch",
+        "Memcpy", "Memset", "Memcpy", "GraphInstantiateWithFlags", "GraphLaunch",
+        "Memcpy", "Memset", "Memcpy", "GraphExecUpdate", "GraphLaunch",
     ]  # fmt: skip
-    assert made.set == [(node, [*range(22), 64, 1, 1]) for node in (2, 3, 2, 3)]
+    copy, memory = [*range(22), 64, 1, 1], [*range(4), 1]
+    assert made.set == [(2, copy), (5, memory), (6, copy)] * 2
 
 
-def test_copies_of_several_rows_are_told_apart(library: Callable[..., Library]) -> None:
-    library(heights=(1, 2))
-    assert not driver.Graph(11).flat
+@pytest.mark.parametrize("node", [(1, 2), (2, 2), (3, 0), (4, 0), (7, 0), (8, 0), (10, 0), (13, 0), (99, 0)])
+def test_what_else_there_is_in_a_graph_is_not_known(node: tuple[int, int], library: Callable[..., Library]) -> None:
+    """Several rows; calls of the host, graphs in graphs, records of events, semaphores, allocations, conditions."""
+    library(nodes=(KERNEL, COPY, node))
+    assert not driver.Graph(11).known
 
 
 def test_what_cannot_be_brought_up_to_date_is_made_anew(library: Callable[..., Library]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -46,13 +47,37 @@ def current_raw_stream(device_index: int) -> int:
 
 
 def matmul_settings() -> tuple[Any, ...]:
-    """The program's settings that change what cuBLAS computes: a precision of fp32, and how it may add."""
+    """The program's settings that change which matmul runs: precision of fp32, how it may add, SMs, library, tuning."""
     c = torch._C
     return (
         c._get_fp32_precision_getter("cuda", "matmul"),
         c._get_cublas_allow_fp16_reduced_precision_reduction(),
         c._get_cublas_allow_bf16_reduced_precision_reduction(),
         c._get_cublas_allow_fp16_accumulation(),
+        c._get_sm_carveout_experimental(),
+        c._get_blas_preferred_backend(),
+        c._get_deterministic_algorithms(),
+        _tunes(),
+    )
+
+
+#: whether TunableOp is on; torch without CUDA has none
+_tunes: Callable[[], bool] = getattr(torch._C, "_cuda_tunableop_is_enabled", bool)
+
+
+def keeps_freed_memory() -> bool:
+    """Whether PyTorch's allocator keeps memory of a pool that is freed, for the next who asks for some of that pool.
+
+    Not so with the driver's own allocator, without caching, and, should memory run out, with `max_split_size_mb`.
+    torch before 2.12 does not tell of `caching_allocator_enable(False)`.
+    """
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    caches = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: True)
+    return (
+        torch.cuda.get_allocator_backend() == "native"
+        and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
+        and "max_split_size_mb" not in settings
+        and caches()
     )
 
 

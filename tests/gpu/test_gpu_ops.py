@@ -95,6 +95,7 @@ def check_stress(found: Sequence[dict[str, Any]]) -> None:
     assert result["calls"] >= CALLS
     assert result["prepared"] >= 300
     assert result["replayed"] > 0
+    assert result["recorded"] > result["calls"] / 2
 
 
 @RANKS

@@ -338,7 +338,7 @@ def _refused_world(world: int) -> dict[str, str]:
 
 def _keep(memory: GroupMemory, key: object, plan: Any) -> Any:
     """Remember a plan; with dynamic shapes there are many, so they are all forgotten now and then."""
-    if len(memory.plans) >= MAX_PLANS:
+    if len(memory.plans) >= MAX_PLANS and not driver.capturing():
         memory.plans.clear()
         memory.recordings.clear()
     memory.plans[key] = plan

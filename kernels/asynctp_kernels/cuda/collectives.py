@@ -60,10 +60,11 @@ class BulkGather(Pulled):
         """Enqueue everything; `shard` [m, n] gives [world * m, n]."""
         memory, stream = self.memory, driver.current_stream(self.device_index)
         call = self.tensors(shard, None, (), (), (), None)
-        memory.begin(stream)
-        memory.fork(stream)
-        memory.run(memory.stream, self.number, call.addresses(), False, lambda side: self.copy(side, call))
-        return Bulk(call.full, call.shard, stream, memory.in_flight(stream))
+        with memory.turn:
+            memory.begin(stream)
+            memory.fork(stream)
+            memory.run(memory.stream, self.number, call.addresses(), False, lambda side: self.copy(side, call))
+            return Bulk(call.full, call.shard, stream, memory.in_flight(stream))
 
 
 class BulkScatter(Pushed):
@@ -85,11 +86,12 @@ class BulkScatter(Pushed):
         memory, stream = self.memory, driver.current_stream(self.device_index)
         whole = aligned(whole)
         out = self.new_output(whole)
-        memory.begin(stream)
-        memory.fork(stream)
         addresses = (whole.data_ptr(), out.data_ptr())
-        memory.run(memory.stream, self.number, addresses, False, lambda side: self._move(side, whole, out))
-        return Bulk(out, whole, stream, memory.in_flight(stream))
+        with memory.turn:
+            memory.begin(stream)
+            memory.fork(stream)
+            memory.run(memory.stream, self.number, addresses, False, lambda side: self._move(side, whole, out))
+            return Bulk(out, whole, stream, memory.in_flight(stream))
 
     def _move(self, side: int, whole: Tensor, out: Tensor) -> None:
         memory = self.memory

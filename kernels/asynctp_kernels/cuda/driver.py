@@ -1,9 +1,10 @@
-"""The few CUDA driver calls that an overlapped op needs, through ctypes: copies, stream memory operations, events.
+"""The few CUDA driver calls that an overlapped op needs, through ctypes: copies, stream memory operations, events, and
+graphs of these and of kernels.
 
 Addresses, streams and events are plain integers. Each call costs about a microsecond of host time, which is why these
 are not torch calls: an op makes a dozen of them. A failed call raises `CudaError` with the driver's own message.
 
-Source: CUDA Driver API, "Stream Memory Operations", "Memory Management", "Event Management".
+Source: CUDA Driver API, "Stream Memory Operations", "Memory Management", "Event Management", "Graph Management".
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import current_raw_stream, symmetric_empty, symmetric_rendezvous
+from asynctp_kernels.compat import current_raw_stream, keeps_freed_memory, symmetric_empty, symmetric_rendezvous
 from asynctp_kernels.errors import SymmetricMemoryError
 
 T = TypeVar("T")
@@ -220,35 +221,49 @@ class Graph:
     A copy in a graph is of the memory that was at its addresses when they were last set, which need not be the memory
     that is there now: PyTorch's allocator may have given it back meanwhile, and got other memory at the same place.
     (Launched then, a copy from another GPU was an "unspecified launch failure" on 2 x H200, CUDA 13.0, 2026-11-22.) So
-    copies are set anew before every launch.
+    copies, and memory that is set, are set anew before every launch. Kernels know addresses only.
 
     Args:
         handle: CUgraph; destroyed with this.
+
+    Attributes:
+        known: Nothing is in it but kernels, waits, words, and copies of one range of bytes: others cannot be brought
+            up to date in an executable graph.
     """
 
-    __slots__ = ("_copies", "handle")
+    __slots__ = ("_moves", "handle", "known")
 
     def __init__(self, handle: int) -> None:
-        self.handle = handle
-        self._copies = [(node, _copy_params(node)) for node in _nodes(handle) if _node_type(node) == _COPY_NODE]
-
-    @property
-    def flat(self) -> bool:
-        """All copies are of one range of bytes: others cannot be brought up to date in an executable graph."""
-        return all(params[-2:] == [1, 1] for _, params in self._copies)
+        self.handle, self.known = handle, True
+        self._moves: list[tuple[Callable[..., None], int, Any]] = []
+        for node in _nodes(handle):
+            kind = _node_kind(node)
+            if kind in _MOVING:
+                read, write, words, one_range = _MOVING[kind]
+                params = (_u64 * words)()
+                call(read, _ref(node), ctypes.byref(params))
+                self._moves.append((write, node, params))
+                self.known &= params[-len(one_range) :] == one_range
+            else:
+                self.known &= kind in _FIXED
 
     def refresh(self) -> None:
         """Let copies be of what is at their addresses now."""
-        for node, params in self._copies:
-            _set_copy(node, params)
+        for write, node, params in self._moves:
+            write(node, params)
 
     def __del__(self) -> None:
         library().cuGraphDestroy(_ref(self.handle))  # at the end of a program there may be nothing left to destroy
 
 
-_COPY_NODE = 1
-_CopyParams = _u64 * 25  # CUDA_MEMCPY3D, the last two words of which are rows and slices
-_set_copy = _function("cuGraphMemcpyNodeSetParams", _ref, _ref)
+#: kinds of nodes that hold memory: how to read and to write their parameters, how many words these have, and what the
+#: last ones are for one range of bytes (CUDA_MEMCPY3D: rows, slices; CUDA_MEMSET_NODE_PARAMS: rows)
+_MOVING: dict[int, tuple[str, Callable[..., None], int, list[int]]] = {
+    1: ("cuGraphMemcpyNodeGetParams", _function("cuGraphMemcpyNodeSetParams", _ref, _ref), 25, [1, 1]),
+    2: ("cuGraphMemsetNodeGetParams", _function("cuGraphMemsetNodeSetParams", _ref, _ref), 5, [1]),
+}
+#: kernels, nothing, waits for events, batches of stream memory operations
+_FIXED = {0, 5, 6, 12}
 
 
 def _nodes(graph: int) -> list[int]:
@@ -259,16 +274,10 @@ def _nodes(graph: int) -> list[int]:
     return [node or 0 for node in nodes]
 
 
-def _node_type(node: int) -> int:
+def _node_kind(node: int) -> int:
     kind = ctypes.c_int()
     call("cuGraphNodeGetType", _ref(node), ctypes.byref(kind))
     return kind.value
-
-
-def _copy_params(node: int) -> ctypes.Array[ctypes.c_uint64]:
-    params = _CopyParams()
-    call("cuGraphMemcpyNodeGetParams", _ref(node), ctypes.byref(params))
-    return params
 
 
 class Executable:
@@ -329,8 +338,8 @@ def record(stream: int, enqueue: Callable[[int], None]) -> Graph:
 
 
 def can_record() -> bool:
-    """Whether what is allocated during a capture is memory as any other: the driver's allocator makes nodes of it."""
-    return torch.cuda.get_allocator_backend() == "native"
+    """Whether temporaries of a recording stay its own."""
+    return keeps_freed_memory()
 
 
 def driver_version() -> int:
@@ -372,9 +381,9 @@ def relax_captures() -> None:
 
 
 # --- the device -----------------------------------------------------------------------------------------------------
-def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of high priority, so that a copy is not queued behind anything."""
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+def new_stream(device: torch.device, urgent: bool = True) -> torch.cuda.Stream:
+    """A stream. urgent: of high priority, so that a copy is not queued behind anything."""
+    return torch.cuda.Stream(device, priority=-int(urgent))  # type: ignore[no-untyped-call]
 
 
 def current_stream(index: int) -> int:

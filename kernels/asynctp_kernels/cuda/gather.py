@@ -189,11 +189,12 @@ class GatherPlan:
     ) -> list[Tensor]:
         memory, stream = self.memory, driver.current_stream(self.device_index)
         call = self.tensors(a_shard, a_scale, bs, b_scales, biases, along)
-        memory.begin(stream)
-        if self.stage_first:
-            memory.land(stream)
-        memory.run(stream, self.number, call.addresses(), self.cublas, lambda at: self.enqueue(at, call))
-        memory.ended(stream)
+        with memory.turn:
+            memory.begin(stream)
+            if self.stage_first:
+                memory.land(stream)
+            memory.run(stream, self.number, call.addresses(), self.cublas, lambda at: self.enqueue(at, call))
+            memory.ended(stream)
         return self.results(call)
 
 

@@ -74,32 +74,6 @@ def wait_event(stream: int, event: int) -> None:
     """What is before it is done."""
 
 
-def wait_event_at_launch(stream: int, event: int) -> None:
-    """Nothing is recorded here."""
-    raise NotImplementedError
-
-
-class Graph:
-    """Nothing is recorded here."""
-
-    flat = True
-
-
-class Executable:
-    """Nothing is recorded here."""
-
-    def show(self, graph: Graph) -> None:
-        raise NotImplementedError
-
-    def launch(self, stream: int) -> None:
-        raise NotImplementedError
-
-
-def record(stream: int, enqueue: Callable[[int], None]) -> Graph:
-    """Nothing is recorded here."""
-    raise NotImplementedError
-
-
 def can_record() -> bool:
     """Calls do their work before they return."""
     return False

@@ -60,8 +60,10 @@ _WORD = 4
 _STAGE_OFFSET = 4096  # bytes from the start of the signals to the staging words
 _GRANULE = 1 << 21
 
-#: per device: the last call's (stream, its capture or 0) and the event of its end
-_last_call: dict[torch.device, tuple[tuple[int, int], int]] = {}
+#: per device, and whether captured: the last call's (stream, its capture or 0) and the event of its end
+_last_call: dict[tuple[torch.device, bool], tuple[tuple[int, int], int]] = {}
+#: per device: see `GroupMemory.turn`
+_turns: dict[torch.device, threading.Lock] = {}
 #: per device: the last result that was left in flight, as (number of the group's memory, capture or 0, event)
 _flying: dict[torch.device, tuple[int, int, int]] = {}
 _numbers, _plan_numbers = itertools.count(), itertools.count()
@@ -100,7 +102,9 @@ class GroupMemory:
 
     Attributes:
         rank, world: of the group.
-        stream: the copy stream's handle; high priority, so that a copy is not queued behind anything.
+        stream, reducer: handles of the copy stream and the reducer's; of high priority, so that nothing is queued
+            behind other work.
+        turn: held from `begin` to `ended`, so that calls of several threads come one after the other on a device.
         generation: counts growth: a plan that holds addresses is stale when this differs.
         failure: why the memory must not be used again.
         captured: a call has been captured in a CUDA graph of the program's.
@@ -130,7 +134,9 @@ class GroupMemory:
         self._group = weakref.ref(of_group)
         self.stream: int = self.torch_stream.cuda_stream
         self.reducer: int = self.torch_reducer.cuda_stream
-        self.start, self.running, self.end, self.reduced, self.last = (driver.new_event() for _ in range(5))
+        self.start, self.running, self.end, self.reduced = (driver.new_event() for _ in range(4))
+        self.last, self.last_captured = driver.new_event(), driver.new_event()  # ends of calls
+        self.turn = _turns.setdefault(self.device, threading.Lock())
         self.flown = driver.new_event()  # of what was last left in flight
         self.recordings = Recordings(self.device)
         self.number = next(_numbers)
@@ -186,14 +192,15 @@ class GroupMemory:
         if self.failure is not None:
             raise SymmetricMemoryError(self._out_of_step())
         here = (stream, driver.capture_id(stream) if driver.capturing() else 0)
-        last, flying = _last_call.get(self.device), _flying.get(self.device)
         self.capture = here[1]
+        place = (self.device, self.capture != 0)
+        last, flying = _last_call.get(place), _flying.get(self.device)
         self.captured |= here[1] != 0
         if flying is not None and flying[0] != self.number and flying[1] == self.capture:
             driver.wait_event(stream, flying[2])
         if last is not None and last[0] != here and last[0][1] == here[1]:
             driver.wait_event(stream, last[1])
-        _last_call[self.device] = (here, self.last)
+        _last_call[place] = (here, self.last_captured if self.capture else self.last)
 
     def ended(self, stream: int) -> None:
         """Remember where this call ends, for `begin`.
@@ -201,7 +208,7 @@ class GroupMemory:
         Raises:
             PeerTimeout: The call is over, not only enqueued, and a wait of it ran out.
         """
-        driver.record_event(self.last, stream)
+        driver.record_event(self.last_captured if self.capture else self.last, stream)
         if driver.IN_ORDER and (error := self.look(self.status)) is not None:
             raise error
 

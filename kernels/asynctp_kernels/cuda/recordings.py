@@ -16,7 +16,8 @@ What makes a recording as sound as the call itself:
   no memory alive: it is launched only with tensors that are where it reads and writes, and its copies are told so
   (`driver.Graph`). Copies of several ranges, as of gathers along dim 1, cannot be: calls with such are not recorded.
 - *Temporaries* that cuBLAS and conversions take on the way come from a pool of this module's, which is never given
-  back, as does cuBLAS's workspace for the recorder's stream. Calls that use them do not overlap on a device (`memory`).
+  back, as does cuBLAS's workspace for the recorder's stream; where the allocator cannot promise that, nothing is
+  recorded (`driver.can_record`). Calls that use them come one after the other on a device (`GroupMemory.turn`).
 - *Order.* In a recording the copy stream and the reducer are branches of the graph, not those streams. Both wait for
   what the group has in flight on the streams (`GroupMemory.behind_flights`), by an event that each launch looks up
   anew. All else that orders calls is outside of a recording.
@@ -47,9 +48,10 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "ASYNCTP_RECORDED_CALLS"
 MAX_RECORDED = 4096  # of a model of 100 layers, and some 20 KB each
-#: addresses of calls that are remembered, and launches until recordings are worth making anew, for each recording
-SEEN, LAUNCHES = 2, 10
-MAX_READY = 128  # executable graphs of one group
+MAX_READY = 128  # executable graphs of one group, some 100 KB of a GPU each
+#: for each recording that is kept: addresses of calls that are remembered, and calls that are turned away for want of
+#: room until all are forgotten to make some
+SEEN, TURNED_AWAY = 2, 10
 Enqueue = Callable[[int], None]
 
 
@@ -63,12 +65,13 @@ class Recordings:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.most, self.under_way = device, _most() if driver.can_record() else 0, False
+        self.device, self.most, self.under_way = device, _most(), False
+        self.launched = 0
         self._graphs: dict[tuple[Any, ...], driver.Graph] = {}
         self._ready: dict[Any, driver.Executable] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self._refused: set[Any] = set()
-        self.launched, self._due = 0, LAUNCHES * self.most
+        self._turned_away = 0
 
     def run(self, stream: int, key: tuple[Any, ...], cublas: bool, urgent: bool, enqueue: Enqueue) -> None:
         """Do what `enqueue(stream)` does, which is the same for calls of the same key.
@@ -94,48 +97,54 @@ class Recordings:
         ready.launch(stream)
 
     def _shown(self, plan: Any, graph: driver.Graph) -> driver.Executable | None:
+        """The plan's executable, of this graph. None: enqueue."""
         if (ready := self._ready.get(plan)) is None:
-            if len(self._ready) >= MAX_READY:
-                del self._ready[next(iter(self._ready))]
             ready = self._ready[plan] = driver.Executable()
         try:
             ready.show(graph)
         except SymmetricMemoryError as error:
-            self._give_up(error)
+            self._refuse(plan, error)
             return None
         return ready
 
     def _recorded(self, key: tuple[Any, ...], cublas: bool, urgent: bool, enqueue: Enqueue) -> driver.Executable | None:
-        """Record a call that comes again. None: enqueue it."""
+        """Record a call that comes again. None: enqueue."""
         if key not in self._seen:
             if len(self._seen) >= SEEN * self.most:
                 self._seen.clear()
             self._seen.add(key)
             return None
-        if len(self._graphs) >= self.most:
-            if self.launched < self._due:
-                return None
-            self.clear()
+        if not driver.can_record() or not self._room(key[0]):
+            return None
         self.under_way = True
         try:
             graph = recorder(self.device).record(enqueue, cublas, urgent)
         except Exception as error:
-            self._give_up(error)
+            self._refuse(key[0], error)
             return None
         finally:
             self.under_way = False
         self._seen.discard(key)
-        if not graph.flat:
+        if not graph.known:
             self._refused.add(key[0])
             return None
         self._graphs[key] = graph
         return self._shown(key[0], graph)
 
-    def _give_up(self, error: Exception) -> None:
-        """Nothing of the call has run: it can still be made as it always could."""
-        self.most = 0
+    def _room(self, plan: Any) -> bool:
+        """Whether one more can be kept; who is turned away often enough gets room by all others' being forgotten."""
+        if len(self._graphs) < self.most and (plan in self._ready or len(self._ready) < MAX_READY):
+            return True
+        self._turned_away += 1
+        if self._turned_away < TURNED_AWAY * self.most:
+            return False
         self.clear()
-        log.warning("asynctp makes every call anew, which takes more host time: it cannot record them (%s)", error)
+        return True
+
+    def _refuse(self, plan: Any, error: Exception) -> None:
+        """Nothing of the call has run: it, and others of its plan, can still be made as they always could."""
+        self._refused.add(plan)
+        log.warning("calls of one shape are made anew each time, which takes the host longer: %s", error)
 
     def clear(self) -> None:
         """Forget all, since what they refer to has gone, or to make room."""
@@ -143,7 +152,7 @@ class Recordings:
         self._ready.clear()
         self._seen.clear()
         self._refused.clear()
-        self._due = self.launched + LAUNCHES * self.most
+        self._turned_away = 0
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -167,23 +176,27 @@ class Recorder:
     def _start(self) -> None:
         torch.cuda.set_device(self.device)
         driver.relax_captures()
-        self._streams = [torch.cuda.Stream(self.device, priority=-level) for level in (0, 1)]  # type: ignore[no-untyped-call]
+        self._streams = [driver.new_stream(self.device, urgent) for urgent in (False, True)]
         self._pool = torch.cuda.MemPool()
         self._cublas = False
 
     def record(self, enqueue: Enqueue, cublas: bool, urgent: bool) -> driver.Graph:
         """The graph of what `enqueue(stream)` enqueues on a stream of the recorder's, and on those that join it."""
-        return self._thread.submit(self._record, enqueue, cublas, urgent).result()
+        return self._thread.submit(self._record, [enqueue], cublas, urgent).result()
 
-    def _record(self, enqueue: Enqueue, cublas: bool, urgent: bool) -> driver.Graph:
+    def _record(self, only: list[Enqueue], cublas: bool, urgent: bool) -> driver.Graph:
+        """`only`: emptied here, so that nothing keeps the call's tensors longer."""
         stream = self._streams[urgent]
         with torch.inference_mode(), torch.cuda.use_mem_pool(self._pool), torch.cuda.stream(stream):
             if cublas and not self._cublas:
                 self._make_handles(stream)
-            return driver.record(stream.cuda_stream, enqueue)
+            return driver.record(stream.cuda_stream, only.pop())
 
     def _make_handles(self, stream: torch.cuda.Stream) -> None:
-        """cuBLAS's handles are of a thread, their workspace of a stream; neither can be made in a capture."""
+        """cuBLAS's handles are of a thread, and cannot be made in a capture.
+
+        Its workspace for a stream is made anew if the program has all cleared: in a capture then, from the same pool.
+        """
         one = torch.zeros(16, 16, device=self.device, dtype=torch.bfloat16)
         torch.mm(one, one)
         stream.synchronize()

@@ -202,9 +202,10 @@ class ScatterPlan:
     ) -> Tensor:
         memory, stream = self.memory, driver.current_stream(self.device_index)
         call = self.tensors(a_parts, b_parts, a_scales, b_scales, biases)
-        memory.begin(stream)
-        memory.run(stream, self.number, call.addresses(), self.cublas, lambda at: self.enqueue(at, call))
-        memory.ended(stream)
+        with memory.turn:
+            memory.begin(stream)
+            memory.run(stream, self.number, call.addresses(), self.cublas, lambda at: self.enqueue(at, call))
+            memory.ended(stream)
         return call.out
 
 
