@@ -127,6 +127,7 @@ class Recordings:
         self._seen.discard(key)
         if not graph.known:
             self._refused.add(key[0])
+            log.info("calls of one shape are made anew each time: a graph of them could not be brought up to date")
             return None
         self._graphs[key] = graph
         return self._shown(key[0], graph)
