@@ -37,12 +37,6 @@ def process_group_size(group: Any) -> int:
     return size
 
 
-def exact_strides_tag() -> torch.Tag:
-    """The tag that makes Inductor pass an op's inputs with the strides they have in the traced program."""
-    tag: torch.Tag = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
-    return tag
-
-
 def scaled_mm(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast: bool
 ) -> Tensor:

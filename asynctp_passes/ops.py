@@ -697,7 +697,7 @@ def _register() -> Any:
     library: Any = torch.library.Library("asynctp", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name, schema in OPS.items():
         real, fake, backward, setup_context = _IMPLEMENTATIONS[name]
-        library.define(name + schema, tags=(compat.exact_strides_tag(),))
+        library.define(name + schema, tags=(torch.Tag.needs_exact_strides,))
         for key in ("CPU", "CUDA"):
             library.impl(name, real, key)
         torch.library.register_fake(f"asynctp::{name}", fake, lib=library)

@@ -43,7 +43,7 @@ from asynctp_passes.demo.model import Block, ModelSizes, block_plan
 SIZES = ModelSizes(vocabulary=32, width=16, hidden=32, heads=4, layers=1, sequence=8)
 
 #: Inductor calls aten's kernels instead of compiling C++, which takes most of the time; its graph passes are the same.
-QUICK = {"fallback_by_default": True} if "fallback_by_default" in torch._inductor.list_options() else {}
+QUICK = {"fallback_by_default": True}
 STRICT = {"strict": "all", **QUICK}
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
