@@ -25,7 +25,6 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.torch_version import TorchVersion
 
 import asynctp_passes
 from asynctp_passes import Report
@@ -445,21 +444,16 @@ CASES = {
     ),
     "custom gather, compiled": Case(custom_gather_of_the_middle, _BATCH, options=QUICK),
     "custom batched matmul": Case(custom_batched_matmul, ((4, 16), (32, 16))),
-}
-
-
-if TorchVersion(torch.__version__) >= (2, 12):  # torch 2.11 breaks the graph at F.scaled_mm and at gathers along dim 1
-    CASES["linear, compiled"] = Case(linear, ((2, 4, 6), (8, 6), (8,)), options=QUICK)
-    CASES["einsum, compiled"] = Case(einsum, _BATCH, options=QUICK)
-    CASES["scaled_mm of gathered bytes"] = Case(
-        scaled_mm_of_gathered_bytes, ((2, 4, 16), (2, 4, 1), (32, 16)), ("F", "F")
-    )
-    CASES["scaled_mm to scatter"] = Case(scaled_mm_to_scatter, ((4, 16), (32, 16)))
-    CASES["scaled_mm of gathered blocks"] = Case(scaled_mm_of_gathered_blocks, ((2, 4, 256), (384, 256)), ("F", "F"))
-    CASES["scaled_mm of blocks, quantized late"] = Case(
+    "linear, compiled": Case(linear, ((2, 4, 6), (8, 6), (8,)), options=QUICK),
+    "einsum, compiled": Case(einsum, _BATCH, options=QUICK),
+    "scaled_mm of gathered bytes": Case(scaled_mm_of_gathered_bytes, ((2, 4, 16), (2, 4, 1), (32, 16)), ("F", "F")),
+    "scaled_mm to scatter": Case(scaled_mm_to_scatter, ((4, 16), (32, 16))),
+    "scaled_mm of gathered blocks": Case(scaled_mm_of_gathered_blocks, ((2, 4, 256), (384, 256)), ("F", "F")),
+    "scaled_mm of blocks, quantized late": Case(
         scaled_mm_of_blocks_quantized_late, ((2, 4, 256), (384, 256)), options=QUICK
-    )
-    CASES["scaled_mm of blocks to scatter"] = Case(scaled_mm_of_blocks_to_scatter, ((2, 4, 256), (384, 256)))
+    ),
+    "scaled_mm of blocks to scatter": Case(scaled_mm_of_blocks_to_scatter, ((2, 4, 256), (384, 256))),
+}
 
 
 # --- tracing and running --------------------------------------------------------------------------------------
@@ -505,11 +499,11 @@ NOT_TRACED = "not traced"
 
 
 def traceable(program: Program, example: list[Tensor]) -> bool:
-    """False where dynamo fails: torch 2.12 does behind a gather along another dimension, where it breaks the graph."""
+    """False where dynamo has no graph of the whole: see the bugs of torch in docs/reference/versions.md."""
     torch._dynamo.reset()
     try:
-        torch.compile(program, backend="eager")(*example)
-    except (AssertionError, torch._dynamo.exc.InternalTorchDynamoError):
+        torch.compile(program, backend="eager", fullgraph=True)(*example)
+    except torch._dynamo.exc.Unsupported:
         return False
     return True
 
