@@ -24,7 +24,7 @@ from asynctp_passes.agree import agree, agree_again, sources_digest
 from asynctp_passes.config import Config, ConfigError
 from asynctp_passes.errors import AsyncTPError, GroupError
 from asynctp_passes.report import Report
-from asynctp_passes.torch_bugs import hidden_collectives
+from asynctp_passes.torch_bugs import hidden_calls
 
 __all__ = ["AsyncTPPass", "asynctp", "clear_reports", "reports"]
 
@@ -40,12 +40,12 @@ _reports: collections.deque[Report] = collections.deque(maxlen=_KEPT_REPORTS)
 def reports() -> tuple[Report, ...]:
     """The reports of this process's compiles, newest last: one per graph, so forward and backward apart.
 
-    Graphs without any collective give none; that torch broke one at a collective, which then is in none, is logged. A
-    graph that Inductor took from its cache was not compiled, so the pass did not run: its report is the one of the
-    compile that filled the cache, with `from_cache=True`. Holds the newest 4096.
+    Graphs without any collective give none; that torch broke one at a collective or at a matmul, which then is in
+    none, is logged. A graph that Inductor took from its cache was not compiled, so the pass did not run: its report is
+    the one of the compile that filled the cache, with `from_cache=True`. Holds the newest 4096.
     """
     _publish_cached(None, compiling=True)
-    if hidden := hidden_collectives():
+    if hidden := hidden_calls():
         log.warning("asynctp: %s", hidden)
     with _lock:
         return tuple(_reports)

@@ -13,10 +13,16 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.fxview import tensor_of
 
-__all__ = ["hidden_collectives", "notes"]
+__all__ = ["hidden_calls", "notes"]
 
 _GATHER_HELPER = "_maybe_view_chunk_cat"
 """What `all_gather_tensor` calls for a dimension but the first; dynamo of torch 2.11 and 2.12 does not trace it."""
+
+_SCALED_MM = (
+    "torch.nn.functional.scaled_mm",
+    "torch 2.11 and 2.12 do not trace it",
+    "use torch._scaled_mm or torch.ops.aten._scaled_mm_v2, or a newer torch",
+)
 
 _HIDING = {
     _GATHER_HELPER: (
@@ -35,20 +41,22 @@ _HIDING = {
         "torch.compile does not trace it",
         "use the collectives of torch.distributed._functional_collectives that end in _autograd, or DTensor",
     ),
+    "torch._VariableFunctionsClass._scaled_mm_v2": _SCALED_MM,
+    "wrap <class 'torch.nn.functional._ScalingType'>": _SCALED_MM,  # 2.12, where the frame itself names the recipe
 }
-"""For what dynamo says when it breaks a graph at a collective: at which call, why, and what to do."""
+"""For what dynamo says when it breaks a graph, or gives a frame up: at which call, why, and what to do."""
 
 
 def notes(graph: fx.Graph, phase: str) -> tuple[str, ...]:
     """What else should be known of a graph, in sentences; most have nothing."""
-    found = [hidden_collectives()]
+    found = [hidden_calls()]
     if phase == "forward":
         found.append(_checkpoint_of_dtensors(graph, str(torch.__version__)))
     return tuple(note for note in found if note)
 
 
-def hidden_collectives(breaks: Sequence[str] | None = None) -> str:
-    """The note on collectives that run outside every graph, where no pass sees them; empty without any.
+def hidden_calls(breaks: Sequence[str] | None = None) -> str:
+    """The note on collectives and matmuls that run outside every graph, where no pass sees them; empty without any.
 
     Args:
         breaks: Why dynamo broke graphs; what it did in this process, when None.
@@ -61,8 +69,8 @@ def hidden_collectives(breaks: Sequence[str] | None = None) -> str:
 def _hidden(call: str, why: str, remedy: str, count: int) -> str:
     times = f"{count} time{'s' if count > 1 else ''}"
     return (
-        f"torch broke a graph at {call}, {times} in this process: such a collective runs outside every graph and is in "
-        f"no report ({why}); {remedy}"
+        f"torch broke a graph at {call}, {times} in this process: what is called there runs outside every graph and is "
+        f"in no report ({why}); {remedy}"
     )
 
 

@@ -428,6 +428,13 @@ KNOWN_BUGS = (
     ),
     KnownBug(
         (2, 11),
+        (2, 12),
+        "torch.compile does not trace torch.nn.functional.scaled_mm: the graph breaks there, which hides the matmul "
+        "from every pass; 2.12 gives up the whole frame if it names the recipe",
+        "use torch._scaled_mm or torch.ops.aten._scaled_mm_v2, or a newer torch",
+    ),
+    KnownBug(
+        (2, 11),
         (2, 13),
         "symm_mem.fused_scaled_matmul_reduce_scatter of torch's own async TP pass gives wrong results for a 3-D output "
         "scattered along dim 1 with a batch above 1",
