@@ -143,7 +143,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         """The products `[sequence, batch, out]`: whole sequences, or local ones behind a row-parallel layer."""
-        return self.function.apply(x, self, *self.weights)
+        weights = tuple(self.weights)  # dynamo of torch 2.11 and 2.12 unpacks no ParameterList
+        return self.function.apply(x, self, *weights)
 
 
 class NormLinear(nn.Module):
