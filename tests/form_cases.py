@@ -292,9 +292,6 @@ Scaled = tuple[Tensor, Tensor]
 @contextlib.contextmanager
 def blocks_on_cpu() -> Iterator[None]:
     """torch has no kernel on CPU for scales of blocks: until then, the definition is one."""
-    if not hasattr(torch.ops.aten, "_scaled_mm_v2"):
-        yield
-        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it overrides the one for other scales
         library = torch.library.Library("aten", "IMPL")

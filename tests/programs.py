@@ -584,7 +584,7 @@ def _recipe(b: Builder, dtype: torch.dtype) -> _Recipe:
     if b.chance(4):
         blocks = b.choose(_BLOCKS)
         b.note(f"scales of {blocks[0]}x128 and {blocks[1]}x128")
-        named = hasattr(aten, "_scaled_mm_v2") and b.chance(2)
+        named = b.chance(2)
         return _Recipe(dtype, b.choose([torch.bfloat16, torch.float32]), blocks=blocks, named=named)
     return _Recipe(dtype, b.choose([torch.bfloat16, torch.float32]), b.chance(2), b.chance(2))
 
@@ -608,7 +608,7 @@ def _matmul(b: Builder, recipe: _Recipe, rows: Node, right: Node, row_scale: Nod
     if recipe.dtype in FP8:
         assert row_scale is not None
         column_scale = b.placeholder([1, n] if recipe.rowwise else [], torch.float32, "scale")
-        if hasattr(aten, "_scaled_mm_v2") and b.chance(4):
+        if b.chance(4):
             kind = [int(recipe.rowwise)]  # the values of torch.nn.functional.ScalingType
             sides = [[row_scale], kind, [], [column_scale], kind, []]
             options = [None, recipe.out_dtype, [], recipe.fast_accum]
@@ -1092,7 +1092,7 @@ def _quantized_product(b: Builder, quantize: _Quantizer, rows: Node, scale: Node
     """A product of quantized rows, scaled by the matmul, or with `one` there and by the rows' scales afterwards."""
     recipe = _Recipe(quantize.dtype, torch.bfloat16, rowwise=True)
     if quantize.in_blocks:
-        named = hasattr(aten, "_scaled_mm_v2") and b.chance(2)
+        named = b.chance(2)
         recipe = _Recipe(quantize.dtype, torch.bfloat16, blocks=b.choose(_BLOCKS[:2]), named=named)
     k, n = shape_of(rows)[1], b.choose([2, 4, 8] if not quantize.in_blocks else [4, 130])
     right = _right_operand(b, recipe, k, n)

@@ -162,8 +162,6 @@ def scale_gathered_over_another_group(b: GraphBuilder) -> Node:
 @row("GATHERED_SCALE", "_scaled_mm_v2", fused=0)
 def scale_gathered_for_a_recipe_that_is_not_fused(b: GraphBuilder) -> Node:
     """The scale's gather comes last: it is not to blame."""
-    if not hasattr(aten, "_scaled_mm_v2"):
-        pytest.skip(f"torch {torch.__version__} has no _scaled_mm_v2")
     a, w = gathered(b, 4, 32, dtype=FP8), b.input("w", [32, 16], FP8, column_major=True)
     scale, one = b.gather(b.input("a_scale", [4, 1])), b.input("b_scale", [1, 1])
     with b.mode:
@@ -855,8 +853,6 @@ def scatter_of_blocks_of_rows_of_several_ranks(b: GraphBuilder) -> Node:
 
 def scaled_v2(b: GraphBuilder, recipes: tuple[list[int], list[int]], swizzle: list[int]) -> Node:
     """`scaled_mm` with the recipes of `torch.nn.functional.ScalingType`, of a gathered operand `[16, 32]`."""
-    if not hasattr(aten, "_scaled_mm_v2"):
-        pytest.skip(f"torch {torch.__version__} has no _scaled_mm_v2")
     a, w = gathered(b, 4, 32, dtype=FP8), b.input("w", [32, 16], FP8, column_major=True)
     scales = [[b.input(f"scale{side}{level}", [16, 1]) for level in range(len(recipes[side]))] for side in (0, 1)]
     with b.mode:

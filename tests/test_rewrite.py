@@ -1266,7 +1266,6 @@ return (matmul_reduce_scatter_default)
     )
 
 
-@pytest.mark.skipif(not hasattr(aten, "_scaled_mm_v2"), reason="new in torch 2.13")
 def test_scaled_mm_with_recipes() -> None:
     """Rowwise scales, gathered beside the data; the column scale may be a column."""
     b = GraphBuilder()
@@ -1363,8 +1362,6 @@ return (matmul_reduce_scatter_default)
 # --- scales of blocks ------------------------------------------------------------------------------------------------
 def in_blocks(b: GraphBuilder, a: Node, w: Node, scales: tuple[Node, Node], recipe: tuple[int, int] = (4, 5)) -> Node:
     """`scaled_mm` with recipes of 1x128 (4) or 128x128 (5) blocks."""
-    if not hasattr(aten, "_scaled_mm_v2"):
-        pytest.skip(f"torch {torch.__version__} has no _scaled_mm_v2")
     with b.mode:
         value = torch.empty(a.meta["val"].shape[0], w.meta["val"].shape[1], dtype=torch.bfloat16)
     sides = ([scales[0]], [recipe[0]], [], [scales[1]], [recipe[1]], [])
