@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD, Area, GroupMemory
 from asynctp_kernels.cuda.scatter import ScatterCall
 from asynctp_kernels.errors import TIMEOUT_VARIABLE
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 SMS = 132
@@ -110,7 +111,18 @@ class Launched:
         return dict(zip(self.prepared.names, self.values, strict=True))
 
 
-Entry = Copied | Waited | Wrote | Recorded | Awaited | Launched
+@dataclass(frozen=True)
+class Computed:
+    """A torch op, as cuBLAS's, on the stream that is being recorded; `result` is where it puts what it gives."""
+
+    stream: int
+    op: Any
+    args: Any
+    kwargs: Any
+    result: Any
+
+
+Entry = Copied | Waited | Wrote | Recorded | Awaited | Launched | Computed
 
 
 @dataclass(frozen=True)
@@ -138,22 +150,37 @@ class Prepared:
         return [param.name for param in self.kernel.params if param.is_constexpr]
 
 
-@dataclass(frozen=True)
-class Graph:
-    """What replaces the driver's. `enqueue` does what was recorded, to the same memory."""
+class Tape(TorchDispatchMode):
+    """Writes down torch ops, too, while a call is recorded. They also run, which nothing may depend on."""
 
-    enqueue: Callable[[int], None]
-    known: bool
+    def __init__(self, log: list[Entry]) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.log.append(Computed(GRAPH, func, args, kwargs or {}, result))
+        return result
+
+
+class Graph:
+    """What replaces the driver's: what was asked for, and nothing of who asked."""
+
+    def __init__(self, machine: Machine, entries: Sequence[Entry]) -> None:
+        self.machine, self.entries = machine, entries
+        self.known = all(entry.height == 1 for entry in entries if isinstance(entry, Copied))
 
 
 class Executable:
     """What replaces the driver's."""
 
     def show(self, graph: Graph) -> None:
-        self.enqueue = graph.enqueue
+        self.graph = graph
 
     def launch(self, stream: int) -> None:
-        self.enqueue(stream)
+        for entry in self.graph.entries:
+            self.graph.machine.do(replace(entry, stream=stream if entry.stream == GRAPH else entry.stream))
 
 
 # --- the machine -------------------------------------------------------------------------------------------------
@@ -199,39 +226,28 @@ class Machine:
 
     # what replaces the driver
     def copy(self, dst: int, src: int, size: int, stream: int) -> None:
-        self._copy(Copied(stream, dst, src, size))
+        self.do(Copied(stream, dst, src, size))
 
     def copy_2d(self, request: Any, stream: int) -> None:
         at = request._obj
         assert (at.src_type, at.dst_type) == (driver._MEMORY_TYPE_DEVICE,) * 2
         assert at.width <= min(at.src_pitch, at.dst_pitch)
-        self._copy(
-            Copied(stream, at.dst_device, at.src_device, at.width, at.height, at.dst_pitch, at.src_pitch),
-        )
-
-    def _copy(self, copied: Copied) -> None:
-        self.log.append(copied)
-        for row in range(0 if self.dry else copied.height):
-            ctypes.memmove(copied.dst + row * copied.dst_pitch, copied.src + row * copied.src_pitch, copied.width)
+        self.do(Copied(stream, at.dst_device, at.src_device, at.width, at.height, at.dst_pitch, at.src_pitch))
 
     def batch(self, stream: int, count: int, address: int, flags: int) -> None:
         assert flags == 0
         for op in (driver._MemOp * count).from_address(address):
             if op.operation == driver._WRITE_VALUE_32:
-                self.log.append(Wrote(stream, op.address, op.value))
-                if self.dry:
-                    continue
-                ctypes.c_int32.from_address(op.address).value = op.value
+                self.do(Wrote(stream, op.address, op.value))
             else:
                 assert (op.operation, op.flags) == (driver._WAIT_VALUE_32, driver._WAIT_GEQ)
-                found = ctypes.c_int32.from_address(op.address).value
-                self.log.append(Waited(stream, op.address, op.value, found))
+                self.do(Waited(stream, op.address, op.value, 0))
 
     def record_event(self, event: int, stream: int) -> None:
-        self.log.append(Recorded(stream, event))
+        self.do(Recorded(stream, event))
 
     def wait_event(self, stream: int, event: int, flags: int) -> None:
-        self.log.append(Awaited(stream, event, flags == driver._EVENT_WAIT_EXTERNAL))
+        self.do(Awaited(stream, event, flags == driver._EVENT_WAIT_EXTERNAL))
 
     def new_event(self) -> int:
         self._events += 1
@@ -242,11 +258,31 @@ class Machine:
         self.urgent.append(urgent)
         log, self.log, self.dry = self.log, [], True
         try:
-            enqueue(GRAPH)
+            with Tape(self.log):
+                enqueue(GRAPH)
             self.recordings.append(self.log)
         finally:
             self.log, self.dry = log, False
-        return Graph(enqueue, all(entry.height == 1 for entry in self.recordings[-1] if isinstance(entry, Copied)))
+        return Graph(self, self.recordings[-1])
+
+    def do(self, entry: Entry) -> None:
+        """Write down what is asked for, and do it, unless it is being recorded."""
+        if isinstance(entry, Waited):
+            entry = replace(entry, found=ctypes.c_int32.from_address(entry.address).value)
+        self.log.append(entry)
+        if self.dry:
+            return
+        if isinstance(entry, Copied):
+            for row in range(entry.height):
+                ctypes.memmove(entry.dst + row * entry.dst_pitch, entry.src + row * entry.src_pitch, entry.width)
+        elif isinstance(entry, Wrote):
+            ctypes.c_int32.from_address(entry.address).value = entry.value
+        elif isinstance(entry, Launched):
+            self.kernels.get(entry.prepared.name, lambda _: None)(entry)
+        elif isinstance(entry, Computed):
+            again = entry.op(*entry.args, **entry.kwargs)
+            if again is not entry.result:
+                entry.result.copy_(again)
 
     # what replaces torch's streams and symmetric memory, and the compiler
     def new_stream(self, *_: Any, **__: Any) -> SimpleNamespace:
@@ -281,9 +317,7 @@ class Machine:
             launched = Launched(stream, prepared, tuple(values))
             check_promises(launched)
             check_fixed(launched)
-            self.log.append(launched)
-            if not self.dry:
-                self.kernels.get(prepared.name, lambda _: None)(launched)
+            self.do(launched)
 
         return Launch(run, 32 * num_warps, self.registers, 0)
 
