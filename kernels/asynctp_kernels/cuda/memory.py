@@ -64,8 +64,8 @@ _GRANULE = 1 << 21
 _last_call: dict[tuple[torch.device, bool], tuple[tuple[int, int], int]] = {}
 #: per device: see `GroupMemory.turn`
 _turns: dict[torch.device, threading.Lock] = {}
-#: per device: the last result that was left in flight, as (number of the group's memory, capture or 0, event)
-_flying: dict[torch.device, tuple[int, int, int]] = {}
+#: likewise: the last result that was left in flight, as (number of the group's memory, capture or 0, event)
+_flying: dict[tuple[torch.device, bool], tuple[int, int, int]] = {}
 _numbers, _plan_numbers = itertools.count(), itertools.count()
 _makings: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[ProcessGroup, GroupMemory] = weakref.WeakKeyDictionary()
@@ -194,7 +194,7 @@ class GroupMemory:
         here = (stream, driver.capture_id(stream) if driver.capturing() else 0)
         self.capture = here[1]
         place = (self.device, self.capture != 0)
-        last, flying = _last_call.get(place), _flying.get(self.device)
+        last, flying = _last_call.get(place), _flying.get(place)
         self.captured |= here[1] != 0
         if flying is not None and flying[0] != self.number and flying[1] == self.capture:
             driver.wait_event(stream, flying[2])
@@ -222,13 +222,13 @@ class GroupMemory:
         if not self.capture:  # a graph of the program's is not launched while anything is in flight
             driver.record_event(self.flown, self.stream)
             driver.wait_event(self.reducer, event)
-        _flying[self.device] = (self.number, self.capture, event)
+        _flying[self.device, self.capture != 0] = (self.number, self.capture, event)
         self.ended(stream)
         return event
 
     def land(self, stream: int) -> None:
         """Let `stream` wait for what this group has in flight: for a call that does not begin on the copy stream."""
-        flying = _flying.get(self.device)
+        flying = _flying.get((self.device, self.capture != 0))
         if flying is not None and flying[:2] == (self.number, self.capture):
             driver.wait_event(stream, flying[2])
 

@@ -6,7 +6,7 @@ addresses from PyTorch's allocator again and again. So the addresses of calls ar
 second time is recorded, and from then on launched. The first call, a call on new addresses, and one inside a capture of
 the program's enqueue as ever: the same work, in the same order, to the same bits.
 
-Recordings are kept on the host. On the GPU each plan has one executable graph, which a MB or so of its memory goes
+Recordings are kept on the host. On the GPU each plan has one executable graph, which some 100 KB of its memory go
 into, and which is brought up to date before each launch.
 
 What makes a recording as sound as the call itself:
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "ASYNCTP_RECORDED_CALLS"
 MAX_RECORDED = 4096  # of a model of 100 layers, and some 20 KB each
-MAX_READY = 128  # executable graphs of one group, some 100 KB of a GPU each
+MAX_READY = 512  # executable graphs of one group
 #: for each recording that is kept: addresses of calls that are remembered, and calls that are turned away for want of
 #: room until all are forgotten to make some
 SEEN, TURNED_AWAY = 2, 10
@@ -98,13 +98,15 @@ class Recordings:
 
     def _shown(self, plan: Any, graph: driver.Graph) -> driver.Executable | None:
         """The plan's executable, of this graph. None: enqueue."""
-        if (ready := self._ready.get(plan)) is None:
-            ready = self._ready[plan] = driver.Executable()
+        ready = self._ready.pop(plan, None) or driver.Executable()
         try:
             ready.show(graph)
         except SymmetricMemoryError as error:
             self._refuse(plan, error)
             return None
+        if len(self._ready) >= MAX_READY:
+            del self._ready[next(iter(self._ready))]
+        self._ready[plan] = ready  # the last one is the last used
         return ready
 
     def _recorded(self, key: tuple[Any, ...], cublas: bool, urgent: bool, enqueue: Enqueue) -> driver.Executable | None:
@@ -114,7 +116,7 @@ class Recordings:
                 self._seen.clear()
             self._seen.add(key)
             return None
-        if not driver.can_record() or not self._room(key[0]):
+        if not driver.can_record() or not self._room():
             return None
         self.under_way = True
         try:
@@ -132,9 +134,9 @@ class Recordings:
         self._graphs[key] = graph
         return self._shown(key[0], graph)
 
-    def _room(self, plan: Any) -> bool:
+    def _room(self) -> bool:
         """Whether one more can be kept; who is turned away often enough gets room by all others' being forgotten."""
-        if len(self._graphs) < self.most and (plan in self._ready or len(self._ready) < MAX_READY):
+        if len(self._graphs) < self.most:
             return True
         self._turned_away += 1
         if self._turned_away < TURNED_AWAY * self.most:
@@ -144,8 +146,9 @@ class Recordings:
 
     def _refuse(self, plan: Any, error: Exception) -> None:
         """Nothing of the call has run: it, and others of its plan, can still be made as they always could."""
+        level = logging.INFO if self._refused else logging.WARNING
         self._refused.add(plan)
-        log.warning("calls of one shape are made anew each time, which takes the host longer: %s", error)
+        log.log(level, "calls of one shape are made anew each time, which takes the host longer: %s", error)
 
     def clear(self) -> None:
         """Forget all, since what they refer to has gone, or to make room."""
@@ -187,11 +190,18 @@ class Recorder:
 
     def _record(self, only: list[Enqueue], cublas: bool, urgent: bool) -> driver.Graph:
         """`only`: emptied here, so that nothing keeps the call's tensors longer."""
-        stream = self._streams[urgent]
+        enqueue = only.pop()
+        try:
+            return self._captured(enqueue, cublas, self._streams[urgent])
+        except torch.OutOfMemoryError:  # the allocator does not give back what it keeps for want of memory in a pool
+            torch.cuda.empty_cache()
+            return self._captured(enqueue, cublas, self._streams[urgent])
+
+    def _captured(self, enqueue: Enqueue, cublas: bool, stream: torch.cuda.Stream) -> driver.Graph:
         with torch.inference_mode(), torch.cuda.use_mem_pool(self._pool), torch.cuda.stream(stream):
             if cublas and not self._cublas:
                 self._make_handles(stream)
-            return driver.record(stream.cuda_stream, only.pop())
+            return driver.record(stream.cuda_stream, enqueue)
 
     def _make_handles(self, stream: torch.cuda.Stream) -> None:
         """cuBLAS's handles are of a thread, and cannot be made in a capture.
