@@ -156,6 +156,9 @@ def test_what_cannot_be_recorded_is_made_anew_and_it_is_said(
     assert caplog.text == ""
     assert not kept.under_way
     assert calls(kept, here, (1, 1), (1, 1))[-1] == "launch"
+    here.fails = fails
+    calls(kept, here, (2, 1), (2, 1))
+    assert not [entry for entry in caplog.records if entry.levelname == "WARNING"], "once is enough"
 
 
 def test_what_the_call_itself_raises_is_its_own_error(here: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

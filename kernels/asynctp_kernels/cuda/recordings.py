@@ -71,7 +71,7 @@ class Recordings:
         self._ready: dict[Any, driver.Executable] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self._refused: set[Any] = set()
-        self._turned_away = 0
+        self._turned_away, self._told = 0, False
 
     def run(self, stream: int, key: tuple[Any, ...], cublas: bool, urgent: bool, enqueue: Enqueue) -> None:
         """Do what `enqueue(stream)` does, which is the same for calls of the same key.
@@ -146,8 +146,8 @@ class Recordings:
 
     def _refuse(self, plan: Any, error: Exception) -> None:
         """Nothing of the call has run: it, and others of its plan, can still be made as they always could."""
-        level = logging.INFO if self._refused else logging.WARNING
         self._refused.add(plan)
+        level, self._told = (logging.INFO if self._told else logging.WARNING), True
         log.log(level, "calls of one shape are made anew each time, which takes the host longer: %s", error)
 
     def clear(self) -> None:
