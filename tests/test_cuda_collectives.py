@@ -180,7 +180,7 @@ def test_what_comes_again_is_launched_on_the_copy_stream(op: str, here: Machine)
     shard, whole = tensor(8, 64), tensor(32, 64)
     plan: Any = bulk_gather(shard, here.memory) if op == "gather" else bulk_scatter(whole, "sum", here.memory)
     if op == "gather":
-        call = plan.tensors(shard, None, (), (), (), None)
+        call = plan.tensors((shard, None, (), (), (), None))
         plan.tensors = lambda *args: call
     else:
         plan.new_output = lambda like: shard

@@ -569,7 +569,7 @@ def test_other_memory_is_enqueued_anew(implementation: str, recording: Machine) 
     call = gather_call((256,), 64, (72, 136), **ROWWISE, travels=True, bias=True)
     plan = gather_plan(call, recording, implementation)
     recording.kernels["push_gather_kernel"] = lambda launched: None
-    first = plan.tensors(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, None)
+    first = plan.tensors((call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, None))
     calls = [first, first]
     for name, tensors in first._asdict().items():
         for i, one in enumerate(several(tensors)):

@@ -26,7 +26,7 @@ from .gemm import MAX_OPERANDS, refused_gemm, too_many
 from .machine import driver
 from .memory import GroupMemory, existing_memory, group_memory, release
 from .products import block_recipe, refused_blocks, scaled_product_supported
-from .scatter import DecomposedScatter, DirectScatter, FusedScatter, ScatterCall, ScatterPlan, UnfusedScatter
+from .scatter import DecomposedScatter, DirectScatter, FusedScatter, Operands, ScatterCall, ScatterPlan, UnfusedScatter
 from .select import Choice, Problem, choose, forced
 
 __all__ = [
@@ -164,9 +164,6 @@ def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
     whole = shard.new_empty((group.size() * shard.shape[0], *shard.shape[1:]))
     gather_into(whole, shard.contiguous(), group)
     return whole
-
-
-Operands = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]]
 
 
 def _as_rows(

@@ -47,7 +47,6 @@ class BulkGather(Pulled):
     """all_gather(shard, dim 0) by copy engine."""
 
     name = NAME
-    cublas = False
     stage_keeps = True  # a copy within a GPU is a kernel that takes all SMs, also by the copy engine's name
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
@@ -59,19 +58,15 @@ class BulkGather(Pulled):
     def start_bulk(self, shard: Tensor) -> Bulk:
         """Enqueue everything; `shard` [m, n] gives [world * m, n]."""
         memory, stream = self.memory, driver.current_stream(self.device_index)
-        call = self.tensors(shard, None, (), (), (), None)
-        with memory.turn:
-            memory.begin(stream)
-            memory.fork(stream)
-            memory.run(memory.stream, self.number, call.addresses(), False, lambda side: self.copy(side, call))
-            return Bulk(call.full, call.shard, stream, memory.in_flight(stream))
+        call = self.tensors((shard, None, (), (), (), None))
+        done = memory.fly(stream, self.number, call.addresses(), lambda side: self.copy(side, call))
+        return Bulk(call.full, call.shard, stream, done)
 
 
 class BulkScatter(Pushed):
     """reduce_scatter(whole, dim 0) by copy engine, and a kernel that adds once everything has come."""
 
     name = NAME
-    cublas = False
     streams_wait = True
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
@@ -87,11 +82,8 @@ class BulkScatter(Pushed):
         whole = aligned(whole)
         out = self.new_output(whole)
         addresses = (whole.data_ptr(), out.data_ptr())
-        with memory.turn:
-            memory.begin(stream)
-            memory.fork(stream)
-            memory.run(memory.stream, self.number, addresses, False, lambda side: self._move(side, whole, out))
-            return Bulk(out, whole, stream, memory.in_flight(stream))
+        done = memory.fly(stream, self.number, addresses, lambda side: self._move(side, whole, out))
+        return Bulk(out, whole, stream, done)
 
     def _move(self, side: int, whole: Tensor, out: Tensor) -> None:
         memory = self.memory

@@ -80,6 +80,12 @@ class GatherCall:
         return None if self.a_scale is None else Scaling(self.out_dtype, self.fast)
 
 
+#: A shard, A scale, Bs, B scales, biases, and what travels along: as `GatherCall` has them
+GatherOperands = tuple[
+    Tensor, Tensor | None, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None], Tensor | None
+]
+
+
 class GatherTensors(NamedTuple):
     """All memory of one call.
 
@@ -145,16 +151,9 @@ class GatherPlan:
         lead = self.layout.full_shape[:-1]
         return [a_shard.new_empty((*lead, width), dtype=self.out_dtype) for width in self.widths]
 
-    def tensors(
-        self,
-        a_shard: Tensor,
-        a_scale: Tensor | None,
-        bs: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        along: Tensor | None,
-    ) -> GatherTensors:
+    def tensors(self, operands: GatherOperands) -> GatherTensors:
         """The operands, mended, and new memory for what a call makes."""
+        a_shard, a_scale, bs, b_scales, biases, along = operands
         shard = aligned(a_shard)
         numbers, all_numbers = (a_scale if self.scale_travels else along), None
         if numbers is not None:
@@ -187,15 +186,15 @@ class GatherPlan:
         biases: Sequence[Tensor | None],
         along: Tensor | None = None,
     ) -> list[Tensor]:
-        memory, stream = self.memory, driver.current_stream(self.device_index)
-        call = self.tensors(a_shard, a_scale, bs, b_scales, biases, along)
-        with memory.turn:
-            memory.begin(stream)
-            if self.stage_first:
-                memory.land(stream)
-            memory.run(stream, self.number, call.addresses(), self.cublas, lambda at: self.enqueue(at, call))
-            memory.ended(stream)
+        call = self.tensors((a_shard, a_scale, bs, b_scales, biases, along))
+        self.make(driver.current_stream(self.device_index), call)
         return self.results(call)
+
+    def make(self, stream: int, call: GatherTensors) -> None:
+        """Enqueue the call, in its turn, or launch a recording of it."""
+        self.memory.call(
+            stream, self.number, call.addresses(), self.cublas, lambda at: self.enqueue(at, call), self.stage_first
+        )
 
 
 class Pulled(GatherPlan):
@@ -257,6 +256,11 @@ class Pulled(GatherPlan):
     def arrived(self, source: int, chunk: int) -> list[Step]:
         """What tells the consumer that a chunk is in place."""
         raise NotImplementedError
+
+    def tensors(self, operands: GatherOperands) -> GatherTensors:
+        a_shard, a_scale, bs, b_scales, biases, along = operands
+        a_scale = None if a_scale is None else a_scale.contiguous()
+        return super().tensors((a_shard, a_scale, bs, b_scales, biases, along))
 
     def start(self, stream: int, call: GatherTensors) -> None:
         """Enqueue staging and copies; the gathered A and numbers are complete when everything has arrived.
@@ -340,18 +344,10 @@ class FusedGather(Pulled):
         self.padding = padding
         self.unused = memory.local.data_ptr()
 
-    def tensors(
-        self,
-        a_shard: Tensor,
-        a_scale: Tensor | None,
-        bs: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        along: Tensor | None,
-    ) -> GatherTensors:
-        a_scale = None if a_scale is None else a_scale.contiguous()
+    def tensors(self, operands: GatherOperands) -> GatherTensors:
+        a_shard, a_scale, bs, b_scales, biases, along = operands
         bs = [aligned_columns(b) for b in bs]
-        return super().tensors(a_shard, a_scale, bs, dense(b_scales), dense(biases), along)
+        return super().tensors((a_shard, a_scale, bs, dense(b_scales), dense(biases), along))
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         self.start(stream, call)
@@ -404,18 +400,6 @@ class DecomposedGather(Pulled):
 
     def arrived(self, source: int, chunk: int) -> list[Step]:
         return [Record(self.memory.events[source])]
-
-    def tensors(
-        self,
-        a_shard: Tensor,
-        a_scale: Tensor | None,
-        bs: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        along: Tensor | None,
-    ) -> GatherTensors:
-        a_scale = None if a_scale is None else a_scale.contiguous()
-        return super().tensors(a_shard, a_scale, bs, b_scales, biases, along)
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         self.start(stream, call)
@@ -518,19 +502,9 @@ class UnfusedGather(WholeGather):
     name = "unfused"
     stale = False  # it holds no addresses
 
-    def run(
-        self,
-        a_shard: Tensor,
-        a_scale: Tensor | None,
-        bs: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        along: Tensor | None = None,
-    ) -> list[Tensor]:
+    def make(self, stream: int, call: GatherTensors) -> None:
         """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""
-        call = self.tensors(a_shard, a_scale, bs, b_scales, biases, along)
-        self.enqueue(driver.current_stream(self.device_index), call)
-        return self.results(call)
+        self.enqueue(stream, call)
 
     def move(self, stream: int, call: GatherTensors) -> None:
         gather_into(call.full, call.shard, self.memory.group)

@@ -237,6 +237,34 @@ class GroupMemory:
         """A number for a plan."""
         return next(_plan_numbers)
 
+    def call(
+        self, stream: int, plan: int, addresses: tuple[int, ...], cublas: bool, enqueue: Enqueue, land: bool = False
+    ) -> None:
+        """Make a call of plan number `plan` that `stream` waits for.
+
+        Args:
+            stream: Where it is made.
+            plan: See `new_plan`.
+            addresses: Of all its memory.
+            cublas: It calls that.
+            enqueue: Does its work on the stream that it is called with.
+            land: It has to come behind what this group has in flight.
+        """
+        with self.turn:
+            self.begin(stream)
+            if land:
+                self.land(stream)
+            self.run(stream, plan, addresses, cublas, enqueue)
+            self.ended(stream)
+
+    def fly(self, stream: int, plan: int, addresses: tuple[int, ...], enqueue: Enqueue) -> int:
+        """Make a call on the copy stream that `stream` does not wait for; gives the event behind which it is over."""
+        with self.turn:
+            self.begin(stream)
+            self.fork(stream)
+            self.run(self.stream, plan, addresses, False, enqueue)
+            return self.in_flight(stream)
+
     def run(self, stream: int, plan: int, addresses: tuple[int, ...], cublas: bool, enqueue: Enqueue) -> None:
         """Enqueue a call of plan number `plan`, or launch a recording of it (`recordings`); in a capture, enqueue."""
         if self.capture:

@@ -115,6 +115,10 @@ class ScatterCall:
         return tuple(i for i in range(len(self.b_parts)) if i not in self.together)
 
 
+#: As, Bs, A scales, B scales and biases, as `ScatterCall` has them
+Operands = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]]
+
+
 class ScatterTensors(NamedTuple):
     """All memory of one call: the operands as the implementation reads them, then what it makes.
 
@@ -161,30 +165,25 @@ class ScatterPlan:
     def new_output(self, a: Tensor) -> Tensor:
         return a.new_empty(self.layout.shard_shape, dtype=self.out_dtype)
 
-    @property
-    def extra(self) -> bool:
-        """Products are made apart from the sum: all but the first, and that too if it is converted."""
-        return self.count > 1 or self.product_dtype != self.wire_dtype
+    def is_apart(self, i: int) -> bool:
+        """Product number `i` is not made where the sum is: all but the first, and that too if it is converted."""
+        return i > 0 or self.product_dtype != self.wire_dtype
+
+    def new_extras(self, place: Tensor) -> list[Tensor]:
+        """Where products like `place` are made that are apart, one after the other."""
+        return [place.new_empty(place.shape, dtype=self.product_dtype)] if self.is_apart(self.count - 1) else []
 
     def add(self, i: int, call: ScatterTensors, a: Tensor, a_scale: Tensor | None, place: Tensor) -> None:
         """Product number `i` of rows `a` into `place`, or onto what is there."""
         b_scale = call.b_scales[i] if call.b_scales else None
-        apart = i > 0 or self.product_dtype != self.wire_dtype
-        out = call.extras[0] if apart else place
+        out = call.extras[0] if self.is_apart(i) else place
         product(a, call.b_parts[i], call.biases[i], a_scale, b_scale, self.scaling, out=out)
         if i:
             place.add_(out)
-        elif apart:
+        elif out is not place:
             place.copy_(out)
 
-    def tensors(
-        self,
-        a_parts: Sequence[Tensor],
-        b_parts: Sequence[Tensor],
-        a_scales: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-    ) -> ScatterTensors:
+    def tensors(self, operands: Operands) -> ScatterTensors:
         """The operands, mended, and new memory for what a call makes."""
         raise NotImplementedError
 
@@ -200,13 +199,13 @@ class ScatterPlan:
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        memory, stream = self.memory, driver.current_stream(self.device_index)
-        call = self.tensors(a_parts, b_parts, a_scales, b_scales, biases)
-        with memory.turn:
-            memory.begin(stream)
-            memory.run(stream, self.number, call.addresses(), self.cublas, lambda at: self.enqueue(at, call))
-            memory.ended(stream)
+        call = self.tensors((a_parts, b_parts, a_scales, b_scales, biases))
+        self.make(driver.current_stream(self.device_index), call)
         return call.out
+
+    def make(self, stream: int, call: ScatterTensors) -> None:
+        """Enqueue the call, in its turn, or launch a recording of it."""
+        self.memory.call(stream, self.number, call.addresses(), self.cublas, lambda at: self.enqueue(at, call))
 
 
 class Pushed(ScatterPlan):
@@ -361,23 +360,16 @@ class FusedScatter(Pushed):
         self.c_like = Tma(self.c_like, 0)
         self.unused = memory.local.data_ptr()
 
-    def tensors(
-        self,
-        a_parts: Sequence[Tensor],
-        b_parts: Sequence[Tensor],
-        a_scales: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-    ) -> ScatterTensors:
+    def tensors(self, operands: Operands) -> ScatterTensors:
+        a_parts, b_parts, a_scales, b_scales, biases = operands
         a_parts, b_parts = [aligned(a) for a in a_parts], [aligned_columns(b) for b in b_parts]
         staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
         # the first of the products apart lies where the sum will, if its rows have the same order there
         shape = (staging.shape[0] * staging.shape[1], self.layout.cols)
         extras = [staging.view(shape)] if self.apart and self.outer == 1 else []
         extras += [out.new_empty(shape, dtype=self.product_dtype) for _ in self.apart[len(extras) :]]
-        return ScatterTensors(
-            a_parts, b_parts, dense(a_scales), dense(b_scales), dense(biases), staging, out, extras
-        )  # fmt: skip
+        a_scales, b_scales, biases = dense(a_scales), dense(b_scales), dense(biases)
+        return ScatterTensors(a_parts, b_parts, a_scales, b_scales, biases, staging, out, extras)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         memory, unused, first = self.memory, self.unused, self.together[0]
@@ -426,17 +418,11 @@ class DecomposedScatter(Pushed):
     def ready(self, dst: int, chunk: int) -> list[Step]:
         return [Await(self.memory.events[dst])]
 
-    def tensors(
-        self,
-        a_parts: Sequence[Tensor],
-        b_parts: Sequence[Tensor],
-        a_scales: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-    ) -> ScatterTensors:
+    def tensors(self, operands: Operands) -> ScatterTensors:
+        a_parts, b_parts, a_scales, b_scales, biases = operands
         a_parts = [a.reshape(self.memory.world, self.layout.rows, a.shape[-1]) for a in a_parts]
         staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
-        extras = [out.new_empty(staging.shape[1:], dtype=self.product_dtype)] if self.extra else []
+        extras = self.new_extras(staging[0])
         return ScatterTensors(a_parts, b_parts, a_scales, b_scales, biases, staging, out, extras)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
@@ -465,21 +451,12 @@ class WholeScatter(ScatterPlan):
         """Fill the result with this rank's part of the sum of all ranks' sums of products."""
         raise NotImplementedError
 
-    def tensors(
-        self,
-        a_parts: Sequence[Tensor],
-        b_parts: Sequence[Tensor],
-        a_scales: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-    ) -> ScatterTensors:
+    def tensors(self, operands: Operands) -> ScatterTensors:
+        a_parts, b_parts, a_scales, b_scales, biases = operands
         a_parts = [a.reshape(-1, a.shape[-1]) for a in a_parts]
-        shape = (a_parts[0].shape[0], b_parts[0].shape[1])
-        staging = a_parts[0].new_empty(shape, dtype=self.wire_dtype)
-        extras = [staging.new_empty(shape, dtype=self.product_dtype)] if self.extra else []
-        return ScatterTensors(
-            a_parts, b_parts, a_scales, b_scales, biases, staging, self.new_output(staging), extras
-        )  # fmt: skip
+        staging = a_parts[0].new_empty((a_parts[0].shape[0], b_parts[0].shape[1]), dtype=self.wire_dtype)
+        out, extras = self.new_output(staging), self.new_extras(staging)
+        return ScatterTensors(a_parts, b_parts, a_scales, b_scales, biases, staging, out, extras)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         for i, a in enumerate(call.a_parts):
@@ -532,18 +509,9 @@ class UnfusedScatter(WholeScatter):
         super().__init__(call, memory)
         self.reduce_op, self.wire_dtype = call.reduce_op, self.out_dtype  # NCCL adds in what it moves
 
-    def run(
-        self,
-        a_parts: Sequence[Tensor],
-        b_parts: Sequence[Tensor],
-        a_scales: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-    ) -> Tensor:
+    def make(self, stream: int, call: ScatterTensors) -> None:
         """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""
-        call = self.tensors(a_parts, b_parts, a_scales, b_scales, biases)
-        self.enqueue(driver.current_stream(self.device_index), call)
-        return call.out
+        self.enqueue(stream, call)
 
     def move(self, stream: int, call: ScatterTensors) -> None:
         scatter_into(call.out, call.staging, self.reduce_op, self.memory.group)
