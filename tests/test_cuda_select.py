@@ -1025,6 +1025,30 @@ def test_cut(outer: int, inner: int, block_m: int, wanted: int) -> None:
         assert first <= row < end
 
 
+@pytest.mark.parametrize(
+    ("count", "first", "last", "expected"),
+    [
+        (1, True, True, [[0]]),
+        (2, False, False, [[0, 1]]),
+        (2, True, False, [[0], [1]]),
+        (2, True, True, [[0], [1]]),
+        (3, False, True, [[0, 1], [2]]),
+        (4, True, False, [[0, 1], [2, 3]]),
+        (4, False, False, [[0, 1, 2, 3]]),
+        (4, False, True, [[0, 1, 2], [3]]),
+        (4, True, True, [[0, 1], [2], [3]]),
+    ],
+)
+def test_pieces(count: int, first: bool, last: bool, expected: list[list[int]]) -> None:
+    """What one copy moves: little at the first and at the last rank, everything in between."""
+    chunks = cut(1, 1024, 128, count)
+    pieces = chunks.pieces(first, last)
+    assert [list(piece) for piece in pieces] == expected
+    rows = [chunks.of(piece) for piece in pieces]
+    assert (rows[0][0], rows[-1][1]) == (0, 1024)
+    assert [end for _, end in rows[:-1]] == [start for start, _ in rows[1:]]
+
+
 @quick
 @given(rows=st.integers(0, 10**6), columns=SIZES, block=st.sampled_from([64, 128, 256]), sms=st.integers(1, 200))
 def test_waves(rows: int, columns: int, block: int, sms: int) -> None:

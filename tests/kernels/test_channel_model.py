@@ -57,6 +57,7 @@ Bytes = tuple[tuple[int, Tag], ...]  # (address, tag)
 class Call:
     """One op. `chunks` is ignored but by the fused implementation, `scales` and what is kept by a scatter.
 
+    A copy moves both chunks of what neither is the first nor the last peer's: there are such from 4 ranks on.
     way "bulk": no product, and the main stream waits for the result only after the next call.
     """
 
@@ -72,6 +73,11 @@ class Call:
     def cut(self) -> Chunks:
         inner = ROWS // self.outer
         return cut(self.outer, inner, 1, self.chunks) if self.way == "fused" else cut(1, inner, inner, 1)
+
+    @property
+    def stage_keeps(self) -> bool:
+        """What stages the shard also puts it into the gathered A."""
+        return self.way == "bulk" or (self.way == "decomposed" and self.keep_own)
 
     def __str__(self) -> str:
         extras = [name for name in ("scales", "keep_own", "keep_scales") if getattr(self, name)]
@@ -279,7 +285,7 @@ class Rank:
         ]
 
     def _stage(self, number: int, call: Call) -> Kernel:
-        """`stage_kernel`: each program copies its bytes of the shard, the first one the scales. In flight: twice."""
+        """`stage_kernel`: each program copies its bytes of the shard (`stage_keeps`: twice), the first the scales."""
         epoch = sum(call.op == "gather" for call in self.case.calls[: number + 1])
         begun, staged, peers = self.words("begun"), self.words("staged"), self.ring(1)[:-1]
         programs: list[Program] = []
@@ -289,7 +295,7 @@ class Rank:
             own = self._own(number, call)
             mine = (*own[: self.part][program :: self.case.programs], *(own[self.part :] if program == 0 else ()))
             places = [self.at("outbox")]
-            places += [self.of_call(number, "local") + self.rank * self.part] * (call.way == "bulk")
+            places += [self.of_call(number, "local") + self.rank * self.part] * call.stage_keeps
             start = self.of_call(number, "own")
             copy = Touch(mine, tuple((place + address - start, tag) for place in places for address, tag in mine))
             programs.append((*posts, *waits, copy))
@@ -306,7 +312,7 @@ class Rank:
             scale_offset=self.part,
             scale_bytes=4 * (ROWS // call.outer) if call.scales else 0,
             chunks=call.cut,
-            keep_own=call.keep_own,
+            keep_own=call.keep_own and not call.stage_keeps,
             keep_own_scales=call.keep_scales,
         )
 
@@ -762,7 +768,7 @@ def _history(model: Model, came_from: dict[State, tuple[State, int] | None], sta
 KINDS = (
     Call("gather"),
     Call("gather", chunks=2, keep_own=True),
-    Call("gather", "decomposed"),
+    Call("gather", "decomposed", keep_own=True),
     Call("scatter"),
     Call("scatter", chunks=2),
     Call("scatter", "decomposed"),

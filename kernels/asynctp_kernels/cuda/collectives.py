@@ -48,6 +48,7 @@ class BulkGather(Pulled):
 
     name = NAME
     stage_keeps = True  # a copy within a GPU is a kernel that takes all SMs, also by the copy engine's name
+    stage_programs = 64  # they hold their SMs until all ranks have come, and others are to compute meanwhile
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
         super().__init__(call, memory, cut(1, call.layout.inner, call.layout.inner, 1))

@@ -33,8 +33,6 @@ from .script import GatherMoves, Record, Step, Write, compile_script, gather_scr
 from .tiles import Chunks, Tiles, cut
 from .waits import code
 
-#: CTAs of the staging copy: enough for the memory, and few enough to find room beside anything
-STAGE_PROGRAMS = 64
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -200,15 +198,17 @@ class GatherPlan:
 class Pulled(GatherPlan):
     """The copies of every implementation but the direct one.
 
-    stage_keeps: what stages the shard of a gather along dim 0 also writes it to the gathered A: one read and one launch
-        less, but peers wait longer for the outbox.
+    stage_keeps: what stages the shard of a gather along dim 0 also writes it to the gathered A, if that is returned:
+        one read and one launch less, but peers wait longer for the outbox.
+    stage_programs: the most CTAs that stage; 0: as many as the GPU has room for.
     """
 
     stage_keeps = False
+    stage_programs = 0
 
     def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
         super().__init__(call, memory)
-        self.chunks = chunks
+        self.chunks, self.stage_keeps = chunks, self.stage_keeps and call.return_a_full
         rank, world = memory.rank, memory.world
         outbox = memory.require("outbox", self.staged_bytes)
         moves = GatherMoves(
@@ -229,8 +229,11 @@ class Pulled(GatherPlan):
 
     def _compile_stage(self, call: GatherCall, outbox: Tensor) -> None:
         memory = self.memory
-        block = direct_block(self.units, 4096)
-        programs = grid(-(-self.units // block), STAGE_PROGRAMS)
+        # 64 to 128 bytes a thread: what its registers hold. One CTA finds room beside a GEMM's on every SM.
+        largest, ctas = (4096, 2) if self.stage_keeps else (8192, 1)
+        most = self.stage_programs or ctas * driver.processors(self.device_index)
+        block = block_for(self.units, largest, most)
+        programs = grid(-(-self.units // block), most)
         shard = kept = self.as_units(aligned(call.a_shard))
         if self.stage_keeps:
             full = self.as_units(call.a_shard.new_empty(self.layout.full_shape))
@@ -394,6 +397,7 @@ class DecomposedGather(Pulled):
 
     name = "decomposed"
     stage_first = True
+    stage_keeps = True  # a copy of its own would come before the last product, or take SMs from another
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
         super().__init__(call, memory, cut(1, call.layout.inner, call.layout.inner, 1))
@@ -428,10 +432,10 @@ class DecomposedGather(Pulled):
         return scale.reshape(-1, along_k) if own else all_numbers.view(self.memory.world, -1, along_k)[source]
 
 
-def direct_block(size: int, largest: int) -> int:
-    """Units that a program of a direct kernel moves at a time: many, to hide latency, but work for all programs."""
+def block_for(size: int, largest: int, programs: int) -> int:
+    """Units of `size` that one of `programs` moves at a time: many, to hide latency, but work for all programs."""
     block = largest
-    while block > 512 and size < block * DIRECT_PROGRAMS:
+    while block > 512 and size < block * programs:
         block //= 2
     return block
 
@@ -463,7 +467,7 @@ class DirectGather(WholeGather):
         part = align(self.staged_bytes)
         area, words = memory.direct(part * memory.world)
         slot = area.size // 2
-        block = direct_block(self.units, 4096)
+        block = block_for(self.units, 4096, DIRECT_PROGRAMS)
         programs = grid(-(-self.units // block), DIRECT_PROGRAMS)
         counts = (self.number_count, self.number_count // self.outer)
         numbers = [self.units, self.row_bytes // self.unit_bytes, layout.inner, *counts]

@@ -26,7 +26,7 @@ from asynctp_kernels.compat import scatter_into
 from asynctp_kernels.layout import ShardLayout, scatter_layout
 
 from .copy_kernels import push_reduce_kernel, reduce_kernel
-from .gather import direct_block
+from .gather import block_for
 from .gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, scale_mode
 from .launch import Tma, align, aligned, aligned_columns, dense, describe, grid, outlines, prepare
 from .machine import driver
@@ -315,7 +315,8 @@ class FusedScatter(Pushed):
         chunks = cut(call.outer, layout.inner, tiles.block_m, wanted_chunks)
         tiles_n = -(-layout.cols // tiles.block_n)
         self.chunk_tiles = [count * tiles_n for count in chunks.row_tiles]
-        tiles = replace(tiles, group_m=min(tiles.group_m, chunks.tiles))
+        first_piece = sum(chunks.row_tiles[chunk] for chunk in chunks.pieces(first=True, last=False)[0])
+        tiles = replace(tiles, group_m=min(tiles.group_m, first_piece))  # else it is done no sooner than the rest
         super().__init__(call, memory, chunks, self.chunk_tiles)
         self._compile(call, tiles, programs)
 
@@ -475,7 +476,7 @@ class DirectScatter(WholeScatter):
         size = layout.rows * layout.cols
         part = align(self.part_bytes)
         area, words = memory.direct(part * memory.world)
-        block = direct_block(size, 8192)
+        block = block_for(size, 8192, DIRECT_PROGRAMS)
         programs = grid(-(-size // block), DIRECT_PROGRAMS)
         sent, out = (call.a_parts[0].new_empty(size, dtype=dtype) for dtype in (self.wire_dtype, self.out_dtype))
         args = [

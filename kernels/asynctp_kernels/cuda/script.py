@@ -19,6 +19,7 @@ from .machine import driver
 from .tiles import Chunks
 
 ABSOLUTE, OWN, FULL, FULL_SCALE, OWN_SCALE = range(5)
+FEW_BLOCKS = 4  # of rows, that are copied one by one
 
 
 @dataclass(frozen=True)
@@ -172,45 +173,53 @@ def gather_script(
     """Pull the others' shards in the order rank+1, rank+2, …, once every outbox is full (`stage_kernel`).
 
     Ranks in step never pull from the same source at the same time; out of step they would halve each other's speed.
-    `arrived(source, chunk)` is what follows each chunk: a word for a kernel, or an event for a stream.
+    A copy moves a run of chunks (`Chunks.pieces`). `arrived(source, chunk)` is what follows for each of them: a word for
+    a kernel, or an event for a stream.
     """
     steps: list[Step] = []
     scales = replace(moves, inner=1)  # all scales of a block are one row
-    for source in ((rank + step) % world for step in range(1, world)):
+    for step in range(1, world):
+        source = (rank + step) % world
         if moves.scale_bytes:
             address = moves.outboxes[source] + moves.scale_offset
-            steps.append(_rows(scales, world, source, FULL_SCALE, address, moves.scale_bytes))
-        for chunk, (first, end) in enumerate(moves.chunks.rows):
-            steps.append(_rows(moves, world, source, FULL, moves.outboxes[source], moves.row_bytes, first, end))
-            steps += arrived(source, chunk)
+            steps += _rows(scales, world, source, FULL_SCALE, address, moves.scale_bytes)
+        for piece in moves.chunks.pieces(step == 1, step == world - 1):
+            rows = moves.chunks.of(piece)
+            steps += _rows(moves, world, source, FULL, moves.outboxes[source], moves.row_bytes, *rows)
+            for chunk in piece:
+                steps += arrived(source, chunk)
     if moves.keep_own:
-        steps.append(_own_rows(moves, rank, world, FULL, OWN, moves.row_bytes))
+        steps += _own_rows(moves, rank, world, FULL, OWN, moves.row_bytes)
     if moves.keep_own_scales:
-        steps.append(_own_rows(scales, rank, world, FULL_SCALE, OWN_SCALE, moves.scale_bytes))
+        steps += _own_rows(scales, rank, world, FULL_SCALE, OWN_SCALE, moves.scale_bytes)
     return steps
 
 
-def _own_rows(moves: GatherMoves, rank: int, world: int, whole: int, own: int, row: int) -> Copy:
+def _own_rows(moves: GatherMoves, rank: int, world: int, whole: int, own: int, row: int) -> list[Copy]:
     """The own rows of `row` bytes, from where the caller has them to their places in the gathered tensor."""
-    copy = _rows(moves, world, rank, whole, 0, row)
-    return Copy(copy.dst, Place(own, 0), copy.width, copy.height, copy.dst_pitch, copy.src_pitch)
+    copies = _rows(moves, world, rank, whole, 0, row)
+    return [replace(copy, src=Place(own, copy.src.offset)) for copy in copies]
 
 
 def _rows(
     moves: GatherMoves, world: int, source: int, base: int, address: int, row: int, first: int = 0, end: int = -1
-) -> Copy:
-    """Rows [first, end) of `source`'s shard (all by default) at `address`, to their places in the gathered tensor."""
+) -> list[Copy]:
+    """Rows [first, end) of `source`'s shard (all by default) at `address`, to their places in the gathered tensor.
+
+    They lie in blocks there: one copy for each of a few, since such calls can be recorded, and one for many together.
+    """
     inner = moves.inner
     end = moves.outer * inner if end < 0 else end
     if moves.outer == 1:
-        return Copy(Place(base, (source * inner + first) * row), Place(ABSOLUTE, address + first * row),
-                    (end - first) * row)  # fmt: skip
-    outer = first // inner  # chunks of several blocks end at block borders
-    place = Place(base, (outer * world + source) * inner * row)
-    count = (end - first) // inner
-    if count == 1:
-        return Copy(place, Place(ABSOLUTE, address + first * row), inner * row)
-    return Copy(place, Place(ABSOLUTE, address + first * row), inner * row, count, world * inner * row, inner * row)
+        return [Copy(Place(base, (source * inner + first) * row), Place(ABSOLUTE, address + first * row),
+                     (end - first) * row)]  # fmt: skip
+    blocks = range(first // inner, end // inner)  # chunks of several blocks end at block borders
+    size = inner * row
+    places = [Place(base, (block * world + source) * size) for block in blocks]
+    sources = [Place(ABSOLUTE, address + block * size) for block in blocks]
+    if len(blocks) <= FEW_BLOCKS:
+        return [Copy(*pair, size) for pair in zip(places, sources, strict=True)]
+    return [Copy(places[0], sources[0], size, len(blocks), world * size, size)]
 
 
 @dataclass(frozen=True)
@@ -232,11 +241,11 @@ class ScatterMoves:
 def scatter_script(
     channel: Channel, moves: ScatterMoves, ready: Callable[[int, int], Sequence[Step]], max_chunks: int
 ) -> list[Step]:
-    """Push each destination's chunks as they become ready, in the order rank+1, rank+2, …, once all ranks take part.
+    """Push each destination's chunks when they are ready, in the order rank+1, rank+2, …, once all ranks take part.
 
     FREE says that a rank's inbox is free and that it has come to this call; so ranks push in step, and never two into
-    the same inbox (see `gather_script`). `ready(dst, chunk)` is what precedes each chunk: the wait for the kernel or
-    the stream that computes it. The words FULL are cleared by the reduction.
+    the same inbox (see `gather_script`). `ready(dst, chunk)` is what precedes the copy of each chunk: the wait for the
+    kernel or the stream that computes it. The words FULL are cleared by the reduction.
     """
     rank, world = channel.rank, channel.world
     part = moves.rows * moves.row_bytes
@@ -245,8 +254,10 @@ def scatter_script(
     steps += [Wait(channel.free(rank, peer), peer=peer) for peer in peers]
     steps += [Write(channel.free(rank, peer), 0) for peer in peers]
     for dst in peers:
-        for chunk, (first, end) in enumerate(moves.chunks.rows):
-            steps += ready(dst, chunk)
+        for piece in moves.chunks.pieces(dst == peers[0], dst == peers[-1]):
+            for chunk in piece:
+                steps += ready(dst, chunk)
+            first, end = moves.chunks.of(piece)
             at = first * moves.row_bytes
             slot = rank - (rank > dst)
             steps.append(
@@ -256,7 +267,7 @@ def scatter_script(
                     (end - first) * moves.row_bytes,
                 )
             )
-            steps.append(Post(channel.full(dst, rank * max_chunks + chunk)))
+            steps += [Post(channel.full(dst, rank * max_chunks + chunk)) for chunk in piece]
     return steps
 
 

@@ -206,9 +206,9 @@ def estimate(problem: Problem, implementation: str, rates: Rates, sms: int) -> f
         # the own share hides the first copy, each product the next copy
         end = max(share + peers * share, rates.stage + copy + peers * share, rates.stage + peers * copy + share)
         return end + extra
-    # the first push waits for its product, the last one is hidden by the own share
+    # the first push waits for half its product, the last one is hidden by the own share
     parts = chunks_for(problem) if implementation == "fused" else 1
-    end = max((peers + 1) * share, share / parts + peers * copy)
+    end = max((peers + 1) * share, share / min(parts, 2) + peers * copy)
     return end + _reduction(problem, rates) / parts + extra
 
 
@@ -258,7 +258,7 @@ def _matmul(problem: Problem, rows: int, width: int, rates: Rates, sms: int) -> 
 
 
 def _fused_matmul(problem: Problem, rates: Rates, sms: int) -> float:
-    tiles = fused_tiles(problem, sms)
+    tiles = fused_tiles(problem, sms, rates)
     shard = problem.rows // problem.world
     count = problem.world * ceil(shard / tiles.block_m) * sum(ceil(width / tiles.block_n) for width in problem.widths)
     efficiency = rates.precise if problem.precise else 0.97 if tiles.block_n == 256 else rates.narrow
@@ -268,23 +268,26 @@ def _fused_matmul(problem: Problem, rates: Rates, sms: int) -> float:
     return ceil(count / sms) * (per_tile + addends)
 
 
-def fused_tiles(problem: Problem, sms: int) -> Tiles:
+def fused_tiles(problem: Problem, sms: int, rates: Rates) -> Tiles:
     """Tiles for the whole call."""
     shard = problem.rows // problem.world
     dtype = torch.float8_e4m3fn if problem.itemsize == 1 else torch.bfloat16
     rows = problem.world * ceil(shard / 128) * 128
     columns, addends = sum(problem.widths), bool(problem.apart)
-    return tiles_for(dtype, problem.precise, rows, columns, sms, addends, problem.out_itemsize)
+    moving, multiplying = problem.wire_bytes / rates.copy, problem.flops / (_speed(problem, rates) * rates.narrow)
+    late = problem.op == "gather" and moving > multiplying
+    return tiles_for(dtype, problem.precise, rows, columns, sms, addends, problem.out_itemsize, late)
 
 
 def chunks_for(problem: Problem) -> int:
-    """Into how many chunks to cut one rank's rows: two, to start and to end sooner, where each still fills the tiles.
+    """Into how many chunks to cut one rank's rows, to start and to end sooner, where each still fills the tiles.
 
-    More would cost more than they save: a chunk's words and waits leave 7 us between two copies (trace of 4 x H200,
-    2026-11-21).
+    A scatter's reduction ends with the last chunk that came. Copies move several at a time (`Chunks.pieces`).
     """
     tiles = ceil(problem.rows / problem.world / 128)
-    return 2 if tiles >= (16 if problem.op == "gather" else 8) else 1
+    if problem.op == "gather":
+        return 2 if tiles >= 16 else 1
+    return 4 if tiles >= 16 else 2 if tiles >= 8 else 1
 
 
 #: in the interpreter: small, so that tiny calls have several tiles and chunks, ragged ones included
@@ -336,7 +339,7 @@ def choose(problem: Problem, refused: dict[str, str], sms: int, device_name: str
         RuntimeError: the requested implementation cannot run it; the message says why.
     """
     rates = Rates()
-    settings = {"chunks": chunks_for(problem), "tiles": fused_tiles(problem, sms)}
+    settings = {"chunks": chunks_for(problem), "tiles": fused_tiles(problem, sms, rates)}
     if IS_INTERPRETED:
         settings = {"chunks": MAX_CHUNKS, "tiles": INTERPRETED_TILES}
     wanted = requested()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
 
 import torch
@@ -35,8 +36,11 @@ def tiles_for(
     programs: int,
     addends: bool = False,
     out_itemsize: int = 2,
+    late: bool = False,
 ) -> Tiles:
     """The tiles for operands of `dtype` and an output of `rows` x `columns` on `programs` SMs.
+
+    late: rows come more slowly than small tiles multiply them, so that a tile's time goes by behind the last ones.
 
     addends: matrices are added to the sum. They take shared memory of their own, for which a tile of 256 columns leaves
     no room; nor does it for itself on its way out, if its elements have 4 bytes (`out_itemsize`).
@@ -47,7 +51,8 @@ def tiles_for(
         return Tiles(128, 128, block_k, warps=8, stages=4, imprecise=128 if precise_sums else None)
     large = waves(rows, columns, 128, 256, programs)
     small = waves(rows, columns, 128, 128, programs)
-    if out_itemsize > 2 or small * 1.08 < large * 2:  # a small tile takes little more than half the time of a large one
+    # a small tile takes little more than half the time of a large one
+    if out_itemsize > 2 or late or small * 1.08 < large * 2:
         return Tiles(128, 128, block_k, warps=4, stages=4)
     return Tiles(128, 256, block_k, warps=8, stages=3)
 
@@ -73,6 +78,20 @@ class Chunks:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def pieces(self, first: bool, last: bool) -> list[range]:
+        """The chunks that one copy moves, of the `first` and of the `last` rank whose rows are moved.
+
+        Few copies, since about 5 us go by between two; but the first is short, because nothing hides what comes before
+        its end, and so is the last, because what consumes it is not hidden either.
+        """
+        count = len(self)
+        cuts = {0, count, *([ceil(count / 2)] * first), *([count - 1] * last)}
+        return [range(*pair) for pair in pairwise(sorted(cuts))]
+
+    def of(self, piece: range) -> tuple[int, int]:
+        """(first row, end row) of a run of chunks."""
+        return self.rows[piece[0]][0], self.rows[piece[-1]][1]
 
 
 def cut(outer: int, inner: int, block_m: int, wanted: int) -> Chunks:
