@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from asynctp_kernels.cuda import async_input, gather, scatter
+from asynctp_kernels.cuda import async_input, driver, gather, scatter
 from asynctp_kernels.cuda.collectives import bulk_gather
 from asynctp_kernels.cuda.gemm import register_limit
-from asynctp_kernels.cuda.launch import Launch, fit_together
+from asynctp_kernels.cuda.launch import Launch, fit_together, prepare
 from asynctp_kernels.cuda.tiles import Tiles, tiles_for
 from asynctp_kernels.signals import IS_INTERPRETED
 from cuda_stubs import FP8, SMS, Machine, Prepared, gather_call, machine, scatter_call
@@ -394,6 +395,26 @@ def check_room(gemm: Compiled, small: Compiled) -> None:
     assert registers <= 65536
     assert gemm.shared + small.shared + 2 * 1024 <= 228 * 1024
     assert fit_together(gemm.launch, small.launch)
+
+
+@pytest.mark.parametrize(("shared", "left"), [(8, [7]), (213_000, [])])
+def test_what_runs_beside_a_gemm_leaves_it_the_shared_memory(
+    shared: int, left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An SM divides its memory anew only when nothing runs on it: a kernel that needs none asks for the GEMM's way."""
+    asked: list[int] = []
+    monkeypatch.setattr(driver, "leave_shared_memory", asked.append)
+    ran: list[Any] = []
+    found = mock.MagicMock(function=7, n_regs=56, spec=["function", "n_regs", "metadata", "__getitem__"])
+    found.metadata.shared = shared
+    found.__getitem__.return_value = lambda *args, stream: ran.append((args, stream))
+    kernel = mock.Mock()
+    kernel.warmup.return_value = found
+    launched = prepare(kernel, 64, [1, 2], {"BLOCK": 3}, 8)
+    launched(5, [10, 20])
+    assert asked == left
+    assert (launched.threads, launched.registers, launched.shared) == (256, 56, shared)
+    assert ran == [((10, 20, 3), 5)]
 
 
 @pytest.mark.parametrize("name", GATHERS)

@@ -32,6 +32,7 @@ _EVENT_DISABLE_TIMING = 2
 _EVENT_WAIT_EXTERNAL = 1
 _CAPTURE_RELAXED = 2
 _USE_NODE_PRIORITY = 8
+_CARVEOUT, _ALL_SHARED = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 
 
 class CudaError(SymmetricMemoryError):
@@ -137,6 +138,7 @@ wait_event_with_flags: Callable[[int, int, int], None] = _function("cuStreamWait
 _copy_2d = _function("cuMemcpy2DAsync_v2", _ref, _ref)
 _batch = _function("cuStreamBatchMemOp_v2", _ref, _uint, _ref, _uint)
 _event_create = _function("cuEventCreate", _ref, _uint)
+_set_attribute = _function("cuFuncSetAttribute", _ref, ctypes.c_int, ctypes.c_int)
 
 
 def wait_event(stream: int, event: int) -> None:
@@ -352,6 +354,15 @@ def driver_version() -> int:
 def peer_writes_supported() -> bool:
     """Whether a stream memory operation may write to another GPU's memory."""
     return driver_version() < PEER_WRITES_UNSUPPORTED_FROM
+
+
+def leave_shared_memory(function: int) -> None:
+    """Let an SM that runs the kernel `function` have as much shared memory as it can, and as little L1.
+
+    How an SM divides its memory changes only while nothing runs on it: by default a GEMM could not start beside a
+    kernel without shared memory, however few registers that has.
+    """
+    _set_attribute(function, _CARVEOUT, _ALL_SHARED)
 
 
 def device_attribute(index: int, number: int) -> int:

@@ -15,6 +15,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from asynctp_kernels.signals import IS_INTERPRETED
 
+from .machine import driver
+
+#: bytes of shared memory of a CTA that runs beside a GEMM's
+SMALL = 4096
+
 
 class Tma:
     """A TMA descriptor's fields, for a launch: what `TensorDescriptor` holds, without a tensor being kept alive.
@@ -101,6 +106,8 @@ def prepare(
     compiled = compiled.result() if hasattr(compiled, "result") else compiled
     run = _by_triton(compiled[(programs, 1, 1)], constants)
     shared: int = compiled.metadata.shared
+    if shared < SMALL:
+        driver.leave_shared_memory(compiled.function)
     return Launch(run, 32 * num_warps, int(compiled.n_regs), shared)
 
 

@@ -315,8 +315,7 @@ class FusedScatter(Pushed):
         chunks = cut(call.outer, layout.inner, tiles.block_m, wanted_chunks)
         tiles_n = -(-layout.cols // tiles.block_n)
         self.chunk_tiles = [count * tiles_n for count in chunks.row_tiles]
-        first_piece = sum(chunks.row_tiles[chunk] for chunk in chunks.pieces(first=True, last=False)[0])
-        tiles = replace(tiles, group_m=min(tiles.group_m, first_piece))  # else it is done no sooner than the rest
+        tiles = replace(tiles, group_m=min(tiles.group_m, chunks.tiles))
         super().__init__(call, memory, chunks, self.chunk_tiles)
         self._compile(call, tiles, programs)
 

@@ -173,8 +173,8 @@ def gather_script(
     """Pull the others' shards in the order rank+1, rank+2, …, once every outbox is full (`stage_kernel`).
 
     Ranks in step never pull from the same source at the same time; out of step they would halve each other's speed.
-    A copy moves a run of chunks (`Chunks.pieces`). `arrived(source, chunk)` is what follows for each of them: a word for
-    a kernel, or an event for a stream.
+    A copy moves one or several chunks (`Chunks.pieces`). `arrived(source, chunk)` is what follows for each of them: a
+    word for a kernel, or an event for a stream.
     """
     steps: list[Step] = []
     scales = replace(moves, inner=1)  # all scales of a block are one row
@@ -241,11 +241,11 @@ class ScatterMoves:
 def scatter_script(
     channel: Channel, moves: ScatterMoves, ready: Callable[[int, int], Sequence[Step]], max_chunks: int
 ) -> list[Step]:
-    """Push each destination's chunks when they are ready, in the order rank+1, rank+2, …, once all ranks take part.
+    """Push each destination's chunks as they become ready, in the order rank+1, rank+2, …, once all ranks take part.
 
     FREE says that a rank's inbox is free and that it has come to this call; so ranks push in step, and never two into
-    the same inbox (see `gather_script`). `ready(dst, chunk)` is what precedes the copy of each chunk: the wait for the
-    kernel or the stream that computes it. The words FULL are cleared by the reduction.
+    the same inbox (see `gather_script`). `ready(dst, chunk)` is what precedes each chunk: the wait for the kernel or
+    the stream that computes it. The words FULL are cleared by the reduction.
     """
     rank, world = channel.rank, channel.world
     part = moves.rows * moves.row_bytes
@@ -254,10 +254,8 @@ def scatter_script(
     steps += [Wait(channel.free(rank, peer), peer=peer) for peer in peers]
     steps += [Write(channel.free(rank, peer), 0) for peer in peers]
     for dst in peers:
-        for piece in moves.chunks.pieces(dst == peers[0], dst == peers[-1]):
-            for chunk in piece:
-                steps += ready(dst, chunk)
-            first, end = moves.chunks.of(piece)
+        for chunk, (first, end) in enumerate(moves.chunks.rows):
+            steps += ready(dst, chunk)
             at = first * moves.row_bytes
             slot = rank - (rank > dst)
             steps.append(
@@ -267,7 +265,7 @@ def scatter_script(
                     (end - first) * moves.row_bytes,
                 )
             )
-            steps += [Post(channel.full(dst, rank * max_chunks + chunk)) for chunk in piece]
+            steps.append(Post(channel.full(dst, rank * max_chunks + chunk)))
     return steps
 
 

@@ -206,9 +206,9 @@ def estimate(problem: Problem, implementation: str, rates: Rates, sms: int) -> f
         # the own share hides the first copy, each product the next copy
         end = max(share + peers * share, rates.stage + copy + peers * share, rates.stage + peers * copy + share)
         return end + extra
-    # the first push waits for half its product, the last one is hidden by the own share
+    # the first push waits for its product, the last one is hidden by the own share
     parts = chunks_for(problem) if implementation == "fused" else 1
-    end = max((peers + 1) * share, share / min(parts, 2) + peers * copy)
+    end = max((peers + 1) * share, share / parts + peers * copy)
     return end + _reduction(problem, rates) / parts + extra
 
 
@@ -280,14 +280,14 @@ def fused_tiles(problem: Problem, sms: int, rates: Rates) -> Tiles:
 
 
 def chunks_for(problem: Problem) -> int:
-    """Into how many chunks to cut one rank's rows, to start and to end sooner, where each still fills the tiles.
+    """Into how many chunks to cut one rank's rows: two, to start and to end sooner, where each still fills the tiles.
 
-    A scatter's reduction ends with the last chunk that came. Copies move several at a time (`Chunks.pieces`).
+    More would cost more than they save: a chunk's words and waits leave 7 us between two copies (trace of 4 x H200,
+    2026-11-21). Four chunks of a scatter, several of them in one copy, were no faster where copies are the limit, and
+    slower where products are: a copy then waits for the last of its chunks (2026-11-22).
     """
     tiles = ceil(problem.rows / problem.world / 128)
-    if problem.op == "gather":
-        return 2 if tiles >= 16 else 1
-    return 4 if tiles >= 16 else 2 if tiles >= 8 else 1
+    return 2 if tiles >= (16 if problem.op == "gather" else 8) else 1
 
 
 #: in the interpreter: small, so that tiny calls have several tiles and chunks, ragged ones included

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from math import ceil
 
 import torch
@@ -80,14 +79,13 @@ class Chunks:
         return len(self.rows)
 
     def pieces(self, first: bool, last: bool) -> list[range]:
-        """The chunks that one copy moves, of the `first` and of the `last` rank whose rows are moved.
+        """The chunks that one copy of a gather moves: one each of the `first` and the `last` rank, else all.
 
-        Few copies, since about 5 us go by between two; but the first is short, because nothing hides what comes before
-        its end, and so is the last, because what consumes it is not hidden either.
+        Few copies, since about 5 us go by between two. But nothing hides what comes before the first chunk's end, nor
+        what is multiplied behind the last one's.
         """
         count = len(self)
-        cuts = {0, count, *([ceil(count / 2)] * first), *([count - 1] * last)}
-        return [range(*pair) for pair in pairwise(sorted(cuts))]
+        return [range(chunk, chunk + 1) for chunk in range(count)] if first or last else [range(count)]
 
     def of(self, piece: range) -> tuple[int, int]:
         """(first row, end row) of a run of chunks."""
