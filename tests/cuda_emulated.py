@@ -104,7 +104,7 @@ def _scatter_gemm(call: Call) -> None:
                 acc = acc + call.described(f"c{1 + i}")[block].float()
             _store(call, "c0", peer * call.outer + p, acc)
         for tile_m in range(call.outer * ceil(call.inner / call.BM)):
-            words[peer, tile_m // call.chunk_tiles] += tiles_n
+            words[peer, tile_m // (call.own_tiles if peer == call.rank else call.chunk_tiles)] += tiles_n
 
 
 def _chunks(call: Call) -> list[int]:
@@ -167,7 +167,7 @@ def reduce(launched: Launched) -> None:
         size = call.arguments[f"end{chunk}"] - begin
         total = torch.zeros(size)
         for src in range(call.WORLD):
-            assert src == call.rank or arrived[src, chunk] >= 1
+            assert src == call.rank or arrived[src, chunk // call.SPLIT] >= 1
             slot = src - (src > call.rank)
             start = call.own_ptr if src == call.rank else call.received_ptr + slot * call.part_size * sent.itemsize
             total += at(start + begin * sent.itemsize, (size,), sent).float()

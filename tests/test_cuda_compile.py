@@ -599,14 +599,15 @@ def test_await_kernel(tmp_path: Path) -> None:
     assert kernel.ptx.find("mov.u64 %globaltimer") or "%globaltimer" in kernel.ptx.text
 
 
-@pytest.mark.parametrize(("world", "chunks"), [(2, 4), (4, 1), (4, 4), (8, 1), (8, 4)])
-def test_reduce_kernel(world: int, chunks: int, tmp_path: Path) -> None:
-    """Every chunk is read behind the waits for its own tiles and for all ranks' copies of it."""
+@pytest.mark.parametrize(("world", "cut", "chunks"), [(2, 4, 4), (4, 1, 2), (4, 2, 4), (8, 1, 2), (8, 4, 4)])
+def test_reduce_kernel(world: int, cut: int, chunks: int, tmp_path: Path) -> None:
+    """Every own chunk is read behind the waits for its tiles and for all ranks' copies of what it is a part of."""
     with machine(world=world) as here:
         call = scatter_call((512 * world,), world=world)
-        scatter.FusedScatter(call, here.memory, WIDE, chunks, SMS)
+        scatter.FusedScatter(call, here.memory, WIDE, cut, SMS)
         kernel = compiled(here.prepared[0], tmp_path)
-    assert here.prepared[0].constants["CHUNKS"] == chunks
+    constants = here.prepared[0].constants
+    assert (constants["CHUNKS"], constants["SPLIT"]) == (chunks, chunks // cut)
     check_small(kernel, registers=REGISTERS_BESIDE)
     found = waits(kernel.ptx)
     assert len(found) == chunks * (1 + world)

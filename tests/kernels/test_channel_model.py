@@ -41,7 +41,7 @@ from asynctp_kernels.cuda.script import (
     parts_script,
     scatter_script,
 )
-from asynctp_kernels.cuda.tiles import Chunks, cut
+from asynctp_kernels.cuda.tiles import Chunks, cut, cut_own
 
 ROWS = 2
 START, RUNNING, END, REDUCED, FIRST_EVENT = range(5)  # event FIRST_EVENT + r: about rank r
@@ -73,6 +73,11 @@ class Call:
     def cut(self) -> Chunks:
         inner = ROWS // self.outer
         return cut(self.outer, inner, 1, self.chunks) if self.way == "fused" else cut(1, inner, inner, 1)
+
+    @property
+    def own_cut(self) -> Chunks:
+        """Of a scatter's own rows."""
+        return cut_own(self.cut, self.outer, ROWS // self.outer, 1) if self.way == "fused" else self.cut
 
     @property
     def stage_keeps(self) -> bool:
@@ -200,7 +205,7 @@ class Rank:
     @property
     def cleared_chunks(self) -> range:
         """Chunks whose words a kernel clears: really `MAX_CHUNKS`, here those that some call uses."""
-        return range(max(len(call.cut) for call in self.case.calls))
+        return range(max(len(cut) for call in self.case.calls for cut in (call.cut, call.own_cut)))
 
     def ring(self, first: int) -> list[int]:
         """All ranks, from own rank + `first` on."""
@@ -431,7 +436,8 @@ class Rank:
             dst = (self.rank + 1 + tile // self.part) % self.world
             column, row = divmod(tile % self.part, ROWS)
             actions.append(Touch(writes=self._staged(number, dst, [row * self.width + column])))
-            actions.append(Count(self.progress(dst, row // call.cut.tiles)))
+            chunks = call.own_cut if dst == self.rank else call.cut
+            actions.append(Count(self.progress(dst, row // chunks.tiles)))
         return tuple(actions)
 
     def _scatter_decomposed(self, number: int, call: Call) -> list[Item]:
@@ -448,11 +454,13 @@ class Rank:
         programs: list[Program] = []
         for program in range(self.case.programs):
             actions: list[Wait | Touch] = []
-            for chunk, (first, end) in enumerate(call.cut.rows):
-                tiles = call.cut.row_tiles[chunk] * self.case.columns if call.way == "fused" else 0
+            split = call.cut.tiles // call.own_cut.tiles
+            for chunk, (first, end) in enumerate(call.own_cut.rows):
+                tiles = call.own_cut.row_tiles[chunk] * self.case.columns if call.way == "fused" else 0
                 counted = call.way != "bulk"
                 actions += [Wait(self.progress(self.rank, chunk), tiles)] * counted
-                actions += [Wait(full.at(self.rank, source * MAX_CHUNKS + chunk)) for source in sorted(sources)]
+                arrived = [full.at(self.rank, source * MAX_CHUNKS + chunk // split) for source in sorted(sources)]
+                actions += map(Wait, arrived)
                 mine = range(first * self.width, end * self.width)[program :: self.case.programs]
                 reads = sum((self._received(number, source, mine) for source in sources), ())
                 actions.append(Touch((*self._staged(number, self.rank, mine), *reads), self._sum(number, mine)))

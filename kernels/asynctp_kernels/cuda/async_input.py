@@ -187,7 +187,7 @@ class _Plan:
         self.unused = torch.zeros(4, dtype=torch.int32, device=a.device)
         row_tiles = -(-q // tiles.block_m)
         self.numbers = [1, q, k, 0, 0, 0, *widths, *[0] * (MAX_OPERANDS - len(bs))]
-        self.after = [chunks, row_tiles]
+        self.after = [chunks, row_tiles, row_tiles]
         programs = grid(chunks * row_tiles * sum(-(-n // tiles.block_n) for n in widths), sms)
         dummy = self.unused.view(torch.float32)
         args: list[Any] = [

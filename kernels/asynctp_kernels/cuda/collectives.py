@@ -71,7 +71,8 @@ class BulkScatter(Pushed):
     streams_wait = True
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory, cut(1, call.layout.inner, call.layout.inner, 1), [0])
+        whole = cut(1, call.layout.inner, call.layout.inner, 1)
+        super().__init__(call, memory, whole, whole, [0])
         self.counts = memory.idle  # the GEMM of a later call may already count while this one's sum clears
 
     def ready(self, dst: int, chunk: int) -> list[Step]:

@@ -299,6 +299,7 @@ def reduce_kernel(
     rank,
     WORLD: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SPLIT: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -306,9 +307,10 @@ def reduce_kernel(
     """The own rows' sum over ranks: chunk by chunk, while the GEMM that fills the later ones may still run.
 
     own [R, N], received [WORLD - 1, R, N] (of all others, by rank; `part_size` elements each), of one dtype, and out
-    [R, N], of that or another, contiguous. Chunk c ends at element `end<c>`. It waits until progress[rank, c] (finished
-    own tiles) reaches `tiles<c>` and each arrived[src, c] is set, and clears these words at the end. fp32 sum in rank
-    order, times `factor`, rounded once: bits do not depend on timing.
+    [R, N], of that or another, contiguous. Chunk c of the own rows ends at element `end<c>`. It waits until
+    progress[rank, c] (finished own tiles) reaches `tiles<c>` and each arrived[src, c // SPLIT] is set, since what comes
+    is cut less finely, and clears these words at the end. fp32 sum in rank order, times `factor`, rounded once: bits do
+    not depend on timing.
 
     It runs beside the GEMM on the same SMs (few registers, no shared memory), and never the other way round: the GEMM
     does not wait for it.
@@ -330,7 +332,7 @@ def reduce_kernel(
             tiles = tiles3
         zero = await_word(progress + rank * MAX_CHUNKS + chunk, tiles)
         for src in tl.static_range(WORLD):
-            zero += await_word(arrived + src * MAX_CHUNKS + chunk, tl.where(src == rank, 0, 1))
+            zero += await_word(arrived + src * MAX_CHUNKS + chunk // SPLIT, tl.where(src == rank, 0, 1))
         for block in range(pid, tl.cdiv(end - begin, BLOCK), PROGRAMS):
             index = begin + tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK) + zero
             index = tl.max_contiguous(tl.multiple_of(index, 8), 8)

@@ -331,7 +331,8 @@ class FusedGather(Pulled):
         padding = [None] * (MAX_OPERANDS - count)
         widths = self.widths + [0] * (MAX_OPERANDS - count)
         programs = grid(_tile_count(self.outer * memory.world, inner, self.widths, tiles), programs)
-        numbers = [self.outer, inner, k, 0, 0, 0, *widths, memory.rank, memory.world, self.chunks.tiles, 1]
+        chunk_tiles = self.chunks.tiles
+        numbers = [self.outer, inner, k, 0, 0, 0, *widths, memory.rank, memory.world, chunk_tiles, chunk_tiles, 1]
         self.numbers = numbers
         args = [
             self.a_own, self.a_full, None, None, *self.bs, *padding, *self.cs, *padding,

@@ -98,11 +98,11 @@ else:
 
 
 @triton.jit
-def tile_of(index: tl.tensor, tiles_m: tl.tensor, tiles_n: tl.tensor, GROUP_M: tl.constexpr) -> tuple:
-    """(row tile, column tile) number `index`: columns of `GROUP_M` row tiles, so that neighbours share A and B."""
-    per_group = GROUP_M * tiles_n
-    first = (index // per_group) * GROUP_M
-    height = tl.minimum(tiles_m - first, GROUP_M)
+def tile_of(index: tl.tensor, tiles_m: tl.tensor, tiles_n: tl.tensor, group: tl.tensor) -> tuple:
+    """(row tile, column tile) number `index`: columns of `group` row tiles, so that neighbours share A and B."""
+    per_group = group * tiles_n
+    first = (index // per_group) * group
+    height = tl.minimum(tiles_m - first, group)
     return first + (index % per_group) % height, (index % per_group) // height
 
 
@@ -132,6 +132,7 @@ def multiply(a: tl.tensor, b: tl.tensor, acc: tl.tensor, B_K_MAJOR: tl.constexpr
         "rank",
         "world",
         "chunk_tiles",
+        "own_tiles",
         "value",
     ],
 )
@@ -173,6 +174,7 @@ def gemm_kernel(
     rank,
     world,
     chunk_tiles,
+    own_tiles,
     value,
     GATHER: tl.constexpr,
     OWN: tl.constexpr,
@@ -202,8 +204,8 @@ def gemm_kernel(
         is contiguous. words: int32 [W, MAX_CHUNKS], counts the finished tiles of chunk (destination, c). c1, c2, c3,
         as many as `ADDENDS`: [P*W, Q, N], added to what is stored; with P = 1 one may be c0 itself.
 
-    A chunk is `chunk_tiles` row tiles of one rank. A scale is absent (0), one element (1), or one per row or
-    column (2).
+    A chunk is `chunk_tiles` row tiles of one rank; of a scatter's own rows, `own_tiles`. A scale is absent (0), one
+    element (1), or one per row or column (2).
     """
     tiles_q = tl.cdiv(inner, BM)
     tiles_m = outer * tiles_q
@@ -236,11 +238,16 @@ def gemm_kernel(
     for tile in tl.range(tl.program_id(0), per_rank * world, PROGRAMS, flatten=True):
         step = tile // per_rank
         peer = (rank + first_step + step) % world
-        tile_m, tile_n = tile_of(tile % per_rank, tiles_m, tiles_n, GROUP_M)
+        tiles_of_chunk = chunk_tiles
+        group = GROUP_M
+        if not GATHER:  # the own chunks one after the other, since the last is what is left to reduce at the end
+            tiles_of_chunk = tl.where(step == world - 1, own_tiles, chunk_tiles)
+            group = tl.minimum(GROUP_M, tiles_of_chunk)
+        tile_m, tile_n = tile_of(tile % per_rank, tiles_m, tiles_n, group)
         p = tile_m // tiles_q
         q = (tile_m % tiles_q) * BM
         block = p * world + peer
-        word = words + peer * MAX_CHUNKS + tile_m // chunk_tiles
+        word = words + peer * MAX_CHUNKS + tile_m // tiles_of_chunk
 
         b_out = b0
         c = c0

@@ -45,7 +45,7 @@ from .script import (
     parts_script,
     scatter_script,
 )
-from .tiles import Chunks, Tiles, cut
+from .tiles import Chunks, Tiles, cut, cut_own
 from .waits import code
 
 #: of the reduction: what the GEMM's CTA leaves on an SM is enough for one CTA of it
@@ -217,9 +217,12 @@ class Pushed(ScatterPlan):
 
     streams_wait = False
 
-    def __init__(self, call: ScatterCall, memory: GroupMemory, chunks: Chunks, own_tiles: Sequence[int]) -> None:
+    def __init__(
+        self, call: ScatterCall, memory: GroupMemory, chunks: Chunks, own: Chunks, own_tiles: Sequence[int]
+    ) -> None:
+        """chunks, own: how others' rows are cut, and the own ones. own_tiles: of each of the latter, when finished."""
         super().__init__(call, memory)
-        self.chunks, self.own_tiles = chunks, own_tiles
+        self.chunks, self.own, self.own_tiles = chunks, own, own_tiles
         rank, world, layout = memory.rank, memory.world, self.layout
         inbox = memory.require("inbox", (world - 1) * self.part_bytes)
         self.inbox, self.counts = inbox.peers[rank], memory.progress
@@ -247,7 +250,7 @@ class Pushed(ScatterPlan):
         block = 4096
         size = self.layout.rows * n
         programs = grid(-(-size // block), driver.processors(self.device_index))
-        ends = [end * n for _, end in self.chunks.rows]
+        ends = [end * n for _, end in self.own.rows]
         ends += [ends[-1]] * (MAX_CHUNKS - len(ends))
         tiles = [*self.own_tiles, *[0] * (MAX_CHUNKS - len(self.own_tiles))]
         sent, out = (call.a_parts[0].new_empty(size, dtype=dtype) for dtype in (self.wire_dtype, self.out_dtype))
@@ -255,7 +258,8 @@ class Pushed(ScatterPlan):
         args = [sent, sent, out, *[memory.local] * 3, *self.reduce_numbers]
         constants = {
             "WORLD": memory.world,
-            "CHUNKS": len(self.chunks),
+            "CHUNKS": len(self.own),
+            "SPLIT": self.chunks.tiles // self.own.tiles,
             "MAX_CHUNKS": MAX_CHUNKS,
             "BLOCK": block,
             "PROGRAMS": programs,
@@ -312,11 +316,13 @@ class FusedScatter(Pushed):
         layout = call.layout
         self.together, self.apart = call.together, call.apart
         self.cublas = bool(self.apart)
-        chunks = cut(call.outer, layout.inner, tiles.block_m, wanted_chunks)
+        rows = (call.outer, layout.inner, tiles.block_m)
+        chunks = cut(*rows, wanted_chunks)
+        own = cut_own(chunks, *rows)
         tiles_n = -(-layout.cols // tiles.block_n)
         self.chunk_tiles = [count * tiles_n for count in chunks.row_tiles]
         tiles = replace(tiles, group_m=min(tiles.group_m, chunks.tiles))
-        super().__init__(call, memory, chunks, self.chunk_tiles)
+        super().__init__(call, memory, chunks, own, [count * tiles_n for count in own.row_tiles])
         self._compile(call, tiles, programs)
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
@@ -345,7 +351,8 @@ class FusedScatter(Pushed):
         depths = depths + [0] * (MAX_OPERANDS - count)
         row_tiles = self.outer * -(-inner // tiles.block_m)
         programs = grid(world * row_tiles * -(-n // tiles.block_n), programs)
-        self.numbers = [self.outer, inner, *depths, n, 0, 0, 0, memory.rank, world, self.chunks.tiles, 1]
+        chunk_tiles = (self.chunks.tiles, self.own.tiles)
+        self.numbers = [self.outer, inner, *depths, n, 0, 0, 0, memory.rank, world, *chunk_tiles, 1]
         args = [
             *self.a_like, *self.padding, *self.b_like, *self.padding,
             self.c_like, *[self.c_like] * len(self.apart), *self.no_addends,
@@ -413,7 +420,8 @@ class DecomposedScatter(Pushed):
     name = "decomposed"
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory, cut(1, call.layout.inner, call.layout.inner, 1), [0])
+        whole = cut(1, call.layout.inner, call.layout.inner, 1)
+        super().__init__(call, memory, whole, whole, [0])
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
         return [Await(self.memory.events[dst])]

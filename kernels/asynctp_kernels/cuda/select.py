@@ -341,7 +341,8 @@ def choose(problem: Problem, refused: dict[str, str], sms: int, device_name: str
     rates = Rates()
     settings = {"chunks": chunks_for(problem), "tiles": fused_tiles(problem, sms, rates)}
     if IS_INTERPRETED:
-        settings = {"chunks": MAX_CHUNKS, "tiles": INTERPRETED_TILES}
+        chunks = MAX_CHUNKS if problem.op == "gather" else MAX_CHUNKS // 2  # own rows are cut finer
+        settings = {"chunks": chunks, "tiles": INTERPRETED_TILES}
     wanted = requested()
     if wanted is not None:
         if wanted in refused:

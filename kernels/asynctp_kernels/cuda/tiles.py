@@ -105,5 +105,11 @@ def cut(outer: int, inner: int, block_m: int, wanted: int) -> Chunks:
     return Chunks(tiles, rows, tuple(b - a for a, b in bounds))
 
 
+def cut_own(chunks: Chunks, outer: int, inner: int, block_m: int) -> Chunks:
+    """The own rows of a scatter: each of `chunks` in two, where that many row tiles can be halved, else as they are."""
+    finer = cut(outer, inner, block_m, 2 * len(chunks))
+    return finer if outer == 1 and 2 * finer.tiles == chunks.tiles else chunks
+
+
 def _row(tile: int, per_block: int, inner: int, block_m: int) -> int:
     return tile // per_block * inner + min(tile % per_block * block_m, inner)
