@@ -3,7 +3,8 @@
 Started by `asynctp bench` with one process a GPU. What is measured are calls of the fused ops: those of the built-in
 shapes, or of a program's reports. Before a variant is timed, its results are compared with fp32 on fresh random data,
 eager and in a CUDA graph; one that is WRONG is shown so, and never gets into the tuning table. Timing: medians of CUDA
-events over rounds in which the variants take turns in random order, in a CUDA graph and eager; the slowest rank counts.
+events over rounds in which the variants take turns in random order, in a CUDA graph and eager, each for 10 ms or so, in
+which the power limit tells; the slowest rank counts.
 Efficiency = max(cuBLAS alone, bytes / copy bandwidth) / time in a graph.
 """
 
@@ -45,6 +46,8 @@ OURS = ("asynctp", *select.IMPLEMENTATIONS)
 PEERS = ("cublas", "nccl", "intree")
 #: an error that is wrong however large that of cuBLAS + NCCL is
 WRONG = 0.1
+#: calls in a row that one measurement is the mean of: for so long, if these are not too few or too many
+STEADY_US, FEWEST_CALLS, MOST_CALLS = 10e3, 6, 64
 
 
 @dataclass(frozen=True)
@@ -395,6 +398,11 @@ def _events(function: Callable[[], Any], count: int) -> float:
     return elapsed * 1e3 / count
 
 
+def _repeats(function: Callable[[], Any], device: torch.device) -> int:
+    """How often to call it in a row, so that the clock comes to where the power limit has it in a program."""
+    return max(FEWEST_CALLS, min(MOST_CALLS, int(STEADY_US / slowest(_events(function, FEWEST_CALLS), device))))
+
+
 def _host_time(function: Callable[[], Any]) -> float:
     """Of one eager call, in microseconds, while the GPU is not waited for."""
     _meet()
@@ -421,7 +429,7 @@ def measure(
     call: Call, names: Sequence[str], rounds: int
 ) -> tuple[dict[str, Timing], dict[str, float], dict[str, str]]:
     """Timings and errors of the variants that run, and why the others do not."""
-    functions, graphs, errors, hosts, left_out = {}, {}, {}, {}, {}
+    functions, graphs, repeats, errors, hosts, left_out = {}, {}, {}, {}, {}, {}
     for name in names:
         function = call.variant(name)
         try:
@@ -434,15 +442,16 @@ def measure(
             errors[name] = error_of(call, function, graph, captured)
         hosts[name] = slowest(statistics.median(_host_time(function) for _ in range(3)), call.device)
         functions[name], graphs[name] = function, graph
+        repeats[name] = _repeats(graph.replay, call.device)
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in functions}
     for number in range(rounds):
         order = list(functions)
         random.Random(number).shuffle(order)
         for name in order:
             _meet()
-            times[name][0].append(_events(graphs[name].replay, 6))
+            times[name][0].append(_events(graphs[name].replay, repeats[name]))
             _meet()
-            times[name][1].append(_events(functions[name], 6))
+            times[name][1].append(_events(functions[name], repeats[name]))
 
     def median(found: Sequence[float]) -> float:
         return slowest(statistics.median(found), call.device)
