@@ -35,12 +35,17 @@ OPS = {
 
 # --- real implementations ---------------------------------------------------------------------------------------
 def _real_all_gather(shard: Tensor, group_size: int, group_name: Any, copy: bool = True) -> Tensor:
-    _check("all_gather", shard, group_size, group_name)
+    def check() -> None:
+        reference.check_group("all_gather", group_size, group_name)
+
+    _check_dims("all_gather", shard)
     shard = _unchanged(shard, copy)
-    cuda = ops._overlapped(shard.device)
-    found: Tensor | None = None if cuda is None else cuda.run_bulk_gather(shard, ops._process_group(group_name))
-    if found is not None:
-        return found
+    if (cuda := ops._overlapped(shard)) is not None:
+        group = ops._process_group(group_name)
+        found: Tensor | None = cuda.run_bulk_gather(shard, group_size, group, check)
+        if found is not None:
+            return found
+    check()
     fp8 = shard.dtype in reference.FP8_DTYPES  # gloo has no such type
     wire = shard.view(torch.uint8) if fp8 else shard
     gather = torch.ops._c10d_functional.all_gather_into_tensor
@@ -49,15 +54,18 @@ def _real_all_gather(shard: Tensor, group_size: int, group_name: Any, copy: bool
 
 
 def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_name: Any, copy: bool = True) -> Tensor:
-    _check("reduce_scatter", whole, group_size, group_name)
-    _check_scatter(whole, reduce_op, group_size)
+    def check() -> None:
+        reference.check_group("reduce_scatter", group_size, group_name)
+        _check_scatter(whole, reduce_op, group_size)
+
+    _check_dims("reduce_scatter", whole)
     whole = _unchanged(whole, copy)
-    cuda = ops._overlapped(whole.device)
-    found: Tensor | None = (
-        None if cuda is None else cuda.run_bulk_scatter(whole, reduce_op, ops._process_group(group_name))
-    )
-    if found is not None:
-        return found
+    if (cuda := ops._overlapped(whole)) is not None:
+        group = ops._process_group(group_name)
+        found: Tensor | None = cuda.run_bulk_scatter(whole, reduce_op, group_size, group, check)
+        if found is not None:
+            return found
+    check()
     if whole.device.type == "cpu" and reduce_op == "avg":  # gloo has no average: complete, then divided
         return reference.reduce_scatter(whole, reduce_op, 0, group_size, group_name)
     scatter = torch.ops._c10d_functional.reduce_scatter_tensor
@@ -66,7 +74,8 @@ def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_n
 
 
 def _real_wait(result: Tensor, source: Tensor) -> Tensor:
-    done: Tensor = torch.ops._c10d_functional.wait_tensor(result)
+    with compat.below_autograd():
+        done: Tensor = torch.ops._c10d_functional.wait_tensor.default(result)
     return done
 
 
@@ -75,8 +84,7 @@ def _unchanged(tensor: Tensor, copy: bool) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format) if copy else tensor.contiguous()
 
 
-def _check(op: str, tensor: Tensor, group_size: int, group_name: Any) -> None:
-    reference.check_group(op, group_size, group_name)
+def _check_dims(op: str, tensor: Tensor) -> None:
     if tensor.ndim == 0:
         raise ValueError(f"asynctp {op}: a tensor without dimensions cannot be split over ranks; unsqueeze(0) it first")
 
@@ -113,24 +121,16 @@ def _no_gradient(ctx: Any, *grads: Any) -> None:
 
 
 # --- registration -----------------------------------------------------------------------------------------------
-_IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
-    "all_gather": (_real_all_gather, _fake_all_gather),
-    "reduce_scatter": (_real_reduce_scatter, _fake_reduce_scatter),
-    "wait": (_real_wait, _fake_wait),
-}
-
-
 def _register() -> Any:
     """Define the ops. They live as long as the returned library does."""
     library: Any = torch.library.Library("asynctp", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name, schema in OPS.items():
-        real, fake = _IMPLEMENTATIONS[name]
         library.define(name + schema)
-        for key in ("CPU", "CUDA"):
-            library.impl(name, real, key)
-        torch.library.register_fake(f"asynctp::{name}", fake, lib=library)
-        if name != "wait":  # an alias of what has no gradient
-            torch.library.register_autograd(f"asynctp::{name}", _no_gradient, lib=library)
+    ops.register(library, "all_gather", _real_all_gather, _fake_all_gather, _no_gradient)
+    ops.register(library, "reduce_scatter", _real_reduce_scatter, _fake_reduce_scatter, _no_gradient)
+    for key in ("CPU", "CUDA"):  # an alias of what has no gradient
+        library.impl("wait", _real_wait, key)
+    torch.library.register_fake("asynctp::wait", _fake_wait, lib=library)
     return library
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import warnings
 from collections import Counter
@@ -28,7 +29,14 @@ def resolve_process_group(name: str) -> Any:
     Raises:
         RuntimeError: No group has this name (torch's own message).
     """
-    return _c10d()._resolve_process_group(name)
+    return _group_resolver()(name)
+
+
+@functools.cache
+def _group_resolver() -> Callable[[str], Any]:
+    """Looked up once: an import statement takes most of a microsecond, in every call of an op."""
+    resolver: Callable[[str], Any] = _c10d()._resolve_process_group
+    return resolver
 
 
 def process_group_size(group: Any) -> int:
@@ -77,9 +85,30 @@ def register_intree_ops() -> None:
     import torch.distributed._symmetric_memory  # noqa: F401
 
 
-def traced() -> bool:
-    """True while a mode watches every op: fake tensors, tracing, and the like."""
-    return torch._C._len_torch_dispatch_stack() > 0
+def goes_to_backend(keyset: Any) -> bool:
+    """Whether an autograd kernel's dispatch keys hand its call on to an implementation on CPU or CUDA.
+
+    Not so with tensors of a class that dispatches itself, or while something watches every op: fake tensors, tracing,
+    functorch, and the like.
+    """
+    return _goes_to_backend(keyset.raw_repr())
+
+
+@functools.cache
+def _goes_to_backend(keys: int) -> bool:
+    below = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_autograd_keyset
+    return below.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+
+
+def any_requires_grad(*args: Any) -> bool:
+    """Whether torch.library's autograd kernel would record a call: some tensor, alone or in a list, requires grad."""
+    return torch._C._any_requires_grad(*args)
+
+
+def below_autograd() -> contextlib.AbstractContextManager[None]:
+    """Ops called inside pass autograd's kernels by, as those do that an op's implementation calls."""
+    guard: contextlib.AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
+    return guard
 
 
 # --- ops ----------------------------------------------------------------------------------------------

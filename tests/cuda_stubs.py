@@ -434,6 +434,7 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
             "new_event": here.new_event,
             "peer_writes_supported": lambda: here.peer_writes,
             "current_stream": lambda index: here.current_stream,
+            "current_device": lambda: here.current_device,
             "machine": lambda index: ((9, 0), SMS, properties.name),
         },
         recordings: {"recorder": lambda device: here},
@@ -454,7 +455,6 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
         torch.cuda: {
             "Stream": here.new_stream,
             "current_stream": lambda: SimpleNamespace(cuda_stream=here.current_stream),
-            "current_device": lambda: here.current_device,
             "set_device": lambda device: None,
             "get_device_properties": lambda index: properties,
             "is_current_stream_capturing": lambda: here.capturing != 0,

@@ -183,7 +183,7 @@ def test_what_comes_again_is_launched_on_the_copy_stream(op: str, here: Machine)
         call = plan.tensors((shard, None, (), (), (), None))
         plan.tensors = lambda *args: call
     else:
-        plan.new_output = lambda like: shard
+        plan.new_output = lambda: shard
     for number in range(3):
         here.log.clear()
         plan.start_bulk(shard if op == "gather" else whole)
@@ -236,13 +236,17 @@ def test_what_is_in_flight_in_a_capture_concerns_no_other(here: Machine) -> None
 
 
 # --- through the package's entry points ------------------------------------------------------------------------------
+def unchecked() -> None:
+    """The arguments are right."""
+
+
 def test_the_result_is_complete_when_waited_for(here: Machine) -> None:
     """`wait_tensor` makes the stream that is then current wait for the event behind the copies."""
     here.kernels.clear()
     waits: list[Any] = []
     with mock.patch.object(cuda, "register_wait", lambda result, wait: waits.append((result, wait))):
-        full = cuda.run_bulk_gather(tensor(8, 3, 5), here.group)
-        out = cuda.run_bulk_scatter(tensor(8, 3, 5), "sum", here.group)
+        full = cuda.run_bulk_gather(tensor(8, 3, 5), WORLD, here.group, unchecked)
+        out = cuda.run_bulk_scatter(tensor(8, 3, 5), "sum", WORLD, here.group, unchecked)
     assert full is not None
     assert out is not None
     assert (full.shape, out.shape) == ((32, 3, 5), (2, 3, 5))
@@ -262,8 +266,8 @@ def test_a_wait_on_another_stream_keeps_the_source_from_its_own(here: Machine) -
     waits: list[Any] = []
     shard = tensor(8, 8)
     with mock.patch.object(cuda, "register_wait", lambda result, wait: waits.append(wait)):
-        cuda.run_bulk_gather(shard, here.group)
-        cuda.run_bulk_gather(shard, here.group)
+        cuda.run_bulk_gather(shard, WORLD, here.group, unchecked)
+        cuda.run_bulk_gather(shard, WORLD, here.group, unchecked)
     waits[0]()
     assert here.kept == []
     here.log.clear()
@@ -276,17 +280,55 @@ def test_a_wait_on_another_stream_keeps_the_source_from_its_own(here: Machine) -
 def test_plans_are_kept(here: Machine) -> None:
     with mock.patch.object(cuda, "register_wait"):
         for _ in range(3):
-            cuda.run_bulk_gather(tensor(8, 8), here.group)
+            cuda.run_bulk_gather(tensor(8, 8), WORLD, here.group, unchecked)
     assert [prepared.name for prepared in here.prepared] == ["stage_kernel"]
     assert cuda.last_implementation(here.group) == "copy engine"
 
 
+@pytest.mark.parametrize("shape", [(8,), (8, 3), (8, 3, 5)])
+def test_results_have_the_shapes_of_the_collectives(shape: tuple[int, ...], here: Machine) -> None:
+    here.kernels.clear()
+    with mock.patch.object(cuda, "register_wait"):
+        full = cuda.run_bulk_gather(tensor(*shape), WORLD, here.group, unchecked)
+        out = cuda.run_bulk_scatter(tensor(*shape), "avg", WORLD, here.group, unchecked)
+    assert full is not None
+    assert out is not None
+    assert (full.shape, out.shape) == ((32, *shape[1:]), (2, *shape[1:]))
+    assert full.is_contiguous()
+    assert out.is_contiguous()
+
+
+def test_arguments_are_checked_when_a_plan_is_made(here: Machine) -> None:
+    """Once; and before anything is asked of the driver, with other arguments again."""
+
+    def refuse() -> None:
+        raise ValueError("not valid")
+
+    here.kernels.clear()
+    shard, whole = tensor(8, 8), tensor(8, 8)
+    with mock.patch.object(cuda, "register_wait"):
+        for check in (unchecked, unchecked, refuse):  # memory may grow for the first ones
+            assert cuda.run_bulk_gather(shard, WORLD, here.group, check) is not None
+            assert cuda.run_bulk_scatter(whole, "sum", WORLD, here.group, check) is not None
+        here.log.clear()
+        for wrong in (
+            lambda: cuda.run_bulk_gather(shard, 3, here.group, refuse),
+            lambda: cuda.run_bulk_scatter(whole, "sum", 3, here.group, refuse),
+            lambda: cuda.run_bulk_scatter(whole, "avg", WORLD, here.group, refuse),
+            lambda: cuda.run_bulk_scatter(tensor(7, 8), "sum", WORLD, here.group, refuse),
+        ):
+            with pytest.raises(ValueError, match="not valid"):
+                wrong()
+    assert here.log == []
+    assert here.memory.failure is None, "nothing has begun"
+
+
 def test_what_nccl_has_to_do(here: Machine) -> None:
     """Nothing to move, a sum that is not in fp32, or NCCL asked for."""
-    assert cuda.run_bulk_gather(tensor(0, 8), here.group) is None
-    assert cuda.run_bulk_scatter(tensor(8, 8, dtype=torch.int32), "sum", here.group) is None
+    assert cuda.run_bulk_gather(tensor(0, 8), WORLD, here.group, unchecked) is None
+    assert cuda.run_bulk_scatter(tensor(8, 8, dtype=torch.int32), "sum", WORLD, here.group, unchecked) is None
     with cuda.forced("unfused"):
-        assert cuda.run_bulk_gather(tensor(8, 8), here.group) is None
+        assert cuda.run_bulk_gather(tensor(8, 8), WORLD, here.group, unchecked) is None
     assert here.of(Copied) == []
 
 

@@ -240,13 +240,14 @@ class Library:
 
         def function(*args: Any) -> int:
             if name.startswith(("cuGraphGet", "cuGraphNode", "cuGraphMem")):
-                return self._node(name, *args)
+                return self.codes.get(name) or self._node(name, *args)
             self.log.append(name.removeprefix("cu").removesuffix("_v2"))
             if name in ("cuStreamEndCapture", "cuGraphInstantiateWithFlags"):
                 self.made += 1
                 args[name == "cuStreamEndCapture"]._obj.value = 100 + self.made
             return self.codes.get(name, 0)
 
+        function.__name__ = name
         return function
 
     def _node(self, name: str, node: Any, given: Any, count: Any = None) -> int:
@@ -255,7 +256,7 @@ class Library:
                 given[i] = i + 1
             count._obj.value = len(self.nodes)
             return 0
-        kind, rows = self.nodes[getattr(node, "value", node) - 1]
+        kind, rows = self.nodes[node.value - 1]
         if name == "cuGraphNodeGetType":
             given._obj.value = kind
         elif name == "cuGraphMemcpyNodeGetParams":
@@ -264,7 +265,7 @@ class Library:
             given._obj[:] = [*range(4), rows]
         else:
             self.log.append(name.removeprefix("cuGraph").removesuffix("NodeSetParams"))
-            self.set.append((node, list(given)))
+            self.set.append((node.value, list(given)))
         return 0
 
 
@@ -277,10 +278,6 @@ def library() -> Iterator[Callable[..., Library]]:
             made = Library(nodes, **codes)
             fresh = {
                 "library": lambda: made,
-                "_MOVING": {
-                    kind: (read, driver._function(read.replace("Get", "Set"), *[ctypes.c_void_p] * 2), *rest)
-                    for kind, (read, _, *rest) in driver._MOVING.items()
-                },
                 "_graph_launch": driver._function("cuGraphLaunch", ctypes.c_void_p, ctypes.c_void_p),
             }
             for name, value in fresh.items():
@@ -344,6 +341,15 @@ def test_copies_are_set_anew_for_every_launch(library: Callable[..., Library]) -
     ]  # fmt: skip
     copy, memory = [*range(22), 64, 1, 1], [*range(4), 1]
     assert made.set == [(2, copy), (5, memory), (6, copy)] * 2
+
+
+@pytest.mark.parametrize(("node", "kind"), [(COPY, "Memcpy"), (SET, "Memset")])
+def test_a_copy_that_cannot_be_set_is_an_error(
+    node: tuple[int, int], kind: str, library: Callable[..., Library]
+) -> None:
+    library(nodes=(KERNEL, node), **{f"cuGraph{kind}NodeSetParams": 1})
+    with pytest.raises(CudaError, match=f"cuGraph{kind}NodeSetParams: code 1"):
+        driver.Executable().show(driver.Graph(11))
 
 
 @pytest.mark.parametrize("node", [(1, 2), (2, 2), (3, 0), (4, 0), (7, 0), (8, 0), (10, 0), (13, 0), (99, 0)])

@@ -13,9 +13,12 @@ import torch.distributed as dist
 from interpreter import interpreter_fault
 from ranks import run_ranks
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from asynctp_passes import ops, reference
+from asynctp_passes import compat, ops, reference
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -805,6 +808,84 @@ def test_gradient_of_a_bias_beside_none_raises(fake_group: str) -> None:
             ops.matmul_reduce_scatter([X, X], [W, weight], scatter_dim=1, group=fake_group, biases=biases)
     with torch.no_grad():
         ops.all_gather_matmul(X, [W, W], gather_dim=1, group=fake_group, biases=biases)
+
+
+# --- the autograd kernel on CUDA, here on CPU -----------------------------------------------------------------------
+@pytest.fixture
+def taken() -> Iterator[list[str]]:
+    """`torch.ops.asynctp_test.total(a, bs, *, twice=False)` with that kernel; which ways its calls took."""
+    ways: list[str] = []
+
+    def real(a: Tensor, bs: list[Tensor], twice: bool = False) -> Tensor:
+        ways.append("real")
+        return sum(bs, a) * (1 + twice)
+
+    def through(keyset: Any, *args: Any, **kwargs: Any) -> Tensor:
+        ways.append("dispatcher")
+        result: Tensor = generic(keyset, *args, **kwargs)
+        return result
+
+    library: Any = torch.library.Library("asynctp_test", "FRAGMENT")
+    library.define("total(Tensor a, Tensor[] bs, *, bool twice=False) -> Tensor")
+    generic = compat.autograd_kernel(
+        torch.ops.asynctp_test.total.default, lambda ctx, grad: (grad, [grad] * ctx.count), _remember_count
+    )
+    library.impl("total", real, "CPU")
+    library.impl("total", ops.short_cut(real, through), "AutogradCPU", with_keyset=True)
+    torch.library.register_fake("asynctp_test::total", lambda a, bs, twice=False: a.clone(), lib=library)
+    yield ways
+    library._destroy()
+
+
+def _remember_count(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Tensor) -> None:
+    ctx.count = len(inputs[1])
+
+
+class _Watch(TorchDispatchMode):
+    """Sees ops."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.asynctp_test.total.default
+        return args[0]
+
+
+def test_plain_tensors_go_straight_to_the_implementation(taken: list[str]) -> None:
+    one, weight = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    total = torch.ops.asynctp_test.total
+    assert total(one, [one, one]).tolist() == [3, 3]
+    assert total(one, [], twice=True).tolist() == [2, 2]
+    with torch.no_grad():
+        assert not total(one, [one, weight]).requires_grad
+    with torch.inference_mode():
+        total(one, [weight])
+    assert taken == ["real"] * 4
+
+
+def test_what_needs_a_gradient_goes_through_the_dispatcher(taken: list[str]) -> None:
+    one, weight = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    torch.ops.asynctp_test.total(one, [one, weight]).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1, 1]
+    assert taken == ["dispatcher", "real"]
+
+
+def test_what_is_watched_goes_through_the_dispatcher(taken: list[str]) -> None:
+    """By a mode, or by a class of tensors that dispatches itself, wherever there is one."""
+    one, total = torch.ones(2), torch.ops.asynctp_test.total
+    with FakeTensorMode():
+        fake = torch.ones(2)
+        assert isinstance(total(fake, [fake]), FakeTensor)
+    assert isinstance(total(fake, [fake]), FakeTensor)
+    with _Watch():
+        total(one, [one])
+    assert taken == ["dispatcher"] * 3
+    taken.clear()
+    traced = make_fx(lambda x: total(x, [x]))(one)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [total.default]
+    assert taken == ["dispatcher", "real"]
+    taken.clear()
+    assert isinstance(total(one, [one, TwoTensor(one.clone(), one.clone())]), TwoTensor)
+    assert taken == ["dispatcher", "real", "real"], "of both halves"
 
 
 # --- which implementation runs --------------------------------------------------------------------------------------

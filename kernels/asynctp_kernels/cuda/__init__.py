@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ DIRECT_LIMIT = 64 << 20  # bytes of one slot: what arrives from all ranks togeth
 _unavailable: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 Check = Callable[[], None]
 Recipe = tuple[str, str] | None
+T = TypeVar("T")
 
 
 def run_gather(
@@ -83,28 +84,22 @@ def run_gather(
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
-    _check_device(a_shard.device)
     memory = _memory(group, a_shard.device)
     if memory is None:
         check()
         return None
     key = (
-        "gather", group_size, dim, scale_travels, out_dtype, fast, return_a_full, _key(a_shard), _optional_key(a_scale),
-        *map(_key, bs), *map(_key, b_scales), *map(_optional_key, biases), _optional_key(along), select.requested(),
+        "gather", group_size, dim, scale_travels, out_dtype, fast, return_a_full, select.requested(),
+        *_keys(a_shard, a_scale, *bs, *b_scales, *biases, along),
     )  # fmt: skip
-    plan = memory.plans.get(key, _MISSING)
-    if plan is _MISSING or (plan is not None and plan.stale):  # type: ignore[attr-defined]
+    plan: Any = memory.plans.get(key, _MISSING)
+    if plan is _MISSING or (plan is not None and plan.stale):
         check()
         call = GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, scale_travels, out_dtype, fast, return_a_full,
                           memory.world, along)  # fmt: skip
-        choice = explain_gather(call)  # not within _Whole: what is refused has not begun
-        with _Whole(memory):
-            plan = _keep(memory, key, _gather_plan(call, memory, choice))
-    memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
-    if plan is None:
-        return None
-    with _Whole(None if plan.name == "unfused" else memory):  # type: ignore[attr-defined]
-        outs: list[Tensor] = plan.run(a_shard, a_scale, bs, b_scales, biases, along)  # type: ignore[attr-defined]
+        choice = explain_gather(call)  # not within _whole: what is refused has not begun
+        plan = _keep(memory, key, _whole(memory, _gather_plan, call, memory, choice))
+    outs: list[Tensor] | None = _run(memory, plan, a_shard, a_scale, bs, b_scales, biases, along)
     return outs
 
 
@@ -185,44 +180,45 @@ def _run_scatter(
 ) -> Tensor | None:
     """Run the plan of a scatter, made at the first call. `head`: the op, and what tells it from others like it."""
     a_parts, b_parts, a_scales, b_scales, biases = operands
-    _check_device(a_parts[0].device)
     memory = _memory(group, a_parts[0].device)
     if memory is None:
         check()
         return None
-    key = (
-        *head, *map(_key, a_parts), *map(_key, b_parts), *map(_key, a_scales), *map(_key, b_scales),
-        *map(_optional_key, biases), sum_dtype, select.requested(),
-    )  # fmt: skip
-    plan = memory.plans.get(key, _MISSING)
-    if plan is _MISSING or (plan is not None and plan.stale):  # type: ignore[attr-defined]
+    key = (*head, sum_dtype, select.requested(), *_keys(*a_parts, *b_parts, *a_scales, *b_scales, *biases))
+    plan: Any = memory.plans.get(key, _MISSING)
+    if plan is _MISSING or (plan is not None and plan.stale):
         check()
         call = ScatterCall(*operands, *options, memory.world, head[0], sum_dtype)
         choice = explain_call(call)
-        with _Whole(memory):
-            plan = _keep(memory, key, _scatter_plan(call, memory, choice))
-    memory.last_implementation = "unfused" if plan is None else plan.name  # type: ignore[attr-defined]
-    if plan is None:
-        return None
-    with _Whole(None if plan.name == "unfused" else memory):  # type: ignore[attr-defined]
-        out: Tensor = plan.run(a_parts, b_parts, a_scales, b_scales, biases)  # type: ignore[attr-defined]
+        plan = _keep(memory, key, _whole(memory, _scatter_plan, call, memory, choice))
+    out: Tensor | None = _run(memory, plan, *operands)
     return out
 
 
-def run_bulk_gather(shard: Tensor, group: ProcessGroup) -> Tensor | None:
+def _run(memory: GroupMemory, plan: Any, *operands: Any) -> Any:
+    """What a plan gives; None without one."""
+    memory.last_implementation = "unfused" if plan is None else plan.name
+    if plan is None:
+        return None
+    return plan.run(*operands) if plan.name == "unfused" else _whole(memory, plan.run, *operands)
+
+
+def run_bulk_gather(shard: Tensor, group_size: int, group: ProcessGroup, check: Check) -> Tensor | None:
     """all_gather(shard, dim 0) by copy engine, unwaited: `_c10d_functional.wait_tensor` completes it. None: use NCCL.
+
+    `check` validates the arguments; it is called once per plan, not once per call, and not before None is given.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
     if shard.numel() == 0 or shard.numel() * shard.itemsize >= INT32_LIMIT:
         return None
-    rows = shard.reshape(shard.shape[0], -1)
-    full = _bulk(("bulk gather", _key(rows)), rows, group, lambda memory: bulk_gather(rows, memory))
-    return None if full is None else _waited(full, full.result.view(-1, *shard.shape[1:]))
+    return _bulk(("bulk gather", group_size), shard, group, check, bulk_gather)
 
 
-def run_bulk_scatter(whole: Tensor, reduce_op: str, group: ProcessGroup) -> Tensor | None:
+def run_bulk_scatter(
+    whole: Tensor, reduce_op: str, group_size: int, group: ProcessGroup, check: Check
+) -> Tensor | None:
     """reduce_scatter(whole, dim 0) by copy engine, unwaited as above; "sum" or "avg", in fp32. None: use NCCL.
 
     Raises:
@@ -230,26 +226,29 @@ def run_bulk_scatter(whole: Tensor, reduce_op: str, group: ProcessGroup) -> Tens
     """
     if whole.dtype not in SUMMED_DTYPES or whole.numel() == 0 or whole.numel() * whole.itemsize >= INT32_LIMIT:
         return None
-    rows = whole.reshape(whole.shape[0], -1)
-    key = ("bulk scatter", reduce_op, _key(rows))
-    out = _bulk(key, rows, group, lambda memory: bulk_scatter(rows, reduce_op, memory))
-    return None if out is None else _waited(out, out.result.view(-1, *whole.shape[1:]))
+    head = ("bulk scatter", group_size, reduce_op)
+    return _bulk(head, whole, group, check, lambda rows, memory: bulk_scatter(rows, reduce_op, memory))
 
 
 def _bulk(
-    key: object, rows: Tensor, group: ProcessGroup, make: Callable[[GroupMemory], BulkGather | BulkScatter]
-) -> Bulk | None:
-    _check_device(rows.device)
-    memory = None if select.requested() == "unfused" else _memory(group, rows.device)
+    head: tuple[Any, ...],
+    tensor: Tensor,
+    group: ProcessGroup,
+    check: Check,
+    make: Callable[[Tensor, GroupMemory], BulkGather | BulkScatter],
+) -> Tensor | None:
+    memory = None if select.requested() == "unfused" else _memory(group, tensor.device)
     if memory is None:
         return None
-    with _Whole(memory):
-        plan: Any = memory.plans.get(key)
-        if plan is None or plan.stale:
-            plan = _keep(memory, key, make(memory))
-        bulk: Bulk = plan.start_bulk(rows)
+    rows = tensor if tensor.ndim > 1 else tensor.unsqueeze(1)
+    key = (*head, *_keys(rows))
+    plan: Any = memory.plans.get(key)
+    if plan is None or plan.stale:
+        check()
+        plan = _keep(memory, key, _whole(memory, make, rows, memory))
+    bulk: Bulk = _whole(memory, plan.start_bulk, rows)
     memory.last_implementation = plan.name
-    return bulk
+    return _waited(bulk, bulk.result if tensor.ndim > 1 else bulk.result.view(-1))
 
 
 def _waited(bulk: Bulk, result: Tensor) -> Tensor:
@@ -283,24 +282,18 @@ def _harmless(error: BaseException) -> bool:
     return isinstance(error, SymmetricMemoryError) and not isinstance(error, CudaError)
 
 
-class _Whole:
-    """A call that raises half way leaves the ranks out of step: then the group's memory must not be used again.
+def _whole(memory: GroupMemory, do: Callable[..., T], *args: Any) -> T:
+    """`do(*args)`, part of a call that uses the group's memory.
 
-    Not so a `SymmetricMemoryError`: that is raised by all ranks alike, before anything is enqueued. None: the call
-    uses no memory of the group's.
+    Should that raise half way, the ranks are out of step: then the memory must not be used again. Not so a
+    `SymmetricMemoryError`: that is raised by all ranks alike, before anything is enqueued.
     """
-
-    __slots__ = ("memory",)
-
-    def __init__(self, memory: GroupMemory | None) -> None:
-        self.memory = memory
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and self.memory is not None and self.memory.failure is None and not _harmless(error):
-            self.memory.failure = f"{type(error).__name__}: {error}"
+    try:
+        return do(*args)
+    except BaseException as error:
+        if memory.failure is None and not _harmless(error):
+            memory.failure = f"{type(error).__name__}: {error}"
+        raise
 
 
 def _require_none_forced(reason: str) -> None:
@@ -342,20 +335,22 @@ def _keep(memory: GroupMemory, key: object, plan: Any) -> Any:
     return plan
 
 
-def _key(tensor: Tensor) -> tuple[Any, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _optional_key(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    return None if tensor is None else _key(tensor)
+def _keys(*tensors: Tensor | None) -> list[tuple[Any, ...] | None]:
+    """What a plan depends on of each tensor."""
+    return [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
 
 
 def _memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None:
     """The group's memory; None where there can be none, which is said once, or raised if an implementation is forced.
 
     Raises:
-        RuntimeError: one is forced that needs it.
+        RuntimeError: one is forced that needs it, or `device` is not the current one.
     """
+    _check_device(device)
+    return existing_memory(group) or _new_memory(group, device)
+
+
+def _new_memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None:
     if group in _unavailable:
         _require_none_forced(_unavailable[group])
         return None

@@ -12,7 +12,7 @@ for any collective that a graph and an eager program share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,8 +27,7 @@ from .tiles import cut
 NAME = "copy engine"
 
 
-@dataclass(frozen=True)
-class Bulk:
+class Bulk(NamedTuple):
     """A result under way.
 
     Attributes:
@@ -57,7 +56,7 @@ class BulkGather(Pulled):
         return []
 
     def start_bulk(self, shard: Tensor) -> Bulk:
-        """Enqueue everything; `shard` [m, n] gives [world * m, n]."""
+        """Enqueue everything; `shard` [m, *, n] gives [world * m, *, n]."""
         memory, stream = self.memory, driver.current_stream(self.device_index)
         call = self.tensors((shard, None, (), (), (), None))
         done = memory.fly(stream, self.number, call.addresses(), lambda side: self.copy(side, call))
@@ -79,10 +78,10 @@ class BulkScatter(Pushed):
         return []
 
     def start_bulk(self, whole: Tensor) -> Bulk:
-        """Enqueue everything; `whole` [world * m, n] gives [m, n]."""
+        """Enqueue everything; `whole` [world * m, *, n] gives [m, *, n]."""
         memory, stream = self.memory, driver.current_stream(self.device_index)
         whole = aligned(whole)
-        out = self.new_output(whole)
+        out = self.new_output()
         addresses = (whole.data_ptr(), out.data_ptr())
         done = memory.fly(stream, self.number, addresses, lambda side: self._move(side, whole, out))
         return Bulk(out, whole, stream, done)
@@ -95,14 +94,14 @@ class BulkScatter(Pushed):
 
 
 def bulk_gather(shard: Tensor, memory: GroupMemory) -> BulkGather:
-    """The plan for shards like `shard` [m, n]: the gather of a product with no B."""
+    """The plan for shards like `shard` [m, *, n]: the gather of a product with no B."""
     call = GatherCall(shard, None, (), (), (), 0, False, shard.dtype, False, True, memory.world)
     return BulkGather(call, memory)
 
 
 def bulk_scatter(whole: Tensor, reduce_op: str, memory: GroupMemory) -> BulkScatter:
-    """The plan for tensors like `whole` [world * m, n]: the scatter of a product whose B only says how wide it is."""
-    b = whole.new_empty(0, whole.shape[1])
+    """The plan for tensors like `whole` [world * m, *, n]: the scatter of a product whose B only says its width."""
+    b = whole.new_empty(0, whole.shape[-1])
     options = (reduce_op, 0, whole.dtype, False, memory.world, "reduce_scatter")
     call = ScatterCall((whole,), (b,), (), (), (None,), *options)
     return BulkScatter(call, memory)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import current_raw_stream, keeps_freed_memory, symmetric_empty, symmetric_rendezvous
+from asynctp_kernels import compat
 from asynctp_kernels.errors import SymmetricMemoryError
 
 T = TypeVar("T")
@@ -93,14 +93,15 @@ def library() -> Any:
 
 def _function(name: str, *argtypes: Any) -> Callable[..., None]:
     """A driver function that raises on failure; looked up at its first call, so that importing needs no driver."""
-    found: list[Any] = []
+    function: Any = None
 
     def call(*args: Any) -> None:
-        if not found:
+        nonlocal function
+        if function is None:
             function = getattr(library(), name)
             function.argtypes, function.restype = argtypes, ctypes.c_int
-            found.append(function)
-        check(name, found[0](*args))
+        if code := function(*args):
+            check(name, code)
 
     return call
 
@@ -236,15 +237,15 @@ class Graph:
     __slots__ = ("_moves", "handle", "known")
 
     def __init__(self, handle: int) -> None:
-        self.handle, self.known = handle, True
-        self._moves: list[tuple[Callable[..., None], int, Any]] = []
-        for node in _nodes(handle):
+        self.handle, self.known = _ref(handle), True
+        self._moves: list[tuple[Callable[..., int], ctypes.c_void_p, Any]] = []  # what each refresh calls, all prepared
+        for node in _nodes(self.handle):
             kind = _node_kind(node)
             if kind in _MOVING:
-                read, write, words, one_range = _MOVING[kind]
+                name, words, one_range = _MOVING[kind]
                 params = (_u64 * words)()
-                call(read, _ref(node), ctypes.byref(params))
-                self._moves.append((write, node, params))
+                call(f"{name}GetParams", node, ctypes.byref(params))
+                self._moves.append((getattr(library(), f"{name}SetParams"), node, params))
                 self.known &= params[-len(one_range) :] == one_range
             else:
                 self.known &= kind in _FIXED
@@ -252,33 +253,34 @@ class Graph:
     def refresh(self) -> None:
         """Let copies be of what is at their addresses now."""
         for write, node, params in self._moves:
-            write(node, params)
+            if code := write(node, params):
+                check(write.__name__, code)
 
     def __del__(self) -> None:
-        library().cuGraphDestroy(_ref(self.handle))  # at the end of a program there may be nothing left to destroy
+        library().cuGraphDestroy(self.handle)  # at the end of a program there may be nothing left to destroy
 
 
-#: kinds of nodes that hold memory: how to read and to write their parameters, how many words these have, and what the
-#: last ones are for one range of bytes (CUDA_MEMCPY3D: rows, slices; CUDA_MEMSET_NODE_PARAMS: rows)
-_MOVING: dict[int, tuple[str, Callable[..., None], int, list[int]]] = {
-    1: ("cuGraphMemcpyNodeGetParams", _function("cuGraphMemcpyNodeSetParams", _ref, _ref), 25, [1, 1]),
-    2: ("cuGraphMemsetNodeGetParams", _function("cuGraphMemsetNodeSetParams", _ref, _ref), 5, [1]),
+#: kinds of nodes that hold memory: whose parameters, how many words these have, and what the last ones are for one
+#: range of bytes (CUDA_MEMCPY3D: rows, slices; CUDA_MEMSET_NODE_PARAMS: rows)
+_MOVING: dict[int, tuple[str, int, list[int]]] = {
+    1: ("cuGraphMemcpyNode", 25, [1, 1]),
+    2: ("cuGraphMemsetNode", 5, [1]),
 }
 #: kernels, nothing, waits for events, batches of stream memory operations
 _FIXED = {0, 5, 6, 12}
 
 
-def _nodes(graph: int) -> list[int]:
+def _nodes(graph: ctypes.c_void_p) -> list[ctypes.c_void_p]:
     count = ctypes.c_size_t()
-    call("cuGraphGetNodes", _ref(graph), None, ctypes.byref(count))
+    call("cuGraphGetNodes", graph, None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * count.value)()
-    call("cuGraphGetNodes", _ref(graph), nodes, ctypes.byref(count))
-    return [node or 0 for node in nodes]
+    call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
+    return [_ref(node) for node in nodes]
 
 
-def _node_kind(node: int) -> int:
+def _node_kind(node: ctypes.c_void_p) -> int:
     kind = ctypes.c_int()
-    call("cuGraphNodeGetType", _ref(node), ctypes.byref(kind))
+    call("cuGraphNodeGetType", node, ctypes.byref(kind))
     return kind.value
 
 
@@ -298,10 +300,10 @@ class Executable:
             CudaError: There is no memory for it, or nothing like it can be launched.
         """
         graph.refresh()
-        if not self._handle or library().cuGraphExecUpdate_v2(self._handle, _ref(graph.handle), self._problem):
+        if not self._handle or library().cuGraphExecUpdate_v2(self._handle, graph.handle, self._problem):
             self._destroy()
             made, flags = ctypes.c_void_p(), ctypes.c_ulonglong(_USE_NODE_PRIORITY)
-            call("cuGraphInstantiateWithFlags", ctypes.byref(made), _ref(graph.handle), flags)
+            call("cuGraphInstantiateWithFlags", ctypes.byref(made), graph.handle, flags)
             self._handle = made
 
     def launch(self, stream: int) -> None:
@@ -341,7 +343,7 @@ def record(stream: int, enqueue: Callable[[int], None]) -> Graph:
 
 def can_record() -> bool:
     """Whether temporaries of a recording stay its own."""
-    return keeps_freed_memory()
+    return compat.keeps_freed_memory()
 
 
 def driver_version() -> int:
@@ -399,12 +401,12 @@ def new_stream(device: torch.device, urgent: bool = True) -> torch.cuda.Stream:
 
 def current_stream(index: int) -> int:
     """The handle of the current stream of GPU `index`."""
-    return current_raw_stream(index)
+    return compat.current_raw_stream(index)
 
 
 def current_device() -> int | None:
     """Index of the current GPU."""
-    return torch.cuda.current_device()
+    return compat.current_device()
 
 
 def processors(index: int) -> int:
@@ -458,8 +460,8 @@ def share(group: ProcessGroup, device: torch.device, size: int) -> tuple[torch.T
     Raises:
         RuntimeError: The GPUs of `group` cannot share memory.
     """
-    memory = symmetric_empty(size, device)
+    memory = compat.symmetric_empty(size, device)
     memory.zero_()
     torch.cuda.synchronize(device)
-    handle = symmetric_rendezvous(memory, group)
+    handle = compat.symmetric_rendezvous(memory, group)
     return memory, handle, [int(address) for address in handle.buffer_ptrs]

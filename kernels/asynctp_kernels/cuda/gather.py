@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import gather_into
+from asynctp_kernels.compat import gather_into, new_tensors
 from asynctp_kernels.layout import ShardLayout, gather_layout
 
 from .copy_kernels import push_gather_kernel, stage_kernel
@@ -135,6 +135,16 @@ class GatherPlan:
         self.widths = [b.shape[1] for b in call.bs]
         self.device_index: int = call.a_shard.device.index
         self.generation = -1
+        self._prepare_tensors(call)
+
+    def _prepare_tensors(self, call: GatherCall) -> None:
+        """Functions that make a call's memory: A whole, the products, and all ranks' numbers [*, K/128 or 1]."""
+        full, device, travels = self.layout.full_shape, call.a_shard.device, call.travels
+        self.new_full = new_tensors(full, call.a_shard.dtype, device)
+        self.new_outs = [new_tensors((*full[:-1], width), self.out_dtype, device) for width in self.widths]
+        if travels is not None:
+            count, along_k = self.memory.world * self.number_count, travels.shape[-1]
+            self.new_numbers = new_tensors((count // along_k, along_k), travels.dtype, device)
 
     @property
     def stale(self) -> bool:
@@ -145,21 +155,14 @@ class GatherPlan:
         """A contiguous tensor as integers that copies move."""
         return tensor.view(-1).view(_UNITS[self.unit_bytes])
 
-    def new_outputs(self, a_shard: Tensor) -> list[Tensor]:
-        lead = self.layout.full_shape[:-1]
-        return [a_shard.new_empty((*lead, width), dtype=self.out_dtype) for width in self.widths]
-
     def tensors(self, operands: GatherOperands) -> GatherTensors:
         """The operands, mended, and new memory for what a call makes."""
         a_shard, a_scale, bs, b_scales, biases, along = operands
-        shard = aligned(a_shard)
         numbers, all_numbers = (a_scale if self.scale_travels else along), None
         if numbers is not None:
-            numbers = aligned(numbers)
-            count, along_k = self.memory.world * self.number_count, numbers.shape[-1]
-            all_numbers = numbers.new_empty((count // along_k, along_k))
-        full, outs = shard.new_empty(self.layout.full_shape), self.new_outputs(shard)
-        scale = numbers if self.scale_travels else a_scale
+            numbers, all_numbers = aligned(numbers), self.new_numbers()
+        scale, outs = (numbers if self.scale_travels else a_scale), [new() for new in self.new_outs]
+        shard, full = aligned(a_shard), self.new_full()
         return GatherTensors(shard, scale, bs, b_scales, biases, numbers, outs, full, all_numbers)
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
@@ -314,15 +317,14 @@ class FusedGather(Pulled):
         memory, layout = self.memory, self.layout
         inner, k = layout.inner, layout.cols
         rows, blocks = [1, tiles.block_m, tiles.block_k], [1, tiles.block_m, tiles.block_n]
-        full = call.a_shard.new_empty(layout.full_shape)
+        full = self.new_full()
         a_strides = [inner * k, k, 1]
         self.a_own = describe(aligned(call.a_shard), [self.outer, inner, k], a_strides, rows)
         self.a_full = describe(full, [self.outer * memory.world, inner, k], a_strides, rows)
         self.bs = [b_descriptor(aligned_columns(b), tiles) for b in call.bs]
-        outs = self.new_outputs(call.a_shard)
         self.cs = [
-            describe(out, [self.outer * memory.world, inner, n], [inner * n, n, 1], blocks)
-            for out, n in zip(outs, self.widths, strict=True)
+            describe(new(), [self.outer * memory.world, inner, n], [inner * n, n, 1], blocks)
+            for new, n in zip(self.new_outs, self.widths, strict=True)
         ]
         count, dummy = len(call.bs), memory.dummy
         bias = call.biases[0]
@@ -476,7 +478,7 @@ class DirectGather(WholeGather):
             area.table, words.table, slot, part, self.scale_offset, memory.epoch, memory.done, memory.bound,
             memory.status, code(call.op, "shard"), memory.rank,
         ]  # fmt: skip
-        shard, full = aligned(call.a_shard), call.a_shard.new_empty(layout.full_shape)
+        shard, full = aligned(call.a_shard), self.new_full()
         numbers_like = call.a_scale if call.travels is None else call.travels
         scale = memory.dummy if numbers_like is None else aligned(numbers_like)
         args = [self.as_units(shard), scale, self.as_units(full), memory.dummy, *numbers, *memory_args]

@@ -14,15 +14,16 @@ converts each before it adds them. One such product travels as it is, and is con
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import scatter_into
+from asynctp_kernels.compat import new_tensors, scatter_into
 from asynctp_kernels.layout import ShardLayout, scatter_layout
 
 from .copy_kernels import push_reduce_kernel, reduce_kernel
@@ -122,7 +123,8 @@ Operands = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[
 class ScatterTensors(NamedTuple):
     """All memory of one call: the operands as the implementation reads them, then what it makes.
 
-    staging: the sum of the products, as the implementation lays it out. out: the result. extras: products apart.
+    staging: the sum of the products, as the implementation lays it out. out: the result. extras: products apart that
+    are not made in the place of that sum.
     """
 
     a_parts: Sequence[Tensor]
@@ -132,7 +134,7 @@ class ScatterTensors(NamedTuple):
     biases: Sequence[Tensor | None]
     staging: Tensor
     out: Tensor
-    extras: Sequence[Tensor]
+    extras: list[Tensor]
 
     def addresses(self) -> tuple[int, ...]:
         """Of all."""
@@ -142,9 +144,14 @@ class ScatterTensors(NamedTuple):
 
 
 class ScatterPlan:
-    """One call, prepared. `run` gives this rank's shard. cublas: `enqueue` calls cuBLAS."""
+    """One call, prepared. `run` gives this rank's shard.
+
+    cublas: `enqueue` calls cuBLAS. staging_shape, extra_shape: of the sum of the products, and of one apart.
+    """
 
     cublas = True
+    staging_shape: tuple[int, ...]
+    extra_shape: tuple[int, ...]
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         self.memory, self.layout, self.outer = memory, call.layout, call.outer
@@ -153,7 +160,9 @@ class ScatterPlan:
         self.factor = 1.0 / memory.world if call.reduce_op == "avg" else 1.0
         self.row_bytes = self.layout.cols * call.wire_dtype.itemsize
         self.part_bytes = self.layout.rows * self.row_bytes
-        self.device_index: int = call.a_parts[0].device.index
+        self.device = call.a_parts[0].device
+        self.device_index: int = self.device.index
+        self.new_output = new_tensors(self.layout.shard_shape, self.out_dtype, self.device)
         self.generation = -1
         self.number = memory.new_plan()
 
@@ -162,16 +171,21 @@ class ScatterPlan:
         """The group's symmetric memory has moved since."""
         return self.generation != self.memory.generation
 
-    def new_output(self, a: Tensor) -> Tensor:
-        return a.new_empty(self.layout.shard_shape, dtype=self.out_dtype)
+    @functools.cached_property
+    def new_staging(self) -> Callable[[], Tensor]:
+        return new_tensors(self.staging_shape, self.wire_dtype, self.device)
+
+    @functools.cached_property
+    def new_extra(self) -> Callable[[], Tensor]:
+        return new_tensors(self.extra_shape, self.product_dtype, self.device)
 
     def is_apart(self, i: int) -> bool:
         """Product number `i` is not made where the sum is: all but the first, and that too if it is converted."""
         return i > 0 or self.product_dtype != self.wire_dtype
 
-    def new_extras(self, place: Tensor) -> list[Tensor]:
-        """Where products like `place` are made that are apart, one after the other."""
-        return [place.new_empty(place.shape, dtype=self.product_dtype)] if self.is_apart(self.count - 1) else []
+    def new_extras(self) -> list[Tensor]:
+        """Where products are made that are apart, one after the other."""
+        return [self.new_extra()] if self.is_apart(self.count - 1) else []
 
     def add(self, i: int, call: ScatterTensors, a: Tensor, a_scale: Tensor | None, place: Tensor) -> None:
         """Product number `i` of rows `a` into `place`, or onto what is there."""
@@ -224,6 +238,7 @@ class Pushed(ScatterPlan):
         super().__init__(call, memory)
         self.chunks, self.own, self.own_tiles = chunks, own, own_tiles
         rank, world, layout = memory.rank, memory.world, self.layout
+        self.staging_shape = (world, layout.rows, layout.cols)  # by destination: what goes to one rank is contiguous
         inbox = memory.require("inbox", (world - 1) * self.part_bytes)
         self.inbox, self.counts = inbox.peers[rank], memory.progress
         channel = Channel(rank, world, memory.scatter_full.at, memory.scatter_free.at)
@@ -297,10 +312,6 @@ class Pushed(ScatterPlan):
         driver.wait_event(stream, self.memory.end)
         driver.wait_event(stream, self.memory.reduced)
 
-    def new_staging(self, a: Tensor) -> Tensor:
-        """[destination, rows, N]: what goes to one rank is contiguous."""
-        return a.new_empty((self.memory.world, self.layout.rows, self.layout.cols), dtype=self.wire_dtype)
-
 
 class FusedScatter(Pushed):
     """One GEMM; a chunk is pushed when its tiles are counted.
@@ -323,6 +334,9 @@ class FusedScatter(Pushed):
         self.chunk_tiles = [count * tiles_n for count in chunks.row_tiles]
         tiles = replace(tiles, group_m=min(tiles.group_m, chunks.tiles))
         super().__init__(call, memory, chunks, own, [count * tiles_n for count in own.row_tiles])
+        self.extra_shape = (memory.world * layout.rows, layout.cols)
+        # the first of the products apart lies where the sum will, if its rows have the same order there
+        self.in_place = int(bool(self.apart) and self.outer == 1)
         self._compile(call, tiles, programs)
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
@@ -341,7 +355,7 @@ class FusedScatter(Pushed):
             for a, k in zip([aligned(call.a_parts[i]) for i in self.together], depths, strict=True)
         ]
         self.b_like = [b_descriptor(aligned_columns(b), tiles) for b in b_parts]
-        staging = self.new_staging(call.a_parts[0])
+        staging = self.new_staging()
         block = [1, tiles.block_m, tiles.block_n]
         self.c_like = describe(staging, [world * self.outer, inner, n], [inner * n, n, 1], block)
         count, dummy = len(depths), memory.dummy
@@ -370,18 +384,14 @@ class FusedScatter(Pushed):
     def tensors(self, operands: Operands) -> ScatterTensors:
         a_parts, b_parts, a_scales, b_scales, biases = operands
         a_parts, b_parts = [aligned(a) for a in a_parts], [aligned_columns(b) for b in b_parts]
-        staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
-        # the first of the products apart lies where the sum will, if its rows have the same order there
-        shape = (staging.shape[0] * staging.shape[1], self.layout.cols)
-        extras = [staging.view(shape)] if self.apart and self.outer == 1 else []
-        extras += [out.new_empty(shape, dtype=self.product_dtype) for _ in self.apart[len(extras) :]]
-        a_scales, b_scales, biases = dense(a_scales), dense(b_scales), dense(biases)
-        return ScatterTensors(a_parts, b_parts, a_scales, b_scales, biases, staging, out, extras)
+        made = (self.new_staging(), self.new_output(), [self.new_extra() for _ in self.apart[self.in_place :]])
+        return ScatterTensors(a_parts, b_parts, dense(a_scales), dense(b_scales), dense(biases), *made)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         memory, unused, first = self.memory, self.unused, self.together[0]
         memory.fork(stream)
-        for i, extra in zip(self.apart, call.extras, strict=True):
+        extras = [call.staging.view(self.extra_shape)] * self.in_place + call.extras
+        for i, extra in zip(self.apart, extras, strict=True):
             a, scales = call.a_parts[i], (call.a_scales[i], call.b_scales[i])
             product(a.view(-1, a.shape[-1]), call.b_parts[i], call.biases[i], *scales, self.scaling, out=extra)
         bias = call.biases[first]
@@ -393,7 +403,7 @@ class FusedScatter(Pushed):
                 *[Tma(like, call.b_parts[i].data_ptr()) for like, i in zip(self.b_like, self.together, strict=True)],
                 *self.padding,
                 Tma(self.c_like, call.staging.data_ptr()),
-                *[Tma(self.c_like, extra.data_ptr()) for extra in call.extras],
+                *[Tma(self.c_like, extra.data_ptr()) for extra in extras],
                 *self.no_addends,
                 call.a_scales[first].data_ptr() if call.a_scales else unused,
                 unused,
@@ -422,6 +432,7 @@ class DecomposedScatter(Pushed):
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         whole = cut(1, call.layout.inner, call.layout.inner, 1)
         super().__init__(call, memory, whole, whole, [0])
+        self.extra_shape = (self.layout.rows, self.layout.cols)
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
         return [Await(self.memory.events[dst])]
@@ -429,9 +440,8 @@ class DecomposedScatter(Pushed):
     def tensors(self, operands: Operands) -> ScatterTensors:
         a_parts, b_parts, a_scales, b_scales, biases = operands
         a_parts = [a.reshape(self.memory.world, self.layout.rows, a.shape[-1]) for a in a_parts]
-        staging, out = self.new_staging(a_parts[0]), self.new_output(a_parts[0])
-        extras = self.new_extras(staging[0])
-        return ScatterTensors(a_parts, b_parts, a_scales, b_scales, biases, staging, out, extras)
+        made = (self.new_staging(), self.new_output(), self.new_extras())
+        return ScatterTensors(a_parts, b_parts, a_scales, b_scales, biases, *made)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         memory, world = self.memory, self.memory.world
@@ -455,6 +465,10 @@ def _by_destination(scale: Tensor, world: int) -> Tensor:
 class WholeScatter(ScatterPlan):
     """cuBLAS on the whole, then a reduce-scatter: nothing overlaps."""
 
+    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory)
+        self.staging_shape = self.extra_shape = (call.rows, call.b_parts[0].shape[1])
+
     def move(self, stream: int, call: ScatterTensors) -> None:
         """Fill the result with this rank's part of the sum of all ranks' sums of products."""
         raise NotImplementedError
@@ -462,9 +476,8 @@ class WholeScatter(ScatterPlan):
     def tensors(self, operands: Operands) -> ScatterTensors:
         a_parts, b_parts, a_scales, b_scales, biases = operands
         a_parts = [a.reshape(-1, a.shape[-1]) for a in a_parts]
-        staging = a_parts[0].new_empty((a_parts[0].shape[0], b_parts[0].shape[1]), dtype=self.wire_dtype)
-        out, extras = self.new_output(staging), self.new_extras(staging)
-        return ScatterTensors(a_parts, b_parts, a_scales, b_scales, biases, staging, out, extras)
+        made = (self.new_staging(), self.new_output(), self.new_extras())
+        return ScatterTensors(a_parts, b_parts, a_scales, b_scales, biases, *made)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         for i, a in enumerate(call.a_parts):
