@@ -172,8 +172,8 @@ SHIPPED = [
     ("gather", 16384, 4096, 7168, "fused"),
     ("scatter", 64, 2048, 8192, "direct"),
     ("scatter", 512, 7168, 8192, "direct"),
-    ("scatter", 2048, 7168, 8192, "fused"),
-    ("scatter", 8192, 3584, 4096, "fused"),
+    ("scatter", 2048, 7168, 8192, "decomposed"),
+    ("scatter", 8192, 2048, 8192, "fused"),
 ]
 
 
