@@ -3,8 +3,8 @@
 Started by `asynctp bench` with one process a GPU. What is measured are calls of the fused ops: those of the built-in
 shapes, or of a program's reports. Before a variant is timed, its results are compared with fp32 on fresh random data,
 eager and in a CUDA graph; one that is WRONG is shown so, and never gets into the tuning table. Timing: medians of CUDA
-events over rounds in which the variants take turns in random order, in a CUDA graph and eager, each for 10 ms or so, in
-which the power limit tells; the slowest rank counts.
+events over rounds in which the variants take turns in random order, in a CUDA graph and eager, each for 30 ms or so, by
+when the power limit tells; the slowest rank counts.
 Efficiency = max(cuBLAS alone, bytes / copy bandwidth) / time in a graph.
 """
 
@@ -47,7 +47,7 @@ PEERS = ("cublas", "nccl", "intree")
 #: an error that is wrong however large that of cuBLAS + NCCL is
 WRONG = 0.1
 #: calls in a row that one measurement is the mean of: for so long, if these are not too few or too many
-STEADY_US, FEWEST_CALLS, MOST_CALLS = 10e3, 6, 64
+STEADY_US, FEWEST_CALLS, MOST_CALLS = 30e3, 6, 64
 
 
 @dataclass(frozen=True)

@@ -323,6 +323,32 @@ def test_arguments_are_checked_when_a_plan_is_made(here: Machine) -> None:
     assert here.memory.failure is None, "nothing has begun"
 
 
+def test_an_operand_on_another_device_is_checked_again(here: Machine) -> None:
+    """Its address would mean nothing to a kernel here."""
+
+    def refuse() -> None:
+        raise ValueError("not valid")
+
+    here.kernels.clear()
+    dtype = torch.bfloat16
+    shard, b = tensor(8, 8, dtype=dtype), torch.empty(16, 8, dtype=dtype).t()
+
+    def gather(b: torch.Tensor, check: Any) -> Any:
+        options = (0, False, dtype, False, False, WORLD, here.group, check)
+        return cuda.run_gather(shard, None, [b], (), [None], *options)
+
+    def scatter(b: torch.Tensor, check: Any) -> Any:
+        options = ("sum", 0, dtype, False, WORLD, here.group, check)
+        return cuda.run_scatter([shard], [b], (), (), [None], *options)
+
+    for run in (gather, scatter):
+        with cuda.forced("fused"):
+            run(b, unchecked)
+            run(b, refuse)  # was checked before
+            with pytest.raises(ValueError, match="not valid"):
+                run(b.to("meta"), refuse)
+
+
 def test_what_nccl_has_to_do(here: Machine) -> None:
     """Nothing to move, a sum that is not in fp32, or NCCL asked for."""
     assert cuda.run_bulk_gather(tensor(0, 8), WORLD, here.group, unchecked) is None

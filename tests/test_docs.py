@@ -101,6 +101,19 @@ def test_code_runs(page: Path, tmp_path: Path) -> None:
     run_script(script, cwd=tmp_path)
 
 
+def test_excerpts_are_from_the_kernels() -> None:
+    """Line by line, without comments and indentation; `...` stands for what is left out."""
+    folder = ROOT / "kernels" / "asynctp_kernels" / "cuda"
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*kernels.py")))
+    known = {line.strip().split("  # ")[0] for line in source.splitlines()}
+    page = (DOCS / "explanation" / "collective-matmul.md").read_text(encoding="utf-8")
+    _, kernel = page.split("\n## The kernel, step by step\n")
+    blocks = _BLOCK.findall(kernel.split("\n## ")[0])
+    assert len(blocks) >= 6
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    assert [line for line in lines if line not in known and line != "..."] == []
+
+
 def test_readme_commands_exist() -> None:
     """The commands of the first screen are the scripts that CI keeps working."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -336,8 +336,10 @@ def _keep(memory: GroupMemory, key: object, plan: Any) -> Any:
 
 
 def _keys(*tensors: Tensor | None) -> list[tuple[Any, ...] | None]:
-    """What a plan depends on of each tensor."""
-    return [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+    """What a plan depends on of each tensor, and what is checked once a plan."""
+    return [
+        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors
+    ]
 
 
 def _memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None:

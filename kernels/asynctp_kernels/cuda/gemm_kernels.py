@@ -240,7 +240,7 @@ def gemm_kernel(
         peer = (rank + first_step + step) % world
         tiles_of_chunk = chunk_tiles
         group = GROUP_M
-        if not GATHER:  # the own chunks one after the other, since the last is what is left to reduce at the end
+        if not GATHER:  # own chunks of at most GROUP_M come one after the other: the last is left to reduce at the end
             tiles_of_chunk = tl.where(step == world - 1, own_tiles, chunk_tiles)
             group = tl.minimum(GROUP_M, tiles_of_chunk)
         tile_m, tile_n = tile_of(tile % per_rank, tiles_m, tiles_n, group)

@@ -283,8 +283,8 @@ def fused_tiles(problem: Problem, sms: int, rates: Rates) -> Tiles:
 def chunks_for(problem: Problem) -> int:
     """Into how many chunks to cut one rank's rows: two, to start and to end sooner, where each still fills the tiles.
 
-    More would cost more than they save: a chunk's words and waits leave 7 us between two copies (trace of 4 x H200,
-    2026-11-21). Four chunks of a scatter, several of them in one copy, were no faster where copies are the limit, and
+    More would cost more than they save: a scatter's words and waits leave 7 us between two copies (trace of 4 x H200,
+    2026-11-21), a gather's 5. Four chunks of a scatter, several of them in one copy, were no faster where copies are the limit, and
     slower where products are: a copy then waits for the last of its chunks (2026-11-22).
     """
     tiles = ceil(problem.rows / problem.world / 128)
