@@ -59,10 +59,10 @@ class Rates:
         narrow: how fast the GEMM's 128 x 128 tiles are, as a fraction of cuBLAS.
         precise: the same in fp8 without fast accumulation.
 
-    Source of the values: `docs/results/2026-11-22-h200x4` (`bench.json`, `tuned.json`) and `-h200x2` (`tuned.json`), 159
-    calls; all but `copy`, `local`, `beside` and `narrow` are fitted to the geometric means of graph and eager time of all
-    implementations there, which they miss by 14 % (root of the mean square). What they pick is 1.0 % slower than the
-    best; of 189 calls that they were not fitted to, in a graph, 1.3 % (`2026-11-21-h200x2/bench.json`).
+    Source of the values: `docs/results/2026-11-22-h200x4` (`bench.json`, `tuned.json`) and `-h200x2` (`tuned.json`),
+    159 calls; all but `copy`, `local`, `beside` and `narrow` are fitted to the geometric means of graph and eager time
+    of all implementations there, which they miss by 14 % (root of the mean square). What they pick is 1.0 % slower
+    than the best; of 189 calls that they were not fitted to, in a graph, 1.3 % (`2026-11-21-h200x2/bench.json`).
     """
 
     copy: float = 370e3
@@ -284,8 +284,8 @@ def chunks_for(problem: Problem) -> int:
     """Into how many chunks to cut one rank's rows: two, to start and to end sooner, where each still fills the tiles.
 
     More would cost more than they save: a scatter's words and waits leave 7 us between two copies (trace of 4 x H200,
-    2026-11-21), a gather's 5. Four chunks of a scatter, several of them in one copy, were no faster where copies are the limit, and
-    slower where products are: a copy then waits for the last of its chunks (2026-11-22).
+    2026-11-21), a gather's 5. Four chunks of a scatter, several of them in one copy, were no faster where copies are
+    the limit, and slower where products are: a copy then waits for the last of its chunks (2026-11-22).
     """
     tiles = ceil(problem.rows / problem.world / 128)
     return 2 if tiles >= (16 if problem.op == "gather" else 8) else 1
