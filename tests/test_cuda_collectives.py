@@ -240,6 +240,11 @@ def unchecked() -> None:
     """The arguments are right."""
 
 
+def refuse() -> None:
+    """The arguments are wrong."""
+    raise ValueError("not valid")
+
+
 def test_the_result_is_complete_when_waited_for(here: Machine) -> None:
     """`wait_tensor` makes the stream that is then current wait for the event behind the copies."""
     here.kernels.clear()
@@ -300,10 +305,6 @@ def test_results_have_the_shapes_of_the_collectives(shape: tuple[int, ...], here
 
 def test_arguments_are_checked_when_a_plan_is_made(here: Machine) -> None:
     """Once; and before anything is asked of the driver, with other arguments again."""
-
-    def refuse() -> None:
-        raise ValueError("not valid")
-
     here.kernels.clear()
     shard, whole = tensor(8, 8), tensor(8, 8)
     with mock.patch.object(cuda, "register_wait"):
@@ -325,10 +326,6 @@ def test_arguments_are_checked_when_a_plan_is_made(here: Machine) -> None:
 
 def test_an_operand_on_another_device_is_checked_again(here: Machine) -> None:
     """Its address would mean nothing to a kernel here."""
-
-    def refuse() -> None:
-        raise ValueError("not valid")
-
     here.kernels.clear()
     dtype = torch.bfloat16
     shard, b = tensor(8, 8, dtype=dtype), torch.empty(16, 8, dtype=dtype).t()

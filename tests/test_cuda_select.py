@@ -1026,19 +1026,18 @@ def test_cut(outer: int, inner: int, block_m: int, wanted: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "first", "last", "expected"),
+    ("count", "apart", "expected"),
     [
-        (1, True, True, [[0]]),
-        (2, True, False, [[0], [1]]),
-        (2, False, False, [[0, 1]]),
-        (4, False, True, [[0], [1], [2], [3]]),
-        (4, False, False, [[0, 1, 2, 3]]),
+        (1, True, [[0]]),
+        (2, True, [[0], [1]]),
+        (2, False, [[0, 1]]),
+        (4, True, [[0], [1], [2], [3]]),
+        (4, False, [[0, 1, 2, 3]]),
     ],
 )
-def test_pieces(count: int, first: bool, last: bool, expected: list[list[int]]) -> None:
-    """A chunk at a time at the first and at the last rank, all of them in between."""
+def test_pieces(count: int, apart: bool, expected: list[list[int]]) -> None:
     chunks = cut(1, 1024, 128, count)
-    pieces = chunks.pieces(first, last)
+    pieces = chunks.pieces(apart)
     assert [list(piece) for piece in pieces] == expected
     rows = [chunks.of(piece) for piece in pieces]
     assert (rows[0][0], rows[-1][1]) == (0, 1024)

@@ -41,7 +41,7 @@ from asynctp_kernels.cuda.script import (
     parts_script,
     scatter_script,
 )
-from asynctp_kernels.cuda.tiles import Chunks, cut, cut_own
+from asynctp_kernels.cuda.tiles import Chunks, cut, cut_own, uncut
 
 ROWS = 2
 START, RUNNING, END, REDUCED, FIRST_EVENT = range(5)  # event FIRST_EVENT + r: about rank r
@@ -72,7 +72,7 @@ class Call:
     @property
     def cut(self) -> Chunks:
         inner = ROWS // self.outer
-        return cut(self.outer, inner, 1, self.chunks) if self.way == "fused" else cut(1, inner, inner, 1)
+        return cut(self.outer, inner, 1, self.chunks) if self.way == "fused" else uncut(inner)
 
     @property
     def own_cut(self) -> Chunks:

@@ -30,7 +30,7 @@ from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
 from .script import GatherMoves, Record, Step, Write, compile_script, gather_script
-from .tiles import Chunks, Tiles, cut
+from .tiles import Chunks, Tiles, cut, uncut
 from .waits import code
 
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -239,7 +239,7 @@ class Pulled(GatherPlan):
         programs = grid(-(-self.units // block), most)
         shard = kept = self.as_units(aligned(call.a_shard))
         if self.stage_keeps:
-            full = self.as_units(call.a_shard.new_empty(self.layout.full_shape))
+            full = self.as_units(self.new_full())
             kept = full[memory.rank * self.units :][: self.units]
         box, scale_box = self.as_units(outbox), outbox[self.scale_offset :].view(torch.float32)
         numbers = call.a_scale if call.travels is None else call.travels
@@ -403,7 +403,7 @@ class DecomposedGather(Pulled):
     stage_keeps = True  # a copy of its own would come before the last product, or take SMs from another
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory, cut(1, call.layout.inner, call.layout.inner, 1))
+        super().__init__(call, memory, uncut(call.layout.inner))
 
     def arrived(self, source: int, chunk: int) -> list[Step]:
         return [Record(self.memory.events[source])]

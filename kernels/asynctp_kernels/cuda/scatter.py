@@ -46,7 +46,7 @@ from .script import (
     parts_script,
     scatter_script,
 )
-from .tiles import Chunks, Tiles, cut, cut_own
+from .tiles import Chunks, Tiles, cut, cut_own, uncut
 from .waits import code
 
 #: of the reduction: what the GEMM's CTA leaves on an SM is enough for one CTA of it
@@ -430,7 +430,7 @@ class DecomposedScatter(Pushed):
     name = "decomposed"
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
-        whole = cut(1, call.layout.inner, call.layout.inner, 1)
+        whole = uncut(call.layout.inner)
         super().__init__(call, memory, whole, whole, [0])
         self.extra_shape = (self.layout.rows, self.layout.cols)
 

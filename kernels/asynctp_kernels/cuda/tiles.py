@@ -39,10 +39,10 @@ def tiles_for(
 ) -> Tiles:
     """The tiles for operands of `dtype` and an output of `rows` x `columns` on `programs` SMs.
 
-    late: rows come more slowly than small tiles multiply them, so that a tile's time goes by behind the last ones.
-
     addends: matrices are added to the sum. They take shared memory of their own, for which a tile of 256 columns leaves
     no room; nor does it for itself on its way out, if its elements have 4 bytes (`out_itemsize`).
+
+    late: rows come more slowly than small tiles multiply them, so that a tile's time goes by behind the last ones.
     """
     fp8 = dtype.itemsize == 1
     block_k = 128 if fp8 else 64
@@ -78,14 +78,10 @@ class Chunks:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def pieces(self, first: bool, last: bool) -> list[range]:
-        """The chunks that one copy of a gather moves: one each of the `first` and the `last` rank, else all.
-
-        Few copies, since about 5 us go by between two. But nothing hides what comes before the first chunk's end, nor
-        what is multiplied behind the last one's.
-        """
+    def pieces(self, apart: bool) -> list[range]:
+        """The chunks that one copy moves: each is copied `apart`, or all are together."""
         count = len(self)
-        return [range(chunk, chunk + 1) for chunk in range(count)] if first or last else [range(count)]
+        return [range(chunk, chunk + 1) for chunk in range(count)] if apart else [range(count)]
 
     def of(self, piece: range) -> tuple[int, int]:
         """(first row, end row) of a run of chunks."""
@@ -103,6 +99,11 @@ def cut(outer: int, inner: int, block_m: int, wanted: int) -> Chunks:
     bounds = [(start, min(start + tiles, total)) for start in starts]
     rows = tuple((_row(a, per_block, inner, block_m), _row(b, per_block, inner, block_m)) for a, b in bounds)
     return Chunks(tiles, rows, tuple(b - a for a, b in bounds))
+
+
+def uncut(inner: int) -> Chunks:
+    """One chunk of `inner` rows, for what has no tiles."""
+    return cut(1, inner, inner, 1)
 
 
 def cut_own(chunks: Chunks, outer: int, inner: int, block_m: int) -> Chunks:
