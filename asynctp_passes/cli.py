@@ -189,7 +189,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune", action="store_true", help="write the fastest of each row to the tuning table")
     parser.add_argument("--out", type=Path, help="folder for the raw results, and a plot")
     parser.add_argument(
-        "--timeout", type=int, help="end after so many seconds (default: 1800; with --e2e 150, and what does not fit "
+        "--timeout", type=int, help="end after so many seconds (default: 1800; with --e2e 300, and what does not fit "
         "is left out)",
     )  # fmt: skip
 

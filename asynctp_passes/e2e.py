@@ -9,6 +9,8 @@ a gradient beyond its limit is shown as WRONG, whatever its speed:
     fp8          distance from the gradient in bf16 without a compiler; limit: 1.1 times plain compile's own distance
 
 Times are medians of CUDA events over rounds in which the backends take turns in random order; the slowest rank counts.
+In its turn a backend runs for a second, of which the second half is timed: a GPU's clock follows the power that was
+drawn before, so that right behind another backend it is that one's.
 One process measures all problems, each as if it were the only one: what earlier ones made the ranks share is freed.
 """
 
@@ -20,6 +22,7 @@ import faulthandler
 import gc
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -68,7 +71,9 @@ FLOOR = {"fp32": 1e-4, "bf16": 2e-2, "fp8": 1e-2, "fp8-rowwise": 1e-2}
 WRONG = 0.9
 #: how far from bf16 a gradient in fp8 may be, for each part that plain compile's is
 NO_WORSE = 1.1
-STEPS_A_ROUND = 3
+STEPS_A_ROUND = 3  # at least
+#: of each half of a turn, on GPUs. Source: `docs/results/2026-11-22-h200x4/sustained.txt`
+HALF_TURN_S = 0.5
 #: until the allocator gives a step the addresses of an earlier one, and calls on them are recorded
 WARM_UP = 4
 RESERVE_S = 60.0
@@ -180,6 +185,7 @@ class Bench:
         """Forward and backward; the loss on this rank. `middle` is called between them."""
         for module in self.blocks:
             module.zero_grad(set_to_none=True)
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # with CUDA graphs
         self.input = self.x.clone().requires_grad_(True)
         y = self.input
         for index, block in enumerate(blocks):
@@ -257,6 +263,7 @@ class Prepared:
     differences: dict[str, float]
     fused: tuple[int, int] | None
     compile_s: float
+    steps: int = STEPS_A_ROUND
     times: list[tuple[float, float]] = field(default_factory=list)
     hosts: list[float] = field(default_factory=list)
 
@@ -286,12 +293,14 @@ def measure(bench: Bench, prepared: dict[str, Prepared], rounds: int) -> None:
     for ready in prepared.values():
         for _ in range(WARM_UP):
             bench.step(ready.blocks)
+        if bench.here.gpu:
+            ready.steps = max(STEPS_A_ROUND, math.ceil(HALF_TURN_S * 1e3 / slowest(_time(bench, ready)[0], bench.here)))
     for number in range(rounds):
         order = list(prepared)
         random.Random(number).shuffle(order)
         for backend in order:
             ready = prepared[backend]
-            ready.times.append(_time(bench, ready.blocks))
+            ready.times.append(_time(bench, ready))
             ready.hosts.append(_host_time(bench, ready.blocks))
 
 
@@ -303,8 +312,8 @@ def _meet(here: Place) -> None:
         torch.cuda.synchronize()
 
 
-def _time(bench: Bench, blocks: Sequence[Callable[[Tensor], Tensor]]) -> tuple[float, float]:
-    """Milliseconds of a step and of its forward: the means of a few steps, run back to back."""
+def _time(bench: Bench, ready: Prepared) -> tuple[float, float]:
+    """Milliseconds of a step and of its forward: the means of some steps, run back to back, behind as many more."""
     marks: list[Any] = []
 
     def mark() -> None:
@@ -314,19 +323,20 @@ def _time(bench: Bench, blocks: Sequence[Callable[[Tensor], Tensor]]) -> tuple[f
         else:
             marks.append(time.perf_counter() * 1e3)
 
-    bench.step(blocks)  # behind another backend's, which leaves the allocator in another state
+    for _ in range(ready.steps):  # another backend's have left the allocator in another state, and the clock
+        bench.step(ready.blocks)
     _meet(bench.here)
-    for _ in range(STEPS_A_ROUND):
+    for _ in range(ready.steps):
         mark()
-        bench.step(blocks, mark)
+        bench.step(ready.blocks, mark)
     mark()
     _meet(bench.here)
 
     def between(a: Any, b: Any) -> float:
         return float(a.elapsed_time(b) if bench.here.gpu else b - a)
 
-    forward = sum(between(marks[2 * i], marks[2 * i + 1]) for i in range(STEPS_A_ROUND))
-    return between(marks[0], marks[-1]) / STEPS_A_ROUND, forward / STEPS_A_ROUND
+    forward = sum(between(marks[2 * i], marks[2 * i + 1]) for i in range(ready.steps))
+    return between(marks[0], marks[-1]) / ready.steps, forward / ready.steps
 
 
 def _host_time(bench: Bench, blocks: Sequence[Callable[[Tensor], Tensor]]) -> float:
@@ -578,7 +588,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.kinds = options.kinds or (["bf16", "fp8-rowwise"] if gpu else ["fp32"])
     options.batches = [_batch(text) for text in options.batches or (["1x8192"] if gpu else ["2x64"])]
     options.backends = options.backends or list(BACKENDS)
-    options.timeout = options.timeout or 150
+    options.timeout = options.timeout or 300
     for name, valid in (("sizes", tuple(PRESETS)), ("kinds", PRECISIONS), ("backends", BACKENDS)):
         for value in getattr(options, name):
             require(value in valid, name, value, f"of {', '.join(valid)}")

@@ -101,13 +101,12 @@ GATHERS: dict[str, dict[str, Any]] = {
 def gather_implementations() -> Iterator[Any]:
     """(case, implementation) for all that can run it."""
     for case, options in GATHERS.items():
-        flat = len(options["shard"]) == 1 or options.get("dim", 0) == 0
-        along_last = case == "columns"
+        outer, along_last = gather_call(**options).outer, case == "columns"
         aligned = case != "odd"
         for implementation, able in (
             ("fused", aligned and not along_last),
-            ("decomposed", flat and not along_last),
-            ("unfused", flat and not along_last),
+            ("decomposed", outer <= MAX_CHUNKS and not along_last),
+            ("unfused", outer == 1 and not along_last),
             ("direct", True),
         ):
             if able:
@@ -269,13 +268,12 @@ SCATTERS: dict[str, dict[str, Any]] = {
 def scatter_implementations() -> Iterator[Any]:
     """(case, implementation) for all that can run it."""
     for case, options in SCATTERS.items():
-        flat = len(options["rows"]) == 1 or options.get("dim", 0) == 0
-        along_last = case.endswith("columns")
+        outer, along_last = scatter_call(**options).outer, case.endswith("columns")
         aligned = not case.startswith("odd")
         for implementation, able in (
             ("fused", aligned and not along_last and case != "converted, several scaled"),
-            ("decomposed", flat and not along_last),
-            ("unfused", flat and not along_last),
+            ("decomposed", outer <= MAX_CHUNKS and not along_last),
+            ("unfused", outer == 1 and not along_last),
             ("direct", True),
         ):
             if able:
@@ -724,12 +722,12 @@ def test_trace_of_a_decomposed_scatter() -> None:
             """\
 main   record start
 copy   await start
-main   record event[1]
+main   record event[4]
 main   record event[0]
 copy   write free of 1 [0] = 1
 copy   wait free of 0 [1] >= 1
 copy   write free of 0 [1] = 0
-copy   await event[1]
+copy   await event[4]
 copy   copy 18432 B to inbox of 1 + 0 from staging + 18432
 copy   write full of 1 [0, 0] = 1
 copy   record end
@@ -1343,8 +1341,8 @@ def test_memory_grows_in_whole_granules(here: Machine) -> None:
 @pytest.mark.parametrize("kind", ["gather", "scatter"])
 def test_a_refused_implementation_leaves_the_group_usable(kind: str, here: Machine) -> None:
     """All ranks refuse alike, before anything has begun: the next call runs as if nothing had been asked for."""
-    call = gather_call((3, 64), 64, (72,), dim=1) if kind == "gather" else scatter_call((3, 64), (64,), 72, dim=1)
-    with cuda.forced("decomposed"), pytest.raises(RuntimeError, match="cannot run: 3 separate row ranges"):
+    call = gather_call((5, 64), 64, (72,), dim=1) if kind == "gather" else scatter_call((5, 64), (64,), 72, dim=1)
+    with cuda.forced("decomposed"), pytest.raises(RuntimeError, match="cannot run: 5 separate row ranges"):
         op(here, call)
     assert here.memory.failure is None
     here.kernels.clear()

@@ -189,10 +189,12 @@ def test_every_entry_of_the_shipped_table_is_chosen() -> None:
     entries = 0
     for device, problems in select._table().items():
         for key, by_rows in problems.items():
-            op, world, dtype, depths, widths, *precise = key.split(":")
+            op, world, dtype, depths, widths, *flags = key.split(":")
+            precise, blocks = "precise" in flags, next((int(flag[:-1]) for flag in flags if flag.endswith("x")), 1)
             sizes = [[int(size) for size in text.split("+")] for text in (depths, widths)]
             for rows, implementation in by_rows.items():
-                asked = Problem.of(op, int(world), int(rows), *sizes, getattr(torch, dtype), BF16, not precise)
+                dtypes = (getattr(torch, dtype), BF16)
+                asked = Problem.of(op, int(world), int(rows), *sizes, *dtypes, not precise, blocks=blocks)
                 assert asked.key == key
                 choice = chosen(asked, device=device)
                 assert (choice.implementation, choice.source) == (implementation, "measured")
@@ -291,7 +293,8 @@ def scattered_in_blocks(a: tuple[int, ...], b: tuple[int, int]) -> dict[str, Any
 REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
     "gather": (GATHER, gather_args(), {}),
     "gather n-major": (GATHER, gather_args(bs=[empty(512, 512)]), {}),
-    "gather outer": (GATHER, gather_args(a=empty(2, 256, 512), dim=1), {"decomposed": "2 separate row ranges"}),
+    "gather outer": (GATHER, gather_args(a=empty(5, 256, 512), dim=1), {"decomposed": "5 separate row ranges"}),
+    "gather outer of few": (GATHER, gather_args(a=empty(4, 256, 512), dim=1), {}),
     "gather outer of 1": (GATHER, gather_args(a=empty(1, 256, 512), dim=1), {}),
     "gather columns": (
         GATHER,
@@ -412,10 +415,16 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
     "scaled gather of blocks, outer": (
         SCALED_GATHER,
         scaled_gather_args(a=empty(2, 256, 512, dtype=FP8), **in_blocks((2, 256, 4), (4, 4)), dim=1),
-        {**NOT_IN_GEMM, "decomposed": "2 separate row ranges"},
+        NOT_IN_GEMM,
+    ),
+    "scaled gather of blocks, outer of odd rows": (
+        SCALED_GATHER,
+        scaled_gather_args(a=empty(2, 130, 512, dtype=FP8), **in_blocks((2, 130, 4), (4, 4)), dim=1),
+        {**NOT_IN_GEMM, "decomposed": "130 rows with scales of 1x128 blocks: not a multiple of 4"},
     ),
     "scatter": (SCATTER, scatter_args(), {}),
-    "scatter outer": (SCATTER, scatter_args(a=[empty(2, 512, 512)], dim=1), {"decomposed": "2 separate row ranges"}),
+    "scatter outer": (SCATTER, scatter_args(a=[empty(6, 512, 512)], dim=1), {"decomposed": "6 separate row ranges"}),
+    "scatter outer of few": (SCATTER, scatter_args(a=[empty(4, 512, 512)], dim=1), {}),
     "scatter columns": (
         SCATTER,
         scatter_args(dim=-1),
@@ -446,8 +455,8 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
     "scaled scatter of sums with some biases": (SCALED_SCATTER, scaled_sum_args(biases=[None, empty(512)]), {}),
     "scaled scatter of sums, outer": (
         SCALED_SCATTER,
-        scaled_sum_args(a=[empty(2, 512, 512, dtype=FP8)] * 2, dim=1),
-        {"decomposed": "2 separate row ranges"},
+        scaled_sum_args(a=[empty(5, 512, 512, dtype=FP8)] * 2, dim=1),
+        {"decomposed": "5 separate row ranges"},
     ),
     "scaled scatter of sums in fp32": (
         SCALED_SCATTER,
@@ -689,6 +698,7 @@ def test_problem_key() -> None:
     assert Problem.of(*sizes, BF16, BF16, True, torch.float32).key == "scatter:4:bfloat16:512:128:wide"
     assert Problem.of(*sizes, BF16, torch.float32, True).key == "scatter:4:bfloat16:512:128:wide"
     assert Problem.of(*sizes, torch.float32, torch.float32, True).key == "scatter:4:float32:512:128"
+    assert Problem.of(*sizes, BF16, BF16, True, blocks=2).key == "scatter:4:bfloat16:512:128:2x"
 
 
 def test_what_was_measured_with_fast_sums_does_not_decide_for_precise_ones(table: Path) -> None:
@@ -847,11 +857,11 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gathered_along_1(b: GraphBuilder) -> Graph:
-    """Two sequences, gathered along their rows: no range of rows a rank. By size, the table would say decomposed."""
-    x, w = b.input("x", [2, 512, 8192], BF16, device="cuda"), b.input("w", [8192, 2560], BF16, device="cuda")
-    pieces = b.call(aten.split.Tensor, b.gather(x), 2)
+    """Eight sequences, gathered along their rows: no few ranges of rows a rank."""
+    x, w = b.input("x", [8, 512, 8192], BF16, device="cuda"), b.input("w", [8192, 2560], BF16, device="cuda")
+    pieces = b.call(aten.split.Tensor, b.gather(x), 8)
     full = b.cat([b.call(operator.getitem, pieces, rank) for rank in range(b.ranks)], 1)
-    product = b.mm(b.reshape(full, [b.ranks * 1024, 8192]), w)
+    product = b.mm(b.reshape(full, [b.ranks * 4096, 8192]), w)
     return b.returns(product)
 
 
@@ -873,7 +883,7 @@ def two_products(b: GraphBuilder) -> Graph:
 
 
 REFUSED_BY_MORE_THAN_SIZES = {
-    gathered_along_1: ("decomposed", "2 separate row ranges per rank"),
+    gathered_along_1: ("decomposed", "8 separate row ranges per rank, more than 4"),
     scaled_with_rows_of_b: ("decomposed", "scales, bias, strides or result type that cuBLAS does not take"),
     two_products: ("fused", "Bs of both memory orders"),
 }

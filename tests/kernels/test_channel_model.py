@@ -41,10 +41,10 @@ from asynctp_kernels.cuda.script import (
     parts_script,
     scatter_script,
 )
-from asynctp_kernels.cuda.tiles import Chunks, cut, cut_own, uncut
+from asynctp_kernels.cuda.tiles import Chunks, cut, cut_own, in_blocks
 
 ROWS = 2
-START, RUNNING, END, REDUCED, FIRST_EVENT = range(5)  # event FIRST_EVENT + r: about rank r
+START, RUNNING, END, REDUCED, FIRST_EVENT = range(5)  # event FIRST_EVENT + r: about rank r, see `of_block`
 AREAS = ("full", "free", "arrivals", "progress", "begun", "staged")
 EPOCHS = ("begun", "staged")  # words that only grow
 _RANK, _AREA, _WORD = 10_000, 1_000, 4  # word addresses: of a rank, of an area within it, of a word within that
@@ -72,7 +72,7 @@ class Call:
     @property
     def cut(self) -> Chunks:
         inner = ROWS // self.outer
-        return cut(self.outer, inner, 1, self.chunks) if self.way == "fused" else uncut(inner)
+        return cut(self.outer, inner, 1, self.chunks) if self.way == "fused" else in_blocks(self.outer, inner)
 
     @property
     def own_cut(self) -> Chunks:
@@ -82,11 +82,16 @@ class Call:
     @property
     def stage_keeps(self) -> bool:
         """What stages the shard also puts it into the gathered A."""
-        return self.way == "bulk" or (self.way == "decomposed" and self.keep_own)
+        return self.way == "bulk" or (self.way == "decomposed" and self.keep_own and self.outer == 1)
 
     def __str__(self) -> str:
         extras = [name for name in ("scales", "keep_own", "keep_scales") if getattr(self, name)]
         return "-".join([self.op, self.way, str(self.chunks), *["outer"] * (self.outer > 1), *extras])
+
+
+def of_block(rank: int, block: int) -> int:
+    """The event about one range of a rank's rows."""
+    return FIRST_EVENT + rank + block * 100
 
 
 @dataclass(frozen=True)
@@ -324,7 +329,7 @@ class Rank:
     def _arrived(self, call: Call) -> Callable[[int, int], Sequence[Step]]:
         if call.way == "fused":
             return lambda source, chunk: [Write(self.arrival(source, chunk), 1)]
-        return lambda source, chunk: [Record(FIRST_EVENT + source)]
+        return lambda source, chunk: [Record(of_block(source, chunk))]
 
     def _own(self, number: int, call: Call, rows: Sequence[int] = range(ROWS)) -> Bytes:
         """Rows of the own shard and their scales."""
@@ -366,10 +371,12 @@ class Rank:
         return tuple(actions)
 
     def _gather_decomposed(self, number: int, call: Call) -> list[Item]:
-        """One product per source."""
+        """One product per range of a source's rows."""
         items: list[Item] = [("main", Touch(self._own(number, call)))]
         for source in self.ring(0)[1:]:
-            items += [("main", Await(FIRST_EVENT + source)), ("main", Touch(self._gathered(number, call, source)))]
+            for block, rows in enumerate(call.cut.rows):
+                items.append(("main", Await(of_block(source, block))))
+                items.append(("main", Touch(self._gathered(number, call, source, range(*rows)))))
         return items
 
     # --- scatter
@@ -382,7 +389,7 @@ class Rank:
             *producer(number, call),
             *[("copy", step) for step in script],
             ("copy", Record(END)),
-            ("reduce", Await(RUNNING if call.way == "fused" else FIRST_EVENT + self.rank)),
+            ("reduce", Await(RUNNING if call.way == "fused" else of_block(self.rank, call.outer - 1))),
             *[("reduce", step) for step in self._parts(call)],
             ("reduce", self._reduction(number, call)),
             ("reduce", Record(REDUCED)),
@@ -403,7 +410,7 @@ class Rank:
 
     def _ready(self, call: Call) -> Callable[[int, int], Sequence[Step]]:
         if call.way == "decomposed":
-            return lambda dst, chunk: [Await(FIRST_EVENT + dst)]
+            return lambda dst, chunk: [Await(of_block(dst, chunk))]
         tiles = [count * self.case.columns for count in call.cut.row_tiles]
         running = {(self.ring(1)[0], 0): [Record(RUNNING)]}
 
@@ -441,11 +448,13 @@ class Rank:
         return tuple(actions)
 
     def _scatter_decomposed(self, number: int, call: Call) -> list[Item]:
-        """One product per destination."""
+        """One product per range of a destination's rows."""
         items: list[Item] = []
         for dst in self.ring(1):
-            items.append(("main", Touch(writes=self._staged(number, dst, range(self.part)))))
-            items.append(("main", Record(FIRST_EVENT + dst)))
+            for block, (first, end) in enumerate(call.cut.rows):
+                offsets = range(first * self.width, end * self.width)
+                items.append(("main", Touch(writes=self._staged(number, dst, offsets))))
+                items.append(("main", Record(of_block(dst, block))))
         return items
 
     def _reduction(self, number: int, call: Call) -> Kernel:
@@ -788,6 +797,10 @@ PARTICULAR = (
     Case(2, (Call("gather", "decomposed", scales=True), Call("gather", chunks=2), Call("gather", scales=True))),
     Case(2, (Call("gather", outer=2), Call("gather", chunks=2, outer=2, scales=True, keep_own=True)), programs=2),
     Case(2, (Call("gather", chunks=2, outer=2), Call("scatter", chunks=2, outer=2)), programs=2, columns=2),
+    Case(2, (Call("gather", "decomposed", outer=2, scales=True, keep_own=True), Call("gather")), programs=2),
+    Case(2, (Call("scatter", "decomposed", outer=2), Call("scatter", chunks=2)), programs=2),
+    Case(3, (Call("gather", "decomposed", outer=2), Call("scatter", "decomposed", outer=2))),
+    Case(4, (Call("scatter", "decomposed", outer=2), Call("gather", "decomposed", outer=2))),
     Case(2, (Call("scatter", chunks=2), Call("scatter"), Call("scatter", "decomposed")), programs=2, columns=2),
     Case(3, (Call("gather", outer=2, scales=True, keep_own=True), Call("scatter")), programs=4, columns=2),
     Case(2, (Call("gather", scales=True, keep_own=True, keep_scales=True), Call("gather", scales=True)), programs=2),
@@ -988,6 +1001,7 @@ def other_row(rank: int, items: list[Item]) -> list[Item]:
 
 
 PART_EVENTS = range(FIRST_EVENT, FIRST_EVENT + 2)
+SECOND_RANGES = tuple(of_block(rank, 1) for rank in range(2))
 
 
 def fault(name: str, kind: str, call: Call, spoil: Spoil, world: int = 2, calls: int = 2, columns: int = 1) -> object:
@@ -1013,6 +1027,7 @@ def gather_faults() -> Iterator[object]:
     yield fault("call ends before the copies", "overwritten", replace(one, keep_own=True), drop(event(Await, END)))
     yield fault("event before the pull", "torn", decomposed, hasten(event(Record, *parts), copy))
     yield fault("event of the call before", "stale", decomposed, bind_early(event(Await, *parts)))
+    yield fault("second range not awaited", "stale", replace(decomposed, outer=2), drop(event(Await, *SECOND_RANGES)))
     yield fault("wrong row", "misplaced", two, other_row)
 
 
@@ -1029,6 +1044,7 @@ def scatter_faults() -> Iterator[object]:
     yield fault("call ends before the copies", "overwritten", one, drop(event(Await, END)))
     yield fault("push without event", "stale", one, drop(event(Await, *parts)))
     yield fault("reduction without event", "torn", one, drop(own_event))
+    yield fault("second range not awaited", "stale", replace(one, outer=2), drop(event(Await, *SECOND_RANGES)))
 
 
 def wide_faults() -> Iterator[object]:

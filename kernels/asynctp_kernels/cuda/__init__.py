@@ -24,7 +24,7 @@ from .driver import CudaError
 from .gather import DecomposedGather, DirectGather, FusedGather, GatherCall, GatherPlan, UnfusedGather
 from .gemm import MAX_OPERANDS, refused_gemm, too_many
 from .machine import driver
-from .memory import GroupMemory, existing_memory, group_memory, release
+from .memory import MAX_CHUNKS, GroupMemory, existing_memory, group_memory, release
 from .products import block_recipe, refused_blocks, scaled_product_supported
 from .scatter import DecomposedScatter, DirectScatter, FusedScatter, Operands, ScatterCall, ScatterPlan, UnfusedScatter
 from .select import Choice, Problem, choose, forced
@@ -476,13 +476,13 @@ def _choose_scatter(op: str, call: ScatterCall, refused: dict[str, str]) -> Choi
 def _gather_problem(call: GatherCall) -> Problem:
     layout, widths = call.layout, [b.shape[1] for b in call.bs]
     sizes = (layout.full_rows, [layout.full_cols], widths)
-    return Problem.of("gather", call.world, *sizes, call.a_shard.dtype, call.out_dtype, call.fast)
+    return Problem.of("gather", call.world, *sizes, call.a_shard.dtype, call.out_dtype, call.fast, blocks=call.outer)
 
 
 def _scatter_problem(op: str, call: ScatterCall) -> Problem:
     sizes = (call.rows, [b.shape[0] for b in call.b_parts], [call.b_parts[0].shape[1]])
     dtypes = (call.a_parts[0].dtype, call.wire_dtype)
-    return Problem.of(op, call.world, *sizes, *dtypes, call.fast, call.sum_dtype)
+    return Problem.of(op, call.world, *sizes, *dtypes, call.fast, call.sum_dtype, call.outer)
 
 
 def _cublas_and_nccl_gather(call: GatherCall) -> bool:
@@ -540,8 +540,8 @@ def _refused_gather(call: GatherCall) -> dict[str, str]:
         refused["decomposed"] = refused["fused"] = (
             "the gathered dim is the contraction dim: every product needs all of it"
         )
-    elif call.outer > 1:
-        refused.setdefault("decomposed", f"{call.outer} separate row ranges per rank: one product each is too many")
+    elif (reason := _too_many_blocks(call.outer)) is not None:
+        refused.setdefault("decomposed", reason)
     if layout.along_last and call.scale_travels:
         refused["direct"] = "a rowwise scale cannot be gathered along the contraction dim"
     shard = call.a_shard.numel() * call.a_shard.itemsize
@@ -550,11 +550,18 @@ def _refused_gather(call: GatherCall) -> dict[str, str]:
     pitch = call.world * layout.inner * layout.cols * call.a_shard.itemsize
     if shard >= INT32_LIMIT or (call.outer > 1 and pitch >= INT32_LIMIT):
         refused["fused"] = refused["decomposed"] = f"{shard} bytes per rank: sizes and pitches are 32 bits wide"
-    _refuse_blocks(refused, _gathered_recipes(call), call.a_shard.device, layout.full_rows, layout.rows)
+    _refuse_blocks(refused, _gathered_recipes(call), call.a_shard.device, layout.full_rows, layout.inner)
     reason = refused_gemm(call.a_shard, call.bs, call.b_scales, call.biases, call.out_dtype, [layout.cols])
     if reason is not None:
         refused.setdefault("fused", reason)
     return refused
+
+
+def _too_many_blocks(outer: int) -> str | None:
+    """Why there is not one product for each range of a rank's rows, of which there is one in every outer block."""
+    if outer <= MAX_CHUNKS:
+        return None
+    return f"{outer} separate row ranges per rank, more than {MAX_CHUNKS}: one product each is too many"
 
 
 def _refused_scatter(call: ScatterCall) -> dict[str, str]:
@@ -565,8 +572,8 @@ def _refused_scatter(call: ScatterCall) -> dict[str, str]:
     refused = {name: reason for name in ("decomposed", "direct") if (reason := common)}
     if layout.along_last:
         refused["decomposed"] = refused["fused"] = "the scattered dim is the last: a rank's part is not a range of rows"
-    elif call.outer > 1:
-        refused.setdefault("decomposed", f"{call.outer} separate row ranges per rank: one product each is too many")
+    elif (reason := _too_many_blocks(call.outer)) is not None:
+        refused.setdefault("decomposed", reason)
     if any(not a.is_contiguous() for a in call.a_parts):
         refused.setdefault("fused", "an A that is not contiguous")
         refused.setdefault("decomposed", "an A that is not contiguous")
@@ -578,7 +585,7 @@ def _refused_scatter(call: ScatterCall) -> dict[str, str]:
     if call.out_dtype not in SUMMED_DTYPES:
         for name in ("direct", "decomposed", "fused"):
             refused.setdefault(name, f"a result of {call.out_dtype}: sums over ranks are in fp32")
-    _refuse_blocks(refused, _scattered_recipes(call), call.a_parts[0].device, call.rows, layout.rows)
+    _refuse_blocks(refused, _scattered_recipes(call), call.a_parts[0].device, call.rows, layout.inner)
     if (reason := _refused_scattering_gemm(call)) is not None:
         refused.setdefault("fused", reason)
     return refused
@@ -618,7 +625,7 @@ def _refuse_blocks(
 ) -> None:
     """Add why products with scales of blocks cannot run: never in the GEMM, and in cuBLAS only where it takes them.
 
-    rows: of the whole product; part: of one rank's.
+    rows: of the whole product; part: of one range of a rank's.
     """
     if not any(recipes):
         return

@@ -22,7 +22,7 @@ from .machine import driver
 from .memory import GroupMemory
 from .scatter import Pushed, ScatterCall
 from .script import Step
-from .tiles import uncut
+from .tiles import in_blocks
 
 NAME = "copy engine"
 
@@ -50,7 +50,7 @@ class BulkGather(Pulled):
     stage_programs = 64  # they hold their SMs until all ranks have come, and others are to compute meanwhile
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory, uncut(call.layout.inner))
+        super().__init__(call, memory, in_blocks(1, call.layout.inner))
 
     def arrived(self, source: int, chunk: int) -> list[Step]:
         return []
@@ -70,7 +70,7 @@ class BulkScatter(Pushed):
     streams_wait = True
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
-        whole = uncut(call.layout.inner)
+        whole = in_blocks(1, call.layout.inner)
         super().__init__(call, memory, whole, whole, [0])
         self.counts = memory.idle  # the GEMM of a later call may already count while this one's sum clears
 

@@ -2,7 +2,7 @@
 
     fused        copy engine pulls shards in the order rank+1, rank+2, …; one GEMM starts on the own rows and takes the
                  others' as their chunks arrive
-    decomposed   the same copies; cuBLAS, one product per source, each behind that source's copy
+    decomposed   the same copies; cuBLAS, one product per range of a source's rows, each behind its copy
     direct       one kernel pushes and collects all shards, then cuBLAS on the whole: the fastest when little moves
     unfused      NCCL, then cuBLAS on the whole
 
@@ -30,7 +30,7 @@ from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
 from .script import GatherMoves, Record, Step, Write, compile_script, gather_script
-from .tiles import Chunks, Tiles, cut, uncut
+from .tiles import Chunks, Tiles, cut, in_blocks
 from .waits import code
 
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -211,7 +211,7 @@ class Pulled(GatherPlan):
 
     def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
         super().__init__(call, memory)
-        self.chunks, self.stage_keeps = chunks, self.stage_keeps and call.return_a_full
+        self.chunks, self.stage_keeps = chunks, self.stage_keeps and call.return_a_full and self.outer == 1
         rank, world = memory.rank, memory.world
         outbox = memory.require("outbox", self.staged_bytes)
         moves = GatherMoves(
@@ -396,43 +396,55 @@ def _tile_count(blocks: int, inner: int, widths: Sequence[int], tiles: Tiles) ->
 
 
 class DecomposedGather(Pulled):
-    """cuBLAS per source, behind that source's copy. Only for one outer block: rows of a source are one range."""
+    """cuBLAS for each range of a source's rows, behind its copy. Only for a few: a source has one in each outer block."""
 
     name = "decomposed"
     stage_first = True
     stage_keeps = True  # a copy of its own would come before the last product, or take SMs from another
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory, uncut(call.layout.inner))
+        super().__init__(call, memory, in_blocks(call.outer, call.layout.inner))
+
+    def _event(self, source: int, block: int) -> int:
+        return self.memory.events[source * MAX_CHUNKS + block]
 
     def arrived(self, source: int, chunk: int) -> list[Step]:
-        return [Record(self.memory.events[source])]
+        return [Record(self._event(source, chunk))]
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         self.start(stream, call)
-        rank, world, rows, k = self.memory.rank, self.memory.world, self.layout.rows, self.layout.cols
-        parts = call.full.view(world, rows, k).unbind()
-        places = [out.view(world, rows, out.shape[-1]).unbind() for out in call.outs]
+        rank, world, outer = self.memory.rank, self.memory.world, self.outer
+        own, parts, scales = self._blocks(call.shard), self._parts(call.full), self._row_scales(call)
+        places = [self._parts(out) for out in call.outs]
         for source in ((rank + step) % world for step in range(world)):
-            own = source == rank
-            if not own:
-                driver.wait_event(stream, self.memory.events[source])
-            a, row_scale = call.shard.view(rows, k) if own else parts[source], self._row_scale(call, source)
-            for i, b in enumerate(call.bs):
-                scale = call.b_scales[i] if call.b_scales else None
-                product(a, b, call.biases[i], row_scale, scale, self.scaling, out=places[i][source])
+            for block in range(outer):
+                part = block * world + source
+                if source != rank:
+                    driver.wait_event(stream, self._event(source, block))
+                a = own[block] if source == rank else parts[part]
+                for i, b in enumerate(call.bs):
+                    scale = call.b_scales[i] if call.b_scales else None
+                    product(a, b, call.biases[i], scales[part], scale, self.scaling, out=places[i][part])
         self.finish(stream)
 
-    def _row_scale(self, call: GatherTensors, source: int) -> Tensor | None:
-        """The scale of the rows of `source`: one number, or theirs of what travelled or was there."""
-        scale, all_numbers = call.a_scale, call.all_numbers
+    def _blocks(self, own: Tensor) -> Sequence[Tensor]:
+        """Own rows, or numbers of them: those of each block."""
+        return own.view(self.outer, -1, own.shape[-1]).unbind()
+
+    def _parts(self, whole: Tensor) -> Sequence[Tensor]:
+        """Rows of all ranks, or numbers of them: those of block p and source r are number p * world + r."""
+        return whole.view(self.outer * self.memory.world, -1, whole.shape[-1]).unbind()
+
+    def _row_scales(self, call: GatherTensors) -> Sequence[Tensor | None]:
+        """The scale of each part: one number for all, or its rows' of what travelled or was there."""
+        rank, world, scale = self.memory.rank, self.memory.world, call.a_scale
         if scale is None or (scale.numel() == 1 and not self.scale_travels):
-            return scale
-        along_k = scale.shape[-1]
-        if not self.scale_travels or all_numbers is None:
-            return scale.view(self.memory.world, -1, along_k)[source]
-        own = source == self.memory.rank
-        return scale.reshape(-1, along_k) if own else all_numbers.view(self.memory.world, -1, along_k)[source]
+            return [scale] * (self.outer * world)
+        if not self.scale_travels or call.all_numbers is None:
+            return self._parts(scale)
+        scales = list(self._parts(call.all_numbers))
+        scales[rank::world] = self._blocks(scale)
+        return scales
 
 
 def block_for(size: int, largest: int, programs: int) -> int:

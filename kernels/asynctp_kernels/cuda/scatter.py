@@ -3,7 +3,7 @@
     fused        one GEMM stores each rank's rows to local staging and counts finished tiles; the copy engine pushes a
                  chunk as soon as it is complete, other ranks' rows first; the reduction of the own rows runs on a
                  stream of its own, beside the end of the GEMM
-    decomposed   cuBLAS, one product per destination; the copy engine pushes each behind its product
+    decomposed   cuBLAS, one product per range of a destination's rows; the copy engine pushes each behind its product
     direct       cuBLAS on the whole, then one kernel that pushes and reduces: the fastest when little moves
     unfused      cuBLAS on the whole, then NCCL
 
@@ -46,7 +46,7 @@ from .script import (
     parts_script,
     scatter_script,
 )
-from .tiles import Chunks, Tiles, cut, cut_own, uncut
+from .tiles import Chunks, Tiles, cut, cut_own, in_blocks
 from .waits import code
 
 #: of the reduction: what the GEMM's CTA leaves on an SM is enough for one CTA of it
@@ -425,41 +425,44 @@ class FusedScatter(Pushed):
 
 
 class DecomposedScatter(Pushed):
-    """cuBLAS per destination, own rows last. Only for one outer block: rows of a destination are one range."""
+    """cuBLAS for each range of a destination's rows, own rows last. Only for a few: there is one in each outer block."""
 
     name = "decomposed"
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
-        whole = uncut(call.layout.inner)
-        super().__init__(call, memory, whole, whole, [0])
-        self.extra_shape = (self.layout.rows, self.layout.cols)
+        blocks = in_blocks(call.outer, call.layout.inner)
+        super().__init__(call, memory, blocks, blocks, [0] * len(blocks))
+        self.extra_shape = (self.layout.inner, self.layout.cols)
+
+    def _event(self, dst: int, block: int) -> int:
+        return self.memory.events[dst * MAX_CHUNKS + block]
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
-        return [Await(self.memory.events[dst])]
+        return [Await(self._event(dst, chunk))]
 
     def tensors(self, operands: Operands) -> ScatterTensors:
         a_parts, b_parts, a_scales, b_scales, biases = operands
-        a_parts = [a.reshape(self.memory.world, self.layout.rows, a.shape[-1]) for a in a_parts]
         made = (self.new_staging(), self.new_output(), self.new_extras())
         return ScatterTensors(a_parts, b_parts, a_scales, b_scales, biases, *made)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        memory, world = self.memory, self.memory.world
+        memory, world, outer = self.memory, self.memory.world, self.outer
         memory.fork(stream)
-        operands, places = [a.unbind() for a in call.a_parts], call.staging.unbind()
-        scales = [_by_destination(scale, world) if scale.numel() != 1 else [scale] * world for scale in call.a_scales]
+        operands = [self._parts(a) for a in call.a_parts]
+        places = call.staging.view(world, outer, self.layout.inner, self.layout.cols)
+        scales = [self._parts(scale) if scale.numel() != 1 else [scale] * (outer * world) for scale in call.a_scales]
         for dst in ((memory.rank + step) % world for step in range(1, world + 1)):
-            for i, parts in enumerate(operands):
-                self.add(i, call, parts[dst], scales[i][dst] if scales else None, places[dst])
-            driver.record_event(memory.events[dst], stream)
-        self.push_and_reduce(memory.stream, call.staging, call.out, memory.events[memory.rank])
+            for block in range(outer):
+                part = block * world + dst
+                for i, parts in enumerate(operands):
+                    self.add(i, call, parts[part], scales[i][part] if scales else None, places[dst, block])
+                driver.record_event(self._event(dst, block), stream)
+        self.push_and_reduce(memory.stream, call.staging, call.out, self._event(memory.rank, outer - 1))
         self.finish(stream)
 
-
-def _by_destination(scale: Tensor, world: int) -> Tensor:
-    """Scales of rows, or of blocks of them: [destination, scales, 1 or K/128]."""
-    rows = scale.reshape(-1, scale.shape[-1])
-    return rows.view(world, rows.shape[0] // world, rows.shape[1])
+    def _parts(self, whole: Tensor) -> Sequence[Tensor]:
+        """Rows of an A, or their scales: those of block p and destination r are number p * world + r."""
+        return whole.reshape(self.outer * self.memory.world, -1, whole.shape[-1]).unbind()
 
 
 class WholeScatter(ScatterPlan):

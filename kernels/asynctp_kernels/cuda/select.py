@@ -8,7 +8,7 @@ The model, in microseconds (the terms are named below; their values were measure
 
     unfused      matmul + collective                                     NCCL and cuBLAS, nothing overlaps
     direct       matmul + one-kernel collective                          nothing overlaps, but little latency
-    decomposed   max(copies, matmul in parts) + ends                     cuBLAS per source or destination
+    decomposed   max(copies, matmul in parts) + ends                     cuBLAS per range of a rank's rows
     fused        max(copies, our matmul) + ends                          one GEMM; of several scaled products the
                                                                          deepest, behind the others
 
@@ -97,6 +97,7 @@ class Problem:
         precise: fp8 sums may not be fast.
         apart: of several scaled products all contraction lengths but the greatest: in "fused" cuBLAS makes them first.
         widened: how many times as many bytes an element of the sum has, which NCCL sends instead.
+        blocks: into how many ranges a rank's rows fall: one for each index of the dims in front of the sharded one.
     """
 
     op: str
@@ -110,6 +111,7 @@ class Problem:
     precise: bool = False
     apart: tuple[int, ...] = ()
     widened: int = 1
+    blocks: int = 1
 
     @staticmethod
     def of(
@@ -122,6 +124,7 @@ class Problem:
         out_dtype: torch.dtype,
         fast: bool,
         sum_dtype: torch.dtype | None = None,
+        blocks: int = 1,
     ) -> Problem:
         """The problem of operands of `dtype`.
 
@@ -131,7 +134,8 @@ class Problem:
         apart = tuple(sorted(depths)[:-1]) if fp8 else ()
         widened = 1 if sum_dtype is None else sum_dtype.itemsize // out_dtype.itemsize
         sizes = (dtype.itemsize, out_dtype.itemsize)
-        return Problem(op, world, rows, sum(depths), tuple(widths), *sizes, name, fp8 and not fast, apart, widened)
+        precise = fp8 and not fast
+        return Problem(op, world, rows, sum(depths), tuple(widths), *sizes, name, precise, apart, widened, blocks)
 
     @property
     def deepest(self) -> Problem:
@@ -155,9 +159,8 @@ class Problem:
         """How a tuning table names the problem; rows come below it."""
         sizes = ":".join(self.sizes)
         wide = self.itemsize <= 2 < self.out_itemsize * self.widened  # results of 16 bits are what is measured
-        return (
-            f"{self.op}:{self.world}:{self.dtype}:{sizes}{':precise' if self.precise else ''}{':wide' if wide else ''}"
-        )
+        kind = (":precise" if self.precise else "") + (":wide" if wide else "")
+        return f"{self.op}:{self.world}:{self.dtype}:{sizes}{kind}" + (f":{self.blocks}x" if self.blocks > 1 else "")
 
     @property
     def sizes(self) -> tuple[str, str]:
@@ -218,7 +221,8 @@ def _share(problem: Problem, implementation: str, rates: Rates, sms: int) -> tup
     if implementation == "fused":
         extra = rates.fused_gather if problem.op == "gather" else rates.fused_scatter
         return _fused_matmul(problem, rates, sms) / problem.world, extra + _apart(problem, problem.rows, rates, sms)
-    share = _products(problem, problem.rows // problem.world, rates, sms)
+    each = _products(problem, problem.rows // problem.world // problem.blocks, rates, sms)
+    share = problem.blocks * (each - rates.launch) + rates.launch
     extra = rates.decomposed_gather if problem.op == "gather" else rates.decomposed_scatter
     return share, extra
 
@@ -260,8 +264,8 @@ def _matmul(problem: Problem, rows: int, width: int, rates: Rates, sms: int) -> 
 
 def _fused_matmul(problem: Problem, rates: Rates, sms: int) -> float:
     tiles = fused_tiles(problem, sms, rates)
-    shard = problem.rows // problem.world
-    count = problem.world * ceil(shard / tiles.block_m) * sum(ceil(width / tiles.block_n) for width in problem.widths)
+    ranges = problem.world * problem.blocks
+    count = ranges * ceil(problem.rows / ranges / tiles.block_m) * sum(ceil(n / tiles.block_n) for n in problem.widths)
     efficiency = rates.precise if problem.precise else 0.97 if tiles.block_n == 256 else rates.narrow
     size = tiles.block_m * tiles.block_n
     per_tile = 2.0 * size * problem.deepest.depth / (_speed(problem, rates) / sms * efficiency)

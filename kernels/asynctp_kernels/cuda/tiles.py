@@ -101,9 +101,9 @@ def cut(outer: int, inner: int, block_m: int, wanted: int) -> Chunks:
     return Chunks(tiles, rows, tuple(b - a for a, b in bounds))
 
 
-def uncut(inner: int) -> Chunks:
-    """One chunk of `inner` rows, for what has no tiles."""
-    return cut(1, inner, inner, 1)
+def in_blocks(outer: int, inner: int) -> Chunks:
+    """Each of at most `MAX_CHUNKS` blocks of `inner` rows is a chunk, for what has no tiles."""
+    return cut(outer, inner, inner, outer)
 
 
 def cut_own(chunks: Chunks, outer: int, inner: int, block_m: int) -> Chunks:
