@@ -58,7 +58,7 @@ def bits(tensor: Tensor) -> Tensor:
 def gathered(here: Machine, shards: list[Tensor]) -> Tensor:
     """One gather, with the other ranks' outboxes filled."""
     plan = bulk_gather(shards[RANK], here.memory)
-    for rank, outbox in enumerate(here.parts("outbox")):
+    for rank, outbox in enumerate(here.parts("box")):
         data = bits(shards[rank])
         outbox[: len(data)] = data if rank != RANK else 0
     here.log.clear()
@@ -85,9 +85,9 @@ def test_gather_trace(here: Machine) -> None:
 main   record start
 copy   await start
 copy   launch stage_kernel
-copy   copy 32768 B to gathered + 65536 from outbox of 2 + 0
-copy   copy 32768 B to gathered + 98304 from outbox of 3 + 0
-copy   copy 32768 B to gathered + 0 from outbox of 0 + 0
+copy   copy 32768 B to gathered + 65536 from box of 2 + 0
+copy   copy 32768 B to gathered + 98304 from box of 3 + 0
+copy   copy 32768 B to gathered + 0 from box of 0 + 0
 copy   record flight
 copy   record flown
 reduce await flight
@@ -105,7 +105,7 @@ def scattered(here: Machine, whole: Tensor, for_us: list[Tensor], reduce_op: str
         cuda_emulated.at(free.at(RANK, rank), (1,), torch.int32).fill_(1)
         cuda_emulated.at(full.at(RANK, rank * MAX_CHUNKS), (1,), torch.int32).fill_(1)
         slot = rank - (rank > RANK)
-        here.parts("inbox")[RANK][slot * size : (slot + 1) * size] = bits(for_us[rank])
+        here.parts("box")[RANK][slot * size : (slot + 1) * size] = bits(for_us[rank])
     here.log.clear()
     under_way = plan.start_bulk(whole)
     assert under_way.source.data_ptr() == whole.data_ptr(), "what the copy stream and the reducer read is held"
@@ -126,7 +126,7 @@ def test_scatter(shape: tuple[int, int], dtype: torch.dtype, reduce_op: str, her
     for rank in set(range(WORLD)) - {RANK}:
         part = bits(mine[rank])
         slot = RANK - (rank < RANK)
-        assert torch.equal(here.parts("inbox")[rank][slot * len(part) : (slot + 1) * len(part)], part)
+        assert torch.equal(here.parts("box")[rank][slot * len(part) : (slot + 1) * len(part)], part)
     own = cuda_emulated.at(here.memory.signals.peers[RANK], (64,), torch.int32)
     assert own.count_nonzero() == 0
 
@@ -150,11 +150,11 @@ copy   wait free of 1 [0] >= 1
 copy   write free of 1 [2] = 0
 copy   write free of 1 [3] = 0
 copy   write free of 1 [0] = 0
-copy   copy 32768 B to inbox of 2 + 32768 from whole + 65536
+copy   copy 32768 B to box of 2 + 32768 from whole + 65536
 copy   write full of 2 [1, 0] = 1
-copy   copy 32768 B to inbox of 3 + 32768 from whole + 98304
+copy   copy 32768 B to box of 3 + 32768 from whole + 98304
 copy   write full of 3 [1, 0] = 1
-copy   copy 32768 B to inbox of 0 + 0 from whole + 0
+copy   copy 32768 B to box of 0 + 0 from whole + 0
 copy   write full of 0 [1, 0] = 1
 copy   record end
 reduce await running

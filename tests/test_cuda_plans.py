@@ -137,7 +137,7 @@ def others(call: GatherCall) -> tuple[list[Tensor], list[Tensor]]:
 
 def fill_outboxes(here: Machine, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
     """What the other ranks' staging kernels do."""
-    for rank, outbox in enumerate(here.parts("outbox")):
+    for rank, outbox in enumerate(here.parts("box")):
         if rank != RANK:
             data = bits(shards[rank])
             outbox[: len(data)] = data
@@ -153,7 +153,7 @@ def run_gather(call: GatherCall, here: Machine, plan: gather.GatherPlan) -> tupl
     """
     fresh = replace(call, a_shard=tensor(*call.a_shard.shape, dtype=call.a_shard.dtype))
     shards, scales = others(fresh)
-    if "outbox" in here.memory.areas:
+    if "box" in here.memory.areas:
         fill_outboxes(here, shards, scales)
     here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.push_gather, shards=shards, scales=scales)
     here.gathered = [shards, scales] if scales else [shards]
@@ -208,11 +208,11 @@ def test_bytes_of_a_gather(case: str, full: bool, chunks: int, here: Machine) ->
     scales = 0 if call.travels is None else call.travels.numel() * 4
     copies, own = here.of(Copied), full * shard + (0 if call.along is None else scales)
     assert sum(copy.size for copy in copies) == (WORLD - 1) * (shard + scales) + own
-    boxes = [part.data_ptr() for part in here.parts("outbox")]
+    boxes = [part.data_ptr() for part in here.parts("box")]
     for peer in set(range(WORLD)) - {RANK}:
-        pulled = [copy for copy in copies if boxes[peer] <= copy.src < boxes[peer] + here.memory.areas["outbox"].size]
+        pulled = [copy for copy in copies if boxes[peer] <= copy.src < boxes[peer] + here.memory.areas["box"].size]
         assert sum(copy.size for copy in pulled) == shard + scales
-    assert not [copy for copy in copies if boxes[RANK] <= copy.src < boxes[RANK] + here.memory.areas["outbox"].size]
+    assert not [copy for copy in copies if boxes[RANK] <= copy.src < boxes[RANK] + here.memory.areas["box"].size]
 
 
 def test_a_shard_with_gaps_is_made_whole_first(here: Machine) -> None:
@@ -222,7 +222,7 @@ def test_a_shard_with_gaps_is_made_whole_first(here: Machine) -> None:
         plan = gather_plan(call, here, implementation)
         shards, _ = others(call)
         here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.push_gather, shards=shards, scales=[])
-        if "outbox" in here.memory.areas:
+        if "box" in here.memory.areas:
             fill_outboxes(here, shards, [])
         *_, gathered = plan.run(call.a_shard, None, call.bs, (), call.biases)
         assert torch.equal(gathered, torch.cat(shards))
@@ -325,7 +325,7 @@ def peers_come(here: Machine, parts: Sequence[Tensor], chunks: int) -> None:
         for chunk in range(chunks):
             cuda_emulated.at(words[1].at(RANK, rank * MAX_CHUNKS + chunk), (1,), torch.int32).fill_(1)
         slot = rank - (rank > RANK)
-        here.parts("inbox")[RANK][slot * size : (slot + 1) * size] = bits(parts[rank])
+        here.parts("box")[RANK][slot * size : (slot + 1) * size] = bits(parts[rank])
 
 
 def run_scatter(call: ScatterCall, here: Machine, plan: scatter.ScatterPlan) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -334,7 +334,7 @@ def run_scatter(call: ScatterCall, here: Machine, plan: scatter.ScatterPlan) -> 
     mine = whole(fresh, plan.name).chunk(WORLD, call.dim)  # type: ignore[attr-defined]
     for_us = [tensor(*mine[RANK].shape, dtype=mine[RANK].dtype) for _ in range(WORLD)]
     for_us[RANK] = mine[RANK].contiguous()
-    if "inbox" in here.memory.areas:
+    if "box" in here.memory.areas:
         peers_come(here, for_us, MAX_CHUNKS)
     here.kernels["push_reduce_kernel"] = functools.partial(cuda_emulated.push_reduce, parts=for_us)
     here.scattered = for_us
@@ -365,7 +365,7 @@ def check_pushes(here: Machine, implementation: str, mine: Sequence[Tensor]) -> 
     for rank in set(range(WORLD)) - {RANK}:
         part = bits(mine[rank])
         slot = RANK - (rank < RANK)
-        assert torch.equal(here.parts("inbox")[rank][slot * len(part) : (slot + 1) * len(part)], part)
+        assert torch.equal(here.parts("box")[rank][slot * len(part) : (slot + 1) * len(part)], part)
 
 
 def check_words(here: Machine, implementation: str) -> None:
@@ -411,7 +411,7 @@ def test_bytes_of_a_scatter(case: str, chunks: int, here: Machine) -> None:
     part = call.layout.rows * call.layout.cols * size
     copies = here.of(Copied)
     assert sum(copy.size for copy in copies) == (WORLD - 1) * part
-    for rank, box in enumerate(here.parts("inbox")):
+    for rank, box in enumerate(here.parts("box")):
         pushed = [copy for copy in copies if box.data_ptr() <= copy.dst < box.data_ptr() + len(box)]
         assert sum(copy.size for copy in pushed) == (0 if rank == RANK else part)
 
@@ -517,7 +517,7 @@ graph  record start
 copy   await start
 copy   await flown at launch
 copy   launch stage_kernel
-copy   copy 32768 B to gathered + 32768 from outbox of 1 + 0
+copy   copy 32768 B to gathered + 32768 from box of 1 + 0
 copy   write arrivals[1, 0] = 1
 copy   record end
 graph  launch gemm_kernel
@@ -549,7 +549,7 @@ copy   write free of 0 [1] = 0
 copy   wait progress[1, 0] >= 2
 copy   write progress[1, 0] = 0
 copy   record running
-copy   copy 36864 B to inbox of 1 + 0 from staging + 36864
+copy   copy 36864 B to box of 1 + 0 from staging + 36864
 copy   write full of 1 [0, 0] = 1
 copy   record end
 reduce await running
@@ -603,7 +603,7 @@ def test_growth_and_release_forget_what_was_recorded(recording: Machine) -> None
         plan.run(call.a_shard, None, call.bs, (), call.biases)
     memory = recording.memory
     assert len(memory.recordings) == 1
-    memory.require("outbox", memory.areas["outbox"].size + 1)
+    memory.require("box", memory.areas["box"].size + 1)
     assert len(memory.recordings) == 0
     fresh = gather_plan(call, recording, "fused")
     at_the_same_place(fresh, ())
@@ -626,13 +626,13 @@ def test_trace_of_a_gather() -> None:
 main   record start
 copy   await start
 copy   launch stage_kernel
-copy   copy 16384 B to gathered + 65536 from outbox of 2 + 0
+copy   copy 16384 B to gathered + 65536 from box of 2 + 0
 copy   write arrivals[2, 0] = 1
-copy   copy 16384 B to gathered + 81920 from outbox of 2 + 16384
+copy   copy 16384 B to gathered + 81920 from box of 2 + 16384
 copy   write arrivals[2, 1] = 1
-copy   copy 16384 B to gathered + 0 from outbox of 0 + 0
+copy   copy 16384 B to gathered + 0 from box of 0 + 0
 copy   write arrivals[0, 0] = 1
-copy   copy 16384 B to gathered + 16384 from outbox of 0 + 16384
+copy   copy 16384 B to gathered + 16384 from box of 0 + 16384
 copy   write arrivals[0, 1] = 1
 copy   copy 32768 B to gathered + 32768 from own + 0
 copy   record end
@@ -654,10 +654,10 @@ def test_trace_of_a_gather_with_scales_and_an_outer_dim() -> None:
 main   record start
 copy   await start
 copy   launch stage_kernel
-copy   copy 256 B to scales + 256 from outbox of 1 + 8192
-copy   copy 256 B to scales + 768 from outbox of 1 + 8448
-copy   copy 4096 B to gathered + 4096 from outbox of 1 + 0
-copy   copy 4096 B to gathered + 12288 from outbox of 1 + 4096
+copy   copy 256 B to scales + 256 from box of 1 + 8192
+copy   copy 256 B to scales + 768 from box of 1 + 8448
+copy   copy 4096 B to gathered + 4096 from box of 1 + 0
+copy   copy 4096 B to gathered + 12288 from box of 1 + 4096
 copy   write arrivals[1, 0] = 1
 copy   record end
 main   launch gemm_kernel
@@ -687,19 +687,19 @@ copy   write free of 1 [0] = 0
 copy   wait progress[2, 0] >= 1
 copy   write progress[2, 0] = 0
 copy   record running
-copy   copy 18432 B to inbox of 2 + 36864 from staging + 73728
+copy   copy 18432 B to box of 2 + 36864 from staging + 73728
 copy   write full of 2 [1, 0] = 1
 copy   wait progress[2, 1] >= 1
 copy   write progress[2, 1] = 0
-copy   copy 18432 B to inbox of 2 + 55296 from staging + 92160
+copy   copy 18432 B to box of 2 + 55296 from staging + 92160
 copy   write full of 2 [1, 1] = 1
 copy   wait progress[0, 0] >= 1
 copy   write progress[0, 0] = 0
-copy   copy 18432 B to inbox of 0 + 0 from staging + 0
+copy   copy 18432 B to box of 0 + 0 from staging + 0
 copy   write full of 0 [1, 0] = 1
 copy   wait progress[0, 1] >= 1
 copy   write progress[0, 1] = 0
-copy   copy 18432 B to inbox of 0 + 18432 from staging + 18432
+copy   copy 18432 B to box of 0 + 18432 from staging + 18432
 copy   write full of 0 [1, 1] = 1
 copy   record end
 reduce await running
@@ -728,7 +728,7 @@ copy   write free of 1 [0] = 1
 copy   wait free of 0 [1] >= 1
 copy   write free of 0 [1] = 0
 copy   await event[4]
-copy   copy 18432 B to inbox of 1 + 0 from staging + 18432
+copy   copy 18432 B to box of 1 + 0 from staging + 18432
 copy   write full of 1 [0, 0] = 1
 copy   record end
 reduce await event[0]
@@ -897,11 +897,11 @@ copy   write free of 0 [1] = 0
 copy   wait progress[1, 0] >= 1
 copy   write progress[1, 0] = 0
 copy   record running
-copy   copy 18432 B to inbox of 1 + 0 from staging + 36864
+copy   copy 18432 B to box of 1 + 0 from staging + 36864
 copy   write full of 1 [0, 0] = 1
 copy   wait progress[1, 1] >= 1
 copy   write progress[1, 1] = 0
-copy   copy 18432 B to inbox of 1 + 18432 from staging + 55296
+copy   copy 18432 B to box of 1 + 18432 from staging + 55296
 copy   write full of 1 [0, 1] = 1
 copy   record end
 reduce await running
@@ -1028,7 +1028,7 @@ def test_all_reduce(implementation: str, options: dict[str, Any], here: Machine,
     with cuda.forced(implementation):
         for _ in range(2):
             if implementation != "direct":
-                here.memory.require("inbox", part[RANK].numel() * 2 * WORLD)
+                here.memory.require("box", part[RANK].numel() * 2 * WORLD)
                 peers_come(here, [part[RANK].contiguous()] * WORLD, MAX_CHUNKS)
             out = all_reduce(here, call, lambda: checked.append(1))
             assert out is not None
@@ -1125,7 +1125,7 @@ def test_plans_are_kept_until_the_memory_grows(name: str, implementation: str) -
 
 @pytest.mark.parametrize("name", ["gather", "scatter"])
 def test_after_growth_only_new_memory_is_used(name: str, here: Machine) -> None:
-    area = {"gather": "outbox", "scatter": "inbox"}[name]
+    area = "box"
     with cuda.forced("fused"):
         small = SMALL[name]()
         op(here, small) if name == "gather" else None
@@ -1183,7 +1183,7 @@ def test_a_released_group_starts_anew(here: Machine) -> None:
             SymmetricMemoryError,
             match=r"group 'tp' is out of step since: it was released.* asynctp_kernels.release\(group\)",
         ):
-            before.require("outbox", 1)
+            before.require("box", 1)
         op(here, SMALL["gather"]())
         assert here.memory is not before
 
@@ -1191,7 +1191,7 @@ def test_a_released_group_starts_anew(here: Machine) -> None:
 def test_memory_goes_with_its_group(here: Machine) -> None:
     with cuda.forced("fused"):
         op(here, SMALL["gather"]())
-    watched = [weakref.ref(here.group), weakref.ref(here.memory.signals.memory), weakref.ref(here.parts("outbox")[0])]
+    watched = [weakref.ref(here.group), weakref.ref(here.memory.signals.memory), weakref.ref(here.parts("box")[0])]
     here.group = None
     here.log.clear()
     here.prepared.clear()
@@ -1331,10 +1331,10 @@ def test_memory_that_a_graph_may_use_outlives_growth(here: Machine) -> None:
 
 
 def test_memory_grows_in_whole_granules(here: Machine) -> None:
-    sizes = [here.memory.require(name, size).size for name, size in (("outbox", 1), ("inbox", (2 << 20) + 1))]
+    sizes = [here.memory.require(name, size).size for name, size in (("box", 1), ("direct", (2 << 20) + 1))]
     assert sizes == [2 << 20, 4 << 20]
     assert here.memory.generation == 2
-    here.memory.require("outbox", 2 << 20)
+    here.memory.require("box", 2 << 20)
     assert here.memory.generation == 2, "it was large enough"
 
 

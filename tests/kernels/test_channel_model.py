@@ -175,13 +175,12 @@ class Rank:
         return ROWS * self.width
 
     def at(self, name: str, rank: int | None = None) -> int:
-        """Address of a buffer. A gathered A and a staging never live at the same time: one `local` for both."""
-        sizes = {"own": self.part, "own scale": 4 * ROWS, "outbox": self.part + 4 * ROWS, "out": self.part}
-        sizes |= {
-            "local": self.world * self.part,
-            "scales": self.world * 4 * ROWS,
-            "inbox": (self.world - 1) * self.part,
-        }
+        """Address of a buffer. A gathered A and a staging never live at the same time: one `local` for both.
+
+        Outbox and inbox are one too: `box`.
+        """
+        sizes = {"own": self.part, "own scale": 4 * ROWS, "out": self.part, "local": self.world * self.part}
+        sizes |= {"scales": self.world * 4 * ROWS, "box": max(self.part + 4 * ROWS, (self.world - 1) * self.part)}
         if any(call.way == "bulk" for call in self.case.calls):  # two may be in flight, each with memory of its own
             bulk = {"own": self.part, "local": self.world * self.part, "out": self.part}
             sizes |= {f"{buffer} {turn}": size for turn in (0, 1) for buffer, size in bulk.items()}
@@ -304,7 +303,7 @@ class Rank:
             waits = [Wait(begun.at(self.rank, peer), epoch, peer) for peer in peers]
             own = self._own(number, call)
             mine = (*own[: self.part][program :: self.case.programs], *(own[self.part :] if program == 0 else ()))
-            places = [self.at("outbox")]
+            places = [self.at("box")]
             places += [self.of_call(number, "local") + self.rank * self.part] * call.stage_keeps
             start = self.of_call(number, "own")
             copy = Touch(mine, tuple((place + address - start, tag) for place in places for address, tag in mine))
@@ -315,7 +314,7 @@ class Rank:
 
     def _gather_moves(self, call: Call) -> GatherMoves:
         return GatherMoves(
-            outboxes=[self.at("outbox", rank) for rank in range(self.world)],
+            outboxes=[self.at("box", rank) for rank in range(self.world)],
             row_bytes=self.width,
             outer=call.outer,
             inner=ROWS // call.outer,
@@ -406,7 +405,7 @@ class Rank:
         return Channel(self.rank, self.world, self.words("full").at, self.words("free").at)
 
     def _scatter_moves(self, call: Call) -> ScatterMoves:
-        return ScatterMoves([self.at("inbox", rank) for rank in range(self.world)], self.width, ROWS, call.cut)
+        return ScatterMoves([self.at("box", rank) for rank in range(self.world)], self.width, ROWS, call.cut)
 
     def _ready(self, call: Call) -> Callable[[int, int], Sequence[Step]]:
         if call.way == "decomposed":
@@ -426,7 +425,7 @@ class Rank:
         return tuple((start + i, (number, self.rank, "part", dst * self.part + i)) for i in offsets)
 
     def _received(self, number: int, source: int, offsets: Sequence[int]) -> Bytes:
-        start = self.at("inbox") + (source - (source > self.rank)) * self.part
+        start = self.at("box") + (source - (source > self.rank)) * self.part
         return tuple((start + i, (number, source, "part", self.rank * self.part + i)) for i in offsets)
 
     def _sum(self, number: int, offsets: Sequence[int]) -> Bytes:
@@ -974,6 +973,21 @@ def bind_early(which: Which) -> Spoil:
     return spoil
 
 
+def await_one_by_one(rank: int, items: list[Item]) -> list[Item]:
+    """A scatter pushes to each rank behind that one's FREE, not behind all ranks'."""
+    waits, clears = ([item for item in items if word(kind, "free")(rank, item[1])] for kind in (Wait, Write))
+    late, copies = list(zip(waits, clears, strict=True))[1:], 0
+    spoilt: list[Item] = []
+    for item in items:
+        if any(item in pair for pair in late):
+            continue
+        if isinstance(item[1], Copy) and late:
+            spoilt += late[copies - 1] if copies else ()
+            copies += 1
+        spoilt.append(item)
+    return spoilt
+
+
 def staged_too_early(rank: int, items: list[Item]) -> list[Item]:
     """The outbox is said to be full before it is."""
 
@@ -1049,6 +1063,8 @@ def scatter_faults() -> Iterator[object]:
 
 def wide_faults() -> Iterator[object]:
     """Those with too many interleavings for a search without the reduction."""
+    after = Case(3, (Call("gather"), Call("scatter")), spoil=await_one_by_one)
+    yield pytest.param(after, "overwritten", id="scatter: pushed into a box from which another rank still pulls")
     gather, scatter = Call("gather", "decomposed"), Call("scatter", "decomposed")
     fused, chunks = Call("scatter"), Call("scatter", chunks=2)
     yield fault("begun awaited of one peer", "overwritten", gather, drop(word(Wait, "begun", number=2)), world=3)

@@ -213,7 +213,7 @@ class Pulled(GatherPlan):
         super().__init__(call, memory)
         self.chunks, self.stage_keeps = chunks, self.stage_keeps and call.return_a_full and self.outer == 1
         rank, world = memory.rank, memory.world
-        outbox = memory.require("outbox", self.staged_bytes)
+        outbox = memory.require("box", self.staged_bytes)
         moves = GatherMoves(
             outboxes=outbox.peers,
             row_bytes=self.row_bytes,

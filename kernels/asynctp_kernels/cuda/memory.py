@@ -1,10 +1,10 @@
 """What one group keeps on one GPU: symmetric memory, signal words, a copy stream, events.
 
-Three areas of symmetric memory, each as large as the largest call so far, made and grown collectively and never during
-a CUDA graph capture:
+Areas of symmetric memory, each as large as the largest call so far, made and grown collectively and never during a CUDA
+graph capture:
 
-    outbox    gather: the own shard, which peers pull                            [shard | its scales]
-    inbox     scatter: what peers pushed, by source, but for the own             [from rank 0 | from rank 1 | ...]
+    box       gather: an outbox, the own shard, which peers pull                 [shard | its scales]
+              scatter: an inbox, what peers pushed, by source, but for the own   [from rank 0 | from rank 1 | ...]
     direct    both direct kernels: two slots of landings, epochs                 see `copy_kernels`
 
 A gather's outbox is filled between two barriers (`copy_kernels.stage_kernel`), whose words are epochs. A scatter's
@@ -15,6 +15,9 @@ inbox is a bounded buffer of depth one, with int32 words per peer that a stream 
 
     own:   set FREE at every peer; wait FREE(every peer), clear it; push each chunk and set FULL at its rank
            wait FULL(every peer, chunk) and reduce, chunk by chunk; clear FULL
+
+One box is both. What is pushed into it comes behind FREE of *every* rank, and each sets that behind its last pull, on its
+copy stream; what is staged in it comes behind the own last reduction, and nothing is pushed before the next FREE.
 
 These words are binary and are cleared by their only waiter, so nothing depends on how often, in which CUDA graph or in
 which order of shapes a call runs, as long as all ranks make the same calls of a group in the same order; that is the

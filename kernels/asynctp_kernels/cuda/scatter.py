@@ -239,7 +239,7 @@ class Pushed(ScatterPlan):
         self.chunks, self.own, self.own_tiles = chunks, own, own_tiles
         rank, world, layout = memory.rank, memory.world, self.layout
         self.staging_shape = (world, layout.rows, layout.cols)  # by destination: what goes to one rank is contiguous
-        inbox = memory.require("inbox", (world - 1) * self.part_bytes)
+        inbox = memory.require("box", (world - 1) * self.part_bytes)
         self.inbox, self.counts = inbox.peers[rank], memory.progress
         channel = Channel(rank, world, memory.scatter_full.at, memory.scatter_free.at)
         moves = ScatterMoves(inbox.peers, self.row_bytes, layout.rows, chunks)
