@@ -7,7 +7,8 @@ device, with the union of intervals over all its streams:
     span = compute + exposed communication + idle
 
 What counts as communication is `RULES`, one table. A GEMM that waits for its peers' rows inside the kernel, as the
-fused one of asynctp can, counts as compute: compare spans as well, since no trace shows that wait.
+fused one of asynctp can, counts as compute: compare spans as well, since the profiler does not see that wait. What the
+kernel itself says of its tiles (`asynctp_kernels.cuda.stamped`) is put into a trace by `add_tiles`, and drawn.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ __all__ = [
     "Event",
     "Rule",
     "Summary",
+    "Tile",
     "Trace",
     "TraceError",
+    "add_tiles",
     "compare",
     "read",
     "render",
@@ -100,6 +103,27 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """One tile of asynctp's fused GEMM, or the wait for its rows. Times in microseconds.
+
+    Attributes:
+        device: The GPU.
+        processor: Its SM.
+        rank: Whose rows it computes.
+        own: They are those of the rank itself.
+        waits: It is the wait.
+    """
+
+    device: int
+    processor: int
+    rank: int
+    own: bool
+    waits: bool
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
 class Trace:
     """What a file holds of its GPUs, in order of time.
 
@@ -108,12 +132,14 @@ class Trace:
         events: What ran on the GPUs.
         annotations: `record_function` ranges as they show on the GPUs: (name, device, interval).
         steps: Steps that a profiler schedule recorded; 1 when there was no schedule.
+        tiles: What `add_tiles` wrote.
     """
 
     name: str
     events: tuple[Event, ...]
     annotations: tuple[tuple[str, int, Interval], ...] = ()
     steps: int = 1
+    tiles: tuple[Tile, ...] = ()
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -192,11 +218,10 @@ def read(path: str | Path, rules: Sequence[Rule] = ()) -> Trace:
     Raises:
         TraceError: It cannot be read, is no trace, or holds nothing that ran on a GPU.
     """
-    raw = _load(Path(path))
     known = (*rules, *RULES)
     rule_of: dict[str, Rule] = {}
-    events, annotations, steps = [], [], set()
-    for item in raw:
+    events, annotations, steps, tiles = [], [], set(), []
+    for item in _load(Path(path))["traceEvents"]:
         if not isinstance(item, dict) or item.get("ph") != "X":
             continue
         name, category = str(item.get("name", "")), item.get("cat")
@@ -209,25 +234,31 @@ def read(path: str | Path, rules: Sequence[Rule] = ()) -> Trace:
         elif category == _ANNOTATION:
             device, _, interval = _place(item, path)
             annotations.append((name, device, interval))
+        elif category in _TILE_CATEGORIES:
+            device, processor, interval = _place(item, path)
+            rank, own = item["args"]["rank"], item["args"]["own"]
+            tiles.append(Tile(device, processor, rank, own, category == _WAIT, *interval))
     if not events:
         raise TraceError(
             f"{path}: the trace holds nothing that ran on a GPU; profile with "
             "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] on a machine with GPUs"
         )
     events.sort(key=lambda event: (event.start, event.stream))
-    return Trace(str(path), tuple(events), tuple(sorted(annotations, key=lambda each: each[2])), max(1, len(steps)))
+    by_time = tuple(sorted(annotations, key=lambda each: each[2]))
+    return Trace(str(path), tuple(events), by_time, max(1, len(steps)), tuple(tiles))
 
 
-def _load(path: Path) -> list[Any]:
+def _load(path: Path) -> dict[str, Any]:
+    """The whole file, with its list of events in `traceEvents`."""
     try:
         data = path.read_bytes()
         parsed = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise TraceError(f"cannot read {path}: {error}; it must be a trace that torch.profiler exported") from error
-    events = parsed.get("traceEvents") if isinstance(parsed, dict) else parsed
-    if not isinstance(events, list):
+    whole = parsed if isinstance(parsed, dict) else {"traceEvents": parsed}
+    if not isinstance(whole.get("traceEvents"), list):
         raise TraceError(f"{path}: there is no list of traceEvents; it must be a trace that torch.profiler exported")
-    return events
+    return whole
 
 
 def _place(item: Mapping[str, Any], path: str | Path) -> tuple[int, int, Interval]:
@@ -247,6 +278,82 @@ def _place(item: Mapping[str, Any], path: str | Path) -> tuple[int, int, Interva
 
 def _classify(name: str, rules: Sequence[Rule]) -> Rule:
     return next(rule for rule in rules if re.search(rule.pattern, name))
+
+
+# --- tiles -------------------------------------------------------------------------------------------------------
+_TILE, _WAIT = _TILE_CATEGORIES = ("gemm_tile", "gemm_wait")
+_TILES_PROCESS = 10_000_000  # and the device: the number of a process of its own
+_LOOK = 2.0  # microseconds: a wait as short as this is a look at a word that is there
+_SLACK = 10.0  # microseconds by which the two clocks may differ over one kernel
+
+
+def add_tiles(path: str | Path, calls: Sequence[Mapping[str, Any]], layer: str | None = None) -> None:
+    """Write the tiles of asynctp's fused GEMM into a trace: a process "GEMM tiles" with a track for each SM.
+
+    The first thing that a kernel says of its tiles is put where the trace has it start. A tile begins when its rows are
+    there and what was before it on its SM is stored. Waits for rows are slices too; the next tile's comes before
+    the last steps of the one before it, so it lies inside that.
+
+    Args:
+        path: The trace of the rank that made the calls; it is overwritten.
+        calls: Of `asynctp_kernels.cuda.stamped`: all that run "fused" in the trace, in their order.
+        layer: All in the first `record_function` range of this name instead.
+
+    Raises:
+        TraceError: It cannot be read, or its kernels are not those of the calls.
+    """
+    path = Path(path)
+    trace, whole = read(path), _load(path)
+    kernels = [event for event in trace.events if event.name == "gemm_kernel"]
+    if layer is not None:
+        ranges = {device: find_annotation(trace, layer, device) for device in trace.devices}
+        kernels = [each for each in kernels if _within((each.start + each.end) / 2, ranges[each.device])]
+    if trace.tiles or [event.device for event in kernels] != [call["device"] for call in calls]:
+        raise TraceError(
+            f"{path}: {len(kernels)} x gemm_kernel and stamps of {len(calls)} calls; stamp all calls that run fused, "
+            "in the trace or in one range of it that you name, and add their tiles once"
+        )
+    added: list[dict[str, Any]] = []
+    for kernel, call in zip(kernels, calls, strict=True):
+        added += _tile_events(path, kernel, call)
+    added += _track_names({(event["pid"], event["tid"]) for event in added})
+    text = json.dumps({**whole, "traceEvents": whole["traceEvents"] + added}).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+
+def _within(time: float, interval: Interval) -> bool:
+    return interval[0] <= time <= interval[1]
+
+
+def _tile_events(path: Path, kernel: Event, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a trace says of the tiles of one call, which `kernel` made."""
+    begin = min(reached for _, _, reached, _, _ in call["tiles"])
+    length = max(stored - begin for *_, stored in call["tiles"]) / 1e3
+    if length > kernel.end - kernel.start + _SLACK:
+        raise TraceError(
+            f"{path}: a gemm_kernel of {kernel.end - kernel.start:.0f} µs, and stamps of a call of {length:.0f} µs; "
+            "both must be of the same calls"
+        )
+    free: dict[int, float] = {}  # when an SM has stored what it had
+    for number, (rank, processor, *stamps) in sorted(enumerate(call["tiles"]), key=lambda item: item[1][3]):
+        reached, arrived, stored = (round(kernel.start + (stamp - begin) / 1e3, 3) for stamp in stamps)
+        about = {"op": call["op"], "tile": number, "rank": rank, "own": rank == call["rank"], "device": kernel.device}
+        event = {"ph": "X", "pid": _TILES_PROCESS + kernel.device, "tid": processor, "args": about}
+        start = min(max(arrived, free.get(processor, arrived)), stored)
+        yield {**event, "cat": _TILE, "name": f"rank {rank}", "ts": start, "dur": round(stored - start, 3)}
+        if arrived - reached > _LOOK:
+            waited = round(arrived - reached, 3)
+            yield {**event, "cat": _WAIT, "name": f"wait for rank {rank}", "ts": reached, "dur": waited}
+        free[processor] = stored
+
+
+def _track_names(tracks: Iterable[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    """What a viewer calls each (process, SM)."""
+    for process, processor in sorted(tracks):
+        track = {"ph": "M", "pid": process, "tid": processor}
+        yield {**track, "name": "process_name", "args": {"name": f"GEMM tiles of GPU {process - _TILES_PROCESS}"}}
+        yield {**track, "name": "thread_name", "args": {"name": f"SM {processor}"}}
+        yield {**track, "name": "thread_sort_index", "args": {"sort_index": processor}}
 
 
 # --- figures -----------------------------------------------------------------------------------------------------
@@ -350,10 +457,15 @@ def compare(before: Summary, after: Summary) -> str:
 # --- picture -----------------------------------------------------------------------------------------------------
 _COLOURS = {"communication": "#d9534f", "compute": "#4a7ebb", "other": "#999999"}
 _LEFT, _WIDTH, _ROW, _TOP = 110, 1000, 30, 44
+_PROCESSOR = 3  # height of an SM's row
+#: of ranks. Source: Okabe and Ito, "Color Universal Design"
+_RANKS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 
 
 def timeline(trace: Trace, device: int | None = None, window: Interval | None = None, title: str = "") -> str:
     """An SVG picture: a row for each stream of a device, a box for each event, coloured by kind.
+
+    Where the trace has tiles (`add_tiles`), they are below, with a thin row for each SM, coloured by rank.
 
     Args:
         trace: The trace.
@@ -371,10 +483,13 @@ def timeline(trace: Trace, device: int | None = None, window: Interval | None = 
     low, high = window or (min(event.start for event in events), max(event.end for event in events))
     streams = sorted({event.stream for event in events})
     scale = _WIDTH / max(high - low, 1e-9)
-    bottom = _TOP + _ROW * len(streams)
+    tiles = _cut_tiles([tile for tile in trace.tiles if tile.device == device], low, high)
+    band = _TOP + _ROW * len(streams)
+    bottom = band + (10 + _PROCESSOR * len({tile.processor for tile in tiles}) if tiles else 0)
+    height = bottom + (74 if tiles else 50)
     summary = _summarize(trace.name, device, events, 1)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{bottom + 50}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="8" y="18" font-size="14">{escape(title or Path(trace.name).name)}: GPU {device}, '
@@ -385,6 +500,7 @@ def timeline(trace: Trace, device: int | None = None, window: Interval | None = 
         parts.append(f'<text x="8" y="{y + 18}">stream {stream}</text>')
         mine = [event for event in events if event.stream == stream]
         parts += [_box(event, _LEFT + (event.start - low) * scale, y, scale) for event in mine]
+    parts += [*_tiles(tiles, low, scale, band + 6), *_ranks(tiles, bottom + 54)]
     parts += [_tick(_LEFT + _WIDTH * i / 5, bottom, (high - low) * i / 5) for i in range(6)]
     for index, (kind, colour) in enumerate(_COLOURS.items()):
         x = _LEFT + 150 * index
@@ -403,6 +519,48 @@ def _box(event: Event, x: float, y: float, scale: float) -> str:
         f'<g><title>{name}, {event.end - event.start:.1f} µs</title><rect x="{x:.2f}" y="{y + 3}" width="{width:.2f}" '
         f'height="{_ROW - 8}" fill="{_COLOURS[event.rule.kind]}" stroke="white" stroke-width="0.5"/>{text}</g>'
     )
+
+
+def _cut_tiles(tiles: Sequence[Tile], low: float, high: float) -> list[Tile]:
+    """The tiles, or their parts, that lie between these times."""
+    inside = [tile for tile in tiles if tile.end > low and tile.start < high]
+    return [replace(tile, start=max(low, tile.start), end=min(high, tile.end)) for tile in inside]
+
+
+def _tiles(tiles: Sequence[Tile], low: float, scale: float, top: int) -> Iterator[str]:
+    """A row for each SM: a path of all tiles of a rank's rows, and above them, lighter, one of the waits for them."""
+    if not tiles:
+        return
+    row = {processor: i for i, processor in enumerate(sorted({tile.processor for tile in tiles}))}
+    yield f'<text x="8" y="{top + 10}">GEMM tiles,</text>'
+    yield f'<text x="8" y="{top + 24}">SM {min(row)} to {max(row)}</text>'
+    for waits, rank in sorted({(tile.waits, tile.rank) for tile in tiles}):
+        boxes = []
+        for tile in (tile for tile in tiles if (tile.waits, tile.rank) == (waits, rank)):
+            x, y = _LEFT + (tile.start - low) * scale, top + _PROCESSOR * row[tile.processor]
+            width = max(0.3, (tile.end - tile.start) * scale - 0.5)
+            boxes.append(f"M{x:.1f} {y}h{width:.1f}v{_PROCESSOR}h-{width:.1f}z")
+        yield f'<path d="{"".join(boxes)}" fill="{_shade(rank, waits)}"/>'
+
+
+def _shade(rank: int, waits: bool) -> str:
+    """The colour of a rank; a third of it, on white, for waits."""
+    colour = _RANKS[rank % len(_RANKS)]
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{255 - (255 - part) // 3:02x}" for part in parts) if waits else colour
+
+
+def _ranks(tiles: Sequence[Tile], y: int) -> Iterator[str]:
+    """What the tiles' colours mean."""
+    ranks = sorted({(tile.rank, tile.own) for tile in tiles})
+    names = [(_shade(rank, False), f"rank {rank}{' (own)' if own else ''}") for rank, own in ranks]
+    names += [(_shade(tile.rank, True), "lighter: waits") for tile in [tile for tile in tiles if tile.waits][:1]]
+    if names:
+        yield f'<text x="8" y="{y + 10}">tiles of rows of</text>'
+    for index, (colour, text) in enumerate(names):
+        x = _LEFT + 110 * index
+        yield f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>'
+        yield f'<text x="{x + 18}" y="{y + 10}">{text}</text>'
 
 
 def _tick(x: float, y: float, value: float) -> str:

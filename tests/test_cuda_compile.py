@@ -8,11 +8,12 @@ This file is not in `tests/kernels`, where Triton interprets.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from asynctp_kernels.cuda import async_input, driver, gather, scatter
+from asynctp_kernels.cuda import async_input, driver, gather, gemm_kernels, scatter, stamped
 from asynctp_kernels.cuda.collectives import bulk_gather
 from asynctp_kernels.cuda.gemm import register_limit
 from asynctp_kernels.cuda.launch import Launch, fit_together, prepare
@@ -476,6 +477,63 @@ def test_scatter_gemm(name: str, tmp_path: Path) -> None:
         assert epilogue.count("load") == variant.addends
         in_turn = ["load", "arrived", "join", "read"] * variant.addends
         assert in_order(epilogue, *in_turn, "fence", "join", "store"), "what is added is read before it is overwritten"
+
+
+# --- stamps of tiles ---------------------------------------------------------------------------------------------
+def plan_gemm(op: str, name: str) -> Prepared:
+    """The GEMM of a plan."""
+    with machine() as here:
+        if op == "gather":
+            call, tiles = gather_call(**GATHERS[name].options), GATHERS[name].tiles
+            gather.FusedGather(call, here.memory, tiles, 2, SMS)
+        else:
+            whole, tiles = scatter_call(**SCATTERS[name].options), SCATTERS[name].tiles
+            scatter.FusedScatter(whole, here.memory, tiles, 2, SMS)
+        return here.prepared[-1]
+
+
+def order(ptx: Ptx) -> str:
+    """In the order of the text: times that are taken, acquires, stores of C, counts of tiles; one letter each."""
+    letters = {"mov.u64": "t", "ld.acquire": "a", TMA_STORE: "s", "red.release": "c"}
+    return "".join(
+        next((letter for start, letter in letters.items() if each.op.startswith(start)), "")
+        for each in ptx.instructions
+        if each.op != "mov.u64" or "%globaltimer" in each.operands
+    )
+
+
+OF_BOTH = pytest.mark.parametrize(("op", "name"), [("gather", "plain"), ("gather", "rows-travel"), ("scatter", "2")])
+
+
+@OF_BOTH
+def test_without_stamps_the_kernel_is_one_that_knows_none(op: str, name: str, tmp_path: Path) -> None:
+    """Instruction for instruction, register for register."""
+    prepared, path = plan_gemm(op, name), tmp_path / "without.py"
+    source, count = re.subn(r"\n( +)if STAMPS:(\n\1 +.*)+", "", Path(gemm_kernels.__file__).read_text("utf-8"))
+    assert count == 3
+    assert source.count("stamp(") == 1, "there is its definition only"
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("without", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    without = compiled(replace(prepared, kernel=module.gemm_kernel), tmp_path)
+    assert prepared.constants["STAMPS"] is False
+    assert compiled(prepared, tmp_path).ptx.instructions == without.ptx.instructions
+
+
+@OF_BOTH
+def test_gemm_with_stamps(op: str, name: str, tmp_path: Path) -> None:
+    """Every tile takes the time before and after its wait, and behind its store; all else is as it was."""
+    with stamped():
+        prepared = plan_gemm(op, name)
+    gemm, variant = compiled(prepared, tmp_path), (GATHERS if op == "gather" else SCATTERS)[name]
+    check_products(gemm, variant)
+    check_resources(gemm, variant)
+    assert re.fullmatch("(tat|st)+" if op == "gather" else "(tt|sct)+", order(gemm.ptx))
+    if op == "gather":
+        assert late_loads(gemm.ptx, gemm.ptx.find(TMA_LOAD % 3), block_coordinate) == []
 
 
 #: (dtype, precise sums, something is added)

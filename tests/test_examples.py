@@ -88,6 +88,20 @@ def test_a_picture_that_cannot_be_written(path: str, tmp_path: Path) -> None:
         run_example("plot_losses.py", "plain.jsonl", "--out", path, cwd=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "tile_timeline: it runs on 2 to 8 GPUs of one host, started by 'torchrun --standalone"),
+        (["--scatter", "8192x2048"], "--scatter 8192x2048 is not valid; it must be MxKxN, as 8192x8192x2560"),
+    ],
+)
+def test_tile_timeline_without_gpus(arguments: list[str], message: str, tmp_path: Path) -> None:
+    """Its parts are tested where they are: stamps in test_cuda_stamps.py, pictures in test_profile.py."""
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        run_example("tile_timeline.py", *arguments, cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def write_logs(folder: Path) -> None:
     steps = [{"event": "step", "step": step, "loss": 5.0 - step} for step in (1, 2, 3)]
     lines = [{"event": "start"}, *steps, {"event": "start"}, {"event": "step", "step": 3, "loss": 2.5}]

@@ -265,3 +265,109 @@ def test_timeline_of_two_traces(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = str(write(tmp_path / "t.json", PLAIN))
     assert main(["profile", path, path, "--timeline", str(tmp_path / "out.svg")]) == 2
     assert "--timeline draws one trace and 2 were given" in capsys.readouterr().err
+
+
+# --- tiles -------------------------------------------------------------------------------------------------------
+BASE = 1_763_800_000_000_000_000  # ns: a GPU's clock
+
+
+def stamped(*tiles: tuple[int, int, float, float, float], **changed: Any) -> dict[str, Any]:
+    """A call of rank 0; tiles: rank, SM, and microseconds from its first stamp to being reached, arrived and stored."""
+    stamps = [[rank, sm, *(BASE + round(1e3 * time) for time in times)] for rank, sm, *times in tiles]
+    return {"op": "all_gather_matmul", "device": 0, "rank": 0, "tiles": stamps, **changed}
+
+
+#: own tiles at once; the one of rank 1 is reached before the last steps of the one before it, and awaited
+CALL = stamped(
+    (0, 0, 0, 0.5, 100),
+    (0, 1, 1, 1.5, 205),
+    (1, 0, 98, 98.5, 300),
+    (1, 1, 100, 200, 400),
+)
+
+
+def tile_events(path: Path) -> list[dict[str, Any]]:
+    trace = profile._load(path)
+    return [each for each in trace["traceEvents"] if each["pid"] == profile._TILES_PROCESS]
+
+
+def test_tiles_go_into_the_trace(tmp_path: Path) -> None:
+    """From the kernel's start on; on an SM they follow each other, and a wait is inside of what it holds up."""
+    path = write(tmp_path / "trace.json", FUSED, deviceProperties=[])
+    before = profile.summarize(profile.read(path))
+    profile.add_tiles(path, [CALL])
+    found = tile_events(path)
+    assert_expected_inline(
+        "\n".join(
+            f"SM {each['tid']} {each['ts']:g} to {each['ts'] + each['dur']:g} {each['cat']}: {each['name']}"
+            for each in found
+            if each["ph"] == "X"
+        ),
+        """\
+SM 0 120.5 to 220 gemm_tile: rank 0
+SM 1 121.5 to 325 gemm_tile: rank 0
+SM 0 220 to 420 gemm_tile: rank 1
+SM 1 325 to 520 gemm_tile: rank 1
+SM 1 220 to 320 gemm_wait: wait for rank 1""",
+    )
+    assert found[-2]["args"] | found[-1]["args"] == {"name": "SM 1", "sort_index": 1}
+    assert profile._load(path)["deviceProperties"] == []
+    trace = profile.read(path)
+    assert profile.summarize(trace) == before
+    assert trace.tiles[-1] == profile.Tile(0, 1, 1, own=False, waits=True, start=220, end=320)
+    assert [tile.own for tile in trace.tiles] == [True, True, False, False, False]
+
+
+def test_tiles_of_one_range(tmp_path: Path) -> None:
+    """Of several calls in a trace those in the range are stamped; gzip stays gzip."""
+    path = tmp_path / "trace.json.gz"
+    events = [event("gemm_kernel", 0, 90), *FUSED, event("layer", 120, 560, cat="gpu_user_annotation")]
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    profile.add_tiles(path, [CALL], "layer")
+    assert path.read_bytes()[:2] == b"\x1f\x8b"
+    assert min(tile.start for tile in profile.read(path).tiles) == 120.5
+
+
+def test_tiles_of_other_calls(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.json", FUSED)
+    for calls in ([], [CALL, CALL], [{**CALL, "device": 1}]):
+        with pytest.raises(TraceError, match=rf"1 x gemm_kernel and stamps of {len(calls)} calls; stamp all calls"):
+            profile.add_tiles(path, calls)
+    with pytest.raises(TraceError, match="a gemm_kernel of 440 µs, and stamps of a call of 500 µs; both must be"):
+        profile.add_tiles(path, [stamped((0, 0, 0, 1, 500))])
+    assert tile_events(path) == []
+    profile.add_tiles(path, [CALL])
+    with pytest.raises(TraceError, match="add their tiles once"):
+        profile.add_tiles(path, [CALL])
+
+
+def test_tiles_in_the_picture(tmp_path: Path) -> None:
+    """Below the streams a row for each SM, a colour for each rank, waits lighter and on top, a legend."""
+    path, picture = write(tmp_path / "trace.json", FUSED), tmp_path / "out.svg"
+    assert main(["profile", str(path), "--timeline", str(picture)]) == 0
+    without = ElementTree.parse(picture).getroot()
+    profile.add_tiles(path, [CALL])
+    assert main(["profile", str(path), "--timeline", str(picture)]) == 0
+    root = ElementTree.parse(picture).getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    assert float(root.get("height", 0)) == float(without.get("height", 0)) + 10 + 2 * profile._PROCESSOR + 24
+    streams, paths = 4, [(each.get("fill", ""), each.get("d", "")) for each in root.iter(f"{space}path")]
+    colours = [fill for fill, _ in paths]
+    assert colours == [profile._shade(0, False), profile._shade(1, False), profile._shade(1, True)]
+    rows = [profile._TOP + profile._ROW * streams + 6 + profile._PROCESSOR * i for i in (0, 1)]
+    x, width = profile._LEFT + (220 - 100) / 540 * 1000, 100 / 540 * 1000 - 0.5
+    assert paths[-1][1] == f"M{x:.1f} {rows[1]}h{width:.1f}v3h-{width:.1f}z"
+    assert [paths[0][1].count(f" {row}h") for row in rows] == [1, 1]
+    texts = [each.text or "" for each in root.iter(f"{space}text")]
+    assert {"GEMM tiles,", "SM 0 to 1", "tiles of rows of", "rank 0 (own)", "rank 1", "lighter: waits"} <= set(texts)
+    assert not {"GEMM tiles,", "tiles of rows of"} & {each.text for each in without.iter(f"{space}text")}
+
+
+def test_tiles_outside_of_the_range_are_not_drawn(tmp_path: Path) -> None:
+    """A scatter never waits, and its legend says nothing of that."""
+    path = write(tmp_path / "trace.json", FUSED)
+    profile.add_tiles(path, [stamped((1, 0, 0, 0, 100), (0, 0, 98, 98, 300), op="matmul_reduce_scatter")])
+    picture = profile.timeline(profile.read(path), window=(0, 200))
+    assert "rank 1" in picture
+    assert "rank 0 (own)" not in picture
+    assert "lighter" not in picture

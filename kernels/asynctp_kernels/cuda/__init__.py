@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from asynctp_kernels.compat import gather_into, register_wait
 from asynctp_kernels.errors import SymmetricMemoryError
 
-from . import select
+from . import select, stamps
 from .collectives import Bulk, BulkGather, BulkScatter, bulk_gather, bulk_scatter
 from .driver import CudaError
 from .gather import DecomposedGather, DirectGather, FusedGather, GatherCall, GatherPlan, UnfusedGather
@@ -28,9 +28,11 @@ from .memory import MAX_CHUNKS, GroupMemory, existing_memory, group_memory, rele
 from .products import block_recipe, refused_blocks, scaled_product_supported
 from .scatter import DecomposedScatter, DirectScatter, FusedScatter, Operands, ScatterCall, ScatterPlan, UnfusedScatter
 from .select import Choice, Problem, choose, forced
+from .stamps import Stamps, stamped
 
 __all__ = [
     "Choice",
+    "Stamps",
     "all_gather",
     "explain_all_reduce",
     "explain_gather",
@@ -44,6 +46,7 @@ __all__ = [
     "run_gather",
     "run_scatter",
     "shared_bytes",
+    "stamped",
 ]
 
 log = logging.getLogger(__name__)
@@ -90,7 +93,7 @@ def run_gather(
         return None
     key = (
         "gather", group_size, dim, scale_travels, out_dtype, fast, return_a_full, select.requested(),
-        *_keys(a_shard, a_scale, *bs, *b_scales, *biases, along),
+        stamps.requested(), *_keys(a_shard, a_scale, *bs, *b_scales, *biases, along),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, _MISSING)
     if plan is _MISSING or (plan is not None and plan.stale):
@@ -184,7 +187,8 @@ def _run_scatter(
     if memory is None:
         check()
         return None
-    key = (*head, sum_dtype, select.requested(), *_keys(*a_parts, *b_parts, *a_scales, *b_scales, *biases))
+    requested = (select.requested(), stamps.requested())
+    key = (*head, sum_dtype, *requested, *_keys(*a_parts, *b_parts, *a_scales, *b_scales, *biases))
     plan: Any = memory.plans.get(key, _MISSING)
     if plan is _MISSING or (plan is not None and plan.stale):
         check()

@@ -30,6 +30,7 @@ from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product
 from .script import GatherMoves, Record, Step, Write, compile_script, gather_script
+from .stamps import new_table
 from .tiles import Chunks, Tiles, cut, in_blocks
 from .waits import code
 
@@ -332,17 +333,22 @@ class FusedGather(Pulled):
         b_mode = scale_mode(call.b_scales[0] if call.b_scales else None)
         padding = [None] * (MAX_OPERANDS - count)
         widths = self.widths + [0] * (MAX_OPERANDS - count)
-        programs = grid(_tile_count(self.outer * memory.world, inner, self.widths, tiles), programs)
+        tile_count = _tile_count(self.outer * memory.world, inner, self.widths, tiles)
+        programs = grid(tile_count, programs)
+        self.stamps = new_table(call.op, memory, tile_count, first=0)
+        done = memory.gather_done if self.stamps is None else self.stamps.done
         chunk_tiles = self.chunks.tiles
         numbers = [self.outer, inner, k, 0, 0, 0, *widths, memory.rank, memory.world, chunk_tiles, chunk_tiles, 1]
         self.numbers = numbers
         args = [
             self.a_own, self.a_full, None, None, *self.bs, *padding, *self.cs, *padding,
-            *[dummy] * 6, *[dummy if bias is None else bias] * 4, memory.local, memory.gather_done, *numbers,
+            *[dummy] * 6, *[dummy if bias is None else bias] * 4, memory.local, done, *numbers,
         ]  # fmt: skip
         self.launch = prepare_gemm(
-            args, programs, tiles, call.bs, bias, (a_mode, b_mode), self.out_dtype, True, self.scale_travels
-        )
+            args, programs, tiles, call.bs, bias, (a_mode, b_mode), self.out_dtype, True, self.scale_travels,
+            stamps=self.stamps is not None,
+        )  # fmt: skip
+        self.done = done.data_ptr()
         self.a_own, self.a_full = outlines((self.a_own, self.a_full))
         self.bs, self.cs = outlines(self.bs), outlines(self.cs)
         # A GEMM that holds every SM waits for what is staged: without room beside it, staging has to come first.
@@ -354,6 +360,11 @@ class FusedGather(Pulled):
         a_shard, a_scale, bs, b_scales, biases, along = operands
         bs = [aligned_columns(b) for b in bs]
         return super().tensors((a_shard, a_scale, bs, dense(b_scales), dense(biases), along))
+
+    def make(self, stream: int, call: GatherTensors) -> None:
+        if self.stamps is not None:
+            self.stamps.begin(stream, self.memory.last)
+        super().make(stream, call)
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         self.start(stream, call)
@@ -379,7 +390,7 @@ class FusedGather(Pulled):
                 *_addresses(call.b_scales, unused),
                 *_addresses(call.biases, unused),
                 self.memory.arrivals,
-                self.memory.gather_done.data_ptr(),
+                self.done,
                 *self.numbers,
             ],
         )

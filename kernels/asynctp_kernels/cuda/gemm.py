@@ -55,6 +55,7 @@ def prepare_gemm(
     scale_travels: bool = False,
     async_input: bool = False,
     addends: int = 0,
+    stamps: bool = False,
 ) -> Launch:
     """Compile `gemm_kernel` for one plan.
 
@@ -69,6 +70,7 @@ def prepare_gemm(
         gathers, scale_travels: The gather's GEMM, whose A scale came with the data.
         async_input: The gather's GEMM, with a word of the caller's for each chunk.
         addends: The scatter's GEMM, with so many matrices to be added to its sum.
+        stamps: Of every tile, behind the count of programs that are done (`stamps.StampTable.done`).
     """
     constants = {
         "GATHER": gathers,
@@ -88,6 +90,7 @@ def prepare_gemm(
         "BK": tiles.block_k,
         "GROUP_M": tiles.group_m,
         "PROGRAMS": programs,
+        "STAMPS": stamps,
     }
     limit = register_limit(tiles)
     return prepare(gemm_kernel, programs, args, constants, tiles.warps, num_stages=tiles.stages, **limit)

@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 
 from asynctp_kernels.numerics import exact_f32, round_to, scale_and_bias
-from asynctp_kernels.signals import INTERPRETED, IS_INTERPRETED, load_acquire
+from asynctp_kernels.signals import INTERPRETED, IS_INTERPRETED, clock_ns, load_acquire
 
 if IS_INTERPRETED:
 
@@ -95,6 +95,12 @@ else:
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit
+def stamp(done_ptr: tl.tensor, tile: tl.tensor, NUMBER: tl.constexpr, value: tl.tensor) -> None:
+    """Store an int64 of a tile's four, which lie behind the count of programs (`stamps`)."""
+    tl.store(done_ptr.to(tl.pointer_type(tl.int64)) + 1 + 4 * tile + NUMBER, value)
 
 
 @triton.jit
@@ -193,6 +199,7 @@ def gemm_kernel(
     BK: tl.constexpr,
     GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    STAMPS: tl.constexpr,
 ):
     """Every product of a gather, or every destination of a scatter; `COUNT` is the number of Bs, or of pairs.
 
@@ -205,7 +212,8 @@ def gemm_kernel(
         as many as `ADDENDS`: [P*W, Q, N], added to what is stored; with P = 1 one may be c0 itself.
 
     A chunk is `chunk_tiles` row tiles of one rank; of a scatter's own rows, `own_tiles`. A scale is absent (0), one
-    element (1), or one per row or column (2).
+    element (1), or one per row or column (2). STAMPS: each tile says when it was reached, when its rows were there and
+    when it was stored, in ns, and on which SM.
     """
     tiles_q = tl.cdiv(inner, BM)
     tiles_m = outer * tiles_q
@@ -248,6 +256,8 @@ def gemm_kernel(
         q = (tile_m % tiles_q) * BM
         block = p * world + peer
         word = words + peer * MAX_CHUNKS + tile_m // tiles_of_chunk
+        if STAMPS:
+            stamp(done_ptr, tile, 0, clock_ns())
 
         b_out = b0
         c = c0
@@ -283,6 +293,8 @@ def gemm_kernel(
                     a_block = block
                     needed = 1
             a_block += await_word(word, needed)
+        if STAMPS:
+            stamp(done_ptr, tile, 1, clock_ns())
         col = (tile_n - first_tile) * BN
 
         acc = tl.zeros((BM, BN), dtype=tl.float32)
@@ -352,6 +364,9 @@ def gemm_kernel(
         else:
             c.store([peer * outer + p, q, col], round_to(acc, OUT).reshape(1, BM, BN))
             publish(word)
+        if STAMPS:
+            stamp(done_ptr, tile, 2, clock_ns())
+            stamp(done_ptr, tile, 3, tl.program_id(0) if INTERPRETED else tl.extra.cuda.smid())
     if OWN:
         # every program is done with the words: leave them cleared for the next call
         tl.debug_barrier()

@@ -46,6 +46,7 @@ from .script import (
     parts_script,
     scatter_script,
 )
+from .stamps import new_table
 from .tiles import Chunks, Tiles, cut, cut_own, in_blocks
 from .waits import code
 
@@ -364,19 +365,23 @@ class FusedScatter(Pushed):
         bias = call.biases[first]
         depths = depths + [0] * (MAX_OPERANDS - count)
         row_tiles = self.outer * -(-inner // tiles.block_m)
-        programs = grid(world * row_tiles * -(-n // tiles.block_n), programs)
+        tile_count = world * row_tiles * -(-n // tiles.block_n)
+        programs = grid(tile_count, programs)
+        self.stamps = new_table(call.op, memory, tile_count, first=1)
+        done = memory.scatter_done if self.stamps is None else self.stamps.done
         chunk_tiles = (self.chunks.tiles, self.own.tiles)
         self.numbers = [self.outer, inner, *depths, n, 0, 0, 0, memory.rank, world, *chunk_tiles, 1]
         args = [
             *self.a_like, *self.padding, *self.b_like, *self.padding,
             self.c_like, *[self.c_like] * len(self.apart), *self.no_addends,
-            *[dummy] * 6, *[dummy if bias is None else bias] * 4, memory.local, memory.scatter_done, *self.numbers,
+            *[dummy] * 6, *[dummy if bias is None else bias] * 4, memory.local, done, *self.numbers,
         ]  # fmt: skip
         modes = [scale_mode(scales[first] if scales else None) for scales in (call.a_scales, call.b_scales)]
         self.launch = prepare_gemm(
             args, programs, tiles, b_parts, bias, (modes[0], modes[1]), self.wire_dtype, gathers=False,
-            addends=len(self.apart),
+            addends=len(self.apart), stamps=self.stamps is not None,
         )  # fmt: skip
+        self.done = done.data_ptr()
         self.a_like, self.b_like = outlines(self.a_like), outlines(self.b_like)
         self.c_like = Tma(self.c_like, 0)
         self.unused = memory.local.data_ptr()
@@ -386,6 +391,11 @@ class FusedScatter(Pushed):
         a_parts, b_parts = [aligned(a) for a in a_parts], [aligned_columns(b) for b in b_parts]
         made = (self.new_staging(), self.new_output(), [self.new_extra() for _ in self.apart[self.in_place :]])
         return ScatterTensors(a_parts, b_parts, dense(a_scales), dense(b_scales), dense(biases), *made)
+
+    def make(self, stream: int, call: ScatterTensors) -> None:
+        if self.stamps is not None:
+            self.stamps.begin(stream, self.memory.last)
+        super().make(stream, call)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         memory, unused, first = self.memory, self.unused, self.together[0]
@@ -416,7 +426,7 @@ class FusedScatter(Pushed):
                 unused,
                 unused,
                 memory.progress,
-                memory.scatter_done.data_ptr(),
+                self.done,
                 *self.numbers,
             ],
         )
