@@ -407,7 +407,7 @@ def _tile_count(blocks: int, inner: int, widths: Sequence[int], tiles: Tiles) ->
 
 
 class DecomposedGather(Pulled):
-    """cuBLAS for each range of a source's rows, behind its copy. Only for a few: a source has one in each outer block."""
+    """cuBLAS for each range of a source's rows, behind its copy. Only for a few: there is one in each outer block."""
 
     name = "decomposed"
     stage_first = True

@@ -16,8 +16,8 @@ inbox is a bounded buffer of depth one, with int32 words per peer that a stream 
     own:   set FREE at every peer; wait FREE(every peer), clear it; push each chunk and set FULL at its rank
            wait FULL(every peer, chunk) and reduce, chunk by chunk; clear FULL
 
-One box is both. What is pushed into it comes behind FREE of *every* rank, and each sets that behind its last pull, on its
-copy stream; what is staged in it comes behind the own last reduction, and nothing is pushed before the next FREE.
+One box is both. What is pushed into it comes behind FREE of *every* rank, and each sets that behind its last pull, on
+its copy stream; what is staged in it comes behind the own last reduction, and nothing is pushed before the next FREE.
 
 These words are binary and are cleared by their only waiter, so nothing depends on how often, in which CUDA graph or in
 which order of shapes a call runs, as long as all ranks make the same calls of a group in the same order; that is the

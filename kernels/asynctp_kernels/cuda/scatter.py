@@ -435,7 +435,7 @@ class FusedScatter(Pushed):
 
 
 class DecomposedScatter(Pushed):
-    """cuBLAS for each range of a destination's rows, own rows last. Only for a few: there is one in each outer block."""
+    """cuBLAS for each range of a destination's rows, own rows last. Only for a few: one in each outer block."""
 
     name = "decomposed"
 
