@@ -34,7 +34,6 @@ import asynctp_passes.collectives
 import asynctp_passes.ops  # noqa: F401
 
 ALL = ("fused", "decomposed", "direct")
-NOT_DECOMPOSED = ("fused", "direct")  # rows of a rank that do not lie together
 SHAPES = ((64, 64, 64), (512, 128, 256), (1024, 64, 512), (256, 256, 128), (2048, 128, 256), (520, 64, 72))
 POISON_EVERY = 1000
 
@@ -50,20 +49,20 @@ def stressed(world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
     for m, k in ((512, 128), (2048, 64)):
         gather, scatter = Case("gather", (m // world,), k, (256,)), Case("scatter", (m,), k, (256,))
         yield replace(gather, ns=(256, 64, 128), full=True), ALL
-        yield replace(gather, shard=(3, m // world), dim=1, ns=(256, 64)), NOT_DECOMPOSED
+        yield replace(gather, shard=(3, m // world), dim=1, ns=(256, 64)), ALL
         yield replace(scatter, ns=(256, 256)), ALL
-        yield replace(scatter, shard=(3, m), dim=1, ns=(256, 256)), NOT_DECOMPOSED
+        yield replace(scatter, shard=(3, m), dim=1, ns=(256, 256)), ALL
         by_row = {"dtype": FP8, "scales": "row"}
         yield replace(gather, **by_row, travels=True), ALL
         yield replace(gather, **by_row, travels=True, ns=(256, 64, 128), full=True), ALL
-        yield replace(gather, **by_row, travels=True, shard=(3, 50), dim=1, fast=False), NOT_DECOMPOSED
+        yield replace(gather, **by_row, travels=True, shard=(3, 50), dim=1, fast=False), ALL
         yield replace(gather, dtype=FP8, scales="tensor", along=True, ns=(256, 64)), ALL
         yield replace(scatter, **by_row), ALL
-        yield replace(scatter, **by_row, shard=(3, 50 * world), dim=1), NOT_DECOMPOSED
+        yield replace(scatter, **by_row, shard=(3, 50 * world), dim=1), ALL
         sums = replace(scatter, dtype=FP8, scales="tensor", ns=(256, 256))
         yield sums, ALL
         yield replace(sums, ks=(k, k // 2, k // 4), ns=(256, 256, 256), fast=False), ALL
-        yield replace(sums, shard=(3, 50 * world), dim=1), NOT_DECOMPOSED
+        yield replace(sums, shard=(3, 50 * world), dim=1), ALL
         reduced = replace(scatter, op="all_reduce")
         yield reduced, ALL
         yield replace(reduced, ns=(256, 256)), ALL
