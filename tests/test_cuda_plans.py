@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
-from asynctp_kernels.cuda import gather, scatter
+from asynctp_kernels.cuda import gather, products, scatter
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.memory import MAX_CHUNKS, NO_BOUND
 from asynctp_kernels.cuda.scatter import ScatterCall
@@ -1349,3 +1349,16 @@ def test_a_refused_implementation_leaves_the_group_usable(kind: str, here: Machi
     with cuda.forced("fused"):
         op(here, call)
     assert cuda.last_implementation(here.group) == "fused"
+
+
+@pytest.mark.parametrize(("first", "rows", "columns"), [(50, 50, 8), (1, 1, 8), (3, 3, 1), (0, 1, 8), (4, 50, 8)])
+def test_scales_of_some_rows_are_where_cublas_takes_them(first: int, rows: int, columns: int) -> None:
+    """Those of a rank's second range begin anywhere in the gathered ones; cuBLAS wants multiples of 16 bytes."""
+    gathered, b_scale = torch.rand(128), torch.rand(1 + columns)[1:].view(1, columns)
+    a_scale = gathered[first : first + rows].view(rows, 1)
+    of_a, of_b = products._matching(a_scale, b_scale, 50, 8)
+    assert torch.equal(of_a, a_scale.expand(50, 1))
+    assert torch.equal(of_b, b_scale.expand(1, 8))
+    for scale in (of_a, of_b):
+        assert scale.is_contiguous()
+        assert scale.data_ptr() % 16 == 0

@@ -17,6 +17,8 @@ from torch import Tensor
 from asynctp_kernels.compat import scaled_mm, scaled_mm_in_blocks
 from asynctp_kernels.signals import IS_INTERPRETED
 
+from .launch import aligned
+
 BLOCK = 128
 #: of A and of B. Source: the cuBLAS documentation, "Element 1D and 128x128 2D Block Scaling for FP8 Data Types"
 IN_BLOCKS = (("1x128", "128x128"), ("128x128", "1x128"), ("1x128", "1x128"))
@@ -139,16 +141,13 @@ def _each(scale: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _matching(a_scale: Tensor, b_scale: Tensor, m: int, n: int) -> tuple[Tensor, Tensor]:
-    """Both scales tensorwise or both rowwise: cuBLAS takes no mixture, so a single one is repeated."""
+    """Both scales tensorwise or both rowwise: cuBLAS takes no mixture, so a single one is repeated.
+
+    Of several, it takes those at a multiple of 16 bytes: the scales of one range of rows of many may be at none.
+    """
     if a_scale.numel() == 1 and b_scale.numel() == 1:
         return a_scale.reshape(()), b_scale.reshape(())
-    rows = (
-        a_scale.reshape(1, 1).expand(m, 1).contiguous() if a_scale.numel() == 1 else a_scale.reshape(m, 1).contiguous()
-    )
-    columns = (
-        b_scale.reshape(1, 1).expand(1, n).contiguous() if b_scale.numel() == 1 else b_scale.reshape(1, n).contiguous()
-    )
-    return rows, columns
+    return aligned(a_scale.reshape(-1, 1).expand(m, 1)), aligned(b_scale.reshape(1, -1).expand(1, n))
 
 
 def scaled_product_supported(
