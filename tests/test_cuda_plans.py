@@ -1351,7 +1351,7 @@ def test_a_refused_implementation_leaves_the_group_usable(kind: str, here: Machi
     assert cuda.last_implementation(here.group) == "fused"
 
 
-@pytest.mark.parametrize(("first", "rows", "columns"), [(50, 50, 8), (1, 1, 8), (3, 3, 1), (0, 1, 8), (4, 50, 8)])
+@pytest.mark.parametrize(("first", "rows", "columns"), [(50, 50, 8), (1, 1, 8), (3, 50, 1), (4, 50, 8)])
 def test_scales_of_some_rows_are_where_cublas_takes_them(first: int, rows: int, columns: int) -> None:
     """Those of a rank's second range begin anywhere in the gathered ones; cuBLAS wants multiples of 16 bytes."""
     gathered, b_scale = torch.rand(128), torch.rand(1 + columns)[1:].view(1, columns)

@@ -106,7 +106,7 @@ def cases() -> Iterator[Case]:
         yield replace(base, dtype=FP8, scales="row", fast=False, travels=op == "gather")
         yield replace(base, dtype=FP8_WIDE, b_dtype=FP8, scales="tensor")
         yield replace(base, dtype=FP8, scales="row", shard=(2, rows[0]), dim=1, travels=op == "gather")
-        odd = 50 * (dist.get_world_size() if op == "scatter" else 1)  # scales of a rank's rows at no multiple of 16 bytes
+        odd = 50 * (dist.get_world_size() if op == "scatter" else 1)  # a rank's scales at no multiple of 16 bytes
         yield replace(base, dtype=FP8, scales="row", shard=(odd,), travels=op == "gather")
         yield replace(base, dtype=FP8, scales="row", shard=(3, odd), dim=1, travels=op == "gather")
     base = Case("gather", (256,), 512, (512,))
