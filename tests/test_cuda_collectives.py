@@ -67,12 +67,30 @@ def gathered(here: Machine, shards: list[Tensor]) -> Tensor:
     return under_way.result
 
 
-@pytest.mark.parametrize("shape", [(256, 64), (1, 8), (130, 7), (5, 1)])
+@pytest.mark.parametrize("shape", [(256, 64), (1, 8), (130, 7), (5, 1), (6, 64, 1), (3, 5, 7)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64])
-def test_gather(shape: tuple[int, int], dtype: torch.dtype, here: Machine) -> None:
+def test_gather(shape: tuple[int, ...], dtype: torch.dtype, here: Machine) -> None:
     shards = [tensor(*shape, dtype=dtype) for _ in range(WORLD)]
     full = gathered(here, shards)
     assert torch.equal(bits(full), torch.cat([bits(shard) for shard in shards]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "unit"),
+    [
+        ((6, 64, 1), torch.bfloat16, torch.int32),
+        ((8, 1), torch.float8_e4m3fn, torch.int32),
+        ((3, 5, 2), torch.float8_e4m3fn, torch.int16),
+        ((3, 5, 7), torch.float8_e4m3fn, torch.uint8),
+    ],
+)
+def test_a_shard_is_moved_in_the_largest_units_that_all_of_it_has(
+    shape: tuple[int, ...], dtype: torch.dtype, unit: torch.dtype, here: Machine
+) -> None:
+    """Not its last dimension, which may be 1: it lies in one piece in the result too."""
+    bulk_gather(tensor(*shape, dtype=dtype), here.memory)
+    (staging,) = here.prepared
+    assert staging.args[0].dtype == unit
 
 
 def test_gather_trace(here: Machine) -> None:

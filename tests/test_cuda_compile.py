@@ -631,11 +631,11 @@ def test_stage_kernel(world: int, scales: bool, tmp_path: Path) -> None:
     assert {load.op for load in copies} == {"ld.global.v4.b32"}, "16 bytes a thread at a time"
 
 
-@pytest.mark.parametrize(("cols", "width"), [(4096, "v4.b32"), (7, "b16")])
-def test_stage_kernel_that_keeps_the_shard(cols: int, width: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shape", "width"), [((130, 4096), "v4.b32"), ((4096, 64, 1), "v4.b32"), ((131, 7), "b16")])
+def test_stage_kernel_that_keeps_the_shard(shape: tuple[int, ...], width: str, tmp_path: Path) -> None:
     """What is read once goes to two places; still small enough for room beside the GEMM."""
     with machine(rank=1, world=2) as here:
-        bulk_gather(torch.empty(130, cols, dtype=torch.bfloat16), here.memory)
+        bulk_gather(torch.empty(shape, dtype=torch.bfloat16), here.memory)
         kernel = compiled(here.prepared[-1], tmp_path)
     check_small(kernel, registers=REGISTERS_BESIDE)
     check_posts(kernel.ptx, 2)
