@@ -424,7 +424,7 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
     replaced: dict[Any, dict[str, Any]] = {
         driver: {
             "capture_id": lambda stream: int(here.capturing),
-            "can_record": lambda: here.records,
+            "unrecordable": lambda: None if here.records else "no recordings",
             "Executable": Executable,
             "copy": here.copy,
             "_copy_2d": here.copy_2d,
@@ -437,7 +437,7 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
             "current_device": lambda: here.current_device,
             "machine": lambda index: ((9, 0), SMS, properties.name),
         },
-        recordings: {"recorder": lambda device: here},
+        recordings: {"recorder": lambda device: here, "_say_unrecordable": lambda setting: None},
         memory: {
             "_share": here.share,
             "_last_call": {},

@@ -82,20 +82,23 @@ def matmul_settings() -> tuple[Any, ...]:
 _tunes: Callable[[], bool] = getattr(torch._C, "_cuda_tunableop_is_enabled", bool)
 
 
-def keeps_freed_memory() -> bool:
-    """Whether PyTorch's allocator keeps memory of a pool that is freed, for the next who asks for some of that pool.
+def forgetful_allocator() -> str | None:
+    """The setting by which PyTorch's allocator gives away what is freed in a pool, instead of keeping it for that pool.
 
-    Not so with the driver's own allocator, without caching, and, should memory run out, with `max_split_size_mb`.
-    torch before 2.12 does not tell of `caching_allocator_enable(False)`.
+    None where it keeps it. Not so with the driver's own allocator, without caching, and, should memory run out, with
+    `max_split_size_mb`. Old torch does not tell of `caching_allocator_enable(False)`, nor of settings that the program
+    has made while it runs; 2.11 of neither.
     """
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    caches = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: True)
-    return (
-        torch.cuda.get_allocator_backend() == "native"
-        and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
-        and "max_split_size_mb" not in settings
-        and caches()
-    )
+    made: Callable[[], str] = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
+    caches: Callable[[], bool] = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: True)
+    settings = (os.environ.get("PYTORCH_ALLOC_CONF", ""), os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""), made())
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        return f"backend:{backend}"
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+        return "PYTORCH_NO_CUDA_MEMORY_CACHING"
+    if "max_split_size_mb" in ",".join(settings):
+        return "max_split_size_mb"
+    return None if caches() else "caching_allocator_enable(False)"
 
 
 @functools.cache

@@ -341,9 +341,9 @@ def record(stream: int, enqueue: Callable[[int], None]) -> Graph:
     return Graph(graph.value)
 
 
-def can_record() -> bool:
-    """Whether temporaries of a recording stay its own."""
-    return compat.keeps_freed_memory()
+def unrecordable() -> str | None:
+    """The program's setting by which temporaries of a recording would not stay its own; None where they do."""
+    return compat.forgetful_allocator()
 
 
 def driver_version() -> int:

@@ -74,11 +74,6 @@ def wait_event(stream: int, event: int) -> None:
     """What is before it is done."""
 
 
-def can_record() -> bool:
-    """Calls do their work before they return."""
-    return False
-
-
 # --- the device -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Stream:

@@ -18,7 +18,8 @@ What makes a recording as sound as the call itself:
   recorded.
 - *Temporaries* that cuBLAS and conversions take on the way come from a pool of this module's, which is never given
   back, as does cuBLAS's workspace for the recorder's stream; where the allocator cannot promise that, nothing is
-  recorded (`driver.can_record`). Calls that use them come one after the other on a device (`GroupMemory.turn`).
+  recorded, which the log says (`driver.unrecordable`). Calls that use them come one after the other on a device
+  (`GroupMemory.turn`).
 - *Order.* In a recording the copy stream and the reducer are branches of the graph, not those streams. Both wait for
   what the group has in flight on the streams (`GroupMemory.behind_flights`), by an event that each launch looks up
   anew. All else that orders calls is outside of a recording.
@@ -60,13 +61,13 @@ class Recordings:
     """Those of one group's calls.
 
     Attributes:
-        most: How many are kept; the program may say (`ASYNCTP_RECORDED_CALLS`).
+        most: How many are kept; the program may say (`ASYNCTP_RECORDED_CALLS`). None where calls do their work at once.
         under_way: A call is being recorded.
         launched: How many calls were launches of a recording.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.most, self.under_way = device, _most(), False
+        self.device, self.most, self.under_way = device, 0 if driver.IN_ORDER else _most(), False
         self.launched = 0
         self._graphs: dict[tuple[Any, ...], driver.Graph] = {}
         self._ready: dict[Any, driver.Executable] = {}
@@ -117,7 +118,10 @@ class Recordings:
                 self._seen.clear()
             self._seen.add(key)
             return None
-        if not driver.can_record() or not self._room():
+        if (setting := driver.unrecordable()) is not None:
+            _say_unrecordable(setting)
+            return None
+        if not self._room():
             return None
         self.under_way = True
         try:
@@ -161,6 +165,18 @@ class Recordings:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+
+@functools.cache
+def _say_unrecordable(setting: str) -> None:
+    """Once in a process, and not before a call has come again: a program that never repeats itself loses nothing."""
+    log.warning(
+        "no call is recorded, so that each takes the host several times as long as a launch of a recording: with %s, "
+        "PyTorch's allocator does not keep freed memory. Run without that, or, if it is meant, with %s=0, which "
+        "records none and says nothing",
+        setting,
+        VARIABLE,
+    )
 
 
 def _most() -> int:
