@@ -284,9 +284,9 @@ class Machine:
             if again is not entry.result:
                 entry.result.copy_(again)
 
-    # what replaces torch's streams and symmetric memory, and the compiler
-    def new_stream(self, *_: Any, **__: Any) -> SimpleNamespace:
-        return SimpleNamespace(cuda_stream=next(self._streams))
+    # what replaces streams, symmetric memory, and the compiler
+    def new_stream(self, device: torch.device) -> int:
+        return next(self._streams)
 
     def share(self, group: Any, device: torch.device, size: int) -> Area:
         """Symmetric memory: the same size on every rank. The handle is all ranks' memory."""
@@ -432,6 +432,7 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
             "record_event": here.record_event,
             "wait_event_with_flags": here.wait_event,
             "new_event": here.new_event,
+            "new_stream": here.new_stream,
             "peer_writes_supported": lambda: here.peer_writes,
             "current_stream": lambda index: here.current_stream,
             "current_device": lambda: here.current_device,
@@ -453,7 +454,6 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
         gather: {"prepare": here.prepare, "product": product, "gather_into": here.gather_into},
         scatter: {"prepare": here.prepare, "product": product, "scatter_into": here.scatter_into},
         torch.cuda: {
-            "Stream": here.new_stream,
             "current_stream": lambda: SimpleNamespace(cuda_stream=here.current_stream),
             "set_device": lambda device: None,
             "get_device_properties": lambda index: properties,

@@ -281,6 +281,7 @@ class Library:
     def __init__(self, nodes: Sequence[tuple[int, int]] = (), **codes: int) -> None:
         self.codes, self.log, self.made, self.nodes = codes, [], 0, nodes
         self.set: list[tuple[int, list[int]]] = []
+        self.args: dict[str, tuple[Any, ...]] = {}  # of the last call
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
@@ -290,9 +291,10 @@ class Library:
             if name.startswith(("cuGraphGet", "cuGraphNode", "cuGraphMem")):
                 return self.codes.get(name) or self._node(name, *args)
             self.log.append(name.removeprefix("cu").removesuffix("_v2"))
-            if name in ("cuStreamEndCapture", "cuGraphInstantiateWithFlags"):
+            if name in ("cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuStreamCreateWithPriority"):
                 self.made += 1
                 args[name == "cuStreamEndCapture"]._obj.value = 100 + self.made
+            self.args[name] = args
             return self.codes.get(name, 0)
 
         function.__name__ = name
@@ -336,6 +338,20 @@ def library() -> Iterator[Callable[..., Library]]:
         yield make
         for patch in reversed(patches):
             patch.stop()
+
+
+@pytest.mark.parametrize(("urgent", "priority"), [(True, -1), (False, 0)])
+def test_streams_are_made_for_us_alone(urgent: bool, priority: int, library: Callable[..., Library]) -> None:
+    """Each by the driver, on the GPU that is named, whatever context the thread had; the default stream goes beside."""
+    made, device = library(), torch.device("cuda", 1)
+    one, other = driver.new_stream(device, urgent), driver.new_stream(device, urgent)
+    assert one != other
+    assert made.log == ["DeviceGet", "DevicePrimaryCtxRetain", "CtxSetCurrent", "StreamCreateWithPriority"] * 2
+    assert made.args["cuDeviceGet"][1] == 1
+    non_blocking = 1
+    assert made.args["cuStreamCreateWithPriority"][1:] == (non_blocking, priority)
+    with mock.patch.object(torch.cuda, "ExternalStream", lambda handle, on: (handle, on)):
+        assert driver.new_torch_stream(device, urgent) == (103, device)
 
 
 def test_a_graph_lives_as_long_as_it_is_held(library: Callable[..., Library]) -> None:

@@ -254,6 +254,13 @@ def test_the_kernels_need_next_to_no_private_torch() -> None:
     assert {module: names for module, names in found.items() if names} == KERNELS_PRIVATE_TORCH
 
 
+def test_the_kernels_take_no_stream_that_others_get_too() -> None:
+    """PyTorch hands its streams out in turn: ours are the driver's (`driver.new_stream`)."""
+    for module, tree in modules(KERNELS).items():
+        calls = {dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        assert not calls & {"torch.Stream", "torch.cuda.Stream"}, module
+
+
 @pytest.mark.parametrize(
     ("source", "found"),
     [

@@ -32,6 +32,7 @@ _EVENT_DISABLE_TIMING = 2
 _EVENT_WAIT_EXTERNAL = 1
 _CAPTURE_RELAXED = 2
 _USE_NODE_PRIORITY = 8
+_STREAM_NON_BLOCKING = 1
 _CARVEOUT, _ALL_SHARED = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 
 
@@ -369,11 +370,17 @@ def leave_shared_memory(function: int) -> None:
 
 def device_attribute(index: int, number: int) -> int:
     """The CUdevice_attribute `number` of GPU `index`, which counts the GPUs that this process sees."""
-    device, value = ctypes.c_int(), ctypes.c_int()
+    value = ctypes.c_int()
     _function("cuInit", _uint)(0)
-    _function("cuDeviceGet", _ref, ctypes.c_int)(ctypes.byref(device), index)
-    _function("cuDeviceGetAttribute", _ref, ctypes.c_int, ctypes.c_int)(ctypes.byref(value), number, device)
+    _function("cuDeviceGetAttribute", _ref, ctypes.c_int, ctypes.c_int)(ctypes.byref(value), number, _device(index))
     return value.value
+
+
+def _device(index: int) -> ctypes.c_int:
+    """The CUdevice of GPU `index`, likewise."""
+    device = ctypes.c_int()
+    call("cuDeviceGet", ctypes.byref(device), index)
+    return device
 
 
 def capture_id(stream: int) -> int:
@@ -394,9 +401,27 @@ def relax_captures() -> None:
 
 
 # --- the device -----------------------------------------------------------------------------------------------------
-def new_stream(device: torch.device, urgent: bool = True) -> torch.cuda.Stream:
-    """A stream. urgent: of high priority, so that a copy is not queued behind anything."""
-    return torch.cuda.Stream(device, priority=-int(urgent))  # type: ignore[no-untyped-call]
+def new_stream(device: torch.device, urgent: bool = True) -> int:
+    """A stream that nobody else gets. It lives as long as the process's CUDA context.
+
+    PyTorch has 32 of each priority for all who ask, in turn: the program, its captures, FSDP, NCCL, checkpoints. On a
+    stream of ours, work of theirs would wait for our peers, and a call of ours for what they wait for: for ever, if a
+    receive that is posted early is answered behind that call. And while a call is recorded, what another thread
+    enqueues on a stream of the recording becomes a part of it, and is not done.
+
+    urgent: Of high priority, so that a copy is not queued behind anything.
+    """
+    stream, context = ctypes.c_void_p(), ctypes.c_void_p()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(device.index))
+    call("cuCtxSetCurrent", context)  # a new thread may have none yet, whatever device PyTorch has set there
+    call("cuStreamCreateWithPriority", ctypes.byref(stream), _STREAM_NON_BLOCKING, -int(urgent))
+    assert stream.value is not None
+    return stream.value
+
+
+def new_torch_stream(device: torch.device, urgent: bool = True) -> torch.cuda.ExternalStream:
+    """Such a stream, for PyTorch's calls."""
+    return torch.cuda.ExternalStream(new_stream(device, urgent), device)  # type: ignore[no-untyped-call]
 
 
 def current_stream(index: int) -> int:

@@ -75,15 +75,9 @@ def wait_event(stream: int, event: int) -> None:
 
 
 # --- the device -----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Stream:
+def new_stream(device: torch.device) -> int:
     """All streams are this process."""
-
-    cuda_stream: int = 0
-
-
-def new_stream(device: torch.device) -> Stream:
-    return Stream()
+    return 0
 
 
 def current_stream(index: int | None) -> int:

@@ -118,8 +118,8 @@ class GroupMemory:
     device: torch.device
     rank: int
     world: int
-    torch_stream: torch.cuda.Stream
-    torch_reducer: torch.cuda.Stream
+    stream: int
+    reducer: int
     signals: Area
     local: torch.Tensor
     peer_writes: bool
@@ -135,8 +135,6 @@ class GroupMemory:
         # not the group itself: this is the value of a dictionary that drops its entry when the group goes
         self.group_name: str = of_group.group_name
         self._group = weakref.ref(of_group)
-        self.stream: int = self.torch_stream.cuda_stream
-        self.reducer: int = self.torch_reducer.cuda_stream
         self.start, self.running, self.end, self.reduced = (driver.new_event() for _ in range(4))
         self.last, self.last_captured = driver.new_event(), driver.new_event()  # ends of calls
         self.turn = _turns.setdefault(self.device, threading.Lock())
@@ -386,7 +384,7 @@ def _watch(reference: weakref.ref[GroupMemory]) -> None:
         return
     torch.cuda.set_device(memory.device)
     driver.relax_captures()
-    stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
+    stream = driver.new_torch_stream(memory.device, urgent=False)
     found = torch.zeros_like(memory.status, device="cpu").pin_memory()
     while memory is not None and memory.failure is None:
         with torch.cuda.stream(stream):
@@ -440,8 +438,8 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
         device=device,
         rank=rank,
         world=world,
-        torch_stream=driver.new_stream(device),
-        torch_reducer=driver.new_stream(device),
+        stream=driver.new_stream(device),
+        reducer=driver.new_stream(device),
         signals=signals,
         local=local,
         peer_writes=driver.peer_writes_supported(),

@@ -23,7 +23,8 @@ What makes a recording as sound as the call itself:
 - *Order.* In a recording the copy stream and the reducer are branches of the graph, not those streams. Both wait for
   what the group has in flight on the streams (`GroupMemory.behind_flights`), by an event that each launch looks up
   anew. All else that orders calls is outside of a recording.
-- *The program's own captures and memory pools* see nothing of it: a recorder has a thread and a stream of its own.
+- *The program's own captures and memory pools* see nothing of it: a recorder has a thread and streams of its own, none
+  of PyTorch's (`driver.new_stream`).
 
 Source: CUDA Driver API, "Graph Management" (a launch is ordered behind earlier launches of the same graph; an update
 affects later launches only; what is destroyed in flight is freed when it is done), "Stream Management"
@@ -197,7 +198,7 @@ class Recorder:
     def _start(self) -> None:
         torch.cuda.set_device(self.device)
         driver.relax_captures()
-        self._streams = [driver.new_stream(self.device, urgent) for urgent in (False, True)]
+        self._streams = [driver.new_torch_stream(self.device, urgent) for urgent in (False, True)]
         self._pool = torch.cuda.MemPool()
         self._cublas = False
 
