@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).with_name("gpu")))
 import cases
 import stress
 from asynctp_kernels import cuda
+from asynctp_kernels.cuda.products import IN_BLOCKS
 
 WORLDS = (2, 4, 8)
 
@@ -66,8 +67,10 @@ def test_stressed_calls_are_exact(alone: dist.ProcessGroup) -> None:
     """The plain program gives every bit that is expected, a wrong bit is counted, and all kinds of calls are there."""
     found = list(stress.stressed(1))
     assert {case.op for case, _ in found} == {"gather", "scatter", "all_reduce"}
+    assert {case.scales for case, _ in found} > {f"{of_a}+{of_b}" for of_a, of_b in IN_BLOCKS}
     for case, implementations in found:
         call = next(stress.prepare(case, implementations, alone))
+        assert call.expected.abs().max() <= 256, "what bf16 has every integer up to"
         result = call.run()
         call.compare(result)
         assert (call.made, int(call.wrong)) == (1, 0), case.name

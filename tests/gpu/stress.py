@@ -2,13 +2,14 @@
 
     torchrun --nproc_per_node=4 tests/gpu/stress.py [CALLS]        (100000 by default)
 
-The calls are `stressed`: bf16, and fp8 with scales that travel, along the first dimension and another, one B and
-several, gathers, scatters and all-reduces, alone and beside a collective that copy engines have in flight. Operands are
-small integers and scales powers of two, so every result is exact and each is compared bit for bit, on the GPU, with
-what it must be; what is gathered or multiplied is written just before its call, over zeros. Every thousand calls all
-communication memory is filled with NaN while nothing is in flight, and what the allocator has to spare is given back,
-so that other memory comes to lie where recorded calls had theirs. Prints one JSON line: `prepared` are the different
-calls, each of which was made `least` times or more; `recorded` calls were launches of what an earlier one had enqueued.
+The calls are `stressed`: bf16, and fp8 with scales that travel, of rows and of blocks, along the first dimension and
+another, one B and several, gathers, scatters and all-reduces, alone and beside a collective that copy engines have in
+flight. Operands are small integers and scales powers of two, so every result is exact and each is compared bit for bit,
+on the GPU, with what it must be; what is gathered or multiplied is written just before its call, over zeros. Every
+thousand calls all communication memory is filled with NaN while nothing is in flight, and what the allocator has to
+spare is given back, so that other memory comes to lie where recorded calls had theirs. Prints one JSON line: `prepared`
+are the different calls, each of which was made `least` times or more; `recorded` calls were launches of what an earlier
+one had enqueued.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import asynctp_passes.collectives
 import asynctp_passes.ops  # noqa: F401
 
 ALL = ("fused", "decomposed", "direct")
+NOT_FUSED = ("decomposed", "direct")  # scales of blocks
 SHAPES = ((64, 64, 64), (512, 128, 256), (1024, 64, 512), (256, 256, 128), (2048, 128, 256), (520, 64, 72))
 POISON_EVERY = 1000
 
@@ -67,6 +69,16 @@ def stressed(world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
         yield reduced, ALL
         yield replace(reduced, ns=(256, 256)), ALL
         yield replace(reduced, **by_row), ALL
+    for scales in ("1x128+128x128", "128x128+1x128", "1x128+1x128"):
+        by_block = {"dtype": FP8, "scales": scales, "fast": False}
+        gather = Case("gather", (2048 // world,), 160, (256,), **by_block)
+        yield gather, NOT_FUSED
+        yield replace(gather, travels=True), NOT_FUSED
+        yield replace(gather, travels=True, k=288, ns=(256, 208), full=True), NOT_FUSED
+        scatter = Case("scatter", (2048,), 160, (256,), **by_block)
+        yield scatter, NOT_FUSED
+        yield replace(scatter, ns=(208, 208), ks=(160, 144), out_dtype=torch.float32), NOT_FUSED
+        yield replace(scatter, op="all_reduce"), NOT_FUSED
 
 
 @dataclass
@@ -94,7 +106,7 @@ def flat(tensors: list[Tensor]) -> Tensor:
 
 
 def exact(data: Data, case: Case) -> Data:
-    """The same tensors with -1, 0 and 1 for numbers, and ½, 1 and 2 for scales."""
+    """The same tensors with -1, 0 and 1 for numbers, and ½, 1 and 2 for scales; without ½ for those within a sum."""
 
     def integers(tensor: Tensor) -> Tensor:
         values = torch.randint(-1, 2, tensor.shape, device=tensor.device).to(torch.bfloat16)
@@ -103,7 +115,8 @@ def exact(data: Data, case: Case) -> Data:
     def powers(scale: Tensor) -> Tensor:
         if scale.numel() == 1:  # the same on all ranks
             return torch.full_like(scale, 0.5)
-        return 2.0 ** torch.randint(-1, 2, scale.shape, device=scale.device).to(scale.dtype)
+        least = 0 if "x" in case.scales else -1
+        return 2.0 ** torch.randint(least, 2, scale.shape, device=scale.device).to(scale.dtype)
 
     assert not case.bias
     return Data(
