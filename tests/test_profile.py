@@ -102,6 +102,7 @@ def test_exposed_is_communication_less_compute(
         ("Memcpy PtoP (Device -> Device)", "communication", "copies between GPUs"),
         ("push_gather_kernel", "communication", "asynctp's collective kernels"),
         ("reduce_kernel", "communication", "asynctp's collective kernels"),
+        ("await_kernel", "communication", "asynctp's collective kernels"),
         ("void at::native::reduce_kernel<512, 1>(...)", "compute", "other kernels"),
         ("void c10d::symmetric_memory::barrier_kernel(...)", "communication", "PyTorch's symmetric-memory kernels"),
         (
