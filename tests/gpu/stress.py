@@ -35,6 +35,7 @@ import asynctp_passes.collectives
 import asynctp_passes.ops  # noqa: F401
 
 ALL = ("fused", "decomposed", "direct")
+NOT_DECOMPOSED = ("fused", "direct")  # rows of a rank in more than 4 ranges
 NOT_FUSED = ("decomposed", "direct")  # scales of blocks
 SHAPES = ((64, 64, 64), (512, 128, 256), (1024, 64, 512), (256, 256, 128), (2048, 128, 256), (520, 64, 72))
 POISON_EVERY = 1000
@@ -52,8 +53,10 @@ def stressed(world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
         gather, scatter = Case("gather", (m // world,), k, (256,)), Case("scatter", (m,), k, (256,))
         yield replace(gather, ns=(256, 64, 128), full=True), ALL
         yield replace(gather, shard=(3, m // world), dim=1, ns=(256, 64)), ALL
+        yield replace(gather, shard=(5, m // world), dim=1, ns=(256, 64)), NOT_DECOMPOSED
         yield replace(scatter, ns=(256, 256)), ALL
         yield replace(scatter, shard=(3, m), dim=1, ns=(256, 256)), ALL
+        yield replace(scatter, shard=(5, m), dim=1, ns=(256, 256)), NOT_DECOMPOSED
         by_row = {"dtype": FP8, "scales": "row"}
         yield replace(gather, **by_row, travels=True), ALL
         yield replace(gather, **by_row, travels=True, ns=(256, 64, 128), full=True), ALL
