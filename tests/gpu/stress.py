@@ -78,9 +78,11 @@ def stressed(world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
         yield gather, NOT_FUSED
         yield replace(gather, travels=True), NOT_FUSED
         yield replace(gather, travels=True, k=288, ns=(256, 208), full=True), NOT_FUSED
+        yield replace(gather, travels=True, shard=(2, 256), dim=1), NOT_FUSED
         scatter = Case("scatter", (2048,), 160, (256,), **by_block)
         yield scatter, NOT_FUSED
         yield replace(scatter, ns=(208, 208), ks=(160, 144), out_dtype=torch.float32), NOT_FUSED
+        yield replace(scatter, shard=(2, 256 * world), dim=1), NOT_FUSED
         yield replace(scatter, op="all_reduce"), NOT_FUSED
 
 
