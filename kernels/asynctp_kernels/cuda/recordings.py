@@ -62,7 +62,7 @@ class Recordings:
     """Those of one group's calls.
 
     Attributes:
-        most: How many are kept; the program may say (`ASYNCTP_RECORDED_CALLS`). None where calls do their work at once.
+        most: How many are kept; the program may say (`ASYNCTP_RECORDED_CALLS`). 0 where calls do their work at once.
         under_way: A call is being recorded.
         launched: How many calls were launches of a recording.
     """
