@@ -135,9 +135,9 @@ CASES: dict[str, tuple[Facts, dict[str, Any], list[str], str]] = {
     "invalid values": (
         CPU,
         env(ASYNCTP_TIMEOUT_S="0", ASYNCTP_CPU_IMPLEMENTATION="x", ASYNCTP_CUDA_IMPLEMENTATION="y",
-            ASYNCTP_TUNING_TABLE=""),
+            ASYNCTP_TUNING_TABLE="", ASYNCTP_RECORDED_CALLS="-1"),
         ["fail ASYNCTP_TIMEOUT_S", "fail ASYNCTP_CPU_IMPLEMENTATION", "fail ASYNCTP_CUDA_IMPLEMENTATION",
-         "fail ASYNCTP_TUNING_TABLE"],
+         "fail ASYNCTP_TUNING_TABLE", "fail ASYNCTP_RECORDED_CALLS"],
         FAILED + "ASYNCTP_TIMEOUT_S: '0' is not valid",
     ),
     "valid values": (
@@ -147,9 +147,14 @@ CASES: dict[str, tuple[Facts, dict[str, Any], list[str], str]] = {
     ),
     "variables of CUDA and torch": (
         GPU,
-        env(CUDA_DEVICE_MAX_CONNECTIONS="1", PYTORCH_NO_CUDA_MEMORY_CACHING="1", CUDA_VISIBLE_DEVICES="0,1,2,3"),
-        ["warn PYTORCH_NO_CUDA_MEMORY_CACHING"], OVERLAPPED,
+        {"forgetful_allocator": "max_split_size_mb",
+         **env(CUDA_DEVICE_MAX_CONNECTIONS="1", CUDA_VISIBLE_DEVICES="0,1,2,3")},
+        ["warn allocator"], OVERLAPPED,
     ),
+    "an allocator that forgets, and nothing to record": (
+        GPU, {"forgetful_allocator": "max_split_size_mb", **env(ASYNCTP_RECORDED_CALLS="0")}, [], OVERLAPPED,
+    ),
+    "an allocator that forgets, without GPUs": (CPU, {"forgetful_allocator": "max_split_size_mb"}, [], CPU_ONLY),
     "broken table": (
         GPU, {"table_gpus": None, "table_error": "line 1"}, ["fail tuning table"], FAILED + "tuning table: tuning.json",
     ),

@@ -36,9 +36,10 @@ CPU_VARIABLE = "ASYNCTP_CPU_IMPLEMENTATION"
 CUDA_VARIABLE = "ASYNCTP_CUDA_IMPLEMENTATION"
 TABLE_VARIABLE = "ASYNCTP_TUNING_TABLE"
 TIMEOUT_VARIABLE = "ASYNCTP_TIMEOUT_S"
+RECORDED_VARIABLE = "ASYNCTP_RECORDED_CALLS"
 VARIABLES = (
     *(TIMEOUT_VARIABLE, CPU_VARIABLE, CUDA_VARIABLE, TABLE_VARIABLE),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    *(RECORDED_VARIABLE, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS"),
 )
 CPU_IMPLEMENTATIONS = ("reference", "interpreted")
 CUDA_IMPLEMENTATIONS = ("fused", "decomposed", "direct", "unfused")  # where `cuda.select` cannot be asked
@@ -92,6 +93,7 @@ class Facts:
         symmetric_memory: Name of torch's backend for CUDA tensors; None where there is none.
         micro_pipeline: Inductor's own async TP pass is on in this process.
         implementations: Names of what a fused op can run on GPUs.
+        forgetful_allocator: The setting by which torch's allocator does not keep what is freed; None where it does.
         environment: The variables that matter, where set.
         table_path: Where the tuning table is looked for; empty when not known.
         table_gpus: GPUs that it has measurements of; None when there is no such file.
@@ -113,6 +115,7 @@ class Facts:
     symmetric_memory: str | None = None
     micro_pipeline: bool = False
     implementations: tuple[str, ...] = CUDA_IMPLEMENTATIONS
+    forgetful_allocator: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     table_path: str = ""
     table_gpus: tuple[str, ...] | None = None
@@ -337,6 +340,9 @@ def _variables(facts: Facts) -> dict[str, Variable]:
         CPU_VARIABLE: _one_of("what the fused ops run on CPU tensors", CPU_IMPLEMENTATIONS),
         CUDA_VARIABLE: _one_of("what the fused ops run on GPUs", ("auto", *facts.implementations)),
         TABLE_VARIABLE: Variable("the file with measured choices", bool, "the path of a file"),
+        RECORDED_VARIABLE: Variable(
+            "calls of a group that are kept recorded", str.isdecimal, "a number, or 0 for none"
+        ),
     }
 
 
@@ -374,9 +380,9 @@ def cuda_variables(facts: Facts) -> Iterator[Finding]:
     if facts.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         text = "'1': works, but copies and matmuls may overlap less, since all streams share one queue"
         yield Finding("CUDA_DEVICE_MAX_CONNECTIONS", "info", text, "unset it unless something else needs it")
-    if facts.environment.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1":
-        text = "'1': slow, since every tensor is allocated by the driver"
-        yield Finding("PYTORCH_NO_CUDA_MEMORY_CACHING", "warn", text, "unset it")
+    if facts.forgetful_allocator is not None and facts.environment.get(RECORDED_VARIABLE) != "0":
+        text = f"with {facts.forgetful_allocator} no call is recorded, and each takes the host several times as long"
+        yield Finding("allocator", "warn", text, f"run without that, or set {RECORDED_VARIABLE}=0 if it is meant")
 
 
 def tuning_table(facts: Facts) -> Iterator[Finding]:
@@ -578,6 +584,7 @@ def gather_facts() -> Facts:
         symmetric_memory=_try(lambda: compat.symmetric_memory_backend(), None),
         micro_pipeline=_try(lambda: compat.micro_pipeline_enabled(), False),
         implementations=_try(lambda: tuple(select.IMPLEMENTATIONS), CUDA_IMPLEMENTATIONS),
+        forgetful_allocator=_try(lambda: compat.forgetful_allocator(), None),
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
         table_path=path,
         table_gpus=table_gpus,
