@@ -101,17 +101,24 @@ def test_code_runs(page: Path, tmp_path: Path) -> None:
     run_script(script, cwd=tmp_path)
 
 
-def test_excerpts_are_from_the_kernels() -> None:
+@pytest.mark.parametrize(
+    ("heading", "files", "least"), [("The kernel, step by step", "*kernels.py", 6), ("The host's part", "script.py", 1)]
+)
+def test_excerpts_are_from_the_code(heading: str, files: str, least: int) -> None:
     """Line by line, without comments and indentation; `...` stands for what is left out."""
     folder = ROOT / "kernels" / "asynctp_kernels" / "cuda"
-    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*kernels.py")))
-    known = {line.strip().split("  # ")[0] for line in source.splitlines()}
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob(files)))
+    known = {_bare(line) for line in source.splitlines()}
     page = (DOCS / "explanation" / "collective-matmul.md").read_text(encoding="utf-8")
-    _, kernel = page.split("\n## The kernel, step by step\n")
-    blocks = _BLOCK.findall(kernel.split("\n## ")[0])
-    assert len(blocks) >= 6
-    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    _, section = page.split(f"\n## {heading}\n")
+    blocks = _BLOCK.findall(section.split("\n## ")[0])
+    assert len(blocks) >= least
+    lines = [_bare(line) for block in blocks for line in block.splitlines()]
     assert [line for line in lines if line not in known and line != "..."] == []
+
+
+def _bare(line: str) -> str:
+    return line.strip().split("  # ")[0]
 
 
 def test_readme_commands_exist() -> None:
