@@ -191,7 +191,9 @@ class Region:
                 continue
             place = self._computed(node)
             if isinstance(place, Refusal):
-                self.refused[node] = Refusal(place.reason, f"{op_name(node)} {node.name}: {place.facts}")
+                of_operand = place in self.refused.values()  # which it names
+                named = place if of_operand else Refusal(place.reason, f"{op_name(node)} {node.name}: {place.facts}")
+                self.refused[node] = named
             else:
                 self._add(self._root(node, place))
 
