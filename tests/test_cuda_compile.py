@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
@@ -694,15 +695,17 @@ def test_reduce_kernel_that_converts(world: int, ks: tuple[int, ...], tmp_path: 
         assert len(kernel.ptx.origins(load.reads) & found) == 1 + world
 
 
-@pytest.mark.parametrize(("rows", "n"), [(4, 100), (12, 8), (4, 1000), (20, 24)])
-def test_parts_that_are_not_aligned_are_not_read_as_if_they_were(rows: int, n: int, tmp_path: Path) -> None:
-    """A rank's part begins at a multiple of its size: wide loads need that to be a multiple of theirs."""
+@pytest.mark.parametrize(
+    ("rows", "n"), [((4,), 100), ((12,), 8), ((4,), 1000), ((20,), 24), ((4, 4), 12), ((4, 4), 8), ((2, 4), 20)]
+)
+def test_parts_that_are_not_aligned_are_not_read_as_if_they_were(rows: tuple[int, ...], n: int, tmp_path: Path) -> None:
+    """A rank's part begins at a multiple of its size, and a chunk of it too: so wide loads may be, and no wider."""
     with machine() as here:
-        scatter.DecomposedScatter(scatter_call((rows,), n=n), here.memory)
+        scatter.DecomposedScatter(scatter_call(rows, n=n, dim=len(rows) - 1), here.memory)
         kernel = compiled(here.prepared[0], tmp_path)
-    part = rows // 4 * n * 2
+    begins = [rows[-1] // 4 * n * 2 * chunk for chunk in range(1, 1 + math.prod(rows[:-1]))]
     widths = {access_bytes(each.op) for start in ("ld.global", "st.global") for each in kernel.ptx.find(start)}
-    assert all(part % width == 0 for width in widths - {4}), (part, widths)  # 4: the words
+    assert all(begin % width == 0 for begin in begins for width in widths - {4}), (begins, widths)  # 4: the words
 
 
 def access_bytes(op: str) -> int:

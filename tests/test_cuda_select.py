@@ -412,6 +412,16 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         scaled_gather_args(a=empty(250, 512, dtype=FP8), **in_blocks((250, 4), (4, 4))),
         {**NOT_IN_GEMM, "decomposed": "250 rows with scales of 1x128 blocks: not a multiple of 4"},
     ),
+    "scaled gather of one block a rank": (
+        SCALED_GATHER,
+        scaled_gather_args(a=empty(128, 128, dtype=FP8), bs=[weight(128, 512, FP8)], **in_blocks((1, 1), (1, 512))),
+        NOT_IN_GEMM,
+    ),
+    "scaled gather of one row a rank": (
+        SCALED_GATHER,
+        scaled_gather_args(a=empty(1, 128, dtype=FP8), bs=[weight(128, 512, FP8)], **in_blocks((1, 1), (1, 512))),
+        {},
+    ),
     "scaled gather of blocks, outer": (
         SCALED_GATHER,
         scaled_gather_args(a=empty(2, 256, 512, dtype=FP8), **in_blocks((2, 256, 4), (4, 4)), dim=1),

@@ -85,7 +85,6 @@ def test_calls_inside_are_stamped_and_those_outside_are_not(here: Machine) -> No
 def test_whose_rows_a_tile_has(here: Machine) -> None:
     """Own rows are first in a gather, and last in a scatter."""
     call: ScatterCall = scatter_call((768,), (64,), 72)
-    here.memory.require("inbox", 1)
     with cuda.stamped() as stamps:
         gather(here)
         operands = (call.a_parts, call.b_parts, (), (), call.biases, "sum", 0, torch.bfloat16, False)

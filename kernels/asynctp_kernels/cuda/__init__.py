@@ -555,6 +555,8 @@ def _refused_gather(call: GatherCall) -> dict[str, str]:
     if shard >= INT32_LIMIT or (call.outer > 1 and pitch >= INT32_LIMIT):
         refused["fused"] = refused["decomposed"] = f"{shard} bytes per rank: sizes and pitches are 32 bits wide"
     _refuse_blocks(refused, _gathered_recipes(call), call.a_shard.device, layout.full_rows, layout.inner)
+    if call.scale_travels and call.a_scale is not None and call.a_scale.numel() != layout.rows:
+        refused.setdefault("fused", NOT_IN_BLOCKS)  # one block for all: K and a rank's rows are at most 128
     reason = refused_gemm(call.a_shard, call.bs, call.b_scales, call.biases, call.out_dtype, [layout.cols])
     if reason is not None:
         refused.setdefault("fused", reason)

@@ -301,13 +301,15 @@ def reduce_kernel(
     CHUNKS: tl.constexpr,
     SPLIT: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     """The own rows' sum over ranks: chunk by chunk, while the GEMM that fills the later ones may still run.
 
     own [R, N], received [WORLD - 1, R, N] (of all others, by rank; `part_size` elements each), of one dtype, and out
-    [R, N], of that or another, contiguous. Chunk c of the own rows ends at element `end<c>`. It waits until
+    [R, N], of that or another, contiguous. Chunk c of the own rows ends at element `end<c>`; where another begins, that
+    is a multiple of ALIGN, a power of two up to 8. It waits until
     progress[rank, c] (finished own tiles) reaches `tiles<c>` and each arrived[src, c // SPLIT] is set, since what comes
     is cut less finely, and clears these words at the end. fp32 sum in rank order, times `factor`, rounded once: bits do
     not depend on timing.
@@ -335,7 +337,7 @@ def reduce_kernel(
             zero += await_word(arrived + src * MAX_CHUNKS + chunk // SPLIT, tl.where(src == rank, 0, 1))
         for block in range(pid, tl.cdiv(end - begin, BLOCK), PROGRAMS):
             index = begin + tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK) + zero
-            index = tl.max_contiguous(tl.multiple_of(index, 8), 8)
+            index = tl.max_contiguous(tl.multiple_of(index, ALIGN), 8)
             total = tl.zeros((BLOCK,), dtype=tl.float32)
             for src in tl.static_range(WORLD):
                 source = received_ptr + (src - tl.where(src > rank, 1, 0)) * tl.cast(part_size, tl.int64)

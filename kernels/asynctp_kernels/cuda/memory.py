@@ -21,7 +21,8 @@ its copy stream; what is staged in it comes behind the own last reduction, and n
 
 These words are binary and are cleared by their only waiter, so nothing depends on how often, in which CUDA graph or in
 which order of shapes a call runs, as long as all ranks make the same calls of a group in the same order; that is the
-rule for every collective. `tests/kernels/test_channel_model.py` explores this exhaustively.
+rule for every collective. `tests/kernels/test_channel_model.py` explores it exhaustively for calls of one group on one
+stream, some of them in flight.
 
 What the copy stream waits for are stream memory operations, which need no SM; of the kernels that wait (staging,
 reduction), one CTA fits beside the GEMM's on every SM.
@@ -417,7 +418,10 @@ def existing_memory(group: ProcessGroup) -> GroupMemory | None:
 
 
 def release(group: ProcessGroup) -> None:
-    """Free everything of `group`, captured graphs' memory included. Collective in effect: the next call starts anew."""
+    """Free all memory of `group`, captured graphs' included. Collective in effect: the next call starts anew.
+
+    Its streams and events stay until the process ends.
+    """
     found = _groups.pop(group, None)
     if found is not None:
         driver.synchronize(found.device)

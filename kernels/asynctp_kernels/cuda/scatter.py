@@ -267,6 +267,7 @@ class Pushed(ScatterPlan):
         size = self.layout.rows * n
         programs = grid(-(-size // block), driver.processors(self.device_index))
         ends = [end * n for _, end in self.own.rows]
+        together = math.gcd(8, *ends[:-1])  # elements that may be read at once
         ends += [ends[-1]] * (MAX_CHUNKS - len(ends))
         tiles = [*self.own_tiles, *[0] * (MAX_CHUNKS - len(self.own_tiles))]
         sent, out = (call.a_parts[0].new_empty(size, dtype=dtype) for dtype in (self.wire_dtype, self.out_dtype))
@@ -277,6 +278,7 @@ class Pushed(ScatterPlan):
             "CHUNKS": len(self.own),
             "SPLIT": self.chunks.tiles // self.own.tiles,
             "MAX_CHUNKS": MAX_CHUNKS,
+            "ALIGN": together,
             "BLOCK": block,
             "PROGRAMS": programs,
         }
