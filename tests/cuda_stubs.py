@@ -502,9 +502,9 @@ class Names:
 
     def event(self, event: int) -> str:
         named = {getattr(self.memory, name): name for name in EVENTS}
-        if event in named or event not in self.memory.events:
+        if event in named or event not in self.memory._events:
             return named.get(event, "flight")
-        return f"event[{self.memory.events.index(event)}]"
+        return f"event[{self.memory._events.index(event)}]"
 
     def place(self, address: int) -> str:
         return self._word(address) or self._area(address) or self._near(address)

@@ -28,7 +28,7 @@ from .gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, scale_mode
 from .launch import Tma, align, aligned, aligned_columns, dense, describe, fit_together, grid, outlines, prepare
 from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
-from .products import Scaling, product
+from .products import Scaling, product, ranges
 from .script import GatherMoves, Record, Step, Write, compile_script, gather_script
 from .stamps import new_table
 from .tiles import Chunks, Tiles, cut, in_blocks
@@ -409,7 +409,10 @@ def _tile_count(blocks: int, inner: int, widths: Sequence[int], tiles: Tiles) ->
 
 
 class DecomposedGather(Pulled):
-    """cuBLAS for each range of a source's rows, behind its copy. Only for a few: there is one in each outer block."""
+    """cuBLAS for each range of a source's rows, behind its copy. Only for a few: there is one in each outer block.
+
+    The rows of block p and source r are range number p * world + r of all.
+    """
 
     name = "decomposed"
     stage_first = True
@@ -418,45 +421,34 @@ class DecomposedGather(Pulled):
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
         super().__init__(call, memory, in_blocks(call.outer, call.layout.inner))
 
-    def _event(self, source: int, block: int) -> int:
-        return self.memory.events[source * MAX_CHUNKS + block]
-
     def arrived(self, source: int, chunk: int) -> list[Step]:
-        return [Record(self._event(source, chunk))]
+        return [Record(self.memory.event(source, chunk))]
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         self.start(stream, call)
         rank, world, outer = self.memory.rank, self.memory.world, self.outer
-        own, parts, scales = self._blocks(call.shard), self._parts(call.full), self._row_scales(call)
-        places = [self._parts(out) for out in call.outs]
+        own, scales = ranges(call.shard, outer), self._row_scales(call)
+        parts, *places = (ranges(each, outer * world) for each in (call.full, *call.outs))
         for source in ((rank + step) % world for step in range(world)):
             for block in range(outer):
                 part = block * world + source
                 if source != rank:
-                    driver.wait_event(stream, self._event(source, block))
+                    driver.wait_event(stream, self.memory.event(source, block))
                 a = own[block] if source == rank else parts[part]
                 for i, b in enumerate(call.bs):
                     scale = call.b_scales[i] if call.b_scales else None
                     product(a, b, call.biases[i], scales[part], scale, self.scaling, out=places[i][part])
         self.finish(stream)
 
-    def _blocks(self, own: Tensor) -> Sequence[Tensor]:
-        """Own rows, or numbers of them: those of each block."""
-        return own.view(self.outer, -1, own.shape[-1]).unbind()
-
-    def _parts(self, whole: Tensor) -> Sequence[Tensor]:
-        """Rows of all ranks, or numbers of them: those of block p and source r are number p * world + r."""
-        return whole.view(self.outer * self.memory.world, -1, whole.shape[-1]).unbind()
-
     def _row_scales(self, call: GatherTensors) -> Sequence[Tensor | None]:
-        """The scale of each part: one number for all, or its rows' of what travelled or was there."""
+        """The scale of each range: one number for all, or its rows' of what travelled or was there."""
         rank, world, scale = self.memory.rank, self.memory.world, call.a_scale
         if scale is None or (scale.numel() == 1 and not self.scale_travels):
             return [scale] * (self.outer * world)
         if not self.scale_travels or call.all_numbers is None:
-            return self._parts(scale)
-        scales = list(self._parts(call.all_numbers))
-        scales[rank::world] = self._blocks(scale)
+            return ranges(scale, self.outer * world)
+        scales = list(ranges(call.all_numbers, self.outer * world))
+        scales[rank::world] = ranges(scale, self.outer)
         return scales
 
 

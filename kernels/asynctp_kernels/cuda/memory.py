@@ -144,7 +144,7 @@ class GroupMemory:
         self.number = next(_numbers)
         self.flights = itertools.cycle([driver.new_event() for _ in range(FLIGHTS)])
         self.capture = 0  # of the call under way; 0 for none
-        self.events = [driver.new_event() for _ in range(self.world * MAX_CHUNKS)]
+        self._events = [driver.new_event() for _ in range(self.world * MAX_CHUNKS)]
         self.epoch = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.done = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.status = new_status(self.device)
@@ -273,6 +273,10 @@ class GroupMemory:
             enqueue(stream)
         else:
             self.recordings.run(stream, (plan, *addresses), cublas, stream == self.stream, enqueue)
+
+    def event(self, rank: int, chunk: int) -> int:
+        """The event about a chunk of `rank`'s rows: it has been pulled, or is ready to be pushed."""
+        return self._events[rank * MAX_CHUNKS + chunk]
 
     # --- words -------------------------------------------------------------------------------------------
     def _words(self, number: int) -> Words:

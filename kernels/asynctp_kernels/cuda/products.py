@@ -9,6 +9,7 @@ its own way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,11 @@ def product(
         return scaled_mm_in_blocks(a, b, *scales, recipe, row, scaling.out_dtype, scaling.fast, out)
     rows, columns = _matching(a_scale, b_scale, a.shape[0], b.shape[1])
     return scaled_mm(a, b, rows, columns, row, scaling.out_dtype, scaling.fast, out)
+
+
+def ranges(rows: Tensor, count: int) -> Sequence[Tensor]:
+    """As many ranges of rows of equal size, or of numbers that belong to rows: [*, *, n] each from [*, n]."""
+    return rows.reshape(count, -1, rows.shape[-1]).unbind()
 
 
 def block_recipe(rows: int, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[str, str] | None:

@@ -32,7 +32,7 @@ from .gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, scale_mode
 from .launch import Tma, align, aligned, aligned_columns, dense, describe, grid, outlines, prepare
 from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
-from .products import Scaling, product
+from .products import Scaling, product, ranges
 from .script import (
     Await,
     Channel,
@@ -437,7 +437,10 @@ class FusedScatter(Pushed):
 
 
 class DecomposedScatter(Pushed):
-    """cuBLAS for each range of a destination's rows, own rows last. Only for a few: one in each outer block."""
+    """cuBLAS for each range of a destination's rows, own rows last. Only for a few: one in each outer block.
+
+    The rows of block p and destination r are range number p * world + r of all.
+    """
 
     name = "decomposed"
 
@@ -446,11 +449,8 @@ class DecomposedScatter(Pushed):
         super().__init__(call, memory, blocks, blocks, [0] * len(blocks))
         self.extra_shape = (self.layout.inner, self.layout.cols)
 
-    def _event(self, dst: int, block: int) -> int:
-        return self.memory.events[dst * MAX_CHUNKS + block]
-
     def ready(self, dst: int, chunk: int) -> list[Step]:
-        return [Await(self._event(dst, chunk))]
+        return [Await(self.memory.event(dst, chunk))]
 
     def tensors(self, operands: Operands) -> ScatterTensors:
         a_parts, b_parts, a_scales, b_scales, biases = operands
@@ -460,21 +460,19 @@ class DecomposedScatter(Pushed):
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         memory, world, outer = self.memory, self.memory.world, self.outer
         memory.fork(stream)
-        operands = [self._parts(a) for a in call.a_parts]
+        operands = [ranges(a, outer * world) for a in call.a_parts]
         places = call.staging.view(world, outer, self.layout.inner, self.layout.cols)
-        scales = [self._parts(scale) if scale.numel() != 1 else [scale] * (outer * world) for scale in call.a_scales]
+        scales = [
+            ranges(scale, outer * world) if scale.numel() != 1 else [scale] * (outer * world) for scale in call.a_scales
+        ]
         for dst in ((memory.rank + step) % world for step in range(1, world + 1)):
             for block in range(outer):
                 part = block * world + dst
                 for i, parts in enumerate(operands):
                     self.add(i, call, parts[part], scales[i][part] if scales else None, places[dst, block])
-                driver.record_event(self._event(dst, block), stream)
-        self.push_and_reduce(memory.stream, call.staging, call.out, self._event(memory.rank, outer - 1))
+                driver.record_event(memory.event(dst, block), stream)
+        self.push_and_reduce(memory.stream, call.staging, call.out, memory.event(memory.rank, outer - 1))
         self.finish(stream)
-
-    def _parts(self, whole: Tensor) -> Sequence[Tensor]:
-        """Rows of an A, or their scales: those of block p and destination r are number p * world + r."""
-        return whole.reshape(self.outer * self.memory.world, -1, whole.shape[-1]).unbind()
 
 
 class WholeScatter(ScatterPlan):
