@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "RULES",
@@ -123,6 +123,9 @@ class Tile:
     end: float
 
 
+Timed = TypeVar("Timed", Event, Tile)
+
+
 @dataclass(frozen=True)
 class Trace:
     """What a file holds of its GPUs, in order of time.
@@ -218,10 +221,15 @@ def read(path: str | Path, rules: Sequence[Rule] = ()) -> Trace:
     Raises:
         TraceError: It cannot be read, is no trace, or holds nothing that ran on a GPU.
     """
+    return _trace(path, _load(Path(path)), rules)
+
+
+def _trace(path: str | Path, whole: Mapping[str, Any], rules: Sequence[Rule] = ()) -> Trace:
+    """What the file at `path` holds, of which `whole` has been loaded."""
     known = (*rules, *RULES)
     rule_of: dict[str, Rule] = {}
     events, annotations, steps, tiles = [], [], set(), []
-    for item in _load(Path(path))["traceEvents"]:
+    for item in whole["traceEvents"]:
         if not isinstance(item, dict) or item.get("ph") != "X":
             continue
         name, category = str(item.get("name", "")), item.get("cat")
@@ -303,7 +311,8 @@ def add_tiles(path: str | Path, calls: Sequence[Mapping[str, Any]], layer: str |
         TraceError: It cannot be read, or its kernels are not those of the calls.
     """
     path = Path(path)
-    trace, whole = read(path), _load(path)
+    whole = _load(path)
+    trace = _trace(path, whole)
     kernels = [event for event in trace.events if event.name == "gemm_kernel"]
     if layer is not None:
         ranges = {device: find_annotation(trace, layer, device) for device in trace.devices}
@@ -366,16 +375,13 @@ def summarize(trace: Trace, window: Interval | None = None) -> tuple[Summary, ..
     )
 
 
-def cut(events: Sequence[Event], window: Interval | None) -> list[Event]:
-    """The events, or their parts, that lie in the window."""
+def cut(events: Sequence[Timed], window: Interval | None) -> list[Timed]:
+    """The events or tiles, or their parts, that lie in the window."""
     if window is None:
         return list(events)
     low, high = window
     inside = [event for event in events if event.end > low and event.start < high]
-    return [
-        Event(each.name, each.device, each.stream, max(low, each.start), min(high, each.end), each.rule)
-        for each in inside
-    ]
+    return [replace(each, start=max(low, each.start), end=min(high, each.end)) for each in inside]
 
 
 def _summarize(trace: str, device: int, events: Sequence[Event], steps: int) -> Summary:
@@ -483,7 +489,7 @@ def timeline(trace: Trace, device: int | None = None, window: Interval | None = 
     low, high = window or (min(event.start for event in events), max(event.end for event in events))
     streams = sorted({event.stream for event in events})
     scale = _WIDTH / max(high - low, 1e-9)
-    tiles = _cut_tiles([tile for tile in trace.tiles if tile.device == device], low, high)
+    tiles = cut([tile for tile in trace.tiles if tile.device == device], (low, high))
     band = _TOP + _ROW * len(streams)
     bottom = band + (10 + _PROCESSOR * len({tile.processor for tile in tiles}) if tiles else 0)
     height = bottom + (74 if tiles else 50)
@@ -519,12 +525,6 @@ def _box(event: Event, x: float, y: float, scale: float) -> str:
         f'<g><title>{name}, {event.end - event.start:.1f} µs</title><rect x="{x:.2f}" y="{y + 3}" width="{width:.2f}" '
         f'height="{_ROW - 8}" fill="{_COLOURS[event.rule.kind]}" stroke="white" stroke-width="0.5"/>{text}</g>'
     )
-
-
-def _cut_tiles(tiles: Sequence[Tile], low: float, high: float) -> list[Tile]:
-    """The tiles, or their parts, that lie between these times."""
-    inside = [tile for tile in tiles if tile.end > low and tile.start < high]
-    return [replace(tile, start=max(low, tile.start), end=min(high, tile.end)) for tile in inside]
 
 
 def _tiles(tiles: Sequence[Tile], low: float, scale: float, top: int) -> Iterator[str]:

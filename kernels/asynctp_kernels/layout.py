@@ -40,6 +40,16 @@ class ShardLayout:
     shard_shape: Shape
 
     @property
+    def outer(self) -> int:
+        """Into how many ranges the rows of one rank fall (P)."""
+        return self.rows // max(self.inner, 1)
+
+    @property
+    def whole(self) -> bool:
+        """One rank's share lies in one piece of the full matrix."""
+        return self.outer == 1 and not self.along_last
+
+    @property
     def full_rows(self) -> int:
         return self.rows if self.along_last else self.rows * self.world
 

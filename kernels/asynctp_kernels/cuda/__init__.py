@@ -491,13 +491,13 @@ def _scatter_problem(op: str, call: ScatterCall) -> Problem:
 
 def _cublas_and_nccl_gather(call: GatherCall) -> bool:
     """The unfused program is one collective and one call of cuBLAS for each product, on rows as they lie."""
-    simple = call.outer == 1 and not call.layout.along_last and not driver.IN_ORDER
+    simple = call.layout.whole and not driver.IN_ORDER
     return simple and not _no_gathered_product(call) and _refused_gathered_products(call) is None
 
 
 def _cublas_and_nccl_scatter(call: ScatterCall) -> bool:
     """Likewise; not the first half of an all-reduce, which NCCL does better whole."""
-    simple = call.outer == 1 and not call.layout.along_last and not driver.IN_ORDER
+    simple = call.layout.whole and not driver.IN_ORDER
     whole = call.unscaled_op == "matmul_reduce_scatter"
     return simple and whole and not _no_scattered_product(call) and _refused_scattered_products(call) is None
 

@@ -65,7 +65,7 @@ class GatherCall:
 
     @property
     def outer(self) -> int:
-        return self.layout.rows // max(self.layout.inner, 1)
+        return self.layout.outer
 
     @property
     def op(self) -> str:
@@ -129,8 +129,7 @@ class GatherPlan:
         self.row_bytes = self.layout.cols * call.a_shard.itemsize
         self.shard_bytes = self.layout.rows * self.row_bytes
         # where a shard lies in symmetric memory: as units, then its numbers if such travel
-        self.whole = self.outer == 1 and not self.layout.along_last  # it stays in one piece when it is gathered
-        piece_bytes = self.shard_bytes if self.whole else self.row_bytes
+        piece_bytes = self.shard_bytes if self.layout.whole else self.row_bytes
         self.unit_bytes = next(size for size in (4, 2, 1) if piece_bytes % size == 0)
         self.units = self.shard_bytes // self.unit_bytes
         self.scale_offset = align(self.shard_bytes)
@@ -503,7 +502,7 @@ class DirectGather(WholeGather):
         constants = {
             "WORLD": memory.world,
             "SCALE_TRAVELS": self.number_count > 0,
-            "CONTIGUOUS": self.whole,
+            "CONTIGUOUS": layout.whole,
             "ALONG_LAST": layout.along_last,
             "MAX_PROGRAMS": DIRECT_PROGRAMS,
             "PROGRAMS": programs,

@@ -97,7 +97,7 @@ class ScatterCall:
 
     @property
     def outer(self) -> int:
-        return self.layout.rows // max(self.layout.inner, 1)
+        return self.layout.outer
 
     @property
     def scaling(self) -> Scaling | None:
@@ -519,7 +519,7 @@ class DirectScatter(WholeScatter):
         ]  # fmt: skip
         constants = {
             "WORLD": memory.world,
-            "CONTIGUOUS": self.outer == 1 and not layout.along_last,
+            "CONTIGUOUS": layout.whole,
             "ALONG_LAST": layout.along_last,
             "MAX_PROGRAMS": DIRECT_PROGRAMS,
             "PROGRAMS": programs,
