@@ -418,6 +418,8 @@ def agree(flag: bool) -> bool:
 
 
 def run(case: Case, implementation: str) -> dict[str, object]:
+    if case.op == "all_reduce" and dist.get_backend() != "nccl":
+        return {"skipped": "an all-reduce ends with the group's own all-gather, and only NCCL's can be captured"}
     data = draw(case)
     with cuda.forced(implementation):
         try:

@@ -1,4 +1,9 @@
-"""What the programs of this folder share: torchrun starts one process a GPU, and rank 0 prints a JSON line a case."""
+"""What the programs of this folder share: torchrun starts one process a GPU, and rank 0 prints a JSON line a case.
+
+With more processes than GPUs the ranks share them, in turns of milliseconds: protocols and kernels of 4 and 8 ranks run
+on 2 GPUs, slowly. NCCL refuses that, so that gloo makes what is compared with, and `unfused` cannot run
+(IMPLS=fused,decomposed,direct).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +23,14 @@ def start(seconds: int) -> None:
     """Join the group of all GPUs; the process ends with its stacks printed if `seconds` pass without a new `limit`."""
     faulthandler.enable()
     limit(seconds)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    if int(os.environ["LOCAL_WORLD_SIZE"]) > gpus:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("nccl", device_id=device)
 
 
 def limit(seconds: int) -> None:

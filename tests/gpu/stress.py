@@ -258,7 +258,8 @@ def main() -> int:
     for group in groups:
         dist.barrier(group)
     # NCCL, which an all-reduce ends with, does not order the kernels of two groups on two streams: one has them
-    calls = [prepare_all(group, reduces=group is groups[0]) for group in groups]
+    nccl = groups[0] if dist.get_backend() == "nccl" else None
+    calls = [prepare_all(group, reduces=group is nccl) for group in groups]
     limit(600)
     began = time.time()
     done, replays = mix(calls, groups, total)

@@ -24,6 +24,8 @@ ROOT = HERE.parents[1]
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 IMPLEMENTATIONS = {"fused", "decomposed", "direct", "unfused"}
 CALLS = 2000
+#: parts of the names of cases for ranks that share GPUs
+SHARED = ("k512-n512-dim0-bfloat16", "dim1-bfloat16", "row-travels", "bulk-gather-1024", "bulk-scatter-4096")
 TIMEOUT_S = 1800
 
 pytestmark = [
@@ -104,6 +106,17 @@ def check_stress(found: Sequence[dict[str, Any]]) -> None:
 @RANKS
 def test_every_case_against_fp64(ranks: int) -> None:
     check_cases(torchrun(ranks, "cases.py"))
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_more_ranks_than_gpus(ranks: int) -> None:
+    """They take turns on a GPU, so that each is away for milliseconds at any point of a call (`launched`)."""
+    if ranks <= GPUS:
+        pytest.skip(f"each of {ranks} ranks has a GPU of its own here")
+    *found, last = torchrun(ranks, "cases.py", *SHARED, IMPLS=",".join(sorted(IMPLEMENTATIONS - {"unfused"})))
+    assert last == {"failed": 0}
+    assert len(found) >= 40
+    assert [case for case in found if not well(case)] == []
 
 
 @RANKS
