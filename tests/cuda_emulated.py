@@ -1,15 +1,19 @@
 """What the kernels of `asynctp_kernels.cuda` do to memory, in torch on CPU, as their docstrings say it.
 
 For plans that run on the machine of `cuda_stubs`: arguments come from the launch, so that a wrong address, stride or
-count gives a wrong result. Words are waited for, counted and cleared as in the kernels; a wait that is not over when
-the kernel is launched fails, since nothing else runs here meanwhile.
+count gives a wrong result. Words are waited for, counted and cleared as in the kernels.
+
+Each program of a kernel is a generator. Where it yields nothing, others may come in between; where it yields a
+question, it goes on once the answer is yes. `streams` lets the programs of all ranks run together. On one rank they
+run one after the other (`in_order`): a wait that is not over when it is come to fails, since nothing else runs there.
+An access is not done at once: what is written is `POISON` at first, and what is read is looked at twice.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from math import ceil
+from collections.abc import Callable, Generator, Iterator, Sequence
+from math import ceil, nan
 from typing import Any
 
 import torch
@@ -19,14 +23,62 @@ from cuda_stubs import Launched, Machine
 from torch import Tensor
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+POISON = 255  # of a byte
+Question = Callable[[], bool]
+Steps = Iterator[Question | None]
 
 
+class Raced(Exception):
+    """Two accesses meet."""
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
 def at(address: int, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
     """The memory at an address, as a tensor."""
     strides = strides or torch.empty(shape, device="meta").stride()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     raw = (ctypes.c_uint8 * (extent * dtype.itemsize)).from_address(address)
     return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, in the order of its elements."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def look(memory: Tensor, index: Any = ...) -> Generator[Question | None, None, Tensor]:
+    """Read; nobody may write there meanwhile."""
+    found = memory[index].clone()
+    yield None
+    if not torch.equal(raw(found), raw(memory[index])):
+        raise Raced("what is read is written meanwhile")
+    return found
+
+
+def put(memory: Tensor, values: Tensor, index: Any = ...) -> Steps:
+    """Write; nobody else may write there meanwhile."""
+    memory[index] = nan if memory.is_floating_point() else POISON - 256 * memory.dtype.is_signed
+    poison = memory[index].clone()
+    assert (poison.shape, poison.dtype) == (values.shape, values.dtype)
+    yield None
+    if not torch.equal(raw(poison), raw(memory[index])):
+        raise Raced("what is written is written by another too")
+    memory[index] = values
+
+
+def int32(address: int) -> Any:
+    """A word; its `value` may be set."""
+    return ctypes.c_int32.from_address(address)
+
+
+def int64(address: int) -> Any:
+    """An epoch, likewise."""
+    return ctypes.c_int64.from_address(address)
+
+
+def reached(word: Any, value: int) -> Question:
+    """Whether a word is at least `value`."""
+    return lambda: bool(word.value >= value)
 
 
 class Call:
@@ -36,81 +88,88 @@ class Call:
         self.prepared, self.arguments = launched.prepared, launched.arguments
         self.examples = dict(zip(launched.prepared.names, launched.prepared.args, strict=True))
         self.constants = launched.prepared.constants
+        self._described: dict[str, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
         return self.constants[name] if name.isupper() else self.arguments[name]
 
     def described(self, name: str) -> Tensor:
         """What a TMA descriptor describes."""
-        tma = self.arguments[name]
-        return at(tma.address, tma.shape, self.examples[name].base.dtype, tma.strides)
-
-    @property
-    def words_address(self) -> int:
-        """Of a GEMM's words."""
-        return int(self.arguments["words"])
+        if name not in self._described:
+            tma = self.arguments[name]
+            self._described[name] = at(tma.address, tma.shape, self.examples[name].base.dtype, tma.strides)
+        return self._described[name]
 
     def words(self, name: str) -> Tensor:
         """int32 [rank, chunk]."""
         return at(self.arguments[name], (MAX_WORLD, MAX_CHUNKS), torch.int32)
 
+    def chunk(self, name: str, rank: int, chunk: int) -> Any:
+        """One of them."""
+        return int32(self.arguments[name] + (rank * MAX_CHUNKS + chunk) * 4)
+
+    def is_last(self) -> bool:
+        """A program is done: whether all others are."""
+        done = int32(self.done_ptr)
+        done.value = (done.value + 1) % self.PROGRAMS
+        return bool(done.value == 0)
+
 
 # --- the GEMM ----------------------------------------------------------------------------------------------------
-def gemm(launched: Launched) -> None:
-    """`gemm_kernel`, with all programs one after the other."""
-    call = Call(launched)
-    if call.GATHER and not call.OWN:
-        _async_input_gemm(call)
-    elif call.GATHER:
-        _gather_gemm(call)
+def gemm_program(call: Call, program: int) -> Steps:
+    """`gemm_kernel`."""
+    tiles_q = ceil(call.inner / call.BM)
+    widths = [call.arguments[f"n{i}"] for i in range(call.COUNT if call.GATHER else 1)]
+    columns = [(i, col) for i, width in enumerate(widths) for col in range(0, width, call.BN)]
+    per_rank = call.outer * tiles_q * len(columns)
+    for tile in range(program, per_rank * call.world, call.PROGRAMS):
+        step = tile // per_rank
+        peer = (call.rank + step + (not call.GATHER)) % call.world
+        chunk_tiles, group = call.chunk_tiles, call.GROUP_M
+        if not call.GATHER:
+            chunk_tiles = call.own_tiles if peer == call.rank else chunk_tiles
+            group = min(group, chunk_tiles)
+        tile_m, tile_n = _tile_of(tile % per_rank, call.outer * tiles_q, len(columns), group)
+        p, q = tile_m // tiles_q, tile_m % tiles_q * call.BM
+        word = int32(call.arguments["words"] + (peer * call.MAX_CHUNKS + tile_m // chunk_tiles) * 4)
+        rows = slice(q, q + call.BM)
+        if call.GATHER:
+            yield from _gathered_tile(call, step, peer, p, rows, *columns[tile_n], word)
+        else:
+            yield from _scattered_tile(call, peer, p, rows, columns[tile_n][1])
+            word.value += 1
+    if call.OWN and call.is_last():
         call.words("words").zero_()
-    else:
-        _scatter_gemm(call)
 
 
-def _gather_gemm(call: Call) -> None:
-    own, full, words = call.described("a0"), call.described("a1"), call.words("words")
-    for step in range(call.world):
-        peer = (call.rank + step) % call.world
-        for chunk in _chunks(call) if step else ():
-            assert words[peer, chunk] >= 1, f"nothing announces chunk {chunk} of rank {peer}"
-        for p in range(call.outer):
-            block = p * call.world + peer
-            a = full[block] if step else own[p]
-            for i in range(call.COUNT):
-                acc = _finish(call, a.float() @ _weight(call, i), p, block, step, i)
-                _store(call, f"c{i}", block, acc)
+def _tile_of(index: int, tiles_m: int, tiles_n: int, group: int) -> tuple[int, int]:
+    first, rest = index // (group * tiles_n) * group, index % (group * tiles_n)
+    height = min(tiles_m - first, group)
+    return first + rest % height, rest // height
 
 
-def _async_input_gemm(call: Call) -> None:
-    a, words = call.described("a0"), at(call.words_address, (call.world,), torch.int32)
-    for step in range(call.world):
-        chunk = (call.rank + step) % call.world
-        assert words[chunk] >= call.value, f"nothing announces chunk {chunk}"
-        for i in range(call.COUNT):
-            _store(call, f"c{i}", chunk, a[chunk].float() @ _weight(call, i))
+def _gathered_tile(call: Call, step: int, peer: int, p: int, rows: slice, i: int, col: int, word: Any) -> Steps:
+    block = p * call.world + peer
+    needed = int(step > 0) if call.OWN else call.value
+    yield reached(word, needed)
+    a = call.described("a0")[p if call.OWN else block] if step == 0 or not call.OWN else call.described("a1")[block]
+    columns = slice(col, col + call.BN)
+    found = yield from look(a[rows])
+    acc = _finish(call, found.float() @ _weight(call, i)[:, columns], p, block, rows.start, step, i, col)
+    yield from _store(call, f"c{i}", block, rows, columns, acc)
 
 
-def _scatter_gemm(call: Call) -> None:
-    words = call.words("words")
-    tiles_n = ceil(call.n0 / call.BN)
-    for step in range(call.world):
-        peer = (call.rank + 1 + step) % call.world
-        for p in range(call.outer):
-            block = p * call.world + peer
-            acc = sum(call.described(f"a{i}")[block].float() @ _weight(call, i) for i in range(call.COUNT))
-            acc = _finish(call, acc, p, block, 0, 0)
-            for i in range(call.ADDENDS):
-                acc = acc + call.described(f"c{1 + i}")[block].float()
-            _store(call, "c0", peer * call.outer + p, acc)
-        for tile_m in range(call.outer * ceil(call.inner / call.BM)):
-            words[peer, tile_m // (call.own_tiles if peer == call.rank else call.chunk_tiles)] += tiles_n
-
-
-def _chunks(call: Call) -> list[int]:
-    """The chunks that the row tiles of one rank are in."""
-    tiles = call.outer * ceil(call.inner / call.BM)
-    return sorted({tile // call.chunk_tiles for tile in range(tiles)})
+def _scattered_tile(call: Call, peer: int, p: int, rows: slice, col: int) -> Steps:
+    block, columns = p * call.world + peer, slice(col, col + call.BN)
+    acc = torch.zeros(())
+    for i in range(call.COUNT):
+        found = yield from look(call.described(f"a{i}")[block][rows])
+        acc = acc + found.float() @ _weight(call, i)[:, columns]
+    acc = _finish(call, acc, p, block, rows.start, 0, 0, col)
+    for i in range(call.ADDENDS):
+        found = yield from look(call.described(f"c{1 + i}")[block][rows, columns])
+        acc = acc + found.float()
+    yield from _store(call, "c0", peer * call.outer + p, rows, columns, acc)
 
 
 def _weight(call: Call, i: int) -> Tensor:
@@ -122,70 +181,91 @@ def _weight(call: Call, i: int) -> Tensor:
     return b
 
 
-def _finish(call: Call, acc: Tensor, p: int, block: int, step: int, i: int) -> Tensor:
-    inner, n = acc.shape
-    assert inner == call.inner
+def _finish(call: Call, acc: Tensor, p: int, block: int, q: int, step: int, i: int, col: int) -> Tensor:
+    """Scales and bias of the tile at row `q` of the block and column `col`."""
+    height, width = acc.shape
     if call.A_SCALE == 1:
         acc = acc * at(call.a_scale0, (1,), torch.float32)
     if call.A_SCALE == 2:
-        scale, first = call.a_scale0, block * inner
+        scale, first = call.a_scale0, block * call.inner + q
         if call.SCALE_TRAVELS:
-            scale, first = (call.a_scale1, block * inner) if step else (call.a_scale0, p * inner)
-        acc = acc * at(scale + 4 * first, (inner, 1), torch.float32)
+            scale, first = (call.a_scale1, first) if step else (call.a_scale0, p * call.inner + q)
+        acc = acc * at(scale + 4 * first, (height, 1), torch.float32)
     if call.B_SCALE:
-        acc = acc * at(call.arguments[f"s{i}"], (1,) if call.B_SCALE == 1 else (1, n), torch.float32)
+        start = call.arguments[f"s{i}"] + 4 * col * (call.B_SCALE == 2)
+        acc = acc * at(start, (1,) if call.B_SCALE == 1 else (1, width), torch.float32)
     if call.BIAS:
-        acc = acc + at(call.arguments[f"z{i}"], (1, n), call.examples[f"z{i}"].dtype).float()
+        dtype = call.examples[f"z{i}"].dtype
+        acc = acc + at(call.arguments[f"z{i}"] + dtype.itemsize * col, (1, width), dtype).float()
     return acc
 
 
-def _store(call: Call, name: str, block: int, acc: Tensor) -> None:
+def _store(call: Call, name: str, block: int, rows: slice, columns: slice, acc: Tensor) -> Steps:
     c = call.described(name)
     assert TORCH_DTYPES[str(call.OUT)] == c.dtype
-    c[block] = acc.to(c.dtype)
+    yield from put(c[block][rows, columns], acc.to(c.dtype))
 
 
 # --- staging and reduction ---------------------------------------------------------------------------------------
-def stage(launched: Launched) -> None:
-    """`stage_kernel`, once all ranks have come."""
-    call = Call(launched)
-    for place in [call.outbox_ptr, *[call.kept_ptr] * call.KEEPS]:
-        ctypes.memmove(place, call.shard_ptr, call.size * call.examples["shard_ptr"].itemsize)
+def stage_program(call: Call, program: int) -> Steps:
+    """`stage_kernel`."""
+    epoch, unit = int64(call.epoch_ptr).value + 1, call.examples["shard_ptr"].dtype
+    peers = [(call.rank + step) % call.WORLD for step in range(1, call.WORLD)]
+    pads = at(call.pads, (call.WORLD,), torch.int64).tolist()
+    for peer in peers if program == 0 else ():
+        int64(pads[peer] + call.rank * 8).value = epoch
+        yield None
+    for peer in peers:
+        yield reached(int64(pads[call.rank] + peer * 8), epoch)
+    for block in range(program, ceil(call.size / call.BLOCK), call.PROGRAMS):
+        first = block * call.BLOCK
+        shape = (min(call.BLOCK, call.size - first),)
+        units = yield from look(at(call.shard_ptr + first * unit.itemsize, shape, unit))
+        for place in [call.outbox_ptr, *[call.kept_ptr] * call.KEEPS]:
+            yield from put(at(place + first * unit.itemsize, shape, unit), units)
     if call.SCALE_TRAVELS:
-        ctypes.memmove(call.scale_box_ptr, call.scale_ptr, call.numbers * 4)
+        for first in range(program * 256, call.numbers, call.PROGRAMS * 256):
+            shape = (min(256, call.numbers - first),)
+            numbers = yield from look(at(call.scale_ptr + 4 * first, shape, torch.float32))
+            yield from put(at(call.scale_box_ptr + 4 * first, shape, torch.float32), numbers)
+    if call.is_last():
+        for peer in peers:
+            int64(pads[peer] + (call.WORLD + call.rank) * 8).value = epoch
+            yield None
+        for peer in peers:
+            yield reached(int64(pads[call.rank] + (call.WORLD + peer) * 8), epoch)
+        int64(call.epoch_ptr).value = epoch
 
 
-def reduce(launched: Launched) -> None:
+def reduce_program(call: Call, program: int) -> Steps:
     """`reduce_kernel`: sum in fp32, in rank order, rounded once; then the words are cleared."""
-    call = Call(launched)
     sent, dtype = call.examples["own_ptr"].dtype, call.examples["out_ptr"].dtype
     assert call.examples["received_ptr"].dtype == sent
-    progress, arrived = call.words("progress"), call.words("arrived")
     begin = 0
     for chunk in range(call.CHUNKS):
-        assert progress[call.rank, chunk] >= call.arguments[f"tiles{chunk}"]
-        size = call.arguments[f"end{chunk}"] - begin
-        total = torch.zeros(size)
+        end, tiles = call.arguments[f"end{chunk}"], call.arguments[f"tiles{chunk}"]
+        yield reached(call.chunk("progress", call.rank, chunk), tiles)
         for src in range(call.WORLD):
-            assert src == call.rank or arrived[src, chunk // call.SPLIT] >= 1
-            slot = src - (src > call.rank)
-            start = call.own_ptr if src == call.rank else call.received_ptr + slot * call.part_size * sent.itemsize
-            total += at(start + begin * sent.itemsize, (size,), sent).float()
-        at(call.out_ptr + begin * dtype.itemsize, (size,), dtype).copy_((total * call.factor).to(dtype))
-        begin += size
+            yield reached(call.chunk("arrived", src, chunk // call.SPLIT), int(src != call.rank))
+        for first in range(begin + program * call.BLOCK, end, call.PROGRAMS * call.BLOCK):
+            size = min(call.BLOCK, end - first)
+            total = torch.zeros(size)
+            for src in range(call.WORLD):
+                slot = src - (src > call.rank)
+                start = call.own_ptr if src == call.rank else call.received_ptr + slot * call.part_size * sent.itemsize
+                found = yield from look(at(start + first * sent.itemsize, (size,), sent))
+                total += found.float()
+            yield from put(at(call.out_ptr + first * dtype.itemsize, (size,), dtype), (total * call.factor).to(dtype))
+        begin = end
     assert begin == call.part_size
-    progress[call.rank] = 0
-    arrived.zero_()
+    if call.is_last():
+        call.words("progress")[call.rank] = 0
+        call.words("arrived").zero_()
 
 
-def await_word(launched: Launched) -> None:
-    """`await_kernel`. Time is up at once, since nothing else runs here meanwhile."""
-    call = Call(launched)
-    word, status = at(call.word, (1,), torch.int32), at(call.status_ptr, (3,), torch.int64)
-    if word < call.value:
-        if status[0] == 0:
-            status.copy_(torch.tensor([FAILED, call.peer, call.awaited]))
-        word.fill_(call.value)
+def await_program(call: Call, program: int) -> Steps:
+    """`await_kernel`, whose time is not up."""
+    yield reached(int32(call.word), call.value)
 
 
 # --- the direct kernels ------------------------------------------------------------------------------------------
@@ -200,6 +280,12 @@ def place(call: Call, peer: int) -> Tensor:
     return ((row // call.inner * call.WORLD + peer) * call.inner + row % call.inner) * call.cols + col
 
 
+def number_place(call: Call, peer: int) -> Tensor:
+    """Likewise of the numbers that travel."""
+    index, inner = torch.arange(call.numbers), call.inner_numbers
+    return (index // inner * call.WORLD + peer) * inner + index % inner
+
+
 def check_landing(call: Call, part: int) -> None:
     """One slot has room for a part of every rank, and parts begin where every load may."""
     assert call.part_bytes >= part
@@ -207,6 +293,87 @@ def check_landing(call: Call, part: int) -> None:
     assert call.slot_bytes % 256 == 0
     assert call.WORLD * call.part_bytes <= call.slot_bytes
     assert 1 <= call.PROGRAMS <= call.MAX_PROGRAMS
+
+
+def push_gather_program(call: Call, program: int) -> Steps:
+    """`push_gather_kernel`."""
+    unit, epoch = call.examples["shard_ptr"].dtype, int64(call.epoch_ptr).value + 1
+    size, part = unit.itemsize, call.scales_offset + call.numbers * 4
+    check_landing(call, part if call.SCALE_TRAVELS else call.size * size)
+    blocks = [slice(at, min(at + call.BLOCK, call.size)) for at in _from(call, program, call.size)]
+    some = [slice(at, min(at + call.BLOCK, call.numbers)) for at in _from(call, program, call.numbers)]
+    some = some if call.SCALE_TRAVELS else []
+    shard, numbers = at(call.shard_ptr, (call.size,), unit), at(call.scale_ptr, (call.numbers,), torch.float32)
+    full = at(call.full_ptr, (call.WORLD * call.size,), unit)
+    all_numbers = at(call.full_scale_ptr, (call.WORLD * call.numbers,), torch.float32)
+    landings, pads = _landings(call, epoch), at(call.pads, (call.WORLD,), torch.int64).tolist()
+
+    for peer in _others(call, -1):
+        landing = landings[peer] + call.rank * call.part_bytes
+        for block in blocks:
+            yield from put(at(landing, (call.size,), unit), (yield from look(shard, block)), block)
+        for block in some:
+            there = at(landing + call.scales_offset, (call.numbers,), torch.float32)
+            yield from put(there, (yield from look(numbers, block)), block)
+    for peer in _others(call, -1):
+        int64(pads[peer] + (call.rank * call.MAX_PROGRAMS + program) * 8).value = epoch
+        yield None
+    for src in (call.rank, *_others(call, 1)):
+        source, number_source = shard, numbers
+        if src != call.rank:
+            yield reached(int64(pads[call.rank] + (src * call.MAX_PROGRAMS + program) * 8), epoch)
+            landing = landings[call.rank] + src * call.part_bytes
+            source = at(landing, (call.size,), unit)
+            number_source = at(landing + call.scales_offset, (call.numbers,), torch.float32)
+        for block in blocks:
+            yield from put(full, (yield from look(source, block)), place(call, src)[block])
+        for block in some:
+            yield from put(all_numbers, (yield from look(number_source, block)), number_place(call, src)[block])
+    if call.is_last():
+        int64(call.epoch_ptr).value = epoch
+
+
+def push_reduce_program(call: Call, program: int) -> Steps:
+    """`push_reduce_kernel`."""
+    sent, dtype = call.examples["full_ptr"].dtype, call.examples["out_ptr"].dtype
+    epoch = int64(call.epoch_ptr).value + 1
+    check_landing(call, call.size * sent.itemsize)
+    blocks = [slice(at, min(at + call.BLOCK, call.size)) for at in _from(call, program, call.size)]
+    full, out = at(call.full_ptr, (call.WORLD * call.size,), sent), at(call.out_ptr, (call.size,), dtype)
+    landings, pads = _landings(call, epoch), at(call.pads, (call.WORLD,), torch.int64).tolist()
+    for peer in _others(call, 1):
+        landing = at(landings[peer] + call.rank * call.part_bytes, (call.size,), sent)
+        for block in blocks:
+            yield from put(landing, (yield from look(full, place(call, peer)[block])), block)
+        int64(pads[peer] + (call.rank * call.MAX_PROGRAMS + program) * 8).value = epoch
+        yield None
+    for src in _others(call, 1):
+        yield reached(int64(pads[call.rank] + (src * call.MAX_PROGRAMS + program) * 8), epoch)
+    for block in blocks:
+        total = torch.zeros(block.stop - block.start)
+        for src in range(call.WORLD):
+            landing = at(landings[call.rank] + src * call.part_bytes, (call.size,), sent)
+            own = src == call.rank
+            found = yield from look(full if own else landing, place(call, src)[block] if own else block)
+            total += found.float()
+        yield from put(out, (total * call.factor).to(dtype), block)
+    if call.is_last():
+        int64(call.epoch_ptr).value = epoch
+
+
+def _from(call: Call, program: int, size: int) -> range:
+    """Where the blocks of one program begin."""
+    return range(program * call.BLOCK, size, call.PROGRAMS * call.BLOCK)
+
+
+def _landings(call: Call, epoch: int) -> list[int]:
+    """The address of each rank's slot for this call."""
+    return [start + epoch % 2 * call.slot_bytes for start in at(call.buffers, (call.WORLD,), torch.int64).tolist()]
+
+
+def _others(call: Call, way: int) -> list[int]:
+    """All other ranks, up from the own one (1) or down (-1)."""
+    return [(call.rank + way * step) % call.WORLD for step in range(1, call.WORLD)]
 
 
 def push_gather(launched: Launched, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
@@ -222,9 +389,8 @@ def push_gather(launched: Launched, shards: Sequence[Tensor], scales: Sequence[T
             assert torch.equal(at(call.shard_ptr, (call.size,), unit), shard)
         full[place(call, src)] = shard
         if call.SCALE_TRAVELS:
-            index, inner = torch.arange(call.numbers), call.inner_numbers
-            where = (index // inner * call.WORLD + src) * inner + index % inner
-            at(call.full_scale_ptr, (call.WORLD * call.numbers,), torch.float32)[where] = scales[src].flatten()
+            whole = at(call.full_scale_ptr, (call.WORLD * call.numbers,), torch.float32)
+            whole[number_place(call, src)] = scales[src].flatten()
 
 
 def push_reduce(launched: Launched, parts: Sequence[Tensor]) -> None:
@@ -239,11 +405,49 @@ def push_reduce(launched: Launched, parts: Sequence[Tensor]) -> None:
     at(call.out_ptr, (call.size,), dtype).copy_((total * call.factor).to(dtype))
 
 
-def raw(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+# --- on one rank -------------------------------------------------------------------------------------------------
+PROGRAMS: dict[str, Callable[[Call, int], Steps]] = {
+    "gemm_kernel": gemm_program,
+    "stage_kernel": stage_program,
+    "reduce_kernel": reduce_program,
+    "await_kernel": await_program,
+    "push_gather_kernel": push_gather_program,
+    "push_reduce_kernel": push_reduce_program,
+}
+
+
+def in_order(launched: Launched) -> None:
+    """All programs of a kernel, one after the other."""
+    call = Call(launched)
+    for number in range(launched.prepared.programs):
+        for question in PROGRAMS[launched.prepared.name](call, number):
+            assert question is None or question(), f"{launched.prepared.name} waits for what nothing announces"
+
+
+def stage_alone(launched: Launched) -> None:
+    """`stage_kernel`, once all ranks have come."""
+    call = Call(launched)
+    for place in [call.outbox_ptr, *[call.kept_ptr] * call.KEEPS]:
+        ctypes.memmove(place, call.shard_ptr, call.size * call.examples["shard_ptr"].itemsize)
+    if call.SCALE_TRAVELS:
+        ctypes.memmove(call.scale_box_ptr, call.scale_ptr, call.numbers * 4)
+
+
+def await_in_vain(launched: Launched) -> None:
+    """`await_kernel`. Time is up at once, since nothing else runs here meanwhile."""
+    call = Call(launched)
+    word, status = at(call.word, (1,), torch.int32), at(call.status_ptr, (3,), torch.int64)
+    if word < call.value:
+        if status[0] == 0:
+            status.copy_(torch.tensor([FAILED, call.peer, call.awaited]))
+        word.fill_(call.value)
 
 
 def emulate(here: Machine) -> None:
     """Have the kernels of the pipelines do their work; the direct ones need what other ranks have."""
-    here.kernels |= {"gemm_kernel": gemm, "stage_kernel": stage, "reduce_kernel": reduce, "await_kernel": await_word}
+    here.kernels |= {
+        "gemm_kernel": in_order,
+        "stage_kernel": stage_alone,
+        "reduce_kernel": in_order,
+        "await_kernel": await_in_vain,
+    }

@@ -1211,7 +1211,7 @@ def test_a_call_that_fails_half_way_closes_the_memory(here: Machine) -> None:
         here.kernels["gemm_kernel"] = fail
         with pytest.raises(RuntimeError, match="no more launches"):
             op(here, SMALL["gather"]())
-        here.kernels["gemm_kernel"] = cuda_emulated.gemm
+        here.kernels["gemm_kernel"] = cuda_emulated.in_order
         here.log.clear()
         for name in ("gather", "scatter"):
             with pytest.raises(SymmetricMemoryError, match="out of step since: RuntimeError: no more launches"):
