@@ -321,7 +321,10 @@ class Machine:
 
         return Launch(run, 32 * num_warps, self.registers, 0)
 
-    # what replaces NCCL
+    # what replaces cuBLAS and NCCL
+    def product(self, *operands: Any, out: Tensor | None = None) -> Tensor:
+        return product(*operands, out=out)
+
     def gather_into(self, whole: Tensor, shard: Tensor, group: Any) -> None:
         assert group is self.group
         raw = [[part.reshape(-1).view(torch.uint8) for part in parts] for parts in self.gathered]
@@ -417,9 +420,15 @@ def product(
 
 
 @contextlib.contextmanager
-def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: float = 0) -> Iterator[Machine]:
+def machine(
+    rank: int = 1,
+    world: int = 4,
+    peer_writes: bool = True,
+    timeout_s: float = 0,
+    made: Callable[[int, int, bool], Any] = Machine,
+) -> Iterator[Any]:
     """`asynctp_kernels.cuda` as rank `rank` of `world` sees it, on a machine of its own. timeout_s: 0 for no bound."""
-    here = Machine(rank, world, peer_writes)
+    here = made(rank, world, peer_writes)
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=SMS, name="NVIDIA H200")
     replaced: dict[Any, dict[str, Any]] = {
         driver: {
@@ -451,8 +460,8 @@ def machine(rank: int = 1, world: int = 4, peer_writes: bool = True, timeout_s: 
         gemm: {"prepare": here.prepare},
         waits: {"prepare": here.prepare},
         async_input: {"product": product},
-        gather: {"prepare": here.prepare, "product": product, "gather_into": here.gather_into},
-        scatter: {"prepare": here.prepare, "product": product, "scatter_into": here.scatter_into},
+        gather: {"prepare": here.prepare, "product": here.product, "gather_into": here.gather_into},
+        scatter: {"prepare": here.prepare, "product": here.product, "scatter_into": here.scatter_into},
         torch.cuda: {
             "current_stream": lambda: SimpleNamespace(cuda_stream=here.current_stream),
             "set_device": lambda device: None,
@@ -618,3 +627,40 @@ def scatter_call(
 
 def _weight(k: int, n: int, dtype: torch.dtype, k_major: bool) -> Tensor:
     return tensor(n, k, dtype=dtype).t() if k_major else tensor(k, n, dtype=dtype)
+
+
+# --- what they must give -----------------------------------------------------------------------------------------
+def expected_products(call: GatherCall, full: Tensor, a_scale: Tensor | None) -> list[Tensor]:
+    """The products of the gathered A; `a_scale` is that of all its rows."""
+    flat = full.reshape(-1, full.shape[-1])
+    row_scale = a_scale if a_scale is None or a_scale.numel() == 1 else a_scale.reshape(-1, 1)
+    return [
+        product(flat, b, bias, row_scale, call.b_scales[i] if call.b_scales else None, call.scaling)
+        for i, (b, bias) in enumerate(zip(call.bs, call.biases, strict=True))
+    ]
+
+
+def whole(call: ScatterCall, implementation: str) -> Tensor:
+    """What this rank sends: the sum of its products, rounded as the implementation does: once, or after each product.
+
+    NCCL adds in what it moves, which is the result's dtype then.
+    """
+    order = (*call.together, *call.apart) if implementation == "fused" else range(len(call.b_parts))
+    total: Tensor | None = None
+    for i in order:
+        exact = implementation == "fused" and i in call.together
+        scales = (call.a_scales[i], call.b_scales[i]) if call.a_scales else (None, None)
+        a, b = call.a_parts[i], call.b_parts[i]
+        flat = a.reshape(-1, a.shape[-1])
+        flat, b = (flat.float(), b.float()) if exact else (flat, b)
+        scaling = (replace(call, out_dtype=torch.float32) if exact else call).scaling
+        one = product(flat, b, call.biases[i], *scales, scaling).to(torch.float32 if exact else call.wire_dtype)
+        total = one if total is None else total + one
+    assert total is not None
+    sent = result_dtype(call) if implementation == "unfused" else call.wire_dtype
+    return total.to(sent).view(*call.a_parts[0].shape[:-1], -1)
+
+
+def result_dtype(call: ScatterCall) -> torch.dtype:
+    """Of the sum over ranks."""
+    return call.sum_dtype or call.out_dtype

@@ -40,11 +40,13 @@ from cuda_stubs import (
     Recorded,
     Waited,
     Wrote,
+    expected_products,
     gather_call,
     machine,
-    product,
+    result_dtype,
     scatter_call,
     tensor,
+    whole,
 )
 from expecttest import assert_expected_inline
 from torch import Tensor
@@ -165,15 +167,6 @@ def run_gather(call: GatherCall, here: Machine, plan: gather.GatherPlan) -> tupl
     return outs, full, torch.cat(scales, call.dim) if call.scale_travels else fresh.a_scale
 
 
-def expected_products(call: GatherCall, full: Tensor, a_scale: Tensor | None) -> list[Tensor]:
-    flat = full.reshape(-1, full.shape[-1])
-    row_scale = a_scale if a_scale is None or a_scale.numel() == 1 else a_scale.reshape(-1, 1)
-    return [
-        product(flat, b, bias, row_scale, call.b_scales[i] if call.b_scales else None, call.scaling)
-        for i, (b, bias) in enumerate(zip(call.bs, call.biases, strict=True))
-    ]
-
-
 @pytest.mark.parametrize(("case", "implementation"), list(gather_implementations()))
 def test_gather(case: str, implementation: str, here: Machine) -> None:
     """Twice, since a call has to leave its words as it found them; the gathered A is asked for, and so is complete."""
@@ -290,31 +283,6 @@ def scatter_plan(call: ScatterCall, here: Machine, implementation: str, chunks: 
         "unfused": scatter.UnfusedScatter,
     }
     return made[implementation](call, here.memory)
-
-
-def whole(call: ScatterCall, implementation: str) -> Tensor:
-    """What this rank sends: the sum of its products, rounded as the implementation does: once, or after each product.
-
-    NCCL adds in what it moves, which is the result's dtype then.
-    """
-    order = (*call.together, *call.apart) if implementation == "fused" else range(len(call.b_parts))
-    total: Tensor | None = None
-    for i in order:
-        exact = implementation == "fused" and i in call.together
-        scales = (call.a_scales[i], call.b_scales[i]) if call.a_scales else (None, None)
-        a, b = call.a_parts[i], call.b_parts[i]
-        flat = a.reshape(-1, a.shape[-1])
-        flat, b = (flat.float(), b.float()) if exact else (flat, b)
-        scaling = (replace(call, out_dtype=torch.float32) if exact else call).scaling
-        one = product(flat, b, call.biases[i], *scales, scaling).to(torch.float32 if exact else call.wire_dtype)
-        total = one if total is None else total + one
-    assert total is not None
-    sent = result_dtype(call) if implementation == "unfused" else call.wire_dtype
-    return total.to(sent).view(*call.a_parts[0].shape[:-1], -1)
-
-
-def result_dtype(call: ScatterCall) -> torch.dtype:
-    return call.sum_dtype or call.out_dtype
 
 
 def peers_come(here: Machine, parts: Sequence[Tensor], chunks: int) -> None:
