@@ -35,6 +35,8 @@ class Raced(Exception):
 # --- memory ------------------------------------------------------------------------------------------------------
 def at(address: int, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
     """The memory at an address, as a tensor."""
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
     strides = strides or torch.empty(shape, device="meta").stride()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     raw = (ctypes.c_uint8 * (extent * dtype.itemsize)).from_address(address)

@@ -1,0 +1,522 @@
+"""Streams of all ranks, on which the package's own plans run in any order that a GPU may choose, without a GPU.
+
+Each rank has a `cuda_stubs` machine, on which the package decides everything: plans, scripts, events, recordings. What
+it asks of the driver goes to simulated streams (`Rank`), as a graph of nodes: a node starts when those before it in its
+stream, and those behind the events that it waits for, are done. An event is what was last recorded of it when the host
+waits for it. A CUDA graph, of one call or of the program's, is nodes made anew at each launch, between what the
+launching stream has done and what it does next, and behind the last launch of the same executable.
+
+Then all ranks' nodes run (`run`), one step of one thread at a time. Threads are streams, and programs of kernels
+(`cuda_emulated.PROGRAMS`); whose turn it is, is drawn. For a stretch of steps, short or long, some threads come before
+others, and whole streams and ranks with them, which so are far ahead or behind. Accesses take two steps: see `look` and
+`put`. Memory is handed out by stream, as by PyTorch's allocator: what is freed is poisoned and used again by the next
+that asks on that stream, whoever may still read it elsewhere.
+
+What is wrong is raised as `Found`: a wrong result, an access that meets another, a thread that waits for ever, words
+that are left over, a stream that waits for an event of another graph, or a graph that is not joined.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import itertools
+import random
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import cuda_stubs
+import numpy as np
+import torch
+from asynctp_kernels import cuda
+from asynctp_kernels.cuda import driver, gather, memory, scatter, select
+from asynctp_kernels.cuda.memory import Area, GroupMemory
+from asynctp_kernels.cuda.tiles import Tiles
+from cuda_emulated import POISON, PROGRAMS, Call, Question, Raced, Steps, at, int32, look, put, raw, reached
+from cuda_stubs import (
+    GRAPH,
+    MAIN,
+    WORDS,
+    Awaited,
+    Copied,
+    Entry,
+    Graph,
+    Group,
+    Launched,
+    Machine,
+    Recorded,
+    Waited,
+    Wrote,
+    product,
+)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+SMS = 4  # so that a program has several tiles
+TILES = Tiles(8, 16, 16, warps=4, stages=3, group_m=2)
+ALIGNMENT = 512
+Program = Callable[[], Steps]
+
+
+class Found(Exception):
+    """Something is wrong."""
+
+
+# --- what is enqueued --------------------------------------------------------------------------------------------
+@dataclass(eq=False)
+class Node:
+    """What a stream does in one piece. `event`: of a captured node, what each launch looks up anew."""
+
+    name: str
+    rank: int
+    stream: int
+    after: list[Node]
+    programs: Sequence[Program] = ()
+    epoch: int = 0  # how often the rank has met all others on the host before
+    event: int | None = None
+    missing: int = 0  # nodes that are not done, of those that it comes after
+    running: int = 0
+    followers: list[Node] = field(default_factory=list)
+
+
+class Work:
+    """What is enqueued on some streams; `tails`: what the next node of each comes after."""
+
+    def __init__(self, *streams: int) -> None:
+        self.nodes: list[Node] = []
+        self.tails: dict[int, list[Node]] = {stream: [] for stream in streams}
+
+    def add(self, node: Node) -> None:
+        node.after = self.tails.get(node.stream, [])
+        self.tails[node.stream] = [node]
+        self.nodes.append(node)
+
+    def joined(self, stream: int) -> bool:
+        """Whether `stream` has come behind all."""
+        behind, rest = set(), list(self.tails[stream])
+        while rest:
+            if (node := rest.pop()) not in behind:
+                behind.add(node)
+                rest += node.after
+        return behind >= set(self.nodes)
+
+
+class Memory:
+    """PyTorch's allocator: what is freed goes to the next that asks for as much on the same stream."""
+
+    def __init__(self, size: int = 1 << 23) -> None:
+        self._bytes = np.zeros(size + ALIGNMENT, np.uint8)
+        self._top = -self._bytes.ctypes.data % ALIGNMENT
+        self._free: dict[tuple[int, ...], list[int]] = {}
+        self.kept: set[int] = set()  # what other streams use too
+        self.addresses = range(self._bytes.ctypes.data, self._bytes.ctypes.data + len(self._bytes))
+
+    def take(self, *pool: int, size: int) -> np.ndarray[Any, Any]:
+        size = -(-size // ALIGNMENT) * ALIGNMENT
+        free = self._free.setdefault((*pool, size), [])
+        start = free.pop(0) if free else self._top
+        self._top = max(self._top, start + size)
+        assert self._top <= len(self._bytes)
+        taken = self._bytes[start : start + size]
+        weakref.finalize(taken, self._give_back, free, start)
+        return taken
+
+    def _give_back(self, free: list[int], start: int) -> None:
+        if self._bytes.ctypes.data + start not in self.kept:
+            bisect.insort(free, start)
+
+
+class Shared:
+    """What all ranks have together: symmetric memory, by group and number, and what NCCL moves, likewise."""
+
+    def __init__(self) -> None:
+        self.parts: dict[tuple[str, int], list[Tensor]] = {}
+        self.moved: dict[tuple[str, int], dict[int, Tensor]] = {}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor's place, which does not keep the tensor."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Place:
+        return Place(tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, tensor.stride())
+
+    def tensor(self) -> Tensor:
+        return at(self.address, self.shape, self.dtype, self.strides)
+
+
+class Enqueued(TorchDispatchMode):
+    """Torch ops of the package on the machine's memory are enqueued, too."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        held = args and isinstance(args[0], Tensor) and args[0].data_ptr() in self.rank.arena.addresses
+        if func.is_view or not held or func is torch.ops.aten.new_empty.default:
+            return func(*args, **(kwargs or {}))
+        assert func in (torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor), func
+        places = tree_map_only(Tensor, Place.of, args)
+
+        def steps() -> Steps:
+            out, *others = tree_map_only(Place, Place.tensor, places)
+            own = yield from look(out)
+            yield from put(out, func(own, *others))
+
+        self.rank.enqueue(self.rank.current_stream, str(func), steps)
+        return args[0]
+
+
+class Executable(cuda_stubs.Executable):
+    """What replaces the driver's."""
+
+    def __init__(self) -> None:
+        self.last: list[Node] = []
+
+    def launch(self, stream: int) -> None:
+        machine: Any = self.graph.machine
+        machine.launch(self.graph.work, stream, self)  # type: ignore[attr-defined]
+
+
+# --- one rank ----------------------------------------------------------------------------------------------------
+class Rank(Machine):
+    """One rank's GPU and driver, which only write down what is enqueued.
+
+    Attributes:
+        arena: its memory. work: what is enqueued. capture: what is being captured, if anything is.
+        groups: that it is in. problems: what the driver would refuse. waits: of results in flight, see `results`.
+    """
+
+    def __init__(self, rank: int, world: int, peer_writes: bool, shared: Shared) -> None:
+        super().__init__(rank, world, peer_writes)
+        self.shared, self.arena, self.work = shared, Memory(), Work()
+        self.capture: Work | None = None
+        self.groups: list[Any] = []
+        self.problems: list[str] = []
+        self.waits: list[Callable[[], None]] = []
+        self.epoch = 0
+        self._last_recorded: dict[int, tuple[Work, list[Node]]] = {}
+        self._numbers, self._shares, self._moves = itertools.count(201), Counter[str](), Counter[str]()
+        for number in range(2):  # two groups of all ranks, which stand the other way round in the second
+            group: Any = Group(world - 1 - rank if number else rank, world)
+            group.group_name = f"group {number}"
+            self.groups.append(group)
+
+    # --- streams
+    def enqueue(self, stream: int, name: str, *programs: Program) -> None:
+        """Append a node to a stream."""
+        self._work_of(stream).add(Node(name, self.rank, stream, [], programs, self.epoch))
+
+    def _work_of(self, stream: int) -> Work:
+        return self.capture if self.capture is not None and stream in self.capture.tails else self.work
+
+    def do(self, entry: Entry) -> None:
+        self.log.append(entry)
+        if isinstance(entry, Recorded):
+            work = self._work_of(entry.stream)
+            self._last_recorded[entry.event] = work, list(work.tails.get(entry.stream, []))
+        elif isinstance(entry, Awaited):
+            self._wait(entry)
+        elif isinstance(entry, Launched):
+            name, call = entry.prepared.name, Call(entry)
+            programs = [functools.partial(PROGRAMS[name], call, number) for number in range(entry.prepared.programs)]
+            self.enqueue(entry.stream, name, *programs)
+        elif isinstance(entry, Copied):
+            self.enqueue(entry.stream, "copy", functools.partial(copied, entry))
+        elif isinstance(entry, Waited):
+            self.enqueue(entry.stream, "wait", functools.partial(waited, entry))
+        else:
+            assert isinstance(entry, Wrote)
+            self.enqueue(entry.stream, "write", functools.partial(wrote, entry))
+
+    def _wait(self, entry: Awaited) -> None:
+        here = self._work_of(entry.stream)
+        if entry.at_launch and here is self.capture:
+            here.add(Node("event", self.rank, entry.stream, [], event=entry.event))
+        elif entry.event in self._last_recorded:
+            work, nodes = self._last_recorded[entry.event]
+            if work is self.capture is not here:  # the stream takes part from now on
+                work.tails[entry.stream] = list(nodes)
+            elif work is here:
+                here.tails.setdefault(entry.stream, [])
+                here.tails[entry.stream] = [*here.tails[entry.stream], *nodes]
+            else:
+                self.problems.append("a stream waits for an event of another graph")
+
+    # --- graphs
+    def record(self, enqueue: Callable[[int], None], cublas: bool, urgent: bool) -> Graph:
+        self.log, here = [], self.current_stream
+        self.current_stream = GRAPH
+        try:
+            with self.captured(GRAPH) as work:
+                enqueue(GRAPH)
+        finally:
+            self.current_stream = here
+        graph: Any = Graph(self, self.log)
+        graph.work = work
+        return graph  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def captured(self, stream: int) -> Iterator[Work]:
+        """Capture what is enqueued on `stream`, and on those that join it."""
+        self.capture = work = Work(stream)
+        try:
+            yield work
+        finally:
+            self.capture = None
+        if not work.joined(stream):
+            self.problems.append("a graph is not joined")
+
+    def launch(self, graph: Work, stream: int, executable: Executable) -> None:
+        """Enqueue all of a graph, made anew."""
+        start = [*self.work.tails.get(stream, []), *executable.last]
+        made: dict[Node, Node] = {}
+        for node in graph.nodes:
+            after = [made[other] for other in node.after] or start
+            if node.event is not None:
+                after = [*after, *self._last_recorded.get(node.event, (None, []))[1]]
+            made[node] = Node(f"{node.name} of a graph", self.rank, node.stream, after, node.programs, self.epoch)
+        end = Node("end of a graph", self.rank, stream, [*made.values()] or start, epoch=self.epoch)
+        self.work.nodes += [*made.values(), end]
+        self.work.tails[stream] = executable.last = [end]
+
+    # --- memory
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
+        """Memory for the current stream, poisoned."""
+        strides = strides or torch.empty(shape, device="meta").stride()
+        size = dtype.itemsize * (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)))
+        taken = self.arena.take(self.current_stream, self.capturing, size=size)
+        tensor = torch.from_numpy(taken)[:size]
+        place = Place.of(tensor)
+
+        def steps() -> Steps:
+            place.tensor().fill_(POISON)
+            yield None
+
+        self.enqueue(self.current_stream, "poison", steps)
+        return tensor.view(dtype).as_strided(shape, strides)
+
+    def new_tensors(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+        return lambda: self.empty(shape, dtype)
+
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+        self.arena.kept.add(tensor.data_ptr())
+
+    def share(self, group: Any, device: torch.device, size: int) -> Area:
+        """Symmetric memory. The host waits for all streams, and for all ranks."""
+        self.epoch += 1
+        self._shares[group.group_name] += 1
+        key = group.group_name, self._shares[group.group_name]
+        parts = self.shared.parts.setdefault(
+            key, [torch.zeros(size, dtype=torch.uint8) for _ in range(self.world)]
+        )
+        peers = [part.data_ptr() for part in parts]
+        return Area(parts[group.rank()], parts, peers, torch.tensor(peers))
+
+    def new_stream(self, device: torch.device) -> int:
+        return next(self._numbers)
+
+    # --- cuBLAS and NCCL
+    def product(self, *operands: Any, out: Tensor | None = None) -> Tensor:
+        assert out is not None
+        places = tree_map_only(Tensor, Place.of, [out, *operands])
+
+        def steps() -> Steps:
+            into, a, *others = tree_map_only(Place, Place.tensor, places)
+            rows = yield from look(a)
+            yield from put(into, product(rows, *others).to(into.dtype))
+
+        self.enqueue(self.current_stream, "product", steps)
+        return out
+
+    def gather_into(self, whole: Tensor, shard: Tensor, group: Any) -> None:
+        self._move(whole, shard, group, lambda parts: torch.cat([raw(part) for part in parts]).view(whole.dtype))
+
+    def scatter_into(self, part: Tensor, whole: Tensor, reduce_op: str, group: Any) -> None:
+        def add(parts: Sequence[Tensor]) -> Tensor:
+            total = sum((each.chunk(self.world)[group.rank()].float() for each in parts), torch.zeros(()))
+            return (total * (1 / self.world if reduce_op == "avg" else 1)).to(part.dtype)
+
+        self._move(part, whole, group, add)
+
+    def _move(self, out: Tensor, given: Tensor, group: Any, make: Callable[[Sequence[Tensor]], Tensor]) -> None:
+        """Put what `make` makes of all ranks' `given` into `out`, once all have come."""
+        places, name, rank = (Place.of(given), Place.of(out)), group.group_name, group.rank()
+
+        def steps() -> Steps:
+            self._moves[name] += 1
+            found = yield from look(places[0].tensor())
+            parts = self.shared.moved.setdefault((name, self._moves[name]), {})
+            parts[rank] = found
+            yield lambda: len(parts) == self.world
+            yield from put(places[1].tensor(), make([parts[peer] for peer in range(self.world)]).view(places[1].shape))
+
+        self.enqueue(self.current_stream, "NCCL", steps)
+
+    # --- what is left
+    def left_over(self) -> bool:
+        """A word is set, or a count is not over, of a group that has done all its calls."""
+        for group in self.groups:
+            here: GroupMemory | None = memory.existing_memory(group)
+            if here is not None:
+                counts = torch.stack([here.done, here.stage_done, here.gather_done, here.scatter_done])
+                words = (here.signals.memory.view(torch.int32)[: 2 * WORDS], here.local[: 2 * WORDS], counts)
+                if any(each.count_nonzero() for each in (*words, here.local[2 * WORDS + 1 :])):
+                    return True
+        return False
+
+
+def copied(entry: Copied) -> Steps:
+    """By halves; a word at once."""
+    if entry.size == 4:
+        int32(entry.dst).value = int32(entry.src).value
+        return
+    half = -(-entry.width // 2)
+    for row, first in itertools.product(range(entry.height), (0, half)):
+        size = (min(half, entry.width - first),)
+        found = yield from look(at(entry.src + row * entry.src_pitch + first, size, torch.uint8))
+        yield from put(at(entry.dst + row * entry.dst_pitch + first, size, torch.uint8), found)
+
+
+def waited(entry: Waited) -> Steps:
+    yield reached(int32(entry.address), entry.value)
+
+
+def wrote(entry: Wrote) -> Steps:
+    int32(entry.address).value = entry.value
+    yield None
+
+
+@contextlib.contextmanager
+def rank_of(number: int, world: int, shared: Shared, chunks: int, **options: Any) -> Iterator[Rank]:
+    """The package as one rank sees it."""
+    small = mock.patch.object(cuda_stubs, "SMS", SMS)
+    made = functools.partial(Rank, shared=shared)
+    with small, cuda_stubs.machine(number, world, made=made, **options) as here, contextlib.ExitStack() as stack:
+        replaced: dict[Any, dict[str, Any]] = {
+            driver: {"Executable": Executable},
+            gather: {"new_tensors": here.new_tensors},
+            scatter: {"new_tensors": here.new_tensors},
+            select: {"fused_tiles": lambda *_: TILES, "chunks_for": lambda *_: chunks},
+            cuda: {"gather_into": here.gather_into, "register_wait": lambda result, wait: here.waits.append(wait)},
+            Tensor: {"record_stream": lambda tensor, stream: here.record_stream(tensor, stream)},
+        }
+        for module, attributes in replaced.items():
+            for name, value in attributes.items():
+                stack.enter_context(mock.patch.object(module, name, value))
+        stack.enter_context(Enqueued(here))
+        yield here
+
+
+# --- running -----------------------------------------------------------------------------------------------------
+class Thread:
+    """What goes on by itself."""
+
+    def __init__(self, node: Node, steps: Steps) -> None:
+        self.node, self.steps = node, steps
+        self.question: Question | None = None
+        self.place = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.node.name} on stream {self.node.stream} of rank {self.node.rank}"
+
+
+class Scheduler:
+    """Threads, and whose turn it is."""
+
+    def __init__(self, nodes: Sequence[Node], draw: random.Random) -> None:
+        self.draw, self.threads, self.left = draw, list[Thread](), len(nodes)
+        self._stretch = 0
+        self._draw_places()
+        for node in nodes:
+            others = [other for other in node.after if other.epoch == node.epoch]
+            node.missing = len(others)
+            for other in others:
+                other.followers.append(node)
+        for node in [node for node in nodes if not node.missing]:
+            self._start(node)
+
+    def _draw_places(self) -> None:
+        """The next stretch of steps, and who comes first in it."""
+        self._stretch = int(2 ** self.draw.uniform(0, 10))
+        self._rank_weight, self._stream_weight = (self.draw.choice((0, 0, 2)) for _ in range(2))
+        self._places: dict[tuple[int, ...], float] = {}
+        for thread in self.threads:
+            thread.place = self._place(thread.node)
+        self.threads.sort(key=lambda thread: thread.place)
+
+    def _place(self, node: Node) -> float:
+        by_rank, by_stream = (
+            self._places.setdefault(key, self.draw.random()) for key in ((node.rank,), (node.rank, node.stream))
+        )
+        return self._rank_weight * by_rank + self._stream_weight * by_stream + self.draw.random()
+
+    def _start(self, node: Node) -> None:
+        node.running = len(node.programs)
+        for program in node.programs:
+            thread = Thread(node, program())
+            thread.place = self._place(node)
+            bisect.insort(self.threads, thread, key=lambda thread: thread.place)
+        if not node.programs:
+            self._end(node)
+
+    def _end(self, node: Node) -> None:
+        self.left -= 1
+        for follower in node.followers:
+            follower.missing -= 1
+            if not follower.missing:
+                self._start(follower)
+
+    def run(self) -> None:
+        """Until all is done."""
+        while self.threads:
+            self._stretch -= 1
+            if self._stretch < 0:
+                self._draw_places()
+            able = (thread for thread in self.threads if thread.question is None or thread.question())
+            if (thread := next(able, None)) is None:
+                raise Found(f"stuck: {'; '.join(map(str, self.threads))}")
+            self._go_on(thread)
+        assert not self.left
+
+    def _go_on(self, thread: Thread) -> None:
+        try:
+            thread.question = next(thread.steps)
+        except StopIteration:
+            self.threads.remove(thread)
+            thread.node.running -= 1
+            if not thread.node.running:
+                self._end(thread.node)
+        except Raced as error:
+            raise Found(f"{thread}: {error}") from error
+
+
+def run(ranks: Sequence[Rank], seed: int) -> None:
+    """Do what all ranks have enqueued, in an order that `seed` says.
+
+    Raises:
+        Found: Something is wrong.
+    """
+    draw = random.Random(seed)
+    for rank in ranks:
+        if rank.problems:
+            raise Found(f"rank {rank.rank}: {rank.problems[0]}")
+    nodes = [node for rank in ranks for node in rank.work.nodes]
+    for epoch in sorted({node.epoch for node in nodes}):
+        Scheduler([node for node in nodes if node.epoch == epoch], draw).run()
+    for rank in ranks:
+        if rank.left_over():
+            raise Found(f"rank {rank.rank}: a word is left over")
