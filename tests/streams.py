@@ -40,7 +40,6 @@ from asynctp_kernels.cuda.tiles import Tiles
 from cuda_emulated import POISON, PROGRAMS, Call, Question, Raced, Steps, at, int32, look, put, raw, reached
 from cuda_stubs import (
     GRAPH,
-    MAIN,
     WORDS,
     Awaited,
     Copied,
@@ -197,7 +196,8 @@ class Rank(Machine):
 
     Attributes:
         arena: its memory. work: what is enqueued. capture: what is being captured, if anything is.
-        groups: that it is in. problems: what the driver would refuse. waits: of results in flight, see `results`.
+        groups: that it is in. problems: what the driver would refuse. waits: of results in flight.
+        room: for how many programs more, of the GEMM (True) and of small kernels.
     """
 
     def __init__(self, rank: int, world: int, peer_writes: bool, shared: Shared) -> None:
@@ -207,7 +207,7 @@ class Rank(Machine):
         self.groups: list[Any] = []
         self.problems: list[str] = []
         self.waits: list[Callable[[], None]] = []
-        self.epoch = 0
+        self.epoch, self.room = 0, {False: SMS, True: SMS}
         self._last_recorded: dict[int, tuple[Work, list[Node]]] = {}
         self._numbers, self._shares, self._moves = itertools.count(201), Counter[str](), Counter[str]()
         for number in range(2):  # two groups of all ranks, which stand the other way round in the second
@@ -233,6 +233,8 @@ class Rank(Machine):
         elif isinstance(entry, Launched):
             name, call = entry.prepared.name, Call(entry)
             programs = [functools.partial(PROGRAMS[name], call, number) for number in range(entry.prepared.programs)]
+            if name != "await_kernel":  # of one warp, for which there always is room
+                programs = [functools.partial(on_an_sm, self.room, name == "gemm_kernel", each) for each in programs]
             self.enqueue(entry.stream, name, *programs)
         elif isinstance(entry, Copied):
             self.enqueue(entry.stream, "copy", functools.partial(copied, entry))
@@ -320,9 +322,7 @@ class Rank(Machine):
         self.epoch += 1
         self._shares[group.group_name] += 1
         key = group.group_name, self._shares[group.group_name]
-        parts = self.shared.parts.setdefault(
-            key, [torch.zeros(size, dtype=torch.uint8) for _ in range(self.world)]
-        )
+        parts = self.shared.parts.setdefault(key, [torch.zeros(size, dtype=torch.uint8) for _ in range(self.world)])
         peers = [part.data_ptr() for part in parts]
         return Area(parts[group.rank()], parts, peers, torch.tensor(peers))
 
@@ -377,6 +377,14 @@ class Rank(Machine):
                 if any(each.count_nonzero() for each in (*words, here.local[2 * WORDS + 1 :])):
                     return True
         return False
+
+
+def on_an_sm(room: dict[bool, int], large: bool, program: Program) -> Steps:
+    """Every SM has room for a program of the GEMM and a small one, which stay until they are done."""
+    yield lambda: room[large] > 0
+    room[large] -= 1
+    yield from program()
+    room[large] += 1
 
 
 def copied(entry: Copied) -> Steps:
