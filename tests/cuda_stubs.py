@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -453,6 +454,7 @@ def machine(
             "_last_call": {},
             "_turns": {},
             "_flying": {},
+            "_groups": weakref.WeakKeyDictionary(),  # a machine's memory refers to its group, and would stay
             "Board": here.board,
             "_watch": lambda reference: None,
         },

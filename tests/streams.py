@@ -59,7 +59,8 @@ from torch.utils._pytree import tree_map_only
 
 SMS = 4  # so that a program has several tiles
 TILES = Tiles(8, 16, 16, warps=4, stages=3, group_m=2)
-ALIGNMENT = 512
+ALIGNMENT = 512  # of memory
+GRANULE = 8 << 10  # of symmetric memory: so that it grows
 Program = Callable[[], Steps]
 
 
@@ -68,7 +69,7 @@ class Found(Exception):
 
 
 # --- what is enqueued --------------------------------------------------------------------------------------------
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Node:
     """What a stream does in one piece. `event`: of a captured node, what each launch looks up anew."""
 
@@ -109,7 +110,7 @@ class Work:
 class Memory:
     """PyTorch's allocator: what is freed goes to the next that asks for as much on the same stream."""
 
-    def __init__(self, size: int = 1 << 23) -> None:
+    def __init__(self, size: int = 1 << 21) -> None:
         self._bytes = np.zeros(size + ALIGNMENT, np.uint8)
         self._top = -self._bytes.ctypes.data % ALIGNMENT
         self._free: dict[tuple[int, ...], list[int]] = {}
@@ -196,7 +197,8 @@ class Rank(Machine):
 
     Attributes:
         arena: its memory. work: what is enqueued. capture: what is being captured, if anything is.
-        groups: that it is in. problems: what the driver would refuse. waits: of results in flight.
+        groups: that it is in. memories: of those that have made calls.
+        problems: what the driver would refuse. waits: of results in flight.
         room: for how many programs more, of the GEMM (True) and of small kernels.
     """
 
@@ -205,6 +207,7 @@ class Rank(Machine):
         self.shared, self.arena, self.work = shared, Memory(), Work()
         self.capture: Work | None = None
         self.groups: list[Any] = []
+        self.memories: list[GroupMemory] = []
         self.problems: list[str] = []
         self.waits: list[Callable[[], None]] = []
         self.epoch, self.room = 0, {False: SMS, True: SMS}
@@ -369,13 +372,11 @@ class Rank(Machine):
     # --- what is left
     def left_over(self) -> bool:
         """A word is set, or a count is not over, of a group that has done all its calls."""
-        for group in self.groups:
-            here: GroupMemory | None = memory.existing_memory(group)
-            if here is not None:
-                counts = torch.stack([here.done, here.stage_done, here.gather_done, here.scatter_done])
-                words = (here.signals.memory.view(torch.int32)[: 2 * WORDS], here.local[: 2 * WORDS], counts)
-                if any(each.count_nonzero() for each in (*words, here.local[2 * WORDS + 1 :])):
-                    return True
+        for here in self.memories:
+            counts = torch.stack([here.done, here.stage_done, here.gather_done, here.scatter_done])
+            words = (here.signals.memory.view(torch.int32)[: 2 * WORDS], here.local[: 2 * WORDS], counts)
+            if any(each.count_nonzero() for each in (*words, here.local[2 * WORDS + 1 :])):
+                return True
         return False
 
 
@@ -418,6 +419,7 @@ def rank_of(number: int, world: int, shared: Shared, chunks: int, **options: Any
             driver: {"Executable": Executable},
             gather: {"new_tensors": here.new_tensors},
             scatter: {"new_tensors": here.new_tensors},
+            memory: {"_GRANULE": GRANULE},
             select: {"fused_tiles": lambda *_: TILES, "chunks_for": lambda *_: chunks},
             cuda: {"gather_into": here.gather_into, "register_wait": lambda result, wait: here.waits.append(wait)},
             Tensor: {"record_stream": lambda tensor, stream: here.record_stream(tensor, stream)},
@@ -427,6 +429,7 @@ def rank_of(number: int, world: int, shared: Shared, chunks: int, **options: Any
                 stack.enter_context(mock.patch.object(module, name, value))
         stack.enter_context(Enqueued(here))
         yield here
+        here.memories = list(memory._groups.values())
 
 
 # --- running -----------------------------------------------------------------------------------------------------

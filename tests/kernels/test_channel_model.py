@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import pytest
-from asynctp_kernels.cuda.memory import MAX_CHUNKS, Words
+from asynctp_kernels.cuda.memory import MAX_CHUNKS, Words, existing_memory
 from asynctp_kernels.cuda.script import (
     Await,
     Channel,
@@ -42,6 +42,9 @@ from asynctp_kernels.cuda.script import (
     scatter_script,
 )
 from asynctp_kernels.cuda.tiles import Chunks, cut, cut_own, in_blocks
+from cuda_stubs import FP8, MAIN, Copied, Entry, Names
+from stream_sessions import Op, Session, bulk, gather, perform, scatter
+from streams import TILES, Shared, rank_of
 
 ROWS = 2
 START, RUNNING, END, REDUCED, FIRST_EVENT = range(5)  # event FIRST_EVENT + r: about rank r, see `of_block`
@@ -780,7 +783,7 @@ def _history(model: Model, came_from: dict[State, tuple[State, int] | None], sta
     return actions[::-1]
 
 
-# --- the protocol holds ----------------------------------------------------------------------------------------
+# --- it is what the package does ---------------------------------------------------------------------------------
 KINDS = (
     Call("gather"),
     Call("gather", chunks=2, keep_own=True),
@@ -791,6 +794,95 @@ KINDS = (
 )
 BULK = (Call("gather", "bulk"), Call("scatter", "bulk"))
 FEW_ACTIONS = [call for call in KINDS if call != Call("scatter", chunks=2)]
+OUTER = (
+    Call("gather", outer=2, scales=True, keep_own=True),
+    Call("gather", chunks=2, outer=2, scales=True, keep_own=True, keep_scales=True),
+    Call("gather", "decomposed", outer=2, scales=True, keep_own=True),
+    Call("scatter", chunks=2, outer=2),
+    Call("scatter", "decomposed", outer=2),
+)
+EVENTS = ("start", "running", "end", "reduced")
+KERNELS = {"stage": "stage_kernel", "gemm": "gemm_kernel", "reduction": "reduce_kernel"}
+
+
+def op_of(call: Call, world: int) -> Op:
+    """The same call of an op, of two tiles of rows for each byte here."""
+    size, dim = ROWS * TILES.block_m, int(call.outer > 1)
+    if call.way == "bulk":
+        return bulk(call.op, later=1)
+    if call.op == "scatter":
+        return scatter(call.way, rows=(call.outer, world * size // call.outer) if dim else (world * size,), dim=dim)
+    scaled = {"dtype": FP8, "scales": "row"} if call.scales else {}
+    numbers = {"travels": not call.keep_scales, "along": call.keep_scales} if call.scales else {}
+    shard = (call.outer, size // call.outer) if dim else (size,)
+    return gather(call.way, shard=shard, dim=dim, full=call.keep_own, **scaled, **numbers)
+
+
+def asked_for(calls: Sequence[Call], rank: int, world: int) -> list[tuple[str, str]]:
+    """What the package puts on which stream, but for the ends of calls: these order calls on several streams."""
+    session = Session(world, tuple(op_of(call, world) for call in calls), rounds=1)
+    with rank_of(rank, world, Shared(), calls[0].chunks) as here:
+        perform(session, here)
+        memory = existing_memory(here.groups[0])
+        assert memory is not None
+        names = Names(memory, {})
+        streams = {MAIN: "main", memory.stream: "copy", memory.reducer: "reduce"}
+        others = {memory.last, memory.flown}
+        log = [entry for entry in here.log if getattr(entry, "event", None) not in others]
+        return [(streams[entry.stream], _said(entry, names)) for entry in log]
+
+
+def _said(entry: Entry, names: Names) -> str:
+    return "copy" if isinstance(entry, Copied) else names.entry(entry)
+
+
+def modelled(calls: Sequence[Call], rank: int, world: int) -> list[tuple[str, str]]:
+    """The same of the model. What products and the program do to memory is not asked of the driver."""
+    one = Rank(Case(world, tuple(calls)), rank)
+    items = [item for number, call in enumerate(calls) for item in one.enqueue(number, call)]
+    return [(stream, _said_here(item, one)) for stream, item in items if not isinstance(item, Touch)]
+
+
+def _said_here(item: object, rank: Rank) -> str:
+    if isinstance(item, Copy):
+        return "copy"
+    if isinstance(item, Kernel):
+        return f"launch {KERNELS[item.name]}"
+    if isinstance(item, Record | Await):
+        return f"{type(item).__name__.lower()} {_event(item.event, rank)}"
+    assert isinstance(item, Wait | Write | Post)
+    word, index = area(item.address), item.address % _AREA // _WORD
+    place = f"[{index}]" if word == "free" else f"[{index // MAX_CHUNKS}, {index % MAX_CHUNKS}]"
+    of = f" of {item.address // _RANK} " if word in ("free", "full") else ""
+    if isinstance(item, Wait):
+        return f"wait {word}{of}{place} >= {item.value}"
+    return f"write {word}{of}{place} = {item.value if isinstance(item, Write) else 1}"
+
+
+def _event(event: int, rank: Rank) -> str:
+    if event < FIRST_EVENT:
+        return EVENTS[event]
+    if event in rank.flights:
+        return "flight"
+    block, source = divmod(event - FIRST_EVENT, 100)
+    return f"event[{source * MAX_CHUNKS + block}]"
+
+
+@pytest.mark.parametrize("call", [*KINDS, *OUTER], ids=str)
+@pytest.mark.parametrize("world", [2, 4])
+def test_model_asks_for_what_the_package_asks_for(call: Call, world: int) -> None:
+    for rank in range(world):
+        assert modelled([call], rank, world) == asked_for([call], rank, world)
+
+
+@pytest.mark.parametrize("bulk_call", BULK, ids=str)
+def test_so_it_does_beside_results_in_flight(bulk_call: Call) -> None:
+    for other in (*BULK, *KINDS):
+        for calls in ((bulk_call, replace(other, chunks=1)), (replace(other, chunks=1), bulk_call)):
+            assert modelled(calls, 1, 3) == asked_for(calls, 1, 3)
+
+
+# --- the protocol holds ----------------------------------------------------------------------------------------
 PARTICULAR = (
     Case(2, (Call("gather", scales=True), Call("gather", chunks=2, scales=True)), programs=2),
     Case(2, (Call("gather", "decomposed", scales=True), Call("gather", chunks=2), Call("gather", scales=True))),
