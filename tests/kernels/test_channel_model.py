@@ -244,8 +244,7 @@ class Rank:
             ("copy", Await(START)),
             ("copy", self._stage(number, call)),
             *[("copy", _placed(step, bases)) for step in script],
-            ("copy", Record(END)),
-            ("copy", Record(self.flights[number % 2])),
+            *self._flown(number),
         ]
 
     def _bulk_scatter(self, number: int, call: Call) -> list[Item]:
@@ -257,16 +256,22 @@ class Rank:
             ("main", Touch(writes=sum(parts, ()))),
             ("main", Record(START)),
             ("copy", Await(START)),
+            ("copy", Record(RUNNING)),
             *[("copy", _placed(step, bases)) for step in script],
             ("copy", Record(END)),
-            ("reduce", Await(START)),
+            ("reduce", Await(RUNNING)),
             *[("reduce", Await(END))] * self.case.bounded,
             *[("reduce", step) for step in parts_script(channel, call.cut, MAX_CHUNKS)],
             ("reduce", self._reduction(number, call)),
             ("reduce", Record(REDUCED)),
             ("copy", Await(REDUCED)),
-            ("copy", Record(self.flights[number % 2])),
+            *self._flown(number),
         ]
+
+    def _flown(self, number: int) -> list[Item]:
+        """The result is complete."""
+        done = self.flights[number % 2]
+        return [("copy", Record(done)), ("reduce", Await(done))]
 
     def _land(self, number: int) -> list[Item]:
         """The result of a bulk call is waited for, and read."""
@@ -811,7 +816,12 @@ def op_of(call: Call, world: int) -> Op:
     if call.way == "bulk":
         return bulk(call.op, later=1)
     if call.op == "scatter":
-        return scatter(call.way, rows=(call.outer, world * size // call.outer) if dim else (world * size,), dim=dim)
+        return scatter(
+            call.way,
+            n=TILES.block_n,
+            rows=(call.outer, world * size // call.outer) if dim else (world * size,),
+            dim=dim,
+        )
     scaled = {"dtype": FP8, "scales": "row"} if call.scales else {}
     numbers = {"travels": not call.keep_scales, "along": call.keep_scales} if call.scales else {}
     shard = (call.outer, size // call.outer) if dim else (size,)
