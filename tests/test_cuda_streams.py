@@ -256,6 +256,11 @@ def behind_flights(left_out: str) -> Spoil:
     return replaced(GroupMemory, "behind_flights", make)
 
 
+def source_given_back(real: Any) -> Any:
+    """What is read in flight is not kept."""
+    return lambda bulk, result: real(bulk._replace(source=None), result)
+
+
 def one_recording(real: Any) -> Any:
     """Of all calls of a plan, wherever their memory is."""
     return lambda self, stream, key, *rest: real(self, stream, key[:1], *rest)
@@ -280,6 +285,7 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "one slot": ("direct gather", replaced(cuda_emulated, "_landings", lambda real: lambda call, epoch: real(call, 0))),
     "copies beside flights": ("recorded beside flights", behind_flights("stream")),
     "sums beside flights": ("recorded flights", behind_flights("reducer")),
+    "source given back in flight": ("in flight", replaced(cuda, "_waited", source_given_back)),
     "a recording of other memory": ("recorded elsewhere", replaced(Recordings, "run", one_recording)),
 }
 

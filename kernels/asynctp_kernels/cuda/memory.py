@@ -22,7 +22,8 @@ its copy stream; what is staged in it comes behind the own last reduction, and n
 These words are binary and are cleared by their only waiter, so nothing depends on how often, in which CUDA graph or in
 which order of shapes a call runs, as long as all ranks make the same calls of a group in the same order; that is the
 rule for every collective. `tests/kernels/test_channel_model.py` explores it exhaustively for calls of one group on one
-stream, some of them in flight.
+stream, some of them in flight; `tests/test_cuda_streams.py` runs plans in orders that are drawn, of several streams and
+groups too.
 
 What the copy stream waits for are stream memory operations, which need no SM; of the kernels that wait (staging,
 reduction), one CTA fits beside the GEMM's on every SM.
