@@ -264,14 +264,14 @@ class Rank(Machine):
 
     # --- graphs
     def record(self, enqueue: Callable[[int], None], cublas: bool, urgent: bool) -> Graph:
-        self.log, here = [], self.current_stream
-        self.current_stream = GRAPH
+        before = self.log, self.current_stream
+        self.log, self.current_stream = [], GRAPH
         try:
             with self.captured(GRAPH) as work:
                 enqueue(GRAPH)
+            graph: Any = Graph(self, self.log)
         finally:
-            self.current_stream = here
-        graph: Any = Graph(self, self.log)
+            self.log, self.current_stream = before
         graph.work = work
         return graph  # type: ignore[no-any-return]
 

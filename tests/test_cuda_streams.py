@@ -36,7 +36,7 @@ from stream_sessions import Session, Spoil, bulk, gather, play, scatter
 from streams import Found
 
 OTHER = 42  # another stream of the program's
-SEEDS, MANY_SEEDS = range(3), range(10)
+SEEDS, MANY_SEEDS = range(6), range(10)
 
 
 # --- they are right ----------------------------------------------------------------------------------------------
