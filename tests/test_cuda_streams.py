@@ -69,6 +69,7 @@ SESSIONS: dict[str, Session] = {
     "all kinds": Session(
         3, (gather(), scatter(), gather("decomposed"), scatter("decomposed"), gather("direct"), scatter("direct"))
     ),
+    "beside NCCL": Session(3, (gather("unfused"), scatter(), scatter("unfused", reduce_op="avg"), gather())),
     "bulk": Session(3, (bulk("gather"), bulk("scatter"), bulk("gather"))),
     "in flight": Session(3, (bulk("gather", 2), bulk("scatter", 1), gather("decomposed"), scatter("decomposed"))),
     "in flight beside fused": Session(3, (bulk("scatter", 1), gather(), bulk("gather", 1), scatter())),
