@@ -1,11 +1,11 @@
 """Every interleaving of a small model of the copy engine's protocol of `asynctp_kernels.cuda`.
 
 The model plays the scripts that `gather_script` and `scatter_script` build, and what `gather` and `scatter` put around
-them: events, kernels, and the words that these wait for and clear. That the package asks the driver for the same, in the
-same order, is tested (`asked_for`). A thread is a stream or one program of a kernel: a straight line of actions that runs
-at any speed, but never starves. Every byte remembers the call and rank that made it. An access (copy, load, store) takes
-two actions, a begin and an end, and another access may come in between; addresses are the same in all calls, as when the
-allocator hands a freed block out again.
+them: events, kernels, and the words that these wait for and clear. That the package asks the driver for the same, in
+the same order, is tested (`asked_for`). A thread is a stream or one program of a kernel: a straight line of actions
+that runs at any speed, but never starves. Every byte remembers the call and rank that made it. An access (copy, load,
+store) takes two actions, a begin and an end, and another access may come in between; addresses are the same in all
+calls, as when the allocator hands a freed block out again.
 
 Findings:
 
