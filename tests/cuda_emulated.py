@@ -302,8 +302,8 @@ def push_gather_program(call: Call, program: int) -> Steps:
     unit, epoch = call.examples["shard_ptr"].dtype, int64(call.epoch_ptr).value + 1
     size, part = unit.itemsize, call.scales_offset + call.numbers * 4
     check_landing(call, part if call.SCALE_TRAVELS else call.size * size)
-    blocks = [slice(at, min(at + call.BLOCK, call.size)) for at in _from(call, program, call.size)]
-    some = [slice(at, min(at + call.BLOCK, call.numbers)) for at in _from(call, program, call.numbers)]
+    blocks = [slice(first, min(first + call.BLOCK, call.size)) for first in _from(call, program, call.size)]
+    some = [slice(first, min(first + call.BLOCK, call.numbers)) for first in _from(call, program, call.numbers)]
     some = some if call.SCALE_TRAVELS else []
     shard, numbers = at(call.shard_ptr, (call.size,), unit), at(call.scale_ptr, (call.numbers,), torch.float32)
     full = at(call.full_ptr, (call.WORLD * call.size,), unit)
@@ -340,7 +340,7 @@ def push_reduce_program(call: Call, program: int) -> Steps:
     sent, dtype = call.examples["full_ptr"].dtype, call.examples["out_ptr"].dtype
     epoch = int64(call.epoch_ptr).value + 1
     check_landing(call, call.size * sent.itemsize)
-    blocks = [slice(at, min(at + call.BLOCK, call.size)) for at in _from(call, program, call.size)]
+    blocks = [slice(first, min(first + call.BLOCK, call.size)) for first in _from(call, program, call.size)]
     full, out = at(call.full_ptr, (call.WORLD * call.size,), sent), at(call.out_ptr, (call.size,), dtype)
     landings, pads = _landings(call, epoch), at(call.pads, (call.WORLD,), torch.int64).tolist()
     for peer in _others(call, 1):

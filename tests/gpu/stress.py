@@ -257,9 +257,10 @@ def main() -> int:
     groups = [dist.group.WORLD, dist.new_group(list(range(dist.get_world_size())))]
     for group in groups:
         dist.barrier(group)
-    # NCCL, which an all-reduce ends with, does not order the kernels of two groups on two streams: one has them
-    nccl = groups[0] if dist.get_backend() == "nccl" else None
-    calls = [prepare_all(group, reduces=group is nccl) for group in groups]
+    # NCCL, which an all-reduce ends with, does not order the kernels of two groups on two streams: one has them. Gloo's
+    # collectives cannot be captured: none has.
+    reducing = groups[0] if dist.get_backend() == "nccl" else None
+    calls = [prepare_all(group, reduces=group is reducing) for group in groups]
     limit(600)
     began = time.time()
     done, replays = mix(calls, groups, total)
