@@ -302,6 +302,7 @@ def push_gather_program(call: Call, program: int) -> Steps:
     unit, epoch = call.examples["shard_ptr"].dtype, int64(call.epoch_ptr).value + 1
     size, part = unit.itemsize, call.scales_offset + call.numbers * 4
     check_landing(call, part if call.SCALE_TRAVELS else call.size * size)
+    assert call.scales_offset >= call.size * size
     blocks = [slice(first, min(first + call.BLOCK, call.size)) for first in _from(call, program, call.size)]
     some = [slice(first, min(first + call.BLOCK, call.numbers)) for first in _from(call, program, call.numbers)]
     some = some if call.SCALE_TRAVELS else []
@@ -378,35 +379,6 @@ def _others(call: Call, way: int) -> list[int]:
     return [(call.rank + way * step) % call.WORLD for step in range(1, call.WORLD)]
 
 
-def push_gather(launched: Launched, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
-    """`push_gather_kernel`, given all ranks' shards and scales."""
-    call = Call(launched)
-    unit = call.examples["shard_ptr"].dtype
-    check_landing(call, call.scales_offset + call.numbers * 4 if call.SCALE_TRAVELS else call.size * unit.itemsize)
-    assert call.scales_offset >= call.size * unit.itemsize
-    full = at(call.full_ptr, (call.WORLD * call.size,), unit)
-    for src in range(call.WORLD):
-        shard = raw(shards[src]).view(unit)
-        if src == call.rank:
-            assert torch.equal(at(call.shard_ptr, (call.size,), unit), shard)
-        full[place(call, src)] = shard
-        if call.SCALE_TRAVELS:
-            whole = at(call.full_scale_ptr, (call.WORLD * call.numbers,), torch.float32)
-            whole[number_place(call, src)] = scales[src].flatten()
-
-
-def push_reduce(launched: Launched, parts: Sequence[Tensor]) -> None:
-    """`push_reduce_kernel`, given what every other rank has for this one."""
-    call = Call(launched)
-    sent, dtype = call.examples["full_ptr"].dtype, call.examples["out_ptr"].dtype
-    check_landing(call, call.size * sent.itemsize)
-    full = at(call.full_ptr, (call.WORLD * call.size,), sent)
-    total = torch.zeros(call.size)
-    for src in range(call.WORLD):
-        total += (full[place(call, src)] if src == call.rank else parts[src].flatten()).float()
-    at(call.out_ptr, (call.size,), dtype).copy_((total * call.factor).to(dtype))
-
-
 # --- on one rank -------------------------------------------------------------------------------------------------
 PROGRAMS: dict[str, Callable[[Call, int], Steps]] = {
     "gemm_kernel": gemm_program,
@@ -426,13 +398,25 @@ def in_order(launched: Launched) -> None:
             assert question is None or question(), f"{launched.prepared.name} waits for what nothing announces"
 
 
-def stage_alone(launched: Launched) -> None:
-    """`stage_kernel`, once all ranks have come."""
+def met(launched: Launched) -> None:
+    """`stage_kernel`, to which all ranks have come, and all have staged."""
     call = Call(launched)
-    for place in [call.outbox_ptr, *[call.kept_ptr] * call.KEEPS]:
-        ctypes.memmove(place, call.shard_ptr, call.size * call.examples["shard_ptr"].itemsize)
-    if call.SCALE_TRAVELS:
-        ctypes.memmove(call.scale_box_ptr, call.scale_ptr, call.numbers * 4)
+    pad = at(call.pads, (call.WORLD,), torch.int64)[call.rank].item()
+    at(int(pad), (2 * call.WORLD,), torch.int64).fill_(int64(call.epoch_ptr).value + 1)
+    in_order(launched)
+
+
+def landed(launched: Launched, parts: Sequence[Tensor], scales: Sequence[Tensor] = ()) -> None:
+    """A direct kernel, to which the other ranks have pushed their parts, and their scales if any travel."""
+    call = Call(launched)
+    epoch = int64(call.epoch_ptr).value + 1
+    landing, pad = _landings(call, epoch)[call.rank], at(call.pads, (call.WORLD,), torch.int64)[call.rank].item()
+    for src in _others(call, 1):
+        pieces = [(0, raw(parts[src])), *[(call.scales_offset, raw(numbers)) for numbers in scales[src : src + 1]]]
+        for offset, piece in pieces:
+            at(landing + src * call.part_bytes + offset, piece.shape, torch.uint8).copy_(piece)
+    at(int(pad), (call.WORLD * call.MAX_PROGRAMS,), torch.int64).fill_(epoch)
+    in_order(launched)
 
 
 def await_in_vain(launched: Launched) -> None:
@@ -449,7 +433,7 @@ def emulate(here: Machine) -> None:
     """Have the kernels of the pipelines do their work; the direct ones need what other ranks have."""
     here.kernels |= {
         "gemm_kernel": in_order,
-        "stage_kernel": stage_alone,
+        "stage_kernel": met,
         "reduce_kernel": in_order,
         "await_kernel": await_in_vain,
     }

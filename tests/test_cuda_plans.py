@@ -158,7 +158,7 @@ def run_gather(call: GatherCall, here: Machine, plan: gather.GatherPlan) -> tupl
     shards, scales = others(fresh)
     if "box" in here.memory.areas:
         fill_outboxes(here, shards, scales)
-    here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.push_gather, shards=shards, scales=scales)
+    here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.landed, parts=shards, scales=scales)
     here.gathered = [shards, scales] if scales else [shards]
     outs = plan.run(fresh.a_shard, fresh.a_scale, fresh.bs, fresh.b_scales, fresh.biases, fresh.along)
     full = torch.cat([shard.float() for shard in shards], call.dim).to(call.a_shard.dtype)
@@ -215,7 +215,7 @@ def test_a_shard_with_gaps_is_made_whole_first(here: Machine) -> None:
     for implementation in ("fused", "decomposed", "direct"):
         plan = gather_plan(call, here, implementation)
         shards, _ = others(call)
-        here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.push_gather, shards=shards, scales=[])
+        here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.landed, parts=shards)
         if "box" in here.memory.areas:
             fill_outboxes(here, shards, [])
         *_, gathered = plan.run(call.a_shard, None, call.bs, (), call.biases)
@@ -305,7 +305,7 @@ def run_scatter(call: ScatterCall, here: Machine, plan: scatter.ScatterPlan) -> 
     for_us[RANK] = mine[RANK].contiguous()
     if "box" in here.memory.areas:
         peers_come(here, for_us, MAX_CHUNKS)
-    here.kernels["push_reduce_kernel"] = functools.partial(cuda_emulated.push_reduce, parts=for_us)
+    here.kernels["push_reduce_kernel"] = functools.partial(cuda_emulated.landed, parts=for_us)
     here.scattered = for_us
     out = plan.run(fresh.a_parts, fresh.b_parts, fresh.a_scales, fresh.b_scales, fresh.biases)
     total = sum((part.float() for part in for_us), torch.zeros(()))
@@ -993,7 +993,7 @@ def test_all_reduce(implementation: str, options: dict[str, Any], here: Machine,
     call, checked = scatter_call((2, 96, 2), (64,), 80, dim=1, **options), []
     rows = replace(call, a_parts=[call.a_parts[0].view(384, 64)], dim=0)
     part = whole(rows, implementation).chunk(WORLD)
-    here.kernels["push_reduce_kernel"] = functools.partial(cuda_emulated.push_reduce, parts=[part[RANK]] * WORLD)
+    here.kernels["push_reduce_kernel"] = functools.partial(cuda_emulated.landed, parts=[part[RANK]] * WORLD)
     with cuda.forced(implementation):
         for _ in range(2):
             if implementation != "direct":
