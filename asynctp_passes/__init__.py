@@ -6,7 +6,7 @@ print(asynctp_passes.reports()[-1])
 """
 
 from asynctp_passes import ops
-from asynctp_passes.backend import AsyncTPPass, clear_reports, reports
+from asynctp_passes.backend import AsyncTPPass, RegatherPass, clear_reports, reports
 from asynctp_passes.config import Config, ConfigError
 from asynctp_passes.errors import AsyncTPError, DisagreementError, ExpectError, GroupError, StrictError
 from asynctp_passes.pipeline import run
@@ -33,6 +33,7 @@ __all__ = [
     "ExpectError",
     "GroupError",
     "MatmulOp",
+    "RegatherPass",
     "RegistryError",
     "Remark",
     "Report",

@@ -1,7 +1,8 @@
-"""The torch.compile backend, and the Inductor pass behind it.
+"""The torch.compile backend, and the Inductor passes behind it.
 
 torch.compile(model, backend="asynctp")                                          one line
 torch._inductor.config.post_grad_custom_post_pass = AsyncTPPass(Config(...))     for a compiler of one's own
+torch._inductor.config.joint_custom_post_pass = RegatherPass(Config(...))        with it, where it trains
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from asynctp_passes.errors import AsyncTPError, GroupError
 from asynctp_passes.report import Report
 from asynctp_passes.torch_bugs import hidden_calls
 
-__all__ = ["AsyncTPPass", "asynctp", "clear_reports", "reports"]
+__all__ = ["AsyncTPPass", "RegatherPass", "asynctp", "clear_reports", "reports"]
 
 log = logging.getLogger(__name__)
 
 _PASS_OPTION = "post_grad_custom_post_pass"
+_JOINT_PASS_OPTION = "joint_custom_post_pass"
 _PASSES_OPTION = "use_post_grad_passes"
 _KEPT_REPORTS = 4096
 _lock = threading.Lock()
@@ -90,13 +92,41 @@ class AsyncTPPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
         _publish(report, self.config, before, graph)
 
     def uuid(self) -> bytes:
-        """What Inductor's caches key this pass on: both packages' sources, torch, configuration, registered ops, what
-        the fused ops run, and this process's groups, which the graph has by name only, with their mesh dimensions.
+        """What Inductor's caches key this pass on."""
+        return _uuid(self.config)
+
+
+class RegatherPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
+    """`Config.regather`, for `torch._inductor.config.joint_custom_post_pass`. Picklable; holds no process group.
+
+    Args:
+        config: The configuration; the environment's and the defaults when None.
+    """
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = Config.from_options() if config is None else config
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Tag the gathers of a joint graph that the partitioner shall have made again in the backward.
+
+        Raises:
+            DisagreementError: Another rank decided differently.
         """
-        runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
-        groups = ",".join(f"{name}:{dim}" for name, dim in compat.mesh_dimensions().items())
-        parts = (sources_digest(), str(torch.__version__), self.config.digest(), registry.digest(), runs, groups)
-        return "-".join(parts).encode()
+        pipeline.run_joint(graph, self.config)
+
+    def uuid(self) -> bytes:
+        """What Inductor's caches key this pass on."""
+        return _uuid(self.config)
+
+
+def _uuid(config: Config) -> bytes:
+    """Both packages' sources, torch, the configuration, registered ops, what the fused ops run, and this process's
+    groups, which graphs have by name only, with their mesh dimensions.
+    """
+    runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
+    groups = ",".join(f"{name}:{dim}" for name, dim in compat.mesh_dimensions().items())
+    parts = (sources_digest(), str(torch.__version__), config.digest(), registry.digest(), runs, groups)
+    return "-".join(parts).encode()
 
 
 class _PassSequence(compat.inference_aware_pass_base()):  # type: ignore[misc]
@@ -184,7 +214,7 @@ def _require_groups(config: Config) -> None:
 
 
 def _with_pass(patches: dict[str, Any], ours: AsyncTPPass) -> dict[str, Any]:
-    """Inductor's options with our pass behind the user's.
+    """Inductor's options with our passes behind the user's.
 
     `shape_padding` is off unless they have it on: each rank would time for itself whether to pad a matmul, and ranks
     that pad differently would have different graphs.
@@ -194,15 +224,17 @@ def _with_pass(patches: dict[str, Any], ours: AsyncTPPass) -> dict[str, Any]:
             f"asynctp: {_PASSES_OPTION}=False (mode='lite' sets it) is not valid with backend='asynctp': Inductor "
             "would not run the pass; leave it True"
         )
-    present = patches.get(_PASS_OPTION, compat.inductor_option(_PASS_OPTION))
-    return {"shape_padding": False, **patches, _PASS_OPTION: _append(present, ours)}
+    added: list[tuple[str, AsyncTPPass | RegatherPass]]
+    added = [(_PASS_OPTION, ours), (_JOINT_PASS_OPTION, RegatherPass(ours.config))]
+    passes = {name: _append(patches.get(name, compat.inductor_option(name)), one) for name, one in added}
+    return {"shape_padding": False, **patches, **passes}
 
 
-def _append(present: Any, ours: AsyncTPPass) -> Any:
-    """Our pass behind those the user has; an earlier pass of ours gives way."""
+def _append(present: Any, ours: AsyncTPPass | RegatherPass) -> Any:
+    """Our pass behind those the user has; an earlier one of its kind gives way."""
     passes = present if isinstance(present, list | tuple) else [] if present is None else [present]
     flat = [step for item in passes for step in (item.passes if isinstance(item, _PassSequence) else (item,))]
-    kept = [step for step in flat if not isinstance(step, AsyncTPPass)]
+    kept = [step for step in flat if not isinstance(step, type(ours))]
     return _PassSequence([*kept, ours]) if kept else ours
 
 

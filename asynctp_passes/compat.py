@@ -215,6 +215,25 @@ def inductor_compile(
     return compiled  # type: ignore[return-value]
 
 
+_RECOMPUTE = "recompute"
+
+
+def recompute_tag(node: fx.Node) -> Any:
+    """What activation checkpointing says of a node of a joint graph to the partitioner; None where it says nothing."""
+    return node.meta.get(_RECOMPUTE)
+
+
+def recompute_in_backward(nodes: Sequence[fx.Node]) -> None:
+    """Have the partitioner compute nodes of a joint graph again in the backward, as activation checkpointing does.
+
+    It moves no collective that has no such tag (`torch._functorch.config.unsafe_allow_optimization_of_collectives`).
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    for node in nodes:
+        node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+
+
 def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     """Make Inductor run each node after the nodes listed for it; its scheduler reorders what does not depend.
 

@@ -14,9 +14,11 @@ from typing import Any, Literal
 __all__ = ["RUNTIME_VARIABLES", "Config", "ConfigError", "cpu_implementation"]
 
 Strict = Literal["off", "zero", "all"]
+Regather = Literal["auto", "always", "never"]
 _SWITCHES = ("coalesce", "store_scales", "agree", "log", "trace")
 _NOT_DECISIVE = ("agree", "log", "trace", "report_file", "graph_dir")
 _STRICT_LEVELS = ("off", "zero", "all")
+_REGATHERS = ("auto", "always", "never")
 _CPU_IMPLEMENTATIONS = ("reference", "interpreted")
 _ENVIRONMENT_PREFIX = "ASYNCTP_"
 
@@ -52,6 +54,9 @@ class Config:
         coalesce: Let small all-reduces (max or min) that do not wait for one another become one.
         store_scales: Let Inductor store fp8's scales, in graphs with fused chains, instead of computing them again for
             every element that they are multiplied with.
+        regather: Whether gathers of the forward are made again in the backward, instead of keeping what was gathered:
+            `"always"`, `"never"`, or, by default (`"auto"`), in graphs where products hide them. Where activation
+            checkpointing has its say about a gather, that holds.
         agree: Compare what the ranks of a group decide when they compile; a difference raises `DisagreementError`.
         log: Log a line per chain (MISSED as warning, the others as info).
         trace: Emit each report as a structured-trace artifact, which tlparse shows.
@@ -73,6 +78,7 @@ class Config:
     min_flops: int = 0
     coalesce: bool = True
     store_scales: bool = True
+    regather: Regather = "auto"
     agree: bool = True
     log: bool = True
     trace: bool = True
@@ -82,6 +88,7 @@ class Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", _group_names(self.groups))
         _require(self.strict in _STRICT_LEVELS, "strict", self.strict, f"one of {_STRICT_LEVELS}")
+        _require(self.regather in _REGATHERS, "regather", self.regather, f"one of {_REGATHERS}")
         for name in ("expect", "min_bytes", "min_flops"):
             value = getattr(self, name)
             _require(

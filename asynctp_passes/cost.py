@@ -17,7 +17,9 @@ from asynctp_passes.reasons import Refusal
 __all__ = [
     "Cost",
     "Machine",
+    "bytes_of",
     "cost_of",
+    "covers",
     "hides",
     "hoist_pays",
     "machine_for",
@@ -100,18 +102,18 @@ def hides(comm_bytes: int, work: int, node: fx.Node) -> bool:
     return work / machine.flops_per_us >= comm_bytes / machine.link_bytes_per_us
 
 
-def covers(work: Sequence[int | None], whole: fx.Node, ranks: int) -> bool:
-    """True when matmuls take as long as the gather of `whole`; where sizes are symbolic, one matmul has to do.
+def covers(work: Sequence[int | None], received: int | None, node: fx.Node) -> bool:
+    """True when matmuls take as long as gathers; where sizes are symbolic, one matmul has to do.
 
     Args:
         work: Of each matmul, as `Cost.work` or `work_of` gives it.
-        whole: What is gathered.
-        ranks: Of the group.
+        received: Bytes that a rank receives.
+        node: A tensor on the machine.
     """
-    known, size = [count for count in work if count is not None], received_bytes(whole, ranks)
-    if size is None or len(known) < len(work):
+    known = [count for count in work if count is not None]
+    if received is None or len(known) < len(work):
         return bool(work)
-    return bool(work) and hides(size, sum(known), whole)
+    return bool(work) and hides(received, sum(known), node)
 
 
 def work_of(matmul: fx.Node) -> int | None:
@@ -133,7 +135,7 @@ def cost_of(chain: GatherChain | ScatterChain) -> Cost:
     if isinstance(chain, GatherChain) and chain.hoist is not None:
         travels = chain.hoist.travels
         return replace(computed, comm_bytes=_sum(received_bytes(node, ranks) for node in travels))
-    own = _bytes(chain.collective.input if isinstance(chain, GatherChain) else chain.collective.node)
+    own = bytes_of(chain.collective.input if isinstance(chain, GatherChain) else chain.collective.node)
     if own is None or not ranks:
         return replace(computed, comm_bytes=None)
     sent = own
@@ -147,7 +149,7 @@ def cost_of(chain: GatherChain | ScatterChain) -> Cost:
 
 def received_bytes(whole: fx.Node, ranks: int) -> int | None:
     """What a rank receives of a tensor of which it has its part; None where sizes are symbolic."""
-    count = _bytes(whole)
+    count = bytes_of(whole)
     return None if count is None else count // ranks * (ranks - 1)
 
 
@@ -193,7 +195,8 @@ def _itemsize(node: fx.Node) -> int:
     return 0 if value is None else value.dtype.itemsize
 
 
-def _bytes(node: fx.Node | None) -> int | None:
+def bytes_of(node: fx.Node | None) -> int | None:
+    """Of a tensor; None where its size is symbolic, or not known."""
     value = tensor_of(node)
     if value is None or not all(isinstance(size, int) for size in value.shape):
         return None

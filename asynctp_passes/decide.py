@@ -10,10 +10,20 @@ from torch import fx
 from asynctp_passes.chain import Candidate, Decision
 from asynctp_passes.checks import CHECKS, Context, is_tensor_parallel
 from asynctp_passes.config import Config
+from asynctp_passes.find import find
 from asynctp_passes.fxview import Sizes, segments
+from asynctp_passes.read import read_collectives
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["allowed", "context_of", "decide"]
+__all__ = ["allowed", "context_of", "decide", "decide_graph"]
+
+
+def decide_graph(graph: fx.Graph, config: Config) -> tuple[list[Decision], Context]:
+    """One decision per collective of a graph, in order, and what they were made with."""
+    collectives = read_collectives(graph)
+    context = context_of(graph, Sizes(graph, (collective.group_size for collective in collectives)), config)
+    candidates = find(graph, collectives, context.sizes, lambda candidate: allowed(candidate, context))
+    return decide(candidates, context), context
 
 
 def context_of(graph: fx.Graph, sizes: Sizes, config: Config) -> Context:

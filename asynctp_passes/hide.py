@@ -1,6 +1,6 @@
 """Hide collectives that no fused op makes faster: let each run whole beside products that do not need it. Pure.
 
-    shard ─▶ all_gather ─────────────────────▶ wait ─▶ view* ─▶ mm      weight gradients
+    shard ─▶ all_gather ─────────────────────▶ wait ─▶ view* ─▶ mm      weight gradients, or no matmul next to it
     whole ─▶ reduce_scatter ─────────────────▶ wait ─▶ …                no matmul next to it, or one that is taken
                   product ─▶ … ─▶ product                              neither needs the other
 
@@ -8,9 +8,9 @@ A weight's gradient contracts over the gathered rows: each of its elements needs
 nothing to begin with while shards arrive. Other products have. Which ones is decided on the graph in which every fused
 chain is one node, so that the rewrite can move the collective before the first of them and the wait behind the last.
 
-A reduce-scatter is hidden if that pays: it is more than latency, and beside it run matmuls which are not fused (the
-link is free meanwhile) and take as long as it does. Its group must have a fused chain: FSDP's are best left to
-bucketing.
+A collective that no matmul takes in is hidden if it is more than latency and its group has a fused chain: FSDP's are
+best left to bucketing. Beside a reduce-scatter matmuls must run which are not fused (the link is free meanwhile) and
+take as long as it does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asynctp_passes.reasons import Reason, Refusal
 __all__ = ["LEAST_BYTES", "hide"]
 
 LEAST_BYTES = 1 << 20
-"""A reduce-scatter of fewer bytes stays as it is: it is mostly latency, and to start it costs the host more."""
+"""A collective of fewer bytes that no matmul takes in stays: it is mostly latency, and costs the host more to start."""
 
 _NO_PRODUCT = (reasons.NO_MATMUL, reasons.OUTSIDE_GRAPH, reasons.MATMUL_TAKEN, reasons.COLUMNS_TOO_LARGE)
 _NEEDS_ALL = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.ROWS_CONTRACTED, reasons.CONTRACTION_TOO_LARGE)
@@ -40,10 +40,10 @@ def hide(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Decision]:
     result = list(decisions)
     groups = {one.candidate.collective.group_key for one in decisions if one.refusal is None}
     for index, decision in enumerate(decisions):
-        scatters = _scatters_alone(decision, groups)
-        if scatters or _needs_all(decision):
+        if _is_alone(decision, groups) or _needs_all(decision):
             fused = [other for other in result if other.refusal is None and other is not decision]
-            reason = reasons.SCATTER_BEHIND_PRODUCTS if scatters else reasons.BEHIND_PRODUCTS
+            gathers = decision.candidate.collective.kind == "all_gather"
+            reason = reasons.BEHIND_PRODUCTS if gathers else reasons.SCATTER_BEHIND_PRODUCTS
             result[index] = _hidden(_Scene(graph, fused), decision, reason)
     return result
 
@@ -59,15 +59,20 @@ def _needs_all(decision: Decision) -> bool:
     return isinstance(chain, GatherChain) and chain.placement.axis == "contraction" and contracts
 
 
-def _scatters_alone(decision: Decision, groups: set[str]) -> bool:
-    """True for a reduce-scatter of one of these groups that no matmul takes in, and that takes more than latency."""
+def _is_alone(decision: Decision, groups: set[str]) -> bool:
+    """True for a collective of one of these groups that no matmul takes in, and that takes more than latency."""
     collective, refusal = decision.candidate.collective, decision.refusal
-    if collective.kind != "reduce_scatter" or refusal is None or refusal.reason not in _NO_PRODUCT:
+    if refusal is None or decision.candidate.weights or collective.group_key not in groups:
         return False
-    sends = cost.received_bytes(collective.input, collective.group_size) if collective.input is not None else 0
-    large = sends is None or sends >= LEAST_BYTES
-    sums = collective.reduce_op in ("sum", "avg")
-    return large and sums and collective.group_key in groups and not decision.candidate.weights
+    if collective.kind == "all_gather":
+        return refusal.reason is reasons.NO_MATMUL and _is_large(collective.node, collective.group_size)
+    sums = collective.kind == "reduce_scatter" and collective.reduce_op in ("sum", "avg")
+    return sums and refusal.reason in _NO_PRODUCT and _is_large(collective.input, collective.group_size)
+
+
+def _is_large(whole: fx.Node | None, ranks: int) -> bool:
+    moved = None if whole is None else cost.received_bytes(whole, ranks)
+    return moved is None or moved >= LEAST_BYTES
 
 
 def _hidden(scene: _Scene, decision: Decision, reason: Reason) -> Decision:
@@ -131,9 +136,10 @@ class _Scene:
         others = [one for one in free if one.place > use] + [one for one in free[::-1] if one.place < start]
         whole, chosen = collective.node if gathers else collective.input, list(between)
         assert whole is not None
-        while others and not cost.covers([one.flops for one in chosen], whole, collective.group_size):
+        moved = cost.received_bytes(whole, collective.group_size)
+        while others and not cost.covers([one.flops for one in chosen], moved, whole):
             chosen.append(others.pop(0))
-        if not gathers and not cost.covers([one.flops for one in chosen], whole, collective.group_size):
+        if not gathers and not cost.covers([one.flops for one in chosen], moved, whole):
             return []
         return sorted(chosen, key=lambda one: one.place)
 

@@ -16,17 +16,20 @@ from asynctp_passes.agree import agree, withdraw
 from asynctp_passes.chain import Bundle, Candidate, Collective, Decision, GatherChain, Hoist, ScatterChain
 from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
-from asynctp_passes.decide import allowed, context_of, decide
+from asynctp_passes.decide import decide_graph
 from asynctp_passes.errors import AsyncTPError, raise_if_strict
-from asynctp_passes.find import find
-from asynctp_passes.fxview import Sizes, describe, op_name, plain, source_of, tensor_of
+from asynctp_passes.fxview import describe, op_name, plain, source_of, tensor_of
 from asynctp_passes.hide import hide
-from asynctp_passes.read import called_name, read_collectives
+from asynctp_passes.read import called_name
+from asynctp_passes.regather import Again, again, is_joint
 from asynctp_passes.report import Coalesced, Remark, Report
 from asynctp_passes.rewrite import rewrite, store
 from asynctp_passes.scales import scales_to_store
 
-__all__ = ["run"]
+__all__ = ["REGATHERED", "run", "run_joint"]
+
+REGATHERED = "asynctp_regathered"
+"""Of a gather that the backward makes again, in its `meta`: the bytes that were gathered, 0 where that is symbolic."""
 
 _LIKE_WEIGHTS = (
     "it looks like a weight's gradient, as FSDP reduces them, and is taken for tensor parallelism, since its group "
@@ -55,11 +58,8 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
         ExpectError: Fewer chains can be fused than `config.expect`; the graph is untouched.
     """
     config = Config.from_options() if config is None else config
-    collectives = read_collectives(graph)
-    sizes = Sizes(graph, (collective.group_size for collective in collectives))
-    context = context_of(graph, sizes, config)
-    candidates = find(graph, collectives, sizes, lambda candidate: allowed(candidate, context))
-    decisions = hide(graph, decide(candidates, context))
+    found, context = decide_graph(graph, config)
+    decisions = hide(graph, found)
     bundles = coalesce(decisions, context)
     report = _report(graph, decisions, bundles, config)
     agree(report, config)
@@ -70,17 +70,57 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
         raise
     chains = [decision.candidate.chain for decision in decisions if decision.refusal is None]
     hidden = [decision for decision in decisions if decision.behind]
-    calls = rewrite(graph, [chain for chain in chains if chain is not None], sizes, hidden, bundles)
+    calls = rewrite(graph, [chain for chain in chains if chain is not None], context.sizes, hidden, bundles)
     if chains and config.store_scales:
         store(graph, scales_to_store(graph))
     remarks = tuple(_with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)
     return dataclasses.replace(report, remarks=remarks)
 
 
+def run_joint(graph: fx.Graph, config: Config) -> None:
+    """Tag, in a graph of a forward and its backward, the gathers that are made again in the backward (`regather`).
+
+    Other graphs stay as they are, and so does what is computed: the partitioner, which comes next, follows the tags.
+
+    Args:
+        graph: A joint graph, as Inductor hands it to a joint pass.
+        config: The configuration.
+
+    Raises:
+        DisagreementError: Another rank decided differently about this program; the graph is untouched.
+    """
+    if config.regather == "never" or not is_joint(graph):
+        return
+    decisions, _ = decide_graph(graph, config)
+    found = again(graph, decisions, config.regather)
+    agree(_joint_report(graph, found, [one.candidate.collective for one in decisions], config), config)
+    for one in found:
+        if one.chosen:
+            compat.recompute_in_backward(one.nodes)
+            one.gather.node.meta[REGATHERED] = one.bytes or 0
+
+
+def _joint_report(graph: fx.Graph, found: Sequence[Again], collectives: Sequence[Collective], config: Config) -> Report:
+    """What the ranks compare: which gathers are made again. It is published nowhere: both graphs get reports."""
+    names = {True: "REGATHERED", False: "KEPT"}
+    remarks = [
+        Remark("SKIPPED", "all_gather", one.gather.node.name, name=names[one.chosen], group=one.gather.group_key)
+        for one in found
+    ]
+    return Report(
+        graph=compat.compile_name(),
+        phase="joint",
+        remarks=tuple(remarks),
+        torch_version=str(torch.__version__),
+        config_digest=config.digest(),
+        program_digest=_program_digest(graph, collectives),
+    )
+
+
 # --- the report -------------------------------------------------------------------------------------------
 def _report(graph: fx.Graph, decisions: Sequence[Decision], bundles: Sequence[Bundle], config: Config) -> Report:
-    remarks = tuple(_remark(decision) for decision in decisions)
     coalesced, phase = tuple(_coalesced(bundle) for bundle in bundles), _phase(graph)
+    remarks = tuple(_remark(decision, phase) for decision in decisions)
     return Report(
         graph=compat.compile_name(),
         phase=phase,
@@ -133,7 +173,7 @@ def _coalesced(bundle: Bundle) -> Coalesced:
     )
 
 
-def _remark(decision: Decision) -> Remark:
+def _remark(decision: Decision, phase: str) -> Remark:
     candidate, refusal = decision.candidate, decision.refusal
     collective = candidate.collective
     kind = _kind(candidate)
@@ -145,6 +185,7 @@ def _remark(decision: Decision) -> Remark:
         "group": collective.group_key,
         "group_size": collective.group_size,
         "shapes": _shapes(candidate),
+        "regathered_bytes": collective.node.meta.get(REGATHERED, 0) if phase == "backward" else 0,
     }
     if refusal is not None:
         reason = refusal.reason

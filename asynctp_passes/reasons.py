@@ -393,9 +393,9 @@ MOVES_MORE = _skip(
 BEHIND_PRODUCTS = _skip(
     "ATP404",
     "BEHIND_PRODUCTS",
-    "the gathered tensor only feeds products that need all of it (a weight's gradient, or as the right operand); "
-    "instead of being fused, the gather runs whole beside other products: by asynctp::all_gather, from before them to "
-    "behind them",
+    "no product can begin with a part of what is gathered: one that takes it needs all of it (a weight's gradient, or "
+    "it is the right operand), or none does; instead of being fused, the gather runs whole beside other products: by "
+    "asynctp::all_gather, from before them to behind them",
     "nothing to do",
 )
 SCATTER_BEHIND_PRODUCTS = _skip(

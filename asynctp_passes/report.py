@@ -43,6 +43,8 @@ class Remark:
             unknown.
         keeps_gather: True when the program's own gather stays beside the fused op, for other users; `message` has both
             sizes.
+        regathered_bytes: Bytes of the gathered tensor, where the backward makes a gather of the forward again, so that
+            nothing of it is kept (`Config.regather`); 0 where it does not, or where sizes are symbolic.
         flops: Floating-point operations of the chain's matmuls on this rank; None if unknown.
         estimate_us: Modelled times in microseconds (`"comm"`, `"matmul"`, `"serial"`, `"overlapped"`); empty when the
             device has no model.
@@ -65,6 +67,7 @@ class Remark:
     call: dict[str, Any] = field(default_factory=dict)
     comm_bytes: int | None = None
     keeps_gather: bool = False
+    regathered_bytes: int = 0
     flops: int | None = None
     estimate_us: dict[str, float] = field(default_factory=dict)
 
@@ -82,6 +85,8 @@ class Remark:
         else:
             lines.append(f"    {self.code} {self.name}: {self.message}")
             lines.append(f"    remedy: {self.hint}")
+        if self.regathered_bytes:
+            lines.append(f"    {_again(1, self.regathered_bytes)}")
         return "\n".join(lines)
 
     def _cost(self) -> str:
@@ -181,6 +186,8 @@ class Report:
         )
         lines = [head, *(str(remark) for remark in self.remarks if remark.outcome != "SKIPPED")]
         lines += [str(coalesced) for coalesced in self.coalesced]
+        if again := [remark.regathered_bytes for remark in self.remarks if remark.regathered_bytes]:
+            lines.append(f"~ {_again(len(again), sum(again))}")
         by_reason = Counter((remark.code, remark.name, _reason_text(remark)) for remark in self.skipped)
         for (code, name, text), count in sorted(by_reason.items()):
             lines.append(f". SKIPPED {count} x {code} {name}: {text}")
@@ -200,6 +207,12 @@ class Report:
         )
         notes = tuple(values.pop("notes", ()))
         return cls(remarks=remarks, coalesced=coalesced, notes=notes, **values)
+
+
+def _again(count: int, size: int) -> str:
+    gathers = "1 gather of the forward is" if count == 1 else f"{count} gathers of the forward are"
+    whole = _quantity(size, 1024, ("B", "KiB", "MiB", "GiB"))
+    return f"{gathers} made again, so that nothing of what was gathered ({whole}) is kept for the backward"
 
 
 def _reason_text(remark: Remark) -> str:

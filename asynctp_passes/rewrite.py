@@ -939,9 +939,10 @@ def _products_that_hide(
         if any(source in after for source in node.all_input_nodes):
             after.add(node)
     free = (n for n in nodes[start:] if n in flops and n not in after and segment[n] == segment[gather.node])
+    received = cost.received_bytes(gather.node, gather.group_size)
     chosen: list[fx.Node] = []
     for node in itertools.islice(free, _MOST_BESIDE):
-        if not cost.covers([flops[one] for one in chosen], gather.node, gather.group_size):
+        if not cost.covers([flops[one] for one in chosen], received, gather.node):
             chosen.append(node)
     return chosen
 

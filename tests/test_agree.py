@@ -160,6 +160,23 @@ def case_one_rank_later(rank: int) -> list[Attempt]:
         return [early, attempt(other_program(world_name()))]
 
 
+def case_made_again_on_one_rank(rank: int) -> list[Attempt]:
+    """In the joint graph: the forwards that come of it differ, and are not compared."""
+    b = GraphBuilder(ranks=2, group=world_name())
+    x, w, dy = b.input("primals_1", [4, 8]), b.input("primals_2", [8, 6]), b.input("tangents_1", [8, 6])
+    full = b.gather(x)
+    graph = b.returns(b.mm(full, w), b.mm(b.permute(full, [1, 0]), dy))
+    config, done = Config(regather="always" if rank else "auto"), Attempt()
+    with mock.patch.object(agree, "GRACE_S", 0.2):
+        for ask in (lambda: pipeline.run_joint(graph, config), agree.agree_again):
+            try:
+                ask()
+            except AsyncTPError as error:
+                done = Attempt(f"{type(error).__name__}: {error}", error.report)
+            dist.barrier()
+    return [done]
+
+
 def case_one_rank_never(rank: int) -> list[Attempt]:
     return [attempt(program(world_name())) if rank == 0 else Attempt()]
 
@@ -285,6 +302,7 @@ def test_a_rank_that_compiles_alone_waits_for_no_one(ranks: list[dict[str, list[
             "collective 2: all_gather_matmul FUSED asynctp::all_gather_matmul (3 nodes)",
         ),
         ("backend", 1, "min_flops=0"),
+        ("made_again_on_one_rank", 0, "collective 0: all_gather SKIPPED  KEPT (0 nodes)"),
     ],
 )
 def test_a_difference_is_an_error_on_every_rank(
@@ -369,6 +387,7 @@ def test_a_plan() -> None:
         "min_flops=0",
         "coalesce=True",
         "store_scales=True",
+        "regather='auto'",
         "group enrolled: True",
         "collective 0: all_reduce SKIPPED ATP002 NO_MATMUL (2 nodes)",
         "collective 1: all_reduce SKIPPED ATP002 NO_MATMUL (2 nodes)",

@@ -368,7 +368,13 @@ def test_cache_of_the_bare_pass(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize(
     ("options", "hit"),
-    [({"strict": "zero"}, False), ({"min_bytes": 1}, False), ({"expect": 1}, False), ({"log": False}, True)],
+    [
+        ({"strict": "zero"}, False),
+        ({"regather": "always"}, False),
+        ({"min_bytes": 1}, False),
+        ({"expect": 1}, False),
+        ({"log": False}, True),
+    ],
 )
 def test_cache_key_has_the_configuration(mesh: DeviceMesh, options: dict[str, Any], hit: bool) -> None:
     compiled(gather_matmul(mesh))(torch.ones(4, 16))

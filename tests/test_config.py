@@ -25,6 +25,7 @@ OTHERS: dict[str, Any] = {
     "min_flops": 1,
     "coalesce": False,
     "store_scales": False,
+    "regather": "always",
 }
 
 BAD = [
@@ -46,6 +47,8 @@ BAD = [
     ("min_flops", None, "an integer >= 0"),
     ("coalesce", None, "True or False"),
     ("store_scales", 2, "True or False"),
+    ("regather", "some", "one of ('auto', 'always', 'never')"),
+    ("regather", False, "one of ('auto', 'always', 'never')"),
     ("agree", "all", "True or False"),
     ("log", 1, "True or False"),
     ("trace", "yes", "True or False"),
@@ -71,6 +74,7 @@ BAD_VARIABLES = [
     ("ASYNCTP_MIN_FLOPS", "", "an integer >= 0"),
     ("ASYNCTP_LOG", "maybe", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
     ("ASYNCTP_TRACE", "2", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
+    ("ASYNCTP_REGATHER", "1", "one of ('auto', 'always', 'never')"),
     ("ASYNCTP_GROUPS", " , ", '"auto" or at least one group'),
     ("ASYNCTP_STRICTT", "all", "'strict'"),
 ]
@@ -86,6 +90,7 @@ GOOD_VARIABLES = [
     ("ASYNCTP_MIN_FLOPS", "0", "min_flops", 0),
     ("ASYNCTP_COALESCE", "0", "coalesce", False),
     ("ASYNCTP_STORE_SCALES", "off", "store_scales", False),
+    ("ASYNCTP_REGATHER", "always", "regather", "always"),
     ("ASYNCTP_AGREE", "false", "agree", False),
     ("ASYNCTP_LOG", "OFF", "log", False),
     ("ASYNCTP_LOG", "1", "log", True),
@@ -238,5 +243,5 @@ def test_every_field_is_a_sink_or_changes_the_digest() -> None:
 
 def test_the_digest_is_the_same_in_every_process() -> None:
     """It is part of the key of caches on disk."""
-    assert Config().digest() == "ba718400601ab63c"
+    assert Config().digest() == "a63d0b61dc14a352"
     assert Config(groups=["b", "a"], strict="all").digest() == Config(groups=("a", "b"), strict="all").digest()

@@ -444,6 +444,58 @@ def test_a_scatter_is_hidden_if_that_pays() -> None:
     }
 
 
+# --- gathers that no matmul takes in -------------------------------------------------------------------------
+def gather_of_norms(b: GraphBuilder, group: str = "tp") -> Node:
+    """A gather behind which no matmul is in sight: quantized, say, before a weight's gradient takes it."""
+    started = b.call(c10d.all_gather_into_tensor.default, b.relu(b.input("s", [4, 8])), b.ranks, group)
+    return b.call(aten.cumsum.default, b.call(c10d.wait_tensor.default, started), 0)
+
+
+def gather_alone(b: GraphBuilder) -> tuple[Node, ...]:
+    return chain(b), gather_of_norms(b), large_product(b)
+
+
+def gather_beside_a_fused_op(b: GraphBuilder) -> tuple[Node, ...]:
+    return gather_of_norms(b), chain(b)
+
+
+def product_of_the_gathered(b: GraphBuilder) -> tuple[Node, ...]:
+    return (b.scatter(b.mm(b.call(aten.cumsum.default, gather_of_norms(b), 1), b.input("v", [8, 6]))),)
+
+
+def gather_of_a_group_without_chains(b: GraphBuilder) -> tuple[Node, ...]:
+    return gather_of_norms(b, "dp"), chain(b), large_product(b)
+
+
+def gather_of_a_vector(b: GraphBuilder) -> tuple[Node, ...]:
+    """It looks like a parameter."""
+    return b.call(aten.cumsum.default, b.gather(b.input("s", [4])), 0), chain(b), large_product(b)
+
+
+GATHERS: dict[Build, list[str]] = {
+    gather_alone: ["FUSED", "ATP404"],
+    gather_beside_a_fused_op: ["ATP404", "FUSED"],
+    product_of_the_gathered: ["ATP002", "FUSED"],
+    gather_of_a_group_without_chains: ["ATP002", "FUSED"],
+    gather_of_a_vector: ["ATP002", "FUSED"],
+}
+
+
+@pytest.mark.parametrize("build", GATHERS, ids=lambda build: build.__name__)
+def test_gathers(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hide, "LEAST_BYTES", 0)
+    assert codes(run_pass(built(build))) == GATHERS[build]
+    assert same_results(build)
+
+
+@pytest.mark.parametrize(("rows", "outcome"), [(512, "ATP404"), (511, "ATP002")])
+def test_a_gather_is_hidden_if_it_is_more_than_latency(rows: int, outcome: str) -> None:
+    def build(b: GraphBuilder) -> tuple[Node, ...]:
+        return b.call(aten.cumsum.default, b.gather(b.input("s", [rows, 512])), 0), chain(b), large_product(b)
+
+    assert codes(run_pass(built(build))) == [outcome, "FUSED"]
+
+
 # --- whose collectives they are ------------------------------------------------------------------------------
 def fully_sharded_step(b: GraphBuilder) -> tuple[Node, ...]:
     """A backward graph over "tp" whose weights and their gradients are sharded over "dp"."""

@@ -23,7 +23,7 @@ ROWS = (
     ("reasons", "config", "compat", "shapes", "chain", "reference", "registry", "profile"),
     ("fxview", "views", "read", "epilogue", "ops", "torch_bugs"),
     ("find", "rowwise", "near", "cost", "checks", "collectives"),
-    ("decide", "hide", "coalesce", "scales"),
+    ("decide", "hide", "regather", "coalesce", "scales"),
     ("rewrite", "report", "errors", "agree", "visualize"),
     ("pipeline",),
     ("backend",),

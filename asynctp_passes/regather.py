@@ -1,0 +1,124 @@
+"""Gather again in the backward what the forward need not keep for it. Pure: `again` decides, `pipeline` tags.
+
+    forward    shard ─▶ all_gather ─▶ wait ─▶ view* ─▶ product
+    backward   shard ─▶ all_gather ─▶ wait ─▶ view* ─▶ weight's gradient     instead of keeping what was gathered
+
+The gathered tensor has a shard's bytes for every rank, and is most of what a layer with sequence parallelism keeps for
+its backward. Torch's partitioner keeps it, since it moves no collective on its own; where the gather and its views are
+tagged as activation checkpointing tags what it computes again, it looks for the fewest bytes to keep before them: the
+shard, or what the shard is cheaply computed from.
+
+The joint graph of forward and backward is the only one in which that can be decided. A gather is made again if a fused
+op takes it in, its only uses besides that are in the backward, and nobody has tagged it. `"auto"` also asks that it is
+known to be worth a call, and to hide: that products of the backward which are in no fused op, beside which the link is
+free, take as long as all such gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from asynctp_passes import compat, cost, reasons
+from asynctp_passes.chain import Collective, Decision, GatherChain
+from asynctp_passes.fxview import mutates, reachable
+from asynctp_passes.near import transparent
+from asynctp_passes.read import is_matmul
+from asynctp_passes.views import views_of
+
+__all__ = ["LEAST_BYTES", "Again", "again", "is_joint"]
+
+LEAST_BYTES = 32 << 20
+"""`"auto"` leaves a gather by which a rank receives fewer: the host takes as long to start it (0.1 ms), and a program
+that moves so little waits for the host. Source: `docs/results/2026-11-22-h200x2/regather.txt`.
+"""
+
+_TANGENT = "tangents_"
+
+
+@dataclass(frozen=True)
+class Again:
+    """A gather that may be made again in the backward.
+
+    Attributes:
+        gather: The collective.
+        nodes: Itself and its views: what is computed again.
+        bytes: Of the gathered tensor; None where its size is symbolic.
+        chosen: It is made again.
+    """
+
+    gather: Collective
+    nodes: tuple[fx.Node, ...]
+    bytes: int | None
+    chosen: bool
+
+
+def is_joint(graph: fx.Graph) -> bool:
+    """True for a graph of a forward and its backward, told by the names that autograd's tracing gives to inputs."""
+    return bool(_tangents(graph))
+
+
+def again(graph: fx.Graph, decisions: Sequence[Decision], regather: str) -> list[Again]:
+    """The gathers of a joint graph that the backward needs too, in order, each with the choice.
+
+    Args:
+        graph: A joint graph, not yet partitioned.
+        decisions: One for each of its collectives.
+        regather: As in `Config`.
+    """
+    computed = reachable(_tangents(graph), lambda node: node.users)
+    backward = {node for node in computed if node.op == "call_function"}
+    written = {source for node in graph.nodes if mutates(node) for source in node.all_input_nodes}
+    taken = (one for one in decisions if _is_taken_in(one, backward))
+    found = [one for one in taken if _is_needed(one, backward) and _is_free(one, written)]
+    chosen = _hidden(found, decisions, backward) if regather == "auto" else found if regather == "always" else []
+    return [_again(one, one in chosen) for one in found]
+
+
+def _tangents(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith(_TANGENT)]
+
+
+def _again(decision: Decision, chosen: bool) -> Again:
+    gather = decision.candidate.collective
+    return Again(gather, tuple(views_of(gather.nodes)), cost.bytes_of(gather.node), chosen)
+
+
+def _is_taken_in(decision: Decision, backward: set[fx.Node]) -> bool:
+    """True for a gather that a fused op of the forward takes in, or does as soon as the backward does not need it."""
+    chain = decision.candidate.chain
+    fused = decision.refusal is None or decision.refusal.reason is reasons.MOVES_MORE
+    return fused and isinstance(chain, GatherChain) and any(one.node not in backward for one in chain.matmuls)
+
+
+def _is_needed(decision: Decision, backward: set[fx.Node]) -> bool:
+    """True for a gather of the forward from which the backward needs something, without a matmul in between."""
+    results = decision.candidate.collective.results
+    if not backward.isdisjoint(results):
+        return False
+    steps = reachable(
+        results, lambda node: node.users, lambda node: node in results or (node not in backward and transparent(node))
+    )
+    return any(user in backward for node in steps for user in node.users)
+
+
+def _is_free(decision: Decision, written: set[fx.Node]) -> bool:
+    """True where it may be computed again: it is not tagged, nor returned, nor made of what is written in place."""
+    gather = decision.candidate.collective
+    nodes = views_of(gather.nodes)
+    returned = any(user.op == "output" for node in nodes for user in node.users)
+    tagged = any(compat.recompute_tag(node) is not None for node in nodes)
+    return not (returned or tagged) and written.isdisjoint(reachable([gather.node]))
+
+
+def _hidden(found: Sequence[Decision], decisions: Sequence[Decision], backward: set[fx.Node]) -> list[Decision]:
+    """Those of the gathers that are worth a call, if products in no fused op take as long as all of them."""
+    gathers = [one.candidate.collective for one in found]
+    sizes = [cost.received_bytes(gather.node, gather.group_size) for gather in gathers]
+    large = {one: size for one, size in zip(found, sizes, strict=True) if size is not None and size >= LEAST_BYTES}
+    chains = [one.candidate.chain for one in decisions if one.refusal is None]
+    fused = {node for chain in chains if chain is not None for matmul in chain.matmuls for node in matmul.nodes}
+    work = [cost.work_of(node) for node in backward if is_matmul(node) and node not in fused]
+    return list(large) if large and cost.covers(work, sum(large.values()), gathers[0].node) else []

@@ -1,0 +1,354 @@
+"""Gathers made again in the backward: which of a joint graph's, what the forward keeps instead, and what runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from backend_cases import STRICT, compiled, plain_layer, shard_of, start, train
+from graph_builder import GraphBuilder, aten, c10d
+from passes import run_pass
+from torch import Tensor, fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.fx import Graph, Node
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+import asynctp_passes
+from asynctp_passes import AsyncTPPass, Config, RegatherPass, Report, compat, pipeline
+from asynctp_passes.config import Regather
+from asynctp_passes.regather import LEAST_BYTES
+
+Build = Callable[[GraphBuilder], tuple[Node, ...]]
+
+
+# --- joint graphs by hand --------------------------------------------------------------------------------------
+class Layer:
+    """`y = all_gather(x) @ w` and the gradient of its input; `rows` are a rank's."""
+
+    def __init__(self, b: GraphBuilder, rows: int = 4, width: int = 8, columns: int = 6, name: str = "") -> None:
+        self.b = b
+        self.x = b.input(f"primals_x{name}", [rows, width], torch.bfloat16)
+        self.w = b.input(f"primals_w{name}", [width, columns], torch.bfloat16)
+        self.dy = b.input(f"tangents_{name or 1}", [rows * b.ranks, columns], torch.bfloat16)
+        self.full = b.gather(b.relu(self.x))
+        self.y = b.mm(self.full, self.w)
+        self.dx = b.scatter(b.mm(self.dy, b.permute(self.w, [1, 0])))
+
+    def dw(self, of: Node | None = None) -> Node:
+        """The weight's gradient: the products of what was gathered, or of what was computed from it, and of `dy`."""
+        return self.b.mm(self.b.permute(of or self.full, [1, 0]), self.dy)
+
+    @property
+    def gather(self) -> Node:
+        return self.full.all_input_nodes[0]
+
+
+def needed(b: GraphBuilder) -> tuple[Node, ...]:
+    layer = Layer(b)
+    return layer.y, layer.dx, layer.dw()
+
+
+def needed_through_views(b: GraphBuilder) -> tuple[Node, ...]:
+    layer = Layer(b)
+    whole = b.reshape(b.reshape(layer.full, [2, 4, 8]), [8, 8])
+    return layer.y, layer.dx, layer.dw(whole)
+
+
+def needed_quantized(b: GraphBuilder) -> tuple[Node, ...]:
+    """The weight's gradient takes what is computed from all gathered rows, as in fp8 with rowwise scales."""
+    layer = Layer(b)
+    scale = b.call(aten.amax.default, b.call(aten.abs.default, layer.full), [0], True)
+    return layer.y, layer.dx, layer.dw(b.call(aten.div.Tensor, layer.full, scale))
+
+
+def needed_twice(b: GraphBuilder) -> tuple[Node, ...]:
+    """Two layers, each with a gather."""
+    one, two = Layer(b), Layer(b, name="two")
+    return one.y, two.y, one.dx, two.dx, one.dw(), two.dw()
+
+
+def frozen_weight(b: GraphBuilder) -> tuple[Node, ...]:
+    layer = Layer(b)
+    return layer.y, layer.dx
+
+
+def product_is_needed(b: GraphBuilder) -> tuple[Node, ...]:
+    """The backward wants what the matmul made, not what it took."""
+    layer = Layer(b)
+    return layer.y, layer.dx, b.mul(b.relu(layer.y), layer.dy)
+
+
+def gathered_is_returned(b: GraphBuilder) -> tuple[Node, ...]:
+    layer = Layer(b)
+    return layer.y, layer.full, layer.dx, layer.dw()
+
+
+def view_is_returned(b: GraphBuilder) -> tuple[Node, ...]:
+    layer = Layer(b)
+    return layer.y, b.reshape(layer.full, [64]), layer.dx, layer.dw()
+
+
+def gradient_is_gathered(b: GraphBuilder) -> tuple[Node, ...]:
+    """The gather belongs to the backward as it is."""
+    dy, saved = b.input("tangents_1", [4, 6]), b.input("primals_1", [8, 8])
+    full = b.gather(dy)
+    return b.mm(full, b.input("primals_w", [6, 8])), b.mm(b.permute(saved, [1, 0]), full)
+
+
+def weight_is_gathered(b: GraphBuilder) -> tuple[Node, ...]:
+    """FSDP's: whether to keep weights is for it to say."""
+    x, dy = b.input("primals_1", [16, 8]), b.input("tangents_1", [16, 6])
+    w = b.gather(b.input("primals_w", [4, 6]))
+    return b.mm(x, w), b.mm(dy, b.permute(w, [1, 0])), b.mm(b.permute(x, [1, 0]), dy)
+
+
+def shard_is_written(b: GraphBuilder) -> tuple[Node, ...]:
+    """After the forward the input holds something else."""
+    layer = Layer(b)
+    b.call(aten.copy_.default, layer.x, b.mul(layer.x, layer.x))
+    return layer.y, layer.dx, layer.dw()
+
+
+def no_matmul_takes_it(b: GraphBuilder) -> tuple[Node, ...]:
+    """No fused op of the forward has it, so that nothing of it is hidden there."""
+    layer = Layer(b)
+    other = b.gather(b.input("primals_3", [4, 8], torch.bfloat16))
+    return layer.y, layer.dx, b.relu(other), layer.dw(other)
+
+
+def nothing_to_gather_for(b: GraphBuilder) -> tuple[Node, ...]:
+    """Inference: no gradient comes in."""
+    full = b.gather(b.input("primals_1", [4, 8]))
+    return b.mm(full, b.input("primals_w", [8, 6])), b.relu(full)
+
+
+def tagged(graph: Graph) -> list[str]:
+    """The nodes that the partitioner is told to compute again."""
+    return [node.name for node in graph.nodes if compat.recompute_tag(node) is CheckpointPolicy.MUST_RECOMPUTE]
+
+
+def joint(build: Build, regather: Regather = "always") -> Graph:
+    b = GraphBuilder(ranks=2)
+    graph = b.returns(*build(b))
+    pipeline.run_joint(graph, Config(regather=regather))
+    return graph
+
+
+GATHER = ["all_gather_into_tensor", "wait_tensor"]
+CASES: dict[Build, list[str]] = {
+    needed: [*GATHER, "permute_1"],
+    needed_through_views: [*GATHER, "reshape", "reshape_1", "permute_1"],
+    needed_quantized: GATHER,
+    needed_twice: [*GATHER, "all_gather_into_tensor_1", "wait_tensor_2", "permute_2", "permute_3"],
+    frozen_weight: [],
+    product_is_needed: [],
+    gathered_is_returned: [],
+    view_is_returned: [],
+    gradient_is_gathered: [],
+    weight_is_gathered: [],
+    shard_is_written: [],
+    no_matmul_takes_it: [],
+    nothing_to_gather_for: [],
+}
+
+
+@pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
+def test_what_is_tagged(build: Build) -> None:
+    assert tagged(joint(build)) == CASES[build]
+
+
+@pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
+def test_never_tags_nothing(build: Build) -> None:
+    assert tagged(joint(build, "never")) == []
+
+
+@pytest.mark.parametrize("policy", CheckpointPolicy)
+@pytest.mark.parametrize("place", ["gather", "full"])
+def test_activation_checkpointing_comes_first(place: str, policy: CheckpointPolicy) -> None:
+    """Its tags stay as they are, whatever they say."""
+    b = GraphBuilder(ranks=2)
+    layer = Layer(b)
+    graph = b.returns(layer.y, layer.dx, layer.dw())
+    getattr(layer, place).meta["recompute"] = policy
+    before = [compat.recompute_tag(node) for node in graph.nodes]
+    pipeline.run_joint(graph, Config(regather="always"))
+    assert [compat.recompute_tag(node) for node in graph.nodes] == before
+
+
+# --- what is worth it ------------------------------------------------------------------------------------------
+def layers(*sizes: tuple[int, int, int]) -> Build:
+    """A layer of so many rows a rank, columns of the input and of the weight, for each."""
+
+    def build(b: GraphBuilder) -> tuple[Node, ...]:
+        made = [Layer(b, *size, name=f"_{index}") for index, size in enumerate(sizes)]
+        return *(one.y for one in made), *(one.dx for one in made), *(one.dw() for one in made)
+
+    return build
+
+
+LARGE = (4096, 4096, 4096)  # of two ranks each receives 32 MiB
+
+
+@pytest.mark.parametrize(
+    ("sizes", "made_again"),
+    [
+        ([LARGE], 1),
+        ([(4095, 4096, 4096)], 0),  # too few bytes for a call
+        ([(4096, 4096, 512)], 0),  # the products of weights' gradients take less time than the gather
+        ([LARGE, (64, 4096, 4096)], 1),
+        ([LARGE, LARGE], 2),
+        ([LARGE, (4096, 4096, 512)], 2),  # together they take more than both gathers
+    ],
+)
+def test_auto(sizes: list[tuple[int, int, int]], made_again: int) -> None:
+    assert LEAST_BYTES == 4096 * 4096 * 2
+    graph = joint(layers(*sizes), "auto")
+    assert sum("all_gather" in name for name in tagged(graph)) == made_again
+    always = joint(layers(*sizes), "always")
+    assert sum("all_gather" in name for name in tagged(always)) == len(sizes)
+
+
+def test_auto_leaves_symbolic_sizes() -> None:
+    """How much it moves is not known, so neither is whether it is worth a call."""
+    found = {}
+    for regather in ("auto", "always"):
+        b = GraphBuilder(ranks=2)
+        full = b.gather(b.input("primals_1", [1 << 14, 4096], dynamic=0))
+        y = b.mm(full, b.input("primals_2", [4096, 6]))
+        dw = b.mm(b.permute(full, [1, 0]), b.mul(y, b.input("tangents_1", [6])))
+        graph = b.returns(y, dw)
+        pipeline.run_joint(graph, Config(regather=regather))
+        found[regather] = len(tagged(graph))
+    assert found == {"auto": 0, "always": 3}
+
+
+# --- what becomes of it ----------------------------------------------------------------------------------------
+@pytest.fixture
+def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
+    """Four ranks, of which this process is the first and the others do not exist."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+class Kept(CustomGraphPass):
+    """A pass of the user's: counts the shapes of what the forward keeps for the backward."""
+
+    def __init__(self) -> None:
+        self.shapes: Counter[tuple[int, ...]] = Counter()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        names = [node.name for node in graph.nodes if node.op == "placeholder"]
+        if not any(name.startswith("tangents_") for name in names):
+            (results,) = graph.output_node().args
+            assert isinstance(results, list | tuple)
+            self.shapes = Counter(tuple(node.meta["val"].shape) for node in results[1:] if isinstance(node, Node))
+
+    def uuid(self) -> None:
+        return None
+
+
+GATHERED = Counter([(16, 32)])
+"""Its transpose, as the weight's gradient takes it."""
+
+
+def trained(mesh: DeviceMesh, program: Callable[..., Any] | None = None, **options: Any) -> tuple[Kept, list[Report]]:
+    """Two linear layers, [2, 4, 16] on a rank and 32 hidden, compiled anew and trained for a step."""
+    kept = Kept()
+    start()
+    layer, weights = plain_layer(mesh)
+
+    def whole(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(layer, x.tanh(), use_reentrant=False) if program is checkpoint else layer(x.tanh())
+        return out
+
+    options = {**STRICT, "post_grad_custom_pre_pass": kept, **options}
+    train(compiled(whole, options=options), shard_of(mesh, 2, 4, 16), weights)
+    return kept, list(asynctp_passes.reports())
+
+
+def test_the_forward_keeps_the_shard(mesh: DeviceMesh) -> None:
+    """Of what was gathered, nothing; the shard is cheaply computed from the input."""
+    never, (_, backward) = trained(mesh, regather="never")
+    assert "made again" not in str(backward)
+    always, (forward, backward) = trained(mesh, regather="always")
+    assert never.shapes - always.shapes == GATHERED
+    assert always.shapes - never.shapes == Counter()
+    assert (len(forward.fused), len(backward.fused)) == (2, 2)
+    (again,) = backward.skipped
+    assert (again.kind, again.code, again.regathered_bytes) == ("all_gather", "ATP404", 2 * 16 * 16 * 4)
+    assert not any(remark.regathered_bytes for remark in (*forward.remarks, *backward.fused))
+
+
+def test_the_report_tells_of_it(mesh: DeviceMesh) -> None:
+    _, (forward, backward) = trained(mesh, regather="always")
+    told = [line for line in str(backward).splitlines() if line.startswith("~")]
+    assert told == [
+        "~ 1 gather of the forward is made again, so that nothing of what was gathered (2 KiB) is kept for the backward"
+    ]
+    assert "~" not in str(forward)
+    assert told[0][2:] in str(backward.skipped[0])
+    assert Report.from_json(backward.to_json()) == backward
+
+
+def test_small_programs_stay_as_they_are(mesh: DeviceMesh) -> None:
+    _, (_, backward) = trained(mesh)
+    assert backward.skipped == ()
+
+
+def test_with_activation_checkpointing_it_changes_nothing(mesh: DeviceMesh) -> None:
+    runs = [trained(mesh, checkpoint, regather=regather) for regather in ("never", "always")]
+    (never, with_never), (always, with_always) = runs
+    assert never.shapes == always.shapes
+    assert [report.remarks for report in with_never] == [report.remarks for report in with_always]
+
+
+def test_the_users_own_joint_pass_runs_too(mesh: DeviceMesh) -> None:
+    seen = []
+
+    class Own(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            seen.append(tagged(graph))
+
+        def uuid(self) -> None:
+            return None
+
+    _, (_, backward) = trained(mesh, regather="always", joint_custom_post_pass=Own())
+    assert seen == [[]], "it comes first"
+    assert backward.skipped[0].regathered_bytes
+
+
+def test_without_the_backend(mesh: DeviceMesh) -> None:
+    """The passes by themselves, for compilers of one's own."""
+    config = Config(regather="always")
+    patches = {"joint_custom_post_pass": RegatherPass(config), "post_grad_custom_post_pass": AsyncTPPass(config)}
+    start()
+    layer, weights = plain_layer(mesh)
+    with torch._inductor.config.patch(patches):
+        train(compiled(lambda x: layer(x.tanh()), "inductor"), shard_of(mesh, 2, 4, 16), weights)
+    forward, backward = asynctp_passes.reports()
+    assert (len(forward.fused), len(backward.fused)) == (2, 2)
+    assert backward.skipped[0].regathered_bytes
+
+
+def test_what_runs_of_it() -> None:
+    """The pass on the backward graph: the gather that is made again goes beside the products that hide it."""
+    b = GraphBuilder(ranks=2)
+    layer = Layer(b)
+    graph = b.returns(layer.dx, layer.dw())
+    graph.erase_node(layer.y)
+    layer.gather.meta[pipeline.REGATHERED] = 128
+    report = run_pass(graph)
+    (again,) = report.skipped
+    assert (again.code, again.regathered_bytes) == ("ATP404", 128)
+    assert again.message.endswith("[beside mm_1: 1 product]")
+    assert c10d.all_gather_into_tensor.default not in {node.target for node in graph.nodes}
