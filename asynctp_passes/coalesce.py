@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from asynctp_passes import reasons
 from asynctp_passes.chain import Bundle, Collective, Decision, GatherChain, Matmul, anchor
 from asynctp_passes.checks import Context
 from asynctp_passes.fxview import is_random, is_size, mutates, op_name, steps_of, tensor_of
@@ -104,6 +105,8 @@ def _eligible(decision: Decision, context: Context) -> bool:
     """True for a small out-of-place all-reduce of an enrolled group whose result is waited for before it is used."""
     collective, groups = decision.candidate.collective, context.config.groups
     if op_name(collective.node) != "_c10d_functional.all_reduce.default" or decision.refusal is None:
+        return False
+    if decision.refusal.reason is reasons.RESULT_DROPPED:
         return False
     if collective.reduce_op not in _EXACT or not (groups == "auto" or collective.group_key in groups):
         return False

@@ -11,7 +11,7 @@ from asynctp_passes.chain import Candidate, Decision
 from asynctp_passes.checks import CHECKS, Context, is_tensor_parallel
 from asynctp_passes.config import Config
 from asynctp_passes.find import find
-from asynctp_passes.fxview import Sizes, segments
+from asynctp_passes.fxview import Sizes, live, phase_of, segments
 from asynctp_passes.read import read_collectives
 from asynctp_passes.reasons import Refusal
 
@@ -28,7 +28,8 @@ def decide_graph(graph: fx.Graph, config: Config) -> tuple[list[Decision], Conte
 
 def context_of(graph: fx.Graph, sizes: Sizes, config: Config) -> Context:
     """What the checks know before there are candidates."""
-    return Context(graph, sizes, config, frozenset(), segments(graph))
+    used = None if phase_of(graph) == "inference" else live(graph)
+    return Context(graph, sizes, config, frozenset(), segments(graph), used)
 
 
 def allowed(candidate: Candidate, context: Context) -> bool:

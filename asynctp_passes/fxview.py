@@ -97,6 +97,14 @@ def tensor_of(node: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def phase_of(graph: fx.Graph) -> str:
+    """ "forward", "backward" or "inference", told by the names that autograd's tracing gives to a graph's inputs."""
+    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    if any(name.startswith("tangents_") for name in names):
+        return "backward"
+    return "forward" if any(name.startswith("primals_") for name in names) else "inference"
+
+
 def segments(graph: fx.Graph) -> dict[fx.Node, int]:
     """Number the stretches of the graph between in-place operations; each such operation opens a new one.
 

@@ -18,9 +18,10 @@ from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
 from asynctp_passes.decide import decide_graph
 from asynctp_passes.errors import AsyncTPError, raise_if_strict
-from asynctp_passes.fxview import describe, op_name, plain, source_of, tensor_of
+from asynctp_passes.fxview import describe, op_name, phase_of, plain, source_of, tensor_of
 from asynctp_passes.hide import hide
 from asynctp_passes.read import called_name
+from asynctp_passes.reasons import RESULT_DROPPED
 from asynctp_passes.regather import Again, again, is_joint
 from asynctp_passes.report import Coalesced, Remark, Report
 from asynctp_passes.rewrite import rewrite, store
@@ -70,7 +71,9 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
         raise
     chains = [decision.candidate.chain for decision in decisions if decision.refusal is None]
     hidden = [decision for decision in decisions if decision.behind]
-    calls = rewrite(graph, [chain for chain in chains if chain is not None], context.sizes, hidden, bundles)
+    dropped = [one.candidate.collective for one in decisions if one.refusal and one.refusal.reason is RESULT_DROPPED]
+    fused = [chain for chain in chains if chain is not None]
+    calls = rewrite(graph, fused, context.sizes, hidden, bundles, dropped)
     if chains and config.store_scales:
         store(graph, scales_to_store(graph))
     remarks = tuple(_with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)
@@ -119,7 +122,7 @@ def _joint_report(graph: fx.Graph, found: Sequence[Again], collectives: Sequence
 
 # --- the report -------------------------------------------------------------------------------------------
 def _report(graph: fx.Graph, decisions: Sequence[Decision], bundles: Sequence[Bundle], config: Config) -> Report:
-    coalesced, phase = tuple(_coalesced(bundle) for bundle in bundles), _phase(graph)
+    coalesced, phase = tuple(_coalesced(bundle) for bundle in bundles), phase_of(graph)
     remarks = tuple(_remark(decision, phase) for decision in decisions)
     return Report(
         graph=compat.compile_name(),
@@ -132,14 +135,6 @@ def _report(graph: fx.Graph, decisions: Sequence[Decision], bundles: Sequence[Bu
         program_digest=_program_digest(graph, [decision.candidate.collective for decision in decisions]),
         notes=torch_bugs.notes(graph, phase),
     )
-
-
-def _phase(graph: fx.Graph) -> str:
-    """Told by the names that autograd's tracing gives to a graph's inputs."""
-    names = [node.name for node in graph.nodes if node.op == "placeholder"]
-    if any(name.startswith("tangents_") for name in names):
-        return "backward"
-    return "forward" if any(name.startswith("primals_") for name in names) else "inference"
 
 
 def _plan_digest(remarks: Sequence[Remark], coalesced: Sequence[Coalesced]) -> str:

@@ -44,6 +44,7 @@ from asynctp_passes.fxview import (
     is_random,
     is_size,
     live,
+    mutates,
     op_name,
     reachable,
     segments,
@@ -67,12 +68,13 @@ def rewrite(
     sizes: Sizes,
     hidden: Sequence[Decision] = (),
     bundles: Sequence[Bundle] = (),
+    dropped: Sequence[Collective] = (),
 ) -> dict[str, dict[str, Any]]:
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
     The all-reduces of a bundle become one, and what that waits for moves in front of it. Unused nodes are erased, the
-    order is restored where an operand of a later matmul moved, the collectives of `hidden` move beside their products,
-    and the graph is linted.
+    `dropped` collectives too, the order is restored where an operand of a later matmul moved, the collectives of
+    `hidden` move beside their products, and the graph is linted.
 
     Returns:
         What each fused op is called with (`call_of`), by the name of the collective that it replaced.
@@ -109,6 +111,7 @@ def rewrite(
         early.append(_emit_bundle(build, bundle))
         segment.update((node, segment[build.anchor]) for node in build.made)
         _erase_unused(graph, {node for member in bundle.members for node in member.results})
+    _drop(graph, dropped)
     _restore_order(graph, segment, early)
     _delay(graph, late, segment)
     _run_behind(graph, hidden, fused)
@@ -916,6 +919,16 @@ def _wait_with_sources(graph: fx.Graph, flying: Iterable[Collective]) -> None:
             for wait in waits:
                 wait.target, wait.args, wait.kwargs = torch.ops.asynctp.wait.default, (start, start.args[0]), {}
                 wait.meta.pop("eager_input_vals", None)
+
+
+def _drop(graph: fx.Graph, unused: Iterable[Collective]) -> None:
+    """Erase collectives that no result of the graph needs, with what is computed from them, and for them alone."""
+    gone = {node for collective in unused for node in collective.results}
+    around = reachable(gone) | reachable(gone, lambda node: node.users)
+    for node in reversed(graph.nodes):
+        stays = node.is_impure() or mutates(node) or is_random(node)
+        if node in around and not node.users and (node in gone or not stays):
+            graph.erase_node(node)
 
 
 def _move_behind(graph: fx.Graph, starts: Iterable[fx.Node], last: fx.Node) -> None:
