@@ -73,16 +73,16 @@ def again(graph: fx.Graph, decisions: Sequence[Decision], regather: str) -> list
     written = {source for node in graph.nodes if mutates(node) for source in node.all_input_nodes}
     taken = (one for one in decisions if _is_taken_in(one, backward))
     found = [one for one in taken if _is_needed(one, backward) and _is_free(one, written)]
-    chosen = _hidden(found, decisions, backward) if regather == "auto" else found if regather == "always" else []
-    return [_again(one, one in chosen) for one in found]
+    gathers = [one.candidate.collective for one in found]
+    chosen = _hidden(gathers, decisions, backward) if regather == "auto" else gathers if regather == "always" else []
+    return [_again(gather, gather in chosen) for gather in gathers]
 
 
 def _tangents(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith(_TANGENT)]
 
 
-def _again(decision: Decision, chosen: bool) -> Again:
-    gather = decision.candidate.collective
+def _again(gather: Collective, chosen: bool) -> Again:
     return Again(gather, tuple(views_of(gather.nodes)), cost.bytes_of(gather.node), chosen)
 
 
@@ -113,12 +113,12 @@ def _is_free(decision: Decision, written: set[fx.Node]) -> bool:
     return not (returned or tagged) and written.isdisjoint(reachable([gather.node]))
 
 
-def _hidden(found: Sequence[Decision], decisions: Sequence[Decision], backward: set[fx.Node]) -> list[Decision]:
+def _hidden(gathers: Sequence[Collective], decisions: Sequence[Decision], backward: set[fx.Node]) -> list[Collective]:
     """Those of the gathers that are worth a call, if products in no fused op take as long as all of them."""
-    gathers = [one.candidate.collective for one in found]
-    sizes = [cost.received_bytes(gather.node, gather.group_size) for gather in gathers]
-    large = {one: size for one, size in zip(found, sizes, strict=True) if size is not None and size >= LEAST_BYTES}
+    received = ((gather, cost.received_bytes(gather.node, gather.group_size)) for gather in gathers)
+    large = [(gather, size) for gather, size in received if size is not None and size >= LEAST_BYTES]
     chains = [one.candidate.chain for one in decisions if one.refusal is None]
     fused = {node for chain in chains if chain is not None for matmul in chain.matmuls for node in matmul.nodes}
     work = [cost.work_of(node) for node in backward if is_matmul(node) and node not in fused]
-    return list(large) if large and cost.covers(work, sum(large.values()), gathers[0].node) else []
+    hide = large and cost.covers(work, sum(size for _, size in large), gathers[0].node)
+    return [gather for gather, _ in large] if hide else []

@@ -107,7 +107,7 @@ torchao_rowwise_block__0                  F*2         F*2             S002*9
 torchao_rowwise_block__1                  F*2         F*2             S002*3,S014,S002,S014,S002,S014
 torch2.11/torchao_rowwise_block__1        F*2         F*2             S002,S014,S002,S014,S002,S014,S002,S014,S002,S014
 torchao_rowwise_block_full_ac__0          F*2         F*2             S002*9
-torchao_rowwise_block_full_ac__1          F*4         F*3             S002*3,S014,S002,S014,S002,S014,S002,S014,S002,S014
+torchao_rowwise_block_full_ac__1          F*4         F*3       S002*3,S014,S002,S014,S002,S014,S002,S014,S002,S014
 torchao_rowwise_swiglu_B1__0              F           F               S002*4
 torchao_rowwise_swiglu_B1__1              F           F               S002,S014,S002,S014
 torchao_rowwise_swiglu__0                 F           F               S002*4

@@ -196,6 +196,34 @@ def layers(*sizes: tuple[int, int, int]) -> Build:
 LARGE = (4096, 4096, 4096)  # of two ranks each receives 32 MiB
 
 
+def quantized_by_rows_and_by_columns(rows: int, width: int, columns: int) -> Build:
+    """As in fp8 with rowwise scales: quantized by rows for the product, and by columns for the weight's gradient."""
+
+    def build(b: GraphBuilder) -> tuple[Node, ...]:
+        full = b.gather(b.relu(b.input("primals_x", [rows, width], torch.bfloat16)))
+        scale = b.call(aten.amax.default, b.call(aten.abs.default, full), [1], True)
+        scale = b.call(torch.ops.prims.convert_element_type.default, scale, torch.float32)
+        fp8 = torch.ops.prims.convert_element_type.default
+        by_rows = b.call(fp8, b.call(aten.div.Tensor, full, scale), torch.float8_e4m3fn)
+        w = b.input("primals_w", [width, columns], torch.float8_e4m3fn, column_major=True)
+        y = b.scaled_mm(by_rows, w, scale, b.input("primals_s", [1, columns]))
+        largest = b.call(aten.amax.default, b.call(aten.abs.default, full), [0], True)
+        by_columns = b.call(aten.div.Tensor, full, largest)
+        dy = b.input("tangents_1", [rows * b.ranks, columns], torch.bfloat16)
+        return y, b.mm(b.permute(by_columns, [1, 0]), dy)
+
+    return build
+
+
+def test_auto_beside_a_gather_of_what_is_computed() -> None:
+    """The fused op gathers fp8; the gather of bf16, which stays for the backward only, is made there."""
+    graph = joint(quantized_by_rows_and_by_columns(*LARGE), "auto")
+    assert tagged(graph) == GATHER
+    assert tagged(joint(quantized_by_rows_and_by_columns(4, 8, 8), "always")) == GATHER
+    assert tagged(joint(quantized_by_rows_and_by_columns(4, 4, 8), "always")) == GATHER, "ATP403 as long as both are"
+    assert tagged(joint(quantized_by_rows_and_by_columns(4, 8, 8), "auto")) == []
+
+
 @pytest.mark.parametrize(
     ("sizes", "made_again"),
     [
