@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, ScatterChain
 from asynctp_passes.config import Config
 from asynctp_passes.cost import cost_of, hoist_pays
-from asynctp_passes.fxview import Sizes, describe, express, mutates, op_name, size_sources, tensor_of
+from asynctp_passes.fxview import Sizes, describe, express, mutates, size_sources, tensor_of
 from asynctp_passes.read import identical, is_matmul, misfit
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, Size
@@ -38,7 +38,7 @@ class Context:
         tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`); others move parameters and their
             gradients.
         segments: Number of in-place operations before each node.
-        live: What the graph's results are computed from; None where nothing may be dropped.
+        unused: Collectives whose result nothing uses, where they can go (`decide.unused_collectives`).
         graph: The graph.
         sizes: Its sizes.
     """
@@ -48,7 +48,7 @@ class Context:
     config: Config
     tensor_parallel: frozenset[str]
     segments: dict[fx.Node, int]
-    live: Set[fx.Node] | None = None
+    unused: frozenset[fx.Node] = frozenset()
 
 
 Check = Callable[[Candidate, Context], Refusal | None]
@@ -61,16 +61,8 @@ def group_has_several_ranks(candidate: Candidate, context: Context) -> Refusal |
 
 
 def result_used(candidate: Candidate, context: Context) -> Refusal | None:
-    """One of torch's own, whose result nothing uses, can go: in a training step, as the partitioner has it.
-
-    In other graphs a program may leave the result unused on some ranks only, and all of them take part.
-    """
-    node, groups = candidate.collective.node, context.config.groups
-    ours = groups == "auto" or candidate.collective.group_key in groups
-    if not ours or context.live is None or node in context.live or candidate.collective.call is not None:
-        return None
-    functional = op_name(node).startswith("_c10d_functional.") and not mutates(node)
-    return Refusal(reasons.RESULT_DROPPED, describe(node)) if functional else None
+    node = candidate.collective.node
+    return Refusal(reasons.RESULT_DROPPED, describe(node)) if node in context.unused else None
 
 
 def collective_in_scope(candidate: Candidate, context: Context) -> Refusal | None:

@@ -148,9 +148,9 @@ def cost_of(chain: GatherChain | ScatterChain) -> Cost:
 
 
 def received_bytes(whole: fx.Node, ranks: int) -> int | None:
-    """What a rank receives of a tensor of which it has its part; None where sizes are symbolic."""
+    """What a rank receives of a tensor of which it has its part; None where sizes are symbolic, or not known."""
     count = bytes_of(whole)
-    return None if count is None else count // ranks * (ranks - 1)
+    return None if count is None or not ranks else count // ranks * (ranks - 1)
 
 
 def hoist_pays(chain: GatherChain, hoist: Hoist) -> bool:

@@ -7,29 +7,48 @@ from dataclasses import replace
 
 from torch import fx
 
-from asynctp_passes.chain import Candidate, Decision
+from asynctp_passes.chain import Candidate, Collective, Decision
 from asynctp_passes.checks import CHECKS, Context, is_tensor_parallel
 from asynctp_passes.config import Config
 from asynctp_passes.find import find
-from asynctp_passes.fxview import Sizes, live, phase_of, segments
+from asynctp_passes.fxview import Sizes, acts, mutates, op_name, phase_of, reachable, segments
 from asynctp_passes.read import read_collectives
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["allowed", "context_of", "decide", "decide_graph"]
+__all__ = ["allowed", "decide", "decide_graph", "unused_collectives"]
 
 
 def decide_graph(graph: fx.Graph, config: Config) -> tuple[list[Decision], Context]:
     """One decision per collective of a graph, in order, and what they were made with."""
     collectives = read_collectives(graph)
-    context = context_of(graph, Sizes(graph, (collective.group_size for collective in collectives)), config)
+    sizes = Sizes(graph, (collective.group_size for collective in collectives))
+    unused = unused_collectives(graph, collectives, config)
+    context = Context(graph, sizes, config, frozenset(), segments(graph), unused)
     candidates = find(graph, collectives, context.sizes, lambda candidate: allowed(candidate, context))
     return decide(candidates, context), context
 
 
-def context_of(graph: fx.Graph, sizes: Sizes, config: Config) -> Context:
-    """What the checks know before there are candidates."""
-    used = None if phase_of(graph) == "inference" else live(graph)
-    return Context(graph, sizes, config, frozenset(), segments(graph), used)
+def unused_collectives(graph: fx.Graph, collectives: Sequence[Collective], config: Config) -> frozenset[fx.Node]:
+    """Collectives of enrolled groups whose result nothing uses, where these can go: in graphs of a training step.
+
+    There the partitioner erases them itself, and misses those whose users it erases afterwards. In other graphs a
+    program may leave the result unused on some ranks only, and all of them take part.
+    """
+    if phase_of(graph) == "inference":
+        return frozenset()
+    ours = {one.node: one for one in collectives if _can_go(one, config)}
+    waits = {wait for one in ours.values() for wait in one.waits}
+    others = (node for node in graph.nodes if node not in ours and node not in waits and acts(node))
+    return frozenset(ours) - reachable(others)
+
+
+def _can_go(collective: Collective, config: Config) -> bool:
+    """True for torch's own out-of-place gather or reduction of one tensor, which nothing takes before its wait."""
+    node, groups = collective.node, config.groups
+    plain = collective.kind in ("all_gather", "reduce_scatter", "all_reduce") and collective.call is None
+    functional = op_name(node).startswith("_c10d_functional.") and not mutates(node)
+    awaited = all(user in collective.waits for user in node.users)
+    return plain and functional and awaited and (groups == "auto" or collective.group_key in groups)
 
 
 def allowed(candidate: Candidate, context: Context) -> bool:

@@ -97,12 +97,17 @@ def tensor_of(node: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def tangents_of(graph: fx.Graph) -> list[fx.Node]:
+    """The gradients that come in, told by the names that autograd's tracing gives to a graph's inputs."""
+    return [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents_")]
+
+
 def phase_of(graph: fx.Graph) -> str:
-    """ "forward", "backward" or "inference", told by the names that autograd's tracing gives to a graph's inputs."""
-    names = [node.name for node in graph.nodes if node.op == "placeholder"]
-    if any(name.startswith("tangents_") for name in names):
+    """ "forward", "backward" or "inference", told by the names of a graph's inputs too."""
+    if tangents_of(graph):
         return "backward"
-    return "forward" if any(name.startswith("primals_") for name in names) else "inference"
+    inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+    return "forward" if any(name.startswith("primals_") for name in inputs) else "inference"
 
 
 def segments(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -180,6 +185,12 @@ def mutates(node: fx.Node) -> bool:
     if compat.is_op(target):
         return bool(target._schema.is_mutable)
     return op_name(node).endswith("_mutation") or op_name(node) in _IN_PLACE_FUNCTIONS
+
+
+def acts(node: fx.Node) -> bool:
+    """True for what does something besides computing its result: in place, with other ranks, by chance, or at all."""
+    collective = op_name(node).startswith("_c10d_functional.")
+    return collective or node.is_impure() or mutates(node) or is_random(node)
 
 
 def live(graph: fx.Graph) -> set[fx.Node]:

@@ -18,11 +18,11 @@ from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
 from asynctp_passes.decide import decide_graph
 from asynctp_passes.errors import AsyncTPError, raise_if_strict
-from asynctp_passes.fxview import describe, op_name, phase_of, plain, source_of, tensor_of
+from asynctp_passes.fxview import describe, op_name, phase_of, plain, source_of, tangents_of, tensor_of
 from asynctp_passes.hide import hide
 from asynctp_passes.read import called_name
 from asynctp_passes.reasons import RESULT_DROPPED
-from asynctp_passes.regather import Again, again, is_joint
+from asynctp_passes.regather import Again, again
 from asynctp_passes.report import Coalesced, Remark, Report
 from asynctp_passes.rewrite import rewrite, store
 from asynctp_passes.scales import scales_to_store
@@ -92,7 +92,7 @@ def run_joint(graph: fx.Graph, config: Config) -> None:
     Raises:
         DisagreementError: Another rank decided differently about this program; the graph is untouched.
     """
-    if config.regather == "never" or not is_joint(graph):
+    if not tangents_of(graph):
         return
     decisions, _ = decide_graph(graph, config)
     found = again(graph, decisions, config.regather)

@@ -23,19 +23,17 @@ from torch import fx
 
 from asynctp_passes import compat, cost, reasons
 from asynctp_passes.chain import Collective, Decision, GatherChain
-from asynctp_passes.fxview import mutates, reachable
+from asynctp_passes.fxview import is_size, mutates, reachable, tangents_of
 from asynctp_passes.near import transparent
 from asynctp_passes.read import is_matmul
 from asynctp_passes.views import views_of
 
-__all__ = ["LEAST_BYTES", "Again", "again", "is_joint"]
+__all__ = ["LEAST_BYTES", "Again", "again"]
 
 LEAST_BYTES = 32 << 20
 """`"auto"` leaves a gather by which a rank receives fewer: the host takes as long to start it (0.1 ms), and a program
 that moves so little waits for the host. Source: `docs/results/2026-11-22-h200x2/regather.txt`.
 """
-
-_TANGENT = "tangents_"
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,6 @@ class Again:
     chosen: bool
 
 
-def is_joint(graph: fx.Graph) -> bool:
-    """True for a graph of a forward and its backward, told by the names that autograd's tracing gives to inputs."""
-    return bool(_tangents(graph))
-
-
 def again(graph: fx.Graph, decisions: Sequence[Decision], regather: str) -> list[Again]:
     """The gathers of a joint graph that the backward needs too, in order, each with the choice.
 
@@ -68,7 +61,7 @@ def again(graph: fx.Graph, decisions: Sequence[Decision], regather: str) -> list
         decisions: One for each of its collectives.
         regather: As in `Config`.
     """
-    computed = reachable(_tangents(graph), lambda node: node.users)
+    computed = reachable(tangents_of(graph), lambda node: node.users)
     backward = {node for node in computed if node.op == "call_function"}
     written = {source for node in graph.nodes if mutates(node) for source in node.all_input_nodes}
     taken = (one for one in decisions if _is_taken_in(one, backward))
@@ -78,16 +71,22 @@ def again(graph: fx.Graph, decisions: Sequence[Decision], regather: str) -> list
     return [_again(gather, gather in chosen) for gather in gathers]
 
 
-def _tangents(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith(_TANGENT)]
-
-
 def _again(gather: Collective, chosen: bool) -> Again:
-    return Again(gather, tuple(views_of(gather.nodes)), cost.bytes_of(gather.node), chosen)
+    return Again(gather, _gathered(gather), cost.bytes_of(gather.node), chosen)
+
+
+def _gathered(gather: Collective) -> tuple[fx.Node, ...]:
+    """The collective and what is laid out from it alone."""
+    views = views_of(gather.nodes)
+    alone = {*gather.nodes, *(gather.node.all_input_nodes if gather.call is None else ())}
+    for node in views:
+        if all(source in alone or is_size(source) for source in node.all_input_nodes):
+            alone.add(node)
+    return tuple(node for node in views if node in alone)
 
 
 def _is_taken_in(decision: Decision, backward: set[fx.Node]) -> bool:
-    """True for a gather that a fused op of the forward takes in, or does as soon as the backward does not need it."""
+    """True for a gather that a fused op of the forward takes in, or would, but for what else needs it."""
     chain = decision.candidate.chain
     fused = decision.refusal is None or decision.refusal.reason is reasons.MOVES_MORE
     return fused and isinstance(chain, GatherChain) and any(one.node not in backward for one in chain.matmuls)
@@ -105,12 +104,11 @@ def _is_needed(decision: Decision, backward: set[fx.Node]) -> bool:
 
 
 def _is_free(decision: Decision, written: set[fx.Node]) -> bool:
-    """True where it may be computed again: it is not tagged, nor returned, nor made of what is written in place."""
-    gather = decision.candidate.collective
-    nodes = views_of(gather.nodes)
+    """True where it may be computed again: not tagged, nor returned, nor of what an in-place operation takes."""
+    nodes = views_of(decision.candidate.collective.nodes)
     returned = any(user.op == "output" for node in nodes for user in node.users)
     tagged = any(compat.recompute_tag(node) is not None for node in nodes)
-    return not (returned or tagged) and written.isdisjoint(reachable([gather.node]))
+    return not (returned or tagged) and written.isdisjoint(reachable(nodes))
 
 
 def _hidden(gathers: Sequence[Collective], decisions: Sequence[Decision], backward: set[fx.Node]) -> list[Collective]:

@@ -38,13 +38,13 @@ from asynctp_passes.chain import (
 from asynctp_passes.fxview import (
     Plan,
     Sizes,
+    acts,
     arguments,
     call_of,
     express,
     is_random,
     is_size,
     live,
-    mutates,
     op_name,
     reachable,
     segments,
@@ -926,9 +926,10 @@ def _drop(graph: fx.Graph, unused: Iterable[Collective]) -> None:
     gone = {node for collective in unused for node in collective.results}
     around = reachable(gone) | reachable(gone, lambda node: node.users)
     for node in reversed(graph.nodes):
-        stays = node.is_impure() or mutates(node) or is_random(node)
-        if node in around and not node.users and (node in gone or not stays):
+        if node in around and not node.users and (node in gone or not acts(node)):
             graph.erase_node(node)
+    left = [collective.node.name for collective in unused if collective.node in set(graph.nodes)]
+    assert not left, f"{left} are used after all"
 
 
 def _move_behind(graph: fx.Graph, starts: Iterable[fx.Node], last: fx.Node) -> None:

@@ -81,6 +81,35 @@ def wait_of_an_input(b: GraphBuilder) -> tuple[Node, ...]:
     return (chain(b),)
 
 
+def used_by_a_check(b: GraphBuilder) -> tuple[Node, ...]:
+    found = b.call(aten.ne.Scalar, largest(b), 0)
+    b.call_like(None, aten._assert_async.msg, found, "no weights")
+    return (chain(b),)
+
+
+def used_by_chance(b: GraphBuilder) -> tuple[Node, ...]:
+    """What draws random numbers stays, and so does all that it takes."""
+    b.call(aten.bernoulli.default, largest(b))
+    return (chain(b),)
+
+
+def waited_for_behind_a_view(b: GraphBuilder) -> tuple[Node, ...]:
+    started = b.call(c10d.all_reduce.default, b.input("primals_2", [4, 2]), "max", "tp")
+    b.call(c10d.wait_tensor.default, b.reshape(started, [8]))
+    return (chain(b),)
+
+
+def broadcast(b: GraphBuilder) -> tuple[Node, ...]:
+    b.call(c10d.wait_tensor.default, b.call(c10d.broadcast.default, b.input("primals_2", [4]), 0, "tp"))
+    return (chain(b),)
+
+
+def one_of_a_list(b: GraphBuilder) -> tuple[Node, ...]:
+    one, other = b.gather_list(b.input("primals_2", [4, 8]), b.input("primals_3", [4, 8]))
+    b.relu(one)
+    return chain(b), b.relu(other)
+
+
 CASES: dict[Build, list[str]] = {
     unused: ["ATP014", "F"],
     unused_behind_what_is_computed: ["ATP014", "F"],
@@ -92,6 +121,11 @@ CASES: dict[Build, list[str]] = {
     used_by_a_mutation: ["ATP002", "F"],
     in_place: ["ATP013", "F"],
     wait_of_an_input: ["F"],
+    used_by_a_check: ["ATP002", "F"],
+    used_by_chance: ["ATP002", "F"],
+    waited_for_behind_a_view: ["ATP013", "F"],
+    broadcast: ["ATP006", "F"],
+    one_of_a_list: ["ATP002", "ATP002", "F"],
 }
 
 
@@ -111,7 +145,7 @@ def test_outcome(build: Build) -> None:
     assert outcomes(report) == CASES[build]
     gone = {remark.collective for remark in report.remarks if remark.code == "ATP014"}
     assert gone.isdisjoint(calls(graph))
-    kept = {remark.collective for remark in report.remarks if remark.code in ("ATP002", "ATP013")}
+    kept = {remark.collective for remark in report.remarks if remark.code in ("ATP002", "ATP006", "ATP013")}
     assert kept <= {*calls(graph), *(name for bundle in report.coalesced for name in bundle.collectives)}
 
 
@@ -124,13 +158,39 @@ def test_inference_keeps_them(build: Build) -> None:
     assert "ATP014" not in outcomes(run_pass(graph))
 
 
-def test_groups_that_are_not_enrolled_keep_them() -> None:
+@pytest.mark.parametrize(("group", "code"), [("dp", "ATP002"), ("tp", "ATP014")])
+def test_groups_that_are_not_enrolled_keep_them(group: str, code: str) -> None:
     b = GraphBuilder(ranks=2)
-    largest(b, group="dp")
+    largest(b, group=group)
     graph = b.returns(chain(b))
     before = calls(graph)[:4]
-    assert outcomes(run_pass(graph, groups="tp")) == ["ATP002", "F"]
-    assert calls(graph)[:4] == before
+    assert outcomes(run_pass(graph, groups="tp")) == [code, "F"]
+    assert (calls(graph)[:4] == before) == (code == "ATP002")
+
+
+def test_those_of_other_groups_stay_where_ours_take_their_result() -> None:
+    b = GraphBuilder(ranks=2)
+    theirs = b.call(c10d.all_reduce.default, b.input("primals_2", [4]), "max", "dp")
+    b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, b.relu(theirs), "max", "tp"))
+    graph = b.returns(chain(b))
+    assert outcomes(run_pass(graph, groups="tp"))[1] == "ATP014"
+    assert calls(graph) == ["all_reduce", "matmul_reduce_scatter_default"]
+
+
+def test_what_those_of_other_groups_take_stays() -> None:
+    b = GraphBuilder(ranks=2)
+    b.call(c10d.all_reduce.default, b.relu(largest(b)), "max", "dp")
+    graph = b.returns(chain(b))
+    before = calls(graph)[:6]
+    assert "ATP014" not in outcomes(run_pass(graph, groups="tp"))
+    assert calls(graph)[:6] == before
+
+
+def test_forward_graphs_lose_them_too() -> None:
+    b = GraphBuilder(ranks=2)
+    largest(b, "primals_1")
+    graph = b.returns(b.mm(b.gather(b.input("primals_2", [4, 6])), b.input("primals_3", [6, 8])))
+    assert outcomes(run_pass(graph)) == ["ATP014", "F"]
 
 
 def test_what_becomes_of_the_graph() -> None:

@@ -123,6 +123,28 @@ def no_matmul_takes_it(b: GraphBuilder) -> tuple[Node, ...]:
     return layer.y, layer.dx, b.relu(other), layer.dw(other)
 
 
+def view_of_what_is_written(b: GraphBuilder) -> tuple[Node, ...]:
+    """Joined with a buffer that holds something else afterwards."""
+    layer, buffer = Layer(b), b.input("primals_buffer", [8, 8], torch.bfloat16)
+    joined = b.cat([layer.full, buffer])
+    b.call(aten.copy_.default, buffer, b.mul(buffer, buffer))
+    return layer.y, layer.dx, b.mm(b.permute(joined, [1, 0]), b.cat([layer.dy, layer.dy]))
+
+
+def joined_with_another(b: GraphBuilder) -> tuple[Node, ...]:
+    """What is laid out from more than the gathered tensor is for the partitioner to keep or not."""
+    layer, other = Layer(b), b.input("primals_other", [8, 8], torch.bfloat16)
+    joined = b.cat([layer.full, other])
+    return layer.y, layer.dx, b.mm(b.permute(joined, [1, 0]), b.cat([layer.dy, layer.dy]))
+
+
+def scatter_is_needed(b: GraphBuilder) -> tuple[Node, ...]:
+    """A reduce-scatter has nothing to gather again."""
+    layer = Layer(b)
+    scattered = b.scatter(b.mm(b.input("primals_3", [8, 6]), b.input("primals_4", [6, 6])))
+    return layer.y, layer.dx, b.mm(b.permute(scattered, [1, 0]), b.input("tangents_2", [4, 3]))
+
+
 def nothing_to_gather_for(b: GraphBuilder) -> tuple[Node, ...]:
     """Inference: no gradient comes in."""
     full = b.gather(b.input("primals_1", [4, 8]))
@@ -155,6 +177,9 @@ CASES: dict[Build, list[str]] = {
     weight_is_gathered: [],
     shard_is_written: [],
     no_matmul_takes_it: [],
+    view_of_what_is_written: [],
+    joined_with_another: GATHER,
+    scatter_is_needed: [],
     nothing_to_gather_for: [],
 }
 
@@ -162,6 +187,14 @@ CASES: dict[Build, list[str]] = {
 @pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
 def test_what_is_tagged(build: Build) -> None:
     assert tagged(joint(build)) == CASES[build]
+
+
+def test_what_is_not_fused_is_kept() -> None:
+    """Below the configured size the gather stays as it is, and what it gathered with it."""
+    b = GraphBuilder(ranks=2)
+    graph = b.returns(*needed(b))
+    pipeline.run_joint(graph, Config(regather="always", min_bytes=10**9))
+    assert tagged(graph) == []
 
 
 @pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
@@ -233,6 +266,7 @@ def test_auto_beside_a_gather_of_what_is_computed() -> None:
         ([LARGE, (64, 4096, 4096)], 1),
         ([LARGE, LARGE], 2),
         ([LARGE, (4096, 4096, 512)], 2),  # together they take more than both gathers
+        ([(4096, 4096, 700), (4096, 4096, 700)], 0),  # together more than one of them
     ],
 )
 def test_auto(sizes: list[tuple[int, int, int]], made_again: int) -> None:
