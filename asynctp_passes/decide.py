@@ -43,12 +43,11 @@ def unused_collectives(graph: fx.Graph, collectives: Sequence[Collective], confi
 
 
 def _can_go(collective: Collective, config: Config) -> bool:
-    """True for torch's own out-of-place gather or reduction of one tensor, which nothing takes before its wait."""
+    """True for torch's own out-of-place gather or reduction of one tensor."""
     node, groups = collective.node, config.groups
-    plain = collective.kind in ("all_gather", "reduce_scatter", "all_reduce") and collective.call is None
+    known = collective.kind in ("all_gather", "reduce_scatter", "all_reduce")
     functional = op_name(node).startswith("_c10d_functional.") and not mutates(node)
-    awaited = all(user in collective.waits for user in node.users)
-    return plain and functional and awaited and (groups == "auto" or collective.group_key in groups)
+    return known and functional and (groups == "auto" or collective.group_key in groups)
 
 
 def allowed(candidate: Candidate, context: Context) -> bool:

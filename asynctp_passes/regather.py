@@ -97,9 +97,7 @@ def _is_needed(decision: Decision, backward: set[fx.Node]) -> bool:
     results = decision.candidate.collective.results
     if not backward.isdisjoint(results):
         return False
-    steps = reachable(
-        results, lambda node: node.users, lambda node: node in results or (node not in backward and transparent(node))
-    )
+    steps = reachable(results, lambda node: node.users, lambda node: node in results or transparent(node))
     return any(user in backward for node in steps for user in node.users)
 
 

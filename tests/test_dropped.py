@@ -104,6 +104,11 @@ def broadcast(b: GraphBuilder) -> tuple[Node, ...]:
     return (chain(b),)
 
 
+def broadcast_that_nobody_waits_for(b: GraphBuilder) -> tuple[Node, ...]:
+    b.call(c10d.broadcast.default, b.input("primals_2", [4]), 0, "tp")
+    return (chain(b),)
+
+
 def one_of_a_list(b: GraphBuilder) -> tuple[Node, ...]:
     one, other = b.gather_list(b.input("primals_2", [4, 8]), b.input("primals_3", [4, 8]))
     b.relu(one)
@@ -125,6 +130,7 @@ CASES: dict[Build, list[str]] = {
     used_by_chance: ["ATP002", "F"],
     waited_for_behind_a_view: ["ATP013", "F"],
     broadcast: ["ATP006", "F"],
+    broadcast_that_nobody_waits_for: ["ATP006", "F"],
     one_of_a_list: ["ATP002", "ATP002", "F"],
 }
 

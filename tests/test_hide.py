@@ -472,7 +472,14 @@ def gather_of_a_vector(b: GraphBuilder) -> tuple[Node, ...]:
     return b.call(aten.cumsum.default, b.gather(b.input("s", [4])), 0), chain(b), large_product(b)
 
 
+def gather_that_is_missed(b: GraphBuilder) -> tuple[Node, ...]:
+    """What could be fused if it were written otherwise is told so."""
+    pieces = b.chunks(b.gather(b.input("s", [4, 8])))
+    return b.mm(b.cat(pieces[::-1]), b.input("w", [8, 6])), chain(b), large_product(b)
+
+
 GATHERS: dict[Build, list[str]] = {
+    gather_that_is_missed: ["ATP101", "FUSED"],
     gather_alone: ["FUSED", "ATP404"],
     gather_beside_a_fused_op: ["ATP404", "FUSED"],
     product_of_the_gathered: ["ATP002", "FUSED"],
