@@ -77,8 +77,7 @@ def _again(gather: Collective, chosen: bool) -> Again:
 
 def _gathered(gather: Collective) -> tuple[fx.Node, ...]:
     """The collective and what is laid out from it alone."""
-    views = views_of(gather.nodes)
-    alone = {*gather.nodes, *(gather.node.all_input_nodes if gather.call is None else ())}
+    views, alone = views_of(gather.nodes), set(gather.nodes)
     for node in views:
         if all(source in alone or is_size(source) for source in node.all_input_nodes):
             alone.add(node)
