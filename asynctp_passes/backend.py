@@ -60,7 +60,23 @@ def clear_reports() -> None:
         _reports.clear()
 
 
-class AsyncTPPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
+class _OwnPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
+    """A pass with a configuration. Picklable; holds no process group."""
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = Config.from_options() if config is None else config
+
+    def uuid(self) -> bytes:
+        """What Inductor's caches key a pass on: both packages' sources, torch, configuration, registered ops, what the
+        fused ops run, and this process's groups, which graphs have by name only, with their mesh dimensions.
+        """
+        runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
+        groups = ",".join(f"{name}:{dim}" for name, dim in compat.mesh_dimensions().items())
+        parts = (sources_digest(), str(torch.__version__), self.config.digest(), registry.digest(), runs, groups)
+        return "-".join(parts).encode()
+
+
+class AsyncTPPass(_OwnPass):
     """The pass, for `torch._inductor.config.post_grad_custom_post_pass`. Picklable; holds no process group.
 
     Args:
@@ -68,7 +84,7 @@ class AsyncTPPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
     """
 
     def __init__(self, config: Config | None = None) -> None:
-        self.config = Config.from_options() if config is None else config
+        super().__init__(config)
         self.ran = False
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -91,20 +107,13 @@ class AsyncTPPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
         _send_with_cache_entry(report)
         _publish(report, self.config, before, graph)
 
-    def uuid(self) -> bytes:
-        """What Inductor's caches key this pass on."""
-        return _uuid(self.config)
 
-
-class RegatherPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
+class RegatherPass(_OwnPass):
     """`Config.regather`, for `torch._inductor.config.joint_custom_post_pass`. Picklable; holds no process group.
 
     Args:
         config: The configuration; the environment's and the defaults when None.
     """
-
-    def __init__(self, config: Config | None = None) -> None:
-        self.config = Config.from_options() if config is None else config
 
     def __call__(self, graph: fx.Graph) -> None:
         """Tag the gathers of a joint graph that the partitioner shall have made again in the backward.
@@ -113,20 +122,6 @@ class RegatherPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
             DisagreementError: Another rank decided differently.
         """
         pipeline.run_joint(graph, self.config)
-
-    def uuid(self) -> bytes:
-        """What Inductor's caches key this pass on."""
-        return _uuid(self.config)
-
-
-def _uuid(config: Config) -> bytes:
-    """Both packages' sources, torch, the configuration, registered ops, what the fused ops run, and this process's
-    groups, which graphs have by name only, with their mesh dimensions.
-    """
-    runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
-    groups = ",".join(f"{name}:{dim}" for name, dim in compat.mesh_dimensions().items())
-    parts = (sources_digest(), str(torch.__version__), config.digest(), registry.digest(), runs, groups)
-    return "-".join(parts).encode()
 
 
 class _PassSequence(compat.inference_aware_pass_base()):  # type: ignore[misc]

@@ -9,9 +9,9 @@ tagged as activation checkpointing tags what it computes again, it looks for the
 shard, or what the shard is cheaply computed from.
 
 The joint graph of forward and backward is the only one in which that can be decided. A gather is made again if a fused
-op takes it in, its only uses besides that are in the backward, and nobody has tagged it. `"auto"` also asks that it is
-known to be worth a call, and to hide: that products of the backward which are in no fused op, beside which the link is
-free, take as long as all such gathers.
+op of the forward takes it in, the backward needs more of it than what products made, and nobody has tagged it. `"auto"`
+also asks that it is known to be worth a call, and to hide: that products of the backward which are in no fused op,
+beside which the link is free, take as long as all such gathers.
 """
 
 from __future__ import annotations
