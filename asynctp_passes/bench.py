@@ -44,6 +44,8 @@ KINDS = ("bf16", "fp8", "fp8-rowwise", "fp8-precise", "fp8-rowwise-precise")
 OPS = ("gather", "scatter")
 OURS = ("asynctp", *select.IMPLEMENTATIONS)
 PEERS = ("cublas", "nccl", "intree")
+#: what is less than this fast, against the other, is slower by more than noise
+NOISE = 0.98
 #: an error that is wrong however large that of cuBLAS + NCCL is
 WRONG = 0.1
 #: calls in a row that one measurement is the mean of: for so long, if these are not too few or too many
@@ -98,11 +100,15 @@ class Row:
         copies = halves * self.problem.wire_bytes / COPY_BYTES_PER_US
         return max(self.timings["cublas"].graph, copies) if "cublas" in self.timings else copies
 
-    def speedup(self, mode: str) -> float | None:
-        """Against the better of cuBLAS + NCCL and in-tree; None if neither of these or asynctp is there and right."""
+    def speedup(self, mode: str, variant: str = "asynctp") -> float | None:
+        """Against the better of cuBLAS + NCCL and in-tree; None if the variant or these are missing or wrong."""
         found = {name: getattr(self.timings[name], mode) for name in self.timings if name not in self.wrong}
         others = [found[name] for name in ("nccl", "intree") if name in found]
-        return float(min(others) / found["asynctp"]) if others and "asynctp" in found else None
+        return float(min(others) / found[variant]) if others and variant in found else None
+
+    def slower(self, variant: str) -> bool:
+        """Is it, in a graph or eager, by more than noise?"""
+        return any((self.speedup(mode, variant) or 1.0) < NOISE for mode in ("graph", "eager"))
 
 
 def world_group() -> dist.ProcessGroup:
@@ -578,22 +584,30 @@ def _recorded(row: Row) -> dict[str, Any]:
 def tuning_table(found: Sequence[Row]) -> dict[str, dict[str, dict[str, str]]]:
     """{GPU: {problem: {rows: implementation}}}: `fastest` by the geometric mean of graph and eager time.
 
-    Calls that have one key decide together, as fp8 with tensorwise and with rowwise scales: what cannot run one of
-    them, or is wrong, is none of theirs.
+    Of those that are slower than cuBLAS + NCCL and in-tree neither in a graph nor eager, where there are any. Calls
+    that have one key decide together, as fp8 with tensorwise and with rowwise scales: what cannot run one of them, or
+    is wrong, is none of theirs.
     """
-    costs: dict[tuple[str, str], list[dict[str, float]]] = {}
+    calls: dict[tuple[str, str], list[Row]] = {}
     for row in found:
-        right = {name: row.timings[name] for name in select.IMPLEMENTATIONS if name in row.timings}
-        logs = {name: math.log(each.graph * each.eager) for name, each in right.items() if name not in row.wrong}
-        if logs:
-            costs.setdefault((row.problem.key, str(row.problem.rows)), []).append(logs)
+        calls.setdefault((row.problem.key, str(row.problem.rows)), []).append(row)
     table: dict[str, dict[str, str]] = {}
-    for (key, rows_of_a), measured in costs.items():
-        able = [name for name in measured[0] if all(name in logs for logs in measured)]
-        times = {name: math.exp(sum(logs[name] for logs in measured) / len(measured) / 2) for name in able}
+    for (key, rows_of_a), alike in calls.items():
+        able = [
+            name for name in select.IMPLEMENTATIONS
+            if all(name in row.timings and name not in row.wrong for row in alike)
+        ]  # fmt: skip
+        never_slower = [name for name in able if not any(row.slower(name) for row in alike)]
+        times = {name: _mean_time(name, alike) for name in never_slower or able}
         if times:
             table.setdefault(key, {})[rows_of_a] = select.fastest(times)
     return {torch.cuda.get_device_name(): table}
+
+
+def _mean_time(variant: str, found: Sequence[Row]) -> float:
+    return statistics.geometric_mean(
+        time for row in found for time in (row.timings[variant].graph, row.timings[variant].eager)
+    )
 
 
 def write_tuning(found: Sequence[Row]) -> Path:

@@ -198,6 +198,21 @@ def test_tuning_table_has_the_fastest_of_ours() -> None:
     }
 
 
+def test_tuning_table_has_what_is_never_slower_first() -> None:
+    """What is fastest by the product of both times may be slower than in-tree in a graph."""
+    ours = {"direct": timing(92, 129), "fused": timing(101, 126), "decomposed": timing(80, 153)}
+    peers = {"nccl": timing(119, 235), "intree": timing(87, 727)}
+
+    def picked(*found: Row) -> str:
+        (by_rows,) = bench.tuning_table(found)[GPU].values()
+        return by_rows["4096"]
+
+    assert picked(row(**ours)) == picked(row(nccl=timing(119, 235), **ours)) == "direct"
+    assert picked(row(**peers, **ours)) == picked(row(**ours), row(**peers, **ours)) == "decomposed"
+    assert picked(row(intree=timing(87, 140), **ours)) == "direct"  # each is slower in one of the two
+    assert picked(wrong(row(**peers, **ours), "intree")) == "direct"
+
+
 def test_the_selector_takes_the_tuning_table(table: Path) -> None:
     slow = {"fused": timing(300), "decomposed": timing(310), "direct": timing(400), "unfused": timing(10)}
     kinds = ("fp8", "fp8-rowwise-precise")

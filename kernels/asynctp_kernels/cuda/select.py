@@ -62,7 +62,7 @@ class Rates:
     Source of the values: `docs/results/2026-11-22-h200x4` (`bench.json`, `tuned.json`) and `-h200x2` (`tuned.json`),
     159 calls; all but `copy`, `local`, `beside` and `narrow` are fitted to the geometric means of graph and eager time
     of all implementations there, which they miss by 14 % (root of the mean square). What they pick is 1.0 % slower
-    than the best; of 189 calls that they were not fitted to, in a graph, 1.3 % (`2026-11-21-h200x2/bench.json`).
+    than the best; of 189 calls that they were not fitted to 1.3 % (`2026-11-22-h200x2/bench.json`).
     """
 
     copy: float = 370e3
