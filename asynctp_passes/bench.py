@@ -32,7 +32,7 @@ from torch import Tensor
 
 import asynctp_passes.ops  # noqa: F401  registers the ops
 from asynctp_passes import compat, reference
-from asynctp_passes.cli import add_bench_options, calls_of_report
+from asynctp_passes.cli import add_bench_options, add_table_options, calls_of_report
 from asynctp_passes.plots import pyplot
 
 #: (K, N) per rank: what Llama-3 70B (TP 4) and 8B put behind a gather and before a scatter
@@ -661,6 +661,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(prog="asynctp bench")
     add_bench_options(parser)
+    add_table_options(parser)
     options = parser.parse_args(arguments)
     options.timeout = options.timeout or 1800
     if options.report is None:

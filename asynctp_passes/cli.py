@@ -81,12 +81,18 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser(
         "bench", help="time the fused ops against cuBLAS + NCCL and PyTorch's in-tree ops on this machine's GPUs"
     )
-    bench.add_argument("--ranks", type=int, help="processes, one a GPU: 2 to 8 (default: all GPUs)")
     bench.add_argument("--e2e", action="store_true", help="time whole transformer blocks under each compiler instead")
     bench.add_argument("--cpu", action="store_true", help="with --e2e: 2 processes on the CPU, a tiny model")
+    _add_ranks(bench)
     add_bench_options(bench)
+    add_table_options(bench)
     add_end_to_end_options(bench)
     bench.set_defaults(run=_bench)
+
+    tune = commands.add_parser("tune", help="measure what is fastest here, for programs to choose by: bench --tune")
+    _add_ranks(tune)
+    add_bench_options(tune)
+    tune.set_defaults(run=_bench, all=False, tune=True, e2e=False, **dict.fromkeys(_END_TO_END))
 
     profiled = commands.add_parser(
         "profile", help="say how much communication a torch.profiler trace shows exposed, and draw it"
@@ -114,6 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true", help="print one JSON array instead")
     report.set_defaults(run=_report)
     return parser
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, help="processes, one a GPU: 2 to 8 (default: all GPUs)")
 
 
 def _version() -> str:
@@ -185,13 +195,17 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         "fp8-rowwise-precise (default: bf16; with --e2e of bf16,fp8,fp8-rowwise: bf16,fp8-rowwise)",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=7, help="rounds to take the median of (default: %(default)s)")
-    parser.add_argument("--all", action="store_true", help="time each of our implementations too")
-    parser.add_argument("--tune", action="store_true", help="write the fastest of each row to the tuning table")
     parser.add_argument("--out", type=Path, help="folder for the raw results, and a plot")
     parser.add_argument(
         "--timeout", type=int, help="end after so many seconds (default: 1800; with --e2e 300, and what does not fit "
         "is left out)",
     )  # fmt: skip
+
+
+def add_table_options(parser: argparse.ArgumentParser) -> None:
+    """The further options of a measurement of ops, likewise."""
+    parser.add_argument("--all", action="store_true", help="time each of our implementations too")
+    parser.add_argument("--tune", action="store_true", help="write the fastest of each row to the tuning table")
 
 
 def add_end_to_end_options(parser: argparse.ArgumentParser) -> None:
@@ -302,7 +316,7 @@ def _bench_arguments(options: argparse.Namespace) -> list[str]:
         value = getattr(options, name)
         if value is not None:
             given += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
-    given += [word for text in options.option for word in ("--option", text)]
+    given += [word for text in options.option or () for word in ("--option", text)]
     return given + [f"--{name}" for name in ("all", "tune") if getattr(options, name)]
 
 

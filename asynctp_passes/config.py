@@ -29,7 +29,7 @@ RUNTIME_VARIABLES = {
     "direct or unfused; one that cannot run a call raises",
     "timeout_s": "seconds after which a wait for a peer gives up with an error (default: 60 on CPU, no bound on CUDA)",
     "recorded_calls": "how many calls of a group are kept recorded as CUDA graphs (default: 4096; 0: none)",
-    "tuning_table": "the file that asynctp bench --tune writes and the choice of an implementation reads",
+    "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads",
 }
 """`ASYNCTP_*` variables that steer the ops at run time rather than a compile, with what they mean."""
 

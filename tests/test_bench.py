@@ -350,6 +350,13 @@ def test_workers_get_what_the_command_was_given(given: list[str]) -> None:
     assert vars(bench.parse(cli._bench_arguments(options))) == vars(bench.parse(given))
 
 
+def test_tune_is_bench_with_tune() -> None:
+    options = cli._parser().parse_args(["tune", "--report", "reports.jsonl", "--rounds", "3"])
+    assert options.run is cli._parser().parse_args(["bench"]).run
+    expected = bench.parse(["--report", "reports.jsonl", "--rounds", "3", "--tune"])
+    assert vars(bench.parse(cli._bench_arguments(options))) == vars(expected)
+
+
 @pytest.mark.parametrize("given", COMMANDS, ids=" ".join)
 def test_the_recorded_command_measures_the_same(given: list[str]) -> None:
     options = bench.parse(given)
@@ -375,7 +382,8 @@ def test_ranks_that_cannot_be(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert cli.main(["bench", *([] if ranks is None else ["--ranks", str(ranks)])]) == 2
+    for command in ("bench", "tune"):
+        assert cli.main([command, *([] if ranks is None else ["--ranks", str(ranks)])]) == 2
     assert said in capsys.readouterr().err
 
 

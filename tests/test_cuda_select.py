@@ -752,7 +752,7 @@ def test_a_table_adds_to_the_shipped_one_and_overrides_it(table: Path) -> None:
 
 def test_a_damaged_table_is_named(table: Path) -> None:
     table.write_text('{"NVIDIA H200": {')
-    with pytest.raises(ValueError, match=f"{re.escape(str(table))} is no tuning table .*--tune"):
+    with pytest.raises(ValueError, match=f"{re.escape(str(table))} is no tuning table .*asynctp tune"):
         chosen(ASKED)
 
 

@@ -1,4 +1,4 @@
-"""Which implementation runs a call: the fastest that can, by a cost model or by what `asynctp bench --tune` measured.
+"""Which implementation runs a call: the fastest that can, by a cost model or by what `asynctp tune` measured.
 
 The choice is a function of shapes, strides, dtypes, world size and GPU, never of addresses: ranks that run the same
 program agree on it. `Choice` says what was chosen, why, and what the others would have cost; `ops.explain` and the
@@ -378,7 +378,7 @@ def fastest(times: dict[str, float]) -> str:
 
 # --- the measured table ------------------------------------------------------------------------------------------
 def table_path() -> Path:
-    """Where `asynctp bench --tune` writes: `ASYNCTP_TUNING_TABLE`, or a file in the user's cache folder."""
+    """Where `asynctp tune` writes: `ASYNCTP_TUNING_TABLE`, or a file in the user's cache folder."""
     given = os.environ.get(TABLE_VARIABLE)
     if given:
         return Path(given)
@@ -387,7 +387,7 @@ def table_path() -> Path:
 
 
 def read_tuned(path: Path) -> dict[str, dict[str, dict[str, str]]]:
-    """What `asynctp bench --tune` has written to `path`; empty where it has not.
+    """What `asynctp tune` has written to `path`; empty where it has not.
 
     Raises:
         ValueError: The file is damaged.
@@ -398,7 +398,7 @@ def read_tuned(path: Path) -> dict[str, dict[str, dict[str, str]]]:
         return {}
     except ValueError as error:
         raise ValueError(
-            f"asynctp: {path} is no tuning table ({error}); delete it, or write it anew with 'asynctp bench --tune'"
+            f"asynctp: {path} is no tuning table ({error}); delete it, or write it anew with 'asynctp tune'"
         ) from error
     return found
 
