@@ -32,7 +32,8 @@ from torch import Tensor
 
 import asynctp_passes.ops  # noqa: F401  registers the ops
 from asynctp_passes import compat, reference
-from asynctp_passes.cli import add_bench_options, add_table_options, calls_of_report
+from asynctp_passes.cli import OPS, add_bench_options, add_table_options, calls_of_report, mistake
+from asynctp_passes.config import write_whole
 from asynctp_passes.plots import pyplot
 
 #: (K, N) per rank: what Llama-3 70B (TP 4) and 8B put behind a gather and before a scatter
@@ -40,8 +41,6 @@ GATHER_SHAPES = ((8192, 2560), (8192, 14336), (4096, 7168), (8192, 3584))
 SCATTER_SHAPES = ((2048, 8192), (7168, 8192), (3584, 4096))
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COPY_BYTES_PER_US = select.Rates().copy
-KINDS = ("bf16", "fp8", "fp8-rowwise", "fp8-precise", "fp8-rowwise-precise")
-OPS = ("gather", "scatter")
 OURS = ("asynctp", *select.IMPLEMENTATIONS)
 PEERS = ("cublas", "nccl", "intree")
 #: what is less than this fast, against the other, is slower by more than noise
@@ -618,9 +617,7 @@ def write_tuning(found: Sequence[Row]) -> Path:
         for key, by_rows in problems.items():
             merged.setdefault(name, {}).setdefault(key, {}).update(by_rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_suffix(f".{os.getpid()}")
-    whole.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
-    whole.replace(path)
+    write_whole(path, f"{json.dumps(merged, indent=1, sort_keys=True)}\n".encode())
     return path
 
 
@@ -663,14 +660,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_bench_options(parser)
     add_table_options(parser)
     options = parser.parse_args(arguments)
-    options.timeout = options.timeout or 1800
+    options.timeout = 1800 if options.timeout is None else options.timeout
     if options.report is None:
         options.kinds, options.ops = options.kinds or ["bf16"], options.ops or list(OPS)
         options.rows = options.rows or list(ROWS)
-        for name, valid in (("kinds", KINDS), ("ops", OPS)):
-            for value in getattr(options, name):
-                if value not in valid:
-                    parser.error(f"--{name} {value!r} is not valid; it must be of {', '.join(valid)}")
+    said = mistake(options)
+    if said:
+        parser.error(said)
     options.all = options.all or options.tune
     return options
 
@@ -724,7 +720,7 @@ def write(found: Sequence[Row], options: argparse.Namespace) -> None:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(record(found, command(options)), indent=1)
-        (options.out / "bench.json").write_text(text + "\n", encoding="utf-8")
+        write_whole(options.out / "bench.json", f"{text}\n".encode())
     if options.tune:
         write_tuning(found)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from asynctp_passes import profile
-from asynctp_passes.config import Config, ConfigError
+from asynctp_passes.config import Config, ConfigError, can_be_written
 from asynctp_passes.reasons import CATALOGUE, Reason, catalogue_markdown
 from asynctp_passes.report import Report
 
@@ -219,13 +219,18 @@ def add_end_to_end_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid value {text!r}; it must be numbers, as 512,2048") from None
 
 
 def _words(text: str) -> list[str]:
     return text.split(",")
 
 
+KINDS = ("bf16", "fp8", "fp8-rowwise", "fp8-precise", "fp8-rowwise-precise")
+OPS = ("gather", "scatter")
 _END_TO_END = ("sizes", "batches", "backends", "blocks", "option", "cpu")
 _OPS_ONLY = ("report", "rows", "ops", "all", "tune")
 _BUILT_IN_ONLY = ("rows", "ops", "kinds")
@@ -241,7 +246,25 @@ def _bench(options: argparse.Namespace) -> int:
             if getattr(options, name):
                 raise UsageError(f"bench: --{name} is not valid with --report, which has them; leave one of them out")
         options.ranks = _ranks_of_report(options.report, options.ranks)
-    return _measure(options, (options.ranks or 2) if options.cpu else _bench_ranks(options.ranks))
+    said = mistake(options)
+    if said:
+        raise UsageError(f"bench: {said}")
+    return _measure(options, _cpu_ranks(options.ranks) if options.cpu else _bench_ranks(options.ranks))
+
+
+def mistake(options: argparse.Namespace) -> str:
+    """What is wrong with a number, a word or the folder of a measurement; empty when nothing is."""
+    at_least_1 = [(name, getattr(options, name, None)) for name in ("rounds", "timeout", "blocks")]
+    for name, number in [*at_least_1, *(("rows", each) for each in options.rows or ())]:
+        if number is not None and number < 1:
+            return f"--{name} {number} is not valid; it must be at least 1"
+    for name, valid in _choices(getattr(options, "e2e", False)).items():
+        for word in getattr(options, name) or ():
+            if word not in valid:
+                return f"--{name} {word!r} is not valid; it must be of {', '.join(valid)}"
+    if options.out is not None and not can_be_written(str(options.out), folder=True):
+        return f"--out {options.out} is not valid; it must be a folder that can be written, or made"
+    return ""
 
 
 def _start_ranks(module: str, ranks: int, arguments: Sequence[str], cpu: bool = False) -> int:
@@ -320,6 +343,22 @@ def _bench_arguments(options: argparse.Namespace) -> list[str]:
     return given + [f"--{name}" for name in ("all", "tune") if getattr(options, name)]
 
 
+def _choices(end_to_end: bool) -> dict[str, Sequence[str]]:
+    if not end_to_end:
+        return {"kinds": KINDS, "ops": OPS}
+    from asynctp_passes.demo.model import PRESETS  # imports torch: slow
+    from asynctp_passes.demo.recipe import BACKENDS, PRECISIONS
+
+    return {"sizes": tuple(PRESETS), "kinds": PRECISIONS, "backends": BACKENDS}
+
+
+def _cpu_ranks(wanted: int | None) -> int:
+    ranks = 2 if wanted is None else wanted
+    if ranks < 2:
+        raise UsageError(f"bench: --ranks {ranks} is not valid; it must be at least 2")
+    return ranks
+
+
 def _bench_ranks(wanted: int | None) -> int:
     import torch
 
@@ -354,6 +393,7 @@ def _read_profiles(options: argparse.Namespace) -> int:
     if options.timeline is not None:
         device = found[0].device
         window = profile.find_annotation(traces[0], options.layer, device) if options.layer else None
+        options.timeline.parent.mkdir(parents=True, exist_ok=True)
         options.timeline.write_text(profile.timeline(traces[0], device, window, options.layer or ""), encoding="utf-8")
         print(f"wrote {options.timeline}", file=sys.stderr)
     return 0
@@ -417,7 +457,7 @@ def _read_reports(path: Path) -> list[Report]:
             continue
         try:
             reports.append(Report.from_json(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(
                 f"{path}:{number} is not a report ({error}); the file must be one written by report_file"
             ) from error

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["RUNTIME_VARIABLES", "Config", "ConfigError", "cpu_implementation"]
+__all__ = ["RUNTIME_VARIABLES", "Config", "ConfigError", "can_be_written", "cpu_implementation", "write_whole"]
 
 Strict = Literal["off", "zero", "all"]
 Regather = Literal["auto", "always", "never"]
@@ -154,6 +154,13 @@ def can_be_written(path: str, folder: bool) -> bool:
         place = place.parent
     there = next(each for each in (place, *place.parents) if each.exists())
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file, in whose place there is what was there before until all of it is written."""
+    whole = path.with_name(f"{path.name}.{os.getpid()}")
+    whole.write_bytes(data)
+    whole.replace(path)
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

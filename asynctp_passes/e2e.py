@@ -23,7 +23,6 @@ import gc
 import itertools
 import json
 import math
-import os
 import random
 import statistics
 import sys
@@ -43,6 +42,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import asynctp_passes
 from asynctp_passes.cli import add_bench_options, add_end_to_end_options
+from asynctp_passes.config import write_whole
 from asynctp_passes.demo.model import PRESETS, Block, block_plan
 from asynctp_passes.demo.recipe import (
     BACKENDS,
@@ -55,6 +55,7 @@ from asynctp_passes.demo.recipe import (
     parse_option,
     peak_memory,
     place,
+    refuse,
     release_shared,
     require,
     require_output,
@@ -588,7 +589,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.kinds = options.kinds or (["bf16", "fp8-rowwise"] if gpu else ["fp32"])
     options.batches = [_batch(text) for text in options.batches or (["1x8192"] if gpu else ["2x64"])]
     options.backends = options.backends or list(BACKENDS)
-    options.timeout = options.timeout or 300
+    options.timeout = 300 if options.timeout is None else options.timeout
     for name, valid in (("sizes", tuple(PRESETS)), ("kinds", PRECISIONS), ("backends", BACKENDS)):
         for value in getattr(options, name):
             require(value in valid, name, value, f"of {', '.join(valid)}")
@@ -644,9 +645,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         here = place("-m asynctp_passes.e2e")
         check_sizes(options, here.world)
     except RecipeError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"asynctp: bench: {error}", file=sys.stderr)
-        return 2
+        return refuse("asynctp: bench", error)
     faulthandler.dump_traceback_later(options.timeout + RESERVE_S, exit=True)
     with joined(here):
         run(options, here)
@@ -681,7 +680,7 @@ def write(found: Found, options: argparse.Namespace, here: Place) -> None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record(found, here, command(options, here.world)), indent=1)
-    (options.out / "e2e.json").write_text(text + "\n", encoding="utf-8")
+    write_whole(options.out / "e2e.json", f"{text}\n".encode())
 
 
 if __name__ == "__main__":

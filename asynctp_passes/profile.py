@@ -23,6 +23,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
+from asynctp_passes.config import write_whole
+
 __all__ = [
     "RULES",
     "Event",
@@ -261,7 +263,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
         parsed = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except (OSError, EOFError, zlib.error, ValueError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise TraceError(f"cannot read {path}: {error}; it must be a trace that torch.profiler exported") from error
     whole = parsed if isinstance(parsed, dict) else {"traceEvents": parsed}
     if not isinstance(whole.get("traceEvents"), list):
@@ -327,7 +329,7 @@ def add_tiles(path: str | Path, calls: Sequence[Mapping[str, Any]], layer: str |
         added += _tile_events(path, kernel, call)
     added += _track_names({(event["pid"], event["tid"]) for event in added})
     text = json.dumps({**whole, "traceEvents": whole["traceEvents"] + added}).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    write_whole(path, gzip.compress(text) if path.suffix == ".gz" else text)
 
 
 def _within(time: float, interval: Interval) -> bool:

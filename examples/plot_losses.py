@@ -39,6 +39,12 @@ def read_losses(path: Path) -> dict[int, float]:
     return dict(sorted(losses.items()))
 
 
+def named(paths: Sequence[Path]) -> dict[str, Path]:
+    """Each file by its name, or by its path where several have the same name."""
+    stems = [path.stem for path in paths]
+    return {path.stem if stems.count(path.stem) == 1 else str(path): path for path in paths}
+
+
 def smoothed(losses: dict[int, float], window: int) -> dict[int, float]:
     """The mean of the last `window` losses at each step, of fewer at the beginning."""
     steps, values = list(losses), list(losses.values())
@@ -91,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.smooth < 1:
         parser.error(f"--smooth {options.smooth} is not valid; it must be at least 1")
     try:
-        curves = {path.stem: smoothed(read_losses(path), options.smooth) for path in options.logs}
+        curves = {name: smoothed(read_losses(path), options.smooth) for name, path in named(options.logs).items()}
         print(table(curves))
         drawn = draw(curves, options.out)
     except LogError as error:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import statistics
 import sys
 import time
@@ -42,6 +41,7 @@ from asynctp_passes.demo.recipe import (
     parallelize_with,
     parse_option,
     place,
+    refuse,
     require,
     require_output,
     require_precision,
@@ -360,9 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return launch(options)
     except RecipeError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"serve_prefill: {error}", file=sys.stderr)
-        return 2
+        return refuse("serve_prefill", error)
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -371,6 +369,10 @@ def launch(options: argparse.Namespace) -> int:
     sizes = settle(options, here.world, here.gpu)
     if not options.data.is_file() or options.data.stat().st_size <= options.max_prompt:
         raise RecipeError(f"--data {options.data} is not valid; it must be a file of more than --max-prompt bytes")
+    if options.checkpoint is not None and not (options.checkpoint / ".metadata").is_file():
+        raise RecipeError(
+            f"--checkpoint {options.checkpoint} is not valid; it must be a folder step-N that train_llama.py wrote"
+        )
     if here.rank == 0 and options.backend == "intree" and not here.gpu:
         print("note: PyTorch's async TP fuses on GPUs only; here --backend intree is plain Inductor", file=sys.stderr)
     with joined(here):

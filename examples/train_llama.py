@@ -17,7 +17,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import statistics
 import sys
 import time
@@ -50,6 +49,7 @@ from asynctp_passes.demo.recipe import (
     parse_option,
     peak_memory,
     place,
+    refuse,
     require,
     require_output,
     require_precision,
@@ -117,7 +117,7 @@ def settle(options: argparse.Namespace, world: int, gpu: bool) -> ModelSizes:
         f"{world // options.dp} with --dp {options.dp}: dp times tp is the number of processes, {world}",
     )  # fmt: skip
     if options.profile is not None:
-        require(options.profile_step <= options.steps, "profile_step", options.profile_step, f"at most --steps {options.steps}")  # fmt: skip  # noqa: E501
+        require(options.profile_step <= options.steps, "profile-step", options.profile_step, f"at most --steps {options.steps}")  # fmt: skip  # noqa: E501
         if not gpu:
             raise RecipeError("--profile measures what GPUs do, and there are none here; leave it out")
     if (options.resume or options.checkpoint_every) and options.checkpoint_dir is None:
@@ -140,8 +140,10 @@ def read_text(path: Path, least: int) -> Tensor:
     """The bytes of a file, or of all text files of a folder, in order of their names.
 
     Raises:
-        RecipeError: There is too little.
+        RecipeError: There is nothing, or too little.
     """
+    if not path.exists():
+        raise RecipeError(f"--data {path} is not there; give a text file or a folder")
     try:
         files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix in TEXT_SUFFIXES)
         data = b"".join(each.read_bytes() for each in files)
@@ -218,6 +220,8 @@ class Trainer:
     def save(self) -> Path:
         """Write everything that the next step depends on: weights, optimizer, data position, random states, step."""
         path = self.options.checkpoint_dir / f"step-{self.step:08}"
+        if dist.get_rank() == 0:  # of an earlier run: until this one is complete, there is none of this step
+            (path / ".metadata").unlink(missing_ok=True)
         model, optimizer = get_state_dict(self.model, self.optimizer)
         dcp.save(
             {"model": model, "optimizer": optimizer, "train": self._position(), "facts": self.facts()},
@@ -420,9 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         launch(options)
     except RecipeError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"train_llama: {error}", file=sys.stderr)
-        return 2
+        return refuse("train_llama", error)
     return 0
 
 

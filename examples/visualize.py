@@ -6,7 +6,7 @@ coloured text. Run it with: python examples/visualize.py [FOLDER]
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ class TwoLayers(nn.Module):
         return self.down2(torch.relu(self.up2(self.norm(x))))
 
 
-def main(folder: str | Path = "asynctp-out/example") -> list[Path]:
+def main(folder: str | Path) -> list[Path]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     plan = {
@@ -62,4 +62,6 @@ def main(folder: str | Path = "asynctp-out/example") -> list[Path]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="visualize", description="Draw a graph before and after the pass.")
+    parser.add_argument("folder", nargs="?", default="asynctp-out/example", help="for the page (default: %(default)s)")
+    main(parser.parse_args().folder)

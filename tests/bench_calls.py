@@ -13,7 +13,7 @@ import torch.distributed as dist
 from asynctp_kernels.cuda import select
 from torch import Tensor
 
-from asynctp_passes import bench
+from asynctp_passes import bench, cli
 
 WORLD = 2
 
@@ -75,7 +75,7 @@ CALLS = {
         "matmul_all_reduce", spec(32, 64), spec(64, 48), spec(64, 48), sum_dtype="float32"
     ),
     "all-reduce": reduction("matmul_all_reduce", spec(32, 64), spec(64, 48)),
-    **{f"{op} {kind}": bench.built_in(op, kind, 32, 64, 48, WORLD) for op in bench.OPS for kind in bench.KINDS},
+    **{f"{op} {kind}": bench.built_in(op, kind, 32, 64, 48, WORLD) for op in cli.OPS for kind in cli.KINDS},
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -325,7 +326,11 @@ def test_tuning_needs_all() -> None:
     [
         (["--kinds", "bf16,fp4"], "--kinds 'fp4' is not valid; it must be of bf16, fp8, fp8-rowwise, fp8-precise, "),
         (["--ops", "reduce"], "--ops 'reduce' is not valid; it must be of gather, scatter"),
-        (["--rows", "many"], "argument --rows: invalid"),
+        (["--rows", "many"], "argument --rows: invalid value 'many'; it must be numbers, as 512,2048"),
+        (["--rows", "64,0"], "--rows 0 is not valid; it must be at least 1"),
+        (["--rounds", "0"], "--rounds 0 is not valid; it must be at least 1"),
+        (["--timeout", "0"], "--timeout 0 is not valid; it must be at least 1"),
+        (["--out", "/dev/null"], "--out /dev/null is not valid; it must be a folder that can be written, or made"),
     ],
 )
 def test_bad_options(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,6 +338,28 @@ def test_bad_options(given: list[str], said: str, capsys: pytest.CaptureFixture[
         bench.parse(given)
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--kinds", "fp4"],
+        ["--rounds", "0"],
+        ["--e2e", "--cpu", "--timeout", "0"],
+        ["--e2e", "--cpu", "--sizes", "9b"],
+        ["--e2e", "--cpu", "--backends", "inductor,eager"],
+    ],
+    ids=" ".join,
+)
+def test_bad_options_start_no_rank(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an earlier run measured stays."""
+    for name in ("bench.json", "e2e.json"):
+        (tmp_path / name).touch()
+    with mock.patch.object(cli, "_start_ranks") as started:
+        assert cli.main(["bench", *given, "--out", str(tmp_path)]) == 2
+    assert not started.called
+    assert len(list(tmp_path.iterdir())) == 2
+    assert "is not valid; it must be" in capsys.readouterr().err
 
 
 COMMANDS = [
@@ -521,8 +548,8 @@ def test_results_are_judged() -> None:
 
 
 def test_calls_are_named_by_what_they_compute_in() -> None:
-    for op in bench.OPS:
-        for kind in bench.KINDS:
+    for op in cli.OPS:
+        for kind in cli.KINDS:
             assert bench.kind_of(*bench.built_in(op, kind, 32, 64, 48, 2)) == kind
     assert bench.kind_of(*bench_calls.CALLS["fp8 gather by blocks"]) == "fp8-blocks-precise"
     assert bench.kind_of(*bench_calls.CALLS["fp8 scatter of a sum"]) == "fp8-rowwise-precise"

@@ -48,7 +48,7 @@ def test_report_prints_and_converts(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out) == [json.loads(REPORT.to_json())] * 2
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"graph": 1}', "null"])
+@pytest.mark.parametrize("text", ["{", "[]", '{"graph": 1}', "null", "[" * 100_000], ids=lambda text: text[:5])
 def test_report_of_a_bad_file(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(text + "\n")

@@ -367,6 +367,7 @@ def test_sizes_that_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--sizes", "8b"], "--sizes is not valid without --e2e"),
         (["--e2e", "--rows", "64"], "--rows is not valid with --e2e; leave one of them out"),
         (["--e2e", "--tune"], "--tune is not valid with --e2e"),
+        (["--e2e", "--cpu", "--ranks", "1"], "--ranks 1 is not valid; it must be at least 2"),
     ],
 )
 def test_options_of_the_other_benchmark(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,19 @@ def test_plot_losses(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_logs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write_logs(tmp_path / folder)
+    out = run_example("plot_losses.py", "a/plain.jsonl", "b/plain.jsonl", "b/other.jsonl", cwd=tmp_path)
+    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["a/plain.jsonl", "b/plain.jsonl", "other"]
+
+
+def test_visualize_help(tmp_path: Path) -> None:
+    assert "[folder]" in run_example("visualize.py", "--help", cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("path", ["plain.jsonl/losses.svg", "losses.unknown"])
 def test_a_picture_that_cannot_be_written(path: str, tmp_path: Path) -> None:
     write_logs(tmp_path)

@@ -137,6 +137,24 @@ def test_resume_of_nothing(tmp_path: Path) -> None:
         example("train_llama.py").newest(tmp_path)
 
 
+def test_a_checkpoint_that_was_written_over_in_part_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The metadata of the earlier one would call it complete."""
+    train = example("train_llama.py")
+    for step in (1, 2):
+        (tmp_path / f"step-{step:08}").mkdir()
+        (tmp_path / f"step-{step:08}" / ".metadata").touch()
+    trainer = mock.Mock(step=2)
+    trainer.options.checkpoint_dir = tmp_path
+    monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(train, "get_state_dict", lambda *_: ({}, {}))
+    monkeypatch.setattr(train.dcp, "save", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        train.Trainer.save(trainer)
+    assert train.newest(tmp_path).name == "step-00000001"
+
+
 # --- serving ---------------------------------------------------------------------------------------------------------
 @pytest.mark.ranks
 def test_serve(trained: Path, tmp_path: Path) -> None:
@@ -236,6 +254,7 @@ def refused(name: str, arguments: list[str], world: int = 2, gpu: bool = False) 
         (["--tp", "4"], "--tp 4 is not valid; it must be 2 with --dp 1"),
         (["--sequence", "33"], "sequence=33 is not valid for 2 tensor-parallel ranks; it must be a multiple of 2"),
         (["--option", "strict"], "--option 'strict' is not valid; it must be NAME=VALUE"),
+        (["--option", "x={[]: 1}", "--steps", "0"], "--steps 0 is not valid"),
         (["--resume"], "--resume and --checkpoint-every need --checkpoint-dir FOLDER; add it"),
         (["--profile", "x", "--profile-step", "1"], "--profile-step 1 is not valid; it must be at least 2"),
         (["--profile", "x"], "--profile measures what GPUs do, and there are none here; leave it out"),
@@ -335,12 +354,35 @@ def test_start_without_torchrun(name: str, monkeypatch: pytest.MonkeyPatch, caps
     assert f"torchrun --standalone --nproc-per-node 2 examples/{name}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_more_ranks_than_gpus(rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every rank knows. The first says so; the others leave it time to, since torchrun stops all when one has ended."""
+    for name, value in (("WORLD_SIZE", 3), ("LOCAL_WORLD_SIZE", 3), ("RANK", rank), ("LOCAL_RANK", rank)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with mock.patch.object(recipe.time, "sleep") as slept:
+        assert example("train_llama.py").main([]) == 2
+    assert slept.called == (rank != 0)
+    said = "train_llama: --nproc-per-node 3 is not valid; it must be at most the 2 GPUs here\n"
+    assert capsys.readouterr().err == said
+
+
 def test_large_sizes_need_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert example("train_llama.py").main(["--size", "70b"]) == 2
     assert "--size 70b needs GPUs, and there are none here; take --size debug" in capsys.readouterr().err
+
+
+def test_weights_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    serve = example("serve_prefill.py")
+    with pytest.raises(RecipeError, match=r"--checkpoint .* is not valid; it must be a folder step-N that train_llama"):
+        serve.launch(serve.parse(["--checkpoint", str(tmp_path)]))
 
 
 def test_text_of_a_folder(tmp_path: Path) -> None:
@@ -351,6 +393,11 @@ def test_text_of_a_folder(tmp_path: Path) -> None:
     assert bytes(train.read_text(tmp_path, 5).tolist()) == b"first later"
     with pytest.raises(RecipeError, match=r"has 11 bytes of text .* a sequence needs at least 129; give more text"):
         train.read_text(tmp_path, 129)
+
+
+def test_text_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"--data .*none is not there; give a text file or a folder"):
+        example("train_llama.py").read_text(tmp_path / "none", 129)
 
 
 def test_ranks_draw_parts_of_one_batch() -> None:

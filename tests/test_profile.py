@@ -246,7 +246,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One row a stream, one box an event, in its place and of its length."""
-    source, picture = write(tmp_path / "trace.json", FUSED), tmp_path / "out.svg"
+    source, picture = write(tmp_path / "trace.json", FUSED), tmp_path / "new" / "out.svg"
     assert main(["profile", str(source), "--timeline", str(picture)]) == 0
     assert f"wrote {picture}" in capsys.readouterr().err
     root = ElementTree.parse(picture).getroot()

@@ -12,6 +12,7 @@ import gc
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ __all__ = [
     "parse_option",
     "peak_memory",
     "place",
+    "refuse",
     "release_shared",
     "require",
     "require_output",
@@ -52,6 +54,7 @@ __all__ = [
 BACKENDS = ("inductor", "intree", "asynctp")
 PRECISIONS = ("fp32", "bf16", "fp8", "fp8-rowwise")
 RECOMPUTE = ("none", "selective", "full")
+_FIRST_SPEAKS_S = 10.0
 T = TypeVar("T")
 
 
@@ -89,7 +92,7 @@ def parse_option(text: str) -> tuple[str, Any]:
     require(bool(equals and name), "option", repr(text), "NAME=VALUE, as strict=all")
     try:
         return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return name, value
 
 
@@ -124,12 +127,25 @@ def place(program: str, size: str = "debug") -> Place:
             f"torchrun --standalone --nproc-per-node 2 {program}"
         )
     local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus and local >= gpus:
-        raise RecipeError(f"--nproc-per-node {local + 1} or more is not valid; it must be at most the {gpus} GPUs here")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
+    if gpus and ranks > gpus:
+        raise RecipeError(f"--nproc-per-node {ranks} is not valid; it must be at most the {gpus} GPUs here")
     if not gpus and size != "debug":
         raise RecipeError(f"--size {size} needs GPUs, and there are none here; take --size debug")
     device = torch.device("cuda", local) if gpus else torch.device("cpu")
     return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
+
+
+def refuse(program: str, error: RecipeError) -> int:
+    """Say why the program cannot run; the exit code.
+
+    The first process of a host says it. torchrun stops all others when one has ended, so those give it time to; what
+    only they know, they say then.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_FIRST_SPEAKS_S)
+    print(f"{program}: {error}", file=sys.stderr, flush=True)
+    return 2
 
 
 @contextlib.contextmanager
