@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -38,6 +37,7 @@ from asynctp_passes.demo.recipe import (
     RecipeError,
     compiler,
     joined,
+    load_checkpoint,
     parallelize_with,
     parse_option,
     place,
@@ -227,14 +227,8 @@ def load_weights(model: Transformer, folder: Path) -> None:
     Raises:
         RecipeError: It does not fit, or is none.
     """
-    state = {"model": model.state_dict()}
-    try:
-        dcp.load(state, checkpoint_id=folder)
-    except Exception as error:
-        raise RecipeError(
-            f"--checkpoint {folder} cannot be loaded ({str(error).splitlines()[0][:200]}); give a folder step-N that "
-            "train_llama.py wrote, and the --size and --blocks that it was trained with"
-        ) from error
+    remedy = "give a folder step-N that train_llama.py wrote, and the --size and --blocks that it was trained with"
+    load_checkpoint({"model": model.state_dict()}, folder, "--checkpoint", remedy)
 
 
 def run(options: argparse.Namespace, sizes: ModelSizes, here: Place) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from asynctp_passes.demo.recipe import (
     compile_blocks,
     compiler,
     joined,
+    load_checkpoint,
     parallelize_with,
     parse_option,
     peak_memory,
@@ -239,11 +240,12 @@ class Trainer:
         """Go on from the newest checkpoint.
 
         Raises:
-            RecipeError: There is none, or it is of another run.
+            RecipeError: There is none, it is damaged, or it is of another run.
         """
         path = newest(self.options.checkpoint_dir)
         facts = dict.fromkeys(self.facts())
-        dcp.load({"facts": facts}, checkpoint_id=path)
+        remedy = "remove it to go on from the one before, or leave --resume out"
+        load_checkpoint({"facts": facts}, path, "--resume", remedy)
         require_same(self.facts(), facts, path)
         model, optimizer = get_state_dict(self.model, self.optimizer)
         position = self._position()
@@ -252,7 +254,7 @@ class Trainer:
         if not any(key.startswith(f"train.{random}.") for key in known):
             del position[random]  # it was written by fewer ranks
         state = {"model": model, "optimizer": optimizer, "train": position}
-        dcp.load(state, checkpoint_id=path)
+        load_checkpoint(state, path, "--resume", remedy)
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
         self.step = position["step"]
         self.batches.generator.set_state(position["data"])

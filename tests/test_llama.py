@@ -155,6 +155,15 @@ def test_a_checkpoint_that_was_written_over_in_part_is_passed_over(
     assert train.newest(tmp_path).name == "step-00000001"
 
 
+def test_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """What DCP raises is no Exception, and does not say what happened in its first line."""
+    torch.distributed.checkpoint.save({"a": 1}, checkpoint_id=tmp_path, no_dist=True)
+    for state, said in (({"b": None}, r"\(Missing key in checkpoint state_dict: b.\)"), ({"a": None}, r"\(.+\)")):
+        with pytest.raises(RecipeError, match=rf"--resume: .* cannot be loaded {said}; do this"):
+            recipe.load_checkpoint(state, tmp_path, "--resume", "do this")
+        (tmp_path / ".metadata").write_bytes(b"")
+
+
 # --- serving ---------------------------------------------------------------------------------------------------------
 @pytest.mark.ranks
 def test_serve(trained: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +40,7 @@ __all__ = [
     "compiler",
     "float8_layers",
     "joined",
+    "load_checkpoint",
     "parallelize_with",
     "parse_option",
     "peak_memory",
@@ -161,6 +163,20 @@ def joined(here: Place) -> Iterator[None]:
         torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def load_checkpoint(state: dict[str, Any], folder: Path, option: str, remedy: str) -> None:
+    """Fill `state` with what a checkpoint has of the same names.
+
+    Raises:
+        RecipeError: It cannot be read, or lacks something; the message begins with `option` and ends with `remedy`.
+    """
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except (Exception, dcp.CheckpointException) as error:  # which is a BaseException, with those of the ranks
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+        said = str(cause).split("\n")[0][:200] or repr(cause)
+        raise RecipeError(f"{option}: {folder} cannot be loaded ({said}); {remedy}") from error
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------
