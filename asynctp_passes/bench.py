@@ -33,7 +33,7 @@ from torch import Tensor
 import asynctp_passes.ops  # noqa: F401  registers the ops
 from asynctp_passes import compat, reference
 from asynctp_passes.cli import OPS, add_bench_options, add_table_options, calls_of_report, mistake
-from asynctp_passes.config import write_whole
+from asynctp_passes.config import can_be_written, write_whole
 from asynctp_passes.plots import pyplot
 
 #: (K, N) per rank: what Llama-3 70B (TP 4) and 8B put behind a gather and before a scatter
@@ -664,11 +664,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.report is None:
         options.kinds, options.ops = options.kinds or ["bf16"], options.ops or list(OPS)
         options.rows = options.rows or list(ROWS)
-    said = mistake(options)
+    said = mistake(options) or (_table_mistake() if options.tune else "")
     if said:
         parser.error(said)
     options.all = options.all or options.tune
     return options
+
+
+def _table_mistake() -> str:
+    """Why nothing can be added to the tuning table; empty when it can."""
+    path = select.table_path()
+    try:
+        select.read_tuned(path)
+    except ValueError as error:
+        return str(error)
+    if can_be_written(str(path), folder=False):
+        return ""
+    return f"--tune: {path} cannot be written; name another file in ASYNCTP_TUNING_TABLE"
 
 
 def command(options: argparse.Namespace) -> str:

@@ -29,11 +29,16 @@ def read_losses(path: Path) -> dict[int, float]:
     Raises:
         LogError: The file cannot be read, or has no step.
     """
+    losses: dict[int, float] = {}
+    where = str(path)
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        losses = {int(line["step"]): float(line["loss"]) for line in lines if line["event"] == "step"}
+        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            where = f"{path}:{number}"
+            line = json.loads(text) if text.strip() else {"event": ""}
+            if line["event"] == "step":
+                losses[int(line["step"])] = float(line["loss"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LogError(f"{path} is no log ({error!r}); give a file that train_llama.py --loss-log wrote") from error
+        raise LogError(f"{where} is no log ({error!r}); give a file that train_llama.py --loss-log wrote") from error
     if not losses:
         raise LogError(f"{path} has no step; give a file that train_llama.py --loss-log wrote")
     return dict(sorted(losses.items()))

@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("tiles"), metavar="FOLDER", help="default: %(default)s")
     options = parser.parse_args(arguments)
     sizes = {name: _sizes(parser, name, getattr(options, name)) for name in ("gather", "scatter")}
-    if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not 2 <= int(os.environ.get("LOCAL_WORLD_SIZE", "0")) <= min(gpus, 8):
         print(f"tile_timeline: {NEEDS}", file=sys.stderr)
         return 2
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -58,6 +59,8 @@ def _sizes(parser: argparse.ArgumentParser, name: str, text: str) -> tuple[int, 
         m, k, n = (int(part) for part in text.split("x"))
     except ValueError:
         parser.error(f"--{name} {text} is not valid; it must be MxKxN, as 8192x8192x2560")
+    if min(m, k, n) < 1:
+        parser.error(f"--{name} {text} is not valid; each size must be at least 1")
     if m % int(os.environ.get("WORLD_SIZE", "1")):
         parser.error(f"--{name} {text} is not valid; the {m} rows must be divisible by the number of ranks")
     return m, k, n

@@ -341,6 +341,26 @@ def test_bad_options(given: list[str], said: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("damaged.json", "damaged.json is no tuning table"),
+        ("", "is no tuning table ([Errno 21] Is a directory"),
+        ("damaged.json/new.json", "damaged.json/new.json cannot be written; name another file in ASYNCTP_TUNING_TABLE"),
+    ],
+)
+def test_a_table_that_cannot_be_tuned(
+    path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said before anything is measured."""
+    (tmp_path / "damaged.json").write_text("{")
+    monkeypatch.setenv("ASYNCTP_TUNING_TABLE", str(tmp_path / path))
+    with pytest.raises(SystemExit):
+        bench.parse(["--tune"])
+    assert said in capsys.readouterr().err
+    bench.parse([])
+
+
+@pytest.mark.parametrize(
     "given",
     [
         ["--kinds", "fp4"],

@@ -750,8 +750,9 @@ def test_a_table_adds_to_the_shipped_one_and_overrides_it(table: Path) -> None:
     assert chosen(first, device=H200).implementation == "direct", "the shipped table is as it was"
 
 
-def test_a_damaged_table_is_named(table: Path) -> None:
-    table.write_text('{"NVIDIA H200": {')
+@pytest.mark.parametrize("text", ['{"NVIDIA H200": {', "[]", '{"a": []}', '{"a": {"b": {"many": "fused"}}}'])
+def test_a_damaged_table_is_named(text: str, table: Path) -> None:
+    table.write_text(text)
     with pytest.raises(ValueError, match=f"{re.escape(str(table))} is no tuning table .*asynctp tune"):
         chosen(ASKED)
 

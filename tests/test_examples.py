@@ -90,6 +90,16 @@ def test_logs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert [line.split()[0] for line in out.splitlines()[1:4]] == ["a/plain.jsonl", "b/plain.jsonl", "other"]
 
 
+def test_a_line_that_is_no_log_is_named(tmp_path: Path) -> None:
+    write_logs(tmp_path)
+    with (tmp_path / "plain.jsonl").open("a") as file:
+        file.write('{"event": "st')
+    with pytest.raises(
+        AssertionError, match=r"plot_losses: plain.jsonl:4 is no log \(.*; give a file that train_llama"
+    ):
+        run_example("plot_losses.py", "plain.jsonl", cwd=tmp_path)
+
+
 def test_visualize_help(tmp_path: Path) -> None:
     assert "[folder]" in run_example("visualize.py", "--help", cwd=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -106,6 +116,7 @@ def test_a_picture_that_cannot_be_written(path: str, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([], "tile_timeline: it runs on 2 to 8 GPUs of one host, started by 'torchrun --standalone"),
+        (["--gather", "0x8192x2560"], "--gather 0x8192x2560 is not valid; each size must be at least 1"),
         (["--scatter", "8192x2048"], "--scatter 8192x2048 is not valid; it must be MxKxN, as 8192x8192x2560"),
     ],
 )

@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -172,9 +173,9 @@ def load_checkpoint(state: dict[str, Any], folder: Path, option: str, remedy: st
         RecipeError: It cannot be read, or lacks something; the message begins with `option` and ends with `remedy`.
     """
     try:
-        dcp.load(state, checkpoint_id=folder)
-    except (Exception, dcp.CheckpointException) as error:  # which is a BaseException, with those of the ranks
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+        load(state, checkpoint_id=folder)
+    except (Exception, CheckpointException) as error:  # which is a BaseException, with those of the ranks
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         said = str(cause).split("\n")[0][:200] or repr(cause)
         raise RecipeError(f"{option}: {folder} cannot be loaded ({said}); {remedy}") from error
 

@@ -390,15 +390,18 @@ def read_tuned(path: Path) -> dict[str, dict[str, dict[str, str]]]:
     """What `asynctp tune` has written to `path`; empty where it has not.
 
     Raises:
-        ValueError: The file is damaged.
+        ValueError: The file is damaged, or cannot be read.
     """
     try:
         found: dict[str, dict[str, dict[str, str]]] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        for problems in found.values():
+            for by_rows in problems.values():
+                list(map(int, by_rows.keys()))
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except ValueError as error:
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: no dictionary
         raise ValueError(
-            f"asynctp: {path} is no tuning table ({error}); delete it, or write it anew with 'asynctp tune'"
+            f"asynctp: {path} is no tuning table ({error}); delete it: 'asynctp tune' writes it anew"
         ) from error
     return found
 
