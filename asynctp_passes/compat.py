@@ -215,6 +215,11 @@ def inductor_compile(
     return compiled  # type: ignore[return-value]
 
 
+def is_of_backward(node: fx.Node) -> bool:
+    """True for a node that was traced for a backward, wherever the partitioner has put it."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
 _RECOMPUTE = "recompute"
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from asynctp_passes import compat
 from asynctp_passes.chain import Candidate, Collective, Decision
 from asynctp_passes.checks import CHECKS, Context, is_tensor_parallel
 from asynctp_passes.config import Config
@@ -29,14 +30,17 @@ def decide_graph(graph: fx.Graph, config: Config) -> tuple[list[Decision], Conte
 
 
 def unused_collectives(graph: fx.Graph, collectives: Sequence[Collective], config: Config) -> frozenset[fx.Node]:
-    """Collectives of enrolled groups whose result nothing uses, where these can go: in graphs of a training step.
+    """Collectives of enrolled groups whose result nothing uses, where these can go: what the partitioner left.
 
-    There the partitioner erases them itself, and misses those whose users it erases afterwards. In other graphs a
-    program may leave the result unused on some ranks only, and all of them take part.
+    It copies to each half of a training step all that can be computed there, and misses collectives whose users it
+    erases afterwards. Those of a forward or of inference that are not such copies stay: a program may leave the result
+    unused on some ranks only, and all of them take part.
     """
-    if phase_of(graph) == "inference":
+    phase = phase_of(graph)
+    if phase == "inference":
         return frozenset()
-    ours = {one.node: one for one in collectives if _can_go(one, config)}
+    left = [one for one in collectives if phase == "backward" or compat.is_of_backward(one.node)]
+    ours = {one.node: one for one in left if _can_go(one, config)}
     waits = {wait for one in ours.values() for wait in one.waits}
     others = (node for node in graph.nodes if node not in ours and node not in waits and acts(node))
     return frozenset(ours) - reachable(others)

@@ -153,8 +153,8 @@ OUTSIDE_GRAPH = _skip(
 RESULT_DROPPED = _skip(
     "ATP014",
     "RESULT_DROPPED",
-    "nothing uses the result; the partitioner, which made this graph of a training step, erases such collectives, and "
-    "missed this one: it is erased, with what is computed for it alone",
+    "nothing uses the result; the partitioner, which made this graph of a training step and copies to each half what "
+    "can be computed there, left the collective behind: it is erased, with what is computed for it alone",
     "nothing to do",
 )
 

@@ -355,6 +355,33 @@ def case_dynamic_sequence(mesh: DeviceMesh) -> tuple[Report, ...]:
     return asynctp_passes.reports()
 
 
+def case_result_used_on_one_rank(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """Only the first rank looks at what all of them reduce; all take part in it."""
+    layer, weights = plain_layer(mesh)
+    group, first = mesh.get_group(), mesh.get_rank() == 0
+    seen: list[Tensor] = []
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor | None]:
+        largest = funcol.all_reduce(x.detach().abs().amax(), "max", group)
+        return layer(x), largest if first else None
+
+    def looked_at(function: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            out, largest = function(x)
+            seen.extend([] if largest is None else [local(largest)])
+            return out  # type: ignore[no-any-return]
+
+        return run
+
+    start()
+    x = shard_of(mesh, 2, 4, 16)
+    actual = train(looked_at(compiled(program)), x, weights)
+    reports = asynctp_passes.reports()
+    assert_close(actual, train(looked_at(program), x, weights))
+    assert len({value.item() for value in seen}) == int(first)
+    return reports
+
+
 def case_no_grad(mesh: DeviceMesh) -> tuple[Report, ...]:
     return _inference(mesh, torch.no_grad())
 

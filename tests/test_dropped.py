@@ -1,4 +1,4 @@
-"""Collectives that nothing uses: gone from the graphs of a training step, with what was for them; else kept."""
+"""Collectives that nothing uses: where the partitioner copied them, gone with what was for them; else kept."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_outcome(build: Build) -> None:
 
 @pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
 def test_inference_keeps_them(build: Build) -> None:
-    """There a program may use a result on some ranks only; the partitioner has not seen it."""
+    """No partitioner has seen it, so that they are the program's own."""
     graph = built(build)
     for node in graph.nodes:
         node.name = node.name.replace("primals", "arg").replace("tangents", "arg_t")
@@ -192,11 +192,16 @@ def test_what_those_of_other_groups_take_stays() -> None:
     assert calls(graph)[:6] == before
 
 
-def test_forward_graphs_lose_them_too() -> None:
+@pytest.mark.parametrize(("tag", "code"), [(None, "ATP002"), ("is_forward", "ATP002"), ("is_backward", "ATP014")])
+def test_forward_graphs_lose_those_of_the_backward(tag: str | None, code: str) -> None:
+    """The program's own stay: another rank may use the result, and would wait for this one forever."""
     b = GraphBuilder(ranks=2)
     largest(b, "primals_1")
     graph = b.returns(b.mm(b.gather(b.input("primals_2", [4, 6])), b.input("primals_3", [6, 8])))
-    assert outcomes(run_pass(graph)) == ["ATP014", "F"]
+    for node in graph.nodes if tag else ():
+        node.meta["partitioner_tag"] = tag if "all_reduce" in node.name else "is_forward"
+    assert outcomes(run_pass(graph)) == [code, "F"]
+    assert ("all_reduce" in calls(graph)) == (code == "ATP002")
 
 
 def test_what_becomes_of_the_graph() -> None:
