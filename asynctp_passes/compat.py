@@ -220,6 +220,27 @@ def is_of_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
+def inputs_written_after(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs of a joint graph that get new values when its forward is done.
+
+    Where autograd records that, the graph does not write: it returns the values, and they are copied behind it. Of a
+    tensor's parts (a DTensor's local one) all count as written.
+    """
+    descriptions = graph.output_node().meta.get("desc") or ()
+    written = {_described(getattr(_whole(one), "mutated_input", None)) for one in descriptions} - {""}
+    inputs = (node for node in graph.nodes if node.op == "placeholder")
+    return {node for node in inputs if _described(_whole(node.meta.get("desc"))) in written}
+
+
+def _whole(description: Any) -> Any:
+    """What autograd's tracing says of a tensor (`_aot_autograd.descriptors`); of a part of one, what of its whole."""
+    return _whole(description.base) if hasattr(description, "base") else description
+
+
+def _described(description: Any) -> str:
+    return "" if description is None else repr(_whole(description))
+
+
 _RECOMPUTE = "recompute"
 
 

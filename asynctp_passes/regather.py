@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from asynctp_passes import compat, cost, reasons
 from asynctp_passes.chain import Collective, Decision, GatherChain
-from asynctp_passes.fxview import is_size, mutates, reachable, tangents_of
+from asynctp_passes.fxview import mutates, reachable, tangents_of
 from asynctp_passes.near import transparent
 from asynctp_passes.read import is_matmul
 from asynctp_passes.views import views_of
@@ -64,6 +65,7 @@ def again(graph: fx.Graph, decisions: Sequence[Decision], regather: str) -> list
     computed = reachable(tangents_of(graph), lambda node: node.users)
     backward = {node for node in computed if node.op == "call_function"}
     written = {source for node in graph.nodes if mutates(node) for source in node.all_input_nodes}
+    written |= compat.inputs_written_after(graph)
     taken = (one for one in decisions if _is_taken_in(one, backward))
     found = [one for one in taken if _is_needed(one, backward) and _is_free(one, written)]
     gathers = [one.candidate.collective for one in found]
@@ -79,9 +81,14 @@ def _gathered(gather: Collective) -> tuple[fx.Node, ...]:
     """The collective and what is laid out from it alone."""
     views, alone = views_of(gather.nodes), set(gather.nodes)
     for node in views:
-        if all(source in alone or is_size(source) for source in node.all_input_nodes):
+        if all(source in alone or _is_number(source) for source in node.all_input_nodes):
             alone.add(node)
     return tuple(node for node in views if node in alone)
+
+
+def _is_number(node: fx.Node) -> bool:
+    """True for a size, or what is computed from sizes."""
+    return isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
 def _is_taken_in(decision: Decision, backward: set[fx.Node]) -> bool:
@@ -101,7 +108,7 @@ def _is_needed(decision: Decision, backward: set[fx.Node]) -> bool:
 
 
 def _is_free(decision: Decision, written: set[fx.Node]) -> bool:
-    """True where it may be computed again: not tagged, nor returned, nor of what an in-place operation takes."""
+    """True where it may be computed again: not tagged, nor returned, nor of what is written to."""
     nodes = views_of(decision.candidate.collective.nodes)
     returned = any(user.op == "output" for node in nodes for user in node.users)
     tagged = any(compat.recompute_tag(node) is not None for node in nodes)

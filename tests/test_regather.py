@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -291,6 +292,19 @@ def test_auto_leaves_symbolic_sizes() -> None:
     assert found == {"auto": 0, "always": 3}
 
 
+def test_views_of_computed_sizes() -> None:
+    """Sizes are numbers, which are there: what is laid out by them is made again too."""
+    b = GraphBuilder(ranks=2)
+    x = b.input("primals_1", [6, 4, 8], dynamic=0)
+    full = b.gather(x)
+    rows = b.call(operator.mul, b.call(aten.sym_size.int, x, 0), 2 * 4)
+    view = b.reshape(full, [rows, 8])
+    y = b.mm(view, b.input("primals_2", [8, 6]))
+    graph = b.returns(y, b.mm(b.permute(view, [1, 0]), b.mul(y, b.input("tangents_1", [6]))))
+    pipeline.run_joint(graph, Config(regather="always"))
+    assert tagged(graph) == [*GATHER, "reshape", "permute"]
+
+
 # --- what becomes of it ----------------------------------------------------------------------------------------
 @pytest.fixture
 def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
@@ -360,6 +374,22 @@ def test_the_report_tells_of_it(mesh: DeviceMesh) -> None:
     assert "~" not in str(forward)
     assert told[0][2:] in str(backward.skipped[0])
     assert Report.from_json(backward.to_json()) == backward
+
+
+@pytest.mark.parametrize("regather", ["never", "always"])
+def test_an_input_that_autograd_sees_changed(mesh: DeviceMesh, regather: str) -> None:
+    """Its new value comes out of the graph, and is copied behind it: what was gathered from the old one is kept."""
+    layer, weights = plain_layer(mesh)
+
+    def program(hidden: Tensor) -> Tensor:
+        return hidden.add_(layer(hidden))
+
+    options = {**STRICT, "regather": regather}
+    start()
+    x = shard_of(mesh, 2, 4, 16)
+    train(lambda x: compiled(program, options=options)(x * 2), x, weights)
+    _, backward = asynctp_passes.reports()
+    assert not any(remark.regathered_bytes for remark in backward.remarks)
 
 
 def test_small_programs_stay_as_they_are(mesh: DeviceMesh) -> None:
