@@ -39,13 +39,25 @@ def hide(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Decision]:
     """The decisions, in the same order: collectives that stay alone run beside products where there are any."""
     result = list(decisions)
     groups = {one.candidate.collective.group_key for one in decisions if one.refusal is None}
-    for index, decision in enumerate(decisions):
-        if _is_alone(decision, groups) or _needs_all(decision):
-            fused = [other for other in result if other.refusal is None and other is not decision]
-            gathers = decision.candidate.collective.kind == "all_gather"
-            reason = reasons.BEHIND_PRODUCTS if gathers else reasons.SCATTER_BEHIND_PRODUCTS
-            result[index] = _hidden(_Scene(graph, fused), decision, reason)
+    found = [index for index, one in enumerate(decisions) if _is_alone(one, groups) or _needs_all(one)]
+    if not found:
+        return result
+    facts = _Facts(graph)
+    scene = _Scene(facts, _fused(result))
+    for index in found:
+        decision = result[index]
+        own = decision.refusal is None
+        around = _Scene(facts, [other for other in _fused(result) if other is not decision]) if own else scene
+        gathers = decision.candidate.collective.kind == "all_gather"
+        reason = reasons.BEHIND_PRODUCTS if gathers else reasons.SCATTER_BEHIND_PRODUCTS
+        result[index] = _hidden(around, decision, reason)
+        if own and result[index].behind:
+            scene = around
     return result
+
+
+def _fused(decisions: Sequence[Decision]) -> list[Decision]:
+    return [decision for decision in decisions if decision.refusal is None]
 
 
 def _needs_all(decision: Decision) -> bool:
@@ -96,19 +108,27 @@ class _Product:
     fused: bool
 
 
+class _Facts:
+    """What is known of a graph whatever is fused: where nodes stand, which are used, and the work of those matmuls."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.place = {node: index for index, node in enumerate(graph.nodes)}
+        self.segments = segments(graph)
+        self.matmuls = {node for node in graph.nodes if is_matmul(node)}
+        self.used = live(graph)
+        self.work = {node: cost.work_of(node) for node in self.matmuls & self.used}
+
+
 class _Scene:
     """A graph whose fused chains count as one node each. Its products are those that something is computed from."""
 
-    def __init__(self, graph: fx.Graph, fused: Sequence[Decision]) -> None:
-        self.place = {node: index for index, node in enumerate(graph.nodes)}
-        self.segments = segments(graph)
+    def __init__(self, facts: _Facts, fused: Sequence[Decision]) -> None:
+        self.place, self.segments, self.matmuls = facts.place, facts.segments, facts.matmuls
         self.unit_of = {node: decision.candidate.nodes for decision in fused for node in decision.candidate.nodes}
         ops = [decision.candidate.chain for decision in fused if decision.candidate.chain is not None]
         within = {node for chain in ops for matmul in chain.matmuls for node in matmul.nodes}
-        used = live(graph)
-        alone = [node for node in graph.nodes if is_matmul(node) and node in used and node not in within]
-        ops = [chain for chain in ops if any(matmul.node in used for matmul in chain.matmuls)]
-        found = [self._product(node, node, cost.work_of(node), False) for node in alone]
+        ops = [chain for chain in ops if any(matmul.node in facts.used for matmul in chain.matmuls)]
+        found = [self._product(node, node, work, False) for node, work in facts.work.items() if node not in within]
         found += [self._product(chain.matmuls[0].node, anchor(chain), cost.cost_of(chain).work, True) for chain in ops]
         self.products = sorted(found, key=lambda product: product.place)
 
@@ -131,7 +151,7 @@ class _Scene:
         near = [one for one in self.products if one.segment == segment and (gathers or not one.fused)]
         free = [one for one in near if one.node not in after and one.node not in before]
         start = self.place[collective.node]
-        use = min((self.place[node] for node in after if is_matmul(node)), default=len(self.place))
+        use = min((self.place[node] for node in after & self.matmuls), default=len(self.place))
         between = [one for one in free if start < one.place < use]
         others = [one for one in free if one.place > use] + [one for one in free[::-1] if one.place < start]
         whole, chosen = collective.node if gathers else collective.input, list(between)
@@ -149,6 +169,8 @@ class _Scene:
         stack = list(starts)
         while stack:
             for then in step(stack.pop()):
+                if then not in self.unit_of and then in seen:
+                    continue
                 found = set(self.unit_of.get(then, (then,))) - seen
                 seen |= found
                 stack.extend(found)
