@@ -10,7 +10,6 @@ bundle    (x → all_reduce → wait)+                      becomes   x+ → cat
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -862,12 +861,13 @@ def _run_beside(
     graph: fx.Graph, hoisted: Iterable[tuple[GatherChain, fx.Node]], flops: dict[fx.Node, int | None]
 ) -> None:
     """Move gathers that stay behind their fused op, and what waits for them behind as many products as hide them."""
+    segment = segments(graph)  # moves stay inside of one
     for chain, op in hoisted:
-        gather, segment = chain.collective, segments(graph)
+        gather = chain.collective
         waits = [wait for wait in gather.waits if wait in segment]
         if waits and _leaves_sms(gather) and segment[gather.node] == segment[op]:
             _move_behind(graph, [gather.node], op)
-            products = _products_that_hide(graph, gather, flops, segment)
+            products = _products_that_hide(gather, flops, segment)
             if products:
                 _move_behind(graph, waits, products[-1])
 
@@ -928,7 +928,8 @@ def _drop(graph: fx.Graph, unused: Iterable[Collective]) -> None:
     for node in reversed(graph.nodes):
         if node in around and not node.users and (node in gone or not acts(node)):
             graph.erase_node(node)
-    left = [collective.node.name for collective in unused if collective.node in set(graph.nodes)]
+    nodes = set(graph.nodes)
+    left = [collective.node.name for collective in unused if collective.node in nodes]
     assert not left, f"{left} are used after all"
 
 
@@ -940,24 +941,23 @@ def _move_behind(graph: fx.Graph, starts: Iterable[fx.Node], last: fx.Node) -> N
 
 
 def _products_that_hide(
-    graph: fx.Graph, gather: Collective, flops: dict[fx.Node, int | None], segment: dict[fx.Node, int]
+    gather: Collective, flops: dict[fx.Node, int | None], segment: dict[fx.Node, int]
 ) -> list[fx.Node]:
     """The next products that do not need a gather, until they take as long as it does; a few at most.
 
     What waits for the gather moves behind them, and keeps its memory for so long.
     """
-    nodes = list(graph.nodes)
-    start = nodes.index(gather.node)
-    after = {gather.node}
-    for node in nodes[start:]:
+    received = cost.received_bytes(gather.node, gather.group_size)
+    after, node = {gather.node}, gather.node.next
+    chosen: list[fx.Node] = []
+    while segment.get(node) == segment[gather.node] and len(chosen) < _MOST_BESIDE:
         if any(source in after for source in node.all_input_nodes):
             after.add(node)
-    free = (n for n in nodes[start:] if n in flops and n not in after and segment[n] == segment[gather.node])
-    received = cost.received_bytes(gather.node, gather.group_size)
-    chosen: list[fx.Node] = []
-    for node in itertools.islice(free, _MOST_BESIDE):
-        if not cost.covers([flops[one] for one in chosen], received, gather.node):
+        elif node in flops:
             chosen.append(node)
+            if cost.covers([flops[one] for one in chosen], received, gather.node):
+                break
+        node = node.next
     return chosen
 
 

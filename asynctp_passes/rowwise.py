@@ -119,6 +119,7 @@ class Region:
     """The tensors that every rank can compute its part of from its own shard.
 
     Attributes:
+        nodes: The graph's nodes, in order.
         roots: The gathered tensor, and what is computed.
         members: All tensors, views included.
         home: The root of every member, and of what lies between members: pieces of a split.
@@ -134,7 +135,7 @@ class Region:
         self.refused: dict[fx.Node, Refusal] = {}
         self._twins: dict[Any, fx.Node] = {}
         self._waiting: list[int] = []
-        self._nodes = list(scene.order)
+        self.nodes = list(scene.order)
         same_on_all = (other for other in scene.collectives if _makes_uniform(other, gather))
         self._uniform_results = {result for other in same_on_all for result in other.results}
         shard = tensor_of(gather.input)
@@ -186,7 +187,7 @@ class Region:
     def _grow(self) -> None:
         """Visit the users of members in graph order, so that every operand is known before its user."""
         while self._waiting:
-            node = self._nodes[heapq.heappop(self._waiting)]
+            node = self.nodes[heapq.heappop(self._waiting)]
             if node in self.members or node in self.refused:
                 continue
             place = self._computed(node)
@@ -566,4 +567,4 @@ def _matmuls_between(region: Region, first: fx.Node, kept: Sequence[fx.Node]) ->
     if not kept:
         return ()
     order = region.scene.order
-    return tuple(node for node in order if order[first] < order[node] < order[kept[0]] and is_matmul(node))
+    return tuple(node for node in region.nodes[order[first] + 1 : order[kept[0]]] if is_matmul(node))
