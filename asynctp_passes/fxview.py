@@ -20,22 +20,26 @@ from asynctp_passes.shapes import Size, quotient, same
 __all__ = [
     "SizeSource",
     "Sizes",
+    "acts",
     "arguments",
     "call_of",
     "called_op",
     "describe",
     "express",
     "is_pointwise",
+    "is_random",
     "is_size",
     "live",
     "mutates",
+    "name_of",
     "op_name",
+    "phase_of",
     "plain",
     "reachable",
     "segments",
-    "size_sources",
     "source_of",
     "steps_of",
+    "tangents_of",
     "tensor_of",
 ]
 
@@ -58,8 +62,14 @@ def op_name(node: fx.Node) -> str:
     if node.op != "call_function":
         return ""
     if compat.is_op(node.target):
-        return str(node.target)
+        return name_of(node.target)
     return str(getattr(node.target, "__name__", node.target))
+
+
+@functools.cache
+def name_of(op: Any) -> str:
+    """The name of an overload, kept: it puts that together whenever it is asked, and passes ask many times a node."""
+    return str(op)
 
 
 def called_op(node: fx.Node) -> Any:

@@ -5,6 +5,7 @@ What an op's arguments mean is in `registry`; what is read here is the same voca
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import fx
 
 from asynctp_passes import compat, reasons
 from asynctp_passes.chain import Blocks, Collective, GatherChain, Matmul, ScaledOptions
-from asynctp_passes.fxview import arguments, called_op, op_name, tensor_of
+from asynctp_passes.fxview import arguments, called_op, name_of, op_name, tensor_of
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.registry import CollectiveOp, MatmulOp, collective_op, matmul_op
 from asynctp_passes.shapes import Size, product, same
@@ -52,7 +53,7 @@ _COPIES = {"aten.clone.default", "aten.view.dtype", "aten._to_copy.default", "pr
 def called_name(node: fx.Node) -> str:
     """The name of the op that a node calls, be it inside of `auto_functionalized`; empty for other nodes."""
     op = called_op(node)
-    return op_name(node) if op is None else str(op)
+    return op_name(node) if op is None else name_of(op)
 
 
 def _left_operand(matmul: fx.Node) -> fx.Node | None:
@@ -120,7 +121,11 @@ def _read_collective(node: fx.Node) -> Sequence[Collective]:
             )
         if read and all(read):
             return [collective for collective in read if collective is not None]
-    return [Collective(node, "other", _first_tensor(node))] if op is not None or _looks_collective(node) else []
+    return (
+        [Collective(node, "other", _first_tensor(node))]
+        if op is not None or _looks_collective(called_name(node))
+        else []
+    )
 
 
 def _items(call: fx.Node, count: int) -> dict[int, fx.Node] | None:
@@ -199,8 +204,8 @@ def _waits(node: fx.Node) -> Iterator[fx.Node]:
             yield from (item for item in user.users if awaited_item(item) is node)
 
 
-def _looks_collective(node: fx.Node) -> bool:
-    name = called_name(node)
+@functools.cache
+def _looks_collective(name: str) -> bool:
     if name in (_WAIT, _WAIT_FOR_LIST) or name.startswith(("aten.", "prims.", "asynctp.")):
         return False
     return name.startswith(("_c10d_functional.", "c10d.")) or bool(_COLLECTIVE_WORDS.search(name))
@@ -225,10 +230,13 @@ def _first_tensor(node: fx.Node) -> fx.Node | None:
 def is_matmul(node: fx.Node) -> bool:
     """True for every op that multiplies matrices, or looks as if, whether asynctp rewrites it or not."""
     name = called_name(node)
-    if matmul_op(name) is not None:
-        return True
+    return matmul_op(name) is not None or _looks_matmul(name)
+
+
+@functools.cache
+def _looks_matmul(name: str) -> bool:
     namespace, _, rest = name.partition(".")
-    if namespace in ("asynctp", "symm_mem") or _looks_collective(node):
+    if namespace in ("asynctp", "symm_mem") or _looks_collective(name):
         return False
     return bool(_MATMUL_WORDS.search(rest.partition(".")[0]))
 
