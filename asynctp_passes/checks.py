@@ -13,7 +13,7 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, ScatterChain
 from asynctp_passes.config import Config
 from asynctp_passes.cost import cost_of, hoist_pays
-from asynctp_passes.fxview import Sizes, describe, express, mutates, size_sources, tensor_of
+from asynctp_passes.fxview import Sizes, describe, express, mutates, tensor_of
 from asynctp_passes.read import identical, is_matmul, misfit
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, Size
@@ -238,7 +238,7 @@ def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
     symbolic = [size for size in needed if not isinstance(size, int)]
     if not symbolic:
         return None
-    sources = size_sources(context.graph, context.sizes, chain.inputs)
+    sources = context.sizes.sources(chain.inputs)
     lost = next((size for size in symbolic if express(size, sources) is None), None)
     return None if lost is None else Refusal(reasons.SIZES_NOT_PROVEN, f"no input carries the size {lost}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -290,6 +290,12 @@ class Sizes:
                 if count > 1 and compat.statically_known_multiple(size, count):
                     self._multiples[symbol] = count * sympy.Symbol(f"{symbol}/{count}", integer=True, positive=True)
                     break
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        numbers = [node for node in placeholders if isinstance(node.meta.get("val"), torch.SymInt)]
+        self._numbers = [SizeSource(self.read(node), node) for node in numbers]
+        self._axes: dict[Size, SizeSource] = {}  # the first that carries a size: a later one would not be asked
+        for source in self._carried(placeholders):
+            self._axes.setdefault(source.size, source)
 
     def of(self, tensor: torch.Tensor) -> tuple[Size, ...]:
         """The sizes of a tensor."""
@@ -303,6 +309,17 @@ class Sizes:
             expr = compat.expression(value)
             return self._canonical(expr)
         return int(value)
+
+    def sources(self, inputs: Iterable[fx.Node]) -> list[SizeSource]:
+        """The symbolic sizes that placeholders and `inputs` carry."""
+        return [*self._numbers, *self._carried(inputs), *self._axes.values()]
+
+    def _carried(self, nodes: Iterable[fx.Node]) -> Iterator[SizeSource]:
+        for node in nodes:
+            value = tensor_of(node)
+            for axis, size in enumerate(() if value is None else self.of(value)):
+                if not isinstance(size, int):
+                    yield SizeSource(size, node, axis)
 
     def _canonical(self, expr: sympy.Expr) -> Size:
         if self._multiples:
@@ -355,21 +372,6 @@ class SizeSource:
 
 Plan = int | tuple[str, Any, Any]
 """How to compute a size: an integer, `("of", SizeSource, None)`, or `("mul" | "add" | "floordiv", Plan, Plan)`."""
-
-
-def size_sources(graph: fx.Graph, sizes: Sizes, inputs: Iterable[fx.Node]) -> list[SizeSource]:
-    """The symbolic sizes that placeholders and `inputs` carry."""
-    found: list[SizeSource] = []
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    for node in placeholders:
-        if isinstance(node.meta.get("val"), torch.SymInt):
-            found.append(SizeSource(sizes.read(node), node))
-    for node in (*inputs, *placeholders):
-        value = tensor_of(node)
-        for axis, size in enumerate(() if value is None else sizes.of(value)):
-            if not isinstance(size, int):
-                found.append(SizeSource(size, node, axis))
-    return found
 
 
 def express(size: Size, sources: Sequence[SizeSource]) -> Plan | None:

@@ -47,7 +47,6 @@ from asynctp_passes.fxview import (
     op_name,
     reachable,
     segments,
-    size_sources,
     tensor_of,
 )
 from asynctp_passes.read import added_matrix, is_matmul, is_only_awaited, waits_for_several
@@ -158,7 +157,7 @@ class _Builder:
         self.anchor = chain.place if isinstance(chain, Bundle) else anchor(chain)
         self.made: list[fx.Node] = []
         self.late: list[fx.Node] = []
-        self._sources = size_sources(graph, sizes, [self.now(node) for node in chain.inputs])
+        self._sources = sizes.sources([self.now(node) for node in chain.inputs])
         self._fake = tensor_of(chain.inputs[0])
 
     def now(self, node: fx.Node) -> fx.Node:
