@@ -65,9 +65,9 @@ def again(graph: fx.Graph, decisions: Sequence[Decision], regather: str) -> list
     computed = reachable(tangents_of(graph), lambda node: node.users)
     backward = {node for node in computed if node.op == "call_function"}
     written = {source for node in graph.nodes if mutates(node) for source in node.all_input_nodes}
-    written |= compat.inputs_written_after(graph)
+    unsure = reachable(written | compat.inputs_written_after(graph), lambda node: node.users)
     taken = (one for one in decisions if _is_taken_in(one, backward))
-    found = [one for one in taken if _is_needed(one, backward) and _is_free(one, written)]
+    found = [one for one in taken if _is_needed(one, backward) and _is_free(one, unsure)]
     gathers = [one.candidate.collective for one in found]
     chosen = _hidden(gathers, decisions, backward) if regather == "auto" else gathers if regather == "always" else []
     return [_again(gather, gather in chosen) for gather in gathers]
@@ -107,12 +107,12 @@ def _is_needed(decision: Decision, backward: set[fx.Node]) -> bool:
     return any(user in backward for node in steps for user in node.users)
 
 
-def _is_free(decision: Decision, written: set[fx.Node]) -> bool:
+def _is_free(decision: Decision, unsure: set[fx.Node]) -> bool:
     """True where it may be computed again: not tagged, nor returned, nor of what is written to."""
     nodes = views_of(decision.candidate.collective.nodes)
     returned = any(user.op == "output" for node in nodes for user in node.users)
     tagged = any(compat.recompute_tag(node) is not None for node in nodes)
-    return not (returned or tagged) and written.isdisjoint(reachable(nodes))
+    return not (returned or tagged) and unsure.isdisjoint(nodes)
 
 
 def _hidden(gathers: Sequence[Collective], decisions: Sequence[Decision], backward: set[fx.Node]) -> list[Collective]:
