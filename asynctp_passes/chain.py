@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "ScatterChain",
     "Step",
     "anchor",
+    "nodes_of",
 ]
 
 
@@ -137,6 +138,11 @@ class Matmul:
         """Every input but `a`."""
         scales = () if self.scaled is None else (self.scaled.a_scale, self.scaled.b_scale)
         return tuple(node for node in (self.b, self.bias, *scales) if node is not None)
+
+
+def nodes_of(matmuls: Iterable[Matmul]) -> tuple[fx.Node, ...]:
+    """The nodes that compute the products of some matmuls."""
+    return tuple(node for matmul in matmuls for node in matmul.nodes)
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,11 @@ from asynctp_passes.chain import Matmul, ScaledOptions
 from asynctp_passes.fxview import arguments, is_size, mutates, op_name, tensor_of
 from asynctp_passes.read import identical, is_matmul, read_matmul, read_term
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.views import is_view, scaling_of, views_of, widens
+from asynctp_passes.views import CASTS, is_view, scaling_of, views_of, widens
 
 __all__ = ["read_product", "scalings"]
 
 _MULTIPLY = "aten.mul.Tensor"
-_CASTS = {"prims.convert_element_type.default", "aten._to_copy.default", "aten.to.dtype"}
 _CONSTANTS = {"aten.full.default": "fill_value", "aten.scalar_tensor.default": "s", "aten.ones.default": None}
 _ROUNDED = {torch.bfloat16, torch.float16, torch.float32}
 
@@ -72,7 +71,7 @@ def _way_from_matmul(end: fx.Node) -> list[fx.Node]:
 
 
 def _scales(node: fx.Node) -> bool:
-    return op_name(node) == _MULTIPLY or op_name(node) in _CASTS
+    return op_name(node) == _MULTIPLY or op_name(node) in CASTS
 
 
 def _like(node: fx.Node, other: fx.Node) -> bool:
@@ -96,7 +95,7 @@ def scalings(products: Iterable[fx.Node]) -> set[fx.Node]:
             if user in found:
                 continue
             factor = _multiplicand(user, node)
-            if is_view(user) or op_name(user) in _CASTS:
+            if is_view(user) or op_name(user) in CASTS:
                 stack.append(user)
             elif factor is not None and (_broadcast(factor, node) or _is_outer(factor, node)):
                 found |= {user} if _broadcast(factor, node) else {user, factor}
@@ -164,7 +163,7 @@ def _not_fp32(way: Sequence[fx.Node]) -> Refusal | None:
     """All products with factors are in fp32, and nothing is rounded between them; the last step may be a cast."""
     for step in way[1:]:
         value = tensor_of(step)
-        last = step is way[-1] and op_name(step) in _CASTS
+        last = step is way[-1] and op_name(step) in CASTS
         if not last and (value is None or value.dtype != torch.float32):
             dtype = None if value is None else value.dtype
             return Refusal(reasons.COMPUTED_BETWEEN, f"{step.name} scales the product in {dtype}, not in fp32")

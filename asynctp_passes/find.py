@@ -22,7 +22,16 @@ import torch
 from torch import fx
 
 from asynctp_passes import near, reasons
-from asynctp_passes.chain import Along, Candidate, Collective, GatherChain, Matmul, ScaledOptions, ScatterChain
+from asynctp_passes.chain import (
+    Along,
+    Candidate,
+    Collective,
+    GatherChain,
+    Matmul,
+    ScaledOptions,
+    ScatterChain,
+    nodes_of,
+)
 from asynctp_passes.epilogue import read_product, scalings
 from asynctp_passes.fxview import Sizes, describe, is_size, mutates, op_name, reachable, segments, steps_of, tensor_of
 from asynctp_passes.read import (
@@ -76,7 +85,7 @@ def find(
 
 def _fused_matmuls(candidates: Iterable[Candidate]) -> set[fx.Node]:
     chains = [candidate.chain for candidate in candidates if candidate.chain is not None]
-    return {node for chain in chains for matmul in chain.matmuls for node in matmul.nodes}
+    return {node for chain in chains for node in nodes_of(chain.matmuls)}
 
 
 def _unless_taken(candidate: Candidate, taken: set[fx.Node]) -> Candidate:
@@ -372,7 +381,7 @@ def _gather_chain(scene: _Scene, gather: Collective, flow: Flow, consumers: Sequ
     """Take the consumers that one fused op can serve: those like the preferred one."""
     lead, placement = max(consumers, key=lambda consumer: _preference(scene, consumer))
     chosen = [matmul for matmul, place in consumers if place == placement and _alike(matmul, lead)]
-    fused = {node for matmul in chosen for node in matmul.nodes}
+    fused = set(nodes_of(chosen))
     views = _between(flow, (matmul.a for matmul in chosen)) - set(gather.results)
     scale, scale_placement = _scale_gather(scene, gather, placement, chosen) or (None, None)
     if scale is not None:
@@ -441,7 +450,7 @@ def _scale_gather(
     scaled = matmuls[0].scaled
     if scaled is None or placement.axis != "rows":
         return None
-    users = {node for matmul in matmuls for node in matmul.nodes}
+    users = set(nodes_of(matmuls))
     for other in scene.collectives:
         flow = scene.flows.get(other.node)
         if other.node is gather.node or not isinstance(flow, Flow) or scaled.a_scale not in flow.maps:
@@ -552,7 +561,7 @@ def _members(chain: GatherChain) -> list[fx.Node]:
     """
     joined = [node for gather in chain.joined for node in gather.results]
     views = (node for node in chain.views if not waits_for_several(node))
-    return [*chain.collective.results, *joined, *views, *(node for m in chain.matmuls for node in m.nodes)]
+    return [*chain.collective.results, *joined, *views, *nodes_of(chain.matmuls)]
 
 
 def _near_gather(scene: _Scene, gather: Collective, flow: Flow, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:
@@ -642,7 +651,7 @@ def _scatter(scene: _Scene, scatter: Collective) -> Candidate:
         way = _way_up(scene, scatter, leaves)
         shown = [*region, *products, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
         return Candidate(scatter, None, (chain,), scene.sorted(shown), weights=_reduces_weights(scene, scatter, shown))
-    nodes = scene.sorted([*region, *(node for matmul in chain.matmuls for node in matmul.nodes), *scatter.nodes])
+    nodes = scene.sorted([*region, *nodes_of(chain.matmuls), *scatter.nodes])
     return Candidate(scatter, chain, (), nodes, weights=_reduces_weights(scene, scatter, nodes))
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from asynctp_passes import cost, reasons
-from asynctp_passes.chain import Collective, Decision, GatherChain, anchor
+from asynctp_passes.chain import Collective, Decision, GatherChain, anchor, nodes_of
 from asynctp_passes.fxview import live, segments
 from asynctp_passes.read import contracts_rows, is_matmul, is_only_awaited
 from asynctp_passes.reasons import Reason, Refusal
@@ -126,7 +126,7 @@ class _Scene:
         self.place, self.segments, self.matmuls = facts.place, facts.segments, facts.matmuls
         self.unit_of = {node: decision.candidate.nodes for decision in fused for node in decision.candidate.nodes}
         ops = [decision.candidate.chain for decision in fused if decision.candidate.chain is not None]
-        within = {node for chain in ops for matmul in chain.matmuls for node in matmul.nodes}
+        within = {node for chain in ops for node in nodes_of(chain.matmuls)}
         ops = [chain for chain in ops if any(matmul.node in facts.used for matmul in chain.matmuls)]
         found = [self._product(node, node, work, False) for node, work in facts.work.items() if node not in within]
         found += [self._product(chain.matmuls[0].node, anchor(chain), cost.cost_of(chain).work, True) for chain in ops]

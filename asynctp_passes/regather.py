@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, cost, reasons
-from asynctp_passes.chain import Collective, Decision, GatherChain
+from asynctp_passes.chain import Collective, Decision, GatherChain, nodes_of
 from asynctp_passes.fxview import mutates, reachable, tangents_of
 from asynctp_passes.near import transparent
 from asynctp_passes.read import is_matmul
@@ -120,7 +120,7 @@ def _hidden(gathers: Sequence[Collective], decisions: Sequence[Decision], backwa
     received = ((gather, cost.received_bytes(gather.node, gather.group_size)) for gather in gathers)
     large = [(gather, size) for gather, size in received if size is not None and size >= LEAST_BYTES]
     chains = [one.candidate.chain for one in decisions if one.refusal is None]
-    fused = {node for chain in chains if chain is not None for matmul in chain.matmuls for node in matmul.nodes}
+    fused = {node for chain in chains if chain is not None for node in nodes_of(chain.matmuls)}
     work = [cost.work_of(node) for node in backward if is_matmul(node) and node not in fused]
     hide = large and cost.covers(work, sum(size for _, size in large), gathers[0].node)
     return [gather for gather, _ in large] if hide else []

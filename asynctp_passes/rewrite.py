@@ -33,6 +33,7 @@ from asynctp_passes.chain import (
     ScaledOptions,
     ScatterChain,
     anchor,
+    nodes_of,
 )
 from asynctp_passes.fxview import (
     Plan,
@@ -50,7 +51,7 @@ from asynctp_passes.fxview import (
     tensor_of,
 )
 from asynctp_passes.read import added_matrix, is_matmul, is_only_awaited, waits_for_several
-from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, product, quotient, same
+from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, divided, product, same
 from asynctp_passes.views import followed, is_conversion, is_sum, is_view, views_of
 
 __all__ = ["rewrite", "store"]
@@ -407,14 +408,7 @@ def _gather_scale(
 def _scales_of(rows: Sequence[Size], scaled: ScaledOptions) -> list[Size]:
     """The dimensions of the scales of an A with these: a number per row, or those of blocks."""
     together, numbers, _ = scaled.of_a
-    return [*rows[:-2], _exactly(rows[-2], together), numbers]
-
-
-def _exactly(size: Size, divisor: int) -> Size:
-    """A size divided by one that it was proven to be a multiple of."""
-    result = quotient(size, divisor)
-    assert result is not None
-    return result
+    return [*rows[:-2], divided(rows[-2], together), numbers]
 
 
 def _scale_part(chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -452,8 +446,7 @@ def _return_operand(build: _Builder, chain: GatherChain, hoist: Hoist, full: fx.
     assert hoist.returned is not None
     value = tensor_of(hoist.returned)
     assert value is not None
-    fused = {node for matmul in chain.matmuls for node in matmul.nodes}
-    build.replace(hoist.returned, build.reshape(full, build.sizes.of(value)), unless=fused)
+    build.replace(hoist.returned, build.reshape(full, build.sizes.of(value)), unless=nodes_of(chain.matmuls))
 
 
 def _start_apart(build: _Builder, chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -527,8 +520,7 @@ def _return_gathered(build: _Builder, chain: GatherChain, full: fx.Node) -> None
     if operand is not None:
         value = tensor_of(operand)
         assert value is not None
-        fused = {node for matmul in chain.matmuls for node in matmul.nodes}
-        build.replace(operand, build.reshape(full, build.sizes.of(value)), unless=fused)
+        build.replace(operand, build.reshape(full, build.sizes.of(value)), unless=nodes_of(chain.matmuls))
         return
     whole = _as_collective_result(build, chain, full)
     for node in results:
@@ -570,7 +562,7 @@ def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) ->
 def _emit_reduction(build: _Builder, chain: ScatterChain) -> fx.Node:
     place = chain.placement
     op = _emit_all_reduce(build, chain) if place is None else _emit_scatter(build, chain, place)
-    _read_sizes_elsewhere(build, [*chain.views, *(node for matmul in chain.matmuls for node in matmul.nodes)])
+    _read_sizes_elsewhere(build, [*chain.views, *nodes_of(chain.matmuls)])
     return op
 
 

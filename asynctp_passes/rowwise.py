@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, near, reasons
-from asynctp_passes.chain import Apart, Collective, GatherChain, Hoist, Matmul, Part, ScaledOptions, Step
+from asynctp_passes.chain import Apart, Collective, GatherChain, Hoist, Matmul, Part, ScaledOptions, Step, nodes_of
 from asynctp_passes.fxview import (
     Sizes,
     arguments,
@@ -58,11 +58,10 @@ from asynctp_passes.shapes import (
     same,
     scales_rows,
 )
-from asynctp_passes.views import Flow, follow, is_view, views_of
+from asynctp_passes.views import CASTS, Flow, follow, is_view, views_of
 
 __all__ = ["Product", "Region", "Scene", "chain_of", "products_of", "rows_first"]
 
-_CASTS = {"prims.convert_element_type.default", "aten._to_copy.default", "aten.to.dtype"}
 _EXACT_REDUCTIONS = {"aten.amax.default", "aten.amin.default"}
 _CONSTANTS = {"aten.full.default", "aten.scalar_tensor.default", "aten.zeros.default", "aten.ones.default"}
 _SMALL = 8  # A tensor of that many times fewer bytes than the gathered one is cheap to gather on its own.
@@ -179,7 +178,7 @@ class Region:
             if isinstance(place, RankPlacement) and tensor_of(node) is not None:
                 self.members[node] = _Member(root.node, view, place)
         self.home.update(dict.fromkeys((*root.flow.maps, *root.flow.pieces), root.node))
-        self.refused |= {node: why for node, why in root.flow.refused.items() if op_name(node) not in _CASTS}
+        self.refused |= {node: why for node, why in root.flow.refused.items() if op_name(node) not in CASTS}
         for user in {user for node in root.flow.maps if node in self.members for user in node.users}:
             if not (root.flow.has(user) or is_size(user) or is_matmul(user) or user.op == "output"):
                 heapq.heappush(self._waiting, self.scene.order[user])
@@ -231,7 +230,7 @@ class Region:
             return Refusal(reasons.RANDOM_BETWEEN, "every rank would draw other numbers")
         if tensor_of(node) is None:
             return Refusal(reasons.COMPUTED_BETWEEN, "not an operation that returns one tensor")
-        if is_pointwise(node) or name in _CASTS:
+        if is_pointwise(node) or name in CASTS:
             return self._pointwise(node)
         if name.rsplit(".", 1)[0] in near.REDUCTIONS:
             return self._reduced(node)
@@ -319,7 +318,7 @@ def _pure(node: fx.Node) -> bool:
 
 def _takes_number(node: fx.Node, members: dict[fx.Node, _Member]) -> bool:
     """True when a pointwise op takes a number, or a tensor that is not computed from the gathered one."""
-    if op_name(node) in _CASTS or op_name(node) in _EXACT_REDUCTIONS:
+    if op_name(node) in CASTS or op_name(node) in _EXACT_REDUCTIONS:
         return False
     values = (*node.args, *node.kwargs.values())
     return any(isinstance(value, int | float | complex) and not isinstance(value, bool) for value in values) or any(
@@ -453,7 +452,7 @@ def _between(region: Region, ends: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _hoist(region: Region, matmuls: Sequence[Matmul], ends: Sequence[fx.Node], placement: GatherPlacement) -> Hoist:
     """The ops to repeat on the shard for `ends` (an operand and perhaps its scale), and what becomes of the rest."""
-    used = _used_elsewhere(region, {node for matmul in matmuls for node in matmul.nodes})
+    used = _used_elsewhere(region, set(nodes_of(matmuls)))
     returned = _returned(region, used, matmuls)
     if returned is not None:
         used.pop(returned)

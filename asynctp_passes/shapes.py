@@ -39,6 +39,8 @@ __all__ = [
     "Rearrangement",
     "ScatterPlacement",
     "Size",
+    "concatenate",
+    "divided",
     "incomplete",
     "locate_gather",
     "locate_ranks",
@@ -63,6 +65,13 @@ def quotient(a: Size, b: Size) -> Size | None:
     if not _is_integer_polynomial(ratio):
         return None
     return int(ratio) if ratio.is_Integer else ratio
+
+
+def divided(a: Size, b: Size) -> Size:
+    """`a / b`, where it was proven to be an integer."""
+    result = quotient(a, b)
+    assert result is not None, f"{a} is a multiple of {b} by construction"
+    return result
 
 
 def _is_integer_polynomial(expr: sympy.Expr) -> bool:
@@ -509,15 +518,9 @@ def _without(digits: Dim, stride: Size, ranks: int) -> Dim:
     """Digits of the source when the rank's digit (ranks, stride) is taken out of it."""
     block = stride * ranks
     return tuple(
-        digit if quotient(digit.stride, block) is None else Digit(digit.size, _exact(digit.stride, ranks))
+        digit if quotient(digit.stride, block) is None else Digit(digit.size, divided(digit.stride, ranks))
         for digit in digits
     )
-
-
-def _exact(a: Size, b: Size) -> Size:
-    result = quotient(a, b)
-    assert result is not None, f"{a} is a multiple of {b} by construction"
-    return result
 
 
 def _equal(a: Digit, b: Digit) -> bool:

@@ -17,14 +17,15 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, reasons
-from asynctp_passes.chain import GatherChain, ScatterChain
-from asynctp_passes.fxview import Sizes, arguments, is_size, op_name, tensor_of
+from asynctp_passes.chain import GatherChain, ScatterChain, nodes_of
+from asynctp_passes.fxview import Sizes, arguments, is_size, op_name, reachable, tensor_of
 from asynctp_passes.read import added_matrix
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.reference import WIDENED
 from asynctp_passes.shapes import IndexMap, Size, concatenate, product, same
 
 __all__ = [
+    "CASTS",
     "VIEWS",
     "Flow",
     "follow",
@@ -190,9 +191,7 @@ def is_view(node: fx.Node) -> bool:
 _SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
 _SCALINGS = ("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar")
 _LARGEST_EXPONENT = 32
-
-
-_CASTS = ("prims.convert_element_type.default", "aten._to_copy.default", "aten.to.dtype")
+CASTS = ("prims.convert_element_type.default", "aten._to_copy.default", "aten.to.dtype")
 
 
 def is_sum(node: fx.Node) -> bool:
@@ -202,12 +201,12 @@ def is_sum(node: fx.Node) -> bool:
 
 def is_conversion(node: fx.Node) -> bool:
     """True for what changes a tensor's dtype (or could have): of its values, or of how its bits are seen."""
-    return op_name(node) in (*_CASTS, "aten.view.dtype")
+    return op_name(node) in (*CASTS, "aten.view.dtype")
 
 
 def widens(node: fx.Node) -> bool:
     """True for a conversion to float32 that changes no value, as autocast has behind the products of a backward."""
-    before, after = tensor_of(node.args[0]) if op_name(node) in _CASTS and node.args else None, tensor_of(node)
+    before, after = tensor_of(node.args[0]) if op_name(node) in CASTS and node.args else None, tensor_of(node)
     if before is None or after is None or before.device != after.device:
         return False
     return before.dtype in WIDENED and after.dtype == torch.float32
@@ -253,10 +252,7 @@ def followed(chain: GatherChain) -> list[fx.Node]:
 
 def size_readers(chain: GatherChain | ScatterChain) -> list[fx.Node]:
     """The nodes that read sizes of what the rewrite of a chain does away with; it reads them off the chain's inputs."""
-    if isinstance(chain, GatherChain):
-        views = followed(chain)
-    else:
-        views = [*chain.views, *(node for matmul in chain.matmuls for node in matmul.nodes)]
+    views = followed(chain) if isinstance(chain, GatherChain) else [*chain.views, *nodes_of(chain.matmuls)]
     return [user for node in views for user in node.users if is_size(user)]
 
 
@@ -472,15 +468,8 @@ def _ratio(a: Size, b: Size) -> float | None:
 
 def _is_constant(node: fx.Node) -> bool:
     """True for what is computed from no input of the graph."""
-    seen, stack = set(), [node]
-    while stack:
-        step = stack.pop()
-        if step.op == "placeholder":
-            return False
-        if step not in seen:
-            seen.add(step)
-            stack.extend(source for source in step.all_input_nodes if not is_size(step))
-    return True
+    made_of = reachable([node], lambda step: () if is_size(step) else step.all_input_nodes)
+    return all(step.op != "placeholder" for step in made_of)
 
 
 def _padded(call: _Call) -> Result:
