@@ -1,0 +1,94 @@
+"""The passes take time in proportion to the graph: a model of many layers that is compiled whole is one graph."""
+
+from __future__ import annotations
+
+import cProfile
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType
+
+import pytest
+from graph_builder import GraphBuilder, aten
+from passes import run_pass
+from torch.fx import Graph
+
+import asynctp_passes
+from asynctp_passes import Config, pipeline
+
+PACKAGE = str(Path(asynctp_passes.__file__).parent)
+WIDTH = 4096  # wide enough for one product to hide one gather
+
+
+# --- programs ------------------------------------------------------------------------------------------------
+def forward(layers: int) -> Graph:
+    """gather → mm → mm → scatter, one layer behind the other."""
+    b = GraphBuilder(ranks=2)
+    x = b.input("primals_x", [4, WIDTH])
+    for w in [b.input(f"primals_{layer}", [WIDTH, WIDTH]) for layer in range(layers)]:
+        x = b.call(aten.add.Tensor, x, b.scatter(b.mm(b.relu(b.mm(b.gather(b.relu(x)), w)), w)))
+    return b.returns(x)
+
+
+def backward(layers: int) -> Graph:
+    """The gradients of such layers; those of weights take what is gathered again."""
+    b = GraphBuilder(ranks=2)
+    saved = [(b.input(f"x{layer}", [4, WIDTH]), b.input(f"h{layer}", [8, WIDTH])) for layer in range(layers)]
+    dy, w, gradients = b.input("tangents_1", [4, WIDTH]), b.input("primals_w", [WIDTH, WIDTH]), []
+    for x, h in saved:
+        whole = b.gather(dy)
+        dh = b.mul(b.mm(whole, w), h)
+        gradients += [b.mm(b.permute(h, [1, 0]), whole), b.mm(b.permute(dh, [1, 0]), b.gather(b.relu(x)))]
+        dy = b.call(aten.add.Tensor, dy, b.scatter(b.mm(dh, w)))
+    return b.returns(dy, *gradients)
+
+
+def joint(layers: int) -> Graph:
+    """A forward and its backward before they are parted."""
+    b = GraphBuilder(ranks=2)
+    x, dy = b.input("primals_x", [4, WIDTH]), b.input("tangents_1", [4, WIDTH])
+    weights, saved, gradients = [b.input(f"primals_{layer}", [WIDTH, WIDTH]) for layer in range(layers)], [], []
+    for w in weights:
+        saved.append(b.gather(b.relu(x)))
+        x = b.call(aten.add.Tensor, x, b.scatter(b.mm(b.relu(b.mm(saved[-1], w)), w)))
+    for w, whole in zip(weights[::-1], saved[::-1], strict=True):
+        full = b.gather(dy)
+        gradients.append(b.mm(b.permute(whole, [1, 0]), full))
+        dy = b.call(aten.add.Tensor, dy, b.scatter(b.mm(b.relu(b.mm(full, w)), w)))
+    return b.returns(x, dy, *gradients)
+
+
+# --- how much is done ----------------------------------------------------------------------------------------
+def fused(graph: Graph) -> None:
+    run_pass(graph)
+
+
+def tagged(graph: Graph) -> None:
+    pipeline.run_joint(graph, Config(regather="always"))
+
+
+def calls_of(run: Callable[[Graph], None], graph: Graph) -> int:
+    """Calls of the package's functions, each step of a generator included."""
+    profile = cProfile.Profile()
+    profile.runcall(run, graph)
+    own = (one for one in profile.getstats() if isinstance(one.code, CodeType))
+    return sum(one.callcount for one in own if one.code.co_filename.startswith(PACKAGE))
+
+
+@pytest.mark.parametrize(
+    ("build", "run", "most"),
+    [
+        (forward, fused, 2.1),
+        (backward, fused, 2.1),
+        (
+            joint,
+            tagged,
+            2.3,
+        ),  # whether a weight's gradient needs the gather is looked for from there back to the gather
+    ],
+)
+def test_twice_the_layers_take_about_twice_the_calls(
+    build: Callable[[int], Graph], run: Callable[[Graph], None], most: float
+) -> None:
+    run(build(2))  # what is found once and kept
+    once, twice = (calls_of(run, build(layers)) for layers in (40, 80))
+    assert twice < most * once
