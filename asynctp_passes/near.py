@@ -35,10 +35,7 @@ _ROWWISE_WORDS = re.compile(r"(?:^|_)(?:layer|rms)?(norm|softmax|dropout|quant|q
 
 def transparent(node: fx.Node) -> bool:
     """Ops through which a collective is still 'next to' a matmul: views, pointwise ops, casts, reductions, norms."""
-    name = op_name(node)
-    if is_view(node) or is_pointwise(node) or reduces(node) or name.startswith("prims.convert_element_type"):
-        return True
-    return bool(_rowwise_words(node))
+    return is_view(node) or is_pointwise(node) or reduces(node) or bool(_rowwise_words(node))
 
 
 def _rowwise_words(node: fx.Node) -> list[str]:
