@@ -121,11 +121,8 @@ def _read_collective(node: fx.Node) -> Sequence[Collective]:
             )
         if read and all(read):
             return [collective for collective in read if collective is not None]
-    return (
-        [Collective(node, "other", _first_tensor(node))]
-        if op is not None or _looks_collective(called_name(node))
-        else []
-    )
+    known = op is not None or _looks_collective(called_name(node))
+    return [Collective(node, "other", _first_tensor(node))] if known else []
 
 
 def _items(call: fx.Node, count: int) -> dict[int, fx.Node] | None:

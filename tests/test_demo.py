@@ -82,10 +82,15 @@ def test_a_failing_rank_ends_all(how: str, message: str) -> None:
 def test_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("the demo would take the GPUs")
+    mine = tmp_path / "graphs" / "mine.html"
+    mine.parent.mkdir()
+    mine.write_text("of another program")
     assert demo.run_demo(steps=3, ranks=2, out=tmp_path)
     out = capsys.readouterr().out
     assert "forward   9 of 9 collectives next to a matmul are fused" in out
     assert "backward  9 of 9 collectives next to a matmul are fused" in out
     assert "agree" in out
-    assert len(list((tmp_path / "graphs").glob("*.html"))) == 2
+    assert mine.read_text() == "of another program"
+    assert str(mine) not in out
+    assert len(list(mine.parent.glob("*.html"))) == 3
     assert len((tmp_path / "reports.jsonl").read_text().splitlines()) == 2

@@ -48,7 +48,9 @@ def run_demo(steps: int = 60, ranks: int | None = None, out: str | Path = "async
     world_size = default_ranks() if ranks is None else ranks
     _check(steps, world_size)
     folder = Path(out)
-    graphs = _fresh(folder / "graphs")
+    graphs = folder / "graphs"
+    graphs.mkdir(parents=True, exist_ok=True)
+    earlier = set(graphs.glob("*.html"))
     settings = Settings(steps=steps, graph_dir=str(graphs.resolve()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(_introduction(settings, world_size, device), flush=True)
@@ -57,7 +59,7 @@ def run_demo(steps: int = 60, ranks: int | None = None, out: str | Path = "async
     (folder / "reports.jsonl").write_text("".join(f"{text}\n" for text in result.reports), encoding="utf-8")
     verdict = judge(result.losses, reports, collectives_per_direction(settings.sizes), TOLERANCE[device])
     print(_outcome(result, reports, verdict.lines))
-    print(_written(folder, sorted(graphs.glob("*.html"))))
+    print(_written(folder, sorted(set(graphs.glob("*.html")) - earlier)))
     print("demo: passed" if verdict.good else "demo: FAILED, see the lines above")
     return verdict.good
 
@@ -99,14 +101,6 @@ def missing_headers() -> str:
         f"torch.compile needs Python's C headers on the CPU, and {header} is not there; install them "
         "('apt install python3-dev', 'dnf install python3-devel')"
     )
-
-
-def _fresh(graphs: Path) -> Path:
-    """The folder of graph pages, without the pages of an earlier run."""
-    graphs.mkdir(parents=True, exist_ok=True)
-    for page in graphs.glob("*.html"):
-        page.unlink()
-    return graphs
 
 
 def _introduction(settings: Settings, ranks: int, device: str) -> str:
