@@ -258,7 +258,7 @@ def mistake(options: argparse.Namespace) -> str:
     for name, number in [*at_least_1, *(("rows", each) for each in options.rows or ())]:
         if number is not None and number < 1:
             return f"--{name} {number} is not valid; it must be at least 1"
-    for name, valid in _choices(getattr(options, "e2e", False)).items():
+    for name, valid in choices(getattr(options, "e2e", False)).items():
         for word in getattr(options, name) or ():
             if word not in valid:
                 return f"--{name} {word!r} is not valid; it must be of {', '.join(valid)}"
@@ -343,7 +343,8 @@ def _bench_arguments(options: argparse.Namespace) -> list[str]:
     return given + [f"--{name}" for name in ("all", "tune") if getattr(options, name)]
 
 
-def _choices(end_to_end: bool) -> dict[str, Sequence[str]]:
+def choices(end_to_end: bool) -> dict[str, Sequence[str]]:
+    """Of which words each option of a measurement is a list."""
     if not end_to_end:
         return {"kinds": KINDS, "ops": OPS}
     from asynctp_passes.demo.model import PRESETS  # imports torch: slow

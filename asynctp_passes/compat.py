@@ -229,7 +229,7 @@ def inputs_written_after(graph: fx.Graph) -> set[fx.Node]:
     descriptions = graph.output_node().meta.get("desc") or ()
     written = {_described(getattr(_whole(one), "mutated_input", None)) for one in descriptions} - {""}
     inputs = (node for node in graph.nodes if node.op == "placeholder")
-    return {node for node in inputs if _described(_whole(node.meta.get("desc"))) in written}
+    return {node for node in inputs if _described(node.meta.get("desc")) in written}
 
 
 def _whole(description: Any) -> Any:

@@ -41,12 +41,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import asynctp_passes
-from asynctp_passes.cli import add_bench_options, add_end_to_end_options
+from asynctp_passes.cli import add_bench_options, add_end_to_end_options, choices
 from asynctp_passes.config import write_whole
 from asynctp_passes.demo.model import PRESETS, Block, block_plan
 from asynctp_passes.demo.recipe import (
     BACKENDS,
-    PRECISIONS,
     Place,
     RecipeError,
     compiler,
@@ -590,7 +589,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.batches = [_batch(text) for text in options.batches or (["1x8192"] if gpu else ["2x64"])]
     options.backends = options.backends or list(BACKENDS)
     options.timeout = 300 if options.timeout is None else options.timeout
-    for name, valid in (("sizes", tuple(PRESETS)), ("kinds", PRECISIONS), ("backends", BACKENDS)):
+    for name, valid in choices(end_to_end=True).items():
         for value in getattr(options, name):
             require(value in valid, name, value, f"of {', '.join(valid)}")
     require(
