@@ -159,7 +159,7 @@ def asynctp(
         GroupError: `groups` names a process group that does not exist here.
         ConfigError: An option is neither a field of Config nor an Inductor option, or has a bad value.
     """
-    config, patches = _split_options(options or {})
+    config, patches = split_options(options or {})
     _require_groups(config)
     ours = AsyncTPPass(config)
     patches = _with_pass({**compat.inductor_mode_options(mode), **patches}, ours)
@@ -184,8 +184,12 @@ def asynctp(
 asynctp.reset = compat.reset_cudagraphs  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
-def _split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
-    """Our options as a Config, and Inductor's (`a.b` or `a-b` as torch.compile allows) as they are."""
+def split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """Our options as a Config, and Inductor's (`a.b` or `a-b` as torch.compile allows) as they are.
+
+    Raises:
+        ConfigError: One is neither a field of Config nor an Inductor option, or a field has a bad value.
+    """
     fields, known = set(Config.field_names()), compat.inductor_option_names()
     patches = {name.replace("-", "_"): value for name, value in options.items() if name not in fields}
     for name in patches:

@@ -664,7 +664,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.report is None:
         options.kinds, options.ops = options.kinds or ["bf16"], options.ops or list(OPS)
         options.rows = options.rows or list(ROWS)
-    said = mistake(options) or (_table_mistake() if options.tune else "")
+    said = mistake(options, end_to_end=False) or (_table_mistake() if options.tune else "")
     if said:
         parser.error(said)
     options.all = options.all or options.tune

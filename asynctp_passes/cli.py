@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -246,24 +248,83 @@ def _bench(options: argparse.Namespace) -> int:
             if getattr(options, name):
                 raise UsageError(f"bench: --{name} is not valid with --report, which has them; leave one of them out")
         options.ranks = _ranks_of_report(options.report, options.ranks)
-    said = mistake(options)
+    if options.e2e:
+        settle_end_to_end(options, gpu=not options.cpu)
+    _refuse(mistake(options, options.e2e))
+    ranks = _cpu_ranks(options.ranks) if options.cpu else _bench_ranks(options.ranks)
+    if options.e2e:
+        _refuse(size_mistake(options, ranks))
+    elif options.rows and all(rows % ranks for rows in options.rows):
+        raise UsageError(f"bench: --rows {options.rows} is not valid; it must have a multiple of the {ranks} ranks")
+    return _measure(options, ranks)
+
+
+def _refuse(said: str) -> None:
     if said:
         raise UsageError(f"bench: {said}")
-    return _measure(options, _cpu_ranks(options.ranks) if options.cpu else _bench_ranks(options.ranks))
 
 
-def mistake(options: argparse.Namespace) -> str:
-    """What is wrong with a number, a word or the folder of a measurement; empty when nothing is."""
+def settle_end_to_end(options: argparse.Namespace, gpu: bool) -> None:
+    """Fill in the defaults of `--e2e`, of the command and of its worker processes."""
+    from asynctp_passes.demo.recipe import BACKENDS  # imports torch: slow
+
+    defaults = {
+        "sizes": ["70b", "8b"] if gpu else ["debug"],
+        "kinds": ["bf16", "fp8-rowwise"] if gpu else ["fp32"],
+        "batches": ["1x8192"] if gpu else ["2x64"],
+        "backends": list(BACKENDS),
+        "blocks": 2,
+        "timeout": 300,
+        "gpu": gpu,
+    }
+    for name, value in defaults.items():
+        if getattr(options, name, None) is None:
+            setattr(options, name, value)
+
+
+def mistake(options: argparse.Namespace, end_to_end: bool) -> str:
+    """What is wrong with an option of a measurement; empty when nothing is. That of `--e2e` is settled."""
     at_least_1 = [(name, getattr(options, name, None)) for name in ("rounds", "timeout", "blocks")]
     for name, number in [*at_least_1, *(("rows", each) for each in options.rows or ())]:
         if number is not None and number < 1:
             return f"--{name} {number} is not valid; it must be at least 1"
-    for name, valid in choices(getattr(options, "e2e", False)).items():
+    for name, valid in _choices(end_to_end).items():
         for word in getattr(options, name) or ():
             if word not in valid:
                 return f"--{name} {word!r} is not valid; it must be of {', '.join(valid)}"
     if options.out is not None and not can_be_written(str(options.out), folder=True):
         return f"--out {options.out} is not valid; it must be a folder that can be written, or made"
+    return _end_to_end_mistake(options) if end_to_end else ""
+
+
+def _end_to_end_mistake(options: argparse.Namespace) -> str:
+    from asynctp_passes.demo.recipe import BACKENDS, RecipeError, compile_options  # imports torch: slow
+
+    for text in options.batches:
+        if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", text):
+            return f"--batches {text!r} is not valid; it must be BATCHxSEQUENCE, as 2x4096"
+    for size in options.sizes:
+        if size != "debug" and not options.gpu:
+            return f"--sizes {size!r} is not valid without GPUs; it must be debug"
+    if options.backends[0] != BACKENDS[0]:
+        limit = f"{BACKENDS[0]} first: it is what the others are compared with"
+        return f"--backends {','.join(options.backends)!r} is not valid; it must be {limit}"
+    try:
+        compile_options(options.option)
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def size_mistake(options: argparse.Namespace, ranks: int) -> str:
+    """Which model or batch of `--e2e`, settled, the ranks do not split evenly; empty when they do."""
+    from asynctp_passes.demo.model import PRESETS  # imports torch: slow
+
+    for size, batch in itertools.product(options.sizes, options.batches):
+        try:
+            dataclasses.replace(PRESETS[size], sequence=int(batch.split("x")[1])).require_divisible(ranks)
+        except ValueError as error:
+            return f"--sizes {size} --batches {batch}: {error}"
     return ""
 
 
@@ -287,6 +348,8 @@ def _measure(options: argparse.Namespace, ranks: int) -> int:
     if failed:
         print("asynctp: bench: ended early; what was measured is above", file=sys.stderr)
         return 3
+    if found.get("left_out") and not found["rows"] and not found["failed"]:
+        raise UsageError("bench: nothing was measured; why is above")
     return 0 if all(row["right"] for row in found["rows"]) and not found.get("failed") else 1
 
 
@@ -343,7 +406,7 @@ def _bench_arguments(options: argparse.Namespace) -> list[str]:
     return given + [f"--{name}" for name in ("all", "tune") if getattr(options, name)]
 
 
-def choices(end_to_end: bool) -> dict[str, Sequence[str]]:
+def _choices(end_to_end: bool) -> dict[str, Sequence[str]]:
     """Of which words each option of a measurement is a list."""
     if not end_to_end:
         return {"kinds": KINDS, "ops": OPS}

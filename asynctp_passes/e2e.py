@@ -41,23 +41,21 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import asynctp_passes
-from asynctp_passes.cli import add_bench_options, add_end_to_end_options, choices
+from asynctp_passes.cli import add_bench_options, add_end_to_end_options, mistake, settle_end_to_end, size_mistake
 from asynctp_passes.config import write_whole
 from asynctp_passes.demo.model import PRESETS, Block, block_plan
 from asynctp_passes.demo.recipe import (
     BACKENDS,
     Place,
     RecipeError,
+    compile_options,
     compiler,
     float8_layers,
     joined,
-    parse_option,
     peak_memory,
     place,
     refuse,
     release_shared,
-    require,
-    require_output,
     require_precision,
     styles_of,
     traced,
@@ -426,7 +424,7 @@ def start_anew(here: Place, mesh: DeviceMesh) -> None:
 def _rows_of(
     problem: Problem, options: argparse.Namespace, here: Place, mesh: DeviceMesh, budget: Budget, found: Found
 ) -> Iterator[Row]:
-    bench = Bench(problem, here, mesh, dict(map(parse_option, options.option)))
+    bench = Bench(problem, here, mesh, compile_options(options.option))
     prepared: dict[str, Prepared] = {}
     expected: dict[str, Tensor] | None = None
     if bench.fp8:
@@ -503,7 +501,11 @@ def _said(error: BaseException) -> str:
 def problems(options: argparse.Namespace) -> list[Problem]:
     """Everything asked for."""
     asked = itertools.product(options.batches, options.kinds, options.sizes)
-    return [Problem(size, kind, batch, sequence, options.blocks) for (batch, sequence), kind, size in asked]
+    return [
+        Problem(size, kind, int(batch), int(sequence), options.blocks)
+        for text, kind, size in asked
+        for batch, sequence in [text.split("x")]
+    ]
 
 
 # --- what comes out -------------------------------------------------------------------------------------------------
@@ -583,35 +585,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_bench_options(parser)
     add_end_to_end_options(parser)
     options = parser.parse_args(arguments)
-    gpu = torch.cuda.is_available()
-    options.sizes = options.sizes or (["70b", "8b"] if gpu else ["debug"])
-    options.kinds = options.kinds or (["bf16", "fp8-rowwise"] if gpu else ["fp32"])
-    options.batches = [_batch(text) for text in options.batches or (["1x8192"] if gpu else ["2x64"])]
-    options.backends = options.backends or list(BACKENDS)
-    options.timeout = 300 if options.timeout is None else options.timeout
-    for name, valid in choices(end_to_end=True).items():
-        for value in getattr(options, name):
-            require(value in valid, name, value, f"of {', '.join(valid)}")
-    require(
-        options.backends[0] == BASE, "backends", ",".join(options.backends),
-        f"{BASE} first: it is what the others are compared with",
-    )  # fmt: skip
-    options.blocks = 2 if options.blocks is None else options.blocks
-    require(options.blocks >= 1, "blocks", options.blocks, "at least 1")
-    require(options.rounds >= 1, "rounds", options.rounds, "at least 1")
-    require_output("out", options.out, folder=True)
-    for size in options.sizes:
-        if size != "debug" and not gpu:
-            raise RecipeError(f"--sizes {size} needs GPUs, and there are none here; take --sizes debug")
+    settle_end_to_end(options, torch.cuda.is_available())
+    _refuse(mistake(options, end_to_end=True))
     return options
 
 
-def _batch(text: str) -> tuple[int, int]:
-    """`2x4096`: two sequences of 4096 tokens."""
-    batch, cross, sequence = text.partition("x")
-    valid = bool(cross) and batch.isdigit() and sequence.isdigit() and int(batch) > 0 and int(sequence) > 0
-    require(valid, "batches", text, "BATCHxSEQUENCE, as 2x4096")
-    return int(batch), int(sequence)
+def _refuse(said: str) -> None:
+    if said:
+        raise RecipeError(said)
 
 
 def check_sizes(options: argparse.Namespace, world: int) -> None:
@@ -620,19 +601,13 @@ def check_sizes(options: argparse.Namespace, world: int) -> None:
     Raises:
         RecipeError: One does not.
     """
-    for problem in problems(options):
-        try:
-            dataclasses.replace(PRESETS[problem.size], sequence=problem.sequence).require_divisible(world)
-        except ValueError as error:
-            raise RecipeError(f"{problem}: {error}") from error
+    _refuse(size_mistake(options, world))
 
 
 def command(options: argparse.Namespace, world: int) -> str:
     """The command that measures the same again."""
     words = [f"--ranks {world}"] + ([] if torch.cuda.is_available() else ["--cpu"])
-    batches = [f"{batch}x{sequence}" for batch, sequence in options.batches]
-    kept = {"sizes": options.sizes, "kinds": options.kinds, "batches": batches, "backends": options.backends}
-    words += [f"--{name} {','.join(values)}" for name, values in kept.items()]
+    words += [f"--{name} {','.join(getattr(options, name))}" for name in ("sizes", "kinds", "batches", "backends")]
     words += [f"--blocks {options.blocks} --rounds {options.rounds}", *(f"--option {each}" for each in options.option)]
     return f"asynctp bench --e2e {' '.join(words)}"
 

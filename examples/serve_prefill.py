@@ -35,11 +35,11 @@ from asynctp_passes.demo.recipe import (
     PRECISIONS,
     Place,
     RecipeError,
+    compile_options,
     compiler,
     joined,
     load_checkpoint,
     parallelize_with,
-    parse_option,
     place,
     refuse,
     require,
@@ -87,7 +87,7 @@ def settle(options: argparse.Namespace, ranks: int, gpu: bool) -> ModelSizes:
         RecipeError: A value is out of range here.
     """
     preset = PRESETS[options.size]
-    options.compile_options = dict(map(parse_option, options.option))
+    options.compile_options = compile_options(options.option)
     options.blocks = preset.layers if options.blocks is None else options.blocks
     options.precision = options.precision or ("bf16" if gpu else "fp32")
     options.cuda_graphs = options.cuda_graphs or ("decode" if gpu else "none")

@@ -43,11 +43,11 @@ from asynctp_passes.demo.recipe import (
     Place,
     RecipeError,
     compile_blocks,
+    compile_options,
     compiler,
     joined,
     load_checkpoint,
     parallelize_with,
-    parse_option,
     peak_memory,
     place,
     refuse,
@@ -126,7 +126,7 @@ def settle(options: argparse.Namespace, world: int, gpu: bool) -> ModelSizes:
     require_output("loss-log", options.loss_log)
     for name in ("checkpoint-dir", "tensorboard", "profile"):
         require_output(name, getattr(options, name.replace("-", "_")), folder=True)
-    options.compile_options = dict(map(parse_option, options.option))
+    options.compile_options = compile_options(options.option)
     sizes = dataclasses.replace(preset, layers=options.blocks, sequence=options.sequence)
     try:
         sizes.require_divisible(options.tp)

@@ -253,6 +253,8 @@ def test_what_is_not_a_number_is_reported_before_all_others() -> None:
         ({"rows": [{"right": True}], "failed": []}, 0, 0),
         ({"rows": [{"right": True}, {"right": False}], "failed": []}, 0, 1),
         ({"rows": [{"right": True}], "failed": ["70b intree: raised"]}, 0, 1),
+        ({"rows": [], "failed": [], "left_out": ["debug fp8 2x64: no torchao"]}, 0, 2),
+        ({"rows": [{"right": True}], "failed": [], "left_out": ["debug fp8 2x64: no torchao"]}, 0, 0),
         ({"rows": [{"right": True}], "failed": []}, 1, 3),
         (None, 1, 3),
     ],
@@ -260,7 +262,7 @@ def test_what_is_not_a_number_is_reported_before_all_others() -> None:
 def test_exit_code(
     said: Any, status: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """0 when all is right, 1 when a backend is wrong or raised, 3 when the ranks did not end well."""
+    """0 all is right, 1 a backend is wrong or raised, 2 nothing was measured, 3 the ranks did not end well."""
 
     def ranks(module: str, count: int, arguments: list[str], cpu: bool) -> int:
         if said is not None:
@@ -333,18 +335,22 @@ def test_problems_of_the_options() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sizes", "9b"], "--sizes 9b is not valid; it must be of debug, small, 8b, 70b"),
-        (["--kinds", "int8"], "--kinds int8 is not valid; it must be of fp32, bf16, fp8, fp8-rowwise"),
-        (["--batches", "4096"], "--batches 4096 is not valid; it must be BATCHxSEQUENCE, as 2x4096"),
-        (["--batches", "0x64"], "--batches 0x64 is not valid"),
+        (["--sizes", "9b"], "--sizes '9b' is not valid; it must be of debug, small, 8b, 70b"),
+        (["--kinds", "int8"], "--kinds 'int8' is not valid; it must be of fp32, bf16, fp8, fp8-rowwise"),
+        (["--batches", "4096"], "--batches '4096' is not valid; it must be BATCHxSEQUENCE, as 2x4096"),
+        (["--batches", "0x64"], "--batches '0x64' is not valid"),
         (
             ["--backends", "asynctp"],
-            "--backends asynctp is not valid; it must be inductor first: it is what the",
+            "--backends 'asynctp' is not valid; it must be inductor first: it is what the",
         ),
-        (["--backends", "inductor,eager"], "--backends eager is not valid; it must be of inductor, intree, asynctp"),
+        (["--backends", "inductor,eager"], "--backends 'eager' is not valid; it must be of inductor, intree, asynctp"),
         (["--blocks", "0"], "--blocks 0 is not valid; it must be at least 1"),
         (["--out", "/dev/null"], "--out /dev/null is not valid; it must be a folder that can be written, or made"),
-        (["--sizes", "70b"], "--sizes 70b needs GPUs, and there are none here; take --sizes debug"),
+        (["--batches", "2x64x2"], "--batches '2x64x2' is not valid"),
+        (["--sizes", "70b"], "--sizes '70b' is not valid without GPUs; it must be debug"),
+        (["--option", "strict"], "--option 'strict' is not valid; it must be NAME=VALUE, as strict=all"),
+        (["--option", "strict=no"], "--option: asynctp: strict='no' is not valid; it must be one of ('off', 'zero', "),
+        (["--option", "strickt=all"], "--option: asynctp: option 'strickt' is not valid; it must be one of "),
     ],
 )
 def test_bad_options(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +364,29 @@ def test_sizes_that_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     options = e2e.parse(["--sizes", "debug", "--batches", "1x66"])
     with pytest.raises(RecipeError, match=r"1x66: sequence=66 is not valid for 4 tensor-parallel ranks"):
         e2e.check_sizes(options, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batches", "1x64,1x66", "--ranks", "4"], "--sizes debug --batches 1x66: sequence=66 is not valid for 4"),
+        (
+            ["--ranks", "3"],
+            "--sizes debug --batches 2x64: heads=8 is not valid for 3 tensor-parallel ranks; it must be",
+        ),
+        (["--batches", "64"], "--batches '64' is not valid"),
+        (["--backends", "asynctp"], "--backends 'asynctp' is not valid"),
+        (["--sizes", "8b"], "--sizes '8b' is not valid without GPUs"),
+        (["--option", "expect=-1"], "--option: asynctp: expect=-1 is not valid"),
+    ],
+)
+def test_what_cannot_be_measured_starts_no_rank(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch.object(cli, "_start_ranks") as started:
+        assert cli.main(["bench", "--e2e", "--cpu", *arguments]) == 2
+    assert not started.called
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from asynctp_passes import compat, profile
-from asynctp_passes.config import Config, can_be_written
+from asynctp_passes.backend import split_options
+from asynctp_passes.config import Config, ConfigError, can_be_written
 from asynctp_passes.demo.model import Styles, Transformer, parallelize
 
 __all__ = [
@@ -38,12 +39,12 @@ __all__ = [
     "Place",
     "RecipeError",
     "compile_blocks",
+    "compile_options",
     "compiler",
     "float8_layers",
     "joined",
     "load_checkpoint",
     "parallelize_with",
-    "parse_option",
     "peak_memory",
     "place",
     "refuse",
@@ -85,12 +86,21 @@ def require_output(name: str, path: Path | None, folder: bool = False) -> None:
     require(path is None or can_be_written(str(path), folder), name, path, what)
 
 
-def parse_option(text: str) -> tuple[str, Any]:
-    """`strict=all` and `triton.cudagraphs=True` as names and Python values.
+def compile_options(texts: Sequence[str]) -> dict[str, Any]:
+    """`strict=all` and `triton.cudagraphs=True` as options of `torch.compile`, with Python values.
 
     Raises:
-        RecipeError: There is no `=`.
+        RecipeError: One has no `=`, is unknown to us and to Inductor, or is ours and has a bad value.
     """
+    options = dict(map(_parse_option, texts))
+    try:
+        split_options(options)
+    except ConfigError as error:
+        raise RecipeError(f"--option: {error}") from error
+    return options
+
+
+def _parse_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     require(bool(equals and name), "option", repr(text), "NAME=VALUE, as strict=all")
     try:
