@@ -40,8 +40,8 @@ def _real_all_gather(shard: Tensor, group_size: int, group_name: Any, copy: bool
 
     _check_dims("all_gather", shard)
     shard = _unchanged(shard, copy)
-    if (cuda := ops._overlapped(shard)) is not None:
-        group = ops._process_group(group_name)
+    if (cuda := ops.overlapped(shard)) is not None:
+        group = compat.process_group(group_name)
         found: Tensor | None = cuda.run_bulk_gather(shard, group_size, group, check)
         if found is not None:
             return found
@@ -60,8 +60,8 @@ def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_n
 
     _check_dims("reduce_scatter", whole)
     whole = _unchanged(whole, copy)
-    if (cuda := ops._overlapped(whole)) is not None:
-        group = ops._process_group(group_name)
+    if (cuda := ops.overlapped(whole)) is not None:
+        group = compat.process_group(group_name)
         found: Tensor | None = cuda.run_bulk_scatter(whole, reduce_op, group_size, group, check)
         if found is not None:
             return found

@@ -23,13 +23,13 @@ def _c10d() -> Any:
     return distributed_c10d
 
 
-def resolve_process_group(name: str) -> Any:
-    """The ProcessGroup registered under a name.
+def process_group(group: Any) -> Any:
+    """The ProcessGroup registered under a name; what is one already, as it is.
 
     Raises:
         RuntimeError: No group has this name (torch's own message).
     """
-    return _group_resolver()(name)
+    return _group_resolver()(group) if isinstance(group, str) else group
 
 
 @functools.cache
@@ -428,7 +428,7 @@ def mesh_dimension_of(value: Any) -> str:
     """
     real = getattr(value, "real_obj", value)
     try:
-        described = str((resolve_process_group(real) if isinstance(real, str) else real).group_desc)
+        described = str(process_group(real).group_desc)
     except (AttributeError, RuntimeError, ValueError):
         return ""
     return described.removeprefix(_MESH) if described.startswith(_MESH) else ""
@@ -464,7 +464,7 @@ def peers_of(name: str) -> Peers | None:
     """
     if name not in process_group_names():
         return None
-    group = resolve_process_group(name)
+    group = process_group(name)
     rank, ranks = torch.distributed.get_rank(), tuple(torch.distributed.get_process_group_ranks(group))
     if len(ranks) == 1 or rank not in ranks or torch.distributed.get_backend(group) == "fake":
         return None

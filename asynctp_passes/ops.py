@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from asynctp_passes import compat, reference
+from asynctp_passes.compat import process_group
 from asynctp_passes.config import cpu_implementation
 from asynctp_passes.reference import GatherScales, ScatterScales
 
@@ -195,11 +196,7 @@ def _cuda() -> Any:
         return None
 
 
-def _process_group(group_name: Any) -> Any:
-    return compat.resolve_process_group(group_name) if isinstance(group_name, str) else group_name
-
-
-def _overlapped(tensor: Tensor) -> Any:
+def overlapped(tensor: Tensor) -> Any:
     """The overlapped implementations, where the ops run them on tensors like this; None: the unfused program."""
     if tensor.is_cuda:
         return _cuda()
@@ -233,7 +230,7 @@ def _real_all_gather_matmul(
         reference.check_group("all_gather_matmul", group_size, group_name)
         reference.check_gather("all_gather_matmul", a_shard, bs, biases, gather_dim, group_size)
 
-    if (cuda := _overlapped(a_shard)) is not None:
+    if (cuda := overlapped(a_shard)) is not None:
         options = (
             gather_dim,
             False,
@@ -241,7 +238,7 @@ def _real_all_gather_matmul(
             False,
             return_a_full,
             group_size,
-            _process_group(group_name),
+            process_group(group_name),
             check,
         )
         found: list[Tensor] | None = cuda.run_gather(a_shard, None, bs, (), biases, *options)
@@ -273,10 +270,10 @@ def _real_all_gather_scaled_matmul(
         scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype, along_shard)
         reference.check_gather(op, a_shard, bs, biases, gather_dim, group_size, scales)
 
-    if (cuda := _overlapped(a_shard)) is not None:
+    if (cuda := overlapped(a_shard)) is not None:
         choices = (gather_dim, gather_a_scale, out_dtype, use_fast_accum, return_a_full)
         found: list[Tensor] | None = cuda.run_gather(
-            a_shard, a_scale, bs, b_scales, biases, *choices, group_size, _process_group(group_name), check, along_shard
+            a_shard, a_scale, bs, b_scales, biases, *choices, group_size, process_group(group_name), check, along_shard
         )
         if found is not None:
             return found
@@ -305,8 +302,8 @@ def _real_matmul_reduce_scatter(
         reference.check_group(op, group_size, group_name)
         reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype)
 
-    if a_parts and (cuda := _overlapped(a_parts[0])) is not None:
-        options = (reduce_op, scatter_dim, a_parts[0].dtype, False, group_size, _process_group(group_name), check)
+    if a_parts and (cuda := overlapped(a_parts[0])) is not None:
+        options = (reduce_op, scatter_dim, a_parts[0].dtype, False, group_size, process_group(group_name), check)
         found: Tensor | None = cuda.run_scatter(a_parts, b_parts, (), (), biases, *options, sum_dtype)
         if found is not None:
             return found
@@ -337,8 +334,8 @@ def _real_scaled_matmul_reduce_scatter(
         where = (reduce_op, scatter_dim, group_size, ScatterScales(a_scales, b_scales, out_dtype))
         reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype)
 
-    if a_parts and (cuda := _overlapped(a_parts[0])) is not None:
-        choices = (reduce_op, scatter_dim, out_dtype, use_fast_accum, group_size, _process_group(group_name), check)
+    if a_parts and (cuda := overlapped(a_parts[0])) is not None:
+        choices = (reduce_op, scatter_dim, out_dtype, use_fast_accum, group_size, process_group(group_name), check)
         found: Tensor | None = cuda.run_scatter(a_parts, b_parts, a_scales, b_scales, biases, *choices, sum_dtype)
         if found is not None:
             return found
@@ -364,8 +361,8 @@ def _real_matmul_all_reduce(
         parts = (a_parts, b_parts, biases)
         reference.check_all_reduce("matmul_all_reduce", *parts, reduce_op, sum_dtype=sum_dtype)
 
-    if a_parts and (cuda := _overlapped(a_parts[0])) is not None:
-        options = (reduce_op, a_parts[0].dtype, False, _process_group(group_name), check, sum_dtype)
+    if a_parts and (cuda := overlapped(a_parts[0])) is not None:
+        options = (reduce_op, a_parts[0].dtype, False, process_group(group_name), check, sum_dtype)
         found: Tensor | None = cuda.run_all_reduce(a_parts, b_parts, (), (), biases, *options)
         if found is not None:
             return found
@@ -391,8 +388,8 @@ def _real_scaled_matmul_all_reduce(
         op, scales = "scaled_matmul_all_reduce", ScatterScales(a_scales, b_scales, out_dtype)
         reference.check_all_reduce(op, a_parts, b_parts, biases, reduce_op, scales, sum_dtype=sum_dtype)
 
-    if a_parts and (cuda := _overlapped(a_parts[0])) is not None:
-        options = (reduce_op, out_dtype, use_fast_accum, _process_group(group_name), check, sum_dtype)
+    if a_parts and (cuda := overlapped(a_parts[0])) is not None:
+        options = (reduce_op, out_dtype, use_fast_accum, process_group(group_name), check, sum_dtype)
         found: Tensor | None = cuda.run_all_reduce(a_parts, b_parts, a_scales, b_scales, biases, *options)
         if found is not None:
             return found

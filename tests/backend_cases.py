@@ -666,7 +666,7 @@ class bytes_over_gloo:
     def __enter__(self) -> None:
         def gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
             out = x.new_empty((x.shape[0] * group_size, *x.shape[1:]))
-            group = asynctp_passes.compat.resolve_process_group(group_name)
+            group = asynctp_passes.compat.process_group(group_name)
             whole, piece = out.view(torch.uint8), x.contiguous().view(torch.uint8)
             torch.distributed.all_gather_into_tensor(whole, piece, group)
             return out
