@@ -57,6 +57,23 @@ def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         demo.run_demo(ranks=2)
 
 
+@pytest.mark.parametrize("blocked", ["", "graphs", "reports.jsonl"])
+def test_a_folder_that_cannot_be_written_is_named(blocked: str, tmp_path: Path) -> None:
+    """Before training, and nothing is made."""
+    out = tmp_path / "out"
+    if blocked == "reports.jsonl":
+        (out / blocked).mkdir(parents=True)
+    elif blocked:
+        out.mkdir()
+        (out / blocked).touch()
+    else:
+        out.touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(demo.DemoError, match=r"--out .*out is not valid; it must be a folder that can be written"):
+        demo.run_demo(ranks=2, out=out)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def rank_that_fails(rank: int, world_size: int, how: str) -> None:
     """Rank 1 fails while rank 0 waits for it in a collective."""
     if rank == 1:
@@ -85,6 +102,7 @@ def test_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = tmp_path / "graphs" / "mine.html"
     mine.parent.mkdir()
     mine.write_text("of another program")
+    (tmp_path / "reports.jsonl").write_text("of an earlier run\n")
     assert demo.run_demo(steps=3, ranks=2, out=tmp_path)
     out = capsys.readouterr().out
     assert "forward   9 of 9 collectives next to a matmul are fused" in out
@@ -93,4 +111,6 @@ def test_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mine.read_text() == "of another program"
     assert str(mine) not in out
     assert len(list(mine.parent.glob("*.html"))) == 3
-    assert len((tmp_path / "reports.jsonl").read_text().splitlines()) == 2
+    first, *ours = (tmp_path / "reports.jsonl").read_text().splitlines()
+    assert first == "of an earlier run"
+    assert [Report.from_json(each).phase for each in ours] == ["forward", "backward"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from asynctp_passes.config import can_be_written
 from asynctp_passes.demo.launch import RankError, run_ranks
 from asynctp_passes.demo.model import collectives_per_direction
 from asynctp_passes.demo.show import TOLERANCE, chart, judge
@@ -18,6 +19,8 @@ from asynctp_passes.demo.train import TEXT, Result, Settings, train_both
 from asynctp_passes.report import Report
 
 __all__ = ["DemoError", "RankError", "default_ranks", "missing_compiler", "missing_headers", "run_demo"]
+
+REPORTS = "reports.jsonl"
 
 
 class DemoError(RuntimeError):
@@ -36,7 +39,7 @@ def run_demo(steps: int = 60, ranks: int | None = None, out: str | Path = "async
     Args:
         steps: Training steps of each run.
         ranks: Number of processes; `default_ranks()` when None.
-        out: Folder for the graph pages (in `graphs/`) and the reports (`reports.jsonl`).
+        out: Folder for the graph pages (in `graphs/`) and the reports (appended to `reports.jsonl`).
 
     Returns:
         True when the losses agree within the tolerance and every collective next to a matmul was fused.
@@ -46,8 +49,8 @@ def run_demo(steps: int = 60, ranks: int | None = None, out: str | Path = "async
         RankError: A rank failed.
     """
     world_size = default_ranks() if ranks is None else ranks
-    _check(steps, world_size)
     folder = Path(out)
+    _check(steps, world_size, folder)
     graphs = folder / "graphs"
     graphs.mkdir(parents=True, exist_ok=True)
     earlier = set(graphs.glob("*.html"))
@@ -56,7 +59,8 @@ def run_demo(steps: int = 60, ranks: int | None = None, out: str | Path = "async
     print(_introduction(settings, world_size, device), flush=True)
     result: Result = run_ranks(world_size, train_both, settings)
     reports = [Report.from_json(text) for text in result.reports]
-    (folder / "reports.jsonl").write_text("".join(f"{text}\n" for text in result.reports), encoding="utf-8")
+    with (folder / REPORTS).open("a", encoding="utf-8") as file:
+        file.writelines(f"{text}\n" for text in result.reports)
     verdict = judge(result.losses, reports, collectives_per_direction(settings.sizes), TOLERANCE[device])
     print(_outcome(result, reports, verdict.lines))
     print(_written(folder, sorted(set(graphs.glob("*.html")) - earlier)))
@@ -64,11 +68,16 @@ def run_demo(steps: int = 60, ranks: int | None = None, out: str | Path = "async
     return verdict.good
 
 
-def _check(steps: int, ranks: int) -> None:
+def _check(steps: int, ranks: int, folder: Path) -> None:
     if steps < 2:
         raise DemoError(f"--steps {steps} is not valid; it must be at least 2")
     if ranks not in (2, 4, 8):
         raise DemoError(f"--ranks {ranks} is not valid; it must be 2, 4 or 8")
+    writable = can_be_written(str(folder / "graphs"), folder=True) and can_be_written(
+        str(folder / REPORTS), folder=False
+    )
+    if not writable:
+        raise DemoError(f"--out {folder} is not valid; it must be a folder that can be written, or made")
     if torch.cuda.is_available():
         if torch.cuda.device_count() < ranks:
             raise DemoError(
@@ -126,5 +135,5 @@ def _outcome(result: Result, reports: Sequence[Report], verdict: Sequence[str]) 
 
 def _written(folder: Path, pages: Sequence[Path]) -> str:
     lines = [f"  {page}" for page in pages] or ["  none written"]
-    reports = f"All reports: asynctp report {folder / 'reports.jsonl'}"
+    reports = f"All reports, newest last: asynctp report {folder / REPORTS}"
     return "\n".join(["Graphs before and after, for a browser:", *lines, reports])
