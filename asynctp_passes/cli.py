@@ -2,22 +2,24 @@
 
 Exit codes: 0 done; 1 it ran and the answer is no (the demo's curves disagree, a collective was not fused, a measured
 result is wrong, or the doctor found what will not work); 2 it could not run (bad arguments, an unreadable file, a
-missing compiler); 3 a rank failed; 130 interrupted.
+missing compiler); 3 a rank failed; 130 interrupted, and 143 terminated, with all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ __all__ = ["main"]
 _EPILOG = (
     "exit codes: 0 done; 1 the demo's curves disagree, a collective was not fused, a measured result is wrong, or "
     "the doctor found what will not work; 2 could not run; "
-    "3 a rank failed; 130 interrupted"
+    "3 a rank failed; 130 interrupted; 143 terminated"
 )
 
 
@@ -51,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        code: int = options.run(options)
+        with _sigterm_raises():
+            code: int = options.run(options)
     except UsageError as error:
         print(f"asynctp: {error}", file=sys.stderr)
         return 2
@@ -61,6 +64,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     return code
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """What `timeout` and schedulers send ends a command as an interrupt does, which stops the ranks that it started."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -331,7 +348,13 @@ def size_mistake(options: argparse.Namespace, ranks: int) -> str:
 def _start_ranks(module: str, ranks: int, arguments: Sequence[str], cpu: bool = False) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if cpu else None
-    return subprocess.run([*command, "-m", module, *arguments], env=environment, check=False).returncode
+    launcher = subprocess.Popen([*command, "-m", module, *arguments], env=environment)
+    try:
+        return launcher.wait()
+    except BaseException:
+        launcher.terminate()  # and not kill: it ends its ranks
+        launcher.wait()
+        raise
 
 
 def _measure(options: argparse.Namespace, ranks: int) -> int:

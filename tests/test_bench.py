@@ -438,13 +438,14 @@ def test_ranks_that_cannot_be(
 def test_ranks_that_are_started(gpus: int, given: list[str], ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
-    def run(command: list[str], env: None, check: bool) -> SimpleNamespace:
+    def run(command: list[str], env: None) -> SimpleNamespace:
         started.append(command)
-        return SimpleNamespace(returncode=len(started) - 1)
+        code = len(started) - 1
+        return SimpleNamespace(wait=lambda: code)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(cli.subprocess, "run", run)
+    monkeypatch.setattr(cli.subprocess, "Popen", run)
     assert cli.main(["bench", *given, "--rows", "64"]) == 0
     assert cli.main(["bench", *given, "--rows", "64"]) == 3, "a worker failed"
     assert f"--nproc-per-node={ranks}" in started[0]
@@ -455,15 +456,15 @@ def test_ranks_that_are_started(gpus: int, given: list[str], ranks: int, monkeyp
 def ended(monkeypatch: pytest.MonkeyPatch, out: Path, found: list[Row], code: int = 0) -> int:
     """What the command returns when its workers measured this and ended with `code`."""
 
-    def run(command: list[str], env: None, check: bool) -> SimpleNamespace:
+    def run(command: list[str], env: None) -> SimpleNamespace:
         if found:
             options = bench.parse(command[command.index("asynctp_passes.bench") + 1 :])
             bench.write(found, options)
-        return SimpleNamespace(returncode=code)
+        return SimpleNamespace(wait=lambda: code)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(cli.subprocess, "run", run)
+    monkeypatch.setattr(cli.subprocess, "Popen", run)
     return cli.main(["bench", "--out", str(out)])
 
 
@@ -514,13 +515,13 @@ def test_ranks_are_those_of_the_report(
 ) -> None:
     started: list[list[str]] = []
 
-    def run(command: list[str], env: None, check: bool) -> SimpleNamespace:
+    def run(command: list[str], env: None) -> SimpleNamespace:
         started.append(command)
-        return SimpleNamespace(returncode=0)
+        return SimpleNamespace(wait=lambda: 0)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(cli.subprocess, "run", run)
+    monkeypatch.setattr(cli.subprocess, "Popen", run)
     path = report_file(tmp_path / "r.jsonl", *map(gathered, sizes))
     assert cli.main(["bench", "--report", str(path), *given]) == 0
     assert f"--nproc-per-node={ranks}" in started[0]

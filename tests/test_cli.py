@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,3 +79,33 @@ def test_version_and_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
 def test_demo_refuses_bad_settings(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", option, value]) == 2
     assert f"demo: {option} {value} is not valid" in capsys.readouterr().err
+
+
+LAUNCHER = """#!/bin/sh
+trap 'echo ended >> {log}; exit 1' TERM
+trap '' INT  # of the terminal, which gives a launcher of its own to end its ranks
+echo started >> {log}
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_command_that_is_ended_ends_its_ranks(sent: signal.Signals, code: int, tmp_path: Path) -> None:
+    """It asks the launcher to, and waits for it: killed, torchrun would leave its ranks behind."""
+    log, launcher = tmp_path / "log", tmp_path / "launcher"
+    launcher.write_text(LAUNCHER.format(log=log))
+    launcher.chmod(0o700)
+    program = (
+        f"import sys; from asynctp_passes import cli; sys.executable = {str(launcher)!r}; "
+        "sys.exit(cli.main(['bench', '--e2e', '--cpu']))"
+    )
+    command = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        while not log.exists():
+            assert command.poll() is None
+            time.sleep(0.1)
+        command.send_signal(sent)
+        assert command.wait(timeout=60) == code
+    finally:
+        command.kill()
+    assert log.read_text().split() == ["started", "ended"]
