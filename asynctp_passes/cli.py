@@ -466,6 +466,8 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _read_profiles(options: argparse.Namespace) -> int:
+    if options.timeline is not None and not can_be_written(str(options.timeline), folder=False):
+        raise UsageError(f"profile: --timeline {options.timeline} is not valid; it must be a file that can be written")
     rules = [_rule(text) for text in options.rule]
     traces = [profile.read(path, rules) for path in options.traces]
     if options.timeline is not None and len(traces) != 1:
@@ -497,7 +499,7 @@ def _summaries(trace: profile.Trace, options: argparse.Namespace) -> list[profil
     """Of each device that is asked for, the whole trace or one range of it."""
     wanted = trace.devices if options.device is None else (options.device,)
     if not set(wanted) <= set(trace.devices):
-        raise UsageError(f"profile: --device {options.device} is not valid; {trace.name} has {trace.devices}")
+        raise UsageError(f"profile: --device {options.device} is not valid; {trace.name} has {_listed(trace.devices)}")
     if options.layer is None:
         return [each for each in profile.summarize(trace) if each.device in wanted]
     windows = {device: profile.find_annotation(trace, options.layer, device) for device in wanted}

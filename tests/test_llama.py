@@ -263,6 +263,7 @@ def refused(name: str, arguments: list[str], world: int = 2, gpu: bool = False) 
         (["--tp", "4"], "--tp 4 is not valid; it must be 2 with --dp 1"),
         (["--sequence", "33"], "sequence=33 is not valid for 2 tensor-parallel ranks; it must be a multiple of 2"),
         (["--option", "strict"], "--option 'strict' is not valid; it must be NAME=VALUE"),
+        (["--option", "strict=no"], "--option: asynctp: strict='no' is not valid; it must be one of ('off', 'zero', "),
         (["--option", "x={[]: 1}", "--steps", "0"], "--steps 0 is not valid"),
         (["--resume"], "--resume and --checkpoint-every need --checkpoint-dir FOLDER; add it"),
         (["--profile", "x", "--profile-step", "1"], "--profile-step 1 is not valid; it must be at least 2"),

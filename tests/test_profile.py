@@ -182,6 +182,7 @@ def test_no_trace(text: str, message: str, tmp_path: Path, capsys: pytest.Captur
     ("arguments", "message"),
     [
         (["--device", "3"], "--device 3 is not valid"),
+        (["--timeline", f"{__file__}/out.svg"], "out.svg is not valid; it must be a file that can be written"),
         (["--layer", "x"], "no range 'x'"),
         (["--rule", "compute"], "must be KIND=REGEX"),
         (["--rule", "gpu=x"], "rule kind 'gpu' is not valid; it must be one of communication, compute, other"),
