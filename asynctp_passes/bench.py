@@ -434,7 +434,7 @@ def measure(
     call: Call, names: Sequence[str], rounds: int
 ) -> tuple[dict[str, Timing], dict[str, float], dict[str, str]]:
     """Timings and errors of the variants that run, and why the others do not."""
-    functions, graphs, repeats, errors, hosts, left_out = {}, {}, {}, {}, {}, {}
+    functions, graphs, repeats, errors, left_out = {}, {}, {}, {}, {}
     for name in names:
         function = call.variant(name)
         try:
@@ -445,10 +445,9 @@ def measure(
             continue
         if name != "cublas":
             errors[name] = error_of(call, function, graph, captured)
-        hosts[name] = slowest(statistics.median(_host_time(function) for _ in range(3)), call.device)
         functions[name], graphs[name] = function, graph
         repeats[name] = _repeats(graph.replay, call.device)
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in functions}
+    times: dict[str, tuple[list[float], list[float], list[float]]] = {name: ([], [], []) for name in functions}
     for number in range(rounds):
         order = list(functions)
         random.Random(number).shuffle(order)
@@ -457,11 +456,12 @@ def measure(
             times[name][0].append(_events(graphs[name].replay, repeats[name]))
             _meet()
             times[name][1].append(_events(functions[name], repeats[name]))
+            times[name][2].append(_host_time(functions[name]))
 
     def median(found: Sequence[float]) -> float:
         return slowest(statistics.median(found), call.device)
 
-    timings = {name: Timing(median(graph), median(eager), hosts[name]) for name, (graph, eager) in times.items()}
+    timings = {name: Timing(*map(median, found)) for name, found in times.items()}
     return timings, errors, left_out
 
 
