@@ -283,11 +283,11 @@ class Sizes:
     """
 
     def __init__(self, graph: fx.Graph, ranks: Iterable[int] = ()) -> None:
-        symbols = _symbols(graph)
+        symbols, counts = _symbols(graph), sorted({count for count in ranks if count > 1}, reverse=True)
         self._multiples: dict[sympy.Symbol, sympy.Expr] = {}
         for symbol, size in symbols.items():
-            for count in sorted(set(ranks), reverse=True):
-                if count > 1 and compat.statically_known_multiple(size, count):
+            for count in counts:
+                if compat.statically_known_multiple(size, count):
                     self._multiples[symbol] = count * sympy.Symbol(f"{symbol}/{count}", integer=True, positive=True)
                     break
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]

@@ -1028,6 +1028,43 @@ return (reshape_1)
     )
 
 
+def test_scatter_of_dynamic_columns() -> None:
+    """Each dynamic size is known to be a multiple of the ranks if a guard says so, not only the graph's first."""
+    b = GraphBuilder(ranks=2)
+    a, w = b.input("a", [6, 8], dynamic=0), b.input("w", [8, 12], dynamic=1)
+    assert w.meta["val"].shape[1] % 2 == 0  # the guard, which the collective's own check makes
+    half = b.call(operator.floordiv, b.call(aten.sym_size.int, w, 1), 2)
+    pieces = b.call(aten.split.Tensor, b.mm(a, w), half, 1)
+    whole = b.cat([b.call(operator.getitem, pieces, index) for index in (0, 1)])
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(whole))),
+        """\
+a: f32[s, 8]
+w: f32[8, s]
+sym_size = sym_size(w, 1)  # s
+floordiv = floordiv(sym_size, 2)  # (s//2)
+mm = mm(a, w)  # f32[s, s]
+split = split(mm, floordiv, 1)  # (f32[s, (s//2)]s[s, 1], f32[s, s - ((s//2))]s[s, 1])
+getitem = getitem(split, 0)  # f32[s, (s//2)]s[s, 1]
+getitem_1 = getitem(split, 1)  # f32[s, s - ((s//2))]s[s, 1]
+cat = cat([getitem, getitem_1], 0)  # f32[2*s, (s//2)]
+reduce_scatter_tensor = reduce_scatter_tensor(cat, 'sum', 2, 'tp')  # f32[s, (s//2)]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[s, (s//2)]
+return (wait_tensor)
+
+=== becomes ===
+
+a: f32[s, 8]
+w: f32[8, s]
+sym_size = sym_size(w, 1)  # s
+floordiv = floordiv(sym_size, 2)  # (s//2)
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp')  # f32[s, (s//2)]
+return (matmul_reduce_scatter_default)
+""",
+    )
+
+
 def test_all_reduce_of_a_sum_in_a_view() -> None:
     """The views of the first term stay, behind the op; what is read of sizes is read off the inputs."""
     b = GraphBuilder()
