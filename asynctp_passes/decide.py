@@ -12,7 +12,7 @@ from asynctp_passes.chain import Candidate, Collective, Decision
 from asynctp_passes.checks import CHECKS, Context, is_tensor_parallel
 from asynctp_passes.config import Config
 from asynctp_passes.find import find
-from asynctp_passes.fxview import Sizes, acts, mutates, op_name, phase_of, reachable, segments
+from asynctp_passes.fxview import Sizes, acts, mutates, op_name, phase_of, reachable, segments, tangents_of
 from asynctp_passes.read import read_collectives
 from asynctp_passes.reasons import Refusal
 
@@ -33,14 +33,15 @@ def unused_collectives(graph: fx.Graph, collectives: Sequence[Collective], confi
     """Collectives of enrolled groups whose result nothing uses, where these can go: what the partitioner left.
 
     It copies to each half of a training step all that can be computed there, and misses collectives whose users it
-    erases afterwards. Those of a forward or of inference that are not such copies stay: a program may leave the result
-    unused on some ranks only, and all of them take part.
+    erases afterwards. What is no such copy stays, those of a forward, of inference, or of the gradients that come in: a
+    program may leave the result unused on some ranks only, and all of them take part.
     """
     phase = phase_of(graph)
     if phase == "inference":
         return frozenset()
     left = [one for one in collectives if phase == "backward" or compat.is_of_backward(one.node)]
-    ours = {one.node: one for one in left if _can_go(one, config)}
+    of_gradients = reachable(tangents_of(graph), lambda node: node.users)
+    ours = {one.node: one for one in left if _can_go(one, config) and one.node not in of_gradients}
     waits = {wait for one in ours.values() for wait in one.waits}
     others = (node for node in graph.nodes if node not in ours and node not in waits and acts(node))
     return frozenset(ours) - reachable(others)

@@ -382,6 +382,38 @@ def case_result_used_on_one_rank(mesh: DeviceMesh) -> tuple[Report, ...]:
     return reports
 
 
+class ScaledGradient(torch.autograd.Function):
+    """The identity. All ranks reduce the sum of the gradient's squares, and the first alone scales by it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, first: bool) -> Tensor:
+        ctx.group, ctx.first = group, first
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
+        total = funcol.all_reduce(grad.square().sum(), "sum", ctx.group)
+        return grad * total.rsqrt() if ctx.first else grad.clone(), None, None
+
+
+def case_gradient_used_on_one_rank(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """The same in a backward of the program's own."""
+    layer, weights = plain_layer(mesh)
+    group, first = mesh.get_group().group_name, mesh.get_rank() == 0
+
+    def program(x: Tensor) -> Tensor:
+        return layer(ScaledGradient.apply(x, group, first))
+
+    start()
+    x = shard_of(mesh, 2, 4, 16)
+    actual = train(compiled(program), x, weights)
+    reports = asynctp_passes.reports()
+    assert_close(actual, train(program, x, weights))
+    assert [remark.code for remark in reports[1].skipped] == ["ATP002"], reports[1]
+    return reports
+
+
 def case_no_grad(mesh: DeviceMesh) -> tuple[Report, ...]:
     return _inference(mesh, torch.no_grad())
 

@@ -115,6 +115,13 @@ def one_of_a_list(b: GraphBuilder) -> tuple[Node, ...]:
     return chain(b), b.relu(other)
 
 
+def of_the_incoming_gradient(b: GraphBuilder) -> tuple[Node, ...]:
+    """No partitioner copies it: a backward of the program's own, where another rank may use the result."""
+    tangent = b.input("tangents_2", [6, 8])
+    b.relu(b.all_reduce(b.call(aten.sum.default, b.mm(tangent, b.input("primals_2", [8, 4])))))
+    return (chain(b),)
+
+
 CASES: dict[Build, list[str]] = {
     unused: ["ATP014", "F"],
     unused_behind_what_is_computed: ["ATP014", "F"],
@@ -132,6 +139,7 @@ CASES: dict[Build, list[str]] = {
     broadcast: ["ATP006", "F"],
     broadcast_that_nobody_waits_for: ["ATP006", "F"],
     one_of_a_list: ["ATP002", "ATP002", "F"],
+    of_the_incoming_gradient: ["ATP002", "F"],
 }
 
 
