@@ -241,6 +241,9 @@ def concatenate(pieces: Sequence[IndexMap], axis: int) -> IndexMap | Refusal:
     first = pieces[0]
     if len(pieces) == 1:
         return first
+    lengths = [[_length(dim) for dim in _others(piece, axis)] for piece in pieces]
+    if any(not same(a, b) for other in lengths[1:] for a, b in zip(other, lengths[0], strict=False)):
+        return Refusal(reasons.SIZES_NOT_PROVEN, f"joins pieces of {lengths} beside dimension {axis}")
     if any(_others(piece, axis) != _others(first, axis) for piece in pieces):
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, "the pieces of a concatenation are laid out differently")
     steps = [after.offset - before.offset for before, after in pairwise(pieces)]

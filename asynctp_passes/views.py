@@ -362,6 +362,9 @@ def _cat(call: _Call) -> Result:
     if any(piece is None for piece in maps):
         names = [tensor.name for tensor, piece in zip(tensors, maps, strict=True) if piece is None]
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces with other tensors: {', '.join(names)}")
+    if any(call.flow.terms[tensor] != call.flow.terms[tensors[0]] for tensor in tensors):
+        names = [tensor.name for tensor in tensors]
+        return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces of different products: {', '.join(names)}")
     pieces = [piece for piece in maps if piece is not None]
     stacks = op_name(call.node) == "aten.stack.default"
     axis: int = call.values["dim"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import floordiv, getitem
+from operator import add, floordiv, getitem
 from typing import Any
 from unittest import mock
 
@@ -322,6 +322,11 @@ def rows_shifted_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.call(aten.constant_pad_nd.default, product(b), [0, 0, 1, -1]))
 
 
+@row("VIEW_NOT_UNDERSTOOD", "joins pieces of different products: mm, mm_1")
+def two_products_joined_before_the_scatter(b: GraphBuilder) -> Node:
+    return b.scatter(b.cat([product(b), product(b, "c")]))
+
+
 @row("VIEW_NOT_UNDERSTOOD", "written into a part of another")
 def gathered_into_a_larger_buffer(b: GraphBuilder) -> Node:
     buffer = b.input("buffer", [20, 8])
@@ -433,6 +438,21 @@ def symbolic_length_regrouped(b: GraphBuilder) -> Node:
     with b.mode:
         value = torch.empty(third.meta["val"], 96)
     return times(b, b.call_like(value, aten.reshape.default, b.gather(x), [third, 96]))
+
+
+@row("SIZES_NOT_PROVEN", "joins pieces of")
+def symbolic_columns_that_may_not_divide(b: GraphBuilder) -> Node:
+    """What `chunk` makes of a number of columns that no guard says to be even; the last piece may be shorter."""
+    out = b.mm(b.input("a", [16, 8]), b.input("w", [8, 12], dynamic=1))
+    columns = out.meta["val"].shape[1]
+    half = b.call(floordiv, b.call_like(columns + 1, add, b.call(aten.sym_size.int, out, 1), 1), 2)
+    sizes = [half.meta["val"], columns - half.meta["val"]]
+    with b.mode:
+        values = tuple(out.meta["val"].new_empty(16, size) for size in sizes)
+        joined = out.meta["val"].new_empty(32, sizes[0])
+    pieces = b.call_like(values, aten.split.Tensor, out, half, 1)
+    whole = b.call_like(joined, aten.cat.default, [b.call(getitem, pieces, index) for index in (0, 1)])
+    return b.scatter(whole)
 
 
 @row("GATHER_IS_RIGHT_OPERAND", "mm", groups=("tp",))
