@@ -266,7 +266,6 @@ def groups_seen(reports: Sequence[Report], mesh: DeviceMesh) -> set[str]:
 
 
 WEIGHTS = {"": False, "_fp8_weights": True}
-SCALINGS = {"dynamic": Current, "delayed": Delayed}
 #: Those that need torchao.
 BY_TORCHAO = {
     **{f"dynamic_{part}{word}": _dynamic(part, fp8) for part in COMPILED for word, fp8 in WEIGHTS.items()},
@@ -274,10 +273,8 @@ BY_TORCHAO = {
 }
 OWN = {
     **{f"delayed_{part}": _delayed(part, False) for part in COMPILED},
-    **{
-        f"{name}_in_graph{word}": _in_graph(scaling, fp8)
-        for name, scaling in SCALINGS.items()
-        for word, fp8 in WEIGHTS.items()
-    },
+    # weights are quantized alike by both scalings, which are of activations
+    "dynamic_in_graph": _in_graph(Current, fp8_weights=False),
+    "delayed_in_graph_fp8_weights": _in_graph(Delayed, fp8_weights=True),
 }
 globals().update({f"case_{name}": case for name, case in (BY_TORCHAO | OWN).items()})

@@ -48,7 +48,7 @@ def two_ranks(request: pytest.FixtureRequest, cache_folder: Path) -> list[dict[s
     """The outcomes of all selected cases on two ranks, and of `cache_filled`."""
     selected = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
     names = [name for name in backend_cases.CASES if name in selected or name == "cache_filled"]
-    return run_ranks(2, run_cases, names, timeout_s=300)
+    return run_ranks(2, run_cases, names, timeout_s=600)
 
 
 @pytest.mark.ranks

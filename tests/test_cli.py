@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import subprocess
@@ -99,7 +100,9 @@ def test_a_command_that_is_ended_ends_its_ranks(sent: signal.Signals, code: int,
         f"import sys; from asynctp_passes import cli; sys.executable = {str(launcher)!r}; "
         "sys.exit(cli.main(['bench', '--e2e', '--cpu']))"
     )
-    command = subprocess.Popen([sys.executable, "-c", program])
+    # a test run in the background may be deaf to interrupts, which its children would be too
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = subprocess.Popen([sys.executable, "-c", program], preexec_fn=heard)
     try:
         while not log.exists():
             assert command.poll() is None
