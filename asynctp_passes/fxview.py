@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat
-from asynctp_passes.shapes import Size, quotient, same
+from asynctp_passes.shapes import Size, canonical, quotient, same
 
 __all__ = [
     "SizeSource",
@@ -283,13 +284,12 @@ class Sizes:
     """
 
     def __init__(self, graph: fx.Graph, ranks: Iterable[int] = ()) -> None:
-        symbols, counts = _symbols(graph), sorted({count for count in ranks if count > 1}, reverse=True)
+        symbols, counts = _symbols(graph), sorted({count for count in ranks if count > 1})
         self._multiples: dict[sympy.Symbol, sympy.Expr] = {}
         for symbol, size in symbols.items():
-            for count in counts:
-                if compat.statically_known_multiple(size, count):
-                    self._multiples[symbol] = count * sympy.Symbol(f"{symbol}/{count}", integer=True, positive=True)
-                    break
+            count = math.lcm(*(count for count in counts if compat.statically_known_multiple(size, count)))
+            if count > 1:
+                self._multiples[symbol] = count * sympy.Symbol(f"{symbol}/{count}", integer=True, positive=True)
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         numbers = [node for node in placeholders if isinstance(node.meta.get("val"), torch.SymInt)]
         self._numbers = [SizeSource(self.read(node), node) for node in numbers]
@@ -322,16 +322,14 @@ class Sizes:
                     yield SizeSource(size, node, axis)
 
     def _canonical(self, expr: sympy.Expr) -> Size:
-        if self._multiples:
-            expr = expr.subs(self._multiples)
-            expr = expr.replace(compat.is_floor_division, _floor)
-        expr = sympy.expand(expr)
-        return int(expr) if expr.is_Integer else expr
+        return canonical(expr.subs(self._multiples).replace(compat.is_floor_division, _floor))
 
 
 def _floor(division: sympy.Expr) -> sympy.Expr:
     """`base // divisor` with the part of `base` that the divisor divides taken out."""
     base, divisor = division.args
+    if (exact := quotient(base, divisor)) is not None:
+        return sympy.sympify(exact)
     if not divisor.is_Integer or divisor <= 0:
         return division
     whole, rest = sympy.Integer(0), sympy.Integer(0)
@@ -389,10 +387,13 @@ def express(size: Size, sources: Sequence[SizeSource]) -> Plan | None:
     if compat.is_floor_division(size):
         base, divisor = (express(int(arg) if arg.is_Integer else arg, sources) for arg in size.args)
         return None if base is None or divisor is None else ("floordiv", base, divisor)
-    if not isinstance(size, sympy.Mul | sympy.Add):
-        return None
-    parts = [express(int(arg) if arg.is_Integer else arg, sources) for arg in size.args]
-    if any(part is None for part in parts):
-        return None
-    name = "mul" if isinstance(size, sympy.Mul) else "add"
-    return functools.reduce(lambda left, right: (name, left, right), parts)
+    if isinstance(size, sympy.Mul | sympy.Add):
+        parts = [express(int(arg) if arg.is_Integer else arg, sources) for arg in size.args]
+        if all(part is not None for part in parts):
+            name = "mul" if isinstance(size, sympy.Mul) else "add"
+            return functools.reduce(lambda left, right: (name, left, right), parts)
+    for source in sources:
+        times = quotient(size, source.size)
+        if times is not None and (rest := express(times, sources)) is not None:
+            return ("mul", ("of", source, None), rest)
+    return None

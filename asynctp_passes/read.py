@@ -387,9 +387,9 @@ def _is_row(bias: torch.Tensor, out: torch.Tensor) -> bool:
 
 def identical(a: Any, b: Any) -> bool:
     """True for two sizes, integers or symbolic, that are provably equal."""
-    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
-        return bool(same(compat.expression(a), compat.expression(b)))
-    return isinstance(a, int) and isinstance(b, int) and a == b
+    if not (isinstance(a, int | torch.SymInt) and isinstance(b, int | torch.SymInt)):
+        return False
+    return same(*(compat.expression(size) if isinstance(size, torch.SymInt) else size for size in (a, b)))
 
 
 # --- scales ---------------------------------------------------------------------------------------------------
@@ -445,8 +445,12 @@ def _are_blocks(a: list[Any], b: list[Any], a_scale: list[Any], b_scale: list[An
     if not isinstance(depth, int) or not isinstance(columns, int):
         return False
     blocks = -(-depth // 128)
-    a_fits = a_scale[1] == blocks and (identical(a_scale[0], rows) or a_scale[0] == _in_blocks(rows))
-    return a_fits and b_scale[0] in (blocks, _padded(blocks)) and b_scale[1] in (columns, _in_blocks(columns))
+
+    def one_of(size: Any, *sizes: Any) -> bool:
+        return any(identical(size, other) for other in sizes)
+
+    a_fits = identical(a_scale[1], blocks) and one_of(a_scale[0], rows, _in_blocks(rows))
+    return a_fits and one_of(b_scale[0], blocks, _padded(blocks)) and one_of(b_scale[1], columns, _in_blocks(columns))
 
 
 def _blocks(pairs: Iterable[_Pair], operands: tuple[torch.Tensor, ...], *, by_name: bool) -> Blocks | None:

@@ -912,7 +912,7 @@ def _wait_with_sources(graph: fx.Graph, flying: Iterable[Collective]) -> None:
                 wait.meta.pop("eager_input_vals", None)
 
 
-def _drop(graph: fx.Graph, unused: Iterable[Collective]) -> None:
+def _drop(graph: fx.Graph, unused: Sequence[Collective]) -> None:
     """Erase collectives that no result of the graph needs, with what is computed from them, and for them alone."""
     gone = {node for collective in unused for node in collective.results}
     around = reachable(gone) | reachable(gone, lambda node: node.users)

@@ -21,6 +21,7 @@ integer symbols; every comparison is an algebraic identity, so nothing here guar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,6 +40,7 @@ __all__ = [
     "Rearrangement",
     "ScatterPlacement",
     "Size",
+    "canonical",
     "concatenate",
     "divided",
     "incomplete",
@@ -59,8 +61,12 @@ def quotient(a: Size, b: Size) -> Size | None:
     """`a / b` when it is provably an integer, else None. Symbols stand for positive integers."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b != 0 and a % b == 0 else None
-    if b == 0:
-        return None
+    return None if b == 0 else _ratio(a, b)
+
+
+@functools.lru_cache(1 << 16)
+def _ratio(a: Size, b: Size) -> Size | None:
+    """`quotient` of sizes one of which is symbolic: slow, and asked for the same ones in every layer."""
     ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
     if not _is_integer_polynomial(ratio):
         return None
@@ -98,7 +104,15 @@ def product(sizes: Iterable[Size]) -> Size:
     result: Size = 1
     for size in sizes:
         result = result * size
-    return result
+    return canonical(result)
+
+
+def canonical(size: Size) -> Size:
+    """The one form of a size in which equal polynomials are equal values: an integer, or expanded."""
+    if isinstance(size, int):
+        return size
+    expr = sympy.expand(size)
+    return int(expr) if expr.is_Integer else expr
 
 
 # --- index maps ----------------------------------------------------------------------------------------
@@ -108,6 +122,10 @@ class Digit:
 
     size: Size
     stride: Size
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", canonical(self.size))
+        object.__setattr__(self, "stride", canonical(self.stride))
 
 
 Dim = tuple[Digit, ...]
@@ -135,6 +153,9 @@ class IndexMap:
 
     dims: tuple[Dim, ...]
     offset: Size = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offset", canonical(self.offset))
 
     @classmethod
     def identity(cls, shape: Sequence[Size]) -> IndexMap:

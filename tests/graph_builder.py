@@ -44,18 +44,24 @@ class GraphBuilder:
         shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
         *,
-        dynamic: int | None = None,
+        dynamic: int | Sequence[int] | None = None,
         column_major: bool = False,
         device: str = "cpu",
     ) -> Node:
-        """A placeholder; dimension `dynamic` is symbolic, `column_major` swaps the strides of a matrix."""
+        """A placeholder; `column_major` swaps the strides of a matrix.
+
+        Dimension `dynamic` is symbolic, with a symbol of its own; of several, equal ones share a symbol, as torch has
+        it where the program does not say which dimensions are dynamic.
+        """
         node = self.graph.placeholder(name)
         if dynamic is None:
             elements = torch.empty(tuple(shape), dtype=dtype, device="meta")
             with self.mode:  # not torch.empty(device=...): a build of torch makes no tensors on devices it is not for
                 value = torch._subclasses.FakeTensor(self.mode, elements, torch.device(device))
         else:
-            sizes = [DimDynamic.DYNAMIC if axis == dynamic else DimDynamic.STATIC for axis in range(len(shape))]
+            kind = DimDynamic.DYNAMIC if isinstance(dynamic, int) else DimDynamic.DUCK
+            axes = (dynamic,) if isinstance(dynamic, int) else dynamic
+            sizes = [kind if axis in axes else DimDynamic.STATIC for axis in range(len(shape))]
             real = torch.empty(tuple(shape), dtype=dtype)
             value = self.mode.from_tensor(real, symbolic_context=StatelessSymbolicContext(sizes))
         if column_major:

@@ -170,6 +170,15 @@ def test_equal_rearrangements_have_equal_maps() -> None:
     assert concatenate(pieces, 1) == permuted
 
 
+def test_equal_maps_of_sizes_that_are_sums() -> None:
+    """A product of sums is written in one way, by whichever views it came."""
+    rows = sympy.expand(S * (T + 1))
+    source = IndexMap.identity((rows, 4))
+    apart = some(some(source.reshape((S, T + 1, 4))).permute((2, 0, 1)).reshape((4, rows)))
+    assert apart == source.permute((1, 0))
+    assert product([S, T + 1]) == rows
+
+
 def test_reshape_of_what_does_not_divide() -> None:
     """Three rows of four, transposed, are no two halves."""
     transposed = IndexMap.identity((3, 4)).permute((1, 0))
@@ -528,6 +537,22 @@ def test_a_size_that_only_a_floor_division_gives(s: int) -> None:
     plan = express(FloorDiv(S + 1, 2), [source])
     assert evaluated(plan, s) == (s + 1) // 2
     assert express(FloorDiv(T + 1, 2), [source]) is None
+
+
+@pytest.mark.parametrize("s", [1, 7])
+def test_a_size_that_is_a_power(s: int) -> None:
+    """Batch and sequence are one symbol where they were equal when traced."""
+    source = SizeSource(S, Graph().placeholder("s"))
+    assert evaluated(express(S**2, [source]), s) == s**2
+    assert evaluated(express(3 * S**2 + 2 * S + 1, [source]), s) == 3 * s**2 + 2 * s + 1
+    assert express(S**2 * T, [source]) is None
+
+
+def test_a_size_that_is_a_product_of_a_sum() -> None:
+    graph = Graph()
+    longer, other = SizeSource(S + 1, graph.placeholder("longer")), SizeSource(T, graph.placeholder("other"))
+    assert express(S * T + T, [longer, other]) == ("mul", ("of", longer, None), ("of", other, None))
+    assert express(S * T + S, [longer, other]) is None
 
 
 def evaluated(plan: Any, s: int) -> int:

@@ -1,0 +1,190 @@
+"""Programs with several dynamic sizes: each is decided as its static twin is, and computes the same at other sizes.
+
+What is proven of sizes is proven of symbols, so that nothing may depend on how many there are, on two sizes being one
+symbol (which torch makes of equal ones), or on sizes that are sums or products of them.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from graph_builder import GraphBuilder, aten
+from lockstep import differences, evaluate
+from passes import copied, outcomes, run_pass
+from torch.fx import Graph, Node
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A program: sequences are gathered, multiplied, and perhaps multiplied again, summed and reduced.
+
+    `batch`, `sequence` and `columns` say which sizes are dynamic; `alike` that batch and sequence are the same number.
+    """
+
+    ranks: int
+    batch: bool
+    sequence: bool
+    columns: bool
+    alike: bool
+    longer: tuple[int, ...]
+    axis: int
+    transposed: bool
+    in_a_list: bool
+    relu: bool
+    products: int
+    reduction: str
+    kept: bool
+
+    @classmethod
+    def of(cls, seed: int) -> Choices:
+        choose = random.Random(seed).choice
+        return cls(
+            ranks=choose([2, 3]),
+            batch=choose([False, True, True]),
+            sequence=choose([False, True, True]),
+            columns=choose([False, False, True]),
+            alike=choose([False, True]),
+            longer=choose([(), (), (0,), (1,), (0, 1)]),
+            axis=choose([0, 1]),
+            transposed=choose([False, False, True]),
+            in_a_list=choose([False, False, True]),
+            relu=choose([False, False, True]),
+            products=choose([1, 2]),
+            reduction=choose(["none", "scatter", "scatter", "all_reduce"]),
+            kept=choose([False, False, True]),
+        )
+
+
+class Builder(GraphBuilder):
+    """Notes, for each input, its shape at the traced sizes, and which of them are dynamic."""
+
+    def __init__(self, choices: Choices, dynamic: bool) -> None:
+        super().__init__(ranks=choices.ranks)
+        self.choices, self.dynamic = choices, dynamic
+        self.makers: list[tuple[str | int, ...]] = []
+
+    def sized(self, name: str, *sizes: str | int) -> Node:
+        """An input whose sizes are numbers, or names of sizes."""
+        self.makers.append(sizes)
+        traced = numbers(self.choices, 6, 5, 4)
+        shape = [size if isinstance(size, int) else traced[size] for size in sizes]
+        names = ("batch", "sequence", "columns")
+        axes = [axis for axis, size in enumerate(sizes) if size in names and getattr(self.choices, str(size))]
+        return self.input(name, shape, dynamic=axes if self.dynamic else None)
+
+    def size(self, x: Node, axis: int) -> Any:
+        size = x.meta["val"].shape[axis]
+        return size if isinstance(size, int) else self.call(aten.sym_size.int, x, axis)
+
+    def times(self, a: Any, b: Any) -> Any:
+        return a * b if isinstance(a, int) and isinstance(b, int) else self.call(operator.mul, a, b)
+
+    def rows(self, x: Node) -> Node:
+        """[a, b, c] as [a * b, c]."""
+        return self.reshape(x, [self.times(self.size(x, 0), self.size(x, 1)), self.size(x, 2)])
+
+    def like(self, x: Node, whole: Node) -> Node:
+        """[a * b, c] as [a, b, c]."""
+        return self.reshape(x, [self.size(whole, 0), self.size(whole, 1), self.size(x, 1)])
+
+    def moved(self, x: Node, source: int, dest: int, piece: Any) -> Node:
+        """The ranks' blocks of `piece` along one dimension, joined along another."""
+        if source == dest:
+            return x
+        split = self.call(aten.split.Tensor, x, piece, source)
+        return self.cat([self.call(operator.getitem, split, index) for index in range(self.ranks)], dest)
+
+
+def numbers(choices: Choices, batch: int, sequence: int, columns: int) -> dict[str, int]:
+    return {"batch": batch, "sequence": batch if choices.alike else sequence, "columns": columns}
+
+
+def build(choices: Choices, dynamic: bool) -> tuple[Graph, list[tuple[str | int, ...]]]:
+    b = Builder(choices, dynamic)
+    leading = ("sequence", "batch") if choices.transposed else ("batch", "sequence")
+    shard = b.sized("x", *leading, 8)
+    for axis in choices.longer:  # one more row, as a class token, or what a cache holds
+        shard = b.cat([b.call(aten.slice.Tensor, shard, axis, 0, 1), shard], axis)
+    if choices.in_a_list:
+        whole, other = b.gather_list(shard, b.sized("other", 3, 2))
+    else:
+        whole = b.gather(shard)
+    whole = b.moved(whole, 0, choices.axis, b.size(shard, 0))
+    taken = b.relu(whole) if choices.relu else whole
+    results = []
+    for index in range(choices.products):
+        product = b.mm(b.rows(taken), b.sized(f"w{index}", 8, "columns"))
+        results.append(b.relu(b.like(product, whole)))
+    if choices.reduction != "none":
+        terms = [b.mm(b.rows(one), b.sized(f"v{i}", "columns", 8)) for i, one in enumerate(results)]
+        total = b.like(terms[0], whole)
+        for term in terms[1:]:
+            total = b.add(total, b.like(term, whole))
+        if choices.reduction == "scatter":
+            results = [b.scatter(b.moved(total, choices.axis, 0, b.size(shard, choices.axis)))]
+        else:
+            results = [b.all_reduce(total)]
+    results += [b.relu(whole)] if choices.kept else []
+    results += [other] if choices.in_a_list else []
+    return b.returns(*results), b.makers
+
+
+def values(choices: Choices, makers: list[tuple[str | int, ...]]) -> list[list[torch.Tensor]]:
+    """Inputs of all ranks, at sizes that were not traced where they are dynamic."""
+    traced, other = numbers(choices, 6, 5, 4), numbers(choices, 3, 7, 5)
+    both = choices.batch and choices.sequence
+    changes = {name for name in traced if getattr(choices, name) and (both or not choices.alike or name == "columns")}
+    sizes = {name: other[name] if name in changes else traced[name] for name in traced}
+    shapes = [[size if isinstance(size, int) else sizes[size] for size in maker] for maker in makers]
+    generator = torch.Generator().manual_seed(0)
+    return [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(choices.ranks)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_dynamic_sizes_are_decided_as_static_ones(seed: int) -> None:
+    choices = Choices.of(seed)
+    graph, makers = build(choices, dynamic=True)
+    static, _ = build(choices, dynamic=False)
+    rewritten = copied(graph)
+    report, expected = run_pass(rewritten), run_pass(static)
+    decided = [(one.kind, one.outcome, one.code) for one in report.remarks]
+    assert decided == [(one.kind, one.outcome, one.code) for one in expected.remarks], f"{choices}\n{report}"
+    inputs = values(choices, makers)
+    assert differences(evaluate(graph, inputs), evaluate(rewritten, inputs)) == []
+
+
+def test_a_sum_of_products_whose_rows_went_two_ways() -> None:
+    """Equal layouts of sequences that are one token longer, transposed with their rows joined and apart."""
+    b = GraphBuilder()
+    x = b.input("x", [6, 5, 8], dynamic=[0, 1])
+    x = b.cat([b.call(aten.slice.Tensor, x, 1, 0, 1), x], 1)
+    batch, sequence = (b.call(aten.sym_size.int, x, axis) for axis in (0, 1))
+    rows = b.call(operator.mul, batch, sequence)
+    one, other = (b.mm(b.reshape(x, [rows, 8]), b.input(name, [8, 4])) for name in ("w", "v"))
+    apart = b.permute(b.reshape(other, [batch, sequence, 4]), [2, 0, 1])
+    total = b.add(b.permute(one, [1, 0]), b.reshape(apart, [4, rows]))
+    assert outcomes(run_pass(b.returns(b.all_reduce(total)))) == ["F"]
+
+
+def test_a_size_that_two_numbers_of_ranks_divide() -> None:
+    b = GraphBuilder()
+    a, w = b.input("a", [12, 8], dynamic=0), b.input("w", [8, 4])
+    results = []
+    for b.ranks, b.group in ((2, "two"), (3, "three")):
+        assert a.meta["val"].shape[0] % b.ranks == 0  # a guard
+        results.append(b.scatter(b.mm(a, w)))
+    assert outcomes(run_pass(b.returns(*results))) == ["F", "F"]
+
+
+def test_a_size_that_turned_out_to_be_a_number() -> None:
+    """Tensors that were traced before keep a symbol for it."""
+    b = GraphBuilder()
+    x, w, added = b.input("x", [4, 8]), b.input("w", [8, 16]), b.input("added", [16, 16], dynamic=0)
+    assert added.meta["val"].shape[0] == 16  # a guard
+    assert isinstance(added.meta["val"].shape[0], torch.SymInt)
+    assert outcomes(run_pass(b.returns(b.call(aten.addmm.default, added, b.gather(x), w)))) == ["F"]
