@@ -291,8 +291,8 @@ class Sizes:
             if count > 1:
                 self._multiples[symbol] = count * sympy.Symbol(f"{symbol}/{count}", integer=True, positive=True)
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        numbers = [node for node in placeholders if isinstance(node.meta.get("val"), torch.SymInt)]
-        self._numbers = [SizeSource(self.read(node), node) for node in numbers]
+        numbers = [(self.read(node), node) for node in placeholders if isinstance(node.meta.get("val"), torch.SymInt)]
+        self._numbers = [SizeSource(size, node) for size, node in numbers if not isinstance(size, int)]
         self._axes: dict[Size, SizeSource] = {}  # the first that carries a size: a later one would not be asked
         for source in self._carried(placeholders):
             self._axes.setdefault(source.size, source)

@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from graph_builder import GraphBuilder, aten
 from lockstep import differences, evaluate
 from passes import copied, outcomes, run_pass
+from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from asynctp_passes.fxview import Sizes, express
 
 
 @dataclass(frozen=True)
@@ -188,3 +193,16 @@ def test_a_size_that_turned_out_to_be_a_number() -> None:
     assert added.meta["val"].shape[0] == 16  # a guard
     assert isinstance(added.meta["val"].shape[0], torch.SymInt)
     assert outcomes(run_pass(b.returns(b.call(aten.addmm.default, added, b.gather(x), w)))) == ["F"]
+
+
+def test_a_number_that_turned_out_to_be_one_is_no_source() -> None:
+    """Any size is as many times one, and would be looked for without end."""
+    env, graph = ShapeEnv(specialize_zero_one=False), Graph()
+    one, many = (graph.placeholder(name) for name in ("one", "many"))
+    for node, value in ((one, 1), (many, 8)):
+        symbol = env.create_symbol(value, ConstantSource(node.name), dynamic_dim=DimDynamic.DYNAMIC)
+        node.meta["val"] = env.create_symintnode(symbol, hint=value)
+    assert one.meta["val"] == 1  # a guard
+    sources = Sizes(graph).sources([])
+    assert [source.node for source in sources] == [many]
+    assert express(sympy.Symbol("t", integer=True, positive=True), sources) is None
