@@ -284,12 +284,12 @@ class Sizes:
     """
 
     def __init__(self, graph: fx.Graph, ranks: Iterable[int] = ()) -> None:
-        symbols, counts = _symbols(graph), sorted({count for count in ranks if count > 1})
+        counts = {count for count in ranks if count > 1}
         self._multiples: dict[sympy.Symbol, sympy.Expr] = {}
-        for symbol, size in symbols.items():
-            count = math.lcm(*(count for count in counts if compat.statically_known_multiple(size, count)))
-            if count > 1:
-                self._multiples[symbol] = count * sympy.Symbol(f"{symbol}/{count}", integer=True, positive=True)
+        for symbol, size in _symbols(graph).items():
+            factor = math.lcm(*(count for count in counts if compat.statically_known_multiple(size, count)))
+            if factor > 1:
+                self._multiples[symbol] = factor * sympy.Symbol(f"{symbol}/{factor}", integer=True, positive=True)
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         numbers = [(self.read(node), node) for node in placeholders if isinstance(node.meta.get("val"), torch.SymInt)]
         self._numbers = [SizeSource(size, node) for size, node in numbers if not isinstance(size, int)]
