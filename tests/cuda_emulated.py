@@ -157,21 +157,24 @@ def _gathered_tile(call: Call, step: int, peer: int, p: int, rows: slice, i: int
     a = call.described("a0")[p if call.OWN else block] if step == 0 or not call.OWN else call.described("a1")[block]
     columns = slice(col, col + call.BN)
     found = yield from look(a[rows])
-    acc = _finish(call, found.float() @ _weight(call, i)[:, columns], p, block, rows.start, step, i, col)
+    scale, first = call.a_scale0, block * call.inner + rows.start
+    if call.SCALE_TRAVELS:
+        scale, first = (call.a_scale1, first) if step else (call.a_scale0, p * call.inner + rows.start)
+    acc = _finish(call, found.float() @ _weight(call, i)[:, columns], scale, first, i, col)
     yield from _store(call, f"c{i}", block, rows, columns, acc)
 
 
 def _scattered_tile(call: Call, peer: int, p: int, rows: slice, col: int) -> Steps:
     block, columns = p * call.world + peer, slice(col, col + call.BN)
-    acc = torch.zeros(())
+    total = torch.zeros(())
+    assert call.COUNT == 1 or not call.BIAS
     for i in range(call.COUNT):
         found = yield from look(call.described(f"a{i}")[block][rows])
-        acc = acc + found.float() @ _weight(call, i)[:, columns]
-    acc = _finish(call, acc, p, block, rows.start, 0, 0, col)
-    for i in range(call.ADDENDS):
-        found = yield from look(call.described(f"c{1 + i}")[block][rows, columns])
-        acc = acc + found.float()
-    yield from _store(call, "c0", peer * call.outer + p, rows, columns, acc)
+        scale = call.arguments[f"a_scale{i}"]
+        total = total + _finish(
+            call, found.float() @ _weight(call, i)[:, columns], scale, block * call.inner + rows.start, i, col
+        )
+    yield from _store(call, "c0", peer * call.outer + p, rows, columns, total)
 
 
 def _weight(call: Call, i: int) -> Tensor:
@@ -183,16 +186,12 @@ def _weight(call: Call, i: int) -> Tensor:
     return b
 
 
-def _finish(call: Call, acc: Tensor, p: int, block: int, q: int, step: int, i: int, col: int) -> Tensor:
-    """Scales and bias of the tile at row `q` of the block and column `col`."""
+def _finish(call: Call, acc: Tensor, scale: int, first: int, i: int, col: int) -> Tensor:
+    """Scales and bias number `i` of a tile at column `col`; its rows' scales are those from `first` on at `scale`."""
     height, width = acc.shape
-    if call.A_SCALE == 1:
-        acc = acc * at(call.a_scale0, (1,), torch.float32)
-    if call.A_SCALE == 2:
-        scale, first = call.a_scale0, block * call.inner + q
-        if call.SCALE_TRAVELS:
-            scale, first = (call.a_scale1, first) if step else (call.a_scale0, p * call.inner + q)
-        acc = acc * at(scale + 4 * first, (height, 1), torch.float32)
+    if call.A_SCALE:
+        start = scale + 4 * first * (call.A_SCALE == 2)
+        acc = acc * at(start, (1,) if call.A_SCALE == 1 else (height, 1), torch.float32)
     if call.B_SCALE:
         start = call.arguments[f"s{i}"] + 4 * col * (call.B_SCALE == 2)
         acc = acc * at(start, (1,) if call.B_SCALE == 1 else (1, width), torch.float32)

@@ -647,12 +647,10 @@ def whole(call: ScatterCall, implementation: str) -> Tensor:
 
     NCCL adds in what it moves, which is the result's dtype then.
     """
-    order = (*call.together, *call.apart) if implementation == "fused" else range(len(call.b_parts))
+    exact = implementation == "fused"
     total: Tensor | None = None
-    for i in order:
-        exact = implementation == "fused" and i in call.together
+    for i, (a, b) in enumerate(zip(call.a_parts, call.b_parts, strict=True)):
         scales = (call.a_scales[i], call.b_scales[i]) if call.a_scales else (None, None)
-        a, b = call.a_parts[i], call.b_parts[i]
         flat = a.reshape(-1, a.shape[-1])
         flat, b = (flat.float(), b.float()) if exact else (flat, b)
         scaling = (replace(call, out_dtype=torch.float32) if exact else call).scaling

@@ -242,8 +242,9 @@ SCATTERS: dict[str, dict[str, Any]] = {
     "rows of scales, outer": {"rows": (2, 400), "ks": (64,), "n": 72, "dim": 1, **ROWWISE},
     "several scaled": {"rows": (768,), "ks": (64, 80), "n": 72, **ROWWISE},
     "four scaled": {"rows": (520,), "ks": (64, 96, 96, 16), "n": 264, **TENSORWISE, "reduce_op": "avg"},
+    "four scaled, precise": {"rows": (520,), "ks": (64, 96, 96, 16), "n": 264, **TENSORWISE, "fast": False},
     "several scaled, bias": {"rows": (768,), "ks": (80, 64), "n": 72, **TENSORWISE, "bias": True},
-    "several scaled, outer": {"rows": (2, 400), "ks": (64, 16, 80), "n": 72, "dim": 1, **ROWWISE, "bias": True},
+    "several scaled, outer": {"rows": (2, 400), "ks": (64, 16, 80), "n": 72, "dim": 1, **ROWWISE},
     "columns": {"rows": (50,), "ks": (40, 8), "n": 72, "dim": 1},
     "odd": {"rows": (3, 20), "ks": (7,), "n": 9, "dim": 1},
     "odd rows": {"rows": (12,), "ks": (7,), "n": 9},
@@ -265,7 +266,7 @@ def scatter_implementations() -> Iterator[Any]:
         outer, along_last = scatter_call(**options).outer, case.endswith("columns")
         aligned = not case.startswith("odd")
         for implementation, able in (
-            ("fused", aligned and not along_last and case != "converted, several scaled"),
+            ("fused", aligned and not along_last and case != "several scaled, bias"),
             ("decomposed", outer <= MAX_CHUNKS and not along_last),
             ("unfused", outer == 1 and not along_last),
             ("direct", True),
@@ -356,18 +357,19 @@ def posts(here: Machine, rank: int, number: int) -> list[Any]:
     return [write for write in here.of(Wrote) if start <= write.address < start + 8 * MAX_CHUNKS * 4]
 
 
-@pytest.mark.parametrize(
-    ("case", "depth"), [("several scaled", 80), ("four scaled", 96), ("several scaled, outer", 80)]
-)
-def test_addends_of_a_fused_scatter(case: str, depth: int, here: Machine) -> None:
-    """The deepest product is the GEMM's; the first of the others lies in the staging memory if its rows do."""
+@pytest.mark.parametrize("case", ["several scaled", "four scaled", "four scaled, precise", "several scaled, outer"])
+def test_sums_of_scaled_products_are_one_gemm(case: str, here: Machine) -> None:
+    """Nothing is made before it, and each product has its own scales."""
     call = scatter_call(**SCATTERS[case])
     run_scatter(call, here, scatter_plan(call, here, "fused"))
-    arguments = here.launched("gemm_kernel").arguments
-    assert (arguments["k0"], arguments["k1"]) == (depth, 0)
-    given = [arguments[name].address for name in ("c1", "c2", "c3") if arguments[name] is not None]
-    assert len(given) == len(call.b_parts) - 1
-    assert [address == arguments["c0"].address for address in given] == [call.outer == 1] + [False] * (len(given) - 1)
+    gemm = here.launched("gemm_kernel")
+    count = len(call.b_parts)
+    assert gemm.prepared.constants["COUNT"] == count
+    assert [gemm.arguments[f"c{i}"] for i in (1, 2, 3)] == [None] * 3
+    for name, scales in (("a_scale", call.a_scales), ("s", call.b_scales)):
+        for i, scale in enumerate(scales):
+            found = cuda_emulated.at(gemm.arguments[f"{name}{i}"], (scale.numel(),), torch.float32)
+            assert torch.equal(found, scale.flatten())
 
 
 @pytest.mark.parametrize("chunks", range(1, MAX_CHUNKS + 1))

@@ -133,9 +133,11 @@ def cases() -> Iterator[Case]:
     for fast, scales in itertools.product((True, False), ("tensor", "row")):
         sums = replace(base, ns=(512, 512), dtype=FP8, scales=scales, fast=fast)
         yield replace(sums, shard=(4096,), ks=(2048, 1024, 512), ns=(2048, 2048, 2048))
-        yield replace(sums, shard=(8 * 131 * dist.get_world_size(),), k=528, ns=(272, 272, 272), bias=True)
+        for bias in (False, True):
+            yield replace(sums, shard=(8 * 131 * dist.get_world_size(),), k=528, ns=(272, 272, 272), bias=bias)
         yield replace(sums, shard=(2, 1024), dim=1, ns=(512, 512, 512), reduce_op="avg")
-    yield replace(base, ns=(512, 512, 512, 512), dtype=FP8, scales="tensor", fast=False, bias=True)
+    yield replace(base, ns=(512, 512, 512, 512), dtype=FP8, scales="tensor", fast=False)
+    yield replace(base, ns=(512, 512), dtype=FP8_WIDE, b_dtype=FP8, scales="tensor", fast=False)
     yield replace(base, ns=(512, 512, 512, 512, 512), dtype=FP8, scales="tensor")
     yield replace(base, shard=(4096,), k=2048, ns=(2048,), dtype=FP8, scales="row", fast=False)
     yield replace(base, dtype=FP8, scales="row+tensor", fast=False)
@@ -164,7 +166,8 @@ def converted_cases() -> Iterator[Case]:
         yield replace(base, dtype=torch.float16, out_dtype=torch.float16, reduce_op="avg", bias=True)
         yield replace(base, ns=(264, 264), k=520, shard=(1024 - 8 * dist.get_world_size(),), reduce_op="avg")
         yield replace(base, dtype=FP8, scales="row", fast=False)
-        yield replace(base, ns=(512, 512), dtype=FP8, scales="tensor")
+        for fast, scales in itertools.product((True, False), ("tensor", "row")):
+            yield replace(base, ns=(512, 512), dtype=FP8, scales=scales, fast=fast)
     base = Case("scatter", (1024,), 512, (512,), sum_dtype=torch.float32)
     yield replace(base, shard=(2, 512), dim=1)
     yield replace(base, shard=(2, 2048), k=1024, ns=(1536, 1536, 1536), dim=1)

@@ -22,7 +22,7 @@ from . import select, stamps
 from .collectives import Bulk, BulkGather, BulkScatter, bulk_gather, bulk_scatter
 from .driver import CudaError
 from .gather import DecomposedGather, DirectGather, FusedGather, GatherCall, GatherPlan, UnfusedGather
-from .gemm import MAX_OPERANDS, refused_gemm, too_many
+from .gemm import refused_gemm, scale_mode
 from .machine import driver
 from .memory import MAX_CHUNKS, GroupMemory, existing_memory, group_memory, release
 from .products import block_recipe, refused_blocks, scaled_product_supported
@@ -522,12 +522,12 @@ def _refused_gathered_products(call: GatherCall) -> str | None:
     return None
 
 
-def _refused_scattered_products(call: ScatterCall, parts: Sequence[int] | None = None) -> str | None:
-    """Likewise; of the products of these numbers, or of all."""
+def _refused_scattered_products(call: ScatterCall) -> str | None:
+    """Likewise."""
     if not call.a_scales:
         return None
     recipes = _scattered_recipes(call)
-    for i in range(len(call.b_parts)) if parts is None else parts:
+    for i in range(len(call.b_parts)):
         operands = (call.a_parts[i], call.b_parts[i], call.a_scales[i], call.b_scales[i], call.biases[i])
         if not scaled_product_supported(*operands, call.out_dtype, False, recipes[i] is not None):
             return NOT_IN_CUBLAS
@@ -598,17 +598,16 @@ def _refused_scatter(call: ScatterCall) -> dict[str, str]:
 
 
 def _refused_scattering_gemm(call: ScatterCall) -> str | None:
-    """Why "fused" cannot make these products: some together in the GEMM, the others apart by cuBLAS."""
-    if len(call.b_parts) > MAX_OPERANDS:
-        return too_many(len(call.b_parts))
-    b_parts, biases = [call.b_parts[i] for i in call.together], [call.biases[i] for i in call.together]
-    b_scales, depths = [call.b_scales[i] for i in call.together if call.b_scales], [b.shape[0] for b in b_parts]
-    if call.apart and call.wire_dtype.itemsize > 2:
-        return f"several scaled products and a sum of {call.wire_dtype}: no shared memory for tiles of both"
-    reason = refused_gemm(call.a_parts[call.together[0]], b_parts, b_scales, biases, call.wire_dtype, depths)
-    if reason is None and len(b_parts) > 1 and any(bias is not None for bias in biases):
+    """Why the GEMM cannot make these products."""
+    depths = [b.shape[0] for b in call.b_parts]
+    reason = refused_gemm(call.a_parts[0], call.b_parts, call.b_scales, call.biases, call.wire_dtype, depths)
+    if reason is None and len(depths) > 1 and any(bias is not None for bias in call.biases):
         return "a bias in a sum of several products"
-    return reason or _refused_scattered_products(call, call.apart)
+    if reason is None and len({scale_mode(scale) for scale in call.a_scales}) > 1:
+        return "tensorwise and rowwise A scales in one sum"
+    if reason is None and len({a.dtype for a in call.a_parts}) > 1:
+        return "As of several dtypes"
+    return reason
 
 
 def _gathered_recipes(call: GatherCall) -> list[Recipe]:

@@ -191,7 +191,7 @@ class _Plan:
         programs = grid(chunks * row_tiles * sum(-(-n // tiles.block_n) for n in widths), sms)
         dummy = self.unused.view(torch.float32)
         args: list[Any] = [
-            a_like, None, None, None, *b_like, *self.padding, *c_like, *self.padding, *[dummy] * 10,
+            a_like, None, None, None, *b_like, *self.padding, *c_like, *self.padding, *[dummy] * 12,
             signals, self.unused, *self.numbers, 0, *self.after, 1,
         ]  # fmt: skip
         self.launch = prepare_gemm(args, programs, tiles, bs, None, (0, 0), a.dtype, gathers=True, async_input=True)
@@ -213,7 +213,7 @@ class _Plan:
                 *self.padding,
                 *[Tma(like, out.data_ptr()) for like, out in zip(self.c_like, outs, strict=True)],
                 *self.padding,
-                *[unused] * 10,
+                *[unused] * 12,
                 signals.data_ptr(),
                 unused,
                 *self.numbers,

@@ -24,7 +24,7 @@ from asynctp_kernels.compat import gather_into, new_tensors
 from asynctp_kernels.layout import ShardLayout, gather_layout
 
 from .copy_kernels import push_gather_kernel, stage_kernel
-from .gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, scale_mode
+from .gemm import MAX_OPERANDS, b_descriptor, operand_addresses, prepare_gemm, scale_mode
 from .launch import Tma, align, aligned, aligned_columns, dense, describe, fit_together, grid, outlines, prepare
 from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
@@ -343,7 +343,7 @@ class FusedGather(Pulled):
         self.numbers = numbers
         args = [
             self.a_own, self.a_full, None, None, *self.bs, *padding, *self.cs, *padding,
-            *[dummy] * 6, *[dummy if bias is None else bias] * 4, memory.local, done, *numbers,
+            *[dummy] * 8, *[dummy if bias is None else bias] * 4, memory.local, done, *numbers,
         ]  # fmt: skip
         self.launch = prepare_gemm(
             args, programs, tiles, call.bs, bias, (a_mode, b_mode), self.out_dtype, True, self.scale_travels,
@@ -388,19 +388,16 @@ class FusedGather(Pulled):
                 *self.padding,
                 scale0,
                 scale1,
-                *_addresses(call.b_scales, unused),
-                *_addresses(call.biases, unused),
+                unused,
+                unused,
+                *operand_addresses(call.b_scales, unused),
+                *operand_addresses(call.biases, unused),
                 self.memory.arrivals,
                 self.done,
                 *self.numbers,
             ],
         )
         self.finish(stream)
-
-
-def _addresses(tensors: Sequence[Tensor | None], unused: int) -> list[int]:
-    found = [unused if tensor is None else tensor.data_ptr() for tensor in tensors]
-    return found + [unused] * (MAX_OPERANDS - len(found))
 
 
 def _tile_count(blocks: int, inner: int, widths: Sequence[int], tiles: Tiles) -> int:

@@ -20,6 +20,12 @@ MAX_OPERANDS = 4
 NOT_TUNED = "the GEMM is tuned for compute capability 9 (H100, H200) only"
 
 
+def operand_addresses(tensors: Sequence[Tensor | None], unused: int) -> list[int]:
+    """Of as many as the kernel takes; `unused` stands for those that are not there."""
+    found = [unused if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return found + [unused] * (MAX_OPERANDS - len(found))
+
+
 def scale_mode(scale: Tensor | None) -> int:
     """0: none; 1: one element; 2: one per row or column."""
     return 0 if scale is None else 1 if scale.numel() == 1 else 2
@@ -38,11 +44,6 @@ def b_descriptor(b: Tensor, tiles: Tiles) -> Any:
     return describe(b, [k, n], [b.stride(0), 1], [tiles.block_k, tiles.block_n])
 
 
-def register_limit(tiles: Tiles) -> dict[str, int]:
-    """Leave registers for a small kernel's CTA beside the GEMM's; 192 a thread cost no GEMM anything measurable."""
-    return {"maxnreg": 192} if tiles.warps == 8 else {}
-
-
 def prepare_gemm(
     args: Sequence[Any],
     programs: int,
@@ -54,7 +55,6 @@ def prepare_gemm(
     gathers: bool,
     scale_travels: bool = False,
     async_input: bool = False,
-    addends: int = 0,
     stamps: bool = False,
 ) -> Launch:
     """Compile `gemm_kernel` for one plan.
@@ -69,14 +69,12 @@ def prepare_gemm(
         out_dtype: Of the result.
         gathers, scale_travels: The gather's GEMM, whose A scale came with the data.
         async_input: The gather's GEMM, with a word of the caller's for each chunk.
-        addends: The scatter's GEMM, with so many matrices to be added to its sum.
         stamps: Of every tile, behind the count of programs that are done (`stamps.StampTable.done`).
     """
     constants = {
         "GATHER": gathers,
         "OWN": gathers and not async_input,
         "COUNT": len(bs),
-        "ADDENDS": addends,
         "MAX_CHUNKS": 1 if async_input else MAX_CHUNKS,
         "B_K_MAJOR": k_major(bs[0]),
         "A_SCALE": scale_modes[0],
@@ -92,13 +90,8 @@ def prepare_gemm(
         "PROGRAMS": programs,
         "STAMPS": stamps,
     }
-    limit = register_limit(tiles)
+    limit = {"maxnreg": tiles.registers} if tiles.warps == 8 else {}
     return prepare(gemm_kernel, programs, args, constants, tiles.warps, num_stages=tiles.stages, **limit)
-
-
-def too_many(products: int) -> str:
-    """Why the kernel, which has so many arguments, cannot run this."""
-    return f"{products} products, more than {MAX_OPERANDS}"
 
 
 def refused_gemm(
@@ -117,7 +110,7 @@ def refused_gemm(
     if a.dtype == torch.float32:
         return "fp32 operands"
     if len(bs) > MAX_OPERANDS:
-        return too_many(len(bs))
+        return f"{len(bs)} products, more than {MAX_OPERANDS}"
     if len({k_major(b) for b in bs}) != 1:
         return "Bs of both memory orders"
     if any(b.dtype != bs[0].dtype for b in bs):

@@ -23,10 +23,6 @@ Memory order, with the source of every fence:
   their reads of shared memory), bar.sync joins the CTA's threads, fence.proxy.async orders the two proxies, and one
   red.release.gpu makes all of it visible to whoever sees the count; gpu scope is enough, because the readers (this
   GPU's front end, its copy engine and its reduce kernel) are behind the same L2.
-- Addends are the work of an earlier kernel of the stream. One may lie where the sum is stored: its tile is read and
-  overwritten by one CTA, and what is stored there depends on what was read, which no execution can turn round (PTX ISA,
-  "No Thin Air"). In the code that is compiled: mbarrier.try_wait for the load, bar.sync, the reads of shared memory,
-  fence.proxy.async, bar.sync, the store (`tests/test_cuda_compile.py`).
 """
 
 # triton ships no types: its decorator is untyped
@@ -123,7 +119,10 @@ def multiply(a: tl.tensor, b: tl.tensor, acc: tl.tensor, B_K_MAJOR: tl.constexpr
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["a_scale0", "a_scale1", "s0", "s1", "s2", "s3", "z0", "z1", "z2", "z3"],
+    do_not_specialize_on_alignment=[
+        *("a_scale0", "a_scale1", "a_scale2", "a_scale3"),
+        *("s0", "s1", "s2", "s3", "z0", "z1", "z2", "z3"),
+    ],
     do_not_specialize=[
         "outer",
         "inner",
@@ -157,6 +156,8 @@ def gemm_kernel(
     c3,
     a_scale0,
     a_scale1,
+    a_scale2,
+    a_scale3,
     s0,
     s1,
     s2,
@@ -185,7 +186,6 @@ def gemm_kernel(
     GATHER: tl.constexpr,
     OWN: tl.constexpr,
     COUNT: tl.constexpr,
-    ADDENDS: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     B_K_MAJOR: tl.constexpr,
     A_SCALE: tl.constexpr,
@@ -208,8 +208,8 @@ def gemm_kernel(
         a1 (and its scales in a_scale1; a_scale0 holds the own ones, if they travel). Not OWN: all rows are in a0
         and have words, which are awaited to be `value` and are left as they are.
     else: a [P*W, Q, K], b as above, c0 [W*P, Q, N] in memory order [destination, p], so that what goes to one rank
-        is contiguous. words: int32 [W, MAX_CHUNKS], counts the finished tiles of chunk (destination, c). c1, c2, c3,
-        as many as `ADDENDS`: [P*W, Q, N], added to what is stored; with P = 1 one may be c0 itself.
+        is contiguous. words: int32 [W, MAX_CHUNKS], counts the finished tiles of chunk (destination, c). Each pair has
+        its own scales; with several there is no bias.
 
     A chunk is `chunk_tiles` row tiles of one rank; of a scatter's own rows, `own_tiles`. A scale is absent (0), one
     element (1), or one per row or column (2). STAMPS: each tile says when it was reached, when its rows were there and
@@ -243,6 +243,7 @@ def gemm_kernel(
         steps_k = end
         first_step = 1
     per_rank = tiles_m * tiles_n
+    EACH: tl.constexpr = not GATHER and COUNT > 1 and A_SCALE > 0  # products are scaled before they are added
     for tile in tl.range(tl.program_id(0), per_rank * world, PROGRAMS, flatten=True):
         step = tile // per_rank
         peer = (rank + first_step + step) % world
@@ -298,34 +299,56 @@ def gemm_kernel(
         col = (tile_n - first_tile) * BN
 
         acc = tl.zeros((BM, BN), dtype=tl.float32)
+        if EACH:
+            total = tl.zeros((BM, BN), dtype=tl.float32)
         for step_k in range(steps_k):
             a = a_out
             b = b_out
             at_k = step_k * BK
+            a_scale = a_scale0
+            b_scale = s0
             if not GATHER:
                 if COUNT > 1:
                     if step_k >= e1:
                         a = a1
                         b = b1
                         at_k = (step_k - e1) * BK
+                        a_scale = a_scale1
+                        b_scale = s1
                 if COUNT > 2:
                     if step_k >= e2:
                         a = a2
                         b = b2
                         at_k = (step_k - e2) * BK
+                        a_scale = a_scale2
+                        b_scale = s2
                 if COUNT > 3:
                     if step_k >= e3:
                         a = a3
                         b = b3
                         at_k = (step_k - e3) * BK
+                        a_scale = a_scale3
+                        b_scale = s3
             a_tile = a.load([a_block, q, at_k]).reshape(BM, BK)
             if B_K_MAJOR:
                 b_tile = b.load([col, at_k])
             else:
                 b_tile = b.load([at_k, col])
             acc = multiply(a_tile, b_tile, acc, B_K_MAJOR, IMPRECISE)
+            if EACH:
+                ended = step_k + 1
+                if (ended == e1) | (ended == e2) | (ended == e3) | (ended == e4):
+                    in_block = q + tl.arange(0, BM)
+                    rows = block * inner + in_block
+                    cols = col + tl.arange(0, BN)
+                    total += scale_and_bias(
+                        acc, a_scale, rows, in_block < inner, b_scale, None, cols, cols < n, A_SCALE, B_SCALE
+                    )
+                    acc = tl.zeros((BM, BN), dtype=tl.float32)
 
-        if A_SCALE + B_SCALE + BIAS > 0:
+        if EACH:
+            acc = total
+        elif A_SCALE + B_SCALE + BIAS > 0:
             in_block = q + tl.arange(0, BM)
             rows = block * inner + in_block
             a_scale = a_scale0
@@ -353,12 +376,6 @@ def gemm_kernel(
             if not BIAS:
                 bias = None
             acc = scale_and_bias(acc, a_scale, rows, in_block < inner, b_scale, bias, cols, cols < n, A_SCALE, B_SCALE)
-        if ADDENDS > 0:
-            acc += exact_f32(c1.load([block, q, col]).reshape(BM, BN))
-        if ADDENDS > 1:
-            acc += exact_f32(c2.load([block, q, col]).reshape(BM, BN))
-        if ADDENDS > 2:
-            acc += exact_f32(c3.load([block, q, col]).reshape(BM, BN))
         if GATHER:
             c.store([block, q, col], round_to(acc, OUT).reshape(1, BM, BN))
         else:

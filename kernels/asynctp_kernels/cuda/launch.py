@@ -19,6 +19,8 @@ from .machine import driver
 
 #: bytes of shared memory of a CTA that runs beside a GEMM's
 SMALL = 4096
+#: of an SM. Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
+REGISTERS = 64 << 10
 
 
 class Tma:
@@ -123,7 +125,7 @@ def fit_together(first: Launch, second: Launch) -> bool:
     units of 8 a thread, and 228 KB of shared memory, of which each CTA takes 1 KB for the system.
     """
     registers = sum(-(-launch.registers // 8) * 8 * launch.threads for launch in (first, second))
-    return registers <= 64 << 10 and first.shared + second.shared + (2 << 10) <= 228 << 10
+    return registers <= REGISTERS and first.shared + second.shared + (2 << 10) <= 228 << 10
 
 
 def align(size: int) -> int:

@@ -28,8 +28,8 @@ from asynctp_kernels.layout import ShardLayout, scatter_layout
 
 from .copy_kernels import push_reduce_kernel, reduce_kernel
 from .gather import block_for
-from .gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, scale_mode
-from .launch import Tma, align, aligned, aligned_columns, dense, describe, grid, outlines, prepare
+from .gemm import MAX_OPERANDS, b_descriptor, operand_addresses, prepare_gemm, scale_mode
+from .launch import REGISTERS, Tma, align, aligned, aligned_columns, dense, describe, grid, outlines, prepare
 from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product, ranges
@@ -50,8 +50,9 @@ from .stamps import new_table
 from .tiles import Chunks, Tiles, cut, cut_own, in_blocks
 from .waits import code
 
-#: of the reduction: what the GEMM's CTA leaves on an SM is enough for one CTA of it
+#: of a thread of the reduction: what the GEMM's CTA leaves on an SM is enough for one CTA of it
 REDUCE_REGISTERS = 56
+REDUCE_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -102,19 +103,6 @@ class ScatterCall:
     @property
     def scaling(self) -> Scaling | None:
         return Scaling(self.out_dtype, self.fast) if self.a_scales else None
-
-    @property
-    def together(self) -> tuple[int, ...]:
-        """The products that one accumulator can sum: all, or, where each has its own scales, the deepest alone."""
-        count = len(self.b_parts)
-        if not self.a_scales or count == 1:
-            return tuple(range(count))
-        return (max(range(count), key=lambda i: (self.b_parts[i].shape[0], i)),)
-
-    @property
-    def apart(self) -> tuple[int, ...]:
-        """The other ones: "fused" has cuBLAS make them first."""
-        return tuple(i for i in range(len(self.b_parts)) if i not in self.together)
 
 
 #: As, Bs, A scales, B scales and biases, as `ScatterCall` has them
@@ -233,7 +221,13 @@ class Pushed(ScatterPlan):
     streams_wait = False
 
     def __init__(
-        self, call: ScatterCall, memory: GroupMemory, chunks: Chunks, own: Chunks, own_tiles: Sequence[int]
+        self,
+        call: ScatterCall,
+        memory: GroupMemory,
+        chunks: Chunks,
+        own: Chunks,
+        own_tiles: Sequence[int],
+        reduce_warps: int = REDUCE_WARPS,
     ) -> None:
         """chunks, own: how others' rows are cut, and the own ones. own_tiles: of each of the latter, when finished."""
         super().__init__(call, memory)
@@ -247,7 +241,7 @@ class Pushed(ScatterPlan):
         steps = scatter_script(channel, moves, self.ready, MAX_CHUNKS)
         self.play = self._compiled(steps, call.op, "free inbox")
         self.await_parts = self._compiled(parts_script(channel, chunks, MAX_CHUNKS), call.op, "chunk")
-        self._compile_reduction(call)
+        self._compile_reduction(call, reduce_warps)
         self.generation = memory.generation
 
     def _compiled(self, steps: Sequence[Step], op: str, awaited: str) -> Player:
@@ -261,9 +255,9 @@ class Pushed(ScatterPlan):
         """What says that a chunk for `dst` is complete."""
         raise NotImplementedError
 
-    def _compile_reduction(self, call: ScatterCall) -> None:
+    def _compile_reduction(self, call: ScatterCall, warps: int) -> None:
         memory, n = self.memory, self.layout.cols
-        block = 4096
+        block = 512 * warps
         size = self.layout.rows * n
         programs = grid(-(-size // block), driver.processors(self.device_index))
         ends = [end * n for _, end in self.own.rows]
@@ -282,7 +276,7 @@ class Pushed(ScatterPlan):
             "BLOCK": block,
             "PROGRAMS": programs,
         }
-        self.reduce = prepare(reduce_kernel, programs, args, constants, 8, num_stages=1, maxnreg=REDUCE_REGISTERS)
+        self.reduce = prepare(reduce_kernel, programs, args, constants, warps, num_stages=1, maxnreg=REDUCE_REGISTERS)
 
     def push_and_reduce(self, side: int, staging: Tensor, out: Tensor, ready: int) -> None:
         """Enqueue all pushes on `side`, and the reduction, on a stream of its own, behind the event `ready`."""
@@ -319,27 +313,23 @@ class Pushed(ScatterPlan):
 class FusedScatter(Pushed):
     """One GEMM; a chunk is pushed when its tiles are counted.
 
-    Of several scaled products the deepest is in the GEMM, so that as much as possible hides the copies. cuBLAS makes
-    the others first, each rounded to the result's dtype as in the unfused program; the GEMM's epilogue adds them to its
-    sum in fp32, in their order, and rounds once.
+    Of several products the sum is in fp32, each scaled before it is added, and rounded once.
     """
 
     name = "fused"
+    cublas = False
 
     def __init__(self, call: ScatterCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
         layout = call.layout
-        self.together, self.apart = call.together, call.apart
-        self.cublas = bool(self.apart)
         rows = (call.outer, layout.inner, tiles.block_m)
         chunks = cut(*rows, wanted_chunks)
         own = cut_own(chunks, *rows)
         tiles_n = -(-layout.cols // tiles.block_n)
         self.chunk_tiles = [count * tiles_n for count in chunks.row_tiles]
         tiles = replace(tiles, group_m=min(tiles.group_m, chunks.tiles))
-        super().__init__(call, memory, chunks, own, [count * tiles_n for count in own.row_tiles])
-        self.extra_shape = (memory.world * layout.rows, layout.cols)
-        # the first of the products apart lies where the sum will, if its rows have the same order there
-        self.in_place = int(bool(self.apart) and self.outer == 1)
+        beside = (REGISTERS - 32 * tiles.warps * tiles.registers) // (32 * REDUCE_REGISTERS)
+        own_tiles = [count * tiles_n for count in own.row_tiles]
+        super().__init__(call, memory, chunks, own, own_tiles, min(beside, REDUCE_WARPS))
         self._compile(call, tiles, programs)
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
@@ -351,20 +341,18 @@ class FusedScatter(Pushed):
     def _compile(self, call: ScatterCall, tiles: Tiles, programs: int) -> None:
         memory, layout = self.memory, self.layout
         inner, n, world = layout.inner, layout.cols, memory.world
-        b_parts, first = [call.b_parts[i] for i in self.together], self.together[0]
-        depths = [b.shape[0] for b in b_parts]
+        depths = [b.shape[0] for b in call.b_parts]
         self.a_like = [
             describe(a, [self.outer * world, inner, k], [inner * k, k, 1], [1, tiles.block_m, tiles.block_k])
-            for a, k in zip([aligned(call.a_parts[i]) for i in self.together], depths, strict=True)
+            for a, k in zip([aligned(a) for a in call.a_parts], depths, strict=True)
         ]
-        self.b_like = [b_descriptor(aligned_columns(b), tiles) for b in b_parts]
+        self.b_like = [b_descriptor(aligned_columns(b), tiles) for b in call.b_parts]
         staging = self.new_staging()
         block = [1, tiles.block_m, tiles.block_n]
         self.c_like = describe(staging, [world * self.outer, inner, n], [inner * n, n, 1], block)
         count, dummy = len(depths), memory.dummy
         self.padding = [None] * (MAX_OPERANDS - count)
-        self.no_addends = [None] * (MAX_OPERANDS - 1 - len(self.apart))
-        bias = call.biases[first]
+        bias = call.biases[0]
         depths = depths + [0] * (MAX_OPERANDS - count)
         row_tiles = self.outer * -(-inner // tiles.block_m)
         tile_count = world * row_tiles * -(-n // tiles.block_n)
@@ -374,14 +362,13 @@ class FusedScatter(Pushed):
         chunk_tiles = (self.chunks.tiles, self.own.tiles)
         self.numbers = [self.outer, inner, *depths, n, 0, 0, 0, memory.rank, world, *chunk_tiles, 1]
         args = [
-            *self.a_like, *self.padding, *self.b_like, *self.padding,
-            self.c_like, *[self.c_like] * len(self.apart), *self.no_addends,
-            *[dummy] * 6, *[dummy if bias is None else bias] * 4, memory.local, done, *self.numbers,
+            *self.a_like, *self.padding, *self.b_like, *self.padding, self.c_like, None, None, None,
+            *[dummy] * 8, *[dummy if bias is None else bias] * 4, memory.local, done, *self.numbers,
         ]  # fmt: skip
-        modes = [scale_mode(scales[first] if scales else None) for scales in (call.a_scales, call.b_scales)]
+        modes = [scale_mode(scales[0] if scales else None) for scales in (call.a_scales, call.b_scales)]
         self.launch = prepare_gemm(
-            args, programs, tiles, b_parts, bias, (modes[0], modes[1]), self.wire_dtype, gathers=False,
-            addends=len(self.apart), stamps=self.stamps is not None,
+            args, programs, tiles, call.b_parts, bias, (modes[0], modes[1]), self.wire_dtype, gathers=False,
+            stamps=self.stamps is not None,
         )  # fmt: skip
         self.done = done.data_ptr()
         self.a_like, self.b_like = outlines(self.a_like), outlines(self.b_like)
@@ -391,7 +378,7 @@ class FusedScatter(Pushed):
     def tensors(self, operands: Operands) -> ScatterTensors:
         a_parts, b_parts, a_scales, b_scales, biases = operands
         a_parts, b_parts = [aligned(a) for a in a_parts], [aligned_columns(b) for b in b_parts]
-        made = (self.new_staging(), self.new_output(), [self.new_extra() for _ in self.apart[self.in_place :]])
+        made: tuple[Tensor, Tensor, list[Tensor]] = (self.new_staging(), self.new_output(), [])
         return ScatterTensors(a_parts, b_parts, dense(a_scales), dense(b_scales), dense(biases), *made)
 
     def make(self, stream: int, call: ScatterTensors) -> None:
@@ -400,29 +387,21 @@ class FusedScatter(Pushed):
         super().make(stream, call)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        memory, unused, first = self.memory, self.unused, self.together[0]
+        memory, unused, bias = self.memory, self.unused, call.biases[0]
         memory.fork(stream)
-        extras = [call.staging.view(self.extra_shape)] * self.in_place + call.extras
-        for i, extra in zip(self.apart, extras, strict=True):
-            a, scales = call.a_parts[i], (call.a_scales[i], call.b_scales[i])
-            product(a.view(-1, a.shape[-1]), call.b_parts[i], call.biases[i], *scales, self.scaling, out=extra)
-        bias = call.biases[first]
         self.launch(
             stream,
             [
-                *[Tma(like, call.a_parts[i].data_ptr()) for like, i in zip(self.a_like, self.together, strict=True)],
+                *[Tma(like, a.data_ptr()) for like, a in zip(self.a_like, call.a_parts, strict=True)],
                 *self.padding,
-                *[Tma(like, call.b_parts[i].data_ptr()) for like, i in zip(self.b_like, self.together, strict=True)],
+                *[Tma(like, b.data_ptr()) for like, b in zip(self.b_like, call.b_parts, strict=True)],
                 *self.padding,
                 Tma(self.c_like, call.staging.data_ptr()),
-                *[Tma(self.c_like, extra.data_ptr()) for extra in extras],
-                *self.no_addends,
-                call.a_scales[first].data_ptr() if call.a_scales else unused,
-                unused,
-                call.b_scales[first].data_ptr() if call.b_scales else unused,
-                unused,
-                unused,
-                unused,
+                None,
+                None,
+                None,
+                *operand_addresses(call.a_scales, unused),
+                *operand_addresses(call.b_scales, unused),
                 unused if bias is None else bias.data_ptr(),
                 unused,
                 unused,

@@ -9,8 +9,7 @@ The model, in microseconds (the terms are named below; their values were measure
     unfused      matmul + collective                                     NCCL and cuBLAS, nothing overlaps
     direct       matmul + one-kernel collective                          nothing overlaps, but little latency
     decomposed   max(copies, matmul in parts) + ends                     cuBLAS per range of a rank's rows
-    fused        max(copies, our matmul) + ends                          one GEMM; of several scaled products the
-                                                                         deepest, behind the others
+    fused        max(copies, our matmul) + ends                          one GEMM
 
 An all-reduce is a scatter by one of these and NCCL's all-gather behind it; unfused, it is one collective of NCCL's.
 """
@@ -58,6 +57,7 @@ class Rates:
             the terms of the model.
         narrow: how fast the GEMM's 128 x 128 tiles are, as a fraction of cuBLAS.
         precise: the same in fp8 without fast accumulation.
+        several: the same of several scaled products, which may be fast; `docs/results/2026-11-23-h200x2/sums.txt`.
 
     Source of the values: `docs/results/2026-11-22-h200x4` (`bench.json`, `tuned.json`) and `-h200x2` (`tuned.json`),
     159 calls; all but `copy`, `local`, `beside` and `narrow` are fitted to the geometric means of graph and eager time
@@ -82,6 +82,7 @@ class Rates:
     decomposed_scatter: float = 0.0
     narrow: float = 0.828
     precise: float = 0.68
+    several: float = 0.65
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Problem:
         widths: columns of each product.
         itemsize: bytes of an element of A; out_itemsize: of the result, or of what is sent to be summed.
         precise: fp8 sums may not be fast.
-        apart: of several scaled products all contraction lengths but the greatest: in "fused" cuBLAS makes them first.
+        apart: of several scaled products all contraction lengths but the greatest: cuBLAS makes each by itself.
         widened: how many times as many bytes an element of the sum has, which NCCL sends instead.
         blocks: into how many ranges a rank's rows fall: one for each index of the dims in front of the sharded one.
     """
@@ -138,9 +139,9 @@ class Problem:
         return Problem(op, world, rows, sum(depths), tuple(widths), *sizes, name, precise, apart, widened, blocks)
 
     @property
-    def deepest(self) -> Problem:
-        """Of several scaled products, the one that "fused" has in its GEMM; itself, if there are none."""
-        return replace(self, depth=self.depth - sum(self.apart), apart=())
+    def depths(self) -> tuple[int, ...]:
+        """The contraction lengths of what cuBLAS makes one by one, the greatest first."""
+        return (self.depth - sum(self.apart), *self.apart)
 
     @property
     def flops(self) -> float:
@@ -165,7 +166,7 @@ class Problem:
     @property
     def sizes(self) -> tuple[str, str]:
         """Contraction lengths (of several scaled products each) and columns, as `4096+512+512` and `8192`."""
-        depths, widths = ("+".join(map(str, each)) for each in ((self.deepest.depth, *self.apart), self.widths))
+        depths, widths = ("+".join(map(str, each)) for each in (self.depths, self.widths))
         return depths, widths
 
 
@@ -220,7 +221,7 @@ def _share(problem: Problem, implementation: str, rates: Rates, sms: int) -> tup
     """(time of one rank's share of the products, what the implementation costs besides)."""
     if implementation == "fused":
         extra = rates.fused_gather if problem.op == "gather" else rates.fused_scatter
-        return _fused_matmul(problem, rates, sms) / problem.world, extra + _apart(problem, problem.rows, rates, sms)
+        return _fused_matmul(problem, rates, sms) / problem.world, extra
     each = _products(problem, problem.rows // problem.world // problem.blocks, rates, sms)
     share = problem.blocks * (each - rates.launch) + rates.launch
     extra = rates.decomposed_gather if problem.op == "gather" else rates.decomposed_scatter
@@ -238,15 +239,10 @@ def _speed(problem: Problem, rates: Rates) -> float:
 
 def _products(problem: Problem, rows: int, rates: Rates, sms: int) -> float:
     """cuBLAS: all products of so many rows, and their sum."""
-    deepest = sum(_matmul(problem.deepest, rows, width, rates, sms) for width in problem.widths)
+    products = [replace(problem, depth=depth) for depth in problem.depths]
+    made = sum(_matmul(product, rows, width, rates, sms) for product in products for width in problem.widths)
     added = 3 * rows * sum(problem.widths) * problem.out_itemsize / rates.local  # two are read, one is written
-    return deepest + _apart(problem, rows, rates, sms) + len(problem.apart) * added
-
-
-def _apart(problem: Problem, rows: int, rates: Rates, sms: int) -> float:
-    """cuBLAS: of several scaled products all but the deepest."""
-    products = [replace(problem, depth=depth) for depth in problem.apart]
-    return sum(_matmul(product, rows, width, rates, sms) for product in products for width in problem.widths)
+    return made + len(problem.apart) * added
 
 
 def _matmul(problem: Problem, rows: int, width: int, rates: Rates, sms: int) -> float:
@@ -266,11 +262,11 @@ def _fused_matmul(problem: Problem, rates: Rates, sms: int) -> float:
     tiles = fused_tiles(problem, sms, rates)
     ranges = problem.world * problem.blocks
     count = ranges * ceil(problem.rows / ranges / tiles.block_m) * sum(ceil(n / tiles.block_n) for n in problem.widths)
-    efficiency = rates.precise if problem.precise else 0.97 if tiles.block_n == 256 else rates.narrow
+    small = rates.precise if problem.precise else rates.several if problem.apart else rates.narrow
+    efficiency = 0.97 if tiles.block_n == 256 else small
     size = tiles.block_m * tiles.block_n
-    per_tile = 2.0 * size * problem.deepest.depth / (_speed(problem, rates) / sms * efficiency)
-    addends = len(problem.apart) * size * problem.out_itemsize / (rates.local / sms)
-    return ceil(count / sms) * (per_tile + addends)
+    per_tile = 2.0 * size * problem.depth / (_speed(problem, rates) / sms * efficiency)
+    return ceil(count / sms) * per_tile
 
 
 def fused_tiles(problem: Problem, sms: int, rates: Rates) -> Tiles:
@@ -278,10 +274,10 @@ def fused_tiles(problem: Problem, sms: int, rates: Rates) -> Tiles:
     shard = problem.rows // problem.world
     dtype = torch.float8_e4m3fn if problem.itemsize == 1 else torch.bfloat16
     rows = problem.world * ceil(shard / 128) * 128
-    columns, addends = sum(problem.widths), bool(problem.apart)
+    columns, several = sum(problem.widths), bool(problem.apart)
     moving, multiplying = problem.wire_bytes / rates.copy, problem.flops / (_speed(problem, rates) * rates.narrow)
     late = problem.op == "gather" and moving > multiplying
-    return tiles_for(dtype, problem.precise, rows, columns, sms, addends, problem.out_itemsize, late)
+    return tiles_for(dtype, problem.precise, rows, columns, sms, several, problem.out_itemsize, late)
 
 
 def chunks_for(problem: Problem) -> int:

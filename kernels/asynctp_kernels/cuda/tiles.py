@@ -14,7 +14,8 @@ MAX_CHUNKS = 4
 class Tiles:
     """Block sizes, and how the compiler pipelines them.
 
-    Source: `docs/results/2026-11-21-h200x4/gemm.txt`: 128 x 256 is the best tile from two waves on.
+    Source: `docs/results/2026-11-21-h200x4/gemm.txt`: 128 x 256 is the best tile from two waves on. For precise sums
+    `docs/results/2026-11-23-h200x2/precise.txt`: two steps of 128 between two barriers are a third faster than one.
     """
 
     block_m: int
@@ -25,6 +26,8 @@ class Tiles:
     group_m: int = 8
     #: bound on fp8's running sums in the tensor core; None where there are none or where they may be fast
     imprecise: int | None = None
+    #: of a thread, where there are 8 warps: 56 are left for each of 8 other warps
+    registers: int = 200
 
 
 def tiles_for(
@@ -33,21 +36,25 @@ def tiles_for(
     rows: int,
     columns: int,
     programs: int,
-    addends: bool = False,
+    several: bool = False,
     out_itemsize: int = 2,
     late: bool = False,
 ) -> Tiles:
     """The tiles for operands of `dtype` and an output of `rows` x `columns` on `programs` SMs.
 
-    addends: matrices are added to the sum. They take shared memory of their own, for which a tile of 256 columns leaves
-    no room; nor does it for itself on its way out, if its elements have 4 bytes (`out_itemsize`).
+    several: products are scaled, and then added: to a second accumulator, which leaves no registers for 256 columns.
+    Nor do precise sums, and with both 56 registers are left for each of 4 other warps. Tiles so small have twice the
+    depth, unless elements of 4 bytes (`out_itemsize`) need its shared memory on their way out; and those of 256 columns
+    have no room for such elements at all.
 
     late: rows come more slowly than small tiles multiply them, so that a tile's time goes by behind the last ones.
     """
     fp8 = dtype.itemsize == 1
     block_k = 128 if fp8 else 64
-    if fp8 and (precise_sums or addends):
-        return Tiles(128, 128, block_k, warps=8, stages=4, imprecise=128 if precise_sums else None)
+    if fp8 and (precise_sums or several):
+        depth, stages = (256, 3) if out_itemsize == 2 else (128, 4)
+        bound, registers = 128 if precise_sums else None, 224 if precise_sums and several else 200
+        return Tiles(128, 128, depth, warps=8, stages=stages, imprecise=bound, registers=registers)
     large = waves(rows, columns, 128, 256, programs)
     small = waves(rows, columns, 128, 128, programs)
     # a small tile takes little more than half the time of a large one
