@@ -340,10 +340,10 @@ def gemm_kernel(
                 if (ended == e1) | (ended == e2) | (ended == e3) | (ended == e4):
                     in_block = q + tl.arange(0, BM)
                     rows = block * inner + in_block
+                    rows_in = in_block < inner
                     cols = col + tl.arange(0, BN)
-                    total += scale_and_bias(
-                        acc, a_scale, rows, in_block < inner, b_scale, None, cols, cols < n, A_SCALE, B_SCALE
-                    )
+                    cols_in = cols < n
+                    total += scale_and_bias(acc, a_scale, rows, rows_in, b_scale, None, cols, cols_in, A_SCALE, B_SCALE)
                     acc = tl.zeros((BM, BN), dtype=tl.float32)
 
         if EACH:
