@@ -185,13 +185,14 @@ asynctp.reset = compat.reset_cudagraphs  # type: ignore[attr-defined]  # torch._
 
 
 def split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
-    """Our options as a Config, and Inductor's (`a.b` or `a-b` as torch.compile allows) as they are.
+    """Our options as a Config, and Inductor's as they are; `-` in a name stands for `_`, as torch.compile allows.
 
     Raises:
         ConfigError: One is neither a field of Config nor an Inductor option, or a field has a bad value.
     """
     fields, known = set(Config.field_names()), compat.inductor_option_names()
-    patches = {name.replace("-", "_"): value for name, value in options.items() if name not in fields}
+    options = {name.replace("-", "_"): value for name, value in options.items()}
+    patches = {name: value for name, value in options.items() if name not in fields}
     for name in patches:
         if name not in known:
             raise ConfigError(

@@ -27,7 +27,8 @@ RUNTIME_VARIABLES = {
     "or interpreted (the Triton kernels under TRITON_INTERPRET=1: slow, for tests)",
     "cuda_implementation": "what the fused ops run on CUDA tensors: auto (the fastest; default), fused, decomposed, "
     "direct or unfused; one that cannot run a call raises",
-    "timeout_s": "seconds after which a wait for a peer gives up with an error (default: 60 on CPU, no bound on CUDA)",
+    "timeout_s": "seconds after which a wait for a peer gives up with an error "
+    "(default: 60 if interpreted, no bound on CUDA; plain collectives have their group's)",
     "recorded_calls": "how many calls of a group are kept recorded as CUDA graphs (default: 4096; 0: none)",
     "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads",
 }

@@ -113,11 +113,11 @@ class _Scene:
         if whole is None or shard is None:
             return Refusal(reasons.SHAPE_UNKNOWN, gather.node.name)
         sizes, own = self.sizes.of(whole), self.sizes.of(shard)
-        shard_numel = product(own)
-        if same(shard_numel, 0):
+        if same(product(own), 0):
             return Refusal(reasons.NO_ELEMENTS, gather.node.name)
-        if not same(product(sizes), shard_numel * gather.group_size) or not _in_blocks(gather, sizes, own):
-            return Refusal(reasons.SIZES_NOT_PROVEN, f"{list(sizes)} is not {gather.group_size} shards of {list(own)}")
+        if not _in_blocks(gather, sizes, own):
+            facts = f"{list(sizes)} is not {gather.group_size} shards of {list(own)} along dimension {gather.dim}"
+            return Refusal(reasons.SIZES_NOT_PROVEN, facts)
         blocks = _moved((gather.group_size, *own), 0, gather.dim)
         seed = IndexMap.identity(sizes) if gather.dim == 0 else blocks.reshape(sizes)
         if isinstance(seed, Refusal):
@@ -183,7 +183,7 @@ class _Scene:
 def _in_blocks(collective: Collective, whole: Sequence[Size], part: Sequence[Size]) -> bool:
     """True when the sizes of a whole are those of its parts, one a rank along the collective's dimension."""
     parts = [size * collective.group_size if axis == collective.dim else size for axis, size in enumerate(part)]
-    return len(whole) != len(parts) or all(same(a, b) for a, b in zip(whole, parts, strict=True))
+    return len(whole) == len(parts) and all(same(a, b) for a, b in zip(whole, parts, strict=True))
 
 
 def _moved(shape: Sequence[Size], source: int, dest: int) -> IndexMap:

@@ -206,8 +206,9 @@ NOT_ROWS_OR_CONTRACTION = _miss(
 SIZES_NOT_PROVEN = _miss(
     "ATP108",
     "SIZES_NOT_PROVEN",
-    "sizes are symbolic and their divisibility or equality cannot be proven without adding a guard",
-    "mark the dimension static, or make the local size (not the global one) the dynamic dimension",
+    "sizes do not fit, or are symbolic and their divisibility or equality cannot be proven without adding a guard",
+    "mark the dimension static, or make the local size (not the global one) the dynamic dimension; of a registered op, "
+    "see that its fake implementation gives the shape that was registered",
 )
 GATHER_IS_RIGHT_OPERAND = _miss(
     "ATP109",

@@ -82,11 +82,11 @@ class Callers:
     def all_gather_matmul(
         self,
         a_shard: Tensor,
-        bs: Sequence[Tensor],
+        bs: Tensor | Sequence[Tensor],
         *,
         gather_dim: int,
         group: Any,
-        biases: Sequence[Tensor | None] | None = None,
+        biases: Tensor | Sequence[Tensor | None] | None = None,
         return_a_full: bool = False,
     ) -> tuple[list[Tensor], Tensor | None]:
         """Gather `a_shard` over the ranks, then multiply by each of `bs`: `shard → all_gather → mm, mm, …`.
@@ -95,7 +95,7 @@ class Callers:
 
         Args:
             a_shard: This rank's piece of A.
-            bs: Right-hand operands.
+            bs: Right-hand operands, or the one there is.
             gather_dim: Dimension of A to gather along, negative from the end; the last is the contraction.
             group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
             biases: One per operand, added to its product; None adds none.
@@ -115,22 +115,23 @@ class Callers:
             torch.distributed._functional_collectives (all_gather_single) and torch.addmm.
         """
         name, size = group_and_size(group)
-        offsets = optional_list(biases, len(bs))
+        b_parts = as_list(bs)
+        offsets = optional_list(biases, len(b_parts))
         if self._checks:
-            check_gather("all_gather_matmul", a_shard, bs, offsets, gather_dim, size)
-        outs = self._programs.all_gather_matmul(a_shard, list(bs), offsets, gather_dim, return_a_full, size, name)
+            check_gather("all_gather_matmul", a_shard, b_parts, offsets, gather_dim, size)
+        outs = self._programs.all_gather_matmul(a_shard, b_parts, offsets, gather_dim, return_a_full, size, name)
         return split_a_full(outs, return_a_full)
 
     def all_gather_scaled_matmul(
         self,
         a_shard: Tensor,
         a_scale: Tensor,
-        bs: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
+        bs: Tensor | Sequence[Tensor],
+        b_scales: Tensor | Sequence[Tensor],
         *,
         gather_dim: int,
         group: Any,
-        biases: Sequence[Tensor | None] | None = None,
+        biases: Tensor | Sequence[Tensor | None] | None = None,
         gather_a_scale: bool = False,
         out_dtype: torch.dtype = torch.bfloat16,
         use_fast_accum: bool = False,
@@ -141,7 +142,7 @@ class Callers:
         Args:
             a_shard: This rank's piece of A, fp8.
             a_scale: fp32 factor of A: one number, one per row, or one per block of 1x128 or 128x128.
-            bs: Right-hand operands, fp8 (on CUDA column-major, else they are copied).
+            bs: Right-hand operands, or the one there is, fp8 (on CUDA column-major, else they are copied).
             b_scales: fp32 factor of each operand: one number, one per column, or one per block, not of 128x128 too.
             gather_dim: Dimension of A to gather along, negative from the end; the last is the contraction.
             group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
@@ -171,11 +172,12 @@ class Callers:
             torch.distributed._functional_collectives (all_gather_single); torch._scaled_mm on CUDA, fp32 on CPU.
         """
         name, size = group_and_size(group)
-        offsets = optional_list(biases, len(bs))
+        b_parts, b_factors = as_list(bs), as_list(b_scales)
+        offsets = optional_list(biases, len(b_parts))
         if self._checks:
-            scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype)
-            check_gather("all_gather_scaled_matmul", a_shard, bs, offsets, gather_dim, size, scales)
-        operands = (a_shard, a_scale, list(bs), list(b_scales), offsets, gather_dim, gather_a_scale)
+            scales = GatherScales(a_scale, b_factors, gather_a_scale, out_dtype)
+            check_gather("all_gather_scaled_matmul", a_shard, b_parts, offsets, gather_dim, size, scales)
+        operands = (a_shard, a_scale, b_parts, b_factors, offsets, gather_dim, gather_a_scale)
         outs = self._programs.all_gather_scaled_matmul(*operands, out_dtype, use_fast_accum, return_a_full, size, name)
         return split_a_full(outs, return_a_full)
 
@@ -218,7 +220,7 @@ class Callers:
             torch.distributed._functional_collectives (reduce_scatter_single) and torch.addmm.
         """
         name, size = group_and_size(group)
-        a_parts, b_parts = as_list(a), as_list(b)
+        a_parts, b_parts = operands_of("matmul_reduce_scatter", a), as_list(b)
         offsets = optional_list(biases, len(a_parts))
         if self._checks:
             operands = (a_parts, b_parts, offsets, reduce_op)
@@ -276,7 +278,7 @@ class Callers:
             torch.distributed._functional_collectives (reduce_scatter_single); torch._scaled_mm on CUDA, fp32 on CPU.
         """
         name, size = group_and_size(group)
-        a_parts, b_parts = as_list(a), as_list(b)
+        a_parts, b_parts = operands_of("scaled_matmul_reduce_scatter", a), as_list(b)
         offsets = optional_list(biases, len(a_parts))
         if self._checks:
             scales = ScatterScales(as_list(a_scales), as_list(b_scales), out_dtype)
@@ -324,7 +326,7 @@ class Callers:
             torch.distributed._functional_collectives (all_reduce) and torch.addmm.
         """
         name, _ = group_and_size(group)
-        a_parts, b_parts = as_list(a), as_list(b)
+        a_parts, b_parts = operands_of("matmul_all_reduce", a), as_list(b)
         offsets = optional_list(biases, len(a_parts))
         if self._checks:
             check_all_reduce("matmul_all_reduce", a_parts, b_parts, offsets, reduce_op, sum_dtype=sum_dtype)
@@ -377,7 +379,7 @@ class Callers:
             torch.distributed._functional_collectives (all_reduce); torch._scaled_mm on CUDA, fp32 on CPU.
         """
         name, _ = group_and_size(group)
-        a_parts, b_parts = as_list(a), as_list(b)
+        a_parts, b_parts = operands_of("scaled_matmul_all_reduce", a), as_list(b)
         offsets = optional_list(biases, len(a_parts))
         if self._checks:
             scales = ScatterScales(as_list(a_scales), as_list(b_scales), out_dtype)
@@ -413,7 +415,10 @@ def _group_name(group: Any) -> str:
     if isinstance(group, _PROCESS_GROUP):  # asked first: torch.compile cannot trace hasattr on a ProcessGroup
         return str(group.group_name)
     if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
-        return str(group[0].get_group(group[1]).group_name)
+        try:
+            return str(group[0].get_group(group[1]).group_name)
+        except (IndexError, KeyError, RuntimeError) as error:
+            raise _invalid("group", "group", group, "a mesh with the name or the number of one of its dims") from error
     limit = "a group name, a ProcessGroup, a DeviceMesh or (DeviceMesh, dim)"
     _require(hasattr(group, "get_group"), "group", "group", group, limit)
     _require(group.ndim == 1, "group", "group", group, 'a mesh of one dimension; slice it first (mesh["tp"])')
@@ -423,6 +428,17 @@ def _group_name(group: Any) -> str:
 def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """A list of the tensors, or of the one tensor."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def operands_of(op: str, a: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """The left-hand operands of a call: without one there would be no tensor that an op could be found by.
+
+    Raises:
+        ValueError: There are none.
+    """
+    parts = as_list(a)
+    _check_lengths(op, len(parts), {})
+    return parts
 
 
 def optional_list(biases: Tensor | Sequence[Tensor | None] | None, count: int) -> list[Tensor | None]:
@@ -634,9 +650,8 @@ def _describe(tensor: Tensor) -> str:
 def _check_lengths(op: str, count: int, lists: dict[str, Sequence[Any]]) -> None:
     _require(count > 0, op, "number of operands", count, "at least 1")
     for name, items in lists.items():
-        _require(
-            len(items) == count, op, f"len({name})", len(items), f"{count}: one for each product (None for no bias)"
-        )
+        none = " (None for no bias)" if name == "biases" else ""
+        _require(len(items) == count, op, f"len({name})", len(items), f"{count}: one for each product{none}")
 
 
 def normalize_dim(dim: int, ndim: int) -> int:

@@ -191,6 +191,8 @@ def register_collective(
         found.argument("size", str(size), ("int", "SymInt"))
     if isinstance(dim, str):
         found.argument("dim", dim, ("int",))
+    else:
+        found.require(isinstance(dim, int), f"dim={dim!r} is neither the name of an argument nor a dimension")
     if reduce_op not in ("sum", "avg"):
         found.argument("reduce_op", reduce_op, ("str",))
     found.require(not found.writes(), "it writes to its arguments; only functional collectives can be registered")
@@ -252,7 +254,8 @@ def unregister(op: Any) -> None:
     """
     found = _Schema(op)
     tables = [table for table in (_registered_collectives, _registered_matmuls) if found.name in table]
-    found.require(bool(tables), "it is not registered")
+    if not tables:
+        raise RegistryError(f"asynctp: {found.name} cannot be unregistered: it is not registered")
     for table in tables:
         del table[found.name]
 

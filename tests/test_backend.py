@@ -287,6 +287,12 @@ def test_unknown_option(mesh: DeviceMesh) -> None:
     assert isinstance(cause(raised.value), ConfigError)
 
 
+def test_our_options_with_dashes() -> None:
+    """As torch.compile allows for Inductor's."""
+    config, patches = backend.split_options({"min-bytes": 7, "shape-padding": True})
+    assert (config.min_bytes, patches) == (7, {"shape_padding": True})
+
+
 def test_bad_value(mesh: DeviceMesh) -> None:
     with pytest.raises(Exception, match="strict='some' is not valid") as raised:
         compiled(gather_matmul(mesh), options={"strict": "some"})(torch.ones(4, 16))

@@ -706,6 +706,12 @@ def _scaled_scatter(a_scale: Any = ONE, b_scale: Any = ONE, **options: Any) -> A
     )
 
 
+def _in_mesh(dim: Any) -> Any:
+    return lambda module: (
+        lambda g: _gather(group=(dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dim))(module)(g)
+    )
+
+
 BAD_CALLS = {
     "dim too large": (_gather(dim=3), "gather_dim=3 is not valid; it must be between -3 and 2"),
     "dim too small": (_scatter(dim=-4), "scatter_dim=-4 is not valid; it must be between -3 and 2"),
@@ -723,7 +729,14 @@ BAD_CALLS = {
     "bias of rows": (_gather(biases=[torch.zeros(8, 12)]), "of shape [12] or [1, 12]"),
     "bias dtype": (_gather(biases=[V.half()]), "a vector [N] or a row [1, N] of a dtype in (torch.float32,)"),
     "unknown group": (_gather(group="nobody"), "group='nobody' is not valid; it must be the name of an existing"),
+    "no dimension of the mesh": (
+        _in_mesh("pp"),
+        "'pp') is not valid; it must be a mesh with the name or the number of",
+    ),
+    "no such number of dimensions": (_in_mesh(2), "2) is not valid; it must be a mesh with the name or the number of"),
     "no group": (_gather(group=7), "group=7 is not valid; it must be a group name, a ProcessGroup, a DeviceMesh or"),
+    "no products": (_scatter(a=[], b=[]), "matmul_reduce_scatter: number of operands=0 is not valid"),
+    "no all-reduced products": (_all_reduce(a=[], b=[]), "matmul_all_reduce: number of operands=0 is not valid"),
     "lists of different lengths": (_scatter(a=[X, X], b=[W]), "len(b_parts)=1 is not valid; it must be 2"),
     "products of different shapes": (_scatter(a=[X, X[:, :4]], b=[W, W]), "since the products are added"),
     "products of different ranks": (_scatter(a=[X, X[0]], b=[W, W]), "of the rank and dtype of a_parts[0]"),
@@ -777,6 +790,13 @@ BAD_CALLS = {
 def test_bad_call_is_explained(fake_group: str, module: Any, name: str) -> None:
     call, fragment = BAD_CALLS[name]
     assert fragment in _refusal(call(module), fake_group)
+
+
+@pytest.mark.parametrize("module", [ops, reference], ids=["ops", "reference"])
+def test_one_operand_needs_no_list(fake_group: str, module: Any) -> None:
+    (out,), _ = module.all_gather_matmul(X, W, gather_dim=1, group=fake_group, biases=V)
+    (scaled,), _ = module.all_gather_scaled_matmul(XQ, ONE, WQ, ONE, gather_dim=1, group=fake_group)
+    assert out.shape == scaled.shape == (3, 32, 12)
 
 
 def test_group_size_must_be_the_groups(fake_group: str) -> None:

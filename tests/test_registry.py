@@ -60,6 +60,7 @@ BAD_COLLECTIVES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "type of group": (ops.all_gather, {**GATHER, "group": "ranks"}, "group='ranks' is of type int, and not str or Any"),
     "no size": (ops.all_gather, {**GATHER, "size": None}, "size must name the argument that is the number of ranks"),
     "dim": (ops.all_gather, {**GATHER, "dim": "axis"}, "dim='axis' is no argument"),
+    "dim that is none": (ops.all_gather, {**GATHER, "dim": None}, "dim=None is neither the name of an argument nor a"),
     "type of dim": (ops.all_gather, {**GATHER, "dim": "group"}, "dim='group' is of type str, and not int"),
     "reduction": (ops.all_gather, {**GATHER, "reduce_op": "max"}, "reduce_op='max' is no argument"),
     "in place": (ops.gather_, GATHER, "it writes to its arguments"),
@@ -112,7 +113,7 @@ def test_bad_matmul(name: str) -> None:
 
 
 def test_unregister_what_is_not_registered() -> None:
-    with pytest.raises(RegistryError, match="it is not registered"):
+    with pytest.raises(RegistryError, match="cannot be unregistered: it is not registered"):
         unregister(ops.all_gather)
 
 
@@ -193,14 +194,21 @@ def test_an_op_without_a_dimension_argument() -> None:
     assert becomes(b, b.mm(b.reshape(whole, [48, 8]), b.input("w", [8, 16]))) == ["F"]
 
 
+def stacked(b: GraphBuilder, x: Node) -> torch.Tensor:
+    """The value of a gather that stacks the ranks' tensors instead of joining them."""
+    with b.mode:
+        return torch.empty([b.ranks, *x.meta["val"].shape])
+
+
 def test_gathers_that_are_not_what_they_promise_are_missed() -> None:
-    """A wrong number of ranks, a wrong dimension, a dimension that is none, a result of another layout."""
+    """A wrong number of ranks, a wrong dimension, a dimension that is none, a result of another layout, or stacked."""
     register_collective(ops.all_gather, **GATHER)
     for build in (
         lambda b, x: gather(b, x, size=3),
         lambda b, x: b.call_like(gather(b, x, 1).meta["val"], ops.all_gather.default, x, 0, 4, "tp"),
         lambda b, x: b.call_like(gather(b, x, 0).meta["val"], ops.all_gather.default, x, 5, 4, "tp"),
         lambda b, x: b.call_like(gather(b, x, 1).meta["val"].transpose(0, 1), ops.all_gather.default, x, 1, 4, "tp"),
+        lambda b, x: b.reshape(b.call_like(stacked(b, x), ops.all_gather.default, x, 1, 4, "tp"), [8, 32]),
     ):
         b = GraphBuilder()
         x = b.input("x", [8, 8])

@@ -40,7 +40,11 @@ def timeout_s() -> float:
     Raises:
         ValueError: the variable is not a positive number.
     """
-    seconds = float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S))
+    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"{TIMEOUT_VARIABLE} must be a positive number of seconds, not {seconds}")
+        raise ValueError(f"asynctp: {TIMEOUT_VARIABLE}={text!r} is not valid; it must be a positive number of seconds")
     return seconds

@@ -15,6 +15,15 @@ from ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.parametrize("text", ["soon", "-1", "0", "inf", "nan", ""])
+def test_a_bad_bound_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    from asynctp_kernels.errors import timeout_s
+
+    monkeypatch.setenv("ASYNCTP_TIMEOUT_S", text)
+    with pytest.raises(ValueError, match=f"ASYNCTP_TIMEOUT_S='{text}' is not valid; it must be a positive number"):
+        timeout_s()
+
+
 def _mappings() -> int:
     """Shared segments of ours that this process has mapped."""
     return sum("asynctp_" in line for line in Path("/proc/self/maps").read_text().splitlines())
