@@ -27,8 +27,7 @@ RUNTIME_VARIABLES = {
     "or interpreted (the Triton kernels under TRITON_INTERPRET=1: slow, for tests)",
     "cuda_implementation": "what the fused ops run on CUDA tensors: auto (the fastest; default), fused, decomposed, "
     "direct or unfused; one that cannot run a call raises",
-    "timeout_s": "seconds after which a wait for a peer gives up with an error "
-    "(default: 60 if interpreted, no bound on CUDA; plain collectives have their group's)",
+    "timeout_s": "seconds after which a wait for a peer gives up with an error (default: 60 on CPU, no bound on CUDA)",
     "recorded_calls": "how many calls of a group are kept recorded as CUDA graphs (default: 4096; 0: none)",
     "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads",
 }
@@ -59,7 +58,7 @@ class Config:
             `"always"`, `"never"`, or, by default (`"auto"`), in graphs where products hide them. Where activation
             checkpointing has its say about a gather, that holds.
         agree: Compare what the ranks of a group decide when they compile; a difference raises `DisagreementError`.
-        log: Log a line per chain (MISSED as warning, the others as info).
+        log: Log an entry per collective (MISSED as warning, the others as info).
         trace: Emit each report as a structured-trace artifact, which tlparse shows.
         report_file: Append each report to this file as one line of JSON; None writes none.
         graph_dir: Write a page with the graph before and after, chains coloured by outcome, into this folder
