@@ -62,7 +62,7 @@ from asynctp_passes.shapes import (
     same,
     scales_rows,
 )
-from asynctp_passes.views import Flow, follow, is_sum, is_view, size_readers, views_of
+from asynctp_passes.views import Flow, follow, is_sum, is_view, pads_at_end, size_readers, views_of
 
 __all__ = ["find"]
 
@@ -626,7 +626,8 @@ def _only_scales(scalings: Container[fx.Node], node: fx.Node) -> bool:
 
 def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
     """Why a way from a gather to a matmul is not fused: what is known of one of its nodes, or that it computes."""
-    if op_name(way[0]) == "aten.constant_pad_nd.default" and is_matmul(way[1]):
+    padded = op_name(way[0]) == "aten.constant_pad_nd.default" and is_matmul(way[1])
+    if padded and pads_at_end(way[0].args[1]):  # type: ignore[arg-type]
         return Refusal(reasons.MATMUL_PADDED, near.names(way))
     if refusal is not None and refusal.reason is not reasons.COMPUTED_BETWEEN:
         return Refusal(refusal.reason, f"{near.names(way)}; {refusal.facts}")

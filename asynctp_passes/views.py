@@ -33,6 +33,7 @@ __all__ = [
     "is_conversion",
     "is_sum",
     "is_view",
+    "pads_at_end",
     "scaling_of",
     "size_readers",
     "views_of",
@@ -478,8 +479,13 @@ def _is_constant(node: fx.Node) -> bool:
 def _padded(call: _Call) -> Result:
     """Padding at the end is how torch evens out shards; other padding shifts or widens the tensor."""
     pad = call.values["pad"]
-    at_end = all(not (isinstance(size, int) and (size < 0 or (size > 0 and i % 2 == 0))) for i, size in enumerate(pad))
-    return Refusal(reasons.UNEVEN_SHARDS if at_end else reasons.VIEW_NOT_UNDERSTOOD, f"pads by {list(pad)}")
+    reason = reasons.UNEVEN_SHARDS if pads_at_end(pad) else reasons.VIEW_NOT_UNDERSTOOD
+    return Refusal(reason, f"pads by {list(pad)}")
+
+
+def pads_at_end(pad: Sequence[object]) -> bool:
+    """True for padding that leaves all that there is in its place: none in front, and none that cuts."""
+    return all(not (isinstance(size, int) and (size < 0 or (size > 0 and i % 2 == 0))) for i, size in enumerate(pad))
 
 
 def _refuse(reason: reasons.Reason) -> Callable[[_Call], Result]:

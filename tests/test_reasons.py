@@ -686,6 +686,12 @@ def gather_that_is_padded_for_the_matmul(b: GraphBuilder) -> Node:
     return b.call(aten.slice.Tensor, b.call(aten.slice.Tensor, out, 0, 0, -4), 1, 0, -6)
 
 
+@row("VIEW_NOT_UNDERSTOOD", "pads by [0, 0, 1, 0]")
+def gather_that_is_padded_in_front(b: GraphBuilder) -> Node:
+    """By the program: Inductor pads behind what there is."""
+    return times(b, b.call(aten.constant_pad_nd.default, gathered(b), [0, 0, 1, 0]))
+
+
 @row("MATMUL_PADDED", "constant_pad_nd")
 def scatter_of_a_padded_matmul(b: GraphBuilder) -> Node:
     pad = aten.constant_pad_nd.default
