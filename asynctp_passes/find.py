@@ -48,6 +48,7 @@ from asynctp_passes.read import (
 )
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.reference import WIDENED
+from asynctp_passes.registry import collective_op
 from asynctp_passes.rowwise import Region, chain_of, products_of, rows_first
 from asynctp_passes.shapes import (
     GatherPlacement,
@@ -751,7 +752,9 @@ def _blocks_first(scene: _Scene, scatter: Collective, whole: IndexMap) -> IndexM
         return Refusal(reasons.SHAPE_UNKNOWN, scatter.node.name)
     sizes, dim = scene.sizes.of(value), scatter.dim
     if not _in_blocks(scatter, sizes, scene.sizes.of(part)):
-        return Refusal(reasons.SIZES_NOT_PROVEN, f"{list(part.shape)} is not a part of {list(sizes)} along {dim}")
+        return Refusal(
+            reasons.SIZES_NOT_PROVEN, f"{list(part.shape)} is not a part of {list(sizes)} along dimension {dim}"
+        )
     if dim == 0:
         return whole
     inner = quotient(sizes[dim], scatter.group_size)
@@ -847,11 +850,15 @@ def _other_refusal(scene: _Scene, collective: Collective) -> Refusal:
         return Refusal(reasons.RESULT_UNUSED, f"{describe(collective.input)} of {name}")
     if name.startswith("symm_mem.fused"):
         return Refusal(reasons.ALREADY_FUSED, name)
-    if not any(word in name for word in ("gather", "reduce_scatter", "reducescatter", "all_reduce", "allreduce")):
+    op = collective_op(op_name(collective.node))
+    does = name if op is None else op.kind
+    if not any(word in does for word in ("gather", "reduce_scatter", "reducescatter", "all_reduce", "allreduce")):
         return Refusal(reasons.OTHER_COLLECTIVE, name)
-    reaches = _results_reach_matmul if "gather" in name else _inputs_reach_matmul
+    reaches = _results_reach_matmul if "gather" in does else _inputs_reach_matmul
     reached = reaches(scene, collective.node)
-    return Refusal(reasons.COLLECTIVE_NOT_UNDERSTOOD if reached else reasons.NO_MATMUL, name)
+    known = op is not None and tensor_of(collective.node) is not None
+    facts = f"{name} makes {describe(collective.node)} of {describe(collective.input)}" if known else name
+    return Refusal(reasons.COLLECTIVE_NOT_UNDERSTOOD if reached else reasons.NO_MATMUL, facts)
 
 
 def _results_reach_matmul(scene: _Scene, own: fx.Node) -> bool:

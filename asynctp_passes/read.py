@@ -157,6 +157,8 @@ def _member(
         return None
     if dim and (value is None or not -value.dim() <= dim < value.dim()):
         return None
+    if not _keeps_promise(op, tensor_of(tensor) if isinstance(tensor, fx.Node) else None, value):
+        return None
     group = dict(op.groups).get(group, group) if isinstance(group, str) else group
     return Collective(
         node=node,
@@ -171,6 +173,14 @@ def _member(
         call=call,
         mesh_dim=compat.mesh_dimension_of(group.meta.get("val") if isinstance(group, fx.Node) else group),
     )
+
+
+def _keeps_promise(op: CollectiveOp, before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
+    """False for a result of another dtype, and for an all-reduce's of another shape; lengths are looked at later."""
+    if before is None or after is None:
+        return True
+    alike = before.dim() == after.dim() and all(map(identical, before.shape, after.shape))
+    return before.dtype == after.dtype and (op.kind != "all_reduce" or alike)
 
 
 def waits_for_several(node: fx.Node) -> bool:
@@ -272,7 +282,7 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     if a is None or right is None or out is None:
         return Refusal(reasons.SHAPE_UNKNOWN, node.name)
     b, b_transposed = _one_matrix(values[op.b], op.b_transposed)
-    if b is None or a.dim() < 2 or not same(_rows(a), _rows(out)):
+    if b is None or a.dim() < 2 or not same(_rows(a), _rows(out)) or not _fit(a, right, out, op.b_transposed):
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}: {list(a.shape)} @ {list(right.shape)}")
     bias = values.get(op.bias) if op.bias is not None else None
     problem = _added(node, values, bias, out)
@@ -334,6 +344,12 @@ def _swaps_last_two(node: fx.Node, rank: int) -> bool:
     return False
 
 
+def _fit(a: torch.Tensor, right: torch.Tensor, out: torch.Tensor, b_transposed: bool) -> bool:
+    """False for sizes of which a registered matmul, as it was described, would not make these columns."""
+    depth, columns = reversed(right.shape[-2:]) if b_transposed else right.shape[-2:]
+    return not _differ(a.shape[-1], depth) and not _differ(out.shape[-1], columns)
+
+
 def _rows(tensor: torch.Tensor) -> Size:
     sizes: tuple[Any, ...] = tuple(tensor.shape[:-1])
     return product(compat.expression(size) if isinstance(size, torch.SymInt) else size for size in sizes)
@@ -390,6 +406,11 @@ def identical(a: Any, b: Any) -> bool:
     if not (isinstance(a, int | torch.SymInt) and isinstance(b, int | torch.SymInt)):
         return False
     return same(*(compat.expression(size) if isinstance(size, torch.SymInt) else size for size in (a, b)))
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """True for two sizes that are known and not the same."""
+    return isinstance(a, int) and isinstance(b, int) and a != b
 
 
 # --- scales ---------------------------------------------------------------------------------------------------

@@ -220,6 +220,37 @@ def test_gathers_that_are_not_what_they_promise_are_missed() -> None:
         assert becomes(b, b.mm(whole, b.input("w", [width, 16])))[0] in ("ATP108", "ATP113"), build
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [([4, 12], None), ([12, 8], None), ([8, 12], torch.bfloat16)])
+def test_an_all_reduce_that_is_none_is_missed(shape: list[int], dtype: torch.dtype | None) -> None:
+    """Half of it, another layout, another dtype."""
+    register_collective(ops.reduce, kind="all_reduce", input="x", group="group")
+    b = GraphBuilder()
+    whole = b.mm(b.input("x", [8, 16]), b.input("w", [16, 12]))
+    with b.mode:
+        value = torch.empty(shape, dtype=dtype)
+    assert becomes(b, b.call_like(value, ops.reduce.default, whole, "tp")) == ["ATP113"]
+
+
+def test_a_gather_that_converts_is_missed() -> None:
+    register_collective(ops.all_gather, **GATHER)
+    b = GraphBuilder()
+    x = b.input("x", [4, 8])
+    with b.mode:
+        value = torch.empty(16, 8, dtype=torch.bfloat16)
+    whole = b.call_like(value, ops.all_gather.default, x, 0, 4, "tp")
+    assert becomes(b, b.mm(whole, b.input("w", [8, 12], torch.bfloat16))) == ["ATP113"]
+
+
+@pytest.mark.parametrize(("b_transposed", "expected"), [(True, "F"), (False, "ATP115")])
+def test_a_matmul_of_a_transposed_weight_is_described_so(b_transposed: bool, expected: str) -> None:
+    register_matmul(ops.matmul, a="a", b="b", b_transposed=b_transposed)
+    b = GraphBuilder()
+    whole, w = b.gather(b.input("x", [4, 8])), b.input("w", [12, 8])
+    with b.mode:
+        value = torch.empty(16, 12)
+    assert becomes(b, b.call_like(value, ops.matmul.default, whole, w, None)) == [expected]
+
+
 def test_blocks_of_a_registered_gather_out_of_order() -> None:
     register_collective(ops.all_gather, **GATHER)
     b = GraphBuilder()
