@@ -894,7 +894,7 @@ def gather(shard: Tensor, dim: int, group_size: int, group_name: Any) -> Tensor:
 def reduce_scatter(full: Tensor, reduce_op: str, dim: int, group_size: int, group_name: Any) -> Tensor:
     """This rank's block along `dim` of the ranks' sum or average.
 
-    gloo's average is spelled out as sum, then division, both rounded to the tensor's dtype.
+    gloo's average is spelled out as sum, then division, both rounded to the tensor's dtype (of integers, cut off).
     """
     divide = reduce_op == "avg" and full.device.type == "cpu"
     dim = normalize_dim(dim, full.ndim)
@@ -904,7 +904,7 @@ def reduce_scatter(full: Tensor, reduce_op: str, dim: int, group_size: int, grou
     op = "sum" if divide else reduce_op
     block = c10d.wait_tensor(c10d.reduce_scatter_tensor(blocks, op, group_size, compat.group_name_of(group_name)))
     shard: Tensor = block.view(blocks.shape[1:])
-    return shard / group_size if divide else shard
+    return (shard / group_size).to(shard.dtype) if divide else shard
 
 
 def all_reduce(partial: Tensor, reduce_op: str, group_name: Any) -> Tensor:

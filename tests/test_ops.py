@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asynctp_passes import compat, ops, reference
+from asynctp_passes import collectives, compat, ops, reference
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -828,6 +828,14 @@ def test_gradient_of_a_bias_beside_none_raises(fake_group: str) -> None:
             ops.matmul_reduce_scatter([X, X], [W, weight], scatter_dim=1, group=fake_group, biases=biases)
     with torch.no_grad():
         ops.all_gather_matmul(X, [W, W], gather_dim=1, group=fake_group, biases=biases)
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.int64])
+def test_an_average_has_the_dtype_of_what_is_averaged(fake_group: str, dtype: torch.dtype) -> None:
+    whole = torch.ones(8, 3, dtype=dtype)
+    fake = torch.ops.asynctp.reduce_scatter(whole.to("meta"), "avg", 4, fake_group)
+    shard = collectives.reduce_scatter(whole, group=fake_group, reduce_op="avg")
+    assert (shard.dtype, shard.shape) == (fake.dtype, fake.shape) == (dtype, (2, 3))
 
 
 # --- the autograd kernel on CUDA, here on CPU -----------------------------------------------------------------------
