@@ -64,7 +64,7 @@ class _OwnPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
     """A pass with a configuration. Picklable; holds no process group."""
 
     def __init__(self, config: Config | None = None) -> None:
-        self.config = Config.from_options() if config is None else config
+        self.config = Config.given(config)
 
     def uuid(self) -> bytes:
         """What Inductor's caches key a pass on: both packages' sources, torch, configuration, registered ops, what the

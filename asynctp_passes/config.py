@@ -125,6 +125,17 @@ class Config:
             values[name] = value
         return cls(**values)
 
+    @classmethod
+    def given(cls, config: Config | None) -> Config:
+        """`config` as it was given, or that of the environment and the defaults for None.
+
+        Raises:
+            ConfigError: It is something else, or the environment is bad.
+        """
+        hint = "a Config or None; Config.from_options makes one of a dictionary"
+        _require(config is None or isinstance(config, cls), "config", config, hint)
+        return cls.from_options() if config is None else config
+
     def decisive(self) -> dict[str, Any]:
         """The values that influence generated code, by field: all but the report sinks and the check of the ranks."""
         return {name: getattr(self, name) for name in self.field_names() if name not in _NOT_DECISIVE}
@@ -195,6 +206,7 @@ def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:
 
 
 def _parse(key: str, name: str, text: str) -> Any:
+    text = text.strip()
     if name in ("expect", "min_bytes", "min_flops"):
         try:
             return int(text)

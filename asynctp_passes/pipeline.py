@@ -57,8 +57,10 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
         DisagreementError: Another rank decided differently about this program; the graph is untouched.
         StrictError: Chains were missed and `config.strict` forbids it; the graph is untouched.
         ExpectError: Fewer chains can be fused than `config.expect`; the graph is untouched.
+        TypeError: `graph` is no graph, but a GraphModule, say.
     """
-    config = Config.from_options() if config is None else config
+    _require_graph(graph)
+    config = Config.given(config)
     found, context = decide_graph(graph, config)
     decisions = hide(graph, found)
     bundles = coalesce(decisions, context)
@@ -78,6 +80,12 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
         store(graph, scales_to_store(graph))
     remarks = tuple(_with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)
     return dataclasses.replace(report, remarks=remarks)
+
+
+def _require_graph(graph: object) -> None:
+    if not isinstance(graph, fx.Graph):
+        remedy = "of a GraphModule pass its `graph`, and call its `recompile()` afterwards"
+        raise TypeError(f"asynctp: graph={type(graph).__name__} is not valid; it must be an fx.Graph: {remedy}")
 
 
 def run_joint(graph: fx.Graph, config: Config) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from asynctp_passes import Config, ConfigError
+from asynctp_passes import AsyncTPPass, Config, ConfigError, RegatherPass, run
 from asynctp_passes.config import RUNTIME_VARIABLES, cpu_implementation
 
 SINKS = {"agree": False, "log": False, "trace": False, "report_file": "reports.jsonl", "graph_dir": "pages"}
@@ -82,6 +83,7 @@ BAD_VARIABLES = [
 GOOD_VARIABLES = [
     # variable, text, field, value
     ("ASYNCTP_GROUPS", "auto", "groups", "auto"),
+    ("ASYNCTP_GROUPS", " auto ", "groups", "auto"),
     ("ASYNCTP_GROUPS", "tp", "groups", ("tp",)),
     ("ASYNCTP_GROUPS", " tp , cp,", "groups", ("cp", "tp")),
     ("ASYNCTP_STRICT", "all", "strict", "all"),
@@ -128,6 +130,17 @@ def test_paths_become_text() -> None:
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"option='strickt' is not valid; it must be one of \('groups', 'strict'"):
         Config.from_options({"strickt": "all"}, environ={})
+
+
+@pytest.mark.parametrize("take", [AsyncTPPass, RegatherPass, lambda config: run(Graph(), config)])
+def test_a_dictionary_is_refused_where_a_config_is_wanted(take: Callable[[Any], Any]) -> None:
+    with pytest.raises(ConfigError, match="it must be a Config or None"):
+        take({"strict": "all"})
+
+
+def test_a_graph_module_is_refused_where_a_graph_is_wanted() -> None:
+    with pytest.raises(TypeError, match="graph=GraphModule is not valid; it must be"):
+        run(GraphModule({}, Graph()))  # type: ignore[arg-type]
 
 
 # --- the environment -----------------------------------------------------------------------------------------
