@@ -5,6 +5,7 @@ The measurements are made up: nothing here needs a GPU. `EXPECTTEST_ACCEPT=1` wr
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -238,6 +239,23 @@ def test_a_second_measurement_is_merged_into_the_table(table: Path) -> None:
         "another GPU": {"gather:2:bfloat16:8:8": {"64": "direct"}},
         GPU: {"gather:4:bfloat16:8192:2560": {"64": "fused", "128": "direct", "256": "direct"}},
     }
+
+
+@pytest.mark.parametrize(("count", "rounds"), [(4, 3), (6, 5), (7, 3), (7, 5), (8, 3)])
+def test_no_variant_comes_twice_behind_the_same_one(count: int, rounds: int) -> None:
+    """Else the clock that the one leaves would be in the other's median."""
+    names = [str(number) for number in range(count)]
+    turns = bench.orders(names, rounds)
+    assert turns == bench.orders(names, rounds), "all ranks agree"
+    assert [sorted(order) for order in turns] == [names] * rounds
+    pairs = list(itertools.pairwise(itertools.chain.from_iterable(turns)))
+    assert len(pairs) == len(set(pairs)) == count * rounds - 1
+
+
+@pytest.mark.parametrize("rounds", [1, 7])
+def test_few_variants_take_turns(rounds: int) -> None:
+    assert bench.orders(["a"], rounds) == [["a"]] * rounds
+    assert all(sorted(order) == ["a", "b"] for order in bench.orders(["a", "b"], rounds))
 
 
 def test_fp8_kinds_decide_together() -> None:
