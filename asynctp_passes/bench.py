@@ -280,14 +280,14 @@ class Call:
         return found if self.gathers else [found]
 
     def _product(self, i: int, a: Tensor, a_scale: Tensor | None) -> Tensor:
-        """The product of operand `i`, by cuBLAS and with as little host time as compiled code takes."""
+        """The product of operand `i`: on a GPU by cuBLAS, with as little host time as compiled code takes."""
         b, bias = self.bs[i], self.biases[i]
         if a_scale is None:
             return reference.product(a, b, bias)
         b_scale, fast = self.b_scales[i], self.given["use_fast_accum"]
         by_rows = (a_scale.shape, b_scale.shape) == ((a.shape[0], 1), (1, b.shape[1]))
         alike = a_scale.ndim == b_scale.ndim == 0 or (by_rows and self.out_dtype == torch.bfloat16)
-        if a.ndim == 2 and alike and bias is None and b.stride(0) == 1:
+        if a.is_cuda and a.ndim == 2 and alike and bias is None and b.stride(0) == 1:
             return compat.scaled_mm(a, b, a_scale, b_scale, None, self.out_dtype, fast)
         return reference.scaled_product(a, b, a_scale, b_scale, bias, self.out_dtype, fast)
 
