@@ -861,6 +861,8 @@ def test_the_model_knows_how_slow_precise_sums_are_in_our_gemm() -> None:
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs and reports as on GPUs, which compiling for them does not need."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    # fake tensors of torch 2.11 initialize a GPU that is said to be there
+    monkeypatch.setattr(torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None)
     properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=SMS, name=H200)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
