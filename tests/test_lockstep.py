@@ -64,7 +64,7 @@ class _RealRank(torch.fx.Interpreter):
     """Collectives get contiguous inputs: gloo on torch 2.11 takes no others."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if str(target).startswith("_c10d_functional.") and isinstance(args[0], Tensor) and len(args) > 1:
+        if str(target).startswith("_c10d_functional") and isinstance(args[0], Tensor) and len(args) > 1:
             args = (args[0].contiguous(), *args[1:])
         return super().call_function(target, args, kwargs)
 
