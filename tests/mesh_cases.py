@@ -136,7 +136,8 @@ def case_pipeline_stages(mesh: DeviceMesh) -> tuple[Report, ...]:
     number = mesh["dp"].get_local_rank()
     stage = Stage(mesh["tp"], seed=number)
     actual = _pipeline_step(mesh, compiled(stage))
-    reports = asynctp_passes.reports()
+    # torch 2.11 first calls a stage without gradients, to learn the shapes
+    reports = tuple(report for report in asynctp_passes.reports() if report.phase != "inference")
     expected = _pipeline_step(mesh, Stage(mesh["tp"], seed=number))
     assert_close(actual, expected)
     assert_fused(reports, {"forward": 2, "backward": 2 if number else 1})  # the first stage's input has no gradient
