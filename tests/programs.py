@@ -329,6 +329,8 @@ def _join(b: Builder, pieces: list[Node], dim: int) -> Node:
     pieces = [_harmless_view(b, piece) if b.chance(8) else piece for piece in pieces]
     shapes = [shape_of(piece) for piece in pieces]
     rank = len(shapes[0])
+    if rank > 3 and 1 in shapes[0]:  # cat may follow its stride (channels last), which fake tensors do not know
+        pieces = [b.call(aten.contiguous.default, piece) for piece in pieces]
     if all(shape == shapes[0] for shape in shapes) and b.chance(4):
         joined = [size * len(pieces) if axis == dim else size for axis, size in enumerate(shapes[0])]
         return b.reshape(b.call(aten.stack.default, pieces, dim), joined)
