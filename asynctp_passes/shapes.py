@@ -177,10 +177,10 @@ class IndexMap:
         for size in shape:
             dim = _take(queue, size)
             if dim is None:
-                return Refusal(reasons.SIZES_NOT_PROVEN, f"cannot regroup {_text(self.digits)} as {list(shape)}")
+                return _undivided(f"cannot regroup {_text(self.digits)} as {list(shape)}", self.digits, shape)
             dims.append(dim)
         if queue:
-            return Refusal(reasons.SIZES_NOT_PROVEN, f"sizes {list(shape)} do not account for {_text(queue)}")
+            return _undivided(f"sizes {list(shape)} do not account for {_text(queue)}", queue, shape)
         return IndexMap(tuple(dims), self.offset)
 
     def permute(self, order: Sequence[int]) -> IndexMap:
@@ -209,6 +209,12 @@ class IndexMap:
     def insert(self, axis: int) -> IndexMap:
         """A new dimension of one index before dimension `axis`."""
         return IndexMap((*self.dims[:axis], (), *self.dims[axis:]), self.offset)
+
+
+def _undivided(fact: str, digits: Iterable[Digit], sizes: Iterable[Size]) -> Refusal:
+    """Digits do not split into these sizes: symbols may not, and of numbers no strides describe what the view makes."""
+    numbers = all(isinstance(size, int) for size in (*(digit.size for digit in digits), *sizes))
+    return Refusal(reasons.VIEW_NOT_UNDERSTOOD if numbers else reasons.SIZES_NOT_PROVEN, fact)
 
 
 def _take(queue: list[Digit], size: Size) -> Dim | None:
@@ -454,7 +460,7 @@ def locate_scatter(operand: IndexMap, rows: Size, columns: Size, ranks: int) -> 
     queue = list(operand.digits)
     lead = _take(queue, ranks)
     if lead is None:
-        return Refusal(reasons.SIZES_NOT_PROVEN, f"cannot divide {_text(operand.digits)} by {ranks} ranks")
+        return _undivided(f"cannot divide {_text(operand.digits)} by {ranks} ranks", operand.digits, [ranks])
     covered = _complete(lead + tuple(queue), operand.offset, rows * columns)
     if isinstance(covered, Refusal):
         return covered

@@ -440,6 +440,12 @@ def symbolic_length_regrouped(b: GraphBuilder) -> Node:
     return times(b, b.call_like(value, aten.reshape.default, b.gather(x), [third, 96]))
 
 
+@row("VIEW_NOT_UNDERSTOOD", "cannot regroup")
+def transposed_and_regrouped(b: GraphBuilder) -> Node:
+    """Numbers, none of which is symbolic: six columns of eight are no four of twelve."""
+    return times(b, b.reshape(b.permute(b.gather(b.input("x", [2, 6])), [1, 0]), [4, 12]))
+
+
 @row("SIZES_NOT_PROVEN", "joins pieces of")
 def symbolic_columns_that_may_not_divide(b: GraphBuilder) -> Node:
     """What `chunk` makes of a number of columns that no guard says to be even; the last piece may be shorter."""

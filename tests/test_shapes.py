@@ -183,13 +183,13 @@ def test_reshape_of_what_does_not_divide() -> None:
     """Three rows of four, transposed, are no two halves."""
     transposed = IndexMap.identity((3, 4)).permute((1, 0))
     assert isinstance(transposed.reshape((4, 3)), IndexMap)
-    assert refused(IndexMap.identity((4, 3)).permute((1, 0)).reshape((2, 6))) is reasons.SIZES_NOT_PROVEN
+    assert refused(IndexMap.identity((4, 3)).permute((1, 0)).reshape((2, 6))) is reasons.VIEW_NOT_UNDERSTOOD
 
 
 def test_reshape_to_another_number_of_elements() -> None:
     source = IndexMap.identity((3, 4))
-    assert refused(source.reshape((3, 3))) is reasons.SIZES_NOT_PROVEN
-    assert refused(source.reshape((3, 8))) is reasons.SIZES_NOT_PROVEN
+    assert refused(source.reshape((3, 3))) is reasons.VIEW_NOT_UNDERSTOOD
+    assert refused(source.reshape((3, 8))) is reasons.VIEW_NOT_UNDERSTOOD
 
 
 def test_narrow_across_a_seam() -> None:
@@ -518,7 +518,7 @@ def test_locate_scatter_refuses_ranks_inside_the_columns() -> None:
 
 
 def test_locate_scatter_refuses_an_odd_number_of_elements() -> None:
-    assert refused(locate_scatter(IndexMap.identity((3, 5)), 3, 5, 2)) is reasons.SIZES_NOT_PROVEN
+    assert refused(locate_scatter(IndexMap.identity((3, 5)), 3, 5, 2)) is reasons.VIEW_NOT_UNDERSTOOD
 
 
 def test_locate_scatter_of_a_dynamic_sequence() -> None:
