@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
+from interpreter import interpreter_fault
 from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -109,6 +110,8 @@ def test_a_problem_shares_what_it_shares_alone(monkeypatch: pytest.MonkeyPatch) 
 
     Signals and a box, or landings and their words, each of 2 MiB, the least there is.
     """
+    if fault := interpreter_fault():
+        pytest.skip(fault)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("ASYNCTP_CPU_IMPLEMENTATION", "interpreted")
     problems = [("1x16", "decomposed"), ("1x32", "direct"), ("1x16", "decomposed")]
