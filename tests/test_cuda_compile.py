@@ -349,6 +349,7 @@ SCATTERS = BOTH | {
     ),
     "converted": Variant(CONVERTED, WIDE),
     "converted-fp8": Variant({**TENSORWISE, **CONVERTED}, WIDE8),
+    "converted-precise": Variant({**TENSORWISE, **CONVERTED, "fast": False}, PRECISE8),
     "converted-2": Variant({"ks": (512, 256), **CONVERTED}, NARROW),
     "converted-4": Variant({"ks": (512, 256, 256, 128), **CONVERTED, "dtype": torch.float16}, NARROW),
 }
@@ -677,20 +678,19 @@ def test_reduce_kernel(world: int, cut: int, chunks: int, tmp_path: Path) -> Non
         assert len(kernel.ptx.origins(load.reads) & found) == 1 + world
 
 
-@pytest.mark.parametrize(("world", "ks"), [(2, (512,)), (8, (512,)), (4, (512, 256))])
+@pytest.mark.parametrize(("world", "ks"), [(2, (512,)), (8, (512,)), (4, (512, 256)), (8, (512, 256))])
 def test_reduce_kernel_that_converts(world: int, ks: tuple[int, ...], tmp_path: Path) -> None:
-    """What travels is read as wide as ever; the result is written 16 bytes at a time too."""
+    """What travels is read as the result is written, 16 bytes at a time, which takes no memory that the GEMM needs."""
     with machine(world=world) as here:
         call = scatter_call((512 * world,), ks, world=world, **CONVERTED)
         scatter.FusedScatter(call, here.memory, WIDE if len(ks) == 1 else NARROW, 4, SMS)
         kernel = compiled(here.prepared[0], tmp_path)
-    assert kernel.registers <= REGISTERS_BESIDE
-    assert kernel.stack <= SMALL_STACK
-    assert kernel.shared <= 8192, "fp32 is written in another layout than bf16 is read"
-    found, size = waits(kernel.ptx), 2 if len(ks) == 1 else 4
-    loads, stores = kernel.ptx.find("ld.global.v4.b32"), kernel.ptx.find("st.global.v4.b32")
-    assert len(loads) == 4 * world * size, "4096 elements by 256 threads"
-    assert len(stores) == 4 * 4
+    check_small(kernel, registers=REGISTERS_BESIDE)
+    assert kernel.shared <= 16
+    found, width = waits(kernel.ptx), "v2.b32" if len(ks) == 1 else "v4.b32"
+    loads, stores = kernel.ptx.find(f"ld.global.{width}"), kernel.ptx.find("st.global.v4.b32")
+    assert len(loads) == 4 * world * 2, "2048 elements by 256 threads"
+    assert len(stores) == 4 * 2
     for load in loads:
         assert len(kernel.ptx.origins(load.reads) & found) == 1 + world
 

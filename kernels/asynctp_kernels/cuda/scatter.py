@@ -257,11 +257,13 @@ class Pushed(ScatterPlan):
 
     def _compile_reduction(self, call: ScatterCall, warps: int) -> None:
         memory, n = self.memory, self.layout.cols
-        block = 512 * warps
+        widest = max(self.wire_dtype.itemsize, self.out_dtype.itemsize)
+        block = 32 * warps * (32 // widest)
         size = self.layout.rows * n
         programs = grid(-(-size // block), driver.processors(self.device_index))
         ends = [end * n for _, end in self.own.rows]
-        together = math.gcd(8, *ends[:-1])  # elements that may be read at once
+        # elements that are read and written at once: two layouts would need shared memory, which the GEMM may have
+        together = math.gcd(16 // widest, *ends[:-1])
         ends += [ends[-1]] * (MAX_CHUNKS - len(ends))
         tiles = [*self.own_tiles, *[0] * (MAX_CHUNKS - len(self.own_tiles))]
         sent, out = (call.a_parts[0].new_empty(size, dtype=dtype) for dtype in (self.wire_dtype, self.out_dtype))
