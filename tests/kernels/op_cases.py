@@ -139,6 +139,7 @@ SCATTER_CASES = [
     ScatterCase("e4m3 weight, rowwise, bias", (19, 48), 0, (32,), E4M3, (0,), scale="row", weight=True),
     ScatterCase("e4m3 weight, tensorwise, outer 2", (2, 19, 48), 1, (32,), E4M3, scale="one", weight=True),
     ScatterCase("e4m3 tensorwise, sum of two", (70, 40), 0, (32, 48), E4M3, scale="one", weight=True),
+    ScatterCase("e4m3 rowwise, sum of four", (2, 19, 48), 1, (32, 80, 16, 144), E4M3, scale="row", weight=True),
     ScatterCase(
         "e4m3 rowwise, sum of three, outer 2", (2, 19, 72), 1, (48, 16, 32), E4M3, (1,), "avg", scale="row", weight=True
     ),
