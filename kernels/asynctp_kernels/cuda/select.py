@@ -57,7 +57,7 @@ class Rates:
             the terms of the model.
         narrow: how fast the GEMM's 128 x 128 tiles are, as a fraction of cuBLAS.
         precise: the same in fp8 without fast accumulation.
-        several: the same of several scaled products, which may be fast; `docs/results/2026-11-23-h200x2/sums.txt`.
+        several: the same of several scaled products, which may be fast; `docs/results/2026-11-23-h200x2/sums-fast.txt`.
 
     Source of the values: `docs/results/2026-11-22-h200x4` (`bench.json`, `tuned.json`) and `-h200x2` (`tuned.json`),
     159 calls; all but `copy`, `local`, `beside` and `narrow` are fitted to the geometric means of graph and eager time
