@@ -244,6 +244,14 @@ SCATTERS: dict[str, dict[str, Any]] = {
     "four scaled": {"rows": (520,), "ks": (64, 96, 96, 16), "n": 264, **TENSORWISE, "reduce_op": "avg"},
     "four scaled, precise": {"rows": (520,), "ks": (64, 96, 96, 16), "n": 264, **TENSORWISE, "fast": False},
     "several scaled, bias": {"rows": (768,), "ks": (80, 64), "n": 72, **TENSORWISE, "bias": True},
+    "several scaled, bias, outer": {
+        "rows": (2, 400),
+        "ks": (64, 16, 80),
+        "n": 72,
+        "dim": 1,
+        **ROWWISE,
+        "bias": True,
+    },
     "several scaled, outer": {"rows": (2, 400), "ks": (64, 16, 80), "n": 72, "dim": 1, **ROWWISE},
     "columns": {"rows": (50,), "ks": (40, 8), "n": 72, "dim": 1},
     "odd": {"rows": (3, 20), "ks": (7,), "n": 9, "dim": 1},
@@ -266,7 +274,7 @@ def scatter_implementations() -> Iterator[Any]:
         outer, along_last = scatter_call(**options).outer, case.endswith("columns")
         aligned = not case.startswith("odd")
         for implementation, able in (
-            ("fused", aligned and not along_last and case != "several scaled, bias"),
+            ("fused", aligned and not along_last and not case.startswith("several scaled, bias")),
             ("decomposed", outer <= MAX_CHUNKS and not along_last),
             ("unfused", outer == 1 and not along_last),
             ("direct", True),

@@ -526,10 +526,9 @@ def _refused_scattered_products(call: ScatterCall) -> str | None:
     """Likewise."""
     if not call.a_scales:
         return None
-    recipes = _scattered_recipes(call)
-    for i in range(len(call.b_parts)):
-        operands = (call.a_parts[i], call.b_parts[i], call.a_scales[i], call.b_scales[i], call.biases[i])
-        if not scaled_product_supported(*operands, call.out_dtype, False, recipes[i] is not None):
+    parts = (call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, _scattered_recipes(call))
+    for a, b, a_scale, b_scale, bias, recipe in zip(*parts, strict=True):
+        if not scaled_product_supported(a, b, a_scale, b_scale, bias, call.out_dtype, False, recipe is not None):
             return NOT_IN_CUBLAS
     return None
 
@@ -601,13 +600,15 @@ def _refused_scattering_gemm(call: ScatterCall) -> str | None:
     """Why the GEMM cannot make these products."""
     depths = [b.shape[0] for b in call.b_parts]
     reason = refused_gemm(call.a_parts[0], call.b_parts, call.b_scales, call.biases, call.wire_dtype, depths)
-    if reason is None and len(depths) > 1 and any(bias is not None for bias in call.biases):
+    if reason is not None:
+        return reason
+    if len(depths) > 1 and any(bias is not None for bias in call.biases):
         return "a bias in a sum of several products"
-    if reason is None and len({scale_mode(scale) for scale in call.a_scales}) > 1:
+    if len({scale_mode(scale) for scale in call.a_scales}) > 1:
         return "tensorwise and rowwise A scales in one sum"
-    if reason is None and len({a.dtype for a in call.a_parts}) > 1:
+    if len({a.dtype for a in call.a_parts}) > 1:
         return "As of several dtypes"
-    return reason
+    return None
 
 
 def _gathered_recipes(call: GatherCall) -> list[Recipe]:

@@ -27,7 +27,7 @@ class Tiles:
     group_m: int = 8
     #: bound on fp8's running sums in the tensor core; None where there are none or where they may be fast
     imprecise: int | None = None
-    #: of a thread, where there are 8 warps: 56 are left for each of 8 other warps
+    #: that a thread may have, where there are 8 warps: 56 are left for a thread of 8 other warps
     registers: int = 200
 
 
