@@ -85,7 +85,7 @@ def _gathered(calls: Sequence[GatherCall], rank: int) -> list[Tensor]:
     full = _joined([each.a_shard for each in calls], call.dim)
     scale = _joined([each.a_scale for each in calls], call.dim) if call.scale_travels else call.a_scale
     outs = [out.view(*full.shape[:-1], -1) for out in expected_products(call, full, scale)]
-    numbers = [] if call.along is None else [_joined([each.along for each in calls], 0)]
+    numbers = [] if call.along is None else [_joined([each.along for each in calls], call.dim)]
     return [*outs, *[full] * call.return_a_full, *numbers]
 
 

@@ -166,19 +166,28 @@ class Enqueued(TorchDispatchMode):
         self.rank = rank
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        held = args and isinstance(args[0], Tensor) and args[0].data_ptr() in self.rank.arena.addresses
+        kwargs = kwargs or {}
+        into = kwargs.get("out", args[0] if args else None)
+        held = isinstance(into, Tensor) and into.data_ptr() in self.rank.arena.addresses
         if func.is_view or not held or func is torch.ops.aten.new_empty.default:
-            return func(*args, **(kwargs or {}))
-        assert func in (torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor), func
-        places = tree_map_only(Tensor, Place.of, args)
+            return func(*args, **kwargs)
+        aten = torch.ops.aten
+        assert func in (aten.copy_.default, aten.add_.Tensor, aten.cat.out), func
+        out_place, places = Place.of(into), tree_map_only(Tensor, Place.of, args)
 
         def steps() -> Steps:
-            out, *others = tree_map_only(Place, Place.tensor, places)
-            own = yield from look(out)
-            yield from put(out, func(own, *others))
+            out, given = out_place.tensor(), tree_map_only(Place, Place.tensor, places)
+            if func is aten.cat.out:
+                found = []
+                for each in given[0]:
+                    found.append((yield from look(each)))
+                yield from put(out, torch.cat(found, *given[1:]))
+            else:
+                own = yield from look(out)
+                yield from put(out, func(own, *given[1:]))
 
         self.rank.enqueue(self.rank.current_stream, str(func), steps)
-        return args[0]
+        return into
 
 
 class Executable(cuda_stubs.Executable):

@@ -117,7 +117,7 @@ main   record last""",
 def scattered(here: Machine, whole: Tensor, for_us: list[Tensor], reduce_op: str = "sum") -> Tensor:
     """One scatter, with what the other ranks push in place."""
     plan = bulk_scatter(whole, reduce_op, here.memory)
-    free, full = here.memory.scatter_free, here.memory.scatter_full
+    free, full = here.memory.free, here.memory.full
     size = for_us[RANK].numel() * whole.itemsize
     for rank in set(range(WORLD)) - {RANK}:
         cuda_emulated.at(free.at(RANK, rank), (1,), torch.int32).fill_(1)
@@ -217,7 +217,7 @@ def test_a_call_that_stages_first_waits_for_what_is_in_flight(here: Machine) -> 
     """Its staging is not on the copy stream, and would fill the outbox that the others still read."""
     shard = tensor(256, 512)
     done = bulk_gather(shard, here.memory).start_bulk(shard).done
-    call = gather_call((256,), 512, (512,))
+    call = gather_call((256,), 512, (512,), full=True)
     plan = DecomposedGather(call, here.memory)
     here.log.clear()
     plan.run(call.a_shard, None, call.bs, (), call.biases)

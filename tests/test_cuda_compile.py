@@ -624,8 +624,9 @@ def test_stage_kernel(world: int, scales: bool, tmp_path: Path) -> None:
     """A barrier, the copy, a barrier; few registers, since it runs beside the GEMM."""
     options: dict[str, Any] = {**ROWWISE, "travels": True} if scales else {}
     with machine(world=world) as here:
-        gather.DecomposedGather(gather_call((4096,), world=world, **options), here.memory)
-        kernel = compiled(here.prepared[-1], tmp_path)
+        call = gather_call((4096,), world=world, **options)
+        gather.FusedGather(call, here.memory, NARROW8 if scales else NARROW, 1, 132)
+        kernel = compiled(here.prepared[0], tmp_path)
     check_small(kernel, registers=REGISTERS_BESIDE)
     check_posts(kernel.ptx, 2 * (world - 1))
     assert len(acquires(kernel.ptx)) >= 2 * (world - 1)
@@ -747,9 +748,9 @@ SMALLEST: dict[str, Callable[[Machine], Any]] = {
     "gather-direct-rows": lambda here: gather.DirectGather(
         gather_call((1,), 1, (1,), **ROWWISE, travels=True), here.memory
     ),
-    "gather-decomposed": lambda here: gather.DecomposedGather(gather_call((1,), 1, (1,)), here.memory),
+    "gather-decomposed": lambda here: gather.DecomposedGather(gather_call((1,), 1, (1,), full=True), here.memory),
     "gather-decomposed-rows": lambda here: gather.DecomposedGather(
-        gather_call((1,), 1, (1,), **ROWWISE, travels=True), here.memory
+        gather_call((1,), 1, (1,), **ROWWISE, travels=True, full=True), here.memory
     ),
     "scatter-direct": lambda here: scatter.DirectScatter(scatter_call((4,), (1,), 1), here.memory),
     "scatter-direct-columns": lambda here: scatter.DirectScatter(scatter_call((1,), (1,), 4, dim=-1), here.memory),

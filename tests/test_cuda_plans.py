@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
 from asynctp_kernels.cuda import gather, products, scatter
 from asynctp_kernels.cuda.gather import GatherCall
-from asynctp_kernels.cuda.memory import MAX_CHUNKS, NO_BOUND
+from asynctp_kernels.cuda.memory import MAX_CHUNKS, NO_BOUND, GroupMemory
 from asynctp_kernels.cuda.scatter import ScatterCall
 from asynctp_kernels.cuda.tiles import Tiles
 from asynctp_kernels.cuda.waits import OPS, THINGS, code, describe
@@ -119,8 +120,8 @@ def gather_implementations() -> Iterator[Any]:
 def gather_plan(call: GatherCall, here: Machine, implementation: str, chunks: int = 3) -> gather.GatherPlan:
     if implementation == "fused":
         return gather.FusedGather(call, here.memory, tiles_of(call.a_shard.dtype), chunks, SMS)
-    made = {
-        "decomposed": gather.DecomposedGather,
+    made: dict[str, Callable[[GatherCall, GroupMemory], gather.GatherPlan]] = {
+        "decomposed": gather.decomposed_gather,
         "direct": gather.DirectGather,
         "unfused": gather.UnfusedGather,
     }
@@ -149,6 +150,24 @@ def fill_outboxes(here: Machine, shards: Sequence[Tensor], scales: Sequence[Tens
                 outbox[start : start + scales[rank].numel() * 4] = bits(scales[rank])
 
 
+def fill_inbox(here: Machine, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+    """The other ranks have taken part, and have pushed theirs to us."""
+    data = [bits(shard) for shard in shards]
+    if scales:  # behind the shard, aligned
+        data = [torch.cat([each, each.new_zeros(-len(each) % 256), bits(scales[i])]) for i, each in enumerate(data)]
+    peers_come(here, [torch.cat([each, each.new_zeros(-len(each) % 256)]) for each in data], MAX_CHUNKS)
+
+
+def peers_give(here: Machine, plan: gather.GatherPlan, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+    """What a plan takes from the other ranks lies where it does."""
+    if isinstance(plan, gather.PushedGather):
+        fill_inbox(here, shards, scales)
+    elif "box" in here.memory.areas:
+        fill_outboxes(here, shards, scales)
+    here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.landed, parts=shards, scales=scales)
+    here.gathered = [shards, scales] if scales else [shards]
+
+
 def run_gather(call: GatherCall, here: Machine, plan: gather.GatherPlan) -> tuple[list[Tensor], Tensor, Any]:
     """Run the plan on data of its own; gives its results, the gathered A and the scale of that.
 
@@ -156,10 +175,7 @@ def run_gather(call: GatherCall, here: Machine, plan: gather.GatherPlan) -> tupl
     """
     fresh = replace(call, a_shard=tensor(*call.a_shard.shape, dtype=call.a_shard.dtype))
     shards, scales = others(fresh)
-    if "box" in here.memory.areas:
-        fill_outboxes(here, shards, scales)
-    here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.landed, parts=shards, scales=scales)
-    here.gathered = [shards, scales] if scales else [shards]
+    peers_give(here, plan, shards, scales)
     outs = plan.run(fresh.a_shard, fresh.a_scale, fresh.bs, fresh.b_scales, fresh.biases, fresh.along)
     full = torch.cat([shard.float() for shard in shards], call.dim).to(call.a_shard.dtype)
     if call.along is not None:
@@ -183,12 +199,25 @@ def test_gather(case: str, implementation: str, here: Machine) -> None:
 
 @pytest.mark.parametrize(("case", "implementation"), list(gather_implementations()))
 def test_gather_without_the_gathered(case: str, implementation: str, here: Machine) -> None:
-    """Own rows are never copied when nobody asks for them."""
+    """Twice again; own rows are never copied when nobody asks for them."""
     call = gather_call(**GATHERS[case])
-    outs, full, a_scale = run_gather(call, here, gather_plan(call, here, implementation))
-    assert len(outs) == len(call.bs)
-    for out, wanted in zip(outs, expected_products(call, full, a_scale), strict=True):
-        assert torch.equal(out.reshape(wanted.shape), wanted)
+    plan = gather_plan(call, here, implementation)
+    for _ in range(2):
+        outs, full, a_scale = run_gather(call, here, plan)
+        assert len(outs) == len(call.bs)
+        for out, wanted in zip(outs, expected_products(call, full, a_scale), strict=True):
+            assert torch.equal(out.reshape(wanted.shape), wanted)
+        assert here.memory.local.view(-1)[:64].count_nonzero() == 0
+        if isinstance(plan, gather.PushedGather):
+            check_taken(here, plan)
+
+
+def check_taken(here: Machine, plan: gather.PushedGather) -> None:
+    """The words of what has come are as they were before the call."""
+    words = [here.memory.full.at(RANK, source * MAX_CHUNKS + chunk) for source, chunk in plan.await_range]
+    words += [here.memory.free.at(RANK, source) for source in range(WORLD)]
+    own = here.memory.full.at(RANK, RANK * MAX_CHUNKS)
+    assert not any(int(cuda_emulated.at(word, (1,), torch.int32)) for word in words if not own <= word < own + 16)
 
 
 @pytest.mark.parametrize("chunks", range(1, MAX_CHUNKS + 1))
@@ -209,17 +238,37 @@ def test_bytes_of_a_gather(case: str, full: bool, chunks: int, here: Machine) ->
     assert not [copy for copy in copies if boxes[RANK] <= copy.src < boxes[RANK] + here.memory.areas["box"].size]
 
 
+@pytest.mark.parametrize("case", [case for case in GATHERS if not case.startswith(("columns", "odd"))])
+def test_bytes_that_a_gather_pushes(case: str, here: Machine) -> None:
+    """Each other rank gets the shard and its scales once, from where they are and in order; nothing else moves."""
+    call = gather_call(**GATHERS[case])
+    if call.outer > MAX_CHUNKS:
+        return
+    plan = gather.PushedGather(call, here.memory)
+    run_gather(call, here, plan)
+    shard = call.a_shard.numel() * call.a_shard.itemsize
+    scales = 0 if call.travels is None else call.travels.numel() * 4
+    copies, boxes = here.of(Copied), here.parts("box")
+    assert sum(copy.size for copy in copies) == (WORLD - 1) * (shard + scales)
+    assert not here.of(Launched)
+    for peer in set(range(WORLD)) - {RANK}:
+        start = boxes[peer].data_ptr() + (RANK - (peer < RANK)) * plan.slot_bytes
+        pushed = [copy for copy in copies if start <= copy.dst < start + plan.slot_bytes]
+        assert sum(copy.size for copy in pushed) == shard + scales
+        rows = sorted((copy for copy in pushed if copy.dst < start + shard), key=lambda copy: copy.dst)
+        assert [copy.dst - start for copy in rows] == [copy.src - rows[0].src for copy in rows]
+
+
 def test_a_shard_with_gaps_is_made_whole_first(here: Machine) -> None:
     wide = tensor(192, 128)
-    call = replace(gather_call((192,), 64, (72,), full=True), a_shard=wide[:, ::2])
-    for implementation in ("fused", "decomposed", "direct"):
+    for full, implementation in itertools.product((True, False), ("fused", "decomposed", "direct")):
+        call = replace(gather_call((192,), 64, (72,), full=full), a_shard=wide[:, ::2])
         plan = gather_plan(call, here, implementation)
         shards, _ = others(call)
-        here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.landed, parts=shards)
-        if "box" in here.memory.areas:
-            fill_outboxes(here, shards, [])
-        *_, gathered = plan.run(call.a_shard, None, call.bs, (), call.biases)
-        assert torch.equal(gathered, torch.cat(shards))
+        peers_give(here, plan, shards, [])
+        out, *gathered = plan.run(call.a_shard, None, call.bs, (), call.biases)
+        assert torch.equal(out, expected_products(call, torch.cat(shards), None)[0].view(out.shape))
+        assert [torch.equal(each, torch.cat(shards)) for each in gathered] == [True] * full
 
 
 # --- scatter -----------------------------------------------------------------------------------------------------
@@ -296,7 +345,7 @@ def scatter_plan(call: ScatterCall, here: Machine, implementation: str, chunks: 
 
 def peers_come(here: Machine, parts: Sequence[Tensor], chunks: int) -> None:
     """The other ranks have taken part, and have pushed what they have for us."""
-    words = here.memory.scatter_free, here.memory.scatter_full
+    words = here.memory.free, here.memory.full
     size = parts[RANK].numel() * parts[RANK].itemsize
     for rank in set(range(WORLD)) - {RANK}:
         cuda_emulated.at(words[0].at(RANK, rank), (1,), torch.int32).fill_(1)
@@ -645,6 +694,73 @@ main   record last""",
         )
 
 
+def test_trace_of_a_gather_that_pushes() -> None:
+    with machine(rank=1, world=3) as here:
+        call = gather_call((2, 64), 64, (72,), dim=1, world=3, **ROWWISE, travels=True)
+        gather.PushedGather(call, here.memory).run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
+        assert call.a_scale is not None
+        assert_expected_inline(
+            here.trace(own=call.a_shard.data_ptr(), scales=call.a_scale.data_ptr()),
+            """\
+main   record start
+copy   await start
+copy   record running
+copy   write free of 2 [1] = 1
+copy   write free of 0 [1] = 1
+copy   wait free of 1 [2] >= 1
+copy   wait free of 1 [0] >= 1
+copy   write free of 1 [2] = 0
+copy   write free of 1 [0] = 0
+copy   copy 512 B to box of 2 + 16896 from scales + 0
+copy   copy 4096 B to box of 2 + 8704 from own + 0
+copy   write full of 2 [1, 0] = 1
+copy   copy 4096 B to box of 2 + 12800 from own + 4096
+copy   write full of 2 [1, 1] = 1
+copy   copy 512 B to box of 0 + 8192 from scales + 0
+copy   copy 4096 B to box of 0 + 0 from own + 0
+copy   write full of 0 [1, 0] = 1
+copy   copy 4096 B to box of 0 + 4096 from own + 4096
+copy   write full of 0 [1, 1] = 1
+copy   record end
+main   await running
+main   wait full of 1 [0, 0] >= 1
+main   write full of 1 [0, 0] = 0
+main   wait full of 1 [0, 1] >= 1
+main   write full of 1 [0, 1] = 0
+main   wait full of 1 [2, 0] >= 1
+main   write full of 1 [2, 0] = 0
+main   wait full of 1 [2, 1] >= 1
+main   write full of 1 [2, 1] = 0
+main   await end
+main   record last""",
+        )
+
+
+def test_trace_of_a_gather_that_pushes_with_bounded_waits() -> None:
+    """The stream waits for what is pushed when it has pushed itself, so that who is named is who did not come."""
+    with machine(rank=0, world=2, timeout_s=5) as here:
+        call = gather_call((256,), 64, (72,), world=2)
+        gather.PushedGather(call, here.memory).run(call.a_shard, None, call.bs, (), call.biases)
+        assert_expected_inline(
+            here.trace(own=call.a_shard.data_ptr()),
+            """\
+main   record start
+copy   await start
+copy   record running
+copy   write free of 1 [0] = 1
+copy   await kernel free of 0 [1] >= 1
+copy   write free of 0 [1] = 0
+copy   copy 32768 B to box of 1 + 0 from own + 0
+copy   write full of 1 [0, 0] = 1
+copy   record end
+main   await end
+main   await kernel full of 0 [1, 0] >= 1
+main   write full of 0 [1, 0] = 0
+main   await end
+main   record last""",
+        )
+
+
 def test_trace_of_a_scatter() -> None:
     with machine(rank=1, world=3) as here:
         call = scatter_call((768,), (64,), 72, world=3)
@@ -733,7 +849,8 @@ main   record last""",
 
 PLANS: dict[str, Callable[[Machine], Callable[[], object]]] = {
     "gather-fused": lambda here: _gather_runner(here, "fused"),
-    "gather-decomposed": lambda here: _gather_runner(here, "decomposed"),
+    "gather-decomposed": lambda here: _gather_runner(here, "decomposed", full=True),
+    "gather-pushed": lambda here: _gather_runner(here, "decomposed"),
     "gather-direct": lambda here: _gather_runner(here, "direct"),
     "scatter-fused": lambda here: _scatter_runner(here, "fused"),
     "scatter-decomposed": lambda here: _scatter_runner(here, "decomposed"),
@@ -741,8 +858,8 @@ PLANS: dict[str, Callable[[Machine], Callable[[], object]]] = {
 }
 
 
-def _gather_runner(here: Machine, implementation: str) -> Callable[[], object]:
-    call = gather_call((192,), 64, (72,))
+def _gather_runner(here: Machine, implementation: str, full: bool = False) -> Callable[[], object]:
+    call = gather_call((192,), 64, (72,), full=full)
     plan = gather_plan(call, here, implementation)
     return lambda: plan.run(call.a_shard, None, call.bs, (), call.biases)
 
@@ -919,7 +1036,7 @@ def test_a_scatter_without_a_rank_ends_and_names_it(late: str, implementation: s
     plan = scatter_plan(call, bounded, implementation, chunks=2)
     peers_come(bounded, [tensor(256, 72)] * WORLD, 2 if implementation == "fused" else 1)
     memory = bounded.memory
-    words = {"FREE": memory.scatter_free.at(RANK, 3), "FULL": memory.scatter_full.at(RANK, 3 * MAX_CHUNKS)}
+    words = {"FREE": memory.free.at(RANK, 3), "FULL": memory.full.at(RANK, 3 * MAX_CHUNKS)}
     cuda_emulated.at(words[late], (1,), torch.int32).zero_()
     plan.run(call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases)
     memory.look(memory.status)
@@ -929,6 +1046,21 @@ def test_a_scatter_without_a_rank_ends_and_names_it(late: str, implementation: s
     assert memory.failure.startswith(f"PeerTimeout: {said}")
     with pytest.raises(SymmetricMemoryError, match=said):
         op(bounded, SMALL["gather"]())
+
+
+@pytest.mark.parametrize("late", ["FREE", "FULL"])
+def test_a_gather_that_pushes_without_a_rank_ends_and_names_it(late: str, bounded: Machine) -> None:
+    call = gather_call((256,), 64, (72,), **TENSORWISE)
+    plan = gather.PushedGather(call, bounded.memory)
+    fill_inbox(bounded, others(call)[0], [])
+    memory = bounded.memory
+    words = {"FREE": memory.free.at(RANK, 3), "FULL": memory.full.at(RANK, 3 * MAX_CHUNKS)}
+    cuda_emulated.at(words[late], (1,), torch.int32).zero_()
+    plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
+    memory.look(memory.status)
+    awaited = {"FREE": "free inbox", "FULL": "chunk 0"}[late]
+    assert memory.failure is not None
+    assert f"all_gather_scaled_matmul: rank 1 waited 5 s for {awaited} of rank 3." in memory.failure
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -960,7 +1092,7 @@ def test_what_is_awaited_as_a_number() -> None:
     assert not set(OPS) ^ ({*ops.OPS, *collectives.OPS} - {"wait"})
 
 
-# --- growth, capture, stale plans --------------------------------------------------------------------------------
+# --- growth, capture --------------------------------------------------------------------------------------------
 def op(here: Machine, call: GatherCall | ScatterCall, check: Callable[[], None] = lambda: None) -> Any:
     """The call as the op makes it."""
     if isinstance(call, GatherCall):
@@ -1310,11 +1442,9 @@ def test_memory_that_a_graph_may_use_outlives_growth(here: Machine) -> None:
 
 
 def test_memory_grows_in_whole_granules(here: Machine) -> None:
-    sizes = [here.memory.require(name, size).size for name, size in (("box", 1), ("direct", (2 << 20) + 1))]
-    assert sizes == [2 << 20, 4 << 20]
-    assert here.memory.generation == 2
-    here.memory.require("box", 2 << 20)
-    assert here.memory.generation == 2, "it was large enough"
+    box, direct = (here.memory.require(name, size) for name, size in (("box", 1), ("direct", (2 << 20) + 1)))
+    assert (box.size, direct.size) == (2 << 20, 4 << 20)
+    assert here.memory.require("box", 2 << 20) is box, "it was large enough"
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter"])

@@ -190,11 +190,13 @@ def test_every_entry_of_the_shipped_table_is_chosen() -> None:
     for device, problems in select._table().items():
         for key, by_rows in problems.items():
             op, world, dtype, depths, widths, *flags = key.split(":")
-            precise, blocks = "precise" in flags, next((int(flag[:-1]) for flag in flags if flag.endswith("x")), 1)
+            precise, returned = "precise" in flags, "full" in flags
+            blocks = next((int(flag[:-1]) for flag in flags if flag.endswith("x")), 1)
             sizes = [[int(size) for size in text.split("+")] for text in (depths, widths)]
             for rows, implementation in by_rows.items():
                 dtypes = (getattr(torch, dtype), BF16)
-                asked = Problem.of(op, int(world), int(rows), *sizes, *dtypes, not precise, blocks=blocks)
+                kind = {"blocks": blocks, "returned": returned}
+                asked = Problem.of(op, int(world), int(rows), *sizes, *dtypes, not precise, **kind)  # type: ignore[arg-type]
                 assert asked.key == key
                 choice = chosen(asked, device=device)
                 assert (choice.implementation, choice.source) == (implementation, "measured")
@@ -722,6 +724,7 @@ def test_problem_key() -> None:
     assert Problem.of(*sizes, BF16, torch.float32, True).key == "scatter:4:bfloat16:512:128:wide"
     assert Problem.of(*sizes, torch.float32, torch.float32, True).key == "scatter:4:float32:512:128"
     assert Problem.of(*sizes, BF16, BF16, True, blocks=2).key == "scatter:4:bfloat16:512:128:2x"
+    assert replace(ASKED, returned=True, blocks=2).key == f"{KEY}:full:2x"
 
 
 def test_what_was_measured_with_fast_sums_does_not_decide_for_precise_ones(table: Path) -> None:

@@ -101,7 +101,7 @@ def test_whose_rows_a_tile_has(here: Machine) -> None:
 
 def peers_come(here: Machine) -> None:
     """What the other ranks' words say in a scatter."""
-    for words in (here.memory.scatter_free, here.memory.scatter_full):
+    for words in (here.memory.free, here.memory.full):
         cuda_emulated.at(words.at(RANK, 0), (8, 4), torch.int32).fill_(1)
 
 

@@ -50,7 +50,14 @@ SESSIONS: dict[str, Session] = {
     "fused gather with scales": Session(2, (gather(**ROWWISE, travels=True), gather(**ROWWISE, along=True))),
     "fused gather, outer": Session(3, (gather(**OUTER, **ROWWISE, travels=True, full=True), gather(**OUTER)), chunks=1),
     "fused gather, staged first": Session(3, (gather(full=True), gather()), registers=255),
-    "decomposed gather": Session(3, (gather("decomposed", full=True), gather("decomposed"))),
+    "decomposed gather": Session(
+        3, (gather("decomposed", full=True), gather("decomposed", full=True, along=True, **ROWWISE))
+    ),
+    "pushed gather": Session(3, (gather("decomposed"), gather("decomposed", **SEVERAL))),
+    "pushed gather of numbers": Session(
+        3, (gather("decomposed", along=True, **ROWWISE), gather("decomposed", along=True, **OUTER, **ROWWISE))
+    ),
+    "pushed gather of 4": Session(4, (gather("decomposed", **ROWWISE, travels=True), scatter(), gather("decomposed"))),
     "decomposed gather, outer": Session(
         2, (gather("decomposed", **OUTER, **ROWWISE, travels=True), gather("decomposed", **OUTER, full=True))
     ),
@@ -67,20 +74,40 @@ SESSIONS: dict[str, Session] = {
     "direct scatter of columns": Session(3, (scatter("direct", n=48, dim=1),)),
     "all reduce": Session(3, (scatter(kind="all reduce"), scatter("decomposed", kind="all reduce"))),
     "all kinds": Session(
-        3, (gather(), scatter(), gather("decomposed"), scatter("decomposed"), gather("direct"), scatter("direct"))
+        3,
+        (
+            gather(),
+            scatter(),
+            gather("decomposed"),
+            scatter("decomposed"),
+            gather("decomposed", full=True),
+            gather("direct"),
+            scatter("direct"),
+        ),
     ),
     "beside NCCL": Session(3, (gather("unfused"), scatter(), scatter("unfused", reduce_op="avg"), gather())),
     "bulk": Session(3, (bulk("gather"), bulk("scatter"), bulk("gather"))),
-    "in flight": Session(3, (bulk("gather", 2), bulk("scatter", 1), gather("decomposed"), scatter("decomposed"))),
+    "in flight": Session(
+        3, (bulk("gather", 2), bulk("scatter", 1), gather("decomposed", full=True), scatter("decomposed"))
+    ),
+    "in flight beside pushed": Session(
+        3, (bulk("scatter", 1), gather("decomposed"), bulk("gather", 1), gather("decomposed"))
+    ),
     "in flight beside fused": Session(3, (bulk("scatter", 1), gather(), bulk("gather", 1), scatter())),
     "in flight, waited for elsewhere": Session(2, (bulk("gather", 1, OTHER), bulk("scatter", 1, OTHER), gather()), 3),
     "two streams": Session(3, (gather(), scatter(stream=OTHER), gather("direct"), scatter("direct", stream=OTHER))),
     "two streams, decomposed": Session(2, (gather("decomposed"), scatter("decomposed", stream=OTHER))),
     "two groups": Session(3, (gather(), scatter(group=1), bulk("gather", 1), gather("decomposed", group=1))),
     "two groups in flight": Session(3, (bulk("gather", 1), bulk("gather", 1, group=1), bulk("scatter", 1))),
-    "bounded": Session(2, (gather(), scatter(), bulk("scatter", 1), scatter("decomposed")), options=BOUNDED),
-    "posts by copies": Session(3, (scatter(), gather(), scatter("decomposed")), options=BY_COPIES),
-    "recorded gathers": Session(2, (gather(full=True), gather("decomposed", full=True)), 4, records=True),
+    "bounded": Session(
+        2, (gather(), scatter(), bulk("scatter", 1), scatter("decomposed"), gather("decomposed")), options=BOUNDED
+    ),
+    "posts by copies": Session(
+        3, (scatter(), gather(), scatter("decomposed"), gather("decomposed")), options=BY_COPIES
+    ),
+    "recorded gathers": Session(
+        2, (gather(full=True), gather("decomposed", full=True), gather("decomposed")), 4, records=True
+    ),
     "recorded elsewhere": Session(2, (gather("direct"), gather("direct", later=1)), 4, records=True),
     "recorded scatters": Session(2, (scatter(), scatter("decomposed"), scatter("direct")), 4, records=True),
     "recorded beside flights": Session(
@@ -96,7 +123,11 @@ SESSIONS: dict[str, Session] = {
         records=True,
     ),
     "recorded on two streams": Session(2, (gather(), scatter(stream=OTHER)), 4, records=True),
-    "captured gathers": Session(2, (gather(), gather("decomposed"), bulk("gather"), gather("direct")), captured=True),
+    "captured gathers": Session(
+        2,
+        (gather(), gather("decomposed"), bulk("gather"), gather("decomposed", full=True), gather("direct")),
+        captured=True,
+    ),
     "captured scatters": Session(
         3, (scatter(), scatter("decomposed"), bulk("scatter"), scatter("direct")), captured=True
     ),
@@ -168,7 +199,11 @@ NEEDED = {
     "collectives._move: wait_event(side, memory.reduced)": "bulk",
     "gather.start: record_event(memory.end, memory.stream)": "fused gather",
     "gather.finish: wait_event(stream, self.memory.end)": "fused gather",
-    "gather.enqueue: wait_event(stream, self.memory.event(source, block))": "decomposed gather",
+    "gather.behind: wait_event(stream, memory.event(source, block))": "decomposed gather",
+    "gather.behind: wait_event(stream, begun)": "in flight beside pushed",
+    "gather.enqueue: record_event(memory.running, memory.stream)": "in flight beside pushed",
+    "gather.enqueue: record_event(memory.end, memory.stream)": "pushed gather",
+    "gather.enqueue: wait_event(stream, memory.end)": "pushed gather",
     "memory.fork: record_event(self.start, stream)": "fused gather",
     "memory.fork: wait_event(self.stream, self.start)": "fused gather",
     "memory.behind_flights: wait_event_at_launch(side, self.flown)": "recorded beside flights",
@@ -235,6 +270,12 @@ def early(kind: type) -> Callable[[list[Step]], list[Step]]:
     return swap
 
 
+def drop_first(steps: list[Step], kind: type) -> list[Step]:
+    """Without the first of these."""
+    first = next(i for i, step in enumerate(steps) if isinstance(step, kind))
+    return steps[:first] + steps[first + 1 :]
+
+
 def heedless(name: str, first: int = 0, end: int = 1000) -> Spoil:
     """Programs of a kernel do not wait for the words that come first, or later."""
     real = PROGRAMS[name]
@@ -273,13 +314,20 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "own rows not kept": ("fused gather, outer", scripted(gathers, "gather_script", lambda steps: steps[:-1])),
     "outbox filled at once": ("fused gather", heedless("stage_kernel", 0, 2)),
     "pulled at once": ("fused gather", heedless("stage_kernel", 2)),
+    "pushed without FREE": ("pushed gather", scripted(gathers, "push_script", no(Wait, peer=True))),
+    "product before the push": ("pushed gather", scripted(gathers, "chunk_script", no(Wait))),
+    "FULL kept by the product": ("pushed gather", scripted(gathers, "chunk_script", no(Write))),
+    "pushed without the scales": (
+        "pushed gather of 4",
+        scripted(gathers, "push_script", lambda steps: drop_first(steps, Copy)),
+    ),
     "GEMM without arrivals": ("fused gather", heedless("gemm_kernel")),
-    "push without the tiles": ("fused scatter", scripted(scatters, "scatter_script", no(Wait, peer=False))),
-    "push without the product": ("decomposed scatter", scripted(scatters, "scatter_script", no(Await))),
-    "push without FREE": ("fused scatter", scripted(scatters, "scatter_script", no(Wait, peer=True))),
-    "FREE not cleared": ("decomposed scatter", scripted(scatters, "scatter_script", no(Write))),
-    "FREE not set": ("fused scatter", scripted(scatters, "scatter_script", lambda steps: steps[1:])),
-    "FULL before the push": ("fused scatter", scripted(scatters, "scatter_script", early(Post))),
+    "push without the tiles": ("fused scatter", scripted(scatters, "push_script", no(Wait, peer=False))),
+    "push without the product": ("decomposed scatter", scripted(scatters, "push_script", no(Await))),
+    "push without FREE": ("fused scatter", scripted(scatters, "push_script", no(Wait, peer=True))),
+    "FREE not cleared": ("decomposed scatter", scripted(scatters, "push_script", no(Write))),
+    "FREE not set": ("fused scatter", scripted(scatters, "push_script", lambda steps: steps[1:])),
+    "FULL before the push": ("fused scatter", scripted(scatters, "push_script", early(Post))),
     "sum at once": ("fused scatter", heedless("reduce_kernel")),
     "direct gather at once": ("direct gather", heedless("push_gather_kernel")),
     "direct scatter at once": ("direct scatter", heedless("push_reduce_kernel")),

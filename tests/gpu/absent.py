@@ -25,7 +25,7 @@ import asynctp_passes.ops  # noqa: F401
 #: op and implementation, and what a rank of it waits for first
 CASES = {
     ("all_gather_matmul", "fused"): "call",
-    ("all_gather_matmul", "decomposed"): "call",
+    ("all_gather_matmul", "decomposed"): "free inbox",
     ("all_gather_matmul", "direct"): "shard",
     ("matmul_reduce_scatter", "fused"): "free inbox",
     ("matmul_reduce_scatter", "decomposed"): "free inbox",

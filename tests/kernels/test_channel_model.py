@@ -1,6 +1,6 @@
 """Every interleaving of a small model of the copy engine's protocol of `asynctp_kernels.cuda`.
 
-The model plays the scripts that `gather_script` and `scatter_script` build, and what `gather` and `scatter` put around
+The model plays the scripts that `gather_script` and `push_script` build, and what `gather` and `scatter` put around
 them: events, kernels, and the words that these wait for and clear. That the package asks the driver for the same, in
 the same order, is tested (`asked_for`). A thread is a stream or one program of a kernel: a straight line of actions
 that runs at any speed, but never starves. Every byte remembers the call and rank that made it. An access (copy, load,
@@ -27,20 +27,23 @@ from itertools import product
 import pytest
 from asynctp_kernels.cuda.memory import MAX_CHUNKS, Words, existing_memory
 from asynctp_kernels.cuda.script import (
+    FULL,
+    OWN,
     Await,
     Channel,
     Copy,
     GatherMoves,
     Place,
     Post,
+    PushMoves,
     Record,
-    ScatterMoves,
     Step,
     Wait,
     Write,
+    chunk_script,
     gather_script,
     parts_script,
-    scatter_script,
+    push_script,
 )
 from asynctp_kernels.cuda.tiles import Chunks, cut, cut_own, in_blocks
 from cuda_stubs import FP8, MAIN, Copied, Entry, Names
@@ -82,6 +85,11 @@ class Call:
     def own_cut(self) -> Chunks:
         """Of a scatter's own rows."""
         return cut_own(self.cut, self.outer, ROWS // self.outer, 1) if self.way == "fused" else self.cut
+
+    @property
+    def pushed(self) -> bool:
+        """A gather that stages nothing."""
+        return self.op == "gather" and self.way == "decomposed" and not self.keep_own
 
     @property
     def stage_keeps(self) -> bool:
@@ -178,13 +186,18 @@ class Rank:
         """Bytes of a shard."""
         return ROWS * self.width
 
+    def slot(self, call: Call) -> int:
+        """Bytes of an inbox for one rank's shard and its scales."""
+        return self.part + 4 * ROWS * call.scales
+
     def at(self, name: str, rank: int | None = None) -> int:
         """Address of a buffer. A gathered A and a staging never live at the same time: one `local` for both.
 
         Outbox and inbox are one too: `box`.
         """
         sizes = {"own": self.part, "own scale": 4 * ROWS, "out": self.part, "local": self.world * self.part}
-        sizes |= {"scales": self.world * 4 * ROWS, "box": max(self.part + 4 * ROWS, (self.world - 1) * self.part)}
+        slots = [self.part, *(self.slot(call) for call in self.case.calls if call.pushed)]
+        sizes |= {"scales": self.world * 4 * ROWS, "box": max(self.part + 4 * ROWS, (self.world - 1) * max(slots))}
         if any(call.way == "bulk" for call in self.case.calls):  # two may be in flight, each with memory of its own
             bulk = {"own": self.part, "local": self.world * self.part, "out": self.part}
             sizes |= {f"{buffer} {turn}": size for turn in (0, 1) for buffer, size in bulk.items()}
@@ -224,7 +237,8 @@ class Rank:
         if call.way == "bulk":
             items = self._bulk_gather(number, call) if call.op == "gather" else self._bulk_scatter(number, call)
         else:
-            items = self._gather(number, call) if call.op == "gather" else self._scatter(number, call)
+            gather = self._gather_pushed if call.pushed else self._gather
+            items = gather(number, call) if call.op == "gather" else self._scatter(number, call)
         landed = [number - 1] * (number > 0) + [number] * (number + 1 == len(self.case.calls))
         items += [item for other in landed if self.case.calls[other].way == "bulk" for item in self._land(other)]
         return self.case.spoil(self.rank, items)
@@ -250,7 +264,7 @@ class Rank:
 
     def _bulk_scatter(self, number: int, call: Call) -> list[Item]:
         channel, moves = self._channel(), self._scatter_moves(call)
-        script = scatter_script(channel, moves, lambda dst, chunk: [], MAX_CHUNKS)
+        script = push_script(channel, moves, lambda dst, chunk: [], MAX_CHUNKS)
         bases = (0, 0, self.of_call(number, "local"), 0)
         parts = [self._staged(number, dst, range(self.part)) for dst in range(self.world)]
         return [
@@ -304,7 +318,7 @@ class Rank:
 
     def _stage(self, number: int, call: Call) -> Kernel:
         """`stage_kernel`: each program copies its bytes of the shard (`stage_keeps`: twice), the first the scales."""
-        epoch = sum(call.op == "gather" for call in self.case.calls[: number + 1])
+        epoch = sum(call.op == "gather" and not call.pushed for call in self.case.calls[: number + 1])
         begun, staged, peers = self.words("begun"), self.words("staged"), self.ring(1)[:-1]
         programs: list[Program] = []
         for program in range(self.case.programs):
@@ -387,9 +401,61 @@ class Rank:
                 items.append(("main", Touch(self._gathered(number, call, source, range(*rows)))))
         return items
 
+    def _gather_pushed(self, number: int, call: Call) -> list[Item]:
+        """One product per range again, of the own shard and of what has come."""
+        channel, moves, own = self._channel(), self._pushed_moves(call), self._own(number, call)
+        script = push_script(channel, moves, lambda dst, chunk: [], MAX_CHUNKS)
+        items: list[Item] = [
+            ("main", Touch(writes=own)),
+            ("main", Record(START)),
+            ("copy", Await(START)),
+            ("copy", Record(RUNNING)),
+            *[("copy", step) for step in script],
+            ("copy", Record(END)),
+            ("main", Touch(own)),
+            ("main", Await(END if self.case.bounded else RUNNING)),
+        ]
+        for source in reversed(self.ring(0)[1:]):
+            for block, rows in enumerate(call.cut.rows):
+                items += [("main", step) for step in chunk_script(channel, source, block, MAX_CHUNKS)]
+                items.append(("main", Touch(self._pushed(number, call, source, range(*rows)))))
+        all_scales = self._all_scales(number)
+        gathered: list[Item] = [("main", Touch(self._pushed_scales(number, call), all_scales))]
+        read: list[Item] = [("main", Touch(all_scales))]
+        return [*items, *gathered * call.keep_scales, ("main", Await(END)), *read * call.keep_scales]
+
+    def _pushed_moves(self, call: Call) -> PushMoves:
+        boxes, scales = [self.at("box", rank) for rank in range(self.world)], 4 * ROWS * call.scales
+        return PushMoves(boxes, self.slot(call), self.width, call.cut, OWN, 0, self.part, scales)
+
+    def _pushed(self, number: int, call: Call, source: int, rows: Sequence[int]) -> Bytes:
+        """Rows of `source`'s shard and their scales in the own inbox."""
+        start = self._slot_of(call, source)
+        found = [(start + i, (number, source, "a", i)) for row in rows for i in self._span(row, self.width)]
+        scales = [(start + self.part + i, (number, source, "scale", i)) for row in rows for i in self._span(row)]
+        return (*found, *(scales if call.scales and not call.keep_scales else ()))
+
+    def _slot_of(self, call: Call, source: int) -> int:
+        return self.at("box") + (source - (source > self.rank)) * self.slot(call)
+
+    def _pushed_scales(self, number: int, call: Call) -> Bytes:
+        """All ranks' scales, where they are before they are put together."""
+        found: list[tuple[int, Tag]] = []
+        for source in range(self.world):
+            at = self.at("own scale") if source == self.rank else self._slot_of(call, source) + self.part
+            found += [(at + i, (number, source, "scale", i)) for i in range(4 * ROWS)]
+        return tuple(found)
+
+    def _all_scales(self, number: int) -> Bytes:
+        """And behind that."""
+        pairs = product(range(self.world), range(4 * ROWS))
+        return tuple(
+            (self.at("scales") + place, (number, source, "scale", i)) for place, (source, i) in enumerate(pairs)
+        )
+
     # --- scatter
     def _scatter(self, number: int, call: Call) -> list[Item]:
-        script = scatter_script(self._channel(), self._scatter_moves(call), self._ready(call), MAX_CHUNKS)
+        script = push_script(self._channel(), self._scatter_moves(call), self._ready(call), MAX_CHUNKS)
         producer = self._scatter_fused if call.way == "fused" else self._scatter_decomposed
         return [
             ("main", Record(START)),
@@ -413,8 +479,9 @@ class Rank:
     def _channel(self) -> Channel:
         return Channel(self.rank, self.world, self.words("full").at, self.words("free").at)
 
-    def _scatter_moves(self, call: Call) -> ScatterMoves:
-        return ScatterMoves([self.at("box", rank) for rank in range(self.world)], self.width, ROWS, call.cut)
+    def _scatter_moves(self, call: Call) -> PushMoves:
+        boxes = [self.at("box", rank) for rank in range(self.world)]
+        return PushMoves(boxes, self.part, self.width, call.cut, FULL, self.part)
 
     def _ready(self, call: Call) -> Callable[[int, int], Sequence[Step]]:
         if call.way == "decomposed":
@@ -794,6 +861,7 @@ KINDS = (
     Call("gather"),
     Call("gather", chunks=2, keep_own=True),
     Call("gather", "decomposed", keep_own=True),
+    Call("gather", "decomposed"),
     Call("scatter"),
     Call("scatter", chunks=2),
     Call("scatter", "decomposed"),
@@ -804,6 +872,8 @@ OUTER = (
     Call("gather", outer=2, scales=True, keep_own=True),
     Call("gather", chunks=2, outer=2, scales=True, keep_own=True, keep_scales=True),
     Call("gather", "decomposed", outer=2, scales=True, keep_own=True),
+    Call("gather", "decomposed", outer=2, scales=True),
+    Call("gather", "decomposed", scales=True, keep_scales=True),
     Call("scatter", chunks=2, outer=2),
     Call("scatter", "decomposed", outer=2),
 )
@@ -901,6 +971,8 @@ PARTICULAR = (
     Case(2, (Call("gather", chunks=2, outer=2), Call("scatter", chunks=2, outer=2)), programs=2, columns=2),
     Case(2, (Call("gather", "decomposed", outer=2, scales=True, keep_own=True), Call("gather")), programs=2),
     Case(2, (Call("scatter", "decomposed", outer=2), Call("scatter", chunks=2)), programs=2),
+    Case(2, (Call("gather", "decomposed", scales=True, keep_scales=True),) * 2),
+    Case(3, (Call("gather", "decomposed", scales=True), Call("gather", "decomposed", scales=True, keep_scales=True))),
     Case(3, (Call("gather", "decomposed", outer=2), Call("scatter", "decomposed", outer=2))),
     Case(4, (Call("scatter", "decomposed", outer=2), Call("gather", "decomposed", outer=2))),
     Case(2, (Call("scatter", chunks=2), Call("scatter"), Call("scatter", "decomposed")), programs=2, columns=2),
@@ -986,7 +1058,11 @@ def _each(kernel: Kernel, change: Callable[[object], object]) -> Kernel:
 
 @pytest.mark.parametrize(
     ("call", "name"),
-    [(call, name) for call in ALL_KINDS for name in (("begun", "staged") if call.op == "gather" else ("free", "full"))],
+    [
+        (call, name)
+        for call in ALL_KINDS
+        for name in (("begun", "staged") if call.op == "gather" and not call.pushed else ("free", "full"))
+    ],
     ids=str,
 )
 def test_no_bound_can_be_left_out(call: Call, name: str) -> None:
@@ -1128,7 +1204,7 @@ def fault(name: str, kind: str, call: Call, spoil: Spoil, world: int = 2, calls:
 
 
 def gather_faults() -> Iterator[object]:
-    one, two, decomposed = Call("gather"), Call("gather", chunks=2), Call("gather", "decomposed")
+    one, two, decomposed = Call("gather"), Call("gather", chunks=2), Call("gather", "decomposed", keep_own=True)
     copy, parts = is_a(Copy), PART_EVENTS
     yield fault("outbox filled at once", "overwritten", one, drop(word(Wait, "begun")))
     yield fault("begun not set", "stuck", one, drop(word(Write, "begun")))
@@ -1146,6 +1222,20 @@ def gather_faults() -> Iterator[object]:
     yield fault("event of the call before", "stale", decomposed, bind_early(event(Await, *parts)))
     yield fault("second range not awaited", "stale", replace(decomposed, outer=2), drop(event(Await, *SECOND_RANGES)))
     yield fault("wrong row", "misplaced", two, other_row)
+
+
+def pushed_faults() -> Iterator[object]:
+    one, copy = Call("gather", "decomposed"), is_a(Copy)
+    second = word(Wait, "full", number=1)
+    yield fault("pushed without FREE", "overwritten", one, drop(word(Wait, "free")))
+    yield fault("pushed, FREE not cleared", "overwritten", one, drop(word(Write, "free")))
+    yield fault("pushed, FREE not set", "stuck", one, drop(word(Post, "free")))
+    yield fault("pushed before the call", "stale", one, drop(event(Await, START)))
+    yield fault("product without FULL", "stale", one, drop(word(Wait, "full")))
+    yield fault("pushed, FULL not cleared", "stale", one, drop(word(Write, "full")))
+    yield fault("FULL set before the push", "torn", one, hasten(word(Post, "full"), copy))
+    yield fault("pushed after the call", "overwritten", one, drop(event(Await, END)))
+    yield fault("pushed, second range not awaited", "stale", replace(one, outer=2), drop(second))
 
 
 def scatter_faults() -> Iterator[object]:
@@ -1168,7 +1258,7 @@ def wide_faults() -> Iterator[object]:
     """Those with too many interleavings for a search without the reduction."""
     after = Case(3, (Call("gather"), Call("scatter")), spoil=await_one_by_one)
     yield pytest.param(after, "overwritten", id="scatter: pushed into a box from which another rank still pulls")
-    gather, scatter = Call("gather", "decomposed"), Call("scatter", "decomposed")
+    gather, scatter = Call("gather", "decomposed", keep_own=True), Call("scatter", "decomposed")
     fused, chunks = Call("scatter"), Call("scatter", chunks=2)
     yield fault("begun awaited of one peer", "overwritten", gather, drop(word(Wait, "begun", number=2)), world=3)
     yield fault("staged awaited of one peer", "stale", gather, drop(word(Wait, "staged", number=2)), world=3, calls=1)
@@ -1190,10 +1280,11 @@ FLIGHTS = range(FIRST_EVENT + 2, FIRST_EVENT + 4)  # of two ranks
 def bulk_faults() -> Iterator[object]:
     """Of results in flight. What is left out on the copy stream only matters to the call after."""
     gather, scatter = BULK
-    staged_first = Call("gather", "decomposed")
+    staged_first, pushed = Call("gather", "decomposed", keep_own=True), Call("gather", "decomposed")
     cases = (
         ("read before it is there", "stale", (gather,), drop(event(Await, *FLIGHTS))),
         ("read before it is there", "stale", (scatter,), drop(event(Await, *FLIGHTS))),
+        ("words of the sum taken", "stuck", (scatter, pushed), drop(event(Await, RUNNING))),
         ("staged beside the pulls", "overwritten", (gather, staged_first), drop(event(Await, *FLIGHTS))),
         ("inbox free before the sum", "overwritten", (scatter, scatter), drop(event(Await, REDUCED))),
         ("sum at once", "stale", (scatter,), drop(word(Wait, "full"))),
@@ -1203,7 +1294,7 @@ def bulk_faults() -> Iterator[object]:
         yield pytest.param(Case(2, calls, spoil=spoil), kind, id=f"bulk {calls[0].op}: {name}")
 
 
-FAULTS = [*bulk_faults(), *gather_faults(), *scatter_faults()]
+FAULTS = [*bulk_faults(), *gather_faults(), *pushed_faults(), *scatter_faults()]
 
 
 @pytest.mark.parametrize(("case", "kind"), [*FAULTS, *wide_faults()])

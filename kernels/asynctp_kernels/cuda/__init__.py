@@ -21,7 +21,7 @@ from asynctp_kernels.errors import SymmetricMemoryError
 from . import select, stamps
 from .collectives import Bulk, BulkGather, BulkScatter, bulk_gather, bulk_scatter
 from .driver import CudaError
-from .gather import DecomposedGather, DirectGather, FusedGather, GatherCall, GatherPlan, UnfusedGather
+from .gather import DirectGather, FusedGather, GatherCall, GatherPlan, UnfusedGather, decomposed_gather
 from .gemm import refused_gemm, scale_mode
 from .machine import driver
 from .memory import MAX_CHUNKS, GroupMemory, existing_memory, group_memory, release
@@ -96,7 +96,7 @@ def run_gather(
         stamps.requested(), *_keys(a_shard, a_scale, *bs, *b_scales, *biases, along),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, _MISSING)
-    if plan is _MISSING or (plan is not None and plan.stale):
+    if plan is _MISSING:
         check()
         call = GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, scale_travels, out_dtype, fast, return_a_full,
                           memory.world, along)  # fmt: skip
@@ -190,7 +190,7 @@ def _run_scatter(
     requested = (select.requested(), stamps.requested())
     key = (*head, sum_dtype, *requested, *_keys(*a_parts, *b_parts, *a_scales, *b_scales, *biases))
     plan: Any = memory.plans.get(key, _MISSING)
-    if plan is _MISSING or (plan is not None and plan.stale):
+    if plan is _MISSING:
         check()
         call = ScatterCall(*operands, *options, memory.world, head[0], sum_dtype)
         choice = explain_call(call)
@@ -247,7 +247,7 @@ def _bulk(
     rows = tensor if tensor.ndim > 1 else tensor.unsqueeze(1)
     key = (*head, *_keys(rows))
     plan: Any = memory.plans.get(key)
-    if plan is None or plan.stale:
+    if plan is None:
         check()
         plan = _keep(memory, key, _whole(memory, make, rows, memory))
     bulk: Bulk = _whole(memory, plan.start_bulk, rows)
@@ -384,7 +384,7 @@ def _gather_plan(call: GatherCall, memory: GroupMemory, choice: Choice) -> Gathe
         sms = driver.machine(call.a_shard.device.index)[1]
         return FusedGather(call, memory, choice.tiles, choice.chunks, sms)
     if choice.implementation == "decomposed":
-        return DecomposedGather(call, memory)
+        return decomposed_gather(call, memory)
     if choice.implementation == "direct":
         return DirectGather(call, memory)
     return UnfusedGather(call, memory) if _cublas_and_nccl_gather(call) else None
@@ -479,8 +479,9 @@ def _choose_scatter(op: str, call: ScatterCall, refused: dict[str, str]) -> Choi
 
 def _gather_problem(call: GatherCall) -> Problem:
     layout, widths = call.layout, [b.shape[1] for b in call.bs]
-    sizes = (layout.full_rows, [layout.full_cols], widths)
-    return Problem.of("gather", call.world, *sizes, call.a_shard.dtype, call.out_dtype, call.fast, blocks=call.outer)
+    sizes, dtypes = (layout.full_rows, [layout.full_cols], widths), (call.a_shard.dtype, call.out_dtype)
+    kept = call.return_a_full
+    return Problem.of("gather", call.world, *sizes, *dtypes, call.fast, blocks=call.outer, returned=kept)
 
 
 def _scatter_problem(op: str, call: ScatterCall) -> Problem:

@@ -2,7 +2,8 @@
 
     fused        copy engine pulls shards in the order rank+1, rank+2, …; one GEMM starts on the own rows and takes the
                  others' as their chunks arrive
-    decomposed   the same copies; cuBLAS, one product per range of a source's rows, each behind its copy
+    decomposed   cuBLAS, one product per range of a source's rows, each behind its copy: the same copies where the
+                 gathered A is returned, else shards are pushed to where the products read them
     direct       one kernel pushes and collects all shards, then cuBLAS on the whole: the fastest when little moves
     unfused      NCCL, then cuBLAS on the whole
 
@@ -13,7 +14,7 @@ memory, then enqueues, which a call on the same addresses need not do again (`re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,7 +30,18 @@ from .launch import Tma, align, aligned, aligned_columns, dense, describe, fit_t
 from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product, ranges
-from .script import GatherMoves, Record, Step, Write, compile_script, gather_script
+from .script import (
+    OWN,
+    GatherMoves,
+    PushMoves,
+    Record,
+    Step,
+    Write,
+    chunk_script,
+    compile_script,
+    gather_script,
+    push_script,
+)
 from .stamps import new_table
 from .tiles import Chunks, Tiles, cut, in_blocks
 from .waits import code
@@ -90,7 +102,8 @@ class GatherTensors(NamedTuple):
 
     shard, a_scale, bs, b_scales, biases: the operands, as the implementation reads them.
     numbers: what is gathered with the shard: `a_scale`, or what is only returned.
-    outs, full, all_numbers: the products, the gathered A and the gathered numbers [*, K/128 or 1].
+    outs, full, all_numbers: the products, the gathered A and the gathered numbers [*, K/128 or 1]. (What is pushed is
+    not gathered: see `PushedGather`.)
     """
 
     shard: Tensor
@@ -136,7 +149,6 @@ class GatherPlan:
         self.staged_bytes = self.scale_offset + self.number_count * 4
         self.widths = [b.shape[1] for b in call.bs]
         self.device_index: int = call.a_shard.device.index
-        self.generation = -1
         self._prepare_tensors(call)
 
     def _prepare_tensors(self, call: GatherCall) -> None:
@@ -147,11 +159,6 @@ class GatherPlan:
         if travels is not None:
             count, along_k = self.memory.world * self.number_count, travels.shape[-1]
             self.new_numbers = new_tensors((count // along_k, along_k), travels.dtype, device)
-
-    @property
-    def stale(self) -> bool:
-        """The group's symmetric memory has moved since."""
-        return self.generation != self.memory.generation
 
     def as_units(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor as integers that copies move."""
@@ -199,6 +206,12 @@ class GatherPlan:
             stream, self.number, call.addresses(), self.cublas, lambda at: self.enqueue(at, call), self.stage_first
         )
 
+    def multiply(self, call: GatherTensors, a: Tensor, a_scale: Tensor | None, places: Sequence[Tensor]) -> None:
+        """`a` by every B, each into its place, on cuBLAS."""
+        for i, (b, place) in enumerate(zip(call.bs, places, strict=True)):
+            b_scale = call.b_scales[i] if call.b_scales else None
+            product(a, b, call.biases[i], a_scale, b_scale, self.scaling, out=place)
+
 
 class Pulled(GatherPlan):
     """The copies of every implementation but the direct one.
@@ -230,7 +243,6 @@ class Pulled(GatherPlan):
         steps = gather_script(rank, world, moves, self.arrived)
         self.play = compile_script(steps, memory.peer_writes, memory.one)
         self._compile_stage(call, outbox.memory)
-        self.generation = memory.generation
 
     def _compile_stage(self, call: GatherCall, outbox: Tensor) -> None:
         memory = self.memory
@@ -421,31 +433,126 @@ class DecomposedGather(Pulled):
         return [Record(self.memory.event(source, chunk))]
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
+        memory = self.memory
         self.start(stream, call)
-        rank, world, outer = self.memory.rank, self.memory.world, self.outer
-        own, scales = ranges(call.shard, outer), self._row_scales(call)
-        parts, *places = (ranges(each, outer * world) for each in (call.full, *call.outs))
-        for source in ((rank + step) % world for step in range(world)):
-            for block in range(outer):
-                part = block * world + source
-                if source != rank:
-                    driver.wait_event(stream, self.memory.event(source, block))
-                a = own[block] if source == rank else parts[part]
-                for i, b in enumerate(call.bs):
-                    scale = call.b_scales[i] if call.b_scales else None
-                    product(a, b, call.biases[i], scales[part], scale, self.scaling, out=places[i][part])
+
+        def behind(source: int, block: int) -> None:
+            driver.wait_event(stream, memory.event(source, block))
+
+        sources = [(memory.rank + step) % memory.world for step in range(memory.world)]
+        _multiply_ranges(self, call, sources, behind, self._ranges)
         self.finish(stream)
 
-    def _row_scales(self, call: GatherTensors) -> Sequence[Tensor | None]:
-        """The scale of each range: one number for all, or its rows' of what travelled or was there."""
-        rank, world, scale = self.memory.rank, self.memory.world, call.a_scale
-        if scale is None or (scale.numel() == 1 and not self.scale_travels):
-            return [scale] * (self.outer * world)
-        if not self.scale_travels or call.all_numbers is None:
-            return ranges(scale, self.outer * world)
-        scales = list(ranges(call.all_numbers, self.outer * world))
-        scales[rank::world] = ranges(scale, self.outer)
-        return scales
+    def _ranges(self, own: Tensor, whole: Tensor) -> list[Tensor]:
+        parts = list(ranges(whole, self.outer * self.memory.world))
+        parts[self.memory.rank :: self.memory.world] = ranges(own, self.outer)
+        return parts
+
+
+class PushedGather(GatherPlan):
+    """`DecomposedGather` where the gathered A is not returned: nothing is staged, and the own product starts at once.
+
+    Each rank pushes its shard from where it is into the others' symmetric memory, and there their cuBLAS reads it. So
+    `full` and `all_numbers` are the others' rows and scales only, by rank, each in its slot; numbers that are returned
+    are put together at the end.
+    """
+
+    name = "decomposed"
+
+    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory)
+        chunks, travels = in_blocks(call.outer, call.layout.inner), call.travels
+        self.slot_bytes = align(self.staged_bytes)
+        self.inbox = memory.require("box", (memory.world - 1) * self.slot_bytes)
+        full = self._received(call.a_shard.dtype, 0, (self.layout.rows, self.layout.cols))
+        self.new_full = lambda: full
+        if travels is not None:
+            along_k = travels.shape[-1]
+            self.numbers = self._received(travels.dtype, self.scale_offset, (self.number_count // along_k, along_k))
+        if self.scale_travels:
+            self.new_numbers = lambda: self.numbers
+        scales = (self.scale_offset, self.number_count * 4)
+        moves = PushMoves(self.inbox.peers, self.slot_bytes, self.row_bytes, chunks, OWN, 0, *scales)
+        steps = push_script(memory.channel, moves, lambda dst, chunk: [], MAX_CHUNKS)
+        self.play = memory.compiled(steps, call.op, "free inbox")
+        self.await_range = {
+            (source, chunk): memory.compiled(chunk_script(memory.channel, source, chunk, MAX_CHUNKS), call.op, "chunk")
+            for source in range(memory.world)
+            for chunk in range(len(chunks))
+        }
+
+    def _received(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> Tensor:
+        """[source but for the own, *shape] at `offset` bytes of each slot."""
+        size = (self.memory.world - 1, *shape)
+        stride = (self.slot_bytes // dtype.itemsize, shape[1], 1)
+        return self.inbox.memory.view(dtype).as_strided(size, stride, offset // dtype.itemsize)
+
+    def enqueue(self, stream: int, call: GatherTensors) -> None:
+        memory = self.memory
+        numbers = 0 if call.numbers is None else call.numbers.data_ptr()
+        memory.fork(stream)
+        driver.record_event(memory.running, memory.stream)
+        self.play(memory.stream, (0, call.shard.data_ptr(), 0, 0, numbers))
+        driver.record_event(memory.end, memory.stream)
+        # until the copy stream comes to this call, words may be those of what is in flight; with bounded waits until it
+        # is through with it, so that who is named is who did not come, not who waits for that rank
+        begun = memory.end if memory.bounded else memory.running
+        # all push to rank+1, rank+2, … in turn
+        sources = [(memory.rank - step) % memory.world for step in range(memory.world)]
+
+        def behind(source: int, block: int) -> None:
+            if (source, block) == (sources[1], 0):
+                driver.wait_event(stream, begun)
+            self.await_range[source, block](stream, ())
+
+        _multiply_ranges(self, call, sources, behind, self._ranges)
+        if call.numbers is not None and call.all_numbers is not None and not self.scale_travels:
+            torch.cat(self._ranges(call.numbers, self.numbers), out=call.all_numbers)
+        driver.wait_event(stream, memory.end)
+
+    def _ranges(self, own: Tensor, others: Tensor) -> list[Tensor]:
+        rank, slots = self.memory.rank, list(others.unbind())
+        by_source = [ranges(each, self.outer) for each in (*slots[:rank], own, *slots[rank:])]
+        return [parts[block] for block in range(self.outer) for parts in by_source]
+
+
+def decomposed_gather(call: GatherCall, memory: GroupMemory) -> DecomposedGather | PushedGather:
+    """The plan of the decomposed implementation: only what other ranks pull can come to lie in a result's memory."""
+    return (DecomposedGather if call.return_a_full else PushedGather)(call, memory)
+
+
+def _multiply_ranges(
+    plan: GatherPlan,
+    call: GatherTensors,
+    sources: Sequence[int],
+    behind: Callable[[int, int], None],
+    ranges_of: Callable[[Tensor, Tensor], Sequence[Tensor]],
+) -> None:
+    """All products, range by range.
+
+    Args:
+        plan: A decomposed one.
+        call: Its memory.
+        sources: Ranks, in the order in which their rows come; the own ones first.
+        behind: `behind(source, block)` makes what follows wait for a range.
+        ranges_of: Of the own rows, or numbers of them, and of the gathered ones: all ranges, by block and then by rank.
+    """
+    world = len(sources)
+    parts = ranges_of(call.shard, call.full)
+    scales: Sequence[Tensor | None]
+    if call.a_scale is None or (call.a_scale.numel() == 1 and not plan.scale_travels):
+        scales = [call.a_scale] * len(parts)
+    elif call.all_numbers is None or not plan.scale_travels:
+        scales = ranges(call.a_scale, len(parts))
+    else:
+        scales = ranges_of(call.a_scale, call.all_numbers)
+    places = [ranges(out, len(parts)) for out in call.outs]
+    for source in sources:
+        for block in range(plan.outer):
+            part = block * world + source
+            if source != sources[0]:
+                behind(source, block)
+            plan.multiply(call, parts[part], scales[part], [place[part] for place in places])
 
 
 def block_for(size: int, largest: int, programs: int) -> int:
@@ -467,9 +574,7 @@ class WholeGather(GatherPlan):
         self.move(stream, call)
         row_scale = call.all_numbers if self.scale_travels else call.a_scale
         rows = call.full.view(self.layout.full_rows, self.layout.full_cols)
-        for i, (b, out) in enumerate(zip(call.bs, call.outs, strict=True)):
-            scale = call.b_scales[i] if call.b_scales else None
-            product(rows, b, call.biases[i], row_scale, scale, self.scaling, out=out.view(-1, out.shape[-1]))
+        self.multiply(call, rows, row_scale, [out.view(-1, out.shape[-1]) for out in call.outs])
 
 
 class DirectGather(WholeGather):
@@ -507,7 +612,6 @@ class DirectGather(WholeGather):
         }
         self.launch = prepare(push_gather_kernel, programs, args, constants, 8)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[4:]]
-        self.generation = memory.generation
 
     def move(self, stream: int, call: GatherTensors) -> None:
         dummy = self.memory.dummy
@@ -520,7 +624,6 @@ class UnfusedGather(WholeGather):
     """NCCL's all-gather. Only for one outer block, where the ranks' shards are ranges of rows."""
 
     name = "unfused"
-    stale = False  # it holds no addresses
 
     def make(self, stream: int, call: GatherTensors) -> None:
         """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""

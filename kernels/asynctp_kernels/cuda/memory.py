@@ -37,7 +37,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
 import torch
@@ -49,7 +49,7 @@ from asynctp_kernels.signals import FAILED, new_status, timeout_ns
 
 from .machine import driver
 from .recordings import Enqueue, Recordings
-from .script import Player, Wait
+from .script import Channel, Player, Step, compile_script
 from .tiles import MAX_CHUNKS as MAX_CHUNKS
 from .waits import StreamWaits, describe
 
@@ -110,7 +110,6 @@ class GroupMemory:
         stream, reducer: handles of the copy stream and the reducer's; of high priority, so that nothing is queued
             behind other work.
         turn: held from `begin` to `ended`, so that calls of several threads come one after the other on a device.
-        generation: counts growth: a plan that holds addresses is stale when this differs.
         failure: why the memory must not be used again.
         captured: a call has been captured in a CUDA graph of the program's.
         retired: areas that grew after that; a graph still has their addresses, so they stay as long as the group.
@@ -127,7 +126,6 @@ class GroupMemory:
     peer_writes: bool
     areas: dict[str, Area] = field(default_factory=dict)
     plans: dict[object, object] = field(default_factory=dict)
-    generation: int = 0
     failure: str | None = None
     last_implementation: str = "unfused"
     captured: bool = False
@@ -284,12 +282,17 @@ class GroupMemory:
         return Words(self.signals.peers, number * MAX_WORLD * MAX_CHUNKS * _WORD)
 
     @property
-    def scatter_full(self) -> Words:
+    def full(self) -> Words:
         return self._words(0)
 
     @property
-    def scatter_free(self) -> Words:
+    def free(self) -> Words:
         return self._words(1)
+
+    @property
+    def channel(self) -> Channel:
+        """The words of what is pushed."""
+        return Channel(self.rank, self.world, self.full.at, self.free.at)
 
     @property
     def arrivals(self) -> int:
@@ -343,13 +346,14 @@ class GroupMemory:
         """Waits for other ranks run out."""
         return self._stream_waits is not None
 
-    def waits(self, op: str, thing: str) -> Callable[[Wait], Player] | None:
-        """How streams wait for `thing` of other ranks in `op`; None: by stream memory operations, without a bound."""
-        return None if self._stream_waits is None else self._stream_waits.of(op, thing)
+    def compiled(self, steps: Sequence[Step], op: str, awaited: str) -> Player:
+        """A script of `op` that waits for `awaited` of other ranks: by stream memory operations, if without a bound."""
+        waits = None if self._stream_waits is None else self._stream_waits.of(op, awaited)
+        return compile_script(steps, self.peer_writes, self.one, waits)
 
     # --- areas --------------------------------------------------------------------------------------------
     def require(self, name: str, size: int) -> Area:
-        """The area `name` with at least `size` bytes; grows it if need be, which is collective.
+        """The area `name` with at least `size` bytes; grows it if need be, which is collective, and forgets all plans.
 
         Raises:
             SymmetricMemoryError: it would have to grow during a CUDA graph capture, or an earlier call failed.
@@ -370,7 +374,7 @@ class GroupMemory:
         if found is not None and self.captured:
             self.retired.append(found)
         self.areas[name] = area
-        self.generation += 1
+        self.plans.clear()
         self.recordings.clear()
         return area
 

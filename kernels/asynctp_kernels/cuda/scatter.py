@@ -34,17 +34,15 @@ from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product, ranges
 from .script import (
+    FULL,
     Await,
-    Channel,
-    Player,
+    PushMoves,
     Record,
-    ScatterMoves,
     Step,
     Wait,
     Write,
-    compile_script,
     parts_script,
-    scatter_script,
+    push_script,
 )
 from .stamps import new_table
 from .tiles import Chunks, Tiles, cut, cut_own, in_blocks
@@ -152,13 +150,7 @@ class ScatterPlan:
         self.device = call.a_parts[0].device
         self.device_index: int = self.device.index
         self.new_output = new_tensors(self.layout.shard_shape, self.out_dtype, self.device)
-        self.generation = -1
         self.number = memory.new_plan()
-
-    @property
-    def stale(self) -> bool:
-        """The group's symmetric memory has moved since."""
-        return self.generation != self.memory.generation
 
     @functools.cached_property
     def new_staging(self) -> Callable[[], Tensor]:
@@ -236,17 +228,12 @@ class Pushed(ScatterPlan):
         self.staging_shape = (world, layout.rows, layout.cols)  # by destination: what goes to one rank is contiguous
         inbox = memory.require("box", (world - 1) * self.part_bytes)
         self.inbox, self.counts = inbox.peers[rank], memory.progress
-        channel = Channel(rank, world, memory.scatter_full.at, memory.scatter_free.at)
-        moves = ScatterMoves(inbox.peers, self.row_bytes, layout.rows, chunks)
-        steps = scatter_script(channel, moves, self.ready, MAX_CHUNKS)
-        self.play = self._compiled(steps, call.op, "free inbox")
-        self.await_parts = self._compiled(parts_script(channel, chunks, MAX_CHUNKS), call.op, "chunk")
+        channel = memory.channel
+        moves = PushMoves(inbox.peers, self.part_bytes, self.row_bytes, chunks, base=FULL, apart=self.part_bytes)
+        steps = push_script(channel, moves, self.ready, MAX_CHUNKS)
+        self.play = memory.compiled(steps, call.op, "free inbox")
+        self.await_parts = memory.compiled(parts_script(channel, chunks, MAX_CHUNKS), call.op, "chunk")
         self._compile_reduction(call, reduce_warps)
-        self.generation = memory.generation
-
-    def _compiled(self, steps: Sequence[Step], op: str, awaited: str) -> Player:
-        memory = self.memory
-        return compile_script(steps, memory.peer_writes, memory.one, memory.waits(op, awaited))
 
     def progress(self, dst: int, chunk: int) -> int:
         return self.memory.progress + (dst * MAX_CHUNKS + chunk) * 4
@@ -299,7 +286,7 @@ class Pushed(ScatterPlan):
                 self.inbox,
                 out.data_ptr(),
                 self.counts,
-                memory.scatter_full.at(memory.rank),
+                memory.full.at(memory.rank),
                 memory.scatter_done.data_ptr(),
                 *self.reduce_numbers,
             ],
@@ -508,7 +495,6 @@ class DirectScatter(WholeScatter):
         }
         self.launch = prepare(push_reduce_kernel, programs, args, constants, 8)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
-        self.generation = memory.generation
 
     def move(self, stream: int, call: ScatterTensors) -> None:
         self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])
@@ -518,7 +504,6 @@ class UnfusedScatter(WholeScatter):
     """NCCL's reduce-scatter. Only for one outer block, where a rank's part is a range of rows."""
 
     name = "unfused"
-    stale = False  # it holds no addresses
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         super().__init__(call, memory)

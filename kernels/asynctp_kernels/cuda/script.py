@@ -1,6 +1,6 @@
 """What the copy stream does in one call, as data: waits, writes, copies, in order.
 
-Scripts are built without a GPU, by pure functions of ranks, sizes and addresses (`gather_script`, `scatter_script`), so
+Scripts are built without a GPU, by pure functions of ranks, sizes and addresses (`gather_script`, `push_script`), so
 the same scripts that a GPU plays are explored exhaustively by a test. `compile_script` turns one into driver calls:
 neighbouring waits and writes become one batch.
 
@@ -224,50 +224,59 @@ def _rows(
 
 
 @dataclass(frozen=True)
-class ScatterMoves:
-    """Bytes and addresses of a scatter's copies.
+class PushMoves:
+    """Bytes and addresses of what one rank pushes to all others.
 
     Attributes:
-        inboxes: address of each rank's inbox: [source but for that rank, rows of a rank].
-        row_bytes, rows: of the part that goes to one rank; FULL is the base of all parts, [destination, rows].
-        chunks: how a part is cut.
+        inboxes: address of each rank's inbox: [source but for that rank, `slot_bytes`].
+        slot_bytes: room for what comes from one rank.
+        row_bytes: of what is pushed.
+        chunks: how the rows for one rank are cut.
+        base: where they are.
+        apart: bytes from one rank's rows to the next one's; 0 where all get the same.
+        scale_offset, scale_bytes: where in a slot the rows' scales are, and how many bytes; 0 where none travel.
     """
 
     inboxes: Sequence[int]
+    slot_bytes: int
     row_bytes: int
-    rows: int
     chunks: Chunks
+    base: int
+    apart: int
+    scale_offset: int = 0
+    scale_bytes: int = 0
 
 
-def scatter_script(
-    channel: Channel, moves: ScatterMoves, ready: Callable[[int, int], Sequence[Step]], max_chunks: int
+def push_script(
+    channel: Channel, moves: PushMoves, ready: Callable[[int, int], Sequence[Step]], max_chunks: int
 ) -> list[Step]:
     """Push each destination's chunks as they become ready, in the order rank+1, rank+2, …, once all ranks take part.
 
     FREE says that a rank's inbox is free and that it has come to this call; so ranks push in step, and never two into
     the same inbox (see `gather_script`). `ready(dst, chunk)` is what precedes each chunk: the wait for the kernel or
-    the stream that computes it. The words FULL are cleared by the reduction.
+    the stream that computes it. The words FULL are cleared by who waits for them.
     """
     rank, world = channel.rank, channel.world
-    part = moves.rows * moves.row_bytes
     peers = [(rank + step) % world for step in range(1, world)]
     steps: list[Step] = [Post(channel.free(peer, rank)) for peer in peers]
     steps += [Wait(channel.free(rank, peer), peer=peer) for peer in peers]
     steps += [Write(channel.free(rank, peer), 0) for peer in peers]
     for dst in peers:
+        slot = moves.inboxes[dst] + (rank - (rank > dst)) * moves.slot_bytes
+        if moves.scale_bytes:
+            steps.append(Copy(Place(ABSOLUTE, slot + moves.scale_offset), Place(OWN_SCALE, 0), moves.scale_bytes))
         for chunk, (first, end) in enumerate(moves.chunks.rows):
             steps += ready(dst, chunk)
-            at = first * moves.row_bytes
-            slot = rank - (rank > dst)
-            steps.append(
-                Copy(
-                    Place(ABSOLUTE, moves.inboxes[dst] + slot * part + at),
-                    Place(FULL, dst * part + at),
-                    (end - first) * moves.row_bytes,
-                )
-            )
+            at, size = first * moves.row_bytes, (end - first) * moves.row_bytes
+            steps.append(Copy(Place(ABSOLUTE, slot + at), Place(moves.base, dst * moves.apart + at), size))
             steps.append(Post(channel.full(dst, rank * max_chunks + chunk)))
     return steps
+
+
+def chunk_script(channel: Channel, source: int, chunk: int, max_chunks: int) -> list[Step]:
+    """Wait until a chunk is in the own inbox, and make ready for the next call's."""
+    word = channel.full(channel.rank, source * max_chunks + chunk)
+    return [Wait(word, peer=source, chunk=chunk), Write(word, 0)]
 
 
 def parts_script(channel: Channel, chunks: Chunks, max_chunks: int) -> list[Step]:

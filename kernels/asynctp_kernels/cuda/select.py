@@ -54,7 +54,7 @@ class Rates:
         stage: microseconds until the first copy of a gather starts.
         chunk: microseconds between two copies.
         fused_gather, fused_scatter, decomposed_gather, decomposed_scatter: microseconds of host time and latency beyond
-            the terms of the model.
+            the terms of the model; `decomposed_gather` where the gathered A is returned, and the shard staged first.
         narrow: how fast the GEMM's 128 x 128 tiles are, as a fraction of cuBLAS.
         precise: the same in fp8 without fast accumulation.
         several: the same of several scaled products, which may be fast; `docs/results/2026-11-23-h200x2/sums-fast.txt`.
@@ -99,6 +99,7 @@ class Problem:
         apart: of several scaled products all contraction lengths but the greatest: cuBLAS makes each by itself.
         widened: how many times as many bytes an element of the sum has, which NCCL sends instead.
         blocks: into how many ranges a rank's rows fall: one for each index of the dims in front of the sharded one.
+        returned: the gathered A is.
     """
 
     op: str
@@ -113,6 +114,7 @@ class Problem:
     apart: tuple[int, ...] = ()
     widened: int = 1
     blocks: int = 1
+    returned: bool = False
 
     @staticmethod
     def of(
@@ -126,6 +128,7 @@ class Problem:
         fast: bool,
         sum_dtype: torch.dtype | None = None,
         blocks: int = 1,
+        returned: bool = False,
     ) -> Problem:
         """The problem of operands of `dtype`.
 
@@ -135,8 +138,20 @@ class Problem:
         apart = tuple(sorted(depths)[:-1]) if fp8 else ()
         widened = 1 if sum_dtype is None else sum_dtype.itemsize // out_dtype.itemsize
         sizes = (dtype.itemsize, out_dtype.itemsize)
-        precise = fp8 and not fast
-        return Problem(op, world, rows, sum(depths), tuple(widths), *sizes, name, precise, apart, widened, blocks)
+        return Problem(
+            op,
+            world,
+            rows,
+            sum(depths),
+            tuple(widths),
+            *sizes,
+            name,
+            fp8 and not fast,
+            apart,
+            widened,
+            blocks,
+            returned,
+        )
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -160,7 +175,7 @@ class Problem:
         """How a tuning table names the problem; rows come below it."""
         sizes = ":".join(self.sizes)
         wide = self.itemsize <= 2 < self.out_itemsize * self.widened  # results of 16 bits are what is measured
-        kind = (":precise" if self.precise else "") + (":wide" if wide else "")
+        kind = (":precise" if self.precise else "") + (":wide" if wide else "") + (":full" if self.returned else "")
         return f"{self.op}:{self.world}:{self.dtype}:{sizes}{kind}" + (f":{self.blocks}x" if self.blocks > 1 else "")
 
     @property
@@ -224,7 +239,7 @@ def _share(problem: Problem, implementation: str, rates: Rates, sms: int) -> tup
         return _fused_matmul(problem, rates, sms) / problem.world, extra
     each = _products(problem, problem.rows // problem.world // problem.blocks, rates, sms)
     share = problem.blocks * (each - rates.launch) + rates.launch
-    extra = rates.decomposed_gather if problem.op == "gather" else rates.decomposed_scatter
+    extra = rates.decomposed_scatter if problem.op == "scatter" else rates.decomposed_gather * problem.returned
     return share, extra
 
 
@@ -364,9 +379,9 @@ def choose(problem: Problem, refused: dict[str, str], sms: int, device_name: str
 def fastest(times: dict[str, float]) -> str:
     """The implementation with the least time; "decomposed" only if it is ahead of "fused", not equal to it.
 
-    Its gathers stage first, and wait for the slowest rank where "fused" already multiplies its own rows; and a call on
-    new addresses takes it half as much host time again. A benchmark, whose ranks come together and whose calls come
-    again, shows neither.
+    Its gathers that return A stage first, and wait for the slowest rank where "fused" already multiplies its own rows;
+    and a call on new addresses takes it half as much host time again. A benchmark, whose ranks come together and whose
+    calls come again, shows neither.
     """
     close = "fused" in times and times.get("decomposed", 0.0) > times["fused"] * (1 - DECOMPOSED_AHEAD)
     return min((name for name in times if not (close and name == "decomposed")), key=lambda name: times[name])
