@@ -3,21 +3,23 @@
 Areas of symmetric memory, each as large as the largest call so far, made and grown collectively and never during a CUDA
 graph capture:
 
-    box       gather: an outbox, the own shard, which peers pull                 [shard | its scales]
-              scatter: an inbox, what peers pushed, by source, but for the own   [from rank 0 | from rank 1 | ...]
+    box       an outbox, the own shard, which peers pull                         [shard | its scales]
+              or an inbox, what peers pushed, by source, but for the own         [from rank 0 | from rank 1 | ...]
     direct    both direct kernels: two slots of landings, epochs                 see `copy_kernels`
 
-A gather's outbox is filled between two barriers (`copy_kernels.stage_kernel`), whose words are epochs. A scatter's
-inbox is a bounded buffer of depth one, with int32 words per peer that a stream can wait for:
+Gathers pull, but for those whose products read what was pushed (`gather.PushedGather`); scatters push. An outbox is
+filled between two barriers (`copy_kernels.stage_kernel`), whose words are epochs. An inbox is a bounded buffer of depth
+one, with int32 words per peer that a stream can wait for:
 
     FREE   set at the writer by the rank that can take data; cleared by the writer when it starts to write
     FULL   set at the reader by the rank whose chunk is there; cleared by the reader when it has taken everything
 
     own:   set FREE at every peer; wait FREE(every peer), clear it; push each chunk and set FULL at its rank
-           wait FULL(every peer, chunk) and reduce, chunk by chunk; clear FULL
+           wait FULL(every peer, chunk) and reduce or multiply, chunk by chunk; clear FULL
 
 One box is both. What is pushed into it comes behind FREE of *every* rank, and each sets that behind its last pull, on
-its copy stream; what is staged in it comes behind the own last reduction, and nothing is pushed before the next FREE.
+its copy stream; what is staged in it comes behind the own last reduction or product of what was there, and nothing is
+pushed before the next FREE.
 
 These words are binary and are cleared by their only waiter, so nothing depends on how often, in which CUDA graph or in
 which order of shapes a call runs, as long as all ranks make the same calls of a group in the same order; that is the
