@@ -650,6 +650,9 @@ def _scatter(scene: _Scene, scatter: Collective) -> Candidate:
         trimmed = chain.reason is reasons.PIECES_MISSING
         if trimmed and (pad := _padding(leaf for leaf in products if is_matmul(leaf))) is not None:
             chain = Refusal(reasons.MATMUL_PADDED, pad)
+        others = scene.sorted(leaves.difference(products))
+        if chain.reason is reasons.SUM_HAS_OTHER_TERM and others:
+            chain = Refusal(chain.reason, f"{chain.facts}; no matmul: {_callers(others)}")
         way = _way_up(scene, scatter, leaves)
         shown = [*region, *products, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
         return Candidate(scatter, None, (chain,), scene.sorted(shown), weights=_reduces_weights(scene, scatter, shown))
@@ -719,6 +722,9 @@ def _scatter_chain(
     whole = flow.maps.get(scatter.input) if scatter.input is not None else None
     if whole is None:
         return _first_refusal(flow, nodes, scatter)
+    odd = next((matmul for matmul in matmuls[1:] if not _same_form(scene, matmul, matmuls[0])), None)
+    if odd is not None:
+        return Refusal(reasons.SUM_TERMS_DISAGREE, f"{matmuls[0].node.name} and {odd.node.name}")
     sum_dtype = _dtype(scatter.input)
     if sum_dtype != out.dtype and not (sum_dtype == torch.float32 and out.dtype in WIDENED):
         return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {sum_dtype}")
@@ -767,7 +773,7 @@ def _blocks_first(scene: _Scene, scatter: Collective, whole: IndexMap) -> IndexM
 
 
 def _read_terms(scene: _Scene, products: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
-    """Read the matmuls of a sum; all must have one shape, dtype and kind."""
+    """Read the matmuls of a sum."""
     matmuls: list[Matmul] = []
     for node in products:
         matmul = scene.product(node)
@@ -775,15 +781,15 @@ def _read_terms(scene: _Scene, products: Sequence[fx.Node]) -> tuple[Matmul, ...
         if isinstance(matmul, Refusal):
             return matmul
         matmuls.append(matmul)
-    first, shape = matmuls[0], tensor_of(matmuls[0].node)
-    for matmul in matmuls[1:]:
-        out = tensor_of(matmul.node)
-        assert out is not None
-        assert shape is not None
-        like = out.dtype == shape.dtype and _same_matrix(scene, out, shape)
-        if not like or not _same_kind(matmul, first):
-            return Refusal(reasons.SUM_TERMS_DISAGREE, f"{first.node.name} and {matmul.node.name}")
     return tuple(matmuls)
+
+
+def _same_form(scene: _Scene, a: Matmul, b: Matmul) -> bool:
+    """True for products of one shape, dtype and kind, which an op can add."""
+    one, other = tensor_of(a.node), tensor_of(b.node)
+    assert one is not None
+    assert other is not None
+    return one.dtype == other.dtype and _same_matrix(scene, one, other) and _same_kind(a, b)
 
 
 def _same_matrix(scene: _Scene, a: torch.Tensor, b: torch.Tensor) -> bool:

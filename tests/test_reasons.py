@@ -473,9 +473,17 @@ def gather_for_the_gradient_of_a_batch(b: GraphBuilder) -> Node:
     return b.mm(b.permute(rows, [1, 0]), b.input("saved", [32, 12]))
 
 
-@row("SUM_HAS_OTHER_TERM", "add")
+@row("SUM_HAS_OTHER_TERM", "add; no matmul: an input of the graph")
 def residual_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.add(product(b), b.input("residual", [16, 12])))
+
+
+@row("SUM_HAS_OTHER_TERM", "no matmul: aten.index_add.default")
+def routed_tokens_added_before_the_scatter(b: GraphBuilder) -> Node:
+    """As in a mixture of experts: what they computed is added to the rows of its tokens."""
+    zeros, rows = b.input("zeros", [16, 12]), b.input("rows", [20], torch.int64)
+    routed = b.call(aten.index_add.default, zeros, 0, rows, b.input("tokens", [20, 12]))
+    return b.scatter(b.add(b.reshape(routed, [16, 12]), product(b)))
 
 
 @row("SUM_HAS_OTHER_TERM", "add")
@@ -487,6 +495,13 @@ def sum_with_alpha(b: GraphBuilder) -> Node:
 def sum_of_a_product_and_a_transpose(b: GraphBuilder) -> Node:
     square = b.mm(b.input("c", [12, 8]), b.input("v", [8, 12]))
     return b.scatter(b.add(square, b.permute(b.mm(b.input("d", [12, 8]), b.input("u", [8, 12])), [1, 0])))
+
+
+@row("VIEW_NOT_UNDERSTOOD", "joins pieces of different products: mm_1, mm")
+def products_of_two_shapes_joined(b: GraphBuilder) -> Node:
+    """As of experts that have different numbers of tokens."""
+    other = b.mm(b.input("c", [4, 8]), b.input("v", [8, 12]))
+    return b.call(c10d.all_reduce.default, b.cat([product(b), other], dim=0), "sum", "tp")
 
 
 @row("SUM_TERMS_DISAGREE", "mm and mm_1")
@@ -786,7 +801,7 @@ def gather_for_an_addmm_with_a_column(b: GraphBuilder) -> Node:
     return b.call(aten.addmm.default, b.input("column", [16, 1]), gathered(b, 4, 8), b.input("w", [8, 12]))
 
 
-@row("SUM_HAS_OTHER_TERM", "addmm")
+@row("SUM_HAS_OTHER_TERM", "addmm; no matmul: an input of the graph")
 def scatter_of_an_addmm_with_a_matrix(b: GraphBuilder) -> Node:
     a, w = b.input("a", [16, 8]), b.input("w", [8, 12])
     return b.scatter(b.call(aten.addmm.default, b.input("residual", [16, 12]), a, w))
