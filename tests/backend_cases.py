@@ -213,6 +213,21 @@ def case_block_bfloat16_batch_2(mesh: DeviceMesh) -> tuple[Report, ...]:
     return compare(block(mesh, torch.bfloat16), shard_of(mesh, 2, 4, 16, dtype=torch.bfloat16), 4)
 
 
+def case_hooks_of_the_compiled_module(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """The plan prepares the input of the compiled module itself: torch has its hooks in the graph if told to."""
+    torch.manual_seed(0)
+    prepared = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    plan = {"": prepared, "up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(1))}
+    module, x = parallelize_module(Mlp(), mesh, plan), shard_of(mesh, 2, 4, 16)
+    start()
+    train(compiled(module), x)
+    apart = asynctp_passes.reports()
+    assert [len(report.fused) for report in apart] == [0, 1, 1], apart
+    assert [remark.code for remark in apart[0].skipped] == ["ATP013"], apart[0]
+    with torch._dynamo.config.patch(wrap_top_frame=True):
+        return compare(module, x, 2)
+
+
 def case_block_gathered_again(mesh: DeviceMesh) -> tuple[Report, ...]:
     """Every gather of the forward is made again in the backward, and every value is the same to the last bit."""
     module, x = block(mesh), shard_of(mesh, 2, 4, 16)
