@@ -1,4 +1,4 @@
-"""Recipes end to end on real ranks: fp8 with its norms, tensor parallelism beside other ways to be parallel, and both.
+"""Recipes end to end on real ranks: model families, fp8 with its norms, tensor parallelism beside other ways, and both.
 
 As in test_backend, one set of processes runs all cases of a module.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import family_cases
 import fp8_cases
 import mesh_cases
 import pytest
@@ -37,6 +38,11 @@ def in_fp8(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]
 
 
 @pytest.fixture(scope="module")
+def of_families(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    return outcomes(2, "family_cases", family_cases.CASES, tmp_path_factory.mktemp("inductor"))
+
+
+@pytest.fixture(scope="module")
 def on_meshes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
     return outcomes(4, "mesh_cases", mesh_cases.CASES, tmp_path_factory.mktemp("inductor"))
 
@@ -56,6 +62,12 @@ def sharded_by_torchao(tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
 def test_fp8(in_fp8: list[dict[str, Outcome]], case: str) -> None:
     """Two layers, two microbatches in flight, landing memory poisoned: what is computed without overlap."""
     assert errors(in_fp8, case) == []
+
+
+@pytest.mark.parametrize("case", family_cases.CASES)
+def test_family(of_families: list[dict[str, Outcome]], case: str) -> None:
+    """See the function `case_…` of family_cases."""
+    assert_agreed(of_families, case)
 
 
 @pytest.mark.parametrize("case", mesh_cases.CASES)
@@ -80,7 +92,7 @@ def assert_agreed(ranks: list[dict[str, Outcome]], case: str) -> None:
     """No rank fails, and the ranks of one tensor-parallel group decided alike."""
     assert errors(ranks, case) == []
     plans = [tuple(report.plan_digest for report in outcome[case].reports) for outcome in ranks]
-    assert (plans[0], plans[2]) == (plans[1], plans[3]), "ranks of one tensor-parallel group decided differently"
+    assert plans[::2] == plans[1::2], "ranks of one tensor-parallel group decided differently"
 
 
 def errors(ranks: list[dict[str, Outcome]], case: str) -> list[str]:
