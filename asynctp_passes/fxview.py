@@ -31,6 +31,7 @@ __all__ = [
     "is_random",
     "is_size",
     "live",
+    "module_of",
     "mutates",
     "name_of",
     "op_name",
@@ -45,6 +46,11 @@ __all__ = [
 ]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+#: What dynamo's paths to modules have besides names: the root, functions that close over a module, a dict.
+_DETOURS = re.compile(
+    r"^[LG]\['\w+'\]|(\.forward)?(\.__closure__\[\d+\]|\.cell_contents|\.__self__)+|(?<=\.)_modules(?=\[)"
+)
+_ITEM = re.compile(r"\.?\['([^']+)'\]")
 _TORCH = str(Path(torch.__file__).parent)
 _FUNCTIONALIZED = {"auto_functionalized", "auto_functionalized_v2"}
 _IN_PLACE_FUNCTIONS = {"iadd", "iand", "imatmul", "imul", "ior", "ipow", "isub", "itruediv", "ixor", "setitem"}
@@ -234,6 +240,15 @@ def source_of(node: fx.Node) -> str | None:
     frames = _FRAME.findall(trace) if isinstance(trace, str) else []
     own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
     return f"{own[-1][0]}:{own[-1][1]}" if own else None
+
+
+def module_of(node: fx.Node) -> str | None:
+    """Path, in what was compiled, of the innermost module that made the node, or whose backward it is of, if known."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not isinstance(stack, dict) or not stack:
+        return None
+    *_, (path, *_) = stack.values()
+    return _ITEM.sub(r".\1", _DETOURS.sub("", path)).lstrip(".") or None
 
 
 def describe(node: object) -> str:

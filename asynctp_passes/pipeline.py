@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
 from asynctp_passes.decide import decide_graph
 from asynctp_passes.errors import AsyncTPError, raise_if_strict
-from asynctp_passes.fxview import describe, op_name, phase_of, plain, source_of, tangents_of, tensor_of
+from asynctp_passes.fxview import describe, module_of, op_name, phase_of, plain, source_of, tangents_of, tensor_of
 from asynctp_passes.hide import hide
 from asynctp_passes.read import called_name
 from asynctp_passes.reasons import RESULT_DROPPED
@@ -184,7 +184,8 @@ def _remark(decision: Decision, phase: str) -> Remark:
         "kind": kind,
         "collective": collective.node.name,
         "nodes": tuple(node.name for node in candidate.nodes),
-        "source": _source(candidate),
+        "source": _first(source_of, candidate),
+        "module": _first(module_of, candidate),
         "group": collective.group_key,
         "group_size": collective.group_size,
         "shapes": _shapes(candidate),
@@ -216,9 +217,10 @@ def _kind(candidate: Candidate) -> str:
     return f"{scaled}matmul_{collective.kind}"
 
 
-def _source(candidate: Candidate) -> str | None:
+def _first(place_of: Callable[[fx.Node], str | None], candidate: Candidate) -> str | None:
+    """A place of the first of the matmuls and the collective that has one."""
     matmuls = () if candidate.chain is None else candidate.chain.matmuls
-    places = (source_of(node) for node in (*(matmul.node for matmul in matmuls), candidate.collective.node))
+    places = (place_of(node) for node in (*(matmul.node for matmul in matmuls), candidate.collective.node))
     return next((place for place in places if place is not None), None)
 
 

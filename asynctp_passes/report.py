@@ -48,6 +48,8 @@ class Remark:
         flops: Floating-point operations of the chain's matmuls on this rank; None if unknown.
         estimate_us: Modelled times in microseconds (`"comm"`, `"matmul"`, `"serial"`, `"overlapped"`); empty when the
             device has no model.
+        module: Path in what was compiled of the module of the chain's first matmul, or of the collective, as
+            `"attention.wo"`; in a backward graph, of the forward's. None where the graph does not know it.
     """
 
     outcome: Outcome
@@ -70,10 +72,12 @@ class Remark:
     regathered_bytes: int = 0
     flops: int | None = None
     estimate_us: dict[str, float] = field(default_factory=dict)
+    module: str | None = None
 
     def __str__(self) -> str:
         """A few lines: outcome, chain, and the facts or the reason with its remedy."""
-        where = f"  ({self.source})" if self.source else ""
+        places = [self.source, f"in {self.module}" if self.module else None]
+        where = f"  ({', '.join(filter(None, places))})" if any(places) else ""
         head = f"{_MARKS[self.outcome]} {self.outcome:<7} {self.kind}: {' -> '.join(self.nodes)}{where}"
         facts = "  ".join(f"{role} {shape}" for role, shape in self.shapes.items())
         lines = [head]

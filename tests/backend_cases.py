@@ -225,7 +225,10 @@ def case_hooks_of_the_compiled_module(mesh: DeviceMesh) -> tuple[Report, ...]:
     assert [len(report.fused) for report in apart] == [0, 1, 1], apart
     assert [remark.code for remark in apart[0].skipped] == ["ATP013"], apart[0]
     with torch._dynamo.config.patch(wrap_top_frame=True):
-        return compare(module, x, 2)
+        reports = compare(module, x, 2)
+    modules = [[remark.module for remark in report.fused] for report in reports]
+    assert modules == [["up", "down"], ["down", "up"]], modules
+    return reports
 
 
 def case_block_gathered_again(mesh: DeviceMesh) -> tuple[Report, ...]:

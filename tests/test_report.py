@@ -235,6 +235,25 @@ def test_the_source_is_the_innermost_line() -> None:
     assert real_report().fused[0].source == "model.py:12"
 
 
+@pytest.mark.parametrize(
+    ("key", "path", "shown"),
+    [
+        ("nn_module_stack", "L['self'].attention.wo", "  (in attention.wo)"),
+        ("fwd_nn_module_stack", "L['model'].layers._modules['3'].ffn", "  (in layers.3.ffn)"),
+        ("nn_module_stack", "L['self'].moe.forward.__closure__[0].cell_contents.__self__.router", "  (in moe.router)"),
+        ("nn_module_stack", "L['fn'].__closure__[0].cell_contents.up", "  (in up)"),
+        ("nn_module_stack", "L['self']", ""),
+    ],
+)
+def test_the_module_is_the_innermost_one(key: str, path: str, shown: str) -> None:
+    """Its path in what was compiled; of the compiled module itself, nothing."""
+    b = GraphBuilder()
+    product = b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12]))
+    product.meta[key] = {"outer": ("L['self'].outer", torch.nn.Module), "inner": (path, torch.nn.Linear)}
+    (remark,) = run(b.returns(product), Config(log=False, trace=False)).remarks
+    assert str(remark).splitlines()[0].endswith(f"-> mm{shown}")
+
+
 def test_the_plan_digest_tells_plans_apart() -> None:
     """Equal for the same program; another one for the same program in another configuration."""
     assert real_report().plan_digest == real_report().plan_digest
