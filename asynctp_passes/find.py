@@ -44,6 +44,7 @@ from asynctp_passes.read import (
     is_matmul,
     operands_that_are,
     read_term,
+    unknown_group,
     waits_for_several,
 )
 from asynctp_passes.reasons import Refusal
@@ -864,6 +865,10 @@ def _other_refusal(scene: _Scene, collective: Collective) -> Refusal:
     reached = reaches(scene, collective.node)
     known = op is not None and tensor_of(collective.node) is not None
     facts = f"{name} makes {describe(collective.node)} of {describe(collective.input)}" if known else name
+    if (group := unknown_group(collective.call or collective.node)) is not None:
+        facts = (
+            f"{name} over {group!r}, which no process group here is called: register it with groups={{{group!r}: ...}}"
+        )
     return Refusal(reasons.COLLECTIVE_NOT_UNDERSTOOD if reached else reasons.NO_MATMUL, facts)
 
 

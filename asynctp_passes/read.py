@@ -18,7 +18,7 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.chain import Blocks, Collective, GatherChain, Matmul, ScaledOptions
 from asynctp_passes.fxview import arguments, called_op, name_of, op_name, tensor_of
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.registry import CollectiveOp, MatmulOp, collective_op, matmul_op
+from asynctp_passes.registry import CollectiveOp, MatmulOp, collective_op, is_registered, matmul_op
 from asynctp_passes.shapes import Size, product, same
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "read_collectives",
     "read_matmul",
     "read_term",
+    "unknown_group",
     "waits_for_several",
 ]
 
@@ -150,8 +151,8 @@ def _member(
     """One tensor's collective; None when an argument is none that can be read."""
     value, group = tensor_of(node), values[op.group]
     dim = values[op.dim] if isinstance(op.dim, str) else op.dim
-    size = 0 if op.size is None else values[op.size]
-    if not (isinstance(dim, int) and isinstance(size, int)):
+    size = values[op.size] if isinstance(op.size, str) else op.size or 0
+    if not (isinstance(dim, int) and isinstance(size, int)) or unknown_group(call or node) is not None:
         return None
     if value is not None and not value.is_contiguous() and op.kind != "all_reduce":
         return None
@@ -173,6 +174,16 @@ def _member(
         call=call,
         mesh_dim=compat.mesh_dimension_of(group.meta.get("val") if isinstance(group, fx.Node) else group),
     )
+
+
+def unknown_group(call: fx.Node) -> str | None:
+    """The name that a registered collective gives its group by, if torch knows no group of that name here."""
+    op = collective_op(op_name(call)) if is_registered(op_name(call)) else None
+    group = None if op is None else arguments(call).get(op.group)
+    if op is None or not isinstance(group, str):
+        return None
+    known = compat.process_group_names()
+    return group if known and dict(op.groups).get(group, group) not in known else None
 
 
 def _keeps_promise(op: CollectiveOp, before: torch.Tensor | None, after: torch.Tensor | None) -> bool:

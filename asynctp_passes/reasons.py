@@ -235,8 +235,8 @@ SUM_TERMS_DISAGREE = _miss(
 COLLECTIVE_NOT_UNDERSTOOD = _miss(
     "ATP113",
     "COLLECTIVE_NOT_UNDERSTOOD",
-    "this collective is an op that asynctp does not know, one that writes in place or makes something else than was "
-    "registered, or a list that is used whole",
+    "this collective is an op that asynctp does not know, one that writes in place, one whose result or group is not "
+    "as registered, or a list that is used whole",
     "use a functional form and take its results one by one: torch.compile makes collectives of torch.distributed "
     "functional, and DTensor and torch.distributed._functional_collectives are; tell asynctp of a custom op with "
     "asynctp_passes.register_collective",

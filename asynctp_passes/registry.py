@@ -24,6 +24,7 @@ __all__ = [
     "RegistryError",
     "collective_op",
     "digest",
+    "is_registered",
     "matmul_op",
     "register_collective",
     "register_matmul",
@@ -50,7 +51,7 @@ class CollectiveOp:
         kind: `"all_gather"`, `"reduce_scatter"` or `"all_reduce"`.
         input: The argument that is the tensor (or the list of tensors, of which the op returns a list).
         group: The argument that names the process group.
-        size: The argument that is the number of ranks; None for an all-reduce.
+        size: The argument that is the number of ranks, or that number; None for an all-reduce.
         dim: The argument that is the dimension, or the dimension itself.
         reduce_op: The argument that is the reduction, or the reduction itself (`"sum"`).
         groups: Pairs of a name that the program uses for a group, and the name torch knows it by.
@@ -59,7 +60,7 @@ class CollectiveOp:
     kind: CollectiveKind
     input: str
     group: str
-    size: str | None = None
+    size: str | int | None = None
     dim: str | int = 0
     reduce_op: str = "sum"
     groups: tuple[tuple[str, str], ...] = ()
@@ -138,6 +139,11 @@ def collective_op(name: str) -> CollectiveOp | None:
     return _COLLECTIVES.get(name) or _registered_collectives.get(name)
 
 
+def is_registered(name: str) -> bool:
+    """Whether a collective, by the name of its overload, is one that the program registered."""
+    return name in _registered_collectives
+
+
 def matmul_op(name: str) -> MatmulOp | None:
     """The descriptor of a matmul, by the name of its overload."""
     return _MATMULS.get(name) or _registered_matmuls.get(name)
@@ -155,7 +161,7 @@ def register_collective(
     kind: CollectiveKind,
     input: str,
     group: str,
-    size: str | None = None,
+    size: str | int | None = None,
     dim: str | int = 0,
     reduce_op: str = "sum",
     groups: Mapping[str, Any] | None = None,
@@ -167,7 +173,7 @@ def register_collective(
         kind: `"all_gather"`, `"reduce_scatter"` or `"all_reduce"`; `CollectiveOp` says what that promises.
         input: Name of the argument that is the tensor.
         group: Name of the argument that names the process group.
-        size: Name of the argument that is the number of ranks. Not for an all-reduce.
+        size: Name of the argument that is the number of ranks, or that number. Not for an all-reduce.
         dim: Name of the argument that is the dimension of the ranks' blocks, or that dimension.
         reduce_op: Name of the argument that is the reduction, or that reduction: `"sum"` or `"avg"`.
         groups: The process groups (or their `group_name`) by the names that the op is given, where these are not
@@ -182,21 +188,26 @@ def register_collective(
     found = _Schema(op)
     descriptor = CollectiveOp(kind, input, group, size, dim, reduce_op, _group_pairs(found, groups))
     found.require(kind in _KINDS, f"kind={kind!r} is not one of {', '.join(_KINDS)}")
+    found.require(not found.writes(), "it writes to its arguments; only functional collectives can be registered")
+    found.require(found.returns() == ["Tensor"], f"it returns {found.returns()}, and not one tensor")
     found.argument("input", input, ("Tensor",))
     found.argument("group", group, ("str", "Any"))
     if kind == "all_reduce":
         found.require(size is None, "size has no meaning for an all-reduce; leave it out")
     else:
-        found.require(size is not None, f"size must name the argument that is the number of ranks of an {kind}")
-        found.argument("size", str(size), ("int", "SymInt"))
+        found.require(
+            size is not None, f"size must name the argument that is the number of ranks of an {kind}, or be it"
+        )
+        if isinstance(size, str):
+            found.argument("size", size, ("int", "SymInt"))
+        else:
+            found.require(isinstance(size, int) and size > 0, f"size={size!r} is no number of ranks")
     if isinstance(dim, str):
         found.argument("dim", dim, ("int",))
     else:
         found.require(isinstance(dim, int), f"dim={dim!r} is neither the name of an argument nor a dimension")
     if reduce_op not in ("sum", "avg"):
         found.argument("reduce_op", reduce_op, ("str",))
-    found.require(not found.writes(), "it writes to its arguments; only functional collectives can be registered")
-    found.require(found.returns() == ["Tensor"], f"it returns {found.returns()}, and not one tensor")
     _registered_collectives[found.new_name(_COLLECTIVES)] = descriptor
     return descriptor
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from graph_builder import GraphBuilder, aten
 from passes import outcomes, run_pass
 from serving_ops import registered
 from torch.fx import Node
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import asynctp_passes
 from asynctp_passes import AsyncTPPass, Config, RegistryError, register_collective, register_matmul, run, unregister
@@ -21,6 +23,7 @@ from asynctp_passes.registry import digest
 _ops = torch.library.Library("registry_test", "FRAGMENT")
 _ops.define("all_gather(Tensor x, int dim, int ranks, str group) -> Tensor")
 _ops.define("gather_(Tensor(a!) x, int dim, int ranks, str group) -> Tensor(a!)")
+_ops.define("gather_by_group(Tensor x, str group) -> Tensor")
 _ops.define("gather_two(Tensor x, int ranks, str group) -> (Tensor, Tensor)")
 _ops.define("reduce(Tensor x, str group) -> Tensor")
 _ops.define("two(Tensor a, Tensor b) -> Tensor")
@@ -37,7 +40,7 @@ GATHER: dict[str, Any] = {"kind": "all_gather", "input": "x", "dim": "dim", "siz
 def nothing_stays() -> Iterator[None]:
     before = digest()
     yield
-    for op in (ops.all_gather.default, ops.reduce.default, ops.matmul.default, ops.matmul_out.default):
+    for op in (ops.all_gather, ops.gather_by_group, ops.reduce, ops.matmul, ops.matmul_out):
         try:
             unregister(op)
         except RegistryError:
@@ -64,6 +67,8 @@ BAD_COLLECTIVES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "type of dim": (ops.all_gather, {**GATHER, "dim": "group"}, "dim='group' is of type str, and not int"),
     "reduction": (ops.all_gather, {**GATHER, "reduce_op": "max"}, "reduce_op='max' is no argument"),
     "in place": (ops.gather_, GATHER, "it writes to its arguments"),
+    "in place, and else too": (ops.gather_, {**GATHER, "size": None}, "it writes to its arguments"),
+    "number of ranks": (ops.all_gather, {**GATHER, "size": 0}, "size=0 is no number of ranks"),
     "two results": (ops.gather_two, {**GATHER, "dim": 0}, "it returns ['Tensor', 'Tensor'], and not one tensor"),
     "groups": (
         ops.all_gather,
@@ -192,6 +197,34 @@ def test_an_op_without_a_dimension_argument() -> None:
     b = GraphBuilder()
     whole = gather(b, b.input("x", [3, 4, 8]), 1)
     assert becomes(b, b.mm(b.reshape(whole, [48, 8]), b.input("w", [8, 16]))) == ["F"]
+
+
+@pytest.mark.parametrize(("size", "expected"), [(4, "F"), (3, "ATP108")])
+def test_an_op_without_an_argument_for_the_number_of_ranks(size: int, expected: str) -> None:
+    register_collective(ops.gather_by_group, kind="all_gather", input="x", size=size, group="group")
+    b = GraphBuilder()
+    with b.mode:
+        value = torch.empty(16, 8)
+    whole = b.call_like(value, ops.gather_by_group.default, b.input("x", [4, 8]), "tp")
+    assert becomes(b, b.mm(whole, b.input("w", [8, 16]))) == [expected]
+
+
+@pytest.mark.parametrize("groups", [None, {"tp:0": "0"}])
+def test_a_group_that_torch_does_not_know_is_missed_and_named(groups: dict[str, str] | None) -> None:
+    """Fused, the op would look for it when it runs, where nobody can tell it what is meant."""
+    register_collective(ops.all_gather, **GATHER, groups=groups)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        b = GraphBuilder()
+        graph = b.returns(b.mm(gather(b, b.input("x", [4, 8])), b.input("w", [8, 16])))
+        (remark,) = run(graph, Config(strict="off", agree=False, log=False, trace=False)).remarks
+    finally:
+        dist.destroy_process_group()
+    if groups is None:
+        assert remark.code == "ATP113"
+        assert "'tp:0', which no process group here is called: register it with groups={'tp:0': ...}" in remark.message
+    else:
+        assert remark.outcome == "FUSED"
 
 
 def stacked(b: GraphBuilder, x: Node) -> torch.Tensor:
