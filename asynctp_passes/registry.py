@@ -201,7 +201,7 @@ def register_collective(
         if isinstance(size, str):
             found.argument("size", size, ("int", "SymInt"))
         else:
-            found.require(isinstance(size, int) and size > 0, f"size={size!r} is no number of ranks")
+            found.require(type(size) is int and size > 0, f"size={size!r} is no number of ranks")
     if isinstance(dim, str):
         found.argument("dim", dim, ("int",))
     else:
