@@ -136,9 +136,22 @@ def statically_known_multiple(size: torch.SymInt, count: int) -> bool:
     return bool(statically_known_true(size % count == 0))
 
 
+def guards_on(symbol: torch.SymInt) -> list[sympy.Rel]:
+    """The comparisons that hold by guards which exist already, of one size alone; adds none."""
+    shape_env = getattr(symbol.node, "shape_env", None)
+    guards = [] if shape_env is None else [shape_env.replace(guard.expr) for guard in shape_env.guards]
+    alone = {expression(symbol)}
+    return [guard for guard in guards if isinstance(guard, sympy.Rel) and guard.free_symbols == alone]
+
+
 def is_floor_division(expr: sympy.Expr) -> bool:
     """True for torch's own `a // b` in sympy."""
     return type(expr).__name__ in ("FloorDiv", "CleanDiv")
+
+
+def is_remainder(expr: sympy.Expr) -> bool:
+    """True for torch's own `a % b` in sympy."""
+    return type(expr).__name__ in ("Mod", "PythonMod")
 
 
 def fake_mode_of(tensor: torch.Tensor | None) -> Any:

@@ -302,7 +302,7 @@ class Sizes:
         counts = {count for count in ranks if count > 1}
         self._multiples: dict[sympy.Symbol, sympy.Expr] = {}
         for symbol, size in _symbols(graph).items():
-            factor = math.lcm(*(count for count in counts if compat.statically_known_multiple(size, count)))
+            factor = math.lcm(*(count for count in counts if _is_multiple(size, symbol, count)))
             if factor > 1:
                 self._multiples[symbol] = factor * sympy.Symbol(f"{symbol}/{factor}", integer=True, positive=True)
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -347,6 +347,23 @@ def _floor(division: sympy.Expr) -> sympy.Expr:
         return sympy.sympify(exact)
     if not divisor.is_Integer or divisor <= 0:
         return division
+    whole, rest = _divided_terms(base, divisor)
+    if rest.is_Integer:
+        return whole + int(rest) // int(divisor)
+    return whole + division.func(rest, divisor)
+
+
+def _remainder(modulo: sympy.Expr) -> sympy.Expr:
+    """`base % divisor` as a number, where the divisor divides all of `base` but a number."""
+    base, divisor = modulo.args
+    if not divisor.is_Integer or divisor <= 0:
+        return modulo
+    _, rest = _divided_terms(base, divisor)
+    return rest % divisor if rest.is_Integer else modulo
+
+
+def _divided_terms(base: sympy.Expr, divisor: sympy.Integer) -> tuple[sympy.Expr, sympy.Expr]:
+    """The terms of a sum that a number divides, divided by it, and the other ones."""
     whole, rest = sympy.Integer(0), sympy.Integer(0)
     for term in sympy.Add.make_args(sympy.expand(base)):
         coefficient = term.as_coeff_Mul()[0]
@@ -354,9 +371,30 @@ def _floor(division: sympy.Expr) -> sympy.Expr:
             whole += term / divisor
         else:
             rest += term
-    if rest.is_Integer:
-        return whole + int(rest) // int(divisor)
-    return whole + division.func(rest, divisor)
+    return whole, rest
+
+
+def _is_multiple(size: torch.SymInt, symbol: sympy.Symbol, count: int) -> bool:
+    """True when guards that exist already establish `size % count == 0`; adds none.
+
+    They do so too by leaving no other remainder: that the pieces of a split are equal, say.
+    """
+    if compat.statically_known_multiple(size, count):
+        return True
+    guards = compat.guards_on(size)
+    times = sympy.Symbol("times", integer=True, nonnegative=True)
+    others = ({symbol: count * times + rest} for rest in range(1, count))
+    return all(any(_never_holds(guard, other) for guard in guards) for other in others)
+
+
+def _never_holds(guard: sympy.Rel, values: dict[sympy.Symbol, sympy.Expr]) -> bool:
+    """True when a comparison is false for these values, whatever their symbols are."""
+    left, right = (
+        side.subs(values).replace(compat.is_floor_division, _floor).replace(compat.is_remainder, _remainder)
+        for side in guard.args
+    )
+    difference = sympy.expand(left - right)
+    return bool(difference.is_Integer and guard.func(difference, 0) == sympy.false)
 
 
 def _symbols(graph: fx.Graph) -> dict[sympy.Symbol, torch.SymInt]:

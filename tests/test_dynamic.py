@@ -186,6 +186,27 @@ def test_a_size_that_two_numbers_of_ranks_divide() -> None:
     assert outcomes(run_pass(b.returns(*results))) == ["F", "F"]
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("rounded_up", [0, 1])
+def test_pieces_that_are_equal_by_a_guard(ranks: int, rounded_up: int) -> None:
+    """`cat(product.chunk(ranks, 1))`, and with `split(size // ranks, 1)`: torch joins pieces that are equal."""
+    b = GraphBuilder(ranks=ranks)
+    a, w = b.input("a", [4, 8]), b.input("w", [8, 24], dynamic=1)
+    size = b.call(operator.add, b.call(aten.sym_size.int, w, 1), rounded_up * (ranks - 1))
+    split = b.call(aten.split.Tensor, b.mm(a, w), b.call(operator.floordiv, size, ranks), 1)
+    blocks = b.cat([b.call(operator.getitem, split, index) for index in range(ranks)])
+    assert outcomes(run_pass(b.returns(b.scatter(blocks)))) == ["F"]
+
+
+@pytest.mark.parametrize(("excluded", "outcome"), [((1, 2), "F"), ((1,), "ATP108")])
+def test_a_size_of_which_guards_exclude_remainders(excluded: tuple[int, ...], outcome: str) -> None:
+    b = GraphBuilder(ranks=3)
+    a, w = b.input("a", [12, 8], dynamic=0), b.input("w", [8, 4])
+    for remainder in excluded:
+        assert a.meta["val"].shape[0] % b.ranks != remainder  # a guard
+    assert outcomes(run_pass(b.returns(b.scatter(b.mm(a, w))))) == [outcome]
+
+
 def test_a_size_that_turned_out_to_be_a_number() -> None:
     """Tensors that were traced before keep a symbol for it."""
     b = GraphBuilder()
