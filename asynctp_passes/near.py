@@ -2,7 +2,7 @@
 
 Those are where a user loses time and does not learn of it, so they are reported as MISSED, with the way from one to the
 other. Ops that a collective is still 'next to' a matmul through are views, pointwise ops, casts, reductions, and what
-works row by row: norms, softmax, dropout, quantization, be it by an op of the program's own.
+works row by row: norms, softmax, dropout, gates, quantization, be it by an op of the program's own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ __all__ = [
 
 REDUCTIONS = {f"aten.{name}" for name in ("amax", "amin", "max", "min", "sum", "mean", "var_mean", "var")}
 REDUCTIONS |= {"aten.norm", "aten.linalg_vector_norm"}
-_ROWWISE_WORDS = re.compile(r"(?:^|_)(?:layer|rms)?(norm|softmax|dropout|quant|quantize|silu|gelu|swiglu)(?=_|$)")
+_WORDS = "norm|softmax|dropout|quant|quantize|silu|gelu|glu|geglu|swiglu"
+_ROWWISE_WORDS = re.compile(rf"(?:^|_)(?:layer|rms)?({_WORDS})(?=_|$)")
 
 
 def transparent(node: fx.Node) -> bool:

@@ -531,6 +531,7 @@ VIEWS: dict[str, Callable[[_Call], Result]] = {
     "aten.to.dtype": _cast,
     # Known to be no strided map: refused by name, so that the reason is exact.
     "aten.flip.default": _refuse(reasons.PIECES_REORDERED),
+    "prims.rev.default": _refuse(reasons.PIECES_REORDERED),  # a flip, as Inductor writes it
     "aten.roll.default": _refuse(reasons.PIECES_REORDERED),
     "aten.repeat.default": _refuse(reasons.PIECES_REPEATED),
     "aten.as_strided.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),

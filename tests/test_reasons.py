@@ -340,6 +340,17 @@ def product_written_into_zeros_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.call(aten.select_scatter.default, zeros, product(b), 1, -1))
 
 
+@row("PIECES_REORDERED", "prims.rev.default")
+def gathered_and_flipped(b: GraphBuilder) -> Node:
+    """As Inductor writes it."""
+    return times(b, b.call(torch.ops.prims.rev.default, gathered(b), [0]))
+
+
+@row("PIECES_REORDERED", "prims.rev.default")
+def flipped_before_the_all_reduce(b: GraphBuilder) -> Node:
+    return b.all_reduce(b.call(torch.ops.prims.rev.default, product(b), [0]))
+
+
 @row("VIEW_NOT_UNDERSTOOD", "view_as_complex")
 def gathered_as_complex_numbers(b: GraphBuilder) -> Node:
     whole = b.call(aten.view_as_complex.default, gathered(b, 4, 8, 2))
@@ -385,6 +396,17 @@ def combined_with_another_gathered_tensor(b: GraphBuilder) -> Node:
 @row("COMPUTED_BETWEEN", "mm -> relu")
 def relu_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.relu(product(b)))
+
+
+@row("COMPUTED_BETWEEN", "mm -> glu")
+def gated_before_the_scatter(b: GraphBuilder) -> Node:
+    """Inductor decomposes the other activations, not this one."""
+    return b.scatter(b.call(aten.glu.default, product(b)))
+
+
+@row("COMPUTED_BETWEEN", "glu -> mm")
+def gated_after_the_gather(b: GraphBuilder) -> Node:
+    return times(b, b.call(aten.glu.default, gathered(b, 4, 16)))
 
 
 @row("QUANTIZED_AFTER_GATHER", "number of rows")
