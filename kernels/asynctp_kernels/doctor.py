@@ -427,6 +427,14 @@ class KnownBug:
 KNOWN_BUGS = (
     KnownBug(
         (2, 11),
+        (2, 11),
+        "the gradient through a torch.autograd.Function whose forward writes into the tensor that it returns, as "
+        "torch.distributed.reduce_scatter_tensor(out, x) does, is 0 under torch.compile, with any backend",
+        "use collectives that return their result in such functions (torch.distributed._functional_collectives), or a "
+        "newer torch",
+    ),
+    KnownBug(
+        (2, 11),
         (2, 12),
         "all_gather_tensor(gather_dim != 0) breaks a compiled graph, which hides the collective from every pass "
         "(pytorch issue 179722)",
