@@ -214,10 +214,10 @@ class GatherPlan:
 
 
 class Pulled(GatherPlan):
-    """The copies of every implementation but the direct one.
+    """The copies of what stages a shard for the others to pull.
 
-    stage_keeps: what stages the shard of a gather along dim 0 also writes it to the gathered A, if that is returned:
-        one read and one launch less, but peers wait longer for the outbox.
+    stage_keeps: what stages the shard of a gather along dim 0 also writes it to the gathered A, which is returned: one
+        read and one launch less, but peers wait longer for the outbox.
     stage_programs: the most CTAs that stage; 0: as many as the GPU has room for.
     """
 
@@ -226,7 +226,7 @@ class Pulled(GatherPlan):
 
     def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
         super().__init__(call, memory)
-        self.chunks, self.stage_keeps = chunks, self.stage_keeps and call.return_a_full and self.outer == 1
+        self.chunks, self.stage_keeps = chunks, self.stage_keeps and self.outer == 1
         rank, world = memory.rank, memory.world
         outbox = memory.require("box", self.staged_bytes)
         moves = GatherMoves(
@@ -419,6 +419,8 @@ def _tile_count(blocks: int, inner: int, widths: Sequence[int], tiles: Tiles) ->
 class DecomposedGather(Pulled):
     """cuBLAS for each range of a source's rows, behind its copy. Only for a few: there is one in each outer block.
 
+    The gathered A is returned (else: `PushedGather`).
+
     The rows of block p and source r are range number p * world + r of all.
     """
 
@@ -468,9 +470,10 @@ class PushedGather(GatherPlan):
         self.new_full = lambda: full
         if travels is not None:
             along_k = travels.shape[-1]
-            self.numbers = self._received(travels.dtype, self.scale_offset, (self.number_count // along_k, along_k))
-        if self.scale_travels:
-            self.new_numbers = lambda: self.numbers
+            numbers = self._received(travels.dtype, self.scale_offset, (self.number_count // along_k, along_k))
+            self.numbers = numbers
+            if self.scale_travels:
+                self.new_numbers = lambda: numbers  # not the plan's: a cycle would keep the box after it has grown
         scales = (self.scale_offset, self.number_count * 4)
         moves = PushMoves(self.inbox.peers, self.slot_bytes, self.row_bytes, chunks, OWN, 0, *scales)
         steps = push_script(memory.channel, moves, lambda dst, chunk: [], MAX_CHUNKS)
@@ -479,6 +482,7 @@ class PushedGather(GatherPlan):
             (source, chunk): memory.compiled(chunk_script(memory.channel, source, chunk, MAX_CHUNKS), call.op, "chunk")
             for source in range(memory.world)
             for chunk in range(len(chunks))
+            if source != memory.rank
         }
 
     def _received(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> Tensor:
