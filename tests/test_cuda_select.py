@@ -727,6 +727,16 @@ def test_problem_key() -> None:
     assert replace(ASKED, returned=True, blocks=2).key == f"{KEY}:full:2x"
 
 
+def test_a_gather_that_returns_a_is_another_problem() -> None:
+    """It stages first, which only `decomposed` waits for."""
+    a, b = empty(1024, 512), weight(512, 128)
+    asked = [cuda.problem_of("all_gather_matmul", (a, [b], [None], 0, full, 4, "0")) for full in (False, True)]
+    assert [each.key for each in asked] == ["gather:4:bfloat16:512:128", "gather:4:bfloat16:512:128:full"]
+    plain, returned = (chosen(each).estimates_us for each in asked)
+    assert [name for name in plain if returned[name] > plain[name]] == ["decomposed"]
+    assert [name for name in plain if returned[name] < plain[name]] == []
+
+
 def test_what_was_measured_with_fast_sums_does_not_decide_for_precise_ones(table: Path) -> None:
     """The shipped table knows so many rows in fp8; torchao's backward has them with use_fast_accum=False."""
     sizes = ("gather", 2, 4096, [8192], [2560], FP8, BF16)
