@@ -12,10 +12,12 @@ filled between two barriers (`copy_kernels.stage_kernel`), whose words are epoch
 one, with int32 words per peer that a stream can wait for:
 
     FREE   set at the writer by the rank that can take data; cleared by the writer when it starts to write
-    FULL   set at the reader by the rank whose chunk is there; cleared by the reader when it has taken everything
+    FULL   set at the reader by the rank whose chunk is there; cleared by the reader: a scatter's when it has taken
+           everything, a gather's when it has seen it. Either is before its next FREE, which is what the next push needs
 
     own:   set FREE at every peer; wait FREE(every peer), clear it; push each chunk and set FULL at its rank
-           wait FULL(every peer, chunk) and reduce or multiply, chunk by chunk; clear FULL
+           scatter: wait FULL(every peer, chunk) and reduce, chunk by chunk; clear all FULL
+           gather:  wait FULL(peer, chunk), clear it and multiply, chunk by chunk
 
 One box is both. What is pushed into it comes behind FREE of *every* rank, and each sets that behind its last pull, on
 its copy stream; what is staged in it comes behind the own last reduction or product of what was there, and nothing is

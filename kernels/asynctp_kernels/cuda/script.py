@@ -1,4 +1,4 @@
-"""What the copy stream does in one call, as data: waits, writes, copies, in order.
+"""What the copy stream does in one call, and what streams await of what is pushed, as data: steps, in order.
 
 Scripts are built without a GPU, by pure functions of ranks, sizes and addresses (`gather_script`, `push_script`), so
 the same scripts that a GPU plays are explored exhaustively by a test. `compile_script` turns one into driver calls:
@@ -274,7 +274,7 @@ def push_script(
 
 
 def chunk_script(channel: Channel, source: int, chunk: int, max_chunks: int) -> list[Step]:
-    """Wait until a chunk is in the own inbox, and make ready for the next call's."""
+    """Wait until a chunk is in the own inbox, and clear its word, which is set again only behind the next FREE."""
     word = channel.full(channel.rank, source * max_chunks + chunk)
     return [Wait(word, peer=source, chunk=chunk), Write(word, 0)]
 
