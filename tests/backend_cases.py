@@ -226,8 +226,9 @@ def case_hooks_of_the_compiled_module(mesh: DeviceMesh) -> tuple[Report, ...]:
     assert [remark.code for remark in apart[0].skipped] == ["ATP013"], apart[0]
     with torch._dynamo.config.patch(wrap_top_frame=True):
         reports = compare(module, x, 2)
-    modules = [[remark.module for remark in report.fused] for report in reports]
-    assert modules == [["up", "down"], ["down", "up"]], modules
+    # Inductor's cache may have the graph of another program, where the layers lie in a module
+    layers = [[str(remark.module).rpartition(".")[2] for remark in report.fused] for report in reports]
+    assert layers == [["up", "down"], ["down", "up"]], layers
     return reports
 
 
