@@ -136,12 +136,10 @@ def statically_known_multiple(size: torch.SymInt, count: int) -> bool:
     return bool(statically_known_true(size % count == 0))
 
 
-def guards_on(symbol: torch.SymInt) -> list[sympy.Rel]:
-    """The comparisons that hold by guards which exist already, of one size alone; adds none."""
-    shape_env = getattr(symbol.node, "shape_env", None)
-    guards = [] if shape_env is None else [shape_env.replace(guard.expr) for guard in shape_env.guards]
-    alone = {expression(symbol)}
-    return [guard for guard in guards if isinstance(guard, sympy.Rel) and guard.free_symbols == alone]
+def guards_of(size: torch.SymInt) -> list[sympy.Basic]:
+    """What holds by guards that exist already, of all sizes of this one's graph; adds none."""
+    shape_env = getattr(size.node, "shape_env", None)
+    return [] if shape_env is None else [shape_env.replace(guard.expr) for guard in shape_env.guards]
 
 
 def is_floor_division(expr: sympy.Expr) -> bool:

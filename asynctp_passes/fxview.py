@@ -301,8 +301,10 @@ class Sizes:
     def __init__(self, graph: fx.Graph, ranks: Iterable[int] = ()) -> None:
         counts = {count for count in ranks if count > 1}
         self._multiples: dict[sympy.Symbol, sympy.Expr] = {}
-        for symbol, size in _symbols(graph).items():
-            factor = math.lcm(*(count for count in counts if _is_multiple(size, symbol, count)))
+        symbols = _symbols(graph)
+        guards = _comparisons(symbols)
+        for symbol, size in symbols.items():
+            factor = math.lcm(*(count for count in counts if _is_multiple(size, symbol, count, guards[symbol])))
             if factor > 1:
                 self._multiples[symbol] = factor * sympy.Symbol(f"{symbol}/{factor}", integer=True, positive=True)
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -374,14 +376,23 @@ def _divided_terms(base: sympy.Expr, divisor: sympy.Integer) -> tuple[sympy.Expr
     return whole, rest
 
 
-def _is_multiple(size: torch.SymInt, symbol: sympy.Symbol, count: int) -> bool:
-    """True when guards that exist already establish `size % count == 0`; adds none.
+def _comparisons(symbols: Mapping[sympy.Symbol, torch.SymInt]) -> dict[sympy.Symbol, list[sympy.Rel]]:
+    """For each symbol, the comparisons of it alone that guards have made."""
+    found: dict[sympy.Symbol, list[sympy.Rel]] = {symbol: [] for symbol in symbols}
+    for guard in compat.guards_of(next(iter(symbols.values()))) if symbols else ():
+        if isinstance(guard, sympy.Rel) and len(guard.free_symbols) == 1:
+            (symbol,) = guard.free_symbols
+            found.setdefault(symbol, []).append(guard)
+    return found
+
+
+def _is_multiple(size: torch.SymInt, symbol: sympy.Symbol, count: int, guards: Sequence[sympy.Rel]) -> bool:
+    """True when guards that exist already establish `size % count == 0`; adds none. `guards`: of the symbol alone.
 
     They do so too by leaving no other remainder: that the pieces of a split are equal, say.
     """
     if compat.statically_known_multiple(size, count):
         return True
-    guards = compat.guards_on(size)
     times = sympy.Symbol("times", integer=True, nonnegative=True)
     others = ({symbol: count * times + rest} for rest in range(1, count))
     return all(any(_never_holds(guard, other) for guard in guards) for other in others)

@@ -1224,31 +1224,30 @@ def gather_faults() -> Iterator[object]:
     yield fault("wrong row", "misplaced", two, other_row)
 
 
+def push_faults(call: Call) -> Iterator[object]:
+    """Of the words, whoever pushes."""
+    yield fault("push without FREE", "overwritten", call, drop(word(Wait, "free")))
+    yield fault("FREE not cleared", "overwritten", call, drop(word(Write, "free")))
+    yield fault("FREE cleared late", "stuck", call, postpone(word(Write, "free")))
+    yield fault("FREE not set", "stuck", call, drop(word(Post, "free")))
+    yield fault("FULL not awaited", "stale", call, drop(word(Wait, "full")))
+    yield fault("FULL not cleared", "stale", call, drop(word(Write, "full")))
+    yield fault("FULL set before the push", "torn", call, hasten(word(Post, "full"), is_a(Copy)))
+    yield fault("push behind the call", "overwritten", call, drop(event(Await, END)))
+
+
 def pushed_faults() -> Iterator[object]:
-    one, copy = Call("gather", "decomposed"), is_a(Copy)
-    second = word(Wait, "full", number=1)
-    yield fault("pushed without FREE", "overwritten", one, drop(word(Wait, "free")))
-    yield fault("pushed, FREE not cleared", "overwritten", one, drop(word(Write, "free")))
-    yield fault("pushed, FREE not set", "stuck", one, drop(word(Post, "free")))
+    one = Call("gather", "decomposed")
+    yield from push_faults(one)
     yield fault("pushed before the call", "stale", one, drop(event(Await, START)))
-    yield fault("product without FULL", "stale", one, drop(word(Wait, "full")))
-    yield fault("pushed, FULL not cleared", "stale", one, drop(word(Write, "full")))
-    yield fault("FULL set before the push", "torn", one, hasten(word(Post, "full"), copy))
-    yield fault("pushed after the call", "overwritten", one, drop(event(Await, END)))
+    second = word(Wait, "full", number=1)
     yield fault("pushed, second range not awaited", "stale", replace(one, outer=2), drop(second))
 
 
 def scatter_faults() -> Iterator[object]:
-    one, copy, parts = Call("scatter", "decomposed"), is_a(Copy), PART_EVENTS
-    yield fault("push without FREE", "overwritten", one, drop(word(Wait, "free")))
-    yield fault("FREE not cleared", "overwritten", one, drop(word(Write, "free")))
-    yield fault("FREE cleared late", "stuck", one, postpone(word(Write, "free")))
-    yield fault("FREE not set", "stuck", one, drop(word(Post, "free")))
+    one, parts = Call("scatter", "decomposed"), PART_EVENTS
+    yield from push_faults(one)
     yield fault("FREE set before the call", "overwritten", one, drop(event(Await, START)))
-    yield fault("reduction without FULL", "stale", one, drop(word(Wait, "full")))
-    yield fault("FULL not cleared", "stale", one, drop(word(Write, "full")))
-    yield fault("FULL set before the push", "torn", one, hasten(word(Post, "full"), copy))
-    yield fault("call ends before the copies", "overwritten", one, drop(event(Await, END)))
     yield fault("push without event", "stale", one, drop(event(Await, *parts)))
     yield fault("reduction without event", "torn", one, drop(own_event))
     yield fault("second range not awaited", "stale", replace(one, outer=2), drop(event(Await, *SECOND_RANGES)))

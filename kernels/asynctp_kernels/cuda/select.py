@@ -138,20 +138,10 @@ class Problem:
         apart = tuple(sorted(depths)[:-1]) if fp8 else ()
         widened = 1 if sum_dtype is None else sum_dtype.itemsize // out_dtype.itemsize
         sizes = (dtype.itemsize, out_dtype.itemsize)
+        precise = fp8 and not fast
         return Problem(
-            op,
-            world,
-            rows,
-            sum(depths),
-            tuple(widths),
-            *sizes,
-            name,
-            fp8 and not fast,
-            apart,
-            widened,
-            blocks,
-            returned,
-        )
+            op, world, rows, sum(depths), tuple(widths), *sizes, name, precise, apart, widened, blocks, returned
+        )  # fmt: skip
 
     @property
     def depths(self) -> tuple[int, ...]:
