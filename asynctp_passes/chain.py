@@ -28,6 +28,7 @@ __all__ = [
     "ScaledOptions",
     "ScatterChain",
     "Step",
+    "Term",
     "anchor",
     "nodes_of",
 ]
@@ -265,11 +266,20 @@ class GatherChain:
 
 
 @dataclass(frozen=True)
+class Term:
+    """A tensor that is added to products, element for element: `factor` times (as `Matmul.factor`)."""
+
+    node: fx.Node
+    factor: float
+
+
+@dataclass(frozen=True)
 class ScatterChain:
     """`(matmul → view* →) sum → view* → reduce_scatter → wait`: the matmuls whose sum is scattered.
 
     Or all-reduced: then `placement` is None, since every rank gets the whole sum. `sum_dtype` is what the products are
-    converted to, without loss, before the ranks' sum; None where they stay what they are.
+    converted to, without loss, before the ranks' sum; None where they stay what they are. `views` lie between the
+    matmuls and the collective, sums among them. `added` has the other terms of the sum: what is computed before.
     """
 
     collective: Collective
@@ -277,11 +287,12 @@ class ScatterChain:
     placement: ScatterPlacement | None
     views: tuple[fx.Node, ...]
     sum_dtype: torch.dtype | None = None
+    added: tuple[Term, ...] = ()
 
     @property
     def sends_products(self) -> bool:
-        """True when ranks send products as they are: one of each. A sum of several is sent in `sum_dtype`."""
-        return self.sum_dtype is None or len(self.matmuls) == 1
+        """True when ranks send products as they are: one of each. A sum of several terms is sent in `sum_dtype`."""
+        return self.sum_dtype is None or len(self.matmuls) + len(self.added) == 1
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:

@@ -145,6 +145,8 @@ def values_known(candidate: Candidate, context: Context) -> Refusal | None:
         return None
     nodes = [node for matmul in chain.matmuls for node in (matmul.node, matmul.a, *matmul.operands)]
     nodes += [*chain.inputs, chain.collective.node]
+    if isinstance(chain, ScatterChain):
+        nodes += [term.node for term in chain.added]
     if isinstance(chain, GatherChain):
         nodes += [joined.input for joined in chain.joined if joined.input is not None]
     if isinstance(chain, GatherChain) and chain.hoist is not None:
@@ -246,7 +248,9 @@ def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
 def _placed_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]:
     """The sizes of the views around the fused op; an all-reduce of matrices has none but the program's own."""
     place = chain.placement
-    tensors = [tensor_of(node) for node in (chain.collective.node, *(m.node for m in chain.matmuls), *chain.inputs)]
+    added = [term.node for term in chain.added] if isinstance(chain, ScatterChain) else []
+    nodes = (chain.collective.node, *(matmul.node for matmul in chain.matmuls), *added, *chain.inputs)
+    tensors = [tensor_of(node) for node in nodes]
     known = [sizes.of(tensor) for tensor in tensors if tensor is not None]
     if place is None:
         return [size for shape in known[1:] for size in shape] if any(len(shape) != 2 for shape in known[1:]) else []

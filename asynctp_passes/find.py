@@ -3,7 +3,7 @@
     gather    shard → all_gather → wait → view* → {mm, addmm, _scaled_mm}+
     gather    shard → all_gather → wait → {view, row-wise op}* → {mm, addmm, _scaled_mm}+     (`rowwise`)
     scatter   {mm, addmm, _scaled_mm (× scales)}+ → view* → (add → view*)* → {reduce_scatter, all_reduce} → wait
-              where products of 16 bits may be converted to float32 on the way
+              where products of 16 bits may be converted to float32 on the way, and other tensors may be added
 
 Structure is proven by `shapes` on maps that `views.follow` carries; no spelling of a view chain is enumerated.
 
@@ -30,6 +30,7 @@ from asynctp_passes.chain import (
     Matmul,
     ScaledOptions,
     ScatterChain,
+    Term,
     nodes_of,
 )
 from asynctp_passes.epilogue import read_product, scalings
@@ -657,7 +658,7 @@ def _scatter(scene: _Scene, scatter: Collective) -> Candidate:
         way = _way_up(scene, scatter, leaves)
         shown = [*region, *products, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
         return Candidate(scatter, None, (chain,), scene.sorted(shown), weights=_reduces_weights(scene, scatter, shown))
-    nodes = scene.sorted([*region, *nodes_of(chain.matmuls), *scatter.nodes])
+    nodes = scene.sorted([*chain.views, *nodes_of(chain.matmuls), *scatter.nodes])
     return Candidate(scatter, chain, (), nodes, weights=_reduces_weights(scene, scatter, nodes))
 
 
@@ -710,36 +711,36 @@ def _scatter_chain(
     matmuls = _read_terms(scene, products)
     if isinstance(matmuls, Refusal):
         return matmuls
-    out = tensor_of(matmuls[0].node)
+    values = {matmul.node: tensor_of(matmul.node) for matmul in matmuls}
+    seeds = {node: IndexMap.identity(scene.sizes.of(value)) for node, value in values.items() if value is not None}
+    alike = _most_alike(scene, matmuls)
+    out = values[alike[0].node]
     assert out is not None
     *lines, columns = scene.sizes.of(out)
     rows = product(lines)
     if same(rows * columns, 0):
         return Refusal(reasons.NO_ELEMENTS, scatter.node.name)
-    values = {matmul.node: tensor_of(matmul.node) for matmul in matmuls}
-    seeds = {node: IndexMap.identity(scene.sizes.of(value)) for node, value in values.items() if value is not None}
     nodes = scene.sorted([*region, *products])
     flow = follow(nodes, seeds, scene.sizes, sums=True)
     whole = flow.maps.get(scatter.input) if scatter.input is not None else None
     if whole is None:
         return _first_refusal(flow, nodes, scatter)
-    odd = next((matmul for matmul in matmuls[1:] if not _same_form(scene, matmul, matmuls[0])), None)
-    if odd is not None:
-        return Refusal(reasons.SUM_TERMS_DISAGREE, f"{matmuls[0].node.name} and {odd.node.name}")
     sum_dtype = _dtype(scatter.input)
     if sum_dtype != out.dtype and not (sum_dtype == torch.float32 and out.dtype in WIDENED):
         return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {sum_dtype}")
     placement = _placement(scene, scatter, whole, rows, columns)
     if isinstance(placement, Refusal):
         return placement
-    elsewhere = _outside_users(scatter, region | set(products))
+    terms = flow.terms[scatter.input]  # type: ignore[index]
+    summed = tuple(replace(matmul, factor=terms[matmul.node]) for matmul in alike)
+    own = {matmul.node for matmul in alike}
+    inside = {node for node in nodes if not own.isdisjoint(flow.terms.get(node, ()))}
+    elsewhere = _outside_users(scatter, inside)
     if elsewhere is not None:
         return Refusal(reasons.PRODUCT_HAS_OTHER_USERS, elsewhere)
-    terms = flow.terms[scatter.input]  # type: ignore[index]
-    matmuls = tuple(replace(matmul, factor=terms[matmul.node]) for matmul in matmuls)
-    return ScatterChain(
-        scatter, matmuls, placement, scene.sorted(region), sum_dtype if sum_dtype != out.dtype else None
-    )
+    added = tuple(Term(node, terms[node]) for node in scene.sorted(terms.keys() - own))
+    converted = sum_dtype if sum_dtype != out.dtype else None
+    return ScatterChain(scatter, summed, placement, scene.sorted(inside - own), converted, added)
 
 
 def _placement(
@@ -783,6 +784,24 @@ def _read_terms(scene: _Scene, products: Sequence[fx.Node]) -> tuple[Matmul, ...
             return matmul
         matmuls.append(matmul)
     return tuple(matmuls)
+
+
+def _most_alike(scene: _Scene, matmuls: Sequence[Matmul]) -> list[Matmul]:
+    """Those that an op can add: of one form, which has the longest contraction over all. The others are added to it."""
+    forms: list[list[Matmul]] = []
+    for matmul in matmuls:
+        own = next((form for form in forms if _same_form(scene, form[0], matmul)), None)
+        if own is None:
+            forms.append([matmul])
+        else:
+            own.append(matmul)
+    return max(forms, key=_contracted)
+
+
+def _contracted(matmuls: Sequence[Matmul]) -> int:
+    """Over how much matmuls contract, as far as that is a number."""
+    depths = [value.shape[-1] for value in (tensor_of(matmul.a) for matmul in matmuls) if value is not None]
+    return sum(depth for depth in depths if isinstance(depth, int))
 
 
 def _same_form(scene: _Scene, a: Matmul, b: Matmul) -> bool:

@@ -1,8 +1,8 @@
 """The six fused ops, `torch.ops.asynctp.*`: schemas, fake and real implementations, gradients, and Python callers.
 
     a_shard → all_gather → mm, mm, …          asynctp::all_gather_matmul, all_gather_scaled_matmul
-    mm + mm + … → reduce_scatter              asynctp::matmul_reduce_scatter, scaled_matmul_reduce_scatter
-    mm + mm + … → all_reduce                  asynctp::matmul_all_reduce, scaled_matmul_all_reduce
+    mm + mm + … (+ x) → reduce_scatter        asynctp::matmul_reduce_scatter, scaled_matmul_reduce_scatter
+    mm + mm + … (+ x) → all_reduce            asynctp::matmul_all_reduce, scaled_matmul_all_reduce
 
 All are functional: they return fresh, contiguous, ordinary memory, never an alias of an input or of a
 communication buffer. Importing this module registers them.
@@ -58,21 +58,21 @@ OPS = {
     ),
     "matmul_reduce_scatter": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, int scatter_dim, int group_size, "
-        "Any group_name, ScalarType? sum_dtype=None) -> Tensor"
+        "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None) -> Tensor"
     ),
     "scaled_matmul_reduce_scatter": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, Tensor?[] biases, "
         "str reduce_op, int scatter_dim, ScalarType out_dtype, bool use_fast_accum, int group_size, "
-        "Any group_name, ScalarType? sum_dtype=None) -> Tensor"
+        "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None) -> Tensor"
     ),
     "matmul_all_reduce": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, Any group_name, "
-        "ScalarType? sum_dtype=None) -> Tensor"
+        "ScalarType? sum_dtype=None, Tensor? added=None) -> Tensor"
     ),
     "scaled_matmul_all_reduce": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, Tensor?[] biases, "
-        "str reduce_op, ScalarType out_dtype, bool use_fast_accum, Any group_name, ScalarType? sum_dtype=None) "
-        "-> Tensor"
+        "str reduce_op, ScalarType out_dtype, bool use_fast_accum, Any group_name, ScalarType? sum_dtype=None, "
+        "Tensor? added=None) -> Tensor"
     ),
 }
 
@@ -124,9 +124,10 @@ def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: i
     cuda = _cuda() if device == "cuda" and torch.cuda.is_available() and world_size else None
     if cuda is None:
         return implementation(device)
-    args = [value for name, value in arguments.items() if name not in ("group_size", "along_shard", "sum_dtype")]
+    optional = ("group_size", "along_shard", "sum_dtype", "added")
+    args = [value for name, value in arguments.items() if name not in optional]
     try:
-        choice = cuda.explain(op, (*args, world_size, None), arguments.get("sum_dtype"))
+        choice = cuda.explain(op, (*args, world_size, None), arguments.get("sum_dtype"), arguments.get("added"))
     except RuntimeError:
         return implementation(device)
     then = ", then all-gather" if op.endswith("all_reduce") and choice.implementation != "unfused" else ""
@@ -160,7 +161,7 @@ def explain(op: str, *args: Any) -> Any:
     needed, group, optional = args[:place], args[place], dict(zip(names[place + 1 :], args[place + 1 :], strict=False))
     if op.endswith("all_reduce"):  # these are not told the size of their group
         needed = (*needed, reference.group_and_size(group)[1])
-    return cuda.explain(op, (*needed, group), optional.get("sum_dtype"))
+    return cuda.explain(op, (*needed, group), optional.get("sum_dtype"), optional.get("added"))
 
 
 @functools.cache
@@ -293,6 +294,7 @@ def _real_matmul_reduce_scatter(
     group_size: int,
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
@@ -300,17 +302,17 @@ def _real_matmul_reduce_scatter(
     def check() -> None:
         op, where = "matmul_reduce_scatter", (reduce_op, scatter_dim, group_size)
         reference.check_group(op, group_size, group_name)
-        reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype)
+        reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype, added=added)
 
     if a_parts and (cuda := overlapped(a_parts[0])) is not None:
         options = (reduce_op, scatter_dim, a_parts[0].dtype, False, group_size, process_group(group_name), check)
-        found: Tensor | None = cuda.run_scatter(a_parts, b_parts, (), (), biases, *options, sum_dtype)
+        found: Tensor | None = cuda.run_scatter(a_parts, b_parts, (), (), biases, *options, sum_dtype, added)
         if found is not None:
             return found
     else:
         check()
     return reference.unfused_matmul_reduce_scatter(
-        a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, group_name, sum_dtype
+        a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, group_name, sum_dtype, added
     )
 
 
@@ -327,22 +329,24 @@ def _real_scaled_matmul_reduce_scatter(
     group_size: int,
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     def check() -> None:
         op = "scaled_matmul_reduce_scatter"
         reference.check_group(op, group_size, group_name)
         where = (reduce_op, scatter_dim, group_size, ScatterScales(a_scales, b_scales, out_dtype))
-        reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype)
+        reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype, added=added)
 
     if a_parts and (cuda := overlapped(a_parts[0])) is not None:
         choices = (reduce_op, scatter_dim, out_dtype, use_fast_accum, group_size, process_group(group_name), check)
-        found: Tensor | None = cuda.run_scatter(a_parts, b_parts, a_scales, b_scales, biases, *choices, sum_dtype)
+        operands = (a_parts, b_parts, a_scales, b_scales, biases)
+        found: Tensor | None = cuda.run_scatter(*operands, *choices, sum_dtype, added)
         if found is not None:
             return found
     else:
         check()
-    operands = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, scatter_dim, out_dtype, use_fast_accum)
-    return reference.unfused_scaled_matmul_reduce_scatter(*operands, group_size, group_name, sum_dtype)
+    parts = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, scatter_dim, out_dtype, use_fast_accum)
+    return reference.unfused_scaled_matmul_reduce_scatter(*parts, group_size, group_name, sum_dtype, added)
 
 
 def _real_matmul_all_reduce(
@@ -352,6 +356,7 @@ def _real_matmul_all_reduce(
     reduce_op: str,
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
@@ -359,16 +364,16 @@ def _real_matmul_all_reduce(
     def check() -> None:
         reference.group_and_size(group_name)
         parts = (a_parts, b_parts, biases)
-        reference.check_all_reduce("matmul_all_reduce", *parts, reduce_op, sum_dtype=sum_dtype)
+        reference.check_all_reduce("matmul_all_reduce", *parts, reduce_op, sum_dtype=sum_dtype, added=added)
 
     if a_parts and (cuda := overlapped(a_parts[0])) is not None:
-        options = (reduce_op, a_parts[0].dtype, False, process_group(group_name), check, sum_dtype)
+        options = (reduce_op, a_parts[0].dtype, False, process_group(group_name), check, sum_dtype, added)
         found: Tensor | None = cuda.run_all_reduce(a_parts, b_parts, (), (), biases, *options)
         if found is not None:
             return found
     else:
         check()
-    return reference.unfused_matmul_all_reduce(a_parts, b_parts, biases, reduce_op, group_name, sum_dtype)
+    return reference.unfused_matmul_all_reduce(a_parts, b_parts, biases, reduce_op, group_name, sum_dtype, added)
 
 
 def _real_scaled_matmul_all_reduce(
@@ -382,21 +387,22 @@ def _real_scaled_matmul_all_reduce(
     use_fast_accum: bool,
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     def check() -> None:
         reference.group_and_size(group_name)
         op, scales = "scaled_matmul_all_reduce", ScatterScales(a_scales, b_scales, out_dtype)
-        reference.check_all_reduce(op, a_parts, b_parts, biases, reduce_op, scales, sum_dtype=sum_dtype)
+        reference.check_all_reduce(op, a_parts, b_parts, biases, reduce_op, scales, sum_dtype=sum_dtype, added=added)
 
     if a_parts and (cuda := overlapped(a_parts[0])) is not None:
-        options = (reduce_op, out_dtype, use_fast_accum, process_group(group_name), check, sum_dtype)
+        options = (reduce_op, out_dtype, use_fast_accum, process_group(group_name), check, sum_dtype, added)
         found: Tensor | None = cuda.run_all_reduce(a_parts, b_parts, a_scales, b_scales, biases, *options)
         if found is not None:
             return found
     else:
         check()
     operands = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, out_dtype, use_fast_accum)
-    return reference.unfused_scaled_matmul_all_reduce(*operands, group_name, sum_dtype)
+    return reference.unfused_scaled_matmul_all_reduce(*operands, group_name, sum_dtype, added)
 
 
 # --- fake implementations: shapes from shapes, no group needed, no guards --------------------------------------
@@ -464,11 +470,12 @@ def _fake_matmul_reduce_scatter(
     group_size: int,
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
     op, where = "matmul_reduce_scatter", (reduce_op, scatter_dim, group_size)
-    reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype, sizes=False)
+    reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype, added=added, sizes=False)
     return _fake_scatter(a_parts, b_parts, scatter_dim, group_size, sum_dtype or a_parts[0].dtype)
 
 
@@ -485,10 +492,11 @@ def _fake_scaled_matmul_reduce_scatter(
     group_size: int,
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     op = "scaled_matmul_reduce_scatter"
     where = (reduce_op, scatter_dim, group_size, ScatterScales(a_scales, b_scales, out_dtype))
-    reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype, sizes=False)
+    reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype, added=added, sizes=False)
     return _fake_scatter(a_parts, b_parts, scatter_dim, group_size, sum_dtype or out_dtype)
 
 
@@ -499,11 +507,12 @@ def _fake_matmul_all_reduce(
     reduce_op: str,
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
     op, parts = "matmul_all_reduce", (a_parts, b_parts, biases)
-    reference.check_all_reduce(op, *parts, reduce_op, sum_dtype=sum_dtype, sizes=False)
+    reference.check_all_reduce(op, *parts, reduce_op, sum_dtype=sum_dtype, added=added, sizes=False)
     return a_parts[0].new_empty((*a_parts[0].shape[:-1], b_parts[0].shape[1]), dtype=sum_dtype)
 
 
@@ -518,11 +527,12 @@ def _fake_scaled_matmul_all_reduce(
     use_fast_accum: bool,
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     op = "scaled_matmul_all_reduce"
     scales = ScatterScales(a_scales, b_scales, out_dtype)
     parts = (a_parts, b_parts, biases)
-    reference.check_all_reduce(op, *parts, reduce_op, scales, sum_dtype=sum_dtype, sizes=False)
+    reference.check_all_reduce(op, *parts, reduce_op, scales, sum_dtype=sum_dtype, added=added, sizes=False)
     return a_parts[0].new_empty((*a_parts[0].shape[:-1], b_parts[0].shape[1]), dtype=sum_dtype or out_dtype)
 
 
@@ -531,8 +541,8 @@ def _fake_scaled_matmul_all_reduce(
 #   matmul_reduce_scatter:  dOut = all_gather(dOut_shard),  dA_i = dOut @ B_iᵀ,      dB_i = A_iᵀ @ dOut
 # so that each of these two ops' input gradient is the other op.
 #   matmul_all_reduce:      dOut = all_reduce(dOut),        dA_i = dOut @ B_iᵀ,      dB_i = A_iᵀ @ dOut
+# What is added to products has the gradient dOut.
 # Where products were converted to a `sum_dtype`, dOut is converted back: before it is gathered, or once it is reduced.
-# (An optional argument that is None is not among those that torch wants a gradient for.)
 # The loss is the sum of all ranks' losses. (Where every rank computes the same loss, their gradients add up.)
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     a_shard, bs, biases, ctx.gather_dim, ctx.return_a_full, ctx.group_size, ctx.group_name = inputs
@@ -570,8 +580,8 @@ def _gather_input_grad(
 
 
 def _setup_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a_parts, b_parts, biases, ctx.reduce_op, ctx.scatter_dim, ctx.group_size, ctx.group_name, sum_dtype = inputs
-    ctx.optional = [] if sum_dtype is None else [None]
+    a_parts, b_parts, biases, ctx.reduce_op, ctx.scatter_dim, ctx.group_size, ctx.group_name, *optional = inputs
+    _remember_optional(ctx, *optional)
     _remember_biases(ctx, biases)
     ctx.save_for_backward(*a_parts, *b_parts)
 
@@ -580,8 +590,8 @@ def _backward_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     count = len(ctx.saved_tensors) // 2
     a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
     needs_a, needs_b = ctx.needs_input_grad[:2]
-    shard = grad / ctx.group_size if ctx.reduce_op == "avg" else grad
-    shard = shard.to(a_parts[0].dtype).contiguous()
+    grad = (grad / ctx.group_size if ctx.reduce_op == "avg" else grad).contiguous()
+    shard = grad.to(a_parts[0].dtype)
     where = (ctx.scatter_dim, True, ctx.group_size, ctx.group_name)
     transposed = [b.t() for b, need in zip(b_parts, needs_a, strict=True) if need]
     if transposed:
@@ -591,12 +601,15 @@ def _backward_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     remaining = iter(products)
     a_grads = [next(remaining) if need else None for need in needs_a]
     b_grads = [_weight_grad(a, full) if need else None for a, need in zip(a_parts, needs_b, strict=True)]
-    return a_grads, b_grads, _bias_grads(ctx, [full] * count), None, None, None, None, *ctx.optional
+    whole = full
+    if ctx.is_added and grad.dtype != full.dtype:
+        whole = reference.gather(grad, ctx.scatter_dim, ctx.group_size, ctx.group_name)
+    return a_grads, b_grads, _bias_grads(ctx, [full] * count), None, None, None, None, *_optional_grads(ctx, whole)
 
 
 def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a_parts, b_parts, biases, ctx.reduce_op, ctx.group_name, sum_dtype = inputs
-    ctx.optional = [] if sum_dtype is None else [None]
+    a_parts, b_parts, biases, ctx.reduce_op, ctx.group_name, *optional = inputs
+    _remember_optional(ctx, *optional)
     _remember_biases(ctx, biases)
     ctx.save_for_backward(*a_parts, *b_parts)
 
@@ -605,10 +618,21 @@ def _backward_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     count = len(ctx.saved_tensors) // 2
     a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
     needs_a, needs_b = ctx.needs_input_grad[:2]
-    full = reference.all_reduce(grad.contiguous(), ctx.reduce_op, ctx.group_name).to(a_parts[0].dtype)
+    whole = reference.all_reduce(grad.contiguous(), ctx.reduce_op, ctx.group_name)
+    full = whole.to(a_parts[0].dtype)
     a_grads = [full @ b.t() if need else None for b, need in zip(b_parts, needs_a, strict=True)]
     b_grads = [_weight_grad(a, full) if need else None for a, need in zip(a_parts, needs_b, strict=True)]
-    return a_grads, b_grads, _bias_grads(ctx, [full] * count), None, None, *ctx.optional
+    return a_grads, b_grads, _bias_grads(ctx, [full] * count), None, None, *_optional_grads(ctx, whole)
+
+
+def _remember_optional(ctx: Any, sum_dtype: torch.dtype | None, added: Tensor | None) -> None:
+    """Keep which optional arguments were given: torch wants gradients for those up to the last that is not None."""
+    ctx.is_added, ctx.has_optional = added is not None, sum_dtype is not None or added is not None
+
+
+def _optional_grads(ctx: Any, whole: Tensor) -> list[Tensor | None]:
+    """Gradients of the optional arguments; `whole` is that of the sum."""
+    return [*([None] if ctx.has_optional else []), *([whole] if ctx.is_added else [])]
 
 
 def _remember_biases(ctx: Any, biases: list[Tensor | None]) -> None:

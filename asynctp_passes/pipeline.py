@@ -246,7 +246,7 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
         facts["message"] = f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"
     elif isinstance(chain, ScatterChain):
         unsharded = [_UNSHARDED] if candidate.collective.kind == "all_reduce" else []
-        notes = [*_converted(chain), *([_LIKE_WEIGHTS] if candidate.weights else unsharded)]
+        notes = [*_added(chain), *_converted(chain), *([_LIKE_WEIGHTS] if candidate.weights else unsharded)]
         facts |= {"message": "; ".join(notes)} if notes else {}
     if chain is not None:
         costs = cost.cost_of(chain)
@@ -256,6 +256,12 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
             "estimate_us": costs.estimate_us(cost.machine_for(chain.matmuls[0].a)),
         }
     return facts
+
+
+def _added(chain: ScatterChain) -> list[str]:
+    """What is no product of the fused op's."""
+    names = [f"{describe(term.node)} of {called_name(term.node) or term.node.name}" for term in chain.added]
+    return [f"computed before, and added to the products: {', '.join(names)}"] if names else []
 
 
 def _converted(chain: ScatterChain) -> list[str]:

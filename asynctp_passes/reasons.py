@@ -221,9 +221,10 @@ GATHER_IS_RIGHT_OPERAND = _miss(
 SUM_HAS_OTHER_TERM = _miss(
     "ATP110",
     "SUM_HAS_OTHER_TERM",
-    "the reduced sum has a term that is not a matmul, or a scaled or broadcast addition",
+    "the reduced sum has a term of another shape or layout than its matmuls (a row, a number, a transposed tensor), or "
+    "a scaled addition",
     "add a term that is the same on all ranks after the collective: on the shard that a reduce-scatter returns, or to "
-    "an all-reduce's result; give a term that differs by rank a collective of its own, or make it a matmul",
+    "an all-reduce's result; expand another one to the product's shape, and add it before the product is transposed",
 )
 SUM_TERMS_DISAGREE = _miss(
     "ATP111",

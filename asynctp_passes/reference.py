@@ -6,9 +6,9 @@ run them wherever no kernel takes over. All arguments are checked in `check_gath
 ops use too.
 
 Numerics: every product is rounded once to its output dtype (bias included), and converted to `sum_dtype` if there is
-one; then the products are added in list order, and the collective sums, in the dtype they have. On CPU `"avg"` is the
-sum divided by the number of ranks, since gloo has no average in every supported torch; elsewhere the backend's own
-average is used.
+one; then the products are added in list order, `added` last, and the collective sums, in the dtype they have. On CPU
+`"avg"` is the sum divided by the number of ranks, since gloo has no average in every supported torch; elsewhere the
+backend's own average is used.
 """
 
 from __future__ import annotations
@@ -191,6 +191,7 @@ class Callers:
         reduce_op: str = "sum",
         biases: Tensor | Sequence[Tensor | None] | None = None,
         sum_dtype: torch.dtype | None = None,
+        added: Tensor | None = None,
     ) -> Tensor:
         """Multiply, add up the products, then reduce-scatter the sum: `mm + mm + … → reduce_scatter → out_shard`.
 
@@ -205,10 +206,11 @@ class Callers:
             biases: One, or one per product, added on every rank; None adds none.
             sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
                 the result has it. None converts nothing.
+            added: What this rank adds to its products, in the result's dtype; None adds nothing.
 
         Shapes:
-            a: `[*, M, *, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; result over W ranks: `[*, M/W, *, N]`, or
-            `[*, M, *, N/W]` if the last dimension is scattered.
+            a: `[*, M, *, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; added: `[*, M, *, N]`; result over W ranks:
+            `[*, M/W, *, N]`, or `[*, M, *, N/W]` if the last dimension is scattered.
 
         Returns:
             This rank's piece, contiguous.
@@ -224,9 +226,9 @@ class Callers:
         offsets = optional_list(biases, len(a_parts))
         if self._checks:
             operands = (a_parts, b_parts, offsets, reduce_op)
-            check_scatter("matmul_reduce_scatter", *operands, scatter_dim, size, sum_dtype=sum_dtype)
+            check_scatter("matmul_reduce_scatter", *operands, scatter_dim, size, sum_dtype=sum_dtype, added=added)
         out: Tensor = self._programs.matmul_reduce_scatter(
-            a_parts, b_parts, offsets, reduce_op, scatter_dim, size, name, sum_dtype
+            a_parts, b_parts, offsets, reduce_op, scatter_dim, size, name, sum_dtype, added
         )
         return out
 
@@ -244,6 +246,7 @@ class Callers:
         out_dtype: torch.dtype = torch.bfloat16,
         use_fast_accum: bool = False,
         sum_dtype: torch.dtype | None = None,
+        added: Tensor | None = None,
     ) -> Tensor:
         """Multiply fp8 operands with scales, add up the products, then reduce-scatter the sum. Not differentiable.
 
@@ -260,6 +263,7 @@ class Callers:
             use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
             sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
                 the result has it. None converts nothing.
+            added: What this rank adds to its products, in the result's dtype; None adds nothing.
 
         Shapes:
             As `matmul_reduce_scatter`; a_scales: one element, or `[*, M, *, 1]`; b_scales: one element, or `[1, N]`.
@@ -282,11 +286,11 @@ class Callers:
         offsets = optional_list(biases, len(a_parts))
         if self._checks:
             scales = ScatterScales(as_list(a_scales), as_list(b_scales), out_dtype)
-            where = (reduce_op, scatter_dim, size, scales)
-            check_scatter("scaled_matmul_reduce_scatter", a_parts, b_parts, offsets, *where, sum_dtype=sum_dtype)
+            op, parts, where = "scaled_matmul_reduce_scatter", (a_parts, b_parts, offsets), (scatter_dim, size, scales)
+            check_scatter(op, *parts, reduce_op, *where, sum_dtype=sum_dtype, added=added)
         operands = (a_parts, b_parts, as_list(a_scales), as_list(b_scales), offsets, reduce_op, scatter_dim)
         out: Tensor = self._programs.scaled_matmul_reduce_scatter(
-            *operands, out_dtype, use_fast_accum, size, name, sum_dtype
+            *operands, out_dtype, use_fast_accum, size, name, sum_dtype, added
         )
         return out
 
@@ -299,6 +303,7 @@ class Callers:
         reduce_op: str = "sum",
         biases: Tensor | Sequence[Tensor | None] | None = None,
         sum_dtype: torch.dtype | None = None,
+        added: Tensor | None = None,
     ) -> Tensor:
         """Multiply, add up the products, then all-reduce the sum: `mm + mm + … → all_reduce → out`.
 
@@ -312,9 +317,10 @@ class Callers:
             biases: One, or one per product, added on every rank; None adds none.
             sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
                 the result has it. None converts nothing.
+            added: What this rank adds to its products, in the result's dtype; None adds nothing.
 
         Shapes:
-            a: `[*, M, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; result: `[*, M, N]`, on every rank.
+            a: `[*, M, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; added and result: `[*, M, N]`, on every rank.
 
         Returns:
             The sum, contiguous, the same on all ranks.
@@ -329,8 +335,9 @@ class Callers:
         a_parts, b_parts = operands_of("matmul_all_reduce", a), as_list(b)
         offsets = optional_list(biases, len(a_parts))
         if self._checks:
-            check_all_reduce("matmul_all_reduce", a_parts, b_parts, offsets, reduce_op, sum_dtype=sum_dtype)
-        out: Tensor = self._programs.matmul_all_reduce(a_parts, b_parts, offsets, reduce_op, name, sum_dtype)
+            parts = (a_parts, b_parts, offsets, reduce_op)
+            check_all_reduce("matmul_all_reduce", *parts, sum_dtype=sum_dtype, added=added)
+        out: Tensor = self._programs.matmul_all_reduce(a_parts, b_parts, offsets, reduce_op, name, sum_dtype, added)
         return out
 
     def scaled_matmul_all_reduce(
@@ -346,6 +353,7 @@ class Callers:
         out_dtype: torch.dtype = torch.bfloat16,
         use_fast_accum: bool = False,
         sum_dtype: torch.dtype | None = None,
+        added: Tensor | None = None,
     ) -> Tensor:
         """Multiply fp8 operands with scales, add up the products, then all-reduce the sum. Not differentiable.
 
@@ -361,6 +369,7 @@ class Callers:
             use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
             sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
                 the result has it. None converts nothing.
+            added: What this rank adds to its products, in the result's dtype; None adds nothing.
 
         Shapes:
             As `matmul_all_reduce`; a_scales: one element, or `[*, M, 1]`; b_scales: one element, or `[1, N]`.
@@ -384,9 +393,11 @@ class Callers:
         if self._checks:
             scales = ScatterScales(as_list(a_scales), as_list(b_scales), out_dtype)
             parts = (a_parts, b_parts, offsets, reduce_op)
-            check_all_reduce("scaled_matmul_all_reduce", *parts, scales, sum_dtype=sum_dtype)
+            check_all_reduce("scaled_matmul_all_reduce", *parts, scales, sum_dtype=sum_dtype, added=added)
         operands = (a_parts, b_parts, as_list(a_scales), as_list(b_scales), offsets, reduce_op)
-        out: Tensor = self._programs.scaled_matmul_all_reduce(*operands, out_dtype, use_fast_accum, name, sum_dtype)
+        out: Tensor = self._programs.scaled_matmul_all_reduce(
+            *operands, out_dtype, use_fast_accum, name, sum_dtype, added
+        )
         return out
 
 
@@ -548,6 +559,7 @@ def check_scatter(
     scales: ScatterScales | None = None,
     *,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
     sizes: bool = True,
 ) -> None:
     """Check a scatter op's arguments; without `sizes` only what adds no guard under dynamic shapes.
@@ -555,7 +567,8 @@ def check_scatter(
     Raises:
         ValueError: Names the argument, its value, the limit and the remedy.
     """
-    check_all_reduce(op, a_parts, b_parts, biases, reduce_op, scales, sum_dtype=sum_dtype, sizes=sizes)
+    parts = (a_parts, b_parts, biases)
+    check_all_reduce(op, *parts, reduce_op, scales, sum_dtype=sum_dtype, added=added, sizes=sizes)
     dim = _check_dim(op, "scatter_dim", scatter_dim, a_parts[0].ndim)
     if sizes:
         size = (*a_parts[0].shape[:-1], b_parts[0].shape[1])[dim]
@@ -572,6 +585,7 @@ def check_all_reduce(
     scales: ScatterScales | None = None,
     *,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
     sizes: bool = True,
 ) -> None:
     """Check the arguments of an op that reduces products; without `sizes` only what adds no guard.
@@ -590,9 +604,17 @@ def check_all_reduce(
         )
     if scales is not None:
         _check_lengths(op, len(a_parts), {"a_scales": scales.a_scales, "b_scales": scales.b_scales})
-    _check_sum_dtype(op, a_parts[0].dtype if scales is None else scales.out_dtype, sum_dtype)
+    products = a_parts[0].dtype if scales is None else scales.out_dtype
+    _check_sum_dtype(op, products, sum_dtype)
+    if added is not None:
+        limit = f"a tensor of the result's {sum_dtype or products} on {a_parts[0].device}, where A is; convert it first"
+        fits = added.dtype == (sum_dtype or products) and added.device == a_parts[0].device
+        _require(fits and added.ndim == a_parts[0].ndim, op, "added", _describe(added), limit)
     if sizes:
         _check_sum_sizes(op, a_parts, b_parts, biases, scales)
+        shape = (*a_parts[0].shape[:-1], b_parts[0].shape[1])
+        limit = f"of the products' shape {list(shape)}; expand it first"
+        _require(added is None or added.shape == shape, op, "added", added is not None and _describe(added), limit)
 
 
 def _check_sum_dtype(op: str, products: torch.dtype, sum_dtype: torch.dtype | None) -> None:
@@ -814,9 +836,10 @@ def unfused_matmul_reduce_scatter(
     group_size: int,
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     """`asynctp::matmul_reduce_scatter` without overlap; the arguments are checked already."""
-    total = _summed_products(a_parts, b_parts, biases, sum_dtype)
+    total = _summed_products(a_parts, b_parts, biases, sum_dtype, added)
     return reduce_scatter(total, reduce_op, scatter_dim, group_size, group_name)
 
 
@@ -833,10 +856,11 @@ def unfused_scaled_matmul_reduce_scatter(
     group_size: int,
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     """`asynctp::scaled_matmul_reduce_scatter` without overlap; the arguments are checked already."""
     parts = (a_parts, b_parts, a_scales, b_scales, biases)
-    total = _summed_scaled_products(*parts, out_dtype, use_fast_accum, sum_dtype)
+    total = _summed_scaled_products(*parts, out_dtype, use_fast_accum, sum_dtype, added)
     return reduce_scatter(total, reduce_op, scatter_dim, group_size, group_name)
 
 
@@ -847,9 +871,10 @@ def unfused_matmul_all_reduce(
     reduce_op: str,
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     """`asynctp::matmul_all_reduce` without overlap; the arguments are checked already."""
-    return all_reduce(_summed_products(a_parts, b_parts, biases, sum_dtype), reduce_op, group_name)
+    return all_reduce(_summed_products(a_parts, b_parts, biases, sum_dtype, added), reduce_op, group_name)
 
 
 def unfused_scaled_matmul_all_reduce(
@@ -863,10 +888,12 @@ def unfused_scaled_matmul_all_reduce(
     use_fast_accum: bool,
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     """`asynctp::scaled_matmul_all_reduce` without overlap; the arguments are checked already."""
     parts = (a_parts, b_parts, a_scales, b_scales, biases)
-    return all_reduce(_summed_scaled_products(*parts, out_dtype, use_fast_accum, sum_dtype), reduce_op, group_name)
+    total = _summed_scaled_products(*parts, out_dtype, use_fast_accum, sum_dtype, added)
+    return all_reduce(total, reduce_op, group_name)
 
 
 # --- collectives -----------------------------------------------------------------------------------------
@@ -926,8 +953,10 @@ def _summed_products(
     b_parts: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     sum_dtype: torch.dtype | None,
+    added: Tensor | None,
 ) -> Tensor:
-    return _sum([product(a, b, bias) for a, b, bias in zip(a_parts, b_parts, biases, strict=True)], sum_dtype)
+    products = [product(a, b, bias) for a, b, bias in zip(a_parts, b_parts, biases, strict=True)]
+    return _sum(products, sum_dtype, added)
 
 
 def _summed_scaled_products(
@@ -939,20 +968,21 @@ def _summed_scaled_products(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
     sum_dtype: torch.dtype | None,
+    added: Tensor | None,
 ) -> Tensor:
     parts = zip(a_parts, b_parts, a_scales, b_scales, biases, strict=True)
     products = [
         scaled_product(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
         for a, b, a_scale, b_scale, bias in parts
     ]
-    return _sum(products, sum_dtype)
+    return _sum(products, sum_dtype, added)
 
 
-def _sum(products: list[Tensor], dtype: torch.dtype | None) -> Tensor:
-    """The sum in list order, in `dtype`, to which the products are converted first; None: their own."""
+def _sum(products: list[Tensor], dtype: torch.dtype | None, added: Tensor | None) -> Tensor:
+    """The sum in list order, `added` last, in `dtype`, to which the products are converted first; None: their own."""
     terms = products if dtype is None else [product.to(dtype) for product in products]
     total = terms[0]
-    for term in terms[1:]:
+    for term in [*terms[1:], *([] if added is None else [added])]:
         total = total + term
     return total
 

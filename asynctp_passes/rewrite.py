@@ -3,6 +3,7 @@
 gather    shard → all_gather → wait → view* → mm+       becomes   shard → view? → all_gather_matmul → view → ...
 gather    shard → all_gather → wait → op* → mm+         becomes   shard → op* → view? → all_gather_matmul → view → ...
 scatter   mm+ → view* → add* → reduce_scatter → wait    becomes   a+, b+ → view? → matmul_reduce_scatter → view?
+          (mm, x)+ → view* → add* → reduce_scatter …    becomes   a+, b+, x+ → view? → add* → matmul_reduce_scatter …
           mm+ → view* → add* → all_reduce → wait        becomes   a+, b+ → matmul_all_reduce → view*
 bundle    (x → all_reduce → wait)+                      becomes   x+ → cat → all_reduce → wait → split → clone+
 """
@@ -587,7 +588,7 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
     Views of products that are converted see what they are converted to, and conversions go as sums do.
     """
     collective, wide = chain.collective, chain.sum_dtype is not None
-    gone = {node for node in chain.views if is_sum(node) or (wide and is_conversion(node))}
+    gone = {node: _followed_by(node, chain) for node in chain.views if is_sum(node) or (wide and is_conversion(node))}
     a_parts = [_as_rows(build, _left(build, matmul)) for matmul in chain.matmuls]
     op = _call_reduction(build, chain, a_parts, "all_reduce")
     for matmul in chain.matmuls:
@@ -596,7 +597,7 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
         build.replace(matmul.node, build.reshape(op, build.sizes.of(value)))
     for node in chain.views:
         if node in gone:
-            build.replace(node, next(iter(arguments(node).values())))
+            build.replace(node, build.now(gone[node]))
         elif wide:
             build.evaluate(node)
     assert collective.input is not None
@@ -606,6 +607,12 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
     return op
 
 
+def _followed_by(node: fx.Node, chain: ScatterChain) -> fx.Node:
+    """What a sum or conversion takes of a chain: a product, or a view of it."""
+    inside = {*chain.views, *(matmul.node for matmul in chain.matmuls)}
+    return next(source for source in node.all_input_nodes if source in inside)
+
+
 def _left(build: _Builder, matmul: Matmul) -> fx.Node:
     """The left operand of a term, as many times as the term counts; of a scaled one, the scale is multiplied."""
     return build.now(matmul.a) if matmul.scaled is not None else _times(build, build.now(matmul.a), matmul)
@@ -613,7 +620,25 @@ def _left(build: _Builder, matmul: Matmul) -> fx.Node:
 
 def _times(build: _Builder, node: fx.Node, matmul: Matmul) -> fx.Node:
     """A node as many times as a term counts."""
-    return node if matmul.factor == 1 else build.call(_aten.mul.Tensor, node, matmul.factor, like=matmul.node)
+    return _multiplied(build, node, matmul.factor, like=matmul.node)
+
+
+def _multiplied(build: _Builder, node: fx.Node, factor: float, like: fx.Node) -> fx.Node:
+    return node if factor == 1 else build.call(_aten.mul.Tensor, node, factor, like=like)
+
+
+def _added(build: _Builder, chain: ScatterChain, shape: Sequence[Size]) -> fx.Node | None:
+    """The sum of the terms that are no products, in the shape and the dtype of the products' sum; None without any."""
+    total: fx.Node | None = None
+    for term in chain.added:
+        node = build.reshape(build.now(term.node), shape)
+        value = tensor_of(node)
+        assert value is not None
+        if chain.sum_dtype not in (None, value.dtype):
+            node = build.call(torch.ops.prims.convert_element_type.default, node, chain.sum_dtype, like=term.node)
+        node = _multiplied(build, node, term.factor, like=term.node)
+        total = node if total is None else build.call(_aten.add.Tensor, total, node, like=term.node)
+    return total
 
 
 def _product_rows(build: _Builder, chain: ScatterChain, place: ScatterPlacement, a: fx.Node) -> fx.Node:
@@ -645,21 +670,30 @@ def _call_reduction(
     """The fused op; only that of a reduce-scatter is told `where` to scatter, and the group's `size`."""
     matmuls, namespace = chain.matmuls, torch.ops.asynctp
     b_parts, biases = [_right(build, matmul) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
-    added = zip(matmuls, biases, strict=True)
-    biases = [None if bias is None else _times(build, bias, matmul) for matmul, bias in added]
+    pairs = zip(matmuls, biases, strict=True)
+    biases = [None if bias is None else _times(build, bias, matmul) for matmul, bias in pairs]
     how, ending = (chain.collective.reduce_op, *where), [*size, chain.collective.group]
-    ending += [] if chain.sum_dtype is None else [chain.sum_dtype]
+    shapes = [build.sizes.of(value) for value in map(tensor_of, a_parts) if value is not None]
+    added = _added(build, chain, (*shapes[0][:-1], _columns(build, matmuls[0])))
+    ending += [] if chain.sum_dtype is None and added is None else [chain.sum_dtype]
+    ending += [] if added is None else [added]
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     if not scaled:
         op = getattr(namespace, f"matmul_{collective}").default
         return build.call(op, a_parts, b_parts, biases, *how, *ending)
-    shapes = [build.sizes.of(value) for value in map(tensor_of, a_parts) if value is not None]
     terms = zip(matmuls, scaled, shapes, strict=True)
     a_scales = [_times(build, _row_scale(build, one, shape), matmul) for matmul, one, shape in terms]
     b_scales = [_column_scale(build, one) for one in scaled]
     op = getattr(namespace, f"scaled_matmul_{collective}").default
     options = (scaled[0].out_dtype, scaled[0].use_fast_accum)
     return build.call(op, a_parts, b_parts, a_scales, b_scales, biases, *how, *options, *ending)
+
+
+def _columns(build: _Builder, matmul: Matmul) -> Size:
+    """Columns of a product."""
+    value = tensor_of(matmul.node)
+    assert value is not None
+    return build.sizes.of(value)[-1]
 
 
 def _row_scale(build: _Builder, scaled: ScaledOptions, a: Sequence[Size]) -> fx.Node:

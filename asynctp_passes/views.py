@@ -55,13 +55,20 @@ class Flow:
             are no rearrangement of the source (other tensors that are waited for together).
         refused: Nodes that take a followed tensor and do a thing to it that has no index map.
         terms: The seeds whose sum a followed node is a rearrangement of (one seed, unless sums are followed), and how
-            many times each counts.
+            many times each counts. In sums tensors besides seeds too, which have the layout of these.
+        lost: Nodes besides those refused that come from a seed, and are not followed.
     """
 
     maps: dict[fx.Node, IndexMap] = field(default_factory=dict)
     pieces: dict[fx.Node, Pieces] = field(default_factory=dict)
     refused: dict[fx.Node, Refusal] = field(default_factory=dict)
     terms: dict[fx.Node, Terms] = field(default_factory=dict)
+    lost: set[fx.Node] = field(default_factory=set)
+
+    def is_apart(self, node: object) -> bool:
+        """True for a node that comes from no seed by the nodes that were visited."""
+        known = (self.maps, self.pieces, self.refused, self.lost)
+        return isinstance(node, fx.Node) and not any(node in found for found in known)
 
     def has(self, node: object) -> bool:
         """True when the node is followed."""
@@ -111,19 +118,24 @@ def follow(nodes: Iterable[fx.Node], seeds: Mapping[fx.Node, IndexMap], sizes: S
         nodes: The nodes to visit.
         seeds: Source nodes and their maps.
         sizes: Reader of sizes.
-        sums: Also carry a map through sums of two tensors that have the same one, multiplications by powers of two and
-            conversions to float32 that keep all values, and let a seed that is `c + a @ b` have the terms of `c` too.
+        sums: Also carry a map through sums of two tensors that have the same one, or of one in the seeds' own order and
+            any other of its shape, multiplications by powers of two and conversions to float32 that keep all values,
+            and let a seed that is `c + a @ b` have the terms of `c` too, or `c` itself.
     """
     flow = Flow(maps=dict(seeds), terms={seed: {seed: 1.0} for seed in seeds})
     for node in nodes:
         if node in seeds and sums and (added := added_matrix(node)) is not None:
             _join_added(flow, node, added)
         if node in seeds or not any(flow.has(argument) for argument in node.all_input_nodes):
+            if node not in seeds and not all(map(flow.is_apart, node.all_input_nodes)):
+                flow.lost.add(node)
             continue
         handler = VIEWS.get(op_name(node))
         if sums and is_sum(node):
             handler = _widen if widens(node) else _scale if scaling_of(node) is not None else _add
-        if handler is not None:
+        if handler is None:
+            flow.lost.add(node)
+        else:
             _record(flow, node, _apply(handler, node, flow, sizes))
     return flow
 
@@ -164,9 +176,11 @@ def _terms(flow: Flow, node: fx.Node) -> Terms | Refusal:
         times = scaling_of(node) or 1.0
         agree = all(terms == sets[0] for terms in sets)
         return _scaled(sets[0], times) if agree else Refusal(reasons.SUM_TERMS_DISAGREE, "pieces sum different terms")
-    if len(sets) != 2 or sets[0].keys() & sets[1].keys():
+    values = arguments(node)
+    left, right = (flow.terms.get(values[name], {values[name]: 1.0}) for name in ("self", "other"))
+    if left.keys() & right.keys():
         return Refusal(reasons.SUM_TERMS_DISAGREE, "a term is added twice")
-    return sets[0] | _scaled(sets[1], -1.0 if op_name(node) == "aten.sub.Tensor" else 1.0)
+    return left | _scaled(right, -1.0 if op_name(node) == "aten.sub.Tensor" else 1.0)
 
 
 def _scaled(terms: Terms, times: float) -> Terms:
@@ -174,9 +188,10 @@ def _scaled(terms: Terms, times: float) -> Terms:
 
 
 def _join_added(flow: Flow, seed: fx.Node, added: fx.Node) -> None:
-    """What the seed `added + a @ b` sums up, if `added` has the seed's own map; else it is not followed."""
-    terms = flow.terms.get(added, {})
-    if added in flow.maps and flow.maps[added] == flow.maps[seed] and not terms.keys() & flow.terms[seed].keys():
+    """What the seed `added + a @ b` sums up, if `added` has its map or comes from no seed; else it is not followed."""
+    fits = flow.is_apart(added) or (added in flow.maps and flow.maps[added] == flow.maps[seed])
+    terms = flow.terms.get(added, {added: 1.0})
+    if fits and not terms.keys() & flow.terms[seed].keys():
         flow.terms[seed] |= terms
         return
     reason = reasons.SUM_TERMS_DISAGREE if flow.has(added) else reasons.SUM_HAS_OTHER_TERM
@@ -405,22 +420,28 @@ def _cast(call: _Call) -> Result:
 
 
 def _add(call: _Call) -> Result:
-    """A sum keeps the map its two terms share."""
+    """A sum keeps the map its two terms share, or that of the one that is followed."""
     left, right = call.values["self"], call.values["other"]
-    if call.values["alpha"] != 1 or not (call.flow.has(left) and call.flow.has(right)):
-        return Refusal(reasons.SUM_HAS_OTHER_TERM, "")
+    followed = [node for node in (left, right) if call.flow.has(node)]
+    others = [node for node in (left, right) if not call.flow.has(node)]
     a, b, out = (tensor_of(node) for node in (left, right, call.node))
-    terms = _dtypes(call, left) | _dtypes(call, right)
-    if a is None or b is None or out is None or not a.dtype == b.dtype == out.dtype or not _are_in(terms, out.dtype):
+    if call.values["alpha"] != 1 or a is None or b is None or out is None or not all(map(call.flow.is_apart, others)):
+        return Refusal(reasons.SUM_HAS_OTHER_TERM, "")
+    terms = set[torch.dtype | None]().union(*(_dtypes(call, node) for node in followed))
+    if not a.dtype == b.dtype == out.dtype or not _are_in(terms, out.dtype):
         return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms have different dtypes")
-    if not (len(a.shape) == len(b.shape) and call.flow.maps[left] == call.flow.maps[right]):
+    where, sizes = call.flow.maps[followed[0]], [call.sizes.of(value) for value in (a, b)]
+    alike = len(a.shape) == len(b.shape) and all(same(*pair) for pair in zip(*sizes, strict=True))
+    if others and not (alike and a.device == b.device and where == IndexMap.identity(sizes[0])):
+        return Refusal(reasons.SUM_HAS_OTHER_TERM, f"{others[0].name} has another shape or order than the product")
+    if len(a.shape) != len(b.shape) or any(call.flow.maps[node] != where for node in followed):
         return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms are laid out differently")
-    return call.flow.maps[left]
+    return where
 
 
 def _dtypes(call: _Call, node: fx.Node) -> set[torch.dtype | None]:
     """Of the seeds that a node sums up."""
-    values = [tensor_of(term) for term in call.flow.terms[node]]
+    values = [tensor_of(term) for term in call.flow.terms[node] if call.flow.has(term)]
     return {None if value is None else value.dtype for value in values}
 
 

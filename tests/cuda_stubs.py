@@ -607,8 +607,12 @@ def scatter_call(
     reduce_op: str = "sum",
     world: int = 4,
     sum_dtype: torch.dtype | None = None,
+    added: bool = False,
 ) -> ScatterCall:
-    """A scatter along `dim` of the sum of products [rows, k] @ [k, n]; the options are those of `gather_call`."""
+    """A scatter along `dim` of the sum of products [rows, k] @ [k, n]; the options are those of `gather_call`.
+
+    `added`: the sum has another term.
+    """
     out_dtype = out_dtype or (dtype if dtype.itemsize == 2 else torch.bfloat16)
     a_scales = [torch.ones(()) if scales == "tensor" else torch.rand(*rows, 1) + 0.5 for _ in ks] if scales else []
     b_scales = [torch.ones(()) if scales == "tensor" else torch.rand(1, n) + 0.5 for _ in ks] if scales else []
@@ -624,6 +628,7 @@ def scatter_call(
         fast,
         world,
         sum_dtype=sum_dtype,
+        added=tensor(*rows, n, dtype=sum_dtype or out_dtype) if added else None,
     )
 
 
@@ -657,6 +662,7 @@ def whole(call: ScatterCall, implementation: str) -> Tensor:
         one = product(flat, b, call.biases[i], *scales, scaling).to(torch.float32 if exact else call.wire_dtype)
         total = one if total is None else total + one
     assert total is not None
+    total = total if call.added is None else total + call.added.reshape(total.shape)
     sent = result_dtype(call) if implementation == "unfused" else call.wire_dtype
     return total.to(sent).view(*call.a_parts[0].shape[:-1], -1)
 

@@ -409,9 +409,7 @@ CASES = {
     "matmul before dispatch": Case(matmul, _BATCH, pre_dispatch=True),
     "matmul to scatter before dispatch": Case(matmul_to_scatter, _BATCH, pre_dispatch=True),
     "adapter": Case(adapter, ((2, 4, 6), (6, 8), (6, 2), (2, 8))),
-    "adapter with another scaling": Case(
-        adapter_with_another_scaling, ((2, 4, 6), (6, 8), (6, 2), (2, 8)), ("ATP110",)
-    ),
+    "adapter with another scaling": Case(adapter_with_another_scaling, ((2, 4, 6), (6, 8), (6, 2), (2, 8))),
     "adapter of the gathered": Case(adapter_of_the_gathered, ((4, 6), (6, 8), (6, 2), (2, 8))),
     "adapter to all-reduce": Case(adapter_to_all_reduce, ((2, 4, 6), (6, 8), (6, 2), (2, 8))),
     "complex linear": Case(complex_linear, ((4, 6), (4, 6), (6, 8), (6, 8)), ("F", "F")),

@@ -182,9 +182,10 @@ class Player:
             return results
         parts = (call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op)
         if op.kind == "all reduce":
-            out = cuda.run_all_reduce(*parts, call.out_dtype, call.fast, group, lambda: None, call.sum_dtype)
+            how = (call.out_dtype, call.fast, group, lambda: None, call.sum_dtype, call.added)
+            out = cuda.run_all_reduce(*parts, *how)
         else:
-            rest = (call.dim, call.out_dtype, call.fast, self.world, group, lambda: None, call.sum_dtype)
+            rest = (call.dim, call.out_dtype, call.fast, self.world, group, lambda: None, call.sum_dtype, call.added)
             out = cuda.run_scatter(*parts, *rest)
         assert out is not None
         return [out]

@@ -601,6 +601,86 @@ def residual_added_by_addmm(b: Builder) -> list[Node]:
     return [scattered(b, b.call(aten.addmm.default, residual, a, w))]
 
 
+def routed(b: Builder, shape: tuple[int, ...] = (8, 8), dtype: torch.dtype = torch.float64) -> Node:
+    """What is computed of an input without a matmul, row by row."""
+    return b.call(aten.relu.default, b.placeholder(shape, dtype))
+
+
+def product_and(*shape: int, order: Callable[[Node, Node], tuple[Node, Node]] = lambda p, x: (p, x)) -> Attack:
+    """A product in this shape and a tensor are added, and scattered along the first dimension."""
+
+    def attack(b: Builder) -> list[Node]:
+        out = b.call(aten.view.default, b.call(aten.mm.default, *inputs(b, (8, 4), (4, 8))), list(shape))
+        return [scattered(b, b.call(aten.add.Tensor, *order(out, routed(b, shape))))]
+
+    return attack
+
+
+def routed_tokens_of_a_batch(b: Builder) -> list[Node]:
+    """Sharded along the second of three dimensions; the sum is transposed after, and its term used elsewhere too."""
+    out = b.call(aten.view.default, b.call(aten.mm.default, *inputs(b, (12, 4), (4, 8))), [3, 4, 8])
+    term = routed(b, (3, 4, 8))
+    total = b.call(aten.add.Tensor, term, out)
+    return [scattered(b, b.call(aten.clone.default, b.call(aten.permute.default, total, [1, 0, 2]))), term]
+
+
+def term_with_strides(b: Builder) -> list[Node]:
+    term = b.call(aten.permute.default, routed(b, (6, 8)), [1, 0])
+    sums = [b.call(aten.sub.Tensor, term, b.call(aten.mm.default, *inputs(b, (8, 4), (4, 6)))) for _ in range(2)]
+    return [scattered(b, sums[0]), all_reduced(b, sums[1])]
+
+
+def terms_at_every_level(b: Builder) -> list[Node]:
+    """-((p + x) / 2 - (q - y) * 4) + z in views of their own."""
+    p, q = (b.call(aten.mm.default, *inputs(b, (8, 4), (4, 6))) for _ in range(2))
+    seen = b.call(aten.view.default, q, [2, 4, 6])
+    first = b.call(aten.div.Tensor, b.call(aten.add.Tensor, p, routed(b, (8, 6))), 2.0)
+    second = b.call(aten.mul.Tensor, b.call(aten.sub.Tensor, seen, routed(b, (2, 4, 6))), 4.0)
+    both = b.call(aten.sub.Tensor, first, b.call(aten.view.default, second, [8, 6]))
+    return [scattered(b, b.call(aten.add.Tensor, b.call(aten.neg.default, both), routed(b, (8, 6))))]
+
+
+def term_changed_in_place(before: bool) -> Attack:
+    """The term changes before it is added, or between that and the collective."""
+
+    def attack(b: Builder) -> list[Node]:
+        a, w, term = inputs(b, (8, 4), (4, 6), (8, 6))
+        if before:
+            b.call(aten.add_.Tensor, term, 1)
+        total = b.call(aten.add.Tensor, b.call(aten.mm.default, a, w), term)
+        if not before:
+            b.call(aten.add_.Tensor, term, 1)
+        return [scattered(b, total)]
+
+    return attack
+
+
+def term_computed_of_the_product(b: Builder) -> list[Node]:
+    out = b.call(aten.mm.default, *inputs(b, (8, 4), (4, 6)))
+    return [scattered(b, b.call(aten.add.Tensor, out, b.call(aten.relu.default, out)))]
+
+
+def term_gathered_with_its_product(b: Builder) -> list[Node]:
+    """The term is a product that a gather is fused with."""
+    x, w, y, v = inputs(b, (4, 6), (6, 8), (8, 6), (6, 8))
+    first = b.call(aten.relu.default, b.call(aten.mm.default, gathered(b, x), w))
+    return [scattered(b, b.call(aten.add.Tensor, b.call(aten.mm.default, y, v), first))]
+
+
+def products_of_two_shapes(b: Builder) -> list[Node]:
+    """One is added to the other, which contracts over more."""
+    a, w, c, v = inputs(b, (8, 4), (4, 6), (16, 6), (6, 3))
+    other = b.call(aten.view.default, b.call(aten.mm.default, c, v), [8, 6])
+    return [all_reduced(b, b.call(aten.add.Tensor, b.call(aten.mm.default, a, w), other))]
+
+
+def products_of_two_kinds(b: Builder) -> list[Node]:
+    """One in fp8 and one in bf16, which is computed before, and used elsewhere too."""
+    plain = b.call(aten.mm.default, *inputs(b, (8, 4), (4, 16), dtype=torch.bfloat16))
+    scaled = rounded(b, times(b, fp8_product(b, unit(b)), factor(b, (8, 1))))
+    return [scattered(b, b.call(aten.add.Tensor, plain, scaled)), plain]
+
+
 def transposed_product_added_by_addmm(b: Builder) -> list[Node]:
     a, w, c, v = inputs(b, (8, 4), (4, 8), (8, 4), (4, 8))
     one = b.call(aten.permute.default, b.call(aten.mm.default, a, w), [1, 0])
@@ -772,6 +852,12 @@ def sum_of(*terms: Callable[[Builder], Node]) -> Attack:
 def wide(dtype: torch.dtype = torch.bfloat16) -> Callable[[Builder], Node]:
     """A product, converted to fp32."""
     return lambda b: rounded(b, typed_product(b, dtype), torch.float32)
+
+
+def residual_and_converted(b: Builder) -> list[Node]:
+    """A term of 16 bits and one of 32, before and behind the conversion."""
+    total = b.call(aten.add.Tensor, typed_product(b), routed(b, dtype=torch.bfloat16))
+    return [scattered(b, b.call(aten.sub.Tensor, rounded(b, total, torch.float32), routed(b, dtype=torch.float32)))]
 
 
 def sum_converted(b: Builder) -> list[Node]:
@@ -981,7 +1067,19 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "scatter feeds gather": (scatter_feeds_gather, ["F", "F"]),
     "gather feeds weight of gather": (gather_feeds_weight_of_gather, ["F", "F"]),
     "term added by addmm and again": (term_added_by_addmm_and_again, ["ATP111"]),
-    "residual added by addmm": (residual_added_by_addmm, ["ATP110"]),
+    "residual added by addmm": (residual_added_by_addmm, ["F"]),
+    "a term that is no matmul": (product_and(8, 8), ["F"]),
+    "a term that is no matmul, first": (product_and(8, 8, order=lambda p, x: (x, p)), ["F"]),
+    "a term in three dimensions": (product_and(2, 4, 8), ["F"]),
+    "routed tokens of a batch": (routed_tokens_of_a_batch, ["F"]),
+    "a term with strides": (term_with_strides, ["F", "F"]),
+    "terms at every level": (terms_at_every_level, ["F"]),
+    "a term that was changed in place": (term_changed_in_place(before=True), ["F"]),
+    "a term changed in place once it is added": (term_changed_in_place(before=False), ["ATP204"]),
+    "a term computed of the product": (term_computed_of_the_product, ["ATP202"]),
+    "a term that a gather is fused with": (term_gathered_with_its_product, ["F", "F"]),
+    "products of two shapes": (products_of_two_shapes, ["F"]),
+    "products of two kinds": (products_of_two_kinds, ["F"]),
     "transposed product added by addmm": (transposed_product_added_by_addmm, ["ATP111"]),
     "scaled addmm of a product": (scaled_addmm_of_a_product, ["ATP205"]),
     "products added by addmm": (products_added_by_addmm, ["F"]),
@@ -1032,7 +1130,7 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "converted and added to fp32": (sum_of(wide(), lambda b: typed_product(b, FP32)), ["ATP111"]),
     "bf16 and fp16 converted and added": (sum_of(wide(BF16), wide(FP16)), ["ATP111"]),
     "converted and promoted": (sum_of(wide(), typed_product), ["ATP111"]),
-    "converted and added to a residual": (sum_of(wide(), lambda b: b.placeholder((8, 8), FP32)), ["ATP110"]),
+    "converted and added to a residual": (sum_of(wide(), lambda b: b.placeholder((8, 8), FP32)), ["F"]),
     "seen as fp16, then converted": (seen_as(FP16), ["ATP105"]),
     "seen as integers and back, then converted": (seen_as(torch.int16, BF16), ["F"]),
     "seen as integers and back, then converted, scattered": (seen_as(torch.int16, BF16, reduced=False), ["F"]),
@@ -1069,7 +1167,7 @@ def test_outcome_and_results(name: str) -> None:
     assert differences(*results) == []
 
 
-@pytest.mark.parametrize("attack", [sum_converted, converted_and_added_at_every_level])
+@pytest.mark.parametrize("attack", [sum_converted, converted_and_added_at_every_level, residual_and_converted])
 def test_what_is_rounded_before_it_is_converted_is_not_rounded(attack: Attack) -> None:
     """A sum in bf16 that is converted then: the op adds what is converted, and comes closer to the exact sum."""
     builder = attacked(attack)

@@ -276,7 +276,7 @@ def test_a_shard_with_gaps_is_made_whole_first(here: Machine) -> None:
 
 
 # --- scatter -----------------------------------------------------------------------------------------------------
-CONVERTED, AVERAGE = {"sum_dtype": torch.float32}, {"reduce_op": "avg"}
+CONVERTED, AVERAGE, ADDED = {"sum_dtype": torch.float32}, {"reduce_op": "avg"}, {"added": True}
 SCATTERS: dict[str, dict[str, Any]] = {
     "rows": {"rows": (2000,), "ks": (64,), "n": 72},
     "few rows": {"rows": (4,), "ks": (8,), "n": 8},
@@ -318,6 +318,11 @@ SCATTERS: dict[str, dict[str, Any]] = {
     "converted rows of scales": {"rows": (768,), "ks": (64,), "n": 72, **ROWWISE, **CONVERTED},
     "converted, several scaled": {"rows": (768,), "ks": (64, 80), "n": 72, **ROWWISE, **CONVERTED},
     "odd converted": {"rows": (12,), "ks": (7, 3), "n": 9, **CONVERTED},
+    "added": {"rows": (768,), "ks": (64,), "n": 72, "bias": True, **ADDED},
+    "added, outer, several": {"rows": (5, 12, 2), "ks": (64, 72), "n": 136, "dim": 1, **ADDED},
+    "added rows of scales": {"rows": (768,), "ks": (64,), "n": 72, **ROWWISE, **ADDED},
+    "added, converted": {"rows": (768,), "ks": (64,), "n": 72, **CONVERTED, **AVERAGE, **ADDED},
+    "added columns": {"rows": (50,), "ks": (40,), "n": 72, "dim": 1, **ADDED},
 }
 
 
@@ -325,9 +330,9 @@ def scatter_implementations() -> Iterator[Any]:
     """(case, implementation) for all that can run it."""
     for case, options in SCATTERS.items():
         outer, along_last = scatter_call(**options).outer, case.endswith("columns")
-        aligned = not case.startswith("odd")
+        in_gemm = not case.startswith(("odd", "added", "several scaled, bias"))
         for implementation, able in (
-            ("fused", aligned and not along_last and not case.startswith("several scaled, bias")),
+            ("fused", in_gemm and not along_last),
             ("decomposed", outer <= MAX_CHUNKS and not along_last),
             ("unfused", outer == 1 and not along_last),
             ("direct", True),
@@ -362,6 +367,8 @@ def peers_come(here: Machine, parts: Sequence[Tensor], chunks: int) -> None:
 def run_scatter(call: ScatterCall, here: Machine, plan: scatter.ScatterPlan) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Run the plan on data of its own; gives its result, what it must be, and our parts for all ranks."""
     fresh = replace(call, a_parts=[tensor(*a.shape, dtype=a.dtype) for a in call.a_parts])
+    if call.added is not None:
+        fresh = replace(fresh, added=tensor(*call.added.shape, dtype=call.added.dtype))
     mine = whole(fresh, plan.name).chunk(WORLD, call.dim)  # type: ignore[attr-defined]
     for_us = [tensor(*mine[RANK].shape, dtype=mine[RANK].dtype) for _ in range(WORLD)]
     for_us[RANK] = mine[RANK].contiguous()
@@ -369,7 +376,7 @@ def run_scatter(call: ScatterCall, here: Machine, plan: scatter.ScatterPlan) -> 
         peers_come(here, for_us, MAX_CHUNKS)
     here.kernels["push_reduce_kernel"] = functools.partial(cuda_emulated.landed, parts=for_us)
     here.scattered = for_us
-    out = plan.run(fresh.a_parts, fresh.b_parts, fresh.a_scales, fresh.b_scales, fresh.biases)
+    out = plan.run(fresh.a_parts, fresh.b_parts, fresh.a_scales, fresh.b_scales, fresh.biases, fresh.added)
     total = sum((part.float() for part in for_us), torch.zeros(()))
     return out, (total * (1 / WORLD if call.reduce_op == "avg" else 1)).to(result_dtype(call)), list(mine)
 
@@ -520,7 +527,7 @@ def test_recorded_gather(case: str, implementation: str, recording: Machine) -> 
 def test_recorded_scatter(case: str, implementation: str, recording: Machine) -> None:
     call = scatter_call(**SCATTERS[case])
     plan = scatter_plan(call, recording, implementation)
-    at_the_same_place(plan, ("a_parts",))
+    at_the_same_place(plan, ("a_parts", "added"))
     for number in range(4):
         recording.log.clear()
         out, wanted, mine = run_scatter(call, recording, plan)
@@ -1105,7 +1112,7 @@ def op(here: Machine, call: GatherCall | ScatterCall, check: Callable[[], None] 
             call.out_dtype, call.fast, call.return_a_full, call.world, here.group, check)  # fmt: skip
     return cuda.run_scatter(
         call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op, call.dim, call.out_dtype,
-        call.fast, call.world, here.group, check, call.sum_dtype)  # fmt: skip
+        call.fast, call.world, here.group, check, call.sum_dtype, call.added)  # fmt: skip
 
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct")
@@ -1116,7 +1123,7 @@ def all_reduce(here: Machine, call: ScatterCall, check: Callable[[], None] = lam
     """The sum of a call's products as the op makes it."""
     return cuda.run_all_reduce(
         call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op, call.out_dtype,
-        call.fast, here.group, check, call.sum_dtype)  # fmt: skip
+        call.fast, here.group, check, call.sum_dtype, call.added)  # fmt: skip
 
 
 @pytest.fixture

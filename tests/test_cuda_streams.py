@@ -70,6 +70,9 @@ SESSIONS: dict[str, Session] = {
     "fused scatter, outer": Session(3, (scatter(rows=(2, 48), dim=1),)),
     "decomposed scatter": Session(3, (scatter("decomposed", ks=(32, 16)), scatter("decomposed"))),
     "decomposed scatter, outer": Session(2, (scatter("decomposed", rows=(2, 48), dim=1),)),
+    "decomposed scatter and a term": Session(
+        3, (scatter("decomposed", added=True), scatter("direct", added=True, rows=(2, 48), dim=1))
+    ),
     "direct scatter": Session(2, (scatter("direct"), scatter("direct", rows=(2, 48), dim=1)), 4),
     "direct scatter of columns": Session(3, (scatter("direct", n=48, dim=1),)),
     "all reduce": Session(3, (scatter(kind="all reduce"), scatter("decomposed", kind="all reduce"))),

@@ -62,6 +62,11 @@ class Scatter:
     out_dtype: torch.dtype = BF16
     blocks: str = ""
     sum_dtype: torch.dtype | None = None
+    added: bool = False
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return self.sum_dtype or (self.out_dtype if self.scale else self.dtype)
 
 
 GATHERS = [
@@ -117,6 +122,10 @@ SCATTERS = [
     Scatter((3, 8), (32,), 16, 1, bias="v", sum_dtype=FP32),
     Scatter((8,), (32, 16, 8), 16, 0, FP16, "v-r", "avg", sum_dtype=FP32),
     Scatter((3, 8), (32, 16), 16, 2, E4M3, scale="rowwise", sum_dtype=FP32),
+    Scatter((3, 8), (32,), 16, 1, added=True),
+    Scatter((8,), (32, 16), 16, -2, FP16, "v-", "avg", added=True),
+    Scatter((3, 8), (32,), 16, 2, E4M3, scale="rowwise", added=True),
+    Scatter((8,), (32,), 16, 0, sum_dtype=FP32, added=True),
 ]
 # Of 4 ranks, not all divide the rows of all.
 ALL_REDUCES = [
@@ -131,12 +140,15 @@ ALL_REDUCES = [
     Scatter((3, 128), (256,), 16, None, E4M3, scale="rowwise", blocks="128x128 x 1x128"),
     Scatter((3,), (32, 16), 16, None, bias="v-", reduce_op="avg", sum_dtype=FP32),
     Scatter((2, 4), (32,), 16, None, E4M3, scale="tensorwise", out_dtype=FP16, sum_dtype=FP32),
+    Scatter((2, 4), (32, 16), 16, None, FP32, "-r", added=True),
+    Scatter((3,), (32,), 16, None, E4M3, "v", "avg", "rowwise", sum_dtype=FP32, added=True),
 ]
 
 
 REDUCTIONS = [*SCATTERS, *ALL_REDUCES]
 ONE_OF_EACH = [GATHERS[6], GATHERS[12], SCATTERS[5], SCATTERS[10], ALL_REDUCES[1], ALL_REDUCES[5]]
-SUMMED_IN_FP32 = sorted((case for case in REDUCTIONS if case.sum_dtype is not None), key=lambda case: case.scale)
+SUMMED_IN_FP32 = [case for case in REDUCTIONS if case.sum_dtype is not None]
+WITH_OPTIONS = [case for case in REDUCTIONS if case.sum_dtype is not None or case.added]
 
 
 # --- inputs: every rank can make every rank's -------------------------------------------------------------
@@ -211,6 +223,8 @@ def _scatter_inputs(case: Scatter, rank: int) -> dict[str, Any]:
         "b_parts": [_weight((rank, 2, i), k, case.n, case.dtype) for i, k in enumerate(case.ks)],
         "biases": _biases(rank, case.bias, ns, case.out_dtype if case.scale else case.dtype),
     }
+    if case.added:  # with other strides
+        inputs["term"] = _random((rank, 6), (case.n, *case.lead), case.result_dtype).movedim(0, -1)
     if case.scale:
         rowwise = [case.scale == "rowwise" or (case.scale == "mixed" and i > 0) for i in range(len(case.ks))]
         inputs["a_scales"] = [
@@ -266,6 +280,7 @@ def _scatter_truth(case: Scatter, rank: int, world_size: int) -> Tensor:
         scales = (inputs.get("a_scales", none), inputs.get("b_scales", none))
         for product in zip(*columns, *scales, strict=True):
             total = total + _exact(*product)
+        total = total + inputs["term"].double() if case.added else total
     shard = total if case.dim is None else total.chunk(world_size, case.dim)[rank]
     return shard / world_size if case.reduce_op == "avg" else shard
 
@@ -290,7 +305,9 @@ def _gather_call(case: Gather, x: dict[str, Any], size: int, group: Any) -> tupl
 
 def _scatter_call(case: Scatter, x: dict[str, Any], size: int, group: Any) -> tuple[Any, tuple[Any, ...]]:
     where = (case.reduce_op,) if case.dim is None else (case.reduce_op, case.dim)
-    ending = ((group,) if case.dim is None else (size, group)) + (() if case.sum_dtype is None else (case.sum_dtype,))
+    optional = {(False, False): (), (True, False): (case.sum_dtype,)}
+    given = optional.get((case.sum_dtype is not None, case.added), (case.sum_dtype, x.get("term")))
+    ending = ((group,) if case.dim is None else (size, group)) + given
     kind = "all_reduce" if case.dim is None else "reduce_scatter"
     if not case.scale:
         op = getattr(torch.ops.asynctp, f"matmul_{kind}")
@@ -376,12 +393,13 @@ def _reference_ranks(rank: int, world_size: int) -> dict[str, Any]:
 def _summed_problems(rank: int, world_size: int) -> list[str]:
     """With a `sum_dtype`, bit for bit what a program does that converts each product: round, convert, add, reduce."""
     found = []
-    for case in SUMMED_IN_FP32[:3]:
+    for case in (case for case in SUMMED_IN_FP32 if not case.scale):
         x = _scatter_inputs(case, rank)
         biases = [torch.zeros(case.n) if bias is None else bias for bias in x["biases"]]
         terms = zip(x["a_parts"], x["b_parts"], biases, strict=True)
         products = [torch.addmm(bias.to(a.dtype), a.flatten(0, -2), b) for a, b, bias in terms]
         total = sum((product.float() for product in products[1:]), products[0].float()).view(*case.lead, case.n)
+        total = total + x["term"] if case.added else total
         dist.all_reduce(total)
         total = total / world_size if case.reduce_op == "avg" else total
         wanted = total if case.dim is None else total.chunk(world_size, case.dim)[rank]
@@ -399,7 +417,7 @@ def _hand_problems(rank: int, world_size: int) -> list[str]:
     found = []
     for spelling in (world.group_name, world, mesh, mesh["tp"], (mesh, 0), (mesh, "tp")):
         for module in (ops, reference):
-            for case in (*ONE_OF_EACH, *SUMMED_IN_FP32):
+            for case in (*ONE_OF_EACH, *WITH_OPTIONS):
                 op, args = _call(case, rank, world_size, world.group_name)
                 expected, actual = (
                     _flat_tensors(op(*args)),
@@ -428,6 +446,7 @@ def _by_hand_with(module: Any, case: Gather | Scatter, x: dict[str, Any], group:
         "biases": x["biases"],
         "reduce_op": case.reduce_op,
         "sum_dtype": case.sum_dtype,
+        "added": x.get("term"),
         **scaled,
     }
     if case.dim is None:
@@ -469,11 +488,15 @@ GRADIENT_SCATTERS = [
     Scatter((2, 3), (4, 6), 12, None, FP64, "vr", "avg"),
     Scatter((2, 8), (4, 6), 12, 1, BF16, "vv", "avg", sum_dtype=FP32),
     Scatter((2, 3), (4,), 12, None, FP16, sum_dtype=FP32),
+    Scatter((2, 8), (4, 6), 12, 1, FP64, "vv", "avg", added=True),
+    Scatter((8,), (4,), 12, 0, BF16, sum_dtype=FP32, added=True),
+    Scatter((2, 3), (4,), 12, None, FP64, added=True),
+    Scatter((2, 3), (4,), 12, None, BF16, reduce_op="avg", sum_dtype=FP32, added=True),
 ]
 
 
-def _leaves(inputs: dict[str, Any], kinds: str = "ab") -> list[Tensor]:
-    """Make the inputs whose names begin with these letters require gradients ("b" is weights and biases)."""
+def _leaves(inputs: dict[str, Any], kinds: str = "abt") -> list[Tensor]:
+    """Make the inputs whose names begin with these letters require gradients ("b": weights, biases; "t": the term)."""
     return [leaf.requires_grad_() for name in inputs if name[0] in kinds for leaf in _flat_tensors(inputs[name])]
 
 
@@ -496,7 +519,8 @@ def _true_gradients(case: Gather | Scatter, rank: int, world_size: int) -> list[
         results = [[*outs, a_full] if case.full else outs for outs in results]
     else:
         parts = [zip(x["a_parts"], x["b_parts"], x["biases"], strict=True) for x in everyone]
-        total = sum((_exact(*part) for rank_parts in parts for part in rank_parts), torch.zeros((), dtype=FP64))
+        products = [_exact(*part) for rank_parts in parts for part in rank_parts]
+        total = sum([*products, *(x["term"].double() for x in everyone if case.added)], torch.zeros((), dtype=FP64))
         total = total / world_size if case.reduce_op == "avg" else total
         shards = [total] * world_size if case.dim is None else total.chunk(world_size, case.dim)
         results = [[shard] for shard in shards]
@@ -520,7 +544,11 @@ def _gradient_problems(rank: int, world_size: int) -> list[str]:
     for case in (*GRADIENT_GATHERS, *GRADIENT_SCATTERS):
         truth = _true_gradients(case, rank, world_size)
         count_a = 1 if isinstance(case, Gather) else len(case.ks)
-        for kinds, expected in (("ab", truth), ("a", truth[:count_a]), ("b", truth[count_a:])):
+        end = len(truth) - (isinstance(case, Scatter) and case.added)
+        of_kinds = {"abt": truth, "a": truth[:count_a], "b": truth[count_a:end], "t": truth[end:]}
+        for kinds, expected in of_kinds.items():
+            if not expected:
+                continue
             actual = _gradients(case, rank, world_size, kinds)
             errors = [(x - y).abs().max().item() for x, y in zip(actual, expected, strict=True)]
             largest = max(gradient.abs().max().item() for gradient in truth)
@@ -554,7 +582,7 @@ FP8_TESTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch
 def _library_ranks(rank: int, world_size: int) -> dict[str, Any]:
     group = dist.group.WORLD.group_name
     results = {}
-    for case in (*ONE_OF_EACH, *SUMMED_IN_FP32):
+    for case in (*ONE_OF_EACH, *WITH_OPTIONS):
         op, args = _call(case, rank, world_size, group)
         tests: dict[str, Any] = {"test_utils": FP8_TESTS} if case.scale else {}
         results[str(case)] = torch.library.opcheck(op.default, args, **tests)
@@ -572,10 +600,11 @@ def _compiled_gradients(case: Gather | Scatter, rank: int, world_size: int) -> s
     """Forward and backward through torch.compile equal eager."""
     inputs = _gather_inputs(case, rank, world_size) if isinstance(case, Gather) else _scatter_inputs(case, rank)
     leaves = _leaves(inputs)
+    torch._dynamo.reset()
     compiled = torch.compile(_by_hand_with, backend="aot_eager", fullgraph=True)
     outs = _flat_tensors(compiled(ops, case, inputs, dist.group.WORLD.group_name))
     _loss(outs, rank).backward()
-    eager = _gradients(case, rank, world_size, "ab")
+    eager = _gradients(case, rank, world_size, "abt")
     same = [torch.allclose(leaf.grad, grad) for leaf, grad in zip(leaves, eager, strict=True) if leaf.grad is not None]
     return "SUCCESS" if all(same) and len(same) >= len(leaves) - 2 else f"differ: {same}"
 
@@ -668,7 +697,7 @@ def _refusal(make: Callable[[str], Any], group: str) -> str:
     return str(caught.value)
 
 
-X, W, V = torch.zeros(3, 8, 16), torch.zeros(16, 12), torch.zeros(12)
+X, W, V, FULL = torch.zeros(3, 8, 16), torch.zeros(16, 12), torch.zeros(12), torch.zeros(3, 8, 12)
 XQ, WQ, ONE = X.to(E4M3), W.to(E4M3), torch.ones(())
 
 
@@ -744,6 +773,16 @@ BAD_CALLS = {
     "sum of narrower numbers": (_scatter(sum_dtype=torch.bfloat16), "sum_dtype=torch.bfloat16 is not valid"),
     "sum of much wider numbers": (_all_reduce(sum_dtype=FP64), "None, the products' torch.float32, or torch.float32"),
     "sum of scaled products as bf16": (_scaled_scatter(out_dtype=FP16, sum_dtype=BF16), "sum_dtype=torch.bfloat16"),
+    "added in another dtype": (
+        _scatter(added=FULL.half()),
+        "added='float16[3, 8, 12] on cpu' is not valid; it must be",
+    ),
+    "added rows": (_scatter(added=FULL[..., 0]), "a tensor of the result's torch.float32 on cpu, where A is"),
+    "added to a sum in fp32": (
+        _all_reduce(X.to(BF16), W.to(BF16), sum_dtype=FP32, added=FULL.to(BF16)),
+        "of the result's torch.float32",
+    ),
+    "added in another shape": (_scatter(added=FULL[:1]), "of the products' shape [3, 8, 12]; expand it first"),
     "not divisible": (_scatter(dim=0), "size of dimension 0 of the product=3"),
     "columns not divisible": (_scatter(b=W[:, :10], dim=2), "a multiple of the group's 4 ranks; pad"),
     "bf16 with scales": (_scaled_gather(a=X), "a_shard='float32[3, 8, 16] on cpu' is not valid"),

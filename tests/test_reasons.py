@@ -495,17 +495,38 @@ def gather_for_the_gradient_of_a_batch(b: GraphBuilder) -> Node:
     return b.mm(b.permute(rows, [1, 0]), b.input("saved", [32, 12]))
 
 
-@row("SUM_HAS_OTHER_TERM", "add; no matmul: an input of the graph")
-def residual_before_the_scatter(b: GraphBuilder) -> Node:
-    return b.scatter(b.add(product(b), b.input("residual", [16, 12])))
+@row("SUM_HAS_OTHER_TERM", "row has another shape or order than the product; no matmul: an input of the graph")
+def row_added_before_the_scatter(b: GraphBuilder) -> Node:
+    return b.scatter(b.add(product(b), b.input("row", [12])))
 
 
-@row("SUM_HAS_OTHER_TERM", "no matmul: aten.index_add.default")
-def routed_tokens_added_before_the_scatter(b: GraphBuilder) -> Node:
-    """As in a mixture of experts: what they computed is added to the rows of its tokens."""
-    zeros, rows = b.input("zeros", [16, 12]), b.input("rows", [20], torch.int64)
-    routed = b.call(aten.index_add.default, zeros, 0, rows, b.input("tokens", [20, 12]))
-    return b.scatter(b.add(b.reshape(routed, [16, 12]), product(b)))
+@row("SUM_HAS_OTHER_TERM", "column has another shape or order than the product; no matmul: an input of the graph")
+def column_added_before_the_all_reduce(b: GraphBuilder) -> Node:
+    total = b.add(b.input("column", [16, 1]), product(b))
+    return b.call(c10d.all_reduce.default, total, "sum", "tp")
+
+
+@row("SUM_HAS_OTHER_TERM", "routed has another shape or order than the product")
+def term_of_a_transposed_product(b: GraphBuilder) -> Node:
+    return b.scatter(b.add(b.permute(product(b), [1, 0]), b.input("routed", [12, 16])))
+
+
+@row("SUM_HAS_OTHER_TERM", "add")
+def number_added_before_the_scatter(b: GraphBuilder) -> Node:
+    return b.scatter(b.call(aten.add.Tensor, product(b), 1.0))
+
+
+@row("PIECES_REORDERED", "flip")
+def flipped_product_added_by_addmm(b: GraphBuilder) -> Node:
+    """What comes from a product in a way that is not followed is no term of its own: the reason would be lost."""
+    flipped = b.call(aten.flip.default, product(b), [0])
+    return b.scatter(b.call(aten.addmm.default, flipped, b.input("c", [16, 8]), b.input("v", [8, 12])))
+
+
+@row("SUM_TERMS_DISAGREE", "added twice")
+def term_added_twice(b: GraphBuilder) -> Node:
+    residual = b.input("residual", [16, 12])
+    return b.scatter(b.add(residual, b.add(product(b), residual)))
 
 
 @row("SUM_HAS_OTHER_TERM", "add")
@@ -526,22 +547,10 @@ def products_of_two_shapes_joined(b: GraphBuilder) -> Node:
     return b.call(c10d.all_reduce.default, b.cat([product(b), other], dim=0), "sum", "tp")
 
 
-@row("SUM_TERMS_DISAGREE", "mm and mm_1")
-def sum_of_products_of_two_shapes(b: GraphBuilder) -> Node:
-    other = b.mm(b.input("c", [32, 8]), b.input("v", [8, 6]))
-    return b.scatter(b.add(product(b), b.reshape(other, [16, 12])))
-
-
 @row("SUM_TERMS_DISAGREE", "added twice")
 def product_added_to_itself(b: GraphBuilder) -> Node:
     out = product(b)
     return b.scatter(b.add(out, out))
-
-
-@row("SUM_HAS_OTHER_TERM", "add")
-def sum_with_an_input_all_reduced(b: GraphBuilder) -> Node:
-    total = b.add(product(b), b.input("residual", [16, 12]))
-    return b.call(c10d.all_reduce.default, total, "sum", "tp")
 
 
 @row("COLLECTIVE_NOT_UNDERSTOOD", "vllm_like.all_gather")
@@ -821,12 +830,6 @@ def addmm_with_alpha(b: GraphBuilder) -> Node:
 @row("ADDMM_SCALED", "bias has shape [16, 1]")
 def gather_for_an_addmm_with_a_column(b: GraphBuilder) -> Node:
     return b.call(aten.addmm.default, b.input("column", [16, 1]), gathered(b, 4, 8), b.input("w", [8, 12]))
-
-
-@row("SUM_HAS_OTHER_TERM", "addmm; no matmul: an input of the graph")
-def scatter_of_an_addmm_with_a_matrix(b: GraphBuilder) -> Node:
-    a, w = b.input("a", [16, 8]), b.input("w", [8, 12])
-    return b.scatter(b.call(aten.addmm.default, b.input("residual", [16, 12]), a, w))
 
 
 @row("RESULT_SCALED", "_scaled_mm")

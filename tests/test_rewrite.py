@@ -791,6 +791,94 @@ return (clone)
     )
 
 
+def test_scatter_of_a_product_and_routed_tokens() -> None:
+    """As in a mixture of experts whose shared expert's output is a part of the sum."""
+    b = GraphBuilder()
+    tokens = b.call(aten.relu.default, b.input("tokens", [2, 8, 12], torch.bfloat16))
+    total = b.call(aten.sub.Tensor, tokens, b.reshape(typed(b, ""), [2, 8, 12]))
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.cat(b.chunks(total, 1))))),
+        """\
+tokens: bf16[2, 8, 12]
+relu = relu(tokens)  # bf16[2, 8, 12]
+a: bf16[16, 8]
+w: bf16[8, 12]
+mm = mm(a, w)  # bf16[16, 12]
+reshape = reshape(mm, [2, 8, 12])  # bf16[2, 8, 12]
+sub = sub(relu, reshape)  # bf16[2, 8, 12]
+split = split(sub, 2, 1)  # (bf16[2, 2, 12]s[96, 12, 1], bf16[2, 2, 12]s[96, 12, 1], bf16[2, 2, 12]s[96, 12, 1],
+    bf16[2, 2, 12]s[96, 12, 1])
+getitem = getitem(split, 0)  # bf16[2, 2, 12]s[96, 12, 1]
+getitem_1 = getitem(split, 1)  # bf16[2, 2, 12]s[96, 12, 1]
+getitem_2 = getitem(split, 2)  # bf16[2, 2, 12]s[96, 12, 1]
+getitem_3 = getitem(split, 3)  # bf16[2, 2, 12]s[96, 12, 1]
+cat = cat([getitem, getitem_1, getitem_2, getitem_3], 0)  # bf16[8, 2, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(cat, 'sum', 4, 'tp')  # bf16[2, 2, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # bf16[2, 2, 12]
+return (wait_tensor)
+
+=== becomes ===
+
+tokens: bf16[2, 8, 12]
+relu = relu(tokens)  # bf16[2, 8, 12]
+a: bf16[16, 8]
+w: bf16[8, 12]
+mul_tensor = mul(a, -1.0)  # bf16[16, 8]
+reshape_default = reshape(mul_tensor, [2, 8, 8])  # bf16[2, 8, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=1, group_size=4, group_name='tp', sum_dtype=None, added=relu)  # bf16[2, 2, 12]
+return (matmul_reduce_scatter_default)
+""",
+    )
+
+
+def test_all_reduce_of_a_converted_product_and_terms() -> None:
+    """One of them in bf16, of symbolic size."""
+    b = GraphBuilder()
+    first = b.call(aten.relu.default, b.input("x", [24, 12], torch.bfloat16, dynamic=0))
+    second = b.call(aten.relu.default, b.input("y", [24, 12], torch.float32, dynamic=0))
+    total = b.add(wide(b, b.add(first, typed(b, "", 24, dynamic=0))), second)
+    assert_expected_inline(
+        rewritten(b.returns(b.all_reduce(total))),
+        """\
+x: bf16[s, 12]
+relu = relu(x)  # bf16[s, 12]
+y: f32[s, 12]
+relu_1 = relu(y)  # f32[s, 12]
+a: bf16[s, 8]
+w: bf16[8, 12]
+mm = mm(a, w)  # bf16[s, 12]
+add = add(relu, mm)  # bf16[s, 12]
+convert_element_type = convert_element_type(add, f32)  # f32[s, 12]
+add_1 = add(convert_element_type, relu_1)  # f32[s, 12]
+all_reduce = all_reduce(add_1, 'sum', 'tp')  # f32[s, 12]
+wait_tensor = wait_tensor(all_reduce)  # f32[s, 12]
+return (wait_tensor)
+
+=== becomes ===
+
+x: bf16[s, 12]
+relu = relu(x)  # bf16[s, 12]
+y: f32[s, 12]
+relu_1 = relu(y)  # f32[s, 12]
+a: bf16[s, 8]
+w: bf16[8, 12]
+convert_element_type_default = convert_element_type(relu, f32)  # f32[s, 12]
+add_tensor = add(convert_element_type_default, relu_1)  # f32[s, 12]
+matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[a], b_parts=[w], biases=[None], reduce_op='sum',
+    group_name='tp', sum_dtype=f32, added=add_tensor)  # f32[s, 12]
+return (matmul_all_reduce_default)
+""",
+    )
+
+
+def test_what_is_added_to_products_is_reported() -> None:
+    b = GraphBuilder()
+    tokens = b.call(aten.relu.default, b.input("tokens", [16, 12], torch.bfloat16))
+    (remark,) = fuse(b.returns(b.scatter(b.add(tokens, typed(b, ""))))).fused
+    assert remark.message == "computed before, and added to the products: bf16[16, 12] of aten.relu.default"
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_is_sent_of_converted_products_is_reported(count: int) -> None:
     b = GraphBuilder()

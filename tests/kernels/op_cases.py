@@ -44,7 +44,7 @@ class GatherCase:
 class ScatterCase:
     """`out` is the shape of one rank's result; `scale`: "", "one" (tensorwise) or "row" (rowwise).
 
-    sum_dtype: of the result, to which the products are converted before they are added.
+    sum_dtype: of the result, to which the products are converted before they are added. added: so is another term.
     """
 
     name: str
@@ -59,6 +59,11 @@ class ScatterCase:
     scale: str = ""
     out_dtype: torch.dtype = BF16
     sum_dtype: torch.dtype | None = None
+    added: bool = False
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return self.sum_dtype or (self.out_dtype if self.scale else self.dtype)
 
 
 Case = GatherCase | ScatterCase
@@ -161,6 +166,13 @@ SCATTER_CASES = [
     ScatterCase("converted sum of two, columns", (9, 20), 1, (8, 12), biased=(1,), sum_dtype=FP32),
     ScatterCase("converted e4m3", (2, 23, 24), 1, (32,), E4M3, scale="row", weight=True, sum_dtype=FP32),
     ScatterCase("converted sum of two, e4m3", (19, 24), 0, (32, 16), E4M3, scale="one", weight=True, sum_dtype=FP32),
+    ScatterCase("another term", (70, 40), 0, (48,), biased=(0,), added=True),
+    ScatterCase("another term, outer 3, avg", (3, 7, 40), 1, (24, 8), FP16, op="avg", added=True),
+    ScatterCase("another term, strided, columns", (9, 20), 1, (8,), strided=True, added=True),
+    ScatterCase(
+        "another term of e4m3, converted", (2, 23, 24), 1, (32,), E4M3, scale="row", sum_dtype=FP32, added=True
+    ),
+    ScatterCase("another term, no contraction", (5, 8), 0, (0,), added=True),
     ScatterCase("e4m3 to fp32, dim 0", (19, 24), 0, (32,), E4M3, scale="row", weight=True, out_dtype=FP32),
 ]
 
@@ -177,6 +189,7 @@ class Inputs:
     a_scales: list[torch.Tensor]
     b_scales: list[torch.Tensor]
     along: torch.Tensor | None = None
+    added: torch.Tensor | None = None
 
 
 def make_inputs(case: Case, rank: int, world: int, seed: int) -> Inputs:
@@ -193,6 +206,9 @@ def make_inputs(case: Case, rank: int, world: int, seed: int) -> Inputs:
         a_scales=[_a_scale(case.scale, shape, full, rng, shared) for shape in a_shapes] if case.scale else [],
         b_scales=[_scale((1, s[1]) if case.scale != "one" else (), rng) for s in b_shapes] if case.scale else [],
         along=_scale((*a_shapes[0][:-1], 1), rng) if isinstance(case, GatherCase) and case.along else None,
+        added=_random(full, case.result_dtype, case.strided, rng)
+        if isinstance(case, ScatterCase) and case.added
+        else None,
     )
 
 
@@ -226,10 +242,10 @@ def run(case: Case, x: Inputs, group: ProcessGroup) -> list[torch.Tensor]:
     name = group.group_name
     if isinstance(case, ScatterCase):
         if not case.scale:
-            options = (case.op, case.dim, group.size(), name, case.sum_dtype)
+            options = (case.op, case.dim, group.size(), name, case.sum_dtype, x.added)
             return [ops.matmul_reduce_scatter(x.a, x.b, x.biases, *options)]
         operands = (x.a, x.b, x.a_scales, x.b_scales, x.biases, case.op, case.dim)
-        options = (case.out_dtype, True, group.size(), name, case.sum_dtype)
+        options = (case.out_dtype, True, group.size(), name, case.sum_dtype, x.added)
         return [ops.scaled_matmul_reduce_scatter(*operands, *options)]
     if not case.scale:
         return ops.all_gather_matmul(x.a[0], x.b, x.biases, case.dim, case.a_full, group.size(), name)
@@ -320,14 +336,18 @@ def _judge_scatter(case: ScatterCase, outs: list[torch.Tensor], inputs: list[Inp
     world, dtype = len(inputs), case.out_dtype if case.scale else case.dtype
     products, sizes = (
         [
-            [_product(a, x, i, x.a_scales[i] if x.a_scales else None, absolute) for i, a in enumerate(x.a)]
+            [
+                *(_product(a, x, i, x.a_scales[i] if x.a_scales else None, absolute) for i, a in enumerate(x.a)),
+                *([] if x.added is None else [x.added.double().abs() if absolute else x.added.double()]),
+            ]
             for x in inputs
         ]
         for absolute in (False, True)
     )
     total, size = (reduce(add, [reduce(add, mine) for mine in each]) for each in (products, sizes))
-    # each rank's sum is rounded; of several products each may be, and each sum of some of them, if it is not converted
-    roundings = len(case.ks) if len(case.ks) > 1 and case.sum_dtype is None else 1
+    # each rank's sum is rounded; of several terms each may be, and each sum of some of them, if it is not converted
+    count = len(case.ks) + case.added
+    roundings = count if count > 1 and case.sum_dtype is None else 1
     rounded = _unit(dtype) * roundings * reduce(add, [product.abs() for mine in products for product in mine])
     divisor = world if case.op == "avg" else 1
     pick = [(each / divisor).chunk(world, case.dim)[rank] for each in (total, size, rounded)]

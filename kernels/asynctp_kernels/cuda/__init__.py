@@ -120,14 +120,15 @@ def run_scatter(
     group: ProcessGroup,
     check: Check,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Tensor | None:
-    """reduce_scatter(Σ a @ b, dim); arguments as those of the ops. None: run the unfused program.
+    """reduce_scatter(Σ a @ b + added, dim); arguments as those of the ops. None: run the unfused program.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
     key = ("matmul_reduce_scatter", group_size, reduce_op, dim, out_dtype, fast)
-    operands = (a_parts, b_parts, a_scales, b_scales, biases)
+    operands = (a_parts, b_parts, a_scales, b_scales, biases, added)
     options = (reduce_op, dim, out_dtype, fast)
     return _run_scatter(key, operands, options, sum_dtype, group, check, explain_scatter)
 
@@ -144,14 +145,16 @@ def run_all_reduce(
     group: ProcessGroup,
     check: Check,
     sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Tensor | None:
-    """all_reduce(Σ a @ b): a scatter of the rows, then an all-gather of them. None: run the unfused program.
+    """all_reduce(Σ a @ b + added): a scatter of the rows, then an all-gather of them. None: run the unfused program.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
     shape = a_parts[0].shape
-    operands = (*_as_rows(a_parts, b_parts, a_scales), b_scales, biases)
+    rows = None if added is None else added.reshape(-1, added.shape[-1])
+    operands = (*_as_rows(a_parts, b_parts, a_scales), b_scales, biases, rows)
     key, options = ("matmul_all_reduce", reduce_op, out_dtype, fast), (reduce_op, 0, out_dtype, fast)
     part = _run_scatter(key, operands, options, sum_dtype, group, check, explain_all_reduce)
     return None if part is None else all_gather(part, group).view(*shape[:-1], part.shape[-1])
@@ -182,17 +185,17 @@ def _run_scatter(
     explain_call: Callable[[ScatterCall], Choice],
 ) -> Tensor | None:
     """Run the plan of a scatter, made at the first call. `head`: the op, and what tells it from others like it."""
-    a_parts, b_parts, a_scales, b_scales, biases = operands
+    a_parts, b_parts, a_scales, b_scales, biases, added = operands
     memory = _memory(group, a_parts[0].device)
     if memory is None:
         check()
         return None
     requested = (select.requested(), stamps.requested())
-    key = (*head, sum_dtype, *requested, *_keys(*a_parts, *b_parts, *a_scales, *b_scales, *biases))
+    key = (*head, sum_dtype, *requested, *_keys(*a_parts, *b_parts, *a_scales, *b_scales, *biases, added))
     plan: Any = memory.plans.get(key, _MISSING)
     if plan is _MISSING:
         check()
-        call = ScatterCall(*operands, *options, memory.world, head[0], sum_dtype)
+        call = ScatterCall(*operands[:5], *options, memory.world, head[0], sum_dtype, added)
         choice = explain_call(call)
         plan = _keep(memory, key, _whole(memory, _scatter_plan, call, memory, choice))
     out: Tensor | None = _run(memory, plan, *operands)
@@ -403,29 +406,34 @@ def _scatter_plan(call: ScatterCall, memory: GroupMemory, choice: Choice) -> Sca
     return UnfusedScatter(call, memory) if _cublas_and_nccl_scatter(call) else None
 
 
-def explain(op: str, args: Sequence[Any], sum_dtype: torch.dtype | None = None) -> Choice:
+def explain(op: str, args: Sequence[Any], sum_dtype: torch.dtype | None = None, added: Tensor | None = None) -> Choice:
     """How a call of `torch.ops.asynctp.<op>` would be run.
 
     Args:
         op: Its name.
         args: Its arguments up to the group; before that stands its size, for the ops that are not told it too.
         sum_dtype: That argument, of ops that have it.
+        added: Likewise.
     """
-    call = _call_of(op, args, sum_dtype)
+    call = _call_of(op, args, sum_dtype, added)
     if isinstance(call, GatherCall):
         return explain_gather(call)
     return explain_all_reduce(call) if op.endswith("all_reduce") else explain_scatter(call)
 
 
-def problem_of(op: str, args: Sequence[Any], sum_dtype: torch.dtype | None = None) -> Problem:
+def problem_of(
+    op: str, args: Sequence[Any], sum_dtype: torch.dtype | None = None, added: Tensor | None = None
+) -> Problem:
     """What the cost of a call depends on, and how a tuning table names it; arguments as those of `explain`."""
-    call = _call_of(op, args, sum_dtype)
+    call = _call_of(op, args, sum_dtype, added)
     if isinstance(call, GatherCall):
         return _gather_problem(call)
     return _scatter_problem("all_reduce" if op.endswith("all_reduce") else "scatter", call)
 
 
-def _call_of(op: str, args: Sequence[Any], sum_dtype: torch.dtype | None) -> GatherCall | ScatterCall:
+def _call_of(
+    op: str, args: Sequence[Any], sum_dtype: torch.dtype | None, added: Tensor | None
+) -> GatherCall | ScatterCall:
     """A call of an op; of an all-reduce, of the scatter of rows that is its first half."""
     if op == "all_gather_scaled_matmul":
         args = args[:12]  # what only travels along decides nothing
@@ -446,7 +454,7 @@ def _call_of(op: str, args: Sequence[Any], sum_dtype: torch.dtype | None) -> Gat
     if not where:  # of an all-reduce
         where, (a_parts, b_parts, a_scales) = [0], _as_rows(a_parts, b_parts, a_scales)
     operands = (a_parts, b_parts, a_scales, b_scales, biases)
-    return ScatterCall(*operands, reduce_op, where[0], dtype, fast, world, sum_dtype=sum_dtype)
+    return ScatterCall(*operands, reduce_op, where[0], dtype, fast, world, sum_dtype=sum_dtype, added=added)
 
 
 def explain_gather(call: GatherCall) -> Choice:
@@ -598,7 +606,9 @@ def _refused_scatter(call: ScatterCall) -> dict[str, str]:
 
 
 def _refused_scattering_gemm(call: ScatterCall) -> str | None:
-    """Why the GEMM cannot make these products."""
+    """Why the GEMM cannot make this sum."""
+    if call.added is not None:
+        return "a term that is no product"
     depths = [b.shape[0] for b in call.b_parts]
     reason = refused_gemm(call.a_parts[0], call.b_parts, call.b_scales, call.biases, call.wire_dtype, depths)
     if reason is not None:

@@ -58,7 +58,7 @@ class ScatterCall:
     """What decides a plan; the tensors stand for all tensors of their shapes, strides and dtypes.
 
     out_dtype: of the products. unscaled_op: the op's name, as it is without scales. sum_dtype: of the result, and of
-    the sums that it comes from; None: the products'.
+    the sums that it comes from; None: the products'. added: a term of that dtype, and of the products' shape.
     """
 
     a_parts: Sequence[Tensor]
@@ -73,11 +73,13 @@ class ScatterCall:
     world: int
     unscaled_op: str = "matmul_reduce_scatter"
     sum_dtype: torch.dtype | None = None
+    added: Tensor | None = None
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """What travels: one product as it is, a sum of several as what it is summed in."""
-        return self.out_dtype if self.sum_dtype is None or len(self.a_parts) == 1 else self.sum_dtype
+        """What travels: one product as it is, a sum of several terms as what it is summed in."""
+        alone = len(self.a_parts) == 1 and self.added is None
+        return self.out_dtype if self.sum_dtype is None or alone else self.sum_dtype
 
     @property
     def op(self) -> str:
@@ -103,8 +105,10 @@ class ScatterCall:
         return Scaling(self.out_dtype, self.fast) if self.a_scales else None
 
 
-#: As, Bs, A scales, B scales and biases, as `ScatterCall` has them
-Operands = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]]
+#: As, Bs, A scales, B scales, biases and what is added, as `ScatterCall` has them
+Operands = tuple[
+    Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None], Tensor | None
+]
 
 
 class ScatterTensors(NamedTuple):
@@ -119,13 +123,14 @@ class ScatterTensors(NamedTuple):
     a_scales: Sequence[Tensor]
     b_scales: Sequence[Tensor]
     biases: Sequence[Tensor | None]
+    added: Tensor | None
     staging: Tensor
     out: Tensor
     extras: list[Tensor]
 
     def addresses(self) -> tuple[int, ...]:
         """Of all."""
-        operands = (*self.a_parts, *self.b_parts, *self.a_scales, *self.b_scales, *self.biases)
+        operands = (*self.a_parts, *self.b_parts, *self.a_scales, *self.b_scales, *self.biases, self.added)
         made = (self.staging, self.out, *self.extras)
         return tuple([tensor.data_ptr() for tensor in (*operands, *made) if tensor is not None])
 
@@ -168,15 +173,25 @@ class ScatterPlan:
         """Where products are made that are apart, one after the other."""
         return [self.new_extra()] if self.is_apart(self.count - 1) else []
 
-    def add(self, i: int, call: ScatterTensors, a: Tensor, a_scale: Tensor | None, place: Tensor) -> None:
-        """Product number `i` of rows `a` into `place`, or onto what is there."""
-        b_scale = call.b_scales[i] if call.b_scales else None
-        out = call.extras[0] if self.is_apart(i) else place
-        product(a, call.b_parts[i], call.biases[i], a_scale, b_scale, self.scaling, out=out)
-        if i:
-            place.add_(out)
-        elif out is not place:
-            place.copy_(out)
+    def add_up(
+        self,
+        call: ScatterTensors,
+        a_parts: Sequence[Tensor],
+        a_scales: Sequence[Tensor],
+        added: Tensor | None,
+        place: Tensor,
+    ) -> None:
+        """The sum of the products of these rows, and of what is added to them, into `place`."""
+        for i, a in enumerate(a_parts):
+            out = call.extras[0] if self.is_apart(i) else place
+            a_scale, b_scale = (a_scales[i], call.b_scales[i]) if a_scales else (None, None)
+            product(a, call.b_parts[i], call.biases[i], a_scale, b_scale, self.scaling, out=out)
+            if i:
+                place.add_(out)
+            elif out is not place:
+                place.copy_(out)
+        if added is not None:
+            place.add_(added)
 
     def tensors(self, operands: Operands) -> ScatterTensors:
         """The operands, mended, and new memory for what a call makes."""
@@ -193,8 +208,10 @@ class ScatterPlan:
         a_scales: Sequence[Tensor],
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
+        added: Tensor | None = None,
     ) -> Tensor:
-        call = self.tensors((a_parts, b_parts, a_scales, b_scales, biases))
+        dense_term = None if added is None else added.contiguous()  # so ranges of its rows are views
+        call = self.tensors((a_parts, b_parts, a_scales, b_scales, biases, dense_term))
         self.make(driver.current_stream(self.device_index), call)
         return call.out
 
@@ -365,10 +382,10 @@ class FusedScatter(Pushed):
         self.unused = memory.local.data_ptr()
 
     def tensors(self, operands: Operands) -> ScatterTensors:
-        a_parts, b_parts, a_scales, b_scales, biases = operands
+        a_parts, b_parts, a_scales, b_scales, biases, added = operands
         a_parts, b_parts = [aligned(a) for a in a_parts], [aligned_columns(b) for b in b_parts]
         made: tuple[Tensor, Tensor, list[Tensor]] = (self.new_staging(), self.new_output(), [])
-        return ScatterTensors(a_parts, b_parts, dense(a_scales), dense(b_scales), dense(biases), *made)
+        return ScatterTensors(a_parts, b_parts, dense(a_scales), dense(b_scales), dense(biases), added, *made)
 
     def make(self, stream: int, call: ScatterTensors) -> None:
         if self.stamps is not None:
@@ -421,23 +438,22 @@ class DecomposedScatter(Pushed):
         return [Await(self.memory.event(dst, chunk))]
 
     def tensors(self, operands: Operands) -> ScatterTensors:
-        a_parts, b_parts, a_scales, b_scales, biases = operands
         made = (self.new_staging(), self.new_output(), self.new_extras())
-        return ScatterTensors(a_parts, b_parts, a_scales, b_scales, biases, *made)
+        return ScatterTensors(*operands, *made)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         memory, world, outer = self.memory, self.memory.world, self.outer
         memory.fork(stream)
-        operands = [ranges(a, outer * world) for a in call.a_parts]
+        count = outer * world
+        operands = [ranges(a, count) for a in call.a_parts]
         places = call.staging.view(world, outer, self.layout.inner, self.layout.cols)
-        scales = [
-            ranges(scale, outer * world) if scale.numel() != 1 else [scale] * (outer * world) for scale in call.a_scales
-        ]
+        scales = [ranges(scale, count) if scale.numel() != 1 else [scale] * count for scale in call.a_scales]
+        added = [None] * count if call.added is None else ranges(call.added, count)
         for dst in ((memory.rank + step) % world for step in range(1, world + 1)):
             for block in range(outer):
                 part = block * world + dst
-                for i, parts in enumerate(operands):
-                    self.add(i, call, parts[part], scales[i][part] if scales else None, places[dst, block])
+                rows, factors = ([parts[part] for parts in of_ranges] for of_ranges in (operands, scales))
+                self.add_up(call, rows, factors, added[part], places[dst, block])
                 driver.record_event(memory.event(dst, block), stream)
         self.push_and_reduce(memory.stream, call.staging, call.out, memory.event(memory.rank, outer - 1))
         self.finish(stream)
@@ -455,14 +471,13 @@ class WholeScatter(ScatterPlan):
         raise NotImplementedError
 
     def tensors(self, operands: Operands) -> ScatterTensors:
-        a_parts, b_parts, a_scales, b_scales, biases = operands
-        a_parts = [a.reshape(-1, a.shape[-1]) for a in a_parts]
         made = (self.new_staging(), self.new_output(), self.new_extras())
-        return ScatterTensors(a_parts, b_parts, a_scales, b_scales, biases, *made)
+        rows = [a.reshape(-1, a.shape[-1]) for a in operands[0]]
+        return ScatterTensors(rows, *operands[1:], *made)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        for i, a in enumerate(call.a_parts):
-            self.add(i, call, a, call.a_scales[i] if call.a_scales else None, call.staging)
+        added = None if call.added is None else call.added.view(call.staging.shape)
+        self.add_up(call, call.a_parts, call.a_scales, added, call.staging)
         self.move(stream, call)
 
 
