@@ -165,6 +165,7 @@ class Call:
         given = {name: self._made(name, value) for name, value in arguments.items()}
         self.along: Tensor | None = given.pop("along_shard", None)
         self.sum_dtype: torch.dtype | None = given.pop("sum_dtype", None)
+        self.added: Tensor | None = given.pop("added", None)
         self.given = given
         self.a_parts: list[Tensor] = [given["a_shard"]] if self.gathers else given["a_parts"]
         self.bs: list[Tensor] = given["bs" if self.gathers else "b_parts"]
@@ -181,7 +182,7 @@ class Call:
     def problem(self) -> select.Problem:
         """What the selector sees."""
         world = () if "group_size" in self.given else (self.world,)
-        return cuda.problem_of(self.op, (*self.given.values(), *world, self.group), self.sum_dtype)
+        return cuda.problem_of(self.op, (*self.given.values(), *world, self.group), self.sum_dtype, self.added)
 
     # --- operands ----------------------------------------------------------------------------------------------
     def _made(self, name: str, value: Any) -> Any:
@@ -243,7 +244,8 @@ class Call:
             full = [self.full.float()] if self.given["return_a_full"] else []
             along = [] if self.along is None else [reference.gather(self.along, self.dim, self.world, self.group)]
             return [*products, *full, *along]
-        total, how = sum(products[1:], products[0]), self.given["reduce_op"]
+        others = [] if self.added is None else [self.added.float()]
+        total, how = sum([*products[1:], *others], products[0]), self.given["reduce_op"]
         if self.op.endswith("all_reduce"):
             return [reference.all_reduce(total, how, self.group)]
         return [reference.reduce_scatter(total, how, self.dim, self.world, self.group)]
@@ -275,8 +277,9 @@ class Call:
         return forced
 
     def _ours(self) -> list[Tensor]:
-        optional = [value for value in (self.along, self.sum_dtype) if value is not None]
-        found = getattr(torch.ops.asynctp, self.op)(*self.given.values(), self.group, *optional)
+        optional = {"along_shard": self.along, "sum_dtype": self.sum_dtype, "added": self.added}
+        given = {name: value for name, value in optional.items() if value is not None}
+        found = getattr(torch.ops.asynctp, self.op)(*self.given.values(), self.group, **given)
         return found if self.gathers else [found]
 
     def _product(self, i: int, a: Tensor, a_scale: Tensor | None) -> Tensor:
@@ -300,7 +303,7 @@ class Call:
         scales = self.a_scales if self.scaled else [None] * len(self.bs)
         products = [self._product(i, a, scale) for i, (a, scale) in enumerate(zip(self.a_parts, scales, strict=True))]
         terms = products if self.sum_dtype is None else [product.to(self.sum_dtype) for product in products]
-        return sum(terms[1:], terms[0])
+        return sum([*terms[1:], *([] if self.added is None else [self.added])], terms[0])
 
     def _cublas(self) -> list[Tensor]:
         """The products alone."""
@@ -342,7 +345,7 @@ class Call:
                 returned = self.given["return_a_full"]
                 full, outs = intree.fused_all_gather_matmul(a, self.bs, self.dim, self.group, return_A=returned)
             return [*outs, full] if self.given["return_a_full"] else list(outs)
-        fits = a.ndim == 2 or not self.scaled
+        fits = (a.ndim == 2 or not self.scaled) and self.added is None
         if "reduce_scatter" in self.op and plain and count == 1 and fits and self.sum_dtype is None:
             how = self.given["reduce_op"]
             if not self.scaled:

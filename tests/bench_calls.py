@@ -71,6 +71,13 @@ CALLS = {
     "scatter of a product that is converted": reduction(
         "matmul_reduce_scatter", spec(32, 64), spec(64, 48), **SCATTERED, sum_dtype="float32"
     ),
+    "scatter of a product and another term": reduction(
+        "matmul_reduce_scatter", spec(32, 64), spec(64, 48), **SCATTERED, added=spec(32, 48)
+    ),
+    "fp8 all-reduce of a converted product and another term": reduction(
+        "scaled_matmul_all_reduce", X8, W8, scales={"a_scales": [NUMBER], "b_scales": [NUMBER]},
+        out_dtype="bfloat16", use_fast_accum=False, sum_dtype="float32", added=spec(32, 48, dtype="float32"),
+    ),
     "all-reduce of a sum that is converted": reduction(
         "matmul_all_reduce", spec(32, 64), spec(64, 48), spec(64, 48), sum_dtype="float32"
     ),
