@@ -46,7 +46,7 @@ class Case:
     k: of all products; ks: of each summed one, if they differ. ns: columns, of summed products the same for each.
     scales: "", "tensor" or "row", of A and of B, or of each: "row+tensor", "1x128+128x128" (blocks); travels: the A
     scale is gathered too; along: so are numbers, one per row, that are only returned. sum_dtype: of the result, to
-    which products are converted before they are added.
+    which products are converted before they are added. added: another term of the sum, transposed in memory.
     """
 
     op: str
@@ -67,6 +67,7 @@ class Case:
     reduce_op: str = "sum"
     ks: tuple[int, ...] = ()
     sum_dtype: torch.dtype | None = None
+    added: bool = False
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -81,7 +82,7 @@ class Case:
             self.scales: bool(self.scales), "travels": self.travels, "slow": not self.fast, "bias": self.bias,
             "n-major": not self.k_major, "full": self.full, "along": self.along,
             self.reduce_op: self.reduce_op != "sum", f"b-{str(self.b_dtype)[6:]}": self.b_dtype is not None,
-            f"sum-{str(self.sum_dtype)[6:]}": self.sum_dtype is not None,
+            f"sum-{str(self.sum_dtype)[6:]}": self.sum_dtype is not None, "added": self.added,
         }  # fmt: skip
         return "-".join(parts + [flag for flag, on in flags.items() if on])
 
@@ -181,6 +182,22 @@ def converted_cases() -> Iterator[Case]:
         yield base
         yield replace(base, shard=(rows * 4,), k=1024, ns=(1536,), fast=False)
         yield replace(base, scales="row", travels=op == "gather", bias=True)
+
+
+def added_cases() -> Iterator[Case]:
+    """Sums of products and of a tensor that is none."""
+    for op in ("scatter", "all_reduce"):
+        base = Case(op, (1024,), 512, (512,), added=True)
+        yield base
+        yield replace(base, shard=(4096,), k=1024, ns=(4096,))
+        yield replace(base, ns=(512, 512), bias=True, reduce_op="avg")
+        yield replace(base, sum_dtype=torch.float32)
+        yield replace(base, dtype=FP8, scales="row", fast=False)
+        yield replace(base, dtype=FP8, scales="tensor", ns=(512, 512), sum_dtype=torch.float32)
+    base = Case("scatter", (2, 512), 512, (512,), dim=1, added=True)
+    yield base
+    yield replace(base, k=520, ns=(264, 264))
+    yield replace(base, dtype=torch.float16, out_dtype=torch.float16, dim=-1)
 
 
 def block_cases() -> Iterator[Case]:
@@ -313,6 +330,7 @@ class Data:
     b_scales: list[Tensor]
     biases: list[Tensor | None]
     along: list[Tensor]
+    added: Tensor | None = None
 
 
 def draw(case: Case) -> Data:
@@ -339,13 +357,15 @@ def draw(case: Case) -> Data:
         if case.op == "gather" and not case.travels:
             dist.broadcast(a_scales[0], 0)
     along = [torch.rand((*case.shard, 1), device=device())] if case.along else []
-    return Data(a, bs, a_scales, b_scales, biases, along)
+    turned = (case.ns[0], *case.shard)
+    added = random_operand(turned, case.result_dtype).movedim(0, -1) if case.added else None
+    return Data(a, bs, a_scales, b_scales, biases, along, added)
 
 
 def call(case: Case, data: Data, of: dist.ProcessGroup | None = None) -> list[Tensor]:
     """The op, over the group `of` all ranks (by default, the default group)."""
     group, size = (of or dist.group.WORLD).group_name, world()
-    ops, optional = torch.ops.asynctp, () if case.sum_dtype is None else (case.sum_dtype,)
+    ops, optional = torch.ops.asynctp, (case.sum_dtype, data.added)
     if case.op == "gather":
         if case.scales:
             return ops.all_gather_scaled_matmul(
@@ -393,6 +413,7 @@ def expected(case: Case, data: Data) -> list[Tensor]:
         out = (a.double() * scales[0]) @ (b.double() * scales[1])
         bias = data.biases[i]
         total = total + (out if bias is None else out + bias.double())
+    total = total if data.added is None else total + data.added.double()
     dist.all_reduce(total)
     total = total / world() if case.reduce_op == "avg" else total
     return [total if case.op == "all_reduce" else total.chunk(world(), case.dim)[rank()]]
@@ -577,13 +598,14 @@ def _raw(tensor: Tensor) -> Tensor:
 
 def _tensors(data: Data) -> list[Tensor]:
     biases = [bias for bias in data.biases if bias is not None]
-    return [*data.a, *data.b, *data.a_scales, *data.b_scales, *biases, *data.along]
+    added = [] if data.added is None else [data.added]
+    return [*data.a, *data.b, *data.a_scales, *data.b_scales, *biases, *data.along, *added]
 
 
 def main() -> int:
     start(60)
     implementations = os.environ.get("IMPLS", "fused,decomposed,direct,unfused").split(",")
-    every = [*cases(), *converted_cases(), *block_cases(), *bulk_cases(), *async_cases()]
+    every = [*cases(), *converted_cases(), *added_cases(), *block_cases(), *bulk_cases(), *async_cases()]
     pairs = itertools.product(every, implementations)
     code = run_cases(((f"{case.name}/{name}", functools.partial(run_fresh, case, name)) for case, name in pairs), 60)
     end()
