@@ -1216,6 +1216,10 @@ def _summed_products(
     if attack and b.chance(3):
         terms.append(_OTHER_TERMS[b.choose(list(_OTHER_TERMS))](b, terms[0]))
         b.note("other term in the sum", spoils=True)
+    if b.chance(4):
+        b.note("term that is no product")
+        other = b.call(aten.relu.default, b.placeholder(shape_of(terms[0]), dtype_of(terms[0])))
+        terms.insert(b.choose(range(len(terms) + 1)), other)
     total = terms[0]
     for term in terms[1:]:
         total = _add(b, total, term, attack)
