@@ -280,6 +280,9 @@ class ScatterChain:
     Or all-reduced: then `placement` is None, since every rank gets the whole sum. `sum_dtype` is what the products are
     converted to, without loss, before the ranks' sum; None where they stay what they are. `views` lie between the
     matmuls and the collective, sums among them. `added` has the other terms of the sum: what is computed before.
+
+    Where several collectives' results are summed (`summed`), the chain has the products of all, and stands for them:
+    `collective` is the last one, `joined` has the others, and `behind` the nodes that make the sum of their results.
     """
 
     collective: Collective
@@ -288,6 +291,8 @@ class ScatterChain:
     views: tuple[fx.Node, ...]
     sum_dtype: torch.dtype | None = None
     added: tuple[Term, ...] = ()
+    joined: tuple[Collective, ...] = ()
+    behind: tuple[fx.Node, ...] = ()
 
     @property
     def sends_products(self) -> bool:
@@ -330,16 +335,17 @@ class Bundle:
 class Candidate:
     """A collective and what `find` could prove about it: a chain, or the refusals met on the way.
 
-    `joins` is the data gather whose chain this collective, a gather of scales, is part of. `left_out` says what other
-    matmuls the chain's gathered tensor goes to, and why they are not fused. `weights` tells that the collective looks
-    like one of parameters or of their gradients, as FSDP has them: see `find`.
+    `joins` is the candidate whose chain this collective is part of: a gather of scales that of their data's gather, a
+    reduction that of the last one of a sum. `left_out` says what other matmuls the chain's gathered tensor goes to, and
+    why they are not fused. `weights` tells that the collective looks like one of parameters or of their gradients, as
+    FSDP has them: see `find`.
     """
 
     collective: Collective
     chain: GatherChain | ScatterChain | None
     refusals: tuple[Refusal, ...] = ()
     nodes: tuple[fx.Node, ...] = ()
-    joins: Collective | None = None
+    joins: Candidate | None = None
     left_out: tuple[str, ...] = ()
     weights: bool = False
 

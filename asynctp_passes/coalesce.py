@@ -143,7 +143,7 @@ def _owners(decisions: Sequence[Decision]) -> dict[fx.Node, fx.Node]:
     for candidate in (decision.candidate for decision in decisions if decision.refusal is None):
         if candidate.chain is None and candidate.joins is None:  # it stays a collective of its own
             continue
-        root = (candidate.joins or candidate.collective).node
+        root = (candidate.joins or candidate).collective.node
         own = [node for node in candidate.nodes if node is not candidate.collective.call]  # others may use that too
         together = {owners[node] for node in own if node in owners} - {root}
         owners = {node: root if owner in together else owner for node, owner in owners.items()}

@@ -63,14 +63,14 @@ def allowed(candidate: Candidate, context: Context) -> bool:
 def decide(candidates: Sequence[Candidate], context: Context) -> list[Decision]:
     """One decision per candidate, in the same order: the first failed check, or FUSED.
 
-    A gather of scales shares the fate of the gather of its data.
+    A collective that is part of another one's chain shares its fate.
     """
     groups = frozenset(one.collective.group_key for one in candidates if is_tensor_parallel(one))
     context = replace(context, tensor_parallel=groups)
     verdicts = [_verdict(candidate, context) for candidate in candidates]
     of_node = {candidate.collective.node: refusal for candidate, refusal in zip(candidates, verdicts, strict=True)}
     return [
-        Decision(candidate, refusal if candidate.joins is None else of_node[candidate.joins.node])
+        Decision(candidate, refusal if candidate.joins is None else of_node[candidate.joins.collective.node])
         for candidate, refusal in zip(candidates, verdicts, strict=True)
     ]
 

@@ -4,6 +4,7 @@
     gather    shard → all_gather → wait → {view, row-wise op}* → {mm, addmm, _scaled_mm}+     (`rowwise`)
     scatter   {mm, addmm, _scaled_mm (× scales)}+ → view* → (add → view*)* → {reduce_scatter, all_reduce} → wait
               where products of 16 bits may be converted to float32 on the way, and other tensors may be added
+    summed    (mm → view* → {reduce_scatter, all_reduce} → wait → view*)+ → add*                      (`summed`)
 
 Structure is proven by `shapes` on maps that `views.follow` carries; no spelling of a view chain is enumerated.
 
@@ -65,6 +66,7 @@ from asynctp_passes.shapes import (
     same,
     scales_rows,
 )
+from asynctp_passes.summed import summed
 from asynctp_passes.views import Flow, follow, is_sum, is_view, pads_at_end, size_readers, views_of
 
 __all__ = ["find"]
@@ -76,13 +78,15 @@ def find(
     """One candidate per collective, in the same order. Does not change the graph.
 
     A matmul between a gather and a scatter can be fused with one of them: with the scatter when the gather has other
-    matmuls to hide behind, else with the gather. Only a chain that is `allowed` to be fused has a claim to it.
+    matmuls to hide behind, else with the gather. Only a chain that is `allowed` to be fused has a claim to it. Scatters
+    of which only the sum is used become one.
     """
     scene = _Scene(graph, collectives, sizes)
     scatters = {c.node: _scatter(scene, c) for c in collectives if c.kind in ("reduce_scatter", "all_reduce")}
     gathers = _gathers(scene, _fused_matmuls(filter(allowed, scatters.values())), allowed)
     taken = _fused_matmuls(filter(allowed, gathers.values()))
     found = {**gathers, **{node: _unless_taken(candidate, taken) for node, candidate in scatters.items()}}
+    found |= summed(found, scene.order, sizes, functools.partial(_same_form, scene), allowed)
     return [found.get(collective.node) or _other(scene, collective) for collective in collectives]
 
 
@@ -216,7 +220,7 @@ def _gathers(scene: _Scene, wanted: set[fx.Node], allowed: Callable[[Candidate],
         chain = candidate.chain
         for joined in chain.joined if isinstance(chain, GatherChain) else ():
             other = found[joined.node]
-            found[joined.node] = replace(other, joins=candidate.collective, nodes=candidate.nodes, refusals=())
+            found[joined.node] = replace(other, joins=candidate, nodes=candidate.nodes, refusals=())
     return found
 
 

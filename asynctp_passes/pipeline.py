@@ -36,6 +36,8 @@ _LIKE_WEIGHTS = (
     "it looks like a weight's gradient, as FSDP reduces them, and is taken for tensor parallelism, since its group "
     "moves activations elsewhere in this graph or is named in Config(groups=...), where you can decide that"
 )
+_SCALES = "the scales travel with the data of"
+_SUM = "only a sum is used, which is reduced once, by"
 _UNSHARDED = (
     "at best the sum hides behind the matmul, and sending it to all ranks does not; shard activations over the "
     "sequence (SequenceParallel, Shard(1) outputs) to hide that too"
@@ -208,7 +210,7 @@ def _remark(decision: Decision, phase: str) -> Remark:
 def _kind(candidate: Candidate) -> str:
     chain, collective = candidate.chain, candidate.collective
     if candidate.joins is not None:
-        return "all_gather_scaled_matmul"
+        return _kind(candidate.joins)
     if chain is None:
         return called_name(collective.node) if collective.kind == "other" else collective.kind
     scaled = "scaled_" if chain.matmuls[0].scaled is not None else ""
@@ -238,7 +240,8 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
     device = "cpu" if value is None else value.device.type
     facts: dict[str, object] = {"op": f"asynctp::{kind}", "implementation": ops.implementation(device)}
     if candidate.joins is not None:
-        facts["message"] = f"the scales travel with the data of {candidate.joins.node.name}"
+        lead = candidate.joins.collective
+        facts["message"] = f"{_SCALES if lead.kind == 'all_gather' else _SUM} {lead.node.name}"
     elif isinstance(chain, GatherChain) and chain.hoist is not None:
         facts["message"] = "; ".join([*_hoist_facts(chain, chain.hoist), *candidate.left_out])
         facts["keeps_gather"] = bool(chain.hoist.kept)
@@ -246,7 +249,8 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
         facts["message"] = f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"
     elif isinstance(chain, ScatterChain):
         unsharded = [_UNSHARDED] if candidate.collective.kind == "all_reduce" else []
-        notes = [*_added(chain), *_converted(chain), *([_LIKE_WEIGHTS] if candidate.weights else unsharded)]
+        weights = [_LIKE_WEIGHTS] if candidate.weights else unsharded
+        notes = [*_summed(chain), *_added(chain), *_converted(chain), *weights]
         facts |= {"message": "; ".join(notes)} if notes else {}
     if chain is not None:
         costs = cost.cost_of(chain)
@@ -256,6 +260,12 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
             "estimate_us": costs.estimate_us(cost.machine_for(chain.matmuls[0].a)),
         }
     return facts
+
+
+def _summed(chain: ScatterChain) -> list[str]:
+    """The collectives besides its own that the op stands for, since only the sum of all is used."""
+    others = ", ".join(collective.node.name for collective in chain.joined)
+    return [f"one {chain.collective.kind} of the sum, for {others} too"] if others else []
 
 
 def _added(chain: ScatterChain) -> list[str]:

@@ -577,8 +577,7 @@ def _emit_scatter(build: _Builder, chain: ScatterChain, place: ScatterPlacement)
     value = tensor_of(scatter.node)
     assert value is not None
     out = build.reshape(build.contiguous(_rearranged(build, op, place.out)), build.sizes.of(value))
-    for node in scatter.results:
-        build.replace(node, out, unless=scatter.waits)
+    _give_result(build, chain, out)
     return op
 
 
@@ -602,9 +601,21 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
             build.evaluate(node)
     assert collective.input is not None
     out = build.contiguous(build.now(collective.input))
-    for node in collective.results:
-        build.replace(node, out, unless=collective.waits)
+    _give_result(build, chain, out)
     return op
+
+
+def _give_result(build: _Builder, chain: ScatterChain, out: fx.Node) -> None:
+    """Give the reduced tensor to the users of the collective's result.
+
+    Where it is the sum of several results, each gives way to it, and so does each addition behind them.
+    """
+    for collective in _collectives(chain):
+        for node in collective.results:
+            build.replace(node, out, unless=collective.waits)
+    for node in chain.behind:
+        if is_sum(node):
+            build.replace(node, next(iter(arguments(node).values())))
 
 
 def _followed_by(node: fx.Node, chain: ScatterChain) -> fx.Node:
@@ -749,7 +760,7 @@ def _with(args: Any, old: fx.Node, new: int | fx.Node) -> Any:
 
 def _collectives(chain: GatherChain | ScatterChain) -> list[Collective]:
     """The collective of a chain, and those that join it."""
-    return [chain.collective, *(chain.joined if isinstance(chain, GatherChain) else ())]
+    return [chain.collective, *chain.joined]
 
 
 def _joint_waits(chain: GatherChain | ScatterChain) -> set[fx.Node]:
@@ -764,7 +775,7 @@ def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
 
     Of a collective of several tensors, other items too: of one that nothing uses nothing is left.
     """
-    views = followed(chain) if isinstance(chain, GatherChain) else chain.views
+    views = followed(chain) if isinstance(chain, GatherChain) else [*chain.views, *chain.behind]
     nodes = {*views, *(node for matmul in chain.matmuls for node in (*matmul.nodes, *_views_above(matmul)))}
     for collective in _collectives(chain):
         nodes.update(collective.nodes, () if collective.call is None else collective.call.users)

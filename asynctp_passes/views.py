@@ -28,6 +28,7 @@ __all__ = [
     "CASTS",
     "VIEWS",
     "Flow",
+    "adds",
     "follow",
     "followed",
     "is_conversion",
@@ -210,9 +211,14 @@ _LARGEST_EXPONENT = 32
 CASTS = ("prims.convert_element_type.default", "aten._to_copy.default", "aten.to.dtype")
 
 
+def adds(node: fx.Node) -> bool:
+    """True for an addition or a subtraction."""
+    return op_name(node) in _SUMS
+
+
 def is_sum(node: fx.Node) -> bool:
     """True for what `follow` follows only in sums: an addition or subtraction, and what is exact (see `follow`)."""
-    return op_name(node) in _SUMS or scaling_of(node) is not None or widens(node)
+    return adds(node) or scaling_of(node) is not None or widens(node)
 
 
 def is_conversion(node: fx.Node) -> bool:

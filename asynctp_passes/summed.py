@@ -1,0 +1,162 @@
+"""Sums of reductions: what several collectives reduce, and only the sum of is used, is reduced once. Pure.
+
+    mm → view* → all_reduce → wait → view* ┐                       mm → view* ┐
+    mm → view* → all_reduce → wait → view* ┴ add → ...   becomes   mm → view* ┴ add → all_reduce → wait → view* → ...
+
+A reduction is linear: `AR(x) + AR(y) = AR(x + y)`, and so is a reduce-scatter whose blocks lie alike. Layers that share
+an input, and each all-reduce their own gradient of it, write such sums (queries, keys and values; gate and up).
+
+Members are chains that could each be fused alone, and differ in their products only. The sum behind them is followed
+from their results as sums in front of a collective are from products (`views.follow`): an addition joins equal maps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScatterChain, anchor
+from asynctp_passes.fxview import Sizes, reachable, tensor_of
+from asynctp_passes.read import identical
+from asynctp_passes.shapes import IndexMap
+from asynctp_passes.views import Flow, adds, follow, is_conversion, is_sum, is_view
+
+__all__ = ["summed"]
+
+Order = Mapping[fx.Node, int]
+
+
+def summed(
+    candidates: Mapping[fx.Node, Candidate],
+    order: Order,
+    sizes: Sizes,
+    alike: Callable[[Matmul, Matmul], bool],
+    allowed: Callable[[Candidate], bool],
+) -> dict[fx.Node, Candidate]:
+    """What becomes of the reductions that are summed: the last of a sum has the chain of all, which the others join.
+
+    Args:
+        candidates: Of all gathers and reductions, by collective, in graph order.
+        order: The nodes of the graph, and where they stand.
+        sizes: Reader of sizes.
+        alike: True for products that an op can add.
+        allowed: True for a candidate whose chain may be fused.
+    """
+    chains = {node: one.chain for node, one in candidates.items() if one.chain is not None and allowed(one)}
+    kinds: dict[object, dict[fx.Node, ScatterChain]] = {}
+    for node, chain in chains.items():
+        if isinstance(chain, ScatterChain) and (kind := _kind(candidates[node], sizes)) is not None:
+            kinds.setdefault(kind, {})[node] = chain
+    found: dict[fx.Node, Candidate] = {}
+    for reductions in kinds.values():
+        flow = _flow(reductions, order, sizes) if len(reductions) > 1 else Flow()
+        ends = [node for node in flow.maps if adds(node) and len(flow.terms[node]) > 1]
+        for end in reversed([node for node in ends if reductions.keys() >= flow.terms[node].keys()]):
+            members = [reductions[node] for node in reductions if node in flow.terms[end]]
+            if any(member.collective.node in found for member in members):
+                continue
+            behind = _behind(flow, end, members)
+            if behind is None or not _are_next(members, chains, order) or not _fit(members, order, sizes, alike):
+                continue
+            own = [candidates[member.collective.node] for member in members]
+            nodes = _sorted(order, [*(node for one in own for node in one.nodes), *behind])
+            whole = replace(own[-1], chain=_joined(members, flow.terms[end], behind, order), nodes=nodes)
+            if allowed(whole):
+                found[whole.collective.node] = whole
+                found |= {one.collective.node: replace(one, chain=None, joins=whole) for one in own[:-1]}
+    return found
+
+
+def _kind(candidate: Candidate, sizes: Sizes) -> object:
+    """What members of one sum have in common; None for what is left alone.
+
+    That is one of several tensors of a collective, and what is reduced in float16: a rank's part of the sum may be too
+    large for it where the sums over the ranks, and their sum, are not.
+    """
+    one, value = candidate.collective, tensor_of(candidate.collective.node)
+    if value is None or one.call is not None or value.dtype == torch.float16 or not value.is_contiguous():
+        return None
+    group = (one.group_key, one.group_size)
+    return (one.kind, group, one.reduce_op, one.dim, value.dtype, sizes.of(value), candidate.weights)
+
+
+# --- the sum --------------------------------------------------------------------------------------------------
+def _flow(reductions: Iterable[fx.Node], order: Order, sizes: Sizes) -> Flow:
+    """The views and sums of what these collectives give. Conversions round, or would not: they end it."""
+    values = {node: tensor_of(node) for node in reductions}
+    seeds = {node: IndexMap.identity(sizes.of(value)) for node, value in values.items() if value is not None}
+    steps = (node for node in order if (is_view(node) or is_sum(node)) and not is_conversion(node))
+    return follow(steps, seeds, sizes, sums=True)
+
+
+def _behind(flow: Flow, end: fx.Node, members: Sequence[ScatterChain]) -> set[fx.Node] | None:
+    """The nodes that make `end` of the members' results; None if one has another user, be it for its size.
+
+    Or if an addition's result lies in memory otherwise than its first term, which is to stand for it.
+    """
+    starts = {member.collective.node for member in members}
+    inside = reachable([end], lambda node: () if node in starts else node.all_input_nodes, flow.maps.__contains__)
+    alone = all(inside.issuperset(node.users) for node in inside if node is not end)
+    same_strides = all(_lie_alike(tensor_of(node), tensor_of(node.args[0])) for node in inside if adds(node))
+    return inside - starts if inside >= starts and alone and same_strides else None
+
+
+def _lie_alike(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is not None and b is not None and all(map(identical, a.stride(), b.stride()))
+
+
+# --- its members ----------------------------------------------------------------------------------------------
+def _are_next(
+    members: Sequence[ScatterChain], chains: Mapping[fx.Node, GatherChain | ScatterChain], order: Order
+) -> bool:
+    """True where no other chain stands between the members' collectives.
+
+    All wait for the last one. Those of many layers, which read what one encoder made, would keep all their operands
+    until then.
+    """
+    places = [order[member.collective.node] for member in members]
+    others = (order[anchor(chain)] for chain in chains.values() if chain not in members)
+    return not any(min(places) < place < max(places) for place in others)
+
+
+def _fit(members: Sequence[ScatterChain], order: Order, sizes: Sizes, alike: Callable[[Matmul, Matmul], bool]) -> bool:
+    """True for chains whose products are alike, and go to the collective in one way, with nothing added to them."""
+    first = members[0]
+    plain = ScatterChain(first.collective, (), first.placement, (), first.sum_dtype)
+    ways = [_way(member, order, sizes) for member in members]
+    return (
+        all(replace(member, collective=first.collective, matmuls=(), views=()) == plain for member in members)
+        and all(way is not None and way == ways[0] for way in ways)
+        and all(alike(first.matmuls[0], matmul) for member in members[1:] for matmul in member.matmuls)
+    )
+
+
+def _way(chain: ScatterChain, order: Order, sizes: Sizes) -> IndexMap | None:
+    """The map of what is reduced, from the products on."""
+    values = {matmul.node: tensor_of(matmul.node) for matmul in chain.matmuls}
+    seeds = {node: IndexMap.identity(sizes.of(value)) for node, value in values.items() if value is not None}
+    flow = follow(_sorted(order, [*chain.views, *seeds]), seeds, sizes, sums=True)
+    return None if chain.collective.input is None else flow.maps.get(chain.collective.input)
+
+
+def _joined(
+    members: Sequence[ScatterChain], times: Mapping[fx.Node, float], behind: Iterable[fx.Node], order: Order
+) -> ScatterChain:
+    """The one chain of all members, in the place of the last: there all that is reduced exists."""
+    counts = ((member, times[member.collective.node]) for member in members)
+    matmuls = [replace(one, factor=one.factor * count) for member, count in counts for one in member.matmuls]
+    return replace(
+        members[-1],
+        matmuls=tuple(sorted(matmuls, key=lambda matmul: order[matmul.node])),
+        views=_sorted(order, (node for member in members for node in member.views)),
+        joined=tuple(member.collective for member in members[:-1]),
+        behind=_sorted(order, behind),
+    )
+
+
+def _sorted(order: Order, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+    """Nodes in graph order, without repetition."""
+    return tuple(sorted(set(nodes), key=order.__getitem__))
