@@ -20,7 +20,7 @@ from asynctp_passes.decide import decide_graph
 from asynctp_passes.errors import AsyncTPError, raise_if_strict
 from asynctp_passes.fxview import describe, module_of, op_name, phase_of, plain, source_of, tangents_of, tensor_of
 from asynctp_passes.hide import hide
-from asynctp_passes.read import called_name
+from asynctp_passes.read import called_name, is_matmul
 from asynctp_passes.reasons import RESULT_DROPPED
 from asynctp_passes.regather import Again, again
 from asynctp_passes.report import Coalesced, Remark, Report
@@ -221,8 +221,9 @@ def _kind(candidate: Candidate) -> str:
 
 def _first(place_of: Callable[[fx.Node], str | None], candidate: Candidate) -> str | None:
     """A place of the first of the matmuls and the collective that has one."""
-    matmuls = () if candidate.chain is None else candidate.chain.matmuls
-    places = (place_of(node) for node in (*(matmul.node for matmul in matmuls), candidate.collective.node))
+    own = [node for node in candidate.nodes if is_matmul(node)] if candidate.joins is not None else []
+    matmuls = own if candidate.chain is None else [matmul.node for matmul in candidate.chain.matmuls]
+    places = (place_of(node) for node in (*matmuls, candidate.collective.node))
     return next((place for place in places if place is not None), None)
 
 

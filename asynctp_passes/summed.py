@@ -145,12 +145,11 @@ def _way(chain: ScatterChain, order: Order, sizes: Sizes) -> IndexMap | None:
 def _joined(
     members: Sequence[ScatterChain], times: Mapping[fx.Node, float], behind: Iterable[fx.Node], order: Order
 ) -> ScatterChain:
-    """The one chain of all members, in the place of the last: there all that is reduced exists."""
-    counts = ((member, times[member.collective.node]) for member in members)
-    matmuls = [replace(one, factor=one.factor * count) for member, count in counts for one in member.matmuls]
+    """The one chain of all members, the last one's products first, in its place: there all that is reduced exists."""
+    counts = [(member, times[member.collective.node]) for member in (members[-1], *members[:-1])]
     return replace(
         members[-1],
-        matmuls=tuple(sorted(matmuls, key=lambda matmul: order[matmul.node])),
+        matmuls=tuple(replace(one, factor=one.factor * count) for member, count in counts for one in member.matmuls),
         views=_sorted(order, (node for member in members for node in member.views)),
         joined=tuple(member.collective for member in members[:-1]),
         behind=_sorted(order, behind),

@@ -107,6 +107,8 @@ def _step(mesh: DeviceMesh, in_place: bool, **kwargs: Any) -> tuple[Report, ...]
     assert not [remark for report in (forward, backward) for remark in (*report.missed, *report.skipped)]
     products = [len(remark.call["a_parts"]) for report in (forward, backward) for remark in report.fused if remark.call]
     assert products == [1, 1, 2, 3], products
+    modules = [[remark.module for remark in report.fused] for report in (forward, backward)]
+    assert modules == [["o", "down"], ["up", "gate", "v", "k", "q"]], modules
     return forward, backward
 
 

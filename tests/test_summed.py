@@ -77,8 +77,8 @@ reshape_2 = reshape(k, [8, 6])  # f32[8, 6]
 q: f32[2, 4, 6]
 q_w: f32[6, 8]
 reshape_4 = reshape(q, [8, 6])  # f32[8, 6]
-matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[reshape, reshape_2, reshape_4], b_parts=[v_w, k_w,
-    q_w], biases=[None, None, None], reduce_op='sum', group_name='tp')  # f32[8, 8]
+matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[reshape_4, reshape, reshape_2], b_parts=[q_w, v_w,
+    k_w], biases=[None, None, None], reduce_op='sum', group_name='tp')  # f32[8, 8]
 reshape_5 = reshape(matmul_all_reduce_default, [2, 4, 8])  # f32[2, 4, 8]
 return (reshape_5)
 """,
@@ -134,11 +134,11 @@ x: f32[8, 6]
 x_w: f32[6, 8]
 y: f32[8, 6]
 y_w: f32[6, 8]
-reshape_default = reshape(x, [2, 4, 6])  # f32[2, 4, 6]
 mul_tensor = mul(y, -1.0)  # f32[8, 6]
-reshape_default_1 = reshape(mul_tensor, [2, 4, 6])  # f32[2, 4, 6]
+reshape_default = reshape(mul_tensor, [2, 4, 6])  # f32[2, 4, 6]
+reshape_default_1 = reshape(x, [2, 4, 6])  # f32[2, 4, 6]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default, reshape_default_1],
-    b_parts=[x_w, y_w], biases=[None, None], reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp')  # f32[2,
+    b_parts=[y_w, x_w], biases=[None, None], reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp')  # f32[2,
     2, 8]
 reshape_1 = reshape(matmul_reduce_scatter_default, [4, 8])  # f32[4, 8]
 return (reshape_1)
