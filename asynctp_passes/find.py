@@ -718,6 +718,9 @@ def _scatter_chain(
     values = {matmul.node: tensor_of(matmul.node) for matmul in matmuls}
     seeds = {node: IndexMap.identity(scene.sizes.of(value)) for node, value in values.items() if value is not None}
     alike = _most_alike(scene, matmuls)
+    odd = next((one for one in matmuls if one not in alike and added_matrix(one.node) is not None), None)
+    if odd is not None:  # its result has other terms of the sum in it
+        return Refusal(reasons.SUM_TERMS_DISAGREE, f"{alike[0].node.name} and {odd.node.name}")
     out = values[alike[0].node]
     assert out is not None
     *lines, columns = scene.sizes.of(out)

@@ -229,8 +229,8 @@ SUM_HAS_OTHER_TERM = _miss(
 SUM_TERMS_DISAGREE = _miss(
     "ATP111",
     "SUM_TERMS_DISAGREE",
-    "the matmuls of the reduced sum differ in layout, kind, dtype or scale options",
-    "bring all terms to one layout and dtype before adding them",
+    "the matmuls of the reduced sum differ in layout, dtype or kind, or a term is added twice",
+    "bring all terms to one layout and dtype before adding them, and add each once",
 )
 # ATP112 (a matmul's result is all-reduced) is retired: that is fused.
 COLLECTIVE_NOT_UNDERSTOOD = _miss(

@@ -681,6 +681,19 @@ def products_of_two_kinds(b: Builder) -> list[Node]:
     return [scattered(b, b.call(aten.add.Tensor, plain, scaled)), plain]
 
 
+def product_of_another_kind_by_addmm(depth: int, *, adds_the_other: bool) -> Attack:
+    """A product in bf16 that a tensor is added to, or the one in fp8, and that is a term beside that."""
+
+    def attack(b: Builder) -> list[Node]:
+        a, w, tensor = inputs(b, (8, depth), (depth, 16), (8, 16), dtype=torch.bfloat16)
+        scaled = rounded(b, times(b, fp8_product(b, unit(b)), factor(b, (8, 1))))
+        if adds_the_other:
+            return [scattered(b, b.call(aten.addmm.default, scaled, a, w))]
+        return [scattered(b, b.call(aten.add.Tensor, b.call(aten.addmm.default, tensor, a, w), scaled))]
+
+    return attack
+
+
 def transposed_product_added_by_addmm(b: Builder) -> list[Node]:
     a, w, c, v = inputs(b, (8, 4), (4, 8), (8, 4), (4, 8))
     one = b.call(aten.permute.default, b.call(aten.mm.default, a, w), [1, 0])
@@ -1080,6 +1093,10 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "a term that a gather is fused with": (term_gathered_with_its_product, ["F", "F"]),
     "products of two shapes": (products_of_two_shapes, ["F"]),
     "products of two kinds": (products_of_two_kinds, ["F"]),
+    "short product of another kind by addmm": (product_of_another_kind_by_addmm(2, adds_the_other=False), ["ATP111"]),
+    "short product added to another kind's": (product_of_another_kind_by_addmm(2, adds_the_other=True), ["ATP111"]),
+    "long product of another kind by addmm": (product_of_another_kind_by_addmm(64, adds_the_other=False), ["F"]),
+    "long product added to another kind's": (product_of_another_kind_by_addmm(64, adds_the_other=True), ["F"]),
     "transposed product added by addmm": (transposed_product_added_by_addmm, ["ATP111"]),
     "scaled addmm of a product": (scaled_addmm_of_a_product, ["ATP205"]),
     "products added by addmm": (products_added_by_addmm, ["F"]),
