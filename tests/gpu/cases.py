@@ -365,7 +365,8 @@ def draw(case: Case) -> Data:
 def call(case: Case, data: Data, of: dist.ProcessGroup | None = None) -> list[Tensor]:
     """The op, over the group `of` all ranks (by default, the default group)."""
     group, size = (of or dist.group.WORLD).group_name, world()
-    ops, optional = torch.ops.asynctp, (case.sum_dtype, data.added)
+    ops, optional = torch.ops.asynctp, () if case.sum_dtype is None else (case.sum_dtype,)
+    optional = optional if data.added is None else (case.sum_dtype, data.added)
     if case.op == "gather":
         if case.scales:
             return ops.all_gather_scaled_matmul(
