@@ -67,7 +67,7 @@ from asynctp_passes.shapes import (
     scales_rows,
 )
 from asynctp_passes.summed import summed
-from asynctp_passes.views import Flow, follow, is_sum, is_view, pads_at_end, size_readers, views_of
+from asynctp_passes.views import Flow, follow, is_sum, is_view, pads_at_end, seeds_of, size_readers, views_of
 
 __all__ = ["find"]
 
@@ -715,20 +715,18 @@ def _scatter_chain(
     matmuls = _read_terms(scene, products)
     if isinstance(matmuls, Refusal):
         return matmuls
-    values = {matmul.node: tensor_of(matmul.node) for matmul in matmuls}
-    seeds = {node: IndexMap.identity(scene.sizes.of(value)) for node, value in values.items() if value is not None}
     alike = _most_alike(scene, matmuls)
     odd = next((one for one in matmuls if one not in alike and added_matrix(one.node) is not None), None)
     if odd is not None:  # its result has other terms of the sum in it
         return Refusal(reasons.SUM_TERMS_DISAGREE, f"{alike[0].node.name} and {odd.node.name}")
-    out = values[alike[0].node]
+    out = tensor_of(alike[0].node)
     assert out is not None
     *lines, columns = scene.sizes.of(out)
     rows = product(lines)
     if same(rows * columns, 0):
         return Refusal(reasons.NO_ELEMENTS, scatter.node.name)
     nodes = scene.sorted([*region, *products])
-    flow = follow(nodes, seeds, scene.sizes, sums=True)
+    flow = follow(nodes, seeds_of((matmul.node for matmul in matmuls), scene.sizes), scene.sizes, sums=True)
     whole = flow.maps.get(scatter.input) if scatter.input is not None else None
     if whole is None:
         return _first_refusal(flow, nodes, scatter)

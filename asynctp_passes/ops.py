@@ -124,8 +124,8 @@ def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: i
     cuda = _cuda() if device == "cuda" and torch.cuda.is_available() and world_size else None
     if cuda is None:
         return implementation(device)
-    optional = ("group_size", "along_shard", "sum_dtype", "added")
-    args = [value for name, value in arguments.items() if name not in optional]
+    apart = ("group_size", "along_shard", "sum_dtype", "added")
+    args = [value for name, value in arguments.items() if name not in apart]
     try:
         choice = cuda.explain(op, (*args, world_size, None), arguments.get("sum_dtype"), arguments.get("added"))
     except RuntimeError:

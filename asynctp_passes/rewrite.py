@@ -587,7 +587,9 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
     Views of products that are converted see what they are converted to, and conversions go as sums do.
     """
     collective, wide = chain.collective, chain.sum_dtype is not None
-    gone = {node: _followed_by(node, chain) for node in chain.views if is_sum(node) or (wide and is_conversion(node))}
+    inside = {*chain.views, *(matmul.node for matmul in chain.matmuls)}
+    sums = [node for node in chain.views if is_sum(node) or (wide and is_conversion(node))]
+    gone = {node: next(source for source in node.all_input_nodes if source in inside) for node in sums}
     a_parts = [_as_rows(build, _left(build, matmul)) for matmul in chain.matmuls]
     op = _call_reduction(build, chain, a_parts, "all_reduce")
     for matmul in chain.matmuls:
@@ -616,12 +618,6 @@ def _give_result(build: _Builder, chain: ScatterChain, out: fx.Node) -> None:
     for node in chain.behind:
         if is_sum(node):
             build.replace(node, next(iter(arguments(node).values())))
-
-
-def _followed_by(node: fx.Node, chain: ScatterChain) -> fx.Node:
-    """What a sum or conversion takes of a chain: a product, or a view of it."""
-    inside = {*chain.views, *(matmul.node for matmul in chain.matmuls)}
-    return next(source for source in node.all_input_nodes if source in inside)
 
 
 def _left(build: _Builder, matmul: Matmul) -> fx.Node:

@@ -22,7 +22,7 @@ from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScatterChain, a
 from asynctp_passes.fxview import Sizes, reachable, tensor_of
 from asynctp_passes.read import identical
 from asynctp_passes.shapes import IndexMap
-from asynctp_passes.views import Flow, adds, follow, is_conversion, is_sum, is_view
+from asynctp_passes.views import Flow, adds, follow, is_conversion, is_sum, is_view, seeds_of
 
 __all__ = ["summed"]
 
@@ -86,10 +86,8 @@ def _kind(candidate: Candidate, sizes: Sizes) -> object:
 # --- the sum --------------------------------------------------------------------------------------------------
 def _flow(reductions: Iterable[fx.Node], order: Order, sizes: Sizes) -> Flow:
     """The views and sums of what these collectives give. Conversions round, or would not: they end it."""
-    values = {node: tensor_of(node) for node in reductions}
-    seeds = {node: IndexMap.identity(sizes.of(value)) for node, value in values.items() if value is not None}
     steps = (node for node in order if (is_view(node) or is_sum(node)) and not is_conversion(node))
-    return follow(steps, seeds, sizes, sums=True)
+    return follow(steps, seeds_of(reductions, sizes), sizes, sums=True)
 
 
 def _behind(flow: Flow, end: fx.Node, members: Sequence[ScatterChain]) -> set[fx.Node] | None:
@@ -136,8 +134,7 @@ def _fit(members: Sequence[ScatterChain], order: Order, sizes: Sizes, alike: Cal
 
 def _way(chain: ScatterChain, order: Order, sizes: Sizes) -> IndexMap | None:
     """The map of what is reduced, from the products on."""
-    values = {matmul.node: tensor_of(matmul.node) for matmul in chain.matmuls}
-    seeds = {node: IndexMap.identity(sizes.of(value)) for node, value in values.items() if value is not None}
+    seeds = seeds_of((matmul.node for matmul in chain.matmuls), sizes)
     flow = follow(_sorted(order, [*chain.views, *seeds]), seeds, sizes, sums=True)
     return None if chain.collective.input is None else flow.maps.get(chain.collective.input)
 

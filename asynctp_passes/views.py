@@ -36,6 +36,7 @@ __all__ = [
     "is_view",
     "pads_at_end",
     "scaling_of",
+    "seeds_of",
     "size_readers",
     "views_of",
     "widens",
@@ -139,6 +140,12 @@ def follow(nodes: Iterable[fx.Node], seeds: Mapping[fx.Node, IndexMap], sizes: S
         else:
             _record(flow, node, _apply(handler, node, flow, sizes))
     return flow
+
+
+def seeds_of(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, IndexMap]:
+    """Sources as they are, to be followed; not those whose value is unknown."""
+    values = {node: tensor_of(node) for node in nodes}
+    return {node: IndexMap.identity(sizes.of(value)) for node, value in values.items() if value is not None}
 
 
 def _apply(handler: Callable[[_Call], Result], node: fx.Node, flow: Flow, sizes: Sizes) -> Result:
