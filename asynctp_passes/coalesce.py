@@ -28,7 +28,7 @@ from torch import fx
 from asynctp_passes import reasons
 from asynctp_passes.chain import Bundle, Collective, Decision, GatherChain, Matmul, anchor
 from asynctp_passes.checks import Context
-from asynctp_passes.fxview import is_random, is_size, mutates, op_name, steps_of, tensor_of
+from asynctp_passes.fxview import is_random, is_size, mutates, op_name, steps_of, tensor_of, value_of
 from asynctp_passes.near import transparent
 from asynctp_passes.read import added_behind, awaited_items
 from asynctp_passes.views import size_readers
@@ -125,15 +125,8 @@ def _eligible(decision: Decision, context: Context) -> bool:
 
 def _key(collective: Collective, context: Context) -> Key:
     """What members of one set have in common."""
-    value = tensor_of(collective.input)
-    assert value is not None
-    return (
-        collective.group_key,
-        collective.reduce_op,
-        value.dtype,
-        value.device,
-        context.segments[collective.node],
-    )
+    value, segment = value_of(collective.input), context.segments[collective.node]
+    return collective.group_key, collective.reduce_op, value.dtype, value.device, segment
 
 
 # --- when -------------------------------------------------------------------------------------------------

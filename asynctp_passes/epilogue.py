@@ -21,7 +21,7 @@ from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.chain import Matmul, ScaledOptions
-from asynctp_passes.fxview import arguments, is_size, mutates, op_name, tensor_of
+from asynctp_passes.fxview import arguments, is_size, mutates, op_name, tensor_of, value_of
 from asynctp_passes.read import identical, is_matmul, read_matmul, read_term
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.views import CASTS, is_view, scaling_of, views_of, widens
@@ -194,9 +194,7 @@ def _with_scales(matmul: Matmul, scaled: ScaledOptions, way: Sequence[fx.Node]) 
     if scales is None:
         names = ", ".join(f"{factor.name} per {kind}" for kind, factor in found)
         return Refusal(reasons.COMPUTED_BETWEEN, f"{end.name} has more factors than one per row and column: {names}")
-    value = tensor_of(end)
-    assert value is not None
-    options = replace(scaled, a_scale=scales[0], b_scale=scales[1], out_dtype=value.dtype, blocks=None)
+    options = replace(scaled, a_scale=scales[0], b_scale=scales[1], out_dtype=value_of(end).dtype, blocks=None)
     return replace(matmul, node=end, scaled=options, epilogue=(*outer, *way[:-1]))
 
 

@@ -35,7 +35,18 @@ from asynctp_passes.chain import (
     nodes_of,
 )
 from asynctp_passes.epilogue import read_product, scalings
-from asynctp_passes.fxview import Sizes, describe, is_size, mutates, op_name, reachable, segments, steps_of, tensor_of
+from asynctp_passes.fxview import (
+    Sizes,
+    describe,
+    is_size,
+    mutates,
+    op_name,
+    reachable,
+    segments,
+    steps_of,
+    tensor_of,
+    value_of,
+)
 from asynctp_passes.read import (
     added_behind,
     added_matrix,
@@ -153,9 +164,7 @@ class _Scene:
 
     def rows_and_columns(self, operand: IndexMap, node: fx.Node) -> IndexMap | Refusal:
         """The map of a matmul's left operand as a matrix: all dimensions but the last are rows."""
-        value = tensor_of(node)
-        assert value is not None
-        *rows, width = self.sizes.of(value)
+        *rows, width = self.sizes.of(value_of(node))
         return operand if len(rows) == 1 else operand.reshape((product(rows), width))
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
@@ -330,9 +339,7 @@ def _left_out(
 
 def _consumers(scene: _Scene, gather: Collective, flow: Flow) -> tuple[list[Consumer], list[_Miss]]:
     """Matmuls whose left operand is proven to be the gathered tensor, and why others are not."""
-    shard = tensor_of(gather.input)
-    assert shard is not None
-    shard_numel = product(scene.sizes.of(shard))
+    shard_numel = product(scene.sizes.of(value_of(gather.input)))
     consumers: list[Consumer] = []
     misses: list[_Miss] = []
     for node in scene.sorted(flow.all_users()):
@@ -719,8 +726,7 @@ def _scatter_chain(
     odd = next((one for one in matmuls if one not in alike and added_matrix(one.node) is not None), None)
     if odd is not None:  # its result has other terms of the sum in it
         return Refusal(reasons.SUM_TERMS_DISAGREE, f"{alike[0].node.name} and {odd.node.name}")
-    out = tensor_of(alike[0].node)
-    assert out is not None
+    out = value_of(alike[0].node)
     *lines, columns = scene.sizes.of(out)
     rows = product(lines)
     if same(rows * columns, 0):
@@ -811,9 +817,7 @@ def _contracted(matmuls: Sequence[Matmul]) -> int:
 
 def _same_form(scene: _Scene, a: Matmul, b: Matmul) -> bool:
     """True for products of one shape, dtype and kind, which an op can add."""
-    one, other = tensor_of(a.node), tensor_of(b.node)
-    assert one is not None
-    assert other is not None
+    one, other = value_of(a.node), value_of(b.node)
     return one.dtype == other.dtype and _same_matrix(scene, one, other) and _same_kind(a, b)
 
 

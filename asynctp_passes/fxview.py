@@ -43,6 +43,7 @@ __all__ = [
     "steps_of",
     "tangents_of",
     "tensor_of",
+    "value_of",
 ]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -112,6 +113,13 @@ def tensor_of(node: object) -> torch.Tensor | None:
         return None
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def value_of(node: object) -> torch.Tensor:
+    """The fake tensor of a node that is known to carry one."""
+    value = tensor_of(node)
+    assert value is not None, f"{node} is known to carry a tensor"
+    return value
 
 
 def tangents_of(graph: fx.Graph) -> list[fx.Node]:

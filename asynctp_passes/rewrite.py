@@ -49,7 +49,7 @@ from asynctp_passes.fxview import (
     op_name,
     reachable,
     segments,
-    tensor_of,
+    value_of,
 )
 from asynctp_passes.read import added_matrix, is_matmul, is_only_awaited, waits_for_several
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, divided, product, same
@@ -133,10 +133,8 @@ def rewrite(
 def store(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Let Inductor store these tensors and read them from memory, instead of computing them in each kernel again."""
     for node in nodes:
-        value = tensor_of(node)
-        assert value is not None
         with graph.inserting_after(node):
-            stored = graph.call_function(compat.stored_op(), (node, value.stride()))
+            stored = graph.call_function(compat.stored_op(), (node, value_of(node).stride()))
         stored.meta = {name: node.meta[name] for name in ("val", *_INHERITED) if name in node.meta}
         node.replace_all_uses_with(stored, delete_user_cb=partial(operator.is_not, stored))
 
@@ -160,7 +158,7 @@ class _Builder:
         self.made: list[fx.Node] = []
         self.late: list[fx.Node] = []
         self._sources = sizes.sources([self.now(node) for node in chain.inputs])
-        self._fake = tensor_of(chain.inputs[0])
+        self._fake = value_of(chain.inputs[0])
 
     def now(self, node: fx.Node) -> fx.Node:
         """What stands for a node of the original graph at this time."""
@@ -193,20 +191,21 @@ class _Builder:
 
     def evaluate(self, node: fx.Node, computes: Callable[..., Any] | None = None) -> None:
         """Compute the value of a call on fake tensors, by `computes` where its target cannot."""
-        assert self._fake is not None
         assert callable(node.target)
         with compat.without_guards(self._fake):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
             node.meta["val"] = (computes or node.target)(*args, **kwargs)
 
+    def shape(self, node: fx.Node) -> tuple[Size, ...]:
+        """The sizes of a node's tensor."""
+        return self.sizes.of(value_of(node))
+
     def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
         """`node` with another shape; the node itself when it has that shape."""
-        value = tensor_of(node)
-        assert value is not None
-        old = self.sizes.of(value)
+        old = self.shape(node)
         if len(old) == len(shape) and all(same(a, b) for a, b in zip(old, shape, strict=True)):
             return node
-        return self.call(_aten.reshape.default, node, self._shape(shape))
+        return self.call(_aten.reshape.default, node, self._lengths(shape))
 
     def permute(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
         """`node` with dimensions reordered; the node itself when the order is the identity."""
@@ -214,28 +213,22 @@ class _Builder:
 
     def first_rows(self, node: fx.Node, count: int) -> fx.Node:
         """The first rows of a matrix; the node itself when it has no more."""
-        value = tensor_of(node)
-        assert value is not None
-        if same(self.sizes.of(value)[0], count):
+        if same(self.shape(node)[0], count):
             return node
         return self.call(_aten.slice.Tensor, node, 0, 0, count)
 
     def bitcast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """`node` seen as another dtype of the same size; the node itself when it has that dtype."""
-        value = tensor_of(node)
-        assert value is not None
-        return node if value.dtype == dtype else self.call(_aten.view.dtype, node, dtype)
+        return node if value_of(node).dtype == dtype else self.call(_aten.view.dtype, node, dtype)
 
-    def _shape(self, shape: Sequence[Size]) -> list[Any]:
+    def _lengths(self, shape: Sequence[Size]) -> list[Any]:
         """Sizes as reshape takes them: integers, at most one -1, and nodes for what else is symbolic."""
         symbolic = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
         return [-1 if axis in symbolic[:1] else self.size(size) for axis, size in enumerate(shape)]
 
     def contiguous(self, node: fx.Node) -> fx.Node:
         """`node` in row-major memory; the node itself when it is."""
-        value = tensor_of(node)
-        assert value is not None
-        if value.is_contiguous():
+        if value_of(node).is_contiguous():
             return node
         return self.call(_aten.clone.default, node, memory_format=torch.contiguous_format)
 
@@ -256,18 +249,15 @@ class _Builder:
 
 # --- gather side ----------------------------------------------------------------------------------------
 def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
-    value = tensor_of(chain.matmuls[0].a)
-    assert value is not None
     parts = _parts(build, chain)
-    shard = build.bitcast(parts[chain.collective.node if chain.hoist is None else chain.hoist.operand], value.dtype)
+    shard = parts[chain.collective.node if chain.hoist is None else chain.hoist.operand]
+    shard = build.bitcast(shard, value_of(chain.matmuls[0].a).dtype)
     shard, gather_dim = _shard_as_op_wants(build, chain, shard)
     apart = _start_apart(build, chain, parts)
     op = _call_gather(build, chain, shard, gather_dim, parts)
     for index, matmul in enumerate(chain.matmuls):
-        old = tensor_of(matmul.node)
-        assert old is not None
         out = build.call(operator.getitem, op, index, like=matmul.node)
-        out = build.reshape(out, build.sizes.of(old))
+        out = build.reshape(out, build.shape(matmul.node))
         if (added := added_matrix(matmul.node)) is not None:
             out = build.call(_aten.add.Tensor, build.now(added), out, like=matmul.node, before=matmul.node)
         build.replace(matmul.node, out)
@@ -279,7 +269,7 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
             _return_operand(build, chain, chain.hoist, full)
     along = build.call(operator.getitem, op, len(chain.matmuls) + chain.saved) if _takes_along(chain) else None
     if chain.along is not None and along is not None:
-        build.replace(chain.along.end, _shaped_as(build, along, chain.along.end))
+        build.replace(chain.along.end, build.reshape(along, build.shape(chain.along.end)))
     if chain.hoist is not None:
         _finish_apart(build, chain.hoist, apart, along)
     _read_sizes_elsewhere(build, followed(chain))
@@ -291,9 +281,7 @@ def _shard_as_op_wants(build: _Builder, chain: GatherChain, shard: fx.Node) -> t
 
     A shard whose own dimensions are grouped that way is taken as it is, which leaves its strides alone.
     """
-    place, value = chain.placement, tensor_of(shard)
-    assert value is not None
-    own, scaled = build.sizes.of(value), chain.matmuls[0].scaled
+    place, own, scaled = chain.placement, build.shape(shard), chain.matmuls[0].scaled
     tall = scaled is not None and scaled.of_a[0] > 1  # blocks of rows, which are in one dimension then
     if place.shard.is_reshape and len(own) > 1 and same(own[-1], place.width) and (len(own) == 2 or not tall):
         if place.axis == "contraction":
@@ -341,8 +329,6 @@ def _takes_along(chain: GatherChain) -> bool:
 
 def _along_part(build: _Builder, chain: GatherChain, shard: fx.Node, parts: dict[fx.Node, fx.Node]) -> fx.Node:
     """The numbers that travel along, one per row in the shard's own dimensions."""
-    value = tensor_of(shard)
-    assert value is not None
     if chain.along is not None:
         assert chain.along.gather.input is not None
         travels = _rearranged(build, build.now(chain.along.gather.input), chain.along.placement.shard)
@@ -350,21 +336,13 @@ def _along_part(build: _Builder, chain: GatherChain, shard: fx.Node, parts: dict
         assert chain.hoist is not None
         assert chain.hoist.along is not None
         travels = parts[chain.hoist.along]
-    return build.reshape(travels, [*build.sizes.of(value)[:-1], 1])
-
-
-def _shaped_as(build: _Builder, node: fx.Node, like: fx.Node) -> fx.Node:
-    value = tensor_of(like)
-    assert value is not None
-    return build.reshape(node, build.sizes.of(value))
+    return build.reshape(travels, [*build.shape(shard)[:-1], 1])
 
 
 def _right(build: _Builder, matmul: Matmul) -> fx.Node:
     """The right operand as [K, N]."""
     b = build.now(matmul.b)
-    value = tensor_of(b)
-    assert value is not None
-    b = build.reshape(b, build.sizes.of(value)[-2:])
+    b = build.reshape(b, build.shape(b)[-2:])
     return build.permute(b, [1, 0]) if matmul.b_transposed else b
 
 
@@ -373,29 +351,24 @@ def _column_scale(build: _Builder, scaled: ScaledOptions) -> fx.Node:
     scale, blocks = build.now(scaled.b_scale), scaled.blocks
     if blocks is not None:
         return build.first_rows(build.permute(scale, (1, 0)) if blocks.b_transposed else scale, blocks.depth)
-    value = tensor_of(scale)
-    assert value is not None
-    count = product(build.sizes.of(value))
+    count = product(build.shape(scale))
     return scale if same(count, 1) else build.reshape(scale, (1, count))
 
 
 def _row_bias(build: _Builder, matmul: Matmul) -> fx.Node | None:
     """The bias as a vector [N]."""
-    bias = None if matmul.bias is None else build.now(matmul.bias)
-    value = tensor_of(bias)
-    if bias is None or value is None or value.dim() == 1:
-        return bias
-    return build.reshape(bias, build.sizes.of(value)[-1:])
+    if matmul.bias is None:
+        return None
+    bias = build.now(matmul.bias)
+    return build.reshape(bias, build.shape(bias)[-1:])
 
 
 def _gather_scale(
     build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim: int, parts: dict[fx.Node, fx.Node]
 ) -> fx.Node:
     """The scale of A: one number, or per row or block in the shard's (or the gathered tensor's) own dimensions."""
-    scaled, value = chain.matmuls[0].scaled, tensor_of(shard)
+    scaled, own = chain.matmuls[0].scaled, list(build.shape(shard))
     assert scaled is not None
-    assert value is not None
-    own = list(build.sizes.of(value))
     if chain.scale_placement is not None:
         own_scale = chain.scale.input if chain.scale is not None else None
         travels = build.now(own_scale) if own_scale is not None else _scale_part(chain, parts)
@@ -435,8 +408,7 @@ def _parts(build: _Builder, chain: GatherChain) -> dict[fx.Node, fx.Node]:
 
 def _arranged(build: _Builder, source: fx.Node, part: Part, like: fx.Node) -> fx.Node:
     """The part of a view, from that of its root; row-major where the whole view is, so that ops run as they did."""
-    whole = tensor_of(like)
-    assert whole is not None
+    whole = value_of(like)
     seen = build.bitcast(source, whole.dtype)
     arranged = build.reshape(_rearranged(build, seen, part.way), part.shape)
     return build.contiguous(arranged) if whole.is_contiguous() else arranged
@@ -445,9 +417,7 @@ def _arranged(build: _Builder, source: fx.Node, part: Part, like: fx.Node) -> fx
 def _return_operand(build: _Builder, chain: GatherChain, hoist: Hoist, full: fx.Node) -> None:
     """Give the gathered operand to its users besides the matmuls."""
     assert hoist.returned is not None
-    value = tensor_of(hoist.returned)
-    assert value is not None
-    build.replace(hoist.returned, build.reshape(full, build.sizes.of(value)), unless=nodes_of(chain.matmuls))
+    build.replace(hoist.returned, build.reshape(full, build.shape(hoist.returned)), unless=nodes_of(chain.matmuls))
 
 
 def _start_apart(build: _Builder, chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -469,7 +439,7 @@ def _finish_apart(build: _Builder, hoist: Hoist, started: dict[fx.Node, fx.Node]
         if one.root in done:
             whole = build.call(_aten.clone.default, done[one.root])
         elif one.root is hoist.along and along is not None:
-            whole = done[one.root] = _shaped_as(build, along, one.node)
+            whole = done[one.root] = build.reshape(along, build.shape(one.node))
         else:
             whole = done[one.root] = _ranks_in_place(build, one, started[one.root])
         build.replace(one.node, whole)
@@ -478,12 +448,11 @@ def _finish_apart(build: _Builder, hoist: Hoist, started: dict[fx.Node, fx.Node]
 
 def _ranks_in_place(build: _Builder, one: Apart, started: fx.Node) -> fx.Node:
     """Wait for a small tensor, which comes with the ranks outermost, and bring them to where they were."""
-    value, ranks = tensor_of(one.node), started.args[1]
-    assert value is not None
+    ranks = started.args[1]
     whole = build.call(_c10d.wait_tensor.default, started)
     if not same(one.outer, 1):
         whole = build.permute(build.reshape(whole, (ranks, one.outer, one.inner)), [1, 0, 2])
-    return build.reshape(whole, build.sizes.of(value))
+    return build.reshape(whole, build.shape(one.node))
 
 
 def _come_after(build: _Builder, chain: GatherChain) -> set[fx.Node]:
@@ -519,9 +488,7 @@ def _return_gathered(build: _Builder, chain: GatherChain, full: fx.Node) -> None
     """
     operand, results = _only_operand(chain), chain.collective.results
     if operand is not None:
-        value = tensor_of(operand)
-        assert value is not None
-        build.replace(operand, build.reshape(full, build.sizes.of(value)), unless=nodes_of(chain.matmuls))
+        build.replace(operand, build.reshape(full, build.shape(operand)), unless=nodes_of(chain.matmuls))
         return
     whole = _as_collective_result(build, chain, full)
     for node in results:
@@ -531,9 +498,7 @@ def _return_gathered(build: _Builder, chain: GatherChain, full: fx.Node) -> None
 def _only_operand(chain: GatherChain) -> fx.Node | None:
     """The contiguous view that all matmuls take, if all other uses of the gathered tensor go through it too."""
     operand, *others = {matmul.a for matmul in chain.matmuls}
-    value = tensor_of(operand)
-    assert value is not None
-    if others or operand in chain.collective.results or not value.is_contiguous():
+    if others or operand in chain.collective.results or not value_of(operand).is_contiguous():
         return None
     above = set(followed(chain)) - set(views_of([operand]))
     users = {user for node in above for user in node.users if not is_size(user)}
@@ -542,13 +507,10 @@ def _only_operand(chain: GatherChain) -> fx.Node | None:
 
 def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) -> fx.Node:
     """The gathered tensor as the collective returned it: the shard's own dimensions, and the ranks before `dim`."""
-    value, way, ranks = tensor_of(chain.collective.node), chain.placement.shard, chain.collective.group_size
-    assert value is not None
+    collective, way = chain.collective, chain.placement.shard
+    ranks, dim, own = collective.group_size, collective.dim, build.shape(chain.shard)
     sizes, leading = [way.sizes[axis] for axis in way.order], way.lengths[0]
     whole = build.reshape(full, [*sizes[:leading], ranks, *sizes[leading:]])
-    shard, dim = tensor_of(chain.shard), chain.collective.dim
-    assert shard is not None
-    own = build.sizes.of(shard)
     apart = len(own) == len(way.sizes) and all(same(a, b) for a, b in zip(own, way.sizes, strict=True))
     order = [axis + (axis >= leading) for axis in (way.order.index(axis) for axis in range(len(way.order)))]
     order.insert(dim if apart else 0, leading)
@@ -556,7 +518,8 @@ def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) ->
     if dim and not apart:
         whole = build.reshape(whole, (ranks, *own))
         whole = build.permute(whole, [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)])
-    return build.bitcast(build.reshape(build.contiguous(whole), build.sizes.of(value)), value.dtype)
+    whole = build.reshape(build.contiguous(whole), build.shape(collective.node))
+    return build.bitcast(whole, value_of(collective.node).dtype)
 
 
 # --- scatter side -----------------------------------------------------------------------------------------
@@ -570,13 +533,9 @@ def _emit_reduction(build: _Builder, chain: ScatterChain) -> fx.Node:
 def _emit_scatter(build: _Builder, chain: ScatterChain, place: ScatterPlacement) -> fx.Node:
     scatter = chain.collective
     a_parts = [_product_rows(build, chain, place, _left(build, matmul)) for matmul in chain.matmuls]
-    first = tensor_of(a_parts[0])
-    assert first is not None
-    scatter_dim = first.dim() - 1 if place.axis == "columns" else first.dim() - 2
+    scatter_dim = value_of(a_parts[0]).dim() - (1 if place.axis == "columns" else 2)
     op = _call_reduction(build, chain, a_parts, "reduce_scatter", (scatter_dim,), (scatter.group_size,))
-    value = tensor_of(scatter.node)
-    assert value is not None
-    out = build.reshape(build.contiguous(_rearranged(build, op, place.out)), build.sizes.of(value))
+    out = build.reshape(build.contiguous(_rearranged(build, op, place.out)), build.shape(scatter.node))
     _give_result(build, chain, out)
     return op
 
@@ -593,9 +552,7 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
     a_parts = [_as_rows(build, _left(build, matmul)) for matmul in chain.matmuls]
     op = _call_reduction(build, chain, a_parts, "all_reduce")
     for matmul in chain.matmuls:
-        value = tensor_of(matmul.node)
-        assert value is not None
-        build.replace(matmul.node, build.reshape(op, build.sizes.of(value)))
+        build.replace(matmul.node, build.reshape(op, build.shape(matmul.node)))
     for node in chain.views:
         if node in gone:
             build.replace(node, build.now(gone[node]))
@@ -639,9 +596,7 @@ def _added(build: _Builder, chain: ScatterChain, shape: Sequence[Size]) -> fx.No
     total: fx.Node | None = None
     for term in chain.added:
         node = build.reshape(build.now(term.node), shape)
-        value = tensor_of(node)
-        assert value is not None
-        if chain.sum_dtype not in (None, value.dtype):
+        if chain.sum_dtype not in (None, value_of(node).dtype):
             node = build.call(torch.ops.prims.convert_element_type.default, node, chain.sum_dtype, like=term.node)
         node = _multiplied(build, node, term.factor, like=term.node)
         total = node if total is None else build.call(_aten.add.Tensor, total, node, like=term.node)
@@ -650,19 +605,14 @@ def _added(build: _Builder, chain: ScatterChain, shape: Sequence[Size]) -> fx.No
 
 def _product_rows(build: _Builder, chain: ScatterChain, place: ScatterPlacement, a: fx.Node) -> fx.Node:
     """A left operand [M, K] with its rows as [outer, ranks * inner], so that the scatter dim is one of its own."""
-    value = tensor_of(a)
-    assert value is not None
     if place.axis == "columns" or same(place.outer, 1):
         return _as_rows(build, a)
-    width = build.sizes.of(value)[-1]
-    return build.reshape(a, (place.outer, place.inner * chain.collective.group_size, width))
+    return build.reshape(a, (place.outer, place.inner * chain.collective.group_size, build.shape(a)[-1]))
 
 
 def _as_rows(build: _Builder, a: fx.Node) -> fx.Node:
     """A left operand [..., K] as a matrix."""
-    value = tensor_of(a)
-    assert value is not None
-    *lines, width = build.sizes.of(value)
+    *lines, width = build.shape(a)
     return build.reshape(a, (product(lines), width))
 
 
@@ -680,8 +630,8 @@ def _call_reduction(
     pairs = zip(matmuls, biases, strict=True)
     biases = [None if bias is None else _times(build, bias, matmul) for matmul, bias in pairs]
     how, ending = (chain.collective.reduce_op, *where), [*size, chain.collective.group]
-    shapes = [build.sizes.of(value) for value in map(tensor_of, a_parts) if value is not None]
-    added = _added(build, chain, (*shapes[0][:-1], _columns(build, matmuls[0])))
+    shapes = [build.shape(a) for a in a_parts]
+    added = _added(build, chain, (*shapes[0][:-1], build.shape(matmuls[0].node)[-1]))
     ending += [] if chain.sum_dtype is None and added is None else [chain.sum_dtype]
     ending += [] if added is None else [added]
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
@@ -696,19 +646,10 @@ def _call_reduction(
     return build.call(op, a_parts, b_parts, a_scales, b_scales, biases, *how, *options, *ending)
 
 
-def _columns(build: _Builder, matmul: Matmul) -> Size:
-    """Columns of a product."""
-    value = tensor_of(matmul.node)
-    assert value is not None
-    return build.sizes.of(value)[-1]
-
-
 def _row_scale(build: _Builder, scaled: ScaledOptions, a: Sequence[Size]) -> fx.Node:
     """The scales of an A of these sizes: one number as it is; per row or block, in its dimensions."""
     scale, blocks = build.now(scaled.a_scale), scaled.blocks
-    value = tensor_of(scale)
-    assert value is not None
-    if blocks is None and same(product(build.sizes.of(value)), 1):
+    if blocks is None and same(product(build.shape(scale)), 1):
         return scale
     if blocks is not None and blocks.a_transposed:
         scale = build.permute(build.first_rows(scale, blocks.depth), (1, 0))
@@ -718,7 +659,7 @@ def _row_scale(build: _Builder, scaled: ScaledOptions, a: Sequence[Size]) -> fx.
 # --- all-reduces -------------------------------------------------------------------------------------------
 def _emit_bundle(build: _Builder, bundle: Bundle) -> fx.Node:
     """One all-reduce of all members' elements; each member's result is memory of its own, as it was."""
-    values = [value for value in map(tensor_of, bundle.inputs) if value is not None]
+    values = [value_of(node) for node in bundle.inputs]
     lengths = [math.prod(value.shape) for value in values]
     flat = [build.reshape(build.now(node), (length,)) for node, length in zip(bundle.inputs, lengths, strict=True)]
     joined, first = build.call(_aten.cat.default, flat), bundle.collective

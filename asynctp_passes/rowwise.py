@@ -43,6 +43,7 @@ from asynctp_passes.fxview import (
     op_name,
     reachable,
     tensor_of,
+    value_of,
 )
 from asynctp_passes.read import is_matmul, misfit, read_matmul
 from asynctp_passes.reasons import Refusal
@@ -137,9 +138,8 @@ class Region:
         self.nodes = list(scene.order)
         same_on_all = (other for other in scene.collectives if _makes_uniform(other, gather))
         self._uniform_results = {result for other in same_on_all for result in other.results}
-        shard = tensor_of(gather.input)
-        assert shard is not None
-        self._add(_Root(gather.node, 1, product(scene.sizes.of(shard)), flow, gather.node))
+        block = product(scene.sizes.of(value_of(gather.input)))
+        self._add(_Root(gather.node, 1, block, flow, gather.node))
         self._grow()
 
     def twin(self, node: fx.Node) -> fx.Node:
@@ -156,8 +156,7 @@ class Region:
 
     def key(self, node: fx.Node) -> tuple[Any, ...]:
         """Equal for members that hold the same values in the same arrangement."""
-        member, value = self.members[node], tensor_of(node)
-        return self.twin(node), member.view, None if value is None else value.dtype
+        return self.twin(node), self.members[node].view, value_of(node).dtype
 
     def cause(self, node: fx.Node) -> Refusal | None:
         """Why a node that is computed from the gathered tensor is no member: the refusal it all began with."""
@@ -198,9 +197,7 @@ class Region:
                 self._add(self._root(node, place))
 
     def _root(self, node: fx.Node, place: _Place) -> _Root:
-        value = tensor_of(node)
-        assert value is not None
-        shape = self.scene.sizes.of(value)
+        shape = self.scene.sizes.of(value_of(node))
         axis, outer, inner = len(shape) + place[0], place[1], place[2]
         flow = follow(self.scene.sorted(views_of([node])), {node: IndexMap.identity(shape)}, self.scene.sizes)
         twin = self._twins.setdefault(self._computation(node), node)
@@ -263,11 +260,9 @@ class Region:
         return None if uniform else Refusal(reasons.MAY_DIFFER_BY_RANK, f"{operand.name}")
 
     def _of_one_device(self, node: fx.Node) -> Refusal | None:
-        value, whole = tensor_of(node), tensor_of(self.gather.node)
-        assert value is not None
-        assert whole is not None
-        moved = value.device != whole.device
-        return Refusal(reasons.COMPUTED_BETWEEN, f"moves to {value.device}") if moved else None
+        device = value_of(node).device
+        moved = device != value_of(self.gather.node).device
+        return Refusal(reasons.COMPUTED_BETWEEN, f"moves to {device}") if moved else None
 
     def _reduced(self, node: fx.Node) -> _Place | Refusal:
         values = arguments(node)
@@ -496,9 +491,7 @@ def _step(region: Region, root: fx.Node) -> Step:
 
 
 def _part(region: Region, node: fx.Node) -> Part:
-    member, value = region.members[node], tensor_of(node)
-    assert value is not None
-    shape = list(region.scene.sizes.of(value))
+    member, shape = region.members[node], list(region.scene.sizes.of(value_of(node)))
     shape[member.place.dim] = member.place.outer * member.place.inner
     return Part(region.twin(node), member.place.part, tuple(shape))
 
@@ -552,9 +545,7 @@ def _served(region: Region, apart: Sequence[fx.Node]) -> set[fx.Node]:
 
 def _is_small(region: Region, root: fx.Node) -> bool:
     """True for a row-major tensor of far fewer bytes than the gathered one."""
-    value, whole = tensor_of(root), tensor_of(region.gather.node)
-    assert value is not None
-    assert whole is not None
+    value, whole = value_of(root), value_of(region.gather.node)
     sizes = region.scene.sizes
     times = quotient(product(sizes.of(whole)), product(sizes.of(value)))
     small = isinstance(times, int) and times * whole.dtype.itemsize >= _SMALL * value.dtype.itemsize
