@@ -11,7 +11,7 @@ from torch import fx
 
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.registry import CollectiveKind
-from asynctp_passes.shapes import GatherPlacement, Rearrangement, ScatterPlacement, Size
+from asynctp_passes.shapes import GatherPlacement, IndexMap, Rearrangement, ScatterPlacement, Size
 
 __all__ = [
     "Along",
@@ -277,7 +277,8 @@ class Term:
 class ScatterChain:
     """`(matmul → view* →) sum → view* → reduce_scatter → wait`: the matmuls whose sum is scattered.
 
-    Or all-reduced: then `placement` is None, since every rank gets the whole sum. `sum_dtype` is what the products are
+    Or all-reduced: then `placement` is None, since every rank gets the whole sum. `way` is the map of what is reduced,
+    from the products on. `sum_dtype` is what the products are
     converted to, without loss, before the ranks' sum; None where they stay what they are. `views` lie between the
     matmuls and the collective, sums among them. `added` has the other terms of the sum: what is computed before.
 
@@ -287,6 +288,7 @@ class ScatterChain:
 
     collective: Collective
     matmuls: tuple[Matmul, ...]
+    way: IndexMap
     placement: ScatterPlacement | None
     views: tuple[fx.Node, ...]
     sum_dtype: torch.dtype | None = None

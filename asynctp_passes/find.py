@@ -751,7 +751,7 @@ def _scatter_chain(
         return Refusal(reasons.PRODUCT_HAS_OTHER_USERS, elsewhere)
     added = tuple(Term(node, terms[node]) for node in scene.sorted(terms.keys() - own))
     converted = sum_dtype if sum_dtype != out.dtype else None
-    return ScatterChain(scatter, summed, placement, scene.sorted(inside - own), converted, added)
+    return ScatterChain(scatter, summed, whole, placement, scene.sorted(inside - own), converted, added)
 
 
 def _placement(

@@ -21,7 +21,6 @@ from torch import fx
 from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScatterChain, anchor
 from asynctp_passes.fxview import Sizes, reachable, tensor_of
 from asynctp_passes.read import identical
-from asynctp_passes.shapes import IndexMap
 from asynctp_passes.views import Flow, adds, follow, is_conversion, is_sum, is_view, seeds_of
 
 __all__ = ["summed"]
@@ -59,7 +58,7 @@ def summed(
             if any(member.collective.node in found for member in members):
                 continue
             behind = _behind(flow, end, members)
-            if behind is None or not _are_next(members, chains, order) or not _fit(members, order, sizes, alike):
+            if behind is None or not _are_next(members, chains, order) or not _fit(members, alike):
                 continue
             own = [candidates[member.collective.node] for member in members]
             nodes = _sorted(order, [*(node for one in own for node in one.nodes), *behind])
@@ -120,23 +119,13 @@ def _are_next(
     return not any(min(places) < place < max(places) for place in others)
 
 
-def _fit(members: Sequence[ScatterChain], order: Order, sizes: Sizes, alike: Callable[[Matmul, Matmul], bool]) -> bool:
+def _fit(members: Sequence[ScatterChain], alike: Callable[[Matmul, Matmul], bool]) -> bool:
     """True for chains whose products are alike, and go to the collective in one way, with nothing added to them."""
     first = members[0]
-    plain = ScatterChain(first.collective, (), first.placement, (), first.sum_dtype)
-    ways = [_way(member, order, sizes) for member in members]
-    return (
-        all(replace(member, collective=first.collective, matmuls=(), views=()) == plain for member in members)
-        and all(way is not None and way == ways[0] for way in ways)
-        and all(alike(first.matmuls[0], matmul) for member in members[1:] for matmul in member.matmuls)
-    )
-
-
-def _way(chain: ScatterChain, order: Order, sizes: Sizes) -> IndexMap | None:
-    """The map of what is reduced, from the products on."""
-    seeds = seeds_of((matmul.node for matmul in chain.matmuls), sizes)
-    flow = follow(_sorted(order, [*chain.views, *seeds]), seeds, sizes, sums=True)
-    return None if chain.collective.input is None else flow.maps.get(chain.collective.input)
+    plain = ScatterChain(first.collective, (), first.way, first.placement, (), first.sum_dtype)
+    if any(replace(member, collective=first.collective, matmuls=(), views=()) != plain for member in members):
+        return False
+    return all(alike(first.matmuls[0], matmul) for member in members[1:] for matmul in member.matmuls)
 
 
 def _joined(
