@@ -15,7 +15,6 @@ with, or of a vector (gradients). Reports say where that decided the scope, and 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,7 +33,7 @@ from asynctp_passes.chain import (
     Term,
     nodes_of,
 )
-from asynctp_passes.epilogue import read_product, scalings
+from asynctp_passes.epilogue import scalings
 from asynctp_passes.fxview import (
     Sizes,
     describe,
@@ -42,7 +41,6 @@ from asynctp_passes.fxview import (
     mutates,
     op_name,
     reachable,
-    segments,
     steps_of,
     tensor_of,
     value_of,
@@ -64,6 +62,7 @@ from asynctp_passes.reasons import Refusal
 from asynctp_passes.reference import WIDENED
 from asynctp_passes.registry import collective_op
 from asynctp_passes.rowwise import Region, chain_of, products_of, rows_first
+from asynctp_passes.scene import Scene, in_blocks
 from asynctp_passes.shapes import (
     GatherPlacement,
     IndexMap,
@@ -78,7 +77,7 @@ from asynctp_passes.shapes import (
     scales_rows,
 )
 from asynctp_passes.summed import summed
-from asynctp_passes.views import Flow, follow, is_sum, is_view, pads_at_end, seeds_of, size_readers, views_of
+from asynctp_passes.views import Flow, follow, is_sum, is_view, pads_at_end, seeds_of, size_readers
 
 __all__ = ["find"]
 
@@ -92,12 +91,12 @@ def find(
     matmuls to hide behind, else with the gather. Only a chain that is `allowed` to be fused has a claim to it. Scatters
     of which only the sum is used become one.
     """
-    scene = _Scene(graph, collectives, sizes)
+    scene = Scene(graph, collectives, sizes)
     scatters = {c.node: _scatter(scene, c) for c in collectives if c.kind in ("reduce_scatter", "all_reduce")}
     gathers = _gathers(scene, _fused_matmuls(filter(allowed, scatters.values())), allowed)
     taken = _fused_matmuls(filter(allowed, gathers.values()))
     found = {**gathers, **{node: _unless_taken(candidate, taken) for node, candidate in scatters.items()}}
-    found |= summed(found, scene.order, sizes, functools.partial(_same_form, scene), allowed)
+    found |= summed(scene, found, allowed)
     return [found.get(collective.node) or _other(scene, collective) for collective in collectives]
 
 
@@ -113,104 +112,8 @@ def _unless_taken(candidate: Candidate, taken: set[fx.Node]) -> Candidate:
     return replace(candidate, chain=None, refusals=(Refusal(reasons.MATMUL_TAKEN, ", ".join(names)),))
 
 
-# --- what all searches share ------------------------------------------------------------------------------
-class _Scene:
-    """A graph being searched: its nodes in order, sizes, and the flow of every gather."""
-
-    def __init__(self, graph: fx.Graph, collectives: Sequence[Collective], sizes: Sizes) -> None:
-        self.graph = graph
-        self.collectives = collectives
-        self.sizes = sizes
-        self.order = {node: index for index, node in enumerate(graph.nodes)}
-        self.flows = {c.node: self._flow(c) for c in collectives if c.kind == "all_gather"}
-        self.product = functools.cache(read_product)
-
-    def _flow(self, gather: Collective) -> Flow | Refusal:
-        """Index maps from a gathered tensor on, or why nothing can be said about it."""
-        whole, shard = tensor_of(gather.node), tensor_of(gather.input)
-        if whole is None or shard is None:
-            return Refusal(reasons.SHAPE_UNKNOWN, gather.node.name)
-        sizes, own = self.sizes.of(whole), self.sizes.of(shard)
-        if same(product(own), 0):
-            return Refusal(reasons.NO_ELEMENTS, gather.node.name)
-        if not _in_blocks(gather, sizes, own):
-            facts = f"{list(sizes)} is not {gather.group_size} shards of {list(own)} along dimension {gather.dim}"
-            return Refusal(reasons.SIZES_NOT_PROVEN, facts)
-        blocks = _moved((gather.group_size, *own), 0, gather.dim)
-        seed = IndexMap.identity(sizes) if gather.dim == 0 else blocks.reshape(sizes)
-        if isinstance(seed, Refusal):
-            return seed
-        return follow(self.sorted(views_of([gather.node])), {gather.node: seed}, self.sizes)
-
-    @functools.cached_property
-    def ways_down(self) -> near.Ways:
-        """Ways to matmuls as left operands."""
-        return near.ways_to_matmuls(reversed(self.order), lambda node: node.users, feeds_left_operand)
-
-    @functools.cached_property
-    def ways_up(self) -> near.Ways:
-        """Ways back to matmuls."""
-        return near.ways_to_matmuls(self.order, lambda node: node.all_input_nodes, near.any_operand)
-
-    @functools.cached_property
-    def segments(self) -> dict[fx.Node, int]:
-        """Number of in-place operations before each node."""
-        return segments(self.graph)
-
-    @functools.cached_property
-    def scalings(self) -> set[fx.Node]:
-        """The multiplications that scale matmuls' results."""
-        return scalings(filter(is_matmul, self.order))
-
-    def rows_and_columns(self, operand: IndexMap, node: fx.Node) -> IndexMap | Refusal:
-        """The map of a matmul's left operand as a matrix: all dimensions but the last are rows."""
-        *rows, width = self.sizes.of(value_of(node))
-        return operand if len(rows) == 1 else operand.reshape((product(rows), width))
-
-    def depends(self, node: fx.Node, on: fx.Node) -> bool:
-        """True when `node` is computed from the values of an earlier node."""
-        first, seen, stack = self.order[on], set(), [node]
-        while stack:
-            step = stack.pop()
-            if step is on:
-                return True
-            if step not in seen and self.order[step] > first and not is_size(step):
-                seen.add(step)
-                stack.extend(step.all_input_nodes)
-        return False
-
-    def reaches_matmul(self, node: fx.Node) -> bool:
-        """True when a matmul is computed from a node."""
-        seen, stack = {node}, [node]
-        while stack:
-            for user in stack.pop().users:
-                if is_matmul(user):
-                    return True
-                if user not in seen and not is_size(user):
-                    seen.add(user)
-                    stack.append(user)
-        return False
-
-    def sorted(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-        """Nodes in graph order, without repetition."""
-        return tuple(sorted(set(nodes), key=self.order.__getitem__))
-
-
-def _in_blocks(collective: Collective, whole: Sequence[Size], part: Sequence[Size]) -> bool:
-    """True when the sizes of a whole are those of its parts, one a rank along the collective's dimension."""
-    parts = [size * collective.group_size if axis == collective.dim else size for axis, size in enumerate(part)]
-    return len(whole) == len(parts) and all(same(a, b) for a, b in zip(whole, parts, strict=True))
-
-
-def _moved(shape: Sequence[Size], source: int, dest: int) -> IndexMap:
-    """The map of a tensor of this shape with dimension `source` moved to `dest`."""
-    order = [axis for axis in range(len(shape)) if axis != source]
-    order.insert(dest, source)
-    return IndexMap.identity(shape).permute(order)
-
-
 # --- gather side ------------------------------------------------------------------------------------------
-def _gathers(scene: _Scene, wanted: set[fx.Node], allowed: Callable[[Candidate], bool]) -> dict[fx.Node, Candidate]:
+def _gathers(scene: Scene, wanted: set[fx.Node], allowed: Callable[[Candidate], bool]) -> dict[fx.Node, Candidate]:
     """Candidates of all gathers; a gather of scales joins the chain whose data it scales.
 
     A matmul of what is computed from two gathers is fused with the first that may be.
@@ -233,7 +136,7 @@ def _gathers(scene: _Scene, wanted: set[fx.Node], allowed: Callable[[Candidate],
     return found
 
 
-def _with_nothing_along(scene: _Scene, candidate: Candidate) -> Candidate:
+def _with_nothing_along(scene: Scene, candidate: Candidate) -> Candidate:
     """A candidate whose chain takes no numbers along that are only returned."""
     chain = candidate.chain
     if not isinstance(chain, GatherChain) or chain.along is None:
@@ -245,7 +148,7 @@ def _with_nothing_along(scene: _Scene, candidate: Candidate) -> Candidate:
     return replace(candidate, chain=chain, nodes=scene.sorted([*chain.collective.nodes, *_members(chain)]))
 
 
-def _gather(scene: _Scene, gather: Collective, wanted: set[fx.Node]) -> Candidate:
+def _gather(scene: Scene, gather: Collective, wanted: set[fx.Node]) -> Candidate:
     flow = scene.flows[gather.node]
     if isinstance(flow, Refusal):
         return Candidate(gather, None, (flow,), (gather.node,))
@@ -268,7 +171,7 @@ def _gather(scene: _Scene, gather: Collective, wanted: set[fx.Node]) -> Candidat
 
 
 def _hoisted(
-    scene: _Scene, gather: Collective, flow: Flow, wanted: set[fx.Node], rows_only: bool
+    scene: Scene, gather: Collective, flow: Flow, wanted: set[fx.Node], rows_only: bool
 ) -> tuple[Candidate | None, list[_Miss]]:
     """The gather's chain with the ops between it and a matmul moved to the shard, or why there is none."""
     if not any(user in scene.ways_down for user in flow.all_users()):
@@ -322,7 +225,7 @@ Consumer = tuple[Matmul, GatherPlacement]
 
 
 def _left_out(
-    scene: _Scene, chain: GatherChain, consumers: Sequence[Consumer], misses: Sequence[_Miss]
+    scene: Scene, chain: GatherChain, consumers: Sequence[Consumer], misses: Sequence[_Miss]
 ) -> tuple[str, ...]:
     """What other matmuls do with the gathered tensor, which the fused op returns to them."""
     fused = {matmul.node for matmul in chain.matmuls}
@@ -337,7 +240,7 @@ def _left_out(
     return (*(taken if gradients else ()), *apart, *facts)
 
 
-def _consumers(scene: _Scene, gather: Collective, flow: Flow) -> tuple[list[Consumer], list[_Miss]]:
+def _consumers(scene: Scene, gather: Collective, flow: Flow) -> tuple[list[Consumer], list[_Miss]]:
     """Matmuls whose left operand is proven to be the gathered tensor, and why others are not."""
     shard_numel = product(scene.sizes.of(value_of(gather.input)))
     consumers: list[Consumer] = []
@@ -354,7 +257,7 @@ def _consumers(scene: _Scene, gather: Collective, flow: Flow) -> tuple[list[Cons
     return consumers, misses
 
 
-def _consumer(scene: _Scene, gather: Collective, flow: Flow, node: fx.Node, shard_numel: Size) -> Consumer | Refusal:
+def _consumer(scene: Scene, gather: Collective, flow: Flow, node: fx.Node, shard_numel: Size) -> Consumer | Refusal:
     """The matmul `node` with the place of the ranks in its left operand, or why it cannot be fused with the gather.
 
     Of `c + a @ b` it is `a @ b`: `c` is added behind the fused op, and may depend on the gather.
@@ -391,7 +294,7 @@ def _informative(miss: _Miss) -> int:
     return int(miss.refusal.reason is not reasons.QUANTIZED_AFTER_GATHER)
 
 
-def _gather_chain(scene: _Scene, gather: Collective, flow: Flow, consumers: Sequence[Consumer]) -> GatherChain:
+def _gather_chain(scene: Scene, gather: Collective, flow: Flow, consumers: Sequence[Consumer]) -> GatherChain:
     """Take the consumers that one fused op can serve: those like the preferred one."""
     lead, placement = max(consumers, key=lambda consumer: _preference(scene, consumer))
     chosen = [matmul for matmul, place in consumers if place == placement and _alike(matmul, lead)]
@@ -422,7 +325,7 @@ def _gather_chain(scene: _Scene, gather: Collective, flow: Flow, consumers: Sequ
     )
 
 
-def _preference(scene: _Scene, consumer: Consumer) -> tuple[int, int]:
+def _preference(scene: Scene, consumer: Consumer) -> tuple[int, int]:
     """Rows before contraction (chunks of rows finish early), then the earlier matmul."""
     matmul, placement = consumer
     return int(placement.axis == "rows"), -scene.order[matmul.node]
@@ -458,7 +361,7 @@ def _used_elsewhere(flow: Flow, fused: set[fx.Node]) -> bool:
 
 
 def _scale_gather(
-    scene: _Scene, gather: Collective, placement: GatherPlacement, matmuls: Sequence[Matmul]
+    scene: Scene, gather: Collective, placement: GatherPlacement, matmuls: Sequence[Matmul]
 ) -> tuple[Collective, GatherPlacement] | None:
     """The gather that brings the scales of the same shard, of rows or blocks, if these matmuls are all that use it."""
     scaled = matmuls[0].scaled
@@ -478,7 +381,7 @@ def _scale_gather(
 
 
 def _scales_rows(
-    scene: _Scene, scale: Collective, scale_map: IndexMap, data: GatherPlacement, scaled: ScaledOptions | None = None
+    scene: Scene, scale: Collective, scale_map: IndexMap, data: GatherPlacement, scaled: ScaledOptions | None = None
 ) -> GatherPlacement | None:
     """Where the gathered scale is, if it is laid out over the rows as the gathered data is; one per row, by default."""
     shard = tensor_of(scale.input)
@@ -491,7 +394,7 @@ def _scales_rows(
     return placement if scales_rows(placement, data, rows, numbers) else None
 
 
-def _along(scene: _Scene, gather: Collective, placement: GatherPlacement, matmuls: Sequence[Matmul]) -> Along | None:
+def _along(scene: Scene, gather: Collective, placement: GatherPlacement, matmuls: Sequence[Matmul]) -> Along | None:
     """A gather of one number per row, used only to scale these matmuls' results: it can travel with the data.
 
     The numbers come with the fused op then, so that nothing which that needs may be computed from them.
@@ -517,7 +420,7 @@ def _along(scene: _Scene, gather: Collective, placement: GatherPlacement, matmul
 
 
 def _rows_that_scale(
-    scene: _Scene, other: Collective, flow: Flow, data: GatherPlacement, behind: set[fx.Node]
+    scene: Scene, other: Collective, flow: Flow, data: GatherPlacement, behind: set[fx.Node]
 ) -> Along | None:
     """A gather whose one view that is used, by the multiplications `behind`, is one number per row of the data."""
     users = {node: [user for user in node.users if not flow.has(user) and not is_size(user)] for node in flow.maps}
@@ -536,7 +439,7 @@ def _gather_chains(found: Mapping[fx.Node, Candidate]) -> dict[fx.Node, GatherCh
     return {node: candidate.chain for node, candidate in found.items() if isinstance(candidate.chain, GatherChain)}
 
 
-def _on_cycles(scene: _Scene, chains: Mapping[fx.Node, GatherChain]) -> set[fx.Node]:
+def _on_cycles(scene: Scene, chains: Mapping[fx.Node, GatherChain]) -> set[fx.Node]:
     """The chains, by gather, that lie on a cycle (or behind one) when each becomes one node.
 
     The `c` of `c + a @ b` is added by another node, behind that one.
@@ -552,7 +455,7 @@ def _on_cycles(scene: _Scene, chains: Mapping[fx.Node, GatherChain]) -> set[fx.N
     return chains.keys() - {step[0] for step in steps}
 
 
-def _cycles(scene: _Scene, found: dict[fx.Node, Candidate]) -> dict[fx.Node, Refusal]:
+def _cycles(scene: Scene, found: dict[fx.Node, Candidate]) -> dict[fx.Node, Refusal]:
     """Gathers to leave alone because fusing them beside the others would make the graph cyclic.
 
     A scatter's op cannot: its result depends on all that goes into it before the fusion too.
@@ -578,7 +481,7 @@ def _members(chain: GatherChain) -> list[fx.Node]:
     return [*chain.collective.results, *joined, *views, *nodes_of(chain.matmuls)]
 
 
-def _near_gather(scene: _Scene, gather: Collective, flow: Flow, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:
+def _near_gather(scene: Scene, gather: Collective, flow: Flow, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:
     """Why a gather that feeds no provable matmul does not, if it reaches one at all.
 
     `refused` says of nodes why they cannot be computed on the shard.
@@ -599,7 +502,7 @@ def _near_gather(scene: _Scene, gather: Collective, flow: Flow, refused: Mapping
     return reached or scaled[:1] or [_Miss(_goes_elsewhere(scene, gather, flow))]
 
 
-def _goes_elsewhere(scene: _Scene, gather: Collective, flow: Flow) -> Refusal:
+def _goes_elsewhere(scene: Scene, gather: Collective, flow: Flow) -> Refusal:
     """What a gathered tensor that no matmul takes is used by, or that it comes from a matmul."""
     assert gather.input is not None
     way = near.path(scene.ways_up, gather.input, gather.node, near.any_operand)
@@ -651,7 +554,7 @@ def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
 
 
 # --- scatter side -------------------------------------------------------------------------------------------
-def _scatter(scene: _Scene, scatter: Collective) -> Candidate:
+def _scatter(scene: Scene, scatter: Collective) -> Candidate:
     """A reduce-scatter or an all-reduce: a sum of matmuls, or why it is not seen as one."""
     region, leaves = _region(scene, scatter.input)
     products = scene.sorted(leaf for leaf in leaves if scene.product(leaf) is not None)
@@ -673,7 +576,7 @@ def _scatter(scene: _Scene, scatter: Collective) -> Candidate:
     return Candidate(scatter, chain, (), nodes, weights=_reduces_weights(scene, scatter, nodes))
 
 
-def _reduces_weights(scene: _Scene, collective: Collective, nodes: Iterable[fx.Node]) -> bool:
+def _reduces_weights(scene: Scene, collective: Collective, nodes: Iterable[fx.Node]) -> bool:
     """True when the reduced tensor looks like a parameter's gradient.
 
     It is a vector, or each matmul that it comes from contracts over rows, and no matmul goes on with it: that would
@@ -682,7 +585,7 @@ def _reduces_weights(scene: _Scene, collective: Collective, nodes: Iterable[fx.N
     products = [node for node in nodes if is_matmul(node)]
     if _is_vector(collective.input):
         return True
-    return bool(products) and all(map(contracts_rows, products)) and not scene.reaches_matmul(collective.node)
+    return bool(products) and all(map(contracts_rows, products)) and collective.node not in scene.above_matmuls
 
 
 def _is_vector(node: fx.Node | None) -> bool:
@@ -690,7 +593,7 @@ def _is_vector(node: fx.Node | None) -> bool:
     return value is not None and value.dim() < 2
 
 
-def _region(scene: _Scene, end: fx.Node | None) -> tuple[set[fx.Node], set[fx.Node]]:
+def _region(scene: Scene, end: fx.Node | None) -> tuple[set[fx.Node], set[fx.Node]]:
     """The views and sums above `end`, and the nodes (leaves) where they start."""
     region: set[fx.Node] = set()
     leaves: set[fx.Node] = set()
@@ -716,7 +619,7 @@ def _holds_tensors(node: fx.Node) -> bool:
 
 
 def _scatter_chain(
-    scene: _Scene, scatter: Collective, region: set[fx.Node], products: Sequence[fx.Node]
+    scene: Scene, scatter: Collective, region: set[fx.Node], products: Sequence[fx.Node]
 ) -> ScatterChain | Refusal:
     """Prove that the collective's input is a sum of matmuls, arranged by rank (or in any way, to be all-reduced)."""
     matmuls = _read_terms(scene, products)
@@ -755,7 +658,7 @@ def _scatter_chain(
 
 
 def _placement(
-    scene: _Scene, scatter: Collective, whole: IndexMap, rows: Size, columns: Size
+    scene: Scene, scatter: Collective, whole: IndexMap, rows: Size, columns: Size
 ) -> ScatterPlacement | Refusal | None:
     """Where the ranks' parts are in the product; None for an all-reduce, which takes its elements in any order."""
     if scatter.kind == "all_reduce":
@@ -764,13 +667,13 @@ def _placement(
     return locate_scatter(blocks, rows, columns, scatter.group_size) if isinstance(blocks, IndexMap) else blocks
 
 
-def _blocks_first(scene: _Scene, scatter: Collective, whole: IndexMap) -> IndexMap | Refusal:
+def _blocks_first(scene: Scene, scatter: Collective, whole: IndexMap) -> IndexMap | Refusal:
     """The map of what is scattered with the ranks' blocks as its first dimension."""
     value, part = tensor_of(scatter.input), tensor_of(scatter.node)
     if value is None or part is None:
         return Refusal(reasons.SHAPE_UNKNOWN, scatter.node.name)
     sizes, dim = scene.sizes.of(value), scatter.dim
-    if not _in_blocks(scatter, sizes, scene.sizes.of(part)):
+    if not in_blocks(scatter, sizes, scene.sizes.of(part)):
         return Refusal(
             reasons.SIZES_NOT_PROVEN, f"{list(part.shape)} is not a part of {list(sizes)} along dimension {dim}"
         )
@@ -785,7 +688,7 @@ def _blocks_first(scene: _Scene, scatter: Collective, whole: IndexMap) -> IndexM
     return blocks.permute([dim, *(axis for axis in range(len(sizes) + 1) if axis != dim)])
 
 
-def _read_terms(scene: _Scene, products: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
+def _read_terms(scene: Scene, products: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
     """Read the matmuls of a sum."""
     matmuls: list[Matmul] = []
     for node in products:
@@ -797,11 +700,11 @@ def _read_terms(scene: _Scene, products: Sequence[fx.Node]) -> tuple[Matmul, ...
     return tuple(matmuls)
 
 
-def _most_alike(scene: _Scene, matmuls: Sequence[Matmul]) -> list[Matmul]:
+def _most_alike(scene: Scene, matmuls: Sequence[Matmul]) -> list[Matmul]:
     """Those that an op can add: of one form, which has the longest contraction over all. The others are added to it."""
     forms: list[list[Matmul]] = []
     for matmul in matmuls:
-        own = next((form for form in forms if _same_form(scene, form[0], matmul)), None)
+        own = next((form for form in forms if scene.can_add(form[0], matmul)), None)
         if own is None:
             forms.append([matmul])
         else:
@@ -813,24 +716,6 @@ def _contracted(matmuls: Sequence[Matmul]) -> int:
     """Over how much matmuls contract, as far as that is a number."""
     depths = [value.shape[-1] for value in (tensor_of(matmul.a) for matmul in matmuls) if value is not None]
     return sum(depth for depth in depths if isinstance(depth, int))
-
-
-def _same_form(scene: _Scene, a: Matmul, b: Matmul) -> bool:
-    """True for products of one shape, dtype and kind, which an op can add."""
-    one, other = value_of(a.node), value_of(b.node)
-    return one.dtype == other.dtype and _same_matrix(scene, one, other) and _same_kind(a, b)
-
-
-def _same_matrix(scene: _Scene, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True for products of the same number of rows, in whatever dimensions, and columns."""
-    (*a_lines, a_columns), (*b_lines, b_columns) = scene.sizes.of(a), scene.sizes.of(b)
-    return same(product(a_lines), product(b_lines)) and same(a_columns, b_columns)
-
-
-def _same_kind(a: Matmul, b: Matmul) -> bool:
-    if a.scaled is None or b.scaled is None:
-        return a.scaled is b.scaled
-    return (a.scaled.out_dtype, a.scaled.use_fast_accum) == (b.scaled.out_dtype, b.scaled.use_fast_accum)
 
 
 def _first_refusal(flow: Flow, region: Sequence[fx.Node], scatter: Collective) -> Refusal:
@@ -853,7 +738,7 @@ def _outside_users(scatter: Collective, inside: set[fx.Node]) -> str | None:
     return None
 
 
-def _near_scatter(scene: _Scene, scatter: Collective, leaves: set[fx.Node]) -> Refusal:
+def _near_scatter(scene: Scene, scatter: Collective, leaves: set[fx.Node]) -> Refusal:
     """Why a reduction that no matmul feeds directly is not fused."""
     way = _way_up(scene, scatter, leaves)
     if way:
@@ -861,25 +746,25 @@ def _near_scatter(scene: _Scene, scatter: Collective, leaves: set[fx.Node]) -> R
     return _made_elsewhere(scene, scatter, leaves)
 
 
-def _made_elsewhere(scene: _Scene, scatter: Collective, leaves: Iterable[fx.Node]) -> Refusal:
+def _made_elsewhere(scene: Scene, scatter: Collective, leaves: Iterable[fx.Node]) -> Refusal:
     made = scene.sorted(leaves)
     return Refusal(_absent(made, "placeholder"), f"{scatter.node.name}: made by {_callers(made)}")
 
 
-def _way_up(scene: _Scene, scatter: Collective, leaves: set[fx.Node]) -> list[fx.Node]:
+def _way_up(scene: Scene, scatter: Collective, leaves: set[fx.Node]) -> list[fx.Node]:
     """The way from a leaf of the scattered sum up to a matmul; empty when there is none."""
     ways = (near.path(scene.ways_up, leaf, scatter.node, near.any_operand) for leaf in scene.sorted(leaves))
     return next((way for way in ways if way is not None), [])
 
 
 # --- the rest -------------------------------------------------------------------------------------------------
-def _other(scene: _Scene, collective: Collective) -> Candidate:
+def _other(scene: Scene, collective: Collective) -> Candidate:
     """Collectives of other kinds, and ops that look like a collective."""
     nodes = scene.sorted([collective.node, *collective.waits])
     return Candidate(collective, None, (_other_refusal(scene, collective),), nodes)
 
 
-def _other_refusal(scene: _Scene, collective: Collective) -> Refusal:
+def _other_refusal(scene: Scene, collective: Collective) -> Refusal:
     name = called_name(collective.node)
     if collective.is_unused:
         return Refusal(reasons.RESULT_UNUSED, f"{describe(collective.input)} of {name}")
@@ -900,7 +785,7 @@ def _other_refusal(scene: _Scene, collective: Collective) -> Refusal:
     return Refusal(reasons.COLLECTIVE_NOT_UNDERSTOOD if reached else reasons.NO_MATMUL, facts)
 
 
-def _results_reach_matmul(scene: _Scene, own: fx.Node) -> bool:
+def _results_reach_matmul(scene: Scene, own: fx.Node) -> bool:
     """True when what an op returns, or what it writes to, leads to a matmul's left operand."""
     results = [own, *(user for user in own.users if op_name(user) == "getitem")]
     written = own.all_input_nodes if mutates(own) or op_name(own).startswith("c10d.") else []
@@ -909,6 +794,6 @@ def _results_reach_matmul(scene: _Scene, own: fx.Node) -> bool:
     return any(near.path(scene.ways_down, user, source, feeds_left_operand) for source, user in uses)
 
 
-def _inputs_reach_matmul(scene: _Scene, own: fx.Node) -> bool:
+def _inputs_reach_matmul(scene: Scene, own: fx.Node) -> bool:
     """True when a matmul leads to what an op reads."""
     return any(near.path(scene.ways_up, source, own, near.any_operand) for source in own.all_input_nodes)

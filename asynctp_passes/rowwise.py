@@ -26,7 +26,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -34,7 +34,6 @@ from torch import fx
 from asynctp_passes import compat, near, reasons
 from asynctp_passes.chain import Apart, Collective, GatherChain, Hoist, Matmul, Part, ScaledOptions, Step, nodes_of
 from asynctp_passes.fxview import (
-    Sizes,
     arguments,
     is_pointwise,
     is_random,
@@ -47,6 +46,7 @@ from asynctp_passes.fxview import (
 )
 from asynctp_passes.read import is_matmul, misfit, read_matmul
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.scene import Scene
 from asynctp_passes.shapes import (
     GatherPlacement,
     IndexMap,
@@ -61,28 +61,11 @@ from asynctp_passes.shapes import (
 )
 from asynctp_passes.views import CASTS, Flow, follow, is_view, views_of
 
-__all__ = ["Product", "Region", "Scene", "chain_of", "products_of", "rows_first"]
+__all__ = ["Product", "Region", "chain_of", "products_of", "rows_first"]
 
 _EXACT_REDUCTIONS = {"aten.amax.default", "aten.amin.default"}
 _CONSTANTS = {"aten.full.default", "aten.scalar_tensor.default", "aten.zeros.default", "aten.ones.default"}
 _SMALL = 8  # A tensor of that many times fewer bytes than the gathered one is cheap to gather on its own.
-
-
-class Scene(Protocol):
-    """What is known of the graph being searched."""
-
-    order: dict[fx.Node, int]
-    sizes: Sizes
-    collectives: Sequence[Collective]
-
-    def depends(self, node: fx.Node, on: fx.Node) -> bool:
-        """True when `node` is computed from the values of an earlier node."""
-
-    def rows_and_columns(self, operand: IndexMap, node: fx.Node) -> IndexMap | Refusal:
-        """A matmul's left operand as a matrix."""
-
-    def sorted(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-        """Nodes in graph order, without repetition."""
 
 
 # --- the region --------------------------------------------------------------------------------------------
@@ -119,7 +102,6 @@ class Region:
     """The tensors that every rank can compute its part of from its own shard.
 
     Attributes:
-        nodes: The graph's nodes, in order.
         roots: The gathered tensor, and what is computed.
         members: All tensors, views included.
         home: The root of every member, and of what lies between members: pieces of a split.
@@ -135,7 +117,6 @@ class Region:
         self.refused: dict[fx.Node, Refusal] = {}
         self._twins: dict[Any, fx.Node] = {}
         self._waiting: list[int] = []
-        self.nodes = list(scene.order)
         same_on_all = (other for other in scene.collectives if _makes_uniform(other, gather))
         self._uniform_results = {result for other in same_on_all for result in other.results}
         block = product(scene.sizes.of(value_of(gather.input)))
@@ -185,7 +166,7 @@ class Region:
     def _grow(self) -> None:
         """Visit the users of members in graph order, so that every operand is known before its user."""
         while self._waiting:
-            node = self.nodes[heapq.heappop(self._waiting)]
+            node = self.scene.nodes[heapq.heappop(self._waiting)]
             if node in self.members or node in self.refused:
                 continue
             place = self._computed(node)
@@ -557,4 +538,4 @@ def _matmuls_between(region: Region, first: fx.Node, kept: Sequence[fx.Node]) ->
     if not kept:
         return ()
     order = region.scene.order
-    return tuple(node for node in region.nodes[order[first] + 1 : order[kept[0]]] if is_matmul(node))
+    return tuple(node for node in region.scene.nodes[order[first] + 1 : order[kept[0]]] if is_matmul(node))

@@ -18,58 +18,51 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScatterChain, anchor
-from asynctp_passes.fxview import Sizes, reachable, tensor_of
+from asynctp_passes.chain import Candidate, GatherChain, ScatterChain, anchor
+from asynctp_passes.fxview import reachable, tensor_of
 from asynctp_passes.read import identical
+from asynctp_passes.scene import Scene
 from asynctp_passes.views import Flow, adds, follow, is_conversion, is_sum, is_view, seeds_of
 
 __all__ = ["summed"]
 
-Order = Mapping[fx.Node, int]
-
 
 def summed(
-    candidates: Mapping[fx.Node, Candidate],
-    order: Order,
-    sizes: Sizes,
-    alike: Callable[[Matmul, Matmul], bool],
-    allowed: Callable[[Candidate], bool],
+    scene: Scene, candidates: Mapping[fx.Node, Candidate], allowed: Callable[[Candidate], bool]
 ) -> dict[fx.Node, Candidate]:
     """What becomes of the reductions that are summed: the last of a sum has the chain of all, which the others join.
 
     Args:
+        scene: The graph being searched.
         candidates: Of all gathers and reductions, by collective, in graph order.
-        order: The nodes of the graph, and where they stand.
-        sizes: Reader of sizes.
-        alike: True for products that an op can add.
         allowed: True for a candidate whose chain may be fused.
     """
     chains = {node: one.chain for node, one in candidates.items() if one.chain is not None and allowed(one)}
     kinds: dict[object, dict[fx.Node, ScatterChain]] = {}
     for node, chain in chains.items():
-        if isinstance(chain, ScatterChain) and (kind := _kind(candidates[node], sizes)) is not None:
+        if isinstance(chain, ScatterChain) and (kind := _kind(scene, candidates[node])) is not None:
             kinds.setdefault(kind, {})[node] = chain
     found: dict[fx.Node, Candidate] = {}
     for reductions in kinds.values():
-        flow = _flow(reductions, order, sizes) if len(reductions) > 1 else Flow()
+        flow = _flow(scene, reductions) if len(reductions) > 1 else Flow()
         ends = [node for node in flow.maps if adds(node) and len(flow.terms[node]) > 1]
         for end in reversed([node for node in ends if reductions.keys() >= flow.terms[node].keys()]):
             members = [reductions[node] for node in reductions if node in flow.terms[end]]
             if any(member.collective.node in found for member in members):
                 continue
             behind = _behind(flow, end, members)
-            if behind is None or not _are_next(members, chains, order) or not _fit(members, alike):
+            if behind is None or not _are_next(scene, members, chains) or not _fit(scene, members):
                 continue
             own = [candidates[member.collective.node] for member in members]
-            nodes = _sorted(order, [*(node for one in own for node in one.nodes), *behind])
-            whole = replace(own[-1], chain=_joined(members, flow.terms[end], behind, order), nodes=nodes)
+            nodes = scene.sorted([*(node for one in own for node in one.nodes), *behind])
+            whole = replace(own[-1], chain=_joined(scene, members, flow.terms[end], behind), nodes=nodes)
             if allowed(whole):
                 found[whole.collective.node] = whole
                 found |= {one.collective.node: replace(one, chain=None, joins=whole) for one in own[:-1]}
     return found
 
 
-def _kind(candidate: Candidate, sizes: Sizes) -> object:
+def _kind(scene: Scene, candidate: Candidate) -> object:
     """What members of one sum have in common; None for what is left alone.
 
     That is one of several tensors of a collective, and what is reduced in float16: a rank's part of the sum may be too
@@ -79,14 +72,14 @@ def _kind(candidate: Candidate, sizes: Sizes) -> object:
     if value is None or one.call is not None or value.dtype == torch.float16 or not value.is_contiguous():
         return None
     group = (one.group_key, one.group_size)
-    return (one.kind, group, one.reduce_op, one.dim, value.dtype, sizes.of(value), candidate.weights)
+    return (one.kind, group, one.reduce_op, one.dim, value.dtype, scene.sizes.of(value), candidate.weights)
 
 
 # --- the sum --------------------------------------------------------------------------------------------------
-def _flow(reductions: Iterable[fx.Node], order: Order, sizes: Sizes) -> Flow:
+def _flow(scene: Scene, reductions: Iterable[fx.Node]) -> Flow:
     """The views and sums of what these collectives give. Conversions round, or would not: they end it."""
-    steps = (node for node in order if (is_view(node) or is_sum(node)) and not is_conversion(node))
-    return follow(steps, seeds_of(reductions, sizes), sizes, sums=True)
+    steps = (node for node in scene.nodes if (is_view(node) or is_sum(node)) and not is_conversion(node))
+    return follow(steps, seeds_of(reductions, scene.sizes), scene.sizes, sums=True)
 
 
 def _behind(flow: Flow, end: fx.Node, members: Sequence[ScatterChain]) -> set[fx.Node] | None:
@@ -107,41 +100,36 @@ def _lie_alike(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 # --- its members ----------------------------------------------------------------------------------------------
 def _are_next(
-    members: Sequence[ScatterChain], chains: Mapping[fx.Node, GatherChain | ScatterChain], order: Order
+    scene: Scene, members: Sequence[ScatterChain], chains: Mapping[fx.Node, GatherChain | ScatterChain]
 ) -> bool:
     """True where no other chain stands between the members' collectives.
 
     All wait for the last one. Those of many layers, which read what one encoder made, would keep all their operands
     until then.
     """
-    places = [order[member.collective.node] for member in members]
-    others = (order[anchor(chain)] for chain in chains.values() if chain not in members)
+    places = [scene.order[member.collective.node] for member in members]
+    others = (scene.order[anchor(chain)] for chain in chains.values() if chain not in members)
     return not any(min(places) < place < max(places) for place in others)
 
 
-def _fit(members: Sequence[ScatterChain], alike: Callable[[Matmul, Matmul], bool]) -> bool:
+def _fit(scene: Scene, members: Sequence[ScatterChain]) -> bool:
     """True for chains whose products are alike, and go to the collective in one way, with nothing added to them."""
     first = members[0]
     plain = ScatterChain(first.collective, (), first.way, first.placement, (), first.sum_dtype)
     if any(replace(member, collective=first.collective, matmuls=(), views=()) != plain for member in members):
         return False
-    return all(alike(first.matmuls[0], matmul) for member in members[1:] for matmul in member.matmuls)
+    return all(scene.can_add(first.matmuls[0], matmul) for member in members[1:] for matmul in member.matmuls)
 
 
 def _joined(
-    members: Sequence[ScatterChain], times: Mapping[fx.Node, float], behind: Iterable[fx.Node], order: Order
+    scene: Scene, members: Sequence[ScatterChain], times: Mapping[fx.Node, float], behind: Iterable[fx.Node]
 ) -> ScatterChain:
     """The one chain of all members, the last one's products first, in its place: there all that is reduced exists."""
     counts = [(member, times[member.collective.node]) for member in (members[-1], *members[:-1])]
     return replace(
         members[-1],
         matmuls=tuple(replace(one, factor=one.factor * count) for member, count in counts for one in member.matmuls),
-        views=_sorted(order, (node for member in members for node in member.views)),
+        views=scene.sorted(node for member in members for node in member.views),
         joined=tuple(member.collective for member in members[:-1]),
-        behind=_sorted(order, behind),
+        behind=scene.sorted(behind),
     )
-
-
-def _sorted(order: Order, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-    """Nodes in graph order, without repetition."""
-    return tuple(sorted(set(nodes), key=order.__getitem__))

@@ -1,0 +1,138 @@
+"""A graph being searched for chains: what all searches ask of it, found once. Pure."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from asynctp_passes import near, reasons
+from asynctp_passes.chain import Collective, Matmul
+from asynctp_passes.epilogue import read_product, scalings
+from asynctp_passes.fxview import Sizes, is_size, reachable, segments, tensor_of, value_of
+from asynctp_passes.read import feeds_left_operand, is_matmul
+from asynctp_passes.reasons import Refusal
+from asynctp_passes.shapes import IndexMap, Size, product, same
+from asynctp_passes.views import Flow, follow, views_of
+
+__all__ = ["Scene", "in_blocks"]
+
+
+class Scene:
+    """A graph being searched.
+
+    Attributes:
+        graph: The graph.
+        collectives: What it communicates, in order.
+        sizes: Reader of sizes.
+        nodes: The nodes in order.
+        order: Where each of them stands.
+        flows: For each gather the index maps from its result on, or why nothing can be said about it.
+        product: `read_product`, kept.
+    """
+
+    def __init__(self, graph: fx.Graph, collectives: Sequence[Collective], sizes: Sizes) -> None:
+        self.graph = graph
+        self.collectives = collectives
+        self.sizes = sizes
+        self.nodes = list(graph.nodes)
+        self.order = {node: index for index, node in enumerate(self.nodes)}
+        self.flows = {c.node: self._flow(c) for c in collectives if c.kind == "all_gather"}
+        self.product = functools.cache(read_product)
+
+    def _flow(self, gather: Collective) -> Flow | Refusal:
+        whole, shard = tensor_of(gather.node), tensor_of(gather.input)
+        if whole is None or shard is None:
+            return Refusal(reasons.SHAPE_UNKNOWN, gather.node.name)
+        sizes, own = self.sizes.of(whole), self.sizes.of(shard)
+        if same(product(own), 0):
+            return Refusal(reasons.NO_ELEMENTS, gather.node.name)
+        if not in_blocks(gather, sizes, own):
+            facts = f"{list(sizes)} is not {gather.group_size} shards of {list(own)} along dimension {gather.dim}"
+            return Refusal(reasons.SIZES_NOT_PROVEN, facts)
+        blocks = _moved((gather.group_size, *own), 0, gather.dim)
+        seed = IndexMap.identity(sizes) if gather.dim == 0 else blocks.reshape(sizes)
+        if isinstance(seed, Refusal):
+            return seed
+        return follow(self.sorted(views_of([gather.node])), {gather.node: seed}, self.sizes)
+
+    @functools.cached_property
+    def ways_down(self) -> near.Ways:
+        """Ways to matmuls as left operands."""
+        return near.ways_to_matmuls(reversed(self.nodes), lambda node: node.users, feeds_left_operand)
+
+    @functools.cached_property
+    def ways_up(self) -> near.Ways:
+        """Ways back to matmuls."""
+        return near.ways_to_matmuls(self.nodes, lambda node: node.all_input_nodes, near.any_operand)
+
+    @functools.cached_property
+    def segments(self) -> dict[fx.Node, int]:
+        """Number of in-place operations before each node."""
+        return segments(self.graph)
+
+    @functools.cached_property
+    def scalings(self) -> set[fx.Node]:
+        """The multiplications that scale matmuls' results."""
+        return scalings(filter(is_matmul, self.nodes))
+
+    @functools.cached_property
+    def above_matmuls(self) -> set[fx.Node]:
+        """The nodes that a matmul is computed from."""
+        operands = (source for node in self.nodes if is_matmul(node) for source in node.all_input_nodes)
+        return reachable(operands, where=lambda node: not is_size(node))
+
+    @functools.cached_property
+    def _gathers_above(self) -> dict[fx.Node, int]:
+        """The gathers that each node is computed from, a bit for each, as `_bits` has them."""
+        found: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            bits = self._bits.get(node, 0)
+            for source in () if is_size(node) else node.all_input_nodes:
+                bits |= found[source]
+            found[node] = bits
+        return found
+
+    @functools.cached_property
+    def _bits(self) -> dict[fx.Node, int]:
+        return {gather: 1 << index for index, gather in enumerate(self.flows)}
+
+    def depends(self, node: fx.Node, gather: fx.Node) -> bool:
+        """True when `node` is a gather, or is computed from its values."""
+        return bool(self._gathers_above[node] & self._bits[gather])
+
+    def rows_and_columns(self, operand: IndexMap, node: fx.Node) -> IndexMap | Refusal:
+        """The map of a matmul's left operand as a matrix: all dimensions but the last are rows."""
+        *rows, width = self.sizes.of(value_of(node))
+        return operand if len(rows) == 1 else operand.reshape((product(rows), width))
+
+    def can_add(self, a: Matmul, b: Matmul) -> bool:
+        """True for products of one shape, dtype and kind, which an op can add."""
+        one, other = value_of(a.node), value_of(b.node)
+        (*lines, columns), (*other_lines, other_columns) = self.sizes.of(one), self.sizes.of(other)
+        one_shape = same(product(lines), product(other_lines)) and same(columns, other_columns)
+        return one.dtype == other.dtype and one_shape and _same_kind(a, b)
+
+    def sorted(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+        """Nodes in graph order, without repetition."""
+        return tuple(sorted(set(nodes), key=self.order.__getitem__))
+
+
+def in_blocks(collective: Collective, whole: Sequence[Size], part: Sequence[Size]) -> bool:
+    """True when the sizes of a whole are those of its parts, one a rank along the collective's dimension."""
+    parts = [size * collective.group_size if axis == collective.dim else size for axis, size in enumerate(part)]
+    return len(whole) == len(parts) and all(same(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def _moved(shape: Sequence[Size], source: int, dest: int) -> IndexMap:
+    """The map of a tensor of this shape with dimension `source` moved to `dest`."""
+    order = [axis for axis in range(len(shape)) if axis != source]
+    order.insert(dest, source)
+    return IndexMap.identity(shape).permute(order)
+
+
+def _same_kind(a: Matmul, b: Matmul) -> bool:
+    if a.scaled is None or b.scaled is None:
+        return a.scaled is b.scaled
+    return (a.scaled.out_dtype, a.scaled.use_fast_accum) == (b.scaled.out_dtype, b.scaled.use_fast_accum)
