@@ -12,13 +12,14 @@ from their results as sums in front of a collective are from products (`views.fo
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
-from asynctp_passes.chain import Candidate, GatherChain, ScatterChain, anchor
+from asynctp_passes.chain import Candidate, ScatterChain, anchor
 from asynctp_passes.fxview import reachable, tensor_of
 from asynctp_passes.read import identical
 from asynctp_passes.scene import Scene
@@ -42,16 +43,17 @@ def summed(
     for node, chain in chains.items():
         if isinstance(chain, ScatterChain) and (kind := _kind(scene, candidates[node])) is not None:
             kinds.setdefault(kind, {})[node] = chain
+    places = sorted(scene.order[anchor(chain)] for chain in chains.values())
     found: dict[fx.Node, Candidate] = {}
     for reductions in kinds.values():
         flow = _flow(scene, reductions) if len(reductions) > 1 else Flow()
         ends = [node for node in flow.maps if adds(node) and len(flow.terms[node]) > 1]
         for end in reversed([node for node in ends if reductions.keys() >= flow.terms[node].keys()]):
-            members = [reductions[node] for node in reductions if node in flow.terms[end]]
+            members = [reductions[node] for node in scene.sorted(flow.terms[end])]
             if any(member.collective.node in found for member in members):
                 continue
             behind = _behind(flow, end, members)
-            if behind is None or not _are_next(scene, members, chains) or not _fit(scene, members):
+            if behind is None or not _are_next(scene, members, places) or not _fit(scene, members):
                 continue
             own = [candidates[member.collective.node] for member in members]
             nodes = scene.sorted([*(node for one in own for node in one.nodes), *behind])
@@ -99,17 +101,14 @@ def _lie_alike(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 # --- its members ----------------------------------------------------------------------------------------------
-def _are_next(
-    scene: Scene, members: Sequence[ScatterChain], chains: Mapping[fx.Node, GatherChain | ScatterChain]
-) -> bool:
-    """True where no other chain stands between the members' collectives.
+def _are_next(scene: Scene, members: Sequence[ScatterChain], places: Sequence[int]) -> bool:
+    """True where no other chain stands between the members' collectives; `places` has where each stands.
 
     All wait for the last one. Those of many layers, which read what one encoder made, would keep all their operands
     until then.
     """
-    places = [scene.order[member.collective.node] for member in members]
-    others = (scene.order[anchor(chain)] for chain in chains.values() if chain not in members)
-    return not any(min(places) < place < max(places) for place in others)
+    first, last = (scene.order[member.collective.node] for member in (members[0], members[-1]))
+    return bisect_right(places, last) - bisect_left(places, first) == len(members)
 
 
 def _fit(scene: Scene, members: Sequence[ScatterChain]) -> bool:
