@@ -141,8 +141,7 @@ def _with_nothing_along(scene: Scene, candidate: Candidate) -> Candidate:
     chain = candidate.chain
     if not isinstance(chain, GatherChain) or chain.along is None:
         return candidate
-    flow = scene.flows[chain.along.gather.node]
-    assert isinstance(flow, Flow)
+    flow = scene.flow_of(chain.along.gather)
     views = tuple(node for node in chain.views if not flow.has(node))
     chain = replace(chain, along=None, views=views)
     return replace(candidate, chain=chain, nodes=scene.sorted([*chain.collective.nodes, *_members(chain)]))
@@ -299,18 +298,13 @@ def _gather_chain(scene: Scene, gather: Collective, flow: Flow, consumers: Seque
     lead, placement = max(consumers, key=lambda consumer: _preference(scene, consumer))
     chosen = [matmul for matmul, place in consumers if place == placement and _alike(matmul, lead)]
     fused = set(nodes_of(chosen))
-    views = _between(flow, (matmul.a for matmul in chosen)) - set(gather.results)
+    views = _views_between(scene, gather, (matmul.a for matmul in chosen))
     scale, scale_placement = _scale_gather(scene, gather, placement, chosen) or (None, None)
     if scale is not None:
-        scale_flow, options = scene.flows[scale.node], chosen[0].scaled
-        assert isinstance(scale_flow, Flow)
-        assert options is not None
-        views |= _between(scale_flow, [options.a_scale]) - set(scale.results)
+        views |= _views_between(scene, scale, (matmul.scaled.a_scale for matmul in chosen if matmul.scaled is not None))
     along = None if scale is not None else _along(scene, gather, placement, chosen)
     if along is not None:
-        along_flow = scene.flows[along.gather.node]
-        assert isinstance(along_flow, Flow)
-        views |= _between(along_flow, [along.end]) - set(along.gather.results)
+        views |= _views_between(scene, along.gather, [along.end])
     assert gather.input is not None
     return GatherChain(
         collective=gather,
@@ -354,6 +348,11 @@ def _between(flow: Flow, ends: Iterable[fx.Node]) -> set[fx.Node]:
     return reachable(ends, where=flow.has)
 
 
+def _views_between(scene: Scene, gather: Collective, ends: Iterable[fx.Node]) -> set[fx.Node]:
+    """The views of a gather's result on the way to `ends`, these included."""
+    return _between(scene.flow_of(gather), ends) - set(gather.results)
+
+
 def _used_elsewhere(flow: Flow, fused: set[fx.Node]) -> bool:
     """True when something besides the fused matmuls uses the gathered tensor or a view of it."""
     followed = set(flow.maps) | set(flow.pieces)
@@ -365,19 +364,16 @@ def _scale_gather(
 ) -> tuple[Collective, GatherPlacement] | None:
     """The gather that brings the scales of the same shard, of rows or blocks, if these matmuls are all that use it."""
     scaled = matmuls[0].scaled
-    if scaled is None or placement.axis != "rows":
+    scale = None if scaled is None else scene.gather_of.get(scaled.a_scale)
+    if scaled is None or scale is None or scale is gather or placement.axis != "rows":
         return None
-    users = set(nodes_of(matmuls))
-    for other in scene.collectives:
-        flow = scene.flows.get(other.node)
-        if other.node is gather.node or not isinstance(flow, Flow) or scaled.a_scale not in flow.maps:
-            continue
-        if (other.group_key, other.group_size) != (gather.group_key, gather.group_size):
-            continue
-        rows = _scales_rows(scene, other, flow.maps[scaled.a_scale], placement, scaled)
-        if rows is not None and not _used_elsewhere(flow, users):
-            return other, rows
-    return None
+    flow = scene.flow_of(scale)
+    if (scale.group_key, scale.group_size) != (gather.group_key, gather.group_size):
+        return None
+    if _used_elsewhere(flow, set(nodes_of(matmuls))):
+        return None
+    rows = _scales_rows(scene, scale, flow.maps[scaled.a_scale], placement, scaled)
+    return None if rows is None else (scale, rows)
 
 
 def _scales_rows(

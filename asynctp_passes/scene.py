@@ -57,6 +57,18 @@ class Scene:
             return seed
         return follow(self.sorted(views_of([gather.node])), {gather.node: seed}, self.sizes)
 
+    def flow_of(self, gather: Collective) -> Flow:
+        """The index maps from a gather's result on, where there are such."""
+        flow = self.flows[gather.node]
+        assert isinstance(flow, Flow)
+        return flow
+
+    @functools.cached_property
+    def gather_of(self) -> dict[fx.Node, Collective]:
+        """The gather whose result a node is a view of."""
+        flows = ((gather, self.flows.get(gather.node)) for gather in self.collectives)
+        return {node: gather for gather, flow in flows if isinstance(flow, Flow) for node in flow.maps}
+
     @functools.cached_property
     def ways_down(self) -> near.Ways:
         """Ways to matmuls as left operands."""
