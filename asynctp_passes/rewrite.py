@@ -10,7 +10,6 @@ bundle    (x → all_reduce → wait)+                      becomes   x+ → cat
 
 from __future__ import annotations
 
-import heapq
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -49,6 +48,7 @@ from asynctp_passes.fxview import (
     op_name,
     reachable,
     segments,
+    steps_of,
     value_of,
 )
 from asynctp_passes.read import added_matrix, is_matmul, is_only_awaited, waits_for_several
@@ -758,18 +758,7 @@ def _restore_order(graph: fx.Graph, segment: dict[fx.Node, int], early: Sequence
     if all(position[source] < position[node] for node in position for source in node.all_input_nodes):
         return
     wanted = _wanted_places(position, early)
-    waiting = {node: len(node.all_input_nodes) for node in position}
-    ready = [(segment[node], wanted[node], position[node]) for node, count in waiting.items() if not count]
-    by_position, order = list(position), []
-    heapq.heapify(ready)
-    while ready:
-        node = by_position[heapq.heappop(ready)[-1]]
-        order.append(node)
-        for user in node.users:
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, (segment[user], wanted[user], position[user]))
-    _arrange(order)
+    _arrange([node for (node,) in steps_of(graph, {}, {}, lambda node: (segment[node], wanted[node]))])
 
 
 def _wanted_places(position: dict[fx.Node, int], early: Sequence[fx.Node]) -> dict[fx.Node, int]:
