@@ -262,11 +262,7 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
             out = build.call(_aten.add.Tensor, build.now(added), out, like=matmul.node, before=matmul.node)
         build.replace(matmul.node, out)
     if chain.saved:
-        full = build.call(operator.getitem, op, len(chain.matmuls))
-        if chain.hoist is None:
-            _return_gathered(build, chain, full)
-        else:
-            _return_operand(build, chain, chain.hoist, full)
+        _return_gathered(build, chain, build.call(operator.getitem, op, len(chain.matmuls)))
     along = build.call(operator.getitem, op, len(chain.matmuls) + chain.saved) if _takes_along(chain) else None
     if chain.along is not None and along is not None:
         build.replace(chain.along.end, build.reshape(along, build.shape(chain.along.end)))
@@ -414,12 +410,6 @@ def _arranged(build: _Builder, source: fx.Node, part: Part, like: fx.Node) -> fx
     return build.contiguous(arranged) if whole.is_contiguous() else arranged
 
 
-def _return_operand(build: _Builder, chain: GatherChain, hoist: Hoist, full: fx.Node) -> None:
-    """Give the gathered operand to its users besides the matmuls."""
-    assert hoist.returned is not None
-    build.replace(hoist.returned, build.reshape(full, build.shape(hoist.returned)), unless=nodes_of(chain.matmuls))
-
-
 def _start_apart(build: _Builder, chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     """Start to gather the small tensors on their own, before the fused op; equal ones once."""
     hoist = chain.hoist
@@ -486,7 +476,8 @@ def _return_gathered(build: _Builder, chain: GatherChain, full: fx.Node) -> None
     Users of the matmuls' one operand take the returned tensor as it is, reshaped. When there are others, the
     collective's own result is rebuilt from it and the views stay, so that the same tensors share memory as before.
     """
-    operand, results = _only_operand(chain), chain.collective.results
+    operand = _only_operand(chain) if chain.hoist is None else chain.hoist.returned
+    results = chain.collective.results
     if operand is not None:
         build.replace(operand, build.reshape(full, build.shape(operand)), unless=nodes_of(chain.matmuls))
         return
