@@ -32,6 +32,7 @@ from asynctp_passes.chain import (
     Part,
     ScaledOptions,
     ScatterChain,
+    Term,
     anchor,
     nodes_of,
 )
@@ -53,7 +54,7 @@ from asynctp_passes.fxview import (
 )
 from asynctp_passes.read import added_matrix, is_matmul, is_only_awaited, waits_for_several
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, divided, product, same
-from asynctp_passes.views import followed, is_conversion, is_sum, is_view, views_of
+from asynctp_passes.views import followed, is_conversion, is_sum, is_view, size_readers, views_of
 
 __all__ = ["rewrite", "store"]
 
@@ -268,7 +269,7 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
         build.replace(chain.along.end, build.reshape(along, build.shape(chain.along.end)))
     if chain.hoist is not None:
         _finish_apart(build, chain.hoist, apart, along)
-    _read_sizes_elsewhere(build, followed(chain))
+    _read_sizes_elsewhere(build, chain)
     return op
 
 
@@ -517,7 +518,7 @@ def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) ->
 def _emit_reduction(build: _Builder, chain: ScatterChain) -> fx.Node:
     place = chain.placement
     op = _emit_all_reduce(build, chain) if place is None else _emit_scatter(build, chain, place)
-    _read_sizes_elsewhere(build, [*chain.views, *nodes_of(chain.matmuls)])
+    _read_sizes_elsewhere(build, chain)
     return op
 
 
@@ -573,13 +574,9 @@ def _left(build: _Builder, matmul: Matmul) -> fx.Node:
     return build.now(matmul.a) if matmul.scaled is not None else _times(build, build.now(matmul.a), matmul)
 
 
-def _times(build: _Builder, node: fx.Node, matmul: Matmul) -> fx.Node:
+def _times(build: _Builder, node: fx.Node, term: Matmul | Term) -> fx.Node:
     """A node as many times as a term counts."""
-    return _multiplied(build, node, matmul.factor, like=matmul.node)
-
-
-def _multiplied(build: _Builder, node: fx.Node, factor: float, like: fx.Node) -> fx.Node:
-    return node if factor == 1 else build.call(_aten.mul.Tensor, node, factor, like=like)
+    return node if term.factor == 1 else build.call(_aten.mul.Tensor, node, term.factor, like=term.node)
 
 
 def _added(build: _Builder, chain: ScatterChain, shape: Sequence[Size]) -> fx.Node | None:
@@ -589,7 +586,7 @@ def _added(build: _Builder, chain: ScatterChain, shape: Sequence[Size]) -> fx.No
         node = build.reshape(build.now(term.node), shape)
         if chain.sum_dtype not in (None, value_of(node).dtype):
             node = build.call(torch.ops.prims.convert_element_type.default, node, chain.sum_dtype, like=term.node)
-        node = _multiplied(build, node, term.factor, like=term.node)
+        node = _times(build, node, term)
         total = node if total is None else build.call(_aten.add.Tensor, total, node, like=term.node)
     return total
 
@@ -671,14 +668,13 @@ def _like_first(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 # --- tidying up --------------------------------------------------------------------------------------------
-def _read_sizes_elsewhere(build: _Builder, nodes: Iterable[fx.Node]) -> None:
+def _read_sizes_elsewhere(build: _Builder, chain: GatherChain | ScatterChain) -> None:
     """Read sizes of vanishing tensors off the chain's inputs instead, so that nothing keeps them alive."""
-    for node in nodes:
-        for user in [user for user in node.users if is_size(user)]:
-            size = build.size(build.sizes.read(user))
-            for reader in list(user.users):
-                reader.args = _with(reader.args, user, size)
-                reader.kwargs = _with(reader.kwargs, user, size)
+    for node in size_readers(chain):
+        size = build.size(build.sizes.read(node))
+        for reader in list(node.users):
+            reader.args = _with(reader.args, node, size)
+            reader.kwargs = _with(reader.kwargs, node, size)
 
 
 def _with(args: Any, old: fx.Node, new: int | fx.Node) -> Any:
