@@ -30,6 +30,7 @@ __all__ = [
     "Step",
     "Term",
     "anchor",
+    "collectives_of",
     "nodes_of",
 ]
 
@@ -310,6 +311,11 @@ class ScatterChain:
 def anchor(chain: GatherChain | ScatterChain) -> fx.Node:
     """The node of a chain in whose place the fused op is put."""
     return chain.matmuls[0].node if isinstance(chain, GatherChain) else chain.collective.node
+
+
+def collectives_of(chain: GatherChain | ScatterChain) -> tuple[Collective, ...]:
+    """The collectives that a chain's fused op stands for."""
+    return (chain.collective, *chain.joined)
 
 
 @dataclass(frozen=True)

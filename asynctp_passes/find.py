@@ -31,6 +31,7 @@ from asynctp_passes.chain import (
     ScaledOptions,
     ScatterChain,
     Term,
+    collectives_of,
     nodes_of,
 )
 from asynctp_passes.epilogue import scalings
@@ -472,9 +473,9 @@ def _members(chain: GatherChain) -> list[fx.Node]:
 
     Not a wait for several tensors, which other chains may need too: its items count as what they are.
     """
-    joined = [node for gather in chain.joined for node in gather.results]
+    results = [node for gather in collectives_of(chain) for node in gather.results]
     views = (node for node in chain.views if not waits_for_several(node))
-    return [*chain.collective.results, *joined, *views, *nodes_of(chain.matmuls)]
+    return [*results, *views, *nodes_of(chain.matmuls)]
 
 
 def _near_gather(scene: Scene, gather: Collective, flow: Flow, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:

@@ -34,6 +34,7 @@ from asynctp_passes.chain import (
     ScatterChain,
     Term,
     anchor,
+    collectives_of,
     nodes_of,
 )
 from asynctp_passes.fxview import (
@@ -86,8 +87,8 @@ def rewrite(
     hoisted: list[tuple[GatherChain, fx.Node]] = []
     fused: dict[fx.Node, fx.Node] = {}
     for chain in chains:
-        build, joint_waits = _Builder(graph, sizes, chain, moved), _joint_waits(chain)
-        old = _old_nodes(chain) | joint_waits
+        build, shared = _Builder(graph, sizes, chain, moved, anchor(chain)), _shared(chain)
+        old = {*_old_nodes(chain), *shared}
         op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_reduction(build, chain)
         op.meta["asynctp_collective"] = chain.collective.node.name
         fused |= dict.fromkeys([chain.collective.node, *(matmul.node for matmul in chain.matmuls)], op)
@@ -98,17 +99,13 @@ def rewrite(
         if isinstance(chain, ScatterChain):
             old.update(node for node in build.made if node is not op)  # shapes of terms that went into a sum
         _erase_unused(graph, old)
-        for wait in joint_waits & old:
-            _shrink(wait)
-        _erase_unused(graph, old)
-        for collective in _collectives(chain):
-            if collective.call is not None and collective.call.users:
-                _shrink(collective.call)
-        _erase_unused(graph, old)
+        for node in shared:
+            if node in old:
+                _shrink(node)
+                _erase_unused(graph, old)
     early: list[fx.Node] = []
     for bundle in bundles:
-        build = _Builder(graph, sizes, bundle, moved)
-        build.anchor = fused.get(bundle.place, bundle.place)
+        build = _Builder(graph, sizes, bundle, moved, fused.get(bundle.place, bundle.place))
         early.append(_emit_bundle(build, bundle))
         segment.update((node, segment[build.anchor]) for node in build.made)
         _erase_unused(graph, {node for member in bundle.members for node in member.results})
@@ -149,13 +146,18 @@ class _Builder:
     """
 
     def __init__(
-        self, graph: fx.Graph, sizes: Sizes, chain: GatherChain | ScatterChain | Bundle, moved: dict[fx.Node, fx.Node]
+        self,
+        graph: fx.Graph,
+        sizes: Sizes,
+        chain: GatherChain | ScatterChain | Bundle,
+        moved: dict[fx.Node, fx.Node],
+        anchor: fx.Node,
     ) -> None:
         self.graph = graph
         self.moved = moved
         self.sizes = sizes
         self.collective = chain.collective
-        self.anchor = chain.place if isinstance(chain, Bundle) else anchor(chain)
+        self.anchor = anchor
         self.made: list[fx.Node] = []
         self.late: list[fx.Node] = []
         self._sources = sizes.sources([self.now(node) for node in chain.inputs])
@@ -561,7 +563,7 @@ def _give_result(build: _Builder, chain: ScatterChain, out: fx.Node) -> None:
 
     Where it is the sum of several results, each gives way to it, and so does each addition behind them.
     """
-    for collective in _collectives(chain):
+    for collective in collectives_of(chain):
         for node in collective.results:
             build.replace(node, out, unless=collective.waits)
     for node in chain.behind:
@@ -682,16 +684,12 @@ def _with(args: Any, old: fx.Node, new: int | fx.Node) -> Any:
     return fx.map_arg(args, lambda node: new if node is old else node)
 
 
-def _collectives(chain: GatherChain | ScatterChain) -> list[Collective]:
-    """The collective of a chain, and those that join it."""
-    return [chain.collective, *chain.joined]
-
-
-def _joint_waits(chain: GatherChain | ScatterChain) -> set[fx.Node]:
-    """What waits for results of a chain's collectives together with other tensors."""
-    waits = (wait for collective in _collectives(chain) for wait in collective.waits)
-    joint = {node for wait in waits for node in wait.all_input_nodes if waits_for_several(node)}
-    return {node for node in joint if all(op_name(user) == "getitem" for user in node.users)}
+def _shared(chain: GatherChain | ScatterChain) -> list[fx.Node]:
+    """What waits for results of a chain's collectives together with other tensors, then what communicates these so."""
+    waits = [wait for collective in collectives_of(chain) for wait in collective.waits]
+    joint = dict.fromkeys(node for wait in waits for node in wait.all_input_nodes if waits_for_several(node))
+    calls = dict.fromkeys(one.call for one in collectives_of(chain) if one.call is not None)
+    return [*(node for node in joint if all(op_name(user) == "getitem" for user in node.users)), *calls]
 
 
 def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
@@ -701,7 +699,7 @@ def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
     """
     views = followed(chain) if isinstance(chain, GatherChain) else [*chain.views, *chain.behind]
     nodes = {*views, *(node for matmul in chain.matmuls for node in (*matmul.nodes, *_views_above(matmul)))}
-    for collective in _collectives(chain):
+    for collective in collectives_of(chain):
         nodes.update(collective.nodes, () if collective.call is None else collective.call.users)
     inside = [node for matmul in chain.matmuls for node in matmul.epilogue]
     nodes |= {node for step in inside for node in step.all_input_nodes if op_name(node) and not node.all_input_nodes}

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, reasons
-from asynctp_passes.chain import GatherChain, ScatterChain, nodes_of
+from asynctp_passes.chain import GatherChain, ScatterChain, collectives_of, nodes_of
 from asynctp_passes.fxview import Sizes, arguments, is_size, op_name, reachable, tensor_of
 from asynctp_passes.read import added_matrix
 from asynctp_passes.reasons import Refusal
@@ -274,9 +274,8 @@ def views_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 def followed(chain: GatherChain) -> list[fx.Node]:
     """The collectives' results, what is computed from them, and every view of them, used or not."""
-    computed = () if chain.hoist is None else chain.hoist.inside
-    joined = [node for gather in chain.joined for node in gather.results]
-    return views_of([*chain.collective.results, *joined, *computed])
+    results = [node for gather in collectives_of(chain) for node in gather.results]
+    return views_of([*results, *(() if chain.hoist is None else chain.hoist.inside)])
 
 
 def size_readers(chain: GatherChain | ScatterChain) -> list[fx.Node]:
