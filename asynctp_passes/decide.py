@@ -67,12 +67,7 @@ def decide(candidates: Sequence[Candidate], context: Context) -> list[Decision]:
     """
     groups = frozenset(one.collective.group_key for one in candidates if is_tensor_parallel(one))
     context = replace(context, tensor_parallel=groups)
-    verdicts = [_verdict(candidate, context) for candidate in candidates]
-    of_node = {candidate.collective.node: refusal for candidate, refusal in zip(candidates, verdicts, strict=True)}
-    return [
-        Decision(candidate, refusal if candidate.joins is None else of_node[candidate.joins.collective.node])
-        for candidate, refusal in zip(candidates, verdicts, strict=True)
-    ]
+    return [Decision(candidate, _verdict(candidate.joins or candidate, context)) for candidate in candidates]
 
 
 def _verdict(candidate: Candidate, context: Context) -> Refusal | None:
