@@ -531,8 +531,7 @@ def _only_scales(scalings: Container[fx.Node], node: fx.Node) -> bool:
         if step in scalings:
             continue
         users = [user for user in step.users if not is_size(user)]
-        reduces = op_name(step).rsplit(".", 1)[0] in near.REDUCTIONS
-        if not users or len(step.all_input_nodes) != 1 or reduces or not near.transparent(step):
+        if not users or len(step.all_input_nodes) != 1 or near.reduces(step) or not near.transparent(step):
             return False
         stack += users
     return True

@@ -14,10 +14,9 @@ from torch import fx
 
 from asynctp_passes.fxview import is_pointwise, op_name, tensor_of
 from asynctp_passes.read import called_name, is_matmul
-from asynctp_passes.views import is_view
+from asynctp_passes.views import CASTS, is_view
 
 __all__ = [
-    "REDUCTIONS",
     "Ways",
     "any_operand",
     "names",
@@ -28,8 +27,8 @@ __all__ = [
     "ways_to_matmuls",
 ]
 
-REDUCTIONS = {f"aten.{name}" for name in ("amax", "amin", "max", "min", "sum", "mean", "var_mean", "var")}
-REDUCTIONS |= {"aten.norm", "aten.linalg_vector_norm"}
+_REDUCTIONS = {f"aten.{name}" for name in ("amax", "amin", "max", "min", "sum", "mean", "var_mean", "var")}
+_REDUCTIONS |= {"aten.norm", "aten.linalg_vector_norm"}
 _WORDS = "norm|softmax|dropout|quant|quantize|silu|gelu|glu|geglu|swiglu"
 _ROWWISE_WORDS = re.compile(rf"(?:^|_)(?:layer|rms)?({_WORDS})(?=_|$)")
 
@@ -46,7 +45,7 @@ def _rowwise_words(node: fx.Node) -> list[str]:
 
 def reduces(node: fx.Node) -> bool:
     """True for sums, means, maxima and the like."""
-    return op_name(node).rsplit(".", 1)[0] in REDUCTIONS
+    return op_name(node).rsplit(".", 1)[0] in _REDUCTIONS
 
 
 Ways = dict[fx.Node, tuple[int, fx.Node]]
@@ -90,8 +89,7 @@ def any_operand(matmul: fx.Node, before: fx.Node) -> bool:
 def quantizes(node: fx.Node) -> bool:
     """True for a cast to fp8, and for an op of the program's own that is called so."""
     value = tensor_of(node)
-    casts = op_name(node).startswith(("prims.convert_element_type", "aten._to_copy", "aten.to."))
-    if casts:
+    if op_name(node) in CASTS:
         return value is not None and value.dtype.itemsize == 1 and value.dtype.is_floating_point
     return any(word.startswith("quant") for word in _rowwise_words(node))
 

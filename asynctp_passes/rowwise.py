@@ -199,7 +199,6 @@ class Region:
 
     # --- the rules: where the ranks are in the result of an op, or why no rank can compute its part ---
     def _computed(self, node: fx.Node) -> _Place | Refusal:
-        name = op_name(node)
         if "val" not in node.meta:
             return Refusal(reasons.SHAPE_UNKNOWN, "no tensor")
         if not compat.is_op(node.target) or mutates(node):
@@ -208,9 +207,9 @@ class Region:
             return Refusal(reasons.RANDOM_BETWEEN, "every rank would draw other numbers")
         if tensor_of(node) is None:
             return Refusal(reasons.COMPUTED_BETWEEN, "not an operation that returns one tensor")
-        if is_pointwise(node) or name in CASTS:
+        if is_pointwise(node) or op_name(node) in CASTS:
             return self._pointwise(node)
-        if name.rsplit(".", 1)[0] in near.REDUCTIONS:
+        if near.reduces(node):
             return self._reduced(node)
         return Refusal(reasons.COMPUTED_BETWEEN, "neither a view nor a row-wise operation")
 

@@ -107,10 +107,10 @@ class _Call:
         tensor = tensor_of(self.node)
         return None if tensor is None else self.sizes.of(tensor)
 
-    def axis(self, name: str = "dim", extra: int = 0) -> int:
+    def axis(self, name: str = "dim") -> int:
         """A dimension argument, counted from the front."""
         axis: int = self.values[name]
-        return axis % (len(self.source.dims) + extra) if axis < 0 else axis
+        return axis % len(self.source.dims)
 
 
 def follow(nodes: Iterable[fx.Node], seeds: Mapping[fx.Node, IndexMap], sizes: Sizes, *, sums: bool = False) -> Flow:
