@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, 
 from asynctp_passes.config import Config
 from asynctp_passes.cost import cost_of, hoist_pays
 from asynctp_passes.fxview import Sizes, describe, express, mutates, tensor_of
-from asynctp_passes.read import identical, is_matmul, misfit
+from asynctp_passes.read import are_one, identical, is_matmul, misfit
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, Size
 from asynctp_passes.views import size_readers
@@ -336,10 +336,6 @@ def _scales_match(matmul: Matmul, scaled: ScaledOptions) -> bool:
     if scaled.blocks is not None:  # their shapes have been read already
         return out.dim() == 2
     rows = tuple(a_scale.shape[:1]) if out.dim() == 2 and a_scale.dim() <= 2 else ()
-    a_fits = _are_one(a_scale.shape) or (any(identical(m, out.shape[0]) for m in rows) and _are_one(a_scale.shape[1:]))
-    columns = [size for size in b_scale.shape if not _are_one((size,))]
+    a_fits = are_one(a_scale.shape) or (any(identical(m, out.shape[0]) for m in rows) and are_one(a_scale.shape[1:]))
+    columns = [size for size in b_scale.shape if not identical(size, 1)]
     return a_fits and (not columns or (len(columns) == 1 and identical(columns[0], out.shape[-1])))
-
-
-def _are_one(sizes: Iterable[object]) -> bool:
-    return all(isinstance(size, int) and size == 1 for size in sizes)

@@ -22,7 +22,7 @@ from torch import fx
 from asynctp_passes import reasons
 from asynctp_passes.chain import Matmul, ScaledOptions
 from asynctp_passes.fxview import arguments, is_size, mutates, op_name, tensor_of, value_of
-from asynctp_passes.read import identical, is_matmul, read_matmul, read_term
+from asynctp_passes.read import are_one, identical, is_matmul, read_matmul, read_term
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.views import CASTS, is_view, scaling_of, views_of, widens
 
@@ -118,7 +118,7 @@ def _broadcast(factor: fx.Node, node: fx.Node) -> bool:
         return False
     missing = out.dim() - value.dim()
     sizes = zip(value.shape, out.shape[missing:], strict=True)
-    return missing > 0 or any(_is_literal(own, 1) and not _is_literal(size, 1) for own, size in sizes)
+    return missing > 0 or any(identical(own, 1) and not identical(size, 1) for own, size in sizes)
 
 
 def _is_outer(factor: fx.Node, node: fx.Node) -> bool:
@@ -151,7 +151,7 @@ def _not_plain(matmul: Matmul, scaled: ScaledOptions) -> Refusal | None:
 def _is_one(node: fx.Node) -> bool:
     """True for one fp32 number that is made as 1 in this graph, and that nothing here changes in place."""
     name, value = op_name(node), tensor_of(node)
-    if name not in _CONSTANTS or value is None or value.dtype != torch.float32 or not _is_number(value):
+    if name not in _CONSTANTS or value is None or value.dtype != torch.float32 or not are_one(value.shape):
         return False
     argument = _CONSTANTS[name]
     number = 1 if argument is None else arguments(node)[argument]
@@ -218,13 +218,13 @@ def _kind(node: object, product: fx.Node) -> Kind | None:
     value, out = tensor_of(node), tensor_of(product)
     if value is None or out is None or value.dtype != torch.float32 or value.device != out.device:
         return None
-    if _is_number(value):
+    if are_one(value.shape):
         return "number"
     if value.dim() != 2:
         return None
-    if _is_literal(value.shape[1], 1) and identical(value.shape[0], out.shape[0]):
+    if identical(value.shape[1], 1) and identical(value.shape[0], out.shape[0]):
         return "row"
-    if _is_literal(value.shape[0], 1) and identical(value.shape[1], out.shape[1]):
+    if identical(value.shape[0], 1) and identical(value.shape[1], out.shape[1]):
         return "column"
     return None
 
@@ -240,14 +240,6 @@ def _assigned(factors: Sequence[tuple[Kind, fx.Node]], scaled: ScaledOptions) ->
     a_scale = rows[0] if rows else numbers.pop(0) if numbers else scaled.a_scale
     b_scale = columns[0] if columns else numbers.pop(0) if numbers else scaled.b_scale
     return a_scale, b_scale
-
-
-def _is_number(value: torch.Tensor) -> bool:
-    return all(_is_literal(size, 1) for size in value.shape)
-
-
-def _is_literal(size: object, number: int) -> bool:
-    return isinstance(size, int) and size == number
 
 
 def _shape(node: fx.Node) -> list[object]:

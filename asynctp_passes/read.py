@@ -24,6 +24,7 @@ from asynctp_passes.shapes import Size, product, same
 __all__ = [
     "added_behind",
     "added_matrix",
+    "are_one",
     "awaited_item",
     "awaited_items",
     "called_name",
@@ -84,9 +85,7 @@ def contracts_rows(matmul: fx.Node) -> bool:
 def _is_transposed(value: torch.Tensor) -> bool:
     """True when the last but one dimension is the contiguous one. Sizes of 1 say nothing; symbols are not asked."""
     sizes, (outer, inner) = value.shape[-2:], value.stride()[-2:]
-    if any(isinstance(size, int) and size == 1 for size in sizes):
-        return False
-    return isinstance(outer, int) and outer == 1 and not (isinstance(inner, int) and inner == 1)
+    return identical(outer, 1) and not any(identical(one, 1) for one in (inner, *sizes))
 
 
 # --- collectives ----------------------------------------------------------------------------------------------
@@ -329,7 +328,7 @@ _SAME_MATRICES = {"aten.expand.default", "aten.view.default", "aten.reshape.defa
 def _one_matrix(node: fx.Node, transposed: bool) -> tuple[fx.Node | None, bool]:
     """The one matrix that all matrices of a right operand are, and whether it is transposed; None if they differ."""
     while (value := tensor_of(node)) is not None and value.dim() >= 2:
-        if all(isinstance(size, int) and size == 1 for size in value.shape[:-2]):
+        if are_one(value.shape[:-2]):
             return node, transposed
         source = tensor_of(node.args[0]) if node.args else None
         if source is None or source.dim() < 2:
@@ -408,8 +407,7 @@ def read_term(node: fx.Node) -> Matmul | Refusal:
 
 def _is_row(bias: torch.Tensor, out: torch.Tensor) -> bool:
     """True for a bias [N], [1, N], ... of an output [..., N]."""
-    lines = all(isinstance(size, int) and size == 1 for size in bias.shape[:-1])
-    return bias.dim() >= 1 and lines and identical(bias.shape[-1], out.shape[-1])
+    return bias.dim() >= 1 and are_one(bias.shape[:-1]) and identical(bias.shape[-1], out.shape[-1])
 
 
 def identical(a: Any, b: Any) -> bool:
@@ -417,6 +415,11 @@ def identical(a: Any, b: Any) -> bool:
     if not (isinstance(a, int | torch.SymInt) and isinstance(b, int | torch.SymInt)):
         return False
     return same(*(compat.expression(size) if isinstance(size, torch.SymInt) else size for size in (a, b)))
+
+
+def are_one(sizes: Iterable[Any]) -> bool:
+    """True for sizes that are provably 1."""
+    return all(identical(size, 1) for size in sizes)
 
 
 def _differ(a: Any, b: Any) -> bool:
