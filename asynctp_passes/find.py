@@ -554,10 +554,8 @@ def _scatter(scene: Scene, scatter: Collective) -> Candidate:
     """A reduce-scatter or an all-reduce: a sum of matmuls, or why it is not seen as one."""
     region, leaves = _region(scene, scatter.input)
     products = scene.sorted(leaf for leaf in leaves if scene.product(leaf) is not None)
-    if scatter.kind == "all_reduce" and not products and any(map(near.reduces, _way_up(scene, scatter, leaves))):
-        refusal, weights = _made_elsewhere(scene, scatter, leaves), _is_vector(scatter.input)
-        return Candidate(scatter, None, (refusal,), scatter.nodes, weights=weights)
-    chain = _scatter_chain(scene, scatter, region, products) if products else _near_scatter(scene, scatter, leaves)
+    way = _way_up(scene, scatter, leaves)
+    chain = _scatter_chain(scene, scatter, region, products) if products else _near_scatter(scene, scatter, leaves, way)
     if isinstance(chain, Refusal):
         trimmed = chain.reason is reasons.PIECES_MISSING
         if trimmed and (pad := _padding(leaf for leaf in products if is_matmul(leaf))) is not None:
@@ -565,7 +563,6 @@ def _scatter(scene: Scene, scatter: Collective) -> Candidate:
         others = scene.sorted(leaves.difference(products))
         if chain.reason is reasons.SUM_HAS_OTHER_TERM and others:
             chain = Refusal(chain.reason, f"{chain.facts}; no matmul: {_callers(others)}")
-        way = _way_up(scene, scatter, leaves)
         shown = [*region, *products, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
         return Candidate(scatter, None, (chain,), scene.sorted(shown), weights=_reduces_weights(scene, scatter, shown))
     nodes = scene.sorted([*chain.views, *nodes_of(chain.matmuls), *scatter.nodes])
@@ -734,15 +731,11 @@ def _outside_users(scatter: Collective, inside: set[fx.Node]) -> str | None:
     return None
 
 
-def _near_scatter(scene: Scene, scatter: Collective, leaves: set[fx.Node]) -> Refusal:
-    """Why a reduction that no matmul feeds directly is not fused."""
-    way = _way_up(scene, scatter, leaves)
-    if way:
+def _near_scatter(scene: Scene, scatter: Collective, leaves: set[fx.Node], way: Sequence[fx.Node]) -> Refusal:
+    """Why a reduction that no matmul feeds is not fused. An all-reduce of statistics of products is no miss."""
+    statistics = scatter.kind == "all_reduce" and any(map(near.reduces, way))
+    if way and not statistics:
         return Refusal(reasons.COMPUTED_BETWEEN, near.names(way[::-1]))
-    return _made_elsewhere(scene, scatter, leaves)
-
-
-def _made_elsewhere(scene: Scene, scatter: Collective, leaves: Iterable[fx.Node]) -> Refusal:
     made = scene.sorted(leaves)
     return Refusal(_absent(made, "placeholder"), f"{scatter.node.name}: made by {_callers(made)}")
 
