@@ -112,7 +112,7 @@ def rewrite(
     _drop(graph, dropped)
     _restore_order(graph, segment, early)
     _delay(graph, late, segment)
-    _run_behind(graph, hidden, fused)
+    _run_behind(hidden, fused)
     flops = {node: cost.work_of(node) for node in graph.nodes if is_matmul(node)}
     flops |= {fused[chain.collective.node]: cost.cost_of(chain).work for chain in chains}
     used = live(graph)
@@ -461,16 +461,12 @@ def _come_after(build: _Builder, chain: GatherChain) -> set[fx.Node]:
         build.anchor.prepend(gather.node)
     for wait in waits:
         build.anchor.prepend(wait)
-    position = {node: index for index, node in enumerate(build.graph.nodes)}
-    found = {*waits, *build.late}
-    stack = list(found)
-    while stack:
-        for user in stack.pop().users:
-            cheap = near.transparent(user) and not is_random(user)
-            if user not in found and position[user] < position[build.anchor] and cheap:
-                found.add(user)
-                stack.append(user)
-    return found
+    late = {*waits, *build.late}
+
+    def comes_late(node: fx.Node) -> bool:
+        return node in late or (node < build.anchor and near.transparent(node) and not is_random(node))
+
+    return reachable(late, lambda node: node.users, comes_late)
 
 
 def _return_gathered(build: _Builder, chain: GatherChain, full: fx.Node) -> None:
@@ -813,10 +809,10 @@ def _run_beside(
         gather = chain.collective
         waits = [wait for wait in gather.waits if wait in segment]
         if waits and _leaves_sms(gather) and segment[gather.node] == segment[op]:
-            _move_behind(graph, [gather.node], op)
+            _move_behind([gather.node], op)
             products = _products_that_hide(gather, flops, segment)
             if products:
-                _move_behind(graph, waits, products[-1])
+                _move_behind(waits, products[-1])
 
 
 def _order_in_flight(
@@ -880,10 +876,15 @@ def _drop(graph: fx.Graph, unused: Sequence[Collective]) -> None:
     assert not left, f"{left} are used after all"
 
 
-def _move_behind(graph: fx.Graph, starts: Iterable[fx.Node], last: fx.Node) -> None:
+def _move_before(ends: Iterable[fx.Node], first: fx.Node) -> None:
+    """Move nodes, with all that they are computed from, in front of a node that needs none of them."""
+    for node in sorted(reachable(ends, where=lambda node: node > first)):
+        first.prepend(node)
+
+
+def _move_behind(starts: Iterable[fx.Node], last: fx.Node) -> None:
     """Move nodes, with all that is computed from them, behind a node that does not need them."""
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    for node in _reach(starts, lambda node: node.users, position, before=last)[::-1]:
+    for node in sorted(reachable(starts, lambda node: node.users, lambda node: node < last), reverse=True):
         last.append(node)
 
 
@@ -908,31 +909,14 @@ def _products_that_hide(
     return chosen
 
 
-def _run_behind(graph: fx.Graph, decisions: Sequence[Decision], fused: dict[fx.Node, fx.Node]) -> None:
+def _run_behind(decisions: Sequence[Decision], fused: dict[fx.Node, fx.Node]) -> None:
     """Start each collective before the first of its products, and wait for it behind the last.
 
     `hide` has seen to it that neither the products nor what they are fused with depend on it, or it on them.
     """
     for decision in decisions:
         collective = decision.candidate.collective
-        position = {node: index for index, node in enumerate(graph.nodes)}
-        products = sorted((fused.get(node, node) for node in decision.behind), key=position.__getitem__)
+        products = sorted(fused.get(node, node) for node in decision.behind)
         _leave_sms(collective)
-        for node in _reach([collective.node], lambda node: node.all_input_nodes, position, behind=products[0]):
-            products[0].prepend(node)
-        _move_behind(graph, collective.waits, products[-1])
-
-
-def _reach(
-    starts: Iterable[fx.Node],
-    step: Callable[[fx.Node], Iterable[fx.Node]],
-    position: dict[fx.Node, int],
-    *,
-    behind: fx.Node | None = None,
-    before: fx.Node | None = None,
-) -> list[fx.Node]:
-    """The nodes that `step` leads to, the starts included, as far as they stand behind or before one; in order."""
-    low = -1 if behind is None else position[behind]
-    high = len(position) if before is None else position[before]
-    found = reachable(starts, step, lambda node: low < position[node] < high)
-    return sorted(found, key=position.__getitem__)
+        _move_before([collective.node], products[0])
+        _move_behind(collective.waits, products[-1])
