@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 import operator
+from bisect import bisect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -84,7 +86,7 @@ def rewrite(
     segment = segments(graph)
     moved: dict[fx.Node, fx.Node] = {}
     late: set[fx.Node] = set()
-    hoisted: list[tuple[GatherChain, fx.Node]] = []
+    alone: list[_Alone] = []
     fused: dict[fx.Node, fx.Node] = {}
     for chain in chains:
         build, shared = _Builder(graph, sizes, chain, moved, anchor(chain)), _shared(chain)
@@ -95,7 +97,7 @@ def rewrite(
         segment.update((node, segment[build.anchor]) for node in build.made)
         if isinstance(chain, GatherChain) and chain.hoist is not None:
             late |= _come_after(build, chain)
-            hoisted.append((chain, op))
+            alone.append((chain.collective, op))
         if isinstance(chain, ScatterChain):
             old.update(node for node in build.made if node is not op)  # shapes of terms that went into a sum
         _erase_unused(graph, old)
@@ -117,10 +119,10 @@ def rewrite(
     flops |= {fused[chain.collective.node]: cost.cost_of(chain).work for chain in chains}
     used = live(graph)
     flops = {node: count for node, count in flops.items() if node in used}
-    _run_beside(graph, hoisted, flops)
-    flying: list[tuple[Collective, fx.Node | None]] = [(chain.collective, op) for chain, op in hoisted]
-    flying += [(decision.candidate.collective, None) for decision in hidden]
-    _wait_with_sources(graph, [collective for collective, _ in flying])
+    segment = segments(graph)  # moves stay inside of one
+    flying = _in_flight([*alone, *((decision.candidate.collective, None) for decision in hidden)], segment)
+    _run_beside(flying, flops, segment)
+    _wait_with_sources(flying, segment)
     # an op that is kept in order is wrapped in another: what it is called with is read before
     calls = {chain.collective.node.name: call_of(fused[chain.collective.node]) for chain in chains}
     compat.keep_order(graph, _order_in_flight(graph, flying, flops))
@@ -787,8 +789,8 @@ _IN_FLIGHT = {
 }
 
 
-def _leaves_sms(collective: Collective) -> bool:
-    return collective.node.target in _IN_FLIGHT.values()
+_Alone = tuple[Collective, fx.Node | None]
+"""A collective that no op takes in, and the fused op that it follows if it stays for other users beside that."""
 
 
 def _leave_sms(collective: Collective) -> None:
@@ -800,44 +802,40 @@ def _leave_sms(collective: Collective) -> None:
     node.meta.pop("eager_input_vals", None)  # those of torch's op: Inductor would lay out its inputs by them
 
 
-def _run_beside(
-    graph: fx.Graph, hoisted: Iterable[tuple[GatherChain, fx.Node]], flops: dict[fx.Node, int | None]
-) -> None:
+def _in_flight(alone: Iterable[_Alone], nodes: Container[fx.Node]) -> list[_Alone]:
+    """The collectives that leave the SMs to what runs beside them, with those of their waits that there still are."""
+    living = ((replace(one, waits=tuple(wait for wait in one.waits if wait in nodes)), op) for one, op in alone)
+    return [(one, op) for one, op in living if one.waits and one.node.target in _IN_FLIGHT.values()]
+
+
+def _run_beside(flying: Iterable[_Alone], flops: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]) -> None:
     """Move gathers that stay behind their fused op, and what waits for them behind as many products as hide them."""
-    segment = segments(graph)  # moves stay inside of one
-    for chain, op in hoisted:
-        gather = chain.collective
-        waits = [wait for wait in gather.waits if wait in segment]
-        if waits and _leaves_sms(gather) and segment[gather.node] == segment[op]:
+    for gather, op in flying:
+        if op is not None and segment[gather.node] == segment[op]:
             _move_behind([gather.node], op)
             products = _products_that_hide(gather, flops, segment)
             if products:
-                _move_behind(waits, products[-1])
+                _move_behind(gather.waits, products[-1])
 
 
 def _order_in_flight(
-    graph: fx.Graph, flying: Iterable[tuple[Collective, fx.Node | None]], products: Mapping[fx.Node, object]
+    graph: fx.Graph, flying: Iterable[_Alone], products: Mapping[fx.Node, object]
 ) -> dict[fx.Node, list[fx.Node]]:
     """What comes after what: a gather after its fused op, what runs beside it after its start, waits after products.
 
     Left to itself Inductor puts off the start, which needs memory, until something needs the result.
     """
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    stand = sorted(products, key=position.__getitem__)
-    calls = [node for node in position if node in products or _is_a_call(node)]
+    calls = [node for node in graph.nodes if node in products or _is_a_call(node)]
     ordered: dict[fx.Node, list[fx.Node]] = {}
     for gather, op in flying:
-        waits = [wait for wait in gather.waits if wait in position]
-        if not waits or not _leaves_sms(gather):
-            continue
-        start, end = position[gather.node], min(position[wait] for wait in waits)
-        if op is not None and position[op] < start:
-            ordered.setdefault(gather.node, []).append(op)
-        beside = [product for product in stand if start < position[product] < end]
-        for call in calls if beside else ():
-            if start < position[call] < end:
-                ordered.setdefault(call, []).append(gather.node)
-        for wait in waits if beside else ():
+        start, end = gather.node, min(gather.waits)
+        if op is not None and op < start:
+            ordered.setdefault(start, []).append(op)
+        between = calls[bisect(calls, start) : bisect(calls, end)]
+        beside = [call for call in between if call in products]
+        for call in between if beside else ():
+            ordered.setdefault(call, []).append(start)
+        for wait in gather.waits if beside else ():
             ordered.setdefault(wait, []).extend(beside)
     return ordered
 
@@ -848,16 +846,14 @@ def _is_a_call(node: fx.Node) -> bool:
     return "attention" in name or (name.startswith("_c10d_functional.") and "wait" not in name)
 
 
-def _wait_with_sources(graph: fx.Graph, flying: Iterable[Collective]) -> None:
+def _wait_with_sources(flying: Iterable[_Alone], segment: Mapping[fx.Node, int]) -> None:
     """Let each wait read what its collective reads: Inductor leaves that alone for so long, and no copy is needed.
 
     Not where something is mutated in between: it could be that.
     """
-    segment = segments(graph)
-    for collective in flying:
-        start, waits = collective.node, [wait for wait in collective.waits if wait in segment]
-        plain = all(wait.target is _c10d.wait_tensor.default and segment[wait] == segment[start] for wait in waits)
-        if waits and plain and _leaves_sms(collective):
+    for collective, _ in flying:
+        start, waits = collective.node, collective.waits
+        if all(wait.target is _c10d.wait_tensor.default and segment[wait] == segment[start] for wait in waits):
             start.kwargs = {"copy": False}
             for wait in waits:
                 wait.target, wait.args, wait.kwargs = torch.ops.asynctp.wait.default, (start, start.args[0]), {}
@@ -889,7 +885,7 @@ def _move_behind(starts: Iterable[fx.Node], last: fx.Node) -> None:
 
 
 def _products_that_hide(
-    gather: Collective, flops: dict[fx.Node, int | None], segment: dict[fx.Node, int]
+    gather: Collective, flops: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]
 ) -> list[fx.Node]:
     """The next products that do not need a gather, until they take as long as it does; a few at most.
 
