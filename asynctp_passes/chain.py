@@ -255,6 +255,20 @@ class GatherChain:
     hoist: Hoist | None = None
 
     @property
+    def whole_scale(self) -> fx.Node | None:
+        """The scales of which the fused op gathers the ranks' parts too: gathered ones, or computed from such data."""
+        if self.scale is not None:
+            return self.scale.node
+        return None if self.hoist is None else self.hoist.scale
+
+    @property
+    def whole_along(self) -> fx.Node | None:
+        """The numbers of which it gathers the ranks' parts too, to return them."""
+        if self.along is not None:
+            return self.along.gather.node
+        return None if self.hoist is None else self.hoist.along
+
+    @property
     def joined(self) -> tuple[Collective, ...]:
         """The gathers besides that of the data that the fused op stands for."""
         along = None if self.along is None else self.along.gather

@@ -268,7 +268,8 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
         build.replace(matmul.node, out)
     if chain.saved:
         _return_gathered(build, chain, build.call(operator.getitem, op, len(chain.matmuls)))
-    along = build.call(operator.getitem, op, len(chain.matmuls) + chain.saved) if _takes_along(chain) else None
+    last = len(chain.matmuls) + chain.saved
+    along = None if chain.whole_along is None else build.call(operator.getitem, op, last)
     if chain.along is not None and along is not None:
         build.replace(chain.along.end, build.reshape(along, build.shape(chain.along.end)))
     if chain.hoist is not None:
@@ -316,28 +317,18 @@ def _call_gather(
     scale = _gather_scale(build, chain, shard, gather_dim, parts)
     b_scales = [_column_scale(build, one) for one in scaled]
     options = (chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
-    along = [_along_part(build, chain, shard, parts)] if _takes_along(chain) else []
+    along = [] if chain.whole_along is None else [_along_part(build, chain, shard, parts[chain.whole_along])]
     return build.call(
         torch.ops.asynctp.all_gather_scaled_matmul.default,
         *(shard, scale, bs, b_scales, biases, gather_dim, *options, *ending, *along),
     )
 
 
-def _takes_along(chain: GatherChain) -> bool:
-    """True when numbers travel with the data that the fused op only returns."""
-    return chain.along is not None or (chain.hoist is not None and chain.hoist.along is not None)
-
-
-def _along_part(build: _Builder, chain: GatherChain, shard: fx.Node, parts: dict[fx.Node, fx.Node]) -> fx.Node:
+def _along_part(build: _Builder, chain: GatherChain, shard: fx.Node, part: fx.Node) -> fx.Node:
     """The numbers that travel along, one per row in the shard's own dimensions."""
     if chain.along is not None:
-        assert chain.along.gather.input is not None
-        travels = _rearranged(build, build.now(chain.along.gather.input), chain.along.placement.shard)
-    else:
-        assert chain.hoist is not None
-        assert chain.hoist.along is not None
-        travels = parts[chain.hoist.along]
-    return build.reshape(travels, [*build.shape(shard)[:-1], 1])
+        part = _rearranged(build, part, chain.along.placement.shard)
+    return build.reshape(part, [*build.shape(shard)[:-1], 1])
 
 
 def _right(build: _Builder, matmul: Matmul) -> fx.Node:
@@ -370,11 +361,9 @@ def _gather_scale(
     """The scale of A: one number, or per row or block in the shard's (or the gathered tensor's) own dimensions."""
     scaled, own = chain.matmuls[0].scaled, list(build.shape(shard))
     assert scaled is not None
-    if chain.scale_placement is not None:
-        own_scale = chain.scale.input if chain.scale is not None else None
-        travels = build.now(own_scale) if own_scale is not None else _scale_part(chain, parts)
-        travels = _rearranged(build, build.bitcast(travels, torch.float32), chain.scale_placement.shard)
-        return build.reshape(travels, _scales_of(own, scaled))
+    if chain.whole_scale is not None and chain.scale_placement is not None:
+        part = build.bitcast(parts[chain.whole_scale], torch.float32)
+        return build.reshape(_rearranged(build, part, chain.scale_placement.shard), _scales_of(own, scaled))
     if gather_dim < len(own) - 1:
         own[gather_dim] = own[gather_dim] * chain.collective.group_size
     return _row_scale(build, scaled, own)
@@ -386,16 +375,11 @@ def _scales_of(rows: Sequence[Size], scaled: ScaledOptions) -> list[Size]:
     return [*rows[:-2], divided(rows[-2], together), numbers]
 
 
-def _scale_part(chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> fx.Node:
-    assert chain.hoist is not None
-    assert chain.hoist.scale is not None
-    return parts[chain.hoist.scale]
-
-
 # --- gather side: what is computed on the shard -----------------------------------------------------------
 def _parts(build: _Builder, chain: GatherChain) -> dict[fx.Node, fx.Node]:
-    """This rank's parts of the gathered tensor and of what the hoisted ops compute from it, by the whole tensors."""
-    parts = {chain.collective.node: build.now(chain.shard)}
+    """This rank's parts of the gathered tensors and of what the hoisted ops compute from them, by the whole tensors."""
+    gathers = [(gather.node, gather.input) for gather in collectives_of(chain)]
+    parts = {whole: build.now(shard) for whole, shard in gathers if shard is not None}
     local: dict[fx.Node, fx.Node] = {}
     for step in () if chain.hoist is None else chain.hoist.steps:
         local |= {operand: build.now(operand) for operand in step.others}
