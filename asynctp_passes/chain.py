@@ -244,7 +244,6 @@ class GatherChain:
     """
 
     collective: Collective
-    shard: fx.Node
     matmuls: tuple[Matmul, ...]
     placement: GatherPlacement
     views: tuple[fx.Node, ...]
@@ -253,6 +252,12 @@ class GatherChain:
     scale_placement: GatherPlacement | None = None
     along: Along | None = None
     hoist: Hoist | None = None
+
+    @property
+    def shard(self) -> fx.Node:
+        """This rank's part of the gathered tensor."""
+        assert self.collective.input is not None, "only collectives of other kinds have no input"
+        return self.collective.input
 
     @property
     def whole_scale(self) -> fx.Node | None:

@@ -306,10 +306,8 @@ def _gather_chain(scene: Scene, gather: Collective, flow: Flow, consumers: Seque
     along = None if scale is not None else _along(scene, gather, placement, chosen)
     if along is not None:
         views |= _views_between(scene, along.gather, [along.end])
-    assert gather.input is not None
     return GatherChain(
         collective=gather,
-        shard=gather.input,
         matmuls=tuple(chosen),
         placement=placement,
         views=scene.sorted(views),

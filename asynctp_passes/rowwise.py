@@ -392,10 +392,8 @@ def chain_of(region: Region, products: Sequence[Product], lead: Product) -> Gath
     matmuls = tuple(one.matmul for one in chosen)
     hoist = _hoist(region, matmuls, _ends(region, lead.matmul), lead.placement)
     ends = [end for matmul in matmuls for end in _ends(region, matmul)] + [one.node for one in hoist.apart]
-    assert region.gather.input is not None
     return GatherChain(
         collective=region.gather,
-        shard=region.gather.input,
         matmuls=matmuls,
         placement=lead.placement,
         views=region.scene.sorted(_between(region, ends) - set(region.gather.results)),
