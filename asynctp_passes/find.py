@@ -52,7 +52,6 @@ from asynctp_passes.read import (
     awaited_items,
     called_name,
     contracts_rows,
-    feeds_left_operand,
     is_matmul,
     operands_that_are,
     read_term,
@@ -490,8 +489,7 @@ def _near_gather(scene: Scene, gather: Collective, flow: Flow, refused: Mapping[
             if _only_scales(scene.scalings, node):
                 scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
                 continue
-            way = near.path(scene.ways_down, node, source, feeds_left_operand)
-            if way is not None:
+            if way := scene.ways_down.path(node, source):
                 refusal = next((refused[step] for step in way if step in refused), flow.refused.get(node))
                 reached.append(_Miss(_on_the_way(way, refusal), (*_between(flow, [source]), *way)))
     return reached or scaled[:1] or [_Miss(_goes_elsewhere(scene, gather, flow))]
@@ -500,7 +498,7 @@ def _near_gather(scene: Scene, gather: Collective, flow: Flow, refused: Mapping[
 def _goes_elsewhere(scene: Scene, gather: Collective, flow: Flow) -> Refusal:
     """What a gathered tensor that no matmul takes is used by, or that it comes from a matmul."""
     assert gather.input is not None
-    way = near.path(scene.ways_up, gather.input, gather.node, near.any_operand)
+    way = scene.ways_up.path(gather.input, gather.node)
     if way and not any(map(near.reduces, way)):
         return Refusal(reasons.PRODUCT_GATHERED, near.names([*way[::-1], gather.node]))
     users = [user for user in scene.sorted(flow.all_users()) if not flow.has(user) and not is_size(user)]
@@ -740,8 +738,8 @@ def _near_scatter(scene: Scene, scatter: Collective, leaves: set[fx.Node], way: 
 
 def _way_up(scene: Scene, scatter: Collective, leaves: set[fx.Node]) -> list[fx.Node]:
     """The way from a leaf of the scattered sum up to a matmul; empty when there is none."""
-    ways = (near.path(scene.ways_up, leaf, scatter.node, near.any_operand) for leaf in scene.sorted(leaves))
-    return next((way for way in ways if way is not None), [])
+    ways = (scene.ways_up.path(leaf, scatter.node) for leaf in scene.sorted(leaves))
+    return next((way for way in ways if way), [])
 
 
 # --- the rest -------------------------------------------------------------------------------------------------
@@ -778,9 +776,9 @@ def _results_reach_matmul(scene: Scene, own: fx.Node) -> bool:
     written = own.all_input_nodes if mutates(own) or op_name(own).startswith("c10d.") else []
     later = [(source, user) for source in written for user in source.users if scene.order[user] > scene.order[own]]
     uses = [(result, user) for result in results for user in result.users] + later
-    return any(near.path(scene.ways_down, user, source, feeds_left_operand) for source, user in uses)
+    return any(scene.ways_down.path(user, source) for source, user in uses)
 
 
 def _inputs_reach_matmul(scene: Scene, own: fx.Node) -> bool:
     """True when a matmul leads to what an op reads."""
-    return any(near.path(scene.ways_up, source, own, near.any_operand) for source in own.all_input_nodes)
+    return any(scene.ways_up.path(source, own) for source in own.all_input_nodes)

@@ -18,13 +18,10 @@ from asynctp_passes.views import CASTS, is_view
 
 __all__ = [
     "Ways",
-    "any_operand",
     "names",
-    "path",
     "quantizes",
     "reduces",
     "transparent",
-    "ways_to_matmuls",
 ]
 
 _REDUCTIONS = {f"aten.{name}" for name in ("amax", "amin", "max", "min", "sum", "mean", "var_mean", "var")}
@@ -48,42 +45,43 @@ def reduces(node: fx.Node) -> bool:
     return op_name(node).rsplit(".", 1)[0] in _REDUCTIONS
 
 
-Ways = dict[fx.Node, tuple[int, fx.Node]]
-"""For nodes from which transparent ops lead to a matmul: how many steps away it is, and the next step."""
+class Ways:
+    """The shortest ways through transparent ops to matmuls.
 
+    Args:
+        nodes: The nodes of a graph, each after all that `step` leads to from it.
+        step: A node's users, or its inputs.
+        arrives: Whether a way ends at a matmul, where it comes from a node next to that.
+    """
 
-def ways_to_matmuls(
-    nodes: Iterable[fx.Node],
-    step: Callable[[fx.Node], Iterable[fx.Node]],
-    arrived: Callable[[fx.Node, fx.Node], bool],
-) -> Ways:
-    """The shortest ways by `step` to matmuls; `nodes` come after all that `step` leads to."""
-    ways: Ways = {}
-    for node in nodes:
-        if is_matmul(node) or not transparent(node):
-            continue
-        options = [(1, then) for then in step(node) if is_matmul(then) and arrived(then, node)]
-        options += [(ways[then][0] + 1, then) for then in step(node) if then in ways]
-        if options:
-            ways[node] = min(options, key=lambda option: option[0])
-    return ways
+    def __init__(
+        self,
+        nodes: Iterable[fx.Node],
+        step: Callable[[fx.Node], Iterable[fx.Node]],
+        arrives: Callable[[fx.Node, fx.Node], bool] = lambda matmul, before: True,
+    ) -> None:
+        self._arrives = arrives
+        self._next: dict[fx.Node, tuple[int, fx.Node]] = {}  # how many steps away a matmul is, and the first of them
+        for node in nodes:
+            if is_matmul(node) or not transparent(node):
+                continue
+            options = [(1, then) for then in step(node) if is_matmul(then) and arrives(then, node)]
+            options += [(self._next[then][0] + 1, then) for then in step(node) if then in self._next]
+            if options:
+                self._next[node] = min(options, key=lambda option: option[0])
 
+    def __contains__(self, node: fx.Node) -> bool:
+        """True for a node from which transparent ops, its own included, lead to a matmul."""
+        return node in self._next
 
-def path(
-    ways: Ways, start: fx.Node, before: fx.Node, arrived: Callable[[fx.Node, fx.Node], bool]
-) -> list[fx.Node] | None:
-    """A shortest path from `start`, reached from `before`, through transparent ops to a matmul; None without one."""
-    if is_matmul(start):
-        return [start] if arrived(start, before) else None
-    steps = [start]
-    while steps[-1] in ways:
-        steps.append(ways[steps[-1]][1])
-    return steps if start in ways else None
-
-
-def any_operand(matmul: fx.Node, before: fx.Node) -> bool:
-    """True: whichever operand `before` is."""
-    return True
+    def path(self, start: fx.Node, before: fx.Node) -> list[fx.Node]:
+        """A shortest path from `start`, reached from `before`, to a matmul; empty without one."""
+        if is_matmul(start):
+            return [start] if self._arrives(start, before) else []
+        steps = [start]
+        while steps[-1] in self:
+            steps.append(self._next[steps[-1]][1])
+        return steps if start in self else []
 
 
 def quantizes(node: fx.Node) -> bool:

@@ -72,12 +72,12 @@ class Scene:
     @functools.cached_property
     def ways_down(self) -> near.Ways:
         """Ways to matmuls as left operands."""
-        return near.ways_to_matmuls(reversed(self.nodes), lambda node: node.users, feeds_left_operand)
+        return near.Ways(reversed(self.nodes), lambda node: node.users, feeds_left_operand)
 
     @functools.cached_property
     def ways_up(self) -> near.Ways:
         """Ways back to matmuls."""
-        return near.ways_to_matmuls(self.nodes, lambda node: node.all_input_nodes, near.any_operand)
+        return near.Ways(self.nodes, lambda node: node.all_input_nodes)
 
     @functools.cached_property
     def segments(self) -> dict[fx.Node, int]:
