@@ -438,13 +438,13 @@ def _find_ranks(view: IndexMap, block: Size, ranks: int, outer: Size) -> tuple[l
     """The dimensions of a complete view, with the digit that counts the ranks as `dims[axis][place]`."""
     dims = [_split_at(_split_at(dim, block), block * ranks) for dim in view.dims]
     every = tuple(digit for dim in dims for digit in dim)
-    complete = _complete(every, view.offset, outer * ranks * block)
-    if isinstance(complete, Refusal):
-        return complete
-    rank = Digit(ranks, block)
+    refusal = _not_once(every, view.offset, outer * ranks * block)
+    if refusal is not None:
+        return refusal
     for axis, dim in enumerate(dims):
-        if (place := _index(dim, rank)) is not None:
-            return dims, axis, place
+        for place, digit in enumerate(dim):
+            if same(digit.size, ranks) and same(digit.stride, block):
+                return dims, axis, place
     return Refusal(reasons.PIECES_REORDERED, f"no digit counts the {ranks} ranks in order: {_text(every)}")
 
 
@@ -461,9 +461,9 @@ def locate_scatter(operand: IndexMap, rows: Size, columns: Size, ranks: int) -> 
     lead = _take(queue, ranks)
     if lead is None:
         return _undivided(f"cannot divide {_text(operand.digits)} by {ranks} ranks", operand.digits, [ranks])
-    covered = _complete(lead + tuple(queue), operand.offset, rows * columns)
-    if isinstance(covered, Refusal):
-        return covered
+    refusal = _not_once((*lead, *queue), operand.offset, rows * columns)
+    if refusal is not None:
+        return refusal
     if len(lead) != 1:
         return Refusal(reasons.NOT_ROWS_OR_CONTRACTION, f"the ranks' blocks are not equally spaced: {_text(lead)}")
     stride = lead[0].stride
@@ -481,8 +481,7 @@ def locate_scatter(operand: IndexMap, rows: Size, columns: Size, ranks: int) -> 
 
 def incomplete(operand: IndexMap, total: Size) -> Refusal | None:
     """Why a map does not take every one of `total` source elements exactly once; None when it does."""
-    found = _complete(operand.digits, operand.offset, total)
-    return found if isinstance(found, Refusal) else None
+    return _not_once(operand.digits, operand.offset, total)
 
 
 def _split_at(dim: Dim, boundary: Size) -> Dim:
@@ -498,50 +497,39 @@ def _split_at(dim: Dim, boundary: Size) -> Dim:
     return tuple(digits)
 
 
-def _complete(digits: Dim, offset: Size, total: Size) -> Dim | Refusal:
-    """The digits, innermost first, if together they count every element of the source exactly once."""
-    left = [digit for digit in digits if not same(digit.size, 1)]
+def _not_once(digits: Dim, offset: Size, total: Size) -> Refusal | None:
+    """Why digits do not together count each of `total` elements of the source exactly once."""
+    ordered, left = _innermost_first(digit for digit in digits if not same(digit.size, 1))
+    if left:
+        strides = [digit.stride for digit in [*left, *ordered]]
+        repeated = any(same(a, b) for i, a in enumerate(strides) for b in strides[i + 1 :])
+        reason = reasons.PIECES_REPEATED if repeated else reasons.PIECES_MISSING
+        return Refusal(reason, f"the digits {_text([*left, *ordered])} do not count every element once")
+    covered = _length(ordered)
+    if same(offset, 0) and same(covered, total):
+        return None
+    return Refusal(reasons.PIECES_MISSING, f"covers {covered} elements from {offset} of {total}")
+
+
+def _innermost_first(digits: Iterable[Digit]) -> tuple[list[Digit], list[Digit]]:
+    """Digits by rising stride, as far as each counts on from those before it, without comparing symbols; the rest."""
+    left = list(digits)
     ordered: list[Digit] = []
     expected: Size = 1
-    while left:
-        found = next((digit for digit in left if same(digit.stride, expected)), None)
-        if found is None:
-            return _incomplete(left, ordered)
-        left.remove(found)
-        ordered.append(found)
-        expected = expected * found.size
-    if not same(offset, 0) or not same(expected, total):
-        return Refusal(reasons.PIECES_MISSING, f"covers {expected} elements from {offset} of {total}")
-    return tuple(ordered)
-
-
-def _incomplete(left: Sequence[Digit], ordered: Sequence[Digit]) -> Refusal:
-    strides = [digit.stride for digit in [*left, *ordered]]
-    repeated = any(same(a, b) for i, a in enumerate(strides) for b in strides[i + 1 :])
-    reason = reasons.PIECES_REPEATED if repeated else reasons.PIECES_MISSING
-    return Refusal(reason, f"the digits {_text([*left, *ordered])} do not count every element once")
+    while (digit := next((one for one in left if same(one.stride, expected)), None)) is not None:
+        left.remove(digit)
+        ordered.append(digit)
+        expected = expected * digit.size
+    return ordered, left
 
 
 def _rearrange(*groups: Dim) -> Rearrangement:
     """The rearrangement that brings row-major digits into the order of `groups`, merging digits only inside a group."""
     tidy = [_tidy(group) for group in groups]
     wanted = [digit for group in tidy for digit in group]
-    ordered = _outermost_first(wanted)
+    ordered = _innermost_first(wanted)[0][::-1]
     sizes = tuple(digit.size for digit in ordered)
     return Rearrangement(sizes, tuple(ordered.index(digit) for digit in wanted), tuple(len(group) for group in tidy))
-
-
-def _outermost_first(digits: Sequence[Digit]) -> list[Digit]:
-    """Digits of a complete map by falling stride, without comparing symbols: each is the product of those below."""
-    left = list(digits)
-    ordered: list[Digit] = []
-    expected: Size = 1
-    while left:
-        digit = next(digit for digit in left if same(digit.stride, expected))
-        left.remove(digit)
-        ordered.insert(0, digit)
-        expected = expected * digit.size
-    return ordered
 
 
 def _without(digits: Dim, stride: Size, ranks: int) -> Dim:
@@ -551,14 +539,6 @@ def _without(digits: Dim, stride: Size, ranks: int) -> Dim:
         digit if quotient(digit.stride, block) is None else Digit(digit.size, divided(digit.stride, ranks))
         for digit in digits
     )
-
-
-def _equal(a: Digit, b: Digit) -> bool:
-    return same(a.size, b.size) and same(a.stride, b.stride)
-
-
-def _index(digits: Dim, wanted: Digit) -> int | None:
-    return next((i for i, digit in enumerate(digits) if _equal(digit, wanted)), None)
 
 
 def _text(digits: Iterable[Digit]) -> str:
