@@ -31,6 +31,7 @@ __all__ = [
     "Term",
     "anchor",
     "collectives_of",
+    "fused_chains",
     "nodes_of",
 ]
 
@@ -388,3 +389,9 @@ class Decision:
     candidate: Candidate
     refusal: Refusal | None
     behind: tuple[fx.Node, ...] = ()
+
+
+def fused_chains(decisions: Iterable[Decision]) -> list[GatherChain | ScatterChain]:
+    """The chains that become one op each, in the order of their collectives."""
+    chains = (decision.candidate.chain for decision in decisions if decision.refusal is None)
+    return [chain for chain in chains if chain is not None]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.chain import Bundle, Collective, Decision, GatherChain, Matmul, anchor
+from asynctp_passes.chain import Bundle, Collective, Decision, GatherChain, anchor, fused_chains
 from asynctp_passes.checks import Context
 from asynctp_passes.fxview import is_random, is_size, mutates, op_name, steps_of, tensor_of, value_of
 from asynctp_passes.near import transparent
@@ -141,15 +141,10 @@ def _owners(decisions: Sequence[Decision]) -> dict[fx.Node, fx.Node]:
         together = {owners[node] for node in own if node in owners} - {root}
         owners = {node: root if owner in together else owner for node, owner in owners.items()}
         owners.update(dict.fromkeys((*own, candidate.collective.node), root))
-    for matmul in _added_behind(decisions):
-        owners.pop(matmul.node, None)
+    for chain in fused_chains(decisions):
+        for matmul in added_behind(chain) if isinstance(chain, GatherChain) else ():
+            owners.pop(matmul.node, None)
     return owners
-
-
-def _added_behind(decisions: Sequence[Decision]) -> list[Matmul]:
-    """Matmuls `c + a @ b` of gathers, whose `c` is added behind the fused op."""
-    chains = [decision.candidate.chain for decision in decisions if decision.refusal is None]
-    return [matmul for chain in chains if isinstance(chain, GatherChain) for matmul in added_behind(chain)]
 
 
 Inputs = Mapping[fx.Node, Sequence[fx.Node]]
@@ -184,9 +179,8 @@ def _steps(context: Context, decisions: Sequence[Decision], inputs: Inputs) -> l
     """
     owners = _owners(decisions)
     position = {node: index for index, node in enumerate(context.graph.nodes)}
-    for chain in (decision.candidate.chain for decision in decisions if decision.refusal is None):
-        if chain is not None:
-            position[chain.collective.node] = position[anchor(chain)]
+    for chain in fused_chains(decisions):
+        position[chain.collective.node] = position[anchor(chain)]
     steps = steps_of(context.graph, owners, inputs, lambda own: (context.segments[own], position[own]))
     assert sum(map(len, steps)) == len(inputs), "find drops chains that cannot each be one step"
     return steps

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from asynctp_passes import cost, reasons
-from asynctp_passes.chain import Collective, Decision, GatherChain, anchor, nodes_of
+from asynctp_passes.chain import Collective, Decision, GatherChain, anchor, fused_chains, nodes_of
 from asynctp_passes.fxview import live, segments
 from asynctp_passes.read import contracts_rows, is_matmul, is_only_awaited
 from asynctp_passes.reasons import Reason, Refusal
@@ -43,16 +43,16 @@ def hide(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Decision]:
     if not found:
         return result
     facts = _Facts(graph)
-    scene = _Scene(facts, _fused(result))
+    contracted = _Contracted(facts, _fused(result))
     for index in found:
         decision = result[index]
         own = decision.refusal is None
-        around = _Scene(facts, [other for other in _fused(result) if other is not decision]) if own else scene
+        around = _Contracted(facts, [other for other in _fused(result) if other is not decision]) if own else contracted
         gathers = decision.candidate.collective.kind == "all_gather"
         reason = reasons.BEHIND_PRODUCTS if gathers else reasons.SCATTER_BEHIND_PRODUCTS
         result[index] = _hidden(around, decision, reason)
         if own and result[index].behind:
-            scene = around
+            contracted = around
     return result
 
 
@@ -87,8 +87,8 @@ def _is_large(whole: fx.Node | None, ranks: int) -> bool:
     return moved is None or moved >= LEAST_BYTES
 
 
-def _hidden(scene: _Scene, decision: Decision, reason: Reason) -> Decision:
-    products = scene.products_beside(decision.candidate.collective)
+def _hidden(around: _Contracted, decision: Decision, reason: Reason) -> Decision:
+    products = around.products_beside(decision.candidate.collective)
     if not products:
         return decision
     first, last = products[0].node.name, products[-1].node.name
@@ -119,13 +119,13 @@ class _Facts:
         self.work = {node: cost.work_of(node) for node in self.matmuls & self.used}
 
 
-class _Scene:
+class _Contracted:
     """A graph whose fused chains count as one node each. Its products are those that something is computed from."""
 
     def __init__(self, facts: _Facts, fused: Sequence[Decision]) -> None:
         self.place, self.segments, self.matmuls = facts.place, facts.segments, facts.matmuls
         self.unit_of = {node: decision.candidate.nodes for decision in fused for node in decision.candidate.nodes}
-        ops = [decision.candidate.chain for decision in fused if decision.candidate.chain is not None]
+        ops = fused_chains(fused)
         within = {node for chain in ops for node in nodes_of(chain.matmuls)}
         ops = [chain for chain in ops if any(matmul.node in facts.used for matmul in chain.matmuls)]
         found = [self._product(node, node, work, False) for node, work in facts.work.items() if node not in within]

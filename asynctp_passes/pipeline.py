@@ -13,7 +13,7 @@ from torch import fx
 
 from asynctp_passes import compat, cost, ops, torch_bugs
 from asynctp_passes.agree import agree, withdraw
-from asynctp_passes.chain import Bundle, Candidate, Collective, Decision, GatherChain, Hoist, ScatterChain
+from asynctp_passes.chain import Bundle, Candidate, Collective, Decision, GatherChain, Hoist, ScatterChain, fused_chains
 from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
 from asynctp_passes.decide import decide_graph
@@ -73,11 +73,10 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
     except AsyncTPError:
         withdraw(report)
         raise
-    chains = [decision.candidate.chain for decision in decisions if decision.refusal is None]
+    chains = fused_chains(decisions)
     hidden = [decision for decision in decisions if decision.behind]
     dropped = [one.candidate.collective for one in decisions if one.refusal and one.refusal.reason is RESULT_DROPPED]
-    fused = [chain for chain in chains if chain is not None]
-    calls = rewrite(graph, fused, context.sizes, hidden, bundles, dropped)
+    calls = rewrite(graph, chains, context.sizes, hidden, bundles, dropped)
     if chains and config.store_scales:
         store(graph, scales_to_store(graph))
     remarks = tuple(_with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)

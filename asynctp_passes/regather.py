@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, cost, reasons
-from asynctp_passes.chain import Collective, Decision, GatherChain, nodes_of
+from asynctp_passes.chain import Collective, Decision, GatherChain, fused_chains, nodes_of
 from asynctp_passes.fxview import mutates, reachable, tangents_of
 from asynctp_passes.near import transparent
 from asynctp_passes.read import is_matmul
@@ -70,11 +70,7 @@ def again(graph: fx.Graph, decisions: Sequence[Decision], regather: str) -> list
     found = [one for one in taken if _is_needed(one, backward) and _is_free(one, unsure)]
     gathers = [one.candidate.collective for one in found]
     chosen = _hidden(gathers, decisions, backward) if regather == "auto" else gathers if regather == "always" else []
-    return [_again(gather, gather in chosen) for gather in gathers]
-
-
-def _again(gather: Collective, chosen: bool) -> Again:
-    return Again(gather, _gathered(gather), cost.bytes_of(gather.node), chosen)
+    return [Again(one, _gathered(one), cost.bytes_of(one.node), one in chosen) for one in gathers]
 
 
 def _gathered(gather: Collective) -> tuple[fx.Node, ...]:
@@ -119,8 +115,7 @@ def _hidden(gathers: Sequence[Collective], decisions: Sequence[Decision], backwa
     """Those of the gathers that are worth a call, if products in no fused op take as long as all of them."""
     received = ((gather, cost.received_bytes(gather.node, gather.group_size)) for gather in gathers)
     large = [(gather, size) for gather, size in received if size is not None and size >= LEAST_BYTES]
-    chains = [one.candidate.chain for one in decisions if one.refusal is None]
-    fused = {node for chain in chains if chain is not None for node in nodes_of(chain.matmuls)}
+    fused = {node for chain in fused_chains(decisions) for node in nodes_of(chain.matmuls)}
     work = [cost.work_of(node) for node in backward if is_matmul(node) and node not in fused]
     hide = large and cost.covers(work, sum(size for _, size in large), gathers[0].node)
     return [gather for gather, _ in large] if hide else []
