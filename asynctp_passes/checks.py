@@ -34,21 +34,21 @@ class Context:
     """What checks know besides the candidate.
 
     Attributes:
-        config: The configuration.
-        tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`); others move parameters and their
-            gradients.
-        segments: Number of in-place operations before each node.
-        unused: Collectives whose result nothing uses, where they can go (`decide.unused_collectives`).
         graph: The graph.
         sizes: Its sizes.
+        config: The configuration.
+        segments: Number of in-place operations before each node.
+        unused: Collectives whose result nothing uses, where they can go (`decide.unused_collectives`).
+        tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`), as far as candidates have told;
+            others move parameters and their gradients.
     """
 
     graph: fx.Graph
     sizes: Sizes
     config: Config
-    tensor_parallel: frozenset[str]
     segments: dict[fx.Node, int]
-    unused: frozenset[fx.Node] = frozenset()
+    unused: frozenset[fx.Node]
+    tensor_parallel: frozenset[str] = frozenset()
 
 
 Check = Callable[[Candidate, Context], Refusal | None]
@@ -165,22 +165,15 @@ def device_supported(candidate: Candidate, context: Context) -> Refusal | None:
     return None if device in _DEVICES else Refusal(reasons.DEVICE_UNSUPPORTED, device)
 
 
-def contraction_fits(candidate: Candidate, context: Context) -> Refusal | None:
-    """On CUDA, gathers along the contraction have one implementation besides the unfused program, which has a limit."""
-    chain = candidate.chain
-    if not isinstance(chain, GatherChain) or chain.placement.axis != "contraction":
+def contraction_or_columns_fit(candidate: Candidate, context: Context) -> Refusal | None:
+    """On CUDA gathers along the contraction and scatters of columns have a limit: one implementation takes them."""
+    place, collective = None if candidate.chain is None else candidate.chain.placement, candidate.collective
+    if place is None or place.axis == "rows":
         return None
-    size = _bytes_on_gpu(candidate.collective.node)
-    return Refusal(reasons.CONTRACTION_TOO_LARGE, f"{size} bytes") if size > CONTRACTION_LIMIT else None
-
-
-def columns_fit(candidate: Candidate, context: Context) -> Refusal | None:
-    """On CUDA, so have scatters of columns."""
-    chain = candidate.chain
-    if not isinstance(chain, ScatterChain) or chain.placement is None or chain.placement.axis != "columns":
-        return None
-    size = _bytes_on_gpu(candidate.collective.input)
-    return Refusal(reasons.COLUMNS_TOO_LARGE, f"{size} bytes") if size > CONTRACTION_LIMIT else None
+    gathers = collective.kind == "all_gather"
+    size = _bytes_on_gpu(collective.node if gathers else collective.input)
+    reason = reasons.CONTRACTION_TOO_LARGE if gathers else reasons.COLUMNS_TOO_LARGE
+    return Refusal(reason, f"{size} bytes") if size > CONTRACTION_LIMIT else None
 
 
 def _bytes_on_gpu(node: fx.Node | None) -> int:
@@ -307,8 +300,7 @@ CHECKS: tuple[Check, ...] = (
     nothing_mutated_in_between,
     values_known,
     device_supported,
-    contraction_fits,
-    columns_fit,
+    contraction_or_columns_fit,
     dtype_supported,
     scales_supported,
     blocks_of_rows_whole,

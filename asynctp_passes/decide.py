@@ -24,7 +24,7 @@ def decide_graph(graph: fx.Graph, config: Config) -> tuple[list[Decision], Conte
     collectives = read_collectives(graph)
     sizes = Sizes(graph, (collective.group_size for collective in collectives))
     unused = unused_collectives(graph, collectives, config)
-    context = Context(graph, sizes, config, frozenset(), segments(graph), unused)
+    context = Context(graph, sizes, config, segments(graph), unused)
     candidates = find(graph, collectives, context.sizes, lambda candidate: allowed(candidate, context))
     return decide(candidates, context), context
 

@@ -331,8 +331,8 @@ class Sizes:
         if isinstance(value, fx.Node):
             value = value.meta["val"]
         if isinstance(value, torch.SymInt):
-            expr = compat.expression(value)
-            return self._canonical(expr)
+            expr = compat.expression(value).subs(self._multiples)
+            return canonical(expr.replace(compat.is_floor_division, _floor))
         return int(value)
 
     def sources(self, inputs: Iterable[fx.Node]) -> list[SizeSource]:
@@ -345,9 +345,6 @@ class Sizes:
             for axis, size in enumerate(() if value is None else self.of(value)):
                 if not isinstance(size, int):
                     yield SizeSource(size, node, axis)
-
-    def _canonical(self, expr: sympy.Expr) -> Size:
-        return canonical(expr.subs(self._multiples).replace(compat.is_floor_division, _floor))
 
 
 def _floor(division: sympy.Expr) -> sympy.Expr:
