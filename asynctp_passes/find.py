@@ -353,8 +353,7 @@ def _views_between(scene: Scene, gather: Collective, ends: Iterable[fx.Node]) ->
 
 def _used_elsewhere(flow: Flow, fused: set[fx.Node]) -> bool:
     """True when something besides the fused matmuls uses the gathered tensor or a view of it."""
-    followed = set(flow.maps) | set(flow.pieces)
-    return any(user not in followed and user not in fused and not is_size(user) for user in flow.all_users())
+    return any(user not in fused for _, user in flow.uses())
 
 
 def _scale_gather(
@@ -417,15 +416,16 @@ def _rows_that_scale(
     scene: Scene, other: Collective, flow: Flow, data: GatherPlacement, behind: set[fx.Node]
 ) -> Along | None:
     """A gather whose one view that is used, by the multiplications `behind`, is one number per row of the data."""
-    users = {node: [user for user in node.users if not flow.has(user) and not is_size(user)] for node in flow.maps}
-    ends = [node for node, own in users.items() if own]
-    apart = [user for node in flow.pieces for user in flow.users(node) if not flow.has(user)]
-    value = tensor_of(ends[0]) if len(ends) == 1 and not apart else None
-    if value is None or not value.is_contiguous() or not all(_only_scales(behind, user) for user in users[ends[0]]):
+    uses = flow.uses()
+    end, *others = dict.fromkeys(node for node, _ in uses) or [None]
+    value = tensor_of(end)
+    if end is None or others or value is None or not value.is_contiguous():
         return None
-    numbers = flow.maps[ends[0]].reshape((product(scene.sizes.of(value)), 1))
+    if not all(_only_scales(behind, user) for _, user in uses):
+        return None
+    numbers = flow.maps[end].reshape((product(scene.sizes.of(value)), 1))
     placement = None if isinstance(numbers, Refusal) else _scales_rows(scene, other, numbers, data)
-    return None if placement is None else Along(other, placement, ends[0])
+    return None if placement is None else Along(other, placement, end)
 
 
 def _gather_chains(found: Mapping[fx.Node, Candidate]) -> dict[fx.Node, GatherChain]:
@@ -482,16 +482,14 @@ def _near_gather(scene: Scene, gather: Collective, flow: Flow, refused: Mapping[
     """
     reached: list[_Miss] = []
     scaled: list[_Miss] = []
-    for source in (*flow.maps, *flow.pieces):
-        for node in flow.users(source):
-            if flow.has(node) or is_size(node) or is_matmul(node):  # matmuls next to a view have been judged
-                continue
-            if _only_scales(scene.scalings, node):
-                scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
-                continue
-            if way := scene.ways_down.path(node, source):
-                refusal = next((refused[step] for step in way if step in refused), flow.refused.get(node))
-                reached.append(_Miss(_on_the_way(way, refusal), (*_between(flow, [source]), *way)))
+    for source, node in flow.uses():
+        if is_matmul(node):  # matmuls next to a view have been judged
+            continue
+        if _only_scales(scene.scalings, node):
+            scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
+        elif way := scene.ways_down.path(node, source):
+            refusal = next((refused[step] for step in way if step in refused), flow.refused.get(node))
+            reached.append(_Miss(_on_the_way(way, refusal), (*_between(flow, [source]), *way)))
     return reached or scaled[:1] or [_Miss(_goes_elsewhere(scene, gather, flow))]
 
 
@@ -501,7 +499,7 @@ def _goes_elsewhere(scene: Scene, gather: Collective, flow: Flow) -> Refusal:
     way = scene.ways_up.path(gather.input, gather.node)
     if way and not any(map(near.reduces, way)):
         return Refusal(reasons.PRODUCT_GATHERED, near.names([*way[::-1], gather.node]))
-    users = [user for user in scene.sorted(flow.all_users()) if not flow.has(user) and not is_size(user)]
+    users = scene.sorted(user for _, user in flow.uses())
     return Refusal(_absent(users, "output"), f"{gather.node.name}: used by {_callers(users)}")
 
 

@@ -87,6 +87,11 @@ class Flow:
         """The users of all followed nodes."""
         return [user for node in (*self.maps, *self.pieces) for user in self.users(node)]
 
+    def uses(self) -> list[tuple[fx.Node, fx.Node]]:
+        """The followed nodes that others use, not for their sizes alone, each with such a user."""
+        pairs = ((node, user) for node in (*self.maps, *self.pieces) for user in self.users(node))
+        return [(node, user) for node, user in pairs if not self.has(user) and not is_size(user)]
+
 
 @dataclass(frozen=True)
 class _Call:
