@@ -143,8 +143,13 @@ def _with_nothing_along(scene: Scene, candidate: Candidate) -> Candidate:
         return candidate
     flow = scene.flow_of(chain.along.gather)
     views = tuple(node for node in chain.views if not flow.has(node))
-    chain = replace(chain, along=None, views=views)
-    return replace(candidate, chain=chain, nodes=scene.sorted([*chain.collective.nodes, *_members(chain)]))
+    return _candidate(scene, replace(chain, along=None, views=views), candidate.left_out)
+
+
+def _candidate(scene: Scene, chain: GatherChain, left_out: Iterable[str]) -> Candidate:
+    """A gather with its chain."""
+    nodes = scene.sorted([*chain.collective.nodes, *_members(chain)])
+    return Candidate(chain.collective, chain, (), nodes, left_out=tuple(left_out))
 
 
 def _gather(scene: Scene, gather: Collective, wanted: set[fx.Node]) -> Candidate:
@@ -165,8 +170,7 @@ def _gather(scene: Scene, gather: Collective, wanted: set[fx.Node]) -> Candidate
         return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, weights=weights)
     free = [consumer for consumer in consumers if consumer[0].node not in wanted]
     chain = _gather_chain(scene, gather, flow, free or consumers)
-    nodes = scene.sorted([*gather.nodes, *_members(chain)])
-    return Candidate(gather, chain, (), nodes, left_out=_left_out(scene, chain, consumers, misses))
+    return _candidate(scene, chain, _left_out(scene, chain, consumers, misses))
 
 
 def _hoisted(
@@ -187,8 +191,7 @@ def _hoisted(
     left_out = [f"{node.name} stays a matmul of its own" for node in others]
     stayed = {node: refusal for node, refusal in missed.items() if not contracts_rows(node)}  # gradients are kept users
     left_out += [f"{refusal.reason.name} ({refusal.facts})" for refusal in stayed.values()]
-    nodes = scene.sorted([*gather.nodes, *_members(chain)])
-    return Candidate(gather, chain, (), nodes, left_out=tuple(left_out)), []
+    return _candidate(scene, chain, left_out), []
 
 
 @dataclass(frozen=True)
@@ -417,15 +420,13 @@ def _rows_that_scale(
 ) -> Along | None:
     """A gather whose one view that is used, by the multiplications `behind`, is one number per row of the data."""
     uses = flow.uses()
-    end, *others = dict.fromkeys(node for node, _ in uses) or [None]
-    value = tensor_of(end)
-    if end is None or others or value is None or not value.is_contiguous():
+    ends = list(dict.fromkeys(node for node, _ in uses))
+    value = tensor_of(ends[0]) if len(ends) == 1 else None
+    if value is None or not value.is_contiguous() or not all(_only_scales(behind, user) for _, user in uses):
         return None
-    if not all(_only_scales(behind, user) for _, user in uses):
-        return None
-    numbers = flow.maps[end].reshape((product(scene.sizes.of(value)), 1))
+    numbers = flow.maps[ends[0]].reshape((product(scene.sizes.of(value)), 1))
     placement = None if isinstance(numbers, Refusal) else _scales_rows(scene, other, numbers, data)
-    return None if placement is None else Along(other, placement, end)
+    return None if placement is None else Along(other, placement, ends[0])
 
 
 def _gather_chains(found: Mapping[fx.Node, Candidate]) -> dict[fx.Node, GatherChain]:

@@ -106,23 +106,24 @@ def read_collectives(graph: fx.Graph) -> list[Collective]:
 def _read_collective(node: fx.Node) -> Sequence[Collective]:
     """What a node communicates: nothing, one tensor, or several."""
     op = collective_op(op_name(node))
-    if op is not None:
-        values = arguments(node)
-        tensors = values.get(op.input, next(iter(values.values())))
-        items = _items(node, len(tensors)) if isinstance(tensors, list | tuple) else None
-        read: list[Collective | None]
-        if isinstance(tensors, fx.Node):
-            read = [_member(node, op, values, tensors)]
-        else:
-            read = (
-                []
-                if items is None
-                else [_item(node, op, values, tensors[i], items.get(i)) for i in range(len(tensors))]
-            )
-        if read and all(read):
-            return [collective for collective in read if collective is not None]
+    members = [] if op is None else _members(node, op)
+    read = [member for member in members if member is not None]
+    if read and len(read) == len(members):
+        return read
     known = op is not None or _looks_collective(called_name(node))
     return [Collective(node, "other", _first_tensor(node))] if known else []
+
+
+def _members(call: fx.Node, op: CollectiveOp) -> list[Collective | None]:
+    """The collective of each tensor of a call; None where an argument is none that can be read."""
+    values = arguments(call)
+    tensors = values.get(op.input, next(iter(values.values())))
+    if isinstance(tensors, fx.Node):
+        return [_member(call, op, values, tensors)]
+    items = _items(call, len(tensors)) if isinstance(tensors, list | tuple) else None
+    if items is None:
+        return []
+    return [_item(call, op, values, tensor, items.get(index)) for index, tensor in enumerate(tensors)]
 
 
 def _items(call: fx.Node, count: int) -> dict[int, fx.Node] | None:

@@ -375,14 +375,9 @@ def _first_number(region: Region, node: fx.Node) -> fx.Node | None:
 
 def _roots_above(region: Region, ends: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
     """The computed tensors that members are made of, each by its first twin, in graph order."""
-    found: set[fx.Node] = set()
-    stack = [region.twin(end) for end in ends]
-    while stack:
-        root = stack.pop()
-        if root not in found and root is not region.gather.node:
-            found.add(root)
-            stack.extend(region.twin(source) for source in region.sources(root))
-    return region.scene.sorted(found)
+    twins = (region.twin(end) for end in ends)
+    above = reachable(twins, lambda root: map(region.twin, region.sources(root)))
+    return region.scene.sorted(above - {region.gather.node})
 
 
 # --- the chain ---------------------------------------------------------------------------------------------------
