@@ -92,6 +92,15 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class ScalesOfA:
+    """There are `numbers` scales for every `rows` rows of A: in a row, or in a column if `transposed`."""
+
+    rows: int = 1
+    numbers: int = 1
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class ScaledOptions:
     """What makes a matmul a scaled (fp8) one.
 
@@ -105,9 +114,10 @@ class ScaledOptions:
     blocks: Blocks | None = None
 
     @property
-    def of_a(self) -> tuple[int, int, bool]:
-        """Of how many rows of A scales are, how many there are for these, and whether those come in a column."""
-        return (1, 1, False) if self.blocks is None else (self.blocks.rows, self.blocks.depth, self.blocks.a_transposed)
+    def of_a(self) -> ScalesOfA:
+        """How the scales of A are laid out; those of a tensor as those of rows."""
+        blocks = self.blocks
+        return ScalesOfA() if blocks is None else ScalesOfA(blocks.rows, blocks.depth, blocks.a_transposed)
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ def scales_supported(candidate: Candidate, context: Context) -> Refusal | None:
 def blocks_of_rows_whole(candidate: Candidate, context: Context) -> Refusal | None:
     """Blocks of 128 rows of A may not have rows of two ranks."""
     chain = candidate.chain
-    tall = next((m for m in _matmuls(candidate) if m.scaled is not None and m.scaled.of_a[0] > 1), None)
+    tall = next((m for m in _matmuls(candidate) if m.scaled is not None and m.scaled.of_a.rows > 1), None)
     if chain is None or tall is None:
         return None
     place, value = chain.placement, tensor_of(tall.a)

@@ -29,6 +29,7 @@ from asynctp_passes.chain import (
     GatherChain,
     Matmul,
     ScaledOptions,
+    ScalesOfA,
     ScatterChain,
     Term,
     collectives_of,
@@ -386,8 +387,8 @@ def _scales_rows(
     placement = locate_gather(rows_first(scale_map, scaled), product(scene.sizes.of(shard)), scale.group_size)
     if isinstance(placement, Refusal):
         return None
-    rows, numbers, _ = (1, 1, False) if scaled is None else scaled.of_a
-    return placement if scales_rows(placement, data, rows, numbers) else None
+    per_row = ScalesOfA() if scaled is None else scaled.of_a
+    return placement if scales_rows(placement, data, per_row.rows, per_row.numbers) else None
 
 
 def _along(scene: Scene, gather: Collective, placement: GatherPlacement, matmuls: Sequence[Matmul]) -> Along | None:

@@ -284,7 +284,7 @@ def _shard_as_op_wants(build: _Builder, chain: GatherChain, shard: fx.Node) -> t
     A shard whose own dimensions are grouped that way is taken as it is, which leaves its strides alone.
     """
     place, own, scaled = chain.placement, build.shape(shard), chain.matmuls[0].scaled
-    tall = scaled is not None and scaled.of_a[0] > 1  # blocks of rows, which are in one dimension then
+    tall = scaled is not None and scaled.of_a.rows > 1  # blocks of rows, which are in one dimension then
     if place.shard.is_reshape and len(own) > 1 and same(own[-1], place.width) and (len(own) == 2 or not tall):
         if place.axis == "contraction":
             return shard, len(own) - 1
@@ -371,8 +371,7 @@ def _gather_scale(
 
 def _scales_of(rows: Sequence[Size], scaled: ScaledOptions) -> list[Size]:
     """The dimensions of the scales of an A with these: a number per row, or those of blocks."""
-    together, numbers, _ = scaled.of_a
-    return [*rows[:-2], divided(rows[-2], together), numbers]
+    return [*rows[:-2], divided(rows[-2], scaled.of_a.rows), scaled.of_a.numbers]
 
 
 # --- gather side: what is computed on the shard -----------------------------------------------------------

@@ -351,15 +351,14 @@ def _product(region: Region, node: fx.Node) -> Product | Refusal | None:
     scale = _located(region, a_scale, rows_first(view, matmul.scaled))
     if isinstance(scale, Refusal):
         return scale
-    rows, numbers, _ = matmul.scaled.of_a
-    if not scales_rows(scale, placement, rows, numbers):
+    if not scales_rows(scale, placement, matmul.scaled.of_a.rows, matmul.scaled.of_a.numbers):
         return misfit(matmul, matmul.scaled)
     return Product(matmul, placement, scale)
 
 
 def rows_first(scales: IndexMap, scaled: ScaledOptions | None) -> IndexMap:
     """The map of the scales of A as a matrix whose rows are those of A."""
-    return scales.permute((1, 0)) if scaled is not None and scaled.of_a[2] else scales
+    return scales.permute((1, 0)) if scaled is not None and scaled.of_a.transposed else scales
 
 
 def _located(region: Region, node: fx.Node, view: IndexMap) -> GatherPlacement | Refusal:
