@@ -130,7 +130,7 @@ def plan_of(report: Report, config: Config, group: str) -> str:
     lines = [f"asynctp sources {sources_digest()}", f"torch {report.torch_version}"]
     lines.append(f"registered ops {registry.digest()}")
     lines += [f"{name}={value!r}" for name, value in config.decisive().items() if name != "groups"]
-    lines.append(f"group enrolled: {config.groups == 'auto' or group in config.groups}")
+    lines.append(f"group enrolled: {config.enrolls(group)}")
     place = {remark.collective: index for index, remark in enumerate(report.remarks)}
     lines += [f"collective {place[r.collective]}: {_decided(r)}" for r in report.remarks if r.group == group]
     for entry in report.coalesced:

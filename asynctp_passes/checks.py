@@ -12,7 +12,7 @@ from torch import fx
 from asynctp_passes import compat, reasons
 from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, ScatterChain
 from asynctp_passes.config import Config
-from asynctp_passes.cost import cost_of, hoist_pays
+from asynctp_passes.cost import bytes_of, cost_of, hoist_pays
 from asynctp_passes.fxview import Sizes, describe, express, mutates, tensor_of
 from asynctp_passes.read import are_one, identical, is_matmul, misfit
 from asynctp_passes.reasons import Refusal
@@ -179,9 +179,7 @@ def contraction_or_columns_fit(candidate: Candidate, context: Context) -> Refusa
 def _bytes_on_gpu(node: fx.Node | None) -> int:
     """Bytes of a tensor; 0 where it is not on CUDA or its size is symbolic."""
     value = tensor_of(node)
-    if value is None or value.device.type != "cuda" or not all(isinstance(size, int) for size in value.shape):
-        return 0
-    return value.numel() * value.dtype.itemsize
+    return 0 if value is None or value.device.type != "cuda" else bytes_of(node) or 0
 
 
 def dtype_supported(candidate: Candidate, context: Context) -> Refusal | None:

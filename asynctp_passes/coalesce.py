@@ -28,6 +28,7 @@ from torch import fx
 from asynctp_passes import reasons
 from asynctp_passes.chain import Bundle, Collective, Decision, GatherChain, anchor, fused_chains
 from asynctp_passes.checks import Context
+from asynctp_passes.cost import bytes_of
 from asynctp_passes.fxview import is_random, is_size, mutates, op_name, steps_of, tensor_of, value_of
 from asynctp_passes.near import transparent
 from asynctp_passes.read import added_behind, awaited_items
@@ -103,24 +104,18 @@ def _bundle(chosen: _Set, steps: Sequence[Sequence[fx.Node]], place: Mapping[fx.
 # --- which ------------------------------------------------------------------------------------------------
 def _eligible(decision: Decision, context: Context) -> bool:
     """True for a small out-of-place all-reduce of an enrolled group whose result is waited for before it is used."""
-    collective, groups = decision.candidate.collective, context.config.groups
+    collective = decision.candidate.collective
     if op_name(collective.node) != "_c10d_functional.all_reduce.default" or decision.refusal is None:
         return False
     if decision.refusal.reason is reasons.RESULT_DROPPED:
         return False
-    if collective.reduce_op not in _EXACT or not (groups == "auto" or collective.group_key in groups):
+    if collective.reduce_op not in _EXACT or not context.config.enrolls(collective.group_key):
         return False
-    value, result = tensor_of(collective.input), tensor_of(collective.node)
-    if value is None or result is None or not all(isinstance(size, int) for size in value.shape):
+    size, result = bytes_of(collective.input), tensor_of(collective.node)
+    if size is None or result is None or not result.is_contiguous():
         return False
-    elements = math.prod(value.shape)
-    small = 0 < elements * value.dtype.itemsize <= SMALL_BYTES
-    return (
-        small
-        and result.is_contiguous()
-        and bool(collective.waits)
-        and set(collective.node.users) == set(collective.waits)
-    )
+    awaited = bool(collective.waits) and set(collective.node.users) == set(collective.waits)
+    return 0 < size <= SMALL_BYTES and awaited
 
 
 def _key(collective: Collective, context: Context) -> Key:

@@ -136,6 +136,10 @@ class Config:
         _require(config is None or isinstance(config, cls), "config", config, hint)
         return cls.from_options() if config is None else config
 
+    def enrolls(self, group: str) -> bool:
+        """Whether a process group is one whose chains are to be fused; under `"auto"` every one may be."""
+        return self.groups == "auto" or group in self.groups
+
     def decisive(self) -> dict[str, Any]:
         """The values that influence generated code, by field: all but the report sinks and the check of the ranks."""
         return {name: getattr(self, name) for name in self.field_names() if name not in _NOT_DECISIVE}

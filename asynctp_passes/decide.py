@@ -49,10 +49,8 @@ def unused_collectives(graph: fx.Graph, collectives: Sequence[Collective], confi
 
 def _can_go(collective: Collective, config: Config) -> bool:
     """True for torch's own out-of-place gather or reduction of one tensor."""
-    node, groups = collective.node, config.groups
-    known = collective.kind in ("all_gather", "reduce_scatter", "all_reduce")
-    functional = op_name(node).startswith("_c10d_functional.") and not mutates(node)
-    return known and functional and (groups == "auto" or collective.group_key in groups)
+    functional = op_name(collective.node).startswith("_c10d_functional.") and not mutates(collective.node)
+    return collective.kind != "other" and functional and config.enrolls(collective.group_key)
 
 
 def allowed(candidate: Candidate, context: Context) -> bool:

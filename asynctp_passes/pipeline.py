@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
 from asynctp_passes.decide import decide_graph
 from asynctp_passes.errors import AsyncTPError, raise_if_strict
-from asynctp_passes.fxview import describe, module_of, op_name, phase_of, plain, source_of, tangents_of, tensor_of
+from asynctp_passes.fxview import describe, module_of, op_name, phase_of, plain, source_of, tangents_of, value_of
 from asynctp_passes.hide import hide
 from asynctp_passes.read import called_name, is_matmul
 from asynctp_passes.reasons import RESULT_DROPPED
@@ -167,13 +166,12 @@ def _program_digest(graph: fx.Graph, collectives: Sequence[Collective]) -> str:
 
 
 def _coalesced(bundle: Bundle) -> Coalesced:
-    values = [value for value in map(tensor_of, bundle.inputs) if value is not None]
     return Coalesced(
         collectives=tuple(member.node.name for member in bundle.members),
         group=bundle.collective.group_key,
         reduce_op=bundle.collective.reduce_op,
-        dtype=str(values[0].dtype).removeprefix("torch."),
-        bytes=sum(math.prod(value.shape) * value.dtype.itemsize for value in values),
+        dtype=str(value_of(bundle.inputs[0]).dtype).removeprefix("torch."),
+        bytes=sum(cost.bytes_of(node) or 0 for node in bundle.inputs),
     )
 
 
@@ -236,8 +234,7 @@ def _shapes(candidate: Candidate) -> dict[str, str]:
 
 
 def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
-    value, chain = tensor_of(candidate.collective.node), candidate.chain
-    device = "cpu" if value is None else value.device.type
+    chain, device = candidate.chain, value_of(candidate.collective.node).device.type
     facts: dict[str, object] = {"op": f"asynctp::{kind}", "implementation": ops.implementation(device)}
     if candidate.joins is not None:
         lead = candidate.joins.collective

@@ -79,7 +79,7 @@ def calls_of(run: Callable[[Graph], None], graph: Graph) -> int:
     [
         (forward, fused, 2.1),
         (backward, fused, 2.1),
-        (joint, tagged, 2.3),  # from each weight's gradient the way back to its gather is searched
+        (joint, tagged, 2.1),
     ],
 )
 def test_twice_the_layers_take_about_twice_the_calls(
