@@ -12,12 +12,12 @@ from torch import fx
 from asynctp_passes import compat, reasons
 from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, ScatterChain
 from asynctp_passes.config import Config
+from asynctp_passes.contract import size_readers
 from asynctp_passes.cost import bytes_of, cost_of, hoist_pays
 from asynctp_passes.fxview import Sizes, describe, express, mutates, tensor_of
 from asynctp_passes.read import are_one, identical, is_matmul, misfit
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, Size
-from asynctp_passes.views import size_readers
 
 __all__ = ["CHECKS", "CONTRACTION_LIMIT", "Check", "Context", "is_named_for_data", "is_tensor_parallel"]
 

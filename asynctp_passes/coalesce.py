@@ -26,13 +26,12 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.chain import Bundle, Collective, Decision, GatherChain, anchor, fused_chains
+from asynctp_passes.chain import Bundle, Collective, Decision, anchor, fused_chains
 from asynctp_passes.checks import Context
+from asynctp_passes.contract import contracted
 from asynctp_passes.cost import bytes_of
 from asynctp_passes.fxview import is_random, is_size, mutates, op_name, steps_of, tensor_of, value_of
 from asynctp_passes.near import transparent
-from asynctp_passes.read import added_behind, awaited_items
-from asynctp_passes.views import size_readers
 
 __all__ = ["SMALL_BYTES", "coalesce"]
 
@@ -76,8 +75,7 @@ def coalesce(decisions: Sequence[Decision], context: Context) -> list[Bundle]:
     candidates = {d.candidate.collective.node: d.candidate.collective for d in decisions if _eligible(d, context)}
     if not context.config.coalesce or len(candidates) < 2:
         return []
-    inputs = _inputs(context, decisions)
-    steps = _steps(context, decisions, inputs)
+    steps, inputs = _steps(context, decisions)
     windows = _windows(steps, candidates, inputs)
     place = {node: index for index, step in enumerate(steps) for node in step}
     sets: dict[Key, list[_Set]] = {}
@@ -125,60 +123,23 @@ def _key(collective: Collective, context: Context) -> Key:
 
 
 # --- when -------------------------------------------------------------------------------------------------
-def _owners(decisions: Sequence[Decision]) -> dict[fx.Node, fx.Node]:
-    """For each node of a fused chain the collective that stands for the chain."""
-    owners: dict[fx.Node, fx.Node] = {}
-    for candidate in (decision.candidate for decision in decisions if decision.refusal is None):
-        if candidate.chain is None and candidate.joins is None:  # it stays a collective of its own
-            continue
-        root = (candidate.joins or candidate).collective.node
-        own = [node for node in candidate.nodes if node is not candidate.collective.call]  # others may use that too
-        together = {owners[node] for node in own if node in owners} - {root}
-        owners = {node: root if owner in together else owner for node, owner in owners.items()}
-        owners.update(dict.fromkeys((*own, candidate.collective.node), root))
-    for chain in fused_chains(decisions):
-        for matmul in added_behind(chain) if isinstance(chain, GatherChain) else ():
-            owners.pop(matmul.node, None)
-    return owners
-
-
 Inputs = Mapping[fx.Node, Sequence[fx.Node]]
+"""What nodes are computed from, where that is not their `all_input_nodes`."""
 
 
-def _inputs(context: Context, decisions: Sequence[Decision]) -> Inputs:
-    """What each node will be computed from.
-
-    A size of what a chain does away with, from the chain's inputs; a fused item of a collective of several tensors,
-    from its own tensor.
-    """
-    awaited = awaited_items(context.graph)
-    inputs: dict[fx.Node, Sequence[fx.Node]] = {
-        node: awaited.get(node, node.all_input_nodes) for node in context.graph.nodes
-    }
-    for candidate in (decision.candidate for decision in decisions if decision.refusal is None):
-        collective, chain = candidate.collective, candidate.chain
-        if chain is not None:
-            inputs.update(dict.fromkeys(size_readers(chain), chain.inputs))
-        if collective.call is not None and collective.input is not None:
-            inputs[collective.node] = (collective.input,)
-        if isinstance(chain, GatherChain):
-            operands = [operand for matmul in added_behind(chain) for operand in matmul.operands]
-            inputs[collective.node] = (*inputs[collective.node], *operands)
-    return inputs
-
-
-def _steps(context: Context, decisions: Sequence[Decision], inputs: Inputs) -> list[list[fx.Node]]:
-    """The graph's nodes in an order in which each fused chain is one step, its collective first.
+def _steps(context: Context, decisions: Sequence[Decision]) -> tuple[list[list[fx.Node]], Inputs]:
+    """The graph's nodes in an order in which each fused chain is one step, its collective first; and their inputs.
 
     A chain stands where `rewrite` puts its op. In-place operations stay where they are.
     """
-    owners = _owners(decisions)
+    chains = fused_chains(decisions)
+    owners, inputs = contracted(context.graph, chains)
     position = {node: index for index, node in enumerate(context.graph.nodes)}
-    for chain in fused_chains(decisions):
+    for chain in chains:
         position[chain.collective.node] = position[anchor(chain)]
     steps = steps_of(context.graph, owners, inputs, lambda own: (context.segments[own], position[own]))
-    assert sum(map(len, steps)) == len(inputs), "find drops chains that cannot each be one step"
-    return steps
+    assert sum(map(len, steps)) == len(position), "find drops chains that cannot each be one step"
+    return steps, inputs
 
 
 def _windows(
@@ -211,7 +172,7 @@ def _windows(
 
 def _sources(step: Sequence[fx.Node], inputs: Inputs) -> list[fx.Node]:
     """What a step is computed from."""
-    return [source for node in step for source in inputs[node] if source not in step]
+    return [source for node in step for source in inputs.get(node, node.all_input_nodes) if source not in step]
 
 
 def _cheap(step: Sequence[fx.Node], chosen: set[fx.Node]) -> bool:

@@ -32,9 +32,9 @@ from asynctp_passes.chain import (
     ScalesOfA,
     ScatterChain,
     Term,
-    collectives_of,
     nodes_of,
 )
+from asynctp_passes.contract import contracted, members
 from asynctp_passes.epilogue import scalings
 from asynctp_passes.fxview import (
     Sizes,
@@ -48,16 +48,13 @@ from asynctp_passes.fxview import (
     value_of,
 )
 from asynctp_passes.read import (
-    added_behind,
     added_matrix,
-    awaited_items,
     called_name,
     contracts_rows,
     is_matmul,
     operands_that_are,
     read_term,
     unknown_group,
-    waits_for_several,
 )
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.reference import WIDENED
@@ -78,7 +75,7 @@ from asynctp_passes.shapes import (
     scales_rows,
 )
 from asynctp_passes.summed import summed
-from asynctp_passes.views import Flow, follow, is_sum, is_view, pads_at_end, seeds_of, size_readers
+from asynctp_passes.views import Flow, follow, is_sum, is_view, pads_at_end, seeds_of
 
 __all__ = ["find"]
 
@@ -149,7 +146,7 @@ def _with_nothing_along(scene: Scene, candidate: Candidate) -> Candidate:
 
 def _candidate(scene: Scene, chain: GatherChain, left_out: Iterable[str]) -> Candidate:
     """A gather with its chain."""
-    nodes = scene.sorted([*chain.collective.nodes, *_members(chain)])
+    nodes = scene.sorted([*chain.collective.nodes, *members(chain)])
     return Candidate(chain.collective, chain, (), nodes, left_out=tuple(left_out))
 
 
@@ -410,8 +407,8 @@ def _along(scene: Scene, gather: Collective, placement: GatherPlacement, matmuls
         found = _rows_that_scale(scene, other, flow, placement, behind)
         if found is None or any(scene.depends(node, other.node) for node in needed):
             continue
-        members = [*gather.results, *products, *other.results, *_between(flow, [found.end])]
-        if len({scene.segments[node] for node in members}) == 1:
+        together = [*gather.results, *products, *other.results, *_between(flow, [found.end])]
+        if len({scene.segments[node] for node in together}) == 1:
             return found
     return None
 
@@ -436,18 +433,8 @@ def _gather_chains(found: Mapping[fx.Node, Candidate]) -> dict[fx.Node, GatherCh
 
 
 def _on_cycles(scene: Scene, chains: Mapping[fx.Node, GatherChain]) -> set[fx.Node]:
-    """The chains, by gather, that lie on a cycle (or behind one) when each becomes one node.
-
-    The `c` of `c + a @ b` is added by another node, behind that one.
-    """
-    owners = {member: node for node, chain in chains.items() for member in _members(chain)}
-    inputs: dict[fx.Node, Sequence[fx.Node]] = {**awaited_items(scene.graph)}
-    for node, chain in chains.items():
-        inputs |= dict.fromkeys(size_readers(chain), chain.inputs)
-        for matmul in added_behind(chain):
-            del owners[matmul.node]
-            inputs[node] = [*inputs.get(node, node.all_input_nodes), *matmul.operands]
-    steps = steps_of(scene.graph, owners, inputs, scene.order.__getitem__)
+    """The chains, by gather, that lie on a cycle (or behind one) when each becomes one node."""
+    steps = steps_of(scene.graph, *contracted(scene.graph, chains.values()), scene.order.__getitem__)
     return chains.keys() - {step[0] for step in steps}
 
 
@@ -465,16 +452,6 @@ def _cycles(scene: Scene, found: dict[fx.Node, Candidate]) -> dict[fx.Node, Refu
         last = max(stuck, key=scene.order.__getitem__)
         dropped[last] = Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, "through the matmul of another chain")
         del chains[last]
-
-
-def _members(chain: GatherChain) -> list[fx.Node]:
-    """The nodes that become one node: the gather (and those that join it), the views, and the matmuls.
-
-    Not a wait for several tensors, which other chains may need too: its items count as what they are.
-    """
-    results = [node for gather in collectives_of(chain) for node in gather.results]
-    views = (node for node in chain.views if not waits_for_several(node))
-    return [*results, *views, *nodes_of(chain.matmuls)]
 
 
 def _near_gather(scene: Scene, gather: Collective, flow: Flow, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:

@@ -15,18 +15,16 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, reasons
-from asynctp_passes.chain import Blocks, Collective, GatherChain, Matmul, ScaledOptions
+from asynctp_passes.chain import Blocks, Collective, Matmul, ScaledOptions
 from asynctp_passes.fxview import arguments, called_op, name_of, op_name, tensor_of
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.registry import CollectiveOp, MatmulOp, collective_op, is_registered, matmul_op
 from asynctp_passes.shapes import Size, product, same
 
 __all__ = [
-    "added_behind",
     "added_matrix",
     "are_one",
     "awaited_item",
-    "awaited_items",
     "called_name",
     "contracts_rows",
     "feeds_left_operand",
@@ -208,11 +206,6 @@ def awaited_item(node: fx.Node) -> fx.Node | None:
     return item if isinstance(item, fx.Node) else None
 
 
-def awaited_items(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For items of several tensors that were waited for together: the one tensor that an item is computed from."""
-    return {node: [item] for node in graph.nodes if (item := awaited_item(node)) is not None}
-
-
 def _waits(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that are a collective's result, waited for."""
     for user in node.users:
@@ -391,11 +384,6 @@ def added_matrix(node: fx.Node) -> fx.Node | None:
         return None
     whole = all(identical(a, b) for a, b in zip(added.shape, out.shape, strict=True)) and not _is_row(added, out)
     return values["self"] if whole and added.dtype == out.dtype else None
-
-
-def added_behind(chain: GatherChain) -> list[Matmul]:
-    """The matmuls `c + a @ b` of a gather: `c` is added by a node of its own, behind the fused op, where it was."""
-    return [matmul for matmul in chain.matmuls if added_matrix(matmul.node) is not None]
 
 
 def read_term(node: fx.Node) -> Matmul | Refusal:

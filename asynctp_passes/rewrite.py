@@ -39,6 +39,7 @@ from asynctp_passes.chain import (
     collectives_of,
     nodes_of,
 )
+from asynctp_passes.contract import followed, size_readers
 from asynctp_passes.fxview import (
     Plan,
     Sizes,
@@ -57,7 +58,7 @@ from asynctp_passes.fxview import (
 )
 from asynctp_passes.read import added_matrix, is_matmul, is_only_awaited, waits_for_several
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, divided, product, same
-from asynctp_passes.views import followed, is_conversion, is_sum, is_view, size_readers, views_of
+from asynctp_passes.views import is_conversion, is_sum, is_view, views_of
 
 __all__ = ["rewrite", "store"]
 

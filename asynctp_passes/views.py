@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, reasons
-from asynctp_passes.chain import GatherChain, ScatterChain, collectives_of, nodes_of
 from asynctp_passes.fxview import Sizes, arguments, is_size, op_name, reachable, tensor_of
 from asynctp_passes.read import added_matrix
 from asynctp_passes.reasons import Refusal
@@ -30,14 +29,12 @@ __all__ = [
     "Flow",
     "adds",
     "follow",
-    "followed",
     "is_conversion",
     "is_sum",
     "is_view",
     "pads_at_end",
     "scaling_of",
     "seeds_of",
-    "size_readers",
     "views_of",
     "widens",
 ]
@@ -275,18 +272,6 @@ def views_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
                 found[user] = None
                 stack.append(user)
     return list(found)
-
-
-def followed(chain: GatherChain) -> list[fx.Node]:
-    """The collectives' results, what is computed from them, and every view of them, used or not."""
-    results = [node for gather in collectives_of(chain) for node in gather.results]
-    return views_of([*results, *(() if chain.hoist is None else chain.hoist.inside)])
-
-
-def size_readers(chain: GatherChain | ScatterChain) -> list[fx.Node]:
-    """The nodes that read sizes of what the rewrite of a chain does away with; it reads them off the chain's inputs."""
-    views = followed(chain) if isinstance(chain, GatherChain) else [*chain.views, *nodes_of(chain.matmuls)]
-    return [user for node in views for user in node.users if is_size(user)]
 
 
 # --- one function per kind of view -----------------------------------------------------------------------

@@ -1,0 +1,69 @@
+"""A graph in which chains are one node each: what becomes of theirs, before any of it is done. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from asynctp_passes.chain import GatherChain, Matmul, ScatterChain, collectives_of, nodes_of
+from asynctp_passes.fxview import is_size
+from asynctp_passes.read import added_matrix, awaited_item, waits_for_several
+from asynctp_passes.views import views_of
+
+__all__ = ["contracted", "followed", "members", "size_readers"]
+
+
+def members(chain: GatherChain | ScatterChain) -> list[fx.Node]:
+    """The nodes that become one: the collectives, the views, the matmuls, and what makes the sum of results.
+
+    Not a wait for several tensors, which other chains may need too: its items count as what they are.
+    """
+    results = [node for collective in collectives_of(chain) for node in collective.results]
+    views = (node for node in chain.views if not waits_for_several(node))
+    behind = chain.behind if isinstance(chain, ScatterChain) else ()
+    return [*results, *views, *nodes_of(chain.matmuls), *behind]
+
+
+def contracted(
+    graph: fx.Graph, chains: Iterable[GatherChain | ScatterChain]
+) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, Sequence[fx.Node]]]:
+    """What `steps_of` takes of a graph whose chains are one step each.
+
+    Returns:
+        For the nodes of a chain its collective, which stands for it. What nodes are computed from, where that is not
+        `all_input_nodes`: sizes of what a chain does away with, from the chain's inputs; items of several tensors, that
+        are waited for or communicated together, from their own tensor.
+    """
+    owners: dict[fx.Node, fx.Node] = {}
+    items = ((node, awaited_item(node)) for node in graph.nodes)
+    inputs: dict[fx.Node, Sequence[fx.Node]] = {node: [item] for node, item in items if item is not None}
+    for chain in chains:
+        own = chain.collective.node
+        owners |= dict.fromkeys(members(chain), own)
+        inputs |= dict.fromkeys(size_readers(chain), chain.inputs)
+        for collective in collectives_of(chain):
+            if collective.call is not None and collective.input is not None:
+                inputs[collective.node] = [collective.input]
+        for matmul in _added_behind(chain):
+            del owners[matmul.node]
+            inputs[own] = [*inputs.get(own, own.all_input_nodes), *matmul.operands]
+    return owners, inputs
+
+
+def _added_behind(chain: GatherChain | ScatterChain) -> list[Matmul]:
+    """The matmuls `c + a @ b` of a gather: `c` is added by a node of its own, behind the fused op, where it was."""
+    matmuls = chain.matmuls if isinstance(chain, GatherChain) else ()
+    return [matmul for matmul in matmuls if added_matrix(matmul.node) is not None]
+
+
+def followed(chain: GatherChain) -> list[fx.Node]:
+    """The collectives' results, what is computed from them, and every view of them, used or not."""
+    results = [node for gather in collectives_of(chain) for node in gather.results]
+    return views_of([*results, *(() if chain.hoist is None else chain.hoist.inside)])
+
+
+def size_readers(chain: GatherChain | ScatterChain) -> list[fx.Node]:
+    """The nodes that read sizes of what the rewrite of a chain does away with; it reads them off the chain's inputs."""
+    views = followed(chain) if isinstance(chain, GatherChain) else [*chain.views, *nodes_of(chain.matmuls)]
+    return [user for node in views for user in node.users if is_size(user)]
