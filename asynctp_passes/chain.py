@@ -61,6 +61,12 @@ class Collective:
     mesh_dim: str = ""
 
     @property
+    def source(self) -> fx.Node:
+        """The tensor that is communicated: of all but what only looks like a collective there is one."""
+        assert self.input is not None
+        return self.input
+
+    @property
     def nodes(self) -> tuple[fx.Node, ...]:
         """The nodes that make up the collective."""
         return self.results if self.call is None else (self.call, *self.results)
@@ -267,8 +273,7 @@ class GatherChain:
     @property
     def shard(self) -> fx.Node:
         """This rank's part of the gathered tensor."""
-        assert self.collective.input is not None, "only collectives of other kinds have no input"
-        return self.collective.input
+        return self.collective.source
 
     @property
     def whole_scale(self) -> fx.Node | None:
@@ -366,7 +371,7 @@ class Bundle:
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
         """What the members reduce."""
-        return tuple(member.input for member in self.members if member.input is not None)
+        return tuple(member.source for member in self.members)
 
 
 @dataclass(frozen=True)

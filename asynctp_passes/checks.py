@@ -148,7 +148,7 @@ def values_known(candidate: Candidate, context: Context) -> Refusal | None:
     if isinstance(chain, ScatterChain):
         nodes += [term.node for term in chain.added]
     if isinstance(chain, GatherChain):
-        nodes += [joined.input for joined in chain.joined if joined.input is not None]
+        nodes += [joined.source for joined in chain.joined]
     if isinstance(chain, GatherChain) and chain.hoist is not None:
         nodes += [node for step in chain.hoist.steps for node in (step.node, *step.others, *dict(step.parts))]
         nodes += [apart.node for apart in chain.hoist.apart]

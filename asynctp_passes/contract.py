@@ -43,8 +43,8 @@ def contracted(
         owners |= dict.fromkeys(members(chain), own)
         inputs |= dict.fromkeys(size_readers(chain), chain.inputs)
         for collective in collectives_of(chain):
-            if collective.call is not None and collective.input is not None:
-                inputs[collective.node] = [collective.input]
+            if collective.call is not None:
+                inputs[collective.node] = [collective.source]
         for matmul in _added_behind(chain):
             del owners[matmul.node]
             inputs[own] = [*inputs.get(own, own.all_input_nodes), *matmul.operands]

@@ -396,7 +396,7 @@ def _along(scene: Scene, gather: Collective, placement: GatherPlacement, matmuls
     if placement.axis != "rows" or any(matmul.scaled is None for matmul in matmuls):
         return None
     products = [matmul.node for matmul in matmuls]
-    needed = [node for matmul in matmuls for node in matmul.operands] + [node for node in [gather.input] if node]
+    needed = [gather.source, *(node for matmul in matmuls for node in matmul.operands)]
     behind = scalings(products)
     for other in scene.collectives:
         flow = scene.flows.get(other.node)
@@ -474,8 +474,7 @@ def _near_gather(scene: Scene, gather: Collective, flow: Flow, refused: Mapping[
 
 def _goes_elsewhere(scene: Scene, gather: Collective, flow: Flow) -> Refusal:
     """What a gathered tensor that no matmul takes is used by, or that it comes from a matmul."""
-    assert gather.input is not None
-    way = scene.ways_up.path(gather.input, gather.node)
+    way = scene.ways_up.path(gather.source, gather.node)
     if way and not any(map(near.reduces, way)):
         return Refusal(reasons.PRODUCT_GATHERED, near.names([*way[::-1], gather.node]))
     users = scene.sorted(user for _, user in flow.uses())
@@ -525,7 +524,7 @@ def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
 # --- scatter side -------------------------------------------------------------------------------------------
 def _scatter(scene: Scene, scatter: Collective) -> Candidate:
     """A reduce-scatter or an all-reduce: a sum of matmuls, or why it is not seen as one."""
-    region, leaves = _region(scene, scatter.input)
+    region, leaves = _region(scene, scatter.source)
     products = scene.sorted(leaf for leaf in leaves if scene.product(leaf) is not None)
     way = _way_up(scene, scatter, leaves)
     chain = _scatter_chain(scene, scatter, region, products) if products else _near_scatter(scene, scatter, leaves, way)
@@ -559,11 +558,11 @@ def _is_vector(node: fx.Node | None) -> bool:
     return value is not None and value.dim() < 2
 
 
-def _region(scene: Scene, end: fx.Node | None) -> tuple[set[fx.Node], set[fx.Node]]:
+def _region(scene: Scene, end: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
     """The views and sums above `end`, and the nodes (leaves) where they start."""
     region: set[fx.Node] = set()
     leaves: set[fx.Node] = set()
-    stack = [] if end is None else [end]
+    stack = [end]
     while stack:
         node = stack.pop()
         if node in region or node in leaves:
@@ -602,7 +601,7 @@ def _scatter_chain(
         return Refusal(reasons.NO_ELEMENTS, scatter.node.name)
     nodes = scene.sorted([*region, *products])
     flow = follow(nodes, seeds_of((matmul.node for matmul in matmuls), scene.sizes), scene.sizes, sums=True)
-    whole = flow.maps.get(scatter.input) if scatter.input is not None else None
+    whole = flow.maps.get(scatter.source)
     if whole is None:
         return _first_refusal(flow, nodes, scatter)
     sum_dtype = _dtype(scatter.input)
@@ -611,7 +610,7 @@ def _scatter_chain(
     placement = _placement(scene, scatter, whole, rows, columns)
     if isinstance(placement, Refusal):
         return placement
-    terms = flow.terms[scatter.input]  # type: ignore[index]
+    terms = flow.terms[scatter.source]
     summed = tuple(replace(matmul, factor=terms[matmul.node]) for matmul in alike)
     own = {matmul.node for matmul in alike}
     inside = {node for node in nodes if not own.isdisjoint(flow.terms.get(node, ()))}

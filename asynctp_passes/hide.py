@@ -79,11 +79,11 @@ def _is_alone(decision: Decision, groups: set[str]) -> bool:
     if collective.kind == "all_gather":
         return refusal.reason is reasons.NO_MATMUL and _is_large(collective.node, collective.group_size)
     sums = collective.kind == "reduce_scatter" and collective.reduce_op in ("sum", "avg")
-    return sums and refusal.reason in _NO_PRODUCT and _is_large(collective.input, collective.group_size)
+    return sums and refusal.reason in _NO_PRODUCT and _is_large(collective.source, collective.group_size)
 
 
-def _is_large(whole: fx.Node | None, ranks: int) -> bool:
-    moved = None if whole is None else cost.received_bytes(whole, ranks)
+def _is_large(whole: fx.Node, ranks: int) -> bool:
+    moved = cost.received_bytes(whole, ranks)
     return moved is None or moved >= LEAST_BYTES
 
 
@@ -154,8 +154,7 @@ class _Contracted:
         use = min((self.place[node] for node in after & self.matmuls), default=len(self.place))
         between = [one for one in free if start < one.place < use]
         others = [one for one in free if one.place > use] + [one for one in free[::-1] if one.place < start]
-        whole, chosen = collective.node if gathers else collective.input, list(between)
-        assert whole is not None
+        whole, chosen = collective.node if gathers else collective.source, list(between)
         moved = cost.received_bytes(whole, collective.group_size)
         while others and not cost.covers([one.flops for one in chosen], moved, whole):
             chosen.append(others.pop(0))

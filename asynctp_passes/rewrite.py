@@ -378,8 +378,7 @@ def _scales_of(rows: Sequence[Size], scaled: ScaledOptions) -> list[Size]:
 # --- gather side: what is computed on the shard -----------------------------------------------------------
 def _parts(build: _Builder, chain: GatherChain) -> dict[fx.Node, fx.Node]:
     """This rank's parts of the gathered tensors and of what the hoisted ops compute from them, by the whole tensors."""
-    gathers = [(gather.node, gather.input) for gather in collectives_of(chain)]
-    parts = {whole: build.now(shard) for whole, shard in gathers if shard is not None}
+    parts = {gather.node: build.now(gather.source) for gather in collectives_of(chain)}
     local: dict[fx.Node, fx.Node] = {}
     for step in () if chain.hoist is None else chain.hoist.steps:
         local |= {operand: build.now(operand) for operand in step.others}
@@ -521,7 +520,7 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
 
     Views of products that are converted see what they are converted to, and conversions go as sums do.
     """
-    collective, wide = chain.collective, chain.sum_dtype is not None
+    wide = chain.sum_dtype is not None
     inside = {*chain.views, *(matmul.node for matmul in chain.matmuls)}
     sums = [node for node in chain.views if is_sum(node) or (wide and is_conversion(node))]
     gone = {node: next(source for source in node.all_input_nodes if source in inside) for node in sums}
@@ -534,8 +533,7 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
             build.replace(node, build.now(gone[node]))
         elif wide:
             build.evaluate(node)
-    assert collective.input is not None
-    out = build.contiguous(build.now(collective.input))
+    out = build.contiguous(build.now(chain.collective.source))
     _give_result(build, chain, out)
     return op
 
