@@ -100,9 +100,14 @@ class _Call:
     sizes: Sizes
 
     @property
+    def first(self) -> Any:
+        """The op's first argument: of a view, the tensor that is viewed."""
+        return next(iter(self.values.values()))
+
+    @property
     def source(self) -> IndexMap:
-        """The map of the op's first argument."""
-        return self.flow.maps[next(iter(self.values.values()))]
+        """The map of the tensor that is viewed."""
+        return self.flow.maps[self.first]
 
     def shape(self) -> tuple[Size, ...] | None:
         """The sizes of the op's result."""
@@ -375,7 +380,7 @@ def _waited(call: _Call) -> Result:
 
 
 def _cat(call: _Call) -> Result:
-    tensors: Sequence[Any] = next(iter(call.values.values()))
+    tensors: Sequence[Any] = call.first
     maps = [call.flow.maps.get(tensor) for tensor in tensors]
     if any(piece is None for piece in maps):
         names = [tensor.name for tensor, piece in zip(tensors, maps, strict=True) if piece is None]
@@ -393,7 +398,7 @@ def _cat(call: _Call) -> Result:
 
 
 def _bitcast(call: _Call) -> Result:
-    before, after = tensor_of(next(iter(call.values.values()))), tensor_of(call.node)
+    before, after = tensor_of(call.first), tensor_of(call.node)
     if before is None or after is None:
         return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
     if before.dtype.itemsize != after.dtype.itemsize:
@@ -404,7 +409,7 @@ def _bitcast(call: _Call) -> Result:
 
 
 def _expand(call: _Call) -> Result:
-    before, after = tensor_of(next(iter(call.values.values()))), call.shape()
+    before, after = tensor_of(call.first), call.shape()
     if before is None or after is None:
         return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
     old = call.sizes.of(before)
@@ -415,7 +420,7 @@ def _expand(call: _Call) -> Result:
 
 def _cast(call: _Call) -> Result:
     """A conversion to the dtype a tensor already has changes nothing; any other one changes values."""
-    before, after = tensor_of(next(iter(call.values.values()))), tensor_of(call.node)
+    before, after = tensor_of(call.first), tensor_of(call.node)
     if before is not None and after is not None and before.dtype == after.dtype and before.device == after.device:
         return call.source
     return Refusal(reasons.COMPUTED_BETWEEN, "converts to another dtype")
@@ -454,19 +459,18 @@ def _are_in(terms: set[torch.dtype | None], dtype: torch.dtype) -> bool:
 
 def _widen(call: _Call) -> Result:
     """A conversion that keeps all values, of the products themselves: not of their bits seen as another dtype."""
-    source = next(iter(call.values.values()))
-    before = tensor_of(source)
-    if before is None or _dtypes(call, source) != {before.dtype}:
+    before = tensor_of(call.first)
+    if before is None or _dtypes(call, call.first) != {before.dtype}:
         return Refusal(reasons.COMPUTED_BETWEEN, "converts products that are seen as another dtype")
     return call.source
 
 
 def _scale(call: _Call) -> Result:
     """A power of two goes to an operand of each term, which has to have exponents for it (see `scaling_of`)."""
-    before = tensor_of(call.values["self"])
-    if before is None or not _are_in(_dtypes(call, call.values["self"]), before.dtype):
+    before, terms = tensor_of(call.first), _dtypes(call, call.first)
+    if before is None or not _are_in(terms, before.dtype):
         return Refusal(reasons.COMPUTED_BETWEEN, "multiplies products that are seen as another dtype")
-    if torch.float16 in _dtypes(call, call.values["self"]) and abs(scaling_of(call.node) or 0.0) != 1:
+    if torch.float16 in terms and abs(scaling_of(call.node) or 0.0) != 1:
         return Refusal(reasons.COMPUTED_BETWEEN, "products of float16 have too few exponents to be multiplied before")
     return call.source
 
@@ -477,7 +481,7 @@ def _written(call: _Call) -> Result:
 
 def _index(call: _Call) -> Result:
     """Picking rows by number: of fewer rows, by constants, it is how torch undoes the padding of uneven shards."""
-    before, after = tensor_of(next(iter(call.values.values()))), call.shape()
+    before, after = tensor_of(call.first), call.shape()
     ratio = None if before is None or after is None else _ratio(product(after), product(call.sizes.of(before)))
     if ratio is None or ratio == 1:
         return Refusal(reasons.PIECES_REORDERED, "picks rows by number")
