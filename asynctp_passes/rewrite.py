@@ -692,14 +692,14 @@ def _views_above(matmul: Matmul) -> set[fx.Node]:
 
 
 def _erase_unused(graph: fx.Graph, candidates: set[fx.Node]) -> None:
-    """Erase those of some nodes that have no users."""
-    erased = True
-    while erased:
-        dead = [node for node in candidates if not node.users]
-        for node in dead:
-            graph.erase_node(node)
+    """Erase those of some nodes that have no users, or no others than such."""
+    stack = list(candidates)
+    while stack:
+        node = stack.pop()
+        if node in candidates and not node.users:
             candidates.discard(node)
-        erased = bool(dead)
+            stack += node.all_input_nodes
+            graph.erase_node(node)
 
 
 def _shrink(call: fx.Node) -> None:

@@ -133,20 +133,23 @@ def follow(nodes: Iterable[fx.Node], seeds: Mapping[fx.Node, IndexMap], sizes: S
     """
     flow = Flow(maps=dict(seeds), terms={seed: {seed: 1.0} for seed in seeds})
     for node in nodes:
-        if node in seeds and sums and (added := added_matrix(node)) is not None:
-            _join_added(flow, node, added)
-        if node in seeds or not any(flow.has(argument) for argument in node.all_input_nodes):
-            if node not in seeds and not all(map(flow.is_apart, node.all_input_nodes)):
-                flow.lost.add(node)
+        if node in seeds:
+            if sums and (added := added_matrix(node)) is not None:
+                _join_added(flow, node, added)
             continue
-        handler = VIEWS.get(op_name(node))
-        if sums and is_sum(node):
-            handler = _widen if widens(node) else _scale if scaling_of(node) is not None else _add
-        if handler is None:
-            flow.lost.add(node)
-        else:
+        handler = _handler(node, sums) if any(map(flow.has, node.all_input_nodes)) else None
+        if handler is not None:
             _record(flow, node, _apply(handler, node, flow, sizes))
+        elif not all(map(flow.is_apart, node.all_input_nodes)):
+            flow.lost.add(node)
     return flow
+
+
+def _handler(node: fx.Node, sums: bool) -> Callable[[_Call], Result] | None:
+    """What carries maps through an op; None where following ends."""
+    if sums and is_sum(node):
+        return _widen if widens(node) else _scale if scaling_of(node) is not None else _add
+    return VIEWS.get(op_name(node))
 
 
 def seeds_of(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, IndexMap]:
