@@ -42,6 +42,16 @@ def backward(layers: int) -> Graph:
     return b.returns(dy, *gradients)
 
 
+def reduced(layers: int) -> Graph:
+    """The gradients of layers that share an input, and reduce their own part of its gradient."""
+    b = GraphBuilder(ranks=2)
+    dy, w = b.input("tangents_1", [4, WIDTH]), b.input("primals_w", [WIDTH, WIDTH])
+    for h in [b.input(f"h{layer}", [4, WIDTH]) for layer in range(layers)]:
+        parts = [b.all_reduce(b.mm(b.mul(dy, h), w)) for _ in range(2)]
+        dy = b.relu(b.add(*parts))
+    return b.returns(dy)
+
+
 def joint(layers: int) -> Graph:
     """A forward and its backward before they are parted."""
     b = GraphBuilder(ranks=2)
@@ -79,6 +89,7 @@ def calls_of(run: Callable[[Graph], None], graph: Graph) -> int:
     [
         (forward, fused, 2.1),
         (backward, fused, 2.1),
+        (reduced, fused, 2.1),
         (joint, tagged, 2.1),
     ],
 )
