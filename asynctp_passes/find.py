@@ -251,7 +251,7 @@ def _consumers(scene: Scene, gather: Collective, flow: Flow) -> tuple[list[Consu
         consumer = _consumer(scene, gather, flow, node, shard_numel)
         if isinstance(consumer, Refusal):
             way = _between(flow, (source for source in node.all_input_nodes if flow.has(source)))
-            misses.append(_Miss(consumer, (*way, node)))
+            misses.append(_Miss(consumer, (*scene.sorted(way), node)))
         else:
             consumers.append(consumer)
     return consumers, misses
@@ -468,7 +468,7 @@ def _near_gather(scene: Scene, gather: Collective, flow: Flow, refused: Mapping[
             scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
         elif way := scene.ways_down.path(node, source):
             refusal = next((refused[step] for step in way if step in refused), flow.refused.get(node))
-            reached.append(_Miss(_on_the_way(way, refusal), (*_between(flow, [source]), *way)))
+            reached.append(_Miss(_on_the_way(way, refusal), (*scene.sorted(_between(flow, [source])), *way)))
     return reached or scaled[:1] or [_Miss(_goes_elsewhere(scene, gather, flow))]
 
 

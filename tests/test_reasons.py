@@ -681,6 +681,15 @@ def padding_sliced_off_after_the_gather(b: GraphBuilder) -> Node:
     return times(b, b.call(aten.slice.Tensor, gathered(b), 0, 0, 15))
 
 
+@row("UNEVEN_SHARDS", "aten.slice.Tensor slice_1:")
+def padding_of_several_dimensions_sliced_off_after_the_gather(b: GraphBuilder) -> Node:
+    """The first one is named, whatever the addresses of nodes are."""
+    whole = gathered(b, 2, 8, 8, 8, 8)
+    for dim in range(5):
+        whole = b.call(aten.slice.Tensor, whole, dim, 0, 7)
+    return times(b, b.reshape(whole, [7**4, 7]))
+
+
 @row("UNEVEN_SHARDS", "slice")
 def padding_of_a_sequence_sliced_off_after_the_gather(b: GraphBuilder) -> Node:
     whole = b.cat(b.chunks(gathered(b, 2, 3, 8)), dim=1)
