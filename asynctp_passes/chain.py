@@ -319,7 +319,8 @@ class ScatterChain:
     matmuls and the collective, sums among them. `added` has the other terms of the sum: what is computed before.
 
     Where several collectives' results are summed (`summed`), the chain has the products of all, and stands for them:
-    `collective` is the last one, `joined` has the others, and `behind` the nodes that make the sum of their results.
+    `collective` is the last that has products, `joined` has the others, and `behind` the nodes that make the sum of
+    their results. What that adds besides, `added_behind`, is added to the fused op's result.
     """
 
     collective: Collective
@@ -331,6 +332,7 @@ class ScatterChain:
     added: tuple[Term, ...] = ()
     joined: tuple[Collective, ...] = ()
     behind: tuple[fx.Node, ...] = ()
+    added_behind: tuple[Term, ...] = ()
 
     @property
     def sends_products(self) -> bool:

@@ -146,7 +146,7 @@ def values_known(candidate: Candidate, context: Context) -> Refusal | None:
     nodes = [node for matmul in chain.matmuls for node in (matmul.node, matmul.a, *matmul.operands)]
     nodes += [*chain.inputs, chain.collective.node]
     if isinstance(chain, ScatterChain):
-        nodes += [term.node for term in chain.added]
+        nodes += [term.node for term in (*chain.added, *chain.added_behind)]
     if isinstance(chain, GatherChain):
         nodes += [joined.source for joined in chain.joined]
     if isinstance(chain, GatherChain) and chain.hoist is not None:
@@ -239,7 +239,7 @@ def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
 def _placed_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]:
     """The sizes of the views around the fused op; an all-reduce of matrices has none but the program's own."""
     place = chain.placement
-    added = [term.node for term in chain.added] if isinstance(chain, ScatterChain) else []
+    added = [term.node for term in (*chain.added, *chain.added_behind)] if isinstance(chain, ScatterChain) else []
     nodes = (chain.collective.node, *(matmul.node for matmul in chain.matmuls), *added, *chain.inputs)
     tensors = [tensor_of(node) for node in nodes]
     known = [sizes.of(tensor) for tensor in tensors if tensor is not None]

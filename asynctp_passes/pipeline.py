@@ -12,7 +12,17 @@ from torch import fx
 
 from asynctp_passes import compat, cost, ops, torch_bugs
 from asynctp_passes.agree import agree, withdraw
-from asynctp_passes.chain import Bundle, Candidate, Collective, Decision, GatherChain, Hoist, ScatterChain, fused_chains
+from asynctp_passes.chain import (
+    Bundle,
+    Candidate,
+    Collective,
+    Decision,
+    GatherChain,
+    Hoist,
+    ScatterChain,
+    Term,
+    fused_chains,
+)
 from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
 from asynctp_passes.decide import decide_graph
@@ -267,8 +277,12 @@ def _summed(chain: ScatterChain) -> list[str]:
 
 def _added(chain: ScatterChain) -> list[str]:
     """What is no product of the fused op's."""
-    names = [f"{describe(term.node)} of {called_name(term.node) or term.node.name}" for term in chain.added]
-    return [f"computed before, and added to the products: {', '.join(names)}"] if names else []
+    notes = {"computed before, and added to the products": chain.added, "added to the result": chain.added_behind}
+    return [f"{note}: {', '.join(map(_named, terms))}" for note, terms in notes.items() if terms]
+
+
+def _named(term: Term) -> str:
+    return f"{describe(term.node)} of {called_name(term.node) or term.node.name}"
 
 
 def _converted(chain: ScatterChain) -> list[str]:

@@ -521,9 +521,8 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
     Views of products that are converted see what they are converted to, and conversions go as sums do.
     """
     wide = chain.sum_dtype is not None
-    inside = {*chain.views, *(matmul.node for matmul in chain.matmuls)}
     sums = [node for node in chain.views if is_sum(node) or (wide and is_conversion(node))]
-    gone = {node: next(source for source in node.all_input_nodes if source in inside) for node in sums}
+    gone = _first_within(sums, {*chain.views, *(matmul.node for matmul in chain.matmuls)})
     a_parts = [_as_rows(build, _left(build, matmul)) for matmul in chain.matmuls]
     op = _call_reduction(build, chain, a_parts, "all_reduce")
     for matmul in chain.matmuls:
@@ -541,14 +540,24 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
 def _give_result(build: _Builder, chain: ScatterChain, out: fx.Node) -> None:
     """Give the reduced tensor to the users of the collective's result.
 
-    Where it is the sum of several results, each gives way to it, and so does each addition behind them.
+    Where it is the sum of several results, each gives way to it, and so does each addition behind them; what else these
+    add is added here.
     """
+    for term in chain.added_behind:
+        shaped = build.reshape(build.now(term.node), build.sizes.of(value_of(out)))
+        out = build.call(_aten.add.Tensor, out, _times(build, shaped, term))
+    results = [node for collective in collectives_of(chain) for node in collective.results]
+    gone = _first_within(filter(is_sum, chain.behind), {*results, *chain.behind})
     for collective in collectives_of(chain):
         for node in collective.results:
             build.replace(node, out, unless=collective.waits)
-    for node in chain.behind:
-        if is_sum(node):
-            build.replace(node, next(iter(arguments(node).values())))
+    for node, source in gone.items():
+        build.replace(node, build.now(source))
+
+
+def _first_within(sums: Iterable[fx.Node], inside: Container[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For sums, what stands for each: its first term that is inside of the chain, and has become the sum."""
+    return {node: next(source for source in node.all_input_nodes if source in inside) for node in sums}
 
 
 def _left(build: _Builder, matmul: Matmul) -> fx.Node:
@@ -675,20 +684,18 @@ def _shared(chain: GatherChain | ScatterChain) -> list[fx.Node]:
 def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
     """What a fused op may leave without users: its chain's collectives, views and matmuls, and their sizes.
 
-    Of a collective of several tensors, other items too: of one that nothing uses nothing is left.
+    Also the views that only lead from a tensor to a matmul, or to a collective that joins the chain's. Of a collective
+    of several tensors, other items too: of one that nothing uses nothing is left.
     """
     views = followed(chain) if isinstance(chain, GatherChain) else [*chain.views, *chain.behind]
-    nodes = {*views, *(node for matmul in chain.matmuls for node in (*matmul.nodes, *_views_above(matmul)))}
+    taken = [source for node in nodes_of(chain.matmuls) for source in node.all_input_nodes]
+    taken += [joined.input for joined in chain.joined if joined.input is not None]
+    nodes = {*views, *nodes_of(chain.matmuls), *reachable(taken, where=is_view)}
     for collective in collectives_of(chain):
         nodes.update(collective.nodes, () if collective.call is None else collective.call.users)
     inside = [node for matmul in chain.matmuls for node in matmul.epilogue]
     nodes |= {node for step in inside for node in step.all_input_nodes if op_name(node) and not node.all_input_nodes}
     return nodes | {user for node in nodes for user in node.users if is_size(user)}
-
-
-def _views_above(matmul: Matmul) -> set[fx.Node]:
-    """The views that only lead from a tensor to the matmul's operands, if nothing else uses them."""
-    return reachable((source for node in matmul.nodes for source in node.all_input_nodes), where=is_view)
 
 
 def _erase_unused(graph: fx.Graph, candidates: set[fx.Node]) -> None:

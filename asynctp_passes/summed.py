@@ -6,24 +6,27 @@
 A reduction is linear: `AR(x) + AR(y) = AR(x + y)`, and so is a reduce-scatter whose blocks lie alike. Layers that share
 an input, and each all-reduce their own gradient of it, write such sums (queries, keys and values; gate and up).
 
-Members are chains that could each be fused alone, and differ in their products only. The sum behind them is followed
-from their results as sums in front of a collective are from products (`views.follow`): an addition joins equal maps.
+Members are chains that could each be fused alone, and differ in their products only, and besides at least one of these
+other reductions of the kind: what they reduce is added to the products (routed tokens to a shared expert's). The sum
+behind them is followed from their results as sums in front of a collective are from products (`views.follow`): an
+addition joins equal maps. What else it adds in between, as a residual, is added to the one result.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
 from torch import fx
 
-from asynctp_passes.chain import Candidate, ScatterChain, anchor
-from asynctp_passes.fxview import reachable, tensor_of
+from asynctp_passes.chain import Candidate, Collective, ScatterChain, Term
+from asynctp_passes.fxview import arguments, reachable, tensor_of, value_of
 from asynctp_passes.read import identical
 from asynctp_passes.scene import Scene
-from asynctp_passes.views import Flow, adds, follow, is_conversion, is_sum, is_view, seeds_of
+from asynctp_passes.shapes import product, same
+from asynctp_passes.views import Terms, adds, follow, is_conversion, is_sum, is_view, seeds_of
 
 __all__ = ["summed"]
 
@@ -31,104 +34,160 @@ __all__ = ["summed"]
 def summed(
     scene: Scene, candidates: Mapping[fx.Node, Candidate], allowed: Callable[[Candidate], bool]
 ) -> dict[fx.Node, Candidate]:
-    """What becomes of the reductions that are summed: the last of a sum has the chain of all, which the others join.
+    """What becomes of the reductions that are summed: the last chain of a sum becomes that of all, which others join.
 
     Args:
         scene: The graph being searched.
         candidates: Of all gathers and reductions, by collective, in graph order.
         allowed: True for a candidate whose chain may be fused.
     """
-    chains = {node: one.chain for node, one in candidates.items() if one.chain is not None and allowed(one)}
-    kinds: dict[object, dict[fx.Node, ScatterChain]] = {}
-    for node, chain in chains.items():
-        if isinstance(chain, ScatterChain) and (kind := _kind(scene, candidates[node])) is not None:
-            kinds.setdefault(kind, {})[node] = chain
-    places = sorted(scene.order[anchor(chain)] for chain in chains.values())
+    chains = {
+        node: one.chain for node, one in candidates.items() if isinstance(one.chain, ScatterChain) and allowed(one)
+    }
+    kinds: dict[object, list[fx.Node]] = {}
+    for node, candidate in candidates.items():
+        if (kind := _kind(scene, candidate)) is not None:
+            kinds.setdefault(kind, []).append(node)
+    places = sorted(map(scene.order.__getitem__, chains))
     found: dict[fx.Node, Candidate] = {}
     for reductions in kinds.values():
-        flow = _flow(scene, reductions) if len(reductions) > 1 else Flow()
-        ends = [node for node in flow.maps if adds(node) and len(flow.terms[node]) > 1]
-        for end in reversed([node for node in ends if reductions.keys() >= flow.terms[node].keys()]):
-            members = [reductions[node] for node in scene.sorted(flow.terms[end])]
-            if any(member.collective.node in found for member in members):
+        if len(reductions) == 1 or chains.keys().isdisjoint(reductions):
+            continue
+        for end, inside in _sums(scene, reductions):
+            members = [node for node in reductions if node in inside]
+            terms = None if not found.keys().isdisjoint(members) else _terms(scene, end, inside, members)
+            if terms is None or not _are_next(scene, members, chains.keys(), places):
                 continue
-            behind = _behind(flow, end, members)
-            if behind is None or not _are_next(scene, members, places) or not _fit(scene, members):
+            chain = _joined(scene, [candidates[node].collective for node in members], chains, terms)
+            if chain is None:
                 continue
-            own = [candidates[member.collective.node] for member in members]
-            nodes = scene.sorted([*(node for one in own for node in one.nodes), *behind])
-            whole = replace(own[-1], chain=_joined(scene, members, flow.terms[end], behind), nodes=nodes)
+            last, behind = candidates[chain.collective.node], inside.difference(members)
+            nodes = scene.sorted([*(node for member in members for node in candidates[member].nodes), *behind])
+            whole = replace(last, chain=replace(chain, behind=scene.sorted(behind)), nodes=nodes)
             if allowed(whole):
-                found[whole.collective.node] = whole
-                found |= {one.collective.node: replace(one, chain=None, joins=whole) for one in own[:-1]}
+                joining = {node: candidates[node] for node in members if node is not last.collective.node}
+                found[last.collective.node] = whole
+                found |= {node: replace(one, chain=None, refusals=(), joins=whole) for node, one in joining.items()}
     return found
 
 
 def _kind(scene: Scene, candidate: Candidate) -> object:
     """What members of one sum have in common; None for what is left alone.
 
-    That is one of several tensors of a collective, and what is reduced in float16: a rank's part of the sum may be too
-    large for it where the sums over the ranks, and their sum, are not.
+    That is a gather, one of several tensors of a collective, and what is reduced in float16: a rank's part of the sum
+    may be too large for it where the sums over the ranks, and their sum, are not.
     """
     one, value = candidate.collective, tensor_of(candidate.collective.node)
-    if value is None or one.call is not None or value.dtype == torch.float16 or not value.is_contiguous():
+    if one.kind == "all_gather" or one.call is not None or value is None or not value.is_contiguous():
+        return None
+    if value.dtype == torch.float16:
         return None
     group = (one.group_key, one.group_size)
     return (one.kind, group, one.reduce_op, one.dim, value.dtype, scene.sizes.of(value), candidate.weights)
 
 
 # --- the sum --------------------------------------------------------------------------------------------------
-def _flow(scene: Scene, reductions: Iterable[fx.Node]) -> Flow:
-    """The views and sums of what these collectives give. Conversions round, or would not: they end it."""
-    steps = (node for node in scene.nodes if (is_view(node) or is_sum(node)) and not is_conversion(node))
-    return follow(steps, seeds_of(reductions, scene.sizes), scene.sizes, sums=True)
+def _sums(scene: Scene, reductions: Sequence[fx.Node]) -> list[tuple[fx.Node, set[fx.Node]]]:
+    """The additions of two terms in each of which there is a reduction, the last one first, and what makes each.
 
-
-def _behind(flow: Flow, end: fx.Node, members: Sequence[ScatterChain]) -> set[fx.Node] | None:
-    """The nodes that make `end` of the members' results; None if one has another user, be it for its size.
-
-    Or if an addition's result lies in memory otherwise than its first term, which is to stand for it.
+    What something else uses too is a tensor as any other to the sums behind it.
     """
-    starts = {member.collective.node for member in members}
-    inside = reachable([end], lambda node: () if node in starts else node.all_input_nodes, flow.maps.__contains__)
-    alone = all(inside.issuperset(node.users) for node in inside if node is not end)
-    same_strides = all(_lie_alike(tensor_of(node), tensor_of(node.args[0])) for node in inside if adds(node))
-    return inside - starts if inside >= starts and alone and same_strides else None
+    above: dict[fx.Node, set[fx.Node]] = {node: {node} for node in reductions}
+    ends = []
+    for node in scene.nodes:
+        if node in above or not _is_step(node):
+            continue
+        sources = [source for source in node.all_input_nodes if source in above and all(map(_is_step, source.users))]
+        if sources:
+            above[node] = {node}.union(*map(above.__getitem__, sources))
+        if adds(node) and {arguments(node)["self"], arguments(node)["other"]} <= set(sources):
+            ends.append(node)
+    return [(end, above[end]) for end in reversed(ends)]
 
 
-def _lie_alike(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is not None and b is not None and all(map(identical, a.stride(), b.stride()))
+def _is_step(node: fx.Node) -> bool:
+    """True for views and what sums up. Conversions round, or would not: they end a sum."""
+    return (is_view(node) or is_sum(node)) and not is_conversion(node)
+
+
+def _terms(scene: Scene, end: fx.Node, inside: set[fx.Node], members: Sequence[fx.Node]) -> Terms | None:
+    """What `end` sums up; None if something inside has a user outside, or does not rearrange all members alike.
+
+    Or if an addition's result lies in memory otherwise than the first term that comes from a member, and is to stand
+    for it.
+    """
+    if not all(inside.issuperset(node.users) for node in inside if node is not end):
+        return None
+    flow = follow(scene.sorted(inside), seeds_of(members, scene.sizes), scene.sizes, sums=True)
+    in_place = all(_lies_as_first(node, inside) for node in inside if adds(node))
+    return flow.terms[end] if inside <= flow.maps.keys() and in_place else None
+
+
+def _lies_as_first(node: fx.Node, inside: Set[fx.Node]) -> bool:
+    first = next(term for term in node.all_input_nodes if term in inside)
+    return all(map(identical, value_of(node).stride(), value_of(first).stride()))
 
 
 # --- its members ----------------------------------------------------------------------------------------------
-def _are_next(scene: Scene, members: Sequence[ScatterChain], places: Sequence[int]) -> bool:
-    """True where no other chain stands between the members' collectives; `places` has where each stands.
+def _are_next(scene: Scene, members: Sequence[fx.Node], chains: Set[fx.Node], places: Sequence[int]) -> bool:
+    """True where no other chain's reduction stands between the members; `places` has where all chains' stand.
 
     All wait for the last one. Those of many layers, which read what one encoder made, would keep all their operands
     until then.
     """
-    first, last = (scene.order[member.collective.node] for member in (members[0], members[-1]))
-    return bisect_right(places, last) - bisect_left(places, first) == len(members)
-
-
-def _fit(scene: Scene, members: Sequence[ScatterChain]) -> bool:
-    """True for chains whose products are alike, and go to the collective in one way, with nothing added to them."""
-    first = members[0]
-    plain = ScatterChain(first.collective, (), first.way, first.placement, (), first.sum_dtype)
-    if any(replace(member, collective=first.collective, matmuls=(), views=()) != plain for member in members):
-        return False
-    return all(scene.can_add(first.matmuls[0], matmul) for member in members[1:] for matmul in member.matmuls)
+    first, last = scene.order[members[0]], scene.order[members[-1]]
+    return bisect_right(places, last) - bisect_left(places, first) == len(chains & set(members))
 
 
 def _joined(
-    scene: Scene, members: Sequence[ScatterChain], times: Mapping[fx.Node, float], behind: Iterable[fx.Node]
-) -> ScatterChain:
-    """The one chain of all members, the last one's products first, in its place: there all that is reduced exists."""
-    counts = [(member, times[member.collective.node]) for member in (members[-1], *members[:-1])]
+    scene: Scene, members: Sequence[Collective], chains: Mapping[fx.Node, ScatterChain], times: Terms
+) -> ScatterChain | None:
+    """The one chain of all members, in place of the last that is a chain, whose products come first.
+
+    None where products are not alike, go to the collectives in different ways, or cannot be added to what else is
+    reduced.
+    """
+    known = [chains[member.node] for member in members if member.node in chains]
+    if not known:
+        return None
+    *others, last = known
+    plain = replace(last, matmuls=(), views=(), added=())
+    for other in others:
+        if replace(other, collective=last.collective, matmuls=(), views=(), added=()) != plain:
+            return None
+        if not all(scene.can_add(last.matmuls[0], matmul) for matmul in other.matmuls):
+            return None
+    own = [(chain, times[chain.collective.node]) for chain in (last, *others)]
+    added = [replace(term, factor=term.factor * count) for chain, count in own for term in chain.added]
+    for member in members:
+        if member.node not in chains:
+            source = _in_order_of_products(scene, member, last)
+            if source is None:
+                return None
+            added.append(Term(source, times[member.node]))
+    results = {member.node for member in members}
     return replace(
-        members[-1],
-        matmuls=tuple(replace(one, factor=one.factor * count) for member, count in counts for one in member.matmuls),
-        views=scene.sorted(node for member in members for node in member.views),
-        joined=tuple(member.collective for member in members[:-1]),
-        behind=scene.sorted(behind),
+        last,
+        matmuls=tuple(replace(one, factor=one.factor * count) for chain, count in own for one in chain.matmuls),
+        views=scene.sorted(node for chain, _ in own for node in chain.views),
+        added=tuple(added),
+        joined=tuple(member for member in members if member is not last.collective),
+        added_behind=tuple(Term(node, count) for node, count in times.items() if node not in results),
     )
+
+
+def _in_order_of_products(scene: Scene, member: Collective, chain: ScatterChain) -> fx.Node | None:
+    """The tensor with the elements of a product, in their order, that goes to a collective in the products' way."""
+    assert member.input is not None
+    above = reachable([member.input], where=lambda node: is_view(node) and not is_conversion(node))
+    count = product(scene.sizes.of(value_of(chain.matmuls[0].node)))
+    for source in (member.input, *(source for node in above for source in node.all_input_nodes if source not in above)):
+        value = tensor_of(source)
+        flow = follow(scene.sorted(above - {source}), seeds_of([source], scene.sizes), scene.sizes)
+        if (
+            flow.maps.get(member.input) == chain.way
+            and value is not None
+            and same(product(scene.sizes.of(value)), count)
+        ):
+            return source
+    return None

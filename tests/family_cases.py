@@ -240,9 +240,10 @@ def case_attention_with_sinks_and_biases(mesh: DeviceMesh) -> tuple[Report, ...]
 
 
 def case_experts_reduced_apart(mesh: DeviceMesh) -> tuple[Report, ...]:
-    """The input's gradient is a sum of products and of what goes back to the routed tokens' rows."""
+    """Routed tokens are added to the shared expert's and reduced with these; so are their rows of the gradient."""
     reports, found = _step(ExpertsReducedApart(mesh), mesh)
-    assert found == {"forward": (2, [], ["ATP002"]), "backward": (2, [], [])}, found
+    assert found == {"forward": (3, [], []), "backward": (2, [], [])}, found
+    assert any("one reduce_scatter of the sum" in remark.message for remark in reports[0].fused), reports[0]
     return reports
 
 

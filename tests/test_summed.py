@@ -13,7 +13,7 @@ from graph_builder import GraphBuilder, snapshot
 from hypothesis import given, note
 from hypothesis import strategies as st
 from lockstep import differences, evaluate, op_name
-from passes import before_and_after, copied, outcomes, run_pass
+from passes import before_and_after, copied, run_pass
 from programs import Builder
 from ranks import run_ranks
 from serving_ops import registered
@@ -157,15 +157,66 @@ def test_a_strict_failure_leaves_the_sum_as_it_was() -> None:
     assert snapshot(graph) == before
 
 
-def test_a_product_that_a_gather_takes_leaves_the_others_their_sum() -> None:
-    """The first product is the only one that its gather can hide behind."""
+def test_a_product_that_a_gather_takes_is_added_to_the_others() -> None:
+    """It is the only one that its gather can hide behind."""
     b = GraphBuilder(ranks=2)
     w = [b.input(f"w{index}", [6, 4]) for index in range(3)]
     taken, *free = b.gather(b.input("x", [4, 6])), b.input("y", [8, 6]), b.input("z", [8, 6])
     reduced = [b.all_reduce(b.mm(a, one)) for a, one in zip((*free, taken), w, strict=True)]
-    graph = b.returns(b.add(b.add(reduced[0], reduced[1]), reduced[2]))
-    assert outcomes(run_pass(graph)) == ["F", "F", "F", "ATP402"]
-    assert summed_up(graph) == [2]
+    text, report = before_and_after(b.returns(b.add(b.add(reduced[0], reduced[1]), reduced[2])), strict="all", expect=4)
+    assert_expected_inline(
+        text.split("=== becomes ===")[1],
+        """\
+
+
+w0: f32[6, 4]
+w1: f32[6, 4]
+w2: f32[6, 4]
+x: f32[4, 6]
+y: f32[8, 6]
+z: f32[8, 6]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w2], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[8, 4])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[8, 4]
+matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[z, y], b_parts=[w1, w0], biases=[None, None],
+    reduce_op='sum', group_name='tp', sum_dtype=None, added=getitem)  # f32[8, 4]
+return (matmul_all_reduce_default)
+""",
+    )
+    assert "added to the products: f32[8, 4] of aten.mm.default; " in report.remarks[2].message
+
+
+def test_routed_tokens_and_a_residual_between_reductions() -> None:
+    """Both are reduced apart, and a residual is added to the first: one reduction, and one addition behind it."""
+    b = GraphBuilder(ranks=2)
+    tokens, w, residual = b.input("tokens", [4, 2, 6]), b.input("w", [6, 8]), b.input("residual", [4, 1, 8])
+    routed = b.scatter(b.cat(b.chunks(b.relu(b.input("routed", [4, 2, 8])), dim=1)))
+    shared = b.reshape(b.mm(b.reshape(tokens, [8, 6]), w), [4, 2, 8])
+    shared = b.scatter(b.cat(b.chunks(shared, dim=1)))
+    text, report = before_and_after(b.returns(b.add(b.add(residual, routed), shared)), strict="all", expect=2)
+    assert_expected_inline(
+        text.split("=== becomes ===")[1],
+        """\
+
+
+tokens: f32[4, 2, 6]
+w: f32[6, 8]
+residual: f32[4, 1, 8]
+routed: f32[4, 2, 8]
+relu = relu(routed)  # f32[4, 2, 8]
+reshape = reshape(tokens, [8, 6])  # f32[8, 6]
+reshape_default = reshape(reshape, [4, 2, 6])  # f32[4, 2, 6]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp', sum_dtype=None, added=relu)  # f32[4, 1, 8]
+add_tensor = add(matmul_reduce_scatter_default, residual)  # f32[4, 1, 8]
+return (add_tensor)
+""",
+    )
+    assert [remark.message for remark in report.remarks] == [
+        "only a sum is used, which is reduced once, by reduce_scatter_tensor_1",
+        "one reduce_scatter of the sum, for reduce_scatter_tensor too; computed before, and added to the products: "
+        "f32[4, 2, 8] of aten.relu.default; added to the result: f32[4, 1, 8] of residual",
+    ]
 
 
 # --- which sums ------------------------------------------------------------------------------------------------
@@ -192,14 +243,14 @@ def added(b: Builder, *terms: Node) -> Node:
     return total
 
 
-SUMS: dict[str, tuple[Sums, list[int]]] = {}
+SUMS: dict[str, tuple[Sums, list[int], int]] = {}
 
 
-def sums(*products: int) -> Callable[[Sums], Sums]:
-    """Add a graph to the table: the fused ops that it becomes, by the products that each sums up."""
+def sums(*products: int, left: int = 0) -> Callable[[Sums], Sums]:
+    """Add a graph to the table: the fused ops that it becomes, by the products that each sums up, and other sums."""
 
     def add(build: Sums) -> Sums:
-        SUMS[build.__name__] = build, list(products)
+        SUMS[build.__name__] = build, list(products), left
         return build
 
     return add
@@ -277,6 +328,119 @@ def with_other_collectives_in_between(b: Builder) -> list[Node]:
 @sums(2)
 def of_registered_collectives(b: Builder) -> list[Node]:
     return [added(b, *(b.call(custom_all_reduce, term(b), "tp:0") for _ in range(2)))]
+
+
+def tensor(b: Builder, dtype: torch.dtype = torch.float64) -> Node:
+    return b.placeholder(SHAPE, dtype)
+
+
+@sums(1)
+def one_of_which_no_matmul_made(b: Builder) -> list[Node]:
+    return [added(b, reduced(b, term(b)), reduced(b, tensor(b)))]
+
+
+@sums(2)
+def some_of_which_no_matmul_made(b: Builder) -> list[Node]:
+    """They come before, in between and behind, with signs and powers of two."""
+    first, *others = (reduced(b, tensor(b)) for _ in range(3))
+    half = b.call(aten.mul.Tensor, others[0], 0.5)
+    total = added(b, first, reduced(b, term(b)), half, reduced(b, term(b)))
+    return [b.call(aten.sub.Tensor, total, others[1])]
+
+
+@sums(1)
+def one_of_which_is_computed_behind_the_product(b: Builder) -> list[Node]:
+    """Where the program reduces the product, what is added to it does not exist yet."""
+    product = reduced(b, term(b))
+    return [added(b, product, reduced(b, b.call(aten.relu.default, tensor(b))))]
+
+
+@sums(1)
+def one_of_which_is_of_a_product_that_is_used_elsewhere(b: Builder) -> list[Node]:
+    product = term(b)
+    return [added(b, reduced(b, product), reduced(b, term(b))), b.call(aten.relu.default, product)]
+
+
+@sums(1)
+def scattered_by_columns_and_no_product(b: Builder) -> list[Node]:
+    """Both are cut along a middle dimension, which is undone for what is added."""
+    whole = [term(b), tensor(b)]
+    cut = [b.call(aten.cat.default, list(b.items(b.call(aten.split.Tensor, one, 2, 1)))) for one in whole]
+    return [added(b, *(scattered(b, one) for one in cut))]
+
+
+@sums(1)
+def of_autocast_and_no_product(b: Builder) -> list[Node]:
+    wide = b.call(convert, term(b, torch.bfloat16), torch.float32)
+    return [added(b, reduced(b, wide), reduced(b, tensor(b, torch.float32)))]
+
+
+@sums(2)
+def of_a_product_that_another_tensor_is_added_to(b: Builder) -> list[Node]:
+    residual = b.placeholder(SHAPE, torch.float64)
+    return [added(b, reduced(b, added(b, term(b), residual)), reduced(b, term(b)))]
+
+
+@sums(2)
+def of_products_that_one_tensor_is_added_to(b: Builder) -> list[Node]:
+    residual = b.placeholder(SHAPE, torch.float64)
+    return [added(b, *(reduced(b, added(b, term(b), residual)) for _ in range(2)))]
+
+
+@sums(2)
+def of_another_tensor_too(b: Builder) -> list[Node]:
+    """As a residual that comes in between: it is added to what is reduced."""
+    return [added(b, reduced(b, term(b)), tensor(b), reduced(b, term(b)))]
+
+
+@sums(3)
+def of_other_tensors_with_signs_and_powers_of_two(b: Builder) -> list[Node]:
+    one, two, three = (reduced(b, term(b)) for _ in range(3))
+    inner = b.call(aten.neg.default, b.call(aten.sub.Tensor, tensor(b), one))
+    inner = b.call(aten.mul.Tensor, added(b, inner, two), 0.5)
+    return [added(b, b.call(aten.sub.Tensor, inner, tensor(b)), three)]
+
+
+@sums(2)
+def of_another_tensor_that_is_seen_otherwise_behind(b: Builder) -> list[Node]:
+    """It is added in the results' own order, and turned with them."""
+    turned = b.call(aten.permute.default, added(b, tensor(b), reduced(b, term(b))), [1, 0, 2])
+    return [added(b, turned, b.call(aten.permute.default, reduced(b, term(b)), [1, 0, 2]))]
+
+
+@sums(2)
+def of_another_tensor_in_the_shape_of_a_view(b: Builder) -> list[Node]:
+    rows = [b.call(aten.reshape.default, reduced(b, term(b)), [8, 6]) for _ in range(2)]
+    return [added(b, b.placeholder((8, 6), torch.float64), *rows)]
+
+
+@sums(2)
+def of_another_tensor_laid_out_by_columns(b: Builder) -> list[Node]:
+    residual = b.placeholder(SHAPE, torch.float64, strides=(4, 1, 8))
+    return [added(b, added(b, reduced(b, term(b)), residual), reduced(b, term(b)))]
+
+
+@sums(1, 2)
+def of_one_that_is_used_elsewhere_and_others(b: Builder) -> list[Node]:
+    """It stays, and is a tensor as any other to the others' sum."""
+    one, two, three = (reduced(b, term(b)) for _ in range(3))
+    return [added(b, one, two, three), b.call(aten.relu.default, one)]
+
+
+@sums(2, 2)
+def of_layers_with_one_residual(b: Builder) -> list[Node]:
+    """Attention and MLP read the same, and are added to it one after the other."""
+    stream, seen = tensor(b), []
+    for _ in range(2):
+        stream = added(b, stream, reduced(b, term(b)), reduced(b, term(b)))
+        seen.append(b.call(aten.relu.default, stream))
+    return [stream, *seen]
+
+
+@sums(2)
+def with_another_tensor_behind(b: Builder) -> list[Node]:
+    """It stays where it was."""
+    return [added(b, reduced(b, term(b)), reduced(b, term(b)), tensor(b))]
 
 
 @sums(2, 1)
@@ -371,25 +535,6 @@ def of_results_laid_out_differently(b: Builder) -> list[Node]:
 
 
 @sums(1, 1)
-def of_another_tensor_too(b: Builder) -> list[Node]:
-    """As a residual that comes in between: the program adds it first."""
-    residual = b.placeholder(SHAPE, torch.float64)
-    return [added(b, reduced(b, term(b)), residual, reduced(b, term(b)))]
-
-
-@sums(1, 1)
-def of_a_product_that_another_tensor_is_added_to(b: Builder) -> list[Node]:
-    residual = b.placeholder(SHAPE, torch.float64)
-    return [added(b, reduced(b, added(b, term(b), residual)), reduced(b, term(b)))]
-
-
-@sums(1, 1)
-def of_products_that_one_tensor_is_added_to(b: Builder) -> list[Node]:
-    residual = b.placeholder(SHAPE, torch.float64)
-    return [added(b, *(reduced(b, added(b, term(b), residual)) for _ in range(2)))]
-
-
-@sums(1, 1)
 def scaled(b: Builder) -> list[Node]:
     return [b.call(aten.add.Tensor, reduced(b, term(b)), reduced(b, term(b)), alpha=3)]
 
@@ -448,28 +593,68 @@ def another_chain_stands_in_between(b: Builder) -> list[Node]:
     return [added(b, first, reduced(b, term(b))), b.call(aten.relu.default, other)]
 
 
-@sums(1)
-def one_of_which_no_matmul_made(b: Builder) -> list[Node]:
-    return [added(b, reduced(b, term(b)), reduced(b, b.placeholder(SHAPE, torch.float64)))]
-
-
 @sums(1, 1)
 def of_one_list(b: Builder) -> list[Node]:
     both = b.call(c10d.all_reduce_coalesced.default, [term(b), term(b)], "sum", "tp")
     return [added(b, *(b.call(c10d.wait_tensor.default, item) for item in b.items(both)))]
 
 
+@sums(left=2)
+def none_of_which_a_matmul_made(b: Builder) -> list[Node]:
+    return [added(b, reduced(b, tensor(b)), reduced(b, tensor(b)))]
+
+
+@sums(1, left=1)
+def of_what_no_matmul_made_laid_out_differently(b: Builder) -> list[Node]:
+    turned = b.call(aten.permute.default, b.placeholder((4, 2, 6), torch.float64), [1, 0, 2])
+    cut = [b.call(aten.split.Tensor, one, 2, 1) for one in (term(b), turned)]
+    halves = [b.call(aten.cat.default, list(b.items(one))) for one in cut]
+    return [added(b, scattered(b, halves[0]), scattered(b, b.call(aten.clone.default, turned_again(b, halves[1]))))]
+
+
+def turned_again(b: Builder, node: Node) -> Node:
+    seen = b.call(aten.reshape.default, node, [2, 4, 6])
+    return b.call(aten.reshape.default, b.call(aten.permute.default, seen, [1, 0, 2]), [4, 2, 6])
+
+
+@sums(1, 1)
+def of_another_tensor_in_another_order(b: Builder) -> list[Node]:
+    """It is added to a view that is no reshape."""
+    turned = [b.call(aten.permute.default, reduced(b, term(b)), [1, 0, 2]) for _ in range(2)]
+    return [added(b, turned[0], b.placeholder((4, 2, 6), torch.float64), turned[1])]
+
+
+@sums(1, 1)
+def of_another_tensor_that_comes_from_one(b: Builder) -> list[Node]:
+    one, two = reduced(b, term(b)), reduced(b, term(b))
+    return [added(b, one, b.call(aten.relu.default, one), two)]
+
+
+@sums(1, 1)
+def of_a_number_too(b: Builder) -> list[Node]:
+    return [added(b, b.call(aten.add.Scalar, reduced(b, term(b)), 1), reduced(b, term(b)))]
+
+
+@sums(1, 1)
+def another_tensor_is_changed_in_between(b: Builder) -> list[Node]:
+    residual = tensor(b)
+    one = added(b, reduced(b, term(b)), residual)
+    b.call(aten.add_.Tensor, residual, 1)
+    return [added(b, one, reduced(b, term(b)))]
+
+
 @pytest.mark.parametrize("name", SUMS)
 def test_products_of_each_op_and_results(name: str) -> None:
-    build, products = SUMS[name]
+    build, products, left = SUMS[name]
     b = Builder(operator.itemgetter(0), 2)
     b.graph.output(tuple(build(b)))
     graph = copied(b.graph)
     with registered("tp"):
         report = run_pass(graph)
     graph.lint()
-    assert summed_up(graph) == products
+    assert (summed_up(graph), reductions_left(graph)) == (products, left)
     assert not report.missed
+    assert len(report.fused) == reductions_left(b.graph) - left
     check_same(b, graph, 0)
 
 
@@ -480,6 +665,13 @@ def summed_up(graph: Graph) -> list[int]:
         for node in graph.nodes
         if op_name(node.target).startswith(("asynctp::matmul_", "asynctp::scaled_matmul_"))
     ]
+
+
+def reductions_left(graph: Graph) -> int:
+    """The number of tensors that are summed over the ranks by collectives of their own."""
+    ops = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default, custom_all_reduce)
+    plain = sum(node.target in ops and "max" not in node.args for node in graph.nodes)
+    return plain + sum(len(node.args[0]) for node in graph.nodes if node.target is c10d.all_reduce_coalesced.default)
 
 
 def check_same(b: Builder, graph: Graph, seed: int) -> None:
@@ -519,13 +711,13 @@ def test_random_sums_compute_the_same(data: st.DataObject, seed: int) -> None:
     graph.lint()
     note(f"{b.notes}\n{b.graph}\nbecomes\n{graph}")
     assert not report.missed
-    assert len(report.fused) == sum("reduce" in op_name(node.target) for node in b.graph.nodes)
-    assert len(summed_up(graph)) == 1 or spoiled
+    assert len(report.fused) + reductions_left(graph) == reductions_left(b.graph)
+    assert spoiled or (len(summed_up(graph)), reductions_left(graph)) == (1, 0)
     check_same(b, graph, seed)
 
 
 def random_sum(b: Builder) -> tuple[list[Node], bool]:
-    """The sum of two to five reduced products, and what leaks; and whether it may not be one reduction."""
+    """The sum of two to five reductions, most of products, and what leaks; and whether it may not be one reduction."""
     dtype = b.choose([torch.float32, torch.float64, torch.bfloat16])
     scatters, spoils, turn = b.chance(3), b.chance(2), b.choose([0, 1, 2, 5])
     full = [(2 if scatters else 1) * SHAPE[0], *SHAPE[1:]]
@@ -538,8 +730,13 @@ def random_sum(b: Builder) -> tuple[list[Node], bool]:
             product = b.call(aten.mm.default, *(b.placeholder(size, dtype) for size in ((4 * full[0], 3), (3, 6))))
             average = spoils and b.chance(4)
             left, spoiled = left - 1, spoiled or average
-            product = b.reshape(product, full)
-            term = scattered(b, product) if scatters else reduced(b, product, "avg" if average else "sum")
+            whole = b.reshape(product, full)
+            if left and b.chance(3):  # one at least is of a product alone
+                other = b.placeholder(tuple(full), dtype)
+                whole = b.choose([other, added(b, whole, other)])
+            term = scattered(b, whole) if scatters else reduced(b, whole, "avg" if average else "sum")
+            if b.chance(4):
+                term = added(b, *b.choose([(term, b.placeholder(SHAPE, dtype)), (b.placeholder(SHAPE, dtype), term)]))
             terms.append(b.call(aten.permute.default, term, [1, 0, 2]) if left >= turn else term)
         else:
             one, two = (terms.pop(b.choose(range(len(terms)))) for _ in range(2))
