@@ -239,8 +239,10 @@ def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
 def _placed_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]:
     """The sizes of the views around the fused op; an all-reduce of matrices has none but the program's own."""
     place = chain.placement
-    added = [term.node for term in (*chain.added, *chain.added_behind)] if isinstance(chain, ScatterChain) else []
-    nodes = (chain.collective.node, *(matmul.node for matmul in chain.matmuls), *added, *chain.inputs)
+    others: list[fx.Node] = []
+    if isinstance(chain, ScatterChain):
+        others = [term.node for term in (*chain.added, *chain.added_behind)] + [one.node for one in chain.joined]
+    nodes = (chain.collective.node, *(matmul.node for matmul in chain.matmuls), *others, *chain.inputs)
     tensors = [tensor_of(node) for node in nodes]
     known = [sizes.of(tensor) for tensor in tensors if tensor is not None]
     if place is None:

@@ -549,8 +549,9 @@ def _give_result(build: _Builder, chain: ScatterChain, out: fx.Node) -> None:
     results = [node for collective in collectives_of(chain) for node in collective.results]
     gone = _first_within(filter(is_sum, chain.behind), {*results, *chain.behind})
     for collective in collectives_of(chain):
+        shaped = build.reshape(out, build.sizes.of(value_of(collective.node)))
         for node in collective.results:
-            build.replace(node, out, unless=collective.waits)
+            build.replace(node, shaped, unless=collective.waits)
     for node, source in gone.items():
         build.replace(node, build.now(source))
 

@@ -25,7 +25,7 @@ from asynctp_passes.chain import Candidate, Collective, ScatterChain, Term
 from asynctp_passes.fxview import arguments, reachable, tensor_of, value_of
 from asynctp_passes.read import identical
 from asynctp_passes.scene import Scene
-from asynctp_passes.shapes import product, same
+from asynctp_passes.shapes import IndexMap, product, same
 from asynctp_passes.views import Terms, adds, follow, is_conversion, is_sum, is_view, seeds_of
 
 __all__ = ["summed"]
@@ -75,15 +75,17 @@ def _kind(scene: Scene, candidate: Candidate) -> object:
     """What members of one sum have in common; None for what is left alone.
 
     That is a gather, one of several tensors of a collective, and what is reduced in float16: a rank's part of the sum
-    may be too large for it where the sums over the ranks, and their sum, are not.
+    may be too large for it where the sums over the ranks, and their sum, are not. Dimensions matter only where ranks
+    get blocks of a later one than the first: else a collective sees its tensor's elements one after the other.
     """
     one, value = candidate.collective, tensor_of(candidate.collective.node)
     if one.kind == "all_gather" or one.call is not None or value is None or not value.is_contiguous():
         return None
     if value.dtype == torch.float16:
         return None
-    group = (one.group_key, one.group_size)
-    return (one.kind, group, one.reduce_op, one.dim, value.dtype, scene.sizes.of(value), candidate.weights)
+    group, sizes = (one.group_key, one.group_size), scene.sizes.of(value)
+    shape = sizes if one.dim else (product(sizes),)
+    return (one.kind, group, one.reduce_op, one.dim, value.dtype, shape, candidate.weights)
 
 
 # --- the sum --------------------------------------------------------------------------------------------------
@@ -151,9 +153,9 @@ def _joined(
     if not known:
         return None
     *others, last = known
-    plain = replace(last, matmuls=(), views=(), added=())
     for other in others:
-        if replace(other, collective=last.collective, matmuls=(), views=(), added=()) != plain:
+        alike = (other.placement, other.sum_dtype) == (last.placement, last.sum_dtype)
+        if not alike or _elements(other.way, other.collective) != _elements(last.way, last.collective):
             return None
         if not all(scene.can_add(last.matmuls[0], matmul) for matmul in other.matmuls):
             return None
@@ -176,6 +178,11 @@ def _joined(
     )
 
 
+def _elements(way: IndexMap, collective: Collective) -> object:
+    """The source's elements in the order in which a collective sees them (see `_kind`)."""
+    return way if collective.dim else (way.digits, way.offset)
+
+
 def _in_order_of_products(scene: Scene, member: Collective, chain: ScatterChain) -> fx.Node | None:
     """The tensor with the elements of a product, in their order, that goes to a collective in the products' way."""
     assert member.input is not None
@@ -183,11 +190,10 @@ def _in_order_of_products(scene: Scene, member: Collective, chain: ScatterChain)
     count = product(scene.sizes.of(value_of(chain.matmuls[0].node)))
     for source in (member.input, *(source for node in above for source in node.all_input_nodes if source not in above)):
         value = tensor_of(source)
+        if value is None or not same(product(scene.sizes.of(value)), count):
+            continue
         flow = follow(scene.sorted(above - {source}), seeds_of([source], scene.sizes), scene.sizes)
-        if (
-            flow.maps.get(member.input) == chain.way
-            and value is not None
-            and same(product(scene.sizes.of(value)), count)
-        ):
+        way = flow.maps.get(member.input)
+        if way is not None and _elements(way, member) == _elements(chain.way, chain.collective):
             return source
     return None

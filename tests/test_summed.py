@@ -361,6 +361,21 @@ def one_of_which_is_of_a_product_that_is_used_elsewhere(b: Builder) -> list[Node
     return [added(b, reduced(b, product), reduced(b, term(b))), b.call(aten.relu.default, product)]
 
 
+@sums(2)
+def whose_tensors_have_other_dimensions(b: Builder) -> list[Node]:
+    """Rows of tokens, as routed ones, and sequences of them; the elements are the same."""
+    rows = reduced(b, b.call(aten.relu.default, b.placeholder((8, 6), torch.float64)))
+    product = reduced(b, b.call(aten.reshape.default, term(b), [8, 6]))
+    seen = [b.call(aten.reshape.default, one, list(SHAPE)) for one in (rows, product)]
+    return [added(b, *seen, reduced(b, term(b)))]
+
+
+@sums(2)
+def of_scatters_of_other_dimensions(b: Builder) -> list[Node]:
+    whole = b.call(aten.reshape.default, term(b), [8, 6])
+    return [added(b, b.call(aten.reshape.default, scattered(b, whole), [1, 4, 6]), scattered(b, term(b)))]
+
+
 @sums(1)
 def scattered_by_columns_and_no_product(b: Builder) -> list[Node]:
     """Both are cut along a middle dimension, which is undone for what is added."""
