@@ -133,7 +133,7 @@ def _steps(context: Context, decisions: Sequence[Decision]) -> tuple[list[list[f
     A chain stands where `rewrite` puts its op. In-place operations stay where they are.
     """
     chains = fused_chains(decisions)
-    owners, inputs = contracted(context.graph, chains)
+    owners, inputs = contracted(context.graph, context.sizes, chains)
     position = {node: index for index, node in enumerate(context.graph.nodes)}
     for chain in chains:
         position[chain.collective.node] = position[anchor(chain)]

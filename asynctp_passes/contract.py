@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from asynctp_passes.chain import GatherChain, Matmul, ScatterChain, collectives_of, nodes_of
-from asynctp_passes.fxview import is_size
+from asynctp_passes.fxview import Sizes, is_size
 from asynctp_passes.read import added_matrix, awaited_item, waits_for_several
 from asynctp_passes.views import views_of
 
@@ -26,14 +26,14 @@ def members(chain: GatherChain | ScatterChain) -> list[fx.Node]:
 
 
 def contracted(
-    graph: fx.Graph, chains: Iterable[GatherChain | ScatterChain]
+    graph: fx.Graph, sizes: Sizes, chains: Iterable[GatherChain | ScatterChain]
 ) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, Sequence[fx.Node]]]:
     """What `steps_of` takes of a graph whose chains are one step each.
 
     Returns:
         For the nodes of a chain its collective, which stands for it. What nodes are computed from, where that is not
-        `all_input_nodes`: sizes of what a chain does away with, from the chain's inputs; items of several tensors, that
-        are waited for or communicated together, from their own tensor.
+        `all_input_nodes`: sizes of what a chain does away with, from what the rewrite will read them off; items of
+        several tensors, that are waited for or communicated together, from their own tensor.
     """
     owners: dict[fx.Node, fx.Node] = {}
     items = ((node, awaited_item(node)) for node in graph.nodes)
@@ -41,7 +41,8 @@ def contracted(
     for chain in chains:
         own = chain.collective.node
         owners |= dict.fromkeys(members(chain), own)
-        inputs |= dict.fromkeys(size_readers(chain), chain.inputs)
+        known = (node for node in size_readers(chain) if "val" in node.meta)  # without it, chains are refused
+        inputs |= {node: sizes.read_off(sizes.read(node), chain.inputs) for node in known}
         for collective in collectives_of(chain):
             if collective.call is not None:
                 inputs[collective.node] = [collective.source]

@@ -353,8 +353,8 @@ def _views_between(scene: Scene, gather: Collective, ends: Iterable[fx.Node]) ->
 
 
 def _used_elsewhere(flow: Flow, fused: set[fx.Node]) -> bool:
-    """True when something besides the fused matmuls uses the gathered tensor or a view of it."""
-    return any(user not in fused for _, user in flow.uses())
+    """True when something besides the fused matmuls uses the gathered tensor or a view of it, or they add it."""
+    return any(user not in fused for _, user in flow.uses()) or any(flow.has(added_matrix(node)) for node in fused)
 
 
 def _scale_gather(
@@ -434,7 +434,7 @@ def _gather_chains(found: Mapping[fx.Node, Candidate]) -> dict[fx.Node, GatherCh
 
 def _on_cycles(scene: Scene, chains: Mapping[fx.Node, GatherChain]) -> set[fx.Node]:
     """The chains, by gather, that lie on a cycle (or behind one) when each becomes one node."""
-    steps = steps_of(scene.graph, *contracted(scene.graph, chains.values()), scene.order.__getitem__)
+    steps = steps_of(scene.graph, *contracted(scene.graph, scene.sizes, chains.values()), scene.order.__getitem__)
     return chains.keys() - {step[0] for step in steps}
 
 
@@ -614,7 +614,7 @@ def _scatter_chain(
     summed = tuple(replace(matmul, factor=terms[matmul.node]) for matmul in alike)
     own = {matmul.node for matmul in alike}
     inside = {node for node in nodes if not own.isdisjoint(flow.terms.get(node, ()))}
-    elsewhere = _outside_users(scatter, inside)
+    elsewhere = _outside_users(scatter, inside, alike)
     if elsewhere is not None:
         return Refusal(reasons.PRODUCT_HAS_OTHER_USERS, elsewhere)
     added = tuple(Term(node, terms[node]) for node in scene.sorted(terms.keys() - own))
@@ -694,13 +694,22 @@ def _padding(matmuls: Iterable[fx.Node]) -> str | None:
     return next((node.name for node in operands if op_name(node) == "aten.constant_pad_nd.default"), None)
 
 
-def _outside_users(scatter: Collective, inside: set[fx.Node]) -> str | None:
-    """The first use of the unreduced product that is not on the way to the collective."""
+def _outside_users(scatter: Collective, inside: set[fx.Node], matmuls: Sequence[Matmul]) -> str | None:
+    """The first use of the unreduced product that is not on the way to the collective: as another's operand, say."""
+    taken = {operand: matmul.node for matmul in matmuls for operand in (matmul.a, *matmul.operands)}
     for node in sorted(inside, key=lambda member: member.name):
-        for user in node.users:
-            if user not in inside and user not in scatter.nodes and not is_size(user):
-                return f"{node.name} is used by {user.name}"
+        outside = (user for user in node.users if user not in inside and not is_size(user))
+        user = next((user for user in outside if not _takes_once(scatter, user, node)), taken.get(node))
+        if user is not None:
+            return f"{node.name} is used by {user.name}"
     return None
+
+
+def _takes_once(scatter: Collective, user: fx.Node, node: fx.Node) -> bool:
+    """True for the collective itself, if a node is what it reduces, and no other one of its tensors."""
+    taken: list[fx.Node] = []
+    fx.map_arg((user.args, user.kwargs), taken.append)
+    return user is (scatter.call or scatter.node) and node is scatter.input and taken.count(node) == 1
 
 
 def _near_scatter(scene: Scene, scatter: Collective, leaves: set[fx.Node], way: Sequence[fx.Node]) -> Refusal:

@@ -336,8 +336,12 @@ class Sizes:
         return int(value)
 
     def sources(self, inputs: Iterable[fx.Node]) -> list[SizeSource]:
-        """The symbolic sizes that placeholders and `inputs` carry."""
-        return [*self._numbers, *self._carried(inputs), *self._axes.values()]
+        """The symbolic sizes that placeholders and `inputs` carry, those first that need nothing computed."""
+        return [*self._numbers, *self._axes.values(), *self._carried(inputs)]
+
+    def read_off(self, size: Size, inputs: Iterable[fx.Node]) -> list[fx.Node]:
+        """The nodes among `sources(inputs)` that a size is computed from; it can be (`express`)."""
+        return _nodes_in(express(size, self.sources(inputs)))
 
     def _carried(self, nodes: Iterable[fx.Node]) -> Iterator[SizeSource]:
         for node in nodes:
@@ -439,6 +443,13 @@ class SizeSource:
 
 Plan = int | tuple[str, Any, Any]
 """How to compute a size: an integer, `("of", SizeSource, None)`, or `("mul" | "add" | "floordiv", Plan, Plan)`."""
+
+
+def _nodes_in(plan: Plan | None) -> list[fx.Node]:
+    if not isinstance(plan, tuple):
+        return []
+    kind, left, right = plan
+    return [left.node] if kind == "of" else [*_nodes_in(left), *_nodes_in(right)]
 
 
 def express(size: Size, sources: Sequence[SizeSource]) -> Plan | None:

@@ -500,9 +500,8 @@ def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) ->
 # --- scatter side -----------------------------------------------------------------------------------------
 def _emit_reduction(build: _Builder, chain: ScatterChain) -> fx.Node:
     place = chain.placement
-    op = _emit_all_reduce(build, chain) if place is None else _emit_scatter(build, chain, place)
     _read_sizes_elsewhere(build, chain)
-    return op
+    return _emit_all_reduce(build, chain) if place is None else _emit_scatter(build, chain, place)
 
 
 def _emit_scatter(build: _Builder, chain: ScatterChain, place: ScatterPlacement) -> fx.Node:

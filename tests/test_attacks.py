@@ -527,6 +527,18 @@ def items_of_a_list_joined(b: Builder) -> list[Node]:
     return [b.call(aten.mm.default, joined, w)]
 
 
+def product_and_its_transpose_in_one_list(b: Builder) -> list[Node]:
+    """Each is reduced: neither collective may take the other one's tensor for its own."""
+    product = b.call(aten.mm.default, *inputs(b, (8, 5), (5, 6)))
+    turned = b.call(aten.clone.default, b.call(aten.t.default, product), memory_format=torch.contiguous_format)
+    return waited_items(b, b.call(c10d.all_reduce_coalesced.default, [product, turned], "sum", GROUP))
+
+
+def one_sum_all_reduced_twice(b: Builder) -> list[Node]:
+    total = b.call(aten.add.Tensor, product_of(b), routed(b, (6, 8)))
+    return waited_items(b, b.call(c10d.all_reduce_coalesced.default, [total, total], "sum", GROUP))
+
+
 def one_product_scattered_twice(b: Builder) -> list[Node]:
     x, w = inputs(b, (4, 6), (6, 8))
     product = b.call(aten.mm.default, x, w)
@@ -599,6 +611,25 @@ def term_added_by_addmm_and_again(b: Builder) -> list[Node]:
 def residual_added_by_addmm(b: Builder) -> list[Node]:
     a, w, residual = inputs(b, (8, 4), (4, 6), (8, 6))
     return [scattered(b, b.call(aten.addmm.default, residual, a, w))]
+
+
+def operand_added_to_its_product(by_addmm: bool) -> Attack:
+    """`p + p @ w`, of a product `p`."""
+
+    def attack(b: Builder) -> list[Node]:
+        x, w, other = inputs(b, (8, 4), (4, 4), (4, 4))
+        first = b.call(aten.mm.default, x, w)
+        if by_addmm:
+            return [scattered(b, b.call(aten.addmm.default, first, first, other))]
+        return [all_reduced(b, b.call(aten.add.Tensor, first, b.call(aten.mm.default, first, other)))]
+
+    return attack
+
+
+def gathered_added_to_its_product(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 6))
+    full = gathered(b, x)
+    return [b.call(aten.addmm.default, full, full, w)]
 
 
 def routed(b: Builder, shape: tuple[int, ...] = (8, 8), dtype: torch.dtype = torch.float64) -> Node:
@@ -1071,7 +1102,9 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "shard of a list, mutated": (shard_of_a_list_mutated, ["ATP204"]),
     "one shard twice in a list": (one_shard_twice_in_a_list, ["F", "F"]),
     "items of a list, joined": (items_of_a_list_joined, ["ATP104", "ATP104"]),
-    "one product scattered twice": (one_product_scattered_twice, ["F", "F"]),
+    "one product scattered twice": (one_product_scattered_twice, ["ATP202", "ATP202"]),
+    "a product and its transpose in one list": (product_and_its_transpose_in_one_list, ["ATP202", "ATP202"]),
+    "one sum twice in a list": (one_sum_all_reduced_twice, ["ATP202", "ATP202"]),
     "items that need each other": (items_that_need_each_other, ["F", "ATP203"]),
     "weight mutated after it was expanded": (weight_mutated_after_it_was_expanded, ["F"]),
     "weight copied before it is mutated": (weight_copied_before_it_is_mutated, ["ATP115"]),
@@ -1081,6 +1114,9 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "gather feeds weight of gather": (gather_feeds_weight_of_gather, ["F", "F"]),
     "term added by addmm and again": (term_added_by_addmm_and_again, ["ATP111"]),
     "residual added by addmm": (residual_added_by_addmm, ["F"]),
+    "operand added to its product": (operand_added_to_its_product(by_addmm=False), ["ATP202"]),
+    "operand added to its product by addmm": (operand_added_to_its_product(by_addmm=True), ["ATP202"]),
+    "gathered tensor added to its product": (gathered_added_to_its_product, ["F"]),
     "a term that is no matmul": (product_and(8, 8), ["F"]),
     "a term that is no matmul, first": (product_and(8, 8, order=lambda p, x: (x, p)), ["F"]),
     "a term in three dimensions": (product_and(2, 4, 8), ["F"]),
@@ -1205,6 +1241,11 @@ def test_scales_behind_products_that_are_converted_then() -> None:
     assert outcomes(report) == ["F"]
     results = [evaluate(graph, values(builder)) for graph in (builder.graph, rewritten)]
     assert differences(*results, tolerance=1e-2) == []
+
+
+def test_what_is_added_to_its_own_product_is_gathered_once() -> None:
+    rewritten, _ = rewrite(attacked(gathered_added_to_its_product).graph)
+    assert not [node for node in rewritten.nodes if node.target is c10d.all_gather_into_tensor.default]
 
 
 def test_higher_order_op_that_mutates_is_a_barrier() -> None:

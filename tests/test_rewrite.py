@@ -1182,11 +1182,11 @@ return (wait_tensor, sym_size)
 a: f32[s, 8]
 w: f32[8, 12]
 relu = relu(a)  # f32[s, 8]
+sym_size_int = sym_size(a, 0)  # s
 matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[a, relu], b_parts=[w, w], biases=[None, None],
     reduce_op='avg', group_name='tp')  # f32[s, 12]
 permute = permute(matmul_all_reduce_default, [1, 0])  # f32[12, s]s[1, 12]
 clone = clone(permute, memory_format=torch.contiguous_format)  # f32[12, s]
-sym_size_int = sym_size(a, 0)  # s
 return (clone, sym_size_int)
 """,
     )

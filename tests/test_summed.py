@@ -714,6 +714,22 @@ def test_of_any_number_of_rows(size_is_read: bool) -> None:
     assert b.mode.shape_env.guards == guards
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_sizes_of_a_product_that_shape_another_of_the_sum(joined: bool) -> None:
+    """They are read off what needs no product, and small all-reduces beside the sum still become one."""
+    b = GraphBuilder(ranks=2)
+    a, other = (b.input(name, [6, 8], dynamic=[0]) for name in "ab")
+    w, v = (b.input(name, [8, 8]) for name in "wv")
+    one = b.mm(a, w)
+    rows = b.call(aten.sym_size.int, one, 0)
+    two = b.mm(b.reshape(other, [rows, 8]), v)
+    total = b.add(b.all_reduce(one), b.all_reduce(two)) if joined else b.all_reduce(b.add(one, two))
+    largest = [b.all_reduce(b.call(aten.amax.default, b.input(name, [4])), "max") for name in "xy"]
+    graph = b.returns(total, *largest)
+    report = run_pass(graph, strict="all")
+    assert (summed_up(graph), len(report.coalesced)) == ([2], 1)
+
+
 # --- random sums -------------------------------------------------------------------------------------------------
 @given(st.data(), SEEDS)
 def test_random_sums_compute_the_same(data: st.DataObject, seed: int) -> None:
