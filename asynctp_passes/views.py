@@ -191,9 +191,11 @@ def _terms(flow: Flow, node: fx.Node) -> Terms | Refusal:
     """What a followed node sums up: views keep their inputs' one set of terms, an addition joins two disjoint ones."""
     sets = [flow.terms[source] for source in node.all_input_nodes if source in flow.terms]
     if op_name(node) not in _SUMS:
-        times = scaling_of(node) or 1.0
-        agree = all(terms == sets[0] for terms in sets)
-        return _scaled(sets[0], times) if agree else Refusal(reasons.SUM_TERMS_DISAGREE, "pieces sum different terms")
+        scaled = _scaled(sets[0], scaling_of(node) or 1.0)
+        if any(terms != sets[0] for terms in sets):
+            return Refusal(reasons.SUM_TERMS_DISAGREE, "pieces sum different terms")
+        far = next((times for times in scaled.values() if abs(math.frexp(times)[1]) > _LARGEST_EXPONENT), None)
+        return scaled if far is None else Refusal(reasons.COMPUTED_BETWEEN, f"multiplies products by {far} in all")
     values = arguments(node)
     left, right = (flow.terms.get(values[name], {values[name]: 1.0}) for name in ("self", "other"))
     if left.keys() & right.keys():

@@ -932,6 +932,16 @@ def seen_as(dtype: torch.dtype, back: torch.dtype | None = None, reduced: bool =
     return attack
 
 
+def times_powers_of_two(*numbers: float) -> Attack:
+    def attack(b: Builder) -> list[Node]:
+        product = b.call(aten.mm.default, *inputs(b, (8, 4), (4, 8), dtype=FP32))
+        for number in numbers:
+            product = b.call(aten.mul.Tensor, product, number)
+        return [scattered(b, product)]
+
+    return attack
+
+
 def converted_times(number: float, dtype: torch.dtype) -> Attack:
     return lambda b: [scattered(b, b.call(aten.mul.Tensor, wide(dtype)(b), number))]
 
@@ -1187,6 +1197,8 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "seen as fp16, then converted": (seen_as(FP16), ["ATP105"]),
     "seen as integers and back, then converted": (seen_as(torch.int16, BF16), ["F"]),
     "seen as integers and back, then converted, scattered": (seen_as(torch.int16, BF16, reduced=False), ["F"]),
+    "fp32 times two powers of two": (times_powers_of_two(2.0**31, -(2.0**-30), 2.0**20), ["F"]),
+    "fp32 times more than it has exponents for": (times_powers_of_two(*[2.0**31] * 5, *[2.0**-31] * 5), ["ATP105"]),
     "bf16 converted and halved": (converted_times(0.5, BF16), ["F"]),
     "fp16 converted and halved": (converted_times(2.0**-20, FP16), ["ATP105"]),
     "fp16 converted and negated": (converted_times(-1.0, FP16), ["F"]),
