@@ -26,11 +26,12 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.chain import Bundle, Collective, Decision, anchor, fused_chains
+from asynctp_passes.chain import Bundle, Collective, Decision, anchor, fused_chains, nodes_of
 from asynctp_passes.checks import Context
 from asynctp_passes.contract import contracted
 from asynctp_passes.cost import bytes_of
 from asynctp_passes.fxview import is_random, is_size, mutates, op_name, steps_of, tensor_of, value_of
+from asynctp_passes.hide import order_beside
 from asynctp_passes.near import transparent
 
 __all__ = ["SMALL_BYTES", "coalesce"]
@@ -130,10 +131,15 @@ Inputs = Mapping[fx.Node, Sequence[fx.Node]]
 def _steps(context: Context, decisions: Sequence[Decision]) -> tuple[list[list[fx.Node]], Inputs]:
     """The graph's nodes in an order in which each fused chain is one step, its collective first; and their inputs.
 
-    A chain stands where `rewrite` puts its op. In-place operations stay where they are.
+    A chain stands where `rewrite` puts its op. In-place operations stay where they are. A collective that runs beside
+    products comes before them, and its wait behind.
     """
     chains = fused_chains(decisions)
     owners, inputs = contracted(context.graph, context.sizes, chains)
+    op_of = {node: chain.collective.node for chain in chains for node in nodes_of(chain.matmuls)}
+    for pair in (pair for decision in decisions for pair in order_beside(decision)):
+        first, then = (op_of.get(node, node) for node in pair)
+        inputs[then] = [*inputs.get(then, then.all_input_nodes), first]
     position = {node: index for index, node in enumerate(context.graph.nodes)}
     for chain in chains:
         position[chain.collective.node] = position[anchor(chain)]

@@ -10,7 +10,8 @@ chain is one node, so that the rewrite can move the collective before the first 
 
 A collective that no matmul takes in is hidden if it is more than latency and its group has a fused chain: FSDP's are
 best left to bucketing. Beside a reduce-scatter matmuls must run which are not fused (the link is free meanwhile) and
-take as long as it does.
+take as long as it does. What one collective runs beside comes behind its start and in front of its wait, also for the
+next one, and where all-reduces become one: no order undoes another.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from asynctp_passes.fxview import live, segments
 from asynctp_passes.read import contracts_rows, is_matmul, is_only_awaited
 from asynctp_passes.reasons import Reason, Refusal
 
-__all__ = ["LEAST_BYTES", "hide"]
+__all__ = ["LEAST_BYTES", "hide", "order_beside"]
 
 LEAST_BYTES = 1 << 20
 """A collective of fewer bytes that no matmul takes in stays: it is mostly latency, and costs the host more to start."""
@@ -51,9 +52,17 @@ def hide(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Decision]:
         gathers = decision.candidate.collective.kind == "all_gather"
         reason = reasons.BEHIND_PRODUCTS if gathers else reasons.SCATTER_BEHIND_PRODUCTS
         result[index] = _hidden(around, decision, reason)
+        facts.keep(result[index])
         if own and result[index].behind:
             contracted = around
     return result
+
+
+def order_beside(decision: Decision) -> list[tuple[fx.Node, fx.Node]]:
+    """What comes before what, where a collective runs beside products: its start, they, and its waits."""
+    collective = decision.candidate.collective
+    starts = [(collective.node, product) for product in decision.behind]
+    return starts + [(product, wait) for product in decision.behind for wait in collective.waits]
 
 
 def _fused(decisions: Sequence[Decision]) -> list[Decision]:
@@ -109,7 +118,10 @@ class _Product:
 
 
 class _Facts:
-    """What is known of a graph whatever is fused: where nodes stand, which are used, and the work of those matmuls."""
+    """What is known of a graph whatever is fused: where nodes stand, which are used, and the work of those matmuls.
+
+    `after` has what a node is to come after besides its inputs, as a collective runs beside it, and `before` reversed.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.place = {node: index for index, node in enumerate(graph.nodes)}
@@ -117,12 +129,21 @@ class _Facts:
         self.matmuls = {node for node in graph.nodes if is_matmul(node)}
         self.used = live(graph)
         self.work = {node: cost.work_of(node) for node in self.matmuls & self.used}
+        self.after: dict[fx.Node, list[fx.Node]] = {}
+        self.before: dict[fx.Node, list[fx.Node]] = {}
+
+    def keep(self, decision: Decision) -> None:
+        """What is decided from now on lets this collective run beside its products."""
+        for first, then in order_beside(decision):
+            self.after.setdefault(then, []).append(first)
+            self.before.setdefault(first, []).append(then)
 
 
 class _Contracted:
     """A graph whose fused chains count as one node each. Its products are those that something is computed from."""
 
     def __init__(self, facts: _Facts, fused: Sequence[Decision]) -> None:
+        self.facts = facts
         self.place, self.segments, self.matmuls = facts.place, facts.segments, facts.matmuls
         self.unit_of = {node: decision.candidate.nodes for decision in fused for node in decision.candidate.nodes}
         ops = fused_chains(fused)
@@ -142,8 +163,9 @@ class _Contracted:
         """
         if not is_only_awaited(collective):
             return []
-        after = self._reach(collective.results, lambda node: node.users)
-        before = self._reach([collective.node], lambda node: node.all_input_nodes)
+        then, first = self.facts.before, self.facts.after
+        after = self._reach(collective.results, lambda node: (*node.users, *then.get(node, ())))
+        before = self._reach([collective.node], lambda node: (*node.all_input_nodes, *first.get(node, ())))
         segment = self.segments[collective.node]
         if any(self.segments[wait] != segment for wait in collective.waits):
             return []
