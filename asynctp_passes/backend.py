@@ -68,10 +68,11 @@ class _OwnPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
 
     def uuid(self) -> bytes:
         """What Inductor's caches key a pass on: both packages' sources, torch, configuration, registered ops, what the
-        fused ops run, and this process's groups, which graphs have by name only, with their mesh dimensions.
+        fused ops run, and this process's groups, which graphs have by name only, with their sizes and mesh dimensions.
         """
         runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
-        groups = ",".join(f"{name}:{dim}" for name, dim in compat.mesh_dimensions().items())
+        mesh = compat.mesh_dimensions()
+        groups = ",".join(f"{name}:{compat.size_of_group(name)}:{dim}" for name, dim in mesh.items())
         parts = (sources_digest(), str(torch.__version__), self.config.digest(), registry.digest(), runs, groups)
         return "-".join(parts).encode()
 

@@ -390,6 +390,28 @@ def test_cache_key_has_the_configuration(mesh: DeviceMesh, options: dict[str, An
     assert [report.from_cache for report in asynctp_passes.reports()] == [hit]
 
 
+def test_cache_key_has_the_sizes_of_groups() -> None:
+    """An all-reduce is not told how many ranks there are: what is left alone on one rank would be on four."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    weight, found = torch.ones(16, 8), []
+
+    def program(x: Tensor) -> Tensor:
+        return funcol.all_reduce(x @ weight, "sum", dist.group.WORLD)
+
+    for ranks in (1, 4, 2):
+        start()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        try:
+            compiled(program)(torch.ones(4, 16))
+        finally:
+            dist.destroy_process_group()
+        (report,) = asynctp_passes.reports()
+        (remark,) = report.remarks
+        found.append((report.from_cache, remark.code or remark.outcome, remark.group_size))
+    assert found == [(False, "ATP004", 1), (False, "FUSED", 4), (False, "FUSED", 2)]
+
+
 def test_cache_key_has_the_sources(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled(gather_matmul(mesh))(torch.ones(4, 16))
     start()
