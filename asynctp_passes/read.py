@@ -149,8 +149,8 @@ def _member(
     """One tensor's collective; None when an argument is none that can be read."""
     value, group = tensor_of(node), values[op.group]
     dim = values[op.dim] if isinstance(op.dim, str) else op.dim
-    size = values[op.size] if isinstance(op.size, str) else op.size or 0
-    if not (isinstance(dim, int) and isinstance(size, int)) or unknown_group(call or node) is not None:
+    size = values[op.size] if isinstance(op.size, str) else op.size
+    if not (isinstance(dim, int) and isinstance(size, int | None)) or unknown_group(call or node) is not None:
         return None
     if value is not None and not value.is_contiguous() and op.kind != "all_reduce":
         return None
@@ -166,7 +166,7 @@ def _member(
         waits=tuple(_waits(node)),
         group=group,
         group_key=_group_key(group),
-        group_size=size or _group_size(group),
+        group_size=_group_size(group) if size is None else size,
         reduce_op=values.get(op.reduce_op, op.reduce_op),
         dim=dim % value.dim() if dim and value is not None else 0,
         call=call,

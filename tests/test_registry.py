@@ -227,6 +227,22 @@ def test_a_group_that_torch_does_not_know_is_missed_and_named(groups: dict[str, 
         assert remark.outcome == "FUSED"
 
 
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_a_number_of_ranks_that_is_none_is_missed(ranks: int) -> None:
+    """What the op is called with is what counts, not what would be right: the number of ranks of its group."""
+    register_collective(ops.all_gather, **GATHER)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        b = GraphBuilder()
+        whole = gather(b, b.input("x", [4, 8]), group="0", size=ranks)
+        graph = b.returns(b.mm(whole, b.input("w", [8, 16])))
+        (remark,) = run(graph, Config(strict="off", agree=False, log=False, trace=False)).remarks
+    finally:
+        dist.destroy_process_group()
+    assert remark.code == "ATP108"
+    assert f"[16, 8] is not {ranks} shards of [4, 8]" in remark.message
+
+
 def stacked(b: GraphBuilder, x: Node) -> torch.Tensor:
     """The value of a gather that stacks the ranks' tensors instead of joining them."""
     with b.mode:
