@@ -41,6 +41,16 @@ _HIDING = {
         "torch.compile does not trace it",
         "use the collectives of torch.distributed._functional_collectives that end in _autograd, or DTensor",
     ),
+    "the function `checkpoint_sequential`": (
+        "torch.utils.checkpoint.checkpoint_sequential",
+        "torch.compile does not trace it",
+        "call checkpoint for each part, or compile the parts",
+    ),
+    "Module-level backwards hooks require compiled autograd": (
+        "a module with a backward hook",
+        "torch.compile traces such a module with compiled autograd alone",
+        "register the hook on a tensor, such as the module's output (Tensor.register_hook)",
+    ),
     "torch._VariableFunctionsClass._scaled_mm_v2": _SCALED_MM,
     "wrap <class 'torch.nn.functional._ScalingType'>": _SCALED_MM,  # 2.12, where the frame itself names the recipe
 }

@@ -74,6 +74,31 @@ print("reports:", len(asynctp_passes.reports()))
     assert "is in no report" in done.stderr
 
 
+def test_blocks_that_breaks_hide() -> None:
+    """Such a model runs without a graph, or in pieces, and nothing else would say why."""
+    program = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint_sequential
+import asynctp_passes
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+plain, hooked = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+hooked.register_full_backward_hook(lambda module, grads_in, grads_out: None)
+
+def model(x):
+    return hooked(checkpoint_sequential([plain], 1, x, use_reentrant=False))
+
+options = {"fallback_by_default": True}
+torch.compile(model, backend="asynctp", options=options)(torch.ones(4, 8, requires_grad=True))
+asynctp_passes.reports()
+"""
+    done = _run(program)
+    assert done.returncode == 0, done.stderr
+    assert "at torch.utils.checkpoint.checkpoint_sequential, 1 time in this process" in done.stderr
+    assert "at a module with a backward hook, 1 time in this process" in done.stderr
+
+
 def test_a_frame_that_dynamo_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
 
