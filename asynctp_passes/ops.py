@@ -148,16 +148,19 @@ def explain(op: str, *args: Any) -> Any:
         where the overlapped ones are not available, the name.
 
     Raises:
-        ValueError: There is no such op.
+        ValueError: There is no such op, it takes other arguments, or it was given no tensor.
     """
     if op not in OPS:
         raise ValueError(f"asynctp: op={op!r} is not valid; it must be one of {', '.join(OPS)}")
-    device = _device(args[0]).type
+    names = [argument.name for argument in getattr(torch.ops.asynctp, op).default._schema.arguments]
+    place = names.index("group_name")
+    if not place < len(args) <= len(names):
+        limit = f"at least the first {place + 1} of {', '.join(names)}"
+        raise ValueError(f"asynctp {op}: number of arguments={len(args)} is not valid; there must be {limit}")
+    device = reference.operands_of(op, args[0])[0].device.type
     cuda = _cuda() if device == "cuda" else None
     if cuda is None:
         return implementation(device)
-    names = [argument.name for argument in getattr(torch.ops.asynctp, op).default._schema.arguments]
-    place = names.index("group_name")
     needed, group, optional = args[:place], args[place], dict(zip(names[place + 1 :], args[place + 1 :], strict=False))
     if op.endswith("all_reduce"):  # these are not told the size of their group
         needed = (*needed, reference.group_and_size(group)[1])

@@ -974,6 +974,19 @@ def test_implementation_is_named(fresh_config: None, monkeypatch: pytest.MonkeyP
         ops.implementation("xpu")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "number of arguments=0 is not valid; there must be at least the first 7 of a_parts, b_parts, biases"),
+        ([X, W], "number of arguments=2 is not valid"),
+        ([[], [], [], "sum", 0, 4, "tp"], "number of operands=0 is not valid; it must be at least 1"),
+    ],
+)
+def test_a_call_that_cannot_be_explained(arguments: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ops.explain("matmul_reduce_scatter", *arguments)
+
+
 def _interpreted_ranks(rank: int, world_size: int) -> dict[str, Any]:
     results: dict[str, Any] = {"implementation": ops.implementation("cpu")}
     return results | _all_problems(rank, world_size, [*GATHERS, *REDUCTIONS], dist.group.WORLD.group_name)
