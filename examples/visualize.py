@@ -22,6 +22,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import asynctp_passes
+
 RANKS = 4
 
 
@@ -64,4 +66,9 @@ def main(folder: str | Path) -> list[Path]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="visualize", description="Draw a graph before and after the pass.")
     parser.add_argument("folder", nargs="?", default="asynctp-out/example", help="for the page (default: %(default)s)")
-    main(parser.parse_args().folder)
+    folder = parser.parse_args().folder
+    try:
+        asynctp_passes.Config(graph_dir=folder)
+    except asynctp_passes.ConfigError as error:
+        parser.error(str(error))
+    main(folder)

@@ -105,6 +105,13 @@ def test_visualize_help(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("folder", ["page.html", "page.html/new"])
+def test_visualize_into_a_folder_that_cannot_be_written(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "page.html").touch()
+    with pytest.raises(AssertionError, match=f"visualize: error: asynctp: graph_dir='{folder}' is not valid; it must"):
+        run_example("visualize.py", folder, cwd=tmp_path)
+
+
 @pytest.mark.parametrize("path", ["plain.jsonl/losses.svg", "losses.unknown"])
 def test_a_picture_that_cannot_be_written(path: str, tmp_path: Path) -> None:
     write_logs(tmp_path)
