@@ -213,6 +213,32 @@ def case_block_bfloat16_batch_2(mesh: DeviceMesh) -> tuple[Report, ...]:
     return compare(block(mesh, torch.bfloat16), shard_of(mesh, 2, 4, 16, dtype=torch.bfloat16), 4)
 
 
+def case_ways_to_compile(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """However it is said, it is the same compile: values and gradients are eager's, and all chains are fused."""
+    layer, weights = plain_layer(mesh)
+    x = shard_of(mesh, 2, 4, 16)
+    expected = train(layer, x, weights)
+
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return layer(x)
+
+    module = Module()
+    module.compile(backend="asynctp", dynamic=False)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "decorator": torch.compile(backend="asynctp", fullgraph=True, dynamic=False)(layer),
+        "method": module,
+        "autotuned": torch.compile(layer, backend="asynctp", mode="max-autotune", dynamic=False),
+    }
+    for name, way in ways.items():
+        start()
+        with torch._inductor.config.patch(QUICK):
+            assert_close(train(way, x, weights), expected)
+        found = {report.phase: len(report.fused) for report in asynctp_passes.reports()}
+        assert found == {"forward": 2, "backward": 2}, name
+    return asynctp_passes.reports()
+
+
 def case_hooks_of_the_compiled_module(mesh: DeviceMesh) -> tuple[Report, ...]:
     """The plan prepares the input of the compiled module itself: torch has its hooks in the graph if told to."""
     torch.manual_seed(0)

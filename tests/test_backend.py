@@ -362,6 +362,27 @@ def test_cache_without_autograd_cache(mesh: DeviceMesh, caplog: pytest.LogCaptur
     assert [report.remarks for report in first] == [report.remarks for report in second]
 
 
+def test_ahead_of_time(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """AOTInductor runs the pass that its options have, and what it loads calls the fused ops."""
+    group = mesh.get_group()
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return funcol.all_gather_tensor(x, 0, group) @ weight
+
+    given = torch.ones(4, 16), torch.ones(16, 8)
+    program = torch.export.export(Layer(), given)
+    quick = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+    ours = {"post_grad_custom_post_pass": AsyncTPPass(Config(strict="all", expect=1)), **quick}
+    path = str(tmp_path / "layer.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=ours)
+    (report,) = asynctp_passes.reports()
+    assert [remark.kind for remark in report.fused] == ["all_gather_matmul"]
+    if not backend_cases.NEWER_THAN_2_11:
+        pytest.skip("torch 2.11 loads no package with an op that is given the name of a group")
+    assert torch._inductor.aoti_load_package(path)(*given).shape == (16, 8)
+
+
 def test_cache_of_the_bare_pass(mesh: DeviceMesh) -> None:
     """The pass without the backend: `reports()` fetches what came with cached graphs."""
     with torch._inductor.config.patch(post_grad_custom_post_pass=AsyncTPPass(Config(strict="all"))):
