@@ -1,12 +1,12 @@
-"""Agreement: ranks that decided differently about one program are told so when they compile, instead of hanging later.
+"""Agreement: ranks that decided differently about the same collectives are told so when they compile, and do not hang.
 
     rank 0: plans ─▶ store ◀─ plans :rank 1          each compares with every list of plans that is there
 
-Each rank keeps the plans that it made for a program (what it decided about every collective of a group, and with what)
-in the key-value store of the default process group, and reads those of its peers. Two ranks disagree if each has a plan
-that the other lacks: who is merely ahead, behind, or compiles alone has no quarrel, so nobody waits for anybody. There
-is no collective, and nothing that could meet the program's own ones. docs/explanation/agreement-of-ranks.md says why
-this neither hangs nor raises without cause.
+Each rank keeps the plans that it made for the collectives of a graph (what it decided about each of a group, and with
+what) in the key-value store of the default process group, and reads those of its peers. Two ranks disagree if each has
+a plan that the other lacks: who is merely ahead, behind, or compiles alone has no quarrel, so nobody waits for anybody.
+There is no collective, and nothing that could meet the program's own ones. docs/explanation/agreement-of-ranks.md says
+why this neither hangs nor raises without cause.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ GRACE_S = 10.0
 
 LARGE_GROUP = 32
 """Ranks of a larger group compare with two neighbours each; all with all would be a burden for the store."""
+
+_ACTS = {"BEHIND_PRODUCTS", "SCATTER_BEHIND_PRODUCTS", "RESULT_DROPPED", "REGATHERED", "KEPT"}
+"""What becomes of collectives that are not fused, and do not stay as they are."""
 
 _OUT_OF_SCOPE = {"NO_MATMUL", "OUTSIDE_GRAPH", "PRODUCT_GATHERED", "WEIGHT_GATHER", "SINGLE_RANK", "OTHER_COLLECTIVE"}
 _COMPARED_AGAIN = 16
@@ -141,7 +144,10 @@ def plan_of(report: Report, config: Config, group: str) -> str:
 
 
 def _decided(remark: Remark) -> str:
-    return f"{remark.kind} {remark.outcome} {remark.op or f'{remark.code} {remark.name}'} ({len(remark.nodes)} nodes)"
+    """What runs in place of a collective. Why it stays is no matter: ranks may use one result in different ways."""
+    if remark.outcome == "FUSED":
+        return f"{remark.op}, products: {remark.shapes.get('matmul', '').count(' @ ')}"
+    return f"{remark.kind}, {remark.name if remark.name in _ACTS else 'as it is'}"
 
 
 @functools.cache
@@ -157,18 +163,18 @@ def sources_digest() -> str:
 
 # --- the store ------------------------------------------------------------------------------------------------
 def _publish(ledger: _Ledger, report: Report, config: Config, group: str, peers: compat.Peers) -> None:
-    """Put the plan into the store, unless it is there."""
-    text = plan_of(report, config, group)
-    key = f"asynctp/{'.'.join(map(str, peers.ranks))}/{report.phase}/{report.program_digest}"
-    with _lock:
-        program = ledger.setdefault(f"{key}/{peers.rank}", _Program(key, peers.rank, report))
-        if text in program.plans and text not in program.refused:
-            return
-        program.plans = [*(plan for plan in program.plans if plan not in program.refused), text]
-        program.refused.clear()
-        program.report = report
-        program.behind = _compared_with(peers)
-        peers.store.set(f"{key}/{peers.rank}", json.dumps(program.plans))
+    """Put the plan into the store, unless it is there: of the program, and of any with the same collectives."""
+    text, place = plan_of(report, config, group), f"asynctp/{'.'.join(map(str, peers.ranks))}/{report.phase}"
+    for key in (f"{place}/{report.program_digest}", f"{place}/collectives/{report.collectives_digest}"):
+        with _lock:
+            program = ledger.setdefault(f"{key}/{peers.rank}", _Program(key, peers.rank, report))
+            if text in program.plans and text not in program.refused:
+                continue
+            program.plans = [*(plan for plan in program.plans if plan not in program.refused), text]
+            program.refused.clear()
+            program.report = report
+            program.behind = _compared_with(peers)
+            peers.store.set(f"{key}/{peers.rank}", json.dumps(program.plans))
 
 
 def _compared_with(peers: compat.Peers) -> set[int]:
@@ -187,7 +193,9 @@ def _compare(store: Any, ledger: _Ledger) -> None:
     for program in open_ones:
         while others := _differing(store, program):
             if time.monotonic() >= deadline:
-                program.refuse(own for own, _ in others.values())
+                refused = [own for own, _ in others.values()]
+                for same in (one for one in open_ones if one.report is program.report):
+                    same.refuse(refused)
                 raise DisagreementError(_disagreement(program, others), program.report)
             time.sleep(_PAUSE_S)
 
@@ -217,7 +225,7 @@ def _disagreement(program: _Program, others: dict[int, tuple[str, str]]) -> str:
     lines = [
         f"asynctp: the ranks of a group decided differently about {program.report.graph} ({program.report.phase}), and "
         "would wait for one another forever if they ran it. Give every rank the same asynctp, torch, options and "
-        "ASYNCTP_* variables (agree=False turns this check off).",
+        "ASYNCTP_* variables, and let it use the same results (agree=False turns this check off).",
         *("Difference:", *_indented(difference)),
         *(f"Plan of rank {program.rank}:", *_indented(own.splitlines())),
     ]

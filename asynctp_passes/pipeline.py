@@ -135,12 +135,14 @@ def _joint_report(graph: fx.Graph, found: Sequence[Again], collectives: Sequence
         torch_version=str(torch.__version__),
         config_digest=config.digest(),
         program_digest=_program_digest(graph, collectives),
+        collectives_digest=_collectives_digest(collectives),
     )
 
 
 # --- the report -------------------------------------------------------------------------------------------
 def _report(graph: fx.Graph, decisions: Sequence[Decision], bundles: Sequence[Bundle], config: Config) -> Report:
     coalesced, phase = tuple(_coalesced(bundle) for bundle in bundles), phase_of(graph)
+    collectives = [decision.candidate.collective for decision in decisions]
     remarks = tuple(_remark(decision, phase) for decision in decisions)
     return Report(
         graph=compat.compile_name(),
@@ -150,7 +152,8 @@ def _report(graph: fx.Graph, decisions: Sequence[Decision], bundles: Sequence[Bu
         config_digest=config.digest(),
         plan_digest=_plan_digest(remarks, coalesced),
         coalesced=coalesced,
-        program_digest=_program_digest(graph, [decision.candidate.collective for decision in decisions]),
+        program_digest=_program_digest(graph, collectives),
+        collectives_digest=_collectives_digest(collectives),
         notes=torch_bugs.notes(graph, phase),
     )
 
@@ -163,8 +166,7 @@ def _plan_digest(remarks: Sequence[Remark], coalesced: Sequence[Coalesced]) -> s
 
 def _program_digest(graph: fx.Graph, collectives: Sequence[Collective]) -> str:
     """A hash of the ops on tensors and how they are connected, and of the collectives' groups by first appearance."""
-    groups = {key: str(index) for index, key in enumerate(dict.fromkeys(one.group_key for one in collectives))}
-    details = {one.node: f"{groups[one.group_key]} {one.reduce_op}" for one in collectives}
+    details = dict(zip((one.node for one in collectives), map(str, _told(collectives)), strict=True))
     place: dict[fx.Node, int] = {}
     digest = hashlib.sha256()
     for node in graph.nodes:
@@ -173,6 +175,17 @@ def _program_digest(graph: fx.Graph, collectives: Sequence[Collective]) -> str:
             inputs = [place[source] for source in node.all_input_nodes if source in place]
             digest.update(f"{node.op} {op_name(node)} {inputs} {details.get(node, '')}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def _collectives_digest(collectives: Sequence[Collective]) -> str:
+    """A hash of what is communicated, in order: the ops, the reductions, and the groups by first appearance."""
+    return hashlib.sha256(repr(_told(collectives)).encode()).hexdigest()[:16]
+
+
+def _told(collectives: Sequence[Collective]) -> list[tuple[int, str, str]]:
+    """What there is to say about each collective on all ranks: groups have other names there."""
+    groups = {key: index for index, key in enumerate(dict.fromkeys(one.group_key for one in collectives))}
+    return [(groups[one.group_key], called_name(one.node), one.reduce_op) for one in collectives]
 
 
 def _coalesced(bundle: Bundle) -> Coalesced:

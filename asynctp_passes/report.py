@@ -148,6 +148,8 @@ class Report:
         coalesced: Sets of small all-reduces that became one each.
         program_digest: Hash of the graph's ops and how they are connected, without sizes and names of groups: the same
             on all ranks of a program.
+        collectives_digest: Hash of its collectives in their order, likewise: the same on ranks whose programs differ in
+            what they do with results.
         notes: What else should be known: bugs of this torch that the graph meets.
     """
 
@@ -160,6 +162,7 @@ class Report:
     from_cache: bool = False
     coalesced: tuple[Coalesced, ...] = ()
     program_digest: str = ""
+    collectives_digest: str = ""
     notes: tuple[str, ...] = ()
 
     @property

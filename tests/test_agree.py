@@ -160,6 +160,31 @@ def case_one_rank_later(rank: int) -> list[Attempt]:
         return [early, attempt(other_program(world_name()))]
 
 
+def two_sums(look: str) -> Graph:
+    """The sum of two reduced products, of which a rank may look at the first one, or at what is not reduced yet."""
+    b = GraphBuilder(ranks=2, group=world_name())
+    products = [b.mm(b.input(f"x{index}", [4, 8]), b.input(f"w{index}", [8, 6])) for index in range(2)]
+    reduced = [b.all_reduce(one) for one in products]
+    total = b.add(*reduced)
+    looked_at = {"sum": total, "result": reduced[0], "product": products[0]}
+    return b.returns(total, *([b.relu(looked_at[look])] if look else []))
+
+
+def case_one_rank_looks_at_the_sum(rank: int) -> list[Attempt]:
+    return [attempt_in_step(two_sums("" if rank else "sum"))]
+
+
+def case_one_rank_looks_at_a_summed_result(rank: int) -> list[Attempt]:
+    """It reduces twice what the other one reduces once."""
+    with mock.patch.object(agree, "GRACE_S", 0.2):
+        return [attempt_in_step(two_sums("" if rank else "result"))]
+
+
+def case_one_rank_looks_at_a_product(rank: int) -> list[Attempt]:
+    with mock.patch.object(agree, "GRACE_S", 0.2):
+        return [attempt_in_step(two_sums("" if rank else "product"))]
+
+
 def case_made_again_on_one_rank(rank: int) -> list[Attempt]:
     """In the joint graph: the forwards that come of it differ, and are not compared."""
     b = GraphBuilder(ranks=2, group=world_name())
@@ -244,10 +269,12 @@ CASES: dict[str, Callable[[int], list[Attempt]]] = {
 
 def run_case(rank: int, world_size: int) -> dict[str, list[Attempt]]:
     """Every case, with programs that are those of no other case."""
-    outcomes, digest_of = {}, pipeline._program_digest
+    outcomes = {}
+    digests = {name: getattr(pipeline, name) for name in ("_program_digest", "_collectives_digest")}
     for name, case in CASES.items():
+        own = {at: lambda *args, of=of, name=name: f"{name}-{of(*args)}" for at, of in digests.items()}
         with (
-            mock.patch.object(pipeline, "_program_digest", lambda *args, name=name: f"{name}-{digest_of(*args)}"),
+            mock.patch.multiple(pipeline, **own),
             mock.patch.object(agree, "GRACE_S", 300.0),  # as machines that run tests can be slow
         ):
             outcomes[name] = case(rank)
@@ -270,6 +297,7 @@ FINE = {
     "two_configurations_on_one_rank_before_the_other_comes": 1,
     "two_configurations_on_one_rank_while_the_other_has_one": 1,
     "one_rank_never": 1,
+    "one_rank_looks_at_the_sum": 1,
     "turned_off": 1,
     "two_groups_of_one_rank": 2,
     "cache_hit_on_one_rank": 2,
@@ -299,10 +327,12 @@ def test_a_rank_that_compiles_alone_waits_for_no_one(ranks: list[dict[str, list[
         (
             "other_decisions_on_one_rank",
             0,
-            "collective 2: all_gather_matmul FUSED asynctp::all_gather_matmul (3 nodes)",
+            "collective 2: asynctp::all_gather_matmul, products: 1",
         ),
         ("backend", 1, "min_flops=0"),
-        ("made_again_on_one_rank", 0, "collective 0: all_gather SKIPPED  KEPT (0 nodes)"),
+        ("one_rank_looks_at_a_summed_result", 0, "collective 1: asynctp::matmul_all_reduce, products: 2"),
+        ("one_rank_looks_at_a_product", 0, "collective 1: asynctp::matmul_all_reduce, products: 1"),
+        ("made_again_on_one_rank", 0, "collective 0: all_gather, KEPT"),
     ],
 )
 def test_a_difference_is_an_error_on_every_rank(
@@ -389,9 +419,9 @@ def test_a_plan() -> None:
         "store_scales=True",
         "regather='auto'",
         "group enrolled: True",
-        "collective 0: all_reduce SKIPPED ATP002 NO_MATMUL (2 nodes)",
-        "collective 1: all_reduce SKIPPED ATP002 NO_MATMUL (2 nodes)",
-        "collective 2: all_gather_matmul FUSED asynctp::all_gather_matmul (3 nodes)",
+        "collective 0: all_reduce, as it is",
+        "collective 1: all_reduce, as it is",
+        "collective 2: asynctp::all_gather_matmul, products: 1",
         "coalesced max float32: 0 1",
     ]
 
@@ -419,6 +449,13 @@ def test_the_program_digest() -> None:
     digests = [run(graph, Config(**QUIET)).program_digest for graph in (program("tp"), program("1"), program("tp", 8))]
     assert len(set(digests)) == 1
     assert run(other_program("tp"), Config(**QUIET)).program_digest not in digests
+
+
+def test_the_digest_of_collectives() -> None:
+    """The same for other ops, another one for other collectives."""
+    graphs = (other_program("tp"), missed_program("1"), program("tp"))
+    one, other, more = (run(graph, Config(**QUIET)).collectives_digest for graph in graphs)
+    assert one == other != more
 
 
 def test_large_groups_compare_neighbours() -> None:
