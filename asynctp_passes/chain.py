@@ -314,9 +314,9 @@ class ScatterChain:
     """`(matmul → view* →) sum → view* → reduce_scatter → wait`: the matmuls whose sum is scattered.
 
     Or all-reduced: then `placement` is None, since every rank gets the whole sum. `way` is the map of what is reduced,
-    from the products on. `sum_dtype` is what the products are
-    converted to, without loss, before the ranks' sum; None where they stay what they are. `views` lie between the
-    matmuls and the collective, sums among them. `added` has the other terms of the sum: what is computed before.
+    from the products on. `sum_dtype` is what the products are converted to, without loss, before the ranks' sum; None
+    where they stay what they are. `views` lie between the matmuls and the collective, sums among them. `added` has the
+    other terms of the sum: what is computed before.
 
     Where several collectives' results are summed (`summed`), the chain has the products of all, and stands for them:
     `collective` is the last that has products, `joined` has the others, and `behind` the nodes that make the sum of

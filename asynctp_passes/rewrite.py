@@ -543,12 +543,12 @@ def _give_result(build: _Builder, chain: ScatterChain, out: fx.Node) -> None:
     add is added here.
     """
     for term in chain.added_behind:
-        shaped = build.reshape(build.now(term.node), build.sizes.of(value_of(out)))
+        shaped = build.reshape(build.now(term.node), build.shape(out))
         out = build.call(_aten.add.Tensor, out, _times(build, shaped, term))
     results = [node for collective in collectives_of(chain) for node in collective.results]
     gone = _first_within(filter(is_sum, chain.behind), {*results, *chain.behind})
     for collective in collectives_of(chain):
-        shaped = build.reshape(out, build.sizes.of(value_of(collective.node)))
+        shaped = build.reshape(out, build.shape(collective.node))
         for node in collective.results:
             build.replace(node, shaped, unless=collective.waits)
     for node, source in gone.items():
@@ -689,7 +689,7 @@ def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
     """
     views = followed(chain) if isinstance(chain, GatherChain) else [*chain.views, *chain.behind]
     taken = [source for node in nodes_of(chain.matmuls) for source in node.all_input_nodes]
-    taken += [joined.input for joined in chain.joined if joined.input is not None]
+    taken += [joined.source for joined in chain.joined]
     nodes = {*views, *nodes_of(chain.matmuls), *reachable(taken, where=is_view)}
     for collective in collectives_of(chain):
         nodes.update(collective.nodes, () if collective.call is None else collective.call.users)

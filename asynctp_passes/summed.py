@@ -185,15 +185,17 @@ def _elements(way: IndexMap, collective: Collective) -> object:
 
 def _in_order_of_products(scene: Scene, member: Collective, chain: ScatterChain) -> fx.Node | None:
     """The tensor with the elements of a product, in their order, that goes to a collective in the products' way."""
-    assert member.input is not None
-    above = reachable([member.input], where=lambda node: is_view(node) and not is_conversion(node))
+    above = reachable([member.source], where=lambda node: is_view(node) and not is_conversion(node))
     count = product(scene.sizes.of(value_of(chain.matmuls[0].node)))
-    for source in (member.input, *(source for node in above for source in node.all_input_nodes if source not in above)):
+    for source in (
+        member.source,
+        *(source for node in above for source in node.all_input_nodes if source not in above),
+    ):
         value = tensor_of(source)
         if value is None or not same(product(scene.sizes.of(value)), count):
             continue
         flow = follow(scene.sorted(above - {source}), seeds_of([source], scene.sizes), scene.sizes)
-        way = flow.maps.get(member.input)
+        way = flow.maps.get(member.source)
         if way is not None and _elements(way, member) == _elements(chain.way, chain.collective):
             return source
     return None
