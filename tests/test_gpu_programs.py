@@ -16,9 +16,14 @@ pytest.importorskip("triton")
 sys.path.append(str(Path(__file__).with_name("gpu")))
 
 import cases
+import compiled
 import stress
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.products import IN_BLOCKS
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import asynctp_passes
 
 WORLDS = (2, 4, 8)
 
@@ -87,3 +92,24 @@ def test_collectives_in_flight_are_exact(op: str, copy: bool, alone: dist.Proces
     call.compare(call.run())
     assert (call.made, int(call.wrong)) == (1, 0)
     assert call.expected.numel() == 128 * 64 + inner.expected.numel()
+
+
+@pytest.fixture
+def pretended() -> Iterator[None]:
+    """Two ranks, one of which is this process, and whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("name", compiled.PROGRAMS)
+def test_compiled_programs_become_what_they_say(name: str) -> None:
+    make, wanted = compiled.PROGRAMS[name]
+    torch.compiler.reset()
+    asynctp_passes.clear_reports()
+    module, shape, _ = make(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    module.to(torch.bfloat16)
+    x = torch.randn(shape).bfloat16().requires_grad_()
+    torch.compile(module, backend="asynctp", dynamic=False, fullgraph=True)(x).sum().backward()
+    assert compiled.counted(asynctp_passes.reports()) == wanted
