@@ -41,9 +41,9 @@ def summed(
         candidates: Of all gathers and reductions, by collective, in graph order.
         allowed: True for a candidate whose chain may be fused.
     """
-    chains = {
-        node: one.chain for node, one in candidates.items() if isinstance(one.chain, ScatterChain) and allowed(one)
-    }
+    fused = {node: one for node, one in candidates.items() if allowed(one)}
+    chains = {node: one.chain for node, one in fused.items() if isinstance(one.chain, ScatterChain)}
+    owner: dict[fx.Node, object] = {node: one.collective.node for one in fused.values() for node in one.nodes}
     kinds: dict[object, list[fx.Node]] = {}
     for node, candidate in candidates.items():
         if (kind := _kind(scene, candidate)) is not None:
@@ -55,19 +55,23 @@ def summed(
             continue
         for end, inside in _sums(scene, reductions):
             members = [node for node in reductions if node in inside]
-            terms = None if not found.keys().isdisjoint(members) else _terms(scene, end, inside, members)
+            if not all(owner[node] in members for node in inside if node in owner):  # another chain has a part of it
+                continue
+            terms = _terms(scene, end, inside, members)
             if terms is None or not _are_next(scene, members, chains.keys(), places):
                 continue
             chain = _joined(scene, [candidates[node].collective for node in members], chains, terms)
             if chain is None:
                 continue
-            last, behind = candidates[chain.collective.node], inside.difference(members)
-            nodes = scene.sorted([*(node for member in members for node in candidates[member].nodes), *behind])
-            whole = replace(last, chain=replace(chain, behind=scene.sorted(behind)), nodes=nodes)
+            last, behind = chain.collective.node, inside.difference(members)
+            own = {node: fused[node].nodes if node in chains else candidates[node].collective.nodes for node in members}
+            nodes = scene.sorted([*(node for each in own.values() for node in each), *behind])
+            whole = replace(fused[last], chain=replace(chain, behind=scene.sorted(behind)), nodes=nodes)
             if allowed(whole):
-                joining = {node: candidates[node] for node in members if node is not last.collective.node}
-                found[last.collective.node] = whole
+                owner |= dict.fromkeys(nodes, whole)
+                joining = {node: replace(candidates[node], nodes=own[node]) for node in members if node is not last}
                 found |= {node: replace(one, chain=None, refusals=(), joins=whole) for node, one in joining.items()}
+                found[last] = whole
     return found
 
 

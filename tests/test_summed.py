@@ -614,6 +614,20 @@ def of_one_list(b: Builder) -> list[Node]:
     return [added(b, *(b.call(c10d.wait_tensor.default, item) for item in b.items(both)))]
 
 
+@sums(2, 1, 1)
+def mixed_with_averages(b: Builder) -> list[Node]:
+    """An addition is in one sum only: the averages are tensors as any other to the sums."""
+    one, two, mean, other = (reduced(b, term(b), op) for op in ("sum", "sum", "avg", "avg"))
+    return [b.call(aten.sub.Tensor, added(b, one, mean), b.call(aten.sub.Tensor, two, other))]
+
+
+@sums(1, 1, 1)
+def each_of_which_a_product_is_added_to(b: Builder) -> list[Node]:
+    """The additions are in front of another reduction, whose terms they make."""
+    one, two = reduced(b, term(b)), reduced(b, term(b))
+    return [reduced(b, added(b, term(b), one, two))]
+
+
 @sums(left=2)
 def none_of_which_a_matmul_made(b: Builder) -> list[Node]:
     return [added(b, reduced(b, tensor(b)), reduced(b, tensor(b)))]
