@@ -1,8 +1,8 @@
 """What the programs of this folder share: torchrun starts one process a GPU, and rank 0 prints a JSON line a case.
 
-With more processes than GPUs the ranks of `cases` and `stress` share them, in turns of milliseconds: protocols and
-kernels of 4 and 8 ranks run on 2 GPUs, slowly. NCCL refuses that, so that gloo makes what is compared with. It cannot
-be captured: what needs it in a CUDA graph, `unfused` and all-reduces, is left out.
+With more processes than GPUs the ranks of `cases`, `stress` and `compiled` share them, in turns of milliseconds:
+protocols and kernels of 4 and 8 ranks run on 1 or 2 GPUs, slowly. NCCL refuses that, so that gloo makes what is
+compared with. It cannot be captured: what needs it in a CUDA graph, `unfused` and all-reduces, is left out.
 """
 
 from __future__ import annotations
