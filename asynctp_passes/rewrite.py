@@ -1,4 +1,4 @@
-"""Rewrite fused chains: the only file that edits a graph. Everything was checked before; nothing here can refuse.
+"""Rewrite fused chains: makes and erases nodes. Everything was checked before; nothing here can refuse.
 
 gather    shard → all_gather → wait → view* → mm+       becomes   shard → view? → all_gather_matmul → view → ...
 gather    shard → all_gather → wait → op* → mm+         becomes   shard → op* → view? → all_gather_matmul → view → ...
@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import math
 import operator
-from bisect import bisect
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,26 +41,23 @@ from asynctp_passes.fxview import (
     Plan,
     Sizes,
     acts,
-    arguments,
     call_of,
     express,
     is_random,
     is_size,
-    live,
     op_name,
     reachable,
     segments,
-    steps_of,
     value_of,
 )
-from asynctp_passes.read import added_matrix, is_matmul, is_only_awaited, waits_for_several
+from asynctp_passes.read import added_matrix, is_only_awaited, waits_for_several
+from asynctp_passes.schedule import Moves, leave_sms, schedule
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, divided, product, same
 from asynctp_passes.views import is_conversion, is_sum, is_view, views_of
 
 __all__ = ["rewrite", "store"]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
-_MOST_BESIDE = 4
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
 
 
@@ -78,16 +72,15 @@ def rewrite(
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
     The all-reduces of a bundle become one, and what that waits for moves in front of it. Unused nodes are erased, the
-    `dropped` collectives too, the order is restored where an operand of a later matmul moved, the collectives of
-    `hidden` move beside their products, and the graph is linted.
+    `dropped` collectives too, nodes move to where they belong (`schedule`), the collectives of `hidden` beside their
+    products, and the graph is linted.
 
     Returns:
         What each fused op is called with (`call_of`), by the name of the collective that it replaced.
     """
     segment = segments(graph)
     moved: dict[fx.Node, fx.Node] = {}
-    late: set[fx.Node] = set()
-    alone: list[_Alone] = []
+    moves = Moves()
     fused: dict[fx.Node, fx.Node] = {}
     for chain in chains:
         build, shared = _Builder(graph, sizes, chain, moved, anchor(chain)), _shared(chain)
@@ -97,8 +90,8 @@ def rewrite(
         fused |= dict.fromkeys([chain.collective.node, *(matmul.node for matmul in chain.matmuls)], op)
         segment.update((node, segment[build.anchor]) for node in build.made)
         if isinstance(chain, GatherChain) and chain.hoist is not None:
-            late |= _come_after(build, chain)
-            alone.append((chain.collective, op))
+            moves.late |= _come_after(build, chain)
+            moves.kept.append((chain.collective, op))
         if isinstance(chain, ScatterChain):
             old.update(node for node in build.made if node is not op)  # shapes of terms that went into a sum
         _erase_unused(graph, old)
@@ -106,27 +99,19 @@ def rewrite(
             if node in old:
                 _shrink(node)
                 _erase_unused(graph, old)
-    early: list[fx.Node] = []
     for bundle in bundles:
         build = _Builder(graph, sizes, bundle, moved, fused.get(bundle.place, bundle.place))
-        early.append(_emit_bundle(build, bundle))
+        moves.early.append(_emit_bundle(build, bundle))
         segment.update((node, segment[build.anchor]) for node in build.made)
         _erase_unused(graph, {node for member in bundle.members for node in member.results})
     _drop(graph, dropped)
-    _restore_order(graph, segment, early)
-    _delay(graph, late, segment)
-    _run_behind(hidden, fused)
-    flops = {node: cost.work_of(node) for node in graph.nodes if is_matmul(node)}
-    flops |= {fused[chain.collective.node]: cost.cost_of(chain).work for chain in chains}
-    used = live(graph)
-    flops = {node: count for node, count in flops.items() if node in used}
-    segment = segments(graph)  # moves stay inside of one
-    flying = _in_flight([*alone, *((decision.candidate.collective, None) for decision in hidden)], segment)
-    _run_beside(flying, flops, segment)
-    _wait_with_sources(flying, segment)
+    for decision in hidden:
+        moves.beside.append((decision.candidate.collective, [fused.get(node, node) for node in decision.behind]))
+    work = {fused[chain.collective.node]: cost.cost_of(chain).work for chain in chains}
+    ordered = schedule(graph, moves, work, segment)
     # an op that is kept in order is wrapped in another: what it is called with is read before
     calls = {chain.collective.node.name: call_of(fused[chain.collective.node]) for chain in chains}
-    compat.keep_order(graph, _order_in_flight(graph, flying, flops))
+    compat.keep_order(graph, ordered)
     graph.lint()
     return calls
 
@@ -442,7 +427,7 @@ def _come_after(build: _Builder, chain: GatherChain) -> set[fx.Node]:
     gather = chain.collective
     waits = gather.waits or (gather.node,)
     if is_only_awaited(gather):
-        _leave_sms(gather)
+        leave_sms(gather)
         build.anchor.prepend(gather.node)
     for wait in waits:
         build.anchor.prepend(wait)
@@ -721,134 +706,6 @@ def _shrink(call: fx.Node) -> None:
         user.args = (call, place)
 
 
-def _restore_order(graph: fx.Graph, segment: dict[fx.Node, int], early: Sequence[fx.Node] = ()) -> None:
-    """Move nodes behind their inputs, keeping the order else, and never across an in-place operation.
-
-    What the nodes `early` are computed from moves in front of them; else they would move behind it.
-    """
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    if all(position[source] < position[node] for node in position for source in node.all_input_nodes):
-        return
-    wanted = _wanted_places(position, early)
-    _arrange([node for (node,) in steps_of(graph, {}, {}, lambda node: (segment[node], wanted[node]))])
-
-
-def _wanted_places(position: dict[fx.Node, int], early: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """The positions of all nodes; of what an early node is computed from, that node's where it is smaller."""
-    wanted = dict(position)
-    for target in early:
-        inputs = target.all_input_nodes
-        stack = [*inputs, *(source for node in inputs for source in node.all_input_nodes)]
-        while stack:
-            node = stack.pop()
-            if wanted[node] > position[target]:
-                wanted[node] = position[target]
-                stack.extend(node.all_input_nodes)
-    return wanted
-
-
-def _delay(graph: fx.Graph, late: set[fx.Node], segment: dict[fx.Node, int]) -> None:
-    """Move nodes to just before their first users, or the next in-place operation.
-
-    Inductor runs nodes in graph order, so that what comes before a wait runs beside the collective.
-    """
-    placed: dict[fx.Node, None] = {}  # from the last node of the graph to the first
-    held: dict[int, list[fx.Node]] = {}
-    for last in reversed(graph.nodes) if late else ():
-        stack = [*([] if last in placed else [last]), *held.pop(segment[last], [])]
-        while stack:
-            node = stack.pop()
-            placed[node] = None
-            for source in node.all_input_nodes:
-                if source in late and all(user in placed for user in source.users):
-                    (stack if segment[source] == segment[node] else held.setdefault(segment[source], [])).append(source)
-    _arrange(list(reversed(placed)))
-
-
-def _arrange(order: Sequence[fx.Node]) -> None:
-    """Bring all nodes of a graph into another order."""
-    for before, node in pairwise(order):
-        before.append(node)
-
-
-# --- collectives behind products ---------------------------------------------------------------------------------
-_IN_FLIGHT = {
-    "all_gather": torch.ops.asynctp.all_gather.default,
-    "reduce_scatter": torch.ops.asynctp.reduce_scatter.default,
-}
-
-
-_Alone = tuple[Collective, fx.Node | None]
-"""A collective that no op takes in, and the fused op that it follows if it stays for other users beside that."""
-
-
-def _leave_sms(collective: Collective) -> None:
-    """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it."""
-    node, values = collective.node, arguments(collective.node)
-    reduction = (collective.reduce_op,) if collective.kind == "reduce_scatter" else ()
-    node.target = _IN_FLIGHT[collective.kind]
-    node.args, node.kwargs = (values["input"], *reduction, collective.group_size, collective.group), {}
-    node.meta.pop("eager_input_vals", None)  # those of torch's op: Inductor would lay out its inputs by them
-
-
-def _in_flight(alone: Iterable[_Alone], nodes: Container[fx.Node]) -> list[_Alone]:
-    """The collectives that leave the SMs to what runs beside them, with those of their waits that there still are."""
-    living = ((replace(one, waits=tuple(wait for wait in one.waits if wait in nodes)), op) for one, op in alone)
-    return [(one, op) for one, op in living if one.waits and one.node.target in _IN_FLIGHT.values()]
-
-
-def _run_beside(flying: Iterable[_Alone], flops: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]) -> None:
-    """Move gathers that stay behind their fused op, and what waits for them behind as many products as hide them."""
-    for gather, op in flying:
-        if op is not None and segment[gather.node] == segment[op]:
-            _move_behind([gather.node], op)
-            products = _products_that_hide(gather, flops, segment)
-            if products:
-                _move_behind(gather.waits, products[-1])
-
-
-def _order_in_flight(
-    graph: fx.Graph, flying: Iterable[_Alone], products: Mapping[fx.Node, object]
-) -> dict[fx.Node, list[fx.Node]]:
-    """What comes after what: a gather after its fused op, what runs beside it after its start, waits after products.
-
-    Left to itself Inductor puts off the start, which needs memory, until something needs the result.
-    """
-    calls = [node for node in graph.nodes if node in products or _is_a_call(node)]
-    ordered: dict[fx.Node, list[fx.Node]] = {}
-    for gather, op in flying:
-        start, end = gather.node, min(gather.waits)
-        if op is not None and op < start:
-            ordered.setdefault(start, []).append(op)
-        between = calls[bisect(calls, start) : bisect(calls, end)]
-        beside = [call for call in between if call in products]
-        for call in between if beside else ():
-            ordered.setdefault(call, []).append(start)
-        for wait in gather.waits if beside else ():
-            ordered.setdefault(wait, []).extend(beside)
-    return ordered
-
-
-def _is_a_call(node: fx.Node) -> bool:
-    """True for attention and for starts of collectives: Inductor calls them, and makes no kernel that it could fuse."""
-    name = op_name(node)
-    return "attention" in name or (name.startswith("_c10d_functional.") and "wait" not in name)
-
-
-def _wait_with_sources(flying: Iterable[_Alone], segment: Mapping[fx.Node, int]) -> None:
-    """Let each wait read what its collective reads: Inductor leaves that alone for so long, and no copy is needed.
-
-    Not where something is mutated in between: it could be that.
-    """
-    for collective, _ in flying:
-        start, waits = collective.node, collective.waits
-        if all(wait.target is _c10d.wait_tensor.default and segment[wait] == segment[start] for wait in waits):
-            start.kwargs = {"copy": False}
-            for wait in waits:
-                wait.target, wait.args, wait.kwargs = torch.ops.asynctp.wait.default, (start, start.args[0]), {}
-                wait.meta.pop("eager_input_vals", None)
-
-
 def _drop(graph: fx.Graph, unused: Sequence[Collective]) -> None:
     """Erase collectives that no result of the graph needs, with what is computed from them, and for them alone."""
     gone = {node for collective in unused for node in collective.results}
@@ -859,49 +716,3 @@ def _drop(graph: fx.Graph, unused: Sequence[Collective]) -> None:
     nodes = set(graph.nodes)
     left = [collective.node.name for collective in unused if collective.node in nodes]
     assert not left, f"{left} are used after all"
-
-
-def _move_before(ends: Iterable[fx.Node], first: fx.Node) -> None:
-    """Move nodes, with all that they are computed from, in front of a node that needs none of them."""
-    for node in sorted(reachable(ends, where=lambda node: node > first)):
-        first.prepend(node)
-
-
-def _move_behind(starts: Iterable[fx.Node], last: fx.Node) -> None:
-    """Move nodes, with all that is computed from them, behind a node that does not need them."""
-    for node in sorted(reachable(starts, lambda node: node.users, lambda node: node < last), reverse=True):
-        last.append(node)
-
-
-def _products_that_hide(
-    gather: Collective, flops: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]
-) -> list[fx.Node]:
-    """The next products that do not need a gather, until they take as long as it does; a few at most.
-
-    What waits for the gather moves behind them, and keeps its memory for so long.
-    """
-    received = cost.received_bytes(gather.node, gather.group_size)
-    after, node = {gather.node}, gather.node.next
-    chosen: list[fx.Node] = []
-    while segment.get(node) == segment[gather.node] and len(chosen) < _MOST_BESIDE:
-        if any(source in after for source in node.all_input_nodes):
-            after.add(node)
-        elif node in flops:
-            chosen.append(node)
-            if cost.covers([flops[one] for one in chosen], received, gather.node):
-                break
-        node = node.next
-    return chosen
-
-
-def _run_behind(decisions: Sequence[Decision], fused: dict[fx.Node, fx.Node]) -> None:
-    """Start each collective before the first of its products, and wait for it behind the last.
-
-    `hide` has seen to it that neither the products nor what they are fused with depend on it, or it on them.
-    """
-    for decision in decisions:
-        collective = decision.candidate.collective
-        products = sorted(fused.get(node, node) for node in decision.behind)
-        _leave_sms(collective)
-        _move_before([collective.node], products[0])
-        _move_behind(collective.waits, products[-1])

@@ -7,6 +7,7 @@ function, and no import goes in a circle.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ ROWS = (
     ("reasons", "config", "compat", "shapes", "chain", "reference", "registry", "profile"),
     ("fxview", "views", "read", "epilogue", "ops", "torch_bugs"),
     ("find", "scene", "summed", "contract", "rowwise", "near", "cost", "checks", "collectives"),
-    ("decide", "hide", "regather", "coalesce", "scales"),
+    ("decide", "hide", "regather", "coalesce", "scales", "schedule"),
     ("rewrite", "report", "errors", "agree", "visualize"),
     ("pipeline",),
     ("backend",),
@@ -47,6 +48,7 @@ PRIVATE_TORCH = {
     # An op namespace, which torch.ops spells with an underscore.
     "reference": {"torch.ops._c10d_functional"},
     "rewrite": {"torch.ops._c10d_functional"},
+    "schedule": {"torch.ops._c10d_functional"},
     "bench": {"torch.ops._c10d_functional"},
     "collectives": {"torch.ops._c10d_functional"},
     "demo/recipe": {"torch.ops._c10d_functional"},
@@ -127,6 +129,12 @@ def test_no_module_imports_a_higher_row(package: Path, rows: dict[str, int]) -> 
 @PACKAGES
 def test_no_import_goes_in_a_circle(package: Path, rows: dict[str, int]) -> None:
     TopologicalSorter(graph_of(package, rows)).prepare()
+
+
+def test_contributors_are_told_these_rows() -> None:
+    told = re.findall(r"^    (\d)  (.+)$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
+    rows = {int(row): tuple(names.split()) for row, names in told}
+    assert [rows[row] for row in range(6)] == list(ROWS[:6])
 
 
 def test_only_rewrite_edits_graphs() -> None:
