@@ -191,10 +191,8 @@ def _in_order_of_products(scene: Scene, member: Collective, chain: ScatterChain)
     """The tensor with the elements of a product, in their order, that goes to a collective in the products' way."""
     above = reachable([member.source], where=lambda node: is_view(node) and not is_conversion(node))
     count = product(scene.sizes.of(value_of(chain.matmuls[0].node)))
-    for source in (
-        member.source,
-        *(source for node in above for source in node.all_input_nodes if source not in above),
-    ):
+    around = {member.source, *above, *(source for node in above for source in node.all_input_nodes)}
+    for source in reversed(scene.sorted(around)):
         value = tensor_of(source)
         if value is None or not same(product(scene.sizes.of(value)), count):
             continue
