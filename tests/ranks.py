@@ -1,20 +1,32 @@
-"""Run one function on several real ranks: spawned processes joined by a gloo group."""
+"""Ranks: one function on several real ones, which are spawned processes in a gloo group, or as one of imagined ones."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 #: How many times longer than usual ranks may take: for a machine that does other things too.
 PATIENCE = float(os.environ.get("RANKS_PATIENCE", "1"))
+
+
+@contextlib.contextmanager
+def imagined_ranks(count: int, store: dist.Store | None = None) -> Iterator[None]:
+    """Let this process be the first rank of a group whose others do not exist: what collectives give means nothing."""
+    dist.init_process_group("fake", store=store or FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from graph_builder import GraphBuilder
-from ranks import run_ranks
+from ranks import imagined_ranks, run_ranks
 from torch import Tensor
 from torch.fx import Graph
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -386,11 +386,8 @@ def test_without_process_groups_nothing_is_asked() -> None:
 
 @pytest.mark.parametrize("store", [FakeStore, dist.HashStore])
 def test_groups_that_only_pretend_are_not_asked(store: type) -> None:
-    dist.init_process_group("fake", store=store(), rank=0, world_size=2)
-    try:
+    with imagined_ranks(2, store()):
         done = attempt(program(world_name()))
-    finally:
-        dist.destroy_process_group()
     assert done.error == ""
     assert done.report is not None
     assert done.report.fused
@@ -478,9 +475,8 @@ def test_groups_that_nothing_is_decided_about_are_not_asked() -> None:
 # --- nothing holds a process group -----------------------------------------------------------------------------
 @pytest.fixture
 def world() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+    with imagined_ranks(2):
+        yield
 
 
 @pytest.mark.usefixtures("world")

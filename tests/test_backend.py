@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from backend_cases import STRICT, Outcome, compiled, plain_layer, run_cases, shard_of, start, train
-from ranks import run_ranks
+from ranks import imagined_ranks, run_ranks
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -125,11 +125,8 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Four ranks, of which this process is the first and the others do not exist: results mean nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    dist.destroy_process_group()
+    with imagined_ranks(4):
+        yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
 
 
 def gather_matmul(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
@@ -413,8 +410,6 @@ def test_cache_key_has_the_configuration(mesh: DeviceMesh, options: dict[str, An
 
 def test_cache_key_has_the_sizes_of_groups() -> None:
     """An all-reduce is not told how many ranks there are: what is left alone on one rank would be on four."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     weight, found = torch.ones(16, 8), []
 
     def program(x: Tensor) -> Tensor:
@@ -422,11 +417,8 @@ def test_cache_key_has_the_sizes_of_groups() -> None:
 
     for ranks in (1, 4, 2):
         start()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-        try:
+        with imagined_ranks(ranks):
             compiled(program)(torch.ones(4, 16))
-        finally:
-            dist.destroy_process_group()
         (report,) = asynctp_passes.reports()
         (remark,) = report.remarks
         found.append((report.from_cache, remark.code or remark.outcome, remark.group_size))

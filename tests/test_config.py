@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from ranks import imagined_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph, GraphModule
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from asynctp_passes import AsyncTPPass, Config, ConfigError, RegatherPass, run
 from asynctp_passes.config import RUNTIME_VARIABLES, cpu_implementation
@@ -191,9 +191,8 @@ def test_cpu_implementation() -> None:
 @pytest.fixture
 def world() -> Iterator[None]:
     """A process group of four ranks that communicates with no one."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
+    with imagined_ranks(4):
+        yield
 
 
 def test_groups_are_kept_as_sorted_names() -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import imagined_ranks
 
 pytest.importorskip("triton")
 sys.path.append(str(Path(__file__).with_name("gpu")))
@@ -21,7 +22,6 @@ import stress
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.products import IN_BLOCKS
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import asynctp_passes
 
@@ -97,9 +97,8 @@ def test_collectives_in_flight_are_exact(op: str, copy: bool, alone: dist.Proces
 @pytest.fixture
 def pretended() -> Iterator[None]:
     """Two ranks, one of which is this process, and whose collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+    with imagined_ranks(2):
+        yield
 
 
 @pytest.mark.usefixtures("pretended")

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder, aten, c10d, show
 from lockstep import differences, evaluate
 from passes import copied, run_pass
+from ranks import imagined_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import Graph, Node
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import asynctp_passes
 from asynctp_passes import Report, compat, hide
@@ -583,9 +582,8 @@ def test_a_report_says_by_what_the_scope_was_decided() -> None:
 @pytest.fixture
 def grid() -> Iterator[DeviceMesh]:
     """Four ranks, of which this process is the first and the others do not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    dist.destroy_process_group()
+    with imagined_ranks(4):
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
 
 
 def step_with_the_weight_on_the_left(b: GraphBuilder) -> tuple[Node, ...]:

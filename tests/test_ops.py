@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from interpreter import interpreter_fault
-from ranks import run_ranks
+from ranks import imagined_ranks, run_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -625,11 +625,8 @@ def test_tags_keep_strides() -> None:
 # --- one process, a fake group of four ranks ------------------------------------------------------------------------
 @pytest.fixture
 def fake_group() -> Iterator[str]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield dist.group.WORLD.group_name
-    dist.destroy_process_group()
+    with imagined_ranks(4):
+        yield dist.group.WORLD.group_name
 
 
 def _dynamic_program(a: Tensor, b: Tensor, group: str) -> Tensor:

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from backend_cases import STRICT, compiled, plain_layer, shard_of, start, train
 from graph_builder import GraphBuilder, aten, c10d
 from passes import run_pass
+from ranks import imagined_ranks
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import Graph, Node
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import asynctp_passes
@@ -310,10 +309,9 @@ def test_views_of_computed_sizes() -> None:
 def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
     """Four ranks, of which this process is the first and the others do not exist."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    torch._dynamo.reset()
-    dist.destroy_process_group()
+    with imagined_ranks(4):
+        yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        torch._dynamo.reset()
 
 
 class Kept(CustomGraphPass):

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from graph_builder import GraphBuilder, aten
 from passes import outcomes, run_pass
+from ranks import imagined_ranks
 from serving_ops import registered
 from torch.fx import Node
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import asynctp_passes
 from asynctp_passes import AsyncTPPass, Config, RegistryError, register_collective, register_matmul, run, unregister
@@ -213,13 +212,10 @@ def test_an_op_without_an_argument_for_the_number_of_ranks(size: int, expected: 
 def test_a_group_that_torch_does_not_know_is_missed_and_named(groups: dict[str, str] | None) -> None:
     """Fused, the op would look for it when it runs, where nobody can tell it what is meant."""
     register_collective(ops.all_gather, **GATHER, groups=groups)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+    with imagined_ranks(4):
         b = GraphBuilder()
         graph = b.returns(b.mm(gather(b, b.input("x", [4, 8])), b.input("w", [8, 16])))
         (remark,) = run(graph, Config(strict="off", agree=False, log=False, trace=False)).remarks
-    finally:
-        dist.destroy_process_group()
     if groups is None:
         assert remark.code == "ATP113"
         assert "'tp:0', which no process group here is called: register it with groups={'tp:0': ...}" in remark.message
@@ -231,14 +227,11 @@ def test_a_group_that_torch_does_not_know_is_missed_and_named(groups: dict[str, 
 def test_a_number_of_ranks_that_is_none_is_missed(ranks: int) -> None:
     """What the op is called with is what counts, not what would be right: the number of ranks of its group."""
     register_collective(ops.all_gather, **GATHER)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+    with imagined_ranks(4):
         b = GraphBuilder()
         whole = gather(b, b.input("x", [4, 8]), group="0", size=ranks)
         graph = b.returns(b.mm(whole, b.input("w", [8, 16])))
         (remark,) = run(graph, Config(strict="off", agree=False, log=False, trace=False)).remarks
-    finally:
-        dist.destroy_process_group()
     assert remark.code == "ATP108"
     assert f"[16, 8] is not {ranks} shards of [4, 8]" in remark.message
 
