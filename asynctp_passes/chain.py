@@ -226,7 +226,6 @@ class Hoist:
         operand: The tensor whose part is gathered in place of the shard: the matmuls take views of it.
         scale: The tensor whose part travels as the rows' scales, if they too are computed from the gathered tensor.
         inside: All that is computed from the gathered tensor by such ops; without users, it goes.
-        returned: The view that the matmuls take, when it has other users; the fused op returns it to them.
         apart: Small tensors that others use, each gathered on its own.
         along: The root of those that has one fp32 number per row, which travels with the operand instead.
         kept: Other users of what is computed from the gathered tensor; for them the original gather stays.
@@ -237,7 +236,6 @@ class Hoist:
     operand: fx.Node
     scale: fx.Node | None
     inside: tuple[fx.Node, ...]
-    returned: fx.Node | None = None
     apart: tuple[Apart, ...] = ()
     along: fx.Node | None = None
     kept: tuple[fx.Node, ...] = ()
@@ -254,17 +252,18 @@ class GatherChain:
     """`shard → all_gather → wait → view* → matmul+`: one gather and the matmuls that take it as their left operand.
 
     All matmuls share `placement`, and the options of a scaled matmul. `views` lie between the wait and the
-    operands; `saved` tells that the gathered tensor has users besides the matmuls. `scale` is the gather that
-    brings the shard's scales, of rows or blocks, when the program gathers them too, and `scale_placement` where it puts
-    them. `along` is one of numbers that scale the matmuls' results instead. With a `hoist`, `views` holds the ops
-    between too, and placements and `saved` are those of its operand and scale.
+    operands. `returned` is what other users than the matmuls get from the fused op: the matmuls' one operand, or the
+    gathered tensor itself. `scale` is the gather that brings the shard's scales, of rows or blocks, when the program
+    gathers them too, and `scale_placement` where it puts them. `along` is one of numbers that scale the matmuls'
+    results instead. With a `hoist`, `views` holds the ops between too, and placements are those of its operand and
+    scale.
     """
 
     collective: Collective
     matmuls: tuple[Matmul, ...]
     placement: GatherPlacement
     views: tuple[fx.Node, ...]
-    saved: bool
+    returned: fx.Node | None
     scale: Collective | None = None
     scale_placement: GatherPlacement | None = None
     along: Along | None = None

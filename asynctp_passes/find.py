@@ -52,14 +52,12 @@ from asynctp_passes.read import (
     called_name,
     contracts_rows,
     is_matmul,
-    operands_that_are,
-    read_term,
     unknown_group,
 )
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.reference import WIDENED
 from asynctp_passes.registry import collective_op
-from asynctp_passes.rowwise import Region, chain_of, products_of, rows_first
+from asynctp_passes.rowwise import Product, Region, chain_of, products_of, rows_first
 from asynctp_passes.scene import Scene, in_blocks
 from asynctp_passes.shapes import (
     GatherPlacement,
@@ -151,45 +149,47 @@ def _candidate(scene: Scene, chain: GatherChain, left_out: Iterable[str]) -> Can
 
 
 def _gather(scene: Scene, gather: Collective, wanted: set[fx.Node]) -> Candidate:
+    """A gather with its chain; what is computed of the gathered tensor is hoisted where no view of it will do."""
     flow = scene.flows[gather.node]
     if isinstance(flow, Refusal):
         return Candidate(gather, None, (flow,), (gather.node,))
-    consumers, misses = _consumers(scene, gather, flow)
-    way_misses: list[_Miss] = []
-    if not any(placement.axis == "rows" for _, placement in consumers):
-        hoisted, way_misses = _hoisted(scene, gather, flow, wanted, rows_only=bool(consumers))
-        if hoisted is not None:
-            return hoisted
-    if not consumers:
-        misses = [_named(gather, miss) for miss in (*misses, *way_misses)]
-        misses.sort(key=_informative)
-        nodes = scene.sorted([*gather.results, *misses[0].nodes])
-        weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or _is_vector(gather.input)
-        return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, weights=weights)
-    free = [consumer for consumer in consumers if consumer[0].node not in wanted]
-    chain = _gather_chain(scene, gather, flow, free or consumers)
-    return _candidate(scene, chain, _left_out(scene, chain, consumers, misses))
-
-
-def _hoisted(
-    scene: Scene, gather: Collective, flow: Flow, wanted: set[fx.Node], rows_only: bool
-) -> tuple[Candidate | None, list[_Miss]]:
-    """The gather's chain with the ops between it and a matmul moved to the shard, or why there is none."""
-    if not any(user in scene.ways_down for user in flow.all_users()):
-        return None, _near_gather(scene, gather, flow, {})
     region = Region(scene, gather, flow)
     products, missed = products_of(region)
-    products = [one for one in products if region.is_hoisted(one) and (one.placement.axis == "rows" or not rows_only)]
+    judged, refused = missed, {}
+    if not _in_rows(products) and any(user in scene.ways_down for user in flow.all_users()):
+        grown = Region(scene, gather, flow)
+        grown.grow()
+        hoisted, why = products_of(grown)
+        refused = {**grown.refused, **why}
+        if better := _in_rows(hoisted) if products else hoisted:
+            region, products, missed = grown, better, why
     if not products:
-        return None, _near_gather(scene, gather, flow, {**region.refused, **missed})
-    free = [one for one in products if one.matmul.node not in wanted] or products
-    chain = chain_of(region, free, max(free, key=lambda one: one.placement.axis == "rows"))
-    fused = {matmul.node for matmul in chain.matmuls}
-    others = [one.matmul.node for one in products if one.matmul.node not in fused]
-    left_out = [f"{node.name} stays a matmul of its own" for node in others]
-    stayed = {node: refusal for node, refusal in missed.items() if not contracts_rows(node)}  # gradients are kept users
-    left_out += [f"{refusal.reason.name} ({refusal.facts})" for refusal in stayed.values()]
-    return _candidate(scene, chain, left_out), []
+        return _unfused(scene, gather, flow, judged, refused)
+    chain = _joined(scene, chain_of(region, [one for one in products if one.matmul.node not in wanted] or products))
+    return _candidate(scene, chain, _left_out(scene, chain, products, missed))
+
+
+def _in_rows(products: Iterable[Product]) -> list[Product]:
+    return [one for one in products if one.placement.axis == "rows"]
+
+
+def _unfused(
+    scene: Scene,
+    gather: Collective,
+    flow: Flow,
+    judged: Mapping[fx.Node, Refusal],
+    refused: Mapping[fx.Node, Refusal],
+) -> Candidate:
+    """A gather without a chain: why its own matmuls are not fused, and those behind ops that are `refused`."""
+    misses: list[_Miss] = []
+    for matmul, refusal in judged.items():
+        way = _between(flow, (source for source in matmul.all_input_nodes if flow.has(source)))
+        misses.append(_Miss(refusal, (*scene.sorted(way), matmul)))
+    misses = [_named(gather, miss) for miss in (*misses, *_near_gather(scene, gather, flow, refused))]
+    misses.sort(key=_informative)
+    nodes = scene.sorted([*gather.results, *misses[0].nodes])
+    weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or _is_vector(gather.input)
+    return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, weights=weights)
 
 
 @dataclass(frozen=True)
@@ -221,66 +221,20 @@ def _unpads(node: fx.Node, ranks: int) -> bool:
     return any(kept < whole == -(-kept // ranks) * ranks for whole, kept in known)
 
 
-Consumer = tuple[Matmul, GatherPlacement]
-
-
 def _left_out(
-    scene: Scene, chain: GatherChain, consumers: Sequence[Consumer], misses: Sequence[_Miss]
+    scene: Scene, chain: GatherChain, products: Iterable[Product], missed: Mapping[fx.Node, Refusal]
 ) -> tuple[str, ...]:
-    """What other matmuls do with the gathered tensor, which the fused op returns to them."""
-    fused = {matmul.node for matmul in chain.matmuls}
-    others = [matmul.node for matmul, _ in consumers if matmul.node not in fused]
+    """What other matmuls do with the gathered tensor, which the fused op returns to them, unless its gather stays."""
+    fused, kept = {matmul.node for matmul in chain.matmuls}, () if chain.hoist is None else chain.hoist.kept
+    others = [one.matmul.node for one in products if one.matmul.node not in fused]
     shared = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.ROWS_CONTRACTED, reasons.ADDMM_SCALED)
-    takers = [*others, *(miss.nodes[-1] for miss in misses if miss.refusal.reason in shared)]
-    gradients = [node.name for node in scene.sorted(takers) if contracts_rows(node)]
+    takers = [*others, *(node for node, refusal in missed.items() if refusal.reason in shared)]
+    gradients = [node.name for node in scene.sorted(takers) if contracts_rows(node) and node not in kept]
     apart = [f"{node.name} stays a matmul of its own" for node in others if not contracts_rows(node)]
-    known = [miss for miss in misses if miss.refusal.reason not in shared or not contracts_rows(miss.nodes[-1])]
-    facts = [f"{miss.refusal.reason.name} ({miss.refusal.facts})" for miss in known]
+    known = [refusal for node, refusal in missed.items() if refusal.reason not in shared or not contracts_rows(node)]
+    facts = [f"{refusal.reason.name} ({refusal.facts})" for refusal in known]
     taken = [f"the same gather serves the weight gradients {', '.join(gradients)}"]
     return (*(taken if gradients else ()), *apart, *facts)
-
-
-def _consumers(scene: Scene, gather: Collective, flow: Flow) -> tuple[list[Consumer], list[_Miss]]:
-    """Matmuls whose left operand is proven to be the gathered tensor, and why others are not."""
-    shard_numel = product(scene.sizes.of(value_of(gather.input)))
-    consumers: list[Consumer] = []
-    misses: list[_Miss] = []
-    for node in scene.sorted(flow.all_users()):
-        if not is_matmul(node):
-            continue
-        consumer = _consumer(scene, gather, flow, node, shard_numel)
-        if isinstance(consumer, Refusal):
-            way = _between(flow, (source for source in node.all_input_nodes if flow.has(source)))
-            misses.append(_Miss(consumer, (*scene.sorted(way), node)))
-        else:
-            consumers.append(consumer)
-    return consumers, misses
-
-
-def _consumer(scene: Scene, gather: Collective, flow: Flow, node: fx.Node, shard_numel: Size) -> Consumer | Refusal:
-    """The matmul `node` with the place of the ranks in its left operand, or why it cannot be fused with the gather.
-
-    Of `c + a @ b` it is `a @ b`: `c` is added behind the fused op, and may depend on the gather.
-    """
-    matmul = read_term(node)
-    if isinstance(matmul, Refusal):
-        operands = operands_that_are(node, {source for source in node.all_input_nodes if flow.has(source)})
-        if "left" in operands:
-            return matmul
-        right = "right" in operands
-        return Refusal(reasons.GATHER_IS_RIGHT_OPERAND if right else reasons.GATHERED_SCALE, node.name)
-    if matmul.a not in flow.maps:
-        reason = reasons.GATHER_IS_RIGHT_OPERAND if matmul.b in flow.maps else reasons.GATHERED_SCALE
-        return Refusal(reason, node.name)
-    if any(scene.depends(operand, gather.node) for operand in matmul.operands):
-        return Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, node.name)
-    operand = scene.rows_and_columns(flow.maps[matmul.a], matmul.a)
-    placement = locate_gather(operand, shard_numel, gather.group_size) if isinstance(operand, IndexMap) else operand
-    if isinstance(placement, Refusal):
-        inside = placement.reason is reasons.NOT_ROWS_OR_CONTRACTION and contracts_rows(node)
-        reason = reasons.ROWS_CONTRACTED if inside else placement.reason
-        return Refusal(reason, f"{node.name}: {placement.facts}")
-    return matmul, placement
 
 
 def _informative(miss: _Miss) -> int:
@@ -294,47 +248,22 @@ def _informative(miss: _Miss) -> int:
     return int(miss.refusal.reason is not reasons.QUANTIZED_AFTER_GATHER)
 
 
-def _gather_chain(scene: Scene, gather: Collective, flow: Flow, consumers: Sequence[Consumer]) -> GatherChain:
-    """Take the consumers that one fused op can serve: those like the preferred one."""
-    lead, placement = max(consumers, key=lambda consumer: _preference(scene, consumer))
-    chosen = [matmul for matmul, place in consumers if place == placement and _alike(matmul, lead)]
-    fused = set(nodes_of(chosen))
-    views = _views_between(scene, gather, (matmul.a for matmul in chosen))
-    scale, scale_placement = _scale_gather(scene, gather, placement, chosen) or (None, None)
-    if scale is not None:
-        views |= _views_between(scene, scale, (matmul.scaled.a_scale for matmul in chosen if matmul.scaled is not None))
-    along = None if scale is not None else _along(scene, gather, placement, chosen)
-    if along is not None:
-        views |= _views_between(scene, along.gather, [along.end])
-    return GatherChain(
-        collective=gather,
-        matmuls=tuple(chosen),
-        placement=placement,
-        views=scene.sorted(views),
-        saved=_used_elsewhere(flow, fused),
-        scale=scale,
-        scale_placement=scale_placement,
-        along=along,
-    )
+def _joined(scene: Scene, chain: GatherChain) -> GatherChain:
+    """The chain with the gather of its rows' scales, or of numbers that scale its results, where one can join.
 
-
-def _preference(scene: Scene, consumer: Consumer) -> tuple[int, int]:
-    """Rows before contraction (chunks of rows finish early), then the earlier matmul."""
-    matmul, placement = consumer
-    return int(placement.axis == "rows"), -scene.order[matmul.node]
-
-
-def _alike(a: Matmul, b: Matmul) -> bool:
-    """True when one op can compute both: the same kind, dtype of A and, for scaled ones, scale of A and options."""
-    if _dtype(a.a) != _dtype(b.a):
-        return False
-    if a.scaled is None or b.scaled is None:
-        return a.scaled is b.scaled
-    return _options(a.scaled) == _options(b.scaled)
-
-
-def _options(scaled: ScaledOptions) -> tuple[object, ...]:
-    return scaled.a_scale, scaled.of_a, scaled.out_dtype, scaled.use_fast_accum
+    What is hoisted has its scales from the same gather.
+    """
+    if chain.hoist is not None:
+        return chain
+    if (found := _scale_gather(scene, chain)) is not None:
+        scale, placement = found
+        ends = [matmul.scaled.a_scale for matmul in chain.matmuls if matmul.scaled is not None]
+        views = scene.sorted([*chain.views, *_views_between(scene, scale, ends)])
+        return replace(chain, scale=scale, scale_placement=placement, views=views)
+    if (along := _along(scene, chain)) is not None:
+        views = scene.sorted([*chain.views, *_views_between(scene, along.gather, [along.end])])
+        return replace(chain, along=along, views=views)
+    return chain
 
 
 def _dtype(node: fx.Node | None) -> torch.dtype | None:
@@ -352,23 +281,16 @@ def _views_between(scene: Scene, gather: Collective, ends: Iterable[fx.Node]) ->
     return _between(scene.flow_of(gather), ends) - set(gather.results)
 
 
-def _used_elsewhere(flow: Flow, fused: set[fx.Node]) -> bool:
-    """True when something besides the fused matmuls uses the gathered tensor or a view of it, or they add it."""
-    return any(user not in fused for _, user in flow.uses()) or any(flow.has(added_matrix(node)) for node in fused)
-
-
-def _scale_gather(
-    scene: Scene, gather: Collective, placement: GatherPlacement, matmuls: Sequence[Matmul]
-) -> tuple[Collective, GatherPlacement] | None:
-    """The gather that brings the scales of the same shard, of rows or blocks, if these matmuls are all that use it."""
-    scaled = matmuls[0].scaled
+def _scale_gather(scene: Scene, chain: GatherChain) -> tuple[Collective, GatherPlacement] | None:
+    """The gather that brings the scales of the same shard, of rows or blocks, if the matmuls are all that use it."""
+    gather, placement, scaled = chain.collective, chain.placement, chain.matmuls[0].scaled
     scale = None if scaled is None else scene.gather_of.get(scaled.a_scale)
     if scaled is None or scale is None or scale is gather or placement.axis != "rows":
         return None
     flow = scene.flow_of(scale)
     if (scale.group_key, scale.group_size) != (gather.group_key, gather.group_size):
         return None
-    if _used_elsewhere(flow, set(nodes_of(matmuls))):
+    if Region(scene, scale, flow).used_elsewhere(set(nodes_of(chain.matmuls))):
         return None
     rows = _scales_rows(scene, scale, flow.maps[scaled.a_scale], placement, scaled)
     return None if rows is None else (scale, rows)
@@ -388,11 +310,12 @@ def _scales_rows(
     return placement if scales_rows(placement, data, per_row.rows, per_row.numbers) else None
 
 
-def _along(scene: Scene, gather: Collective, placement: GatherPlacement, matmuls: Sequence[Matmul]) -> Along | None:
-    """A gather of one number per row, used only to scale these matmuls' results: it can travel with the data.
+def _along(scene: Scene, chain: GatherChain) -> Along | None:
+    """A gather of one number per row, used only to scale the matmuls' results: it can travel with the data.
 
     The numbers come with the fused op then, so that nothing which that needs may be computed from them.
     """
+    gather, placement, matmuls = chain.collective, chain.placement, chain.matmuls
     if placement.axis != "rows" or any(matmul.scaled is None for matmul in matmuls):
         return None
     products = [matmul.node for matmul in matmuls]

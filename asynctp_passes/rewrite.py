@@ -53,7 +53,7 @@ from asynctp_passes.fxview import (
 from asynctp_passes.read import added_matrix, is_only_awaited, waits_for_several
 from asynctp_passes.schedule import Moves, leave_sms, schedule
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, divided, product, same
-from asynctp_passes.views import is_conversion, is_sum, is_view, views_of
+from asynctp_passes.views import is_conversion, is_sum, is_view
 
 __all__ = ["rewrite", "store"]
 
@@ -252,9 +252,10 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
         if (added := added_matrix(matmul.node)) is not None:
             out = build.call(_aten.add.Tensor, build.now(added), out, like=matmul.node, before=matmul.node)
         build.replace(matmul.node, out)
-    if chain.saved:
-        _return_gathered(build, chain, build.call(operator.getitem, op, len(chain.matmuls)))
-    last = len(chain.matmuls) + chain.saved
+    last = len(chain.matmuls)
+    if chain.returned is not None:
+        _return_gathered(build, chain, chain.returned, build.call(operator.getitem, op, last))
+        last += 1
     along = None if chain.whole_along is None else build.call(operator.getitem, op, last)
     if chain.along is not None and along is not None:
         build.replace(chain.along.end, build.reshape(along, build.shape(chain.along.end)))
@@ -297,7 +298,7 @@ def _call_gather(
     gather, matmuls = chain.collective, chain.matmuls
     bs, biases = [_right(build, matmul) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
-    ending = (chain.saved, gather.group_size, gather.group)
+    ending = (chain.returned is not None, gather.group_size, gather.group)
     if not scaled:
         return build.call(torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending)
     scale = _gather_scale(build, chain, shard, gather_dim, parts)
@@ -439,30 +440,19 @@ def _come_after(build: _Builder, chain: GatherChain) -> set[fx.Node]:
     return reachable(late, lambda node: node.users, comes_late)
 
 
-def _return_gathered(build: _Builder, chain: GatherChain, full: fx.Node) -> None:
+def _return_gathered(build: _Builder, chain: GatherChain, returned: fx.Node, full: fx.Node) -> None:
     """Give the gathered tensor to its other users.
 
     Users of the matmuls' one operand take the returned tensor as it is, reshaped. When there are others, the
     collective's own result is rebuilt from it and the views stay, so that the same tensors share memory as before.
     """
-    operand = _only_operand(chain) if chain.hoist is None else chain.hoist.returned
     results = chain.collective.results
-    if operand is not None:
-        build.replace(operand, build.reshape(full, build.shape(operand)), unless=nodes_of(chain.matmuls))
+    if returned not in results:
+        build.replace(returned, build.reshape(full, build.shape(returned)), unless=nodes_of(chain.matmuls))
         return
     whole = _as_collective_result(build, chain, full)
     for node in results:
         build.replace(node, whole, unless=results)
-
-
-def _only_operand(chain: GatherChain) -> fx.Node | None:
-    """The contiguous view that all matmuls take, if all other uses of the gathered tensor go through it too."""
-    operand, *others = {matmul.a for matmul in chain.matmuls}
-    if others or operand in chain.collective.results or not value_of(operand).is_contiguous():
-        return None
-    above = set(followed(chain)) - set(views_of([operand]))
-    users = {user for node in above for user in node.users if not is_size(user)}
-    return operand if users <= {*above, operand} else None
 
 
 def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) -> fx.Node:

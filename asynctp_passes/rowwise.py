@@ -23,6 +23,7 @@ quantization, where they are the limits of a format, and nowhere else.
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,15 @@ from asynctp_passes.fxview import (
     tensor_of,
     value_of,
 )
-from asynctp_passes.read import is_matmul, misfit, read_matmul
+from asynctp_passes.read import (
+    added_matrix,
+    contracts_rows,
+    is_matmul,
+    misfit,
+    operands_that_are,
+    read_matmul,
+    read_term,
+)
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.scene import Scene
 from asynctp_passes.shapes import (
@@ -94,6 +103,7 @@ class _Member:
     place: RankPlacement
 
 
+Users = dict[fx.Node, tuple[fx.Node, ...]]
 _Place = tuple[int, Size, Size]
 """Dimension of the ranks, counted from the last one (-1), and how many [outer] and [inner] indices are around them."""
 
@@ -101,10 +111,12 @@ _Place = tuple[int, Size, Size]
 class Region:
     """The tensors that every rank can compute its part of from its own shard.
 
+    It begins as the gathered tensor with its views, and has what is computed from these once it is told to `grow`.
+
     Attributes:
         roots: The gathered tensor, and what is computed.
-        members: All tensors, views included.
-        home: The root of every member, and of what lies between members: pieces of a split.
+        members: In a region that has grown, all tensors, views included.
+        home: The root of every member, of what lies between members (pieces of a split), and of views that are none.
         refused: Users of members that are not members, and why.
     """
 
@@ -117,11 +129,47 @@ class Region:
         self.refused: dict[fx.Node, Refusal] = {}
         self._twins: dict[Any, fx.Node] = {}
         self._waiting: list[int] = []
-        same_on_all = (other for other in scene.collectives if _makes_uniform(other, gather))
-        self._uniform_results = {result for other in same_on_all for result in other.results}
         block = product(scene.sizes.of(value_of(gather.input)))
         self._add(_Root(gather.node, 1, block, flow, gather.node))
-        self._grow()
+
+    def grow(self) -> None:
+        """Visit the users of members in graph order, so that every operand is known before its user."""
+        self._spread(self.roots[self.gather.node])
+        while self._waiting:
+            node = self.scene.nodes[heapq.heappop(self._waiting)]
+            if node in self.members or node in self.refused:
+                continue
+            place = self._computed(node)
+            if isinstance(place, Refusal):
+                of_operand = place in self.refused.values()  # which it names
+                named = place if of_operand else Refusal(place.reason, f"{op_name(node)} {node.name}: {place.facts}")
+                self.refused[node] = named
+            else:
+                root = self._root(node, place)
+                self._add(root)
+                self._spread(root)
+
+    def view(self, node: fx.Node) -> IndexMap:
+        """The map of a tensor at home in the region into its root."""
+        return self.roots[self.home[node]].flow.maps[node]
+
+    def located(self, node: fx.Node, view: IndexMap) -> GatherPlacement | Refusal:
+        """Where the ranks are in a matrix: a view of a node's root."""
+        root = self.roots[self.home[node]]
+        return locate_gather(view, root.block, self.gather.group_size, root.outer)
+
+    def used_elsewhere(self, fused: set[fx.Node]) -> Users:
+        """What something outside of the region uses, besides the fused matmuls, and those users. In graph order.
+
+        A matmul `c + a @ b` is such a user of its `c`, which is added behind the fused op.
+        """
+        used: Users = {}
+        for node in self.scene.sorted(self.home):
+            users = (user for user in self.roots[self.home[node]].flow.users(node) if user not in self.home)
+            apart = [user for user in users if user not in fused or added_matrix(user) is node]
+            if others := self.scene.sorted(user for user in apart if not is_size(user)):
+                used[node] = others
+        return used
 
     def twin(self, node: fx.Node) -> fx.Node:
         """The first root that holds what the root of a member holds."""
@@ -130,10 +178,6 @@ class Region:
     def sources(self, root: fx.Node) -> list[fx.Node]:
         """The members that a root is computed from."""
         return [source for source in root.all_input_nodes if source in self.members]
-
-    def is_hoisted(self, one: Product) -> bool:
-        """True for a product of something that is computed, not of the gathered tensor itself."""
-        return one.scale is not None or self.home[one.matmul.a] is not self.gather.node
 
     def key(self, node: fx.Node) -> tuple[Any, ...]:
         """Equal for members that hold the same values in the same arrangement."""
@@ -153,29 +197,18 @@ class Region:
 
     def _add(self, root: _Root) -> None:
         self.roots[root.node] = root
+        self.home.update(dict.fromkeys((*root.flow.maps, *root.flow.pieces), root.node))
+        self.refused |= {node: why for node, why in root.flow.refused.items() if op_name(node) not in CASTS}
+
+    def _spread(self, root: _Root) -> None:
+        """Find the members among a root's views, and line up what is computed from them."""
         for node, view in root.flow.maps.items():
             place = locate_ranks(view, root.block, self.gather.group_size, root.outer)
             if isinstance(place, RankPlacement) and tensor_of(node) is not None:
                 self.members[node] = _Member(root.node, view, place)
-        self.home.update(dict.fromkeys((*root.flow.maps, *root.flow.pieces), root.node))
-        self.refused |= {node: why for node, why in root.flow.refused.items() if op_name(node) not in CASTS}
         for user in {user for node in root.flow.maps if node in self.members for user in node.users}:
             if not (root.flow.has(user) or is_size(user) or is_matmul(user) or user.op == "output"):
                 heapq.heappush(self._waiting, self.scene.order[user])
-
-    def _grow(self) -> None:
-        """Visit the users of members in graph order, so that every operand is known before its user."""
-        while self._waiting:
-            node = self.scene.nodes[heapq.heappop(self._waiting)]
-            if node in self.members or node in self.refused:
-                continue
-            place = self._computed(node)
-            if isinstance(place, Refusal):
-                of_operand = place in self.refused.values()  # which it names
-                named = place if of_operand else Refusal(place.reason, f"{op_name(node)} {node.name}: {place.facts}")
-                self.refused[node] = named
-            else:
-                self._add(self._root(node, place))
 
     def _root(self, node: fx.Node, place: _Place) -> _Root:
         shape = self.scene.sizes.of(value_of(node))
@@ -260,12 +293,17 @@ class Region:
         kept = 0 if values.get("keepdim") else sum(axis > rank + dim for axis in reduced)
         return dim + kept, outer, inner
 
+    @functools.cached_property
+    def _uniform_results(self) -> set[fx.Node]:
+        same_on_all = (other for other in self.scene.collectives if _makes_uniform(other, self.gather))
+        return {result for other in same_on_all for result in other.results}
+
     def _uniform(self, node: fx.Node) -> bool:
         """True when a tensor is provably the same on all ranks of the group."""
-        seen, stack = set(), [node]
+        seen, stack = set(self._uniform_results), [node]
         while stack:
             step = stack.pop()
-            if step in seen or step in self._uniform_results:
+            if step in seen:
                 continue
             seen.add(step)
             sources = step.all_input_nodes
@@ -312,43 +350,60 @@ class Product:
 
 
 def products_of(region: Region) -> tuple[list[Product], dict[fx.Node, Refusal]]:
-    """The matmuls whose left operand is a tensor of the region, and those that cannot be computed by parts."""
+    """The matmuls whose left operand is a tensor of the region, and why others that take one are not fused."""
     found: list[Product] = []
     missed: dict[fx.Node, Refusal] = {}
-    for node in region.scene.sorted(user for member in region.members for user in member.users if is_matmul(user)):
+    users = (user for root in region.roots.values() for user in root.flow.all_users())
+    for node in region.scene.sorted(filter(is_matmul, users)):
         result = _product(region, node)
         if isinstance(result, Product):
             found.append(result)
-        elif result is not None:
-            missed[node] = Refusal(result.reason, f"{node.name}: {result.facts}")
+        else:
+            missed[node] = result
     return found, missed
 
 
-def _product(region: Region, node: fx.Node) -> Product | Refusal | None:
-    matmul = read_matmul(node)
+def _product(region: Region, node: fx.Node) -> Product | Refusal:
+    """A product of the region; of `c + a @ b` it is `a @ b`: `c` is added behind the fused op, whatever it is.
+
+    Not where `a` is computed: of several such products the first is fused, which need not be one that pays.
+    """
+    roles = operands_that_are(node, region.home)
+    if "left" not in roles:
+        right = "right" in roles
+        return Refusal(reasons.GATHER_IS_RIGHT_OPERAND if right else reasons.GATHERED_SCALE, node.name)
+    matmul = read_term(node)
+    if isinstance(matmul, Matmul) and region.home[matmul.a] is not region.gather.node:
+        matmul = read_matmul(node)
     if isinstance(matmul, Refusal):
         return matmul
-    if matmul.a not in region.members:
-        return None
-    view = region.scene.rows_and_columns(region.members[matmul.a].view, matmul.a)
-    placement = view if isinstance(view, Refusal) else _located(region, matmul.a, view)
-    if isinstance(placement, Refusal):
-        return placement
+    found = _by_parts(region, matmul)
+    return Refusal(found.reason, f"{node.name}: {found.facts}") if isinstance(found, Refusal) else found
+
+
+def _by_parts(region: Region, matmul: Matmul) -> Product | Refusal:
+    """A matmul with the place of the ranks in its left operand and in the scale of that, if that is of the region."""
     a_scale = None if matmul.scaled is None else matmul.scaled.a_scale
-    travels = a_scale is not None and a_scale in region.members
+    travels = a_scale in region.home
     for operand in matmul.operands:
         if not (travels and operand is a_scale) and region.scene.depends(operand, region.gather.node):
-            return region.cause(operand) or Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, operand.name)
+            cause = region.cause(operand) if operand is a_scale else None
+            return cause or Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, operand.name)
+    view = region.scene.rows_and_columns(region.view(matmul.a), matmul.a)
+    placement = view if isinstance(view, Refusal) else region.located(matmul.a, view)
+    if isinstance(placement, Refusal):
+        inside = placement.reason is reasons.NOT_ROWS_OR_CONTRACTION and contracts_rows(matmul.node)
+        return Refusal(reasons.ROWS_CONTRACTED if inside else placement.reason, placement.facts)
     if matmul.scaled is None and (number := _first_number(region, matmul.a)) is not None:
         return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{op_name(number)} {number.name} takes a number")
     if not travels:
         return Product(matmul, placement, None)
     assert a_scale is not None
     assert matmul.scaled is not None
-    view = region.members[a_scale].view
+    view = region.view(a_scale)
     if len(view.dims) != 2:
         return Refusal(reasons.SCALES_UNSUPPORTED, f"{a_scale.name} has {len(view.dims)} dimensions")
-    scale = _located(region, a_scale, rows_first(view, matmul.scaled))
+    scale = region.located(a_scale, rows_first(view, matmul.scaled))
     if isinstance(scale, Refusal):
         return scale
     if not scales_rows(scale, placement, matmul.scaled.of_a.rows, matmul.scaled.of_a.numbers):
@@ -359,11 +414,6 @@ def _product(region: Region, node: fx.Node) -> Product | Refusal | None:
 def rows_first(scales: IndexMap, scaled: ScaledOptions | None) -> IndexMap:
     """The map of the scales of A as a matrix whose rows are those of A."""
     return scales.permute((1, 0)) if scaled is not None and scaled.of_a.transposed else scales
-
-
-def _located(region: Region, node: fx.Node, view: IndexMap) -> GatherPlacement | Refusal:
-    root = region.roots[region.members[node].root]
-    return locate_gather(view, root.block, region.gather.group_size, root.outer)
 
 
 def _first_number(region: Region, node: fx.Node) -> fx.Node | None:
@@ -380,18 +430,27 @@ def _roots_above(region: Region, ends: Iterable[fx.Node]) -> tuple[fx.Node, ...]
 
 
 # --- the chain ---------------------------------------------------------------------------------------------------
-def chain_of(region: Region, products: Sequence[Product], lead: Product) -> GatherChain:
-    """The chain of the `lead` and of those products that one fused op can compute with it."""
-    chosen = [one for one in products if _key(region, one) == _key(region, lead)]
-    matmuls = tuple(one.matmul for one in chosen)
-    hoist = _hoist(region, matmuls, _ends(region, lead.matmul), lead.placement)
-    ends = [end for matmul in matmuls for end in _ends(region, matmul)] + [one.node for one in hoist.apart]
+def chain_of(region: Region, products: Sequence[Product]) -> GatherChain:
+    """The chain of the preferred product and of those that one fused op can compute with it.
+
+    Rows are preferred to the contraction, since chunks of rows finish early, then the earlier matmul.
+    """
+    lead = max(products, key=lambda one: one.placement.axis == "rows")
+    matmuls = tuple(one.matmul for one in products if _key(region, one) == _key(region, lead))
+    used = region.used_elsewhere(set(nodes_of(matmuls)))
+    returned = _returned(region, used, matmuls)
+    if returned is not None:  # and with it what is seen of it
+        used = {node: users for node, users in used.items() if region.home[node] is not region.home[returned]}
+    hoist = _hoist(region, used, lead, matmuls) if region.members else None
+    ends = [end for matmul in matmuls for end in _ends(region, matmul)]
+    ends += [] if hoist is None else [one.node for one in hoist.apart]
+    between = reachable(ends, where=region.home.__contains__)
     return GatherChain(
         collective=region.gather,
         matmuls=matmuls,
         placement=lead.placement,
-        views=region.scene.sorted(_between(region, ends) - set(region.gather.results)),
-        saved=hoist.returned is not None,
+        views=region.scene.sorted(between - set(region.gather.results)),
+        returned=returned,
         scale_placement=lead.scale,
         hoist=hoist,
     )
@@ -399,32 +458,41 @@ def chain_of(region: Region, products: Sequence[Product], lead: Product) -> Gath
 
 def _key(region: Region, one: Product) -> tuple[Any, ...]:
     """Equal for products of the same left operand and scale of it, with the same options."""
-    scaled = one.matmul.scaled
+    a, scaled = one.matmul.a, one.matmul.scaled
+    operand = (region.twin(a), one.placement, value_of(a).dtype)
     if scaled is None:
-        return (region.key(one.matmul.a),)
-    scale = scaled.a_scale if one.scale is None else region.key(scaled.a_scale)
-    return region.key(one.matmul.a), scale, scaled.out_dtype, scaled.use_fast_accum, scaled.of_a
+        return operand
+    scale = scaled.a_scale if one.scale is None else (region.twin(scaled.a_scale), one.scale)
+    return (*operand, scale, scaled.out_dtype, scaled.use_fast_accum, scaled.of_a)
 
 
 def _ends(region: Region, matmul: Matmul) -> list[fx.Node]:
     """What a matmul takes from the region: its left operand and, if it is computed there, the scale of that."""
     scale = None if matmul.scaled is None else matmul.scaled.a_scale
-    return [matmul.a, *([scale] if scale is not None and scale in region.members else [])]
+    return [matmul.a, *([scale] if scale is not None and scale in region.home else [])]
 
 
-def _between(region: Region, ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes of the region on the way from the gather to `ends`, these included."""
-    return reachable(ends, where=region.home.__contains__)
+def _returned(region: Region, used: Users, matmuls: Sequence[Matmul]) -> fx.Node | None:
+    """What the fused op returns to other users: the matmuls' left operand, if all that they use are views of that.
+
+    Two views of one tensor share memory, and an operand from the fused op would not. So the gathered tensor itself is
+    made of the operand where there are others; of what is computed, these have the gather that stays.
+    """
+    operand, *others = {matmul.a for matmul in matmuls}
+    root = region.home[operand]
+    taken = [node for node in used if region.home[node] is root]
+    whole = region.gather.node if root is region.gather.node else None
+    alone = not others and value_of(operand).is_contiguous() and operand not in region.gather.results
+    if not taken:
+        return None
+    return operand if alone and set(taken) <= set(views_of([operand])) else whole
 
 
-def _hoist(region: Region, matmuls: Sequence[Matmul], ends: Sequence[fx.Node], placement: GatherPlacement) -> Hoist:
-    """The ops to repeat on the shard for `ends` (an operand and perhaps its scale), and what becomes of the rest."""
-    used = _used_elsewhere(region, set(nodes_of(matmuls)))
-    returned = _returned(region, used, matmuls)
-    if returned is not None:
-        used.pop(returned)
+def _hoist(region: Region, used: Users, lead: Product, matmuls: Sequence[Matmul]) -> Hoist:
+    """The ops to repeat on the shard for an operand and perhaps its scale, and what becomes of what is `used` else."""
+    ends = _ends(region, lead.matmul)
     apart = _apart(region, used)
-    along = None if len(ends) > 1 or matmuls[0].scaled is None else _along(region, apart, placement)
+    along = None if len(ends) > 1 or matmuls[0].scaled is None else _along(region, apart, lead.placement)
     served = _served(region, apart)
     kept = region.scene.sorted(
         user for node, users in used.items() if region.home[node] not in served for user in users
@@ -434,7 +502,6 @@ def _hoist(region: Region, matmuls: Sequence[Matmul], ends: Sequence[fx.Node], p
         operand=region.twin(ends[0]),
         scale=region.twin(ends[1]) if len(ends) > 1 else None,
         inside=region.scene.sorted(region.home),
-        returned=returned,
         apart=tuple(_gathered_apart(region, root) for root in apart),
         along=along,
         kept=kept,
@@ -466,31 +533,6 @@ def _part(region: Region, node: fx.Node) -> Part:
     member, shape = region.members[node], list(region.scene.sizes.of(value_of(node)))
     shape[member.place.dim] = member.place.outer * member.place.inner
     return Part(region.twin(node), member.place.part, tuple(shape))
-
-
-Users = dict[fx.Node, tuple[fx.Node, ...]]
-
-
-def _used_elsewhere(region: Region, fused: set[fx.Node]) -> Users:
-    """What of the region something outside it uses, other than the fused matmuls; and those users. In graph order."""
-    used: Users = {}
-    for node in region.scene.sorted(region.home):
-        users = [user for user in node.users if user not in region.home and user not in fused and not is_size(user)]
-        if users:
-            used[node] = region.scene.sorted(users)
-    return used
-
-
-def _returned(region: Region, used: Users, matmuls: Sequence[Matmul]) -> fx.Node | None:
-    """The matmuls' left operand, if it has other users and no other view of the same tensor has.
-
-    Two views of one tensor share memory, and an operand from the fused op would not.
-    """
-    operand, *others = {matmul.a for matmul in matmuls}
-    value, root = tensor_of(operand), region.home[operand]
-    alone = [node for node in used if region.home[node] is root] == [operand]
-    hoisted = root is not region.gather.node and value is not None and value.is_contiguous()
-    return operand if alone and hoisted and not others else None
 
 
 def _apart(region: Region, used: Users) -> list[fx.Node]:
