@@ -42,7 +42,6 @@ from asynctp_passes.fxview import (
     is_size,
     mutates,
     op_name,
-    reachable,
     steps_of,
     tensor_of,
     value_of,
@@ -57,7 +56,7 @@ from asynctp_passes.read import (
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.reference import WIDENED
 from asynctp_passes.registry import collective_op
-from asynctp_passes.rowwise import Product, Region, chain_of, products_of, rows_first
+from asynctp_passes.rowwise import Product, Region, chain_of, placed_scales, products_of
 from asynctp_passes.scene import Scene, in_blocks
 from asynctp_passes.shapes import (
     GatherPlacement,
@@ -65,12 +64,10 @@ from asynctp_passes.shapes import (
     ScatterPlacement,
     Size,
     incomplete,
-    locate_gather,
     locate_scatter,
     product,
     quotient,
     same,
-    scales_rows,
 )
 from asynctp_passes.summed import summed
 from asynctp_passes.views import Flow, follow, is_sum, is_view, pads_at_end, seeds_of
@@ -155,7 +152,7 @@ def _gather(scene: Scene, gather: Collective, wanted: set[fx.Node]) -> Candidate
         return Candidate(gather, None, (flow,), (gather.node,))
     region = Region(scene, gather, flow)
     products, missed = products_of(region)
-    judged, refused = missed, {}
+    own, refused = missed, {}
     if not _in_rows(products) and any(user in scene.ways_down for user in flow.all_users()):
         grown = Region(scene, gather, flow)
         grown.grow()
@@ -164,7 +161,7 @@ def _gather(scene: Scene, gather: Collective, wanted: set[fx.Node]) -> Candidate
         if better := _in_rows(hoisted) if products else hoisted:
             region, products, missed = grown, better, why
     if not products:
-        return _unfused(scene, gather, flow, judged, refused)
+        return _unfused(region, own, refused)
     chain = _joined(scene, chain_of(region, [one for one in products if one.matmul.node not in wanted] or products))
     return _candidate(scene, chain, _left_out(scene, chain, products, missed))
 
@@ -173,21 +170,13 @@ def _in_rows(products: Iterable[Product]) -> list[Product]:
     return [one for one in products if one.placement.axis == "rows"]
 
 
-def _unfused(
-    scene: Scene,
-    gather: Collective,
-    flow: Flow,
-    judged: Mapping[fx.Node, Refusal],
-    refused: Mapping[fx.Node, Refusal],
-) -> Candidate:
-    """A gather without a chain: why its own matmuls are not fused, and those behind ops that are `refused`."""
-    misses: list[_Miss] = []
-    for matmul, refusal in judged.items():
-        way = _between(flow, (source for source in matmul.all_input_nodes if flow.has(source)))
-        misses.append(_Miss(refusal, (*scene.sorted(way), matmul)))
-    misses = [_named(gather, miss) for miss in (*misses, *_near_gather(scene, gather, flow, refused))]
+def _unfused(region: Region, own: Mapping[fx.Node, Refusal], refused: Mapping[fx.Node, Refusal]) -> Candidate:
+    """A gather without a chain: why its `own` matmuls are not fused, and those behind what is `refused`."""
+    gather, sort = region.gather, region.scene.sorted
+    misses = [_Miss(why, (*sort(region.views_to(matmul.all_input_nodes)), matmul)) for matmul, why in own.items()]
+    misses = [_named(gather, miss) for miss in (*misses, *_near_gather(region, refused))]
     misses.sort(key=_informative)
-    nodes = scene.sorted([*gather.results, *misses[0].nodes])
+    nodes = sort([*gather.results, *misses[0].nodes])
     weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or _is_vector(gather.input)
     return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, weights=weights)
 
@@ -249,105 +238,70 @@ def _informative(miss: _Miss) -> int:
 
 
 def _joined(scene: Scene, chain: GatherChain) -> GatherChain:
-    """The chain with the gather of its rows' scales, or of numbers that scale its results, where one can join.
-
-    What is hoisted has its scales from the same gather.
-    """
-    if chain.hoist is not None:
+    """The chain with a gather of scales that its op can take in: what is hoisted has its own from the same gather."""
+    if chain.hoist is not None or chain.placement.axis != "rows" or chain.matmuls[0].scaled is None:
         return chain
-    if (found := _scale_gather(scene, chain)) is not None:
-        scale, placement = found
-        ends = [matmul.scaled.a_scale for matmul in chain.matmuls if matmul.scaled is not None]
-        views = scene.sorted([*chain.views, *_views_between(scene, scale, ends)])
-        return replace(chain, scale=scale, scale_placement=placement, views=views)
-    if (along := _along(scene, chain)) is not None:
-        views = scene.sorted([*chain.views, *_views_between(scene, along.gather, [along.end])])
-        return replace(chain, along=along, views=views)
-    return chain
+    return _with_scales(scene, chain, chain.matmuls[0].scaled) or _with_numbers_along(scene, chain) or chain
 
 
-def _dtype(node: fx.Node | None) -> torch.dtype | None:
-    value = tensor_of(node)
-    return None if value is None else value.dtype
-
-
-def _between(flow: Flow, ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """The followed nodes on the way from the source to `ends`, these included."""
-    return reachable(ends, where=flow.has)
-
-
-def _views_between(scene: Scene, gather: Collective, ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """The views of a gather's result on the way to `ends`, these included."""
-    return _between(scene.flow_of(gather), ends) - set(gather.results)
-
-
-def _scale_gather(scene: Scene, chain: GatherChain) -> tuple[Collective, GatherPlacement] | None:
-    """The gather that brings the scales of the same shard, of rows or blocks, if the matmuls are all that use it."""
-    gather, placement, scaled = chain.collective, chain.placement, chain.matmuls[0].scaled
-    scale = None if scaled is None else scene.gather_of.get(scaled.a_scale)
-    if scaled is None or scale is None or scale is gather or placement.axis != "rows":
+def _with_scales(scene: Scene, chain: GatherChain, scaled: ScaledOptions) -> GatherChain | None:
+    """With the gather of the scales of the same shard, of rows or blocks, if the matmuls are all that use it."""
+    scale = scene.gather_of.get(scaled.a_scale)
+    if scale is None or scale is chain.collective or not _of_one_group(scale, chain.collective):
         return None
-    flow = scene.flow_of(scale)
-    if (scale.group_key, scale.group_size) != (gather.group_key, gather.group_size):
+    region = Region(scene, scale, scene.flow_of(scale))
+    if region.used_elsewhere(set(nodes_of(chain.matmuls))):
         return None
-    if Region(scene, scale, flow).used_elsewhere(set(nodes_of(chain.matmuls))):
+    placement = placed_scales(region, scale.node, region.view(scaled.a_scale), scaled.of_a, chain.placement)
+    if not isinstance(placement, GatherPlacement):
         return None
-    rows = _scales_rows(scene, scale, flow.maps[scaled.a_scale], placement, scaled)
-    return None if rows is None else (scale, rows)
+    views = region.views_to(matmul.scaled.a_scale for matmul in chain.matmuls if matmul.scaled is not None)
+    return replace(chain, scale=scale, scale_placement=placement, views=scene.sorted([*chain.views, *views]))
 
 
-def _scales_rows(
-    scene: Scene, scale: Collective, scale_map: IndexMap, data: GatherPlacement, scaled: ScaledOptions | None = None
-) -> GatherPlacement | None:
-    """Where the gathered scale is, if it is laid out over the rows as the gathered data is; one per row, by default."""
-    shard = tensor_of(scale.input)
-    if shard is None or len(scale_map.dims) != 2:
-        return None
-    placement = locate_gather(rows_first(scale_map, scaled), product(scene.sizes.of(shard)), scale.group_size)
-    if isinstance(placement, Refusal):
-        return None
-    per_row = ScalesOfA() if scaled is None else scaled.of_a
-    return placement if scales_rows(placement, data, per_row.rows, per_row.numbers) else None
-
-
-def _along(scene: Scene, chain: GatherChain) -> Along | None:
-    """A gather of one number per row, used only to scale the matmuls' results: it can travel with the data.
+def _with_numbers_along(scene: Scene, chain: GatherChain) -> GatherChain | None:
+    """With a gather of one number per row, used only to scale the matmuls' results: it can travel with the data.
 
     The numbers come with the fused op then, so that nothing which that needs may be computed from them.
     """
-    gather, placement, matmuls = chain.collective, chain.placement, chain.matmuls
-    if placement.axis != "rows" or any(matmul.scaled is None for matmul in matmuls):
-        return None
-    products = [matmul.node for matmul in matmuls]
-    needed = [gather.source, *(node for matmul in matmuls for node in matmul.operands)]
+    gather, products = chain.collective, [matmul.node for matmul in chain.matmuls]
+    needed = [gather.source, *(node for matmul in chain.matmuls for node in matmul.operands)]
     behind = scalings(products)
     for other in scene.collectives:
         flow = scene.flows.get(other.node)
         if other.node is gather.node or not isinstance(flow, Flow) or _dtype(other.node) != torch.float32:
             continue
-        if (other.group_key, other.group_size) != (gather.group_key, gather.group_size):
+        region = Region(scene, other, flow)
+        along = _rows_that_scale(region, chain.placement, behind) if _of_one_group(other, gather) else None
+        if along is None or any(scene.depends(node, other.node) for node in needed):
             continue
-        found = _rows_that_scale(scene, other, flow, placement, behind)
-        if found is None or any(scene.depends(node, other.node) for node in needed):
-            continue
-        together = [*gather.results, *products, *other.results, *_between(flow, [found.end])]
-        if len({scene.segments[node] for node in together}) == 1:
-            return found
+        views = region.views_to([along.end])
+        if len({scene.segments[node] for node in (*gather.results, *products, *other.results, *views)}) == 1:
+            return replace(chain, along=along, views=scene.sorted([*chain.views, *views]))
     return None
 
 
-def _rows_that_scale(
-    scene: Scene, other: Collective, flow: Flow, data: GatherPlacement, behind: set[fx.Node]
-) -> Along | None:
+def _of_one_group(a: Collective, b: Collective) -> bool:
+    return (a.group_key, a.group_size) == (b.group_key, b.group_size)
+
+
+def _rows_that_scale(region: Region, data: GatherPlacement, behind: set[fx.Node]) -> Along | None:
     """A gather whose one view that is used, by the multiplications `behind`, is one number per row of the data."""
-    uses = flow.uses()
-    ends = list(dict.fromkeys(node for node, _ in uses))
-    value = tensor_of(ends[0]) if len(ends) == 1 else None
-    if value is None or not value.is_contiguous() or not all(_only_scales(behind, user) for _, user in uses):
+    used = region.used_elsewhere(set())
+    end, users = next(iter(used.items())) if len(used) == 1 else (None, ())
+    value = tensor_of(end)
+    if end is None or value is None or not value.is_contiguous() or not all(_only_scales(behind, one) for one in users):
         return None
-    numbers = flow.maps[ends[0]].reshape((product(scene.sizes.of(value)), 1))
-    placement = None if isinstance(numbers, Refusal) else _scales_rows(scene, other, numbers, data)
-    return None if placement is None else Along(other, placement, ends[0])
+    numbers = region.view(end).reshape((product(region.scene.sizes.of(value)), 1))
+    if isinstance(numbers, Refusal):
+        return None
+    placement = placed_scales(region, end, numbers, ScalesOfA(), data)
+    return Along(region.gather, placement, end) if isinstance(placement, GatherPlacement) else None
+
+
+def _dtype(node: fx.Node | None) -> torch.dtype | None:
+    value = tensor_of(node)
+    return None if value is None else value.dtype
 
 
 def _gather_chains(found: Mapping[fx.Node, Candidate]) -> dict[fx.Node, GatherChain]:
@@ -377,11 +331,12 @@ def _cycles(scene: Scene, found: dict[fx.Node, Candidate]) -> dict[fx.Node, Refu
         del chains[last]
 
 
-def _near_gather(scene: Scene, gather: Collective, flow: Flow, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:
+def _near_gather(region: Region, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:
     """Why a gather that feeds no provable matmul does not, if it reaches one at all.
 
     `refused` says of nodes why they cannot be computed on the shard.
     """
+    scene, flow = region.scene, region.scene.flow_of(region.gather)
     reached: list[_Miss] = []
     scaled: list[_Miss] = []
     for source, node in flow.uses():
@@ -391,8 +346,8 @@ def _near_gather(scene: Scene, gather: Collective, flow: Flow, refused: Mapping[
             scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
         elif way := scene.ways_down.path(node, source):
             refusal = next((refused[step] for step in way if step in refused), flow.refused.get(node))
-            reached.append(_Miss(_on_the_way(way, refusal), (*scene.sorted(_between(flow, [source])), *way)))
-    return reached or scaled[:1] or [_Miss(_goes_elsewhere(scene, gather, flow))]
+            reached.append(_Miss(_on_the_way(way, refusal), (*scene.sorted(region.views_to([source])), *way)))
+    return reached or scaled[:1] or [_Miss(_goes_elsewhere(scene, region.gather, flow))]
 
 
 def _goes_elsewhere(scene: Scene, gather: Collective, flow: Flow) -> Refusal:

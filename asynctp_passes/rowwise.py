@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, near, reasons
-from asynctp_passes.chain import Apart, Collective, GatherChain, Hoist, Matmul, Part, ScaledOptions, Step, nodes_of
+from asynctp_passes.chain import Apart, Collective, GatherChain, Hoist, Matmul, Part, ScalesOfA, Step, nodes_of
 from asynctp_passes.fxview import (
     arguments,
     is_pointwise,
@@ -70,7 +70,7 @@ from asynctp_passes.shapes import (
 )
 from asynctp_passes.views import CASTS, Flow, follow, is_view, views_of
 
-__all__ = ["Product", "Region", "chain_of", "products_of", "rows_first"]
+__all__ = ["Product", "Region", "chain_of", "placed_scales", "products_of"]
 
 _EXACT_REDUCTIONS = {"aten.amax.default", "aten.amin.default"}
 _CONSTANTS = {"aten.full.default", "aten.scalar_tensor.default", "aten.zeros.default", "aten.ones.default"}
@@ -94,15 +94,6 @@ class _Root:
     numbers: bool = False
 
 
-@dataclass(frozen=True)
-class _Member:
-    """A tensor of the region: a view of a root, and where the ranks are in it."""
-
-    root: fx.Node
-    view: IndexMap
-    place: RankPlacement
-
-
 Users = dict[fx.Node, tuple[fx.Node, ...]]
 _Place = tuple[int, Size, Size]
 """Dimension of the ranks, counted from the last one (-1), and how many [outer] and [inner] indices are around them."""
@@ -115,7 +106,7 @@ class Region:
 
     Attributes:
         roots: The gathered tensor, and what is computed.
-        members: In a region that has grown, all tensors, views included.
+        members: In a region that has grown, all tensors, views included, and where the ranks are in them.
         home: The root of every member, of what lies between members (pieces of a split), and of views that are none.
         refused: Users of members that are not members, and why.
     """
@@ -124,7 +115,7 @@ class Region:
         self.scene = scene
         self.gather = gather
         self.roots: dict[fx.Node, _Root] = {}
-        self.members: dict[fx.Node, _Member] = {}
+        self.members: dict[fx.Node, RankPlacement] = {}
         self.home: dict[fx.Node, fx.Node] = {}
         self.refused: dict[fx.Node, Refusal] = {}
         self._twins: dict[Any, fx.Node] = {}
@@ -133,7 +124,7 @@ class Region:
         self._add(_Root(gather.node, 1, block, flow, gather.node))
 
     def grow(self) -> None:
-        """Visit the users of members in graph order, so that every operand is known before its user."""
+        """Add what is computed: the users of members in graph order, so that operands are known before their users."""
         self._spread(self.roots[self.gather.node])
         while self._waiting:
             node = self.scene.nodes[heapq.heappop(self._waiting)]
@@ -158,6 +149,10 @@ class Region:
         root = self.roots[self.home[node]]
         return locate_gather(view, root.block, self.gather.group_size, root.outer)
 
+    def views_to(self, ends: Iterable[fx.Node]) -> set[fx.Node]:
+        """What lies between the gather and `ends`, these included."""
+        return reachable(ends, where=self.home.__contains__) - set(self.gather.results)
+
     def used_elsewhere(self, fused: set[fx.Node]) -> Users:
         """What something outside of the region uses, besides the fused matmuls, and those users. In graph order.
 
@@ -181,7 +176,7 @@ class Region:
 
     def key(self, node: fx.Node) -> tuple[Any, ...]:
         """Equal for members that hold the same values in the same arrangement."""
-        return self.twin(node), self.members[node].view, value_of(node).dtype
+        return self.twin(node), self.view(node), value_of(node).dtype
 
     def cause(self, node: fx.Node) -> Refusal | None:
         """Why a node that is computed from the gathered tensor is no member: the refusal it all began with."""
@@ -205,7 +200,7 @@ class Region:
         for node, view in root.flow.maps.items():
             place = locate_ranks(view, root.block, self.gather.group_size, root.outer)
             if isinstance(place, RankPlacement) and tensor_of(node) is not None:
-                self.members[node] = _Member(root.node, view, place)
+                self.members[node] = place
         for user in {user for node in root.flow.maps if node in self.members for user in node.users}:
             if not (root.flow.has(user) or is_size(user) or is_matmul(user) or user.op == "output"):
                 heapq.heappush(self._waiting, self.scene.order[user])
@@ -256,8 +251,8 @@ class Region:
         return refused or self._of_one_device(node) or first
 
     def _from_last(self, member: fx.Node) -> _Place:
-        known = self.members[member]
-        return known.place.dim - len(known.view.dims), known.place.outer, known.place.inner
+        place = self.members[member]
+        return place.dim - len(self.view(member).dims), place.outer, place.inner
 
     def _other_operand(self, operand: fx.Node, dim: int) -> Refusal | None:
         """Why an operand from outside the region does not meet every rank's part in the same way."""
@@ -282,7 +277,7 @@ class Region:
         source = next(iter(values.values()))
         if source not in self.members:
             return Refusal(reasons.COMPUTED_BETWEEN, "reduces another tensor")
-        rank = len(self.members[source].view.dims)
+        rank = len(self.view(source).dims)
         dims = values.get("dim")
         reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
         dim, outer, inner = self._from_last(source)
@@ -329,7 +324,7 @@ def _pure(node: fx.Node) -> bool:
     return is_pointwise(node) and not mutates(node) and tensor_of(node) is not None
 
 
-def _takes_number(node: fx.Node, members: dict[fx.Node, _Member]) -> bool:
+def _takes_number(node: fx.Node, members: Container[fx.Node]) -> bool:
     """True when a pointwise op takes a number, or a tensor that is not computed from the gathered one."""
     if op_name(node) in CASTS or op_name(node) in _EXACT_REDUCTIONS:
         return False
@@ -342,7 +337,10 @@ def _takes_number(node: fx.Node, members: dict[fx.Node, _Member]) -> bool:
 # --- matmuls of the region ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Product:
-    """A matmul whose left operand, and perhaps its scales of rows or blocks, every rank can compute its part of."""
+    """A matmul whose left operand, and perhaps its scales of rows or blocks, every rank has or can compute its part of.
+
+    `scale` is None for scales that come from elsewhere: the same on all ranks, or gathered by another collective.
+    """
 
     matmul: Matmul
     placement: GatherPlacement
@@ -350,7 +348,7 @@ class Product:
 
 
 def products_of(region: Region) -> tuple[list[Product], dict[fx.Node, Refusal]]:
-    """The matmuls whose left operand is a tensor of the region, and why others that take one are not fused."""
+    """The matmuls whose left operand is a tensor of the region, and why others that take one are no such product."""
     found: list[Product] = []
     missed: dict[fx.Node, Refusal] = {}
     users = (user for root in region.roots.values() for user in root.flow.all_users())
@@ -396,24 +394,22 @@ def _by_parts(region: Region, matmul: Matmul) -> Product | Refusal:
         return Refusal(reasons.ROWS_CONTRACTED if inside else placement.reason, placement.facts)
     if matmul.scaled is None and (number := _first_number(region, matmul.a)) is not None:
         return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{op_name(number)} {number.name} takes a number")
-    if not travels:
+    if a_scale is None or matmul.scaled is None or not travels:
         return Product(matmul, placement, None)
-    assert a_scale is not None
-    assert matmul.scaled is not None
-    view = region.view(a_scale)
-    if len(view.dims) != 2:
-        return Refusal(reasons.SCALES_UNSUPPORTED, f"{a_scale.name} has {len(view.dims)} dimensions")
-    scale = region.located(a_scale, rows_first(view, matmul.scaled))
+    scale = placed_scales(region, a_scale, region.view(a_scale), matmul.scaled.of_a, placement)
     if isinstance(scale, Refusal):
         return scale
-    if not scales_rows(scale, placement, matmul.scaled.of_a.rows, matmul.scaled.of_a.numbers):
-        return misfit(matmul, matmul.scaled)
-    return Product(matmul, placement, scale)
+    return misfit(matmul, matmul.scaled) if scale is None else Product(matmul, placement, scale)
 
 
-def rows_first(scales: IndexMap, scaled: ScaledOptions | None) -> IndexMap:
-    """The map of the scales of A as a matrix whose rows are those of A."""
-    return scales.permute((1, 0)) if scaled is not None and scaled.of_a.transposed else scales
+def placed_scales(
+    region: Region, node: fx.Node, view: IndexMap, of_a: ScalesOfA, data: GatherPlacement
+) -> GatherPlacement | Refusal | None:
+    """Where the scales of A are, seen as `view` of a node's root; None if they are not laid out over rows as A is."""
+    if len(view.dims) != 2:
+        return None
+    found = region.located(node, view.permute((1, 0)) if of_a.transposed else view)
+    return found if isinstance(found, Refusal) or scales_rows(found, data, of_a.rows, of_a.numbers) else None
 
 
 def _first_number(region: Region, node: fx.Node) -> fx.Node | None:
@@ -444,12 +440,11 @@ def chain_of(region: Region, products: Sequence[Product]) -> GatherChain:
     hoist = _hoist(region, used, lead, matmuls) if region.members else None
     ends = [end for matmul in matmuls for end in _ends(region, matmul)]
     ends += [] if hoist is None else [one.node for one in hoist.apart]
-    between = reachable(ends, where=region.home.__contains__)
     return GatherChain(
         collective=region.gather,
         matmuls=matmuls,
         placement=lead.placement,
-        views=region.scene.sorted(between - set(region.gather.results)),
+        views=region.scene.sorted(region.views_to(ends)),
         returned=returned,
         scale_placement=lead.scale,
         hoist=hoist,
@@ -473,19 +468,18 @@ def _ends(region: Region, matmul: Matmul) -> list[fx.Node]:
 
 
 def _returned(region: Region, used: Users, matmuls: Sequence[Matmul]) -> fx.Node | None:
-    """What the fused op returns to other users: the matmuls' left operand, if all that they use are views of that.
+    """What the fused op returns to other users: the matmuls' left operand, if all that these use are views of it.
 
-    Two views of one tensor share memory, and an operand from the fused op would not. So the gathered tensor itself is
-    made of the operand where there are others; of what is computed, these have the gather that stays.
+    Two views of one tensor share memory, and an operand from the fused op would not. So where there are others, the
+    gathered tensor itself is made of what the op returns; where ops are hoisted, its gather stays.
     """
     operand, *others = {matmul.a for matmul in matmuls}
-    root = region.home[operand]
-    taken = [node for node in used if region.home[node] is root]
-    whole = region.gather.node if root is region.gather.node else None
-    alone = not others and value_of(operand).is_contiguous() and operand not in region.gather.results
+    taken = {node for node in used if region.home[node] is region.home[operand]}
     if not taken:
         return None
-    return operand if alone and set(taken) <= set(views_of([operand])) else whole
+    alone = not others and value_of(operand).is_contiguous() and operand not in region.gather.results
+    whole = None if region.members else region.gather.node
+    return operand if alone and taken <= set(views_of([operand])) else whole
 
 
 def _hoist(region: Region, used: Users, lead: Product, matmuls: Sequence[Matmul]) -> Hoist:
@@ -530,9 +524,9 @@ def _step(region: Region, root: fx.Node) -> Step:
 
 
 def _part(region: Region, node: fx.Node) -> Part:
-    member, shape = region.members[node], list(region.scene.sizes.of(value_of(node)))
-    shape[member.place.dim] = member.place.outer * member.place.inner
-    return Part(region.twin(node), member.place.part, tuple(shape))
+    place, shape = region.members[node], list(region.scene.sizes.of(value_of(node)))
+    shape[place.dim] = place.outer * place.inner
+    return Part(region.twin(node), place.part, tuple(shape))
 
 
 def _apart(region: Region, used: Users) -> list[fx.Node]:
