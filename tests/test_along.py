@@ -15,7 +15,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder, aten, c10d
-from lockstep import evaluate
+from lockstep import differences, evaluate
 from passes import before_and_after, outcomes, run_pass
 from torch.fx import Graph, Node
 
@@ -86,6 +86,25 @@ return (convert_element_type)
 the scales travel with the data of all_gather_into_tensor
 """,
     )
+
+
+@pytest.mark.parametrize("joins", ["scales", "numbers"])
+def test_other_users_of_rows_take_them_from_the_op_as_they_are(joins: str) -> None:
+    """Not rearranged into what the collective returned, and back: also where another gather joins."""
+    b = GraphBuilder()
+    rows = in_rows(b, b.gather(b.input("x", [2, 4, 32], FP8)))
+    numbers = in_rows(b, b.gather(b.input("x_scale", [2, 4, 1])))
+    if joins == "scales":
+        w, w_scale = b.input("w", [32, 16], FP8, column_major=True), b.input("column_scale", [1, 16])
+        scaled = b.scaled_mm(rows, w, numbers, w_scale)
+    else:
+        scaled = b.mul(product(b, rows), outer(b, numbers))
+    graph = b.returns(scaled, b.call(aten.view.dtype, rows, torch.uint8))
+    before = evaluate(graph, inputs_of(graph))
+    assert outcomes(run_pass(graph)) == ["F", "F"]
+    assert differences(before, evaluate(graph, inputs_of(graph))) == []
+    moves = (aten.cat.default, aten.permute.default, aten.clone.default)
+    assert not [node.name for node in graph.nodes if node.target in moves]
 
 
 def test_both_gathered_in_three_dimensions() -> None:

@@ -300,6 +300,11 @@ def gathered_rows_trimmed(b: GraphBuilder) -> Node:
     return times(b, b.call(aten.slice.Tensor, gathered(b), 0, 0, 11))
 
 
+@row("PIECES_MISSING", "relu -> slice -> mm; mm: ")
+def half_the_rows_of_what_is_computed(b: GraphBuilder) -> Node:
+    return times(b, b.call(aten.slice.Tensor, b.relu(gathered(b)), 0, 0, 8))
+
+
 @row("PIECES_MISSING", "slice")
 def scattered_rows_trimmed(b: GraphBuilder) -> Node:
     return b.scatter(b.call(aten.slice.Tensor, product(b, rows=20), 0, 0, 16))
@@ -810,7 +815,7 @@ def combined_with_random_numbers(b: GraphBuilder) -> Node:
     return times(b, b.call(aten.mul.Tensor, whole, b.call(aten.rand_like.default, whole)))
 
 
-@row("OPERAND_DEPENDS_ON_GATHER", "mm")
+@row("OPERAND_DEPENDS_ON_GATHER", "mm: permute")
 def gather_times_itself(b: GraphBuilder) -> Node:
     whole = gathered(b)
     return b.mm(whole, b.permute(b.relu(whole), [1, 0]))

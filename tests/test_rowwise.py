@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 import textwrap
 from collections.abc import Callable
 from unittest import mock
@@ -459,6 +460,76 @@ is gone
 """,
     )
     assert shape_env.guards == guards
+
+
+# --- what other users need ---------------------------------------------------------------------------------------
+def fused_alike(graph: Graph) -> Remark:
+    """What is said of the one chain of a graph, which computes the same as before."""
+    inputs = [_values(graph, rank) for rank in range(4)]
+    before = evaluate(graph, inputs)
+    (remark,) = [one for one in run_pass(graph, strict="all").remarks if one.outcome == "FUSED"]
+    graph.lint()
+    assert differences(before, evaluate(graph, inputs)) == []
+    return remark
+
+
+def test_what_is_waited_for_beside_it_is_no_user_of_a_gathered_tensor() -> None:
+    """A wait for a list of tensors: of one of them nothing but what is computed on the shard is used."""
+    b = GraphBuilder()
+    x, other, (w, w_scale) = b.input("x", [4, 32], torch.bfloat16), b.input("other", [2, 5]), weight(b)
+    called = b.call(c10d.all_gather_into_tensor_coalesced.default, [x, other], b.ranks, b.group)
+    items = [b.call(operator.getitem, called, index) for index in range(2)]
+    waited = b.call(c10d.wait_tensors.default, items)
+    whole, neighbour = (b.call(operator.getitem, waited, index) for index in range(2))
+    rows, scale = quantize(b, whole)
+    remark = fused_alike(b.returns(b.scaled_mm(rows, w, scale, w_scale), b.relu(neighbour)))
+    assert not remark.keeps_gather
+
+
+def test_views_of_quantized_rows_come_from_the_fused_op() -> None:
+    """As the rows themselves do."""
+    b = GraphBuilder()
+    (w, w_scale), x = weight(b), b.input("x", [4, 32], torch.bfloat16)
+    rows, scale = quantize(b, b.gather(x))
+    bits = b.call(aten.view.dtype, b.reshape(rows, [4, 4, 32]), torch.uint8)
+    remark = fused_alike(b.returns(b.scaled_mm(rows, w, scale, w_scale), rows, bits))
+    assert remark.call["return_a_full"]
+    assert not remark.keeps_gather
+
+
+def test_products_of_one_tensor_in_several_shapes_are_one_op() -> None:
+    """The rows of a batch, and the same rows in one dimension."""
+    b = GraphBuilder()
+    x, w, v = b.input("x", [4, 2, 8]), b.input("w", [8, 16], torch.bfloat16), b.input("v", [8, 12], torch.bfloat16)
+    rows = b.call(cast, b.gather(x), torch.bfloat16)
+    batch = b.call(aten.linear.default, rows, b.permute(v, [1, 0]))
+    remark = fused_alike(b.returns(b.mm(b.reshape(rows, [32, 8]), w), batch))
+    assert remark.shapes["matmul"] == "bf16[16, 2, 8] @ bf16[12, 8], bf16[32, 8] @ bf16[8, 16]"
+    assert not remark.keeps_gather
+
+
+def test_ranks_in_two_dimensions_of_what_is_computed() -> None:
+    """Four ranks that a view shows as two times two are in order, all the same."""
+    b = GraphBuilder()
+    x, w = b.input("x", [3, 8]), b.input("w", [8, 16], torch.bfloat16)
+    batch = b.reshape(b.call(cast, b.gather(x), torch.bfloat16), [2, 2, 3, 8])
+    assert fused_alike(b.returns(b.call(aten.linear.default, batch, b.permute(w, [1, 0])))).op
+
+
+def test_other_matmuls_of_what_is_computed_are_told_apart() -> None:
+    """As those of a gathered tensor itself are, but that its gather stays for weight gradients."""
+    b = GraphBuilder()
+    w, w_scale = weight(b)
+    whole = b.gather(b.input("x", [4, 32], torch.bfloat16))
+    rows, scale = quantize(b, whole)
+    right = b.mm(b.input("y", [8, 16], torch.bfloat16), whole)
+    half = b.mm(b.call(aten.slice.Tensor, whole, 0, 0, 8), b.input("v", [32, 8], torch.bfloat16))
+    gradient = b.mm(b.permute(whole, [1, 0]), b.input("dy", [16, 8], torch.bfloat16))
+    remark = fused_alike(b.returns(b.scaled_mm(rows, w, scale, w_scale), right, half, gradient))
+    assert "stays for mm, mm_1, mm_2," in remark.message
+    assert remark.message.endswith(
+        "; GATHER_IS_RIGHT_OPERAND (mm); PIECES_MISSING (mm_1: covers 256 elements from 0 of 512)"
+    )
 
 
 # --- the order of nodes ------------------------------------------------------------------------------------------
