@@ -150,11 +150,11 @@ def _gather(scene: Scene, gather: Collective, wanted: set[fx.Node]) -> Candidate
     flow = scene.flows[gather.node]
     if isinstance(flow, Refusal):
         return Candidate(gather, None, (flow,), (gather.node,))
-    region = Region(scene, gather, flow)
+    region = Region(scene, gather)
     products, missed = products_of(region)
     own, refused = missed, {}
     if not _in_rows(products) and any(user in scene.ways_down for user in flow.all_users()):
-        grown = Region(scene, gather, flow)
+        grown = Region(scene, gather)
         grown.grow()
         hoisted, why = products_of(grown)
         refused = {**grown.refused, **why}
@@ -249,7 +249,7 @@ def _with_scales(scene: Scene, chain: GatherChain, scaled: ScaledOptions) -> Gat
     scale = scene.gather_of.get(scaled.a_scale)
     if scale is None or scale is chain.collective or not _of_one_group(scale, chain.collective):
         return None
-    region = Region(scene, scale, scene.flow_of(scale))
+    region = Region(scene, scale)
     if region.used_elsewhere(set(nodes_of(chain.matmuls))):
         return None
     placement = placed_scales(region, scale.node, region.view(scaled.a_scale), scaled.of_a, chain.placement)
@@ -268,11 +268,11 @@ def _with_numbers_along(scene: Scene, chain: GatherChain) -> GatherChain | None:
     needed = [gather.source, *(node for matmul in chain.matmuls for node in matmul.operands)]
     behind = scalings(products)
     for other in scene.collectives:
-        flow = scene.flows.get(other.node)
-        if other.node is gather.node or not isinstance(flow, Flow) or _dtype(other.node) != torch.float32:
+        followed = other.node is not gather.node and isinstance(scene.flows.get(other.node), Flow)
+        if not followed or _dtype(other.node) != torch.float32 or not _of_one_group(other, gather):
             continue
-        region = Region(scene, other, flow)
-        along = _rows_that_scale(region, chain.placement, behind) if _of_one_group(other, gather) else None
+        region = Region(scene, other)
+        along = _rows_that_scale(region, chain.placement, behind)
         if along is None or any(scene.depends(node, other.node) for node in needed):
             continue
         views = region.views_to([along.end])

@@ -106,12 +106,12 @@ class Region:
 
     Attributes:
         roots: The gathered tensor, and what is computed.
-        members: In a region that has grown, all tensors, views included, and where the ranks are in them.
+        members: All tensors, views included, and where the ranks are in them; none before the region has grown.
         home: The root of every member, of what lies between members (pieces of a split), and of views that are none.
         refused: Users of members that are not members, and why.
     """
 
-    def __init__(self, scene: Scene, gather: Collective, flow: Flow) -> None:
+    def __init__(self, scene: Scene, gather: Collective) -> None:
         self.scene = scene
         self.gather = gather
         self.roots: dict[fx.Node, _Root] = {}
@@ -121,7 +121,7 @@ class Region:
         self._twins: dict[Any, fx.Node] = {}
         self._waiting: list[int] = []
         block = product(scene.sizes.of(value_of(gather.input)))
-        self._add(_Root(gather.node, 1, block, flow, gather.node))
+        self._add(_Root(gather.node, 1, block, scene.flow_of(gather), gather.node))
 
     def grow(self) -> None:
         """Add what is computed: the users of members in graph order, so that operands are known before their users."""
@@ -346,6 +346,12 @@ class Product:
     placement: GatherPlacement
     scale: GatherPlacement | None
 
+    @property
+    def ends(self) -> list[fx.Node]:
+        """What the matmul takes from the region: its left operand and, if it is computed there, the scale of that."""
+        scaled = None if self.scale is None else self.matmul.scaled
+        return [self.matmul.a] if scaled is None else [self.matmul.a, scaled.a_scale]
+
 
 def products_of(region: Region) -> tuple[list[Product], dict[fx.Node, Refusal]]:
     """The matmuls whose left operand is a tensor of the region, and why others that take one are no such product."""
@@ -364,15 +370,13 @@ def products_of(region: Region) -> tuple[list[Product], dict[fx.Node, Refusal]]:
 def _product(region: Region, node: fx.Node) -> Product | Refusal:
     """A product of the region; of `c + a @ b` it is `a @ b`: `c` is added behind the fused op, whatever it is.
 
-    Not where `a` is computed: of several such products the first is fused, which need not be one that pays.
+    Not where ops are hoisted: of several products the first is fused, which need not be one that pays.
     """
     roles = operands_that_are(node, region.home)
     if "left" not in roles:
         right = "right" in roles
         return Refusal(reasons.GATHER_IS_RIGHT_OPERAND if right else reasons.GATHERED_SCALE, node.name)
-    matmul = read_term(node)
-    if isinstance(matmul, Matmul) and region.home[matmul.a] is not region.gather.node:
-        matmul = read_matmul(node)
+    matmul = read_matmul(node) if region.members else read_term(node)
     if isinstance(matmul, Refusal):
         return matmul
     found = _by_parts(region, matmul)
@@ -432,14 +436,14 @@ def chain_of(region: Region, products: Sequence[Product]) -> GatherChain:
     Rows are preferred to the contraction, since chunks of rows finish early, then the earlier matmul.
     """
     lead = max(products, key=lambda one: one.placement.axis == "rows")
-    matmuls = tuple(one.matmul for one in products if _key(region, one) == _key(region, lead))
+    chosen = [one for one in products if _key(region, one) == _key(region, lead)]
+    matmuls = tuple(one.matmul for one in chosen)
     used = region.used_elsewhere(set(nodes_of(matmuls)))
     returned = _returned(region, used, matmuls)
     if returned is not None:  # and with it what is seen of it
         used = {node: users for node, users in used.items() if region.home[node] is not region.home[returned]}
-    hoist = _hoist(region, used, lead, matmuls) if region.members else None
-    ends = [end for matmul in matmuls for end in _ends(region, matmul)]
-    ends += [] if hoist is None else [one.node for one in hoist.apart]
+    hoist = _hoist(region, used, lead) if region.members else None
+    ends = [end for one in chosen for end in one.ends] + [one.node for one in (hoist.apart if hoist else ())]
     return GatherChain(
         collective=region.gather,
         matmuls=matmuls,
@@ -461,12 +465,6 @@ def _key(region: Region, one: Product) -> tuple[Any, ...]:
     return (*operand, scale, scaled.out_dtype, scaled.use_fast_accum, scaled.of_a)
 
 
-def _ends(region: Region, matmul: Matmul) -> list[fx.Node]:
-    """What a matmul takes from the region: its left operand and, if it is computed there, the scale of that."""
-    scale = None if matmul.scaled is None else matmul.scaled.a_scale
-    return [matmul.a, *([scale] if scale is not None and scale in region.home else [])]
-
-
 def _returned(region: Region, used: Users, matmuls: Sequence[Matmul]) -> fx.Node | None:
     """What the fused op returns to other users: the matmuls' left operand, if all that these use are views of it.
 
@@ -482,11 +480,10 @@ def _returned(region: Region, used: Users, matmuls: Sequence[Matmul]) -> fx.Node
     return operand if alone and taken <= set(views_of([operand])) else whole
 
 
-def _hoist(region: Region, used: Users, lead: Product, matmuls: Sequence[Matmul]) -> Hoist:
+def _hoist(region: Region, used: Users, lead: Product) -> Hoist:
     """The ops to repeat on the shard for an operand and perhaps its scale, and what becomes of what is `used` else."""
-    ends = _ends(region, lead.matmul)
-    apart = _apart(region, used)
-    along = None if len(ends) > 1 or matmuls[0].scaled is None else _along(region, apart, lead.placement)
+    ends, apart = lead.ends, _apart(region, used)
+    along = None if len(ends) > 1 or lead.matmul.scaled is None else _along(region, apart, lead.placement)
     served = _served(region, apart)
     kept = region.scene.sorted(
         user for node, users in used.items() if region.home[node] not in served for user in users
@@ -496,10 +493,10 @@ def _hoist(region: Region, used: Users, lead: Product, matmuls: Sequence[Matmul]
         operand=region.twin(ends[0]),
         scale=region.twin(ends[1]) if len(ends) > 1 else None,
         inside=region.scene.sorted(region.home),
-        apart=tuple(_gathered_apart(region, root) for root in apart),
+        apart=tuple(Apart(one, region.twin(one), region.roots[one].outer, region.roots[one].block) for one in apart),
         along=along,
         kept=kept,
-        hidden_by=_matmuls_between(region, matmuls[0].node, kept),
+        hidden_by=_matmuls_between(region, lead.matmul.node, kept),
     )
 
 
@@ -511,10 +508,6 @@ def _along(region: Region, apart: Sequence[fx.Node], data: GatherPlacement) -> f
         if in_order and value is not None and value.dtype == torch.float32:
             return found.twin
     return None
-
-
-def _gathered_apart(region: Region, root: fx.Node) -> Apart:
-    return Apart(root, region.twin(root), region.roots[root].outer, region.roots[root].block)
 
 
 def _step(region: Region, root: fx.Node) -> Step:
