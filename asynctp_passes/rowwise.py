@@ -1,8 +1,9 @@
-"""Moving row-wise computation from behind a gather to before it.
+"""Matmuls behind a gather, and moving row-wise computation from between the two to before the gather.
 
     shard → all_gather → wait → {view, pointwise op, cast, amax of a row}* → matmul
 
-A *region* holds the tensors that are computed from a gathered tensor in such a way that every rank can compute its part
+A *region* begins as a gathered tensor with its views. Where no matmul takes these with the ranks in its rows it grows:
+then it holds the tensors that are computed from a gathered tensor in such a way that every rank can compute its part
 of them from its own shard. Each is [outer, ranks, inner] along one of its dimensions, and the part of a rank is its
 [outer, inner]:
 
