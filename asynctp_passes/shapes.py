@@ -190,7 +190,7 @@ class IndexMap:
     def narrow(self, axis: int, start: Size, length: Size, step: int = 1) -> IndexMap | Refusal:
         """`length` indices of dimension `axis`, from `start` on, `step` apart."""
         dim = self.dims[axis]
-        if step == 1 and same(start, 0) and same(length, _length(dim)):
+        if same(length, _length(dim)):
             return self
         piece = _subrange(dim, start, length) if step == 1 else _every(dim, start, length, step)
         if piece is None:
@@ -241,7 +241,7 @@ def _take(queue: list[Digit], size: Size) -> Dim | None:
 def _subrange(dim: Dim, start: Size, length: Size) -> tuple[list[Digit], Size] | None:
     """Digits and offset of the indices [start, start + length) of a dimension; None if they are not strided."""
     if not dim:
-        return ([], 0) if same(start, 0) and same(length, 1) else None
+        return None
     inner = _length(dim[1:])
     count, skipped = quotient(length, inner), quotient(start, inner)
     if count is not None and skipped is not None:
@@ -266,8 +266,6 @@ def _every(dim: Dim, start: Size, length: Size, step: int) -> tuple[list[Digit],
 def concatenate(pieces: Sequence[IndexMap], axis: int) -> IndexMap | Refusal:
     """Pieces of one source joined along `axis`, in the order given."""
     first = pieces[0]
-    if len(pieces) == 1:
-        return first
     lengths = [[_length(dim) for dim in _others(piece, axis)] for piece in pieces]
     if any(not same(a, b) for other in lengths[1:] for a, b in zip(other, lengths[0], strict=False)):
         return Refusal(reasons.SIZES_NOT_PROVEN, f"joins pieces of {lengths} beside dimension {axis}")
@@ -306,10 +304,8 @@ def _equal_pieces(dim: Dim, offsets: Sequence[Size]) -> list[Digit] | None:
 
 def _adjacent_pieces(dims: Sequence[Dim], steps: Sequence[Size]) -> list[Digit] | None:
     """Pieces of several lengths: each must begin where the one before it ends, along the same digit."""
-    inner = max((dim[1:] for dim in dims if dim), key=len, default=())
-    stride = next((dim[0].stride for dim in dims if len(dim) == len(inner) + 1), None)
-    if stride is None:
-        return None
+    inner = max((dim[1:] for dim in dims), key=len)
+    stride = next(dim[0].stride for dim in dims if len(dim) == len(inner) + 1)
     counts = [_count(dim, inner, stride) for dim in dims]
     if any(count is None for count in counts):
         return None
@@ -323,7 +319,7 @@ def _count(dim: Dim, inner: Dim, stride: Size) -> Size | None:
     """How many values of an outer digit of `stride` a dimension has, its inner digits being `inner`."""
     if dim == inner:
         return 1
-    matches = len(dim) == len(inner) + 1 and dim[1:] == inner and same(dim[0].stride, stride)
+    matches = dim[1:] == inner and same(dim[0].stride, stride)
     return dim[0].size if matches else None
 
 
@@ -470,9 +466,7 @@ def locate_scatter(operand: IndexMap, rows: Size, columns: Size, ranks: int) -> 
     rest = tuple(queue)
     inner = quotient(stride, columns)
     if inner is not None:
-        outer = quotient(rows, inner * ranks)
-        if outer is None:
-            return Refusal(reasons.SIZES_NOT_PROVEN, f"{rows} rows in blocks of {inner} for {ranks} ranks")
+        outer = divided(rows, inner * ranks)
         return ScatterPlacement("rows", outer, inner, columns, _rearrange(_without(rest, stride, ranks)))
     if same(stride * ranks, columns):
         return ScatterPlacement("columns", rows, 1, stride, _rearrange(_without(rest, stride, ranks)))
@@ -499,7 +493,7 @@ def _split_at(dim: Dim, boundary: Size) -> Dim:
 
 def _not_once(digits: Dim, offset: Size, total: Size) -> Refusal | None:
     """Why digits do not together count each of `total` elements of the source exactly once."""
-    ordered, left = _innermost_first(digit for digit in digits if not same(digit.size, 1))
+    ordered, left = _innermost_first(digits)
     if left:
         strides = [digit.stride for digit in [*left, *ordered]]
         repeated = any(same(a, b) for i, a in enumerate(strides) for b in strides[i + 1 :])

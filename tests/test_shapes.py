@@ -30,6 +30,7 @@ from asynctp_passes.shapes import (
     ScatterPlacement,
     Size,
     concatenate,
+    incomplete,
     locate_gather,
     locate_scatter,
     product,
@@ -190,6 +191,8 @@ def test_reshape_to_another_number_of_elements() -> None:
     source = IndexMap.identity((3, 4))
     assert refused(source.reshape((3, 3))) is reasons.VIEW_NOT_UNDERSTOOD
     assert refused(source.reshape((3, 8))) is reasons.VIEW_NOT_UNDERSTOOD
+    assert refused(source.reshape((3,))) is reasons.VIEW_NOT_UNDERSTOOD
+    assert refused(IndexMap.identity((S, 4)).reshape((S,))) is reasons.SIZES_NOT_PROVEN
 
 
 def test_narrow_across_a_seam() -> None:
@@ -197,6 +200,32 @@ def test_narrow_across_a_seam() -> None:
     seam = some(IndexMap.identity((2, 3, 2)).permute((1, 0, 2)).reshape((3, 4)))
     assert refused(seam.narrow(1, 1, 2)) is reasons.PIECES_MISSING
     assert torch.equal(elements(some(seam.narrow(1, 2, 2))), iota(2, 3, 2).permute(1, 0, 2).reshape(3, 4)[:, 2:])
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "step"),
+    [
+        (S, 1, 1),  # an index that is a symbol
+        (1, S, 1),
+        (0, 3, 2),  # every other one
+        (1, 2, 1),  # across the middle of the last two digits, inside of one value of the first
+    ],
+)
+def test_narrow_of_several_digits(start: Size, length: Size, step: int) -> None:
+    """What is no one stride apart is refused."""
+    source = some(IndexMap.identity((2, 2, 2, 3)).permute((2, 1, 0, 3)).reshape((8, 3)))
+    assert len(source.dims[0]) == 3
+    assert refused(source.narrow(0, start, length, step)) is reasons.PIECES_MISSING
+
+
+def test_narrow_of_symbolic_digits() -> None:
+    source = some(IndexMap.identity((2, S, 4)).permute((1, 0, 2)).reshape((2 * S, 4)).permute((1, 0)).reshape((8 * S,)))
+    assert refused(source.narrow(0, 1, 1)) is reasons.PIECES_MISSING
+
+
+def test_every_other_one_of_one() -> None:
+    source = IndexMap.identity((1, 4))
+    assert source.narrow(0, 0, 1, 2) == source
 
 
 @pytest.mark.parametrize(("start", "length", "step"), [(0, 6, 1), (2, 3, 1), (0, 3, 2), (1, 2, 3), (5, 1, 1)])
@@ -209,6 +238,8 @@ def test_insert_and_select() -> None:
     source = IndexMap.identity((3, 4))
     assert torch.equal(elements(source.insert(1)), iota(3, 1, 4))
     assert torch.equal(elements(some(source.select(1, 2))), iota(3, 4)[:, 2])
+    mixed = some(IndexMap.identity((2, 3, 4)).permute((1, 0, 2)).reshape((6, 4)))
+    assert refused(mixed.select(0, S)) is reasons.PIECES_MISSING
 
 
 @pytest.mark.parametrize(
@@ -243,6 +274,42 @@ def test_cat_of_uneven_pieces() -> None:
 def test_cat_of_pieces_of_different_layout() -> None:
     source = IndexMap.identity((4, 4))
     assert refused(concatenate([source, source.permute((1, 0))], 0)) is reasons.VIEW_NOT_UNDERSTOOD
+
+
+def test_cat_of_rows_that_count_and_end_early() -> None:
+    """Rows 0, 3, 1, 4, 2 are not 0, 3, 1, 4, 2, 5."""
+    source = IndexMap.identity((6, 3))
+    rows = [some(source.narrow(0, row, 1)) for row in (0, 3, 1, 4, 2)]
+    assert refused(concatenate(rows, 0)) is reasons.PIECES_REORDERED
+
+
+def test_cat_of_rows_twice() -> None:
+    """Rows 0, 1, 0, 1 are a digit of stride 0, which is none of a whole."""
+    source = IndexMap.identity((2, 3))
+    joined = some(concatenate([some(source.narrow(0, row, 1)) for row in (0, 1, 0, 1)], 0))
+    assert torch.equal(elements(joined), iota(2, 3)[[0, 1, 0, 1]])
+    assert incomplete(joined, 6) is not None
+    assert isinstance(locate_gather(joined, 3, 2), Refusal)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([(3, 2)], [(2, 1)]),  # 0, 2, 4 and then 6, 7: of another stride
+        ([(2, 8), (2, 1)], [(3, 8), (2, 2)]),  # pairs that are closer than the others
+        ([(2, 8), (2, 1)], [(3, 8)]),  # pairs, and then single ones
+        ([(3, 8)], [(2, 8), (2, 1)]),
+        ([(2, 16), (2, 8), (2, 1)], [(2, 2)]),
+    ],
+)
+def test_cat_of_uneven_pieces_that_count_differently(
+    first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]
+) -> None:
+    """Each begins where the one before it ends, if that counted on in its first digit."""
+    one, other = (IndexMap((tuple(Digit(*digit) for digit in digits),)) for digits in (first, second))
+    (size, stride), (_, next_stride) = first[0], second[0]
+    for end in {size * stride, size * next_stride, stride}:
+        assert refused(concatenate([one, IndexMap(other.dims, end)], 0)) is reasons.PIECES_REORDERED
 
 
 def refused(result: object) -> Reason | None:
@@ -515,6 +582,21 @@ def test_locate_scatter_of_rows_and_columns() -> None:
 def test_locate_scatter_refuses_ranks_inside_the_columns() -> None:
     whole = some(IndexMap.identity((4, 6)).reshape((4, 3, 2))).permute((2, 0, 1))
     assert refused(locate_scatter(whole, 4, 6, 2)) is reasons.NOT_ROWS_OR_CONTRACTION
+
+
+def test_ranks_in_two_digits() -> None:
+    """Of four ranks, the even ones before the odd ones: no digit counts them, though one has the step of a shard."""
+    source = some(IndexMap.identity((8, 3)).reshape((2, 2, 2, 3)))
+    shuffled = some(source.permute((1, 0, 2, 3)).reshape((8, 3)))
+    assert refused(locate_gather(shuffled, 6, 4)) is reasons.PIECES_REORDERED
+    assert refused(locate_scatter(shuffled, 8, 3, 4)) is reasons.NOT_ROWS_OR_CONTRACTION
+
+
+def test_one_rank_has_no_digit() -> None:
+    """Groups of one rank are left alone later, by their name."""
+    whole = IndexMap.identity((4, 3))
+    assert refused(locate_gather(whole, 12, 1)) is reasons.PIECES_REORDERED
+    assert refused(locate_scatter(whole, 4, 3, 1)) is reasons.NOT_ROWS_OR_CONTRACTION
 
 
 def test_locate_scatter_refuses_an_odd_number_of_elements() -> None:
