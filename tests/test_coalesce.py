@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -278,12 +279,39 @@ APART: dict[str, Callable[[GraphBuilder], Graph]] = {
     "not waited for": lambda b: two(
         b, lambda x: all_reduce(b, x), lambda y: b.call(c10d.all_reduce.default, y, "max", "tp")
     ),
+    "also used before it is waited for": lambda b: used_early(b),
+    "scatters": lambda b: two(b, lambda x: b.scatter(x, "max"), lambda y: b.scatter(y, "max")),
+    "used by nothing": lambda b: unused(b),
+    "between random numbers": lambda b: random_in_order(b),
 }
 
 
 def matmul_between(b: GraphBuilder) -> Graph:
     x, w = b.input("x", [4, 8]), b.input("w", [8, 8])
     return b.returns(scaled(b, b.mm(scaled(b, x), w)))
+
+
+def used_early(b: GraphBuilder) -> Graph:
+    first, second = (b.call(c10d.all_reduce.default, b.input(name, [4]), "max", "tp") for name in "xy")
+    waited = [b.call(c10d.wait_tensor.default, reduced) for reduced in (first, second)]
+    return b.returns(b.relu(first), *waited)
+
+
+def unused(b: GraphBuilder) -> Graph:
+    values = [b.input(name, [4]) for name in "xy"]
+    for value in values:
+        b.call(c10d.all_reduce.default, value, "max", "tp")
+    return b.returns(*values)
+
+
+def random_in_order(b: GraphBuilder) -> Graph:
+    """The first is needed for a draw, and the second needs the one after that."""
+
+    def drawn(x: Node) -> Node:
+        return b.call(operator.getitem, b.call(aten.native_dropout.default, x, 0.5, True), 0)
+
+    first = drawn(all_reduce(b, b.input("x", [4])))
+    return b.returns(first, all_reduce(b, drawn(b.input("y", [4]))))
 
 
 def in_place_between(b: GraphBuilder) -> Graph:
