@@ -69,7 +69,7 @@ def summed(
             whole = replace(fused[last], chain=replace(chain, behind=scene.sorted(behind)), nodes=nodes)
             if allowed(whole):
                 owner |= dict.fromkeys(nodes, whole)
-                joining = {node: replace(candidates[node], nodes=own[node]) for node in members if node is not last}
+                joining = {node: replace(candidates[node], nodes=own[node]) for node in members}
                 found |= {node: replace(one, chain=None, refusals=(), joins=whole) for node, one in joining.items()}
                 found[last] = whole
     return found
@@ -101,8 +101,6 @@ def _sums(scene: Scene, reductions: Sequence[fx.Node]) -> list[tuple[fx.Node, se
     above: dict[fx.Node, set[fx.Node]] = {node: {node} for node in reductions}
     ends = []
     for node in scene.nodes:
-        if node in above or not _is_step(node):
-            continue
         sources = [source for source in node.all_input_nodes if source in above and all(map(_is_step, source.users))]
         if sources:
             above[node] = {node}.union(*map(above.__getitem__, sources))
@@ -158,8 +156,7 @@ def _joined(
         return None
     *others, last = known
     for other in others:
-        alike = (other.placement, other.sum_dtype) == (last.placement, last.sum_dtype)
-        if not alike or _elements(other.way, other.collective) != _elements(last.way, last.collective):
+        if _elements(other.way, other.collective) != _elements(last.way, last.collective):
             return None
         if not all(scene.can_add(last.matmuls[0], matmul) for matmul in other.matmuls):
             return None

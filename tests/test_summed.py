@@ -646,6 +646,52 @@ def turned_again(b: Builder, node: Node) -> Node:
     return b.call(aten.reshape.default, b.call(aten.permute.default, seen, [1, 0, 2]), [4, 2, 6])
 
 
+@sums(1, 1, left=2)
+def beside_one_of_which_no_matmul_made_anything(b: Builder) -> list[Node]:
+    """Products are reduced, but none of them in this sum."""
+    both = [added(b, reduced(b, tensor(b)), reduced(b, tensor(b)))]
+    return [*both, *(b.call(aten.relu.default, reduced(b, term(b))) for _ in range(2))]
+
+
+def turned_for(b: Builder, node: Node) -> Node:
+    """Laid out otherwise, as rows that two dimensions make."""
+    turned = b.call(aten.permute.default, b.call(aten.reshape.default, node, [4, 2, 6]), [1, 0, 2])
+    return b.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
+
+
+@sums(1)
+def of_what_no_matmul_made_turned_alike(b: Builder) -> list[Node]:
+    other = b.placeholder((8, 6), torch.float64)
+    return [added(b, *(reduced(b, turned_for(b, one)) for one in (term(b), other)))]
+
+
+@sums(1, left=1)
+def of_a_part_of_what_no_matmul_made_turned_alike(b: Builder) -> list[Node]:
+    """Its first rows are as many as the product's."""
+    part = b.call(aten.slice.Tensor, b.placeholder((16, 6), torch.float64), 0, 0, 8)
+    return [added(b, *(reduced(b, turned_for(b, one)) for one in (term(b), part)))]
+
+
+@sums(1)
+def of_bits_of_what_no_matmul_made_turned_alike(b: Builder) -> list[Node]:
+    bits = b.call(aten.view.dtype, b.placeholder((8, 6), torch.int64), torch.float64)
+    return [added(b, *(reduced(b, turned_for(b, one)) for one in (term(b), bits)))]
+
+
+@sums(1, left=1)
+def of_what_no_matmul_made_flipped_and_turned_alike(b: Builder) -> list[Node]:
+    flipped = b.call(aten.flip.default, b.placeholder((8, 6), torch.float64), [0])
+    return [added(b, *(reduced(b, turned_for(b, one)) for one in (term(b), flipped)))]
+
+
+@sums(1, 1)
+def of_another_tensor_whose_columns_the_sum_has(b: Builder) -> list[Node]:
+    """It comes first, so that the sum lies in memory as it does: the fused op's result would not."""
+    residual = b.placeholder((8, 6), torch.float64, strides=(1, 8))
+    rows = [b.call(aten.reshape.default, reduced(b, term(b)), [8, 6]) for _ in range(2)]
+    return [b.call(aten.permute.default, added(b, residual, *rows), [1, 0])]
+
+
 @sums(1, 1)
 def of_another_tensor_in_another_order(b: Builder) -> list[Node]:
     """It is added to a view that is no reshape."""
