@@ -44,6 +44,7 @@ __all__ = [
     "tangents_of",
     "tensor_of",
     "value_of",
+    "written_by",
 ]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -210,6 +211,18 @@ def mutates(node: fx.Node) -> bool:
     if compat.is_op(target):
         return bool(target._schema.is_mutable)
     return op_name(node).endswith("_mutation") or op_name(node) in _IN_PLACE_FUNCTIONS
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The tensors that an in-place operation changes; all that it takes, where its schema does not say."""
+    if not compat.is_op(node.target):
+        return node.all_input_nodes if mutates(node) else []
+    values, found = arguments(node), list[fx.Node]()
+    written = [
+        one.name for one in node.target._schema.arguments if one.alias_info is not None and one.alias_info.is_write
+    ]
+    fx.map_arg([values[name] for name in written], found.append)
+    return found
 
 
 def acts(node: fx.Node) -> bool:

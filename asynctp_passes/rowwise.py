@@ -295,10 +295,12 @@ class Region:
         return {result for other in same_on_all for result in other.results}
 
     def _uniform(self, node: fx.Node) -> bool:
-        """True when a tensor is provably the same on all ranks of the group."""
+        """True when a tensor is provably the same on all ranks of the group, and stays so."""
         seen, stack = set(self._uniform_results), [node]
         while stack:
             step = stack.pop()
+            if step in self.scene.changed:
+                return False
             if step in seen:
                 continue
             seen.add(step)

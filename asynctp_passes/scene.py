@@ -10,11 +10,11 @@ from torch import fx
 from asynctp_passes import near, reasons
 from asynctp_passes.chain import Collective, Matmul
 from asynctp_passes.epilogue import read_product, scalings
-from asynctp_passes.fxview import Sizes, is_size, reachable, segments, tensor_of, value_of
+from asynctp_passes.fxview import Sizes, is_size, reachable, segments, tensor_of, value_of, written_by
 from asynctp_passes.read import feeds_left_operand, is_matmul
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import IndexMap, Size, product, same
-from asynctp_passes.views import Flow, follow, views_of
+from asynctp_passes.views import Flow, follow, is_view, views_of
 
 __all__ = ["Scene", "in_blocks"]
 
@@ -83,6 +83,12 @@ class Scene:
     def segments(self) -> dict[fx.Node, int]:
         """Number of in-place operations before each node."""
         return segments(self.graph)
+
+    @functools.cached_property
+    def changed(self) -> set[fx.Node]:
+        """The tensors that are changed in place, with what they are views of, and all views of that."""
+        written = (source for node in self.nodes for source in written_by(node))
+        return set(views_of(reachable(written, lambda node: node.all_input_nodes if is_view(node) else ())))
 
     @functools.cached_property
     def scalings(self) -> set[fx.Node]:

@@ -804,6 +804,40 @@ def quantized_by_a_scale_from_outside(b: GraphBuilder) -> Node:
     return quantized(b, lambda x: scale)
 
 
+def largest(b: GraphBuilder) -> Node:
+    """A number that is the same on all ranks."""
+    return b.all_reduce(b.call(aten.amax.default, b.input("z", [4, 32])), "max")
+
+
+@row("MAY_DIFFER_BY_RANK", "wait_tensor")
+def quantized_by_a_scale_that_changes_in_place(b: GraphBuilder) -> Node:
+    """On each rank by a number of its own."""
+    scale = largest(b)
+    b.call(aten.add_.Tensor, scale, b.input("v", []))
+    return quantized(b, lambda x: scale)
+
+
+@row("MAY_DIFFER_BY_RANK", "reshape")
+def quantized_by_a_scale_a_view_of_which_changes_in_place(b: GraphBuilder) -> Node:
+    scale = largest(b)
+    b.call(aten.add_.Tensor, b.reshape(scale, [1]), b.input("v", [1]))
+    return quantized(b, lambda x: b.reshape(scale, [1, 1]))
+
+
+@row("MAY_DIFFER_BY_RANK", "full")
+def quantized_by_a_constant_that_changes_in_place(b: GraphBuilder) -> Node:
+    scale = b.one()
+    b.call(aten.copy_.default, scale, b.input("v", []))
+    return quantized(b, lambda x: scale)
+
+
+@row("MAY_DIFFER_BY_RANK", "rand_like")
+def quantized_by_a_random_scale(b: GraphBuilder) -> Node:
+    """Each rank draws its own, whatever it is made like."""
+    scale = largest(b)
+    return quantized(b, lambda x: b.call(aten.rand_like.default, scale))
+
+
 @row("RANDOM_BETWEEN", "native_dropout")
 def dropout_that_is_one_op_after_the_gather(b: GraphBuilder) -> Node:
     return times(b, b.call(getitem, b.call(aten.native_dropout.default, gathered(b), 0.5, True), 0))
