@@ -254,6 +254,70 @@ def half_quantized(b: Builder) -> list[Node]:
     return [scaled_product(b, cast(b, b.call(aten.cat.default, [first, second]), FP8), of_rows(b, whole))]
 
 
+def with_numbers_of_rows(numbers_of: Scale) -> Attack:
+    """Rows [3, ranks * 4] are quantized by their own scales, and numbers of rows are returned too."""
+
+    def build(b: Builder) -> list[Node]:
+        (x,) = inputs(b, (3, 4, 32), dtype=torch.float32)
+        whole = gathered(b, x)
+        rows = b.call(aten.reshape.default, chunks(b, whole, 3, 0, 1), [24, 32])
+        own = b.call(aten._scaled_mm.default, divided(b, rows, of_rows(b, rows)), *weight_and_numbers(b))
+        return [own, numbers_of(b, whole)]
+
+    return build
+
+
+def weight_and_numbers(b: Builder) -> tuple[Any, ...]:
+    """A weight and one scale each, of a product in bf16."""
+    scales = [b.placeholder((), torch.float32, "scale") for _ in range(2)]
+    return b.placeholder((32, 16), FP8, strides=(1, 32)), *scales, None, None, torch.bfloat16
+
+
+def of_rows_by_rank(b: Builder, whole: Node) -> Node:
+    """One for each row, in the order of the ranks."""
+    return of_rows(b, whole)
+
+
+def of_rows_in_bf16(b: Builder, whole: Node) -> Node:
+    """One for each row, in their order, in fewer bits."""
+    return of_rows(b, cast(b, chunks(b, whole, 3, 0, 1), torch.bfloat16))
+
+
+def with_scales_of_rows_by_rank(b: Builder) -> list[Node]:
+    """The matmul takes the rows [3, ranks * 4], and their scales [ranks * 3, 4] as if they were in that order."""
+    (x,) = inputs(b, (3, 4, 32), dtype=torch.float32)
+    whole = gathered(b, x)
+    rows = b.call(aten.reshape.default, chunks(b, whole, 3, 0, 1), [24, 32])
+    by_rank = b.call(aten.reshape.default, of_rows(b, whole), [24, 1])
+    return [scaled_product(b, divided(b, rows, of_rows(b, rows)), by_rank)]
+
+
+def of_rows_without_their_dimension(b: Builder, x: Node) -> Node:
+    largest = b.call(aten.amax.default, b.call(aten.abs.default, x), [-1])
+    return b.call(aten.unsqueeze.default, b.call(aten.clamp_min.default, largest, 1.0), -1)
+
+
+def one_by_parts(b: Builder, x: Node) -> Node:
+    """Each rank has another part of a sum."""
+    (numbers,) = inputs(b, (2,), dtype=torch.float32)
+    part = scattered(b, b.call(aten.abs.default, numbers))
+    return b.call(aten.mul.Tensor, of_rows(b, x), b.call(aten.add.Tensor, part, 1.0))
+
+
+def mantissas_quantized(b: Builder) -> list[Node]:
+    """By an op that works element by element, and returns two tensors."""
+    (x,) = inputs(b, (4, 32), dtype=torch.float32)
+    mantissa = b.call(operator.getitem, b.call(aten.frexp.Tensor, gathered(b, x)), 0)
+    return [b.call(aten._scaled_mm.default, cast(b, mantissa, FP8), *weight_and_numbers(b))]
+
+
+def quantized_by_what_each_rank_changes(b: Builder) -> list[Node]:
+    """The largest of all ranks, to which each adds its own."""
+    largest, (own, x) = reduced_over(b, GROUP), inputs(b, (1,), (4, 32), dtype=torch.float32)
+    b.call(aten.add_.Tensor, largest, b.call(aten.abs.default, own))
+    return [b.call(aten._scaled_mm.default, divided(b, gathered(b, x), largest), *weight_and_numbers(b))]
+
+
 def quantized_then_mutated(b: Builder) -> list[Node]:
     """The gathered tensor changes after it was read, and another user sees that."""
     (x,) = inputs(b, (4, 32), dtype=torch.float32)
@@ -1092,6 +1156,13 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "factor of all ranks": (lambda b: quantized(b, one_by_all_ranks), ["F", "ATP002", "ATP002"]),
     "factor of another group": (lambda b: quantized(b, one_by_ranks_of_another_group), ["ATP208", "ATP002", "ATP002"]),
     "factor of row number": (lambda b: quantized(b, one_by_row_number), ["ATP208"]),
+    "scales of rows, by rank": (with_scales_of_rows_by_rank, ["ATP306"]),
+    "scale of rows without their dimension": (lambda b: quantized(b, of_rows_without_their_dimension), ["F"]),
+    "factor of each part": (lambda b: quantized(b, one_by_parts), ["ATP208", "ATP002", "ATP002"]),
+    "numbers of rows, by rank": (with_numbers_of_rows(of_rows_by_rank), ["F"]),
+    "numbers of rows, in bf16": (with_numbers_of_rows(of_rows_in_bf16), ["F"]),
+    "mantissas": (mantissas_quantized, ["ATP106"]),
+    "scale that each rank changes": (quantized_by_what_each_rank_changes, ["ATP002", "ATP208"]),
     "quantized piece by piece": (quantized_piece_by_piece, ["ATP106"]),
     "half quantized": (half_quantized, ["ATP104"]),
     "quantized, then mutated": (quantized_then_mutated, ["F"]),
