@@ -210,9 +210,8 @@ def _scaled(terms: Terms, times: float) -> Terms:
 def _join_added(flow: Flow, seed: fx.Node, added: fx.Node) -> None:
     """What the seed `added + a @ b` sums up, if `added` has its map or comes from no seed; else it is not followed."""
     fits = flow.is_apart(added) or (added in flow.maps and flow.maps[added] == flow.maps[seed])
-    terms = flow.terms.get(added, {added: 1.0})
-    if fits and not terms.keys() & flow.terms[seed].keys():
-        flow.terms[seed] |= terms
+    if fits:
+        flow.terms[seed] |= flow.terms.get(added, {added: 1.0})
         return
     reason = reasons.SUM_TERMS_DISAGREE if flow.has(added) else reasons.SUM_HAS_OTHER_TERM
     flow.refused[seed] = Refusal(reason, f"{op_name(seed)} {seed.name}")
@@ -446,7 +445,7 @@ def _add(call: _Call) -> Result:
     alike = len(a.shape) == len(b.shape) and all(same(*pair) for pair in zip(*sizes, strict=True))
     if others and not (alike and a.device == b.device and where == IndexMap.identity(sizes[0])):
         return Refusal(reasons.SUM_HAS_OTHER_TERM, f"{others[0].name} has another shape or order than the product")
-    if len(a.shape) != len(b.shape) or any(call.flow.maps[node] != where for node in followed):
+    if any(call.flow.maps[node] != where for node in followed):
         return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms are laid out differently")
     return where
 

@@ -538,6 +538,52 @@ def gathered_last_and_negated(b: Builder) -> list[Node]:
     return [b.call(aten.mm.default, b.call(aten.neg.default, chunks(b, gathered(b, x), 4, 0, 1)), w)]
 
 
+# --- views and terms that look like others ---------------------------------------------------------------------
+def last_dimensions_swapped(b: Builder) -> list[Node]:
+    x, w = inputs(b, (2, 3, 4), (3, 5))
+    whole = b.call(aten.transpose.int, gathered(b, x), 1, 2)
+    return [b.call(aten.mm.default, b.call(aten.reshape.default, whole, [16, 3]), w)]
+
+
+def seen_as_fewer_elements(b: Builder) -> list[Node]:
+    x, w = b.placeholder((4, 16), torch.float32), b.placeholder((8, 5), torch.float64)
+    return [b.call(aten.mm.default, b.call(aten.view.dtype, gathered(b, x), torch.float64), w)]
+
+
+def expanded_to_more_dimensions(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 8), (8, 5))
+    repeated = b.call(aten.expand.default, gathered(b, x), [8, 8, 8])
+    return [b.call(aten.mm.default, b.call(aten.reshape.default, repeated, [64, 8]), w)]
+
+
+def square_product_and(shape: tuple[int, ...], first: bool = False) -> Attack:
+    """A square product that a tensor is added to, which repeats it."""
+
+    def build(b: Builder) -> list[Node]:
+        a, w, other = inputs(b, (8, 5), (5, 8), shape)
+        terms = [b.call(aten.mm.default, a, w), other]
+        return [scattered(b, b.call(aten.add.Tensor, *(terms[::-1] if first else terms)))]
+
+    return build
+
+
+def product_divided_by_zero(b: Builder) -> list[Node]:
+    a, w = inputs(b, (8, 5), (5, 6))
+    return [scattered(b, b.call(aten.div.Tensor, b.call(aten.mm.default, a, w), 0.0))]
+
+
+def half_product_times_float(b: Builder) -> list[Node]:
+    """A product of 16 bits times one of 32 has 32, and is no conversion."""
+    a, w = inputs(b, (8, 5), (5, 6), dtype=torch.bfloat16)
+    factor = b.placeholder((8, 6), torch.float32)
+    return [scattered(b, b.call(aten.mul.Tensor, b.call(aten.mm.default, a, w), factor))]
+
+
+def half_product_as_the_other_half(b: Builder) -> list[Node]:
+    a, w = inputs(b, (8, 5), (5, 6), dtype=torch.float16)
+    return [scattered(b, cast(b, b.call(aten.mm.default, a, w), torch.bfloat16))]
+
+
 # --- sizes, mutation, pieces -----------------------------------------------------------------------------------
 def kernel_that_mutates(b: Builder) -> list[Node]:
     """A user's Triton kernel is a higher-order op: it has no schema that would say that it writes."""
@@ -1156,6 +1202,15 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "factor of all ranks": (lambda b: quantized(b, one_by_all_ranks), ["F", "ATP002", "ATP002"]),
     "factor of another group": (lambda b: quantized(b, one_by_ranks_of_another_group), ["ATP208", "ATP002", "ATP002"]),
     "factor of row number": (lambda b: quantized(b, one_by_row_number), ["ATP208"]),
+    "last dimensions swapped": (last_dimensions_swapped, ["F"]),
+    "seen as fewer elements": (seen_as_fewer_elements, ["ATP104"]),
+    "expanded to more dimensions": (expanded_to_more_dimensions, ["ATP102"]),
+    "product and a row": (square_product_and((8,)), ["ATP110"]),
+    "a row and a product": (square_product_and((8,), first=True), ["ATP110"]),
+    "product and a row of its dimensions": (square_product_and((1, 8)), ["ATP110"]),
+    "product divided by zero": (product_divided_by_zero, ["ATP105"]),
+    "half product times float": (half_product_times_float, ["ATP105"]),
+    "half product as the other half": (half_product_as_the_other_half, ["ATP105"]),
     "scales of rows, by rank": (with_scales_of_rows_by_rank, ["ATP306"]),
     "scale of rows without their dimension": (lambda b: quantized(b, of_rows_without_their_dimension), ["F"]),
     "factor of each part": (lambda b: quantized(b, one_by_parts), ["ATP208", "ATP002", "ATP002"]),
