@@ -166,6 +166,26 @@ def scale_gathered_over_another_group(b: GraphBuilder) -> Node:
     return b.scaled_mm(a, w, scale, b.input("b_scale", [1, 16]))
 
 
+def scaled_by_gathered(b: GraphBuilder, shape: list[int], view: Callable[[Node], Node]) -> Node:
+    """A gathered operand [16, 32], and its scales of rows in a view of what is gathered."""
+    rows, w = gathered(b, 4, 32, dtype=FP8), b.input("w", [32, 16], FP8, column_major=True)
+    scale = view(b.gather(b.input("a_scale", shape)))
+    return b.scaled_mm(rows, w, scale, b.input("b_scale", [1, 16]))
+
+
+@row("GATHERED_SCALE", "_scaled_mm", fused=1)
+def scales_gathered_in_a_line(b: GraphBuilder) -> Node:
+    return scaled_by_gathered(b, [4], lambda scale: scale)
+
+
+@row("GATHERED_SCALE", "_scaled_mm", fused=1)
+def scales_gathered_and_even_ranks_put_first(b: GraphBuilder) -> Node:
+    def even_first(scale: Node) -> Node:
+        return b.reshape(b.permute(b.reshape(scale, [2, 2, 4]), [1, 0, 2]), [16, 1])
+
+    return scaled_by_gathered(b, [4, 1], even_first)
+
+
 @row("GATHERED_SCALE", "_scaled_mm_v2", fused=0)
 def scale_gathered_for_a_recipe_that_is_not_fused(b: GraphBuilder) -> Node:
     """The scale's gather comes last: it is not to blame."""
