@@ -881,10 +881,10 @@ def unit(b: Builder, value: float = 1.0) -> Node:
     return b.call(aten.full.default, [], value, dtype=torch.float32)
 
 
-def fp8_product(b: Builder, scale: Node, bias: Node | None = None, rows: int = 8) -> Node:
-    """`_scaled_mm` with the one scale for both operands, and slow accumulation: its argument is left out."""
+def fp8_product(b: Builder, scale: Node, bias: Node | None = None, rows: int = 8, b_scale: Node | None = None) -> Node:
+    """`_scaled_mm` with one scale for both operands, or two, and slow accumulation: its argument is left out."""
     x, w = b.placeholder((rows, 32), FP8), b.placeholder((32, 16), FP8, strides=(1, 32))
-    return b.call(aten._scaled_mm.default, x, w, scale, scale, bias, None, torch.bfloat16)
+    return b.call(aten._scaled_mm.default, x, w, scale, b_scale or scale, bias, None, torch.bfloat16)
 
 
 def factor(b: Builder, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Node:
@@ -917,6 +917,16 @@ def scaled_by(*shapes: tuple[int, ...], outer: bool = False, first: bool = False
 def scaled_with_own(make: Callable[[Builder], Node]) -> Attack:
     """The matmul's own scales are not known to be 1."""
     return lambda b: [scattered(b, rounded(b, times(b, fp8_product(b, make(b)), factor(b, (8, 1)))))]
+
+
+def scaled_with_two(a_scale: float, b_scale: float) -> Attack:
+    """Only one of the matmul's own scales is 1."""
+
+    def attack(b: Builder) -> list[Node]:
+        out = fp8_product(b, unit(b, a_scale), b_scale=unit(b, b_scale))
+        return [scattered(b, rounded(b, times(b, out, factor(b, (8, 1)), factor(b, (1, 16)))))]
+
+    return attack
 
 
 def unit_changed_in_place(b: Builder) -> Node:
@@ -1289,6 +1299,9 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "scaled by a vector": (scaled_by((16,)), ["ATP105"]),
     "scaled by rows twice": (scaled_by((8, 1), (8, 1)), ["ATP105"]),
     "scaled by three": (scaled_by((8, 1), (1, 16), (1,)), ["ATP105"]),
+    "scaled by columns twice": (scaled_by((1, 16), (1, 16)), ["ATP105"]),
+    "own scale of A is 2": (scaled_with_two(2.0, 1.0), ["ATP105"]),
+    "own scale of B is 2": (scaled_with_two(1.0, 2.0), ["ATP105"]),
     "own scales are 2": (scaled_with_own(lambda b: unit(b, 2.0)), ["ATP105"]),
     "own scales are an input": (scaled_with_own(lambda b: factor(b, ())), ["ATP105"]),
     "own scales changed in place": (scaled_with_own(unit_changed_in_place), ["ATP105"]),
