@@ -665,9 +665,9 @@ def of_what_no_matmul_made_turned_alike(b: Builder) -> list[Node]:
     return [added(b, *(reduced(b, turned_for(b, one)) for one in (term(b), other)))]
 
 
-@sums(1, left=1)
+@sums(1)
 def of_a_part_of_what_no_matmul_made_turned_alike(b: Builder) -> list[Node]:
-    """Its first rows are as many as the product's."""
+    """Its first rows are as many as the product's: they are added, not the whole."""
     part = b.call(aten.slice.Tensor, b.placeholder((16, 6), torch.float64), 0, 0, 8)
     return [added(b, *(reduced(b, turned_for(b, one)) for one in (term(b), part)))]
 
@@ -678,8 +678,9 @@ def of_bits_of_what_no_matmul_made_turned_alike(b: Builder) -> list[Node]:
     return [added(b, *(reduced(b, turned_for(b, one)) for one in (term(b), bits)))]
 
 
-@sums(1, left=1)
+@sums(1)
 def of_what_no_matmul_made_flipped_and_turned_alike(b: Builder) -> list[Node]:
+    """What is flipped is added: from there on it goes in the products' way."""
     flipped = b.call(aten.flip.default, b.placeholder((8, 6), torch.float64), [0])
     return [added(b, *(reduced(b, turned_for(b, one)) for one in (term(b), flipped)))]
 
