@@ -956,6 +956,13 @@ def scaled_in_half(b: Builder) -> list[Node]:
     return [scattered(b, times(b, fp8_product(b, unit(b)), factor(b, (8, 1), torch.bfloat16)))]
 
 
+def rounded_to_fp8_before_it_is_scaled(b: Builder) -> list[Node]:
+    """The fused op would not round to fp8."""
+    x, w, one = b.placeholder((8, 32), FP8), b.placeholder((32, 16), FP8, strides=(1, 32)), unit(b)
+    out = rounded(b, b.call(aten._scaled_mm.default, x, w, one, one, None, None, FP8), torch.float32)
+    return [scattered(b, rounded(b, times(b, out, factor(b, (8, 1)))))]
+
+
 def scaled_by_a_number_of_no_dimension(b: Builder) -> list[Node]:
     """Such a number does not promote: the product is scaled in bf16."""
     return [scattered(b, times(b, fp8_product(b, unit(b)), factor(b, ())))]
@@ -1310,6 +1317,7 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "scaled product kept": (scaled_and_kept(1), ["ATP202"]),
     "rounded product kept": (scaled_and_kept(2), ["ATP202"]),
     "scaled in half precision": (scaled_in_half, ["ATP105"]),
+    "rounded to fp8 before it is scaled": (rounded_to_fp8_before_it_is_scaled, ["ATP105"]),
     "scaled by a number of no dimension": (scaled_by_a_number_of_no_dimension, ["ATP105"]),
     "rounded between scales": (rounded_between_scales, ["ATP105"]),
     "squared": (squared, ["ATP105"]),
