@@ -15,7 +15,7 @@ with, or of a vector (gradients). Reports say where that decided the scope, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,7 +56,7 @@ from asynctp_passes.read import (
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.reference import WIDENED
 from asynctp_passes.registry import collective_op
-from asynctp_passes.rowwise import Product, Region, chain_of, placed_scales, products_of
+from asynctp_passes.rowwise import Product, Region, chains_of, placed_scales, products_of
 from asynctp_passes.scene import Scene, in_blocks
 from asynctp_passes.shapes import (
     GatherPlacement,
@@ -111,7 +111,7 @@ def _gathers(scene: Scene, wanted: set[fx.Node], allowed: Callable[[Candidate], 
 
     A matmul of what is computed from two gathers is fused with the first that may be.
     """
-    found = {c.node: _gather(scene, c, wanted) for c in scene.collectives if c.kind == "all_gather"}
+    found = {c.node: _gather(scene, c, wanted, allowed) for c in scene.collectives if c.kind == "all_gather"}
     taken: set[fx.Node] = set()
     for node, candidate in found.items():
         found[node] = candidate = _unless_taken(candidate, taken)
@@ -145,25 +145,41 @@ def _candidate(scene: Scene, chain: GatherChain, left_out: Iterable[str]) -> Can
     return Candidate(chain.collective, chain, (), nodes, left_out=tuple(left_out))
 
 
-def _gather(scene: Scene, gather: Collective, wanted: set[fx.Node]) -> Candidate:
-    """A gather with its chain; what is computed of the gathered tensor is hoisted where no view of it will do."""
+_Searched = tuple[Region, list[Product], dict[fx.Node, Refusal]]
+"""A region, and what `products_of` says of it."""
+
+
+def _gather(scene: Scene, gather: Collective, wanted: set[fx.Node], allowed: Callable[[Candidate], bool]) -> Candidate:
+    """A gather with its chain, the first that is allowed if there are several.
+
+    What is computed of the gathered tensor is hoisted where no view of it will do.
+    """
     flow = scene.flows[gather.node]
     if isinstance(flow, Refusal):
         return Candidate(gather, None, (flow,), (gather.node,))
     region = Region(scene, gather)
     products, missed = products_of(region)
-    own, refused = missed, {}
+    searched, refused = [(region, products, missed)], dict[fx.Node, Refusal]()
     if not _in_rows(products) and any(user in scene.ways_down for user in flow.all_users()):
         grown = Region(scene, gather)
         grown.grow()
         hoisted, why = products_of(grown)
+        searched.insert(0, (grown, _in_rows(hoisted) if products else hoisted, why))
         refused = {**grown.refused, **why}
-        if better := _in_rows(hoisted) if products else hoisted:
-            region, products, missed = grown, better, why
-    if not products:
-        return _unfused(region, own, refused)
-    chain = _joined(scene, chain_of(region, [one for one in products if one.matmul.node not in wanted] or products))
-    return _candidate(scene, chain, _left_out(scene, chain, products, missed))
+    found = _with_chains(scene, searched, wanted)
+    first = next(found, None)
+    if first is None:
+        return _unfused(region, missed, refused)
+    return first if allowed(first) else next(filter(allowed, found), first)
+
+
+def _with_chains(scene: Scene, searched: Iterable[_Searched], wanted: set[fx.Node]) -> Iterator[Candidate]:
+    """A gather with each of its chains; products that are not `wanted` elsewhere are preferred."""
+    for region, products, missed in searched:
+        free = [one for one in products if one.matmul.node not in wanted] or products
+        for chain in chains_of(region, free):
+            joined = _joined(scene, chain)
+            yield _candidate(scene, joined, _left_out(scene, joined, products, missed))
 
 
 def _in_rows(products: Iterable[Product]) -> list[Product]:

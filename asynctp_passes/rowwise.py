@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,6 @@ from asynctp_passes.read import (
     is_matmul,
     misfit,
     operands_that_are,
-    read_matmul,
     read_term,
 )
 from asynctp_passes.reasons import Refusal
@@ -71,7 +70,7 @@ from asynctp_passes.shapes import (
 )
 from asynctp_passes.views import CASTS, Flow, follow, is_view, views_of
 
-__all__ = ["Product", "Region", "chain_of", "placed_scales", "products_of"]
+__all__ = ["Product", "Region", "chains_of", "placed_scales", "products_of"]
 
 _EXACT_REDUCTIONS = {"aten.amax.default", "aten.amin.default"}
 _CONSTANTS = {"aten.full.default", "aten.scalar_tensor.default", "aten.zeros.default", "aten.ones.default"}
@@ -371,15 +370,12 @@ def products_of(region: Region) -> tuple[list[Product], dict[fx.Node, Refusal]]:
 
 
 def _product(region: Region, node: fx.Node) -> Product | Refusal:
-    """A product of the region; of `c + a @ b` it is `a @ b`: `c` is added behind the fused op, whatever it is.
-
-    Not where ops are hoisted: of several products the first is fused, which need not be one that pays.
-    """
+    """A product of the region; of `c + a @ b` it is `a @ b`: `c` is added behind the fused op, whatever it is."""
     roles = operands_that_are(node, region.home)
     if "left" not in roles:
         right = "right" in roles
         return Refusal(reasons.GATHER_IS_RIGHT_OPERAND if right else reasons.GATHERED_SCALE, node.name)
-    matmul = read_matmul(node) if region.members else read_term(node)
+    matmul = read_term(node)
     if isinstance(matmul, Refusal):
         return matmul
     found = _by_parts(region, matmul)
@@ -433,20 +429,25 @@ def _roots_above(region: Region, ends: Iterable[fx.Node]) -> tuple[fx.Node, ...]
 
 
 # --- the chain ---------------------------------------------------------------------------------------------------
-def chain_of(region: Region, products: Sequence[Product]) -> GatherChain:
-    """The chain of the preferred product and of those that one fused op can compute with it.
+def chains_of(region: Region, products: Iterable[Product]) -> Iterator[GatherChain]:
+    """Chains, each of the products that one fused op can compute together, of which one may be fused.
 
     Rows are preferred to the contraction, since chunks of rows finish early, then the earlier matmul.
     """
-    lead = max(products, key=lambda one: one.placement.axis == "rows")
-    chosen = [one for one in products if _key(region, one) == _key(region, lead)]
-    matmuls = tuple(one.matmul for one in chosen)
+    alike: dict[Any, list[Product]] = {}
+    for one in sorted(products, key=lambda one: one.placement.axis != "rows"):
+        alike.setdefault(_key(region, one), []).append(one)
+    return (_chain(region, chosen) for chosen in alike.values())
+
+
+def _chain(region: Region, products: Sequence[Product]) -> GatherChain:
+    lead, matmuls = products[0], tuple(one.matmul for one in products)
     used = region.used_elsewhere(set(nodes_of(matmuls)))
     returned = _returned(region, used, matmuls)
     if returned is not None:  # and with it what is seen of it
         used = {node: users for node, users in used.items() if region.home[node] is not region.home[returned]}
     hoist = _hoist(region, used, lead) if region.members else None
-    ends = [end for one in chosen for end in one.ends] + [one.node for one in (hoist.apart if hoist else ())]
+    ends = [end for one in products for end in one.ends] + [one.node for one in (hoist.apart if hoist else ())]
     return GatherChain(
         collective=region.gather,
         matmuls=matmuls,

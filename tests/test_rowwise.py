@@ -508,6 +508,28 @@ def test_products_of_one_tensor_in_several_shapes_are_one_op() -> None:
     assert not remark.keeps_gather
 
 
+def test_the_first_product_that_pays_leads() -> None:
+    """Rows in more bits come first, which are not worth to be gathered; those in fewer are."""
+    b = GraphBuilder()
+    (w, w_scale), whole = weight(b), b.gather(b.input("x", [4, 32], torch.bfloat16))
+    wide = b.mm(b.call(cast, whole, torch.float32), b.input("v", [32, 8]))
+    rows, scale = quantize(b, whole)
+    remark = fused_alike(b.returns(wide, b.scaled_mm(rows, w, scale, w_scale)))
+    assert remark.op == "asynctp::all_gather_scaled_matmul"
+    assert remark.keeps_gather
+
+
+@pytest.mark.parametrize("bias", ["apart", "computed"])
+def test_a_matrix_is_added_to_a_product_of_what_is_computed(bias: str) -> None:
+    """It is added behind the fused op, and may be computed from what is gathered."""
+    b = GraphBuilder()
+    rows = b.call(cast, b.gather(b.input("x", [4, 8])), torch.bfloat16)
+    added = rows if bias == "computed" else b.input("c", [16, 8], torch.bfloat16)
+    remark = fused_alike(b.returns(b.call(aten.addmm.default, added, rows, b.input("w", [8, 8], torch.bfloat16))))
+    assert remark.call["return_a_full"] == (bias == "computed")
+    assert not remark.keeps_gather
+
+
 def test_ranks_in_two_dimensions_of_what_is_computed() -> None:
     """Four ranks that a view shows as two times two are in order, all the same."""
     b = GraphBuilder()
