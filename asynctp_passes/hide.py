@@ -190,8 +190,6 @@ class _Contracted:
         stack = list(starts)
         while stack:
             for then in step(stack.pop()):
-                if then not in self.unit_of and then in seen:
-                    continue
                 found = set(self.unit_of.get(then, (then,))) - seen
                 seen |= found
                 stack.extend(found)

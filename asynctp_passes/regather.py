@@ -97,8 +97,6 @@ def _is_taken_in(decision: Decision, backward: set[fx.Node]) -> bool:
 def _is_needed(decision: Decision, backward: set[fx.Node]) -> bool:
     """True for a gather of the forward from which the backward needs something, without a matmul in between."""
     results = decision.candidate.collective.results
-    if not backward.isdisjoint(results):
-        return False
     steps = reachable(results, lambda node: node.users, lambda node: node in results or transparent(node))
     return any(user in backward for node in steps for user in node.users)
 

@@ -347,7 +347,7 @@ def scatter_of_the_product(b: GraphBuilder) -> tuple[Node, ...]:
 
 
 def nothing_but_a_fused_op(b: GraphBuilder) -> tuple[Node, ...]:
-    return chain(b), scattered_norms(b)
+    return b.scatter(large_product(b)), scattered_norms(b)
 
 
 def product_behind_a_mutation_only(b: GraphBuilder) -> tuple[Node, ...]:
@@ -369,6 +369,15 @@ def scatter_of_maxima(b: GraphBuilder) -> tuple[Node, ...]:
     return b.scatter(b.input("g", [8, 6]), "max"), chain(b), large_product(b)
 
 
+def scatter_of_means(b: GraphBuilder) -> tuple[Node, ...]:
+    return b.scatter(b.input("g", [8, 6]), "avg"), chain(b), large_product(b)
+
+
+def scatter_that_is_missed(b: GraphBuilder) -> tuple[Node, ...]:
+    """What could be fused if it were written otherwise is told so."""
+    return b.scatter(b.cat(b.chunks(product(b))[::-1])), chain(b), large_product(b)
+
+
 def product_that_nothing_uses_beside_a_scatter(b: GraphBuilder) -> tuple[Node, ...]:
     b.relu(large_product(b))
     return chain(b), scattered_norms(b)
@@ -387,6 +396,8 @@ SCATTERS: dict[Build, list[str]] = {
     scatter_returned_before_the_wait: ["ATP013", "FUSED"],
     scatter_of_a_group_without_chains: ["ATP002", "FUSED"],
     scatter_of_maxima: ["ATP013", "FUSED"],
+    scatter_of_means: ["ATP405", "FUSED"],
+    scatter_that_is_missed: ["ATP101", "FUSED"],
     product_that_nothing_uses_beside_a_scatter: ["FUSED", "ATP002"],
 }
 
@@ -471,6 +482,13 @@ def gather_of_a_vector(b: GraphBuilder) -> tuple[Node, ...]:
     return b.call(aten.cumsum.default, b.gather(b.input("s", [4])), 0), chain(b), large_product(b)
 
 
+def product_of_an_op_that_takes_the_gathered(b: GraphBuilder) -> tuple[Node, ...]:
+    """One op makes both products, with nothing to run its gather beside: the first needs the second gather too."""
+    left = b.permute(b.gather(b.input("dy", [4, 6])), [1, 0])
+    first = b.mm(left, b.input("saved", [8, 10]))
+    return b.mm(left, gather_of_norms(b)), b.mm(b.relu(first), b.input("w", [10, 4]))
+
+
 def gather_that_is_missed(b: GraphBuilder) -> tuple[Node, ...]:
     """What could be fused if it were written otherwise is told so."""
     pieces = b.chunks(b.gather(b.input("s", [4, 8])))
@@ -484,6 +502,7 @@ GATHERS: dict[Build, list[str]] = {
     product_of_the_gathered: ["ATP002", "FUSED"],
     gather_of_a_group_without_chains: ["ATP002", "FUSED"],
     gather_of_a_vector: ["ATP002", "FUSED"],
+    product_of_an_op_that_takes_the_gathered: ["FUSED", "ATP002"],
 }
 
 

@@ -85,6 +85,12 @@ def product_is_needed(b: GraphBuilder) -> tuple[Node, ...]:
     return layer.y, layer.dx, b.mul(b.relu(layer.y), layer.dy)
 
 
+def computed_is_returned(b: GraphBuilder) -> tuple[Node, ...]:
+    """What is computed from the gathered tensor leaves the forward, and the backward needs none of it."""
+    layer = Layer(b)
+    return layer.y, b.relu(layer.full), layer.dx
+
+
 def gathered_is_returned(b: GraphBuilder) -> tuple[Node, ...]:
     layer = Layer(b)
     return layer.y, layer.full, layer.dx, layer.dw()
@@ -171,6 +177,7 @@ CASES: dict[Build, list[str]] = {
     needed_twice: [*GATHER, "all_gather_into_tensor_1", "wait_tensor_2", "permute_2", "permute_3"],
     frozen_weight: [],
     product_is_needed: [],
+    computed_is_returned: [],
     gathered_is_returned: [],
     view_is_returned: [],
     gradient_is_gathered: [],

@@ -357,6 +357,50 @@ def test_scales_of_a_registered_matmul(a_scales: list[int], b_scales: list[int],
         assert becomes(b, b.call(operator.getitem, call, 1)) == [expected]
 
 
+FP8, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("a", "right", "bias", "expected"),
+    [(BF16, BF16, BF16, "F"), (BF16, torch.int8, None, "ATP301"), (BF16, BF16, FP32, "ATP301")],
+)
+def test_dtypes_of_a_registered_matmul(a: Any, right: Any, bias: Any, expected: str) -> None:
+    """Such as a quantized weight, or a bias of more bits than what it is added to."""
+    register_matmul(ops.matmul, a="a", b="b", bias="bias")
+    b = GraphBuilder()
+    whole, w = b.gather(b.input("x", [4, 8], a)), b.input("w", [8, 12], right)
+    added = None if bias is None else b.input("bias", [12], bias)
+    with b.mode:
+        value = torch.empty(16, 12, dtype=a)
+    assert becomes(b, b.call_like(value, ops.matmul.default, whole, w, added)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("a", "right", "bias", "out", "expected"),
+    [
+        (FP8, FP8, BF16, BF16, "F"),
+        (BF16, BF16, None, BF16, "ATP301"),
+        (FP8, BF16, None, BF16, "ATP301"),
+        (BF16, FP8, None, BF16, "ATP301"),
+        (FP8, FP8, BF16, FP8, "ATP301"),
+        (FP8, FP8, torch.float64, BF16, "ATP301"),
+    ],
+)
+def test_dtypes_of_a_registered_scaled_matmul(a: Any, right: Any, bias: Any, out: Any, expected: str) -> None:
+    """Scales belong to fp8 operands, both of them, and what they make is wider."""
+    with registered("tp"):
+        b = GraphBuilder()
+        arguments = {"a": b.gather(b.input("x", [4, 32], a)), "b": b.input("w", [32, 16], right)}
+        arguments |= {"a_scales": b.input("sa", [1]), "b_scales": b.input("sb", [1])}
+        added = None if bias is None else b.input("bias", [16], bias)
+        result = b.input("out", [16, 16], out)
+        op = torch.ops.vllm_like.cutlass_scaled_mm.default
+        value = (None, result.meta["val"])
+        target = torch.ops.higher_order.auto_functionalized
+        call = b.call_like(value, target, op, out=result, **arguments, bias=added)
+        assert becomes(b, b.call(operator.getitem, call, 1)) == [expected]
+
+
 def test_public_names() -> None:
     for name in ("CollectiveOp", "MatmulOp", "RegistryError", "register_collective", "register_matmul", "unregister"):
         assert name in asynctp_passes.__all__
