@@ -421,6 +421,7 @@ def test_a_plan() -> None:
         "collective 2: asynctp::all_gather_matmul, products: 1",
         "coalesced max float32: 0 1",
     ]
+    assert plan_of(report, Config(**QUIET), "dp").splitlines()[10:] == ["group enrolled: True"], "it has nothing else"
 
 
 @pytest.mark.parametrize(
@@ -470,6 +471,17 @@ def test_groups_that_nothing_is_decided_about_are_not_asked() -> None:
     assert [remark.name for remark in report.remarks] == ["WEIGHT_GATHER"]
     assert not agree._at_stake(report, "dp")
     assert agree._at_stake(run(program("tp"), Config(**QUIET)), "tp")
+
+
+def test_groups_that_something_is_decided_about_are_asked() -> None:
+    """Be it a matmul's collective, or all-reduces that become one with no matmul in sight."""
+    b = GraphBuilder(ranks=2)
+    maxima = [b.all_reduce(b.call(torch.ops.aten.max.default, b.input(name, [4, 8])), "max") for name in ("x", "y")]
+    small = run(b.returns(*maxima), Config(**QUIET))
+    assert [entry.collectives for entry in small.coalesced] == [("all_reduce", "all_reduce_1")]
+    for report in (run(other_program("tp"), Config(**QUIET)), run(missed_program("tp"), Config(**QUIET)), small):
+        assert agree._at_stake(report, "tp")
+        assert not agree._at_stake(report, "dp")
 
 
 # --- nothing holds a process group -----------------------------------------------------------------------------

@@ -213,6 +213,12 @@ def gather_for_two_products(b: GraphBuilder) -> tuple[Node, ...]:
     return *products, b.scatter(product(b))
 
 
+def gather_of_columns(b: GraphBuilder) -> tuple[Node, ...]:
+    """An activation's: its product can begin with the columns that are there."""
+    full = b.cat(b.chunks(b.gather(b.input("x", [4, 3]))), 1)
+    return b.mm(full, b.input("w", [6, 5])), b.scatter(product(b))
+
+
 # --- look-alikes: no product may be taken that cannot run meanwhile ------------------------------------------
 def product_of_the_gradient(b: GraphBuilder) -> tuple[Node, ...]:
     return (b.scatter(b.mm(b.input("a", [8, 6]), gradient(b))),)
@@ -243,6 +249,14 @@ def product_behind_a_mutation(b: GraphBuilder) -> tuple[Node, ...]:
     return weight, b.scatter(b.mm(state, b.input("w", [6, 8])))
 
 
+def gather_waited_for_behind_a_mutation(b: GraphBuilder) -> tuple[Node, ...]:
+    """Of what it gathers, too: it has to be done before."""
+    x, fused = b.input("x", [4, 8]), b.scatter(product(b))
+    started = b.call(c10d.all_gather_into_tensor.default, x, b.ranks, b.group)
+    b.call(aten.add_.Tensor, x, 1.0)
+    return fused, b.mm(b.input("dy", [6, 8]), b.call(c10d.wait_tensor.default, started))
+
+
 def gather_returned_before_the_wait(b: GraphBuilder) -> tuple[Node, ...]:
     started = b.call(c10d.all_gather_into_tensor.default, b.input("x", [4, 8]), b.ranks, b.group)
     weight = b.mm(b.input("dy", [6, 8]), b.call(c10d.wait_tensor.default, started))
@@ -263,11 +277,13 @@ GRAPHS: dict[Build, list[str]] = {
     gradient_that_is_reduced_elsewhere: ["ATP404", "ATP009", "FUSED"],
     gather_of_a_scattered_sum: ["FUSED", "ATP404", "FUSED"],
     gather_for_two_products: ["ATP404", "FUSED"],
+    gather_of_columns: ["FUSED", "FUSED"],
     product_of_the_gradient: ["ATP109", "FUSED"],
     gather_of_the_product: ["FUSED", "ATP109"],
     partner_depends_on_the_gradient: ["ATP109", "FUSED"],
     gather_depends_on_a_partner: ["FUSED", "ATP109"],
     product_behind_a_mutation: ["ATP109", "FUSED"],
+    gather_waited_for_behind_a_mutation: ["FUSED", "ATP109"],
     gather_returned_before_the_wait: ["ATP109", "FUSED"],
     product_that_nothing_uses: ["ATP109", "FUSED"],
 }
