@@ -1455,6 +1455,42 @@ def test_real_tensors_and_mixed_fake_modes_are_refused() -> None:
         assert str(rewritten) == str(graph)
 
 
+def gathered_rows_and_scales(b: Builder) -> list[Node]:
+    x, scales = b.placeholder((4, 32), FP8), b.placeholder((4, 1), torch.float32, "scale")
+    w, one = b.placeholder((32, 16), FP8, strides=(1, 32)), b.placeholder((1, 16), torch.float32, "scale")
+    rows = [gathered(b, each) for each in (x, scales)]
+    return [b.call(aten._scaled_mm.default, rows[0], w, rows[1], one, None, None, torch.bfloat16)]
+
+
+def quantized_by_the_largest_of_all_ranks(b: Builder) -> list[Node]:
+    """The rows' scales are needed elsewhere too."""
+    largest, (x,) = reduced_over(b, GROUP), inputs(b, (4, 32), dtype=torch.float32)
+    whole = gathered(b, x)
+    scale = of_rows(b, whole)
+    return [scaled_product(b, divided(b, divided(b, whole, largest), scale), scale), b.call(aten.neg.default, scale)]
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        scatter_feeds_gather,
+        residual_added_by_addmm,
+        gathered_rows_and_scales,
+        quantized_by_the_largest_of_all_ranks,
+        quantized_rows_and_a_view_of_them_saved,
+    ],
+)
+def test_a_value_of_another_fake_mode_is_no_crash(attack: Attack) -> None:
+    for name in node_names(attack):
+        graph, other = attacked(attack).graph, Builder(operator.itemgetter(0), 2).mode
+        node = next(node for node in graph.nodes if node.name == name)
+        value = node.meta["val"]
+        node.meta["val"] = other.from_tensor(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype))
+        rewritten, report = rewrite(graph)
+        assert report.remarks
+        rewritten.lint()
+
+
 # --- symbolic sizes ------------------------------------------------------------------------------------------
 def symbolic(b: Builder) -> tuple[Node, Any]:
     """A product of a gathered tensor with a symbolic number of rows, and the gathered tensor."""
