@@ -40,6 +40,10 @@ def scattered(b: Builder, full: Node) -> Node:
     return b.call(c10d.wait_tensor.default, result)
 
 
+def scattered_by_columns(b: Builder, full: Node) -> Node:
+    return scattered(b, chunks(b, full, full.meta["val"].shape[1] // b.world_size, 1, 0))
+
+
 def inputs(b: Builder, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Node]:
     return [b.placeholder(shape, dtype) for shape in shapes]
 
@@ -447,10 +451,10 @@ def tall_blocks(rows: int, gathers: bool) -> Attack:
     return attack
 
 
-def tall_blocks_scattered(rows: int) -> Attack:
+def tall_blocks_of_rows(rows: int, reduce: Callable[[Builder, Node], Node]) -> Attack:
     def attack(b: Builder) -> list[Node]:
-        a, scale = b.placeholder((rows, 512), FP8), b.placeholder((4, rows // 128), torch.float32, "scale")
-        return [scattered(b, *blockwise(b, a, scale, (5, 4)))]
+        a, scale = b.placeholder((rows, 512), FP8), b.placeholder((4, -(-rows // 128)), torch.float32, "scale")
+        return [reduce(b, *blockwise(b, a, scale, (5, 4)))]
 
     return attack
 
@@ -615,6 +619,16 @@ def gathered_list(b: Builder, *shards: Node) -> Node:
 
 def waited_items(b: Builder, results: Node) -> list[Node]:
     return [b.call(c10d.wait_tensor.default, item) for item in b.items(results)]
+
+
+def items_of_a_list_by(*places: int) -> Attack:
+    def attack(b: Builder) -> list[Node]:
+        x, y, w = inputs(b, (4, 6), (4, 6), (6, 8))
+        results = gathered_list(b, x, y)
+        items = [b.call(operator.getitem, results, place) for place in places]
+        return [b.call(aten.mm.default, b.call(c10d.wait_tensor.default, item), w) for item in items]
+
+    return attack
 
 
 def shard_of_a_list_mutated(b: Builder) -> list[Node]:
@@ -1184,8 +1198,11 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "tall blocks": (tall_blocks(128, gathers=True), ["F", "F"]),
     "tall blocks that all ranks know": (tall_blocks(256, gathers=False), ["F"]),
     "tall blocks of two ranks": (tall_blocks(64, gathers=False), ["ATP306"]),
-    "tall blocks scattered": (tall_blocks_scattered(256), ["F"]),
-    "tall blocks of two ranks scattered": (tall_blocks_scattered(384), ["ATP306"]),
+    "tall blocks scattered": (tall_blocks_of_rows(256, scattered), ["F"]),
+    "tall blocks of two ranks scattered": (tall_blocks_of_rows(384, scattered), ["ATP306"]),
+    "tall blocks scattered by columns": (tall_blocks_of_rows(384, scattered_by_columns), ["F"]),
+    "tall blocks all-reduced": (tall_blocks_of_rows(384, all_reduced), ["F"]),
+    "tall blocks, one of them in part, all-reduced": (tall_blocks_of_rows(192, all_reduced), ["ATP306"]),
     "scales of padded columns": (block_scales_of_several_columns((1, 4)), ["F"]),
     "scales of columns that are not padded": (block_scales_of_several_columns((1, 2)), ["ATP306"]),
     "scale of blocks": (quantized_in_blocks(of_blocks), ["F"]),
@@ -1254,6 +1271,8 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "finer pieces swapped": (finer_pieces_swapped, ["ATP101"]),
     "shard of a list, mutated": (shard_of_a_list_mutated, ["ATP204"]),
     "one shard twice in a list": (one_shard_twice_in_a_list, ["F", "F"]),
+    "items of a list, one taken twice": (items_of_a_list_by(0, 0, 1), ["ATP113"]),
+    "items of a list, counted from its end": (items_of_a_list_by(-2, -1), ["ATP113"]),
     "items of a list, joined": (items_of_a_list_joined, ["ATP104", "ATP104"]),
     "one product scattered twice": (one_product_scattered_twice, ["ATP202", "ATP202"]),
     "a product and its transpose in one list": (product_and_its_transpose_in_one_list, ["ATP202", "ATP202"]),
@@ -1540,6 +1559,25 @@ def test_size_of_a_side_view_that_no_input_carries() -> None:
     graph = attacked(attack, ShapeEnv()).graph
     rewritten, report = rewrite(graph)
     assert outcomes(report) == ["ATP108"]
+    assert str(rewritten) == str(graph)
+
+
+def test_sizes_of_the_operands_rows_that_no_input_carries() -> None:
+    """The shard's rows are `u0 * u1`, and the ranks come between the two."""
+
+    def attack(b: Builder) -> list[Node]:
+        assert b.shape_env is not None
+        outer, inner = b.shape_env.create_unbacked_symint(), b.shape_env.create_unbacked_symint()
+        x, w = b.placeholder((outer * inner, 6), torch.float64), b.placeholder((6, 8), torch.float64)
+        pieces = b.call(aten.view.default, gathered(b, x), [b.world_size, outer, inner, 6])
+        swapped = b.call(aten.permute.default, pieces, [1, 0, 2, 3])
+        rows = b.call(aten.reshape.default, swapped, [outer * inner * b.world_size, 6])
+        return [b.call(aten.mm.default, rows, w)]
+
+    graph = attacked(attack, ShapeEnv()).graph
+    rewritten, report = rewrite(graph)
+    assert outcomes(report) == ["ATP108"]
+    assert "no input carries the size" in report.remarks[0].message
     assert str(rewritten) == str(graph)
 
 

@@ -283,6 +283,31 @@ def test_a_gather_that_converts_is_missed() -> None:
     assert becomes(b, b.mm(whole, b.input("w", [8, 12], torch.bfloat16))) == ["ATP113"]
 
 
+@pytest.mark.parametrize("used", [(1,), (0, 1)])
+def test_a_list_gathered_by_a_computed_number_of_ranks_is_missed(used: tuple[int, ...]) -> None:
+    b = GraphBuilder()
+    shards, size = [b.input(name, [4, 8]) for name in ("x", "y")], b.input("size", [])
+    size.meta["val"] = 4
+    assert gathered_as(b, shards, [[16, 8], [16, 8]], size, used) == ["ATP113"]
+
+
+def test_a_list_one_of_whose_results_is_laid_out_otherwise_is_missed() -> None:
+    b = GraphBuilder()
+    shards = [b.input(name, [4, 8]) for name in ("x", "y")]
+    assert gathered_as(b, shards, [[16, 8], [8, 16]], b.ranks, (0, 1)) == ["ATP113"]
+
+
+def gathered_as(b: GraphBuilder, shards: list[Node], shapes: list[list[int]], size: Any, used: tuple[int, ...]) -> Any:
+    """What becomes of a gathered list, with results of these shapes (`[8, 16]` is seen transposed)."""
+    with b.mode:
+        whole = [torch.empty(shape) if shape[0] == 16 else torch.empty(shape).t() for shape in shapes]
+    op = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
+    call, w = b.call_like(whole, op, shards, size, "tp"), b.input("w", [8, 12])
+    items = [b.call_like(whole[index], operator.getitem, call, index) for index in used]
+    fulls = [b.call(torch.ops._c10d_functional.wait_tensor.default, item) for item in items]
+    return outcomes(run_pass(b.returns(*(b.mm(full, w) for full in fulls))))
+
+
 @pytest.mark.parametrize(("b_transposed", "expected"), [(True, "F"), (False, "ATP115")])
 def test_a_matmul_of_a_transposed_weight_is_described_so(b_transposed: bool, expected: str) -> None:
     register_matmul(ops.matmul, a="a", b="b", b_transposed=b_transposed)
@@ -338,7 +363,9 @@ def test_a_matmul_in_place_is_missed() -> None:
         ([16], [16], "F"),
         ([1, 16], [1], "ATP303"),
         ([16, 2], [1], "ATP303"),
+        ([16, 1, 1], [1], "ATP303"),
         ([16, 1], [2, 16], "ATP303"),
+        ([16, 1], [16, 2], "ATP303"),
         ([4, 1], [1], "ATP303"),
         ([16, 1], [32, 1], "ATP303"),
     ],
@@ -399,6 +426,29 @@ def test_dtypes_of_a_registered_scaled_matmul(a: Any, right: Any, bias: Any, out
         target = torch.ops.higher_order.auto_functionalized
         call = b.call_like(value, target, op, out=result, **arguments, bias=added)
         assert becomes(b, b.call(operator.getitem, call, 1)) == [expected]
+
+
+@pytest.mark.parametrize(("a_scales", "expected"), [([1, 1, 1], "F"), ([8, 1, 1], "ATP303"), ([8, 1], "ATP303")])
+def test_scales_of_a_registered_matmul_of_batches(a_scales: list[int], expected: str) -> None:
+    """One for each batch is not one for each row."""
+    with registered("tp"):
+        b = GraphBuilder()
+        x, w = b.gather(b.input("x", [2, 4, 32], FP8)), b.input("w", [1, 32, 16], FP8)
+        scales = b.input("sa", a_scales), b.input("sb", [1])
+        call = b.call_like(None, torch.ops.vllm_like.bmm_fp8.default, x, w, *scales, BF16, "cublas")
+        with b.mode:
+            call.meta["val"] = torch.empty(8, 4, 16, dtype=BF16)
+        assert becomes(b, call) == [expected]
+
+
+@pytest.mark.parametrize(("a", "right"), [(BF16, FP32), (FP32, BF16)])
+def test_scales_of_a_registered_matmul_are_float32(a: Any, right: Any) -> None:
+    with registered("tp"):
+        b = GraphBuilder()
+        x, w = b.gather(b.input("x", [4, 32], FP8)), b.input("w", [32, 16], FP8)
+        scales = b.input("sa", [1], a), b.input("sb", [1], right)
+        op = torch.ops.vllm_like.bmm_fp8.default
+        assert becomes(b, b.call(op, x, w, *scales, BF16, "cublas")) == ["ATP303"]
 
 
 def test_public_names() -> None:
