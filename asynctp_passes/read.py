@@ -156,7 +156,7 @@ def _member(
         return None
     if dim and (value is None or not -value.dim() <= dim < value.dim()):
         return None
-    if not _keeps_promise(op, tensor_of(tensor) if isinstance(tensor, fx.Node) else None, value):
+    if not _keeps_promise(op, tensor_of(tensor), value):
         return None
     group = dict(op.groups).get(group, group) if isinstance(group, str) else group
     return Collective(

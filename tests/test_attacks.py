@@ -374,6 +374,39 @@ def weight_from_quantized_rows(b: Builder) -> list[Node]:
     return [b.call(aten._scaled_mm.default, rows, columns, scale, column_scale, None, None, torch.bfloat16)]
 
 
+def block_scales_by_shape(a_scale: tuple[int, int], b_scale: tuple[int, int]) -> Attack:
+    """`_scaled_mm` is told by shapes of which blocks scales are: here of [256, 512] @ [512, 144]."""
+
+    def attack(b: Builder) -> list[Node]:
+        x, w = b.placeholder((128, 512), FP8), b.placeholder((512, 144), FP8, strides=(1, 512))
+        scales = [b.placeholder(shape, torch.float32, "scale") for shape in (a_scale, b_scale)]
+        with b.mode:
+            value = torch.empty(256, 144, dtype=torch.bfloat16)
+        args = (gathered(b, x), w, *scales, None, None, torch.bfloat16)
+        return [b.call_like(value, aten._scaled_mm.default, *args)]
+
+    return attack
+
+
+# --- one weight for all matrices of a batch ----------------------------------------------------------------------
+def batch_times(*steps: tuple[Any, ...], weight: tuple[int, ...] = (6, 6)) -> Attack:
+    """A gathered batch [6, 4, 6] times a weight that is repeated for all of it, and then seen in other ways."""
+
+    def attack(b: Builder) -> list[Node]:
+        x, right = inputs(b, (3, 4, 6), weight)
+        right = b.call(aten.expand.default, right, [6, 6, 6])
+        for target, *arguments in steps:
+            right = b.call(target, right, *arguments)
+        return [b.call(aten.bmm.default, gathered(b, x), right)]
+
+    return attack
+
+
+def batch_times_ones(b: Builder) -> list[Node]:
+    (x,) = inputs(b, (3, 4, 6))
+    return [b.call(aten.bmm.default, gathered(b, x), b.call(aten.full.default, [6, 6, 6], 1.0, dtype=torch.float64))]
+
+
 # --- gathered scales of blocks -----------------------------------------------------------------------------------
 def blockwise(b: Builder, rows: Node, a_scale: Node, kinds: tuple[int, int] = (4, 5)) -> list[Node]:
     """The product of fp8 rows [m, k] with scales of blocks, as `scaled_mm` takes them: 1x128 (4) or 128x128 (5)."""
@@ -730,6 +763,11 @@ def term_added_by_addmm_and_again(b: Builder) -> list[Node]:
     a, w, c, v = inputs(b, (8, 4), (4, 6), (8, 4), (4, 6))
     one = b.call(aten.mm.default, a, w)
     return [scattered(b, b.call(aten.add.Tensor, one, b.call(aten.addmm.default, one, c, v)))]
+
+
+def bias_as_long_as_there_are_rows(b: Builder) -> list[Node]:
+    x, w, bias = inputs(b, (4, 6), (6, 8), (8,))
+    return [b.call(aten.addmm.default, bias, gathered(b, x), w)]
 
 
 def residual_added_by_addmm(b: Builder) -> list[Node]:
@@ -1195,6 +1233,21 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "first block's scales for all": (gathered_blocks(None, None, first_block_for_all), ["F", "ATP002"]),
     "blocks' scales by columns": (gathered_blocks(None, None, seen_by_columns), ["F", "ATP007"]),
     "blocks' scales over another group": (gathered_blocks(None, None, group="dp"), ["F", "ATP007"]),
+    "1x128 and 1x128 by shape": (block_scales_by_shape((256, 4), (4, 144)), ["F"]),
+    "1x128 and 128x128 by shape": (block_scales_by_shape((256, 4), (4, 2)), ["F"]),
+    "128x128 and 1x128 by shape": (block_scales_by_shape((2, 4), (4, 144)), ["F"]),
+    "batch": (batch_times(), ["F"]),
+    "batch, transposed": (batch_times((aten.transpose.int, 1, 2)), ["F"]),
+    "batch, transposed from the end": (batch_times((aten.transpose.int, -1, -2)), ["F"]),
+    "batch, permuted": (batch_times((aten.permute.default, [0, 2, 1])), ["F"]),
+    "batch, transposed twice": (batch_times((aten.transpose.int, 1, 2), (aten.permute.default, [0, 2, 1])), ["F"]),
+    "batch, permuted to what it was": (batch_times((aten.permute.default, [0, 1, 2])), ["ATP115"]),
+    "batch, matrices and rows permuted": (batch_times((aten.permute.default, [1, 0, 2])), ["ATP115"]),
+    "batch, matrices and rows transposed": (batch_times((aten.transpose.int, 0, 1)), ["ATP115"]),
+    "batch, matrices and columns transposed": (batch_times((aten.transpose.int, 2, 0)), ["ATP115"]),
+    "batch, of a row": (batch_times(weight=(6,)), ["ATP115"]),
+    "batch, of one row": (batch_times(weight=(1, 6)), ["ATP115"]),
+    "batch, of ones": (batch_times_ones, ["ATP115"]),
     "tall blocks": (tall_blocks(128, gathers=True), ["F", "F"]),
     "tall blocks that all ranks know": (tall_blocks(256, gathers=False), ["F"]),
     "tall blocks of two ranks": (tall_blocks(64, gathers=False), ["ATP306"]),
@@ -1285,6 +1338,7 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "scatter feeds gather": (scatter_feeds_gather, ["F", "F"]),
     "gather feeds weight of gather": (gather_feeds_weight_of_gather, ["F", "F"]),
     "term added by addmm and again": (term_added_by_addmm_and_again, ["ATP111"]),
+    "bias as long as there are rows": (bias_as_long_as_there_are_rows, ["F"]),
     "residual added by addmm": (residual_added_by_addmm, ["F"]),
     "operand added to its product": (operand_added_to_its_product(by_addmm=False), ["ATP202"]),
     "operand added to its product by addmm": (operand_added_to_its_product(by_addmm=True), ["ATP202"]),
@@ -1449,6 +1503,8 @@ def rowwise_with_views(b: Builder) -> list[Node]:
         scatter_feeds_gather,
         quantized_rows_and_a_view_of_them_saved,
         terms_in_views_of_their_own,
+        bias_as_long_as_there_are_rows,
+        residual_added_by_addmm,
         scaled_by((8, 1), (1, 16), outer=True),
     ],
 )

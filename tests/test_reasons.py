@@ -895,6 +895,12 @@ def addmm_with_alpha(b: GraphBuilder) -> Node:
     return b.call(aten.addmm.default, b.input("bias", [12]), gathered(b), b.input("w", [8, 12]), alpha=2)
 
 
+@row("ADDMM_SCALED", "beta=2")
+def addmm_with_beta(b: GraphBuilder) -> Node:
+    x, w, bias = gathered(b), b.input("w", [8, 12]), b.input("bias", [12])
+    return b.call(aten.addmm.default, bias, x, w, beta=2)
+
+
 @row("ADDMM_SCALED", "bias has shape [16, 1]")
 def gather_for_an_addmm_with_a_column(b: GraphBuilder) -> Node:
     return b.call(aten.addmm.default, b.input("column", [16, 1]), gathered(b, 4, 8), b.input("w", [8, 12]))

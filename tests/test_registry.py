@@ -262,7 +262,9 @@ def test_gathers_that_are_not_what_they_promise_are_missed() -> None:
         assert becomes(b, b.mm(whole, b.input("w", [width, 16])))[0] in ("ATP108", "ATP113"), build
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [([4, 12], None), ([12, 8], None), ([8, 12], torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [([4, 12], None), ([12, 8], None), ([8, 12, 1], None), ([8, 12], torch.bfloat16)]
+)
 def test_an_all_reduce_that_is_none_is_missed(shape: list[int], dtype: torch.dtype | None) -> None:
     """Half of it, another layout, another dtype."""
     register_collective(ops.reduce, kind="all_reduce", input="x", group="group")
@@ -281,6 +283,17 @@ def test_a_gather_that_converts_is_missed() -> None:
         value = torch.empty(16, 8, dtype=torch.bfloat16)
     whole = b.call_like(value, ops.all_gather.default, x, 0, 4, "tp")
     assert becomes(b, b.mm(whole, b.input("w", [8, 12], torch.bfloat16))) == ["ATP113"]
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(2, [16, 8]), (-3, [16, 8]), (1, None)])
+def test_a_gather_along_a_dimension_that_is_not_there_is_missed(dim: int, shape: list[int] | None) -> None:
+    """Or of which it is not known."""
+    register_collective(ops.all_gather, **GATHER)
+    b = GraphBuilder()
+    with b.mode:
+        value, product = None if shape is None else torch.empty(shape), torch.empty(16, 12)
+    whole = b.call_like(value, ops.all_gather.default, b.input("x", [4, 8]), dim, b.ranks, "tp:0")
+    assert becomes(b, b.call_like(product, aten.mm.default, whole, b.input("w", [8, 12]))) == ["ATP113"]
 
 
 @pytest.mark.parametrize("used", [(1,), (0, 1)])
@@ -318,6 +331,18 @@ def test_a_matmul_of_a_transposed_weight_is_described_so(b_transposed: bool, exp
     assert becomes(b, b.call_like(value, ops.matmul.default, whole, w, None)) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("right", "expected"), [([8, 12], "F"), ([8, 10], "ATP115"), ([10, 12], "ATP115"), ([12], "ATP115")]
+)
+def test_a_matmul_of_a_weight_of_other_sizes_is_missed(right: list[int], expected: str) -> None:
+    register_matmul(ops.matmul, a="a", b="b")
+    b = GraphBuilder()
+    whole, w = b.gather(b.input("x", [4, 8])), b.input("w", right)
+    with b.mode:
+        value = torch.empty(16, 12)
+    assert becomes(b, b.call_like(value, ops.matmul.default, whole, w, None)) == [expected]
+
+
 def test_blocks_of_a_registered_gather_out_of_order() -> None:
     register_collective(ops.all_gather, **GATHER)
     b = GraphBuilder()
@@ -343,6 +368,22 @@ def test_a_matmul_into_a_whole_tensor_is_fused_and_into_a_part_is_not() -> None:
         b = GraphBuilder()
         a, w = b.gather(b.input("x", [4, 8])), b.input("w", [8, 12])
         assert becomes(b, functionalized(b, ops.matmul_out.default, [16, 12], a=a, b=w, **view)) == [expected]
+
+
+def test_a_matmul_into_a_tensor_that_nothing_reads_or_knows_is_missed() -> None:
+    """Or whose rows are not one behind the other."""
+    register_matmul(ops.matmul_out, a="a", b="b", out="out")
+    for case in ("unread", "unknown", "transposed"):
+        b = GraphBuilder()
+        a, w = b.gather(b.input("x", [4, 8])), b.input("w", [8, 12])
+        out = functionalized(b, ops.matmul_out.default, [16, 12], a=a, b=w, _out_base_index=0)
+        out.meta.pop("val")
+        if case == "unread":
+            b.graph.erase_node(out)
+        elif case == "transposed":
+            with b.mode:
+                out.meta["val"] = torch.empty(12, 16).t()
+        assert becomes(b, a if case == "unread" else out) == ["ATP207" if case == "unknown" else "ATP115"]
 
 
 def test_a_matmul_in_place_is_missed() -> None:
@@ -426,6 +467,18 @@ def test_dtypes_of_a_registered_scaled_matmul(a: Any, right: Any, bias: Any, out
         target = torch.ops.higher_order.auto_functionalized
         call = b.call_like(value, target, op, out=result, **arguments, bias=added)
         assert becomes(b, b.call(operator.getitem, call, 1)) == [expected]
+
+
+def test_scales_of_a_registered_matmul_are_none_of_blocks() -> None:
+    """What has as many of them as torch's has for blocks may have others."""
+    with registered("tp"):
+        b = GraphBuilder()
+        x, w = b.gather(b.input("x", [4, 256], FP8)), b.input("w", [256, 16], FP8)
+        scales = b.input("sa", [16, 2]), b.input("sb", [2, 16])
+        with b.mode:
+            value = torch.empty(16, 16, dtype=BF16)
+        op = torch.ops.vllm_like.bmm_fp8.default
+        assert becomes(b, b.call_like(value, op, x, w, *scales, BF16, "cublas")) == ["ATP306"]
 
 
 @pytest.mark.parametrize(("a_scales", "expected"), [([1, 1, 1], "F"), ([8, 1, 1], "ATP303"), ([8, 1], "ATP303")])
