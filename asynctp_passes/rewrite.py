@@ -663,8 +663,8 @@ def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
     of several tensors, other items too: of one that nothing uses nothing is left.
     """
     views = followed(chain) if isinstance(chain, GatherChain) else [*chain.views, *chain.behind]
-    taken = [source for node in nodes_of(chain.matmuls) for source in node.all_input_nodes]
-    taken += [joined.source for joined in chain.joined]
+    takers = [*nodes_of(chain.matmuls), *(joined.call or joined.node for joined in chain.joined)]
+    taken = [source for node in takers for source in node.all_input_nodes]  # as they are now: some were replaced
     nodes = {*views, *nodes_of(chain.matmuls), *reachable(taken, where=is_view)}
     for collective in collectives_of(chain):
         nodes.update(collective.nodes, () if collective.call is None else collective.call.users)

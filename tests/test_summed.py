@@ -659,6 +659,12 @@ def turned_for(b: Builder, node: Node) -> Node:
     return b.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
 
 
+@sums(1, 1)
+def of_a_reduced_product(b: Builder) -> list[Node]:
+    """A product that is reduced, and then again in a sum: the op that takes its place there goes in once."""
+    return [added(b, reduced(b, reduced(b, term(b))), reduced(b, term(b)))]
+
+
 @sums(1)
 def of_what_no_matmul_made_turned_alike(b: Builder) -> list[Node]:
     other = b.placeholder((8, 6), torch.float64)
