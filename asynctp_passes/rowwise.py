@@ -46,14 +46,7 @@ from asynctp_passes.fxview import (
     tensor_of,
     value_of,
 )
-from asynctp_passes.read import (
-    added_matrix,
-    contracts_rows,
-    is_matmul,
-    misfit,
-    operands_that_are,
-    read_term,
-)
+from asynctp_passes.read import added_matrix, contracts_rows, is_matmul, misfit, operands_that_are, read_term
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.scene import Scene
 from asynctp_passes.shapes import (

@@ -21,7 +21,6 @@ import compiled
 import stress
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.products import IN_BLOCKS
-from torch.distributed.device_mesh import init_device_mesh
 
 import asynctp_passes
 
@@ -94,21 +93,13 @@ def test_collectives_in_flight_are_exact(op: str, copy: bool, alone: dist.Proces
     assert call.expected.numel() == 128 * 64 + inner.expected.numel()
 
 
-@pytest.fixture
-def pretended() -> Iterator[None]:
-    """Two ranks, one of which is this process, and whose collectives do nothing."""
-    with imagined_ranks(2):
-        yield
-
-
-@pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize("name", compiled.PROGRAMS)
 def test_compiled_programs_become_what_they_say(name: str) -> None:
-    make, wanted = compiled.PROGRAMS[name]
+    """On two ranks, one of which is this process, and whose collectives do nothing."""
     torch.compiler.reset()
     asynctp_passes.clear_reports()
-    module, shape, _ = make(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
-    module.to(torch.bfloat16)
-    x = torch.randn(shape).bfloat16().requires_grad_()
-    torch.compile(module, backend="asynctp", dynamic=False, fullgraph=True)(x).sum().backward()
-    assert compiled.counted(asynctp_passes.reports()) == wanted
+    with imagined_ranks(2):
+        module, shape, _ = compiled.made(name, "cpu")
+        x = torch.randn(shape).bfloat16().requires_grad_()
+        torch.compile(module, backend="asynctp", dynamic=False, fullgraph=True)(x).sum().backward()
+    assert compiled.counted(asynctp_passes.reports()) == compiled.PROGRAMS[name][1]
