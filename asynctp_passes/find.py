@@ -146,7 +146,7 @@ def _candidate(scene: Scene, chain: GatherChain, left_out: Iterable[str]) -> Can
 
 
 _Searched = tuple[Region, list[Product], dict[fx.Node, Refusal]]
-"""A region, and what `products_of` says of it."""
+"""A region, those of its products that may be fused, and what `products_of` says of other matmuls."""
 
 
 def _gather(scene: Scene, gather: Collective, wanted: set[fx.Node], allowed: Callable[[Candidate], bool]) -> Candidate:
@@ -159,27 +159,30 @@ def _gather(scene: Scene, gather: Collective, wanted: set[fx.Node], allowed: Cal
         return Candidate(gather, None, (flow,), (gather.node,))
     region = Region(scene, gather)
     products, missed = products_of(region)
-    searched, refused = [(region, products, missed)], dict[fx.Node, Refusal]()
-    if not _in_rows(products) and any(user in scene.ways_down for user in flow.all_users()):
-        grown = Region(scene, gather)
+    searched, hoisted, refused = [(region, products, missed)], list[Product](), dict[fx.Node, Refusal]()
+    if any(user in scene.ways_down for user in flow.all_users()):
+        grown, plain = Region(scene, gather), {one.matmul.node for one in products}
         grown.grow()
-        hoisted, why = products_of(grown)
-        searched.insert(0, (grown, _in_rows(hoisted) if products else hoisted, why))
+        computed, why = products_of(grown)
+        hoisted = [one for one in computed if one.matmul.node not in plain]
+        searched.insert(1 if _in_rows(products) else 0, (grown, _in_rows(hoisted) if products else hoisted, why))
         refused = {**grown.refused, **why}
-    found = _with_chains(scene, searched, wanted)
+    found = _with_chains(scene, searched, [*products, *hoisted], wanted)
     first = next(found, None)
     if first is None:
         return _unfused(region, missed, refused)
     return first if allowed(first) else next(filter(allowed, found), first)
 
 
-def _with_chains(scene: Scene, searched: Iterable[_Searched], wanted: set[fx.Node]) -> Iterator[Candidate]:
+def _with_chains(
+    scene: Scene, searched: Iterable[_Searched], all_products: Sequence[Product], wanted: set[fx.Node]
+) -> Iterator[Candidate]:
     """A gather with each of its chains; products that are not `wanted` elsewhere are preferred."""
     for region, products, missed in searched:
         free = [one for one in products if one.matmul.node not in wanted] or products
         for chain in chains_of(region, free):
             joined = _joined(scene, chain)
-            yield _candidate(scene, joined, _left_out(scene, joined, products, missed))
+            yield _candidate(scene, joined, _left_out(scene, joined, all_products, missed))
 
 
 def _in_rows(products: Iterable[Product]) -> list[Product]:
@@ -231,11 +234,16 @@ def _left_out(
 ) -> tuple[str, ...]:
     """What other matmuls do with the gathered tensor, which the fused op returns to them, unless its gather stays."""
     fused, kept = {matmul.node for matmul in chain.matmuls}, () if chain.hoist is None else chain.hoist.kept
-    others = [one.matmul.node for one in products if one.matmul.node not in fused]
+    others = [one.matmul.node for one in products if one.matmul.node not in fused and one.matmul.node not in kept]
     shared = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.ROWS_CONTRACTED, reasons.ADDMM_SCALED)
     takers = [*others, *(node for node, refusal in missed.items() if refusal.reason in shared)]
     gradients = [node.name for node in scene.sorted(takers) if contracts_rows(node) and node not in kept]
-    apart = [f"{node.name} stays a matmul of its own" for node in others if not contracts_rows(node)]
+    views = set(scene.flow_of(chain.collective).all_users())
+    apart = [
+        f"{node.name}{'' if node in views else ', of what is computed from it,'} stays a matmul of its own"
+        for node in others
+        if not contracts_rows(node)
+    ]
     known = [refusal for node, refusal in missed.items() if refusal.reason not in shared or not contracts_rows(node)]
     facts = [f"{refusal.reason.name} ({refusal.facts})" for refusal in known]
     taken = [f"the same gather serves the weight gradients {', '.join(gradients)}"]

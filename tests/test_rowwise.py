@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import textwrap
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -463,11 +464,11 @@ is gone
 
 
 # --- what other users need ---------------------------------------------------------------------------------------
-def fused_alike(graph: Graph) -> Remark:
+def fused_alike(graph: Graph, **options: Any) -> Remark:
     """What is said of the one chain of a graph, which computes the same as before."""
     inputs = [_values(graph, rank) for rank in range(4)]
     before = evaluate(graph, inputs)
-    (remark,) = [one for one in run_pass(graph, strict="all").remarks if one.outcome == "FUSED"]
+    (remark,) = [one for one in run_pass(graph, strict="all", **options).remarks if one.outcome == "FUSED"]
     graph.lint()
     assert differences(before, evaluate(graph, inputs)) == []
     return remark
@@ -552,6 +553,29 @@ def test_other_matmuls_of_what_is_computed_are_told_apart() -> None:
     assert remark.message.endswith(
         "; GATHER_IS_RIGHT_OPERAND (mm); PIECES_MISSING (mm_1: covers 256 elements from 0 of 512)"
     )
+
+
+def test_a_product_of_the_gathered_tensor_comes_before_those_of_what_is_computed() -> None:
+    """As a router's does, whose experts are in fp8: these stay as they are, and the remark says so."""
+    b = GraphBuilder()
+    (w, w_scale), whole = weight(b), b.gather(b.input("x", [4, 32], torch.bfloat16))
+    rows, scale = quantize(b, whole)
+    router = b.mm(whole, b.input("v", [32, 8], torch.bfloat16))
+    remark = fused_alike(b.returns(router, b.scaled_mm(rows, w, scale, w_scale)))
+    assert remark.op == "asynctp::all_gather_matmul"
+    assert remark.message.startswith("the gathered tensor is returned too: ")
+    assert "_scaled_mm, of what is computed from it, stays a matmul of its own" in remark.message
+
+
+def test_what_is_computed_is_hoisted_where_the_product_of_the_gathered_tensor_may_not_be_fused() -> None:
+    """A router's has fewer operations than the program asks for."""
+    b = GraphBuilder()
+    whole = b.gather(b.input("x", [4, 8]))
+    router, rows = b.mm(whole, b.input("v", [8, 8])), b.call(cast, whole, torch.bfloat16)
+    graph = b.returns(router, b.mm(rows, b.input("w", [8, 16], torch.bfloat16)))
+    remark = fused_alike(graph, min_flops=2 * 16 * 8 * 16)
+    assert remark.keeps_gather
+    assert "stays for mm, " in remark.message
 
 
 # --- the order of nodes ------------------------------------------------------------------------------------------
