@@ -600,6 +600,42 @@ graph  await reduced""",
         )
 
 
+def otherwise(how: str, rows: int, cols: int) -> Tensor:
+    """A matrix that no kernel takes as it lies."""
+    return tensor(cols, rows).t() if how == "transposed" else tensor(rows * cols + 1)[1:].view(rows, cols)
+
+
+@pytest.mark.parametrize("how", ["transposed", "unaligned"])
+@pytest.mark.parametrize("implementation", ["fused", "decomposed", "direct"])
+def test_what_a_gather_has_to_copy_first_is_recorded(implementation: str, how: str, recording: Machine) -> None:
+    """Its copy is made in the recording, of what is there at each launch."""
+    call, place = gather_call((256,), 64, (72,), full=True), otherwise(how, 256, 64)
+    plan = gather_plan(replace(call, a_shard=place), recording, implementation)
+    make = plan.tensors
+    plan.tensors = lambda operands: make((place.copy_(operands[0]), *operands[1:]))  # type: ignore[method-assign]
+    at_the_same_place(plan, ())
+    for number in range(3):
+        (out, gathered), full, _ = run_gather(call, recording, plan)
+        assert torch.equal(bits(gathered), bits(full))
+        assert torch.equal(out, expected_products(call, full, None)[0])
+        assert len(recording.recordings) == (number > 0)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "how"), [("fused", "unaligned"), ("direct", "unaligned"), ("direct", "transposed")]
+)
+def test_what_a_scatter_has_to_copy_first_is_recorded(implementation: str, how: str, recording: Machine) -> None:
+    call, place = scatter_call((512,), (64,), 72), otherwise(how, 512, 64)
+    plan = scatter_plan(replace(call, a_parts=[place]), recording, implementation)
+    make = plan.tensors
+    plan.tensors = lambda operands: make(([place.copy_(operands[0][0])], *operands[1:]))  # type: ignore[method-assign]
+    at_the_same_place(plan, ())
+    for number in range(3):
+        out, wanted, _ = run_scatter(call, recording, plan)
+        assert torch.equal(out, wanted)
+        assert len(recording.recordings) == (number > 0)
+
+
 @pytest.mark.parametrize("implementation", ["fused", "decomposed", "direct"])
 def test_other_memory_is_enqueued_anew(implementation: str, recording: Machine) -> None:
     """Whichever tensor of a call lies elsewhere, it is another call."""

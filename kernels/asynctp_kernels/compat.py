@@ -65,14 +65,14 @@ def current_raw_stream(device_index: int) -> int:
 
 def matmul_settings() -> tuple[Any, ...]:
     """The program's settings that change which matmul runs: precision of fp32, how it may add, SMs, library, tuning."""
-    c = torch._C
+    c: Any = torch._C
     return (
         c._get_fp32_precision_getter("cuda", "matmul"),
         c._get_cublas_allow_fp16_reduced_precision_reduction(),
         c._get_cublas_allow_bf16_reduced_precision_reduction(),
         c._get_cublas_allow_fp16_accumulation(),
         c._get_sm_carveout_experimental(),
-        c._get_blas_preferred_backend(),
+        c._get_blas_preferred_backend().value,  # not the enum, whose hash and comparison are calls through pybind
         c._get_deterministic_algorithms(),
         _tunes(),
     )

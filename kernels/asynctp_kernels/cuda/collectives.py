@@ -58,7 +58,7 @@ class BulkGather(Pulled):
     def start_bulk(self, shard: Tensor) -> Bulk:
         """Enqueue everything; `shard` [m, *, n] gives [world * m, *, n]."""
         memory, stream = self.memory, driver.current_stream(self.device_index)
-        call = self.tensors((shard, None, (), (), (), None))
+        call = self.tensors((aligned(shard), None, (), (), (), None))
         done = memory.fly(stream, self.number, call.addresses(), lambda side: self.copy(side, call))
         return Bulk(call.full, call.shard, stream, done)
 

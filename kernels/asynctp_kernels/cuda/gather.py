@@ -8,8 +8,8 @@
     unfused      NCCL, then cuBLAS on the whole
 
 A plan is made once per (shapes, strides, dtypes, options) and group, and holds everything that does not change:
-addresses of words, the copy stream's script, the compiled kernel. A call only fills in addresses: it makes all of its
-memory, then enqueues, which a call on the same addresses need not do again (`recordings`).
+addresses of words, the copy stream's script, the compiled kernel. A call only fills in addresses: it makes memory for
+its results, then mends its operands and enqueues, which a call on the same addresses need not do again (`recordings`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .script import (
     gather_script,
     push_script,
 )
-from .stamps import new_table
+from .stamps import StampTable, new_table
 from .tiles import Chunks, Tiles, cut, in_blocks
 from .waits import code
 
@@ -100,7 +100,7 @@ GatherOperands = tuple[
 class GatherTensors(NamedTuple):
     """All memory of one call.
 
-    shard, a_scale, bs, b_scales, biases: the operands, as the implementation reads them.
+    shard, a_scale, bs, b_scales, biases: the operands.
     numbers: what is gathered with the shard: `a_scale`, or what is only returned.
     outs, full, all_numbers: the products, the gathered A and the gathered numbers [*, K/128 or 1]. (What is pushed is
     not gathered: see `PushedGather`.)
@@ -118,20 +118,21 @@ class GatherTensors(NamedTuple):
 
     def addresses(self) -> tuple[int, ...]:
         """Of all."""
-        several = (*self.bs, *self.b_scales, *self.biases, *self.outs)
-        one_each = (self.shard, self.a_scale, self.numbers, self.full, self.all_numbers)
-        return tuple([tensor.data_ptr() for tensor in (*one_each, *several) if tensor is not None])
+        shard, a_scale, bs, b_scales, biases, numbers, outs, full, all_numbers = self
+        tensors = (shard, a_scale, numbers, full, all_numbers, *bs, *b_scales, *biases, *outs)
+        return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
 
 
 class GatherPlan:
     """One call, prepared. `run` gives the products, then the gathered A if asked for, then the gathered `along`.
 
     cublas: `enqueue` calls cuBLAS. stage_first: the shard is staged before the products start, because they would leave
-    no room for that.
+    no room for that. stamps: of the GEMM's tiles, if they are asked for.
     """
 
     cublas = True
     stage_first = False
+    stamps: StampTable | None = None
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
         self.number = memory.new_plan()
@@ -165,17 +166,21 @@ class GatherPlan:
         return tensor.view(-1).view(_UNITS[self.unit_bytes])
 
     def tensors(self, operands: GatherOperands) -> GatherTensors:
-        """The operands, mended, and new memory for what a call makes."""
+        """The operands as they come, and new memory for what a call makes."""
         a_shard, a_scale, bs, b_scales, biases, along = operands
-        numbers, all_numbers = (a_scale if self.scale_travels else along), None
-        if numbers is not None:
-            numbers, all_numbers = aligned(numbers), self.new_numbers()
-        scale, outs = (numbers if self.scale_travels else a_scale), [new() for new in self.new_outs]
-        shard, full = aligned(a_shard), self.new_full()
-        return GatherTensors(shard, scale, bs, b_scales, biases, numbers, outs, full, all_numbers)
+        numbers = a_scale if self.scale_travels else along
+        all_numbers = None if numbers is None else self.new_numbers()
+        outs = [new() for new in self.new_outs]
+        return GatherTensors(a_shard, a_scale, bs, b_scales, biases, numbers, outs, self.new_full(), all_numbers)
+
+    def mended(self, call: GatherTensors) -> GatherTensors:
+        """The call with its operands as the implementation reads them: copies of those that lie otherwise."""
+        numbers = None if call.numbers is None else aligned(call.numbers)
+        scale = numbers if self.scale_travels else call.a_scale
+        return call._replace(shard=aligned(call.shard), a_scale=scale, numbers=numbers)
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
-        """Everything that a call does on the GPU, behind `stream` and with `stream` behind it."""
+        """Everything that a mended call does on the GPU, behind `stream` and with `stream` behind it."""
         raise NotImplementedError
 
     def results(self, call: GatherTensors) -> list[Tensor]:
@@ -202,9 +207,13 @@ class GatherPlan:
 
     def make(self, stream: int, call: GatherTensors) -> None:
         """Enqueue the call, in its turn, or launch a recording of it."""
-        self.memory.call(
-            stream, self.number, call.addresses(), self.cublas, lambda at: self.enqueue(at, call), self.stage_first
-        )
+        if self.stamps is not None:
+            self.stamps.begin(stream, self.memory.last)
+
+        def enqueue(at: int) -> None:
+            self.enqueue(at, self.mended(call))
+
+        self.memory.call(stream, self.number, call.addresses(), self.cublas, enqueue, self.stage_first)
 
     def multiply(self, call: GatherTensors, a: Tensor, a_scale: Tensor | None, places: Sequence[Tensor]) -> None:
         """`a` by every B, each into its place, on cuBLAS."""
@@ -276,11 +285,6 @@ class Pulled(GatherPlan):
     def arrived(self, source: int, chunk: int) -> list[Step]:
         """What tells the consumer that a chunk is in place."""
         raise NotImplementedError
-
-    def tensors(self, operands: GatherOperands) -> GatherTensors:
-        a_shard, a_scale, bs, b_scales, biases, along = operands
-        a_scale = None if a_scale is None else a_scale.contiguous()
-        return super().tensors((a_shard, a_scale, bs, b_scales, biases, along))
 
     def start(self, stream: int, call: GatherTensors) -> None:
         """Enqueue staging and copies; the gathered A and numbers are complete when everything has arrived.
@@ -369,15 +373,10 @@ class FusedGather(Pulled):
         self.padding = padding
         self.unused = memory.local.data_ptr()
 
-    def tensors(self, operands: GatherOperands) -> GatherTensors:
-        a_shard, a_scale, bs, b_scales, biases, along = operands
-        bs = [aligned_columns(b) for b in bs]
-        return super().tensors((a_shard, a_scale, bs, dense(b_scales), dense(biases), along))
-
-    def make(self, stream: int, call: GatherTensors) -> None:
-        if self.stamps is not None:
-            self.stamps.begin(stream, self.memory.last)
-        super().make(stream, call)
+    def mended(self, call: GatherTensors) -> GatherTensors:
+        call, bs = super().mended(call), [aligned_columns(b) for b in call.bs]
+        (a_scale,) = dense([call.a_scale])
+        return call._replace(a_scale=a_scale, bs=bs, b_scales=dense(call.b_scales), biases=dense(call.biases))
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         self.start(stream, call)
@@ -631,7 +630,7 @@ class UnfusedGather(WholeGather):
 
     def make(self, stream: int, call: GatherTensors) -> None:
         """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""
-        self.enqueue(stream, call)
+        self.enqueue(stream, self.mended(call))
 
     def move(self, stream: int, call: GatherTensors) -> None:
         gather_into(call.full, call.shard, self.memory.group)

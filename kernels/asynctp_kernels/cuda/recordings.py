@@ -11,15 +11,15 @@ into, and which is brought up to date before each launch.
 
 What makes a recording as sound as the call itself:
 
-- *Addresses.* A plan makes all memory of a call before it enqueues. The key of a recording is the plan and where all of
-  that lies, with what the program has cuBLAS compute in; shapes, strides and dtypes are the plan's. A recording keeps
-  no memory alive: it is launched only with tensors that are where it reads and writes, and its copies are told so
-  (`driver.Graph`). Copies of many ranges, as of more than 4 blocks of rows, cannot be: calls with such are not
-  recorded.
-- *Temporaries* that cuBLAS and conversions take on the way come from a pool of this module's, which is never given
-  back, as does cuBLAS's workspace for the recorder's stream; where the allocator cannot promise that, nothing is
-  recorded, which the log says (`driver.unrecordable`). Calls that use them come one after the other on a device
-  (`GroupMemory.turn`).
+- *Addresses.* A plan makes all memory of a call but temporaries before it enqueues. The key of a recording is the plan
+  and where all of that and the operands lie, with what the program has cuBLAS compute in; shapes, strides and dtypes
+  are the plan's. A recording keeps no memory alive: it is launched only with tensors that are where it reads and
+  writes, and its copies are told so (`driver.Graph`). Copies of many ranges, as of more than 4 blocks of rows, cannot
+  be: calls with such are not recorded.
+- *Temporaries*, which cuBLAS and conversions take on the way, and copies of operands that lie as no kernel reads them,
+  come from a pool of this module's, which is never given back, as does cuBLAS's workspace for the recorder's stream;
+  where the allocator cannot promise that, nothing is recorded, which the log says (`driver.unrecordable`). Calls that
+  use them come one after the other on a device (`GroupMemory.turn`).
 - *Order.* In a recording the copy stream and the reducer are branches of the graph, not those streams. Both wait for
   what the group has in flight on the streams (`GroupMemory.behind_flights`), by an event that each launch looks up
   anew. All else that orders calls is outside of a recording.

@@ -44,7 +44,7 @@ from .script import (
     parts_script,
     push_script,
 )
-from .stamps import new_table
+from .stamps import StampTable, new_table
 from .tiles import Chunks, Tiles, cut, cut_own, in_blocks
 from .waits import code
 
@@ -112,7 +112,7 @@ Operands = tuple[
 
 
 class ScatterTensors(NamedTuple):
-    """All memory of one call: the operands as the implementation reads them, then what it makes.
+    """All memory of one call: the operands, then what it makes.
 
     staging: the sum of the products, as the implementation lays it out. out: the result. extras: products apart that
     are not made in the place of that sum.
@@ -130,18 +130,20 @@ class ScatterTensors(NamedTuple):
 
     def addresses(self) -> tuple[int, ...]:
         """Of all."""
-        operands = (*self.a_parts, *self.b_parts, *self.a_scales, *self.b_scales, *self.biases, self.added)
-        made = (self.staging, self.out, *self.extras)
-        return tuple([tensor.data_ptr() for tensor in (*operands, *made) if tensor is not None])
+        a_parts, b_parts, a_scales, b_scales, biases, added, staging, out, extras = self
+        tensors = (*a_parts, *b_parts, *a_scales, *b_scales, *biases, added, staging, out, *extras)
+        return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
 
 
 class ScatterPlan:
     """One call, prepared. `run` gives this rank's shard.
 
     cublas: `enqueue` calls cuBLAS. staging_shape, extra_shape: of the sum of the products, and of one apart.
+    stamps: of the GEMM's tiles, if they are asked for.
     """
 
     cublas = True
+    stamps: StampTable | None = None
     staging_shape: tuple[int, ...]
     extra_shape: tuple[int, ...]
 
@@ -194,11 +196,17 @@ class ScatterPlan:
             place.add_(added)
 
     def tensors(self, operands: Operands) -> ScatterTensors:
-        """The operands, mended, and new memory for what a call makes."""
-        raise NotImplementedError
+        """The operands as they come, and new memory for what a call makes."""
+        return ScatterTensors(*operands, self.new_staging(), self.new_output(), self.new_extras())
+
+    def mended(self, call: ScatterTensors) -> ScatterTensors:
+        """The call with its operands as the implementation reads them: copies of those that lie otherwise."""
+        if call.added is None:
+            return call
+        return call._replace(added=call.added.contiguous())  # so ranges of its rows are views
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        """Everything that a call does on the GPU, behind `stream` and with `stream` behind it."""
+        """Everything that a mended call does on the GPU, behind `stream` and with `stream` behind it."""
         raise NotImplementedError
 
     def run(
@@ -210,14 +218,19 @@ class ScatterPlan:
         biases: Sequence[Tensor | None],
         added: Tensor | None = None,
     ) -> Tensor:
-        dense_term = None if added is None else added.contiguous()  # so ranges of its rows are views
-        call = self.tensors((a_parts, b_parts, a_scales, b_scales, biases, dense_term))
+        call = self.tensors((a_parts, b_parts, a_scales, b_scales, biases, added))
         self.make(driver.current_stream(self.device_index), call)
         return call.out
 
     def make(self, stream: int, call: ScatterTensors) -> None:
         """Enqueue the call, in its turn, or launch a recording of it."""
-        self.memory.call(stream, self.number, call.addresses(), self.cublas, lambda at: self.enqueue(at, call))
+        if self.stamps is not None:
+            self.stamps.begin(stream, self.memory.last)
+
+        def enqueue(at: int) -> None:
+            self.enqueue(at, self.mended(call))
+
+        self.memory.call(stream, self.number, call.addresses(), self.cublas, enqueue)
 
 
 class Pushed(ScatterPlan):
@@ -381,16 +394,13 @@ class FusedScatter(Pushed):
         self.c_like = Tma(self.c_like, 0)
         self.unused = memory.local.data_ptr()
 
-    def tensors(self, operands: Operands) -> ScatterTensors:
-        a_parts, b_parts, a_scales, b_scales, biases, added = operands
-        a_parts, b_parts = [aligned(a) for a in a_parts], [aligned_columns(b) for b in b_parts]
-        made: tuple[Tensor, Tensor, list[Tensor]] = (self.new_staging(), self.new_output(), [])
-        return ScatterTensors(a_parts, b_parts, dense(a_scales), dense(b_scales), dense(biases), added, *made)
+    def new_extras(self) -> list[Tensor]:
+        return []
 
-    def make(self, stream: int, call: ScatterTensors) -> None:
-        if self.stamps is not None:
-            self.stamps.begin(stream, self.memory.last)
-        super().make(stream, call)
+    def mended(self, call: ScatterTensors) -> ScatterTensors:
+        a_parts, b_parts = [aligned(a) for a in call.a_parts], [aligned_columns(b) for b in call.b_parts]
+        a_scales, b_scales, biases = dense(call.a_scales), dense(call.b_scales), dense(call.biases)
+        return call._replace(a_parts=a_parts, b_parts=b_parts, a_scales=a_scales, b_scales=b_scales, biases=biases)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         memory, unused, bias = self.memory, self.unused, call.biases[0]
@@ -437,10 +447,6 @@ class DecomposedScatter(Pushed):
     def ready(self, dst: int, chunk: int) -> list[Step]:
         return [Await(self.memory.event(dst, chunk))]
 
-    def tensors(self, operands: Operands) -> ScatterTensors:
-        made = (self.new_staging(), self.new_output(), self.new_extras())
-        return ScatterTensors(*operands, *made)
-
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         memory, world, outer = self.memory, self.memory.world, self.outer
         memory.fork(stream)
@@ -470,10 +476,8 @@ class WholeScatter(ScatterPlan):
         """Fill the result with this rank's part of the sum of all ranks' sums of products."""
         raise NotImplementedError
 
-    def tensors(self, operands: Operands) -> ScatterTensors:
-        made = (self.new_staging(), self.new_output(), self.new_extras())
-        rows = [a.reshape(-1, a.shape[-1]) for a in operands[0]]
-        return ScatterTensors(rows, *operands[1:], *made)
+    def mended(self, call: ScatterTensors) -> ScatterTensors:
+        return super().mended(call)._replace(a_parts=[a.reshape(-1, a.shape[-1]) for a in call.a_parts])
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         added = None if call.added is None else call.added.view(call.staging.shape)
@@ -526,7 +530,7 @@ class UnfusedScatter(WholeScatter):
 
     def make(self, stream: int, call: ScatterTensors) -> None:
         """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""
-        self.enqueue(stream, call)
+        self.enqueue(stream, self.mended(call))
 
     def move(self, stream: int, call: ScatterTensors) -> None:
         scatter_into(call.out, call.staging, self.reduce_op, self.memory.group)
