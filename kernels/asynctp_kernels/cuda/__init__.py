@@ -153,11 +153,14 @@ def run_all_reduce(
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
     shape = a_parts[0].shape
-    rows = None if added is None else added.reshape(-1, added.shape[-1])
+    rows = None if added is None else _flat(added)
     operands = (*_as_rows(a_parts, b_parts, a_scales), b_scales, biases, rows)
     key, options = ("matmul_all_reduce", reduce_op, out_dtype, fast), (reduce_op, 0, out_dtype, fast)
     part = _run_scatter(key, operands, options, sum_dtype, group, check, explain_all_reduce)
-    return None if part is None else all_gather(part, group).view(*shape[:-1], part.shape[-1])
+    if part is None:
+        return None
+    whole = all_gather(part, group)
+    return whole if len(shape) == 2 else whole.view(*shape[:-1], part.shape[-1])
 
 
 def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
@@ -171,8 +174,13 @@ def _as_rows(
     a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], a_scales: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
     """The operands with every A as [M, K], and its scale as one element or a matrix."""
-    scales = [scale if scale.numel() == 1 else scale.reshape(-1, scale.shape[-1]) for scale in a_scales]
-    return [a.reshape(-1, a.shape[-1]) for a in a_parts], b_parts, scales
+    scales = [scale if scale.numel() == 1 else _flat(scale) for scale in a_scales]
+    return [_flat(a) for a in a_parts], b_parts, scales
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """[*, n] as [M, n]. A view takes most of a microsecond, also one that changes nothing."""
+    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _run_scatter(
