@@ -21,10 +21,10 @@ from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.chain import Matmul, ScaledOptions
-from asynctp_passes.fxview import arguments, is_size, mutates, op_name, tensor_of, value_of
+from asynctp_passes.fxview import arguments, is_size, mutates, op_name, reachable, tensor_of, value_of
 from asynctp_passes.read import are_one, identical, is_matmul, read_matmul, read_term
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.views import CASTS, is_view, scaling_of, views_of, widens
+from asynctp_passes.views import CASTS, is_view, scaling_of, shares_memory, widens
 
 __all__ = ["read_product", "scalings"]
 
@@ -155,7 +155,8 @@ def _is_one(node: fx.Node) -> bool:
         return False
     argument = _CONSTANTS[name]
     number = 1 if argument is None else arguments(node)[argument]
-    changed = any(mutates(user) for view in views_of([node]) for user in view.users)
+    memory = reachable([node], lambda one: filter(shares_memory, one.users))
+    changed = any(mutates(user) for one in memory for user in one.users)
     return isinstance(number, int | float) and number == 1 and not changed
 
 

@@ -502,7 +502,9 @@ def _scatter_chain(
     if same(rows * columns, 0):
         return Refusal(reasons.NO_ELEMENTS, scatter.node.name)
     nodes = scene.sorted([*region, *products])
-    flow = follow(nodes, seeds_of((matmul.node for matmul in matmuls), scene.sizes), scene.sizes, sums=True)
+    now = scene.segments[scatter.node]  # a copy of a product that was changed since then is a term like any other
+    seeds = [one.node for one in matmuls if one in alike or scene.segments[one.node] == now]
+    flow = follow(nodes, seeds_of(seeds, scene.sizes), scene.sizes, sums=True)
     whole = flow.maps.get(scatter.source)
     if whole is None:
         return _first_refusal(flow, nodes, scatter)

@@ -250,7 +250,7 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
         out = build.call(operator.getitem, op, index, like=matmul.node)
         out = build.reshape(out, build.shape(matmul.node))
         if (added := added_matrix(matmul.node)) is not None:
-            out = build.call(_aten.add.Tensor, build.now(added), out, like=matmul.node, before=matmul.node)
+            out = build.call(_aten.add.Tensor, out, build.now(added), like=matmul.node, before=matmul.node)
         build.replace(matmul.node, out)
     last = len(chain.matmuls)
     if chain.returned is not None:

@@ -14,7 +14,7 @@ from asynctp_passes.fxview import Sizes, is_size, reachable, segments, tensor_of
 from asynctp_passes.read import feeds_left_operand, is_matmul
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import IndexMap, Size, product, same
-from asynctp_passes.views import Flow, follow, is_view, views_of
+from asynctp_passes.views import Flow, follow, shares_memory, views_of
 
 __all__ = ["Scene", "in_blocks"]
 
@@ -88,7 +88,8 @@ class Scene:
     def changed(self) -> set[fx.Node]:
         """The tensors that are changed in place, with what they are views of, and all views of that."""
         written = (source for node in self.nodes for source in written_by(node))
-        return set(views_of(reachable(written, lambda node: node.all_input_nodes if is_view(node) else ())))
+        whole = reachable(written, lambda node: node.all_input_nodes if shares_memory(node) else ())
+        return reachable(whole, lambda node: filter(shares_memory, node.users))
 
     @functools.cached_property
     def scalings(self) -> set[fx.Node]:

@@ -111,7 +111,11 @@ def _sums(scene: Scene, reductions: Sequence[fx.Node]) -> list[tuple[fx.Node, se
 
 def _is_step(node: fx.Node) -> bool:
     """True for views and what sums up. Conversions round, or would not: they end a sum."""
-    return (is_view(node) or is_sum(node)) and not is_conversion(node)
+    return _is_way(node) or (is_sum(node) and not is_conversion(node))
+
+
+def _is_way(node: fx.Node) -> bool:
+    return is_view(node) and not is_conversion(node)
 
 
 def _terms(scene: Scene, end: fx.Node, inside: set[fx.Node], members: Sequence[fx.Node]) -> Terms | None:
@@ -186,7 +190,8 @@ def _elements(way: IndexMap, collective: Collective) -> object:
 
 def _in_order_of_products(scene: Scene, member: Collective, chain: ScatterChain) -> fx.Node | None:
     """The tensor with the elements of a product, in their order, that goes to a collective in the products' way."""
-    above = reachable([member.source], where=lambda node: is_view(node) and not is_conversion(node))
+    before = scene.segments[member.node]  # of a copy made before a mutation the source may be another tensor by now
+    above = reachable([member.source], where=lambda node: _is_way(node) and scene.segments[node] == before)
     count = product(scene.sizes.of(value_of(chain.matmuls[0].node)))
     around = {member.source, *above, *(source for node in above for source in node.all_input_nodes)}
     for source in reversed(scene.sorted(around)):

@@ -35,6 +35,7 @@ __all__ = [
     "pads_at_end",
     "scaling_of",
     "seeds_of",
+    "shares_memory",
     "views_of",
     "widens",
 ]
@@ -269,6 +270,12 @@ def scaling_of(node: fx.Node) -> float | None:
     wide = out.dtype in (torch.bfloat16, torch.float32, torch.float64)
     exact = abs(fraction) == 0.5 and abs(exponent) <= _LARGEST_EXPONENT
     return number if exact and (wide or abs(number) == 1) else None
+
+
+def shares_memory(node: fx.Node) -> bool:
+    """True for an op whose result may lie in the memory of what it takes: a view, listed here or by its schema."""
+    known = compat.is_op(node.target) and any(result.alias_info is not None for result in node.target._schema.returns)
+    return known or is_view(node)
 
 
 def views_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -848,6 +848,35 @@ def term_changed_in_place(before: bool) -> Attack:
     return attack
 
 
+def copy_of_a_product_that_was_changed(b: Builder) -> list[Node]:
+    """The copy is the term: the product of another kind that it was made of is another tensor by then."""
+    other = fp8_product(b, factor(b, ()))
+    term = b.call(aten.clone.default, other)
+    b.call(aten.add_.Tensor, other, 100)
+    product = b.call(aten.mm.default, *inputs(b, (8, 64), (64, 16), dtype=BF16))
+    return [scattered(b, b.call(aten.add.Tensor, product, term))]
+
+
+def reduced_copy_of_what_was_changed(b: Builder) -> list[Node]:
+    """Of two that are summed, one reduces a transposed copy, whose source is another tensor by then."""
+    a, w, x = inputs(b, (8, 4), (4, 6), (8, 6))
+    copies = [transposed_copy(b, x)]
+    b.call(aten.add_.Tensor, x, 1)
+    copies.append(transposed_copy(b, b.call(aten.mm.default, a, w)))
+    return [b.call(aten.add.Tensor, *(all_reduced(b, copy) for copy in copies))]
+
+
+def transposed_copy(b: Builder, x: Node) -> Node:
+    return b.call(aten.clone.default, b.call(aten.t.default, x), memory_format=torch.contiguous_format)
+
+
+def columns_added_by_addmm(b: Builder) -> list[Node]:
+    """What is added lies in memory by columns, the sum by rows."""
+    x, w = inputs(b, (4, 6), (6, 8))
+    out = b.call(aten.addmm.default, b.placeholder((8, 8), torch.float64, strides=(1, 8)), gathered(b, x), w)
+    return [out, b.call(aten.view.default, out, [64])]
+
+
 def term_computed_of_the_product(b: Builder) -> list[Node]:
     out = b.call(aten.mm.default, *inputs(b, (8, 4), (4, 6)))
     return [scattered(b, b.call(aten.add.Tensor, out, b.call(aten.relu.default, out)))]
@@ -984,6 +1013,13 @@ def scaled_with_two(a_scale: float, b_scale: float) -> Attack:
 def unit_changed_in_place(b: Builder) -> Node:
     one = unit(b)
     b.call(aten.add_.Tensor, b.call(aten.view.default, one, [1]), 1)
+    return one
+
+
+def unit_changed_by_its_diagonal(b: Builder) -> Node:
+    """No view that is followed, but the same memory."""
+    one = unit(b)
+    b.call(aten.add_.Tensor, b.call(aten.diagonal.default, b.call(aten.view.default, one, [1, 1])), 1)
     return one
 
 
@@ -1351,6 +1387,9 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "terms at every level": (terms_at_every_level, ["F"]),
     "a term that was changed in place": (term_changed_in_place(before=True), ["F"]),
     "a term changed in place once it is added": (term_changed_in_place(before=False), ["ATP204"]),
+    "a copy of a product that was changed": (copy_of_a_product_that_was_changed, ["F"]),
+    "a reduced copy of what was changed": (reduced_copy_of_what_was_changed, ["ATP013", "F"]),
+    "columns added by addmm": (columns_added_by_addmm, ["F"]),
     "a term computed of the product": (term_computed_of_the_product, ["ATP202"]),
     "a term that a gather is fused with": (term_gathered_with_its_product, ["F", "F"]),
     "products of two shapes": (products_of_two_shapes, ["F"]),
@@ -1385,6 +1424,7 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "own scales are 2": (scaled_with_own(lambda b: unit(b, 2.0)), ["ATP105"]),
     "own scales are an input": (scaled_with_own(lambda b: factor(b, ())), ["ATP105"]),
     "own scales changed in place": (scaled_with_own(unit_changed_in_place), ["ATP105"]),
+    "own scales changed by their diagonal": (scaled_with_own(unit_changed_by_its_diagonal), ["ATP105"]),
     "bias scaled too": (scaled_bias_too, ["ATP105"]),
     "product kept": (scaled_and_kept(0), ["ATP202"]),
     "scaled product kept": (scaled_and_kept(1), ["ATP202"]),

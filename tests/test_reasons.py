@@ -844,6 +844,14 @@ def quantized_by_a_scale_a_view_of_which_changes_in_place(b: GraphBuilder) -> No
     return quantized(b, lambda x: b.reshape(scale, [1, 1]))
 
 
+@row("MAY_DIFFER_BY_RANK", "reshape")
+def quantized_by_a_scale_whose_diagonal_changes_in_place(b: GraphBuilder) -> Node:
+    """No view that is followed, but the same memory."""
+    scale = b.reshape(largest(b), [1, 1])
+    b.call(aten.add_.Tensor, b.call(aten.diagonal.default, scale), b.input("v", [1]))
+    return quantized(b, lambda x: scale)
+
+
 @row("MAY_DIFFER_BY_RANK", "full")
 def quantized_by_a_constant_that_changes_in_place(b: GraphBuilder) -> Node:
     scale = b.one()

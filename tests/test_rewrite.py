@@ -402,7 +402,7 @@ getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 2]
 getitem_1 = getitem(all_gather_matmul_default, 1)  # f32[16, 16]
 mm_1 = mm(getitem, up)  # f32[16, 16]
 mul = mul(mm_1, 0.5)  # f32[16, 16]
-add_tensor = add(mul, getitem_1)  # f32[16, 16]
+add_tensor = add(getitem_1, mul)  # f32[16, 16]
 return (add_tensor)
 """,
     )
