@@ -662,7 +662,7 @@ def _other_refusal(scene: Scene, collective: Collective) -> Refusal:
 def _results_reach_matmul(scene: Scene, own: fx.Node) -> bool:
     """True when what an op returns, or what it writes to, leads to a matmul's left operand."""
     results = [own, *(user for user in own.users if op_name(user) == "getitem")]
-    written = own.all_input_nodes if mutates(own) or op_name(own).startswith("c10d.") else []
+    written = own.all_input_nodes if mutates(own) else []
     later = [(source, user) for source in written for user in source.users if scene.order[user] > scene.order[own]]
     uses = [(result, user) for result in results for user in result.users] + later
     return any(scene.ways_down.path(user, source) for source, user in uses)

@@ -56,6 +56,7 @@ _ITEM = re.compile(r"\.?\['([^']+)'\]")
 _TORCH = str(Path(torch.__file__).parent)
 _FUNCTIONALIZED = {"auto_functionalized", "auto_functionalized_v2"}
 _IN_PLACE_FUNCTIONS = {"iadd", "iand", "imatmul", "imul", "ior", "ipow", "isub", "itruediv", "ixor", "setitem"}
+_PROCESS_GROUPS = "c10d."  # what `torch.distributed` calls: such ops write, and their schemas do not say so
 _SHORT_DTYPES = {
     "bfloat16": "bf16",
     "float16": "f16",
@@ -209,13 +210,13 @@ def mutates(node: fx.Node) -> bool:
         return True
     target = node.target
     if compat.is_op(target):
-        return bool(target._schema.is_mutable)
+        return bool(target._schema.is_mutable) or name_of(target).startswith(_PROCESS_GROUPS)
     return op_name(node).endswith("_mutation") or op_name(node) in _IN_PLACE_FUNCTIONS
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The tensors that an in-place operation changes; all that it takes, where its schema does not say."""
-    if not compat.is_op(node.target):
+    if not compat.is_op(node.target) or not node.target._schema.is_mutable:
         return node.all_input_nodes if mutates(node) else []
     values, found = arguments(node), list[fx.Node]()
     written = [

@@ -1525,6 +1525,22 @@ def test_higher_order_op_that_mutates_is_a_barrier() -> None:
     assert outcomes(report) == ["ATP204"]
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_what_process_groups_write_is_a_barrier(before: bool) -> None:
+    """Their ops' schemas do not say so: a weight is broadcast between the gather and its product, or a scale before."""
+    b = Builder(operator.itemgetter(0), 2)
+    number, w = unit(b), b.placeholder((32, 16), FP8, strides=(1, 32))
+    written = number if before else w
+    (x,) = inputs(b, (4, 32), dtype=torch.float32)
+    whole = None if before else gathered(b, x)
+    b.call_like(None, torch.ops.c10d.broadcast_.default, [written], GROUP, 0, 0)
+    whole = whole or gathered(b, x)
+    rows = b.call(torch.ops.prims.convert_element_type.default, b.call(aten.mul.Tensor, whole, number), FP8)
+    b.graph.output((b.call(aten._scaled_mm.default, rows, w, *[factor(b, ())] * 2, None, None, torch.bfloat16),))
+    _, report = rewrite(b.graph)
+    assert sorted(outcomes(report)) == ["ATP006", "ATP208" if before else "ATP204"]
+
+
 # --- graphs without values -------------------------------------------------------------------------------------
 def node_names(attack: Attack) -> list[str]:
     return [node.name for node in attacked(attack).graph.nodes if node.op != "output"]
