@@ -32,6 +32,7 @@ from asynctp_passes.chain import (
     ScalesOfA,
     ScatterChain,
     Term,
+    collectives_of,
     nodes_of,
 )
 from asynctp_passes.contract import contracted, members
@@ -141,7 +142,8 @@ def _with_nothing_along(scene: Scene, candidate: Candidate) -> Candidate:
 
 def _candidate(scene: Scene, chain: GatherChain, left_out: Iterable[str]) -> Candidate:
     """A gather with its chain."""
-    nodes = scene.sorted([*chain.collective.nodes, *members(chain)])
+    gathers = (node for gather in collectives_of(chain) for node in gather.nodes)
+    nodes = scene.sorted([*gathers, *members(chain)])
     return Candidate(chain.collective, chain, (), nodes, left_out=tuple(left_out))
 
 
@@ -300,7 +302,7 @@ def _with_numbers_along(scene: Scene, chain: GatherChain) -> GatherChain | None:
         if along is None or any(scene.depends(node, other.node) for node in needed):
             continue
         views = region.views_to([along.end])
-        if len({scene.segments[node] for node in (*gather.results, *products, *other.results, *views)}) == 1:
+        if len({scene.segments[node] for node in (*gather.nodes, *products, *other.nodes, *views)}) == 1:
             return replace(chain, along=along, views=scene.sorted([*chain.views, *views]))
     return None
 

@@ -316,7 +316,7 @@ def _pure(node: fx.Node) -> bool:
     """True for ops whose result is decided by their tensors: views, casts, pointwise ops."""
     if is_view(node):
         return True
-    return is_pointwise(node) and not mutates(node) and tensor_of(node) is not None
+    return is_pointwise(node) and not mutates(node) and not is_random(node) and tensor_of(node) is not None
 
 
 def _takes_number(node: fx.Node, members: Container[fx.Node]) -> bool:

@@ -877,6 +877,22 @@ def columns_added_by_addmm(b: Builder) -> list[Node]:
     return [out, b.call(aten.view.default, out, [64])]
 
 
+def scales_changed_once_their_list_is_gathered(behind: bool) -> Attack:
+    """What takes them from the list comes later. `behind`: they scale the product behind it."""
+
+    def attack(b: Builder) -> list[Node]:
+        scales, w = factor(b, (4, 1)), b.placeholder((32, 16), FP8, strides=(1, 32))
+        call = b.call(c10d.all_gather_into_tensor_coalesced.default, [scales, factor(b, (2,))], b.world_size, GROUP)
+        b.call(aten.mul_.Tensor, scales, 3)
+        of_rows, other = (b.call(c10d.wait_tensor.default, item) for item in b.items(call))
+        own = [unit(b), unit(b)] if behind else [of_rows, factor(b, (1, 16))]
+        rows = gathered(b, b.placeholder((4, 32), FP8))
+        out = b.call(aten._scaled_mm.default, rows, w, *own, None, None, torch.bfloat16)
+        return [times(b, rounded(b, out, FP32), of_rows) if behind else out, other]
+
+    return attack
+
+
 def term_computed_of_the_product(b: Builder) -> list[Node]:
     out = b.call(aten.mm.default, *inputs(b, (8, 4), (4, 6)))
     return [scattered(b, b.call(aten.add.Tensor, out, b.call(aten.relu.default, out)))]
@@ -1390,6 +1406,8 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "a copy of a product that was changed": (copy_of_a_product_that_was_changed, ["F"]),
     "a reduced copy of what was changed": (reduced_copy_of_what_was_changed, ["ATP013", "F"]),
     "columns added by addmm": (columns_added_by_addmm, ["F"]),
+    "scales changed once gathered": (scales_changed_once_their_list_is_gathered(False), ["ATP204", "ATP013", "ATP204"]),
+    "numbers changed once gathered": (scales_changed_once_their_list_is_gathered(True), ["ATP007", "ATP013", "F"]),
     "a term computed of the product": (term_computed_of_the_product, ["ATP202"]),
     "a term that a gather is fused with": (term_gathered_with_its_product, ["F", "F"]),
     "products of two shapes": (products_of_two_shapes, ["F"]),

@@ -866,6 +866,13 @@ def quantized_by_a_random_scale(b: GraphBuilder) -> Node:
     return quantized(b, lambda x: b.call(aten.rand_like.default, scale))
 
 
+@row("MAY_DIFFER_BY_RANK", "rrelu")
+def quantized_by_a_scale_with_random_slopes(b: GraphBuilder) -> Node:
+    """Pointwise, and drawn by each rank."""
+    scale = largest(b)
+    return quantized(b, lambda x: b.call(aten.rrelu.default, scale, 0.1, 0.3, True))
+
+
 @row("RANDOM_BETWEEN", "native_dropout")
 def dropout_that_is_one_op_after_the_gather(b: GraphBuilder) -> Node:
     return times(b, b.call(getitem, b.call(aten.native_dropout.default, gathered(b), 0.5, True), 0))
