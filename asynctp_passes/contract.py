@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from asynctp_passes.chain import GatherChain, Matmul, ScatterChain, collectives_of, nodes_of
-from asynctp_passes.fxview import Sizes, is_size
+from asynctp_passes.fxview import Sizes, draws, is_size
 from asynctp_passes.read import added_matrix, awaited_item, waits_for_several
 from asynctp_passes.views import views_of
 
@@ -33,11 +33,12 @@ def contracted(
     Returns:
         For the nodes of a chain its collective, which stands for it. What nodes are computed from, where that is not
         `all_input_nodes`: sizes of what a chain does away with, from what the rewrite will read them off; items of
-        several tensors, that are waited for or communicated together, from their own tensor.
+        several tensors, that are waited for or communicated together, from their own tensor; random numbers from the
+        draw before, too.
     """
     owners: dict[fx.Node, fx.Node] = {}
     items = ((node, awaited_item(node)) for node in graph.nodes)
-    inputs: dict[fx.Node, Sequence[fx.Node]] = {node: [item] for node, item in items if item is not None}
+    inputs = draws(graph) | {node: [item] for node, item in items if item is not None}
     for chain in chains:
         own = chain.collective.node
         owners |= dict.fromkeys(members(chain), own)

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "call_of",
     "called_op",
     "describe",
+    "draws",
     "express",
     "is_pointwise",
     "is_random",
@@ -137,19 +139,31 @@ def phase_of(graph: fx.Graph) -> str:
     return "forward" if any(name.startswith("primals_") for name in inputs) else "inference"
 
 
-def segments(graph: fx.Graph) -> dict[fx.Node, int]:
+def segments(graph: fx.Graph, *, between_draws: bool = False) -> dict[fx.Node, int]:
     """Number the stretches of the graph between in-place operations; each such operation opens a new one.
 
-    Inside one stretch the graph is pure, so its nodes may be reordered freely along their data dependencies.
+    Inside one stretch the graph is pure, so its nodes may be reordered freely along their data dependencies, and in the
+    order of `draws`. With `between_draws` these open new ones too.
     """
     numbers: dict[fx.Node, int] = {}
+    barriers = draws(graph) if between_draws else {}
     current = 0
     for node in graph.nodes:
-        barrier = mutates(node)
+        barrier = mutates(node) or node in barriers
         current += barrier
         numbers[node] = current
         current += barrier
     return numbers
+
+
+def draws(graph: fx.Graph) -> dict[fx.Node, Sequence[fx.Node]]:
+    """The ops that draw random numbers, if there are several, each with its inputs and the draw before it.
+
+    They take the numbers of one stream, so that their order counts.
+    """
+    found = [node for node in graph.nodes if is_random(node)]
+    ordered: dict[fx.Node, Sequence[fx.Node]] = {node: [*node.all_input_nodes, last] for last, node in pairwise(found)}
+    return {found[0]: found[0].all_input_nodes, **ordered} if ordered else {}
 
 
 def steps_of(

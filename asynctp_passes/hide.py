@@ -125,7 +125,7 @@ class _Facts:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.place = {node: index for index, node in enumerate(graph.nodes)}
-        self.segments = segments(graph)
+        self.segments = segments(graph, between_draws=True)
         self.matmuls = {node for node in graph.nodes if is_matmul(node)}
         self.used = live(graph)
         self.work = {node: cost.work_of(node) for node in self.matmuls & self.used}

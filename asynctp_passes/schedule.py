@@ -16,7 +16,7 @@ from torch import fx
 
 from asynctp_passes import collectives, cost  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.chain import Collective
-from asynctp_passes.fxview import arguments, live, op_name, reachable, segments, steps_of
+from asynctp_passes.fxview import arguments, draws, live, op_name, reachable, segments, steps_of
 from asynctp_passes.read import is_matmul
 
 __all__ = ["Moves", "leave_sms", "schedule"]
@@ -63,7 +63,7 @@ def schedule(
     used = live(graph)
     flops = {node: cost.work_of(node) for node in used if is_matmul(node)}
     flops |= {op: count for op, count in work.items() if op in used}
-    segment = segments(graph)
+    segment = segments(graph, between_draws=True)
     flying = _in_flight([*moves.kept, *((collective, None) for collective, _ in moves.beside)], segment)
     _run_beside(flying, flops, segment)
     _wait_with_sources(flying, segment)
@@ -72,7 +72,7 @@ def schedule(
 
 # --- order ---------------------------------------------------------------------------------------------------
 def _restore_order(graph: fx.Graph, segment: Mapping[fx.Node, int], early: Sequence[fx.Node] = ()) -> None:
-    """Move nodes behind their inputs, keeping the order else, and never across an in-place operation.
+    """Move nodes behind their inputs, keeping the order else, of draws always, and never across an in-place operation.
 
     What the nodes `early` are computed from moves in front of them; else they would move behind it.
     """
@@ -80,7 +80,7 @@ def _restore_order(graph: fx.Graph, segment: Mapping[fx.Node, int], early: Seque
     if all(position[source] < position[node] for node in position for source in node.all_input_nodes):
         return
     wanted = _wanted_places(position, early)
-    _arrange([node for (node,) in steps_of(graph, {}, {}, lambda node: (segment[node], wanted[node]))])
+    _arrange([node for (node,) in steps_of(graph, {}, draws(graph), lambda node: (segment[node], wanted[node]))])
 
 
 def _wanted_places(position: dict[fx.Node, int], early: Sequence[fx.Node]) -> dict[fx.Node, int]:

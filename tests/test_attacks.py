@@ -1559,6 +1559,52 @@ def test_what_process_groups_write_is_a_barrier(before: bool) -> None:
     assert sorted(outcomes(report)) == ["ATP006", "ATP208" if before else "ATP204"]
 
 
+# --- random numbers: all draws take those of one stream, in order ---------------------------------------------
+def drawn_like_the_gathered(b: Builder) -> list[Node]:
+    """The fused op returns the gathered tensor, behind what is drawn in between."""
+    x, w = inputs(b, (4, 6), (6, 8))
+    whole = gathered(b, x)
+    first, second = b.call(aten.rand_like.default, whole), b.call(aten.rand.default, [8])
+    return [first, second, b.call(aten.mm.default, whole, w)]
+
+
+def drawn_between_two_products(b: Builder) -> list[Node]:
+    """One op of both would need what is drawn after what it makes."""
+    x, w = inputs(b, (4, 6), (6, 8))
+    whole = gathered(b, x)
+    product = b.call(aten.mm.default, whole, w)
+    first, second = b.call(aten.rand_like.default, product), b.call(aten.rand.default, [6, 8], dtype=torch.float64)
+    return [first, product, b.call(aten.mm.default, whole, second)]
+
+
+def drawn_behind_a_gather_that_can_wait(b: Builder) -> list[Node]:
+    """Beside a product that comes after another draw."""
+    x, y, w, v = inputs(b, (8, 6), (4, 8), (6, 8), (8, 6))
+    whole = gathered(b, y)
+    first, second = b.call(aten.rand_like.default, b.call(aten.sin.default, whole)), b.call(aten.rand.default, [8])
+    fused = b.call(aten.mm.default, gathered(b, b.call(aten.mm.default, x, w)), v)
+    return [first, second, fused, b.call(aten.mm.default, b.call(aten.t.default, x), whole)]
+
+
+@pytest.mark.parametrize(
+    ("attack", "expected"),
+    [
+        (drawn_like_the_gathered, ["F"]),
+        (drawn_between_two_products, ["ATP203"]),
+        (drawn_behind_a_gather_that_can_wait, ["ATP109", "F"]),
+    ],
+)
+def test_random_numbers_are_drawn_in_order(attack: Attack, expected: list[str]) -> None:
+    builder = attacked(attack)
+    rewritten, report = rewrite(builder.graph)
+    results = []
+    for graph in (builder.graph, rewritten):
+        torch.manual_seed(0)
+        results.append(evaluate(graph, values(builder)))
+    assert differences(*results) == []
+    assert outcomes(report) == expected
+
+
 # --- graphs without values -------------------------------------------------------------------------------------
 def node_names(attack: Attack) -> list[str]:
     return [node.name for node in attacked(attack).graph.nodes if node.op != "output"]
