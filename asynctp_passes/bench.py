@@ -414,14 +414,18 @@ def _repeats(function: Callable[[], Any], device: torch.device) -> int:
 
 
 def _host_time(function: Callable[[], Any]) -> float:
-    """Of one eager call, in microseconds, while the GPU is not waited for."""
+    """Of one eager call among others, in microseconds, while the GPU is not waited for.
+
+    The median, because the first calls behind a wait take the host several times as long, whatever they call.
+    """
+    times = []
     _meet()
-    start = time.perf_counter()
-    for _ in range(8):
+    for _ in range(16):
+        start = time.perf_counter()
         function()
-    elapsed = (time.perf_counter() - start) * 1e6 / 8
+        times.append((time.perf_counter() - start) * 1e6)
     torch.cuda.synchronize()
-    return elapsed
+    return statistics.median(times)
 
 
 def _capture(function: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:

@@ -1,0 +1,76 @@
+"""What a call costs the host, by each implementation that records its calls, on ranks that may share GPUs.
+
+    torchrun --nproc_per_node=4 tests/gpu/host.py
+
+Microseconds of an eager call as a program makes it, with all that PyTorch does for an op: among others of its kind, and
+the first one behind a wait of the host for the GPU, when nothing of all that is in the caches of the CPU. One JSON line
+a kind of call, from rank 0; first cuBLAS alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from asynctp_kernels import cuda
+from launched import end, show, start
+from torch import Tensor
+
+import asynctp_passes.ops  # noqa: F401
+
+ROUNDS, CALLS, FIRST = 8, 48, 8
+M, K, N = 1024, 512, 512
+
+
+def measure(function: Callable[[], Any]) -> dict[str, float]:
+    """Host time of a call in microseconds: quantiles among others, and the median right behind a wait."""
+    among, first = list[float](), list[float]()
+    for number in range(ROUNDS + 1):
+        torch.cuda.synchronize()
+        dist.barrier()
+        times = list[float]()
+        for _ in range(CALLS):
+            begun = time.perf_counter()
+            function()
+            times.append((time.perf_counter() - begun) * 1e6)
+        if number > 0:
+            first.append(times[0])
+            among += times[FIRST:]
+    tenths = statistics.quantiles(among, n=10)
+    found = {"median": tenths[4], "tenth": tenths[0], "ninth": tenths[8], "behind_a_wait": statistics.median(first)}
+    return {name: round(value, 1) for name, value in found.items()}
+
+
+def random(rows: int, cols: int) -> Tensor:
+    return torch.randn(rows, cols, dtype=torch.bfloat16, device="cuda")
+
+
+def main() -> None:
+    start(120)
+    ops, world, name = torch.ops.asynctp, dist.get_world_size(), dist.group.WORLD.group_name
+    shard, whole, b = random(M // world, K), random(M, K), random(N, K).t()
+    three = [random(N // 2, K).t() for _ in range(3)]
+    calls: dict[str, Callable[[], Any]] = {
+        "gather": lambda: ops.all_gather_matmul(shard, [b], [None], 0, False, world, name),
+        "gather, three products, A returned": lambda: ops.all_gather_matmul(
+            shard, three, [None] * 3, 0, True, world, name
+        ),
+        "scatter": lambda: ops.matmul_reduce_scatter([whole], [b], [None], "sum", 0, world, name),
+    }
+    gc.disable()
+    with torch.no_grad():
+        show({"call": "cuBLAS", "ranks": world, "us": measure(lambda: torch.mm(whole, b))})
+        for implementation in ("fused", "decomposed", "direct"):
+            with cuda.forced(implementation):
+                for call, function in calls.items():
+                    show({"call": call, "implementation": implementation, "ranks": world, "us": measure(function)})
+    end()
+
+
+if __name__ == "__main__":
+    main()
