@@ -16,7 +16,7 @@ from torch import fx
 
 from asynctp_passes import compat, reasons
 from asynctp_passes.chain import Blocks, Collective, Matmul, ScaledOptions
-from asynctp_passes.fxview import arguments, called_op, name_of, op_name, tensor_of
+from asynctp_passes.fxview import arguments, called_op, name_of, op_name, tensor_of, value_of
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.registry import CollectiveOp, MatmulOp, collective_op, is_registered, matmul_op
 from asynctp_passes.shapes import Size, product, same
@@ -31,6 +31,7 @@ __all__ = [
     "identical",
     "is_matmul",
     "is_only_awaited",
+    "lie_alike",
     "misfit",
     "operands_that_are",
     "read_collectives",
@@ -404,6 +405,11 @@ def identical(a: Any, b: Any) -> bool:
     if not (isinstance(a, int | torch.SymInt) and isinstance(b, int | torch.SymInt)):
         return False
     return same(*(compat.expression(size) if isinstance(size, torch.SymInt) else size for size in (a, b)))
+
+
+def lie_alike(a: fx.Node, b: fx.Node) -> bool:
+    """True for tensors of one shape that provably have the same strides."""
+    return all(map(identical, value_of(a).stride(), value_of(b).stride()))
 
 
 def are_one(sizes: Iterable[Any]) -> bool:

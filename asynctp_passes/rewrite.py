@@ -50,7 +50,7 @@ from asynctp_passes.fxview import (
     segments,
     value_of,
 )
-from asynctp_passes.read import added_matrix, is_only_awaited, waits_for_several
+from asynctp_passes.read import added_matrix, is_only_awaited, lie_alike, waits_for_several
 from asynctp_passes.schedule import Moves, leave_sms, schedule
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, divided, product, same
 from asynctp_passes.views import is_conversion, is_sum, is_view
@@ -59,6 +59,8 @@ __all__ = ["rewrite", "store"]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
+_UNCOPIED = {f"aten.{name}.default" for name in ("view", "_unsafe_view", "_reshape_alias", "view_copy")}
+"""What reshapes a tensor, and fails where its memory does not allow that without a copy."""
 
 
 def rewrite(
@@ -492,11 +494,13 @@ def _emit_scatter(build: _Builder, chain: ScatterChain, place: ScatterPlacement)
 def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
     """The views of one product stay, behind the op; a sum becomes that product, which the op has added up.
 
-    Views of products that are converted see what they are converted to, and conversions go as sums do.
+    Views of products that are converted see what they are converted to, and conversions go as sums do. Behind a sum
+    that lay in memory otherwise than that product, as one with a transposed tensor, a view may have to copy.
     """
     wide = chain.sum_dtype is not None
     sums = [node for node in chain.views if is_sum(node) or (wide and is_conversion(node))]
     gone = _first_within(sums, {*chain.views, *(matmul.node for matmul in chain.matmuls)})
+    turned = not all(lie_alike(node, source) for node, source in gone.items())
     a_parts = [_as_rows(build, _left(build, matmul)) for matmul in chain.matmuls]
     op = _call_reduction(build, chain, a_parts, "all_reduce")
     for matmul in chain.matmuls:
@@ -504,7 +508,9 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
     for node in chain.views:
         if node in gone:
             build.replace(node, build.now(gone[node]))
-        elif wide:
+        elif wide or turned:
+            if turned and op_name(node) in _UNCOPIED:
+                node.target, node.args = _aten.reshape.default, node.args[:2]
             build.evaluate(node)
     out = build.contiguous(build.now(chain.collective.source))
     _give_result(build, chain, out)

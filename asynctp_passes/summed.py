@@ -23,7 +23,7 @@ from torch import fx
 
 from asynctp_passes.chain import Candidate, Collective, ScatterChain, Term
 from asynctp_passes.fxview import arguments, reachable, tensor_of, value_of
-from asynctp_passes.read import identical
+from asynctp_passes.read import lie_alike
 from asynctp_passes.scene import Scene
 from asynctp_passes.shapes import IndexMap, product, same
 from asynctp_passes.views import Terms, adds, follow, is_conversion, is_sum, is_view, seeds_of
@@ -127,13 +127,12 @@ def _terms(scene: Scene, end: fx.Node, inside: set[fx.Node], members: Sequence[f
     if not all(inside.issuperset(node.users) for node in inside if node is not end):
         return None
     flow = follow(scene.sorted(inside), seeds_of(members, scene.sizes), scene.sizes, sums=True)
-    in_place = all(_lies_as_first(node, inside) for node in inside if adds(node))
+    in_place = all(lie_alike(node, _first(node, inside)) for node in inside if adds(node))
     return flow.terms[end] if inside <= flow.maps.keys() and in_place else None
 
 
-def _lies_as_first(node: fx.Node, inside: Set[fx.Node]) -> bool:
-    first = next(term for term in node.all_input_nodes if term in inside)
-    return all(map(identical, value_of(node).stride(), value_of(first).stride()))
+def _first(sum_: fx.Node, inside: Set[fx.Node]) -> fx.Node:
+    return next(term for term in sum_.all_input_nodes if term in inside)
 
 
 # --- its members ----------------------------------------------------------------------------------------------

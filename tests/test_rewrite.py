@@ -791,6 +791,40 @@ return (clone)
     )
 
 
+def test_all_reduce_of_a_view_of_a_sum_that_lay_as_a_transposed_tensor() -> None:
+    """The op's result does not lie in memory as that sum did: the view behind it copies."""
+    b = GraphBuilder()
+    total = b.add(b.input("x", [16, 12], column_major=True), wide(b, typed(b, "")))
+    turned = b.call(aten.view.default, b.permute(total, [1, 0]), [4, 48])
+    assert_expected_inline(
+        rewritten(b.returns(b.all_reduce(turned))),
+        """\
+x: f32[16, 12]s[1, 16]
+a: bf16[16, 8]
+w: bf16[8, 12]
+mm = mm(a, w)  # bf16[16, 12]
+convert_element_type = convert_element_type(mm, f32)  # f32[16, 12]
+add = add(x, convert_element_type)  # f32[16, 12]s[1, 16]
+permute = permute(add, [1, 0])  # f32[12, 16]
+view = view(permute, [4, 48])  # f32[4, 48]
+all_reduce = all_reduce(view, 'sum', 'tp')  # f32[4, 48]
+wait_tensor = wait_tensor(all_reduce)  # f32[4, 48]
+return (wait_tensor)
+
+=== becomes ===
+
+x: f32[16, 12]s[1, 16]
+a: bf16[16, 8]
+w: bf16[8, 12]
+matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[a], b_parts=[w], biases=[None], reduce_op='sum',
+    group_name='tp', sum_dtype=f32, added=x)  # f32[16, 12]
+permute = permute(matmul_all_reduce_default, [1, 0])  # f32[12, 16]s[1, 12]
+view = reshape(permute, [4, 48])  # f32[4, 48]
+return (view)
+""",
+    )
+
+
 def test_scatter_of_a_product_and_routed_tokens() -> None:
     """As in a mixture of experts whose shared expert's output is a part of the sum."""
     b = GraphBuilder()
