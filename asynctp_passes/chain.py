@@ -24,6 +24,7 @@ __all__ = [
     "GatherChain",
     "Hoist",
     "Matmul",
+    "Overall",
     "Part",
     "ScaledOptions",
     "ScatterChain",
@@ -192,6 +193,17 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Overall:
+    """A maximum (or minimum) over all ranks' rows: that of what the ranks find in their parts, by `step`, and gather.
+
+    `nodes` has all nodes with that result.
+    """
+
+    step: Step
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
 class Apart:
     """A small tensor, [outer, ranks, inner] row-major, that is gathered on its own for users besides the matmuls.
 
@@ -223,6 +235,8 @@ class Hoist:
 
     Attributes:
         steps: The ops, in graph order.
+        overall: The reductions over all ranks' rows.
+        copies: Tensors that hold what the operand holds, for other users: copies of what the fused op returns.
         operand: The tensor whose part is gathered in place of the shard: the matmuls take views of it.
         scale: The tensor whose part travels as the rows' scales, if they too are computed from the gathered tensor.
         inside: All that is computed from the gathered tensor by such ops; without users, it goes.
@@ -236,6 +250,8 @@ class Hoist:
     operand: fx.Node
     scale: fx.Node | None
     inside: tuple[fx.Node, ...]
+    overall: tuple[Overall, ...] = ()
+    copies: tuple[fx.Node, ...] = ()
     apart: tuple[Apart, ...] = ()
     along: fx.Node | None = None
     kept: tuple[fx.Node, ...] = ()

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from asynctp_passes.chain import GatherChain, Matmul, ScatterChain, collectives_of, nodes_of
-from asynctp_passes.fxview import Sizes, draws, is_size
+from asynctp_passes.chain import GatherChain, Hoist, Matmul, ScatterChain, Step, collectives_of, nodes_of
+from asynctp_passes.fxview import Sizes, draws, is_size, reachable
 from asynctp_passes.read import added_matrix, awaited_item, waits_for_several
 from asynctp_passes.views import views_of
 
@@ -33,8 +33,8 @@ def contracted(
     Returns:
         For the nodes of a chain its collective, which stands for it. What nodes are computed from, where that is not
         `all_input_nodes`: sizes of what a chain does away with, from what the rewrite will read them off; items of
-        several tensors, that are waited for or communicated together, from their own tensor; random numbers from the
-        draw before, too.
+        several tensors, that are waited for or communicated together, from their own tensor; what is reduced over all
+        ranks' rows, from the shard; random numbers from the draw before, too.
     """
     owners: dict[fx.Node, fx.Node] = {}
     items = ((node, awaited_item(node)) for node in graph.nodes)
@@ -47,10 +47,22 @@ def contracted(
         for collective in collectives_of(chain):
             if collective.call is not None:
                 inputs[collective.node] = [collective.source]
+        if isinstance(chain, GatherChain) and chain.hoist is not None:
+            hoist = chain.hoist
+            for one in hoist.overall:
+                sources = [*chain.inputs, *_others_above(hoist, one.step)]
+                inputs |= dict.fromkeys(one.nodes, sources)
         for matmul in _added_behind(chain):
             del owners[matmul.node]
             inputs[own] = [*inputs.get(own, own.all_input_nodes), *matmul.operands]
     return owners, inputs
+
+
+def _others_above(hoist: Hoist, step: Step) -> list[fx.Node]:
+    """What a rank takes, besides its shard, to compute its part of a step's result."""
+    made_by = {one.node: one for one in (*hoist.steps, step)}
+    above = reachable([step.node], lambda node: (part.root for _, part in made_by[node].parts), made_by.__contains__)
+    return [other for node in above for other in made_by[node].others]
 
 
 def _added_behind(chain: GatherChain | ScatterChain) -> list[Matmul]:

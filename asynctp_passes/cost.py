@@ -15,6 +15,7 @@ from asynctp_passes.read import read_matmul, read_term
 from asynctp_passes.reasons import Refusal
 
 __all__ = [
+    "LATENCY_BYTES",
     "Cost",
     "Machine",
     "bytes_of",
@@ -50,6 +51,9 @@ class Machine:
 _H200 = Machine("H200", 370e3, 710e6)
 #: The H100 was not measured: it has the same SMs and links, and the H200's figures stand in for its own.
 _MACHINES = (_H200, replace(_H200, name="H100"))
+#: A collective of which a rank receives fewer bytes is mostly latency. Source: NCCL behind cuBLAS less cuBLAS alone, 64
+#: to 512 rows, in `docs/results/2026-11-23-h200x2/bench.json`.
+LATENCY_BYTES = 1 << 20
 #: how many times as many operations matmuls do in fp8 as in bf16 (the same runs, 2 GPUs)
 FP8_SPEED = 1.96
 
@@ -158,15 +162,18 @@ def hoist_pays(chain: GatherChain, hoist: Hoist) -> bool:
 
     It may not move more than the program's own gather. Where that gather stays, behind the fused op, it is one more: it
     has to move less, and, on a machine whose rates are known, it may not take longer than the matmuls that run before
-    the other users of the gathered tensor.
+    the other users of the gathered tensor. Where a gather of what is found over all ranks' rows comes first, the
+    program's own has to be more than latency on such a machine.
     """
     moved, before = cost_of(chain).comm_bytes, received_bytes(chain.collective.node, chain.collective.group_size)
+    machine = machine_for(chain.shard)
+    if hoist.overall and machine is not None and before is not None and before < LATENCY_BYTES:
+        return False
     if moved is None or before is None:
         moved, before = _itemsize(hoist.operand), _itemsize(chain.collective.node)
     if not hoist.kept or moved >= before:
         return moved < before or (moved == before and not hoist.kept)
-    cost, machine = _until_first_use(chain, hoist), machine_for(chain.shard)
-    estimate = cost.estimate_us(machine)
+    estimate = _until_first_use(chain, hoist).estimate_us(machine)
     return not estimate or estimate["comm"] <= estimate["matmul"]
 
 

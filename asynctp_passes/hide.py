@@ -29,8 +29,8 @@ from asynctp_passes.reasons import Reason, Refusal
 
 __all__ = ["LEAST_BYTES", "hide", "order_beside"]
 
-LEAST_BYTES = 1 << 20
-"""A collective of fewer bytes that no matmul takes in stays: it is mostly latency, and costs the host more to start."""
+LEAST_BYTES = cost.LATENCY_BYTES
+"""A collective of fewer bytes that no matmul takes in stays: it costs the host more to start."""
 
 _NO_PRODUCT = (reasons.NO_MATMUL, reasons.OUTSIDE_GRAPH, reasons.MATMUL_TAKEN, reasons.COLUMNS_TOO_LARGE)
 _NEEDS_ALL = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.ROWS_CONTRACTED, reasons.CONTRACTION_TOO_LARGE)

@@ -312,6 +312,9 @@ def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:
     """What is gathered in place of the gathered tensor and beside it, with the bytes that a rank receives."""
     gather, ranks = chain.collective.node, chain.collective.group_size
     facts = [f"computed on the shard and gathered: {' and '.join(_amount(node, ranks) for node in hoist.travels)}"]
+    if hoist.overall:
+        found = ", ".join(f"{called_name(one.step.node)} {one.step.node.name}" for one in hoist.overall)
+        facts.append(f"over all ranks' rows, found by each rank in its own and gathered: {found}")
     apart = [one.node for one in hoist.apart if one.root is not hoist.along]
     if apart:
         facts.append(f"gathered on their own: {', '.join(_amount(node, ranks) for node in apart)}")

@@ -268,8 +268,8 @@ MIXES_RANKS = _miss(
     "MIXES_RANKS",
     "an operation between the all-gather and the matmul mixes rows of different ranks, so that no rank can compute its "
     "part alone",
-    "quantize by rows (a rowwise recipe); for one scale, quantize the shard before the gather with a scale from an "
-    "all-reduced amax (torchao: a tensorwise recipe)",
+    "normalize and quantize by rows, or by the largest element of all; all-reduce another number that is for all rows "
+    "before the gather",
 )
 ROWS_CONTRACTED = _miss(
     "ATP118",
@@ -398,7 +398,8 @@ MOVES_MORE = _skip(
     "ATP403",
     "MOVES_MORE",
     "computing on the shard would move more bytes than it hides: those of what the matmul takes exceed those of the "
-    "gathered tensor, or come on top of them because the gathered tensor is used as it is too",
+    "gathered tensor, or come on top of them because the gathered tensor is used as it is too; or it would take a "
+    "collective more, of what is found over all ranks' rows, to save few bytes",
     "nothing to do; where the other use can do with what the matmul takes, compute that before the gather",
 )
 

@@ -368,14 +368,28 @@ def _parts(build: _Builder, chain: GatherChain) -> dict[fx.Node, fx.Node]:
     """This rank's parts of the gathered tensors and of what the hoisted ops compute from them, by the whole tensors."""
     parts = {gather.node: build.now(gather.source) for gather in collectives_of(chain)}
     local: dict[fx.Node, fx.Node] = {}
-    for step in () if chain.hoist is None else chain.hoist.steps:
+    overall = () if chain.hoist is None else chain.hoist.overall
+    for step in () if chain.hoist is None else (*chain.hoist.steps, *(one.step for one in overall)):
         local |= {operand: build.now(operand) for operand in step.others}
         for operand, part in step.parts:
             if operand not in local:
                 local[operand] = _arranged(build, parts[part.root], part, like=operand)
         args, kwargs = fx.map_arg((step.args, step.kwargs), local.__getitem__)
         parts[step.node] = build.call(step.target, *args, like=step.node, **kwargs)
+    for one in overall:
+        found = _over_ranks(build, chain.collective, one.step.node, parts[one.step.node])
+        for node in one.nodes:
+            build.replace(node, found if node is one.nodes[0] else build.call(_aten.clone.default, found))
     return parts
+
+
+def _over_ranks(build: _Builder, gather: Collective, whole: fx.Node, part: fx.Node) -> fx.Node:
+    """The maximum (or minimum) of what the ranks have found, each in its part."""
+    call = partial(build.call, like=whole)
+    row = build.contiguous(build.reshape(part, (1, *build.shape(part))))
+    started = call(_c10d.all_gather_into_tensor.default, row, gather.group_size, gather.group)
+    found = call(_c10d.wait_tensor.default, started)
+    return call(_aten.amax.default if "max" in op_name(whole) else _aten.amin.default, found, [0])
 
 
 def _arranged(build: _Builder, source: fx.Node, part: Part, like: fx.Node) -> fx.Node:
@@ -445,12 +459,15 @@ def _come_after(build: _Builder, chain: GatherChain) -> set[fx.Node]:
 def _return_gathered(build: _Builder, chain: GatherChain, returned: fx.Node, full: fx.Node) -> None:
     """Give the gathered tensor to its other users.
 
-    Users of the matmuls' one operand take the returned tensor as it is, reshaped. When there are others, the
+    Users of the matmuls' one operand take the returned tensor as it is, reshaped, or copied. When there are others, the
     collective's own result is rebuilt from it and the views stay, so that the same tensors share memory as before.
     """
     results = chain.collective.results
     if returned not in results:
-        build.replace(returned, build.reshape(full, build.shape(returned)), unless=nodes_of(chain.matmuls))
+        if not set(nodes_of(chain.matmuls)).issuperset(returned.users):
+            build.replace(returned, build.reshape(full, build.shape(returned)), unless=nodes_of(chain.matmuls))
+        for node in () if chain.hoist is None else chain.hoist.copies:
+            build.replace(node, build.call(_aten.clone.default, build.reshape(full, build.shape(node))))
         return
     whole = _as_collective_result(build, chain, full)
     for node in results:
@@ -672,6 +689,8 @@ def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
     takers = [*nodes_of(chain.matmuls), *(joined.call or joined.node for joined in chain.joined)]
     taken = [source for node in takers for source in node.all_input_nodes]  # as they are now: some were replaced
     nodes = {*views, *nodes_of(chain.matmuls), *reachable(taken, where=is_view)}
+    if isinstance(chain, GatherChain) and chain.hoist is not None:
+        nodes.update(node for one in chain.hoist.overall for node in one.nodes)
     for collective in collectives_of(chain):
         nodes.update(collective.nodes, () if collective.call is None else collective.call.users)
     inside = [node for matmul in chain.matmuls for node in matmul.epilogue]

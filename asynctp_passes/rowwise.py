@@ -14,8 +14,9 @@ of them from its own shard. Each is [outer, ranks, inner] along one of its dimen
     an amax or amin         over other dimensions than the ranks'
 
 The same ops on parts, in the same order and dtypes, give the parts of the same tensors, bit by bit: maxima do not
-depend on the order in which they are taken. Sums round in an order that may depend on the number of rows, so they end a
-region, as does whatever is not listed.
+depend on the order in which they are taken. So an amax over the ranks' dimension too is the maximum of those that the
+ranks find in their parts; with a few bytes more gathered, all ranks have it before the whole is there. Sums round in an
+order that may depend on the number of rows, so they end a region, as does whatever is not listed.
 
 What comes from outside the graph may differ by rank, and so may a number in it: one rank's graph does not say what the
 others' have. A tensor is the same on all ranks if a collective made it so. Numbers are taken to be the same in a
@@ -34,7 +35,18 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, near, reasons
-from asynctp_passes.chain import Apart, Collective, GatherChain, Hoist, Matmul, Part, ScalesOfA, Step, nodes_of
+from asynctp_passes.chain import (
+    Apart,
+    Collective,
+    GatherChain,
+    Hoist,
+    Matmul,
+    Overall,
+    Part,
+    ScalesOfA,
+    Step,
+    nodes_of,
+)
 from asynctp_passes.fxview import (
     arguments,
     is_pointwise,
@@ -65,7 +77,7 @@ from asynctp_passes.views import CASTS, Flow, follow, is_view, views_of
 
 __all__ = ["Product", "Region", "chains_of", "placed_scales", "products_of"]
 
-_EXACT_REDUCTIONS = {"aten.amax.default", "aten.amin.default"}
+_EXACT_REDUCTIONS = {f"aten.{name}.default" for name in ("amax", "amin", "max", "min")}
 _CONSTANTS = {"aten.full.default", "aten.scalar_tensor.default", "aten.zeros.default", "aten.ones.default"}
 _SMALL = 8  # A tensor of that many times fewer bytes than the gathered one is cheap to gather on its own.
 
@@ -101,6 +113,10 @@ class Region:
         roots: The gathered tensor, and what is computed.
         members: All tensors, views included, and where the ranks are in them; none before the region has grown.
         home: The root of every member, of what lies between members (pieces of a split), and of views that are none.
+        overall: The reductions over all ranks' rows of which every rank can find what its own rows give: of those with
+            one result the first, with all of them.
+        known: These, and what is computed from nothing else of the gathered tensor: all ranks have it before that is
+            there. With the first node that has the same values.
         refused: Users of members that are not members, and why.
     """
 
@@ -110,6 +126,8 @@ class Region:
         self.roots: dict[fx.Node, _Root] = {}
         self.members: dict[fx.Node, RankPlacement] = {}
         self.home: dict[fx.Node, fx.Node] = {}
+        self.overall: dict[fx.Node, list[fx.Node]] = {}
+        self.known: dict[fx.Node, fx.Node] = {}
         self.refused: dict[fx.Node, Refusal] = {}
         self._twins: dict[Any, fx.Node] = {}
         self._waiting: list[int] = []
@@ -121,10 +139,15 @@ class Region:
         self._spread(self.roots[self.gather.node])
         while self._waiting:
             node = self.scene.nodes[heapq.heappop(self._waiting)]
-            if node in self.members or node in self.refused:
+            if node in self.members or node in self.refused or node in self.known:
+                continue
+            if self.members.keys().isdisjoint(node.all_input_nodes):
+                self._learn(node)
                 continue
             place = self._computed(node)
-            if isinstance(place, Refusal):
+            if place is None:
+                self.overall.setdefault(self._known(node), []).append(node)
+            elif isinstance(place, Refusal):
                 of_operand = place in self.refused.values()  # which it names
                 named = place if of_operand else Refusal(place.reason, f"{op_name(node)} {node.name}: {place.facts}")
                 self.refused[node] = named
@@ -152,12 +175,17 @@ class Region:
         A matmul `c + a @ b` is such a user of its `c`, which is added behind the fused op.
         """
         used: Users = {}
+        own = {*self.home, *self.known}
         for node in self.scene.sorted(self.home):
-            users = (user for user in self.roots[self.home[node]].flow.users(node) if user not in self.home)
+            users = (user for user in self.roots[self.home[node]].flow.users(node) if user not in own)
             apart = [user for user in users if user not in fused or added_matrix(user) is node]
             if others := self.scene.sorted(user for user in apart if not is_size(user)):
                 used[node] = others
         return used
+
+    def needs_gather(self, node: fx.Node) -> bool:
+        """True for what is computed from the gathered tensor, but for what is `known` before that is there."""
+        return node not in self.known and self.scene.depends(node, self.gather.node)
 
     def twin(self, node: fx.Node) -> fx.Node:
         """The first root that holds what the root of a member holds."""
@@ -194,32 +222,63 @@ class Region:
             place = locate_ranks(view, root.block, self.gather.group_size, root.outer)
             if isinstance(place, RankPlacement) and tensor_of(node) is not None:
                 self.members[node] = place
-        for user in {user for node in root.flow.maps if node in self.members for user in node.users}:
-            if not (root.flow.has(user) or is_size(user) or is_matmul(user) or user.op == "output"):
+        self._line_up(user for node in root.flow.maps if node in self.members for user in node.users)
+
+    def _line_up(self, users: Iterable[fx.Node]) -> None:
+        for user in set(users):
+            if not (user in self.home or is_size(user) or is_matmul(user) or user.op == "output"):
                 heapq.heappush(self._waiting, self.scene.order[user])
+
+    def _learn(self, node: fx.Node) -> None:
+        """Add what is computed from what is known alone."""
+        if _pure(node) and not any(map(self.needs_gather, node.all_input_nodes)):
+            self._known(node)
+
+    def _known(self, node: fx.Node) -> fx.Node:
+        """Note that a tensor is known, line up what is computed from it, and return the first with the same values."""
+        key = self._computation(node), self.scene.sizes.of(value_of(node))
+        self.known[node] = self._twins.setdefault(key, node)
+        self._line_up(node.users)
+        return self.known[node]
 
     def _root(self, node: fx.Node, place: _Place) -> _Root:
         shape = self.scene.sizes.of(value_of(node))
-        axis, outer, inner = len(shape) + place[0], place[1], place[2]
+        axis = len(shape) + place[0]
+        outer, block = product(shape[:axis]) * place[1], place[2] * product(shape[axis + 1 :])
         flow = follow(self.scene.sorted(views_of([node])), {node: IndexMap.identity(shape)}, self.scene.sizes)
-        twin = self._twins.setdefault(self._computation(node), node)
-        block, numbers = inner * product(shape[axis + 1 :]), _takes_number(node, self.members)
-        return _Root(node, product(shape[:axis]) * outer, block, flow, twin, numbers)
+        twin = self._twins.setdefault((self._computation(node), outer, block), node)
+        return _Root(node, outer, block, flow, twin, _takes_number(node, self.members))
 
     def _computation(self, node: fx.Node) -> Any:
-        """What a node computes, as a key: its op and arguments, members by their values."""
+        """What a node computes, as a key: its op and arguments, members and what is known by their values.
+
+        Where that is done element by element, it does not matter in which dimensions elements are.
+        """
+        by_elements = self._by_elements(node)
 
         def frozen(argument: Any) -> Any:
             if isinstance(argument, list | tuple):
                 return tuple(frozen(item) for item in argument)
             if isinstance(argument, fx.Node) and argument in self.members:
-                return self.key(argument)
+                twin, view, dtype = self.key(argument)
+                return twin, (view.digits, view.offset) if by_elements else view, dtype
+            if isinstance(argument, fx.Node):
+                return self.known.get(argument, argument)
             return (type(argument), argument.hex() if isinstance(argument, float) else argument)
 
         return node.target, frozen(node.args), frozen(tuple(sorted(node.kwargs.items())))
 
+    def _by_elements(self, node: fx.Node) -> bool:
+        """True for a reduction of all elements, and for an op on members of the result's shape and on numbers."""
+        own, *others = (self.scene.sizes.of(value_of(one)) for one in (node, *node.all_input_nodes))
+        if near.reduces(node):
+            return same(product(own), 1)
+        alike = (len(sizes) == len(own) and all(map(same, sizes, own)) for sizes in others)
+        return all(one or same(product(sizes), 1) for one, sizes in zip(alike, others, strict=True))
+
     # --- the rules: where the ranks are in the result of an op, or why no rank can compute its part ---
-    def _computed(self, node: fx.Node) -> _Place | Refusal:
+    def _computed(self, node: fx.Node) -> _Place | Refusal | None:
+        """None for a reduction over all ranks' rows."""
         if "val" not in node.meta:
             return Refusal(reasons.SHAPE_UNKNOWN, "no tensor")
         if not compat.is_op(node.target) or mutates(node):
@@ -252,7 +311,7 @@ class Region:
         value = tensor_of(operand)
         if value is None:
             return Refusal(reasons.SIZES_NOT_PROVEN, f"{operand.name} is no tensor")
-        if self.scene.depends(operand, self.gather.node):
+        if self.needs_gather(operand):
             return self.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
         shape, uniform = self.scene.sizes.of(value), self._uniform(operand)
         if len(shape) >= -dim and not same(shape[dim], 1):
@@ -265,7 +324,7 @@ class Region:
         moved = device != value_of(self.gather.node).device
         return Refusal(reasons.COMPUTED_BETWEEN, f"moves to {device}") if moved else None
 
-    def _reduced(self, node: fx.Node) -> _Place | Refusal:
+    def _reduced(self, node: fx.Node) -> _Place | Refusal | None:
         values = arguments(node)
         source = next(iter(values.values()))
         if source not in self.members:
@@ -274,12 +333,20 @@ class Region:
         dims = values.get("dim")
         reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
         dim, outer, inner = self._from_last(source)
+        exact = op_name(node) in _EXACT_REDUCTIONS
         if rank + dim in reduced:
-            return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
-        if op_name(node) not in _EXACT_REDUCTIONS:
+            return self._overall(node, exact)
+        if not exact:
             return Refusal(reasons.COMPUTED_BETWEEN, "rounds in an order that may depend on the number of rows")
         kept = 0 if values.get("keepdim") else sum(axis > rank + dim for axis in reduced)
         return dim + kept, outer, inner
+
+    def _overall(self, node: fx.Node, exact: bool) -> Refusal | None:
+        """Why a reduction over all ranks' rows is not found from what each rank finds."""
+        if not (exact and _is_small(self, node)):
+            return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
+        unchanged = self.scene.segments[node] == self.scene.segments[self.gather.node]
+        return None if unchanged else Refusal(reasons.MUTATED_IN_BETWEEN, "comes behind an in-place operation")
 
     @functools.cached_property
     def _uniform_results(self) -> set[fx.Node]:
@@ -288,7 +355,7 @@ class Region:
 
     def _uniform(self, node: fx.Node) -> bool:
         """True when a tensor is provably the same on all ranks of the group, and stays so."""
-        seen, stack = set(self._uniform_results), [node]
+        seen, stack = self._uniform_results.union(*self.overall.values()), [node]
         while stack:
             step = stack.pop()
             if step in self.scene.changed:
@@ -380,7 +447,7 @@ def _by_parts(region: Region, matmul: Matmul) -> Product | Refusal:
     a_scale = None if matmul.scaled is None else matmul.scaled.a_scale
     travels = a_scale in region.home
     for operand in matmul.operands:
-        if not (travels and operand is a_scale) and region.scene.depends(operand, region.gather.node):
+        if not (travels and operand is a_scale) and region.needs_gather(operand):
             cause = region.cause(operand) if operand is a_scale else None
             return cause or Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, operand.name)
     view = region.scene.rows_and_columns(region.view(matmul.a), matmul.a)
@@ -436,10 +503,11 @@ def chains_of(region: Region, products: Iterable[Product]) -> Iterator[GatherCha
 def _chain(region: Region, products: Sequence[Product]) -> GatherChain:
     lead, matmuls = products[0], tuple(one.matmul for one in products)
     used = region.used_elsewhere(set(nodes_of(matmuls)))
-    returned = _returned(region, used, matmuls)
+    returned, copies = _returned(region, used, matmuls)
     if returned is not None:  # and with it what is seen of it
-        used = {node: users for node, users in used.items() if region.home[node] is not region.home[returned]}
-    hoist = _hoist(region, used, lead) if region.members else None
+        served = {region.home[returned], *copies}
+        used = {node: users for node, users in used.items() if region.home[node] not in served}
+    hoist = _hoist(region, used, lead, copies) if region.members else None
     ends = [end for one in products for end in one.ends] + [one.node for one in (hoist.apart if hoist else ())]
     return GatherChain(
         collective=region.gather,
@@ -458,26 +526,37 @@ def _key(region: Region, one: Product) -> tuple[Any, ...]:
     operand = (region.twin(a), one.placement, value_of(a).dtype)
     if scaled is None:
         return operand
-    scale = scaled.a_scale if one.scale is None else (region.twin(scaled.a_scale), one.scale)
+    own = region.known.get(scaled.a_scale, scaled.a_scale)
+    scale = own if one.scale is None else (region.twin(scaled.a_scale), one.scale)
     return (*operand, scale, scaled.out_dtype, scaled.use_fast_accum, scaled.of_a)
 
 
-def _returned(region: Region, used: Users, matmuls: Sequence[Matmul]) -> fx.Node | None:
+def _returned(region: Region, used: Users, matmuls: Sequence[Matmul]) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
     """What the fused op returns to other users: the matmuls' left operand, if all that these use are views of it.
 
     Two views of one tensor share memory, and an operand from the fused op would not. So where there are others, the
-    gathered tensor itself is made of what the op returns; where ops are hoisted, its gather stays.
+    gathered tensor itself is made of what the op returns; where ops are hoisted, its gather stays. Roots that hold what
+    the operand holds, and that are used too, are copies of it.
     """
     operand, *others = {matmul.a for matmul in matmuls}
     taken = {node for node in used if region.home[node] is region.home[operand]}
-    if not taken:
-        return None
     alone = not others and value_of(operand).is_contiguous() and operand not in region.gather.results
-    whole = None if region.members else region.gather.node
-    return operand if alone and taken <= set(views_of([operand])) else whole
+    if alone and taken <= set(views_of([operand])):
+        roots = dict.fromkeys(region.home[node] for node in used if node not in taken)
+        copies = tuple(root for root in roots if _is_copy(region, root, operand))
+        return (operand if taken or copies else None), copies
+    return (region.gather.node if taken and not region.members else None), ()
 
 
-def _hoist(region: Region, used: Users, lead: Product) -> Hoist:
+def _is_copy(region: Region, root: fx.Node, operand: fx.Node) -> bool:
+    """True for a row-major root that holds the elements of an operand, in their order."""
+    ours, value = region.view(operand), value_of(root)
+    in_order = (ours.digits, ours.offset) == (region.view(root).digits, 0)
+    as_it_is = value.is_contiguous() and value.dtype == value_of(operand).dtype
+    return region.twin(root) is region.twin(operand) and in_order and as_it_is
+
+
+def _hoist(region: Region, used: Users, lead: Product, copies: tuple[fx.Node, ...]) -> Hoist:
     """The ops to repeat on the shard for an operand and perhaps its scale, and what becomes of what is `used` else."""
     ends, apart = lead.ends, _apart(region, used)
     along = None if len(ends) > 1 or lead.matmul.scaled is None else _along(region, apart, lead.placement)
@@ -485,11 +564,14 @@ def _hoist(region: Region, used: Users, lead: Product) -> Hoist:
     kept = region.scene.sorted(
         user for node, users in used.items() if region.home[node] not in served for user in users
     )
+    sources = [source for one in region.overall for source in region.sources(one)]
     return Hoist(
-        steps=tuple(_step(region, root) for root in _roots_above(region, [*ends, *apart])),
+        steps=tuple(_step(region, root) for root in _roots_above(region, [*ends, *apart, *sources])),
         operand=region.twin(ends[0]),
         scale=region.twin(ends[1]) if len(ends) > 1 else None,
         inside=region.scene.sorted(region.home),
+        overall=tuple(Overall(_step(region, first), tuple(equal)) for first, equal in region.overall.items()),
+        copies=copies,
         apart=tuple(Apart(one, region.twin(one), region.roots[one].outer, region.roots[one].block) for one in apart),
         along=along,
         kept=kept,
@@ -542,12 +624,13 @@ def _served(region: Region, apart: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _is_small(region: Region, root: fx.Node) -> bool:
-    """True for a row-major tensor of far fewer bytes than the gathered one."""
+    """True for one number, and for a row-major tensor of far fewer bytes than the gathered one."""
     value, whole = value_of(root), value_of(region.gather.node)
     sizes = region.scene.sizes
-    times = quotient(product(sizes.of(whole)), product(sizes.of(value)))
+    count = product(sizes.of(value))
+    times = quotient(product(sizes.of(whole)), count)
     small = isinstance(times, int) and times * whole.dtype.itemsize >= _SMALL * value.dtype.itemsize
-    return small and value.is_contiguous()
+    return (small or same(count, 1)) and value.is_contiguous()
 
 
 def _matmuls_between(region: Region, first: fx.Node, kept: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

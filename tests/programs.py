@@ -986,7 +986,7 @@ _ATTACKING_CONSUMERS: dict[str, Callable[[Builder, _Recipe, Node, list[Node]], N
 
 @dataclass(frozen=True)
 class _Quantizer:
-    """How rows are quantized, whole or in blocks of 128: every use of it appends the same ops."""
+    """How rows are quantized, whole or in blocks of 128, or all by one scale: every use of it appends the same ops."""
 
     dtype: torch.dtype
     flatten_first: bool
@@ -995,6 +995,7 @@ class _Quantizer:
     attack: str = ""
     in_blocks: bool = False
     columns_first: bool = False
+    by_one: bool = False
 
     def __call__(self, b: Builder, x: Node) -> tuple[Node, Node]:
         """The rows [m, k] of `x` in fp8, and their scales [m, 1], or [m, k/128] if in blocks."""
@@ -1017,7 +1018,9 @@ class _Quantizer:
         if self.in_blocks and self.columns_first:
             columns = b.call(aten.clone.default, b.call(aten.t.default, scale), memory_format=torch.contiguous_format)
             scale = b.call(aten.t.default, columns)
-        return rows, b.call(aten.clone.default, scale, memory_format=torch.contiguous_format) if self.attack else scale
+        if self.attack or self.by_one:
+            scale = b.call(aten.clone.default, scale, memory_format=torch.contiguous_format)
+        return rows, scale
 
     def _scale(self, b: Builder, x: Node) -> Node:
         """The largest element of each row over the largest fp8 number; with an attack, of something else."""
@@ -1025,8 +1028,7 @@ class _Quantizer:
         if self.attack == "sum of each row":
             found = b.call(aten.sum.dim_IntList, positive, [-1], True)
         else:
-            of_rows = self.attack not in ("one amax", "amax of columns")
-            dims = [-1] if of_rows else every if self.attack == "one amax" else every[:-1]
+            dims = every if self.by_one else every[:-1] if self.attack == "amax of columns" else [-1]
             found = b.call(aten.amax.default, positive, dims, True)
         scale = b.call(_cast, b.call(aten.clamp_min.default, found, 1e-6), torch.float32)
         scale = b.call(aten.div.Tensor, scale, torch.finfo(self.dtype).max)
@@ -1040,7 +1042,7 @@ class _Quantizer:
 
 
 _cast = torch.ops.prims.convert_element_type.default
-_QUANTIZER_ATTACKS = ["one amax", "amax of columns", "sum of each row", "scales flipped"]
+_QUANTIZER_ATTACKS = ["amax of columns", "sum of each row", "scales flipped"]
 
 
 def _quantized_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool) -> tuple[list[Node], int]:
@@ -1062,8 +1064,10 @@ def _quantized_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool
     quantizer_attack = b.choose(_QUANTIZER_ATTACKS) if kind == "quantizer" else ""
     in_blocks = in_blocks and shape_of(full)[-1] % 128 == 0  # an attack may have cut columns off
     choices = (b.choose(FP8), b.chance(2), b.chance(2), b.chance(3))
-    quantize = _Quantizer(*choices, quantizer_attack, in_blocks, in_blocks and b.chance(2))
-    b.note(f"quantized by {'blocks' if in_blocks else 'rows'}; attack {kind} {quantizer_attack}", spoils=attack)
+    by_one = b.chance(3)
+    quantize = _Quantizer(*choices, quantizer_attack, in_blocks, in_blocks and b.chance(2), by_one)
+    form = f"{'blocks' if in_blocks else 'rows'}{', by one scale' if by_one else ''}"
+    b.note(f"quantized by {form}; attack {kind} {quantizer_attack}", spoils=attack)
     rows, scale = quantize(b, full)
     if kind == "mutation":
         _mutate(b, b.choose([wait, full]), "gathered tensor")
@@ -1087,7 +1091,8 @@ def _quantized_consumers(
         outs.append(_sum(b, full))
     if users in ("rows", "scale"):
         outs.append(rows if users == "rows" else scale)
-    return outs, len(outs) if users != "none" or style == "scaled afterwards" else 0
+    used = len(outs) if users != "none" or style == "scaled afterwards" else 0
+    return outs, used + quantize.by_one
 
 
 def _quantized_product(b: Builder, quantize: _Quantizer, rows: Node, scale: Node, one: Node | None) -> Node:

@@ -181,6 +181,99 @@ def of_everything(b: Builder, x: Node) -> Node:
     return b.call(aten.clone.default, one, memory_format=torch.contiguous_format)
 
 
+def by_one_scale(scale_of: Scale, used: Scale | None = None) -> Attack:
+    """A gathered tensor [8, 32] over a scale that has no value for each row, and a product with one number as scale."""
+
+    def attack(b: Builder) -> list[Node]:
+        (x,) = inputs(b, (4, 32), dtype=torch.float32)
+        whole = gathered(b, x)
+        scale = scale_of(b, whole)
+        w, one = b.placeholder((32, 16), FP8, strides=(1, 32)), b.placeholder((), torch.float32, "scale")
+        of_a = one if used is None else used(b, whole)
+        quantized = divided(b, whole, scale)
+        return [b.call(aten._scaled_mm.default, quantized, w, of_a, one, None, None, torch.bfloat16)]
+
+    return attack
+
+
+def one_of(reduction: Any, *args: Any) -> Scale:
+    """Of absolute values, at least 1."""
+
+    def scale(b: Builder, x: Node) -> Node:
+        return b.call(aten.clamp_min.default, b.call(reduction, b.call(aten.abs.default, x), *args), 1.0)
+
+    return scale
+
+
+def largest_without_abs(b: Builder, x: Node) -> Node:
+    return b.call(aten.clamp_min.default, b.call(aten.max.default, x), 1.0)
+
+
+def largest_of_what_is_scaled(b: Builder, x: Node) -> Node:
+    """Known from what is computed with what is known already."""
+    first = one_of(aten.max.default)(b, x)
+    return one_of(aten.amax.default, [0, 1])(b, b.call(aten.div.Tensor, x, first))
+
+
+def largest_times_that_of_each_rank(b: Builder, x: Node) -> Node:
+    """Known to every rank, and not the same on all."""
+    return b.call(aten.mul.Tensor, one_of(aten.max.default)(b, x), b.placeholder((), torch.float32))
+
+
+def largest_changed_in_place(b: Builder, x: Node) -> Node:
+    largest = one_of(aten.max.default)(b, x)
+    b.call(aten.mul_.Tensor, largest, 2.0)
+    return largest
+
+
+def largest_behind_a_change(b: Builder, x: Node) -> Node:
+    """Of the gathered tensor as it was before."""
+    b.call(aten.add_.Tensor, b.placeholder((4, 32), torch.float32), 1.0)
+    return one_of(aten.max.default)(b, x)
+
+
+def largest_of_several_views(b: Builder, x: Node) -> Node:
+    """One number, twice."""
+    flat = one_of(aten.max.default)(b, b.call(aten.view.default, x, [256]))
+    return b.call(aten.maximum.default, flat, one_of(aten.max.default)(b, x))
+
+
+def largest_of_a_part(b: Builder, x: Node) -> Node:
+    """Of the rows of one rank."""
+    return one_of(aten.max.default)(b, b.call(aten.slice.Tensor, x, 0, 0, 4))
+
+
+def mean_of_all(b: Builder, x: Node) -> Node:
+    return one_of(aten.mean.default)(b, x)
+
+
+BY_ONE_SCALE: dict[str, tuple[Attack, str]] = {
+    "the largest": (by_one_scale(one_of(aten.max.default)), "F"),
+    "the largest, for the matmul too": (by_one_scale(*[one_of(aten.max.default)] * 2), "F"),
+    "the largest, in two dimensions": (by_one_scale(one_of(aten.amax.default, [0, 1], True)), "F"),
+    "the smallest": (by_one_scale(one_of(aten.min.default)), "F"),
+    "the smallest, by dimensions": (by_one_scale(one_of(aten.amin.default, [-1, -2])), "F"),
+    "the largest of each column": (by_one_scale(one_of(aten.amax.default, [0])), "F"),
+    "the largest, negative too": (by_one_scale(largest_without_abs), "F"),
+    "the largest of what is scaled": (by_one_scale(largest_of_what_is_scaled), "F"),
+    "the largest of several views": (by_one_scale(largest_of_several_views), "F"),
+    "the largest, another for the matmul": (by_one_scale(one_of(aten.max.default), largest_of_what_is_scaled), "F"),
+    "the largest times that of each rank": (by_one_scale(largest_times_that_of_each_rank), "ATP208"),
+    "the largest times that of each rank, for the matmul": (
+        by_one_scale(one_of(aten.max.default), largest_times_that_of_each_rank),
+        "F",
+    ),
+    "the largest, changed in place": (by_one_scale(largest_changed_in_place), "ATP208"),
+    "the largest, changed in place for the matmul": (
+        by_one_scale(one_of(aten.max.default), largest_changed_in_place),
+        "ATP204",
+    ),
+    "the largest, behind a change of something else": (by_one_scale(largest_behind_a_change), "ATP204"),
+    "the largest of a part": (by_one_scale(largest_of_a_part), "ATP106"),
+    "the mean": (by_one_scale(mean_of_all), "ATP117"),
+}
+
+
 def of_pairs_of_rows(b: Builder, x: Node) -> Node:
     """Rows r and r + 4, of different ranks, share a scale."""
     shared = amax(b, b.call(aten.view.default, x, [2, 4, 32]), [0, 2])
@@ -1318,15 +1411,16 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
         quantized_in_blocks(of_blocks, of_blocks_of_other_rank),
         ["ATP101"],
     ),
-    "scale of blocks of all rows": (quantized_in_blocks(of_blocks_of_all_rows), ["ATP117"]),
-    "scale of blocks of two ranks": (quantized_in_blocks(of_blocks_of_two_ranks, of_blocks), ["ATP117"]),
+    "scale of blocks of all rows": (quantized_in_blocks(of_blocks_of_all_rows), ["ATP106"]),
+    "scale of blocks of two ranks": (quantized_in_blocks(of_blocks_of_two_ranks, of_blocks), ["ATP106"]),
     "scale of blocks by sums": (quantized_in_blocks(of_blocks_by_sums), ["ATP106"]),
     "scaled bias of one number": (lambda b: scaled_bias(b, (), torch.bfloat16), ["ATP205"]),
     "scaled bias of one element": (lambda b: scaled_bias(b, (1,), torch.bfloat16), ["ATP205"]),
     "scaled bias in float64": (lambda b: scaled_bias(b, (16,), torch.float64), ["ATP301"]),
     "scale of rows": (lambda b: quantized(b, of_rows), ["F"]),
-    "scale of everything": (lambda b: quantized(b, of_everything), ["ATP117"]),
-    "scale of pairs of rows": (lambda b: quantized(b, of_pairs_of_rows, of_rows), ["ATP117"]),
+    "scale of everything": (lambda b: quantized(b, of_everything), ["ATP106"]),
+    "scale of pairs of rows": (lambda b: quantized(b, of_pairs_of_rows, of_rows), ["ATP106"]),
+    **{f"one scale: {name}": (attack, [outcome]) for name, (attack, outcome) in BY_ONE_SCALE.items()},
     "scale of neighbours": (lambda b: quantized(b, of_rows, of_neighbours), ["ATP102"]),
     "scale of rows reversed": (lambda b: quantized(b, of_rows_reversed), ["ATP101"]),
     "scale of rows reversed for the matmul": (lambda b: quantized(b, of_rows, of_rows_reversed), ["ATP101"]),
@@ -1370,7 +1464,7 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "times a row of each rank": (lambda b: computed(b, times_input((6,))), ["ATP208"]),
     "times a column of each rank": (lambda b: computed(b, times_input((8, 1))), ["ATP208"]),
     "softmax over all ranks": (lambda b: computed(b, softmaxed), ["ATP117"]),
-    "ranks along a reduced contraction": (gathered_last_and_reduced, ["ATP117"]),
+    "ranks along a reduced contraction": (gathered_last_and_reduced, ["ATP208"]),
     "ranks along a negated contraction": (gathered_last_and_negated, ["F"]),
     "finer split of moved blocks": (finer_split_of_moved_blocks, ["F"]),
     "finer pieces swapped": (finer_pieces_swapped, ["ATP101"]),

@@ -373,6 +373,124 @@ bf16[16, 32] (768 bytes) is gone
     )
 
 
+def quantize_by_one_scale(b: GraphBuilder, rows: Node) -> tuple[Node, Node]:
+    """Rows in fp8, and the number to multiply them by to have the rows again: torchao's tensorwise recipe."""
+    largest = b.call(cast, b.call(aten.max.default, b.call(aten.abs.default, rows)), torch.float64)
+    scale = b.call(cast, b.call(aten.div.Tensor, 448.0, b.call(aten.clamp_min.default, largest, 1e-12)), torch.float32)
+    return b.call(cast, b.call(aten.mul.Tensor, rows, scale), FP8), b.call(aten.reciprocal.default, scale)
+
+
+def by_one_scale(b: GraphBuilder, rows: int = 4, width: int = 32) -> tuple[Node, Node, Node]:
+    """The product of what is gathered, and what is quantized; and that once more, in other dimensions."""
+    w, b_scale = b.input("w", [width, 16], FP8, column_major=True), b.input("b_scale", [])
+    whole = b.gather(b.input("x", [1, rows, width], torch.bfloat16))
+    quantized, scale = quantize_by_one_scale(b, whole)
+    matrix = b.reshape(quantized, [b.ranks * rows, width])
+    again, _ = quantize_by_one_scale(b, b.reshape(whole, [b.ranks * rows, width]))
+    return b.scaled_mm(matrix, w, scale, b_scale), matrix, again
+
+
+def test_one_scale_for_all_rows_is_found_from_the_shards() -> None:
+    """What is quantized once more, in other dimensions, as for a weight's gradient, comes from the fused op."""
+    b = GraphBuilder()
+    product, _, again = by_one_scale(b)
+    columns = b.permute(b.call(aten.clone.default, b.permute(again, [1, 0])), [1, 0])
+    assert_expected_inline(
+        rewritten(b.returns(product, columns)),
+        """\
+w: f8[32, 16]s[1, 32]
+b_scale: f32[]
+x: bf16[1, 4, 32]
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # bf16[4, 4, 32]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # bf16[4, 4, 32]
+abs_1 = abs(wait_tensor)  # bf16[4, 4, 32]
+max_1 = max(abs_1)  # bf16[]
+convert_element_type = convert_element_type(max_1, float64)  # float64[]
+clamp_min = clamp_min(convert_element_type, 1e-12)  # float64[]
+div = div(448.0, clamp_min)  # float64[]
+convert_element_type_1 = convert_element_type(div, f32)  # f32[]
+mul = mul(wait_tensor, convert_element_type_1)  # bf16[4, 4, 32]
+convert_element_type_2 = convert_element_type(mul, f8)  # f8[4, 4, 32]
+reciprocal = reciprocal(convert_element_type_1)  # f32[]
+reshape = reshape(convert_element_type_2, [16, 32])  # f8[16, 32]
+reshape_1 = reshape(wait_tensor, [16, 32])  # bf16[16, 32]
+abs_2 = abs(reshape_1)  # bf16[16, 32]
+max_2 = max(abs_2)  # bf16[]
+convert_element_type_3 = convert_element_type(max_2, float64)  # float64[]
+clamp_min_1 = clamp_min(convert_element_type_3, 1e-12)  # float64[]
+div_1 = div(448.0, clamp_min_1)  # float64[]
+convert_element_type_4 = convert_element_type(div_1, f32)  # f32[]
+mul_1 = mul(reshape_1, convert_element_type_4)  # bf16[16, 32]
+convert_element_type_5 = convert_element_type(mul_1, f8)  # f8[16, 32]
+reciprocal_1 = reciprocal(convert_element_type_4)  # f32[]
+_scaled_mm = _scaled_mm(reshape, w, reciprocal, b_scale, out_dtype=bf16)  # bf16[16, 16]
+permute = permute(convert_element_type_5, [1, 0])  # f8[32, 16]s[1, 32]
+clone = clone(permute)  # f8[32, 16]s[1, 32]
+permute_1 = permute(clone, [1, 0])  # f8[16, 32]
+return (_scaled_mm, permute_1)
+
+=== becomes ===
+
+w: f8[32, 16]s[1, 32]
+b_scale: f32[]
+x: bf16[1, 4, 32]
+abs_default = abs(x)  # bf16[1, 4, 32]
+max_default = max(abs_default)  # bf16[]
+reshape_default = reshape(max_default, [1])  # bf16[1]
+all_gather_into_tensor_default = all_gather_into_tensor(reshape_default, 4, 'tp')  # bf16[4]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # bf16[4]
+amax_default = amax(wait_tensor_default, [0])  # bf16[]
+convert_element_type = convert_element_type(amax_default, float64)  # float64[]
+clamp_min = clamp_min(convert_element_type, 1e-12)  # float64[]
+div = div(448.0, clamp_min)  # float64[]
+convert_element_type_1 = convert_element_type(div, f32)  # f32[]
+reciprocal = reciprocal(convert_element_type_1)  # f32[]
+mul_tensor = mul(x, convert_element_type_1)  # bf16[1, 4, 32]
+convert_element_type_default = convert_element_type(mul_tensor, f8)  # f8[1, 4, 32]
+clone_default = clone(amax_default)  # bf16[]
+convert_element_type_3 = convert_element_type(clone_default, float64)  # float64[]
+clamp_min_1 = clamp_min(convert_element_type_3, 1e-12)  # float64[]
+div_1 = div(448.0, clamp_min_1)  # float64[]
+convert_element_type_4 = convert_element_type(div_1, f32)  # f32[]
+reciprocal_1 = reciprocal(convert_element_type_4)  # f32[]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=convert_element_type_default,
+    a_scale=reciprocal, bs=[w], b_scales=[b_scale], biases=[None], gather_dim=1, gather_a_scale=False, out_dtype=bf16,
+    use_fast_accum=False, return_a_full=True, group_size=4, group_name='tp')  # (bf16[1, 16, 16], f8[1, 16, 32])
+getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[1, 16, 16]
+reshape_default_1 = reshape(getitem, [16, 16])  # bf16[16, 16]
+getitem_1 = getitem(all_gather_scaled_matmul_default, 1)  # f8[1, 16, 32]
+reshape_default_2 = reshape(getitem_1, [16, 32])  # f8[16, 32]
+clone_default_1 = clone(reshape_default_2)  # f8[16, 32]
+permute = permute(clone_default_1, [1, 0])  # f8[32, 16]s[1, 32]
+clone = clone(permute)  # f8[32, 16]s[1, 32]
+permute_1 = permute(clone, [1, 0])  # f8[16, 32]
+return (reshape_default_1, permute_1)
+
+computed on the shard and gathered: f8e4m3[4, 4, 32] (384 bytes); over all ranks' rows, found by each rank in
+its own and gathered: aten.max.default max_1; the gather of bf16[4, 4, 32] (768 bytes) is gone
+""",
+    )
+
+
+def test_both_of_what_is_quantized_twice_are_memory_of_their_own() -> None:
+    b = GraphBuilder()
+    graph = b.returns(*by_one_scale(b))
+    assert not fuse(graph).keeps_gather
+    _, matrix, again = (node.meta["val"] for node in graph.output_node().args[0])
+    assert matrix.untyped_storage()._cdata != again.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize(("rows", "outcome"), [(32, "SKIPPED"), (128, "FUSED")])
+def test_one_scale_for_few_rows_is_not_worth_a_gather_of_its_own(rows: int, outcome: str) -> None:
+    """A rank receives 768 KiB or 3 MiB of bf16."""
+    b = GraphBuilder()
+    graph = b.returns(by_one_scale(b, rows, 4096)[0])
+    with mock.patch("asynctp_passes.cost.machine_for", return_value=H200):
+        (remark,) = run_pass(graph).remarks
+    assert (remark.outcome, remark.name) == (outcome, "" if outcome == "FUSED" else "MOVES_MORE")
+    assert outcome == "FUSED" or remark.message.endswith("behind a gather of each rank's max_1]")
+
+
 def test_a_cast_moves_to_the_shard() -> None:
     """As autocast leaves it; half the bytes are gathered."""
     b = GraphBuilder()
