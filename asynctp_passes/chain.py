@@ -196,11 +196,12 @@ class Step:
 class Overall:
     """A maximum (or minimum) over all ranks' rows: that of what the ranks find in their parts, by `step`, and gather.
 
-    `nodes` has all nodes with that result.
+    `nodes` has all nodes with that result; `first` tells that the fused op needs it.
     """
 
     step: Step
     nodes: tuple[fx.Node, ...]
+    first: bool
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ class Hoist:
 
     Attributes:
         steps: The ops, in graph order.
-        overall: The reductions over all ranks' rows.
+        overall: The reductions over all ranks' rows, but for those that only others need while the gather stays.
         copies: Tensors that hold what the operand holds, for other users: copies of what the fused op returns.
         operand: The tensor whose part is gathered in place of the shard: the matmuls take views of it.
         scale: The tensor whose part travels as the rows' scales, if they too are computed from the gathered tensor.

@@ -290,7 +290,7 @@ def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
         return None
     facts = f"{describe(chain.hoist.operand)} instead of {describe(chain.collective.node)}"
     users = ", ".join(node.name for node in chain.hoist.kept)
-    first = ", ".join(one.step.node.name for one in chain.hoist.overall)
+    first = ", ".join(one.step.node.name for one in chain.hoist.overall if one.first)
     facts += f", which {users} needs too" if users else ""
     return Refusal(reasons.MOVES_MORE, facts + (f", behind a gather of each rank's {first}" if first else ""))
 

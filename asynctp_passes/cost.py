@@ -167,7 +167,8 @@ def hoist_pays(chain: GatherChain, hoist: Hoist) -> bool:
     """
     moved, before = cost_of(chain).comm_bytes, received_bytes(chain.collective.node, chain.collective.group_size)
     machine = machine_for(chain.shard)
-    if hoist.overall and machine is not None and before is not None and before < LATENCY_BYTES:
+    waits = any(one.first for one in hoist.overall)
+    if waits and machine is not None and before is not None and before < LATENCY_BYTES:
         return False
     if moved is None or before is None:
         moved, before = _itemsize(hoist.operand), _itemsize(chain.collective.node)

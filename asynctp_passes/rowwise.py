@@ -87,8 +87,8 @@ _SMALL = 8  # A tensor of that many times fewer bytes than the gathered one is c
 class _Root:
     """A tensor of the region that is not a view: [outer, ranks, block] row-major, with its views.
 
-    `twin` is the first root that is computed by the same ops from the same values; `numbers` tells that a number of
-    the graph takes part in computing it.
+    `twin` is the first root that is computed by the same ops from the same values, which nothing changed in between;
+    `numbers` tells that a number of the graph takes part in computing it.
     """
 
     node: fx.Node
@@ -145,8 +145,9 @@ class Region:
                 self._learn(node)
                 continue
             place = self._computed(node)
-            if place is None:
-                self.overall.setdefault(self._known(node), []).append(node)
+            if place is None:  # views of a tensor have maxima of the same value, and perhaps of another shape
+                first = self._known(node, self.scene.sizes.of(value_of(node)))
+                self.overall.setdefault(first, []).append(node)
             elif isinstance(place, Refusal):
                 of_operand = place in self.refused.values()  # which it names
                 named = place if of_operand else Refusal(place.reason, f"{op_name(node)} {node.name}: {place.facts}")
@@ -234,10 +235,9 @@ class Region:
         if _pure(node) and not any(map(self.needs_gather, node.all_input_nodes)):
             self._known(node)
 
-    def _known(self, node: fx.Node) -> fx.Node:
+    def _known(self, node: fx.Node, shape: tuple[Size, ...] = ()) -> fx.Node:
         """Note that a tensor is known, line up what is computed from it, and return the first with the same values."""
-        key = self._computation(node), self.scene.sizes.of(value_of(node))
-        self.known[node] = self._twins.setdefault(key, node)
+        self.known[node] = self._first(node, shape)
         self._line_up(node.users)
         return self.known[node]
 
@@ -246,15 +246,19 @@ class Region:
         axis = len(shape) + place[0]
         outer, block = product(shape[:axis]) * place[1], place[2] * product(shape[axis + 1 :])
         flow = follow(self.scene.sorted(views_of([node])), {node: IndexMap.identity(shape)}, self.scene.sizes)
-        twin = self._twins.setdefault((self._computation(node), outer, block), node)
+        twin = self._first(node, (outer, block))
         return _Root(node, outer, block, flow, twin, _takes_number(node, self.members))
+
+    def _first(self, node: fx.Node, shape: tuple[Size, ...]) -> fx.Node:
+        """The first node that computes what this one does, laid out alike, with no in-place operation in between."""
+        return self._twins.setdefault((self._computation(node), shape, self.scene.segments[node]), node)
 
     def _computation(self, node: fx.Node) -> Any:
         """What a node computes, as a key: its op and arguments, members and what is known by their values.
 
         Where that is done element by element, it does not matter in which dimensions elements are.
         """
-        by_elements = self._by_elements(node)
+        by_elements = not self.members.keys().isdisjoint(node.all_input_nodes) and self._by_elements(node)
 
         def frozen(argument: Any) -> Any:
             if isinstance(argument, list | tuple):
@@ -507,7 +511,7 @@ def _chain(region: Region, products: Sequence[Product]) -> GatherChain:
     if returned is not None:  # and with it what is seen of it
         served = {region.home[returned], *copies}
         used = {node: users for node, users in used.items() if region.home[node] not in served}
-    hoist = _hoist(region, used, lead, copies) if region.members else None
+    hoist = _hoist(region, used, products, copies) if region.members else None
     ends = [end for one in products for end in one.ends] + [one.node for one in (hoist.apart if hoist else ())]
     return GatherChain(
         collective=region.gather,
@@ -556,27 +560,35 @@ def _is_copy(region: Region, root: fx.Node, operand: fx.Node) -> bool:
     return region.twin(root) is region.twin(operand) and in_order and as_it_is
 
 
-def _hoist(region: Region, used: Users, lead: Product, copies: tuple[fx.Node, ...]) -> Hoist:
+def _hoist(region: Region, used: Users, products: Sequence[Product], copies: tuple[fx.Node, ...]) -> Hoist:
     """The ops to repeat on the shard for an operand and perhaps its scale, and what becomes of what is `used` else."""
-    ends, apart = lead.ends, _apart(region, used)
+    lead, ends, apart = products[0], products[0].ends, _apart(region, used)
     along = None if len(ends) > 1 or lead.matmul.scaled is None else _along(region, apart, lead.placement)
     served = _served(region, apart)
-    kept = region.scene.sorted(
-        user for node, users in used.items() if region.home[node] not in served for user in users
-    )
-    sources = [source for one in region.overall for source in region.sources(one)]
+    others = [user for node, users in used.items() if region.home[node] not in served for user in users]
+    first = _needed(region, [*apart, *(source for one in products for source in (one.matmul.a, *one.matmul.operands))])
+    overall = {one: equal for one, equal in region.overall.items() if one in first or not others}
+    left = [node for one, equal in region.overall.items() if one not in overall for node in equal]
+    kept = region.scene.sorted([*others, *left])
+    sources = [source for one in overall for source in region.sources(one)]
     return Hoist(
         steps=tuple(_step(region, root) for root in _roots_above(region, [*ends, *apart, *sources])),
         operand=region.twin(ends[0]),
         scale=region.twin(ends[1]) if len(ends) > 1 else None,
         inside=region.scene.sorted(region.home),
-        overall=tuple(Overall(_step(region, first), tuple(equal)) for first, equal in region.overall.items()),
+        overall=tuple(Overall(_step(region, one), tuple(equal), one in first) for one, equal in overall.items()),
         copies=copies,
         apart=tuple(Apart(one, region.twin(one), region.roots[one].outer, region.roots[one].block) for one in apart),
         along=along,
         kept=kept,
         hidden_by=_matmuls_between(region, lead.matmul.node, kept),
     )
+
+
+def _needed(region: Region, ends: Iterable[fx.Node]) -> set[fx.Node]:
+    """Those reductions over all ranks' rows, each the first of its value, that `ends` are computed from."""
+    above = reachable(ends, where=lambda node: node in region.home or node in region.known)
+    return {region.known[node] for node in above if node in region.known} & region.overall.keys()
 
 
 def _along(region: Region, apart: Sequence[fx.Node], data: GatherPlacement) -> fx.Node | None:

@@ -181,8 +181,11 @@ def of_everything(b: Builder, x: Node) -> Node:
     return b.call(aten.clone.default, one, memory_format=torch.contiguous_format)
 
 
-def by_one_scale(scale_of: Scale, used: Scale | None = None) -> Attack:
-    """A gathered tensor [8, 32] over a scale that has no value for each row, and a product with one number as scale."""
+def by_one_scale(scale_of: Scale, used: Scale | None = None, then: Scale | None = None) -> Attack:
+    """A gathered tensor [8, 32] over a scale that has no value for each row, and a product with one number as scale.
+
+    What is made of the gathered tensor `then` is returned too.
+    """
 
     def attack(b: Builder) -> list[Node]:
         (x,) = inputs(b, (4, 32), dtype=torch.float32)
@@ -191,7 +194,8 @@ def by_one_scale(scale_of: Scale, used: Scale | None = None) -> Attack:
         w, one = b.placeholder((32, 16), FP8, strides=(1, 32)), b.placeholder((), torch.float32, "scale")
         of_a = one if used is None else used(b, whole)
         quantized = divided(b, whole, scale)
-        return [b.call(aten._scaled_mm.default, quantized, w, of_a, one, None, None, torch.bfloat16)]
+        product = b.call(aten._scaled_mm.default, quantized, w, of_a, one, None, None, torch.bfloat16)
+        return [product] if then is None else [product, then(b, whole)]
 
     return attack
 
@@ -243,6 +247,26 @@ def largest_of_a_part(b: Builder, x: Node) -> Node:
     return one_of(aten.max.default)(b, b.call(aten.slice.Tensor, x, 0, 0, 4))
 
 
+def largest_of_some_columns(b: Builder, x: Node) -> Node:
+    """Several tensors, each known to every rank."""
+    of_columns = b.call(aten.amax.default, b.call(aten.abs.default, x), [0])
+    first, second = b.items(b.call(aten.split.Tensor, of_columns, 16))
+    return b.call(aten.maximum.default, first, second)
+
+
+def once_more_behind_a_change(b: Builder, x: Node) -> Node:
+    """Of other values."""
+    b.call(aten.mul_.Tensor, x, 3.0)
+    return divided(b, x, one_of(aten.max.default)(b, x))
+
+
+def over_the_old_scale_behind_a_change(b: Builder, x: Node) -> Node:
+    """The same op of the same tensor, which was changed in between, over the same scale."""
+    scale = one_of(aten.max.default)(b, x)
+    b.call(aten.mul_.Tensor, x, 3.0)
+    return divided(b, x, scale)
+
+
 def mean_of_all(b: Builder, x: Node) -> Node:
     return one_of(aten.mean.default)(b, x)
 
@@ -269,6 +293,15 @@ BY_ONE_SCALE: dict[str, tuple[Attack, str]] = {
         "ATP204",
     ),
     "the largest, behind a change of something else": (by_one_scale(largest_behind_a_change), "ATP204"),
+    "the largest of some columns": (by_one_scale(one_of(aten.max.default), then=largest_of_some_columns), "F"),
+    "the largest, again behind a change": (
+        by_one_scale(one_of(aten.max.default), then=once_more_behind_a_change),
+        "F",
+    ),
+    "the largest, for other values behind a change": (
+        by_one_scale(one_of(aten.max.default), then=over_the_old_scale_behind_a_change),
+        "F",
+    ),
     "the largest of a part": (by_one_scale(largest_of_a_part), "ATP106"),
     "the mean": (by_one_scale(mean_of_all), "ATP117"),
 }

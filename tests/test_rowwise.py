@@ -480,6 +480,21 @@ def test_both_of_what_is_quantized_twice_are_memory_of_their_own() -> None:
     assert matrix.untyped_storage()._cdata != again.untyped_storage()._cdata
 
 
+def test_a_gather_that_stays_is_what_others_take_their_maximum_of() -> None:
+    """Without it, what another needs of all rows is found from the shards, beside the fused op."""
+    for stays in (False, True):
+        b = GraphBuilder()
+        whole, (w, w_scale) = b.gather(b.input("x", [4, 32], torch.bfloat16)), weight(b)
+        rows, scale = quantize(b, whole)
+        outputs = [b.scaled_mm(rows, w, scale, w_scale), b.call(aten.max.default, whole)]
+        graph = b.returns(*outputs, *([b.relu(whole)] if stays else []))
+        with mock.patch("asynctp_passes.cost.machine_for", return_value=H200 if not stays else None):
+            remark = fused_alike(graph)
+        assert remark.keeps_gather == stays
+        assert ("over all ranks' rows" in remark.message) == (not stays)
+        assert "max_1" in remark.message
+
+
 @pytest.mark.parametrize(("rows", "outcome"), [(32, "SKIPPED"), (128, "FUSED")])
 def test_one_scale_for_few_rows_is_not_worth_a_gather_of_its_own(rows: int, outcome: str) -> None:
     """A rank receives 768 KiB or 3 MiB of bf16."""
