@@ -28,6 +28,7 @@ from asynctp_passes.chain import (
     GatherChain,
     Hoist,
     Matmul,
+    Overall,
     Part,
     ScaledOptions,
     ScatterChain,
@@ -377,19 +378,21 @@ def _parts(build: _Builder, chain: GatherChain) -> dict[fx.Node, fx.Node]:
         args, kwargs = fx.map_arg((step.args, step.kwargs), local.__getitem__)
         parts[step.node] = build.call(step.target, *args, like=step.node, **kwargs)
     for one in overall:
-        found = _over_ranks(build, chain.collective, one.step.node, parts[one.step.node])
-        for node in one.nodes:
-            build.replace(node, found if node is one.nodes[0] else build.call(_aten.clone.default, found))
+        _find_over_ranks(build, chain.collective, one, parts[one.step.node])
     return parts
 
 
-def _over_ranks(build: _Builder, gather: Collective, whole: fx.Node, part: fx.Node) -> fx.Node:
-    """The maximum (or minimum) of what the ranks have found, each in its part."""
-    call = partial(build.call, like=whole)
+def _find_over_ranks(build: _Builder, gather: Collective, one: Overall, part: fx.Node) -> None:
+    """The maximum of what the ranks have found, each in its part; it may come late if the fused op can do without."""
+    call = partial(build.call, like=one.step.node)
     row = build.contiguous(build.reshape(part, (1, *build.shape(part))))
     started = call(_c10d.all_gather_into_tensor.default, row, gather.group_size, gather.group)
-    found = call(_c10d.wait_tensor.default, started)
-    return call(_aten.amax.default if "max" in op_name(whole) else _aten.amin.default, found, [0])
+    first = len(build.made)
+    each = call(_c10d.wait_tensor.default, started)
+    found = call(_aten.amax.default if "max" in op_name(one.step.node) else _aten.amin.default, each, [0])
+    for node in one.nodes:
+        build.replace(node, found if node is one.nodes[0] else build.call(_aten.clone.default, found))
+    build.late += [] if one.first else build.made[first:]
 
 
 def _arranged(build: _Builder, source: fx.Node, part: Part, like: fx.Node) -> fx.Node:
@@ -417,7 +420,7 @@ def _finish_apart(build: _Builder, hoist: Hoist, started: dict[fx.Node, fx.Node]
     done: dict[fx.Node, fx.Node] = {}
     for one in hoist.apart:
         if one.root in done:
-            whole = build.call(_aten.clone.default, done[one.root])
+            whole = build.call(_aten.clone.default, build.reshape(done[one.root], build.shape(one.node)))
         elif one.root is hoist.along and along is not None:
             whole = done[one.root] = build.reshape(along, build.shape(one.node))
         else:

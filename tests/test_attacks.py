@@ -267,6 +267,16 @@ def over_the_old_scale_behind_a_change(b: Builder, x: Node) -> Node:
     return divided(b, x, scale)
 
 
+def reciprocals_of_scales_in_two_shapes(b: Builder) -> list[Node]:
+    """The same few numbers, gathered on their own once, for users of a tensor of theirs each."""
+    whole = gathered(b, b.placeholder((2, 4, 32), torch.float32))
+    scale = amax(b, whole, [-1])
+    rows = b.call(aten.view.default, divided(b, whole, scale), [16, 32])
+    column = b.call(aten.view.default, scale, [16, 1])
+    reciprocals = [b.call(aten.reciprocal.default, one) for one in (scale, column)]
+    return [scaled_product(b, rows, column), *reciprocals]
+
+
 def mean_of_all(b: Builder, x: Node) -> Node:
     return one_of(aten.mean.default)(b, x)
 
@@ -1454,6 +1464,7 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "scale of everything": (lambda b: quantized(b, of_everything), ["ATP106"]),
     "scale of pairs of rows": (lambda b: quantized(b, of_pairs_of_rows, of_rows), ["ATP106"]),
     **{f"one scale: {name}": (attack, [outcome]) for name, (attack, outcome) in BY_ONE_SCALE.items()},
+    "reciprocals of scales in two shapes": (reciprocals_of_scales_in_two_shapes, ["F"]),
     "scale of neighbours": (lambda b: quantized(b, of_rows, of_neighbours), ["ATP102"]),
     "scale of rows reversed": (lambda b: quantized(b, of_rows_reversed), ["ATP101"]),
     "scale of rows reversed for the matmul": (lambda b: quantized(b, of_rows, of_rows_reversed), ["ATP101"]),
