@@ -115,8 +115,8 @@ class Region:
         home: The root of every member, of what lies between members (pieces of a split), and of views that are none.
         overall: The reductions over all ranks' rows of which every rank can find what its own rows give: of those with
             one result the first, with all of them.
-        known: These, and what is computed from nothing else of the gathered tensor: all ranks have it before that is
-            there. With the first node that has the same values.
+        known: These, and what is computed from nothing else of the gathered tensor, as far as that was asked: all ranks
+            have it before that is there. With the first node that has the same values.
         refused: Users of members that are not members, and why.
     """
 
@@ -129,6 +129,7 @@ class Region:
         self.overall: dict[fx.Node, list[fx.Node]] = {}
         self.known: dict[fx.Node, fx.Node] = {}
         self.refused: dict[fx.Node, Refusal] = {}
+        self._unknown: set[fx.Node] = set()
         self._twins: dict[Any, fx.Node] = {}
         self._waiting: list[int] = []
         block = product(scene.sizes.of(value_of(gather.input)))
@@ -141,13 +142,11 @@ class Region:
             node = self.scene.nodes[heapq.heappop(self._waiting)]
             if node in self.members or node in self.refused or node in self.known:
                 continue
-            if self.members.keys().isdisjoint(node.all_input_nodes):
-                self._learn(node)
-                continue
             place = self._computed(node)
             if place is None:  # views of a tensor have maxima of the same value, and perhaps of another shape
-                first = self._known(node, self.scene.sizes.of(value_of(node)))
-                self.overall.setdefault(first, []).append(node)
+                self.known[node] = self._first(node, self.scene.sizes.of(value_of(node)))
+                self.overall.setdefault(self.known[node], []).append(node)
+                self._uniform_nodes.add(node)
             elif isinstance(place, Refusal):
                 of_operand = place in self.refused.values()  # which it names
                 named = place if of_operand else Refusal(place.reason, f"{op_name(node)} {node.name}: {place.facts}")
@@ -186,7 +185,10 @@ class Region:
 
     def needs_gather(self, node: fx.Node) -> bool:
         """True for what is computed from the gathered tensor, but for what is `known` before that is there."""
-        return node not in self.known and self.scene.depends(node, self.gather.node)
+        if self.scene.depends(node, self.gather.node):
+            self._learn(node)
+            return node not in self.known
+        return False
 
     def twin(self, node: fx.Node) -> fx.Node:
         """The first root that holds what the root of a member holds."""
@@ -223,23 +225,23 @@ class Region:
             place = locate_ranks(view, root.block, self.gather.group_size, root.outer)
             if isinstance(place, RankPlacement) and tensor_of(node) is not None:
                 self.members[node] = place
-        self._line_up(user for node in root.flow.maps if node in self.members for user in node.users)
-
-    def _line_up(self, users: Iterable[fx.Node]) -> None:
-        for user in set(users):
-            if not (user in self.home or is_size(user) or is_matmul(user) or user.op == "output"):
+        for user in {user for node in root.flow.maps if node in self.members for user in node.users}:
+            if not (root.flow.has(user) or is_size(user) or is_matmul(user) or user.op == "output"):
                 heapq.heappush(self._waiting, self.scene.order[user])
 
-    def _learn(self, node: fx.Node) -> None:
-        """Add what is computed from what is known alone."""
-        if _pure(node) and not any(map(self.needs_gather, node.all_input_nodes)):
-            self._known(node)
+    def _learn(self, end: fx.Node) -> None:
+        """Find out whether a node is known, which it is if all is that it is computed from."""
 
-    def _known(self, node: fx.Node, shape: tuple[Size, ...] = ()) -> fx.Node:
-        """Note that a tensor is known, line up what is computed from it, and return the first with the same values."""
-        self.known[node] = self._first(node, shape)
-        self._line_up(node.users)
-        return self.known[node]
+        def is_open(node: fx.Node) -> bool:
+            settled = node in self.known or node in self._unknown or node in self.home
+            return not settled and self.scene.depends(node, self.gather.node) and _pure(node)
+
+        for node in self.scene.sorted(reachable([end] if self.overall else [], where=is_open)):
+            needed = (one for one in node.all_input_nodes if self.scene.depends(one, self.gather.node))
+            if all(one in self.known for one in needed):
+                self.known[node] = self._first(node, ())
+            else:
+                self._unknown.add(node)
 
     def _root(self, node: fx.Node, place: _Place) -> _Root:
         shape = self.scene.sizes.of(value_of(node))
@@ -353,24 +355,26 @@ class Region:
         return None if unchanged else Refusal(reasons.MUTATED_IN_BETWEEN, "comes behind an in-place operation")
 
     @functools.cached_property
-    def _uniform_results(self) -> set[fx.Node]:
+    def _uniform_nodes(self) -> set[fx.Node]:
+        """What was found to be the same on all ranks: at first, results of collectives."""
         same_on_all = (other for other in self.scene.collectives if _makes_uniform(other, self.gather))
         return {result for other in same_on_all for result in other.results}
 
     def _uniform(self, node: fx.Node) -> bool:
         """True when a tensor is provably the same on all ranks of the group, and stays so."""
-        seen, stack = self._uniform_results.union(*self.overall.values()), [node]
+        seen, stack = set[fx.Node](), [node]
         while stack:
             step = stack.pop()
             if step in self.scene.changed:
                 return False
-            if step in seen:
+            if step in seen or step in self._uniform_nodes:
                 continue
             seen.add(step)
             sources = step.all_input_nodes
             if not (_pure(step) if sources else op_name(step) in _CONSTANTS):
                 return False
             stack.extend(sources)
+        self._uniform_nodes |= seen
         return True
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import CodeType
 
 import pytest
+import torch
 from graph_builder import GraphBuilder, aten
 from passes import run_pass
 from torch.fx import Graph
@@ -16,6 +17,7 @@ import asynctp_passes
 from asynctp_passes import Config, pipeline
 
 PACKAGE = str(Path(asynctp_passes.__file__).parent)
+FP8 = torch.float8_e4m3fn
 WIDTH = 4096  # wide enough for one product to hide one gather
 
 
@@ -67,6 +69,19 @@ def joint(layers: int) -> Graph:
     return b.returns(x, dy, *gradients)
 
 
+def by_one_scale(layers: int) -> Graph:
+    """Layers that quantize what they gather by its largest element; the largest of all so far is made too."""
+    b = GraphBuilder(ranks=2)
+    w, one, products = b.input("w", [WIDTH, WIDTH], FP8, column_major=True), b.input("b_scale", []), []
+    of_all = one
+    for whole in [b.gather(b.input(f"x{layer}", [4, WIDTH])) for layer in range(layers)]:
+        largest = b.call(aten.max.default, whole)
+        of_all = b.call(aten.maximum.default, of_all, largest)
+        quantized = b.call(torch.ops.prims.convert_element_type.default, b.call(aten.div.Tensor, whole, largest), FP8)
+        products.append(b.scaled_mm(quantized, w, largest, one))
+    return b.returns(*products, of_all)
+
+
 # --- how much is done ----------------------------------------------------------------------------------------
 def fused(graph: Graph) -> None:
     run_pass(graph)
@@ -91,6 +106,7 @@ def calls_of(run: Callable[[Graph], None], graph: Graph) -> int:
         (backward, fused, 2.1),
         (reduced, fused, 2.1),
         (joint, tagged, 2.1),
+        (by_one_scale, fused, 2.1),
     ],
 )
 def test_twice_the_layers_take_about_twice_the_calls(
