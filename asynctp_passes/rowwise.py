@@ -512,10 +512,10 @@ def _chain(region: Region, products: Sequence[Product]) -> GatherChain:
     lead, matmuls = products[0], tuple(one.matmul for one in products)
     used = region.used_elsewhere(set(nodes_of(matmuls)))
     returned, copies = _returned(region, used, matmuls)
-    if returned is not None:  # and with it what is seen of it
-        served = {region.home[returned], *copies}
-        used = {node: users for node, users in used.items() if region.home[node] not in served}
-    hoist = _hoist(region, used, products, copies) if region.members else None
+    held = set() if returned is None else set(views_of([returned]))
+    served = _served(region, copies, held)
+    used = {node: users for node, users in used.items() if node not in held and region.home[node] not in served}
+    hoist = _hoist(region, used, products, copies, held) if region.members else None
     ends = [end for one in products for end in one.ends] + [one.node for one in (hoist.apart if hoist else ())]
     return GatherChain(
         collective=region.gather,
@@ -564,11 +564,16 @@ def _is_copy(region: Region, root: fx.Node, operand: fx.Node) -> bool:
     return region.twin(root) is region.twin(operand) and in_order and as_it_is
 
 
-def _hoist(region: Region, used: Users, products: Sequence[Product], copies: tuple[fx.Node, ...]) -> Hoist:
-    """The ops to repeat on the shard for an operand and perhaps its scale, and what becomes of what is `used` else."""
+def _hoist(
+    region: Region, used: Users, products: Sequence[Product], copies: tuple[fx.Node, ...], held: set[fx.Node]
+) -> Hoist:
+    """The ops to repeat on the shard for an operand and perhaps its scale, and what becomes of what is `used` else.
+
+    The fused op returns what is `held`, and `copies` are made of that.
+    """
     lead, ends, apart = products[0], products[0].ends, _apart(region, used)
     along = None if len(ends) > 1 or lead.matmul.scaled is None else _along(region, apart, lead.placement)
-    served = _served(region, apart)
+    served = _served(region, [*apart, *copies], held)
     others = [user for node, users in used.items() if region.home[node] not in served for user in users]
     first = _needed(region, [*apart, *(source for one in products for source in (one.matmul.a, *one.matmul.operands))])
     overall = {one: equal for one, equal in region.overall.items() if one in first or not others}
@@ -629,12 +634,12 @@ def _apart(region: Region, used: Users) -> list[fx.Node]:
     return found
 
 
-def _served(region: Region, apart: Sequence[fx.Node]) -> set[fx.Node]:
-    """The roots that are gathered on their own, and those that are computed from such alone."""
+def _served(region: Region, apart: Sequence[fx.Node], held: Container[fx.Node] = ()) -> set[fx.Node]:
+    """The roots that are gathered on their own or copied, and those computed from such and what is `held` alone."""
     served = set(apart)
     for root in region.roots:  # in graph order
         sources = region.sources(root)
-        if sources and all(region.home[source] in served for source in sources):
+        if sources and all(source in held or region.home[source] in served for source in sources):
             served.add(root)
     return served
 

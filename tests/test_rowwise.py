@@ -495,6 +495,13 @@ def test_a_gather_that_stays_is_what_others_take_their_maximum_of() -> None:
         assert "max_1" in remark.message
 
 
+def test_what_is_computed_from_the_returned_operand_keeps_no_gather() -> None:
+    b = GraphBuilder()
+    product, matrix, again = by_one_scale(b)
+    wide = [b.call(cast, one, torch.float32) for one in (matrix, again)]
+    assert not fuse(b.returns(product, matrix, again, *wide)).keeps_gather
+
+
 @pytest.mark.parametrize(("rows", "outcome"), [(32, "SKIPPED"), (128, "FUSED")])
 def test_one_scale_for_few_rows_is_not_worth_a_gather_of_its_own(rows: int, outcome: str) -> None:
     """A rank receives 768 KiB or 3 MiB of bf16."""
