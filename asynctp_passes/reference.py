@@ -169,7 +169,7 @@ class Callers:
             ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
 
         Source:
-            torch.distributed._functional_collectives (all_gather_single); torch._scaled_mm on CUDA, fp32 on CPU.
+            torch.distributed._functional_collectives (all_gather_single); torch._scaled_mm.
         """
         name, size = group_and_size(group)
         b_parts, b_factors = as_list(bs), as_list(b_scales)
@@ -279,7 +279,7 @@ class Callers:
             ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
 
         Source:
-            torch.distributed._functional_collectives (reduce_scatter_single); torch._scaled_mm on CUDA, fp32 on CPU.
+            torch.distributed._functional_collectives (reduce_scatter_single); torch._scaled_mm.
         """
         name, size = group_and_size(group)
         a_parts, b_parts = operands_of("scaled_matmul_reduce_scatter", a), as_list(b)
@@ -385,7 +385,7 @@ class Callers:
             ValueError: Shapes, dtypes or lists that do not fit together, or a group that does not exist.
 
         Source:
-            torch.distributed._functional_collectives (all_reduce); torch._scaled_mm on CUDA, fp32 on CPU.
+            torch.distributed._functional_collectives (all_reduce); torch._scaled_mm.
         """
         name, _ = group_and_size(group)
         a_parts, b_parts = operands_of("scaled_matmul_all_reduce", a), as_list(b)
@@ -1010,10 +1010,7 @@ def scaled_product(
         return flat.view(*a.shape[:-1], b.shape[1])
     row_scale = a_scale.reshape(()) if a_scale.numel() == 1 else a_scale.reshape(-1, 1)
     column_scale = b_scale.reshape(()) if b_scale.numel() == 1 else b_scale
-    if a.device.type == "cpu":
-        flat = _finish(rows.float() @ b.float(), row_scale, column_scale, bias, out_dtype)
-    else:
-        flat = _cuda_scaled_mm(rows, b, row_scale, column_scale, bias, out_dtype, use_fast_accum)
+    flat = _scaled_mm(rows, b, row_scale, column_scale, bias, out_dtype, use_fast_accum)
     return flat.view(*a.shape[:-1], b.shape[1])
 
 
@@ -1071,7 +1068,7 @@ def _finish(
     return (scaled if bias is None else scaled + bias.float()).to(out_dtype)
 
 
-def _cuda_scaled_mm(
+def _scaled_mm(
     rows: Tensor,
     b: Tensor,
     row_scale: Tensor,
@@ -1084,7 +1081,7 @@ def _cuda_scaled_mm(
     if b.stride(0) != 1:
         b = b.t().contiguous().t()
     tensorwise = row_scale.ndim == 0 and column_scale.ndim == 0
-    rowwise = row_scale.ndim == 2 and column_scale.ndim == 2 and out_dtype == torch.bfloat16
+    rowwise = row_scale.ndim == 2 and column_scale.ndim == 2 and out_dtype == torch.bfloat16 and rows.is_cuda
     bias_fits = bias is None or (bias.dtype == out_dtype and out_dtype != torch.float32)
     if (tensorwise or rowwise) and bias_fits:
         row = None if bias is None else bias.reshape(-1)

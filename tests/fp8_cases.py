@@ -6,6 +6,10 @@ quantized by one scale before they are gathered, so that fp8 travels:
     x_shard ─▶ amax ─▶ all_reduce max ─▶ scale ─▶ fp8 ─▶ all_gather ─▶ _scaled_mm        current scaling
                     history ─▶ amax of the steps before ─▶ scale ─▶ fp8 ─▶ …             delayed scaling
 
+or behind the gather, which the pass makes the same of:
+
+    x_shard ─▶ all_gather ─▶ amax ─▶ scale ─▶ fp8 ─▶ _scaled_mm                          late
+
 The Triton kernels run, interpreted, and their landing memory is NaN between the passes of two microbatches.
 """
 
@@ -51,6 +55,20 @@ class Current(nn.Module):
         quantized = (x * scale).clamp(-self.limit, self.limit).to(self.dtype)
         return quantized, scale.reciprocal()
 
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """All ranks' rows of a shard, likewise."""
+        quantized, scale = self(x)
+        return gathered(quantized, self.group), scale
+
+
+class Late(Current):
+    """Gathered in high precision: every rank sees all elements, and quantizes all rows."""
+
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        whole = gathered(x, self.group)
+        scale = self.limit / whole.detach().abs().amax().clamp(min=1e-12)
+        return (whole * scale).clamp(-self.limit, self.limit).to(self.dtype), scale.reciprocal()
+
 
 class Delayed(Current):
     """The scale comes from the largest elements of the steps before, of which a history is kept."""
@@ -85,8 +103,7 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Any, *weights: Tensor) -> tuple[Tensor, ...]:
-        quantized, x_scale = layer.of_input(x)
-        rows = gathered(quantized, layer.group)
+        rows, x_scale = layer.of_input.rows(x)
         pairs = [layer.of_weight(weight) for weight in weights]
         ctx.layer, ctx.shape = layer, x.shape
         ctx.save_for_backward(rows, x_scale, *(part for pair in pairs for part in pair))
@@ -124,8 +141,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rows, x_scale, weight, w_scale = ctx.saved_tensors
-        quantized, dy_scale = ctx.layer.of_grad(grad)
-        dy = gathered(quantized, ctx.layer.group)
+        dy, dy_scale = ctx.layer.of_grad.rows(grad)
         dx = product(dy, weight, dy_scale, w_scale).reshape(ctx.shape)
         return dx, None, ctx.layer.of_weight_grad(product(dy.t(), rows, dy_scale, x_scale))
 
@@ -210,7 +226,7 @@ LAYERS: dict[str, tuple[Make, dict[str, tuple[int, int]]]] = {
     "attention": (NormAttention, {"forward": (1, 1), "backward": (1, 1)}),
     "block": (NormBlock, {"forward": (2, 2), "backward": (2, 2)}),
 }
-RECIPES = {"current": Current, "delayed": Delayed}
+RECIPES = {"current": Current, "delayed": Delayed, "late": Late}
 
 
 def _case(layer: str, norm: type[nn.Module], recipe: str) -> Callable[[DeviceMesh], tuple[Report, ...]]:
@@ -237,7 +253,9 @@ def _case(layer: str, norm: type[nn.Module], recipe: str) -> Callable[[DeviceMes
             assert skipped == {"all_reduce"}, report  # of the amax
         assert {report.phase for report in reports} == set(counts)
         assert seen.gathered_bytes, "no gather was seen"
-        assert set(seen.gathered_bytes) == {1}, "something was gathered before it was quantized"
+        wanted = {4} if recipe == "late" else {1}
+        assert set(seen.gathered_bytes) == wanted, "something was gathered before it was quantized, or behind"
+        assert not any(remark.keeps_gather for report in reports for remark in report.fused), reports
         assert not seen.before, f"copied before the gather: {seen.before}"
         assert len(seen.after) <= len(seen.gathered_bytes), f"copied more than once: {seen.after}"
         return reports
@@ -345,6 +363,7 @@ COMBINATIONS = [
     ("mlp", nn.LayerNorm, "delayed"),
     ("attention", nn.LayerNorm, "current"),
     ("attention", nn.RMSNorm, "delayed"),
+    ("mlp", nn.RMSNorm, "late"),
     ("block", nn.RMSNorm, "current"),
     ("block", nn.LayerNorm, "delayed"),
 ]
