@@ -349,7 +349,7 @@ class Region:
 
     def _overall(self, node: fx.Node, exact: bool) -> Refusal | None:
         """Why a reduction over all ranks' rows is not found from what each rank finds."""
-        if not (exact and _is_small(self, node)):
+        if not (exact and _is_small(self, node) and value_of(node).dtype.is_floating_point):
             return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
         unchanged = self.scene.segments[node] == self.scene.segments[self.gather.node]
         return None if unchanged else Refusal(reasons.MUTATED_IN_BETWEEN, "comes behind an in-place operation")

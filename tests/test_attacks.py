@@ -277,6 +277,12 @@ def reciprocals_of_scales_in_two_shapes(b: Builder) -> list[Node]:
     return [scaled_product(b, rows, column), *reciprocals]
 
 
+def largest_bits(b: Builder, x: Node) -> Node:
+    """Of positive numbers those of the largest; communication libraries do not take all integers."""
+    bits = b.call(aten.view.dtype, cast(b, b.call(aten.abs.default, x), torch.bfloat16), torch.int16)
+    return b.call(aten.clamp_min.default, cast(b, b.call(aten.max.default, bits), torch.float32), 1.0)
+
+
 def mean_of_all(b: Builder, x: Node) -> Node:
     return one_of(aten.mean.default)(b, x)
 
@@ -313,6 +319,7 @@ BY_ONE_SCALE: dict[str, tuple[Attack, str]] = {
         "F",
     ),
     "the largest of a part": (by_one_scale(largest_of_a_part), "ATP106"),
+    "the largest bits": (by_one_scale(largest_bits), "ATP117"),
     "the mean": (by_one_scale(mean_of_all), "ATP117"),
 }
 
