@@ -196,12 +196,12 @@ class Step:
 class Overall:
     """A maximum (or minimum) over all ranks' rows: that of what the ranks find in their parts, by `step`, and gather.
 
-    `nodes` has all nodes with that result; `first` tells that the fused op needs it.
+    `nodes` has all nodes with that result; `needed` tells that the fused op waits for it.
     """
 
     step: Step
     nodes: tuple[fx.Node, ...]
-    first: bool
+    needed: bool
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,11 @@ class Hoist:
     along: fx.Node | None = None
     kept: tuple[fx.Node, ...] = ()
     hidden_by: tuple[fx.Node, ...] = ()
+
+    @property
+    def computed(self) -> tuple[Step, ...]:
+        """All that a rank computes on its shard: the ops, then its parts of the reductions over all ranks' rows."""
+        return (*self.steps, *(one.step for one in self.overall))
 
     @property
     def travels(self) -> tuple[fx.Node, ...]:

@@ -150,8 +150,7 @@ def values_known(candidate: Candidate, context: Context) -> Refusal | None:
     if isinstance(chain, GatherChain):
         nodes += [joined.source for joined in chain.joined]
     if isinstance(chain, GatherChain) and chain.hoist is not None:
-        steps = (*chain.hoist.steps, *(one.step for one in chain.hoist.overall))
-        nodes += [node for step in steps for node in (step.node, *step.others, *dict(step.parts))]
+        nodes += [node for step in chain.hoist.computed for node in (step.node, *step.others, *dict(step.parts))]
         nodes += [apart.node for apart in chain.hoist.apart]
     mode = compat.fake_mode_of(tensor_of(nodes[0]))
     unknown = next((node for node in nodes if compat.fake_mode_of(tensor_of(node)) is not mode), None)
@@ -261,13 +260,13 @@ def _hoisted_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size
     """The sizes that are written down to compute on the shard, and to gather small tensors on their own."""
     if not isinstance(chain, GatherChain) or chain.hoist is None:
         return []
-    hoist, overall = chain.hoist, [one.step for one in chain.hoist.overall]
-    parts = [part for step in (*hoist.steps, *overall) for _, part in step.parts]
-    made = (*(one.node for one in hoist.apart), *(step.node for step in overall), *hoist.copies)
+    hoist = chain.hoist
+    parts = [part for step in hoist.computed for _, part in step.parts]
+    made = (*(one.node for one in hoist.apart), *(one.step.node for one in hoist.overall), *hoist.copies)
     wholes = [tensor_of(node) for node in made]
     return [
         *(size for part in parts for size in (*part.way.sizes, *part.shape)),
-        *(size for apart in chain.hoist.apart for size in (apart.outer, apart.inner)),
+        *(size for apart in hoist.apart for size in (apart.outer, apart.inner)),
         *(size for whole in wholes if whole is not None for size in sizes.of(whole)),
     ]
 
@@ -290,9 +289,9 @@ def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
         return None
     facts = f"{describe(chain.hoist.operand)} instead of {describe(chain.collective.node)}"
     users = ", ".join(node.name for node in chain.hoist.kept)
-    first = ", ".join(one.step.node.name for one in chain.hoist.overall if one.first)
+    needed = ", ".join(one.step.node.name for one in chain.hoist.overall if one.needed)
     facts += f", which {users} needs too" if users else ""
-    return Refusal(reasons.MOVES_MORE, facts + (f", behind a gather of each rank's {first}" if first else ""))
+    return Refusal(reasons.MOVES_MORE, facts + (f", behind a gather of each rank's {needed}" if needed else ""))
 
 
 CHECKS: tuple[Check, ...] = (

@@ -167,7 +167,7 @@ def hoist_pays(chain: GatherChain, hoist: Hoist) -> bool:
     """
     moved, before = cost_of(chain).comm_bytes, received_bytes(chain.collective.node, chain.collective.group_size)
     machine = machine_for(chain.shard)
-    waits = any(one.first for one in hoist.overall)
+    waits = any(one.needed for one in hoist.overall)
     if waits and machine is not None and before is not None and before < LATENCY_BYTES:
         return False
     if moved is None or before is None:

@@ -369,15 +369,14 @@ def _parts(build: _Builder, chain: GatherChain) -> dict[fx.Node, fx.Node]:
     """This rank's parts of the gathered tensors and of what the hoisted ops compute from them, by the whole tensors."""
     parts = {gather.node: build.now(gather.source) for gather in collectives_of(chain)}
     local: dict[fx.Node, fx.Node] = {}
-    overall = () if chain.hoist is None else chain.hoist.overall
-    for step in () if chain.hoist is None else (*chain.hoist.steps, *(one.step for one in overall)):
+    for step in () if chain.hoist is None else chain.hoist.computed:
         local |= {operand: build.now(operand) for operand in step.others}
         for operand, part in step.parts:
             if operand not in local:
                 local[operand] = _arranged(build, parts[part.root], part, like=operand)
         args, kwargs = fx.map_arg((step.args, step.kwargs), local.__getitem__)
         parts[step.node] = build.call(step.target, *args, like=step.node, **kwargs)
-    for one in overall:
+    for one in () if chain.hoist is None else chain.hoist.overall:
         _find_over_ranks(build, chain.collective, one, parts[one.step.node])
     return parts
 
@@ -392,7 +391,7 @@ def _find_over_ranks(build: _Builder, gather: Collective, one: Overall, part: fx
     found = call(_aten.amax.default if "max" in op_name(one.step.node) else _aten.amin.default, each, [0])
     for node in one.nodes:
         build.replace(node, found if node is one.nodes[0] else build.call(_aten.clone.default, found))
-    build.late += [] if one.first else build.made[first:]
+    build.late += [] if one.needed else build.made[first:]
 
 
 def _arranged(build: _Builder, source: fx.Node, part: Part, like: fx.Node) -> fx.Node:

@@ -175,11 +175,10 @@ class Region:
         A matmul `c + a @ b` is such a user of its `c`, which is added behind the fused op.
         """
         used: Users = {}
-        own = {*self.home, *self.known}
         for node in self.scene.sorted(self.home):
-            users = (user for user in self.roots[self.home[node]].flow.users(node) if user not in own)
+            users = (user for user in self.roots[self.home[node]].flow.users(node) if user not in self.home)
             apart = [user for user in users if user not in fused or added_matrix(user) is node]
-            if others := self.scene.sorted(user for user in apart if not is_size(user)):
+            if others := self.scene.sorted(user for user in apart if not (is_size(user) or user in self.known)):
                 used[node] = others
         return used
 
@@ -575,8 +574,8 @@ def _hoist(
     along = None if len(ends) > 1 or lead.matmul.scaled is None else _along(region, apart, lead.placement)
     served = _served(region, [*apart, *copies], held)
     others = [user for node, users in used.items() if region.home[node] not in served for user in users]
-    first = _needed(region, [*apart, *(source for one in products for source in (one.matmul.a, *one.matmul.operands))])
-    overall = {one: equal for one, equal in region.overall.items() if one in first or not others}
+    needed = _needed(region, [*apart, *(source for one in products for source in (one.matmul.a, *one.matmul.operands))])
+    overall = {one: equal for one, equal in region.overall.items() if one in needed or not others}
     left = [node for one, equal in region.overall.items() if one not in overall for node in equal]
     kept = region.scene.sorted([*others, *left])
     sources = [source for one in overall for source in region.sources(one)]
@@ -585,7 +584,7 @@ def _hoist(
         operand=region.twin(ends[0]),
         scale=region.twin(ends[1]) if len(ends) > 1 else None,
         inside=region.scene.sorted(region.home),
-        overall=tuple(Overall(_step(region, one), tuple(equal), one in first) for one, equal in overall.items()),
+        overall=tuple(Overall(_step(region, one), tuple(equal), one in needed) for one, equal in overall.items()),
         copies=copies,
         apart=tuple(Apart(one, region.twin(one), region.roots[one].outer, region.roots[one].block) for one in apart),
         along=along,
