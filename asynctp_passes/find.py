@@ -44,6 +44,7 @@ from asynctp_passes.fxview import (
     mutates,
     op_name,
     steps_of,
+    subgraphs_of,
     tensor_of,
     value_of,
 )
@@ -386,9 +387,13 @@ def _goes_elsewhere(scene: Scene, gather: Collective, flow: Flow) -> Refusal:
 
 
 def _absent(nodes: Sequence[fx.Node], border: str) -> reasons.Reason:
-    """Why no matmul is among these users or makers of a tensor: all are where the graph ends, or they are others."""
-    outside = bool(nodes) and all(node.op == border for node in nodes)
-    return reasons.OUTSIDE_GRAPH if outside else reasons.NO_MATMUL
+    """Why no matmul is among these users or makers of a tensor: all are in other graphs, or they are other ops."""
+
+    def is_outside(node: fx.Node) -> bool:
+        ran = node.all_input_nodes if op_name(node) == "getitem" else [node]
+        return node.op == border or any(map(subgraphs_of, ran))
+
+    return reasons.OUTSIDE_GRAPH if nodes and all(map(is_outside, nodes)) else reasons.NO_MATMUL
 
 
 def _callers(nodes: Iterable[fx.Node]) -> str:

@@ -43,6 +43,7 @@ __all__ = [
     "segments",
     "source_of",
     "steps_of",
+    "subgraphs_of",
     "tangents_of",
     "tensor_of",
     "value_of",
@@ -213,19 +214,37 @@ def is_pointwise(node: fx.Node) -> bool:
     return compat.is_op(node.target) and torch.Tag.pointwise in node.target.tags
 
 
+def subgraphs_of(node: fx.Node) -> list[fx.Graph]:
+    """The graphs that a higher-order op runs: of a region that is compiled once, of branches, of a loop's body."""
+    if node.op != "call_function" or compat.is_op(node.target):
+        return []
+    names = (source.target for source in node.all_input_nodes if source.op == "get_attr")
+    modules = (getattr(node.graph.owning_module, str(name), None) for name in names)
+    return [module.graph for module in modules if isinstance(module, fx.GraphModule)]
+
+
+def _does_inside(node: fx.Node, does: Callable[[fx.Node], bool]) -> bool:
+    """True for a higher-order op that runs a node for which `does` holds."""
+    inner = (step for graph in subgraphs_of(node) for step in graph.nodes)
+    return any(does(step) for step in inner if step.op not in ("placeholder", "output"))
+
+
 def is_random(node: fx.Node) -> bool:
-    """True for an op that draws random numbers: its place among such ops counts."""
-    return compat.is_op(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """True for an op that draws random numbers, or runs one that does: its place among such ops counts."""
+    ops = (node.target,) if compat.is_op(node.target) else node.args  # run_and_save_rng_state takes the op that it runs
+    drawn = any(compat.is_op(op) and torch.Tag.nondeterministic_seeded in op.tags for op in ops)
+    return drawn or _does_inside(node, is_random)
 
 
 def mutates(node: fx.Node) -> bool:
-    """True for an in-place operation, and for a call that could be one."""
+    """True for an in-place operation, for an op that runs one, and for a call that could be one."""
     if node.op in ("call_module", "call_method"):
         return True
     target = node.target
     if compat.is_op(target):
         return bool(target._schema.is_mutable) or name_of(target).startswith(_PROCESS_GROUPS)
-    return op_name(node).endswith("_mutation") or op_name(node) in _IN_PLACE_FUNCTIONS
+    in_place = op_name(node).endswith("_mutation") or op_name(node) in _IN_PLACE_FUNCTIONS
+    return in_place or _does_inside(node, mutates)
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
@@ -242,8 +261,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 def acts(node: fx.Node) -> bool:
     """True for what does something besides computing its result: in place, with other ranks, by chance, or at all."""
-    collective = op_name(node).startswith("_c10d_functional.")
-    return collective or node.is_impure() or mutates(node) or is_random(node)
+    collective = op_name(node).startswith(("_c10d_functional.", "asynctp."))
+    return collective or node.is_impure() or mutates(node) or is_random(node) or _does_inside(node, acts)
 
 
 def live(graph: fx.Graph) -> set[fx.Node]:

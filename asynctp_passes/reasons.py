@@ -147,8 +147,9 @@ OUTSIDE_GRAPH = _skip(
     "OUTSIDE_GRAPH",
     "what takes the gathered tensor, or makes the reduced one, is not in this graph",
     "if it is a matmul, bring both into one graph: compile a module around the one whose hooks communicate (hooks of "
-    "the compiled module itself are in other graphs, unless torch._dynamo.config.wrap_top_frame is set), and see where "
-    "graphs break (TORCH_LOGS=graph_breaks)",
+    "the compiled module itself are in other graphs, unless torch._dynamo.config.wrap_top_frame is set), see where "
+    "graphs break (TORCH_LOGS=graph_breaks), and let a nested_compile_region, or the branches of a torch.cond, hold "
+    "the collective too",
 )
 
 RESULT_DROPPED = _skip(

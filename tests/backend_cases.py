@@ -329,6 +329,30 @@ def case_functional_collectives(mesh: DeviceMesh) -> tuple[Report, ...]:
     return reports
 
 
+def case_region_compiled_once(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """Two calls of a layer run one subgraph, with fused ops in it; what is gathered outside of one is not fused."""
+    if not NEWER_THAN_2_11:
+        raise NotRunnable("AOTAutograd does not trace what dynamo made of an autograd function in a region: fwd_body_1")
+    layer, weights = plain_layer(mesh)
+    region = torch.compiler.nested_compile_region(layer)
+    halves = torch.compiler.nested_compile_region(lambda x, up, down: torch.relu(x @ up) @ down)
+    start()
+    x = shard_of(mesh, 2, 4, 16)
+    actual = train(compiled(lambda x: region(region(x)), fullgraph=True), x, weights)
+    assert_close(actual, train(lambda x: layer(layer(x)), x, weights))
+    reports = asynctp_passes.reports()
+    assert_fused(reports, {"forward": 2, "backward": 2})
+    start()
+
+    def outside(x: Tensor, *weights: Tensor) -> Tensor:
+        return halves(halves(funcol.all_gather_tensor(x, 0, mesh.get_group()), *weights), *weights)
+
+    with torch.no_grad():
+        compiled(outside, fullgraph=True)(x, *weights)
+    assert [remark.code for report in asynctp_passes.reports() for remark in report.remarks] == ["ATP013"]
+    return reports
+
+
 def case_without_sequence_parallelism(mesh: DeviceMesh) -> tuple[Report, ...]:
     """The products are all-reduced, forward and backward; 3 rows cannot be divided among the ranks."""
     torch.manual_seed(2)

@@ -31,8 +31,9 @@ def outcomes(report: Report) -> list[str]:
 
 
 def copied(graph: Graph) -> Graph:
-    """A copy with the same names and fake values."""
+    """A copy with the same names and fake values, and the same subgraphs."""
     twin = Graph()
+    twin.owning_module = graph.owning_module
     values: dict[Node, Node] = {}
     twin.output(twin.graph_copy(graph, values))
     for node, other in values.items():

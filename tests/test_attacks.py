@@ -53,6 +53,16 @@ def chunks(b: Builder, x: Node, size: int, dim: int, into: int) -> Node:
     return b.call(aten.cat.default, b.items(b.call(aten.split.Tensor, x, size, dim)), into)
 
 
+def in_region(b: Builder, inner: Graph, result: torch.Tensor, *operands: Node) -> Node:
+    """The result of a subgraph, as `torch.compiler.nested_compile_region` makes one."""
+    holder = torch.nn.Module()
+    holder.region = torch.fx.GraphModule({}, inner)
+    b.graph.owning_module = holder  # type: ignore[assignment]
+    call = b.graph.get_attr("region"), "region", *operands
+    (node,) = b.items(b.call_like((result,), torch.ops.higher_order.invoke_subgraph, *call))
+    return node
+
+
 # --- memory: which tensors share it must not change ----------------------------------------------------
 def copy_of_gathered_then_mutated(b: Builder) -> list[Node]:
     """The operand is a copy, so adding to the gathered tensor does not reach it."""
@@ -62,6 +72,14 @@ def copy_of_gathered_then_mutated(b: Builder) -> list[Node]:
     product = b.call(aten.mm.default, operand, w)
     b.call(aten.add_.Tensor, full, 1)
     return [product, operand, full]
+
+
+def operand_mutated_in_a_region(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 8))
+    full, inner = gathered(b, x), Graph()
+    changed = inner.call_function(aten.add_.Tensor, (inner.placeholder("full"), 1.0))
+    inner.output((inner.call_function(aten.neg.default, (changed,)),))
+    return [in_region(b, inner, full.meta["val"], full), b.call(aten.mm.default, full, w)]
 
 
 def base_of_operand_mutated(b: Builder) -> list[Node]:
@@ -1402,6 +1420,7 @@ def gathered_then_all_reduced(b: Builder) -> list[Node]:
 
 GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "copy of gathered, mutated": (copy_of_gathered_then_mutated, ["F"]),
+    "operand, mutated in a region": (operand_mutated_in_a_region, ["ATP204"]),
     "base of operand, mutated": (base_of_operand_mutated, ["F"]),
     "bytes as two fp8 types": (bytes_as_two_fp8_types, ["F"]),
     "words as two half types": (words_as_two_half_types, ["F"]),
@@ -1705,32 +1724,53 @@ def test_what_process_groups_write_is_a_barrier(before: bool) -> None:
 
 
 # --- random numbers: all draws take those of one stream, in order ---------------------------------------------
-def drawn_like_the_gathered(b: Builder) -> list[Node]:
+Draw = Callable[..., Node]
+
+
+def drawn(b: Builder, *shape: int) -> Node:
+    return b.call(aten.rand.default, list(shape), dtype=torch.float64)
+
+
+def drawn_and_saved(b: Builder, *shape: int) -> Node:
+    """As recomputation has it: beside the state of the generator before."""
+    saving = torch.ops.higher_order.run_and_save_rng_state
+    return b.items(b.call(saving, aten.rand.default, list(shape), dtype=torch.float64, device="cpu"))[1]
+
+
+def drawn_in_a_region(b: Builder, *shape: int) -> Node:
+    inner = Graph()
+    inner.output((inner.call_function(aten.rand.default, (list(shape),), {"dtype": torch.float64}),))
+    with b.mode:
+        return in_region(b, inner, torch.empty(shape, dtype=torch.float64))
+
+
+def drawn_like_the_gathered(b: Builder, draw: Draw) -> list[Node]:
     """The fused op returns the gathered tensor, behind what is drawn in between."""
     x, w = inputs(b, (4, 6), (6, 8))
     whole = gathered(b, x)
-    first, second = b.call(aten.rand_like.default, whole), b.call(aten.rand.default, [8])
+    first, second = b.call(aten.rand_like.default, whole), draw(b, 8)
     return [first, second, b.call(aten.mm.default, whole, w)]
 
 
-def drawn_between_two_products(b: Builder) -> list[Node]:
+def drawn_between_two_products(b: Builder, draw: Draw) -> list[Node]:
     """One op of both would need what is drawn after what it makes."""
     x, w = inputs(b, (4, 6), (6, 8))
     whole = gathered(b, x)
     product = b.call(aten.mm.default, whole, w)
-    first, second = b.call(aten.rand_like.default, product), b.call(aten.rand.default, [6, 8], dtype=torch.float64)
+    first, second = b.call(aten.rand_like.default, product), draw(b, 6, 8)
     return [first, product, b.call(aten.mm.default, whole, second)]
 
 
-def drawn_behind_a_gather_that_can_wait(b: Builder) -> list[Node]:
+def drawn_behind_a_gather_that_can_wait(b: Builder, draw: Draw) -> list[Node]:
     """Beside a product that comes after another draw."""
     x, y, w, v = inputs(b, (8, 6), (4, 8), (6, 8), (8, 6))
     whole = gathered(b, y)
-    first, second = b.call(aten.rand_like.default, b.call(aten.sin.default, whole)), b.call(aten.rand.default, [8])
+    first, second = b.call(aten.rand_like.default, b.call(aten.sin.default, whole)), draw(b, 8)
     fused = b.call(aten.mm.default, gathered(b, b.call(aten.mm.default, x, w)), v)
     return [first, second, fused, b.call(aten.mm.default, b.call(aten.t.default, x), whole)]
 
 
+@pytest.mark.parametrize("draw", [drawn, drawn_and_saved, drawn_in_a_region])
 @pytest.mark.parametrize(
     ("attack", "expected"),
     [
@@ -1739,8 +1779,10 @@ def drawn_behind_a_gather_that_can_wait(b: Builder) -> list[Node]:
         (drawn_behind_a_gather_that_can_wait, ["ATP109", "F"]),
     ],
 )
-def test_random_numbers_are_drawn_in_order(attack: Attack, expected: list[str]) -> None:
-    builder = attacked(attack)
+def test_random_numbers_are_drawn_in_order(
+    attack: Callable[[Builder, Draw], list[Node]], draw: Draw, expected: list[str]
+) -> None:
+    builder = attacked(lambda b: attack(b, draw))
     rewritten, report = rewrite(builder.graph)
     results = []
     for graph in (builder.graph, rewritten):

@@ -124,6 +124,26 @@ def gather_that_is_returned(b: GraphBuilder) -> Node:
     return gathered(b)
 
 
+def in_region(b: GraphBuilder, x: Node) -> Node:
+    """What a subgraph makes of `x`, in the same shape: `torch.compiler.nested_compile_region`."""
+    inner, holder = Graph(), torch.nn.Module()
+    inner.output((inner.call_function(aten.neg.default, (inner.placeholder("x"),)),))
+    holder.region = torch.fx.GraphModule({}, inner)
+    b.graph.owning_module = holder  # type: ignore[assignment]
+    results, target = (x.meta["val"],), torch.ops.higher_order.invoke_subgraph
+    return b.call(getitem, b.call_like(results, target, b.graph.get_attr("region"), "region", x), 0)
+
+
+@row("OUTSIDE_GRAPH", "used by invoke_subgraph")
+def gather_for_a_region(b: GraphBuilder) -> Node:
+    return in_region(b, gathered(b))
+
+
+@row("OUTSIDE_GRAPH", "made by invoke_subgraph")
+def scatter_of_a_region(b: GraphBuilder) -> Node:
+    return b.scatter(in_region(b, b.input("x", [16, 8])))
+
+
 @row("NO_MATMUL", "used by aten.convolution.default")
 def gather_for_a_convolution(b: GraphBuilder) -> Node:
     images, weight = b.reshape(gathered(b), [2, 8, 8]), b.input("w", [4, 8, 1])
