@@ -154,12 +154,16 @@ def _gathered_tile(call: Call, step: int, peer: int, p: int, rows: slice, i: int
     block = p * call.world + peer
     needed = int(step > 0) if call.OWN else call.value
     yield reached(word, needed)
-    a = call.described("a0")[p if call.OWN else block] if step == 0 or not call.OWN else call.described("a1")[block]
+    own, a_block = call.OWN and step == 0, block
+    if call.OWN:
+        a_block = (peer - (peer > call.rank)) * call.outer + p if call.INBOX else block
+        a_block = p if own else a_block
+    a = call.described("a0" if own or not call.OWN else "a1")[a_block]
     columns = slice(col, col + call.BN)
     found = yield from look(a[rows])
     scale, first = call.a_scale0, block * call.inner + rows.start
     if call.SCALE_TRAVELS:
-        scale, first = (call.a_scale1, first) if step else (call.a_scale0, p * call.inner + rows.start)
+        scale, first = call.a_scale0 if own else call.a_scale1, a_block * call.inner + rows.start
     acc = _finish(call, found.float() @ _weight(call, i)[:, columns], scale, first, i, col)
     yield from _store(call, f"c{i}", block, rows, columns, acc)
 

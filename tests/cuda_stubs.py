@@ -533,6 +533,8 @@ class Names:
                 return f"full of {rank} [{word // MAX_CHUNKS}, {word % MAX_CHUNKS}]"
             if WORDS <= word < 2 * WORDS:
                 return f"free of {rank} [{word - WORDS}]"
+            if 2 * WORDS <= word < 3 * WORDS:
+                return f"landed of {rank} [{word % WORDS // MAX_CHUNKS}, {word % MAX_CHUNKS}]"
         return ""
 
     def _area(self, address: int) -> str:

@@ -18,7 +18,7 @@ import asynctp_kernels.compat as kernels_compat
 import cuda_emulated
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.collectives import bulk_gather, bulk_scatter
-from asynctp_kernels.cuda.gather import DecomposedGather
+from asynctp_kernels.cuda.gather import DecomposedPull
 from asynctp_kernels.cuda.memory import FLIGHTS, MAX_CHUNKS
 from cuda_stubs import (
     COPY,
@@ -218,7 +218,7 @@ def test_a_call_that_stages_first_waits_for_what_is_in_flight(here: Machine) -> 
     shard = tensor(256, 512)
     done = bulk_gather(shard, here.memory).start_bulk(shard).done
     call = gather_call((256,), 512, (512,), full=True)
-    plan = DecomposedGather(call, here.memory)
+    plan = DecomposedPull(call, here.memory)
     here.log.clear()
     plan.run(call.a_shard, None, call.bs, (), call.biases)
     stage = next(i for i, entry in enumerate(here.log) if isinstance(entry, Launched))

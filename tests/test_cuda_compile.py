@@ -422,13 +422,29 @@ def test_what_runs_beside_a_gemm_leaves_it_the_shared_memory(
 
 @pytest.mark.parametrize("name", GATHERS)
 def test_gather_gemm(name: str, tmp_path: Path) -> None:
+    """Beside what stages for it; and of what is pushed, which is another kernel."""
     variant = GATHERS[name]
     with machine() as here:
-        gather.FusedGather(gather_call(**variant.options), here.memory, variant.tiles, 2, SMS)
+        gather.fused_gather(gather_call(**variant.options, full=True), here.memory, variant.tiles, 2, SMS)
         small, gemm = small_and_gemm(here, tmp_path)
+    check_room(gemm, small)
+    check_gather_gemm(gemm, variant)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "narrow", "fp8-precise", "outer", "4-bias", "rows-travel", "rows-travel-4-bias"]
+)
+def test_gather_gemm_of_what_is_pushed(name: str, tmp_path: Path) -> None:
+    variant = GATHERS[name]
+    with machine() as here:
+        gather.fused_gather(gather_call(**variant.options), here.memory, variant.tiles, 2, SMS)
+        (prepared,) = here.prepared
+    check_gather_gemm(compiled(prepared, tmp_path), variant)
+
+
+def check_gather_gemm(gemm: Compiled, variant: Variant) -> None:
     check_products(gemm, variant)
     check_resources(gemm, variant)
-    check_room(gemm, small)
     if variant.plain:
         check_plain(gemm, 1)
     loads = gemm.ptx.find(TMA_LOAD % 3)
@@ -485,9 +501,9 @@ def test_scatter_gemm(name: str, tmp_path: Path) -> None:
 def plan_gemm(op: str, name: str) -> Prepared:
     """The GEMM of a plan."""
     with machine() as here:
-        if op == "gather":
-            call, tiles = gather_call(**GATHERS[name].options), GATHERS[name].tiles
-            gather.FusedGather(call, here.memory, tiles, 2, SMS)
+        if op != "scatter":
+            call, tiles = gather_call(**GATHERS[name].options, full=op == "gather"), GATHERS[name].tiles
+            gather.fused_gather(call, here.memory, tiles, 2, SMS)
         else:
             whole, tiles = scatter_call(**SCATTERS[name].options), SCATTERS[name].tiles
             scatter.FusedScatter(whole, here.memory, tiles, 2, SMS)
@@ -504,7 +520,9 @@ def order(ptx: Ptx) -> str:
     )
 
 
-OF_BOTH = pytest.mark.parametrize(("op", "name"), [("gather", "plain"), ("gather", "rows-travel"), ("scatter", "2")])
+OF_BOTH = pytest.mark.parametrize(
+    ("op", "name"), [("gather", "plain"), ("gather", "rows-travel"), ("pushed", "plain"), ("scatter", "2")]
+)
 
 
 @OF_BOTH
@@ -530,11 +548,11 @@ def test_gemm_with_stamps(op: str, name: str, tmp_path: Path) -> None:
     """Every tile takes the time before and after its wait, and behind its store; all else is as it was."""
     with stamped():
         prepared = plan_gemm(op, name)
-    gemm, variant = compiled(prepared, tmp_path), (GATHERS if op == "gather" else SCATTERS)[name]
+    gemm, variant = compiled(prepared, tmp_path), (SCATTERS if op == "scatter" else GATHERS)[name]
     check_products(gemm, variant)
     check_resources(gemm, variant)
-    assert re.fullmatch("(tat|st)+" if op == "gather" else "(tt|sct)+", order(gemm.ptx))
-    if op == "gather":
+    assert re.fullmatch("(tt|sct)+" if op == "scatter" else "(tat|st)+", order(gemm.ptx))
+    if op != "scatter":
         assert late_loads(gemm.ptx, gemm.ptx.find(TMA_LOAD % 3), block_coordinate) == []
 
 
@@ -564,7 +582,7 @@ def test_no_other_tiles_are_used() -> None:
 def plain_ptx(op: str, folder: Path) -> str:
     with machine() as here:
         if op == "gather":
-            gather.FusedGather(gather_call(), here.memory, WIDE, 2, SMS)
+            gather.fused_gather(gather_call(), here.memory, WIDE, 2, SMS)
         else:
             scatter.FusedScatter(scatter_call(), here.memory, WIDE, 2, SMS)
         return compiled(here.prepared[-1], folder).ptx.text
@@ -624,8 +642,8 @@ def test_stage_kernel(world: int, scales: bool, tmp_path: Path) -> None:
     """A barrier, the copy, a barrier; few registers, since it runs beside the GEMM."""
     options: dict[str, Any] = {**ROWWISE, "travels": True} if scales else {}
     with machine(world=world) as here:
-        call = gather_call((4096,), world=world, **options)
-        gather.FusedGather(call, here.memory, NARROW8 if scales else NARROW, 1, 132)
+        call = gather_call((4096,), world=world, **options, full=True)
+        gather.fused_gather(call, here.memory, NARROW8 if scales else NARROW, 1, 132)
         kernel = compiled(here.prepared[0], tmp_path)
     check_small(kernel, registers=REGISTERS_BESIDE)
     check_posts(kernel.ptx, 2 * (world - 1))
@@ -748,8 +766,8 @@ SMALLEST: dict[str, Callable[[Machine], Any]] = {
     "gather-direct-rows": lambda here: gather.DirectGather(
         gather_call((1,), 1, (1,), **ROWWISE, travels=True), here.memory
     ),
-    "gather-decomposed": lambda here: gather.DecomposedGather(gather_call((1,), 1, (1,), full=True), here.memory),
-    "gather-decomposed-rows": lambda here: gather.DecomposedGather(
+    "gather-decomposed": lambda here: gather.DecomposedPull(gather_call((1,), 1, (1,), full=True), here.memory),
+    "gather-decomposed-rows": lambda here: gather.DecomposedPull(
         gather_call((1,), 1, (1,), **ROWWISE, travels=True, full=True), here.memory
     ),
     "scatter-direct": lambda here: scatter.DirectScatter(scatter_call((4,), (1,), 1), here.memory),

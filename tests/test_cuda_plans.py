@@ -24,7 +24,7 @@ import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
 from asynctp_kernels.cuda import gather, products, scatter
 from asynctp_kernels.cuda.gather import GatherCall
-from asynctp_kernels.cuda.memory import MAX_CHUNKS, NO_BOUND, GroupMemory
+from asynctp_kernels.cuda.memory import MAX_CHUNKS, NO_BOUND, GroupMemory, Words
 from asynctp_kernels.cuda.scatter import ScatterCall
 from asynctp_kernels.cuda.tiles import Tiles
 from asynctp_kernels.cuda.waits import OPS, THINGS, code, describe
@@ -119,7 +119,7 @@ def gather_implementations() -> Iterator[Any]:
 
 def gather_plan(call: GatherCall, here: Machine, implementation: str, chunks: int = 3) -> gather.GatherPlan:
     if implementation == "fused":
-        return gather.FusedGather(call, here.memory, tiles_of(call.a_shard.dtype), chunks, SMS)
+        return gather.fused_gather(call, here.memory, tiles_of(call.a_shard.dtype), chunks, SMS)
     made: dict[str, Callable[[GatherCall, GroupMemory], gather.GatherPlan]] = {
         "decomposed": gather.decomposed_gather,
         "direct": gather.DirectGather,
@@ -150,18 +150,20 @@ def fill_outboxes(here: Machine, shards: Sequence[Tensor], scales: Sequence[Tens
                 outbox[start : start + scales[rank].numel() * 4] = bits(scales[rank])
 
 
-def fill_inbox(here: Machine, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
-    """The other ranks have taken part, and have pushed theirs to us."""
+def fill_inbox(here: Machine, plan: gather.Pushed, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+    """The other ranks have taken part, and have pushed theirs to us; scales behind all shards."""
     data = [bits(shard) for shard in shards]
-    if scales:  # behind the shard, aligned
-        data = [torch.cat([each, each.new_zeros(-len(each) % 256), bits(scales[i])]) for i, each in enumerate(data)]
-    peers_come(here, [torch.cat([each, each.new_zeros(-len(each) % 256)]) for each in data], MAX_CHUNKS)
+    peers_come(here, here.memory.landed, [torch.cat([each, each.new_zeros(-len(each) % 16)]) for each in data])
+    for rank in (set(range(WORLD)) - {RANK}) if scales else ():
+        size = scales[rank].numel() * 4
+        start = plan.scale_offset + (rank - (rank > RANK)) * size
+        here.parts("box")[RANK][start : start + size] = bits(scales[rank])
 
 
 def peers_give(here: Machine, plan: gather.GatherPlan, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
     """What a plan takes from the other ranks lies where it does."""
-    if isinstance(plan, gather.PushedGather):
-        fill_inbox(here, shards, scales)
+    if isinstance(plan, gather.Pushed):
+        fill_inbox(here, plan, shards, scales)
     elif "box" in here.memory.areas:
         fill_outboxes(here, shards, scales)
     here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.landed, parts=shards, scales=scales)
@@ -208,21 +210,32 @@ def test_gather_without_the_gathered(case: str, implementation: str, here: Machi
         for out, wanted in zip(outs, expected_products(call, full, a_scale), strict=True):
             assert torch.equal(out.reshape(wanted.shape), wanted)
         assert here.memory.local.view(-1)[:64].count_nonzero() == 0
-        if isinstance(plan, gather.PushedGather):
+        if isinstance(plan, gather.Pushed):
             check_taken(here, plan)
 
 
-def check_taken(here: Machine, plan: gather.PushedGather) -> None:
+def check_taken(here: Machine, plan: gather.Pushed) -> None:
     """The words of what has come are as they were before the call."""
-    words = [here.memory.full.at(RANK, source * MAX_CHUNKS + chunk) for source, chunk in plan.await_range]
+    pairs = itertools.product(plan.sources[1:], range(len(plan.chunks)))
+    words = [here.memory.landed.at(RANK, source * MAX_CHUNKS + chunk) for source, chunk in pairs]
     words += [here.memory.free.at(RANK, source) for source in range(WORLD)]
     assert not any(int(cuda_emulated.at(word, (1,), torch.int32)) for word in words)
 
 
+IN_ROWS = [case for case in GATHERS if not case.startswith(("columns", "odd"))]
+
+
 @pytest.mark.parametrize("chunks", range(1, MAX_CHUNKS + 1))
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("case", [case for case in GATHERS if not case.startswith(("columns", "odd"))])
-def test_bytes_of_a_gather(case: str, full: bool, chunks: int, here: Machine) -> None:
+@pytest.mark.parametrize(
+    ("case", "full"),
+    [
+        (case, full)
+        for case in IN_ROWS
+        for full in (False, True)
+        if full or gather_call(**GATHERS[case]).along is not None
+    ],
+)
+def test_bytes_that_a_gather_pulls(case: str, full: bool, chunks: int, here: Machine) -> None:
     """The copies move each shard of another rank once, its scales with it, and the own ones if they are asked for."""
     call = gather_call(**GATHERS[case], full=full)
     run_gather(call, here, gather_plan(call, here, "fused", chunks))
@@ -237,30 +250,36 @@ def test_bytes_of_a_gather(case: str, full: bool, chunks: int, here: Machine) ->
     assert not [copy for copy in copies if boxes[RANK] <= copy.src < boxes[RANK] + here.memory.areas["box"].size]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        case
-        for case, options in GATHERS.items()
-        if not case.startswith(("columns", "odd")) and gather_call(**options).outer <= MAX_CHUNKS
-    ],
-)
-def test_bytes_that_a_gather_pushes(case: str, here: Machine) -> None:
+def pushed_gathers() -> Iterator[tuple[str, str, int]]:
+    """(case, implementation, chunks)"""
+    for case in IN_ROWS:
+        call = gather_call(**GATHERS[case])
+        if call.along is None:
+            yield from ((case, "fused", chunks) for chunks in range(1, MAX_CHUNKS + 1))
+        if call.outer <= MAX_CHUNKS:
+            yield case, "decomposed", 1
+
+
+@pytest.mark.parametrize(("case", "implementation", "chunks"), list(pushed_gathers()))
+def test_bytes_that_a_gather_pushes(case: str, implementation: str, chunks: int, here: Machine) -> None:
     """Each other rank gets the shard and its scales once, from where they are and in order; nothing else moves."""
     call = gather_call(**GATHERS[case])
-    plan = gather.PushedGather(call, here.memory)
+    plan = gather_plan(call, here, implementation, chunks)
+    assert isinstance(plan, gather.Pushed)
     run_gather(call, here, plan)
     shard = call.a_shard.numel() * call.a_shard.itemsize
     scales = 0 if call.travels is None else call.travels.numel() * 4
     copies, boxes = here.of(Copied), here.parts("box")
     assert sum(copy.size for copy in copies) == (WORLD - 1) * (shard + scales)
-    assert not here.of(Launched)
+    assert [entry.prepared.name for entry in here.of(Launched)] == ["gemm_kernel"] * (implementation == "fused")
     for peer in set(range(WORLD)) - {RANK}:
-        start = boxes[peer].data_ptr() + (RANK - (peer < RANK)) * plan.slot_bytes
-        pushed = [copy for copy in copies if start <= copy.dst < start + plan.slot_bytes]
-        assert sum(copy.size for copy in pushed) == shard + scales
-        rows = sorted((copy for copy in pushed if copy.dst < start + shard), key=lambda copy: copy.dst)
+        slot, box = RANK - (peer < RANK), boxes[peer].data_ptr()
+        start, end = box + slot * plan.slot_bytes, box + (slot + 1) * plan.slot_bytes
+        rows = sorted((copy for copy in copies if start <= copy.dst < end), key=lambda copy: copy.dst)
+        assert sum(copy.size for copy in rows) == shard
         assert [copy.dst - start for copy in rows] == [copy.src - rows[0].src for copy in rows]
+        start = box + plan.scale_offset + slot * scales
+        assert [copy.size for copy in copies if start <= copy.dst < start + scales] == [scales] * bool(scales)
 
 
 def test_a_shard_with_gaps_is_made_whole_first(here: Machine) -> None:
@@ -352,13 +371,13 @@ def scatter_plan(call: ScatterCall, here: Machine, implementation: str, chunks: 
     return made[implementation](call, here.memory)
 
 
-def peers_come(here: Machine, parts: Sequence[Tensor], chunks: int) -> None:
-    """The other ranks have taken part, and have pushed what they have for us."""
-    words = here.memory.free, here.memory.full
+def peers_come(here: Machine, full: Words, parts: Sequence[Tensor]) -> None:
+    """The other ranks have taken part, and have pushed what they have for us, as the words `full` say."""
+    words = here.memory.free, full
     size = parts[RANK].numel() * parts[RANK].itemsize
     for rank in set(range(WORLD)) - {RANK}:
         cuda_emulated.at(words[0].at(RANK, rank), (1,), torch.int32).fill_(1)
-        for chunk in range(chunks):
+        for chunk in range(MAX_CHUNKS):
             cuda_emulated.at(words[1].at(RANK, rank * MAX_CHUNKS + chunk), (1,), torch.int32).fill_(1)
         slot = rank - (rank > RANK)
         here.parts("box")[RANK][slot * size : (slot + 1) * size] = bits(parts[rank])
@@ -373,7 +392,7 @@ def run_scatter(call: ScatterCall, here: Machine, plan: scatter.ScatterPlan) -> 
     for_us = [tensor(*mine[RANK].shape, dtype=mine[RANK].dtype) for _ in range(WORLD)]
     for_us[RANK] = mine[RANK].contiguous()
     if "box" in here.memory.areas:
-        peers_come(here, for_us, MAX_CHUNKS)
+        peers_come(here, here.memory.full, for_us)
     here.kernels["push_reduce_kernel"] = functools.partial(cuda_emulated.landed, parts=for_us)
     here.scattered = for_us
     out = plan.run(fresh.a_parts, fresh.b_parts, fresh.a_scales, fresh.b_scales, fresh.biases, fresh.added)
@@ -541,8 +560,8 @@ def test_trace_of_a_recorded_gather() -> None:
     """The copy stream is a branch of the graph, which comes behind what was left in flight on the stream itself."""
     with machine(rank=0, world=2) as here:
         here.records = True
-        call = gather_call((256,), 64, (72,), world=2)
-        plan = gather.FusedGather(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
+        call = gather_call((256,), 64, (72,), world=2, full=True)
+        plan = gather.fused_gather(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
         at_the_same_place(plan, ())
         for _ in range(2):
             plan.run(call.a_shard, None, call.bs, (), call.biases)
@@ -550,7 +569,7 @@ def test_trace_of_a_recorded_gather() -> None:
         assert here.urgent == [False]
         (here.log,) = here.recordings
         assert_expected_inline(
-            here.trace(gathered=gathered),
+            here.trace(own=call.a_shard.data_ptr(), gathered=gathered),
             """\
 graph  record start
 copy   await start
@@ -558,6 +577,7 @@ copy   await flown at launch
 copy   launch stage_kernel
 copy   copy 32768 B to gathered + 32768 from box of 1 + 0
 copy   write arrivals[1, 0] = 1
+copy   copy 32768 B to gathered + 0 from own + 0
 copy   record end
 graph  launch gemm_kernel
 graph  await end""",
@@ -639,7 +659,7 @@ def test_what_a_scatter_has_to_copy_first_is_recorded(implementation: str, how: 
 @pytest.mark.parametrize("implementation", ["fused", "decomposed", "direct"])
 def test_other_memory_is_enqueued_anew(implementation: str, recording: Machine) -> None:
     """Whichever tensor of a call lies elsewhere, it is another call."""
-    call = gather_call((256,), 64, (72, 136), **ROWWISE, travels=True, bias=True)
+    call = gather_call((256,), 64, (72, 136), **ROWWISE, travels=True, bias=True, full=True)
     plan = gather_plan(call, recording, implementation)
     recording.kernels["push_gather_kernel"] = lambda launched: None
     first = plan.tensors((call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, None))
@@ -659,7 +679,7 @@ def test_other_memory_is_enqueued_anew(implementation: str, recording: Machine) 
 
 def test_a_call_in_a_capture_is_enqueued(recording: Machine) -> None:
     """It belongs to the program's graph, whatever has been recorded; and it is no reason to record."""
-    call = gather_call((256,), 64, (72,))
+    call = gather_call((256,), 64, (72,), full=True)
     plan = gather_plan(call, recording, "fused")
     at_the_same_place(plan, ())
     for capturing, recorded in ((7, 0), (7, 0), (0, 0), (0, 1), (7, 1)):
@@ -671,7 +691,7 @@ def test_a_call_in_a_capture_is_enqueued(recording: Machine) -> None:
 
 
 def test_growth_and_release_forget_what_was_recorded(recording: Machine) -> None:
-    call = gather_call((256,), 64, (72,))
+    call = gather_call((256,), 64, (72,), full=True)
     plan = gather_plan(call, recording, "fused")
     at_the_same_place(plan, ())
     for _ in range(2):
@@ -693,7 +713,7 @@ def test_growth_and_release_forget_what_was_recorded(recording: Machine) -> None
 def test_trace_of_a_gather() -> None:
     with machine(rank=1, world=3) as here:
         call = gather_call((256,), 64, (72,), world=3, full=True)
-        plan = gather.FusedGather(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
+        plan = gather.fused_gather(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
         *_, full = plan.run(call.a_shard, None, call.bs, (), call.biases)
         assert_expected_inline(
             here.trace(own=call.a_shard.data_ptr(), gathered=full.data_ptr()),
@@ -719,12 +739,12 @@ main   record last""",
 
 def test_trace_of_a_gather_with_scales_and_an_outer_dim() -> None:
     with machine(rank=0, world=2) as here:
-        call = gather_call((2, 64), 64, (72,), dim=1, world=2, **ROWWISE, travels=True)
-        plan = gather.FusedGather(call, here.memory, tiles_of(FP8), 1, SMS)
+        call = gather_call((2, 64), 64, (72,), dim=1, world=2, **ROWWISE, travels=True, full=True)
+        plan = gather.fused_gather(call, here.memory, tiles_of(FP8), 1, SMS)
         plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
         arguments = here.launched("gemm_kernel").arguments
         assert_expected_inline(
-            here.trace(gathered=arguments["a1"].address, scales=arguments["a_scale1"]),
+            here.trace(own=call.a_shard.data_ptr(), gathered=arguments["a1"].address, scales=arguments["a_scale1"]),
             """\
 main   record start
 copy   await start
@@ -734,6 +754,8 @@ copy   copy 256 B to scales + 768 from box of 1 + 8448
 copy   copy 4096 B to gathered + 4096 from box of 1 + 0
 copy   copy 4096 B to gathered + 12288 from box of 1 + 4096
 copy   write arrivals[1, 0] = 1
+copy   copy 4096 B to gathered + 0 from own + 0
+copy   copy 4096 B to gathered + 8192 from own + 4096
 copy   record end
 main   launch gemm_kernel
 main   await end
@@ -741,43 +763,143 @@ main   record last""",
         )
 
 
-def test_trace_of_a_gather_that_pushes() -> None:
-    with machine(rank=1, world=3) as here:
-        call = gather_call((2, 64), 64, (72,), dim=1, world=3, **ROWWISE, travels=True)
-        gather.PushedGather(call, here.memory).run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
+def test_trace_of_a_fused_gather_that_pushes() -> None:
+    """Rank 0 is first, since it begins with what comes from rank 1."""
+    with machine(rank=1, world=4) as here:
+        call = gather_call((2, 128), 64, (72,), dim=1, world=4, **ROWWISE, travels=True)
+        plan = gather.fused_gather(call, here.memory, tiles_of(FP8), 2, SMS)
+        plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
         assert call.a_scale is not None
         assert_expected_inline(
             here.trace(own=call.a_shard.data_ptr(), scales=call.a_scale.data_ptr()),
             """\
 main   record start
 copy   await start
-copy   record running
-copy   write free of 2 [1] = 1
 copy   write free of 0 [1] = 1
-copy   wait free of 1 [2] >= 1
+copy   write free of 3 [1] = 1
+copy   write free of 2 [1] = 1
 copy   wait free of 1 [0] >= 1
-copy   write free of 1 [2] = 0
+copy   wait free of 1 [3] >= 1
+copy   wait free of 1 [2] >= 1
 copy   write free of 1 [0] = 0
-copy   copy 512 B to box of 2 + 16896 from scales + 0
-copy   copy 4096 B to box of 2 + 8704 from own + 0
-copy   write full of 2 [1, 0] = 1
-copy   copy 4096 B to box of 2 + 12800 from own + 4096
-copy   write full of 2 [1, 1] = 1
-copy   copy 512 B to box of 0 + 8192 from scales + 0
-copy   copy 4096 B to box of 0 + 0 from own + 0
-copy   write full of 0 [1, 0] = 1
-copy   copy 4096 B to box of 0 + 4096 from own + 4096
-copy   write full of 0 [1, 1] = 1
+copy   write free of 1 [3] = 0
+copy   write free of 1 [2] = 0
+copy   copy 1024 B to box of 0 + 49152 from scales + 0
+copy   copy 8192 B to box of 0 + 0 from own + 0
+copy   write landed of 0 [1, 0] = 1
+copy   copy 8192 B to box of 0 + 8192 from own + 8192
+copy   write landed of 0 [1, 1] = 1
+copy   copy 1024 B to box of 3 + 50176 from scales + 0
+copy   copy 16384 B to box of 3 + 16384 from own + 0
+copy   write landed of 3 [1, 0] = 1
+copy   write landed of 3 [1, 1] = 1
+copy   copy 1024 B to box of 2 + 50176 from scales + 0
+copy   copy 8192 B to box of 2 + 16384 from own + 0
+copy   write landed of 2 [1, 0] = 1
+copy   copy 8192 B to box of 2 + 24576 from own + 8192
+copy   write landed of 2 [1, 1] = 1
 copy   record end
-main   await running
-main   wait full of 1 [0, 0] >= 1
-main   write full of 1 [0, 0] = 0
-main   wait full of 1 [0, 1] >= 1
-main   write full of 1 [0, 1] = 0
-main   wait full of 1 [2, 0] >= 1
-main   write full of 1 [2, 0] = 0
-main   wait full of 1 [2, 1] >= 1
-main   write full of 1 [2, 1] = 0
+main   launch gemm_kernel
+main   await end
+main   record last""",
+        )
+
+
+def test_trace_of_a_fused_gather_that_pushes_with_bounded_waits() -> None:
+    """The copy stream waits, which knows a bound, and tells the GEMM by words that nobody else sets."""
+    with machine(rank=0, world=2, timeout_s=5) as here:
+        call = gather_call((256,), 64, (72,), world=2)
+        plan = gather.fused_gather(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
+        plan.run(call.a_shard, None, call.bs, (), call.biases)
+        words = here.launched("gemm_kernel").arguments["words"]
+        assert words == here.memory.arrivals
+        assert_expected_inline(
+            here.trace(own=call.a_shard.data_ptr()),
+            """\
+main   record start
+copy   await start
+copy   write free of 1 [0] = 1
+copy   await kernel free of 0 [1] >= 1
+copy   write free of 0 [1] = 0
+copy   copy 16384 B to box of 1 + 0 from own + 0
+copy   write landed of 1 [0, 0] = 1
+copy   copy 16384 B to box of 1 + 16384 from own + 16384
+copy   write landed of 1 [0, 1] = 1
+copy   await kernel landed of 0 [1, 0] >= 1
+copy   write landed of 0 [1, 0] = 0
+copy   write arrivals[1, 0] = 1
+copy   await kernel landed of 0 [1, 1] >= 1
+copy   write landed of 0 [1, 1] = 0
+copy   write arrivals[1, 1] = 1
+copy   record end
+main   launch gemm_kernel
+main   await end
+main   record last""",
+        )
+
+
+def test_trace_of_a_recorded_gather_that_pushes() -> None:
+    with machine(rank=0, world=2) as here:
+        here.records = True
+        call = gather_call((256,), 64, (72,), world=2)
+        plan = gather.fused_gather(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
+        at_the_same_place(plan, ())
+        for _ in range(2):
+            plan.run(call.a_shard, None, call.bs, (), call.biases)
+        assert here.launched("gemm_kernel").arguments["words"] == here.memory.landed.at(0)
+        (here.log,) = here.recordings
+        assert_expected_inline(
+            here.trace(own=call.a_shard.data_ptr()),
+            """\
+graph  record start
+copy   await start
+copy   await flown at launch
+copy   write free of 1 [0] = 1
+copy   wait free of 0 [1] >= 1
+copy   write free of 0 [1] = 0
+copy   copy 32768 B to box of 1 + 0 from own + 0
+copy   write landed of 1 [0, 0] = 1
+copy   record end
+graph  launch gemm_kernel
+graph  await end""",
+        )
+
+
+def test_trace_of_a_gather_that_pushes() -> None:
+    with machine(rank=1, world=3) as here:
+        call = gather_call((2, 64), 64, (72,), dim=1, world=3, **ROWWISE, travels=True)
+        gather.DecomposedPush(call, here.memory).run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
+        assert call.a_scale is not None
+        assert_expected_inline(
+            here.trace(own=call.a_shard.data_ptr(), scales=call.a_scale.data_ptr()),
+            """\
+main   record start
+copy   await start
+copy   write free of 0 [1] = 1
+copy   write free of 2 [1] = 1
+copy   wait free of 1 [0] >= 1
+copy   wait free of 1 [2] >= 1
+copy   write free of 1 [0] = 0
+copy   write free of 1 [2] = 0
+copy   copy 512 B to box of 0 + 16384 from scales + 0
+copy   copy 4096 B to box of 0 + 0 from own + 0
+copy   write landed of 0 [1, 0] = 1
+copy   copy 4096 B to box of 0 + 4096 from own + 4096
+copy   write landed of 0 [1, 1] = 1
+copy   copy 512 B to box of 2 + 16896 from scales + 0
+copy   copy 4096 B to box of 2 + 8192 from own + 0
+copy   write landed of 2 [1, 0] = 1
+copy   copy 4096 B to box of 2 + 12288 from own + 4096
+copy   write landed of 2 [1, 1] = 1
+copy   record end
+main   wait landed of 1 [2, 0] >= 1
+main   write landed of 1 [2, 0] = 0
+main   wait landed of 1 [2, 1] >= 1
+main   write landed of 1 [2, 1] = 0
+main   wait landed of 1 [0, 0] >= 1
+main   write landed of 1 [0, 0] = 0
+main   wait landed of 1 [0, 1] >= 1
+main   write landed of 1 [0, 1] = 0
 main   await end
 main   record last""",
         )
@@ -787,22 +909,21 @@ def test_trace_of_a_gather_that_pushes_with_bounded_waits() -> None:
     """The stream waits for what is pushed when it has pushed itself, so that who is named is who did not come."""
     with machine(rank=0, world=2, timeout_s=5) as here:
         call = gather_call((256,), 64, (72,), world=2)
-        gather.PushedGather(call, here.memory).run(call.a_shard, None, call.bs, (), call.biases)
+        gather.DecomposedPush(call, here.memory).run(call.a_shard, None, call.bs, (), call.biases)
         assert_expected_inline(
             here.trace(own=call.a_shard.data_ptr()),
             """\
 main   record start
 copy   await start
-copy   record running
 copy   write free of 1 [0] = 1
 copy   await kernel free of 0 [1] >= 1
 copy   write free of 0 [1] = 0
 copy   copy 32768 B to box of 1 + 0 from own + 0
-copy   write full of 1 [0, 0] = 1
+copy   write landed of 1 [0, 0] = 1
 copy   record end
 main   await end
-main   await kernel full of 0 [1, 0] >= 1
-main   write full of 0 [1, 0] = 0
+main   await kernel landed of 0 [1, 0] >= 1
+main   write landed of 0 [1, 0] = 0
 main   await end
 main   record last""",
         )
@@ -895,9 +1016,10 @@ main   record last""",
 
 
 PLANS: dict[str, Callable[[Machine], Callable[[], object]]] = {
-    "gather-fused": lambda here: _gather_runner(here, "fused"),
+    "gather-fused": lambda here: _gather_runner(here, "fused", full=True),
+    "gather-fused-pushed": lambda here: _gather_runner(here, "fused"),
     "gather-decomposed": lambda here: _gather_runner(here, "decomposed", full=True),
-    "gather-pushed": lambda here: _gather_runner(here, "decomposed"),
+    "gather-decomposed-pushed": lambda here: _gather_runner(here, "decomposed"),
     "gather-direct": lambda here: _gather_runner(here, "direct"),
     "scatter-fused": lambda here: _scatter_runner(here, "fused"),
     "scatter-decomposed": lambda here: _scatter_runner(here, "decomposed"),
@@ -953,8 +1075,8 @@ def test_staging_comes_first_where_it_does_not_fit_beside_the_gemm() -> None:
     for registers, stream in ((40, COPY), (255, MAIN)):
         with machine(RANK, WORLD) as here:
             here.registers = registers  # of the staging kernel and of the GEMM
-            call = gather_call((512,), 64, (512,))
-            plan = gather.FusedGather(call, here.memory, Tiles(128, 256, 64, warps=8, stages=3), 2, SMS)
+            call = gather_call((512,), 64, (512,), full=True)
+            plan = gather.fused_gather(call, here.memory, Tiles(128, 256, 64, warps=8, stages=3), 2, SMS)
             plan.run(call.a_shard, None, call.bs, (), call.biases)
             assert here.launched("stage_kernel").stream == stream
             assert here.launched("gemm_kernel").stream == MAIN
@@ -1081,8 +1203,8 @@ def test_a_scatter_without_a_rank_ends_and_names_it(late: str, implementation: s
     """Whether rank 3 never came or came and pushed nothing; then no call of the group is made any more."""
     call = scatter_call((1024,), (64,), 72, **TENSORWISE)
     plan = scatter_plan(call, bounded, implementation, chunks=2)
-    peers_come(bounded, [tensor(256, 72)] * WORLD, 2 if implementation == "fused" else 1)
     memory = bounded.memory
+    peers_come(bounded, memory.full, [tensor(256, 72)] * WORLD)
     words = {"FREE": memory.free.at(RANK, 3), "FULL": memory.full.at(RANK, 3 * MAX_CHUNKS)}
     cuda_emulated.at(words[late], (1,), torch.int32).zero_()
     plan.run(call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases)
@@ -1095,14 +1217,18 @@ def test_a_scatter_without_a_rank_ends_and_names_it(late: str, implementation: s
         op(bounded, SMALL["gather"]())
 
 
+@pytest.mark.parametrize("implementation", ["fused", "decomposed"])
 @pytest.mark.parametrize("awaited", ["free inbox", "chunk 0", "chunk 1"])
-def test_a_gather_that_pushes_without_a_rank_ends_and_names_it(awaited: str, bounded: Machine) -> None:
+def test_a_gather_that_pushes_without_a_rank_ends_and_names_it(
+    awaited: str, implementation: str, bounded: Machine
+) -> None:
     call = gather_call((2, 128), 64, (72,), dim=1, **TENSORWISE)
-    plan = gather.PushedGather(call, bounded.memory)
-    fill_inbox(bounded, others(call)[0], [])
+    plan = gather_plan(call, bounded, implementation, chunks=2)
+    assert isinstance(plan, gather.Pushed)
+    fill_inbox(bounded, plan, others(call)[0], [])
     memory = bounded.memory
     words = {"free inbox": memory.free.at(RANK, 3)}
-    words |= {f"chunk {chunk}": memory.full.at(RANK, 3 * MAX_CHUNKS + chunk) for chunk in range(2)}
+    words |= {f"chunk {chunk}": memory.landed.at(RANK, 3 * MAX_CHUNKS + chunk) for chunk in range(2)}
     cuda_emulated.at(words[awaited], (1,), torch.int32).zero_()
     plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
     memory.look(memory.status)
@@ -1187,7 +1313,7 @@ def test_all_reduce(implementation: str, options: dict[str, Any], here: Machine,
         for _ in range(2):
             if implementation != "direct":
                 here.memory.require("box", part[RANK].numel() * 2 * WORLD)
-                peers_come(here, [part[RANK].contiguous()] * WORLD, MAX_CHUNKS)
+                peers_come(here, here.memory.full, [part[RANK].contiguous()] * WORLD)
             out = all_reduce(here, call, lambda: checked.append(1))
             assert out is not None
             assert (out.shape, out.dtype) == ((2, 96, 2, 80), torch.bfloat16)
@@ -1216,11 +1342,11 @@ def test_all_reduce_and_scatter_of_one_shape_are_chosen_apart(here: Machine, sha
 
 
 SMALL: dict[str, Callable[[], Any]] = {
-    "gather": lambda: gather_call((192,), 64, (72,)),
+    "gather": lambda: gather_call((192,), 64, (72,), full=True),
     "scatter": lambda: scatter_call((768,), (64,), 72),
 }
 LARGE: dict[str, Callable[[], Any]] = {
-    "gather": lambda: gather_call((4608,), 256, (8,)),
+    "gather": lambda: gather_call((4608,), 256, (8,), full=True),
     "scatter": lambda: scatter_call((8192,), (8,), 264),
 }
 

@@ -39,12 +39,12 @@ def here() -> Iterator[Machine]:
         yield made
 
 
-GATHER = gather_call((192,), 64, (72,))
+GATHER = gather_call((192,), 64, (72,), full=True)
 
 
 def gather(here: Machine) -> torch.Tensor:
     """One call; gives the rows of its product that come from this rank."""
-    operands = (GATHER.a_shard, None, GATHER.bs, (), GATHER.biases, 0, False, torch.bfloat16, False, False)
+    operands = (GATHER.a_shard, None, GATHER.bs, (), GATHER.biases, 0, False, torch.bfloat16, False, True)
     outs = cuda.run_gather(*operands, WORLD, here.group, lambda: None)
     assert outs is not None
     return outs[0].view(WORLD, 192, 72)[RANK]

@@ -46,10 +46,13 @@ SEVERAL: dict[str, Any] = {"ns": (32, 16), "bias": True}
 BOUNDED, BY_COPIES = (("timeout_s", 5.0),), (("peer_writes", False),)
 SESSIONS: dict[str, Session] = {
     "fused gather": Session(3, (gather(full=True),)),
-    "fused gather of 4": Session(4, (gather(**SEVERAL),), chunks=3),
-    "fused gather with scales": Session(2, (gather(**ROWWISE, travels=True), gather(**ROWWISE, along=True))),
+    "fused gather of 4": Session(4, (gather(**SEVERAL, full=True),), chunks=3),
+    "fused gather with scales": Session(2, (gather(**ROWWISE, travels=True, full=True), gather(**ROWWISE, along=True))),
     "fused gather, outer": Session(3, (gather(**OUTER, **ROWWISE, travels=True, full=True), gather(**OUTER)), chunks=1),
-    "fused gather, staged first": Session(3, (gather(full=True), gather()), registers=255),
+    "fused gather, staged first": Session(3, (gather(full=True), gather(**ROWWISE, along=True)), registers=255),
+    "pushed fused gather": Session(3, (gather(), gather(**ROWWISE, travels=True))),
+    "pushed fused gather of 4": Session(4, (gather(**SEVERAL), scatter(), gather("decomposed")), chunks=3),
+    "pushed fused gather, outer": Session(3, (gather(**OUTER, **ROWWISE, travels=True), gather(**OUTER))),
     "decomposed gather": Session(
         3, (gather("decomposed", full=True), gather("decomposed", full=True, along=True, **ROWWISE))
     ),
@@ -97,19 +100,24 @@ SESSIONS: dict[str, Session] = {
         3, (bulk("scatter", 1), gather("decomposed"), bulk("gather", 1), gather("decomposed"))
     ),
     "in flight beside fused": Session(3, (bulk("scatter", 1), gather(), bulk("gather", 1), scatter())),
-    "in flight, waited for elsewhere": Session(2, (bulk("gather", 1, OTHER), bulk("scatter", 1, OTHER), gather()), 3),
+    "in flight, waited for elsewhere": Session(
+        2, (bulk("gather", 1, OTHER), bulk("scatter", 1, OTHER), gather(full=True)), 3
+    ),
     "two streams": Session(3, (gather(), scatter(stream=OTHER), gather("direct"), scatter("direct", stream=OTHER))),
     "two streams, decomposed": Session(2, (gather("decomposed"), scatter("decomposed", stream=OTHER))),
     "two groups": Session(3, (gather(), scatter(group=1), bulk("gather", 1), gather("decomposed", group=1))),
     "two groups in flight": Session(3, (bulk("gather", 1), bulk("gather", 1, group=1), bulk("scatter", 1))),
     "bounded": Session(
-        2, (gather(), scatter(), bulk("scatter", 1), scatter("decomposed"), gather("decomposed")), options=BOUNDED
+        2,
+        (gather(full=True), scatter(), bulk("scatter", 1), scatter("decomposed"), gather("decomposed")),
+        options=BOUNDED,
     ),
+    "bounded pushes": Session(3, (gather(), bulk("scatter", 1), gather(), scatter()), options=BOUNDED),
     "posts by copies": Session(
         3, (scatter(), gather(), scatter("decomposed"), gather("decomposed")), options=BY_COPIES
     ),
     "recorded gathers": Session(
-        2, (gather(full=True), gather("decomposed", full=True), gather("decomposed")), 4, records=True
+        2, (gather(full=True), gather("decomposed", full=True), gather(), gather("decomposed")), 4, records=True
     ),
     "recorded elsewhere": Session(2, (gather("direct"), gather("direct", later=1)), 4, records=True),
     "recorded scatters": Session(2, (scatter(), scatter("decomposed"), scatter("direct")), 4, records=True),
@@ -200,13 +208,9 @@ NEEDED = {
     "__init__.wait: keep(bulk.source)": "in flight, waited for elsewhere",
     "collectives._move: record_event(memory.running, side)": "recorded beside flights",
     "collectives._move: wait_event(side, memory.reduced)": "bulk",
-    "gather.start: record_event(memory.end, memory.stream)": "fused gather",
+    "gather.start: record_event(self.memory.end, self.memory.stream)": "fused gather",
     "gather.finish: wait_event(stream, self.memory.end)": "fused gather",
-    "gather.behind: wait_event(stream, memory.event(source, block))": "decomposed gather",
-    "gather.behind: wait_event(stream, begun)": "in flight beside pushed",
-    "gather.enqueue: record_event(memory.running, memory.stream)": "in flight beside pushed",
-    "gather.enqueue: record_event(memory.end, memory.stream)": "pushed gather",
-    "gather.enqueue: wait_event(stream, memory.end)": "pushed gather",
+    "gather.behind: wait_event(stream, self.memory.event(source, block))": "decomposed gather",
     "memory.fork: record_event(self.start, stream)": "fused gather",
     "memory.fork: wait_event(self.stream, self.start)": "fused gather",
     "memory.behind_flights: wait_event_at_launch(side, self.flown)": "recorded beside flights",
@@ -226,9 +230,10 @@ NEEDED = {
     "script._call: record_event(event, stream)": "decomposed gather",
     "script._call: wait_event(stream, awaited)": "decomposed scatter",
 }
-#: results are right without these, see `test_cuda_stamps` and `test_trace_of_a_scatter_with_bounded_waits`
+#: results are right without these, see `test_cuda_stamps` and the traces with bounded waits of `test_cuda_plans`
 FOR_OTHERS = {
     "stamps.begin: wait_event(stream, end)",
+    "gather.behind: wait_event(stream, self.memory.end)",
     "scatter.push_and_reduce: wait_event(memory.reducer, memory.end)",
 }
 
@@ -324,7 +329,11 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
         "pushed gather of 4",
         scripted(gathers, "push_script", lambda steps: drop_first(steps, Copy)),
     ),
+    "fused, pushed without FREE": ("pushed fused gather", scripted(gathers, "push_script", no(Wait, peer=True))),
+    "fused, pushed behind the word": ("pushed fused gather", scripted(gathers, "push_script", early(Post))),
     "GEMM without arrivals": ("fused gather", heedless("gemm_kernel")),
+    "GEMM before the push": ("pushed fused gather", heedless("gemm_kernel")),
+    "words of the push kept by the stream": ("bounded pushes", scripted(gathers, "chunk_script", no(Write))),
     "push without the tiles": ("fused scatter", scripted(scatters, "push_script", no(Wait, peer=False))),
     "push without the product": ("decomposed scatter", scripted(scatters, "push_script", no(Await))),
     "push without FREE": ("fused scatter", scripted(scatters, "push_script", no(Wait, peer=True))),

@@ -52,7 +52,7 @@ from streams import TILES, Shared, rank_of
 
 ROWS = 2
 START, RUNNING, END, REDUCED, FIRST_EVENT = range(5)  # event FIRST_EVENT + r: about rank r, see `of_block`
-AREAS = ("full", "free", "arrivals", "progress", "begun", "staged")
+AREAS = ("full", "free", "arrivals", "progress", "begun", "staged", "landed")
 EPOCHS = ("begun", "staged")  # words that only grow
 _RANK, _AREA, _WORD = 10_000, 1_000, 4  # word addresses: of a rank, of an area within it, of a word within that
 
@@ -64,6 +64,7 @@ Bytes = tuple[tuple[int, Tag], ...]  # (address, tag)
 class Call:
     """One op. `chunks` is ignored but by the fused implementation, `scales` and what is kept by a scatter.
 
+    keep_own: the gathered A is returned. keep_scales: so are the numbers, which then are no scales.
     A copy moves both chunks of what neither is the first nor the last peer's: there are such from 4 ranks on.
     way "bulk": no product, and the main stream waits for the result only after the next call.
     """
@@ -89,7 +90,8 @@ class Call:
     @property
     def pushed(self) -> bool:
         """A gather that stages nothing."""
-        return self.op == "gather" and self.way == "decomposed" and not self.keep_own
+        stays = self.keep_own or (self.way == "fused" and self.keep_scales)
+        return self.op == "gather" and self.way != "bulk" and not stays
 
     @property
     def stage_keeps(self) -> bool:
@@ -186,18 +188,14 @@ class Rank:
         """Bytes of a shard."""
         return ROWS * self.width
 
-    def slot(self, call: Call) -> int:
-        """Bytes of an inbox for one rank's shard and its scales."""
-        return self.part + 4 * ROWS * call.scales
-
     def at(self, name: str, rank: int | None = None) -> int:
         """Address of a buffer. A gathered A and a staging never live at the same time: one `local` for both.
 
         Outbox and inbox are one too: `box`.
         """
         sizes = {"own": self.part, "own scale": 4 * ROWS, "out": self.part, "local": self.world * self.part}
-        slots = [self.part, *(self.slot(call) for call in self.case.calls if call.pushed)]
-        sizes |= {"scales": self.world * 4 * ROWS, "box": max(self.part + 4 * ROWS, (self.world - 1) * max(slots))}
+        pushed = (self.world - 1) * (self.part + 4 * ROWS * any(call.scales for call in self.case.calls if call.pushed))
+        sizes |= {"scales": self.world * 4 * ROWS, "box": max(self.part + 4 * ROWS, pushed)}
         if any(call.way == "bulk" for call in self.case.calls):  # two may be in flight, each with memory of its own
             bulk = {"own": self.part, "local": self.world * self.part, "out": self.part}
             sizes |= {f"{buffer} {turn}": size for turn in (0, 1) for buffer, size in bulk.items()}
@@ -219,6 +217,11 @@ class Rank:
 
     def arrival(self, source: int, chunk: int) -> int:
         return self.words("arrivals").at(self.rank, source * MAX_CHUNKS + chunk)
+
+    def awaited(self, call: Call, source: int, chunk: int) -> int:
+        """What the GEMM of a gather polls."""
+        name = "landed" if call.pushed and not self.case.bounded else "arrivals"
+        return self.words(name).at(self.rank, source * MAX_CHUNKS + chunk)
 
     def progress(self, dst: int, chunk: int) -> int:
         return self.words("progress").at(self.rank, dst * MAX_CHUNKS + chunk)
@@ -378,7 +381,7 @@ class Rank:
     def _gather_fused(self, number: int, call: Call) -> list[Item]:
         """`gemm_kernel`."""
         programs = [self._gather_program(number, call, program) for program in range(self.case.programs)]
-        words = [self.arrival(source, chunk) for source in self.ring(1)[:-1] for chunk in self.cleared_chunks]
+        words = [self.awaited(call, source, chunk) for source in self.ring(1)[:-1] for chunk in self.cleared_chunks]
         return [("main", Kernel("gemm", tuple(programs), tuple(Write(word, 0) for word in words)))]
 
     def _gather_program(self, number: int, call: Call, program: int) -> Program:
@@ -388,8 +391,9 @@ class Rank:
             if source == self.rank:
                 actions.append(Touch(self._own(number, call, [row])))
             else:
-                actions.append(Wait(self.arrival(source, row // call.cut.tiles)))
-                actions.append(Touch(self._gathered(number, call, source, [row])))
+                actions.append(Wait(self.awaited(call, source, row // call.cut.tiles)))
+                arrived = self._pushed if call.pushed else self._gathered
+                actions.append(Touch(arrived(number, call, source, [row])))
         return tuple(actions)
 
     def _gather_decomposed(self, number: int, call: Call) -> list[Item]:
@@ -402,47 +406,67 @@ class Rank:
         return items
 
     def _gather_pushed(self, number: int, call: Call) -> list[Item]:
-        """One product per range again, of the own shard and of what has come."""
-        channel, moves, own = self._channel(), self._pushed_moves(call), self._own(number, call)
+        """Nothing is staged; products of the own shard and of what has come."""
+        channel, moves, own = self._landing(), self._pushed_moves(call), self._own(number, call)
         script = push_script(channel, moves, lambda dst, chunk: [], MAX_CHUNKS)
-        items: list[Item] = [
+        taken = self._taken(call) if call.way == "fused" and self.case.bounded else []
+        consumer = self._gather_fused if call.way == "fused" else self._pushed_decomposed
+        all_scales = self._all_scales(number)
+        return [
             ("main", Touch(writes=own)),
             ("main", Record(START)),
             ("copy", Await(START)),
-            ("copy", Record(RUNNING)),
-            *[("copy", step) for step in script],
+            *[("copy", step) for step in (*script, *taken)],
             ("copy", Record(END)),
-            ("main", Touch(own)),
-            ("main", Await(END if self.case.bounded else RUNNING)),
+            *consumer(number, call),
+            *[("main", Touch(self._pushed_scales(number, call), all_scales))] * call.keep_scales,
+            ("main", Await(END)),
+            *[("main", Touch(all_scales))] * call.keep_scales,
         ]
-        for source in reversed(self.ring(0)[1:]):
+
+    def _pushed_decomposed(self, number: int, call: Call) -> list[Item]:
+        """One product per range again."""
+        items: list[Item] = [("main", Touch(self._own(number, call)))]
+        items += [("main", Await(END))] * self.case.bounded
+        for source in self.ring(0)[1:]:
             for block, rows in enumerate(call.cut.rows):
-                items += [("main", step) for step in chunk_script(channel, source, block, MAX_CHUNKS)]
+                items += [("main", step) for step in chunk_script(self._landing(), source, block, MAX_CHUNKS)]
                 items.append(("main", Touch(self._pushed(number, call, source, range(*rows)))))
-        all_scales = self._all_scales(number)
-        gathered: list[Item] = [("main", Touch(self._pushed_scales(number, call), all_scales))]
-        read: list[Item] = [("main", Touch(all_scales))]
-        return [*items, *gathered * call.keep_scales, ("main", Await(END)), *read * call.keep_scales]
+        return items
+
+    def _taken(self, call: Call) -> list[Step]:
+        """The copy stream tells the GEMM what has come."""
+        steps: list[Step] = []
+        for source in self.ring(0)[1:]:
+            for chunk in range(len(call.cut)):
+                steps += chunk_script(self._landing(), source, chunk, MAX_CHUNKS)
+                steps.append(Write(self.arrival(source, chunk), 1))
+        return steps
+
+    def _landing(self) -> Channel:
+        return Channel(self.rank, self.world, self.words("landed").at, self.words("free").at)
 
     def _pushed_moves(self, call: Call) -> PushMoves:
         boxes, scales = [self.at("box", rank) for rank in range(self.world)], 4 * ROWS * call.scales
-        return PushMoves(boxes, self.slot(call), self.width, call.cut, OWN, 0, self.part, scales)
+        return PushMoves(boxes, self.part, self.width, call.cut, OWN, 0, (self.world - 1) * self.part, scales)
 
     def _pushed(self, number: int, call: Call, source: int, rows: Sequence[int]) -> Bytes:
         """Rows of `source`'s shard and their scales in the own inbox."""
-        start = self._slot_of(call, source)
+        start, scale = self._slots_of(source)
         found = [(start + i, (number, source, "a", i)) for row in rows for i in self._span(row, self.width)]
-        scales = [(start + self.part + i, (number, source, "scale", i)) for row in rows for i in self._span(row)]
+        scales = [(scale + i, (number, source, "scale", i)) for row in rows for i in self._span(row)]
         return (*found, *(scales if call.scales and not call.keep_scales else ()))
 
-    def _slot_of(self, call: Call, source: int) -> int:
-        return self.at("box") + (source - (source > self.rank)) * self.slot(call)
+    def _slots_of(self, source: int) -> tuple[int, int]:
+        """Where in the own inbox its rows are, and their scales."""
+        slot, box = source - (source > self.rank), self.at("box")
+        return box + slot * self.part, box + (self.world - 1) * self.part + slot * 4 * ROWS
 
     def _pushed_scales(self, number: int, call: Call) -> Bytes:
         """All ranks' scales, where they are before they are put together."""
         found: list[tuple[int, Tag]] = []
         for source in range(self.world):
-            at = self.at("own scale") if source == self.rank else self._slot_of(call, source) + self.part
+            at = self.at("own scale") if source == self.rank else self._slots_of(source)[1]
             found += [(at + i, (number, source, "scale", i)) for i in range(4 * ROWS)]
         return tuple(found)
 
@@ -858,8 +882,8 @@ def _history(model: Model, came_from: dict[State, tuple[State, int] | None], sta
 
 # --- it is what the package does ---------------------------------------------------------------------------------
 KINDS = (
-    Call("gather"),
-    Call("gather", chunks=2, keep_own=True),
+    Call("gather", keep_own=True),
+    Call("gather", chunks=2),
     Call("gather", "decomposed", keep_own=True),
     Call("gather", "decomposed"),
     Call("scatter"),
@@ -869,6 +893,10 @@ KINDS = (
 BULK = (Call("gather", "bulk"), Call("scatter", "bulk"))
 FEW_ACTIONS = [call for call in KINDS if call != Call("scatter", chunks=2)]
 OUTER = (
+    Call("gather", chunks=2, keep_own=True),
+    Call("gather", scales=True),
+    Call("gather", chunks=2, outer=2, scales=True),
+    Call("gather", scales=True, keep_scales=True),
     Call("gather", outer=2, scales=True, keep_own=True),
     Call("gather", chunks=2, outer=2, scales=True, keep_own=True, keep_scales=True),
     Call("gather", "decomposed", outer=2, scales=True, keep_own=True),
@@ -934,7 +962,7 @@ def _said_here(item: object, rank: Rank) -> str:
     assert isinstance(item, Wait | Write | Post)
     word, index = area(item.address), item.address % _AREA // _WORD
     place = f"[{index}]" if word == "free" else f"[{index // MAX_CHUNKS}, {index % MAX_CHUNKS}]"
-    of = f" of {item.address // _RANK} " if word in ("free", "full") else ""
+    of = f" of {item.address // _RANK} " if word in ("free", "full", "landed") else ""
     if isinstance(item, Wait):
         return f"wait {word}{of}{place} >= {item.value}"
     return f"write {word}{of}{place} = {item.value if isinstance(item, Write) else 1}"
@@ -1056,13 +1084,16 @@ def _each(kernel: Kernel, change: Callable[[object], object]) -> Kernel:
     return replace(kernel, programs=tuple(rest), last=first)  # type: ignore[arg-type]
 
 
+def words_of_peers(call: Call) -> tuple[str, str]:
+    """What a call waits for of other ranks."""
+    if call.op == "scatter":
+        return "free", "full"
+    return ("free", "landed") if call.pushed else ("begun", "staged")
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
-    [
-        (call, name)
-        for call in ALL_KINDS
-        for name in (("begun", "staged") if call.op == "gather" and not call.pushed else ("free", "full"))
-    ],
+    [(call, name) for call in ALL_KINDS for name in words_of_peers(call)],
     ids=str,
 )
 def test_no_bound_can_be_left_out(call: Call, name: str) -> None:
@@ -1204,7 +1235,8 @@ def fault(name: str, kind: str, call: Call, spoil: Spoil, world: int = 2, calls:
 
 
 def gather_faults() -> Iterator[object]:
-    one, two, decomposed = Call("gather"), Call("gather", chunks=2), Call("gather", "decomposed", keep_own=True)
+    one, two = Call("gather", keep_own=True), Call("gather", chunks=2, keep_own=True)
+    decomposed = Call("gather", "decomposed", keep_own=True)
     copy, parts = is_a(Copy), PART_EVENTS
     yield fault("outbox filled at once", "overwritten", one, drop(word(Wait, "begun")))
     yield fault("begun not set", "stuck", one, drop(word(Write, "begun")))
@@ -1217,31 +1249,33 @@ def gather_faults() -> Iterator[object]:
     yield fault("GEMM without arrivals", "stale", one, drop(word(Wait, "arrivals")))
     yield fault("copies before the call", "stale", decomposed, drop(event(Await, START)))
     yield fault("staging before the call", "stale", one, drop(event(Await, START)), calls=1)
-    yield fault("call ends before the copies", "overwritten", replace(one, keep_own=True), drop(event(Await, END)))
+    yield fault("call ends before the copies", "overwritten", one, drop(event(Await, END)))
     yield fault("event before the pull", "torn", decomposed, hasten(event(Record, *parts), copy))
     yield fault("event of the call before", "stale", decomposed, bind_early(event(Await, *parts)))
     yield fault("second range not awaited", "stale", replace(decomposed, outer=2), drop(event(Await, *SECOND_RANGES)))
     yield fault("wrong row", "misplaced", two, other_row)
 
 
-def push_faults(call: Call) -> Iterator[object]:
-    """Of the words, whoever pushes."""
+def push_faults(call: Call, full: str = "full") -> Iterator[object]:
+    """Of the words, whoever pushes; `full` says that a chunk is there."""
     yield fault("push without FREE", "overwritten", call, drop(word(Wait, "free")))
     yield fault("FREE not cleared", "overwritten", call, drop(word(Write, "free")))
     yield fault("FREE cleared late", "stuck", call, postpone(word(Write, "free")))
     yield fault("FREE not set", "stuck", call, drop(word(Post, "free")))
-    yield fault("FULL not awaited", "stale", call, drop(word(Wait, "full")))
-    yield fault("FULL not cleared", "stale", call, drop(word(Write, "full")))
-    yield fault("FULL set before the push", "torn", call, hasten(word(Post, "full"), is_a(Copy)))
+    yield fault("FULL not awaited", "stale", call, drop(word(Wait, full)))
+    yield fault("FULL not cleared", "stale", call, drop(word(Write, full)))
+    yield fault("FULL set before the push", "torn", call, hasten(word(Post, full), is_a(Copy)))
     yield fault("push behind the call", "overwritten", call, drop(event(Await, END)))
 
 
 def pushed_faults() -> Iterator[object]:
-    one = Call("gather", "decomposed")
-    yield from push_faults(one)
-    yield fault("pushed before the call", "stale", one, drop(event(Await, START)))
-    second = word(Wait, "full", number=1)
+    second = word(Wait, "landed", number=1)
+    for way in ("fused", "decomposed"):
+        one = Call("gather", way)
+        yield from push_faults(one, "landed")
+        yield fault(f"pushed before the call, {way}", "stale", one, drop(event(Await, START)))
     yield fault("pushed, second range not awaited", "stale", replace(one, outer=2), drop(second))
+    yield fault("pushed, second chunk not awaited", "stale", Call("gather", chunks=2), drop(second))
 
 
 def scatter_faults() -> Iterator[object]:
@@ -1255,7 +1289,7 @@ def scatter_faults() -> Iterator[object]:
 
 def wide_faults() -> Iterator[object]:
     """Those with too many interleavings for a search without the reduction."""
-    after = Case(3, (Call("gather"), Call("scatter")), spoil=await_one_by_one)
+    after = Case(3, (Call("gather", keep_own=True), Call("scatter")), spoil=await_one_by_one)
     yield pytest.param(after, "overwritten", id="scatter: pushed into a box from which another rank still pulls")
     gather, scatter = Call("gather", "decomposed", keep_own=True), Call("scatter", "decomposed")
     fused, chunks = Call("scatter"), Call("scatter", chunks=2)
@@ -1279,11 +1313,10 @@ FLIGHTS = range(FIRST_EVENT + 2, FIRST_EVENT + 4)  # of two ranks
 def bulk_faults() -> Iterator[object]:
     """Of results in flight. What is left out on the copy stream only matters to the call after."""
     gather, scatter = BULK
-    staged_first, pushed = Call("gather", "decomposed", keep_own=True), Call("gather", "decomposed")
+    staged_first = Call("gather", "decomposed", keep_own=True)
     cases = (
         ("read before it is there", "stale", (gather,), drop(event(Await, *FLIGHTS))),
         ("read before it is there", "stale", (scatter,), drop(event(Await, *FLIGHTS))),
-        ("words of the sum taken", "stuck", (scatter, pushed), drop(event(Await, RUNNING))),
         ("staged beside the pulls", "overwritten", (gather, staged_first), drop(event(Await, *FLIGHTS))),
         ("inbox free before the sum", "overwritten", (scatter, scatter), drop(event(Await, REDUCED))),
         ("sum at once", "stale", (scatter,), drop(word(Wait, "full"))),
@@ -1309,6 +1342,6 @@ def test_reduction_loses_no_finding(case: Case, kind: str) -> None:
 
 
 def test_finding_comes_with_its_interleaving() -> None:
-    found = explore(Case(2, (Call("gather"),), spoil=drop(word(Write, "staged")))).findings
+    found = explore(Case(2, (Call("gather", keep_own=True),), spoil=drop(word(Write, "staged")))).findings
     assert found.keys() == {"stuck"}
     assert "rank 0 main: access begins" in found["stuck"]

@@ -21,7 +21,7 @@ from asynctp_kernels.errors import SymmetricMemoryError
 from . import select, stamps
 from .collectives import Bulk, BulkGather, BulkScatter, bulk_gather, bulk_scatter
 from .driver import CudaError
-from .gather import DirectGather, FusedGather, GatherCall, GatherPlan, UnfusedGather, decomposed_gather
+from .gather import DirectGather, GatherCall, GatherPlan, UnfusedGather, decomposed_gather, fused_gather
 from .gemm import refused_gemm, scale_mode
 from .machine import driver
 from .memory import MAX_CHUNKS, GroupMemory, existing_memory, group_memory, release
@@ -393,7 +393,7 @@ def _gather_plan(call: GatherCall, memory: GroupMemory, choice: Choice) -> Gathe
     if choice.implementation == "fused":
         assert choice.tiles is not None
         sms = driver.machine(call.a_shard.device.index)[1]
-        return FusedGather(call, memory, choice.tiles, choice.chunks, sms)
+        return fused_gather(call, memory, choice.tiles, choice.chunks, sms)
     if choice.implementation == "decomposed":
         return decomposed_gather(call, memory)
     if choice.implementation == "direct":

@@ -1,11 +1,14 @@
 """All-gather → matmuls on GPUs: four implementations behind one plan.
 
-    fused        copy engine pulls shards in the order rank+1, rank+2, …; one GEMM starts on the own rows and takes the
+    fused        copy engines bring shards in the order rank+1, rank+2, …; one GEMM starts on the own rows and takes the
                  others' as their chunks arrive
-    decomposed   cuBLAS, one product per range of a source's rows, each behind its copy: the same copies where the
-                 gathered A is returned, else shards are pushed to where the products read them
+    decomposed   cuBLAS, one product per range of a source's rows, each behind its copy
     direct       one kernel pushes and collects all shards, then cuBLAS on the whole: the fastest when little moves
     unfused      NCCL, then cuBLAS on the whole
+
+Where copy engines bring shards and the gathered A is returned, each rank stages its shard, and the others pull it to
+where the result is (`Pulled`). Else nothing is staged: each pushes its shard to where the others' products read it
+(`Pushed`).
 
 A plan is made once per (shapes, strides, dtypes, options) and group, and holds everything that does not change:
 addresses of words, the copy stream's script, the compiled kernel. A call only fills in addresses: it makes memory for
@@ -14,7 +17,8 @@ its results, then mends its operands and enqueues, which a call on the same addr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -222,8 +226,38 @@ class GatherPlan:
             product(a, b, call.biases[i], a_scale, b_scale, self.scaling, out=place)
 
 
-class Pulled(GatherPlan):
-    """The copies of what stages a shard for the others to pull.
+class Moved(GatherPlan):
+    """Copy engines bring the others' shards, in `chunks`, beside products.
+
+    `call.full` and `call.all_numbers` have them when `start`'s copies are over.
+    """
+
+    def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
+        super().__init__(call, memory)
+        self.chunks = chunks
+
+    @property
+    def sources(self) -> list[int]:
+        """Ranks in the order in which their rows come, the own ones first."""
+        return [(self.memory.rank + step) % self.memory.world for step in range(self.memory.world)]
+
+    def start(self, stream: int, call: GatherTensors) -> None:
+        """Enqueue the copies, behind what `stream` has done so far."""
+        self.memory.fork(stream)
+        self.copy(self.memory.stream, call)
+        driver.record_event(self.memory.end, self.memory.stream)
+
+    def copy(self, side: int, call: GatherTensors) -> None:
+        """Enqueue them on `side`."""
+        raise NotImplementedError
+
+    def finish(self, stream: int) -> None:
+        """Join the copy stream: what the allocator may reuse after this call is no longer read or written."""
+        driver.wait_event(stream, self.memory.end)
+
+
+class Pulled(Moved):
+    """A shard is staged in symmetric memory, and the others pull it.
 
     stage_keeps: what stages the shard of a gather along dim 0 also writes it to the gathered A, which is returned: one
         read and one launch less, but peers wait longer for the outbox.
@@ -234,8 +268,8 @@ class Pulled(GatherPlan):
     stage_programs = 0
 
     def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
-        super().__init__(call, memory)
-        self.chunks, self.stage_keeps = chunks, self.stage_keeps and self.outer == 1
+        super().__init__(call, memory, chunks)
+        self.stage_keeps = self.stage_keeps and self.outer == 1
         rank, world = memory.rank, memory.world
         outbox = memory.require("box", self.staged_bytes)
         moves = GatherMoves(
@@ -291,12 +325,9 @@ class Pulled(GatherPlan):
 
         The own rows are only in what is returned: of A with `return_a_full`, of the numbers if they are no scale.
         """
-        memory = self.memory
         if self.stage_first:
             self._stage(stream, call)
-        memory.fork(stream)
-        self.copy(memory.stream, call)
-        driver.record_event(memory.end, memory.stream)
+        super().start(stream, call)
 
     def copy(self, side: int, call: GatherTensors) -> None:
         """Enqueue the copies on `side`, behind the staging unless that has come first."""
@@ -310,35 +341,75 @@ class Pulled(GatherPlan):
         kept = call.full.data_ptr() + self.memory.rank * self.shard_bytes if self.stage_keeps else shard
         self.stage(stream, [shard, 0 if call.numbers is None else call.numbers.data_ptr(), kept, *self.stage_tail])
 
-    def finish(self, stream: int) -> None:
-        """Join the copy stream: what the allocator may reuse after this call is no longer read or written."""
-        driver.wait_event(stream, self.memory.end)
+
+class Pushed(Moved):
+    """Each rank pushes its shard from where it is into the others' symmetric memory, where their products read it.
+
+    So `full` and `all_numbers` are the others' rows and numbers only, by rank and without gaps. For what is returned
+    that is no place: the next call takes it.
+    """
+
+    def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
+        super().__init__(call, memory, chunks)
+        others, travels = memory.world - 1, call.travels
+        self.slot_bytes = align(self.shard_bytes, 16)  # TMA's, where the GEMM reads: then it is the shard's own size
+        self.scale_offset = align(others * self.slot_bytes)
+        number_bytes = self.number_count * 4
+        self.inbox = memory.require("box", self.scale_offset + others * number_bytes)
+        full = self._received(call.a_shard.dtype, 0, self.slot_bytes, (self.layout.rows, self.layout.cols))
+        self.new_full = lambda: full
+        if travels is not None:
+            shape = (self.number_count // travels.shape[-1], travels.shape[-1])
+            numbers = self._received(travels.dtype, self.scale_offset, number_bytes, shape)
+            self.numbers = numbers
+            if self.scale_travels:
+                self.new_numbers = lambda: numbers  # not the plan's: a cycle would keep the box after it has grown
+        scales = (self.scale_offset, number_bytes)
+        moves = PushMoves(self.inbox.peers, self.slot_bytes, self.row_bytes, chunks, OWN, 0, *scales)
+        steps = push_script(memory.landing, moves, lambda dst, chunk: [], MAX_CHUNKS)
+        self.play = memory.compiled(steps, call.op, "free inbox")
+
+    def _received(self, dtype: torch.dtype, offset: int, slot_bytes: int, shape: tuple[int, int]) -> Tensor:
+        """[source but for the own, *shape] in slots of the inbox, from `offset` bytes on."""
+        stride = (slot_bytes // dtype.itemsize, shape[1], 1)
+        size = (self.memory.world - 1, *shape)
+        return self.inbox.memory.view(dtype).as_strided(size, stride, offset // dtype.itemsize)
+
+    def landed(self, source: int, chunk: int) -> list[Step]:
+        """Wait until a chunk is there."""
+        return chunk_script(self.memory.landing, source, chunk, MAX_CHUNKS)
+
+    def copy(self, side: int, call: GatherTensors) -> None:
+        self.play(side, (0, call.shard.data_ptr(), 0, 0, 0 if call.numbers is None else call.numbers.data_ptr()))
 
 
-class FusedGather(Pulled):
-    """One GEMM that consumes chunks as they arrive."""
+class FusedGather(Moved):
+    """One GEMM that consumes chunks as they arrive.
+
+    words: address of int32 [world, MAX_CHUNKS], which say so. reads_inbox: the gathered rows are the others' only.
+    """
 
     name = "fused"
     cublas = False
+    words: int
+    reads_inbox: bool
 
     def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
         super().__init__(call, memory, cut(call.outer, call.layout.inner, tiles.block_m, wanted_chunks))
         self._compile(call, tiles, programs)
 
-    def _flag(self, source: int, chunk: int) -> int:
-        return self.memory.arrivals + (source * MAX_CHUNKS + chunk) * 4
-
-    def arrived(self, source: int, chunk: int) -> list[Step]:
-        return [Write(self._flag(source, chunk), 1)]
+    def arrival(self, source: int, chunk: int) -> Step:
+        """Say that a chunk is there, by a word of this GPU's."""
+        return Write(self.memory.arrivals + (source * MAX_CHUNKS + chunk) * 4, 1)
 
     def _compile(self, call: GatherCall, tiles: Tiles, programs: int) -> None:
         memory, layout = self.memory, self.layout
         inner, k = layout.inner, layout.cols
         rows, blocks = [1, tiles.block_m, tiles.block_k], [1, tiles.block_m, tiles.block_n]
-        full = self.new_full()
+        full, sources = self.new_full(), memory.world - self.reads_inbox
         a_strides = [inner * k, k, 1]
         self.a_own = describe(aligned(call.a_shard), [self.outer, inner, k], a_strides, rows)
-        self.a_full = describe(full, [self.outer * memory.world, inner, k], a_strides, rows)
+        self.a_full = describe(full, [self.outer * sources, inner, k], a_strides, rows)
         self.bs = [b_descriptor(aligned_columns(b), tiles) for b in call.bs]
         self.cs = [
             describe(new(), [self.outer * memory.world, inner, n], [inner * n, n, 1], blocks)
@@ -355,21 +426,18 @@ class FusedGather(Pulled):
         self.stamps = new_table(call.op, memory, tile_count, first=0)
         done = memory.gather_done if self.stamps is None else self.stamps.done
         chunk_tiles = self.chunks.tiles
-        numbers = [self.outer, inner, k, 0, 0, 0, *widths, memory.rank, memory.world, chunk_tiles, chunk_tiles, 1]
-        self.numbers = numbers
+        self.sizes = [self.outer, inner, k, 0, 0, 0, *widths, memory.rank, memory.world, chunk_tiles, chunk_tiles, 1]
         args = [
             self.a_own, self.a_full, None, None, *self.bs, *padding, *self.cs, *padding,
-            *[dummy] * 8, *[dummy if bias is None else bias] * 4, memory.local, done, *numbers,
+            *[dummy] * 8, *[dummy if bias is None else bias] * 4, memory.local, done, *self.sizes,
         ]  # fmt: skip
         self.launch = prepare_gemm(
             args, programs, tiles, call.bs, bias, (a_mode, b_mode), self.out_dtype, True, self.scale_travels,
-            stamps=self.stamps is not None,
+            inbox=self.reads_inbox, stamps=self.stamps is not None,
         )  # fmt: skip
         self.done = done.data_ptr()
         self.a_own, self.a_full = outlines((self.a_own, self.a_full))
         self.bs, self.cs = outlines(self.bs), outlines(self.cs)
-        # A GEMM that holds every SM waits for what is staged: without room beside it, staging has to come first.
-        self.stage_first = not fit_together(self.launch, self.stage)
         self.padding = padding
         self.unused = memory.local.data_ptr()
 
@@ -403,159 +471,153 @@ class FusedGather(Pulled):
                 unused,
                 *operand_addresses(call.b_scales, unused),
                 *operand_addresses(call.biases, unused),
-                self.memory.arrivals,
+                self.words,
                 self.done,
-                *self.numbers,
+                *self.sizes,
             ],
         )
         self.finish(stream)
+
+
+class FusedPull(FusedGather, Pulled):
+    """Chunks are pulled, to where the gathered A is returned."""
+
+    reads_inbox = False
+
+    def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
+        self.words = memory.arrivals
+        super().__init__(call, memory, tiles, wanted_chunks, programs)
+        # A GEMM that holds every SM waits for what is staged: without room beside it, staging has to come first.
+        self.stage_first = not fit_together(self.launch, self.stage)
+
+    def arrived(self, source: int, chunk: int) -> list[Step]:
+        return [self.arrival(source, chunk)]
+
+
+class FusedPush(FusedGather, Pushed):
+    """Chunks are pushed, and the GEMM polls the words that their senders set.
+
+    Where waits are bounded the copy stream waits for these, and tells the GEMM, which knows no bound.
+    """
+
+    reads_inbox = True
+
+    def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
+        self.words = memory.arrivals if memory.bounded else memory.landed.at(memory.rank)
+        super().__init__(call, memory, tiles, wanted_chunks, programs)
+        chunks = itertools.product(self.sources[1:], range(len(self.chunks)))
+        steps = [step for which in chunks for step in (*self.landed(*which), self.arrival(*which))]
+        self.take = memory.compiled(steps, call.op, "chunk")
+
+    def copy(self, side: int, call: GatherTensors) -> None:
+        super().copy(side, call)
+        if self.memory.bounded:
+            self.take(side, ())
+
+
+def fused_gather(call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> FusedGather:
+    """The plan of the fused implementation."""
+    stays = call.return_a_full or call.along is not None
+    return (FusedPull if stays else FusedPush)(call, memory, tiles, wanted_chunks, programs)
 
 
 def _tile_count(blocks: int, inner: int, widths: Sequence[int], tiles: Tiles) -> int:
     return blocks * -(-inner // tiles.block_m) * sum(-(-n // tiles.block_n) for n in widths)
 
 
-class DecomposedGather(Pulled):
+class DecomposedGather(Moved):
     """cuBLAS for each range of a source's rows, behind its copy. Only for a few: there is one in each outer block.
-
-    The gathered A is returned (else: `PushedGather`).
 
     The rows of block p and source r are range number p * world + r of all.
     """
 
     name = "decomposed"
-    stage_first = True
-    stage_keeps = True  # a copy of its own would come before the last product, or take SMs from another
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
         super().__init__(call, memory, in_blocks(call.outer, call.layout.inner))
 
+    def behind(self, stream: int, source: int, block: int) -> None:
+        """Let `stream` go on once a range is there."""
+        raise NotImplementedError
+
+    def ranges(self, own: Tensor, gathered: Tensor) -> list[Tensor]:
+        """All ranges, by block and then by rank, of the own rows, or numbers of them, and of what is gathered."""
+        raise NotImplementedError
+
+    def enqueue(self, stream: int, call: GatherTensors) -> None:
+        self.start(stream, call)
+        self._multiply_ranges(stream, call)
+        self.finish(stream)
+
+    def _multiply_ranges(self, stream: int, call: GatherTensors) -> None:
+        """All products, range by range."""
+        world = self.memory.world
+        parts = self.ranges(call.shard, call.full)
+        scales: Sequence[Tensor | None]
+        if call.a_scale is None or (call.a_scale.numel() == 1 and not self.scale_travels):
+            scales = [call.a_scale] * len(parts)
+        elif call.all_numbers is None or not self.scale_travels:
+            scales = ranges(call.a_scale, len(parts))
+        else:
+            scales = self.ranges(call.a_scale, call.all_numbers)
+        places = [ranges(out, len(parts)) for out in call.outs]
+        for source in self.sources:
+            for block in range(self.outer):
+                part = block * world + source
+                if source != self.memory.rank:
+                    self.behind(stream, source, block)
+                self.multiply(call, parts[part], scales[part], [place[part] for place in places])
+
+
+class DecomposedPull(DecomposedGather, Pulled):
+    """Ranges are pulled, to where the gathered A is returned."""
+
+    stage_first = True
+    stage_keeps = True  # a copy of its own would come before the last product, or take SMs from another
+
     def arrived(self, source: int, chunk: int) -> list[Step]:
         return [Record(self.memory.event(source, chunk))]
 
-    def enqueue(self, stream: int, call: GatherTensors) -> None:
-        memory = self.memory
-        self.start(stream, call)
+    def behind(self, stream: int, source: int, block: int) -> None:
+        driver.wait_event(stream, self.memory.event(source, block))
 
-        def behind(source: int, block: int) -> None:
-            driver.wait_event(stream, memory.event(source, block))
-
-        sources = [(memory.rank + step) % memory.world for step in range(memory.world)]
-        _multiply_ranges(self, call, sources, behind, self._ranges)
-        self.finish(stream)
-
-    def _ranges(self, own: Tensor, whole: Tensor) -> list[Tensor]:
-        parts = list(ranges(whole, self.outer * self.memory.world))
+    def ranges(self, own: Tensor, gathered: Tensor) -> list[Tensor]:
+        parts = list(ranges(gathered, self.outer * self.memory.world))
         parts[self.memory.rank :: self.memory.world] = ranges(own, self.outer)
         return parts
 
 
-class PushedGather(GatherPlan):
-    """`DecomposedGather` where the gathered A is not returned: nothing is staged, and the own product starts at once.
-
-    Each rank pushes its shard from where it is into the others' symmetric memory, and there their cuBLAS reads it. So
-    `full` and `all_numbers` are the others' rows and scales only, by rank, each in its slot; numbers that are returned
-    are put together at the end.
-    """
-
-    name = "decomposed"
+class DecomposedPush(DecomposedGather, Pushed):
+    """Ranges are pushed, and the own product starts at once. Numbers that are returned are put together at the end."""
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
         super().__init__(call, memory)
-        chunks, travels = in_blocks(call.outer, call.layout.inner), call.travels
-        self.slot_bytes = align(self.staged_bytes)
-        self.inbox = memory.require("box", (memory.world - 1) * self.slot_bytes)
-        full = self._received(call.a_shard.dtype, 0, (self.layout.rows, self.layout.cols))
-        self.new_full = lambda: full
-        if travels is not None:
-            along_k = travels.shape[-1]
-            numbers = self._received(travels.dtype, self.scale_offset, (self.number_count // along_k, along_k))
-            self.numbers = numbers
-            if self.scale_travels:
-                self.new_numbers = lambda: numbers  # not the plan's: a cycle would keep the box after it has grown
-        scales = (self.scale_offset, self.number_count * 4)
-        moves = PushMoves(self.inbox.peers, self.slot_bytes, self.row_bytes, chunks, OWN, 0, *scales)
-        steps = push_script(memory.channel, moves, lambda dst, chunk: [], MAX_CHUNKS)
-        self.play = memory.compiled(steps, call.op, "free inbox")
         self.await_range = {
-            (source, chunk): memory.compiled(chunk_script(memory.channel, source, chunk, MAX_CHUNKS), call.op, "chunk")
-            for source in range(memory.world)
-            for chunk in range(len(chunks))
-            if source != memory.rank
+            (source, chunk): memory.compiled(self.landed(source, chunk), call.op, "chunk")
+            for source in self.sources[1:]
+            for chunk in range(len(self.chunks))
         }
 
-    def _received(self, dtype: torch.dtype, offset: int, shape: tuple[int, int]) -> Tensor:
-        """[source but for the own, *shape] at `offset` bytes of each slot."""
-        size = (self.memory.world - 1, *shape)
-        stride = (self.slot_bytes // dtype.itemsize, shape[1], 1)
-        return self.inbox.memory.view(dtype).as_strided(size, stride, offset // dtype.itemsize)
+    def behind(self, stream: int, source: int, block: int) -> None:
+        if self.memory.bounded and (source, block) == (self.sources[1], 0):
+            # behind the pushes, so that who is named is who did not come, not who waits for that rank
+            driver.wait_event(stream, self.memory.end)
+        self.await_range[source, block](stream, ())
 
-    def enqueue(self, stream: int, call: GatherTensors) -> None:
-        memory = self.memory
-        numbers = 0 if call.numbers is None else call.numbers.data_ptr()
-        memory.fork(stream)
-        driver.record_event(memory.running, memory.stream)
-        self.play(memory.stream, (0, call.shard.data_ptr(), 0, 0, numbers))
-        driver.record_event(memory.end, memory.stream)
-        # until the copy stream comes to this call, words may be those of what is in flight; with bounded waits until it
-        # is through with it, so that who is named is who did not come, not who waits for that rank
-        begun = memory.end if memory.bounded else memory.running
-        # all push to rank+1, rank+2, … in turn
-        sources = [(memory.rank - step) % memory.world for step in range(memory.world)]
-
-        def behind(source: int, block: int) -> None:
-            if (source, block) == (sources[1], 0):
-                driver.wait_event(stream, begun)
-            self.await_range[source, block](stream, ())
-
-        _multiply_ranges(self, call, sources, behind, self._ranges)
-        if call.numbers is not None and call.all_numbers is not None and not self.scale_travels:
-            torch.cat(self._ranges(call.numbers, self.numbers), out=call.all_numbers)
-        driver.wait_event(stream, memory.end)
-
-    def _ranges(self, own: Tensor, others: Tensor) -> list[Tensor]:
-        rank, slots = self.memory.rank, list(others.unbind())
+    def ranges(self, own: Tensor, gathered: Tensor) -> list[Tensor]:
+        rank, slots = self.memory.rank, list(gathered.unbind())
         by_source = [ranges(each, self.outer) for each in (*slots[:rank], own, *slots[rank:])]
         return [parts[block] for block in range(self.outer) for parts in by_source]
 
+    def _multiply_ranges(self, stream: int, call: GatherTensors) -> None:
+        super()._multiply_ranges(stream, call)
+        if call.numbers is not None and call.all_numbers is not None and not self.scale_travels:
+            torch.cat(self.ranges(call.numbers, self.numbers), out=call.all_numbers)
 
-def decomposed_gather(call: GatherCall, memory: GroupMemory) -> DecomposedGather | PushedGather:
-    """The plan of the decomposed implementation: only what other ranks pull can come to lie in a result's memory."""
-    return (DecomposedGather if call.return_a_full else PushedGather)(call, memory)
 
-
-def _multiply_ranges(
-    plan: GatherPlan,
-    call: GatherTensors,
-    sources: Sequence[int],
-    behind: Callable[[int, int], None],
-    ranges_of: Callable[[Tensor, Tensor], Sequence[Tensor]],
-) -> None:
-    """All products, range by range.
-
-    Args:
-        plan: A decomposed one.
-        call: Its memory.
-        sources: Ranks, in the order in which their rows come; the own ones first.
-        behind: `behind(source, block)` makes what follows wait for a range.
-        ranges_of: Of the own rows, or numbers of them, and of the gathered ones: all ranges, by block and then by rank.
-    """
-    world = len(sources)
-    parts = ranges_of(call.shard, call.full)
-    scales: Sequence[Tensor | None]
-    if call.a_scale is None or (call.a_scale.numel() == 1 and not plan.scale_travels):
-        scales = [call.a_scale] * len(parts)
-    elif call.all_numbers is None or not plan.scale_travels:
-        scales = ranges(call.a_scale, len(parts))
-    else:
-        scales = ranges_of(call.a_scale, call.all_numbers)
-    places = [ranges(out, len(parts)) for out in call.outs]
-    for source in sources:
-        for block in range(plan.outer):
-            part = block * world + source
-            if source != sources[0]:
-                behind(source, block)
-            plan.multiply(call, parts[part], scales[part], [place[part] for place in places])
+def decomposed_gather(call: GatherCall, memory: GroupMemory) -> DecomposedGather:
+    """The plan of the decomposed implementation."""
+    return (DecomposedPull if call.return_a_full else DecomposedPush)(call, memory)
 
 
 def block_for(size: int, largest: int, programs: int) -> int:

@@ -185,6 +185,7 @@ def gemm_kernel(
     value,
     GATHER: tl.constexpr,
     OWN: tl.constexpr,
+    INBOX: tl.constexpr,
     COUNT: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     B_K_MAJOR: tl.constexpr,
@@ -203,10 +204,11 @@ def gemm_kernel(
 ):
     """Every product of a gather, or every destination of a scatter; `COUNT` is the number of Bs, or of pairs.
 
-    GATHER: a0 [P, Q, K] the own rows, a1 [P*W, Q, K] the gathered ones (own part never read), b [N, K] or [K, N],
-        c [P*W, Q, N]; s, z: scale and bias of each B. words: int32 [W, MAX_CHUNKS], 1 when chunk (source, c) is in
-        a1 (and its scales in a_scale1; a_scale0 holds the own ones, if they travel). Not OWN: all rows are in a0
-        and have words, which are awaited to be `value` and are left as they are.
+    GATHER: a0 [P, Q, K] the own rows, a1 [P*W, Q, K] the gathered ones (own part never read; INBOX: the others' only,
+        [(W-1)*P, Q, K], by source), b [N, K] or [K, N], c [P*W, Q, N]; s, z: scale and bias of each B. words: int32
+        [W, MAX_CHUNKS], 1 when chunk (source, c) is in a1 (and its scales in a_scale1, which lie likewise; a_scale0
+        holds the own ones, if they travel). Not OWN: all rows are in a0 and have words, which are awaited to be `value`
+        and are left as they are.
     else: a [P*W, Q, K], b as above, c0 [W*P, Q, N] in memory order [destination, p], so that what goes to one rank
         is contiguous. words: int32 [W, MAX_CHUNKS], counts the finished tiles of chunk (destination, c). Each pair has
         its own scales; with several there is no bias.
@@ -292,6 +294,8 @@ def gemm_kernel(
                 if step > 0:
                     a_out = a1
                     a_block = block
+                    if INBOX:
+                        a_block = tl.where(peer > rank, peer - 1, peer) * outer + p
                     needed = 1
             a_block += await_word(word, needed)
         if STAMPS:
@@ -353,10 +357,9 @@ def gemm_kernel(
             rows = block * inner + in_block
             a_scale = a_scale0
             if SCALE_TRAVELS:
-                rows = p * inner + in_block
+                rows = a_block * inner + in_block
                 if step > 0:
                     a_scale = a_scale1
-                    rows = block * inner + in_block
             b_scale = s0
             bias = z0
             if GATHER:

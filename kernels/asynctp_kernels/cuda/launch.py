@@ -128,9 +128,9 @@ def fit_together(first: Launch, second: Launch) -> bool:
     return registers <= REGISTERS and first.shared + second.shared + (2 << 10) <= 228 << 10
 
 
-def align(size: int) -> int:
+def align(size: int, unit: int = 256) -> int:
     """`size` in bytes rounded up, so that what follows it is aligned for every dtype and for wide loads."""
-    return -(-size // 256) * 256
+    return -(-size // unit) * unit
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -294,9 +294,18 @@ class GroupMemory:
         return self._words(1)
 
     @property
+    def landed(self) -> Words:
+        return self._words(2)
+
+    @property
     def channel(self) -> Channel:
-        """The words of what is pushed."""
+        """The words of what a scatter pushes."""
         return Channel(self.rank, self.world, self.full.at, self.free.at)
+
+    @property
+    def landing(self) -> Channel:
+        """The words of what a gather pushes."""
+        return Channel(self.rank, self.world, self.landed.at, self.free.at)
 
     @property
     def arrivals(self) -> int:

@@ -233,8 +233,9 @@ class PushMoves:
         row_bytes: of what is pushed.
         chunks: how the rows for one rank are cut.
         base: where they are.
-        apart: bytes from one rank's rows to the next one's; 0 where all get the same.
-        scale_offset, scale_bytes: where in a slot the rows' scales are, and how many bytes; 0 where none travel.
+        apart: bytes from one rank's rows to the next one's; 0 where all get the same, as in a gather.
+        scale_offset, scale_bytes: where in the inbox the scales of all rows are, and how many bytes those of one rank
+            are; 0 where none travel.
     """
 
     inboxes: Sequence[int]
@@ -246,30 +247,40 @@ class PushMoves:
     scale_offset: int = 0
     scale_bytes: int = 0
 
+    @property
+    def gathers(self) -> bool:
+        return self.apart == 0
+
 
 def push_script(
     channel: Channel, moves: PushMoves, ready: Callable[[int, int], Sequence[Step]], max_chunks: int
 ) -> list[Step]:
-    """Push each destination's chunks as they become ready, in the order rank+1, rank+2, …, once all ranks take part.
+    """Push each destination's chunks as they become ready, once all ranks take part.
 
     FREE says that a rank's inbox is free and that it has come to this call; so ranks push in step, and never two into
-    the same inbox (see `gather_script`). `ready(dst, chunk)` is what precedes each chunk: the wait for the kernel or
-    the stream that computes it. The words FULL are cleared by who waits for them.
+    the same inbox (see `gather_script`). A scatter's destinations are rank+1, rank+2, …; a gather's rank-1, rank-2, …,
+    so that each rank gets rank+1's shard first, and chunks are copied apart where `gather_script` does so.
+    `ready(dst, chunk)` is what precedes each chunk: the wait for the kernel or the stream that computes it. The words
+    FULL are cleared by who waits for them.
     """
     rank, world = channel.rank, channel.world
-    peers = [(rank + step) % world for step in range(1, world)]
+    peers = [(rank + (-step if moves.gathers else step)) % world for step in range(1, world)]
     steps: list[Step] = [Post(channel.free(peer, rank)) for peer in peers]
     steps += [Wait(channel.free(rank, peer), peer=peer) for peer in peers]
     steps += [Write(channel.free(rank, peer), 0) for peer in peers]
     for dst in peers:
-        slot = moves.inboxes[dst] + (rank - (rank > dst)) * moves.slot_bytes
+        number = rank - (rank > dst)
+        slot = moves.inboxes[dst] + number * moves.slot_bytes
         if moves.scale_bytes:
-            steps.append(Copy(Place(ABSOLUTE, slot + moves.scale_offset), Place(OWN_SCALE, 0), moves.scale_bytes))
-        for chunk, (first, end) in enumerate(moves.chunks.rows):
-            steps += ready(dst, chunk)
+            scales = moves.inboxes[dst] + moves.scale_offset + number * moves.scale_bytes
+            steps.append(Copy(Place(ABSOLUTE, scales), Place(OWN_SCALE, 0), moves.scale_bytes))
+        for piece in moves.chunks.pieces(apart=not moves.gathers or dst in (peers[0], peers[-1])):
+            first, end = moves.chunks.of(piece)
+            for chunk in piece:
+                steps += ready(dst, chunk)
             at, size = first * moves.row_bytes, (end - first) * moves.row_bytes
             steps.append(Copy(Place(ABSOLUTE, slot + at), Place(moves.base, dst * moves.apart + at), size))
-            steps.append(Post(channel.full(dst, rank * max_chunks + chunk)))
+            steps += [Post(channel.full(dst, rank * max_chunks + chunk)) for chunk in piece]
     return steps
 
 
