@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "explanation" / "collective-matmul.md"
 RESULTS = ROOT / "docs" / "results"
 SHIPPED = ROOT / "kernels" / "asynctp_kernels" / "cuda" / "measured.json"
-FOUR, TWO = "2026-11-22-h200x4", "2026-11-23-h200x2"
+FOUR, TWO, H100 = "2026-11-22-h200x4", "2026-11-23-h200x2", "2026-11-24-h100x2"
 DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp8-rowwise": "float8_e4m3fn"}
 KINDS = {"bf16": "bf16", "fp8": "fp8, tensorwise", "fp8-rowwise": "fp8, rowwise"}
 SHOWN = (64, 512, 2048, 4096, 8192, 16384)
@@ -51,13 +51,20 @@ class Row:
 
 
 def rows(folder: str) -> list[Row]:
-    """All of a run."""
-    (picks,) = json.loads(SHIPPED.read_text(encoding="utf-8")).values()
+    """All of a run; its gathers are those of `gathers.json`, where they were measured again."""
+    run, picks = read(RESULTS / folder / "bench.json"), read(SHIPPED)
+    measured, again = run["rows"], RESULTS / folder / "gathers.json"
+    if again.exists():
+        measured = [*read(again)["rows"], *(raw for raw in measured if raw["op"] != "gather")]
     found = []
-    for raw in json.loads((RESULTS / folder / "bench.json").read_text(encoding="utf-8"))["rows"]:
+    for raw in measured:
         key = f"{raw['op']}:{raw['world']}:{DTYPES[raw['kind']]}:{raw['k']}:{raw['n']}"
-        found.append(Row(raw, picks[key][str(raw["m"])]))
+        found.append(Row(raw, picks[run["machine"].partition(" x ")[2]][key][str(raw["m"])]))
     return found
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -148,6 +155,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "means on two GPUs": lambda: means(TWO),
     "efficiency on two GPUs": lambda: efficiencies(TWO),
     "slower on two GPUs": lambda: slower(TWO),
+    "means on two H100s": lambda: means(H100),
+    "efficiency on two H100s": lambda: efficiencies(H100),
+    "slower on two H100s": lambda: slower(H100),
 }
 _PLACE = re.compile(r"(<!-- table: (.*?) -->\n\n)(.*?)(\n<!-- end -->)", re.DOTALL)
 

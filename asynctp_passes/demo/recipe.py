@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from asynctp_passes import compat, profile
-from asynctp_passes.backend import split_options
+from asynctp_passes.backend import asynctp, split_options
 from asynctp_passes.config import Config, ConfigError, can_be_written
 from asynctp_passes.demo.model import Styles, Transformer, parallelize
 
@@ -301,10 +301,11 @@ def compiler(
     chosen = {name: value for name, value in (options or {}).items() if name not in ours}
     if backend == "intree" and device.type == "cuda":
         chosen = {**compat.intree_options(group), **chosen}
-    name = "asynctp" if backend == "asynctp" else "inductor"
+    # not by name: torch knows that only of what is installed
+    chosen_backend: Any = asynctp if backend == "asynctp" else "inductor"
 
     def compile_one(module: Any) -> Any:
-        return torch.compile(module, backend=name, options=chosen or None, **kwargs)
+        return torch.compile(module, backend=chosen_backend, options=chosen or None, **kwargs)
 
     return compile_one
 

@@ -107,7 +107,7 @@ class GatherTensors(NamedTuple):
     shard, a_scale, bs, b_scales, biases: the operands.
     numbers: what is gathered with the shard: `a_scale`, or what is only returned.
     outs, full, all_numbers: the products, the gathered A and the gathered numbers [*, K/128 or 1]. (What is pushed is
-    not gathered: see `PushedGather`.)
+    not gathered: see `Pushed`.)
     """
 
     shard: Tensor

@@ -16,9 +16,9 @@ Which tensor a tile belongs to (own or gathered A, one of several Bs, one of sev
 between descriptors, not between loops: it compiles to a select of two addresses.
 
 Memory order, with the source of every fence:
-- `await_word`: one thread polls with ld.acquire.sys (the word's writer is a copy engine), bar.sync hands that to the
-  CTA's other threads (PTX ISA, causality order goes through barriers), and fence.proxy.async orders the TMA loads that
-  follow, which are made in another proxy (PTX ISA, "Async proxy").
+- `await_word`: one thread polls with ld.acquire.sys (the word's writer is a stream, of this GPU or of another),
+  bar.sync hands that to the CTA's other threads (PTX ISA, causality order goes through barriers), and
+  fence.proxy.async orders the TMA loads that follow, which are made in another proxy (PTX ISA, "Async proxy").
 - `publish`: cp.async.bulk.wait_group 0 waits for the *writes* of this CTA's TMA stores (Triton itself waits only for
   their reads of shared memory), bar.sync joins the CTA's threads, fence.proxy.async orders the two proxies, and one
   red.release.gpu makes all of it visible to whoever sees the count; gpu scope is enough, because the readers (this

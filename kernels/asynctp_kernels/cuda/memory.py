@@ -7,17 +7,18 @@ graph capture:
               or an inbox, what peers pushed, by source, but for the own         [from rank 0 | from rank 1 | ...]
     direct    both direct kernels: two slots of landings, epochs                 see `copy_kernels`
 
-Gathers pull, but for those whose products read what was pushed (`gather.PushedGather`); scatters push. An outbox is
-filled between two barriers (`copy_kernels.stage_kernel`), whose words are epochs. An inbox is a bounded buffer of depth
-one, with int32 words per peer that a stream can wait for:
+Gathers pull where the gathered A is returned (`gather.Pulled`), and push else (`gather.Pushed`); scatters push. An
+outbox is filled between two barriers (`copy_kernels.stage_kernel`), whose words are epochs. An inbox is a bounded
+buffer of depth one, with int32 words per peer that a stream can wait for:
 
-    FREE   set at the writer by the rank that can take data; cleared by the writer when it starts to write
-    FULL   set at the reader by the rank whose chunk is there; cleared by the reader: a scatter's when it has taken
-           everything, a gather's when it has seen it. Either is before its next FREE, which is what the next push needs
+    FREE    set at the writer by the rank that can take data; cleared by the writer when it starts to write
+    FULL    of a scatter, set at the reader by the rank whose chunk is there; cleared by the reader before its next
+            FREE, which is what the next push needs
+    LANDED  the same of a gather, whose products may begin while a scatter is in flight
 
-    own:   set FREE at every peer; wait FREE(every peer), clear it; push each chunk and set FULL at its rank
+    own:   set FREE at every peer; wait FREE(every peer), clear it; push each chunk and set FULL or LANDED at its rank
            scatter: wait FULL(every peer, chunk) and reduce, chunk by chunk; clear all FULL
-           gather:  wait FULL(peer, chunk), clear it and multiply, chunk by chunk
+           gather:  wait LANDED(peer, chunk) and multiply, chunk by chunk; clear each when seen, or all at the end
 
 One box is both. What is pushed into it comes behind FREE of *every* rank, and each sets that behind its last pull, on
 its copy stream; what is staged in it comes behind the own last reduction or product of what was there, and nothing is
