@@ -22,10 +22,12 @@ from torch import Tensor
 import asynctp_passes.collectives
 import asynctp_passes.ops  # noqa: F401
 
-#: op and implementation, and what a rank of it waits for first
+#: op and implementation, and what a rank of it waits for first; gathers that return A pull, others push
 CASES = {
-    ("all_gather_matmul", "fused"): "call",
+    ("all_gather_matmul", "fused"): "free inbox",
+    ("all_gather_matmul", "fused, A returned"): "call",
     ("all_gather_matmul", "decomposed"): "free inbox",
+    ("all_gather_matmul", "decomposed, A returned"): "call",
     ("all_gather_matmul", "direct"): "shard",
     ("matmul_reduce_scatter", "fused"): "free inbox",
     ("matmul_reduce_scatter", "decomposed"): "free inbox",
@@ -45,9 +47,10 @@ def call(op: str, implementation: str, group: dist.ProcessGroup) -> bool:
     b = torch.eye(512, dtype=torch.bfloat16, device="cuda")
     total = world * (world + 1) / 2
     found: Tensor
-    with cuda.forced(implementation if implementation != "copy engine" else "fused"):
+    forced, _, returned = implementation.partition(", ")
+    with cuda.forced(forced if forced != "copy engine" else "fused"):
         if op == "all_gather_matmul":
-            found = ops.all_gather_matmul(a, [b], [None], 0, False, world, name)[0]
+            found = ops.all_gather_matmul(a, [b], [None], 0, bool(returned), world, name)[0]
         elif op == "all_gather":
             found = wait(ops.all_gather(a, world, name))
         elif op == "matmul_reduce_scatter":

@@ -117,6 +117,10 @@ def cases() -> Iterator[Case]:
     yield replace(base, full=True)
     yield replace(base, shard=(2, 256), dim=1, full=True, ns=(256, 512))
     yield replace(base, dtype=FP8, scales="row", travels=True, full=True, ns=(256, 512))
+    yield replace(base, dtype=FP8, scales="row", travels=True, full=True, shard=(3, 50), dim=1)
+    half = {"dtype": torch.float16, "out_dtype": torch.float16}
+    yield replace(base, full=True, shard=(240,), k=520, ns=(264,), bias=True, **half)
+    yield replace(base, full=True, shard=(4096,), k=1024)  # in chunks
     yield replace(base, dtype=FP8, scales="row", travels=False)
     base = replace(base, dtype=FP8, scales="tensor", along=True)
     yield base

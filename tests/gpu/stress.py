@@ -52,7 +52,9 @@ def stressed(world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
     for m, k in ((512, 128), (2048, 64)):
         gather, scatter = Case("gather", (m // world,), k, (256,)), Case("scatter", (m,), k, (256,))
         yield replace(gather, ns=(256, 64, 128), full=True), ALL
+        yield replace(gather, ns=(256, 64, 128)), ALL
         yield replace(gather, shard=(3, m // world), dim=1, ns=(256, 64)), ALL
+        yield replace(gather, shard=(3, m // world), dim=1, full=True), ALL
         yield replace(gather, shard=(5, m // world), dim=1, ns=(256, 64)), NOT_DECOMPOSED
         yield replace(scatter, ns=(256, 256)), ALL
         yield replace(scatter, shard=(3, m), dim=1, ns=(256, 256)), ALL

@@ -151,7 +151,7 @@ def test_stress_with_bounded_waits(ranks: int) -> None:
 def test_a_rank_that_does_not_come_is_named(ranks: int) -> None:
     *cases, last = torchrun(ranks, "absent.py", ASYNCTP_TIMEOUT_S="2")
     assert last == {"failed": 0}
-    assert len(cases) == 8
+    assert len(cases) == 10
 
 
 @RANKS
