@@ -9,9 +9,9 @@ launching stream has done and what it does next, and behind the last launch of t
 Then all ranks' nodes run (`run`), one step of one thread at a time. Threads are streams, and programs of kernels
 (`cuda_emulated.PROGRAMS`); whose turn it is, is drawn. For a stretch of steps, short or long, some threads come before
 others, and whole streams and ranks with them, which so are far ahead or behind. Accesses take two steps: see `look` and
-`put`. Each SM has room for one program of the GEMM and a small one. Memory is handed out by stream, as by PyTorch's
-allocator: what is freed is poisoned and used again by the next that asks on that stream, whoever may still read it
-elsewhere.
+`put`. Each SM has room for one program of the GEMM and a small one, or, where kernels have many registers, for one of
+any. Memory is handed out by stream, as by PyTorch's allocator: what is freed is poisoned and used again by the next
+that asks on that stream, whoever may still read it elsewhere.
 
 What is wrong is raised as `Found`: a wrong result, an access that meets another, a thread that waits for ever, words
 that are left over, a stream that waits for an event of another graph, or a graph that is not joined.
@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda import driver, gather, memory, scatter, select
+from asynctp_kernels.cuda.launch import BESIDE_REGISTERS
 from asynctp_kernels.cuda.memory import Area, GroupMemory
 from asynctp_kernels.cuda.tiles import Tiles
 from cuda_emulated import POISON, PROGRAMS, Call, Question, Raced, Steps, at, int32, look, put, raw, reached
@@ -59,7 +60,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 SMS = 4  # so that a program has several tiles
-TILES = Tiles(8, 16, 16, warps=4, stages=3, group_m=2)
+TILES = Tiles(8, 16, 16, warps=8, stages=3, group_m=2)
 ALIGNMENT = 512  # of memory
 GRANULE = 8 << 10  # of symmetric memory: so that it grows
 Program = Callable[[], Steps]
@@ -247,7 +248,9 @@ class Rank(Machine):
             name, call = entry.prepared.name, Call(entry)
             programs = [functools.partial(PROGRAMS[name], call, number) for number in range(entry.prepared.programs)]
             if name != "await_kernel":  # of one warp, for which there always is room
-                programs = [functools.partial(on_an_sm, self.room, name == "gemm_kernel", each) for each in programs]
+                # what leaves nothing beside itself takes the place of a GEMM, whatever it is
+                large = name == "gemm_kernel" or self.registers > BESIDE_REGISTERS
+                programs = [functools.partial(on_an_sm, self.room, large, each) for each in programs]
             self.enqueue(entry.stream, name, *programs)
         elif isinstance(entry, Copied):
             self.enqueue(entry.stream, "copy", functools.partial(copied, entry))
@@ -384,7 +387,7 @@ class Rank(Machine):
         """A word is set, or a count is not over, of a group that has done all its calls."""
         for here in self.memories:
             counts = torch.stack([here.done, here.stage_done, here.gather_done, here.scatter_done])
-            words = (here.signals.memory.view(torch.int32)[: 2 * WORDS], here.local[: 2 * WORDS], counts)
+            words = (here.signals.memory.view(torch.int32)[: 3 * WORDS], here.local[: 2 * WORDS], counts)
             if any(each.count_nonzero() for each in (*words, here.local[2 * WORDS + 1 :])):
                 return True
         return False

@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 
 from asynctp_kernels.cuda import async_input, driver, gather, gemm_kernels, scatter, stamped
 from asynctp_kernels.cuda.collectives import bulk_gather
-from asynctp_kernels.cuda.launch import Launch, fit_together, prepare
+from asynctp_kernels.cuda.launch import Launch, fit_together, leaves_room, prepare
 from asynctp_kernels.cuda.tiles import Tiles, tiles_for
 from asynctp_kernels.signals import IS_INTERPRETED
 from cuda_stubs import FP8, SMS, Machine, Prepared, gather_call, machine, scatter_call
@@ -439,7 +439,9 @@ def test_gather_gemm_of_what_is_pushed(name: str, tmp_path: Path) -> None:
     with machine() as here:
         gather.fused_gather(gather_call(**variant.options), here.memory, variant.tiles, 2, SMS)
         (prepared,) = here.prepared
-    check_gather_gemm(compiled(prepared, tmp_path), variant)
+    gemm = compiled(prepared, tmp_path)
+    check_gather_gemm(gemm, variant)
+    assert leaves_room(Launch(lambda *_: None, gemm.threads, gemm.registers, gemm.shared)), "for what is in flight"
 
 
 def check_gather_gemm(gemm: Compiled, variant: Variant) -> None:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def fill_outboxes(here: Machine, shards: Sequence[Tensor], scales: Sequence[Tens
                 outbox[start : start + scales[rank].numel() * 4] = bits(scales[rank])
 
 
-def fill_inbox(here: Machine, plan: gather.Pushed, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+def fill_inbox(here: Machine, plan: gather.PushedGather, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
     """The other ranks have taken part, and have pushed theirs to us; scales behind all shards."""
     data = [bits(shard) for shard in shards]
     peers_come(here, here.memory.landed, [torch.cat([each, each.new_zeros(-len(each) % 16)]) for each in data])
@@ -162,7 +163,7 @@ def fill_inbox(here: Machine, plan: gather.Pushed, shards: Sequence[Tensor], sca
 
 def peers_give(here: Machine, plan: gather.GatherPlan, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
     """What a plan takes from the other ranks lies where it does."""
-    if isinstance(plan, gather.Pushed):
+    if isinstance(plan, gather.PushedGather):
         fill_inbox(here, plan, shards, scales)
     elif "box" in here.memory.areas:
         fill_outboxes(here, shards, scales)
@@ -210,11 +211,11 @@ def test_gather_without_the_gathered(case: str, implementation: str, here: Machi
         for out, wanted in zip(outs, expected_products(call, full, a_scale), strict=True):
             assert torch.equal(out.reshape(wanted.shape), wanted)
         assert here.memory.local.view(-1)[:64].count_nonzero() == 0
-        if isinstance(plan, gather.Pushed):
+        if isinstance(plan, gather.PushedGather):
             check_taken(here, plan)
 
 
-def check_taken(here: Machine, plan: gather.Pushed) -> None:
+def check_taken(here: Machine, plan: gather.PushedGather) -> None:
     """The words of what has come are as they were before the call."""
     pairs = itertools.product(plan.sources[1:], range(len(plan.chunks)))
     words = [here.memory.landed.at(RANK, source * MAX_CHUNKS + chunk) for source, chunk in pairs]
@@ -226,22 +227,14 @@ IN_ROWS = [case for case in GATHERS if not case.startswith(("columns", "odd"))]
 
 
 @pytest.mark.parametrize("chunks", range(1, MAX_CHUNKS + 1))
-@pytest.mark.parametrize(
-    ("case", "full"),
-    [
-        (case, full)
-        for case in IN_ROWS
-        for full in (False, True)
-        if full or gather_call(**GATHERS[case]).along is not None
-    ],
-)
-def test_bytes_that_a_gather_pulls(case: str, full: bool, chunks: int, here: Machine) -> None:
-    """The copies move each shard of another rank once, its scales with it, and the own ones if they are asked for."""
-    call = gather_call(**GATHERS[case], full=full)
+@pytest.mark.parametrize("case", IN_ROWS)
+def test_bytes_that_a_gather_pulls(case: str, chunks: int, here: Machine) -> None:
+    """The copies move each shard of another rank once, its scales with it, and the own ones that are returned."""
+    call = gather_call(**GATHERS[case], full=True)
     run_gather(call, here, gather_plan(call, here, "fused", chunks))
     shard = call.a_shard.numel() * call.a_shard.itemsize
     scales = 0 if call.travels is None else call.travels.numel() * 4
-    copies, own = here.of(Copied), full * shard + (0 if call.along is None else scales)
+    copies, own = here.of(Copied), shard + (0 if call.along is None else scales)
     assert sum(copy.size for copy in copies) == (WORLD - 1) * (shard + scales) + own
     boxes = [part.data_ptr() for part in here.parts("box")]
     for peer in set(range(WORLD)) - {RANK}:
@@ -253,10 +246,8 @@ def test_bytes_that_a_gather_pulls(case: str, full: bool, chunks: int, here: Mac
 def pushed_gathers() -> Iterator[tuple[str, str, int]]:
     """(case, implementation, chunks)"""
     for case in IN_ROWS:
-        call = gather_call(**GATHERS[case])
-        if call.along is None:
-            yield from ((case, "fused", chunks) for chunks in range(1, MAX_CHUNKS + 1))
-        if call.outer <= MAX_CHUNKS:
+        yield from ((case, "fused", chunks) for chunks in range(1, MAX_CHUNKS + 1))
+        if gather_call(**GATHERS[case]).outer <= MAX_CHUNKS:
             yield case, "decomposed", 1
 
 
@@ -265,7 +256,7 @@ def test_bytes_that_a_gather_pushes(case: str, implementation: str, chunks: int,
     """Each other rank gets the shard and its scales once, from where they are and in order; nothing else moves."""
     call = gather_call(**GATHERS[case])
     plan = gather_plan(call, here, implementation, chunks)
-    assert isinstance(plan, gather.Pushed)
+    assert isinstance(plan, gather.PushedGather)
     run_gather(call, here, plan)
     shard = call.a_shard.numel() * call.a_shard.itemsize
     scales = 0 if call.travels is None else call.travels.numel() * 4
@@ -1224,7 +1215,7 @@ def test_a_gather_that_pushes_without_a_rank_ends_and_names_it(
 ) -> None:
     call = gather_call((2, 128), 64, (72,), dim=1, **TENSORWISE)
     plan = gather_plan(call, bounded, implementation, chunks=2)
-    assert isinstance(plan, gather.Pushed)
+    assert isinstance(plan, gather.PushedGather)
     fill_inbox(bounded, plan, others(call)[0], [])
     memory = bounded.memory
     words = {"free inbox": memory.free.at(RANK, 3)}
@@ -1633,6 +1624,22 @@ def test_memory_that_has_grown_goes_at_once(full: bool, implementation: str, her
         assert [reference() for reference in old] == [None] * len(old)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        ("CUDA driver error: out of memory", "The GPU has no room for it: use less of it elsewhere"),
+        ("no peer access", "All ranks must be on one host with peer access"),
+    ],
+)
+def test_memory_that_cannot_be_shared_says_why(error: str, hint: str) -> None:
+    group: Any = mock.Mock(group_name="tp")
+    with (
+        mock.patch.object(cuda.memory.driver, "share", side_effect=RuntimeError(error)),
+        pytest.raises(SymmetricMemoryError, match=f"4096 bytes on group 'tp': {error}. {hint}"),
+    ):
+        cuda.memory._share(group, torch.device("cpu"), 4096)
 
 
 def test_memory_grows_in_whole_granules(here: Machine) -> None:

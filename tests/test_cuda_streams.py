@@ -47,11 +47,21 @@ BOUNDED, BY_COPIES = (("timeout_s", 5.0),), (("peer_writes", False),)
 SESSIONS: dict[str, Session] = {
     "fused gather": Session(3, (gather(full=True),)),
     "fused gather of 4": Session(4, (gather(**SEVERAL, full=True),), chunks=3),
-    "fused gather with scales": Session(2, (gather(**ROWWISE, travels=True, full=True), gather(**ROWWISE, along=True))),
+    "fused gather with scales": Session(
+        2, (gather(**ROWWISE, travels=True, full=True), gather(**ROWWISE, along=True, full=True))
+    ),
     "fused gather, outer": Session(3, (gather(**OUTER, **ROWWISE, travels=True, full=True), gather(**OUTER)), chunks=1),
-    "fused gather, staged first": Session(3, (gather(full=True), gather(**ROWWISE, along=True)), registers=255),
+    "fused gather, staged first": Session(
+        3, (gather(full=True), gather(**ROWWISE, along=True, full=True)), registers=255
+    ),
     "pushed fused gather": Session(3, (gather(), gather(**ROWWISE, travels=True))),
     "pushed fused gather of 4": Session(4, (gather(**SEVERAL), scatter(), gather("decomposed")), chunks=3),
+    "pushed fused gather of numbers": Session(
+        3, (gather(**ROWWISE, along=True), gather(**OUTER, **ROWWISE, along=True))
+    ),
+    "pushed fused gather, no room": Session(
+        3, (bulk("gather", 1), gather(), bulk("scatter", 1), gather()), registers=255
+    ),
     "pushed fused gather, outer": Session(3, (gather(**OUTER, **ROWWISE, travels=True), gather(**OUTER))),
     "decomposed gather": Session(
         3, (gather("decomposed", full=True), gather("decomposed", full=True, along=True, **ROWWISE))
@@ -104,6 +114,7 @@ SESSIONS: dict[str, Session] = {
         2, (bulk("gather", 1, OTHER), bulk("scatter", 1, OTHER), gather(full=True)), 3
     ),
     "two streams": Session(3, (gather(), scatter(stream=OTHER), gather("direct"), scatter("direct", stream=OTHER))),
+    "two streams, pulled": Session(3, (gather(full=True), gather(full=True, stream=OTHER))),
     "two streams, decomposed": Session(2, (gather("decomposed"), scatter("decomposed", stream=OTHER))),
     "two groups": Session(3, (gather(), scatter(group=1), bulk("gather", 1), gather("decomposed", group=1))),
     "two groups in flight": Session(3, (bulk("gather", 1), bulk("gather", 1, group=1), bulk("scatter", 1))),
@@ -114,7 +125,7 @@ SESSIONS: dict[str, Session] = {
     ),
     "bounded pushes": Session(3, (gather(), bulk("scatter", 1), gather(), scatter()), options=BOUNDED),
     "posts by copies": Session(
-        3, (scatter(), gather(), scatter("decomposed"), gather("decomposed")), options=BY_COPIES
+        3, (scatter(), gather(), gather(full=True), scatter("decomposed"), gather("decomposed")), options=BY_COPIES
     ),
     "recorded gathers": Session(
         2, (gather(full=True), gather("decomposed", full=True), gather(), gather("decomposed")), 4, records=True
@@ -122,7 +133,10 @@ SESSIONS: dict[str, Session] = {
     "recorded elsewhere": Session(2, (gather("direct"), gather("direct", later=1)), 4, records=True),
     "recorded scatters": Session(2, (scatter(), scatter("decomposed"), scatter("direct")), 4, records=True),
     "recorded beside flights": Session(
-        2, (bulk("gather", 1), gather(), bulk("scatter", 1), scatter("decomposed")), 5, records=True
+        2, (bulk("gather", 1), gather(full=True), bulk("scatter", 1), scatter("decomposed")), 5, records=True
+    ),
+    "recorded beside flights, pushed": Session(
+        2, (bulk("gather", 1), gather(), bulk("scatter", 1), gather()), 5, records=True
     ),
     "recorded flights": Session(
         2, (bulk("scatter", 1), scatter("decomposed"), bulk("gather", 1), gather("decomposed")), 5, records=True
@@ -136,7 +150,14 @@ SESSIONS: dict[str, Session] = {
     "recorded on two streams": Session(2, (gather(), scatter(stream=OTHER)), 4, records=True),
     "captured gathers": Session(
         2,
-        (gather(), gather("decomposed"), bulk("gather"), gather("decomposed", full=True), gather("direct")),
+        (
+            gather(),
+            gather("decomposed"),
+            bulk("gather"),
+            gather(full=True),
+            gather("decomposed", full=True),
+            gather("direct"),
+        ),
         captured=True,
     ),
     "captured scatters": Session(
@@ -278,6 +299,12 @@ def early(kind: type) -> Callable[[list[Step]], list[Step]]:
     return swap
 
 
+def one_word_more(steps: list[Step]) -> list[Step]:
+    """What is awaited by nobody is set too."""
+    last = next(step for step in reversed(steps) if isinstance(step, Post))
+    return [*steps, Post(last.address + 4)]
+
+
 def drop_first(steps: list[Step], kind: type) -> list[Step]:
     """Without the first of these."""
     first = next(i for i, step in enumerate(steps) if isinstance(step, kind))
@@ -333,6 +360,16 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "fused, pushed behind the word": ("pushed fused gather", scripted(gathers, "push_script", early(Post))),
     "GEMM without arrivals": ("fused gather", heedless("gemm_kernel")),
     "GEMM before the push": ("pushed fused gather", heedless("gemm_kernel")),
+    "LANDED is FULL": ("in flight beside pushed", lambda: mock.patch.object(GroupMemory, "landed", GroupMemory.full)),
+    "LANDED is FULL, fused": (
+        "in flight beside fused",
+        lambda: mock.patch.object(GroupMemory, "landed", GroupMemory.full),
+    ),
+    "pushed beside flights that find no room": (
+        "pushed fused gather, no room",
+        replaced(gathers, "leaves_room", lambda real: lambda gemm: True),
+    ),
+    "LANDED set once more": ("pushed fused gather", scripted(gathers, "push_script", one_word_more)),
     "words of the push kept by the stream": ("bounded pushes", scripted(gathers, "chunk_script", no(Write))),
     "push without the tiles": ("fused scatter", scripted(scatters, "push_script", no(Wait, peer=False))),
     "push without the product": ("decomposed scatter", scripted(scatters, "push_script", no(Await))),

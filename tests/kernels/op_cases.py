@@ -107,6 +107,8 @@ GATHER_CASES = [
     GatherCase("e4m3 weight to fp32", (19, 48), 0, (32, 16), E4M3, scale="shard", weight=True, out_dtype=FP32),
     GatherCase("e4m3 B as a weight", (19, 48), 0, (32, 16), E4M3, scale="shard", weight=True),
     GatherCase("e4m3 weight, outer 2, bias", (2, 19, 48), 1, (16,), E4M3, (0,), scale="shard", weight=True),
+    GatherCase("3d dim 1, outer 3, from an inbox", (3, 19, 32), 1, (16, 24), biased=(0, 1)),
+    GatherCase("e4m3 weight, outer 3, from an inbox", (3, 19, 48), 1, (16,), E4M3, scale="shard", weight=True),
     GatherCase("e4m3, numbers along", (2, 23, 32), 1, (24, 8), E4M3, scale="one", along=True),
     GatherCase("e4m3, numbers along, a_full, one row", (1, 32), 0, (24,), E4M3, a_full=True, scale="full", along=True),
     GatherCase("e4m3, numbers along, no columns", (9, 32), 0, (0,), E4M3, scale="one", along=True),

@@ -90,8 +90,7 @@ class Call:
     @property
     def pushed(self) -> bool:
         """A gather that stages nothing."""
-        stays = self.keep_own or (self.way == "fused" and self.keep_scales)
-        return self.op == "gather" and self.way != "bulk" and not stays
+        return self.op == "gather" and self.way != "bulk" and not self.keep_own
 
     @property
     def stage_keeps(self) -> bool:

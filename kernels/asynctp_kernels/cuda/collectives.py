@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .gather import GatherCall, Pulled
+from .gather import GatherCall, PulledGather
 from .launch import aligned
 from .machine import driver
 from .memory import GroupMemory
-from .scatter import Pushed, ScatterCall
+from .scatter import PushedScatter, ScatterCall
 from .script import Step
 from .tiles import in_blocks
 
@@ -42,7 +42,7 @@ class Bulk(NamedTuple):
     done: int
 
 
-class BulkGather(Pulled):
+class BulkGather(PulledGather):
     """all_gather(shard, dim 0) by copy engine."""
 
     name = NAME
@@ -63,7 +63,7 @@ class BulkGather(Pulled):
         return Bulk(call.full, call.shard, stream, done)
 
 
-class BulkScatter(Pushed):
+class BulkScatter(PushedScatter):
     """reduce_scatter(whole, dim 0) by copy engine, and a kernel that adds once everything has come."""
 
     name = NAME

@@ -7,8 +7,8 @@
     unfused      NCCL, then cuBLAS on the whole
 
 Where copy engines bring shards and the gathered A is returned, each rank stages its shard, and the others pull it to
-where the result is (`Pulled`). Else nothing is staged: each pushes its shard to where the others' products read it
-(`Pushed`).
+where the result is (`PulledGather`). Else nothing is staged: each pushes its shard to where the others' products read
+it (`PushedGather`).
 
 A plan is made once per (shapes, strides, dtypes, options) and group, and holds everything that does not change:
 addresses of words, the copy stream's script, the compiled kernel. A call only fills in addresses: it makes memory for
@@ -30,7 +30,21 @@ from asynctp_kernels.layout import ShardLayout, gather_layout
 
 from .copy_kernels import push_gather_kernel, stage_kernel
 from .gemm import MAX_OPERANDS, b_descriptor, operand_addresses, prepare_gemm, scale_mode
-from .launch import Tma, align, aligned, aligned_columns, dense, describe, fit_together, grid, outlines, prepare
+from .launch import (
+    BESIDE_REGISTERS,
+    BESIDE_WARPS,
+    Tma,
+    align,
+    aligned,
+    aligned_columns,
+    dense,
+    describe,
+    fit_together,
+    grid,
+    leaves_room,
+    outlines,
+    prepare,
+)
 from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product, ranges
@@ -107,7 +121,7 @@ class GatherTensors(NamedTuple):
     shard, a_scale, bs, b_scales, biases: the operands.
     numbers: what is gathered with the shard: `a_scale`, or what is only returned.
     outs, full, all_numbers: the products, the gathered A and the gathered numbers [*, K/128 or 1]. (What is pushed is
-    not gathered: see `Pushed`.)
+    not gathered: see `PushedGather`.)
     """
 
     shard: Tensor
@@ -130,12 +144,12 @@ class GatherTensors(NamedTuple):
 class GatherPlan:
     """One call, prepared. `run` gives the products, then the gathered A if asked for, then the gathered `along`.
 
-    cublas: `enqueue` calls cuBLAS. stage_first: the shard is staged before the products start, because they would leave
-    no room for that. stamps: of the GEMM's tiles, if they are asked for.
+    cublas: `enqueue` calls cuBLAS. lands: it has to come behind what is in flight, because its products wait for what
+    then would find no room beside them. stamps: of the GEMM's tiles, if they are asked for.
     """
 
     cublas = True
-    stage_first = False
+    lands = False
     stamps: StampTable | None = None
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
@@ -144,14 +158,13 @@ class GatherPlan:
         self.scaling, self.out_dtype = call.scaling, call.out_dtype
         self.return_a_full, self.scale_travels = call.return_a_full, call.scale_travels
         self.number_count = 0 if call.travels is None else call.travels.numel()
+        self.number_bytes = self.number_count * 4
         self.row_bytes = self.layout.cols * call.a_shard.itemsize
         self.shard_bytes = self.layout.rows * self.row_bytes
-        # where a shard lies in symmetric memory: as units, then its numbers if such travel
+        # what copies by kernels move
         piece_bytes = self.shard_bytes if self.layout.whole else self.row_bytes
         self.unit_bytes = next(size for size in (4, 2, 1) if piece_bytes % size == 0)
         self.units = self.shard_bytes // self.unit_bytes
-        self.scale_offset = align(self.shard_bytes)
-        self.staged_bytes = self.scale_offset + self.number_count * 4
         self.widths = [b.shape[1] for b in call.bs]
         self.device_index: int = call.a_shard.device.index
         self._prepare_tensors(call)
@@ -217,7 +230,7 @@ class GatherPlan:
         def enqueue(at: int) -> None:
             self.enqueue(at, self.mended(call))
 
-        self.memory.call(stream, self.number, call.addresses(), self.cublas, enqueue, self.stage_first)
+        self.memory.call(stream, self.number, call.addresses(), self.cublas, enqueue, self.lands)
 
     def multiply(self, call: GatherTensors, a: Tensor, a_scale: Tensor | None, places: Sequence[Tensor]) -> None:
         """`a` by every B, each into its place, on cuBLAS."""
@@ -226,11 +239,8 @@ class GatherPlan:
             product(a, b, call.biases[i], a_scale, b_scale, self.scaling, out=place)
 
 
-class Moved(GatherPlan):
-    """Copy engines bring the others' shards, in `chunks`, beside products.
-
-    `call.full` and `call.all_numbers` have them when `start`'s copies are over.
-    """
+class MovedGather(GatherPlan):
+    """Copy engines bring the others' shards, in `chunks`, to `call.full` and their numbers to `call.all_numbers`."""
 
     def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
         super().__init__(call, memory)
@@ -251,34 +261,44 @@ class Moved(GatherPlan):
         """Enqueue them on `side`."""
         raise NotImplementedError
 
-    def finish(self, stream: int) -> None:
-        """Join the copy stream: what the allocator may reuse after this call is no longer read or written."""
+    def ranges(self, own: Tensor, gathered: Tensor) -> list[Tensor]:
+        """All ranges, by block and then by rank, of the own rows, or numbers of them, and of what has come.
+
+        The rows of block p and source r are range number p * world + r.
+        """
+        raise NotImplementedError
+
+    def finish(self, stream: int, call: GatherTensors) -> None:
+        """Behind all products, join the copy stream: what the allocator may reuse is no longer read or written."""
         driver.wait_event(stream, self.memory.end)
 
 
-class Pulled(Moved):
+class PulledGather(MovedGather):
     """A shard is staged in symmetric memory, and the others pull it.
 
+    stage_first: before the products start, because they would leave no room for that.
     stage_keeps: what stages the shard of a gather along dim 0 also writes it to the gathered A, which is returned: one
         read and one launch less, but peers wait longer for the outbox.
     stage_programs: the most CTAs that stage; 0: as many as the GPU has room for.
     """
 
+    stage_first = False
     stage_keeps = False
     stage_programs = 0
 
     def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
         super().__init__(call, memory, chunks)
+        self.scale_offset = align(self.shard_bytes)
         self.stage_keeps = self.stage_keeps and self.outer == 1
         rank, world = memory.rank, memory.world
-        outbox = memory.require("box", self.staged_bytes)
+        outbox = memory.require("box", self.scale_offset + self.number_bytes)
         moves = GatherMoves(
             outboxes=outbox.peers,
             row_bytes=self.row_bytes,
             outer=self.outer,
             inner=self.layout.inner,
             scale_offset=self.scale_offset,
-            scale_bytes=self.number_count // self.outer * 4,
+            scale_bytes=self.number_bytes // self.outer,
             chunks=chunks,
             keep_own=self.return_a_full and not self.stage_keeps,
             keep_own_scales=call.along is not None,
@@ -311,7 +331,7 @@ class Pulled(Moved):
             "PROGRAMS": programs,
         }
         examples = [shard, scale, kept, box, scale_box, *tail]
-        self.stage = prepare(stage_kernel, programs, examples, constants, 8, maxnreg=56)
+        self.stage = prepare(stage_kernel, programs, examples, constants, BESIDE_WARPS, maxnreg=BESIDE_REGISTERS)
         self.stage_tail = [
             argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in [box, scale_box, *tail]
         ]
@@ -341,20 +361,24 @@ class Pulled(Moved):
         kept = call.full.data_ptr() + self.memory.rank * self.shard_bytes if self.stage_keeps else shard
         self.stage(stream, [shard, 0 if call.numbers is None else call.numbers.data_ptr(), kept, *self.stage_tail])
 
+    def ranges(self, own: Tensor, gathered: Tensor) -> list[Tensor]:
+        parts = list(ranges(gathered, self.outer * self.memory.world))
+        parts[self.memory.rank :: self.memory.world] = ranges(own, self.outer)
+        return parts
 
-class Pushed(Moved):
+
+class PushedGather(MovedGather):
     """Each rank pushes its shard from where it is into the others' symmetric memory, where their products read it.
 
-    So `full` and `all_numbers` are the others' rows and numbers only, by rank and without gaps. For what is returned
-    that is no place: the next call takes it.
+    So `full` is the others' rows only, by rank and without gaps, and so is `all_numbers` where these are scales. For
+    what is returned that is no place: the next call takes it. Numbers that are returned are put together at the end.
     """
 
     def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
         super().__init__(call, memory, chunks)
-        others, travels = memory.world - 1, call.travels
+        others, travels, number_bytes = memory.world - 1, call.travels, self.number_bytes
         self.slot_bytes = align(self.shard_bytes, 16)  # TMA's, where the GEMM reads: then it is the shard's own size
         self.scale_offset = align(others * self.slot_bytes)
-        number_bytes = self.number_count * 4
         self.inbox = memory.require("box", self.scale_offset + others * number_bytes)
         full = self._received(call.a_shard.dtype, 0, self.slot_bytes, (self.layout.rows, self.layout.cols))
         self.new_full = lambda: full
@@ -382,17 +406,28 @@ class Pushed(Moved):
     def copy(self, side: int, call: GatherTensors) -> None:
         self.play(side, (0, call.shard.data_ptr(), 0, 0, 0 if call.numbers is None else call.numbers.data_ptr()))
 
+    def ranges(self, own: Tensor, gathered: Tensor) -> list[Tensor]:
+        rank, slots = self.memory.rank, list(gathered.unbind())
+        by_source = [ranges(each, self.outer) for each in (*slots[:rank], own, *slots[rank:])]
+        return [parts[block] for block in range(self.outer) for parts in by_source]
 
-class FusedGather(Moved):
-    """One GEMM that consumes chunks as they arrive.
+    def finish(self, stream: int, call: GatherTensors) -> None:
+        if call.numbers is not None and call.all_numbers is not None and not self.scale_travels:
+            torch.cat(self.ranges(call.numbers, self.numbers), out=call.all_numbers)
+        super().finish(stream, call)
 
-    words: address of int32 [world, MAX_CHUNKS], which say so. reads_inbox: the gathered rows are the others' only.
-    """
+
+class FusedGather(MovedGather):
+    """One GEMM that consumes chunks as they arrive. reads_inbox: the gathered rows are the others' only."""
 
     name = "fused"
     cublas = False
-    words: int
     reads_inbox: bool
+
+    @property
+    def words(self) -> int:
+        """Address of int32 [world, MAX_CHUNKS], which say what has come."""
+        return self.memory.arrivals
 
     def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
         super().__init__(call, memory, cut(call.outer, call.layout.inner, tiles.block_m, wanted_chunks))
@@ -476,25 +511,24 @@ class FusedGather(Moved):
                 *self.sizes,
             ],
         )
-        self.finish(stream)
+        self.finish(stream, call)
 
 
-class FusedPull(FusedGather, Pulled):
+class FusedPull(FusedGather, PulledGather):
     """Chunks are pulled, to where the gathered A is returned."""
 
     reads_inbox = False
 
     def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
-        self.words = memory.arrivals
         super().__init__(call, memory, tiles, wanted_chunks, programs)
         # A GEMM that holds every SM waits for what is staged: without room beside it, staging has to come first.
-        self.stage_first = not fit_together(self.launch, self.stage)
+        self.stage_first = self.lands = not fit_together(self.launch, self.stage)
 
     def arrived(self, source: int, chunk: int) -> list[Step]:
         return [self.arrival(source, chunk)]
 
 
-class FusedPush(FusedGather, Pushed):
+class FusedPush(FusedGather, PushedGather):
     """Chunks are pushed, and the GEMM polls the words that their senders set.
 
     Where waits are bounded the copy stream waits for these, and tells the GEMM, which knows no bound.
@@ -503,11 +537,16 @@ class FusedPush(FusedGather, Pushed):
     reads_inbox = True
 
     def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
-        self.words = memory.arrivals if memory.bounded else memory.landed.at(memory.rank)
         super().__init__(call, memory, tiles, wanted_chunks, programs)
+        # Pushes, the others' too, come behind what is in flight, whose kernels need room beside this GEMM.
+        self.lands = not leaves_room(self.launch)
         chunks = itertools.product(self.sources[1:], range(len(self.chunks)))
         steps = [step for which in chunks for step in (*self.landed(*which), self.arrival(*which))]
         self.take = memory.compiled(steps, call.op, "chunk")
+
+    @property
+    def words(self) -> int:
+        return self.memory.arrivals if self.memory.bounded else self.memory.landed.at(self.memory.rank)
 
     def copy(self, side: int, call: GatherTensors) -> None:
         super().copy(side, call)
@@ -517,19 +556,15 @@ class FusedPush(FusedGather, Pushed):
 
 def fused_gather(call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> FusedGather:
     """The plan of the fused implementation."""
-    stays = call.return_a_full or call.along is not None
-    return (FusedPull if stays else FusedPush)(call, memory, tiles, wanted_chunks, programs)
+    return (FusedPull if call.return_a_full else FusedPush)(call, memory, tiles, wanted_chunks, programs)
 
 
 def _tile_count(blocks: int, inner: int, widths: Sequence[int], tiles: Tiles) -> int:
     return blocks * -(-inner // tiles.block_m) * sum(-(-n // tiles.block_n) for n in widths)
 
 
-class DecomposedGather(Moved):
-    """cuBLAS for each range of a source's rows, behind its copy. Only for a few: there is one in each outer block.
-
-    The rows of block p and source r are range number p * world + r of all.
-    """
+class DecomposedGather(MovedGather):
+    """cuBLAS for each range of a source's rows, behind its copy. Only for a few: there is one in each outer block."""
 
     name = "decomposed"
 
@@ -540,17 +575,9 @@ class DecomposedGather(Moved):
         """Let `stream` go on once a range is there."""
         raise NotImplementedError
 
-    def ranges(self, own: Tensor, gathered: Tensor) -> list[Tensor]:
-        """All ranges, by block and then by rank, of the own rows, or numbers of them, and of what is gathered."""
-        raise NotImplementedError
-
     def enqueue(self, stream: int, call: GatherTensors) -> None:
+        """Range by range."""
         self.start(stream, call)
-        self._multiply_ranges(stream, call)
-        self.finish(stream)
-
-    def _multiply_ranges(self, stream: int, call: GatherTensors) -> None:
-        """All products, range by range."""
         world = self.memory.world
         parts = self.ranges(call.shard, call.full)
         scales: Sequence[Tensor | None]
@@ -567,12 +594,13 @@ class DecomposedGather(Moved):
                 if source != self.memory.rank:
                     self.behind(stream, source, block)
                 self.multiply(call, parts[part], scales[part], [place[part] for place in places])
+        self.finish(stream, call)
 
 
-class DecomposedPull(DecomposedGather, Pulled):
+class DecomposedPull(DecomposedGather, PulledGather):
     """Ranges are pulled, to where the gathered A is returned."""
 
-    stage_first = True
+    stage_first = lands = True
     stage_keeps = True  # a copy of its own would come before the last product, or take SMs from another
 
     def arrived(self, source: int, chunk: int) -> list[Step]:
@@ -581,14 +609,9 @@ class DecomposedPull(DecomposedGather, Pulled):
     def behind(self, stream: int, source: int, block: int) -> None:
         driver.wait_event(stream, self.memory.event(source, block))
 
-    def ranges(self, own: Tensor, gathered: Tensor) -> list[Tensor]:
-        parts = list(ranges(gathered, self.outer * self.memory.world))
-        parts[self.memory.rank :: self.memory.world] = ranges(own, self.outer)
-        return parts
 
-
-class DecomposedPush(DecomposedGather, Pushed):
-    """Ranges are pushed, and the own product starts at once. Numbers that are returned are put together at the end."""
+class DecomposedPush(DecomposedGather, PushedGather):
+    """Ranges are pushed, and the own product starts at once."""
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
         super().__init__(call, memory)
@@ -603,16 +626,6 @@ class DecomposedPush(DecomposedGather, Pushed):
             # behind the pushes, so that who is named is who did not come, not who waits for that rank
             driver.wait_event(stream, self.memory.end)
         self.await_range[source, block](stream, ())
-
-    def ranges(self, own: Tensor, gathered: Tensor) -> list[Tensor]:
-        rank, slots = self.memory.rank, list(gathered.unbind())
-        by_source = [ranges(each, self.outer) for each in (*slots[:rank], own, *slots[rank:])]
-        return [parts[block] for block in range(self.outer) for parts in by_source]
-
-    def _multiply_ranges(self, stream: int, call: GatherTensors) -> None:
-        super()._multiply_ranges(stream, call)
-        if call.numbers is not None and call.all_numbers is not None and not self.scale_travels:
-            torch.cat(self.ranges(call.numbers, self.numbers), out=call.all_numbers)
 
 
 def decomposed_gather(call: GatherCall, memory: GroupMemory) -> DecomposedGather:
@@ -650,7 +663,8 @@ class DirectGather(WholeGather):
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
         super().__init__(call, memory)
         layout = self.layout
-        part = align(self.staged_bytes)
+        scale_offset = align(self.shard_bytes)
+        part = align(scale_offset + self.number_bytes)
         area, words = memory.direct(part * memory.world)
         slot = area.size // 2
         block = block_for(self.units, 4096, DIRECT_PROGRAMS)
@@ -658,7 +672,7 @@ class DirectGather(WholeGather):
         counts = (self.number_count, self.number_count // self.outer)
         numbers = [self.units, self.row_bytes // self.unit_bytes, layout.inner, *counts]
         memory_args = [
-            area.table, words.table, slot, part, self.scale_offset, memory.epoch, memory.done, memory.bound,
+            area.table, words.table, slot, part, scale_offset, memory.epoch, memory.done, memory.bound,
             memory.status, code(call.op, "shard"), memory.rank,
         ]  # fmt: skip
         shard, full = aligned(call.a_shard), self.new_full()

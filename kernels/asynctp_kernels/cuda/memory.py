@@ -7,9 +7,9 @@ graph capture:
               or an inbox, what peers pushed, by source, but for the own         [from rank 0 | from rank 1 | ...]
     direct    both direct kernels: two slots of landings, epochs                 see `copy_kernels`
 
-Gathers pull where the gathered A is returned (`gather.Pulled`), and push else (`gather.Pushed`); scatters push. An
-outbox is filled between two barriers (`copy_kernels.stage_kernel`), whose words are epochs. An inbox is a bounded
-buffer of depth one, with int32 words per peer that a stream can wait for:
+Gathers pull where the gathered A is returned (`gather.PulledGather`), and push else (`gather.PushedGather`); scatters
+push. An outbox is filled between two barriers (`copy_kernels.stage_kernel`), whose words are epochs. An inbox is a
+bounded buffer of depth one, with int32 words per peer that a stream can wait for:
 
     FREE    set at the writer by the rank that can take data; cleared by the writer when it starts to write
     FULL    of a scatter, set at the reader by the rank whose chunk is there; cleared by the reader before its next
@@ -490,8 +490,10 @@ def _share(group: ProcessGroup, device: torch.device, size: int) -> Area:
     try:
         memory, handle, peers = driver.share(group, device, size)
     except RuntimeError as error:
+        hint = "All ranks must be on one host with peer access (NVLink); 'asynctp doctor' says what is missing."
+        if "out of memory" in str(error):
+            hint = "The GPU has no room for it: use less of it elsewhere, smaller calls, or more ranks."
         raise SymmetricMemoryError(
-            f"no symmetric memory of {size} bytes on group '{group.group_name}': {error}. "
-            f"All ranks must be on one host with peer access (NVLink); 'asynctp doctor' says what is missing."
+            f"no symmetric memory of {size} bytes on group '{group.group_name}': {error}. {hint}"
         ) from error
     return Area(memory, handle, peers, torch.tensor(peers, dtype=torch.int64, device=device))

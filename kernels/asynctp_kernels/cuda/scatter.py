@@ -29,7 +29,20 @@ from asynctp_kernels.layout import ShardLayout, scatter_layout
 from .copy_kernels import push_reduce_kernel, reduce_kernel
 from .gather import block_for
 from .gemm import MAX_OPERANDS, b_descriptor, operand_addresses, prepare_gemm, scale_mode
-from .launch import REGISTERS, Tma, align, aligned, aligned_columns, dense, describe, grid, outlines, prepare
+from .launch import (
+    BESIDE_REGISTERS,
+    BESIDE_WARPS,
+    REGISTERS,
+    Tma,
+    align,
+    aligned,
+    aligned_columns,
+    dense,
+    describe,
+    grid,
+    outlines,
+    prepare,
+)
 from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product, ranges
@@ -47,10 +60,6 @@ from .script import (
 from .stamps import StampTable, new_table
 from .tiles import Chunks, Tiles, cut, cut_own, in_blocks
 from .waits import code
-
-#: of a thread of the reduction: what the GEMM's CTA leaves on an SM is enough for one CTA of it
-REDUCE_REGISTERS = 56
-REDUCE_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -233,7 +242,7 @@ class ScatterPlan:
         self.memory.call(stream, self.number, call.addresses(), self.cublas, enqueue)
 
 
-class Pushed(ScatterPlan):
+class PushedScatter(ScatterPlan):
     """The copies and the reduction of every implementation but the direct one.
 
     streams_wait: the reduction is launched behind waits of its stream for all parts. With bounded waits it always is,
@@ -249,7 +258,7 @@ class Pushed(ScatterPlan):
         chunks: Chunks,
         own: Chunks,
         own_tiles: Sequence[int],
-        reduce_warps: int = REDUCE_WARPS,
+        reduce_warps: int = BESIDE_WARPS,
     ) -> None:
         """chunks, own: how others' rows are cut, and the own ones. own_tiles: of each of the latter, when finished."""
         super().__init__(call, memory)
@@ -295,7 +304,7 @@ class Pushed(ScatterPlan):
             "BLOCK": block,
             "PROGRAMS": programs,
         }
-        self.reduce = prepare(reduce_kernel, programs, args, constants, warps, num_stages=1, maxnreg=REDUCE_REGISTERS)
+        self.reduce = prepare(reduce_kernel, programs, args, constants, warps, num_stages=1, maxnreg=BESIDE_REGISTERS)
 
     def push_and_reduce(self, side: int, staging: Tensor, out: Tensor, ready: int) -> None:
         """Enqueue all pushes on `side`, and the reduction, on a stream of its own, behind the event `ready`."""
@@ -329,7 +338,7 @@ class Pushed(ScatterPlan):
         driver.wait_event(stream, self.memory.reduced)
 
 
-class FusedScatter(Pushed):
+class FusedScatter(PushedScatter):
     """One GEMM; a chunk is pushed when its tiles are counted.
 
     Of several products the sum is in fp32, each scaled before it is added, and rounded once.
@@ -346,9 +355,9 @@ class FusedScatter(Pushed):
         tiles_n = -(-layout.cols // tiles.block_n)
         self.chunk_tiles = [count * tiles_n for count in chunks.row_tiles]
         tiles = replace(tiles, group_m=min(tiles.group_m, chunks.tiles))
-        beside = (REGISTERS - 32 * tiles.warps * tiles.registers) // (32 * REDUCE_REGISTERS)
+        beside = (REGISTERS - 32 * tiles.warps * tiles.registers) // (32 * BESIDE_REGISTERS)
         own_tiles = [count * tiles_n for count in own.row_tiles]
-        super().__init__(call, memory, chunks, own, own_tiles, min(beside, REDUCE_WARPS))
+        super().__init__(call, memory, chunks, own, own_tiles, min(beside, BESIDE_WARPS))
         self._compile(call, tiles, programs)
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
@@ -431,7 +440,7 @@ class FusedScatter(Pushed):
         self.finish(stream)
 
 
-class DecomposedScatter(Pushed):
+class DecomposedScatter(PushedScatter):
     """cuBLAS for each range of a destination's rows, own rows last. Only for a few: one in each outer block.
 
     The rows of block p and destination r are range number p * world + r of all.

@@ -261,7 +261,7 @@ def push_script(
     the same inbox (see `gather_script`). A scatter's destinations are rank+1, rank+2, …; a gather's rank-1, rank-2, …,
     so that each rank gets rank+1's shard first, and chunks are copied apart where `gather_script` does so.
     `ready(dst, chunk)` is what precedes each chunk: the wait for the kernel or the stream that computes it. The words
-    FULL are cleared by who waits for them.
+    of chunks, FULL or LANDED, are cleared by who waits for them.
     """
     rank, world = channel.rank, channel.world
     peers = [(rank + (-step if moves.gathers else step)) % world for step in range(1, world)]

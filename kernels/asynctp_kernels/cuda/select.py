@@ -51,11 +51,10 @@ class Rates:
         beside: how much slower a matmul is while copies run.
         launch: microseconds between two kernels.
         direct_start, nccl_start: microseconds of latency of these collectives.
-        stage: microseconds until the first copy of a gather starts; push: of a fused one that stages nothing.
+        stage: microseconds until the first copy of a gather starts, staged or, since then, pushed.
         chunk: microseconds between two copies.
-        fused_gather, fused_push, fused_scatter, decomposed_gather, decomposed_scatter: microseconds of host time and
-            latency beyond the terms of the model; `fused_gather` and `decomposed_gather` where the gathered A is
-            returned, and the shard staged first.
+        fused_gather, fused_scatter, decomposed_gather, decomposed_scatter: microseconds of host time and latency beyond
+            the terms of the model; `decomposed_gather` where the gathered A is returned, and the shard staged first.
         narrow: how fast the GEMM's 128 x 128 tiles are, as a fraction of cuBLAS.
         precise: the same in fp8 without fast accumulation.
         several: the same of several scaled products, which may be fast; `docs/results/2026-11-23-h200x2/sums-fast.txt`.
@@ -63,9 +62,9 @@ class Rates:
     Source of the values: `docs/results/2026-11-22-h200x4` (`bench.json`, `tuned.json`) and `-h200x2` (`tuned.json`),
     159 calls; all but `copy`, `local`, `beside` and `narrow` are fitted to the geometric means of graph and eager time
     of all implementations there, which they miss by 14 % (root of the mean square). What they pick is 1.0 % slower
-    than the best; of 189 calls that they were not fitted to 1.3 % (`2026-11-22-h200x2/bench.json`). `push` and
-    `fused_push` are fitted in the same way to 108 gathers of 2 x H100 (`2026-11-24-h100x2/gathers.json`), where picks
-    are 1.4 % slower than the best; no other value of this list was fitted to an H100.
+    than the best; of 189 calls that they were not fitted to 1.3 % (`2026-11-22-h200x2/bench.json`). Pushes start
+    sooner, in `fused` and in `decomposed`: terms of their own, fitted to 108 gathers of 2 x H100, pick no better there
+    (1.4 % instead of 1.5, `2026-11-24-h100x2/gathers.json`), and worse from what was measured over four ranks.
     """
 
     copy: float = 370e3
@@ -78,10 +77,8 @@ class Rates:
     direct_start: float = 20.0
     nccl_start: float = 53.5
     stage: float = 35.0
-    push: float = 12.0
     chunk: float = 4.0
     fused_gather: float = 53.0
-    fused_push: float = 38.0
     fused_scatter: float = 35.5
     decomposed_gather: float = 9.8
     decomposed_scatter: float = 0.0
@@ -219,8 +216,7 @@ def estimate(problem: Problem, implementation: str, rates: Rates, sms: int) -> f
     extra += (rates.beside - 1) * min(problem.world * share, peers * copy)
     if problem.op == "gather":
         # the own share hides the first copy, each product the next copy
-        start = rates.push if implementation == "fused" and not problem.returned else rates.stage
-        end = max(share + peers * share, start + copy + peers * share, start + peers * copy + share)
+        end = max(share + peers * share, rates.stage + copy + peers * share, rates.stage + peers * copy + share)
         return end + extra
     # the first push waits for its product, the last one is hidden by the own share
     parts = chunks_for(problem) if implementation == "fused" else 1
@@ -231,9 +227,7 @@ def estimate(problem: Problem, implementation: str, rates: Rates, sms: int) -> f
 def _share(problem: Problem, implementation: str, rates: Rates, sms: int) -> tuple[float, float]:
     """(time of one rank's share of the products, what the implementation costs besides)."""
     if implementation == "fused":
-        extra = rates.fused_gather if problem.returned else rates.fused_push
-        if problem.op == "scatter":
-            extra = rates.fused_scatter
+        extra = rates.fused_gather if problem.op == "gather" else rates.fused_scatter
         return _fused_matmul(problem, rates, sms) / problem.world, extra
     each = _products(problem, problem.rows // problem.world // problem.blocks, rates, sms)
     share = problem.blocks * (each - rates.launch) + rates.launch
