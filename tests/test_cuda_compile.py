@@ -27,7 +27,15 @@ pytest.importorskip("triton")
 
 from asynctp_kernels.cuda import async_input, driver, gather, gemm_kernels, scatter, stamped
 from asynctp_kernels.cuda.collectives import bulk_gather
-from asynctp_kernels.cuda.launch import Launch, fit_together, leaves_room, prepare
+from asynctp_kernels.cuda.launch import (
+    BESIDE_REGISTERS,
+    BESIDE_SHARED,
+    BESIDE_WARPS,
+    Launch,
+    fit_together,
+    leaves_room,
+    prepare,
+)
 from asynctp_kernels.cuda.tiles import Tiles, tiles_for
 from asynctp_kernels.signals import IS_INTERPRETED
 from cuda_stubs import FP8, SMS, Machine, Prepared, gather_call, machine, scatter_call
@@ -398,6 +406,8 @@ def check_room(gemm: Compiled, small: Compiled) -> None:
     assert registers <= 65536
     assert gemm.shared + small.shared + 2 * 1024 <= 228 * 1024
     assert fit_together(gemm.launch, small.launch)
+    assert small.shared <= BESIDE_SHARED
+    assert small.threads * small.registers <= 32 * BESIDE_WARPS * BESIDE_REGISTERS
 
 
 @pytest.mark.parametrize(("shared", "left"), [(8, [7]), (213_000, [])])

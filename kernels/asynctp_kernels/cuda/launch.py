@@ -19,8 +19,8 @@ from .machine import driver
 
 #: bytes of shared memory of a CTA that runs beside a GEMM's
 SMALL = 4096
-#: most that a kernel takes which runs beside a GEMM's CTA: its warps, and registers of a thread
-BESIDE_WARPS, BESIDE_REGISTERS = 8, 56
+#: most that a kernel takes which runs beside a GEMM's CTA: its warps, registers of a thread, bytes of shared memory
+BESIDE_WARPS, BESIDE_REGISTERS, BESIDE_SHARED = 8, 56, 1024
 #: of an SM. Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
 REGISTERS = 64 << 10
 
@@ -132,7 +132,7 @@ def fit_together(first: Launch, second: Launch) -> bool:
 
 def leaves_room(gemm: Launch) -> bool:
     """Whether one CTA of any kernel that stages or reduces fits on an SM beside a GEMM's."""
-    return fit_together(gemm, Launch(gemm.run, 32 * BESIDE_WARPS, BESIDE_REGISTERS, SMALL))
+    return fit_together(gemm, Launch(gemm.run, 32 * BESIDE_WARPS, BESIDE_REGISTERS, BESIDE_SHARED))
 
 
 def align(size: int, unit: int = 256) -> int:
