@@ -196,6 +196,23 @@ assert not {"triton", "asynctp_kernels"} & set(sys.modules)
     run_program(program)
 
 
+def test_what_the_examples_compile_with_needs_no_installed_package() -> None:
+    """A checkout on Python's path: torch looks names of backends up among the entry points of what is installed."""
+    program = """
+import importlib.metadata
+from unittest import mock
+import torch
+
+with mock.patch("importlib.metadata.entry_points", lambda **_: importlib.metadata.EntryPoints()):
+    from asynctp_passes.demo.recipe import compiler
+
+    layer = torch.nn.Linear(4, 4)
+    assert "asynctp" not in torch._dynamo.list_backends()
+    assert compiler("asynctp", "0", torch.device("cpu"))(layer)(torch.ones(2, 4)).shape == (2, 4)
+"""
+    run_program(program)
+
+
 def test_importing_changes_nothing() -> None:
     """The import makes no process group and sets no Inductor option, environment variable or log handler."""
     program = """
