@@ -154,11 +154,14 @@ def _gathered_tile(call: Call, step: int, peer: int, p: int, rows: slice, i: int
     block = p * call.world + peer
     needed = int(step > 0) if call.OWN else call.value
     yield reached(word, needed)
-    own, a_block = call.OWN and step == 0, block
-    if call.OWN:
-        a_block = (peer - (peer > call.rank)) * call.outer + p if call.INBOX else block
-        a_block = p if own else a_block
-    a = call.described("a0" if own or not call.OWN else "a1")[a_block]
+    own, name, a_block = call.OWN and step == 0, "a0", block
+    if own:
+        a_block = p
+    elif call.OWN:
+        name = "a1"
+        if call.INBOX:
+            a_block = (peer - (peer > call.rank)) * call.outer + p
+    a = call.described(name)[a_block]
     columns = slice(col, col + call.BN)
     found = yield from look(a[rows])
     scale, first = call.a_scale0, block * call.inner + rows.start

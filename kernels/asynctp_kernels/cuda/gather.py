@@ -300,7 +300,7 @@ class PulledGather(MovedGather):
             scale_offset=self.scale_offset,
             scale_bytes=self.number_bytes // self.outer,
             chunks=chunks,
-            keep_own=self.return_a_full and not self.stage_keeps,
+            keep_own=not self.stage_keeps,
             keep_own_scales=call.along is not None,
         )
         steps = gather_script(rank, world, moves, self.arrived)
@@ -341,10 +341,7 @@ class PulledGather(MovedGather):
         raise NotImplementedError
 
     def start(self, stream: int, call: GatherTensors) -> None:
-        """Enqueue staging and copies; the gathered A and numbers are complete when everything has arrived.
-
-        The own rows are only in what is returned: of A with `return_a_full`, of the numbers if they are no scale.
-        """
+        """Enqueue staging and copies; of gathered numbers the own ones are only there if they are no scale."""
         if self.stage_first:
             self._stage(stream, call)
         super().start(stream, call)

@@ -17,7 +17,7 @@ from asynctp_kernels.signals import IS_INTERPRETED
 
 from .machine import driver
 
-#: bytes of shared memory of a CTA that runs beside a GEMM's
+#: a CTA of fewer bytes of shared memory leaves an SM's divided as a GEMM wants it (direct kernels have 2048)
 SMALL = 4096
 #: most that a kernel takes which runs beside a GEMM's CTA: its warps, registers of a thread, bytes of shared memory
 BESIDE_WARPS, BESIDE_REGISTERS, BESIDE_SHARED = 8, 56, 1024
