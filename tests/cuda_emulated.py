@@ -124,22 +124,28 @@ def gemm_program(call: Call, program: int) -> Steps:
     widths = [call.arguments[f"n{i}"] for i in range(call.COUNT if call.GATHER else 1)]
     columns = [(i, col) for i, width in enumerate(widths) for col in range(0, width, call.BN)]
     per_rank = call.outer * tiles_q * len(columns)
+    awaited = unpublished = None
     for tile in range(program, per_rank * call.world, call.PROGRAMS):
         step = tile // per_rank
         peer = (call.rank + step + (not call.GATHER)) % call.world
-        chunk_tiles, group = call.chunk_tiles, call.GROUP_M
-        if not call.GATHER:
-            chunk_tiles = call.own_tiles if peer == call.rank else chunk_tiles
-            group = min(group, chunk_tiles)
+        index, chunk_tiles, group = peer * call.MAX_CHUNKS, call.chunk_tiles, call.GROUP_M
+        if not call.GATHER and peer == call.rank:
+            index, chunk_tiles, group = 8 * call.MAX_CHUNKS, call.own_tiles, min(group, call.own_tiles)
         tile_m, tile_n = _tile_of(tile % per_rank, call.outer * tiles_q, len(columns), group)
         p, q = tile_m // tiles_q, tile_m % tiles_q * call.BM
-        word = int32(call.arguments["words"] + (peer * call.MAX_CHUNKS + tile_m // chunk_tiles) * 4)
+        index += tile_m // chunk_tiles
+        word = int32(call.arguments["words"] + index * 4)
         rows = slice(q, q + call.BM)
         if call.GATHER:
-            yield from _gathered_tile(call, step, peer, p, rows, *columns[tile_n], word)
+            if index != awaited and not (call.OWN and step == 0):
+                yield reached(word, call.value)
+            awaited = index
+            yield from _gathered_tile(call, step, peer, p, rows, *columns[tile_n])
         else:
-            yield from _scattered_tile(call, peer, p, rows, columns[tile_n][1])
-            word.value += 1
+            yield from _scattered_tile(call, peer, p, rows, columns[tile_n][1], unpublished)
+            unpublished = word
+    if unpublished is not None:
+        unpublished.value += 1
     if call.OWN and call.is_last():
         call.words("words").zero_()
 
@@ -150,10 +156,8 @@ def _tile_of(index: int, tiles_m: int, tiles_n: int, group: int) -> tuple[int, i
     return first + rest % height, rest // height
 
 
-def _gathered_tile(call: Call, step: int, peer: int, p: int, rows: slice, i: int, col: int, word: Any) -> Steps:
+def _gathered_tile(call: Call, step: int, peer: int, p: int, rows: slice, i: int, col: int) -> Steps:
     block = p * call.world + peer
-    needed = int(step > 0) if call.OWN else call.value
-    yield reached(word, needed)
     own, name, a_block = call.OWN and step == 0, "a0", block
     if own:
         a_block = p
@@ -171,7 +175,8 @@ def _gathered_tile(call: Call, step: int, peer: int, p: int, rows: slice, i: int
     yield from _store(call, f"c{i}", block, rows, columns, acc)
 
 
-def _scattered_tile(call: Call, peer: int, p: int, rows: slice, col: int) -> Steps:
+def _scattered_tile(call: Call, peer: int, p: int, rows: slice, col: int, unpublished: Any) -> Steps:
+    """The tile before is published before this one is stored."""
     block, columns = p * call.world + peer, slice(col, col + call.BN)
     total = torch.zeros(())
     assert call.COUNT == 1 or not call.BIAS
@@ -181,6 +186,8 @@ def _scattered_tile(call: Call, peer: int, p: int, rows: slice, col: int) -> Ste
         total = total + _finish(
             call, found.float() @ _weight(call, i)[:, columns], scale, block * call.inner + rows.start, i, col
         )
+    if unpublished is not None:
+        unpublished.value += 1
     yield from _store(call, "c0", peer * call.outer + p, rows, columns, total)
 
 
@@ -209,9 +216,11 @@ def _finish(call: Call, acc: Tensor, scale: int, first: int, i: int, col: int) -
 
 
 def _store(call: Call, name: str, block: int, rows: slice, columns: slice, acc: Tensor) -> Steps:
-    c = call.described(name)
+    c, width = call.described(name), call.BN // call.SPLIT
     assert TORCH_DTYPES[str(call.OUT)] == c.dtype
-    yield from put(c[block][rows, columns], acc.to(c.dtype))
+    for first in range(0, acc.shape[1], width):
+        part = slice(columns.start + first, columns.start + first + width)
+        yield from put(c[block][rows, part], acc[:, first : first + width].to(c.dtype))
 
 
 # --- staging and reduction ---------------------------------------------------------------------------------------
@@ -249,25 +258,29 @@ def reduce_program(call: Call, program: int) -> Steps:
     """`reduce_kernel`: sum in fp32, in rank order, rounded once; then the words are cleared."""
     sent, dtype = call.examples["own_ptr"].dtype, call.examples["out_ptr"].dtype
     assert call.examples["received_ptr"].dtype == sent
-    begin = 0
-    for chunk in range(call.CHUNKS):
-        end, tiles = call.arguments[f"end{chunk}"], call.arguments[f"tiles{chunk}"]
-        yield reached(call.chunk("progress", call.rank, chunk), tiles)
+    here = None
+    for part in range(ceil(call.size / call.own_size)):
+        begin = part * call.own_size
+        end = min(begin + call.own_size, call.size)
+        come = begin // call.chunk_size
+        assert come == (end - 1) // call.chunk_size
         for src in range(call.WORLD):
-            yield reached(call.chunk("arrived", src, chunk // call.SPLIT), int(src != call.rank))
+            if src != call.rank and come != here:
+                yield reached(call.chunk("arrived", src, come), 1)
+        here = come
+        tiles = min(call.own_tiles, call.tiles - part * call.own_tiles)
+        yield reached(int32(call.progress + part * 4), tiles)
         for first in range(begin + program * call.BLOCK, end, call.PROGRAMS * call.BLOCK):
             size = min(call.BLOCK, end - first)
             total = torch.zeros(size)
             for src in range(call.WORLD):
                 slot = src - (src > call.rank)
-                start = call.own_ptr if src == call.rank else call.received_ptr + slot * call.part_size * sent.itemsize
+                start = call.own_ptr if src == call.rank else call.received_ptr + slot * call.size * sent.itemsize
                 found = yield from look(at(start + first * sent.itemsize, (size,), sent))
                 total += found.float()
             yield from put(at(call.out_ptr + first * dtype.itemsize, (size,), dtype), (total * call.factor).to(dtype))
-        begin = end
-    assert begin == call.part_size
     if call.is_last():
-        call.words("progress")[call.rank] = 0
+        at(call.progress, (call.MAX_OWN,), torch.int32).zero_()
         call.words("arrived").zero_()
 
 

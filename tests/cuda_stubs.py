@@ -525,7 +525,7 @@ class Names:
         local = (address - self.memory.local.data_ptr()) // 4
         if 0 <= local < 2 * WORDS:
             return f"{('arrivals', 'progress')[local // WORDS]}[{local % WORDS // MAX_CHUNKS}, {local % MAX_CHUNKS}]"
-        if local == 2 * WORDS:
+        if address == self.memory.one:
             return "the constant 1"
         for rank, start in enumerate(self.memory.signals.peers):
             word = (address - start) // 4

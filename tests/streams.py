@@ -387,8 +387,9 @@ class Rank(Machine):
         """A word is set, or a count is not over, of a group that has done all its calls."""
         for here in self.memories:
             counts = torch.stack([here.done, here.stage_done, here.gather_done, here.scatter_done])
-            words = (here.signals.memory.view(torch.int32)[: 3 * WORDS], here.local[: 2 * WORDS], counts)
-            if any(each.count_nonzero() for each in (*words, here.local[2 * WORDS + 1 :])):
+            *words, one = here.local.split([len(here.local) - 1, 1])
+            words += [here.signals.memory.view(torch.int32)[: 3 * WORDS], counts, one - 1]
+            if any(each.count_nonzero() for each in words):
                 return True
         return False
 

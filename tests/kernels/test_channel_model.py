@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import pytest
-from asynctp_kernels.cuda.memory import MAX_CHUNKS, Words, existing_memory
+from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD, Words, existing_memory
 from asynctp_kernels.cuda.script import (
     FULL,
     OWN,
@@ -85,7 +85,7 @@ class Call:
     @property
     def own_cut(self) -> Chunks:
         """Of a scatter's own rows."""
-        return cut_own(self.cut, self.outer, ROWS // self.outer, 1) if self.way == "fused" else self.cut
+        return cut_own(self.cut, self.outer, ROWS // self.outer, 1, 1) if self.way == "fused" else self.cut
 
     @property
     def pushed(self) -> bool:
@@ -225,10 +225,18 @@ class Rank:
     def progress(self, dst: int, chunk: int) -> int:
         return self.words("progress").at(self.rank, dst * MAX_CHUNKS + chunk)
 
+    def own_progress(self, chunk: int) -> int:
+        return self.progress(MAX_WORLD, chunk)
+
     @property
     def cleared_chunks(self) -> range:
         """Chunks whose words a kernel clears: really `MAX_CHUNKS`, here those that some call uses."""
-        return range(max(len(cut) for call in self.case.calls for cut in (call.cut, call.own_cut)))
+        return range(max(len(call.cut) for call in self.case.calls))
+
+    @property
+    def cleared_own(self) -> range:
+        """Likewise, of the own rows."""
+        return range(max(len(call.own_cut) for call in self.case.calls))
 
     def ring(self, first: int) -> list[int]:
         """All ranks, from own rank + `first` on."""
@@ -385,12 +393,15 @@ class Rank:
 
     def _gather_program(self, number: int, call: Call, program: int) -> Program:
         actions: list[Wait | Touch] = []
+        known = None
         for tile in range(program, ROWS * self.world, self.case.programs):
             source, row = (self.rank + tile // ROWS) % self.world, tile % ROWS
             if source == self.rank:
                 actions.append(Touch(self._own(number, call, [row])))
             else:
-                actions.append(Wait(self.awaited(call, source, row // call.cut.tiles)))
+                word = self.awaited(call, source, row // call.cut.tiles)
+                actions += [Wait(word)] * (word != known)
+                known = word
                 arrived = self._pushed if call.pushed else self._gathered
                 actions.append(Touch(arrived(number, call, source, [row])))
         return tuple(actions)
@@ -541,8 +552,9 @@ class Rank:
             dst = (self.rank + 1 + tile // self.part) % self.world
             column, row = divmod(tile % self.part, ROWS)
             actions.append(Touch(writes=self._staged(number, dst, [row * self.width + column])))
-            chunks = call.own_cut if dst == self.rank else call.cut
-            actions.append(Count(self.progress(dst, row // chunks.tiles)))
+            own = dst == self.rank
+            word = self.own_progress(row // call.own_cut.tiles) if own else self.progress(dst, row // call.cut.tiles)
+            actions.append(Count(word))
         return tuple(actions)
 
     def _scatter_decomposed(self, number: int, call: Call) -> list[Item]:
@@ -561,18 +573,19 @@ class Rank:
         programs: list[Program] = []
         for program in range(self.case.programs):
             actions: list[Wait | Touch] = []
-            split = call.cut.tiles // call.own_cut.tiles
+            here = None
             for chunk, (first, end) in enumerate(call.own_cut.rows):
+                come = first // call.cut.rows[0][1]
+                arrived = [full.at(self.rank, source * MAX_CHUNKS + come) for source in sorted(sources)]
+                actions += [Wait(word) for word in arrived if come != here]
+                here = come
                 tiles = call.own_cut.row_tiles[chunk] * self.case.columns if call.way == "fused" else 0
-                counted = call.way != "bulk"
-                actions += [Wait(self.progress(self.rank, chunk), tiles)] * counted
-                arrived = [full.at(self.rank, source * MAX_CHUNKS + chunk // split) for source in sorted(sources)]
-                actions += map(Wait, arrived)
+                actions += [Wait(self.own_progress(chunk), tiles)] * (call.way != "bulk")
                 mine = range(first * self.width, end * self.width)[program :: self.case.programs]
                 reads = sum((self._received(number, source, mine) for source in sources), ())
                 actions.append(Touch((*self._staged(number, self.rank, mine), *reads), self._sum(number, mine)))
             programs.append(tuple(actions))
-        words = [self.progress(self.rank, chunk) for chunk in self.cleared_chunks if call.way != "bulk"]
+        words = [self.own_progress(chunk) for chunk in self.cleared_own if call.way != "bulk"]
         words += [
             full.at(self.rank, source * MAX_CHUNKS + chunk) for source in sources for chunk in self.cleared_chunks
         ]

@@ -180,7 +180,7 @@ class _Plan:
         tiles = INTERPRETED_TILES if IS_INTERPRETED else tiles_for(a.dtype, False, m, sum(widths), sms)
         q, pitch = m // chunks, a.stride(0)
         self.padding = [None] * (MAX_OPERANDS - len(bs))
-        rows, block = [1, tiles.block_m, tiles.block_k], [1, tiles.block_m, tiles.block_n]
+        rows, block = [1, tiles.block_m, tiles.block_k], tiles.stored
         a_like = describe(a, [chunks, q, k], [q * pitch, pitch, 1], rows)
         b_like = [b_descriptor(b, tiles) for b in bs]
         c_like = [describe(out, [chunks, q, n], [q * n, n, 1], block) for out, n in zip(outs, widths, strict=True)]

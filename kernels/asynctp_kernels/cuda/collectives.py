@@ -71,7 +71,7 @@ class BulkScatter(PushedScatter):
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         whole = in_blocks(1, call.layout.inner)
-        super().__init__(call, memory, whole, whole, [0])
+        super().__init__(call, memory, whole, whole, tiles_n=0)
         self.counts = memory.idle  # the GEMM of a later call may already count while this one's sum clears
 
     def ready(self, dst: int, chunk: int) -> list[Step]:

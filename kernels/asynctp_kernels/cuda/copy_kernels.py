@@ -278,7 +278,7 @@ def push_reduce_kernel(
     end_call(epoch_ptr, epoch, done_ptr, PROGRAMS)
 
 
-@triton.jit(do_not_specialize=["rank", "tiles0", "tiles1", "tiles2", "tiles3"])
+@triton.jit(do_not_specialize=["rank", "tiles", "own_tiles"])
 def reduce_kernel(
     own_ptr,
     received_ptr,
@@ -286,70 +286,59 @@ def reduce_kernel(
     progress,
     arrived,
     done_ptr,
-    end0,
-    end1,
-    end2,
-    end3,
-    tiles0,
-    tiles1,
-    tiles2,
-    tiles3,
-    part_size,
+    size,
+    own_size,
+    chunk_size,
+    tiles,
+    own_tiles,
     factor,
     rank,
     WORLD: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SPLIT: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
+    MAX_OWN: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     """The own rows' sum over ranks: chunk by chunk, while the GEMM that fills the later ones may still run.
 
-    own [R, N], received [WORLD - 1, R, N] (of all others, by rank; `part_size` elements each), of one dtype, and out
-    [R, N], of that or another, contiguous. Chunk c of the own rows ends at element `end<c>`; where another begins, that
-    is a multiple of ALIGN, a power of two up to 8. It waits until
-    progress[rank, c] (finished own tiles) reaches `tiles<c>` and each arrived[src, c // SPLIT] is set, since what comes
-    is cut less finely, and clears these words at the end. fp32 sum in rank order, times `factor`, rounded once: bits do
-    not depend on timing.
+    own [R, N], received [WORLD - 1, R, N] (of all others, by rank), of one dtype, and out [R, N], of that or another,
+    contiguous, of `size` elements each. The own rows are cut into parts of `own_size` elements, which is a multiple of
+    ALIGN, a power of two up to 8, where there are several, and what comes into chunks of `chunk_size`, a multiple of
+    that. For part c it waits until progress[c] is the number of its tiles, which are `own_tiles` of all `tiles` or, at
+    the end, fewer, and until each arrived[src, c'] is set of the chunk that it is in. At the end it clears these words.
+    fp32 sum in rank order, times `factor`, rounded once: bits do not depend on timing.
 
     It runs beside the GEMM on the same SMs (few registers, no shared memory), and never the other way round: the GEMM
     does not wait for it.
     """
     pid = tl.program_id(0)
     dtype = out_ptr.dtype.element_ty
-    begin = 0
-    for chunk in tl.static_range(CHUNKS):
-        end = end0
-        tiles = tiles0
-        if chunk == 1:
-            end = end1
-            tiles = tiles1
-        if chunk == 2:
-            end = end2
-            tiles = tiles2
-        if chunk == 3:
-            end = end3
-            tiles = tiles3
-        zero = await_word(progress + rank * MAX_CHUNKS + chunk, tiles)
+    here = -1
+    for part in range(1 + (size - 1) // own_size):
+        begin = part * own_size
+        end = begin + tl.minimum(own_size, size - begin)
+        come = begin // chunk_size
+        zero = 0
         for src in tl.static_range(WORLD):
-            zero += await_word(arrived + src * MAX_CHUNKS + chunk // SPLIT, tl.where(src == rank, 0, 1))
+            known = (src == rank) | (come == here)
+            zero += await_word(arrived + src * MAX_CHUNKS + come, 1, known.to(tl.int32))
+        here = come
+        zero += await_word(progress + part, tl.minimum(own_tiles, tiles - part * own_tiles), 0)
         for block in range(pid, tl.cdiv(end - begin, BLOCK), PROGRAMS):
             index = begin + tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK) + zero
             index = tl.max_contiguous(tl.multiple_of(index, ALIGN), 8)
             total = tl.zeros((BLOCK,), dtype=tl.float32)
             for src in tl.static_range(WORLD):
-                source = received_ptr + (src - tl.where(src > rank, 1, 0)) * tl.cast(part_size, tl.int64)
+                source = received_ptr + (src - tl.where(src > rank, 1, 0)) * tl.cast(size, tl.int64)
                 if src == rank:
                     source = own_ptr
                 source = tl.multiple_of(source, 16)
                 total += exact_f32(tl.load(source + index, mask=index < end, other=0.0))
             tl.store(out_ptr + index, round_to(total * factor, dtype), mask=index < end)
-        begin = end
 
     tl.debug_barrier()
     if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
         tl.store(done_ptr, 0)
-        tl.store(progress + rank * MAX_CHUNKS + tl.arange(0, MAX_CHUNKS), 0)
+        tl.store(progress + tl.arange(0, MAX_OWN), 0)
         tl.store(arrived + tl.arange(0, 8 * MAX_CHUNKS), 0)

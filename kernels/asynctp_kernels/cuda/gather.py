@@ -437,7 +437,7 @@ class FusedGather(MovedGather):
     def _compile(self, call: GatherCall, tiles: Tiles, programs: int) -> None:
         memory, layout = self.memory, self.layout
         inner, k = layout.inner, layout.cols
-        rows, blocks = [1, tiles.block_m, tiles.block_k], [1, tiles.block_m, tiles.block_n]
+        rows, blocks = [1, tiles.block_m, tiles.block_k], tiles.stored
         full, sources = self.new_full(), memory.world - self.reads_inbox
         a_strides = [inner * k, k, 1]
         self.a_own = describe(aligned(call.a_shard), [self.outer, inner, k], a_strides, rows)

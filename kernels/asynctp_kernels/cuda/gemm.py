@@ -89,6 +89,7 @@ def prepare_gemm(
         "BM": tiles.block_m,
         "BN": tiles.block_n,
         "BK": tiles.block_k,
+        "SPLIT": tiles.split,
         "GROUP_M": tiles.group_m,
         "PROGRAMS": programs,
         "STAMPS": stamps,

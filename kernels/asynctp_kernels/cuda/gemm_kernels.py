@@ -4,8 +4,10 @@
               (`async_input`: for each chunk, from a pivot on)
     scatter   for each destination, own last:   Σ A @ B → staging[destination] → publish(chunk)
 
-One flat loop over tiles (`flatten=True`: the loads of the next tile start while this one is stored). It sees A and C
-as blocks of rows and never names a rank's data by a row number:
+One flat loop over tiles (`flatten=True`: the loads of the next tile start while this one is stored). What would hold it
+up is done when it costs nothing: a chunk is awaited once, not by each of its tiles, and a tile is published some steps
+into the next one, when its stores are over. It sees A and C as blocks of rows and never names a rank's data by a row
+number:
 
     A, C: [blocks, Q, columns]      block p * W + r holds rank r's Q rows of outer index p
 
@@ -18,7 +20,8 @@ between descriptors, not between loops: it compiles to a select of two addresses
 Memory order, with the source of every fence:
 - `await_word`: one thread polls with ld.acquire.sys (the word's writer is a stream, of this GPU or of another),
   bar.sync hands that to the CTA's other threads (PTX ISA, causality order goes through barriers), and
-  fence.proxy.async orders the TMA loads that follow, which are made in another proxy (PTX ISA, "Async proxy").
+  fence.proxy.async orders the TMA loads that follow, which are made in another proxy (PTX ISA, "Async proxy"): those
+  of all later tiles of the chunk, too.
 - `publish`: cp.async.bulk.wait_group 0 waits for the *writes* of this CTA's TMA stores (Triton itself waits only for
   their reads of shared memory), bar.sync joins the CTA's threads, fence.proxy.async orders the two proxies, and one
   red.release.gpu makes all of it visible to whoever sees the count; gpu scope is enough, because the readers (this
@@ -38,24 +41,29 @@ from asynctp_kernels.signals import INTERPRETED, IS_INTERPRETED, clock_ns, load_
 
 if IS_INTERPRETED:
 
-    def await_word(word: tl.tensor, value: tl.tensor) -> int:
+    def await_word(word: tl.tensor, value: tl.tensor, known: tl.tensor) -> int:
         """As below. What this process does comes in one order, so that every word is there (`interpreted`)."""
-        if load_acquire(word) < value:
+        if not known and load_acquire(word) < value:
             raise RuntimeError("a kernel waits for a word that nothing sets any more")
         return 0
 
-    def publish(counter: tl.tensor) -> None:
+    def publish(counter: tl.tensor, count: tl.tensor) -> None:
         """As below."""
-        tl.atomic_add(counter, 1, sem="release", scope="gpu")
+        tl.atomic_add(counter, count, sem="release", scope="gpu")
 
 else:
 
     @triton.jit
-    def await_word(word: tl.tensor, value: tl.tensor) -> tl.tensor:
-        """Wait until the int32 at `word` is at least `value`. Gives 0, to be added to what must come after the wait."""
+    def await_word(word: tl.tensor, value: tl.tensor, known: tl.tensor) -> tl.tensor:
+        """Wait until the int32 at `word` is at least `value`. Gives 0, to be added to what must come after the wait.
+
+        known: not 0 where there is nothing to wait for, as far as this whole CTA knows.
+        """
         return tl.inline_asm_elementwise(
             """{
                 .reg .pred p, q; .reg .u32 t; .reg .s32 v;
+                setp.ne.s32 q, $3, 0;
+                @q bra.uni KNOWN;
                 mov.u32 t, %tid.x; setp.ne.u32 q, t, 0;
                 @q bra DONE;
               POLL:
@@ -65,17 +73,18 @@ else:
               DONE:
                 bar.sync 0;
                 fence.proxy.async;
+              KNOWN:
                 mov.u32 $0, 0; }""",
-            "=r,l,r",
-            [word, value],
+            "=r,l,r,r",
+            [word, value, known],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
 
     @triton.jit
-    def publish(counter: tl.tensor) -> None:
-        """Add 1 to the int32 at `counter` once every TMA store of this CTA is visible to this GPU."""
+    def publish(counter: tl.tensor, count: tl.tensor) -> None:
+        """Add `count` to the int32 at `counter` once every TMA store of this CTA so far is visible to this GPU."""
         tl.inline_asm_elementwise(
             """{
                 .reg .pred p; .reg .u32 t;
@@ -83,14 +92,19 @@ else:
                 bar.sync 0;
                 mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
                 @p fence.proxy.async;
-                @p red.release.gpu.global.add.u32 [$1], 1;
+                @p red.release.gpu.global.add.u32 [$1], $2;
                 mov.u32 $0, 0; }""",
-            "=r,l",
-            [counter],
+            "=r,l,r",
+            [counter, count],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
+
+
+#: a tile is published among the products of the next one, behind so many steps over K more than one: by then its stores
+#: are over
+LATE = tl.constexpr(2)
 
 
 @triton.jit
@@ -106,6 +120,30 @@ def tile_of(index: tl.tensor, tiles_m: tl.tensor, tiles_n: tl.tensor, group: tl.
     first = (index // per_group) * group
     height = tl.minimum(tiles_m - first, group)
     return first + (index % per_group) % height, (index % per_group) // height
+
+
+@triton.jit
+def store_tile(
+    c: tl.tensor,
+    block: tl.tensor,
+    row: tl.tensor,
+    col: tl.tensor,
+    acc: tl.tensor,
+    OUT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> None:
+    """Round `acc` and store it through the descriptor `c`: whole, or (SPLIT 2) half of its columns after the other.
+
+    Halves need half the shared memory on their way out. What that leaves is one more stage of the loop over K.
+    """
+    if SPLIT == 1:
+        c.store([block, row, col], round_to(acc, OUT).reshape(1, BM, BN))
+    else:
+        left, right = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+        c.store([block, row, col], round_to(left, OUT).reshape(1, BM, BN // 2))
+        c.store([block, row, col + BN // 2], round_to(right, OUT).reshape(1, BM, BN // 2))
 
 
 @triton.jit
@@ -198,6 +236,7 @@ def gemm_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    SPLIT: tl.constexpr,
     GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAMPS: tl.constexpr,
@@ -210,8 +249,8 @@ def gemm_kernel(
         holds the own ones, if they travel). Not OWN: all rows are in a0 and have words, which are awaited to be `value`
         and are left as they are.
     else: a [P*W, Q, K], b as above, c0 [W*P, Q, N] in memory order [destination, p], so that what goes to one rank
-        is contiguous. words: int32 [W, MAX_CHUNKS], counts the finished tiles of chunk (destination, c). Each pair has
-        its own scales; with several there is no bias.
+        is contiguous. words: int32 [8, MAX_CHUNKS], counts the finished tiles of chunk (destination, c), and behind
+        these one word for each chunk of the own rows. Each pair has its own scales; with several there is no bias.
 
     A chunk is `chunk_tiles` row tiles of one rank; of a scatter's own rows, `own_tiles`. A scale is absent (0), one
     element (1), or one per row or column (2). STAMPS: each tile says when it was reached, when its rows were there and
@@ -246,19 +285,25 @@ def gemm_kernel(
         first_step = 1
     per_rank = tiles_m * tiles_n
     EACH: tl.constexpr = not GATHER and COUNT > 1 and A_SCALE > 0  # products are scaled before they are added
-    for tile in tl.range(tl.program_id(0), per_rank * world, PROGRAMS, flatten=True):
+    LATER: tl.constexpr = not GATHER and not EACH  # two accumulators leave no registers to remember a tile in
+    first_tile_here = tl.program_id(0)
+    awaited = -1  # the chunk that was awaited last
+    unpublished = words  # the word that counts the tile before this one
+    for tile in tl.range(first_tile_here, per_rank * world, PROGRAMS, flatten=True):
         step = tile // per_rank
         peer = (rank + first_step + step) % world
-        tiles_of_chunk = chunk_tiles
         group = GROUP_M
-        if not GATHER:  # own chunks of at most GROUP_M come one after the other: the last is left to reduce at the end
-            tiles_of_chunk = tl.where(step == world - 1, own_tiles, chunk_tiles)
+        if not GATHER:  # own chunks come one after the other: the last is left to reduce at the end
+            own = step == world - 1
+            counter = tl.where(own, words + 8 * MAX_CHUNKS, words + peer * MAX_CHUNKS)
+            tiles_of_chunk = tl.where(own, own_tiles, chunk_tiles)
             group = tl.minimum(GROUP_M, tiles_of_chunk)
         tile_m, tile_n = tile_of(tile % per_rank, tiles_m, tiles_n, group)
         p = tile_m // tiles_q
         q = (tile_m % tiles_q) * BM
         block = p * world + peer
-        word = words + peer * MAX_CHUNKS + tile_m // tiles_of_chunk
+        if not GATHER:
+            counter += tile_m // tiles_of_chunk
         if STAMPS:
             stamp(done_ptr, tile, 0, clock_ns())
 
@@ -287,17 +332,18 @@ def gemm_kernel(
                     c = c3
                     n = n3
                     first_tile = e3
-            needed = value
+            chunk = peer * MAX_CHUNKS + tile_m // chunk_tiles
+            known = chunk == awaited
+            awaited = chunk
             if OWN:
-                needed = 0
+                known = known | (step == 0)
                 a_block = p
                 if step > 0:
                     a_out = a1
                     a_block = block
                     if INBOX:
                         a_block = tl.where(peer > rank, peer - 1, peer) * outer + p
-                    needed = 1
-            a_block += await_word(word, needed)
+            a_block += await_word(words + chunk, value, known.to(tl.int32))
         if STAMPS:
             stamp(done_ptr, tile, 1, clock_ns())
         col = (tile_n - first_tile) * BN
@@ -339,6 +385,9 @@ def gemm_kernel(
             else:
                 b_tile = b.load([at_k, col])
             acc = multiply(a_tile, b_tile, acc, B_K_MAJOR, IMPRECISE)
+            if LATER:
+                if step_k == tl.minimum(LATE, steps_k - 1):
+                    publish(unpublished, tl.where(tile == first_tile_here, 0, 1))
             if EACH:
                 ended = step_k + 1
                 if (ended == e1) | (ended == e2) | (ended == e3) | (ended == e4):
@@ -379,14 +428,19 @@ def gemm_kernel(
             if not BIAS:
                 bias = None
             acc = scale_and_bias(acc, a_scale, rows, in_block < inner, b_scale, bias, cols, cols < n, A_SCALE, B_SCALE)
-        if GATHER:
-            c.store([block, q, col], round_to(acc, OUT).reshape(1, BM, BN))
-        else:
-            c.store([peer * outer + p, q, col], round_to(acc, OUT).reshape(1, BM, BN))
-            publish(word)
+        c_block = block
+        if not GATHER:
+            c_block = peer * outer + p
+        if LATER:
+            unpublished = counter
+        store_tile(c, c_block, q, col, acc, OUT, BM, BN, SPLIT)
+        if EACH:
+            publish(counter, 1)
         if STAMPS:
             stamp(done_ptr, tile, 2, clock_ns())
             stamp(done_ptr, tile, 3, tl.program_id(0) if INTERPRETED else tl.extra.cuda.smid())
+    if LATER:
+        publish(unpublished, tl.where(first_tile_here < per_rank * world, 1, 0))
     if OWN:
         # every program is done with the words: leave them cleared for the next call
         tl.debug_barrier()

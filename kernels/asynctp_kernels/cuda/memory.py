@@ -56,6 +56,7 @@ from .machine import driver
 from .recordings import Enqueue, Recordings
 from .script import Channel, Player, Step, compile_script
 from .tiles import MAX_CHUNKS as MAX_CHUNKS
+from .tiles import MAX_OWN as MAX_OWN
 from .waits import StreamWaits, describe
 
 log = logging.getLogger(__name__)
@@ -315,18 +316,23 @@ class GroupMemory:
 
     @property
     def progress(self) -> int:
-        """Address of int32 [world, MAX_CHUNKS], local: finished tiles of chunk (destination, c) of a scatter."""
+        """Address of int32 [8, MAX_CHUNKS], local: finished tiles of chunk (destination, c) of a scatter."""
         return self.local.data_ptr() + MAX_WORLD * MAX_CHUNKS * _WORD
+
+    @property
+    def own_progress(self) -> int:
+        """Address of int32 [MAX_OWN], behind these: finished tiles of each chunk of the own rows."""
+        return self.progress + MAX_WORLD * MAX_CHUNKS * _WORD
+
+    @property
+    def idle(self) -> int:
+        """Address of int32 [MAX_OWN] that nobody counts in, for a reduction of what no GEMM makes."""
+        return self.own_progress + MAX_OWN * _WORD
 
     @property
     def one(self) -> int:
         """Address of a constant 1."""
-        return self.local.data_ptr() + 2 * MAX_WORLD * MAX_CHUNKS * _WORD
-
-    @property
-    def idle(self) -> int:
-        """Address of int32 [world, MAX_CHUNKS] that nobody counts in, for a reduction of what no GEMM makes."""
-        return self.one + 16 * _WORD
+        return self.idle + MAX_OWN * _WORD
 
     @property
     def dummy(self) -> torch.Tensor:
@@ -458,8 +464,8 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
     rank, world = group.rank(), group.size()
     words = MAX_WORLD * MAX_CHUNKS
     signals = _share(group, device, _GRANULE)
-    local = torch.zeros(3 * words + 16, dtype=torch.int32, device=device)
-    local[2 * words] = 1
+    local = torch.zeros(2 * words + 2 * MAX_OWN + 1, dtype=torch.int32, device=device)
+    local[-1] = 1
     return GroupMemory(
         of_group=group,
         device=device,

@@ -44,7 +44,7 @@ from .launch import (
     prepare,
 )
 from .machine import driver
-from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
+from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, MAX_OWN, GroupMemory
 from .products import Scaling, product, ranges
 from .script import (
     FULL,
@@ -257,16 +257,16 @@ class PushedScatter(ScatterPlan):
         memory: GroupMemory,
         chunks: Chunks,
         own: Chunks,
-        own_tiles: Sequence[int],
+        tiles_n: int,
         reduce_warps: int = BESIDE_WARPS,
     ) -> None:
-        """chunks, own: how others' rows are cut, and the own ones. own_tiles: of each of the latter, when finished."""
+        """chunks, own: how others' rows are cut, and the own ones. tiles_n: counted of each row tile, when finished."""
         super().__init__(call, memory)
-        self.chunks, self.own, self.own_tiles = chunks, own, own_tiles
+        self.chunks, self.own, self.tiles_n = chunks, own, tiles_n
         rank, world, layout = memory.rank, memory.world, self.layout
         self.staging_shape = (world, layout.rows, layout.cols)  # by destination: what goes to one rank is contiguous
         inbox = memory.require("box", (world - 1) * self.part_bytes)
-        self.inbox, self.counts = inbox.peers[rank], memory.progress
+        self.inbox, self.counts = inbox.peers[rank], memory.own_progress
         channel = memory.channel
         moves = PushMoves(inbox.peers, self.part_bytes, self.row_bytes, chunks, base=FULL, apart=self.part_bytes)
         steps = push_script(channel, moves, self.ready, MAX_CHUNKS)
@@ -287,19 +287,17 @@ class PushedScatter(ScatterPlan):
         block = 32 * warps * (32 // widest)
         size = self.layout.rows * n
         programs = grid(-(-size // block), driver.processors(self.device_index))
-        ends = [end * n for _, end in self.own.rows]
+        own_size, chunk_size = (cut.rows[0][1] * n for cut in (self.own, self.chunks))
         # elements that are read and written at once: two layouts would need shared memory, which the GEMM may have
-        together = math.gcd(16 // widest, *ends[:-1])
-        ends += [ends[-1]] * (MAX_CHUNKS - len(ends))
-        tiles = [*self.own_tiles, *[0] * (MAX_CHUNKS - len(self.own_tiles))]
+        together = math.gcd(16 // widest, own_size if len(self.own) > 1 else 0)
+        tiles, own_tiles = sum(self.own.row_tiles) * self.tiles_n, self.own.tiles * self.tiles_n
         sent, out = (call.a_parts[0].new_empty(size, dtype=dtype) for dtype in (self.wire_dtype, self.out_dtype))
-        self.reduce_numbers = [*ends, *tiles, size, self.factor, memory.rank]
+        self.reduce_numbers = [size, own_size, chunk_size, tiles, own_tiles, self.factor, memory.rank]
         args = [sent, sent, out, *[memory.local] * 3, *self.reduce_numbers]
         constants = {
             "WORLD": memory.world,
-            "CHUNKS": len(self.own),
-            "SPLIT": self.chunks.tiles // self.own.tiles,
             "MAX_CHUNKS": MAX_CHUNKS,
+            "MAX_OWN": MAX_OWN,
             "ALIGN": together,
             "BLOCK": block,
             "PROGRAMS": programs,
@@ -350,14 +348,13 @@ class FusedScatter(PushedScatter):
     def __init__(self, call: ScatterCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
         layout = call.layout
         rows = (call.outer, layout.inner, tiles.block_m)
-        chunks = cut(*rows, wanted_chunks)
-        own = cut_own(chunks, *rows)
         tiles_n = -(-layout.cols // tiles.block_n)
-        self.chunk_tiles = [count * tiles_n for count in chunks.row_tiles]
+        chunks = cut(*rows, wanted_chunks)
         tiles = replace(tiles, group_m=min(tiles.group_m, chunks.tiles))
+        own = cut_own(chunks, *rows, tiles.group_m)
+        self.chunk_tiles = [count * tiles_n for count in chunks.row_tiles]
         beside = (REGISTERS - 32 * tiles.warps * tiles.registers) // (32 * BESIDE_REGISTERS)
-        own_tiles = [count * tiles_n for count in own.row_tiles]
-        super().__init__(call, memory, chunks, own, own_tiles, min(beside, BESIDE_WARPS))
+        super().__init__(call, memory, chunks, own, tiles_n, min(beside, BESIDE_WARPS))
         self._compile(call, tiles, programs)
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
@@ -376,7 +373,7 @@ class FusedScatter(PushedScatter):
         ]
         self.b_like = [b_descriptor(aligned_columns(b), tiles) for b in call.b_parts]
         staging = self.new_staging()
-        block = [1, tiles.block_m, tiles.block_n]
+        block = tiles.stored
         self.c_like = describe(staging, [world * self.outer, inner, n], [inner * n, n, 1], block)
         count, dummy = len(depths), memory.dummy
         self.padding = [None] * (MAX_OPERANDS - count)
@@ -450,7 +447,7 @@ class DecomposedScatter(PushedScatter):
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         blocks = in_blocks(call.outer, call.layout.inner)
-        super().__init__(call, memory, blocks, blocks, [0] * len(blocks))
+        super().__init__(call, memory, blocks, blocks, tiles_n=0)
         self.extra_shape = (self.layout.inner, self.layout.cols)
 
     def ready(self, dst: int, chunk: int) -> list[Step]:

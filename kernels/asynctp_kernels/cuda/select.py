@@ -299,7 +299,7 @@ def chunks_for(problem: Problem) -> int:
 
 
 #: in the interpreter: small, so that tiny calls have several tiles and chunks, ragged ones included
-INTERPRETED_TILES = Tiles(16, 64, 64, warps=1, stages=1, group_m=2)
+INTERPRETED_TILES = Tiles(16, 64, 64, warps=1, stages=1, group_m=2, split=2)
 
 
 # --- choosing --------------------------------------------------------------------------------------------------

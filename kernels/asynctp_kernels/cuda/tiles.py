@@ -7,14 +7,17 @@ from math import ceil
 
 import torch
 
-MAX_CHUNKS = 4
+MAX_CHUNKS = 4  # of what one rank sends to another
+MAX_OWN = 16  # of a scatter's own rows
 
 
 @dataclass(frozen=True)
 class Tiles:
     """Block sizes, and how the compiler pipelines them.
 
-    Source: `docs/results/2026-11-21-h200x4/gemm.txt`: 128 x 256 is the best tile from two waves on. For precise sums
+    Source: `docs/results/2026-11-21-h200x4/gemm.txt`: 128 x 256 is the best tile from two waves on.
+    `docs/results/2026-11-25-h100x1/gemm.txt`: stored in two halves, tiles leave room for one stage or two more, which
+    makes 128 x 256 up to 4 % faster and 128 x 128 up to 9 %. For precise sums
     `docs/results/2026-11-23-h200x2/precise.txt`: two steps of 128 between two barriers are a quarter to a third faster
     than one.
     """
@@ -25,10 +28,17 @@ class Tiles:
     warps: int
     stages: int
     group_m: int = 8
+    #: into how many runs of columns a tile is cut to be stored: 1 or 2
+    split: int = 1
     #: bound on fp8's running sums in the tensor core; None where there are none or where they may be fast
     imprecise: int | None = None
     #: that a thread may have, where there are 8 warps: 56 are left for a thread of 8 other warps
     registers: int = 200
+
+    @property
+    def stored(self) -> list[int]:
+        """The block that is stored at once, as a descriptor of [blocks, rows, columns] has it."""
+        return [1, self.block_m, self.block_n // self.split]
 
 
 def tiles_for(
@@ -60,8 +70,8 @@ def tiles_for(
     small = waves(rows, columns, 128, 128, programs)
     # a small tile takes little more than half the time of a large one
     if out_itemsize > 2 or late or small * 1.08 < large * 2:
-        return Tiles(128, 128, block_k, warps=4, stages=4)
-    return Tiles(128, 256, block_k, warps=8, stages=3)
+        return Tiles(128, 128, block_k, warps=4, stages=6 if out_itemsize == 2 else 5, split=2)
+    return Tiles(128, 256, block_k, warps=8, stages=4, split=2)
 
 
 def waves(rows: int, columns: int, block_m: int, block_n: int, programs: int) -> int:
@@ -71,7 +81,7 @@ def waves(rows: int, columns: int, block_m: int, block_n: int, programs: int) ->
 
 @dataclass(frozen=True)
 class Chunks:
-    """The row tiles of one rank, cut into at most `MAX_CHUNKS` runs that are signalled one by one.
+    """The row tiles of one rank, cut into runs that are signalled one by one.
 
     Attributes:
         tiles: row tiles per chunk; the last may have fewer.
@@ -97,14 +107,35 @@ class Chunks:
 
 
 def cut(outer: int, inner: int, block_m: int, wanted: int) -> Chunks:
-    """Cut `outer` blocks of `inner` rows into about `wanted` chunks; with several blocks, at their borders only."""
+    """Cut `outer` blocks of `inner` rows into about `wanted` chunks, `MAX_CHUNKS` at most.
+
+    With several blocks, at their borders only.
+    """
     per_block = ceil(inner / block_m)
     total = outer * per_block
     wanted = max(1, min(wanted, MAX_CHUNKS, outer if outer > 1 else total))
     unit = per_block if outer > 1 else 1
-    tiles = ceil(total // unit / wanted) * unit
-    starts = range(0, total, tiles)
-    bounds = [(start, min(start + tiles, total)) for start in starts]
+    return _cut_every(ceil(total // unit / wanted) * unit, outer, inner, block_m)
+
+
+def cut_own(chunks: Chunks, outer: int, inner: int, block_m: int, group: int) -> Chunks:
+    """Cut a scatter's own rows: `chunks` again in equal parts, the last of which is left to reduce at the end.
+
+    A part is about the `group` of row tiles that the GEMM takes together, or half a chunk; more where chunks do not
+    divide so. With several blocks it is a chunk.
+    """
+    if outer > 1:
+        return chunks
+    least = ceil(sum(chunks.row_tiles) / MAX_OWN)
+    wanted = max(min(group, chunks.tiles // 2), least)
+    sizes = [tiles for tiles in range(max(least, ceil(wanted / 2)), chunks.tiles + 1) if chunks.tiles % tiles == 0]
+    return _cut_every(max((tiles for tiles in sizes if tiles <= wanted), default=sizes[0]), outer, inner, block_m)
+
+
+def _cut_every(tiles: int, outer: int, inner: int, block_m: int) -> Chunks:
+    per_block = ceil(inner / block_m)
+    total = outer * per_block
+    bounds = [(start, min(start + tiles, total)) for start in range(0, total, tiles)]
     rows = tuple((_row(a, per_block, inner, block_m), _row(b, per_block, inner, block_m)) for a, b in bounds)
     return Chunks(tiles, rows, tuple(b - a for a, b in bounds))
 
@@ -112,12 +143,6 @@ def cut(outer: int, inner: int, block_m: int, wanted: int) -> Chunks:
 def in_blocks(outer: int, inner: int) -> Chunks:
     """Each of at most `MAX_CHUNKS` blocks of `inner` rows is a chunk, for what has no tiles."""
     return cut(outer, inner, inner, outer)
-
-
-def cut_own(chunks: Chunks, outer: int, inner: int, block_m: int) -> Chunks:
-    """The own rows of a scatter: each of `chunks` in two, where that many row tiles can be halved, else as they are."""
-    finer = cut(outer, inner, block_m, 2 * len(chunks))
-    return finer if outer == 1 and 2 * finer.tiles == chunks.tiles else chunks
 
 
 def _row(tile: int, per_block: int, inner: int, block_m: int) -> int:
