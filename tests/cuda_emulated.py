@@ -128,12 +128,13 @@ def gemm_program(call: Call, program: int) -> Steps:
     for tile in range(program, per_rank * call.world, call.PROGRAMS):
         step = tile // per_rank
         peer = (call.rank + step + (not call.GATHER)) % call.world
-        index, chunk_tiles, group = peer * call.MAX_CHUNKS, call.chunk_tiles, call.GROUP_M
-        if not call.GATHER and peer == call.rank:
-            index, chunk_tiles, group = 8 * call.MAX_CHUNKS, call.own_tiles, min(group, call.own_tiles)
+        chunk_tiles, group = call.chunk_tiles, call.GROUP_M
+        if not call.GATHER:
+            chunk_tiles = call.own_tiles if peer == call.rank else chunk_tiles
+            group = min(group, chunk_tiles)
         tile_m, tile_n = _tile_of(tile % per_rank, call.outer * tiles_q, len(columns), group)
         p, q = tile_m // tiles_q, tile_m % tiles_q * call.BM
-        index += tile_m // chunk_tiles
+        index = peer * call.CHUNKS + tile_m // chunk_tiles
         word = int32(call.arguments["words"] + index * 4)
         rows = slice(q, q + call.BM)
         if call.GATHER:

@@ -21,7 +21,7 @@ import torch
 from asynctp_kernels.cuda import async_input, driver, gather, gemm, memory, recordings, scatter, waits
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.launch import Launch, Tma
-from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD, Area, GroupMemory
+from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_OWN, MAX_WORLD, Area, GroupMemory
 from asynctp_kernels.cuda.scatter import ScatterCall
 from asynctp_kernels.errors import TIMEOUT_VARIABLE
 from torch import Tensor
@@ -523,8 +523,10 @@ class Names:
     def _word(self, address: int) -> str:
         """A word of rank r as "full of 2 [1, 0]": at rank 2, from 1, chunk 0; of our own memory without "of"."""
         local = (address - self.memory.local.data_ptr()) // 4
-        if 0 <= local < 2 * WORDS:
-            return f"{('arrivals', 'progress')[local // WORDS]}[{local % WORDS // MAX_CHUNKS}, {local % MAX_CHUNKS}]"
+        if 0 <= local < WORDS:
+            return f"arrivals[{local // MAX_CHUNKS}, {local % MAX_CHUNKS}]"
+        if 0 <= (count := local - WORDS) < MAX_WORLD * MAX_OWN:
+            return f"progress[{count // MAX_OWN}, {count % MAX_OWN}]"
         if address == self.memory.one:
             return "the constant 1"
         for rank, start in enumerate(self.memory.signals.peers):

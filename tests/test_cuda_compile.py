@@ -329,7 +329,7 @@ BOTH = {
     "rows": Variant(ROWWISE, WIDE8, 16),
     "rows-narrow": Variant(ROWWISE, NARROW8),
     "rows-precise": Variant({**ROWWISE, "fast": False}, PRECISE8),
-    "rows-bias": Variant({**ROWWISE, "bias": True}, WIDE8, 128),
+    "rows-bias": Variant({**ROWWISE, "bias": True}, WIDE8, 168),
     "fp8-to-fp32": Variant({**TENSORWISE, **TO_FP32}, NARROW8_TO_FP32),
     "rows-precise-to-fp32-bias": Variant({**ROWWISE, "fast": False, **TO_FP32, "bias": True}, PRECISE8_TO_FP32, 64),
 }

@@ -1242,7 +1242,7 @@ def test_every_wait_for_a_peer_has_a_bound_and_a_name(name: str) -> None:
             assert {op for op, _ in said} <= {names[name.partition("-")[0]]}
             kernels = [prepared.name for prepared in here.prepared]
             assert ("await_kernel" in kernels) == bool(seconds)
-            remote = [wait for wait in here.of(Waited) if not 0 <= wait.address - here.memory.progress < 128]
+            remote = [wait for wait in here.of(Waited) if not here.memory.progress <= wait.address < here.memory.idle]
             assert not (remote and seconds)
 
 

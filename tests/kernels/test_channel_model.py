@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import pytest
-from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD, Words, existing_memory
+from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_OWN, Words, existing_memory
 from asynctp_kernels.cuda.script import (
     FULL,
     OWN,
@@ -223,10 +223,7 @@ class Rank:
         return self.words(name).at(self.rank, source * MAX_CHUNKS + chunk)
 
     def progress(self, dst: int, chunk: int) -> int:
-        return self.words("progress").at(self.rank, dst * MAX_CHUNKS + chunk)
-
-    def own_progress(self, chunk: int) -> int:
-        return self.progress(MAX_WORLD, chunk)
+        return self.words("progress").at(self.rank, dst * MAX_OWN + chunk)
 
     @property
     def cleared_chunks(self) -> range:
@@ -552,9 +549,8 @@ class Rank:
             dst = (self.rank + 1 + tile // self.part) % self.world
             column, row = divmod(tile % self.part, ROWS)
             actions.append(Touch(writes=self._staged(number, dst, [row * self.width + column])))
-            own = dst == self.rank
-            word = self.own_progress(row // call.own_cut.tiles) if own else self.progress(dst, row // call.cut.tiles)
-            actions.append(Count(word))
+            chunks = call.own_cut if dst == self.rank else call.cut
+            actions.append(Count(self.progress(dst, row // chunks.tiles)))
         return tuple(actions)
 
     def _scatter_decomposed(self, number: int, call: Call) -> list[Item]:
@@ -580,12 +576,12 @@ class Rank:
                 actions += [Wait(word) for word in arrived if come != here]
                 here = come
                 tiles = call.own_cut.row_tiles[chunk] * self.case.columns if call.way == "fused" else 0
-                actions += [Wait(self.own_progress(chunk), tiles)] * (call.way != "bulk")
+                actions += [Wait(self.progress(self.rank, chunk), tiles)] * (call.way != "bulk")
                 mine = range(first * self.width, end * self.width)[program :: self.case.programs]
                 reads = sum((self._received(number, source, mine) for source in sources), ())
                 actions.append(Touch((*self._staged(number, self.rank, mine), *reads), self._sum(number, mine)))
             programs.append(tuple(actions))
-        words = [self.own_progress(chunk) for chunk in self.cleared_own if call.way != "bulk"]
+        words = [self.progress(self.rank, chunk) for chunk in self.cleared_own if call.way != "bulk"]
         words += [
             full.at(self.rank, source * MAX_CHUNKS + chunk) for source in sources for chunk in self.cleared_chunks
         ]
@@ -973,7 +969,8 @@ def _said_here(item: object, rank: Rank) -> str:
         return f"{type(item).__name__.lower()} {_event(item.event, rank)}"
     assert isinstance(item, Wait | Write | Post)
     word, index = area(item.address), item.address % _AREA // _WORD
-    place = f"[{index}]" if word == "free" else f"[{index // MAX_CHUNKS}, {index % MAX_CHUNKS}]"
+    row, column = divmod(index, MAX_OWN if word == "progress" else MAX_CHUNKS)
+    place = f"[{index}]" if word == "free" else f"[{row}, {column}]"
     of = f" of {item.address // _RANK} " if word in ("free", "full", "landed") else ""
     if isinstance(item, Wait):
         return f"wait {word}{of}{place} >= {item.value}"

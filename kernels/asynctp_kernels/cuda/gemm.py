@@ -12,7 +12,7 @@ from torch import Tensor
 from .gemm_kernels import gemm_kernel
 from .launch import Launch, describe, prepare
 from .machine import driver
-from .memory import MAX_CHUNKS
+from .memory import MAX_CHUNKS, MAX_OWN
 from .tiles import Tiles
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -78,7 +78,7 @@ def prepare_gemm(
         "OWN": gathers and not async_input,
         "INBOX": inbox,
         "COUNT": len(bs),
-        "MAX_CHUNKS": 1 if async_input else MAX_CHUNKS,
+        "CHUNKS": 1 if async_input else MAX_CHUNKS if gathers else MAX_OWN,
         "B_K_MAJOR": k_major(bs[0]),
         "A_SCALE": scale_modes[0],
         "SCALE_TRAVELS": scale_travels,

@@ -225,7 +225,7 @@ def gemm_kernel(
     OWN: tl.constexpr,
     INBOX: tl.constexpr,
     COUNT: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     B_K_MAJOR: tl.constexpr,
     A_SCALE: tl.constexpr,
     SCALE_TRAVELS: tl.constexpr,
@@ -245,12 +245,12 @@ def gemm_kernel(
 
     GATHER: a0 [P, Q, K] the own rows, a1 [P*W, Q, K] the gathered ones (own part never read; INBOX: the others' only,
         [(W-1)*P, Q, K], by source), b [N, K] or [K, N], c [P*W, Q, N]; s, z: scale and bias of each B. words: int32
-        [W, MAX_CHUNKS], 1 when chunk (source, c) is in a1 (and its scales in a_scale1, which lie likewise; a_scale0
+        [W, CHUNKS], 1 when chunk (source, c) is in a1 (and its scales in a_scale1, which lie likewise; a_scale0
         holds the own ones, if they travel). Not OWN: all rows are in a0 and have words, which are awaited to be `value`
         and are left as they are.
     else: a [P*W, Q, K], b as above, c0 [W*P, Q, N] in memory order [destination, p], so that what goes to one rank
-        is contiguous. words: int32 [8, MAX_CHUNKS], counts the finished tiles of chunk (destination, c), and behind
-        these one word for each chunk of the own rows. Each pair has its own scales; with several there is no bias.
+        is contiguous. words: int32 [W, CHUNKS], counts the finished tiles of chunk (destination, c). Each pair has its
+        own scales; with several there is no bias.
 
     A chunk is `chunk_tiles` row tiles of one rank; of a scatter's own rows, `own_tiles`. A scale is absent (0), one
     element (1), or one per row or column (2). STAMPS: each tile says when it was reached, when its rows were there and
@@ -292,18 +292,16 @@ def gemm_kernel(
     for tile in tl.range(first_tile_here, per_rank * world, PROGRAMS, flatten=True):
         step = tile // per_rank
         peer = (rank + first_step + step) % world
+        tiles_of_chunk = chunk_tiles
         group = GROUP_M
-        if not GATHER:  # own chunks come one after the other: the last is left to reduce at the end
-            own = step == world - 1
-            counter = tl.where(own, words + 8 * MAX_CHUNKS, words + peer * MAX_CHUNKS)
-            tiles_of_chunk = tl.where(own, own_tiles, chunk_tiles)
+        if not GATHER:  # own chunks of at most GROUP_M come one after the other: the last is left to reduce at the end
+            tiles_of_chunk = tl.where(step == world - 1, own_tiles, chunk_tiles)
             group = tl.minimum(GROUP_M, tiles_of_chunk)
         tile_m, tile_n = tile_of(tile % per_rank, tiles_m, tiles_n, group)
         p = tile_m // tiles_q
         q = (tile_m % tiles_q) * BM
         block = p * world + peer
-        if not GATHER:
-            counter += tile_m // tiles_of_chunk
+        word = words + peer * CHUNKS + tile_m // tiles_of_chunk
         if STAMPS:
             stamp(done_ptr, tile, 0, clock_ns())
 
@@ -332,7 +330,7 @@ def gemm_kernel(
                     c = c3
                     n = n3
                     first_tile = e3
-            chunk = peer * MAX_CHUNKS + tile_m // chunk_tiles
+            chunk = peer * CHUNKS + tile_m // chunk_tiles
             known = chunk == awaited
             awaited = chunk
             if OWN:
@@ -343,7 +341,7 @@ def gemm_kernel(
                     a_block = block
                     if INBOX:
                         a_block = tl.where(peer > rank, peer - 1, peer) * outer + p
-            a_block += await_word(words + chunk, value, known.to(tl.int32))
+            a_block += await_word(word, value, known.to(tl.int32))
         if STAMPS:
             stamp(done_ptr, tile, 1, clock_ns())
         col = (tile_n - first_tile) * BN
@@ -432,10 +430,10 @@ def gemm_kernel(
         if not GATHER:
             c_block = peer * outer + p
         if LATER:
-            unpublished = counter
+            unpublished = word
         store_tile(c, c_block, q, col, acc, OUT, BM, BN, SPLIT)
         if EACH:
-            publish(counter, 1)
+            publish(word, 1)
         if STAMPS:
             stamp(done_ptr, tile, 2, clock_ns())
             stamp(done_ptr, tile, 3, tl.program_id(0) if INTERPRETED else tl.extra.cuda.smid())
@@ -446,4 +444,4 @@ def gemm_kernel(
         tl.debug_barrier()
         if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
             tl.store(done_ptr, 0)
-            tl.store(words + tl.arange(0, 8 * MAX_CHUNKS), 0)
+            tl.store(words + tl.arange(0, 8 * CHUNKS), 0)

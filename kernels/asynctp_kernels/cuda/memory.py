@@ -316,18 +316,13 @@ class GroupMemory:
 
     @property
     def progress(self) -> int:
-        """Address of int32 [8, MAX_CHUNKS], local: finished tiles of chunk (destination, c) of a scatter."""
+        """Address of int32 [world, MAX_OWN], local: finished tiles of chunk (destination, c) of a scatter."""
         return self.local.data_ptr() + MAX_WORLD * MAX_CHUNKS * _WORD
-
-    @property
-    def own_progress(self) -> int:
-        """Address of int32 [MAX_OWN], behind these: finished tiles of each chunk of the own rows."""
-        return self.progress + MAX_WORLD * MAX_CHUNKS * _WORD
 
     @property
     def idle(self) -> int:
         """Address of int32 [MAX_OWN] that nobody counts in, for a reduction of what no GEMM makes."""
-        return self.own_progress + MAX_OWN * _WORD
+        return self.progress + MAX_WORLD * MAX_OWN * _WORD
 
     @property
     def one(self) -> int:
@@ -462,9 +457,9 @@ def release(group: ProcessGroup) -> None:
 def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
     _check_hosts(group)
     rank, world = group.rank(), group.size()
-    words = MAX_WORLD * MAX_CHUNKS
     signals = _share(group, device, _GRANULE)
-    local = torch.zeros(2 * words + 2 * MAX_OWN + 1, dtype=torch.int32, device=device)
+    words = MAX_WORLD * (MAX_CHUNKS + MAX_OWN) + MAX_OWN
+    local = torch.zeros(words + 1, dtype=torch.int32, device=device)
     local[-1] = 1
     return GroupMemory(
         of_group=group,

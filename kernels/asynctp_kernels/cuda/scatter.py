@@ -266,7 +266,7 @@ class PushedScatter(ScatterPlan):
         rank, world, layout = memory.rank, memory.world, self.layout
         self.staging_shape = (world, layout.rows, layout.cols)  # by destination: what goes to one rank is contiguous
         inbox = memory.require("box", (world - 1) * self.part_bytes)
-        self.inbox, self.counts = inbox.peers[rank], memory.own_progress
+        self.inbox, self.counts = inbox.peers[rank], self.progress(rank, 0)
         channel = memory.channel
         moves = PushMoves(inbox.peers, self.part_bytes, self.row_bytes, chunks, base=FULL, apart=self.part_bytes)
         steps = push_script(channel, moves, self.ready, MAX_CHUNKS)
@@ -275,7 +275,7 @@ class PushedScatter(ScatterPlan):
         self._compile_reduction(call, reduce_warps)
 
     def progress(self, dst: int, chunk: int) -> int:
-        return self.memory.progress + (dst * MAX_CHUNKS + chunk) * 4
+        return self.memory.progress + (dst * MAX_OWN + chunk) * 4
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
         """What says that a chunk for `dst` is complete."""
