@@ -16,8 +16,8 @@ class Tiles:
     """Block sizes, and how the compiler pipelines them.
 
     Source: `docs/results/2026-11-21-h200x4/gemm.txt`: 128 x 256 is the best tile from two waves on.
-    `docs/results/2026-11-25-h100x1/gemm.txt`: stored in two halves, tiles leave room for one stage or two more, which
-    makes 128 x 256 up to 4 % faster and 128 x 128 up to 9 %. For precise sums
+    `docs/results/2026-11-25-h100x1`: stored in two halves, tiles leave room for one stage or two more, which makes
+    128 x 256 up to 5 % faster (`gemm.txt`) and 128 x 128 up to 10 % (`publish.txt`). For precise sums
     `docs/results/2026-11-23-h200x2/precise.txt`: two steps of 128 between two barriers are a quarter to a third faster
     than one.
     """
