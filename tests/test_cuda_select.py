@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import operator
@@ -21,9 +22,9 @@ pytest.importorskip("triton")
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda import select
 from asynctp_kernels.cuda.gemm import NOT_TUNED
-from asynctp_kernels.cuda.memory import MAX_CHUNKS
+from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_OWN
 from asynctp_kernels.cuda.select import IMPLEMENTATIONS, Choice, Problem, Rates, choose, estimate
-from asynctp_kernels.cuda.tiles import cut, tiles_for, waves
+from asynctp_kernels.cuda.tiles import cut, cut_own, tiles_for, waves
 from graph_builder import GraphBuilder, aten
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -1057,6 +1058,36 @@ def test_cut(outer: int, inner: int, block_m: int, wanted: int) -> None:
         first, end = chunks.rows[tile // chunks.tiles]
         row = tile // per_block * inner + tile % per_block * block_m
         assert first <= row < end
+
+
+@quick
+@given(
+    outer=st.integers(1, 6), inner=st.integers(1, 70_000), wanted=st.integers(1, 6), group=st.sampled_from([1, 2, 4, 8])
+)
+def test_cut_own(outer: int, inner: int, wanted: int, group: int) -> None:
+    """Equal parts of each chunk, that a GEMM counts in `MAX_OWN` words; blocks stay whole."""
+    chunks = cut(outer, inner, 128, wanted)
+    own = cut_own(chunks, outer, inner, 128, min(group, chunks.tiles))
+    assert own.rows[0][0] == 0
+    assert own.rows[-1][1] == outer * inner
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(own.rows))
+    assert sum(own.row_tiles) == sum(chunks.row_tiles)
+    assert set(own.row_tiles[:-1]) <= {own.tiles}
+    assert len(own) <= MAX_OWN
+    assert chunks.tiles % own.tiles == 0
+    if outer > 1:
+        assert own == chunks
+
+
+@pytest.mark.parametrize(
+    ("tiles", "wanted", "parts"),
+    [(1, 1, (1,)), (2, 1, (1, 1)), (7, 1, (7,)), (8, 2, (2,) * 4), (16, 2, (4,) * 4), (32, 2, (8,) * 4),
+     (31, 2, (8, 8, 8, 7)), (64, 2, (8,) * 8), (22, 2, (11, 11)), (200, 2, (20,) * 10), (512, 2, (32,) * 16)],
+)  # fmt: skip
+def test_own_rows_are_cut_finer(tiles: int, wanted: int, parts: tuple[int, ...]) -> None:
+    """Into what the GEMM takes together, or half a chunk: one is left to reduce at the end."""
+    chunks = cut(1, tiles * 128, 128, wanted)
+    assert cut_own(chunks, 1, tiles * 128, 128, min(8, chunks.tiles)).row_tiles == parts
 
 
 @pytest.mark.parametrize(
