@@ -68,7 +68,7 @@ def here() -> Iterator[Machine]:
 
 
 def tiles_of(dtype: torch.dtype) -> Tiles:
-    return Tiles(128, 128, 128 if dtype.itemsize == 1 else 64, warps=4, stages=4)
+    return Tiles(128, 128, 128 if dtype.itemsize == 1 else 64, warps=4, stages=4, split=2)
 
 
 def bits(tensor: Tensor) -> Tensor:

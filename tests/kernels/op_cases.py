@@ -117,6 +117,7 @@ GATHER_CASES = [
 SCATTER_CASES = [
     ScatterCase("2d dim 0", (16, 32), 0),
     ScatterCase("2d dim 0 ragged, chunks", (70, 40), 0, (48,)),
+    ScatterCase("2d dim 0 ragged, many own parts", (310, 40), 0, (16,)),
     ScatterCase("2d dim 0, odd", (70, 37), 0, (45,)),
     ScatterCase("2d dim 1 (columns)", (19, 11), 1),
     ScatterCase("3d dim 0", (3, 7, 40), 0),

@@ -300,14 +300,15 @@ def reduce_kernel(
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """The own rows' sum over ranks: chunk by chunk, while the GEMM that fills the later ones may still run.
+    """The own rows' sum over ranks: part by part, while the GEMM that fills the later ones may still run.
 
     own [R, N], received [WORLD - 1, R, N] (of all others, by rank), of one dtype, and out [R, N], of that or another,
-    contiguous, of `size` elements each. The own rows are cut into parts of `own_size` elements, which is a multiple of
-    ALIGN, a power of two up to 8, where there are several, and what comes into chunks of `chunk_size`, a multiple of
-    that. For part c it waits until progress[c] is the number of its tiles, which are `own_tiles` of all `tiles` or, at
-    the end, fewer, and until each arrived[src, c'] is set of the chunk that it is in. At the end it clears these words.
-    fp32 sum in rank order, times `factor`, rounded once: bits do not depend on timing.
+    contiguous, of `size` elements each. The own rows are cut into parts of `own_size` elements, and what comes into
+    chunks of `chunk_size`. Where there are several parts `own_size` is a multiple of ALIGN, a power of two up to 8, and
+    where there are several chunks `chunk_size` is one of `own_size`. For part c it waits until progress[c] is the
+    number of its tiles, which are `own_tiles` of all `tiles` or, at the end, fewer, and until each arrived[src, c'] is
+    set of the chunk that it is in. At the end it clears these words. fp32 sum in rank order, times `factor`, rounded
+    once: bits do not depend on timing.
 
     It runs beside the GEMM on the same SMs (few registers, no shared memory), and never the other way round: the GEMM
     does not wait for it.

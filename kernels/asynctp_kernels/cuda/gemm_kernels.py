@@ -84,13 +84,17 @@ else:
 
     @triton.jit
     def publish(counter: tl.tensor, count: tl.tensor) -> None:
-        """Add `count` to the int32 at `counter` once every TMA store of this CTA so far is visible to this GPU."""
+        """Add `count` to the int32 at `counter` once every TMA store of this CTA so far is visible to this GPU.
+
+        0 leaves it alone.
+        """
         tl.inline_asm_elementwise(
             """{
                 .reg .pred p; .reg .u32 t;
                 cp.async.bulk.wait_group 0;
                 bar.sync 0;
                 mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
+                setp.ne.and.s32 p, $2, 0, p;
                 @p fence.proxy.async;
                 @p red.release.gpu.global.add.u32 [$1], $2;
                 mov.u32 $0, 0; }""",
@@ -254,7 +258,7 @@ def gemm_kernel(
 
     A chunk is `chunk_tiles` row tiles of one rank; of a scatter's own rows, `own_tiles`. A scale is absent (0), one
     element (1), or one per row or column (2). STAMPS: each tile says when it was reached, when its rows were there and
-    when it was stored, in ns, and on which SM.
+    when it was handed to the TMA unit, in ns, and on which SM.
     """
     tiles_q = tl.cdiv(inner, BM)
     tiles_m = outer * tiles_q

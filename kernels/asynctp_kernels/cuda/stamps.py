@@ -82,7 +82,7 @@ class Stamps:
         op, device, rank: The op's name, the GPU's index and the rank.
         tiles: In the order in which they are dealt out: [rank whose rows it computes, SM, reached, arrived, stored] of
             each. The last three are nanoseconds of the GPU's clock: its SM has come to it; its rows of A are there (as
-            those of a scatter always are); it has been stored (by a gather, handed to the TMA unit).
+            those of a scatter always are); it has been handed to the TMA unit, which stores it.
         """
         for call in self.made:
             driver.synchronize(call.words.device)
