@@ -145,6 +145,8 @@ def gemm_program(call: Call, program: int) -> Steps:
         else:
             yield from _scattered_tile(call, peer, p, rows, columns[tile_n][1], unpublished)
             unpublished = word
+            if call.COUNT > 1 and call.A_SCALE:
+                word.value, unpublished = word.value + 1, None
     if unpublished is not None:
         unpublished.value += 1
     if call.OWN and call.is_last():

@@ -140,7 +140,7 @@ def store_tile(
 ) -> None:
     """Round `acc` and store it through the descriptor `c`: whole, or (SPLIT 2) half of its columns after the other.
 
-    Halves need half the shared memory on their way out. What that leaves is one more stage of the loop over K.
+    Halves need half the shared memory on their way out. What that leaves is a stage or two more of the loop over K.
     """
     if SPLIT == 1:
         c.store([block, row, col], round_to(acc, OUT).reshape(1, BM, BN))
