@@ -709,18 +709,21 @@ def test_await_kernel(tmp_path: Path) -> None:
     assert kernel.ptx.find("mov.u64 %globaltimer") or "%globaltimer" in kernel.ptx.text
 
 
+@pytest.mark.parametrize("tiles", [WIDE, PRECISE_SUM8], ids=["8 warps", "4 warps"])
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_reduce_kernel(world: int, tmp_path: Path) -> None:
+def test_reduce_kernel(world: int, tiles: Tiles, tmp_path: Path) -> None:
     """Every own chunk is read behind the waits for its tiles and for all ranks' copies of what it is a part of."""
+    sums = {"ks": (512, 256), **TENSORWISE, "fast": False} if tiles is PRECISE_SUM8 else {}
     with machine(world=world) as here:
-        call = scatter_call((512 * world,), world=world)
-        scatter.FusedScatter(call, here.memory, WIDE, 2, SMS)
+        call = scatter_call((512 * world,), world=world, **sums)
+        scatter.FusedScatter(call, here.memory, tiles, 2, SMS)
         kernel = compiled(here.prepared[0], tmp_path)
     check_small(kernel, registers=REGISTERS_BESIDE)
+    assert kernel.threads == (128 if sums else 256), "what the GEMM leaves"
     found = waits(kernel.ptx)
     assert len(found) == 1 + world
     loads = kernel.ptx.find("ld.global.v4.b32")
-    assert len(loads) == world * 2, "4096 elements of 2 bytes by 256 threads, 16 bytes at a time"
+    assert len(loads) * kernel.threads * 8 == world * 4096, "4096 elements of 2 bytes, 16 bytes at a time"
     assert len(kernel.ptx.find("ld.global")) == len(loads)
     for load in loads:
         assert len(kernel.ptx.origins(load.reads) & found) == 1 + world

@@ -1036,6 +1036,35 @@ def test_the_choice_is_a_function_of_the_problem(asked: Problem, refused: set[st
     assert first.tiles is not None
 
 
+@pytest.mark.parametrize(
+    ("asked", "chunks"),
+    [
+        # too few rows to fill the tiles of each
+        (problem("scatter", 1024, 2048, 8192, world=2), 1),
+        (problem("gather", 2048, 8192, 2560, world=2), 1),
+        # products are the limit
+        (problem("scatter", 2048, 2048, 8192, world=2), 2),
+        (problem("scatter", 16384, 2048, 8192, world=2), 2),
+        (problem("gather", 4096, 8192, 2560, world=2), 2),
+        (problem("gather", 16384, 8192, 2560, world=2), 2),
+        # copies are, for long
+        (problem("scatter", 8192, 2048, 8192, world=2, dtype="float8_e4m3fn"), 4),
+        (problem("scatter", 8192, 1024, 8192, world=2), 4),
+        (problem("all_reduce", 8192, 1024, 8192, world=2), 4),
+        (problem("gather", 8192, 8192, 1280, world=2), 4),
+        # copies are, for a short time or over several ranks: what more of them cost is more than they save
+        (problem("scatter", 2048, 2048, 8192, world=2, dtype="float8_e4m3fn"), 2),
+        (problem("scatter", 4096, 1792, 4096, world=2, dtype="float8_e4m3fn"), 2),
+        (problem("gather", 4096, 8192, 1280, world=2), 2),
+        (problem("scatter", 8192, 2048, 8192, world=4, dtype="float8_e4m3fn"), 2),
+        (problem("gather", 8192, 8192, 1280, world=8), 1),
+    ],
+)  # fmt: skip
+def test_chunks_of_a_rank(asked: Problem, chunks: int) -> None:
+    """As `docs/results/2026-11-25-h200x2/chunks.txt` has them, within 2 %."""
+    assert chosen(asked).chunks == chunks
+
+
 @quick
 @given(
     outer=st.integers(1, 40), inner=st.integers(1, 5000), block_m=st.sampled_from([1, 3, 64, 128]),

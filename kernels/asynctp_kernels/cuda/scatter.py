@@ -284,7 +284,7 @@ class PushedScatter(ScatterPlan):
     def _compile_reduction(self, call: ScatterCall, warps: int) -> None:
         memory, n = self.memory, self.layout.cols
         widest = max(self.wire_dtype.itemsize, self.out_dtype.itemsize)
-        block = 32 * warps * (32 // widest)
+        block = 32 * BESIDE_WARPS * (32 // widest)  # by fewer warps too: what is on its way fills the memory's queue
         size = self.layout.rows * n
         programs = grid(-(-size // block), driver.processors(self.device_index))
         own_size, chunk_size = (cut.rows[0][1] * n for cut in (self.own, self.chunks))

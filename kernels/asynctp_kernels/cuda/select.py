@@ -53,6 +53,7 @@ class Rates:
         direct_start, nccl_start: microseconds of latency of these collectives.
         stage: microseconds until the first copy of a gather starts, staged or, since then, pushed.
         chunk: microseconds between two copies.
+        gap: the same, of chunks of a fused op, with their words.
         fused_gather, fused_scatter, decomposed_gather, decomposed_scatter: microseconds of host time and latency beyond
             the terms of the model; `decomposed_gather` where the gathered A is returned, and the shard staged first.
         narrow: how fast the GEMM's 128 x 128 tiles are, as a fraction of cuBLAS.
@@ -78,6 +79,7 @@ class Rates:
     nccl_start: float = 53.5
     stage: float = 35.0
     chunk: float = 4.0
+    gap: float = 7.5
     fused_gather: float = 53.0
     fused_scatter: float = 35.5
     decomposed_gather: float = 9.8
@@ -219,7 +221,7 @@ def estimate(problem: Problem, implementation: str, rates: Rates, sms: int) -> f
         end = max(share + peers * share, rates.stage + copy + peers * share, rates.stage + peers * copy + share)
         return end + extra
     # the first push waits for its product, the last one is hidden by the own share
-    parts = chunks_for(problem) if implementation == "fused" else 1
+    parts = chunks_for(problem, rates) if implementation == "fused" else 1
     end = max((peers + 1) * share, share / parts + peers * copy)
     return end + _reduction(problem, rates) / parts + extra
 
@@ -287,15 +289,22 @@ def fused_tiles(problem: Problem, sms: int, rates: Rates) -> Tiles:
     return tiles_for(dtype, problem.precise, rows, columns, sms, several, problem.out_itemsize, late)
 
 
-def chunks_for(problem: Problem) -> int:
+def chunks_for(problem: Problem, rates: Rates) -> int:
     """Into how many chunks to cut one rank's rows: two, to start and to end sooner, where each still fills the tiles.
 
-    More would cost more than they save: a scatter's words and waits leave 7 us between two copies (trace of 4 x H200,
-    2026-11-21), a gather's 5. Four chunks of a scatter, several of them in one copy, were no faster where copies are
-    the limit, and slower where products are: a copy then waits for the last of its chunks (2026-11-22).
+    Four where copies are the limit and take so long that what two more of them cost is less than what they save: then
+    half as much is multiplied before a scatter's first copy, and reduced or multiplied behind the last. Source:
+    `docs/results/2026-11-25-h200x2/chunks.txt`. Elsewhere more chunks are slower: a copy's words and waits take 7 us of
+    a scatter's copies (trace of 4 x H200, 2026-11-21), 5 of a gather's. Four with several in one copy were no faster
+    where copies are the limit, and slower where products are: a copy then waits for the last of them (2026-11-22).
     """
-    tiles = ceil(problem.rows / problem.world / 128)
-    return 2 if tiles >= (16 if problem.op == "gather" else 8) else 1
+    gathers = problem.op == "gather"
+    if ceil(problem.rows / problem.world / 128) < (16 if gathers else 8):
+        return 1
+    multiplying = problem.flops / _speed(problem, rates)
+    uncovered = multiplying / problem.world + (0 if gathers else _reduction(problem, rates))
+    late = problem.wire_bytes / rates.copy > 0.7 * multiplying
+    return 4 if late and uncovered / 2 - uncovered / 4 > 2 * (problem.world - 1) * rates.gap else 2
 
 
 #: in the interpreter: small, so that tiny calls have several tiles and chunks, ragged ones included
@@ -347,7 +356,7 @@ def choose(problem: Problem, refused: dict[str, str], sms: int, device_name: str
         RuntimeError: the requested implementation cannot run it; the message says why.
     """
     rates = Rates()
-    settings = {"chunks": chunks_for(problem), "tiles": fused_tiles(problem, sms, rates)}
+    settings = {"chunks": chunks_for(problem, rates), "tiles": fused_tiles(problem, sms, rates)}
     if IS_INTERPRETED:
         chunks = MAX_CHUNKS if problem.op == "gather" else MAX_CHUNKS // 2  # own rows are cut finer
         settings = {"chunks": chunks, "tiles": INTERPRETED_TILES}
