@@ -292,9 +292,9 @@ def fused_tiles(problem: Problem, sms: int, rates: Rates) -> Tiles:
 def chunks_for(problem: Problem, rates: Rates) -> int:
     """Into how many chunks to cut one rank's rows: two, to start and to end sooner, where each still fills the tiles.
 
-    Four where copies are the limit and take so long that what two more of them cost is less than what they save: then
-    half as much is multiplied before a scatter's first copy, and reduced or multiplied behind the last. Source:
-    `docs/results/2026-11-25-h200x2/chunks.txt`. Elsewhere more chunks are slower: a copy's words and waits take 7 us of
+    Four over two ranks, where copies are the limit and take so long that what two more of them cost is less than what
+    they save: then half as much is multiplied before a scatter's first copy, and reduced or multiplied behind the last.
+    Source: `docs/results/2026-11-25-h200x2/chunks.txt`. More ranks have more copies, and were not measured. Elsewhere more chunks are slower: a copy's words and waits take 7 us of
     a scatter's copies (trace of 4 x H200, 2026-11-21), 5 of a gather's. Four with several in one copy were no faster
     where copies are the limit, and slower where products are: a copy then waits for the last of them (2026-11-22).
     """
@@ -303,8 +303,8 @@ def chunks_for(problem: Problem, rates: Rates) -> int:
         return 1
     multiplying = problem.flops / _speed(problem, rates)
     uncovered = multiplying / problem.world + (0 if gathers else _reduction(problem, rates))
-    late = problem.wire_bytes / rates.copy > 0.7 * multiplying
-    return 4 if late and uncovered / 2 - uncovered / 4 > 2 * (problem.world - 1) * rates.gap else 2
+    late = problem.world == 2 and problem.wire_bytes / rates.copy > 0.7 * multiplying
+    return 4 if late and uncovered / 2 - uncovered / 4 > 2 * rates.gap else 2
 
 
 #: in the interpreter: small, so that tiny calls have several tiles and chunks, ragged ones included
