@@ -294,9 +294,11 @@ def chunks_for(problem: Problem, rates: Rates) -> int:
 
     Four over two ranks, where copies are the limit and take so long that what two more of them cost is less than what
     they save: then half as much is multiplied before a scatter's first copy, and reduced or multiplied behind the last.
-    Source: `docs/results/2026-11-25-h200x2/chunks.txt`. More ranks have more copies, and were not measured. Elsewhere more chunks are slower: a copy's words and waits take 7 us of
-    a scatter's copies (trace of 4 x H200, 2026-11-21), 5 of a gather's. Four with several in one copy were no faster
-    where copies are the limit, and slower where products are: a copy then waits for the last of them (2026-11-22).
+    Source: `docs/results/2026-11-25-h200x2/chunks.txt`. More ranks have more copies, and were not measured.
+
+    Elsewhere more chunks are slower: a copy's words and waits take 7 us of a scatter's copies (trace of 4 x H200,
+    2026-11-21), 5 of a gather's. Four with several in one copy were no faster where copies are the limit, and slower
+    where products are: a copy then waits for the last of them (2026-11-22).
     """
     gathers = problem.op == "gather"
     if ceil(problem.rows / problem.world / 128) < (16 if gathers else 8):
