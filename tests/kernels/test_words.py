@@ -6,6 +6,7 @@ Results say little of that here. The interpreter runs one kernel after the other
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import ceil
@@ -49,6 +50,16 @@ class Diary:
 
     def publish(self, counter: Any, many: Any) -> None:
         self.note("count", self.word(counter), number(many))
+
+
+def _each(rank: int, world: int, run: Callable[[Any], Any], calls: list[Any]) -> list[Any]:
+    return [run(call) for call in calls]
+
+
+def ran(run: Callable[[Any], Any], calls: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Each call, and what `run` gives of it, in a process whose kernels are interpreted."""
+    (found,) = run_ranks(1, _each, run, calls, timeout_s=300)
+    return zip(calls, found, strict=True)
 
 
 # --- the GEMM -------------------------------------------------------------------------------------------------------
@@ -142,10 +153,6 @@ def _gemm(call: Gemm) -> dict[int, list[Event]]:
     return diary.programs
 
 
-def _gemms(rank: int, world: int, calls: list[Gemm]) -> list[dict[int, list[Event]]]:
-    return [_gemm(call) for call in calls]
-
-
 SHAPES: list[dict[str, Any]] = [
     {},
     {"programs": 1},
@@ -169,14 +176,6 @@ GATHERS = [Gemm(True, inbox=inbox, **shape) for shape in SHAPES for inbox in (Fa
 def tiles(call: Gemm) -> Counter[tuple[int, int, int]]:
     """All that a call has."""
     return Counter(product(range(call.world), range(call.row_tiles), range(0, call.n, BN)))
-
-
-def test_a_scatters_tiles_are_counted_behind_their_stores() -> None:
-    (found,) = run_ranks(1, _gemms, SCATTERS, timeout_s=300)
-    for call, programs in zip(SCATTERS, found, strict=True):
-        assert stored(programs) == tiles(call)
-        for events in programs.values():
-            check_counts(call, events)
 
 
 def stored(programs: dict[int, list[Event]]) -> Counter[Any]:
@@ -205,14 +204,6 @@ def check_counts(call: Gemm, events: list[Event]) -> None:
     assert uncounted == []
 
 
-def test_a_gather_awaits_the_chunk_of_each_tile() -> None:
-    (found,) = run_ranks(1, _gemms, GATHERS, timeout_s=300)
-    for call, programs in zip(GATHERS, found, strict=True):
-        assert stored(programs) == tiles(call)
-        for events in programs.values():
-            check_waits(call, events)
-
-
 def check_waits(call: Gemm, events: list[Event]) -> None:
     """Of one program: before each tile it asks for that tile's chunk, which it awaits if it has not before."""
     awaited: set[int] = set()
@@ -231,6 +222,20 @@ def check_waits(call: Gemm, events: list[Event]) -> None:
             asked = []
         else:
             assert event[0] == "multiply"
+
+
+@pytest.mark.parametrize(
+    ("calls", "check"),
+    [
+        pytest.param(SCATTERS, check_counts, id="a scatter counts each tile behind its store"),
+        pytest.param(GATHERS, check_waits, id="a gather awaits the chunk of each tile"),
+    ],
+)
+def test_words_of_a_gemm(calls: list[Gemm], check: Callable[[Gemm, list[Event]], None]) -> None:
+    for call, programs in ran(_gemm, calls):
+        assert stored(programs) == tiles(call)
+        for events in programs.values():
+            check(call, events)
 
 
 # --- the reduction --------------------------------------------------------------------------------------------------
@@ -268,10 +273,6 @@ def _reduction(call: Reduction) -> tuple[dict[int, list[Event]], int]:
     return diary.programs, int(words.count_nonzero())
 
 
-def _reductions(rank: int, world: int, calls: list[Reduction]) -> list[tuple[dict[int, list[Event]], int]]:
-    return [_reduction(call) for call in calls]
-
-
 REDUCTIONS = [
     Reduction(64, 16, 32, (6, 24)),
     Reduction(60, 16, 32, (6, 21)),
@@ -283,8 +284,7 @@ REDUCTIONS = [
 
 def test_a_reduction_awaits_its_tiles_and_all_that_comes() -> None:
     """In every program, before it reads a part: the tiles of that, and the chunk of every other rank that it is in."""
-    (found,) = run_ranks(1, _reductions, REDUCTIONS, timeout_s=300)
-    for call, (programs, left) in zip(REDUCTIONS, found, strict=True):
+    for call, (programs, left) in ran(_reduction, REDUCTIONS):
         assert left == 0, "it leaves all words cleared"
         assert sorted(programs) == list(range(call.programs))
         for events in programs.values():

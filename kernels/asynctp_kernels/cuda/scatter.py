@@ -284,7 +284,8 @@ class PushedScatter(ScatterPlan):
     def _compile_reduction(self, call: ScatterCall, warps: int) -> None:
         memory, n = self.memory, self.layout.cols
         widest = max(self.wire_dtype.itemsize, self.out_dtype.itemsize)
-        block = 32 * BESIDE_WARPS * (32 // widest)  # by fewer warps too: what is on its way fills the memory's queue
+        # as much for fewer warps, so that as many loads are on their way (docs/results/2026-11-25-h200x2/reduction.txt)
+        block = 32 * BESIDE_WARPS * (32 // widest)
         size = self.layout.rows * n
         programs = grid(-(-size // block), driver.processors(self.device_index))
         own_size, chunk_size = (cut.rows[0][1] * n for cut in (self.own, self.chunks))

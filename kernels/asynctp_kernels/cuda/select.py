@@ -53,7 +53,7 @@ class Rates:
         direct_start, nccl_start: microseconds of latency of these collectives.
         stage: microseconds until the first copy of a gather starts, staged or, since then, pushed.
         chunk: microseconds between two copies.
-        gap: the same, of chunks of a fused op, with their words.
+        gap: the same, of a fused op's chunks, with their words; `docs/results/2026-11-25-h200x2/chunks.txt`.
         fused_gather, fused_scatter, decomposed_gather, decomposed_scatter: microseconds of host time and latency beyond
             the terms of the model; `decomposed_gather` where the gathered A is returned, and the shard staged first.
         narrow: how fast the GEMM's 128 x 128 tiles are, as a fraction of cuBLAS.
@@ -61,9 +61,9 @@ class Rates:
         several: the same of several scaled products, which may be fast; `docs/results/2026-11-23-h200x2/sums-fast.txt`.
 
     Source of the values: `docs/results/2026-11-22-h200x4` (`bench.json`, `tuned.json`) and `-h200x2` (`tuned.json`),
-    159 calls; all but `copy`, `local`, `beside` and `narrow` are fitted to the geometric means of graph and eager time
-    of all implementations there, which they miss by 14 % (root of the mean square). What they pick is 1.0 % slower
-    than the best; of 189 calls that they were not fitted to 1.3 % (`2026-11-22-h200x2/bench.json`). Pushes start
+    159 calls; all but `copy`, `local`, `beside`, `gap` and `narrow` are fitted to the geometric means of graph and
+    eager time of all implementations there, which they miss by 14 % (root of the mean square). What they pick is 1.0 %
+    slower than the best; of 189 calls that they were not fitted to 1.3 % (`2026-11-22-h200x2/bench.json`). Pushes start
     sooner, in `fused` and in `decomposed`: terms of their own, fitted to 108 gathers of 2 x H100, pick no better there
     (1.4 % instead of 1.5, `2026-11-24-h100x2/gathers.json`), and worse from what was measured over four ranks.
     """
@@ -292,9 +292,10 @@ def fused_tiles(problem: Problem, sms: int, rates: Rates) -> Tiles:
 def chunks_for(problem: Problem, rates: Rates) -> int:
     """Into how many chunks to cut one rank's rows: two, to start and to end sooner, where each still fills the tiles.
 
-    Four over two ranks, where copies are the limit and take so long that what two more of them cost is less than what
-    they save: then half as much is multiplied before a scatter's first copy, and reduced or multiplied behind the last.
-    Source: `docs/results/2026-11-25-h200x2/chunks.txt`. More ranks have more copies, and were not measured.
+    Four over two ranks, where copies take 0.7 of the products' time and more, and what two more of them cost is less
+    than what they save: of what is multiplied before a scatter's first copy, and reduced or multiplied behind the last,
+    a quarter of a rank's share is left instead of half. Source: `docs/results/2026-11-25-h200x2/chunks.txt`. More ranks
+    have more copies, and were not measured with four.
 
     Elsewhere more chunks are slower: a copy's words and waits take 7 us of a scatter's copies (trace of 4 x H200,
     2026-11-21), 5 of a gather's. Four with several in one copy were no faster where copies are the limit, and slower
@@ -304,9 +305,10 @@ def chunks_for(problem: Problem, rates: Rates) -> int:
     if ceil(problem.rows / problem.world / 128) < (16 if gathers else 8):
         return 1
     multiplying = problem.flops / _speed(problem, rates)
+    if problem.world > 2 or problem.wire_bytes / rates.copy <= 0.7 * multiplying:
+        return 2
     uncovered = multiplying / problem.world + (0 if gathers else _reduction(problem, rates))
-    late = problem.world == 2 and problem.wire_bytes / rates.copy > 0.7 * multiplying
-    return 4 if late and uncovered / 2 - uncovered / 4 > 2 * rates.gap else 2
+    return 4 if uncovered / 4 > 2 * rates.gap else 2
 
 
 #: in the interpreter: small, so that tiny calls have several tiles and chunks, ragged ones included
