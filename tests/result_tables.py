@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "explanation" / "collective-matmul.md"
 RESULTS = ROOT / "docs" / "results"
 SHIPPED = ROOT / "kernels" / "asynctp_kernels" / "cuda" / "measured.json"
-FOUR, TWO, H100 = "2026-11-22-h200x4", "2026-11-25-h200x2", "2026-11-24-h100x2"
+FOUR, TWO, H100 = "2026-11-22-h200x4", "2026-11-25-h200x2", "2026-11-25-h100x2"
 DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp8-rowwise": "float8_e4m3fn"}
 KINDS = {"bf16": "bf16", "fp8": "fp8, tensorwise", "fp8-rowwise": "fp8, rowwise"}
 SHOWN = (64, 512, 2048, 4096, 8192, 16384)
@@ -51,13 +51,10 @@ class Row:
 
 
 def rows(folder: str) -> list[Row]:
-    """All of a run; its gathers are those of `gathers.json`, where they were measured again."""
+    """All of a run."""
     run, picks = read(RESULTS / folder / "bench.json"), read(SHIPPED)
-    measured, again = run["rows"], RESULTS / folder / "gathers.json"
-    if again.exists():
-        measured = [*read(again)["rows"], *(raw for raw in measured if raw["op"] != "gather")]
     found = []
-    for raw in measured:
+    for raw in run["rows"]:
         key = f"{raw['op']}:{raw['world']}:{DTYPES[raw['kind']]}:{raw['k']}:{raw['n']}"
         found.append(Row(raw, picks[run["machine"].partition(" x ")[2]][key][str(raw["m"])]))
     return found
