@@ -284,8 +284,9 @@ class PushedScatter(ScatterPlan):
     def _compile_reduction(self, call: ScatterCall, warps: int) -> None:
         memory, n = self.memory, self.layout.cols
         widest = max(self.wire_dtype.itemsize, self.out_dtype.itemsize)
-        # as much for fewer warps, so that as many loads are on their way (docs/results/2026-11-25-h200x2/reduction.txt)
-        block = 32 * BESIDE_WARPS * (32 // widest)
+        # As much for fewer warps, so that as many loads are on their way: docs/results/2026-11-25-h200x2/reduction.txt.
+        # Of more ranks they are anyway, and registers would be spilled.
+        block = 32 * (BESIDE_WARPS if memory.world <= 4 else warps) * (32 // widest)
         size = self.layout.rows * n
         programs = grid(-(-size // block), driver.processors(self.device_index))
         own_size, chunk_size = (cut.rows[0][1] * n for cut in (self.own, self.chunks))
