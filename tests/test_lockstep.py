@@ -13,6 +13,7 @@ from lockstep import differences, evaluate, op_name
 from programs import Builder, Program, Wishes, seeded_program
 from ranks import run_ranks
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 SEEDS = range(120)
 REAL_RANKS = 2
@@ -64,8 +65,8 @@ class _RealRank(torch.fx.Interpreter):
     """Collectives get contiguous inputs: gloo on torch 2.11 takes no others."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if str(target).startswith("_c10d_functional") and isinstance(args[0], Tensor) and len(args) > 1:
-            args = (args[0].contiguous(), *args[1:])
+        if str(target).startswith("_c10d_functional") and len(args) > 1:
+            args = (tree_map_only(Tensor, Tensor.contiguous, args[0]), *args[1:])
         return super().call_function(target, args, kwargs)
 
 
