@@ -10,16 +10,19 @@ from itertools import product
 from math import ceil
 from typing import Any
 
-from asynctp_kernels.signals import IS_INTERPRETED
 from cuda_stubs import Prepared
 from lowered import Event, Products, parse
 
 Tile = tuple[int, int, int, int]  # rank, row tile of that rank's, number of the product, column
 
 
+Part = tuple[Tile, int]  # of its columns
+
+
 @dataclass(frozen=True)
 class Run:
-    """Sizes of a call. columns: tiles of each product, the last of them narrower; steps: over K, of each pair."""
+    """Sizes of a call. columns: tiles of the first product, the last of which is narrower; steps: over K, of the first
+    pair. The others have more: `MORE`."""
 
     rank: int
     world: int
@@ -32,11 +35,15 @@ class Run:
 
 
 RUNS = (
-    Run(rank=1, world=2, inner=15 * 128 + 8, chunk_tiles=4, own_tiles=2),
-    Run(rank=0, world=3, inner=130, chunk_tiles=2, own_tiles=2, outer=3, columns=1, steps=1),
+    Run(
+        rank=1, world=2, inner=15 * 128 + 8, chunk_tiles=4, own_tiles=2, columns=8, steps=2
+    ),  # several tiles of a chunk
+    Run(rank=1, world=3, inner=130, chunk_tiles=2, own_tiles=2, outer=3),
+    Run(rank=0, world=3, inner=300, chunk_tiles=2, own_tiles=1, columns=1, steps=1),
     Run(rank=2, world=3, inner=3 * 128, chunk_tiles=3, own_tiles=1, columns=4, steps=5),
     Run(rank=0, world=2, inner=20, chunk_tiles=1, own_tiles=1, columns=1, steps=2),  # programs without a tile
 )
+MORE = (0, 2, 1, 4)  # tiles of columns, or steps, of each product or pair
 VALUE = 3  # of a word that is awaited
 
 
@@ -44,18 +51,22 @@ class Gemm:
     """One kernel and one run of it."""
 
     def __init__(self, prepared: Prepared, run: Run) -> None:
-        assert not IS_INTERPRETED
         self.prepared, self.run = prepared, run
         self.constants = prepared.constants
         self.tiles_q = ceil(run.inner / self["BM"])
         self.row_tiles = run.outer * self.tiles_q
         # a chunk of the caller's own (`async_input`) is what a rank is elsewhere
         self.chunk_tiles = run.chunk_tiles if self["CHUNKS"] > 1 else self.row_tiles
-        columns, depth = run.columns * self["BN"] - 8, run.steps * self["BK"] - 16
-        count = self["COUNT"]
+        several, one = MORE[: self["COUNT"]], MORE[:1]
+        # a gather has several products of one K, a scatter several pairs of one N
+        self.columns = [run.columns + more for more in (several if self["GATHER"] else one)]
+        self.steps = [run.steps + more for more in (one if self["GATHER"] else several)]
+        unused = [0] * len(MORE)
+        widths = [count * self["BN"] - 8 for count in self.columns] + unused
+        depths = [count * self["BK"] - 16 for count in self.steps] + unused
         self.numbers = {
-            **{f"k{i}": depth if i < (1 if self["GATHER"] else count) else 0 for i in range(4)},
-            **{f"n{i}": columns if i < (count if self["GATHER"] else 1) else 0 for i in range(4)},
+            **{f"k{i}": depths[i] for i in range(len(MORE))},
+            **{f"n{i}": widths[i] for i in range(len(MORE))},
             "outer": run.outer,
             "inner": run.inner,
             "rank": run.rank,
@@ -82,19 +93,21 @@ class Gemm:
                 found.append(0 if name == "words" else 1 << 20)
         return found
 
-    def tiles(self) -> Iterator[Tile]:
+    def parts(self) -> Iterator[Part]:
         """All."""
-        products = range(self["COUNT"] if self["GATHER"] else 1)
-        columns = range(0, self.run.columns * self["BN"], self["BN"])
-        yield from product(range(self.run.world), range(self.row_tiles), products, columns)
+        for number, count in enumerate(self.columns):
+            columns = range(0, count * self["BN"], self["BN"])
+            tiles = product(range(self.run.world), range(self.row_tiles), [number], columns)
+            yield from product(tiles, range(self["SPLIT"]))
 
-    def stored(self, event: Event) -> tuple[Tile, int]:
-        """(tile, which part of its columns)."""
-        _, c, (block, row, col), _ = event
+    def stored(self, event: Event) -> Part:
+        """What is stored, where it belongs."""
+        _, c, (block, row, col), _, half = event
         p, peer = divmod(block, self.run.world) if self["GATHER"] else divmod(block, self.run.outer)[::-1]
-        width = self["BN"] // self["SPLIT"]
-        col, part = col // self["BN"] * self["BN"], col % self["BN"] // width
-        return (peer, p * self.tiles_q + row // self["BM"], int(c[1]), col), part
+        part, within = divmod(col % self["BN"], self["BN"] // self["SPLIT"])
+        assert (row % self["BM"], within) == (0, 0), "a tile is stored at another place"
+        assert part == (half or 0), "a half is stored as the other"
+        return (peer, p * self.tiles_q + row // self["BM"], int(c[1]), col - col % self["BN"]), part
 
     def products(self, tile: Tile) -> Products:
         """What a tile is the sum of."""
@@ -107,10 +120,10 @@ class Gemm:
             slot = (peer - (peer > self.run.rank)) * self.run.outer + p
             others = ("a1", slot if self["INBOX"] else p * self.run.world + peer, f"b{number}")
             pairs = [("a0", p, f"b{number}") if peer == self.run.rank else others]
-        return frozenset(
+        return Counter(
             ((a, (block, row, at)), (b, (col, at) if self["B_K_MAJOR"] else (at, col)))
-            for a, block, b in pairs
-            for at in range(0, self.run.steps * self["BK"], self["BK"])
+            for (a, block, b), steps in zip(pairs, self.steps, strict=True)
+            for at in range(0, steps * self["BK"], self["BK"])
         )
 
     def word(self, peer: int, row_tile: int) -> int:
@@ -131,33 +144,36 @@ class Gemm:
             p, peer = divmod(block, self.run.world)
         return self.word(peer, p * self.tiles_q + row // self["BM"])
 
-    def check(self, events: list[Event]) -> Counter[Tile]:
-        """Of one program: each event comes behind what it needs. Gives the tiles that it has stored."""
-        found, parts, made = Counter[Tile](), 0, 0
+    def check(self, events: list[Event]) -> Counter[Part]:
+        """Of one program: each event comes behind what it needs. Gives what it has stored."""
+        found, products = Counter[Part](), 0
         uncounted, awaited = Counter[int](), set[int]()
         for event in events:
             if event[0] == "store":
                 tile, part = self.stored(event)
                 assert event[3] == self.products(tile), "a tile is the sum of other products"
-                assert part == parts
-                parts = (parts + 1) % self["SPLIT"]
-                if parts == 0:
-                    found[tile] += 1
-                    made += len(event[3])
+                found[tile, part] += 1
+                if part + 1 == self["SPLIT"]:
+                    assert all(found[tile, each] for each in range(part)), "the last part comes before others"
+                    products += event[3].total()
                     uncounted[self.word(*tile[:2])] += 1
             elif event[0] == "count":
-                assert not self["GATHER"]
+                assert not self["GATHER"], "a gather counts"
                 uncounted[event[1]] -= event[2]
                 assert uncounted[event[1]] >= 0, "a tile is counted before it is stored, or as another's"
             elif event[0] == "wait":
-                assert self["GATHER"]
-                assert event[2] == VALUE
-                awaited |= set() if event[3] else {event[1]}
+                assert self["GATHER"], "a scatter waits"
+                _, word, value, known = event
+                assert value == VALUE, "another value is awaited"
+                if not known:
+                    assert word not in awaited, "a chunk is awaited twice"
+                    assert not self["OWN"] or word // self["CHUNKS"] != self.run.rank, "own rows are awaited"
+                    awaited.add(word)
             elif event[0] == "load" and event[1].startswith("a") and self["GATHER"]:
-                word = self.awaited(event)
-                assert word is None or word in awaited, "rows are loaded before they are awaited"
+                needed = self.awaited(event)
+                assert needed is None or needed in awaited, "rows are loaded before they are awaited"
         assert self["GATHER"] or not +uncounted, "a tile is never counted"
-        assert events.count(("multiply",)) == made, "something is multiplied twice, or for nothing"
+        assert events.count(("multiply",)) == products, "something is multiplied twice, or for nothing"
         return found
 
 
@@ -167,7 +183,8 @@ def check_runs(prepared: Prepared, ttgir: str) -> None:
     for run in RUNS:
         gemm = Gemm(prepared, run)
         arguments = gemm.arguments()
-        found = Counter[Tile]()
+        found = Counter[Part]()
         for program in range(gemm["PROGRAMS"]):
             found += gemm.check(kernel.run(program, arguments))
-        assert found == Counter(gemm.tiles())
+        wanted = Counter(gemm.parts())
+        assert found == wanted, f"missing: {wanted - found}, too many: {found - wanted}"

@@ -1,28 +1,40 @@
 """A kernel as Triton has lowered it (its TTGIR: loops fused and pipelined), run program by program on symbols.
 
-Integers are computed. A tensor is the set of products that went into it; a product is a pair of places in what TMA
-descriptors describe. What a program does is a list of events, in their order:
+Integers are computed. A tensor is the products that went into it, as often as they did; a product is a pair of places
+in what TMA descriptors describe. What a program does is a list of events, in their order:
 
     ("load", descriptor, place)                    a tile is asked for
     ("multiply",)
-    ("store", descriptor, place, products)         a tile, or a part of one, goes out
+    ("store", descriptor, place, products, half)   a tile, or the half of one that `tl.split` gave, goes out
     ("wait", word, value, known)                   `await_word`
     ("count", word, number)                        `publish`
 
 The interpreter cannot show this: it runs the kernel's source, and what Triton makes of loops is what is in question.
+The rest is taken as given: what is asked for is there, what is stored is stored, and barriers, layouts and memory order
+are Triton's; numbers that are loaded by pointer (scales, biases) and masks have no symbols; of the programs none is the
+last to be done, which clears words.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Event = tuple[Any, ...]
-Products = frozenset[tuple[Any, Any]]
-NOTHING: Products = frozenset()
+Products = Counter[tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """half: 0 or 1, of a tensor that was split."""
+
+    products: Products = field(default_factory=Counter)
+    half: int | None = None
+
 
 _NAME = r"%[\w.$-]+(?:#\d+)?"
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -52,7 +64,7 @@ _INTEGERS: dict[str, Callable[[int, int], int]] = {
 }
 #: what gives the products of all its operands
 _ELEMENTWISE = {
-    *("tt.reshape", "tt.trans", "tt.split", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.make_range", "tt.load"),
+    *("tt.reshape", "tt.trans", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.make_range", "tt.load"),
     *("arith.truncf", "arith.extf", "arith.mulf", "arith.addf", "arith.cmpi", "arith.select", "ttg.convert_layout"),
 }
 _SILENT = {
@@ -100,9 +112,9 @@ class Kernel:
 
 
 def parse(ttgir: str) -> Kernel:
-    """Raises ValueError where a brace is not closed."""
+    """Raises ValueError where there is no function, or a line or brace that is not understood."""
     lines = iter([_LOCATION.sub("", line).strip() for line in ttgir.splitlines()])
-    head = next(line for line in lines if line.startswith("tt.func"))
+    head = next((line for line in lines if line.startswith("tt.func")), "")
     body, _ = _region(lines)
     return Kernel(re.findall(rf"({_NAME}): ([^ ,)]+(?:, #\w+>+)?)", head), body)
 
@@ -124,7 +136,8 @@ def _region(lines: Iterator[str]) -> tuple[list[Op], str]:
 def _operation(line: str) -> Op:
     text = _STRING.sub("", line)
     found = re.match(r"(?:(?P<results>%[^=]*?) = )?(?P<name>[a-z_]+\.[\w.]+)(?P<rest>.*)", text)
-    assert found is not None, line
+    if found is None:
+        raise ValueError(f"not understood: {line}")
     rest = _ATTRIBUTES.sub("", found["rest"]).split(" : ")[0]
     results: list[str] = []
     for result in re.findall(r"%[\w.$-]+(?::\d+)?", found["results"] or ""):
@@ -171,10 +184,15 @@ class _Program:
             return int(_COMPARISONS[op.text.split(",")[0].strip()](*operands))
         if op.name == "arith.select" and isinstance(operands[0], int):
             return operands[1] if operands[0] else operands[2]
-        if op.name in _ELEMENTWISE or op.name in _INTEGERS:
-            products = NOTHING.union(*[value for value in operands if isinstance(value, frozenset)])
-            return products if len(op.results) == 1 else [products] * len(op.results)
-        return getattr(self, "_" + op.name.replace(".", "_"))(op, *operands)
+        if (op.name in _ELEMENTWISE or op.name in _INTEGERS) and None not in operands:
+            tensors = [value for value in operands if isinstance(value, Tensor)]
+            halves = {tensor.half for tensor in tensors} - {None}
+            assert len(halves) <= 1, op.line
+            return Tensor(sum((tensor.products for tensor in tensors), Counter()), next(iter(halves), None))
+        method = getattr(self, "_" + op.name.replace(".", "_"), None)
+        if method is None:
+            raise NotImplementedError(op.line)
+        return method(op, *operands)
 
     # --- control -------------------------------------------------------------------------------------------------
     def _scf_if(self, op: Op) -> Any:
@@ -196,7 +214,7 @@ class _Program:
     # --- values --------------------------------------------------------------------------------------------------
     def _arith_constant(self, op: Op) -> Any:
         value = op.text.split()[0]
-        return NOTHING if value.startswith("dense") else int({"true": "1", "false": "0"}.get(value, value))
+        return Tensor() if value.startswith("dense") else int({"true": "1", "false": "0"}.get(value, value))
 
     def _ub_poison(self, op: Op) -> Any:
         return None
@@ -220,6 +238,10 @@ class _Program:
             self.events.append(("count", *operands))
         return 0
 
+    def _tt_split(self, op: Op, tensor: Tensor) -> list[Tensor]:
+        assert tensor.half is None, op.line
+        return [replace(tensor, half=half) for half in (0, 1)]
+
     # --- shared memory and tensor cores --------------------------------------------------------------------------
     def _ttg_local_alloc(self, op: Op) -> Any:
         return (next(self._fresh),)
@@ -230,8 +252,8 @@ class _Program:
     def _ttg_memdesc_trans(self, op: Op, buffer: Any) -> Any:
         return buffer
 
-    def _ttg_local_store(self, op: Op, products: Products, buffer: Any) -> None:
-        self.shared[buffer] = products
+    def _ttg_local_store(self, op: Op, tensor: Tensor, buffer: Any) -> None:
+        self.shared[buffer] = tensor
 
     def _ttng_async_tma_copy_global_to_local(self, op: Op, descriptor: str, *operands: Any) -> None:
         *place, buffer, _, wanted = operands
@@ -241,11 +263,13 @@ class _Program:
 
     def _ttng_async_tma_copy_local_to_global(self, op: Op, descriptor: str, *operands: Any) -> None:
         *place, buffer = operands
-        self.events.append(("store", descriptor, tuple(place), self.shared[buffer]))
+        tensor = self.shared[buffer]
+        self.events.append(("store", descriptor, tuple(place), tensor.products, tensor.half))
 
-    def _ttng_warp_group_dot(self, op: Op, a: Any, b: Any, acc: Products, *use_acc: int) -> Products:
+    def _ttng_warp_group_dot(self, op: Op, a: Any, b: Any, acc: Tensor, *use_acc: int) -> Tensor:
         self.events.append(("multiply",))
-        return (acc if all(use_acc) else NOTHING) | {(self.shared[a], self.shared[b])}
+        product = Counter([(self.shared[a], self.shared[b])])
+        return Tensor(acc.products + product if all(use_acc) else product)
 
     def _ttng_warp_group_dot_wait(self, op: Op, *operands: Any) -> Any:
         return operands[0] if len(op.results) == 1 else operands

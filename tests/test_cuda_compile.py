@@ -535,6 +535,15 @@ def test_scatter_gemm(name: str, tmp_path: Path) -> None:
         )
 
 
+def test_scatter_gemm_in_groups(tmp_path: Path) -> None:
+    """Of so many rows that several row tiles come one after the other; those of the variants above have one a rank."""
+    with machine() as here:
+        scatter.FusedScatter(scatter_call((16384,)), here.memory, WIDE, 2, SMS)
+        _, gemm = small_and_gemm(here, tmp_path)
+    assert here.prepared[-1].constants["GROUP_M"] == 8
+    check_runs(here.prepared[-1], gemm.ttgir)
+
+
 # --- stamps of tiles ---------------------------------------------------------------------------------------------
 def plan_gemm(op: str, name: str) -> Prepared:
     """The GEMM of a plan."""
@@ -651,7 +660,13 @@ def test_a_wrong_order_of_publishing_is_found(tmp_path: Path) -> None:
             "gather", r"(ld\.acquire.*\} %\S+, %\S+,) %\S+ :", r"\1 %c1_i32 :", "before they are awaited", id="wait"
         ),
         pytest.param("scatter", r"(red\.release.*\} %\S+,) %\S+ :", r"\1 %c1_i32 :", "before it is stored", id="count"),
-        pytest.param("scatter", r"iter_args\((.*)%c0_i32", r"iter_args(\1%c1_i32", "other products", id="step"),
+        pytest.param(
+            "scatter", r"(?s)(.*red\.release.*?\} %\S+,) %\S+ :", r"\1 %c0_i32 :", "never counted", id="last count"
+        ),
+        pytest.param(
+            "scatter", r"%(\S*LHS\S*), %(\S+) = tt.split", r"%\2, %\1 = tt.split", "as the other", id="halves"
+        ),
+        pytest.param("scatter", r"(warp_group_dot %\S+, %\S+,) %\S+ \{", r"\1 %cst {", "other products", id="sum"),
         pytest.param("gather", r"arith\.remsi", "arith.divsi", "other products", id="place"),
     ],
 )

@@ -214,6 +214,8 @@ def check_waits(call: Gemm, events: list[Event]) -> None:
             asked.append(word)
             if not known:
                 assert value == call.value
+                assert word not in awaited
+                assert not call.own or word // ARRIVALS != call.rank
                 awaited.add(word)
         elif event[0] == "store":
             peer, row, _ = event[1]

@@ -292,9 +292,9 @@ def gemm_kernel(
     LATER: tl.constexpr = not GATHER and not EACH  # two accumulators leave no registers to remember a tile in
     first_tile_here = tl.program_id(0)
     awaited = -1  # the chunk that was awaited last
-    # The word that counts the tile before this one. It becomes `word`, which may not be used before or in the loop over
-    # K: Triton (3.6 to 3.9) makes one loop of both, where what a tile hands on changes behind that loop if it is made
-    # there, and else at its first step. `tests/gemm_runs.py` checks what comes of it.
+    # The word that counts the tile before this one. It becomes `word`, which a scatter may not use before or in the
+    # loop over K: Triton (3.6 to 3.9) makes one loop of both, where what a tile hands on changes behind that loop if it
+    # is made there, and else at its first step. `tests/gemm_runs.py` checks what comes of it.
     unpublished = words
     for tile in tl.range(first_tile_here, per_rank * world, PROGRAMS, flatten=True):
         step = tile // per_rank
