@@ -123,40 +123,41 @@ def gemm_program(call: Call, program: int) -> Steps:
     tiles_q = ceil(call.inner / call.BM)
     widths = [call.arguments[f"n{i}"] for i in range(call.COUNT if call.GATHER else 1)]
     columns = [(i, col) for i, width in enumerate(widths) for col in range(0, width, call.BN)]
-    per_rank = call.outer * tiles_q * len(columns)
-    awaited = unpublished = None
-    for tile in range(program, per_rank * call.world, call.PROGRAMS):
-        step = tile // per_rank
-        peer = (call.rank + step + (not call.GATHER)) % call.world
-        chunk_tiles, group = call.chunk_tiles, call.GROUP_M
-        if not call.GATHER:
-            chunk_tiles = call.own_tiles if peer == call.rank else chunk_tiles
-            group = min(group, chunk_tiles)
-        tile_m, tile_n = _tile_of(tile % per_rank, call.outer * tiles_q, len(columns), group)
+    count = call.outer * tiles_q * len(columns) * call.world
+    tiles = [_tile_of(call, tile, call.outer * tiles_q, len(columns)) for tile in range(program, count, call.PROGRAMS)]
+    awaited, counter, made, due = -1, None, 0, 0  # made: tiles of this chunk; due: of the one before, to be counted
+    for number, (step, peer, tile_m, tile_n, chunk) in enumerate(tiles):
         p, q = tile_m // tiles_q, tile_m % tiles_q * call.BM
-        index = peer * call.CHUNKS + tile_m // chunk_tiles
-        word = int32(call.arguments["words"] + index * 4)
+        word = int32(call.arguments["words"] + chunk * 4)
         rows = slice(q, q + call.BM)
         if call.GATHER:
-            if index != awaited and not (call.OWN and step == 0):
+            if chunk != awaited and not (call.OWN and step == 0):
                 yield reached(word, call.value)
-            awaited = index
+            awaited = chunk
             yield from _gathered_tile(call, step, peer, p, rows, *columns[tile_n])
-        else:
-            yield from _scattered_tile(call, peer, p, rows, columns[tile_n][1], unpublished)
-            unpublished = word
-            if call.COUNT > 1 and call.A_SCALE:
-                word.value, unpublished = word.value + 1, None
-    if unpublished is not None:
-        unpublished.value += 1
+            continue
+        yield from _scattered_tile(call, peer, p, rows, columns[tile_n][1], counter, due)
+        made, due, counter = made + 1, 0, word
+        if number + 1 == len(tiles) or tiles[number + 1][-1] != chunk:
+            made, due = 0, made
+        if call.COUNT > 1 and call.A_SCALE:
+            word.value, due = word.value + due, 0
+    if due:
+        counter.value += due
     if call.OWN and call.is_last():
         call.words("words").zero_()
 
 
-def _tile_of(index: int, tiles_m: int, tiles_n: int, group: int) -> tuple[int, int]:
+def _tile_of(call: Call, tile: int, tiles_m: int, tiles_n: int) -> tuple[int, int, int, int, int]:
+    """(step, rank, row tile, column tile, chunk)."""
+    step, index = divmod(tile, tiles_m * tiles_n)
+    peer = (call.rank + step + (not call.GATHER)) % call.world
+    chunk_tiles = call.own_tiles if peer == call.rank and not call.GATHER else call.chunk_tiles
+    group = call.GROUP_M if call.GATHER else min(call.GROUP_M, chunk_tiles)
     first, rest = index // (group * tiles_n) * group, index % (group * tiles_n)
     height = min(tiles_m - first, group)
-    return first + rest % height, rest // height
+    tile_m = first + rest % height
+    return step, peer, tile_m, rest // height, peer * call.CHUNKS + tile_m // chunk_tiles
 
 
 def _gathered_tile(call: Call, step: int, peer: int, p: int, rows: slice, i: int, col: int) -> Steps:
@@ -178,8 +179,8 @@ def _gathered_tile(call: Call, step: int, peer: int, p: int, rows: slice, i: int
     yield from _store(call, f"c{i}", block, rows, columns, acc)
 
 
-def _scattered_tile(call: Call, peer: int, p: int, rows: slice, col: int, unpublished: Any) -> Steps:
-    """The tile before is published before this one is stored."""
+def _scattered_tile(call: Call, peer: int, p: int, rows: slice, col: int, counter: Any, due: int) -> Steps:
+    """Before it is stored, `due` tiles of the chunk before are counted."""
     block, columns = p * call.world + peer, slice(col, col + call.BN)
     total = torch.zeros(())
     assert call.COUNT == 1 or not call.BIAS
@@ -189,8 +190,8 @@ def _scattered_tile(call: Call, peer: int, p: int, rows: slice, col: int, unpubl
         total = total + _finish(
             call, found.float() @ _weight(call, i)[:, columns], scale, block * call.inner + rows.start, i, col
         )
-    if unpublished is not None:
-        unpublished.value += 1
+    if due:
+        counter.value += due
     yield from _store(call, "c0", peer * call.outer + p, rows, columns, total)
 
 

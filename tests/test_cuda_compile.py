@@ -69,7 +69,8 @@ WIDE, NARROW = Tiles(128, 256, 64, warps=8, stages=4, split=2), Tiles(128, 128, 
 WIDE8, NARROW8 = replace(WIDE, block_k=128), replace(NARROW, block_k=128)
 NARROW_TO_FP32, NARROW8_TO_FP32 = replace(NARROW, stages=5), replace(NARROW8, stages=5)
 PRECISE8 = Tiles(128, 128, 256, warps=8, stages=3, imprecise=128)
-SUM8, PRECISE_SUM8 = replace(PRECISE8, imprecise=None), replace(PRECISE8, registers=224)
+PRECISE_SUM8 = replace(PRECISE8, registers=224)
+SUM8 = replace(PRECISE_SUM8, imprecise=None)
 PRECISE8_TO_FP32, SUM8_TO_FP32, PRECISE_SUM8_TO_FP32 = (
     replace(tiles, block_k=128, stages=4) for tiles in (PRECISE8, SUM8, PRECISE_SUM8)
 )
@@ -270,7 +271,7 @@ def block_coordinate(load: Instruction) -> set[str]:
 
 
 def check_publishing(ptx: Ptx, variant: Variant) -> None:
-    """A tile is stored in so many parts, and published later: among the products of the next one, or behind all.
+    """A tile is stored in so many parts, and published later: among products of a next one, or behind all.
 
     Or at once, where products are scaled before they are added.
     """
@@ -281,7 +282,7 @@ def check_publishing(ptx: Ptx, variant: Variant) -> None:
     )
     stored = "sc" * variant.tiles.split
     if len(variant.options.get("ks", "-")) > 1 and "scales" in variant.options:
-        assert re.fullmatch(f"(b|{stored}p)+", order)
+        assert re.fullmatch(f"(b|{stored}bp)+", order), "the branch is for a tile that is not the last of its chunk"
         return
     assert re.fullmatch(f"(b|{stored}(?!p)|p)+", order)
     assert stored in order
@@ -364,19 +365,21 @@ SCATTERS = BOTH | {
     "4": Variant({"ks": (512, 256, 256, 128)}, WIDE),
     "fp8-2": Variant({**TENSORWISE, "ks": (512, 256)}, SUM8),
     "fp8-4": Variant({**TENSORWISE, "ks": (512, 256, 256, 512)}, SUM8),
-    "fp8-2-precise": Variant({**TENSORWISE, "ks": (512, 256), "fast": False}, PRECISE_SUM8),
-    "rows-2": Variant({**ROWWISE, "ks": (512, 256)}, SUM8, 16),
+    "fp8-2-precise": Variant({**TENSORWISE, "ks": (512, 256), "fast": False}, PRECISE_SUM8, 8),
+    "rows-2": Variant({**ROWWISE, "ks": (512, 256)}, SUM8),
     "fp8-3-precise": Variant(
-        {**TENSORWISE, "ks": (256, 256, 512), "fast": False, "dtype": FP8_WIDE, "b_dtype": FP8}, PRECISE_SUM8
+        {**TENSORWISE, "ks": (256, 256, 512), "fast": False, "dtype": FP8_WIDE, "b_dtype": FP8}, PRECISE_SUM8, 8
     ),
-    "fp8-4-precise": Variant({**TENSORWISE, "ks": (512, 256, 256, 512), "fast": False}, PRECISE_SUM8, 32),
-    "fp8-2-precise-to-fp32": Variant({**TENSORWISE, "ks": (512, 256), "fast": False, **TO_FP32}, PRECISE_SUM8_TO_FP32),
-    "rows-2-to-fp32": Variant({**ROWWISE, "ks": (512, 256), **TO_FP32}, SUM8_TO_FP32, 16),
-    "rows-2-precise": Variant({**ROWWISE, "ks": (512, 256), "fast": False}, PRECISE_SUM8, 32),
-    "rows-3-precise": Variant({**ROWWISE, "ks": (256, 256, 512), "fast": False}, PRECISE_SUM8, 32),
-    "rows-4-precise": Variant({**ROWWISE, "ks": (512, 256, 256, 512), "fast": False}, PRECISE_SUM8, 96),
+    "fp8-4-precise": Variant({**TENSORWISE, "ks": (512, 256, 256, 512), "fast": False}, PRECISE_SUM8, 64),
+    "fp8-2-precise-to-fp32": Variant(
+        {**TENSORWISE, "ks": (512, 256), "fast": False, **TO_FP32}, PRECISE_SUM8_TO_FP32, 8
+    ),
+    "rows-2-to-fp32": Variant({**ROWWISE, "ks": (512, 256), **TO_FP32}, SUM8_TO_FP32),
+    "rows-2-precise": Variant({**ROWWISE, "ks": (512, 256), "fast": False}, PRECISE_SUM8, 48),
+    "rows-3-precise": Variant({**ROWWISE, "ks": (256, 256, 512), "fast": False}, PRECISE_SUM8, 48),
+    "rows-4-precise": Variant({**ROWWISE, "ks": (512, 256, 256, 512), "fast": False}, PRECISE_SUM8, 144),
     "rows-4-outer": Variant(
-        {**ROWWISE, "ks": (512, 256, 256, 512), "rows": (2, 512), "dim": 1, "out_dtype": torch.float16}, SUM8, 64
+        {**ROWWISE, "ks": (512, 256, 256, 512), "rows": (2, 512), "dim": 1, "out_dtype": torch.float16}, SUM8, 96
     ),
     "converted": Variant(CONVERTED, WIDE),
     "converted-fp8": Variant({**TENSORWISE, **CONVERTED}, WIDE8),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 from math import ceil
 from typing import Any
 from unittest import mock
@@ -165,6 +165,7 @@ SHAPES: list[dict[str, Any]] = [
 SCATTERS = [Gemm(False, **shape) for shape in SHAPES] + [
     Gemm(False, ks=(32, 64)),
     Gemm(False, ks=(32, 64), scaled=True),
+    Gemm(False, ks=(32, 64), scaled=True, rank=0, world=2, inner=64, programs=16),  # as many as there are tiles
     Gemm(False, ks=(64,), scaled=True, programs=5),
 ]
 GATHERS = [Gemm(True, inbox=inbox, **shape) for shape in SHAPES for inbox in (False, True)] + [
@@ -183,25 +184,23 @@ def stored(programs: dict[int, list[Event]]) -> Counter[Any]:
 
 
 def check_counts(call: Gemm, events: list[Event]) -> None:
-    """Of one program: each tile once, not before it is stored, and, where it can be, among the next one's products."""
+    """Of one program: its tiles of a chunk together, behind all of them, among the next products where it can be."""
+    assert not [event for event in events if event[0] == "wait"], "the GEMM of a scatter waits for nothing"
+    words = [call.word(*event[1][:2]) for event in events if event[0] == "store"]
+    runs = [(word, len(list(same))) for word, same in groupby(words)]
     at_once = call.scaled and len(call.ks) > 1
-    last_store = max((at for at, event in enumerate(events) if event[0] == "store"), default=-1)
-    uncounted: list[int] = []  # words of tiles that are stored
-    products = 0  # since the last store
-    for at, event in enumerate(events):
-        assert event[0] != "wait", "the GEMM of a scatter waits for nothing"
+    uncounted = products = 0  # tiles, and products since the last one was stored
+    for event in events:
         if event[0] == "multiply":
             products += 1
         elif event[0] == "store":
-            uncounted.append(call.word(*event[1][:2]))
-            products = 0
-        else:
-            _, word, many = event
-            assert many in (0, 1)
-            if many:
-                assert uncounted.pop(0) == word
-            assert products == (0 if at_once or at > last_store else min(3, call.steps))
-    assert uncounted == []
+            uncounted, products = uncounted + 1, 0
+        elif event[2]:
+            assert (event[1], event[2]) == runs.pop(0)
+            assert event[2] == uncounted
+            assert products == (0 if at_once or not runs else min(3, call.steps))
+            uncounted = 0
+    assert runs == []
 
 
 def check_waits(call: Gemm, events: list[Event]) -> None:
@@ -229,7 +228,7 @@ def check_waits(call: Gemm, events: list[Event]) -> None:
 @pytest.mark.parametrize(
     ("calls", "check"),
     [
-        pytest.param(SCATTERS, check_counts, id="a scatter counts each tile behind its store"),
+        pytest.param(SCATTERS, check_counts, id="a scatter counts its tiles of a chunk behind their stores"),
         pytest.param(GATHERS, check_waits, id="a gather awaits the chunk of each tile"),
     ],
 )

@@ -5,9 +5,9 @@
     scatter   for each destination, own last:   Σ A @ B → staging[destination] → publish(chunk)
 
 One flat loop over tiles (`flatten=True`: the loads of the next tile start while this one is stored). What would hold it
-up is done when it costs nothing: a chunk is awaited once, not by each of its tiles, and a tile is published some steps
-into the next one, when its stores are over. It sees A and C as blocks of rows and never names a rank's data by a row
-number:
+up is done seldom, and when it costs least: a CTA awaits a chunk once, not for each of its tiles, and publishes its
+tiles of a chunk together, some steps into the first tile of another one, when their stores are over. It sees A and C as
+blocks of rows and never names a rank's data by a row number:
 
     A, C: [blocks, Q, columns]      block p * W + r holds rank r's Q rows of outer index p
 
@@ -86,17 +86,19 @@ else:
     def publish(counter: tl.tensor, count: tl.tensor) -> None:
         """Add `count` to the int32 at `counter` once every TMA store of this CTA so far is visible to this GPU.
 
-        0 leaves it alone.
+        0 does nothing, and waits for nothing.
         """
         tl.inline_asm_elementwise(
             """{
-                .reg .pred p; .reg .u32 t;
+                .reg .pred p, q; .reg .u32 t;
+                setp.eq.s32 q, $2, 0;
+                @q bra.uni NOTHING;
                 cp.async.bulk.wait_group 0;
                 bar.sync 0;
                 mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
-                setp.ne.and.s32 p, $2, 0, p;
                 @p fence.proxy.async;
                 @p red.release.gpu.global.add.u32 [$1], $2;
+              NOTHING:
                 mov.u32 $0, 0; }""",
             "=r,l,r",
             [counter, count],
@@ -106,8 +108,8 @@ else:
         )
 
 
-#: a tile is published among the products of the next one, behind so many steps over K more than one: by then its stores
-#: are over
+#: tiles are published among the products of the next one, behind so many steps over K more than one: by then their
+#: stores are over
 LATE = tl.constexpr(2)
 
 
@@ -118,12 +120,37 @@ def stamp(done_ptr: tl.tensor, tile: tl.tensor, NUMBER: tl.constexpr, value: tl.
 
 
 @triton.jit
-def tile_of(index: tl.tensor, tiles_m: tl.tensor, tiles_n: tl.tensor, group: tl.tensor) -> tuple:
-    """(row tile, column tile) number `index`: columns of `group` row tiles, so that neighbours share A and B."""
+def tile_of(
+    tile: tl.tensor,
+    tiles_m: tl.tensor,
+    tiles_n: tl.tensor,
+    rank: tl.tensor,
+    world: tl.tensor,
+    chunk_tiles: tl.tensor,
+    own_tiles: tl.tensor,
+    GATHER: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUP_M: tl.constexpr,
+) -> tuple:
+    """(step, rank whose rows it is of, row tile, column tile, number of its chunk's word) of tile number `tile`.
+
+    A gather's steps begin with the own rows, a scatter's end with them. Of one rank's tiles columns of `GROUP_M` row
+    tiles come one after the other, so that neighbours share A and B; chunks of own rows that are no longer than that
+    come whole, since the last one is left to reduce at the end.
+    """
+    per_rank = tiles_m * tiles_n
+    step = tile // per_rank
+    peer = (rank + step + (0 if GATHER else 1)) % world
+    group = GROUP_M
+    if not GATHER:
+        chunk_tiles = tl.where(step == world - 1, own_tiles, chunk_tiles)
+        group = tl.minimum(GROUP_M, chunk_tiles)
     per_group = group * tiles_n
-    first = (index // per_group) * group
+    first = (tile % per_rank) // per_group * group
     height = tl.minimum(tiles_m - first, group)
-    return first + (index % per_group) % height, (index % per_group) // height
+    within = (tile % per_rank) % per_group
+    tile_m = first + within % height
+    return step, peer, tile_m, within // height, peer * CHUNKS + tile_m // chunk_tiles
 
 
 @triton.jit
@@ -282,33 +309,25 @@ def gemm_kernel(
         end = e4
     tiles_n = end
     steps_k = tl.cdiv(k0, BK)
-    first_step = 0
     if not GATHER:
         tiles_n = tl.cdiv(n0, BN)
         steps_k = end
-        first_step = 1
-    per_rank = tiles_m * tiles_n
+    tiles = tiles_m * tiles_n * world
     EACH: tl.constexpr = not GATHER and COUNT > 1 and A_SCALE > 0  # products are scaled before they are added
-    LATER: tl.constexpr = not GATHER and not EACH  # two accumulators leave no registers to remember a tile in
-    first_tile_here = tl.program_id(0)
+    LATER: tl.constexpr = not GATHER and not EACH  # two accumulators leave no registers to remember a chunk in
     awaited = -1  # the chunk that was awaited last
-    # The word that counts the tile before this one. It becomes `word`, which a scatter may not use before or in the
-    # loop over K: Triton (3.6 to 3.9) makes one loop of both, where what a tile hands on changes behind that loop if it
-    # is made there, and else at its first step. `tests/gemm_runs.py` checks what comes of it.
-    unpublished = words
-    for tile in tl.range(first_tile_here, per_rank * world, PROGRAMS, flatten=True):
-        step = tile // per_rank
-        peer = (rank + first_step + step) % world
-        tiles_of_chunk = chunk_tiles
-        group = GROUP_M
-        if not GATHER:  # own chunks of at most GROUP_M come one after the other: the last is left to reduce at the end
-            tiles_of_chunk = tl.where(step == world - 1, own_tiles, chunk_tiles)
-            group = tl.minimum(GROUP_M, tiles_of_chunk)
-        tile_m, tile_n = tile_of(tile % per_rank, tiles_m, tiles_n, group)
+    # One more than the chunk of the tile before this one, and how many tiles of that are made here and not counted.
+    # Triton (3.6 to 3.9) makes one loop of this and of that over K, where what a tile hands on, and is made before that
+    # over K, changes at its first step already. So it is made behind it; `tests/gemm_runs.py` checks what comes of it.
+    behind = 0
+    uncounted = 0
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        step, peer, tile_m, tile_n, chunk = tile_of(
+            tile, tiles_m, tiles_n, rank, world, chunk_tiles, own_tiles, GATHER, CHUNKS, GROUP_M
+        )
         p = tile_m // tiles_q
         q = (tile_m % tiles_q) * BM
         block = p * world + peer
-        word = words + peer * CHUNKS + tile_m // tiles_of_chunk
         if STAMPS:
             stamp(done_ptr, tile, 0, clock_ns())
 
@@ -337,7 +356,6 @@ def gemm_kernel(
                     c = c3
                     n = n3
                     first_tile = e3
-            chunk = peer * CHUNKS + tile_m // chunk_tiles
             known = chunk == awaited
             awaited = chunk
             if OWN:
@@ -348,7 +366,7 @@ def gemm_kernel(
                     a_block = block
                     if INBOX:
                         a_block = tl.where(peer > rank, peer - 1, peer) * outer + p
-            a_block += await_word(word, value, known.to(tl.int32))
+            a_block += await_word(words + chunk, value, known.to(tl.int32))
         if STAMPS:
             stamp(done_ptr, tile, 1, clock_ns())
         col = (tile_n - first_tile) * BN
@@ -392,7 +410,7 @@ def gemm_kernel(
             acc = multiply(a_tile, b_tile, acc, B_K_MAJOR, IMPRECISE)
             if LATER:
                 if step_k == tl.minimum(LATE, steps_k - 1):
-                    publish(unpublished, tl.where(tile == first_tile_here, 0, 1))
+                    publish(words + behind - 1, tl.where(chunk == behind - 1, 0, uncounted))
             if EACH:
                 ended = step_k + 1
                 if (ended == e1) | (ended == e2) | (ended == e3) | (ended == e4):
@@ -437,15 +455,20 @@ def gemm_kernel(
         if not GATHER:
             c_block = peer * outer + p
         if LATER:
-            unpublished = word
+            uncounted = tl.where(chunk == behind - 1, uncounted, 0) + 1
+            behind = chunk + 1
         store_tile(c, c_block, q, col, acc, OUT, BM, BN, SPLIT)
         if EACH:
-            publish(word, 1)
+            after = tile + PROGRAMS
+            following = tile_of(after, tiles_m, tiles_n, rank, world, chunk_tiles, own_tiles, GATHER, CHUNKS, GROUP_M)
+            stays = (chunk == following[4]) & (after < tiles)
+            publish(words + chunk, tl.where(stays, 0, uncounted + 1))
+            uncounted = tl.where(stays, uncounted + 1, 0)
         if STAMPS:
             stamp(done_ptr, tile, 2, clock_ns())
             stamp(done_ptr, tile, 3, tl.program_id(0) if INTERPRETED else tl.extra.cuda.smid())
     if LATER:
-        publish(unpublished, tl.where(first_tile_here < per_rank * world, 1, 0))
+        publish(words + behind - 1, uncounted)
     if OWN:
         # every program is done with the words: leave them cleared for the next call
         tl.debug_barrier()

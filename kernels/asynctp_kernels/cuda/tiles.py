@@ -64,7 +64,7 @@ def tiles_for(
     block_k = 128 if fp8 else 64
     if fp8 and (precise_sums or several):
         depth, stages = (256, 3) if out_itemsize == 2 else (128, 4)
-        bound, registers = 128 if precise_sums else None, 224 if precise_sums and several else 200
+        bound, registers = 128 if precise_sums else None, 224 if several else 200
         return Tiles(128, 128, depth, warps=8, stages=stages, imprecise=bound, registers=registers)
     large = waves(rows, columns, 128, 256, programs)
     small = waves(rows, columns, 128, 128, programs)

@@ -1,0 +1,165 @@
+"""The GEMM of `fused` by itself on one GPU, beside cuBLAS: words are preset, nothing moves.
+
+    python tests/gpu/gemm.py [RANKS]        (4 by default)
+
+As a rank among RANKS runs it, with the rows of all of them, on the benchmark's shapes where the grid is two waves of
+tiles or more. A gather's awaits a word a rank, as `async_input_matmul`'s does; a scatter's counts its tiles. Each is
+checked first, by the norm of what differs from cuBLAS; then CUDA graphs of calls, in turns, medians. One JSON line a
+shape: microseconds, and `ratio`, cuBLAS' time / the GEMM's; last the least ratio and the geometric mean of each kind.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from asynctp_kernels.compat import scaled_mm
+from asynctp_kernels.cuda.gemm import MAX_OPERANDS, b_descriptor, prepare_gemm
+from asynctp_kernels.cuda.launch import Tma, describe, grid
+from asynctp_kernels.cuda.memory import MAX_OWN
+from asynctp_kernels.cuda.tiles import cut, cut_own, tiles_for, waves
+from torch import Tensor
+
+GATHERS = ((8192, 2560), (8192, 14336), (4096, 7168), (8192, 3584))
+SCATTERS = ((2048, 8192), (7168, 8192), (3584, 4096))
+ROWS = (2048, 4096, 8192, 16384)
+CALLS, ROUNDS = 10, 15
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    kind: str
+    m: int
+    k: int
+    n: int
+
+
+@dataclass
+class Made:
+    """run: the GEMM, into `out`. words: what it counts in; tiles: how many it has."""
+
+    run: Callable[[], None]
+    out: Tensor
+    words: Tensor
+    tiles: int
+
+
+def waves_of(case: Case, programs: int) -> int:
+    tiles = tiles_for(torch.bfloat16 if case.kind == "bf16" else FP8, False, case.m, case.n, programs)
+    return waves(case.m, case.n, tiles.block_m, tiles.block_n, programs)
+
+
+def make(case: Case, world: int, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor] | None) -> Made:
+    """As the plans of gathers and scatters do."""
+    inner, programs = case.m // world, torch.cuda.get_device_properties(0).multi_processor_count
+    tiles = tiles_for(a.dtype, False, case.m, case.n, programs)
+    chunks = cut(1, inner, tiles.block_m, 4 if world == 2 else 2)
+    gathers = case.op == "gather"
+    if not gathers:
+        tiles = replace(tiles, group_m=min(tiles.group_m, chunks.tiles))
+    own = cut_own(chunks, 1, inner, tiles.block_m, tiles.group_m)
+    row_tiles = -(-inner // tiles.block_m)
+    height = row_tiles if gathers else chunks.tiles
+    out = torch.empty(world, inner, case.n, dtype=torch.bfloat16, device="cuda")
+    words = torch.full((world * MAX_OWN,), int(gathers), dtype=torch.int32, device="cuda")
+    unused = torch.zeros(4, dtype=torch.int32, device="cuda")
+    a_like = describe(a, [world, inner, case.k], [inner * case.k, case.k, 1], [1, tiles.block_m, tiles.block_k])
+    b_like = b_descriptor(b, tiles)
+    c_like = describe(out, [world, inner, case.n], [inner * case.n, case.n, 1], tiles.stored)
+    a_scale, b_scale = scales or (unused, unused)
+    padding = [None] * (MAX_OPERANDS - 1)
+    numbers = [1, inner, case.k, 0, 0, 0, case.n, 0, 0, 0, 0, world, height, own.tiles, 1]
+    scale_modes = (0, 0) if scales is None else (min(a_scale.numel(), 2), min(b_scale.numel(), 2))
+    count = case.m // world // tiles.block_m * world * -(-case.n // tiles.block_n)
+    launch = prepare_gemm(
+        [a_like, *padding, b_like, *padding, c_like, *padding, *[a_scale] * 4, *[b_scale] * 4, *[unused] * 4,
+         words, unused, *numbers],
+        grid(count, programs), tiles, [b], None, scale_modes, torch.bfloat16, gathers, async_input=gathers,
+    )  # fmt: skip
+    given: list[Any] = [
+        Tma(a_like, a.data_ptr()), *padding, Tma(b_like, b.data_ptr()), *padding, Tma(c_like, out.data_ptr()), *padding,
+        *[a_scale.data_ptr()] * 4, *[b_scale.data_ptr()] * 4, *[unused.data_ptr()] * 4,
+        words.data_ptr(), unused.data_ptr(), *numbers,
+    ]  # fmt: skip
+    return Made(lambda: launch(torch.cuda.current_stream().cuda_stream, given), out.view(case.m, case.n), words, count)
+
+
+def measure(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Microseconds of a call."""
+    graphs = {}
+    for name, function in functions.items():
+        function()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for _ in range(CALLS):
+                function()
+        graphs[name].replay()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    draw = random.Random(0)
+    for _ in range(ROUNDS):
+        for name in draw.sample(list(functions), len(functions)):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            graphs[name].replay()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e3 / CALLS)
+    return {name: round(statistics.median(found), 1) for name, found in times.items()}
+
+
+def run(case: Case, world: int) -> dict[str, Any]:
+    dtype = torch.bfloat16 if case.kind == "bf16" else FP8
+    a = (torch.randn(case.m, case.k, device="cuda") / 4).to(dtype)
+    b = (torch.randn(case.n, case.k, device="cuda") / 4).to(dtype).t()
+    rows, cols = ((case.m, 1), (1, case.n)) if case.kind == "fp8-rowwise" else ((), ())
+    scales = None if case.kind == "bf16" else (torch.rand(rows, device="cuda") + 0.5, torch.rand(cols, device="cuda"))
+    made = make(case, world, a, b, scales)
+    wanted = torch.empty_like(made.out)
+
+    def cublas() -> None:
+        if scales is None:
+            torch.mm(a, b, out=wanted)
+        else:
+            scaled_mm(a, b, *scales, None, torch.bfloat16, True, out=wanted)
+
+    made.run()
+    cublas()
+    torch.cuda.synchronize()
+    error = ((made.out.float() - wanted.float()).norm() / wanted.float().norm()).item()
+    right = error < 0.01 and (case.op == "gather" or int(made.words.sum()) == made.tiles)
+    if not right:
+        raise SystemExit(f"{case} is wrong: error {error:g}, {int(made.words.sum())} of {made.tiles} tiles counted")
+    found = measure({"gemm": made.run, "cublas": cublas})
+    return {**found, "ratio": round(found["cublas"] / found["gemm"], 3), "error": round(error, 5)}
+
+
+def main() -> None:
+    world = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+    properties = torch.cuda.get_device_properties(0)
+    print(json.dumps({"gpu": properties.name, "ranks": world, "torch": torch.__version__}), flush=True)
+    shapes = [("gather", *shape) for shape in GATHERS] + [("scatter", *shape) for shape in SCATTERS]
+    ratios: dict[str, list[float]] = {}
+    for kind in ("bf16", "fp8", "fp8-rowwise"):
+        for op, k, n in shapes:
+            for m in ROWS:
+                case = Case(op, kind, m, k, n)
+                if waves_of(case, properties.multi_processor_count) < 2:
+                    continue
+                found = run(case, world)
+                print(json.dumps({"case": f"{op} {kind} {m} x {k} x {n}", **found}), flush=True)
+                ratios.setdefault(f"{op} {kind}", []).append(found["ratio"])
+    print(json.dumps({name: [min(of), round(statistics.geometric_mean(of), 3)] for name, of in ratios.items()}))
+
+
+if __name__ == "__main__":
+    main()
