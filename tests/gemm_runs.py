@@ -11,12 +11,19 @@ from math import ceil
 from typing import Any
 
 from cuda_stubs import Prepared
-from lowered import Event, Products, parse
+from lowered import Event, Place, Polynomial, monomial, parse
 
 Tile = tuple[int, int, int, int]  # rank, row tile of that rank's, number of the product, column
 
 
 Part = tuple[Tile, int]  # of its columns
+
+
+def _scale(name: str, mode: int, places: tuple[int, int]) -> list[Any]:
+    """What is read of a scale: nothing, one number, or those of rows or columns."""
+    if mode == 0:
+        return []
+    return [(name, 0, None) if mode == 1 else (name, *places)]
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ RUNS = (
 )
 MORE = (0, 2, 1, 4)  # tiles of columns, or steps, of each product or pair
 VALUE = 3  # of a word that is awaited
+WORDS = 8  # ranks that there are words for
+DONE = -1  # where programs that are done are counted
 
 
 class Gemm:
@@ -79,9 +88,14 @@ class Gemm:
     def __getitem__(self, name: str) -> Any:
         return self.constants[name]
 
-    def arguments(self) -> list[int | str]:
+    @property
+    def prefetches(self) -> bool:
+        """Scales of columns are prefetched."""
+        return not self["GATHER"] and (self["COUNT"] == 1 or self["A_SCALE"] == 0)
+
+    def arguments(self) -> list[Any]:
         """As `lowered.Kernel` takes them: `words` is at 0, so that words have their numbers."""
-        found: list[int | str] = []
+        found: list[Any] = []
         for name, argument in zip(self.prepared.names, self.prepared.args, strict=True):
             if argument is None:
                 continue
@@ -90,7 +104,7 @@ class Gemm:
             elif isinstance(argument, int):
                 found.append(self.numbers[name])
             else:
-                found.append(0 if name == "words" else 1 << 20)
+                found.append({"words": 0, "done_ptr": DONE}.get(name, Place(name)))
         return found
 
     def parts(self) -> Iterator[Part]:
@@ -109,22 +123,32 @@ class Gemm:
         assert part == (half or 0), "a half is stored as the other"
         return (peer, p * self.tiles_q + row // self["BM"], int(c[1]), col - col % self["BN"]), part
 
-    def products(self, tile: Tile) -> Products:
-        """What a tile is the sum of."""
+    def wanted(self, tile: Tile) -> Polynomial:
+        """What a tile has to be."""
         peer, row_tile, number, col = tile
         p, row = row_tile // self.tiles_q, row_tile % self.tiles_q * self["BM"]
-        pairs = [("a0", p * self.run.world + peer, f"b{number}")]
-        if not self["GATHER"]:
-            pairs = [(f"a{i}", p * self.run.world + peer, f"b{i}") for i in range(self["COUNT"])]
-        elif self["OWN"]:
+        block = p * self.run.world + peer
+        rows = (block * self.run.inner + row, self.run.inner - row)
+        cols = (col, self.numbers[f"n{number}"] - col)
+        a_names, a_scales = [f"a{i}" for i in range(len(self.steps))], [f"a_scale{i}" for i in range(len(self.steps))]
+        of_b = [number] if self["GATHER"] else range(self["COUNT"])
+        if self["OWN"]:
+            others = peer != self.run.rank
             slot = (peer - (peer > self.run.rank)) * self.run.outer + p
-            others = ("a1", slot if self["INBOX"] else p * self.run.world + peer, f"b{number}")
-            pairs = [("a0", p, f"b{number}") if peer == self.run.rank else others]
-        return Counter(
-            ((a, (block, row, at)), (b, (col, at) if self["B_K_MAJOR"] else (at, col)))
-            for (a, block, b), steps in zip(pairs, self.steps, strict=True)
-            for at in range(0, steps * self["BK"], self["BK"])
-        )
+            block = (slot if self["INBOX"] else block) if others else p
+            a_names = ["a1" if others else "a0"]
+            if self["SCALE_TRAVELS"]:
+                a_scales = ["a_scale1" if others else "a_scale0"]
+                rows = (block * self.run.inner + row, self.run.inner - row)
+        found: Polynomial = Counter()
+        for a, a_scale, i, steps in zip(a_names, a_scales, of_b, self.steps, strict=True):
+            scales = _scale(a_scale, self["A_SCALE"], rows) + _scale(f"s{i}", self["B_SCALE"], cols)
+            for at in range(0, steps * self["BK"], self["BK"]):
+                b_place = (f"b{i}", (col, at) if self["B_K_MAJOR"] else (at, col))
+                found[monomial(("product", (a, (block, row, at)), b_place), *scales)] += 1
+        if self["BIAS"]:
+            found[monomial((f"z{number}", *cols))] += 1
+        return found
 
     def word(self, peer: int, row_tile: int) -> int:
         """The number of the word of a tile's chunk."""
@@ -133,8 +157,13 @@ class Gemm:
         return int(peer * self["CHUNKS"] + row_tile // height)
 
     def awaited(self, event: Event) -> int | None:
-        """The word that a load of A comes behind, if any."""
-        _, name, (block, row, _) = event
+        """The word that a load, or read, of what was gathered comes behind, if any."""
+        if not self["GATHER"] or event[0] not in ("load", "read") or event[1][0] != "a":
+            return None
+        name = event[1]
+        block, row = event[2][:2] if event[0] == "load" else divmod(event[2], self.run.inner)
+        if event[0] == "read" and name != "a_scale1":
+            return None
         if self["OWN"] and name == "a0":
             return None
         if self["INBOX"]:
@@ -144,18 +173,18 @@ class Gemm:
             p, peer = divmod(block, self.run.world)
         return self.word(peer, p * self.tiles_q + row // self["BM"])
 
-    def check(self, events: list[Event]) -> Counter[Part]:
+    def check(self, program: int, events: list[Event]) -> Counter[Part]:
         """Of one program: each event comes behind what it needs. Gives what it has stored."""
         found, products = Counter[Part](), 0
-        uncounted, awaited = Counter[int](), set[int]()
+        uncounted, awaited, prefetched = Counter[int](), set[int](), set[Any]()
         for event in events:
             if event[0] == "store":
                 tile, part = self.stored(event)
-                assert event[3] == self.products(tile), "a tile is the sum of other products"
+                assert event[3] == self.wanted(tile), "a tile is something else"
                 found[tile, part] += 1
                 if part + 1 == self["SPLIT"]:
                     assert all(found[tile, each] for each in range(part)), "the last part comes before others"
-                    products += event[3].total()
+                    products += sum(self.steps)
                     uncounted[self.word(*tile[:2])] += 1
             elif event[0] == "count":
                 assert not self["GATHER"], "a gather counts"
@@ -169,12 +198,23 @@ class Gemm:
                     assert word not in awaited, "a chunk is awaited twice"
                     assert not self["OWN"] or word // self["CHUNKS"] != self.run.rank, "own rows are awaited"
                     awaited.add(word)
-            elif event[0] == "load" and event[1].startswith("a") and self["GATHER"]:
-                needed = self.awaited(event)
-                assert needed is None or needed in awaited, "rows are loaded before they are awaited"
+            elif event[0] == "prefetch":
+                prefetched.add(event[1:])
+            elif event[0] == "read" and event[1] == "s0" and event[3] is not None and self.prefetches:
+                assert event[1:] in prefetched, "another scale is prefetched"
+            elif (needed := self.awaited(event)) is not None:
+                assert needed in awaited, "rows are loaded before they are awaited"
         assert self["GATHER"] or not +uncounted, "a tile is never counted"
         assert events.count(("multiply",)) == products, "something is multiplied twice, or for nothing"
+        self.check_cleared(program, events)
         return found
+
+    def check_cleared(self, program: int, events: list[Event]) -> None:
+        """The last program leaves words and the count of programs cleared, behind all else; if they are the call's."""
+        last = self["OWN"] and program == self["PROGRAMS"] - 1
+        cleared = [("set", DONE, 1, 0), ("set", 0, WORDS * self["CHUNKS"], 0)] if last else []
+        assert [event for event in events if event[0] == "set"] == cleared, "words are not cleared, or the caller's are"
+        assert events[len(events) - len(cleared) :] == cleared, "words are cleared before the last is awaited"
 
 
 def check_runs(prepared: Prepared, ttgir: str) -> None:
@@ -185,6 +225,6 @@ def check_runs(prepared: Prepared, ttgir: str) -> None:
         arguments = gemm.arguments()
         found = Counter[Part]()
         for program in range(gemm["PROGRAMS"]):
-            found += gemm.check(kernel.run(program, arguments))
+            found += gemm.check(program, kernel.run(program, arguments))
         wanted = Counter(gemm.parts())
         assert found == wanted, f"missing: {wanted - found}, too many: {found - wanted}"

@@ -1,18 +1,20 @@
 """A kernel as Triton has lowered it (its TTGIR: loops fused and pipelined), run program by program on symbols.
 
-Integers are computed. A tensor is the products that went into it, as often as they did; a product is a pair of places
-in what TMA descriptors describe. What a program does is a list of events, in their order:
+Integers are computed. A tensor of floats is a polynomial over what went into it: products of two places in what TMA
+descriptors describe, and what was loaded by pointer. What a program does is a list of events, in their order:
 
-    ("load", descriptor, place)                    a tile is asked for
+    ("load", descriptor, place)                   a tile is asked for
+    ("read", name, first, left)                   numbers are loaded by pointer, `left` of them from the first on
     ("multiply",)
-    ("store", descriptor, place, products, half)   a tile, or the half of one that `tl.split` gave, goes out
-    ("wait", word, value, known)                   `await_word`
-    ("count", word, number)                        `publish`
+    ("store", descriptor, place, tensor, half)    a tile, or the half of one that `tl.split` gave, goes out
+    ("wait", word, value, known)                  `await_word`
+    ("count", word, number)                       `publish`
+    ("prefetch", name, first, left)               as "read", but that nothing waits for it
+    ("set", first, how many, value)               integers are stored by pointer
 
 The interpreter cannot show this: it runs the kernel's source, and what Triton makes of loops is what is in question.
-The rest is taken as given: what is asked for is there, what is stored is stored, and barriers, layouts and memory order
-are Triton's; numbers that are loaded by pointer (scales, biases) and masks have no symbols; of the programs none is the
-last to be done, which clears words.
+The rest is taken as given: what is asked for is there, what is stored is stored, and barriers, layouts, rounding and
+memory order are Triton's. Programs are done in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -25,15 +27,69 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 Event = tuple[Any, ...]
-Products = Counter[tuple[Any, Any]]
+#: a sum: how often each product of symbols is in it, these in the order of what `repr` makes of them
+Polynomial = Counter[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """half: 0 or 1, of a tensor that was split."""
+    """Floats, of any shape. half: 0 or 1, of a tensor that was split."""
 
-    products: Products = field(default_factory=Counter)
+    sum: Polynomial = field(default_factory=Counter)
     half: int | None = None
+
+    def __add__(self, other: Tensor) -> Tensor:
+        return Tensor(self.sum + other.sum, self._half_with(other))
+
+    def __mul__(self, other: Tensor) -> Tensor:
+        pairs = itertools.product(self.sum.items(), other.sum.items())
+        found: Polynomial = Counter()
+        for (ours, many), (theirs, more) in pairs:
+            found[monomial(*ours, *theirs)] += many * more
+        return Tensor(found, self._half_with(other))
+
+    def _half_with(self, other: Tensor) -> int | None:
+        halves = {self.half, other.half} - {None}
+        assert len(halves) <= 1, "different halves are combined"
+        return next(iter(halves), None)
+
+
+def monomial(*symbols: Any) -> tuple[Any, ...]:
+    return tuple(sorted(symbols, key=repr))
+
+
+@dataclass(frozen=True)
+class Range:
+    """A tensor of integers that follow each other."""
+
+    first: int
+    size: int
+
+    def __add__(self, other: int) -> Range:
+        return replace(self, first=self.first + other)
+
+    __radd__ = __add__
+
+
+@dataclass(frozen=True)
+class Place:
+    """An address, or a tensor of such: so many elements behind a pointer that was given."""
+
+    name: str
+    at: int | Range = 0
+
+    def __add__(self, other: int | Range) -> Place:
+        if isinstance(other, int):
+            return Place(self.name, self.at + other)
+        assert isinstance(self.at, int)
+        return Place(self.name, other + self.at)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Of a `Range`: true up to here, without it."""
+
+    left: int
 
 
 _NAME = r"%[\w.$-]+(?:#\d+)?"
@@ -62,14 +118,14 @@ _INTEGERS: dict[str, Callable[[int, int], int]] = {
     "arith.xori": lambda a, b: a ^ b,
     "tt.addptr": lambda a, b: a + b,  # in elements
 }
-#: what gives the products of all its operands
-_ELEMENTWISE = {
-    *("tt.reshape", "tt.trans", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.make_range", "tt.load"),
-    *("arith.truncf", "arith.extf", "arith.mulf", "arith.addf", "arith.cmpi", "arith.select", "ttg.convert_layout"),
+#: what changes no number
+_UNCHANGED = {
+    *("tt.reshape", "tt.trans", "tt.splat", "tt.broadcast", "tt.expand_dims"),
+    *("arith.truncf", "arith.extf", "ttg.convert_layout"),
 }
 _SILENT = {
     *("ttng.init_barrier", "ttng.inval_barrier", "ttng.barrier_expect", "ttng.wait_barrier", "ttng.fence_async_shared"),
-    *("ttng.async_tma_store_wait", "ttg.local_dealloc", "ttg.barrier", "gpu.barrier", "tt.store", "tt.return"),
+    *("ttng.async_tma_store_wait", "ttg.local_dealloc", "ttg.barrier", "gpu.barrier", "tt.return"),
 }
 
 
@@ -178,17 +234,12 @@ class _Program:
         operands = [] if op.name.startswith("scf.") else self._all(op.operands)
         if op.name in _SILENT:
             return None
+        if op.name in _UNCHANGED:
+            return operands[0]
         if op.name in _INTEGERS and all(isinstance(value, int) for value in operands):
             return _INTEGERS[op.name](*operands)
-        if op.name == "arith.cmpi" and all(isinstance(value, int) for value in operands):
-            return int(_COMPARISONS[op.text.split(",")[0].strip()](*operands))
-        if op.name == "arith.select" and isinstance(operands[0], int):
-            return operands[1] if operands[0] else operands[2]
-        if (op.name in _ELEMENTWISE or op.name in _INTEGERS) and None not in operands:
-            tensors = [value for value in operands if isinstance(value, Tensor)]
-            halves = {tensor.half for tensor in tensors} - {None}
-            assert len(halves) <= 1, op.line
-            return Tensor(sum((tensor.products for tensor in tensors), Counter()), next(iter(halves), None))
+        if op.name in ("arith.addi", "tt.addptr") and isinstance(operands[0] + operands[1], (Range, Place)):
+            return operands[0] + operands[1]
         method = getattr(self, "_" + op.name.replace(".", "_"), None)
         if method is None:
             raise NotImplementedError(op.line)
@@ -213,8 +264,45 @@ class _Program:
 
     # --- values --------------------------------------------------------------------------------------------------
     def _arith_constant(self, op: Op) -> Any:
-        value = op.text.split()[0]
-        return Tensor() if value.startswith("dense") else int({"true": "1", "false": "0"}.get(value, value))
+        value = op.text.split()[0].removeprefix("dense<").removesuffix(">")
+        if "." in value:
+            assert float(value) == 0, op.line
+            return Tensor()
+        return int({"true": "1", "false": "0"}.get(value, value))
+
+    def _arith_cmpi(self, op: Op, one: int | Range, other: int) -> int | Mask:
+        name = op.text.split(",")[0].strip()
+        if isinstance(one, int):
+            return int(_COMPARISONS[name](one, other))
+        assert name == "slt", op.line
+        return Mask(other - one.first)
+
+    def _arith_select(self, op: Op, condition: int, one: Any, other: Any) -> Any:
+        assert isinstance(condition, int), op.line
+        return one if condition else other
+
+    def _arith_addf(self, op: Op, one: Tensor, other: Tensor) -> Tensor:
+        return one + other
+
+    def _arith_mulf(self, op: Op, one: Tensor, other: Tensor) -> Tensor:
+        return one * other
+
+    def _tt_make_range(self, op: Op) -> Range:
+        found = re.search(r"end = (\d+) : i32, start = (\d+) : i32", op.line)
+        assert found is not None, op.line
+        return Range(int(found[2]), int(found[1]) - int(found[2]))
+
+    def _tt_load(self, op: Op, place: Place, mask: Mask | None = None, other: Tensor | None = None) -> Tensor:
+        first = place.at if isinstance(place.at, int) else place.at.first
+        assert (mask is None) == isinstance(place.at, int), op.line
+        assert other is None or not other.sum, op.line
+        symbol = (place.name, first, None if mask is None else mask.left)
+        self.events.append(("read", *symbol))
+        return Tensor(Counter([monomial(symbol)]))
+
+    def _tt_store(self, op: Op, place: int | Range, value: int) -> None:
+        first, size = (place, 1) if isinstance(place, int) else (place.first, place.size)
+        self.events.append(("set", first, size, value))
 
     def _ub_poison(self, op: Op) -> Any:
         return None
@@ -226,9 +314,14 @@ class _Program:
         return self.number
 
     def _tt_atomic_rmw(self, op: Op, *operands: Any) -> int:
-        return 0
+        """Of the count of programs that are done."""
+        return self.number
 
     def _tt_elementwise_inline_asm(self, op: Op, *operands: Any) -> int:
+        if "prefetch.global.L1" in op.line:
+            place, mask = operands
+            self.events.append(("prefetch", place.name, place.at.first, mask.left))
+            return 0
         assert all(isinstance(value, int) for value in operands), op.line
         if "ld.acquire.sys" in op.line:
             word, value, known = operands
@@ -264,12 +357,12 @@ class _Program:
     def _ttng_async_tma_copy_local_to_global(self, op: Op, descriptor: str, *operands: Any) -> None:
         *place, buffer = operands
         tensor = self.shared[buffer]
-        self.events.append(("store", descriptor, tuple(place), tensor.products, tensor.half))
+        self.events.append(("store", descriptor, tuple(place), tensor.sum, tensor.half))
 
     def _ttng_warp_group_dot(self, op: Op, a: Any, b: Any, acc: Tensor, *use_acc: int) -> Tensor:
         self.events.append(("multiply",))
-        product = Counter([(self.shared[a], self.shared[b])])
-        return Tensor(acc.products + product if all(use_acc) else product)
+        product = Tensor(Counter([monomial(("product", self.shared[a], self.shared[b]))]))
+        return acc + product if all(use_acc) else product
 
     def _ttng_warp_group_dot_wait(self, op: Op, *operands: Any) -> Any:
         return operands[0] if len(op.results) == 1 else operands

@@ -334,7 +334,7 @@ BOTH = {
     "plain": Variant({}, WIDE),
     "narrow": Variant({}, NARROW),
     "n-major": Variant({"k_major": False}, WIDE),
-    "bias": Variant({"bias": True}, WIDE, 64),
+    "bias": Variant({"bias": True}, WIDE, 72),
     "fp16": Variant({"dtype": torch.float16}, WIDE),
     "fp8": Variant(TENSORWISE, WIDE8),
     "fp8-narrow": Variant(TENSORWISE, NARROW8),
@@ -657,25 +657,25 @@ def test_a_wrong_order_of_publishing_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "pattern", "mutated", "said"),
+    ("op", "name", "pattern", "mutated", "said"),
     [
-        pytest.param(
-            "gather", r"(ld\.acquire.*\} %\S+, %\S+,) %\S+ :", r"\1 %c1_i32 :", "before they are awaited", id="wait"
-        ),
-        pytest.param("scatter", r"(red\.release.*\} %\S+,) %\S+ :", r"\1 %c1_i32 :", "before it is stored", id="count"),
-        pytest.param(
-            "scatter", r"(?s)(.*red\.release.*?\} %\S+,) %\S+ :", r"\1 %c0_i32 :", "never counted", id="last count"
-        ),
-        pytest.param(
-            "scatter", r"%(\S*LHS\S*), %(\S+) = tt.split", r"%\2, %\1 = tt.split", "as the other", id="halves"
-        ),
-        pytest.param("scatter", r"(warp_group_dot %\S+, %\S+,) %\S+ \{", r"\1 %cst {", "other products", id="sum"),
-        pytest.param("gather", r"arith\.remsi", "arith.divsi", "other products", id="place"),
+        ("gather", "plain", r"(ld\.acquire.*\} %\S+, %\S+,) %\S+ :", r"\1 %c1_i32 :", "before they are awaited"),
+        ("scatter", "plain", r"(red\.release.*\} %\S+,) %\S+ :", r"\1 %c1_i32 :", "before it is stored"),
+        ("scatter", "plain", r"(?s)(.*red\.release.*?\} %\S+,) %\S+ :", r"\1 %c0_i32 :", "never counted"),
+        ("scatter", "plain", r"%(\S*LHS\S*), %(\S+) = tt.split", r"%\2, %\1 = tt.split", "as the other"),
+        ("scatter", "plain", r"(warp_group_dot %\S+, %\S+,) %\S+ \{", r"\1 %cst {", "something else"),
+        ("gather", "plain", r"arith\.remsi", "arith.divsi", "something else"),
+        ("scatter", "rows-bias", r"tt\.splat %s0 ", "tt.splat %a_scale0 ", "something else"),
+        ("scatter", "rows-bias", r"tt\.splat %inner ", "tt.splat %n0 ", "something else"),
+        ("scatter", "rows-bias", r"(%\S+) = arith\.addf", r"\1 = arith.mulf", "something else"),
+        ("gather", "rows-travel", r"tt\.store %\d+.*", "tt.return", "not cleared"),
+        ("gather", "rows-travel", r"tt\.store %done_ptr.*", "tt.return", "not cleared"),
     ],
+    ids=["wait", "count", "last count", "halves", "sum", "place", "scale", "mask", "bias", "words", "done"],
 )
-def test_another_order_or_sum_is_found(op: str, pattern: str, mutated: str, said: str, tmp_path: Path) -> None:
-    prepared, gemm = plain(op, tmp_path)
-    text, count = re.subn(pattern, mutated, gemm.ttgir)
+def test_a_mutant_is_found(op: str, name: str, pattern: str, mutated: str, said: str, tmp_path: Path) -> None:
+    prepared = plan_gemm(op, name)
+    text, count = re.subn(pattern, mutated, compiled(prepared, tmp_path).ttgir)
     assert count >= 1
     with pytest.raises(AssertionError, match=said):
         check_runs(prepared, text)

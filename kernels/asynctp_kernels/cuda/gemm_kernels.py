@@ -49,7 +49,11 @@ if IS_INTERPRETED:
 
     def publish(counter: tl.tensor, count: tl.tensor) -> None:
         """As below."""
-        tl.atomic_add(counter, count, sem="release", scope="gpu")
+        if count != 0:
+            tl.atomic_add(counter, count, sem="release", scope="gpu")
+
+    def prefetch(pointers: tl.tensor, mask: tl.tensor) -> None:
+        """Nothing: there is no cache."""
 
 else:
 
@@ -102,6 +106,22 @@ else:
                 mov.u32 $0, 0; }""",
             "=r,l,r",
             [counter, count],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def prefetch(pointers: tl.tensor, mask: tl.tensor) -> None:
+        """Bring what is there to L1, where the mask is true: what does not change while the kernel runs."""
+        tl.inline_asm_elementwise(
+            """{
+                .reg .pred p;
+                setp.ne.s32 p, $2, 0;
+                @p prefetch.global.L1 [$1];
+                mov.u32 $0, 0; }""",
+            "=r,l,r",
+            [pointers, mask.to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -315,6 +335,9 @@ def gemm_kernel(
     tiles = tiles_m * tiles_n * world
     EACH: tl.constexpr = not GATHER and COUNT > 1 and A_SCALE > 0  # products are scaled before they are added
     LATER: tl.constexpr = not GATHER and not EACH  # two accumulators leave no registers to remember a chunk in
+    # Scales of rows are loaded where tiles are counted, as at the end of the products all would wait for them. In the
+    # layout that they are used in they take two registers; those of columns would take 64, and are prefetched instead.
+    EARLY: tl.constexpr = LATER and A_SCALE == 2
     awaited = -1  # the chunk that was awaited last
     # One more than the chunk of the tile before this one, and how many tiles of that are made here and not counted.
     # Triton (3.6 to 3.9) makes one loop of this and of that over K, where what a tile hands on, and is made before that
@@ -372,6 +395,8 @@ def gemm_kernel(
         col = (tile_n - first_tile) * BN
 
         acc = tl.zeros((BM, BN), dtype=tl.float32)
+        if EARLY:
+            of_rows = tl.zeros((BM,), dtype=tl.float32)
         if EACH:
             total = tl.zeros((BM, BN), dtype=tl.float32)
         for step_k in range(steps_k):
@@ -411,6 +436,12 @@ def gemm_kernel(
             if LATER:
                 if step_k == tl.minimum(LATE, steps_k - 1):
                     publish(words + behind - 1, tl.where(chunk == behind - 1, 0, uncounted))
+                    if EARLY:
+                        in_block = q + tl.arange(0, BM)
+                        of_rows = tl.load(a_scale0 + block * inner + in_block, mask=in_block < inner, other=0.0)
+                    if B_SCALE == 2:
+                        cols = col + tl.arange(0, BN)
+                        prefetch(s0 + cols, cols < n)
             if EACH:
                 ended = step_k + 1
                 if (ended == e1) | (ended == e2) | (ended == e3) | (ended == e4):
@@ -450,7 +481,11 @@ def gemm_kernel(
             cols = col + tl.arange(0, BN)
             if not BIAS:
                 bias = None
-            acc = scale_and_bias(acc, a_scale, rows, in_block < inner, b_scale, bias, cols, cols < n, A_SCALE, B_SCALE)
+            if EARLY:
+                acc = acc * of_rows[:, None]
+            acc = scale_and_bias(
+                acc, a_scale, rows, in_block < inner, b_scale, bias, cols, cols < n, 0 if EARLY else A_SCALE, B_SCALE
+            )
         c_block = block
         if not GATHER:
             c_block = peer * outer + p
