@@ -176,7 +176,8 @@ class Gemm:
     def check(self, program: int, events: list[Event]) -> Counter[Part]:
         """Of one program: each event comes behind what it needs. Gives what it has stored."""
         found, products = Counter[Part](), 0
-        uncounted, awaited, prefetched = Counter[int](), set[int](), set[Any]()
+        uncounted, awaited = Counter[int](), set[int]()
+        prefetched, read = set[Any](), set[Any]()
         for event in events:
             if event[0] == "store":
                 tile, part = self.stored(event)
@@ -201,20 +202,27 @@ class Gemm:
             elif event[0] == "prefetch":
                 prefetched.add(event[1:])
             elif event[0] == "read" and event[1] == "s0" and event[3] is not None and self.prefetches:
-                assert event[1:] in prefetched, "another scale is prefetched"
+                assert event[1:] in prefetched, "scales that are read are not prefetched"
+                read.add(event[1:])
             elif (needed := self.awaited(event)) is not None:
                 assert needed in awaited, "rows are loaded before they are awaited"
         assert self["GATHER"] or not +uncounted, "a tile is never counted"
         assert events.count(("multiply",)) == products, "something is multiplied twice, or for nothing"
+        assert prefetched == read, "what is not read is prefetched"
         self.check_cleared(program, events)
         return found
 
     def check_cleared(self, program: int, events: list[Event]) -> None:
-        """The last program leaves words and the count of programs cleared, behind all else; if they are the call's."""
-        last = self["OWN"] and program == self["PROGRAMS"] - 1
-        cleared = [("set", DONE, 1, 0), ("set", 0, WORDS * self["CHUNKS"], 0)] if last else []
-        assert [event for event in events if event[0] == "set"] == cleared, "words are not cleared, or the caller's are"
-        assert events[len(events) - len(cleared) :] == cleared, "words are cleared before the last is awaited"
+        """Each program says that it is done behind all else, and the last one leaves words cleared, and that count.
+
+        If they are the call's: those of `async_input` are the caller's.
+        """
+        ends: list[Event] = [("barrier",), ("add", DONE, 1)] if self["OWN"] else []
+        if self["OWN"] and program == self["PROGRAMS"] - 1:
+            ends += [("set", DONE, 1, 0), ("set", 0, WORDS * self["CHUNKS"], 0)]
+        said = [at for at, event in enumerate(events) if event[0] in ("barrier", "add", "set")]
+        assert [events[at] for at in said] == ends, "words are not cleared, or the caller's are"
+        assert said == list(range(len(events) - len(ends), len(events))), "words are cleared before the last is awaited"
 
 
 def check_runs(prepared: Prepared, ttgir: str) -> None:

@@ -11,6 +11,8 @@ descriptors describe, and what was loaded by pointer. What a program does is a l
     ("count", word, number)                       `publish`
     ("prefetch", name, first, left)               as "read", but that nothing waits for it
     ("set", first, how many, value)               integers are stored by pointer
+    ("add", address, number)                      one is added to, which counts programs that are done
+    ("barrier",)                                  `tl.debug_barrier`
 
 The interpreter cannot show this: it runs the kernel's source, and what Triton makes of loops is what is in question.
 The rest is taken as given: what is asked for is there, what is stored is stored, and barriers, layouts, rounding and
@@ -125,7 +127,7 @@ _UNCHANGED = {
 }
 _SILENT = {
     *("ttng.init_barrier", "ttng.inval_barrier", "ttng.barrier_expect", "ttng.wait_barrier", "ttng.fence_async_shared"),
-    *("ttng.async_tma_store_wait", "ttg.local_dealloc", "ttg.barrier", "gpu.barrier", "tt.return"),
+    *("ttng.async_tma_store_wait", "ttg.local_dealloc", "tt.return"),
 }
 
 
@@ -148,11 +150,14 @@ class Kernel:
     arguments: list[tuple[str, str]]
     body: list[Op]
 
-    def run(self, program: int, arguments: Sequence[int | str]) -> list[Event]:
-        """What a program does. Descriptors are given by what to call them, pointers and others as integers."""
+    def run(self, program: int, arguments: Sequence[int | str | Place]) -> list[Event]:
+        """What a program does.
+
+        Descriptors are given by what to call them, pointers as places, and those to words, as numbers, as integers.
+        """
         return _Program(self.bind(arguments), program).run(self.body)
 
-    def bind(self, arguments: Sequence[int | str]) -> dict[str, Any]:
+    def bind(self, arguments: Sequence[int | str | Place]) -> dict[str, Any]:
         """Names in the text are not the kernel's, but their order is; behind a descriptor are its sizes and strides."""
         given, values, passed = iter(arguments), {}, 0
         for name, kind in self.arguments:
@@ -313,9 +318,17 @@ class _Program:
     def _tt_get_program_id(self, op: Op) -> int:
         return self.number
 
-    def _tt_atomic_rmw(self, op: Op, *operands: Any) -> int:
+    def _tt_atomic_rmw(self, op: Op, address: int, number: int, mask: int) -> int:
         """Of the count of programs that are done."""
+        assert "add, acq_rel, gpu" in op.line, op.line
+        assert mask, op.line
+        self.events.append(("add", address, number))
         return self.number
+
+    def _ttg_barrier(self, op: Op) -> None:
+        self.events.append(("barrier",))
+
+    _gpu_barrier = _ttg_barrier
 
     def _tt_elementwise_inline_asm(self, op: Op, *operands: Any) -> int:
         if "prefetch.global.L1" in op.line:

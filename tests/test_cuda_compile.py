@@ -247,8 +247,13 @@ def waits(ptx: Ptx) -> set[int]:
     found = ptx.assemblies("ld.acquire")
     for asm in found:
         assert in_order(ptx.inside(asm), *WAIT)
-    assert len(_KNOWN.findall(re.sub(r"\t\.loc\b.*\n", "", ptx.text))) == len(found)
+    assert len(_KNOWN.findall(without_lines(ptx))) == len(found)
     return found
+
+
+def without_lines(ptx: Ptx) -> str:
+    """The text without the numbers of the source's lines."""
+    return re.sub(r"\t\.loc\b.*\n", "", ptx.text)
 
 
 #: `bra.uni` where what is known is not 0, over the wait and the fence
@@ -270,11 +275,24 @@ def block_coordinate(load: Instruction) -> set[str]:
     return set(_REGISTER.findall(coordinates[1].split(",")[2]))
 
 
+#: all of `publish`: 0 skips the rest, and one thread adds the same number
+_PUBLISHED = re.compile(
+    r"setp\.eq\.s32 q, (%r\d+), 0;\s*@q bra\.uni NOTHING;\s*cp\.async\.bulk\.wait_group 0;\s*bar\.sync 0;\s*"
+    r"mov\.u32 t, %tid\.x; setp\.eq\.u32 p, t, 0;\s*@p fence\.proxy\.async;\s*"
+    r"@p red\.release\.gpu\.global\.add\.u32 \[%rd\d+\], \1;\s*NOTHING:"
+)
+#: `prefetch`, where the mask is true
+_PREFETCHED = re.compile(r"setp\.ne\.s32 p, %r\d+, 0;\s*@p prefetch\.global\.L1 \[%rd\d+\];")
+
+
 def check_publishing(ptx: Ptx, variant: Variant) -> None:
     """A tile is stored in so many parts, and published later: among products of a next one, or behind all.
 
     Or at once, where products are scaled before they are added.
     """
+    text = without_lines(ptx)
+    assert len(_PUBLISHED.findall(text)) == len(ptx.find("red.")) > 0
+    assert len(_PREFETCHED.findall(text)) == len(ptx.find("prefetch."))
     letters = {"bra": "b", TMA_STORE: "s", "cp.async.bulk.commit_group": "c", "red.release": "p"}
     order = "".join(
         next((letter for start, letter in letters.items() if each.op.startswith(start)), "")
@@ -284,7 +302,7 @@ def check_publishing(ptx: Ptx, variant: Variant) -> None:
     if len(variant.options.get("ks", "-")) > 1 and "scales" in variant.options:
         assert re.fullmatch(f"(b|{stored}bp)+", order), "the branch is for a tile that is not the last of its chunk"
         return
-    assert re.fullmatch(f"(b|{stored}(?!p)|p)+", order)
+    assert re.fullmatch(f"(b|{stored}|bp)+", order)
     assert stored in order
     assert order.count("p") == 2
     assert order.endswith("p")

@@ -1,11 +1,12 @@
-"""The GEMM of `fused` by itself on one GPU, beside cuBLAS: words are preset, nothing moves.
+"""The GEMM of `fused` by itself on one GPU, beside cuBLAS: nothing moves, and nothing is waited for.
 
     python tests/gpu/gemm.py [RANKS]        (4 by default)
 
 As a rank among RANKS runs it, with the rows of all of them, on the benchmark's shapes where the grid is two waves of
-tiles or more. A gather's awaits a word a rank, as `async_input_matmul`'s does; a scatter's counts its tiles. Each is
-checked first, by the norm of what differs from cuBLAS; then CUDA graphs of calls, in turns, medians. One JSON line a
-shape: microseconds, and `ratio`, cuBLAS' time / the GEMM's; last the least ratio and the geometric mean of each kind.
+tiles or more. A gather's awaits a word a rank, which is set, as `async_input_matmul`'s; a scatter's counts its tiles.
+Each is checked first, by the norm of what differs from cuBLAS; then CUDA graphs of calls, in turns, medians. One JSON
+line a shape: microseconds, and `ratio`, cuBLAS' time / the GEMM's; last the least ratio and the geometric mean of each
+kind.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def tiles_for(
 ) -> Tiles:
     """The tiles for operands of `dtype` and an output of `rows` x `columns` on `programs` SMs.
 
-    several: products are scaled, and then added: to a second accumulator, which leaves no registers for 256 columns.
-    Nor do precise sums, and with both 56 registers are left for each of 4 other warps. Tiles so small have twice the
+    several: products are scaled, and then added: to a second accumulator, which leaves no registers for 256 columns,
+    and 56 for each of 4 other warps. Nor do precise sums leave any for 256 columns. Tiles so small have twice the
     depth, unless elements of 4 bytes (`out_itemsize`) need its shared memory on their way out; and those of 256 columns
     have no room for such elements at all.
 
