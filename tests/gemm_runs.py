@@ -14,16 +14,7 @@ from cuda_stubs import Prepared
 from lowered import Event, Place, Polynomial, monomial, parse
 
 Tile = tuple[int, int, int, int]  # rank, row tile of that rank's, number of the product, column
-
-
 Part = tuple[Tile, int]  # of its columns
-
-
-def _scale(name: str, mode: int, places: tuple[int, int]) -> list[Any]:
-    """What is read of a scale: nothing, one number, or those of rows or columns."""
-    if mode == 0:
-        return []
-    return [(name, 0, None) if mode == 1 else (name, *places)]
 
 
 @dataclass(frozen=True)
@@ -42,9 +33,8 @@ class Run:
 
 
 RUNS = (
-    Run(
-        rank=1, world=2, inner=15 * 128 + 8, chunk_tiles=4, own_tiles=2, columns=8, steps=2
-    ),  # several tiles of a chunk
+    # several tiles of a chunk
+    Run(rank=1, world=2, inner=15 * 128 + 8, chunk_tiles=4, own_tiles=2, columns=8, steps=2),
     Run(rank=1, world=3, inner=130, chunk_tiles=2, own_tiles=2, outer=3),
     Run(rank=0, world=3, inner=300, chunk_tiles=2, own_tiles=1, columns=1, steps=1),
     Run(rank=2, world=3, inner=3 * 128, chunk_tiles=3, own_tiles=1, columns=4, steps=5),
@@ -223,6 +213,13 @@ class Gemm:
         said = [at for at, event in enumerate(events) if event[0] in ("barrier", "add", "set")]
         assert [events[at] for at in said] == ends, "words are not cleared, or the caller's are"
         assert said == list(range(len(events) - len(ends), len(events))), "words are cleared before the last is awaited"
+
+
+def _scale(name: str, mode: int, places: tuple[int, int]) -> list[Any]:
+    """What is read of a scale: nothing, one number, or those of rows or columns."""
+    if mode == 0:
+        return []
+    return [(name, 0, None) if mode == 1 else (name, *places)]
 
 
 def check_runs(prepared: Prepared, ttgir: str) -> None:

@@ -243,7 +243,7 @@ class _Program:
             return operands[0]
         if op.name in _INTEGERS and all(isinstance(value, int) for value in operands):
             return _INTEGERS[op.name](*operands)
-        if op.name in ("arith.addi", "tt.addptr") and isinstance(operands[0] + operands[1], (Range, Place)):
+        if op.name in ("arith.addi", "tt.addptr"):
             return operands[0] + operands[1]
         method = getattr(self, "_" + op.name.replace(".", "_"), None)
         if method is None:

@@ -12,7 +12,6 @@ kind.
 from __future__ import annotations
 
 import json
-import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -20,15 +19,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from asynctp_kernels.compat import scaled_mm
-from asynctp_kernels.cuda.gemm import MAX_OPERANDS, b_descriptor, prepare_gemm
+from asynctp_kernels.cuda.gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, scale_mode
 from asynctp_kernels.cuda.launch import Tma, describe, grid
 from asynctp_kernels.cuda.memory import MAX_OWN
+from asynctp_kernels.cuda.products import Scaling, product
+from asynctp_kernels.cuda.select import Problem, Rates, chunks_for
 from asynctp_kernels.cuda.tiles import cut, cut_own, tiles_for, waves
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-GATHERS = ((8192, 2560), (8192, 14336), (4096, 7168), (8192, 3584))
-SCATTERS = ((2048, 8192), (7168, 8192), (3584, 4096))
+from asynctp_passes.bench import GATHER_SHAPES, SCATTER_SHAPES, orders
+
 ROWS = (2048, 4096, 8192, 16384)
 CALLS, ROUNDS = 10, 15
 FP8 = torch.float8_e4m3fn
@@ -62,35 +63,39 @@ def make(case: Case, world: int, a: Tensor, b: Tensor, scales: tuple[Tensor, Ten
     """As the plans of gathers and scatters do."""
     inner, programs = case.m // world, torch.cuda.get_device_properties(0).multi_processor_count
     tiles = tiles_for(a.dtype, False, case.m, case.n, programs)
-    chunks = cut(1, inner, tiles.block_m, 4 if world == 2 else 2)
+    problem = Problem.of(case.op, world, case.m, [case.k], [case.n], a.dtype, torch.bfloat16, fast=True)
+    chunks = cut(1, inner, tiles.block_m, chunks_for(problem, Rates()))
     gathers = case.op == "gather"
     if not gathers:
         tiles = replace(tiles, group_m=min(tiles.group_m, chunks.tiles))
     own = cut_own(chunks, 1, inner, tiles.block_m, tiles.group_m)
     row_tiles = -(-inner // tiles.block_m)
-    height = row_tiles if gathers else chunks.tiles
+    count = world * row_tiles * -(-case.n // tiles.block_n)
     out = torch.empty(world, inner, case.n, dtype=torch.bfloat16, device="cuda")
     words = torch.full((world * MAX_OWN,), int(gathers), dtype=torch.int32, device="cuda")
     unused = torch.zeros(4, dtype=torch.int32, device="cuda")
     a_like = describe(a, [world, inner, case.k], [inner * case.k, case.k, 1], [1, tiles.block_m, tiles.block_k])
-    b_like = b_descriptor(b, tiles)
     c_like = describe(out, [world, inner, case.n], [inner * case.n, case.n, 1], tiles.stored)
-    a_scale, b_scale = scales or (unused, unused)
     padding = [None] * (MAX_OPERANDS - 1)
-    numbers = [1, inner, case.k, 0, 0, 0, case.n, 0, 0, 0, 0, world, height, own.tiles, 1]
-    scale_modes = (0, 0) if scales is None else (min(a_scale.numel(), 2), min(b_scale.numel(), 2))
-    count = case.m // world // tiles.block_m * world * -(-case.n // tiles.block_n)
-    launch = prepare_gemm(
-        [a_like, *padding, b_like, *padding, c_like, *padding, *[a_scale] * 4, *[b_scale] * 4, *[unused] * 4,
-         words, unused, *numbers],
-        grid(count, programs), tiles, [b], None, scale_modes, torch.bfloat16, gathers, async_input=gathers,
-    )  # fmt: skip
-    given: list[Any] = [
-        Tma(a_like, a.data_ptr()), *padding, Tma(b_like, b.data_ptr()), *padding, Tma(c_like, out.data_ptr()), *padding,
-        *[a_scale.data_ptr()] * 4, *[b_scale.data_ptr()] * 4, *[unused.data_ptr()] * 4,
-        words.data_ptr(), unused.data_ptr(), *numbers,
+    a_scale, b_scale = scales or (unused, unused)
+    args = [
+        a_like, *padding, b_descriptor(b, tiles), *padding, c_like, *padding, *[a_scale] * 4, *[b_scale] * 4,
+        *[unused] * 4, words, unused,
+        1, inner, case.k, 0, 0, 0, case.n, 0, 0, 0, 0, world, row_tiles if gathers else chunks.tiles, own.tiles, 1,
     ]  # fmt: skip
+    modes = (scale_mode(scales and a_scale), scale_mode(scales and b_scale))
+    launch = prepare_gemm(
+        args, grid(count, programs), tiles, [b], None, modes, torch.bfloat16, gathers, async_input=gathers
+    )
+    given = [given_at_launch(argument) for argument in args]
     return Made(lambda: launch(torch.cuda.current_stream().cuda_stream, given), out.view(case.m, case.n), words, count)
+
+
+def given_at_launch(argument: Any) -> Any:
+    """What a `Launch` takes for an example argument: addresses of tensors."""
+    if isinstance(argument, TensorDescriptor):
+        return Tma(argument, argument.base.data_ptr())
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument
 
 
 def measure(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
@@ -105,9 +110,8 @@ def measure(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
                 function()
         graphs[name].replay()
     times: dict[str, list[float]] = {name: [] for name in functions}
-    draw = random.Random(0)
-    for _ in range(ROUNDS):
-        for name in draw.sample(list(functions), len(functions)):
+    for order in orders(list(functions), ROUNDS):
+        for name in order:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             start.record()
@@ -129,9 +133,9 @@ def run(case: Case, world: int) -> dict[str, Any]:
 
     def cublas() -> None:
         if scales is None:
-            torch.mm(a, b, out=wanted)
+            product(a, b, None, None, None, None, out=wanted)
         else:
-            scaled_mm(a, b, *scales, None, torch.bfloat16, True, out=wanted)
+            product(a, b, None, *scales, Scaling(torch.bfloat16, fast=True), out=wanted)
 
     made.run()
     cublas()
@@ -148,7 +152,7 @@ def main() -> None:
     world = int(sys.argv[1]) if len(sys.argv) > 1 else 4
     properties = torch.cuda.get_device_properties(0)
     print(json.dumps({"gpu": properties.name, "ranks": world, "torch": torch.__version__}), flush=True)
-    shapes = [("gather", *shape) for shape in GATHERS] + [("scatter", *shape) for shape in SCATTERS]
+    shapes = [("gather", *shape) for shape in GATHER_SHAPES] + [("scatter", *shape) for shape in SCATTER_SHAPES]
     ratios: dict[str, list[float]] = {}
     for kind in ("bf16", "fp8", "fp8-rowwise"):
         for op, k, n in shapes:
