@@ -40,6 +40,8 @@ RUNS = (
     Run(rank=2, world=3, inner=3 * 128, chunk_tiles=3, own_tiles=1, columns=4, steps=5),
     Run(rank=0, world=2, inner=20, chunk_tiles=1, own_tiles=1, columns=1, steps=2),  # programs without a tile
 )
+#: more steps than a kernel whose warps have tasks of their own has stages, twice
+LONG = Run(rank=1, world=2, inner=15 * 128 + 8, chunk_tiles=4, own_tiles=2, columns=4, steps=14)
 MORE = (0, 2, 1, 4)  # tiles of columns, or steps, of each product or pair
 VALUE = 3  # of a word that is awaited
 WORDS = 8  # ranks that there are words for
@@ -81,7 +83,12 @@ class Gemm:
     @property
     def prefetches(self) -> bool:
         """Scales of columns are prefetched."""
-        return not self["GATHER"] and (self["COUNT"] == 1 or self["A_SCALE"] == 0)
+        return not self.specialized and not self["GATHER"] and (self["COUNT"] == 1 or self["A_SCALE"] == 0)
+
+    @property
+    def specialized(self) -> bool:
+        """Of `pingpong_kernels`: warps have tasks of their own."""
+        return "STAGES" in self.constants
 
     def arguments(self) -> list[Any]:
         """As `lowered.Kernel` takes them: `words` is at 0, so that words have their numbers."""
@@ -113,13 +120,14 @@ class Gemm:
         assert part == (half or 0), "a half is stored as the other"
         return (peer, p * self.tiles_q + row // self["BM"], int(c[1]), col - col % self["BN"]), part
 
-    def wanted(self, tile: Tile) -> Polynomial:
-        """What a tile has to be."""
+    def wanted(self, tile: Tile, part: int) -> Polynomial:
+        """What a tile has to be; numbers of columns are read for each part where warps have tasks of their own."""
         peer, row_tile, number, col = tile
         p, row = row_tile // self.tiles_q, row_tile % self.tiles_q * self["BM"]
         block = p * self.run.world + peer
         rows = (block * self.run.inner + row, self.run.inner - row)
-        cols = (col, self.numbers[f"n{number}"] - col)
+        first = col + (part * self["BN"] // self["SPLIT"] if self.specialized else 0)
+        cols = (first, self.numbers[f"n{number}"] - first)
         a_names, a_scales = [f"a{i}" for i in range(len(self.steps))], [f"a_scale{i}" for i in range(len(self.steps))]
         of_b = [number] if self["GATHER"] else range(self["COUNT"])
         if self["OWN"]:
@@ -134,7 +142,7 @@ class Gemm:
         for a, a_scale, i, steps in zip(a_names, a_scales, of_b, self.steps, strict=True):
             scales = _scale(a_scale, self["A_SCALE"], rows) + _scale(f"s{i}", self["B_SCALE"], cols)
             for at in range(0, steps * self["BK"], self["BK"]):
-                b_place = (f"b{i}", (col, at) if self["B_K_MAJOR"] else (at, col))
+                b_place = (f"b{i}", (col, at) if self.constants.get("B_K_MAJOR", True) else (at, col))
                 found[monomial(("product", (a, (block, row, at)), b_place), *scales)] += 1
         if self["BIAS"]:
             found[monomial((f"z{number}", *cols))] += 1
@@ -171,7 +179,7 @@ class Gemm:
         for event in events:
             if event[0] == "store":
                 tile, part = self.stored(event)
-                assert event[3] == self.wanted(tile), "a tile is something else"
+                assert event[3] == self.wanted(tile, part), "a tile is something else"
                 found[tile, part] += 1
                 if part + 1 == self["SPLIT"]:
                     assert all(found[tile, each] for each in range(part)), "the last part comes before others"
@@ -225,11 +233,12 @@ def _scale(name: str, mode: int, places: tuple[int, int]) -> list[Any]:
 def check_runs(prepared: Prepared, ttgir: str) -> None:
     """Every run, by all programs."""
     kernel = parse(ttgir)
-    for run in RUNS:
+    for seed, run in enumerate([*RUNS, LONG] if kernel.specialized else RUNS):
         gemm = Gemm(prepared, run)
+        assert kernel.specialized == gemm.specialized
         arguments = gemm.arguments()
         found = Counter[Part]()
         for program in range(gemm["PROGRAMS"]):
-            found += gemm.check(program, kernel.run(program, arguments))
+            found += gemm.check(program, kernel.run(program, arguments, seed))
         wanted = Counter(gemm.parts())
         assert found == wanted, f"missing: {wanted - found}, too many: {found - wanted}"

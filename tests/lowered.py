@@ -17,14 +17,19 @@ descriptors describe, and what was loaded by pointer. What a program does is a l
 The interpreter cannot show this: it runs the kernel's source, and what Triton makes of loops is what is in question.
 The rest is taken as given: what is asked for is there, what is stored is stored, and barriers, layouts, rounding and
 memory order are Triton's. Programs are done in the order of their numbers.
+
+Where warps have tasks of their own (`ttg.warp_specialize`), nothing of that is given: `_Warps` draws an order of what
+they and the TMA unit do, and sees whether anything is read before it is there, or gone before it was read.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,7 +128,7 @@ _INTEGERS: dict[str, Callable[[int, int], int]] = {
 #: what changes no number
 _UNCHANGED = {
     *("tt.reshape", "tt.trans", "tt.splat", "tt.broadcast", "tt.expand_dims"),
-    *("arith.truncf", "arith.extf", "ttg.convert_layout"),
+    *("arith.truncf", "arith.extf", "ttg.convert_layout", "ttg.memdesc_reshape"),
 }
 _SILENT = {
     *("ttng.init_barrier", "ttng.inval_barrier", "ttng.barrier_expect", "ttng.wait_barrier", "ttng.fence_async_shared"),
@@ -141,6 +146,8 @@ class Op:
     results: list[str]
     operands: list[str]
     regions: list[list[Op]] = field(default_factory=list)
+    #: names, in each region, of what the operation is given
+    arguments: list[list[str]] = field(default_factory=list)
 
 
 @dataclass
@@ -150,19 +157,29 @@ class Kernel:
     arguments: list[tuple[str, str]]
     body: list[Op]
 
-    def run(self, program: int, arguments: Sequence[int | str | Place]) -> list[Event]:
+    @property
+    def specialized(self) -> bool:
+        """Warps have tasks of their own."""
+        return any(op.name == "ttg.warp_specialize" for op in self.body)
+
+    def run(self, program: int, arguments: Sequence[int | str | Place], seed: int = 0) -> list[Event]:
         """What a program does.
 
         Descriptors are given by what to call them, pointers as places, and those to words, as numbers, as integers.
+        `seed` is of the order in which warps come.
         """
-        return _Program(self.bind(arguments), program).run(self.body)
+        values = self.bind(arguments)
+        made = _Warps(values, program, Cta(random.Random(seed))) if self.specialized else _Program(values, program)
+        return made.run(self.body)
 
     def bind(self, arguments: Sequence[int | str | Place]) -> dict[str, Any]:
         """Names in the text are not the kernel's, but their order is; behind a descriptor are its sizes and strides."""
-        given, values, passed = iter(arguments), {}, 0
+        given, passed = iter(arguments), 0
+        values: dict[str, Any] = {}
         for name, kind in self.arguments:
             if passed:
                 passed -= 1
+                values[name] = None  # handed on to warps, who do not look at it
                 continue
             values[name] = next(given)
             block = re.match(r"!tt\.tensordesc<(?:tensor<)?((?:\d+x)+)", kind)
@@ -186,6 +203,11 @@ def _region(lines: Iterator[str]) -> tuple[list[Op], str]:
     for line in lines:
         if line.startswith("}"):
             return ops, line
+        if found := re.match(r"(default|partition\d+\((.*)\) num_warps\(\d+\)) \{$", line):
+            ops[-1].arguments.append(re.findall(rf"({_NAME}):", found[2] or ""))
+            region, line = _region(lines)
+            ops[-1].regions.append(region)
+            continue
         op = _operation(line)
         while line.endswith("{"):
             region, line = _region(lines)
@@ -207,8 +229,14 @@ def _operation(line: str) -> Op:
     return Op(found["name"], rest, line, results, re.findall(_NAME, rest))
 
 
+#: an operation under way: it yields what it waits for, if anything, and gives what the operation does
+Running = Generator[Callable[[], bool] | None, None, Any]
+
+
 class _Program:
     """One program of a kernel, under way. `events`: what it has done."""
+
+    SILENT = _SILENT
 
     def __init__(self, values: dict[str, Any], number: int) -> None:
         self.values, self.number = values, number
@@ -217,15 +245,17 @@ class _Program:
         self._fresh = itertools.count()
 
     def run(self, body: Sequence[Op]) -> list[Event]:
-        self._block(body)
+        for wanted in self._block(body):
+            assert wanted is None or wanted(), "nobody else is there to wait for"
         return self.events
 
-    def _block(self, ops: Sequence[Op]) -> list[Any]:
+    def _block(self, ops: Sequence[Op]) -> Running:
         """What the block yields."""
         for op in ops:
             if op.name == "scf.yield":
                 return self._all(op.operands)
-            found = self._do(op)
+            control = getattr(self, "_run_" + op.name.replace(".", "_"), None)
+            found = self._do(op) if control is None else (yield from control(op))
             if len(op.results) == 1:
                 self.values[op.results[0]] = found
             elif op.results:
@@ -236,8 +266,8 @@ class _Program:
         return [self.values[name] for name in names]
 
     def _do(self, op: Op) -> Any:
-        operands = [] if op.name.startswith("scf.") else self._all(op.operands)
-        if op.name in _SILENT:
+        operands = self._all(op.operands)
+        if op.name in self.SILENT:
             return None
         if op.name in _UNCHANGED:
             return operands[0]
@@ -251,20 +281,20 @@ class _Program:
         return method(op, *operands)
 
     # --- control -------------------------------------------------------------------------------------------------
-    def _scf_if(self, op: Op) -> Any:
+    def _run_scf_if(self, op: Op) -> Running:
         condition = self.values[op.operands[0]]
         assert isinstance(condition, int), op.line
         regions = [*op.regions, []]
-        found = self._block(regions[0 if condition else 1])
+        found = yield from self._block(regions[0 if condition else 1])
         return found[0] if len(op.results) == 1 else found
 
-    def _scf_for(self, op: Op) -> Any:
+    def _run_scf_for(self, op: Op) -> Running:
         index, first, end, step, *carried = op.operands
         inner, initial = carried[0::2], self._all(carried[1::2])
         start, stop, stride = self._all([first, end, step])
         for here in range(start, stop, stride):
             self.values.update(zip([index, *inner], [here, *initial], strict=True))
-            initial = self._block(op.regions[0])
+            initial = yield from self._block(op.regions[0])
         return initial[0] if len(op.results) == 1 else initial
 
     # --- values --------------------------------------------------------------------------------------------------
@@ -341,8 +371,11 @@ class _Program:
             self.events.append(("wait", word, value, bool(known)))
         else:
             assert "red.release.gpu" in op.line, op.line
-            self.events.append(("count", *operands))
+            self._count(*operands)
         return 0
+
+    def _count(self, word: int, number: int = 1) -> None:
+        self.events.append(("count", word, number))
 
     def _tt_split(self, op: Op, tensor: Tensor) -> list[Tensor]:
         assert tensor.half is None, op.line
@@ -379,3 +412,182 @@ class _Program:
 
     def _ttng_warp_group_dot_wait(self, op: Op, *operands: Any) -> Any:
         return operands[0] if len(op.results) == 1 else operands
+
+
+# --- warps with tasks of their own -------------------------------------------------------------------------------
+@dataclass
+class Barrier:
+    """An mbarrier. count: arrivals of a phase; bytes: that TMA has still to bring; phases: how many are over."""
+
+    count: int
+    arrived: int = 0
+    bytes: int = 0
+    phases: int = 0
+
+    def arrive(self, arrivals: int = 0, brought: int = 0) -> None:
+        self.arrived, self.bytes = self.arrived + arrivals, self.bytes - brought
+        assert self.arrived <= self.count, "an mbarrier has more arrivals than a phase has"
+        if self.arrived == self.count and not self.bytes:
+            self.arrived, self.phases = 0, self.phases + 1
+
+    def over(self, parity: int) -> bool:
+        """Whether the last phase that is over has this parity: all that a wait can see."""
+        return (self.phases - 1) % 2 == parity
+
+
+@dataclass
+class Cta:
+    """What the warps of a program share.
+
+    copies: what TMA was asked for and has not brought. unfenced: shared memory whose contents it would not see yet.
+    """
+
+    draw: random.Random
+    shared: dict[Any, Any] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    barriers: dict[Any, Barrier] = field(default_factory=dict)
+    copies: list[Callable[[], None]] = field(default_factory=list)
+    unfenced: set[Any] = field(default_factory=set)
+
+
+class _Warps(_Program):
+    """Some warps of a program: those of one task, or, outside of `ttg.warp_specialize`, the kernel's own.
+
+    TMA brings what it was asked for at any time later. It reads what it is to store, and the tensor cores what they are
+    to multiply, at any time from when that is asked for until it is awaited, so that it must not change between.
+    """
+
+    SILENT = frozenset({"ttng.inval_barrier", "ttg.local_dealloc", "tt.return", "ttg.warp_return"})
+
+    def __init__(self, values: dict[str, Any], number: int, cta: Cta) -> None:
+        super().__init__(values, number)
+        self.cta, self.shared, self.events = cta, cta.shared, cta.events
+        self._multiplying: list[dict[Any, Any]] = []  # what each product reads
+        self._storing: list[tuple[Any, Any, Event]] = []  # (buffer, what is in it, the event)
+        self._stored: list[Event] = []
+        self._unfenced: set[Any] = set()  # of the shared memory, what these warps wrote
+
+    def _run_ttg_warp_specialize(self, op: Op) -> Running:
+        operands = self._all(op.operands)
+        given = [dict(zip(names, operands, strict=True)) for names in op.arguments[1:]]
+        tasks = [self, *(_Warps({**self.values, **values}, self.number, self.cta) for values in given)]
+        running = {task: task._task(region) for task, region in zip(tasks, op.regions, strict=True)}
+        awaited: dict[_Warps, Callable[[], bool] | None] = dict.fromkeys(tasks)
+        while running or self.cta.copies:
+            ready = [task for task in running if (wanted := awaited[task]) is None or wanted()]
+            assert ready or self.cta.copies, "warps wait for each other"
+            chosen = self.cta.draw.choice([*ready, *self.cta.copies])
+            if not isinstance(chosen, _Warps):
+                self.cta.copies.remove(chosen)
+                chosen()
+                continue
+            try:
+                awaited[chosen] = next(running[chosen])
+            except StopIteration:
+                del running[chosen]
+        return []
+        yield  # of one task, which does not wait
+
+    def _task(self, region: Sequence[Op]) -> Running:
+        yield from self._block([op for op in region if op.name != "ttg.warp_yield"])
+        assert not self._multiplying, "products are not awaited"
+        assert not self._storing, "shared memory is left before it was read"
+        self.events += self._stored
+
+    def _count(self, word: int, number: int = 1) -> None:
+        """Behind `cp.async.bulk.wait_group 0`."""
+        assert not self._storing, "stores are not awaited"
+        self.events += self._stored
+        self._stored = []
+        super()._count(word, number)
+
+    # --- barriers ------------------------------------------------------------------------------------------------
+    def _ttng_init_barrier(self, op: Op, barrier: Any) -> None:
+        self.cta.barriers[barrier] = Barrier(_number(op))
+
+    def _run_ttng_wait_barrier(self, op: Op) -> Running:
+        barrier, parity, *wanted = self._all(op.operands)
+        assert all(wanted), op.line
+        yield lambda: self.cta.barriers[barrier].over(parity)
+
+    def _run_ttng_arrive_barrier(self, op: Op) -> Running:
+        barrier, *wanted = self._all(op.operands)
+        if all(wanted):
+            yield None
+            self.cta.barriers[barrier].arrive(_number(op))
+
+    def _run_ttng_barrier_expect(self, op: Op) -> Running:
+        barrier, *wanted = self._all(op.operands)
+        assert all(wanted), op.line
+        yield None
+        self.cta.barriers[barrier].arrive(1, -_number(op))
+
+    # --- shared memory -------------------------------------------------------------------------------------------
+    def _ttng_async_tma_copy_global_to_local(self, op: Op, descriptor: str, *operands: Any) -> None:
+        *place, buffer, barrier, wanted = operands
+        assert wanted, op.line
+        shape = re.search(r"!ttg\.memdesc<((?:\d+x)+)f8", op.line)
+        assert shape is not None, op.line
+        size = math.prod(int(extent) for extent in shape[1].split("x")[:-1])
+        self.shared[buffer] = "under way"
+        self.events.append(("load", descriptor, tuple(place)))
+
+        def bring() -> None:
+            self.shared[buffer] = (descriptor, tuple(place))
+            self.cta.barriers[barrier].arrive(0, size)
+
+        self.cta.copies.append(bring)
+
+    def _run_ttg_local_store(self, op: Op) -> Running:
+        tensor, buffer = self._all(op.operands)
+        yield None
+        self.shared[buffer] = replace(tensor)
+        self._unfenced.add(buffer)
+        self.cta.unfenced.add(buffer)
+
+    def _ttng_fence_async_shared(self, op: Op) -> None:
+        self.cta.unfenced -= self._unfenced
+        self._unfenced.clear()
+
+    def _run_ttng_async_tma_copy_local_to_global(self, op: Op) -> Running:
+        descriptor, *place, buffer = self._all(op.operands)
+        yield None
+        tensor = self.shared.get(buffer)
+        assert isinstance(tensor, Tensor), "nothing was put there to be stored"
+        assert buffer not in self.cta.unfenced, "TMA does not see what it is to store"
+        self._storing.append((buffer, tensor, ("store", descriptor, tuple(place), tensor.sum, tensor.half)))
+
+    def _run_ttng_async_tma_store_wait(self, op: Op) -> Running:
+        yield None
+        assert "pendings = 0" in op.line, op.line
+        for buffer, tensor, event in self._storing:
+            assert self.shared[buffer] is tensor, "a tile is overwritten before it was read"
+            self._stored.append(event)
+        self._storing = []
+
+    def _ttng_warp_group_dot(self, op: Op, a: Any, b: Any, acc: Tensor, *use_acc: int) -> Tensor:
+        read = {buffer: self.shared.get(buffer) for buffer in (a, b)}
+        assert all(isinstance(place, tuple) for place in read.values()), "operands are not there yet"
+        self._multiplying.append(read)
+        return super()._ttng_warp_group_dot(op, a, b, acc, *use_acc)
+
+    def _run_ttng_warp_group_dot_wait(self, op: Op) -> Running:
+        yield None
+        found = re.search(r"pendings = (\d+)", op.line)
+        assert found is not None, op.line
+        over, self._multiplying = _split_at(self._multiplying, len(self._multiplying) - int(found[1]))
+        for read in over:
+            for buffer, place in read.items():
+                assert self.shared[buffer] is place, "operands are overwritten before they were read"
+        return self.values[op.operands[0]]
+
+
+def _split_at(items: list[Any], count: int) -> tuple[list[Any], list[Any]]:
+    return items[: max(count, 0)], items[max(count, 0) :]
+
+
+def _number(op: Op) -> int:
+    """The integer among an operation's operands."""
+    found = re.search(r", (\d+)", op.text)
+    assert found is not None, op.line
+    return int(found[1])

@@ -36,7 +36,7 @@ from asynctp_kernels.cuda.launch import (
     leaves_room,
     prepare,
 )
-from asynctp_kernels.cuda.tiles import Tiles, tiles_for
+from asynctp_kernels.cuda.tiles import PINGPONG, Tiles, tiles_for
 from asynctp_kernels.signals import IS_INTERPRETED
 from cuda_stubs import FP8, SMS, Machine, Prepared, gather_call, machine, scatter_call
 from gemm_runs import check_runs
@@ -125,9 +125,8 @@ def compiled(prepared: Prepared, folder: Path) -> Compiled:
     kernel = prepared.kernel.warmup(*prepared.args, grid=(prepared.programs, 1, 1), **options)
     kernel = kernel.result() if hasattr(kernel, "result") else kernel
     registers, stack = resources(kernel.asm["cubin"], folder)
-    return Compiled(
-        Ptx(kernel.asm["ptx"]), kernel.asm["ttgir"], 32 * prepared.num_warps, registers, stack, kernel.metadata.shared
-    )
+    threads = 32 * kernel.metadata.num_warps  # more than asked for where warps have tasks of their own
+    return Compiled(Ptx(kernel.asm["ptx"]), kernel.asm["ttgir"], threads, registers, stack, kernel.metadata.shared)
 
 
 def resources(cubin: bytes, folder: Path) -> tuple[int, int]:
@@ -467,7 +466,7 @@ def test_what_runs_beside_a_gemm_leaves_it_the_shared_memory(
     monkeypatch.setattr(driver, "leave_shared_memory", asked.append)
     ran: list[Any] = []
     found = mock.MagicMock(function=7, n_regs=56, spec=["function", "n_regs", "metadata", "__getitem__"])
-    found.metadata.shared = shared
+    found.metadata.shared, found.metadata.num_warps = shared, 8
     found.__getitem__.return_value = lambda *args, stream: ran.append((args, stream))
     kernel = mock.Mock()
     kernel.warmup.return_value = found
@@ -645,10 +644,11 @@ def test_no_other_tiles_are_used() -> None:
         for rows in (*range(8, 1024, 8), *range(1024, 20000, 128))
         for columns in (8, 64, 264, 512, 2560, 4096, 8192, 14336)
     }
-    assert asked == {WIDE, NARROW, WIDE8, NARROW8, PRECISE8, SUM8, PRECISE_SUM8}
+    here = {WIDE, NARROW, WIDE8, NARROW8, PRECISE8, SUM8, PRECISE_SUM8}
+    assert asked == here | {PINGPONG}, "that one is compiled in `test_pingpong`"
     wide = {tiles_for(*kind[:2], 8192, 8192, SMS, kind[2], out_itemsize=4) for kind in TILED}
     assert wide == {NARROW_TO_FP32, NARROW8_TO_FP32, PRECISE8_TO_FP32, SUM8_TO_FP32, PRECISE_SUM8_TO_FP32}
-    assert {variant.tiles for variant in SCATTERS.values()} == asked | wide
+    assert {variant.tiles for variant in SCATTERS.values()} == here | wide
 
 
 # --- that the checks above see something ---------------------------------------------------------------------------

@@ -110,6 +110,10 @@ def cases() -> Iterator[Case]:
         odd = 50 * (dist.get_world_size() if op == "scatter" else 1)  # a rank's scales at no multiple of 16 bytes
         yield replace(base, dtype=FP8, scales="row", shard=(odd,), travels=op == "gather")
         yield replace(base, dtype=FP8, scales="row", shard=(3, odd), dim=1, travels=op == "gather")
+        # so many tiles that warps have tasks of their own
+        large = 4096 // (dist.get_world_size() if op == "gather" else 1)
+        yield replace(base, dtype=FP8, scales="row", shard=(large,), ns=(8192,), travels=op == "gather")
+        yield replace(base, dtype=FP8, scales="tensor", shard=(2, large), dim=1, ns=(4096,), bias=True)
     base = Case("gather", (256,), 512, (512,))
     yield replace(base, ns=(512, 128, 128))
     yield replace(base, ns=(512, 128, 128, 264), bias=True)

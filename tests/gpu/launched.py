@@ -3,6 +3,8 @@
 With more processes than GPUs the ranks of `cases`, `stress` and `compiled` share them, in turns of milliseconds:
 protocols and kernels of 4 and 8 ranks run on 1 or 2 GPUs, slowly. NCCL refuses that, so that gloo makes what is
 compared with. It cannot be captured: what needs it in a CUDA graph, `unfused` and all-reduces, is left out.
+
+With TILES=pingpong in the environment every GEMM that can run `pingpong_kernels` does, whatever its size.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from asynctp_kernels.cuda import select
+from asynctp_kernels.cuda.tiles import PINGPONG, Tiles, tiles_for
 
 
 def start(seconds: int) -> None:
     """Join the group of all GPUs; the process ends with its stacks printed if `seconds` pass without a new `limit`."""
     faulthandler.enable()
     limit(seconds)
+    if os.environ.get("TILES") == "pingpong":
+        select.tiles_for = pingpong_tiles
     rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)
@@ -31,6 +37,22 @@ def start(seconds: int) -> None:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("nccl", device_id=device)
+
+
+def pingpong_tiles(
+    dtype: torch.dtype,
+    precise_sums: bool,
+    rows: int,
+    columns: int,
+    programs: int,
+    several: bool = False,
+    out_itemsize: int = 2,
+    late: bool = False,
+) -> Tiles:
+    """`tiles_for`, of any size."""
+    if dtype.itemsize == 1 and out_itemsize == 2 and not (precise_sums or several):
+        return PINGPONG
+    return tiles_for(dtype, precise_sums, rows, columns, programs, several, out_itemsize, late)
 
 
 def limit(seconds: int) -> None:

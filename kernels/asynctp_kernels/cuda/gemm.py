@@ -1,13 +1,19 @@
-"""The persistent GEMM as both plans use it: what it takes, and one way to compile it."""
+"""The persistent GEMM as both plans use it: what it takes, and its two ways to be compiled."""
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
+from triton.errors import TritonError
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .gemm_kernels import gemm_kernel
 from .launch import Launch, describe, prepare
@@ -17,6 +23,7 @@ from .tiles import Tiles
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 MAX_OPERANDS = 4
+log = logging.getLogger(__name__)
 NOT_TUNED = "the GEMM is tuned for compute capability 9 (H100, H200) only"
 
 
@@ -58,7 +65,7 @@ def prepare_gemm(
     async_input: bool = False,
     stamps: bool = False,
 ) -> Launch:
-    """Compile `gemm_kernel` for one plan.
+    """Compile `gemm_kernels.gemm_kernel`, or that of `pingpong_kernels`, for one plan.
 
     Args:
         args: Example arguments.
@@ -94,8 +101,41 @@ def prepare_gemm(
         "PROGRAMS": programs,
         "STAMPS": stamps,
     }
+    if tiles.pingpong:
+        launch = _prepare_pingpong(args, programs, tiles, constants)
+        if launch is not None:
+            return launch
+        tiles = replace(tiles, pingpong=False, warps=4)
     limit = {"maxnreg": tiles.registers} if tiles.warps == 8 else {}
     return prepare(gemm_kernel, programs, args, constants, tiles.warps, num_stages=tiles.stages, **limit)
+
+
+def _prepare_pingpong(args: Sequence[Any], programs: int, tiles: Tiles, constants: dict[str, Any]) -> Launch | None:
+    """`pingpong_kernels.gemm_kernel`, which reads and writes the same blocks as `gemm_kernel` of such tiles.
+
+    None where this Triton's Gluon, which is experimental, does not take it: a warning says so, once.
+    """
+    try:
+        from . import pingpong_kernels as pingpong
+
+        mine = {name: value for name, value in constants.items() if name not in ("B_K_MAJOR", "OUT", "IMPRECISE")}
+        args = [pingpong.with_layout(arg) if isinstance(arg, TensorDescriptor) else arg for arg in args]
+        return prepare(
+            pingpong.gemm_kernel,
+            programs,
+            args,
+            mine | {"STAGES": tiles.stages},
+            pingpong.MULTIPLIER.value,
+            maxnreg=tiles.registers,
+        )
+    except (ImportError, AttributeError, TypeError, RuntimeError, TritonError) as error:  # what is not there any more
+        _tell_once(f"Triton {triton.__version__} has another Gluon: {type(error).__name__}: {error}")
+        return None
+
+
+@functools.cache
+def _tell_once(reason: str) -> None:
+    log.warning("GEMMs of fp8 are up to 11 %% slower than they could be, and as right: %s", reason)
 
 
 def refused_gemm(

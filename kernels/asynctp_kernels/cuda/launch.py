@@ -112,7 +112,7 @@ def prepare(
     shared: int = compiled.metadata.shared
     if shared < SMALL:
         driver.leave_shared_memory(compiled.function)
-    return Launch(run, 32 * num_warps, int(compiled.n_regs), shared)
+    return Launch(run, 32 * compiled.metadata.num_warps, int(compiled.n_regs), shared)
 
 
 def _by_triton(run: Callable[..., None], constants: dict[str, Any]) -> Callable[[int, Sequence[Any]], None]:

@@ -272,7 +272,7 @@ def _fused_matmul(problem: Problem, rates: Rates, sms: int) -> float:
     ranges = problem.world * problem.blocks
     count = ranges * ceil(problem.rows / ranges / tiles.block_m) * sum(ceil(n / tiles.block_n) for n in problem.widths)
     small = rates.precise if problem.precise else rates.several if problem.apart else rates.narrow
-    efficiency = 0.97 if tiles.block_n == 256 else small
+    efficiency = 0.97 if tiles.block_n == 256 or tiles.pingpong else small
     size = tiles.block_m * tiles.block_n
     per_tile = 2.0 * size * problem.depth / (_speed(problem, rates) / sms * efficiency)
     return ceil(count / sms) * per_tile

@@ -32,13 +32,20 @@ class Tiles:
     split: int = 1
     #: bound on fp8's running sums in the tensor core; None where there are none or where they may be fast
     imprecise: int | None = None
-    #: that a thread may have, where there are 8 warps: 56 are left for a thread of 8 other warps
+    #: that a thread may have, where there are 8 warps or more: 56 are left for a thread of 8 other warps
     registers: int = 200
+    #: each warp has one thing to do (`pingpong_kernels`), instead of all warps everything (`gemm_kernels`)
+    pingpong: bool = False
 
     @property
     def stored(self) -> list[int]:
         """The block that is stored at once, as a descriptor of [blocks, rows, columns] has it."""
         return [1, self.block_m, self.block_n // self.split]
+
+
+#: of fp8 with fast sums: 128 x 128 x 128, 6 stages and half a tile for each multiplier are what shared memory has room
+#: for; 128 registers at the launch, of 12 warps, leave 64 for each thread of 8 other warps
+PINGPONG = Tiles(128, 128, 128, warps=12, stages=6, group_m=4, split=2, registers=128, pingpong=True)
 
 
 def tiles_for(
@@ -59,6 +66,9 @@ def tiles_for(
     have no room for such elements at all.
 
     late: rows come more slowly than small tiles multiply them, so that a tile's time goes by behind the last ones.
+
+    `PINGPONG` is for so many waves as it was faster with than the others, and for few that large tiles would fill worse
+    (`docs/results/2026-11-25-h100x1/pingpong.jsonl`, `docs/results/2026-11-25-h100x2/pingpong.txt`).
     """
     fp8 = dtype.itemsize == 1
     block_k = 128 if fp8 else 64
@@ -68,6 +78,8 @@ def tiles_for(
         return Tiles(128, 128, depth, warps=8, stages=stages, imprecise=bound, registers=registers)
     large = waves(rows, columns, 128, 256, programs)
     small = waves(rows, columns, 128, 128, programs)
+    if fp8 and out_itemsize == 2 and (14 <= small <= 60 or 3 <= small < min(14, large * 2)):
+        return PINGPONG
     # a small tile takes little more than half the time of a large one
     if out_itemsize > 2 or late or small * 1.08 < large * 2:
         return Tiles(128, 128, block_k, warps=4, stages=6 if out_itemsize == 2 else 5, split=2)

@@ -1,0 +1,268 @@
+"""The GEMM of `pingpong_kernels`: it compiles to what its docstring promises, and its warps meet as they should.
+
+It has no interpreter. What Gluon makes of it is run on symbols instead, with its warps in drawn orders (`lowered`), on
+the calls of `gemm_runs`; what that takes as given, the text of waits and counts, is looked at in the PTX.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from asynctp_kernels.cuda import gather, gemm, scatter, stamped
+from asynctp_kernels.cuda.tiles import PINGPONG, tiles_for
+from asynctp_kernels.signals import IS_INTERPRETED
+from cuda_stubs import FP8, SMS, Prepared, gather_call, machine, scatter_call
+from gemm_runs import check_runs
+from test_cuda_compile import (
+    FP8_WIDE,
+    MANY,
+    MOST_SHARED,
+    ROWWISE,
+    TENSORWISE,
+    TMA_LOAD,
+    TMA_STORE,
+    TYPES,
+    Compiled,
+    Ptx,
+    _sm90,  # noqa: F401 - a fixture
+    compiled,
+    in_order,
+    missing,
+    small_and_gemm,
+    without_lines,
+)
+from test_cuda_compile import check_room as check_room_for
+
+if not IS_INTERPRETED:
+    from asynctp_kernels.cuda import pingpong_kernels
+
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=missing() or "-"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+
+TRAVELS = {**ROWWISE, "travels": True}
+#: the options of a call, and the bytes that a thread may spill, at most, with any Triton from 3.6 to 3.9
+BOTH: dict[str, tuple[dict[str, Any], int]] = {
+    "tensorwise": (TENSORWISE, 0),
+    "rowwise": (ROWWISE, 40),
+    "bias": ({**ROWWISE, "bias": True}, 104),
+    "fp16": ({**TENSORWISE, "out_dtype": torch.float16}, 0),
+    "e5m2-e4m3": ({**TENSORWISE, "dtype": FP8_WIDE, "b_dtype": FP8}, 0),
+}
+GATHERS = BOTH | {
+    "travels": (TRAVELS, 40),
+    "4-bias": ({**TRAVELS, "ns": MANY, "bias": True}, 40),
+    "outer": ({**TENSORWISE, "shard": (2, 256), "dim": 1}, 0),
+}
+SCATTERS = BOTH | {"outer": ({**ROWWISE, "rows": (2, 512), "dim": 1}, 40)}
+
+
+def planned(op: str, options: dict[str, Any], folder: Path) -> tuple[Prepared, Compiled]:
+    """The GEMM of a plan. pushed: a gather that does not return what was gathered."""
+    with machine() as here:
+        if op == "scatter":
+            scatter.FusedScatter(scatter_call(**options), here.memory, PINGPONG, 2, SMS)
+        else:
+            gather.fused_gather(gather_call(**options, full=op == "gather"), here.memory, PINGPONG, 2, SMS)
+        prepared = here.prepared[-1]
+        if op != "pushed":
+            small, found = small_and_gemm(here, folder)
+            check_room_for(found, small)
+            return prepared, found
+    return prepared, compiled(prepared, folder)
+
+
+def check(prepared: Prepared, found: Compiled, options: dict[str, Any], stack: int) -> None:
+    """Tensor cores fed by TMA alone, 12 warps with 128 registers at the launch, and every run of `gemm_runs`."""
+    ptx, dtype = found.ptx, options["dtype"]
+    types = f"{TYPES[dtype]}.{TYPES[options.get('b_dtype', dtype)]}"
+    assert {each.op for each in ptx.find("wgmma.mma_async")} == {f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{types}"}
+    assert [len(ptx.find(TMA_LOAD % dimensions)) for dimensions in (3, 2)] == [1, 1], "the loader's"
+    assert len(ptx.find(TMA_STORE)) == PINGPONG.split, "the storer's"
+    assert (found.threads, found.registers) == (32 * PINGPONG.warps, PINGPONG.registers)
+    assert found.stack <= stack, f"{found.stack} bytes spilled"
+    assert found.shared + 1024 <= MOST_SHARED
+    check_runs(prepared, found.ttgir)
+
+
+#: all of `await_by_warp`: each lane acquires, then they join, then each orders TMA behind that
+AWAITED = re.compile(
+    r"setp\.ne\.s32 q, %r\d+, 0;\s*@q bra\.uni KNOWN;\s*POLL:\s*ld\.acquire\.sys\.global\.s32 v, \[%rd\d+\];\s*"
+    r"setp\.lt\.s32 p, v, (%r\d+|\d+);\s*@p bra POLL;\s*bar\.warp\.sync 0xffffffff;\s*fence\.proxy\.async;\s*KNOWN:"
+)
+#: all of `publish_by_warp`
+PUBLISHED = re.compile(
+    r"cp\.async\.bulk\.wait_group 0;\s*bar\.warp\.sync 0xffffffff;\s*mov\.u32 t, %laneid; setp\.eq\.u32 p, t, 0;\s*"
+    r"@p red\.release\.gpu\.global\.add\.u32 \[%rd\d+\], 1;"
+)
+
+
+def texts(ptx: Ptx) -> tuple[int, int]:
+    """How many waits and counts there are, each of which is all that it has to be."""
+    text = without_lines(ptx)
+    waits, counts = len(AWAITED.findall(text)), len(PUBLISHED.findall(text))
+    assert waits == len(ptx.find("ld.acquire"))
+    assert counts == len(ptx.find("red."))
+    return waits, counts
+
+
+@pytest.mark.parametrize("name", GATHERS)
+@pytest.mark.parametrize("op", ["gather", "pushed"])
+def test_gather(op: str, name: str, tmp_path: Path) -> None:
+    options, stack = GATHERS[name]
+    prepared, found = planned(op, options, tmp_path)
+    check(prepared, found, options, stack)
+    assert texts(found.ptx) == (1, 0)
+
+
+@pytest.mark.parametrize("name", SCATTERS)
+def test_scatter(name: str, tmp_path: Path) -> None:
+    options, stack = SCATTERS[name]
+    prepared, found = planned("scatter", options, tmp_path)
+    check(prepared, found, options, stack)
+    assert texts(found.ptx) == (0, 1)
+
+
+@pytest.mark.parametrize("op", ["pushed", "scatter"])
+def test_stamps(op: str, tmp_path: Path) -> None:
+    """The loader takes the time before and behind its wait, the storer behind its stores; all else is as it was."""
+    options, stack = BOTH["tensorwise"]
+    with stamped():
+        _, found = planned(op, options, tmp_path)
+    letters = {"mov.u64": "t", "ld.acquire": "a", TMA_STORE: "s", "red.release": "c"}
+    order = "".join(
+        next((letter for start, letter in letters.items() if each.op.startswith(start)), "")
+        for each in found.ptx.instructions
+        if each.op != "mov.u64" or "%globaltimer" in each.operands
+    )
+    assert sorted(re.findall(r"tat|tt|sst", order)) == ["sst", "tat" if op == "pushed" else "tt"]
+    assert found.stack <= stack
+
+
+def test_the_storer_waits_for_its_stores_before_it_counts(tmp_path: Path) -> None:
+    _, found = planned("scatter", TENSORWISE, tmp_path)
+    names = [each.op for each in found.ptx.instructions]
+    first = names.index(next(name for name in names if name.startswith(TMA_STORE)))
+    stored = [TMA_STORE, "cp.async.bulk.commit_group", "cp.async.bulk.wait_group.read", "mbarrier.arrive"]
+    assert in_order(names[first:], *stored, *stored, "cp.async.bulk.wait_group", "bar.warp.sync", "red.release.gpu")
+
+
+# --- that the check of its warps sees something --------------------------------------------------------------------
+def mutated(before: str, after: str, folder: Path) -> ModuleType:
+    """The kernels with one line changed."""
+    source = Path(pingpong_kernels.__file__).read_text(encoding="utf-8")
+    assert source.count(before) == 1, before
+    path = folder / "mutated.py"
+    path.write_text(source.replace(before, after), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("asynctp_kernels.cuda.mutated", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MUTANTS = {
+    "no turn is awaited": ("scatter", "mbarrier.wait(turns.index(WHICH), (made & 1) ^ (1 - WHICH))", "pass"),
+    "no turn is given": ("scatter", "mbarrier.arrive(turns.index(1 - WHICH), count=1)", "pass"),
+    "stages are not awaited": ("scatter", "mbarrier.wait(full.index(stage), at // STAGES & 1)", "pass"),
+    "stages are refilled at once": ("scatter", "mbarrier.wait(empty.index(stage), (at // STAGES & 1) ^ 1)", "pass"),
+    "a stage is left too early": (
+        "scatter",
+        "mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), count=1, pred=step_k > 0)",
+        "mbarrier.arrive(empty.index(at % STAGES), count=1, pred=step_k < steps_k - 1)",
+    ),
+    "the last products are not awaited": ("scatter", "num_outstanding=0", "num_outstanding=1"),
+    "the other's steps are not counted": ("scatter", "at += steps_k  # the other multiplier's", "pass"),
+    "too few bytes": ("scatter", "a0.block_type.nbytes + bs[0].block_type.nbytes", "a0.block_type.nbytes"),
+    "the buffer is not awaited": ("scatter", "mbarrier.wait(c_empty.index(WHICH), (made * PARTS + i & 1) ^ 1)", "pass"),
+    "the part is not awaited": ("scatter", "mbarrier.wait(c_full.index(which), made // 2 * PARTS + i & 1)", "pass"),
+    "the buffer is free too early": ("scatter", "tma.store_wait(0)  # until it was read", "pass"),
+    "no fence": ("scatter", "            fence_async_shared()\n", ""),
+    "parts are exchanged": ("scatter", "parts[i]", "parts[1 - i]"),
+    "a tile is not counted": ("scatter", "publish_by_warp(words + chunk)", "pass"),
+    "another chunk is counted": ("scatter", "publish_by_warp(words + chunk)", "publish_by_warp(words)"),
+    "chunks are not awaited": ("gather", "await_by_warp(words + chunk, value, known)", "pass"),
+    "own rows of others": ("gather", "                if step > 0:\n                    a = a1\n", ""),
+    "own scales of others": ("gather", "                if step > 0:\n                    a_scale = a_scales[1]\n", ""),
+    "rows behind the end": ("gather", "mask=in_block < inner, other=0.0)[:, None]", "mask=in_block < n)[:, None]"),
+    "the first B's scales": ("gather", "gl.load(pick(number, b_scales, COUNT) + cols", "gl.load(b_scales[0] + cols"),
+    "the first B's columns": ("gather", "n = pick(number, columns, COUNT)", "n = columns[0]"),
+    "the first B": ("gather", "b = pick(number, bs, COUNT)", "b = bs[0]"),
+    "words are not cleared": (
+        "gather",
+        "gl.store(words + gl.arange(0, 8 * CHUNKS",
+        "gl.store(words + gl.arange(0, CHUNKS",
+    ),
+    "programs are not counted together": ("gather", "        barrier()\n", ""),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
+    op, before, after = MUTANTS[name]
+    options = {**TRAVELS, "ns": MANY[:2]} if op == "gather" else ROWWISE
+    prepared, _ = planned(op, options, tmp_path)
+    found = compiled(replace(prepared, kernel=mutated(before, after, tmp_path).gemm_kernel), tmp_path)
+    with pytest.raises(AssertionError):
+        check_runs(prepared, found.ttgir)
+
+
+# --- which calls get it --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rows", "columns", "wanted"),
+    [
+        (8192, 8192, True),  # 32 waves of small tiles
+        (16384, 8192, False),  # 63: slower by up to 15 %
+        (4096, 2560, True),  # 5 waves, where wide tiles take the time of 6
+        (2048, 8192, False),  # 8, where wide tiles take that of 8
+        (512, 512, False),  # one
+    ],
+)
+def test_calls_that_get_it(rows: int, columns: int, wanted: bool) -> None:
+    assert (tiles_for(FP8, False, rows, columns, SMS) == PINGPONG) == wanted
+    for others in ({"dtype": torch.bfloat16}, {"precise_sums": True}, {"several": True}, {"out_itemsize": 4}):
+        call: dict[str, Any] = {"dtype": FP8, "precise_sums": False, **others}
+        assert not tiles_for(rows=rows, columns=columns, programs=SMS, **call).pingpong
+
+
+@pytest.fixture
+def _told_anew() -> Iterator[None]:
+    gemm._tell_once.cache_clear()
+    yield
+    gemm._tell_once.cache_clear()
+
+
+@pytest.mark.usefixtures("_told_anew")
+def test_another_gluon_is_said_and_lived_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The GEMM of Triton itself runs the same plan, block for block."""
+    wanted, _ = planned("scatter", ROWWISE, tmp_path)
+
+    def gone(descriptor: Any) -> Any:
+        raise AttributeError("no TensorDescriptor here")
+
+    monkeypatch.setattr(pingpong_kernels, "with_layout", gone)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            prepared, found = planned("scatter", ROWWISE, tmp_path)
+    (said,) = [record.message for record in caplog.records if "Gluon" in record.message]
+    assert said.endswith("has another Gluon: AttributeError: no TensorDescriptor here")
+    assert (prepared.num_warps, prepared.programs) == (4, wanted.programs)
+    blocks = [[arg.block_shape for arg in each.args if hasattr(arg, "block_shape")] for each in (prepared, wanted)]
+    assert blocks[0] == blocks[1]
+    check_runs(prepared, found.ttgir)
