@@ -59,6 +59,7 @@ CASES: dict[str, tuple[Facts, dict[str, Any], list[str], str]] = {
     "cpu without triton": (CPU, {"triton": None, "kernels_error": "no triton"}, [], CPU_ONLY),
     "cpu, old triton": (CPU, {"triton": "3.5.1"}, ["warn triton"], CPU_ONLY),
     "cpu, kernels do not import": (CPU, {"kernels_error": "OSError: x"}, ["warn kernels"], CPU_ONLY),
+    "cpu, another Gluon": (CPU, {"gluon_error": "ImportError: x"}, [], CPU_ONLY),
     "cpu torch, driver": (CPU, {"driver": 12080}, ["warn torch build"], CPU_ONLY),
     "cuda torch, no driver": (CPU, {"torch_cuda": "13.0"}, [], CPU_ONLY),
     "cuda torch, GPUs hidden": (CPU, {"torch_cuda": "13.0", "driver": 13000}, ["warn GPUs"], CPU_ONLY),
@@ -100,6 +101,7 @@ CASES: dict[str, tuple[Facts, dict[str, Any], list[str], str]] = {
     ),
     "4 H200, old triton": (GPU, {"triton": "3.5.0"}, ["fail triton"], FAILED + "triton: 3.5.0 is too old"),
     "4 H200, kernels do not import": (GPU, {"kernels_error": "OSError: x"}, ["fail kernels"], FAILED + "kernels"),
+    "4 H200, another Gluon": (GPU, {"gluon_error": "ImportError: x"}, ["warn kernels"], OVERLAPPED),
     "4 H200, CUDA 13.1": (GPU, {"driver": 13010, "peer_writes": False}, [], OVERLAPPED),
     "4 H200, interpreter on": (
         GPU, {"interpreted": True}, ["fail TRITON_INTERPRET"], FAILED + "TRITON_INTERPRET: Triton runs its interpreter",

@@ -135,7 +135,7 @@ def _prepare_pingpong(args: Sequence[Any], programs: int, tiles: Tiles, constant
 
 @functools.cache
 def _tell_once(reason: str) -> None:
-    log.warning("GEMMs of fp8 are up to 11 %% slower than they could be, and as right: %s", reason)
+    log.warning("fp8 calls take up to 12 %% longer than they could, and are as right: %s", reason)
 
 
 def refused_gemm(
