@@ -301,8 +301,8 @@ def add_tiles(path: str | Path, calls: Sequence[Mapping[str, Any]], layer: str |
     """Write the tiles of asynctp's fused GEMM into a trace: a process "GEMM tiles" with a track for each SM.
 
     The first thing that a kernel says of its tiles is put where the trace has it start. A tile begins when its rows are
-    there and what was before it on its SM is stored. Waits for rows are slices too; the next tile's comes before
-    the last steps of the one before it, so it lies inside that.
+    there and what was before it on its SM is stored. Waits for rows are slices too. One that is over before the tile
+    before it is stored lies inside that; of one that ends later, what is behind that tile is shown.
 
     Args:
         path: The trace of the rank that made the calls; it is overwritten.
@@ -350,11 +350,13 @@ def _tile_events(path: Path, kernel: Event, call: Mapping[str, Any]) -> Iterator
         reached, arrived, stored = (round(kernel.start + (stamp - begin) / 1e3, 3) for stamp in stamps)
         about = {"op": call["op"], "tile": number, "rank": rank, "own": rank == call["rank"], "device": kernel.device}
         event = {"ph": "X", "pid": _TILES_PROCESS + kernel.device, "tid": processor, "args": about}
-        start = min(max(arrived, free.get(processor, arrived)), stored)
+        before = free.get(processor, reached)
+        start = min(max(arrived, before), stored)
         yield {**event, "cat": _TILE, "name": f"rank {rank}", "ts": start, "dur": round(stored - start, 3)}
-        if arrived - reached > _LOOK:
-            waited = round(arrived - reached, 3)
-            yield {**event, "cat": _WAIT, "name": f"wait for rank {rank}", "ts": reached, "dur": waited}
+        waiting = max(reached, before) if arrived > before else reached
+        if arrived - waiting > _LOOK:
+            waited = round(arrived - waiting, 3)
+            yield {**event, "cat": _WAIT, "name": f"wait for rank {rank}", "ts": waiting, "dur": waited}
         free[processor] = stored
 
 

@@ -203,7 +203,9 @@ class Gemm:
                 assert event[1:] in prefetched, "scales that are read are not prefetched"
                 read.add(event[1:])
             elif (needed := self.awaited(event)) is not None:
-                assert needed in awaited, "rows are loaded before they are awaited"
+                # numbers may be read by other warps than those that wait, which these must know of
+                known = event[4] if event[0] == "read" and self.specialized else awaited
+                assert needed in known, "rows are loaded before they are awaited"
         assert self["GATHER"] or not +uncounted, "a tile is never counted"
         assert events.count(("multiply",)) == products, "something is multiplied twice, or for nothing"
         assert prefetched == read, "what is not read is prefetched"

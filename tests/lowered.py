@@ -13,6 +13,7 @@ descriptors describe, and what was loaded by pointer. What a program does is a l
     ("set", first, how many, value)               integers are stored by pointer
     ("add", address, number)                      one is added to, which counts programs that are done
     ("barrier",)                                  `tl.debug_barrier`
+    ("stamp", address, what)                      a "time" or the number of the "sm" is stored
 
 The interpreter cannot show this: it runs the kernel's source, and what Triton makes of loops is what is in question.
 The rest is taken as given: what is asked for is there, what is stored is stored, and barriers, layouts, rounding and
@@ -44,6 +45,8 @@ class Tensor:
 
     sum: Polynomial = field(default_factory=Counter)
     half: int | None = None
+    #: products of it are under way in the tensor cores
+    pending: bool = False
 
     def __add__(self, other: Tensor) -> Tensor:
         return Tensor(self.sum + other.sum, self._half_with(other))
@@ -56,6 +59,8 @@ class Tensor:
         return Tensor(found, self._half_with(other))
 
     def _half_with(self, other: Tensor) -> int | None:
+        assert not self.pending
+        assert not other.pending, "a sum is used before it is there"
         halves = {self.half, other.half} - {None}
         assert len(halves) <= 1, "different halves are combined"
         return next(iter(halves), None)
@@ -128,7 +133,7 @@ _INTEGERS: dict[str, Callable[[int, int], int]] = {
 #: what changes no number
 _UNCHANGED = {
     *("tt.reshape", "tt.trans", "tt.splat", "tt.broadcast", "tt.expand_dims"),
-    *("arith.truncf", "arith.extf", "ttg.convert_layout", "ttg.memdesc_reshape"),
+    *("arith.truncf", "arith.extf", "arith.extsi", "tt.bitcast", "ttg.convert_layout", "ttg.memdesc_reshape"),
 }
 _SILENT = {
     *("ttng.init_barrier", "ttng.inval_barrier", "ttng.barrier_expect", "ttng.wait_barrier", "ttng.fence_async_shared"),
@@ -169,7 +174,9 @@ class Kernel:
         `seed` is of the order in which warps come.
         """
         values = self.bind(arguments)
-        made = _Warps(values, program, Cta(random.Random(seed))) if self.specialized else _Program(values, program)
+        if not self.specialized:
+            return _Program(values, program).run(self.body)
+        made = _Warps(values, program, Cta(random.Random(f"{seed} {program}")))
         return made.run(self.body)
 
     def bind(self, arguments: Sequence[int | str | Place]) -> dict[str, Any]:
@@ -229,6 +236,7 @@ def _operation(line: str) -> Op:
     return Op(found["name"], rest, line, results, re.findall(_NAME, rest))
 
 
+STAGES = 6  # that may be late
 #: an operation under way: it yields what it waits for, if anything, and gives what the operation does
 Running = Generator[Callable[[], bool] | None, None, Any]
 
@@ -332,10 +340,17 @@ class _Program:
         assert (mask is None) == isinstance(place.at, int), op.line
         assert other is None or not other.sum, op.line
         symbol = (place.name, first, None if mask is None else mask.left)
-        self.events.append(("read", *symbol))
+        self._read(symbol)
         return Tensor(Counter([monomial(symbol)]))
 
-    def _tt_store(self, op: Op, place: int | Range, value: int) -> None:
+    def _read(self, symbol: tuple[Any, ...]) -> None:
+        self.events.append(("read", *symbol))
+
+    def _tt_store(self, op: Op, place: int | Range, value: int | str) -> None:
+        if isinstance(value, str):
+            assert isinstance(place, int), op.line
+            self.events.append(("stamp", place, value))
+            return
         first, size = (place, 1) if isinstance(place, int) else (place.first, place.size)
         self.events.append(("set", first, size, value))
 
@@ -360,25 +375,30 @@ class _Program:
 
     _gpu_barrier = _ttg_barrier
 
-    def _tt_elementwise_inline_asm(self, op: Op, *operands: Any) -> int:
+    def _tt_elementwise_inline_asm(self, op: Op, *operands: Any) -> int | str:
         if "prefetch.global.L1" in op.line:
             place, mask = operands
             self.events.append(("prefetch", place.name, place.at.first, mask.left))
             return 0
+        if "%globaltimer" in op.line or "%smid" in op.line:
+            return "time" if "%globaltimer" in op.line else "sm"
         assert all(isinstance(value, int) for value in operands), op.line
         if "ld.acquire.sys" in op.line:
-            word, value, known = operands
-            self.events.append(("wait", word, value, bool(known)))
+            self._wait(*operands)
         else:
             assert "red.release.gpu" in op.line, op.line
             self._count(*operands)
         return 0
+
+    def _wait(self, word: int, value: int, known: int) -> None:
+        self.events.append(("wait", word, value, bool(known)))
 
     def _count(self, word: int, number: int = 1) -> None:
         self.events.append(("count", word, number))
 
     def _tt_split(self, op: Op, tensor: Tensor) -> list[Tensor]:
         assert tensor.half is None, op.line
+        assert not tensor.pending, "a sum is used before it is there"
         return [replace(tensor, half=half) for half in (0, 1)]
 
     # --- shared memory and tensor cores --------------------------------------------------------------------------
@@ -417,12 +437,17 @@ class _Program:
 # --- warps with tasks of their own -------------------------------------------------------------------------------
 @dataclass
 class Barrier:
-    """An mbarrier. count: arrivals of a phase; bytes: that TMA has still to bring; phases: how many are over."""
+    """An mbarrier.
+
+    count: arrivals of a phase. bytes: that TMA has still to bring. phases: how many are over. known: words that those
+    who arrived know to be there.
+    """
 
     count: int
     arrived: int = 0
     bytes: int = 0
     phases: int = 0
+    known: set[int] = field(default_factory=set)
 
     def arrive(self, arrivals: int = 0, brought: int = 0) -> None:
         self.arrived, self.bytes = self.arrived + arrivals, self.bytes - brought
@@ -435,18 +460,31 @@ class Barrier:
         return (self.phases - 1) % 2 == parity
 
 
+@dataclass(eq=False)
+class Copy:
+    """What TMA was asked for. number: of the stage."""
+
+    number: int
+    bring: Callable[[], None]
+
+    def is_late(self, late: int | None) -> bool:
+        return self.number == late
+
+
 @dataclass
 class Cta:
     """What the warps of a program share.
 
     copies: what TMA was asked for and has not brought. unfenced: shared memory whose contents it would not see yet.
+    late: a stage whose copies come, or a task whose warps go on, only when nobody else can, if any.
     """
 
     draw: random.Random
     shared: dict[Any, Any] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     barriers: dict[Any, Barrier] = field(default_factory=dict)
-    copies: list[Callable[[], None]] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    late: int | None = None
     unfenced: set[Any] = field(default_factory=set)
 
 
@@ -465,21 +503,27 @@ class _Warps(_Program):
         self._multiplying: list[dict[Any, Any]] = []  # what each product reads
         self._storing: list[tuple[Any, Any, Event]] = []  # (buffer, what is in it, the event)
         self._stored: list[Event] = []
+        self._known: set[int] = set()  # words that these warps know to be there
+        self._number = -1  # of the task
         self._unfenced: set[Any] = set()  # of the shared memory, what these warps wrote
 
     def _run_ttg_warp_specialize(self, op: Op) -> Running:
         operands = self._all(op.operands)
         given = [dict(zip(names, operands, strict=True)) for names in op.arguments[1:]]
         tasks = [self, *(_Warps({**self.values, **values}, self.number, self.cta) for values in given)]
+        for number, task in enumerate(tasks):
+            task._number = number
+        self.cta.late = self.cta.draw.choice([None, *range(STAGES + len(tasks))])
         running = {task: task._task(region) for task, region in zip(tasks, op.regions, strict=True)}
         awaited: dict[_Warps, Callable[[], bool] | None] = dict.fromkeys(tasks)
         while running or self.cta.copies:
             ready = [task for task in running if (wanted := awaited[task]) is None or wanted()]
             assert ready or self.cta.copies, "warps wait for each other"
-            chosen = self.cta.draw.choice([*ready, *self.cta.copies])
-            if not isinstance(chosen, _Warps):
+            able: list[Copy | _Warps] = [*ready, *self.cta.copies]
+            chosen = self.cta.draw.choice([one for one in able if not one.is_late(self.cta.late)] or able)
+            if isinstance(chosen, Copy):
                 self.cta.copies.remove(chosen)
-                chosen()
+                chosen.bring()
                 continue
             try:
                 awaited[chosen] = next(running[chosen])
@@ -487,6 +531,9 @@ class _Warps(_Program):
                 del running[chosen]
         return []
         yield  # of one task, which does not wait
+
+    def is_late(self, late: int | None) -> bool:
+        return late is not None and self._number == late - STAGES
 
     def _task(self, region: Sequence[Op]) -> Running:
         yield from self._block([op for op in region if op.name != "ttg.warp_yield"])
@@ -501,6 +548,14 @@ class _Warps(_Program):
         self._stored = []
         super()._count(word, number)
 
+    def _read(self, symbol: tuple[Any, ...]) -> None:
+        """With the words that these warps know to be there, by themselves or from others."""
+        self.events.append(("read", *symbol, frozenset(self._known)))
+
+    def _wait(self, word: int, value: int, known: int) -> None:
+        super()._wait(word, value, known)
+        self._known.add(word)
+
     # --- barriers ------------------------------------------------------------------------------------------------
     def _ttng_init_barrier(self, op: Op, barrier: Any) -> None:
         self.cta.barriers[barrier] = Barrier(_number(op))
@@ -509,17 +564,20 @@ class _Warps(_Program):
         barrier, parity, *wanted = self._all(op.operands)
         assert all(wanted), op.line
         yield lambda: self.cta.barriers[barrier].over(parity)
+        self._known |= self.cta.barriers[barrier].known
 
     def _run_ttng_arrive_barrier(self, op: Op) -> Running:
         barrier, *wanted = self._all(op.operands)
         if all(wanted):
             yield None
+            self.cta.barriers[barrier].known |= self._known
             self.cta.barriers[barrier].arrive(_number(op))
 
     def _run_ttng_barrier_expect(self, op: Op) -> Running:
         barrier, *wanted = self._all(op.operands)
         assert all(wanted), op.line
         yield None
+        self.cta.barriers[barrier].known |= self._known
         self.cta.barriers[barrier].arrive(1, -_number(op))
 
     # --- shared memory -------------------------------------------------------------------------------------------
@@ -536,7 +594,7 @@ class _Warps(_Program):
             self.shared[buffer] = (descriptor, tuple(place))
             self.cta.barriers[barrier].arrive(0, size)
 
-        self.cta.copies.append(bring)
+        self.cta.copies.append(Copy(buffer[-1], bring))
 
     def _run_ttg_local_store(self, op: Op) -> Running:
         tensor, buffer = self._all(op.operands)
@@ -569,7 +627,7 @@ class _Warps(_Program):
         read = {buffer: self.shared.get(buffer) for buffer in (a, b)}
         assert all(isinstance(place, tuple) for place in read.values()), "operands are not there yet"
         self._multiplying.append(read)
-        return super()._ttng_warp_group_dot(op, a, b, acc, *use_acc)
+        return replace(super()._ttng_warp_group_dot(op, a, b, replace(acc, pending=False), *use_acc), pending=True)
 
     def _run_ttng_warp_group_dot_wait(self, op: Op) -> Running:
         yield None
@@ -579,7 +637,7 @@ class _Warps(_Program):
         for read in over:
             for buffer, place in read.items():
                 assert self.shared[buffer] is place, "operands are overwritten before they were read"
-        return self.values[op.operands[0]]
+        return replace(self.values[op.operands[0]], pending=bool(self._multiplying))
 
 
 def _split_at(items: list[Any], count: int) -> tuple[list[Any], list[Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +23,8 @@ from asynctp_kernels.cuda import gather, gemm, scatter, stamped
 from asynctp_kernels.cuda.tiles import PINGPONG, tiles_for
 from asynctp_kernels.signals import IS_INTERPRETED
 from cuda_stubs import FP8, SMS, Prepared, gather_call, machine, scatter_call
-from gemm_runs import check_runs
+from gemm_runs import DONE, RUNS, Gemm, check_runs
+from lowered import parse
 from test_cuda_compile import (
     FP8_WIDE,
     MANY,
@@ -64,6 +64,8 @@ BOTH: dict[str, tuple[dict[str, Any], int]] = {
 }
 GATHERS = BOTH | {
     "travels": (TRAVELS, 40),
+    "2-bias": ({**TRAVELS, "ns": (264, 128), "bias": True}, 104),
+    "3": ({**TRAVELS, "ns": MANY[:3]}, 40),
     "4-bias": ({**TRAVELS, "ns": MANY, "bias": True}, 40),
     "outer": ({**TENSORWISE, "shard": (2, 256), "dim": 1}, 0),
 }
@@ -93,9 +95,9 @@ def check(prepared: Prepared, found: Compiled, options: dict[str, Any], stack: i
     assert [len(ptx.find(TMA_LOAD % dimensions)) for dimensions in (3, 2)] == [1, 1], "the loader's"
     assert len(ptx.find(TMA_STORE)) == PINGPONG.split, "the storer's"
     assert (found.threads, found.registers) == (32 * PINGPONG.warps, PINGPONG.registers)
-    assert found.stack <= stack, f"{found.stack} bytes spilled"
     assert found.shared + 1024 <= MOST_SHARED
     check_runs(prepared, found.ttgir)
+    assert found.stack <= stack, f"{found.stack} bytes spilled"
 
 
 #: all of `await_by_warp`: each lane acquires, then they join, then each orders TMA behind that
@@ -138,10 +140,10 @@ def test_scatter(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("op", ["pushed", "scatter"])
 def test_stamps(op: str, tmp_path: Path) -> None:
-    """The loader takes the time before and behind its wait, the storer behind its stores; all else is as it was."""
+    """The loader takes the time before and behind its wait, the storer behind its stores, and says which SM it is."""
     options, stack = BOTH["tensorwise"]
     with stamped():
-        _, found = planned(op, options, tmp_path)
+        prepared, found = planned(op, options, tmp_path)
     letters = {"mov.u64": "t", "ld.acquire": "a", TMA_STORE: "s", "red.release": "c"}
     order = "".join(
         next((letter for start, letter in letters.items() if each.op.startswith(start)), "")
@@ -150,6 +152,24 @@ def test_stamps(op: str, tmp_path: Path) -> None:
     )
     assert sorted(re.findall(r"tat|tt|sst", order)) == ["sst", "tat" if op == "pushed" else "tt"]
     assert found.stack <= stack
+    check_stamps(prepared, found)
+
+
+def check_stamps(prepared: Prepared, found: Compiled) -> None:
+    """Each tile has its three times and its SM, in the order in which tiles are dealt out."""
+    gemm, kernel = Gemm(prepared, RUNS[0]), parse(found.ttgir)
+    tiles = gemm.run.world * gemm.row_tiles * sum(gemm.columns)
+    stamps = [
+        event
+        for program in range(gemm["PROGRAMS"])
+        for event in kernel.run(program, gemm.arguments())
+        if event[0] == "stamp"
+    ]
+    assert sorted(stamps) == sorted(
+        ("stamp", DONE + 1 + 4 * tile + number, "sm" if number == 3 else "time")
+        for tile in range(tiles)
+        for number in range(4)
+    )
 
 
 def test_the_storer_waits_for_its_stores_before_it_counts(tmp_path: Path) -> None:
@@ -161,12 +181,14 @@ def test_the_storer_waits_for_its_stores_before_it_counts(tmp_path: Path) -> Non
 
 
 # --- that the check of its warps sees something --------------------------------------------------------------------
-def mutated(before: str, after: str, folder: Path) -> ModuleType:
-    """The kernels with one line changed."""
+def mutated(folder: Path, *changes: tuple[str, str]) -> ModuleType:
+    """The kernels with some of their text changed."""
     source = Path(pingpong_kernels.__file__).read_text(encoding="utf-8")
-    assert source.count(before) == 1, before
+    for before, after in changes:
+        assert source.count(before) == 1, before
+        source = source.replace(before, after)
     path = folder / "mutated.py"
-    path.write_text(source.replace(before, after), encoding="utf-8")
+    path.write_text(source, encoding="utf-8")
     spec = importlib.util.spec_from_file_location("asynctp_kernels.cuda.mutated", path)
     assert spec is not None
     assert spec.loader is not None
@@ -175,7 +197,12 @@ def mutated(before: str, after: str, folder: Path) -> ModuleType:
     return module
 
 
+LAST = "        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))\n"
+LEAVE = "        mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), count=1)\n"
 MUTANTS = {
+    "the last stage is left too early": ("scatter", LAST + LEAVE, LEAVE + LAST),
+    "the sum is used too early": ("scatter", LAST, LAST.replace("acc = ", "")),
+    "the last one of three": ("three", "tiles_n = e3\n", "tiles_n = e2\n"),
     "no turn is awaited": ("scatter", "mbarrier.wait(turns.index(WHICH), (made & 1) ^ (1 - WHICH))", "pass"),
     "no turn is given": ("scatter", "mbarrier.arrive(turns.index(1 - WHICH), count=1)", "pass"),
     "stages are not awaited": ("scatter", "mbarrier.wait(full.index(stage), at // STAGES & 1)", "pass"),
@@ -213,10 +240,10 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
-    op, before, after = MUTANTS[name]
-    options = {**TRAVELS, "ns": MANY[:2]} if op == "gather" else ROWWISE
-    prepared, _ = planned(op, options, tmp_path)
-    found = compiled(replace(prepared, kernel=mutated(before, after, tmp_path).gemm_kernel), tmp_path)
+    of, before, after = MUTANTS[name]
+    options = ROWWISE if of == "scatter" else {**TRAVELS, "ns": MANY[: 3 if of == "three" else 2]}
+    prepared, _ = planned("scatter" if of == "scatter" else "gather", options, tmp_path)
+    found = compiled(replace(prepared, kernel=mutated(tmp_path, (before, after)).gemm_kernel), tmp_path)
     with pytest.raises(AssertionError):
         check_runs(prepared, found.ttgir)
 
@@ -239,14 +266,6 @@ def test_calls_that_get_it(rows: int, columns: int, wanted: bool) -> None:
         assert not tiles_for(rows=rows, columns=columns, programs=SMS, **call).pingpong
 
 
-@pytest.fixture
-def _told_anew() -> Iterator[None]:
-    gemm._tell_once.cache_clear()
-    yield
-    gemm._tell_once.cache_clear()
-
-
-@pytest.mark.usefixtures("_told_anew")
 def test_another_gluon_is_said_and_lived_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,14 +273,15 @@ def test_another_gluon_is_said_and_lived_with(
     wanted, _ = planned("scatter", ROWWISE, tmp_path)
 
     def gone(descriptor: Any) -> Any:
-        raise AttributeError("no TensorDescriptor here")
+        raise KeyError("no TensorDescriptor here")
 
+    monkeypatch.setattr(gemm, "_gluon_faults", [])
     monkeypatch.setattr(pingpong_kernels, "with_layout", gone)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             prepared, found = planned("scatter", ROWWISE, tmp_path)
     (said,) = [record.message for record in caplog.records if "Gluon" in record.message]
-    assert said.endswith("has another Gluon: AttributeError: no TensorDescriptor here")
+    assert said.endswith("has another Gluon: KeyError: 'no TensorDescriptor here'")
     assert (prepared.num_warps, prepared.programs) == (4, wanted.programs)
     blocks = [[arg.block_shape for arg in each.args if hasattr(arg, "block_shape")] for each in (prepared, wanted)]
     assert blocks[0] == blocks[1]

@@ -293,6 +293,23 @@ def tile_events(path: Path) -> list[dict[str, Any]]:
     return [each for each in trace["traceEvents"] if each["pid"] == profile._TILES_PROCESS]
 
 
+def test_a_wait_beside_the_tile_before_is_drawn_behind_it(tmp_path: Path) -> None:
+    """Where a warp of its own loads, it comes to a tile while the one before is multiplied, and holds nothing up."""
+    path = write(tmp_path / "trace.json", FUSED)
+    profile.add_tiles(path, [stamped((0, 0, 0, 0.5, 100), (1, 0, 30, 200, 300), (1, 0, 210, 250, 400))])
+    assert [
+        f"{each['ts']:g} to {each['ts'] + each['dur']:g} {each['name']}"
+        for each in tile_events(path)
+        if each["ph"] == "X"
+    ] == [
+        "120.5 to 220 rank 0",
+        "320 to 420 rank 1",
+        "220 to 320 wait for rank 1",
+        "420 to 520 rank 1",
+        "330 to 370 wait for rank 1",
+    ]
+
+
 def test_tiles_go_into_the_trace(tmp_path: Path) -> None:
     """From the kernel's start on; on an SM they follow each other, and a wait is inside of what it holds up."""
     path = write(tmp_path / "trace.json", FUSED, deviceProperties=[])

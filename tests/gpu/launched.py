@@ -4,7 +4,8 @@ With more processes than GPUs the ranks of `cases`, `stress` and `compiled` shar
 protocols and kernels of 4 and 8 ranks run on 1 or 2 GPUs, slowly. NCCL refuses that, so that gloo makes what is
 compared with. It cannot be captured: what needs it in a CUDA graph, `unfused` and all-reduces, is left out.
 
-With TILES=pingpong in the environment every GEMM that can run `pingpong_kernels` does, whatever its size.
+With TILES=pingpong in the environment every GEMM that can run `pingpong_kernels` does, whatever its size, on `PROGRAMS`
+CTAs at most, so that each has several tiles; where it cannot be compiled, the program ends.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from asynctp_kernels.cuda import select
-from asynctp_kernels.cuda.tiles import PINGPONG, Tiles, tiles_for
+from asynctp_kernels.cuda import gather, gemm, launch, scatter, select
+from asynctp_kernels.cuda.tiles import PINGPONG, Tiles, can_pingpong, tiles_for
+
+PROGRAMS = 8
 
 
 def start(seconds: int) -> None:
@@ -28,7 +31,7 @@ def start(seconds: int) -> None:
     faulthandler.enable()
     limit(seconds)
     if os.environ.get("TILES") == "pingpong":
-        select.tiles_for = pingpong_tiles
+        pingpong_everywhere()
     rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)
@@ -37,6 +40,16 @@ def start(seconds: int) -> None:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("nccl", device_id=device)
+
+
+def pingpong_everywhere() -> None:
+    def few(wanted: int, most: int) -> int:
+        return launch.grid(wanted, min(most, PROGRAMS))
+
+    def give_up(fault: str) -> None:
+        raise SystemExit(fault)
+
+    select.tiles_for, gather.grid, scatter.grid, gemm._give_up = pingpong_tiles, few, few, give_up
 
 
 def pingpong_tiles(
@@ -50,7 +63,7 @@ def pingpong_tiles(
     late: bool = False,
 ) -> Tiles:
     """`tiles_for`, of any size."""
-    if dtype.itemsize == 1 and out_itemsize == 2 and not (precise_sums or several):
+    if can_pingpong(dtype, precise_sums, several, out_itemsize):
         return PINGPONG
     return tiles_for(dtype, precise_sums, rows, columns, programs, several, out_itemsize, late)
 

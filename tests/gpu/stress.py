@@ -39,6 +39,7 @@ NOT_DECOMPOSED = ("fused", "direct")  # rows of a rank in more than 4 ranges
 NOT_FUSED = ("decomposed", "direct")  # scales of blocks
 SHAPES = ((64, 64, 64), (512, 128, 256), (1024, 64, 512), (256, 256, 128), (2048, 128, 256), (520, 64, 72))
 POISON_EVERY = 1000
+SHALLOW = 288  # the depth up to which A has as few zeros as it comes with
 
 
 def stressed(world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
@@ -65,6 +66,9 @@ def stressed(world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
         yield replace(gather, **by_row, travels=True, shard=(3, 50), dim=1, fast=False), ALL
         yield replace(gather, dtype=FP8, scales="tensor", along=True, ns=(256, 64)), ALL
         yield replace(scatter, **by_row), ALL
+        deep = {"k": 14 * 128, **by_row}  # more steps over K than stages of a GEMM, twice
+        yield replace(gather, **deep, travels=True), ALL
+        yield replace(scatter, **deep), ALL
         yield replace(scatter, **by_row, shard=(3, 50 * world), dim=1), ALL
         sums = replace(scatter, dtype=FP8, scales="tensor", ns=(256, 256))
         yield sums, ALL
@@ -113,10 +117,14 @@ def flat(tensors: list[Tensor]) -> Tensor:
 
 
 def exact(data: Data, case: Case) -> Data:
-    """The same tensors with -1, 0 and 1 for numbers, and ½, 1 and 2 for scales; without ½ for those within a sum."""
+    """The same tensors with -1, 0 and 1 for numbers, and ½, 1 and 2 for scales; without ½ for those within a sum.
 
-    def integers(tensor: Tensor) -> Tensor:
+    Of a deep product most numbers of A are 0, so that its sums are not larger for that.
+    """
+
+    def integers(tensor: Tensor, share: float = 1.0) -> Tensor:
         values = torch.randint(-1, 2, tensor.shape, device=tensor.device).to(torch.bfloat16)
+        values *= torch.rand(tensor.shape, device=tensor.device) < share
         return torch.empty_like(tensor).copy_(values.to(tensor.dtype))
 
     def powers(scale: Tensor) -> Tensor:
@@ -126,8 +134,9 @@ def exact(data: Data, case: Case) -> Data:
         return 2.0 ** torch.randint(least, 2, scale.shape, device=scale.device).to(scale.dtype)
 
     assert not case.bias
+    shares = [min(1.0, SHALLOW / a.shape[-1]) for a in data.a]
     return Data(
-        list(map(integers, data.a)), list(map(integers, data.b)), list(map(powers, data.a_scales)),
+        list(map(integers, data.a, shares)), list(map(integers, data.b)), list(map(powers, data.a_scales)),
         list(map(powers, data.b_scales)), data.biases, list(map(powers, data.along)),
     )  # fmt: skip
 

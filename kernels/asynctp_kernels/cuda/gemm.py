@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,11 +11,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.errors import TritonError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .gemm_kernels import gemm_kernel
-from .launch import Launch, describe, prepare
+from .launch import Launch, NotCompiled, describe, prepare
 from .machine import driver
 from .memory import MAX_CHUNKS, MAX_OWN
 from .tiles import Tiles
@@ -113,29 +111,38 @@ def prepare_gemm(
 def _prepare_pingpong(args: Sequence[Any], programs: int, tiles: Tiles, constants: dict[str, Any]) -> Launch | None:
     """`pingpong_kernels.gemm_kernel`, which reads and writes the same blocks as `gemm_kernel` of such tiles.
 
-    None where this Triton's Gluon, which is experimental, does not take it: a warning says so, once.
+    None where this Triton's Gluon, which is experimental, does not take it: a warning says so, once, and it is not
+    tried again. Ranks need not agree on it.
     """
+    if _gluon_faults:
+        return None
     try:
         from . import pingpong_kernels as pingpong
 
-        mine = {name: value for name, value in constants.items() if name not in ("B_K_MAJOR", "OUT", "IMPRECISE")}
         args = [pingpong.with_layout(arg) if isinstance(arg, TensorDescriptor) else arg for arg in args]
-        return prepare(
-            pingpong.gemm_kernel,
-            programs,
-            args,
-            mine | {"STAGES": tiles.stages},
-            pingpong.MULTIPLIER.value,
-            maxnreg=tiles.registers,
-        )
-    except (ImportError, AttributeError, TypeError, RuntimeError, TritonError) as error:  # what is not there any more
-        _tell_once(f"Triton {triton.__version__} has another Gluon: {type(error).__name__}: {error}")
+    except Exception as error:  # whatever an API that has changed says
+        _give_up(f"{type(error).__name__}: {error}")
+        return None
+    mine = {name: value for name, value in constants.items() if name not in ("B_K_MAJOR", "OUT", "IMPRECISE")}
+    mine["STAGES"] = tiles.stages
+    warps = pingpong.MULTIPLIER.value
+    try:
+        return prepare(pingpong.gemm_kernel, programs, args, mine, warps, maxnreg=tiles.registers)
+    except NotCompiled as error:
+        _give_up(str(error))
         return None
 
 
-@functools.cache
-def _tell_once(reason: str) -> None:
-    log.warning("fp8 calls take up to 12 %% longer than they could, and are as right: %s", reason)
+_gluon_faults: list[str] = []
+
+
+def _give_up(fault: str) -> None:
+    _gluon_faults.append(fault)
+    log.warning(
+        "fp8 calls take up to 12 %% longer than they could, and are as right: Triton %s has another Gluon: %s",
+        triton.__version__,
+        fault,
+    )
 
 
 def refused_gemm(

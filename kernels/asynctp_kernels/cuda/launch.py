@@ -85,6 +85,10 @@ class Launch:
         self.run(stream, values)
 
 
+class NotCompiled(RuntimeError):
+    """Triton does not compile a kernel; the cause is what it says."""
+
+
 def prepare(
     kernel: Any,
     programs: int,
@@ -100,14 +104,21 @@ def prepare(
         programs: Size of the grid.
         args: Example arguments: tensors, descriptors, integers, floats, None.
         constants: The constexpr parameters, in the order of the signature.
-        num_warps: Warps of a CTA; `options` are Triton's others: `num_stages`, `maxnreg`.
+        num_warps: Warps of a CTA, without those that the kernel gives other tasks; `options` are Triton's others:
+            `num_stages`, `maxnreg`.
+
+    Raises:
+        NotCompiled: See there.
     """
     if IS_INTERPRETED:
         from . import interpreted
 
         return Launch(_by_triton(interpreted.prepare(kernel, programs, args), constants), 32 * num_warps, 0, 0)
-    compiled = kernel.warmup(*args, grid=(programs, 1, 1), **constants, num_warps=num_warps, **options)
-    compiled = compiled.result() if hasattr(compiled, "result") else compiled
+    try:
+        compiled = kernel.warmup(*args, grid=(programs, 1, 1), **constants, num_warps=num_warps, **options)
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+    except Exception as error:
+        raise NotCompiled(f"{kernel.__name__}: {type(error).__name__}: {error}") from error
     run = _by_triton(compiled[(programs, 1, 1)], constants)
     shared: int = compiled.metadata.shared
     if shared < SMALL:

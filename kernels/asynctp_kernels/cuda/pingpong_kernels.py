@@ -328,10 +328,7 @@ def multiply_tiles(
                 rows = (p * world + peer) * inner + in_block
             of_rows = gl.load(a_scale + rows, mask=in_block < inner, other=0.0)[:, None]
         # parts of the columns, so that few numbers beside the sums need registers
-        if PARTS == 1:
-            parts = (acc,)
-        else:
-            parts = acc.reshape((BM, 2, PART)).permute((0, 2, 1)).split()
+        parts = acc.reshape((BM, PARTS, PART)).permute((0, 2, 1)).split()
         for i in gl.static_range(PARTS):
             part = gl.convert_layout(parts[i], PART_LAYOUT, assert_trivial=True)
             cols = (tile_n - first) * BN + i * PART + gl.arange(0, PART, gl.SliceLayout(0, PART_LAYOUT))
@@ -472,7 +469,8 @@ def gemm_kernel(
     STAMPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As `gemm_kernels.gemm_kernel`: fp8 operands with K contiguous, fast sums; of a scatter, one product."""
+    """As `gemm_kernels.gemm_kernel`: fp8 operands with K contiguous, fast sums, tiles in two parts; of a scatter, one
+    product."""
     PART: gl.constexpr = BN // SPLIT
     a_stages = gl.allocate_shared_memory(a0.dtype, [STAGES, BM, BK], b0.layout)
     b_stages = gl.allocate_shared_memory(b0.dtype, [STAGES, BN, BK], b0.layout)

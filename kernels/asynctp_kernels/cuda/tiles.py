@@ -48,6 +48,11 @@ class Tiles:
 PINGPONG = Tiles(128, 128, 128, warps=12, stages=6, group_m=4, split=2, registers=128, pingpong=True)
 
 
+def can_pingpong(dtype: torch.dtype, precise_sums: bool, several: bool, out_itemsize: int) -> bool:
+    """Whether `PINGPONG` can be the tiles of such a call; arguments as those of `tiles_for`."""
+    return dtype.itemsize == 1 and out_itemsize == 2 and not (precise_sums or several)
+
+
 def tiles_for(
     dtype: torch.dtype,
     precise_sums: bool,
@@ -78,7 +83,8 @@ def tiles_for(
         return Tiles(128, 128, depth, warps=8, stages=stages, imprecise=bound, registers=registers)
     large = waves(rows, columns, 128, 256, programs)
     small = waves(rows, columns, 128, 128, programs)
-    if fp8 and out_itemsize == 2 and (14 <= small <= 60 or 3 <= small < min(14, large * 2)):
+    faster = 14 <= small <= 60 or 3 <= small < min(14, large * 2)
+    if faster and can_pingpong(dtype, precise_sums, several, out_itemsize):
         return PINGPONG
     # a small tile takes little more than half the time of a large one
     if out_itemsize > 2 or late or small * 1.08 < large * 2:
