@@ -34,6 +34,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from asynctp_kernels.cuda.tiles import PINGPONG
+
 Event = tuple[Any, ...]
 #: a sum: how often each product of symbols is in it, these in the order of what `repr` makes of them
 Polynomial = Counter[tuple[Any, ...]]
@@ -236,7 +238,7 @@ def _operation(line: str) -> Op:
     return Op(found["name"], rest, line, results, re.findall(_NAME, rest))
 
 
-STAGES = 6  # that may be late
+STAGES = PINGPONG.stages  # any of which may be late
 #: an operation under way: it yields what it waits for, if anything, and gives what the operation does
 Running = Generator[Callable[[], bool] | None, None, Any]
 

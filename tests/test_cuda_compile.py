@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -581,6 +582,18 @@ def plan_gemm(op: str, name: str) -> Prepared:
         return here.prepared[-1]
 
 
+def loaded(source: str, folder: Path) -> ModuleType:
+    """A module of kernels, of other source than the package's."""
+    path = folder / "changed.py"
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("asynctp_kernels.cuda.changed", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def order(ptx: Ptx) -> str:
     """In the order of the text: times that are taken, acquires, stores of C, counts of tiles; one letter each."""
     letters = {"mov.u64": "t", "ld.acquire": "a", TMA_STORE: "s", "red.release": "c"}
@@ -599,17 +612,11 @@ OF_BOTH = pytest.mark.parametrize(
 @OF_BOTH
 def test_without_stamps_the_kernel_is_one_that_knows_none(op: str, name: str, tmp_path: Path) -> None:
     """Instruction for instruction, register for register."""
-    prepared, path = plan_gemm(op, name), tmp_path / "without.py"
+    prepared = plan_gemm(op, name)
     source, count = re.subn(r"\n( +)if STAMPS:(\n\1 +.*)+", "", Path(gemm_kernels.__file__).read_text("utf-8"))
     assert count == 3
     assert source.count("stamp(") == 1, "there is its definition only"
-    path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("without", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    without = compiled(replace(prepared, kernel=module.gemm_kernel), tmp_path)
+    without = compiled(replace(prepared, kernel=loaded(source, tmp_path).gemm_kernel), tmp_path)
     assert prepared.constants["STAMPS"] is False
     assert compiled(prepared, tmp_path).ptx.instructions == without.ptx.instructions
 

@@ -21,7 +21,7 @@ import compiled
 import launched
 import stress
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import gather, gemm, scatter, select
+from asynctp_kernels.cuda import gather, gemm, scatter, tiles
 from asynctp_kernels.cuda.products import IN_BLOCKS
 from asynctp_kernels.cuda.tiles import PINGPONG, tiles_for
 
@@ -88,15 +88,19 @@ def test_stressed_calls_are_exact(alone: dist.ProcessGroup) -> None:
 
 def test_pingpong_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of any size get those tiles, on few CTAs, where they can; and nothing else runs unseen."""
-    for module, name in ((select, "tiles_for"), (gather, "grid"), (scatter, "grid"), (gemm, "_give_up")):
+    others = [
+        (dtype, precise, 64, 64, 132, several, out_itemsize)
+        for dtype, precise, several, out_itemsize in (
+            (torch.bfloat16, False, False, 2), (cases.FP8, True, False, 2), (cases.FP8, False, True, 2),
+            (cases.FP8, False, False, 4),
+        )
+    ]  # fmt: skip
+    before = [tiles_for(*call) for call in others]
+    for module, name in ((tiles, "pingpong_is_faster"), (gather, "grid"), (scatter, "grid"), (gemm, "_give_up")):
         monkeypatch.setattr(module, name, getattr(module, name))
     launched.pingpong_everywhere()
-    assert select.tiles_for(torch.float8_e4m3fn, False, 64, 64, 132) == PINGPONG
-    for others in ((torch.bfloat16, False, False, 2), (cases.FP8, True, False, 2), (cases.FP8, False, True, 2)):
-        dtype, precise, several, out_itemsize = others
-        assert select.tiles_for(dtype, precise, 64, 64, 132, several, out_itemsize) == tiles_for(
-            dtype, precise, 64, 64, 132, several, out_itemsize
-        )
+    assert tiles_for(cases.FP8, False, 64, 64, 132) == PINGPONG
+    assert [tiles_for(*call) for call in others] == before
     assert (
         [gather.grid(wanted, 132) for wanted in (1, 9, 1000)] == [1, 8, 8] == [scatter.grid(n, 132) for n in (1, 9, 99)]
     )

@@ -6,12 +6,10 @@ the calls of `gemm_runs`; what that takes as given, the text of waits and counts
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -39,7 +37,9 @@ from test_cuda_compile import (
     _sm90,  # noqa: F401 - a fixture
     compiled,
     in_order,
+    loaded,
     missing,
+    order,
     small_and_gemm,
     without_lines,
 )
@@ -144,13 +144,7 @@ def test_stamps(op: str, tmp_path: Path) -> None:
     options, stack = BOTH["tensorwise"]
     with stamped():
         prepared, found = planned(op, options, tmp_path)
-    letters = {"mov.u64": "t", "ld.acquire": "a", TMA_STORE: "s", "red.release": "c"}
-    order = "".join(
-        next((letter for start, letter in letters.items() if each.op.startswith(start)), "")
-        for each in found.ptx.instructions
-        if each.op != "mov.u64" or "%globaltimer" in each.operands
-    )
-    assert sorted(re.findall(r"tat|tt|sst", order)) == ["sst", "tat" if op == "pushed" else "tt"]
+    assert sorted(re.findall(r"tat|tt|sst", order(found.ptx))) == ["sst", "tat" if op == "pushed" else "tt"]
     assert found.stack <= stack
     check_stamps(prepared, found)
 
@@ -181,20 +175,11 @@ def test_the_storer_waits_for_its_stores_before_it_counts(tmp_path: Path) -> Non
 
 
 # --- that the check of its warps sees something --------------------------------------------------------------------
-def mutated(folder: Path, *changes: tuple[str, str]) -> ModuleType:
-    """The kernels with some of their text changed."""
+def mutated(before: str, after: str) -> str:
+    """The kernels' source with one thing changed."""
     source = Path(pingpong_kernels.__file__).read_text(encoding="utf-8")
-    for before, after in changes:
-        assert source.count(before) == 1, before
-        source = source.replace(before, after)
-    path = folder / "mutated.py"
-    path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("asynctp_kernels.cuda.mutated", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    assert source.count(before) == 1, before
+    return source.replace(before, after)
 
 
 LAST = "        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))\n"
@@ -243,7 +228,8 @@ def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
     of, before, after = MUTANTS[name]
     options = ROWWISE if of == "scatter" else {**TRAVELS, "ns": MANY[: 3 if of == "three" else 2]}
     prepared, _ = planned("scatter" if of == "scatter" else "gather", options, tmp_path)
-    found = compiled(replace(prepared, kernel=mutated(tmp_path, (before, after)).gemm_kernel), tmp_path)
+    kernel = loaded(mutated(before, after), tmp_path).gemm_kernel
+    found = compiled(replace(prepared, kernel=kernel), tmp_path)
     with pytest.raises(AssertionError):
         check_runs(prepared, found.ttgir)
 

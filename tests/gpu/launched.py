@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from asynctp_kernels.cuda import gather, gemm, launch, scatter, select
-from asynctp_kernels.cuda.tiles import PINGPONG, Tiles, can_pingpong, tiles_for
+from asynctp_kernels.cuda import gather, gemm, launch, scatter, tiles
 
 PROGRAMS = 8
 
@@ -49,23 +48,8 @@ def pingpong_everywhere() -> None:
     def give_up(fault: str) -> None:
         raise SystemExit(fault)
 
-    select.tiles_for, gather.grid, scatter.grid, gemm._give_up = pingpong_tiles, few, few, give_up
-
-
-def pingpong_tiles(
-    dtype: torch.dtype,
-    precise_sums: bool,
-    rows: int,
-    columns: int,
-    programs: int,
-    several: bool = False,
-    out_itemsize: int = 2,
-    late: bool = False,
-) -> Tiles:
-    """`tiles_for`, of any size."""
-    if can_pingpong(dtype, precise_sums, several, out_itemsize):
-        return PINGPONG
-    return tiles_for(dtype, precise_sums, rows, columns, programs, several, out_itemsize, late)
+    tiles.pingpong_is_faster = lambda small, large: True
+    gather.grid, scatter.grid, gemm._give_up = few, few, give_up
 
 
 def limit(seconds: int) -> None:

@@ -207,29 +207,20 @@ def multiply(a: tl.tensor, b: tl.tensor, acc: tl.tensor, B_K_MAJOR: tl.constexpr
     return tl.dot(a, b, acc, max_num_imprecise_acc=IMPRECISE)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=[
+#: what a GEMM's launches may differ in from the example that it is compiled for, but for addresses
+PROMISES = {
+    "do_not_specialize_on_alignment": [
         *("a_scale0", "a_scale1", "a_scale2", "a_scale3"),
         *("s0", "s1", "s2", "s3", "z0", "z1", "z2", "z3"),
     ],
-    do_not_specialize=[
-        "outer",
-        "inner",
-        "k0",
-        "k1",
-        "k2",
-        "k3",
-        "n0",
-        "n1",
-        "n2",
-        "n3",
-        "rank",
-        "world",
-        "chunk_tiles",
-        "own_tiles",
-        "value",
+    "do_not_specialize": [
+        *("outer", "inner", "k0", "k1", "k2", "k3", "n0", "n1", "n2", "n3"),
+        *("rank", "world", "chunk_tiles", "own_tiles", "value"),
     ],
-)
+}
+
+
+@triton.jit(**PROMISES)
 def gemm_kernel(
     a0,
     a1,

@@ -399,16 +399,7 @@ def store_tiles(
             publish_by_warp(words + chunk)
 
 
-@gluon.jit(
-    do_not_specialize_on_alignment=[
-        *("a_scale0", "a_scale1", "a_scale2", "a_scale3"),
-        *("s0", "s1", "s2", "s3", "z0", "z1", "z2", "z3"),
-    ],
-    do_not_specialize=[
-        *("outer", "inner", "k0", "k1", "k2", "k3", "n0", "n1", "n2", "n3"),
-        *("rank", "world", "chunk_tiles", "own_tiles", "value"),
-    ],
-)
+@gluon.jit(**gemm_kernels.PROMISES)
 def gemm_kernel(
     a0,
     a1,

@@ -48,9 +48,12 @@ class Tiles:
 PINGPONG = Tiles(128, 128, 128, warps=12, stages=6, group_m=4, split=2, registers=128, pingpong=True)
 
 
-def can_pingpong(dtype: torch.dtype, precise_sums: bool, several: bool, out_itemsize: int) -> bool:
-    """Whether `PINGPONG` can be the tiles of such a call; arguments as those of `tiles_for`."""
-    return dtype.itemsize == 1 and out_itemsize == 2 and not (precise_sums or several)
+def pingpong_is_faster(small: int, large: int) -> bool:
+    """For so many waves of 128 x 128, and of 128 x 256, where it can run: many, or few that large tiles fill worse.
+
+    Source: `docs/results/2026-11-25-h100x1/pingpong.jsonl`, `docs/results/2026-11-25-h100x2/pingpong.txt`.
+    """
+    return 14 <= small <= 60 or 3 <= small < min(14, large * 2)
 
 
 def tiles_for(
@@ -71,9 +74,6 @@ def tiles_for(
     have no room for such elements at all.
 
     late: rows come more slowly than small tiles multiply them, so that a tile's time goes by behind the last ones.
-
-    `PINGPONG` is for so many waves as it was faster with than the others, and for few that large tiles would fill worse
-    (`docs/results/2026-11-25-h100x1/pingpong.jsonl`, `docs/results/2026-11-25-h100x2/pingpong.txt`).
     """
     fp8 = dtype.itemsize == 1
     block_k = 128 if fp8 else 64
@@ -83,8 +83,7 @@ def tiles_for(
         return Tiles(128, 128, depth, warps=8, stages=stages, imprecise=bound, registers=registers)
     large = waves(rows, columns, 128, 256, programs)
     small = waves(rows, columns, 128, 128, programs)
-    faster = 14 <= small <= 60 or 3 <= small < min(14, large * 2)
-    if faster and can_pingpong(dtype, precise_sums, several, out_itemsize):
+    if fp8 and out_itemsize == 2 and pingpong_is_faster(small, large):
         return PINGPONG
     # a small tile takes little more than half the time of a large one
     if out_itemsize > 2 or late or small * 1.08 < large * 2:
