@@ -26,7 +26,6 @@ from asynctp_kernels.cuda.scatter import ScatterCall
 from asynctp_kernels.errors import TIMEOUT_VARIABLE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 SMS = 132
 STREAMS = {0: "main", 101: "copy", 102: "reduce", 109: "graph"}
@@ -369,13 +368,18 @@ class Machine:
         return "\n".join(f"{STREAMS[entry.stream]:6} {names.entry(entry)}" for entry in self.log)
 
 
+def is_descriptor(value: object) -> bool:
+    """Triton's or Gluon's."""
+    return hasattr(value, "block_shape")
+
+
 def check_fixed(launched: Launched) -> None:
     """A launch that may be recorded differs from the example in addresses only."""
     constants = launched.prepared.constants
     if launched.prepared.name == "await_kernel" or (constants.get("GATHER") and not constants["OWN"]):
         return  # waits are fixed where they are made; `async_input_matmul` is not recorded
     for name, example, value in zip(launched.prepared.names, launched.prepared.args, launched.values, strict=True):
-        if not isinstance(example, (Tensor, TensorDescriptor)):
+        if not (isinstance(example, Tensor) or is_descriptor(example)):
             assert value == example, f"{launched.prepared.name}: {name} is recorded"
 
 
@@ -390,7 +394,7 @@ def check_promises(launched: Launched) -> None:
             fixed = param.do_not_specialize or param.do_not_specialize_on_alignment
             promised = not fixed and example.data_ptr() % 16 == 0 and said not in UNALIGNED
             assert not promised or value % 16 == 0, f"{said} is compiled for aligned memory"
-        elif isinstance(example, TensorDescriptor):
+        elif is_descriptor(example):
             assert isinstance(value, Tma), said
             layout = (example.shape, example.strides, example.block_shape)
             assert (value.shape, value.strides, value.block_shape) == layout, said

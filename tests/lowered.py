@@ -34,7 +34,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asynctp_kernels.cuda.tiles import PINGPONG
+from asynctp_kernels.cuda.tiles import pingpong
 
 Event = tuple[Any, ...]
 #: a sum: how often each product of symbols is in it, these in the order of what `repr` makes of them
@@ -238,7 +238,7 @@ def _operation(line: str) -> Op:
     return Op(found["name"], rest, line, results, re.findall(_NAME, rest))
 
 
-STAGES = PINGPONG.stages  # any of which may be late
+STAGES = pingpong(1).stages  # any of which may be late
 #: an operation under way: it yields what it waits for, if anything, and gives what the operation does
 Running = Generator[Callable[[], bool] | None, None, Any]
 
@@ -586,9 +586,9 @@ class _Warps(_Program):
     def _ttng_async_tma_copy_global_to_local(self, op: Op, descriptor: str, *operands: Any) -> None:
         *place, buffer, barrier, wanted = operands
         assert wanted, op.line
-        shape = re.search(r"!ttg\.memdesc<((?:\d+x)+)f8", op.line)
+        shape = re.search(r"!ttg\.memdesc<((?:\d+x)+)b?f(8|16)", op.line)
         assert shape is not None, op.line
-        size = math.prod(int(extent) for extent in shape[1].split("x")[:-1])
+        size = math.prod(int(extent) for extent in shape[1].split("x")[:-1]) * int(shape[2]) // 8
         self.shared[buffer] = "under way"
         self.events.append(("load", descriptor, tuple(place)))
 

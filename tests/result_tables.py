@@ -51,13 +51,15 @@ class Row:
 
 
 def rows(folder: str) -> list[Row]:
-    """All of a run."""
-    run, picks = read(RESULTS / folder / "bench.json"), read(SHIPPED)
-    found = []
-    for raw in run["rows"]:
-        key = f"{raw['op']}:{raw['world']}:{DTYPES[raw['kind']]}:{raw['k']}:{raw['n']}"
-        found.append(Row(raw, picks[run["machine"].partition(" x ")[2]][key][str(raw["m"])]))
-    return found
+    """All of a run, of those that were measured again, with a later version, the last."""
+    picks, found = read(SHIPPED), {}
+    for path in (RESULTS / folder / "bench.json", *sorted((RESULTS / folder).glob("bench-again-*.json"))):
+        run = read(path)
+        for raw in run["rows"]:
+            key = f"{raw['op']}:{raw['world']}:{DTYPES[raw['kind']]}:{raw['k']}:{raw['n']}"
+            row = Row(raw, picks[run["machine"].partition(" x ")[2]][key][str(raw["m"])])
+            found[raw["kind"], key, raw["m"]] = row
+    return list(found.values())
 
 
 def read(path: Path) -> Any:

@@ -15,9 +15,10 @@ from asynctp_kernels.cuda import driver
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.memory import existing_memory
 from asynctp_kernels.cuda.scatter import ScatterCall
+from asynctp_kernels.cuda.tiles import Tiles
 from cuda_emulated import Steps, look, raw
 from cuda_stubs import MAIN, expected_products, gather_call, result_dtype, scatter_call, tensor, whole
-from streams import Executable, Found, Place, Rank, Shared, rank_of, run
+from streams import TILES, Executable, Found, Place, Rank, Shared, rank_of, run
 from torch import Tensor
 
 
@@ -223,7 +224,7 @@ class Session:
         ops: one after the other, `rounds` times.
         captured: then they are captured, and the graph is launched as often again.
         records: the package may record calls.
-        chunks, registers, options: of the GEMM, of every kernel, of `machine`.
+        chunks, tiles, registers, options: of the GEMM, of the GEMM, of every kernel, of `machine`.
     """
 
     world: int
@@ -232,6 +233,7 @@ class Session:
     captured: bool = False
     records: bool = False
     chunks: int = 2
+    tiles: Tiles = TILES
     registers: int = 40
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -284,7 +286,8 @@ def play(session: Session, seed: int, spoil: Spoil = contextlib.nullcontext) -> 
     """
     shared, ranks = Shared(), []
     for number in range(session.world):
-        with rank_of(number, session.world, shared, session.chunks, **dict(session.options)) as rank, spoil():
+        gemm = (session.chunks, session.tiles)
+        with rank_of(number, session.world, shared, *gemm, **dict(session.options)) as rank, spoil():
             perform(session, rank)
             ranks.append(rank)
     for rank in ranks:

@@ -27,7 +27,7 @@ import random
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -61,6 +61,7 @@ from torch.utils._pytree import tree_map_only
 
 SMS = 4  # so that a program has several tiles
 TILES = Tiles(8, 16, 16, warps=8, stages=3, group_m=2)
+PINGPONG = replace(TILES, warps=12, registers=128, split=2, pingpong=True)
 ALIGNMENT = 512  # of memory
 GRANULE = 8 << 10  # of symmetric memory: so that it grows
 Program = Callable[[], Steps]
@@ -424,7 +425,9 @@ def wrote(entry: Wrote) -> Steps:
 
 
 @contextlib.contextmanager
-def rank_of(number: int, world: int, shared: Shared, chunks: int, **options: Any) -> Iterator[Rank]:
+def rank_of(
+    number: int, world: int, shared: Shared, chunks: int, tiles: Tiles = TILES, **options: Any
+) -> Iterator[Rank]:
     """The package as one rank sees it."""
     small = mock.patch.object(cuda_stubs, "SMS", SMS)
     made = functools.partial(Rank, shared=shared)
@@ -434,7 +437,7 @@ def rank_of(number: int, world: int, shared: Shared, chunks: int, **options: Any
             gather: {"new_tensors": here.new_tensors},
             scatter: {"new_tensors": here.new_tensors},
             memory: {"_GRANULE": GRANULE},
-            select: {"fused_tiles": lambda *_: TILES, "chunks_for": lambda *_: chunks},
+            select: {"fused_tiles": lambda *_: tiles, "chunks_for": lambda *_: chunks},
             cuda: {"gather_into": here.gather_into, "register_wait": lambda result, wait: here.waits.append(wait)},
             Tensor: {"record_stream": lambda tensor, stream: here.record_stream(tensor, stream)},
         }

@@ -37,7 +37,7 @@ from asynctp_kernels.cuda.launch import (
     leaves_room,
     prepare,
 )
-from asynctp_kernels.cuda.tiles import PINGPONG, Tiles, tiles_for
+from asynctp_kernels.cuda.tiles import Tiles, pingpong, tiles_for
 from asynctp_kernels.signals import IS_INTERPRETED
 from cuda_stubs import FP8, SMS, Machine, Prepared, gather_call, machine, scatter_call
 from gemm_runs import check_runs
@@ -517,17 +517,22 @@ def check_gather_gemm(gemm: Compiled, variant: Variant) -> None:
                     "atom.global.gpu.acq_rel.add", "bar.sync", "st.global", "ret")  # fmt: skip
 
 
+def async_input_gemm(rows: int, ns: tuple[int, ...], k_major: bool) -> Prepared:
+    call = gather_call((rows,), 512, ns, k_major=k_major)
+    outs = [call.a_shard.new_empty(rows, n) for n in ns]
+    with machine() as here:
+        async_input._Plan(call.a_shard, call.bs, torch.zeros(8, dtype=torch.int32), outs)
+        (prepared,) = here.prepared
+    return prepared
+
+
 @pytest.mark.parametrize("k_major", [True, False])
 @pytest.mark.parametrize("ns", [(512,), (512, 128, 128, 264)], ids=str)
 def test_async_input_gemm(ns: tuple[int, ...], k_major: bool, tmp_path: Path) -> None:
     """Every load of A waits, the first chunk's too; words are the caller's, and are only read."""
-    call = gather_call((8192,), 512, ns, k_major=k_major)
-    outs = [call.a_shard.new_empty(8192, n) for n in ns]
-    with machine() as here:
-        async_input._Plan(call.a_shard, call.bs, torch.zeros(8, dtype=torch.int32), outs)
-        (prepared,) = here.prepared
-        gemm = compiled(prepared, tmp_path)
-    tiles = tiles_for(torch.bfloat16, False, 8192, sum(ns), SMS)
+    prepared = async_input_gemm(24576, ns, k_major)
+    gemm = compiled(prepared, tmp_path)
+    tiles = tiles_for(torch.bfloat16, False, 24576, sum(ns), SMS)
     check_products(gemm, Variant({}, tiles))
     check_resources(gemm, Variant({}, tiles))
     check_plain(gemm, 0)
@@ -652,7 +657,7 @@ def test_no_other_tiles_are_used() -> None:
         for columns in (8, 64, 264, 512, 2560, 4096, 8192, 14336)
     }
     here = {WIDE, NARROW, WIDE8, NARROW8, PRECISE8, SUM8, PRECISE_SUM8}
-    assert asked == here | {PINGPONG}, "that one is compiled in `test_pingpong`"
+    assert asked == here | {pingpong(1), pingpong(2)}, "those two are compiled in `test_pingpong`"
     wide = {tiles_for(*kind[:2], 8192, 8192, SMS, kind[2], out_itemsize=4) for kind in TILED}
     assert wide == {NARROW_TO_FP32, NARROW8_TO_FP32, PRECISE8_TO_FP32, SUM8_TO_FP32, PRECISE_SUM8_TO_FP32}
     assert {variant.tiles for variant in SCATTERS.values()} == here | wide

@@ -33,7 +33,7 @@ from asynctp_kernels.cuda.script import Await, Copy, Post, Record, Step, Wait, W
 from cuda_emulated import PROGRAMS, Call, Steps
 from cuda_stubs import FP8
 from stream_sessions import Session, Spoil, bulk, gather, play, scatter
-from streams import Found
+from streams import PINGPONG, Found
 
 OTHER = 42  # another stream of the program's
 SEEDS = range(6)
@@ -80,6 +80,10 @@ SESSIONS: dict[str, Session] = {
     "fused scatter of 4": Session(4, (scatter(ks=(32, 16), bias=False),), chunks=1),
     "fused scatter, apart": Session(2, (scatter(ks=(32, 16), **ROWWISE), scatter(reduce_op="avg")), chunks=4),
     "fused scatter, wide": Session(2, (scatter(n=160), scatter(sum_dtype=torch.float32)), chunks=2),
+    "pingpong": Session(3, (gather(), scatter(), gather(**ROWWISE, travels=True), scatter(**ROWWISE)), tiles=PINGPONG),
+    "pingpong, several": Session(
+        2, (gather(**SEVERAL, full=True), scatter(ks=(32, 16), bias=False), gather(**OUTER)), chunks=3, tiles=PINGPONG
+    ),
     "fused scatter, outer": Session(3, (scatter(rows=(2, 48), dim=1),)),
     "decomposed scatter": Session(3, (scatter("decomposed", ks=(32, 16)), scatter("decomposed"))),
     "decomposed scatter, outer": Session(2, (scatter("decomposed", rows=(2, 48), dim=1),)),

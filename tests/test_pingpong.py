@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("triton")
 
 from asynctp_kernels.cuda import gather, gemm, scatter, stamped
-from asynctp_kernels.cuda.tiles import PINGPONG, tiles_for
+from asynctp_kernels.cuda.tiles import pingpong, tiles_for
 from asynctp_kernels.signals import IS_INTERPRETED
 from cuda_stubs import FP8, SMS, Prepared, gather_call, machine, scatter_call
 from gemm_runs import DONE, RUNS, Gemm, check_runs
@@ -35,6 +35,7 @@ from test_cuda_compile import (
     Compiled,
     Ptx,
     _sm90,  # noqa: F401 - a fixture
+    async_input_gemm,
     compiled,
     in_order,
     loaded,
@@ -61,6 +62,9 @@ BOTH: dict[str, tuple[dict[str, Any], int]] = {
     "bias": ({**ROWWISE, "bias": True}, 104),
     "fp16": ({**TENSORWISE, "out_dtype": torch.float16}, 0),
     "e5m2-e4m3": ({**TENSORWISE, "dtype": FP8_WIDE, "b_dtype": FP8}, 0),
+    "bf16": ({}, 0),
+    "bf16-n-major": ({"k_major": False}, 0),
+    "fp16-bias": ({"dtype": torch.float16, "bias": True}, 0),
 }
 GATHERS = BOTH | {
     "travels": (TRAVELS, 40),
@@ -68,17 +72,25 @@ GATHERS = BOTH | {
     "3": ({**TRAVELS, "ns": MANY[:3]}, 40),
     "4-bias": ({**TRAVELS, "ns": MANY, "bias": True}, 40),
     "outer": ({**TENSORWISE, "shard": (2, 256), "dim": 1}, 0),
+    "bf16-3": ({"ns": MANY[:3], "k_major": False}, 0),
+    "bf16-4-bias": ({"ns": MANY, "bias": True}, 0),
 }
-SCATTERS = BOTH | {"outer": ({**ROWWISE, "rows": (2, 512), "dim": 1}, 40)}
+SCATTERS = BOTH | {
+    "outer": ({**ROWWISE, "rows": (2, 512), "dim": 1}, 40),
+    "sum of 2": ({"ks": (512, 256)}, 0),
+    "sum of 3": ({"ks": (512, 256, 264), "k_major": False}, 0),
+    "sum of 4": ({"ks": (512, 256, 256, 64), "dtype": torch.float16}, 0),
+}
 
 
 def planned(op: str, options: dict[str, Any], folder: Path) -> tuple[Prepared, Compiled]:
     """The GEMM of a plan. pushed: a gather that does not return what was gathered."""
+    tiles = pingpong(options.get("dtype", torch.bfloat16).itemsize)
     with machine() as here:
         if op == "scatter":
-            scatter.FusedScatter(scatter_call(**options), here.memory, PINGPONG, 2, SMS)
+            scatter.FusedScatter(scatter_call(**options), here.memory, tiles, 2, SMS)
         else:
-            gather.fused_gather(gather_call(**options, full=op == "gather"), here.memory, PINGPONG, 2, SMS)
+            gather.fused_gather(gather_call(**options, full=op == "gather"), here.memory, tiles, 2, SMS)
         prepared = here.prepared[-1]
         if op != "pushed":
             small, found = small_and_gemm(here, folder)
@@ -89,12 +101,14 @@ def planned(op: str, options: dict[str, Any], folder: Path) -> tuple[Prepared, C
 
 def check(prepared: Prepared, found: Compiled, options: dict[str, Any], stack: int) -> None:
     """Tensor cores fed by TMA alone, 12 warps with 128 registers at the launch, and every run of `gemm_runs`."""
-    ptx, dtype = found.ptx, options["dtype"]
-    types = f"{TYPES[dtype]}.{TYPES[options.get('b_dtype', dtype)]}"
-    assert {each.op for each in ptx.find("wgmma.mma_async")} == {f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{types}"}
-    assert [len(ptx.find(TMA_LOAD % dimensions)) for dimensions in (3, 2)] == [1, 1], "the loader's"
-    assert len(ptx.find(TMA_STORE)) == PINGPONG.split, "the storer's"
-    assert (found.threads, found.registers) == (32 * PINGPONG.warps, PINGPONG.registers)
+    ptx, dtype = found.ptx, options.get("dtype", torch.bfloat16)
+    tiles, types = pingpong(dtype.itemsize), f"{TYPES[dtype]}.{TYPES[options.get('b_dtype', dtype)]}"
+    wanted = f"wgmma.mma_async.sync.aligned.m64n128k{32 // dtype.itemsize}.f32.{types}"
+    assert {each.op for each in ptx.find("wgmma.mma_async")} == {wanted}
+    of_b = 1 if options.get("k_major", True) else 2  # rows of 128 columns are 256 bytes, of which TMA brings 128
+    assert [len(ptx.find(TMA_LOAD % dimensions)) for dimensions in (3, 2)] == [1, of_b], "the loader's"
+    assert len(ptx.find(TMA_STORE)) == tiles.split, "the storer's"
+    assert (found.threads, found.registers) == (32 * tiles.warps, tiles.registers)
     assert found.shared + 1024 <= MOST_SHARED
     check_runs(prepared, found.ttgir)
     assert found.stack <= stack, f"{found.stack} bytes spilled"
@@ -128,6 +142,18 @@ def test_gather(op: str, name: str, tmp_path: Path) -> None:
     prepared, found = planned(op, options, tmp_path)
     check(prepared, found, options, stack)
     assert texts(found.ptx) == (1, 0)
+
+
+@pytest.mark.parametrize("k_major", [True, False])
+@pytest.mark.parametrize("ns", [(512,), MANY], ids=str)
+def test_async_input(ns: tuple[int, ...], k_major: bool, tmp_path: Path) -> None:
+    """Words are the caller's, and are only read."""
+    prepared = async_input_gemm(8192, ns, k_major)
+    found = compiled(prepared, tmp_path)
+    check(prepared, found, {"k_major": k_major}, 0)
+    assert texts(found.ptx) == (1, 0)
+    assert not found.ptx.find("atom")
+    assert not found.ptx.find("st.global")
 
 
 @pytest.mark.parametrize("name", SCATTERS)
@@ -187,7 +213,11 @@ LEAVE = "        mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), count=
 MUTANTS = {
     "the last stage is left too early": ("scatter", LAST + LEAVE, LEAVE + LAST),
     "the sum is used too early": ("scatter", LAST, LAST.replace("acc = ", "")),
-    "the last one of three": ("three", "tiles_n = e3\n", "tiles_n = e2\n"),
+    "the last one of three": (
+        "three",
+        "    if COUNT == 3:\n        end = e3\n",
+        "    if COUNT == 3:\n        end = e2\n",
+    ),
     "no turn is awaited": ("scatter", "mbarrier.wait(turns.index(WHICH), (made & 1) ^ (1 - WHICH))", "pass"),
     "no turn is given": ("scatter", "mbarrier.arrive(turns.index(1 - WHICH), count=1)", "pass"),
     "stages are not awaited": ("scatter", "mbarrier.wait(full.index(stage), at // STAGES & 1)", "pass"),
@@ -199,7 +229,7 @@ MUTANTS = {
     ),
     "the last products are not awaited": ("scatter", "num_outstanding=0", "num_outstanding=1"),
     "the other's steps are not counted": ("scatter", "at += steps_k  # the other multiplier's", "pass"),
-    "too few bytes": ("scatter", "a0.block_type.nbytes + bs[0].block_type.nbytes", "a0.block_type.nbytes"),
+    "too few bytes": ("scatter", "as_[0].block_type.nbytes + bs[0].block_type.nbytes", "as_[0].block_type.nbytes"),
     "the buffer is not awaited": ("scatter", "mbarrier.wait(c_empty.index(WHICH), (made * PARTS + i & 1) ^ 1)", "pass"),
     "the part is not awaited": ("scatter", "mbarrier.wait(c_full.index(which), made // 2 * PARTS + i & 1)", "pass"),
     "the buffer is free too early": ("scatter", "tma.store_wait(0)  # until it was read", "pass"),
@@ -208,12 +238,17 @@ MUTANTS = {
     "a tile is not counted": ("scatter", "publish_by_warp(words + chunk)", "pass"),
     "another chunk is counted": ("scatter", "publish_by_warp(words + chunk)", "publish_by_warp(words)"),
     "chunks are not awaited": ("gather", "await_by_warp(words + chunk, value, known)", "pass"),
-    "own rows of others": ("gather", "                if step > 0:\n                    a = a1\n", ""),
+    "own rows of others": ("gather", "                if step > 0:\n                    a = as_[1]\n", ""),
     "own scales of others": ("gather", "                if step > 0:\n                    a_scale = a_scales[1]\n", ""),
     "rows behind the end": ("gather", "mask=in_block < inner, other=0.0)[:, None]", "mask=in_block < n)[:, None]"),
     "the first B's scales": ("gather", "gl.load(pick(number, b_scales, COUNT) + cols", "gl.load(b_scales[0] + cols"),
     "the first B's columns": ("gather", "n = pick(number, columns, COUNT)", "n = columns[0]"),
-    "the first B": ("gather", "b = pick(number, bs, COUNT)", "b = bs[0]"),
+    "the first B": ("gather", "bs, COUNT)\n            col = (tile_n", "bs, 1)\n            col = (tile_n"),
+    "the first A of a sum": ("sum", "a = pick(number, as_, COUNT)", "a = as_[0]"),
+    "the first B of a sum": ("sum", "as_, COUNT)\n                b = pick(number, bs, COUNT)", "as_, COUNT)"),
+    "a sum's steps go on": ("sum", "at_k = (step_k - first) * BK", "pass"),
+    "the last of a sum": ("sum", "    if COUNT == 3:\n        end = e3\n", "    if COUNT == 3:\n        end = e2\n"),
+    "columns first": ("sum", "load_block(b, [at_k, col], full", "load_block(b, [col, at_k], full"),
     "words are not cleared": (
         "gather",
         "gl.store(words + gl.arange(0, 8 * CHUNKS",
@@ -226,8 +261,10 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
     of, before, after = MUTANTS[name]
-    options = ROWWISE if of == "scatter" else {**TRAVELS, "ns": MANY[: 3 if of == "three" else 2]}
-    prepared, _ = planned("scatter" if of == "scatter" else "gather", options, tmp_path)
+    options = SCATTERS["sum of 3"][0] if of == "sum" else ROWWISE
+    if of in ("gather", "three"):
+        options = {**TRAVELS, "ns": MANY[: 3 if of == "three" else 2]}
+    prepared, _ = planned("scatter" if of in ("scatter", "sum") else "gather", options, tmp_path)
     kernel = loaded(mutated(before, after), tmp_path).gemm_kernel
     found = compiled(replace(prepared, kernel=kernel), tmp_path)
     with pytest.raises(AssertionError):
@@ -236,18 +273,20 @@ def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
 
 # --- which calls get it --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("rows", "columns", "wanted"),
+    ("rows", "columns", "wanted", "bf16"),
     [
-        (8192, 8192, True),  # 32 waves of small tiles
-        (16384, 8192, False),  # 63: slower by up to 15 %
-        (4096, 2560, True),  # 5 waves, where wide tiles take the time of 6
-        (2048, 8192, False),  # 8, where wide tiles take that of 8
-        (512, 512, False),  # one
+        (8192, 8192, True, False),  # 32 waves of small tiles
+        (16384, 8192, False, False),  # 63: slower by up to 15 %
+        (4096, 2560, True, True),  # 5 waves, where wide tiles take the time of 6
+        (2048, 8192, False, False),  # 8, where wide tiles take that of 8
+        (1024, 2560, True, True),  # 2, where wide tiles take that of 2, but only half of the SMs
+        (512, 512, False, False),  # one
     ],
 )
-def test_calls_that_get_it(rows: int, columns: int, wanted: bool) -> None:
-    assert (tiles_for(FP8, False, rows, columns, SMS) == PINGPONG) == wanted
-    for others in ({"dtype": torch.bfloat16}, {"precise_sums": True}, {"several": True}, {"out_itemsize": 4}):
+def test_calls_that_get_it(rows: int, columns: int, wanted: bool, bf16: bool) -> None:
+    assert (tiles_for(FP8, False, rows, columns, SMS) == pingpong(1)) == wanted
+    assert (tiles_for(torch.bfloat16, False, rows, columns, SMS) == pingpong(2)) == bf16
+    for others in ({"precise_sums": True}, {"several": True}, {"out_itemsize": 4}):
         call: dict[str, Any] = {"dtype": FP8, "precise_sums": False, **others}
         assert not tiles_for(rows=rows, columns=columns, programs=SMS, **call).pingpong
 

@@ -187,7 +187,7 @@ def triton_version(facts: Facts) -> Iterator[Finding]:
         text = f"the kernels cannot be imported: {facts.kernels_error}"
         yield Finding("kernels", "fail" if facts.gpus else "warn", text, "install asynctp-passes and triton again")
     elif facts.triton is not None and facts.gluon_error is not None:
-        text = f"fp8 calls take up to 12 % longer than they could, as triton has another Gluon: {facts.gluon_error}"
+        text = f"some calls take longer than they could, as triton has another Gluon: {facts.gluon_error}"
         remedy = "update asynctp-passes, or install an older triton"
         yield Finding("kernels", "warn" if facts.gpus else "info", text, remedy)
 

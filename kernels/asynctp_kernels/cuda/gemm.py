@@ -123,7 +123,7 @@ def _prepare_pingpong(args: Sequence[Any], programs: int, tiles: Tiles, constant
     except Exception as error:  # whatever an API that has changed says
         _give_up(f"{type(error).__name__}: {error}")
         return None
-    mine = {name: value for name, value in constants.items() if name not in ("B_K_MAJOR", "OUT", "IMPRECISE")}
+    mine = {name: value for name, value in constants.items() if name not in ("OUT", "IMPRECISE")}
     mine["STAGES"] = tiles.stages
     warps = pingpong.MULTIPLIER.value
     try:
@@ -139,7 +139,7 @@ _gluon_faults: list[str] = []
 def _give_up(fault: str) -> None:
     _gluon_faults.append(fault)
     log.warning(
-        "fp8 calls take up to 12 %% longer than they could, and are as right: Triton %s has another Gluon: %s",
+        "some calls take longer than they could, and are as right: Triton %s has another Gluon: %s",
         triton.__version__,
         fault,
     )

@@ -1,4 +1,4 @@
-"""The persistent GEMM for fp8, in warps that each have one thing to do.
+"""The persistent GEMM in warps that each have one thing to do.
 
     loader         1 warp     awaits the chunk of each tile, and asks TMA for its A and B, stage after stage
     multipliers    2 x 4      each has every other tile of the CTA: products, scales, bias
@@ -137,20 +137,20 @@ def smid() -> tl.tensor:
 
 
 @gluon.jit
-def operand_of(tile_n: tl.tensor, ends: tl.tuple, COUNT: gl.constexpr) -> tl.tuple:
-    """(number of the B whose column tile this is, the first of that B's)."""
+def operand_of(at: tl.tensor, ends: tl.tuple, COUNT: gl.constexpr) -> tl.tuple:
+    """(number of the B whose column tile `at` is, or of the pair whose step over K it is, the first of those)."""
     number = 0
     first = 0
     if COUNT > 1:
-        if tile_n >= ends[0]:
+        if at >= ends[0]:
             number = 1
             first = ends[0]
     if COUNT > 2:
-        if tile_n >= ends[1]:
+        if at >= ends[1]:
             number = 2
             first = ends[1]
     if COUNT > 3:
-        if tile_n >= ends[2]:
+        if at >= ends[2]:
             number = 3
             first = ends[2]
     return number, first
@@ -194,8 +194,7 @@ def block_of(
 
 @gluon.jit
 def load_tiles(
-    a0: tl.tensor,
-    a1: tl.tensor,
+    as_: tl.tuple,
     bs: tl.tuple,
     words: tl.tensor,
     done_ptr: tl.tensor,
@@ -208,6 +207,7 @@ def load_tiles(
     INBOX: gl.constexpr,
     COUNT: gl.constexpr,
     CHUNKS: gl.constexpr,
+    B_K_MAJOR: gl.constexpr,
     GROUP_M: gl.constexpr,
     PROGRAMS: gl.constexpr,
     STAMPS: gl.constexpr,
@@ -218,7 +218,7 @@ def load_tiles(
     STAGES: gl.constexpr = a_stages.type.shape[0]
     BM: gl.constexpr = a_stages.type.shape[1]
     BK: gl.constexpr = a_stages.type.shape[2]
-    BN: gl.constexpr = b_stages.type.shape[1]
+    BN: gl.constexpr = b_stages.type.shape[1 if B_K_MAJOR else 2]
     tiles_q = gl.cdiv(inner, BM)
     awaited = -1  # the chunk that was awaited last
     at = 0  # the step over K, among all of this CTA's
@@ -228,7 +228,7 @@ def load_tiles(
         )
         if STAMPS:
             stamp(done_ptr, tile, 0, clock_ns())
-        a = a0
+        a = as_[0]
         a_block = block_of(step, peer, tile_m // tiles_q, rank, world, outer, OWN, INBOX)
         if GATHER:
             known = chunk == awaited
@@ -236,20 +236,32 @@ def load_tiles(
             if OWN:
                 known = known | (step == 0)
                 if step > 0:
-                    a = a1
+                    a = as_[1]
             await_by_warp(words + chunk, value, known)
         if STAMPS:
             stamp(done_ptr, tile, 1, clock_ns())
-        number, first = operand_of(tile_n, ends, COUNT)
-        b = pick(number, bs, COUNT)
+        b = bs[0]
         row = (tile_m % tiles_q) * BM
-        col = (tile_n - first) * BN
+        col = tile_n * BN
+        if GATHER:
+            number, first = operand_of(tile_n, ends, COUNT)
+            b = pick(number, bs, COUNT)
+            col = (tile_n - first) * BN
         for step_k in range(steps_k):
+            at_k = step_k * BK
+            if not GATHER and COUNT > 1:
+                number, first = operand_of(step_k, ends, COUNT)
+                a = pick(number, as_, COUNT)
+                b = pick(number, bs, COUNT)
+                at_k = (step_k - first) * BK
             stage = at % STAGES
             mbarrier.wait(empty.index(stage), (at // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(stage), a0.block_type.nbytes + bs[0].block_type.nbytes)
-            load_block(a, [a_block, row, step_k * BK], full.index(stage), a_stages.index(stage).reshape((1, BM, BK)))
-            load_block(b, [col, step_k * BK], full.index(stage), b_stages.index(stage))
+            mbarrier.expect(full.index(stage), as_[0].block_type.nbytes + bs[0].block_type.nbytes)
+            load_block(a, [a_block, row, at_k], full.index(stage), a_stages.index(stage).reshape((1, BM, BK)))
+            if B_K_MAJOR:
+                load_block(b, [col, at_k], full.index(stage), b_stages.index(stage))
+            else:
+                load_block(b, [at_k, col], full.index(stage), b_stages.index(stage))
             at += 1
 
 
@@ -272,6 +284,7 @@ def multiply_tiles(
     INBOX: gl.constexpr,
     COUNT: gl.constexpr,
     CHUNKS: gl.constexpr,
+    B_K_MAJOR: gl.constexpr,
     GROUP_M: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ) -> None:
@@ -282,12 +295,13 @@ def multiply_tiles(
     c_buffers, c_full, c_empty = results
     STAGES: gl.constexpr = a_stages.type.shape[0]
     BM: gl.constexpr = a_stages.type.shape[1]
-    BN: gl.constexpr = b_stages.type.shape[1]
+    BN: gl.constexpr = b_stages.type.shape[1 if B_K_MAJOR else 2]
     PART: gl.constexpr = c_buffers.type.shape[2]
     PARTS: gl.constexpr = BN // PART
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[MULTIPLIER, 1], instr_shape=[16, BN, 32])
+    DEPTH: gl.constexpr = 256 // a_stages.dtype.primitive_bitwidth  # of an instruction
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[MULTIPLIER, 1], instr_shape=[16, BN, DEPTH])
     PART_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], warps_per_cta=[MULTIPLIER, 1], instr_shape=[16, PART, 32]
+        [3, 0], warps_per_cta=[MULTIPLIER, 1], instr_shape=[16, PART, DEPTH]
     )
     tiles_q = gl.cdiv(inner, BM)
     at = WHICH * steps_k  # the step over K, among all of this CTA's
@@ -301,7 +315,9 @@ def multiply_tiles(
         for step_k in range(steps_k):
             stage = at % STAGES
             mbarrier.wait(full.index(stage), at // STAGES & 1)
-            b = b_stages.index(stage).permute((1, 0))
+            b = b_stages.index(stage)
+            if B_K_MAJOR:
+                b = b.permute((1, 0))
             acc = warpgroup_mma(a_stages.index(stage), b, acc, is_async=True, use_acc=step_k > 0)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             # nothing of the step before this one is under way any more
@@ -447,6 +463,7 @@ def gemm_kernel(
     INBOX: gl.constexpr,
     COUNT: gl.constexpr,
     CHUNKS: gl.constexpr,
+    B_K_MAJOR: gl.constexpr,
     A_SCALE: gl.constexpr,
     SCALE_TRAVELS: gl.constexpr,
     B_SCALE: gl.constexpr,
@@ -460,11 +477,10 @@ def gemm_kernel(
     STAMPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As `gemm_kernels.gemm_kernel`: fp8 operands with K contiguous, fast sums, tiles in two parts; of a scatter, one
-    product."""
+    """As `gemm_kernels.gemm_kernel`: fast sums, tiles in two parts, several products of a scatter without scales."""
     PART: gl.constexpr = BN // SPLIT
     a_stages = gl.allocate_shared_memory(a0.dtype, [STAGES, BM, BK], b0.layout)
-    b_stages = gl.allocate_shared_memory(b0.dtype, [STAGES, BN, BK], b0.layout)
+    b_stages = gl.allocate_shared_memory(b0.dtype, [STAGES, BN, BK] if B_K_MAJOR else [STAGES, BK, BN], b0.layout)
     C_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, PART], c0.dtype)
     c_buffers = gl.allocate_shared_memory(c0.dtype, [2, BM, PART], C_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -480,35 +496,55 @@ def gemm_kernel(
         mbarrier.init(c_full.index(which), count=1)
         mbarrier.init(c_empty.index(which), count=1)
 
-    # thresholds of column tiles for several Bs
-    e1 = gl.cdiv(n0, BN)
-    e2 = e1 + gl.cdiv(n1, BN)
-    e3 = e2 + gl.cdiv(n2, BN)
-    tiles_n = e1
+    # thresholds: of column tiles for several Bs, of steps over K for several pairs
+    if GATHER:
+        e1 = gl.cdiv(n0, BN)
+        e2 = e1 + gl.cdiv(n1, BN)
+        e3 = e2 + gl.cdiv(n2, BN)
+        end = e3 + gl.cdiv(n3, BN)
+    else:
+        e1 = gl.cdiv(k0, BK)
+        e2 = e1 + gl.cdiv(k1, BK)
+        e3 = e2 + gl.cdiv(k2, BK)
+        end = e3 + gl.cdiv(k3, BK)
+    if COUNT == 1:
+        end = e1
     if COUNT == 2:
-        tiles_n = e2
+        end = e2
     if COUNT == 3:
-        tiles_n = e3
-    if COUNT == 4:
-        tiles_n = e3 + gl.cdiv(n3, BN)
+        end = e3
+    tiles_n = end
+    steps_k = gl.cdiv(k0, BK)
+    if not GATHER:
+        tiles_n = gl.cdiv(n0, BN)
+        steps_k = end
     # what is not there is never picked
-    if not OWN:
+    if not OWN and (GATHER or COUNT < 2):
         a1 = a0
+    if GATHER or COUNT < 3:
+        a2 = a0
+    if GATHER or COUNT < 4:
+        a3 = a0
     if COUNT < 2:
         b1 = b0
-        c1 = c0
     if COUNT < 3:
         b2 = b0
-        c2 = c0
     if COUNT < 4:
         b3 = b0
+    if not GATHER or COUNT < 2:
+        c1 = c0
+    if not GATHER or COUNT < 3:
+        c2 = c0
+    if not GATHER or COUNT < 4:
         c3 = c0
+    OUTS: gl.constexpr = COUNT if GATHER else 1
+    as_ = (a0, a1, a2, a3)
     bs = (b0, b1, b2, b3)
     cs = (c0, c1, c2, c3)
     columns = (n0, n1, n2, n3)
     ends = (e1, e2, e3)
     tiles_m = outer * gl.cdiv(inner, BM)
-    sizes = (outer, inner, rank, world, chunk_tiles, own_tiles, tiles_m, tiles_n, gl.cdiv(k0, BK))
+    sizes = (outer, inner, rank, world, chunk_tiles, own_tiles, tiles_m, tiles_n, steps_k)
     scales = ((a_scale0, a_scale1), (s0, s1, s2, s3), (z0, z1, z2, z3))
     stages = (a_stages, b_stages, full, empty)
     results = (c_buffers, c_full, c_empty)
@@ -517,18 +553,18 @@ def gemm_kernel(
         [
             (multiply_tiles, (
                 0, scales, columns, sizes, ends, stages, turns, results,
-                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, GATHER, OWN, INBOX, COUNT, CHUNKS, GROUP_M, PROGRAMS,
+                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
             )),
             (multiply_tiles, (
                 1, scales, columns, sizes, ends, stages, turns, results,
-                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, GATHER, OWN, INBOX, COUNT, CHUNKS, GROUP_M, PROGRAMS,
+                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
             )),
             (load_tiles, (
-                a0, a1, bs, words, done_ptr, value, sizes, ends, stages,
-                GATHER, OWN, INBOX, COUNT, CHUNKS, GROUP_M, PROGRAMS, STAMPS,
+                as_, bs, words, done_ptr, value, sizes, ends, stages,
+                GATHER, OWN, INBOX, COUNT, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS, STAMPS,
             )),
             (store_tiles, (
-                cs, words, done_ptr, sizes, ends, results, BM, BN, GATHER, COUNT, CHUNKS, GROUP_M, PROGRAMS, STAMPS,
+                cs, words, done_ptr, sizes, ends, results, BM, BN, GATHER, OUTS, CHUNKS, GROUP_M, PROGRAMS, STAMPS,
             )),
         ],
         [MULTIPLIER, 1, 1],
