@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import driver
+from asynctp_kernels.cuda import driver, gemm
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.memory import existing_memory
 from asynctp_kernels.cuda.scatter import ScatterCall
@@ -286,9 +286,10 @@ def play(session: Session, seed: int, spoil: Spoil = contextlib.nullcontext) -> 
     """
     shared, ranks = Shared(), []
     for number in range(session.world):
-        gemm = (session.chunks, session.tiles)
-        with rank_of(number, session.world, shared, *gemm, **dict(session.options)) as rank, spoil():
+        options = {"tiles": session.tiles, **dict(session.options)}
+        with rank_of(number, session.world, shared, session.chunks, **options) as rank, spoil():
             perform(session, rank)
+            assert not (session.tiles.pingpong and gemm._gluon_faults), "another GEMM was played"
             ranks.append(rank)
     for rank in ranks:
         rank.current_stream = MAIN

@@ -82,7 +82,7 @@ SESSIONS: dict[str, Session] = {
     "fused scatter, wide": Session(2, (scatter(n=160), scatter(sum_dtype=torch.float32)), chunks=2),
     "pingpong": Session(3, (gather(), scatter(), gather(**ROWWISE, travels=True), scatter(**ROWWISE)), tiles=PINGPONG),
     "pingpong, several": Session(
-        2, (gather(**SEVERAL, full=True), scatter(ks=(32, 16), bias=False), gather(**OUTER)), chunks=3, tiles=PINGPONG
+        2, (gather(**SEVERAL, full=True), scatter(ks=(32, 16), bias=False, k_major=False)), chunks=3, tiles=PINGPONG
     ),
     "fused scatter, outer": Session(3, (scatter(rows=(2, 48), dim=1),)),
     "decomposed scatter": Session(3, (scatter("decomposed", ks=(32, 16)), scatter("decomposed"))),

@@ -243,7 +243,7 @@ MUTANTS = {
     "rows behind the end": ("gather", "mask=in_block < inner, other=0.0)[:, None]", "mask=in_block < n)[:, None]"),
     "the first B's scales": ("gather", "gl.load(pick(number, b_scales, COUNT) + cols", "gl.load(b_scales[0] + cols"),
     "the first B's columns": ("gather", "n = pick(number, columns, COUNT)", "n = columns[0]"),
-    "the first B": ("gather", "bs, COUNT)\n            col = (tile_n", "bs, 1)\n            col = (tile_n"),
+    "the first B": ("gather", "b = pick(number, bs, OUTS)", "b = bs[0]"),
     "the first A of a sum": ("sum", "a = pick(number, as_, COUNT)", "a = as_[0]"),
     "the first B of a sum": ("sum", "as_, COUNT)\n                b = pick(number, bs, COUNT)", "as_, COUNT)"),
     "a sum's steps go on": ("sum", "at_k = (step_k - first) * BK", "pass"),
@@ -276,9 +276,12 @@ def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
     ("rows", "columns", "wanted", "bf16"),
     [
         (8192, 8192, True, False),  # 32 waves of small tiles
-        (16384, 8192, False, False),  # 63: slower by up to 15 %
-        (4096, 2560, True, True),  # 5 waves, where wide tiles take the time of 6
-        (2048, 8192, False, False),  # 8, where wide tiles take that of 8
+        (128 * SMS, 60 * 128, True, False),
+        (128 * SMS, 61 * 128, False, False),  # slower by up to 15 %, as more of them
+        (128 * SMS, 14 * 128, True, False),
+        (128 * SMS, 13 * 128, True, True),  # where wide tiles take the time of 14
+        (128 * SMS, 12 * 128, False, False),  # where wide tiles take that of 12
+        (4096, 2560, True, True),  # 5, where wide tiles take that of 6
         (1024, 2560, True, True),  # 2, where wide tiles take that of 2, but only half of the SMs
         (512, 512, False, False),  # one
     ],
@@ -286,7 +289,12 @@ def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
 def test_calls_that_get_it(rows: int, columns: int, wanted: bool, bf16: bool) -> None:
     assert (tiles_for(FP8, False, rows, columns, SMS) == pingpong(1)) == wanted
     assert (tiles_for(torch.bfloat16, False, rows, columns, SMS) == pingpong(2)) == bf16
-    for others in ({"precise_sums": True}, {"several": True}, {"out_itemsize": 4}):
+    for others in (
+        {"precise_sums": True},
+        {"several": True},
+        {"out_itemsize": 4},
+        {"dtype": torch.bfloat16, "out_itemsize": 4},
+    ):
         call: dict[str, Any] = {"dtype": FP8, "precise_sums": False, **others}
         assert not tiles_for(rows=rows, columns=columns, programs=SMS, **call).pingpong
 

@@ -136,6 +136,8 @@ def cases() -> Iterator[Case]:
     base = Case("scatter", (1024,), 512, (512,))
     yield replace(base, ns=(512, 512, 512))
     yield replace(base, ns=(512, 512), k_major=False, shard=(2, 512), dim=1)
+    yield replace(base, ks=(520, 264), ns=(512, 512))
+    yield replace(base, ks=(520, 264), ns=(512, 512), k_major=False)
     yield replace(base, ns=(512, 512), dtype=FP8, scales="tensor")
     yield replace(base, reduce_op="avg")
     yield replace(base, ns=(512, 512), dtype=FP8, scales="row", fast=False)

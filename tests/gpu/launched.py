@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from asynctp_kernels.cuda import gather, gemm, launch, scatter, tiles
+from asynctp_kernels.cuda import async_input, gather, gemm, launch, scatter, tiles
 
 PROGRAMS = 8
 
@@ -49,7 +49,8 @@ def pingpong_everywhere() -> None:
         raise SystemExit(fault)
 
     tiles.pingpong_is_faster = lambda small, large, fp8: True
-    gather.grid, scatter.grid, gemm._give_up = few, few, give_up
+    gather.grid = scatter.grid = async_input.grid = few
+    gemm._give_up = give_up
 
 
 def limit(seconds: int) -> None:

@@ -213,6 +213,7 @@ def load_tiles(
     STAMPS: gl.constexpr,
 ) -> None:
     """The loader."""
+    OUTS: gl.constexpr = COUNT if GATHER else 1
     outer, inner, rank, world, chunk_tiles, own_tiles, tiles_m, tiles_n, steps_k = sizes
     a_stages, b_stages, full, empty = stages
     STAGES: gl.constexpr = a_stages.type.shape[0]
@@ -240,13 +241,10 @@ def load_tiles(
             await_by_warp(words + chunk, value, known)
         if STAMPS:
             stamp(done_ptr, tile, 1, clock_ns())
-        b = bs[0]
         row = (tile_m % tiles_q) * BM
-        col = tile_n * BN
-        if GATHER:
-            number, first = operand_of(tile_n, ends, COUNT)
-            b = pick(number, bs, COUNT)
-            col = (tile_n - first) * BN
+        number, first = operand_of(tile_n, ends, OUTS)
+        b = pick(number, bs, OUTS)
+        col = (tile_n - first) * BN
         for step_k in range(steps_k):
             at_k = step_k * BK
             if not GATHER and COUNT > 1:
@@ -518,25 +516,6 @@ def gemm_kernel(
     if not GATHER:
         tiles_n = gl.cdiv(n0, BN)
         steps_k = end
-    # what is not there is never picked
-    if not OWN and (GATHER or COUNT < 2):
-        a1 = a0
-    if GATHER or COUNT < 3:
-        a2 = a0
-    if GATHER or COUNT < 4:
-        a3 = a0
-    if COUNT < 2:
-        b1 = b0
-    if COUNT < 3:
-        b2 = b0
-    if COUNT < 4:
-        b3 = b0
-    if not GATHER or COUNT < 2:
-        c1 = c0
-    if not GATHER or COUNT < 3:
-        c2 = c0
-    if not GATHER or COUNT < 4:
-        c3 = c0
     OUTS: gl.constexpr = COUNT if GATHER else 1
     as_ = (a0, a1, a2, a3)
     bs = (b0, b1, b2, b3)

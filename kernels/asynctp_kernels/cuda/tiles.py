@@ -15,7 +15,7 @@ MAX_OWN = 16  # of a scatter's own rows
 class Tiles:
     """Block sizes, and how the compiler pipelines them.
 
-    Source: `docs/results/2026-11-21-h200x4/gemm.txt`: 128 x 256 is the best tile from two waves on.
+    Source: `docs/results/2026-11-21-h200x4/gemm.txt`: 128 x 256 is `gemm_kernels`' best tile from two waves on.
     `docs/results/2026-11-25-h100x1`: stored in two halves, tiles leave room for one stage or two more, which makes
     128 x 256 up to 5 % faster (`gemm.txt`) and 128 x 128 up to 10 % (`publish.txt`). For precise sums
     `docs/results/2026-11-23-h200x2/precise.txt`: two steps of 128 between two barriers are a quarter to a third faster
@@ -54,10 +54,10 @@ def pingpong(itemsize: int) -> Tiles:
 
 def pingpong_is_faster(small: int, large: int, fp8: bool) -> bool:
     """For so many waves of 128 x 128, and of 128 x 256, where it can run: few that large tiles fill worse, or two
-    instead of one that leaves SMs without a tile; of fp8 many as well.
+    instead of one, which leaves SMs without a tile if not all are; of fp8 many as well.
 
     Source: `docs/results/2026-11-25-h100x1/pingpong.jsonl`; `docs/results/2026-11-25-h100x2`: `pingpong.txt`,
-    `pingpong-few.txt`, and `pingpong-bf16.txt`: many waves of 16 bits take 6 % less or 9 % more, as power allows.
+    `pingpong-few.txt`, and `pingpong-bf16.txt`: many waves of 16 bits take 6 % less or 9 % more, from run to run.
     """
     few = 3 <= small < min(14, 2 * large) or (small, large) == (2, 1)
     return few or (fp8 and 14 <= small <= 60)
