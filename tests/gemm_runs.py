@@ -10,7 +10,7 @@ from itertools import product
 from math import ceil
 from typing import Any
 
-from cuda_stubs import Prepared
+from cuda_stubs import Prepared, is_descriptor
 from lowered import Event, Place, Polynomial, monomial, parse
 
 Tile = tuple[int, int, int, int]  # rank, row tile of that rank's, number of the product, column
@@ -96,7 +96,7 @@ class Gemm:
         for name, argument in zip(self.prepared.names, self.prepared.args, strict=True):
             if argument is None:
                 continue
-            if hasattr(argument, "block_shape"):
+            if is_descriptor(argument):
                 found.append(name)
             elif isinstance(argument, int):
                 found.append(self.numbers[name])

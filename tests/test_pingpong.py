@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from asynctp_kernels.cuda import gather, gemm, scatter, stamped
 from asynctp_kernels.cuda.tiles import pingpong, tiles_for
 from asynctp_kernels.signals import IS_INTERPRETED
-from cuda_stubs import FP8, SMS, Prepared, gather_call, machine, scatter_call
+from cuda_stubs import FP8, SMS, Prepared, gather_call, is_descriptor, machine, scatter_call
 from gemm_runs import DONE, RUNS, Gemm, check_runs
 from lowered import parse
 from test_cuda_compile import (
@@ -210,14 +210,17 @@ def mutated(before: str, after: str) -> str:
 
 LAST = "        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))\n"
 LEAVE = "        mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), count=1)\n"
+#: what mutants are of: the op, and the options of the call
+MUTATED: dict[str, tuple[str, dict[str, Any]]] = {
+    "scatter": ("scatter", ROWWISE),
+    "sum": ("scatter", SCATTERS["sum of 3"][0]),
+    "gather": ("gather", {**TRAVELS, "ns": MANY[:2]}),
+    "three": ("gather", {**TRAVELS, "ns": MANY[:3]}),
+}
 MUTANTS = {
     "the last stage is left too early": ("scatter", LAST + LEAVE, LEAVE + LAST),
     "the sum is used too early": ("scatter", LAST, LAST.replace("acc = ", "")),
-    "the last one of three": (
-        "three",
-        "    if COUNT == 3:\n        end = e3\n",
-        "    if COUNT == 3:\n        end = e2\n",
-    ),
+    "the last one of three": ("three", "n3, BN, COUNT)", "n3, BN, COUNT - 1)"),
     "no turn is awaited": ("scatter", "mbarrier.wait(turns.index(WHICH), (made & 1) ^ (1 - WHICH))", "pass"),
     "no turn is given": ("scatter", "mbarrier.arrive(turns.index(1 - WHICH), count=1)", "pass"),
     "stages are not awaited": ("scatter", "mbarrier.wait(full.index(stage), at // STAGES & 1)", "pass"),
@@ -247,7 +250,7 @@ MUTANTS = {
     "the first A of a sum": ("sum", "a = pick(number, as_, COUNT)", "a = as_[0]"),
     "the first B of a sum": ("sum", "as_, COUNT)\n                b = pick(number, bs, COUNT)", "as_, COUNT)"),
     "a sum's steps go on": ("sum", "at_k = (step_k - first) * BK", "pass"),
-    "the last of a sum": ("sum", "    if COUNT == 3:\n        end = e3\n", "    if COUNT == 3:\n        end = e2\n"),
+    "the last of a sum": ("sum", "k3, BK, COUNT)", "k3, BK, COUNT - 1)"),
     "columns first": ("sum", "load_block(b, [at_k, col], full", "load_block(b, [col, at_k], full"),
     "words are not cleared": (
         "gather",
@@ -261,10 +264,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
     of, before, after = MUTANTS[name]
-    options = SCATTERS["sum of 3"][0] if of == "sum" else ROWWISE
-    if of in ("gather", "three"):
-        options = {**TRAVELS, "ns": MANY[: 3 if of == "three" else 2]}
-    prepared, _ = planned("scatter" if of in ("scatter", "sum") else "gather", options, tmp_path)
+    prepared, _ = planned(*MUTATED[of], tmp_path)
     kernel = loaded(mutated(before, after), tmp_path).gemm_kernel
     found = compiled(replace(prepared, kernel=kernel), tmp_path)
     with pytest.raises(AssertionError):
@@ -316,6 +316,6 @@ def test_another_gluon_is_said_and_lived_with(
     (said,) = [record.message for record in caplog.records if "Gluon" in record.message]
     assert said.endswith("has another Gluon: KeyError: 'no TensorDescriptor here'")
     assert (prepared.num_warps, prepared.programs) == (4, wanted.programs)
-    blocks = [[arg.block_shape for arg in each.args if hasattr(arg, "block_shape")] for each in (prepared, wanted)]
+    blocks = [[arg.block_shape for arg in each.args if is_descriptor(arg)] for each in (prepared, wanted)]
     assert blocks[0] == blocks[1]
     check_runs(prepared, found.ttgir)

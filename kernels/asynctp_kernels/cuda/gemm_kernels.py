@@ -174,6 +174,33 @@ def tile_of(
 
 
 @triton.jit
+def ends_of(
+    size0: tl.tensor,
+    size1: tl.tensor,
+    size2: tl.tensor,
+    size3: tl.tensor,
+    BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+) -> tl.tuple:
+    """(where each of four sizes ends, one behind the other, in blocks; where number `COUNT` does).
+
+    Column tiles of several Bs, or steps over K of several pairs.
+    """
+    e1 = tl.cdiv(size0, BLOCK)
+    e2 = e1 + tl.cdiv(size1, BLOCK)
+    e3 = e2 + tl.cdiv(size2, BLOCK)
+    e4 = e3 + tl.cdiv(size3, BLOCK)
+    end = e1
+    if COUNT == 2:
+        end = e2
+    if COUNT == 3:
+        end = e3
+    if COUNT == 4:
+        end = e4
+    return e1, e2, e3, e4, end
+
+
+@triton.jit
 def store_tile(
     c: tl.tensor,
     block: tl.tensor,
@@ -300,29 +327,12 @@ def gemm_kernel(
     """
     tiles_q = tl.cdiv(inner, BM)
     tiles_m = outer * tiles_q
-    # thresholds: of column tiles for several Bs, of k steps for several pairs
     if GATHER:
-        e1 = tl.cdiv(n0, BN)
-        e2 = e1 + tl.cdiv(n1, BN)
-        e3 = e2 + tl.cdiv(n2, BN)
-        e4 = e3 + tl.cdiv(n3, BN)
+        e1, e2, e3, e4, tiles_n = ends_of(n0, n1, n2, n3, BN, COUNT)
+        steps_k = tl.cdiv(k0, BK)
     else:
-        e1 = tl.cdiv(k0, BK)
-        e2 = e1 + tl.cdiv(k1, BK)
-        e3 = e2 + tl.cdiv(k2, BK)
-        e4 = e3 + tl.cdiv(k3, BK)
-    end = e1
-    if COUNT == 2:
-        end = e2
-    if COUNT == 3:
-        end = e3
-    if COUNT == 4:
-        end = e4
-    tiles_n = end
-    steps_k = tl.cdiv(k0, BK)
-    if not GATHER:
+        e1, e2, e3, e4, steps_k = ends_of(k0, k1, k2, k3, BK, COUNT)
         tiles_n = tl.cdiv(n0, BN)
-        steps_k = end
     tiles = tiles_m * tiles_n * world
     EACH: tl.constexpr = not GATHER and COUNT > 1 and A_SCALE > 0  # products are scaled before they are added
     LATER: tl.constexpr = not GATHER and not EACH  # two accumulators leave no registers to remember a chunk in

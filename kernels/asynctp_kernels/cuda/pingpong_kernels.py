@@ -75,6 +75,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # what has integers only is the same function in both languages
 tile_of = gluon.jit(gemm_kernels.tile_of.fn)
+ends_of = gluon.jit(gemm_kernels.ends_of.fn)
 stamp = gluon.jit(gemm_kernels.stamp.fn)
 clock_ns = gluon.jit(signals.clock_ns.fn)
 
@@ -494,28 +495,12 @@ def gemm_kernel(
         mbarrier.init(c_full.index(which), count=1)
         mbarrier.init(c_empty.index(which), count=1)
 
-    # thresholds: of column tiles for several Bs, of steps over K for several pairs
     if GATHER:
-        e1 = gl.cdiv(n0, BN)
-        e2 = e1 + gl.cdiv(n1, BN)
-        e3 = e2 + gl.cdiv(n2, BN)
-        end = e3 + gl.cdiv(n3, BN)
+        e1, e2, e3, _e4, tiles_n = ends_of(n0, n1, n2, n3, BN, COUNT)
+        steps_k = gl.cdiv(k0, BK)
     else:
-        e1 = gl.cdiv(k0, BK)
-        e2 = e1 + gl.cdiv(k1, BK)
-        e3 = e2 + gl.cdiv(k2, BK)
-        end = e3 + gl.cdiv(k3, BK)
-    if COUNT == 1:
-        end = e1
-    if COUNT == 2:
-        end = e2
-    if COUNT == 3:
-        end = e3
-    tiles_n = end
-    steps_k = gl.cdiv(k0, BK)
-    if not GATHER:
+        e1, e2, e3, _e4, steps_k = ends_of(k0, k1, k2, k3, BK, COUNT)
         tiles_n = gl.cdiv(n0, BN)
-        steps_k = end
     OUTS: gl.constexpr = COUNT if GATHER else 1
     as_ = (a0, a1, a2, a3)
     bs = (b0, b1, b2, b3)

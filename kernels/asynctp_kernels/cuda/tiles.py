@@ -49,7 +49,7 @@ def pingpong(itemsize: int) -> Tiles:
     6 stages of 32 KB and half a tile for each multiplier are what shared memory has room for. 128 registers at the
     launch, of 12 warps, leave 64 for each thread of 8 other warps.
     """
-    return Tiles(128, 128, 128 // itemsize, 12, 6, group_m=4, split=2, registers=128, pingpong=True)
+    return Tiles(128, 128, 128 // itemsize, warps=12, stages=6, group_m=4, split=2, registers=128, pingpong=True)
 
 
 def pingpong_is_faster(small: int, large: int, fp8: bool) -> bool:
