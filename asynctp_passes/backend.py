@@ -95,7 +95,9 @@ class AsyncTPPass(_OwnPass):
             StrictError, ExpectError: As `Config.strict` and `Config.expect` ask. Through torch.compile they arrive as
                 the `inner_exception` of Inductor's error.
             DisagreementError: Another rank decided differently.
+            GroupError: `groups` names a process group that does not exist here.
         """
+        _require_groups(self.config)
         self.ran = True
         _publish_cached(self.config, compiling=True, named=False)
         before = _copy(graph) if self.config.graph_dir else None
@@ -121,7 +123,9 @@ class RegatherPass(_OwnPass):
 
         Raises:
             DisagreementError: Another rank decided differently.
+            GroupError: `groups` names a process group that does not exist here.
         """
+        _require_groups(self.config)
         pipeline.run_joint(graph, self.config)
 
 

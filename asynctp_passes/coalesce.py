@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from asynctp_passes import reasons
+from asynctp_passes import compat, reasons
 from asynctp_passes.chain import Bundle, Collective, Decision, anchor, fused_chains, nodes_of
 from asynctp_passes.checks import Context
 from asynctp_passes.contract import contracted
@@ -111,7 +111,7 @@ def _eligible(decision: Decision, context: Context) -> bool:
     if collective.reduce_op not in _EXACT or not context.config.enrolls(collective.group_key):
         return False
     size, result = bytes_of(collective.input), tensor_of(collective.node)
-    if size is None or result is None or not result.is_contiguous():
+    if size is None or result is None or not compat.is_contiguous(result):
         return False
     awaited = bool(collective.waits) and set(collective.node.users) == set(collective.waits)
     return 0 < size <= SMALL_BYTES and awaited

@@ -129,6 +129,16 @@ def expression(size: torch.SymInt) -> sympy.Expr:
     return node.expr if shape_env is None else shape_env.replace(node.expr)
 
 
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether a fake tensor is row-major; False where only some values of an unbacked size make it so."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    try:
+        return tensor.is_contiguous()
+    except GuardOnDataDependentSymNode:
+        return False
+
+
 def statically_known_multiple(size: torch.SymInt, count: int) -> bool:
     """True when guards that exist already establish `size % count == 0`; adds none."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true

@@ -163,12 +163,15 @@ _WRITABLE = {
 def can_be_written(path: str, folder: bool) -> bool:
     """Whether there can be a file, or a folder, of this path: what is there of it already allows that."""
     place = Path(path).absolute()
-    if not folder:
-        if place.exists() and (place.is_dir() or not os.access(place, os.W_OK)):
-            return False
-        place = place.parent
-    there = next(each for each in (place, *place.parents) if each.exists())
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    try:
+        if not folder:
+            if place.exists() and (place.is_dir() or not os.access(place, os.W_OK)):
+                return False
+            place = place.parent
+        there = next(each for each in (place, *place.parents) if each.exists())
+        return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except OSError:  # a name that is too long, or a folder that may not be looked into
+        return False
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from asynctp_passes import near, reasons
+from asynctp_passes import compat, near, reasons
 from asynctp_passes.chain import (
     Along,
     Candidate,
@@ -317,7 +317,9 @@ def _rows_that_scale(region: Region, data: GatherPlacement, behind: set[fx.Node]
     used = region.used_elsewhere(set())
     end, users = next(iter(used.items())) if len(used) == 1 else (None, ())
     value = tensor_of(end)
-    if end is None or value is None or not value.is_contiguous() or not all(_only_scales(behind, one) for one in users):
+    if end is None or value is None or not compat.is_contiguous(value):
+        return None
+    if not all(_only_scales(behind, one) for one in users):
         return None
     numbers = region.view(end).reshape((product(region.scene.sizes.of(value)), 1))
     if isinstance(numbers, Refusal):

@@ -153,7 +153,7 @@ def _member(
     size = values[op.size] if isinstance(op.size, str) else op.size
     if not (isinstance(dim, int) and isinstance(size, int | None)) or unknown_group(call or node) is not None:
         return None
-    if value is not None and not value.is_contiguous() and op.kind != "all_reduce":
+    if value is not None and not compat.is_contiguous(value) and op.kind != "all_reduce":
         return None
     if dim and (value is None or not -value.dim() <= dim < value.dim()):
         return None
@@ -311,7 +311,7 @@ def _result(node: fx.Node, op: MatmulOp) -> fx.Node | Refusal:
     if items is None or list(items) != [1] or parts or (isinstance(bases, list | tuple) and len(bases) != 1):
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} writes in place, or into a part of a tensor")
     value = tensor_of(items[1])
-    if value is not None and not value.is_contiguous():
+    if value is not None and not compat.is_contiguous(value):
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name}: the result is not contiguous")
     return items[1]
 

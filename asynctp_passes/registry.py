@@ -279,6 +279,9 @@ class _Schema:
         overloads: Callable[[], list[str]] | None = getattr(op, "overloads", None)
         if overloads is not None and len(overloads()) == 1:
             op = getattr(op, overloads()[0])
+        elif overloads is not None:
+            names = ", ".join(f"{op}.{name}" for name in overloads())
+            raise RegistryError(f"asynctp: {op} cannot be registered: it has several overloads; give one of {names}")
         self.name = str(op)
         self.require(compat.is_op(op), "it is not an op; give an overload such as torch.ops.vllm.all_gather.default")
         self._schema = op._schema

@@ -104,9 +104,10 @@ def rewrite(
                 _erase_unused(graph, old)
     for bundle in bundles:
         build = _Builder(graph, sizes, bundle, moved, fused.get(bundle.place, bundle.place))
+        old = {node for member in bundle.members for node in (member.node, *_all_waits(member))}
         moves.early.append(_emit_bundle(build, bundle))
         segment.update((node, segment[build.anchor]) for node in build.made)
-        _erase_unused(graph, {node for member in bundle.members for node in member.results})
+        _erase_unused(graph, old)
     _drop(graph, dropped)
     for decision in hidden:
         moves.beside.append((decision.candidate.collective, [fused.get(node, node) for node in decision.behind]))
@@ -222,7 +223,7 @@ class _Builder:
 
     def contiguous(self, node: fx.Node) -> fx.Node:
         """`node` in row-major memory; the node itself when it is."""
-        if value_of(node).is_contiguous():
+        if compat.is_contiguous(value_of(node)):
             return node
         return self.call(_aten.clone.default, node, memory_format=torch.contiguous_format)
 
@@ -399,7 +400,7 @@ def _arranged(build: _Builder, source: fx.Node, part: Part, like: fx.Node) -> fx
     whole = value_of(like)
     seen = build.bitcast(source, whole.dtype)
     arranged = build.reshape(_rearranged(build, seen, part.way), part.shape)
-    return build.contiguous(arranged) if whole.is_contiguous() else arranged
+    return build.contiguous(arranged) if compat.is_contiguous(whole) else arranged
 
 
 def _start_apart(build: _Builder, chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -648,9 +649,17 @@ def _emit_bundle(build: _Builder, bundle: Bundle) -> fx.Node:
     for index, (member, value) in enumerate(zip(bundle.members, values, strict=True)):
         piece = build.call(operator.getitem, pieces, index, like=member.node)
         result = build.call(_aten.clone.default, build.reshape(piece, tuple(value.shape)), like=member.node)
-        for wait in member.waits:
+        for wait in _all_waits(member):
             build.replace(wait, result)
     return joined
+
+
+def _all_waits(member: Collective) -> list[fx.Node]:
+    """What waits for a member, and what waits for that once more."""
+    waits = list(member.waits)
+    for wait in waits:  # which grows
+        waits += [user for user in wait.users if op_name(user) == op_name(wait)]
+    return waits
 
 
 def _like_first(tensor: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -79,6 +79,29 @@ __all__ = ["Product", "Region", "chains_of", "placed_scales", "products_of"]
 
 _EXACT_REDUCTIONS = {f"aten.{name}.default" for name in ("amax", "amin", "max", "min")}
 _CONSTANTS = {"aten.full.default", "aten.scalar_tensor.default", "aten.zeros.default", "aten.ones.default"}
+_WHOLE_VIEWS = {
+    *CASTS,
+    "_c10d_functional.wait_tensor.default",
+    "aten.clone.default",
+    "aten.contiguous.default",
+    "aten.alias.default",
+    "aten.detach.default",
+    "aten.view.default",
+    "aten.view.dtype",
+    "aten.reshape.default",
+    "aten._unsafe_view.default",
+    "aten.unsqueeze.default",
+    "aten.squeeze.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+    "aten.permute.default",
+    "aten.transpose.int",
+    "aten.t.default",
+    "aten.expand.default",
+    "aten.cat.default",
+    "aten.stack.default",
+}
+"""Views and conversions that keep every element where its place says."""
 _SMALL = 8  # A tensor of that many times fewer bytes than the gathered one is cheap to gather on its own.
 
 
@@ -370,7 +393,7 @@ class Region:
                 continue
             seen.add(step)
             sources = step.all_input_nodes
-            if not (_pure(step) if sources else op_name(step) in _CONSTANTS):
+            if not (_pure(step) and not _takes_part(step) if sources else op_name(step) in _CONSTANTS):
                 return False
             stack.extend(sources)
         self._uniform_nodes |= seen
@@ -391,6 +414,12 @@ def _pure(node: fx.Node) -> bool:
     if is_view(node):
         return True
     return is_pointwise(node) and not mutates(node) and not is_random(node) and tensor_of(node) is not None
+
+
+def _takes_part(node: fx.Node) -> bool:
+    """True for a view that takes some elements, or moves them: which ones may depend on the rank, as in a DTensor's
+    `redistribute` from replicated to sharded."""
+    return is_view(node) and op_name(node) not in _WHOLE_VIEWS
 
 
 def _takes_number(node: fx.Node, members: Container[fx.Node]) -> bool:
@@ -547,7 +576,7 @@ def _returned(region: Region, used: Users, matmuls: Sequence[Matmul]) -> tuple[f
     """
     operand, *others = {matmul.a for matmul in matmuls}
     taken = {node for node in used if region.home[node] is region.home[operand]}
-    alone = not others and value_of(operand).is_contiguous() and operand not in region.gather.results
+    alone = not others and compat.is_contiguous(value_of(operand)) and operand not in region.gather.results
     if alone and taken <= set(views_of([operand])):
         roots = dict.fromkeys(region.home[node] for node in used if node not in taken)
         copies = tuple(root for root in roots if _is_copy(region, root, operand))
@@ -559,7 +588,7 @@ def _is_copy(region: Region, root: fx.Node, operand: fx.Node) -> bool:
     """True for a row-major root that holds the elements of an operand, in their order."""
     ours, value = region.view(operand), value_of(root)
     in_order = (ours.digits, ours.offset) == (region.view(root).digits, 0)
-    as_it_is = value.is_contiguous() and value.dtype == value_of(operand).dtype
+    as_it_is = compat.is_contiguous(value) and value.dtype == value_of(operand).dtype
     return region.twin(root) is region.twin(operand) and in_order and as_it_is
 
 
@@ -650,7 +679,7 @@ def _is_small(region: Region, root: fx.Node) -> bool:
     count = product(sizes.of(value))
     times = quotient(product(sizes.of(whole)), count)
     small = isinstance(times, int) and times * whole.dtype.itemsize >= _SMALL * value.dtype.itemsize
-    return (small or same(count, 1)) and value.is_contiguous()
+    return (small or same(count, 1)) and compat.is_contiguous(value)
 
 
 def _matmuls_between(region: Region, first: fx.Node, kept: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

@@ -21,6 +21,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from asynctp_passes import compat
 from asynctp_passes.chain import Candidate, Collective, ScatterChain, Term
 from asynctp_passes.fxview import arguments, reachable, tensor_of, value_of
 from asynctp_passes.read import lie_alike
@@ -83,7 +84,7 @@ def _kind(scene: Scene, candidate: Candidate) -> object:
     get blocks of a later one than the first: else a collective sees its tensor's elements one after the other.
     """
     one, value = candidate.collective, tensor_of(candidate.collective.node)
-    if one.kind == "all_gather" or one.call is not None or value is None or not value.is_contiguous():
+    if one.kind == "all_gather" or one.call is not None or value is None or not compat.is_contiguous(value):
         return None
     if value.dtype == torch.float16:
         return None

@@ -256,8 +256,8 @@ def widens(node: fx.Node) -> bool:
 def scaling_of(node: fx.Node) -> float | None:
     """The number that a node multiplies a tensor by, if that commutes with all that rounds; None for other nodes.
 
-    That is a power of two, or the negative of one: it changes exponents only. The exponents of float16 are too few to
-    say so of another number than 1.
+    That is a power of two, or the negative of one: it changes exponents only, of what is not within 2^32 of the ends of
+    the dtype's range. The exponents of float16 are too few to say so of another number than 1.
     """
     if op_name(node) not in (*_SCALINGS, "aten.neg.default"):
         return None

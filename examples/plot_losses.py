@@ -104,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         curves = {name: smoothed(read_losses(path), options.smooth) for name, path in named(options.logs).items()}
         print(table(curves))
+        print(f"(each loss is the mean of the last {options.smooth} steps; --smooth 1 shows them as they are)")
         drawn = draw(curves, options.out)
     except LogError as error:
         print(f"plot_losses: {error}", file=sys.stderr)

@@ -1944,6 +1944,22 @@ def test_sizes_of_the_operands_rows_that_no_input_carries() -> None:
     assert str(rewritten) == str(graph)
 
 
+def test_rows_that_are_known_at_runtime_only_and_lie_in_another_order() -> None:
+    """Whether such a tensor is contiguous depends on how many there are, which nobody may ask."""
+
+    def attack(b: Builder) -> list[Node]:
+        assert b.shape_env is not None
+        rows = b.shape_env.create_unbacked_symint()
+        product = b.call(aten.mm.default, b.placeholder((rows, 6), torch.float64), b.placeholder((6, 8), torch.float64))
+        turned = b.call(aten.permute.default, b.call(aten.view.default, product, [rows, 4, 2]), [1, 0, 2])
+        reduced = b.call(c10d.all_reduce.default, turned, "sum", GROUP)
+        return [b.call(c10d.wait_tensor.default, reduced)]
+
+    rewritten, report = rewrite(attacked(attack, ShapeEnv()).graph)
+    assert outcomes(report) == ["F"]
+    assert not rewritten.find_nodes(op="call_function", target=c10d.all_reduce.default)
+
+
 # --- time ------------------------------------------------------------------------------------------------------
 def test_large_graphs_take_time_in_proportion() -> None:
     """500 collectives in a graph of 20 thousand nodes: a search from each over all the graph would take minutes."""

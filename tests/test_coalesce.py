@@ -147,6 +147,40 @@ return (div, div_1, clone_default)
     )
 
 
+def test_a_result_that_is_waited_for_twice() -> None:
+    """Under torch.compile `funcol.all_reduce` waits, and so does a program that was written for eager mode."""
+    b = GraphBuilder()
+    x, y = b.input("x", [4, 8]), b.input("y", [6, 8])
+    once, twice = amax(b, x), b.call(c10d.wait_tensor.default, amax(b, y))
+    graph = b.returns(once, twice, b.call(aten.div.Tensor, y, twice))
+    run_pass(graph)
+    assert_expected_inline(
+        show(graph),
+        """\
+x: f32[4, 8]
+y: f32[6, 8]
+abs_1 = abs(x)  # f32[4, 8]
+max_1 = max(abs_1)  # f32[]
+reshape_default = reshape(max_1, [1])  # f32[1]
+abs_2 = abs(y)  # f32[6, 8]
+max_2 = max(abs_2)  # f32[]
+reshape_default_1 = reshape(max_2, [1])  # f32[1]
+cat_default = cat([reshape_default, reshape_default_1])  # f32[2]
+all_reduce_default = all_reduce(cat_default, 'max', 'tp')  # f32[2]
+wait_tensor_default = wait_tensor(all_reduce_default)  # f32[2]
+split_with_sizes_default = split_with_sizes(wait_tensor_default, [1, 1])  # (f32[1], f32[1])
+getitem = getitem(split_with_sizes_default, 0)  # f32[1]
+reshape_default_2 = reshape(getitem, [])  # f32[]
+clone_default = clone(reshape_default_2)  # f32[]
+getitem_1 = getitem(split_with_sizes_default, 1)  # f32[1]
+reshape_default_3 = reshape(getitem_1, [])  # f32[]
+clone_default_1 = clone(reshape_default_3)  # f32[]
+div = div(y, clone_default_1)  # f32[6, 8]
+return (clone_default, clone_default_1, div)
+""",
+    )
+
+
 def test_beside_a_fused_chain() -> None:
     """The gathered tensor's amax waits for the fused op, and so stays behind it; the other two go together."""
     b = GraphBuilder()

@@ -898,6 +898,32 @@ def quantized_by_a_scale_with_random_slopes(b: GraphBuilder) -> Node:
     return quantized(b, lambda x: b.call(aten.rrelu.default, scale, 0.1, 0.3, True))
 
 
+def of_every_rank(b: GraphBuilder) -> Node:
+    """A number of each rank, gathered: [4]."""
+    return b.gather(b.input("z", [1]))
+
+
+@row("MAY_DIFFER_BY_RANK", "select")
+def quantized_by_one_of_the_ranks_scales(b: GraphBuilder) -> Node:
+    """The graph of each rank may take its own."""
+    scales = of_every_rank(b)
+    return quantized(b, lambda x: b.call(aten.select.int, scales, 0, 1))
+
+
+@row("MAY_DIFFER_BY_RANK", "reshape")
+def quantized_by_a_piece_of_the_ranks_scales(b: GraphBuilder) -> Node:
+    """As a DTensor's redistribution from replicated to sharded has it."""
+    scales = of_every_rank(b)
+    pieces = b.call(aten.split.Tensor, scales, 1)
+    return quantized(b, lambda x: b.reshape(b.call(getitem, pieces, 1), []))
+
+
+@row("MAY_DIFFER_BY_RANK", "roll")
+def quantized_by_scales_in_an_order_of_ones_own(b: GraphBuilder) -> Node:
+    rolled = b.call(aten.roll.default, b.gather(b.input("z", [8])), [8])
+    return quantized(b, lambda x: rolled)
+
+
 @row("RANDOM_BETWEEN", "native_dropout")
 def dropout_that_is_one_op_after_the_gather(b: GraphBuilder) -> Node:
     return times(b, b.call(getitem, b.call(aten.native_dropout.default, gathered(b), 0.5, True), 0))

@@ -11,9 +11,9 @@ and kernels, with processes of one host for GPUs. The semantics of every op are 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-from torch.distributed import ProcessGroup
-
+from .compat import process_group
 from .cuda.async_input import async_input_matmul
 from .errors import PeerTimeout, SymmetricMemoryError
 from .host import HostSymmetricMemory, rendezvous
@@ -28,11 +28,18 @@ __all__ = [
 ]
 
 
-def release(group: ProcessGroup) -> None:
+def release(group: Any) -> None:
     """Free the memory of every op on `group`. Collective in effect: the next op makes it anew.
 
     Not needed before `destroy_process_group`: memory goes when the group does.
+
+    Args:
+        group: ProcessGroup, the name of one, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+
+    Raises:
+        ValueError: It is none of these, or there is no such group.
     """
+    found = process_group(group)
     used = sys.modules.get("asynctp_kernels.cuda")
     if used is not None:
-        used.release(group)
+        used.release(found)

@@ -14,6 +14,27 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
+def process_group(group: Any) -> ProcessGroup:
+    """The group, from it, its name, a DeviceMesh of one dimension or `(DeviceMesh, dim)`.
+
+    Raises:
+        ValueError: It is none of these, or there is no such group.
+    """
+    if isinstance(group, ProcessGroup):
+        return group
+    try:
+        if isinstance(group, str):
+            return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
+        mesh, *dim = group if isinstance(group, tuple) else (group,)
+        found: ProcessGroup = mesh.get_group(*dim)
+        return found
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"asynctp: group={group!r} is not valid; it must be a ProcessGroup, the name of one, a DeviceMesh of one "
+            "dimension or (DeviceMesh, dim)"
+        ) from error
+
+
 def symmetric_empty(size: int, device: torch.device) -> torch.Tensor:
     """`size` bytes of memory that `symmetric_rendezvous` can share. Shape: [size] uint8."""
     import torch.distributed._symmetric_memory as symm_mem

@@ -464,8 +464,8 @@ KNOWN_BUGS = (
     KnownBug(
         (2, 12),
         (2, 13, 0),
-        "full activation checkpointing of DTensor blocks fails under torch.compile",
-        "use another version of torch, or checkpoint compiled DTensor blocks selectively, with attention saved",
+        "attention on DTensors that is fully checkpointed inside of what is compiled fails when it runs",
+        "checkpoint around what is compiled, or selectively, with attention saved, or use another version of torch",
     ),
     KnownBug(
         (2, 13, 0),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import gather_into, register_wait
+from asynctp_kernels.compat import gather_into, process_group, register_wait
 from asynctp_kernels.errors import SymmetricMemoryError
 
 from . import select, stamps
@@ -317,16 +317,27 @@ def _require_none_forced(reason: str) -> None:
         raise RuntimeError(f"asynctp: implementation {wanted!r} was asked for and cannot run: {reason}")
 
 
-def last_implementation(group: ProcessGroup) -> str:
-    """What the group's last call ran."""
+def last_implementation(group: Any) -> str:
+    """What the group's last call ran; `group` as for `asynctp_kernels.release`.
+
+    Raises:
+        ValueError: There is no such group.
+    """
+    group = process_group(group)
     if group in _unavailable or (memory := existing_memory(group)) is None:
         return "unfused"
     return memory.last_implementation
 
 
-def shared_bytes(group: ProcessGroup) -> int:
-    """Bytes of this rank's memory that the group's ops share with the peers; no allocator of PyTorch counts them."""
-    memory = existing_memory(group)
+def shared_bytes(group: Any) -> int:
+    """Bytes of this rank's memory that the group's ops share with the peers; no allocator of PyTorch counts them.
+
+    `group` as for `asynctp_kernels.release`.
+
+    Raises:
+        ValueError: There is no such group.
+    """
+    memory = existing_memory(process_group(group))
     return 0 if memory is None else memory.shared_bytes
 
 
