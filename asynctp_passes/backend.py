@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
 import dataclasses
 import logging
 import os
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -321,11 +322,26 @@ def _publish(
     if config.trace:
         compat.trace_artifact(f"asynctp_{report.phase}_report", report.to_json)
     if config.report_file is not None:
-        os.makedirs(os.path.dirname(os.path.abspath(config.report_file)), exist_ok=True)
-        with open(config.report_file, "a", encoding="utf-8") as file:
-            file.write(report.to_json() + "\n")
+        with _or_warn("report_file", config.report_file):
+            os.makedirs(os.path.dirname(os.path.abspath(config.report_file)), exist_ok=True)
+            with open(config.report_file, "a", encoding="utf-8") as file:
+                file.write(report.to_json() + "\n")
     if config.graph_dir is not None:
-        _draw(config.graph_dir, before, after, report)
+        with _or_warn("graph_dir", config.graph_dir):
+            _draw(config.graph_dir, before, after, report)
+
+
+@contextlib.contextmanager
+def _or_warn(option: str, place: str) -> Iterator[None]:
+    """No full disk ends a program for the sake of a report of it."""
+    try:
+        yield
+    except OSError as error:
+        log.warning(
+            "asynctp: %s=%r could not be written (%s); the program goes on, and asynctp_passes.reports() has the "
+            "report. Make room there, or name another place",
+            *(option, place, error),
+        )
 
 
 def _log(report: Report) -> None:

@@ -13,10 +13,12 @@ backend's own average is used.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed
@@ -64,6 +66,48 @@ REDUCE_OPS = ("sum", "avg")
 _PROCESS_GROUP: Any = getattr(torch.distributed, "ProcessGroup", ())  # () where torch is built without distributed
 
 
+_KINDS: dict[str, tuple[Any, str]] = {
+    "gather_dim": (int, "an int"),
+    "scatter_dim": (int, "an int"),
+    "reduce_op": (str, f"one of {REDUCE_OPS}"),
+    "out_dtype": (torch.dtype, "a torch.dtype"),
+    "sum_dtype": (torch.dtype | None, "a torch.dtype or None"),
+}
+_TENSORS = ("a_shard", "a", "bs", "b", "a_scale", "a_scales", "b_scales", "biases", "added")
+_OPTIONAL = ("biases", "added")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _of_kinds(method: Callable[P, R]) -> Callable[P, R]:
+    """A caller that first looks at what its arguments are: tensors of this rank, numbers, names.
+
+    Given something else, torch would say what it could not convert, or which strategy DTensor does not have.
+    """
+    names = tuple(inspect.signature(method).parameters)
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.compiler.is_compiling():  # where torch traces, it knows
+            for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+                _require_kind(method.__name__, name, value)
+        return method(*args, **kwargs)
+
+    return call
+
+
+def _require_kind(op: str, name: str, value: Any) -> None:
+    if name in _KINDS:
+        kind, words = _KINDS[name]
+        _require(isinstance(value, kind), op, name, value, words)
+    elif name in _TENSORS:
+        several = isinstance(value, Iterable) and not isinstance(value, Tensor | str)
+        for item in value if several else [value]:
+            fits = isinstance(item, Tensor) and not hasattr(item, "to_local")
+            limit = "a tensor, or a list of tensors, of this rank; give to_local() of a DTensor"
+            _require(fits or (item is None and name in _OPTIONAL), op, name, type(item), limit)
+
+
 # --- called by hand ------------------------------------------------------------------------------------
 class Callers:
     """The programs under their own names, with keyword arguments and any spelling of a process group.
@@ -79,6 +123,7 @@ class Callers:
     def __init__(self, programs: Any, *, checks: bool) -> None:
         self._programs, self._checks = programs, checks
 
+    @_of_kinds
     def all_gather_matmul(
         self,
         a_shard: Tensor,
@@ -122,6 +167,7 @@ class Callers:
         outs = self._programs.all_gather_matmul(a_shard, b_parts, offsets, gather_dim, return_a_full, size, name)
         return split_a_full(outs, return_a_full)
 
+    @_of_kinds
     def all_gather_scaled_matmul(
         self,
         a_shard: Tensor,
@@ -181,6 +227,7 @@ class Callers:
         outs = self._programs.all_gather_scaled_matmul(*operands, out_dtype, use_fast_accum, return_a_full, size, name)
         return split_a_full(outs, return_a_full)
 
+    @_of_kinds
     def matmul_reduce_scatter(
         self,
         a: Tensor | Sequence[Tensor],
@@ -232,6 +279,7 @@ class Callers:
         )
         return out
 
+    @_of_kinds
     def scaled_matmul_reduce_scatter(
         self,
         a: Tensor | Sequence[Tensor],
@@ -294,6 +342,7 @@ class Callers:
         )
         return out
 
+    @_of_kinds
     def matmul_all_reduce(
         self,
         a: Tensor | Sequence[Tensor],
@@ -340,6 +389,7 @@ class Callers:
         out: Tensor = self._programs.matmul_all_reduce(a_parts, b_parts, offsets, reduce_op, name, sum_dtype, added)
         return out
 
+    @_of_kinds
     def scaled_matmul_all_reduce(
         self,
         a: Tensor | Sequence[Tensor],

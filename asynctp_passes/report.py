@@ -206,8 +206,14 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Read what `to_json` wrote."""
-        values: dict[str, Any] = json.loads(text)
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        values = json.loads(text)
+        if not (isinstance(values, dict) and isinstance(values.get("remarks"), list)):
+            raise ValueError('no JSON object with a list of "remarks"')
         remarks = tuple(Remark(**{**remark, "nodes": tuple(remark["nodes"])}) for remark in values.pop("remarks"))
         coalesced = tuple(
             Coalesced(**{**entry, "collectives": tuple(entry["collectives"])}) for entry in values.pop("coalesced", ())

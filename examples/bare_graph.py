@@ -7,6 +7,7 @@ Run it with: python examples/bare_graph.py
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -56,4 +57,5 @@ def main() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

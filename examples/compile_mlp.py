@@ -6,6 +6,8 @@ that come out mean nothing, but the compiled graphs are the real ones). Run it w
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -50,4 +52,5 @@ def main() -> tuple[asynctp_passes.Report, ...]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -7,6 +7,8 @@ Run it with: python examples/explain_a_miss.py
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -57,4 +59,5 @@ def main() -> tuple[asynctp_passes.Report, asynctp_passes.Report]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

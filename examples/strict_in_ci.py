@@ -7,6 +7,7 @@ them; `main` runs them. Run it with: python examples/strict_in_ci.py
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import torch
@@ -83,4 +84,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

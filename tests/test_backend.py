@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import backend_cases
 import pytest
@@ -29,7 +30,16 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import asynctp_passes
-from asynctp_passes import AsyncTPPass, Config, ConfigError, Report, StrictError, backend
+from asynctp_passes import (
+    AsyncTPPass,
+    Config,
+    ConfigError,
+    GroupError,
+    RegatherPass,
+    Report,
+    StrictError,
+    backend,
+)
 
 # --- on ranks ---------------------------------------------------------------------------------------------
 
@@ -342,6 +352,15 @@ def test_cached_graphs_bring_their_reports(mesh: DeviceMesh, tmp_path: Path, cap
     assert "from Inductor's cache" in str(second[0])
 
 
+def test_a_full_disk_ends_no_program(mesh: DeviceMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the file nor, in whose place there is a file by now, the folder can be written."""
+    options = {**STRICT, "report_file": "/dev/full", "graph_dir": str(tmp_path / "graphs")}
+    with mock.patch.object(asynctp_passes.backend, "_draw", side_effect=NotADirectoryError(20, "no folder")):
+        assert len(step(mesh, options=options)) == 2
+    assert caplog.text.count("report_file='/dev/full' could not be written ([Errno 28]") == 2
+    assert caplog.text.count("could not be written ([Errno 20] no folder); the program goes on") == 2
+
+
 def test_counters_are_left_clean(mesh: DeviceMesh) -> None:
     for _ in range(2):
         step(mesh)
@@ -512,3 +531,10 @@ def test_a_group_that_does_not_exist_is_an_error(mesh: DeviceMesh) -> None:
     compiled = torch.compile(torch.nn.Linear(4, 4), backend="asynctp", options={"groups": "nowhere"})
     with pytest.raises(Exception, match=r"groups has \['nowhere'\].*there are \['0'\]"):
         compiled(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("one", [AsyncTPPass, RegatherPass])
+def test_so_it_is_for_the_bare_passes(mesh: DeviceMesh, one: type) -> None:
+    """A mesh dimension's name is none of a group."""
+    with pytest.raises(GroupError, match=r"groups has \['tp'\].*there are \['0'\]"):
+        one(Config(groups="tp"))(torch.fx.Graph())

@@ -58,7 +58,9 @@ def test_report_of_a_bad_file(text: str, tmp_path: Path, capsys: pytest.CaptureF
     path = tmp_path / "bad.jsonl"
     path.write_text(text + "\n")
     assert main(["report", str(path)]) == 2
-    assert f"{path}:1 is not a report" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{path}:1 is not a report (" in said
+    assert "the file must be one written by report_file" in said
 
 
 def test_report_of_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,6 +163,10 @@ CASES: dict[str, tuple[Facts, dict[str, Any], list[str], str]] = {
     "table named and not there": (
         GPU, {"table_gpus": None, **env(ASYNCTP_TUNING_TABLE="tuning.json")}, ["warn tuning table"], OVERLAPPED,
     ),
+    "table named and not there, without GPUs": (
+        CPU, {"table_path": "t.json", "table_gpus": None, **env(ASYNCTP_TUNING_TABLE="t.json")},
+        ["warn tuning table"], CPU_ONLY,
+    ),
     "no table": (GPU, {"table_gpus": None}, [], OVERLAPPED),
     "table of another GPU": (GPU, {"table_gpus": ("NVIDIA H100",)}, [], OVERLAPPED),
 }  # fmt: skip

@@ -42,6 +42,11 @@ def test_every_example_has_a_test() -> None:
     assert tested == {path.name for path in EXAMPLES.glob("*.py")}
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_an_unknown_option_is_refused(name: str, refusal: Callable[..., str]) -> None:
+    assert "usage: " in refusal(name, "--no-such-option")
+
+
 def test_compile_mlp(tmp_path: Path) -> None:
     out = run_example("compile_mlp.py", cwd=tmp_path)
     assert "(forward" in out

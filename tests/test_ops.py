@@ -14,6 +14,7 @@ from interpreter import interpreter_fault
 from ranks import imagined_ranks, run_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -738,7 +739,19 @@ def _in_mesh(dim: Any) -> Any:
     )
 
 
+def _distributed(x: Tensor) -> Callable[[Any], Callable[[str], Any]]:
+    return lambda module: (
+        lambda group: _gather(a=DTensor.from_local(x, dist.init_device_mesh("cpu", (4,))), group=group)(module)(group)
+    )
+
+
 BAD_CALLS = {
+    "a DTensor": (_distributed(X), "DTensor'> is not valid; it must be a tensor, or a list of tensors, of this rank"),
+    "text for a tensor": (_gather(a="a"), "a_shard=<class 'str'> is not valid; it must be a tensor"),
+    "None for operands": (_gather(bs=None), "bs=<class 'NoneType'> is not valid; it must be a tensor"),
+    "None for an operand": (_gather(bs=[W, None]), "bs=<class 'NoneType'> is not valid; it must be a tensor"),
+    "text for a dim": (_gather(dim="0"), "gather_dim='0' is not valid; it must be an int"),
+    "text for a dtype": (_scaled_gather(out_dtype="bfloat16"), "out_dtype='bfloat16' is not valid; it must be a torch"),
     "dim too large": (_gather(dim=3), "gather_dim=3 is not valid; it must be between -3 and 2"),
     "dim too small": (_scatter(dim=-4), "scatter_dim=-4 is not valid; it must be between -3 and 2"),
     "a vector": (_gather(a=torch.zeros(16), dim=0), "dimensions of A=1 is not valid; it must be at least 2"),

@@ -50,7 +50,11 @@ def nothing_stays() -> Iterator[None]:
 # --- what is checked ---------------------------------------------------------------------------------------------
 BAD_COLLECTIVES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no op": (len, GATHER, "it is not an op; give an overload such as torch.ops.vllm.all_gather.default"),
-    "several overloads": (ops.two, GATHER, "registry_test.two cannot be registered: it is not an op"),
+    "several overloads": (
+        ops.two,
+        GATHER,
+        "it has several overloads; give one of registry_test.two.default, registry_test.two.other",
+    ),
     "kind": (
         ops.all_gather,
         {**GATHER, "kind": "broadcast"},

@@ -135,5 +135,13 @@ def _outcome(result: Result, reports: Sequence[Report], verdict: Sequence[str]) 
 
 def _written(folder: Path, pages: Sequence[Path]) -> str:
     lines = [f"  {page}" for page in pages] or ["  none written"]
-    reports = f"All reports, newest last: asynctp report {folder / REPORTS}"
+    reports = f"All reports, newest last: {_own_command()} report {folder / REPORTS}"
     return "\n".join(["Graphs before and after, for a browser:", *lines, reports])
+
+
+def _own_command() -> str:
+    """What runs `asynctp` in a shell: its name, or its path where that is not found by its name."""
+    script = Path(sys.executable).with_name("asynctp")
+    if shutil.which("asynctp") is not None or not script.exists():
+        return "asynctp"
+    return str(script.relative_to(Path.cwd())) if script.is_relative_to(Path.cwd()) else str(script)

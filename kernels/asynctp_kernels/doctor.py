@@ -393,21 +393,22 @@ def cuda_variables(facts: Facts) -> Iterator[Finding]:
 
 def tuning_table(facts: Facts) -> Iterator[Finding]:
     """The measured choices can be read, and are of these GPUs."""
-    if not facts.gpus or not facts.table_path:
+    named = TABLE_VARIABLE in facts.environment
+    if not facts.table_path or not (facts.gpus or named):
         return
     others = sorted({gpu.name for gpu in facts.gpus} - set(facts.table_gpus or ()))
     where = f"{facts.table_path}: "
     if facts.table_error:
         remedy = "delete the file, or write it anew"
         yield Finding("tuning table", "fail", f"{where}cannot be read ({facts.table_error})", remedy)
-    elif facts.table_gpus is None and TABLE_VARIABLE in facts.environment:
+    elif facts.table_gpus is None and named:
         yield Finding("tuning table", "warn", f"{where}no such file", f"correct or unset {TABLE_VARIABLE}")
     elif facts.table_gpus is None:
         yield Finding("tuning table", "info", f"none ({facts.table_path}): the shipped table and the cost model choose")
     elif others:
         text = f"{where}nothing of {', '.join(others)}: the shipped table and the cost model choose there"
         yield Finding("tuning table", "info", text)
-    else:
+    elif facts.gpus:
         yield Finding("tuning table", "ok", f"{where}measured on these GPUs")
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from ranks import imagined_ranks, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -22,6 +22,25 @@ def test_a_bad_bound_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> Non
     monkeypatch.setenv("ASYNCTP_TIMEOUT_S", text)
     with pytest.raises(ValueError, match=f"ASYNCTP_TIMEOUT_S='{text}' is not valid; it must be a positive number"):
         timeout_s()
+
+
+def test_a_group_in_any_spelling() -> None:
+    """As the ops take it; what is none is no group that nothing has to be freed of."""
+    import torch.distributed as dist
+    from asynctp_kernels import cuda, release
+    from asynctp_kernels.compat import process_group
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with imagined_ranks(2):
+        world, mesh = dist.group.WORLD, init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
+        tp = mesh.get_group("tp")
+        for spelling in (tp, tp.group_name, mesh["tp"], (mesh, "tp"), (mesh, 0)):
+            assert process_group(spelling) is tp
+        assert process_group(world.group_name) is world
+        for wrong in ("nobody", None, 7, mesh, (mesh, "pp"), (mesh, 0, 0)):
+            for take in (release, cuda.last_implementation, cuda.shared_bytes):
+                with pytest.raises(ValueError, match=r"group=.* is not valid; it must be a ProcessGroup, the name of"):
+                    take(wrong)
 
 
 def _mappings() -> int:
@@ -89,7 +108,7 @@ def _lifetime(rank: int, world: int) -> list[int]:
     gather(1024, dist.group.WORLD)
     counts.append(_mappings())
     dist.barrier()
-    asynctp_kernels.release(dist.group.WORLD)
+    asynctp_kernels.release(dist.group.WORLD.group_name)
     gc.collect()
     counts.append(_mappings())
     gather(2, dist.group.WORLD)
