@@ -39,8 +39,7 @@ LARGE_GROUP = 32
 _ACTS = {"BEHIND_PRODUCTS", "SCATTER_BEHIND_PRODUCTS", "RESULT_DROPPED", "REGATHERED", "KEPT"}
 """What becomes of collectives that are not fused, and do not stay as they are."""
 
-_OUT_OF_SCOPE = {"WEIGHT_GATHER", "SINGLE_RANK", "OTHER_COLLECTIVE"}
-"""What is no matmul's on any rank: not so a collective that has none on this one."""
+_OUT_OF_SCOPE = {"NO_MATMUL", "OUTSIDE_GRAPH", "PRODUCT_GATHERED", "WEIGHT_GATHER", "SINGLE_RANK", "OTHER_COLLECTIVE"}
 _COMPARED_AGAIN = 16
 _PAUSE_S = 0.05
 _lock = threading.Lock()
@@ -119,10 +118,7 @@ def withdraw(report: Report) -> None:
 
 
 def _at_stake(report: Report, group: str) -> bool:
-    """False for groups that only gather parameters: nothing changes for them.
-
-    A collective without a matmul is at stake, since it may have one on another rank.
-    """
+    """False for groups that only gather parameters, or reduce what is far from matmuls: nothing changes for them."""
     decided = any(r.group == group and r.name not in _OUT_OF_SCOPE for r in report.remarks)
     small = any(entry.group == group for entry in report.coalesced)
     return decided or small

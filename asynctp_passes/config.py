@@ -162,6 +162,8 @@ _WRITABLE = {
 
 def can_be_written(path: str, folder: bool) -> bool:
     """Whether there can be a file, or a folder, of this path: what is there of it already allows that."""
+    if "\0" in path:
+        return False
     place = Path(path).absolute()
     try:
         if not folder:

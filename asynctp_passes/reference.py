@@ -16,9 +16,9 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
 import torch
 import torch.distributed
@@ -67,8 +67,8 @@ _PROCESS_GROUP: Any = getattr(torch.distributed, "ProcessGroup", ())  # () where
 
 
 _KINDS: dict[str, tuple[Any, str]] = {
-    "gather_dim": (int, "an int"),
-    "scatter_dim": (int, "an int"),
+    "gather_dim": (SupportsIndex, "an int"),
+    "scatter_dim": (SupportsIndex, "an int"),
     "reduce_op": (str, f"one of {REDUCE_OPS}"),
     "out_dtype": (torch.dtype, "a torch.dtype"),
     "sum_dtype": (torch.dtype | None, "a torch.dtype or None"),
@@ -101,6 +101,8 @@ def _require_kind(op: str, name: str, value: Any) -> None:
         kind, words = _KINDS[name]
         _require(isinstance(value, kind), op, name, value, words)
     elif name in _TENSORS:
+        if isinstance(value, Iterator):  # which can be looked at once only
+            return
         several = isinstance(value, Iterable) and not isinstance(value, Tensor | str)
         for item in value if several else [value]:
             fits = isinstance(item, Tensor) and not hasattr(item, "to_local")

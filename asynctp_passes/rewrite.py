@@ -54,11 +54,12 @@ from asynctp_passes.fxview import (
 from asynctp_passes.read import added_matrix, is_only_awaited, lie_alike, waits_for_several
 from asynctp_passes.schedule import Moves, leave_sms, schedule
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, divided, product, same
-from asynctp_passes.views import is_conversion, is_sum, is_view
+from asynctp_passes.views import is_conversion, is_sum, is_view, views_of
 
 __all__ = ["rewrite", "store"]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+_WAIT = "_c10d_functional.wait_tensor.default"
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
 _UNCOPIED = {f"aten.{name}.default" for name in ("view", "_unsafe_view", "_reshape_alias", "view_copy")}
 """What reshapes a tensor, and fails where its memory does not allow that without a copy."""
@@ -104,7 +105,7 @@ def rewrite(
                 _erase_unused(graph, old)
     for bundle in bundles:
         build = _Builder(graph, sizes, bundle, moved, fused.get(bundle.place, bundle.place))
-        old = {node for member in bundle.members for node in (member.node, *_all_waits(member))}
+        old = {node for member in bundle.members for node in (*member.results, *_waits_again(member))}
         moves.early.append(_emit_bundle(build, bundle))
         segment.update((node, segment[build.anchor]) for node in build.made)
         _erase_unused(graph, old)
@@ -649,17 +650,16 @@ def _emit_bundle(build: _Builder, bundle: Bundle) -> fx.Node:
     for index, (member, value) in enumerate(zip(bundle.members, values, strict=True)):
         piece = build.call(operator.getitem, pieces, index, like=member.node)
         result = build.call(_aten.clone.default, build.reshape(piece, tuple(value.shape)), like=member.node)
-        for wait in _all_waits(member):
+        for wait in _waits_again(member):
+            build.replace(wait, wait.args[0])  # type: ignore[arg-type]  # a node
+        for wait in member.waits:
             build.replace(wait, result)
     return joined
 
 
-def _all_waits(member: Collective) -> list[fx.Node]:
-    """What waits for a member, and what waits for that once more."""
-    waits = list(member.waits)
-    for wait in waits:  # which grows
-        waits += [user for user in wait.users if op_name(user) == op_name(wait)]
-    return waits
+def _waits_again(member: Collective) -> list[fx.Node]:
+    """What waits once more for a result that has been waited for, or for a view of it."""
+    return [node for node in views_of(member.waits) if node not in member.waits and op_name(node) == _WAIT]
 
 
 def _like_first(tensor: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -185,20 +185,6 @@ def case_one_rank_looks_at_a_product(rank: int) -> list[Attempt]:
         return [attempt_in_step(two_sums("" if rank else "product"))]
 
 
-def reduced(group: str, *, product: bool) -> Graph:
-    """An all-reduce of a product, or of what no matmul makes."""
-    b, c10d = GraphBuilder(ranks=2, group=group), torch.ops._c10d_functional
-    x = b.input("x", [4, 8])
-    made = b.mm(x, b.input("w", [8, 6])) if product else b.relu(x)
-    return b.returns(b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, made, "sum", group)))
-
-
-def case_no_matmul_on_one_rank(rank: int) -> list[Attempt]:
-    """Nothing is decided there, and yet the other rank would wait for it."""
-    with mock.patch.object(agree, "GRACE_S", 0.2):
-        return [attempt_in_step(reduced(world_name(), product=rank == 0))]
-
-
 def case_made_again_on_one_rank(rank: int) -> list[Attempt]:
     """In the joint graph: the forwards that come of it differ, and are not compared."""
     b = GraphBuilder(ranks=2, group=world_name())
@@ -346,7 +332,6 @@ def test_a_rank_that_compiles_alone_waits_for_no_one(ranks: list[dict[str, list[
         ("backend", 1, "min_flops=0"),
         ("one_rank_looks_at_a_summed_result", 0, "collective 1: asynctp::matmul_all_reduce, products: 2"),
         ("one_rank_looks_at_a_product", 0, "collective 1: asynctp::matmul_all_reduce, products: 1"),
-        ("no_matmul_on_one_rank", 0, "collective 0: asynctp::matmul_all_reduce, products: 1"),
         ("made_again_on_one_rank", 0, "collective 0: all_gather, KEPT"),
     ],
 )
@@ -489,13 +474,12 @@ def test_groups_that_nothing_is_decided_about_are_not_asked() -> None:
 
 
 def test_groups_that_something_is_decided_about_are_asked() -> None:
-    """Be it a matmul's collective, or all-reduces with no matmul in sight: it may be in another rank's graph."""
+    """Be it a matmul's collective, or all-reduces that become one with no matmul in sight."""
     b = GraphBuilder(ranks=2)
     maxima = [b.all_reduce(b.call(torch.ops.aten.max.default, b.input(name, [4, 8])), "max") for name in ("x", "y")]
     small = run(b.returns(*maxima), Config(**QUIET))
     assert [entry.collectives for entry in small.coalesced] == [("all_reduce", "all_reduce_1")]
-    others = (other_program("tp"), missed_program("tp"), reduced("tp", product=False))
-    for report in (*(run(other, Config(**QUIET)) for other in others), small):
+    for report in (run(other_program("tp"), Config(**QUIET)), run(missed_program("tp"), Config(**QUIET)), small):
         assert agree._at_stake(report, "tp")
         assert not agree._at_stake(report, "dp")
 

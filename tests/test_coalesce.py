@@ -151,7 +151,8 @@ def test_a_result_that_is_waited_for_twice() -> None:
     """Under torch.compile `funcol.all_reduce` waits, and so does a program that was written for eager mode."""
     b = GraphBuilder()
     x, y = b.input("x", [4, 8]), b.input("y", [6, 8])
-    once, twice = amax(b, x), b.call(c10d.wait_tensor.default, amax(b, y))
+    once = b.call(c10d.wait_tensor.default, b.reshape(amax(b, x), [1]))
+    twice = b.call(c10d.wait_tensor.default, b.call(c10d.wait_tensor.default, amax(b, y)))
     graph = b.returns(once, twice, b.call(aten.div.Tensor, y, twice))
     run_pass(graph)
     assert_expected_inline(
@@ -175,8 +176,9 @@ clone_default = clone(reshape_default_2)  # f32[]
 getitem_1 = getitem(split_with_sizes_default, 1)  # f32[1]
 reshape_default_3 = reshape(getitem_1, [])  # f32[]
 clone_default_1 = clone(reshape_default_3)  # f32[]
+reshape = reshape(clone_default, [1])  # f32[1]
 div = div(y, clone_default_1)  # f32[6, 8]
-return (clone_default, clone_default_1, div)
+return (reshape, clone_default_1, div)
 """,
     )
 

@@ -62,6 +62,7 @@ BAD = [
         "a file that can be written, in a folder that is there or can be made",
     ),
     ("report_file", "x" * 300, "a file that can be written, in a folder that is there or can be made"),
+    ("report_file", "a\0b", "a file that can be written, in a folder that is there or can be made"),
     ("graph_dir", "x" * 300, "a folder that can be written, or that can be made"),
     ("graph_dir", __file__, "a folder that can be written, or that can be made"),
     ("graph_dir", "", "a path, or None"),

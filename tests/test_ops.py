@@ -842,6 +842,12 @@ def test_bad_call_is_explained(fake_group: str, module: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("module", [ops, reference], ids=["ops", "reference"])
+def test_iterators_and_whatever_counts(fake_group: str, module: Any) -> None:
+    (first, second), _ = module.all_gather_matmul(X, iter([W, W]), gather_dim=torch.tensor(1), group=fake_group)
+    assert first.shape == second.shape == (3, 32, 12)
+
+
+@pytest.mark.parametrize("module", [ops, reference], ids=["ops", "reference"])
 def test_one_operand_needs_no_list(fake_group: str, module: Any) -> None:
     (out,), _ = module.all_gather_matmul(X, W, gather_dim=1, group=fake_group, biases=V)
     (scaled,), _ = module.all_gather_scaled_matmul(XQ, ONE, WQ, ONE, gather_dim=1, group=fake_group)
