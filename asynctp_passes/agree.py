@@ -144,9 +144,13 @@ def plan_of(report: Report, config: Config, group: str) -> str:
 
 
 def _decided(remark: Remark) -> str:
-    """What runs in place of a collective. Why it stays is no matter: ranks may use one result in different ways."""
+    """What runs in place of a collective, and what it takes along, which each rank's proof takes all ranks to have.
+
+    Why one stays is no matter: ranks may use one result in different ways.
+    """
     if remark.outcome == "FUSED":
-        return f"{remark.op}, products: {remark.shapes.get('matmul', '').count(' @ ')}"
+        products = f"{remark.op}, products: {remark.shapes.get('matmul', '').count(' @ ')}"
+        return ", ".join([products, *remark.moved])
     return f"{remark.kind}, {remark.name if remark.name in _ACTS else 'as it is'}"
 
 
@@ -224,7 +228,7 @@ def _disagreement(program: _Program, others: dict[int, tuple[str, str]]) -> str:
     difference = [line for line in changed if not line.startswith("@@")]
     lines = [
         f"asynctp: the ranks of a group decided differently about {program.report.graph} ({program.report.phase}), and "
-        "would wait for one another forever if they ran it. Give every rank the same asynctp, torch, options and "
+        "would wait for one another forever, or be wrong, if they ran it. Give every rank the same asynctp, torch, options and "
         "ASYNCTP_* variables, and let it use the same results (agree=False turns this check off).",
         *("Difference:", *_indented(difference)),
         *(f"Plan of rank {program.rank}:", *_indented(own.splitlines())),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from asynctp_passes.chain import (
     GatherChain,
     Hoist,
     ScatterChain,
+    Step,
     Term,
     fused_chains,
 )
@@ -27,7 +28,17 @@ from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
 from asynctp_passes.decide import decide_graph
 from asynctp_passes.errors import AsyncTPError, raise_if_strict
-from asynctp_passes.fxview import describe, module_of, op_name, phase_of, plain, source_of, tangents_of, value_of
+from asynctp_passes.fxview import (
+    describe,
+    module_of,
+    op_name,
+    phase_of,
+    plain,
+    source_of,
+    tangents_of,
+    tensor_of,
+    value_of,
+)
 from asynctp_passes.hide import hide
 from asynctp_passes.read import called_name, is_matmul
 from asynctp_passes.reasons import RESULT_DROPPED
@@ -35,6 +46,7 @@ from asynctp_passes.regather import Again, again
 from asynctp_passes.report import Coalesced, Remark, Report
 from asynctp_passes.rewrite import rewrite, store
 from asynctp_passes.scales import scales_to_store
+from asynctp_passes.views import is_conversion, is_view
 
 __all__ = ["REGATHERED", "run", "run_joint"]
 
@@ -143,7 +155,8 @@ def _joint_report(graph: fx.Graph, found: Sequence[Again], collectives: Sequence
 def _report(graph: fx.Graph, decisions: Sequence[Decision], bundles: Sequence[Bundle], config: Config) -> Report:
     coalesced, phase = tuple(_coalesced(bundle) for bundle in bundles), phase_of(graph)
     collectives = [decision.candidate.collective for decision in decisions]
-    remarks = tuple(_remark(decision, phase) for decision in decisions)
+    place = {node: index for index, one in enumerate(collectives) for node in one.results}
+    remarks = tuple(_remark(decision, phase, place) for decision in decisions)
     return Report(
         graph=compat.compile_name(),
         phase=phase,
@@ -198,7 +211,7 @@ def _coalesced(bundle: Bundle) -> Coalesced:
     )
 
 
-def _remark(decision: Decision, phase: str) -> Remark:
+def _remark(decision: Decision, phase: str, place: Mapping[fx.Node, int]) -> Remark:
     candidate, refusal = decision.candidate, decision.refusal
     collective = candidate.collective
     kind = _kind(candidate)
@@ -224,7 +237,56 @@ def _remark(decision: Decision, phase: str) -> Remark:
             hint=reason.hint,
             **common,  # type: ignore[arg-type]
         )
-    return Remark(outcome="FUSED", **_fused_facts(candidate, kind), **common)  # type: ignore[arg-type]
+    moved = _moved(candidate.chain, place)
+    return Remark(outcome="FUSED", moved=moved, **_fused_facts(candidate, kind), **common)  # type: ignore[arg-type]
+
+
+def _moved(chain: GatherChain | ScatterChain | None, place: Mapping[fx.Node, int]) -> tuple[str, ...]:
+    """See `Remark.moved`; without sizes, as one rank may compile for static and another for dynamic ones."""
+    if isinstance(chain, ScatterChain):
+        factors = [*(matmul.factor for matmul in chain.matmuls), *(term.factor for term in chain.added)]
+        return () if set(factors) == {1.0} else (f"factors: {', '.join(f'{factor:g}' for factor in factors)}",)
+    if chain is None or chain.hoist is None:
+        return ()
+    steps = {step.node: step for step in chain.hoist.computed}
+    needed: dict[fx.Node, Step] = {}
+    stack = list(chain.hoist.travels)
+    while stack:
+        step = steps.get(stack.pop())
+        if step is not None and step.node not in needed:
+            needed[step.node] = step
+            stack += [part.root for _, part in step.parts]
+    texts: dict[fx.Node, str] = {}
+    return tuple(sorted(_text(node, place, texts) for node in needed))
+
+
+def _text(node: fx.Node, place: Mapping[fx.Node, int], texts: dict[fx.Node, str]) -> str:
+    """An op with its numbers, and in place of its tensors how they are made, as far as a collective or an input."""
+    stack = [node]
+    while stack:
+        one = stack[-1]
+        leaf = f"collective {place[one]}" if one in place else "" if one.op == "call_function" else "input"
+        behind = [] if leaf else [source for source in one.all_input_nodes if tensor_of(source) is not None]
+        if missing := [source for source in behind if source not in texts]:
+            stack += missing
+            continue
+        texts[one] = leaf or _short(f"{called_name(one)}({', '.join(_arguments(one, texts))})")
+        stack.pop()
+    return texts[node]
+
+
+def _arguments(node: fx.Node, texts: Mapping[fx.Node, str]) -> Iterator[str]:
+    sizes = is_view(node) and not is_conversion(node)
+    for value in (*node.args, *node.kwargs.values()):
+        if isinstance(value, fx.Node) and value in texts:
+            yield texts[value]
+        elif isinstance(value, int | float | torch.dtype) and not sizes:
+            yield str(value)
+
+
+def _short(text: str) -> str:
+    """A text, or of a long one its beginning and a hash."""
+    return text if len(text) <= 200 else f"{text[:40]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _kind(candidate: Candidate) -> str:

@@ -48,6 +48,8 @@ class Remark:
         flops: Floating-point operations of the chain's matmuls on this rank; None if unknown.
         estimate_us: Modelled times in microseconds (`"comm"`, `"matmul"`, `"serial"`, `"overlapped"`); empty when the
             device has no model.
+        moved: What is computed on the other side of the collective than in the program, and so has to be the same on
+            all ranks: operations on the shard, as `"aten.mul.Tensor(collective 0, 2.0)"`, or factors of summed terms.
         module: Path in what was compiled of the module of the chain's first matmul, or of the collective, as
             `"attention.wo"`; in a backward graph, of the forward's. None where the graph does not know it.
     """
@@ -72,6 +74,7 @@ class Remark:
     regathered_bytes: int = 0
     flops: int | None = None
     estimate_us: dict[str, float] = field(default_factory=dict)
+    moved: tuple[str, ...] = ()
     module: str | None = None
 
     def __str__(self) -> str:
@@ -214,7 +217,10 @@ class Report:
         values = json.loads(text)
         if not (isinstance(values, dict) and isinstance(values.get("remarks"), list)):
             raise ValueError('no JSON object with a list of "remarks"')
-        remarks = tuple(Remark(**{**remark, "nodes": tuple(remark["nodes"])}) for remark in values.pop("remarks"))
+        remarks = tuple(
+            Remark(**{**remark, "nodes": tuple(remark["nodes"]), "moved": tuple(remark.get("moved", ()))})
+            for remark in values.pop("remarks")
+        )
         coalesced = tuple(
             Coalesced(**{**entry, "collectives": tuple(entry["collectives"])}) for entry in values.pop("coalesced", ())
         )

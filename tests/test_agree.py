@@ -185,6 +185,33 @@ def case_one_rank_looks_at_a_product(rank: int) -> list[Attempt]:
         return [attempt_in_step(two_sums("" if rank else "product"))]
 
 
+def with_factor(group: str, factor: float) -> Graph:
+    """The sum of two reduced products, the first one times a factor, which goes before the reduction."""
+    b, c10d = GraphBuilder(ranks=2, group=group), torch.ops._c10d_functional
+    products = [b.mm(b.input(f"x{index}", [4, 8]), b.input(f"w{index}", [8, 6])) for index in range(2)]
+    first, second = (
+        b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, product, "sum", group)) for product in products
+    )
+    return b.returns(b.add(b.call(torch.ops.aten.mul.Tensor, first, factor), second))
+
+
+def with_relu(group: str, on: bool) -> Graph:
+    """What is computed between a gather and its matmul goes before the gather."""
+    b = GraphBuilder(ranks=2, group=group)
+    whole = b.gather(b.input("x", [4, 8]))
+    return b.returns(b.mm(b.relu(whole) if on else whole, b.input("w", [8, 12])))
+
+
+def case_other_factors_on_one_rank(rank: int) -> list[Attempt]:
+    with mock.patch.object(agree, "GRACE_S", 0.2):
+        return [attempt_in_step(with_factor(world_name(), 2.0**rank))]
+
+
+def case_other_work_before_the_matmul_on_one_rank(rank: int) -> list[Attempt]:
+    with mock.patch.object(agree, "GRACE_S", 0.2):
+        return [attempt_in_step(with_relu(world_name(), rank == 0))]
+
+
 def case_made_again_on_one_rank(rank: int) -> list[Attempt]:
     """In the joint graph: the forwards that come of it differ, and are not compared."""
     b = GraphBuilder(ranks=2, group=world_name())
@@ -332,6 +359,12 @@ def test_a_rank_that_compiles_alone_waits_for_no_one(ranks: list[dict[str, list[
         ("backend", 1, "min_flops=0"),
         ("one_rank_looks_at_a_summed_result", 0, "collective 1: asynctp::matmul_all_reduce, products: 2"),
         ("one_rank_looks_at_a_product", 0, "collective 1: asynctp::matmul_all_reduce, products: 1"),
+        ("other_factors_on_one_rank", 0, "asynctp::matmul_all_reduce, products: 2, factors: 1, 2"),
+        (
+            "other_work_before_the_matmul_on_one_rank",
+            0,
+            "collective 0: asynctp::all_gather_matmul, products: 1, aten.relu.default(collective 0)",
+        ),
         ("made_again_on_one_rank", 0, "collective 0: all_gather, KEPT"),
     ],
 )
@@ -391,6 +424,24 @@ def test_groups_that_only_pretend_are_not_asked(store: type) -> None:
     assert done.error == ""
     assert done.report is not None
     assert done.report.fused
+
+
+def test_a_long_way_is_told_by_a_hash() -> None:
+    """Each step takes the one before twice: written out, it would be of 2 ** 40 steps."""
+    graphs = []
+    for last in (1.0, 2.0):
+        b = GraphBuilder(ranks=2)
+        scale = b.all_reduce(b.call(torch.ops.aten.amax.default, b.input("z", [4, 32])), "max")
+        for _ in range(40):
+            scale = b.add(scale, scale)
+        scale = b.call(torch.ops.aten.mul.Tensor, scale, last)
+        scaled = b.call(torch.ops.aten.mul.Tensor, b.gather(b.input("x", [4, 32])), scale)
+        fp8 = b.call(torch.ops.prims.convert_element_type.default, scaled, torch.float8_e4m3fn)
+        w = b.input("w", [32, 16], torch.float8_e4m3fn, column_major=True)
+        graphs.append(b.returns(b.scaled_mm(fp8, w, b.input("a_scale", []), b.input("b_scale", []))))
+    one, other = (run(graph, Config(**QUIET)).fused[0].moved for graph in graphs)
+    assert one != other
+    assert all(len(text) < 300 for text in (*one, *other))
 
 
 def test_what_was_published_goes_with_the_store() -> None:
