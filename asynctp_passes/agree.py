@@ -228,8 +228,8 @@ def _disagreement(program: _Program, others: dict[int, tuple[str, str]]) -> str:
     difference = [line for line in changed if not line.startswith("@@")]
     lines = [
         f"asynctp: the ranks of a group decided differently about {program.report.graph} ({program.report.phase}), and "
-        "would wait for one another forever, or be wrong, if they ran it. Give every rank the same asynctp, torch, options and "
-        "ASYNCTP_* variables, and let it use the same results (agree=False turns this check off).",
+        "would wait for one another forever, or be wrong, if they ran it. Give every rank the same program, asynctp, "
+        "torch, options and ASYNCTP_* variables, and let it use the same results (agree=False turns this check off).",
         *("Difference:", *_indented(difference)),
         *(f"Plan of rank {program.rank}:", *_indented(own.splitlines())),
     ]
