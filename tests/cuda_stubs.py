@@ -51,6 +51,10 @@ class Group:
     def size(self) -> int:
         return self._world
 
+    def get_group(self) -> Group:
+        """As a mesh of this group has it."""
+        return self
+
 
 # --- what is recorded --------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
