@@ -33,6 +33,7 @@ from asynctp_passes.cost import bytes_of
 from asynctp_passes.fxview import is_random, is_size, mutates, op_name, steps_of, tensor_of, value_of
 from asynctp_passes.hide import order_beside
 from asynctp_passes.near import transparent
+from asynctp_passes.read import WAIT
 
 __all__ = ["SMALL_BYTES", "coalesce"]
 
@@ -50,7 +51,6 @@ _CHEAP = {
     "aten.scalar_tensor.default",
     "_dtensor.mesh_get_process_group.default",
 }
-_WAIT = "_c10d_functional.wait_tensor.default"
 
 Key = tuple[object, ...]
 
@@ -188,7 +188,7 @@ def _cheap(step: Sequence[fx.Node], chosen: set[fx.Node]) -> bool:
         return False
     if node.op != "call_function":
         return True
-    if op_name(node) == _WAIT:
+    if op_name(node) == WAIT:
         return node.args[0] in chosen
     if is_random(node):
         return False

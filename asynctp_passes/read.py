@@ -22,6 +22,7 @@ from asynctp_passes.registry import CollectiveOp, MatmulOp, collective_op, is_re
 from asynctp_passes.shapes import Size, product, same
 
 __all__ = [
+    "WAIT",
     "added_matrix",
     "are_one",
     "awaited_item",
@@ -41,7 +42,7 @@ __all__ = [
     "waits_for_several",
 ]
 
-_WAIT = "_c10d_functional.wait_tensor.default"
+WAIT = "_c10d_functional.wait_tensor.default"
 _WAIT_FOR_LIST = "_c10d_functional.wait_tensors.default"
 """From torch 2.15 on, the results of a collective of several tensors are waited for together."""
 _MATMUL_WORDS = re.compile(r"(^|_)((mm|bmm|addmm|baddbmm|einsum)(_|$)|linear$)|gemm|matmul")
@@ -210,7 +211,7 @@ def awaited_item(node: fx.Node) -> fx.Node | None:
 def _waits(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that are a collective's result, waited for."""
     for user in node.users:
-        if op_name(user) == _WAIT:
+        if op_name(user) == WAIT:
             yield user
         elif waits_for_several(user):
             yield from (item for item in user.users if awaited_item(item) is node)
@@ -218,7 +219,7 @@ def _waits(node: fx.Node) -> Iterator[fx.Node]:
 
 @functools.cache
 def _looks_collective(name: str) -> bool:
-    if name in (_WAIT, _WAIT_FOR_LIST) or name.startswith(("aten.", "prims.", "asynctp.")):
+    if name in (WAIT, _WAIT_FOR_LIST) or name.startswith(("aten.", "prims.", "asynctp.")):
         return False
     return name.startswith(("_c10d_functional.", "c10d.")) or bool(_COLLECTIVE_WORDS.search(name))
 

@@ -51,7 +51,7 @@ from asynctp_passes.fxview import (
     segments,
     value_of,
 )
-from asynctp_passes.read import added_matrix, is_only_awaited, lie_alike, waits_for_several
+from asynctp_passes.read import WAIT, added_matrix, is_only_awaited, lie_alike, waits_for_several
 from asynctp_passes.schedule import Moves, leave_sms, schedule
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, divided, product, same
 from asynctp_passes.views import is_conversion, is_sum, is_view, views_of
@@ -59,7 +59,6 @@ from asynctp_passes.views import is_conversion, is_sum, is_view, views_of
 __all__ = ["rewrite", "store"]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
-_WAIT = "_c10d_functional.wait_tensor.default"
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
 _UNCOPIED = {f"aten.{name}.default" for name in ("view", "_unsafe_view", "_reshape_alias", "view_copy")}
 """What reshapes a tensor, and fails where its memory does not allow that without a copy."""
@@ -105,10 +104,9 @@ def rewrite(
                 _erase_unused(graph, old)
     for bundle in bundles:
         build = _Builder(graph, sizes, bundle, moved, fused.get(bundle.place, bundle.place))
-        old = {node for member in bundle.members for node in (*member.results, *_waits_again(member))}
         moves.early.append(_emit_bundle(build, bundle))
         segment.update((node, segment[build.anchor]) for node in build.made)
-        _erase_unused(graph, old)
+        _erase_unused(graph, {node for member in bundle.members for node in member.results})
     _drop(graph, dropped)
     for decision in hidden:
         moves.beside.append((decision.candidate.collective, [fused.get(node, node) for node in decision.behind]))
@@ -652,6 +650,7 @@ def _emit_bundle(build: _Builder, bundle: Bundle) -> fx.Node:
         result = build.call(_aten.clone.default, build.reshape(piece, tuple(value.shape)), like=member.node)
         for wait in _waits_again(member):
             build.replace(wait, wait.args[0])  # type: ignore[arg-type]  # a node
+            build.graph.erase_node(wait)
         for wait in member.waits:
             build.replace(wait, result)
     return joined
@@ -659,7 +658,7 @@ def _emit_bundle(build: _Builder, bundle: Bundle) -> fx.Node:
 
 def _waits_again(member: Collective) -> list[fx.Node]:
     """What waits once more for a result that has been waited for, or for a view of it."""
-    return [node for node in views_of(member.waits) if node not in member.waits and op_name(node) == _WAIT]
+    return [node for node in views_of(member.waits) if node not in member.waits and op_name(node) == WAIT]
 
 
 def _like_first(tensor: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -305,7 +305,7 @@ def test_plans_are_kept(here: Machine) -> None:
         for _ in range(3):
             cuda.run_bulk_gather(tensor(8, 8), WORLD, here.group, unchecked)
     assert [prepared.name for prepared in here.prepared] == ["stage_kernel"]
-    assert here.memory.last_implementation == "copy engine"
+    assert cuda.last_implementation(here.group) == "copy engine"
 
 
 @pytest.mark.parametrize("shape", [(8,), (8, 3), (8, 3, 5)])
