@@ -217,6 +217,28 @@ def _refuse_lost_gradients(biases: list[Tensor | None]) -> None:
         )
 
 
+def _mover(kernels: Any, group_name: Any) -> reference.Mover | None:
+    """The group's own wire, for products that the kernels do not make; None without kernels: plain collectives."""
+    if kernels is None:
+        return None
+    mover: reference.Mover = kernels.Mover(process_group(group_name))
+    return mover
+
+
+def _check_taking_part(
+    check: Callable[[], None], shard: Tensor, numbers: Tensor | None, group_size: int, group_name: Any
+) -> None:
+    """Check a gather. A rank whose products cannot be made sends its shard all the same: its peers' calls are right."""
+    try:
+        check()
+    except ValueError:
+        if reference.group_and_size(group_name)[1] == group_size:
+            for part in (shard, numbers):
+                if part is not None:
+                    reference.gather(part.reshape(1, -1), 0, group_size, group_name)
+        raise
+
+
 # --- real implementations ------------------------------------------------------------------------------------
 def _real_all_gather_matmul(
     a_shard: Tensor,
@@ -249,8 +271,10 @@ def _real_all_gather_matmul(
         if found is not None:
             return found
     else:
-        check()
-    return reference.unfused_all_gather_matmul(a_shard, bs, biases, gather_dim, return_a_full, group_size, group_name)
+        _check_taking_part(check, a_shard, None, group_size, group_name)
+    return reference.unfused_all_gather_matmul(
+        a_shard, bs, biases, gather_dim, return_a_full, group_size, group_name, mover=_mover(cuda, group_name)
+    )
 
 
 def _real_all_gather_scaled_matmul(
@@ -282,10 +306,12 @@ def _real_all_gather_scaled_matmul(
         if found is not None:
             return found
     else:
-        check()
+        _check_taking_part(check, a_shard, a_scale if gather_a_scale else along_shard, group_size, group_name)
     operands = (a_shard, a_scale, bs, b_scales, biases, gather_dim, gather_a_scale)
     options = (out_dtype, use_fast_accum, return_a_full)
-    return reference.unfused_all_gather_scaled_matmul(*operands, *options, group_size, group_name, along_shard)
+    return reference.unfused_all_gather_scaled_matmul(
+        *operands, *options, group_size, group_name, along_shard, mover=_mover(cuda, group_name)
+    )
 
 
 def _real_matmul_reduce_scatter(
@@ -307,7 +333,8 @@ def _real_matmul_reduce_scatter(
         reference.check_group(op, group_size, group_name)
         reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype, added=added)
 
-    if a_parts and (cuda := overlapped(a_parts[0])) is not None:
+    cuda = overlapped(a_parts[0]) if a_parts else None
+    if cuda is not None:
         options = (reduce_op, scatter_dim, a_parts[0].dtype, False, group_size, process_group(group_name), check)
         found: Tensor | None = cuda.run_scatter(a_parts, b_parts, (), (), biases, *options, sum_dtype, added)
         if found is not None:
@@ -315,7 +342,8 @@ def _real_matmul_reduce_scatter(
     else:
         check()
     return reference.unfused_matmul_reduce_scatter(
-        a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, group_name, sum_dtype, added
+        *(a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, group_name, sum_dtype, added),
+        mover=_mover(cuda, group_name),
     )
 
 
@@ -340,7 +368,8 @@ def _real_scaled_matmul_reduce_scatter(
         where = (reduce_op, scatter_dim, group_size, ScatterScales(a_scales, b_scales, out_dtype))
         reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype, added=added)
 
-    if a_parts and (cuda := overlapped(a_parts[0])) is not None:
+    cuda = overlapped(a_parts[0]) if a_parts else None
+    if cuda is not None:
         choices = (reduce_op, scatter_dim, out_dtype, use_fast_accum, group_size, process_group(group_name), check)
         operands = (a_parts, b_parts, a_scales, b_scales, biases)
         found: Tensor | None = cuda.run_scatter(*operands, *choices, sum_dtype, added)
@@ -349,7 +378,8 @@ def _real_scaled_matmul_reduce_scatter(
     else:
         check()
     parts = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, scatter_dim, out_dtype, use_fast_accum)
-    return reference.unfused_scaled_matmul_reduce_scatter(*parts, group_size, group_name, sum_dtype, added)
+    where = (group_size, group_name, sum_dtype, added)
+    return reference.unfused_scaled_matmul_reduce_scatter(*parts, *where, mover=_mover(cuda, group_name))
 
 
 def _real_matmul_all_reduce(
@@ -369,14 +399,16 @@ def _real_matmul_all_reduce(
         parts = (a_parts, b_parts, biases)
         reference.check_all_reduce("matmul_all_reduce", *parts, reduce_op, sum_dtype=sum_dtype, added=added)
 
-    if a_parts and (cuda := overlapped(a_parts[0])) is not None:
+    cuda = overlapped(a_parts[0]) if a_parts else None
+    if cuda is not None:
         options = (reduce_op, a_parts[0].dtype, False, process_group(group_name), check, sum_dtype, added)
         found: Tensor | None = cuda.run_all_reduce(a_parts, b_parts, (), (), biases, *options)
         if found is not None:
             return found
     else:
         check()
-    return reference.unfused_matmul_all_reduce(a_parts, b_parts, biases, reduce_op, group_name, sum_dtype, added)
+    parts = (a_parts, b_parts, biases, reduce_op, group_name, sum_dtype, added)
+    return reference.unfused_matmul_all_reduce(*parts, mover=_mover(cuda, group_name))
 
 
 def _real_scaled_matmul_all_reduce(
@@ -397,7 +429,8 @@ def _real_scaled_matmul_all_reduce(
         op, scales = "scaled_matmul_all_reduce", ScatterScales(a_scales, b_scales, out_dtype)
         reference.check_all_reduce(op, a_parts, b_parts, biases, reduce_op, scales, sum_dtype=sum_dtype, added=added)
 
-    if a_parts and (cuda := overlapped(a_parts[0])) is not None:
+    cuda = overlapped(a_parts[0]) if a_parts else None
+    if cuda is not None:
         options = (reduce_op, out_dtype, use_fast_accum, process_group(group_name), check, sum_dtype, added)
         found: Tensor | None = cuda.run_all_reduce(a_parts, b_parts, a_scales, b_scales, biases, *options)
         if found is not None:
@@ -405,7 +438,8 @@ def _real_scaled_matmul_all_reduce(
     else:
         check()
     operands = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, out_dtype, use_fast_accum)
-    return reference.unfused_scaled_matmul_all_reduce(*operands, group_name, sum_dtype, added)
+    where = (group_name, sum_dtype, added)
+    return reference.unfused_scaled_matmul_all_reduce(*operands, *where, mover=_mover(cuda, group_name))
 
 
 # --- fake implementations: shapes from shapes, no group needed, no guards --------------------------------------

@@ -18,7 +18,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, SupportsIndex, TypeVar
+from typing import Any, ParamSpec, Protocol, SupportsIndex, TypeVar
 
 import torch
 import torch.distributed
@@ -832,6 +832,19 @@ def _blocks(size: int) -> int:
 
 
 # --- the unfused programs, with the ops' argument lists ----------------------------------------------------
+class Mover(Protocol):
+    """Collectives of a group on a wire of its own, complete when they return; None where it has none for a call."""
+
+    def gather(self, shard: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
+        """All ranks' shards, and float32 numbers: [world, *shape] each."""
+
+    def scatter(self, blocks: Tensor, reduce_op: str) -> Tensor | None:
+        """This rank's part of the sum of `blocks` [world, *shape]."""
+
+    def all_reduce(self, partial: Tensor, reduce_op: str) -> Tensor | None:
+        """The sum, on every rank."""
+
+
 def unfused_all_gather_matmul(
     a_shard: Tensor,
     bs: list[Tensor],
@@ -840,9 +853,11 @@ def unfused_all_gather_matmul(
     return_a_full: bool,
     group_size: int,
     group_name: Any,
+    *,
+    mover: Mover | None = None,
 ) -> list[Tensor]:
     """`asynctp::all_gather_matmul` without overlap; the arguments are checked already."""
-    a_full = gather(a_shard, gather_dim, group_size, group_name)
+    a_full, _ = _gather_with(a_shard, None, gather_dim, group_size, group_name, mover)
     outs = [product(a_full, b, bias) for b, bias in zip(bs, biases, strict=True)]
     return [*outs, a_full] if return_a_full else outs
 
@@ -861,22 +876,22 @@ def unfused_all_gather_scaled_matmul(
     group_size: int,
     group_name: Any,
     along_shard: Tensor | None = None,
+    *,
+    mover: Mover | None = None,
 ) -> list[Tensor]:
     """`asynctp::all_gather_scaled_matmul` without overlap; the arguments are checked already.
 
     `along_shard`: fp32 numbers, one per row of the shard (`[*, M/W, *, 1]`), that are gathered too and returned last.
     """
-    a_full = gather(a_shard, gather_dim, group_size, group_name)
-    if gather_a_scale:
-        a_scale = gather(a_scale, normalize_dim(gather_dim, a_shard.ndim), group_size, group_name)
+    numbers = a_scale if gather_a_scale else along_shard
+    a_full, all_numbers = _gather_with(a_shard, numbers, gather_dim, group_size, group_name, mover)
+    scale = all_numbers if gather_a_scale and all_numbers is not None else a_scale
     outs = [
-        scaled_product(a_full, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
+        scaled_product(a_full, b, scale, b_scale, bias, out_dtype, use_fast_accum)
         for b, b_scale, bias in zip(bs, b_scales, biases, strict=True)
     ]
     outs += [a_full] if return_a_full else []
-    if along_shard is not None:
-        outs.append(gather(along_shard, normalize_dim(gather_dim, a_shard.ndim), group_size, group_name))
-    return outs
+    return [*outs, all_numbers] if along_shard is not None and all_numbers is not None else outs
 
 
 def unfused_matmul_reduce_scatter(
@@ -889,10 +904,12 @@ def unfused_matmul_reduce_scatter(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    *,
+    mover: Mover | None = None,
 ) -> Tensor:
     """`asynctp::matmul_reduce_scatter` without overlap; the arguments are checked already."""
     total = _summed_products(a_parts, b_parts, biases, sum_dtype, added)
-    return reduce_scatter(total, reduce_op, scatter_dim, group_size, group_name)
+    return reduce_scatter(total, reduce_op, scatter_dim, group_size, group_name, mover)
 
 
 def unfused_scaled_matmul_reduce_scatter(
@@ -909,11 +926,13 @@ def unfused_scaled_matmul_reduce_scatter(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    *,
+    mover: Mover | None = None,
 ) -> Tensor:
     """`asynctp::scaled_matmul_reduce_scatter` without overlap; the arguments are checked already."""
     parts = (a_parts, b_parts, a_scales, b_scales, biases)
     total = _summed_scaled_products(*parts, out_dtype, use_fast_accum, sum_dtype, added)
-    return reduce_scatter(total, reduce_op, scatter_dim, group_size, group_name)
+    return reduce_scatter(total, reduce_op, scatter_dim, group_size, group_name, mover)
 
 
 def unfused_matmul_all_reduce(
@@ -924,9 +943,11 @@ def unfused_matmul_all_reduce(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    *,
+    mover: Mover | None = None,
 ) -> Tensor:
     """`asynctp::matmul_all_reduce` without overlap; the arguments are checked already."""
-    return all_reduce(_summed_products(a_parts, b_parts, biases, sum_dtype, added), reduce_op, group_name)
+    return all_reduce(_summed_products(a_parts, b_parts, biases, sum_dtype, added), reduce_op, group_name, mover)
 
 
 def unfused_scaled_matmul_all_reduce(
@@ -941,11 +962,13 @@ def unfused_scaled_matmul_all_reduce(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    *,
+    mover: Mover | None = None,
 ) -> Tensor:
     """`asynctp::scaled_matmul_all_reduce` without overlap; the arguments are checked already."""
     parts = (a_parts, b_parts, a_scales, b_scales, biases)
     total = _summed_scaled_products(*parts, out_dtype, use_fast_accum, sum_dtype, added)
-    return all_reduce(total, reduce_op, group_name)
+    return all_reduce(total, reduce_op, group_name, mover)
 
 
 # --- collectives -----------------------------------------------------------------------------------------
@@ -953,6 +976,25 @@ def gathered_shape(shape: Sequence[int], dim: int, group_size: int) -> tuple[int
     """A shard's shape, `group_size` times as long in `dim`."""
     dim = normalize_dim(dim, len(shape))
     return (*shape[:dim], shape[dim] * group_size, *shape[dim + 1 :])
+
+
+def _gather_with(
+    shard: Tensor, numbers: Tensor | None, dim: int, group_size: int, group_name: Any, mover: Mover | None
+) -> tuple[Tensor, Tensor | None]:
+    """All ranks' shards, and numbers, joined along `dim`: by the mover, if there is one and it can."""
+    dim = normalize_dim(dim, shard.ndim)
+    found = None if mover is None else mover.gather(shard.contiguous(), numbers)
+    if found is not None:
+        pieces, of_numbers = found
+        return _joined(pieces, dim), None if of_numbers is None else _joined(of_numbers, dim)
+    whole = gather(shard, dim, group_size, group_name)
+    return whole, None if numbers is None else gather(numbers, dim, group_size, group_name)
+
+
+def _joined(pieces: Tensor, dim: int) -> Tensor:
+    """[ranks, *shape] as the ranks' tensors one after the other along `dim`: contiguous."""
+    ranks, *shape = pieces.shape
+    return pieces.movedim(0, dim).reshape(gathered_shape(shape, dim, ranks)).contiguous()
 
 
 def gather(shard: Tensor, dim: int, group_size: int, group_name: Any) -> Tensor:
@@ -964,21 +1006,23 @@ def gather(shard: Tensor, dim: int, group_size: int, group_name: Any) -> Tensor:
     wire = (shard.view(torch.uint8) if fp8 else shard).contiguous()
     c10d = torch.ops._c10d_functional
     stacked = c10d.wait_tensor(c10d.all_gather_into_tensor(wire, group_size, compat.group_name_of(group_name)))
-    dim = normalize_dim(dim, shard.ndim)
-    pieces = stacked.view(group_size, *shard.shape).movedim(0, dim)
-    full: Tensor = pieces.reshape(gathered_shape(shard.shape, dim, group_size)).contiguous()
+    full = _joined(stacked.view(group_size, *shard.shape), normalize_dim(dim, shard.ndim))
     return full.view(shard.dtype) if fp8 else full
 
 
-def reduce_scatter(full: Tensor, reduce_op: str, dim: int, group_size: int, group_name: Any) -> Tensor:
-    """This rank's block along `dim` of the ranks' sum or average.
+def reduce_scatter(
+    full: Tensor, reduce_op: str, dim: int, group_size: int, group_name: Any, mover: Mover | None = None
+) -> Tensor:
+    """This rank's block along `dim` of the ranks' sum or average: by the mover, if there is one and it can.
 
     gloo's average is spelled out as sum, then division, both rounded to the tensor's dtype (of integers, cut off).
     """
-    divide = reduce_op == "avg" and full.device.type == "cpu"
     dim = normalize_dim(dim, full.ndim)
     sizes = (*full.shape[:dim], group_size, full.shape[dim] // group_size, *full.shape[dim + 1 :])
     blocks = full.reshape(sizes).movedim(dim, 0).contiguous()
+    if mover is not None and (part := mover.scatter(blocks, reduce_op)) is not None:
+        return part
+    divide = reduce_op == "avg" and full.device.type == "cpu"
     c10d = torch.ops._c10d_functional
     op = "sum" if divide else reduce_op
     block = c10d.wait_tensor(c10d.reduce_scatter_tensor(blocks, op, group_size, compat.group_name_of(group_name)))
@@ -986,13 +1030,15 @@ def reduce_scatter(full: Tensor, reduce_op: str, dim: int, group_size: int, grou
     return (shard / group_size).to(shard.dtype) if divide else shard
 
 
-def all_reduce(partial: Tensor, reduce_op: str, group_name: Any) -> Tensor:
-    """The ranks' sum or average, on every rank; gloo's average as in `reduce_scatter`."""
+def all_reduce(partial: Tensor, reduce_op: str, group_name: Any, mover: Mover | None = None) -> Tensor:
+    """The ranks' sum or average, on every rank; gloo's average, and a mover, as in `reduce_scatter`."""
+    if mover is not None and (total := mover.all_reduce(partial.contiguous(), reduce_op)) is not None:
+        return total
     divide = reduce_op == "avg" and partial.device.type == "cpu"
     c10d = torch.ops._c10d_functional
     op = "sum" if divide else reduce_op
-    total: Tensor = c10d.wait_tensor(c10d.all_reduce(partial, op, compat.group_name_of(group_name)))
-    return total / group_and_size(group_name)[1] if divide else total
+    total = c10d.wait_tensor(c10d.all_reduce(partial, op, compat.group_name_of(group_name)))
+    return total / group_and_size(group_name)[1] if divide else total  # type: ignore[no-any-return]
 
 
 # --- matmuls ---------------------------------------------------------------------------------------------

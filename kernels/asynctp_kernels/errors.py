@@ -12,14 +12,33 @@ class SymmetricMemoryError(RuntimeError):
     """Symmetric memory could not be set up, or a past failure left it unusable."""
 
 
+class UnlikeCalls(SymmetricMemoryError):
+    """Ranks of a group made unlike calls at the same place in its order of calls.
+
+    Attributes:
+        rank: this rank. own: its call, in words.
+        peer: the other rank. theirs: that rank's call.
+    """
+
+    def __init__(self, rank: int, own: str, peer: int, theirs: str) -> None:
+        super().__init__(rank, own, peer, theirs)
+        self.rank, self.own, self.peer, self.theirs = rank, own, peer, theirs
+
+    def __str__(self) -> str:
+        return (
+            f"unlike calls have met: rank {self.rank} makes {self.own}, rank {self.peer} makes {self.theirs}. "
+            "All ranks of a group must make the same collectives, in the same order, of the same sizes and dtypes."
+        )
+
+
 class PeerTimeout(TimeoutError):
     """A bounded wait for another rank ran out.
 
     Attributes:
-        op: what was running, such as ``all_gather_matmul``.
+        op: the call that waited, in words, such as ``rendezvous``.
         rank: the rank that waited.
         peer: the rank that it waited for.
-        awaited: the thing that never came, such as ``chunk 1``.
+        awaited: the thing that never came, such as ``message 'host'``.
         seconds: the bound that ran out.
     """
 
@@ -40,7 +59,18 @@ def timeout_s() -> float:
     Raises:
         ValueError: the variable is not a positive number.
     """
-    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_S))
+    return given_timeout_s() or DEFAULT_TIMEOUT_S
+
+
+def given_timeout_s() -> float | None:
+    """`ASYNCTP_TIMEOUT_S`; None when unset.
+
+    Raises:
+        ValueError: the variable is not a positive number.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if text is None:
+        return None
     try:
         seconds = float(text)
     except ValueError:

@@ -9,7 +9,8 @@ process). The pair is what makes the data visible: PTX ISA, "Memory Consistency 
 patterns; in the interpreter the same calls are C++ atomics of the same order.
 
 Waits are bounded. A kernel cannot raise, so a wait that runs out writes one record to a status tensor, and
-every later wait with that status returns at once; the host reads the record and raises.
+every later wait with that status returns at once, as every wait does once the host has set it; the host reads the
+record and raises. A wait gives the value that it saw, so a kernel can tell data from none.
 """
 
 # triton ships no types: its decorator is untyped
@@ -81,40 +82,32 @@ def record_timeout(status_ptr: tl.tensor, peer: tl.tensor, index: tl.tensor) -> 
 @triton.jit
 def wait_word(
     address: tl.tensor,
-    epoch: tl.tensor,
-    timeout_ns: tl.tensor,
-    status_ptr: tl.tensor,
-    peer: tl.tensor,
-    index: tl.tensor,
-) -> None:
-    """Wait until the int64 at `address` reaches `epoch`, at most `timeout_ns`."""
-    wait_for(address.to(tl.pointer_type(tl.int64)), epoch, timeout_ns, status_ptr, peer, index)
-
-
-@triton.jit
-def wait_for(
-    word: tl.tensor,
     value: tl.tensor,
     timeout_ns: tl.tensor,
     status_ptr: tl.tensor,
     peer: tl.tensor,
     index: tl.tensor,
-) -> None:
-    """Wait until pointer `word` holds at least `value`, at most `timeout_ns`.
+) -> tl.tensor:
+    """Wait until the int64 at `address` is at least `value`, at most `timeout_ns`; gives the last value seen.
 
     The barrier after the acquire hands the polling thread's observation to the program's other threads.
     """
-    if load_acquire(word) < value:
+    word = address.to(tl.pointer_type(tl.int64))
+    found = load_acquire(word)
+    if found < value:
         start = clock_ns()
         waiting = tl.load(status_ptr) == 0
         while waiting:
-            if load_acquire(word) >= value:
+            found = load_acquire(word)
+            if found >= value:
                 waiting = tl.load(status_ptr) < 0
             else:
+                waiting = tl.load(status_ptr) == 0
                 if clock_ns() - start > timeout_ns:
                     record_timeout(status_ptr, peer, index)
                     waiting = tl.load(status_ptr) < 0
     tl.debug_barrier()
+    return found
 
 
 def timeout_ns() -> int:

@@ -1,7 +1,8 @@
 """The fused ops on NVIDIA GPUs: `run_gather`, `run_scatter` and `run_all_reduce` run a call, `explain_*` say how.
 
-They return None when the unfused program is the one to run and is more than NCCL beside cuBLAS on rows as they lie
-(`UnfusedGather`, `UnfusedScatter`); the caller has it. Plans are kept per group, so they go when the group goes.
+Each call has a wire, of what all ranks share (`wire`), and an implementation, which is a rank's own (`select`). Where no
+implementation can make the products of a call they return None; the caller then makes them itself, and has `Mover` move
+data on the same wire. Plans are kept per group, so they go when the group goes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +21,9 @@ from asynctp_kernels.compat import gather_into, process_group, register_wait
 from asynctp_kernels.errors import SymmetricMemoryError
 
 from . import select, stamps
-from .collectives import Bulk, BulkGather, BulkScatter, bulk_gather, bulk_scatter
-from .driver import CudaError
-from .gather import DirectGather, GatherCall, GatherPlan, UnfusedGather, decomposed_gather, fused_gather
+from .collectives import WHOLE, Bulk, BulkGather, BulkScatter, DirectSum, WholeGather, gather_call, scatter_call
+from .driver import CudaError, StreamWaitOver
+from .gather import DecomposedGather, DirectGather, FusedGather, GatherCall, GatherPlan, UnfusedGather
 from .gemm import refused_gemm, scale_mode
 from .machine import driver
 from .memory import MAX_CHUNKS, GroupMemory, existing_memory, group_memory, release
@@ -29,9 +31,13 @@ from .products import block_recipe, refused_blocks, scaled_product_supported
 from .scatter import DecomposedScatter, DirectScatter, FusedScatter, Operands, ScatterCall, ScatterPlan, UnfusedScatter
 from .select import Choice, Problem, choose, forced
 from .stamps import Stamps, stamped
+from .tiles import WireChunks
+from .watch import error_of
+from .wire import DIRECT, PLAIN, PUSH, Wire
 
 __all__ = [
     "Choice",
+    "Mover",
     "Stamps",
     "all_gather",
     "explain_all_reduce",
@@ -41,6 +47,7 @@ __all__ = [
     "last_implementation",
     "release",
     "run_all_reduce",
+    "run_bulk_all_reduce",
     "run_bulk_gather",
     "run_bulk_scatter",
     "run_gather",
@@ -53,11 +60,13 @@ log = logging.getLogger(__name__)
 
 WORLD_SIZES = range(2, 9)
 MAX_PLANS = 1024  # of one group
-SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-INT32_LIMIT = (1 << 31) - (1 << 16)  # what kernels count in, less a block
 NOT_IN_BLOCKS = "scales of blocks of the contraction: the GEMM scales a sum once, at its end"
 NOT_IN_CUBLAS = "scales, bias, strides or result type that cuBLAS does not take in one scaled product"
-DIRECT_LIMIT = 64 << 20  # bytes of one slot: what arrives from all ranks together
+#: of implementations, the transports (`wire`) by which they can move a call's data
+TRANSPORTS: dict[str, tuple[str, ...]] = {
+    "fused": (PUSH,), "decomposed": (PUSH,), "direct": (DIRECT,), "unfused": (PLAIN,), WHOLE: (PUSH, DIRECT),
+}  # fmt: skip
+_OVERLAPPED = ("fused", "decomposed", "direct")
 _unavailable: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 Check = Callable[[], None]
 Recipe = tuple[str, str] | None
@@ -92,16 +101,16 @@ def run_gather(
         check()
         return None
     key = (
-        "gather", group_size, dim, scale_travels, out_dtype, fast, return_a_full, select.requested(),
+        "gather", memory.skipped, group_size, dim, scale_travels, out_dtype, fast, return_a_full, select.requested(),
         stamps.requested(), *_keys(a_shard, a_scale, *bs, *b_scales, *biases, along),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, _MISSING)
     if plan is _MISSING:
-        check()
+        _check_taking_part(check, group, a_shard, a_scale if scale_travels else along)
         call = GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, scale_travels, out_dtype, fast, return_a_full,
                           memory.world, along)  # fmt: skip
-        choice = explain_gather(call)  # not within _whole: what is refused has not begun
-        plan = _keep(memory, key, _whole(memory, _gather_plan, call, memory, choice))
+        choice = explain_gather(call)  # not within _in_step: a refused call has not begun
+        plan = _keep(memory, key, _in_step(memory, _gather_plan, call, memory, choice))
     outs: list[Tensor] | None = _run(memory, plan, a_shard, a_scale, bs, b_scales, biases, along)
     return outs
 
@@ -199,85 +208,183 @@ def _run_scatter(
         check()
         return None
     requested = (select.requested(), stamps.requested())
-    key = (*head, sum_dtype, *requested, *_keys(*a_parts, *b_parts, *a_scales, *b_scales, *biases, added))
+    key = (*head, memory.skipped, sum_dtype, *requested, *_keys(*a_parts, *b_parts, *a_scales, *b_scales, *biases, added))
     plan: Any = memory.plans.get(key, _MISSING)
     if plan is _MISSING:
-        check()
+        _check_or_skip(check, memory)
         call = ScatterCall(*operands[:5], *options, memory.world, head[0], sum_dtype, added)
         choice = explain_call(call)
-        plan = _keep(memory, key, _whole(memory, _scatter_plan, call, memory, choice))
+        plan = _keep(memory, key, _in_step(memory, _scatter_plan, call, memory, choice))
     out: Tensor | None = _run(memory, plan, *operands)
     return out
 
 
 def _run(memory: GroupMemory, plan: Any, *operands: Any) -> Any:
-    """What a plan gives; None without one."""
-    memory.last_implementation = "unfused" if plan is None else plan.name
-    if plan is None:
+    """The results of a plan; None where the caller makes the products."""
+    memory.last_implementation = plan.name
+    if isinstance(plan, Elsewhere):
         return None
-    return plan.run(*operands) if plan.name == "unfused" else _whole(memory, plan.run, *operands)
+    return plan.run(*operands) if plan.name == "unfused" else _in_step(memory, plan.run, *operands)
+
+
+class Elsewhere(NamedTuple):
+    """In place of a plan: the caller makes the products, by the implementation `name`."""
+
+    name: str
+
+
+# --- without a product ------------------------------------------------------------------------------------------
+class Mover:
+    """A group's collectives on its wire, for products that are made elsewhere. All are complete on the current stream.
+
+    Tensors are contiguous; each rank's part is a run of elements. None where the group has no wire of its own.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group, self.world = group, group.size()
+
+    def gather(self, shard: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
+        """All ranks' shards, and float32 numbers, one after the other: [world, *shape] each."""
+        memory = _memory(self.group, shard.device)
+        if memory is None or shard.numel() == 0:
+            return None
+        flat, row = shard.view(1, -1), None if numbers is None else numbers.reshape(1, -1)
+        call = gather_call(flat, row, self.world)
+        transport = call.wire.transport(select.requested())
+        if transport == PLAIN:
+            return self._plainly(shard, numbers)
+        make = DirectGather if transport == DIRECT else WholeGather
+        plan = _planned(memory, ("gather", *_keys(flat, row)), lambda: make(call, memory))
+        whole, *all_numbers = _in_step(memory, plan.run, flat, None, (), (), (), row)
+        joined = whole.view(self.world, *shard.shape)
+        return joined, None if numbers is None else all_numbers[0].view(self.world, *numbers.shape)
+
+    def _plainly(self, shard: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        def gathered(part: Tensor) -> Tensor:
+            return all_gather(part.view(-1), self.group).view(self.world, *part.shape)
+
+        return gathered(shard), None if numbers is None else gathered(numbers.contiguous())
+
+    def scatter(self, blocks: Tensor, reduce_op: str) -> Tensor | None:
+        """This rank's part of the sum of all ranks' `blocks` [world, *shape]: [*shape]."""
+        part = self._part(blocks, reduce_op, "reduce_scatter")
+        return None if part is None else part.view(blocks.shape[1:])
+
+    def all_reduce(self, partial: Tensor, reduce_op: str) -> Tensor | None:
+        """The sum of all ranks' tensors."""
+        if partial.numel() % self.world or partial.numel() == 0:
+            return None
+        part = self._part(partial.view(self.world, -1), reduce_op, "all_reduce")
+        return None if part is None else all_gather(part.view(-1), self.group).view(partial.shape)
+
+    def _part(self, blocks: Tensor, reduce_op: str, kind: str) -> Tensor | None:
+        memory = _memory(self.group, blocks.device)
+        if memory is None or blocks.numel() == 0:
+            return None
+        rows = blocks.view(self.world, -1)
+        call = scatter_call(rows, reduce_op, self.world, kind)
+        transport = call.wire.transport(select.requested())
+        if transport == PLAIN:
+            return None
+        key = (kind, reduce_op, *_keys(rows))
+        if transport == DIRECT:
+            return _in_step(memory, _planned(memory, key, lambda: DirectSum(call, memory)).reduce, rows)
+        bulk = _in_step(memory, _planned(memory, key, lambda: BulkScatter(call, memory)).start_bulk, rows)
+        _wait_for(bulk)
+        return bulk.result
+
+
+def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """The plan of a call without a product."""
+    key = ("moved", memory.skipped, select.requested(), *key)
+    plan: Any = memory.plans.get(key)
+    if plan is None:
+        plan = _keep(memory, key, _in_step(memory, make))
+    return plan  # type: ignore[no-any-return]
 
 
 def run_bulk_gather(shard: Tensor, group_size: int, group: ProcessGroup, check: Check) -> Tensor | None:
-    """all_gather(shard, dim 0) by copy engine, unwaited: `_c10d_functional.wait_tensor` completes it. None: use NCCL.
+    """all_gather(shard, dim 0), unwaited: `_c10d_functional.wait_tensor` completes it. None: use NCCL.
 
     `check` validates the arguments; it is called once per plan, not once per call, and not before None is given.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
-    if shard.numel() == 0 or shard.numel() * shard.itemsize >= INT32_LIMIT:
+    memory = _memory(group, shard.device)
+    if memory is None or shard.numel() == 0:
         return None
-    return _bulk(("bulk gather", group_size), shard, group, check, bulk_gather)
+    rows = shard if shard.ndim > 1 else shard.unsqueeze(1)
+    call = gather_call(rows, None, memory.world)
+    transport = call.wire.transport(select.requested())
+    if transport == PLAIN:
+        return None
+    key = ("bulk gather", memory.skipped, group_size, select.requested(), *_keys(rows))
+    plan: Any = memory.plans.get(key)
+    if plan is None:
+        check()
+        make = BulkGather if transport == PUSH else DirectGather
+        plan = _keep(memory, key, _in_step(memory, make, call, memory))
+    memory.last_implementation = plan.name
+    if transport == DIRECT:
+        (whole,) = _in_step(memory, plan.run, rows, None, (), (), ())
+        return whole if shard.ndim > 1 else whole.view(-1)
+    bulk: Bulk = _in_step(memory, plan.start_bulk, rows)
+    return _waited(bulk, bulk.result if shard.ndim > 1 else bulk.result.view(-1))
 
 
 def run_bulk_scatter(
     whole: Tensor, reduce_op: str, group_size: int, group: ProcessGroup, check: Check
 ) -> Tensor | None:
-    """reduce_scatter(whole, dim 0) by copy engine, unwaited as above; "sum" or "avg", in fp32. None: use NCCL.
+    """reduce_scatter(whole, dim 0), unwaited as above; "sum" or "avg", in fp32. None: use NCCL.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
-    if whole.dtype not in SUMMED_DTYPES or whole.numel() == 0 or whole.numel() * whole.itemsize >= INT32_LIMIT:
+    memory = _memory(group, whole.device)
+    if memory is None or whole.numel() == 0:
         return None
-    head = ("bulk scatter", group_size, reduce_op)
-    return _bulk(head, whole, group, check, lambda rows, memory: bulk_scatter(rows, reduce_op, memory))
-
-
-def _bulk(
-    head: tuple[Any, ...],
-    tensor: Tensor,
-    group: ProcessGroup,
-    check: Check,
-    make: Callable[[Tensor, GroupMemory], BulkGather | BulkScatter],
-) -> Tensor | None:
-    memory = None if select.requested() == "unfused" else _memory(group, tensor.device)
-    if memory is None:
-        return None
-    rows = tensor if tensor.ndim > 1 else tensor.unsqueeze(1)
-    key = (*head, *_keys(rows))
-    plan: Any = memory.plans.get(key)
-    if plan is None:
+    rows = whole if whole.ndim > 1 else whole.unsqueeze(1)
+    key = ("bulk scatter", memory.skipped, group_size, reduce_op, select.requested(), *_keys(rows))
+    plan: Any = memory.plans.get(key, _MISSING)
+    if plan is _MISSING:
         check()
-        plan = _keep(memory, key, _whole(memory, make, rows, memory))
-    bulk: Bulk = _whole(memory, plan.start_bulk, rows)
+        call = scatter_call(rows, reduce_op, memory.world)
+        transport = call.wire.transport(select.requested())
+        makers: dict[str, Any] = {PUSH: BulkScatter, DIRECT: DirectSum}
+        plan = None if transport == PLAIN else _in_step(memory, makers[transport], call, memory)
+        plan = _keep(memory, key, plan)
+    if plan is None:
+        return None
     memory.last_implementation = plan.name
-    return _waited(bulk, bulk.result if tensor.ndim > 1 else bulk.result.view(-1))
+    if isinstance(plan, DirectSum):
+        part: Tensor = _in_step(memory, plan.reduce, rows)
+        return part if whole.ndim > 1 else part.view(-1)
+    bulk: Bulk = _in_step(memory, plan.start_bulk, rows)
+    return _waited(bulk, bulk.result if whole.ndim > 1 else bulk.result.view(-1))
+
+
+def run_bulk_all_reduce(tensor: Tensor, reduce_op: str, group: ProcessGroup, check: Check) -> Tensor | None:
+    """all_reduce(tensor), complete on the current stream; "sum" or "avg", in fp32. None: use NCCL.
+
+    Raises:
+        SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
+    """
+    check()
+    return Mover(group).all_reduce(tensor.contiguous(), reduce_op)
 
 
 def _waited(bulk: Bulk, result: Tensor) -> Tensor:
     """`result`, which `wait_tensor` completes. Until then the tensors stay: so host time ahead costs no memory."""
-    index = result.device.index
-
-    def wait() -> None:
-        stream = driver.current_stream(index)
-        driver.wait_event(stream, bulk.done)
-        if stream != bulk.stream:  # the allocator would hand it out again on its own stream, which does not wait
-            driver.keep(bulk.source)
-
-    register_wait(result, wait)
+    register_wait(result, lambda: _wait_for(bulk))
     return result
+
+
+def _wait_for(bulk: Bulk) -> None:
+    stream = driver.current_stream(bulk.source.device.index)
+    driver.wait_event(stream, bulk.done)
+    if stream != bulk.stream:  # the allocator would hand it out again on its own stream, which does not wait
+        driver.keep(bulk.source)
 
 
 def _check_device(device: torch.device) -> None:
@@ -293,11 +400,29 @@ def _check_device(device: torch.device) -> None:
         )
 
 
+def _check_taking_part(check: Check, group: ProcessGroup, shard: Tensor, numbers: Tensor | None) -> None:
+    """Check a gather. A rank whose products cannot be made sends its shard all the same: its peers' calls are right."""
+    try:
+        check()
+    except ValueError:
+        Mover(group).gather(shard.contiguous(), numbers)
+        raise
+
+
+def _check_or_skip(check: Check, memory: GroupMemory) -> None:
+    """Check a reduction. A rank that has nothing to send leaves the call out, and tells so by its next calls."""
+    try:
+        check()
+    except ValueError:
+        memory.skipped += 1
+        raise
+
+
 def _harmless(error: BaseException) -> bool:
     return isinstance(error, SymmetricMemoryError) and not isinstance(error, CudaError)
 
 
-def _whole(memory: GroupMemory, do: Callable[..., T], *args: Any) -> T:
+def _in_step(memory: GroupMemory, do: Callable[..., T], *args: Any) -> T:
     """`do(*args)`, part of a call that uses the group's memory.
 
     Should that raise half way, the ranks are out of step: then the memory must not be used again. Not so a
@@ -305,6 +430,10 @@ def _whole(memory: GroupMemory, do: Callable[..., T], *args: Any) -> T:
     """
     try:
         return do(*args)
+    except StreamWaitOver as over:
+        error = error_of(memory, over)
+        memory.fail(error)
+        raise error from None
     except BaseException as error:
         if memory.failure is None and not _harmless(error):
             memory.failure = f"{type(error).__name__}: {error}"
@@ -349,7 +478,7 @@ def _refused_world(world: int) -> dict[str, str]:
     if world in WORLD_SIZES:
         return {}
     reason = f"{world} ranks; the overlapped ops run on {WORLD_SIZES.start} to {WORLD_SIZES.stop - 1}"
-    return dict.fromkeys(("fused", "decomposed", "direct"), reason)
+    return dict.fromkeys(_OVERLAPPED, reason)
 
 
 def _keep(memory: GroupMemory, key: object, plan: Any) -> Any:
@@ -399,20 +528,21 @@ def _new_memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None
 
 
 # --- what can run -----------------------------------------------------------------------------------------------
-def _gather_plan(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan | None:
+def _gather_plan(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan | Elsewhere:
     log.debug("gather %s: %s", tuple(call.a_shard.shape), choice)
     if choice.implementation == "fused":
         assert choice.tiles is not None
         sms = driver.machine(call.a_shard.device.index)[1]
-        return fused_gather(call, memory, choice.tiles, choice.chunks, sms)
+        return FusedGather(call, memory, choice.tiles, choice.chunks, sms)
     if choice.implementation == "decomposed":
-        return decomposed_gather(call, memory)
+        return DecomposedGather(call, memory)
     if choice.implementation == "direct":
         return DirectGather(call, memory)
-    return UnfusedGather(call, memory) if _cublas_and_nccl_gather(call) else None
+    simple = choice.implementation == "unfused" and _cublas_and_nccl_gather(call)
+    return UnfusedGather(call, memory) if simple else Elsewhere(choice.implementation)
 
 
-def _scatter_plan(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan | None:
+def _scatter_plan(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan | Elsewhere:
     log.debug("scatter %s: %s", tuple(call.a_parts[0].shape), choice)
     if choice.implementation == "fused":
         assert choice.tiles is not None
@@ -422,7 +552,8 @@ def _scatter_plan(call: ScatterCall, memory: GroupMemory, choice: Choice) -> Sca
         return DecomposedScatter(call, memory)
     if choice.implementation == "direct":
         return DirectScatter(call, memory)
-    return UnfusedScatter(call, memory) if _cublas_and_nccl_scatter(call) else None
+    simple = choice.implementation == "unfused" and _cublas_and_nccl_scatter(call)
+    return UnfusedScatter(call, memory) if simple else Elsewhere(choice.implementation)
 
 
 def explain(op: str, args: Sequence[Any], sum_dtype: torch.dtype | None = None, added: Tensor | None = None) -> Choice:
@@ -479,7 +610,8 @@ def _call_of(
 def explain_gather(call: GatherCall) -> Choice:
     """How `call` would be run, and why."""
     _, sms, name = driver.machine(call.a_shard.device.index)
-    return choose(_gather_problem(call), _refused_world(call.world) or _refused_gather(call), sms, name)
+    refused = _refused_world(call.world) or _refused_by_wire(call.wire, _refused_gather(call))
+    return choose(_gather_problem(call), refused, sms, name)
 
 
 def explain_scatter(call: ScatterCall) -> Choice:
@@ -489,6 +621,7 @@ def explain_scatter(call: ScatterCall) -> Choice:
 
 def explain_all_reduce(call: ScatterCall) -> Choice:
     """How an all-reduce whose first half is `call`, a scatter of rows, would be run, and why."""
+    call = replace(call, unscaled_op="matmul_all_reduce")
     return _choose_scatter("all_reduce", call, _refused_rows(call.rows, call.world) or _refused_scatter(call))
 
 
@@ -496,12 +629,21 @@ def _refused_rows(rows: int, world: int) -> dict[str, str]:
     """Why an all-reduce of these rows cannot be a scatter and a gather."""
     if rows % world == 0:
         return {}
-    return dict.fromkeys(("fused", "decomposed", "direct"), f"{rows} rows are not divisible by {world} ranks")
+    return dict.fromkeys(_OVERLAPPED, f"{rows} rows are not divisible by {world} ranks")
 
 
 def _choose_scatter(op: str, call: ScatterCall, refused: dict[str, str]) -> Choice:
     _, sms, name = driver.machine(call.a_parts[0].device.index)
-    return choose(_scatter_problem(op, call), _refused_world(call.world) or refused, sms, name)
+    refused = _refused_world(call.world) or _refused_by_wire(call.wire, refused)
+    return choose(_scatter_problem(op, call), refused, sms, name)
+
+
+def _refused_by_wire(wire: Wire, refused: dict[str, str]) -> dict[str, str]:
+    """Add why implementations of other transports cannot run: all ranks take this one, whatever they compute."""
+    transport = wire.transport(select.requested())
+    reason = f"the group moves {wire.told} by another transport, {transport!r}"
+    others = (name for name, needed in TRANSPORTS.items() if transport not in needed)
+    return {**dict.fromkeys(others, reason), **refused}
 
 
 def _gather_problem(call: GatherCall) -> Problem:
@@ -565,7 +707,7 @@ def _refused_gather(call: GatherCall) -> dict[str, str]:
     layout = call.layout
     common = _refused_gathered_products(call)
     if _no_gathered_product(call):
-        return dict.fromkeys(("fused", "decomposed", "direct"), "nothing to multiply")
+        return dict.fromkeys(_OVERLAPPED, "nothing to multiply")
     refused = {name: reason for name in ("decomposed", "direct") if (reason := common)}
     if layout.along_last:
         refused["decomposed"] = refused["fused"] = (
@@ -575,12 +717,8 @@ def _refused_gather(call: GatherCall) -> dict[str, str]:
         refused.setdefault("decomposed", reason)
     if layout.along_last and call.scale_travels:
         refused["direct"] = "a rowwise scale cannot be gathered along the contraction dim"
-    shard = call.a_shard.numel() * call.a_shard.itemsize
-    if shard * call.world > DIRECT_LIMIT:
-        refused.setdefault("direct", f"{shard * call.world} bytes gathered, more than its limit of {DIRECT_LIMIT}")
-    pitch = call.world * layout.inner * layout.cols * call.a_shard.itemsize
-    if shard >= INT32_LIMIT or (call.outer > 1 and pitch >= INT32_LIMIT):
-        refused["fused"] = refused["decomposed"] = f"{shard} bytes per rank: sizes and pitches are 32 bits wide"
+    if layout.cols * call.a_shard.itemsize > WireChunks(layout.rows * layout.cols * call.a_shard.itemsize).chunk:
+        refused["fused"] = "a row of A is longer than a chunk"
     _refuse_blocks(refused, _gathered_recipes(call), call.a_shard.device, layout.full_rows, layout.inner)
     if call.scale_travels and call.a_scale is not None and call.a_scale.numel() != layout.rows:
         refused.setdefault("fused", NOT_IN_BLOCKS)  # one block for all: K and a rank's rows are at most 128
@@ -601,7 +739,7 @@ def _refused_scatter(call: ScatterCall) -> dict[str, str]:
     layout = call.layout
     common = _refused_scattered_products(call)
     if _no_scattered_product(call):
-        return dict.fromkeys(("fused", "decomposed", "direct"), "nothing to multiply")
+        return dict.fromkeys(_OVERLAPPED, "nothing to multiply")
     refused = {name: reason for name in ("decomposed", "direct") if (reason := common)}
     if layout.along_last:
         refused["decomposed"] = refused["fused"] = "the scattered dim is the last: a rank's part is not a range of rows"
@@ -610,14 +748,6 @@ def _refused_scatter(call: ScatterCall) -> dict[str, str]:
     if any(not a.is_contiguous() for a in call.a_parts):
         refused.setdefault("fused", "an A that is not contiguous")
         refused.setdefault("decomposed", "an A that is not contiguous")
-    part = layout.rows * layout.cols * call.wire_dtype.itemsize
-    if part * call.world > DIRECT_LIMIT:
-        refused.setdefault("direct", f"{part * call.world} bytes scattered, more than its limit of {DIRECT_LIMIT}")
-    if part >= INT32_LIMIT:
-        refused["fused"] = refused["decomposed"] = f"{part} bytes per rank: sizes are 32 bits wide"
-    if call.out_dtype not in SUMMED_DTYPES:
-        for name in ("direct", "decomposed", "fused"):
-            refused.setdefault(name, f"a result of {call.out_dtype}: sums over ranks are in fp32")
     _refuse_blocks(refused, _scattered_recipes(call), call.a_parts[0].device, call.rows, layout.inner)
     if (reason := _refused_scattering_gemm(call)) is not None:
         refused.setdefault("fused", reason)

@@ -1,13 +1,17 @@
-"""All-gather and reduce-scatter that leave the SMs to others: copy engines move, streams wait, one short kernel adds.
+"""The group's collectives without a product, on the same wire as those with one.
 
-    gather     copy stream:  stage the shard and keep it (a kernel of few CTAs), pull the others' shards → done
-    scatter    copy stream:  push each rank's part into its inbox → wait for reduced → done
+    gather     copy stream:  push the shard → keep the own rows → for each source: wait for it, keep it      → done
+    scatter    copy stream:  push each rank's part into its inbox → wait for reduced                         → done
                reducer:      wait for all parts (stream memory operations), add → reduced
 
-Both return at once, with a result that is complete after `done`: `_c10d_functional.wait_tensor` makes the current
-stream wait for that, as for any functional collective. Calls of one group follow each other on its copy stream,
-whether somebody has waited for the earlier ones or not. A CUDA graph is replayed only when nothing is in flight, as
-for any collective that a graph and an eager program share.
+A rank that multiplies what is gathered, and one that does not, make one call: both push, and each does with what comes
+what it likes. Of few bytes both run the direct kernels (`DirectGather`, `DirectSum`).
+
+Pushed ones return at once, with a result that is complete after `done`: `_c10d_functional.wait_tensor` makes the current
+stream wait for that, as for any functional collective. They leave the SMs to others, but for copies by few CTAs and one
+short kernel that adds. Calls of one group follow each other on its copy stream, whether somebody has waited for the
+earlier ones or not. A CUDA graph is replayed only when nothing is in flight, as for any collective that a graph and an
+eager program share.
 """
 
 from __future__ import annotations
@@ -16,23 +20,24 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .gather import GatherCall, PulledGather
+from .gather import DirectGather, GatherCall, GatherTensors, PushedGather
 from .launch import aligned
 from .machine import driver
 from .memory import GroupMemory
-from .scatter import PushedScatter, ScatterCall
+from .scatter import DirectScatter, PushedScatter, ScatterCall, ScatterTensors
 from .script import Step
 from .tiles import in_blocks
 
 NAME = "copy engine"
+WHOLE = "whole"
 
 
 class Bulk(NamedTuple):
     """A result under way.
 
     Attributes:
-        result: What is complete after `done`.
-        source: What is read until then. Both belong to `stream`, on which the call was made.
+        result: The tensor that is complete after `done`.
+        source: The tensor that is read until then. All belong to `stream`, on which the call was made.
         done: An event.
     """
 
@@ -42,25 +47,42 @@ class Bulk(NamedTuple):
     done: int
 
 
-class BulkGather(PulledGather):
+class BulkGather(PushedGather):
     """all_gather(shard, dim 0) by copy engine."""
 
     name = NAME
-    stage_keeps = True  # a copy within a GPU is a kernel that takes all SMs, also by the copy engine's name
-    stage_programs = 64  # they hold their SMs until all ranks have come, and others are to compute meanwhile
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory, in_blocks(1, call.layout.inner))
-
-    def arrived(self, source: int, chunk: int) -> list[Step]:
-        return []
+        super().__init__(call, memory, copies=1)
 
     def start_bulk(self, shard: Tensor) -> Bulk:
         """Enqueue everything; `shard` [m, *, n] gives [world * m, *, n]."""
         memory, stream = self.memory, driver.current_stream(self.device_index)
-        call = self.tensors((aligned(shard), None, (), (), (), None))
-        done = memory.fly(stream, self.number, call.addresses(), lambda side: self.copy(side, call))
-        return Bulk(call.full, call.shard, stream, done)
+        call = self.with_kernel_layout(self.tensors((shard, None, (), (), (), None)))
+        done = memory.fly(stream, self.number, call.addresses(), lambda side: self._move(side, call))
+        (result,) = self.results(call)
+        return Bulk(result, call.shard, stream, done)
+
+    def _move(self, side: int, call: GatherTensors) -> None:
+        self.push(side, call)
+        self.keep(side, call)
+        self.clear(side, ())
+
+
+class WholeGather(PushedGather):
+    """all_gather(shard, dim 0), of numbers too, by copy engine; the stream waits for it."""
+
+    name = WHOLE
+    cublas = False
+
+    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory, copies=1)
+
+    def enqueue(self, stream: int, call: GatherTensors) -> None:
+        self.start(stream, call)
+        if driver.IN_ORDER or call.numbers is not None:  # which are put together on this stream
+            driver.wait_event(stream, self.memory.reduced)
+        self.finish(stream, call)
 
 
 class BulkScatter(PushedScatter):
@@ -74,7 +96,7 @@ class BulkScatter(PushedScatter):
         super().__init__(call, memory, whole, whole, tiles_n=0)
         self.counts = memory.idle  # the GEMM of a later call may already count while this one's sum clears
 
-    def ready(self, dst: int, chunk: int) -> list[Step]:
+    def ready(self, dst: int, piece: int) -> list[Step]:
         return []
 
     def start_bulk(self, whole: Tensor) -> Bulk:
@@ -93,15 +115,30 @@ class BulkScatter(PushedScatter):
         driver.wait_event(side, memory.reduced)
 
 
-def bulk_gather(shard: Tensor, memory: GroupMemory) -> BulkGather:
-    """The plan for shards like `shard` [m, *, n]: the gather of a product with no B."""
-    call = GatherCall(shard, None, (), (), (), 0, False, shard.dtype, False, True, memory.world)
-    return BulkGather(call, memory)
+class DirectSum(DirectScatter):
+    """reduce_scatter(whole, dim 0) by one kernel."""
+
+    cublas = False
+
+    def reduce(self, whole: Tensor) -> Tensor:
+        """Enqueue everything, and let the stream wait for it."""
+        whole, out = aligned(whole), self.new_output()
+        self.make(driver.current_stream(self.device_index), ScatterTensors((), (), (), (), (), None, whole, out, []))
+        return out
+
+    def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
+        return call
+
+    def enqueue(self, stream: int, call: ScatterTensors) -> None:
+        self.move(stream, call)
 
 
-def bulk_scatter(whole: Tensor, reduce_op: str, memory: GroupMemory) -> BulkScatter:
-    """The plan for tensors like `whole` [world * m, *, n]: the scatter of a product whose B only says its width."""
+def gather_call(shard: Tensor, numbers: Tensor | None, world: int) -> GatherCall:
+    """A gather of shards like `shard` [m, *, n], and of numbers [1, count], with no product."""
+    return GatherCall(shard, None, (), (), (), 0, False, shard.dtype, False, True, world, numbers)
+
+
+def scatter_call(whole: Tensor, reduce_op: str, world: int, kind: str = "reduce_scatter") -> ScatterCall:
+    """A scatter of tensors like `whole` [world * m, *, n]: of a product whose B only says its width."""
     b = whole.new_empty(0, whole.shape[-1])
-    options = (reduce_op, 0, whole.dtype, False, memory.world, "reduce_scatter")
-    call = ScatterCall((whole,), (b,), (), (), (None,), *options)
-    return BulkScatter(call, memory)
+    return ScatterCall((whole,), (b,), (), (), (None,), reduce_op, 0, whole.dtype, False, world, kind)

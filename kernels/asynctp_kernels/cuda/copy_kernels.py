@@ -1,11 +1,14 @@
-"""Kernels that move and reduce: the direct (one kernel) all-gather and reduce-scatter, and the pipelines' reduction.
+"""Kernels that move and reduce: the direct (one kernel) all-gather and reduce-scatter, the pipelines' copy and reduction.
 
 The direct kernels push: program i of every rank stores its slice of the shard into each peer's landing slot, posts the
 peer's word (own rank, i), waits for the peers' words (rank, i) in its own memory, and takes their slices from there.
 
     landing of one slot, on every rank:  [ from rank 0 | from rank 1 | ... ]   each: [ slice units | fp32 scales ]
 
-They need no barrier before or after, and no memset: words are epochs that only grow, and call e lands in slot e % 2.
+Programs take runs of bytes, cut by the number of bytes alone, so ranks may see the shard as they like. A word is
+`epoch * SIGNATURES + signature`: who reads another signature in its own epoch has met an unlike call, and takes nothing.
+
+They need no barrier before or after, and no memset: epochs only grow, and call e lands in slot e % 2.
 There a rank R writes over the data of call e - 2, which is never too early for a peer P:
 
     R starts call e only after its call e - 1 ended, which waited for the words of *every* peer, P's included;
@@ -28,9 +31,14 @@ import triton
 import triton.language as tl
 
 from asynctp_kernels.numerics import exact_f32, round_to
-from asynctp_kernels.signals import load_acquire, post_word, wait_for, wait_word
+from asynctp_kernels.signals import post_word, record_timeout, wait_word
 
 from .gemm_kernels import await_word
+
+#: of direct calls: a word holds an epoch and one of so many
+SIGNATURES = tl.constexpr(1 << 16)
+#: bits of data that did not come: NaN in every floating-point format of the ops
+POISON = tl.constexpr(-1)
 
 
 @triton.jit
@@ -46,87 +54,69 @@ def place(index, cols, inner, peer, world, CONTIGUOUS: tl.constexpr, ALONG_LAST:
 
 
 @triton.jit
-def end_call(epoch_ptr, epoch, done_ptr, PROGRAMS: tl.constexpr):
-    """The last program of the launch makes `epoch` the current one."""
+def begin_call(doing_ptr, signature):
+    """Say which call is under way, for who watches over its waits."""
+    if tl.program_id(0) == 0:
+        tl.store(doing_ptr, signature)
+
+
+@triton.jit
+def end_call(epoch_ptr, epoch, done_ptr, doing_ptr, PROGRAMS: tl.constexpr):
+    """The last program of the launch makes `epoch` the current one, and counts the call."""
     tl.debug_barrier()
     if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
         tl.store(done_ptr, 0)
+        tl.store(doing_ptr, 0)
+        tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
         tl.store(epoch_ptr, epoch)
 
 
-@triton.jit(do_not_specialize_on_alignment=["word"], do_not_specialize=["value", "peer", "awaited"])
-def await_kernel(word, value, timeout_ns, status_ptr, peer, awaited):
-    """Hold a stream until the int32 at `word` is at least `value`, or until `timeout_ns` are over.
+@triton.jit
+def data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited):
+    """Wait until `src` has posted its data of call `epoch`; whether it has, and of a call like this one."""
+    found = wait_word(word, epoch * SIGNATURES, timeout_ns, status_ptr, src, awaited)
+    unlike = (found // SIGNATURES == epoch) & (found % SIGNATURES != signature)
+    if unlike:
+        record_timeout(status_ptr, src, -(found % SIGNATURES))
+    return (found >= epoch * SIGNATURES) & (unlike == 0)
 
-    Then the word is set, since kernels behind this one may wait for it too, and know no bound.
-    """
-    wait_for(word, value, timeout_ns, status_ptr, peer, awaited)
-    if load_acquire(word) < value:
-        tl.store(word, value)
+
+@triton.jit
+def tick_kernel(done_ptr):
+    """Count a call that no other kernel counts."""
+    tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
 
 
-@triton.jit(do_not_specialize=["rank", "awaited"])
-def stage_kernel(
-    shard_ptr,
-    scale_ptr,
-    kept_ptr,
-    outbox_ptr,
-    scale_box_ptr,
-    size,
-    numbers,
-    pads,
-    epoch_ptr,
+@triton.jit(do_not_specialize=["source", "own"])
+def keep_kernel(
+    received_ptr,
+    whole_ptr,
     done_ptr,
-    timeout_ns,
-    status_ptr,
-    awaited,
-    rank,
+    size,
+    cols,
+    inner,
+    source,
+    own,
     WORLD: tl.constexpr,
-    SCALE_TRAVELS: tl.constexpr,
-    KEEPS: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    ALONG_LAST: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Copy the own shard into the outbox, from which peers then pull: a barrier, the copy, a barrier.
+    """Copy the `size` units (integers of any width) of rank `source`'s shard to their place in the gathered tensor.
 
-    Behind the first barrier no rank still pulls what the outbox held before; behind the second, every outbox is full,
-    and all ranks go on in step. KEEPS: the shard goes to `kept_ptr` as well, its place in the gathered A.
-    pads: per rank, int64 [2, WORLD]: the call that a rank has begun, and has staged.
-    awaited, and the number after it: what the two barriers wait for, by `waits.code`.
-    It runs beside the GEMM, with few registers and no shared memory to speak of, and does not wait for it.
+    With the `own` rank's it counts the call. It runs beside a GEMM, with few registers and no shared memory to speak of, and waits for nothing.
     """
-    pid = tl.program_id(0)
-    epoch = tl.load(epoch_ptr) + 1
-    pad_table = pads.to(tl.pointer_type(tl.int64))
-    own_pad = tl.load(pad_table + rank)
-    if pid == 0:
-        for step in tl.static_range(1, WORLD):
-            post_word(tl.load(pad_table + (rank + step) % WORLD) + rank * 8, epoch)
-    for step in tl.static_range(1, WORLD):
-        src = (rank + step) % WORLD
-        wait_word(own_pad + src * 8, epoch, timeout_ns, status_ptr, src, awaited)
-    for block in range(pid, tl.cdiv(size, BLOCK), PROGRAMS):
+    for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), PROGRAMS):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        units = tl.load(shard_ptr + index, mask=index < size)
-        tl.store(outbox_ptr + index, units, mask=index < size)
-        if KEEPS:
-            tl.store(kept_ptr + index, units, mask=index < size)
-    if SCALE_TRAVELS:
-        for first in range(pid * 256, numbers, PROGRAMS * 256):
-            index = first + tl.arange(0, 256)
-            tl.store(scale_box_ptr + index, tl.load(scale_ptr + index, mask=index < numbers), mask=index < numbers)
-    tl.debug_barrier()
-    if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
-        tl.store(done_ptr, 0)
-        for step in tl.static_range(1, WORLD):
-            post_word(tl.load(pad_table + (rank + step) % WORLD) + (WORLD + rank) * 8, epoch)
-        for step in tl.static_range(1, WORLD):
-            src = (rank + step) % WORLD
-            wait_word(own_pad + (WORLD + src) * 8, epoch, timeout_ns, status_ptr, src, awaited + 1)
-        tl.store(epoch_ptr, epoch)
+        units = tl.load(received_ptr + index, mask=index < size)
+        where = place(index, cols, inner, source, WORLD, CONTIGUOUS, ALONG_LAST, size)
+        tl.store(whole_ptr + where, units, mask=index < size)
+    if (source == own) & (tl.program_id(0) == 0):  # once a call
+        tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
 
 
-@triton.jit(do_not_specialize=["awaited"])
+@triton.jit(do_not_specialize=["awaited", "signature"])
 def push_gather_kernel(
     shard_ptr,
     scale_ptr,
@@ -144,9 +134,11 @@ def push_gather_kernel(
     scales_offset,
     epoch_ptr,
     done_ptr,
+    doing_ptr,
     timeout_ns,
     status_ptr,
     awaited,
+    signature,
     rank,
     WORLD: tl.constexpr,
     SCALE_TRAVELS: tl.constexpr,
@@ -155,11 +147,14 @@ def push_gather_kernel(
     MAX_PROGRAMS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ):
     """All-gather of `size` units (integers of any width) and, if they travel, fp32 scales: `numbers` of them.
 
     A shard's rows lie in blocks of `inner` between those of other ranks, and its scales in blocks of `inner_numbers`.
+    A program takes `BLOCK` units and `NUMBERS` scales at a time.
     """
+    begin_call(doing_ptr, signature)
     pid = tl.program_id(0)
     epoch = tl.load(epoch_ptr) + 1
     slot = (epoch % 2) * slot_bytes
@@ -176,8 +171,8 @@ def push_gather_kernel(
             part = (tl.load(table + dst) + slot + rank * part_bytes).to(tl.pointer_type(unit))
             tl.store(tl.multiple_of(part, 16) + index, values, mask=index < size)
     if SCALE_TRAVELS:
-        for first in range(pid * BLOCK, numbers, PROGRAMS * BLOCK):
-            index = first + tl.arange(0, BLOCK)
+        for first in range(pid * NUMBERS, numbers, PROGRAMS * NUMBERS):
+            index = first + tl.arange(0, NUMBERS)
             scales = tl.load(scale_ptr + index, mask=index < numbers)
             for step in tl.static_range(1, WORLD):
                 dst = (rank + WORLD - step) % WORLD
@@ -185,15 +180,16 @@ def push_gather_kernel(
                 tl.store(part.to(tl.pointer_type(tl.float32)) + index, scales, mask=index < numbers)
     for step in tl.static_range(1, WORLD):
         dst = (rank + WORLD - step) % WORLD
-        post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch)
+        post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch * SIGNATURES + signature)
 
     for step in tl.static_range(WORLD):
         src = (rank + step) % WORLD
         source = shard_ptr
         scale_source = scale_ptr
+        came = epoch > 0
         if step > 0:
             word = tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8
-            wait_word(word, epoch, timeout_ns, status_ptr, src, awaited)
+            came = data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited)
             part = tl.load(table + rank) + slot + src * part_bytes
             source = tl.multiple_of(part.to(tl.pointer_type(unit)), 16)
             if SCALE_TRAVELS:
@@ -201,18 +197,19 @@ def push_gather_kernel(
         for block in range(pid, blocks, PROGRAMS):
             index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             values = tl.load(source + index, mask=index < size)
+            values = values | tl.where(came, 0, POISON).to(values.dtype)
             where = place(index, cols, inner, src, WORLD, CONTIGUOUS, ALONG_LAST, size)
             tl.store(full_ptr + where, values, mask=index < size)
         if SCALE_TRAVELS:
-            for first in range(pid * BLOCK, numbers, PROGRAMS * BLOCK):
-                index = first + tl.arange(0, BLOCK)
+            for first in range(pid * NUMBERS, numbers, PROGRAMS * NUMBERS):
+                index = first + tl.arange(0, NUMBERS)
                 where = (index // inner_numbers * WORLD + src) * inner_numbers + index % inner_numbers
                 scales = tl.load(scale_source + index, mask=index < numbers)
                 tl.store(full_scale_ptr + where, scales, mask=index < numbers)
-    end_call(epoch_ptr, epoch, done_ptr, PROGRAMS)
+    end_call(epoch_ptr, epoch, done_ptr, doing_ptr, PROGRAMS)
 
 
-@triton.jit(do_not_specialize=["awaited"])
+@triton.jit(do_not_specialize=["awaited", "signature"])
 def push_reduce_kernel(
     full_ptr,
     out_ptr,
@@ -225,9 +222,11 @@ def push_reduce_kernel(
     part_bytes,
     epoch_ptr,
     done_ptr,
+    doing_ptr,
     timeout_ns,
     status_ptr,
     awaited,
+    signature,
     factor,
     rank,
     WORLD: tl.constexpr,
@@ -239,8 +238,9 @@ def push_reduce_kernel(
 ):
     """Reduce-scatter: fp32 sum in rank order, times `factor`, rounded once. `size` elements in the own shard.
 
-    What travels has the dtype of `full`, and the result that of `out`.
+    The data on its way has the dtype of `full`, and the result that of `out`.
     """
+    begin_call(doing_ptr, signature)
     pid = tl.program_id(0)
     epoch = tl.load(epoch_ptr) + 1
     slot = (epoch % 2) * slot_bytes
@@ -257,11 +257,12 @@ def push_reduce_kernel(
             index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             where = place(index, cols, inner, dst, WORLD, CONTIGUOUS, ALONG_LAST, size)
             tl.store(landing + index, tl.load(full_ptr + where, mask=index < size), mask=index < size)
-        post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch)
+        post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch * SIGNATURES + signature)
+    came = epoch > 0
     for step in tl.static_range(1, WORLD):
         src = (rank + step) % WORLD
         word = tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8
-        wait_word(word, epoch, timeout_ns, status_ptr, src, awaited)
+        came = came & data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited)
 
     own = tl.load(table + rank) + slot
     for block in range(pid, blocks, PROGRAMS):
@@ -274,8 +275,9 @@ def push_reduce_kernel(
                 source = full_ptr
                 where = place(index, cols, inner, rank, WORLD, CONTIGUOUS, ALONG_LAST, size)
             total += exact_f32(tl.load(source + where, mask=index < size, other=0.0))
-        tl.store(out_ptr + index, round_to(total * factor, out_ptr.dtype.element_ty), mask=index < size)
-    end_call(epoch_ptr, epoch, done_ptr, PROGRAMS)
+        total = tl.where(came, total * factor, float("nan"))
+        tl.store(out_ptr + index, round_to(total, out_ptr.dtype.element_ty), mask=index < size)
+    end_call(epoch_ptr, epoch, done_ptr, doing_ptr, PROGRAMS)
 
 
 @triton.jit(do_not_specialize=["rank", "tiles", "own_tiles"])
@@ -303,12 +305,12 @@ def reduce_kernel(
     """The own rows' sum over ranks: part by part, while the GEMM that fills the later ones may still run.
 
     own [R, N], received [WORLD - 1, R, N] (of all others, by rank), of one dtype, and out [R, N], of that or another,
-    contiguous, of `size` elements each. The own rows are cut into parts of `own_size` elements, and what comes into
-    chunks of `chunk_size`. Where there are several parts `own_size` is a multiple of ALIGN, a power of two up to 8, and
-    where there are several chunks `chunk_size` is one of `own_size`. For part c it waits until progress[c] is the
-    number of its tiles, which are `own_tiles` of all `tiles` or, at the end, fewer, and until each arrived[src, c'] is
-    set of the chunk that it is in. At the end it clears these words. fp32 sum in rank order, times `factor`, rounded
-    once: bits do not depend on timing.
+    contiguous, of `size` elements each. The own rows are cut into parts of `own_size` elements, and those of others
+    into chunks of `chunk_size`. Where there are several parts `own_size` is a multiple of ALIGN, a power of two up to 8.
+    For part c it waits until progress[c] is the number of its tiles, which are `own_tiles` of all `tiles` or, at the
+    end, fewer, and until each arrived[src, c'] is set of the chunk that it ends in: chunks come in order. At the end it
+    clears these words, and counts the call. fp32 sum in rank order, times `factor`, rounded once: bits do not depend on
+    timing.
 
     It runs beside the GEMM on the same SMs (few registers, no shared memory), and never the other way round: the GEMM
     does not wait for it.
@@ -319,7 +321,7 @@ def reduce_kernel(
     for part in range(1 + (size - 1) // own_size):
         begin = part * own_size
         end = begin + tl.minimum(own_size, size - begin)
-        come = begin // chunk_size
+        come = tl.minimum((end - 1) // chunk_size, MAX_CHUNKS - 1)
         zero = 0
         for src in tl.static_range(WORLD):
             known = (src == rank) | (come == here)
@@ -341,5 +343,6 @@ def reduce_kernel(
     tl.debug_barrier()
     if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
         tl.store(done_ptr, 0)
+        tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
         tl.store(progress + tl.arange(0, MAX_OWN), 0)
         tl.store(arrived + tl.arange(0, 8 * MAX_CHUNKS), 0)

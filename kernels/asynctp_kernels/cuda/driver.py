@@ -27,7 +27,7 @@ IN_ORDER = False  # what is enqueued is done later
 PEER_WRITES_UNSUPPORTED_FROM = 13010  # CUDA 13.1: no stream memory operations on peer addresses (NCCL issue 2052)
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
-_WAIT_GEQ = 0
+_WAIT_GEQ, _WAIT_EQ = 0, 1
 _EVENT_DISABLE_TIMING = 2
 _EVENT_WAIT_EXTERNAL = 1
 _CAPTURE_RELAXED = 2
@@ -51,32 +51,6 @@ class _MemOp(ctypes.Structure):
         ("alias", ctypes.c_uint64),
         ("pad", ctypes.c_uint64),
     )
-
-
-class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
-
-    _fields_ = (
-        ("src_x", ctypes.c_size_t),
-        ("src_y", ctypes.c_size_t),
-        ("src_type", ctypes.c_uint),
-        ("src_host", ctypes.c_void_p),
-        ("src_device", ctypes.c_uint64),
-        ("src_array", ctypes.c_void_p),
-        ("src_pitch", ctypes.c_size_t),
-        ("dst_x", ctypes.c_size_t),
-        ("dst_y", ctypes.c_size_t),
-        ("dst_type", ctypes.c_uint),
-        ("dst_host", ctypes.c_void_p),
-        ("dst_device", ctypes.c_uint64),
-        ("dst_array", ctypes.c_void_p),
-        ("dst_pitch", ctypes.c_size_t),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    )
-
-
-_MEMORY_TYPE_DEVICE = 2
 
 
 @functools.cache
@@ -137,7 +111,6 @@ _u64, _size, _uint, _ref = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint, ctyp
 copy: Callable[[int, int, int, int], None] = _function("cuMemcpyDtoDAsync_v2", _u64, _u64, _size, _ref)
 record_event: Callable[[int, int], None] = _function("cuEventRecord", _ref, _ref)
 wait_event_with_flags: Callable[[int, int, int], None] = _function("cuStreamWaitEvent", _ref, _ref, _uint)
-_copy_2d = _function("cuMemcpy2DAsync_v2", _ref, _ref)
 _batch = _function("cuStreamBatchMemOp_v2", _ref, _uint, _ref, _uint)
 _event_create = _function("cuEventCreate", _ref, _uint)
 _set_attribute = _function("cuFuncSetAttribute", _ref, ctypes.c_int, ctypes.c_int)
@@ -161,27 +134,9 @@ def new_event() -> int:
     return event.value
 
 
-def copy_rows(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: int) -> None:
-    """Copy `height` rows of `width` bytes; pitches are the bytes from one row to the next."""
-    if height == 1 or (dst_pitch == width and src_pitch == width):
-        copy(dst, src, width * height, stream)
-        return
-    request = _Copy2D(
-        src_type=_MEMORY_TYPE_DEVICE,
-        src_device=src,
-        src_pitch=src_pitch,
-        dst_type=_MEMORY_TYPE_DEVICE,
-        dst_device=dst,
-        dst_pitch=dst_pitch,
-        width=width,
-        height=height,
-    )
-    _copy_2d(ctypes.byref(request), stream)
-
-
 @dataclass(frozen=True)
 class Wait:
-    """Hold the stream until the int32 at `address` is at least `value`.
+    """Hold the stream until the int32 at `address` is at least `value`, or `exactly` that.
 
     peer, chunk: the rank that sets the word, and which of its chunks it is about; None: this GPU sets it.
     """
@@ -190,6 +145,15 @@ class Wait:
     value: int = 1
     peer: int | None = None
     chunk: int = 0
+    exactly: bool = False
+
+
+class StreamWaitOver(RuntimeError):
+    """A stream's wait for a peer ended without the word, which holds `found`: only where the host itself waits."""
+
+    def __init__(self, wait: Wait, found: int) -> None:
+        super().__init__(wait, found)
+        self.wait, self.found = wait, found
 
 
 @dataclass(frozen=True)
@@ -215,8 +179,10 @@ class MemOps:
 
 
 def _memop(op: Wait | Write) -> _MemOp:
-    kind = _WAIT_VALUE_32 if isinstance(op, Wait) else _WRITE_VALUE_32
-    return _MemOp(operation=kind, address=op.address, value=op.value, flags=_WAIT_GEQ)
+    if isinstance(op, Write):
+        return _MemOp(operation=_WRITE_VALUE_32, address=op.address, value=op.value)
+    flags = _WAIT_EQ if op.exactly else _WAIT_GEQ
+    return _MemOp(operation=_WAIT_VALUE_32, address=op.address, value=op.value, flags=flags)
 
 
 class Graph:

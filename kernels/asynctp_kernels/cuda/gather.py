@@ -1,14 +1,13 @@
-"""All-gather → matmuls on GPUs: four implementations behind one plan.
+"""All-gather → matmuls on GPUs: the implementations, one plan each.
 
-    fused        copy engines bring shards in the order rank+1, rank+2, …; one GEMM starts on the own rows and takes the
-                 others' as their chunks arrive
-    decomposed   cuBLAS, one product per range of a source's rows, each behind its copy
-    direct       one kernel pushes and collects all shards, then cuBLAS on the whole: the fastest when little moves
-    unfused      NCCL, then cuBLAS on the whole
+    fused        one GEMM starts on the own rows and takes the others' as their chunks arrive       push
+    decomposed   cuBLAS, one product per range of a source's rows, after its chunks                 push
+    direct       one kernel pushes and collects all shards, then cuBLAS on the whole                direct
+    unfused      NCCL, then cuBLAS on the whole                                                     plain
 
-Where copy engines bring shards and the gathered A is returned, each rank stages its shard, and the others pull it to
-where the result is (`PulledGather`). Else nothing is staged: each pushes its shard to where the others' products read
-it (`PushedGather`).
+The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. By `push` each rank's copy
+engine pushes its shard to where the others' products read it, and nothing is staged. A rank that returns the gathered A
+too keeps it: a small kernel copies each source's rows to their place once they are there, beside the products.
 
 A plan is made once per (shapes, strides, dtypes, options) and group, and holds everything that does not change:
 addresses of words, the copy stream's script, the compiled kernel. A call only fills in addresses: it makes memory for
@@ -17,7 +16,6 @@ its results, then mends its operands and enqueues, which a call on the same addr
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,7 +26,7 @@ from torch import Tensor
 from asynctp_kernels.compat import gather_into, new_tensors
 from asynctp_kernels.layout import ShardLayout, gather_layout
 
-from .copy_kernels import push_gather_kernel, stage_kernel
+from .copy_kernels import keep_kernel, push_gather_kernel, tick_kernel
 from .gemm import MAX_OPERANDS, b_descriptor, operand_addresses, prepare_gemm, scale_mode
 from .launch import (
     BESIDE_REGISTERS,
@@ -39,7 +37,6 @@ from .launch import (
     aligned_columns,
     dense,
     describe,
-    fit_together,
     grid,
     leaves_room,
     outlines,
@@ -48,23 +45,13 @@ from .launch import (
 from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product, ranges
-from .script import (
-    OWN,
-    GatherMoves,
-    PushMoves,
-    Record,
-    Step,
-    Write,
-    chunk_script,
-    compile_script,
-    gather_script,
-    push_script,
-)
+from .script import DATA, Player, PushMoves, Step, Write, arrived_script, clear_script, push_script
 from .stamps import StampTable, new_table
-from .tiles import Chunks, Tiles, cut, in_blocks
-from .waits import code
+from .tiles import Tiles, WireChunks
+from .wire import DIRECT, PUSH, Wire
 
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+KEEPERS = 64  # CTAs that copy what came to its place, beside products
 
 
 @dataclass(frozen=True)
@@ -99,10 +86,16 @@ class GatherCall:
 
     @property
     def op(self) -> str:
-        """Its name, for messages; what has no product is in flight."""
+        """Its name, for messages; a call without a product is in flight."""
         if not self.bs:
             return "all_gather"
         return "all_gather_matmul" if self.a_scale is None else "all_gather_scaled_matmul"
+
+    @property
+    def wire(self) -> Wire:
+        """What all ranks share of it."""
+        numbers = 0 if self.travels is None else 4 * self.travels.numel()
+        return Wire("all_gather", self.world, self.a_shard.numel() * self.a_shard.itemsize, number_bytes=numbers)
 
     @property
     def scaling(self) -> Scaling | None:
@@ -120,8 +113,8 @@ class GatherTensors(NamedTuple):
 
     shard, a_scale, bs, b_scales, biases: the operands.
     numbers: what is gathered with the shard: `a_scale`, or what is only returned.
-    outs, full, all_numbers: the products, the gathered A and the gathered numbers [*, K/128 or 1]. (What is pushed is
-    not gathered: see `PushedGather`.)
+    outs: the products. full: the gathered A, where it is returned or multiplied whole. all_numbers: the gathered
+    numbers [*, K/128 or 1], where they are.
     """
 
     shard: Tensor
@@ -131,7 +124,7 @@ class GatherTensors(NamedTuple):
     biases: Sequence[Tensor | None]
     numbers: Tensor | None
     outs: list[Tensor]
-    full: Tensor
+    full: Tensor | None
     all_numbers: Tensor | None
 
     def addresses(self) -> tuple[int, ...]:
@@ -144,12 +137,13 @@ class GatherTensors(NamedTuple):
 class GatherPlan:
     """One call, prepared. `run` gives the products, then the gathered A if asked for, then the gathered `along`.
 
-    cublas: `enqueue` calls cuBLAS. lands: it has to come behind what is in flight, because its products wait for what
-    then would find no room beside them. stamps: of the GEMM's tiles, if they are asked for.
+    cublas: `enqueue` calls cuBLAS. has_full, has_numbers: the call makes memory for the gathered A, and numbers.
+    waits_for_in_flight: it has to come after what is in flight, because its products wait for kernels that then would
+    find no room beside them. stamps: of the GEMM's tiles, if they are asked for.
     """
 
     cublas = True
-    lands = False
+    waits_for_in_flight = False
     stamps: StampTable | None = None
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
@@ -157,6 +151,8 @@ class GatherPlan:
         self.memory, self.layout, self.outer = memory, call.layout, call.outer
         self.scaling, self.out_dtype = call.scaling, call.out_dtype
         self.return_a_full, self.scale_travels = call.return_a_full, call.scale_travels
+        self.has_full = self.return_a_full or self.multiplies_whole
+        self.has_numbers = call.travels is not None and (self.multiplies_whole or not call.scale_travels)
         self.number_count = 0 if call.travels is None else call.travels.numel()
         self.number_bytes = self.number_count * 4
         self.row_bytes = self.layout.cols * call.a_shard.itemsize
@@ -168,6 +164,11 @@ class GatherPlan:
         self.widths = [b.shape[1] for b in call.bs]
         self.device_index: int = call.a_shard.device.index
         self._prepare_tensors(call)
+
+    @property
+    def multiplies_whole(self) -> bool:
+        """Products are of the gathered A as a whole."""
+        return False
 
     def _prepare_tensors(self, call: GatherCall) -> None:
         """Functions that make a call's memory: A whole, the products, and all ranks' numbers [*, K/128 or 1]."""
@@ -186,24 +187,25 @@ class GatherPlan:
         """The operands as they come, and new memory for what a call makes."""
         a_shard, a_scale, bs, b_scales, biases, along = operands
         numbers = a_scale if self.scale_travels else along
-        all_numbers = None if numbers is None else self.new_numbers()
+        all_numbers = self.new_numbers() if self.has_numbers else None
         outs = [new() for new in self.new_outs]
-        return GatherTensors(a_shard, a_scale, bs, b_scales, biases, numbers, outs, self.new_full(), all_numbers)
+        full = self.new_full() if self.has_full else None
+        return GatherTensors(a_shard, a_scale, bs, b_scales, biases, numbers, outs, full, all_numbers)
 
-    def mended(self, call: GatherTensors) -> GatherTensors:
+    def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
         """The call with its operands as the implementation reads them: copies of those that lie otherwise."""
         numbers = None if call.numbers is None else aligned(call.numbers)
         scale = numbers if self.scale_travels else call.a_scale
         return call._replace(shard=aligned(call.shard), a_scale=scale, numbers=numbers)
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
-        """Everything that a mended call does on the GPU, behind `stream` and with `stream` behind it."""
+        """Everything that a call does on the GPU, after `stream` and with `stream` after it."""
         raise NotImplementedError
 
     def results(self, call: GatherTensors) -> list[Tensor]:
         """What the call returns."""
         results = list(call.outs)
-        if self.return_a_full:
+        if self.return_a_full and call.full is not None:
             results.append(call.full)
         if call.all_numbers is not None and not self.scale_travels:
             results.append(call.all_numbers.view(*self.layout.full_shape[:-1], 1))
@@ -228,9 +230,9 @@ class GatherPlan:
             self.stamps.begin(stream, self.memory.last)
 
         def enqueue(at: int) -> None:
-            self.enqueue(at, self.mended(call))
+            self.enqueue(at, self.with_kernel_layout(call))
 
-        self.memory.call(stream, self.number, call.addresses(), self.cublas, enqueue, self.lands)
+        self.memory.call(stream, self.number, call.addresses(), self.cublas, enqueue, self.waits_for_in_flight)
 
     def multiply(self, call: GatherTensors, a: Tensor, a_scale: Tensor | None, places: Sequence[Tensor]) -> None:
         """`a` by every B, each into its place, on cuBLAS."""
@@ -239,156 +241,36 @@ class GatherPlan:
             product(a, b, call.biases[i], a_scale, b_scale, self.scaling, out=place)
 
 
-class MovedGather(GatherPlan):
-    """Copy engines bring the others' shards, in `chunks`, to `call.full` and their numbers to `call.all_numbers`."""
+class PushedGather(GatherPlan):
+    """Each rank pushes its shard, and its numbers, from where they are into the others' inboxes.
 
-    def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
+    `received` and `numbers` there are the others' only, by rank. The next call takes that place, so what is returned is
+    copied from it (`keep`), on the reducer's stream.
+
+    Args:
+        call, memory: As for `GatherPlan`.
+        copies: In how many copies the shard is sent to the first rank and to the last one.
+    """
+
+    def __init__(self, call: GatherCall, memory: GroupMemory, copies: int) -> None:
         super().__init__(call, memory)
-        self.chunks = chunks
-
-    @property
-    def sources(self) -> list[int]:
-        """Ranks in the order in which their rows come, the own ones first."""
-        return [(self.memory.rank + step) % self.memory.world for step in range(self.memory.world)]
-
-    def start(self, stream: int, call: GatherTensors) -> None:
-        """Enqueue the copies, behind what `stream` has done so far."""
-        self.memory.fork(stream)
-        self.copy(self.memory.stream, call)
-        driver.record_event(self.memory.end, self.memory.stream)
-
-    def copy(self, side: int, call: GatherTensors) -> None:
-        """Enqueue them on `side`."""
-        raise NotImplementedError
-
-    def ranges(self, own: Tensor, gathered: Tensor) -> list[Tensor]:
-        """All ranges, by block and then by rank, of the own rows, or numbers of them, and of what has come.
-
-        The rows of block p and source r are range number p * world + r.
-        """
-        raise NotImplementedError
-
-    def finish(self, stream: int, call: GatherTensors) -> None:
-        """Behind all products, join the copy stream: what the allocator may reuse is no longer read or written."""
-        driver.wait_event(stream, self.memory.end)
-
-
-class PulledGather(MovedGather):
-    """A shard is staged in symmetric memory, and the others pull it.
-
-    stage_first: before the products start, because they would leave no room for that.
-    stage_keeps: what stages the shard of a gather along dim 0 also writes it to the gathered A, which is returned: one
-        read and one launch less, but peers wait longer for the outbox.
-    stage_programs: the most CTAs that stage; 0: as many as the GPU has room for.
-    """
-
-    stage_first = False
-    stage_keeps = False
-    stage_programs = 0
-
-    def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
-        super().__init__(call, memory, chunks)
-        self.scale_offset = align(self.shard_bytes)
-        self.stage_keeps = self.stage_keeps and self.outer == 1
-        rank, world = memory.rank, memory.world
-        outbox = memory.require("box", self.scale_offset + self.number_bytes)
-        moves = GatherMoves(
-            outboxes=outbox.peers,
-            row_bytes=self.row_bytes,
-            outer=self.outer,
-            inner=self.layout.inner,
-            scale_offset=self.scale_offset,
-            scale_bytes=self.number_bytes // self.outer,
-            chunks=chunks,
-            keep_own=not self.stage_keeps,
-            keep_own_scales=call.along is not None,
-        )
-        steps = gather_script(rank, world, moves, self.arrived)
-        self.play = compile_script(steps, memory.peer_writes, memory.one)
-        self._compile_stage(call, outbox.memory)
-
-    def _compile_stage(self, call: GatherCall, outbox: Tensor) -> None:
-        memory = self.memory
-        # 64 to 128 bytes a thread: what its registers hold. One CTA finds room beside a GEMM's on every SM.
-        largest, ctas = (4096, 2) if self.stage_keeps else (8192, 1)
-        most = self.stage_programs or ctas * driver.processors(self.device_index)
-        block = block_for(self.units, largest, most)
-        programs = grid(-(-self.units // block), most)
-        shard = kept = self.as_units(aligned(call.a_shard))
-        if self.stage_keeps:
-            full = self.as_units(self.new_full())
-            kept = full[memory.rank * self.units :][: self.units]
-        box, scale_box = self.as_units(outbox), outbox[self.scale_offset :].view(torch.float32)
-        numbers = call.a_scale if call.travels is None else call.travels
-        scale = memory.dummy if numbers is None else aligned(numbers)
-        tail = [self.units, self.number_count, memory.stage_pads.data_ptr(), memory.stage_epoch, memory.stage_done,
-                memory.bound, memory.status, code(call.op, "call"), memory.rank]  # fmt: skip
-        constants = {
-            "WORLD": memory.world,
-            "SCALE_TRAVELS": self.number_count > 0,
-            "KEEPS": self.stage_keeps,
-            "BLOCK": block,
-            "PROGRAMS": programs,
-        }
-        examples = [shard, scale, kept, box, scale_box, *tail]
-        self.stage = prepare(stage_kernel, programs, examples, constants, BESIDE_WARPS, maxnreg=BESIDE_REGISTERS)
-        self.stage_tail = [
-            argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in [box, scale_box, *tail]
-        ]
-
-    def arrived(self, source: int, chunk: int) -> list[Step]:
-        """What tells the consumer that a chunk is in place."""
-        raise NotImplementedError
-
-    def start(self, stream: int, call: GatherTensors) -> None:
-        """Enqueue staging and copies; of gathered numbers the own ones are only there if they are no scale."""
-        if self.stage_first:
-            self._stage(stream, call)
-        super().start(stream, call)
-
-    def copy(self, side: int, call: GatherTensors) -> None:
-        """Enqueue the copies on `side`, behind the staging unless that has come first."""
-        if not self.stage_first:
-            self._stage(side, call)
-        own, whole = (0 if each is None else each.data_ptr() for each in (call.numbers, call.all_numbers))
-        self.play(side, (0, call.shard.data_ptr(), call.full.data_ptr(), whole, own))
-
-    def _stage(self, stream: int, call: GatherTensors) -> None:
-        shard = call.shard.data_ptr()
-        kept = call.full.data_ptr() + self.memory.rank * self.shard_bytes if self.stage_keeps else shard
-        self.stage(stream, [shard, 0 if call.numbers is None else call.numbers.data_ptr(), kept, *self.stage_tail])
-
-    def ranges(self, own: Tensor, gathered: Tensor) -> list[Tensor]:
-        parts = list(ranges(gathered, self.outer * self.memory.world))
-        parts[self.memory.rank :: self.memory.world] = ranges(own, self.outer)
-        return parts
-
-
-class PushedGather(MovedGather):
-    """Each rank pushes its shard from where it is into the others' symmetric memory, where their products read it.
-
-    So `full` is the others' rows only, by rank and without gaps, and so is `all_numbers` where these are scales. For
-    what is returned that is no place: the next call takes it. Numbers that are returned are put together at the end.
-    """
-
-    def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
-        super().__init__(call, memory, chunks)
         others, travels, number_bytes = memory.world - 1, call.travels, self.number_bytes
+        self.wire_chunks = WireChunks(self.shard_bytes)
         self.slot_bytes = align(self.shard_bytes, 16)  # TMA's, where the GEMM reads: then it is the shard's own size
         self.scale_offset = align(others * self.slot_bytes)
         self.inbox = memory.require("box", self.scale_offset + others * number_bytes)
-        full = self._received(call.a_shard.dtype, 0, self.slot_bytes, (self.layout.rows, self.layout.cols))
-        self.new_full = lambda: full
+        self.received = self._received(call.a_shard.dtype, 0, self.slot_bytes, (self.layout.rows, self.layout.cols))
         if travels is not None:
             shape = (self.number_count // travels.shape[-1], travels.shape[-1])
-            numbers = self._received(travels.dtype, self.scale_offset, number_bytes, shape)
-            self.numbers = numbers
-            if self.scale_travels:
-                self.new_numbers = lambda: numbers  # not the plan's: a cycle would keep the box after it has grown
+            self.received_numbers = self._received(travels.dtype, self.scale_offset, number_bytes, shape)
+        signature = memory.signature(call.wire, PUSH)
+        pieces = self.wire_chunks.pieces(copies)
         scales = (self.scale_offset, number_bytes)
-        moves = PushMoves(self.inbox.peers, self.slot_bytes, self.row_bytes, chunks, OWN, 0, *scales)
-        steps = push_script(memory.landing, moves, lambda dst, chunk: [], MAX_CHUNKS)
-        self.play = memory.compiled(steps, call.op, "free inbox")
+        moves = PushMoves(self.inbox.peers, self.slot_bytes, self.wire_chunks, pieces, DATA, 0, signature, *scales)
+        self.play = memory.compiled(push_script(memory.landing, moves, lambda dst, piece: []))
+        self.clear = memory.compiled(clear_script(memory.landing))
+        if self.has_full:
+            self._compile_keep(call)
 
     def _received(self, dtype: torch.dtype, offset: int, slot_bytes: int, shape: tuple[int, int]) -> Tensor:
         """[source but for the own, *shape] in slots of the inbox, from `offset` bytes on."""
@@ -396,52 +278,104 @@ class PushedGather(MovedGather):
         size = (self.memory.world - 1, *shape)
         return self.inbox.memory.view(dtype).as_strided(size, stride, offset // dtype.itemsize)
 
-    def landed(self, source: int, chunk: int) -> list[Step]:
-        """Wait until a chunk is there."""
-        return chunk_script(self.memory.landing, source, chunk, MAX_CHUNKS)
+    @property
+    def sources(self) -> list[int]:
+        """The others in the order in which their rows come."""
+        return [(self.memory.rank + step) % self.memory.world for step in range(1, self.memory.world)]
 
-    def copy(self, side: int, call: GatherTensors) -> None:
-        self.play(side, (0, call.shard.data_ptr(), 0, 0, 0 if call.numbers is None else call.numbers.data_ptr()))
+    def slot(self, source: int) -> int:
+        """Address of a source's rows in the own inbox."""
+        number = source - (source > self.memory.rank)
+        return self.inbox.peers[self.memory.rank] + number * self.slot_bytes
 
-    def ranges(self, own: Tensor, gathered: Tensor) -> list[Tensor]:
-        rank, slots = self.memory.rank, list(gathered.unbind())
+    # --- the call
+    def start(self, stream: int, call: GatherTensors) -> None:
+        """Enqueue the copies, after what `stream` has done so far; what is kept is copied beside what `stream` does."""
+        memory = self.memory
+        memory.fork(stream)
+        self.push(memory.stream, call)
+        driver.record_event(memory.end, memory.stream)
+        if call.full is not None:
+            driver.wait_event(memory.reducer, memory.start)
+            memory.after_flights(memory.reducer)
+            self.keep(memory.reducer, call)
+            driver.record_event(memory.reduced, memory.reducer)
+
+    def push(self, side: int, call: GatherTensors) -> None:
+        """Enqueue the pushes on `side`."""
+        self.play(side, (0, call.shard.data_ptr(), 0 if call.numbers is None else call.numbers.data_ptr()))
+
+    def ranges(self, own: Tensor, received: Tensor) -> list[Tensor]:
+        """All ranges, by block and then by rank, of the own rows, or numbers of them, and of the others'.
+
+        The rows of block p and source r are range number p * world + r.
+        """
+        rank, slots = self.memory.rank, list(received.unbind())
         by_source = [ranges(each, self.outer) for each in (*slots[:rank], own, *slots[rank:])]
         return [parts[block] for block in range(self.outer) for parts in by_source]
 
     def finish(self, stream: int, call: GatherTensors) -> None:
-        if call.numbers is not None and call.all_numbers is not None and not self.scale_travels:
-            torch.cat(self.ranges(call.numbers, self.numbers), out=call.all_numbers)
-        super().finish(stream, call)
+        """After all products, put returned numbers together, and join what is under way."""
+        if call.numbers is not None and call.all_numbers is not None:
+            torch.cat(self.ranges(call.numbers, self.received_numbers), out=call.all_numbers)
+        driver.wait_event(stream, self.memory.end)
+        if call.full is not None:
+            driver.wait_event(stream, self.memory.reduced)
+            self.clear(stream, ())
+
+    # --- what is kept
+    def _compile_keep(self, call: GatherCall) -> None:
+        memory, layout = self.memory, self.layout
+        block = block_for(self.units, 4096, KEEPERS)
+        programs = grid(-(-self.units // block), KEEPERS)
+        own = self.as_units(aligned(call.a_shard))
+        self.keep_sizes = [self.units, self.row_bytes // self.unit_bytes, layout.inner]
+        examples = [own, self.as_units(self.new_full()), memory.gather_done, *self.keep_sizes, memory.rank, memory.rank]
+        constants = {
+            "WORLD": memory.world,
+            "CONTIGUOUS": layout.whole,
+            "ALONG_LAST": layout.along_last,
+            "BLOCK": block,
+            "PROGRAMS": programs,
+        }
+        options = {"num_stages": 1, "maxnreg": BESIDE_REGISTERS}
+        self.keep_rows = prepare(keep_kernel, programs, examples, constants, BESIDE_WARPS, **options)
+        self.counts = memory.gather_done.data_ptr()
+        self.all_came = {
+            source: memory.compiled(arrived_script(memory.landing, source, MAX_CHUNKS - 1)) for source in self.sources
+        }
+
+    def keep(self, side: int, call: GatherTensors) -> None:
+        """Enqueue on `side` the copies to the gathered A: of the own rows, and of each source's once they are there."""
+        assert call.full is not None
+        rank, whole = self.memory.rank, call.full.data_ptr()
+        self.keep_rows(side, [call.shard.data_ptr(), whole, self.counts, *self.keep_sizes, rank, rank])
+        for source in self.sources:
+            self.all_came[source](side, ())
+            self.keep_rows(side, [self.slot(source), whole, self.counts, *self.keep_sizes, source, rank])
 
 
-class FusedGather(MovedGather):
-    """One GEMM that consumes chunks as they arrive. reads_inbox: the gathered rows are the others' only."""
+class FusedGather(PushedGather):
+    """One GEMM that consumes chunks as they arrive: it polls the words that their senders set."""
 
     name = "fused"
     cublas = False
-    reads_inbox: bool
 
-    @property
-    def words(self) -> int:
-        """Address of int32 [world, MAX_CHUNKS], which say what has come."""
-        return self.memory.arrivals
-
-    def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
-        super().__init__(call, memory, cut(call.outer, call.layout.inner, tiles.block_m, wanted_chunks))
+    def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, copies: int, programs: int) -> None:
+        super().__init__(call, memory, copies)
         self._compile(call, tiles, programs)
-
-    def arrival(self, source: int, chunk: int) -> Step:
-        """Say that a chunk is there, by a word of this GPU's."""
-        return Write(self.memory.arrivals + (source * MAX_CHUNKS + chunk) * 4, 1)
+        # Kernels that run beside this GEMM, the others' too, come after what is in flight, and need room.
+        self.waits_for_in_flight = not leaves_room(self.launch)
+        waits = [arrived_script(memory.landing, source, MAX_CHUNKS - 1) for source in self.sources]
+        self.await_all = memory.compiled([step for steps in waits for step in steps])
 
     def _compile(self, call: GatherCall, tiles: Tiles, programs: int) -> None:
         memory, layout = self.memory, self.layout
         inner, k = layout.inner, layout.cols
         rows, blocks = [1, tiles.block_m, tiles.block_k], tiles.stored
-        full, sources = self.new_full(), memory.world - self.reads_inbox
         a_strides = [inner * k, k, 1]
         self.a_own = describe(aligned(call.a_shard), [self.outer, inner, k], a_strides, rows)
-        self.a_full = describe(full, [self.outer * sources, inner, k], a_strides, rows)
+        self.a_received = describe(self.received, [self.outer * (memory.world - 1), inner, k], a_strides, rows)
         self.bs = [b_descriptor(aligned_columns(b), tiles) for b in call.bs]
         self.cs = [
             describe(new(), [self.outer * memory.world, inner, n], [inner * n, n, 1], blocks)
@@ -457,40 +391,44 @@ class FusedGather(MovedGather):
         programs = grid(tile_count, programs)
         self.stamps = new_table(call.op, memory, tile_count, first=0)
         done = memory.gather_done if self.stamps is None else self.stamps.done
-        chunk_tiles = self.chunks.tiles
-        self.sizes = [self.outer, inner, k, 0, 0, 0, *widths, memory.rank, memory.world, chunk_tiles, chunk_tiles, 1]
+        chunk_rows = self.wire_chunks.chunk // self.row_bytes
+        self.sizes = [self.outer, inner, k, 0, 0, 0, *widths, memory.rank, memory.world, chunk_rows, 1, 1]
         args = [
-            self.a_own, self.a_full, None, None, *self.bs, *padding, *self.cs, *padding,
+            self.a_own, self.a_received, None, None, *self.bs, *padding, *self.cs, *padding,
             *[dummy] * 8, *[dummy if bias is None else bias] * 4, memory.local, done, *self.sizes,
         ]  # fmt: skip
         self.launch = prepare_gemm(
             args, programs, tiles, call.bs, bias, (a_mode, b_mode), self.out_dtype, True, self.scale_travels,
-            inbox=self.reads_inbox, stamps=self.stamps is not None,
+            clears=not self.has_full, stamps=self.stamps is not None,
         )  # fmt: skip
         self.done = done.data_ptr()
-        self.a_own, self.a_full = outlines((self.a_own, self.a_full))
+        self.a_own = Tma(self.a_own, 0)
+        self.a_received = Tma(self.a_received, self.received.data_ptr())
         self.bs, self.cs = outlines(self.bs), outlines(self.cs)
         self.padding = padding
         self.unused = memory.local.data_ptr()
 
-    def mended(self, call: GatherTensors) -> GatherTensors:
-        call, bs = super().mended(call), [aligned_columns(b) for b in call.bs]
+    def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
+        call, bs = super().with_kernel_layout(call), [aligned_columns(b) for b in call.bs]
         (a_scale,) = dense([call.a_scale])
         return call._replace(a_scale=a_scale, bs=bs, b_scales=dense(call.b_scales), biases=dense(call.biases))
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
+        memory = self.memory
         self.start(stream, call)
+        if driver.IN_ORDER:
+            self.await_all(stream, ())
         unused = self.unused
         scale0 = scale1 = unused
         if call.a_scale is not None:
             scale0 = scale1 = call.a_scale.data_ptr()
-            if self.scale_travels and call.all_numbers is not None:
-                scale1 = call.all_numbers.data_ptr()
+            if self.scale_travels:
+                scale1 = self.received_numbers.data_ptr()
         self.launch(
             stream,
             [
                 Tma(self.a_own, call.shard.data_ptr()),
-                Tma(self.a_full, call.full.data_ptr()),
+                self.a_received,
                 None,
                 None,
                 *[Tma(like, b.data_ptr()) for like, b in zip(self.bs, call.bs, strict=True)],
@@ -503,7 +441,7 @@ class FusedGather(MovedGather):
                 unused,
                 *operand_addresses(call.b_scales, unused),
                 *operand_addresses(call.biases, unused),
-                self.words,
+                memory.landed.at(memory.rank),
                 self.done,
                 *self.sizes,
             ],
@@ -511,123 +449,61 @@ class FusedGather(MovedGather):
         self.finish(stream, call)
 
 
-class FusedPull(FusedGather, PulledGather):
-    """Chunks are pulled, to where the gathered A is returned."""
-
-    reads_inbox = False
-
-    def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
-        super().__init__(call, memory, tiles, wanted_chunks, programs)
-        # A GEMM that holds every SM waits for what is staged: without room beside it, staging has to come first.
-        self.stage_first = self.lands = not fit_together(self.launch, self.stage)
-
-    def arrived(self, source: int, chunk: int) -> list[Step]:
-        return [self.arrival(source, chunk)]
-
-
-class FusedPush(FusedGather, PushedGather):
-    """Chunks are pushed, and the GEMM polls the words that their senders set.
-
-    Where waits are bounded the copy stream waits for these, and tells the GEMM, which knows no bound.
-    """
-
-    reads_inbox = True
-
-    def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
-        super().__init__(call, memory, tiles, wanted_chunks, programs)
-        # Pushes, the others' too, come behind what is in flight, whose kernels need room beside this GEMM.
-        self.lands = not leaves_room(self.launch)
-        chunks = itertools.product(self.sources[1:], range(len(self.chunks)))
-        steps = [step for which in chunks for step in (*self.landed(*which), self.arrival(*which))]
-        self.take = memory.compiled(steps, call.op, "chunk")
-
-    @property
-    def words(self) -> int:
-        return self.memory.arrivals if self.memory.bounded else self.memory.landed.at(self.memory.rank)
-
-    def copy(self, side: int, call: GatherTensors) -> None:
-        super().copy(side, call)
-        if self.memory.bounded:
-            self.take(side, ())
-
-
-def fused_gather(call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> FusedGather:
-    """The plan of the fused implementation."""
-    return (FusedPull if call.return_a_full else FusedPush)(call, memory, tiles, wanted_chunks, programs)
-
-
 def _tile_count(blocks: int, inner: int, widths: Sequence[int], tiles: Tiles) -> int:
     return blocks * -(-inner // tiles.block_m) * sum(-(-n // tiles.block_n) for n in widths)
 
 
-class DecomposedGather(MovedGather):
-    """cuBLAS for each range of a source's rows, behind its copy. Only for a few: there is one in each outer block."""
+class DecomposedGather(PushedGather):
+    """cuBLAS for each range of a source's rows, after its chunks. Only for a few: there is one in each outer block."""
 
     name = "decomposed"
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory, in_blocks(call.outer, call.layout.inner))
+        super().__init__(call, memory, min(call.outer, MAX_CHUNKS))
+        self.await_range = {source: self._waits(source) for source in self.sources}
+        self.tick = None
+        if not self.has_full:
+            self.tick = prepare(tick_kernel, 1, [memory.gather_done], {}, 1)
 
-    def behind(self, stream: int, source: int, block: int) -> None:
-        """Let `stream` go on once a range is there."""
-        raise NotImplementedError
+    def _waits(self, source: int) -> list[Player | None]:
+        """Waits for each block of a source's rows: none where an earlier one was for as much."""
+        channel, players, next_one = self.memory.landing, list[Player | None](), 0
+        for block in range(self.outer):
+            last = self.wire_chunks.covering((block + 1) * self.layout.inner * self.row_bytes)
+            last = MAX_CHUNKS - 1 if block == self.outer - 1 else last
+            steps: list[Step] = arrived_script(channel, source, last)
+            if not self.has_full:  # nobody else reads these words
+                words = (channel.full(channel.rank, source * MAX_CHUNKS + c) for c in range(next_one, last + 1))
+                steps += [Write(word, 0) for word in words]
+            players.append(self.memory.compiled(steps) if last >= next_one else None)
+            next_one = max(next_one, last + 1)
+        return players
+
+    def push(self, side: int, call: GatherTensors) -> None:
+        super().push(side, call)
+        if self.tick is not None:  # no other kernel counts such a call
+            self.tick(side, [self.memory.gather_done.data_ptr()])
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         """Range by range."""
         self.start(stream, call)
-        world = self.memory.world
-        parts = self.ranges(call.shard, call.full)
+        world, rank = self.memory.world, self.memory.rank
+        parts = self.ranges(call.shard, self.received)
         scales: Sequence[Tensor | None]
         if call.a_scale is None or (call.a_scale.numel() == 1 and not self.scale_travels):
             scales = [call.a_scale] * len(parts)
-        elif call.all_numbers is None or not self.scale_travels:
+        elif not self.scale_travels:
             scales = ranges(call.a_scale, len(parts))
         else:
-            scales = self.ranges(call.a_scale, call.all_numbers)
+            scales = self.ranges(call.a_scale, self.received_numbers)
         places = [ranges(out, len(parts)) for out in call.outs]
-        for source in self.sources:
+        for source in (rank, *self.sources):
             for block in range(self.outer):
                 part = block * world + source
-                if source != self.memory.rank:
-                    self.behind(stream, source, block)
+                if source != rank and (wait := self.await_range[source][block]) is not None:
+                    wait(stream, ())
                 self.multiply(call, parts[part], scales[part], [place[part] for place in places])
         self.finish(stream, call)
-
-
-class DecomposedPull(DecomposedGather, PulledGather):
-    """Ranges are pulled, to where the gathered A is returned."""
-
-    stage_first = lands = True
-    stage_keeps = True  # a copy of its own would come before the last product, or take SMs from another
-
-    def arrived(self, source: int, chunk: int) -> list[Step]:
-        return [Record(self.memory.event(source, chunk))]
-
-    def behind(self, stream: int, source: int, block: int) -> None:
-        driver.wait_event(stream, self.memory.event(source, block))
-
-
-class DecomposedPush(DecomposedGather, PushedGather):
-    """Ranges are pushed, and the own product starts at once."""
-
-    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory)
-        self.await_range = {
-            (source, chunk): memory.compiled(self.landed(source, chunk), call.op, "chunk")
-            for source in self.sources[1:]
-            for chunk in range(len(self.chunks))
-        }
-
-    def behind(self, stream: int, source: int, block: int) -> None:
-        if self.memory.bounded and (source, block) == (self.sources[1], 0):
-            # behind the pushes, so that who is named is who did not come, not who waits for that rank
-            driver.wait_event(stream, self.memory.end)
-        self.await_range[source, block](stream, ())
-
-
-def decomposed_gather(call: GatherCall, memory: GroupMemory) -> DecomposedGather:
-    """The plan of the decomposed implementation."""
-    return (DecomposedPull if call.return_a_full else DecomposedPush)(call, memory)
 
 
 def block_for(size: int, largest: int, programs: int) -> int:
@@ -641,12 +517,17 @@ def block_for(size: int, largest: int, programs: int) -> int:
 class WholeGather(GatherPlan):
     """An all-gather, then cuBLAS on the whole: nothing overlaps."""
 
+    @property
+    def multiplies_whole(self) -> bool:
+        return True
+
     def move(self, stream: int, call: GatherTensors) -> None:
         """Gather the shards, and the numbers if any travel."""
         raise NotImplementedError
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         self.move(stream, call)
+        assert call.full is not None
         row_scale = call.all_numbers if self.scale_travels else call.a_scale
         rows = call.full.view(self.layout.full_rows, self.layout.full_cols)
         self.multiply(call, rows, row_scale, [out.view(-1, out.shape[-1]) for out in call.outs])
@@ -664,13 +545,15 @@ class DirectGather(WholeGather):
         part = align(scale_offset + self.number_bytes)
         area, words = memory.direct(part * memory.world)
         slot = area.size // 2
-        block = block_for(self.units, 4096, DIRECT_PROGRAMS)
-        programs = grid(-(-self.units // block), DIRECT_PROGRAMS)
+        # runs of bytes, which all ranks cut alike, whatever their units are
+        run_bytes = block_for(self.shard_bytes, 1 << 14, DIRECT_PROGRAMS)
+        programs = grid(-(-self.shard_bytes // run_bytes), DIRECT_PROGRAMS)
         counts = (self.number_count, self.number_count // self.outer)
         numbers = [self.units, self.row_bytes // self.unit_bytes, layout.inner, *counts]
+        signature = memory.signature(call.wire, DIRECT)
         memory_args = [
-            area.table, words.table, slot, part, scale_offset, memory.epoch, memory.done, memory.bound,
-            memory.status, code(call.op, "shard"), memory.rank,
+            area.table, words.table, slot, part, scale_offset, memory.epoch, memory.direct_done, memory.doing,
+            memory.bound, memory.status, signature, signature, memory.rank,
         ]  # fmt: skip
         shard, full = aligned(call.a_shard), self.new_full()
         numbers_like = call.a_scale if call.travels is None else call.travels
@@ -684,7 +567,8 @@ class DirectGather(WholeGather):
             "ALONG_LAST": layout.along_last,
             "MAX_PROGRAMS": DIRECT_PROGRAMS,
             "PROGRAMS": programs,
-            "BLOCK": block,
+            "BLOCK": run_bytes // self.unit_bytes,
+            "NUMBERS": 512,
         }
         self.launch = prepare(push_gather_kernel, programs, args, constants, 8)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[4:]]
@@ -692,6 +576,7 @@ class DirectGather(WholeGather):
     def move(self, stream: int, call: GatherTensors) -> None:
         dummy = self.memory.dummy
         own, whole = (dummy if tensor is None else tensor for tensor in (call.numbers, call.all_numbers))
+        assert call.full is not None
         pointers = [tensor.data_ptr() for tensor in (call.shard, own, call.full, whole)]
         self.launch(stream, [*pointers, *self.tail])
 
@@ -703,9 +588,10 @@ class UnfusedGather(WholeGather):
 
     def make(self, stream: int, call: GatherTensors) -> None:
         """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""
-        self.enqueue(stream, self.mended(call))
+        self.enqueue(stream, self.with_kernel_layout(call))
 
     def move(self, stream: int, call: GatherTensors) -> None:
+        assert call.full is not None
         gather_into(call.full, call.shard, self.memory.group)
         if call.numbers is not None and call.all_numbers is not None:
             gather_into(call.all_numbers, call.numbers, self.memory.group)

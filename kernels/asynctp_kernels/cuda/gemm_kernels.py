@@ -146,13 +146,18 @@ def tile_of(
     tiles_n: tl.tensor,
     rank: tl.tensor,
     world: tl.tensor,
-    chunk_tiles: tl.tensor,
+    chunk: tl.tensor,
     own_tiles: tl.tensor,
+    inner: tl.tensor,
     GATHER: tl.constexpr,
     CHUNKS: tl.constexpr,
     GROUP_M: tl.constexpr,
+    BM: tl.constexpr,
 ) -> tuple:
     """(step, rank whose rows it is of, row tile, column tile, number of its chunk's word) of tile number `tile`.
+
+    A gather's chunk has `chunk` rows, and a tile needs the one that its last row is in, since chunks come in order; a
+    scatter's has `chunk` row tiles.
 
     A gather's steps begin with the own rows, a scatter's end with them. Of one rank's tiles columns of `GROUP_M` row
     tiles come one after the other, so that neighbours share A and B; chunks of own rows that are no longer than that
@@ -163,14 +168,19 @@ def tile_of(
     peer = (rank + step + (0 if GATHER else 1)) % world
     group = GROUP_M
     if not GATHER:
-        chunk_tiles = tl.where(step == world - 1, own_tiles, chunk_tiles)
-        group = tl.minimum(GROUP_M, chunk_tiles)
+        chunk = tl.where(step == world - 1, own_tiles, chunk)
+        group = tl.minimum(GROUP_M, chunk)
     per_group = group * tiles_n
     first = (tile % per_rank) // per_group * group
     height = tl.minimum(tiles_m - first, group)
     within = (tile % per_rank) % per_group
     tile_m = first + within % height
-    return step, peer, tile_m, within // height, peer * CHUNKS + tile_m // chunk_tiles
+    number = tile_m // chunk
+    if GATHER:
+        tiles_q = tl.cdiv(inner, BM)
+        last = tile_m // tiles_q * inner + tl.minimum((tile_m % tiles_q + 1) * BM, inner) - 1
+        number = tl.minimum(last // chunk, CHUNKS - 1)
+    return step, peer, tile_m, within // height, peer * CHUNKS + number
 
 
 @triton.jit
@@ -242,7 +252,7 @@ PROMISES = {
     ],
     "do_not_specialize": [
         *("outer", "inner", "k0", "k1", "k2", "k3", "n0", "n1", "n2", "n3"),
-        *("rank", "world", "chunk_tiles", "own_tiles", "value"),
+        *("rank", "world", "chunk_size", "own_tiles", "value"),
     ],
 }
 
@@ -287,12 +297,12 @@ def gemm_kernel(
     n3,
     rank,
     world,
-    chunk_tiles,
+    chunk_size,
     own_tiles,
     value,
     GATHER: tl.constexpr,
     OWN: tl.constexpr,
-    INBOX: tl.constexpr,
+    CLEARS: tl.constexpr,
     COUNT: tl.constexpr,
     CHUNKS: tl.constexpr,
     B_K_MAJOR: tl.constexpr,
@@ -312,16 +322,17 @@ def gemm_kernel(
 ):
     """Every product of a gather, or every destination of a scatter; `COUNT` is the number of Bs, or of pairs.
 
-    GATHER: a0 [P, Q, K] the own rows, a1 [P*W, Q, K] the gathered ones (own part never read; INBOX: the others' only,
-        [(W-1)*P, Q, K], by source), b [N, K] or [K, N], c [P*W, Q, N]; s, z: scale and bias of each B. words: int32
-        [W, CHUNKS], 1 when chunk (source, c) is in a1 (and its scales in a_scale1, which lie likewise; a_scale0
-        holds the own ones, if they travel). Not OWN: all rows are in a0 and have words, which are awaited to be `value`
-        and are left as they are.
+    GATHER: a0 [P, Q, K] the own rows, a1 [(W-1)*P, Q, K] the others', by source, b [N, K] or [K, N], c [P*W, Q, N]; s, z:
+        scale and bias of each B. words: int32 [W, CHUNKS], 1 when chunk (source, c) is in a1 (and its scales in
+        a_scale1, in the same order; a_scale0 holds the own ones, if they travel). CLEARS: no other reader of the words
+        is left at the end. Not OWN: all rows are in a0 and have words, which are awaited to be `value` and are left as
+        they are.
     else: a [P*W, Q, K], b as above, c0 [W*P, Q, N] in memory order [destination, p], so that what goes to one rank
         is contiguous. words: int32 [W, CHUNKS], counts the finished tiles of chunk (destination, c). Each pair has its
         own scales; with several there is no bias.
 
-    A chunk is `chunk_tiles` row tiles of one rank; of a scatter's own rows, `own_tiles`. A scale is absent (0), one
+    A chunk is `chunk_size` rows of a gather's source, or row tiles of a scatter's destination; of a scatter's own rows,
+    `own_tiles` row tiles. A scale is absent (0), one
     element (1), or one per row or column (2). STAMPS: each tile says when it was reached, when its rows were there and
     when it was handed to the TMA unit, in ns, and on which SM.
     """
@@ -348,7 +359,7 @@ def gemm_kernel(
     uncounted = 0
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         step, peer, tile_m, tile_n, chunk = tile_of(
-            tile, tiles_m, tiles_n, rank, world, chunk_tiles, own_tiles, GATHER, CHUNKS, GROUP_M
+            tile, tiles_m, tiles_n, rank, world, chunk_size, own_tiles, inner, GATHER, CHUNKS, GROUP_M, BM
         )
         p = tile_m // tiles_q
         q = (tile_m % tiles_q) * BM
@@ -388,9 +399,7 @@ def gemm_kernel(
                 a_block = p
                 if step > 0:
                     a_out = a1
-                    a_block = block
-                    if INBOX:
-                        a_block = tl.where(peer > rank, peer - 1, peer) * outer + p
+                    a_block = tl.where(peer > rank, peer - 1, peer) * outer + p
             a_block += await_word(words + chunk, value, known.to(tl.int32))
         if STAMPS:
             stamp(done_ptr, tile, 1, clock_ns())
@@ -497,7 +506,9 @@ def gemm_kernel(
         store_tile(c, c_block, q, col, acc, OUT, BM, BN, SPLIT)
         if EACH:
             after = tile + PROGRAMS
-            following = tile_of(after, tiles_m, tiles_n, rank, world, chunk_tiles, own_tiles, GATHER, CHUNKS, GROUP_M)
+            following = tile_of(
+                after, tiles_m, tiles_n, rank, world, chunk_size, own_tiles, inner, GATHER, CHUNKS, GROUP_M, BM
+            )
             stays = (chunk == following[4]) & (after < tiles)
             publish(words + chunk, tl.where(stays, 0, uncounted + 1))
             uncounted = tl.where(stays, uncounted + 1, 0)
@@ -507,8 +518,10 @@ def gemm_kernel(
     if LATER:
         publish(words + behind - 1, uncounted)
     if OWN:
-        # every program is done with the words: leave them cleared for the next call
+        # every program is done with the words: count the call, and leave them cleared for the next one
         tl.debug_barrier()
         if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
             tl.store(done_ptr, 0)
-            tl.store(words + tl.arange(0, 8 * CHUNKS), 0)
+            tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
+            if CLEARS:
+                tl.store(words + tl.arange(0, 8 * CHUNKS), 0)

@@ -9,6 +9,7 @@ of them is bounded (`waits`). `tests/kernels/test_channel_model.py` explores the
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,9 +19,11 @@ from torch.distributed import ProcessGroup
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from asynctp_kernels.errors import timeout_s
 from asynctp_kernels.host import rendezvous
+from asynctp_kernels.signals import POLL_PAUSE_S
 
-from .driver import Wait, Write
+from .driver import StreamWaitOver, Wait, Write
 
 T = TypeVar("T")
 IN_ORDER = True
@@ -35,14 +38,8 @@ def copy(dst: int, src: int, size: int, stream: int) -> None:
     ctypes.memmove(dst, src, size)
 
 
-def copy_rows(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: int) -> None:
-    """Copy `height` rows of `width` bytes; pitches are the bytes from one row to the next."""
-    for row in range(height):
-        ctypes.memmove(dst + row * dst_pitch, src + row * src_pitch, width)
-
-
 class MemOps:
-    """A fixed sequence of waits and writes. Only words of this process are waited for here."""
+    """A fixed sequence of waits and writes."""
 
     def __init__(self, ops: Sequence[Wait | Write]) -> None:
         self._ops = tuple(ops)
@@ -51,14 +48,25 @@ class MemOps:
         """Do the sequence.
 
         Raises:
-            RuntimeError: A word is not there yet, and nothing else in this process could still set it.
+            StreamWaitOver: A peer's word did not come in time, or has another value.
+            RuntimeError: A word of this process is not there yet, and nothing else in it could still set it.
         """
         for op in self._ops:
             word = ctypes.c_int32.from_address(op.address)
             if isinstance(op, Write):
                 word.value = op.value
+            elif op.peer is not None:
+                _wait_for_peer(word, op)
             elif word.value < op.value:
                 raise RuntimeError(f"a stream waits for a word to be {op.value}, which is {word.value} for good")
+
+
+def _wait_for_peer(word: ctypes.c_int32, wait: Wait) -> None:
+    until = time.monotonic() + timeout_s()
+    while not (word.value == wait.value if wait.exactly else word.value >= wait.value):
+        if (wait.exactly and word.value) or time.monotonic() > until:
+            raise StreamWaitOver(wait, word.value)
+        time.sleep(POLL_PAUSE_S)
 
 
 def new_event() -> int:

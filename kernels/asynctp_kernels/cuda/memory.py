@@ -1,74 +1,75 @@
-"""What one group keeps on one GPU: symmetric memory, signal words, a copy stream, events.
+"""The memory of one group on one GPU: symmetric memory, signal words, a copy stream, events.
 
 Areas of symmetric memory, each as large as the largest call so far, made and grown collectively and never during a CUDA
 graph capture:
 
-    box       an outbox, the own shard, which peers pull                         [shard | its scales]
-              or an inbox, what peers pushed, by source, but for the own         [from rank 0 | from rank 1 | ...]
-    direct    both direct kernels: two slots of landings, epochs                 see `copy_kernels`
+    box       an inbox: what peers pushed, by source, but for the own         [from rank 0 | from rank 1 | ...]
+    direct    both direct kernels: two slots of landings, epochs              see `copy_kernels`
 
-Gathers pull where the gathered A is returned (`gather.PulledGather`), and push else (`gather.PushedGather`); scatters
-push. An outbox is filled between two barriers (`copy_kernels.stage_kernel`), whose words are epochs. An inbox is a
-bounded buffer of depth one, with int32 words per peer that a stream can wait for:
+An inbox is a bounded buffer of depth one, with int32 words per peer that a stream can wait for:
 
-    FREE    set at the writer by the rank that can take data; cleared by the writer when it starts to write
+    FREE    set at the writer by the rank that can take data, to the signature of its call; the writer clears it when it
+            starts to write. A call waits for exactly its own signature: unlike calls never exchange anything
     FULL    of a scatter, set at the reader by the rank whose chunk is there; cleared by the reader before its next
             FREE, which is what the next push needs
     LANDED  the same of a gather, whose products may begin while a scatter is in flight
 
     own:   set FREE at every peer; wait FREE(every peer), clear it; push each chunk and set FULL or LANDED at its rank
            scatter: wait FULL(every peer, chunk) and reduce, chunk by chunk; clear all FULL
-           gather:  wait LANDED(peer, chunk) and multiply, chunk by chunk; clear each when seen, or all at the end
+           gather:  wait LANDED(peer, chunk) and multiply or keep, chunk by chunk; clear all LANDED
 
-One box is both. What is pushed into it comes behind FREE of *every* rank, and each sets that behind its last pull, on
-its copy stream; what is staged in it comes behind the own last reduction or product of what was there, and nothing is
-pushed before the next FREE.
+What is pushed comes after FREE of *every* rank, and each sets that after its last reduction, product or copy of what
+was there before. Chunks are cut by the number of bytes alone (`tiles.WireChunks`), so how a rank cuts its copies, what
+it computes and whether it keeps what came are its own.
 
-These words are binary and are cleared by their only waiter, so nothing depends on how often, in which CUDA graph or in
-which order of shapes a call runs, as long as all ranks make the same calls of a group in the same order; that is the
-rule for every collective. `tests/kernels/test_channel_model.py` explores it exhaustively for calls of one group on one
-stream, some of them in flight; `tests/test_cuda_streams.py` runs plans in orders that are drawn, of several streams and
-groups too.
+These words are cleared by their reader, so nothing depends on how often, in which CUDA graph or in which order of
+shapes a call runs, as long as all ranks make the same calls of a group in the same order; that is the rule for every
+collective, and `watch` finds who breaks it. `tests/kernels/test_channel_model.py` explores it exhaustively for calls of
+one group on one stream, some of them in flight; `tests/test_cuda_streams.py` runs plans in orders that are drawn, of
+several streams and groups too.
 
-What the copy stream waits for are stream memory operations, which need no SM; of the kernels that wait (staging,
-reduction), one CTA fits beside the GEMM's on every SM.
+What the copy stream waits for are stream memory operations, which need no SM; of the kernel that waits (the reduction),
+one CTA fits beside the GEMM's on every SM.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
-import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 
 import torch
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.errors import TIMEOUT_VARIABLE, PeerTimeout, SymmetricMemoryError
+from asynctp_kernels.compat import group_timeout_s
+from asynctp_kernels.errors import TIMEOUT_VARIABLE, SymmetricMemoryError, given_timeout_s, timeout_s
 from asynctp_kernels.host import Board, host_name
-from asynctp_kernels.signals import FAILED, new_status, timeout_ns
+from asynctp_kernels.signals import new_status
 
 from .machine import driver
 from .recordings import Enqueue, Recordings
 from .script import Channel, Player, Step, compile_script
 from .tiles import MAX_CHUNKS as MAX_CHUNKS
 from .tiles import MAX_OWN as MAX_OWN
-from .waits import StreamWaits, describe
+from .watch import Calls, error_in, start_watch
+from .wire import DIRECT, Wire
 
 log = logging.getLogger(__name__)
 
 MAX_WORLD = 8
 DIRECT_PROGRAMS = 132
 FLIGHTS = 64  # events of results in flight; one that is used again only makes its first user wait longer
-NO_BOUND = (1 << 63) - 1
 #: how far apart the ranks may come to a group's first call: some of them may still compile
 FIRST_CALL_S = 1800.0
 _WORD = 4
-_STAGE_OFFSET = 4096  # bytes from the start of the signals to the staging words
+#: where words and counts of this rank's own begin: progress of tiles, idle, a constant 1, `doing`, three pairs of counts
+_IDLE = MAX_WORLD * MAX_OWN
+_ONE = _IDLE + MAX_OWN
+_DOING = _ONE + 4
+_COUNTS = _DOING + 4
 _GRANULE = 1 << 21
 
 #: per device, and whether captured: the last call's (stream, its capture or 0) and the event of its end
@@ -116,7 +117,8 @@ class GroupMemory:
         stream, reducer: handles of the copy stream and the reducer's; of high priority, so that nothing is queued
             behind other work.
         turn: held from `begin` to `ended`, so that calls of several threads come one after the other on a device.
-        failure: why the memory must not be used again.
+        failure: why the memory must not be used again. released: nobody may use it any more.
+        skipped: calls that this rank has left out. calls: what ranks tell each other about their calls. bound: of a wait for a rank, in nanoseconds.
         captured: a call has been captured in a CUDA graph of the program's.
         retired: areas that grew after that; a graph still has their addresses, so they stay as long as the group.
     """
@@ -133,6 +135,9 @@ class GroupMemory:
     areas: dict[str, Area] = field(default_factory=dict)
     plans: dict[object, object] = field(default_factory=dict)
     failure: str | None = None
+    released: bool = False
+    skipped: int = 0
+    last_direct: int = 0
     last_implementation: str = "unfused"
     captured: bool = False
     retired: list[Area] = field(default_factory=list)
@@ -151,20 +156,12 @@ class GroupMemory:
         self.capture = 0  # of the call under way; 0 for none
         self._events = [driver.new_event() for _ in range(self.world * MAX_CHUNKS)]
         self.epoch = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.done = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.status = new_status(self.device)
-        self.bound, self._stream_waits = NO_BOUND, None
-        if driver.IN_ORDER or TIMEOUT_VARIABLE in os.environ:
-            self.bound = timeout_ns()
-            self._stream_waits = StreamWaits(self.bound, self.status, self.local)
-        if self.bounded and not driver.IN_ORDER:
-            threading.Thread(target=_watch, args=(weakref.ref(self),), name="asynctp-watch", daemon=True).start()
-        pads = torch.tensor(self.signals.peers, dtype=torch.int64)
-        self.stage_pads = (pads + _STAGE_OFFSET).to(self.device)
-        self.stage_epoch = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.stage_done, self.gather_done, self.scatter_done = (
-            torch.zeros(1, dtype=torch.int32, device=self.device) for _ in range(3)
-        )
+        self.bound = int(_bound_s(of_group) * 1e9)
+        self.calls = Calls(of_group)
+        self._constants: dict[int, torch.Tensor] = {}
+        if not driver.IN_ORDER:
+            start_watch(self)
 
     @property
     def group(self) -> ProcessGroup:
@@ -183,9 +180,9 @@ class GroupMemory:
         """What the copy stream does from now on comes after what `stream` has done so far."""
         driver.record_event(self.start, stream)
         driver.wait_event(self.stream, self.start)
-        self.behind_flights(self.stream)
+        self.after_flights(self.stream)
 
-    def behind_flights(self, side: int) -> None:
+    def after_flights(self, side: int) -> None:
         """`side`, the copy stream or the reducer, goes on behind what is in flight there: in a recording too."""
         if self.recordings.under_way:
             driver.wait_event_at_launch(side, self.flown)
@@ -216,7 +213,8 @@ class GroupMemory:
             PeerTimeout: The call is over, not only enqueued, and a wait of it ran out.
         """
         driver.record_event(self.last_captured if self.capture else self.last, stream)
-        if driver.IN_ORDER and (error := self.look(self.status)) is not None:
+        if driver.IN_ORDER and (error := error_in(self, self.status.tolist())) is not None:
+            self.fail(error)
             raise error
 
     def in_flight(self, stream: int) -> int:
@@ -302,32 +300,77 @@ class GroupMemory:
     @property
     def channel(self) -> Channel:
         """The words of what a scatter pushes."""
-        return Channel(self.rank, self.world, self.full.at, self.free.at)
+        return Channel(self.rank, self.world, self.full.at, self.free.at, self._local(_DOING))
 
     @property
     def landing(self) -> Channel:
         """The words of what a gather pushes."""
-        return Channel(self.rank, self.world, self.landed.at, self.free.at)
+        return Channel(self.rank, self.world, self.landed.at, self.free.at, self._local(_DOING))
 
-    @property
-    def arrivals(self) -> int:
-        """Address of int32 [world, MAX_CHUNKS], local: chunk (source, c) of a gather is in place."""
-        return self.local.data_ptr()
+    def _local(self, word: int) -> int:
+        return self.local.data_ptr() + word * _WORD
 
     @property
     def progress(self) -> int:
         """Address of int32 [world, MAX_OWN], local: finished tiles of chunk (destination, c) of a scatter."""
-        return self.local.data_ptr() + MAX_WORLD * MAX_CHUNKS * _WORD
+        return self._local(0)
 
     @property
     def idle(self) -> int:
         """Address of int32 [MAX_OWN] that nobody counts in, for a reduction of what no GEMM makes."""
-        return self.progress + MAX_WORLD * MAX_OWN * _WORD
+        return self._local(_IDLE)
 
     @property
     def one(self) -> int:
         """Address of a constant 1."""
-        return self.idle + MAX_OWN * _WORD
+        return self._local(_ONE)
+
+    @property
+    def doing(self) -> torch.Tensor:
+        """The signature of the call that waits for its peers to come to it; 0 for none."""
+        return self.local[_DOING:]
+
+    @property
+    def gather_done(self) -> torch.Tensor:
+        """Counts of a kernel's programs that are done, and of calls that are."""
+        return self.local[_COUNTS : _COUNTS + 2]
+
+    @property
+    def scatter_done(self) -> torch.Tensor:
+        """The same of scatters."""
+        return self.local[_COUNTS + 4 : _COUNTS + 6]
+
+    @property
+    def direct_done(self) -> torch.Tensor:
+        """The same of direct calls."""
+        return self.local[_COUNTS + 8 : _COUNTS + 10]
+
+    @property
+    def watched(self) -> torch.Tensor:
+        """What `watch` reads: `doing`, then counts, of which those of calls grow."""
+        return self.local[_DOING : _COUNTS + 12]
+
+    def _own(self, words: Words, count: int) -> torch.Tensor:
+        return self.signals.memory.view(torch.int32)[words.offset // _WORD :][:count]
+
+    @property
+    def free_words(self) -> torch.Tensor:
+        """This rank's FREE words, by peer."""
+        return self._own(self.free, MAX_WORLD)
+
+    @property
+    def all_chunk_words(self) -> list[torch.Tensor]:
+        """This rank's words of chunks."""
+        return [self._own(words, MAX_WORLD * MAX_CHUNKS) for words in (self.full, self.landed)]
+
+    def peers_ahead(self) -> dict[int, int]:
+        """The peers that are in a direct call which this rank has not begun, with its signature."""
+        words = self.areas.get("direct words")
+        if words is None:
+            return {}
+        found = words.memory.view(torch.int64)[:: DIRECT_PROGRAMS][: self.world].tolist()
+        epoch = int(self.epoch.item())
+        return {peer: word % (1 << 16) for peer, word in enumerate(found) if word >> 16 > epoch and peer != self.rank}
 
     @property
     def dummy(self) -> torch.Tensor:
@@ -339,16 +382,11 @@ class GroupMemory:
         """Size of all symmetric memory of this rank."""
         return sum(area.size for area in (self.signals, *self.areas.values(), *self.retired))
 
-    def look(self, status: torch.Tensor) -> PeerTimeout | None:
-        """The error that `status`, `self.status` on the CPU, tells of, if any: then further calls raise."""
-        state, peer, number = status.tolist()
-        if state != FAILED:
-            return None
-        op, awaited = describe(number)
-        error = PeerTimeout(op, self.rank, peer, awaited, self.bound / 1e9)
-        self.failure = f"PeerTimeout: {error}"
-        log.error("%s", error)
-        return error
+    def fail(self, error: Exception) -> None:
+        """From now on calls raise: `error` has told that ranks are out of step."""
+        if self.failure is None:
+            self.failure = f"{type(error).__name__}: {error}"
+            log.error("%s", error)
 
     def _out_of_step(self) -> str:
         return (
@@ -356,15 +394,24 @@ class GroupMemory:
             f"If every rank has raised, asynctp_kernels.release(group) on all of them mends it; else restart them."
         )
 
-    @property
-    def bounded(self) -> bool:
-        """Waits for other ranks run out."""
-        return self._stream_waits is not None
+    def compiled(self, steps: Sequence[Step]) -> Player:
+        """A script, of stream memory operations where that is possible."""
+        return compile_script(steps, self.peer_writes, self._constant)
 
-    def compiled(self, steps: Sequence[Step], op: str, awaited: str) -> Player:
-        """A script of `op` that waits for `awaited` of other ranks: by stream memory operations, if without a bound."""
-        waits = None if self._stream_waits is None else self._stream_waits.of(op, awaited)
-        return compile_script(steps, self.peer_writes, self.one, waits)
+    def _constant(self, value: int) -> int:
+        """Address of an int32 that stays `value`."""
+        if value == 1:
+            return self.one
+        if value not in self._constants:
+            self._constants[value] = torch.full((1,), value, dtype=torch.int32, device=self.device)
+        return self._constants[value].data_ptr()
+
+    def signature(self, wire: Wire, transport: str) -> int:
+        """The number of a call, by which ranks tell it from others."""
+        number = self.calls.add(replace(wire, skipped=self.skipped), transport)
+        if transport == DIRECT:
+            self.last_direct = number
+        return number
 
     # --- areas --------------------------------------------------------------------------------------------
     def require(self, name: str, size: int) -> Area:
@@ -399,26 +446,9 @@ class GroupMemory:
         return area, self.require("direct words", self.world * DIRECT_PROGRAMS * 8)
 
 
-def _watch(reference: weakref.ref[GroupMemory]) -> None:
-    """Look twice a second whether a bounded wait ran out; then every further call raises that uses the group's memory.
-
-    Only with `ASYNCTP_TIMEOUT_S` set. The kernel has gone on meanwhile, with wrong data, so that nothing hangs.
-    """
-    memory = reference()
-    if memory is None:
-        return
-    torch.cuda.set_device(memory.device)
-    driver.relax_captures()
-    stream = driver.new_torch_stream(memory.device, urgent=False)
-    found = torch.zeros_like(memory.status, device="cpu").pin_memory()
-    while memory is not None and memory.failure is None:
-        with torch.cuda.stream(stream):
-            found.copy_(memory.status, non_blocking=True)
-            stream.synchronize()
-        memory.look(found)
-        memory = None
-        time.sleep(0.5)
-        memory = reference()
+def _bound_s(group: ProcessGroup) -> float:
+    """Seconds that a wait for a rank may take: `ASYNCTP_TIMEOUT_S`, or the group's own timeout."""
+    return timeout_s() if driver.IN_ORDER else given_timeout_s() or group_timeout_s(group)
 
 
 def group_memory(group: ProcessGroup, device: torch.device) -> GroupMemory:
@@ -449,7 +479,7 @@ def release(group: ProcessGroup) -> None:
     found = _groups.pop(group, None)
     if found is not None:
         driver.synchronize(found.device)
-        found.failure = "it was released"
+        found.failure, found.released = "it was released", True
         found.plans.clear()
         found.recordings.clear()
 
@@ -458,9 +488,8 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
     _check_hosts(group)
     rank, world = group.rank(), group.size()
     signals = _share(group, device, _GRANULE)
-    words = MAX_WORLD * (MAX_CHUNKS + MAX_OWN) + MAX_OWN
-    local = torch.zeros(words + 1, dtype=torch.int32, device=device)
-    local[-1] = 1
+    local = torch.zeros(_COUNTS + 12, dtype=torch.int32, device=device)
+    local[_ONE] = 1
     return GroupMemory(
         of_group=group,
         device=device,

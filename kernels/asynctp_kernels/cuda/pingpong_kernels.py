@@ -182,14 +182,11 @@ def block_of(
     world: tl.tensor,
     outer: tl.tensor,
     OWN: gl.constexpr,
-    INBOX: gl.constexpr,
 ) -> tl.tensor:
     """The block of A's that a tile is of, and of scales that came with it."""
     block = p * world + peer
-    if INBOX:
-        block = (peer - (peer > rank).to(gl.int32)) * outer + p
     if OWN:
-        block = gl.where(step == 0, p, block)
+        block = gl.where(step == 0, p, (peer - (peer > rank).to(gl.int32)) * outer + p)
     return block
 
 
@@ -205,7 +202,6 @@ def load_tiles(
     stages: tl.tuple,
     GATHER: gl.constexpr,
     OWN: gl.constexpr,
-    INBOX: gl.constexpr,
     COUNT: gl.constexpr,
     CHUNKS: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
@@ -215,7 +211,7 @@ def load_tiles(
 ) -> None:
     """The loader."""
     OUTS: gl.constexpr = COUNT if GATHER else 1
-    outer, inner, rank, world, chunk_tiles, own_tiles, tiles_m, tiles_n, steps_k = sizes
+    outer, inner, rank, world, chunk_size, own_tiles, tiles_m, tiles_n, steps_k = sizes
     a_stages, b_stages, full, empty = stages
     STAGES: gl.constexpr = a_stages.type.shape[0]
     BM: gl.constexpr = a_stages.type.shape[1]
@@ -226,12 +222,12 @@ def load_tiles(
     at = 0  # the step over K, among all of this CTA's
     for tile in range(gl.program_id(0), tiles_m * tiles_n * world, PROGRAMS):
         step, peer, tile_m, tile_n, chunk = tile_of(
-            tile, tiles_m, tiles_n, rank, world, chunk_tiles, own_tiles, GATHER, CHUNKS, GROUP_M
+            tile, tiles_m, tiles_n, rank, world, chunk_size, own_tiles, inner, GATHER, CHUNKS, GROUP_M, BM
         )
         if STAMPS:
             stamp(done_ptr, tile, 0, clock_ns())
         a = as_[0]
-        a_block = block_of(step, peer, tile_m // tiles_q, rank, world, outer, OWN, INBOX)
+        a_block = block_of(step, peer, tile_m // tiles_q, rank, world, outer, OWN)
         if GATHER:
             known = chunk == awaited
             awaited = chunk
@@ -280,7 +276,6 @@ def multiply_tiles(
     BIAS: gl.constexpr,
     GATHER: gl.constexpr,
     OWN: gl.constexpr,
-    INBOX: gl.constexpr,
     COUNT: gl.constexpr,
     CHUNKS: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
@@ -288,7 +283,7 @@ def multiply_tiles(
     PROGRAMS: gl.constexpr,
 ) -> None:
     """The multiplier of tiles 0, 2, 4, … of this CTA's, or of 1, 3, 5, …"""
-    outer, inner, rank, world, chunk_tiles, own_tiles, tiles_m, tiles_n, steps_k = sizes
+    outer, inner, rank, world, chunk_size, own_tiles, tiles_m, tiles_n, steps_k = sizes
     a_stages, b_stages, full, empty = stages
     a_scales, b_scales, biases = scales
     c_buffers, c_full, c_empty = results
@@ -307,7 +302,7 @@ def multiply_tiles(
     made = 0
     for tile in range(gl.program_id(0) + WHICH * PROGRAMS, tiles_m * tiles_n * world, 2 * PROGRAMS):
         step, peer, tile_m, tile_n, _chunk = tile_of(
-            tile, tiles_m, tiles_n, rank, world, chunk_tiles, own_tiles, GATHER, CHUNKS, GROUP_M
+            tile, tiles_m, tiles_n, rank, world, chunk_size, own_tiles, inner, GATHER, CHUNKS, GROUP_M, BM
         )
         mbarrier.wait(turns.index(WHICH), (made & 1) ^ (1 - WHICH))
         acc = gl.zeros((BM, BN), gl.float32, LAYOUT)
@@ -336,7 +331,7 @@ def multiply_tiles(
             in_block = (tile_m % tiles_q) * BM + gl.arange(0, BM, gl.SliceLayout(1, PART_LAYOUT))
             a_scale = a_scales[0]
             if SCALE_TRAVELS:
-                rows = block_of(step, peer, p, rank, world, outer, OWN, INBOX) * inner + in_block
+                rows = block_of(step, peer, p, rank, world, outer, OWN) * inner + in_block
                 if step > 0:
                     a_scale = a_scales[1]
             else:
@@ -382,7 +377,7 @@ def store_tiles(
     STAMPS: gl.constexpr,
 ) -> None:
     """The storer."""
-    outer, inner, rank, world, chunk_tiles, own_tiles, tiles_m, tiles_n, _steps_k = sizes
+    outer, inner, rank, world, chunk_size, own_tiles, tiles_m, tiles_n, _steps_k = sizes
     c_buffers, c_full, c_empty = results
     PART: gl.constexpr = c_buffers.type.shape[2]
     PARTS: gl.constexpr = BN // PART
@@ -390,7 +385,7 @@ def store_tiles(
     made = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n * world, PROGRAMS):
         _step, peer, tile_m, tile_n, chunk = tile_of(
-            tile, tiles_m, tiles_n, rank, world, chunk_tiles, own_tiles, GATHER, CHUNKS, GROUP_M
+            tile, tiles_m, tiles_n, rank, world, chunk_size, own_tiles, inner, GATHER, CHUNKS, GROUP_M, BM
         )
         p = tile_m // tiles_q
         c_block = p * world + peer
@@ -454,12 +449,12 @@ def gemm_kernel(
     n3,
     rank,
     world,
-    chunk_tiles,
+    chunk_size,
     own_tiles,
     value,
     GATHER: gl.constexpr,
     OWN: gl.constexpr,
-    INBOX: gl.constexpr,
+    CLEARS: gl.constexpr,
     COUNT: gl.constexpr,
     CHUNKS: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
@@ -508,7 +503,7 @@ def gemm_kernel(
     columns = (n0, n1, n2, n3)
     ends = (e1, e2, e3)
     tiles_m = outer * gl.cdiv(inner, BM)
-    sizes = (outer, inner, rank, world, chunk_tiles, own_tiles, tiles_m, tiles_n, steps_k)
+    sizes = (outer, inner, rank, world, chunk_size, own_tiles, tiles_m, tiles_n, steps_k)
     scales = ((a_scale0, a_scale1), (s0, s1, s2, s3), (z0, z1, z2, z3))
     stages = (a_stages, b_stages, full, empty)
     results = (c_buffers, c_full, c_empty)
@@ -517,15 +512,15 @@ def gemm_kernel(
         [
             (multiply_tiles, (
                 0, scales, columns, sizes, ends, stages, turns, results,
-                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
+                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, GATHER, OWN, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
             )),
             (multiply_tiles, (
                 1, scales, columns, sizes, ends, stages, turns, results,
-                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
+                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, GATHER, OWN, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
             )),
             (load_tiles, (
                 as_, bs, words, done_ptr, value, sizes, ends, stages,
-                GATHER, OWN, INBOX, COUNT, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS, STAMPS,
+                GATHER, OWN, COUNT, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS, STAMPS,
             )),
             (store_tiles, (
                 cs, words, done_ptr, sizes, ends, results, BM, BN, GATHER, OUTS, CHUNKS, GROUP_M, PROGRAMS, STAMPS,
@@ -536,8 +531,10 @@ def gemm_kernel(
     )
     # fmt: on
     if OWN:
-        # every program is done with the words: leave them cleared for the next call
+        # every program is done with the words: count the call, and leave them cleared for the next one
         barrier()
         if gl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
             gl.store(done_ptr, 0)
-            gl.store(words + gl.arange(0, 8 * CHUNKS, gl.BlockedLayout([1], [32], [MULTIPLIER], [0])), 0)
+            gl.store(done_ptr + 1, gl.load(done_ptr + 1) + 1)
+            if CLEARS:
+                gl.store(words + gl.arange(0, 8 * CHUNKS, gl.BlockedLayout([1], [32], [MULTIPLIER], [0])), 0)

@@ -1,15 +1,17 @@
-"""Matmuls → reduce-scatter on GPUs: four implementations behind one plan.
+"""Matmuls → reduce-scatter on GPUs: the implementations, one plan each.
 
-    fused        one GEMM stores each rank's rows to local staging and counts finished tiles; the copy engine pushes a
-                 chunk as soon as it is complete, other ranks' rows first; the reduction of the own rows runs on a
-                 stream of its own, beside the end of the GEMM
-    decomposed   cuBLAS, one product per range of a destination's rows; the copy engine pushes each behind its product
-    direct       cuBLAS on the whole, then one kernel that pushes and reduces: the fastest when little moves
-    unfused      cuBLAS on the whole, then NCCL
+    fused        one GEMM stores each rank's rows to local staging and counts finished tiles; the copy engine    push
+                 pushes a chunk as soon as it is complete, other ranks' rows first; the reduction of the own
+                 rows runs on a stream of its own, beside the end of the GEMM
+    decomposed   cuBLAS, one product per range of a destination's rows; the copy engine pushes each after its    push
+                 product
+    direct       cuBLAS on the whole, then one kernel that pushes and reduces                                    direct
+    unfused      cuBLAS on the whole, then NCCL                                                                  plain
 
-But for NCCL the sum over ranks is in fp32, in rank order, rounded once: the same bits in every run. What travels is
-rounded to the products' dtype, as in the unfused program; or to the `sum_dtype` of several products, where the program
-converts each before it adds them. One such product travels as it is, and is converted by the reduction.
+The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. But for NCCL the sum over
+ranks is in fp32, in rank order, rounded once: the same bits in every run. The data on its way has the dtype of the
+program's collective: that of the products, or `sum_dtype`, to which the program converts each product, once rounded,
+before it adds them.
 """
 
 from __future__ import annotations
@@ -46,20 +48,10 @@ from .launch import (
 from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, MAX_OWN, GroupMemory
 from .products import Scaling, product, ranges
-from .script import (
-    FULL,
-    Await,
-    PushMoves,
-    Record,
-    Step,
-    Wait,
-    Write,
-    parts_script,
-    push_script,
-)
+from .script import DATA, Await, PushMoves, Record, Step, Wait, Write, parts_script, push_script
 from .stamps import StampTable, new_table
-from .tiles import Chunks, Tiles, cut, cut_own, in_blocks
-from .waits import code
+from .tiles import Chunks, Tiles, WireChunks, cut, cut_own, in_blocks
+from .wire import DIRECT, PUSH, Wire
 
 
 @dataclass(frozen=True)
@@ -86,9 +78,16 @@ class ScatterCall:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """What travels: one product as it is, a sum of several terms as what it is summed in."""
-        alone = len(self.a_parts) == 1 and self.added is None
-        return self.out_dtype if self.sum_dtype is None or alone else self.sum_dtype
+        """Of the data on its way, and of the result."""
+        return self.out_dtype if self.sum_dtype is None else self.sum_dtype
+
+    @property
+    def wire(self) -> Wire:
+        """What all ranks share of it."""
+        layout = self.layout
+        kind = "all_reduce" if self.unscaled_op.endswith("all_reduce") else "reduce_scatter"
+        size = layout.rows * layout.cols * self.wire_dtype.itemsize
+        return Wire(kind, self.world, size, self.wire_dtype, self.reduce_op)
 
     @property
     def op(self) -> str:
@@ -208,14 +207,14 @@ class ScatterPlan:
         """The operands as they come, and new memory for what a call makes."""
         return ScatterTensors(*operands, self.new_staging(), self.new_output(), self.new_extras())
 
-    def mended(self, call: ScatterTensors) -> ScatterTensors:
+    def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
         """The call with its operands as the implementation reads them: copies of those that lie otherwise."""
         if call.added is None:
             return call
         return call._replace(added=call.added.contiguous())  # so ranges of its rows are views
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        """Everything that a mended call does on the GPU, behind `stream` and with `stream` behind it."""
+        """Everything that a call does on the GPU, behind `stream` and with `stream` behind it."""
         raise NotImplementedError
 
     def run(
@@ -237,7 +236,7 @@ class ScatterPlan:
             self.stamps.begin(stream, self.memory.last)
 
         def enqueue(at: int) -> None:
-            self.enqueue(at, self.mended(call))
+            self.enqueue(at, self.with_kernel_layout(call))
 
         self.memory.call(stream, self.number, call.addresses(), self.cublas, enqueue)
 
@@ -245,11 +244,10 @@ class ScatterPlan:
 class PushedScatter(ScatterPlan):
     """The copies and the reduction of every implementation but the direct one.
 
-    streams_wait: the reduction is launched behind waits of its stream for all parts. With bounded waits it always is,
-    because its own waits have no bound.
+    streams_wait: the reduction is launched after waits of its stream for all parts.
     """
 
-    streams_wait = False
+    streams_wait = driver.IN_ORDER
 
     def __init__(
         self,
@@ -267,18 +265,19 @@ class PushedScatter(ScatterPlan):
         self.staging_shape = (world, layout.rows, layout.cols)  # by destination: what goes to one rank is contiguous
         inbox = memory.require("box", (world - 1) * self.part_bytes)
         self.inbox, self.counts = inbox.peers[rank], self.progress(rank, 0)
-        channel = memory.channel
-        moves = PushMoves(inbox.peers, self.part_bytes, self.row_bytes, chunks, base=FULL, apart=self.part_bytes)
-        steps = push_script(channel, moves, self.ready, MAX_CHUNKS)
-        self.play = memory.compiled(steps, call.op, "free inbox")
-        self.await_parts = memory.compiled(parts_script(channel, chunks, MAX_CHUNKS), call.op, "chunk")
+        self.wire_chunks = WireChunks(self.part_bytes)
+        pieces = [(first * self.row_bytes, end * self.row_bytes) for first, end in chunks.rows]
+        sizes = (inbox.peers, self.part_bytes, self.wire_chunks, pieces)
+        moves = PushMoves(*sizes, DATA, self.part_bytes, memory.signature(call.wire, PUSH))
+        self.play = memory.compiled(push_script(memory.channel, moves, self.ready))
+        self.await_parts = memory.compiled(parts_script(memory.channel))
         self._compile_reduction(call, reduce_warps)
 
     def progress(self, dst: int, chunk: int) -> int:
         return self.memory.progress + (dst * MAX_OWN + chunk) * 4
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
-        """What says that a chunk for `dst` is complete."""
+        """Steps before a piece for `dst` is sent: it is complete then."""
         raise NotImplementedError
 
     def _compile_reduction(self, call: ScatterCall, warps: int) -> None:
@@ -289,7 +288,7 @@ class PushedScatter(ScatterPlan):
         block = 32 * (BESIDE_WARPS if memory.world <= 4 else warps) * (32 // widest)
         size = self.layout.rows * n
         programs = grid(-(-size // block), driver.processors(self.device_index))
-        own_size, chunk_size = (cut.rows[0][1] * n for cut in (self.own, self.chunks))
+        own_size, chunk_size = self.own.rows[0][1] * n, self.wire_chunks.chunk // self.wire_dtype.itemsize
         # elements that are read and written at once: two layouts would need shared memory, which the GEMM may have
         together = math.gcd(16 // widest, own_size if len(self.own) > 1 else 0)
         tiles, own_tiles = sum(self.own.row_tiles) * self.tiles_n, self.own.tiles * self.tiles_n
@@ -307,16 +306,14 @@ class PushedScatter(ScatterPlan):
         self.reduce = prepare(reduce_kernel, programs, args, constants, warps, num_stages=1, maxnreg=BESIDE_REGISTERS)
 
     def push_and_reduce(self, side: int, staging: Tensor, out: Tensor, ready: int) -> None:
-        """Enqueue all pushes on `side`, and the reduction, on a stream of its own, behind the event `ready`."""
+        """Enqueue all pushes on `side`, and the reduction, on a stream of its own, after the event `ready`."""
         memory = self.memory
         base = staging.data_ptr()
-        self.play(side, (0, 0, base))
+        self.play(side, (0, base, 0))
         driver.record_event(memory.end, side)
         driver.wait_event(memory.reducer, ready)
-        memory.behind_flights(memory.reducer)
-        if memory.bounded:  # behind the pushes, so that who is named is who did not come, not who waits for that rank
-            driver.wait_event(memory.reducer, memory.end)
-        if self.streams_wait or memory.bounded:
+        memory.after_flights(memory.reducer)
+        if self.streams_wait:
             self.await_parts(memory.reducer, ())
         self.reduce(
             memory.reducer,
@@ -405,7 +402,7 @@ class FusedScatter(PushedScatter):
     def new_extras(self) -> list[Tensor]:
         return []
 
-    def mended(self, call: ScatterTensors) -> ScatterTensors:
+    def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
         a_parts, b_parts = [aligned(a) for a in call.a_parts], [aligned_columns(b) for b in call.b_parts]
         a_scales, b_scales, biases = dense(call.a_scales), dense(call.b_scales), dense(call.biases)
         return call._replace(a_parts=a_parts, b_parts=b_parts, a_scales=a_scales, b_scales=b_scales, biases=biases)
@@ -484,8 +481,8 @@ class WholeScatter(ScatterPlan):
         """Fill the result with this rank's part of the sum of all ranks' sums of products."""
         raise NotImplementedError
 
-    def mended(self, call: ScatterTensors) -> ScatterTensors:
-        return super().mended(call)._replace(a_parts=[a.reshape(-1, a.shape[-1]) for a in call.a_parts])
+    def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
+        return super().with_kernel_layout(call)._replace(a_parts=[a.reshape(-1, a.shape[-1]) for a in call.a_parts])
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         added = None if call.added is None else call.added.view(call.staging.shape)
@@ -504,13 +501,14 @@ class DirectScatter(WholeScatter):
         size = layout.rows * layout.cols
         part = align(self.part_bytes)
         area, words = memory.direct(part * memory.world)
+        signature = memory.signature(call.wire, DIRECT)
         block = block_for(size, 8192, DIRECT_PROGRAMS)
         programs = grid(-(-size // block), DIRECT_PROGRAMS)
         sent, out = (call.a_parts[0].new_empty(size, dtype=dtype) for dtype in (self.wire_dtype, self.out_dtype))
         args = [
             sent, out, size, layout.cols, layout.inner, area.table.data_ptr(), words.table.data_ptr(),
-            area.size // 2, part, memory.epoch, memory.done, memory.bound, memory.status,
-            code(call.op, "part"), self.factor, memory.rank,
+            area.size // 2, part, memory.epoch, memory.direct_done, memory.doing, memory.bound, memory.status,
+            signature, signature, self.factor, memory.rank,
         ]  # fmt: skip
         constants = {
             "WORLD": memory.world,
@@ -538,7 +536,7 @@ class UnfusedScatter(WholeScatter):
 
     def make(self, stream: int, call: ScatterTensors) -> None:
         """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""
-        self.enqueue(stream, self.mended(call))
+        self.enqueue(stream, self.with_kernel_layout(call))
 
     def move(self, stream: int, call: ScatterTensors) -> None:
         scatter_into(call.out, call.staging, self.reduce_op, self.memory.group)

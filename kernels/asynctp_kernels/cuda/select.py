@@ -1,7 +1,8 @@
-"""Which implementation runs a call: the fastest that can, by a cost model or by what `asynctp tune` measured.
+"""Which implementation runs a call: the fastest that can, by a cost model or by the measurements of `asynctp tune`.
 
-The choice is a function of shapes, strides, dtypes, world size and GPU, never of addresses: ranks that run the same
-program agree on it. `Choice` says what was chosen, why, and what the others would have cost; `ops.explain` and the
+The transport is settled before, by facts that all ranks share (`wire`): implementations of other transports cannot run.
+Among the others the choice is this rank's own, a function of shapes, strides, dtypes, world size and GPU, never of
+addresses. `Choice` says which was chosen, why, and how much time the others would have taken; `ops.explain` and the
 report show it.
 
 The model, in microseconds (the terms are named below; their values were measured, see `RATES`):
@@ -10,8 +11,9 @@ The model, in microseconds (the terms are named below; their values were measure
     direct       matmul + one-kernel collective                          nothing overlaps, but little latency
     decomposed   max(copies, matmul in parts) + ends                     cuBLAS per range of a rank's rows
     fused        max(copies, our matmul) + ends                          one GEMM
+    whole        where no other can: the collective, then PyTorch's products
 
-An all-reduce is a scatter by one of these and NCCL's all-gather behind it; unfused, it is one collective of NCCL's.
+An all-reduce is a scatter by one of these and then NCCL's all-gather; unfused, it is one collective of NCCL's.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from asynctp_kernels.signals import IS_INTERPRETED
 from .tiles import MAX_CHUNKS, Tiles, tiles_for, waves
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct", "unfused")
+WHOLE = "whole"  # where none of these can make the products: the collective on the group's wire, PyTorch's products
 VARIABLE = "ASYNCTP_CUDA_IMPLEMENTATION"
 DECOMPOSED_AHEAD = 0.01  # see `fastest`
 TABLE_VARIABLE = "ASYNCTP_TUNING_TABLE"
@@ -349,7 +352,7 @@ def _from_environment() -> str | None:
 
 
 def _check_name(name: str, where: str) -> None:
-    if name not in IMPLEMENTATIONS:
+    if name not in (*IMPLEMENTATIONS, WHOLE):
         raise ValueError(f"asynctp: {where}={name!r} is not valid; it must be one of {', '.join(IMPLEMENTATIONS)}")
 
 
@@ -370,6 +373,8 @@ def choose(problem: Problem, refused: dict[str, str], sms: int, device_name: str
             raise RuntimeError(f"asynctp: implementation {wanted!r} was asked for and cannot run: {refused[wanted]}")
         return Choice(wanted, "forced", {}, refused, **settings)  # type: ignore[arg-type]
     able = [name for name in IMPLEMENTATIONS if name not in refused]
+    if not able:
+        return Choice(WHOLE, "only one that can", {}, refused, **settings)  # type: ignore[arg-type]
     if IS_INTERPRETED:  # nothing is fast: what has most to show
         return Choice(able[0], "interpreted", {}, refused, **settings)  # type: ignore[arg-type]
     estimates = {name: round(estimate(problem, name, rates, sms), 1) for name in able}

@@ -104,6 +104,39 @@ def waves(rows: int, columns: int, block_m: int, block_n: int, programs: int) ->
 
 
 @dataclass(frozen=True)
+class WireChunks:
+    """How the data that one rank sends to another is signalled: `MAX_CHUNKS` words, each for `chunk` bytes, in order.
+
+    A function of the number of bytes alone, which all ranks share. How the sender copies, and how the reader computes,
+    is their own: a reader that needs the first `n` bytes waits for the word of chunk `covering(n)`.
+
+    Attributes:
+        size: Bytes in all.
+        chunk: Bytes of a chunk: a multiple of 16, so of whole elements. The last chunks have fewer, or none.
+    """
+
+    size: int
+
+    @property
+    def chunk(self) -> int:
+        return max(-(-self.size // (MAX_CHUNKS * 16)) * 16, 16)
+
+    def covering(self, end: int) -> int:
+        """The chunk with whose word the first `end` bytes are there."""
+        return min(max(-(-end // self.chunk) - 1, 0), MAX_CHUNKS - 1)
+
+    def ended(self, first: int, end: int) -> list[int]:
+        """The chunks that are complete with bytes [first, end), but not before them."""
+        ends = [min((chunk + 1) * self.chunk, self.size) for chunk in range(MAX_CHUNKS)]
+        return [chunk for chunk, last in enumerate(ends) if first < last <= end]
+
+    def pieces(self, wanted: int) -> list[tuple[int, int]]:
+        """The bytes cut into about `wanted` runs of whole chunks."""
+        step = -(-MAX_CHUNKS // max(wanted, 1)) * self.chunk
+        return [(first, min(first + step, self.size)) for first in range(0, self.size, step)]
+
+
+@dataclass(frozen=True)
 class Chunks:
     """The row tiles of one rank, cut into runs that are signalled one by one.
 
@@ -119,15 +152,6 @@ class Chunks:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def pieces(self, apart: bool) -> list[range]:
-        """The chunks that one copy moves: each is copied `apart`, or all are together."""
-        count = len(self)
-        return [range(chunk, chunk + 1) for chunk in range(count)] if apart else [range(count)]
-
-    def of(self, piece: range) -> tuple[int, int]:
-        """(first row, end row) of a run of chunks."""
-        return self.rows[piece[0]][0], self.rows[piece[-1]][1]
 
 
 def cut(outer: int, inner: int, block_m: int, wanted: int) -> Chunks:

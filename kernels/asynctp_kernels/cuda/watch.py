@@ -1,0 +1,202 @@
+"""Who finds that the ranks of a group do not make the same calls, and ends the waits that would have no end.
+
+    doing      this rank's call under way, while it waits for its peers to come to it (`push_script`, direct kernels)
+    FREE[p]    the call that peer p has come to; 0: to none
+
+A thread of the host looks at these words some times a second, and at a count of the calls that are over, so nothing
+costs a call anything:
+
+    FREE[p] is another call than `doing`, for a second       ranks make unlike calls: `UnlikeCalls`
+    FREE[p] is 0 and no call ends, for the group's timeout   a rank does not come: `PeerTimeout`
+
+Then the group's memory has failed: each further call on the host raises, and says why. What is enqueued already cannot
+raise. It gets NaN: the inbox is filled with it, and every word is set for which a stream or a kernel could wait, as long
+as the group lives, since a CUDA graph may be launched again. Copies do all that: a kernel might find no room.
+
+In Triton's interpreter waits raise themselves (`interpreted.StreamWaitOver`), and `error_of` says what that means.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from asynctp_kernels.compat import group_store
+from asynctp_kernels.errors import PeerTimeout, SymmetricMemoryError, UnlikeCalls
+from asynctp_kernels.signals import FAILED
+
+from .machine import driver
+from .wire import Wire
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .memory import GroupMemory
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+UNLIKE_S = 1.0  # what is under way may differ for a moment: one rank has ended a call, and another has not
+ENDING_S = 0.02  # between two looks, once waits are to be ended
+
+
+class Calls:
+    """The calls that a rank has made plans for, by signature, told to the peers through the group's store."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._store, self._told = group_store(group), dict[int, str]()
+
+    def add(self, wire: Wire, transport: str) -> int:
+        """The signature of a call."""
+        number = wire.signature(transport)
+        if number not in self._told:
+            self._told[number] = wire.told
+            self._store.set(f"asynctp/calls/{number}", wire.told)
+        return number
+
+    def describe(self, number: int) -> str:
+        """A call of this rank's, or of a peer's, in words."""
+        if number in self._told:
+            return self._told[number]
+        key = f"asynctp/calls/{number}"
+        try:
+            return str(self._store.get(key).decode()) if self._store.check([key]) else f"an unknown call ({number})"
+        except RuntimeError as error:  # the store may be gone, with the rank that has it
+            return f"an unknown call ({number}; {error})"
+
+
+def unlike(memory: GroupMemory, peer: int, own: int, theirs: int) -> UnlikeCalls:
+    """The error of two calls that have met."""
+    return UnlikeCalls(memory.rank, memory.calls.describe(own), peer, memory.calls.describe(theirs))
+
+
+def error_of(memory: GroupMemory, found: Any) -> SymmetricMemoryError | PeerTimeout:
+    """The error of a stream's wait that ended without its word: an `interpreted.StreamWaitOver`."""
+    wait = found.wait
+    if wait.exactly and found.found:
+        return unlike(memory, wait.peer, wait.value, found.found)
+    doing = wait.value if wait.exactly else 0
+    return late(memory, wait.peer, doing, "to come to the call" if wait.exactly else f"to send chunk {wait.chunk}")
+
+
+def late(memory: GroupMemory, peer: int, doing: int, awaited: str) -> PeerTimeout:
+    """The error of a rank that does not come."""
+    call = memory.calls.describe(doing) if doing else "a call"
+    return PeerTimeout(call, memory.rank, peer, awaited, memory.bound / 1e9)
+
+
+def error_in(memory: GroupMemory, status: list[int]) -> SymmetricMemoryError | PeerTimeout | None:
+    """The error that a kernel's record tells of (`signals.record_timeout`), if any."""
+    state, peer, number = status
+    if state != FAILED or peer < 0:
+        return None
+    if number < 0:
+        return unlike(memory, peer, memory.last_direct, -number)
+    return late(memory, peer, number, "to send its part")
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a group's words. `free`: of every peer; `ahead`: of peers in a later direct call, its signature."""
+
+    doing: int
+    ended: tuple[int, ...]
+    free: dict[int, int]
+    ahead: dict[int, int]
+    status: list[int]
+
+
+class Watch:
+    """The looks at one group, and what they tell. Of the host only: it is tested without a GPU."""
+
+    def __init__(self, memory: GroupMemory) -> None:
+        self._memory, self._state, self._since = weakref.ref(memory), (0, ()), time.monotonic()
+
+    def judge(self, look: Look, now: float) -> SymmetricMemoryError | PeerTimeout | None:
+        """The error that a look tells of, if any."""
+        memory = self._memory()
+        assert memory is not None
+        if (error := error_in(memory, look.status)) is not None:
+            return error
+        state: Any = (look.doing, look.ended)
+        if state != self._state or not look.doing:
+            self._state, self._since = state, now
+            return None
+        for peer, theirs in sorted({**look.ahead, **look.free}.items()):
+            theirs = look.free[peer] or theirs
+            if theirs not in (0, look.doing) and now - self._since >= UNLIKE_S:
+                return unlike(memory, peer, look.doing, theirs)
+        absent = [peer for peer, theirs in sorted(look.free.items()) if not theirs]
+        if absent and now - self._since >= memory.bound / 1e9:
+            return late(memory, absent[0], look.doing, "to come to the call")
+        return None
+
+
+def start_watch(memory: GroupMemory) -> None:
+    """Watch over a group until it goes."""
+    threading.Thread(target=_run, args=(weakref.ref(memory),), name="asynctp-watch", daemon=True).start()
+
+
+def _run(reference: weakref.ref[GroupMemory]) -> None:
+    memory = reference()
+    if memory is None:
+        return
+    torch.cuda.set_device(memory.device)
+    driver.relax_captures()
+    stream = driver.new_torch_stream(memory.device)
+    watch, pages = Watch(memory), _Pages(memory)
+    while memory is not None and not memory.released:
+        with torch.cuda.stream(stream):
+            look = pages.look(memory, stream)
+            if memory.failure is None and (error := watch.judge(look, time.monotonic())) is not None:
+                memory.fail(error)
+            if memory.failure is not None:
+                pages.end_waits(memory, look)
+                stream.synchronize()
+        pause = LOOK_S if memory.failure is None else ENDING_S
+        memory = None
+        time.sleep(pause)
+        memory = reference()
+
+
+class _Pages:
+    """Pinned memory for what a look reads, and for what ends waits."""
+
+    def __init__(self, memory: GroupMemory) -> None:
+        self.words = torch.zeros_like(memory.watched, device="cpu").pin_memory()
+        self.free = torch.zeros(memory.free_words.numel(), dtype=torch.int32).pin_memory()
+        self.status = torch.zeros_like(memory.status, device="cpu").pin_memory()
+        self.set = torch.ones(memory.all_chunk_words[0].numel(), dtype=torch.int32).pin_memory()
+        self.poison: torch.Tensor | None = None
+
+    def look(self, memory: GroupMemory, stream: torch.cuda.Stream) -> Look:
+        pairs = [(self.words, memory.watched), (self.free, memory.free_words), (self.status, memory.status)]
+        for page, words in pairs:
+            page.copy_(words, non_blocking=True)
+        stream.synchronize()
+        doing, *ended = self.words.tolist()
+        peers = [peer for peer in range(memory.world) if peer != memory.rank]
+        free = self.free.tolist()
+        ahead = memory.peers_ahead() if doing else {}
+        return Look(doing, tuple(ended), {peer: free[peer] for peer in peers}, ahead, self.status.tolist())
+
+    def end_waits(self, memory: GroupMemory, look: Look) -> None:
+        """Let everything that waits, or will, go on with NaN."""
+        if (box := memory.areas.get("box")) is not None:
+            if self.poison is None:
+                self.poison = torch.full((1 << 22,), 255, dtype=torch.uint8).pin_memory()
+            for part in box.memory.split(self.poison.numel()):
+                part.copy_(self.poison[: part.numel()], non_blocking=True)
+        if look.doing:
+            self.free.fill_(look.doing)
+            memory.free_words.copy_(self.free, non_blocking=True)
+        for words in memory.all_chunk_words:
+            words.copy_(self.set, non_blocking=True)
+        self.status.copy_(torch.tensor([FAILED, -1, 0]))
+        memory.status.copy_(self.status, non_blocking=True)

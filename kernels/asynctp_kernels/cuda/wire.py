@@ -1,0 +1,95 @@
+"""The wire of a call: how its data travels, as a function of facts that all ranks of a group share.
+
+    gather      the bytes of each rank's shard                     → in rank order on every rank
+    reduction   each rank's tensor, in its dtype and element order → a rank's part of the sum, or all of it
+
+Ranks share the collective: its kind, its bytes and dtype, and the group. They need not share anything else: what a rank
+multiplies by, how it views a tensor, whether it multiplies at all. So the transport is chosen here, of these facts
+alone, and what a rank computes beside it (`select`) is its own:
+
+    direct    one kernel pushes and collects all: little latency              `copy_kernels.push_*_kernel`
+    push      copy engines push into inboxes, chunk by chunk: it overlaps     `script.push_script`
+    plain     the backend's own collective (NCCL)
+
+Unlike calls that meet are found: a call's `signature` is on the wire, in words that are awaited anyway.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from asynctp_kernels.signals import IS_INTERPRETED
+
+DIRECT, PUSH, PLAIN = "direct", "push", "plain"
+SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INT32_LIMIT = (1 << 31) - (1 << 16)  # what kernels count in, less a block
+DIRECT_LIMIT = 64 << 20  # bytes of one slot: what arrives from all ranks together
+#: bytes of a gather's result, or of what a rank's part of a reduction is a part of, up to which `direct` is faster.
+#: Source: `measured.json`, in which of 300 gathers and scatters over 2 and 4 GPUs 14 are on the other side.
+DIRECT_BYTES = 8 << 20
+#: bytes of an all-reduce from which a scatter that overlaps, and NCCL's all-gather, are faster than NCCL's all-reduce.
+#: Source: 4 x H200, 2026-11-20: 17 MB take 158 us instead of 146, 67 MB 430 instead of 537.
+ALL_REDUCE_BYTES = 32 << 20
+_SIGNATURES = 1 << 31
+_DIRECT_SIGNATURES = 1 << 16  # `copy_kernels.SIGNATURES`
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What ranks share of one call.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        world: Ranks of the group.
+        bytes: Of one rank's shard, or of its part of the sum.
+        dtype: Of what is summed; None of a gather, which only moves bytes.
+        reduce_op: "sum" or "avg"; "" of a gather.
+        number_bytes: Of the float32 numbers that travel with a shard.
+        skipped: Calls of the group that this rank has left out, since they ended with an error.
+    """
+
+    kind: str
+    world: int
+    bytes: int
+    dtype: torch.dtype | None = None
+    reduce_op: str = ""
+    number_bytes: int = 0
+    skipped: int = 0
+
+    def transport(self, forced: str | None = None) -> str:
+        """How the data travels. `forced`: an implementation that all ranks have asked for."""
+        whole = self.bytes * self.world
+        sums = self.dtype is not None
+        if self.bytes == 0 or self.bytes >= INT32_LIMIT or (sums and self.dtype not in SUMMED_DTYPES):
+            return PLAIN
+        fits, even = whole <= DIRECT_LIMIT, not sums or self.bytes % 16 == 0
+        if forced is None and IS_INTERPRETED:  # nothing is fast: what has most to show
+            forced = "fused"
+        if forced is not None:
+            wanted = {"unfused": PLAIN, "direct": DIRECT}.get(forced, PUSH)
+            if wanted == PUSH and not even:
+                wanted = DIRECT
+            return PLAIN if wanted == DIRECT and not fits else wanted
+        if self.kind == "all_reduce" and whole < ALL_REDUCE_BYTES:
+            return PLAIN
+        if whole <= DIRECT_BYTES or not even:
+            return DIRECT if fits else PLAIN
+        return PUSH
+
+    @property
+    def told(self) -> str:
+        """The call in words, for messages and for its signature."""
+        kind = "" if self.dtype is None else f" of {str(self.dtype).removeprefix('torch.')}, {self.reduce_op}"
+        numbers = f" and {self.number_bytes} bytes of scales" if self.number_bytes else ""
+        skipped = f", after {self.skipped} calls that ended with an error there" if self.skipped else ""
+        return f"{self.kind} ({self.bytes} bytes a rank{kind}{numbers}{skipped})"
+
+    def signature(self, transport: str) -> int:
+        """A positive int32: of a direct call below `_DIRECT_SIGNATURES`, of a pushed one above."""
+        digest = zlib.crc32(f"{self.told} {self.world}".encode())
+        if transport == DIRECT:
+            return 1 + digest % (_DIRECT_SIGNATURES - 1)
+        return _DIRECT_SIGNATURES + digest % (_SIGNATURES - _DIRECT_SIGNATURES)
