@@ -208,7 +208,13 @@ def _run_scatter(
         check()
         return None
     requested = (select.requested(), stamps.requested())
-    key = (*head, memory.skipped, sum_dtype, *requested, *_keys(*a_parts, *b_parts, *a_scales, *b_scales, *biases, added))
+    key = (
+        *head,
+        memory.skipped,
+        sum_dtype,
+        *requested,
+        *_keys(*a_parts, *b_parts, *a_scales, *b_scales, *biases, added),
+    )
     plan: Any = memory.plans.get(key, _MISSING)
     if plan is _MISSING:
         _check_or_skip(check, memory)
@@ -762,6 +768,8 @@ def _refused_scattering_gemm(call: ScatterCall) -> str | None:
     reason = refused_gemm(call.a_parts[0], call.b_parts, call.b_scales, call.biases, call.wire_dtype, depths)
     if reason is not None:
         return reason
+    if len(depths) > 1 and call.wire_dtype != call.out_dtype:
+        return f"several products, each rounded to {call.out_dtype} before they are added in {call.wire_dtype}"
     if len(depths) > 1 and any(bias is not None for bias in call.biases):
         return "a bias in a sum of several products"
     if len({scale_mode(scale) for scale in call.a_scales}) > 1:

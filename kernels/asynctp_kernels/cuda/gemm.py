@@ -62,6 +62,7 @@ def prepare_gemm(
     clears: bool = True,
     async_input: bool = False,
     stamps: bool = False,
+    rounded: torch.dtype | None = None,
 ) -> Launch:
     """Compile `gemm_kernels.gemm_kernel`, or that of `pingpong_kernels`, for one plan.
 
@@ -76,6 +77,7 @@ def prepare_gemm(
         gathers, scale_travels: The gather's GEMM, whose A scale came with the data.
         clears: The GEMM is the only reader of the words of chunks, and clears them.
         async_input: The gather's GEMM, with a word of the caller's for each chunk.
+        rounded: The dtype that a product is rounded to before it is stored as `out_dtype`; None: that.
         stamps: Of every tile, behind the count of programs that are done (`stamps.StampTable.done`).
     """
     constants = {
@@ -90,6 +92,7 @@ def prepare_gemm(
         "B_SCALE": scale_modes[1],
         "BIAS": int(bias is not None),
         "OUT": TRITON_DTYPES[out_dtype],
+        "ROUNDED": TRITON_DTYPES[rounded or out_dtype],
         "IMPRECISE": tiles.imprecise,
         "BM": tiles.block_m,
         "BN": tiles.block_n,
@@ -100,7 +103,8 @@ def prepare_gemm(
         "STAMPS": stamps,
     }
     if tiles.pingpong:
-        launch = _prepare_pingpong(args, programs, tiles, constants)
+        rounds_once = rounded in (None, out_dtype)
+        launch = _prepare_pingpong(args, programs, tiles, constants) if rounds_once else None
         if launch is not None:
             return launch
         tiles = replace(tiles, pingpong=False, warps=4)
@@ -123,7 +127,7 @@ def _prepare_pingpong(args: Sequence[Any], programs: int, tiles: Tiles, constant
     except Exception as error:  # whatever an API that has changed says
         _give_up(f"{type(error).__name__}: {error}")
         return None
-    mine = {name: value for name, value in constants.items() if name not in ("OUT", "IMPRECISE")}
+    mine = {name: value for name, value in constants.items() if name not in ("OUT", "ROUNDED", "IMPRECISE")}
     mine["STAGES"] = tiles.stages
     warps = pingpong.MULTIPLIER.value
     try:

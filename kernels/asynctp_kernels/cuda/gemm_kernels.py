@@ -311,6 +311,7 @@ def gemm_kernel(
     B_SCALE: tl.constexpr,
     BIAS: tl.constexpr,
     OUT: tl.constexpr,
+    ROUNDED: tl.constexpr,
     IMPRECISE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -333,7 +334,7 @@ def gemm_kernel(
 
     A chunk is `chunk_size` rows of a gather's source, or row tiles of a scatter's destination; of a scatter's own rows,
     `own_tiles` row tiles. A scale is absent (0), one
-    element (1), or one per row or column (2). STAMPS: each tile says when it was reached, when its rows were there and
+    element (1), or one per row or column (2). A product is rounded to ROUNDED, and stored as OUT, which may be wider. STAMPS: each tile says when it was reached, when its rows were there and
     when it was handed to the TMA unit, in ns, and on which SM.
     """
     tiles_q = tl.cdiv(inner, BM)
@@ -500,6 +501,8 @@ def gemm_kernel(
         c_block = block
         if not GATHER:
             c_block = peer * outer + p
+        if ROUNDED != OUT:
+            acc = exact_f32(round_to(acc, ROUNDED))
         if LATER:
             uncounted = tl.where(chunk == behind - 1, uncounted, 0) + 1
             behind = chunk + 1

@@ -368,7 +368,7 @@ class GroupMemory:
         words = self.areas.get("direct words")
         if words is None:
             return {}
-        found = words.memory.view(torch.int64)[:: DIRECT_PROGRAMS][: self.world].tolist()
+        found = words.memory.view(torch.int64)[::DIRECT_PROGRAMS][: self.world].tolist()
         epoch = int(self.epoch.item())
         return {peer: word % (1 << 16) for peer, word in enumerate(found) if word >> 16 > epoch and peer != self.rank}
 

@@ -392,7 +392,7 @@ class FusedScatter(PushedScatter):
         modes = [scale_mode(scales[0] if scales else None) for scales in (call.a_scales, call.b_scales)]
         self.launch = prepare_gemm(
             args, programs, tiles, call.b_parts, bias, (modes[0], modes[1]), self.wire_dtype, gathers=False,
-            stamps=self.stamps is not None,
+            stamps=self.stamps is not None, rounded=call.out_dtype,
         )  # fmt: skip
         self.done = done.data_ptr()
         self.a_like, self.b_like = outlines(self.a_like), outlines(self.b_like)
