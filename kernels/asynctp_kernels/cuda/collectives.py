@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .gather import DirectGather, GatherCall, GatherTensors, PushedGather
+from .gather import GatherCall, GatherTensors, PushedGather
 from .launch import aligned
 from .machine import driver
 from .memory import GroupMemory

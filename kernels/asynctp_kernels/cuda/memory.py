@@ -45,7 +45,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from asynctp_kernels.compat import group_timeout_s
-from asynctp_kernels.errors import TIMEOUT_VARIABLE, SymmetricMemoryError, given_timeout_s, timeout_s
+from asynctp_kernels.errors import SymmetricMemoryError, given_timeout_s, timeout_s
 from asynctp_kernels.host import Board, host_name
 from asynctp_kernels.signals import new_status
 
