@@ -1,8 +1,8 @@
 """The fused ops on NVIDIA GPUs: `run_gather`, `run_scatter` and `run_all_reduce` run a call, `explain_*` say how.
 
-Each call has a wire, of what all ranks share (`wire`), and an implementation, which is a rank's own (`select`). Where no
-implementation can make the products of a call they return None; the caller then makes them itself, and has `Mover` move
-data on the same wire. Plans are kept per group, so they go when the group goes.
+Each call has a wire, made of facts that all ranks share (`wire`), and an implementation, which is a rank's own
+(`select`). Where no implementation can make the products of a call they return None; the caller then makes them itself,
+and has `Mover` move data on the same wire. Plans are kept per group, so they go when the group goes.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ def run_bulk_gather(shard: Tensor, group_size: int, group: ProcessGroup, check: 
         plan = _keep(memory, key, _in_step(memory, make, call, memory))
     memory.last_implementation = plan.name
     if transport == DIRECT:
-        (whole,) = _in_step(memory, plan.run, rows, None, (), (), ())
+        whole: Tensor = _in_step(memory, plan.run, rows, None, (), (), ())[0]
         return whole if shard.ndim > 1 else whole.view(-1)
     bulk: Bulk = _in_step(memory, plan.start_bulk, rows)
     return _waited(bulk, bulk.result if shard.ndim > 1 else bulk.result.view(-1))

@@ -1,4 +1,4 @@
-"""Kernels that move and reduce: the direct (one kernel) all-gather and reduce-scatter, the pipelines' copy and reduction.
+"""Kernels that move and reduce: the direct (one kernel) collectives, and the copy and the reduction of pushed ones.
 
 The direct kernels push: program i of every rank stores its slice of the shard into each peer's landing slot, posts the
 peer's word (own rank, i), waits for the peers' words (rank, i) in its own memory, and takes their slices from there.
@@ -6,7 +6,8 @@ peer's word (own rank, i), waits for the peers' words (rank, i) in its own memor
     landing of one slot, on every rank:  [ from rank 0 | from rank 1 | ... ]   each: [ slice units | fp32 scales ]
 
 Programs take runs of bytes, cut by the number of bytes alone, so ranks may see the shard as they like. A word is
-`epoch * SIGNATURES + signature`: who reads another signature in its own epoch has met an unlike call, and takes nothing.
+`epoch * SIGNATURES + signature`: a rank that reads another signature in its own epoch has met an unlike call, and takes
+nothing.
 
 They need no barrier before or after, and no memset: epochs only grow, and call e lands in slot e % 2.
 There a rank R writes over the data of call e - 2, which is never too early for a peer P:
@@ -105,7 +106,8 @@ def keep_kernel(
 ):
     """Copy the `size` units (integers of any width) of rank `source`'s shard to their place in the gathered tensor.
 
-    With the `own` rank's it counts the call. It runs beside a GEMM, with few registers and no shared memory to speak of, and waits for nothing.
+    With the `own` rank's it counts the call. It runs beside a GEMM, with few registers and no shared memory to speak
+    of, and waits for nothing.
     """
     for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), PROGRAMS):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -306,8 +308,8 @@ def reduce_kernel(
 
     own [R, N], received [WORLD - 1, R, N] (of all others, by rank), of one dtype, and out [R, N], of that or another,
     contiguous, of `size` elements each. The own rows are cut into parts of `own_size` elements, and those of others
-    into chunks of `chunk_size`. Where there are several parts `own_size` is a multiple of ALIGN, a power of two up to 8.
-    For part c it waits until progress[c] is the number of its tiles, which are `own_tiles` of all `tiles` or, at the
+    into chunks of `chunk_size`. Where there are several parts `own_size` is a multiple of ALIGN, a power of two up to
+    8. For part c it waits until progress[c] is the number of its tiles, which are `own_tiles` of all `tiles` or, at the
     end, fewer, and until each arrived[src, c'] is set of the chunk that it ends in: chunks come in order. At the end it
     clears these words, and counts the call. fp32 sum in rank order, times `factor`, rounded once: bits do not depend on
     timing.

@@ -323,8 +323,8 @@ def gemm_kernel(
 ):
     """Every product of a gather, or every destination of a scatter; `COUNT` is the number of Bs, or of pairs.
 
-    GATHER: a0 [P, Q, K] the own rows, a1 [(W-1)*P, Q, K] the others', by source, b [N, K] or [K, N], c [P*W, Q, N]; s, z:
-        scale and bias of each B. words: int32 [W, CHUNKS], 1 when chunk (source, c) is in a1 (and its scales in
+    GATHER: a0 [P, Q, K] the own rows, a1 [(W-1)*P, Q, K] the others', by source, b [N, K] or [K, N], c [P*W, Q, N];
+        s, z: scale and bias of each B. words: int32 [W, CHUNKS], 1 when chunk (source, c) is in a1 (and its scales in
         a_scale1, in the same order; a_scale0 holds the own ones, if they travel). CLEARS: no other reader of the words
         is left at the end. Not OWN: all rows are in a0 and have words, which are awaited to be `value` and are left as
         they are.
@@ -333,9 +333,9 @@ def gemm_kernel(
         own scales; with several there is no bias.
 
     A chunk is `chunk_size` rows of a gather's source, or row tiles of a scatter's destination; of a scatter's own rows,
-    `own_tiles` row tiles. A scale is absent (0), one
-    element (1), or one per row or column (2). A product is rounded to ROUNDED, and stored as OUT, which may be wider. STAMPS: each tile says when it was reached, when its rows were there and
-    when it was handed to the TMA unit, in ns, and on which SM.
+    `own_tiles` row tiles. A scale is absent (0), one element (1), or one per row or column (2). A product is rounded to
+    ROUNDED, and stored as OUT, which may be wider. STAMPS: each tile says when it was reached, when its rows were there
+    and when it was handed to the TMA unit, in ns, and on which SM.
     """
     tiles_q = tl.cdiv(inner, BM)
     tiles_m = outer * tiles_q

@@ -65,7 +65,7 @@ FLIGHTS = 64  # events of results in flight; one that is used again only makes i
 #: how far apart the ranks may come to a group's first call: some of them may still compile
 FIRST_CALL_S = 1800.0
 _WORD = 4
-#: where words and counts of this rank's own begin: progress of tiles, idle, a constant 1, `doing`, three pairs of counts
+#: where this rank's own words begin: progress of tiles, idle ones, a constant 1, `doing`, three pairs of counts
 _IDLE = MAX_WORLD * MAX_OWN
 _ONE = _IDLE + MAX_OWN
 _DOING = _ONE + 4
@@ -118,7 +118,9 @@ class GroupMemory:
             behind other work.
         turn: held from `begin` to `ended`, so that calls of several threads come one after the other on a device.
         failure: why the memory must not be used again. released: nobody may use it any more.
-        skipped: calls that this rank has left out. calls: what ranks tell each other about their calls. bound: of a wait for a rank, in nanoseconds.
+        skipped: calls that this rank has left out, since they ended with an error.
+        calls: what ranks tell each other about their calls.
+        bound: of a wait for a rank, in nanoseconds.
         captured: a call has been captured in a CUDA graph of the program's.
         retired: areas that grew after that; a graph still has their addresses, so they stay as long as the group.
     """

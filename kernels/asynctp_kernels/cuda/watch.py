@@ -9,9 +9,9 @@ costs a call anything:
     FREE[p] is another call than `doing`, for a second       ranks make unlike calls: `UnlikeCalls`
     FREE[p] is 0 and no call ends, for the group's timeout   a rank does not come: `PeerTimeout`
 
-Then the group's memory has failed: each further call on the host raises, and says why. What is enqueued already cannot
-raise. It gets NaN: the inbox is filled with it, and every word is set for which a stream or a kernel could wait, as long
-as the group lives, since a CUDA graph may be launched again. Copies do all that: a kernel might find no room.
+Then the group's memory has failed: each further call on the host raises, and says why. Enqueued calls cannot raise.
+They get NaN: the inbox is filled with it, and every word is set for which a stream or a kernel could wait, as long as
+the group lives, since a CUDA graph may be launched again. Copies do all that: a kernel might find no room.
 
 In Triton's interpreter waits raise themselves (`interpreted.StreamWaitOver`), and `error_of` says what that means.
 """
@@ -191,7 +191,8 @@ class _Pages:
         if (box := memory.areas.get("box")) is not None:
             if self.poison is None:
                 self.poison = torch.full((1 << 22,), 255, dtype=torch.uint8).pin_memory()
-            for part in box.memory.split(self.poison.numel()):
+            for first in range(0, box.size, self.poison.numel()):
+                part = box.memory[first : first + self.poison.numel()]
                 part.copy_(self.poison[: part.numel()], non_blocking=True)
         if look.doing:
             self.free.fill_(look.doing)
