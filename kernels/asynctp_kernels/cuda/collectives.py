@@ -10,8 +10,8 @@ what it likes. Of few bytes both run the direct kernels (`DirectGather`, `Direct
 Pushed ones return at once, with a result that is complete after `done`: `_c10d_functional.wait_tensor` makes the
 current stream wait for that, as for any functional collective. They leave the SMs to others, but for copies by few CTAs
 and one short kernel that adds. Calls of one group follow each other on its copy stream, whether somebody has waited for
-the earlier ones or not. A CUDA graph is replayed only when nothing is in flight, as for any collective that a graph and an
-eager program share.
+the earlier ones or not. A CUDA graph is replayed only when nothing is in flight, as for any collective that a graph and
+an eager program share.
 """
 
 from __future__ import annotations

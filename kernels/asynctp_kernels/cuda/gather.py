@@ -7,7 +7,7 @@
 
 The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. By `push` each rank's
 copy engine pushes its shard to where the others' products read it, and nothing is staged. A rank that returns the
-gathered A too keeps it: a small kernel copies each source's rows to their place once they are there, beside the products.
+gathered A too keeps it: a small kernel copies each source's rows to their place once they are there, beside products.
 
 A plan is made once per (shapes, strides, dtypes, options) and group, and holds everything that does not change:
 addresses of words, the copy stream's script, the compiled kernel. A call only fills in addresses: it makes memory for
