@@ -83,9 +83,38 @@ def data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited):
 
 
 @triton.jit
-def tick_kernel(done_ptr):
-    """Count a call that no other kernel counts."""
-    tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
+def stage_kernel(
+    shard_ptr,
+    scale_ptr,
+    kept_ptr,
+    outbox_ptr,
+    scale_box_ptr,
+    done_ptr,
+    size,
+    numbers,
+    SCALE_TRAVELS: tl.constexpr,
+    KEEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Copy the own shard of `size` units, and `numbers` scales, into the outbox, from which peers then pull.
+
+    KEEPS: the shard goes to `kept_ptr` as well, its place in the gathered A. It counts the call. It runs beside a GEMM,
+    with few registers and no shared memory to speak of, and waits for nothing.
+    """
+    pid = tl.program_id(0)
+    for block in range(pid, tl.cdiv(size, BLOCK), PROGRAMS):
+        index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        units = tl.load(shard_ptr + index, mask=index < size)
+        tl.store(outbox_ptr + index, units, mask=index < size)
+        if KEEPS:
+            tl.store(kept_ptr + index, units, mask=index < size)
+    if SCALE_TRAVELS:
+        for first in range(pid * 256, numbers, PROGRAMS * 256):
+            index = first + tl.arange(0, 256)
+            tl.store(scale_box_ptr + index, tl.load(scale_ptr + index, mask=index < numbers), mask=index < numbers)
+    if pid == 0:
+        tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
 
 
 @triton.jit(do_not_specialize=["source", "own"])
@@ -310,8 +339,8 @@ def reduce_kernel(
     contiguous, of `size` elements each. The own rows are cut into parts of `own_size` elements, and those of others
     into chunks of `chunk_size`. Where there are several parts `own_size` is a multiple of ALIGN, a power of two up to
     8. For part c it waits until progress[c] is the number of its tiles, which are `own_tiles` of all `tiles` or, at the
-    end, fewer, and until each arrived[src, c'] is set of the chunk that it ends in: chunks come in order. At the end it
-    clears these words, and counts the call. fp32 sum in rank order, times `factor`, rounded once: bits do not depend on
+    end, fewer, and until each arrived[src] counts the chunk that it ends in: chunks come in order. At the end it clears
+    these words, and counts the call. fp32 sum in rank order, times `factor`, rounded once: bits do not depend on
     timing.
 
     It runs beside the GEMM on the same SMs (few registers, no shared memory), and never the other way round: the GEMM
@@ -327,7 +356,7 @@ def reduce_kernel(
         zero = 0
         for src in tl.static_range(WORLD):
             known = (src == rank) | (come == here)
-            zero += await_word(arrived + src * MAX_CHUNKS + come, 1, known.to(tl.int32))
+            zero += await_word(arrived + src, come + 1, known.to(tl.int32))
         here = come
         zero += await_word(progress + part, tl.minimum(own_tiles, tiles - part * own_tiles), 0)
         for block in range(pid, tl.cdiv(end - begin, BLOCK), PROGRAMS):
@@ -347,4 +376,4 @@ def reduce_kernel(
         tl.store(done_ptr, 0)
         tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
         tl.store(progress + tl.arange(0, MAX_OWN), 0)
-        tl.store(arrived + tl.arange(0, 8 * MAX_CHUNKS), 0)
+        tl.store(arrived + tl.arange(0, 8), 0)

@@ -3,24 +3,29 @@
 Areas of symmetric memory, each as large as the largest call so far, made and grown collectively and never during a CUDA
 graph capture:
 
-    box       an inbox: what peers pushed, by source, but for the own         [from rank 0 | from rank 1 | ...]
+    box       an inbox, of pushed data, by source, but for the own            [from rank 0 | from rank 1 | ...]
+              or an outbox, the own shard, which peers pull                   [shard | its scales]
     direct    both direct kernels: two slots of landings, epochs              see `copy_kernels`
 
-An inbox is a bounded buffer of depth one, with int32 words per peer that a stream can wait for:
+A box is a bounded buffer of depth one, with an int32 word per peer and direction that a stream can wait for:
 
-    FREE    set at the writer by the rank that can take data, to the signature of its call; the writer clears it when it
-            starts to write. A call waits for exactly its own signature: unlike calls never exchange anything
-    FULL    of a scatter, set at the reader by the rank whose chunk is there; cleared by the reader before its next
-            FREE, which is what the next push needs
-    LANDED  the same of a gather, whose products may begin while a scatter is in flight
+    FREE    set at each peer by the rank that has come to a call, to the signature of it, when nobody needs any more what
+            is in its box; cleared by who waits. A call waits for exactly its own signature, of every peer: unlike calls
+            never exchange anything
+    FULL    of a scatter, set at the reader by the rank whose data is there: the number of chunks that are complete;
+            cleared by the reader before its next FREE, which is what the next push needs
+    LANDED  the same of a gather, whose products may begin while a scatter is in flight; or, of one that is pulled, set at
+            every peer by the rank whose outbox is full
 
-    own:   set FREE at every peer; wait FREE(every peer), clear it; push each chunk and set FULL or LANDED at its rank
+    own:   set FREE at every peer; wait FREE(every peer), clear it
+           pushed:  push each chunk and set FULL or LANDED at its rank
            scatter: wait FULL(every peer, chunk) and reduce, chunk by chunk; clear all FULL
            gather:  wait LANDED(peer, chunk) and multiply or keep, chunk by chunk; clear all LANDED
+           pulled:  fill the outbox, set LANDED at every peer; wait LANDED(peer), clear it, and pull its shard
 
-What is pushed comes after FREE of *every* rank, and each sets that after its last reduction, product or copy of what
-was there before. Chunks are cut by the number of bytes alone (`tiles.WireChunks`), so how a rank cuts its copies, what
-it computes and whether it keeps what came are its own.
+Data moves after FREE of *every* rank, and each sets that after its last reduction, product or copy of what was there
+before. Pushed chunks are cut by the number of bytes alone (`tiles.WireChunks`), so how a rank cuts its copies, what it
+computes and whether it keeps what came are its own.
 
 These words are cleared by their reader, so nothing depends on how often, in which CUDA graph or in which order of
 shapes a call runs, as long as all ranks make the same calls of a group in the same order; that is the rule for every
@@ -65,9 +70,10 @@ FLIGHTS = 64  # events of results in flight; one that is used again only makes i
 #: how far apart the ranks may come to a group's first call: some of them may still compile
 FIRST_CALL_S = 1800.0
 _WORD = 4
-#: where this rank's own words begin: progress of tiles, idle ones, a constant 1, `doing`, three pairs of counts
+#: where this rank's own words begin: progress of tiles, idle ones, arrivals, a 1, `doing`, three pairs of counts
 _IDLE = MAX_WORLD * MAX_OWN
-_ONE = _IDLE + MAX_OWN
+_ARRIVALS = _IDLE + MAX_OWN
+_ONE = _ARRIVALS + MAX_WORLD
 _DOING = _ONE + 4
 _COUNTS = _DOING + 4
 _GRANULE = 1 << 21
@@ -285,7 +291,7 @@ class GroupMemory:
 
     # --- words -------------------------------------------------------------------------------------------
     def _words(self, number: int) -> Words:
-        return Words(self.signals.peers, number * MAX_WORLD * MAX_CHUNKS * _WORD)
+        return Words(self.signals.peers, number * MAX_WORLD * _WORD)
 
     @property
     def full(self) -> Words:
@@ -321,6 +327,11 @@ class GroupMemory:
     def idle(self) -> int:
         """Address of int32 [MAX_OWN] that nobody counts in, for a reduction of what no GEMM makes."""
         return self._local(_IDLE)
+
+    @property
+    def arrivals(self) -> int:
+        """Address of int32 [world]: how many chunks of each source have been pulled."""
+        return self._local(_ARRIVALS)
 
     @property
     def one(self) -> int:
@@ -363,7 +374,7 @@ class GroupMemory:
     @property
     def all_chunk_words(self) -> list[torch.Tensor]:
         """This rank's words of chunks."""
-        return [self._own(words, MAX_WORLD * MAX_CHUNKS) for words in (self.full, self.landed)]
+        return [self._own(words, MAX_WORLD) for words in (self.full, self.landed)]
 
     def peers_ahead(self) -> dict[int, int]:
         """The peers that are in a direct call which this rank has not begun, with its signature."""

@@ -32,6 +32,7 @@ from asynctp_kernels.errors import PeerTimeout, SymmetricMemoryError, UnlikeCall
 from asynctp_kernels.signals import FAILED
 
 from .machine import driver
+from .tiles import MAX_CHUNKS
 from .wire import Wire
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class _Pages:
         self.words = torch.zeros_like(memory.watched, device="cpu").pin_memory()
         self.free = torch.zeros(memory.free_words.numel(), dtype=torch.int32).pin_memory()
         self.status = torch.zeros_like(memory.status, device="cpu").pin_memory()
-        self.set = torch.ones(memory.all_chunk_words[0].numel(), dtype=torch.int32).pin_memory()
+        self.set = torch.full((memory.free_words.numel(),), MAX_CHUNKS, dtype=torch.int32).pin_memory()
         self.poison: torch.Tensor | None = None
 
     def look(self, memory: GroupMemory, stream: torch.cuda.Stream) -> Look:
