@@ -93,8 +93,8 @@ def run_gather(
 ) -> list[Tensor] | None:
     """all_gather(a_shard, dim) @ b for every b; arguments as those of the ops. None: run the unfused program.
 
-    kept: every rank of the group keeps the gathered A. `check` validates the arguments; it is called once per plan, not once per call, and always
-    before None is given.
+    kept: every rank of the group keeps the gathered A. `check` validates the arguments; it is called
+    once per plan, not once per call, and always before None is given.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
@@ -321,8 +321,8 @@ def run_bulk_gather(
 ) -> Tensor | None:
     """all_gather(shard, dim 0), unwaited: `_c10d_functional.wait_tensor` completes it. None: use NCCL.
 
-    kept: every rank of the group keeps what is gathered. `check` validates the arguments; it is called once per plan, not once per call, and
-    not before None is given.
+    kept: every rank of the group keeps what is gathered. `check` validates the arguments; it is
+    called once per plan, not once per call, and not before None is given.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from asynctp_kernels.numerics import exact_f32, round_to
-from asynctp_kernels.signals import post_word, record_timeout, wait_word
+from asynctp_kernels.signals import post_word, record_timeout, wait_exactly, wait_word
 
 from .gemm_kernels import await_word
 
@@ -82,7 +82,7 @@ def data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited):
     return (found >= epoch * SIGNATURES) & (unlike == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["signature", "rank"])
 def stage_kernel(
     shard_ptr,
     scale_ptr,
@@ -92,17 +92,38 @@ def stage_kernel(
     done_ptr,
     size,
     numbers,
+    pads,
+    free_word,
+    landed_word,
+    timeout_ns,
+    status_ptr,
+    signature,
+    rank,
+    WORLD: tl.constexpr,
     SCALE_TRAVELS: tl.constexpr,
     KEEPS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
 ):
     """Copy the own shard of `size` units, and `numbers` scales, into the outbox, from which peers then pull.
 
-    KEEPS: the shard goes to `kept_ptr` as well, its place in the gathered A. It counts the call. It runs beside a GEMM,
-    with few registers and no shared memory to speak of, and waits for nothing.
+    Before that all ranks meet: FREE of every peer has the call's `signature`, so no rank still pulls the outbox's last
+    shard; after it every outbox is full (LANDED), and all ranks go on in step. KEEPS: the shard goes to `kept_ptr` as
+    well, its place in the gathered A. pads: each rank's words, in which `free_word` and `landed_word` are numbers of
+    int32. It counts the call. It runs beside a GEMM, with few registers and no shared memory to speak of, and does not
+    wait for it.
     """
     pid = tl.program_id(0)
+    pad_table = pads.to(tl.pointer_type(tl.int64))
+    own_words = tl.load(pad_table + rank).to(tl.pointer_type(tl.int32))
+    if pid == 0:
+        for step in tl.static_range(1, WORLD):
+            words = tl.load(pad_table + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(words + free_word + rank, signature, sem="release", scope="sys")
+    for step in tl.static_range(1, WORLD):
+        src = (rank + step) % WORLD
+        wait_exactly(own_words + free_word + src, signature, timeout_ns, status_ptr, src)
     for block in range(pid, tl.cdiv(size, BLOCK), PROGRAMS):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         units = tl.load(shard_ptr + index, mask=index < size)
@@ -113,8 +134,20 @@ def stage_kernel(
         for first in range(pid * 256, numbers, PROGRAMS * 256):
             index = first + tl.arange(0, 256)
             tl.store(scale_box_ptr + index, tl.load(scale_ptr + index, mask=index < numbers), mask=index < numbers)
-    if pid == 0:
+    tl.debug_barrier()
+    if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+        tl.store(done_ptr, 0)
         tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
+        for step in tl.static_range(1, WORLD):
+            tl.store(own_words + free_word + (rank + step) % WORLD, 0)
+        tl.debug_barrier()
+        for step in tl.static_range(1, WORLD):
+            words = tl.load(pad_table + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(words + landed_word + rank, MAX_CHUNKS, sem="release", scope="sys")
+        for step in tl.static_range(1, WORLD):
+            src = (rank + step) % WORLD
+            wait_exactly(own_words + landed_word + src, MAX_CHUNKS, timeout_ns, status_ptr, src)
+            tl.store(own_words + landed_word + src, 0)
 
 
 @triton.jit(do_not_specialize=["source", "own"])

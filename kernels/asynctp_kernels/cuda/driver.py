@@ -135,6 +135,8 @@ _u64, _size, _uint, _ref = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint, ctyp
 
 #: copy(dst, src, bytes, stream): device memory of this or another GPU
 copy: Callable[[int, int, int, int], None] = _function("cuMemcpyDtoDAsync_v2", _u64, _u64, _size, _ref)
+#: copy_from_host(dst, src, bytes, stream): from pinned memory
+copy_from_host: Callable[[int, int, int, int], None] = _function("cuMemcpyHtoDAsync_v2", _u64, _ref, _size, _ref)
 record_event: Callable[[int, int], None] = _function("cuEventRecord", _ref, _ref)
 wait_event_with_flags: Callable[[int, int, int], None] = _function("cuStreamWaitEvent", _ref, _ref, _uint)
 _copy_2d = _function("cuMemcpy2DAsync_v2", _ref, _ref)

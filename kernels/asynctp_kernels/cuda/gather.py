@@ -7,8 +7,8 @@
 
 The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. By `push` each rank's
 copy engine pushes its shard to where the others' products read it, and nothing is staged; a rank that returns the
-gathered A too has it copied from there. By `pull`, where all ranks return it, each stages its shard, and the others pull
-it to where the result is.
+gathered A too has it copied from there. By `pull`, where all ranks return it, each stages its shard, and the others
+pull it to where the result is.
 
 A plan is made once per (shapes, strides, dtypes, options) and group, and holds everything that does not change:
 addresses of words, the copy stream's script, the compiled kernel. A call only fills in addresses: it makes memory for
@@ -57,7 +57,6 @@ from .script import (
     Write,
     arrived_script,
     clear_script,
-    meet_script,
     pull_script,
     push_script,
 )
@@ -477,7 +476,6 @@ class PulledGather(MovedGather):
         self.scale_offset = align(self.shard_bytes)
         self.stage_keeps = self.stage_keeps and self.outer == 1
         self.outbox = memory.require("box", self.scale_offset + self.number_bytes)
-        self.meet = memory.compiled(meet_script(memory.landing, memory.signature(call.wire, PULL)))
         self._compile_stage(call)
         moves = PullMoves(
             outboxes=self.outbox.peers,
@@ -490,7 +488,7 @@ class PulledGather(MovedGather):
             keep_own=not self.stage_keeps,
             keep_own_scales=call.along is not None,
         )
-        self.play = memory.compiled(pull_script(memory.landing, moves, self.arrived))
+        self.play = memory.compiled(pull_script(memory.rank, memory.world, moves, self.arrived))
 
     def _compile_stage(self, call: GatherCall) -> None:
         memory = self.memory
@@ -505,12 +503,18 @@ class PulledGather(MovedGather):
             kept = full[memory.rank * self.units :][: self.units]
         box, scale_box = self.as_units(self.outbox.memory), self.outbox.memory[self.scale_offset :].view(torch.float32)
         scale = memory.dummy if call.travels is None else aligned(call.travels)
-        tail: list[Any] = [box, scale_box, memory.gather_done, self.units, self.number_count]
+        words = [memory.pads, memory.free.number, memory.landed.number, memory.kernel_bound, memory.status]
+        tail: list[Any] = [
+            box, scale_box, memory.gather_done, self.units, self.number_count, *words,
+            memory.signature(call.wire, PULL), memory.rank,
+        ]  # fmt: skip
         constants = {
+            "WORLD": memory.world,
             "SCALE_TRAVELS": self.number_count > 0,
             "KEEPS": self.stage_keeps,
             "BLOCK": block,
             "PROGRAMS": programs,
+            "MAX_CHUNKS": MAX_CHUNKS,
         }
         examples, options = [shard, scale, kept, *tail], {"maxnreg": BESIDE_REGISTERS}
         self.stage = prepare(stage_kernel, programs, examples, constants, BESIDE_WARPS, **options)
@@ -539,22 +543,26 @@ class PulledGather(MovedGather):
     def start(self, stream: int, call: GatherTensors) -> None:
         """Enqueue staging and copies; of gathered numbers the own ones are only there if they are no scale."""
         memory = self.memory
+        if self.stage_first:
+            self.stage_shard(stream, call)
         memory.fork(stream)
         self.pull(memory.stream, call)
         driver.record_event(memory.end, memory.stream)
-        if self.stage_first:
-            driver.wait_event(stream, memory.running)
 
-    def pull(self, side: int, call: GatherTensors) -> None:
-        """Enqueue staging and pulls on `side`."""
+    def stage_shard(self, stream: int, call: GatherTensors) -> None:
+        """Enqueue staging on `stream`."""
         assert call.full is not None
         shard = call.shard.data_ptr()
         kept = call.full.data_ptr() + self.memory.rank * self.shard_bytes if self.stage_keeps else shard
+        self.stage(stream, [shard, 0 if call.numbers is None else call.numbers.data_ptr(), kept, *self.stage_tail])
+
+    def pull(self, side: int, call: GatherTensors) -> None:
+        """Enqueue the pulls on `side`, after the staging unless that has come first."""
+        if not self.stage_first:
+            self.stage_shard(side, call)
+        assert call.full is not None
         own, whole = (0 if each is None else each.data_ptr() for each in (call.numbers, call.all_numbers))
-        self.meet(side, ())
-        self.stage(side, [shard, own, kept, *self.stage_tail])
-        driver.record_event(self.memory.running, side)
-        self.play(side, (0, shard, own, call.full.data_ptr(), whole))
+        self.play(side, (0, call.shard.data_ptr(), own, call.full.data_ptr(), whole))
 
     def ranges(self, own: Tensor, come: Tensor) -> list[Tensor]:
         parts = list(ranges(come, self.outer * self.memory.world))

@@ -136,7 +136,6 @@ class Channel:
     world: int
     full: Callable[[int, int], int]
     free: Callable[[int, int], int]
-    doing: int
 
 
 @dataclass(frozen=True)
@@ -175,15 +174,13 @@ def meet_script(channel: Channel, signature: int) -> list[Step]:
 
     FREE says that a rank is done with what was in its box, and that it has come to this call: it has the call's
     signature, and so meets no other call. So ranks copy in step, and never two from or into the same box: that would
-    halve each other's speed. DOING has the signature for so long, for who watches over the wait (`watch`).
+    halve each other's speed. `watch` watches over the wait.
     """
     rank, world = channel.rank, channel.world
     peers = [(rank + step) % world for step in range(1, world)]
-    steps: list[Step] = [Write(channel.doing, signature)]
-    steps += [Post(channel.free(peer, rank), signature) for peer in peers]
+    steps: list[Step] = [Post(channel.free(peer, rank), signature) for peer in peers]
     steps += [Wait(channel.free(rank, peer), signature, peer=peer, exactly=True) for peer in peers]
-    steps += [Write(channel.free(rank, peer), 0) for peer in peers]
-    return [*steps, Write(channel.doing, 0)]
+    return [*steps, *(Write(channel.free(rank, peer), 0) for peer in peers)]
 
 
 def push_script(channel: Channel, moves: PushMoves, ready: Callable[[int, int], Sequence[Step]]) -> list[Step]:
@@ -257,20 +254,18 @@ class PullMoves:
     keep_own_scales: bool = False
 
 
-def pull_script(channel: Channel, moves: PullMoves, arrived: Callable[[int, int], Sequence[Step]]) -> list[Step]:
-    """Once the own outbox is full, say so; pull the others' shards in the order rank+1, rank+2, …
+def pull_script(rank: int, world: int, moves: PullMoves, arrived: Callable[[int, int], Sequence[Step]]) -> list[Step]:
+    """Pull the others' shards in the order rank+1, rank+2, …, once every outbox is full (`stage_kernel`).
 
-    LANDED says here that a rank's outbox is full. Ranks in step never pull from the same source at the same time; out
+    Ranks in step never pull from the same source at the same time; out
     of step they would halve each other's speed. Few copies, since about 5 us go by between two: chunks are copied apart
     of the first source, before the first of which nothing overlaps, and of the last, after the last of which nothing
     does. `arrived(source, chunk)` follows each: a word for a kernel, or an event for a stream.
     """
-    rank, world = channel.rank, channel.world
     sources = [(rank + step) % world for step in range(1, world)]
-    steps: list[Step] = [Post(channel.full(peer, rank), MAX_CHUNKS) for peer in sources]
+    steps: list[Step] = []
     scales = replace(moves, inner=1)  # all scales of a block are one row
     for source in sources:
-        steps += [*arrived_script(channel, source, MAX_CHUNKS - 1), Write(channel.full(rank, source), 0)]
         if moves.scale_bytes:
             address = moves.outboxes[source] + moves.scale_offset
             steps += _rows(scales, world, source, FULL_SCALE, address, moves.scale_bytes)
