@@ -154,6 +154,7 @@ class Report:
         collectives_digest: Hash of its collectives in their order, likewise: the same on ranks whose programs differ in
             what they do with results.
         notes: What else should be known: bugs of this torch that the graph meets.
+        internal_errors: Errors of asynctp itself (`ATP901`), because of which the graph stayed as it was.
     """
 
     graph: str
@@ -167,6 +168,7 @@ class Report:
     program_digest: str = ""
     collectives_digest: str = ""
     notes: tuple[str, ...] = ()
+    internal_errors: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[Remark, ...]:
@@ -201,6 +203,7 @@ class Report:
         by_reason = Counter((remark.code, remark.name, _reason_text(remark)) for remark in self.skipped)
         for (code, name, text), count in sorted(by_reason.items()):
             lines.append(f". SKIPPED {count} x {code} {name}: {text}")
+        lines += [f"{_MARKS['MISSED']} INTERNAL ERROR: {error}" for error in self.internal_errors]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_json(self, indent: int | None = None) -> str:
@@ -224,8 +227,8 @@ class Report:
         coalesced = tuple(
             Coalesced(**{**entry, "collectives": tuple(entry["collectives"])}) for entry in values.pop("coalesced", ())
         )
-        notes = tuple(values.pop("notes", ()))
-        return cls(remarks=remarks, coalesced=coalesced, notes=notes, **values)
+        texts = {name: tuple(values.pop(name, ())) for name in ("notes", "internal_errors")}
+        return cls(remarks=remarks, coalesced=coalesced, **texts, **values)
 
 
 def _again(count: int, size: int) -> str:
