@@ -24,7 +24,7 @@ from asynctp_passes import compat, files, ops, pipeline, registry
 from asynctp_passes.agree import agree, agree_again, sources_digest
 from asynctp_passes.config import Config, ConfigError
 from asynctp_passes.errors import AsyncTPError, GroupError, StrictError
-from asynctp_passes.internal import contained
+from asynctp_passes.internal import FORESEEN, contained, tell
 from asynctp_passes.report import Report
 from asynctp_passes.torch_bugs import hidden_calls
 
@@ -73,9 +73,13 @@ class _OwnPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
 
         None, which turns caching off, where that cannot be found out.
         """
-        with contained("make the key of Inductor's caches", "The graph is compiled, and not cached"):
+        try:
             return self._key()
-        return None
+        except FORESEEN:
+            raise
+        except Exception as error:
+            tell(error, "make the key of Inductor's caches", "The graph is compiled, and not cached")
+            return None
 
     def _key(self) -> bytes:
         runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
@@ -347,7 +351,7 @@ def _publish(
             compat.trace_artifact(f"asynctp_{report.phase}_report", report.to_json)
     if config.report_file is not None:
         with _or_warn("report_file", config.report_file):
-            files.append(config.report_file, report.to_json() + "\n")
+            files.write(config.report_file, report.to_json() + "\n", append=True)
     if config.graph_dir is not None:
         with _or_warn("graph_dir", config.graph_dir):
             _draw(config.graph_dir, before, after, report)
@@ -356,15 +360,15 @@ def _publish(
 @contextlib.contextmanager
 def _or_warn(option: str, place: str) -> Iterator[None]:
     """No full disk ends a program for the sake of a report of it, and no page that cannot be drawn."""
-    try:
-        with contained(f"write {option}={place!r}"):
+    with contained(f"write {option}={place!r}"):
+        try:
             yield
-    except OSError as error:
-        log.warning(
-            "asynctp: %s=%r could not be written (%s); the program goes on, and asynctp_passes.reports() has the "
-            "report. Remedy: %s",
-            *(option, place, error, files.remedy(error, folder=option == "graph_dir")),
-        )
+        except OSError as error:
+            log.warning(
+                "asynctp: %s=%r could not be written (%s); the program goes on, and asynctp_passes.reports() has the "
+                "report. Remedy: %s",
+                *(option, place, error, files.remedy(error, folder=option == "graph_dir")),
+            )
 
 
 def _log(report: Report) -> None:

@@ -8,7 +8,7 @@ import select
 import time
 from pathlib import Path
 
-__all__ = ["append", "remedy"]
+__all__ = ["remedy", "write"]
 
 WAIT_S = 2.0
 """Seconds that a pipe may take to be read from before a text for it is given up."""
@@ -26,8 +26,8 @@ _REMEDIES = {
 }
 
 
-def append(path: str | Path, text: str) -> None:
-    """Append to a file, with its folder made where it is not there; permissions are those of the user's umask.
+def write(path: str | Path, text: str, *, append: bool = False) -> None:
+    """Write a file, with its folder made where it is not there; permissions are those of the user's umask.
 
     Nothing waits without end: a pipe without a reader is an error, and so is one that is not read from for `WAIT_S`.
 
@@ -36,8 +36,8 @@ def append(path: str | Path, text: str) -> None:
     """
     place = Path(path).absolute()
     place.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-    file = os.open(place, flags, 0o666)
+    mode = os.O_APPEND if append else os.O_TRUNC
+    file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | mode, 0o666)
     try:
         _write(file, memoryview(text.encode("utf-8", errors="replace")))
     finally:

@@ -1,4 +1,4 @@
-"""Errors of asynctp that nobody foresaw: they are logged once a kind, with all that their report needs, and end nothing.
+"""Errors of asynctp that nobody foresaw: they are logged once a kind, with all that a report needs, and end nothing.
 
 An error that a user can mend is foreseen, and has a class and a message of its own (`FORESEEN`). All others are bugs.
 """

@@ -68,6 +68,8 @@ _UNSHARDED = (
 def run(graph: fx.Graph, config: Config | None = None) -> Report:
     """Fuse every chain of a graph that can be proven, in place, and report on every collective.
 
+    The graph's nodes may come in any order; if it communicates, they are sorted afterwards.
+
     Args:
         graph: A functional graph of aten and `_c10d_functional` ops, with fake tensors in `meta["val"]`: what
             Inductor hands to a post-grad pass, or `make_fx` under fake tensors gives.
@@ -92,7 +94,9 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
 
 
 def _fuse(graph: fx.Graph, config: Config, attempt: _Attempt) -> Report:
-    _sort(graph)
+    if not read_collectives(graph):
+        return _report(graph, [], [], config)
+    toposort.sort(graph)
     found, context = decide_graph(graph, config)
     decisions = hide(graph, found)
     bundles = coalesce(decisions, context)
@@ -138,17 +142,12 @@ def run_joint(graph: fx.Graph, config: Config) -> Report | None:
     """
     attempt = _Attempt(graph, config, "joint")
     with attempt:
-        _sort(graph)
-        if tangents_of(graph):
-            _tag(graph, config, attempt)
+        if read_collectives(graph):  # any other graph is left to Inductor, which sorts it after this pass
+            toposort.sort(graph)
+            if tangents_of(graph):
+                _tag(graph, config, attempt)
         return None
     return attempt.fall_back()
-
-
-def _sort(graph: fx.Graph) -> None:
-    """Sort a graph that communicates; any other one is left to Inductor, which sorts it after this pass."""
-    if read_collectives(graph):
-        toposort.sort(graph)
 
 
 def _tag(graph: fx.Graph, config: Config, attempt: _Attempt) -> None:

@@ -1,8 +1,8 @@
 """The catalogue of reasons: why a chain is not fused, and what to do about it.
 
 Every outcome that is not FUSED carries one `Reason`. Codes are stable: ATP0xx scope, 1xx structure,
-2xx legality, 3xx kernel limits, 4xx cost, 9xx errors of asynctp itself. A name says what is wrong; the check that guards against it
-(`checks.py`) is named for the good case. `docs/reference/reasons.md` is written from this table.
+2xx legality, 3xx kernel limits, 4xx cost, 9xx errors of asynctp itself. A name says what is wrong; the check that
+guards against it (`checks.py`) is named for the good case. `docs/reference/reasons.md` is written from this table.
 """
 
 from __future__ import annotations
@@ -432,7 +432,14 @@ INTERNAL_ERROR = _miss(
 
 def catalogue_markdown() -> str:
     """The reference page of all reasons, as Markdown (`docs/reference/reasons.md`)."""
-    families = {"0": "Scope", "1": "Structure", "2": "Legality", "3": "Kernel limits", "4": "Cost", "9": "Internal errors"}
+    families = {
+        "0": "Scope",
+        "1": "Structure",
+        "2": "Legality",
+        "3": "Kernel limits",
+        "4": "Cost",
+        "9": "Internal",
+    }
     lines = [
         "# Reasons",
         "",

@@ -1,7 +1,7 @@
 """Bring a graph's nodes into an order in which each comes after its inputs.
 
-Inductor runs custom passes after its pattern matcher and before it sorts. The matcher puts all that it makes in front of
-a pattern's last result, so that users of the first result may come before it:
+Inductor runs custom passes after its pattern matcher and before it sorts. The matcher puts all that it makes in front
+of a pattern's last result, so that users of the first result may come before it:
 
     scores, weights, out, reduce_scatter(out), ..., grad_q      ─▶   reduce_scatter(sdpa), ..., sdpa, grad_q
 
@@ -12,11 +12,12 @@ other, random draws among each other, and what reads or writes memory that an in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from torch import fx
 
+from asynctp_passes import compat
 from asynctp_passes.fxview import is_random, mutates, op_name, reachable, steps_of, written_by
 from asynctp_passes.read import read_collectives
 from asynctp_passes.views import shares_memory
@@ -138,6 +139,12 @@ def _has_effect(node: fx.Node) -> bool:
     return mutates(node) or (node.is_impure() and not is_random(node) and not waits)
 
 
+def _is_alias(node: fx.Node) -> bool:
+    """True for an op that always gives a view: it reads nothing, and its result changes with what it takes."""
+    results = node.target._schema.returns if compat.is_op(node.target) else ()
+    return not mutates(node) and any(result.alias_info is not None for result in results)
+
+
 def _accesses(nodes: Sequence[fx.Node]) -> Iterator[_Pair]:
     """For each in-place operation, the pairs of it and what reads or writes the same memory, in the graph's order."""
     place = {node: index for index, node in enumerate(nodes)}
@@ -149,5 +156,5 @@ def _accesses(nodes: Sequence[fx.Node]) -> Iterator[_Pair]:
         whole = reachable(written_by(write), lambda node: node.all_input_nodes if shares_memory(node) else ())
         views = reachable(whole, lambda node: filter(shares_memory, node.users))
         for access in {reader for view in views for reader in readers[view]} - {write}:
-            if access.op != "output":
+            if access.op != "output" and not _is_alias(access):
                 yield (access, write) if place[access] < place[write] else (write, access)
