@@ -11,7 +11,7 @@ from torch import fx
 
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.registry import CollectiveKind
-from asynctp_passes.shapes import GatherPlacement, IndexMap, Rearrangement, ScatterPlacement, Size
+from asynctp_passes.shapes import GatherPlacement, IndexMap, Rearrangement, ScatterPlacement, Size, arranged
 
 __all__ = [
     "Along",
@@ -335,7 +335,7 @@ class ScatterChain:
     """`(matmul → view* →) sum → view* → reduce_scatter → wait`: the matmuls whose sum is scattered.
 
     Or all-reduced: then `placement` is None, since every rank gets the whole sum. `way` is the map of what is reduced,
-    from the products on. `sum_dtype` is what the products are converted to, without loss, before the ranks' sum; None
+    from the products on. `sum_dtype` is what the products are converted to, without loss, before they travel; None
     where they stay what they are. `views` lie between the matmuls and the collective, sums among them. `added` has the
     other terms of the sum: what is computed before.
 
@@ -356,9 +356,9 @@ class ScatterChain:
     added_behind: tuple[Term, ...] = ()
 
     @property
-    def sends_products(self) -> bool:
-        """True when ranks send products as they are: one of each. A sum of several terms is sent in `sum_dtype`."""
-        return self.sum_dtype is None or len(self.matmuls) + len(self.added) == 1
+    def sent(self) -> Rearrangement:
+        """How the collective takes the elements of a product, or of a rank's block of it: in which order they travel."""
+        return arranged(self.way) if self.placement is None else self.placement.out
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:

@@ -14,7 +14,7 @@ from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, 
 from asynctp_passes.config import Config
 from asynctp_passes.contract import size_readers
 from asynctp_passes.cost import bytes_of, cost_of, hoist_pays
-from asynctp_passes.fxview import Sizes, describe, express, mutates, tensor_of
+from asynctp_passes.fxview import Sizes, describe, express, mutates, tensor_of, value_of
 from asynctp_passes.read import are_one, identical, is_matmul, misfit
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, Size
@@ -245,8 +245,11 @@ def _placed_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]
     nodes = (chain.collective.node, *(matmul.node for matmul in chain.matmuls), *others, *chain.inputs)
     tensors = [tensor_of(node) for node in nodes]
     known = [sizes.of(tensor) for tensor in tensors if tensor is not None]
-    if place is None:
-        return [size for shape in known[1:] for size in shape] if any(len(shape) != 2 for shape in known[1:]) else []
+    if isinstance(chain, ScatterChain) and place is None:
+        rows = None if chain.sent.is_reshape else chain.sent.of_rows(known[1][-1])
+        plain = rows is None and all(len(shape) == 2 for shape in known[1:])
+        return [] if plain else [*(size for shape in known[1:] for size in shape), *(rows.sizes if rows else ())]
+    assert place is not None
     way = place.shard if isinstance(place, GatherPlacement) else place.out
     beside: list[GatherPlacement | None] = []
     if isinstance(chain, GatherChain):
@@ -269,6 +272,20 @@ def _hoisted_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size
         *(size for apart in hoist.apart for size in (apart.outer, apart.inner)),
         *(size for whole in wholes if whole is not None for size in sizes.of(whole)),
     ]
+
+
+def sent_as_it_is(candidate: Candidate, context: Context) -> Refusal | None:
+    """Ranks send what the collective sends, in its order: what a rank does around it is its own affair."""
+    chain = candidate.chain
+    if chain is None or (isinstance(chain, GatherChain) and chain.hoist is not None):
+        return None
+    way = chain.placement.shard if isinstance(chain, GatherChain) else chain.sent
+    place, columns = chain.placement, context.sizes.of(value_of(chain.matmuls[0].node))[-1]
+    tall = any(matmul.scaled is not None and matmul.scaled.of_a.rows > 1 for matmul in chain.matmuls)
+    if way.is_reshape or (way.of_rows(columns if place is None else place.width) is not None and not tall):
+        return None
+    sizes = ", ".join(map(str, way.sizes))
+    return Refusal(reasons.SENT_REARRANGED, f"[{sizes}] taken in the order {list(way.order)}")
 
 
 def above_threshold(candidate: Candidate, context: Context) -> Refusal | None:
@@ -308,6 +325,7 @@ CHECKS: tuple[Check, ...] = (
     dtype_supported,
     scales_supported,
     blocks_of_rows_whole,
+    sent_as_it_is,
     sizes_expressible,
     above_threshold,
     hoist_worthwhile,

@@ -365,9 +365,7 @@ def _converted(chain: ScatterChain) -> list[str]:
     if chain.sum_dtype is None:
         return []
     product, whole = describe(chain.matmuls[0].node), describe(chain.collective.node)
-    if chain.sends_products:
-        return [f"{product} is sent as it is, and converted where the ranks' parts are added, to {whole}"]
-    return [f"each {product} is converted before it is added, and the sum is sent like that, for {whole}"]
+    return [f"each {product} is converted before it is sent, for {whole}"]
 
 
 def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:

@@ -53,7 +53,7 @@ from asynctp_passes.fxview import (
 )
 from asynctp_passes.read import WAIT, added_matrix, is_only_awaited, lie_alike, waits_for_several
 from asynctp_passes.schedule import Moves, leave_sms, schedule
-from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, divided, product, same
+from asynctp_passes.shapes import GatherPlacement, Rearrangement, ScatterPlacement, Size, divided, product, same
 from asynctp_passes.views import is_conversion, is_sum, is_view, views_of
 
 __all__ = ["rewrite", "store"]
@@ -251,7 +251,7 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
     op = _call_gather(build, chain, shard, gather_dim, parts)
     for index, matmul in enumerate(chain.matmuls):
         out = build.call(operator.getitem, op, index, like=matmul.node)
-        out = build.reshape(out, build.shape(matmul.node))
+        out = build.reshape(_rows_in_place(build, chain, out), build.shape(matmul.node))
         if (added := added_matrix(matmul.node)) is not None:
             out = build.call(_aten.add.Tensor, out, build.now(added), like=matmul.node, before=matmul.node)
         build.replace(matmul.node, out)
@@ -273,7 +273,7 @@ def _shard_as_op_wants(build: _Builder, chain: GatherChain, shard: fx.Node) -> t
 
     A shard whose own dimensions are grouped that way is taken as it is, which leaves its strides alone.
     """
-    place, own, scaled = chain.placement, build.shape(shard), chain.matmuls[0].scaled
+    place, own, scaled = _placement_as_sent(chain), build.shape(shard), chain.matmuls[0].scaled
     tall = scaled is not None and scaled.of_a.rows > 1  # blocks of rows, which are in one dimension then
     if place.shard.is_reshape and len(own) > 1 and same(own[-1], place.width) and (len(own) == 2 or not tall):
         if place.axis == "contraction":
@@ -287,6 +287,27 @@ def _shard_as_op_wants(build: _Builder, chain: GatherChain, shard: fx.Node) -> t
     if same(place.outer, 1):
         return build.reshape(shard, (place.inner, place.width)), 0
     return build.reshape(shard, (place.outer, place.inner, place.width)), 1
+
+
+def _placement_as_sent(chain: GatherChain) -> GatherPlacement:
+    """Where the fused op's rows are: the shard travels as the collective has it, and what is hoisted as it is taken."""
+    return chain.placement if chain.hoist is not None else chain.placement.as_sent
+
+
+def _rows_in_place(build: _Builder, chain: GatherChain, whole: fx.Node, *, back: bool = False) -> fx.Node:
+    """Bring rows as they were sent to where the operand has them; or `back`, from there to how they are sent."""
+    place, rows = chain.placement, chain.placement.row_order
+    if chain.hoist is not None or place.shard.is_reshape or rows is None:
+        return whole
+    width, ranks = build.shape(whole)[-1], [chain.collective.group_size] if place.axis == "rows" else []
+    sizes, first = [*ranks, *rows.sizes, width], len(ranks)
+    order = [first + axis for axis in rows.order]
+    if ranks:
+        order.insert(place.shard.lengths[0], 0)
+    order.append(len(sizes) - 1)
+    if back:
+        sizes, order = [sizes[axis] for axis in order], [order.index(axis) for axis in range(len(order))]
+    return build.reshape(build.permute(build.reshape(whole, sizes), order), (product(sizes[:-1]), width))
 
 
 def _rearranged(build: _Builder, node: fx.Node, way: Rearrangement) -> fx.Node:
@@ -356,7 +377,14 @@ def _gather_scale(
         return build.reshape(_rearranged(build, part, chain.scale_placement.shard), _scales_of(own, scaled))
     if gather_dim < len(own) - 1:
         own[gather_dim] = own[gather_dim] * chain.collective.group_size
-    return _row_scale(build, scaled, own)
+    if chain.placement.shard.is_reshape or chain.hoist is not None or same(product(_shape_of_scale(build, scaled)), 1):
+        return _row_scale(build, scaled, own)
+    rows = _row_scale(build, scaled, (product(own[:-1]), own[-1]))
+    return build.reshape(_rows_in_place(build, chain, rows, back=True), _scales_of(own, scaled))
+
+
+def _shape_of_scale(build: _Builder, scaled: ScaledOptions) -> Sequence[Size]:
+    return build.shape(build.now(scaled.a_scale))
 
 
 def _scales_of(rows: Sequence[Size], scaled: ScaledOptions) -> list[Size]:
@@ -467,7 +495,8 @@ def _return_gathered(build: _Builder, chain: GatherChain, returned: fx.Node, ful
     results = chain.collective.results
     if returned not in results:
         if not set(nodes_of(chain.matmuls)).issuperset(returned.users):
-            build.replace(returned, build.reshape(full, build.shape(returned)), unless=nodes_of(chain.matmuls))
+            whole = build.reshape(_rows_in_place(build, chain, full), build.shape(returned))
+            build.replace(returned, whole, unless=nodes_of(chain.matmuls))
         for node in () if chain.hoist is None else chain.hoist.copies:
             build.replace(node, build.call(_aten.clone.default, build.reshape(full, build.shape(node))))
         return
@@ -478,7 +507,7 @@ def _return_gathered(build: _Builder, chain: GatherChain, returned: fx.Node, ful
 
 def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) -> fx.Node:
     """The gathered tensor as the collective returned it: the shard's own dimensions, and the ranks before `dim`."""
-    collective, way = chain.collective, chain.placement.shard
+    collective, way = chain.collective, _placement_as_sent(chain).shard
     ranks, dim, own = collective.group_size, collective.dim, build.shape(chain.shard)
     sizes, leading = [way.sizes[axis] for axis in way.order], way.lengths[0]
     whole = build.reshape(full, [*sizes[:leading], ranks, *sizes[leading:]])
@@ -502,10 +531,13 @@ def _emit_reduction(build: _Builder, chain: ScatterChain) -> fx.Node:
 
 def _emit_scatter(build: _Builder, chain: ScatterChain, place: ScatterPlacement) -> fx.Node:
     scatter = chain.collective
-    a_parts = [_product_rows(build, chain, place, _left(build, matmul)) for matmul in chain.matmuls]
+    if chain.sent.is_reshape:
+        a_parts = [_product_rows(build, chain, place, _left(build, matmul)) for matmul in chain.matmuls]
+    else:
+        a_parts = [_rows_as_sent(build, chain, _left(build, matmul)) for matmul in chain.matmuls]
     scatter_dim = value_of(a_parts[0]).dim() - (1 if place.axis == "columns" else 2)
-    op = _call_reduction(build, chain, a_parts, "reduce_scatter", (scatter_dim,), (scatter.group_size,))
-    out = build.reshape(build.contiguous(_rearranged(build, op, place.out)), build.shape(scatter.node))
+    op = _call_reduction(build, chain, a_parts, (scatter_dim,), (scatter.group_size,))
+    out = build.reshape(build.contiguous(op), build.shape(scatter.node))
     _give_result(build, chain, out)
     return op
 
@@ -516,12 +548,16 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
     Views of products that are converted see what they are converted to, and conversions go as sums do. Behind a sum
     that lay in memory otherwise than that product, as one with a transposed tensor, a view may have to copy.
     """
+    if not chain.sent.is_reshape:
+        op = _call_reduction(build, chain, [_rows_as_sent(build, chain, _left(build, one)) for one in chain.matmuls])
+        _give_result(build, chain, build.reshape(op, build.shape(chain.collective.source)))
+        return op
     wide = chain.sum_dtype is not None
     sums = [node for node in chain.views if is_sum(node) or (wide and is_conversion(node))]
     gone = _first_within(sums, {*chain.views, *(matmul.node for matmul in chain.matmuls)})
     turned = not all(lie_alike(node, source) for node, source in gone.items())
     a_parts = [_as_rows(build, _left(build, matmul)) for matmul in chain.matmuls]
-    op = _call_reduction(build, chain, a_parts, "all_reduce")
+    op = _call_reduction(build, chain, a_parts)
     for matmul in chain.matmuls:
         build.replace(matmul.node, build.reshape(op, build.shape(matmul.node)))
     for node in chain.views:
@@ -599,18 +635,19 @@ def _call_reduction(
     build: _Builder,
     chain: ScatterChain,
     a_parts: list[fx.Node],
-    collective: str,
     where: tuple[int, ...] = (),
     size: tuple[int, ...] = (),
 ) -> fx.Node:
     """The fused op; only that of a reduce-scatter is told `where` to scatter, and the group's `size`."""
-    matmuls, namespace = chain.matmuls, torch.ops.asynctp
+    matmuls, namespace, collective = chain.matmuls, torch.ops.asynctp, chain.collective.kind
     b_parts, biases = [_right(build, matmul) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
     pairs = zip(matmuls, biases, strict=True)
     biases = [None if bias is None else _times(build, bias, matmul) for matmul, bias in pairs]
     how, ending = (chain.collective.reduce_op, *where), [*size, chain.collective.group]
     shapes = [build.shape(a) for a in a_parts]
     added = _added(build, chain, (*shapes[0][:-1], build.shape(matmuls[0].node)[-1]))
+    if added is not None and not chain.sent.is_reshape:
+        added = _rows_as_sent(build, chain, added)
     ending += [] if chain.sum_dtype is None and added is None else [chain.sum_dtype]
     ending += [] if added is None else [added]
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
@@ -618,11 +655,37 @@ def _call_reduction(
         op = getattr(namespace, f"matmul_{collective}").default
         return build.call(op, a_parts, b_parts, biases, *how, *ending)
     terms = zip(matmuls, scaled, shapes, strict=True)
-    a_scales = [_times(build, _row_scale(build, one, shape), matmul) for matmul, one, shape in terms]
+    a_scales = [_times(build, _left_scale(build, chain, one, shape), matmul) for matmul, one, shape in terms]
     b_scales = [_column_scale(build, one) for one in scaled]
     op = getattr(namespace, f"scaled_matmul_{collective}").default
     options = (scaled[0].out_dtype, scaled[0].use_fast_accum)
     return build.call(op, a_parts, b_parts, a_scales, b_scales, biases, *how, *options, *ending)
+
+
+def _rows_as_sent(build: _Builder, chain: ScatterChain, node: fx.Node) -> fx.Node:
+    """Rows of the product [M, *], or of what belongs to them, as a matrix in the order in which the collective has them.
+
+    Those of a reduce-scatter by the ranks' blocks.
+    """
+    place, (*_, width) = chain.placement, build.shape(node)
+    columns = build.shape(chain.matmuls[0].node)[-1] if place is None else place.width
+    rows = chain.sent.of_rows(columns)
+    assert rows is not None, "checked before: whole rows move"
+    count, order = product(build.shape(node)[:-1]), [*rows.order, len(rows.order)]
+    if place is None or place.axis == "columns":
+        return build.reshape(build.permute(build.reshape(node, (*rows.sizes, width)), order), (count, width))
+    ranks = chain.collective.group_size
+    blocks = build.reshape(node, (place.outer, ranks, place.inner, width))
+    node = build.reshape(build.permute(blocks, (1, 0, 2, 3)), (ranks, *rows.sizes, width))
+    return build.reshape(build.permute(node, [0, *(1 + axis for axis in order)]), (count, width))
+
+
+def _left_scale(build: _Builder, chain: ScatterChain, scaled: ScaledOptions, a: Sequence[Size]) -> fx.Node:
+    """The scales of a left operand of these sizes, in the order of its rows."""
+    scale = _row_scale(build, scaled, a)
+    if chain.sent.is_reshape or same(product(build.shape(scale)), 1):
+        return scale
+    return _rows_as_sent(build, chain, scale)
 
 
 def _row_scale(build: _Builder, scaled: ScaledOptions, a: Sequence[Size]) -> fx.Node:
