@@ -341,7 +341,8 @@ class ScatterChain:
 
     Where several collectives' results are summed (`summed`), the chain has the products of all, and stands for them:
     `collective` is the last that has products, `joined` has the others, and `behind` the nodes that make the sum of
-    their results. What that adds besides, `added_behind`, is added to the fused op's result.
+    their results. What that adds besides, `added_behind`, is added to the fused op's result. `crossing` has how many
+    times each collective's result counts in the sum, which multiplies what is reduced now.
     """
 
     collective: Collective
@@ -354,10 +355,11 @@ class ScatterChain:
     joined: tuple[Collective, ...] = ()
     behind: tuple[fx.Node, ...] = ()
     added_behind: tuple[Term, ...] = ()
+    crossing: tuple[tuple[fx.Node, float], ...] = ()
 
     @property
     def sent(self) -> Rearrangement:
-        """How the collective takes the elements of a product, or of a rank's block of it: in which order they travel."""
+        """How the collective takes the elements of a product, or of a rank's block of it: the order on the way."""
         return arranged(self.way) if self.placement is None else self.placement.out
 
     @property

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -14,12 +14,16 @@ from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, 
 from asynctp_passes.config import Config
 from asynctp_passes.contract import size_readers
 from asynctp_passes.cost import bytes_of, cost_of, hoist_pays
+from asynctp_passes.deviations import Words
 from asynctp_passes.fxview import Sizes, describe, express, mutates, tensor_of, value_of
 from asynctp_passes.read import are_one, identical, is_matmul, misfit
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, Size
 
-__all__ = ["CHECKS", "CONTRACTION_LIMIT", "Check", "Context", "is_named_for_data", "is_tensor_parallel"]
+__all__ = ["CHECKS", "CONTRACTION_LIMIT", "Check", "Context", "Verdict", "is_named_for_data", "is_tensor_parallel"]
+
+Verdict = Mapping[tuple[str, str], str | None]
+"""By group and text of a deviation: None where all ranks do it, otherwise why not."""
 
 _PLAIN_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _FP8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
@@ -41,6 +45,8 @@ class Context:
         unused: Collectives whose result nothing uses, where they can go (`decide.unused_collectives`).
         tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`), as far as candidates have told;
             others move parameters and their gradients.
+        words: What the graph's deviations are called.
+        verdict: What the ranks said to deviations, or None before they were asked, when all is allowed.
     """
 
     graph: fx.Graph
@@ -49,6 +55,14 @@ class Context:
     segments: dict[fx.Node, int]
     unused: frozenset[fx.Node]
     tensor_parallel: frozenset[str] = frozenset()
+    words: Words = field(default_factory=lambda: Words(()))
+    verdict: Verdict | None = None
+
+    def refused(self, group: str, text: str) -> str | None:
+        """Why a deviation may not be done; None for one that all ranks of the group do, or before they were asked."""
+        if self.verdict is None:
+            return None
+        return self.verdict.get((group, text), f"{text}: it became possible only when others were refused")
 
 
 Check = Callable[[Candidate, Context], Refusal | None]
@@ -311,6 +325,15 @@ def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
     return Refusal(reasons.MOVES_MORE, facts + (f", behind a gather of each rank's {needed}" if needed else ""))
 
 
+def ranks_alike(candidate: Candidate, context: Context) -> Refusal | None:
+    """What changes what a rank sends is done on all ranks of the group, or on none."""
+    group = candidate.collective.group_key
+    for text in context.words.of_chain(candidate.chain) if context.verdict is not None else ():
+        if (facts := context.refused(group, text)) is not None:
+            return Refusal(reasons.RANKS_DIFFER, facts)
+    return None
+
+
 CHECKS: tuple[Check, ...] = (
     result_used,
     group_has_several_ranks,
@@ -329,6 +352,7 @@ CHECKS: tuple[Check, ...] = (
     sizes_expressible,
     above_threshold,
     hoist_worthwhile,
+    ranks_alike,
 )
 
 

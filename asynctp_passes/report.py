@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Coalesced", "Outcome", "Remark", "Report"]
+__all__ = ["Ballot", "Coalesced", "Outcome", "Remark", "Report"]
 
 Outcome = Literal["FUSED", "SKIPPED", "MISSED"]
 _MARKS = {"FUSED": "+", "MISSED": "!", "SKIPPED": "."}
@@ -48,8 +48,6 @@ class Remark:
         flops: Floating-point operations of the chain's matmuls on this rank; None if unknown.
         estimate_us: Modelled times in microseconds (`"comm"`, `"matmul"`, `"serial"`, `"overlapped"`); empty when the
             device has no model.
-        moved: What is computed on the other side of the collective than in the program, and so has to be the same on
-            all ranks: operations on the shard, as `"aten.mul.Tensor(collective 0, 2.0)"`, or factors of summed terms.
         module: Path in what was compiled of the module of the chain's first matmul, or of the collective, as
             `"attention.wo"`; in a backward graph, of the forward's. None where the graph does not know it.
     """
@@ -74,7 +72,6 @@ class Remark:
     regathered_bytes: int = 0
     flops: int | None = None
     estimate_us: dict[str, float] = field(default_factory=dict)
-    moved: tuple[str, ...] = ()
     module: str | None = None
 
     def __str__(self) -> str:
@@ -136,6 +133,24 @@ class Coalesced:
 
 
 @dataclass(frozen=True)
+class Ballot:
+    """What the ranks of a group have to do alike in a graph, as they have told one another.
+
+    Attributes:
+        group: Name of the process group.
+        key: Hash of what it communicates in the graph.
+        deviations: What is done otherwise than the program's collectives say, as `"sum: all_reduce(sum) in place of
+            1 * 0 + 1 * 1"`: numbers are places among the group's collectives.
+        joint: It is of the graph of a forward and its backward, before it was divided.
+    """
+
+    group: str
+    key: str
+    deviations: tuple[str, ...] = ()
+    joint: bool = False
+
+
+@dataclass(frozen=True)
 class Report:
     """What the pass did with one graph.
 
@@ -149,11 +164,9 @@ class Report:
         from_cache: True when the compiled graph came from Inductor's cache; the remarks are those of the
             compile that filled the cache.
         coalesced: Sets of small all-reduces that became one each.
-        program_digest: Hash of the graph's ops and how they are connected, without sizes and names of groups: the same
-            on all ranks of a program.
-        collectives_digest: Hash of its collectives in their order, likewise: the same on ranks whose programs differ in
-            what they do with results.
-        notes: What else should be known: bugs of this torch that the graph meets.
+        ballots: What all ranks of a group do alike, for each group that communicates in the graph.
+        notes: What else should be known: bugs of this torch that the graph meets, and what is left out since a rank
+            does not do it.
     """
 
     graph: str
@@ -164,8 +177,7 @@ class Report:
     plan_digest: str = ""
     from_cache: bool = False
     coalesced: tuple[Coalesced, ...] = ()
-    program_digest: str = ""
-    collectives_digest: str = ""
+    ballots: tuple[Ballot, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -217,15 +229,15 @@ class Report:
         values = json.loads(text)
         if not (isinstance(values, dict) and isinstance(values.get("remarks"), list)):
             raise ValueError('no JSON object with a list of "remarks"')
-        remarks = tuple(
-            Remark(**{**remark, "nodes": tuple(remark["nodes"]), "moved": tuple(remark.get("moved", ()))})
-            for remark in values.pop("remarks")
-        )
+        remarks = tuple(Remark(**{**remark, "nodes": tuple(remark["nodes"])}) for remark in values.pop("remarks"))
         coalesced = tuple(
             Coalesced(**{**entry, "collectives": tuple(entry["collectives"])}) for entry in values.pop("coalesced", ())
         )
+        ballots = tuple(
+            Ballot(**{**entry, "deviations": tuple(entry["deviations"])}) for entry in values.pop("ballots", ())
+        )
         notes = tuple(values.pop("notes", ()))
-        return cls(remarks=remarks, coalesced=coalesced, notes=notes, **values)
+        return cls(remarks=remarks, coalesced=coalesced, ballots=ballots, notes=notes, **values)
 
 
 def _again(count: int, size: int) -> str:

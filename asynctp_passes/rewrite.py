@@ -663,7 +663,7 @@ def _call_reduction(
 
 
 def _rows_as_sent(build: _Builder, chain: ScatterChain, node: fx.Node) -> fx.Node:
-    """Rows of the product [M, *], or of what belongs to them, as a matrix in the order in which the collective has them.
+    """Rows of the product [M, *], or of what belongs to them, as a matrix in the order that the collective has.
 
     Those of a reduce-scatter by the ranks' blocks.
     """
