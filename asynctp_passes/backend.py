@@ -286,8 +286,8 @@ def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False) -
 
 def _cached_in_vain(refused: Sequence[str]) -> str:
     return (
-        f"a graph that Inductor's cache had cannot run here, since ranks differ: {'; '.join(refused)}. Ranks that share "
-        "no cache, or find different things in it, need torch._inductor.config.force_disable_caches"
+        f"a graph that Inductor's cache had cannot run here, since ranks differ: {'; '.join(refused)}. Ranks that "
+        "share no cache, or find different things in it, need torch._inductor.config.force_disable_caches"
     )
 
 

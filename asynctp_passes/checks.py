@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,17 @@ from asynctp_passes.read import are_one, identical, is_matmul, misfit
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, Size
 
-__all__ = ["CHECKS", "CONTRACTION_LIMIT", "Check", "Context", "Verdict", "is_named_for_data", "is_tensor_parallel"]
+__all__ = [
+    "CHECKS",
+    "CONTRACTION_LIMIT",
+    "Check",
+    "Context",
+    "Verdict",
+    "can_be_alone",
+    "groups_on_wire",
+    "is_named_for_data",
+    "is_tensor_parallel",
+]
 
 Verdict = Mapping[tuple[str, str], str | None]
 """By group and text of a deviation: None where all ranks do it, otherwise why not."""
@@ -95,6 +105,32 @@ def group_enrolled(candidate: Candidate, context: Context) -> Refusal | None:
             return Refusal(reasons.WEIGHT_GATHER if gather else reasons.WEIGHT_GRADIENT, _evidence(candidate, key))
         return Refusal(reasons.DATA_PARALLEL_GROUP, _shown(candidate, key)) if is_named_for_data(candidate) else None
     return None if key in groups else Refusal(reasons.GROUP_NOT_ENROLLED, f"group {key} of {', '.join(groups)}")
+
+
+def groups_on_wire(candidates: Sequence[Candidate], config: Config) -> frozenset[str]:
+    """The groups whose collectives are asynctp's, those without a matmul too: what one rank multiplies another may not.
+
+    With `groups="auto"` these are all but those that only data parallelism is known of.
+    """
+    seen = dict.fromkeys(one.collective.group_key for one in candidates)
+    if config.groups != "auto":
+        return frozenset(group for group in seen if group in config.groups)
+    data = {one.collective.group_key for one in candidates if one.weights or is_named_for_data(one)}
+    tensor = {one.collective.group_key for one in candidates if is_tensor_parallel(one)}
+    return frozenset(seen) - (data - tensor)
+
+
+def can_be_alone(candidate: Candidate) -> bool:
+    """True for a gather or sum that asynctp's ops without a matmul stand for."""
+    collective, value = candidate.collective, tensor_of(candidate.collective.node)
+    reduces = collective.kind in ("reduce_scatter", "all_reduce")
+    if value is None or collective.group_size == 1 or not (reduces or collective.kind == "all_gather"):
+        return False
+    if mutates(collective.node) or tensor_of(collective.input) is None or (value.dim() == 0 and not reduces):
+        return False
+    static = all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+    known = compat.is_contiguous(value) or static
+    return known and (not reduces or collective.reduce_op in ("sum", "avg")) and collective.kind != "other"
 
 
 _DATA_PARALLEL = frozenset({"dp", "ddp", "fsdp", "hsdp", "data", "replicate"})

@@ -234,7 +234,7 @@ def inductor_compile(
         compiled = compile_fx_inner(*args, **kwargs)
         if stands(False):
             return compiled
-        with config.patch(_NO_CACHES):  # type: ignore[no-untyped-call]
+        with config.patch(_NO_CACHES):
             compiled = compile_fx_inner(*args, **kwargs)
         stands(False)
         return compiled

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from asynctp_passes.chain import (
     Term,
     fused_chains,
 )
-from asynctp_passes.checks import Context
+from asynctp_passes.checks import Context, can_be_alone, groups_on_wire
 from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
 from asynctp_passes.decide import decide_graph
@@ -37,6 +38,7 @@ from asynctp_passes.fxview import (
     plain,
     source_of,
     tangents_of,
+    tensor_of,
     value_of,
 )
 from asynctp_passes.hide import hide
@@ -97,7 +99,7 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
     decisions, context = plan.decisions, plan.context
     chains = fused_chains(decisions)
     hidden = [decision for decision in decisions if decision.behind]
-    calls = rewrite(graph, chains, context.sizes, hidden, plan.bundles, plan.dropped)
+    calls = rewrite(graph, chains, context.sizes, hidden, plan.bundles, plan.dropped, plan.alone, plan.wire)
     if chains and config.store_scales:
         store(graph, scales_to_store(graph))
     remarks = tuple(_with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)
@@ -149,6 +151,27 @@ class _Plan:
     context: Context
     bundles: list[Bundle]
 
+    @functools.cached_property
+    def wire(self) -> frozenset[str]:
+        """The groups whose collectives all go by asynctp's own transport."""
+        return groups_on_wire([one.candidate for one in self.decisions], self.context.config)
+
+    @property
+    def alone(self) -> list[Collective]:
+        """The collectives without a matmul that go by it, but for those that run beside products."""
+        taken = {member.node for bundle in self.bundles for member in bundle.members}
+        return [
+            one.candidate.collective
+            for one in self.decisions
+            if one.refusal is not None and not one.behind and one.refusal.reason is not RESULT_DROPPED
+            if one.candidate.collective.node not in taken and self._is_on_wire(one.candidate)
+        ]
+
+    def _is_on_wire(self, candidate: Candidate) -> bool:
+        value = tensor_of(candidate.collective.node)
+        own = candidate.collective.group_key in self.wire and can_be_alone(candidate)
+        return own and value is not None and ops.on_wire(value.device.type)
+
     @property
     def dropped(self) -> list[Collective]:
         """The collectives that are not made, since nothing uses them."""
@@ -192,7 +215,8 @@ def _agreed_before(decisions: Sequence[Decision]) -> list[Ballot]:
 # --- the report -------------------------------------------------------------------------------------------
 def _report(graph: fx.Graph, plan: _Plan, config: Config, left_out: Mapping[tuple[str, str], str]) -> Report:
     coalesced, phase = tuple(_coalesced(bundle) for bundle in plan.bundles), phase_of(graph)
-    remarks = tuple(_remark(decision, phase) for decision in plan.decisions)
+    alone = {collective.node for collective in plan.alone}
+    remarks = tuple(_remark(decision, phase, alone) for decision in plan.decisions)
     agreed = _agreed_before(plan.decisions) if phase == "backward" else []
     ranks_differ = [f"not done, since ranks differ: {reason}" for reason in left_out.values()]
     return Report(
@@ -224,7 +248,7 @@ def _coalesced(bundle: Bundle) -> Coalesced:
     )
 
 
-def _remark(decision: Decision, phase: str) -> Remark:
+def _remark(decision: Decision, phase: str, alone: Container[fx.Node]) -> Remark:
     candidate, refusal = decision.candidate, decision.refusal
     collective = candidate.collective
     kind = _kind(candidate)
@@ -248,6 +272,7 @@ def _remark(decision: Decision, phase: str) -> Remark:
             name=reason.name,
             message=str(refusal),
             hint=reason.hint,
+            op=f"asynctp::{collective.kind}" if collective.node in alone else "",
             **common,  # type: ignore[arg-type]
         )
     return Remark(outcome="FUSED", **_fused_facts(candidate, kind), **common)  # type: ignore[arg-type]

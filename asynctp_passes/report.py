@@ -32,7 +32,8 @@ class Remark:
         group: Name of the process group.
         group_size: Number of ranks in it; 0 where the graph does not say it and the group does not exist.
         shapes: Shapes by role (`"shard"`, `"operand"`, `"out"`), as text: `"bf16[2, 4*s0, 64]"`.
-        op: The fused op that replaced the chain; empty unless FUSED.
+        op: The fused op that replaced the chain; of what is not fused, the op without a matmul that stands for the
+            collective, where its group has such (`"asynctp::all_gather"`), else empty.
         implementation: What the op runs: `"unfused"` (plain collective and matmul: no overlap), or the kernel's name;
             on CUDA, where the op chooses per call, what it will choose for `call` on this machine, and by what, as
             `"fused (cost model)"`, or `"fused, then all-gather (cost model)"` of an all-reduce.
@@ -88,6 +89,7 @@ class Remark:
             lines += [f"    note: {self.message}"] if self.message else []
         else:
             lines.append(f"    {self.code} {self.name}: {self.message}")
+            lines += [f"    runs as {self.op}, by the means of the group's fused ops"] if self.op else []
             lines.append(f"    remedy: {self.hint}")
         if self.regathered_bytes:
             lines.append(f"    {_again(1, self.regathered_bytes)}")

@@ -49,9 +49,10 @@ from asynctp_passes.fxview import (
     op_name,
     reachable,
     segments,
+    tensor_of,
     value_of,
 )
-from asynctp_passes.read import WAIT, added_matrix, is_only_awaited, lie_alike, waits_for_several
+from asynctp_passes.read import WAIT, added_matrix, is_only_awaited, left_items, lie_alike, waits_for_several
 from asynctp_passes.schedule import Moves, leave_sms, schedule
 from asynctp_passes.shapes import GatherPlacement, Rearrangement, ScatterPlacement, Size, divided, product, same
 from asynctp_passes.views import is_conversion, is_sum, is_view, views_of
@@ -71,12 +72,15 @@ def rewrite(
     hidden: Sequence[Decision] = (),
     bundles: Sequence[Bundle] = (),
     dropped: Sequence[Collective] = (),
+    alone: Sequence[Collective] = (),
+    wire: Container[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
-    The all-reduces of a bundle become one, and what that waits for moves in front of it. Unused nodes are erased, the
-    `dropped` collectives too, nodes move to where they belong (`schedule`), the collectives of `hidden` beside their
-    products, and the graph is linted.
+    Collectives that are `alone` become asynctp's too, as all of the groups in `wire` are. The all-reduces of a bundle
+    become one, and what that waits for moves in front of it. Unused nodes are erased, the `dropped` collectives too,
+    nodes move to where they belong (`schedule`), the collectives of `hidden` beside their products, and the graph is
+    linted.
 
     Returns:
         What each fused op is called with (`call_of`), by the name of the collective that it replaced.
@@ -85,8 +89,14 @@ def rewrite(
     moved: dict[fx.Node, fx.Node] = {}
     moves = Moves()
     fused: dict[fx.Node, fx.Node] = {}
+    several = [one for chain in chains for one in collectives_of(chain)] + [*alone]
+    for call in dict.fromkeys(one.call for one in several if one.call is not None):
+        for item in left_items(call):  # they would go with those that are taken in
+            build = _alone(graph, sizes, item, moved)
+            _emit_alone(build, item, ours=item.group_key in wire)
+            segment.update((node, segment[build.anchor]) for node in build.made)
     for chain in chains:
-        build, shared = _Builder(graph, sizes, chain, moved, anchor(chain)), _shared(chain)
+        build, shared = _Builder(graph, sizes, chain, moved, anchor(chain)), _shared_by(collectives_of(chain))
         old = {*_old_nodes(chain), *shared}
         op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_reduction(build, chain)
         op.meta["asynctp_collective"] = chain.collective.node.name
@@ -102,6 +112,16 @@ def rewrite(
             if node in old:
                 _shrink(node)
                 _erase_unused(graph, old)
+    for collective in alone:
+        build, shared = _alone(graph, sizes, collective, moved), _shared_by((collective,))
+        _emit_alone(build, collective, ours=True)
+        segment.update((node, segment[build.anchor]) for node in build.made)
+        if build.made:  # else it stays where it is, and has become ours
+            old = {*collective.nodes, *shared, *(() if collective.call is None else collective.call.users)}
+            _erase_unused(graph, old)
+            for node in shared:
+                if node in old:
+                    _shrink(node)
     for bundle in bundles:
         build = _Builder(graph, sizes, bundle, moved, fused.get(bundle.place, bundle.place))
         moves.early.append(_emit_bundle(build, bundle))
@@ -729,6 +749,66 @@ def _like_first(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(tensor)
 
 
+# --- collectives without a matmul --------------------------------------------------------------------------
+_IN_PLACE_OF = {
+    "all_gather": (torch.ops.asynctp.all_gather.default, _c10d.all_gather_into_tensor.default),
+    "reduce_scatter": (torch.ops.asynctp.reduce_scatter.default, _c10d.reduce_scatter_tensor.default),
+    "all_reduce": (torch.ops.asynctp.all_reduce.default, _c10d.all_reduce.default),
+}
+
+
+def _alone(graph: fx.Graph, sizes: Sizes, collective: Collective, moved: dict[fx.Node, fx.Node]) -> _Builder:
+    place = collective.call or collective.node
+    return _Builder(graph, sizes, Bundle((collective,), place), moved, place)
+
+
+def _emit_alone(build: _Builder, collective: Collective, *, ours: bool) -> None:
+    """Make a collective one of a single tensor, along dim 0, by asynctp's op if that is `ours`.
+
+    Torch's own stay where they are, and become ours; others give way to new nodes, and so do items of several.
+    """
+    node, value = collective.node, tensor_of(collective.node)
+    torchs = op_name(node).startswith(("_c10d_functional.", "_c10d_functional_autograd."))
+    if collective.call is None and torchs and value is not None and compat.is_contiguous(value):
+        leave_sms(collective)
+        return
+    started = build.call(_IN_PLACE_OF[collective.kind][not ours], *_started_with(build, collective))
+    done = build.call(_c10d.wait_tensor.default, started)
+    if collective.is_unused:
+        return
+    result = _as_it_was(build, collective, done)
+    build.replace(node, result, unless=collective.waits)
+    for wait in collective.waits:
+        build.replace(wait, result)
+
+
+def _started_with(build: _Builder, collective: Collective) -> list[Any]:
+    """What the op of a single tensor is called with: the ranks' blocks first, in row-major order."""
+    source, dim, ranks = build.now(collective.source), collective.dim, collective.group_size
+    if collective.kind == "reduce_scatter" and dim:
+        own = build.shape(source)
+        blocks = build.reshape(source, (*own[:dim], ranks, divided(own[dim], ranks), *own[dim + 1 :]))
+        source = build.permute(blocks, [dim, *(axis for axis in range(len(own) + 1) if axis != dim)])
+    reduction = [collective.reduce_op] if collective.kind != "all_gather" else []
+    size = [ranks] if collective.kind != "all_reduce" else []
+    return [build.contiguous(source), *reduction, *size, collective.group]
+
+
+def _as_it_was(build: _Builder, collective: Collective, done: fx.Node) -> fx.Node:
+    """What such an op gives, with the ranks in their dimension, and in memory as the program's collective gave it."""
+    value, dim, own = value_of(collective.node), collective.dim, build.shape(collective.source)
+    if collective.kind == "all_gather" and dim:
+        ranks_first = build.reshape(done, (collective.group_size, *own))
+        order = [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)]
+        done = build.permute(ranks_first, order)
+    done = build.contiguous(build.reshape(done, build.shape(collective.node)))
+    if compat.is_contiguous(value):
+        return done
+    order = sorted(range(value.dim()), key=lambda axis: -int(value.stride()[axis]))
+    back = [order.index(axis) for axis in range(len(order))]
+    return build.permute(build.contiguous(build.permute(done, order)), back)
+
+
 # --- tidying up --------------------------------------------------------------------------------------------
 def _read_sizes_elsewhere(build: _Builder, chain: GatherChain | ScatterChain) -> None:
     """Read sizes of vanishing tensors off the chain's inputs instead, so that nothing keeps them alive."""
@@ -744,11 +824,11 @@ def _with(args: Any, old: fx.Node, new: int | fx.Node) -> Any:
     return fx.map_arg(args, lambda node: new if node is old else node)
 
 
-def _shared(chain: GatherChain | ScatterChain) -> list[fx.Node]:
-    """What waits for results of a chain's collectives together with other tensors, then what communicates these so."""
-    waits = [wait for collective in collectives_of(chain) for wait in collective.waits]
+def _shared_by(own: Sequence[Collective]) -> list[fx.Node]:
+    """What waits for results of collectives together with other tensors, then what communicates these so."""
+    waits = [wait for collective in own for wait in collective.waits]
     joint = dict.fromkeys(node for wait in waits for node in wait.all_input_nodes if waits_for_several(node))
-    calls = dict.fromkeys(one.call for one in collectives_of(chain) if one.call is not None)
+    calls = dict.fromkeys(one.call for one in own if one.call is not None)
     return [*(node for node in joint if all(op_name(user) == "getitem" for user in node.users)), *calls]
 
 
