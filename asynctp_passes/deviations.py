@@ -92,7 +92,7 @@ class Words:
 
     # --- gathers ---
     def _joined(self, chain: GatherChain) -> list[str]:
-        data = self._place[chain.collective.node]
+        data = f"{self._place[chain.collective.node]}{_way(chain.placement.shard)}"
         texts = []
         if chain.scale is not None and chain.scale_placement is not None:
             way = _way(chain.scale_placement.shard)

@@ -268,7 +268,7 @@ def _informative(miss: _Miss) -> int:
 def _joined(scene: Scene, chain: GatherChain) -> GatherChain:
     """The chain with a gather of scales that its op can take in: what is hoisted has its own from the same gather."""
     place, scaled = chain.placement, chain.matmuls[0].scaled
-    if chain.hoist is not None or place.axis != "rows" or not place.shard.is_reshape or scaled is None:
+    if chain.hoist is not None or place.axis != "rows" or scaled is None:
         return chain
     return _with_scales(scene, chain, scaled) or _with_numbers_along(scene, chain) or chain
 

@@ -281,6 +281,7 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
         last += 1
     along = None if chain.whole_along is None else build.call(operator.getitem, op, last)
     if chain.along is not None and along is not None:
+        along = _rows_in_place(build, chain, along)
         build.replace(chain.along.end, build.reshape(along, build.shape(chain.along.end)))
     if chain.hoist is not None:
         _finish_apart(build, chain.hoist, apart, along)
@@ -330,6 +331,16 @@ def _rows_in_place(build: _Builder, chain: GatherChain, whole: fx.Node, *, back:
     return build.reshape(build.permute(build.reshape(whole, sizes), order), (product(sizes[:-1]), width))
 
 
+def _part_as_sent(build: _Builder, chain: GatherChain, part: fx.Node, numbers: int) -> fx.Node:
+    """What belongs to a shard's rows, so many numbers to each, from the operand's order to that of the shard itself."""
+    rows = chain.placement.row_order
+    if chain.hoist is not None or chain.placement.shard.is_reshape or rows is None:
+        return part
+    sizes = [*(rows.sizes[axis] for axis in rows.order), numbers]
+    order = [*(rows.order.index(axis) for axis in range(len(rows.order))), len(rows.order)]
+    return build.permute(build.reshape(part, sizes), order)
+
+
 def _rearranged(build: _Builder, node: fx.Node, way: Rearrangement) -> fx.Node:
     """Reshape and permute, unless nothing moves."""
     return node if way.is_reshape else build.permute(build.reshape(node, way.sizes), way.order)
@@ -358,7 +369,7 @@ def _call_gather(
 def _along_part(build: _Builder, chain: GatherChain, shard: fx.Node, part: fx.Node) -> fx.Node:
     """The numbers that travel along, one per row in the shard's own dimensions."""
     if chain.along is not None:
-        part = _rearranged(build, part, chain.along.placement.shard)
+        part = _part_as_sent(build, chain, _rearranged(build, part, chain.along.placement.shard), 1)
     return build.reshape(part, [*build.shape(shard)[:-1], 1])
 
 
@@ -394,7 +405,8 @@ def _gather_scale(
     assert scaled is not None
     if chain.whole_scale is not None and chain.scale_placement is not None:
         part = build.bitcast(parts[chain.whole_scale], torch.float32)
-        return build.reshape(_rearranged(build, part, chain.scale_placement.shard), _scales_of(own, scaled))
+        part = _part_as_sent(build, chain, _rearranged(build, part, chain.scale_placement.shard), scaled.of_a.numbers)
+        return build.reshape(part, _scales_of(own, scaled))
     if gather_dim < len(own) - 1:
         own[gather_dim] = own[gather_dim] * chain.collective.group_size
     if chain.placement.shard.is_reshape or chain.hoist is not None or same(product(_shape_of_scale(build, scaled)), 1):
