@@ -6,6 +6,7 @@
     bucket    one all-reduce for all-reduces 3, 4 and 5
     drop      reduction 6 is not made, since nothing uses it
     again     gather 0 is made again in the backward
+    keep      gather 0 is kept, so that it may be pulled to its place: where it goes by asynctp's own transport
 
 All other rewrites leave what a rank sends as it is, whatever the other ranks do. These do not, so that all ranks of a
 group have to do them, or none (`agree`). A text names collectives by their place among those of their group. It has
@@ -83,6 +84,10 @@ class Words:
     def of_again(self, gather: Collective) -> str:
         """The gather that is made again in the backward."""
         return f"again: all_gather {self._place[gather.node]}"
+
+    def of_kept(self, gather: Collective) -> str:
+        """The gather whose result this rank keeps, whatever it multiplies."""
+        return f"keep: all_gather {self._place[gather.node]}"
 
     # --- reductions ---
     def _sum(self, chain: ScatterChain) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, cost, internal, ops, reasons, toposort, torch_bugs
-from asynctp_passes.agree import Votes, fall_back, vote
+from asynctp_passes.agree import Votes, agreed_before, fall_back, vote
 from asynctp_passes.chain import (
     Bundle,
     Candidate,
@@ -114,8 +114,9 @@ def _fuse(graph: fx.Graph, config: Config, attempt: _Attempt) -> Report:
         return report
     decisions, context = plan.decisions, plan.context
     chains = fused_chains(decisions)
+    kept = frozenset(gather.node for gather in plan.kept)
     hidden = [decision for decision in decisions if decision.behind]
-    calls = rewrite(graph, chains, context.sizes, hidden, plan.bundles, plan.dropped, plan.alone, plan.wire)
+    calls = rewrite(graph, chains, context.sizes, hidden, plan.bundles, plan.dropped, plan.alone, plan.wire, kept)
     if chains and config.store_scales:
         store(graph, scales_to_store(graph))
     remarks = tuple(_with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)
@@ -183,6 +184,7 @@ class _Plan:
     decisions: list[Decision]
     context: Context
     bundles: list[Bundle]
+    followed: frozenset[fx.Node] = frozenset()
 
     @functools.cached_property
     def wire(self) -> frozenset[str]:
@@ -201,15 +203,35 @@ class _Plan:
         ]
 
     def _is_on_wire(self, candidate: Candidate) -> bool:
-        value = tensor_of(candidate.collective.node)
         own = candidate.collective.group_key in self.wire and can_be_alone(candidate)
-        return own and value is not None and ops.on_wire(value.device.type)
+        return own and _on_wire(candidate.collective)
+
+    @property
+    def fused_gathers(self) -> list[GatherChain]:
+        """The chains of gathers that are fused."""
+        return [chain for chain in fused_chains(self.decisions) if isinstance(chain, GatherChain)]
+
+    @property
+    def kept(self) -> list[Collective]:
+        """The gathers that go by it whose result this rank keeps, of fused chains too, or its peers do (`followed`)."""
+        found = [one.collective for one in self.fused_gathers if one.returned is not None]
+        found += [one.collective for one in self.fused_gathers if one.collective.node in self.followed]
+        found += [one for one in self.alone if one.kind == "all_gather"]
+        found += [one.candidate.collective for one in self.decisions if one.behind]
+        found = [one for one in found if one.kind == "all_gather" and _on_wire(one)]
+        refused = self.context.refused
+        return [one for one in found if refused(one.group_key, self.context.words.of_kept(one)) is None]
 
     @property
     def dropped(self) -> list[Collective]:
         """The collectives that are not made, since nothing uses them."""
         refused = ((one.candidate.collective, one.refusal) for one in self.decisions)
         return [collective for collective, refusal in refused if refusal and refusal.reason is RESULT_DROPPED]
+
+
+def _on_wire(collective: Collective) -> bool:
+    value = tensor_of(collective.node)
+    return value is not None and ops.on_wire(value.device.type)
 
 
 def _planned(graph: fx.Graph, config: Config, votes: Votes | None = None) -> _Plan:
@@ -219,7 +241,23 @@ def _planned(graph: fx.Graph, config: Config, votes: Votes | None = None) -> _Pl
     bundles = coalesce(decisions, context)
     told = ((bundle, context.words.of_bundle(bundle)) for bundle in bundles)
     alike = [bundle for bundle, text in told if context.refused(bundle.collective.group_key, text) is None]
-    return _Plan(decisions, context, alike)
+    return _following(_Plan(decisions, context, alike), config)
+
+
+def _following(plan: _Plan, config: Config) -> _Plan:
+    """The plan with the gathers kept that all ranks have agreed to keep before: peers may still run that graph."""
+    words, keys = plan.context.words, communicated(one.candidate.collective for one in plan.decisions)
+    asked: dict[str, dict[str, fx.Node]] = {}
+    for chain in plan.fused_gathers:
+        gather = chain.collective
+        if chain.returned is None and _on_wire(gather):
+            asked.setdefault(gather.group_key, {})[words.of_kept(gather)] = gather.node
+    followed = [
+        nodes[text]
+        for group, nodes in asked.items()
+        for text in agreed_before(Ballot(group, keys[group], tuple(nodes)), config)
+    ]
+    return dataclasses.replace(plan, followed=frozenset(followed))
 
 
 def _ballots(plan: _Plan) -> list[Ballot]:
@@ -230,6 +268,8 @@ def _ballots(plan: _Plan) -> list[Ballot]:
         texts.setdefault(chain.collective.group_key, []).extend(words.of_chain(chain))
     for bundle in plan.bundles:
         texts.setdefault(bundle.collective.group_key, []).append(words.of_bundle(bundle))
+    for gather in plan.kept:
+        texts.setdefault(gather.group_key, []).append(words.of_kept(gather))
     dropped: dict[str, list[Collective]] = {}
     for collective in plan.dropped:
         dropped.setdefault(collective.group_key, []).append(collective)

@@ -53,7 +53,7 @@ from asynctp_passes.fxview import (
     value_of,
 )
 from asynctp_passes.read import WAIT, added_matrix, is_only_awaited, left_items, lie_alike, waits_for_several
-from asynctp_passes.schedule import Moves, leave_sms, schedule
+from asynctp_passes.schedule import Moves, keep_option, leave_sms, schedule
 from asynctp_passes.shapes import GatherPlacement, Rearrangement, ScatterPlacement, Size, divided, product, same
 from asynctp_passes.views import is_conversion, is_sum, is_view, views_of
 
@@ -74,31 +74,36 @@ def rewrite(
     dropped: Sequence[Collective] = (),
     alone: Sequence[Collective] = (),
     wire: Container[str] = (),
+    kept: Container[fx.Node] = (),
 ) -> dict[str, dict[str, Any]]:
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
     Collectives that are `alone` become asynctp's too, as all of the groups in `wire` are. The all-reduces of a bundle
     become one, and what that waits for moves in front of it. Unused nodes are erased, the `dropped` collectives too,
     nodes move to where they belong (`schedule`), the collectives of `hidden` beside their products, and the graph is
-    linted.
+    linted. `kept` are the gathers that every rank keeps.
 
     Returns:
         What each fused op is called with (`call_of`), by the name of the collective that it replaced.
     """
     segment = segments(graph)
     moved: dict[fx.Node, fx.Node] = {}
-    moves = Moves()
+    moves = Moves(kept_by_all=kept)
     fused: dict[fx.Node, fx.Node] = {}
     several = [one for chain in chains for one in collectives_of(chain)] + [*alone]
     for call in dict.fromkeys(one.call for one in several if one.call is not None):
         for item in left_items(call):  # they would go with those that are taken in
             build = _alone(graph, sizes, item, moved)
-            _emit_alone(build, item, ours=item.group_key in wire)
+            _emit_alone(build, item, ours=item.group_key in wire, kept_by_all=item.node in kept)
             segment.update((node, segment[build.anchor]) for node in build.made)
     for chain in chains:
         build, shared = _Builder(graph, sizes, chain, moved, anchor(chain)), _shared_by(collectives_of(chain))
         old = {*_old_nodes(chain), *shared}
-        op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_reduction(build, chain)
+        op = (
+            _emit_gather(build, chain, chain.collective.node in kept)
+            if isinstance(chain, GatherChain)
+            else _emit_reduction(build, chain)
+        )
         op.meta["asynctp_collective"] = chain.collective.node.name
         fused |= dict.fromkeys([chain.collective.node, *(matmul.node for matmul in chain.matmuls)], op)
         segment.update((node, segment[build.anchor]) for node in build.made)
@@ -114,7 +119,7 @@ def rewrite(
                 _erase_unused(graph, old)
     for collective in alone:
         build, shared = _alone(graph, sizes, collective, moved), _shared_by((collective,))
-        _emit_alone(build, collective, ours=True)
+        _emit_alone(build, collective, ours=True, kept_by_all=collective.node in kept)
         segment.update((node, segment[build.anchor]) for node in build.made)
         if build.made:  # else it stays where it is, and has become ours
             old = {*collective.nodes, *shared, *(() if collective.call is None else collective.call.users)}
@@ -262,13 +267,13 @@ class _Builder:
 
 
 # --- gather side ----------------------------------------------------------------------------------------
-def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
+def _emit_gather(build: _Builder, chain: GatherChain, kept_by_all: bool) -> fx.Node:
     parts = _parts(build, chain)
     shard = parts[chain.collective.node if chain.hoist is None else chain.hoist.operand]
     shard = build.bitcast(shard, value_of(chain.matmuls[0].a).dtype)
     shard, gather_dim = _shard_as_op_wants(build, chain, shard)
     apart = _start_apart(build, chain, parts)
-    op = _call_gather(build, chain, shard, gather_dim, parts)
+    op = _call_gather(build, chain, shard, gather_dim, parts, keep_option(chain.collective, kept_by_all))
     for index, matmul in enumerate(chain.matmuls):
         out = build.call(operator.getitem, op, index, like=matmul.node)
         out = build.reshape(_rows_in_place(build, chain, out), build.shape(matmul.node))
@@ -347,7 +352,12 @@ def _rearranged(build: _Builder, node: fx.Node, way: Rearrangement) -> fx.Node:
 
 
 def _call_gather(
-    build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim: int, parts: dict[fx.Node, fx.Node]
+    build: _Builder,
+    chain: GatherChain,
+    shard: fx.Node,
+    gather_dim: int,
+    parts: dict[fx.Node, fx.Node],
+    kept: dict[str, Any],
 ) -> fx.Node:
     """The fused op: it returns a list of one product per matmul, then the gathered tensor if others use it."""
     gather, matmuls = chain.collective, chain.matmuls
@@ -355,7 +365,7 @@ def _call_gather(
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     ending = (chain.returned is not None, gather.group_size, gather.group)
     if not scaled:
-        return build.call(torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending)
+        return build.call(torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending, **kept)
     scale = _gather_scale(build, chain, shard, gather_dim, parts)
     b_scales = [_column_scale(build, one) for one in scaled]
     options = (chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
@@ -363,6 +373,7 @@ def _call_gather(
     return build.call(
         torch.ops.asynctp.all_gather_scaled_matmul.default,
         *(shard, scale, bs, b_scales, biases, gather_dim, *options, *ending, *along),
+        **kept,
     )
 
 
@@ -774,7 +785,7 @@ def _alone(graph: fx.Graph, sizes: Sizes, collective: Collective, moved: dict[fx
     return _Builder(graph, sizes, Bundle((collective,), place), moved, place)
 
 
-def _emit_alone(build: _Builder, collective: Collective, *, ours: bool) -> None:
+def _emit_alone(build: _Builder, collective: Collective, *, ours: bool, kept_by_all: bool) -> None:
     """Make a collective one of a single tensor, along dim 0, by asynctp's op if that is `ours`.
 
     Torch's own stay where they are, and become ours; others give way to new nodes, and so do items of several.
@@ -782,9 +793,10 @@ def _emit_alone(build: _Builder, collective: Collective, *, ours: bool) -> None:
     node, value = collective.node, tensor_of(collective.node)
     torchs = op_name(node).startswith(("_c10d_functional.", "_c10d_functional_autograd."))
     if collective.call is None and torchs and value is not None and compat.is_contiguous(value):
-        leave_sms(collective)
+        leave_sms(collective, kept_by_all)
         return
-    started = build.call(_IN_PLACE_OF[collective.kind][not ours], *_started_with(build, collective))
+    kept = keep_option(collective, kept_by_all) if ours else {}
+    started = build.call(_IN_PLACE_OF[collective.kind][not ours], *_started_with(build, collective), **kept)
     done = build.call(_c10d.wait_tensor.default, started)
     if collective.is_unused:
         return
