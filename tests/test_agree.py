@@ -116,7 +116,7 @@ def case_static_and_other_sizes(rank: int) -> list[Attempt]:
 
 
 def case_other_number(rank: int) -> list[Attempt]:
-    return [attempt(quantized(world_name(), factor=4.0 + rank))]
+    return [attempt(quantized(world_name(), factor=40.0 + rank))]
 
 
 def case_one_quantizes(rank: int) -> list[Attempt]:
@@ -228,8 +228,8 @@ def test_the_reason_names_rank_and_difference(ranks: list[dict[str, list[Attempt
     (missed,) = one.report.missed
     assert (missed.code, missed.name) == ("ATP212", "RANKS_DIFFER")
     assert "hoist: all_gather 1 sends" in missed.message
-    assert (4.0).hex() in missed.message
-    assert (5.0).hex() in missed.message, "what rank 1 does instead"
+    assert (40.0).hex() in missed.message
+    assert (41.0).hex() in missed.message, "what rank 1 does instead"
 
 
 @pytest.mark.ranks

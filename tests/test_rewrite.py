@@ -1207,14 +1207,14 @@ a: f32[s, 8]
 w: f32[8, 12]
 relu = relu(a)  # f32[s, 8]
 mm = mm(a, w)  # f32[s, 12]
-permute = permute(mm, [1, 0])  # f32[12, s]s[1, 12]
+unsqueeze = unsqueeze(mm, 1)  # f32[s, 1, 12]
 mm_1 = mm(relu, w)  # f32[s, 12]
-permute_1 = permute(mm_1, [1, 0])  # f32[12, s]s[1, 12]
-add = add(permute, permute_1)  # f32[12, s]s[1, 12]
-clone = clone(add, memory_format=torch.contiguous_format)  # f32[12, s]
-sym_size = sym_size(clone, 1)  # s
-all_reduce = all_reduce(clone, 'avg', 'tp')  # f32[12, s]
-wait_tensor = wait_tensor(all_reduce)  # f32[12, s]
+unsqueeze_1 = unsqueeze(mm_1, 1)  # f32[s, 1, 12]
+add = add(unsqueeze, unsqueeze_1)  # f32[s, 1, 12]
+clone = clone(add, memory_format=torch.contiguous_format)  # f32[s, 1, 12]
+sym_size = sym_size(clone, 0)  # s
+all_reduce = all_reduce(clone, 'avg', 'tp')  # f32[s, 1, 12]
+wait_tensor = wait_tensor(all_reduce)  # f32[s, 1, 12]
 return (wait_tensor, sym_size)
 
 === becomes ===
@@ -1225,8 +1225,8 @@ relu = relu(a)  # f32[s, 8]
 sym_size_int = sym_size(a, 0)  # s
 matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[a, relu], b_parts=[w, w], biases=[None, None],
     reduce_op='avg', group_name='tp')  # f32[s, 12]
-permute = permute(matmul_all_reduce_default, [1, 0])  # f32[12, s]s[1, 12]
-clone = clone(permute, memory_format=torch.contiguous_format)  # f32[12, s]
+unsqueeze = unsqueeze(matmul_all_reduce_default, 1)  # f32[s, 1, 12]
+clone = clone(unsqueeze, memory_format=torch.contiguous_format)  # f32[s, 1, 12]
 return (clone, sym_size_int)
 """,
     )
