@@ -949,6 +949,12 @@ def two_gathers_that_wait_for_each_other(b: GraphBuilder) -> tuple[Node, ...]:
     return b.mm(x, second), b.mm(y, first)
 
 
+@row("SENT_REARRANGED", "[16, 8] taken in the order [1, 0]")
+def product_transposed_before_it_is_reduced(b: GraphBuilder) -> Node:
+    product = b.permute(b.mm(b.input("x", [16, 4]), b.input("w", [4, 8])), [1, 0])
+    return b.all_reduce(b.call(torch.ops.aten.clone.default, product, memory_format=torch.contiguous_format))
+
+
 @row("MUTATED_IN_BETWEEN", "copy_")
 def mutation_between(b: GraphBuilder) -> Node:
     whole, w = gathered(b), b.input("w", [8, 12])
@@ -1169,12 +1175,13 @@ def test_reason(line: Row) -> None:
     erased = line.name == "RESULT_DROPPED"
     assert (remark.collective in {node.name for node in graph.nodes}) != erased
     assert len([remark for remark in remarks if remark.outcome == "FUSED"]) == line.fused
-    if not line.fused and not erased:
+    if not line.fused and not erased and not any(remark.op for remark in remarks):
         assert snapshot(graph) == before
 
 
 def test_the_table_reaches_every_reason() -> None:
-    assert {line.name for line in ROWS} == set(CATALOGUE) - {"INTERNAL_ERROR"}  # tests/test_internal.py
+    elsewhere = {"INTERNAL_ERROR", "RANKS_DIFFER"}  # test_internal, test_agree
+    assert {line.name for line in ROWS} | elsewhere == set(CATALOGUE)
 
 
 def test_the_catalogue_is_well_formed() -> None:

@@ -528,8 +528,9 @@ def of_products_laid_out_differently(b: Builder) -> list[Node]:
 
 @sums(1, 1)
 def in_another_layout(b: Builder) -> list[Node]:
-    """Results column by column: the fused op's are row by row."""
-    turned = [b.call(aten.permute.default, long_term(b), [1, 0]) for _ in range(2)]
+    """Results whose rows lie in memory otherwise than those of the fused op."""
+    terms = [b.call(aten.view.default, long_term(b), [4, 4, 6]) for _ in range(2)]
+    turned = [b.call(aten.permute.default, one, [1, 0, 2]) for one in terms]
     return [b.call(aten.relu.default, added(b, *(b.call(custom_all_reduce, one, "tp:0") for one in turned)))]
 
 
