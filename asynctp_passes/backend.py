@@ -12,7 +12,6 @@ import collections
 import contextlib
 import dataclasses
 import logging
-import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, ops, pipeline, registry
-from asynctp_passes.agree import agree, agree_again, sources_digest
+from asynctp_passes import compat, files, ops, pipeline, registry
+from asynctp_passes.agree import sources_digest, stands
 from asynctp_passes.config import Config, ConfigError
-from asynctp_passes.errors import AsyncTPError, GroupError
+from asynctp_passes.errors import AsyncTPError, DisagreementError, GroupError, StrictError
+from asynctp_passes.internal import FORESEEN, contained, tell
 from asynctp_passes.report import Report
 from asynctp_passes.torch_bugs import hidden_calls
 
@@ -67,10 +67,21 @@ class _OwnPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
     def __init__(self, config: Config | None = None) -> None:
         self.config = Config.given(config)
 
-    def uuid(self) -> bytes:
+    def uuid(self) -> bytes | None:
         """What Inductor's caches key a pass on: both packages' sources, torch, configuration, registered ops, what the
         fused ops run, and this process's groups, which graphs have by name only, with their sizes and mesh dimensions.
+
+        None, which turns caching off, where that cannot be found out.
         """
+        try:
+            return self._key()
+        except FORESEEN:
+            raise
+        except Exception as error:
+            tell(error, "make the key of Inductor's caches", "The graph is compiled, and not cached")
+            return None
+
+    def _key(self) -> bytes:
         runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
         mesh = compat.mesh_dimensions()
         groups = ",".join(f"{name}:{compat.size_of_group(name)}:{dim}" for name, dim in mesh.items())
@@ -93,22 +104,31 @@ class AsyncTPPass(_OwnPass):
         """Run the pass on a post-grad graph, in place, and send the report to the configured sinks.
 
         Raises:
-            StrictError, ExpectError: As `Config.strict` and `Config.expect` ask. Through torch.compile they arrive as
-                the `inner_exception` of Inductor's error.
-            DisagreementError: Another rank decided differently.
+            StrictError, ExpectError: As `Config.strict` and `Config.expect` ask, also where asynctp itself failed and
+                nothing is fused because of that. Through torch.compile they arrive as the `inner_exception` of
+                Inductor's error.
+            DisagreementError: A graph that Inductor took from its cache before this one does what a rank does not, or
+                asynctp failed on a graph after all ranks had agreed on something.
             GroupError: `groups` names a process group that does not exist here.
         """
         _require_groups(self.config)
         self.ran = True
-        _publish_cached(self.config, compiling=True, named=False)
-        before = _copy(graph) if self.config.graph_dir else None
+        cached: list[Report] = []
+        with contained("publish reports of cached graphs"):
+            cached = _publish_cached(self.config, compiling=True, named=False)
+        if refused := _refused(cached, self.config):
+            raise DisagreementError(f"asynctp: {_cached_in_vain(refused)}")
+        before: fx.Graph | None = None
+        with contained("copy the graph, to draw it"):
+            before = _copy(graph) if self.config.graph_dir else None
         try:
             report = pipeline.run(graph, self.config)
         except AsyncTPError as error:
             if error.report is not None:
                 _publish(error.report, self.config, before, graph)
             raise
-        _send_with_cache_entry(report)
+        with contained("store the report with the compiled graph"):
+            _send_with_cache_entry(report)
         _publish(report, self.config, before, graph)
 
 
@@ -123,11 +143,19 @@ class RegatherPass(_OwnPass):
         """Tag the gathers of a joint graph that the partitioner shall have made again in the backward.
 
         Raises:
-            DisagreementError: Another rank decided differently.
+            DisagreementError: asynctp failed on the graph after all ranks had agreed on something.
+            StrictError: asynctp itself failed, and `Config.strict` is "all".
             GroupError: `groups` names a process group that does not exist here.
         """
         _require_groups(self.config)
-        pipeline.run_joint(graph, self.config)
+        try:
+            report = pipeline.run_joint(graph, self.config)
+        except StrictError as error:
+            report = error.report
+            raise
+        finally:
+            if report is not None:
+                _publish(report, self.config)
 
 
 class _PassSequence(compat.inference_aware_pass_base()):  # type: ignore[misc]
@@ -171,13 +199,18 @@ def asynctp(
     patches = _with_pass({**compat.inductor_mode_options(mode), **patches}, ours)
     found = 0
 
-    def after_each() -> None:
+    def all_stand(whole: bool) -> bool:
         nonlocal found
-        found += _publish_cached(config, compiling=False)
-        if config.agree:
-            agree_again()
+        cached: list[Report] = []
+        with contained("publish reports of cached graphs"):
+            cached = _publish_cached(config, compiling=False)
+        found += len(cached)
+        refused = _refused(cached, config, joint=whole)
+        if refused:
+            log.warning("asynctp: compiles again without caches: %s", _cached_in_vain(refused))
+        return not refused
 
-    compiled = compat.inductor_compile(gm, example_inputs, patches, after_each)
+    compiled = compat.inductor_compile(gm, example_inputs, patches, all_stand)
     if not ours.ran and not found:
         log.info(
             "asynctp: %s was not compiled now (Inductor's cache had it, or it has no tensor code), and no report came "
@@ -260,29 +293,32 @@ def _send_with_cache_entry(report: Report) -> None:
         compat.cached_counters()[name] += 1
 
 
-def _publish_cached(config: Config | None, *, compiling: bool, named: bool = True) -> int:
-    """Publish the reports that came with cache entries since the last call, and return how many came.
-
-    The other ranks learn of them too, as of plans that this rank made: whether it compiled a graph or found it is no
-    difference.
+def _publish_cached(config: Config | None, *, compiling: bool, named: bool = True) -> list[Report]:
+    """Publish the reports that came with cache entries since the last call, and return them.
 
     Args:
         config: Names the sinks; None keeps the reports only.
         compiling: A compile may be under way whose cache entry is not made yet: leave what its pass sent.
         named: They are of the compile under way, and get its name.
-
-    Raises:
-        DisagreementError: Another rank decided differently.
     """
     replayed = [_read_counter(name) for name in _take_replayed(compiling)]
     if named and compat.compile_name() != "graph":
         replayed = [dataclasses.replace(report, graph=compat.compile_name()) for report in replayed]
     for report in replayed:
         _publish(report, config)
-    if config is not None:
-        for report in replayed:
-            agree(report, config)
-    return len(replayed)
+    return replayed
+
+
+def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False) -> list[str]:
+    """What graphs from a cache do, and a rank does not. The ranks vote on it, as on what they compile."""
+    return stands(cached, config, joint=joint) if cached else []
+
+
+def _cached_in_vain(refused: Sequence[str]) -> str:
+    return (
+        f"a graph that Inductor's cache had cannot run here, since ranks differ: {'; '.join(refused)}. Ranks that "
+        "share no cache, or find different things in it, need torch._inductor.config.force_disable_caches"
+    )
 
 
 def _read_counter(name: str) -> Report:
@@ -311,21 +347,21 @@ def _publish(
     report: Report, config: Config | None, before: fx.Graph | None = None, after: fx.Graph | None = None
 ) -> None:
     """Keep the report, and send it to the log, the trace, the file and the page that the configuration names."""
-    if not report.remarks:
+    if not report.remarks and not report.internal_errors:
         return
     with _lock:
         _reports.append(report)
     if config is None:
         return
     if config.log:
-        _log(report)
+        with contained("log the report"):
+            _log(report)
     if config.trace:
-        compat.trace_artifact(f"asynctp_{report.phase}_report", report.to_json)
+        with contained("trace the report"):
+            compat.trace_artifact(f"asynctp_{report.phase}_report", report.to_json)
     if config.report_file is not None:
         with _or_warn("report_file", config.report_file):
-            os.makedirs(os.path.dirname(os.path.abspath(config.report_file)), exist_ok=True)
-            with open(config.report_file, "a", encoding="utf-8") as file:
-                file.write(report.to_json() + "\n")
+            files.write(config.report_file, report.to_json() + "\n", append=True)
     if config.graph_dir is not None:
         with _or_warn("graph_dir", config.graph_dir):
             _draw(config.graph_dir, before, after, report)
@@ -333,15 +369,16 @@ def _publish(
 
 @contextlib.contextmanager
 def _or_warn(option: str, place: str) -> Iterator[None]:
-    """No full disk ends a program for the sake of a report of it."""
-    try:
-        yield
-    except OSError as error:
-        log.warning(
-            "asynctp: %s=%r could not be written (%s); the program goes on, and asynctp_passes.reports() has the "
-            "report. Make room there, or name another place",
-            *(option, place, error),
-        )
+    """No full disk ends a program for the sake of a report of it, and no page that cannot be drawn."""
+    with contained(f"write {option}={place!r}"):
+        try:
+            yield
+        except OSError as error:
+            log.warning(
+                "asynctp: %s=%r could not be written (%s); the program goes on, and asynctp_passes.reports() has the "
+                "report. Remedy: %s",
+                *(option, place, error, files.remedy(error, folder=option == "graph_dir")),
+            )
 
 
 def _log(report: Report) -> None:

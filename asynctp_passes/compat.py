@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -119,6 +121,77 @@ def is_op(target: object) -> TypeGuard[torch._ops.OpOverload]:
     return isinstance(target, torch._ops.OpOverload)
 
 
+# --- graphs -------------------------------------------------------------------------------------------
+
+
+class GraphRecord:
+    """All of a graph that passes edit, recorded so that it can be put back: the same nodes, with the same values.
+
+    Public functions make new nodes in place of erased ones. Inductor and others that hold the old ones would not know
+    them, so erased nodes are taken into the graph again.
+
+    Args:
+        graph: The graph. Its nodes' values themselves are not copied.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._nodes = [_NodeRecord(node) for node in graph.nodes]
+        self._submodules = set(_submodules(graph))
+
+    def restore(self) -> None:
+        """Make the graph what it was: its nodes and their order, arguments, users, names and metadata."""
+        recorded = {one.node for one in self._nodes}
+        added = [node for node in self._graph.nodes if node not in recorded]
+        for one in self._nodes:
+            _revive(one.node)
+        for before, after in itertools.pairwise(self._nodes):
+            before.node.append(after.node)
+        for one in self._nodes:
+            one.restore()
+        for node in added:
+            node.args, node.kwargs = (), {}
+        for node in added:
+            self._graph.erase_node(node)
+        for one in self._nodes:
+            one.restore_users()
+        for name in set(_submodules(self._graph)) - self._submodules:
+            delattr(self._graph.owning_module, name)
+
+
+class _NodeRecord:
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+        self.target, self.args, self.kwargs = node.target, node.args, node.kwargs
+        self.name, self.meta, self.users = node.name, dict(node.meta), dict(node.users)
+
+    def restore(self) -> None:
+        node = self.node
+        for name in ("target", "args", "kwargs", "name"):
+            if getattr(node, name) is not getattr(self, name):
+                setattr(node, name, getattr(self, name))
+        node.meta.clear()
+        node.meta.update(self.meta)
+
+    def restore_users(self) -> None:
+        self.node.users.clear()
+        self.node.users.update(self.users)
+
+
+def _revive(node: fx.Node) -> None:
+    """Take a node that was erased into its graph again, at any place."""
+    if node._erased:
+        node._erased = False
+        node._prev = node._next = node  # it still points to its former neighbours
+        node.graph._find_nodes_lookup_table.insert(node)
+        node.graph._len += 1
+
+
+def _submodules(graph: fx.Graph) -> list[str]:
+    module = graph.owning_module
+    return [] if module is None else [name for name, _ in module.named_children()]
+
+
 # --- symbolic sizes -----------------------------------------------------------------------------------
 
 
@@ -214,7 +287,7 @@ def has_folded_output_scale(node: fx.Node) -> bool:
 
 
 def inductor_compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], after_each: Callable[[], None]
+    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], stands: Callable[[bool], bool]
 ) -> Callable[..., Any]:
     """Compile a graph with Inductor under configuration patches (the backward graph too, which may come later).
 
@@ -222,18 +295,31 @@ def inductor_compile(
         gm: What dynamo captured.
         example_inputs: Its inputs.
         patches: Inductor options.
-        after_each: Called after each graph that Inductor compiled or found in its cache, and at the end.
+        stands: Called after each graph that Inductor compiled or found in its cache, with False, and at the end, when
+            a whole program may have come from AOTAutograd's cache, with True. What does not stand is compiled again,
+            without caches.
     """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def compile_one(*args: Any, **kwargs: Any) -> Any:
         compiled = compile_fx_inner(*args, **kwargs)
-        after_each()
+        if stands(False):
+            return compiled
+        with config.patch(_NO_CACHES):
+            compiled = compile_fx_inner(*args, **kwargs)
+        stands(False)
         return compiled
 
-    compiled = compile_fx(gm, list(example_inputs), inner_compile=compile_one, config_patches=patches)
-    after_each()
+    inputs = list(example_inputs)
+    compiled = compile_fx(gm, inputs, inner_compile=compile_one, config_patches=patches)
+    if not stands(True):
+        compiled = compile_fx(gm, inputs, inner_compile=compile_one, config_patches={**patches, **_NO_CACHES})
+        stands(True)
     return compiled  # type: ignore[return-value]
+
+
+_NO_CACHES = {"force_disable_caches": True}
 
 
 def is_of_backward(node: fx.Node) -> bool:
@@ -407,11 +493,20 @@ def compile_name() -> str:
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
-    """Emit a structured-trace artifact, which TORCH_TRACE records and tlparse shows."""
+    """Emit a structured-trace artifact of JSON, which TORCH_TRACE records and tlparse shows."""
+    _trace(name, "json", payload)
+
+
+def trace_text(name: str, payload: Callable[[], str]) -> None:
+    """Emit a structured-trace artifact that is text."""
+    _trace(name, "string", payload)
+
+
+def _trace(name: str, encoding: str, payload: Callable[[], str]) -> None:
     from torch._logging._internal import trace_structured
 
     trace_structured(
-        "artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload, expect_trace_id=False
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload, expect_trace_id=False
     )
 
 
@@ -471,11 +566,17 @@ def process_group_names() -> set[str]:
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks of a process group, this one's among them (both in the default group's numbers), and their store."""
+    """The ranks of a process group, this one's among them (both in the default group's numbers), and their store.
+
+    `group` is the group itself, and `life` tells groups apart that were made with the same store one after the other:
+    torchrun keeps one store for all of them.
+    """
 
     rank: int
     ranks: tuple[int, ...]
     store: Any
+    group: Any = None
+    life: int = 0
 
 
 def peers_of(name: str) -> Peers | None:
@@ -489,9 +590,16 @@ def peers_of(name: str) -> Peers | None:
     rank, ranks = torch.distributed.get_rank(), tuple(torch.distributed.get_process_group_ranks(group))
     if len(ranks) == 1 or rank not in ranks or torch.distributed.get_backend(group) == "fake":
         return None
-    return Peers(rank, ranks, default_store())
+    return Peers(rank, ranks, _c10d()._get_process_group_store(group), group, _life_of(name, group))
 
 
-def default_store() -> Any:
-    """The key-value store of the default process group; None without one."""
-    return _c10d()._get_default_store() if process_group_names() else None
+_made: Counter[str] = Counter()
+_lives: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _life_of(name: str, group: Any) -> int:
+    """How many groups of this name have been asked for, this one included: the same on ranks that compile alike."""
+    if group not in _lives:
+        _made[name] += 1
+        _lives[group] = _made[name]
+    return _lives[group]

@@ -1,8 +1,8 @@
 """The catalogue of reasons: why a chain is not fused, and what to do about it.
 
 Every outcome that is not FUSED carries one `Reason`. Codes are stable: ATP0xx scope, 1xx structure,
-2xx legality, 3xx kernel limits, 4xx cost. A name says what is wrong; the check that guards against it
-(`checks.py`) is named for the good case. `docs/reference/reasons.md` is written from this table.
+2xx legality, 3xx kernel limits, 4xx cost, 9xx errors of asynctp itself. A name says what is wrong; the check that
+guards against it (`checks.py`) is named for the good case. `docs/reference/reasons.md` is written from this table.
 """
 
 from __future__ import annotations
@@ -338,6 +338,23 @@ RANDOM_BETWEEN = _miss(
     "draw them on the shard before the gather; every rank then draws its own",
 )
 
+SENT_REARRANGED = _miss(
+    "ATP211",
+    "SENT_REARRANGED",
+    "elements change their places between the collective and the matmul in another way than by whole rows of the "
+    "matmul: ranks would send them in another order than the collective does, which ranks may see in different ways",
+    "let the collective take its tensor in the order in which the matmul has it: gather what is multiplied without a "
+    "transposition in between, and transpose a product after it is reduced",
+)
+RANKS_DIFFER = _miss(
+    "ATP212",
+    "RANKS_DIFFER",
+    "what would travel between the ranks is not what the program's collective sends, and a rank of the group does not "
+    "compute it alike: the collective stays as it is, fused in another way or not at all",
+    "let every rank compute the same of what is communicated, with the same asynctp, torch and options; of what one "
+    "rank looks at, let all take a copy; ASYNCTP_AGREE_S is how long ranks wait for one another",
+)
+
 # --- 3xx kernel limits ---------------------------------------------------------------------------------
 DTYPE_UNSUPPORTED = _miss(
     "ATP301",
@@ -420,10 +437,26 @@ SCATTER_BEHIND_PRODUCTS = _skip(
     "nothing to do",
 )
 
+# --- 9xx internal --------------------------------------------------------------------------------------
+INTERNAL_ERROR = _miss(
+    "ATP901",
+    "INTERNAL_ERROR",
+    "asynctp failed on this graph in a way that nobody foresaw; the graph is as it was before, and runs without it",
+    "this is a bug of asynctp: run the program again with TORCH_TRACE=FOLDER in the environment, and report the error "
+    "that was logged together with that folder, which holds the graphs (shapes and lines of your program, no values)",
+)
+
 
 def catalogue_markdown() -> str:
     """The reference page of all reasons, as Markdown (`docs/reference/reasons.md`)."""
-    families = {"0": "Scope", "1": "Structure", "2": "Legality", "3": "Kernel limits", "4": "Cost"}
+    families = {
+        "0": "Scope",
+        "1": "Structure",
+        "2": "Legality",
+        "3": "Kernel limits",
+        "4": "Cost",
+        "9": "Internal",
+    }
     lines = [
         "# Reasons",
         "",

@@ -139,15 +139,17 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _IN_FLIGHT = {
     "all_gather": torch.ops.asynctp.all_gather.default,
     "reduce_scatter": torch.ops.asynctp.reduce_scatter.default,
+    "all_reduce": torch.ops.asynctp.all_reduce.default,
 }
 
 
 def leave_sms(collective: Collective) -> None:
     """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it."""
     node, values = collective.node, arguments(collective.node)
-    reduction = (collective.reduce_op,) if collective.kind == "reduce_scatter" else ()
+    reduction = (collective.reduce_op,) if collective.kind != "all_gather" else ()
+    size = (collective.group_size,) if collective.kind != "all_reduce" else ()
     node.target = _IN_FLIGHT[collective.kind]
-    node.args, node.kwargs = (values["input"], *reduction, collective.group_size, collective.group), {}
+    node.args, node.kwargs = (values["input"], *reduction, *size, collective.group), {}
     node.meta.pop("eager_input_vals", None)  # those of torch's op: Inductor would lay out its inputs by them
 
 
