@@ -14,7 +14,6 @@ from asynctp_kernels import cuda
 from asynctp_kernels.cuda import driver, gemm
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.memory import existing_memory
-from asynctp_kernels.cuda.scatter import ScatterCall
 from asynctp_kernels.cuda.tiles import Tiles
 from cuda_emulated import Steps, look, raw
 from cuda_stubs import MAIN, expected_products, gather_call, result_dtype, scatter_call, tensor, whole
@@ -57,16 +56,16 @@ def scatter(
 
 
 def bulk(
-    kind: str, later: int = 0, on: int = MAIN, stream: int = MAIN, group: int = 0, way: str = "fused", **shapes: Any
+    kind: str, later: int = 0, on: int = MAIN, stream: int = MAIN, group: int = 0, way: str = "fused", **options: Any
 ) -> Op:
-    """Like the calls above, but without a product. shape: of the shard, or of the whole."""
-    given = {"shape": (32, 64) if kind == "gather" else (96, 32)} | shapes
+    """Like the calls above, but without a product. shape: of the shard, or of the whole. kept: by every rank."""
+    given = {"shape": (32, 64) if kind == "gather" else (96, 32), "kept": False} | options
     return Op(f"bulk {kind}", way, tuple(given.items()), stream, group, (later, on))
 
 
-def move(kind: str, way: str = "whole", stream: int = MAIN, group: int = 0, **shapes: Any) -> Op:
+def move(kind: str, way: str = "whole", stream: int = MAIN, group: int = 0, **options: Any) -> Op:
     """The same of a product that is made elsewhere (`cuda.Mover`)."""
-    return replace(bulk(kind, 0, stream, stream, group, way, **shapes), kind=f"move {kind}")
+    return replace(bulk(kind, 0, stream, stream, group, way, **options), kind=f"move {kind}")
 
 
 #: one call, as each rank of its group makes it: of one wire, but each with a use of its own
@@ -211,7 +210,7 @@ class Player:
 
     def _start_bulk(self, op: Op, given: Tensor, group: Any) -> tuple[list[Tensor], Callable[[], None]]:
         if op.kind == "bulk gather":
-            result = cuda.run_bulk_gather(given, self.world, group, lambda: None)
+            result = cuda.run_bulk_gather(given, self.world, group, lambda: None, dict(op.options)["kept"])
         else:
             result = cuda.run_bulk_scatter(given, "sum", self.world, group, lambda: None)
         assert result is not None
@@ -219,7 +218,7 @@ class Player:
 
     def _move(self, op: Op, given: Tensor, group: Any) -> list[Tensor]:
         if op.kind == "move gather":
-            moved = cuda.Mover(group).gather(given)
+            moved = cuda.Mover(group, dict(op.options)["kept"]).gather(given)
             assert moved is not None
             return [moved[0]]
         part = cuda.Mover(group).scatter(given.view(self.world, -1, given.shape[-1]), "sum")
@@ -230,7 +229,8 @@ class Player:
         if op.kind == "gather":
             results = cuda.run_gather(
                 call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, call.dim, call.scale_travels,
-                call.out_dtype, call.fast, call.return_a_full, self.world, group, lambda: None, call.along)  # fmt: skip
+                call.out_dtype, call.fast, call.return_a_full, self.world, group, lambda: None, call.along, call.kept,
+            )  # fmt: skip
             assert results is not None
             return results
         parts = (call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op)

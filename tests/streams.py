@@ -42,7 +42,6 @@ from asynctp_kernels.cuda.tiles import Tiles
 from cuda_emulated import POISON, PROGRAMS, Call, Question, Raced, Steps, at, int32, look, put, raw, reached
 from cuda_stubs import (
     GRAPH,
-    WORDS,
     Awaited,
     Copied,
     Entry,
@@ -387,9 +386,9 @@ class Rank(Machine):
         """A word is set, or a count is not over, of a group that has done all its calls."""
         for here in self.memories:
             local = here.local.clone()
-            for counts in (here.gather_done, here.scatter_done, here.direct_done):
+            for counts in (here.stage_done, here.gather_done, here.scatter_done, here.direct_done):
                 local[counts.storage_offset() + 1] = 0  # calls that are over
-            words = [local, here.signals.memory.view(torch.int32)[: 3 * WORDS], here.status]
+            words = [local, here.signals.memory.view(torch.int32), here.status]
             if [each.count_nonzero().item() for each in words] != [1, 0, 0]:  # but for the constant 1
                 return True
         return False
@@ -408,11 +407,11 @@ def copied(entry: Copied) -> Steps:
     if entry.size == 4:
         int32(entry.dst).value = int32(entry.src).value
         return
-    half = -(-entry.size // 2)
-    for first in (0, half):
-        size = (min(half, entry.size - first),)
-        found = yield from look(at(entry.src + first, size, torch.uint8))
-        yield from put(at(entry.dst + first, size, torch.uint8), found)
+    half = -(-entry.width // 2)
+    for row, first in itertools.product(range(entry.height), (0, half)):
+        size = (min(half, entry.width - first),)
+        found = yield from look(at(entry.src + row * entry.src_pitch + first, size, torch.uint8))
+        yield from put(at(entry.dst + row * entry.dst_pitch + first, size, torch.uint8), found)
 
 
 def waited(entry: Waited) -> Steps:
