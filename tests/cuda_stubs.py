@@ -18,10 +18,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from asynctp_kernels.cuda import async_input, driver, gather, gemm, memory, recordings, scatter, waits
+from asynctp_kernels import cuda
+from asynctp_kernels.cuda import async_input, driver, gather, gemm, memory, recordings, scatter, watch
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.launch import Launch, Tma
-from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_OWN, MAX_WORLD, Area, GroupMemory
+from asynctp_kernels.cuda.memory import MAX_OWN, MAX_WORLD, Area, GroupMemory
 from asynctp_kernels.cuda.scatter import ScatterCall
 from asynctp_kernels.errors import TIMEOUT_VARIABLE
 from torch import Tensor
@@ -31,10 +32,26 @@ SMS = 132
 STREAMS = {0: "main", 101: "copy", 102: "reduce", 109: "graph"}
 MAIN, COPY, REDUCE, GRAPH = STREAMS
 EVENTS = ("start", "running", "end", "reduced", "last", "last_captured", "flown")
-WORDS = MAX_WORLD * MAX_CHUNKS
+DIRECTIONS = ("full", "free", "landed")  # of words
 FP8 = torch.float8_e4m3fn
 #: Compiled as aligned, but not always: harmless as `test_cuda_compile` shows, since masks forbid wide loads then.
 UNALIGNED = {"reduce_kernel: own_ptr"}
+
+
+class Store:
+    """A group's store, on this host."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.found[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.found[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self.found for key in keys)
 
 
 class Group:
@@ -82,6 +99,7 @@ class Waited:
     address: int
     value: int
     found: int
+    exactly: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,6 +219,7 @@ class Machine:
         kept: (address, stream) of tensors whose memory must not be reused before that stream has come so far.
         hosts: on which each rank says that it is.
         makers: the threads on which symmetric memory was made.
+        store: of the group: what ranks tell each other.
         gathered: what NCCL gathers: for each such tensor, that of each rank.
         scattered: what NCCL reduces: for this rank, the part of each rank.
         records: calls that come again are recorded. recordings: what was, each as its log. urgent: on which priority.
@@ -220,6 +239,7 @@ class Machine:
         self.kept: list[tuple[int, int]] = []
         self.hosts = ["here"] * world
         self.makers: list[threading.Thread] = []
+        self.store = Store()
         self.gathered: list[Sequence[Tensor]] = []
         self.scattered: Sequence[Tensor] = ()
         self.records, self.dry = False, False
@@ -244,8 +264,9 @@ class Machine:
             if op.operation == driver._WRITE_VALUE_32:
                 self.do(Wrote(stream, op.address, op.value))
             else:
-                assert (op.operation, op.flags) == (driver._WAIT_VALUE_32, driver._WAIT_GEQ)
-                self.do(Waited(stream, op.address, op.value, 0))
+                assert op.operation == driver._WAIT_VALUE_32
+                assert op.flags in (driver._WAIT_GEQ, driver._WAIT_EQ)
+                self.do(Waited(stream, op.address, op.value, 0, op.flags == driver._WAIT_EQ))
 
     def record_event(self, event: int, stream: int) -> None:
         self.do(Recorded(stream, event))
@@ -380,10 +401,14 @@ def is_descriptor(value: object) -> bool:
 def check_fixed(launched: Launched) -> None:
     """A launch that may be recorded differs from the example in addresses only."""
     constants = launched.prepared.constants
-    if launched.prepared.name == "await_kernel" or (constants.get("GATHER") and not constants["OWN"]):
-        return  # waits are fixed where they are made; `async_input_matmul` is not recorded
+    if constants.get("GATHER") and not constants["OWN"]:
+        return  # `async_input_matmul` is not recorded
     for name, example, value in zip(launched.prepared.names, launched.prepared.args, launched.values, strict=True):
-        if not (isinstance(example, Tensor) or is_descriptor(example)):
+        varies = isinstance(example, Tensor) or is_descriptor(example)
+        if not varies and (launched.prepared.name, name) != (
+            "keep_kernel",
+            "source",
+        ):  # which is another in each launch
             assert value == example, f"{launched.prepared.name}: {name} is recorded"
 
 
@@ -464,11 +489,12 @@ def machine(
             "_flying": {},
             "_groups": weakref.WeakKeyDictionary(),  # a machine's memory refers to its group, and would stay
             "Board": here.board,
-            "_watch": lambda reference: None,
+            "start_watch": lambda found: None,
         },
         Tensor: {"record_stream": lambda tensor, stream: here.kept.append((tensor.data_ptr(), stream.cuda_stream))},
         gemm: {"prepare": here.prepare},
-        waits: {"prepare": here.prepare},
+        watch: {"group_store": lambda group: here.store},
+        cuda: {"gather_into": here.gather_into},
         async_input: {"product": product},
         gather: {"prepare": here.prepare, "product": here.product, "gather_into": here.gather_into},
         scatter: {"prepare": here.prepare, "product": here.product, "scatter_into": here.scatter_into},
@@ -508,16 +534,18 @@ class Names:
             pitches = "" if entry.height == 1 else f", pitches {entry.dst_pitch} and {entry.src_pitch}"
             return f"copy {shape} to {self.place(entry.dst)} from {self.place(entry.src)}{pitches}"
         if isinstance(entry, Waited):
-            return f"wait {self.place(entry.address)} >= {entry.value}"
+            return f"wait {self.place(entry.address)} {'==' if entry.exactly else '>='} {self.value(entry.value)}"
         if isinstance(entry, Wrote):
-            return f"write {self.place(entry.address)} = {entry.value}"
+            return f"write {self.place(entry.address)} = {self.value(entry.value)}"
         if isinstance(entry, Recorded):
             return f"record {self.event(entry.event)}"
         if isinstance(entry, Awaited):
             return f"await {self.event(entry.event)}" + (" at launch" if entry.at_launch else "")
-        if entry.prepared.name == "await_kernel":
-            return f"await kernel {self.place(entry.arguments['word'])} >= {entry.arguments['value']}"
         return f"launch {entry.prepared.name}"
+
+    def value(self, value: int) -> str:
+        """Of a word: a signature is "call"."""
+        return "call" if value in self.memory.calls._told else str(value)
 
     def event(self, event: int) -> str:
         named = {getattr(self.memory, name): name for name in EVENTS}
@@ -529,22 +557,20 @@ class Names:
         return self._word(address) or self._area(address) or self._near(address)
 
     def _word(self, address: int) -> str:
-        """A word of rank r as "full of 2 [1, 0]": at rank 2, from 1, chunk 0; of our own memory without "of"."""
-        local = (address - self.memory.local.data_ptr()) // 4
-        if 0 <= local < WORDS:
-            return f"arrivals[{local // MAX_CHUNKS}, {local % MAX_CHUNKS}]"
-        if 0 <= (count := local - WORDS) < MAX_WORLD * MAX_OWN:
-            return f"progress[{count // MAX_OWN}, {count % MAX_OWN}]"
-        if address == self.memory.one:
-            return "the constant 1"
-        for rank, start in enumerate(self.memory.signals.peers):
+        """A word of rank r as "full of 2 [1]": at rank 2, about rank 1; of our own memory without "of"."""
+        mine = self.memory
+        local = (address - mine.local.data_ptr()) // 4
+        if 0 <= local < MAX_WORLD * MAX_OWN:
+            return f"progress[{local // MAX_OWN}, {local % MAX_OWN}]"
+        if 0 <= (source := (address - mine.arrivals) // 4) < MAX_WORLD:
+            return f"arrivals[{source}]"
+        constants = {word.data_ptr(): value for value, word in mine._constants.items()} | {mine.one: 1}
+        if address in constants:
+            return f"the constant {self.value(constants[address])}"
+        for rank, start in enumerate(mine.signals.peers):
             word = (address - start) // 4
-            if 0 <= word < WORDS:
-                return f"full of {rank} [{word // MAX_CHUNKS}, {word % MAX_CHUNKS}]"
-            if WORDS <= word < 2 * WORDS:
-                return f"free of {rank} [{word - WORDS}]"
-            if 2 * WORDS <= word < 3 * WORDS:
-                return f"landed of {rank} [{word % WORDS // MAX_CHUNKS}, {word % MAX_CHUNKS}]"
+            if 0 <= word < len(DIRECTIONS) * MAX_WORLD:
+                return f"{DIRECTIONS[word // MAX_WORLD]} of {rank} [{word % MAX_WORLD}]"
         return ""
 
     def _area(self, address: int) -> str:
@@ -582,11 +608,12 @@ def gather_call(
     k_major: bool = True,
     full: bool = False,
     along: bool = False,
+    kept: bool = False,
     world: int = 4,
 ) -> GatherCall:
     """A gather of `shard` (without K) along `dim`. scales: "", "tensor" or "row"; `travels`: A's are gathered too.
 
-    `along`: numbers travel that are only returned.
+    `along`: numbers travel that are only returned. `kept`: every rank returns the gathered A.
     """
     out_dtype = out_dtype or (dtype if dtype.itemsize == 2 else torch.bfloat16)
     lead, depth = list(shard), k
@@ -600,7 +627,8 @@ def gather_call(
     biases = [tensor(n, dtype=out_dtype) if bias else None for n in ns]
     a_shard = tensor(*shard, k, dtype=dtype)
     numbers = torch.rand(*shard, 1) + 0.5 if along else None
-    return GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, travels, out_dtype, fast, full, world, numbers)
+    full |= kept
+    return GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, travels, out_dtype, fast, full, world, numbers, kept)
 
 
 def scatter_call(
@@ -662,9 +690,9 @@ def expected_products(call: GatherCall, full: Tensor, a_scale: Tensor | None) ->
 def whole(call: ScatterCall, implementation: str) -> Tensor:
     """What this rank sends: the sum of its products, rounded as the implementation does: once, or after each product.
 
-    NCCL adds in what it moves, which is the result's dtype then.
+    A product that travels in another dtype is rounded to its own first, by all of them.
     """
-    exact = implementation == "fused"
+    exact = implementation == "fused" and call.wire_dtype == call.out_dtype
     total: Tensor | None = None
     for i, (a, b) in enumerate(zip(call.a_parts, call.b_parts, strict=True)):
         scales = (call.a_scales[i], call.b_scales[i]) if call.a_scales else (None, None)
@@ -675,8 +703,7 @@ def whole(call: ScatterCall, implementation: str) -> Tensor:
         total = one if total is None else total + one
     assert total is not None
     total = total if call.added is None else total + call.added.reshape(total.shape)
-    sent = result_dtype(call) if implementation == "unfused" else call.wire_dtype
-    return total.to(sent).view(*call.a_parts[0].shape[:-1], -1)
+    return total.to(call.wire_dtype).view(*call.a_parts[0].shape[:-1], -1)
 
 
 def result_dtype(call: ScatterCall) -> torch.dtype:

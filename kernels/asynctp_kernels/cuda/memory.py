@@ -148,7 +148,6 @@ class GroupMemory:
     released: bool = False
     skipped: int = 0
     made: int = 0
-    last_direct: int = 0
     last_implementation: str = "unfused"
     captured: bool = False
     retired: list[Area] = field(default_factory=list)
