@@ -17,6 +17,7 @@ from math import ceil, nan
 from typing import Any
 
 import torch
+from asynctp_kernels.cuda.copy_kernels import SIGNATURES
 from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD
 from asynctp_kernels.signals import FAILED
 from cuda_stubs import Launched, Machine
@@ -111,10 +112,16 @@ class Call:
         return int32(self.arguments[name] + (rank * MAX_CHUNKS + chunk) * 4)
 
     def is_last(self) -> bool:
-        """A program is done: whether all others are."""
+        """A program is done: whether all others are. Then the call is counted."""
         done = int32(self.done_ptr)
         done.value = (done.value + 1) % self.PROGRAMS
+        if done.value == 0:
+            self.count()
         return bool(done.value == 0)
+
+    def count(self) -> None:
+        """A call is over."""
+        int32(self.done_ptr + 4).value += 1
 
 
 # --- the GEMM ----------------------------------------------------------------------------------------------------
@@ -145,7 +152,7 @@ def gemm_program(call: Call, program: int) -> Steps:
             word.value, due = word.value + due, 0
     if due:
         counter.value += due
-    if call.OWN and call.is_last():
+    if call.OWN and call.is_last() and call.CLEARS:
         call.words("words").zero_()
 
 
@@ -153,12 +160,17 @@ def _tile_of(call: Call, tile: int, tiles_m: int, tiles_n: int) -> tuple[int, in
     """(step, rank, row tile, column tile, chunk)."""
     step, index = divmod(tile, tiles_m * tiles_n)
     peer = (call.rank + step + (not call.GATHER)) % call.world
-    chunk_tiles = call.own_tiles if peer == call.rank and not call.GATHER else call.chunk_tiles
+    chunk_tiles = call.own_tiles if peer == call.rank and not call.GATHER else call.chunk_size
     group = call.GROUP_M if call.GATHER else min(call.GROUP_M, chunk_tiles)
     first, rest = index // (group * tiles_n) * group, index % (group * tiles_n)
     height = min(tiles_m - first, group)
     tile_m = first + rest % height
-    return step, peer, tile_m, rest // height, peer * call.CHUNKS + tile_m // chunk_tiles
+    chunk = tile_m // chunk_tiles
+    if call.GATHER:  # chunks are of rows; the last row of a tile comes last
+        tiles_q = ceil(call.inner / call.BM)
+        last = tile_m // tiles_q * call.inner + min((tile_m % tiles_q + 1) * call.BM, call.inner) - 1
+        chunk = min(last // call.chunk_size, call.CHUNKS - 1)
+    return step, peer, tile_m, rest // height, peer * call.CHUNKS + chunk
 
 
 def _gathered_tile(call: Call, step: int, peer: int, p: int, rows: slice, i: int, col: int) -> Steps:
@@ -167,9 +179,7 @@ def _gathered_tile(call: Call, step: int, peer: int, p: int, rows: slice, i: int
     if own:
         a_block = p
     elif call.OWN:
-        name = "a1"
-        if call.INBOX:
-            a_block = (peer - (peer > call.rank)) * call.outer + p
+        name, a_block = "a1", (peer - (peer > call.rank)) * call.outer + p
     a = call.described(name)[a_block]
     columns = slice(col, col + call.BN)
     found = yield from look(a[rows])
@@ -223,40 +233,29 @@ def _finish(call: Call, acc: Tensor, scale: int, first: int, i: int, col: int) -
 def _store(call: Call, name: str, block: int, rows: slice, columns: slice, acc: Tensor) -> Steps:
     c, width = call.described(name), call.BN // call.SPLIT
     assert "OUT" not in call.constants or TORCH_DTYPES[str(call.OUT)] == c.dtype
+    acc = acc.to(TORCH_DTYPES[str(call.ROUNDED)]) if "ROUNDED" in call.constants else acc
     for first in range(0, acc.shape[1], width):
         part = slice(columns.start + first, columns.start + first + width)
         yield from put(c[block][rows, part], acc[:, first : first + width].to(c.dtype))
 
 
-# --- staging and reduction ---------------------------------------------------------------------------------------
-def stage_program(call: Call, program: int) -> Steps:
-    """`stage_kernel`."""
-    epoch, unit = int64(call.epoch_ptr).value + 1, call.examples["shard_ptr"].dtype
-    peers = [(call.rank + step) % call.WORLD for step in range(1, call.WORLD)]
-    pads = at(call.pads, (call.WORLD,), torch.int64).tolist()
-    for peer in peers if program == 0 else ():
-        int64(pads[peer] + call.rank * 8).value = epoch
-        yield None
-    for peer in peers:
-        yield reached(int64(pads[call.rank] + peer * 8), epoch)
-    for block in range(program, ceil(call.size / call.BLOCK), call.PROGRAMS):
-        first = block * call.BLOCK
-        shape = (min(call.BLOCK, call.size - first),)
-        units = yield from look(at(call.shard_ptr + first * unit.itemsize, shape, unit))
-        for place in [call.outbox_ptr, *[call.kept_ptr] * call.KEEPS]:
-            yield from put(at(place + first * unit.itemsize, shape, unit), units)
-    if call.SCALE_TRAVELS:
-        for first in range(program * 256, call.numbers, call.PROGRAMS * 256):
-            shape = (min(256, call.numbers - first),)
-            numbers = yield from look(at(call.scale_ptr + 4 * first, shape, torch.float32))
-            yield from put(at(call.scale_box_ptr + 4 * first, shape, torch.float32), numbers)
-    if call.is_last():
-        for peer in peers:
-            int64(pads[peer] + (call.WORLD + call.rank) * 8).value = epoch
-            yield None
-        for peer in peers:
-            yield reached(int64(pads[call.rank] + (call.WORLD + peer) * 8), epoch)
-        int64(call.epoch_ptr).value = epoch
+# --- what is kept, and the reduction -----------------------------------------------------------------------------
+def keep_program(call: Call, program: int) -> Steps:
+    """`keep_kernel`."""
+    unit = call.examples["received_ptr"].dtype
+    assert call.examples["whole_ptr"].dtype == unit
+    shard, whole = at(call.received_ptr, (call.size,), unit), at(call.whole_ptr, (call.WORLD * call.size,), unit)
+    for first in _from(call, program, call.size):
+        block = slice(first, min(first + call.BLOCK, call.size))
+        yield from put(whole, (yield from look(shard, block)), place(call, call.source)[block])
+    if program == 0 and call.source == call.own:
+        call.count()
+
+
+def tick_program(call: Call, program: int) -> Steps:
+    """`tick_kernel`."""
+    call.count()
+    yield None
 
 
 def reduce_program(call: Call, program: int) -> Steps:
@@ -267,8 +266,7 @@ def reduce_program(call: Call, program: int) -> Steps:
     for part in range(ceil(call.size / call.own_size)):
         begin = part * call.own_size
         end = min(begin + call.own_size, call.size)
-        come = begin // call.chunk_size
-        assert come == (end - 1) // call.chunk_size
+        come = min((end - 1) // call.chunk_size, call.MAX_CHUNKS - 1)
         for src in range(call.WORLD):
             if src != call.rank and come != here:
                 yield reached(call.chunk("arrived", src, come), 1)
@@ -287,11 +285,6 @@ def reduce_program(call: Call, program: int) -> Steps:
     if call.is_last():
         at(call.progress, (call.MAX_OWN,), torch.int32).zero_()
         call.words("arrived").zero_()
-
-
-def await_program(call: Call, program: int) -> Steps:
-    """`await_kernel`, whose time is not up."""
-    yield reached(int32(call.word), call.value)
 
 
 # --- the direct kernels ------------------------------------------------------------------------------------------
@@ -321,14 +314,51 @@ def check_landing(call: Call, part: int) -> None:
     assert 1 <= call.PROGRAMS <= call.MAX_PROGRAMS
 
 
+def begin_call(call: Call, program: int) -> Steps:
+    """Say which call is under way."""
+    if program == 0:
+        int32(call.doing_ptr).value = call.signature
+    yield None
+
+
+def end_call(call: Call, epoch: int) -> None:
+    """A program is done; the last one ends the call."""
+    if call.is_last():
+        int32(call.doing_ptr).value = 0
+        int64(call.epoch_ptr).value = epoch
+
+
+def word_of(call: Call, epoch: int) -> int:
+    """What the words of a call are set to."""
+    return int(epoch * SIGNATURES.value + call.signature)
+
+
+def data_came(call: Call, pad: int, program: int, epoch: int, src: int) -> Generator[Question | None, None, bool]:
+    """Wait for a rank's word: whether its data is there, and of a call like this one. Time is never up."""
+    word, status = int64(pad + (src * call.MAX_PROGRAMS + program) * 8), int64(call.status_ptr)
+    yield lambda: bool(word.value >= epoch * SIGNATURES.value or status.value)
+    of_epoch, signature = divmod(word.value, SIGNATURES.value)
+    unlike = of_epoch == epoch and signature != call.signature
+    if unlike and status.value == 0:
+        at(call.status_ptr, (3,), torch.int64).copy_(torch.tensor([FAILED, src, -signature]))
+    return of_epoch >= epoch and not unlike
+
+
+def poisoned(values: Tensor, came: bool) -> Tensor:
+    """Data, or NaN where it did not come."""
+    return values if came else raw(values).fill_(POISON).view(values.dtype).view(values.shape)
+
+
 def push_gather_program(call: Call, program: int) -> Steps:
     """`push_gather_kernel`."""
+    yield from begin_call(call, program)
     unit, epoch = call.examples["shard_ptr"].dtype, int64(call.epoch_ptr).value + 1
     size, part = unit.itemsize, call.scales_offset + call.numbers * 4
     check_landing(call, part if call.SCALE_TRAVELS else call.size * size)
     assert call.scales_offset >= call.size * size
     blocks = [slice(first, min(first + call.BLOCK, call.size)) for first in _from(call, program, call.size)]
-    some = [slice(first, min(first + call.BLOCK, call.numbers)) for first in _from(call, program, call.numbers)]
+    firsts = range(program * call.NUMBERS, call.numbers, call.PROGRAMS * call.NUMBERS)
+    some = [slice(first, min(first + call.NUMBERS, call.numbers)) for first in firsts]
     some = some if call.SCALE_TRAVELS else []
     shard, numbers = at(call.shard_ptr, (call.size,), unit), at(call.scale_ptr, (call.numbers,), torch.float32)
     full = at(call.full_ptr, (call.WORLD * call.size,), unit)
@@ -343,25 +373,25 @@ def push_gather_program(call: Call, program: int) -> Steps:
             there = at(landing + call.scales_offset, (call.numbers,), torch.float32)
             yield from put(there, (yield from look(numbers, block)), block)
     for peer in _others(call, -1):
-        int64(pads[peer] + (call.rank * call.MAX_PROGRAMS + program) * 8).value = epoch
+        int64(pads[peer] + (call.rank * call.MAX_PROGRAMS + program) * 8).value = word_of(call, epoch)
         yield None
     for src in (call.rank, *_others(call, 1)):
-        source, number_source = shard, numbers
+        source, number_source, came = shard, numbers, True
         if src != call.rank:
-            yield reached(int64(pads[call.rank] + (src * call.MAX_PROGRAMS + program) * 8), epoch)
+            came = yield from data_came(call, pads[call.rank], program, epoch, src)
             landing = landings[call.rank] + src * call.part_bytes
             source = at(landing, (call.size,), unit)
             number_source = at(landing + call.scales_offset, (call.numbers,), torch.float32)
         for block in blocks:
-            yield from put(full, (yield from look(source, block)), place(call, src)[block])
+            yield from put(full, poisoned((yield from look(source, block)), came), place(call, src)[block])
         for block in some:
             yield from put(all_numbers, (yield from look(number_source, block)), number_place(call, src)[block])
-    if call.is_last():
-        int64(call.epoch_ptr).value = epoch
+    end_call(call, epoch)
 
 
 def push_reduce_program(call: Call, program: int) -> Steps:
     """`push_reduce_kernel`."""
+    yield from begin_call(call, program)
     sent, dtype = call.examples["full_ptr"].dtype, call.examples["out_ptr"].dtype
     epoch = int64(call.epoch_ptr).value + 1
     check_landing(call, call.size * sent.itemsize)
@@ -372,10 +402,11 @@ def push_reduce_program(call: Call, program: int) -> Steps:
         landing = at(landings[peer] + call.rank * call.part_bytes, (call.size,), sent)
         for block in blocks:
             yield from put(landing, (yield from look(full, place(call, peer)[block])), block)
-        int64(pads[peer] + (call.rank * call.MAX_PROGRAMS + program) * 8).value = epoch
+        int64(pads[peer] + (call.rank * call.MAX_PROGRAMS + program) * 8).value = word_of(call, epoch)
         yield None
+    came = True
     for src in _others(call, 1):
-        yield reached(int64(pads[call.rank] + (src * call.MAX_PROGRAMS + program) * 8), epoch)
+        came &= yield from data_came(call, pads[call.rank], program, epoch, src)
     for block in blocks:
         total = torch.zeros(block.stop - block.start)
         for src in range(call.WORLD):
@@ -383,9 +414,8 @@ def push_reduce_program(call: Call, program: int) -> Steps:
             own = src == call.rank
             found = yield from look(full if own else landing, place(call, src)[block] if own else block)
             total += found.float()
-        yield from put(out, (total * call.factor).to(dtype), block)
-    if call.is_last():
-        int64(call.epoch_ptr).value = epoch
+        yield from put(out, (total * call.factor if came else total * nan).to(dtype), block)
+    end_call(call, epoch)
 
 
 def _from(call: Call, program: int, size: int) -> range:
@@ -406,9 +436,9 @@ def _others(call: Call, way: int) -> list[int]:
 # --- on one rank -------------------------------------------------------------------------------------------------
 PROGRAMS: dict[str, Callable[[Call, int], Steps]] = {
     "gemm_kernel": gemm_program,
-    "stage_kernel": stage_program,
+    "keep_kernel": keep_program,
+    "tick_kernel": tick_program,
     "reduce_kernel": reduce_program,
-    "await_kernel": await_program,
     "push_gather_kernel": push_gather_program,
     "push_reduce_kernel": push_reduce_program,
 }
@@ -422,14 +452,6 @@ def in_order(launched: Launched) -> None:
             assert question is None or question(), f"{launched.prepared.name} waits for what nothing announces"
 
 
-def met(launched: Launched) -> None:
-    """`stage_kernel`, to which all ranks have come, and all have staged."""
-    call = Call(launched)
-    pad = at(call.pads, (call.WORLD,), torch.int64)[call.rank].item()
-    at(int(pad), (2 * call.WORLD,), torch.int64).fill_(int64(call.epoch_ptr).value + 1)
-    in_order(launched)
-
-
 def landed(launched: Launched, parts: Sequence[Tensor], scales: Sequence[Tensor] = ()) -> None:
     """A direct kernel, to which the other ranks have pushed their parts, and their scales if any travel."""
     call = Call(launched)
@@ -439,25 +461,10 @@ def landed(launched: Launched, parts: Sequence[Tensor], scales: Sequence[Tensor]
         pieces = [(0, raw(parts[src])), *[(call.scales_offset, raw(numbers)) for numbers in scales[src : src + 1]]]
         for offset, piece in pieces:
             at(landing + src * call.part_bytes + offset, piece.shape, torch.uint8).copy_(piece)
-    at(int(pad), (call.WORLD * call.MAX_PROGRAMS,), torch.int64).fill_(epoch)
+    at(int(pad), (call.WORLD * call.MAX_PROGRAMS,), torch.int64).fill_(word_of(call, epoch))
     in_order(launched)
-
-
-def await_in_vain(launched: Launched) -> None:
-    """`await_kernel`. Time is up at once, since nothing else runs here meanwhile."""
-    call = Call(launched)
-    word, status = at(call.word, (1,), torch.int32), at(call.status_ptr, (3,), torch.int64)
-    if word < call.value:
-        if status[0] == 0:
-            status.copy_(torch.tensor([FAILED, call.peer, call.awaited]))
-        word.fill_(call.value)
 
 
 def emulate(here: Machine) -> None:
     """Have the kernels of the pipelines do their work; the direct ones need what other ranks have."""
-    here.kernels |= {
-        "gemm_kernel": in_order,
-        "stage_kernel": met,
-        "reduce_kernel": in_order,
-        "await_kernel": await_in_vain,
-    }
+    here.kernels |= dict.fromkeys(("gemm_kernel", "keep_kernel", "tick_kernel", "reduce_kernel"), in_order)

@@ -18,7 +18,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from asynctp_kernels.cuda import async_input, driver, gather, gemm, memory, recordings, scatter, waits
+from asynctp_kernels import cuda
+from asynctp_kernels.cuda import async_input, driver, gather, gemm, memory, recordings, scatter, watch
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.launch import Launch, Tma
 from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_OWN, MAX_WORLD, Area, GroupMemory
@@ -35,6 +36,22 @@ WORDS = MAX_WORLD * MAX_CHUNKS
 FP8 = torch.float8_e4m3fn
 #: Compiled as aligned, but not always: harmless as `test_cuda_compile` shows, since masks forbid wide loads then.
 UNALIGNED = {"reduce_kernel: own_ptr"}
+
+
+class Store:
+    """A group's store, on this host."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.found[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.found[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self.found for key in keys)
 
 
 class Group:
@@ -59,19 +76,10 @@ class Group:
 # --- what is recorded --------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Copied:
-    """`height` rows of `width` bytes."""
-
     stream: int
     dst: int
     src: int
-    width: int
-    height: int = 1
-    dst_pitch: int = 0
-    src_pitch: int = 0
-
-    @property
-    def size(self) -> int:
-        return self.width * self.height
+    size: int
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,7 @@ class Waited:
     address: int
     value: int
     found: int
+    exactly: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,8 +181,7 @@ class Graph:
     """What replaces the driver's: what was asked for, and nothing of who asked."""
 
     def __init__(self, machine: Machine, entries: Sequence[Entry]) -> None:
-        self.machine, self.entries = machine, entries
-        self.known = all(entry.height == 1 for entry in entries if isinstance(entry, Copied))
+        self.machine, self.entries, self.known = machine, entries, True
 
 
 class Executable:
@@ -201,6 +209,7 @@ class Machine:
         kept: (address, stream) of tensors whose memory must not be reused before that stream has come so far.
         hosts: on which each rank says that it is.
         makers: the threads on which symmetric memory was made.
+        store: of the group: what ranks tell each other.
         gathered: what NCCL gathers: for each such tensor, that of each rank.
         scattered: what NCCL reduces: for this rank, the part of each rank.
         records: calls that come again are recorded. recordings: what was, each as its log. urgent: on which priority.
@@ -220,6 +229,7 @@ class Machine:
         self.kept: list[tuple[int, int]] = []
         self.hosts = ["here"] * world
         self.makers: list[threading.Thread] = []
+        self.store = Store()
         self.gathered: list[Sequence[Tensor]] = []
         self.scattered: Sequence[Tensor] = ()
         self.records, self.dry = False, False
@@ -232,20 +242,15 @@ class Machine:
     def copy(self, dst: int, src: int, size: int, stream: int) -> None:
         self.do(Copied(stream, dst, src, size))
 
-    def copy_2d(self, request: Any, stream: int) -> None:
-        at = request._obj
-        assert (at.src_type, at.dst_type) == (driver._MEMORY_TYPE_DEVICE,) * 2
-        assert at.width <= min(at.src_pitch, at.dst_pitch)
-        self.do(Copied(stream, at.dst_device, at.src_device, at.width, at.height, at.dst_pitch, at.src_pitch))
-
     def batch(self, stream: int, count: int, address: int, flags: int) -> None:
         assert flags == 0
         for op in (driver._MemOp * count).from_address(address):
             if op.operation == driver._WRITE_VALUE_32:
                 self.do(Wrote(stream, op.address, op.value))
             else:
-                assert (op.operation, op.flags) == (driver._WAIT_VALUE_32, driver._WAIT_GEQ)
-                self.do(Waited(stream, op.address, op.value, 0))
+                assert op.operation == driver._WAIT_VALUE_32
+                assert op.flags in (driver._WAIT_GEQ, driver._WAIT_EQ)
+                self.do(Waited(stream, op.address, op.value, 0, op.flags == driver._WAIT_EQ))
 
     def record_event(self, event: int, stream: int) -> None:
         self.do(Recorded(stream, event))
@@ -277,8 +282,7 @@ class Machine:
         if self.dry:
             return
         if isinstance(entry, Copied):
-            for row in range(entry.height):
-                ctypes.memmove(entry.dst + row * entry.dst_pitch, entry.src + row * entry.src_pitch, entry.width)
+            ctypes.memmove(entry.dst, entry.src, entry.size)
         elif isinstance(entry, Wrote):
             ctypes.c_int32.from_address(entry.address).value = entry.value
         elif isinstance(entry, Launched):
@@ -380,10 +384,14 @@ def is_descriptor(value: object) -> bool:
 def check_fixed(launched: Launched) -> None:
     """A launch that may be recorded differs from the example in addresses only."""
     constants = launched.prepared.constants
-    if launched.prepared.name == "await_kernel" or (constants.get("GATHER") and not constants["OWN"]):
-        return  # waits are fixed where they are made; `async_input_matmul` is not recorded
+    if constants.get("GATHER") and not constants["OWN"]:
+        return  # `async_input_matmul` is not recorded
     for name, example, value in zip(launched.prepared.names, launched.prepared.args, launched.values, strict=True):
-        if not (isinstance(example, Tensor) or is_descriptor(example)):
+        varies = isinstance(example, Tensor) or is_descriptor(example)
+        if not varies and (launched.prepared.name, name) != (
+            "keep_kernel",
+            "source",
+        ):  # which is another in each launch
             assert value == example, f"{launched.prepared.name}: {name} is recorded"
 
 
@@ -445,7 +453,6 @@ def machine(
             "unrecordable": lambda: None if here.records else "no recordings",
             "Executable": Executable,
             "copy": here.copy,
-            "_copy_2d": here.copy_2d,
             "_batch": here.batch,
             "record_event": here.record_event,
             "wait_event_with_flags": here.wait_event,
@@ -464,11 +471,12 @@ def machine(
             "_flying": {},
             "_groups": weakref.WeakKeyDictionary(),  # a machine's memory refers to its group, and would stay
             "Board": here.board,
-            "_watch": lambda reference: None,
+            "start_watch": lambda found: None,
         },
         Tensor: {"record_stream": lambda tensor, stream: here.kept.append((tensor.data_ptr(), stream.cuda_stream))},
         gemm: {"prepare": here.prepare},
-        waits: {"prepare": here.prepare},
+        watch: {"group_store": lambda group: here.store},
+        cuda: {"gather_into": here.gather_into},
         async_input: {"product": product},
         gather: {"prepare": here.prepare, "product": here.product, "gather_into": here.gather_into},
         scatter: {"prepare": here.prepare, "product": here.product, "scatter_into": here.scatter_into},
@@ -504,20 +512,20 @@ class Names:
 
     def entry(self, entry: Entry) -> str:
         if isinstance(entry, Copied):
-            shape = f"{entry.width} B" if entry.height == 1 else f"{entry.height} x {entry.width} B"
-            pitches = "" if entry.height == 1 else f", pitches {entry.dst_pitch} and {entry.src_pitch}"
-            return f"copy {shape} to {self.place(entry.dst)} from {self.place(entry.src)}{pitches}"
+            return f"copy {entry.size} B to {self.place(entry.dst)} from {self.place(entry.src)}"
         if isinstance(entry, Waited):
-            return f"wait {self.place(entry.address)} >= {entry.value}"
+            return f"wait {self.place(entry.address)} {'==' if entry.exactly else '>='} {self.value(entry.value)}"
         if isinstance(entry, Wrote):
-            return f"write {self.place(entry.address)} = {entry.value}"
+            return f"write {self.place(entry.address)} = {self.value(entry.value)}"
         if isinstance(entry, Recorded):
             return f"record {self.event(entry.event)}"
         if isinstance(entry, Awaited):
             return f"await {self.event(entry.event)}" + (" at launch" if entry.at_launch else "")
-        if entry.prepared.name == "await_kernel":
-            return f"await kernel {self.place(entry.arguments['word'])} >= {entry.arguments['value']}"
         return f"launch {entry.prepared.name}"
+
+    def value(self, value: int) -> str:
+        """Of a word: a signature is "call"."""
+        return "call" if value in self.memory.calls._told else str(value)
 
     def event(self, event: int) -> str:
         named = {getattr(self.memory, name): name for name in EVENTS}
@@ -531,12 +539,12 @@ class Names:
     def _word(self, address: int) -> str:
         """A word of rank r as "full of 2 [1, 0]": at rank 2, from 1, chunk 0; of our own memory without "of"."""
         local = (address - self.memory.local.data_ptr()) // 4
-        if 0 <= local < WORDS:
-            return f"arrivals[{local // MAX_CHUNKS}, {local % MAX_CHUNKS}]"
-        if 0 <= (count := local - WORDS) < MAX_WORLD * MAX_OWN:
-            return f"progress[{count // MAX_OWN}, {count % MAX_OWN}]"
-        if address == self.memory.one:
-            return "the constant 1"
+        if 0 <= local < MAX_WORLD * MAX_OWN:
+            return f"progress[{local // MAX_OWN}, {local % MAX_OWN}]"
+        singles = {self.memory.doing.data_ptr(): "doing", self.memory.one: "the constant 1"}
+        singles |= {word.data_ptr(): f"the constant {self.value(i)}" for i, word in self.memory._constants.items()}
+        if address in singles:
+            return singles[address]
         for rank, start in enumerate(self.memory.signals.peers):
             word = (address - start) // 4
             if 0 <= word < WORDS:
@@ -662,9 +670,9 @@ def expected_products(call: GatherCall, full: Tensor, a_scale: Tensor | None) ->
 def whole(call: ScatterCall, implementation: str) -> Tensor:
     """What this rank sends: the sum of its products, rounded as the implementation does: once, or after each product.
 
-    NCCL adds in what it moves, which is the result's dtype then.
+    A product that travels in another dtype is rounded to its own first, by all of them.
     """
-    exact = implementation == "fused"
+    exact = implementation == "fused" and call.wire_dtype == call.out_dtype
     total: Tensor | None = None
     for i, (a, b) in enumerate(zip(call.a_parts, call.b_parts, strict=True)):
         scales = (call.a_scales[i], call.b_scales[i]) if call.a_scales else (None, None)
@@ -675,8 +683,7 @@ def whole(call: ScatterCall, implementation: str) -> Tensor:
         total = one if total is None else total + one
     assert total is not None
     total = total if call.added is None else total + call.added.reshape(total.shape)
-    sent = result_dtype(call) if implementation == "unfused" else call.wire_dtype
-    return total.to(sent).view(*call.a_parts[0].shape[:-1], -1)
+    return total.to(call.wire_dtype).view(*call.a_parts[0].shape[:-1], -1)
 
 
 def result_dtype(call: ScatterCall) -> torch.dtype:
