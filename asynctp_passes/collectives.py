@@ -5,7 +5,8 @@
 They have the contract of `_c10d_functional.all_gather_into_tensor` and `reduce_scatter_tensor`: along dim 0, and
 asynchronous, so that the result must go through `_c10d_functional.wait_tensor` before it is read. The input is copied
 first: Inductor, which does not know these ops, may write to its memory as soon as they return. On CUDA copy engines
-move the data (`asynctp_kernels.cuda.collectives`); elsewhere, and where the GPUs cannot share memory, these are the
+move the data (`asynctp_kernels.cuda.collectives`): `all_keep`, the same on all ranks, tells that no rank's call only
+multiplies what it gathers, and keeps none of it. Elsewhere, and where the GPUs cannot share memory, these are the
 functional collectives themselves. Importing this module registers them.
 
 `asynctp::wait(result, source)` is how a rewritten graph waits. It reads the collective's input too, so that Inductor
@@ -27,14 +28,16 @@ from asynctp_passes import compat, ops, reference
 __all__ = ["OPS", "all_gather", "reduce_scatter"]
 
 OPS = {
-    "all_gather": "(Tensor shard, int group_size, Any group_name, *, bool copy=True) -> Tensor",
+    "all_gather": "(Tensor shard, int group_size, Any group_name, *, bool copy=True, bool all_keep=True) -> Tensor",
     "reduce_scatter": "(Tensor whole, str reduce_op, int group_size, Any group_name, *, bool copy=True) -> Tensor",
     "wait": "(Tensor(a) result, Tensor source) -> Tensor(a)",
 }
 
 
 # --- real implementations ---------------------------------------------------------------------------------------
-def _real_all_gather(shard: Tensor, group_size: int, group_name: Any, copy: bool = True) -> Tensor:
+def _real_all_gather(
+    shard: Tensor, group_size: int, group_name: Any, copy: bool = True, all_keep: bool = True
+) -> Tensor:
     def check() -> None:
         reference.check_group("all_gather", group_size, group_name)
 
@@ -42,7 +45,7 @@ def _real_all_gather(shard: Tensor, group_size: int, group_name: Any, copy: bool
     shard = _unchanged(shard, copy)
     if (cuda := ops.overlapped(shard)) is not None:
         group = compat.process_group(group_name)
-        found: Tensor | None = cuda.run_bulk_gather(shard, group_size, group, check)
+        found: Tensor | None = cuda.run_bulk_gather(shard, group_size, group, check, all_keep)
         if found is not None:
             return found
     check()
@@ -101,7 +104,9 @@ def _check_scatter(whole: Tensor, reduce_op: str, group_size: int) -> None:
 
 
 # --- fake implementations ---------------------------------------------------------------------------------------
-def _fake_all_gather(shard: Tensor, group_size: int, group_name: Any, copy: bool = True) -> Tensor:
+def _fake_all_gather(
+    shard: Tensor, group_size: int, group_name: Any, copy: bool = True, all_keep: bool = True
+) -> Tensor:
     return shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
 
 

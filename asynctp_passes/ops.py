@@ -7,6 +7,9 @@
 All are functional: they return fresh, contiguous, ordinary memory, never an alias of an input or of a
 communication buffer. Importing this module registers them.
 
+`all_keep` of the gathers tells that every rank of the group returns the gathered A in this call, so that it is pulled
+to its place instead of pushed to an inbox first. It must be the same on all ranks; None stands for `return_a_full`.
+
 Which implementation runs is chosen at run time and never silently: `explain` names it for a call. On CUDA it is the
 fastest of `asynctp_kernels.cuda`, or the unfused program of `asynctp_passes.reference`. On CPU
 `ASYNCTP_CPU_IMPLEMENTATION` chooses between that program and the Triton kernels of `asynctp_kernels` under
@@ -49,12 +52,12 @@ __all__ = [
 OPS = {
     "all_gather_matmul": (
         "(Tensor a_shard, Tensor[] bs, Tensor?[] biases, int gather_dim, bool return_a_full, int group_size, "
-        "Any group_name) -> Tensor[]"
+        "Any group_name, bool? all_keep=None) -> Tensor[]"
     ),
     "all_gather_scaled_matmul": (
         "(Tensor a_shard, Tensor a_scale, Tensor[] bs, Tensor[] b_scales, Tensor?[] biases, int gather_dim, "
         "bool gather_a_scale, ScalarType out_dtype, bool use_fast_accum, bool return_a_full, int group_size, "
-        "Any group_name, Tensor? along_shard=None) -> Tensor[]"
+        "Any group_name, Tensor? along_shard=None, bool? all_keep=None) -> Tensor[]"
     ),
     "matmul_reduce_scatter": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, int scatter_dim, int group_size, "
@@ -124,7 +127,7 @@ def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: i
     cuda = _cuda() if device == "cuda" and torch.cuda.is_available() and world_size else None
     if cuda is None:
         return implementation(device)
-    apart = ("group_size", "along_shard", "sum_dtype", "added")
+    apart = ("group_size", "along_shard", "all_keep", "sum_dtype", "added")
     args = [value for name, value in arguments.items() if name not in apart]
     try:
         choice = cuda.explain(op, (*args, world_size, None), arguments.get("sum_dtype"), arguments.get("added"))
@@ -217,11 +220,14 @@ def _refuse_lost_gradients(biases: list[Tensor | None]) -> None:
         )
 
 
-def _mover(kernels: Any, group_name: Any) -> reference.Mover | None:
-    """The group's own wire, for products that the kernels do not make; None without kernels: plain collectives."""
+def _mover(kernels: Any, group_name: Any, kept: bool = False) -> reference.Mover | None:
+    """The group's own wire, for products that the kernels do not make; None without kernels: plain collectives.
+
+    kept: every rank keeps what is gathered.
+    """
     if kernels is None:
         return None
-    mover: reference.Mover = kernels.Mover(process_group(group_name))
+    mover: reference.Mover = kernels.Mover(process_group(group_name), kept)
     return mover
 
 
@@ -248,6 +254,7 @@ def _real_all_gather_matmul(
     return_a_full: bool,
     group_size: int,
     group_name: Any,
+    all_keep: bool | None = None,
 ) -> list[Tensor]:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
@@ -256,6 +263,7 @@ def _real_all_gather_matmul(
         reference.check_group("all_gather_matmul", group_size, group_name)
         reference.check_gather("all_gather_matmul", a_shard, bs, biases, gather_dim, group_size)
 
+    kept = return_a_full if all_keep is None else all_keep
     if (cuda := overlapped(a_shard)) is not None:
         options = (
             gather_dim,
@@ -267,13 +275,13 @@ def _real_all_gather_matmul(
             process_group(group_name),
             check,
         )
-        found: list[Tensor] | None = cuda.run_gather(a_shard, None, bs, (), biases, *options)
+        found: list[Tensor] | None = cuda.run_gather(a_shard, None, bs, (), biases, *options, kept=kept)
         if found is not None:
             return found
     else:
         _check_taking_part(check, a_shard, None, group_size, group_name)
     return reference.unfused_all_gather_matmul(
-        a_shard, bs, biases, gather_dim, return_a_full, group_size, group_name, mover=_mover(cuda, group_name)
+        *(a_shard, bs, biases, gather_dim, return_a_full, group_size, group_name), mover=_mover(cuda, group_name, kept)
     )
 
 
@@ -291,6 +299,7 @@ def _real_all_gather_scaled_matmul(
     group_size: int,
     group_name: Any,
     along_shard: Tensor | None = None,
+    all_keep: bool | None = None,
 ) -> list[Tensor]:
     def check() -> None:
         op = "all_gather_scaled_matmul"
@@ -298,10 +307,13 @@ def _real_all_gather_scaled_matmul(
         scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype, along_shard)
         reference.check_gather(op, a_shard, bs, biases, gather_dim, group_size, scales)
 
+    kept = return_a_full if all_keep is None else all_keep
     if (cuda := overlapped(a_shard)) is not None:
         choices = (gather_dim, gather_a_scale, out_dtype, use_fast_accum, return_a_full)
         found: list[Tensor] | None = cuda.run_gather(
-            a_shard, a_scale, bs, b_scales, biases, *choices, group_size, process_group(group_name), check, along_shard
+            *(a_shard, a_scale, bs, b_scales, biases, *choices, group_size, process_group(group_name), check),
+            along_shard,
+            kept,
         )
         if found is not None:
             return found
@@ -310,7 +322,7 @@ def _real_all_gather_scaled_matmul(
     operands = (a_shard, a_scale, bs, b_scales, biases, gather_dim, gather_a_scale)
     options = (out_dtype, use_fast_accum, return_a_full)
     return reference.unfused_all_gather_scaled_matmul(
-        *operands, *options, group_size, group_name, along_shard, mover=_mover(cuda, group_name)
+        *operands, *options, group_size, group_name, along_shard, mover=_mover(cuda, group_name, kept)
     )
 
 
@@ -459,6 +471,7 @@ def _fake_all_gather_matmul(
     return_a_full: bool,
     group_size: int,
     group_name: Any,
+    all_keep: bool | None = None,
 ) -> list[Tensor]:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
@@ -480,6 +493,7 @@ def _fake_all_gather_scaled_matmul(
     group_size: int,
     group_name: Any,
     along_shard: Tensor | None = None,
+    all_keep: bool | None = None,
 ) -> list[Tensor]:
     scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype, along_shard)
     op = "all_gather_scaled_matmul"
@@ -582,7 +596,7 @@ def _fake_scaled_matmul_all_reduce(
 # Where products were converted to a `sum_dtype`, dOut is converted back: before it is gathered, or once it is reduced.
 # The loss is the sum of all ranks' losses. (Where every rank computes the same loss, their gradients add up.)
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a_shard, bs, biases, ctx.gather_dim, ctx.return_a_full, ctx.group_size, ctx.group_name = inputs
+    a_shard, bs, biases, ctx.gather_dim, ctx.return_a_full, ctx.group_size, ctx.group_name, _ = inputs
     _remember_biases(ctx, biases)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[-1] if ctx.return_a_full else a_shard, *bs)
@@ -598,7 +612,7 @@ def _backward_gather(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         a_full = reference.gather(a_saved, ctx.gather_dim, ctx.group_size, ctx.group_name)
     a_grad = _gather_input_grad(ctx, out_grads, bs, a_full_grad) if needs_a else None
     b_grads = [_weight_grad(a_full, grad) if need else None for grad, need in zip(out_grads, needs_b, strict=True)]
-    return a_grad, b_grads, _bias_grads(ctx, out_grads), None, None, None, None
+    return a_grad, b_grads, _bias_grads(ctx, out_grads), *[None] * 5
 
 
 def _gather_input_grad(

@@ -37,19 +37,19 @@ def process_group(group: Any) -> ProcessGroup:
 
 def group_store(group: ProcessGroup) -> Any:
     """The key-value store of a group; its keys are the group's own."""
-    return dist.distributed_c10d._get_process_group_store(group)  # type: ignore[attr-defined]
+    return dist.distributed_c10d._get_process_group_store(group)
 
 
 def group_timeout_s(group: ProcessGroup) -> float:
     """Seconds after which the group's own collectives run out; torch's default where the backend does not say."""
     for device in ("cuda", "cpu"):
         try:
-            options: Any = group._get_backend(torch.device(device)).options  # type: ignore[attr-defined]
+            options: Any = group._get_backend(torch.device(device)).options
             seconds: float = options._timeout.total_seconds()
         except (AttributeError, RuntimeError):
             continue
         return seconds
-    return dist.distributed_c10d.default_pg_timeout.total_seconds()  # type: ignore[attr-defined]
+    return dist.distributed_c10d.default_pg_timeout.total_seconds()
 
 
 def symmetric_empty(size: int, device: torch.device) -> torch.Tensor:

@@ -24,8 +24,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .errors import timeout_s
-
 IS_INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
@@ -110,9 +108,34 @@ def wait_word(
     return found
 
 
-def timeout_ns() -> int:
-    """The bound of one wait in nanoseconds (`ASYNCTP_TIMEOUT_S`)."""
-    return int(timeout_s() * 1e9)
+@triton.jit
+def wait_exactly(
+    word: tl.tensor,
+    value: tl.tensor,
+    timeout_ns: tl.tensor,
+    status_ptr: tl.tensor,
+    peer: tl.tensor,
+) -> None:
+    """Wait until pointer `word` holds `value`, at most `timeout_ns`, or until the status is set.
+
+    The interpreter records another value than 0 as well; a GPU's waits are watched over by the host.
+    """
+    found = load_acquire(word)
+    if found != value:
+        start = clock_ns()
+        waiting = tl.load(status_ptr) == 0
+        while waiting:
+            found = load_acquire(word)
+            if found == value:
+                waiting = tl.load(status_ptr) < 0
+            else:
+                waiting = tl.load(status_ptr) == 0
+                if INTERPRETED:  # noqa: SIM102 - a constexpr
+                    if found != 0:
+                        record_timeout(status_ptr, peer, -found)
+                if clock_ns() - start > timeout_ns:
+                    record_timeout(status_ptr, peer, value)
+    tl.debug_barrier()
 
 
 def new_status(device: torch.device) -> torch.Tensor:

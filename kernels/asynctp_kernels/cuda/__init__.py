@@ -1,8 +1,8 @@
 """The fused ops on NVIDIA GPUs: `run_gather`, `run_scatter` and `run_all_reduce` run a call, `explain_*` say how.
 
-Each call has a wire, of what all ranks share (`wire`), and an implementation, which is a rank's own (`select`). Where no
-implementation can make the products of a call they return None; the caller then makes them itself, and has `Mover` move
-data on the same wire. Plans are kept per group, so they go when the group goes.
+Each call has a wire, made of facts that all ranks share (`wire`), and an implementation, which is a rank's own
+(`select`). Where no implementation can make the products of a call they return None; the caller then makes them itself,
+and has `Mover` move data on the same wire. Plans are kept per group, so they go when the group goes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from asynctp_kernels.compat import gather_into, process_group, register_wait
 from asynctp_kernels.errors import SymmetricMemoryError
 
 from . import select, stamps
-from .collectives import WHOLE, Bulk, BulkGather, BulkScatter, DirectSum, WholeGather, gather_call, scatter_call
+from .collectives import WHOLE, Bulk, BulkScatter, DirectSum, bulk_gather, gather_call, scatter_call, whole_gather
 from .driver import CudaError, StreamWaitOver
-from .gather import DecomposedGather, DirectGather, FusedGather, GatherCall, GatherPlan, UnfusedGather
+from .gather import DirectGather, GatherCall, GatherPlan, UnfusedGather, decomposed_gather, fused_gather
 from .gemm import refused_gemm, scale_mode
 from .machine import driver
 from .memory import MAX_CHUNKS, GroupMemory, existing_memory, group_memory, release
@@ -33,7 +33,7 @@ from .select import Choice, Problem, choose, forced
 from .stamps import Stamps, stamped
 from .tiles import WireChunks
 from .watch import error_of
-from .wire import DIRECT, PLAIN, PUSH, Wire
+from .wire import DIRECT, PLAIN, PULL, PUSH, Wire
 
 __all__ = [
     "Choice",
@@ -64,7 +64,8 @@ NOT_IN_BLOCKS = "scales of blocks of the contraction: the GEMM scales a sum once
 NOT_IN_CUBLAS = "scales, bias, strides or result type that cuBLAS does not take in one scaled product"
 #: of implementations, the transports (`wire`) by which they can move a call's data
 TRANSPORTS: dict[str, tuple[str, ...]] = {
-    "fused": (PUSH,), "decomposed": (PUSH,), "direct": (DIRECT,), "unfused": (PLAIN,), WHOLE: (PUSH, DIRECT),
+    "fused": (PUSH, PULL), "decomposed": (PUSH, PULL), "direct": (DIRECT,), "unfused": (PLAIN,),
+    WHOLE: (PUSH, PULL, DIRECT),
 }  # fmt: skip
 _OVERLAPPED = ("fused", "decomposed", "direct")
 _unavailable: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
@@ -88,10 +89,12 @@ def run_gather(
     group: ProcessGroup,
     check: Check,
     along: Tensor | None = None,
+    kept: bool = False,
 ) -> list[Tensor] | None:
     """all_gather(a_shard, dim) @ b for every b; arguments as those of the ops. None: run the unfused program.
 
-    `check` validates the arguments; it is called once per plan, not once per call, and always before None is given.
+    kept: every rank of the group keeps the gathered A. `check` validates the arguments; it is called
+    once per plan, not once per call, and always before None is given.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
@@ -101,14 +104,14 @@ def run_gather(
         check()
         return None
     key = (
-        "gather", memory.skipped, group_size, dim, scale_travels, out_dtype, fast, return_a_full, select.requested(),
-        stamps.requested(), *_keys(a_shard, a_scale, *bs, *b_scales, *biases, along),
+        "gather", memory.skipped, kept, group_size, dim, scale_travels, out_dtype, fast, return_a_full,
+        select.requested(), stamps.requested(), *_keys(a_shard, a_scale, *bs, *b_scales, *biases, along),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, _MISSING)
     if plan is _MISSING:
-        _check_taking_part(check, group, a_shard, a_scale if scale_travels else along)
+        _check_taking_part(check, Mover(group, kept), a_shard, a_scale if scale_travels else along)
         call = GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, scale_travels, out_dtype, fast, return_a_full,
-                          memory.world, along)  # fmt: skip
+                          memory.world, along, kept)  # fmt: skip
         choice = explain_gather(call)  # not within _in_step: a refused call has not begun
         plan = _keep(memory, key, _in_step(memory, _gather_plan, call, memory, choice))
     outs: list[Tensor] | None = _run(memory, plan, a_shard, a_scale, bs, b_scales, biases, along)
@@ -244,10 +247,14 @@ class Mover:
     """A group's collectives on its wire, for products that are made elsewhere. All are complete on the current stream.
 
     Tensors are contiguous; each rank's part is a run of elements. None where the group has no wire of its own.
+
+    Args:
+        group: The group.
+        kept: Every rank keeps what is gathered.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group, self.world = group, group.size()
+    def __init__(self, group: ProcessGroup, kept: bool = False) -> None:
+        self.group, self.world, self.kept = group, group.size(), kept
 
     def gather(self, shard: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
         """All ranks' shards, and float32 numbers, one after the other: [world, *shape] each."""
@@ -255,12 +262,12 @@ class Mover:
         if memory is None or shard.numel() == 0:
             return None
         flat, row = shard.view(1, -1), None if numbers is None else numbers.reshape(1, -1)
-        call = gather_call(flat, row, self.world)
+        call = gather_call(flat, row, self.world, self.kept)
         transport = call.wire.transport(select.requested())
         if transport == PLAIN:
             return self._plainly(shard, numbers)
-        make = DirectGather if transport == DIRECT else WholeGather
-        plan = _planned(memory, ("gather", *_keys(flat, row)), lambda: make(call, memory))
+        make: Any = DirectGather if transport == DIRECT else whole_gather
+        plan = _planned(memory, ("gather", self.kept, *_keys(flat, row)), lambda: make(call, memory))
         whole, *all_numbers = _in_step(memory, plan.run, flat, None, (), (), (), row)
         joined = whole.view(self.world, *shard.shape)
         return joined, None if numbers is None else all_numbers[0].view(self.world, *numbers.shape)
@@ -309,10 +316,13 @@ def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T]) -
     return plan  # type: ignore[no-any-return]
 
 
-def run_bulk_gather(shard: Tensor, group_size: int, group: ProcessGroup, check: Check) -> Tensor | None:
+def run_bulk_gather(
+    shard: Tensor, group_size: int, group: ProcessGroup, check: Check, kept: bool = True
+) -> Tensor | None:
     """all_gather(shard, dim 0), unwaited: `_c10d_functional.wait_tensor` completes it. None: use NCCL.
 
-    `check` validates the arguments; it is called once per plan, not once per call, and not before None is given.
+    kept: every rank of the group keeps what is gathered. `check` validates the arguments; it is
+    called once per plan, not once per call, and not before None is given.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
@@ -321,19 +331,19 @@ def run_bulk_gather(shard: Tensor, group_size: int, group: ProcessGroup, check: 
     if memory is None or shard.numel() == 0:
         return None
     rows = shard if shard.ndim > 1 else shard.unsqueeze(1)
-    call = gather_call(rows, None, memory.world)
+    call = gather_call(rows, None, memory.world, kept)
     transport = call.wire.transport(select.requested())
     if transport == PLAIN:
         return None
-    key = ("bulk gather", memory.skipped, group_size, select.requested(), *_keys(rows))
+    key = ("bulk gather", memory.skipped, kept, group_size, select.requested(), *_keys(rows))
     plan: Any = memory.plans.get(key)
     if plan is None:
         check()
-        make = BulkGather if transport == PUSH else DirectGather
+        make: Any = DirectGather if transport == DIRECT else bulk_gather
         plan = _keep(memory, key, _in_step(memory, make, call, memory))
     memory.last_implementation = plan.name
     if transport == DIRECT:
-        (whole,) = _in_step(memory, plan.run, rows, None, (), (), ())
+        whole: Tensor = _in_step(memory, plan.run, rows, None, (), (), ())[0]
         return whole if shard.ndim > 1 else whole.view(-1)
     bulk: Bulk = _in_step(memory, plan.start_bulk, rows)
     return _waited(bulk, bulk.result if shard.ndim > 1 else bulk.result.view(-1))
@@ -406,12 +416,12 @@ def _check_device(device: torch.device) -> None:
         )
 
 
-def _check_taking_part(check: Check, group: ProcessGroup, shard: Tensor, numbers: Tensor | None) -> None:
+def _check_taking_part(check: Check, mover: Mover, shard: Tensor, numbers: Tensor | None) -> None:
     """Check a gather. A rank whose products cannot be made sends its shard all the same: its peers' calls are right."""
     try:
         check()
     except ValueError:
-        Mover(group).gather(shard.contiguous(), numbers)
+        mover.gather(shard.contiguous(), numbers)
         raise
 
 
@@ -539,9 +549,9 @@ def _gather_plan(call: GatherCall, memory: GroupMemory, choice: Choice) -> Gathe
     if choice.implementation == "fused":
         assert choice.tiles is not None
         sms = driver.machine(call.a_shard.device.index)[1]
-        return FusedGather(call, memory, choice.tiles, choice.chunks, sms)
+        return fused_gather(call, memory, choice.tiles, choice.chunks, sms)
     if choice.implementation == "decomposed":
-        return DecomposedGather(call, memory)
+        return decomposed_gather(call, memory)
     if choice.implementation == "direct":
         return DirectGather(call, memory)
     simple = choice.implementation == "unfused" and _cublas_and_nccl_gather(call)
@@ -655,7 +665,7 @@ def _refused_by_wire(wire: Wire, refused: dict[str, str]) -> dict[str, str]:
 def _gather_problem(call: GatherCall) -> Problem:
     layout, widths = call.layout, [b.shape[1] for b in call.bs]
     sizes, dtypes = (layout.full_rows, [layout.full_cols], widths), (call.a_shard.dtype, call.out_dtype)
-    kept = call.return_a_full
+    kept = call.return_a_full or call.kept
     return Problem.of("gather", call.world, *sizes, *dtypes, call.fast, blocks=call.outer, returned=kept)
 
 

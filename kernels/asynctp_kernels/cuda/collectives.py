@@ -1,17 +1,18 @@
 """The group's collectives without a product, on the same wire as those with one.
 
     gather     copy stream:  push the shard → keep the own rows → for each source: wait for it, keep it      → done
+               or, where every rank keeps it: stage the shard and keep it, pull the others' shards           → done
     scatter    copy stream:  push each rank's part into its inbox → wait for reduced                         → done
                reducer:      wait for all parts (stream memory operations), add → reduced
 
 A rank that multiplies what is gathered, and one that does not, make one call: both push, and each does with what comes
 what it likes. Of few bytes both run the direct kernels (`DirectGather`, `DirectSum`).
 
-Pushed ones return at once, with a result that is complete after `done`: `_c10d_functional.wait_tensor` makes the current
-stream wait for that, as for any functional collective. They leave the SMs to others, but for copies by few CTAs and one
-short kernel that adds. Calls of one group follow each other on its copy stream, whether somebody has waited for the
-earlier ones or not. A CUDA graph is replayed only when nothing is in flight, as for any collective that a graph and an
-eager program share.
+Pushed ones return at once, with a result that is complete after `done`: `_c10d_functional.wait_tensor` makes the
+current stream wait for that, as for any functional collective. They leave the SMs to others, but for copies by few CTAs
+and one short kernel that adds. Calls of one group follow each other on its copy stream, whether somebody has waited for
+the earlier ones or not. A CUDA graph is replayed only when nothing is in flight, as for any collective that a graph and
+an eager program share.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .gather import GatherCall, GatherTensors, PushedGather
+from .gather import GatherCall, GatherTensors, MovedGather, PulledGather, PushedGather
 from .launch import aligned
 from .machine import driver
 from .memory import GroupMemory
@@ -47,42 +48,93 @@ class Bulk(NamedTuple):
     done: int
 
 
-class BulkGather(PushedGather):
+class BulkGather(MovedGather):
     """all_gather(shard, dim 0) by copy engine."""
 
     name = NAME
-
-    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory, copies=1)
 
     def start_bulk(self, shard: Tensor) -> Bulk:
         """Enqueue everything; `shard` [m, *, n] gives [world * m, *, n]."""
         memory, stream = self.memory, driver.current_stream(self.device_index)
         call = self.with_kernel_layout(self.tensors((shard, None, (), (), (), None)))
-        done = memory.fly(stream, self.number, call.addresses(), lambda side: self._move(side, call))
+        done = memory.fly(stream, self.number, call.addresses(), lambda side: self.move(side, call))
         (result,) = self.results(call)
         return Bulk(result, call.shard, stream, done)
 
-    def _move(self, side: int, call: GatherTensors) -> None:
+    def move(self, side: int, call: GatherTensors) -> None:
+        """Enqueue everything on `side`."""
+        raise NotImplementedError
+
+
+class BulkPush(BulkGather, PushedGather):
+    """The shards are pushed, and kept from the inbox."""
+
+    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory, 1)
+
+    def move(self, side: int, call: GatherTensors) -> None:
         self.push(side, call)
         self.keep(side, call)
         self.clear(side, ())
 
 
-class WholeGather(PushedGather):
+class BulkPull(BulkGather, PulledGather):
+    """The shards are pulled to where every rank keeps them."""
+
+    stage_keeps = True  # a copy within a GPU is a kernel that takes all SMs, also by the copy engine's name
+    stage_programs = 64  # others are to compute meanwhile
+
+    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory, in_blocks(1, call.layout.inner))
+
+    def arrived(self, source: int, chunk: int) -> list[Step]:
+        return []
+
+    def move(self, side: int, call: GatherTensors) -> None:
+        self.pull(side, call)
+
+
+def bulk_gather(call: GatherCall, memory: GroupMemory) -> BulkGather:
+    """The plan of a gather in flight."""
+    return (BulkPull if call.kept else BulkPush)(call, memory)
+
+
+class WholePush(PushedGather):
     """all_gather(shard, dim 0), of numbers too, by copy engine; the stream waits for it."""
 
     name = WHOLE
     cublas = False
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory, copies=1)
+        super().__init__(call, memory, 1)
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         self.start(stream, call)
-        if driver.IN_ORDER or call.numbers is not None:  # which are put together on this stream
-            driver.wait_event(stream, self.memory.reduced)
+        driver.wait_event(stream, self.memory.reduced)  # then numbers are put together on this stream
         self.finish(stream, call)
+
+
+class WholePull(PulledGather):
+    """The same, pulled to where every rank keeps it."""
+
+    name = WHOLE
+    cublas = False
+    stage_keeps = True
+
+    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory, in_blocks(1, call.layout.inner))
+
+    def arrived(self, source: int, chunk: int) -> list[Step]:
+        return []
+
+    def enqueue(self, stream: int, call: GatherTensors) -> None:
+        self.start(stream, call)
+        self.finish(stream, call)
+
+
+def whole_gather(call: GatherCall, memory: GroupMemory) -> WholePush | WholePull:
+    """The plan of a gather whose products are made elsewhere."""
+    return (WholePull if call.kept else WholePush)(call, memory)
 
 
 class BulkScatter(PushedScatter):
@@ -133,9 +185,9 @@ class DirectSum(DirectScatter):
         self.move(stream, call)
 
 
-def gather_call(shard: Tensor, numbers: Tensor | None, world: int) -> GatherCall:
+def gather_call(shard: Tensor, numbers: Tensor | None, world: int, kept: bool) -> GatherCall:
     """A gather of shards like `shard` [m, *, n], and of numbers [1, count], with no product."""
-    return GatherCall(shard, None, (), (), (), 0, False, shard.dtype, False, True, world, numbers)
+    return GatherCall(shard, None, (), (), (), 0, False, shard.dtype, False, True, world, numbers, kept)
 
 
 def scatter_call(whole: Tensor, reduce_op: str, world: int, kind: str = "reduce_scatter") -> ScatterCall:

@@ -1,4 +1,4 @@
-"""Kernels that move and reduce: the direct (one kernel) all-gather and reduce-scatter, the pipelines' copy and reduction.
+"""Kernels that move and reduce: the direct (one kernel) collectives, and the copy and the reduction of pushed ones.
 
 The direct kernels push: program i of every rank stores its slice of the shard into each peer's landing slot, posts the
 peer's word (own rank, i), waits for the peers' words (rank, i) in its own memory, and takes their slices from there.
@@ -6,7 +6,8 @@ peer's word (own rank, i), waits for the peers' words (rank, i) in its own memor
     landing of one slot, on every rank:  [ from rank 0 | from rank 1 | ... ]   each: [ slice units | fp32 scales ]
 
 Programs take runs of bytes, cut by the number of bytes alone, so ranks may see the shard as they like. A word is
-`epoch * SIGNATURES + signature`: who reads another signature in its own epoch has met an unlike call, and takes nothing.
+`epoch * SIGNATURES + signature`: a rank that reads another signature in its own epoch has met an unlike call, and takes
+nothing.
 
 They need no barrier before or after, and no memset: epochs only grow, and call e lands in slot e % 2.
 There a rank R writes over the data of call e - 2, which is never too early for a peer P:
@@ -31,7 +32,7 @@ import triton
 import triton.language as tl
 
 from asynctp_kernels.numerics import exact_f32, round_to
-from asynctp_kernels.signals import post_word, record_timeout, wait_word
+from asynctp_kernels.signals import post_word, record_timeout, wait_exactly, wait_word
 
 from .gemm_kernels import await_word
 
@@ -81,10 +82,72 @@ def data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited):
     return (found >= epoch * SIGNATURES) & (unlike == 0)
 
 
-@triton.jit
-def tick_kernel(done_ptr):
-    """Count a call that no other kernel counts."""
-    tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
+@triton.jit(do_not_specialize=["signature", "rank"])
+def stage_kernel(
+    shard_ptr,
+    scale_ptr,
+    kept_ptr,
+    outbox_ptr,
+    scale_box_ptr,
+    done_ptr,
+    size,
+    numbers,
+    pads,
+    free_word,
+    landed_word,
+    timeout_ns,
+    status_ptr,
+    signature,
+    rank,
+    WORLD: tl.constexpr,
+    SCALE_TRAVELS: tl.constexpr,
+    KEEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+):
+    """Copy the own shard of `size` units, and `numbers` scales, into the outbox, from which peers then pull.
+
+    Before that all ranks meet: FREE of every peer has the call's `signature`, so no rank still pulls the outbox's last
+    shard; after it every outbox is full (LANDED), and all ranks go on in step. KEEPS: the shard goes to `kept_ptr` as
+    well, its place in the gathered A. pads: each rank's words, in which `free_word` and `landed_word` are numbers of
+    int32. It counts the call. It runs beside a GEMM, with few registers and no shared memory to speak of, and does not
+    wait for it.
+    """
+    pid = tl.program_id(0)
+    pad_table = pads.to(tl.pointer_type(tl.int64))
+    own_words = tl.load(pad_table + rank).to(tl.pointer_type(tl.int32))
+    if pid == 0:
+        for step in tl.static_range(1, WORLD):
+            words = tl.load(pad_table + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(words + free_word + rank, signature, sem="release", scope="sys")
+    for step in tl.static_range(1, WORLD):
+        src = (rank + step) % WORLD
+        wait_exactly(own_words + free_word + src, signature, timeout_ns, status_ptr, src)
+    for block in range(pid, tl.cdiv(size, BLOCK), PROGRAMS):
+        index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        units = tl.load(shard_ptr + index, mask=index < size)
+        tl.store(outbox_ptr + index, units, mask=index < size)
+        if KEEPS:
+            tl.store(kept_ptr + index, units, mask=index < size)
+    if SCALE_TRAVELS:
+        for first in range(pid * 256, numbers, PROGRAMS * 256):
+            index = first + tl.arange(0, 256)
+            tl.store(scale_box_ptr + index, tl.load(scale_ptr + index, mask=index < numbers), mask=index < numbers)
+    tl.debug_barrier()
+    if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+        tl.store(done_ptr, 0)
+        tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
+        for step in tl.static_range(1, WORLD):
+            tl.store(own_words + free_word + (rank + step) % WORLD, 0)
+        tl.debug_barrier()
+        for step in tl.static_range(1, WORLD):
+            words = tl.load(pad_table + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(words + landed_word + rank, MAX_CHUNKS, sem="release", scope="sys")
+        for step in tl.static_range(1, WORLD):
+            src = (rank + step) % WORLD
+            wait_exactly(own_words + landed_word + src, MAX_CHUNKS, timeout_ns, status_ptr, src)
+            tl.store(own_words + landed_word + src, 0)
 
 
 @triton.jit(do_not_specialize=["source", "own"])
@@ -105,7 +168,8 @@ def keep_kernel(
 ):
     """Copy the `size` units (integers of any width) of rank `source`'s shard to their place in the gathered tensor.
 
-    With the `own` rank's it counts the call. It runs beside a GEMM, with few registers and no shared memory to speak of, and waits for nothing.
+    With the `own` rank's it counts the call. It runs beside a GEMM, with few registers and no shared memory to speak
+    of, and waits for nothing.
     """
     for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), PROGRAMS):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -306,10 +370,10 @@ def reduce_kernel(
 
     own [R, N], received [WORLD - 1, R, N] (of all others, by rank), of one dtype, and out [R, N], of that or another,
     contiguous, of `size` elements each. The own rows are cut into parts of `own_size` elements, and those of others
-    into chunks of `chunk_size`. Where there are several parts `own_size` is a multiple of ALIGN, a power of two up to 8.
-    For part c it waits until progress[c] is the number of its tiles, which are `own_tiles` of all `tiles` or, at the
-    end, fewer, and until each arrived[src, c'] is set of the chunk that it ends in: chunks come in order. At the end it
-    clears these words, and counts the call. fp32 sum in rank order, times `factor`, rounded once: bits do not depend on
+    into chunks of `chunk_size`. Where there are several parts `own_size` is a multiple of ALIGN, a power of two up to
+    8. For part c it waits until progress[c] is the number of its tiles, which are `own_tiles` of all `tiles` or, at the
+    end, fewer, and until each arrived[src] counts the chunk that it ends in: chunks come in order. At the end it clears
+    these words, and counts the call. fp32 sum in rank order, times `factor`, rounded once: bits do not depend on
     timing.
 
     It runs beside the GEMM on the same SMs (few registers, no shared memory), and never the other way round: the GEMM
@@ -325,7 +389,7 @@ def reduce_kernel(
         zero = 0
         for src in tl.static_range(WORLD):
             known = (src == rank) | (come == here)
-            zero += await_word(arrived + src * MAX_CHUNKS + come, 1, known.to(tl.int32))
+            zero += await_word(arrived + src, come + 1, known.to(tl.int32))
         here = come
         zero += await_word(progress + part, tl.minimum(own_tiles, tiles - part * own_tiles), 0)
         for block in range(pid, tl.cdiv(end - begin, BLOCK), PROGRAMS):
@@ -345,4 +409,4 @@ def reduce_kernel(
         tl.store(done_ptr, 0)
         tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
         tl.store(progress + tl.arange(0, MAX_OWN), 0)
-        tl.store(arrived + tl.arange(0, 8 * MAX_CHUNKS), 0)
+        tl.store(arrived + tl.arange(0, 8), 0)

@@ -53,6 +53,32 @@ class _MemOp(ctypes.Structure):
     )
 
 
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("src_x", ctypes.c_size_t),
+        ("src_y", ctypes.c_size_t),
+        ("src_type", ctypes.c_uint),
+        ("src_host", ctypes.c_void_p),
+        ("src_device", ctypes.c_uint64),
+        ("src_array", ctypes.c_void_p),
+        ("src_pitch", ctypes.c_size_t),
+        ("dst_x", ctypes.c_size_t),
+        ("dst_y", ctypes.c_size_t),
+        ("dst_type", ctypes.c_uint),
+        ("dst_host", ctypes.c_void_p),
+        ("dst_device", ctypes.c_uint64),
+        ("dst_array", ctypes.c_void_p),
+        ("dst_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+_MEMORY_TYPE_DEVICE = 2
+
+
 @functools.cache
 def library() -> Any:
     """libcuda.
@@ -109,8 +135,11 @@ _u64, _size, _uint, _ref = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint, ctyp
 
 #: copy(dst, src, bytes, stream): device memory of this or another GPU
 copy: Callable[[int, int, int, int], None] = _function("cuMemcpyDtoDAsync_v2", _u64, _u64, _size, _ref)
+#: copy_from_host(dst, src, bytes, stream): from pinned memory
+copy_from_host: Callable[[int, int, int, int], None] = _function("cuMemcpyHtoDAsync_v2", _u64, _ref, _size, _ref)
 record_event: Callable[[int, int], None] = _function("cuEventRecord", _ref, _ref)
 wait_event_with_flags: Callable[[int, int, int], None] = _function("cuStreamWaitEvent", _ref, _ref, _uint)
+_copy_2d = _function("cuMemcpy2DAsync_v2", _ref, _ref)
 _batch = _function("cuStreamBatchMemOp_v2", _ref, _uint, _ref, _uint)
 _event_create = _function("cuEventCreate", _ref, _uint)
 _set_attribute = _function("cuFuncSetAttribute", _ref, ctypes.c_int, ctypes.c_int)
@@ -132,6 +161,24 @@ def new_event() -> int:
     _event_create(ctypes.byref(event), _EVENT_DISABLE_TIMING)
     assert event.value is not None
     return event.value
+
+
+def copy_rows(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: int) -> None:
+    """Copy `height` rows of `width` bytes; pitches are the bytes from one row to the next."""
+    if height == 1 or (dst_pitch == width and src_pitch == width):
+        copy(dst, src, width * height, stream)
+        return
+    request = _Copy2D(
+        src_type=_MEMORY_TYPE_DEVICE,
+        src_device=src,
+        src_pitch=src_pitch,
+        dst_type=_MEMORY_TYPE_DEVICE,
+        dst_device=dst,
+        dst_pitch=dst_pitch,
+        width=width,
+        height=height,
+    )
+    _copy_2d(ctypes.byref(request), stream)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """All-gather → matmuls on GPUs: the implementations, one plan each.
 
-    fused        one GEMM starts on the own rows and takes the others' as their chunks arrive       push
-    decomposed   cuBLAS, one product per range of a source's rows, after its chunks                 push
+    fused        one GEMM starts on the own rows and takes the others' as their chunks arrive       push, pull
+    decomposed   cuBLAS, one product per range of a source's rows, after its chunks                 push, pull
     direct       one kernel pushes and collects all shards, then cuBLAS on the whole                direct
     unfused      NCCL, then cuBLAS on the whole                                                     plain
 
-The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. By `push` each rank's copy
-engine pushes its shard to where the others' products read it, and nothing is staged. A rank that returns the gathered A
-too keeps it: a small kernel copies each source's rows to their place once they are there, beside the products.
+The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. By `push` each rank's
+copy engine pushes its shard to where the others' products read it, and nothing is staged; a rank that returns the
+gathered A too has it copied from there. By `pull`, where all ranks return it, each stages its shard, and the others
+pull it to where the result is.
 
 A plan is made once per (shapes, strides, dtypes, options) and group, and holds everything that does not change:
 addresses of words, the copy stream's script, the compiled kernel. A call only fills in addresses: it makes memory for
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch import Tensor
 from asynctp_kernels.compat import gather_into, new_tensors
 from asynctp_kernels.layout import ShardLayout, gather_layout
 
-from .copy_kernels import keep_kernel, push_gather_kernel, tick_kernel
+from .copy_kernels import keep_kernel, push_gather_kernel, stage_kernel
 from .gemm import MAX_OPERANDS, b_descriptor, operand_addresses, prepare_gemm, scale_mode
 from .launch import (
     BESIDE_REGISTERS,
@@ -37,6 +38,7 @@ from .launch import (
     aligned_columns,
     dense,
     describe,
+    fit_together,
     grid,
     leaves_room,
     outlines,
@@ -45,10 +47,22 @@ from .launch import (
 from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
 from .products import Scaling, product, ranges
-from .script import DATA, Player, PushMoves, Step, Write, arrived_script, clear_script, push_script
+from .script import (
+    DATA,
+    Player,
+    PullMoves,
+    PushMoves,
+    Record,
+    Step,
+    Write,
+    arrived_script,
+    clear_script,
+    pull_script,
+    push_script,
+)
 from .stamps import StampTable, new_table
-from .tiles import Tiles, WireChunks
-from .wire import DIRECT, PUSH, Wire
+from .tiles import Chunks, Tiles, WireChunks, cut, in_blocks
+from .wire import DIRECT, PULL, PUSH, Wire
 
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 KEEPERS = 64  # CTAs that copy what came to its place, beside products
@@ -56,7 +70,10 @@ KEEPERS = 64  # CTAs that copy what came to its place, beside products
 
 @dataclass(frozen=True)
 class GatherCall:
-    """What decides a plan; the tensors stand for all tensors of their shapes, strides and dtypes."""
+    """The arguments that decide a plan; the tensors stand for all tensors of their shapes, strides and dtypes.
+
+    kept: every rank keeps the gathered A, whether it returns it or not.
+    """
 
     a_shard: Tensor
     a_scale: Tensor | None
@@ -70,6 +87,7 @@ class GatherCall:
     return_a_full: bool
     world: int
     along: Tensor | None = None
+    kept: bool = False
 
     @property
     def travels(self) -> Tensor | None:
@@ -95,7 +113,9 @@ class GatherCall:
     def wire(self) -> Wire:
         """What all ranks share of it."""
         numbers = 0 if self.travels is None else 4 * self.travels.numel()
-        return Wire("all_gather", self.world, self.a_shard.numel() * self.a_shard.itemsize, number_bytes=numbers)
+        return Wire(
+            "all_gather", self.world, self.a_shard.numel() * self.a_shard.itemsize, number_bytes=numbers, kept=self.kept
+        )
 
     @property
     def scaling(self) -> Scaling | None:
@@ -241,11 +261,65 @@ class GatherPlan:
             product(a, b, call.biases[i], a_scale, b_scale, self.scaling, out=place)
 
 
-class PushedGather(GatherPlan):
+class MovedGather(GatherPlan):
+    """Copy engines bring the others' rows, and their numbers, to `rows` and `numbers_of` a call, while products run.
+
+    gemm_clears: the GEMM is the only reader of the words that it polls.
+    """
+
+    gemm_clears = True
+
+    @property
+    def sources(self) -> list[int]:
+        """The others in the order in which their rows come."""
+        return [(self.memory.rank + step) % self.memory.world for step in range(1, self.memory.world)]
+
+    @property
+    def words(self) -> int:
+        """Address of int32 [world]: how many chunks of each source are there."""
+        raise NotImplementedError
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a source that a chunk has, rounded down."""
+        raise NotImplementedError
+
+    def rows(self, call: GatherTensors) -> Tensor:
+        """The memory that others' rows come to."""
+        raise NotImplementedError
+
+    def numbers_of(self, call: GatherTensors) -> Tensor:
+        """The memory that others' numbers come to."""
+        raise NotImplementedError
+
+    def start(self, stream: int, call: GatherTensors) -> None:
+        """Enqueue the copies, after what `stream` has done so far."""
+        raise NotImplementedError
+
+    def await_all(self, stream: int) -> None:
+        """Let `stream` wait until everything has come, where what it waits for is not done later."""
+
+    def await_range(self, stream: int, source: int, block: int) -> None:
+        """Let `stream` go on once a range is there."""
+        raise NotImplementedError
+
+    def ranges(self, own: Tensor, come: Tensor) -> list[Tensor]:
+        """All ranges, by block and then by rank, of the own rows, or numbers of them, and of what has come.
+
+        The rows of block p and source r are range number p * world + r.
+        """
+        raise NotImplementedError
+
+    def finish(self, stream: int, call: GatherTensors) -> None:
+        """After all products, join the copy stream: what the allocator may reuse is no longer read or written."""
+        driver.wait_event(stream, self.memory.end)
+
+
+class PushedGather(MovedGather):
     """Each rank pushes its shard, and its numbers, from where they are into the others' inboxes.
 
-    `received` and `numbers` there are the others' only, by rank. The next call takes that place, so what is returned is
-    copied from it (`keep`), on the reducer's stream.
+    `received` and `received_numbers` there are the others' only, by rank. The next call takes that place, so what is
+    returned is copied from it (`keep`), on the reducer's stream.
 
     Args:
         call, memory: As for `GatherPlan`.
@@ -269,6 +343,11 @@ class PushedGather(GatherPlan):
         moves = PushMoves(self.inbox.peers, self.slot_bytes, self.wire_chunks, pieces, DATA, 0, signature, *scales)
         self.play = memory.compiled(push_script(memory.landing, moves, lambda dst, piece: []))
         self.clear = memory.compiled(clear_script(memory.landing))
+        self.all_came = {
+            source: memory.compiled(arrived_script(memory.landing, source, MAX_CHUNKS - 1)) for source in self.sources
+        }
+        self.came = {source: self._waits(source) for source in self.sources}
+        self.gemm_clears = not self.has_full
         if self.has_full:
             self._compile_keep(call)
 
@@ -278,19 +357,27 @@ class PushedGather(GatherPlan):
         size = (self.memory.world - 1, *shape)
         return self.inbox.memory.view(dtype).as_strided(size, stride, offset // dtype.itemsize)
 
-    @property
-    def sources(self) -> list[int]:
-        """The others in the order in which their rows come."""
-        return [(self.memory.rank + step) % self.memory.world for step in range(1, self.memory.world)]
-
     def slot(self, source: int) -> int:
         """Address of a source's rows in the own inbox."""
         number = source - (source > self.memory.rank)
         return self.inbox.peers[self.memory.rank] + number * self.slot_bytes
 
+    @property
+    def words(self) -> int:
+        return self.memory.landed.at(self.memory.rank)
+
+    @property
+    def chunk_rows(self) -> int:
+        return self.wire_chunks.chunk // self.row_bytes
+
+    def rows(self, call: GatherTensors) -> Tensor:
+        return self.received
+
+    def numbers_of(self, call: GatherTensors) -> Tensor:
+        return self.received_numbers
+
     # --- the call
     def start(self, stream: int, call: GatherTensors) -> None:
-        """Enqueue the copies, after what `stream` has done so far; what is kept is copied beside what `stream` does."""
         memory = self.memory
         memory.fork(stream)
         self.push(memory.stream, call)
@@ -305,20 +392,37 @@ class PushedGather(GatherPlan):
         """Enqueue the pushes on `side`."""
         self.play(side, (0, call.shard.data_ptr(), 0 if call.numbers is None else call.numbers.data_ptr()))
 
-    def ranges(self, own: Tensor, received: Tensor) -> list[Tensor]:
-        """All ranges, by block and then by rank, of the own rows, or numbers of them, and of the others'.
+    def await_all(self, stream: int) -> None:
+        if driver.IN_ORDER:
+            for wait in self.all_came.values():
+                wait(stream, ())
 
-        The rows of block p and source r are range number p * world + r.
-        """
-        rank, slots = self.memory.rank, list(received.unbind())
+    def _waits(self, source: int) -> list[Player | None]:
+        """Waits for each block of a source's rows: none where an earlier one was for as much."""
+        channel, players, known = self.memory.landing, list[Player | None](), -1
+        for block in range(self.outer):
+            last = self.wire_chunks.covering((block + 1) * self.layout.inner * self.row_bytes)
+            steps: list[Step] = arrived_script(channel, source, last)
+            if block == self.outer - 1 and not self.has_full:  # nobody else reads the word
+                steps.append(Write(channel.full(channel.rank, source), 0))
+            players.append(self.memory.compiled(steps) if last > known else None)
+            known = last
+        return players
+
+    def await_range(self, stream: int, source: int, block: int) -> None:
+        if (wait := self.came[source][block]) is not None:
+            wait(stream, ())
+
+    def ranges(self, own: Tensor, come: Tensor) -> list[Tensor]:
+        rank, slots = self.memory.rank, list(come.unbind())
         by_source = [ranges(each, self.outer) for each in (*slots[:rank], own, *slots[rank:])]
         return [parts[block] for block in range(self.outer) for parts in by_source]
 
     def finish(self, stream: int, call: GatherTensors) -> None:
-        """After all products, put returned numbers together, and join what is under way."""
+        """Put returned numbers together, join what is under way, and clear words that several have read."""
         if call.numbers is not None and call.all_numbers is not None:
             torch.cat(self.ranges(call.numbers, self.received_numbers), out=call.all_numbers)
-        driver.wait_event(stream, self.memory.end)
+        super().finish(stream, call)
         if call.full is not None:
             driver.wait_event(stream, self.memory.reduced)
             self.clear(stream, ())
@@ -341,9 +445,6 @@ class PushedGather(GatherPlan):
         options = {"num_stages": 1, "maxnreg": BESIDE_REGISTERS}
         self.keep_rows = prepare(keep_kernel, programs, examples, constants, BESIDE_WARPS, **options)
         self.counts = memory.gather_done.data_ptr()
-        self.all_came = {
-            source: memory.compiled(arrived_script(memory.landing, source, MAX_CHUNKS - 1)) for source in self.sources
-        }
 
     def keep(self, side: int, call: GatherTensors) -> None:
         """Enqueue on `side` the copies to the gathered A: of the own rows, and of each source's once they are there."""
@@ -355,19 +456,126 @@ class PushedGather(GatherPlan):
             self.keep_rows(side, [self.slot(source), whole, self.counts, *self.keep_sizes, source, rank])
 
 
-class FusedGather(PushedGather):
-    """One GEMM that consumes chunks as they arrive: it polls the words that their senders set."""
+class PulledGather(MovedGather):
+    """A shard is staged in symmetric memory, and the others pull it to where the result is: all ranks keep that.
+
+    stage_first: before the products start, because they would leave no room for that.
+    stage_keeps: the kernel that stages the shard of a gather along dim 0 also writes it to the gathered A: one read and
+        one launch less, but peers wait longer for the outbox.
+    stage_programs: the most CTAs that stage; 0: as many as the GPU has room for.
+    """
+
+    stage_first = False
+    stage_keeps = False
+    stage_programs = 0
+
+    def __init__(self, call: GatherCall, memory: GroupMemory, chunks: Chunks) -> None:
+        super().__init__(call, memory)
+        self.chunks = chunks
+        self.has_full, self.has_numbers = True, call.travels is not None
+        self.scale_offset = align(self.shard_bytes)
+        self.stage_keeps = self.stage_keeps and self.outer == 1
+        self.outbox = memory.require("box", self.scale_offset + self.number_bytes)
+        self._compile_stage(call)
+        moves = PullMoves(
+            outboxes=self.outbox.peers,
+            row_bytes=self.row_bytes,
+            outer=self.outer,
+            inner=self.layout.inner,
+            scale_offset=self.scale_offset,
+            scale_bytes=self.number_bytes // self.outer,
+            chunks=chunks,
+            keep_own=not self.stage_keeps,
+            keep_own_scales=call.along is not None,
+        )
+        self.play = memory.compiled(pull_script(memory.rank, memory.world, moves, self.arrived))
+
+    def _compile_stage(self, call: GatherCall) -> None:
+        memory = self.memory
+        # 64 to 128 bytes a thread, which its registers hold. One CTA finds room beside a GEMM's on every SM.
+        largest, ctas = (4096, 2) if self.stage_keeps else (8192, 1)
+        most = self.stage_programs or ctas * driver.processors(self.device_index)
+        block = block_for(self.units, largest, most)
+        programs = grid(-(-self.units // block), most)
+        shard = kept = self.as_units(aligned(call.a_shard))
+        if self.stage_keeps:
+            full = self.as_units(self.new_full())
+            kept = full[memory.rank * self.units :][: self.units]
+        box, scale_box = self.as_units(self.outbox.memory), self.outbox.memory[self.scale_offset :].view(torch.float32)
+        scale = memory.dummy if call.travels is None else aligned(call.travels)
+        words = [memory.pads, memory.free.number, memory.landed.number, memory.kernel_bound, memory.status]
+        tail: list[Any] = [
+            box, scale_box, memory.gather_done, self.units, self.number_count, *words,
+            memory.signature(call.wire, PULL), memory.rank,
+        ]  # fmt: skip
+        constants = {
+            "WORLD": memory.world,
+            "SCALE_TRAVELS": self.number_count > 0,
+            "KEEPS": self.stage_keeps,
+            "BLOCK": block,
+            "PROGRAMS": programs,
+            "MAX_CHUNKS": MAX_CHUNKS,
+        }
+        examples, options = [shard, scale, kept, *tail], {"maxnreg": BESIDE_REGISTERS}
+        self.stage = prepare(stage_kernel, programs, examples, constants, BESIDE_WARPS, **options)
+        self.stage_tail = [each.data_ptr() if isinstance(each, Tensor) else each for each in tail]
+
+    @property
+    def words(self) -> int:
+        return self.memory.arrivals
+
+    @property
+    def chunk_rows(self) -> int:
+        return self.chunks.rows[0][1]
+
+    def rows(self, call: GatherTensors) -> Tensor:
+        assert call.full is not None
+        return call.full
+
+    def numbers_of(self, call: GatherTensors) -> Tensor:
+        assert call.all_numbers is not None
+        return call.all_numbers
+
+    def arrived(self, source: int, chunk: int) -> list[Step]:
+        """Steps that tell the consumer that a chunk is in place."""
+        raise NotImplementedError
+
+    def start(self, stream: int, call: GatherTensors) -> None:
+        """Enqueue staging and copies; of gathered numbers the own ones are only there if they are no scale."""
+        memory = self.memory
+        if self.stage_first:
+            self.stage_shard(stream, call)
+        memory.fork(stream)
+        self.pull(memory.stream, call)
+        driver.record_event(memory.end, memory.stream)
+
+    def stage_shard(self, stream: int, call: GatherTensors) -> None:
+        """Enqueue staging on `stream`."""
+        assert call.full is not None
+        shard = call.shard.data_ptr()
+        kept = call.full.data_ptr() + self.memory.rank * self.shard_bytes if self.stage_keeps else shard
+        self.stage(stream, [shard, 0 if call.numbers is None else call.numbers.data_ptr(), kept, *self.stage_tail])
+
+    def pull(self, side: int, call: GatherTensors) -> None:
+        """Enqueue the pulls on `side`, after the staging unless that has come first."""
+        if not self.stage_first:
+            self.stage_shard(side, call)
+        assert call.full is not None
+        own, whole = (0 if each is None else each.data_ptr() for each in (call.numbers, call.all_numbers))
+        self.play(side, (0, call.shard.data_ptr(), own, call.full.data_ptr(), whole))
+
+    def ranges(self, own: Tensor, come: Tensor) -> list[Tensor]:
+        parts = list(ranges(come, self.outer * self.memory.world))
+        parts[self.memory.rank :: self.memory.world] = ranges(own, self.outer)
+        return parts
+
+
+class FusedGather(MovedGather):
+    """One GEMM that consumes chunks as they arrive: it polls words."""
 
     name = "fused"
     cublas = False
-
-    def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, copies: int, programs: int) -> None:
-        super().__init__(call, memory, copies)
-        self._compile(call, tiles, programs)
-        # Kernels that run beside this GEMM, the others' too, come after what is in flight, and need room.
-        self.waits_for_in_flight = not leaves_room(self.launch)
-        waits = [arrived_script(memory.landing, source, MAX_CHUNKS - 1) for source in self.sources]
-        self.await_all = memory.compiled([step for steps in waits for step in steps])
+    reads_inbox: bool
 
     def _compile(self, call: GatherCall, tiles: Tiles, programs: int) -> None:
         memory, layout = self.memory, self.layout
@@ -375,7 +583,8 @@ class FusedGather(PushedGather):
         rows, blocks = [1, tiles.block_m, tiles.block_k], tiles.stored
         a_strides = [inner * k, k, 1]
         self.a_own = describe(aligned(call.a_shard), [self.outer, inner, k], a_strides, rows)
-        self.a_received = describe(self.received, [self.outer * (memory.world - 1), inner, k], a_strides, rows)
+        example = self.received if isinstance(self, PushedGather) else self.new_full()
+        self.a_come = describe(example, [self.outer * (memory.world - self.reads_inbox), inner, k], a_strides, rows)
         self.bs = [b_descriptor(aligned_columns(b), tiles) for b in call.bs]
         self.cs = [
             describe(new(), [self.outer * memory.world, inner, n], [inner * n, n, 1], blocks)
@@ -391,19 +600,17 @@ class FusedGather(PushedGather):
         programs = grid(tile_count, programs)
         self.stamps = new_table(call.op, memory, tile_count, first=0)
         done = memory.gather_done if self.stamps is None else self.stamps.done
-        chunk_rows = self.wire_chunks.chunk // self.row_bytes
-        self.sizes = [self.outer, inner, k, 0, 0, 0, *widths, memory.rank, memory.world, chunk_rows, 1, 1]
+        self.sizes = [self.outer, inner, k, 0, 0, 0, *widths, memory.rank, memory.world, self.chunk_rows, 1, 1]
         args = [
-            self.a_own, self.a_received, None, None, *self.bs, *padding, *self.cs, *padding,
+            self.a_own, self.a_come, None, None, *self.bs, *padding, *self.cs, *padding,
             *[dummy] * 8, *[dummy if bias is None else bias] * 4, memory.local, done, *self.sizes,
         ]  # fmt: skip
         self.launch = prepare_gemm(
             args, programs, tiles, call.bs, bias, (a_mode, b_mode), self.out_dtype, True, self.scale_travels,
-            clears=not self.has_full, stamps=self.stamps is not None,
+            inbox=self.reads_inbox, clears=self.gemm_clears, stamps=self.stamps is not None,
         )  # fmt: skip
         self.done = done.data_ptr()
-        self.a_own = Tma(self.a_own, 0)
-        self.a_received = Tma(self.a_received, self.received.data_ptr())
+        self.a_own, self.a_come = outlines((self.a_own, self.a_come))
         self.bs, self.cs = outlines(self.bs), outlines(self.cs)
         self.padding = padding
         self.unused = memory.local.data_ptr()
@@ -414,21 +621,19 @@ class FusedGather(PushedGather):
         return call._replace(a_scale=a_scale, bs=bs, b_scales=dense(call.b_scales), biases=dense(call.biases))
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
-        memory = self.memory
         self.start(stream, call)
-        if driver.IN_ORDER:
-            self.await_all(stream, ())
+        self.await_all(stream)
         unused = self.unused
         scale0 = scale1 = unused
         if call.a_scale is not None:
             scale0 = scale1 = call.a_scale.data_ptr()
             if self.scale_travels:
-                scale1 = self.received_numbers.data_ptr()
+                scale1 = self.numbers_of(call).data_ptr()
         self.launch(
             stream,
             [
                 Tma(self.a_own, call.shard.data_ptr()),
-                self.a_received,
+                Tma(self.a_come, self.rows(call).data_ptr()),
                 None,
                 None,
                 *[Tma(like, b.data_ptr()) for like, b in zip(self.bs, call.bs, strict=True)],
@@ -441,7 +646,7 @@ class FusedGather(PushedGather):
                 unused,
                 *operand_addresses(call.b_scales, unused),
                 *operand_addresses(call.biases, unused),
-                memory.landed.at(memory.rank),
+                self.words,
                 self.done,
                 *self.sizes,
             ],
@@ -449,61 +654,95 @@ class FusedGather(PushedGather):
         self.finish(stream, call)
 
 
+class FusedPush(FusedGather, PushedGather):
+    """Chunks are pushed: the GEMM reads the inbox, and polls the words that their senders set."""
+
+    reads_inbox = True
+
+    def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
+        super().__init__(call, memory, wanted_chunks)
+        self._compile(call, tiles, programs)
+        # Pushes, the others' too, come after what is in flight, whose kernels need room beside this GEMM.
+        self.waits_for_in_flight = not leaves_room(self.launch)
+
+
+class FusedPull(FusedGather, PulledGather):
+    """Chunks are pulled, to where the gathered A is returned."""
+
+    reads_inbox = False
+
+    def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
+        super().__init__(call, memory, cut(call.outer, call.layout.inner, tiles.block_m, wanted_chunks))
+        self._compile(call, tiles, programs)
+        # A GEMM that holds every SM waits for the staged shards: without room beside it, staging has to come first.
+        self.stage_first = self.waits_for_in_flight = not fit_together(self.launch, self.stage)
+
+    def arrived(self, source: int, chunk: int) -> list[Step]:
+        return [Write(self.memory.arrivals + source * 4, chunk + 1)]
+
+
+def fused_gather(call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> FusedGather:
+    """The plan of the fused implementation."""
+    return (FusedPull if call.kept else FusedPush)(call, memory, tiles, wanted_chunks, programs)
+
+
 def _tile_count(blocks: int, inner: int, widths: Sequence[int], tiles: Tiles) -> int:
     return blocks * -(-inner // tiles.block_m) * sum(-(-n // tiles.block_n) for n in widths)
 
 
-class DecomposedGather(PushedGather):
+class DecomposedGather(MovedGather):
     """cuBLAS for each range of a source's rows, after its chunks. Only for a few: there is one in each outer block."""
 
     name = "decomposed"
-
-    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory, min(call.outer, MAX_CHUNKS))
-        self.await_range = {source: self._waits(source) for source in self.sources}
-        self.tick = None
-        if not self.has_full:
-            self.tick = prepare(tick_kernel, 1, [memory.gather_done], {}, 1)
-
-    def _waits(self, source: int) -> list[Player | None]:
-        """Waits for each block of a source's rows: none where an earlier one was for as much."""
-        channel, players, next_one = self.memory.landing, list[Player | None](), 0
-        for block in range(self.outer):
-            last = self.wire_chunks.covering((block + 1) * self.layout.inner * self.row_bytes)
-            last = MAX_CHUNKS - 1 if block == self.outer - 1 else last
-            steps: list[Step] = arrived_script(channel, source, last)
-            if not self.has_full:  # nobody else reads these words
-                words = (channel.full(channel.rank, source * MAX_CHUNKS + c) for c in range(next_one, last + 1))
-                steps += [Write(word, 0) for word in words]
-            players.append(self.memory.compiled(steps) if last >= next_one else None)
-            next_one = max(next_one, last + 1)
-        return players
-
-    def push(self, side: int, call: GatherTensors) -> None:
-        super().push(side, call)
-        if self.tick is not None:  # no other kernel counts such a call
-            self.tick(side, [self.memory.gather_done.data_ptr()])
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         """Range by range."""
         self.start(stream, call)
         world, rank = self.memory.world, self.memory.rank
-        parts = self.ranges(call.shard, self.received)
+        parts = self.ranges(call.shard, self.rows(call))
         scales: Sequence[Tensor | None]
         if call.a_scale is None or (call.a_scale.numel() == 1 and not self.scale_travels):
             scales = [call.a_scale] * len(parts)
         elif not self.scale_travels:
             scales = ranges(call.a_scale, len(parts))
         else:
-            scales = self.ranges(call.a_scale, self.received_numbers)
+            scales = self.ranges(call.a_scale, self.numbers_of(call))
         places = [ranges(out, len(parts)) for out in call.outs]
         for source in (rank, *self.sources):
             for block in range(self.outer):
                 part = block * world + source
-                if source != rank and (wait := self.await_range[source][block]) is not None:
-                    wait(stream, ())
+                if source != rank:
+                    self.await_range(stream, source, block)
                 self.multiply(call, parts[part], scales[part], [place[part] for place in places])
         self.finish(stream, call)
+
+
+class DecomposedPush(DecomposedGather, PushedGather):
+    """Ranges are pushed, and the own product starts at once."""
+
+    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory, min(call.outer, MAX_CHUNKS))
+
+
+class DecomposedPull(DecomposedGather, PulledGather):
+    """Ranges are pulled, to where the gathered A is returned."""
+
+    stage_first = waits_for_in_flight = True
+    stage_keeps = True  # a copy of its own would come before the last product, or take SMs from another
+
+    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory, in_blocks(call.outer, call.layout.inner))
+
+    def arrived(self, source: int, chunk: int) -> list[Step]:
+        return [Record(self.memory.event(source, chunk))]
+
+    def await_range(self, stream: int, source: int, block: int) -> None:
+        driver.wait_event(stream, self.memory.event(source, block))
+
+
+def decomposed_gather(call: GatherCall, memory: GroupMemory) -> DecomposedGather:
+    """The plan of the decomposed implementation."""
+    return (DecomposedPull if call.kept else DecomposedPush)(call, memory)
 
 
 def block_for(size: int, largest: int, programs: int) -> int:

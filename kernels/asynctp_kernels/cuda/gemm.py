@@ -59,6 +59,7 @@ def prepare_gemm(
     out_dtype: torch.dtype,
     gathers: bool,
     scale_travels: bool = False,
+    inbox: bool = False,
     clears: bool = True,
     async_input: bool = False,
     stamps: bool = False,
@@ -75,6 +76,7 @@ def prepare_gemm(
         scale_modes: Of A and of the Bs (`scale_mode`).
         out_dtype: Of the result.
         gathers, scale_travels: The gather's GEMM, whose A scale came with the data.
+        inbox: The gathered rows are the others' only.
         clears: The GEMM is the only reader of the words of chunks, and clears them.
         async_input: The gather's GEMM, with a word of the caller's for each chunk.
         rounded: The dtype that a product is rounded to before it is stored as `out_dtype`; None: that.
@@ -83,6 +85,7 @@ def prepare_gemm(
     constants = {
         "GATHER": gathers,
         "OWN": gathers and not async_input,
+        "INBOX": inbox,
         "CLEARS": gathers and not async_input and clears,
         "COUNT": len(bs),
         "CHUNKS": 1 if async_input else MAX_CHUNKS if gathers else MAX_OWN,

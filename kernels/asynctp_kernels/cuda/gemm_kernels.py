@@ -302,6 +302,7 @@ def gemm_kernel(
     value,
     GATHER: tl.constexpr,
     OWN: tl.constexpr,
+    INBOX: tl.constexpr,
     CLEARS: tl.constexpr,
     COUNT: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -323,19 +324,19 @@ def gemm_kernel(
 ):
     """Every product of a gather, or every destination of a scatter; `COUNT` is the number of Bs, or of pairs.
 
-    GATHER: a0 [P, Q, K] the own rows, a1 [(W-1)*P, Q, K] the others', by source, b [N, K] or [K, N], c [P*W, Q, N]; s, z:
-        scale and bias of each B. words: int32 [W, CHUNKS], 1 when chunk (source, c) is in a1 (and its scales in
-        a_scale1, in the same order; a_scale0 holds the own ones, if they travel). CLEARS: no other reader of the words
-        is left at the end. Not OWN: all rows are in a0 and have words, which are awaited to be `value` and are left as
-        they are.
+    GATHER: a0 [P, Q, K] the own rows, a1 [P*W, Q, K] the gathered ones (own part never read; INBOX: the others' only,
+        [(W-1)*P, Q, K], by source), b [N, K] or [K, N], c [P*W, Q, N]; s, z: scale and bias of each B. words: int32
+        [W], how many chunks of a source are in a1 (and its scales in a_scale1, in the same order; a_scale0 holds the
+        own ones, if they travel). CLEARS: no other reader of the words is left at the end. Not OWN: all rows are in a0
+        and have words, which are awaited to be `value` and are left as they are.
     else: a [P*W, Q, K], b as above, c0 [W*P, Q, N] in memory order [destination, p], so that what goes to one rank
         is contiguous. words: int32 [W, CHUNKS], counts the finished tiles of chunk (destination, c). Each pair has its
         own scales; with several there is no bias.
 
     A chunk is `chunk_size` rows of a gather's source, or row tiles of a scatter's destination; of a scatter's own rows,
-    `own_tiles` row tiles. A scale is absent (0), one
-    element (1), or one per row or column (2). A product is rounded to ROUNDED, and stored as OUT, which may be wider. STAMPS: each tile says when it was reached, when its rows were there and
-    when it was handed to the TMA unit, in ns, and on which SM.
+    `own_tiles` row tiles. A scale is absent (0), one element (1), or one per row or column (2). A product is rounded to
+    ROUNDED, and stored as OUT, which may be wider. STAMPS: each tile says when it was reached, when its rows were there
+    and when it was handed to the TMA unit, in ns, and on which SM.
     """
     tiles_q = tl.cdiv(inner, BM)
     tiles_m = outer * tiles_q
@@ -400,8 +401,12 @@ def gemm_kernel(
                 a_block = p
                 if step > 0:
                     a_out = a1
-                    a_block = tl.where(peer > rank, peer - 1, peer) * outer + p
-            a_block += await_word(words + chunk, value, known.to(tl.int32))
+                    a_block = block
+                    if INBOX:
+                        a_block = tl.where(peer > rank, peer - 1, peer) * outer + p
+                a_block += await_word(words + peer, chunk - peer * CHUNKS + 1, known.to(tl.int32))
+            else:
+                a_block += await_word(words + chunk, value, known.to(tl.int32))
         if STAMPS:
             stamp(done_ptr, tile, 1, clock_ns())
         col = (tile_n - first_tile) * BN
@@ -527,4 +532,4 @@ def gemm_kernel(
             tl.store(done_ptr, 0)
             tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
             if CLEARS:
-                tl.store(words + tl.arange(0, 8 * CHUNKS), 0)
+                tl.store(words + tl.arange(0, 8), 0)

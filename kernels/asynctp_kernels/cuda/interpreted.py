@@ -38,6 +38,12 @@ def copy(dst: int, src: int, size: int, stream: int) -> None:
     ctypes.memmove(dst, src, size)
 
 
+def copy_rows(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: int) -> None:
+    """Copy `height` rows of `width` bytes; pitches are the bytes from one row to the next."""
+    for row in range(height):
+        ctypes.memmove(dst + row * dst_pitch, src + row * src_pitch, width)
+
+
 class MemOps:
     """A fixed sequence of waits and writes."""
 

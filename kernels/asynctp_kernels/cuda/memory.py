@@ -3,24 +3,29 @@
 Areas of symmetric memory, each as large as the largest call so far, made and grown collectively and never during a CUDA
 graph capture:
 
-    box       an inbox: what peers pushed, by source, but for the own         [from rank 0 | from rank 1 | ...]
+    box       an inbox, of pushed data, by source, but for the own            [from rank 0 | from rank 1 | ...]
+              or an outbox, the own shard, which peers pull                   [shard | its scales]
     direct    both direct kernels: two slots of landings, epochs              see `copy_kernels`
 
-An inbox is a bounded buffer of depth one, with int32 words per peer that a stream can wait for:
+A box is a bounded buffer of depth one, with an int32 word per peer and direction that a stream can wait for:
 
-    FREE    set at the writer by the rank that can take data, to the signature of its call; the writer clears it when it
-            starts to write. A call waits for exactly its own signature: unlike calls never exchange anything
-    FULL    of a scatter, set at the reader by the rank whose chunk is there; cleared by the reader before its next
-            FREE, which is what the next push needs
-    LANDED  the same of a gather, whose products may begin while a scatter is in flight
+    FREE    set at each peer by the rank that has come to a call, to the signature of it, when nobody needs the data in
+            its box any more; cleared by who waits. A call waits for exactly its own signature, of every peer: unlike
+            calls never exchange anything
+    FULL    of a scatter, set at the reader by the rank whose data is there: the number of chunks that are complete;
+            cleared by the reader before its next FREE, which is what the next push needs
+    LANDED  the same of a gather, whose products may begin while a scatter is in flight; or, of one that is pulled, set
+            at every peer by the rank whose outbox is full
 
-    own:   set FREE at every peer; wait FREE(every peer), clear it; push each chunk and set FULL or LANDED at its rank
+    own:   set FREE at every peer; wait FREE(every peer), clear it
+           pushed:  push each chunk and set FULL or LANDED at its rank
            scatter: wait FULL(every peer, chunk) and reduce, chunk by chunk; clear all FULL
            gather:  wait LANDED(peer, chunk) and multiply or keep, chunk by chunk; clear all LANDED
+           pulled:  fill the outbox, set LANDED at every peer; wait LANDED(peer), clear it, and pull its shard
 
-What is pushed comes after FREE of *every* rank, and each sets that after its last reduction, product or copy of what
-was there before. Chunks are cut by the number of bytes alone (`tiles.WireChunks`), so how a rank cuts its copies, what
-it computes and whether it keeps what came are its own.
+Data moves after FREE of *every* rank, and each sets that after its last reduction, product or copy of what was there
+before. Pushed chunks are cut by the number of bytes alone (`tiles.WireChunks`), so how a rank cuts its copies, what it
+computes and whether it keeps what came are its own.
 
 These words are cleared by their reader, so nothing depends on how often, in which CUDA graph or in which order of
 shapes a call runs, as long as all ranks make the same calls of a group in the same order; that is the rule for every
@@ -62,12 +67,14 @@ log = logging.getLogger(__name__)
 MAX_WORLD = 8
 DIRECT_PROGRAMS = 132
 FLIGHTS = 64  # events of results in flight; one that is used again only makes its first user wait longer
+NO_BOUND = (1 << 63) - 1
 #: how far apart the ranks may come to a group's first call: some of them may still compile
 FIRST_CALL_S = 1800.0
 _WORD = 4
-#: where words and counts of this rank's own begin: progress of tiles, idle, a constant 1, `doing`, three pairs of counts
+#: where this rank's own words begin: progress of tiles, idle ones, arrivals, a 1, `doing`, three pairs of counts
 _IDLE = MAX_WORLD * MAX_OWN
-_ONE = _IDLE + MAX_OWN
+_ARRIVALS = _IDLE + MAX_OWN
+_ONE = _ARRIVALS + MAX_WORLD
 _DOING = _ONE + 4
 _COUNTS = _DOING + 4
 _GRANULE = 1 << 21
@@ -99,13 +106,13 @@ class Area:
 
 @dataclass
 class Words:
-    """int32 signal words of one direction. Addresses of word `i` at rank `r`: `at(r, i)`."""
+    """int32 signal words of one direction, from word `number` on. Addresses of word `i` at rank `r`: `at(r, i)`."""
 
     peers: list[int]
-    offset: int
+    number: int
 
     def at(self, rank: int, index: int = 0) -> int:
-        return self.peers[rank] + self.offset + index * _WORD
+        return self.peers[rank] + (self.number + index) * _WORD
 
 
 @dataclass
@@ -118,7 +125,9 @@ class GroupMemory:
             behind other work.
         turn: held from `begin` to `ended`, so that calls of several threads come one after the other on a device.
         failure: why the memory must not be used again. released: nobody may use it any more.
-        skipped: calls that this rank has left out. calls: what ranks tell each other about their calls. bound: of a wait for a rank, in nanoseconds.
+        skipped: calls that this rank has left out, since they ended with an error. made: calls that it has made.
+        calls: what ranks tell each other about their calls.
+        bound: of a wait for a rank, in nanoseconds.
         captured: a call has been captured in a CUDA graph of the program's.
         retired: areas that grew after that; a graph still has their addresses, so they stay as long as the group.
     """
@@ -137,6 +146,7 @@ class GroupMemory:
     failure: str | None = None
     released: bool = False
     skipped: int = 0
+    made: int = 0
     last_direct: int = 0
     last_implementation: str = "unfused"
     captured: bool = False
@@ -158,6 +168,8 @@ class GroupMemory:
         self.epoch = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.status = new_status(self.device)
         self.bound = int(_bound_s(of_group) * 1e9)
+        self.kernel_bound = self.bound if driver.IN_ORDER else NO_BOUND  # of waits that the host watches over
+        self.pads = self.signals.table
         self.calls = Calls(of_group)
         self._constants: dict[int, torch.Tensor] = {}
         if not driver.IN_ORDER:
@@ -195,6 +207,7 @@ class GroupMemory:
         """
         if self.failure is not None:
             raise SymmetricMemoryError(self._out_of_step())
+        self.made += 1
         here = (stream, driver.capture_id(stream) if driver.capturing() else 0)
         self.capture = here[1]
         place = (self.device, self.capture != 0)
@@ -283,7 +296,7 @@ class GroupMemory:
 
     # --- words -------------------------------------------------------------------------------------------
     def _words(self, number: int) -> Words:
-        return Words(self.signals.peers, number * MAX_WORLD * MAX_CHUNKS * _WORD)
+        return Words(self.signals.peers, number * MAX_WORLD)
 
     @property
     def full(self) -> Words:
@@ -300,12 +313,12 @@ class GroupMemory:
     @property
     def channel(self) -> Channel:
         """The words of what a scatter pushes."""
-        return Channel(self.rank, self.world, self.full.at, self.free.at, self._local(_DOING))
+        return Channel(self.rank, self.world, self.full.at, self.free.at)
 
     @property
     def landing(self) -> Channel:
         """The words of what a gather pushes."""
-        return Channel(self.rank, self.world, self.landed.at, self.free.at, self._local(_DOING))
+        return Channel(self.rank, self.world, self.landed.at, self.free.at)
 
     def _local(self, word: int) -> int:
         return self.local.data_ptr() + word * _WORD
@@ -321,13 +334,18 @@ class GroupMemory:
         return self._local(_IDLE)
 
     @property
+    def arrivals(self) -> int:
+        """Address of int32 [world]: how many chunks of each source have been pulled."""
+        return self._local(_ARRIVALS)
+
+    @property
     def one(self) -> int:
         """Address of a constant 1."""
         return self._local(_ONE)
 
     @property
     def doing(self) -> torch.Tensor:
-        """The signature of the call that waits for its peers to come to it; 0 for none."""
+        """The signature of the direct call under way; 0 for none."""
         return self.local[_DOING:]
 
     @property
@@ -351,17 +369,21 @@ class GroupMemory:
         return self.local[_DOING : _COUNTS + 12]
 
     def _own(self, words: Words, count: int) -> torch.Tensor:
-        return self.signals.memory.view(torch.int32)[words.offset // _WORD :][:count]
+        return self.signals.memory.view(torch.int32)[words.number :][:count]
 
     @property
     def free_words(self) -> torch.Tensor:
         """This rank's FREE words, by peer."""
         return self._own(self.free, MAX_WORLD)
 
+    def posted_words(self, peer: int) -> int:
+        """Address of the FREE word that this rank sets at a peer, which clears it when it has come to the call."""
+        return self.free.at(peer, self.rank)
+
     @property
     def all_chunk_words(self) -> list[torch.Tensor]:
         """This rank's words of chunks."""
-        return [self._own(words, MAX_WORLD * MAX_CHUNKS) for words in (self.full, self.landed)]
+        return [self._own(words, MAX_WORLD) for words in (self.full, self.landed)]
 
     def peers_ahead(self) -> dict[int, int]:
         """The peers that are in a direct call which this rank has not begun, with its signature."""

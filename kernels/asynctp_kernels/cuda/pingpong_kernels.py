@@ -182,11 +182,14 @@ def block_of(
     world: tl.tensor,
     outer: tl.tensor,
     OWN: gl.constexpr,
+    INBOX: gl.constexpr,
 ) -> tl.tensor:
     """The block of A's that a tile is of, and of scales that came with it."""
     block = p * world + peer
+    if INBOX:
+        block = (peer - (peer > rank).to(gl.int32)) * outer + p
     if OWN:
-        block = gl.where(step == 0, p, (peer - (peer > rank).to(gl.int32)) * outer + p)
+        block = gl.where(step == 0, p, block)
     return block
 
 
@@ -202,6 +205,7 @@ def load_tiles(
     stages: tl.tuple,
     GATHER: gl.constexpr,
     OWN: gl.constexpr,
+    INBOX: gl.constexpr,
     COUNT: gl.constexpr,
     CHUNKS: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
@@ -227,7 +231,7 @@ def load_tiles(
         if STAMPS:
             stamp(done_ptr, tile, 0, clock_ns())
         a = as_[0]
-        a_block = block_of(step, peer, tile_m // tiles_q, rank, world, outer, OWN)
+        a_block = block_of(step, peer, tile_m // tiles_q, rank, world, outer, OWN, INBOX)
         if GATHER:
             known = chunk == awaited
             awaited = chunk
@@ -235,7 +239,9 @@ def load_tiles(
                 known = known | (step == 0)
                 if step > 0:
                     a = as_[1]
-            await_by_warp(words + chunk, value, known)
+                await_by_warp(words + peer, chunk - peer * CHUNKS + 1, known)
+            else:
+                await_by_warp(words + chunk, value, known)
         if STAMPS:
             stamp(done_ptr, tile, 1, clock_ns())
         row = (tile_m % tiles_q) * BM
@@ -276,6 +282,7 @@ def multiply_tiles(
     BIAS: gl.constexpr,
     GATHER: gl.constexpr,
     OWN: gl.constexpr,
+    INBOX: gl.constexpr,
     COUNT: gl.constexpr,
     CHUNKS: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
@@ -331,7 +338,7 @@ def multiply_tiles(
             in_block = (tile_m % tiles_q) * BM + gl.arange(0, BM, gl.SliceLayout(1, PART_LAYOUT))
             a_scale = a_scales[0]
             if SCALE_TRAVELS:
-                rows = block_of(step, peer, p, rank, world, outer, OWN) * inner + in_block
+                rows = block_of(step, peer, p, rank, world, outer, OWN, INBOX) * inner + in_block
                 if step > 0:
                     a_scale = a_scales[1]
             else:
@@ -454,6 +461,7 @@ def gemm_kernel(
     value,
     GATHER: gl.constexpr,
     OWN: gl.constexpr,
+    INBOX: gl.constexpr,
     CLEARS: gl.constexpr,
     COUNT: gl.constexpr,
     CHUNKS: gl.constexpr,
@@ -512,15 +520,15 @@ def gemm_kernel(
         [
             (multiply_tiles, (
                 0, scales, columns, sizes, ends, stages, turns, results,
-                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, GATHER, OWN, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
+                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
             )),
             (multiply_tiles, (
                 1, scales, columns, sizes, ends, stages, turns, results,
-                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, GATHER, OWN, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
+                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
             )),
             (load_tiles, (
                 as_, bs, words, done_ptr, value, sizes, ends, stages,
-                GATHER, OWN, COUNT, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS, STAMPS,
+                GATHER, OWN, INBOX, COUNT, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS, STAMPS,
             )),
             (store_tiles, (
                 cs, words, done_ptr, sizes, ends, results, BM, BN, GATHER, OUTS, CHUNKS, GROUP_M, PROGRAMS, STAMPS,
@@ -537,4 +545,4 @@ def gemm_kernel(
             gl.store(done_ptr, 0)
             gl.store(done_ptr + 1, gl.load(done_ptr + 1) + 1)
             if CLEARS:
-                gl.store(words + gl.arange(0, 8 * CHUNKS, gl.BlockedLayout([1], [32], [MULTIPLIER], [0])), 0)
+                gl.store(words + gl.arange(0, 8, gl.BlockedLayout([1], [32], [MULTIPLIER], [0])), 0)

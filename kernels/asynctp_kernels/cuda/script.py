@@ -1,7 +1,7 @@
 """Steps of the copy stream in one call, and waits of streams for pushed data, as data, in order.
 
-Scripts are built without a GPU, by pure functions of ranks, sizes and addresses (`push_script`), so the same scripts
-that a GPU plays are explored exhaustively by a test. `compile_script` turns one into driver calls:
+Scripts are built without a GPU, by pure functions of ranks, sizes and addresses (`push_script`, `pull_script`), so the
+same scripts that a GPU plays are explored exhaustively by a test. `compile_script` turns one into driver calls:
 neighbouring waits and writes become one batch.
 
 Addresses that change from call to call are `Place`s relative to a base: number 0 is absolute, the others are filled in
@@ -11,14 +11,15 @@ when the script is played.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .driver import Wait as Wait
 from .driver import Write as Write
 from .machine import driver
-from .tiles import MAX_CHUNKS, WireChunks
+from .tiles import MAX_CHUNKS, Chunks, WireChunks
 
-ABSOLUTE, DATA, OWN_SCALE = range(3)
+ABSOLUTE, DATA, OWN_SCALE, FULL, FULL_SCALE = range(5)
+FEW_BLOCKS = 4  # of rows, that are copied one by one
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Copy:
-    """Copy `size` bytes."""
+    """Copy `height` rows of `width` bytes; a pitch is the distance of two rows in bytes."""
 
     dst: Place
     src: Place
-    size: int
+    width: int
+    height: int = 1
+    dst_pitch: int = 0
+    src_pitch: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,20 +114,28 @@ def _call(step: Record | Await | Copy) -> Player:
     if isinstance(step, Await):
         awaited = step.event
         return lambda stream, bases: driver.wait_event(stream, awaited)
+    return _copy(step)
+
+
+def _copy(step: Copy) -> Player:
     (to, to_offset), (source, offset) = (step.dst.base, step.dst.offset), (step.src.base, step.src.offset)
-    size = step.size
-    return lambda stream, bases: driver.copy(bases[to] + to_offset, bases[source] + offset, size, stream)
+    if step.height == 1:
+        width = step.width
+        return lambda stream, bases: driver.copy(bases[to] + to_offset, bases[source] + offset, width, stream)
+    shape = (step.width, step.height)
+    return lambda stream, bases: driver.copy_rows(
+        bases[to] + to_offset, step.dst_pitch, bases[source] + offset, step.src_pitch, *shape, stream
+    )
 
 
 @dataclass(frozen=True)
 class Channel:
-    """Words of one direction, for rank `rank`: see `memory`. Functions of (rank that owns the word, index)."""
+    """Words of one direction, for rank `rank`: see `memory`. Functions of (rank that owns the word, other rank)."""
 
     rank: int
     world: int
     full: Callable[[int, int], int]
     free: Callable[[int, int], int]
-    doing: int
 
 
 @dataclass(frozen=True)
@@ -157,26 +169,32 @@ class PushMoves:
         return self.apart == 0
 
 
+def meet_script(channel: Channel, signature: int) -> list[Step]:
+    """Let all ranks come to a call, and to no other.
+
+    FREE says that a rank is done with what was in its box, and that it has come to this call: it has the call's
+    signature, and so meets no other call. So ranks copy in step, and never two from or into the same box: that would
+    halve each other's speed. `watch` watches over the wait.
+    """
+    rank, world = channel.rank, channel.world
+    peers = [(rank + step) % world for step in range(1, world)]
+    steps: list[Step] = [Post(channel.free(peer, rank), signature) for peer in peers]
+    steps += [Wait(channel.free(rank, peer), signature, peer=peer, exactly=True) for peer in peers]
+    return [*steps, *(Write(channel.free(rank, peer), 0) for peer in peers)]
+
+
 def push_script(channel: Channel, moves: PushMoves, ready: Callable[[int, int], Sequence[Step]]) -> list[Step]:
     """Push each destination's data, piece by piece as it becomes ready, once all ranks take part.
-
-    FREE says that a rank's inbox is free and that it has come to this call: it has the call's signature, and so meets
-    no other call. So ranks push in step, and never two into the same inbox: that would halve each other's speed. DOING
-    has the signature for so long, for who watches over the wait (`watch`).
 
     A scatter's destinations are rank+1, rank+2, …; a gather's rank-1, rank-2, …, so that each rank gets rank+1's shard
     first. Pieces of a gather are copied apart for the first destination, before the first of which nothing overlaps,
     and for the last, after the last of which nothing does; for others they are one copy, since about 5 us go by between
-    two. `ready(dst, piece)` precedes each piece: the wait for the kernel or the stream that computes it. The words of
-    chunks, FULL or LANDED, are cleared by their readers.
+    two. `ready(dst, piece)` precedes each piece: the wait for the kernel or the stream that computes it. After a piece
+    the number of chunks that are complete is posted, FULL or LANDED; their reader clears it.
     """
     rank, world, wire = channel.rank, channel.world, moves.wire
     peers = [(rank + (-step if moves.gathers else step)) % world for step in range(1, world)]
-    steps: list[Step] = [Write(channel.doing, moves.signature)]
-    steps += [Post(channel.free(peer, rank), moves.signature) for peer in peers]
-    steps += [Wait(channel.free(rank, peer), moves.signature, peer=peer, exactly=True) for peer in peers]
-    steps += [Write(channel.free(rank, peer), 0) for peer in peers]
-    steps.append(Write(channel.doing, 0))
+    steps = meet_script(channel, moves.signature)
     for dst in peers:
         number = rank - (rank > dst)
         slot = moves.inboxes[dst] + number * moves.slot_bytes
@@ -188,22 +206,103 @@ def push_script(channel: Channel, moves: PushMoves, ready: Callable[[int, int], 
             steps += ready(dst, number)
             source = Place(moves.base, dst * moves.apart + first)
             steps.append(Copy(Place(ABSOLUTE, slot + first), source, end - first))
-            steps += [Post(channel.full(dst, rank * MAX_CHUNKS + chunk)) for chunk in wire.ended(first, end)]
+            if complete := wire.complete(end):
+                steps.append(Post(channel.full(dst, rank), complete))
     return steps
 
 
 def arrived_script(channel: Channel, source: int, chunk: int) -> list[Step]:
     """Wait until a source's data is in the own inbox up to the end of a chunk; it comes in order."""
-    return [Wait(channel.full(channel.rank, source * MAX_CHUNKS + chunk), peer=source, chunk=chunk)]
+    return [Wait(channel.full(channel.rank, source), chunk + 1, peer=source, chunk=chunk)]
 
 
 def parts_script(channel: Channel) -> list[Step]:
     """Wait until every peer's data is in the own inbox, whole."""
     peers = [(channel.rank + step) % channel.world for step in range(1, channel.world)]
-    return [step for peer in peers for chunk in range(MAX_CHUNKS) for step in arrived_script(channel, peer, chunk)]
+    return [step for peer in peers for step in arrived_script(channel, peer, MAX_CHUNKS - 1)]
 
 
 def clear_script(channel: Channel) -> list[Step]:
     """Clear all words of chunks, for the next call."""
     peers = [(channel.rank + step) % channel.world for step in range(1, channel.world)]
-    return [Write(channel.full(channel.rank, peer * MAX_CHUNKS + c), 0) for peer in peers for c in range(MAX_CHUNKS)]
+    return [Write(channel.full(channel.rank, peer), 0) for peer in peers]
+
+
+# --- pulled --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class PullMoves:
+    """Bytes and addresses of a gather's copies from the others' outboxes.
+
+    Attributes:
+        outboxes: Address of each rank's outbox.
+        row_bytes, outer, inner: A shard is [outer, inner] rows of `row_bytes`.
+        scale_offset, scale_bytes: Where in the outbox the rows' scales are, and how many bytes of them belong to
+            `inner` rows; 0 where none travel.
+        chunks: How a shard is cut; the reader's own choice.
+        keep_own: The own rows go into the gathered A too, which is then complete.
+        keep_own_scales: The own rows' scales go there, too.
+    """
+
+    outboxes: Sequence[int]
+    row_bytes: int
+    outer: int
+    inner: int
+    scale_offset: int
+    scale_bytes: int
+    chunks: Chunks
+    keep_own: bool
+    keep_own_scales: bool = False
+
+
+def pull_script(rank: int, world: int, moves: PullMoves, arrived: Callable[[int, int], Sequence[Step]]) -> list[Step]:
+    """Pull the others' shards in the order rank+1, rank+2, …, once every outbox is full (`stage_kernel`).
+
+    Ranks in step never pull from the same source at the same time; out
+    of step they would halve each other's speed. Few copies, since about 5 us go by between two: chunks are copied apart
+    of the first source, before the first of which nothing overlaps, and of the last, after the last of which nothing
+    does. `arrived(source, chunk)` follows each: a word for a kernel, or an event for a stream.
+    """
+    sources = [(rank + step) % world for step in range(1, world)]
+    steps: list[Step] = []
+    scales = replace(moves, inner=1)  # all scales of a block are one row
+    for source in sources:
+        if moves.scale_bytes:
+            address = moves.outboxes[source] + moves.scale_offset
+            steps += _rows(scales, world, source, FULL_SCALE, address, moves.scale_bytes)
+        for piece in moves.chunks.pieces(apart=source in (sources[0], sources[-1])):
+            rows = moves.chunks.of(piece)
+            steps += _rows(moves, world, source, FULL, moves.outboxes[source], moves.row_bytes, *rows)
+            for chunk in piece:
+                steps += arrived(source, chunk)
+    if moves.keep_own:
+        steps += _own_rows(moves, rank, world, FULL, DATA, moves.row_bytes)
+    if moves.keep_own_scales:
+        steps += _own_rows(scales, rank, world, FULL_SCALE, OWN_SCALE, moves.scale_bytes)
+    return steps
+
+
+def _own_rows(moves: PullMoves, rank: int, world: int, whole: int, own: int, row: int) -> list[Copy]:
+    """The own rows of `row` bytes, from where the caller has them to their places in the gathered tensor."""
+    copies = _rows(moves, world, rank, whole, 0, row)
+    return [replace(copy, src=Place(own, copy.src.offset)) for copy in copies]
+
+
+def _rows(
+    moves: PullMoves, world: int, source: int, base: int, address: int, row: int, first: int = 0, end: int = -1
+) -> list[Copy]:
+    """Rows [first, end) of `source`'s shard (all by default) at `address`, to their places in the gathered tensor.
+
+    They lie in blocks there: one copy for each of a few, since such calls can be recorded, and one for many together.
+    """
+    inner = moves.inner
+    end = moves.outer * inner if end < 0 else end
+    if moves.outer == 1:
+        to, start = Place(base, (source * inner + first) * row), Place(ABSOLUTE, address + first * row)
+        return [Copy(to, start, (end - first) * row)]
+    blocks = range(first // inner, end // inner)  # chunks of several blocks end at block borders
+    size = inner * row
+    places = [Place(base, (block * world + source) * size) for block in blocks]
+    sources = [Place(ABSOLUTE, address + block * size) for block in blocks]
+    if len(blocks) <= FEW_BLOCKS:
+        return [Copy(*pair, size) for pair in zip(places, sources, strict=True)]
+    return [Copy(places[0], sources[0], size, len(blocks), world * size, size)]

@@ -105,10 +105,10 @@ def waves(rows: int, columns: int, block_m: int, block_n: int, programs: int) ->
 
 @dataclass(frozen=True)
 class WireChunks:
-    """How the data that one rank sends to another is signalled: `MAX_CHUNKS` words, each for `chunk` bytes, in order.
+    """How the data that one rank sends to another is signalled: a word counts its complete chunks, in order.
 
     A function of the number of bytes alone, which all ranks share. How the sender copies, and how the reader computes,
-    is their own: a reader that needs the first `n` bytes waits for the word of chunk `covering(n)`.
+    is their own: a reader that needs the first `n` bytes waits for chunk `covering(n)`.
 
     Attributes:
         size: Bytes in all.
@@ -122,13 +122,12 @@ class WireChunks:
         return max(-(-self.size // (MAX_CHUNKS * 16)) * 16, 16)
 
     def covering(self, end: int) -> int:
-        """The chunk with whose word the first `end` bytes are there."""
+        """The chunk with which the first `end` bytes are there."""
         return min(max(-(-end // self.chunk) - 1, 0), MAX_CHUNKS - 1)
 
-    def ended(self, first: int, end: int) -> list[int]:
-        """The chunks that are complete with bytes [first, end), but not before them."""
-        ends = [min((chunk + 1) * self.chunk, self.size) for chunk in range(MAX_CHUNKS)]
-        return [chunk for chunk, last in enumerate(ends) if first < last <= end]
+    def complete(self, end: int) -> int:
+        """How many chunks are complete with the first `end` bytes: all of them with the last byte."""
+        return MAX_CHUNKS if end >= self.size else min(end // self.chunk, MAX_CHUNKS)
 
     def pieces(self, wanted: int) -> list[tuple[int, int]]:
         """The bytes cut into about `wanted` runs of whole chunks."""
@@ -152,6 +151,15 @@ class Chunks:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def pieces(self, apart: bool) -> list[range]:
+        """The chunks that one copy moves: each is copied `apart`, or all are together."""
+        count = len(self)
+        return [range(chunk, chunk + 1) for chunk in range(count)] if apart else [range(count)]
+
+    def of(self, piece: range) -> tuple[int, int]:
+        """(first row, end row) of a run of chunks."""
+        return self.rows[piece[0]][0], self.rows[piece[-1]][1]
 
 
 def cut(outer: int, inner: int, block_m: int, wanted: int) -> Chunks:

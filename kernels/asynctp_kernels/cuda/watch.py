@@ -1,17 +1,19 @@
 """Who finds that the ranks of a group do not make the same calls, and ends the waits that would have no end.
 
-    doing      this rank's call under way, while it waits for its peers to come to it (`push_script`, direct kernels)
-    FREE[p]    the call that peer p has come to; 0: to none
+    FREE[p]     the call that peer p has come to; 0: to none
+    posted[p]   this rank's own, at peer p, which clears it when it has come to that call, too
+    doing       this rank's direct call under way; 0: none
 
-A thread of the host looks at these words some times a second, and at a count of the calls that are over, so nothing
+A thread of the host looks at these words some times a second, and at counts of the calls that are over, so nothing
 costs a call anything:
 
-    FREE[p] is another call than `doing`, for a second       ranks make unlike calls: `UnlikeCalls`
-    FREE[p] is 0 and no call ends, for the group's timeout   a rank does not come: `PeerTimeout`
+    FREE[p] is another call than this rank's, for a second             unlike calls have met: `UnlikeCalls`
+    FREE[p] is 0 and no call ends, for as long as the group's timeout  a rank does not come: `PeerTimeout`
 
-Then the group's memory has failed: each further call on the host raises, and says why. What is enqueued already cannot
-raise. It gets NaN: the inbox is filled with it, and every word is set for which a stream or a kernel could wait, as long
-as the group lives, since a CUDA graph may be launched again. Copies do all that: a kernel might find no room.
+Then the group's memory has failed: each further call on the host raises, and says why. Enqueued calls cannot raise.
+They get NaN: every rank's box is filled with it, and then every word is set for which a stream or a kernel of this rank
+could wait, as long as the group lives, since a CUDA graph may be launched again. Copies do all that: a kernel might
+find no room.
 
 In Triton's interpreter waits raise themselves (`interpreted.StreamWaitOver`), and `error_of` says what that means.
 """
@@ -32,6 +34,7 @@ from asynctp_kernels.errors import PeerTimeout, SymmetricMemoryError, UnlikeCall
 from asynctp_kernels.signals import FAILED
 
 from .machine import driver
+from .tiles import MAX_CHUNKS
 from .wire import Wire
 
 if TYPE_CHECKING:
@@ -103,11 +106,20 @@ def error_in(memory: GroupMemory, status: list[int]) -> SymmetricMemoryError | P
 
 @dataclass(frozen=True)
 class Look:
-    """One look at a group's words. `free`: of every peer; `ahead`: of peers in a later direct call, its signature."""
+    """One look at a group's words.
+
+    Attributes:
+        doing: See the module.
+        ended: Counts that change when a call ends.
+        free, posted: By peer; see the module.
+        ahead: Of peers that have begun a direct call which this rank has not, its signature.
+        status: A kernel's record.
+    """
 
     doing: int
     ended: tuple[int, ...]
     free: dict[int, int]
+    posted: dict[int, int]
     ahead: dict[int, int]
     status: list[int]
 
@@ -116,7 +128,8 @@ class Watch:
     """The looks at one group, and what they tell. Of the host only: it is tested without a GPU."""
 
     def __init__(self, memory: GroupMemory) -> None:
-        self._memory, self._state, self._since = weakref.ref(memory), (0, ()), time.monotonic()
+        self._memory, self._since = weakref.ref(memory), time.monotonic()
+        self._state: object = None
 
     def judge(self, look: Look, now: float) -> SymmetricMemoryError | PeerTimeout | None:
         """The error that a look tells of, if any."""
@@ -124,17 +137,17 @@ class Watch:
         assert memory is not None
         if (error := error_in(memory, look.status)) is not None:
             return error
-        state: Any = (look.doing, look.ended)
-        if state != self._state or not look.doing:
+        state = (look.doing, look.ended, look.posted)
+        if state != self._state or not (look.doing or any(look.posted.values())):
             self._state, self._since = state, now
             return None
-        for peer, theirs in sorted({**look.ahead, **look.free}.items()):
-            theirs = look.free[peer] or theirs
-            if theirs not in (0, look.doing) and now - self._since >= UNLIKE_S:
-                return unlike(memory, peer, look.doing, theirs)
-        absent = [peer for peer, theirs in sorted(look.free.items()) if not theirs]
-        if absent and now - self._since >= memory.bound / 1e9:
-            return late(memory, absent[0], look.doing, "to come to the call")
+        for peer, theirs in sorted(look.free.items()):
+            own, theirs = look.posted[peer] or look.doing, theirs or look.ahead.get(peer, 0)
+            if own and theirs not in (0, own) and now - self._since >= UNLIKE_S:
+                return unlike(memory, peer, own, theirs)
+        for peer, own in sorted(look.posted.items()):
+            if own and not look.free[peer] and now - self._since >= memory.bound / 1e9:
+                return late(memory, peer, own, "to come to the call")
         return None
 
 
@@ -169,34 +182,49 @@ class _Pages:
     """Pinned memory for what a look reads, and for what ends waits."""
 
     def __init__(self, memory: GroupMemory) -> None:
+        self.peers = [peer for peer in range(memory.world) if peer != memory.rank]
+        self.posted_here = torch.zeros(memory.free_words.numel(), dtype=torch.int32, device=memory.device)
         self.words = torch.zeros_like(memory.watched, device="cpu").pin_memory()
         self.free = torch.zeros(memory.free_words.numel(), dtype=torch.int32).pin_memory()
+        self.posted = torch.zeros_like(self.free).pin_memory()
         self.status = torch.zeros_like(memory.status, device="cpu").pin_memory()
-        self.set = torch.ones(memory.all_chunk_words[0].numel(), dtype=torch.int32).pin_memory()
+        self.set = torch.full_like(self.free, MAX_CHUNKS).pin_memory()
         self.poison: torch.Tensor | None = None
 
     def look(self, memory: GroupMemory, stream: torch.cuda.Stream) -> Look:
-        pairs = [(self.words, memory.watched), (self.free, memory.free_words), (self.status, memory.status)]
-        for page, words in pairs:
+        for peer in self.peers:
+            to = self.posted_here.data_ptr() + 4 * peer
+            driver.copy(to, memory.posted_words(peer), 4, stream.cuda_stream)
+        pairs = [(self.words, memory.watched), (self.free, memory.free_words), (self.posted, self.posted_here)]
+        for page, words in [*pairs, (self.status, memory.status)]:
             page.copy_(words, non_blocking=True)
         stream.synchronize()
         doing, *ended = self.words.tolist()
-        peers = [peer for peer in range(memory.world) if peer != memory.rank]
-        free = self.free.tolist()
-        ahead = memory.peers_ahead() if doing else {}
-        return Look(doing, tuple(ended), {peer: free[peer] for peer in peers}, ahead, self.status.tolist())
+        free, posted = ({peer: page.tolist()[peer] for peer in self.peers} for page in (self.free, self.posted))
+        ahead = memory.peers_ahead() if any(posted.values()) else {}
+        return Look(doing, (memory.made, *ended), free, posted, ahead, self.status.tolist())
 
     def end_waits(self, memory: GroupMemory, look: Look) -> None:
         """Let everything that waits, or will, go on with NaN."""
-        if (box := memory.areas.get("box")) is not None:
-            if self.poison is None:
-                self.poison = torch.full((1 << 22,), 255, dtype=torch.uint8).pin_memory()
-            for part in box.memory.split(self.poison.numel()):
-                part.copy_(self.poison[: part.numel()], non_blocking=True)
-        if look.doing:
-            self.free.fill_(look.doing)
-            memory.free_words.copy_(self.free, non_blocking=True)
+        if any(look.posted.values()):
+            self._poison(memory)
+        for peer in self.peers:
+            self.free[peer] = look.posted[peer] or look.free[peer]
+        memory.free_words.copy_(self.free, non_blocking=True)
         for words in memory.all_chunk_words:
             words.copy_(self.set, non_blocking=True)
         self.status.copy_(torch.tensor([FAILED, -1, 0]))
         memory.status.copy_(self.status, non_blocking=True)
+
+    def _poison(self, memory: GroupMemory) -> None:
+        """Fill all ranks' boxes with NaN: this rank may read from any."""
+        box = memory.areas.get("box")
+        if box is None:
+            return
+        if self.poison is None:
+            self.poison = torch.full((1 << 22,), 255, dtype=torch.uint8).pin_memory()
+        stream = torch.cuda.current_stream().cuda_stream
+        for address in box.peers:
+            for first in range(0, box.size, self.poison.numel()):
+                size = min(self.poison.numel(), box.size - first)
+                driver.copy_from_host(address + first, self.poison.data_ptr(), size, stream)

@@ -9,6 +9,7 @@ alone, and what a rank computes beside it (`select`) is its own:
 
     direct    one kernel pushes and collects all: little latency              `copy_kernels.push_*_kernel`
     push      copy engines push into inboxes, chunk by chunk: it overlaps     `script.push_script`
+    pull      copy engines pull shards to where all ranks keep them           `script.pull_script`
     plain     the backend's own collective (NCCL)
 
 Unlike calls that meet are found: a call's `signature` is on the wire, in words that are awaited anyway.
@@ -23,7 +24,7 @@ import torch
 
 from asynctp_kernels.signals import IS_INTERPRETED
 
-DIRECT, PUSH, PLAIN = "direct", "push", "plain"
+DIRECT, PUSH, PULL, PLAIN = "direct", "push", "pull", "plain"
 SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT32_LIMIT = (1 << 31) - (1 << 16)  # what kernels count in, less a block
 DIRECT_LIMIT = 64 << 20  # bytes of one slot: what arrives from all ranks together
@@ -48,6 +49,7 @@ class Wire:
         dtype: Of what is summed; None of a gather, which only moves bytes.
         reduce_op: "sum" or "avg"; "" of a gather.
         number_bytes: Of the float32 numbers that travel with a shard.
+        kept: Of a gather that every rank keeps.
         skipped: Calls of the group that this rank has left out, since they ended with an error.
     """
 
@@ -57,10 +59,15 @@ class Wire:
     dtype: torch.dtype | None = None
     reduce_op: str = ""
     number_bytes: int = 0
+    kept: bool = False
     skipped: int = 0
 
     def transport(self, forced: str | None = None) -> str:
         """How the data travels. `forced`: an implementation that all ranks have asked for."""
+        found = self._transport(forced)
+        return PULL if found == PUSH and self.kept else found
+
+    def _transport(self, forced: str | None) -> str:
         whole = self.bytes * self.world
         sums = self.dtype is not None
         if self.bytes == 0 or self.bytes >= INT32_LIMIT or (sums and self.dtype not in SUMMED_DTYPES):
@@ -84,8 +91,9 @@ class Wire:
         """The call in words, for messages and for its signature."""
         kind = "" if self.dtype is None else f" of {str(self.dtype).removeprefix('torch.')}, {self.reduce_op}"
         numbers = f" and {self.number_bytes} bytes of scales" if self.number_bytes else ""
+        kept = ", kept by every rank" if self.kept else ""
         skipped = f", after {self.skipped} calls that ended with an error there" if self.skipped else ""
-        return f"{self.kind} ({self.bytes} bytes a rank{kind}{numbers}{skipped})"
+        return f"{self.kind} ({self.bytes} bytes a rank{kind}{numbers}{kept}{skipped})"
 
     def signature(self, transport: str) -> int:
         """A positive int32: of a direct call below `_DIRECT_SIGNATURES`, of a pushed one above."""
