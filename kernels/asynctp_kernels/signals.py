@@ -29,6 +29,7 @@ INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
 STATUS_WORDS = 3  # state, peer, number of what was awaited
 FAILED = 2  # the state: 0 while no wait has run out, 1 while the first that did is being recorded
+UNLIKE = 1 << 31  # a number from here on holds two calls' signatures: theirs times this, and this rank's
 POLL_PAUSE_S = 100e-6
 
 if IS_INTERPRETED:
@@ -78,6 +79,12 @@ def record_timeout(status_ptr: tl.tensor, peer: tl.tensor, index: tl.tensor) -> 
 
 
 @triton.jit
+def record_unlike(status_ptr: tl.tensor, peer: tl.tensor, own: tl.tensor, theirs: tl.tensor) -> None:
+    """Record that a peer makes another call, of signature `theirs`, than this rank, as the first failure."""
+    record_timeout(status_ptr, peer, (tl.cast(theirs, tl.int64) << 31) + own)
+
+
+@triton.jit
 def wait_word(
     address: tl.tensor,
     value: tl.tensor,
@@ -115,10 +122,12 @@ def wait_exactly(
     timeout_ns: tl.tensor,
     status_ptr: tl.tensor,
     peer: tl.tensor,
+    call: tl.tensor,
 ) -> None:
     """Wait until pointer `word` holds `value`, at most `timeout_ns`, or until the status is set.
 
-    The interpreter records another value than 0 as well; a GPU's waits are watched over by the host.
+    call: the signature of this rank's, for the record. The interpreter records another value than 0 as well; a GPU's
+    waits are watched over by the host.
     """
     found = load_acquire(word)
     if found != value:
@@ -132,9 +141,9 @@ def wait_exactly(
                 waiting = tl.load(status_ptr) == 0
                 if INTERPRETED:  # noqa: SIM102 - a constexpr
                     if found != 0:
-                        record_timeout(status_ptr, peer, -found)
+                        record_unlike(status_ptr, peer, call, found)
                 if clock_ns() - start > timeout_ns:
-                    record_timeout(status_ptr, peer, value)
+                    record_timeout(status_ptr, peer, call)
     tl.debug_barrier()
 
 

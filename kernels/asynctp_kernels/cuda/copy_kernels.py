@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from asynctp_kernels.numerics import exact_f32, round_to
-from asynctp_kernels.signals import post_word, record_timeout, wait_exactly, wait_word
+from asynctp_kernels.signals import post_word, record_unlike, wait_exactly, wait_word
 
 from .gemm_kernels import await_word
 
@@ -78,7 +78,7 @@ def data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited):
     found = wait_word(word, epoch * SIGNATURES, timeout_ns, status_ptr, src, awaited)
     unlike = (found // SIGNATURES == epoch) & (found % SIGNATURES != signature)
     if unlike:
-        record_timeout(status_ptr, src, -(found % SIGNATURES))
+        record_unlike(status_ptr, src, signature, found % SIGNATURES)
     return (found >= epoch * SIGNATURES) & (unlike == 0)
 
 
@@ -123,7 +123,7 @@ def stage_kernel(
             tl.atomic_xchg(words + free_word + rank, signature, sem="release", scope="sys")
     for step in tl.static_range(1, WORLD):
         src = (rank + step) % WORLD
-        wait_exactly(own_words + free_word + src, signature, timeout_ns, status_ptr, src)
+        wait_exactly(own_words + free_word + src, signature, timeout_ns, status_ptr, src, signature)
     for block in range(pid, tl.cdiv(size, BLOCK), PROGRAMS):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         units = tl.load(shard_ptr + index, mask=index < size)
@@ -146,7 +146,7 @@ def stage_kernel(
             tl.atomic_xchg(words + landed_word + rank, MAX_CHUNKS, sem="release", scope="sys")
         for step in tl.static_range(1, WORLD):
             src = (rank + step) % WORLD
-            wait_exactly(own_words + landed_word + src, MAX_CHUNKS, timeout_ns, status_ptr, src)
+            wait_exactly(own_words + landed_word + src, MAX_CHUNKS, timeout_ns, status_ptr, src, signature)
             tl.store(own_words + landed_word + src, 0)
 
 

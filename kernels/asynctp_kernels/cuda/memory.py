@@ -60,7 +60,7 @@ from .script import Channel, Player, Step, compile_script
 from .tiles import MAX_CHUNKS as MAX_CHUNKS
 from .tiles import MAX_OWN as MAX_OWN
 from .watch import Calls, error_in, start_watch
-from .wire import DIRECT, Wire
+from .wire import Wire
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,6 @@ class GroupMemory:
     released: bool = False
     skipped: int = 0
     made: int = 0
-    last_direct: int = 0
     last_implementation: str = "unfused"
     captured: bool = False
     retired: list[Area] = field(default_factory=list)
@@ -430,10 +429,7 @@ class GroupMemory:
 
     def signature(self, wire: Wire, transport: str) -> int:
         """The number of a call, by which ranks tell it from others."""
-        number = self.calls.add(replace(wire, skipped=self.skipped), transport)
-        if transport == DIRECT:
-            self.last_direct = number
-        return number
+        return self.calls.add(replace(wire, skipped=self.skipped), transport)
 
     # --- areas --------------------------------------------------------------------------------------------
     def require(self, name: str, size: int) -> Area:

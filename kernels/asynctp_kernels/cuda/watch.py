@@ -31,7 +31,7 @@ import torch
 
 from asynctp_kernels.compat import group_store
 from asynctp_kernels.errors import PeerTimeout, SymmetricMemoryError, UnlikeCalls
-from asynctp_kernels.signals import FAILED
+from asynctp_kernels.signals import FAILED, UNLIKE
 
 from .machine import driver
 from .tiles import MAX_CHUNKS
@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.25
 UNLIKE_S = 1.0  # what is under way may differ for a moment: one rank has ended a call, and another has not
 ENDING_S = 0.02  # between two looks, once waits are to be ended
+THE_CALL = "the same call"  # awaited of a rank that does not come to it
 
 
 class Calls:
@@ -82,10 +83,9 @@ def unlike(memory: GroupMemory, peer: int, own: int, theirs: int) -> UnlikeCalls
 def error_of(memory: GroupMemory, found: Any) -> SymmetricMemoryError | PeerTimeout:
     """The error of a stream's wait that ended without its word: an `interpreted.StreamWaitOver`."""
     wait = found.wait
-    if wait.exactly and found.found:
-        return unlike(memory, wait.peer, wait.value, found.found)
-    doing = wait.value if wait.exactly else 0
-    return late(memory, wait.peer, doing, "to come to the call" if wait.exactly else f"to send chunk {wait.chunk}")
+    if not wait.exactly:
+        return late(memory, wait.peer, 0, f"chunk {wait.chunk}")
+    return _missing(memory, wait.peer, wait.value, found.found)
 
 
 def late(memory: GroupMemory, peer: int, doing: int, awaited: str) -> PeerTimeout:
@@ -95,13 +95,18 @@ def late(memory: GroupMemory, peer: int, doing: int, awaited: str) -> PeerTimeou
 
 
 def error_in(memory: GroupMemory, status: list[int]) -> SymmetricMemoryError | PeerTimeout | None:
-    """The error that a kernel's record tells of (`signals.record_timeout`), if any."""
+    """The error that a kernel's record tells of (`signals.record_timeout`, `signals.record_unlike`), if any."""
     state, peer, number = status
     if state != FAILED or peer < 0:
         return None
-    if number < 0:
-        return unlike(memory, peer, memory.last_direct, -number)
-    return late(memory, peer, number, "to send its part")
+    theirs, own = divmod(number, UNLIKE)
+    return _missing(memory, peer, own, theirs)
+
+
+def _missing(memory: GroupMemory, peer: int, own: int, theirs: int) -> UnlikeCalls | PeerTimeout:
+    """The error of a call, of signature `own`, to which `peer` has not come: `theirs` is its own, if that was seen."""
+    theirs = theirs or memory.peers_ahead().get(peer) or int(memory.free_words[peer])
+    return late(memory, peer, own, THE_CALL) if theirs in (0, own) else unlike(memory, peer, own, theirs)
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class Watch:
                 return unlike(memory, peer, own, theirs)
         for peer, own in sorted(look.posted.items()):
             if own and not look.free[peer] and now - self._since >= memory.bound / 1e9:
-                return late(memory, peer, own, "to come to the call")
+                return late(memory, peer, own, THE_CALL)
         return None
 
 
