@@ -1,4 +1,4 @@
-"""Like collectives, unlike uses: each rank does with a collective what it likes, and results are right. Run by torchrun.
+"""Like collectives, unlike uses: each rank does with a collective what it likes, and results are right.
 
     torchrun --nproc_per_node=2 tests/gpu/unlike.py [--kinds order,use,uneven,stress] [--calls 100000] [--sizes 300]
     ASYNCTP_TIMEOUT_S=2 torchrun --nproc_per_node=2 tests/gpu/unlike.py --faults
@@ -8,13 +8,13 @@ that differs by rank: which implementation runs, whether the gathered A is retur
 multiplies, how it views rows, in which memory order its operands lie, whether it multiplies inside the op at all.
 
     use      every pair of implementations, for every kind of collective: eager twice, then in a CUDA graph
-    order    programs of several collectives, some left in flight, completed and multiplied in an order of each rank's own
+    order    programs of several collectives, some left in flight, completed and multiplied in each rank's own order
     uneven   a vocabulary of 50257 words over the ranks (8192 rows, width 1600), and random sizes that differ by rank
     stress   calls drawn at random; each rank draws its use, and whether it replays a graph or calls anew
 
-Operands are small integers, so every result is exact and is compared bit for bit. `--faults`: calls that are unlike, and
-ranks that do not come, eager and beside a replayed graph: each rank raises within the bound, results are NaN where they
-are not right, and after a release calls work again. One JSON line in the end, from rank 0.
+Operands are small integers, so every result is exact and is compared bit for bit. `--faults`: calls that are unlike,
+and ranks that do not come, eager and beside a replayed graph: each rank raises within the bound, results are NaN where
+they are not right, and after a release calls work again. One JSON line in the end, from rank 0.
 
 With TRITON_INTERPRET=1 and ASYNCTP_CPU_IMPLEMENTATION=interpreted it runs on CPUs, with small sizes and without graphs.
 """
@@ -65,7 +65,8 @@ class Shared:
     """What ranks share of a call.
 
     kind: "gather", "scatter" or "all_reduce". rows, cols: of a rank's shard or part. dtype: of what travels.
-    numbers: so does one of float32 for each row. transport: see `IMPLEMENTATIONS`.
+    numbers: so does one of float32 for each row. kept: all ranks keep what is gathered, so that pushes become pulls.
+    transport: see `IMPLEMENTATIONS`.
     """
 
     kind: str
@@ -75,11 +76,12 @@ class Shared:
     numbers: bool = False
     reduce_op: str = "sum"
     transport: str = "push"
+    kept: bool = False
 
     @property
     def name(self) -> str:
         parts = [self.kind, f"{self.rows}x{self.cols}", str(self.dtype)[6:], self.transport, self.reduce_op]
-        return "-".join(parts + ["numbers"] * self.numbers)
+        return "-".join(parts + ["numbers"] * self.numbers + ["kept"] * self.kept)
 
 
 @dataclass(frozen=True)
@@ -201,9 +203,9 @@ def gather(shared: Shared, use: Use, own: random.Random, group: dist.ProcessGrou
     def gathered() -> tuple[Tensor, Tensor | None]:
         """Outside of an op that multiplies."""
         if use.implementation == "bulk" and numbers is None:
-            flying = ops.all_gather(shard, world(), name)
+            flying = ops.all_gather(shard, world(), name, all_keep=shared.kept)
             return torch.ops._c10d_functional.wait_tensor(flying), None
-        found = cuda.Mover(group).gather(shard, numbers)
+        found = cuda.Mover(group, shared.kept).gather(shard, numbers)
         assert found is not None
         return found
 
@@ -222,12 +224,12 @@ def gather(shared: Shared, use: Use, own: random.Random, group: dist.ProcessGrou
         none = [None] * len(bs)
         with forced(use.implementation):
             if not shared.numbers:
-                outs = ops.all_gather_matmul(a, bs, none, 1, use.full, world(), name)
+                outs = ops.all_gather_matmul(a, bs, none, 1, use.full, world(), name, shared.kept)
             else:
                 b_scales = [scale if use.along else torch.ones(1, n, device=device()) for n in use.sizes]
                 outs = ops.all_gather_scaled_matmul(
                     a, scale if use.along else numbers, bs, b_scales, none, 1, not use.along, BF16, True, use.full,
-                    world(), name, *([numbers] if use.along else []),
+                    world(), name, numbers if use.along else None, shared.kept,
                 )  # fmt: skip
         if use.full:
             outs[len(bs)] = outs[len(bs)].float()
@@ -431,11 +433,13 @@ def shapes() -> list[Shared]:
         for transport in ("push", "direct", "auto"):
             found += [Shared("gather", rows, cols, transport=transport)]
             found += [Shared("scatter", rows, cols, transport=transport)]
+        found += [Shared("gather", rows, cols, kept=True)]
         found += [Shared("scatter", rows, cols, dtype=FP32), Shared("scatter", rows, cols, reduce_op="avg")]
         found += [Shared("all_reduce", rows, cols)]
     rows = sizes[0][0]
     for transport in ("push", "direct", "auto"):
         found += [Shared("gather", rows, 256 if GPU else 32, FP8, numbers=True, transport=transport)]
+    found += [Shared("gather", rows, 256 if GPU else 32, FP8, numbers=True, kept=True)]
     if world() & (world() - 1):  # an average that is not exact
         found = [shared for shared in found if shared.reduce_op != "avg"]
     if GPU and dist.get_backend() != "nccl":  # gloo's all-gather, with which an all-reduce ends, is in no graph
@@ -462,7 +466,7 @@ def check_order(run: Run, sizes: int) -> None:
 
 
 def program(run: Run, several: Sequence[Shared]) -> Call:
-    """Collectives in the order that all ranks share; each rank completes those in flight, and multiplies, as it likes."""
+    """Collectives in the order that all ranks share; each rank completes those in flight when it likes."""
     parts: list[tuple[Call | None, Tensor | None]] = []
     expected: list[Tensor] = []
     own = run.own
@@ -497,7 +501,7 @@ def program(run: Run, several: Sequence[Shared]) -> Call:
             elif both is not None:
                 shard, b = both.split((shared.rows, UNIT))
                 with forced(FORCED[shared.transport]):
-                    result = torch.ops.asynctp.all_gather(shard, world(), group)
+                    result = torch.ops.asynctp.all_gather(shard, world(), group, all_keep=shared.kept)
                 flying.append((number + lateness[number], number, result, b))
             complete(number)
         complete(1 << 30)
@@ -516,7 +520,8 @@ def check_uneven(run: Run, sizes: int) -> None:
             limit(240)
             wanted = (name, other)[rank() % 2]
             for kind in ("gather", "scatter"):
-                shared = Shared(kind, ROWS // world(), WIDTH, transport=transport)
+                kept = kind == "gather" and names.index(name) % 2 == 1
+                shared = Shared(kind, ROWS // world(), WIDTH, transport=transport, kept=kept)
                 use = Use(wanted, (mine,), full=rank() == 0, k_major=True)
                 found = able(shared, use)
                 use = use if wanted in found else replace(use, implementation=found[0])
@@ -551,7 +556,8 @@ def random_sizes(run: Run) -> tuple[Shared, list[int]]:
     total = run.shared.randrange(1, 400 * most)
     if run.shared.random() < 0.6:
         total = -(-total // 8) * 8
-    return Shared(kind, rows, cols, transport=transport), [part_of(total)]
+    kept = kind == "gather" and run.shared.random() < 0.3
+    return Shared(kind, rows, cols, transport=transport, kept=kept), [part_of(total)]
 
 
 def stress(run: Run, total: int) -> None:
@@ -609,7 +615,12 @@ class Fault:
 FAULTS = [
     *(Fault(call) for call in ("gather fused", "gather kept", "gather direct", "scatter fused", "scatter direct")),
     *(Fault(call) for call in ("gather bulk", "scatter bulk", "gather whole")),
+    *(Fault(f"all keep: gather {name}") for name in ("kept", "decomposed", "bulk")),
     *(Fault(call, captured=True) for call in ("gather decomposed", "scatter fused", "gather direct")),
+    Fault("all keep: gather kept", captured=True),
+    Fault("all keep: gather kept", "gather kept"),
+    Fault("all keep: gather bulk", "gather direct"),
+    Fault("scatter fused", "all keep: gather bulk", captured=True),
     Fault("gather fused", "long gather fused"),
     Fault("gather kept", "long gather bulk"),
     Fault("gather fused", "scatter fused"),
@@ -627,7 +638,7 @@ FAULTS = [
 def made(what: str, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Make a call on known data: what it gives, and what it should."""
     ops, size, name = torch.ops.asynctp, world(), group.group_name
-    kind, implementation = what.split()[-2:]
+    (kind, implementation), kept = what.split()[-2:], "all keep" in what
     rows = UNIT * (2 if "long" in what else 1)
     b = torch.eye(UNIT, dtype=BF16, device=device())
     wait = torch.ops._c10d_functional.wait_tensor
@@ -638,8 +649,8 @@ def made(what: str, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
             each = torch.arange(1.0, size + 1, device=device()).repeat_interleave(rows)[:, None]
             wanted = each.expand(-1, UNIT).to(BF16)
             if implementation == "bulk":
-                return wait(ops.all_gather(a, size, name)), wanted
-            outs = ops.all_gather_matmul(a, [b], [None], 0, implementation == "kept", size, name)
+                return wait(ops.all_gather(a, size, name, all_keep=kept)), wanted
+            outs = ops.all_gather_matmul(a, [b], [None], 0, implementation == "kept", size, name, kept)
             return (torch.cat(outs), wanted.repeat(2, 1)) if implementation == "kept" else (outs[0], wanted)
         dtype = FP32 if "wide" in what else BF16
         whole = torch.full((rows * size, UNIT), rank() + 1.0, dtype=BF16, device=device())
