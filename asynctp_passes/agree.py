@@ -28,7 +28,7 @@ from asynctp_passes.config import Config
 from asynctp_passes.errors import DisagreementError
 from asynctp_passes.report import Remark, Report
 
-__all__ = ["GRACE_S", "agree", "agree_again", "plan_of", "sources_digest", "withdraw"]
+__all__ = ["GRACE_S", "agree", "agree_again", "fall_back", "plan_of", "sources_digest", "withdraw"]
 
 GRACE_S = 10.0
 """Seconds that a difference may last before it is an error: a rank may be about to make the plan that it lacks."""
@@ -115,6 +115,22 @@ def withdraw(report: Report) -> None:
         for program in list(ledger.values()):
             if program.report is report:
                 program.refuse([program.plans[-1]])
+
+
+def fall_back(report: Report, config: Config, planned: Report | None) -> None:
+    """Tell the other ranks that this one runs a graph as it was, since asynctp failed on it.
+
+    Args:
+        report: Of the graph as it was: nothing of it is fused.
+        config: The configuration.
+        planned: What the ranks were told before, and will not run; None where they were told nothing.
+
+    Raises:
+        DisagreementError: Another rank fuses what this one does not.
+    """
+    if planned is not None:
+        withdraw(planned)
+    agree(report, config)
 
 
 def _at_stake(report: Report, group: str) -> bool:

@@ -12,7 +12,6 @@ import collections
 import contextlib
 import dataclasses
 import logging
-import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, ops, pipeline, registry
+from asynctp_passes import compat, files, ops, pipeline, registry
 from asynctp_passes.agree import agree, agree_again, sources_digest
 from asynctp_passes.config import Config, ConfigError
-from asynctp_passes.errors import AsyncTPError, GroupError
+from asynctp_passes.errors import AsyncTPError, GroupError, StrictError
+from asynctp_passes.internal import FORESEEN, contained, tell
 from asynctp_passes.report import Report
 from asynctp_passes.torch_bugs import hidden_calls
 
@@ -67,10 +67,21 @@ class _OwnPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
     def __init__(self, config: Config | None = None) -> None:
         self.config = Config.given(config)
 
-    def uuid(self) -> bytes:
+    def uuid(self) -> bytes | None:
         """What Inductor's caches key a pass on: both packages' sources, torch, configuration, registered ops, what the
         fused ops run, and this process's groups, which graphs have by name only, with their sizes and mesh dimensions.
+
+        None, which turns caching off, where that cannot be found out.
         """
+        try:
+            return self._key()
+        except FORESEEN:
+            raise
+        except Exception as error:
+            tell(error, "make the key of Inductor's caches", "The graph is compiled, and not cached")
+            return None
+
+    def _key(self) -> bytes:
         runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
         mesh = compat.mesh_dimensions()
         groups = ",".join(f"{name}:{compat.size_of_group(name)}:{dim}" for name, dim in mesh.items())
@@ -93,22 +104,27 @@ class AsyncTPPass(_OwnPass):
         """Run the pass on a post-grad graph, in place, and send the report to the configured sinks.
 
         Raises:
-            StrictError, ExpectError: As `Config.strict` and `Config.expect` ask. Through torch.compile they arrive as
-                the `inner_exception` of Inductor's error.
+            StrictError, ExpectError: As `Config.strict` and `Config.expect` ask, also where asynctp itself failed and
+                nothing is fused because of that. Through torch.compile they arrive as the `inner_exception` of
+                Inductor's error.
             DisagreementError: Another rank decided differently.
             GroupError: `groups` names a process group that does not exist here.
         """
         _require_groups(self.config)
         self.ran = True
-        _publish_cached(self.config, compiling=True, named=False)
-        before = _copy(graph) if self.config.graph_dir else None
+        with contained("publish reports of cached graphs"):
+            _publish_cached(self.config, compiling=True, named=False)
+        before: fx.Graph | None = None
+        with contained("copy the graph, to draw it"):
+            before = _copy(graph) if self.config.graph_dir else None
         try:
             report = pipeline.run(graph, self.config)
         except AsyncTPError as error:
             if error.report is not None:
                 _publish(error.report, self.config, before, graph)
             raise
-        _send_with_cache_entry(report)
+        with contained("store the report with the compiled graph"):
+            _send_with_cache_entry(report)
         _publish(report, self.config, before, graph)
 
 
@@ -124,10 +140,18 @@ class RegatherPass(_OwnPass):
 
         Raises:
             DisagreementError: Another rank decided differently.
+            StrictError: asynctp itself failed, and `Config.strict` is "all".
             GroupError: `groups` names a process group that does not exist here.
         """
         _require_groups(self.config)
-        pipeline.run_joint(graph, self.config)
+        try:
+            report = pipeline.run_joint(graph, self.config)
+        except StrictError as error:
+            report = error.report
+            raise
+        finally:
+            if report is not None:
+                _publish(report, self.config)
 
 
 class _PassSequence(compat.inference_aware_pass_base()):  # type: ignore[misc]
@@ -173,9 +197,11 @@ def asynctp(
 
     def after_each() -> None:
         nonlocal found
-        found += _publish_cached(config, compiling=False)
-        if config.agree:
-            agree_again()
+        with contained("publish reports of cached graphs"):
+            found += _publish_cached(config, compiling=False)
+        with contained("compare with the other ranks"):
+            if config.agree:
+                agree_again()
 
     compiled = compat.inductor_compile(gm, example_inputs, patches, after_each)
     if not ours.ran and not found:
@@ -311,21 +337,21 @@ def _publish(
     report: Report, config: Config | None, before: fx.Graph | None = None, after: fx.Graph | None = None
 ) -> None:
     """Keep the report, and send it to the log, the trace, the file and the page that the configuration names."""
-    if not report.remarks:
+    if not report.remarks and not report.internal_errors:
         return
     with _lock:
         _reports.append(report)
     if config is None:
         return
     if config.log:
-        _log(report)
+        with contained("log the report"):
+            _log(report)
     if config.trace:
-        compat.trace_artifact(f"asynctp_{report.phase}_report", report.to_json)
+        with contained("trace the report"):
+            compat.trace_artifact(f"asynctp_{report.phase}_report", report.to_json)
     if config.report_file is not None:
         with _or_warn("report_file", config.report_file):
-            os.makedirs(os.path.dirname(os.path.abspath(config.report_file)), exist_ok=True)
-            with open(config.report_file, "a", encoding="utf-8") as file:
-                file.write(report.to_json() + "\n")
+            files.write(config.report_file, report.to_json() + "\n", append=True)
     if config.graph_dir is not None:
         with _or_warn("graph_dir", config.graph_dir):
             _draw(config.graph_dir, before, after, report)
@@ -333,15 +359,16 @@ def _publish(
 
 @contextlib.contextmanager
 def _or_warn(option: str, place: str) -> Iterator[None]:
-    """No full disk ends a program for the sake of a report of it."""
-    try:
-        yield
-    except OSError as error:
-        log.warning(
-            "asynctp: %s=%r could not be written (%s); the program goes on, and asynctp_passes.reports() has the "
-            "report. Make room there, or name another place",
-            *(option, place, error),
-        )
+    """No full disk ends a program for the sake of a report of it, and no page that cannot be drawn."""
+    with contained(f"write {option}={place!r}"):
+        try:
+            yield
+        except OSError as error:
+            log.warning(
+                "asynctp: %s=%r could not be written (%s); the program goes on, and asynctp_passes.reports() has the "
+                "report. Remedy: %s",
+                *(option, place, error, files.remedy(error, folder=option == "graph_dir")),
+            )
 
 
 def _log(report: Report) -> None:

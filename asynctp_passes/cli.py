@@ -11,8 +11,10 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
+import io
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -24,10 +26,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from asynctp_passes import profile
+from asynctp_passes import files, profile
 from asynctp_passes.config import Config, ConfigError, can_be_written
 from asynctp_passes.reasons import CATALOGUE, Reason, catalogue_markdown
-from asynctp_passes.report import Report
+from asynctp_passes.report import Remark, Report
 
 __all__ = ["main"]
 
@@ -52,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     options = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names from files may be no text that can be encoded
+            stream.reconfigure(errors="backslashreplace")
     try:
         with _sigterm_raises():
             code: int = options.run(options)
@@ -63,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output left, as `head` does
         sys.stderr.close()
         return 0
+    except OSError as error:  # a file of the user's, or a full disk
+        print(f"asynctp: {error}", file=sys.stderr)
+        return 2
     return code
 
 
@@ -365,7 +373,7 @@ def _measure(options: argparse.Namespace, ranks: int) -> int:
         path = folder / f"{name}.json"
         path.unlink(missing_ok=True)
         failed = _start_ranks(f"asynctp_passes.{name}", ranks, _bench_arguments(options), options.cpu)
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+        found = _measured(path)
         if str(folder) != scratch and path.exists():
             print(f"wrote {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}")
     if failed:
@@ -376,6 +384,17 @@ def _measure(options: argparse.Namespace, ranks: int) -> int:
     return 0 if all(row["right"] for row in found["rows"]) and not found.get("failed") else 1
 
 
+def _measured(path: Path) -> dict[str, Any]:
+    """What the ranks have written so far; nothing where they have not come so far, or the disk is full."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {"rows": []}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the results in {path}: {error}; name another folder with --out") from error
+    return dict(found)
+
+
 def calls_of_report(path: Path) -> list[tuple[str, dict[str, Any], int]]:
     """The fused calls of a file of reports, each once: the op's name, its arguments, and the ranks of its group.
 
@@ -383,8 +402,51 @@ def calls_of_report(path: Path) -> list[tuple[str, dict[str, Any], int]]:
         UsageError: The file cannot be read, or is none of reports.
     """
     remarks = [remark for report in _read_reports(path) for remark in report.fused if remark.call]
+    for remark in remarks:
+        if wrong := _mistake_in_call(remark):
+            raise UsageError(f"{path}: the call of {remark.collective} {wrong}; it must be one that report_file wrote")
     found = [(remark.op.removeprefix("asynctp::"), remark.call, remark.group_size) for remark in remarks]
     return list({json.dumps(each): each for each in found}.values())
+
+
+_MOST_ELEMENTS = 2**40
+
+
+def _mistake_in_call(remark: Remark) -> str:
+    """Why a fused op cannot be called as a remark says; empty when it can."""
+    import torch  # slow
+
+    from asynctp_passes import ops  # noqa: F401  (registers torch.ops.asynctp)
+
+    space, _, name = remark.op.partition("::")
+    if space != "asynctp" or name not in dir(torch.ops.asynctp):
+        return f"is of the op {remark.op!r}, which this version does not have"
+    known = {one.name: one for one in getattr(torch.ops.asynctp, name).default._schema.arguments}
+    needed = {each for each, one in known.items() if not one.has_default_value()} - {"group_name"}
+    if not needed <= set(remark.call) <= set(known):
+        return f"has the arguments {sorted(remark.call)}, not {sorted(needed)} and of {sorted(set(known) - needed)}"
+    dtypes = [str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)]
+    for argument, value in remark.call.items():
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, dict) and (wrong := _mistake_in_tensor(one, dtypes)):
+                return f"has {argument} with {wrong}"
+            if not isinstance(one, dict) and "Tensor" in str(known[argument].type) and one is not None:
+                return f"has {argument}={one!r}, which is no tensor"
+            if argument.endswith("dtype") and one is not None and one not in dtypes:
+                return f"has {argument}={one!r}, which is no dtype"
+    return ""
+
+
+def _mistake_in_tensor(tensor: dict[str, Any], dtypes: Sequence[str]) -> str:
+    dtype, shape, stride = (tensor.get(key) for key in ("dtype", "shape", "stride"))
+    if set(tensor) != {"dtype", "shape", "stride"} or dtype not in dtypes:
+        return f"dtype={dtype!r}, shape={shape!r}, stride={stride!r}"
+    for key, numbers in (("shape", shape), ("stride", stride)):
+        if not isinstance(numbers, list) or any(type(one) is not int or one < 0 for one in numbers):
+            return f"{key}={numbers!r}"
+    if len(shape or ()) != len(stride or ()) or math.prod(shape or ()) > _MOST_ELEMENTS:
+        return f"shape={shape!r} and stride={stride!r}"
+    return ""
 
 
 def _ranks_of_report(path: Path, wanted: int | None) -> int:
@@ -482,8 +544,7 @@ def _read_profiles(options: argparse.Namespace) -> int:
     if options.timeline is not None:
         device = found[0].device
         window = profile.find_annotation(traces[0], options.layer, device) if options.layer else None
-        options.timeline.parent.mkdir(parents=True, exist_ok=True)
-        options.timeline.write_text(profile.timeline(traces[0], device, window, options.layer or ""), encoding="utf-8")
+        files.write(options.timeline, profile.timeline(traces[0], device, window, options.layer or ""))
         print(f"wrote {options.timeline}", file=sys.stderr)
     return 0
 
@@ -546,7 +607,7 @@ def _read_reports(path: Path) -> list[Report]:
             continue
         try:
             reports.append(Report.from_json(line))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(
                 f"{path}:{number} is not a report ({error}); the file must be one written by report_file"
             ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import warnings
 from collections import Counter
@@ -117,6 +118,77 @@ def below_autograd() -> contextlib.AbstractContextManager[None]:
 def is_op(target: object) -> TypeGuard[torch._ops.OpOverload]:
     """True for an overload of an op, such as `torch.ops.aten.mm.default`."""
     return isinstance(target, torch._ops.OpOverload)
+
+
+# --- graphs -------------------------------------------------------------------------------------------
+
+
+class GraphRecord:
+    """All of a graph that passes edit, recorded so that it can be put back: the same nodes, with the same values.
+
+    Public functions make new nodes in place of erased ones. Inductor and others that hold the old ones would not know
+    them, so erased nodes are taken into the graph again.
+
+    Args:
+        graph: The graph. Its nodes' values themselves are not copied.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._nodes = [_NodeRecord(node) for node in graph.nodes]
+        self._submodules = set(_submodules(graph))
+
+    def restore(self) -> None:
+        """Make the graph what it was: its nodes and their order, arguments, users, names and metadata."""
+        recorded = {one.node for one in self._nodes}
+        added = [node for node in self._graph.nodes if node not in recorded]
+        for one in self._nodes:
+            _revive(one.node)
+        for before, after in itertools.pairwise(self._nodes):
+            before.node.append(after.node)
+        for one in self._nodes:
+            one.restore()
+        for node in added:
+            node.args, node.kwargs = (), {}
+        for node in added:
+            self._graph.erase_node(node)
+        for one in self._nodes:
+            one.restore_users()
+        for name in set(_submodules(self._graph)) - self._submodules:
+            delattr(self._graph.owning_module, name)
+
+
+class _NodeRecord:
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+        self.target, self.args, self.kwargs = node.target, node.args, node.kwargs
+        self.name, self.meta, self.users = node.name, dict(node.meta), dict(node.users)
+
+    def restore(self) -> None:
+        node = self.node
+        for name in ("target", "args", "kwargs", "name"):
+            if getattr(node, name) is not getattr(self, name):
+                setattr(node, name, getattr(self, name))
+        node.meta.clear()
+        node.meta.update(self.meta)
+
+    def restore_users(self) -> None:
+        self.node.users.clear()
+        self.node.users.update(self.users)
+
+
+def _revive(node: fx.Node) -> None:
+    """Take a node that was erased into its graph again, at any place."""
+    if node._erased:
+        node._erased = False
+        node._prev = node._next = node  # it still points to its former neighbours
+        node.graph._find_nodes_lookup_table.insert(node)
+        node.graph._len += 1
+
+
+def _submodules(graph: fx.Graph) -> list[str]:
+    module = graph.owning_module
+    return [] if module is None else [name for name, _ in module.named_children()]
 
 
 # --- symbolic sizes -----------------------------------------------------------------------------------
@@ -407,11 +479,20 @@ def compile_name() -> str:
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
-    """Emit a structured-trace artifact, which TORCH_TRACE records and tlparse shows."""
+    """Emit a structured-trace artifact of JSON, which TORCH_TRACE records and tlparse shows."""
+    _trace(name, "json", payload)
+
+
+def trace_text(name: str, payload: Callable[[], str]) -> None:
+    """Emit a structured-trace artifact that is text."""
+    _trace(name, "string", payload)
+
+
+def _trace(name: str, encoding: str, payload: Callable[[], str]) -> None:
     from torch._logging._internal import trace_structured
 
     trace_structured(
-        "artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload, expect_trace_id=False
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload, expect_trace_id=False
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,10 +178,19 @@ def can_be_written(path: str, folder: bool) -> bool:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, in whose place there is what was there before until all of it is written."""
-    whole = path.with_name(f"{path.name}.{os.getpid()}")
-    whole.write_bytes(data)
-    whole.replace(path)
+    """Write a file, in whose place there is what was there before until all of it is written.
+
+    A link stays one, and a file keeps its permissions; a new one gets those of the user's umask.
+    """
+    place = path.resolve()
+    whole = place.with_name(f"{place.name}.{os.getpid()}")
+    try:
+        whole.write_bytes(data)
+        if place.exists():
+            whole.chmod(stat.S_IMODE(place.stat().st_mode))
+        whole.replace(place)
+    finally:
+        whole.unlink(missing_ok=True)
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

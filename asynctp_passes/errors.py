@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asynctp_passes.config import Config, ConfigError
+from asynctp_passes.reasons import INTERNAL_ERROR
 from asynctp_passes.report import Remark, Report
 
 __all__ = [
@@ -47,11 +48,13 @@ def raise_if_strict(report: Report, config: Config) -> None:
     """Raise what `config.strict` and `config.expect` ask for; called before the first edit of the graph.
 
     Raises:
-        StrictError: `strict="all"` and a chain is MISSED, or `strict="zero"` and chains are in scope but none is FUSED.
+        StrictError: `strict="all"` and a chain is MISSED, or there was an internal error; or `strict="zero"` and chains
+            are in scope but none is FUSED.
         ExpectError: chains are in scope and fewer than `config.expect` are FUSED.
     """
     fused, missed = report.fused, report.missed
-    if missed and (config.strict == "all" or (config.strict == "zero" and not fused)):
+    failed = missed or report.internal_errors
+    if (failed and config.strict == "all") or (missed and config.strict == "zero" and not fused):
         raise StrictError(_strict_message(report, config, missed), report)
     if (fused or missed) and len(fused) < config.expect:
         raise ExpectError(
@@ -62,7 +65,7 @@ def raise_if_strict(report: Report, config: Config) -> None:
 
 
 def _strict_message(report: Report, config: Config, missed: tuple[Remark, ...]) -> str:
-    codes = ", ".join(sorted({remark.code for remark in missed}))
+    codes = ", ".join(sorted({remark.code for remark in missed})) or INTERNAL_ERROR.code
     chains = len(missed) + len(report.fused)
     return (
         f"{codes}: asynctp fused {len(report.fused)} of {chains} chains of {report.graph} ({report.phase}) "

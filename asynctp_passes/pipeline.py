@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, cost, ops, torch_bugs
-from asynctp_passes.agree import agree, withdraw
+from asynctp_passes import compat, cost, internal, ops, reasons, toposort, torch_bugs
+from asynctp_passes.agree import agree, fall_back, withdraw
 from asynctp_passes.chain import (
     Bundle,
     Candidate,
@@ -40,8 +40,8 @@ from asynctp_passes.fxview import (
     value_of,
 )
 from asynctp_passes.hide import hide
-from asynctp_passes.read import called_name, is_matmul
-from asynctp_passes.reasons import RESULT_DROPPED
+from asynctp_passes.read import called_name, is_matmul, read_collectives
+from asynctp_passes.reasons import RESULT_DROPPED, Refusal
 from asynctp_passes.regather import Again, again
 from asynctp_passes.report import Coalesced, Remark, Report
 from asynctp_passes.rewrite import rewrite, store
@@ -68,6 +68,8 @@ _UNSHARDED = (
 def run(graph: fx.Graph, config: Config | None = None) -> Report:
     """Fuse every chain of a graph that can be proven, in place, and report on every collective.
 
+    The graph's nodes may come in any order; if it communicates, they are sorted afterwards.
+
     Args:
         graph: A functional graph of aten and `_c10d_functional` ops, with fake tensors in `meta["val"]`: what
             Inductor hands to a post-grad pass, or `make_fx` under fake tensors gives.
@@ -78,16 +80,28 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
 
     Raises:
         DisagreementError: Another rank decided differently about this program; the graph is untouched.
-        StrictError: Chains were missed and `config.strict` forbids it; the graph is untouched.
+        StrictError: Chains were missed, or asynctp itself failed, and `config.strict` forbids it; the graph is
+            untouched.
         ExpectError: Fewer chains can be fused than `config.expect`; the graph is untouched.
         TypeError: `graph` is no graph, but a GraphModule, say.
     """
     _require_graph(graph)
     config = Config.given(config)
+    attempt = _Attempt(graph, config, phase_of(graph))
+    with attempt:
+        return _fuse(graph, config, attempt)
+    return attempt.fall_back()
+
+
+def _fuse(graph: fx.Graph, config: Config, attempt: _Attempt) -> Report:
+    if not read_collectives(graph):
+        return _report(graph, [], [], config)
+    toposort.sort(graph)
     found, context = decide_graph(graph, config)
     decisions = hide(graph, found)
     bundles = coalesce(decisions, context)
     report = _report(graph, decisions, bundles, config)
+    attempt.planned = report
     agree(report, config)
     try:
         raise_if_strict(report, config)
@@ -110,27 +124,131 @@ def _require_graph(graph: object) -> None:
         raise TypeError(f"asynctp: graph={type(graph).__name__} is not valid; it must be an fx.Graph: {remedy}")
 
 
-def run_joint(graph: fx.Graph, config: Config) -> None:
+def run_joint(graph: fx.Graph, config: Config) -> Report | None:
     """Tag, in a graph of a forward and its backward, the gathers that are made again in the backward (`regather`).
 
-    Other graphs stay as they are, and so does what is computed: the partitioner, which comes next, follows the tags.
+    Other graphs are only sorted. Tags change nothing that is computed: the partitioner, which comes next, follows them.
 
     Args:
         graph: A joint graph, as Inductor hands it to a joint pass.
         config: The configuration.
 
+    Returns:
+        A report where asynctp itself failed, which left the graph as it was; else None: both graphs get reports.
+
     Raises:
         DisagreementError: Another rank decided differently about this program; the graph is untouched.
+        StrictError: asynctp itself failed, and `config.strict` forbids it; the graph is untouched.
     """
-    if not tangents_of(graph):
-        return
+    attempt = _Attempt(graph, config, "joint")
+    with attempt:
+        if read_collectives(graph):  # any other graph is left to Inductor, which sorts it after this pass
+            toposort.sort(graph)
+            if tangents_of(graph):
+                _tag(graph, config, attempt)
+        return None
+    return attempt.fall_back()
+
+
+def _tag(graph: fx.Graph, config: Config, attempt: _Attempt) -> None:
     decisions, _ = decide_graph(graph, config)
     found = again(graph, decisions, config.regather)
-    agree(_joint_report(graph, found, [one.candidate.collective for one in decisions], config), config)
+    attempt.planned = _joint_report(graph, found, [one.candidate.collective for one in decisions], config)
+    agree(attempt.planned, config)
     for one in found:
         if one.chosen:
             compat.recompute_in_backward(one.nodes)
             one.gather.node.meta[REGATHERED] = one.bytes or 0
+
+
+# --- errors that nobody foresaw -------------------------------------------------------------------------------
+class _Attempt:
+    """Leaves a graph exactly as it was where the body raises. An error that nobody foresaw ends there.
+
+    Attributes:
+        planned: What the other ranks were told, or None.
+    """
+
+    def __init__(self, graph: fx.Graph, config: Config, phase: str) -> None:
+        self.planned: Report | None = None
+        self._graph, self._config, self._phase = graph, config, phase
+        self._record = compat.GraphRecord(graph)
+        self._error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is None:
+            return False
+        self._record.restore()
+        if not isinstance(error, Exception) or isinstance(error, internal.FORESEEN):
+            return False
+        self._error = error
+        return True
+
+    def fall_back(self) -> Report:
+        """Tell everyone of the error, the other ranks too, and report on the graph as it is.
+
+        Raises:
+            DisagreementError: Another rank fuses what this one does not.
+            StrictError, ExpectError: As `config` asks for where something is missed.
+        """
+        error = self._error
+        assert error is not None
+        doing = f"work on {compat.compile_name()} ({self._phase})"
+        outcome = "The graph is as it was, and runs without asynctp"
+        summary = internal.tell(error, doing, outcome, lambda: str(self._graph))
+        report = _plain_report(self._graph, self._config, self._phase, summary, self.planned)
+        with internal.contained("tell the other ranks"):
+            fall_back(report, self._config, self.planned)
+        try:
+            raise_if_strict(report, self._config)
+        except AsyncTPError as raised:
+            withdraw(report)
+            raise raised from error
+        return report
+
+
+def _plain_report(graph: fx.Graph, config: Config, phase: str, summary: str, planned: Report | None) -> Report:
+    """On a graph that stays as it is since asynctp failed: each collective that it may have fused is MISSED."""
+    remarks: tuple[Remark, ...] = ()
+    collectives: list[Collective] = []
+    with internal.contained("list the collectives of the graph"):
+        collectives = read_collectives(graph)
+        multiplies = any(map(is_matmul, graph.nodes))
+        decisions = [_untouched(one, config, summary, multiplies) for one in collectives] if phase != "joint" else []
+        remarks = tuple(_remark(decision, phase, {}) for decision in decisions)
+    program, communicated = ("", "") if planned is None else (planned.program_digest, planned.collectives_digest)
+    with internal.contained("tell the graph from others"):
+        program = program or _program_digest(graph, collectives)
+        communicated = communicated or _collectives_digest(collectives)
+    return Report(
+        graph=compat.compile_name(),
+        phase=phase,
+        remarks=remarks,
+        torch_version=str(torch.__version__),
+        config_digest=config.digest(),
+        plan_digest=_plan_digest(remarks, ()),
+        program_digest=program,
+        collectives_digest=communicated,
+        internal_errors=(summary,),
+    )
+
+
+def _untouched(collective: Collective, config: Config, summary: str, multiplies: bool) -> Decision:
+    refusal = Refusal(reasons.INTERNAL_ERROR, summary)
+    out_of_scope = {
+        reasons.OTHER_COLLECTIVE: collective.kind == "other",
+        reasons.GROUP_NOT_ENROLLED: not config.enrolls(collective.group_key),
+        reasons.SINGLE_RANK: collective.group_size == 1,
+        reasons.NO_MATMUL: not multiplies,
+    }
+    for reason, holds in out_of_scope.items():
+        if holds:
+            refusal = Refusal(reason)
+            break
+    return Decision(Candidate(collective, None, (refusal,), collective.nodes), refusal)
 
 
 def _joint_report(graph: fx.Graph, found: Sequence[Again], collectives: Sequence[Collective], config: Config) -> Report:

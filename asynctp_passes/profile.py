@@ -234,7 +234,7 @@ def _trace(path: str | Path, whole: Mapping[str, Any], rules: Sequence[Rule] = (
     for item in whole["traceEvents"]:
         if not isinstance(item, dict) or item.get("ph") != "X":
             continue
-        name, category = str(item.get("name", "")), item.get("cat")
+        name, category = str(item.get("name", "")), str(item.get("cat", ""))
         if name.startswith("ProfilerStep#"):
             steps.add(name)
         elif category in _GPU_CATEGORIES:
@@ -246,8 +246,7 @@ def _trace(path: str | Path, whole: Mapping[str, Any], rules: Sequence[Rule] = (
             annotations.append((name, device, interval))
         elif category in _TILE_CATEGORIES:
             device, processor, interval = _place(item, path)
-            rank, own = item["args"]["rank"], item["args"]["own"]
-            tiles.append(Tile(device, processor, rank, own, category == _WAIT, *interval))
+            tiles.append(Tile(device, processor, *_whose(item, path), category == _WAIT, *interval))
     if not events:
         raise TraceError(
             f"{path}: the trace holds nothing that ran on a GPU; profile with "
@@ -278,12 +277,34 @@ def _place(item: Mapping[str, Any], path: str | Path) -> tuple[int, int, Interva
     try:
         device = int(arguments.get("device", item["pid"]))
         stream = int(arguments.get("stream", item["tid"]))
-        start = float(item["ts"])
-        return device, stream, (start, start + float(item["dur"]))
-    except (KeyError, TypeError, ValueError) as error:
+        start, length = float(item["ts"]), float(item["dur"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise TraceError(f"{path}: the event {_name(item)} lacks a time, device or stream ({error!r})") from error
+    if not (abs(start) < _LONGEST and 0 <= length < _LONGEST and max(abs(device), abs(stream)) < _LONGEST):
         raise TraceError(
-            f"{path}: the event {item.get('name')!r} lacks a time, device or stream ({error!r})"
-        ) from error
+            f"{path}: the event {_name(item)} has ts={start:g} and dur={length:g}; they must be microseconds, and its "
+            "device and stream numbers of this machine's"
+        )
+    return device, stream, (start, start + length)
+
+
+_LONGEST = 1e18
+"""More microseconds than a trace has, and more devices."""
+
+
+def _name(item: Mapping[str, Any]) -> str:
+    return repr(str(item.get("name")))[:200]
+
+
+def _whose(item: Mapping[str, Any], path: str | Path) -> tuple[int, bool]:
+    """The rank whose rows a tile is of, and whether it is the own one."""
+    about = item.get("args")
+    rank, own = (about.get("rank"), about.get("own")) if isinstance(about, dict) else (None, None)
+    if type(rank) is not int or type(own) is not bool:
+        raise TraceError(
+            f"{path}: the tile {_name(item)} has rank={rank!r} and own={own!r}; it must have a rank's number"
+        )
+    return rank, own
 
 
 def _classify(name: str, rules: Sequence[Rule]) -> Rule:

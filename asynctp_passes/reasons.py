@@ -1,8 +1,8 @@
 """The catalogue of reasons: why a chain is not fused, and what to do about it.
 
 Every outcome that is not FUSED carries one `Reason`. Codes are stable: ATP0xx scope, 1xx structure,
-2xx legality, 3xx kernel limits, 4xx cost. A name says what is wrong; the check that guards against it
-(`checks.py`) is named for the good case. `docs/reference/reasons.md` is written from this table.
+2xx legality, 3xx kernel limits, 4xx cost, 9xx errors of asynctp itself. A name says what is wrong; the check that
+guards against it (`checks.py`) is named for the good case. `docs/reference/reasons.md` is written from this table.
 """
 
 from __future__ import annotations
@@ -420,10 +420,26 @@ SCATTER_BEHIND_PRODUCTS = _skip(
     "nothing to do",
 )
 
+# --- 9xx internal --------------------------------------------------------------------------------------
+INTERNAL_ERROR = _miss(
+    "ATP901",
+    "INTERNAL_ERROR",
+    "asynctp failed on this graph in a way that nobody foresaw; the graph is as it was before, and runs without it",
+    "this is a bug of asynctp: run the program again with TORCH_TRACE=FOLDER in the environment, and report the error "
+    "that was logged together with that folder, which holds the graphs (shapes and lines of your program, no values)",
+)
+
 
 def catalogue_markdown() -> str:
     """The reference page of all reasons, as Markdown (`docs/reference/reasons.md`)."""
-    families = {"0": "Scope", "1": "Structure", "2": "Legality", "3": "Kernel limits", "4": "Cost"}
+    families = {
+        "0": "Scope",
+        "1": "Structure",
+        "2": "Legality",
+        "3": "Kernel limits",
+        "4": "Cost",
+        "9": "Internal",
+    }
     lines = [
         "# Reasons",
         "",

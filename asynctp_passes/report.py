@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import types
+import typing
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -154,6 +157,7 @@ class Report:
         collectives_digest: Hash of its collectives in their order, likewise: the same on ranks whose programs differ in
             what they do with results.
         notes: What else should be known: bugs of this torch that the graph meets.
+        internal_errors: Errors of asynctp itself (`ATP901`), because of which the graph stayed as it was.
     """
 
     graph: str
@@ -167,6 +171,7 @@ class Report:
     program_digest: str = ""
     collectives_digest: str = ""
     notes: tuple[str, ...] = ()
+    internal_errors: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[Remark, ...]:
@@ -201,6 +206,7 @@ class Report:
         by_reason = Counter((remark.code, remark.name, _reason_text(remark)) for remark in self.skipped)
         for (code, name, text), count in sorted(by_reason.items()):
             lines.append(f". SKIPPED {count} x {code} {name}: {text}")
+        lines += [f"{_MARKS['MISSED']} INTERNAL ERROR: {error}" for error in self.internal_errors]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_json(self, indent: int | None = None) -> str:
@@ -217,17 +223,91 @@ class Report:
         values = json.loads(text)
         if not (isinstance(values, dict) and isinstance(values.get("remarks"), list)):
             raise ValueError('no JSON object with a list of "remarks"')
-        remarks = tuple(
-            Remark(**{**remark, "nodes": tuple(remark["nodes"]), "moved": tuple(remark.get("moved", ()))})
-            for remark in values.pop("remarks")
-        )
-        coalesced = tuple(
-            Coalesced(**{**entry, "collectives": tuple(entry["collectives"])}) for entry in values.pop("coalesced", ())
-        )
-        notes = tuple(values.pop("notes", ()))
-        return cls(remarks=remarks, coalesced=coalesced, notes=notes, **values)
+        report: Report = _read(cls, values, "the report")
+        return report
 
 
+# --- reading --------------------------------------------------------------------------------------------------
+_MOST_NESTED = 6
+_LARGEST = 2**63
+
+
+def _read(hint: Any, value: Any, place: str) -> Any:
+    """A value of a type that the fields above have, from plain JSON.
+
+    Raises:
+        ValueError: It is of another one; the message names the place.
+    """
+    if dataclasses.is_dataclass(hint):
+        return _read_fields(hint, value, place)
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_read(inner[0], item, f"{place}[{index}]") for index, item in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {key: _read(inner[1], item, f"{place}[{key!r}]") for key, item in value.items()}
+    if origin in (typing.Union, types.UnionType):
+        return None if value is None else _read(next(each for each in inner if each is not type(None)), value, place)
+    if _fits(hint, value):
+        return value
+    wanted = f"one of {', '.join(map(repr, inner))}" if origin is Literal else _WANTED.get(origin or hint, "an object")
+    raise ValueError(f"{place} is {_shown(value)}; it must be {wanted}")
+
+
+_WANTED = {
+    str: "a text",
+    bool: "true or false",
+    int: "an integer below 2**63",
+    float: "a number",
+    tuple: "a list",
+    Any: "values that are nested a few times only",
+}
+
+
+def _read_fields(kind: Any, value: Any, place: str) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} is {_shown(value)}; it must be an object")
+    hints, fields = _hints(kind), {one.name: one for one in dataclasses.fields(kind)}
+    needed = {name for name, one in fields.items() if one.default is one.default_factory is dataclasses.MISSING}
+    if unknown := sorted(set(value) - set(fields)):
+        raise ValueError(f"{place} has {unknown[0]!r}, which is none of {', '.join(fields)}")
+    if missing := sorted(needed - set(value)):
+        raise ValueError(f"{place} has no {missing[0]!r}")
+    found = kind(**{name: _read(hints[name], item, f"{place}'s {name}") for name, item in value.items()})
+    if kind is Remark and found.estimate_us and not {"serial", "overlapped"} <= set(found.estimate_us):
+        raise ValueError(f"{place}'s estimate_us has {sorted(found.estimate_us)}; it must have serial and overlapped")
+    return found
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    if hint is Any:
+        return _is_plain(value, _MOST_NESTED)
+    if typing.get_origin(hint) is Literal:
+        return isinstance(value, str) and value in typing.get_args(hint)
+    if hint in (int, float):
+        number = isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+        return number and abs(value) < _LARGEST
+    return typing.get_origin(hint) is None and isinstance(value, hint)
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """True for values that are nested a few times only: what walks through others would end in a RecursionError."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth > 0 and all(_is_plain(item, depth - 1) for item in items)
+
+
+def _shown(value: Any) -> str:
+    """A value in short, whatever it is."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return json.dumps(value)[:80] if not isinstance(value, int) or abs(value) < _LARGEST else "too large a number"
+
+
+# --- words ----------------------------------------------------------------------------------------------------
 def _again(count: int, size: int) -> str:
     gathers = "1 gather of the forward is" if count == 1 else f"{count} gathers of the forward are"
     whole = _quantity(size, 1024, ("B", "KiB", "MiB", "GiB"))

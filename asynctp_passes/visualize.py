@@ -387,9 +387,14 @@ def _write_new(folder: Path, stem: str, page: str) -> Path:
     for number in itertools.count(1):
         path = folder / (f"{stem}.html" if number == 1 else f"{stem}-{number}.html")
         try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(page)
+            file = path.open("x", encoding="utf-8", errors="replace")
         except FileExistsError:
             continue
+        try:
+            with file:
+                file.write(page)
+        except OSError:
+            path.unlink(missing_ok=True)  # no half of a page
+            raise
         return path
     raise AssertionError("unreachable")

@@ -15,7 +15,9 @@ __all__ = ["before_and_after", "copied", "outcomes", "run_pass"]
 
 def run_pass(graph: Graph, **options: Any) -> Report:
     """Run the pass, without a log. `options` are fields of `Config`; without `strict` nothing is raised."""
-    return run(graph, Config(**{"strict": "off", "log": False, "trace": False, **options}))
+    report = run(graph, Config(**{"strict": "off", "log": False, "trace": False, **options}))
+    assert not report.internal_errors
+    return report
 
 
 def before_and_after(graph: Graph, **options: Any) -> tuple[str, Report]:

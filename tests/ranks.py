@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conftest import forget_internal_errors
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 #: How many times longer than usual ranks may take: for a machine that does other things too.
@@ -61,6 +62,8 @@ def _rank_main(rank: int, world_size: int, folder: str, fn: Callable[..., Any], 
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
         result = fn(rank, world_size, *args)
+        told = forget_internal_errors()
+        assert not told, f"asynctp failed: {told}"
         torch.save(result, Path(folder, f"{rank}.pt"))
         dist.barrier()
         dist.destroy_process_group()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from asynctp_passes import files
 from asynctp_passes.config import can_be_written
 from asynctp_passes.demo.launch import RankError, run_ranks
 from asynctp_passes.demo.model import collectives_per_direction
@@ -59,8 +60,7 @@ def run_demo(steps: int = 60, ranks: int | None = None, out: str | Path = "async
     print(_introduction(settings, world_size, device), flush=True)
     result: Result = run_ranks(world_size, train_both, settings)
     reports = [Report.from_json(text) for text in result.reports]
-    with (folder / REPORTS).open("a", encoding="utf-8") as file:
-        file.writelines(f"{text}\n" for text in result.reports)
+    files.write(folder / REPORTS, "".join(f"{text}\n" for text in result.reports), append=True)
     verdict = judge(result.losses, reports, collectives_per_direction(settings.sizes), TOLERANCE[device])
     print(_outcome(result, reports, verdict.lines))
     print(_written(folder, sorted(set(graphs.glob("*.html")) - earlier)))

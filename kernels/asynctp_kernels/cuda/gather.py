@@ -505,7 +505,7 @@ class PulledGather(MovedGather):
         scale = memory.dummy if call.travels is None else aligned(call.travels)
         words = [memory.pads, memory.free.number, memory.landed.number, memory.kernel_bound, memory.status]
         tail: list[Any] = [
-            box, scale_box, memory.gather_done, self.units, self.number_count, *words,
+            box, scale_box, memory.stage_done, self.units, self.number_count, *words,
             memory.signature(call.wire, PULL), memory.rank,
         ]  # fmt: skip
         constants = {
@@ -789,7 +789,7 @@ class DirectGather(WholeGather):
         programs = grid(-(-self.shard_bytes // run_bytes), DIRECT_PROGRAMS)
         counts = (self.number_count, self.number_count // self.outer)
         numbers = [self.units, self.row_bytes // self.unit_bytes, layout.inner, *counts]
-        signature = memory.signature(call.wire, DIRECT)
+        self.signature = signature = memory.signature(call.wire, DIRECT)
         memory_args = [
             area.table, words.table, slot, part, scale_offset, memory.epoch, memory.direct_done, memory.doing,
             memory.bound, memory.status, signature, signature, memory.rank,
@@ -816,6 +816,7 @@ class DirectGather(WholeGather):
         dummy = self.memory.dummy
         own, whole = (dummy if tensor is None else tensor for tensor in (call.numbers, call.all_numbers))
         assert call.full is not None
+        self.memory.last_direct = self.signature
         pointers = [tensor.data_ptr() for tensor in (call.shard, own, call.full, whole)]
         self.launch(stream, [*pointers, *self.tail])
 

@@ -71,7 +71,7 @@ NO_BOUND = (1 << 63) - 1
 #: how far apart the ranks may come to a group's first call: some of them may still compile
 FIRST_CALL_S = 1800.0
 _WORD = 4
-#: where this rank's own words begin: progress of tiles, idle ones, arrivals, a 1, `doing`, three pairs of counts
+#: where this rank's own words begin: progress of tiles, idle ones, arrivals, a 1, `doing`, pairs of counts
 _IDLE = MAX_WORLD * MAX_OWN
 _ARRIVALS = _IDLE + MAX_OWN
 _ONE = _ARRIVALS + MAX_WORLD
@@ -125,6 +125,7 @@ class GroupMemory:
             behind other work.
         turn: held from `begin` to `ended`, so that calls of several threads come one after the other on a device.
         failure: why the memory must not be used again. released: nobody may use it any more.
+        last_direct: signature of the last direct call.
         skipped: calls that this rank has left out, since they ended with an error. made: calls that it has made.
         calls: what ranks tell each other about their calls.
         bound: of a wait for a rank, in nanoseconds.
@@ -363,9 +364,14 @@ class GroupMemory:
         return self.local[_COUNTS + 8 : _COUNTS + 10]
 
     @property
+    def stage_done(self) -> torch.Tensor:
+        """The same of stagings, whose kernel runs beside a gather's GEMM."""
+        return self.local[_COUNTS + 12 : _COUNTS + 14]
+
+    @property
     def watched(self) -> torch.Tensor:
         """What `watch` reads: `doing`, then counts, of which those of calls grow."""
-        return self.local[_DOING : _COUNTS + 12]
+        return self.local[_DOING : _COUNTS + 16]
 
     def _own(self, words: Words, count: int) -> torch.Tensor:
         return self.signals.memory.view(torch.int32)[words.number :][:count]
@@ -506,7 +512,7 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
     _check_hosts(group)
     rank, world = group.rank(), group.size()
     signals = _share(group, device, _GRANULE)
-    local = torch.zeros(_COUNTS + 12, dtype=torch.int32, device=device)
+    local = torch.zeros(_COUNTS + 16, dtype=torch.int32, device=device)
     local[_ONE] = 1
     return GroupMemory(
         of_group=group,

@@ -501,7 +501,7 @@ class DirectScatter(WholeScatter):
         size = layout.rows * layout.cols
         part = align(self.part_bytes)
         area, words = memory.direct(part * memory.world)
-        signature = memory.signature(call.wire, DIRECT)
+        self.signature = signature = memory.signature(call.wire, DIRECT)
         block = block_for(size, 8192, DIRECT_PROGRAMS)
         programs = grid(-(-size // block), DIRECT_PROGRAMS)
         sent, out = (call.a_parts[0].new_empty(size, dtype=dtype) for dtype in (self.wire_dtype, self.out_dtype))
@@ -522,6 +522,7 @@ class DirectScatter(WholeScatter):
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
 
     def move(self, stream: int, call: ScatterTensors) -> None:
+        self.memory.last_direct = self.signature
         self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])
 
 

@@ -1,0 +1,31 @@
+"""For all tests: an error of asynctp that nobody foresaw fails them, although it ends no compile."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+def forget_internal_errors() -> set[str]:
+    """The kinds of internal errors that this process has been told of since the last call; they are told anew."""
+    internal = sys.modules.get("asynctp_passes.internal")
+    told = set() if internal is None else set(internal._told)
+    if internal is not None:
+        internal._told.clear()
+    return told
+
+
+@pytest.fixture(autouse=True)
+def no_internal_errors(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in which asynctp failed, unless it asks for `internal_errors`."""
+    forget_internal_errors()
+    yield
+    told = forget_internal_errors()
+    assert not told or "internal_errors" in request.fixturenames, f"asynctp failed: {told}"
+
+
+@pytest.fixture
+def internal_errors() -> None:
+    """Asks to be let asynctp fail."""

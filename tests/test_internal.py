@@ -1,0 +1,320 @@
+"""Errors of asynctp that nobody foresaw: the graph stays as it was, one log tells all, and nothing ends but strict."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from dumps import CORPUS, load
+from graph_builder import GraphBuilder, aten, snapshot
+from passes import run_pass
+from serving_ops import registered
+from torch.fx import Graph, Node
+
+from asynctp_passes import (
+    Config,
+    ConfigError,
+    ExpectError,
+    GroupError,
+    Report,
+    StrictError,
+    agree,
+    compat,
+    internal,
+    pipeline,
+    run,
+)
+from asynctp_passes.compat import GraphRecord
+
+pytestmark = pytest.mark.usefixtures("internal_errors")
+
+STAGES = [
+    # what fails, of the pipeline
+    "toposort.sort",
+    "decide_graph",
+    "hide",
+    "coalesce",
+    "_report",
+    "agree",
+    "raise_if_strict",
+    "rewrite",
+    "store",
+    "scales_to_store",
+]
+
+
+def program(*, joint: bool = False) -> Graph:
+    """Two chains and an all-reduce of a maximum."""
+    b = GraphBuilder()
+    x, w = b.input("primals_1", [4, 8]), b.input("primals_2", [8, 8])
+    extra = [b.input("tangents_1", [4, 8])] if joint else []
+    h = b.relu(b.mm(b.gather(x), w))
+    y = b.scatter(b.mm(h, w))
+    return b.returns(y, b.all_reduce(b.call(aten.amax.default, y), "max"), *map(b.relu, extra))
+
+
+def quiet(**fields: Any) -> Config:
+    return Config(**{"strict": "off", "trace": False, **fields})
+
+
+class Surprise(Exception):
+    """What nobody foresaw."""
+
+
+def failing(name: str, error: type[BaseException] = Surprise) -> Any:
+    """Let a function that the pipeline calls fail, after it did what it does."""
+    owner: Any = pipeline
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    does: Callable[..., Any] = getattr(owner, last)
+    first = {"raise_if_strict": iter([True])}.get(last)  # it is asked for the report of the failure too
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        result = does(*args, **kwargs)
+        if first is not None and not next(first, False):
+            return result
+        raise error("no such thing")
+
+    return mock.patch.object(owner, last, fails)
+
+
+# --- the graph -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_graph_stays_as_it_was(stage: str, caplog: pytest.LogCaptureFixture) -> None:
+    graph = program()
+    before = snapshot(graph)
+    with failing(stage):
+        report = run(graph, quiet())
+    assert snapshot(graph) == before
+    graph.lint()
+    assert len(graph.nodes) == len(before)
+    (error,) = report.internal_errors
+    assert "Surprise: no such thing (" in error
+    assert [(r.outcome, r.code) for r in report.remarks] == [("MISSED", "ATP901")] * 3
+    assert not report.fused
+    assert "INTERNAL ERROR" in str(report)
+    assert Report.from_json(report.to_json()) == report
+    (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert "internal error ATP901" in record.getMessage()
+
+
+def test_and_can_be_worked_on_again() -> None:
+    graph, twin = program(), program()
+    with failing("rewrite"):
+        run(graph, quiet())
+    assert len(run_pass(graph).fused) == len(run_pass(twin).fused) == 2
+    assert [(node.op, node.target) for node in graph.nodes] == [(node.op, node.target) for node in twin.nodes]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_passes_and_leaves_the_graph(error: type[BaseException]) -> None:
+    graph = program()
+    before = snapshot(graph)
+    with failing("rewrite", error), pytest.raises(error):
+        run(graph, quiet())
+    assert snapshot(graph) == before
+
+
+@pytest.mark.parametrize("error", [GroupError, ConfigError, StrictError])
+def test_what_is_foreseen_is_raised_as_it_is(error: type[Exception]) -> None:
+    graph = program()
+    before = snapshot(graph)
+    with failing("rewrite", error), pytest.raises(error, match="no such thing"):
+        run(graph, quiet())
+    assert snapshot(graph) == before
+
+
+def test_a_joint_graph_is_left_without_its_tags(caplog: pytest.LogCaptureFixture) -> None:
+    graph = program(joint=True)
+    before = snapshot(graph)
+    with failing("again"):
+        report = pipeline.run_joint(graph, quiet(regather="always"))
+    assert report is not None
+    assert (report.phase, report.remarks, len(report.internal_errors)) == ("joint", (), 1)
+    assert snapshot(graph) == before
+    assert "work on graph (joint)" in caplog.text
+    with failing("again"), pytest.raises(StrictError):
+        pipeline.run_joint(graph, quiet(strict="all"))
+
+
+def test_a_graph_with_a_cycle_stays(caplog: pytest.LogCaptureFixture) -> None:
+    graph = program()
+    relu, scatter = (next(node for node in graph.nodes if word in node.name) for word in ("relu", "reduce_scatter"))
+    relu.args = (scatter,)
+    before = snapshot(graph)
+    report = run(graph, quiet())
+    assert "CannotSort" in report.internal_errors[0]
+    assert snapshot(graph) == before
+
+
+# --- the record ------------------------------------------------------------------------------------------------
+def test_everything_is_put_back() -> None:
+    """Nodes that are erased, made, moved, renamed, retargeted, given other arguments or other metadata."""
+    module = load(CORPUS / "torch2.13" / "block_sp_B2__0.txt")
+    graph = module.graph
+    before, children = snapshot(graph), dict(module.named_children())
+    found = {target: list(graph.find_nodes(op="call_function", target=target)) for target in (aten.mm.default,)}
+    record = GraphRecord(graph)
+    with registered():
+        assert run_pass(graph).fused
+    module.add_module("ordered_0", torch.nn.Module())
+    node = next(node for node in graph.nodes if node.op == "call_function")
+    node.name, node.target, node.meta["tag"] = "other", torch.ops.aten.abs.default, 1
+    node.meta.pop("val")
+    assert snapshot(graph) != before
+    record.restore()
+    graph.lint()
+    assert snapshot(graph) == before
+    assert dict(module.named_children()) == children
+    assert len(graph.nodes) == len(before)
+    nodes = list(graph.nodes)
+    assert all(one < other for one, other in pairwise(nodes)), "nodes know where they stand"
+    for target, same in found.items():
+        assert set(graph.find_nodes(op="call_function", target=target)) == set(same)
+    node = graph.call_function(aten.abs.default, (nodes[0],))
+    graph.erase_node(node)
+
+
+def test_a_record_that_is_not_used_changes_nothing() -> None:
+    graph = program()
+    before = snapshot(graph)
+    GraphRecord(graph)
+    assert snapshot(graph) == before
+
+
+# --- strict ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("fields", "raised"),
+    [
+        ({"strict": "off"}, None),
+        ({"strict": "zero"}, StrictError),
+        ({"strict": "all"}, StrictError),
+        ({"strict": "off", "expect": 1}, ExpectError),
+    ],
+)
+def test_it_raises_only_where_that_is_asked_for(fields: dict[str, Any], raised: type[Exception] | None) -> None:
+    graph = program()
+    before = snapshot(graph)
+    with failing("rewrite"):
+        if raised is None:
+            run(graph, quiet(**fields))
+        else:
+            with pytest.raises(raised) as error:
+                run(graph, quiet(**fields))
+            assert "ATP901" in str(error.value)
+            assert "Surprise: no such thing" in str(error.value)
+            assert isinstance(error.value.__cause__, Surprise)
+            assert error.value.report.internal_errors  # type: ignore[attr-defined]
+    assert snapshot(graph) == before
+
+
+def test_out_of_scope_is_no_miss() -> None:
+    """Without a matmul there is nothing to fuse, so that `zero` raises nothing; `all` does."""
+    b = GraphBuilder()
+    graph = b.returns(b.all_reduce(b.input("x", [4, 8])))
+    with failing("decide_graph"):
+        report = run(graph, quiet(strict="zero"))
+        assert [remark.code for remark in report.remarks] == ["ATP002"]
+        assert len(report.internal_errors) == 1
+        with pytest.raises(StrictError, match=r"^ATP901"):
+            run(graph, quiet(strict="all"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"), [({}, "ATP901"), ({"groups": "other"}, "ATP001"), ({"groups": "tp"}, "ATP901")]
+)
+def test_other_groups_are_no_miss(fields: dict[str, Any], code: str) -> None:
+    with failing("rewrite"):
+        report = run(program(), quiet(**fields))
+    assert {remark.code for remark in report.remarks} == {code}
+
+
+# --- the log ---------------------------------------------------------------------------------------------------
+def test_one_kind_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with failing("rewrite"):
+        for _ in range(3):
+            run(program(), quiet())
+    with failing("decide_graph"):
+        run(program(), quiet())
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2, "kinds are told apart by the place where they come up"
+    for wanted in ("ATP901", "Surprise: no such thing", "TORCH_TRACE=", "torch " + str(torch.__version__), "python "):
+        assert wanted in errors[0]
+    assert "asynctp " in errors[0]
+    assert "triton " in errors[0]
+    assert "Traceback" in errors[0]
+
+
+def test_the_trace_gets_the_graph() -> None:
+    sent: dict[str, Callable[[], str]] = {}
+    with failing("rewrite"), mock.patch.object(compat, "trace_text", lambda name, text: sent.update({name: text()})):
+        run(program(), quiet())
+    text = sent["asynctp_internal_error"]
+    assert "Surprise" in str(text)
+    assert "all_gather_into_tensor" in str(text)
+
+
+def test_the_place_is_that_in_our_sources() -> None:
+    def broken(node: Node) -> str:
+        return {}[node.name]  # type: ignore[no-any-return]
+
+    with mock.patch.object(pipeline, "describe", broken):
+        report = run(program(), quiet())
+    assert "pipeline.py:" in report.internal_errors[0]
+    assert "in _shapes" in report.internal_errors[0]
+
+
+def test_a_report_that_cannot_be_made_either() -> None:
+    """Nothing is left that works: the graph stays, and the report says so."""
+    graph = program()
+    before = snapshot(graph)
+    broken = mock.Mock(side_effect=Surprise("no such thing"))
+    with mock.patch.object(pipeline, "read_collectives", broken), mock.patch.object(pipeline, "_told", broken):
+        report = run(graph, quiet())
+    assert (report.remarks, len(report.internal_errors)) == ((), 1)
+    assert snapshot(graph) == before
+
+
+# --- other ranks -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("stage", "planned"), [("decide_graph", False), ("agree", True), ("rewrite", True)])
+def test_the_other_ranks_are_told(stage: str, planned: bool) -> None:
+    told: list[Report | None] = []
+    with (
+        failing(stage),
+        mock.patch.object(pipeline, "fall_back", lambda report, config, before: told.extend([report, before])),
+    ):
+        report = run(program(), quiet())
+    assert told[0] is report
+    assert (told[1] is not None) == planned
+    assert report.program_digest
+    if told[1] is not None:
+        assert told[1].fused
+        assert (told[1].program_digest, told[1].collectives_digest) == (
+            report.program_digest,
+            report.collectives_digest,
+        )
+
+
+def test_what_was_planned_is_withdrawn() -> None:
+    planned, plain = Report("graph", "forward", ()), Report("graph", "forward", ())
+    with mock.patch.object(agree, "withdraw") as withdraw, mock.patch.object(agree, "agree") as publish:
+        agree.fall_back(plain, Config(), planned)
+        agree.fall_back(plain, Config(), None)
+    withdraw.assert_called_once_with(planned)
+    assert publish.call_count == 2
+
+
+# --- what is beside a compile ----------------------------------------------------------------------------------
+def test_contained() -> None:
+    with internal.contained("do it"):
+        raise Surprise
+    with pytest.raises(ConfigError), internal.contained("do it"):
+        raise ConfigError("bad value")
+    with pytest.raises(KeyboardInterrupt), internal.contained("do it"):
+        raise KeyboardInterrupt
