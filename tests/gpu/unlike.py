@@ -37,6 +37,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from asynctp_kernels import PeerTimeout, SymmetricMemoryError, cuda, release
+from asynctp_kernels.cuda import gather as gathers
+from asynctp_kernels.cuda import scatter as scatters
 from asynctp_kernels.cuda.memory import existing_memory
 from launched import device, end, limit, show, start
 from torch import Tensor
@@ -106,18 +108,28 @@ class Use:
 
 @dataclass
 class Call:
-    """One prepared call: what it must give, how often it was made, and how often it gave something else."""
+    """One prepared call: what it must give, how often it was made, and how often it gave something else.
+
+    sent: all ranks' tensors, [world, *] each, if each makes the call that it prepared together with this one. expect:
+    what comes of such tensors here.
+    """
 
     name: str
     run: Callable[[], list[Tensor]]
-    expected: list[Tensor]
+    sent: list[Tensor]
+    expect: Callable[[list[Tensor]], list[Tensor]]
     wrong: Tensor
     made: int = 0
+    expected: list[Tensor] = field(default_factory=list)
     captured: list[list[Tensor]] = field(default_factory=list)
     graph: Any = None
 
-    def compare(self, found: Sequence[Tensor]) -> None:
-        same = [(x != y).any() if x.shape == y.shape else one() > 0 for x, y in zip(found, self.expected, strict=True)]
+    def __post_init__(self) -> None:
+        self.expected = self.expect(self.sent)
+
+    def compare(self, found: Sequence[Tensor], expected: Sequence[Tensor] | None = None) -> None:
+        pairs = zip(found, self.expected if expected is None else expected, strict=True)
+        same = [(x != y).any() if x.shape == y.shape else one() > 0 for x, y in pairs]
         self.wrong += torch.stack(same).any()
         self.made += 1
 
@@ -173,13 +185,12 @@ def turned(tensor: Tensor) -> Tensor:
 # --- one rank's call --------------------------------------------------------------------------------------------
 def prepare(shared: Shared, use: Use, own: random.Random, group: dist.ProcessGroup) -> Call:
     """A call on fresh data. Collective: ranks exchange what they send, to know what must come."""
-    run, expected = {"gather": gather, "scatter": reduction, "all_reduce": reduction}[shared.kind](
-        shared, use, own, group
-    )
-    return Call(f"{shared.name}: {use}", run, expected, one() * 0)
+    make = gather if shared.kind == "gather" else reduction
+    return Call(f"{shared.name}: {use}", *make(shared, use, own, group), one() * 0)
 
 
-Prepared = tuple[Callable[[], list[Tensor]], list[Tensor]]
+#: how it is run, what all ranks send, and what must come of that
+Prepared = tuple[Callable[[], list[Tensor]], list[Tensor], Callable[[list[Tensor]], list[Tensor]]]
 
 
 def gather(shared: Shared, use: Use, own: random.Random, group: dist.ProcessGroup) -> Prepared:
@@ -187,18 +198,25 @@ def gather(shared: Shared, use: Use, own: random.Random, group: dist.ProcessGrou
     ops, name = torch.ops.asynctp, group.group_name
     rows, cols, blocks = shared.rows * (1 + use.halved), shared.cols // (1 + use.halved), use.blocks
     shard = integers((shared.rows, shared.cols), own, cols, shared.dtype)
-    whole = of_all_ranks(shard).view(world(), blocks, rows // blocks, cols).movedim(0, 1).reshape(blocks, -1, cols)
     a = shard.view(blocks, rows // blocks, cols)
     a = turned(a) if use.turned else a
     bs = [weight(cols, n, own, use.k_major, shared.dtype) for n in use.sizes]
-    scale, numbers, scaled = torch.ones((), device=device()), None, whole.float()
+    scale, numbers, sent = torch.ones((), device=device()), None, [of_all_ranks(shard)]
     if shared.numbers:
         powers = 2.0 ** integers((shared.rows, 1), own).float()
         numbers = powers.view(blocks, -1, 1)
-        all_numbers = of_all_ranks(powers).view(world(), blocks, -1, 1).movedim(0, 1).reshape(blocks, -1, 1)
-        scaled = scaled if use.along else scaled * all_numbers
-    expected = [(scaled @ b.float()).to(BF16) for b in bs]
-    expected += [whole.float()] * use.full + ([all_numbers] if shared.numbers and use.along else [])
+        sent.append(of_all_ranks(powers))
+
+    def expect(come: list[Tensor]) -> list[Tensor]:
+        """The products, and what else is returned, of all ranks' shards and numbers."""
+        joined = come[0].view(world(), blocks, rows // blocks, cols).movedim(0, 1).reshape(blocks, -1, cols)
+        whole, extra = joined.float(), list[Tensor]()
+        by_rows = whole
+        if shared.numbers:
+            every = come[1].view(world(), blocks, -1, 1).movedim(0, 1).reshape(blocks, -1, 1)
+            by_rows, extra = (whole, [every]) if use.along else (whole * every, [])
+        outs = [(by_rows @ b.float()).to(BF16) for b in bs]
+        return [*outs, *([whole] * use.full), *extra]
 
     def gathered() -> tuple[Tensor, Tensor | None]:
         """Outside of an op that multiplies."""
@@ -211,14 +229,8 @@ def gather(shared: Shared, use: Use, own: random.Random, group: dist.ProcessGrou
 
     def apart() -> list[Tensor]:
         with forced(FORCED[shared.transport]):
-            found, found_numbers = gathered()
-        joined = found.view(world(), blocks, rows // blocks, cols).movedim(0, 1).reshape(blocks, -1, cols)
-        outs, by_rows = [], joined.float()
-        if found_numbers is not None:
-            back = found_numbers.view(world(), blocks, -1, 1).movedim(0, 1).reshape(blocks, -1, 1)
-            by_rows = by_rows if use.along else by_rows * back
-        outs = [(by_rows @ b.float()).to(BF16) for b in bs]
-        return [*outs, *([joined.float()] * use.full), *([back] if found_numbers is not None and use.along else [])]
+            found = [each for each in gathered() if each is not None]
+        return expect(found)
 
     def fused() -> list[Tensor]:
         none = [None] * len(bs)
@@ -235,7 +247,7 @@ def gather(shared: Shared, use: Use, own: random.Random, group: dist.ProcessGrou
             outs[len(bs)] = outs[len(bs)].float()
         return outs
 
-    return apart if use.implementation in ("bulk", "mover") else fused, expected
+    return apart if use.implementation in ("bulk", "mover") else fused, sent, expect
 
 
 def reduction(shared: Shared, use: Use, own: random.Random, group: dist.ProcessGroup) -> Prepared:
@@ -248,24 +260,31 @@ def reduction(shared: Shared, use: Use, own: random.Random, group: dist.ProcessG
     a_parts = [turned(a) if use.turned else a for a in a_parts]
     b_parts = [weight(k, cols, own, use.k_major) for k in use.sizes]
     added = integers((*lead, cols), own, dtype=shared.dtype) if use.added else None
+
+    def by_rank(total: Tensor) -> Tensor:
+        """Rows of a product in the order in which ranks get them."""
+        if not everything:
+            total = total.view(blocks, world(), rows // blocks, cols).movedim(1, 0)
+        return total.reshape(world(), shared.rows, shared.cols)
+
     terms = [a.float() @ b.float() for a, b in zip(a_parts, b_parts, strict=True)]
     total = sum(terms[1:], terms[0]) + (0 if added is None else added.float())
-    sent = total.to(shared.dtype)
-    if not everything:
-        sent = sent.view(blocks, world(), rows // blocks, cols).movedim(1, 0).contiguous()
-    summed = sent.float()
-    dist.all_reduce(summed)
-    summed = (summed / world() if shared.reduce_op == "avg" else summed).to(shared.dtype)
-    expected = summed if everything else summed[rank()].reshape(blocks, rows // blocks, cols)
+    sent = by_rank(total.to(shared.dtype))
+
+    def expect(come: list[Tensor]) -> list[Tensor]:
+        """The sum of what all ranks send."""
+        summed = come[0].float().sum(0)
+        summed = (summed / world() if shared.reduce_op == "avg" else summed).to(shared.dtype)
+        return [summed.view(-1, cols) if everything else summed[rank()].reshape(blocks, rows // blocks, cols)]
+
     optional = () if shared.dtype == BF16 and added is None else (None if shared.dtype == BF16 else shared.dtype, added)
 
     def apart() -> list[Tensor]:
         made = [(a.float() @ b.float()).to(shared.dtype) for a, b in zip(a_parts, b_parts, strict=True)]
-        mine = sum(made[1:], made[0]) + (0 if added is None else added)
-        if not everything:
-            mine = mine.view(blocks, world(), rows // blocks, cols).movedim(1, 0).contiguous()
+        mine = by_rank(sum(made[1:], made[0]) + (0 if added is None else added))
         with forced(FORCED[shared.transport]):
             if everything:
+                mine = mine.view(-1, cols)
                 found = cuda.run_bulk_all_reduce(mine, shared.reduce_op, group, lambda: None)
                 if found is None:
                     found = torch.ops._c10d_functional.wait_tensor(
@@ -276,7 +295,7 @@ def reduction(shared: Shared, use: Use, own: random.Random, group: dist.ProcessG
                 part = cuda.Mover(group).scatter(mine, shared.reduce_op)
                 assert part is not None
             else:
-                flying = ops.reduce_scatter(mine.view(world() * rows, cols), shared.reduce_op, world(), name)
+                flying = ops.reduce_scatter(mine.view(-1, shared.cols), shared.reduce_op, world(), name)
                 part = torch.ops._c10d_functional.wait_tensor(flying)
         return [part.view(blocks, rows // blocks, cols)]
 
@@ -287,13 +306,13 @@ def reduction(shared: Shared, use: Use, own: random.Random, group: dist.ProcessG
                 return [ops.matmul_all_reduce(a_parts, b_parts, none, shared.reduce_op, name, *optional)]
             return [ops.matmul_reduce_scatter(a_parts, b_parts, none, shared.reduce_op, 1, world(), name, *optional)]
 
-    return apart if use.implementation in ("bulk", "mover") else fused, [expected]
+    return apart if use.implementation in ("bulk", "mover") else fused, [of_all_ranks(sent)], expect
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------
 def draw(shared: Shared, own: random.Random, sizes: Sequence[int] | None = None) -> Use:
     """A use of this rank's own, without an implementation."""
-    count = own.choice((1, 1, 2, 3))
+    count = own.choice((1, 1, 2))  # few, since each number is another kernel to compile
     if sizes is None:
         sizes = [UNIT * own.choice((1, 2, 4)) for _ in range(count)]
     blocks = own.choice([1, 1, *(blocks for blocks in (2, 3, 5) if shared.rows % blocks == 0)])
@@ -388,8 +407,8 @@ class Run:
         self.calls.append(call)
         return call
 
-    def eager(self, call: Call) -> None:
-        call.compare(call.run())
+    def eager(self, call: Call, expected: Sequence[Tensor] | None = None) -> None:
+        call.compare(call.run(), expected)
         self.done += 1
 
     def capture(self, call: Call, times: int = 2) -> None:
@@ -402,16 +421,16 @@ class Run:
         with torch.cuda.graph(call.graph):
             call.captured = [call.run() for _ in range(times)]
 
-    def several(self, call: Call, times: int = 2) -> None:
+    def several(self, call: Call, expected: Sequence[Tensor] | None = None, times: int = 2) -> None:
         """As many calls as a graph of `capture` has: by that graph, if this rank likes."""
         if call.graph is not None and self.own.random() < 0.5:
             call.graph.replay()
             for found in call.captured:
-                call.compare(found)
+                call.compare(found, expected)
             self.done += times
         else:
             for _ in range(times):
-                self.eager(call)
+                self.eager(call, expected)
 
     def check(self, call: Call, graph: bool = True) -> None:
         """Eager calls, and a graph; ranks differ in which of them runs."""
@@ -507,7 +526,7 @@ def program(run: Run, several: Sequence[Shared]) -> Call:
         complete(1 << 30)
         return [tensor for tensors in found for tensor in tensors]
 
-    call = Call(f"program of {len(several)}: {lateness}", run_all, expected, one() * 0)
+    call = Call(f"program of {len(several)}: {lateness}", run_all, [], lambda sent: expected, one() * 0)
     run.calls.append(call)
     return call
 
@@ -528,13 +547,17 @@ def check_uneven(run: Run, sizes: int) -> None:
                 call = prepare(shared, use, run.own, run.group)
                 run.calls.append(call)
                 run.check(call, graph=name == other)
-                call.run, call.expected = list, []  # its tensors are large
+                forget(call)
     for _ in range(sizes):
         limit(120)
         shared, own_sizes = random_sizes(run)
         run.check(run.prepare(shared, sizes=own_sizes), graph=run.shared.random() < 0.3)
-        last = run.calls[-1]
-        last.run, last.expected = list, []
+        forget(run.calls[-1])
+
+
+def forget(call: Call) -> None:
+    """Let go of a call's tensors, but for what was counted."""
+    call.run, call.sent, call.expect, call.expected = list, [], lambda sent: [], []
 
 
 def part_of(total: int) -> int:
@@ -561,8 +584,12 @@ def random_sizes(run: Run) -> tuple[Shared, list[int]]:
 
 
 def stress(run: Run, total: int) -> None:
-    """`total` calls: ranks share which collective comes next, and differ in all else."""
+    """`total` calls: ranks share which collective comes next, and differ in all else.
+
+    Which of its uses each rank takes is drawn alike by all, so that each knows what the others send.
+    """
     prepared: list[list[Call]] = []
+    expected: dict[tuple[int, ...], list[Tensor]] = {}
     for shared in run.shapes():
         limit(240)
         calls = [run.prepare(shared) for _ in range(3)]
@@ -574,10 +601,17 @@ def stress(run: Run, total: int) -> None:
     goal = run.done + total
     poisoned = run.done
     while run.done < goal:
-        calls = run.shared.choice(prepared)
+        which = run.shared.randrange(len(prepared))
+        picks = [run.shared.randrange(3) for _ in range(world())]
+        calls = prepared[which]
+        call, place = calls[picks[rank()]], (which, *picks)
+        if place not in expected:
+            several = range(len(call.sent))
+            come = [torch.stack([calls[pick].sent[i][r] for r, pick in enumerate(picks)]) for i in several]
+            expected[place] = call.expect(come)
         if GPU and run.own.random() < 0.05:
             torch.cuda._sleep(run.own.randrange(1, 400_000))
-        run.several(run.own.choice(calls))
+        run.several(call, expected[place])
         if run.done - poisoned >= POISON_EVERY:
             poisoned = run.done
             poison(run.group)
@@ -791,6 +825,7 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     options = parsed()
     start(300)
+    gathers.grid = scatters.grid = lambda wanted, most: most  # as many CTAs as there may be: fewer kernels to compile
     try:
         line = faults(options.only) if options.faults else run_kinds(options)
     except Exception:
