@@ -1,173 +1,403 @@
-"""Agreement: ranks that decided differently about the same collectives are told so when they compile, and do not hang.
+"""Agreement: what changes what ranks send is done by all ranks of a group, or by none. They vote when they compile.
 
-    rank 0: plans ─▶ store ◀─ plans :rank 1          each compares with every list of plans that is there
+    rank 0: deviations ─▶ store ◀─ deviations :rank 1          accepted if every rank has it, refused otherwise
 
-Each rank keeps the plans that it made for the collectives of a graph (what it decided about each of a group, and with
-what) in the key-value store of the default process group, and reads those of its peers. Two ranks disagree if each has
-a plan that the other lacks: who is merely ahead, behind, or compiles alone has no quarrel, so nobody waits for anybody.
-There is no collective, and nothing that could meet the program's own ones. docs/explanation/agreement-of-ranks.md says
-why this neither hangs nor raises without cause.
+Each rank puts the deviations of a graph (`deviations`) into the group's own key-value store, under what the group
+communicates in that graph, and waits until every rank has the same one. It waits no longer than until every rank has
+compiled as many graphs with these collectives, or for `ASYNCTP_AGREE_S` seconds. The outcome is one record for each
+deviation, which the first rank to know it writes, and which all ranks obey from then on. A graph without deviations
+waits for nobody. docs/explanation/agreement-of-ranks.md says why.
+
+Keys, in the store of the group, below `asynctp/<life>/<hash of what is communicated>`:
+
+    shown/<n>                  how many ranks have compiled n graphs, and posted what they have
+    has/<rank>                 the texts of a rank's last graph
+    <hash of text>/votes       how many ranks have the deviation
+    <hash of text>/<rank>      there, if this rank has it
+    <hash of text>/outcome     "accepted", or "refused" and why
 """
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import functools
 import hashlib
 import json
+import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from asynctp_passes import compat, registry
-from asynctp_passes.config import Config
+from asynctp_passes.config import Config, agree_seconds
+from asynctp_passes.deviations import LOCAL
 from asynctp_passes.errors import DisagreementError
-from asynctp_passes.report import Remark, Report
+from asynctp_passes.report import Ballot, Report
 
-__all__ = ["GRACE_S", "agree", "agree_again", "fall_back", "plan_of", "sources_digest", "withdraw"]
+__all__ = ["Votes", "agreed_before", "fall_back", "sources_digest", "stands", "vote"]
 
-GRACE_S = 10.0
-"""Seconds that a difference may last before it is an error: a rank may be about to make the plan that it lacks."""
+log = logging.getLogger(__name__)
 
-LARGE_GROUP = 32
-"""Ranks of a larger group compare with two neighbours each; all with all would be a burden for the store."""
+WARN_S = 5.0
+"""Seconds of waiting after which a warning says for whom."""
 
-_ACTS = {"BEHIND_PRODUCTS", "SCATTER_BEHIND_PRODUCTS", "RESULT_DROPPED", "REGATHERED", "KEPT"}
-"""What becomes of collectives that are not fused, and do not stay as they are."""
+LATE_S = 1.0
+"""Seconds to wait for ranks that have let one wait pass without compiling what was asked: they have other graphs."""
 
-_OUT_OF_SCOPE = {"NO_MATMUL", "OUTSIDE_GRAPH", "PRODUCT_GATHERED", "WEIGHT_GATHER", "SINGLE_RANK", "OTHER_COLLECTIVE"}
-_COMPARED_AGAIN = 16
-_PAUSE_S = 0.05
+_NAMED = 4
+_PAUSES_S = (0.002, 0.05)
+_ACCEPTED, _REFUSED = "accepted", "refused "
+_NOT_DECISIVE = ("groups", "strict", "expect")
 _lock = threading.Lock()
+
+Votes = dict[tuple[str, str], str | None]
+"""By group and text: None for a deviation that all ranks do, otherwise why it is not done."""
 
 
 @dataclass
-class _Program:
-    """A program that this rank has compiled for a group.
+class _Ledger:
+    """What this process has done in the store of one process group.
 
     Attributes:
-        key: Its key in the store, for each rank's own to be added.
+        store: The store.
         rank: This rank.
-        report: That of the newest plan.
-        plans: All different ones, newest last.
-        refused: Those that ended in an error. They stay in the store, so that peers see them, until the next one.
-        behind: The ranks to compare with that have not all of the plans.
+        ranks: All ranks of the group.
+        life: See `compat.Peers`.
+        compiles: Graphs that were compiled, by what is communicated.
+        again: How many of the next ones were counted when they came from a cache.
+        posted: Deviations that the others know of.
+        late: Ranks that let a wait pass.
     """
 
-    key: str
+    store: Any
     rank: int
-    report: Report
-    plans: list[str] = field(default_factory=list)
-    refused: set[str] = field(default_factory=set)
-    behind: set[int] = field(default_factory=set)
-
-    def refuse(self, plans: Iterable[str]) -> None:
-        """These plans end in an error, so there is nothing to compare any more."""
-        self.refused.update(plans)
-        self.behind.clear()
+    ranks: tuple[int, ...]
+    life: int
+    compiles: Counter[str] = field(default_factory=Counter)
+    again: Counter[str] = field(default_factory=Counter)
+    posted: set[str] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)
 
 
-_Ledger = dict[str, _Program]
-_ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()  # a store goes with its process group
+_ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()  # a ledger goes with its group
 
 
-def agree(report: Report, config: Config) -> None:
-    """Tell the other ranks of each group in a report of this rank's plan, and compare it with theirs.
+@dataclass(frozen=True)
+class _Poll:
+    """One deviation that was put to the vote, as the `number`th graph with these collectives."""
 
-    Does nothing without process groups, in groups of one rank, and with the fake backend. Waits for no rank, unless one
-    has another plan.
+    ledger: _Ledger
+    group: str
+    key: str
+    number: int
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.key}/{_hash(self.text)}"
+
+    def outcome(self) -> str | None:
+        """The outcome, if there is one by now; this rank writes it down if it is the first to know."""
+        store, place, world = self.ledger.store, self.place, len(self.ledger.ranks)
+        if store.check([f"{place}/outcome"]):
+            return str(store.get(f"{place}/outcome").decode())
+        shown = store.add(f"{self.key}/shown/{self.number}", 0) >= world  # looked at before votes, which come first
+        if store.add(f"{place}/votes", 0) >= world:
+            self.ledger.late.clear()
+            return self.decide(_ACCEPTED)
+        if shown:
+            self.ledger.late.clear()
+            return self.decide(_REFUSED + self._difference())
+        return None
+
+    def decide(self, outcome: str) -> str:
+        """Write an outcome down, unless there is one; what holds."""
+        return str(self.ledger.store.compare_set(f"{self.place}/outcome", "", outcome).decode())
+
+    def missing(self) -> list[int]:
+        """The ranks that have not said that they have the deviation."""
+        return [rank for rank in self.ledger.ranks if not self.ledger.store.check([f"{self.place}/{rank}"])]
+
+    def absent(self) -> list[int]:
+        """Those of them that have compiled no graph with these collectives."""
+        return [rank for rank in self.missing() if not self.ledger.store.check([f"{self.key}/has/{rank}"])]
+
+    def too_late(self, seconds: float) -> str:
+        """Refuse it for want of answers."""
+        missing = self.missing()
+        return self.decide(
+            f"{_REFUSED}{_ranks(missing)} compiled nothing like it within {seconds:g} s: {_plain(self.text)}"
+        )
+
+    def _difference(self) -> str:
+        """Who does not have it, and what they have instead."""
+        missing = self.missing()
+        own = _plain(self.text)
+        told = f"{_ranks(missing)} of {len(self.ledger.ranks)} {'do' if len(missing) > 1 else 'does'} not: {own}"
+        for rank in missing[:1]:
+            key = f"{self.key}/has/{rank}"
+            theirs = json.loads(self.ledger.store.get(key)) if self.ledger.store.check([key]) else []
+            kind = own.partition(" ")[0]
+            instead = [text for text in map(_plain, theirs) if text.startswith(kind) and text != own]
+            told += f"; rank {rank} does: {'; '.join(instead)}" if instead else ""
+            versions = [text for text in theirs if _plain(text) == own and text != self.text]
+            told += f", with other versions or options: {versions[0].rpartition(' | ')[2]}" if versions else ""
+        return told
+
+
+def vote(ballots: Iterable[Ballot], config: Config) -> Votes:
+    """Put the deviations of a graph to the vote of each group, and wait for the outcome.
+
+    Does nothing without process groups, in groups of one rank, and with the fake backend: then all is accepted.
 
     Args:
-        report: What this rank decided.
-        config: What it decided with; `config.agree=False` turns all of this off.
-
-    Raises:
-        DisagreementError: A rank decided differently, now or about a program compiled earlier.
+        ballots: One for each group that communicates in the graph, with its deviations, or none.
+        config: With `agree=False` all is accepted, and nobody learns of it.
     """
-    if not config.agree or not report.remarks:
-        return
-    groups = sorted({remark.group for remark in report.remarks if remark.group and _at_stake(report, remark.group)})
-    for group in groups:
-        peers = compat.peers_of(group)
-        if peers is not None:
-            _publish(_ledgers.setdefault(peers.store, {}), report, config, group, peers)
-    agree_again()
+    votes: Votes = {(one.group, text): None for one in ballots for text in one.deviations}
+    if config.agree:
+        with _without_store_errors(votes):
+            votes |= _outcomes(_posted(ballots, config), votes)
+    return votes
 
 
-def agree_again() -> None:
-    """Compare the plans that this rank has published with those that came since.
+def agreed_before(ballot: Ballot, config: Config) -> set[str]:
+    """Those of a ballot's deviations on which all ranks have agreed already, in an earlier graph like this one.
 
-    Raises:
-        DisagreementError: A rank decided differently.
+    Peers may still run that graph. A rank that can do the same, though it need not, does it.
     """
-    store = compat.default_store()
-    if store is not None and store in _ledgers:
-        _compare(store, _ledgers[store])
+    ledger = _ledger(ballot.group) if config.agree else None
+    if ledger is None:
+        return set()
+    key, store, found = _key(ledger, ballot), ledger.store, set[str]()
+    for text in ballot.deviations:
+        place = f"{key}/{_hash(_with_provenance(text, config))}/outcome"
+        with contextlib.suppress(RuntimeError, OSError):
+            if store.check([place]) and store.get(place).decode() == _ACCEPTED:
+                found.add(text)
+    return found
 
 
-def withdraw(report: Report) -> None:
-    """Say that the plans of a report will not run, since its compile ends in an error. Peers see them nevertheless."""
-    for ledger in list(_ledgers.values()):
-        for program in list(ledger.values()):
-            if program.report is report:
-                program.refuse([program.plans[-1]])
+def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[str]:
+    """Vote on graphs that came from a cache, all at once; why they cannot run as they are, a text for each deviation.
+
+    A backward that comes with its forward is not waited for: on other ranks it may be compiled only when it runs, which
+    takes this rank's forward. So it stands if all ranks know it when they know the forward, and is compiled anew
+    otherwise.
+
+    Args:
+        reports: Of the graphs.
+        config: As for `vote`.
+        joint: The graph that they were made of was not seen here either: its ballots are voted on too.
+    """
+    kept = [[one for one in report.ballots if joint or not one.joint] for report in reports]
+    with_forward = any(report.phase != "backward" for report in reports)
+    early: list[Ballot] = []
+    late: list[Ballot] = []
+    for report, ballots in zip(reports, kept, strict=True):
+        for one in ballots:
+            (late if report.phase == "backward" and with_forward and not one.joint else early).append(one)
+    votes: Votes = {(one.group, text): None for one in (*early, *late) for text in one.deviations}
+    if not config.agree:
+        return []
+    with _without_store_errors(votes):
+        first, then = _posted(early, config), _posted(late, config)
+        votes |= _outcomes(first, votes)
+        if then:
+            _wait_until_shown(early, config)
+            found = {(one.group, _plain(one.text)): one.outcome() for one in then}
+            votes |= {at: _reason(outcome or f"{_REFUSED}it is not known yet") for at, outcome in found.items()}
+    refused = [reason for reason in votes.values() if reason is not None]
+    if refused:
+        for ledger, key in _keys([*early, *late]):
+            ledger.again[key] += 1
+    return refused
 
 
-def fall_back(report: Report, config: Config, planned: Report | None) -> None:
+@contextlib.contextmanager
+def _without_store_errors(votes: Votes) -> Iterator[None]:
+    """Refuse everything where the store fails: then each rank does what needs nobody's consent."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        log.warning("asynctp: the ranks could not ask one another what they compile: %s", error)
+        reason = f"the store of the group failed: {' '.join(str(error).split())[:200]}"
+        votes.update(dict.fromkeys(votes, reason))
+
+
+def fall_back(ballots: Iterable[Ballot], votes: Votes | None, config: Config) -> None:
     """Tell the other ranks that this one runs a graph as it was, since asynctp failed on it.
 
     Args:
-        report: Of the graph as it was: nothing of it is fused.
+        ballots: One for each group that communicates in the graph.
+        votes: The outcome of what was put to the vote before; None where nothing was.
         config: The configuration.
-        planned: What the ranks were told before, and will not run; None where they were told nothing.
 
     Raises:
-        DisagreementError: Another rank fuses what this one does not.
+        DisagreementError: All ranks have agreed on something that this one cannot do.
     """
-    if planned is not None:
-        withdraw(planned)
-    agree(report, config)
+    asked = list(ballots)
+    if votes is None:
+        vote([replace(one, deviations=()) for one in asked], config)
+        return
+    groups = {one.group for one in asked if _ledger(one.group) is not None} if config.agree else set()
+    agreed = [text for (group, text), reason in votes.items() if reason is None and group in groups]
+    if agreed:
+        raise DisagreementError(
+            "asynctp: this rank runs the graph as it was, since asynctp failed on it, but all ranks have agreed to "
+            f"{'; '.join(agreed)}, and would wait for one another forever. Set agree=False or compile without asynctp"
+        )
 
 
-def _at_stake(report: Report, group: str) -> bool:
-    """False for groups that only gather parameters, or reduce what is far from matmuls: nothing changes for them."""
-    decided = any(r.group == group and r.name not in _OUT_OF_SCOPE for r in report.remarks)
-    small = any(entry.group == group for entry in report.coalesced)
-    return decided or small
+# --- the store ------------------------------------------------------------------------------------------------
+def _keys(ballots: Iterable[Ballot]) -> Iterator[tuple[_Ledger, str]]:
+    """Where the ballots of groups that can be asked are in their stores."""
+    for one in ballots:
+        if (ledger := _ledger(one.group)) is not None:
+            yield ledger, _key(ledger, one)
 
 
-def plan_of(report: Report, config: Config, group: str) -> str:
-    """What must be the same on all ranks of a group, a line for each thing.
-
-    Sizes are not part of it: ranks may compile one program for static and for dynamic sizes. Nor are names of groups,
-    as one rank's other groups are not those of its peers.
-    """
-    lines = [f"asynctp sources {sources_digest()}", f"torch {report.torch_version}"]
-    lines.append(f"registered ops {registry.digest()}")
-    lines += [f"{name}={value!r}" for name, value in config.decisive().items() if name != "groups"]
-    lines.append(f"group enrolled: {config.enrolls(group)}")
-    place = {remark.collective: index for index, remark in enumerate(report.remarks)}
-    lines += [f"collective {place[r.collective]}: {_decided(r)}" for r in report.remarks if r.group == group]
-    for entry in report.coalesced:
-        if entry.group == group:
-            members = " ".join(str(place[name]) for name in entry.collectives)
-            lines.append(f"coalesced {entry.reduce_op} {entry.dtype}: {members}")
-    return "\n".join(lines)
+def _ledger(group: str) -> _Ledger | None:
+    peers = compat.peers_of(group)
+    if peers is None:
+        return None
+    with _lock:
+        return _ledgers.setdefault(peers.group, _Ledger(peers.store, peers.rank, peers.ranks, peers.life))
 
 
-def _decided(remark: Remark) -> str:
-    """What runs in place of a collective, and what it takes along, which each rank's proof takes all ranks to have.
+def _key(ledger: _Ledger, ballot: Ballot) -> str:
+    return f"asynctp/{ledger.life}/{'joint' if ballot.joint else 'graph'}/{ballot.key}"
 
-    Why one stays is no matter: ranks may use one result in different ways.
-    """
-    if remark.outcome == "FUSED":
-        products = f"{remark.op}, products: {remark.shapes.get('matmul', '').count(' @ ')}"
-        return ", ".join([products, *remark.moved])
-    return f"{remark.kind}, {remark.name if remark.name in _ACTS else 'as it is'}"
+
+def _posted(ballots: Iterable[Ballot], config: Config) -> list[_Poll]:
+    """Tell the other ranks of this rank's deviations, and then that these are all of a graph's."""
+    polls: list[_Poll] = []
+    for one in ballots:
+        ledger = _ledger(one.group)
+        if ledger is None:
+            continue
+        key, texts = _key(ledger, one), [_with_provenance(text, config) for text in one.deviations]
+        with _lock:
+            counted = not ledger.again[key]
+            ledger.again[key] -= not counted
+            ledger.compiles[key] += counted
+            number = ledger.compiles[key]
+        found = [_Poll(ledger, one.group, key, number, text) for text in texts]
+        for poll in found:
+            _post(poll)
+        ledger.store.set(f"{key}/has/{ledger.rank}", json.dumps(texts))
+        if counted:
+            ledger.store.add(f"{key}/shown/{number}", 1)
+        polls += found
+    return polls
+
+
+def _post(poll: _Poll) -> None:
+    """Say that this rank has a deviation, once; not where it has a size that only this rank knows."""
+    with _lock:
+        if poll.place in poll.ledger.posted or LOCAL in _plain(poll.text):
+            return
+        poll.ledger.posted.add(poll.place)
+    poll.ledger.store.set(f"{poll.place}/{poll.ledger.rank}", "1")
+    poll.ledger.store.add(f"{poll.place}/votes", 1)
+
+
+def _outcomes(polls: Sequence[_Poll], votes: Votes) -> Votes:
+    """Wait until all is decided, for as long as that may take."""
+    found: Votes = {}
+    start, warned, pause, limit = time.monotonic(), False, _PAUSES_S[0], agree_seconds()
+    waiting = list(polls)
+    for poll in polls:
+        if LOCAL in _plain(poll.text):
+            found[poll.group, _plain(poll.text)] = f"it has a size that only this rank knows: {_plain(poll.text)}"
+            waiting.remove(poll)
+    while waiting:
+        for poll in list(waiting):
+            outcome = poll.outcome()
+            if outcome is not None:
+                found[poll.group, _plain(poll.text)] = _reason(outcome)
+                waiting.remove(poll)
+        passed = time.monotonic() - start
+        if not waiting:
+            break
+        if passed >= limit or (passed >= LATE_S and all(_is_late(poll) for poll in waiting)):
+            for poll in waiting:
+                found[poll.group, _plain(poll.text)] = _give_up(poll, passed)
+            break
+        if passed >= WARN_S and not warned:
+            warned = True
+            log.warning(
+                "asynctp: waits up to %g s (ASYNCTP_AGREE_S) for %s to compile a graph with the same collectives; %s",
+                *(limit, _ranks(waiting[0].missing()), "agree=False asks nobody"),
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES_S[1] * max(1, len(waiting[0].ledger.ranks) // 32))
+    return found
+
+
+def _is_late(poll: _Poll) -> bool:
+    """True when all that is missing are ranks which did not come in time before, and have not come now."""
+    missing = poll.missing() if poll.ledger.late else []
+    return bool(missing) and poll.ledger.late.issuperset(missing) and poll.absent() == missing
+
+
+def _give_up(poll: _Poll, seconds: float) -> str | None:
+    missing = poll.missing()
+    outcome = poll.too_late(seconds)
+    if outcome != _ACCEPTED and not poll.ledger.late.issuperset(missing):
+        log.warning(
+            "asynctp: %s of group %r compiled no graph like this one within %.0f s (other graph breaks, or none?). "
+            "What would change what ranks send is left out: %s. Raise ASYNCTP_AGREE_S where a rank is merely slow",
+            *(_ranks(missing), poll.group, seconds, _plain(poll.text)),
+        )
+        poll.ledger.late.update(missing)
+    return _reason(outcome)
+
+
+def _wait_until_shown(ballots: Sequence[Ballot], config: Config) -> None:
+    """Wait until every rank has compiled or found the graphs of these ballots, too."""
+    end = time.monotonic() + agree_seconds()
+    for ledger, key in _keys(ballots):
+        number = ledger.compiles[key]
+        while ledger.store.add(f"{key}/shown/{number}", 0) < len(ledger.ranks) and time.monotonic() < end:
+            time.sleep(_PAUSES_S[1])
+
+
+def _reason(outcome: str) -> str | None:
+    return None if outcome == _ACCEPTED else outcome.removeprefix(_REFUSED)
+
+
+# --- words ----------------------------------------------------------------------------------------------------
+def _plain(text: str) -> str:
+    """A deviation without the versions that it was found with."""
+    return text.rpartition(" | ")[0] or text
+
+
+def _with_provenance(text: str, config: Config) -> str:
+    return f"{text} | {_provenance(config)}"
+
+
+def _provenance(config: Config) -> str:
+    """What has to be the same besides for a text to mean the same: versions, registered ops, options."""
+    options = {name: value for name, value in config.decisive().items() if name not in _NOT_DECISIVE}
+    told = " ".join(f"{name}={value!r}" for name, value in options.items())
+    return f"asynctp {sources_digest()}, torch {torch.__version__}, ops {registry.digest()}, {told}"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    names = [*map(str, ranks[:_NAMED]), *(["..."] if len(ranks) > _NAMED else [])]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}"
 
 
 @functools.cache
@@ -179,85 +409,3 @@ def sources_digest() -> str:
     for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-# --- the store ------------------------------------------------------------------------------------------------
-def _publish(ledger: _Ledger, report: Report, config: Config, group: str, peers: compat.Peers) -> None:
-    """Put the plan into the store, unless it is there: of the program, and of any with the same collectives."""
-    text, place = plan_of(report, config, group), f"asynctp/{'.'.join(map(str, peers.ranks))}/{report.phase}"
-    for key in (f"{place}/{report.program_digest}", f"{place}/collectives/{report.collectives_digest}"):
-        with _lock:
-            program = ledger.setdefault(f"{key}/{peers.rank}", _Program(key, peers.rank, report))
-            if text in program.plans and text not in program.refused:
-                continue
-            program.plans = [*(plan for plan in program.plans if plan not in program.refused), text]
-            program.refused.clear()
-            program.report = report
-            program.behind = _compared_with(peers)
-            peers.store.set(f"{key}/{peers.rank}", json.dumps(program.plans))
-
-
-def _compared_with(peers: compat.Peers) -> set[int]:
-    """All other ranks; in a large group the two next to this one, since among neighbours every difference shows."""
-    if len(peers.ranks) <= LARGE_GROUP:
-        return set(peers.ranks) - {peers.rank}
-    place = peers.ranks.index(peers.rank)
-    return {peers.ranks[place - 1], peers.ranks[(place + 1) % len(peers.ranks)]}
-
-
-def _compare(store: Any, ledger: _Ledger) -> None:
-    """Compare the newest programs with what the other ranks have; the first lasting difference is raised."""
-    with _lock:
-        open_ones = [program for program in ledger.values() if program.behind][-_COMPARED_AGAIN:]
-    deadline = time.monotonic() + GRACE_S
-    for program in open_ones:
-        while others := _differing(store, program):
-            if time.monotonic() >= deadline:
-                refused = [own for own, _ in others.values()]
-                for same in (one for one in open_ones if one.report is program.report):
-                    same.refuse(refused)
-                raise DisagreementError(_disagreement(program, others), program.report)
-            time.sleep(_PAUSE_S)
-
-
-def _differing(store: Any, program: _Program) -> dict[int, tuple[str, str]]:
-    """For each rank that lacks a plan of this rank's and has one that this rank lacks: these two plans."""
-    others: dict[int, tuple[str, str]] = {}
-    for rank in sorted(program.behind):
-        key = f"{program.key}/{rank}"
-        theirs: list[str] = json.loads(store.get(key)) if store.check([key]) else []
-        own, foreign = (
-            [plan for plan in plans if plan not in others_plans]
-            for plans, others_plans in ((program.plans, theirs), (theirs, program.plans))
-        )
-        if not own:
-            program.behind.discard(rank)
-        elif foreign:
-            others[rank] = own[-1], foreign[-1]
-    return others
-
-
-# --- words ----------------------------------------------------------------------------------------------------
-def _disagreement(program: _Program, others: dict[int, tuple[str, str]]) -> str:
-    rank, (own, other) = next(iter(others.items()))
-    changed = difflib.unified_diff(own.splitlines(), other.splitlines(), f"rank {program.rank}", f"rank {rank}", n=0)
-    difference = [line for line in changed if not line.startswith("@@")]
-    lines = [
-        f"asynctp: the ranks of a group decided differently about {program.report.graph} ({program.report.phase}), and "
-        "would wait for one another forever, or be wrong, if they ran it. Give every rank the same program, asynctp, "
-        "torch, options and ASYNCTP_* variables, and let it use the same results (agree=False turns this check off).",
-        *("Difference:", *_indented(difference)),
-        *(f"Plan of rank {program.rank}:", *_indented(own.splitlines())),
-    ]
-    for text in dict.fromkeys(theirs for _, theirs in others.values()):
-        have = [rank for rank, (_, theirs) in others.items() if theirs == text]
-        lines += [f"Plan of {_ranks(have)}:", *_indented(text.splitlines())]
-    return "\n".join(lines)
-
-
-def _indented(lines: Sequence[str]) -> list[str]:
-    return [f"    {line.rstrip()}" for line in lines]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -21,9 +21,9 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, files, ops, pipeline, registry
-from asynctp_passes.agree import agree, agree_again, sources_digest
+from asynctp_passes.agree import sources_digest, stands
 from asynctp_passes.config import Config, ConfigError
-from asynctp_passes.errors import AsyncTPError, GroupError, StrictError
+from asynctp_passes.errors import AsyncTPError, DisagreementError, GroupError, StrictError
 from asynctp_passes.internal import FORESEEN, contained, tell
 from asynctp_passes.report import Report
 from asynctp_passes.torch_bugs import hidden_calls
@@ -107,13 +107,17 @@ class AsyncTPPass(_OwnPass):
             StrictError, ExpectError: As `Config.strict` and `Config.expect` ask, also where asynctp itself failed and
                 nothing is fused because of that. Through torch.compile they arrive as the `inner_exception` of
                 Inductor's error.
-            DisagreementError: Another rank decided differently.
+            DisagreementError: A graph that Inductor took from its cache before this one does what a rank does not, or
+                asynctp failed on a graph after all ranks had agreed on something.
             GroupError: `groups` names a process group that does not exist here.
         """
         _require_groups(self.config)
         self.ran = True
+        cached: list[Report] = []
         with contained("publish reports of cached graphs"):
-            _publish_cached(self.config, compiling=True, named=False)
+            cached = _publish_cached(self.config, compiling=True, named=False)
+        if refused := _refused(cached, self.config):
+            raise DisagreementError(f"asynctp: {_cached_in_vain(refused)}")
         before: fx.Graph | None = None
         with contained("copy the graph, to draw it"):
             before = _copy(graph) if self.config.graph_dir else None
@@ -139,7 +143,7 @@ class RegatherPass(_OwnPass):
         """Tag the gathers of a joint graph that the partitioner shall have made again in the backward.
 
         Raises:
-            DisagreementError: Another rank decided differently.
+            DisagreementError: asynctp failed on the graph after all ranks had agreed on something.
             StrictError: asynctp itself failed, and `Config.strict` is "all".
             GroupError: `groups` names a process group that does not exist here.
         """
@@ -195,15 +199,18 @@ def asynctp(
     patches = _with_pass({**compat.inductor_mode_options(mode), **patches}, ours)
     found = 0
 
-    def after_each() -> None:
+    def all_stand(whole: bool) -> bool:
         nonlocal found
+        cached: list[Report] = []
         with contained("publish reports of cached graphs"):
-            found += _publish_cached(config, compiling=False)
-        with contained("compare with the other ranks"):
-            if config.agree:
-                agree_again()
+            cached = _publish_cached(config, compiling=False)
+        found += len(cached)
+        refused = _refused(cached, config, joint=whole)
+        if refused:
+            log.warning("asynctp: compiles again without caches: %s", _cached_in_vain(refused))
+        return not refused
 
-    compiled = compat.inductor_compile(gm, example_inputs, patches, after_each)
+    compiled = compat.inductor_compile(gm, example_inputs, patches, all_stand)
     if not ours.ran and not found:
         log.info(
             "asynctp: %s was not compiled now (Inductor's cache had it, or it has no tensor code), and no report came "
@@ -286,29 +293,32 @@ def _send_with_cache_entry(report: Report) -> None:
         compat.cached_counters()[name] += 1
 
 
-def _publish_cached(config: Config | None, *, compiling: bool, named: bool = True) -> int:
-    """Publish the reports that came with cache entries since the last call, and return how many came.
-
-    The other ranks learn of them too, as of plans that this rank made: whether it compiled a graph or found it is no
-    difference.
+def _publish_cached(config: Config | None, *, compiling: bool, named: bool = True) -> list[Report]:
+    """Publish the reports that came with cache entries since the last call, and return them.
 
     Args:
         config: Names the sinks; None keeps the reports only.
         compiling: A compile may be under way whose cache entry is not made yet: leave what its pass sent.
         named: They are of the compile under way, and get its name.
-
-    Raises:
-        DisagreementError: Another rank decided differently.
     """
     replayed = [_read_counter(name) for name in _take_replayed(compiling)]
     if named and compat.compile_name() != "graph":
         replayed = [dataclasses.replace(report, graph=compat.compile_name()) for report in replayed]
     for report in replayed:
         _publish(report, config)
-    if config is not None:
-        for report in replayed:
-            agree(report, config)
-    return len(replayed)
+    return replayed
+
+
+def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False) -> list[str]:
+    """What graphs from a cache do, and a rank does not. The ranks vote on it, as on what they compile."""
+    return stands(cached, config, joint=joint) if cached else []
+
+
+def _cached_in_vain(refused: Sequence[str]) -> str:
+    return (
+        f"a graph that Inductor's cache had cannot run here, since ranks differ: {'; '.join(refused)}. Ranks that "
+        "share no cache, or find different things in it, need torch._inductor.config.force_disable_caches"
+    )
 
 
 def _read_counter(name: str) -> Report:

@@ -11,7 +11,7 @@ from torch import fx
 
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.registry import CollectiveKind
-from asynctp_passes.shapes import GatherPlacement, IndexMap, Rearrangement, ScatterPlacement, Size
+from asynctp_passes.shapes import GatherPlacement, IndexMap, Rearrangement, ScatterPlacement, Size, arranged
 
 __all__ = [
     "Along",
@@ -335,13 +335,14 @@ class ScatterChain:
     """`(matmul → view* →) sum → view* → reduce_scatter → wait`: the matmuls whose sum is scattered.
 
     Or all-reduced: then `placement` is None, since every rank gets the whole sum. `way` is the map of what is reduced,
-    from the products on. `sum_dtype` is what the products are converted to, without loss, before the ranks' sum; None
+    from the products on. `sum_dtype` is what the products are converted to, without loss, before they travel; None
     where they stay what they are. `views` lie between the matmuls and the collective, sums among them. `added` has the
     other terms of the sum: what is computed before.
 
     Where several collectives' results are summed (`summed`), the chain has the products of all, and stands for them:
     `collective` is the last that has products, `joined` has the others, and `behind` the nodes that make the sum of
-    their results. What that adds besides, `added_behind`, is added to the fused op's result.
+    their results. What that adds besides, `added_behind`, is added to the fused op's result. `crossing` has how many
+    times each collective's result counts in the sum, which multiplies what is reduced now.
     """
 
     collective: Collective
@@ -354,11 +355,12 @@ class ScatterChain:
     joined: tuple[Collective, ...] = ()
     behind: tuple[fx.Node, ...] = ()
     added_behind: tuple[Term, ...] = ()
+    crossing: tuple[tuple[fx.Node, float], ...] = ()
 
     @property
-    def sends_products(self) -> bool:
-        """True when ranks send products as they are: one of each. A sum of several terms is sent in `sum_dtype`."""
-        return self.sum_dtype is None or len(self.matmuls) + len(self.added) == 1
+    def sent(self) -> Rearrangement:
+        """How the collective takes the elements of a product, or of a rank's block of it: the order on the way."""
+        return arranged(self.way) if self.placement is None else self.placement.out
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -14,12 +14,26 @@ from asynctp_passes.chain import Candidate, GatherChain, Matmul, ScaledOptions, 
 from asynctp_passes.config import Config
 from asynctp_passes.contract import size_readers
 from asynctp_passes.cost import bytes_of, cost_of, hoist_pays
-from asynctp_passes.fxview import Sizes, describe, express, mutates, tensor_of
+from asynctp_passes.deviations import Words
+from asynctp_passes.fxview import Sizes, describe, express, mutates, tensor_of, value_of
 from asynctp_passes.read import are_one, identical, is_matmul, misfit
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import GatherPlacement, Size
 
-__all__ = ["CHECKS", "CONTRACTION_LIMIT", "Check", "Context", "is_named_for_data", "is_tensor_parallel"]
+__all__ = [
+    "CHECKS",
+    "CONTRACTION_LIMIT",
+    "Check",
+    "Context",
+    "Verdict",
+    "can_be_alone",
+    "groups_on_wire",
+    "is_named_for_data",
+    "is_tensor_parallel",
+]
+
+Verdict = Mapping[tuple[str, str], str | None]
+"""By group and text of a deviation: None where all ranks do it, otherwise why not."""
 
 _PLAIN_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _FP8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
@@ -41,6 +55,8 @@ class Context:
         unused: Collectives whose result nothing uses, where they can go (`decide.unused_collectives`).
         tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`), as far as candidates have told;
             others move parameters and their gradients.
+        words: What the graph's deviations are called.
+        verdict: What the ranks said to deviations, or None before they were asked, when all is allowed.
     """
 
     graph: fx.Graph
@@ -49,6 +65,14 @@ class Context:
     segments: dict[fx.Node, int]
     unused: frozenset[fx.Node]
     tensor_parallel: frozenset[str] = frozenset()
+    words: Words = field(default_factory=lambda: Words(()))
+    verdict: Verdict | None = None
+
+    def refused(self, group: str, text: str) -> str | None:
+        """Why a deviation may not be done; None for one that all ranks of the group do, or before they were asked."""
+        if self.verdict is None:
+            return None
+        return self.verdict.get((group, text), f"{text}: it became possible only when others were refused")
 
 
 Check = Callable[[Candidate, Context], Refusal | None]
@@ -81,6 +105,32 @@ def group_enrolled(candidate: Candidate, context: Context) -> Refusal | None:
             return Refusal(reasons.WEIGHT_GATHER if gather else reasons.WEIGHT_GRADIENT, _evidence(candidate, key))
         return Refusal(reasons.DATA_PARALLEL_GROUP, _shown(candidate, key)) if is_named_for_data(candidate) else None
     return None if key in groups else Refusal(reasons.GROUP_NOT_ENROLLED, f"group {key} of {', '.join(groups)}")
+
+
+def groups_on_wire(candidates: Sequence[Candidate], config: Config) -> frozenset[str]:
+    """The groups whose collectives are asynctp's, those without a matmul too: what one rank multiplies another may not.
+
+    With `groups="auto"` these are all but those that only data parallelism is known of.
+    """
+    seen = dict.fromkeys(one.collective.group_key for one in candidates)
+    if config.groups != "auto":
+        return frozenset(group for group in seen if group in config.groups)
+    data = {one.collective.group_key for one in candidates if one.weights or is_named_for_data(one)}
+    tensor = {one.collective.group_key for one in candidates if is_tensor_parallel(one)}
+    return frozenset(seen) - (data - tensor)
+
+
+def can_be_alone(candidate: Candidate) -> bool:
+    """True for a gather or sum that asynctp's ops without a matmul stand for."""
+    collective, value = candidate.collective, tensor_of(candidate.collective.node)
+    reduces = collective.kind in ("reduce_scatter", "all_reduce")
+    if value is None or collective.group_size == 1 or not (reduces or collective.kind == "all_gather"):
+        return False
+    if mutates(collective.node) or tensor_of(collective.input) is None or (value.dim() == 0 and not reduces):
+        return False
+    static = all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+    known = compat.is_contiguous(value) or static
+    return known and (not reduces or collective.reduce_op in ("sum", "avg")) and collective.kind != "other"
 
 
 _DATA_PARALLEL = frozenset({"dp", "ddp", "fsdp", "hsdp", "data", "replicate"})
@@ -245,8 +295,11 @@ def _placed_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]
     nodes = (chain.collective.node, *(matmul.node for matmul in chain.matmuls), *others, *chain.inputs)
     tensors = [tensor_of(node) for node in nodes]
     known = [sizes.of(tensor) for tensor in tensors if tensor is not None]
-    if place is None:
-        return [size for shape in known[1:] for size in shape] if any(len(shape) != 2 for shape in known[1:]) else []
+    if isinstance(chain, ScatterChain) and place is None:
+        rows = None if chain.sent.is_reshape else chain.sent.of_rows(known[1][-1])
+        plain = rows is None and all(len(shape) == 2 for shape in known[1:])
+        return [] if plain else [*(size for shape in known[1:] for size in shape), *(rows.sizes if rows else ())]
+    assert place is not None
     way = place.shard if isinstance(place, GatherPlacement) else place.out
     beside: list[GatherPlacement | None] = []
     if isinstance(chain, GatherChain):
@@ -269,6 +322,20 @@ def _hoisted_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size
         *(size for apart in hoist.apart for size in (apart.outer, apart.inner)),
         *(size for whole in wholes if whole is not None for size in sizes.of(whole)),
     ]
+
+
+def sent_as_it_is(candidate: Candidate, context: Context) -> Refusal | None:
+    """Ranks send what the collective sends, in its order: what a rank does around it is its own affair."""
+    chain = candidate.chain
+    if chain is None or (isinstance(chain, GatherChain) and chain.hoist is not None):
+        return None
+    way = chain.placement.shard if isinstance(chain, GatherChain) else chain.sent
+    place, columns = chain.placement, context.sizes.of(value_of(chain.matmuls[0].node))[-1]
+    tall = any(matmul.scaled is not None and matmul.scaled.of_a.rows > 1 for matmul in chain.matmuls)
+    if way.is_reshape or (way.of_rows(columns if place is None else place.width) is not None and not tall):
+        return None
+    sizes = ", ".join(map(str, way.sizes))
+    return Refusal(reasons.SENT_REARRANGED, f"[{sizes}] taken in the order {list(way.order)}")
 
 
 def above_threshold(candidate: Candidate, context: Context) -> Refusal | None:
@@ -294,6 +361,15 @@ def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
     return Refusal(reasons.MOVES_MORE, facts + (f", behind a gather of each rank's {needed}" if needed else ""))
 
 
+def ranks_alike(candidate: Candidate, context: Context) -> Refusal | None:
+    """What changes what a rank sends is done on all ranks of the group, or on none."""
+    group = candidate.collective.group_key
+    for text in context.words.of_chain(candidate.chain) if context.verdict is not None else ():
+        if (facts := context.refused(group, text)) is not None:
+            return Refusal(reasons.RANKS_DIFFER, facts)
+    return None
+
+
 CHECKS: tuple[Check, ...] = (
     result_used,
     group_has_several_ranks,
@@ -308,9 +384,11 @@ CHECKS: tuple[Check, ...] = (
     dtype_supported,
     scales_supported,
     blocks_of_rows_whole,
+    sent_as_it_is,
     sizes_expressible,
     above_threshold,
     hoist_worthwhile,
+    ranks_alike,
 )
 
 

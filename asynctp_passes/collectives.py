@@ -1,9 +1,11 @@
-"""All-gather and reduce-scatter that leave the GPU's SMs to compute, for collectives that no matmul can swallow.
+"""Collectives without a matmul, by the same means as those with one: they leave the GPU's SMs to compute.
 
-    asynctp::all_gather, asynctp::reduce_scatter, asynctp::wait
+    asynctp::all_gather, asynctp::reduce_scatter, asynctp::all_reduce, asynctp::wait
 
-They have the contract of `_c10d_functional.all_gather_into_tensor` and `reduce_scatter_tensor`: along dim 0, and
-asynchronous, so that the result must go through `_c10d_functional.wait_tensor` before it is read. The input is copied
+A group whose matmuls' collectives are fused has these for its others too: one rank may multiply what it gathers, and
+another one may not. They have the contract of `_c10d_functional.all_gather_into_tensor`, `reduce_scatter_tensor` and
+`all_reduce`: along dim 0, and asynchronous, so that the result must go through `_c10d_functional.wait_tensor` before it
+is read. The input is copied
 first: Inductor, which does not know these ops, may write to its memory as soon as they return. On CUDA copy engines
 move the data (`asynctp_kernels.cuda.collectives`): `all_keep`, the same on all ranks, tells that no rank's call only
 multiplies what it gathers, and keeps none of it. Elsewhere, and where the GPUs cannot share memory, these are the
@@ -25,11 +27,12 @@ from torch import Tensor
 
 from asynctp_passes import compat, ops, reference
 
-__all__ = ["OPS", "all_gather", "reduce_scatter"]
+__all__ = ["OPS", "all_gather", "all_reduce", "reduce_scatter"]
 
 OPS = {
     "all_gather": "(Tensor shard, int group_size, Any group_name, *, bool copy=True, bool all_keep=True) -> Tensor",
     "reduce_scatter": "(Tensor whole, str reduce_op, int group_size, Any group_name, *, bool copy=True) -> Tensor",
+    "all_reduce": "(Tensor input, str reduce_op, Any group_name) -> Tensor",
     "wait": "(Tensor(a) result, Tensor source) -> Tensor(a)",
 }
 
@@ -76,6 +79,25 @@ def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_n
     return shard
 
 
+def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any) -> Tensor:
+    def check() -> None:
+        reference.group_and_size(group_name)
+        _check_reduction("all_reduce", reduce_op)
+
+    cuda = ops.overlapped(tensor)
+    if (run := getattr(cuda, "run_bulk_all_reduce", None)) is not None:
+        found: Tensor | None = run(tensor, reduce_op, compat.process_group(group_name), check)
+        if found is not None:
+            return found
+    check()
+    if tensor.device.type == "cpu" and reduce_op == "avg":  # gloo has no average: complete, then divided
+        return reference.all_reduce(tensor.contiguous(), reduce_op, group_name)
+    total: Tensor = torch.ops._c10d_functional.all_reduce(
+        tensor.contiguous(), reduce_op, compat.group_name_of(group_name)
+    )
+    return total
+
+
 def _real_wait(result: Tensor, source: Tensor) -> Tensor:
     with compat.below_autograd():
         done: Tensor = torch.ops._c10d_functional.wait_tensor.default(result)
@@ -92,11 +114,15 @@ def _check_dims(op: str, tensor: Tensor) -> None:
         raise ValueError(f"asynctp {op}: a tensor without dimensions cannot be split over ranks; unsqueeze(0) it first")
 
 
-def _check_scatter(whole: Tensor, reduce_op: str, group_size: int) -> None:
+def _check_reduction(op: str, reduce_op: str) -> None:
     if reduce_op not in reference.REDUCE_OPS:
         raise ValueError(
-            f"asynctp reduce_scatter: reduce_op={reduce_op!r} is not valid; it must be one of {reference.REDUCE_OPS}"
+            f"asynctp {op}: reduce_op={reduce_op!r} is not valid; it must be one of {reference.REDUCE_OPS}"
         )
+
+
+def _check_scatter(whole: Tensor, reduce_op: str, group_size: int) -> None:
+    _check_reduction("reduce_scatter", reduce_op)
     if whole.shape[0] % group_size:
         raise ValueError(
             f"asynctp reduce_scatter: {whole.shape[0]} rows do not divide by {group_size} ranks; pad dim 0"
@@ -114,13 +140,17 @@ def _fake_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_n
     return whole.new_empty((whole.shape[0] // group_size, *whole.shape[1:]))
 
 
+def _fake_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any) -> Tensor:
+    return tensor.new_empty(tensor.shape)
+
+
 def _fake_wait(result: Tensor, source: Tensor) -> Tensor:
     return result.view_as(result)
 
 
 def _no_gradient(ctx: Any, *grads: Any) -> None:
     raise NotImplementedError(
-        "asynctp: all_gather and reduce_scatter have no gradient, as the functional collectives that they stand for; "
+        "asynctp: the collectives have no gradient, as the functional ones that they stand for; "
         "use torch.distributed.tensor, or torch.distributed._functional_collectives' autograd forms"
     )
 
@@ -133,6 +163,7 @@ def _register() -> Any:
         library.define(name + schema)
     ops.register(library, "all_gather", _real_all_gather, _fake_all_gather, _no_gradient)
     ops.register(library, "reduce_scatter", _real_reduce_scatter, _fake_reduce_scatter, _no_gradient)
+    ops.register(library, "all_reduce", _real_all_reduce, _fake_all_reduce, _no_gradient)
     for key in ("CPU", "CUDA"):  # an alias of what has no gradient
         library.impl("wait", _real_wait, key)
     torch.library.register_fake("asynctp::wait", _fake_wait, lib=library)
@@ -180,3 +211,22 @@ def reduce_scatter(whole: Tensor, *, group: Any, reduce_op: str = "sum") -> Tens
     name, size = reference.group_and_size(group)
     block: Tensor = torch.ops.asynctp.reduce_scatter(whole, reduce_op, size, name)
     return block
+
+
+def all_reduce(tensor: Tensor, *, group: Any, reduce_op: str = "sum") -> Tensor:
+    """The ranks' sum or average, while the SMs compute. Asynchronous: see the module.
+
+    Args:
+        tensor: Of the same shape on all ranks.
+        group: As for `all_gather`.
+        reduce_op: "sum" or "avg".
+
+    Returns:
+        A contiguous tensor, to be completed by `torch.ops._c10d_functional.wait_tensor`.
+
+    Raises:
+        ValueError: Another reduction, or a group that does not exist.
+    """
+    name, _ = reference.group_and_size(group)
+    total: Tensor = torch.ops.asynctp.all_reduce(tensor, reduce_op, name)
+    return total

@@ -7,6 +7,7 @@ import functools
 import itertools
 import operator
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -286,7 +287,7 @@ def has_folded_output_scale(node: fx.Node) -> bool:
 
 
 def inductor_compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], after_each: Callable[[], None]
+    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], stands: Callable[[bool], bool]
 ) -> Callable[..., Any]:
     """Compile a graph with Inductor under configuration patches (the backward graph too, which may come later).
 
@@ -294,18 +295,31 @@ def inductor_compile(
         gm: What dynamo captured.
         example_inputs: Its inputs.
         patches: Inductor options.
-        after_each: Called after each graph that Inductor compiled or found in its cache, and at the end.
+        stands: Called after each graph that Inductor compiled or found in its cache, with False, and at the end, when
+            a whole program may have come from AOTAutograd's cache, with True. What does not stand is compiled again,
+            without caches.
     """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def compile_one(*args: Any, **kwargs: Any) -> Any:
         compiled = compile_fx_inner(*args, **kwargs)
-        after_each()
+        if stands(False):
+            return compiled
+        with config.patch(_NO_CACHES):
+            compiled = compile_fx_inner(*args, **kwargs)
+        stands(False)
         return compiled
 
-    compiled = compile_fx(gm, list(example_inputs), inner_compile=compile_one, config_patches=patches)
-    after_each()
+    inputs = list(example_inputs)
+    compiled = compile_fx(gm, inputs, inner_compile=compile_one, config_patches=patches)
+    if not stands(True):
+        compiled = compile_fx(gm, inputs, inner_compile=compile_one, config_patches={**patches, **_NO_CACHES})
+        stands(True)
     return compiled  # type: ignore[return-value]
+
+
+_NO_CACHES = {"force_disable_caches": True}
 
 
 def is_of_backward(node: fx.Node) -> bool:
@@ -552,11 +566,17 @@ def process_group_names() -> set[str]:
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks of a process group, this one's among them (both in the default group's numbers), and their store."""
+    """The ranks of a process group, this one's among them (both in the default group's numbers), and their store.
+
+    `group` is the group itself, and `life` tells groups apart that were made with the same store one after the other:
+    torchrun keeps one store for all of them.
+    """
 
     rank: int
     ranks: tuple[int, ...]
     store: Any
+    group: Any = None
+    life: int = 0
 
 
 def peers_of(name: str) -> Peers | None:
@@ -570,9 +590,16 @@ def peers_of(name: str) -> Peers | None:
     rank, ranks = torch.distributed.get_rank(), tuple(torch.distributed.get_process_group_ranks(group))
     if len(ranks) == 1 or rank not in ranks or torch.distributed.get_backend(group) == "fake":
         return None
-    return Peers(rank, ranks, default_store())
+    return Peers(rank, ranks, _c10d()._get_process_group_store(group), group, _life_of(name, group))
 
 
-def default_store() -> Any:
-    """The key-value store of the default process group; None without one."""
-    return _c10d()._get_default_store() if process_group_names() else None
+_made: Counter[str] = Counter()
+_lives: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _life_of(name: str, group: Any) -> int:
+    """How many groups of this name have been asked for, this one included: the same on ranks that compile alike."""
+    if group not in _lives:
+        _made[name] += 1
+        _lives[group] = _made[name]
+    return _lives[group]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Mapping
@@ -12,7 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["RUNTIME_VARIABLES", "Config", "ConfigError", "can_be_written", "cpu_implementation", "write_whole"]
+__all__ = [
+    "RUNTIME_VARIABLES",
+    "Config",
+    "ConfigError",
+    "agree_seconds",
+    "can_be_written",
+    "cpu_implementation",
+    "write_whole",
+]
 
 Strict = Literal["off", "zero", "all"]
 Regather = Literal["auto", "always", "never"]
@@ -28,6 +37,7 @@ RUNTIME_VARIABLES = {
     "or interpreted (the Triton kernels under TRITON_INTERPRET=1: slow, for tests)",
     "cuda_implementation": "what the fused ops run on CUDA tensors: auto (the fastest; default), fused, decomposed, "
     "direct or unfused; one that cannot run a call raises",
+    "agree_s": "seconds that a compile waits for the other ranks of a group to decide alike (default: 30)",
     "timeout_s": "seconds after which a wait for a peer gives up with an error (default: 60 on CPU, no bound on CUDA)",
     "recorded_calls": "how many calls of a group are kept recorded as CUDA graphs (default: 4096; 0: none)",
     "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads",
@@ -58,7 +68,8 @@ class Config:
         regather: Whether gathers of the forward are made again in the backward, instead of keeping what was gathered:
             `"always"`, `"never"`, or, by default (`"auto"`), in graphs where products hide them. Where activation
             checkpointing has its say about a gather, that holds.
-        agree: Compare what the ranks of a group decide when they compile; a difference raises `DisagreementError`.
+        agree: Ask the other ranks, when compiling, whether they do alike what changes what is sent; what one does not
+            do is left out on all. Without it all is done unasked: then every rank has to run the same program.
         log: Log an entry per collective (MISSED as warning, the others as info).
         trace: Emit each report as a structured-trace artifact, which tlparse shows.
         report_file: Append each report to this file as one line of JSON; None writes none.
@@ -201,6 +212,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         name = key[len(_ENVIRONMENT_PREFIX) :].lower()
         if name in RUNTIME_VARIABLES:
+            if name == "agree_s":
+                agree_seconds(environ)
             continue
         known = (*Config.field_names(), *RUNTIME_VARIABLES)
         _require(name in known, "environment variable", key, f"{_ENVIRONMENT_PREFIX} and one of {known}")
@@ -222,6 +235,22 @@ def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:
     value = (os.environ if environ is None else environ).get(key, "reference")
     _require(value in _CPU_IMPLEMENTATIONS, key, value, f"one of {_CPU_IMPLEMENTATIONS}")
     return value
+
+
+def agree_seconds(environ: Mapping[str, str] | None = None) -> float:
+    """Seconds that a compile waits for other ranks, from `ASYNCTP_AGREE_S`.
+
+    Raises:
+        ConfigError: The variable is no finite number of seconds.
+    """
+    key = f"{_ENVIRONMENT_PREFIX}AGREE_S"
+    text = (os.environ if environ is None else environ).get(key, "30")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    _require(0 <= seconds < math.inf, key, text, "a number of seconds, 0 or more")
+    return seconds
 
 
 def _parse(key: str, name: str, text: str) -> Any:

@@ -142,13 +142,10 @@ def cost_of(chain: GatherChain | ScatterChain) -> Cost:
     own = bytes_of(chain.collective.input if isinstance(chain, GatherChain) else chain.collective.node)
     if own is None or not ranks:
         return replace(computed, comm_bytes=None)
-    sent = own
-    if isinstance(chain, ScatterChain) and chain.sum_dtype is not None and chain.sends_products:
-        sent = own // chain.sum_dtype.itemsize * _itemsize(chain.matmuls[0].node)
     if chain.collective.kind == "all_reduce":
         half = own * (ranks - 1) // ranks
-        return replace(computed, comm_bytes=sent * (ranks - 1) // ranks + half, exposed_bytes=half)
-    return replace(computed, comm_bytes=sent * (ranks - 1))
+        return replace(computed, comm_bytes=2 * half, exposed_bytes=half)
+    return replace(computed, comm_bytes=own * (ranks - 1))
 
 
 def received_bytes(whole: fx.Node, ranks: int) -> int | None:

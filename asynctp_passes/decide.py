@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.chain import Candidate, Collective, Decision
-from asynctp_passes.checks import CHECKS, Context, is_tensor_parallel
+from asynctp_passes.checks import CHECKS, Context, Verdict, is_tensor_parallel
 from asynctp_passes.config import Config
+from asynctp_passes.deviations import Words
 from asynctp_passes.find import find
 from asynctp_passes.fxview import Sizes, acts, mutates, op_name, phase_of, reachable, segments, tangents_of
 from asynctp_passes.read import read_collectives
@@ -19,12 +20,19 @@ from asynctp_passes.reasons import Refusal
 __all__ = ["allowed", "decide", "decide_graph", "unused_collectives"]
 
 
-def decide_graph(graph: fx.Graph, config: Config) -> tuple[list[Decision], Context]:
-    """One decision per collective of a graph, in order, and what they were made with."""
+def decide_graph(graph: fx.Graph, config: Config, verdict: Verdict | None = None) -> tuple[list[Decision], Context]:
+    """One decision per collective of a graph, in order, and what they were made with.
+
+    Args:
+        graph: The graph.
+        config: The configuration.
+        verdict: What the ranks said to the deviations that the decisions without it have.
+    """
     collectives = read_collectives(graph)
     sizes = Sizes(graph, (collective.group_size for collective in collectives))
     unused = unused_collectives(graph, collectives, config)
-    context = Context(graph, sizes, config, segments(graph), unused)
+    context = Context(graph, sizes, config, segments(graph), unused, words=Words(collectives), verdict=verdict)
+    context = replace(context, unused=_dropped_everywhere(collectives, context))
     candidates = find(graph, collectives, context.sizes, lambda candidate: allowed(candidate, context))
     return decide(candidates, context), context
 
@@ -43,8 +51,28 @@ def unused_collectives(graph: fx.Graph, collectives: Sequence[Collective], confi
     of_gradients = reachable(tangents_of(graph), lambda node: node.users)
     ours = {one.node: one for one in left if _can_go(one, config) and one.node not in of_gradients}
     waits = {wait for one in ours.values() for wait in one.waits}
-    others = (node for node in graph.nodes if node not in ours and node not in waits and acts(node))
-    return frozenset(ours) - reachable(others)
+    others = [node for node in graph.nodes if node not in ours and node not in waits and acts(node)]
+    gone = frozenset(ours) - reachable(others)
+    return frozenset(node for node in gone if _serves_own_group(ours[node], ours))
+
+
+def _serves_own_group(collective: Collective, unused: Mapping[fx.Node, Collective]) -> bool:
+    """True where all unused collectives that need this one are of its group: its ranks decide on all of them at once.
+
+    Others have ranks that may decide otherwise, and the collective would be needed.
+    """
+    after = reachable([collective.node], lambda node: node.users)
+    return all(unused[node].group_key == collective.group_key for node in after if node in unused)
+
+
+def _dropped_everywhere(collectives: Sequence[Collective], context: Context) -> frozenset[fx.Node]:
+    """Those of the unused collectives that all ranks of their group leave out."""
+    groups: dict[str, list[Collective]] = {}
+    for one in collectives:
+        if one.node in context.unused:
+            groups.setdefault(one.group_key, []).append(one)
+    gone = (found for group, found in groups.items() if not context.refused(group, context.words.of_dropped(found)))
+    return frozenset(one.node for found in gone for one in found)
 
 
 def _can_go(collective: Collective, config: Config) -> bool:

@@ -185,7 +185,8 @@ def _with_chains(
         free = [one for one in products if one.matmul.node not in wanted] or products
         for chain in chains_of(region, free):
             joined = _joined(scene, chain)
-            yield _candidate(scene, joined, _left_out(scene, joined, all_products, missed))
+            for one in (chain,) if joined is chain else (joined, chain):
+                yield _candidate(scene, one, _left_out(scene, one, all_products, missed))
 
 
 def _in_rows(products: Iterable[Product]) -> list[Product]:
@@ -266,9 +267,10 @@ def _informative(miss: _Miss) -> int:
 
 def _joined(scene: Scene, chain: GatherChain) -> GatherChain:
     """The chain with a gather of scales that its op can take in: what is hoisted has its own from the same gather."""
-    if chain.hoist is not None or chain.placement.axis != "rows" or chain.matmuls[0].scaled is None:
+    place, scaled = chain.placement, chain.matmuls[0].scaled
+    if chain.hoist is not None or place.axis != "rows" or scaled is None:
         return chain
-    return _with_scales(scene, chain, chain.matmuls[0].scaled) or _with_numbers_along(scene, chain) or chain
+    return _with_scales(scene, chain, scaled) or _with_numbers_along(scene, chain) or chain
 
 
 def _with_scales(scene: Scene, chain: GatherChain, scaled: ScaledOptions) -> GatherChain | None:

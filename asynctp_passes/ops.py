@@ -44,6 +44,7 @@ __all__ = [
     "implementation",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "on_wire",
     "refresh",
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
@@ -109,6 +110,11 @@ def implementation(device_type: str) -> str:
     if device_type == "cpu":
         return "interpreted" if _cpu_implementation() == "interpreted" else "unfused"
     raise ValueError(f"asynctp: device_type={device_type!r} is not valid; it must be 'cuda' or 'cpu'")
+
+
+def on_wire(device_type: str) -> bool:
+    """Whether a group's collectives are to go by asynctp's own transport, all of them, or may be torch's."""
+    return device_type == "cuda" or (device_type == "cpu" and implementation("cpu") != "unfused")
 
 
 def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: int) -> str:

@@ -1,17 +1,19 @@
-"""The order of the steps: find, decide, report, agree, raise if strict, and only then rewrite."""
+"""The order of the steps: find, decide, vote with the other ranks, report, raise if strict, and only then rewrite."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from asynctp_passes import compat, cost, internal, ops, reasons, toposort, torch_bugs
-from asynctp_passes.agree import agree, fall_back, withdraw
+from asynctp_passes.agree import Votes, agreed_before, fall_back, vote
 from asynctp_passes.chain import (
     Bundle,
     Candidate,
@@ -20,18 +22,18 @@ from asynctp_passes.chain import (
     GatherChain,
     Hoist,
     ScatterChain,
-    Step,
     Term,
     fused_chains,
 )
+from asynctp_passes.checks import Context, can_be_alone, groups_on_wire
 from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
 from asynctp_passes.decide import decide_graph
+from asynctp_passes.deviations import communicated
 from asynctp_passes.errors import AsyncTPError, raise_if_strict
 from asynctp_passes.fxview import (
     describe,
     module_of,
-    op_name,
     phase_of,
     plain,
     source_of,
@@ -42,16 +44,20 @@ from asynctp_passes.fxview import (
 from asynctp_passes.hide import hide
 from asynctp_passes.read import called_name, is_matmul, read_collectives
 from asynctp_passes.reasons import RESULT_DROPPED, Refusal
-from asynctp_passes.regather import Again, again
-from asynctp_passes.report import Coalesced, Remark, Report
+from asynctp_passes.regather import again
+from asynctp_passes.report import Ballot, Coalesced, Remark, Report
 from asynctp_passes.rewrite import rewrite, store
 from asynctp_passes.scales import scales_to_store
-from asynctp_passes.views import is_conversion, is_view
 
 __all__ = ["REGATHERED", "run", "run_joint"]
 
+log = logging.getLogger(__name__)
+
 REGATHERED = "asynctp_regathered"
 """Of a gather that the backward makes again, in its `meta`: the bytes that were gathered, 0 where that is symbolic."""
+
+_AGREED = "asynctp_agreed"
+"""Of such a gather, in its `meta`: the ballot on which the ranks agreed to make it again."""
 
 _LIKE_WEIGHTS = (
     "it looks like a weight's gradient, as FSDP reduces them, and is taken for tensor parallelism, since its group "
@@ -79,7 +85,7 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
         The report. No process group need exist: sizes of groups are read from the graph.
 
     Raises:
-        DisagreementError: Another rank decided differently about this program; the graph is untouched.
+        DisagreementError: asynctp failed on the graph after all ranks had agreed on something; the graph is untouched.
         StrictError: Chains were missed, or asynctp itself failed, and `config.strict` forbids it; the graph is
             untouched.
         ExpectError: Fewer chains can be fused than `config.expect`; the graph is untouched.
@@ -94,24 +100,23 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
 
 
 def _fuse(graph: fx.Graph, config: Config, attempt: _Attempt) -> Report:
-    if not read_collectives(graph):
-        return _report(graph, [], [], config)
-    toposort.sort(graph)
-    found, context = decide_graph(graph, config)
-    decisions = hide(graph, found)
-    bundles = coalesce(decisions, context)
-    report = _report(graph, decisions, bundles, config)
-    attempt.planned = report
-    agree(report, config)
-    try:
-        raise_if_strict(report, config)
-    except AsyncTPError:
-        withdraw(report)
-        raise
+    if read_collectives(graph):
+        toposort.sort(graph)
+    plan = _planned(graph, config)
+    attempt.ballots = _ballots(plan)
+    attempt.votes = vote(attempt.ballots, config)
+    left_out = {at: reason for at, reason in attempt.votes.items() if reason is not None}
+    if left_out:
+        plan = _planned(graph, config, attempt.votes)
+    report = _report(graph, plan, config, left_out)
+    raise_if_strict(report, config)
+    if not plan.decisions:
+        return report
+    decisions, context = plan.decisions, plan.context
     chains = fused_chains(decisions)
+    kept = frozenset(gather.node for gather in plan.kept)
     hidden = [decision for decision in decisions if decision.behind]
-    dropped = [one.candidate.collective for one in decisions if one.refusal and one.refusal.reason is RESULT_DROPPED]
-    calls = rewrite(graph, chains, context.sizes, hidden, bundles, dropped)
+    calls = rewrite(graph, chains, context.sizes, hidden, plan.bundles, plan.dropped, plan.alone, plan.wire, kept)
     if chains and config.store_scales:
         store(graph, scales_to_store(graph))
     remarks = tuple(_with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)
@@ -137,7 +142,7 @@ def run_joint(graph: fx.Graph, config: Config) -> Report | None:
         A report where asynctp itself failed, which left the graph as it was; else None: both graphs get reports.
 
     Raises:
-        DisagreementError: Another rank decided differently about this program; the graph is untouched.
+        DisagreementError: asynctp failed on the graph after all ranks had agreed on something; the graph is untouched.
         StrictError: asynctp itself failed, and `config.strict` forbids it; the graph is untouched.
     """
     attempt = _Attempt(graph, config, "joint")
@@ -151,14 +156,133 @@ def run_joint(graph: fx.Graph, config: Config) -> Report | None:
 
 
 def _tag(graph: fx.Graph, config: Config, attempt: _Attempt) -> None:
-    decisions, _ = decide_graph(graph, config)
+    decisions, context = decide_graph(graph, config)
     found = again(graph, decisions, config.regather)
-    attempt.planned = _joint_report(graph, found, [one.candidate.collective for one in decisions], config)
-    agree(attempt.planned, config)
-    for one in found:
-        if one.chosen:
+    chosen = [one for one in found if one.chosen]
+    texts: dict[str, list[str]] = {}
+    for one in chosen:
+        texts.setdefault(one.gather.group_key, []).append(context.words.of_again(one.gather))
+    keys = communicated(one.candidate.collective for one in decisions)
+    ballots = {group: Ballot(group, key, tuple(texts.get(group, ())), joint=True) for group, key in keys.items()}
+    attempt.ballots = list(ballots.values())
+    votes = attempt.votes = vote(attempt.ballots, config)
+    for one in chosen:
+        group, text = one.gather.group_key, context.words.of_again(one.gather)
+        if votes[group, text] is None:
             compat.recompute_in_backward(one.nodes)
             one.gather.node.meta[REGATHERED] = one.bytes or 0
+            one.gather.node.meta[_AGREED] = Ballot(group, ballots[group].key, (text,), joint=True)
+        else:
+            log.warning("asynctp: %s is left out, since a rank does not do it: %s", text, votes[group, text])
+
+
+# --- the plan ---------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is to be done to a graph, and what was known when that was decided."""
+
+    decisions: list[Decision]
+    context: Context
+    bundles: list[Bundle]
+    followed: frozenset[fx.Node] = frozenset()
+
+    @functools.cached_property
+    def wire(self) -> frozenset[str]:
+        """The groups whose collectives all go by asynctp's own transport."""
+        return groups_on_wire([one.candidate for one in self.decisions], self.context.config)
+
+    @property
+    def alone(self) -> list[Collective]:
+        """The collectives without a matmul that go by it, but for those that run beside products."""
+        taken = {member.node for bundle in self.bundles for member in bundle.members}
+        return [
+            one.candidate.collective
+            for one in self.decisions
+            if one.refusal is not None and not one.behind and one.refusal.reason is not RESULT_DROPPED
+            if one.candidate.collective.node not in taken and self._is_on_wire(one.candidate)
+        ]
+
+    def _is_on_wire(self, candidate: Candidate) -> bool:
+        own = candidate.collective.group_key in self.wire and can_be_alone(candidate)
+        return own and _on_wire(candidate.collective)
+
+    @property
+    def fused_gathers(self) -> list[GatherChain]:
+        """The chains of gathers that are fused."""
+        return [chain for chain in fused_chains(self.decisions) if isinstance(chain, GatherChain)]
+
+    @property
+    def kept(self) -> list[Collective]:
+        """The gathers that go by it whose result this rank keeps, of fused chains too, or its peers do (`followed`)."""
+        found = [one.collective for one in self.fused_gathers if one.returned is not None]
+        found += [one.collective for one in self.fused_gathers if one.collective.node in self.followed]
+        found += [one for one in self.alone if one.kind == "all_gather"]
+        found += [one.candidate.collective for one in self.decisions if one.behind]
+        found = [one for one in found if one.kind == "all_gather" and _on_wire(one)]
+        refused = self.context.refused
+        return [one for one in found if refused(one.group_key, self.context.words.of_kept(one)) is None]
+
+    @property
+    def dropped(self) -> list[Collective]:
+        """The collectives that are not made, since nothing uses them."""
+        refused = ((one.candidate.collective, one.refusal) for one in self.decisions)
+        return [collective for collective, refusal in refused if refusal and refusal.reason is RESULT_DROPPED]
+
+
+def _on_wire(collective: Collective) -> bool:
+    value = tensor_of(collective.node)
+    return value is not None and ops.on_wire(value.device.type)
+
+
+def _planned(graph: fx.Graph, config: Config, votes: Votes | None = None) -> _Plan:
+    """What is to be done; of what changes what ranks send, only that for which they voted, once they did."""
+    found, context = decide_graph(graph, config, votes)
+    decisions = hide(graph, found)
+    bundles = coalesce(decisions, context)
+    told = ((bundle, context.words.of_bundle(bundle)) for bundle in bundles)
+    alike = [bundle for bundle, text in told if context.refused(bundle.collective.group_key, text) is None]
+    return _following(_Plan(decisions, context, alike), config)
+
+
+def _following(plan: _Plan, config: Config) -> _Plan:
+    """The plan with the gathers kept that all ranks have agreed to keep before: peers may still run that graph."""
+    words, keys = plan.context.words, communicated(one.candidate.collective for one in plan.decisions)
+    asked: dict[str, dict[str, fx.Node]] = {}
+    for chain in plan.fused_gathers:
+        gather = chain.collective
+        if chain.returned is None and _on_wire(gather):
+            asked.setdefault(gather.group_key, {})[words.of_kept(gather)] = gather.node
+    followed = [
+        nodes[text]
+        for group, nodes in asked.items()
+        for text in agreed_before(Ballot(group, keys[group], tuple(nodes)), config)
+    ]
+    return dataclasses.replace(plan, followed=frozenset(followed))
+
+
+def _ballots(plan: _Plan) -> list[Ballot]:
+    """For each group that communicates in a graph what changes what its ranks send, or nothing."""
+    words = plan.context.words
+    texts: dict[str, list[str]] = {}
+    for chain in fused_chains(plan.decisions):
+        texts.setdefault(chain.collective.group_key, []).extend(words.of_chain(chain))
+    for bundle in plan.bundles:
+        texts.setdefault(bundle.collective.group_key, []).append(words.of_bundle(bundle))
+    for gather in plan.kept:
+        texts.setdefault(gather.group_key, []).append(words.of_kept(gather))
+    dropped: dict[str, list[Collective]] = {}
+    for collective in plan.dropped:
+        dropped.setdefault(collective.group_key, []).append(collective)
+    for group, members in dropped.items():
+        texts.setdefault(group, []).append(words.of_dropped(members))
+    keys = communicated(one.candidate.collective for one in plan.decisions)
+    return [Ballot(group, key, tuple(texts.get(group, ()))) for group, key in keys.items()]
+
+
+def _agreed_before(decisions: Sequence[Decision]) -> list[Ballot]:
+    """What the ranks agreed on about gathers of this graph when it was one with its forward."""
+    nodes = (one.candidate.collective.node for one in decisions)
+    return [node.meta[_AGREED] for node in nodes if _AGREED in node.meta]
 
 
 # --- errors that nobody foresaw -------------------------------------------------------------------------------
@@ -166,11 +290,13 @@ class _Attempt:
     """Leaves a graph exactly as it was where the body raises. An error that nobody foresaw ends there.
 
     Attributes:
-        planned: What the other ranks were told, or None.
+        ballots: What is put to the vote of the other ranks, once that is known.
+        votes: The outcome, once there is one.
     """
 
     def __init__(self, graph: fx.Graph, config: Config, phase: str) -> None:
-        self.planned: Report | None = None
+        self.ballots: list[Ballot] = []
+        self.votes: Votes | None = None
         self._graph, self._config, self._phase = graph, config, phase
         self._record = compat.GraphRecord(graph)
         self._error: Exception | None = None
@@ -191,7 +317,7 @@ class _Attempt:
         """Tell everyone of the error, the other ranks too, and report on the graph as it is.
 
         Raises:
-            DisagreementError: Another rank fuses what this one does not.
+            DisagreementError: All ranks have agreed on something that this one cannot do.
             StrictError, ExpectError: As `config` asks for where something is missed.
         """
         error = self._error
@@ -199,30 +325,28 @@ class _Attempt:
         doing = f"work on {compat.compile_name()} ({self._phase})"
         outcome = "The graph is as it was, and runs without asynctp"
         summary = internal.tell(error, doing, outcome, lambda: str(self._graph))
-        report = _plain_report(self._graph, self._config, self._phase, summary, self.planned)
+        report = _plain_report(self._graph, self._config, self._phase, summary)
         with internal.contained("tell the other ranks"):
-            fall_back(report, self._config, self.planned)
+            fall_back(self.ballots or self._no_deviations(), self.votes, self._config)
         try:
             raise_if_strict(report, self._config)
         except AsyncTPError as raised:
-            withdraw(report)
             raise raised from error
         return report
 
+    def _no_deviations(self) -> list[Ballot]:
+        joint = self._phase == "joint"
+        keys = communicated(read_collectives(self._graph))
+        return [Ballot(group, key, (), joint=joint) for group, key in keys.items()]
 
-def _plain_report(graph: fx.Graph, config: Config, phase: str, summary: str, planned: Report | None) -> Report:
+
+def _plain_report(graph: fx.Graph, config: Config, phase: str, summary: str) -> Report:
     """On a graph that stays as it is since asynctp failed: each collective that it may have fused is MISSED."""
     remarks: tuple[Remark, ...] = ()
-    collectives: list[Collective] = []
     with internal.contained("list the collectives of the graph"):
-        collectives = read_collectives(graph)
         multiplies = any(map(is_matmul, graph.nodes))
-        decisions = [_untouched(one, config, summary, multiplies) for one in collectives] if phase != "joint" else []
-        remarks = tuple(_remark(decision, phase, {}) for decision in decisions)
-    program, communicated = ("", "") if planned is None else (planned.program_digest, planned.collectives_digest)
-    with internal.contained("tell the graph from others"):
-        program = program or _program_digest(graph, collectives)
-        communicated = communicated or _collectives_digest(collectives)
+        collectives = read_collectives(graph) if phase != "joint" else []
+        remarks = tuple(_remark(_untouched(one, config, summary, multiplies), phase, set()) for one in collectives)
     return Report(
         graph=compat.compile_name(),
         phase=phase,
@@ -230,8 +354,6 @@ def _plain_report(graph: fx.Graph, config: Config, phase: str, summary: str, pla
         torch_version=str(torch.__version__),
         config_digest=config.digest(),
         plan_digest=_plan_digest(remarks, ()),
-        program_digest=program,
-        collectives_digest=communicated,
         internal_errors=(summary,),
     )
 
@@ -251,30 +373,13 @@ def _untouched(collective: Collective, config: Config, summary: str, multiplies:
     return Decision(Candidate(collective, None, (refusal,), collective.nodes), refusal)
 
 
-def _joint_report(graph: fx.Graph, found: Sequence[Again], collectives: Sequence[Collective], config: Config) -> Report:
-    """What the ranks compare: which gathers are made again. It is published nowhere: both graphs get reports."""
-    names = {True: "REGATHERED", False: "KEPT"}
-    remarks = [
-        Remark("SKIPPED", "all_gather", one.gather.node.name, name=names[one.chosen], group=one.gather.group_key)
-        for one in found
-    ]
-    return Report(
-        graph=compat.compile_name(),
-        phase="joint",
-        remarks=tuple(remarks),
-        torch_version=str(torch.__version__),
-        config_digest=config.digest(),
-        program_digest=_program_digest(graph, collectives),
-        collectives_digest=_collectives_digest(collectives),
-    )
-
-
 # --- the report -------------------------------------------------------------------------------------------
-def _report(graph: fx.Graph, decisions: Sequence[Decision], bundles: Sequence[Bundle], config: Config) -> Report:
-    coalesced, phase = tuple(_coalesced(bundle) for bundle in bundles), phase_of(graph)
-    collectives = [decision.candidate.collective for decision in decisions]
-    place = {node: index for index, one in enumerate(collectives) for node in one.results}
-    remarks = tuple(_remark(decision, phase, place) for decision in decisions)
+def _report(graph: fx.Graph, plan: _Plan, config: Config, left_out: Mapping[tuple[str, str], str]) -> Report:
+    coalesced, phase = tuple(_coalesced(bundle) for bundle in plan.bundles), phase_of(graph)
+    alone = {collective.node for collective in plan.alone}
+    remarks = tuple(_remark(decision, phase, alone) for decision in plan.decisions)
+    agreed = _agreed_before(plan.decisions) if phase == "backward" else []
+    ranks_differ = [f"not done, since ranks differ: {reason}" for reason in left_out.values()]
     return Report(
         graph=compat.compile_name(),
         phase=phase,
@@ -283,9 +388,8 @@ def _report(graph: fx.Graph, decisions: Sequence[Decision], bundles: Sequence[Bu
         config_digest=config.digest(),
         plan_digest=_plan_digest(remarks, coalesced),
         coalesced=coalesced,
-        program_digest=_program_digest(graph, collectives),
-        collectives_digest=_collectives_digest(collectives),
-        notes=torch_bugs.notes(graph, phase),
+        ballots=(*_ballots(plan), *agreed),
+        notes=(*torch_bugs.notes(graph, phase), *ranks_differ),
     )
 
 
@@ -293,30 +397,6 @@ def _plan_digest(remarks: Sequence[Remark], coalesced: Sequence[Coalesced]) -> s
     """A hash of what was decided, which ranks that traced the same program share."""
     plan = [(remark.outcome, remark.kind, remark.code, remark.nodes, remark.shapes) for remark in remarks]
     return hashlib.sha256(repr((plan, [entry.collectives for entry in coalesced])).encode()).hexdigest()[:16]
-
-
-def _program_digest(graph: fx.Graph, collectives: Sequence[Collective]) -> str:
-    """A hash of the ops on tensors and how they are connected, and of the collectives' groups by first appearance."""
-    details = dict(zip((one.node for one in collectives), map(str, _told(collectives)), strict=True))
-    place: dict[fx.Node, int] = {}
-    digest = hashlib.sha256()
-    for node in graph.nodes:
-        if isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
-            place[node] = len(place)
-            inputs = [place[source] for source in node.all_input_nodes if source in place]
-            digest.update(f"{node.op} {op_name(node)} {inputs} {details.get(node, '')}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def _collectives_digest(collectives: Sequence[Collective]) -> str:
-    """A hash of what is communicated, in order: the ops, the reductions, and the groups by first appearance."""
-    return hashlib.sha256(repr(_told(collectives)).encode()).hexdigest()[:16]
-
-
-def _told(collectives: Sequence[Collective]) -> list[tuple[int, str, str]]:
-    """What there is to say about each collective on all ranks: groups have other names there."""
-    groups = {key: index for index, key in enumerate(dict.fromkeys(one.group_key for one in collectives))}
-    return [(groups[one.group_key], called_name(one.node), one.reduce_op) for one in collectives]
 
 
 def _coalesced(bundle: Bundle) -> Coalesced:
@@ -329,7 +409,7 @@ def _coalesced(bundle: Bundle) -> Coalesced:
     )
 
 
-def _remark(decision: Decision, phase: str, place: Mapping[fx.Node, int]) -> Remark:
+def _remark(decision: Decision, phase: str, alone: Container[fx.Node]) -> Remark:
     candidate, refusal = decision.candidate, decision.refusal
     collective = candidate.collective
     kind = _kind(candidate)
@@ -353,58 +433,10 @@ def _remark(decision: Decision, phase: str, place: Mapping[fx.Node, int]) -> Rem
             name=reason.name,
             message=str(refusal),
             hint=reason.hint,
+            op=f"asynctp::{collective.kind}" if collective.node in alone else "",
             **common,  # type: ignore[arg-type]
         )
-    moved = _moved(candidate.chain, place)
-    return Remark(outcome="FUSED", moved=moved, **_fused_facts(candidate, kind), **common)  # type: ignore[arg-type]
-
-
-def _moved(chain: GatherChain | ScatterChain | None, place: Mapping[fx.Node, int]) -> tuple[str, ...]:
-    """See `Remark.moved`; without sizes, as one rank may compile for static and another for dynamic ones."""
-    if isinstance(chain, ScatterChain):
-        factors = [*(matmul.factor for matmul in chain.matmuls), *(term.factor for term in chain.added)]
-        return () if set(factors) == {1.0} else (f"factors: {', '.join(f'{factor:g}' for factor in factors)}",)
-    if chain is None or chain.hoist is None:
-        return ()
-    steps = {step.node: step for step in chain.hoist.computed}
-    needed: dict[fx.Node, Step] = {}
-    stack = list(chain.hoist.travels)
-    while stack:
-        step = steps.get(stack.pop())
-        if step is not None and step.node not in needed:
-            needed[step.node] = step
-            stack += [part.root for _, part in step.parts]
-    texts: dict[fx.Node, str] = {}
-    return tuple(sorted(_text(node, place, texts) for node in needed))
-
-
-def _text(node: fx.Node, place: Mapping[fx.Node, int], texts: dict[fx.Node, str]) -> str:
-    """An op with its numbers, and in place of its tensors how they are made, as far as a collective or an input."""
-    stack = [node]
-    while stack:
-        one = stack[-1]
-        leaf = f"collective {place[one]}" if one in place else "" if one.op == "call_function" else "input"
-        behind = [] if leaf else [source for source in one.all_input_nodes if tensor_of(source) is not None]
-        if missing := [source for source in behind if source not in texts]:
-            stack += missing
-            continue
-        texts[one] = leaf or _short(f"{called_name(one)}({', '.join(_arguments(one, texts))})")
-        stack.pop()
-    return texts[node]
-
-
-def _arguments(node: fx.Node, texts: Mapping[fx.Node, str]) -> Iterator[str]:
-    sizes = is_view(node) and not is_conversion(node)
-    for value in (*node.args, *node.kwargs.values()):
-        if isinstance(value, fx.Node) and value in texts:
-            yield texts[value]
-        elif isinstance(value, int | float | torch.dtype) and not sizes:
-            yield str(value)
-
-
-def _short(text: str) -> str:
-    """A text, or of a long one its beginning and a hash."""
-    return text if len(text) <= 200 else f"{text[:40]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return Remark(outcome="FUSED", **_fused_facts(candidate, kind), **common)  # type: ignore[arg-type]
 
 
 def _kind(candidate: Candidate) -> str:
@@ -483,9 +515,7 @@ def _converted(chain: ScatterChain) -> list[str]:
     if chain.sum_dtype is None:
         return []
     product, whole = describe(chain.matmuls[0].node), describe(chain.collective.node)
-    if chain.sends_products:
-        return [f"{product} is sent as it is, and converted where the ranks' parts are added, to {whole}"]
-    return [f"each {product} is converted before it is added, and the sum is sent like that, for {whole}"]
+    return [f"each {product} is converted before it is sent, for {whole}"]
 
 
 def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:

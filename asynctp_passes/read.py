@@ -32,6 +32,7 @@ __all__ = [
     "identical",
     "is_matmul",
     "is_only_awaited",
+    "left_items",
     "lie_alike",
     "misfit",
     "operands_that_are",
@@ -124,6 +125,12 @@ def _members(call: fx.Node, op: CollectiveOp) -> list[Collective | None]:
     if items is None:
         return []
     return [_item(call, op, values, tensor, items.get(index)) for index, tensor in enumerate(tensors)]
+
+
+def left_items(call: fx.Node) -> list[Collective]:
+    """The tensors of a collective of several that are communicated, and that nothing takes; by their real kind."""
+    op = collective_op(op_name(call))
+    return [replace(one, kind=op.kind) for one in _read_collective(call) if op is not None and one.is_unused]
 
 
 def _items(call: fx.Node, count: int) -> dict[int, fx.Node] | None:

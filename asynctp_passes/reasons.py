@@ -338,6 +338,23 @@ RANDOM_BETWEEN = _miss(
     "draw them on the shard before the gather; every rank then draws its own",
 )
 
+SENT_REARRANGED = _miss(
+    "ATP211",
+    "SENT_REARRANGED",
+    "elements change their places between the collective and the matmul in another way than by whole rows of the "
+    "matmul: ranks would send them in another order than the collective does, which ranks may see in different ways",
+    "let the collective take its tensor in the order in which the matmul has it: gather what is multiplied without a "
+    "transposition in between, and transpose a product after it is reduced",
+)
+RANKS_DIFFER = _miss(
+    "ATP212",
+    "RANKS_DIFFER",
+    "what would travel between the ranks is not what the program's collective sends, and a rank of the group does not "
+    "compute it alike: the collective stays as it is, fused in another way or not at all",
+    "let every rank compute the same of what is communicated, with the same asynctp, torch and options; of what one "
+    "rank looks at, let all take a copy; ASYNCTP_AGREE_S is how long ranks wait for one another",
+)
+
 # --- 3xx kernel limits ---------------------------------------------------------------------------------
 DTYPE_UNSUPPORTED = _miss(
     "ATP301",

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Coalesced", "Outcome", "Remark", "Report"]
+__all__ = ["Ballot", "Coalesced", "Outcome", "Remark", "Report"]
 
 Outcome = Literal["FUSED", "SKIPPED", "MISSED"]
 _MARKS = {"FUSED": "+", "MISSED": "!", "SKIPPED": "."}
@@ -35,7 +35,8 @@ class Remark:
         group: Name of the process group.
         group_size: Number of ranks in it; 0 where the graph does not say it and the group does not exist.
         shapes: Shapes by role (`"shard"`, `"operand"`, `"out"`), as text: `"bf16[2, 4*s0, 64]"`.
-        op: The fused op that replaced the chain; empty unless FUSED.
+        op: The fused op that replaced the chain; of what is not fused, the op without a matmul that stands for the
+            collective, where its group has such (`"asynctp::all_gather"`), else empty.
         implementation: What the op runs: `"unfused"` (plain collective and matmul: no overlap), or the kernel's name;
             on CUDA, where the op chooses per call, what it will choose for `call` on this machine, and by what, as
             `"fused (cost model)"`, or `"fused, then all-gather (cost model)"` of an all-reduce.
@@ -51,8 +52,6 @@ class Remark:
         flops: Floating-point operations of the chain's matmuls on this rank; None if unknown.
         estimate_us: Modelled times in microseconds (`"comm"`, `"matmul"`, `"serial"`, `"overlapped"`); empty when the
             device has no model.
-        moved: What is computed on the other side of the collective than in the program, and so has to be the same on
-            all ranks: operations on the shard, as `"aten.mul.Tensor(collective 0, 2.0)"`, or factors of summed terms.
         module: Path in what was compiled of the module of the chain's first matmul, or of the collective, as
             `"attention.wo"`; in a backward graph, of the forward's. None where the graph does not know it.
     """
@@ -77,7 +76,6 @@ class Remark:
     regathered_bytes: int = 0
     flops: int | None = None
     estimate_us: dict[str, float] = field(default_factory=dict)
-    moved: tuple[str, ...] = ()
     module: str | None = None
 
     def __str__(self) -> str:
@@ -94,6 +92,7 @@ class Remark:
             lines += [f"    note: {self.message}"] if self.message else []
         else:
             lines.append(f"    {self.code} {self.name}: {self.message}")
+            lines += [f"    runs as {self.op}, by the means of the group's fused ops"] if self.op else []
             lines.append(f"    remedy: {self.hint}")
         if self.regathered_bytes:
             lines.append(f"    {_again(1, self.regathered_bytes)}")
@@ -139,6 +138,24 @@ class Coalesced:
 
 
 @dataclass(frozen=True)
+class Ballot:
+    """What the ranks of a group have to do alike in a graph, as they have told one another.
+
+    Attributes:
+        group: Name of the process group.
+        key: Hash of what it communicates in the graph.
+        deviations: What is done otherwise than the program's collectives say, as `"sum: all_reduce(sum) in place of
+            1 * 0 + 1 * 1"`: numbers are places among the group's collectives.
+        joint: It is of the graph of a forward and its backward, before it was divided.
+    """
+
+    group: str
+    key: str
+    deviations: tuple[str, ...] = ()
+    joint: bool = False
+
+
+@dataclass(frozen=True)
 class Report:
     """What the pass did with one graph.
 
@@ -152,11 +169,9 @@ class Report:
         from_cache: True when the compiled graph came from Inductor's cache; the remarks are those of the
             compile that filled the cache.
         coalesced: Sets of small all-reduces that became one each.
-        program_digest: Hash of the graph's ops and how they are connected, without sizes and names of groups: the same
-            on all ranks of a program.
-        collectives_digest: Hash of its collectives in their order, likewise: the same on ranks whose programs differ in
-            what they do with results.
-        notes: What else should be known: bugs of this torch that the graph meets.
+        ballots: What all ranks of a group do alike, for each group that communicates in the graph.
+        notes: What else should be known: bugs of this torch that the graph meets, and what is left out since a rank
+            does not do it.
         internal_errors: Errors of asynctp itself (`ATP901`), because of which the graph stayed as it was.
     """
 
@@ -168,8 +183,7 @@ class Report:
     plan_digest: str = ""
     from_cache: bool = False
     coalesced: tuple[Coalesced, ...] = ()
-    program_digest: str = ""
-    collectives_digest: str = ""
+    ballots: tuple[Ballot, ...] = ()
     notes: tuple[str, ...] = ()
     internal_errors: tuple[str, ...] = ()
 

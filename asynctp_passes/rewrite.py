@@ -49,11 +49,12 @@ from asynctp_passes.fxview import (
     op_name,
     reachable,
     segments,
+    tensor_of,
     value_of,
 )
-from asynctp_passes.read import WAIT, added_matrix, is_only_awaited, lie_alike, waits_for_several
-from asynctp_passes.schedule import Moves, leave_sms, schedule
-from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, divided, product, same
+from asynctp_passes.read import WAIT, added_matrix, is_only_awaited, left_items, lie_alike, waits_for_several
+from asynctp_passes.schedule import Moves, keep_option, leave_sms, schedule
+from asynctp_passes.shapes import GatherPlacement, Rearrangement, ScatterPlacement, Size, divided, product, same
 from asynctp_passes.views import is_conversion, is_sum, is_view, views_of
 
 __all__ = ["rewrite", "store"]
@@ -71,24 +72,38 @@ def rewrite(
     hidden: Sequence[Decision] = (),
     bundles: Sequence[Bundle] = (),
     dropped: Sequence[Collective] = (),
+    alone: Sequence[Collective] = (),
+    wire: Container[str] = (),
+    kept: Container[fx.Node] = (),
 ) -> dict[str, dict[str, Any]]:
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
-    The all-reduces of a bundle become one, and what that waits for moves in front of it. Unused nodes are erased, the
-    `dropped` collectives too, nodes move to where they belong (`schedule`), the collectives of `hidden` beside their
-    products, and the graph is linted.
+    Collectives that are `alone` become asynctp's too, as all of the groups in `wire` are. The all-reduces of a bundle
+    become one, and what that waits for moves in front of it. Unused nodes are erased, the `dropped` collectives too,
+    nodes move to where they belong (`schedule`), the collectives of `hidden` beside their products, and the graph is
+    linted. `kept` are the gathers that every rank keeps.
 
     Returns:
         What each fused op is called with (`call_of`), by the name of the collective that it replaced.
     """
     segment = segments(graph)
     moved: dict[fx.Node, fx.Node] = {}
-    moves = Moves()
+    moves = Moves(kept_by_all=kept)
     fused: dict[fx.Node, fx.Node] = {}
+    several = [one for chain in chains for one in collectives_of(chain)] + [*alone]
+    for call in dict.fromkeys(one.call for one in several if one.call is not None):
+        for item in left_items(call):  # they would go with those that are taken in
+            build = _alone(graph, sizes, item, moved)
+            _emit_alone(build, item, ours=item.group_key in wire, kept_by_all=item.node in kept)
+            segment.update((node, segment[build.anchor]) for node in build.made)
     for chain in chains:
-        build, shared = _Builder(graph, sizes, chain, moved, anchor(chain)), _shared(chain)
+        build, shared = _Builder(graph, sizes, chain, moved, anchor(chain)), _shared_by(collectives_of(chain))
         old = {*_old_nodes(chain), *shared}
-        op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_reduction(build, chain)
+        op = (
+            _emit_gather(build, chain, chain.collective.node in kept)
+            if isinstance(chain, GatherChain)
+            else _emit_reduction(build, chain)
+        )
         op.meta["asynctp_collective"] = chain.collective.node.name
         fused |= dict.fromkeys([chain.collective.node, *(matmul.node for matmul in chain.matmuls)], op)
         segment.update((node, segment[build.anchor]) for node in build.made)
@@ -102,6 +117,16 @@ def rewrite(
             if node in old:
                 _shrink(node)
                 _erase_unused(graph, old)
+    for collective in alone:
+        build, shared = _alone(graph, sizes, collective, moved), _shared_by((collective,))
+        _emit_alone(build, collective, ours=True, kept_by_all=collective.node in kept)
+        segment.update((node, segment[build.anchor]) for node in build.made)
+        if build.made:  # else it stays where it is, and has become ours
+            old = {*collective.nodes, *shared, *(() if collective.call is None else collective.call.users)}
+            _erase_unused(graph, old)
+            for node in shared:
+                if node in old:
+                    _shrink(node)
     for bundle in bundles:
         build = _Builder(graph, sizes, bundle, moved, fused.get(bundle.place, bundle.place))
         moves.early.append(_emit_bundle(build, bundle))
@@ -242,16 +267,16 @@ class _Builder:
 
 
 # --- gather side ----------------------------------------------------------------------------------------
-def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
+def _emit_gather(build: _Builder, chain: GatherChain, kept_by_all: bool) -> fx.Node:
     parts = _parts(build, chain)
     shard = parts[chain.collective.node if chain.hoist is None else chain.hoist.operand]
     shard = build.bitcast(shard, value_of(chain.matmuls[0].a).dtype)
     shard, gather_dim = _shard_as_op_wants(build, chain, shard)
     apart = _start_apart(build, chain, parts)
-    op = _call_gather(build, chain, shard, gather_dim, parts)
+    op = _call_gather(build, chain, shard, gather_dim, parts, keep_option(chain.collective, kept_by_all))
     for index, matmul in enumerate(chain.matmuls):
         out = build.call(operator.getitem, op, index, like=matmul.node)
-        out = build.reshape(out, build.shape(matmul.node))
+        out = build.reshape(_rows_in_place(build, chain, out), build.shape(matmul.node))
         if (added := added_matrix(matmul.node)) is not None:
             out = build.call(_aten.add.Tensor, out, build.now(added), like=matmul.node, before=matmul.node)
         build.replace(matmul.node, out)
@@ -261,6 +286,7 @@ def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
         last += 1
     along = None if chain.whole_along is None else build.call(operator.getitem, op, last)
     if chain.along is not None and along is not None:
+        along = _rows_in_place(build, chain, along)
         build.replace(chain.along.end, build.reshape(along, build.shape(chain.along.end)))
     if chain.hoist is not None:
         _finish_apart(build, chain.hoist, apart, along)
@@ -273,7 +299,7 @@ def _shard_as_op_wants(build: _Builder, chain: GatherChain, shard: fx.Node) -> t
 
     A shard whose own dimensions are grouped that way is taken as it is, which leaves its strides alone.
     """
-    place, own, scaled = chain.placement, build.shape(shard), chain.matmuls[0].scaled
+    place, own, scaled = _placement_as_sent(chain), build.shape(shard), chain.matmuls[0].scaled
     tall = scaled is not None and scaled.of_a.rows > 1  # blocks of rows, which are in one dimension then
     if place.shard.is_reshape and len(own) > 1 and same(own[-1], place.width) and (len(own) == 2 or not tall):
         if place.axis == "contraction":
@@ -289,13 +315,49 @@ def _shard_as_op_wants(build: _Builder, chain: GatherChain, shard: fx.Node) -> t
     return build.reshape(shard, (place.outer, place.inner, place.width)), 1
 
 
+def _placement_as_sent(chain: GatherChain) -> GatherPlacement:
+    """Where the fused op's rows are: the shard travels as the collective has it, and what is hoisted as it is taken."""
+    return chain.placement if chain.hoist is not None else chain.placement.as_sent
+
+
+def _rows_in_place(build: _Builder, chain: GatherChain, whole: fx.Node, *, back: bool = False) -> fx.Node:
+    """Bring rows as they were sent to where the operand has them; or `back`, from there to how they are sent."""
+    place, rows = chain.placement, chain.placement.row_order
+    if chain.hoist is not None or place.shard.is_reshape or rows is None:
+        return whole
+    width, ranks = build.shape(whole)[-1], [chain.collective.group_size] if place.axis == "rows" else []
+    sizes, first = [*ranks, *rows.sizes, width], len(ranks)
+    order = [first + axis for axis in rows.order]
+    if ranks:
+        order.insert(place.shard.lengths[0], 0)
+    order.append(len(sizes) - 1)
+    if back:
+        sizes, order = [sizes[axis] for axis in order], [order.index(axis) for axis in range(len(order))]
+    return build.reshape(build.permute(build.reshape(whole, sizes), order), (product(sizes[:-1]), width))
+
+
+def _part_as_sent(build: _Builder, chain: GatherChain, part: fx.Node, numbers: int) -> fx.Node:
+    """What belongs to a shard's rows, so many numbers to each, from the operand's order to that of the shard itself."""
+    rows = chain.placement.row_order
+    if chain.hoist is not None or chain.placement.shard.is_reshape or rows is None:
+        return part
+    sizes = [*(rows.sizes[axis] for axis in rows.order), numbers]
+    order = [*(rows.order.index(axis) for axis in range(len(rows.order))), len(rows.order)]
+    return build.permute(build.reshape(part, sizes), order)
+
+
 def _rearranged(build: _Builder, node: fx.Node, way: Rearrangement) -> fx.Node:
     """Reshape and permute, unless nothing moves."""
     return node if way.is_reshape else build.permute(build.reshape(node, way.sizes), way.order)
 
 
 def _call_gather(
-    build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim: int, parts: dict[fx.Node, fx.Node]
+    build: _Builder,
+    chain: GatherChain,
+    shard: fx.Node,
+    gather_dim: int,
+    parts: dict[fx.Node, fx.Node],
+    kept: dict[str, Any],
 ) -> fx.Node:
     """The fused op: it returns a list of one product per matmul, then the gathered tensor if others use it."""
     gather, matmuls = chain.collective, chain.matmuls
@@ -303,7 +365,7 @@ def _call_gather(
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     ending = (chain.returned is not None, gather.group_size, gather.group)
     if not scaled:
-        return build.call(torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending)
+        return build.call(torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending, **kept)
     scale = _gather_scale(build, chain, shard, gather_dim, parts)
     b_scales = [_column_scale(build, one) for one in scaled]
     options = (chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
@@ -311,13 +373,14 @@ def _call_gather(
     return build.call(
         torch.ops.asynctp.all_gather_scaled_matmul.default,
         *(shard, scale, bs, b_scales, biases, gather_dim, *options, *ending, *along),
+        **kept,
     )
 
 
 def _along_part(build: _Builder, chain: GatherChain, shard: fx.Node, part: fx.Node) -> fx.Node:
     """The numbers that travel along, one per row in the shard's own dimensions."""
     if chain.along is not None:
-        part = _rearranged(build, part, chain.along.placement.shard)
+        part = _part_as_sent(build, chain, _rearranged(build, part, chain.along.placement.shard), 1)
     return build.reshape(part, [*build.shape(shard)[:-1], 1])
 
 
@@ -353,10 +416,18 @@ def _gather_scale(
     assert scaled is not None
     if chain.whole_scale is not None and chain.scale_placement is not None:
         part = build.bitcast(parts[chain.whole_scale], torch.float32)
-        return build.reshape(_rearranged(build, part, chain.scale_placement.shard), _scales_of(own, scaled))
+        part = _part_as_sent(build, chain, _rearranged(build, part, chain.scale_placement.shard), scaled.of_a.numbers)
+        return build.reshape(part, _scales_of(own, scaled))
     if gather_dim < len(own) - 1:
         own[gather_dim] = own[gather_dim] * chain.collective.group_size
-    return _row_scale(build, scaled, own)
+    if chain.placement.shard.is_reshape or chain.hoist is not None or same(product(_shape_of_scale(build, scaled)), 1):
+        return _row_scale(build, scaled, own)
+    rows = _row_scale(build, scaled, (product(own[:-1]), own[-1]))
+    return build.reshape(_rows_in_place(build, chain, rows, back=True), _scales_of(own, scaled))
+
+
+def _shape_of_scale(build: _Builder, scaled: ScaledOptions) -> Sequence[Size]:
+    return build.shape(build.now(scaled.a_scale))
 
 
 def _scales_of(rows: Sequence[Size], scaled: ScaledOptions) -> list[Size]:
@@ -467,7 +538,8 @@ def _return_gathered(build: _Builder, chain: GatherChain, returned: fx.Node, ful
     results = chain.collective.results
     if returned not in results:
         if not set(nodes_of(chain.matmuls)).issuperset(returned.users):
-            build.replace(returned, build.reshape(full, build.shape(returned)), unless=nodes_of(chain.matmuls))
+            whole = build.reshape(_rows_in_place(build, chain, full), build.shape(returned))
+            build.replace(returned, whole, unless=nodes_of(chain.matmuls))
         for node in () if chain.hoist is None else chain.hoist.copies:
             build.replace(node, build.call(_aten.clone.default, build.reshape(full, build.shape(node))))
         return
@@ -478,7 +550,7 @@ def _return_gathered(build: _Builder, chain: GatherChain, returned: fx.Node, ful
 
 def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) -> fx.Node:
     """The gathered tensor as the collective returned it: the shard's own dimensions, and the ranks before `dim`."""
-    collective, way = chain.collective, chain.placement.shard
+    collective, way = chain.collective, _placement_as_sent(chain).shard
     ranks, dim, own = collective.group_size, collective.dim, build.shape(chain.shard)
     sizes, leading = [way.sizes[axis] for axis in way.order], way.lengths[0]
     whole = build.reshape(full, [*sizes[:leading], ranks, *sizes[leading:]])
@@ -502,10 +574,13 @@ def _emit_reduction(build: _Builder, chain: ScatterChain) -> fx.Node:
 
 def _emit_scatter(build: _Builder, chain: ScatterChain, place: ScatterPlacement) -> fx.Node:
     scatter = chain.collective
-    a_parts = [_product_rows(build, chain, place, _left(build, matmul)) for matmul in chain.matmuls]
+    if chain.sent.is_reshape:
+        a_parts = [_product_rows(build, chain, place, _left(build, matmul)) for matmul in chain.matmuls]
+    else:
+        a_parts = [_rows_as_sent(build, chain, _left(build, matmul)) for matmul in chain.matmuls]
     scatter_dim = value_of(a_parts[0]).dim() - (1 if place.axis == "columns" else 2)
-    op = _call_reduction(build, chain, a_parts, "reduce_scatter", (scatter_dim,), (scatter.group_size,))
-    out = build.reshape(build.contiguous(_rearranged(build, op, place.out)), build.shape(scatter.node))
+    op = _call_reduction(build, chain, a_parts, (scatter_dim,), (scatter.group_size,))
+    out = build.reshape(build.contiguous(op), build.shape(scatter.node))
     _give_result(build, chain, out)
     return op
 
@@ -516,12 +591,16 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
     Views of products that are converted see what they are converted to, and conversions go as sums do. Behind a sum
     that lay in memory otherwise than that product, as one with a transposed tensor, a view may have to copy.
     """
+    if not chain.sent.is_reshape:
+        op = _call_reduction(build, chain, [_rows_as_sent(build, chain, _left(build, one)) for one in chain.matmuls])
+        _give_result(build, chain, build.reshape(op, build.shape(chain.collective.source)))
+        return op
     wide = chain.sum_dtype is not None
     sums = [node for node in chain.views if is_sum(node) or (wide and is_conversion(node))]
     gone = _first_within(sums, {*chain.views, *(matmul.node for matmul in chain.matmuls)})
     turned = not all(lie_alike(node, source) for node, source in gone.items())
     a_parts = [_as_rows(build, _left(build, matmul)) for matmul in chain.matmuls]
-    op = _call_reduction(build, chain, a_parts, "all_reduce")
+    op = _call_reduction(build, chain, a_parts)
     for matmul in chain.matmuls:
         build.replace(matmul.node, build.reshape(op, build.shape(matmul.node)))
     for node in chain.views:
@@ -599,18 +678,19 @@ def _call_reduction(
     build: _Builder,
     chain: ScatterChain,
     a_parts: list[fx.Node],
-    collective: str,
     where: tuple[int, ...] = (),
     size: tuple[int, ...] = (),
 ) -> fx.Node:
     """The fused op; only that of a reduce-scatter is told `where` to scatter, and the group's `size`."""
-    matmuls, namespace = chain.matmuls, torch.ops.asynctp
+    matmuls, namespace, collective = chain.matmuls, torch.ops.asynctp, chain.collective.kind
     b_parts, biases = [_right(build, matmul) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
     pairs = zip(matmuls, biases, strict=True)
     biases = [None if bias is None else _times(build, bias, matmul) for matmul, bias in pairs]
     how, ending = (chain.collective.reduce_op, *where), [*size, chain.collective.group]
     shapes = [build.shape(a) for a in a_parts]
     added = _added(build, chain, (*shapes[0][:-1], build.shape(matmuls[0].node)[-1]))
+    if added is not None and not chain.sent.is_reshape:
+        added = _rows_as_sent(build, chain, added)
     ending += [] if chain.sum_dtype is None and added is None else [chain.sum_dtype]
     ending += [] if added is None else [added]
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
@@ -618,11 +698,37 @@ def _call_reduction(
         op = getattr(namespace, f"matmul_{collective}").default
         return build.call(op, a_parts, b_parts, biases, *how, *ending)
     terms = zip(matmuls, scaled, shapes, strict=True)
-    a_scales = [_times(build, _row_scale(build, one, shape), matmul) for matmul, one, shape in terms]
+    a_scales = [_times(build, _left_scale(build, chain, one, shape), matmul) for matmul, one, shape in terms]
     b_scales = [_column_scale(build, one) for one in scaled]
     op = getattr(namespace, f"scaled_matmul_{collective}").default
     options = (scaled[0].out_dtype, scaled[0].use_fast_accum)
     return build.call(op, a_parts, b_parts, a_scales, b_scales, biases, *how, *options, *ending)
+
+
+def _rows_as_sent(build: _Builder, chain: ScatterChain, node: fx.Node) -> fx.Node:
+    """Rows of the product [M, *], or of what belongs to them, as a matrix in the order that the collective has.
+
+    Those of a reduce-scatter by the ranks' blocks.
+    """
+    place, (*_, width) = chain.placement, build.shape(node)
+    columns = build.shape(chain.matmuls[0].node)[-1] if place is None else place.width
+    rows = chain.sent.of_rows(columns)
+    assert rows is not None, "checked before: whole rows move"
+    count, order = product(build.shape(node)[:-1]), [*rows.order, len(rows.order)]
+    if place is None or place.axis == "columns":
+        return build.reshape(build.permute(build.reshape(node, (*rows.sizes, width)), order), (count, width))
+    ranks = chain.collective.group_size
+    blocks = build.reshape(node, (place.outer, ranks, place.inner, width))
+    node = build.reshape(build.permute(blocks, (1, 0, 2, 3)), (ranks, *rows.sizes, width))
+    return build.reshape(build.permute(node, [0, *(1 + axis for axis in order)]), (count, width))
+
+
+def _left_scale(build: _Builder, chain: ScatterChain, scaled: ScaledOptions, a: Sequence[Size]) -> fx.Node:
+    """The scales of a left operand of these sizes, in the order of its rows."""
+    scale = _row_scale(build, scaled, a)
+    if chain.sent.is_reshape or same(product(build.shape(scale)), 1):
+        return scale
+    return _rows_as_sent(build, chain, scale)
 
 
 def _row_scale(build: _Builder, scaled: ScaledOptions, a: Sequence[Size]) -> fx.Node:
@@ -666,6 +772,67 @@ def _like_first(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(tensor)
 
 
+# --- collectives without a matmul --------------------------------------------------------------------------
+_IN_PLACE_OF = {
+    "all_gather": (torch.ops.asynctp.all_gather.default, _c10d.all_gather_into_tensor.default),
+    "reduce_scatter": (torch.ops.asynctp.reduce_scatter.default, _c10d.reduce_scatter_tensor.default),
+    "all_reduce": (torch.ops.asynctp.all_reduce.default, _c10d.all_reduce.default),
+}
+
+
+def _alone(graph: fx.Graph, sizes: Sizes, collective: Collective, moved: dict[fx.Node, fx.Node]) -> _Builder:
+    place = collective.call or collective.node
+    return _Builder(graph, sizes, Bundle((collective,), place), moved, place)
+
+
+def _emit_alone(build: _Builder, collective: Collective, *, ours: bool, kept_by_all: bool) -> None:
+    """Make a collective one of a single tensor, along dim 0, by asynctp's op if that is `ours`.
+
+    Torch's own stay where they are, and become ours; others give way to new nodes, and so do items of several.
+    """
+    node, value = collective.node, tensor_of(collective.node)
+    torchs = op_name(node).startswith(("_c10d_functional.", "_c10d_functional_autograd."))
+    if collective.call is None and torchs and value is not None and compat.is_contiguous(value):
+        leave_sms(collective, kept_by_all)
+        return
+    kept = keep_option(collective, kept_by_all) if ours else {}
+    started = build.call(_IN_PLACE_OF[collective.kind][not ours], *_started_with(build, collective), **kept)
+    done = build.call(_c10d.wait_tensor.default, started)
+    if collective.is_unused:
+        return
+    result = _as_it_was(build, collective, done)
+    build.replace(node, result, unless=collective.waits)
+    for wait in collective.waits:
+        build.replace(wait, result)
+
+
+def _started_with(build: _Builder, collective: Collective) -> list[Any]:
+    """What the op of a single tensor is called with: the ranks' blocks first, in row-major order."""
+    source, dim, ranks = build.now(collective.source), collective.dim, collective.group_size
+    if collective.kind == "reduce_scatter" and dim:
+        own = build.shape(source)
+        blocks = build.reshape(source, (*own[:dim], ranks, divided(own[dim], ranks), *own[dim + 1 :]))
+        source = build.permute(blocks, [dim, *(axis for axis in range(len(own) + 1) if axis != dim)])
+    reduction = [collective.reduce_op] if collective.kind != "all_gather" else []
+    size = [ranks] if collective.kind != "all_reduce" else []
+    return [build.contiguous(source), *reduction, *size, collective.group]
+
+
+def _as_it_was(build: _Builder, collective: Collective, done: fx.Node) -> fx.Node:
+    """What such an op gives, with the ranks in their dimension, and in memory as the program's collective gave it."""
+    value, dim, own = value_of(collective.node), collective.dim, build.shape(collective.source)
+    if collective.kind == "all_gather" and dim:
+        ranks_first = build.reshape(done, (collective.group_size, *own))
+        order = [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)]
+        done = build.permute(ranks_first, order)
+    done = build.contiguous(build.reshape(done, build.shape(collective.node)))
+    if compat.is_contiguous(value):
+        return done
+    order = sorted(range(value.dim()), key=lambda axis: -int(value.stride()[axis]))
+    back = [order.index(axis) for axis in range(len(order))]
+    return build.permute(build.contiguous(build.permute(done, order)), back)
+
+
 # --- tidying up --------------------------------------------------------------------------------------------
 def _read_sizes_elsewhere(build: _Builder, chain: GatherChain | ScatterChain) -> None:
     """Read sizes of vanishing tensors off the chain's inputs instead, so that nothing keeps them alive."""
@@ -681,11 +848,11 @@ def _with(args: Any, old: fx.Node, new: int | fx.Node) -> Any:
     return fx.map_arg(args, lambda node: new if node is old else node)
 
 
-def _shared(chain: GatherChain | ScatterChain) -> list[fx.Node]:
-    """What waits for results of a chain's collectives together with other tensors, then what communicates these so."""
-    waits = [wait for collective in collectives_of(chain) for wait in collective.waits]
+def _shared_by(own: Sequence[Collective]) -> list[fx.Node]:
+    """What waits for results of collectives together with other tensors, then what communicates these so."""
+    waits = [wait for collective in own for wait in collective.waits]
     joint = dict.fromkeys(node for wait in waits for node in wait.all_input_nodes if waits_for_several(node))
-    calls = dict.fromkeys(one.call for one in collectives_of(chain) if one.call is not None)
+    calls = dict.fromkeys(one.call for one in own if one.call is not None)
     return [*(node for node in joint if all(op_name(user) == "getitem" for user in node.users)), *calls]
 
 

@@ -10,16 +10,17 @@ from bisect import bisect
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx
 
-from asynctp_passes import collectives, cost  # noqa: F401  (they register torch.ops.asynctp)
+from asynctp_passes import collectives, cost, ops  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.chain import Collective
-from asynctp_passes.fxview import arguments, draws, live, op_name, reachable, segments, steps_of
+from asynctp_passes.fxview import arguments, draws, live, op_name, reachable, segments, steps_of, value_of
 from asynctp_passes.read import is_matmul
 
-__all__ = ["Moves", "leave_sms", "schedule"]
+__all__ = ["Moves", "keep_option", "leave_sms", "schedule"]
 
 Kept = tuple[Collective, fx.Node | None]
 """A collective that no op takes in, and the fused op that it follows if it stays for other users beside that."""
@@ -34,12 +35,14 @@ class Moves:
         late: Nodes that come just before their first users.
         kept: Gathers that stay for other users, each with its fused op.
         beside: Collectives that no op takes in, each with the products that it is to run beside.
+        kept_by_all: Gathers that every rank keeps.
     """
 
     early: list[fx.Node] = field(default_factory=list)
     late: set[fx.Node] = field(default_factory=set)
     kept: list[Kept] = field(default_factory=list)
     beside: list[tuple[Collective, list[fx.Node]]] = field(default_factory=list)
+    kept_by_all: Container[fx.Node] = ()
 
 
 def schedule(
@@ -59,7 +62,7 @@ def schedule(
     _restore_order(graph, segment, moves.early)
     _delay(graph, moves.late, segment)
     for collective, products in moves.beside:
-        _run_behind(collective, products)
+        _run_behind(collective, products, collective.node in moves.kept_by_all)
     used = live(graph)
     flops = {node: cost.work_of(node) for node in used if is_matmul(node)}
     flops |= {op: count for op, count in work.items() if op in used}
@@ -139,16 +142,31 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _IN_FLIGHT = {
     "all_gather": torch.ops.asynctp.all_gather.default,
     "reduce_scatter": torch.ops.asynctp.reduce_scatter.default,
+    "all_reduce": torch.ops.asynctp.all_reduce.default,
 }
 
 
-def leave_sms(collective: Collective) -> None:
-    """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it."""
+def leave_sms(collective: Collective, kept_by_all: bool = True) -> None:
+    """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it.
+
+    kept_by_all: Of a gather, whether every rank keeps it.
+    """
     node, values = collective.node, arguments(collective.node)
-    reduction = (collective.reduce_op,) if collective.kind == "reduce_scatter" else ()
+    reduction = (collective.reduce_op,) if collective.kind != "all_gather" else ()
+    size = (collective.group_size,) if collective.kind != "all_reduce" else ()
     node.target = _IN_FLIGHT[collective.kind]
-    node.args, node.kwargs = (values["input"], *reduction, collective.group_size, collective.group), {}
-    node.meta.pop("eager_input_vals", None)  # those of torch's op: Inductor would lay out its inputs by them
+    node.args, node.kwargs = (
+        (values["input"], *reduction, *size, collective.group),
+        keep_option(collective, kept_by_all),
+    )
+    node.meta.pop("eager_input_vals", None)  # of torch's op: Inductor would lay out its inputs by them
+
+
+def keep_option(collective: Collective, kept_by_all: bool) -> dict[str, Any]:
+    """The argument of a gather that tells whether every rank keeps it, where it goes by a transport of asynctp's."""
+    if collective.kind != "all_gather" or not ops.on_wire(value_of(collective.node).device.type):
+        return {}
+    return {"all_keep": kept_by_all}
 
 
 def _in_flight(alone: Iterable[Kept], nodes: Container[fx.Node]) -> list[Kept]:
@@ -203,18 +221,18 @@ def _wait_with_sources(flying: Iterable[Kept], segment: Mapping[fx.Node, int]) -
     for collective, _ in flying:
         start, waits = collective.node, collective.waits
         if all(wait.target is _WAIT and segment[wait] == segment[start] for wait in waits):
-            start.kwargs = {"copy": False}
+            start.kwargs = {**start.kwargs, "copy": False}
             for wait in waits:
                 wait.target, wait.args, wait.kwargs = torch.ops.asynctp.wait.default, (start, start.args[0]), {}
                 wait.meta.pop("eager_input_vals", None)
 
 
-def _run_behind(collective: Collective, products: Sequence[fx.Node]) -> None:
+def _run_behind(collective: Collective, products: Sequence[fx.Node], kept_by_all: bool) -> None:
     """Start a collective before the first of some products, and wait for it behind the last.
 
     `hide` has seen to it that neither the products nor what they are fused with depend on it, or it on them.
     """
-    leave_sms(collective)
+    leave_sms(collective, kept_by_all)
     _move_before([collective.node], min(products))
     _move_behind(collective.waits, max(products))
 

@@ -38,8 +38,10 @@ __all__ = [
     "IndexMap",
     "RankPlacement",
     "Rearrangement",
+    "RowOrder",
     "ScatterPlacement",
     "Size",
+    "arranged",
     "canonical",
     "concatenate",
     "divided",
@@ -340,6 +342,32 @@ class Rearrangement:
         """True when nothing moves: the permutation is the identity."""
         return self.order == tuple(range(len(self.order)))
 
+    def of_rows(self, width: Size) -> RowOrder | None:
+        """The order in which whole rows of `width` elements are taken; None where more moves than whole rows."""
+        sizes, order, taken = list(self.sizes), list(self.order), canonical(1)
+        while not same(taken, width):
+            if not order or order[-1] != len(sizes) - 1:
+                return None
+            last = sizes[-1]
+            rows, missing = quotient(taken * last, width), quotient(width, taken)
+            if rows is None or same(rows, 1):
+                taken = taken * last
+                sizes.pop()
+                order.pop()
+            elif missing is not None:  # rows and columns that count on are one dimension
+                sizes[-1], taken = divided(last, missing), width
+            else:
+                return None
+        return RowOrder(tuple(sizes), tuple(order))
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Rows as a reshape to `sizes`, taken in another order: a permutation of these dimensions by `order`."""
+
+    sizes: tuple[Size, ...]
+    order: tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class RankPlacement:
@@ -370,6 +398,26 @@ class GatherPlacement:
     width: Size
     shard: Rearrangement
 
+    @property
+    def row_order(self) -> RowOrder | None:
+        """The order in which the operand takes the rows of a shard; None where it takes no whole rows of it."""
+        return self.shard.of_rows(self.width)
+
+    @property
+    def as_sent(self) -> GatherPlacement:
+        """The placement of the operand whose ranks' parts are the shards as they are: its rows may lie in other places.
+
+        Its rows are [ranks, rows of a shard], or those of a shard along the contraction.
+        """
+        rows = self.row_order
+        if self.shard.is_reshape or rows is None:
+            return self
+        whole, count, number = product(rows.sizes), len(rows.sizes), len(self.shard.sizes)
+        lengths = (0, count, number - count) if self.axis == "rows" else (count, number - count)
+        shard = Rearrangement(self.shard.sizes, tuple(range(number)), lengths)
+        outer, inner = (1, whole) if self.axis == "rows" else (whole, 1)
+        return GatherPlacement(self.axis, outer, inner, self.width, shard)
+
 
 def scales_rows(scale: GatherPlacement, data: GatherPlacement, rows: int = 1, numbers: Size = 1) -> bool:
     """True for scales laid out over the rows as the data is, `numbers` of them for every `rows` rows."""
@@ -391,6 +439,11 @@ class ScatterPlacement:
     inner: Size
     width: Size
     out: Rearrangement
+
+    @property
+    def row_order(self) -> RowOrder | None:
+        """The order in which the collective takes the rows of a rank's block of the product; None if no whole rows."""
+        return self.out.of_rows(self.width)
 
 
 def locate_gather(operand: IndexMap, block: Size, ranks: int, outer: Size = 1) -> GatherPlacement | Refusal:
@@ -476,6 +529,11 @@ def locate_scatter(operand: IndexMap, rows: Size, columns: Size, ranks: int) -> 
 def incomplete(operand: IndexMap, total: Size) -> Refusal | None:
     """Why a map does not take every one of `total` source elements exactly once; None when it does."""
     return _not_once(operand.digits, operand.offset, total)
+
+
+def arranged(operand: IndexMap) -> Rearrangement:
+    """How a tensor's elements, each of which a map takes once, are rearranged by it."""
+    return _rearrange(operand.digits)
 
 
 def _split_at(dim: Dim, boundary: Size) -> Dim:

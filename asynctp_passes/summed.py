@@ -180,6 +180,7 @@ def _joined(
         added=tuple(added),
         joined=tuple(member for member in members if member is not last.collective),
         added_behind=tuple(Term(node, count) for node, count in times.items() if node not in results),
+        crossing=tuple((member.node, times[member.node]) for member in members),
     )
 
 

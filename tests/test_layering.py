@@ -23,7 +23,10 @@ KERNELS = ROOT / "kernels" / "asynctp_kernels"
 ROWS = (
     ("reasons", "config", "compat", "shapes", "chain", "reference", "registry", "profile", "files"),
     ("fxview", "views", "read", "epilogue", "ops", "torch_bugs"),
-    ("find", "scene", "summed", "contract", "rowwise", "near", "cost", "checks", "collectives", "toposort"),
+    (
+        *("find", "scene", "summed", "contract", "rowwise", "near", "cost"),
+        *("deviations", "checks", "collectives", "toposort"),
+    ),
     ("decide", "hide", "regather", "coalesce", "scales", "schedule"),
     ("rewrite", "report", "errors", "agree", "visualize", "internal"),
     ("pipeline",),

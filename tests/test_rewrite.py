@@ -212,12 +212,13 @@ return (mm)
 
 x: f32[4, 3, 8]
 w: f32[8, 16]
-permute_default = permute(x, [1, 0, 2])  # f32[3, 4, 8]s[8, 24, 1]
-all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=permute_default, bs=[w], biases=[None], gather_dim=1,
-    return_a_full=False, group_size=2, group_name='tp')  # (f32[3, 8, 16])
-getitem = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
-reshape_default = reshape(getitem, [24, 16])  # f32[24, 16]
-return (reshape_default)
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[8, 3, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[8, 3, 16]
+reshape_default = reshape(getitem, [2, 4, 3, 16])  # f32[2, 4, 3, 16]
+permute_default = permute(reshape_default, [2, 0, 1, 3])  # f32[3, 2, 4, 16]s[16, 192, 48, 1]
+reshape_default_1 = reshape(permute_default, [24, 16])  # f32[24, 16]
+return (reshape_default_1)
 """,
     )
 
