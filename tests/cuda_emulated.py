@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from asynctp_kernels.cuda.copy_kernels import SIGNATURES
-from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD
-from asynctp_kernels.signals import FAILED
+from asynctp_kernels.cuda.memory import MAX_WORLD
+from asynctp_kernels.signals import FAILED, UNLIKE
 from cuda_stubs import Launched, Machine
 from torch import Tensor
 
@@ -103,14 +103,6 @@ class Call:
             self._described[name] = at(tma.address, tma.shape, self.examples[name].base.dtype, tma.strides)
         return self._described[name]
 
-    def words(self, name: str) -> Tensor:
-        """int32 [rank, chunk]."""
-        return at(self.arguments[name], (MAX_WORLD, MAX_CHUNKS), torch.int32)
-
-    def chunk(self, name: str, rank: int, chunk: int) -> Any:
-        """One of them."""
-        return int32(self.arguments[name] + (rank * MAX_CHUNKS + chunk) * 4)
-
     def is_last(self) -> bool:
         """A program is done: whether all others are. Then the call is counted."""
         done = int32(self.done_ptr)
@@ -139,7 +131,9 @@ def gemm_program(call: Call, program: int) -> Steps:
         word = int32(call.arguments["words"] + chunk * 4)
         rows = slice(q, q + call.BM)
         if call.GATHER:
-            if chunk != awaited and not (call.OWN and step == 0):
+            if call.OWN and step > 0 and chunk != awaited:
+                yield reached(int32(call.arguments["words"] + peer * 4), chunk - peer * call.CHUNKS + 1)
+            if not call.OWN and chunk != awaited:
                 yield reached(word, call.value)
             awaited = chunk
             yield from _gathered_tile(call, step, peer, p, rows, *columns[tile_n])
@@ -153,7 +147,7 @@ def gemm_program(call: Call, program: int) -> Steps:
     if due:
         counter.value += due
     if call.OWN and call.is_last() and call.CLEARS:
-        call.words("words").zero_()
+        at(call.arguments["words"], (MAX_WORLD,), torch.int32).zero_()
 
 
 def _tile_of(call: Call, tile: int, tiles_m: int, tiles_n: int) -> tuple[int, int, int, int, int]:
@@ -179,7 +173,9 @@ def _gathered_tile(call: Call, step: int, peer: int, p: int, rows: slice, i: int
     if own:
         a_block = p
     elif call.OWN:
-        name, a_block = "a1", (peer - (peer > call.rank)) * call.outer + p
+        name = "a1"
+        if call.INBOX:
+            a_block = (peer - (peer > call.rank)) * call.outer + p
     a = call.described(name)[a_block]
     columns = slice(col, col + call.BN)
     found = yield from look(a[rows])
@@ -239,7 +235,51 @@ def _store(call: Call, name: str, block: int, rows: slice, columns: slice, acc: 
         yield from put(c[block][rows, part], acc[:, first : first + width].to(c.dtype))
 
 
-# --- what is kept, and the reduction -----------------------------------------------------------------------------
+# --- staging, what is kept, and the reduction --------------------------------------------------------------------
+def stage_program(call: Call, program: int) -> Steps:
+    """`stage_kernel`."""
+    unit, peers = call.examples["shard_ptr"].dtype, _others(call, 1)
+    words = at(call.pads, (call.WORLD,), torch.int64).tolist()
+
+    def free(rank: int, peer: int) -> Any:
+        return int32(words[rank] + 4 * (call.free_word + peer))
+
+    def landed(rank: int, peer: int) -> Any:
+        return int32(words[rank] + 4 * (call.landed_word + peer))
+
+    for peer in peers if program == 0 else ():
+        free(peer, call.rank).value = call.signature
+        yield None
+    for peer in peers:
+        yield exactly(call, free(call.rank, peer), call.signature)
+    for block in range(program, ceil(call.size / call.BLOCK), call.PROGRAMS):
+        first = block * call.BLOCK
+        shape = (min(call.BLOCK, call.size - first),)
+        units = yield from look(at(call.shard_ptr + first * unit.itemsize, shape, unit))
+        for place in [call.outbox_ptr, *[call.kept_ptr] * call.KEEPS]:
+            yield from put(at(place + first * unit.itemsize, shape, unit), units)
+    if call.SCALE_TRAVELS:
+        for first in range(program * 256, call.numbers, call.PROGRAMS * 256):
+            shape = (min(256, call.numbers - first),)
+            numbers = yield from look(at(call.scale_ptr + 4 * first, shape, torch.float32))
+            yield from put(at(call.scale_box_ptr + 4 * first, shape, torch.float32), numbers)
+    if call.is_last():
+        for peer in peers:
+            free(call.rank, peer).value = 0
+            yield None
+        for peer in peers:
+            landed(peer, call.rank).value = call.MAX_CHUNKS
+            yield None
+        for peer in peers:
+            yield exactly(call, landed(call.rank, peer), call.MAX_CHUNKS)
+            landed(call.rank, peer).value = 0
+
+
+def exactly(call: Call, word: Any, value: int) -> Question:
+    """Whether a word is `value`, or a wait of this rank has failed."""
+    return lambda: bool(word.value == value or int64(call.status_ptr).value)
+
+
 def keep_program(call: Call, program: int) -> Steps:
     """`keep_kernel`."""
     unit = call.examples["received_ptr"].dtype
@@ -250,12 +290,6 @@ def keep_program(call: Call, program: int) -> Steps:
         yield from put(whole, (yield from look(shard, block)), place(call, call.source)[block])
     if program == 0 and call.source == call.own:
         call.count()
-
-
-def tick_program(call: Call, program: int) -> Steps:
-    """`tick_kernel`."""
-    call.count()
-    yield None
 
 
 def reduce_program(call: Call, program: int) -> Steps:
@@ -269,7 +303,7 @@ def reduce_program(call: Call, program: int) -> Steps:
         come = min((end - 1) // call.chunk_size, call.MAX_CHUNKS - 1)
         for src in range(call.WORLD):
             if src != call.rank and come != here:
-                yield reached(call.chunk("arrived", src, come), 1)
+                yield reached(int32(call.arrived + src * 4), come + 1)
         here = come
         tiles = min(call.own_tiles, call.tiles - part * call.own_tiles)
         yield reached(int32(call.progress + part * 4), tiles)
@@ -284,7 +318,7 @@ def reduce_program(call: Call, program: int) -> Steps:
             yield from put(at(call.out_ptr + first * dtype.itemsize, (size,), dtype), (total * call.factor).to(dtype))
     if call.is_last():
         at(call.progress, (call.MAX_OWN,), torch.int32).zero_()
-        call.words("arrived").zero_()
+        at(call.arrived, (MAX_WORLD,), torch.int32).zero_()
 
 
 # --- the direct kernels ------------------------------------------------------------------------------------------
@@ -340,7 +374,7 @@ def data_came(call: Call, pad: int, program: int, epoch: int, src: int) -> Gener
     of_epoch, signature = divmod(word.value, SIGNATURES.value)
     unlike = of_epoch == epoch and signature != call.signature
     if unlike and status.value == 0:
-        at(call.status_ptr, (3,), torch.int64).copy_(torch.tensor([FAILED, src, -signature]))
+        at(call.status_ptr, (3,), torch.int64).copy_(torch.tensor([FAILED, src, signature * UNLIKE + call.signature]))
     return of_epoch >= epoch and not unlike
 
 
@@ -436,8 +470,8 @@ def _others(call: Call, way: int) -> list[int]:
 # --- on one rank -------------------------------------------------------------------------------------------------
 PROGRAMS: dict[str, Callable[[Call, int], Steps]] = {
     "gemm_kernel": gemm_program,
+    "stage_kernel": stage_program,
     "keep_kernel": keep_program,
-    "tick_kernel": tick_program,
     "reduce_kernel": reduce_program,
     "push_gather_kernel": push_gather_program,
     "push_reduce_kernel": push_reduce_program,
@@ -450,6 +484,15 @@ def in_order(launched: Launched) -> None:
     for number in range(launched.prepared.programs):
         for question in PROGRAMS[launched.prepared.name](call, number):
             assert question is None or question(), f"{launched.prepared.name} waits for what nothing announces"
+
+
+def met(launched: Launched) -> None:
+    """`stage_kernel`, to which all ranks have come, and all have staged."""
+    call = Call(launched)
+    words = at(at(call.pads, (call.WORLD,), torch.int64)[call.rank].item(), (3 * MAX_WORLD,), torch.int32)
+    for peer in _others(call, 1):
+        words[call.free_word + peer], words[call.landed_word + peer] = call.signature, call.MAX_CHUNKS
+    in_order(launched)
 
 
 def landed(launched: Launched, parts: Sequence[Tensor], scales: Sequence[Tensor] = ()) -> None:
@@ -467,4 +510,4 @@ def landed(launched: Launched, parts: Sequence[Tensor], scales: Sequence[Tensor]
 
 def emulate(here: Machine) -> None:
     """Have the kernels of the pipelines do their work; the direct ones need what other ranks have."""
-    here.kernels |= dict.fromkeys(("gemm_kernel", "keep_kernel", "tick_kernel", "reduce_kernel"), in_order)
+    here.kernels |= dict.fromkeys(("gemm_kernel", "keep_kernel", "reduce_kernel"), in_order) | {"stage_kernel": met}

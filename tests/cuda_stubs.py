@@ -22,7 +22,7 @@ from asynctp_kernels import cuda
 from asynctp_kernels.cuda import async_input, driver, gather, gemm, memory, recordings, scatter, watch
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.launch import Launch, Tma
-from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_OWN, MAX_WORLD, Area, GroupMemory
+from asynctp_kernels.cuda.memory import MAX_OWN, MAX_WORLD, Area, GroupMemory
 from asynctp_kernels.cuda.scatter import ScatterCall
 from asynctp_kernels.errors import TIMEOUT_VARIABLE
 from torch import Tensor
@@ -32,7 +32,7 @@ SMS = 132
 STREAMS = {0: "main", 101: "copy", 102: "reduce", 109: "graph"}
 MAIN, COPY, REDUCE, GRAPH = STREAMS
 EVENTS = ("start", "running", "end", "reduced", "last", "last_captured", "flown")
-WORDS = MAX_WORLD * MAX_CHUNKS
+DIRECTIONS = ("full", "free", "landed")  # of words
 FP8 = torch.float8_e4m3fn
 #: Compiled as aligned, but not always: harmless as `test_cuda_compile` shows, since masks forbid wide loads then.
 UNALIGNED = {"reduce_kernel: own_ptr"}
@@ -76,10 +76,19 @@ class Group:
 # --- what is recorded --------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Copied:
+    """`height` rows of `width` bytes."""
+
     stream: int
     dst: int
     src: int
-    size: int
+    width: int
+    height: int = 1
+    dst_pitch: int = 0
+    src_pitch: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.width * self.height
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,8 @@ class Graph:
     """What replaces the driver's: what was asked for, and nothing of who asked."""
 
     def __init__(self, machine: Machine, entries: Sequence[Entry]) -> None:
-        self.machine, self.entries, self.known = machine, entries, True
+        self.machine, self.entries = machine, entries
+        self.known = all(entry.height == 1 for entry in entries if isinstance(entry, Copied))
 
 
 class Executable:
@@ -242,6 +252,12 @@ class Machine:
     def copy(self, dst: int, src: int, size: int, stream: int) -> None:
         self.do(Copied(stream, dst, src, size))
 
+    def copy_2d(self, request: Any, stream: int) -> None:
+        at = request._obj
+        assert (at.src_type, at.dst_type) == (driver._MEMORY_TYPE_DEVICE,) * 2
+        assert at.width <= min(at.src_pitch, at.dst_pitch)
+        self.do(Copied(stream, at.dst_device, at.src_device, at.width, at.height, at.dst_pitch, at.src_pitch))
+
     def batch(self, stream: int, count: int, address: int, flags: int) -> None:
         assert flags == 0
         for op in (driver._MemOp * count).from_address(address):
@@ -282,7 +298,8 @@ class Machine:
         if self.dry:
             return
         if isinstance(entry, Copied):
-            ctypes.memmove(entry.dst, entry.src, entry.size)
+            for row in range(entry.height):
+                ctypes.memmove(entry.dst + row * entry.dst_pitch, entry.src + row * entry.src_pitch, entry.width)
         elif isinstance(entry, Wrote):
             ctypes.c_int32.from_address(entry.address).value = entry.value
         elif isinstance(entry, Launched):
@@ -453,6 +470,7 @@ def machine(
             "unrecordable": lambda: None if here.records else "no recordings",
             "Executable": Executable,
             "copy": here.copy,
+            "_copy_2d": here.copy_2d,
             "_batch": here.batch,
             "record_event": here.record_event,
             "wait_event_with_flags": here.wait_event,
@@ -512,7 +530,9 @@ class Names:
 
     def entry(self, entry: Entry) -> str:
         if isinstance(entry, Copied):
-            return f"copy {entry.size} B to {self.place(entry.dst)} from {self.place(entry.src)}"
+            shape = f"{entry.width} B" if entry.height == 1 else f"{entry.height} x {entry.width} B"
+            pitches = "" if entry.height == 1 else f", pitches {entry.dst_pitch} and {entry.src_pitch}"
+            return f"copy {shape} to {self.place(entry.dst)} from {self.place(entry.src)}{pitches}"
         if isinstance(entry, Waited):
             return f"wait {self.place(entry.address)} {'==' if entry.exactly else '>='} {self.value(entry.value)}"
         if isinstance(entry, Wrote):
@@ -537,22 +557,20 @@ class Names:
         return self._word(address) or self._area(address) or self._near(address)
 
     def _word(self, address: int) -> str:
-        """A word of rank r as "full of 2 [1, 0]": at rank 2, from 1, chunk 0; of our own memory without "of"."""
-        local = (address - self.memory.local.data_ptr()) // 4
+        """A word of rank r as "full of 2 [1]": at rank 2, about rank 1; of our own memory without "of"."""
+        mine = self.memory
+        local = (address - mine.local.data_ptr()) // 4
         if 0 <= local < MAX_WORLD * MAX_OWN:
             return f"progress[{local // MAX_OWN}, {local % MAX_OWN}]"
-        singles = {self.memory.doing.data_ptr(): "doing", self.memory.one: "the constant 1"}
-        singles |= {word.data_ptr(): f"the constant {self.value(i)}" for i, word in self.memory._constants.items()}
-        if address in singles:
-            return singles[address]
-        for rank, start in enumerate(self.memory.signals.peers):
+        if 0 <= (source := (address - mine.arrivals) // 4) < MAX_WORLD:
+            return f"arrivals[{source}]"
+        constants = {word.data_ptr(): value for value, word in mine._constants.items()} | {mine.one: 1}
+        if address in constants:
+            return f"the constant {self.value(constants[address])}"
+        for rank, start in enumerate(mine.signals.peers):
             word = (address - start) // 4
-            if 0 <= word < WORDS:
-                return f"full of {rank} [{word // MAX_CHUNKS}, {word % MAX_CHUNKS}]"
-            if WORDS <= word < 2 * WORDS:
-                return f"free of {rank} [{word - WORDS}]"
-            if 2 * WORDS <= word < 3 * WORDS:
-                return f"landed of {rank} [{word % WORDS // MAX_CHUNKS}, {word % MAX_CHUNKS}]"
+            if 0 <= word < len(DIRECTIONS) * MAX_WORLD:
+                return f"{DIRECTIONS[word // MAX_WORLD]} of {rank} [{word % MAX_WORLD}]"
         return ""
 
     def _area(self, address: int) -> str:
@@ -590,11 +608,12 @@ def gather_call(
     k_major: bool = True,
     full: bool = False,
     along: bool = False,
+    kept: bool = False,
     world: int = 4,
 ) -> GatherCall:
     """A gather of `shard` (without K) along `dim`. scales: "", "tensor" or "row"; `travels`: A's are gathered too.
 
-    `along`: numbers travel that are only returned.
+    `along`: numbers travel that are only returned. `kept`: every rank returns the gathered A.
     """
     out_dtype = out_dtype or (dtype if dtype.itemsize == 2 else torch.bfloat16)
     lead, depth = list(shard), k
@@ -608,7 +627,8 @@ def gather_call(
     biases = [tensor(n, dtype=out_dtype) if bias else None for n in ns]
     a_shard = tensor(*shard, k, dtype=dtype)
     numbers = torch.rand(*shard, 1) + 0.5 if along else None
-    return GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, travels, out_dtype, fast, full, world, numbers)
+    full |= kept
+    return GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, travels, out_dtype, fast, full, world, numbers, kept)
 
 
 def scatter_call(

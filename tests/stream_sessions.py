@@ -14,7 +14,6 @@ from asynctp_kernels import cuda
 from asynctp_kernels.cuda import driver, gemm
 from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.memory import existing_memory
-from asynctp_kernels.cuda.scatter import ScatterCall
 from asynctp_kernels.cuda.tiles import Tiles
 from cuda_emulated import Steps, look, raw
 from cuda_stubs import MAIN, expected_products, gather_call, result_dtype, scatter_call, tensor, whole
@@ -28,7 +27,8 @@ class Op:
     """One call of all ranks.
 
     Attributes:
-        kind: "gather", "scatter", "all reduce", "bulk gather" or "bulk scatter". way: the implementation.
+        kind: "gather", "scatter", "all reduce", "bulk gather", "bulk scatter", "move gather" or "move scatter".
+        way: the implementation; of bulk calls and of moves, one of the same transport.
         options: of `gather_call` or `scatter_call`.
         stream, group: on which, in which.
         waited: how many calls later the result is read, and on which stream; that of a bulk call is waited for first.
@@ -55,35 +55,59 @@ def scatter(
     return Op(kind, way, tuple(given.items()), stream, group, (later, stream))
 
 
-def bulk(kind: str, later: int = 0, on: int = MAIN, stream: int = MAIN, group: int = 0) -> Op:
-    return Op(f"bulk {kind}", stream=stream, group=group, waited=(later, on))
+def bulk(
+    kind: str, later: int = 0, on: int = MAIN, stream: int = MAIN, group: int = 0, way: str = "fused", **options: Any
+) -> Op:
+    """Like the calls above, but without a product. shape: of the shard, or of the whole. kept: by every rank."""
+    given = {"shape": (32, 64) if kind == "gather" else (96, 32), "kept": False} | options
+    return Op(f"bulk {kind}", way, tuple(given.items()), stream, group, (later, on))
+
+
+def move(kind: str, way: str = "whole", stream: int = MAIN, group: int = 0, **options: Any) -> Op:
+    """The same of a product that is made elsewhere (`cuda.Mover`)."""
+    return replace(bulk(kind, 0, stream, stream, group, way, **options), kind=f"move {kind}")
+
+
+#: one call, as each rank of its group makes it: of one wire, but each with a use of its own
+Each = Op | tuple[Op, ...]
+
+
+def of_rank(each: Each, rank: int) -> Op:
+    return each[rank % len(each)] if isinstance(each, tuple) else each
 
 
 @functools.cache
 def data(op: Op, number: int, rank: int, world: int) -> Any:
-    """The operands of one rank in call `number`."""
+    """The operands of one rank in call `number`. A shard depends on these only, and not on what is done with it."""
     torch.manual_seed(zlib.crc32(repr((op, number, rank)).encode()))
-    if op.kind == "bulk gather":
-        return (tensor(32, 128),)
-    if op.kind == "bulk scatter":
-        return (tensor(96, 32),)
-    return (gather_call if op.kind == "gather" else scatter_call)(**dict(op.options), world=world)
+    if op.kind in ("gather", "scatter", "all reduce"):
+        call = (gather_call if op.kind == "gather" else scatter_call)(**dict(op.options), world=world)
+        return call if op.kind != "gather" else replace(call, a_shard=_shard(call.a_shard, number, rank))
+    return (_shard(tensor(*dict(op.options)["shape"]), number, rank),)
+
+
+def _shard(like: Tensor, number: int, rank: int) -> Tensor:
+    torch.manual_seed(1000 * number + rank)
+    return tensor(like.numel()).to(like.dtype).view(like.shape)
 
 
 @functools.cache
-def expected(op: Op, number: int, rank: int, world: int) -> list[Tensor]:
+def expected(each: Each, number: int, rank: int, world: int) -> list[Tensor]:
     """What the call gives on one rank."""
-    calls = [data(op, number, peer, world) for peer in range(world)]
-    if op.kind == "bulk gather":
-        return [torch.cat([shard for (shard,) in calls])]
-    if op.kind == "bulk scatter":
-        return [_sum([part for (part,) in calls], rank).to(calls[rank][0].dtype)]
-    return _gathered(calls, rank) if op.kind == "gather" else _scattered(op, calls, rank)
+    op = of_rank(each, rank)
+    calls = [data(of_rank(each, peer), number, peer, world) for peer in range(world)]
+    if not op.kind.endswith("gather"):
+        return _scattered(each, calls, rank)
+    shards = [call[0] if isinstance(call, tuple) else call.a_shard for call in calls]
+    if op.kind == "gather":
+        return _gathered(calls, [shard.view(calls[rank].a_shard.shape) for shard in shards], rank)
+    joined = torch.cat([shard.view(calls[rank][0].shape) for shard in shards])
+    return [joined if op.kind == "bulk gather" else joined.view(world, *calls[rank][0].shape)]
 
 
-def _gathered(calls: Sequence[GatherCall], rank: int) -> list[Tensor]:
+def _gathered(calls: Sequence[GatherCall], shards: Sequence[Tensor], rank: int) -> list[Tensor]:
     call = calls[rank]
-    full = _joined([each.a_shard for each in calls], call.dim)
+    full = _joined(shards, call.dim)
     scale = _joined([each.a_scale for each in calls], call.dim) if call.scale_travels else call.a_scale
     outs = [out.view(*full.shape[:-1], -1) for out in expected_products(call, full, scale)]
     numbers = [] if call.along is None else [_joined([each.along for each in calls], call.dim)]
@@ -94,11 +118,19 @@ def _joined(parts: Sequence[Any], dim: int) -> Tensor:
     return torch.cat([part.float() for part in parts], dim).to(parts[0].dtype)
 
 
-def _scattered(op: Op, calls: Sequence[ScatterCall], rank: int) -> list[Tensor]:
-    call, parts = calls[rank], [whole(each, op.way) for each in calls]
-    of_ranks = range(call.world) if op.kind == "all reduce" else [rank]
+def _scattered(each: Each, calls: Sequence[Any], rank: int) -> list[Tensor]:
+    """A call without a product adds, as do all that are beside one."""
+    call = calls[rank]
+    parts = [
+        found[0] if isinstance(found, tuple) else whole(found, of_rank(each, peer).way)
+        for peer, found in enumerate(calls)
+    ]
+    if isinstance(call, tuple):
+        return [_sum([part.view(call[0].shape) for part in parts], rank).to(call[0].dtype)]
+    parts = [part.view(parts[rank].shape) for part in parts]
+    of_ranks = range(call.world) if of_rank(each, rank).kind == "all reduce" else [rank]
     factor = 1 / call.world if call.reduce_op == "avg" else 1.0
-    return [torch.cat([_sum(parts, each, call.dim) * factor for each in of_ranks]).to(result_dtype(call))]
+    return [torch.cat([_sum(parts, peer, call.dim) * factor for peer in of_ranks]).to(result_dtype(call))]
 
 
 def _sum(parts: Sequence[Tensor], rank: int, dim: int = 0) -> Tensor:
@@ -135,6 +167,11 @@ class Player:
         self.rank, self.world = rank, rank.world
         self.flying: list[tuple[int, Callable[[], None]]] = []
 
+    def mine(self, each: Each) -> Op:
+        """This rank's part of a call. All parts are of one group."""
+        group = (each[0] if isinstance(each, tuple) else each).group
+        return of_rank(each, self.rank.groups[group].rank())
+
     def fill(self, op: Op, operands: Any, number: int) -> None:
         """Let the operands be those of call `number`."""
         mine = data(op, number, self.rank.groups[op.group].rank(), self.world)
@@ -147,9 +184,10 @@ class Player:
 
         self.rank.enqueue(self.rank.current_stream, "fill", steps)
 
-    def check(self, op: Op, results: Sequence[Tensor], number: int) -> None:
+    def check(self, each: Each, results: Sequence[Tensor], number: int) -> None:
         """The current stream reads the results of call `number`."""
-        wanted = expected(op, number, self.rank.groups[op.group].rank(), self.world)
+        op = self.mine(each)
+        wanted = expected(each, number, self.rank.groups[op.group].rank(), self.world)
         places = [Place.of(result) for result in results]
 
         def steps() -> Steps:
@@ -163,22 +201,36 @@ class Player:
     def start(self, op: Op, operands: Any) -> tuple[list[Tensor], Callable[[], None]]:
         """Make a call; gives its results, and what waits for them."""
         group = self.rank.groups[op.group]
-        if op.kind.startswith("bulk"):
-            (given,) = operands
-            if op.kind == "bulk gather":
-                result = cuda.run_bulk_gather(given, self.world, group, lambda: None)
-            else:
-                result = cuda.run_bulk_scatter(given, "sum", self.world, group, lambda: None)
-            assert result is not None
-            return [result], self.rank.waits.pop()
         with cuda.forced(op.way):
+            if op.kind.startswith("bulk"):
+                return self._start_bulk(op, *operands, group)
+            if op.kind.startswith("move"):
+                return self._move(op, *operands, group), lambda: None
             return self._run(op, operands, group), lambda: None
+
+    def _start_bulk(self, op: Op, given: Tensor, group: Any) -> tuple[list[Tensor], Callable[[], None]]:
+        if op.kind == "bulk gather":
+            result = cuda.run_bulk_gather(given, self.world, group, lambda: None, dict(op.options)["kept"])
+        else:
+            result = cuda.run_bulk_scatter(given, "sum", self.world, group, lambda: None)
+        assert result is not None
+        return [result], self.rank.waits.pop() if self.rank.waits else lambda: None
+
+    def _move(self, op: Op, given: Tensor, group: Any) -> list[Tensor]:
+        if op.kind == "move gather":
+            moved = cuda.Mover(group, dict(op.options)["kept"]).gather(given)
+            assert moved is not None
+            return [moved[0]]
+        part = cuda.Mover(group).scatter(given.view(self.world, -1, given.shape[-1]), "sum")
+        assert part is not None
+        return [part]
 
     def _run(self, op: Op, call: Any, group: Any) -> list[Tensor]:
         if op.kind == "gather":
             results = cuda.run_gather(
                 call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, call.dim, call.scale_travels,
-                call.out_dtype, call.fast, call.return_a_full, self.world, group, lambda: None, call.along)  # fmt: skip
+                call.out_dtype, call.fast, call.return_a_full, self.world, group, lambda: None, call.along, call.kept,
+            )  # fmt: skip
             assert results is not None
             return results
         parts = (call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op)
@@ -191,20 +243,22 @@ class Player:
         assert out is not None
         return [out]
 
-    def call(self, op: Op, number: int) -> None:
+    def call(self, each: Each, number: int) -> None:
         """A call on new memory, of which nothing stays but what is in flight."""
+        op = self.mine(each)
         self.rank.current_stream = op.stream
         operands = placed(self.rank, data(op, number, self.rank.groups[op.group].rank(), self.world))
         self.fill(op, operands, number)
         results, wait = self.start(op, operands)
-        self.flying.append((number + op.waited[0], functools.partial(self._land, op, number, results, wait)))
+        self.flying.append((number + op.waited[0], functools.partial(self._land, each, number, results, wait)))
         del operands, results, wait
         self.land(number)
 
-    def _land(self, op: Op, number: int, results: Sequence[Tensor], wait: Callable[[], None]) -> None:
+    def _land(self, each: Each, number: int, results: Sequence[Tensor], wait: Callable[[], None]) -> None:
+        op = self.mine(each)
         self.rank.current_stream = op.waited[1]
         wait()
-        self.check(op, results, number)
+        self.check(each, results, number)
         for result in results if op.waited[1] != op.stream else ():
             driver.keep(result)  # as a program must
 
@@ -228,7 +282,7 @@ class Session:
     """
 
     world: int
-    ops: tuple[Op, ...]
+    ops: tuple[Each, ...]
     rounds: int = 2
     captured: bool = False
     records: bool = False
@@ -254,7 +308,7 @@ def perform(session: Session, rank: Rank) -> None:
 
 def replay(session: Session, player: Player, number: int) -> None:
     """Capture the calls, and launch the graph on other data each time."""
-    rank, ops = player.rank, session.ops
+    rank, ops = player.rank, [player.mine(each) for each in session.ops]
     rank.current_stream = MAIN
     operands = [placed(rank, data(op, 0, rank.groups[op.group].rank(), rank.world)) for op in ops]
     results, executable = [], Executable()
@@ -269,10 +323,10 @@ def replay(session: Session, player: Player, number: int) -> None:
         for op, given in zip(ops, operands, strict=True):
             player.fill(op, given, number)
         rank.launch(graph, MAIN, executable)
-        for op, made in zip(ops, results, strict=True):
-            player.check(op, made, number)
+        for each, made in zip(session.ops, results, strict=True):
+            player.check(each, made, number)
         number += 1
-    player.call(ops[0], number)
+    player.call(session.ops[0], number)
 
 
 Spoil = Callable[[], contextlib.AbstractContextManager[Any]]  # changes the package or its kernels

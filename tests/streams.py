@@ -42,7 +42,6 @@ from asynctp_kernels.cuda.tiles import Tiles
 from cuda_emulated import POISON, PROGRAMS, Call, Question, Raced, Steps, at, int32, look, put, raw, reached
 from cuda_stubs import (
     GRAPH,
-    WORDS,
     Awaited,
     Copied,
     Entry,
@@ -248,10 +247,9 @@ class Rank(Machine):
         elif isinstance(entry, Launched):
             name, call = entry.prepared.name, Call(entry)
             programs = [functools.partial(PROGRAMS[name], call, number) for number in range(entry.prepared.programs)]
-            if name != "await_kernel":  # of one warp, for which there always is room
-                # what leaves nothing beside itself takes the place of a GEMM, whatever it is
-                large = name == "gemm_kernel" or self.registers > BESIDE_REGISTERS
-                programs = [functools.partial(on_an_sm, self.room, large, each) for each in programs]
+            # what leaves nothing beside itself takes the place of a GEMM, whatever it is
+            large = name == "gemm_kernel" or self.registers > BESIDE_REGISTERS
+            programs = [functools.partial(on_an_sm, self.room, large, each) for each in programs]
             self.enqueue(entry.stream, name, *programs)
         elif isinstance(entry, Copied):
             self.enqueue(entry.stream, "copy", functools.partial(copied, entry))
@@ -387,10 +385,11 @@ class Rank(Machine):
     def left_over(self) -> bool:
         """A word is set, or a count is not over, of a group that has done all its calls."""
         for here in self.memories:
-            counts = torch.stack([here.done, here.stage_done, here.gather_done, here.scatter_done])
-            *words, one = here.local.split([len(here.local) - 1, 1])
-            words += [here.signals.memory.view(torch.int32)[: 3 * WORDS], counts, one - 1]
-            if any(each.count_nonzero() for each in words):
+            local = here.local.clone()
+            for counts in (here.stage_done, here.gather_done, here.scatter_done, here.direct_done):
+                local[counts.storage_offset() + 1] = 0  # calls that are over
+            words = [local, here.signals.memory.view(torch.int32), here.status]
+            if [each.count_nonzero().item() for each in words] != [1, 0, 0]:  # but for the constant 1
                 return True
         return False
 
@@ -416,7 +415,8 @@ def copied(entry: Copied) -> Steps:
 
 
 def waited(entry: Waited) -> Steps:
-    yield reached(int32(entry.address), entry.value)
+    word = int32(entry.address)
+    yield (lambda: bool(word.value == entry.value)) if entry.exactly else reached(word, entry.value)
 
 
 def wrote(entry: Wrote) -> Steps:
