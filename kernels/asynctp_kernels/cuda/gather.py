@@ -228,7 +228,7 @@ class GatherPlan:
         if self.return_a_full and call.full is not None:
             results.append(call.full)
         if call.all_numbers is not None and not self.scale_travels:
-            results.append(call.all_numbers.view(*self.layout.full_shape[:-1], 1))
+            results.append(call.all_numbers.view(*self.layout.full_shape[:-1], call.all_numbers.shape[-1]))
         return results
 
     def run(
