@@ -33,6 +33,7 @@ __all__ = [
     "is_matmul",
     "is_only_awaited",
     "lie_alike",
+    "looks_collective",
     "misfit",
     "operands_that_are",
     "read_collectives",
@@ -110,7 +111,7 @@ def _read_collective(node: fx.Node) -> Sequence[Collective]:
     read = [member for member in members if member is not None]
     if read and len(read) == len(members):
         return read
-    known = op is not None or _looks_collective(called_name(node))
+    known = op is not None or looks_collective(called_name(node))
     return [Collective(node, "other", _first_tensor(node))] if known else []
 
 
@@ -218,7 +219,8 @@ def _waits(node: fx.Node) -> Iterator[fx.Node]:
 
 
 @functools.cache
-def _looks_collective(name: str) -> bool:
+def looks_collective(name: str) -> bool:
+    """True for the name of an op that looks as if it communicated, whether asynctp knows it or not; no wait."""
     if name in (WAIT, _WAIT_FOR_LIST) or name.startswith(("aten.", "prims.", "asynctp.")):
         return False
     return name.startswith(("_c10d_functional.", "c10d.")) or bool(_COLLECTIVE_WORDS.search(name))
@@ -249,7 +251,7 @@ def is_matmul(node: fx.Node) -> bool:
 @functools.cache
 def _looks_matmul(name: str) -> bool:
     namespace, _, rest = name.partition(".")
-    if namespace in ("asynctp", "symm_mem") or _looks_collective(name):
+    if namespace in ("asynctp", "symm_mem") or looks_collective(name):
         return False
     return bool(_MATMUL_WORDS.search(rest.partition(".")[0]))
 

@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,14 +44,17 @@ from asynctp_passes.fxview import (
     Sizes,
     acts,
     call_of,
+    called_op,
     express,
     is_random,
     is_size,
+    name_of,
     op_name,
     reachable,
     segments,
     value_of,
 )
+from asynctp_passes.order import communications
 from asynctp_passes.read import WAIT, added_matrix, is_only_awaited, lie_alike, waits_for_several
 from asynctp_passes.schedule import Moves, leave_sms, schedule
 from asynctp_passes.shapes import Rearrangement, ScatterPlacement, Size, divided, product, same
@@ -60,6 +64,8 @@ __all__ = ["rewrite", "store"]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
+_TORCHS = ("_c10d_functional", "c10d.", "_dtensor.")
+"""Namespaces of collectives that Inductor knows, or that no graph of its own has."""
 _UNCOPIED = {f"aten.{name}.default" for name in ("view", "_unsafe_view", "_reshape_alias", "view_copy")}
 """What reshapes a tensor, and fails where its memory does not allow that without a copy."""
 
@@ -85,13 +91,18 @@ def rewrite(
     moved: dict[fx.Node, fx.Node] = {}
     moves = Moves()
     fused: dict[fx.Node, fx.Node] = {}
+    starts: dict[fx.Node, fx.Node] = {}
+    places = {chain.collective.node: _place(graph, chain, segment) for chain in chains}
     for chain in chains:
-        build, shared = _Builder(graph, sizes, chain, moved, anchor(chain)), _shared(chain)
+        build, shared = _Builder(graph, sizes, chain, moved, places[chain.collective.node]), _shared(chain)
         old = {*_old_nodes(chain), *shared}
         op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_reduction(build, chain)
         op.meta["asynctp_collective"] = chain.collective.node.name
         fused |= dict.fromkeys([chain.collective.node, *(matmul.node for matmul in chain.matmuls)], op)
+        starts[op] = communications(build.made)[0]
         segment.update((node, segment[build.anchor]) for node in build.made)
+        if isinstance(chain, GatherChain):
+            moves.early += communications(build.made)
         if isinstance(chain, GatherChain) and chain.hoist is not None:
             moves.late |= _come_after(build, chain)
             moves.kept.append((chain.collective, op))
@@ -102,8 +113,12 @@ def rewrite(
             if node in old:
                 _shrink(node)
                 _erase_unused(graph, old)
+    for place in places.values():
+        if op_name(place) == _MARK:
+            graph.erase_node(place)
     for bundle in bundles:
-        build = _Builder(graph, sizes, bundle, moved, fused.get(bundle.place, bundle.place))
+        place = fused.get(bundle.place, bundle.place)
+        build = _Builder(graph, sizes, bundle, moved, starts.get(place, place))
         moves.early.append(_emit_bundle(build, bundle))
         segment.update((node, segment[build.anchor]) for node in build.made)
         _erase_unused(graph, {node for member in bundle.members for node in member.results})
@@ -114,9 +129,40 @@ def rewrite(
     ordered = schedule(graph, moves, work, segment)
     # an op that is kept in order is wrapped in another: what it is called with is read before
     calls = {chain.collective.node.name: call_of(fused[chain.collective.node]) for chain in chains}
-    compat.keep_order(graph, ordered)
+    _keep_order(graph, ordered)
     graph.lint()
     return calls
+
+
+def _keep_order(graph: fx.Graph, ordered: dict[fx.Node, list[fx.Node]]) -> None:
+    """Have Inductor keep the order of what communicates, and run each node after those that `ordered` lists for it."""
+    starts = communications(graph.nodes) if compat.is_compiled(graph) else []
+    ops = {op for op in map(called_op, starts) if op is not None and not name_of(op).startswith(_TORCHS)}
+    if ops and not compat.lower_in_order(ops):
+        for before, node in pairwise(starts):
+            ordered.setdefault(node, []).append(before)
+    compat.keep_order(graph, ordered)
+
+
+def _place(graph: fx.Graph, chain: GatherChain | ScatterChain, segment: dict[fx.Node, int]) -> fx.Node:
+    """The node in front of which the fused op of a chain comes: a mark, where it follows another node."""
+    node = anchor(chain)
+    if not isinstance(chain, GatherChain) or chain.follows is None:
+        return node
+    marks = [node]
+    while op_name(marks[-1].next) == _MARK:
+        marks.append(marks[-1].next)
+    with graph.inserting_after(marks[-1]):
+        mark = graph.call_function(_asynctp_place)
+    segment[mark] = segment[node]
+    return mark
+
+
+def _asynctp_place() -> None:
+    """Marks a place in a graph."""
+
+
+_MARK = _asynctp_place.__name__
 
 
 def store(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
@@ -438,22 +484,18 @@ def _ranks_in_place(build: _Builder, one: Apart, started: fx.Node) -> fx.Node:
 
 
 def _come_after(build: _Builder, chain: GatherChain) -> set[fx.Node]:
-    """Move a gather that stays behind the fused op, whose own transfers come first; the nodes that may come late.
+    """The nodes that may come late, where a gather stays, which comes after the fused op.
 
-    Those are the waits for the gathers beside the fused op, and what has to follow them, but for other collectives.
-    A gather that nothing waits for is over when it returns.
+    Those are the waits for it and for the gathers beside the fused op, and what has to follow them in front of the
+    first matmul, but for other collectives. A gather that nothing waits for is over when it returns.
     """
-    gather = chain.collective
-    waits = gather.waits or (gather.node,)
+    gather, first = chain.collective, min(nodes_of(chain.matmuls))
     if is_only_awaited(gather):
         leave_sms(gather)
-        build.anchor.prepend(gather.node)
-    for wait in waits:
-        build.anchor.prepend(wait)
-    late = {*waits, *build.late}
+    late = {*gather.waits, *build.late}
 
     def comes_late(node: fx.Node) -> bool:
-        return node in late or (node < build.anchor and near.transparent(node) and not is_random(node))
+        return node in late or (node < first and near.transparent(node) and not is_random(node))
 
     return reachable(late, lambda node: node.users, comes_late)
 
