@@ -14,7 +14,7 @@ from itertools import pairwise
 from torch import fx
 
 from asynctp_passes import compat
-from asynctp_passes.fxview import called_op, is_size, name_of, op_name, subgraphs_of
+from asynctp_passes.fxview import called_op, is_size, name_of, subgraphs_of
 from asynctp_passes.read import looks_collective
 from asynctp_passes.registry import collective_op
 

@@ -137,8 +137,8 @@ def rewrite(
 def _keep_order(graph: fx.Graph, ordered: dict[fx.Node, list[fx.Node]]) -> None:
     """Have Inductor keep the order of what communicates, and run each node after those that `ordered` lists for it."""
     starts = communications(graph.nodes) if compat.is_compiled(graph) else []
-    ops = {op for op in map(called_op, starts) if op is not None and not name_of(op).startswith(_TORCHS)}
-    if ops and not compat.lower_in_order(ops):
+    called = {op for op in map(called_op, starts) if op is not None and not name_of(op).startswith(_TORCHS)}
+    if called and not compat.lower_in_order(called):
         for before, node in pairwise(starts):
             ordered.setdefault(node, []).append(before)
     compat.keep_order(graph, ordered)
