@@ -18,7 +18,10 @@ from asynctp_passes.fxview import called_op, is_size, name_of, subgraphs_of
 from asynctp_passes.read import looks_collective
 from asynctp_passes.registry import collective_op
 
-__all__ = ["communicates", "communications", "in_turn", "latest_communication"]
+__all__ = ["communicates", "communications", "in_turn", "latest_communication", "program_order", "record_order"]
+
+_PLACE = "asynctp_place"
+"""In a node's `meta`: its place in the order in which the program communicates."""
 
 _OWN_WAIT = "asynctp.wait.default"
 _OTHER_WORDS = re.compile(r"(?:^|_)(?:broadcast|send|recv|isend|irecv|barrier|dispatch|combine|all2all)(?:_|$)")
@@ -67,6 +70,19 @@ def in_turn(starts: Sequence[fx.Node], inputs: Mapping[fx.Node, Sequence[fx.Node
     for before, node in pairwise(starts):
         found[node] = [*found.get(node, node.all_input_nodes), before]
     return found
+
+
+def record_order(graph: fx.Graph) -> None:
+    """Note the order of what communicates in its nodes' `meta`, before Inductor moves nodes to where they are used."""
+    for place, node in enumerate(communications(graph.nodes)):
+        node.meta[_PLACE] = place
+
+
+def program_order(graph: fx.Graph) -> list[fx.Node]:
+    """What communicates, in the order that was recorded; as it stands where some of it has no record."""
+    found = communications(graph.nodes)
+    recorded = all(_PLACE in node.meta for node in found)
+    return sorted(found, key=lambda node: node.meta[_PLACE]) if recorded else found
 
 
 def latest_communication(graph: fx.Graph) -> dict[fx.Node, int]:

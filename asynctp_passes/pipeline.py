@@ -40,12 +40,14 @@ from asynctp_passes.fxview import (
     value_of,
 )
 from asynctp_passes.hide import hide
+from asynctp_passes.order import communications, record_order
 from asynctp_passes.read import called_name, is_matmul
 from asynctp_passes.reasons import RESULT_DROPPED
 from asynctp_passes.regather import Again, again
 from asynctp_passes.report import Coalesced, Remark, Report
 from asynctp_passes.rewrite import rewrite, store
 from asynctp_passes.scales import scales_to_store
+from asynctp_passes.schedule import restore_program_order
 from asynctp_passes.views import is_conversion, is_view
 
 __all__ = ["REGATHERED", "run", "run_joint"]
@@ -84,6 +86,8 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
     """
     _require_graph(graph)
     config = Config.given(config)
+    if phase_of(graph) == "inference":  # the order of others is the partitioner's, who copies and leaves out
+        restore_program_order(graph)
     found, context = decide_graph(graph, config)
     decisions = hide(graph, found)
     bundles = coalesce(decisions, context)
@@ -113,7 +117,8 @@ def _require_graph(graph: object) -> None:
 def run_joint(graph: fx.Graph, config: Config) -> None:
     """Tag, in a graph of a forward and its backward, the gathers that are made again in the backward (`regather`).
 
-    Other graphs stay as they are, and so does what is computed: the partitioner, which comes next, follows the tags.
+    The partitioner, which comes next, follows the tags. In any graph the order of what communicates is noted, for `run`
+    to restore. What is computed stays as it is.
 
     Args:
         graph: A joint graph, as Inductor hands it to a joint pass.
@@ -122,6 +127,7 @@ def run_joint(graph: fx.Graph, config: Config) -> None:
     Raises:
         DisagreementError: Another rank decided differently about this program; the graph is untouched.
     """
+    record_order(graph)
     if not tangents_of(graph):
         return
     decisions, _ = decide_graph(graph, config)
@@ -246,8 +252,12 @@ def _moved(chain: GatherChain | ScatterChain | None, place: Mapping[fx.Node, int
     if isinstance(chain, ScatterChain):
         factors = [*(matmul.factor for matmul in chain.matmuls), *(term.factor for term in chain.added)]
         return () if set(factors) == {1.0} else (f"factors: {', '.join(f'{factor:g}' for factor in factors)}",)
-    if chain is None or chain.hoist is None:
+    if chain is None:
         return ()
+    order = {node: index for index, node in enumerate(communications(chain.collective.node.graph.nodes))}
+    late = [] if chain.follows is None else [f"gathered after communication {order[chain.follows]}"]
+    if chain.hoist is None:
+        return tuple(late)
     steps = {step.node: step for step in chain.hoist.computed}
     needed: dict[fx.Node, Step] = {}
     stack = list(chain.hoist.travels)
@@ -257,7 +267,7 @@ def _moved(chain: GatherChain | ScatterChain | None, place: Mapping[fx.Node, int
             needed[step.node] = step
             stack += [part.root for _, part in step.parts]
     texts: dict[fx.Node, str] = {}
-    return tuple(sorted(_text(node, place, texts) for node in needed))
+    return (*late, *sorted(_text(node, place, texts) for node in needed))
 
 
 def _text(node: fx.Node, place: Mapping[fx.Node, int], texts: dict[fx.Node, str]) -> str:
@@ -325,10 +335,13 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
         lead = candidate.joins.collective
         facts["message"] = f"{_SCALES if lead.kind == 'all_gather' else _SUM} {lead.node.name}"
     elif isinstance(chain, GatherChain) and chain.hoist is not None:
-        facts["message"] = "; ".join([*_hoist_facts(chain, chain.hoist), *candidate.left_out])
+        own = [*_place_facts(chain), *_hoist_facts(chain, chain.hoist)]
+        facts["message"] = "; ".join([*own, *candidate.left_out])
         facts["keeps_gather"] = bool(chain.hoist.kept)
-    elif candidate.left_out:
-        facts["message"] = f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"
+    elif isinstance(chain, GatherChain):
+        returned = [f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"]
+        notes = [*_place_facts(chain), *(returned if candidate.left_out else [])]
+        facts |= {"message": "; ".join(notes)} if notes else {}
     elif isinstance(chain, ScatterChain):
         unsharded = [_UNSHARDED] if candidate.collective.kind == "all_reduce" else []
         weights = [_LIKE_WEIGHTS] if candidate.weights else unsharded
@@ -368,6 +381,12 @@ def _converted(chain: ScatterChain) -> list[str]:
     if chain.sends_products:
         return [f"{product} is sent as it is, and converted where the ranks' parts are added, to {whole}"]
     return [f"each {product} is converted before it is added, and the sum is sent like that, for {whole}"]
+
+
+def _place_facts(chain: GatherChain) -> list[str]:
+    """That a gather changes its place among what communicates."""
+    follows = chain.follows
+    return [] if follows is None else [f"it follows {follows.name}, which what its matmuls need depends on"]
 
 
 def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:

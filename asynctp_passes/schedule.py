@@ -18,10 +18,10 @@ from torch import fx
 from asynctp_passes import collectives, cost  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.chain import Collective
 from asynctp_passes.fxview import arguments, draws, live, op_name, reachable, segments, steps_of
-from asynctp_passes.order import communicates, communications, in_turn
+from asynctp_passes.order import communicates, communications, in_turn, program_order
 from asynctp_passes.read import is_matmul
 
-__all__ = ["Moves", "leave_sms", "schedule"]
+__all__ = ["Moves", "leave_sms", "restore_program_order", "schedule"]
 
 Kept = tuple[Collective, fx.Node | None]
 """A collective that no op takes in, and the fused op that it follows if it stays for other users beside that."""
@@ -70,6 +70,21 @@ def schedule(
     _run_beside(flying, flops, segment)
     _wait_with_sources(flying, segment)
     return _order_in_flight(graph, flying, flops)
+
+
+def restore_program_order(graph: fx.Graph) -> None:
+    """Bring what communicates back to the order of the program, where Inductor has moved it to where it is used.
+
+    It does so in graphs for inference, with ops that it does not know as collectives.
+    """
+    wanted = program_order(graph)
+    if wanted != communications(graph.nodes):
+        position = {node: index for index, node in enumerate(graph.nodes)}
+        segment = segments(graph)
+        inputs = in_turn(wanted, in_turn([node for node in position if node.op == "placeholder"], draws(graph)))
+        steps = steps_of(graph, {}, inputs, lambda node: (segment[node], position[node]))
+        if len(steps) == len(position):
+            _arrange([node for (node,) in steps])
 
 
 # --- order ---------------------------------------------------------------------------------------------------
