@@ -9,7 +9,7 @@ import operator
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -367,6 +367,13 @@ def recompute_in_backward(nodes: Sequence[fx.Node]) -> None:
         node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
 
 
+def is_compiled(graph: fx.Graph) -> bool:
+    """True for a graph that is being compiled; of others nothing is reordered."""
+    from torch._guards import CompileContext
+
+    return graph.owning_module is not None and CompileContext.current_compile_id() is not None
+
+
 def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     """Make Inductor run each node after the nodes listed for it; its scheduler reorders what does not depend.
 
@@ -375,9 +382,7 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     Inductor computes what is named at once; it would put what it computes only for the node behind the others as well,
     and could make it together with nothing that comes before those.
     """
-    from torch._guards import CompileContext
-
-    if not after or graph.owning_module is None or CompileContext.current_compile_id() is None:
+    if not after or not is_compiled(graph):
         return
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
@@ -394,6 +399,63 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
         return OrderedSet([*map(tensor, earlier), *inputs])
 
     preserve_node_ordering(graph, {node: named(node, earlier) for node, earlier in after.items()})
+
+
+def lower_in_order(ops: Iterable[torch._ops.OpOverload]) -> bool:
+    """Have Inductor keep calls of these ops in the graph's order, among one another and with torch's collectives.
+
+    Its scheduler does so with what it takes for collectives. Ops that torch lowers in ways of its own are left alone.
+
+    Returns:
+        False where that cannot be had: without such a kernel, or where the user has all ops called as they are.
+    """
+    kernel = _ordered_kernel()
+    if kernel is None or inductor_option("fallback_by_default", False):
+        return False
+    for op in ops:
+        _lower_as(kernel, op)
+    return True
+
+
+@functools.cache
+def _ordered_kernel() -> Any:
+    """A subclass of Inductor's kernel of a collective; None where there is none."""
+    if not torch.distributed.is_available():
+        return None
+    from torch._inductor import ir
+
+    collective = getattr(ir, "_CollectiveKernel", None)
+    return None if collective is None else type("AsyncTPCollectiveKernel", (collective,), {})
+
+
+_lowered: set[torch._ops.OpOverload] = set()
+
+
+def _lower_as(kernel: Any, op: torch._ops.OpOverload) -> None:
+    """Lower an op to a kernel of this class, as `make_fallback` lowers it to a plain one."""
+    from torch._inductor import ir, lowering
+    from torch._library.utils import get_layout_constraint_tag
+    from torch.utils import _pytree as pytree
+
+    present = lowering.lowerings.get(op)
+    if op in _lowered or (present is not None and not getattr(present, "_is_fallback_handler", False)):
+        return
+    returns = [str(one.type) for one in op._schema.returns]
+    plain = not op._schema.is_mutable and returns in (["Tensor"], ["List[Tensor]"])
+    create = kernel.create_out_of_place if plain else kernel.create
+
+    def tensor(result: Any) -> Any:
+        return ir.TensorBox.create(result) if isinstance(result, ir.IRNode) else result
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        return pytree.tree_map(tensor, create(op, *args, **kwargs))
+
+    constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op))
+    make_fallback: Any = lowering.make_fallback
+    make_fallback(op, layout_constraint=constraint, warn=False, override_decomp=True)
+    lowered._is_fallback_handler = True  # type: ignore[attr-defined]
+    lowering.register_lowering(op, type_promotion_kind=None)(lowered)
+    _lowered.add(op)
 
 
 def stored_op() -> Any:

@@ -1780,13 +1780,13 @@ return (mm, wait_tensor_1)
 
 x: f32[4, 8]
 norm: f32[3]
-all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([norm], 4, 'tp')  # (f32[12])
-getitem_1 = getitem(all_gather_into_tensor_coalesced, 0)  # f32[12]
-wait_tensor_1 = wait_tensor(getitem_1)  # f32[12]
 w: f32[8, 16]
 all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
     return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 16])
 getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
+all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([norm], 4, 'tp')  # (f32[12])
+getitem_1 = getitem(all_gather_into_tensor_coalesced, 0)  # f32[12]
+wait_tensor_1 = wait_tensor(getitem_1)  # f32[12]
 return (getitem_2, wait_tensor_1)
 """,
     )
@@ -1830,10 +1830,6 @@ return (mm, getitem_3, mm_1)
 norm: f32[3]
 x: f32[4, 8]
 y: f32[2, 8]
-all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([norm], 4, 'tp')  # (f32[12])
-getitem = getitem(all_gather_into_tensor_coalesced, 0)  # f32[12]
-wait_tensors = wait_tensors([getitem])  # (f32[12])
-getitem_3 = getitem(wait_tensors, 0)  # f32[12]
 w: f32[8, 16]
 all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
     return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 16])
@@ -1841,6 +1837,10 @@ getitem_6 = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
 all_gather_matmul_default_1 = asynctp::all_gather_matmul(a_shard=y, bs=[w], biases=[None], gather_dim=0,
     return_a_full=False, group_size=4, group_name='tp')  # (f32[8, 16])
 getitem_7 = getitem(all_gather_matmul_default_1, 0)  # f32[8, 16]
+all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([norm], 4, 'tp')  # (f32[12])
+getitem = getitem(all_gather_into_tensor_coalesced, 0)  # f32[12]
+wait_tensors = wait_tensors([getitem])  # (f32[12])
+getitem_3 = getitem(wait_tensors, 0)  # f32[12]
 return (getitem_6, getitem_3, getitem_7)
 """,
     )
@@ -1909,9 +1909,9 @@ x: f32[16, 8]
 w: f32[8, 16]
 norm: f32[3]
 relu = relu(norm)  # f32[3]
-all_reduce_coalesced = all_reduce_coalesced([relu], 'sum', 'tp')  # (f32[3])
 matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[x], b_parts=[w], biases=[None], reduce_op='sum',
     group_name='tp')  # f32[16, 16]
+all_reduce_coalesced = all_reduce_coalesced([relu], 'sum', 'tp')  # (f32[3])
 getitem_1 = getitem(all_reduce_coalesced, 0)  # f32[3]
 wait_tensor_1 = wait_tensor(getitem_1)  # f32[3]
 return (matmul_all_reduce_default, wait_tensor_1)

@@ -816,7 +816,6 @@ class DirectGather(WholeGather):
         dummy = self.memory.dummy
         own, whole = (dummy if tensor is None else tensor for tensor in (call.numbers, call.all_numbers))
         assert call.full is not None
-        self.memory.last_direct = self.signature
         pointers = [tensor.data_ptr() for tensor in (call.shard, own, call.full, whole)]
         self.launch(stream, [*pointers, *self.tail])
 

@@ -125,7 +125,6 @@ class GroupMemory:
             behind other work.
         turn: held from `begin` to `ended`, so that calls of several threads come one after the other on a device.
         failure: why the memory must not be used again. released: nobody may use it any more.
-        last_direct: signature of the last direct call.
         skipped: calls that this rank has left out, since they ended with an error. made: calls that it has made.
         calls: what ranks tell each other about their calls.
         bound: of a wait for a rank, in nanoseconds.
