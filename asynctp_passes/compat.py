@@ -365,7 +365,8 @@ def _lower_as(kernel: Any, op: torch._ops.OpOverload) -> None:
         return pytree.tree_map(tensor, create(op, *args, **kwargs))
 
     constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op))
-    lowering.make_fallback(op, layout_constraint=constraint, warn=False, override_decomp=True)
+    make_fallback: Any = lowering.make_fallback
+    make_fallback(op, layout_constraint=constraint, warn=False, override_decomp=True)
     lowered._is_fallback_handler = True  # type: ignore[attr-defined]
     lowering.register_lowering(op, type_promotion_kind=None)(lowered)
     _lowered.add(op)
