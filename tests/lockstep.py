@@ -333,9 +333,8 @@ def _all_gather_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
     gather_dim, group_size = calls[0][3], calls[0][5]
     _check_group_size(calls, group_size)
     results = []
-    for (_, bs, biases, _, return_a_full, _, _), a_full in zip(
-        calls, _gathered([call[0] for call in calls], gather_dim), strict=True
-    ):
+    for call, a_full in zip(calls, _gathered([call[0] for call in calls], gather_dim), strict=True):
+        _, bs, biases, _, return_a_full = call[:5]
         pairs = zip(bs, _padded(biases, len(bs)), strict=True)
         outs = [_product(a_full, b, bias).to(a_full.dtype) for b, bias in pairs]
         results.append([*outs, a_full] if return_a_full else outs)
