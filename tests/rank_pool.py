@@ -19,7 +19,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,25 +49,56 @@ _ENVIRONMENT = {
     "TRITON_INTERPRET": "1",
     "ASYNCTP_TIMEOUT_S": str(WAIT_S),
 }
-_OPTIONS = {"strict": "off", "log": False, "trace": False, "fallback_by_default": True}
-_ENDED = ("Timed out waiting", "Connection closed by peer", "pair closure", "PeerTimeout", "not end within")
+_OPTIONS: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
+_GLOO_ENDED = (
+    "Timed out waiting",
+    "Wait timeout",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "pair closure",
+)
+_ENDED = (*_GLOO_ENDED, "PeerTimeout")
 
 
-def judge_on_ranks(programs: Sequence[Program], kernels: bool = True, sabotage: str = "") -> list[Verdict]:
+@dataclass(frozen=True)
+class _Task:
+    """What ranks do with programs: see `judge_on_ranks`."""
+
+    kernels: bool
+    sabotage: str
+    backend: str
+
+
+def judge_on_ranks(
+    programs: Sequence[Program], kernels: bool = True, sabotage: str = "", backend: str = "asynctp"
+) -> list[Verdict]:
     """Run programs on real ranks, eager and compiled, and compare.
 
     Args:
         programs: The programs, of one number of ranks.
         kernels: Whether to run the compiled code with the interpreted kernels, too.
         sabotage: One of `SABOTAGES`, which rank 1 applies to the package: the check has to find it.
+        backend: What compiles; `"inductor"` shows what a program does without the package.
 
     Returns:
-        A verdict for each program: the first rank's that found a fault.
+        A verdict for each program: the first rank's that found a fault; `"inductor"` where plain Inductor has one too,
+        which moves collectives by what a rank's memory is used for (`reorder_for_peak_memory`).
     """
-    verdicts: list[Verdict] = []
     with _forkserver() as context:
-        while len(verdicts) < len(programs):
-            verdicts += _run_pool(context, programs[len(verdicts) :], kernels, sabotage)
+        verdicts = _run(context, programs, _Task(kernels, sabotage, backend))
+        failed = [index for index, verdict in enumerate(verdicts) if verdict]
+        if failed and backend == "asynctp" and not sabotage:
+            plain = _run(context, [programs[index] for index in failed], _Task(False, "", "inductor"))
+            for index, verdict in zip(failed, plain, strict=True):
+                if verdict:
+                    verdicts[index] = Verdict("inductor", f"{verdict.fault}: {verdict.text}")
+    return verdicts
+
+
+def _run(context: Any, programs: Sequence[Program], task: _Task) -> list[Verdict]:
+    verdicts: list[Verdict] = []
+    while len(verdicts) < len(programs):
+        verdicts += _run_pool(context, programs[len(verdicts) :], task)
     return verdicts
 
 
@@ -79,12 +111,12 @@ def _forkserver() -> Iterator[Any]:
         yield context
 
 
-def _run_pool(context: Any, programs: Sequence[Program], kernels: bool, sabotage: str) -> list[Verdict]:
+def _run_pool(context: Any, programs: Sequence[Program], task: _Task) -> list[Verdict]:
     """Verdicts up to the first fault."""
     world = programs[0].world
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank, args=(rank, world, folder, programs, kernels, sabotage, dict(_ENVIRONMENT)))
+            context.Process(target=_rank, args=(rank, folder, programs, task, dict(_ENVIRONMENT)))
             for rank in range(world)
         ]
         for process in ranks:
@@ -130,29 +162,23 @@ def _of_program(folder: Path, ranks: Sequence[Any], index: int) -> Verdict:
 
 
 # --- on a rank ------------------------------------------------------------------------------------------------
-def _rank(
-    rank: int,
-    world: int,
-    folder: str,
-    programs: Sequence[Program],
-    kernels: bool,
-    sabotage: str,
-    environment: dict[str, str],
-) -> None:
+def _rank(rank: int, folder: str, programs: Sequence[Program], task: _Task, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     wait = timedelta(seconds=WAIT_S)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=wait)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=programs[0].world, timeout=wait
+    )
     from asynctp_passes import hide
 
     hide.LEAST_BYTES = 0  # type: ignore[misc]
-    if sabotage and rank == 1:
-        SABOTAGES[sabotage]()
+    if task.sabotage and rank == 1:
+        SABOTAGES[task.sabotage]()
     groups = _groups(programs[0], rank)
     for index, program in enumerate(programs):
         try:
-            verdict = _judge(program, rank, groups, kernels)
+            verdict = _judge(program, rank, groups, task)
         except BaseException as error:
             verdict = _of_error(error)
         file = Path(folder, f"{index}.{rank}")
@@ -162,6 +188,8 @@ def _rank(
             while not Path(folder, "end").exists():
                 time.sleep(0.05)
             break
+    with suppress(RuntimeError):  # a peer had a fault
+        dist.barrier()  # a collective whose result is dropped may still be under way
     sys.stdout.flush()
     dist.destroy_process_group()
 
@@ -176,7 +204,7 @@ def _groups(program: Program, rank: int) -> dict[str, tuple[str, int]]:
     return found
 
 
-def _judge(program: Program, rank: int, groups: dict[str, tuple[str, int]], kernels: bool) -> Verdict:
+def _judge(program: Program, rank: int, groups: dict[str, tuple[str, int]], task: _Task) -> Verdict:
     """Eager, then compiled with plain ops, then twice with the kernels: a second call meets what the first left."""
     import asynctp_passes.ops
 
@@ -184,8 +212,9 @@ def _judge(program: Program, rank: int, groups: dict[str, tuple[str, int]], kern
     function, inputs = program.function(rank, groups), program.make_inputs(rank)
     with torch.no_grad():
         expected = function(*inputs)
-        compiled = torch.compile(function, backend="asynctp", options=_OPTIONS, dynamic=program.dynamic[rank])
-        for mode in ("reference", "interpreted", "interpreted") if kernels else ("reference",):
+        options = {"fallback_by_default": True, **(_OPTIONS if task.backend == "asynctp" else {})}
+        compiled = torch.compile(function, backend=task.backend, options=options, dynamic=program.dynamic[rank])
+        for mode in ("reference", "interpreted", "interpreted") if task.kernels else ("reference",):
             os.environ["ASYNCTP_CPU_IMPLEMENTATION"] = mode
             asynctp_passes.ops.refresh()
             for index, pair in enumerate(zip(expected, compiled(*inputs), strict=True)):
