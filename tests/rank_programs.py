@@ -1,269 +1,284 @@
-"""One small program on several gloo ranks of this machine, eager and compiled; every rank prints one verdict line.
+"""Random programs of which every rank has its own: they share their collectives, and differ in all that is local.
 
-A case of `rank_cases` defines `program(rank, ranks, compiled)`, which returns a tensor or a list of them (results, then
-gradients), compiles with `compiled(function)`, and ends with `run(program)`. The same program runs eager first; its
-values are what is right.
+    Program = stages, the same on all ranks          gather ─▶ reduce ─▶ gather
+            + a variation for each rank and stage    rank 0:  multiply    partial     later
+                                                     rank 1:  relu        residual    multiply
 
-    python tests/rank_cases/CASE.py                       backend="asynctp"
-    python tests/rank_cases/CASE.py inductor asynctp      both
-    SHOW=1 python tests/rank_cases/CASE.py                with the reports and the traceback
+A stage is a collective: its kind, group, dtype and dimension. A variation (`rank_variations`) writes what one rank
+computes around it. Everything follows from a seed; numbers of a stage do not change when others go, which `smaller`
+relies on.
 
-A verdict is "right", or begins with what is the matter: WRONG values, a CRASH, a HANG (a wait ran out of its bound),
-SILENT (neither an error nor a warning where one is due), or a REASON that is not as it should be.
+    print(focused("rows_permuted", seed=3, world=2))
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-import os
-import pathlib
-import sys
-import tempfile
-import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+import linecache
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-_SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    "ASYNCTP_TIMEOUT_S": "15",
-    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
-}
-for _name, _value in _SETTINGS.items():  # before torch is imported
-    os.environ.setdefault(_name, _value)
+import torch
+from rank_variations import NAMES, VARIATIONS, Variation
+from rank_writer import LATER, Outline, Stage, Value, Writer
+from torch import Tensor
 
-import torch  # noqa: E402
-import torch._inductor.config  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
-from torch import Tensor  # noqa: E402
+__all__ = ["DYNAMIC", "HELPERS", "KINDS", "PLAIN", "Program", "focused", "mixed", "smaller"]
 
-import asynctp_passes  # noqa: E402
+PLAIN = {"gather": "multiply", "scatter": "partial", "reduce": "partial", "maximum": "largest"}
+"""What a rank does that does nothing unusual, by kind of stage."""
 
-__all__ = ["Complaint", "fused", "none_missed", "run"]
+DYNAMIC = "dynamic"
+"""The kind of programs that some ranks compile for sizes that may change, and others do not."""
 
-PEERS_S = 30
-"""Seconds that a plain collective waits for a peer."""
-PATIENCE = float(os.environ.get("RANKS_PATIENCE", "1"))
-"""How many times longer than usual ranks may take: for a machine that does other things too."""
+KINDS = (*(name for name in NAMES if name not in PLAIN.values()), DYNAMIC)
+"""All kinds of local differences."""
 
-Compile = Callable[..., Any]
-Program = Callable[[int, int, Compile], "Tensor | Sequence[Tensor]"]
-Judge = Callable[[list[asynctp_passes.Remark]], str]
+_NARROW = ("bfloat16", "float16", "float8")
+_WRITTEN = {"gather": "gather({sent}, {dim}, {group})", "scatter": "scatter({sent}, {dim}, {group})"}
+_WRITTEN |= {"reduce": "reduce({sent}, 'sum', {group})", "maximum": "reduce({sent}, 'max', {group})"}
+_STEMS = {"gather": "h", "scatter": "r", "reduce": "r", "maximum": "m"}
 
 
-class Complaint(Exception):
-    """Raised by a program that judges for itself what was reported; its text is the verdict."""
+@dataclass(frozen=True)
+class Program:
+    """One program for each rank.
+
+    Attributes:
+        origin: The call that made it, as `"focused('later', 3, 2)"`.
+        outline: Seed, ranks and sizes.
+        stages: The collectives, in order.
+        variations: By rank and stage, the names of variations.
+        dynamic: By rank, whether it compiles for sizes that may change.
+    """
+
+    origin: str
+    outline: Outline
+    stages: tuple[Stage, ...]
+    variations: tuple[tuple[str, ...], ...]
+    dynamic: tuple[bool, ...]
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.outline.world
+
+    def kinds(self) -> set[str]:
+        """The variations that are not plain, and `DYNAMIC`."""
+        used = {name for names in self.variations for name in names}
+        return (used | ({DYNAMIC} if any(self.dynamic) else set())) - set(PLAIN.values())
+
+    def tolerance(self) -> float:
+        """Allowed error relative to a result's largest element: that of the narrowest dtype."""
+        texts = [self.text(rank) for rank in range(self.world)]
+        return 5e-2 if any(name in text for name in _NARROW for text in texts) else 1e-4
+
+    def make_inputs(self, rank: int) -> list[Tensor]:
+        """The arguments of a rank's program, which differ from rank to rank."""
+        return [one.make(f"{self.outline.seed}/{rank}") for one in self._written(rank).inputs]
+
+    def text(self, rank: int) -> str:
+        """A rank's program, as Python."""
+        return self._written(rank).text()
+
+    def function(self, rank: int, groups: Mapping[str, tuple[str, int]]) -> Callable[..., tuple[Tensor, ...]]:
+        """A rank's program, given the names and sizes of its groups."""
+        text, file = self.text(rank), f"<rank {rank} of {self.origin}>"
+        linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+        names: dict[str, Any] = {**HELPERS, **groups}
+        exec(compile(text, file, "exec"), names)
+        found: Callable[..., tuple[Tensor, ...]] = names["program"]
+        return found
+
+    def _written(self, rank: int) -> Writer:
+        """All stages, each with this rank's variation."""
+        writer = Writer(self.outline, rank)
+        waiting: list[tuple[Stage, Any]] = []
+        for stage, name in zip(self.stages, self.variations[rank], strict=True):
+            writer.enter(stage)
+            steps = VARIATIONS[stage.table][name].write(writer, stage)
+            result = _communicate(writer, stage, next(steps))
+            resumed, waiting = waiting, []
+            if _go_on(steps, result) == LATER:
+                waiting.append((stage, steps))
+            for earlier, others in resumed:
+                writer.enter(earlier, "later")
+                _go_on(others, result)
+        for stage, steps in waiting:
+            writer.enter(stage, "later")
+            _go_on(steps, None)
+        return writer
+
+    def __str__(self) -> str:
+        """How to make it again, and the text of all ranks, equal ones once."""
+        texts: dict[str, list[int]] = {}
+        for rank in range(self.world):
+            texts.setdefault(self.text(rank), []).append(rank)
+        lines = [f"# {self.origin}", f"# {self!r}", f"# groups: {self.outline.groups()}"]
+        lines += [f"# rank {rank} compiles for dynamic sizes" for rank, on in enumerate(self.dynamic) if on]
+        for text, ranks in texts.items():
+            lines.append(f"# rank {', '.join(map(str, ranks))}\n{text}")
+        return "\n".join(lines)
 
 
-def fused(count: int = 1) -> Judge:
-    """A judge: at least so many chains are fused."""
-    return functools.partial(_fused, count)
+def _communicate(writer: Writer, stage: Stage, sent: Value) -> Value:
+    call = _WRITTEN[stage.kind].format(sent=sent, dim=stage.dim, group=stage.group)
+    return writer.let(_STEMS[stage.kind], call, writer.outline.result(stage), stage.dtype)
 
 
-def none_missed(count: int = 1) -> Judge:
-    """A judge: at least so many chains are fused, and none is MISSED."""
-    return functools.partial(_none_missed, count)
+def _go_on(steps: Any, value: Value | None) -> Any:
+    """Send a value to a variation; what it yields then, or None at its end."""
+    try:
+        return steps.send(value)
+    except StopIteration:
+        return None
 
 
-def run(
-    program: Program,
-    ranks: int = 2,
-    *,
-    options: dict[str, Any] | None = None,
-    judge: Judge | None = None,
-    complain: bool = False,
-    kernels: bool = False,
-    interpreted: bool = False,
-    seconds: float = 150,
-) -> None:
-    """Run a program on ranks and exit: with status 0 where every rank is right, else 1.
+# --- what programs call -------------------------------------------------------------------------------------
+_C10D = torch.ops._c10d_functional
+Group = tuple[str, int]
+
+
+def gather(shard: Tensor, dim: int, group: Group) -> Tensor:
+    """All ranks' shards, joined along a dimension, as torch's functional collectives do it."""
+    whole: Tensor = _C10D.wait_tensor(_C10D.all_gather_into_tensor(shard.contiguous(), group[1], group[0]))
+    return torch.cat(whole.chunk(group[1]), dim) if dim else whole
+
+
+def scatter(whole: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's block of the sum, along a dimension."""
+    rows = torch.cat(whole.chunk(group[1], dim)) if dim else whole
+    block: Tensor = _C10D.wait_tensor(_C10D.reduce_scatter_tensor(rows.contiguous(), "sum", group[1], group[0]))
+    return block
+
+
+def reduce(part: Tensor, op: str, group: Group) -> Tensor:
+    """The sum or the maximum over the ranks."""
+    total: Tensor = _C10D.wait_tensor(_C10D.all_reduce(part.contiguous(), op, group[0]))
+    return total
+
+
+HELPERS: dict[str, Any] = {"torch": torch, "gather": gather, "scatter": scatter, "reduce": reduce}
+
+
+# --- generating ---------------------------------------------------------------------------------------------
+_KINDS = ("gather", "gather", "scatter", "scatter", "reduce", "maximum")
+_DTYPES = ("float32", "float32", "bfloat16", "float16")
+
+
+def focused(kind: str, seed: int, world: int = 2) -> Program:
+    """A program in which some ranks have one variation, in one stage, and all else is plain.
 
     Args:
-        program: What each rank runs.
-        ranks: How many there are.
-        options: Of `backend="asynctp"`; strict is "off" unless given.
-        judge: Says what is wrong with the remarks of a rank whose values are right, or "".
-        complain: The program must be refused, or warned of.
-        kernels: Let Inductor make C++ kernels; without, all of Inductor runs but minutes of the C++ compiler.
-        interpreted: Run what CUDA runs, in Triton's interpreter. A wait that has a bound there has none on CUDA.
-        seconds: After so long a rank hangs, times `PATIENCE`.
+        kind: The variation's name, or `DYNAMIC`.
+        seed: Of all choices.
+        world: Number of ranks, even.
     """
-    if interpreted:
-        os.environ.update(TRITON_INTERPRET="1", ASYNCTP_CPU_IMPLEMENTATION="interpreted")
-    wrong = False
-    for backend in sys.argv[1:] or ["asynctp"]:
-        with tempfile.TemporaryDirectory() as folder:
-            args = (program, backend, options, judge, complain, kernels, folder)
-            verdicts = _spawned(ranks, args, pathlib.Path(folder), seconds * PATIENCE)
-        for rank, verdict in enumerate(verdicts):
-            print(f"{pathlib.Path(sys.argv[0]).stem} {backend} rank {rank}: {verdict}", flush=True)
-            wrong = wrong or not verdict.startswith("right")
-    sys.stdout.flush()
-    os._exit(wrong)
-
-
-def _spawned(ranks: int, args: tuple[Any, ...], folder: pathlib.Path, seconds: float) -> list[str]:
-    """The verdict of each rank."""
-    context = mp.get_context("spawn")
-    started = [context.Process(target=_rank, args=(rank, ranks, *args)) for rank in range(ranks)]
-    for process in started:
-        process.start()
-    until = time.monotonic() + seconds
-    for process in started:
-        process.join(max(0.0, until - time.monotonic()))
-    verdicts = []
-    for rank, process in enumerate(started):
-        hangs = process.is_alive()
-        if hangs:
-            process.kill()
-            process.join()
-        ended = f"HANG no result after {seconds:g} s" if hangs else f"CRASH exit status {process.exitcode}"
-        file = folder / f"verdict{rank}"
-        verdicts.append(file.read_text() if file.exists() else ended)
-    return verdicts
-
-
-def _rank(
-    rank: int,
-    ranks: int,
-    program: Program,
-    backend: str,
-    options: dict[str, Any] | None,
-    judge: Judge | None,
-    complain: bool,
-    kernels: bool,
-    folder: str,
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=PEERS_S * PATIENCE),
+    draw = random.Random(f"focused/{kind}/{seed}/{world}")
+    if kind == DYNAMIC:
+        stages, place = [_stage(draw, key) for key in range(draw.randint(1, 3))], -1
+    else:
+        table = next(table for table, names in VARIATIONS.items() if kind in names)
+        stages, place = _stages_around(draw, table, VARIATIONS[table][kind])
+    chosen = [rank for rank in range(world) if draw.random() < 0.5] or [draw.randrange(world)]
+    if len(chosen) == world and draw.random() < 0.7:
+        chosen.pop(draw.randrange(world))
+    variations = tuple(
+        tuple(kind if index == place and rank in chosen else PLAIN[stage.kind] for index, stage in enumerate(stages))
+        for rank in range(world)
     )
-    heard = _Heard()
-    logging.getLogger("asynctp_passes").addHandler(heard)
-    logging.lastResort = None
-    torch._inductor.config.fallback_by_default = not kernels
-    warnings.simplefilter("ignore")
-
-    def compiled(function: Callable[..., Any], **kwargs: Any) -> Any:
-        if backend == "asynctp":
-            kwargs["options"] = {"strict": "off", **(options or {})}
-        return torch.compile(function, backend=backend, **kwargs)
-
-    verdict = _verdict(functools.partial(_seeded, program, rank, ranks), compiled, complain, heard)
-    if verdict == "right" and judge is not None and backend == "asynctp":
-        verdict = judge([remark for report in asynctp_passes.reports() for remark in report.remarks]) or verdict
-    if os.environ.get("SHOW"):
-        for report in asynctp_passes.reports():
-            print(f"rank {rank}", report, flush=True)
-    _hand_in(pathlib.Path(folder), rank, ranks, verdict)
+    dynamic = tuple(kind == DYNAMIC and rank in chosen for rank in range(world))
+    origin = f"focused({kind!r}, {seed}, {world})"
+    return Program(origin, _outline(draw, seed, world), tuple(stages), variations, dynamic)
 
 
-def _hand_in(folder: pathlib.Path, rank: int, ranks: int, verdict: str) -> None:
-    """Write a rank's verdict, and end when all have: peers may still wait for what this rank keeps."""
-    (folder / f"verdict{rank}.new").write_text(verdict)
-    (folder / f"verdict{rank}.new").rename(folder / f"verdict{rank}")
-    until = time.monotonic() + PEERS_S * PATIENCE
-    while time.monotonic() < until and not all((folder / f"verdict{one}").exists() for one in range(ranks)):
-        time.sleep(0.1)
-    os._exit(0)
+def mixed(seed: int, world: int = 2, without: Sequence[str] = ()) -> Program:
+    """A program in which every rank has any variation in every stage.
+
+    Args:
+        seed: Of all choices.
+        world: Number of ranks, even.
+        without: Kinds to leave out.
+    """
+    draw = random.Random(f"mixed/{seed}/{world}/{','.join(sorted(without))}")
+    stages = [_stage(draw, 0)]
+    for key in range(1, draw.randint(1, 4)):
+        stages.append(replace(stages[-1], key=key) if draw.random() < 0.3 else _stage(draw, key))
+    variations = []
+    for _ in range(world):
+        names = [_any_of(draw, stage, stages[index + 1 :], without) for index, stage in enumerate(stages)]
+        variations.append(tuple(names))
+    dynamic = tuple(DYNAMIC not in without and draw.random() < 0.15 for _ in range(world))
+    origin = f"mixed({seed}, {world}{f', {tuple(sorted(without))}' if without else ''})"
+    return Program(origin, _outline(draw, seed, world), tuple(stages), tuple(variations), dynamic)
 
 
-def _verdict(program: Callable[[Compile], list[Tensor]], compiled: Compile, complain: bool, heard: _Heard) -> str:
-    try:
-        want = program(lambda function, **kwargs: function)
-        dist.barrier()
-    except Exception as error:
-        return f"CRASH eager: {type(error).__name__}: {_short(error)}"
-    try:
-        verdict = _compared(want, program(compiled))
-    except Exception as error:
-        if os.environ.get("SHOW"):
-            traceback.print_exc()
-        return _of_error(error, complain)
-    if verdict == "right" and complain:
-        return f"right, it warns: {heard.said[0]}" if heard.said else "SILENT no error and no warning"
-    return verdict
+def _any_of(draw: random.Random, stage: Stage, later: Sequence[Stage], without: Sequence[str]) -> str:
+    """A variation that fits a stage; nearly every other one is plain."""
+    table = VARIATIONS[stage.table]
+    fitting = [name for name, one in table.items() if name not in without and one.fits(stage, later[:1])]
+    return draw.choice(fitting) if fitting and draw.random() < 0.6 else PLAIN[stage.kind]
 
 
-def _seeded(program: Program, rank: int, ranks: int, compiled: Compile) -> list[Tensor]:
-    torch.manual_seed(0)
-    results = program(rank, ranks, compiled)
-    return _tensors([results] if isinstance(results, Tensor) else results)
+def _stage(draw: random.Random, key: int, kind: str | None = None) -> Stage:
+    kind = kind or draw.choice(_KINDS)
+    dtype = "float32" if kind == "maximum" else draw.choice(_DTYPES)
+    dim = draw.choice((0, 0, 1)) if kind in ("gather", "scatter") else 0
+    return Stage(key, kind, draw.choice(("ALL", "ALL", "SIDE")), dtype, dim)
 
 
-def _tensors(results: Iterable[Tensor]) -> list[Tensor]:
-    from torch.distributed.tensor import DTensor
-
-    whole = (each.full_tensor() if isinstance(each, DTensor) else each for each in results)
-    return [each.detach().clone() for each in whole]
-
-
-def _compared(want: Sequence[Tensor], got: Sequence[Tensor]) -> str:
-    for index, (a, b) in enumerate(zip(want, got, strict=True)):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return f"WRONG result {index} is {b.dtype} {tuple(b.shape)}, not {a.dtype} {tuple(a.shape)}"
-        close, a, b = 1e-4 if a.dtype.itemsize > 2 else 3e-2, a.double(), b.double()
-        odd = ~(a.isfinite() & b.isfinite())
-        if not bool(((a == b) | (a.isnan() & b.isnan()))[odd].all()):
-            return f"WRONG result {index}: {int(odd.sum())} of {odd.numel()} elements inf or NaN on one side only"
-        error, scale = (a - b)[~odd].abs(), a[~odd].abs()
-        if error.numel() and error.max() > close * scale.max():
-            return f"WRONG result {index}: max error {error.max():.3g}, largest value {scale.max():.3g}"
-    return "right"
+def _stages_around(draw: random.Random, table: str, variation: Variation) -> tuple[list[Stage], int]:
+    """One to three stages, and the place of one that the variation fits."""
+    before = [_stage(draw, 0)] if draw.random() < 0.4 else []
+    kind = draw.choice(("scatter", "reduce")) if table == "reduction" else table
+    stage = replace(_stage(draw, 1, kind), **variation.wants)
+    after = [_stage(draw, 2)] if draw.random() < 0.4 else []
+    if variation.followed_by == "the same":
+        after = [replace(stage, key=2)]
+    elif variation.followed_by == "any" and not after:
+        after = [_stage(draw, 2)]
+    return [*before, stage, *after], len(before)
 
 
-def _of_error(error: BaseException, complain: bool) -> str:
-    """What an exception means; Inductor wraps those of a pass."""
-    chain = [error]
-    while (inner := getattr(chain[-1], "inner_exception", None) or chain[-1].__cause__) and inner not in chain:
-        chain.append(inner)
-    last, kind = chain[-1], type(chain[-1]).__name__
-    if isinstance(last, Complaint):
-        return _short(last)
-    if complain and kind.endswith(("StrictError", "ExpectError")):
-        return f"right, it raises {kind}"
-    for each in chain:
-        if type(each).__name__ == "PeerTimeout":
-            return f"HANG (without a bound on CUDA) {_short(each)}"
-        if any(sign in str(each) for sign in ("Timed out waiting", "Connection closed by peer", "pair closure")):
-            return "HANG a plain collective waited in vain for a peer that gave up or makes another call"
-    return f"CRASH {kind}: {_short(last)}"
+def _outline(draw: random.Random, seed: int, world: int) -> Outline:
+    return Outline(seed, world, draw.choice((4, 6, 8)), draw.choice((8, 16, 16, 32)))
 
 
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+# --- shrinking ----------------------------------------------------------------------------------------------
+def smaller(program: Program, fails: Callable[[Program], bool]) -> Program:
+    """The smallest program that still fails and is made of this one by leaving out what is unusual."""
+    shrunk = True
+    while shrunk:
+        shrunk = False
+        for one in _parts(program):
+            if fails(one):
+                program, shrunk = one, True
+                break
+    return program
 
 
-def _fused(count: int, remarks: list[asynctp_passes.Remark]) -> str:
-    found = sum(remark.outcome == "FUSED" for remark in remarks)
-    return "" if found >= count else f"REASON {found} fused, not {count}: {_named(remarks)}"
-
-
-def _none_missed(count: int, remarks: list[asynctp_passes.Remark]) -> str:
-    missed = any(remark.outcome == "MISSED" for remark in remarks)
-    return _fused(count, remarks) or (f"REASON MISSED: {_named(remarks)}" if missed else "")
-
-
-def _named(remarks: list[asynctp_passes.Remark]) -> str:
-    others = (remark for remark in remarks if remark.outcome != "FUSED")
-    return ", ".join(f"{one.outcome} {one.kind} {one.code} {one.name}".strip() for one in others) or "-"
-
-
-class _Heard(logging.Handler):
-    """The warnings of the package, a line each."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(" ".join(record.getMessage().split())[:160])
+def _parts(program: Program) -> Iterator[Program]:
+    """Programs with one thing less, those with the fewest things first."""
+    stages = program.stages
+    if not program.origin.startswith("part of"):
+        program = replace(program, origin=f"part of {program.origin}")
+    if program.world > 2:
+        outline = replace(program.outline, world=2)
+        yield replace(program, outline=outline, variations=program.variations[:2], dynamic=program.dynamic[:2])
+    for index in range(len(stages) if len(stages) > 1 else 0):
+        kept = tuple(names[:index] + names[index + 1 :] for names in program.variations)
+        yield replace(program, stages=stages[:index] + stages[index + 1 :], variations=kept)
+    for rank, names in enumerate(program.variations):
+        for index, name in enumerate(names):
+            if name != (plain := PLAIN[stages[index].kind]):
+                ranks = list(program.variations)
+                ranks[rank] = (*names[:index], plain, *names[index + 1 :])
+                yield replace(program, variations=tuple(ranks))
+    for rank, on in enumerate(program.dynamic):
+        if on:
+            yield replace(program, dynamic=(*program.dynamic[:rank], False, *program.dynamic[rank + 1 :]))
+    for index, stage in enumerate(stages):
+        for change in ({"group": "ALL"}, {"dim": 0}):
+            if (other := replace(stage, **change)) != stage:  # type: ignore[arg-type]
+                yield replace(program, stages=(*stages[:index], other, *stages[index + 1 :]))

@@ -7,7 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from rank_programs import fused, run
+from rank_harness import fused, run
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 NAMES = ["mlm", "nsp", "pos", "ner", "qa"]
