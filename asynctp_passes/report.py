@@ -231,7 +231,9 @@ class Report:
         values = json.loads(text)
         if not (isinstance(values, dict) and isinstance(values.get("remarks"), list)):
             raise ValueError('no JSON object with a list of "remarks"')
-        remarks = tuple(Remark(**{**remark, "nodes": tuple(remark["nodes"])}) for remark in values.pop("remarks"))
+        remarks = tuple(
+            Remark(**_known(Remark, {**remark, "nodes": tuple(remark["nodes"])})) for remark in values.pop("remarks")
+        )
         coalesced = tuple(
             Coalesced(**{**entry, "collectives": tuple(entry["collectives"])}) for entry in values.pop("coalesced", ())
         )
@@ -239,7 +241,13 @@ class Report:
             Ballot(**{**entry, "deviations": tuple(entry["deviations"])}) for entry in values.pop("ballots", ())
         )
         notes = tuple(values.pop("notes", ()))
-        return cls(remarks=remarks, coalesced=coalesced, ballots=ballots, notes=notes, **values)
+        return cls(remarks=remarks, coalesced=coalesced, ballots=ballots, notes=notes, **_known(cls, values))
+
+
+def _known(kind: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Without fields that an earlier version had."""
+    names = {entry.name for entry in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _again(count: int, size: int) -> str:
