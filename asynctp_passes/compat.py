@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import os
 import warnings
 import weakref
 from collections import Counter
@@ -638,7 +639,7 @@ class Peers:
     ranks: tuple[int, ...]
     store: Any
     group: Any = None
-    life: int = 0
+    life: str = ""
 
 
 def peers_of(name: str) -> Peers | None:
@@ -652,16 +653,64 @@ def peers_of(name: str) -> Peers | None:
     rank, ranks = torch.distributed.get_rank(), tuple(torch.distributed.get_process_group_ranks(group))
     if len(ranks) == 1 or rank not in ranks or torch.distributed.get_backend(group) == "fake":
         return None
-    return Peers(rank, ranks, _c10d()._get_process_group_store(group), group, _life_of(name, group))
+    return Peers(rank, ranks, _c10d()._get_process_group_store(group), group, group_generation(name))
 
 
-_made: Counter[str] = Counter()
-_lives: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# --- lives of process groups --------------------------------------------------------------------------
+# A process group can be destroyed and made again, with the same name and the same store: torchrun keeps one store for
+# all groups of a run, and for its restarts. Torch gives both groups the same prefix in it, and has no number that tells
+# them apart (`_world.group_count` starts anew). So what a rank writes for its peers has to say of which group it is.
 
 
-def _life_of(name: str, group: Any) -> int:
-    """How many groups of this name have been asked for, this one included: the same on ranks that compile alike."""
-    if group not in _lives:
-        _made[name] += 1
-        _lives[group] = _made[name]
-    return _lives[group]
+@dataclass
+class _Life:
+    """A group of this process, and which of those of its name it is."""
+
+    store: Any
+    number: int
+    end: Any = None
+
+
+_lives: weakref.WeakKeyDictionary[Any, _Life] = weakref.WeakKeyDictionary()
+_newest: dict[str, weakref.ref[Any]] = {}
+
+
+def group_generation(name: str) -> str:
+    """Which one a process group is, of those of its name that are made with one store: a part of keys in that.
+
+    The same on all ranks, also where some never asked about an earlier group. Nothing waits: who asked about a group
+    writes into the store that it has ended, when it is destroyed, or when this is asked about the next one. A restart
+    by torchrun, which may follow a crash, counts by itself. While all other ranks still hold their earlier group, as
+    NCCL allows, a rank with a new one gets the number of the earlier one, and its own when it asks again.
+
+    Args:
+        name: The name of a group that there is here.
+    """
+    group = process_group(name)
+    store = _c10d()._get_process_group_store(group)
+    former = _newest.get(name, lambda: None)()
+    if former is not None and former is not group and former in _lives:
+        _lives[former].end()
+    _newest[name] = weakref.ref(group)
+    life = _lives.setdefault(group, _Life(store, 0))
+    if life.end is None or store.check([_ended(life.number)]):
+        life.number = next(number for number in itertools.count(life.number) if not store.check([_ended(number)]))
+        if life.end is not None:
+            life.end.detach()
+        life.end = weakref.finalize(group, _end_life, store, life.number)
+        life.end.atexit = False  # whoever serves the store may be gone by then
+    return f"{_restarts()}.{life.number}"
+
+
+def _end_life(store: Any, number: int) -> None:
+    with contextlib.suppress(Exception):  # the store may have gone with the group
+        store.set(_ended(number), "1")
+
+
+def _ended(number: int) -> str:
+    return f"asynctp/ended/{_restarts()}.{number}"
+
+
+def _restarts() -> str:
+    """How often torchrun has started this run's processes again; the same in all of them."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -439,14 +439,14 @@ def test_a_large_group_is_asked_by_counts() -> None:
     for world in (2, 1000):
         store = mock.Mock()
         store.check.return_value, store.add.return_value = False, 1
-        ledger = agree._Ledger(store, 0, tuple(range(world)), 1)
+        ledger = agree._Ledger(store, 0, tuple(range(world)), "1")
         assert agree._Poll(ledger, "g", "k", 1, "text | versions").outcome() is None
         calls.append(len(store.method_calls))
     assert calls[0] == calls[1]
 
 
 def test_a_size_that_only_one_rank_knows_is_not_put_to_the_vote() -> None:
-    ledger = agree._Ledger(dist.HashStore(), 0, (0, 1), 1)
+    ledger = agree._Ledger(dist.HashStore(), 0, (0, 1), "1")
     poll = agree._Poll(ledger, "g", "k", 1, f"hoist: [{agree.LOCAL}] | versions")
     agree._post(poll)
     assert not ledger.store.check([f"{poll.place}/0"])
@@ -456,7 +456,7 @@ def test_a_size_that_only_one_rank_knows_is_not_put_to_the_vote() -> None:
 def test_a_store_that_fails_refuses_everything() -> None:
     store = mock.Mock()
     store.set.side_effect = RuntimeError("connection closed")
-    ledger = agree._Ledger(store, 0, (0, 1), 1)
+    ledger = agree._Ledger(store, 0, (0, 1), "1")
     with mock.patch.object(agree, "_ledger", return_value=ledger):
         votes = agree.vote([asynctp_passes.report.Ballot("g", "k", ("sum: x",))], Config(**QUIET))
     assert "connection closed" in str(votes["g", "sum: x"])
