@@ -1587,7 +1587,7 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "gathered rows added to": (gathered_rows_added_to, ["F"]),
     "gathered rows added to another gather's": (gathered_rows_added_to_another_gathers, ["F", "F"]),
     "gathered rows added to what they make": (gathered_rows_added_to_what_they_make, ["F", "F"]),
-    "three gathers in a circle": (three_gathers_in_a_circle, ["F", "F", "ATP203"]),
+    "three gathers in a circle": (three_gathers_in_a_circle, ["F", "F", "F"]),
     "scaled by an outer product": (scaled_by((8, 1), (1, 16), outer=True), ["F"]),
     "scaled by an outer product, columns first": (scaled_by((1, 16), (8, 1), outer=True, first=True), ["F"]),
     "scaled by rows, then columns": (scaled_by((8, 1), (1, 16)), ["F"]),

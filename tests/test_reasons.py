@@ -941,12 +941,11 @@ def gather_times_itself(b: GraphBuilder) -> Node:
     return b.mm(whole, b.permute(b.relu(whole), [1, 0]))
 
 
-@row("OPERAND_DEPENDS_ON_GATHER", "through the matmul of another chain", fused=1)
-def two_gathers_that_wait_for_each_other(b: GraphBuilder) -> tuple[Node, ...]:
-    """Each gather has a matmul whose weight comes from a matmul of the other one: only one can be a single op."""
-    x, y = gathered(b, 2, 8), b.gather(b.input("y", [2, 8]))
-    first, second = times(b, x, 8), b.mm(y, b.input("v", [8, 8]))
-    return b.mm(x, second), b.mm(y, first)
+@row("OPERAND_COMMUNICATED_LATER", "mm: all_reduce_1")
+def weight_reduced_after_what_needs_the_gather(b: GraphBuilder) -> tuple[Node, ...]:
+    whole = gathered(b)
+    total = b.all_reduce(b.call(aten.amax.default, whole), "max")
+    return b.mm(whole, b.all_reduce(b.input("w", [8, 12]))), total
 
 
 @row("SENT_REARRANGED", "[16, 8] taken in the order [1, 0]")
@@ -1145,8 +1144,8 @@ def cast_up_after_the_gather(b: GraphBuilder) -> Node:
 
 @row("BEHIND_PRODUCTS", "beside mm: 1 product", fused=1)
 def gather_for_a_weight_gradient_beside_a_product(b: GraphBuilder) -> tuple[Node, Node]:
-    scattered = b.scatter(product(b))
-    return scattered, b.mm(b.permute(b.input("dy", [16, 6]), [1, 0]), gathered(b))
+    whole = gathered(b)
+    return b.scatter(product(b)), b.mm(b.permute(b.input("dy", [16, 6]), [1, 0]), whole)
 
 
 @row("SCATTER_BEHIND_PRODUCTS", "beside mm_1: 1 product", fused=1)
