@@ -79,7 +79,7 @@ class _Ledger:
     store: Any
     rank: int
     ranks: tuple[int, ...]
-    life: int
+    life: str
     compiles: Counter[str] = field(default_factory=Counter)
     again: Counter[str] = field(default_factory=Counter)
     posted: set[str] = field(default_factory=set)

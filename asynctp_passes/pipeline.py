@@ -42,12 +42,14 @@ from asynctp_passes.fxview import (
     value_of,
 )
 from asynctp_passes.hide import hide
+from asynctp_passes.order import record_order
 from asynctp_passes.read import called_name, is_matmul, read_collectives
 from asynctp_passes.reasons import RESULT_DROPPED, Refusal
 from asynctp_passes.regather import again
 from asynctp_passes.report import Ballot, Coalesced, Remark, Report
 from asynctp_passes.rewrite import rewrite, store
 from asynctp_passes.scales import scales_to_store
+from asynctp_passes.schedule import restore_program_order
 
 __all__ = ["REGATHERED", "run", "run_joint"]
 
@@ -102,6 +104,8 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
 def _fuse(graph: fx.Graph, config: Config, attempt: _Attempt) -> Report:
     if read_collectives(graph):
         toposort.sort(graph)
+        if phase_of(graph) == "inference":  # the partitioner, who copies and leaves out, orders the others
+            restore_program_order(graph)
     plan = _planned(graph, config)
     attempt.ballots = _ballots(plan)
     attempt.votes = vote(attempt.ballots, config)
@@ -132,7 +136,8 @@ def _require_graph(graph: object) -> None:
 def run_joint(graph: fx.Graph, config: Config) -> Report | None:
     """Tag, in a graph of a forward and its backward, the gathers that are made again in the backward (`regather`).
 
-    Other graphs are only sorted. Tags change nothing that is computed: the partitioner, which comes next, follows them.
+    Tags change nothing that is computed: the partitioner, which comes next, follows them. In any graph the order of
+    communication is noted, for `run` to restore.
 
     Args:
         graph: A joint graph, as Inductor hands it to a joint pass.
@@ -149,6 +154,7 @@ def run_joint(graph: fx.Graph, config: Config) -> Report | None:
     with attempt:
         if read_collectives(graph):  # any other graph is left to Inductor, which sorts it after this pass
             toposort.sort(graph)
+            record_order(graph)
             if tangents_of(graph):
                 _tag(graph, config, attempt)
         return None
@@ -475,10 +481,13 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
         lead = candidate.joins.collective
         facts["message"] = f"{_SCALES if lead.kind == 'all_gather' else _SUM} {lead.node.name}"
     elif isinstance(chain, GatherChain) and chain.hoist is not None:
-        facts["message"] = "; ".join([*_hoist_facts(chain, chain.hoist), *candidate.left_out])
+        own = [*_place_facts(chain), *_hoist_facts(chain, chain.hoist)]
+        facts["message"] = "; ".join([*own, *candidate.left_out])
         facts["keeps_gather"] = bool(chain.hoist.kept)
-    elif candidate.left_out:
-        facts["message"] = f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"
+    elif isinstance(chain, GatherChain):
+        returned = [f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"]
+        notes = [*_place_facts(chain), *(returned if candidate.left_out else [])]
+        facts |= {"message": "; ".join(notes)} if notes else {}
     elif isinstance(chain, ScatterChain):
         unsharded = [_UNSHARDED] if candidate.collective.kind == "all_reduce" else []
         weights = [_LIKE_WEIGHTS] if candidate.weights else unsharded
@@ -516,6 +525,12 @@ def _converted(chain: ScatterChain) -> list[str]:
         return []
     product, whole = describe(chain.matmuls[0].node), describe(chain.collective.node)
     return [f"each {product} is converted before it is sent, for {whole}"]
+
+
+def _place_facts(chain: GatherChain) -> list[str]:
+    """That a gather changes its place among what communicates."""
+    follows = chain.follows
+    return [] if follows is None else [f"it follows {follows.name}, which what its matmuls need depends on"]
 
 
 def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:

@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from asynctp_passes.chain import (
     ScaledOptions,
     ScatterChain,
     Term,
-    anchor,
     collectives_of,
     nodes_of,
 )
@@ -43,15 +43,18 @@ from asynctp_passes.fxview import (
     Sizes,
     acts,
     call_of,
+    called_op,
     express,
     is_random,
     is_size,
+    name_of,
     op_name,
     reachable,
     segments,
     tensor_of,
     value_of,
 )
+from asynctp_passes.order import communications
 from asynctp_passes.read import WAIT, added_matrix, is_only_awaited, left_items, lie_alike, waits_for_several
 from asynctp_passes.schedule import Moves, keep_option, leave_sms, schedule
 from asynctp_passes.shapes import GatherPlacement, Rearrangement, ScatterPlacement, Size, divided, product, same
@@ -61,6 +64,8 @@ __all__ = ["rewrite", "store"]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
+_TORCHS = ("_c10d_functional", "c10d.", "_dtensor.")
+"""Namespaces of collectives that Inductor knows, or that no graph of its own has."""
 _UNCOPIED = {f"aten.{name}.default" for name in ("view", "_unsafe_view", "_reshape_alias", "view_copy")}
 """What reshapes a tensor, and fails where its memory does not allow that without a copy."""
 
@@ -90,14 +95,20 @@ def rewrite(
     moved: dict[fx.Node, fx.Node] = {}
     moves = Moves(kept_by_all=kept)
     fused: dict[fx.Node, fx.Node] = {}
+    starts: dict[fx.Node, fx.Node] = {}
     several = [one for chain in chains for one in collectives_of(chain)] + [*alone]
+    items: dict[fx.Node, fx.Node] = {}
     for call in dict.fromkeys(one.call for one in several if one.call is not None):
-        for item in left_items(call):  # they would go with those that are taken in
-            build = _alone(graph, sizes, item, moved)
+        marks = _items_marked(graph, call, segment)
+        items |= {user: marks[int(user.args[1])] for user in call.users}  # type: ignore[arg-type]
+        for index, item in left_items(call).items():  # they would go with those that are taken in
+            build = _Builder(graph, sizes, Bundle((item,), call), moved, marks[index])
             _emit_alone(build, item, ours=item.group_key in wire, kept_by_all=item.node in kept)
             segment.update((node, segment[build.anchor]) for node in build.made)
+    places = {chain.collective.node: _place(graph, chain, segment, items) for chain in chains}
     for chain in chains:
-        build, shared = _Builder(graph, sizes, chain, moved, anchor(chain)), _shared_by(collectives_of(chain))
+        build = _Builder(graph, sizes, chain, moved, places[chain.collective.node])
+        shared = _shared_by(collectives_of(chain))
         old = {*_old_nodes(chain), *shared}
         op = (
             _emit_gather(build, chain, chain.collective.node in kept)
@@ -106,7 +117,10 @@ def rewrite(
         )
         op.meta["asynctp_collective"] = chain.collective.node.name
         fused |= dict.fromkeys([chain.collective.node, *(matmul.node for matmul in chain.matmuls)], op)
+        starts[op] = communications(build.made)[0]
         segment.update((node, segment[build.anchor]) for node in build.made)
+        if isinstance(chain, GatherChain):
+            moves.early += communications(build.made)
         if isinstance(chain, GatherChain) and chain.hoist is not None:
             moves.late |= _come_after(build, chain)
             moves.kept.append((chain.collective, op))
@@ -118,7 +132,8 @@ def rewrite(
                 _shrink(node)
                 _erase_unused(graph, old)
     for collective in alone:
-        build, shared = _alone(graph, sizes, collective, moved), _shared_by((collective,))
+        place, shared = items.get(collective.node, collective.start), _shared_by((collective,))
+        build = _Builder(graph, sizes, Bundle((collective,), place), moved, place)
         _emit_alone(build, collective, ours=True, kept_by_all=collective.node in kept)
         segment.update((node, segment[build.anchor]) for node in build.made)
         if build.made:  # else it stays where it is, and has become ours
@@ -127,8 +142,11 @@ def rewrite(
             for node in shared:
                 if node in old:
                     _shrink(node)
+    for place in [node for node in graph.nodes if node.target in (_asynctp_place, _asynctp_item)]:
+        graph.erase_node(place)
     for bundle in bundles:
-        build = _Builder(graph, sizes, bundle, moved, fused.get(bundle.place, bundle.place))
+        place = fused.get(bundle.place, bundle.place)
+        build = _Builder(graph, sizes, bundle, moved, starts.get(place, place))
         moves.early.append(_emit_bundle(build, bundle))
         segment.update((node, segment[build.anchor]) for node in build.made)
         _erase_unused(graph, {node for member in bundle.members for node in member.results})
@@ -139,9 +157,60 @@ def rewrite(
     ordered = schedule(graph, moves, work, segment)
     # an op that is kept in order is wrapped in another: what it is called with is read before
     calls = {chain.collective.node.name: call_of(fused[chain.collective.node]) for chain in chains}
-    compat.keep_order(graph, ordered)
+    _keep_order(graph, ordered)
     graph.lint()
     return calls
+
+
+def _keep_order(graph: fx.Graph, ordered: dict[fx.Node, list[fx.Node]]) -> None:
+    """Have Inductor keep the order of what communicates, and run each node after those that `ordered` lists for it."""
+    starts = communications(graph.nodes) if compat.is_compiled(graph) else []
+    called = {op for op in map(called_op, starts) if op is not None and not name_of(op).startswith(_TORCHS)}
+    if called and not compat.lower_in_order(called):
+        for before, node in pairwise(starts):
+            ordered.setdefault(node, []).append(before)
+    compat.keep_order(graph, ordered)
+
+
+def _place(
+    graph: fx.Graph, chain: GatherChain | ScatterChain, segment: dict[fx.Node, int], items: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """The node in front of which the fused op of a chain comes: a mark, where it follows another node, or is an item.
+
+    Args:
+        graph: The graph.
+        chain: The chain.
+        segment: In which segment each node is; the mark's is added.
+        items: The marks of collectives that are items of one of several tensors.
+    """
+    if not isinstance(chain, GatherChain) or chain.follows is None:
+        members = (chain.collective,) if isinstance(chain, GatherChain) else collectives_of(chain)
+        return max(items.get(one.node, one.start) for one in members)
+    last = chain.follows
+    while last.next.target is _asynctp_place:
+        last = last.next
+    with graph.inserting_after(last):
+        mark = graph.call_function(_asynctp_place)
+    segment[mark] = segment[chain.follows]
+    return mark
+
+
+def _items_marked(graph: fx.Graph, call: fx.Node, segment: dict[fx.Node, int]) -> list[fx.Node]:
+    """A mark for each tensor of a collective of several, in their order, whichever of them this rank takes in."""
+    inputs = call.args[0]
+    assert isinstance(inputs, list | tuple)
+    with graph.inserting_before(call):
+        marks = [graph.call_function(_asynctp_item) for _ in inputs]
+    segment.update(dict.fromkeys(marks, segment[call]))
+    return marks
+
+
+def _asynctp_place() -> None:
+    """Marks a place in a graph: behind a node, in the order of what follows it."""
+
+
+def _asynctp_item() -> None:
+    """Marks a place in a graph: of one tensor of several that are communicated together."""
 
 
 def store(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
@@ -509,22 +578,18 @@ def _ranks_in_place(build: _Builder, one: Apart, started: fx.Node) -> fx.Node:
 
 
 def _come_after(build: _Builder, chain: GatherChain) -> set[fx.Node]:
-    """Move a gather that stays behind the fused op, whose own transfers come first; the nodes that may come late.
+    """The nodes that may come late, where a gather stays, which comes after the fused op.
 
-    Those are the waits for the gathers beside the fused op, and what has to follow them, but for other collectives.
-    A gather that nothing waits for is over when it returns.
+    Those are the waits for it and for the gathers beside the fused op, and what has to follow them in front of the
+    first matmul, but for other collectives. A gather that nothing waits for is over when it returns.
     """
-    gather = chain.collective
-    waits = gather.waits or (gather.node,)
+    gather, first = chain.collective, min(nodes_of(chain.matmuls))
     if is_only_awaited(gather):
         leave_sms(gather)
-        build.anchor.prepend(gather.node)
-    for wait in waits:
-        build.anchor.prepend(wait)
-    late = {*waits, *build.late}
+    late = {*gather.waits, *build.late}
 
     def comes_late(node: fx.Node) -> bool:
-        return node in late or (node < build.anchor and near.transparent(node) and not is_random(node))
+        return node in late or (node < first and near.transparent(node) and not is_random(node))
 
     return reachable(late, lambda node: node.users, comes_late)
 
@@ -778,11 +843,6 @@ _IN_PLACE_OF = {
     "reduce_scatter": (torch.ops.asynctp.reduce_scatter.default, _c10d.reduce_scatter_tensor.default),
     "all_reduce": (torch.ops.asynctp.all_reduce.default, _c10d.all_reduce.default),
 }
-
-
-def _alone(graph: fx.Graph, sizes: Sizes, collective: Collective, moved: dict[fx.Node, fx.Node]) -> _Builder:
-    place = collective.call or collective.node
-    return _Builder(graph, sizes, Bundle((collective,), place), moved, place)
 
 
 def _emit_alone(build: _Builder, collective: Collective, *, ours: bool, kept_by_all: bool) -> None:

@@ -247,9 +247,10 @@ class Rank(Machine):
         elif isinstance(entry, Launched):
             name, call = entry.prepared.name, Call(entry)
             programs = [functools.partial(PROGRAMS[name], call, number) for number in range(entry.prepared.programs)]
-            # what leaves nothing beside itself takes the place of a GEMM, whatever it is
-            large = name == "gemm_kernel" or self.registers > BESIDE_REGISTERS
-            programs = [functools.partial(on_an_sm, self.room, large, each) for each in programs]
+            if not name.startswith("push_"):  # of a direct kernel there always is room for all
+                # what leaves nothing beside itself takes the place of a GEMM, whatever it is
+                large = name == "gemm_kernel" or self.registers > BESIDE_REGISTERS
+                programs = [functools.partial(on_an_sm, self.room, large, each) for each in programs]
             self.enqueue(entry.stream, name, *programs)
         elif isinstance(entry, Copied):
             self.enqueue(entry.stream, "copy", functools.partial(copied, entry))

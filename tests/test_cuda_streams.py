@@ -32,7 +32,7 @@ from asynctp_kernels.cuda.recordings import Recordings
 from asynctp_kernels.cuda.script import Await, Copy, Post, Record, Step, Wait, Write
 from cuda_emulated import PROGRAMS, Call, Steps
 from cuda_stubs import FP8
-from stream_sessions import Session, Spoil, bulk, gather, play, scatter
+from stream_sessions import Session, Spoil, bulk, gather, move, play, scatter
 from streams import PINGPONG, Found
 
 OTHER = 42  # another stream of the program's
@@ -43,43 +43,57 @@ SEEDS = range(6)
 ROWWISE: dict[str, Any] = {"dtype": FP8, "scales": "row"}
 OUTER: dict[str, Any] = {"shard": (2, 16), "dim": 1}
 SEVERAL: dict[str, Any] = {"ns": (32, 16), "bias": True}
-BOUNDED, BY_COPIES = (("timeout_s", 5.0),), (("peer_writes", False),)
+BY_COPIES = (("peer_writes", False),)
+KEPT: dict[str, Any] = {"kept": True}  # by every rank: pulled
+FLOAT = torch.float32
 SESSIONS: dict[str, Session] = {
-    "fused gather": Session(3, (gather(full=True),)),
-    "fused gather of 4": Session(4, (gather(**SEVERAL, full=True),), chunks=3),
-    "fused gather with scales": Session(
+    "fused gather": Session(3, (gather(), gather(**ROWWISE, travels=True))),
+    "fused gather of 4": Session(4, (gather(**SEVERAL), scatter(), gather("decomposed")), chunks=3),
+    "fused gather of numbers": Session(3, (gather(**ROWWISE, along=True), gather(**OUTER, **ROWWISE, along=True))),
+    "fused gather, no room": Session(3, (bulk("gather", 1), gather(), bulk("scatter", 1), gather()), registers=255),
+    "fused gather, outer": Session(3, (gather(**OUTER, **ROWWISE, travels=True), gather(**OUTER))),
+    "fused gather of few rows": Session(2, (gather(shard=(5,), k=16), gather(shard=(3,), k=16)), chunks=4),
+    "fused gather and A": Session(3, (gather(full=True), gather(**OUTER, full=True)), chunks=4),
+    "fused gather and A, of 4": Session(4, (gather(**SEVERAL, full=True),), chunks=3),
+    "fused gather and A, with scales": Session(
         2, (gather(**ROWWISE, travels=True, full=True), gather(**ROWWISE, along=True, full=True))
     ),
-    "fused gather, outer": Session(3, (gather(**OUTER, **ROWWISE, travels=True, full=True), gather(**OUTER)), chunks=1),
-    "fused gather, staged first": Session(
-        3, (gather(full=True), gather(**ROWWISE, along=True, full=True)), registers=255
+    "pulled fused gather": Session(3, (gather(**KEPT),)),
+    "pulled fused gather of 4": Session(4, (gather(**SEVERAL, **KEPT),), chunks=3),
+    "pulled fused gather with scales": Session(
+        2, (gather(**ROWWISE, travels=True, **KEPT), gather(**ROWWISE, along=True, **KEPT))
     ),
-    "pushed fused gather": Session(3, (gather(), gather(**ROWWISE, travels=True))),
-    "pushed fused gather of 4": Session(4, (gather(**SEVERAL), scatter(), gather("decomposed")), chunks=3),
-    "pushed fused gather of numbers": Session(
-        3, (gather(**ROWWISE, along=True), gather(**OUTER, **ROWWISE, along=True))
+    "pulled fused gather, outer": Session(
+        3, (gather(**OUTER, **ROWWISE, travels=True, **KEPT), gather(**OUTER, **KEPT)), chunks=1
     ),
-    "pushed fused gather, no room": Session(
-        3, (bulk("gather", 1), gather(), bulk("scatter", 1), gather()), registers=255
+    "pulled fused gather, staged first": Session(
+        3, (gather(**KEPT), gather(**ROWWISE, along=True, **KEPT)), registers=255
     ),
-    "pushed fused gather, outer": Session(3, (gather(**OUTER, **ROWWISE, travels=True), gather(**OUTER))),
-    "decomposed gather": Session(
-        3, (gather("decomposed", full=True), gather("decomposed", full=True, along=True, **ROWWISE))
-    ),
-    "pushed gather": Session(3, (gather("decomposed"), gather("decomposed", **SEVERAL))),
-    "pushed gather of numbers": Session(
+    "decomposed gather": Session(3, (gather("decomposed"), gather("decomposed", **SEVERAL))),
+    "decomposed gather of numbers": Session(
         3, (gather("decomposed", along=True, **ROWWISE), gather("decomposed", along=True, **OUTER, **ROWWISE))
     ),
-    "pushed gather of 4": Session(4, (gather("decomposed", **ROWWISE, travels=True), scatter(), gather("decomposed"))),
+    "decomposed gather of 4": Session(
+        4, (gather("decomposed", **ROWWISE, travels=True), scatter(), gather("decomposed"))
+    ),
     "decomposed gather, outer": Session(
         2, (gather("decomposed", **OUTER, **ROWWISE, travels=True), gather("decomposed", **OUTER, full=True))
     ),
+    "decomposed gather and A": Session(3, (gather("decomposed", full=True), gather("decomposed", **OUTER, full=True))),
+    "pulled decomposed gather": Session(
+        3, (gather("decomposed", **KEPT), gather("decomposed", **KEPT, along=True, **ROWWISE))
+    ),
+    "pulled decomposed gather, outer": Session(
+        2, (gather("decomposed", **OUTER, **ROWWISE, travels=True, **KEPT), gather("decomposed", **OUTER, **KEPT))
+    ),
     "direct gather": Session(2, (gather("direct"), gather("direct", **OUTER)), 4),
     "direct gather with scales": Session(3, (gather("direct", **ROWWISE, travels=True),)),
+    "whole gather": Session(3, (move("gather"), move("gather", kept=True), move("gather", "direct"))),
     "fused scatter": Session(3, (scatter(),)),
     "fused scatter of 4": Session(4, (scatter(ks=(32, 16), bias=False),), chunks=1),
     "fused scatter, apart": Session(2, (scatter(ks=(32, 16), **ROWWISE), scatter(reduce_op="avg")), chunks=4),
-    "fused scatter, wide": Session(2, (scatter(n=160), scatter(sum_dtype=torch.float32)), chunks=2),
+    "fused scatter, wide": Session(2, (scatter(n=160), scatter(sum_dtype=FLOAT)), chunks=2),
+    "fused scatter of few rows": Session(2, (scatter(rows=(10,), n=16), scatter(rows=(6,), n=16)), chunks=4),
     "pingpong": Session(3, (gather(), scatter(), gather(**ROWWISE, travels=True), scatter(**ROWWISE)), tiles=PINGPONG),
     "pingpong, several": Session(
         2, (gather(**SEVERAL, full=True), scatter(ks=(32, 16), bias=False, k_major=False)), chunks=3, tiles=PINGPONG
@@ -92,6 +106,7 @@ SESSIONS: dict[str, Session] = {
     ),
     "direct scatter": Session(2, (scatter("direct"), scatter("direct", rows=(2, 48), dim=1)), 4),
     "direct scatter of columns": Session(3, (scatter("direct", n=48, dim=1),)),
+    "whole scatter": Session(3, (move("scatter"), move("scatter", "direct"))),
     "all reduce": Session(3, (scatter(kind="all reduce"), scatter("decomposed", kind="all reduce"))),
     "all kinds": Session(
         3,
@@ -99,6 +114,7 @@ SESSIONS: dict[str, Session] = {
             gather(),
             scatter(),
             gather("decomposed"),
+            gather(**KEPT),
             scatter("decomposed"),
             gather("decomposed", full=True),
             gather("direct"),
@@ -106,38 +122,68 @@ SESSIONS: dict[str, Session] = {
         ),
     ),
     "beside NCCL": Session(3, (gather("unfused"), scatter(), scatter("unfused", reduce_op="avg"), gather())),
-    "bulk": Session(3, (bulk("gather"), bulk("scatter"), bulk("gather"))),
+    # what one rank does with a gather, or sums up, another does otherwise
+    "unlike uses of gathers": Session(
+        3, ((gather(), gather("decomposed", full=True), move("gather")), (bulk("gather"), gather(full=True), gather()))
+    ),
+    "unlike uses of gathers, outer": Session(
+        3, ((gather(), gather(**OUTER), gather("decomposed", **OUTER, full=True)),), chunks=4
+    ),
+    "unlike uses of pulled gathers": Session(
+        3,
+        (
+            (gather(**KEPT), gather("decomposed", **KEPT), move("gather", kept=True)),
+            (bulk("gather", 1, kept=True), gather(**OUTER, **KEPT), gather("decomposed", **KEPT)),
+        ),
+    ),
+    "unlike uses of direct gathers": Session(
+        2, ((gather("direct"), bulk("gather", way="direct")), (move("gather", "direct"), gather("direct", **OUTER))), 3
+    ),
+    "unlike sums": Session(
+        3,
+        ((scatter(), scatter("decomposed"), move("scatter")), (bulk("scatter", 1), scatter(ks=(16, 16)), scatter())),
+        chunks=4,
+    ),
+    "unlike sums of direct calls": Session(2, ((scatter("direct"), bulk("scatter", way="direct")),), 3),
+    "bulk": Session(3, (bulk("gather"), bulk("scatter"), bulk("gather", kept=True))),
     "in flight": Session(
         3, (bulk("gather", 2), bulk("scatter", 1), gather("decomposed", full=True), scatter("decomposed"))
     ),
-    "in flight beside pushed": Session(
+    "in flight beside pulled": Session(
+        3, (bulk("gather", 2, kept=True), bulk("scatter", 1), gather("decomposed", **KEPT), scatter("decomposed"))
+    ),
+    "in flight beside decomposed": Session(
         3, (bulk("scatter", 1), gather("decomposed"), bulk("gather", 1), gather("decomposed"))
     ),
-    "in flight beside fused": Session(3, (bulk("scatter", 1), gather(), bulk("gather", 1), scatter())),
+    "in flight beside fused": Session(3, (bulk("scatter", 1), gather(), bulk("gather", 1), gather(), scatter())),
+    "pulled in flight beside fused": Session(
+        3, (bulk("scatter", 1), gather(**KEPT), bulk("gather", 1, kept=True), gather(), scatter())
+    ),
+    "gather and sum in flight beside fused": Session(3, (bulk("gather", 2), bulk("scatter", 1), gather(), scatter())),
     "in flight, waited for elsewhere": Session(
         2, (bulk("gather", 1, OTHER), bulk("scatter", 1, OTHER), gather(full=True)), 3
     ),
     "two streams": Session(3, (gather(), scatter(stream=OTHER), gather("direct"), scatter("direct", stream=OTHER))),
-    "two streams, pulled": Session(3, (gather(full=True), gather(full=True, stream=OTHER))),
+    "two streams, pulled": Session(3, (gather(**KEPT), gather(**KEPT, stream=OTHER))),
     "two streams, decomposed": Session(2, (gather("decomposed"), scatter("decomposed", stream=OTHER))),
     "two groups": Session(3, (gather(), scatter(group=1), bulk("gather", 1), gather("decomposed", group=1))),
     "two groups in flight": Session(3, (bulk("gather", 1), bulk("gather", 1, group=1), bulk("scatter", 1))),
-    "bounded": Session(
-        2,
-        (gather(full=True), scatter(), bulk("scatter", 1), scatter("decomposed"), gather("decomposed")),
-        options=BOUNDED,
-    ),
-    "bounded pushes": Session(3, (gather(), bulk("scatter", 1), gather(), scatter()), options=BOUNDED),
     "posts by copies": Session(
-        3, (scatter(), gather(), gather(full=True), scatter("decomposed"), gather("decomposed")), options=BY_COPIES
+        3, (scatter(), gather(), gather(**KEPT), scatter("decomposed"), gather("decomposed")), options=BY_COPIES
     ),
     "recorded gathers": Session(
-        2, (gather(full=True), gather("decomposed", full=True), gather(), gather("decomposed")), 4, records=True
+        2,
+        (gather(full=True), gather("decomposed", **KEPT), gather(), gather("decomposed"), gather(**KEPT)),
+        4,
+        records=True,
     ),
     "recorded elsewhere": Session(2, (gather("direct"), gather("direct", later=1)), 4, records=True),
     "recorded scatters": Session(2, (scatter(), scatter("decomposed"), scatter("direct")), 4, records=True),
     "recorded beside flights": Session(
         2, (bulk("gather", 1), gather(full=True), bulk("scatter", 1), scatter("decomposed")), 5, records=True
+    ),
+    "recorded beside pulled flights": Session(
+        2, (bulk("gather", 1, kept=True), gather(**KEPT), bulk("scatter", 1), gather(**KEPT)), 5, records=True
     ),
     "recorded beside flights, pushed": Session(
         2, (bulk("gather", 1), gather(), bulk("scatter", 1), gather()), 5, records=True
@@ -159,10 +205,14 @@ SESSIONS: dict[str, Session] = {
             gather("decomposed"),
             bulk("gather"),
             gather(full=True),
-            gather("decomposed", full=True),
+            gather("decomposed", **KEPT),
+            bulk("gather", kept=True),
             gather("direct"),
         ),
         captured=True,
+    ),
+    "captured in flight": Session(
+        2, (bulk("gather", 1), gather(), bulk("gather", 1), gather(full=True)), captured=True
     ),
     "captured scatters": Session(
         3, (scatter(), scatter("decomposed"), bulk("scatter"), scatter("direct")), captured=True
@@ -238,7 +288,7 @@ NEEDED = {
     "gather.behind: wait_event(stream, self.memory.event(source, block))": "decomposed gather",
     "memory.fork: record_event(self.start, stream)": "fused gather",
     "memory.fork: wait_event(self.stream, self.start)": "fused gather",
-    "memory.behind_flights: wait_event_at_launch(side, self.flown)": "recorded beside flights",
+    "memory.after_flights: wait_event_at_launch(side, self.flown)": "recorded beside flights",
     "memory.begin: wait_event(stream, flying[2])": "two groups in flight",
     "memory.begin: wait_event(stream, last[1])": "two streams",
     "memory.ended: record_event(self.last_captured if self.capture else self.last, stream)": "two streams",
@@ -328,13 +378,13 @@ def heedless(name: str, first: int = 0, end: int = 1000) -> Spoil:
     return lambda: mock.patch.dict(PROGRAMS, {name: program})
 
 
-def behind_flights(left_out: str) -> Spoil:
+def after_flights(left_out: str) -> Spoil:
     """One of the two streams does not wait, in a recording, for what is in flight."""
 
     def make(real: Any) -> Any:
         return lambda self, side: None if side == getattr(self, left_out) else real(self, side)
 
-    return replaced(GroupMemory, "behind_flights", make)
+    return replaced(GroupMemory, "after_flights", make)
 
 
 def source_given_back(real: Any) -> Any:
@@ -385,8 +435,8 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "direct gather at once": ("direct gather", heedless("push_gather_kernel")),
     "direct scatter at once": ("direct scatter", heedless("push_reduce_kernel")),
     "one slot": ("direct gather", replaced(cuda_emulated, "_landings", lambda real: lambda call, epoch: real(call, 0))),
-    "copies beside flights": ("recorded beside flights", behind_flights("stream")),
-    "sums beside flights": ("recorded flights", behind_flights("reducer")),
+    "copies beside flights": ("recorded beside flights", after_flights("stream")),
+    "sums beside flights": ("recorded flights", after_flights("reducer")),
     "source given back in flight": ("in flight", replaced(cuda, "_waited", source_given_back)),
     "a recording of other memory": ("recorded elsewhere", replaced(Recordings, "run", one_recording)),
 }

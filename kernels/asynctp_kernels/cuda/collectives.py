@@ -57,7 +57,7 @@ class BulkGather(MovedGather):
         """Enqueue everything; `shard` [m, *, n] gives [world * m, *, n]."""
         memory, stream = self.memory, driver.current_stream(self.device_index)
         call = self.with_kernel_layout(self.tensors((shard, None, (), (), (), None)))
-        done = memory.fly(stream, self.number, call.addresses(), lambda side: self.move(side, call))
+        done = memory.fly(stream, self.number, call.addresses(), lambda side: self.move(side, call), gathers=True)
         (result,) = self.results(call)
         return Bulk(result, call.shard, stream, done)
 

@@ -159,11 +159,13 @@ class GatherPlan:
 
     cublas: `enqueue` calls cuBLAS. has_full, has_numbers: the call makes memory for the gathered A, and numbers.
     waits_for_in_flight: it has to come after what is in flight, because its products wait for kernels that then would
-    find no room beside them. stamps: of the GEMM's tiles, if they are asked for.
+    find no room beside them. reads_landed: it reads words of chunks, which a gather in flight reads too, so it has to
+    come after that. stamps: of the GEMM's tiles, if they are asked for.
     """
 
     cublas = True
     waits_for_in_flight = False
+    reads_landed = False
     stamps: StampTable | None = None
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
@@ -252,7 +254,8 @@ class GatherPlan:
         def enqueue(at: int) -> None:
             self.enqueue(at, self.with_kernel_layout(call))
 
-        self.memory.call(stream, self.number, call.addresses(), self.cublas, enqueue, self.waits_for_in_flight)
+        waits = (self.waits_for_in_flight, self.reads_landed)
+        self.memory.call(stream, self.number, call.addresses(), self.cublas, enqueue, *waits)
 
     def multiply(self, call: GatherTensors, a: Tensor, a_scale: Tensor | None, places: Sequence[Tensor]) -> None:
         """`a` by every B, each into its place, on cuBLAS."""
@@ -325,6 +328,8 @@ class PushedGather(MovedGather):
         call, memory: As for `GatherPlan`.
         copies: In how many copies the shard is sent to the first rank and to the last one.
     """
+
+    reads_landed = True
 
     def __init__(self, call: GatherCall, memory: GroupMemory, copies: int) -> None:
         super().__init__(call, memory)
@@ -816,7 +821,6 @@ class DirectGather(WholeGather):
         dummy = self.memory.dummy
         own, whole = (dummy if tensor is None else tensor for tensor in (call.numbers, call.all_numbers))
         assert call.full is not None
-        self.memory.last_direct = self.signature
         pointers = [tensor.data_ptr() for tensor in (call.shard, own, call.full, whole)]
         self.launch(stream, [*pointers, *self.tail])
 

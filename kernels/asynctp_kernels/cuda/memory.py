@@ -14,8 +14,8 @@ A box is a bounded buffer of depth one, with an int32 word per peer and directio
             calls never exchange anything
     FULL    of a scatter, set at the reader by the rank whose data is there: the number of chunks that are complete;
             cleared by the reader before its next FREE, which is what the next push needs
-    LANDED  the same of a gather, whose products may begin while a scatter is in flight; or, of one that is pulled, set
-            at every peer by the rank whose outbox is full
+    LANDED  the same of a gather, whose products may begin while a scatter is in flight, but not while a gather is; or,
+            of one that is pulled, set at every peer by the rank whose outbox is full
 
     own:   set FREE at every peer; wait FREE(every peer), clear it
            pushed:  push each chunk and set FULL or LANDED at its rank
@@ -125,7 +125,6 @@ class GroupMemory:
             behind other work.
         turn: held from `begin` to `ended`, so that calls of several threads come one after the other on a device.
         failure: why the memory must not be used again. released: nobody may use it any more.
-        last_direct: signature of the last direct call.
         skipped: calls that this rank has left out, since they ended with an error. made: calls that it has made.
         calls: what ranks tell each other about their calls.
         bound: of a wait for a rank, in nanoseconds.
@@ -163,6 +162,8 @@ class GroupMemory:
         self.recordings = Recordings(self.device)
         self.number = next(_numbers)
         self.flights = itertools.cycle([driver.new_event() for _ in range(FLIGHTS)])
+        # the end of the last gather that was left in flight, and in which capture: an event that no capture takes over
+        self._gathers = {captured: (driver.new_event(), -1) for captured in (False, True)}
         self.capture = 0  # of the call under way; 0 for none
         self._events = [driver.new_event() for _ in range(self.world * MAX_CHUNKS)]
         self.epoch = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -230,7 +231,7 @@ class GroupMemory:
             self.fail(error)
             raise error
 
-    def in_flight(self, stream: int) -> int:
+    def in_flight(self, stream: int, gathers: bool = False) -> int:
         """End a call that `stream` does not wait for; gives the event after which its result is complete.
 
         Calls of other groups begin behind it (see `begin`), those of this group follow it on the copy stream.
@@ -241,6 +242,10 @@ class GroupMemory:
             driver.record_event(self.flown, self.stream)
             driver.wait_event(self.reducer, event)
         _flying[self.device, self.capture != 0] = (self.number, self.capture, event)
+        if gathers:
+            landed, _ = self._gathers[self.capture != 0]
+            driver.record_event(landed, self.stream)
+            self._gathers[self.capture != 0] = (landed, self.capture)
         self.ended(stream)
         return event
 
@@ -250,13 +255,26 @@ class GroupMemory:
         if flying is not None and flying[:2] == (self.number, self.capture):
             driver.wait_event(stream, flying[2])
 
+    def land_gathers(self, stream: int) -> None:
+        """The same of its last gather: its peers set the words that another gather's products wait for."""
+        landed, capture = self._gathers[self.capture != 0]
+        if capture == self.capture:
+            driver.wait_event(stream, landed)
+
     @staticmethod
     def new_plan() -> int:
         """A number for a plan."""
         return next(_plan_numbers)
 
     def call(
-        self, stream: int, plan: int, addresses: tuple[int, ...], cublas: bool, enqueue: Enqueue, land: bool = False
+        self,
+        stream: int,
+        plan: int,
+        addresses: tuple[int, ...],
+        cublas: bool,
+        enqueue: Enqueue,
+        land: bool = False,
+        land_gathers: bool = False,
     ) -> None:
         """Make a call of plan number `plan` that `stream` waits for.
 
@@ -267,21 +285,24 @@ class GroupMemory:
             cublas: It calls that.
             enqueue: Does its work on the stream that it is called with.
             land: It has to come behind what this group has in flight.
+            land_gathers: It has to come behind the gathers that this group has in flight.
         """
         with self.turn:
             self.begin(stream)
             if land:
                 self.land(stream)
+            elif land_gathers:
+                self.land_gathers(stream)
             self.run(stream, plan, addresses, cublas, enqueue)
             self.ended(stream)
 
-    def fly(self, stream: int, plan: int, addresses: tuple[int, ...], enqueue: Enqueue) -> int:
+    def fly(self, stream: int, plan: int, addresses: tuple[int, ...], enqueue: Enqueue, gathers: bool = False) -> int:
         """Make a call on the copy stream that `stream` does not wait for; gives the event behind which it is over."""
         with self.turn:
             self.begin(stream)
             self.fork(stream)
             self.run(self.stream, plan, addresses, False, enqueue)
-            return self.in_flight(stream)
+            return self.in_flight(stream, gathers)
 
     def run(self, stream: int, plan: int, addresses: tuple[int, ...], cublas: bool, enqueue: Enqueue) -> None:
         """Enqueue a call of plan number `plan`, or launch a recording of it (`recordings`); in a capture, enqueue."""
