@@ -111,6 +111,10 @@ class Call:
             self.count()
         return bool(done.value == 0)
 
+    def may_push(self) -> bool:
+        """No wait of this rank has failed."""
+        return int64(self.status_ptr).value == 0
+
     def count(self) -> None:
         """A call is over."""
         int32(self.done_ptr + 4).value += 1
@@ -252,13 +256,14 @@ def stage_program(call: Call, program: int) -> Steps:
         yield None
     for peer in peers:
         yield exactly(call, free(call.rank, peer), call.signature)
+    stages = call.may_push()
     for block in range(program, ceil(call.size / call.BLOCK), call.PROGRAMS):
         first = block * call.BLOCK
         shape = (min(call.BLOCK, call.size - first),)
         units = yield from look(at(call.shard_ptr + first * unit.itemsize, shape, unit))
-        for place in [call.outbox_ptr, *[call.kept_ptr] * call.KEEPS]:
+        for place in [*[call.outbox_ptr] * stages, *[call.kept_ptr] * call.KEEPS]:
             yield from put(at(place + first * unit.itemsize, shape, unit), units)
-    if call.SCALE_TRAVELS:
+    if call.SCALE_TRAVELS and stages:
         for first in range(program * 256, call.numbers, call.PROGRAMS * 256):
             shape = (min(256, call.numbers - first),)
             numbers = yield from look(at(call.scale_ptr + 4 * first, shape, torch.float32))
@@ -267,7 +272,7 @@ def stage_program(call: Call, program: int) -> Steps:
         for peer in peers:
             free(call.rank, peer).value = 0
             yield None
-        for peer in peers:
+        for peer in peers if call.may_push() else ():
             landed(peer, call.rank).value = call.MAX_CHUNKS
             yield None
         for peer in peers:
@@ -399,14 +404,15 @@ def push_gather_program(call: Call, program: int) -> Steps:
     all_numbers = at(call.full_scale_ptr, (call.WORLD * call.numbers,), torch.float32)
     landings, pads = _landings(call, epoch), at(call.pads, (call.WORLD,), torch.int64).tolist()
 
-    for peer in _others(call, -1):
+    pushed = _others(call, -1) if call.may_push() else []
+    for peer in pushed:
         landing = landings[peer] + call.rank * call.part_bytes
         for block in blocks:
             yield from put(at(landing, (call.size,), unit), (yield from look(shard, block)), block)
         for block in some:
             there = at(landing + call.scales_offset, (call.numbers,), torch.float32)
             yield from put(there, (yield from look(numbers, block)), block)
-    for peer in _others(call, -1):
+    for peer in pushed:
         int64(pads[peer] + (call.rank * call.MAX_PROGRAMS + program) * 8).value = word_of(call, epoch)
         yield None
     for src in (call.rank, *_others(call, 1)):
@@ -419,7 +425,8 @@ def push_gather_program(call: Call, program: int) -> Steps:
         for block in blocks:
             yield from put(full, poisoned((yield from look(source, block)), came), place(call, src)[block])
         for block in some:
-            yield from put(all_numbers, (yield from look(number_source, block)), number_place(call, src)[block])
+            found = yield from look(number_source, block)
+            yield from put(all_numbers, found if came else found * nan, number_place(call, src)[block])
     end_call(call, epoch)
 
 
@@ -432,7 +439,7 @@ def push_reduce_program(call: Call, program: int) -> Steps:
     blocks = [slice(first, min(first + call.BLOCK, call.size)) for first in _from(call, program, call.size)]
     full, out = at(call.full_ptr, (call.WORLD * call.size,), sent), at(call.out_ptr, (call.size,), dtype)
     landings, pads = _landings(call, epoch), at(call.pads, (call.WORLD,), torch.int64).tolist()
-    for peer in _others(call, 1):
+    for peer in _others(call, 1) if call.may_push() else ():
         landing = at(landings[peer] + call.rank * call.part_bytes, (call.size,), sent)
         for block in blocks:
             yield from put(landing, (yield from look(full, place(call, peer)[block])), block)

@@ -686,6 +686,10 @@ def made(what: str, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
                 return wait(ops.all_gather(a, size, name, all_keep=kept)), wanted
             outs = ops.all_gather_matmul(a, [b], [None], 0, implementation == "kept", size, name, kept)
             return (torch.cat(outs), wanted.repeat(2, 1)) if implementation == "kept" else (outs[0], wanted)
+        if kind == "all_reduce":
+            whole = torch.full((rows * size, UNIT), rank() + 1.0, dtype=BF16, device=device())
+            wanted = torch.full_like(whole, size * (size + 1) / 2)
+            return ops.matmul_all_reduce([whole], [b], [None], "sum", name), wanted
         dtype = FP32 if "wide" in what else BF16
         whole = torch.full((rows * size, UNIT), rank() + 1.0, dtype=BF16, device=device())
         wanted = torch.full((rows, UNIT), size * (size + 1) / 2, dtype=dtype, device=device())
@@ -752,8 +756,8 @@ def check_fault(fault: Fault, bound: float) -> dict[str, Any]:
     right.append(judged(functools.partial(made, fault.call, group)))
     well = right == [("", 0, 0)] * len(right) and wrong == 0
     if not last or fault.other:
-        kinds = [{"gather": "all_gather", "scatter": "reduce_scatter"}[what.split()[-2]] for what in
-                 (fault.call, fault.other) if what]  # fmt: skip
+        told = {"gather": "all_gather", "scatter": "reduce_scatter", "all_reduce": "all_reduce"}
+        kinds = [told[what.split()[-2]] for what in (fault.call, fault.other) if what]
         named = ["unlike calls have met"] if fault.other else [f"of rank {world() - 1}"]
         well = well and nan != 0 and seconds < bound + 5 and all(text in said for text in (*kinds, *named))
     found: list[Any] = [None] * world()

@@ -1,45 +1,64 @@
 """Every interleaving of a small model of the flag, epoch and slot protocol of the direct kernels of
 `asynctp_kernels.cuda.copy_kernels`.
 
-In call e each rank stores its part into slot e % slots of every peer, releases that peer's word (to e), then for
-every peer waits for the word and reads the landed part in two steps. Stores sit in a per-rank buffer and reach
-memory in any order, except that a release goes only after all stores before it. The search visits every
-reachable state and reports the first that breaks one of three promises: nobody is stuck, a read sees exactly
-its call's data, no store lands on data that its owner has not finished reading.
+In call e each rank stores its part into slot e % slots of every peer, releases that peer's word (to e and its call's
+signature), then for every peer waits for the word and reads the landed part in two steps. Stores sit in a per-rank
+buffer and reach memory in any order, except that a release goes only after all stores before it. A rank that finds
+another signature in its own epoch, or whose time is up, has failed: its further waits end at once, and give no data.
+
+The search visits every reachable state and reports the first that breaks one of three promises: nobody is stuck, a read
+sees exactly its call's data, of a like call, and no store lands on data that its owner has not finished reading.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-Step = tuple[str, int, int]  # what, peer, epoch
-State = tuple[tuple[int, ...], tuple[tuple[Step, ...], ...], tuple[int, ...], tuple[int, ...]]
+Step = tuple[str, int, int, int]  # what, peer, epoch, signature
+Data = tuple[int, int, bool]  # epoch, signature, whether its owner has finished reading it
+Word = tuple[int, int]  # epoch, signature
+State = tuple[
+    tuple[int, ...], tuple[tuple[Step, ...], ...], tuple[Word, ...], tuple[Data, ...], tuple[bool, ...], tuple[int, ...]
+]
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """The protocol, and the ways in which a test may break it."""
+    """The protocol, and the ways in which a test may break it.
+
+    Attributes:
+        calls: of all ranks: signatures, in order; where they are unlike, for each rank.
+        late: a wait may run out.
+    """
 
     world: int
-    calls: int
+    calls: tuple[int, ...] | tuple[tuple[int, ...], ...]
     slots: int = 2
     releases: bool = True  # a word goes to memory after the data stores before it
     accepts_later: bool = True  # a waiter takes any word >= its epoch, not only that epoch
     waits_for_all: bool = True  # a call waits for every peer, not only for the next rank
     rank_order: bool = False  # waits come in rank order (scatter), not next rank first (gather)
+    signed: bool = True  # a reader looks at the signature
+    stops: bool = True  # who has failed pushes and posts nothing more
+    late: bool = False
+
+    def of(self, rank: int) -> tuple[int, ...]:
+        """Its calls."""
+        mine = self.calls[rank] if isinstance(self.calls[0], tuple) else self.calls
+        return tuple(mine)  # type: ignore[arg-type]
 
     def program(self, rank: int) -> list[Step]:
         ring = [(rank + i) % self.world for i in range(1, self.world)]
         awaited = sorted(ring) if self.rank_order else ring
         awaited = awaited if self.waits_for_all else ring[:1]
         steps: list[Step] = []
-        for epoch in range(1, self.calls + 1):
-            steps += [(what, peer, epoch) for peer in reversed(ring) for what in ("store", "post")]
-            steps += [(what, peer, epoch) for peer in awaited for what in ("wait", "read", "read_last")]
+        for epoch, call in enumerate(self.of(rank), 1):
+            steps.append(("begin", rank, epoch, call))
+            steps += [(what, peer, epoch, call) for peer in reversed(ring) for what in ("store", "post")]
+            steps += [(what, peer, epoch, call) for peer in awaited for what in ("wait", "read", "read_last")]
         return steps
 
 
@@ -47,34 +66,55 @@ class Broken(Exception):
     """A promise does not hold in a reachable state."""
 
 
-def explore(protocol: Protocol) -> int:
-    """Visit all reachable states; their number. Raises `Broken` at the first bad one."""
+@dataclass(frozen=True)
+class Search:
+    """What a search saw: how many states, and in how many of the last ones which ranks had failed."""
+
+    states: int
+    failed: frozenset[tuple[bool, ...]]
+
+
+def explore(protocol: Protocol) -> Search:
+    """Visit all reachable states. Raises `Broken` at the first bad one."""
     model = _Model(protocol)
-    seen, queue = {model.start}, deque([model.start])
+    seen, queue, ends = {model.start}, [model.start], set[tuple[bool, ...]]()
     while queue:
-        state = queue.popleft()
+        state = queue.pop()  # the last one: what is wrong is found sooner
         successors = list(model.successors(state))
-        if not successors and not model.finished(state):
-            raise Broken(f"stuck at {model.describe(state)}")
+        if not successors:
+            ends.add(state[4])
+            if not model.finished(state):
+                raise Broken(f"stuck at {model.describe(state)}")
         for successor in successors:
             if successor not in seen:
                 seen.add(successor)
                 queue.append(successor)
-    return len(seen)
+    return Search(len(seen), frozenset(ends))
 
 
 class _Model:
-    """State: next step per rank, buffered stores per rank, words [owner, src], data [owner, slot, src].
-
-    Data is 2 * epoch when it landed and 2 * epoch + 1 when its owner has finished reading it.
+    """State: next step per rank, buffered stores per rank, words [owner, src], data [owner, slot, src], who has failed,
+    and the peers (bits) of which each rank has no data in its call; bit `world` says that it pushes nothing.
     """
 
     def __init__(self, protocol: Protocol) -> None:
         self.p, world = protocol, protocol.world
         self.programs = [protocol.program(rank) for rank in range(world)]
-        self.start: State = ((0,) * world, ((),) * world, (0,) * world**2, (1,) * (world**2 * protocol.slots))
+        self.start: State = (
+            (0,) * world,
+            ((),) * world,
+            ((0, 0),) * world**2,
+            ((0, 0, True),) * (world**2 * protocol.slots),
+            (False,) * world,
+            (0,) * world,
+        )
 
     def successors(self, state: State) -> Iterator[State]:
+        """All that come next; of a step that is its rank's alone, only that: nobody sees when it is taken."""
+        for rank, (pc, program) in enumerate(zip(state[0], self.programs, strict=True)):
+            if pc < len(program) and program[pc][0] in ("begin", "store", "post"):
+                yield from self._advances(state, rank, *program[pc])
+                return
         for rank in range(self.p.world):
             yield from self._drains(state, rank)
             if state[0][rank] < len(self.programs[rank]):
@@ -86,38 +126,62 @@ class _Model:
     def describe(self, state: State) -> list[Step]:
         return [program[pc] for pc, program in zip(state[0], self.programs, strict=True) if pc < len(program)]
 
-    def _advances(self, state: State, rank: int, what: str, peer: int, epoch: int) -> Iterator[State]:
-        pcs, buffers, words, data = state
+    def _advances(self, state: State, rank: int, what: str, peer: int, epoch: int, call: int) -> Iterator[State]:
+        pcs, buffers, words, data, failed, missing = state
         pcs = _with(pcs, rank, pcs[rank] + 1)
-        if what in ("store", "post"):
-            yield pcs, _with(buffers, rank, (*buffers[rank], (what, peer, epoch))), words, data
-            return
-        if what == "wait":
-            word = words[rank * self.p.world + peer]
-            if word == epoch or (word > epoch and self.p.accepts_later):
-                yield pcs, buffers, words, data
-            return
-        at = self._slot(rank, epoch, peer)
-        if data[at] != 2 * epoch:
-            raise Broken(f"rank {rank} reads data of call {data[at] // 2} of rank {peer} in call {epoch}")
-        yield pcs, buffers, words, _with(data, at, 2 * epoch + 1) if what == "read_last" else data
+        if what == "begin":
+            silent = (failed[rank] and self.p.stops) << self.p.world
+            yield pcs, buffers, words, data, failed, _with(missing, rank, silent)
+        elif what in ("store", "post"):
+            if not missing[rank] >> self.p.world:
+                buffers = _with(buffers, rank, (*buffers[rank], (what, peer, epoch, call)))
+            yield pcs, buffers, words, data, failed, missing
+        elif what == "wait":
+            yield from self._waits((pcs, buffers, words, data, failed, missing), rank, peer, epoch, call)
+        elif missing[rank] >> peer & 1:
+            yield pcs, buffers, words, data, failed, missing
+        else:
+            at = self._slot(rank, epoch, peer)
+            if data[at] != (epoch, call, False):
+                raise Broken(f"rank {rank} reads data of call {data[at]} of rank {peer} in call {epoch}, {call}")
+            read = _with(data, at, (epoch, call, True)) if what == "read_last" else data
+            yield pcs, buffers, words, read, failed, missing
+
+    def _waits(self, state: State, rank: int, peer: int, epoch: int, call: int) -> Iterator[State]:
+        """A wait that is over."""
+        *others, failed, missing = state
+        found, signature = others[2][rank * self.p.world + peer]
+        without = *others, _with(failed, rank, True), _with(missing, rank, missing[rank] | 1 << peer)
+        if found == epoch and signature != call and self.p.signed:
+            yield without  # type: ignore[misc]
+        elif found == epoch or (found > epoch and self.p.accepts_later):
+            yield state
+        elif failed[rank] or self.p.late:
+            yield without  # type: ignore[misc]
 
     def _drains(self, state: State, rank: int) -> Iterator[State]:
         """One buffered store of `rank` reaches memory."""
-        pcs, buffers, words, data = state
-        for i, (what, peer, epoch) in enumerate(buffers[rank]):
+        pcs, buffers, words, data, failed, missing = state
+        for i, (what, peer, epoch, call) in enumerate(buffers[rank]):
             if i > 0 and what == "post" and self.p.releases:
                 continue
             rest = _with(buffers, rank, buffers[rank][:i] + buffers[rank][i + 1 :])
             if what == "post":
-                yield pcs, rest, _with(words, peer * self.p.world + rank, epoch), data
+                words_then = _with(words, peer * self.p.world + rank, (epoch, call))
+                yield pcs, rest, words_then, data, failed, missing
                 continue
             at = self._slot(peer, epoch, rank)
-            if data[at] % 2 == 0:
-                raise Broken(
-                    f"rank {rank} overwrites unread data of call {data[at] // 2} at rank {peer} in call {epoch}"
-                )
-            yield pcs, rest, words, _with(data, at, 2 * epoch)
+            if not data[at][2] and not self._given_up(state, peer, rank, data[at][0]):
+                raise Broken(f"rank {rank} overwrites unread data of call {data[at][0]} at rank {peer} in call {epoch}")
+            yield pcs, rest, words, _with(data, at, (epoch, call, False)), failed, missing
+
+    def _given_up(self, state: State, owner: int, src: int, epoch: int) -> bool:
+        """Whether `owner` reads data of `src` no more: it has failed, and is past the wait for that, or has no part."""
+        pc, program = state[0][owner], self.programs[owner]
+        ahead = program[pc:]
+        reads = [step for step in ahead if step[0].startswith("read") and step[1:3] == (src, epoch)]
+        waits = [step for step in ahead if step[0] == "wait" and step[1:3] == (src, epoch)]
+        return not reads or (state[4][owner] and not waits and bool(state[5][owner] >> src & 1))
 
     def _slot(self, owner: int, epoch: int, src: int) -> int:
         return (owner * self.p.slots + epoch % self.p.slots) * self.p.world + src
@@ -127,21 +191,68 @@ def _with(values: tuple, index: int, value: object) -> tuple:
     return (*values[:index], value, *values[index + 1 :])
 
 
+LIKE = [(2, (1, 1, 1)), (2, (1, 2, 1, 2, 2)), (3, (1, 2, 1))]
+
+
 @pytest.mark.parametrize("rank_order", [False, True], ids=["gather", "scatter"])
-@pytest.mark.parametrize(("world", "calls"), [(2, 3), (2, 5), (3, 3)])
-def test_protocol_holds_in_every_interleaving(world: int, calls: int, rank_order: bool) -> None:
-    assert explore(Protocol(world, calls, rank_order=rank_order)) > 100
+@pytest.mark.parametrize(("world", "calls"), LIKE)
+def test_protocol_holds_in_every_interleaving(world: int, calls: tuple[int, ...], rank_order: bool) -> None:
+    search = explore(Protocol(world, calls, rank_order=rank_order))
+    assert search.states > 100
+    assert search.failed == {(False,) * world}
+
+
+#: calls of each rank: others, in another order, one left out
+UNLIKE = [
+    ((1,), (2,)),
+    ((1, 3, 3), (2, 3, 3)),
+    ((3, 1, 3, 3), (3, 2, 3, 3)),
+    ((1, 2, 3), (2, 1, 3)),
+    ((1, 2, 3), (2, 3)),
+    ((3, 1, 2), (3, 2)),
+]
+
+
+@pytest.mark.parametrize("rank_order", [False, True], ids=["gather", "scatter"])
+@pytest.mark.parametrize("calls", UNLIKE, ids=str)
+def test_unlike_calls_are_found_and_never_read(calls: tuple[tuple[int, ...], ...], rank_order: bool) -> None:
+    """Both ranks have failed at the end, and nobody is stuck; if time may be up before, at least one has."""
+    protocol = Protocol(2, calls, rank_order=rank_order)
+    assert explore(protocol).failed == {(True, True)}
+    assert all(any(failed) for failed in explore(replace(protocol, late=True)).failed)
+
+
+@pytest.mark.parametrize("calls", [((1,), (1,), (2,)), ((1, 3), (2, 3), (1, 3))], ids=str)
+def test_so_they_are_of_three_ranks(calls: tuple[tuple[int, ...], ...]) -> None:
+    assert explore(Protocol(3, calls)).failed == {(True, True, True)}
+
+
+@pytest.mark.parametrize("calls", [(1, 1, 1), (1, 2, 1)], ids=str)
+def test_a_wait_that_runs_out_breaks_nothing_for_others(calls: tuple[int, ...]) -> None:
+    """Ranks whose waits run out while another is only late."""
+    assert explore(Protocol(2, calls, late=True)).states > 100
 
 
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (Protocol(2, 2, slots=1), "overwrites unread data of call 1"),
-        (Protocol(2, 1, releases=False), "reads data of call 0"),
-        (Protocol(2, 3, accepts_later=False), "stuck at"),
-        (Protocol(3, 3, waits_for_all=False), "overwrites unread data"),
+        (Protocol(2, (1, 1), slots=1), "overwrites unread data of call"),
+        (Protocol(2, (1,), releases=False), "reads data of call"),
+        (Protocol(2, (1, 1, 1), accepts_later=False), "stuck at"),
+        (Protocol(3, (1, 1, 1), waits_for_all=False), "overwrites unread data"),
+        (Protocol(2, ((1,), (2,)), signed=False), "reads data of call"),
+        (Protocol(3, ((1, 3), (1, 3), (2, 3)), stops=False), "reads data of call"),
+        (Protocol(3, (1, 1, 1), stops=False, late=True), "reads data|overwrites unread data"),
     ],
-    ids=["one slot", "no release", "only the exact epoch", "not every peer awaited"],
+    ids=[
+        "one slot",
+        "no release",
+        "only the exact epoch",
+        "not every peer awaited",
+        "no signature",
+        "posts after an unlike call",
+        "posts after a wait that ran out",
+    ],
 )
 def test_search_finds_what_each_rule_prevents(broken: Protocol, message: str) -> None:
     with pytest.raises(Broken, match=message):

@@ -7,7 +7,8 @@ peer's word (own rank, i), waits for the peers' words (rank, i) in its own memor
 
 Programs take runs of bytes, cut by the number of bytes alone, so ranks may see the shard as they like. A word is
 `epoch * SIGNATURES + signature`: a rank that reads another signature in its own epoch has met an unlike call, and takes
-nothing.
+nothing. A rank of which a wait has failed so, or has run out, goes on to its later calls, but pushes and posts nothing
+more: a peer that still waits would take a later call's word for this one's, and that call's data for its own.
 
 They need no barrier before or after, and no memset: epochs only grow, and call e lands in slot e % 2.
 There a rank R writes over the data of call e - 2, which is never too early for a peer P:
@@ -74,12 +75,21 @@ def end_call(epoch_ptr, epoch, done_ptr, doing_ptr, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited):
-    """Wait until `src` has posted its data of call `epoch`; whether it has, and of a call like this one."""
+    """Wait until `src` has posted its data of call `epoch`; whether it has, and of a call like this one.
+
+    A rank posts a later call only if it has met no unlike one (`may_push`): then neither has this rank, of that one's.
+    """
     found = wait_word(word, epoch * SIGNATURES, timeout_ns, status_ptr, src, awaited)
     unlike = (found // SIGNATURES == epoch) & (found % SIGNATURES != signature)
     if unlike:
         record_unlike(status_ptr, src, signature, found % SIGNATURES)
     return (found >= epoch * SIGNATURES) & (unlike == 0)
+
+
+@triton.jit
+def may_push(status_ptr):
+    """Whether no wait of this rank has failed."""
+    return tl.load(status_ptr) == 0
 
 
 @triton.jit(do_not_specialize=["signature", "rank"])
@@ -109,10 +119,10 @@ def stage_kernel(
     """Copy the own shard of `size` units, and `numbers` scales, into the outbox, from which peers then pull.
 
     Before that all ranks meet: FREE of every peer has the call's `signature`, so no rank still pulls the outbox's last
-    shard; after it every outbox is full (LANDED), and all ranks go on in step. KEEPS: the shard goes to `kept_ptr` as
-    well, its place in the gathered A. pads: each rank's words, in which `free_word` and `landed_word` are numbers of
-    int32. It counts the call. It runs beside a GEMM, with few registers and no shared memory to speak of, and does not
-    wait for it.
+    shard; after it every outbox is full (LANDED), and all ranks go on in step. A rank that has not met all others
+    leaves its outbox as it is: a peer may still pull it. KEEPS: the shard goes to `kept_ptr` as well, its place in the
+    gathered A. pads: each rank's words, in which `free_word` and `landed_word` are numbers of int32. It counts the
+    call. It runs beside a GEMM, with few registers and no shared memory to speak of, and does not wait for it.
     """
     pid = tl.program_id(0)
     pad_table = pads.to(tl.pointer_type(tl.int64))
@@ -124,14 +134,15 @@ def stage_kernel(
     for step in tl.static_range(1, WORLD):
         src = (rank + step) % WORLD
         wait_exactly(own_words + free_word + src, signature, timeout_ns, status_ptr, src, signature)
+    stages = may_push(status_ptr)
     for block in range(pid, tl.cdiv(size, BLOCK), PROGRAMS):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         units = tl.load(shard_ptr + index, mask=index < size)
-        tl.store(outbox_ptr + index, units, mask=index < size)
+        tl.store(outbox_ptr + index, units, mask=(index < size) & stages)
         if KEEPS:
             tl.store(kept_ptr + index, units, mask=index < size)
     if SCALE_TRAVELS:
-        for first in range(pid * 256, numbers, PROGRAMS * 256):
+        for first in range(pid * 256, tl.where(stages, numbers, 0), PROGRAMS * 256):
             index = first + tl.arange(0, 256)
             tl.store(scale_box_ptr + index, tl.load(scale_ptr + index, mask=index < numbers), mask=index < numbers)
     tl.debug_barrier()
@@ -143,7 +154,8 @@ def stage_kernel(
         tl.debug_barrier()
         for step in tl.static_range(1, WORLD):
             words = tl.load(pad_table + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(words + landed_word + rank, MAX_CHUNKS, sem="release", scope="sys")
+            if may_push(status_ptr):
+                tl.atomic_xchg(words + landed_word + rank, MAX_CHUNKS, sem="release", scope="sys")
         for step in tl.static_range(1, WORLD):
             src = (rank + step) % WORLD
             wait_exactly(own_words + landed_word + src, MAX_CHUNKS, timeout_ns, status_ptr, src, signature)
@@ -227,7 +239,8 @@ def push_gather_kernel(
     unit = shard_ptr.dtype.element_ty
     blocks = tl.cdiv(size, BLOCK)
 
-    for block in range(pid, blocks, PROGRAMS):
+    pushes = may_push(status_ptr)
+    for block in range(pid, tl.where(pushes, blocks, 0), PROGRAMS):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(shard_ptr + index, mask=index < size)
         for step in tl.static_range(1, WORLD):
@@ -235,7 +248,7 @@ def push_gather_kernel(
             part = (tl.load(table + dst) + slot + rank * part_bytes).to(tl.pointer_type(unit))
             tl.store(tl.multiple_of(part, 16) + index, values, mask=index < size)
     if SCALE_TRAVELS:
-        for first in range(pid * NUMBERS, numbers, PROGRAMS * NUMBERS):
+        for first in range(pid * NUMBERS, tl.where(pushes, numbers, 0), PROGRAMS * NUMBERS):
             index = first + tl.arange(0, NUMBERS)
             scales = tl.load(scale_ptr + index, mask=index < numbers)
             for step in tl.static_range(1, WORLD):
@@ -244,7 +257,8 @@ def push_gather_kernel(
                 tl.store(part.to(tl.pointer_type(tl.float32)) + index, scales, mask=index < numbers)
     for step in tl.static_range(1, WORLD):
         dst = (rank + WORLD - step) % WORLD
-        post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch * SIGNATURES + signature)
+        if pushes:
+            post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch * SIGNATURES + signature)
 
     for step in tl.static_range(WORLD):
         src = (rank + step) % WORLD
@@ -269,6 +283,7 @@ def push_gather_kernel(
                 index = first + tl.arange(0, NUMBERS)
                 where = (index // inner_numbers * WORLD + src) * inner_numbers + index % inner_numbers
                 scales = tl.load(scale_source + index, mask=index < numbers)
+                scales = tl.where(came, scales, float("nan"))
                 tl.store(full_scale_ptr + where, scales, mask=index < numbers)
     end_call(epoch_ptr, epoch, done_ptr, doing_ptr, PROGRAMS)
 
@@ -313,15 +328,17 @@ def push_reduce_kernel(
     dtype = full_ptr.dtype.element_ty
     blocks = tl.cdiv(size, BLOCK)
 
+    pushes = may_push(status_ptr)
     for step in tl.static_range(1, WORLD):
         dst = (rank + step) % WORLD
         part = tl.load(table + dst) + slot + rank * part_bytes
         landing = tl.multiple_of(part.to(tl.pointer_type(dtype)), 16)
-        for block in range(pid, blocks, PROGRAMS):
+        for block in range(pid, tl.where(pushes, blocks, 0), PROGRAMS):
             index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             where = place(index, cols, inner, dst, WORLD, CONTIGUOUS, ALONG_LAST, size)
             tl.store(landing + index, tl.load(full_ptr + where, mask=index < size), mask=index < size)
-        post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch * SIGNATURES + signature)
+        if pushes:
+            post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch * SIGNATURES + signature)
     came = epoch > 0
     for step in tl.static_range(1, WORLD):
         src = (rank + step) % WORLD
