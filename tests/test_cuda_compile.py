@@ -826,7 +826,7 @@ def test_reduce_kernel(world: int, tiles: Tiles, tmp_path: Path) -> None:
     loads = kernel.ptx.find("ld.global.v4.b32")
     elements = 2048 if sums and world == 8 else 4096
     assert len(loads) * kernel.threads * 8 == world * elements, "elements of 2 bytes, 16 bytes at a time"
-    assert len(kernel.ptx.find("ld.global")) == len(loads)
+    assert len(kernel.ptx.find("ld.global")) - len(loads) <= 1, "the status"
     for load in loads:
         assert len(kernel.ptx.origins(load.reads) & found) == 1 + world
 
