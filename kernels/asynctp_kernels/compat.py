@@ -35,6 +35,15 @@ def process_group(group: Any) -> ProcessGroup:
         ) from error
 
 
+def group_store(group: ProcessGroup) -> Any:
+    """The key-value store that the ranks of `group` share; keys of other groups are not seen in it.
+
+    Raises:
+        KeyError: torch.distributed does not know the group, or not any more.
+    """
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
 def symmetric_empty(size: int, device: torch.device) -> torch.Tensor:
     """`size` bytes of memory that `symmetric_rendezvous` can share. Shape: [size] uint8."""
     import torch.distributed._symmetric_memory as symm_mem
