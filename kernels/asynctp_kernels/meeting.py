@@ -34,7 +34,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,18 +86,33 @@ class Process:
 
 @dataclass(frozen=True)
 class Failure:
-    """An attempt that failed.
+    """A call that failed: one attempt of every rank, each of which fails by itself or is told.
 
     Attributes:
-        numbers: of all ranks, those that belong to it; None of a rank that was not seen.
+        ids: numbers of the attempts that have failed by themselves.
+        numbers: of the attempts, by rank; None of a rank that was not seen.
         rank, cause: where it began, and what that rank said.
         session: of the meeting that was under way; empty while the ranks had not met.
     """
 
+    ids: frozenset[str]
     numbers: Numbers
     rank: int
     cause: str
     session: str = ""
+
+    def same(self, rank: int, other: Failure) -> bool:
+        """Whether one of `rank` is the failure that another rank tells of."""
+        if not self.ids.isdisjoint(other.ids):
+            return True
+        pairs = [(a, b) for a, b in zip(self.numbers, other.numbers, strict=True) if a is not None and b is not None]
+        seen = other.numbers[rank] in (None, self.numbers[rank])
+        return seen and bool(pairs) and all(a == b for a, b in pairs)
+
+    def joined(self, other: Failure) -> Failure:
+        """This failure, with what another rank knows of it."""
+        numbers = tuple(b if a is None else a for a, b in zip(self.numbers, other.numbers, strict=True))
+        return replace(self, ids=self.ids | other.ids, numbers=numbers)
 
 
 @dataclass(frozen=True)
@@ -110,7 +125,7 @@ class Record:
     process: Process
 
     def to_json(self) -> str:
-        failures = [[list(f.numbers), f.rank, f.cause, f.session] for f in self.failures]
+        failures = [[sorted(f.ids), list(f.numbers), f.rank, f.cause, f.session] for f in self.failures]
         process = self.process
         identity = [process.boot, process.namespace, process.user, process.pid, process.start]
         return json.dumps([self.number, list(self.seen), failures, identity])
@@ -118,7 +133,7 @@ class Record:
     @staticmethod
     def from_json(text: str) -> Record:
         number, seen, failures, identity = json.loads(text)
-        past = (Failure(tuple(numbers), *rest) for numbers, *rest in failures)
+        past = (Failure(frozenset(ids), tuple(numbers), *rest) for ids, numbers, *rest in failures)
         return Record(number, tuple(seen), tuple(past), Process(*identity))
 
 
@@ -128,9 +143,10 @@ class _Ledger:
 
     Attributes:
         turn: held by the thread that is in a meeting of the group, which is `owner`.
-        numbers: drawn here. failed: those of attempts that failed.
-        beside: numbers of other ranks that failed with this one.
-        failures: of this rank, the oldest first. forgotten: those of others that are no concern of this rank's.
+        numbers: drawn here.
+        failures: of this rank, the oldest first.
+        forgotten: ids of those of others that are no concern of this rank's.
+        told: the failure of another rank that ends the attempt under way.
         posted: this rank's record in the store, as text.
         stopped: why the attempt under way has to end.
     """
@@ -139,37 +155,27 @@ class _Ledger:
     owner: int | None = None
     meeting: Meeting | None = None
     numbers: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    beside: set[str] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
-    forgotten: set[Numbers] = field(default_factory=set)
+    forgotten: set[str] = field(default_factory=set)
+    told: Failure | None = None
     posted: str = ""
     stopped: str = ""
 
     def news(self, rank: int, record: Record) -> list[Failure]:
         """The failures of a record that `rank`, this one, has not failed with, the oldest first."""
-        found = []
-        for failure in record.failures:
-            if self._knows(rank, failure.numbers):
-                self._join(rank, failure.numbers)
-            else:
-                found.append(failure)
-        return found
+        return [failure for failure in record.failures if not self._knows(rank, failure)]
 
-    def _knows(self, rank: int, numbers: Numbers) -> bool:
-        if numbers in self.forgotten:
-            return True
-        mine = numbers[rank]
-        return not self.beside.isdisjoint(numbers) if mine is None else mine in self.failed
+    def _knows(self, rank: int, told: Failure) -> bool:
+        """It is a failure of this rank too, of which the other may know more."""
+        for index, own in enumerate(self.failures):
+            if own.same(rank, told):
+                self.failures[index] = own.joined(told)
+                return True
+        return not self.forgotten.isdisjoint(told.ids)
 
-    def _join(self, rank: int, numbers: Numbers) -> None:
-        self.beside.update(number for peer, number in enumerate(numbers) if number is not None and peer != rank)
-
-    def add(self, rank: int, number: str, failure: Failure) -> None:
-        """Count a failure of this rank's attempt `number`."""
-        self.failures.append(failure)
-        self.failed.add(number)
-        self._join(rank, failure.numbers)
+    def has_failed(self, number: str | None) -> bool:
+        """An attempt of any rank is part of a failure of this rank."""
+        return any(number in failure.numbers for failure in self.failures)
 
     def wrote(self, text: str) -> bool:
         """A record in the store is one of this rank's."""
@@ -263,16 +269,10 @@ class Meeting:
         """Raise for what a fresh record tells of: within a meeting, for a failure of that only."""
         for failure in self._ledger.news(self._rank, record):
             if not self._session or failure.session == self._session:
-                self._fail_with(failure)
+                self._ledger.told = failure
                 raise PeerFailed(self.op, self._rank, failure.rank, failure.cause)
         if record.process.has_ended():
             raise PeerFailed(self.op, self._rank, rank, f"its process ({record.process.pid}) has ended")
-
-    def _fail_with(self, failure: Failure) -> None:
-        """Count a failure as one of this attempt."""
-        numbers = self._with_own(failure.numbers)
-        told = Failure(numbers, failure.rank, failure.cause, self._session)
-        self._ledger.add(self._rank, self._number, told)
 
     def _with_own(self, numbers: Sequence[str | None]) -> Numbers:
         """The numbers of the other ranks, and that of this attempt."""
@@ -280,13 +280,18 @@ class Meeting:
 
     def fail(self, error: BaseException) -> None:
         """Tell the peers that this attempt has failed here."""
-        if self._number not in self._ledger.failed:
-            rank = error.peer if isinstance(error, PeerFailed) else self._rank
-            cause = error.cause if isinstance(error, PeerFailed) else _said(error)
-            past = self._ledger.beside  # a peer's last attempt, which has failed with an earlier one of this rank
-            self._fail_with(Failure(tuple(None if number in past else number for number in self._seen), rank, cause))
+        failure = self._ledger.told or self._own_failure(error)
+        numbers = self._with_own(failure.numbers)
+        self._ledger.failures.append(replace(failure, numbers=numbers, session=self._session))
         with contextlib.suppress(RuntimeError):  # the store may be what failed
             self._post_record()
+
+    def _own_failure(self, error: BaseException) -> Failure:
+        past = self._ledger.has_failed  # a peer's last attempt may be part of an earlier failure
+        seen = tuple(None if past(number) else number for number in self._seen)
+        rank = error.peer if isinstance(error, PeerFailed) else self._rank
+        cause = error.cause if isinstance(error, PeerFailed) else _said(error)
+        return Failure(frozenset({self._number}), seen, rank, cause)
 
     def _timeout(self, peer: int, awaited: str) -> PeerTimeout:
         remedy = SET_THE_BOUND if self._bounded_by_variable else "Ranks may not be further apart in time than that."
@@ -311,9 +316,10 @@ class Meeting:
             try:
                 self._look_for_faults(self._records())
             except PeerFailed:
-                if (text := self._get(key)) is not None:  # sent before it failed, in what comes later
-                    return text
-                raise
+                if (text := self._get(key)) is None:
+                    raise
+                self._ledger.told = None  # sent before the rank failed: that is of what comes later
+                return text
             if time.monotonic() > deadline:
                 raise self._timeout(rank, f"message '{topic}'")
             time.sleep(next(pauses))
@@ -442,7 +448,7 @@ def _turn(ledger: _Ledger, group: ProcessGroup, meeting: Meeting) -> Iterator[No
             f"for {meeting._seconds:g} s; let one thread make the first calls of a group"
         )
     try:
-        ledger.owner, ledger.meeting, ledger.stopped = threading.get_ident(), meeting, ""
+        ledger.owner, ledger.meeting, ledger.told, ledger.stopped = threading.get_ident(), meeting, None, ""
         yield
     finally:
         ledger.owner = ledger.meeting = None
@@ -465,7 +471,8 @@ def forget_failures(group: ProcessGroup) -> None:
     with contextlib.suppress(RuntimeError, ValueError):  # no such group, no store, a bad bound
         meeting = Meeting(ledger, group, "release", None)
         for record in meeting._records():
-            ledger.forgotten.update(failure.numbers for failure in (() if record is None else record.failures))
+            for failure in () if record is None else record.failures:
+                ledger.forgotten |= failure.ids
 
 
 @functools.cache

@@ -5,7 +5,9 @@ Ranks are threads here, and groups are only what a meeting asks of them; `test_l
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -125,6 +127,28 @@ def test_calls_that_meet_are_the_same_call(delays: tuple[float, ...]) -> None:
     assert first[failures:] == ["met"] * (8 - failures)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_calls_that_meet_are_the_same_call_whatever_fails(seed: int) -> None:
+    """Ranks begin at different times, and some of their calls fail by themselves."""
+    draw = random.Random(seed)
+    world = draw.choice([2, 3, 4])
+    delays = [draw.choice([0.0, 0.2, 0.5, 1.0]) * draw.random() for _ in range(world)]
+    faults = {(rank, call) for rank in range(world) for call in range(6) if draw.random() < 0.1}
+
+    def program(group: Any) -> int:
+        time.sleep(delays[group.rank()])
+        met = 0
+        for call in range(14):
+            with contextlib.suppress(PeerTimeout, PeerFailed, ZeroDivisionError), meet(group, "call", 0.3) as here:
+                if (group.rank(), call) in faults:
+                    raise ZeroDivisionError
+                assert here.exchange("text", str(call)) == [str(call)] * world
+                met += 1
+        return met
+
+    assert all(met > 0 for met in on_all(program, groups(world)))
+
+
 def test_ranks_that_try_unequally_often_meet_after_a_release() -> None:
     first, second = groups(2)
     for _ in range(3):
@@ -230,6 +254,37 @@ def test_a_fault_after_the_last_message_is_of_the_next_call() -> None:
 
     outcomes = on_all(program, [first, second])
     assert outcomes[0] == ["x", "x"]
+    with pytest.raises(PeerFailed, match="KeyboardInterrupt"):
+        on_all_raise(lambda group: told(group, seconds=2), [first, second])
+
+
+def test_a_fault_after_a_message_does_not_take_it_back() -> None:
+    """The message is looked for again once the sender is known to have failed; that failure still counts."""
+    first, second = groups(2)
+    hidden: list[str] = []
+
+    def program(group: Any) -> list[str]:
+        with meet(group, "call", 20) as here:
+            if group is first:  # its first look finds nothing, the next one, once the other has failed, does
+                real = here._get
+
+                def get(key: str) -> str | None:
+                    if key.endswith("text/1") and not hidden:
+                        hidden.append(key)
+                        while not meeting._ledgers[second].failures:
+                            time.sleep(0.01)
+                        time.sleep(0.1)
+                        return None
+                    return real(key)
+
+                here._get = get  # type: ignore[method-assign]
+            found = here.exchange("text", "x")
+            if group is second:
+                raise KeyboardInterrupt
+        return found
+
+    assert on_all(program, [first, second])[0] == ["x", "x"]
+    assert hidden
     with pytest.raises(PeerFailed, match="KeyboardInterrupt"):
         on_all_raise(lambda group: told(group, seconds=2), [first, second])
 
@@ -414,9 +469,30 @@ def test_a_forked_child_has_attempts_of_its_own() -> None:
         assert told(second, seconds=20) == waiting.result() == ["0", "1"]
 
 
+@pytest.mark.parametrize(
+    ("own", "told", "same"),
+    [
+        (("a", "b", None), ("a", "b", "c"), True),  # both have seen each other
+        (("a", "b", None), (None, "b", "c"), True),  # rank 2 has not seen this rank, but rank 1
+        (("a", None, None), ("a", "b", None), True),  # told by one that came late
+        (("a", None, None), ("a2", "b", None), False),  # the next attempt of this rank, not this one
+        (("a", "b", None), ("a", "b2", "c"), False),  # rank 1's next attempt, which an attempt that failed before saw
+        (("a", "b", None), (None, "b2", "c"), False),
+        (("a", None, None), (None, "b", "c"), False),  # nothing in common
+    ],
+)
+def test_which_failures_are_one(own: Any, told: Any, same: bool) -> None:
+    mine, other = Failure(frozenset("x"), own, 0, ""), Failure(frozenset("y"), told, 2, "")
+    assert mine.same(0, other) == same
+    assert mine.same(0, Failure(frozenset("xy"), told, 2, "")), "they say so"
+
+
 def test_a_record_comes_back_as_it_was() -> None:
     here = Meeting(meeting._Ledger(), groups(2)[0], "call", 1.0)
-    failures = (Failure(("a", None), 1, "so", "session"), Failure((None, "c"), 0, "and so"))
+    failures = (
+        Failure(frozenset("ab"), ("a", None), 1, "so", "session"),
+        Failure(frozenset("c"), (None, "c"), 0, "and so"),
+    )
     record = Record("n", ("n", None), failures, here._process)
     assert Record.from_json(record.to_json()) == record
 
