@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import select
+from asynctp_kernels.cuda import select, tables
 from torch import Tensor
 
 import asynctp_passes.ops  # noqa: F401  registers the ops
@@ -636,12 +636,7 @@ def _mean_time(variant: str, found: Sequence[Row]) -> float:
 def write_tuning(found: Sequence[Row]) -> Path:
     """Merge what was measured into the table that the selector reads."""
     path = select.table_path()
-    merged = select.read_tuned(path)
-    for name, problems in tuning_table(found).items():
-        for key, by_rows in problems.items():
-            merged.setdefault(name, {}).setdefault(key, {}).update(by_rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, f"{json.dumps(merged, indent=1, sort_keys=True)}\n".encode())
+    tables.write(path, tables.merged(select.read_tuned(path), tuning_table(found)))
     return path
 
 

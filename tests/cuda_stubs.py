@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import threading
 import weakref
@@ -364,9 +365,14 @@ class Machine:
         total = sum((one.float() for one in self.scattered), torch.zeros(()))
         part.copy_((total * (1 / self.world if reduce_op == "avg" else 1)).to(part.dtype))
 
-    def board(self, *_: Any, **__: Any) -> SimpleNamespace:
-        """The group's store, on which every rank posts its host."""
-        return SimpleNamespace(post=lambda name, value: None, read_all=lambda name: self.hosts)
+    @contextlib.contextmanager
+    def meet(self, *_: Any, **__: Any) -> Iterator[SimpleNamespace]:
+        """A meeting of all ranks, which have the facts of this one but for their hosts."""
+
+        def exchange(topic: str, text: str) -> list[str]:
+            return [json.dumps({**json.loads(text), "host": host}) for host in self.hosts]
+
+        yield SimpleNamespace(exchange=exchange, together=lambda what, do: do())
 
     # what a test asks
     @property
@@ -488,8 +494,8 @@ def machine(
             "_turns": {},
             "_flying": {},
             "_groups": weakref.WeakKeyDictionary(),  # a machine's memory refers to its group, and would stay
-            "Board": here.board,
             "start_watch": lambda found: None,
+            "meet": here.meet,
         },
         Tensor: {"record_stream": lambda tensor, stream: here.kept.append((tensor.data_ptr(), stream.cuda_stream))},
         gemm: {"prepare": here.prepare},

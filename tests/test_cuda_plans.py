@@ -1420,6 +1420,25 @@ def test_a_first_call_cannot_be_captured() -> None:
         assert op(here, SMALL["gather"]()) is not None, "the refusal is not for good"
 
 
+def test_an_interrupt_ends_what_makes_memory_too() -> None:
+    """It is made on another thread, which would wait for its peers until its time is up."""
+    stopped = threading.Event()
+    told: list[BaseException] = []
+
+    def stop(error: BaseException) -> None:
+        told.append(error)
+        stopped.set()
+
+    interrupt = KeyboardInterrupt()
+    with (
+        machine(RANK, WORLD),
+        mock.patch("concurrent.futures.Future.result", side_effect=interrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        cuda.driver.outside_pools(torch.device("cpu"), lambda: stopped.wait(60), stop)
+    assert told == [interrupt]
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_memory_is_made_outside_the_pools_of_the_calling_thread(implementation: str) -> None:
     """`mode="reduce-overhead"` raises if a program's first run leaves anything in its graph's pool."""
@@ -1515,6 +1534,7 @@ def test_a_released_group_starts_anew(here: Machine) -> None:
 
 
 def test_memory_goes_with_its_group(here: Machine) -> None:
+    here.kernels.clear()
     with cuda.forced("fused"):
         op(here, SMALL["gather"]())
     watched = [weakref.ref(here.group), weakref.ref(here.memory.signals.memory), weakref.ref(here.parts("box")[0])]
@@ -1531,12 +1551,13 @@ def test_a_call_that_fails_half_way_closes_the_memory(here: Machine) -> None:
     def fail(launched: Launched) -> None:
         raise RuntimeError("no more launches")
 
+    here.kernels.clear()
     with cuda.forced("fused"):
         op(here, SMALL["gather"]())
         here.kernels["gemm_kernel"] = fail
         with pytest.raises(RuntimeError, match="no more launches"):
             op(here, SMALL["gather"]())
-        here.kernels["gemm_kernel"] = cuda_emulated.in_order
+        here.kernels.clear()
         here.log.clear()
         for name in ("gather", "scatter"):
             with pytest.raises(SymmetricMemoryError, match="out of step since: RuntimeError: no more launches"):
@@ -1748,10 +1769,14 @@ def test_memory_that_has_grown_goes_at_once(full: bool, implementation: str, her
         ("no peer access", "All ranks must be on one host with peer access"),
     ],
 )
-def test_memory_that_cannot_be_shared_says_why(error: str, hint: str) -> None:
+@pytest.mark.parametrize("part", ["reserve", "share"])
+def test_memory_that_cannot_be_shared_says_why(part: str, error: str, hint: str) -> None:
     group: Any = mock.Mock(group_name="tp")
+    meet = Machine(RANK, WORLD).meet
     with (
-        mock.patch.object(cuda.memory.driver, "share", side_effect=RuntimeError(error)),
+        mock.patch.object(cuda.memory, "meet", meet),
+        mock.patch.object(cuda.memory.driver, part, side_effect=RuntimeError(error)),
+        mock.patch.object(cuda.memory.driver, "reserve" if part == "share" else "share"),
         pytest.raises(SymmetricMemoryError, match=f"4096 bytes on group 'tp': {error}. {hint}"),
     ):
         cuda.memory._share(group, torch.device("cpu"), 4096)

@@ -1006,9 +1006,9 @@ def test_a_table_adds_to_the_shipped_one_and_overrides_it(table: Path) -> None:
     assert chosen(first, device=H200).implementation == "direct", "the shipped table is as it was"
 
 
-@pytest.mark.parametrize("text", ['{"NVIDIA H200": {', "[]", '{"a": []}', '{"a": {"b": {"many": "fused"}}}'])
-def test_a_damaged_table_is_named(text: str, table: Path) -> None:
-    table.write_text(text)
+def test_a_damaged_table_is_named(table: Path) -> None:
+    """All that may be damaged is in `test_tables`."""
+    write(table, {UNKNOWN: {KEY: {"1000": "fusedd"}}})
     with pytest.raises(ValueError, match=f"{re.escape(str(table))} is no tuning table .*asynctp tune"):
         chosen(ASKED)
 
@@ -1024,8 +1024,6 @@ def test_a_table_does_not_make_run_what_cannot(table: Path) -> None:
     choice = chosen(ASKED, {"fused": "no"})
     assert choice.source == "cost model"
     assert choice.implementation != "fused"
-    write(table, {UNKNOWN: {KEY: {"1000": "something of a later version"}}})
-    assert chosen(ASKED).source == "cost model"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
 
 KERNEL_ROWS = (
     ("compat", "errors", "layout"),
-    ("signals", "host"),
+    ("meeting", "signals"),
+    ("host",),
     ("numerics", "interpreter"),
     ("cuda",),
     ("doctor",),
@@ -63,10 +64,7 @@ PRIVATE_TORCH = {
 PROGRAMS = {"bench", "e2e"}
 """Modules that are run, in processes of their own, and imported by nothing else: they may need the kernels."""
 
-KERNELS_PRIVATE_TORCH = {
-    # Peers find each other's memory through the group's own store, which has no public name.
-    "host": {"torch.distributed.distributed_c10d._get_process_group_store"},
-}
+KERNELS_PRIVATE_TORCH: dict[str, set[str]] = {}
 
 
 # --- reading sources -------------------------------------------------------------------------------------------

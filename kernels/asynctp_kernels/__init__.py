@@ -2,6 +2,7 @@
 
     cuda      the ops: a persistent TMA GEMM, the copy engine, cuBLAS pipelines, a selector
     signals   words between ranks, bounded waits        numerics   conversions inside kernels
+    meeting   how ranks find each other, and are told of each other's faults
     host      memory that processes of one host share   interpreter, layout, errors
 
 Where Triton interprets (TRITON_INTERPRET=1 before it is imported), `cuda` runs on CPU tensors: the same plans, scripts
@@ -15,11 +16,13 @@ from typing import Any
 
 from .compat import process_group
 from .cuda.async_input import async_input_matmul
-from .errors import PeerTimeout, SymmetricMemoryError
+from .errors import NotEnrolled, PeerFailed, PeerTimeout, SymmetricMemoryError
 from .host import HostSymmetricMemory, rendezvous
 
 __all__ = [
     "HostSymmetricMemory",
+    "NotEnrolled",
+    "PeerFailed",
     "PeerTimeout",
     "SymmetricMemoryError",
     "async_input_matmul",
@@ -31,7 +34,8 @@ __all__ = [
 def release(group: Any) -> None:
     """Free the memory of every op on `group`. Collective in effect: the next op makes it anew.
 
-    Not needed before `destroy_process_group`: memory goes when the group does.
+    It also mends a group of which a call has failed: once every rank has raised, call it on every rank, however often
+    each of them has tried. Not needed before `destroy_process_group`: memory goes when the group does.
 
     Args:
         group: ProcessGroup, the name of one, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.

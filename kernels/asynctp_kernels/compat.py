@@ -36,7 +36,11 @@ def process_group(group: Any) -> ProcessGroup:
 
 
 def group_store(group: ProcessGroup) -> Any:
-    """The key-value store of a group; its keys are the group's own."""
+    """The key-value store that the ranks of `group` share; keys of other groups are not seen in it.
+
+    Raises:
+        KeyError: torch.distributed does not know the group, or not any more.
+    """
     return dist.distributed_c10d._get_process_group_store(group)
 
 

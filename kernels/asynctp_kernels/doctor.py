@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
@@ -582,7 +583,7 @@ def gather_facts() -> Facts:
     interpreted = bool(_try(lambda: triton.knobs.runtime.interpret, False))
     gluon_error = None if interpreted else _module("asynctp_kernels.cuda.pingpong_kernels")[1]
     path = str(_try(lambda: select.table_path(), ""))
-    table_gpus, table_error = _read_table(path)
+    table_gpus, table_error = _read_table(path, _try(lambda: select.read_tuned, None))
     gpus = _gpus(torch, driver)
     return Facts(
         python=sys.version_info[:3],
@@ -649,13 +650,15 @@ def _unreachable(torch: Any, count: int) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _read_table(path: str) -> tuple[tuple[str, ...] | None, str]:
-    """The GPUs that the tuning table at `path` names, None without such a file; and why it cannot be read."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            loaded = json.load(file)
-    except FileNotFoundError:
+def _read_table(path: str, read: Callable[[Path], Any] | None = None) -> tuple[tuple[str, ...] | None, str]:
+    """The GPUs that the tuning table at `path` names, None without such a file; and why it cannot be read.
+
+    read: As a program reads it, which checks all of it; None where that cannot be imported.
+    """
+    if not path or not os.path.exists(path):
         return None, ""
-    except (OSError, ValueError) as error:
+    try:
+        loaded = json.loads(Path(path).read_bytes()) if read is None else read(Path(path))
+    except (OSError, ValueError, RecursionError) as error:
         return None, str(error)
     return (tuple(loaded), "") if isinstance(loaded, dict) else (None, "it is no JSON object")

@@ -6,6 +6,7 @@ import os
 
 DEFAULT_TIMEOUT_S = 60.0
 TIMEOUT_VARIABLE = "ASYNCTP_TIMEOUT_S"
+SET_THE_BOUND = f"{TIMEOUT_VARIABLE} sets the bound in seconds."
 
 
 class SymmetricMemoryError(RuntimeError):
@@ -31,6 +32,31 @@ class UnlikeCalls(SymmetricMemoryError):
         )
 
 
+class NotEnrolled(SymmetricMemoryError):
+    """All ranks of a group agree that it cannot share memory, so that all of them run the plain program."""
+
+
+class PeerFailed(RuntimeError):
+    """Another rank failed in what all ranks of a group do together.
+
+    Attributes:
+        op: what was running, such as ``rendezvous``.
+        rank: the rank that was told, or found out.
+        peer: the rank that failed.
+        cause: what the peer said, or what shows that it failed.
+    """
+
+    def __init__(self, op: str, rank: int, peer: int, cause: str) -> None:
+        super().__init__(op, rank, peer, cause)
+        self.op, self.rank, self.peer, self.cause = op, rank, peer, cause
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op}: rank {self.peer} failed, so that rank {self.rank} cannot go on: {self.cause}. Mend that, then "
+            f"call asynctp_kernels.release(group) on every rank and try again, or restart all ranks."
+        )
+
+
 class PeerTimeout(TimeoutError):
     """A bounded wait for another rank ran out.
 
@@ -40,16 +66,20 @@ class PeerTimeout(TimeoutError):
         peer: the rank that it waited for.
         awaited: the thing that never came, such as ``message 'host'``.
         seconds: the bound that ran out.
+        remedy: how the bound is set.
     """
 
-    def __init__(self, op: str, rank: int, peer: int, awaited: str, seconds: float) -> None:
-        super().__init__(op, rank, peer, awaited, seconds)
+    def __init__(
+        self, op: str, rank: int, peer: int, awaited: str, seconds: float, remedy: str = SET_THE_BOUND
+    ) -> None:
+        super().__init__(op, rank, peer, awaited, seconds, remedy)
         self.op, self.rank, self.peer, self.awaited, self.seconds = op, rank, peer, awaited, seconds
+        self.remedy = remedy
 
     def __str__(self) -> str:
         return (
             f"{self.op}: rank {self.rank} waited {self.seconds:g} s for {self.awaited} of rank {self.peer}. "
-            f"Did rank {self.peer} fail, or make another call? {TIMEOUT_VARIABLE} sets the bound in seconds."
+            f"Did rank {self.peer} fail, or make another call? {self.remedy}"
         )
 
 

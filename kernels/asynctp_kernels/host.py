@@ -3,37 +3,37 @@
 `HostSymmetricMemory` is to processes what torch's `_SymmetricMemory` handle is to GPUs (torch has none for CPU): every
 rank's buffer is mapped in every process.
 
-Nothing leaks: a segment's name is unlinked as soon as all ranks have mapped it (or the rendezvous failed), so
-from then on it lives exactly as long as the mappings, and a crashed process takes its own with it. The files
-are opened directly under /dev/shm: `multiprocessing.shared_memory` would hand them to a resource tracker that
-warns at exit and unlinks behind our back before Python 3.13 (python/cpython issue 82300).
+Nothing leaks: the files under /dev/shm have no names, so that each lives exactly as long as its mappings, and a killed
+process takes its own with it. Peers open them as files of this process (`/proc/<pid>/fd`). Where they cannot, as from a
+container of its own, each file has a name from when all ranks are there until all have mapped it.
+`multiprocessing.shared_memory` would hand named files to a resource tracker that warns at exit and unlinks them by
+itself before Python 3.13 (python/cpython issue 82300).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
 import os
 import secrets
 import socket
-import time
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
-from .errors import PeerTimeout, SymmetricMemoryError, timeout_s
+from .errors import SymmetricMemoryError
+from .meeting import Meeting, boot_id, meet, pid_namespace
 
 SHARED_FOLDER = Path("/dev/shm")
 _PAGE = mmap.PAGESIZE
 
-_generations: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+PREFIX = "asynctp_"
+_MODE = 0o600  # the user's own
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Segment:
     """What a rank tells its peers about the memory that it shares."""
 
     host: str
-    name: str
+    boot: str
     buffer_size: int
 
 
@@ -75,75 +75,23 @@ class HostSymmetricMemory:
 def rendezvous(group: ProcessGroup, buffer_size: int) -> HostSymmetricMemory:
     """Share memory among all ranks of `group`. Collective: every rank asks for the same size.
 
-    Names travel through the group's store, whatever its backend, and every wait on it is bounded. All
-    buffers are zero when this returns. A group may rendezvous any number of times.
+    The ranks find each other through the group's store, whatever its backend, and every wait on it is bounded. All
+    buffers are zero when this returns. A group may rendezvous any number of times, also after it has failed.
 
     Args:
         buffer_size: bytes per rank.
 
     Raises:
         PeerTimeout: a rank did not take part in time.
+        PeerFailed: a rank failed, or is over.
         SymmetricMemoryError: the ranks are on several hosts, ask for different sizes, or do not share /dev/shm.
     """
     rank = group.rank()
-    generation = _generations[group] = _generations.get(group, -1) + 1
-    board = Board(group, f"asynctp/{generation}")
-    segment = Segment(host_name(), f"asynctp_{secrets.token_hex(12)}", buffer_size)
-    own = _create(segment)
-    try:
-        board.post("segment", json.dumps(asdict(segment)))
-        segments = [Segment(**json.loads(text)) for text in board.read_all("segment")]
+    with meet(group, "rendezvous") as meeting:
+        segment = Segment(host_name(), boot_id(), buffer_size)
+        segments = [Segment(**json.loads(text)) for text in meeting.exchange("segment", json.dumps(asdict(segment)))]
         _check_agreement(rank, segments)
-        mappings = [own if r == rank else _open(r, s) for r, s in enumerate(segments)]
-        board.post("mapped", "")
-        board.read_all("mapped")
-    finally:
-        (SHARED_FOLDER / segment.name).unlink()
-    board.clear()
-    return HostSymmetricMemory(rank, segment, mappings)
-
-
-class Board:
-    """Small messages among the ranks of a group through its store, under one prefix, every wait bounded.
-
-    Args:
-        group, prefix: Every rank's are the same, and a prefix is used once.
-        seconds: The bound of `read_all`; `timeout_s` when None.
-    """
-
-    def __init__(self, group: ProcessGroup, prefix: str, seconds: float | None = None) -> None:
-        self._seconds = seconds
-        self._store: Any = distributed_c10d._get_process_group_store(group)
-        self._rank, self._world_size, self._prefix = group.rank(), group.size(), prefix
-        self._topics: list[str] = []
-
-    def post(self, topic: str, text: str) -> None:
-        self._topics.append(topic)
-        self._store.set(f"{self._prefix}/{topic}/{self._rank}", text)
-
-    def read_all(self, topic: str) -> list[str]:
-        """Every rank's message on `topic`, in rank order."""
-        deadline = time.monotonic() + (self._seconds or timeout_s())
-        return [self._read(topic, peer, deadline) for peer in range(self._world_size)]
-
-    def _read(self, topic: str, peer: int, deadline: float) -> str:
-        key = f"{self._prefix}/{topic}/{peer}"
-        left = max(deadline - time.monotonic(), 0.001)
-        try:
-            self._store.wait([key], timedelta(seconds=left))
-        except RuntimeError as error:  # stores raise it, or a subclass of it, when the time is up
-            seconds = self._seconds or timeout_s()
-            raise PeerTimeout("rendezvous", self._rank, peer, f"message '{topic}'", seconds) from error
-        return str(self._store.get(key).decode())
-
-    def clear(self) -> None:
-        """Delete all keys; the last rank to come does it, when nobody reads them any more."""
-        if self._store.add(f"{self._prefix}/done", 1) < self._world_size:
-            return
-        for topic in self._topics:
-            for peer in range(self._world_size):
-                self._store.delete_key(f"{self._prefix}/{topic}/{peer}")
-        self._store.delete_key(f"{self._prefix}/done")
+        return HostSymmetricMemory(rank, segment, _share(meeting, rank, _pages(buffer_size)))
 
 
 def host_name() -> str:
@@ -156,34 +104,121 @@ def _pages(size: int) -> int:
     return max(math.ceil(size / _PAGE), 1) * _PAGE
 
 
-def _create(segment: Segment) -> torch.Tensor:
-    """A new zeroed segment, mapped. Its pages are reserved: a full /dev/shm is an error here, not a SIGBUS later."""
-    path = SHARED_FOLDER / segment.name
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+@dataclass(frozen=True)
+class _Offer:
+    """Where a rank's memory can be opened: as a file of its process, and, should that have to be, by a name.
+
+    Attributes:
+        namespace: in which `pid` is a process.
+        device, inode: of the file, to know it by.
+    """
+
+    namespace: str
+    pid: int
+    fd: int
+    device: int
+    inode: int
+    name: str
+
+    @staticmethod
+    def of(fd: int, name: str) -> _Offer:
+        found = os.fstat(fd)
+        return _Offer(pid_namespace(), os.getpid(), fd, found.st_dev, found.st_ino, name)
+
+
+def _share(meeting: Meeting, rank: int, size: int) -> list[torch.Tensor]:
+    """Memory of `size` bytes of every rank, mapped. No file of it has a name, unless it cannot be opened without."""
+    with contextlib.ExitStack() as held:
+        name = f"{PREFIX}{secrets.token_hex(12)}"
+        fd = meeting.together("reserve", lambda: _reserve(size, name, held))
+        own = _map(fd, size)
+        offers = [
+            _Offer(**json.loads(text)) for text in meeting.exchange("offer", json.dumps(asdict(_Offer.of(fd, name))))
+        ]
+
+        def mapped(opened: Callable[[_Offer], int]) -> list[torch.Tensor]:
+            return [own if peer == rank else _mapped(opened(offer), size, held) for peer, offer in enumerate(offers)]
+
+        found, fault = _tried(lambda: mapped(_of_process))
+        if any(meeting.exchange("opened", fault)):
+            meeting.together("name", lambda: _give_name(fd, name, held))
+            found = meeting.together("mapped", lambda: mapped(_by_name))
+        return found
+
+
+def _reserve(size: int, name: str, held: contextlib.ExitStack) -> int:
+    """A new file of `size` zeros under `SHARED_FOLDER`, with a name only if it must.
+
+    Its pages are reserved: a full folder is an error here, not a SIGBUS later.
+    """
     try:
-        os.posix_fallocate(fd, 0, _pages(segment.buffer_size))
-        return _map(fd, _pages(segment.buffer_size))
+        try:
+            fd = os.open(SHARED_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, _MODE)
+        except OSError:  # not every file system has files without a name
+            fd = os.open(SHARED_FOLDER / name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, _MODE)
+            held.callback((SHARED_FOLDER / name).unlink, missing_ok=True)
+        held.callback(os.close, fd)
+        os.posix_fallocate(fd, 0, size)
     except OSError as error:
-        path.unlink()
         raise SymmetricMemoryError(
-            f"cannot reserve {_pages(segment.buffer_size)} bytes under {SHARED_FOLDER}: {error}"
+            f"cannot reserve {size} bytes under {SHARED_FOLDER}: {error}. Make room there: delete what other programs "
+            f"have left, or mount it larger (docker run --shm-size)"
         ) from error
-    finally:
-        os.close(fd)
+    return fd
 
 
-def _open(peer: int, segment: Segment) -> torch.Tensor:
+def _give_name(fd: int, name: str, held: contextlib.ExitStack) -> None:
+    """Let `name` stand for an open file until `held` ends."""
+    path = SHARED_FOLDER / name
+    if not path.exists():
+        held.callback(path.unlink, missing_ok=True)
+        os.link(
+            f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True
+        )  # without src_dir_fd it does not follow
+
+
+def _of_process(offer: _Offer) -> int:
+    """Open a peer's file as one of its process.
+
+    Raises:
+        OSError: This process may not, or the peer's is not seen from here.
+    """
+    if offer.namespace != pid_namespace():
+        raise FileNotFoundError("other process ids")
+    return _known(os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC), offer)
+
+
+def _by_name(offer: _Offer) -> int:
+    """Open a peer's file by its name."""
     try:
-        fd = os.open(SHARED_FOLDER / segment.name, os.O_RDWR)
+        return _known(os.open(SHARED_FOLDER / offer.name, os.O_RDWR | os.O_CLOEXEC), offer)
     except FileNotFoundError as error:
         raise SymmetricMemoryError(
-            f"the segment of rank {peer} is not under {SHARED_FOLDER} here: the ranks must share one "
+            f"the segment '{offer.name}' of a peer is not under {SHARED_FOLDER} here: the ranks must share one "
             f"{SHARED_FOLDER} (one container, or a common IPC namespace)"
         ) from error
-    try:
-        return _map(fd, _pages(segment.buffer_size))
-    finally:
+
+
+def _known(fd: int, offer: _Offer) -> int:
+    """`fd`, if it is what was offered: ids of processes, and names, may be those of others."""
+    found = os.fstat(fd)
+    if (found.st_dev, found.st_ino) != (offer.device, offer.inode):
         os.close(fd)
+        raise FileNotFoundError(f"no file {offer.inode} of device {offer.device}")
+    return fd
+
+
+def _mapped(fd: int, size: int, held: contextlib.ExitStack) -> torch.Tensor:
+    held.callback(os.close, fd)
+    return _map(fd, size)
+
+
+def _tried(do: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], str]:
+    """What `do()` gives, and why it could not."""
+    try:
+        return do(), ""
+    except OSError as error:
+        return [], str(error) or type(error).__name__
 
 
 def _map(fd: int, size: int) -> torch.Tensor:
@@ -197,6 +232,11 @@ def _check_agreement(rank: int, segments: Sequence[Segment]) -> None:
             raise SymmetricMemoryError(
                 f"rank {rank} is on host '{segments[rank].host}', rank {peer} on '{segment.host}': "
                 f"symmetric memory needs all ranks of a group on one host"
+            )
+        if segment.boot != segments[rank].boot:
+            raise SymmetricMemoryError(
+                f"ranks {rank} and {peer} are on two machines that are both named '{segment.host}': symmetric memory "
+                f"needs all ranks of a group on one host; name the machines apart"
             )
         if segment.buffer_size != segments[rank].buffer_size:
             raise SymmetricMemoryError(

@@ -18,15 +18,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from asynctp_kernels.compat import gather_into, process_group, register_wait
-from asynctp_kernels.errors import SymmetricMemoryError
+from asynctp_kernels.errors import NotEnrolled, SymmetricMemoryError
 
+from . import memory as memory_of
 from . import select, stamps
 from .collectives import WHOLE, Bulk, BulkScatter, DirectSum, bulk_gather, gather_call, scatter_call, whole_gather
 from .driver import CudaError, StreamWaitOver
 from .gather import DirectGather, GatherCall, GatherPlan, UnfusedGather, decomposed_gather, fused_gather
 from .gemm import refused_gemm, scale_mode
 from .machine import driver
-from .memory import MAX_CHUNKS, GroupMemory, existing_memory, group_memory, release
+from .memory import MAX_CHUNKS, GroupMemory, existing_memory, group_memory
 from .products import block_recipe, refused_blocks, scaled_product_supported
 from .scatter import DecomposedScatter, DirectScatter, FusedScatter, Operands, ScatterCall, ScatterPlan, UnfusedScatter
 from .select import Choice, Problem, choose, forced
@@ -466,6 +467,12 @@ def _require_none_forced(reason: str) -> None:
         raise RuntimeError(f"asynctp: implementation {wanted!r} was asked for and cannot run: {reason}")
 
 
+def release(group: ProcessGroup) -> None:
+    """Free all memory of `group`, captured graphs' included. Collective in effect: the next call starts anew."""
+    _unavailable.pop(group, None)
+    memory_of.release(group)
+
+
 def last_implementation(group: Any) -> str:
     """What the group's last call ran; `group` as for `asynctp_kernels.release`.
 
@@ -537,9 +544,7 @@ def _new_memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None
     else:
         try:
             return group_memory(group, device)
-        except (SymmetricMemoryError, KeyError) as error:  # KeyError: torch does not know the group
-            if driver.IN_ORDER or driver.capturing():
-                raise
+        except NotEnrolled as error:  # on every rank; all else is raised
             reason = str(error)
     _unavailable[group] = reason
     _require_none_forced(reason)

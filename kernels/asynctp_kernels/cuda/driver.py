@@ -475,11 +475,13 @@ def keep(tensor: torch.Tensor) -> None:
     tensor.record_stream(torch.cuda.current_stream())
 
 
-def outside_pools(device: torch.device, make: Callable[[], T]) -> T:
+def outside_pools(device: torch.device, make: Callable[[], T], stop: Callable[[BaseException], None]) -> T:
     """`make()` on a thread of its own, so that what stays allocated is in nobody's memory pool.
 
     `torch.compile(mode="reduce-overhead")` runs a program once before it captures it, allocating from the graph's pool,
     and raises if anything but results is left there. Such a pool is that of a thread, or of its current stream.
+
+    stop: Called if this thread is interrupted while it waits; lets `make` end.
     """
 
     def run() -> T:
@@ -489,17 +491,32 @@ def outside_pools(device: torch.device, make: Callable[[], T]) -> T:
         return made
 
     with ThreadPoolExecutor(1, "asynctp-memory") as thread:
-        return thread.submit(run).result()
+        made = thread.submit(run)
+        try:
+            return made.result()
+        except BaseException as error:
+            if not made.done():
+                stop(error)
+            raise
 
 
-def share(group: ProcessGroup, device: torch.device, size: int) -> tuple[torch.Tensor, object, list[int]]:
-    """Memory of `size` bytes, zeroed and shared: (own part, what keeps it, address of each rank's part).
+def reserve(device: torch.device, size: int) -> torch.Tensor:
+    """Memory of this rank of `size` bytes, zeroed, that can be shared.
 
     Raises:
-        RuntimeError: The GPUs of `group` cannot share memory.
+        RuntimeError: The GPU has no room for it.
     """
     memory = compat.symmetric_empty(size, device)
     memory.zero_()
     torch.cuda.synchronize(device)
+    return memory
+
+
+def share(group: ProcessGroup, memory: torch.Tensor) -> tuple[torch.Tensor, object, list[int]]:
+    """Share what every rank has reserved: (own part, what keeps it, address of each rank's part).
+
+    Raises:
+        RuntimeError: The GPUs of `group` cannot share memory.
+    """
     handle = compat.symmetric_rendezvous(memory, group)
     return memory, handle, [int(address) for address in handle.buffer_ptrs]

@@ -128,16 +128,26 @@ def keep(tensor: torch.Tensor) -> None:
     """Nothing is under way that `tensor` must outlive."""
 
 
-def outside_pools(device: torch.device, make: Callable[[], T]) -> T:
+def outside_pools(device: torch.device, make: Callable[[], T], stop: Callable[[BaseException], None]) -> T:
     """CPU memory has no pools."""
     return make()
+
+
+def driver_version() -> int:
+    """There is no driver."""
+    return 0
 
 
 def peer_writes_supported() -> bool:
     return True
 
 
-def share(group: ProcessGroup, device: torch.device, size: int) -> tuple[torch.Tensor, object, list[int]]:
+def reserve(device: torch.device, size: int) -> int:
+    """The memory is made where it is shared; only its size is known before."""
+    return size
+
+
+def share(group: ProcessGroup, size: int) -> tuple[torch.Tensor, object, list[int]]:
     """Memory of `size` bytes, zeroed and shared: (own part, what keeps it, address of each rank's part)."""
     handle = rendezvous(group, size)
     return handle.get_buffer(group.rank(), [size], torch.uint8), handle, handle.buffer_ptrs

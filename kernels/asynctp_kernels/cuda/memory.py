@@ -43,26 +43,30 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 
 from asynctp_kernels.compat import group_timeout_s
-from asynctp_kernels.errors import SymmetricMemoryError, given_timeout_s, timeout_s
-from asynctp_kernels.host import Board, host_name
+from asynctp_kernels.errors import NotEnrolled, SymmetricMemoryError, given_timeout_s, timeout_s
+from asynctp_kernels.meeting import FAULTS, forget_failures, meet, stop
 from asynctp_kernels.signals import new_status
 
+from .enroll import enroll
 from .machine import driver
 from .recordings import Enqueue, Recordings
 from .script import Channel, Player, Step, compile_script
+from .tables import Table
 from .tiles import MAX_CHUNKS as MAX_CHUNKS
 from .tiles import MAX_OWN as MAX_OWN
 from .watch import Calls, error_in, start_watch
 from .wire import Wire
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_WORLD = 8
 DIRECT_PROGRAMS = 132
@@ -86,7 +90,10 @@ _turns: dict[torch.device, threading.Lock] = {}
 #: likewise: the last result that was left in flight, as (number of the group's memory, capture or 0, event)
 _flying: dict[tuple[torch.device, bool], tuple[int, int, int]] = {}
 _numbers, _plan_numbers = itertools.count(), itertools.count()
-_makings: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+#: held while the memory of a group is made
+_makings: weakref.WeakKeyDictionary[ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
+#: why a group's memory could not be made on this rank, until it is released
+_failed: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[ProcessGroup, GroupMemory] = weakref.WeakKeyDictionary()
 
 
@@ -130,6 +137,7 @@ class GroupMemory:
         bound: of a wait for a rank, in nanoseconds.
         captured: a call has been captured in a CUDA graph of the program's.
         retired: areas that grew after that; a graph still has their addresses, so they stay as long as the group.
+        table: measured choices, the same on every rank.
     """
 
     of_group: InitVar[ProcessGroup]
@@ -150,6 +158,7 @@ class GroupMemory:
     last_implementation: str = "unfused"
     captured: bool = False
     retired: list[Area] = field(default_factory=list)
+    table: Table = field(default_factory=dict)
 
     def __post_init__(self, of_group: ProcessGroup) -> None:
         # not the group itself: this is the value of a dictionary that drops its entry when the group goes
@@ -437,10 +446,7 @@ class GroupMemory:
             log.error("%s", error)
 
     def _out_of_step(self) -> str:
-        return (
-            f"the memory of group '{self.group_name}' is out of step since: {self.failure} "
-            f"If every rank has raised, asynctp_kernels.release(group) on all of them mends it; else restart them."
-        )
+        return _out_of_step(self.group_name, self.failure)
 
     def compiled(self, steps: Sequence[Step]) -> Player:
         """A script, of stream memory operations where that is possible."""
@@ -477,7 +483,8 @@ class GroupMemory:
             )
         driver.synchronize(self.device)
         group = self.group
-        area = driver.outside_pools(self.device, lambda: _share(group, self.device, -(-size // _GRANULE) * _GRANULE))
+        whole = -(-size // _GRANULE) * _GRANULE
+        area = _outside_pools(group, self.device, lambda: _share(group, self.device, whole))
         if found is not None and self.captured:
             self.retired.append(found)
         self.areas[name] = area
@@ -496,6 +503,13 @@ def _bound_s(group: ProcessGroup) -> float:
     return timeout_s() if driver.IN_ORDER else given_timeout_s() or group_timeout_s(group)
 
 
+def _out_of_step(group_name: str, failure: str | None) -> str:
+    return (
+        f"the memory of group '{group_name}' is out of step since: {failure} "
+        f"If every rank has raised, asynctp_kernels.release(group) on all of them mends it; else restart them."
+    )
+
+
 def group_memory(group: ProcessGroup, device: torch.device) -> GroupMemory:
     """The memory of `group`, made at the first call (collective).
 
@@ -506,9 +520,28 @@ def group_memory(group: ProcessGroup, device: torch.device) -> GroupMemory:
     if found is None:
         if driver.capturing():
             raise SymmetricMemoryError("the first call of a group cannot be captured: run the program once before that")
-        found = driver.outside_pools(device, lambda: _make(group, device))
-        _groups[group] = found
+        with _makings.setdefault(group, threading.Lock()):  # another thread may be making it
+            found = _groups.get(group) or _first_memory(group, device)
     return found
+
+
+def _first_memory(group: ProcessGroup, device: torch.device) -> GroupMemory:
+    if group in _failed:
+        raise SymmetricMemoryError(_out_of_step(group.group_name, _failed[group]))
+    try:
+        found = _outside_pools(group, device, lambda: _make(group, device))
+    except SymmetricMemoryError:  # on every rank
+        raise
+    except BaseException as error:
+        _failed[group] = f"{type(error).__name__}: {error}"
+        raise
+    _groups[group] = found
+    return found
+
+
+def _outside_pools(group: ProcessGroup, device: torch.device, make: Callable[[], T]) -> T:
+    """`make()` on a thread that an interrupt of this one ends too (`driver.outside_pools`)."""
+    return driver.outside_pools(device, make, lambda error: stop(group, error))
 
 
 def existing_memory(group: ProcessGroup) -> GroupMemory | None:
@@ -522,6 +555,8 @@ def release(group: ProcessGroup) -> None:
     Its streams and events stay until the process ends.
     """
     found = _groups.pop(group, None)
+    _failed.pop(group, None)
+    forget_failures(group)
     if found is not None:
         driver.synchronize(found.device)
         found.failure, found.released = "it was released", True
@@ -530,45 +565,56 @@ def release(group: ProcessGroup) -> None:
 
 
 def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
-    _check_hosts(group)
-    rank, world = group.rank(), group.size()
-    signals = _share(group, device, _GRANULE)
+    with meet(group, "first call", _bound()) as meeting:
+        table = enroll(meeting, group.group_name, device.index)
+        try:
+            signals = _share(group, device, _GRANULE)
+            return meeting.together("memory", lambda: _new(group, device, signals, table))
+        except SymmetricMemoryError as error:  # on every rank
+            raise error if driver.IN_ORDER else NotEnrolled(str(error)) from error
+
+
+def _new(group: ProcessGroup, device: torch.device, signals: Area, table: Table) -> GroupMemory:
     local = torch.zeros(_COUNTS + 16, dtype=torch.int32, device=device)
     local[_ONE] = 1
     return GroupMemory(
         of_group=group,
         device=device,
-        rank=rank,
-        world=world,
+        rank=group.rank(),
+        world=group.size(),
         stream=driver.new_stream(device),
         reducer=driver.new_stream(device),
         signals=signals,
         local=local,
         peer_writes=driver.peer_writes_supported(),
+        table=table,
     )
 
 
-def _check_hosts(group: ProcessGroup) -> None:
-    """Peers on another host cannot share memory, and torch's rendezvous would not say so."""
-    _makings[group] = number = _makings.get(group, 0) + 1
-    board = Board(group, f"asynctp/cuda/{number}", seconds=None if driver.IN_ORDER else FIRST_CALL_S)
-    board.post("host", host_name())
-    hosts = board.read_all("host")
-    if len(set(hosts)) != 1:
-        raise SymmetricMemoryError(
-            f"its ranks are on {len(set(hosts))} hosts ({', '.join(sorted(set(hosts)))}), not on one"
-        )
+def _bound() -> float | None:
+    """How long a rank waits for the others to make memory: `ASYNCTP_TIMEOUT_S` says it on CPUs only."""
+    return None if driver.IN_ORDER else FIRST_CALL_S
 
 
 def _share(group: ProcessGroup, device: torch.device, size: int) -> Area:
-    """Symmetric memory, zeroed on every rank before any rank gets it."""
-    try:
-        memory, handle, peers = driver.share(group, device, size)
-    except RuntimeError as error:
-        hint = "All ranks must be on one host with peer access (NVLink); 'asynctp doctor' says what is missing."
-        if "out of memory" in str(error):
-            hint = "The GPU has no room for it: use less of it elsewhere, smaller calls, or more ranks."
-        raise SymmetricMemoryError(
-            f"no symmetric memory of {size} bytes on group '{group.group_name}': {error}. {hint}"
-        ) from error
-    return Area(memory, handle, peers, torch.tensor(peers, dtype=torch.int64, device=device))
+    """Symmetric memory, zeroed on every rank before any rank gets it. Collective: all ranks get it, or none."""
+
+    def guarded(do: Callable[[], T]) -> T:
+        try:
+            return do()
+        except FAULTS:
+            raise
+        except RuntimeError as error:
+            raise _not_shared(group, size, error) from error
+
+    with meet(group, "memory", _bound()) as meeting:
+        part = meeting.together("reserve", lambda: guarded(lambda: driver.reserve(device, size)))
+        memory, handle, peers = meeting.together("share", lambda: guarded(lambda: driver.share(group, part)))
+        return Area(memory, handle, peers, torch.tensor(peers, dtype=torch.int64, device=device))
+
+
+def _not_shared(group: ProcessGroup, size: int, error: RuntimeError) -> SymmetricMemoryError:
+    hint = "All ranks must be on one host with peer access (NVLink); 'asynctp doctor' says what is missing."
+    if "out of memory" in str(error):
+        hint = "The GPU has no room for it: use less of it elsewhere, smaller calls, or more ranks."
+    return SymmetricMemoryError(f"no symmetric memory of {size} bytes on group '{group.group_name}': {error}. {hint}")

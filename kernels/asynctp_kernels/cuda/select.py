@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ import torch
 
 from asynctp_kernels.signals import IS_INTERPRETED
 
+from . import tables
 from .tiles import MAX_CHUNKS, Tiles, tiles_for, waves
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct", "unfused")
@@ -407,38 +407,36 @@ def table_path() -> Path:
     return Path(cache) / "asynctp" / "tuning.json"
 
 
-def read_tuned(path: Path) -> dict[str, dict[str, dict[str, str]]]:
+def read_tuned(path: Path) -> tables.Table:
     """What `asynctp tune` has written to `path`; empty where it has not.
 
     Raises:
         ValueError: The file is damaged, or cannot be read.
     """
-    try:
-        found: dict[str, dict[str, dict[str, str]]] = json.loads(path.read_text(encoding="utf-8"))
-        for problems in found.values():
-            for by_rows in problems.values():
-                list(map(int, by_rows.keys()))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, AttributeError) as error:  # AttributeError: no dictionary
-        raise ValueError(
-            f"asynctp: {path} is no tuning table ({error}); delete it: 'asynctp tune' writes it anew"
-        ) from error
-    return found
+    return tables.read(path, IMPLEMENTATIONS)
 
 
 @functools.cache
-def _table() -> dict[str, dict[str, dict[str, str]]]:
-    """{GPU name: {problem key: {rows: implementation}}}: what comes with the package, then what was tuned here."""
-    shipped: dict[str, dict[str, dict[str, str]]] = json.loads(_SHIPPED.read_text(encoding="utf-8"))
-    for name, problems in read_tuned(table_path()).items():
-        for key, by_rows in problems.items():
-            shipped.setdefault(name, {}).setdefault(key, {}).update(by_rows)
-    return shipped
+def tuned() -> tables.Table:
+    """The table of measurements made here, read once; {GPU name: {problem key: {rows: implementation}}}."""
+    return read_tuned(table_path())
+
+
+@functools.cache
+def shipped() -> tables.Table:
+    """The table that comes with the package, read once."""
+    return read_tuned(_SHIPPED)
+
+
+@functools.cache
+def _table() -> tables.Table:
+    """Both; measurements made here count before those that come with the package."""
+    return tables.merged(shipped(), tuned())
 
 
 def refresh() -> None:
     """Read the environment and the tuning table again at the next choice."""
+    tuned.cache_clear()
     _table.cache_clear()
     _from_environment.cache_clear()
 

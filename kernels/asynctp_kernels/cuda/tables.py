@@ -1,0 +1,178 @@
+"""Tuning tables: the fastest implementations that `asynctp tune` measured, in a file that may be damaged.
+
+    {"NVIDIA H200": {"gather:2:bfloat16:4096:2048": {"8192": "fused"}}}      {GPU: {problem: {rows: implementation}}}
+
+All of a file is checked when it is read, so that nobody who looks something up there has to. What is written takes the
+place of the old file at once, so that a reader has all of the one or all of the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+ByRows = dict[str, str]
+Problems = dict[str, ByRows]
+Table = dict[str, Problems]
+
+LARGEST_FILE = 16 << 20  # bytes; the shipped table has 70 KB
+LONGEST_NAME = 256  # characters
+MOST_ROWS = (1 << 31) - 1  # kernels count in 32 bits
+_NUMBER = re.compile("[1-9][0-9]{0,9}")
+_SIZES = "[0-9]{1,10}(?:[+][0-9]{1,10})*"
+_KEY = re.compile(
+    f"(?:gather|scatter|all_reduce):[1-9][0-9]{{0,4}}:(?P<dtype>[a-z0-9_]+):{_SIZES}:{_SIZES}"
+    "(?::precise)?(?::wide)?(?::full)?(?::[1-9][0-9]{0,9}x)?"
+)
+KEY_FORM = "OP:RANKS:DTYPE:DEPTHS:WIDTHS, as gather:2:bfloat16:4096:2048+512, then :precise, :wide, :full, :2x"
+
+
+def read(path: Path, implementations: Sequence[str]) -> Table:
+    """The table at `path`; empty where there is no such file.
+
+    Args:
+        path: Of a regular file of at most `LARGEST_FILE` bytes.
+        implementations: Those that there are.
+
+    Raises:
+        ValueError: It is damaged, or cannot be read. The message names the file, the entry and what it may be.
+    """
+    try:
+        text = _text(path)
+        loaded = None if text is None else json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        _refuse(path, _in_one_line(error))
+    return {} if text is None else _checked(path, loaded, implementations)
+
+
+def merged(first: Table, second: Table) -> Table:
+    """Both tables; where both have an entry, that of the second."""
+    found = {gpu: {key: dict(by_rows) for key, by_rows in problems.items()} for gpu, problems in first.items()}
+    for gpu, problems in second.items():
+        for key, by_rows in problems.items():
+            found.setdefault(gpu, {}).setdefault(key, {}).update(by_rows)
+    return found
+
+
+def digest(table: Table, gpu: str) -> str:
+    """The same text for tables that say the same of a GPU; "none" if they say nothing."""
+    problems = {key: by_rows for key, by_rows in table.get(gpu, {}).items() if by_rows}
+    return hashlib.sha256(json.dumps(problems, sort_keys=True).encode()).hexdigest()[:16] if problems else "none"
+
+
+def write(path: Path, table: Table) -> None:
+    """Let `table` take the place of the file at `path`, whose folder is made if need be.
+
+    A new file has the permissions that the user's have, an old one keeps its own; a link stays one.
+
+    Raises:
+        OSError: It cannot be written; then the old file is as it was.
+    """
+    place = Path(os.path.realpath(path))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    new = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
+    handle = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with contextlib.suppress(FileNotFoundError):
+                os.fchmod(handle, stat.S_IMODE(place.stat().st_mode))
+            file.write(f"{json.dumps(table, indent=1, sort_keys=True)}\n")
+            file.flush()
+            os.fsync(handle)
+        os.replace(new, place)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+        raise
+
+
+def _text(path: Path) -> str | None:
+    """The text of the file, or None without one. Opening a pipe does not wait for its writer."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        data = file.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise ValueError(f"it has {max(status.st_size, len(data))} bytes, more than {LARGEST_FILE}")
+    return data.decode("utf-8")
+
+
+def _checked(path: Path, loaded: Any, implementations: Sequence[str]) -> Table:
+    """`loaded`, of which every name and number is one."""
+    for gpu, problems in _entries(path, loaded, (), _is_name, f"the name of a GPU, of 1 to {LONGEST_NAME} characters"):
+        for key, by_rows in _entries(path, problems, (gpu,), _is_key, KEY_FORM):
+            limit = f"a number of rows, from 1 to {MOST_ROWS}"
+            for rows, implementation in _entries(path, by_rows, (gpu, key), _is_count, limit):
+                if implementation not in implementations:
+                    place = _place((gpu, key, rows))
+                    _refuse(
+                        path, f"{place} is {_shown(implementation)}; it must be one of {', '.join(implementations)}"
+                    )
+    found: Table = loaded
+    return found
+
+
+def _entries(
+    path: Path, found: Any, place: tuple[str, ...], valid: Callable[[str], bool], limit: str
+) -> list[tuple[str, Any]]:
+    """The entries of a JSON object, whose names are `valid`."""
+    if not isinstance(found, Mapping):
+        _refuse(path, f"{_place(place)} is {_shown(found)}; it must be a JSON object")
+    for name in found:
+        if not valid(name):
+            _refuse(path, f"{_place(place)} has an entry {_shown(name)}; it must be {limit}")
+    return list(found.items())
+
+
+def _is_name(text: str) -> bool:
+    return 0 < len(text) <= LONGEST_NAME and text.isprintable()
+
+
+def _is_key(text: str) -> bool:
+    found = _KEY.fullmatch(text) if len(text) <= LONGEST_NAME else None
+    return found is not None and isinstance(getattr(torch, found["dtype"], None), torch.dtype)
+
+
+def _is_count(text: str) -> bool:
+    return len(text) <= LONGEST_NAME and _NUMBER.fullmatch(text) is not None and int(text) <= MOST_ROWS
+
+
+def _place(names: Sequence[str]) -> str:
+    return "".join(f"[{_shown(name)}]" for name in names) or "the whole"
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, cut to what can be read."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        text = f"a {type(value).__name__} of many levels"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _in_one_line(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "it has too many levels"
+    return " ".join(str(error).split())[:300]
+
+
+def _refuse(path: Path, fault: str) -> NoReturn:
+    raise ValueError(
+        f"asynctp: {path} is no tuning table ({fault}); delete it, or name another in ASYNCTP_TUNING_TABLE: "
+        f"'asynctp tune' writes it anew"
+    )
