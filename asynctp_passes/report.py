@@ -49,7 +49,8 @@ class Remark:
         estimate_us: Modelled times in microseconds (`"comm"`, `"matmul"`, `"serial"`, `"overlapped"`); empty when the
             device has no model.
         moved: What is computed on the other side of the collective than in the program, and so has to be the same on
-            all ranks: operations on the shard, as `"aten.mul.Tensor(collective 0, 2.0)"`, or factors of summed terms.
+            all ranks: operations on the shard, as `"aten.mul.Tensor(collective 0, 2.0)"`, or how often the results of
+            reductions that are summed into one count, as `"factors: 1, 0.5"`.
         module: Path in what was compiled of the module of the chain's first matmul, or of the collective, as
             `"attention.wo"`; in a backward graph, of the forward's. None where the graph does not know it.
     """

@@ -62,6 +62,7 @@ def prepare_gemm(
     inbox: bool = False,
     async_input: bool = False,
     stamps: bool = False,
+    factor: float = 1.0,
 ) -> Launch:
     """Compile `gemm_kernels.gemm_kernel`, or that of `pingpong_kernels`, for one plan.
 
@@ -77,6 +78,7 @@ def prepare_gemm(
         inbox: What was gathered is the others' rows only.
         async_input: The gather's GEMM, with a word of the caller's for each chunk.
         stamps: Of every tile, behind the count of programs that are done (`stamps.StampTable.done`).
+        factor: What every result is multiplied by, once rounded.
     """
     constants = {
         "GATHER": gathers,
@@ -98,6 +100,7 @@ def prepare_gemm(
         "GROUP_M": tiles.group_m,
         "PROGRAMS": programs,
         "STAMPS": stamps,
+        "FACTOR": factor,
     }
     if tiles.pingpong:
         launch = _prepare_pingpong(args, programs, tiles, constants)

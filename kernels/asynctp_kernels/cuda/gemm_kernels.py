@@ -309,6 +309,7 @@ def gemm_kernel(
     GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAMPS: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):
     """Every product of a gather, or every destination of a scatter; `COUNT` is the number of Bs, or of pairs.
 
@@ -323,7 +324,8 @@ def gemm_kernel(
 
     A chunk is `chunk_tiles` row tiles of one rank; of a scatter's own rows, `own_tiles`. A scale is absent (0), one
     element (1), or one per row or column (2). STAMPS: each tile says when it was reached, when its rows were there and
-    when it was handed to the TMA unit, in ns, and on which SM.
+    when it was handed to the TMA unit, in ns, and on which SM. FACTOR: what a result is multiplied by, once it is
+    rounded to what C has; 1 where nothing is.
     """
     tiles_q = tl.cdiv(inner, BM)
     tiles_m = outer * tiles_q
@@ -488,6 +490,8 @@ def gemm_kernel(
             acc = scale_and_bias(
                 acc, a_scale, rows, in_block < inner, b_scale, bias, cols, cols < n, 0 if EARLY else A_SCALE, B_SCALE
             )
+        if FACTOR != 1.0:
+            acc = exact_f32(round_to(acc, OUT)) * FACTOR
         c_block = block
         if not GATHER:
             c_block = peer * outer + p
