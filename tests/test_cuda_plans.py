@@ -333,6 +333,34 @@ SCATTERS: dict[str, dict[str, Any]] = {
     "added rows of scales": {"rows": (768,), "ks": (64,), "n": 72, **ROWWISE, **ADDED},
     "added, converted": {"rows": (768,), "ks": (64,), "n": 72, **CONVERTED, **AVERAGE, **ADDED},
     "added columns": {"rows": (50,), "ks": (40,), "n": 72, "dim": 1, **ADDED},
+    "multiplied": {"rows": (768,), "ks": (64,), "n": 72, "factors": (-0.25,)},
+    "multiplied, bias": {"rows": (768,), "ks": (64,), "n": 72, "bias": True, "factors": (8.0,)},
+    "multiplied fp16, average": {
+        "rows": (520,),
+        "ks": (64,),
+        "n": 72,
+        "dtype": torch.float16,
+        "factors": (0.125,),
+        **AVERAGE,
+    },
+    "multiplied rows of scales": {"rows": (768,), "ks": (64,), "n": 72, **ROWWISE, "factors": (2.0,)},
+    "multiplied, converted": {"rows": (768,), "ks": (64,), "n": 72, **CONVERTED, "factors": (2.0**-30,)},
+    "multiplied sum": {"rows": (5, 12, 2), "ks": (64, 72), "n": 136, "dim": 1, "factors": (1.0, 1.0, 4.0)},
+    "multiplied sum, scaled": {"rows": (768,), "ks": (64, 80), "n": 72, **TENSORWISE, "factors": (1.0, 1.0, 0.5)},
+    "multiplied apart": {"rows": (768,), "ks": (64, 72, 8), "n": 136, "factors": (1.0, -1.0, 0.5)},
+    "multiplied apart fp16": {"rows": (768,), "ks": (64, 8), "n": 72, "dtype": torch.float16, "factors": (2.0, 0.5)},
+    "multiplied apart, converted": {"rows": (768,), "ks": (64, 8), "n": 72, **CONVERTED, "factors": (0.5, -2.0)},
+    "multiplied apart, scaled": {"rows": (768,), "ks": (64, 80), "n": 72, **ROWWISE, "factors": (-1.0, 0.25)},
+    "multiplied apart, added": {
+        "rows": (768,),
+        "ks": (64, 8),
+        "n": 72,
+        **ADDED,
+        "factors": (1.0, 0.5, 0.25),
+        "bias": True,
+    },
+    "multiplied apart, and in all": {"rows": (768,), "ks": (64, 8), "n": 72, "factors": (0.5, 2.0, 4.0)},
+    "multiplied columns": {"rows": (50,), "ks": (40, 8), "n": 72, "dim": 1, "factors": (2.0, -4.0, 0.5)},
 }
 
 
@@ -340,7 +368,7 @@ def scatter_implementations() -> Iterator[Any]:
     """(case, implementation) for all that can run it."""
     for case, options in SCATTERS.items():
         outer, along_last = scatter_call(**options).outer, case.endswith("columns")
-        in_gemm = not case.startswith(("odd", "added", "several scaled, bias"))
+        in_gemm = not case.startswith(("odd", "added", "several scaled, bias", "multiplied apart"))
         for implementation, able in (
             ("fused", in_gemm and not along_last),
             ("decomposed", outer <= MAX_CHUNKS and not along_last),
@@ -456,7 +484,7 @@ def test_bytes_of_a_scatter(case: str, chunks: int, here: Machine) -> None:
     """The copies move every other rank's part once: of one product in its own dtype, whatever the result has."""
     call = scatter_call(**SCATTERS[case])
     run_scatter(call, here, scatter_plan(call, here, "fused", chunks))
-    size = 4 if call.sum_dtype is not None and len(call.a_parts) > 1 else 2
+    size = 4 if call.sum_dtype is not None and (len(call.a_parts) > 1 or call.factors) else 2
     part = call.layout.rows * call.layout.cols * size
     copies = here.of(Copied)
     assert sum(copy.size for copy in copies) == (WORLD - 1) * part
@@ -1265,7 +1293,7 @@ def op(here: Machine, call: GatherCall | ScatterCall, check: Callable[[], None] 
             call.out_dtype, call.fast, call.return_a_full, call.world, here.group, check)  # fmt: skip
     return cuda.run_scatter(
         call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op, call.dim, call.out_dtype,
-        call.fast, call.world, here.group, check, call.sum_dtype, call.added)  # fmt: skip
+        call.fast, call.world, here.group, check, call.sum_dtype, call.added, call.factors)  # fmt: skip
 
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct")
@@ -1276,7 +1304,7 @@ def all_reduce(here: Machine, call: ScatterCall, check: Callable[[], None] = lam
     """The sum of a call's products as the op makes it."""
     return cuda.run_all_reduce(
         call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op, call.out_dtype,
-        call.fast, here.group, check, call.sum_dtype, call.added)  # fmt: skip
+        call.fast, here.group, check, call.sum_dtype, call.added, call.factors)  # fmt: skip
 
 
 @pytest.fixture
