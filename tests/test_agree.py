@@ -204,7 +204,7 @@ def with_relu(group: str, on: bool) -> Graph:
 
 def case_other_factors_on_one_rank(rank: int) -> list[Attempt]:
     with mock.patch.object(agree, "GRACE_S", 0.2):
-        return [attempt_in_step(with_factor(world_name(), 2.0**rank))]
+        return [attempt_in_step(with_factor(world_name(), 0.5**rank))]
 
 
 def case_other_work_before_the_matmul_on_one_rank(rank: int) -> list[Attempt]:
@@ -359,7 +359,7 @@ def test_a_rank_that_compiles_alone_waits_for_no_one(ranks: list[dict[str, list[
         ("backend", 1, "min_flops=0"),
         ("one_rank_looks_at_a_summed_result", 0, "collective 1: asynctp::matmul_all_reduce, products: 2"),
         ("one_rank_looks_at_a_product", 0, "collective 1: asynctp::matmul_all_reduce, products: 1"),
-        ("other_factors_on_one_rank", 0, "asynctp::matmul_all_reduce, products: 2, factors: 1, 2"),
+        ("other_factors_on_one_rank", 0, "asynctp::matmul_all_reduce, products: 2, factors: 1, 0.5"),
         (
             "other_work_before_the_matmul_on_one_rank",
             0,
