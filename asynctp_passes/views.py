@@ -228,7 +228,7 @@ def times(first: float, then: float) -> float | None:
     """
     both = first * then
     apart = min(abs(first), abs(then)) < 1 < max(abs(first), abs(then))
-    return None if apart or abs(math.frexp(both)[1]) > _LARGEST_EXPONENT else both
+    return None if apart or not _is_power_of_two(both) else both
 
 
 def _multiplied(terms: Terms, number: float) -> Terms | Refusal:
@@ -334,9 +334,14 @@ def scaling_of(node: fx.Node) -> float | None:
     if before is None or out is None or before.dtype != out.dtype or not isinstance(other, int | float) or not other:
         return None
     number = 1 / other if op_name(node).startswith("aten.div") else float(other)
-    fraction, exponent = math.frexp(number)
-    exact = abs(fraction) == 0.5 and abs(exponent) <= _LARGEST_EXPONENT
-    return number if exact and (out.dtype.is_floating_point or abs(number) == 1) else None
+    fits = out.dtype.is_floating_point or abs(number) == 1
+    return number if fits and _is_power_of_two(number) else None
+
+
+def _is_power_of_two(number: float) -> bool:
+    """True for one from 2^-32 to 2^32, and for the negative of one."""
+    fraction, exponent = math.frexp(abs(number))
+    return fraction == 0.5 and abs(exponent - 1) <= _LARGEST_EXPONENT
 
 
 def shares_memory(node: fx.Node) -> bool:
