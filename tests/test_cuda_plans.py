@@ -1451,6 +1451,13 @@ def within(address: int, parts: Sequence[Tensor]) -> bool:
     return any(part.data_ptr() <= address < part.data_ptr() + len(part) for part in parts)
 
 
+def test_one_plan_for_each_list_of_factors(here: Machine) -> None:
+    with cuda.forced("direct"):
+        for factors in ((), (1.0,), (2.0,), (2.0,), (-2.0,)):
+            op(here, scatter_call((64,), (64,), 72, factors=factors))
+    assert len(here.memory.plans) == 3, "nothing, or all by 1, is one"
+
+
 def test_one_plan_for_each_shape_and_no_more_than_some(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "MAX_PLANS", 3)
     with cuda.forced("direct"):

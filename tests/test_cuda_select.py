@@ -8,7 +8,7 @@ import math
 import operator
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,10 @@ def explain(
     capability: tuple[int, int] = (9, 0),
     world: int = 4,
     sum_dtype: torch.dtype | None = None,
+    factors: Sequence[float] | None = None,
 ) -> Choice:
     with mock.patch.object(cuda.driver, "machine", return_value=(capability, SMS, device)):
-        return cuda.explain(op, (*args, world, "tp"), sum_dtype)
+        return cuda.explain(op, (*args, world, "tp"), sum_dtype, None, factors)
 
 
 def explain_gather(rows: int, k: int, *ns: int, world: int = 4, **others: Any) -> Choice:
@@ -592,6 +593,34 @@ def test_one_product_that_is_converted_costs_what_it_moves() -> None:
         assert plain.tiles is not None
         assert converted.tiles is not None
         assert (plain.tiles.block_n, converted.tiles.block_n) == (256, 128)
+
+
+@pytest.mark.parametrize(
+    ("count", "factors", "able"),
+    [
+        (1, (0.5,), True),
+        (1, (-1.0,), True),
+        (1, (1.0, 4.0), True),
+        (1, (4.0, 0.5), False),
+        (2, (1.0, 1.0, 0.25), True),
+        (2, (-1.0, -1.0), True),
+        (2, (1.0, 1.0), True),
+        (2, (0.5, 0.5), False),
+        (2, (1.0, -1.0), False),
+    ],
+)
+@pytest.mark.parametrize("op", [SCATTER, ALL_REDUCE])
+def test_the_gemm_multiplies_its_whole_sum(op: str, count: int, factors: tuple[float, ...], able: bool) -> None:
+    args = scatter_args(a=[empty(4096, 4096)] * count, bs=[weight(4096, 2048)] * count)
+    refused = explain(op, *args[: 5 if op == SCATTER else 4], factors=factors).refused
+    assert refused == ({} if able else {"fused": "products that are multiplied by numbers before they are added"})
+
+
+def test_what_is_multiplied_in_fp32_travels_so() -> None:
+    """One product of 16 bits would otherwise travel as it is, which has less room than what the program multiplies."""
+    args = scatter_args(a=[empty(4096, 4096)], bs=[weight(4096, 2048)])[:5]
+    plain, multiplied = (explain(SCATTER, *args, sum_dtype=FP32, factors=factors) for factors in (None, [2.0**-32]))
+    assert all(plain.estimates_us[name] < multiplied.estimates_us[name] for name in set(IMPLEMENTATIONS) - {"unfused"})
 
 
 @pytest.mark.parametrize("args", [scaled_scatter_args(), scaled_sum_args()])
