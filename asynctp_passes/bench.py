@@ -166,6 +166,7 @@ class Call:
         self.along: Tensor | None = given.pop("along_shard", None)
         self.sum_dtype: torch.dtype | None = given.pop("sum_dtype", None)
         self.added: Tensor | None = given.pop("added", None)
+        self.factors: list[float] | None = given.pop("factors", None)
         self.given = given
         self.a_parts: list[Tensor] = [given["a_shard"]] if self.gathers else given["a_parts"]
         self.bs: list[Tensor] = given["bs" if self.gathers else "b_parts"]
@@ -182,7 +183,8 @@ class Call:
     def problem(self) -> select.Problem:
         """What the selector sees."""
         world = () if "group_size" in self.given else (self.world,)
-        return cuda.problem_of(self.op, (*self.given.values(), *world, self.group), self.sum_dtype, self.added)
+        optional = (self.sum_dtype, self.added, self.factors)
+        return cuda.problem_of(self.op, (*self.given.values(), *world, self.group), *optional)
 
     # --- operands ----------------------------------------------------------------------------------------------
     def _made(self, name: str, value: Any) -> Any:
@@ -244,8 +246,7 @@ class Call:
             full = [self.full.float()] if self.given["return_a_full"] else []
             along = [] if self.along is None else [reference.gather(self.along, self.dim, self.world, self.group)]
             return [*products, *full, *along]
-        others = [] if self.added is None else [self.added.float()]
-        total, how = sum([*products[1:], *others], products[0]), self.given["reduce_op"]
+        total, how = self._sum(products, None if self.added is None else self.added.float()), self.given["reduce_op"]
         if self.op.endswith("all_reduce"):
             return [reference.all_reduce(total, how, self.group)]
         return [reference.reduce_scatter(total, how, self.dim, self.world, self.group)]
@@ -278,7 +279,7 @@ class Call:
 
     def _ours(self) -> list[Tensor]:
         optional = {"along_shard": self.along, "sum_dtype": self.sum_dtype, "added": self.added}
-        given = {name: value for name, value in optional.items() if value is not None}
+        given = {name: value for name, value in (*optional.items(), ("factors", self.factors)) if value is not None}
         found = getattr(torch.ops.asynctp, self.op)(*self.given.values(), self.group, **given)
         return found if self.gathers else [found]
 
@@ -303,7 +304,13 @@ class Call:
         scales = self.a_scales if self.scaled else [None] * len(self.bs)
         products = [self._product(i, a, scale) for i, (a, scale) in enumerate(zip(self.a_parts, scales, strict=True))]
         terms = products if self.sum_dtype is None else [product.to(self.sum_dtype) for product in products]
-        return sum([*terms[1:], *([] if self.added is None else [self.added])], terms[0])
+        return self._sum(terms, self.added)
+
+    def _sum(self, products: list[Tensor], added: Tensor | None) -> Tensor:
+        """What a rank sends, of products that are converted."""
+        each, of_sum = reference.split_factors(self.factors, len(products))
+        first, *others = [reference.multiplied(*pair) for pair in zip(products, each, strict=True)]
+        return reference.multiplied(sum([*others, *([] if added is None else [added])], first), of_sum)
 
     def _cublas(self) -> list[Tensor]:
         """The products alone."""
@@ -346,7 +353,8 @@ class Call:
                 full, outs = intree.fused_all_gather_matmul(a, self.bs, self.dim, self.group, return_A=returned)
             return [*outs, full] if self.given["return_a_full"] else list(outs)
         fits = (a.ndim == 2 or not self.scaled) and self.added is None
-        if "reduce_scatter" in self.op and plain and count == 1 and fits and self.sum_dtype is None:
+        plain = plain and self.sum_dtype is None and self.factors is None
+        if "reduce_scatter" in self.op and plain and count == 1 and fits:
             how = self.given["reduce_op"]
             if not self.scaled:
                 return [intree.fused_matmul_reduce_scatter(a, self.bs[0], how, self.dim, self.group)]

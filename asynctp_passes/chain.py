@@ -139,7 +139,7 @@ class Matmul:
     `b` may have leading dimensions of one element, and is `[N, K]` if `b_transposed`. `call` is the op where `node` is
     an item of what it returns. `node` may also be the last step of an epilogue that scales the product; then `epilogue`
     has the matmul and all other nodes of that (`asynctp_passes.epilogue`). A term of a sum counts `factor` times: 1, or
-    another power of two, or the negative of one.
+    another power of two, or the negative of one. The fused op multiplies the product by it.
     """
 
     node: fx.Node
@@ -352,12 +352,12 @@ class ScatterChain:
     Or all-reduced: then `placement` is None, since every rank gets the whole sum. `way` is the map of what is reduced,
     from the products on. `sum_dtype` is what the products are converted to, without loss, before they travel; None
     where they stay what they are. `views` lie between the matmuls and the collective, sums among them. `added` has the
-    other terms of the sum: what is computed before.
+    other terms of the sum: what is computed before. The whole sum is taken `factor` times (as `Matmul.factor`).
 
     Where several collectives' results are summed (`summed`), the chain has the products of all, and stands for them:
     `collective` is the last that has products, `joined` has the others, and `behind` the nodes that make the sum of
-    their results. What that adds besides, `added_behind`, is added to the fused op's result. `crossing` has how many
-    times each collective's result counts in the sum, which multiplies what is reduced now.
+    their results. `crossing` has how many times each of these counts in the sum, which goes to the factors of the
+    terms. What the sum adds besides, `added_behind`, is added to the fused op's result.
     """
 
     collective: Collective
@@ -367,6 +367,7 @@ class ScatterChain:
     views: tuple[fx.Node, ...]
     sum_dtype: torch.dtype | None = None
     added: tuple[Term, ...] = ()
+    factor: float = 1.0
     joined: tuple[Collective, ...] = ()
     behind: tuple[fx.Node, ...] = ()
     added_behind: tuple[Term, ...] = ()
@@ -376,6 +377,12 @@ class ScatterChain:
     def sent(self) -> Rearrangement:
         """How the collective takes the elements of a product, or of a rank's block of it: the order on the way."""
         return arranged(self.way) if self.placement is None else self.placement.out
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """What the fused op multiplies: each product by one, and the sum by one more; empty where all are 1."""
+        found = (*(matmul.factor for matmul in self.matmuls), *([] if self.factor == 1 else [self.factor]))
+        return () if set(found) == {1.0} else found
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:

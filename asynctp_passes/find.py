@@ -567,15 +567,15 @@ def _scatter_chain(
     if isinstance(placement, Refusal):
         return placement
     terms = flow.terms[scatter.source]
-    summed = tuple(replace(matmul, factor=terms[matmul.node]) for matmul in alike)
+    summed = tuple(replace(matmul, factor=terms.counts[matmul.node]) for matmul in alike)
     own = {matmul.node for matmul in alike}
-    inside = {node for node in nodes if not own.isdisjoint(flow.terms.get(node, ()))}
+    inside = {node for node in nodes if node in flow.terms and not own.isdisjoint(flow.terms[node].counts)}
     elsewhere = _outside_users(scatter, inside, alike)
     if elsewhere is not None:
         return Refusal(reasons.PRODUCT_HAS_OTHER_USERS, elsewhere)
-    added = tuple(Term(node, terms[node]) for node in scene.sorted(terms.keys() - own))
+    added = tuple(Term(node, terms.counts[node]) for node in scene.sorted(terms.counts.keys() - own))
     converted = sum_dtype if sum_dtype != out.dtype else None
-    return ScatterChain(scatter, summed, whole, placement, scene.sorted(inside - own), converted, added)
+    return ScatterChain(scatter, summed, whole, placement, scene.sorted(inside - own), converted, added, terms.factor)
 
 
 def _placement(

@@ -31,7 +31,7 @@ from torch import Tensor
 from asynctp_passes import compat, reference
 from asynctp_passes.compat import process_group
 from asynctp_passes.config import cpu_implementation
-from asynctp_passes.reference import GatherScales, ScatterScales
+from asynctp_passes.reference import GatherScales, ScatterScales, SumOptions, multiplied, split_factors
 
 log = logging.getLogger(__name__)
 
@@ -62,23 +62,25 @@ OPS = {
     ),
     "matmul_reduce_scatter": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, int scatter_dim, int group_size, "
-        "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None) -> Tensor"
+        "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None) -> Tensor"
     ),
     "scaled_matmul_reduce_scatter": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, Tensor?[] biases, "
         "str reduce_op, int scatter_dim, ScalarType out_dtype, bool use_fast_accum, int group_size, "
-        "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None) -> Tensor"
+        "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None) -> Tensor"
     ),
     "matmul_all_reduce": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, Any group_name, "
-        "ScalarType? sum_dtype=None, Tensor? added=None) -> Tensor"
+        "ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None) -> Tensor"
     ),
     "scaled_matmul_all_reduce": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, Tensor?[] biases, "
         "str reduce_op, ScalarType out_dtype, bool use_fast_accum, Any group_name, ScalarType? sum_dtype=None, "
-        "Tensor? added=None) -> Tensor"
+        "Tensor? added=None, float[]? factors=None) -> Tensor"
     ),
 }
+OPTIONAL = ("sum_dtype", "added", "factors")
+"""The last arguments of the ops that reduce."""
 
 
 # --- which implementation runs -----------------------------------------------------------------------------
@@ -133,10 +135,10 @@ def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: i
     cuda = _cuda() if device == "cuda" and torch.cuda.is_available() and world_size else None
     if cuda is None:
         return implementation(device)
-    apart = ("group_size", "along_shard", "all_keep", "sum_dtype", "added")
+    apart = ("group_size", "along_shard", "all_keep", *OPTIONAL)
     args = [value for name, value in arguments.items() if name not in apart]
     try:
-        choice = cuda.explain(op, (*args, world_size, None), arguments.get("sum_dtype"), arguments.get("added"))
+        choice = cuda.explain(op, (*args, world_size, None), *map(arguments.get, OPTIONAL))
     except RuntimeError:
         return implementation(device)
     then = ", then all-gather" if op.endswith("all_reduce") and choice.implementation != "unfused" else ""
@@ -173,7 +175,7 @@ def explain(op: str, *args: Any) -> Any:
     needed, group, optional = args[:place], args[place], dict(zip(names[place + 1 :], args[place + 1 :], strict=False))
     if op.endswith("all_reduce"):  # these are not told the size of their group
         needed = (*needed, reference.group_and_size(group)[1])
-    return cuda.explain(op, (*needed, group), optional.get("sum_dtype"), optional.get("added"))
+    return cuda.explain(op, (*needed, group), *map(optional.get, OPTIONAL))
 
 
 @functools.cache
@@ -342,6 +344,7 @@ def _real_matmul_reduce_scatter(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    factors: list[float] | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
@@ -349,18 +352,19 @@ def _real_matmul_reduce_scatter(
     def check() -> None:
         op, where = "matmul_reduce_scatter", (reduce_op, scatter_dim, group_size)
         reference.check_group(op, group_size, group_name)
-        reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype, added=added)
+        optional = SumOptions(sum_dtype, added, factors)
+        reference.check_scatter(op, a_parts, b_parts, biases, *where, optional=optional)
 
     cuda = overlapped(a_parts[0]) if a_parts else None
     if cuda is not None:
         options = (reduce_op, scatter_dim, a_parts[0].dtype, False, group_size, process_group(group_name), check)
-        found: Tensor | None = cuda.run_scatter(a_parts, b_parts, (), (), biases, *options, sum_dtype, added)
+        found: Tensor | None = cuda.run_scatter(a_parts, b_parts, (), (), biases, *options, sum_dtype, added, factors)
         if found is not None:
             return found
     else:
         check()
     return reference.unfused_matmul_reduce_scatter(
-        *(a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, group_name, sum_dtype, added),
+        *(a_parts, b_parts, biases, reduce_op, scatter_dim, group_size, group_name, sum_dtype, added, factors),
         mover=_mover(cuda, group_name),
     )
 
@@ -379,24 +383,26 @@ def _real_scaled_matmul_reduce_scatter(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    factors: list[float] | None = None,
 ) -> Tensor:
     def check() -> None:
         op = "scaled_matmul_reduce_scatter"
         reference.check_group(op, group_size, group_name)
         where = (reduce_op, scatter_dim, group_size, ScatterScales(a_scales, b_scales, out_dtype))
-        reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype, added=added)
+        optional = SumOptions(sum_dtype, added, factors)
+        reference.check_scatter(op, a_parts, b_parts, biases, *where, optional=optional)
 
     cuda = overlapped(a_parts[0]) if a_parts else None
     if cuda is not None:
         choices = (reduce_op, scatter_dim, out_dtype, use_fast_accum, group_size, process_group(group_name), check)
         operands = (a_parts, b_parts, a_scales, b_scales, biases)
-        found: Tensor | None = cuda.run_scatter(*operands, *choices, sum_dtype, added)
+        found: Tensor | None = cuda.run_scatter(*operands, *choices, sum_dtype, added, factors)
         if found is not None:
             return found
     else:
         check()
     parts = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, scatter_dim, out_dtype, use_fast_accum)
-    where = (group_size, group_name, sum_dtype, added)
+    where = (group_size, group_name, sum_dtype, added, factors)
     return reference.unfused_scaled_matmul_reduce_scatter(*parts, *where, mover=_mover(cuda, group_name))
 
 
@@ -408,6 +414,7 @@ def _real_matmul_all_reduce(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    factors: list[float] | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
@@ -415,17 +422,18 @@ def _real_matmul_all_reduce(
     def check() -> None:
         reference.group_and_size(group_name)
         parts = (a_parts, b_parts, biases)
-        reference.check_all_reduce("matmul_all_reduce", *parts, reduce_op, sum_dtype=sum_dtype, added=added)
+        optional = SumOptions(sum_dtype, added, factors)
+        reference.check_all_reduce("matmul_all_reduce", *parts, reduce_op, optional=optional)
 
     cuda = overlapped(a_parts[0]) if a_parts else None
     if cuda is not None:
-        options = (reduce_op, a_parts[0].dtype, False, process_group(group_name), check, sum_dtype, added)
+        options = (reduce_op, a_parts[0].dtype, False, process_group(group_name), check, sum_dtype, added, factors)
         found: Tensor | None = cuda.run_all_reduce(a_parts, b_parts, (), (), biases, *options)
         if found is not None:
             return found
     else:
         check()
-    parts = (a_parts, b_parts, biases, reduce_op, group_name, sum_dtype, added)
+    parts = (a_parts, b_parts, biases, reduce_op, group_name, sum_dtype, added, factors)
     return reference.unfused_matmul_all_reduce(*parts, mover=_mover(cuda, group_name))
 
 
@@ -441,22 +449,24 @@ def _real_scaled_matmul_all_reduce(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    factors: list[float] | None = None,
 ) -> Tensor:
     def check() -> None:
         reference.group_and_size(group_name)
         op, scales = "scaled_matmul_all_reduce", ScatterScales(a_scales, b_scales, out_dtype)
-        reference.check_all_reduce(op, a_parts, b_parts, biases, reduce_op, scales, sum_dtype=sum_dtype, added=added)
+        optional = SumOptions(sum_dtype, added, factors)
+        reference.check_all_reduce(op, a_parts, b_parts, biases, reduce_op, scales, optional=optional)
 
     cuda = overlapped(a_parts[0]) if a_parts else None
     if cuda is not None:
-        options = (reduce_op, out_dtype, use_fast_accum, process_group(group_name), check, sum_dtype, added)
+        options = (reduce_op, out_dtype, use_fast_accum, process_group(group_name), check, sum_dtype, added, factors)
         found: Tensor | None = cuda.run_all_reduce(a_parts, b_parts, a_scales, b_scales, biases, *options)
         if found is not None:
             return found
     else:
         check()
     operands = (a_parts, b_parts, a_scales, b_scales, biases, reduce_op, out_dtype, use_fast_accum)
-    where = (group_name, sum_dtype, added)
+    where = (group_name, sum_dtype, added, factors)
     return reference.unfused_scaled_matmul_all_reduce(*operands, *where, mover=_mover(cuda, group_name))
 
 
@@ -528,11 +538,13 @@ def _fake_matmul_reduce_scatter(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    factors: list[float] | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
     op, where = "matmul_reduce_scatter", (reduce_op, scatter_dim, group_size)
-    reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype, added=added, sizes=False)
+    optional = SumOptions(sum_dtype, added, factors)
+    reference.check_scatter(op, a_parts, b_parts, biases, *where, optional=optional, sizes=False)
     return _fake_scatter(a_parts, b_parts, scatter_dim, group_size, sum_dtype or a_parts[0].dtype)
 
 
@@ -550,10 +562,12 @@ def _fake_scaled_matmul_reduce_scatter(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    factors: list[float] | None = None,
 ) -> Tensor:
     op = "scaled_matmul_reduce_scatter"
     where = (reduce_op, scatter_dim, group_size, ScatterScales(a_scales, b_scales, out_dtype))
-    reference.check_scatter(op, a_parts, b_parts, biases, *where, sum_dtype=sum_dtype, added=added, sizes=False)
+    optional = SumOptions(sum_dtype, added, factors)
+    reference.check_scatter(op, a_parts, b_parts, biases, *where, optional=optional, sizes=False)
     return _fake_scatter(a_parts, b_parts, scatter_dim, group_size, sum_dtype or out_dtype)
 
 
@@ -565,11 +579,13 @@ def _fake_matmul_all_reduce(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    factors: list[float] | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         _refuse_lost_gradients(biases)
     op, parts = "matmul_all_reduce", (a_parts, b_parts, biases)
-    reference.check_all_reduce(op, *parts, reduce_op, sum_dtype=sum_dtype, added=added, sizes=False)
+    optional = SumOptions(sum_dtype, added, factors)
+    reference.check_all_reduce(op, *parts, reduce_op, optional=optional, sizes=False)
     return a_parts[0].new_empty((*a_parts[0].shape[:-1], b_parts[0].shape[1]), dtype=sum_dtype)
 
 
@@ -585,11 +601,13 @@ def _fake_scaled_matmul_all_reduce(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    factors: list[float] | None = None,
 ) -> Tensor:
     op = "scaled_matmul_all_reduce"
     scales = ScatterScales(a_scales, b_scales, out_dtype)
     parts = (a_parts, b_parts, biases)
-    reference.check_all_reduce(op, *parts, reduce_op, scales, sum_dtype=sum_dtype, added=added, sizes=False)
+    optional = SumOptions(sum_dtype, added, factors)
+    reference.check_all_reduce(op, *parts, reduce_op, scales, optional=optional, sizes=False)
     return a_parts[0].new_empty((*a_parts[0].shape[:-1], b_parts[0].shape[1]), dtype=sum_dtype or out_dtype)
 
 
@@ -598,11 +616,12 @@ def _fake_scaled_matmul_all_reduce(
 #   matmul_reduce_scatter:  dOut = all_gather(dOut_shard),  dA_i = dOut @ B_iᵀ,      dB_i = A_iᵀ @ dOut
 # so that each of these two ops' input gradient is the other op.
 #   matmul_all_reduce:      dOut = all_reduce(dOut),        dA_i = dOut @ B_iᵀ,      dB_i = A_iᵀ @ dOut
-# What is added to products has the gradient dOut.
+# What is added to products has the gradient dOut. With factors, a product has dOut times its own; where these are
+# unlike, dOut is gathered first, and multiplied then.
 # Where products were converted to a `sum_dtype`, dOut is converted back: before it is gathered, or once it is reduced.
 # The loss is the sum of all ranks' losses. (Where every rank computes the same loss, their gradients add up.)
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a_shard, bs, biases, ctx.gather_dim, ctx.return_a_full, ctx.group_size, ctx.group_name, _ = inputs
+    a_shard, bs, biases, ctx.gather_dim, ctx.return_a_full, ctx.group_size, ctx.group_name, ctx.all_keep = inputs
     _remember_biases(ctx, biases)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[-1] if ctx.return_a_full else a_shard, *bs)
@@ -618,7 +637,7 @@ def _backward_gather(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         a_full = reference.gather(a_saved, ctx.gather_dim, ctx.group_size, ctx.group_name)
     a_grad = _gather_input_grad(ctx, out_grads, bs, a_full_grad) if needs_a else None
     b_grads = [_weight_grad(a_full, grad) if need else None for grad, need in zip(out_grads, needs_b, strict=True)]
-    return a_grad, b_grads, _bias_grads(ctx, out_grads), *[None] * 5
+    return a_grad, b_grads, _bias_grads(ctx, out_grads), *[None] * (5 if ctx.all_keep else 4)  # none for a default
 
 
 def _gather_input_grad(
@@ -638,7 +657,7 @@ def _gather_input_grad(
 
 def _setup_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a_parts, b_parts, biases, ctx.reduce_op, ctx.scatter_dim, ctx.group_size, ctx.group_name, *optional = inputs
-    _remember_optional(ctx, *optional)
+    _remember_optional(ctx, len(a_parts), *optional)
     _remember_biases(ctx, biases)
     ctx.save_for_backward(*a_parts, *b_parts)
 
@@ -647,26 +666,44 @@ def _backward_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     count = len(ctx.saved_tensors) // 2
     a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
     needs_a, needs_b = ctx.needs_input_grad[:2]
-    grad = (grad / ctx.group_size if ctx.reduce_op == "avg" else grad).contiguous()
-    shard = grad.to(a_parts[0].dtype)
-    where = (ctx.scatter_dim, True, ctx.group_size, ctx.group_name)
-    transposed = [b.t() for b, need in zip(b_parts, needs_a, strict=True) if need]
-    if transposed:
-        *products, full = torch.ops.asynctp.all_gather_matmul(shard, transposed, [None] * len(transposed), *where)
+    grad = multiplied(grad / ctx.group_size if ctx.reduce_op == "avg" else grad, ctx.factor).contiguous()
+    where = (ctx.scatter_dim, ctx.group_size, ctx.group_name)
+    if len(set(ctx.factors)) > 1:  # each product has a gradient of its own, which is a multiple of one
+        whole = reference.gather(grad, *where)
+        fulls = _grads_of_products(ctx, whole, a_parts[0].dtype)
+        a_grads = [full @ b.t() if need else None for full, b, need in zip(fulls, b_parts, needs_a, strict=True)]
     else:
-        products, full = [], reference.gather(shard, ctx.scatter_dim, ctx.group_size, ctx.group_name)
+        shard = multiplied(grad, ctx.factors[0]).to(a_parts[0].dtype)
+        a_grads, full = _grads_of_gathered(shard, b_parts, needs_a, where)
+        fulls, whole = [full] * count, full
+        if ctx.is_added and (grad.dtype != full.dtype or ctx.factors[0] != 1):
+            whole = reference.gather(grad, *where)
+    b_grads = [_weight_grad(a, full) if need else None for a, full, need in zip(a_parts, fulls, needs_b, strict=True)]
+    return a_grads, b_grads, _bias_grads(ctx, fulls), None, None, None, None, *_optional_grads(ctx, whole)
+
+
+def _grads_of_gathered(
+    shard: Tensor, b_parts: Sequence[Tensor], needs_a: Sequence[bool], where: tuple[int, int, Any]
+) -> tuple[list[Tensor | None], Tensor]:
+    """The gradients of the As that need one, and that of all products, of which `shard` is this rank's part."""
+    dim, *group = where
+    transposed = [b.t() for b, need in zip(b_parts, needs_a, strict=True) if need]
+    if not transposed:
+        return [None] * len(needs_a), reference.gather(shard, *where)
+    none = [None] * len(transposed)
+    *products, full = torch.ops.asynctp.all_gather_matmul(shard, transposed, none, dim, True, *group)
     remaining = iter(products)
-    a_grads = [next(remaining) if need else None for need in needs_a]
-    b_grads = [_weight_grad(a, full) if need else None for a, need in zip(a_parts, needs_b, strict=True)]
-    whole = full
-    if ctx.is_added and grad.dtype != full.dtype:
-        whole = reference.gather(grad, ctx.scatter_dim, ctx.group_size, ctx.group_name)
-    return a_grads, b_grads, _bias_grads(ctx, [full] * count), None, None, None, None, *_optional_grads(ctx, whole)
+    return [next(remaining) if need else None for need in needs_a], full
+
+
+def _grads_of_products(ctx: Any, whole: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """That of each product, from that of their sum."""
+    return [multiplied(whole, factor).to(dtype) for factor in ctx.factors]
 
 
 def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a_parts, b_parts, biases, ctx.reduce_op, ctx.group_name, *optional = inputs
-    _remember_optional(ctx, *optional)
+    _remember_optional(ctx, len(a_parts), *optional)
     _remember_biases(ctx, biases)
     ctx.save_for_backward(*a_parts, *b_parts)
 
@@ -675,21 +712,29 @@ def _backward_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     count = len(ctx.saved_tensors) // 2
     a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
     needs_a, needs_b = ctx.needs_input_grad[:2]
-    whole = reference.all_reduce(grad.contiguous(), ctx.reduce_op, ctx.group_name)
-    full = whole.to(a_parts[0].dtype)
-    a_grads = [full @ b.t() if need else None for b, need in zip(b_parts, needs_a, strict=True)]
-    b_grads = [_weight_grad(a, full) if need else None for a, need in zip(a_parts, needs_b, strict=True)]
-    return a_grads, b_grads, _bias_grads(ctx, [full] * count), None, None, *_optional_grads(ctx, whole)
+    whole = multiplied(reference.all_reduce(grad.contiguous(), ctx.reduce_op, ctx.group_name), ctx.factor)
+    fulls = _grads_of_products(ctx, whole, a_parts[0].dtype)
+    a_grads = [full @ b.t() if need else None for full, b, need in zip(fulls, b_parts, needs_a, strict=True)]
+    b_grads = [_weight_grad(a, full) if need else None for a, full, need in zip(a_parts, fulls, needs_b, strict=True)]
+    return a_grads, b_grads, _bias_grads(ctx, fulls), None, None, *_optional_grads(ctx, whole)
 
 
-def _remember_optional(ctx: Any, sum_dtype: torch.dtype | None, added: Tensor | None) -> None:
-    """Keep which optional arguments were given: torch wants gradients for those up to the last that is not None."""
-    ctx.is_added, ctx.has_optional = added is not None, sum_dtype is not None or added is not None
+def _remember_optional(
+    ctx: Any, count: int, sum_dtype: torch.dtype | None, added: Tensor | None, factors: list[float] | None
+) -> None:
+    """Keep the factors, and which optional arguments were given.
+
+    Torch wants gradients for those up to the last that is not None.
+    """
+    ctx.factors, ctx.factor = split_factors(factors, count)
+    ctx.is_added = added is not None
+    given = [index for index, value in enumerate((sum_dtype, added, factors), 1) if value is not None]
+    ctx.optional = max(given, default=0)
 
 
 def _optional_grads(ctx: Any, whole: Tensor) -> list[Tensor | None]:
     """Gradients of the optional arguments; `whole` is that of the sum."""
-    return [*([None] if ctx.has_optional else []), *([whole] if ctx.is_added else [])]
+    return [None, whole if ctx.is_added else None, None][: ctx.optional]
 
 
 def _remember_biases(ctx: Any, biases: list[Tensor | None]) -> None:
@@ -699,7 +744,7 @@ def _remember_biases(ctx: Any, biases: list[Tensor | None]) -> None:
     ctx.bias_ndims = [bias.ndim for bias in present] if len(present) == len(biases) else None
 
 
-def _bias_grads(ctx: Any, out_grads: list[Tensor | None]) -> list[Tensor | None] | None:
+def _bias_grads(ctx: Any, out_grads: Sequence[Tensor | None]) -> list[Tensor | None] | None:
     if ctx.bias_ndims is None:
         return None
     sums = [None if grad is None else grad.flatten(0, -2).sum(0) for grad in out_grads]

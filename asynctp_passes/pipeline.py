@@ -491,7 +491,7 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
     elif isinstance(chain, ScatterChain):
         unsharded = [_UNSHARDED] if candidate.collective.kind == "all_reduce" else []
         weights = [_LIKE_WEIGHTS] if candidate.weights else unsharded
-        notes = [*_summed(chain), *_added(chain), *_converted(chain), *weights]
+        notes = [*_summed(chain), *_added(chain), *_multiplied(chain), *_converted(chain), *weights]
         facts |= {"message": "; ".join(notes)} if notes else {}
     if chain is not None:
         costs = cost.cost_of(chain)
@@ -516,7 +516,19 @@ def _added(chain: ScatterChain) -> list[str]:
 
 
 def _named(term: Term) -> str:
-    return f"{describe(term.node)} of {called_name(term.node) or term.node.name}"
+    count = "" if term.factor == 1 else f"{term.factor:g} times "
+    return f"{count}{describe(term.node)} of {called_name(term.node) or term.node.name}"
+
+
+def _multiplied(chain: ScatterChain) -> list[str]:
+    """By what the fused op multiplies, as the program does, behind the products."""
+    products = [matmul.factor for matmul in chain.matmuls]
+    notes = [] if set(products) == {1.0} else [f"products multiplied by {_numbers(products)}"]
+    return notes + ([] if chain.factor == 1 else [f"their sum multiplied by {chain.factor:g}"])
+
+
+def _numbers(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:g}" for number in numbers)
 
 
 def _converted(chain: ScatterChain) -> list[str]:

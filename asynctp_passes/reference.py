@@ -5,8 +5,9 @@ meant to be called by hand. The `unfused_*` functions at the bottom have the fus
 run them wherever no kernel takes over. All arguments are checked in `check_gather` and `check_scatter`, which the
 ops use too.
 
-Numerics: every product is rounded once to its output dtype (bias included), and converted to `sum_dtype` if there is
-one; then the products are added in list order, `added` last, and the collective sums, in the dtype they have. On CPU
+Numerics: every product is rounded once to its output dtype (bias included), converted to `sum_dtype` if there is one,
+and multiplied by its factor if there are `factors`. Then the products are added in list order, `added` last; that is
+multiplied if there is a factor for it, and the collective sums. All is in the dtype that the products have. On CPU
 `"avg"` is the sum divided by the number of ranks, since gloo has no average in every supported torch; elsewhere the
 backend's own average is used.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,6 +65,8 @@ SCALED_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDENED = (torch.bfloat16, torch.float16)
 """Dtypes of products that can be summed in float32."""
 REDUCE_OPS = ("sum", "avg")
+LARGEST_EXPONENT = 60
+"""Of a factor: the product of two is a normal number in float32."""
 _PROCESS_GROUP: Any = getattr(torch.distributed, "ProcessGroup", ())  # () where torch is built without distributed
 
 
@@ -72,6 +76,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "reduce_op": (str, f"one of {REDUCE_OPS}"),
     "out_dtype": (torch.dtype, "a torch.dtype"),
     "sum_dtype": (torch.dtype | None, "a torch.dtype or None"),
+    "factors": (Sequence | None, "a list of numbers, or None"),
 }
 _TENSORS = ("a_shard", "a", "bs", "b", "a_scale", "a_scales", "b_scales", "biases", "added")
 _OPTIONAL = ("biases", "added")
@@ -241,6 +246,7 @@ class Callers:
         biases: Tensor | Sequence[Tensor | None] | None = None,
         sum_dtype: torch.dtype | None = None,
         added: Tensor | None = None,
+        factors: Sequence[float] | None = None,
     ) -> Tensor:
         """Multiply, add up the products, then reduce-scatter the sum: `mm + mm + … → reduce_scatter → out_shard`.
 
@@ -256,6 +262,9 @@ class Callers:
             sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
                 the result has it. None converts nothing.
             added: What this rank adds to its products, in the result's dtype; None adds nothing.
+            factors: What this rank multiplies its products by, once rounded and converted: a number for each, and one
+                more for the whole sum, if that is multiplied too. Powers of two, or negatives of such; None
+                multiplies nothing.
 
         Shapes:
             a: `[*, M, *, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; added: `[*, M, *, N]`; result over W ranks:
@@ -275,9 +284,10 @@ class Callers:
         offsets = optional_list(biases, len(a_parts))
         if self._checks:
             operands = (a_parts, b_parts, offsets, reduce_op)
-            check_scatter("matmul_reduce_scatter", *operands, scatter_dim, size, sum_dtype=sum_dtype, added=added)
+            optional = SumOptions(sum_dtype, added, factors)
+            check_scatter("matmul_reduce_scatter", *operands, scatter_dim, size, optional=optional)
         out: Tensor = self._programs.matmul_reduce_scatter(
-            a_parts, b_parts, offsets, reduce_op, scatter_dim, size, name, sum_dtype, added
+            a_parts, b_parts, offsets, reduce_op, scatter_dim, size, name, sum_dtype, added, numbers(factors)
         )
         return out
 
@@ -297,6 +307,7 @@ class Callers:
         use_fast_accum: bool = False,
         sum_dtype: torch.dtype | None = None,
         added: Tensor | None = None,
+        factors: Sequence[float] | None = None,
     ) -> Tensor:
         """Multiply fp8 operands with scales, add up the products, then reduce-scatter the sum. Not differentiable.
 
@@ -314,6 +325,9 @@ class Callers:
             sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
                 the result has it. None converts nothing.
             added: What this rank adds to its products, in the result's dtype; None adds nothing.
+            factors: What this rank multiplies its products by, once rounded and converted: a number for each, and one
+                more for the whole sum, if that is multiplied too. Powers of two, or negatives of such; None
+                multiplies nothing.
 
         Shapes:
             As `matmul_reduce_scatter`; a_scales: one element, or `[*, M, *, 1]`; b_scales: one element, or `[1, N]`.
@@ -337,10 +351,10 @@ class Callers:
         if self._checks:
             scales = ScatterScales(as_list(a_scales), as_list(b_scales), out_dtype)
             op, parts, where = "scaled_matmul_reduce_scatter", (a_parts, b_parts, offsets), (scatter_dim, size, scales)
-            check_scatter(op, *parts, reduce_op, *where, sum_dtype=sum_dtype, added=added)
+            check_scatter(op, *parts, reduce_op, *where, optional=SumOptions(sum_dtype, added, factors))
         operands = (a_parts, b_parts, as_list(a_scales), as_list(b_scales), offsets, reduce_op, scatter_dim)
         out: Tensor = self._programs.scaled_matmul_reduce_scatter(
-            *operands, out_dtype, use_fast_accum, size, name, sum_dtype, added
+            *operands, out_dtype, use_fast_accum, size, name, sum_dtype, added, numbers(factors)
         )
         return out
 
@@ -355,6 +369,7 @@ class Callers:
         biases: Tensor | Sequence[Tensor | None] | None = None,
         sum_dtype: torch.dtype | None = None,
         added: Tensor | None = None,
+        factors: Sequence[float] | None = None,
     ) -> Tensor:
         """Multiply, add up the products, then all-reduce the sum: `mm + mm + … → all_reduce → out`.
 
@@ -369,6 +384,9 @@ class Callers:
             sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
                 the result has it. None converts nothing.
             added: What this rank adds to its products, in the result's dtype; None adds nothing.
+            factors: What this rank multiplies its products by, once rounded and converted: a number for each, and one
+                more for the whole sum, if that is multiplied too. Powers of two, or negatives of such; None
+                multiplies nothing.
 
         Shapes:
             a: `[*, M, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; added and result: `[*, M, N]`, on every rank.
@@ -387,8 +405,10 @@ class Callers:
         offsets = optional_list(biases, len(a_parts))
         if self._checks:
             parts = (a_parts, b_parts, offsets, reduce_op)
-            check_all_reduce("matmul_all_reduce", *parts, sum_dtype=sum_dtype, added=added)
-        out: Tensor = self._programs.matmul_all_reduce(a_parts, b_parts, offsets, reduce_op, name, sum_dtype, added)
+            check_all_reduce("matmul_all_reduce", *parts, optional=SumOptions(sum_dtype, added, factors))
+        out: Tensor = self._programs.matmul_all_reduce(
+            a_parts, b_parts, offsets, reduce_op, name, sum_dtype, added, numbers(factors)
+        )
         return out
 
     @_of_kinds
@@ -406,6 +426,7 @@ class Callers:
         use_fast_accum: bool = False,
         sum_dtype: torch.dtype | None = None,
         added: Tensor | None = None,
+        factors: Sequence[float] | None = None,
     ) -> Tensor:
         """Multiply fp8 operands with scales, add up the products, then all-reduce the sum. Not differentiable.
 
@@ -422,6 +443,9 @@ class Callers:
             sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
                 the result has it. None converts nothing.
             added: What this rank adds to its products, in the result's dtype; None adds nothing.
+            factors: What this rank multiplies its products by, once rounded and converted: a number for each, and one
+                more for the whole sum, if that is multiplied too. Powers of two, or negatives of such; None
+                multiplies nothing.
 
         Shapes:
             As `matmul_all_reduce`; a_scales: one element, or `[*, M, 1]`; b_scales: one element, or `[1, N]`.
@@ -445,10 +469,11 @@ class Callers:
         if self._checks:
             scales = ScatterScales(as_list(a_scales), as_list(b_scales), out_dtype)
             parts = (a_parts, b_parts, offsets, reduce_op)
-            check_all_reduce("scaled_matmul_all_reduce", *parts, scales, sum_dtype=sum_dtype, added=added)
+            optional = SumOptions(sum_dtype, added, factors)
+            check_all_reduce("scaled_matmul_all_reduce", *parts, scales, optional=optional)
         operands = (a_parts, b_parts, as_list(a_scales), as_list(b_scales), offsets, reduce_op)
         out: Tensor = self._programs.scaled_matmul_all_reduce(
-            *operands, out_dtype, use_fast_accum, name, sum_dtype, added
+            *operands, out_dtype, use_fast_accum, name, sum_dtype, added, numbers(factors)
         )
         return out
 
@@ -511,6 +536,11 @@ def optional_list(biases: Tensor | Sequence[Tensor | None] | None, count: int) -
     return [biases] if isinstance(biases, Tensor) else list(biases)
 
 
+def numbers(factors: Sequence[float] | None) -> list[float] | None:
+    """The factors as a list of floats."""
+    return None if factors is None else [float(factor) for factor in factors]
+
+
 def split_a_full(outs: list[Tensor], return_a_full: bool) -> tuple[list[Tensor], Tensor | None]:
     """Separate a gather op's products from the gathered A behind them."""
     return (outs[:-1], outs[-1]) if return_a_full else (outs, None)
@@ -535,6 +565,15 @@ class ScatterScales:
     a_scales: Sequence[Tensor]
     b_scales: Sequence[Tensor]
     out_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class SumOptions:
+    """The optional arguments of the ops that reduce sums of products."""
+
+    sum_dtype: torch.dtype | None = None
+    added: Tensor | None = None
+    factors: Sequence[float] | None = None
 
 
 def check_gather(
@@ -610,8 +649,7 @@ def check_scatter(
     group_size: int,
     scales: ScatterScales | None = None,
     *,
-    sum_dtype: torch.dtype | None = None,
-    added: Tensor | None = None,
+    optional: SumOptions = SumOptions(),
     sizes: bool = True,
 ) -> None:
     """Check a scatter op's arguments; without `sizes` only what adds no guard under dynamic shapes.
@@ -620,7 +658,7 @@ def check_scatter(
         ValueError: Names the argument, its value, the limit and the remedy.
     """
     parts = (a_parts, b_parts, biases)
-    check_all_reduce(op, *parts, reduce_op, scales, sum_dtype=sum_dtype, added=added, sizes=sizes)
+    check_all_reduce(op, *parts, reduce_op, scales, optional=optional, sizes=sizes)
     dim = _check_dim(op, "scatter_dim", scatter_dim, a_parts[0].ndim)
     if sizes:
         size = (*a_parts[0].shape[:-1], b_parts[0].shape[1])[dim]
@@ -636,8 +674,7 @@ def check_all_reduce(
     reduce_op: str,
     scales: ScatterScales | None = None,
     *,
-    sum_dtype: torch.dtype | None = None,
-    added: Tensor | None = None,
+    optional: SumOptions = SumOptions(),
     sizes: bool = True,
 ) -> None:
     """Check the arguments of an op that reduces products; without `sizes` only what adds no guard.
@@ -657,7 +694,9 @@ def check_all_reduce(
     if scales is not None:
         _check_lengths(op, len(a_parts), {"a_scales": scales.a_scales, "b_scales": scales.b_scales})
     products = a_parts[0].dtype if scales is None else scales.out_dtype
+    sum_dtype, added = optional.sum_dtype, optional.added
     _check_sum_dtype(op, products, sum_dtype)
+    _check_factors(op, len(a_parts), optional.factors)
     if added is not None:
         limit = f"a tensor of the result's {sum_dtype or products} on {a_parts[0].device}, where A is; convert it first"
         fits = added.dtype == (sum_dtype or products) and added.device == a_parts[0].device
@@ -673,6 +712,17 @@ def _check_sum_dtype(op: str, products: torch.dtype, sum_dtype: torch.dtype | No
     fits = sum_dtype in (None, products) or (sum_dtype == torch.float32 and products in WIDENED)
     limit = f"None, the products' {products}, or torch.float32 for products of a dtype in {WIDENED}"
     _require(fits, op, "sum_dtype", sum_dtype, limit)
+
+
+def _check_factors(op: str, count: int, factors: Sequence[float] | None) -> None:
+    if factors is None:
+        return
+    limit = f"{count}, one for each product, or {count + 1}, one more for their sum"
+    _require(count <= len(factors) <= count + 1, op, "len(factors)", len(factors), limit)
+    for i, factor in enumerate(factors):
+        fraction, exponent = math.frexp(factor)
+        limit = f"a power of two from 2^-{LARGEST_EXPONENT} to 2^{LARGEST_EXPONENT}, or the negative of one"
+        _require(abs(fraction) == 0.5 and abs(exponent - 1) <= LARGEST_EXPONENT, op, f"factors[{i}]", factor, limit)
 
 
 def _check_sum_sizes(
@@ -904,11 +954,12 @@ def unfused_matmul_reduce_scatter(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    factors: Sequence[float] | None = None,
     *,
     mover: Mover | None = None,
 ) -> Tensor:
     """`asynctp::matmul_reduce_scatter` without overlap; the arguments are checked already."""
-    total = _summed_products(a_parts, b_parts, biases, sum_dtype, added)
+    total = _summed_products(a_parts, b_parts, biases, sum_dtype, added, factors)
     return reduce_scatter(total, reduce_op, scatter_dim, group_size, group_name, mover)
 
 
@@ -926,12 +977,13 @@ def unfused_scaled_matmul_reduce_scatter(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    factors: Sequence[float] | None = None,
     *,
     mover: Mover | None = None,
 ) -> Tensor:
     """`asynctp::scaled_matmul_reduce_scatter` without overlap; the arguments are checked already."""
     parts = (a_parts, b_parts, a_scales, b_scales, biases)
-    total = _summed_scaled_products(*parts, out_dtype, use_fast_accum, sum_dtype, added)
+    total = _summed_scaled_products(*parts, out_dtype, use_fast_accum, sum_dtype, added, factors)
     return reduce_scatter(total, reduce_op, scatter_dim, group_size, group_name, mover)
 
 
@@ -943,11 +995,13 @@ def unfused_matmul_all_reduce(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    factors: Sequence[float] | None = None,
     *,
     mover: Mover | None = None,
 ) -> Tensor:
     """`asynctp::matmul_all_reduce` without overlap; the arguments are checked already."""
-    return all_reduce(_summed_products(a_parts, b_parts, biases, sum_dtype, added), reduce_op, group_name, mover)
+    total = _summed_products(a_parts, b_parts, biases, sum_dtype, added, factors)
+    return all_reduce(total, reduce_op, group_name, mover)
 
 
 def unfused_scaled_matmul_all_reduce(
@@ -962,12 +1016,13 @@ def unfused_scaled_matmul_all_reduce(
     group_name: Any,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    factors: Sequence[float] | None = None,
     *,
     mover: Mover | None = None,
 ) -> Tensor:
     """`asynctp::scaled_matmul_all_reduce` without overlap; the arguments are checked already."""
     parts = (a_parts, b_parts, a_scales, b_scales, biases)
-    total = _summed_scaled_products(*parts, out_dtype, use_fast_accum, sum_dtype, added)
+    total = _summed_scaled_products(*parts, out_dtype, use_fast_accum, sum_dtype, added, factors)
     return all_reduce(total, reduce_op, group_name, mover)
 
 
@@ -1052,9 +1107,10 @@ def _summed_products(
     biases: Sequence[Tensor | None],
     sum_dtype: torch.dtype | None,
     added: Tensor | None,
+    factors: Sequence[float] | None,
 ) -> Tensor:
     products = [product(a, b, bias) for a, b, bias in zip(a_parts, b_parts, biases, strict=True)]
-    return _sum(products, sum_dtype, added)
+    return _sum(products, sum_dtype, added, factors)
 
 
 def _summed_scaled_products(
@@ -1067,22 +1123,38 @@ def _summed_scaled_products(
     use_fast_accum: bool,
     sum_dtype: torch.dtype | None,
     added: Tensor | None,
+    factors: Sequence[float] | None,
 ) -> Tensor:
     parts = zip(a_parts, b_parts, a_scales, b_scales, biases, strict=True)
     products = [
         scaled_product(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum)
         for a, b, a_scale, b_scale, bias in parts
     ]
-    return _sum(products, sum_dtype, added)
+    return _sum(products, sum_dtype, added, factors)
 
 
-def _sum(products: list[Tensor], dtype: torch.dtype | None, added: Tensor | None) -> Tensor:
+def _sum(
+    products: list[Tensor], dtype: torch.dtype | None, added: Tensor | None, factors: Sequence[float] | None
+) -> Tensor:
     """The sum in list order, `added` last, in `dtype`, to which the products are converted first; None: their own."""
     terms = products if dtype is None else [product.to(dtype) for product in products]
-    total = terms[0]
-    for term in [*terms[1:], *([] if added is None else [added])]:
+    each, of_sum = split_factors(factors, len(products))
+    total, *others = [multiplied(*pair) for pair in zip(terms, each, strict=True)]
+    for term in [*others, *([] if added is None else [added])]:
         total = total + term
-    return total
+    return multiplied(total, of_sum)
+
+
+def split_factors(factors: Sequence[float] | None, count: int) -> tuple[list[float], float]:
+    """The factors of so many products, and that of their sum."""
+    if factors is None:
+        return [1.0] * count, 1.0
+    return list(factors[:count]), factors[count] if len(factors) > count else 1.0
+
+
+def multiplied(tensor: Tensor, factor: float) -> Tensor:
+    """The tensor times a number, in its dtype; the tensor itself if that is 1."""
+    return tensor if factor == 1 else tensor * factor
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

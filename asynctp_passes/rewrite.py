@@ -640,9 +640,9 @@ def _emit_reduction(build: _Builder, chain: ScatterChain) -> fx.Node:
 def _emit_scatter(build: _Builder, chain: ScatterChain, place: ScatterPlacement) -> fx.Node:
     scatter = chain.collective
     if chain.sent.is_reshape:
-        a_parts = [_product_rows(build, chain, place, _left(build, matmul)) for matmul in chain.matmuls]
+        a_parts = [_product_rows(build, chain, place, build.now(matmul.a)) for matmul in chain.matmuls]
     else:
-        a_parts = [_rows_as_sent(build, chain, _left(build, matmul)) for matmul in chain.matmuls]
+        a_parts = [_rows_as_sent(build, chain, build.now(matmul.a)) for matmul in chain.matmuls]
     scatter_dim = value_of(a_parts[0]).dim() - (1 if place.axis == "columns" else 2)
     op = _call_reduction(build, chain, a_parts, (scatter_dim,), (scatter.group_size,))
     out = build.reshape(build.contiguous(op), build.shape(scatter.node))
@@ -657,14 +657,14 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
     that lay in memory otherwise than that product, as one with a transposed tensor, a view may have to copy.
     """
     if not chain.sent.is_reshape:
-        op = _call_reduction(build, chain, [_rows_as_sent(build, chain, _left(build, one)) for one in chain.matmuls])
+        op = _call_reduction(build, chain, [_rows_as_sent(build, chain, build.now(one.a)) for one in chain.matmuls])
         _give_result(build, chain, build.reshape(op, build.shape(chain.collective.source)))
         return op
     wide = chain.sum_dtype is not None
     sums = [node for node in chain.views if is_sum(node) or (wide and is_conversion(node))]
     gone = _first_within(sums, {*chain.views, *(matmul.node for matmul in chain.matmuls)})
     turned = not all(lie_alike(node, source) for node, source in gone.items())
-    a_parts = [_as_rows(build, _left(build, matmul)) for matmul in chain.matmuls]
+    a_parts = [_as_rows(build, build.now(matmul.a)) for matmul in chain.matmuls]
     op = _call_reduction(build, chain, a_parts)
     for matmul in chain.matmuls:
         build.replace(matmul.node, build.reshape(op, build.shape(matmul.node)))
@@ -704,12 +704,7 @@ def _first_within(sums: Iterable[fx.Node], inside: Container[fx.Node]) -> dict[f
     return {node: next(source for source in node.all_input_nodes if source in inside) for node in sums}
 
 
-def _left(build: _Builder, matmul: Matmul) -> fx.Node:
-    """The left operand of a term, as many times as the term counts; of a scaled one, the scale is multiplied."""
-    return build.now(matmul.a) if matmul.scaled is not None else _times(build, build.now(matmul.a), matmul)
-
-
-def _times(build: _Builder, node: fx.Node, term: Matmul | Term) -> fx.Node:
+def _times(build: _Builder, node: fx.Node, term: Term) -> fx.Node:
     """A node as many times as a term counts."""
     return node if term.factor == 1 else build.call(_aten.mul.Tensor, node, term.factor, like=term.node)
 
@@ -749,21 +744,20 @@ def _call_reduction(
     """The fused op; only that of a reduce-scatter is told `where` to scatter, and the group's `size`."""
     matmuls, namespace, collective = chain.matmuls, torch.ops.asynctp, chain.collective.kind
     b_parts, biases = [_right(build, matmul) for matmul in matmuls], [_row_bias(build, matmul) for matmul in matmuls]
-    pairs = zip(matmuls, biases, strict=True)
-    biases = [None if bias is None else _times(build, bias, matmul) for matmul, bias in pairs]
     how, ending = (chain.collective.reduce_op, *where), [*size, chain.collective.group]
     shapes = [build.shape(a) for a in a_parts]
     added = _added(build, chain, (*shapes[0][:-1], build.shape(matmuls[0].node)[-1]))
     if added is not None and not chain.sent.is_reshape:
         added = _rows_as_sent(build, chain, added)
-    ending += [] if chain.sum_dtype is None and added is None else [chain.sum_dtype]
-    ending += [] if added is None else [added]
+    optional = [chain.sum_dtype, added, list(chain.factors) or None]
+    while optional and optional[-1] is None:
+        optional.pop()
+    ending += optional
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     if not scaled:
         op = getattr(namespace, f"matmul_{collective}").default
         return build.call(op, a_parts, b_parts, biases, *how, *ending)
-    terms = zip(matmuls, scaled, shapes, strict=True)
-    a_scales = [_times(build, _left_scale(build, chain, one, shape), matmul) for matmul, one, shape in terms]
+    a_scales = [_left_scale(build, chain, one, shape) for one, shape in zip(scaled, shapes, strict=True)]
     b_scales = [_column_scale(build, one) for one in scaled]
     op = getattr(namespace, f"scaled_matmul_{collective}").default
     options = (scaled[0].out_dtype, scaled[0].use_fast_accum)

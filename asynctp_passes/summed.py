@@ -22,12 +22,22 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat
-from asynctp_passes.chain import Candidate, Collective, ScatterChain, Term
+from asynctp_passes.chain import Candidate, Collective, Matmul, ScatterChain, Term
 from asynctp_passes.fxview import arguments, reachable, tensor_of, value_of
 from asynctp_passes.read import lie_alike
 from asynctp_passes.scene import Scene
 from asynctp_passes.shapes import IndexMap, product, same
-from asynctp_passes.views import Terms, adds, follow, is_conversion, is_sum, is_view, seeds_of
+from asynctp_passes.views import (
+    adds,
+    distributed,
+    follow,
+    is_conversion,
+    is_sum,
+    is_view,
+    scaling_of,
+    seeds_of,
+    times,
+)
 
 __all__ = ["summed"]
 
@@ -111,25 +121,32 @@ def _sums(scene: Scene, reductions: Sequence[fx.Node]) -> list[tuple[fx.Node, se
 
 
 def _is_step(node: fx.Node) -> bool:
-    """True for views and what sums up. Conversions round, or would not: they end a sum."""
-    return _is_way(node) or (is_sum(node) and not is_conversion(node))
+    """True for views and what sums up. Conversions round, or would not: they end a sum.
+
+    So does a number above 1: what ranks send may overflow where their sum, which the program multiplies, does not. A
+    smaller one makes what they send smaller, and loses no more than a sum does (`views.distributed`).
+    """
+    sums = is_sum(node) and not is_conversion(node)
+    return _is_way(node) or (sums and abs(scaling_of(node) or 1.0) <= 1)
 
 
 def _is_way(node: fx.Node) -> bool:
     return is_view(node) and not is_conversion(node)
 
 
-def _terms(scene: Scene, end: fx.Node, inside: set[fx.Node], members: Sequence[fx.Node]) -> Terms | None:
-    """What `end` sums up; None if something inside has a user outside, or does not rearrange all members alike.
+def _terms(
+    scene: Scene, end: fx.Node, inside: set[fx.Node], members: Sequence[fx.Node]
+) -> Mapping[fx.Node, float] | None:
+    """What `end`, an addition, sums up, and how often.
 
-    Or if an addition's result lies in memory otherwise than the first term that comes from a member, and is to stand
-    for it.
+    None if something inside has a user outside, or does not rearrange all members alike. Or if an addition's result
+    lies in memory otherwise than the first term that comes from a member, and is to stand for it.
     """
     if not all(inside.issuperset(node.users) for node in inside if node is not end):
         return None
     flow = follow(scene.sorted(inside), seeds_of(members, scene.sizes), scene.sizes, sums=True)
     in_place = all(lie_alike(node, _first(node, inside)) for node in inside if adds(node))
-    return flow.terms[end] if inside <= flow.maps.keys() and in_place else None
+    return flow.terms[end].counts if inside <= flow.maps.keys() and in_place else None
 
 
 def _first(sum_: fx.Node, inside: Set[fx.Node]) -> fx.Node:
@@ -148,12 +165,12 @@ def _are_next(scene: Scene, members: Sequence[fx.Node], chains: Set[fx.Node], pl
 
 
 def _joined(
-    scene: Scene, members: Sequence[Collective], chains: Mapping[fx.Node, ScatterChain], times: Terms
+    scene: Scene, members: Sequence[Collective], chains: Mapping[fx.Node, ScatterChain], counts: Mapping[fx.Node, float]
 ) -> ScatterChain | None:
     """The one chain of all members, in place of the last that is a chain, whose products come first.
 
-    None where products are not alike, go to the collectives in different ways, or cannot be added to what else is
-    reduced.
+    None where products are not alike, go to the collectives in different ways, cannot be added to what else is reduced,
+    or cannot take the factors of their sums.
     """
     known = [chains[member.node] for member in members if member.node in chains]
     if not known:
@@ -164,23 +181,45 @@ def _joined(
             return None
         if not all(scene.can_add(last.matmuls[0], matmul) for matmul in other.matmuls):
             return None
-    own = [(chain, times[chain.collective.node]) for chain in (last, *others)]
-    added = [replace(term, factor=term.factor * count) for chain, count in own for term in chain.added]
+    own = [_counted(chain, counts[chain.collective.node]) for chain in (last, *others)]
+    whole = [chain for chain in own if chain is not None]
+    if len(whole) < len(own):
+        return None
+    added = [term for chain in whole for term in chain.added]
     for member in members:
         if member.node not in chains:
             source = _in_order_of_products(scene, member, last)
             if source is None:
                 return None
-            added.append(Term(source, times[member.node]))
+            added.append(Term(source, counts[member.node]))
     results = {member.node for member in members}
     return replace(
-        last,
-        matmuls=tuple(replace(one, factor=one.factor * count) for chain, count in own for one in chain.matmuls),
-        views=scene.sorted(node for chain, _ in own for node in chain.views),
+        whole[0],
+        matmuls=tuple(one for chain in whole for one in chain.matmuls),
+        views=scene.sorted(node for chain in whole for node in chain.views),
         added=tuple(added),
         joined=tuple(member for member in members if member is not last.collective),
-        added_behind=tuple(Term(node, count) for node, count in times.items() if node not in results),
-        crossing=tuple((member.node, times[member.node]) for member in members),
+        added_behind=tuple(Term(node, count) for node, count in counts.items() if node not in results),
+        crossing=tuple((member.node, counts[member.node]) for member in members),
+    )
+
+
+def _counted(chain: ScatterChain, count: float) -> ScatterChain | None:
+    """A chain whose terms have the factor of their sum, and of its result; None where they cannot."""
+    dtype = value_of(chain.collective.source).dtype
+
+    def factor_of(term: Matmul | Term) -> float | None:
+        within = distributed(term.factor, chain.factor, dtype)
+        return None if within is None else times(within, count)
+
+    matmuls, added = [(one, factor_of(one)) for one in chain.matmuls], [(one, factor_of(one)) for one in chain.added]
+    if any(factor is None for _, factor in (*matmuls, *added)):
+        return None
+    return replace(
+        chain,
+        matmuls=tuple(replace(one, factor=factor) for one, factor in matmuls if factor is not None),
+        added=tuple(replace(one, factor=factor) for one, factor in added if factor is not None),
+        factor=1.0,
     )
 
 

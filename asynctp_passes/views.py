@@ -27,7 +27,9 @@ __all__ = [
     "CASTS",
     "VIEWS",
     "Flow",
+    "Terms",
     "adds",
+    "distributed",
     "follow",
     "is_conversion",
     "is_sum",
@@ -36,13 +38,24 @@ __all__ = [
     "scaling_of",
     "seeds_of",
     "shares_memory",
+    "times",
     "views_of",
     "widens",
 ]
 
 Pieces = tuple[IndexMap | None, ...]
-Terms = dict[fx.Node, float]
 Result = IndexMap | Pieces | Refusal | None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a followed node sums up: each term as many times as it `counts`, and then the sum times `factor`.
+
+    All numbers are powers of two, or negatives of such (`scaling_of`); a factor that is a sign goes to the counts.
+    """
+
+    counts: Mapping[fx.Node, float]
+    factor: float = 1.0
 
 
 @dataclass
@@ -55,7 +68,7 @@ class Flow:
             are no rearrangement of the source (other tensors that are waited for together).
         refused: Nodes that take a followed tensor and do a thing to it that has no index map.
         terms: The seeds whose sum a followed node is a rearrangement of (one seed, unless sums are followed), and how
-            many times each counts. In sums tensors besides seeds too, which have the layout of these.
+            often each counts. In sums tensors besides seeds too, which have the layout of these.
         lost: Nodes besides those refused that come from a seed, and are not followed.
     """
 
@@ -132,7 +145,7 @@ def follow(nodes: Iterable[fx.Node], seeds: Mapping[fx.Node, IndexMap], sizes: S
             any other of its shape, multiplications by powers of two and conversions to float32 that keep all values,
             and let a seed that is `c + a @ b` have the terms of `c` too, or `c` itself.
     """
-    flow = Flow(maps=dict(seeds), terms={seed: {seed: 1.0} for seed in seeds})
+    flow = Flow(maps=dict(seeds), terms={seed: _once(seed) for seed in seeds})
     for node in nodes:
         if node in seeds:
             if sums and (added := added_matrix(node)) is not None:
@@ -192,30 +205,85 @@ def _terms(flow: Flow, node: fx.Node) -> Terms | Refusal:
     """What a followed node sums up: views keep their inputs' one set of terms, an addition joins two disjoint ones."""
     sets = [flow.terms[source] for source in node.all_input_nodes if source in flow.terms]
     if op_name(node) not in _SUMS:
-        scaled = _scaled(sets[0], scaling_of(node) or 1.0)
         if any(terms != sets[0] for terms in sets):
             return Refusal(reasons.SUM_TERMS_DISAGREE, "pieces sum different terms")
-        far = next((times for times in scaled.values() if abs(math.frexp(times)[1]) > _LARGEST_EXPONENT), None)
-        return scaled if far is None else Refusal(reasons.COMPUTED_BETWEEN, f"multiplies products by {far} in all")
+        number = scaling_of(node)
+        return sets[0] if number is None else _multiplied(sets[0], number)
     values = arguments(node)
-    left, right = (flow.terms.get(values[name], {values[name]: 1.0}) for name in ("self", "other"))
-    if left.keys() & right.keys():
+    left, right = (flow.terms.get(values[name], _once(values[name])) for name in ("self", "other"))
+    if op_name(node) == "aten.sub.Tensor":
+        right = _with_sign(right, -1.0)
+    return _sum_of(left, right, tensor_of(node))
+
+
+def _once(node: fx.Node) -> Terms:
+    return Terms({node: 1.0})
+
+
+def times(first: float, then: float) -> float | None:
+    """The one number that does what multiplying by two powers of two does; None where there is none.
+
+    Of 2 and 1/2 the first may go beyond what the dtype has, and the second not come back: both have to go one way. One
+    of them may be a sign. Numbers far smaller than any dtype's range stay normal ones in float32.
+    """
+    both = first * then
+    apart = min(abs(first), abs(then)) < 1 < max(abs(first), abs(then))
+    return None if apart or not _is_power_of_two(both) else both
+
+
+def _multiplied(terms: Terms, number: float) -> Terms | Refusal:
+    """A sum, times a number: of one term, that counts so often more; of several, it is a factor of all."""
+    if abs(number) == 1:
+        return _with_sign(terms, number)
+    if len(terms.counts) == 1 and terms.factor == 1:
+        ((term, count),) = terms.counts.items()
+        if (both := times(count, number)) is not None:
+            return Terms({term: both})
+    factor = times(terms.factor, number)
+    if factor is None:
+        return Refusal(reasons.COMPUTED_BETWEEN, f"multiplies by {number:g} what is multiplied by {terms.factor:g}")
+    return Terms(terms.counts, factor)
+
+
+def _with_sign(terms: Terms, sign: float) -> Terms:
+    return Terms({term: count * sign for term, count in terms.counts.items()}, terms.factor)
+
+
+def _sum_of(left: Terms, right: Terms, result: torch.Tensor | None) -> Terms | Refusal:
+    """The sum of two: a factor of either goes to its terms."""
+    if left.counts.keys() & right.counts.keys():
         return Refusal(reasons.SUM_TERMS_DISAGREE, "a term is added twice")
-    return left | _scaled(right, -1.0 if op_name(node) == "aten.sub.Tensor" else 1.0)
+    counts: dict[fx.Node, float] = {}
+    for terms in (left, right):
+        for term, count in terms.counts.items():
+            each = distributed(count, terms.factor, None if result is None else result.dtype)
+            if each is None:
+                return Refusal(reasons.COMPUTED_BETWEEN, f"multiplies a sum by {terms.factor:g}, and then adds to it")
+            counts[term] = each
+    return Terms(counts)
 
 
-def _scaled(terms: Terms, times: float) -> Terms:
-    return {term: count * times for term, count in terms.items()}
+def distributed(count: float, factor: float, dtype: torch.dtype | None) -> float | None:
+    """How often a term counts, in place of a factor of the whole sum; None where the sum would not be the same.
+
+    A factor below 1 makes terms smaller than the program's: none of them overflows, nor does their sum, unless the
+    program's does. Where they come to subnormal numbers each is off by half of the least one at most, as the program's
+    result is; but of float16 these are numbers of every day. A factor above 1 may make of two terms infinities.
+    """
+    if factor == 1:
+        return count
+    return None if abs(factor) > 1 or dtype == torch.float16 else times(count, factor)
 
 
 def _join_added(flow: Flow, seed: fx.Node, added: fx.Node) -> None:
     """What the seed `added + a @ b` sums up, if `added` has its map or comes from no seed; else it is not followed."""
     fits = flow.is_apart(added) or (added in flow.maps and flow.maps[added] == flow.maps[seed])
-    if fits:
-        flow.terms[seed] |= flow.terms.get(added, {added: 1.0})
-        return
     reason = reasons.SUM_TERMS_DISAGREE if flow.has(added) else reasons.SUM_HAS_OTHER_TERM
-    flow.refused[seed] = Refusal(reason, f"{op_name(seed)} {seed.name}")
+    joined = _sum_of(flow.terms[seed], flow.terms.get(added, _once(added)), tensor_of(seed)) if fits else None
+    if isinstance(joined, Terms):
+        flow.terms[seed] = joined
+        return
+    flow.refused[seed] = joined or Refusal(reason, f"{op_name(seed)} {seed.name}")
     del flow.maps[seed]
 
 
@@ -254,10 +322,10 @@ def widens(node: fx.Node) -> bool:
 
 
 def scaling_of(node: fx.Node) -> float | None:
-    """The number that a node multiplies a tensor by, if that commutes with all that rounds; None for other nodes.
+    """The number that a node multiplies a tensor by, if it is a power of two, or the negative of one; else None.
 
-    That is a power of two, or the negative of one: it changes exponents only, of what is not within 2^32 of the ends of
-    the dtype's range. The exponents of float16 are too few to say so of another number than 1.
+    Such a multiplication is exact but at the ends of the dtype's range. So the fused op does it where the program does:
+    behind the product, not to an operand.
     """
     if op_name(node) not in (*_SCALINGS, "aten.neg.default"):
         return None
@@ -266,10 +334,14 @@ def scaling_of(node: fx.Node) -> float | None:
     if before is None or out is None or before.dtype != out.dtype or not isinstance(other, int | float) or not other:
         return None
     number = 1 / other if op_name(node).startswith("aten.div") else float(other)
-    fraction, exponent = math.frexp(number)
-    wide = out.dtype in (torch.bfloat16, torch.float32, torch.float64)
-    exact = abs(fraction) == 0.5 and abs(exponent) <= _LARGEST_EXPONENT
-    return number if exact and (wide or abs(number) == 1) else None
+    fits = out.dtype.is_floating_point or abs(number) == 1
+    return number if fits and _is_power_of_two(number) else None
+
+
+def _is_power_of_two(number: float) -> bool:
+    """True for one from 2^-32 to 2^32, and for the negative of one."""
+    fraction, exponent = math.frexp(abs(number))
+    return fraction == 0.5 and abs(exponent - 1) <= _LARGEST_EXPONENT
 
 
 def shares_memory(node: fx.Node) -> bool:
@@ -459,7 +531,7 @@ def _add(call: _Call) -> Result:
 
 def _dtypes(call: _Call, node: fx.Node) -> set[torch.dtype | None]:
     """Of the seeds that a node sums up."""
-    values = [tensor_of(term) for term in call.flow.terms[node] if call.flow.has(term)]
+    values = [tensor_of(term) for term in call.flow.terms[node].counts if call.flow.has(term)]
     return {None if value is None else value.dtype for value in values}
 
 
@@ -473,16 +545,17 @@ def _widen(call: _Call) -> Result:
     before = tensor_of(call.first)
     if before is None or _dtypes(call, call.first) != {before.dtype}:
         return Refusal(reasons.COMPUTED_BETWEEN, "converts products that are seen as another dtype")
+    terms = call.flow.terms[call.first]
+    if before.dtype == torch.float16 and {abs(number) for number in (*terms.counts.values(), terms.factor)} != {1.0}:
+        return Refusal(reasons.COMPUTED_BETWEEN, "multiplies products in float16, which the sum in float32 would not")
     return call.source
 
 
 def _scale(call: _Call) -> Result:
-    """A power of two goes to an operand of each term, which has to have exponents for it (see `scaling_of`)."""
-    before, terms = tensor_of(call.first), _dtypes(call, call.first)
-    if before is None or not _are_in(terms, before.dtype):
+    """A power of two is a factor of the terms, or of their sum (`Terms`)."""
+    before = tensor_of(call.first)
+    if before is None or not _are_in(_dtypes(call, call.first), before.dtype):
         return Refusal(reasons.COMPUTED_BETWEEN, "multiplies products that are seen as another dtype")
-    if torch.float16 in terms and abs(scaling_of(call.node) or 0.0) != 1:
-        return Refusal(reasons.COMPUTED_BETWEEN, "products of float16 have too few exponents to be multiplied before")
     return call.source
 
 

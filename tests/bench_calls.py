@@ -81,6 +81,9 @@ CALLS = {
     "all-reduce of a sum that is converted": reduction(
         "matmul_all_reduce", spec(32, 64), spec(64, 48), spec(64, 48), sum_dtype="float32"
     ),
+    "scatter of a multiplied sum": reduction(
+        "matmul_reduce_scatter", spec(32, 64), spec(64, 48), spec(64, 48), **SCATTERED, factors=[2.0, -1.0, 0.5]
+    ),
     "all-reduce": reduction("matmul_all_reduce", spec(32, 64), spec(64, 48)),
     **{f"{op} {kind}": bench.built_in(op, kind, 32, 64, 48, WORLD) for op in cli.OPS for kind in cli.KINDS},
 }  # fmt: skip

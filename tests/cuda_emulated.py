@@ -203,6 +203,8 @@ def _scattered_tile(call: Call, peer: int, p: int, rows: slice, col: int, counte
         )
     if due:
         counter.value += due
+    if call.FACTOR != 1:
+        total = total.to(call.described("c0").dtype).float() * call.FACTOR
     yield from _store(call, "c0", peer * call.outer + p, rows, columns, total)
 
 

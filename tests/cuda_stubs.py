@@ -348,8 +348,8 @@ class Machine:
         return Launch(run, 32 * num_warps, self.registers, 0)
 
     # what replaces cuBLAS and NCCL
-    def product(self, *operands: Any, out: Tensor | None = None) -> Tensor:
-        return product(*operands, out=out)
+    def product(self, *operands: Any, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
+        return product(*operands, out=out, factor=factor)
 
     def gather_into(self, whole: Tensor, shard: Tensor, group: Any) -> None:
         assert group is self.group
@@ -449,13 +449,14 @@ def product(
     b_scale: Tensor | None,
     scaling: Any,
     out: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """`products.product` without cuBLAS."""
     found = a.float() @ b.float()
     if a_scale is not None and b_scale is not None:
         found = found * a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)
     found = found if bias is None else found + bias.float()
-    found = found.to(a.dtype if scaling is None else scaling.out_dtype)
+    found = found.to(a.dtype if scaling is None else scaling.out_dtype) * factor
     return found if out is None else out.copy_(found)
 
 
@@ -654,6 +655,7 @@ def scatter_call(
     world: int = 4,
     sum_dtype: torch.dtype | None = None,
     added: bool = False,
+    factors: tuple[float, ...] = (),
 ) -> ScatterCall:
     """A scatter along `dim` of the sum of products [rows, k] @ [k, n]; the options are those of `gather_call`.
 
@@ -675,6 +677,7 @@ def scatter_call(
         world,
         sum_dtype=sum_dtype,
         added=tensor(*rows, n, dtype=sum_dtype or out_dtype) if added else None,
+        factors=factors,
     )
 
 
@@ -700,15 +703,17 @@ def whole(call: ScatterCall, implementation: str) -> Tensor:
     """
     exact = implementation == "fused" and call.wire_dtype == call.out_dtype
     total: Tensor | None = None
+    count = len(call.a_parts)
+    factors, rest = call.factors[:count] or (1.0,) * count, call.factors[count:]
     for i, (a, b) in enumerate(zip(call.a_parts, call.b_parts, strict=True)):
         scales = (call.a_scales[i], call.b_scales[i]) if call.a_scales else (None, None)
         flat = a.reshape(-1, a.shape[-1])
         flat, b = (flat.float(), b.float()) if exact else (flat, b)
         scaling = (replace(call, out_dtype=torch.float32) if exact else call).scaling
         one = product(flat, b, call.biases[i], *scales, scaling).to(torch.float32 if exact else call.wire_dtype)
-        total = one if total is None else total + one
+        total = one * factors[i] if total is None else total + one * factors[i]
     assert total is not None
-    total = total if call.added is None else total + call.added.reshape(total.shape)
+    total = (total if call.added is None else total + call.added.reshape(total.shape)) * (rest[0] if rest else 1)
     return total.to(call.wire_dtype).view(*call.a_parts[0].shape[:-1], -1)
 
 

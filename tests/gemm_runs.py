@@ -11,7 +11,8 @@ from math import ceil
 from typing import Any
 
 from cuda_stubs import Prepared, is_descriptor
-from lowered import COUNTED, Event, Place, Polynomial, monomial, parse
+from lowered import COUNTED, Event, Place, Polynomial, Tensor, monomial, parse
+from lowered import number as factor
 
 Tile = tuple[int, int, int, int]  # rank, row tile of that rank's, number of the product, column
 Part = tuple[Tile, int]  # of its columns
@@ -149,7 +150,7 @@ class Gemm:
                 found[monomial(("product", (a, (block, row, at)), b_place), *scales)] += 1
         if self["BIAS"]:
             found[monomial((f"z{number}", *cols))] += 1
-        return found
+        return found if self["FACTOR"] == 1 else (Tensor(found) * factor(self["FACTOR"])).sum
 
     def word(self, peer: int, row_tile: int) -> int:
         """The number of the word that counts a scatter's tile."""

@@ -392,32 +392,32 @@ def _all_gather_scaled_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Ten
 
 
 def _matmul_reduce_scatter(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
-    """reduce_scatter(sum_i (a_parts[i] @ b_parts[i] + biases[i]) + added, scatter_dim)."""
-    _, _, _, reduce_op, scatter_dim, group_size, _, sum_dtype, _ = calls[0]
+    """reduce_scatter((sum_i (a_parts[i] @ b_parts[i] + biases[i]) * factors[i] + added) * factor, scatter_dim)."""
+    _, _, _, reduce_op, scatter_dim, group_size, _, sum_dtype, _, _ = calls[0]
     _check_group_size(calls, group_size)
-    total = _reduced([_partial(*call[:3], sum_dtype, call[-1]) for call in calls], reduce_op)
+    total = _reduced([_partial(*call[:3], *call[-3:]) for call in calls], reduce_op)
     return _scattered(total, len(calls), scatter_dim, sum_dtype or calls[0][0][0].dtype)
 
 
 def _scaled_matmul_reduce_scatter(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     """As `_matmul_reduce_scatter` of dequantized operands."""
-    _, _, _, _, _, reduce_op, scatter_dim, out_dtype, _, group_size, _, sum_dtype, _ = calls[0]
+    _, _, _, _, _, reduce_op, scatter_dim, out_dtype, _, group_size, _, sum_dtype, _, _ = calls[0]
     _check_group_size(calls, group_size)
-    total = _reduced([_scaled_partial(*call[:5], out_dtype, sum_dtype, call[-1]) for call in calls], reduce_op)
+    total = _reduced([_scaled_partial(*call[:5], out_dtype, *call[-3:]) for call in calls], reduce_op)
     return _scattered(total, len(calls), scatter_dim, sum_dtype or out_dtype)
 
 
 def _matmul_all_reduce(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
-    """all_reduce(sum_i (a_parts[i] @ b_parts[i] + biases[i]) + added)."""
-    _, _, _, reduce_op, _, sum_dtype, _ = calls[0]
-    total = _reduced([_partial(*call[:3], sum_dtype, call[-1]) for call in calls], reduce_op)
+    """all_reduce((sum_i (a_parts[i] @ b_parts[i] + biases[i]) * factors[i] + added) * factor)."""
+    _, _, _, reduce_op, _, sum_dtype, _, _ = calls[0]
+    total = _reduced([_partial(*call[:3], *call[-3:]) for call in calls], reduce_op)
     return [total.to(sum_dtype or call[0][0].dtype, copy=True) for call in calls]
 
 
 def _scaled_matmul_all_reduce(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     """As `_matmul_all_reduce` of dequantized operands."""
-    _, _, _, _, _, reduce_op, out_dtype, _, _, sum_dtype, _ = calls[0]
-    total = _reduced([_scaled_partial(*call[:5], out_dtype, sum_dtype, call[-1]) for call in calls], reduce_op)
+    _, _, _, _, _, reduce_op, out_dtype, _, _, sum_dtype, _, _ = calls[0]
+    total = _reduced([_scaled_partial(*call[:5], out_dtype, *call[-3:]) for call in calls], reduce_op)
     return [total.to(sum_dtype or out_dtype, copy=True) for call in calls]
 
 
@@ -427,12 +427,19 @@ def _partial(
     biases: Sequence[Tensor | None],
     sum_dtype: torch.dtype | None,
     added: Tensor | None,
+    factors: Sequence[float] | None,
 ) -> Tensor:
     """One rank's term of the sum over ranks; with a `sum_dtype`, of products that are rounded as aten's are."""
     terms = zip(a_parts, b_parts, _padded(biases, len(a_parts)), strict=True)
-    if sum_dtype is None:
-        return _sum([*(_product(a, b, bias) for a, b, bias in terms), *_widened(added)])
-    return _sum([*(_rounded_product(a, b, bias).double() for a, b, bias in terms), *_widened(added)])
+    make = _product if sum_dtype is None else _rounded_product
+    return _sum_of_terms([make(*term).double() for term in terms], added, factors)
+
+
+def _sum_of_terms(products: Sequence[Tensor], added: Tensor | None, factors: Sequence[float] | None) -> Tensor:
+    each, whole = list(factors or [1.0] * len(products)), 1.0
+    if len(each) > len(products):
+        whole = each.pop()
+    return _sum([*(x * factor for x, factor in zip(products, each, strict=True)), *_widened(added)]) * whole
 
 
 def _widened(added: Tensor | None) -> list[Tensor]:
@@ -454,13 +461,14 @@ def _scaled_partial(
     out_dtype: torch.dtype,
     sum_dtype: torch.dtype | None,
     added: Tensor | None,
+    factors: Sequence[float] | None,
 ) -> Tensor:
     """As `_partial`, of dequantized operands."""
     wide_as = [_scaled_rows(a, scale) for a, scale in zip(a_parts, a_scales, strict=True)]
     wide_bs = [_scaled_columns(b, scale) for b, scale in zip(b_parts, b_scales, strict=True)]
     terms = [_product(*term) for term in zip(wide_as, wide_bs, _padded(biases, len(wide_as)), strict=True)]
     products = terms if sum_dtype is None else [term.to(out_dtype).double() for term in terms]
-    return _sum([*products, *_widened(added)])
+    return _sum_of_terms(products, added, factors)
 
 
 def _padded(biases: Sequence[Tensor | None], count: int) -> list[Tensor | None]:

@@ -26,6 +26,7 @@ they and the TMA unit do, and sees whether anything is read before it is there, 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import random
@@ -72,6 +73,11 @@ class Tensor:
 
 def monomial(*symbols: Any) -> tuple[Any, ...]:
     return tuple(sorted(symbols, key=repr))
+
+
+def number(value: float) -> Tensor:
+    """One number of float32, which a sum may be multiplied by."""
+    return Tensor(Counter([monomial(("number", ctypes.c_float(value).value))]))
 
 
 @dataclass(frozen=True)
@@ -313,8 +319,7 @@ class _Program:
     def _arith_constant(self, op: Op) -> Any:
         value = op.text.split()[0].removeprefix("dense<").removesuffix(">")
         if "." in value:
-            assert float(value) == 0, op.line
-            return Tensor()
+            return number(float(value)) if float(value) else Tensor()
         return int({"true": "1", "false": "0"}.get(value, value))
 
     def _arith_cmpi(self, op: Op, one: int | Range, other: int) -> int | Mask:

@@ -1216,7 +1216,7 @@ def _summed_products(
     early = b.chance(2)
     terms = [_shaped(b, product, shape) for product in products] if early else list(products)
     terms = _converted(b, terms, attack) if converts else terms
-    if b.chance(4) and not recipe.scaled_after and dtype_of(terms[-1]) is not torch.float16:
+    if b.chance(4) and not recipe.scaled_after:
         terms[-1] = _times_a_power_of_two(b, terms[-1])
     if attack and b.chance(3):
         terms.append(_OTHER_TERMS[b.choose(list(_OTHER_TERMS))](b, terms[0]))
@@ -1228,6 +1228,8 @@ def _summed_products(
     total = terms[0]
     for term in terms[1:]:
         total = _add(b, total, term, attack)
+    if len(terms) > 1 and b.chance(5):
+        total = _times_a_power_of_two(b, total)
     return (total if early else _shaped(b, total, shape)), products[0]
 
 
@@ -1248,8 +1250,8 @@ def _converted(b: Builder, terms: list[Node], attack: bool) -> list[Node]:
 
 
 def _times_a_power_of_two(b: Builder, x: Node) -> Node:
-    """As an adapter's scaling; exact, so that it may be done to an operand."""
-    b.note("term times a power of two")
+    """As an adapter's scaling."""
+    b.note("times a power of two")
     target, *numbers = b.choose(
         [(aten.mul.Tensor, 0.25), (aten.mul.Tensor, 2), (aten.div.Tensor, -8), (aten.neg.default,)]
     )

@@ -234,11 +234,12 @@ class Player:
             assert results is not None
             return results
         parts = (call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op)
+        optional = (call.sum_dtype, call.added, call.factors)
         if op.kind == "all reduce":
-            how = (call.out_dtype, call.fast, group, lambda: None, call.sum_dtype, call.added)
+            how = (call.out_dtype, call.fast, group, lambda: None, *optional)
             out = cuda.run_all_reduce(*parts, *how)
         else:
-            rest = (call.dim, call.out_dtype, call.fast, self.world, group, lambda: None, call.sum_dtype, call.added)
+            rest = (call.dim, call.out_dtype, call.fast, self.world, group, lambda: None, *optional)
             out = cuda.run_scatter(*parts, *rest)
         assert out is not None
         return [out]

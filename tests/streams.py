@@ -346,14 +346,14 @@ class Rank(Machine):
         return next(self._numbers)
 
     # --- cuBLAS and NCCL
-    def product(self, *operands: Any, out: Tensor | None = None) -> Tensor:
+    def product(self, *operands: Any, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         assert out is not None
         places = tree_map_only(Tensor, Place.of, [out, *operands])
 
         def steps() -> Steps:
             into, a, *others = tree_map_only(Place, Place.tensor, places)
             rows = yield from look(a)
-            yield from put(into, product(rows, *others).to(into.dtype))
+            yield from put(into, product(rows, *others, factor=factor).to(into.dtype))
 
         self.enqueue(self.current_stream, "product", steps)
         return out

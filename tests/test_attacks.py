@@ -24,7 +24,7 @@ from asynctp_passes import Report
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 FP8, OTHER_FP8 = torch.float8_e4m3fn, torch.float8_e5m2
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 GROUP = "tp"
 Attack = Callable[[Builder], list[Node]]
 
@@ -984,14 +984,32 @@ def term_with_strides(b: Builder) -> list[Node]:
     return [scattered(b, sums[0]), all_reduced(b, sums[1])]
 
 
-def terms_at_every_level(b: Builder) -> list[Node]:
-    """-((p + x) / 2 - (q - y) * 4) + z in views of their own."""
-    p, q = (b.call(aten.mm.default, *inputs(b, (8, 4), (4, 6))) for _ in range(2))
-    seen = b.call(aten.view.default, q, [2, 4, 6])
-    first = b.call(aten.div.Tensor, b.call(aten.add.Tensor, p, routed(b, (8, 6))), 2.0)
-    second = b.call(aten.mul.Tensor, b.call(aten.sub.Tensor, seen, routed(b, (2, 4, 6))), 4.0)
-    both = b.call(aten.sub.Tensor, first, b.call(aten.view.default, second, [8, 6]))
-    return [scattered(b, b.call(aten.add.Tensor, b.call(aten.neg.default, both), routed(b, (8, 6))))]
+def terms_at_every_level(number: float, dtype: torch.dtype = FP64, whole: float = 1.0) -> Attack:
+    """(-((p + x) / -2 - (q - y) * number) + z) * whole in views of their own."""
+
+    def attack(b: Builder) -> list[Node]:
+        p, q = (b.call(aten.mm.default, *inputs(b, (8, 4), (4, 6), dtype=dtype)) for _ in range(2))
+        seen = b.call(aten.view.default, q, [2, 4, 6])
+        first = b.call(aten.div.Tensor, b.call(aten.add.Tensor, p, routed(b, (8, 6), dtype)), -2.0)
+        second = b.call(aten.mul.Tensor, b.call(aten.sub.Tensor, seen, routed(b, (2, 4, 6), dtype)), number)
+        both = b.call(aten.sub.Tensor, first, b.call(aten.view.default, second, [8, 6]))
+        total = b.call(aten.add.Tensor, b.call(aten.neg.default, both), routed(b, (8, 6), dtype))
+        return [scattered(b, total if whole == 1 else b.call(aten.mul.Tensor, total, whole))]
+
+    return attack
+
+
+def sum_multiplied(*numbers: float, dtype: torch.dtype = FP64, wide: bool = False) -> Attack:
+    """(p + q) times numbers, converted to fp32 or not."""
+
+    def attack(b: Builder) -> list[Node]:
+        p, q = (b.call(aten.mm.default, *inputs(b, (8, 4), (4, 6), dtype=dtype)) for _ in range(2))
+        total = b.call(aten.add.Tensor, p, q)
+        for number in numbers:
+            total = b.call(aten.mul.Tensor, total, number)
+        return [scattered(b, rounded(b, total, FP32) if wide else total)]
+
+    return attack
 
 
 def term_changed_in_place(before: bool) -> Attack:
@@ -1325,12 +1343,12 @@ def seen_as(dtype: torch.dtype, back: torch.dtype | None = None, reduced: bool =
     return attack
 
 
-def times_powers_of_two(*numbers: float) -> Attack:
+def times_powers_of_two(*numbers: float, dtype: torch.dtype = torch.float32, wide: bool = False) -> Attack:
     def attack(b: Builder) -> list[Node]:
-        product = b.call(aten.mm.default, *inputs(b, (8, 4), (4, 8), dtype=FP32))
+        product = b.call(aten.mm.default, *inputs(b, (8, 4), (4, 8), dtype=dtype))
         for number in numbers:
             product = b.call(aten.mul.Tensor, product, number)
-        return [scattered(b, product)]
+        return [scattered(b, rounded(b, product, FP32) if wide else product)]
 
     return attack
 
@@ -1565,7 +1583,17 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "a term in three dimensions": (product_and(2, 4, 8), ["F"]),
     "routed tokens of a batch": (routed_tokens_of_a_batch, ["F"]),
     "a term with strides": (term_with_strides, ["F", "F"]),
-    "terms at every level": (terms_at_every_level, ["F"]),
+    "terms at every level": (terms_at_every_level(0.25), ["F"]),
+    "terms at every level, negated": (terms_at_every_level(-1.0), ["F"]),
+    "terms at every level, all multiplied": (terms_at_every_level(0.5, whole=16.0), ["F"]),
+    "terms at every level, some multiplied": (terms_at_every_level(4.0), ["ATP105"]),
+    "terms at every level of fp16": (terms_at_every_level(0.25, FP16), ["ATP105"]),
+    "sum multiplied": (sum_multiplied(4.0, 2.0), ["F"]),
+    "sum multiplied, and divided": (sum_multiplied(4.0, 0.5), ["ATP105"]),
+    "sum divided, and multiplied": (sum_multiplied(0.5, -4.0), ["ATP105"]),
+    "sum divided, and negated": (sum_multiplied(0.5, -1.0, 0.25, dtype=FP32), ["F"]),
+    "sum of fp16 multiplied": (sum_multiplied(0.5, 0.25, dtype=FP16), ["F"]),
+    "sum of fp16 multiplied, then converted": (sum_multiplied(0.5, dtype=FP16, wide=True), ["ATP105"]),
     "a term that was changed in place": (term_changed_in_place(before=True), ["F"]),
     "a term changed in place once it is added": (term_changed_in_place(before=False), ["ATP204"]),
     "a copy of a product that was changed": (copy_of_a_product_that_was_changed, ["F"]),
@@ -1640,10 +1668,17 @@ GRAPHS: dict[str, tuple[Attack, list[str]]] = {
     "seen as fp16, then converted": (seen_as(FP16), ["ATP105"]),
     "seen as integers and back, then converted": (seen_as(torch.int16, BF16), ["ATP211"]),
     "seen as integers and back, then converted, scattered": (seen_as(torch.int16, BF16, reduced=False), ["ATP211"]),
-    "fp32 times two powers of two": (times_powers_of_two(2.0**31, -(2.0**-30), 2.0**20), ["F"]),
+    "fp32 times two powers of two": (times_powers_of_two(2.0**20, -(2.0**10)), ["F"]),
+    "fp32 times a large and a small power of two": (times_powers_of_two(2.0**31, -(2.0**-30)), ["F"]),
+    "fp32 times large and small powers of two": (times_powers_of_two(2.0**31, -(2.0**-30), 2.0**20), ["ATP105"]),
+    "fp32 times 2^-130": (times_powers_of_two(*[2.0**-26] * 5), ["ATP105"]),
+    "fp16 times a power of two": (times_powers_of_two(2.0**-10, dtype=FP16), ["F"]),
     "fp32 times more than it has exponents for": (times_powers_of_two(*[2.0**31] * 5, *[2.0**-31] * 5), ["ATP105"]),
     "bf16 converted and halved": (converted_times(0.5, BF16), ["F"]),
-    "fp16 converted and halved": (converted_times(2.0**-20, FP16), ["ATP105"]),
+    "fp16 converted and divided by 2^20": (converted_times(2.0**-20, FP16), ["F"]),
+    "fp16 divided by 2^20 and converted": (times_powers_of_two(2.0**-20, dtype=FP16, wide=True), ["ATP105"]),
+    "fp16 negated, then converted": (times_powers_of_two(-1.0, dtype=FP16, wide=True), ["F"]),
+    "bf16 divided by 2^20 and converted": (times_powers_of_two(2.0**-20, dtype=BF16, wide=True), ["F"]),
     "fp16 converted and negated": (converted_times(-1.0, FP16), ["F"]),
     "bf16 converted and divided by 3": (converted_times(1 / 3, BF16), ["ATP105"]),
     "converted product kept": (converted_and_kept(0), ["ATP202"]),

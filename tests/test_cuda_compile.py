@@ -402,6 +402,12 @@ SCATTERS = BOTH | {
     "rows-4-outer": Variant(
         {**ROWWISE, "ks": (512, 256, 256, 512), "rows": (2, 512), "dim": 1, "out_dtype": torch.float16}, SUM8, 96
     ),
+    "multiplied": Variant({"factors": (-0.25,)}, WIDE),
+    "multiplied-bias": Variant({"factors": (2.0,), "bias": True}, WIDE, 64),
+    "multiplied-rows": Variant({**ROWWISE, "factors": (2.0**-32,)}, WIDE8, 16),
+    "multiplied-converted": Variant({"factors": (0.5,), **CONVERTED}, NARROW_TO_FP32),
+    "multiplied-2": Variant({"ks": (512, 256), "factors": (1.0, 1.0, 0.5)}, WIDE),
+    "multiplied-rows-2": Variant({**ROWWISE, "ks": (512, 256), "factors": (-1.0, -1.0)}, SUM8),
     "converted": Variant(CONVERTED, WIDE),
     "converted-fp8": Variant({**TENSORWISE, **CONVERTED}, WIDE8),
     "converted-precise": Variant({**TENSORWISE, **CONVERTED, "fast": False}, PRECISE8),
@@ -643,6 +649,17 @@ def test_without_stamps_the_kernel_is_one_that_knows_none(op: str, name: str, tm
     assert source.count("stamp(") == 1, "there is its definition only"
     without = compiled(replace(prepared, kernel=loaded(source, tmp_path).gemm_kernel), tmp_path)
     assert prepared.constants["STAMPS"] is False
+    assert compiled(prepared, tmp_path).ptx.instructions == without.ptx.instructions
+
+
+@OF_BOTH
+def test_without_a_factor_the_kernel_is_one_that_knows_none(op: str, name: str, tmp_path: Path) -> None:
+    """Instruction for instruction, register for register."""
+    prepared = plan_gemm(op, name)
+    source, count = re.subn(r"\n( +)if FACTOR != 1.0:(\n\1 +.*)+", "", Path(gemm_kernels.__file__).read_text("utf-8"))
+    assert count == 1
+    without = compiled(replace(prepared, kernel=loaded(source, tmp_path).gemm_kernel), tmp_path)
+    assert prepared.constants["FACTOR"] == 1
     assert compiled(prepared, tmp_path).ptx.instructions == without.ptx.instructions
 
 

@@ -398,6 +398,34 @@ SCATTERS: dict[str, dict[str, Any]] = {
     "added rows of scales": {"rows": (768,), "ks": (64,), "n": 72, **ROWWISE, **ADDED},
     "added, converted": {"rows": (768,), "ks": (64,), "n": 72, **CONVERTED, **AVERAGE, **ADDED},
     "added columns": {"rows": (50,), "ks": (40,), "n": 72, "dim": 1, **ADDED},
+    "multiplied": {"rows": (768,), "ks": (64,), "n": 72, "factors": (-0.25,)},
+    "multiplied, bias": {"rows": (768,), "ks": (64,), "n": 72, "bias": True, "factors": (8.0,)},
+    "multiplied fp16, average": {
+        "rows": (520,),
+        "ks": (64,),
+        "n": 72,
+        "dtype": torch.float16,
+        "factors": (0.125,),
+        **AVERAGE,
+    },
+    "multiplied rows of scales": {"rows": (768,), "ks": (64,), "n": 72, **ROWWISE, "factors": (2.0,)},
+    "multiplied, converted": {"rows": (768,), "ks": (64,), "n": 72, **CONVERTED, "factors": (2.0**-30,)},
+    "multiplied sum": {"rows": (5, 12, 2), "ks": (64, 72), "n": 136, "dim": 1, "factors": (1.0, 1.0, 4.0)},
+    "multiplied sum, scaled": {"rows": (768,), "ks": (64, 80), "n": 72, **TENSORWISE, "factors": (1.0, 1.0, 0.5)},
+    "multiplied apart": {"rows": (768,), "ks": (64, 72, 8), "n": 136, "factors": (1.0, -1.0, 0.5)},
+    "multiplied apart fp16": {"rows": (768,), "ks": (64, 8), "n": 72, "dtype": torch.float16, "factors": (2.0, 0.5)},
+    "multiplied apart, converted": {"rows": (768,), "ks": (64, 8), "n": 72, **CONVERTED, "factors": (0.5, -2.0)},
+    "multiplied apart, scaled": {"rows": (768,), "ks": (64, 80), "n": 72, **ROWWISE, "factors": (-1.0, 0.25)},
+    "multiplied apart, added": {
+        "rows": (768,),
+        "ks": (64, 8),
+        "n": 72,
+        **ADDED,
+        "factors": (1.0, 0.5, 0.25),
+        "bias": True,
+    },
+    "multiplied apart, and in all": {"rows": (768,), "ks": (64, 8), "n": 72, "factors": (0.5, 2.0, 4.0)},
+    "multiplied columns": {"rows": (50,), "ks": (40, 8), "n": 72, "dim": 1, "factors": (2.0, -4.0, 0.5)},
 }
 
 
@@ -405,7 +433,7 @@ def scatter_implementations() -> Iterator[Any]:
     """(case, implementation) for all that can run it."""
     for case, options in SCATTERS.items():
         outer, along_last = scatter_call(**options).outer, case.endswith("columns")
-        in_gemm = not case.startswith(("odd", "added", "several scaled, bias"))
+        in_gemm = not case.startswith(("odd", "added", "several scaled, bias", "multiplied apart"))
         in_gemm &= "sum_dtype" not in options or len(options["ks"]) == 1
         for implementation, able in (
             ("fused", in_gemm and not along_last),
@@ -1315,7 +1343,7 @@ def op(here: Machine, call: GatherCall | ScatterCall, check: Callable[[], None] 
         )  # fmt: skip
     return cuda.run_scatter(
         call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op, call.dim, call.out_dtype,
-        call.fast, call.world, here.group, check, call.sum_dtype, call.added)  # fmt: skip
+        call.fast, call.world, here.group, check, call.sum_dtype, call.added, call.factors)  # fmt: skip
 
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct")
@@ -1326,7 +1354,7 @@ def all_reduce(here: Machine, call: ScatterCall, check: Callable[[], None] = lam
     """The sum of a call's products as the op makes it."""
     return cuda.run_all_reduce(
         call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op, call.out_dtype,
-        call.fast, here.group, check, call.sum_dtype, call.added)  # fmt: skip
+        call.fast, here.group, check, call.sum_dtype, call.added, call.factors)  # fmt: skip
 
 
 @pytest.fixture
@@ -1491,6 +1519,13 @@ def test_after_growth_only_new_memory_is_used(name: str, here: Machine) -> None:
 
 def within(address: int, parts: Sequence[Tensor]) -> bool:
     return any(part.data_ptr() <= address < part.data_ptr() + len(part) for part in parts)
+
+
+def test_one_plan_for_each_list_of_factors(here: Machine) -> None:
+    with cuda.forced("direct"):
+        for factors in ((), (1.0,), (2.0,), (2.0,), (-2.0,)):
+            op(here, scatter_call((64,), (64,), 72, factors=factors))
+    assert len(here.memory.plans) == 3, "nothing, or all by 1, is one"
 
 
 def test_one_plan_for_each_shape_and_no_more_than_some(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import math
 import operator
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,9 +94,10 @@ def explain(
     capability: tuple[int, int] = (9, 0),
     world: int = 4,
     sum_dtype: torch.dtype | None = None,
+    factors: Sequence[float] | None = None,
 ) -> Choice:
     with mock.patch.object(cuda.driver, "machine", return_value=(capability, SMS, device)):
-        return cuda.explain(op, (*args, world, "tp"), sum_dtype)
+        return cuda.explain(op, (*args, world, "tp"), sum_dtype, None, factors)
 
 
 def explain_gather(rows: int, k: int, *ns: int, world: int = 4, **others: Any) -> Choice:
@@ -833,6 +834,27 @@ def test_the_gemm_converts_a_scaled_product() -> None:
     refused = own_reasons(explain(SCALED_SCATTER, *scaled_sum_args(), sum_dtype=FP32))
     assert list(refused) == ["fused"]
     assert own_reasons(explain(SCALED_SCATTER, *scaled_sum_args(out_dtype=FP32), sum_dtype=FP32)) == {}
+
+
+@pytest.mark.parametrize(
+    ("count", "factors", "able"),
+    [
+        (1, (0.5,), True),
+        (1, (-1.0,), True),
+        (1, (1.0, 4.0), True),
+        (1, (4.0, 0.5), False),
+        (2, (1.0, 1.0, 0.25), True),
+        (2, (-1.0, -1.0), True),
+        (2, (1.0, 1.0), True),
+        (2, (0.5, 0.5), False),
+        (2, (1.0, -1.0), False),
+    ],
+)
+@pytest.mark.parametrize("op", [SCATTER, ALL_REDUCE])
+def test_the_gemm_multiplies_its_whole_sum(op: str, count: int, factors: tuple[float, ...], able: bool) -> None:
+    args = scatter_args(a=[empty(4096, 4096)] * count, bs=[weight(4096, 2048)] * count)
+    refused = own_reasons(explain(op, *args[: 5 if op == SCATTER else 4], factors=factors))
+    assert refused == ({} if able else {"fused": "products that are multiplied by numbers before they are added"})
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])

@@ -26,15 +26,15 @@ SIGNATURES = {
     "int gather_dim, bool gather_a_scale, ScalarType out_dtype, bool use_fast_accum, bool return_a_full, "
     "int group_size, Any group_name) -> Tensor[]",
     "matmul_reduce_scatter": "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, int scatter_dim, "
-    "int group_size, Any group_name, ScalarType? sum_dtype=None, Tensor? added=None) -> Tensor",
+    "int group_size, Any group_name, ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None) -> Tensor",
     "scaled_matmul_reduce_scatter": "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, "
     "Tensor?[] biases, str reduce_op, int scatter_dim, ScalarType out_dtype, bool use_fast_accum, int group_size, "
-    "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None) -> Tensor",
+    "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None) -> Tensor",
     "matmul_all_reduce": "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, Any group_name, "
-    "ScalarType? sum_dtype=None, Tensor? added=None) -> Tensor",
+    "ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None) -> Tensor",
     "scaled_matmul_all_reduce": "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, "
     "Tensor?[] biases, str reduce_op, ScalarType out_dtype, bool use_fast_accum, Any group_name, "
-    "ScalarType? sum_dtype=None, Tensor? added=None) -> Tensor",
+    "ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None) -> Tensor",
 }
 
 

@@ -64,6 +64,7 @@ class Scatter:
     blocks: str = ""
     sum_dtype: torch.dtype | None = None
     added: bool = False
+    factors: tuple[float, ...] = ()
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -127,6 +128,10 @@ SCATTERS = [
     Scatter((8,), (32, 16), 16, -2, FP16, "v-", "avg", added=True),
     Scatter((3, 8), (32,), 16, 2, E4M3, scale="rowwise", added=True),
     Scatter((8,), (32,), 16, 0, sum_dtype=FP32, added=True),
+    Scatter((3, 8), (32,), 16, 1, bias="v", factors=(-0.5,)),
+    Scatter((8,), (32, 16), 16, -2, FP16, "v-", "avg", factors=(2.0, -1.0)),
+    Scatter((3, 8), (32,), 16, 2, E4M3, scale="rowwise", sum_dtype=FP32, factors=(2.0**-20,)),
+    Scatter((8,), (32, 16), 16, 0, FP32, added=True, factors=(1.0, 4.0, 0.25)),
 ]
 # Of 4 ranks, not all divide the rows of all.
 ALL_REDUCES = [
@@ -143,13 +148,16 @@ ALL_REDUCES = [
     Scatter((2, 4), (32,), 16, None, E4M3, scale="tensorwise", out_dtype=FP16, sum_dtype=FP32),
     Scatter((2, 4), (32, 16), 16, None, FP32, "-r", added=True),
     Scatter((3,), (32,), 16, None, E4M3, "v", "avg", "rowwise", sum_dtype=FP32, added=True),
+    Scatter((2, 4), (32, 16), 16, None, FP64, "vr", factors=(-1.0, 2.0**-40)),
+    Scatter((3,), (32,), 16, None, BF16, reduce_op="avg", sum_dtype=FP32, added=True, factors=(-1.0, 8.0)),
+    Scatter((2, 4), (32, 16), 16, None, E4M3, scale="mixed", out_dtype=FP32, factors=(0.5, 0.5)),
 ]
 
 
 REDUCTIONS = [*SCATTERS, *ALL_REDUCES]
 ONE_OF_EACH = [GATHERS[6], GATHERS[12], SCATTERS[5], SCATTERS[10], ALL_REDUCES[1], ALL_REDUCES[5]]
 SUMMED_IN_FP32 = [case for case in REDUCTIONS if case.sum_dtype is not None]
-WITH_OPTIONS = [case for case in REDUCTIONS if case.sum_dtype is not None or case.added]
+WITH_OPTIONS = [case for case in REDUCTIONS if case.sum_dtype is not None or case.added or case.factors]
 
 
 # --- inputs: every rank can make every rank's -------------------------------------------------------------
@@ -272,6 +280,15 @@ def _gather_truth(case: Gather, rank: int, world_size: int) -> list[Tensor]:
     return [*outs, *([a_full] if case.full else []), *along]
 
 
+def _true_sum(case: Scatter, products: list[Tensor], term: Tensor | None) -> Tensor:
+    """What a rank adds up."""
+    each, whole = list(case.factors or [1.0] * len(products)), 1.0
+    if len(each) > len(products):
+        whole = each.pop()
+    others = [] if term is None else [term.double()]
+    return torch.stack([*(x * factor for x, factor in zip(products, each, strict=True)), *others]).sum(0) * whole
+
+
 def _scatter_truth(case: Scatter, rank: int, world_size: int) -> Tensor:
     total = torch.zeros((), dtype=FP64)
     for other in range(world_size):
@@ -279,9 +296,9 @@ def _scatter_truth(case: Scatter, rank: int, world_size: int) -> Tensor:
         none = [None] * len(case.ks)
         columns = (inputs["a_parts"], inputs["b_parts"], inputs["biases"])
         scales = (inputs.get("a_scales", none), inputs.get("b_scales", none))
-        for product in zip(*columns, *scales, strict=True):
-            total = total + _exact(*product)
-        total = total + inputs["term"].double() if case.added else total
+        total = total + _true_sum(
+            case, [_exact(*one) for one in zip(*columns, *scales, strict=True)], inputs.get("term")
+        )
     shard = total if case.dim is None else total.chunk(world_size, case.dim)[rank]
     return shard / world_size if case.reduce_op == "avg" else shard
 
@@ -306,8 +323,8 @@ def _gather_call(case: Gather, x: dict[str, Any], size: int, group: Any) -> tupl
 
 def _scatter_call(case: Scatter, x: dict[str, Any], size: int, group: Any) -> tuple[Any, tuple[Any, ...]]:
     where = (case.reduce_op,) if case.dim is None else (case.reduce_op, case.dim)
-    optional = {(False, False): (), (True, False): (case.sum_dtype,)}
-    given = optional.get((case.sum_dtype is not None, case.added), (case.sum_dtype, x.get("term")))
+    given = (case.sum_dtype, x.get("term"), list(case.factors) or None)
+    given = given[: max((index for index, value in enumerate(given, 1) if value is not None), default=0)]
     ending = ((group,) if case.dim is None else (size, group)) + given
     kind = "all_reduce" if case.dim is None else "reduce_scatter"
     if not case.scale:
@@ -399,8 +416,10 @@ def _summed_problems(rank: int, world_size: int) -> list[str]:
         biases = [torch.zeros(case.n) if bias is None else bias for bias in x["biases"]]
         terms = zip(x["a_parts"], x["b_parts"], biases, strict=True)
         products = [torch.addmm(bias.to(a.dtype), a.flatten(0, -2), b) for a, b, bias in terms]
-        total = sum((product.float() for product in products[1:]), products[0].float()).view(*case.lead, case.n)
-        total = total + x["term"] if case.added else total
+        each, rest = case.factors[: len(products)] or [1.0] * len(products), case.factors[len(products) :]
+        terms = [product.float() * factor for product, factor in zip(products, each, strict=True)]
+        total = sum(terms[1:], terms[0]).view(*case.lead, case.n)
+        total = (total + x["term"] if case.added else total) * (rest[0] if rest else 1)
         dist.all_reduce(total)
         total = total / world_size if case.reduce_op == "avg" else total
         wanted = total if case.dim is None else total.chunk(world_size, case.dim)[rank]
@@ -448,6 +467,7 @@ def _by_hand_with(module: Any, case: Gather | Scatter, x: dict[str, Any], group:
         "reduce_op": case.reduce_op,
         "sum_dtype": case.sum_dtype,
         "added": x.get("term"),
+        "factors": case.factors or None,
         **scaled,
     }
     if case.dim is None:
@@ -493,6 +513,10 @@ GRADIENT_SCATTERS = [
     Scatter((8,), (4,), 12, 0, BF16, sum_dtype=FP32, added=True),
     Scatter((2, 3), (4,), 12, None, FP64, added=True),
     Scatter((2, 3), (4,), 12, None, BF16, reduce_op="avg", sum_dtype=FP32, added=True),
+    Scatter((2, 8), (4,), 12, 1, FP64, "v", factors=(-0.5,)),
+    Scatter((2, 8), (4, 6), 12, 1, FP64, "vv", "avg", factors=(2.0, -1.0)),
+    Scatter((8,), (4, 6), 12, 0, BF16, sum_dtype=FP32, added=True, factors=(0.5, 0.5, -2.0)),
+    Scatter((2, 3), (4, 6), 12, None, FP64, added=True, factors=(1.0, 0.5, 2.0)),
 ]
 
 
@@ -520,8 +544,9 @@ def _true_gradients(case: Gather | Scatter, rank: int, world_size: int) -> list[
         results = [[*outs, a_full] if case.full else outs for outs in results]
     else:
         parts = [zip(x["a_parts"], x["b_parts"], x["biases"], strict=True) for x in everyone]
-        products = [_exact(*part) for rank_parts in parts for part in rank_parts]
-        total = sum([*products, *(x["term"].double() for x in everyone if case.added)], torch.zeros((), dtype=FP64))
+        products = [[_exact(*part) for part in rank_parts] for rank_parts in parts]
+        sums = [_true_sum(case, mine, x.get("term")) for mine, x in zip(products, everyone, strict=True)]
+        total = sum(sums, torch.zeros((), dtype=FP64))
         total = total / world_size if case.reduce_op == "avg" else total
         shards = [total] * world_size if case.dim is None else total.chunk(world_size, case.dim)
         results = [[shard] for shard in shards]
@@ -791,6 +816,19 @@ BAD_CALLS = {
     "added to a sum in fp32": (
         _all_reduce(X.to(BF16), W.to(BF16), sum_dtype=FP32, added=FULL.to(BF16)),
         "of the result's torch.float32",
+    ),
+    "a factor for no product": (
+        _scatter(factors=[1.0, 2.0, 4.0]),
+        "len(factors)=3 is not valid; it must be 1, one for",
+    ),
+    "no factors": (_all_reduce(factors=[]), "len(factors)=0 is not valid; it must be 1, one for each product, or 2"),
+    "a factor that rounds": (_all_reduce(factors=[0.3]), "factors[0]=0.3 is not valid; it must be a power of two from"),
+    "a factor for the sum that is 0": (_scatter(factors=[2.0, 0.0]), "factors[1]=0.0 is not valid"),
+    "a factor without end": (_scaled_scatter(factors=[math.inf]), "factors[0]=inf is not valid"),
+    "a large factor": (_all_reduce(factors=[2.0**61]), "from 2^-60 to 2^60, or the negative of one"),
+    "one number for factors": (
+        _scatter(factors=2.0),
+        "factors=2.0 is not valid; it must be a list of numbers, or None",
     ),
     "added in another shape": (_scatter(added=FULL[:1]), "of the products' shape [3, 8, 12]; expand it first"),
     "not divisible": (_scatter(dim=0), "size of dimension 0 of the product=3"),

@@ -76,6 +76,8 @@ GATHERS = BOTH | {
     "bf16-4-bias": ({"ns": MANY, "bias": True}, 0),
 }
 SCATTERS = BOTH | {
+    "multiplied": ({"factors": (-0.5,)}, 0),
+    "multiplied rowwise": ({**ROWWISE, "factors": (4.0,)}, 40),
     "outer": ({**ROWWISE, "rows": (2, 512), "dim": 1}, 40),
     "sum of 2": ({"ks": (512, 256)}, 0),
     "sum of 3": ({"ks": (512, 256, 264), "k_major": False}, 0),

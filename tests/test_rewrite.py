@@ -867,10 +867,10 @@ tokens: bf16[2, 8, 12]
 relu = relu(tokens)  # bf16[2, 8, 12]
 a: bf16[16, 8]
 w: bf16[8, 12]
-mul_tensor = mul(a, -1.0)  # bf16[16, 8]
-reshape_default = reshape(mul_tensor, [2, 8, 8])  # bf16[2, 8, 8]
+reshape_default = reshape(a, [2, 8, 8])  # bf16[2, 8, 8]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default], b_parts=[w], biases=[None],
-    reduce_op='sum', scatter_dim=1, group_size=4, group_name='tp', sum_dtype=None, added=relu)  # bf16[2, 2, 12]
+    reduce_op='sum', scatter_dim=1, group_size=4, group_name='tp', sum_dtype=None, added=relu, factors=[-1.0])  #
+    bf16[2, 2, 12]
 return (matmul_reduce_scatter_default)
 """,
     )

@@ -134,12 +134,11 @@ x: f32[8, 6]
 x_w: f32[6, 8]
 y: f32[8, 6]
 y_w: f32[6, 8]
-mul_tensor = mul(y, -1.0)  # f32[8, 6]
-reshape_default = reshape(mul_tensor, [2, 4, 6])  # f32[2, 4, 6]
+reshape_default = reshape(y, [2, 4, 6])  # f32[2, 4, 6]
 reshape_default_1 = reshape(x, [2, 4, 6])  # f32[2, 4, 6]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default, reshape_default_1],
-    b_parts=[y_w, x_w], biases=[None, None], reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp')  # f32[2,
-    2, 8]
+    b_parts=[y_w, x_w], biases=[None, None], reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp',
+    sum_dtype=None, added=None, factors=[-1.0, 1.0])  # f32[2, 2, 8]
 reshape_1 = reshape(matmul_reduce_scatter_default, [4, 8])  # f32[4, 8]
 return (reshape_1)
 """,
@@ -272,6 +271,36 @@ def with_signs_and_powers_of_two(b: Builder) -> list[Node]:
     one, two, three = (reduced(b, term(b)) for _ in range(3))
     negated = b.call(aten.neg.default, b.call(aten.sub.Tensor, one, two))
     return [added(b, negated, b.call(aten.mul.Tensor, three, 0.5))]
+
+
+@sums(1, 1)
+def with_a_number_above_one(b: Builder) -> list[Node]:
+    """What the ranks send may be too large then, where what they add up to is not."""
+    return [added(b, b.call(aten.mul.Tensor, reduced(b, term(b)), 2), reduced(b, term(b)))]
+
+
+@sums(3)
+def of_a_sum_that_is_halved(b: Builder) -> list[Node]:
+    halved = b.call(aten.div.Tensor, added(b, term(b), term(b)), 2)
+    return [b.call(aten.sub.Tensor, reduced(b, term(b)), reduced(b, halved))]
+
+
+@sums(2, 1)
+def of_a_sum_that_is_doubled(b: Builder) -> list[Node]:
+    doubled = b.call(aten.mul.Tensor, added(b, term(b), term(b)), 2)
+    return [added(b, reduced(b, doubled), reduced(b, term(b)))]
+
+
+@sums(2)
+def of_products_that_are_multiplied(b: Builder) -> list[Node]:
+    one, two = (b.call(aten.mul.Tensor, term(b), number) for number in (4, -0.25))
+    return [b.call(aten.sub.Tensor, reduced(b, one), reduced(b, two))]
+
+
+@sums(1, 1)
+def of_a_doubled_product_whose_sum_is_halved(b: Builder) -> list[Node]:
+    doubled = reduced(b, b.call(aten.mul.Tensor, term(b), 2))
+    return [added(b, b.call(aten.mul.Tensor, doubled, 0.5), reduced(b, term(b)))]
 
 
 @sums(2)

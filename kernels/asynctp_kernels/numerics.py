@@ -3,7 +3,8 @@
 The contract: operands are multiplied exactly as they are, sums are fp32, scales and bias are applied in fp32,
 and a result is rounded once, to nearest even. Compiled Triton does this by itself. The interpreter (seen in
 Triton 3.9) does not: it truncates fp32 to bf16, multiplies bf16 operands of `tl.dot` as if their bits were
-integers, and decodes the NaNs and infinities of fp8 as large numbers. `exact_f32` and `round_to` replace those.
+integers, takes subnormal bf16 for other numbers, and decodes the NaNs and infinities of fp8 as large numbers.
+`exact_f32` and `round_to` replace those.
 """
 
 # triton ships no types: its decorator is untyped
@@ -23,6 +24,9 @@ def exact_f32(x: tl.tensor) -> tl.tensor:
     if INTERPRETED and x.dtype == tl.float8e5:
         # e5m2 is the upper byte of an fp16
         return (x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        # the upper half of an fp32
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     if INTERPRETED and x.dtype == tl.float8e4nv:
         is_nan = (x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F
         return tl.where(is_nan, float("nan"), x.to(tl.float32))

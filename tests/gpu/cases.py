@@ -46,7 +46,8 @@ class Case:
     k: of all products; ks: of each summed one, if they differ. ns: columns, of summed products the same for each.
     scales: "", "tensor" or "row", of A and of B, or of each: "row+tensor", "1x128+128x128" (blocks); travels: the A
     scale is gathered too; along: so are numbers, one per row, that are only returned. sum_dtype: of the result, to
-    which products are converted before they are added. added: another term of the sum, transposed in memory.
+    which products are converted before they are added. added: another term of the sum, transposed in memory. factors:
+    what products are multiplied by, and maybe their sum.
     """
 
     op: str
@@ -68,6 +69,7 @@ class Case:
     ks: tuple[int, ...] = ()
     sum_dtype: torch.dtype | None = None
     added: bool = False
+    factors: tuple[float, ...] = ()
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -83,6 +85,7 @@ class Case:
             "n-major": not self.k_major, "full": self.full, "along": self.along,
             self.reduce_op: self.reduce_op != "sum", f"b-{str(self.b_dtype)[6:]}": self.b_dtype is not None,
             f"sum-{str(self.sum_dtype)[6:]}": self.sum_dtype is not None, "added": self.added,
+            "x" + "_".join(f"{factor:g}" for factor in self.factors): bool(self.factors),
         }  # fmt: skip
         return "-".join(parts + [flag for flag, on in flags.items() if on])
 
@@ -208,6 +211,28 @@ def added_cases() -> Iterator[Case]:
     yield base
     yield replace(base, k=520, ns=(264, 264))
     yield replace(base, dtype=torch.float16, out_dtype=torch.float16, dim=-1)
+
+
+def multiplied_cases() -> Iterator[Case]:
+    """Products, or their sum, times powers of two."""
+    for op in ("scatter", "all_reduce"):
+        base = Case(op, (1024,), 512, (512,), factors=(-0.5,))
+        yield base
+        yield replace(base, shard=(4096,), k=1024, ns=(4096,), factors=(4.0,))
+        yield replace(base, bias=True, reduce_op="avg")
+        yield replace(base, dtype=torch.float16, out_dtype=torch.float16)
+        yield replace(base, sum_dtype=torch.float32, factors=(2.0**-20,))
+        yield replace(base, dtype=FP8, scales="row", fast=False)
+        yield replace(base, dtype=FP8, scales="tensor", shard=(4096,), k=1024, ns=(4096,))
+        yield replace(base, ns=(512, 512), factors=(1.0, 1.0, 0.5))
+        yield replace(base, ns=(512, 512), dtype=FP8, scales="row", factors=(1.0, 1.0, 8.0))
+        yield replace(base, ns=(512, 512, 512), factors=(1.0, -1.0, 0.5))
+        yield replace(base, ns=(512, 512), dtype=FP8, scales="tensor", factors=(2.0, 0.5, 4.0), added=True)
+        yield replace(base, ns=(512, 512), sum_dtype=torch.float32, factors=(2.0, -1.0), added=True)
+    base = Case("scatter", (2, 512), 512, (512,), dim=1, factors=(0.25,))
+    yield base
+    yield replace(base, dim=-1)
+    yield replace(base, dtype=torch.float32, out_dtype=torch.float32)
 
 
 def block_cases() -> Iterator[Case]:
@@ -377,6 +402,7 @@ def call(case: Case, data: Data, of: dist.ProcessGroup | None = None) -> list[Te
     group, size = (of or dist.group.WORLD).group_name, world()
     ops, optional = torch.ops.asynctp, () if case.sum_dtype is None else (case.sum_dtype,)
     optional = optional if data.added is None else (case.sum_dtype, data.added)
+    optional = (case.sum_dtype, data.added, list(case.factors)) if case.factors else optional
     if case.op == "gather":
         if case.scales:
             return ops.all_gather_scaled_matmul(
@@ -423,8 +449,9 @@ def expected(case: Case, data: Data) -> list[Tensor]:
         scales = (each(data.a_scales[i], a.shape), each(data.b_scales[i], b.shape)) if case.scales else (1, 1)
         out = (a.double() * scales[0]) @ (b.double() * scales[1])
         bias = data.biases[i]
-        total = total + (out if bias is None else out + bias.double())
+        total = total + (out if bias is None else out + bias.double()) * (case.factors[i] if case.factors else 1.0)
     total = total if data.added is None else total + data.added.double()
+    total = total * case.factors[-1] if len(case.factors) > len(data.a) else total
     dist.all_reduce(total)
     total = total / world() if case.reduce_op == "avg" else total
     return [total if case.op == "all_reduce" else total.chunk(world(), case.dim)[rank()]]
@@ -616,7 +643,15 @@ def _tensors(data: Data) -> list[Tensor]:
 def main() -> int:
     start(60)
     implementations = os.environ.get("IMPLS", "fused,decomposed,direct,unfused").split(",")
-    every = [*cases(), *converted_cases(), *added_cases(), *block_cases(), *bulk_cases(), *async_cases()]
+    every = [
+        *cases(),
+        *converted_cases(),
+        *added_cases(),
+        *multiplied_cases(),
+        *block_cases(),
+        *bulk_cases(),
+        *async_cases(),
+    ]
     pairs = itertools.product(every, implementations)
     code = run_cases(((f"{case.name}/{name}", functools.partial(run_fresh, case, name)) for case, name in pairs), 60)
     end()

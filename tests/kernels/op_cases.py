@@ -45,6 +45,7 @@ class ScatterCase:
     """`out` is the shape of one rank's result; `scale`: "", "one" (tensorwise) or "row" (rowwise).
 
     sum_dtype: of the result, to which the products are converted before they are added. added: so is another term.
+    factors: what the products are multiplied by, and maybe their sum.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ScatterCase:
     out_dtype: torch.dtype = BF16
     sum_dtype: torch.dtype | None = None
     added: bool = False
+    factors: tuple[float, ...] = ()
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -176,6 +178,35 @@ SCATTER_CASES = [
         "another term of e4m3, converted", (2, 23, 24), 1, (32,), E4M3, scale="row", sum_dtype=FP32, added=True
     ),
     ScatterCase("another term, no contraction", (5, 8), 0, (0,), added=True),
+    ScatterCase("multiplied", (70, 40), 0, (48,), factors=(-0.25,)),
+    ScatterCase("multiplied, bias, fp16, avg", (18, 40), 0, (40,), FP16, (0,), "avg", factors=(4.0,)),
+    ScatterCase("multiplied fp32, outer 2", (2, 35, 72), 1, (24,), FP32, factors=(2.0,)),
+    ScatterCase("multiplied, converted", (70, 40), 0, (48,), sum_dtype=FP32, factors=(2.0**-20,)),
+    ScatterCase("multiplied e4m3", (19, 24), 0, (32,), E4M3, scale="row", weight=True, factors=(-2.0,)),
+    ScatterCase("multiplied sum of three", (2, 19, 40), 1, (8, 40, 24), factors=(1.0, 1.0, 1.0, 0.5)),
+    ScatterCase(
+        "multiplied sum of two, e4m3", (19, 24), 0, (32, 16), E4M3, scale="one", weight=True, factors=(-1, -1, 4.0)
+    ),
+    ScatterCase("sum of two, each multiplied", (2, 19, 40), 1, (8, 40), factors=(-1.0, 2.0)),
+    ScatterCase(
+        "sum of two, each multiplied, another term, columns",
+        (9, 20),
+        1,
+        (8, 12),
+        biased=(1,),
+        added=True,
+        factors=(0.5, -1.0, 0.25),
+    ),
+    ScatterCase(
+        "sum of two of e4m3, each multiplied, converted",
+        (19, 24),
+        0,
+        (32, 16),
+        E4M3,
+        scale="row",
+        sum_dtype=FP32,
+        factors=(4.0, -1.0, 2.0),
+    ),
     ScatterCase("e4m3 to fp32, dim 0", (19, 24), 0, (32,), E4M3, scale="row", weight=True, out_dtype=FP32),
 ]
 
@@ -249,11 +280,12 @@ def run(case: Case, x: Inputs, group: ProcessGroup, all_keep: bool | None = None
     ops = torch.ops.asynctp
     name = group.group_name
     if isinstance(case, ScatterCase):
+        optional = (case.sum_dtype, x.added, list(case.factors) or None)
         if not case.scale:
-            options = (case.op, case.dim, group.size(), name, case.sum_dtype, x.added)
+            options = (case.op, case.dim, group.size(), name, *optional)
             return [ops.matmul_reduce_scatter(x.a, x.b, x.biases, *options)]
         operands = (x.a, x.b, x.a_scales, x.b_scales, x.biases, case.op, case.dim)
-        options = (case.out_dtype, True, group.size(), name, case.sum_dtype, x.added)
+        options = (case.out_dtype, True, group.size(), name, *optional)
         return [ops.scaled_matmul_reduce_scatter(*operands, *options)]
     if not case.scale:
         return ops.all_gather_matmul(x.a[0], x.b, x.biases, case.dim, case.a_full, group.size(), name, all_keep)
@@ -342,16 +374,7 @@ def _judge_gather(case: GatherCase, outs: list[torch.Tensor], inputs: list[Input
 
 def _judge_scatter(case: ScatterCase, outs: list[torch.Tensor], inputs: list[Inputs], rank: int) -> str:
     world, dtype = len(inputs), case.out_dtype if case.scale else case.dtype
-    products, sizes = (
-        [
-            [
-                *(_product(a, x, i, x.a_scales[i] if x.a_scales else None, absolute) for i, a in enumerate(x.a)),
-                *([] if x.added is None else [x.added.double().abs() if absolute else x.added.double()]),
-            ]
-            for x in inputs
-        ]
-        for absolute in (False, True)
-    )
+    products, sizes = ([_terms(case, x, absolute) for x in inputs] for absolute in (False, True))
     total, size = (reduce(add, [reduce(add, mine) for mine in each]) for each in (products, sizes))
     # each rank's sum is rounded; of several terms each may be, and each sum of some of them, if it is not converted
     count = len(case.ks) + case.added
@@ -360,6 +383,16 @@ def _judge_scatter(case: ScatterCase, outs: list[torch.Tensor], inputs: list[Inp
     divisor = world if case.op == "avg" else 1
     pick = [(each / divisor).chunk(world, case.dim)[rank] for each in (total, size, rounded)]
     return _compare(outs[0], pick[0], pick[1], case.sum_dtype or dtype, pick[2])
+
+
+def _terms(case: ScatterCase, x: Inputs, absolute: bool) -> list[torch.Tensor]:
+    """What a rank adds up, in fp64; of absolute values, for the error bound."""
+    count, magnitude = len(case.ks), torch.abs if absolute else torch.clone
+    factors = torch.tensor(case.factors or [1.0] * count, dtype=torch.float64)
+    each, whole = magnitude(factors[:count]), magnitude(factors[count:].prod())
+    scales = x.a_scales or [None] * count
+    products = [_product(a, x, i, scales[i], absolute) * each[i] * whole for i, a in enumerate(x.a)]
+    return [*products, *([] if x.added is None else [magnitude(x.added.double()) * whole])]
 
 
 def _unit(dtype: torch.dtype) -> float:

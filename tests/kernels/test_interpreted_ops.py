@@ -15,6 +15,7 @@ from op_cases import (
     BF16,
     CASES,
     E4M3,
+    FP16,
     FP32,
     IMPLEMENTATIONS,
     GatherCase,
@@ -255,6 +256,81 @@ def _special_values(rank: int, world: int, seed: int) -> list[bool]:
     return good
 
 
+def _factors(rank: int, world: int, seed: int) -> dict[str, tuple[set[str], list[str]]]:
+    """Products near the ends of dtypes' ranges, times powers of two: which implementations ran, and which differ."""
+    import torch
+    from asynctp_kernels import cuda
+
+    from asynctp_passes import ops, reference
+
+    found: dict[str, tuple[set[str], list[str]]] = {}
+    for name, case in EXTREMES.items():
+        op, operands, given = _extreme_call(*case)
+        wanted = getattr(reference, op)(*operands, **given)
+        ran, wrong = set(), []
+        for implementation in IMPLEMENTATIONS:
+            try:
+                with cuda.forced(implementation):
+                    out = getattr(ops, op)(*operands, **given)
+            except RuntimeError as error:
+                if "was asked for and cannot run" not in str(error):
+                    raise
+                continue
+            ran.add(implementation)
+            if not torch.equal(out.nan_to_num(7.0, 8.0, 9.0), wanted.nan_to_num(7.0, 8.0, 9.0)):
+                wrong.append(f"{implementation}: {out[0, 0]} is not {wanted[0, 0]}")
+        found[name] = ran, wrong
+    return found
+
+
+def _extreme_call(
+    dtype: Any, numbers: tuple[float, ...], options: dict[str, Any]
+) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """An op, its operands and its other arguments. Products have one number each, which no order of sums can change."""
+    import torch
+    import torch.distributed as dist
+
+    a = [torch.zeros(40, 16).to(dtype) for _ in numbers[::2]]
+    b = [torch.zeros(24, 16).to(dtype).t() for _ in numbers[1::2]]
+    for left, right, one, other in zip(a, b, numbers[::2], numbers[1::2], strict=True):
+        left[:, 0], right[0] = one, other
+    given = {"scatter_dim": 0, "group": dist.group.WORLD, **options}
+    scales = [[torch.tensor(scale)] * len(a) for scale in given.pop("scales", ())]
+    if "bias" in given:
+        given["biases"] = torch.full((24,), given.pop("bias"), dtype=dtype)
+    if "added" in given:
+        given["added"] = torch.full((40, 24), given["added"], dtype=dtype)
+    return ("scaled_" if scales else "") + "matmul_reduce_scatter", (a, b, *scales), given
+
+
+#: dtype, the one number of A and of B for each product, and what else a call has
+EXTREMES: dict[str, tuple[Any, tuple[float, ...], dict[str, Any]]] = {
+    "bf16, large": (BF16, (2.0**127, 0.125), {"factors": [2.0]}),
+    "bf16, too large": (BF16, (2.0**127, 0.5), {"factors": [-8.0]}),
+    "bf16, subnormal": (BF16, (2.0**-60, 3 * 2.0**-62), {"factors": [2.0**-12]}),
+    "bf16, bias": (BF16, (2.0**127, 0.5), {"factors": [0.5], "bias": -(2.0**126)}),
+    "fp16, large": (FP16, (256.0, 32.0), {"factors": [2.0]}),
+    "fp16, too large a product": (FP16, (300.0, 512.0), {"factors": [0.25]}),
+    "fp16, too small": (FP16, (2.0**-7, 5 * 2.0**-9), {"factors": [2.0**-10]}),
+    "fp32, small": (FP32, (1e-37, 2.0**120), {"factors": [2.0**-32]}),
+    "fp32, large": (FP32, (-3e38, 0.125), {"factors": [2.0]}),
+    "converted, small": (BF16, (2.0**-55, 2.0**-57), {"factors": [2.0**-30], "sum_dtype": FP32}),
+    "fp16 converted, large": (FP16, (-6e4, 1.0), {"factors": [2.0**30], "sum_dtype": FP32}),
+    "sum": (BF16, (2.0**127, 0.5, 2.0**127, -0.25), {"factors": [1.0, 1.0, 0.5]}),
+    "sum, cancelling": (BF16, (2.0**127, 0.5, 2.0**127, -0.5), {"factors": [1.0, 1.0, 8.0]}),
+    "sum, cancelling, another term": (FP16, (256.0, 128.0), {"factors": [1.0, 8.0], "added": -32768.0}),
+    "unlike terms": (BF16, (2.0**127, 0.25, 2.0**-60, 2.0**-60), {"factors": [-1.0, 0.25]}),
+    "unlike terms, too large for one": (FP16, (256.0, 128.0, 256.0, 200.0), {"factors": [1.0, -2.0]}),
+    "unlike terms, converted": (FP16, (256.0, 128.0, 256.0, 200.0), {"factors": [1.0, -4.0], "sum_dtype": FP32}),
+    "up and down": (BF16, (2.0**127, 0.5), {"factors": [4.0, 0.25]}),
+    "fp8, a large scale": (E4M3, (2.0, 1.0), {"factors": [4.0], "scales": (2.0**126, 2.0**-100)}),
+    "fp8, a small scale": (E4M3, (2.0, 3.0), {"factors": [2.0**-12], "scales": (2.0**-120, 1.0)}),
+    "fp8, sum": (
+        E4M3, (2.0, 1.0, 4.0, 1.0), {"factors": [-1.0, -1.0, 0.5], "scales": (2.0**126, 0.25), "sum_dtype": FP32},
+    ),
+}  # fmt: skip
+
+
 def _async_input(rank: int, world: int, seed: int) -> list[bool]:
     """The GEMM by itself, on rows that have come: several Bs, any pivot, ragged chunks, words of any value."""
     import torch
@@ -322,7 +398,7 @@ def _stamped(rank: int, world: int, seed: int) -> list[bool]:
 
 
 SCENARIOS = {
-    2: [_cases_of, _stress, _dawdling, _poisoned, _special_values, _async_input],
+    2: [_cases_of, _stress, _dawdling, _poisoned, _special_values, _factors, _async_input],
     3: [_stress, _repeated, _in_flight, _stamped],
     4: [_cases_of, _subgroups],
 }
@@ -398,6 +474,21 @@ def test_disjoint_subgroups_and_their_parent() -> None:
 def test_special_values_and_rounding() -> None:
     seed, outcomes = _outcomes(2)
     assert [outcome["_special_values"] for outcome in outcomes] == [[True] * 7] * 2, seed
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_factors_at_the_ends_of_ranges(name: str) -> None:
+    _, outcomes = _outcomes(2)
+    (ran, wrong), other = (outcome["_factors"][name] for outcome in outcomes)
+    assert wrong == other[1] == []
+    assert {"decomposed", "direct"} <= ran == other[0]
+
+
+def test_the_gemm_multiplies_all_but_unlike_terms() -> None:
+    _, outcomes = _outcomes(2)
+    apart = {name for name, (ran, _) in outcomes[0]["_factors"].items() if "fused" not in ran}
+    unlike = {name for name in EXTREMES if name.startswith(("unlike", "up and down", "fp32")) or "another" in name}
+    assert apart == unlike
 
 
 def test_collectives_in_flight() -> None:

@@ -132,7 +132,7 @@ def _gemm(call: Gemm) -> dict[int, list[Event]]:
         "GATHER": call.gathers, "OWN": own_only, "INBOX": call.inbox, "COUNT": len(call.ks),
         "CHUNKS": ARRIVALS if call.gathers else COUNTS, "B_K_MAJOR": True, "A_SCALE": mode, "SCALE_TRAVELS": False,
         "B_SCALE": mode, "BIAS": 0, "OUT": tl.bfloat16, "IMPRECISE": None, "BM": BM, "BN": BN, "BK": BK, "SPLIT": 2,
-        "GROUP_M": min(8, call.chunk_tiles), "PROGRAMS": call.programs, "STAMPS": False,
+        "GROUP_M": min(8, call.chunk_tiles), "PROGRAMS": call.programs, "STAMPS": False, "FACTOR": 1.0,
     }  # fmt: skip
     multiply, store_tile = kernels.multiply, kernels.store_tile
 

@@ -134,6 +134,7 @@ def run_scatter(
     check: Check,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    factors: Sequence[float] | None = None,
 ) -> Tensor | None:
     """reduce_scatter(Σ a @ b + added, dim); arguments as those of the ops. None: run the unfused program.
 
@@ -143,7 +144,7 @@ def run_scatter(
     key = ("matmul_reduce_scatter", group_size, reduce_op, dim, out_dtype, fast)
     operands = (a_parts, b_parts, a_scales, b_scales, biases, added)
     options = (reduce_op, dim, out_dtype, fast)
-    return _run_scatter(key, operands, options, sum_dtype, group, check, explain_scatter)
+    return _run_scatter(key, operands, options, sum_dtype, factors, group, check, explain_scatter)
 
 
 def run_all_reduce(
@@ -159,6 +160,7 @@ def run_all_reduce(
     check: Check,
     sum_dtype: torch.dtype | None = None,
     added: Tensor | None = None,
+    factors: Sequence[float] | None = None,
 ) -> Tensor | None:
     """all_reduce(Σ a @ b + added): a scatter of the rows, then an all-gather of them. None: run the unfused program.
 
@@ -169,7 +171,7 @@ def run_all_reduce(
     rows = None if added is None else _flat(added)
     operands = (*_as_rows(a_parts, b_parts, a_scales), b_scales, biases, rows)
     key, options = ("matmul_all_reduce", reduce_op, out_dtype, fast), (reduce_op, 0, out_dtype, fast)
-    part = _run_scatter(key, operands, options, sum_dtype, group, check, explain_all_reduce)
+    part = _run_scatter(key, operands, options, sum_dtype, factors, group, check, explain_all_reduce)
     if part is None:
         return None
     whole = all_gather(part, group)
@@ -201,6 +203,7 @@ def _run_scatter(
     operands: Operands,
     options: tuple[str, int, torch.dtype, bool],
     sum_dtype: torch.dtype | None,
+    factors: Sequence[float] | None,
     group: ProcessGroup,
     check: Check,
     explain_call: Callable[[ScatterCall], Choice],
@@ -211,22 +214,28 @@ def _run_scatter(
     if memory is None:
         check()
         return None
-    requested = (select.requested(), stamps.requested())
+    requested, times = (select.requested(), stamps.requested()), _times(factors)
     key = (
         *head,
         memory.skipped,
         sum_dtype,
+        times,
         *requested,
         *_keys(*a_parts, *b_parts, *a_scales, *b_scales, *biases, added),
     )
     plan: Any = memory.plans.get(key, _MISSING)
     if plan is _MISSING:
         _check_or_skip(check, memory)
-        call = ScatterCall(*operands[:5], *options, memory.world, head[0], sum_dtype, added)
+        call = ScatterCall(*operands[:5], *options, memory.world, head[0], sum_dtype, added, times)
         choice = explain_call(call)
         plan = _keep(memory, key, _in_step(memory, _scatter_plan, call, memory, choice))
     out: Tensor | None = _run(memory, plan, *operands)
     return out
+
+
+def _times(factors: Sequence[float] | None) -> tuple[float, ...]:
+    """Factors as a call has them: none where all are 1."""
+    return tuple(factors) if factors and any(factor != 1 for factor in factors) else ()
 
 
 def _run(memory: GroupMemory, plan: Any, *operands: Any) -> Any:
@@ -581,33 +590,47 @@ def _scatter_plan(call: ScatterCall, memory: GroupMemory, choice: Choice) -> Sca
     return UnfusedScatter(call, memory) if simple else Elsewhere(choice.implementation)
 
 
-def explain(op: str, args: Sequence[Any], sum_dtype: torch.dtype | None = None, added: Tensor | None = None) -> Choice:
+def explain(
+    op: str,
+    args: Sequence[Any],
+    sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
+    factors: Sequence[float] | None = None,
+) -> Choice:
     """How a call of `torch.ops.asynctp.<op>` would be run.
 
     Args:
         op: Its name.
         args: Its arguments up to the group; before that stands its size, for the ops that are not told it too.
         sum_dtype: That argument, of ops that have it.
-        added: Likewise.
+        added, factors: Likewise.
     """
-    call = _call_of(op, args, sum_dtype, added)
+    call = _call_of(op, args, sum_dtype, added, factors)
     if isinstance(call, GatherCall):
         return explain_gather(call)
     return explain_all_reduce(call) if op.endswith("all_reduce") else explain_scatter(call)
 
 
 def problem_of(
-    op: str, args: Sequence[Any], sum_dtype: torch.dtype | None = None, added: Tensor | None = None
+    op: str,
+    args: Sequence[Any],
+    sum_dtype: torch.dtype | None = None,
+    added: Tensor | None = None,
+    factors: Sequence[float] | None = None,
 ) -> Problem:
     """What the cost of a call depends on, and how a tuning table names it; arguments as those of `explain`."""
-    call = _call_of(op, args, sum_dtype, added)
+    call = _call_of(op, args, sum_dtype, added, factors)
     if isinstance(call, GatherCall):
         return _gather_problem(call)
     return _scatter_problem("all_reduce" if op.endswith("all_reduce") else "scatter", call)
 
 
 def _call_of(
-    op: str, args: Sequence[Any], sum_dtype: torch.dtype | None, added: Tensor | None
+    op: str,
+    args: Sequence[Any],
+    sum_dtype: torch.dtype | None,
+    added: Tensor | None,
+    factors: Sequence[float] | None,
 ) -> GatherCall | ScatterCall:
     """A call of an op; of an all-reduce, of the scatter of rows that is its first half."""
     if op == "all_gather_scaled_matmul":
@@ -629,7 +652,8 @@ def _call_of(
     if not where:  # of an all-reduce
         where, (a_parts, b_parts, a_scales) = [0], _as_rows(a_parts, b_parts, a_scales)
     operands = (a_parts, b_parts, a_scales, b_scales, biases)
-    return ScatterCall(*operands, reduce_op, where[0], dtype, fast, world, sum_dtype=sum_dtype, added=added)
+    optional = {"sum_dtype": sum_dtype, "added": added, "factors": _times(factors)}
+    return ScatterCall(*operands, reduce_op, where[0], dtype, fast, world, **optional)  # type: ignore[arg-type]
 
 
 def explain_gather(call: GatherCall) -> Choice:
@@ -783,6 +807,8 @@ def _refused_scattering_gemm(call: ScatterCall) -> str | None:
     """Why the GEMM cannot make this sum."""
     if call.added is not None:
         return "a term that is no product"
+    if call.gemm_factor is None:
+        return "products that are multiplied by numbers before they are added"
     depths = [b.shape[0] for b in call.b_parts]
     reason = refused_gemm(call.a_parts[0], call.b_parts, call.b_scales, call.biases, call.wire_dtype, depths)
     if reason is not None:

@@ -64,6 +64,7 @@ def prepare_gemm(
     async_input: bool = False,
     stamps: bool = False,
     rounded: torch.dtype | None = None,
+    factor: float = 1.0,
 ) -> Launch:
     """Compile `gemm_kernels.gemm_kernel`, or that of `pingpong_kernels`, for one plan.
 
@@ -81,6 +82,7 @@ def prepare_gemm(
         async_input: The gather's GEMM, with a word of the caller's for each chunk.
         rounded: The dtype that a product is rounded to before it is stored as `out_dtype`; None: that.
         stamps: Of every tile, behind the count of programs that are done (`stamps.StampTable.done`).
+        factor: What every result is multiplied by, once rounded.
     """
     constants = {
         "GATHER": gathers,
@@ -104,6 +106,7 @@ def prepare_gemm(
         "GROUP_M": tiles.group_m,
         "PROGRAMS": programs,
         "STAMPS": stamps,
+        "FACTOR": factor,
     }
     if tiles.pingpong:
         rounds_once = rounded in (None, out_dtype)

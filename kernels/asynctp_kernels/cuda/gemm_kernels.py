@@ -321,6 +321,7 @@ def gemm_kernel(
     GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAMPS: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):
     """Every product of a gather, or every destination of a scatter; `COUNT` is the number of Bs, or of pairs.
 
@@ -335,8 +336,8 @@ def gemm_kernel(
 
     A chunk is `chunk_size` rows of a gather's source, or row tiles of a scatter's destination; of a scatter's own rows,
     `own_tiles` row tiles. A scale is absent (0), one element (1), or one per row or column (2). A product is rounded to
-    ROUNDED, and stored as OUT, which may be wider. STAMPS: each tile says when it was reached, when its rows were there
-    and when it was handed to the TMA unit, in ns, and on which SM.
+    ROUNDED, multiplied by FACTOR, and stored as OUT, which may be wider. STAMPS: each tile says when it was reached,
+    when its rows were there and when it was handed to the TMA unit, in ns, and on which SM.
     """
     tiles_q = tl.cdiv(inner, BM)
     tiles_m = outer * tiles_q
@@ -506,8 +507,10 @@ def gemm_kernel(
         c_block = block
         if not GATHER:
             c_block = peer * outer + p
-        if ROUNDED != OUT:
+        if (ROUNDED != OUT) or (FACTOR != 1.0):
             acc = exact_f32(round_to(acc, ROUNDED))
+        if FACTOR != 1.0:
+            acc = acc * FACTOR
         if LATER:
             uncounted = tl.where(chunk == behind - 1, uncounted, 0) + 1
             behind = chunk + 1

@@ -280,6 +280,7 @@ def multiply_tiles(
     SCALE_TRAVELS: gl.constexpr,
     B_SCALE: gl.constexpr,
     BIAS: gl.constexpr,
+    FACTOR: gl.constexpr,
     GATHER: gl.constexpr,
     OWN: gl.constexpr,
     INBOX: gl.constexpr,
@@ -359,6 +360,8 @@ def multiply_tiles(
                 bias = gl.load(pick(number, biases, COUNT) + cols, mask=cols < n, other=0.0)
                 part = part + bias.to(gl.float32)[None, :]
             rounded = part.to(c_buffers.dtype)
+            if FACTOR != 1.0:
+                rounded = (rounded.to(gl.float32) * FACTOR).to(c_buffers.dtype)
             mbarrier.wait(c_empty.index(WHICH), (made * PARTS + i & 1) ^ 1)
             c_buffers.index(WHICH).store(rounded)
             fence_async_shared()
@@ -477,6 +480,7 @@ def gemm_kernel(
     GROUP_M: gl.constexpr,
     PROGRAMS: gl.constexpr,
     STAMPS: gl.constexpr,
+    FACTOR: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """As `gemm_kernels.gemm_kernel`: fast sums, tiles in two parts, several products of a scatter without scales."""
@@ -520,11 +524,13 @@ def gemm_kernel(
         [
             (multiply_tiles, (
                 0, scales, columns, sizes, ends, stages, turns, results,
-                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
+                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, FACTOR,
+                GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
             )),
             (multiply_tiles, (
                 1, scales, columns, sizes, ends, stages, turns, results,
-                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
+                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, FACTOR,
+                GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
             )),
             (load_tiles, (
                 as_, bs, words, done_ptr, value, sizes, ends, stages,

@@ -47,11 +47,19 @@ from .launch import (
 )
 from .machine import driver
 from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, MAX_OWN, GroupMemory
-from .products import Scaling, product, ranges
+from .products import Scaling, multiply, product, ranges
 from .script import DATA, Await, PushMoves, Record, Step, Wait, Write, parts_script, push_script
 from .stamps import StampTable, new_table
 from .tiles import Chunks, Tiles, WireChunks, cut, cut_own, in_blocks
 from .wire import DIRECT, PUSH, Wire
+
+
+class Times(NamedTuple):
+    """What each product, what is added to them, and all of that is multiplied by."""
+
+    products: tuple[float, ...]
+    added: float
+    whole: float
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,9 @@ class ScatterCall:
     """What decides a plan; the tensors stand for all tensors of their shapes, strides and dtypes.
 
     out_dtype: of the products. unscaled_op: the op's name, as it is without scales. sum_dtype: of the result, and of
-    the sums that it comes from; None: the products'. added: a term of that dtype, and of the products' shape.
+    the sums that it comes from; None: the products'. added: a term of that dtype, and of the products' shape. factors:
+    what each product is multiplied by, once it has that dtype, and maybe one more, for their sum; powers of two, or
+    negatives of such. Empty: nothing is.
     """
 
     a_parts: Sequence[Tensor]
@@ -75,6 +85,7 @@ class ScatterCall:
     unscaled_op: str = "matmul_reduce_scatter"
     sum_dtype: torch.dtype | None = None
     added: Tensor | None = None
+    factors: tuple[float, ...] = ()
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -111,6 +122,34 @@ class ScatterCall:
     @property
     def scaling(self) -> Scaling | None:
         return Scaling(self.out_dtype, self.fast) if self.a_scales else None
+
+    @property
+    def times(self) -> Times:
+        """What is multiplied, with as few passes over memory as give the program's numbers.
+
+        A number below 1 for the sum goes to its terms, which are smaller then than the program's. What that takes from
+        subnormal ones is no more than the program's rounding does, but in float16, where these are not rare.
+        """
+        count = len(self.a_parts)
+        each, rest = self.factors[:count] or (1.0,) * count, self.factors[count:]
+        whole = rest[0] if rest else 1.0
+        smaller = abs(whole) < 1 and all(abs(factor) <= 1 for factor in each) and self.wire_dtype != torch.float16
+        if smaller or abs(whole) == 1:
+            return Times(tuple(factor * whole for factor in each), whole, 1.0)
+        return Times(each, 1.0, whole)
+
+    @property
+    def gemm_factor(self) -> float | None:
+        """What one GEMM multiplies at its end, whose sum is that of all products; None where they need unlike numbers.
+
+        Several are multiplied before they are added in the program, and may add up to what has no place in fp32.
+        """
+        count = len(self.a_parts)
+        each, whole = set(self.factors[:count]) or {1.0}, self.factors[count:]
+        first = each.pop()
+        if each or (count > 1 and abs(first) != 1) or (whole and abs(first) != 1):
+            return None
+        return first * whole[0] if whole else first
 
 
 #: As, Bs, A scales, B scales, biases and what is added, as `ScatterCall` has them
@@ -160,6 +199,7 @@ class ScatterPlan:
         self.scaling, self.wire_dtype, self.out_dtype = call.scaling, call.wire_dtype, call.sum_dtype or call.out_dtype
         self.product_dtype, self.count = call.out_dtype, len(call.b_parts)
         self.factor = 1.0 / memory.world if call.reduce_op == "avg" else 1.0
+        self.times = call.times
         self.row_bytes = self.layout.cols * call.wire_dtype.itemsize
         self.part_bytes = self.layout.rows * self.row_bytes
         self.device = call.a_parts[0].device
@@ -195,13 +235,17 @@ class ScatterPlan:
         for i, a in enumerate(a_parts):
             out = call.extras[0] if self.is_apart(i) else place
             a_scale, b_scale = (a_scales[i], call.b_scales[i]) if a_scales else (None, None)
-            product(a, call.b_parts[i], call.biases[i], a_scale, b_scale, self.scaling, out=out)
+            # that is done as it is added, or converted, unless the program's product in float16 may become too large
+            at_once = out is place or place.dtype == torch.float16
+            now, then = (self.times.products[i], 1.0) if at_once else (1.0, self.times.products[i])
+            product(a, call.b_parts[i], call.biases[i], a_scale, b_scale, self.scaling, out=out, factor=now)
             if i:
-                place.add_(out)
+                place.add_(out, alpha=then)
             elif out is not place:
-                place.copy_(out)
+                multiply(place.copy_(out), then)
         if added is not None:
-            place.add_(added)
+            place.add_(added, alpha=self.times.added)
+        multiply(place, self.times.whole)
 
     def tensors(self, operands: Operands) -> ScatterTensors:
         """The operands as they come, and new memory for what a call makes."""
@@ -392,7 +436,7 @@ class FusedScatter(PushedScatter):
         modes = [scale_mode(scales[0] if scales else None) for scales in (call.a_scales, call.b_scales)]
         self.launch = prepare_gemm(
             args, programs, tiles, call.b_parts, bias, (modes[0], modes[1]), self.wire_dtype, gathers=False,
-            stamps=self.stamps is not None, rounded=call.out_dtype,
+            stamps=self.stamps is not None, rounded=call.out_dtype, factor=call.gemm_factor or 1.0,
         )  # fmt: skip
         self.done = done.data_ptr()
         self.a_like, self.b_like = outlines(self.a_like), outlines(self.b_like)
