@@ -805,12 +805,15 @@ def test_stage_kernel_that_keeps_the_shard(shape: tuple[int, ...], width: str, t
 
 @pytest.mark.parametrize(
     ("shape", "dim", "width"),
-    [((4096,), 0, "v4.b32"), ((3, 512), 1, "v4.b32"), ((131,), 0, "v4.b32"), ((64,), -1, "v4.b32"), ((33,), 0, "b16")],
+    [
+        *(((4096,), 0, "v4.b32"), ((3, 512), 1, "v4.b32"), ((131,), 0, "v4.b32"), ((64,), -1, "v4.b32")),
+        *(((33,), 0, "b16"), ((4095,), 0, "b16"), ((3, 513), 1, "b16"), ((34,), 0, "b32"), ((4094,), 0, "b32")),
+    ],
 )
 @pytest.mark.parametrize("world", [2, 8])
 def test_keep_kernel(world: int, shape: tuple[int, ...], dim: int, width: str, tmp_path: Path) -> None:
     """It waits for nothing, spills nothing, and moves as many bytes at a time as lie together."""
-    k = 7 if width == "b16" else 4096
+    k = 4096 if width.startswith("v4") else 7
     with machine(world=world) as here:
         gather.PushedGather(gather_call(shape, k, dim=dim, world=world, full=True), here.memory, 1)
         (prepared,) = here.prepared

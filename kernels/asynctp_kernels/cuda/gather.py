@@ -182,6 +182,7 @@ class GatherPlan:
         # what copies by kernels move
         piece_bytes = self.shard_bytes if self.layout.whole else self.row_bytes
         self.unit_bytes = next(size for size in (4, 2, 1) if piece_bytes % size == 0)
+        self.moves_quads = piece_bytes % 16 == 0
         self.units = self.shard_bytes // self.unit_bytes
         self.widths = [b.shape[1] for b in call.bs]
         self.device_index: int = call.a_shard.device.index
@@ -200,6 +201,14 @@ class GatherPlan:
         if travels is not None:
             count, along_k = self.memory.world * self.number_count, travels.shape[-1]
             self.new_numbers = new_tensors((count // along_k, along_k), travels.dtype, device)
+
+    def block_beside(self, largest: int, programs: int) -> int:
+        """Units that a copy beside a GEMM moves at a time.
+
+        Where threads cannot load and store 16 bytes each, they would exchange units through shared memory, of which
+        the GEMM leaves little. So each moves one.
+        """
+        return block_for(self.units, largest, programs) if self.moves_quads else 32 * BESIDE_WARPS
 
     def as_units(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor as integers that copies move."""
@@ -435,7 +444,7 @@ class PushedGather(MovedGather):
     # --- what is kept
     def _compile_keep(self, call: GatherCall) -> None:
         memory, layout = self.memory, self.layout
-        block = block_for(self.units, 4096, KEEPERS)
+        block = self.block_beside(4096, KEEPERS)
         programs = grid(-(-self.units // block), KEEPERS)
         own = self.as_units(aligned(call.a_shard))
         self.keep_sizes = [self.units, self.row_bytes // self.unit_bytes, layout.inner]
@@ -500,7 +509,7 @@ class PulledGather(MovedGather):
         # 64 to 128 bytes a thread, which its registers hold. One CTA finds room beside a GEMM's on every SM.
         largest, ctas = (4096, 2) if self.stage_keeps else (8192, 1)
         most = self.stage_programs or ctas * driver.processors(self.device_index)
-        block = block_for(self.units, largest, most)
+        block = self.block_beside(largest, most)
         programs = grid(-(-self.units // block), most)
         shard = kept = self.as_units(aligned(call.a_shard))
         if self.stage_keeps:
