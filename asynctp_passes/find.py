@@ -300,7 +300,7 @@ def _informative(miss: _Miss) -> int:
 def _following(scene: Scene, chain: GatherChain) -> GatherChain:
     """The chain with the communication, after its own, that it has to follow."""
     last = scene.last_needed(chain.needs)
-    return replace(chain, follows=scene.nodes[last]) if last > scene.order[chain.collective.start] else chain
+    return replace(chain, follows=scene.nodes[last]) if last > scene.order[chain.collective.node] else chain
 
 
 def _joined(data: Region, chain: GatherChain) -> GatherChain:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from torch import fx
@@ -85,12 +85,15 @@ def program_order(graph: fx.Graph) -> list[fx.Node]:
     return sorted(found, key=lambda node: node.meta[_PLACE]) if recorded else found
 
 
-def latest_communication(graph: fx.Graph) -> dict[fx.Node, int]:
-    """For each node the place in the graph of the last communication that its values depend on; -1 without any."""
+def latest_communication(graph: fx.Graph, items: Container[fx.Node] = ()) -> dict[fx.Node, int]:
+    """For each node the place in the graph of the last communication that its values depend on; -1 without any.
+
+    Of several tensors that are communicated together each of the `items` counts as communicated where it stands.
+    """
     found: dict[fx.Node, int] = {}
     for place, node in enumerate(graph.nodes):
         above = (found[source] for source in _read(node))
-        found[node] = place if communicates(node) else max(above, default=-1)
+        found[node] = place if node in items or communicates(node) else max(above, default=-1)
     return found
 
 

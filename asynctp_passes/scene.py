@@ -126,7 +126,7 @@ class Scene:
 
     @functools.cached_property
     def _latest(self) -> dict[fx.Node, int]:
-        return latest_communication(self.graph)
+        return latest_communication(self.graph, {one.node for one in self.collectives if one.call is not None})
 
     @functools.cached_property
     def _communications(self) -> list[fx.Node]:
@@ -137,7 +137,7 @@ class Scene:
 
         Of a `fixed` gather it is the place of its own.
         """
-        start = self.order[gather.start]
+        start = self.order[gather.node]
         if gather.node in self.fixed:
             return start
         later = (node for node in self._communications if self.order[node] > start)

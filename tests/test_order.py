@@ -274,8 +274,17 @@ def coalesced(b: GraphBuilder) -> tuple[Node, ...]:
     return b.gather(z), b.mm(one, w), two
 
 
+def gathers_that_need_each_other(b: GraphBuilder) -> tuple[Node, ...]:
+    """Each gather has a matmul whose weight comes from a matmul of the other: the first leaves that to itself."""
+    x, y, w, v = (b.input(name, [4, 8] if name in "xy" else [8, 8]) for name in "xywv")
+    a, c = b.gather(x), b.gather(y)
+    first, second = b.mm(a, w), b.mm(c, v)
+    return b.mm(a, second), b.mm(c, first)
+
+
 GRAPHS: dict[Callable[[GraphBuilder], tuple[Node, ...]], tuple[list[str], str]] = {
     two_gathers: (["F", "F"], "xy"),
+    gathers_that_need_each_other: (["F", "F"], "xy"),
     operand_computed_late: (["F", "ATP013"], "xy"),
     operand_communicated_later: (["F", "ATP109", "ATP013"], "wxy"),
     operand_of_what_needs_the_gather: (["F", "ATP002", "ATP013"], "xxy"),

@@ -941,11 +941,14 @@ def gather_times_itself(b: GraphBuilder) -> Node:
     return b.mm(whole, b.permute(b.relu(whole), [1, 0]))
 
 
-@row("OPERAND_COMMUNICATED_LATER", "mm: all_reduce_1")
+@row("OPERAND_COMMUNICATED_LATER", "matmul_all_reduce")
 def weight_reduced_after_what_needs_the_gather(b: GraphBuilder) -> tuple[Node, ...]:
-    whole = gathered(b)
-    total = b.all_reduce(b.call(aten.amax.default, whole), "max")
-    return b.mm(whole, b.all_reduce(b.input("w", [8, 12]))), total
+    """The fused op may not follow the reduction of the weight: an op before that communicates what is gathered."""
+    ours, whole = torch.ops.asynctp, gathered(b)
+    again = b.call(ours.all_gather.default, b.relu(whole), b.ranks, b.group)
+    operands = [b.input("a", [8, 4])], [b.input("b", [4, 12])]
+    weight = b.call(ours.matmul_all_reduce.default, *operands, [None], "sum", b.group)
+    return b.mm(whole, weight), b.call(c10d.wait_tensor.default, again)
 
 
 @row("SENT_REARRANGED", "[16, 8] taken in the order [1, 0]")
@@ -1142,10 +1145,10 @@ def cast_up_after_the_gather(b: GraphBuilder) -> Node:
     return times(b, b.call(torch.ops.prims.convert_element_type.default, whole, torch.float32))
 
 
-@row("BEHIND_PRODUCTS", "beside mm: 1 product", fused=1)
+@row("BEHIND_PRODUCTS", "beside mm_1: 1 product", fused=1)
 def gather_for_a_weight_gradient_beside_a_product(b: GraphBuilder) -> tuple[Node, Node]:
-    whole = gathered(b)
-    return b.scatter(product(b)), b.mm(b.permute(b.input("dy", [16, 6]), [1, 0]), whole)
+    scattered, other = b.scatter(product(b)), product(b, "c")
+    return scattered, other, b.mm(b.permute(b.input("dy", [16, 6]), [1, 0]), gathered(b))
 
 
 @row("SCATTER_BEHIND_PRODUCTS", "beside mm_1: 1 product", fused=1)
