@@ -164,6 +164,7 @@ class Call:
         self._drawn: list[tuple[str, Tensor]] = []
         given = {name: self._made(name, value) for name, value in arguments.items()}
         self.along: Tensor | None = given.pop("along_shard", None)
+        self.all_keep: bool | None = given.pop("all_keep", None)
         self.sum_dtype: torch.dtype | None = given.pop("sum_dtype", None)
         self.added: Tensor | None = given.pop("added", None)
         self.factors: list[float] | None = given.pop("factors", None)
@@ -278,8 +279,9 @@ class Call:
         return forced
 
     def _ours(self) -> list[Tensor]:
-        optional = {"along_shard": self.along, "sum_dtype": self.sum_dtype, "added": self.added}
-        given = {name: value for name, value in (*optional.items(), ("factors", self.factors)) if value is not None}
+        of_gather = {"along_shard": self.along, "all_keep": self.all_keep}
+        of_sum = {"sum_dtype": self.sum_dtype, "added": self.added, "factors": self.factors}
+        given = {name: value for name, value in (of_gather | of_sum).items() if value is not None}
         found = getattr(torch.ops.asynctp, self.op)(*self.given.values(), self.group, **given)
         return found if self.gathers else [found]
 

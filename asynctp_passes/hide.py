@@ -35,7 +35,12 @@ LEAST_BYTES = cost.LATENCY_BYTES
 """A collective of fewer bytes that no matmul takes in stays: it costs the host more to start."""
 
 _NO_PRODUCT = (reasons.NO_MATMUL, reasons.OUTSIDE_GRAPH, reasons.MATMUL_TAKEN, reasons.COLUMNS_TOO_LARGE)
-_NEEDS_ALL = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.ROWS_CONTRACTED, reasons.CONTRACTION_TOO_LARGE)
+_NEEDS_ALL = (
+    reasons.GATHER_IS_RIGHT_OPERAND,
+    reasons.ROWS_CONTRACTED,
+    reasons.CONTRACTION_TOO_LARGE,
+    reasons.SENT_REARRANGED,
+)
 
 
 def hide(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Decision]:

@@ -637,7 +637,12 @@ def _backward_gather(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         a_full = reference.gather(a_saved, ctx.gather_dim, ctx.group_size, ctx.group_name)
     a_grad = _gather_input_grad(ctx, out_grads, bs, a_full_grad) if needs_a else None
     b_grads = [_weight_grad(a_full, grad) if need else None for grad, need in zip(out_grads, needs_b, strict=True)]
-    return a_grad, b_grads, _bias_grads(ctx, out_grads), *[None] * (5 if ctx.all_keep else 4)  # none for a default
+    return (
+        a_grad,
+        b_grads,
+        _bias_grads(ctx, out_grads),
+        *[None] * (4 if ctx.all_keep is None else 5),
+    )  # none for a default
 
 
 def _gather_input_grad(
