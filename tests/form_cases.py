@@ -185,8 +185,13 @@ def converted_sum(x: Tensor, w: Tensor, y: Tensor, v: Tensor) -> Tensor:
 
 
 def converted_sum_of_half_to_all_reduce(x: Tensor, w: Tensor, y: Tensor, v: Tensor) -> Tensor:
-    terms = [(a.half() @ b.half()).transpose(1, 2).to(torch.float32) for a, b in ((x, w), (y, v))]
+    terms = [(a.half() @ b.half()).transpose(0, 1).to(torch.float32) for a, b in ((x, w), (y, v))]
     return funcol.all_reduce((terms[0] - terms[1]).contiguous(), "sum", dist.group.WORLD)
+
+
+def transposed_product_to_all_reduce(x: Tensor, w: Tensor) -> Tensor:
+    """It is not sent in the order of its rows."""
+    return funcol.all_reduce((x @ w).transpose(1, 2).contiguous(), "sum", dist.group.WORLD)
 
 
 def sharded_head(x: Tensor, w: Tensor, last: Tensor) -> Tensor:
@@ -416,6 +421,7 @@ CASES = {
     "converted product": Case(converted_product, _BATCH),
     "converted sum": Case(converted_sum, (*_BATCH, *_BATCH)),
     "converted sum of half to all-reduce": Case(converted_sum_of_half_to_all_reduce, (*_BATCH, *_BATCH)),
+    "transposed product to all-reduce": Case(transposed_product_to_all_reduce, _BATCH, ("ATP211",)),
     "sharded head": Case(sharded_head, ((4, 6), (6, 8), (3,)), ("ATP103", "ATP012")),
     "detached": Case(detached, ((2, 4, 6), (8, 6))),
     "transposed twice": Case(transposed_twice, _MATRIX),
