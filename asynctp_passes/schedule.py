@@ -190,7 +190,7 @@ def leave_sms(collective: Collective, kept_by_all: bool = True) -> None:
 
 def keep_option(collective: Collective, kept_by_all: bool) -> dict[str, Any]:
     """The argument of a gather that tells whether every rank keeps it, where it goes by a transport of asynctp's."""
-    if collective.kind != "all_gather" or not ops.on_wire(value_of(collective.node).device.type):
+    if collective.kind != "all_gather" or not ops.on_wire(value_of(collective.source).device.type):
         return {}
     return {"all_keep": kept_by_all}
 

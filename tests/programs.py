@@ -129,7 +129,7 @@ class Builder:
     """Appends nodes to a graph and keeps their fake values. Sizes may be symbolic when `shape_env` is given.
 
     `adversarial` allows what no pass needs to follow, and `honest` becomes False once something of the kind was done.
-    `neighbours` are results of what else was in a chain's list of tensors.
+    `neighbours` are results of what else was in a chain's list of tensors; nothing uses `unused` more of these.
     """
 
     choose: Choose
@@ -141,6 +141,7 @@ class Builder:
     honest: bool = True
     adversarial: bool = False
     neighbours: list[Node] = field(default_factory=list)
+    unused: int = 0
 
     def __post_init__(self) -> None:
         self.mode = FakeTensorMode(shape_env=self.shape_env)
@@ -768,6 +769,7 @@ def _in_a_list(b: Builder, op: Any, tensor: Node, group: _Group, *args: Any) -> 
     else:
         done = {index: b.call(c10d.wait_tensor.default, items[index]) for index in used}
     b.neighbours += [done[index] for index in used if index != place]
+    b.unused += len(tensors) - len(used)
     return items[place], done[place]
 
 
@@ -1167,7 +1169,9 @@ def _scatter_chain(b: Builder, dtype: torch.dtype, group: _Group, attack: bool, 
         if whole:
             return [b.call(custom.all_reduce.default, total, group.name)]
         return [b.call(custom.reduce_scatter.default, total, dim, group.size, group.name)]
-    blocks = scatter_views(b, total, dim, group.size, views_attack)
+    # an all-reduce of a product whose columns moved is not fused, as it is not sent in the order of the product's rows
+    moves = not whole or views_attack or dim < len(shape) - 1
+    blocks = scatter_views(b, total, dim, group.size, views_attack) if moves else total
     blocks = blocks if whole else _divisible(b, blocks, group.size)
     if len(shape_of(blocks)) > 2 and b.chance(4):
         blocks = b.reshape(blocks, [-1, shape_of(blocks)[-1]])
@@ -1369,7 +1373,7 @@ def _build(choose: Choose, wishes: Wishes) -> Program:
     if not honest:
         b.note("asked to be adversarial", spoils=True)
     b.graph.output((*outs, *gradient, *b.neighbours))
-    beside += len(b.neighbours)
+    beside += len(b.neighbours) + b.unused  # other ranks may use them
     counts = (int(form != "scatter"), int(form not in ("gather", "quantized")), beside, len(gradient))
     return Program(b.graph, tuple(b.inputs), b.world_size, groups, b.honest, *counts, tuple(b.notes))
 
