@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.forkserver
 import os
 import tempfile
 import traceback
@@ -33,16 +34,17 @@ def imagined_ranks(count: int, store: dist.Store | None = None) -> Iterator[None
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on each rank and return what each returned, in rank order.
 
-    `fn` must be importable (a module-level function): ranks are spawned, not forked. The default
-    group is gloo. Every rank's result is saved with `torch.save`, so tensors come back as they were.
+    `fn` must be importable (a module-level function): ranks are forked from a process that has imported torch, not from
+    this one. The default group is gloo. Every rank's result is saved with `torch.save`, so tensors come back as they were.
 
     Raises:
         RuntimeError: a rank raised (its traceback is the message), or did not end within `timeout_s` times `PATIENCE`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        context, environment = forking(), dict(os.environ)
         ranks = [
-            context.Process(target=_rank_main, args=(rank, world_size, folder, fn, args)) for rank in range(world_size)
+            context.Process(target=_rank_main, args=(rank, world_size, folder, environment, fn, args))
+            for rank in range(world_size)
         ]
         for process in ranks:
             process.start()
@@ -56,7 +58,33 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
 
 
-def _rank_main(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+#: imported before ranks are forked
+_PRELOADED = ["torch", "torch._inductor.compile_fx", "torch.distributed.tensor.parallel", "internal_state"]
+_READ_AT_IMPORT = ("OMP_", "TORCH", "PYTORCH", "TRITON_", "PYTHON")
+_forked_from: list[dict[str, str]] = []
+
+
+def forking() -> Any:
+    """A context for processes that are forked from one with torch, which read this environment when it was imported."""
+    read = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_IMPORT)}
+    if _forked_from != [read]:
+        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        _forked_from[:] = [read]
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    folder: str,
+    environment: dict[str, str],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     try:
