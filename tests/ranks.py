@@ -35,7 +35,8 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
     """Call `fn(rank, world_size, *args)` on each rank and return what each returned, in rank order.
 
     `fn` must be importable (a module-level function): ranks are forked from a process that has imported torch, not from
-    this one. The default group is gloo. Every rank's result is saved with `torch.save`, so tensors come back as they were.
+    this one. The default group is gloo. Every rank's result is saved with `torch.save`, so tensors come back as they
+    were.
 
     Raises:
         RuntimeError: a rank raised (its traceback is the message), or did not end within `timeout_s` times `PATIENCE`.
