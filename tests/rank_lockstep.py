@@ -30,12 +30,9 @@ from asynctp_passes import Report, hide, pipeline
 
 __all__ = [
     "RIGHT",
-    "Deviation",
     "Verdict",
     "check",
-    "deviations",
     "difference",
-    "different",
     "run_in_lockstep",
     "trace",
 ]
@@ -49,7 +46,7 @@ class Verdict:
     """What a check has found.
 
     Attributes:
-        fault: `"crash"`, `"unlike calls"`, `"no peer"`, `"order"`, `"values"`, `"needs ballot"`; empty when right.
+        fault: `"crash"`, `"unlike calls"`, `"no peer"`, `"order"`, `"values"`; empty when right.
         text: What exactly.
     """
 
@@ -96,8 +93,6 @@ def check(program: Program, rewrite: Rewrite | None = None) -> Verdict:
         raise AssertionError(f"not a program: {error}\n{program}") from error
     try:
         rewritten, reports = rewrite_all(graphs, groups, rewrite)
-        if not VOTES and (text := different([deviations(report) for report in reports], groups)):
-            return Verdict("needs ballot", text)
         actual = run_in_lockstep(rewritten, inputs, groups)
     except Unmatched as error:
         return error.verdict
@@ -137,8 +132,8 @@ def rewrite_all(
     graphs: Sequence[fx.Graph], groups: Groups, rewrite: Rewrite | None = None
 ) -> tuple[list[fx.Graph], list[Report]]:
     """Rewrite copies of all ranks' graphs; what changes what ranks send is done if every rank of the group has it."""
-    if rewrite is not None or not VOTES:
-        return _rewritten(graphs, rewrite or (lambda rank, graph: run_pass(graph, agree=False)))
+    if rewrite is not None:
+        return _rewritten(graphs, rewrite)
     posted: dict[int, list[Any]] = {}
 
     def post(rank: int, graph: fx.Graph) -> Report:
@@ -205,58 +200,7 @@ def _moved_across(before: Sequence[fx.Graph], after: Sequence[fx.Graph], deviate
 
 def _deviates(report: Report) -> bool:
     """Whether a rank does what its peers have to do too."""
-    return any(one.deviations for one in report.ballots) if VOTES else bool(deviations(report))  # type: ignore[attr-defined]
-
-
-# --- deviations, until ranks vote on them ------------------------------------------------------------------------
-VOTES = hasattr(pipeline, "vote")
-"""Whether the pass votes. Without it, programs whose ranks would deviate in unlike ways are not judged."""
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """A rewrite that changes what travels, or how often: all ranks of a group have to do it, or none.
-
-    Attributes:
-        group: Name of the group.
-        text: What is done, with which of the group's collectives in the program's order.
-    """
-
-    group: str
-    text: str
-
-
-def deviations(report: Report) -> frozenset[Deviation]:
-    """What a rank does that its peers have to do too, by its report."""
-    place = {group: _places(report, group) for group in {remark.group for remark in report.remarks}}
-    found = set()
-    for remark in report.remarks:
-        number = place[remark.group][remark.collective]
-        if remark.op and "all_gather" in remark.op and remark.moved:
-            found.add(Deviation(remark.group, f"on the shard of collective {number}: {', '.join(remark.moved)}"))
-        if remark.name == "RESULT_DROPPED":
-            found.add(Deviation(remark.group, f"collective {number} is dropped"))
-        if "only a sum is used" in remark.message or "travel with the data" in remark.message:
-            found.add(Deviation(remark.group, f"collective {number} joins another: {remark.message.split(',')[0]}"))
-    for entry in report.coalesced:
-        members = [place[entry.group][name] for name in entry.collectives]
-        found.add(Deviation(entry.group, f"one all-reduce of collectives {members}"))
-    return frozenset(found)
-
-
-def _places(report: Report, group: str) -> dict[str, int]:
-    own = [remark.collective for remark in report.remarks if remark.group == group]
-    return {name: index for index, name in enumerate(own)}
-
-
-def different(wanted: Sequence[frozenset[Deviation]], groups: Groups) -> str:
-    """What some ranks of a group would do and others not; empty where all agree."""
-    for name, members in groups.items():
-        for ranks in members:
-            own = [{one for one in wanted[rank] if one.group == name} for rank in ranks]
-            if odd := set.union(*own) - set.intersection(*own):
-                return "; ".join(sorted(f"group {name} of ranks {ranks}: {one.text}" for one in odd))
-    return ""
+    return any(one.deviations for one in report.ballots)
 
 
 # --- lockstep ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Judge programs that differ by rank on real ranks: many programs in one pool of processes, each eager and compiled.
 
-    parent ── programs ─▶ rank 0 ┐  eager; compiled with plain ops; the same code with kernels in Triton's interpreter
+    parent ── programs ─▶ rank 0 ┐  eager; compiled, with plain ops or with kernels in Triton's interpreter
                         ▶ rank 1 ┘  and a verdict of each rank for each program, in a file
            ◀─ verdicts ──
 
@@ -205,18 +205,18 @@ def _groups(program: Program, rank: int) -> dict[str, tuple[str, int]]:
 
 
 def _judge(program: Program, rank: int, groups: dict[str, tuple[str, int]], task: _Task) -> Verdict:
-    """Eager, then compiled with plain ops, then twice with the kernels: a second call meets what the first left."""
+    """Eager, then compiled: with plain ops, or twice with the kernels, as a second call meets what the first left."""
     import asynctp_passes.ops
 
     torch._dynamo.reset()
+    os.environ["ASYNCTP_CPU_IMPLEMENTATION"] = mode = "interpreted" if task.kernels else "reference"
+    asynctp_passes.ops.refresh()
     function, inputs = program.function(rank, groups), program.make_inputs(rank)
     with torch.no_grad():
         expected = function(*inputs)
         options = {"fallback_by_default": True, **(_OPTIONS if task.backend == "asynctp" else {})}
         compiled = torch.compile(function, backend=task.backend, options=options, dynamic=program.dynamic[rank])
-        for mode in ("reference", "interpreted", "interpreted") if task.kernels else ("reference",):
-            os.environ["ASYNCTP_CPU_IMPLEMENTATION"] = mode
-            asynctp_passes.ops.refresh()
+        for _ in range(2 if task.kernels else 1):
             for index, pair in enumerate(zip(expected, compiled(*inputs), strict=True)):
                 if text := difference(*pair, program.tolerance()):
                     return Verdict("values", f"{mode}: result {index}: {text}")

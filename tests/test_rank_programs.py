@@ -27,14 +27,6 @@ from asynctp_passes import Report
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE", "quick") == "thorough"
 
-_FACTOR = "a factor is multiplied onto an operand, which has no room for it"
-
-KNOWN: dict[str, str] = {"extreme_factor": _FACTOR}
-"""Kinds of local differences that the pass gets wrong, with the reason. A kind that is right must go from here."""
-
-KNOWN_ON_RANKS: dict[str, str] = {**KNOWN}
-"""The same for compiled programs on real ranks, which Inductor schedules and kernels run."""
-
 FOUND: dict[str, tuple[tuple[int, int], ...]] = {
     "no_matmul": ((3, 4),),
     "gathered_dropped": ((2, 2),),
@@ -48,26 +40,20 @@ FOUND: dict[str, tuple[tuple[int, int], ...]] = {
 }
 """Seeds and numbers of ranks that showed a fault of a kind, where seed 0 does not: they are judged ever since."""
 
-KNOWN_TOGETHER: dict[tuple[int, int], str] = {}
-"""Seeds and numbers of ranks of mixed programs that fail on ranks, though they have no known kind."""
-
 PER_KIND, MIXED = (80, 1_000) if THOROUGH else (1, 8)
 ON_RANKS_PER_KIND, ON_RANKS_MIXED = (3, 50) if THOROUGH else (0, 3)
 
 
 # --- in lockstep ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_in_lockstep(kind: str, request: pytest.FixtureRequest) -> None:
-    if kind in KNOWN:
-        request.applymarker(pytest.mark.xfail(reason=KNOWN[kind], raises=AssertionError, strict=True))
+def test_a_kind_in_lockstep(kind: str) -> None:
     assert_right(of_kind(kind, PER_KIND), check)
 
 
 @pytest.mark.parametrize("part", range(8))
 def test_many_differences_in_lockstep(part: int) -> None:
-    """All that is not known to be wrong, together."""
-    seeds = range(part, MIXED, 8)
-    assert_right((mixed(seed, 4 if seed % 4 == 3 else 2, tuple(KNOWN)) for seed in seeds), check)
+    """All kinds together."""
+    assert_right((mixed(seed, 4 if seed % 4 == 3 else 2) for seed in range(part, MIXED, 8)), check)
 
 
 def of_kind(kind: str, count: int) -> list[Program]:
@@ -87,10 +73,7 @@ def assert_right(programs: Iterable[Program], judge: Callable[[Program], Verdict
 @pytest.mark.ranks
 @pytest.mark.skipif(not THOROUGH, reason="takes minutes; HYPOTHESIS_PROFILE=thorough")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_on_ranks(kind: str, request: pytest.FixtureRequest) -> None:
-    if kind in KNOWN_ON_RANKS:
-        reason = KNOWN_ON_RANKS[kind]
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
+def test_a_kind_on_ranks(kind: str) -> None:
     assert_right_on_ranks(of_kind(kind, ON_RANKS_PER_KIND))
 
 
@@ -99,16 +82,7 @@ def test_a_kind_on_ranks(kind: str, request: pytest.FixtureRequest) -> None:
 def test_many_differences_on_ranks(world: int) -> None:
     count = ON_RANKS_MIXED if world == 2 else max(1, ON_RANKS_MIXED // 5)
     first = 0 if THOROUGH or world == 2 else 2  # plain Inductor does not run (0, 4)
-    seeds = [seed for seed in range(first, first + count) if (seed, world) not in KNOWN_TOGETHER]
-    assert_right_on_ranks([mixed(seed, world, tuple(KNOWN_ON_RANKS)) for seed in seeds])
-
-
-@pytest.mark.ranks
-@pytest.mark.skipif(not THOROUGH or not KNOWN_TOGETHER, reason="takes minutes; HYPOTHESIS_PROFILE=thorough")
-@pytest.mark.xfail(reason="; ".join(KNOWN_TOGETHER.values()), raises=AssertionError, strict=True)
-@pytest.mark.parametrize(("seed", "world"), list(KNOWN_TOGETHER))
-def test_known_faults_of_many_differences_on_ranks(seed: int, world: int) -> None:
-    assert_right_on_ranks([mixed(seed, world, tuple(KNOWN_ON_RANKS))])
+    assert_right_on_ranks([mixed(seed, world) for seed in range(first, first + count)])
 
 
 def assert_right_on_ranks(programs: Sequence[Program]) -> None:
