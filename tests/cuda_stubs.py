@@ -514,8 +514,7 @@ def machine(
         },
     }
     with contextlib.ExitStack() as stack:
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # the work is small, and threads wait for each other
+        stack.enter_context(one_torch_thread())
         stack.enter_context(mock.patch.dict(os.environ))
         for name in [name for name in os.environ if name.startswith("ASYNCTP_")]:
             del os.environ[name]
@@ -525,6 +524,17 @@ def machine(
             for name, value in attributes.items():
                 stack.enter_context(mock.patch.object(module, name, value, create=module is Tensor))
         yield here
+
+
+@contextlib.contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Let torch compute in one thread: the work is small, and several threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # --- names for addresses -------------------------------------------------------------------------------------------

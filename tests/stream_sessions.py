@@ -64,7 +64,7 @@ def bulk(
 
 
 def move(kind: str, way: str = "whole", stream: int = MAIN, group: int = 0, **options: Any) -> Op:
-    """The same of a product that is made elsewhere (`cuda.Mover`)."""
+    """The same of a product that is made elsewhere (`cuda.Mover`). numbers: how many travel with a shard."""
     return replace(bulk(kind, 0, stream, stream, group, way, **options), kind=f"move {kind}")
 
 
@@ -83,7 +83,9 @@ def data(op: Op, number: int, rank: int, world: int) -> Any:
     if op.kind in ("gather", "scatter", "all reduce"):
         call = (gather_call if op.kind == "gather" else scatter_call)(**dict(op.options), world=world)
         return call if op.kind != "gather" else replace(call, a_shard=_shard(call.a_shard, number, rank))
-    return (_shard(tensor(*dict(op.options)["shape"]), number, rank),)
+    options = dict(op.options)
+    numbers = [torch.randn(count) for count in [options.get("numbers", 0)] if count]
+    return (_shard(tensor(*options["shape"]), number, rank), *numbers)
 
 
 def _shard(like: Tensor, number: int, rank: int) -> Tensor:
@@ -102,7 +104,10 @@ def expected(each: Each, number: int, rank: int, world: int) -> list[Tensor]:
     if op.kind == "gather":
         return _gathered(calls, [shard.view(calls[rank].a_shard.shape) for shard in shards], rank)
     joined = torch.cat([shard.view(calls[rank][0].shape) for shard in shards])
-    return [joined if op.kind == "bulk gather" else joined.view(world, *calls[rank][0].shape)]
+    if op.kind == "bulk gather":
+        return [joined]
+    numbers = [torch.stack([call[1] for call in calls])] if "numbers" in dict(op.options) else []
+    return [joined.view(world, *calls[rank][0].shape), *numbers]
 
 
 def _gathered(calls: Sequence[GatherCall], shards: Sequence[Tensor], rank: int) -> list[Tensor]:
@@ -205,7 +210,7 @@ class Player:
             if op.kind.startswith("bulk"):
                 return self._start_bulk(op, *operands, group)
             if op.kind.startswith("move"):
-                return self._move(op, *operands, group), lambda: None
+                return self._move(op, operands, group), lambda: None
             return self._run(op, operands, group), lambda: None
 
     def _start_bulk(self, op: Op, given: Tensor, group: Any) -> tuple[list[Tensor], Callable[[], None]]:
@@ -216,11 +221,12 @@ class Player:
         assert result is not None
         return [result], self.rank.waits.pop() if self.rank.waits else lambda: None
 
-    def _move(self, op: Op, given: Tensor, group: Any) -> list[Tensor]:
+    def _move(self, op: Op, operands: Sequence[Tensor], group: Any) -> list[Tensor]:
         if op.kind == "move gather":
-            moved = cuda.Mover(group, dict(op.options)["kept"]).gather(given)
+            moved = cuda.Mover(group, dict(op.options)["kept"]).gather(*operands)
             assert moved is not None
-            return [moved[0]]
+            return [each for each in moved if each is not None]
+        (given,) = operands
         part = cuda.Mover(group).scatter(given.view(self.world, -1, given.shape[-1]), "sum")
         assert part is not None
         return [part]

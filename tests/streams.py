@@ -52,6 +52,7 @@ from cuda_stubs import (
     Recorded,
     Waited,
     Wrote,
+    one_torch_thread,
     product,
 )
 from torch import Tensor
@@ -544,8 +545,9 @@ def run(ranks: Sequence[Rank], seed: int) -> None:
         if rank.problems:
             raise Found(f"rank {rank.rank}: {rank.problems[0]}")
     nodes = [node for rank in ranks for node in rank.work.nodes]
-    for epoch in sorted({node.epoch for node in nodes}):
-        Scheduler([node for node in nodes if node.epoch == epoch], draw).run()
+    with one_torch_thread():
+        for epoch in sorted({node.epoch for node in nodes}):
+            Scheduler([node for node in nodes if node.epoch == epoch], draw).run()
     for rank in ranks:
         if rank.left_over():
             raise Found(f"rank {rank.rank}: a word is left over")

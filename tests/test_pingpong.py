@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from asynctp_kernels.cuda import gather, gemm, scatter, stamped
 from asynctp_kernels.cuda.tiles import pingpong, tiles_for
 from asynctp_kernels.signals import IS_INTERPRETED
-from cuda_stubs import FP8, SMS, Prepared, gather_call, is_descriptor, machine, scatter_call
+from cuda_stubs import FP8, SMS, Machine, Prepared, gather_call, is_descriptor, machine, scatter_call
 from gemm_runs import DONE, RUNS, Gemm, check_runs
 from lowered import parse
 from test_cuda_compile import (
@@ -85,15 +85,20 @@ SCATTERS = BOTH | {
 }
 
 
-def planned(op: str, options: dict[str, Any], folder: Path) -> tuple[Prepared, Compiled]:
-    """The GEMM of a plan. pushed: a gather that does not return what was gathered."""
+def plan(op: str, options: dict[str, Any], here: Machine) -> Prepared:
+    """The GEMM of a plan, not compiled. pushed: a gather that does not return what was gathered."""
     tiles = pingpong(options.get("dtype", torch.bfloat16).itemsize)
+    if op == "scatter":
+        scatter.FusedScatter(scatter_call(**options), here.memory, tiles, 2, SMS)
+    else:
+        gather.fused_gather(gather_call(**options, full=op == "gather"), here.memory, tiles, 2, SMS)
+    return here.prepared[-1]
+
+
+def planned(op: str, options: dict[str, Any], folder: Path) -> tuple[Prepared, Compiled]:
+    """The GEMM of a plan, compiled, which leaves room for the small kernel of the plan."""
     with machine() as here:
-        if op == "scatter":
-            scatter.FusedScatter(scatter_call(**options), here.memory, tiles, 2, SMS)
-        else:
-            gather.fused_gather(gather_call(**options, full=op == "gather"), here.memory, tiles, 2, SMS)
-        prepared = here.prepared[-1]
+        prepared = plan(op, options, here)
         if op != "pushed":
             small, found = small_and_gemm(here, folder)
             check_room_for(found, small)
@@ -212,13 +217,15 @@ def mutated(before: str, after: str) -> str:
 
 LAST = "        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))\n"
 LEAVE = "        mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), count=1)\n"
-#: what mutants are of: the op, and the options of the call
+#: what mutants are of: the op, and the options of the call. pushed: the only reader of its words is the GEMM
 MUTATED: dict[str, tuple[str, dict[str, Any]]] = {
     "scatter": ("scatter", ROWWISE),
     "sum": ("scatter", SCATTERS["sum of 3"][0]),
     "gather": ("gather", {**TRAVELS, "ns": MANY[:2]}),
     "three": ("gather", {**TRAVELS, "ns": MANY[:3]}),
+    "pushed": ("pushed", TRAVELS),
 }
+AWAIT_OWN = "await_by_warp(words + peer, chunk - peer * CHUNKS + 1, known)"
 MUTANTS = {
     "the last stage is left too early": ("scatter", LAST + LEAVE, LEAVE + LAST),
     "the sum is used too early": ("scatter", LAST, LAST.replace("acc = ", "")),
@@ -242,7 +249,10 @@ MUTANTS = {
     "parts are exchanged": ("scatter", "parts[i]", "parts[1 - i]"),
     "a tile is not counted": ("scatter", "publish_by_warp(words + chunk)", "pass"),
     "another chunk is counted": ("scatter", "publish_by_warp(words + chunk)", "publish_by_warp(words)"),
-    "chunks are not awaited": ("gather", "await_by_warp(words + chunk, value, known)", "pass"),
+    "chunks are not awaited": ("gather", AWAIT_OWN, "pass"),
+    "one chunk less is awaited": ("gather", AWAIT_OWN, AWAIT_OWN.replace(" + 1", "")),
+    "the word of a chunk is awaited": ("gather", AWAIT_OWN, AWAIT_OWN.replace("words + peer", "words + chunk")),
+    "chunks of the caller's are not awaited": ("async", "await_by_warp(words + chunk, value, known)", "pass"),
     "own rows of others": ("gather", "                if step > 0:\n                    a = as_[1]\n", ""),
     "own scales of others": ("gather", "                if step > 0:\n                    a_scale = a_scales[1]\n", ""),
     "rows behind the end": ("gather", "mask=in_block < inner, other=0.0)[:, None]", "mask=in_block < n)[:, None]"),
@@ -254,11 +264,8 @@ MUTANTS = {
     "a sum's steps go on": ("sum", "at_k = (step_k - first) * BK", "pass"),
     "the last of a sum": ("sum", "k3, BK, COUNT)", "k3, BK, COUNT - 1)"),
     "columns first": ("sum", "load_block(b, [at_k, col], full", "load_block(b, [col, at_k], full"),
-    "words are not cleared": (
-        "gather",
-        "gl.store(words + gl.arange(0, 8 * CHUNKS",
-        "gl.store(words + gl.arange(0, CHUNKS",
-    ),
+    "words are not cleared": ("pushed", "gl.store(words + gl.arange(0, 8,", "gl.store(words + gl.arange(0, 4,"),
+    "words are cleared that others read": ("gather", "            if CLEARS:\n", "            if OWN:\n"),
     "programs are not counted together": ("gather", "        barrier()\n", ""),
 }
 
@@ -266,7 +273,8 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
     of, before, after = MUTANTS[name]
-    prepared, _ = planned(*MUTATED[of], tmp_path)
+    with machine() as here:
+        prepared = async_input_gemm(8192, (512,), True) if of == "async" else plan(*MUTATED[of], here)
     kernel = loaded(mutated(before, after), tmp_path).gemm_kernel
     found = compiled(replace(prepared, kernel=kernel), tmp_path)
     with pytest.raises(AssertionError):

@@ -208,6 +208,31 @@ def _miss(case, group) -> tuple[str, str]:
     return str(caught.value), str(again.value)
 
 
+class _Coming:
+    """A word that its peer sets as soon as it has been read once."""
+
+    def __init__(self, value: int) -> None:
+        self._next = value
+        self._now = 0
+
+    @property
+    def value(self) -> int:
+        found, self._now = self._now, self._next
+        return found
+
+
+def _meet_late(rank: int, world: int) -> None:
+    from asynctp_kernels.cuda import interpreted
+    from asynctp_kernels.cuda.driver import Wait
+
+    for exactly in (True, False):
+        interpreted._wait_for_peer(_Coming(7), Wait(0, 7, peer=1, exactly=exactly))
+
+
+def test_a_peer_that_comes_between_two_looks_is_no_unlike_call() -> None:
+    run_ranks(1, _meet_late)
+
+
 def test_a_peer_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCTP_TIMEOUT_S", "5")
     outcomes = run_ranks(2, _dead_peer)

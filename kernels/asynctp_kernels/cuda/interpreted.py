@@ -69,9 +69,12 @@ class MemOps:
 
 def _wait_for_peer(word: ctypes.c_int32, wait: Wait) -> None:
     until = time.monotonic() + timeout_s()
-    while not (word.value == wait.value if wait.exactly else word.value >= wait.value):
-        if (wait.exactly and word.value) or time.monotonic() > until:
-            raise StreamWaitOver(wait, word.value)
+    while True:
+        found = word.value  # read once: the peer may come between two looks
+        if found == wait.value if wait.exactly else found >= wait.value:
+            return
+        if (wait.exactly and found) or time.monotonic() > until:
+            raise StreamWaitOver(wait, found)
         time.sleep(POLL_PAUSE_S)
 
 
