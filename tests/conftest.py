@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of test processes would wait for one another
 
 import pytest
 from internal_state import forget_internal_errors

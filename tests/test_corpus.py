@@ -175,9 +175,16 @@ def id_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", dump_paths(), ids=id_of)
-def test_outcomes(path: Path) -> None:
+def test_outcomes_and_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outcomes of a graph, and what is kept in order of it.
+
+    What Inductor is told to keep in order is so in the graph already, and nothing is told to follow itself.
+    """
+    told: list[dict[torch.fx.Node, list[torch.fx.Node]]] = []
+    monkeypatch.setattr(compat, "keep_order", lambda graph, after: told.append(after))
     module = load(path)
     names = collectives(module.graph)
+    assert [len(side) for side in names] == [len(side) for side in expected_for(path)]
     with registered():
         report = run_pass(module.graph)
     module.graph.lint()
@@ -188,12 +195,10 @@ def test_outcomes(path: Path) -> None:
     assert left & {remark.collective for remark in report.fused} == _kept(report)
     fused_ops = [node for node in module.graph.nodes if op_name(node.target).startswith("asynctp::")]
     assert bool(fused_ops) == bool(report.fused)
-
-
-@pytest.mark.parametrize("path", dump_paths(), ids=id_of)
-def test_every_collective_is_expected(path: Path) -> None:
-    found = [len(side) for side in collectives(load(path).graph)]
-    assert found == [len(side) for side in expected_for(path)]
+    place = {node: index for index, node in enumerate(module.graph.nodes)}
+    assert len(told) == bool(report.remarks), "a graph that does not communicate is left alone"
+    ordered = [(later, node) for after in told for later, nodes in after.items() for node in nodes]
+    assert [(later, node) for later, node in ordered if place[node] >= place[later]] == []
 
 
 def test_every_row_is_used() -> None:
@@ -251,20 +256,6 @@ def _readable(
         for name, outcome, pin in zip(side, side_outcomes, side_pinned, strict=True):
             lines.append(f"{name}: {pin if len(pin) == 1 and outcome.startswith(pin) else outcome}")
     return lines
-
-
-@pytest.mark.parametrize("path", dump_paths(), ids=id_of)
-def test_what_is_ordered_is_in_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Inductor is told to keep in order is so in the graph already, and nothing is told to follow itself."""
-    told: list[dict[torch.fx.Node, list[torch.fx.Node]]] = []
-    monkeypatch.setattr(compat, "keep_order", lambda graph, after: told.append(after))
-    module = load(path)
-    with registered():
-        report = run_pass(module.graph)
-    place = {node: index for index, node in enumerate(module.graph.nodes)}
-    assert len(told) == bool(report.remarks), "a graph that does not communicate is left alone"
-    ordered = [(later, node) for after in told for later, nodes in after.items() for node in nodes]
-    assert [(later, node) for later, node in ordered if place[node] >= place[later]] == []
 
 
 @pytest.mark.parametrize("path", [path for path in dump_paths() if "rowwise_block" in path.name], ids=id_of)

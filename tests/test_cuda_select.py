@@ -807,7 +807,7 @@ def test_each_implementation_has_its_transports(name: str, transport: str) -> No
 
 
 def call_of(op: str, args: tuple[Any, ...]) -> GatherCall | ScatterCall:
-    found = cuda._call_of(op, (*args, 4, None), None, None)
+    found = cuda._call_of(op, (*args, 4, None), None, None, None)
     return replace(found, unscaled_op="matmul_all_reduce") if op.endswith("all_reduce") else found  # type: ignore[call-arg]
 
 
