@@ -180,6 +180,21 @@ Each = Call | tuple[Call, ...]  # one call of all ranks, or of each rank
 
 
 @dataclass(frozen=True)
+class Watching:
+    """A rank's watch: it finds that the rank waits for others in vain, says so to them, and lets it go on.
+
+    From when it has failed, a rank raises, so that what it still computes is nobody's result.
+
+    Attributes:
+        told: it goes on only when all others have said so, too.
+        impatient: it also fails while another rank has not come, which it may do later.
+    """
+
+    told: bool = True
+    impatient: bool = False
+
+
+@dataclass(frozen=True)
 class Case:
     """Calls that ranks make, and how a test breaks them.
 
@@ -188,6 +203,7 @@ class Case:
         alone: of each rank, what it makes after that.
         programs: of each kernel.
         columns: bytes of a row, and column tiles of a scatter's GEMM.
+        watch: how a rank that is stuck ends its waits (`Watching`).
     """
 
     world: int
@@ -196,6 +212,7 @@ class Case:
     columns: int = 1
     alone: tuple[tuple[Call, ...], ...] = ()
     spoil: Spoil = field(default=lambda rank, items: items)
+    watch: Watching | None = None
 
     def of(self, rank: int) -> tuple[Call, ...]:
         """The calls of one rank."""
@@ -720,6 +737,7 @@ class Action:
         reads, writes: bits of the bytes and words that it looks at or changes; both ends of an access have all of them.
         source, target: indices of bytes.
         expected: what a reader must find. values: what a writer stores, None for a copy.
+        let_go: the word that lets go of a wait; or with which the action is `skipped`.
     """
 
     name: str
@@ -732,6 +750,8 @@ class Action:
     target: tuple[int, ...] = ()
     expected: bytes = b""
     values: bytes | None = None
+    let_go: int = -1
+    skipped: bool = False
 
     def conflicts(self, other: Action) -> bool:
         """Whether the order of the two can matter."""
@@ -751,6 +771,12 @@ class Model:
         self._thread_numbers: dict[tuple[int, str], int] = {}
         self._tag_numbers: dict[Tag, int] = {}
         self._words: dict[int, int] = {}
+        self.failed = [self._word(-1 - rank) for rank in range(case.world)] if case.watch else []
+        self.let_go = [self._word(-101 - rank) for rank in range(case.world)] if case.watch else []
+        self.watch = case.watch
+        if case.watch is not None:
+            for rank, peer in product(range(case.world), repeat=2):
+                self._word(-1001 - rank * case.world - peer)
         for rank in range(case.world):
             self._load(Rank(case, rank))
         size = Rank(case, case.world).at("own")
@@ -759,8 +785,69 @@ class Model:
             if action.kind in ("wait", "exactly", "set", "add"):
                 bit = 1 << size + action.number
                 action.reads, action.writes = (0, bit) if action.kind in ("set", "add") else (bit, 0)
+            if action.let_go >= 0:
+                action.reads |= 1 << size + action.let_go
+        self.streams = len(self.threads)  # and their kernels
         for thread in self.threads:
             thread.append(Action("done", "done"))
+        if case.watch is not None:
+            self._add_watches(case.watch, case.world, size)
+
+    def _add_watches(self, watch: Watching, world: int, size: int) -> None:
+        """The thread of each rank's watch: it fails, tells all others, waits for them, lets go."""
+        free = dict.fromkeys(range(world), 0)
+        for address, number in self._words.items():
+            if address >= 0 and area(address) == "free":
+                free[address // _RANK] |= 1 << size + number
+        for rank in range(world):
+            peers = [peer for peer in range(world) if peer != rank]
+            told = {peer: self._word(-1001 - rank * world - peer) for peer in peers}
+            telling = [self._word(-1001 - peer * world - rank) for peer in peers]
+            sees = free[rank] | sum(1 << size + number for number in told.values())
+            failed, let_go = self.failed[rank], self.let_go[rank]
+            actions = [Action("fails", "fail", failed, 1, sees, free[rank] | 1 << size + failed)]
+            actions += [Action("tells", "set", number, 1, 0, 1 << size + number) for number in telling]
+            if watch.told:
+                waits = told.values()
+                actions += [Action("is told", "wait", number, 1, 1 << size + number) for number in waits]
+            # whatever waits for a peer can go on then: those waits read this word
+            actions += [Action("lets go", "set", let_go, 1, 0, 1 << size + let_go), Action("done", "done")]
+            thread = self._thread(rank, "watch")
+            self.threads[thread] = actions
+        self.start = ((0,) * len(self.threads), self.start[1], self.start[2])
+
+    def _may(
+        self, action: Action, pcs: Sequence[int], reach: Sequence[int], words: Sequence[int], seen: Sequence[set[int]]
+    ) -> bool:
+        """As `_can`, where threads have come from `pcs` to `reach` in some order."""
+        if action.kind != "fail":
+            return _can(action, reach, words, seen)
+        assert self.watch is not None
+        rank = self.failed.index(action.number)
+        told = any(words[number] for number in self._told(rank))
+        for thread in range(self.streams):
+            for mine in self.threads[thread][pcs[thread] : reach[thread] + 1] if self.ranks[thread] == rank else ():
+                meets = mine.name == "wait free" and (self.watch.impatient or seen[mine.number] - {0, mine.value})
+                if meets or (told and mine.let_go >= 0):
+                    return True
+        return False
+
+    def _told(self, rank: int) -> list[int]:
+        """The words by which others say to a rank that they have failed."""
+        world = len(self.failed)
+        return [self._words[-1001 - rank * world - peer] for peer in range(world) if peer != rank]
+
+    def fails(self, rank: int, pcs: Sequence[int], words: Sequence[int]) -> bool:
+        """Whether the watch of a rank sees that it waits in vain: for a peer to come to a call, or that has failed."""
+        assert self.watch is not None
+        told = any(words[number] for number in self._told(rank))
+        for thread in range(self.streams):
+            action = self.threads[thread][pcs[thread]]
+            if self.ranks[thread] != rank or action.let_go < 0 or action.skipped or _can(action, pcs, words):
+                continue
+            if told or (action.name == "wait free" and (words[action.number] or self.watch.impatient)):
+                return True
+        return False
 
     # --- from items to threads
     def _load(self, rank: Rank) -> None:
@@ -797,7 +884,12 @@ class Model:
             for other, count in counts.items() if last else [(stream, begin)]:
                 self._after(thread, other, count)
             for item in program:
+                before = len(self.threads[thread])
                 self._append(thread, item, rank.bases)
+                meets = kernel.name == "stage" and isinstance(item, Touch | Post)
+                if meets and self.watch is not None and not (isinstance(item, Post) and area(item.address) == "free"):
+                    for action in self.threads[thread][before:]:  # a rank that has not met all stages nothing
+                        action.let_go, action.skipped = self.let_go[rank.rank], True
             counts[thread] = len(self.threads[thread])
         self._after(stream, *counts.popitem())
 
@@ -805,7 +897,10 @@ class Model:
         actions = self.threads[thread]
         if isinstance(item, Wait):
             kind = "exactly" if item.exactly else "wait"
-            actions.append(Action(f"wait {area(item.address)}", kind, self._word(item.address), item.value))
+            action = Action(f"wait {area(item.address)}", kind, self._word(item.address), item.value)
+            if self.watch is not None and area(item.address) in ("free", "full", "landed"):
+                action.let_go = self.let_go[self.ranks[thread]]
+            actions.append(action)
         elif isinstance(item, Write | Post):
             actions.append(Action(f"{area(item.address)} = {item.value}", "set", self._word(item.address), item.value))
         elif isinstance(item, Count):
@@ -842,13 +937,18 @@ class Model:
         able = [
             thread
             for thread, (actions, pc) in enumerate(zip(self.threads, pcs, strict=True))
-            if _can(actions[pc], pcs, words)
+            if self._able(actions[pc], pcs, words)
         ]
         if reduced:
             for thread in able:
                 if self._undisturbed(state, thread):
                     return [thread]
         return able
+
+    def _able(self, action: Action, pcs: Sequence[int], words: Sequence[int]) -> bool:
+        if action.kind == "fail":
+            return self.fails(self.failed.index(action.number), pcs, words)
+        return _can(action, pcs, words)
 
     def _undisturbed(self, state: State, thread: int) -> bool:
         """Whether nothing that others can do before `thread` goes on conflicts with its next action."""
@@ -861,7 +961,7 @@ class Model:
         while moved:
             moved = False
             for other, actions in enumerate(self.threads):
-                while other != thread and _can(theirs := actions[reach[other]], reach, highest, seen):
+                while other != thread and self._may(theirs := actions[reach[other]], pcs, reach, highest, seen):
                     if mine.conflicts(theirs):
                         return False
                     if theirs.kind in ("set", "add"):
@@ -876,17 +976,22 @@ class Model:
         pcs, words, memory = state
         action = self.threads[thread][pcs[thread]]
         findings: list[str] = []
-        if action.kind == "set":
+        if action.skipped and words[action.let_go]:
+            pass
+        elif action.kind == "fail":
+            words = _with(words, action.number, 1)
+        elif action.kind == "set":
             before = words[action.number]
-            if action.value and (before >= action.value or (before and "free" in action.name)):
+            again = before >= action.value or (before and "free" in action.name)
+            if action.value and again and not any(words[number] for number in self.failed):
                 findings.append("set again")
             words = _with(words, action.number, action.value)
         elif action.kind == "add":
             words = _with(words, action.number, words[action.number] + 1)
         elif action.kind == "begin":
-            findings += self._clashes(action, pcs)
+            findings += self._clashes(action, thread, state)
             found = bytes([memory[i] for i in action.source])
-            if action.expected and found != action.expected:
+            if action.expected and found != action.expected and not self._has_failed(thread, words):
                 findings += map(self._judge, found, action.expected)
             changed = bytearray(memory)
             for i, value in zip(action.target, found if action.values is None else action.values, strict=True):
@@ -895,15 +1000,26 @@ class Model:
         pcs = (*pcs[:thread], pcs[thread] + 1, *pcs[thread + 1 :])
         return (pcs, words, memory), [finding for finding in findings if finding]
 
-    def _clashes(self, action: Action, pcs: tuple[int, ...]) -> Iterator[str]:
-        """What is wrong with beginning `action` now, where other threads are in the middle of an access."""
-        for actions, pc in zip(self.threads, pcs, strict=True):
+    def _has_failed(self, thread: int, words: Sequence[int]) -> bool:
+        return bool(self.failed) and bool(words[self.failed[self.ranks[thread]]])
+
+    def _clashes(self, action: Action, thread: int, state: State) -> Iterator[str]:
+        """What is wrong with beginning `action` now, where other threads are in the middle of an access.
+
+        A rank that has failed may read what it likes.
+        """
+        pcs, words, _ = state
+        for other, (actions, pc) in enumerate(zip(self.threads, pcs, strict=True)):
             under_way = actions[pc]
-            if under_way.kind == "end":
-                if under_way.writes & (action.reads | action.writes):
-                    yield "torn"
-                if under_way.reads & action.writes:
-                    yield "overwritten"
+            if under_way.kind != "end" or (under_way.skipped and words[under_way.let_go]):
+                continue
+            failed = [self._has_failed(each, words) for each in (thread, other)]
+            if (under_way.writes & action.writes and not all(failed)) or (
+                under_way.writes & action.reads and not failed[0]
+            ):
+                yield "torn"
+            if under_way.reads & action.writes and not failed[1]:
+                yield "overwritten"
 
     def _judge(self, found: int, expected: int) -> str:
         """What is wrong with data of tag `found` where `expected` should be."""
@@ -914,15 +1030,19 @@ class Model:
             return "misplaced" if what.split()[-1] == own_what.split()[-1] else "unlike"
         return "stale" if call < own_call else "overwritten"
 
+    def over(self, state: State) -> bool:
+        """Whether all ranks have failed: nobody's results matter any more."""
+        return bool(self.failed) and all(state[1][number] for number in self.failed)
+
     def ending(self, state: State) -> list[str]:
         """What is wrong with a state where nothing can go on."""
         pcs, words, _ = state
-        nexts = [(rank, actions[pc]) for rank, pc, actions in zip(self.ranks, pcs, self.threads, strict=True)]
+        nexts = [(self.ranks[thread], self.threads[thread][pcs[thread]]) for thread in range(self.streams)]
         stuck = {rank for rank, action in nexts if action.kind != "done"}
         seen = {rank for rank, action in nexts if action.kind == "exactly" and action.name == "wait free"}
         if stuck:
             return ["stuck", "unseen"] if stuck - seen else ["stuck"]
-        return ["left over"] if any(words) else []
+        return ["left over"] if any(words) and not any(words[number] for number in self.failed) else []
 
     def describe(self, thread: int, state: State) -> str:
         return f"{self.owners[thread]}: {self.threads[thread][state[0][thread]].name}"
@@ -933,6 +1053,8 @@ def _can(action: Action, pcs: Sequence[int], words: Sequence[int], seen: Sequenc
     kind = action.kind
     if kind == "after":
         return pcs[action.number] >= action.value
+    if kind in ("wait", "exactly") and action.let_go >= 0 and words[action.let_go]:
+        return True
     if kind == "wait":
         return words[action.number] >= action.value
     if kind == "exactly":
@@ -980,6 +1102,8 @@ def explore(case: Case, reduced: bool = True, all_kinds: bool = False) -> Search
     findings: dict[str, list[str]] = {}
     while stack and (all_kinds or not findings):
         state = stack.pop()
+        if model.over(state):
+            continue
         threads = model.moves(state, reduced)
         for kind in () if threads else model.ending(state):
             findings.setdefault(kind, _history(model, came_from, state))
@@ -1265,6 +1389,35 @@ def test_nor_do_those_of_three(alone: tuple[tuple[Call, ...], ...]) -> None:
     for together in TOGETHER[:2]:
         case = Case(3, together, alone=alone)
         assert explore(case, all_kinds=True).findings.keys() == {"stuck"}, str(case)
+
+
+# --- and then a watch ends their waits ------------------------------------------------------------------------
+SLOW = (Call("gather"), Call("gather", "decomposed", keeps=True), Call("gather", kept=True), Call("scatter"))
+
+
+@pytest.mark.parametrize("before", SLOW, ids=str)
+def test_a_rank_that_has_not_failed_reads_nothing_of_one_that_has(before: Call) -> None:
+    """One of three ranks may still be in the call before, when the other two have met with unlike ones."""
+    for alone in AMONG_LIKE[:3]:
+        for ranks in (alone, (alone[2], *alone[:2])):
+            case = Case(3, (before,), alone=ranks, watch=Watching())
+            assert not explore(case).findings, str(case)
+
+
+@pytest.mark.parametrize("before", SLOW, ids=str)
+@pytest.mark.parametrize("call", [Call("gather"), Call("gather", kept=True), Call("scatter", "decomposed")], ids=str)
+def test_nor_where_a_rank_is_only_late(before: Call, call: Call) -> None:
+    """Some ranks' time is up, whenever; another one comes nevertheless."""
+    case = Case(2, (before, call), watch=Watching(impatient=True))
+    assert not explore(case).findings, str(case)
+
+
+def test_it_would_if_a_rank_went_on_at_once() -> None:
+    unlike, late = Case(3, (SLOW[0],), alone=AMONG_LIKE[0]), Case(2, (SLOW[0], SLOW[0]))
+    hasty = Watching(told=False)
+    assert {"overwritten", "torn"} & explore(replace(unlike, watch=hasty), all_kinds=True).findings.keys()
+    hasty = replace(hasty, impatient=True)
+    assert {"overwritten", "torn"} & explore(replace(late, watch=hasty), all_kinds=True).findings.keys()
 
 
 def any_signature(rank: int, items: list[Item]) -> list[Item]:
