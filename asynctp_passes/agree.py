@@ -41,7 +41,7 @@ from asynctp_passes.deviations import LOCAL
 from asynctp_passes.errors import DisagreementError
 from asynctp_passes.report import Ballot, Report
 
-__all__ = ["Votes", "fall_back", "sources_digest", "stands", "vote"]
+__all__ = ["Votes", "agreed_before", "fall_back", "sources_digest", "stands", "vote"]
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class _Ledger:
     store: Any
     rank: int
     ranks: tuple[int, ...]
-    life: int
+    life: str
     compiles: Counter[str] = field(default_factory=Counter)
     again: Counter[str] = field(default_factory=Counter)
     posted: set[str] = field(default_factory=set)
@@ -166,6 +166,23 @@ def vote(ballots: Iterable[Ballot], config: Config) -> Votes:
         with _without_store_errors(votes):
             votes |= _outcomes(_posted(ballots, config), votes)
     return votes
+
+
+def agreed_before(ballot: Ballot, config: Config) -> set[str]:
+    """Those of a ballot's deviations on which all ranks have agreed already, in an earlier graph like this one.
+
+    Peers may still run that graph. A rank that can do the same, though it need not, does it.
+    """
+    ledger = _ledger(ballot.group) if config.agree else None
+    if ledger is None:
+        return set()
+    key, store, found = _key(ledger, ballot), ledger.store, set[str]()
+    for text in ballot.deviations:
+        place = f"{key}/{_hash(_with_provenance(text, config))}/outcome"
+        with contextlib.suppress(RuntimeError, OSError):
+            if store.check([place]) and store.get(place).decode() == _ACCEPTED:
+                found.add(text)
+    return found
 
 
 def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[str]:
@@ -266,7 +283,7 @@ def _posted(ballots: Iterable[Ballot], config: Config) -> list[_Poll]:
         ledger = _ledger(one.group)
         if ledger is None:
             continue
-        key, texts = _key(ledger, one), [f"{text} | {_provenance(config)}" for text in one.deviations]
+        key, texts = _key(ledger, one), [_with_provenance(text, config) for text in one.deviations]
         with _lock:
             counted = not ledger.again[key]
             ledger.again[key] -= not counted
@@ -361,6 +378,10 @@ def _reason(outcome: str) -> str | None:
 def _plain(text: str) -> str:
     """A deviation without the versions that it was found with."""
     return text.rpartition(" | ")[0] or text
+
+
+def _with_provenance(text: str, config: Config) -> str:
+    return f"{text} | {_provenance(config)}"
 
 
 def _provenance(config: Config) -> str:

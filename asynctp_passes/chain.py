@@ -73,6 +73,11 @@ class Collective:
         return self.results if self.call is None else (self.call, *self.results)
 
     @property
+    def start(self) -> fx.Node:
+        """The op that communicates."""
+        return self.call or self.node
+
+    @property
     def is_unused(self) -> bool:
         """True for a tensor of several that is communicated, and that nothing takes."""
         return self.call is self.node
@@ -278,7 +283,8 @@ class GatherChain:
     gathered tensor itself. `scale` is the gather that brings the shard's scales, of rows or blocks, when the program
     gathers them too, and `scale_placement` where it puts them. `along` is one of numbers that scale the matmuls'
     results instead. With a `hoist`, `views` holds the ops between too, and placements are those of its operand and
-    scale.
+    scale. The fused op stands where the gather does, unless what it needs besides depends on a later communication:
+    then it `follows` that, and ranks must agree on it, since the gather changes its place among the collectives.
     """
 
     collective: Collective
@@ -290,6 +296,7 @@ class GatherChain:
     scale_placement: GatherPlacement | None = None
     along: Along | None = None
     hoist: Hoist | None = None
+    follows: fx.Node | None = None
 
     @property
     def shard(self) -> fx.Node:
@@ -320,6 +327,14 @@ class GatherChain:
     def inputs(self) -> tuple[fx.Node, ...]:
         """The tensors whose sizes the fused op's shapes follow from."""
         return (self.shard,)
+
+    @property
+    def needs(self) -> tuple[fx.Node, ...]:
+        """What the fused op reads besides the shard, and the hoisted ops besides their parts."""
+        gathered = {self.matmuls[0].scaled.a_scale} if self.scale_placement and self.matmuls[0].scaled else set()
+        operands = [node for matmul in self.matmuls for node in matmul.operands if node not in gathered]
+        others = [node for step in (self.hoist.computed if self.hoist else ()) for node in step.others]
+        return (*operands, *others, *(gather.source for gather in self.joined))
 
 
 @dataclass(frozen=True)
@@ -369,8 +384,13 @@ class ScatterChain:
 
 
 def anchor(chain: GatherChain | ScatterChain) -> fx.Node:
-    """The node of a chain in whose place the fused op is put."""
-    return chain.matmuls[0].node if isinstance(chain, GatherChain) else chain.collective.node
+    """The node of a chain in whose place the fused op is put: where all ranks communicate.
+
+    That is its collective, or what it follows. Of a sum of several it is the last one.
+    """
+    if isinstance(chain, GatherChain):
+        return chain.follows or chain.collective.start
+    return max(member.start for member in collectives_of(chain))
 
 
 def collectives_of(chain: GatherChain | ScatterChain) -> tuple[Collective, ...]:

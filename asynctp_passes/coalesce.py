@@ -20,13 +20,13 @@ another one through cheap work alone counts as slow itself). So if set S comes b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from asynctp_passes import compat, reasons
-from asynctp_passes.chain import Bundle, Collective, Decision, anchor, fused_chains, nodes_of
+from asynctp_passes.chain import Bundle, Collective, Decision, GatherChain, anchor, fused_chains, nodes_of
 from asynctp_passes.checks import Context
 from asynctp_passes.contract import contracted
 from asynctp_passes.cost import bytes_of
@@ -76,7 +76,7 @@ def coalesce(decisions: Sequence[Decision], context: Context) -> list[Bundle]:
     candidates = {d.candidate.collective.node: d.candidate.collective for d in decisions if _eligible(d, context)}
     if not context.config.coalesce or len(candidates) < 2:
         return []
-    steps, inputs = _steps(context, decisions)
+    steps, inputs = _steps(context, decisions, candidates)
     windows = _windows(steps, candidates, inputs)
     place = {node: index for index, step in enumerate(steps) for node in step}
     sets: dict[Key, list[_Set]] = {}
@@ -128,21 +128,24 @@ Inputs = Mapping[fx.Node, Sequence[fx.Node]]
 """What nodes are computed from, where that is not their `all_input_nodes`."""
 
 
-def _steps(context: Context, decisions: Sequence[Decision]) -> tuple[list[list[fx.Node]], Inputs]:
+def _steps(
+    context: Context, decisions: Sequence[Decision], free: Container[fx.Node]
+) -> tuple[list[list[fx.Node]], Inputs]:
     """The graph's nodes in an order in which each fused chain is one step, its collective first; and their inputs.
 
-    A chain stands where `rewrite` puts its op. In-place operations stay where they are. A collective that runs beside
-    products comes before them, and its wait behind.
+    A chain stands where `rewrite` puts its op. In-place operations stay where they are, and what communicates stays in
+    order, but for what is `free`. A collective that runs beside products comes before them, and its wait behind.
     """
     chains = fused_chains(decisions)
-    owners, inputs = contracted(context.graph, context.sizes, chains)
+    owners, inputs = contracted(context.graph, context.sizes, chains, free)
     op_of = {node: chain.collective.node for chain in chains for node in nodes_of(chain.matmuls)}
     for pair in (pair for decision in decisions for pair in order_beside(decision)):
         first, then = (op_of.get(node, node) for node in pair)
         inputs[then] = [*inputs.get(then, then.all_input_nodes), first]
-    position = {node: index for index, node in enumerate(context.graph.nodes)}
+    position = {node: float(index) for index, node in enumerate(context.graph.nodes)}
     for chain in chains:
-        position[chain.collective.node] = position[anchor(chain)]
+        follows = isinstance(chain, GatherChain) and chain.follows is not None
+        position[chain.collective.node] = position[anchor(chain)] + 0.5 * follows
     steps = steps_of(context.graph, owners, inputs, lambda own: (context.segments[own], position[own]))
     assert sum(map(len, steps)) == len(position), "find drops chains that cannot each be one step"
     return steps, inputs

@@ -6,10 +6,11 @@ import contextlib
 import functools
 import itertools
 import operator
+import os
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -367,6 +368,13 @@ def recompute_in_backward(nodes: Sequence[fx.Node]) -> None:
         node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
 
 
+def is_compiled(graph: fx.Graph) -> bool:
+    """True for a graph that is being compiled; of others nothing is reordered."""
+    from torch._guards import CompileContext
+
+    return graph.owning_module is not None and CompileContext.current_compile_id() is not None
+
+
 def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     """Make Inductor run each node after the nodes listed for it; its scheduler reorders what does not depend.
 
@@ -375,9 +383,7 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     Inductor computes what is named at once; it would put what it computes only for the node behind the others as well,
     and could make it together with nothing that comes before those.
     """
-    from torch._guards import CompileContext
-
-    if not after or graph.owning_module is None or CompileContext.current_compile_id() is None:
+    if not after or not is_compiled(graph):
         return
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
@@ -394,6 +400,63 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
         return OrderedSet([*map(tensor, earlier), *inputs])
 
     preserve_node_ordering(graph, {node: named(node, earlier) for node, earlier in after.items()})
+
+
+def lower_in_order(ops: Iterable[torch._ops.OpOverload]) -> bool:
+    """Have Inductor keep calls of these ops in the graph's order, among one another and with torch's collectives.
+
+    Its scheduler does so with what it takes for collectives. Ops that torch lowers in ways of its own are left alone.
+
+    Returns:
+        False where that cannot be had: without such a kernel, or where the user has all ops called as they are.
+    """
+    kernel = _ordered_kernel()
+    if kernel is None or inductor_option("fallback_by_default", False):
+        return False
+    for op in ops:
+        _lower_as(kernel, op)
+    return True
+
+
+@functools.cache
+def _ordered_kernel() -> Any:
+    """A subclass of Inductor's kernel of a collective; None where there is none."""
+    if not torch.distributed.is_available():
+        return None
+    from torch._inductor import ir
+
+    collective = getattr(ir, "_CollectiveKernel", None)
+    return None if collective is None else type("AsyncTPCollectiveKernel", (collective,), {})
+
+
+_lowered: set[torch._ops.OpOverload] = set()
+
+
+def _lower_as(kernel: Any, op: torch._ops.OpOverload) -> None:
+    """Lower an op to a kernel of this class, as `make_fallback` lowers it to a plain one."""
+    from torch._inductor import ir, lowering
+    from torch._library.utils import get_layout_constraint_tag
+    from torch.utils import _pytree as pytree
+
+    present = lowering.lowerings.get(op)
+    if op in _lowered or (present is not None and not getattr(present, "_is_fallback_handler", False)):
+        return
+    returns = [str(one.type) for one in op._schema.returns]
+    plain = not op._schema.is_mutable and returns in (["Tensor"], ["List[Tensor]"])
+    create = kernel.create_out_of_place if plain else kernel.create
+
+    def tensor(result: Any) -> Any:
+        return ir.TensorBox.create(result) if isinstance(result, ir.IRNode) else result
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        return pytree.tree_map(tensor, create(op, *args, **kwargs))
+
+    constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op))
+    make_fallback: Any = lowering.make_fallback
+    make_fallback(op, layout_constraint=constraint, warn=False, override_decomp=True)
+    lowered._is_fallback_handler = True  # type: ignore[attr-defined]
+    lowering.register_lowering(op, type_promotion_kind=None)(lowered)
+    _lowered.add(op)
 
 
 def stored_op() -> Any:
@@ -576,7 +639,7 @@ class Peers:
     ranks: tuple[int, ...]
     store: Any
     group: Any = None
-    life: int = 0
+    life: str = ""
 
 
 def peers_of(name: str) -> Peers | None:
@@ -590,16 +653,64 @@ def peers_of(name: str) -> Peers | None:
     rank, ranks = torch.distributed.get_rank(), tuple(torch.distributed.get_process_group_ranks(group))
     if len(ranks) == 1 or rank not in ranks or torch.distributed.get_backend(group) == "fake":
         return None
-    return Peers(rank, ranks, _c10d()._get_process_group_store(group), group, _life_of(name, group))
+    return Peers(rank, ranks, _c10d()._get_process_group_store(group), group, group_generation(name))
 
 
-_made: Counter[str] = Counter()
-_lives: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# --- lives of process groups --------------------------------------------------------------------------
+# A process group can be destroyed and made again, with the same name and the same store: torchrun keeps one store for
+# all groups of a run, and for its restarts. Torch gives both groups the same prefix in it, and has no number that tells
+# them apart (`_world.group_count` starts anew). So what a rank writes for its peers has to say of which group it is.
 
 
-def _life_of(name: str, group: Any) -> int:
-    """How many groups of this name have been asked for, this one included: the same on ranks that compile alike."""
-    if group not in _lives:
-        _made[name] += 1
-        _lives[group] = _made[name]
-    return _lives[group]
+@dataclass
+class _Life:
+    """A group of this process, and which of those of its name it is."""
+
+    store: Any
+    number: int
+    end: Any = None
+
+
+_lives: weakref.WeakKeyDictionary[Any, _Life] = weakref.WeakKeyDictionary()
+_newest: dict[str, weakref.ref[Any]] = {}
+
+
+def group_generation(name: str) -> str:
+    """Which one a process group is, of those of its name that are made with one store: a part of keys in that.
+
+    The same on all ranks, also where some never asked about an earlier group. Nothing waits: who asked about a group
+    writes into the store that it has ended, when it is destroyed, or when this is asked about the next one. A restart
+    by torchrun, which may follow a crash, counts by itself. While all other ranks still hold their earlier group, as
+    NCCL allows, a rank with a new one gets the number of the earlier one, and its own when it asks again.
+
+    Args:
+        name: The name of a group that there is here.
+    """
+    group = process_group(name)
+    store = _c10d()._get_process_group_store(group)
+    former = _newest.get(name, lambda: None)()
+    if former is not None and former is not group and former in _lives:
+        _lives[former].end()
+    _newest[name] = weakref.ref(group)
+    life = _lives.setdefault(group, _Life(store, 0))
+    if life.end is None or store.check([_ended(life.number)]):
+        life.number = next(number for number in itertools.count(life.number) if not store.check([_ended(number)]))
+        if life.end is not None:
+            life.end.detach()
+        life.end = weakref.finalize(group, _end_life, store, life.number)
+        life.end.atexit = False  # whoever serves the store may be gone by then
+    return f"{_restarts()}.{life.number}"
+
+
+def _end_life(store: Any, number: int) -> None:
+    with contextlib.suppress(Exception):  # the store may have gone with the group
+        store.set(_ended(number), "1")
+
+
+def _ended(number: int) -> str:
+    return f"asynctp/ended/{_restarts()}.{number}"
+
+
+def _restarts() -> str:
+    """How often torchrun has started this run's processes again; the same in all of them."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

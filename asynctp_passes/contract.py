@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 
 from torch import fx
 
-from asynctp_passes.chain import GatherChain, Hoist, Matmul, ScatterChain, Step, collectives_of, nodes_of
+from asynctp_passes.chain import GatherChain, Hoist, Matmul, ScatterChain, Step, anchor, collectives_of, nodes_of
 from asynctp_passes.fxview import Sizes, draws, is_size, reachable
+from asynctp_passes.order import communicates, in_turn
 from asynctp_passes.read import added_matrix, awaited_item, waits_for_several
 from asynctp_passes.views import views_of
 
@@ -15,26 +16,32 @@ __all__ = ["contracted", "followed", "members", "size_readers"]
 
 
 def members(chain: GatherChain | ScatterChain) -> list[fx.Node]:
-    """The nodes that become one: the collectives, the views, the matmuls, and what makes the sum of results.
+    """The nodes that become one: the collectives, the views and the matmuls.
 
-    Not a wait for several tensors, which other chains may need too: its items count as what they are.
+    Not a wait for several tensors, which other chains may need too: its items count as what they are. Nor the sum of
+    results, which has terms besides that the fused op can do without.
     """
     results = [node for collective in collectives_of(chain) for node in collective.results]
     views = (node for node in chain.views if not waits_for_several(node))
-    behind = chain.behind if isinstance(chain, ScatterChain) else ()
-    return [*results, *views, *nodes_of(chain.matmuls), *behind]
+    return [*results, *views, *nodes_of(chain.matmuls)]
 
 
 def contracted(
-    graph: fx.Graph, sizes: Sizes, chains: Iterable[GatherChain | ScatterChain]
+    graph: fx.Graph, sizes: Sizes, chains: Sequence[GatherChain | ScatterChain], free: Container[fx.Node] = ()
 ) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, Sequence[fx.Node]]]:
-    """What `steps_of` takes of a graph whose chains are one step each.
+    """What `steps_of` takes of a graph whose chains are one step each, and whose communication is in order.
+
+    Args:
+        graph: The graph.
+        sizes: Its sizes.
+        chains: The chains.
+        free: What communicates, and may change its place among the others.
 
     Returns:
         For the nodes of a chain its collective, which stands for it. What nodes are computed from, where that is not
         `all_input_nodes`: sizes of what a chain does away with, from what the rewrite will read them off; items of
         several tensors, that are waited for or communicated together, from their own tensor; what is reduced over all
-        ranks' rows, from the shard; random numbers from the draw before, too.
+        ranks' rows, from the shard; random numbers from the draw before, too; what communicates from the one before.
     """
     owners: dict[fx.Node, fx.Node] = {}
     items = ((node, awaited_item(node)) for node in graph.nodes)
@@ -55,7 +62,25 @@ def contracted(
         for matmul in _added_behind(chain):
             del owners[matmul.node]
             inputs[own] = [*inputs.get(own, own.all_input_nodes), *matmul.operands]
-    return owners, inputs
+    return owners, in_turn([node for node in _starts(graph, chains) if node not in free], inputs)
+
+
+def _starts(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain]) -> list[fx.Node]:
+    """What communicates, in order, where each chain does so once, in its place: by the node that stands for it.
+
+    Of several tensors that are communicated together, those of chains come first.
+    """
+    before: dict[fx.Node, list[fx.Node]] = {}
+    after: dict[fx.Node, list[fx.Node]] = {}
+    for chain in chains:
+        side = after if isinstance(chain, GatherChain) and chain.follows is not None else before
+        side.setdefault(anchor(chain), []).append(chain.collective.node)
+    alone = {one.node for chain in chains for one in collectives_of(chain) if one.call is None}
+    found: list[fx.Node] = []
+    for node in graph.nodes:
+        starts = communicates(node) and node not in alone
+        found += [*before.get(node, ()), *([node] if starts else []), *after.get(node, ())]
+    return found
 
 
 def _others_above(hoist: Hoist, step: Step) -> list[fx.Node]:

@@ -2,10 +2,12 @@
 
     hoist     gather 0 of bf16 sends convert_element_type(clamp(mul(own part, 2.0)), float8_e4m3fn) instead
     join      the scales of gather 1 travel with the data of gather 0
+    late      gather 0 comes after reduction 1, which a fused matmul of it depends on
     sum       one reduction for reductions 0, 1 and 2, of which only the sum is used
     bucket    one all-reduce for all-reduces 3, 4 and 5
     drop      reduction 6 is not made, since nothing uses it
     again     gather 0 is made again in the backward
+    keep      gather 0 is kept, so that it may be pulled to its place: where it goes by asynctp's own transport
 
 All other rewrites leave what a rank sends as it is, whatever the other ranks do. These do not, so that all ranks of a
 group have to do them, or none (`agree`). A text names collectives by their place among those of their group. It has
@@ -64,7 +66,8 @@ class Words:
     def of_chain(self, chain: GatherChain | ScatterChain | None) -> list[str]:
         """What fusing a chain makes of its collectives, beyond what they are; mostly nothing."""
         if isinstance(chain, GatherChain):
-            return [self._hoist(chain, chain.hoist)] if chain.hoist is not None else self._joined(chain)
+            late = [] if chain.follows is None else [self._late(chain, chain.follows)]
+            return [*late, *([self._hoist(chain, chain.hoist)] if chain.hoist is not None else self._joined(chain))]
         return [self._sum(chain)] if chain is not None and chain.joined else []
 
     def of_bundle(self, bundle: Bundle) -> str:
@@ -84,6 +87,10 @@ class Words:
         """The gather that is made again in the backward."""
         return f"again: all_gather {self._place[gather.node]}"
 
+    def of_kept(self, gather: Collective) -> str:
+        """The gather whose result this rank keeps, whatever it multiplies."""
+        return f"keep: all_gather {self._place[gather.node]}"
+
     # --- reductions ---
     def _sum(self, chain: ScatterChain) -> str:
         members = sorted((self._place[node], times) for node, times in chain.crossing)
@@ -91,6 +98,13 @@ class Words:
         return f"sum: {chain.collective.kind}({chain.collective.reduce_op}) in place of {terms}"
 
     # --- gathers ---
+    def _late(self, chain: GatherChain, follows: fx.Node) -> str:
+        own = chain.collective
+        passed = [one for one in self._collectives if own.start < one.start <= follows]
+        told = [f"{one.kind} {self._place[one.node]}" if one.group_key == own.group_key else one.kind for one in passed]
+        known = any(one.start is follows for one in passed)
+        return f"late: all_gather {self._place[own.node]} after {', '.join(told)}{'' if known else LOCAL}"
+
     def _joined(self, chain: GatherChain) -> list[str]:
         data = f"{self._place[chain.collective.node]}{_way(chain.placement.shard)}"
         texts = []

@@ -113,12 +113,10 @@ def _gathers(scene: Scene, wanted: set[fx.Node], allowed: Callable[[Candidate], 
 
     A matmul of what is computed from two gathers is fused with the first that may be.
     """
-    found = {c.node: _gather(scene, c, wanted, allowed) for c in scene.collectives if c.kind == "all_gather"}
-    taken: set[fx.Node] = set()
-    for node, candidate in found.items():
-        found[node] = candidate = _unless_taken(candidate, taken)
-        if isinstance(candidate.chain, GatherChain) and candidate.chain.hoist is not None and allowed(candidate):
-            taken |= _fused_matmuls([candidate])
+    found = _searched(scene, wanted, allowed)
+    while stuck := _following_on_cycles(scene, found):
+        scene.fixed |= stuck
+        found = _searched(scene, wanted, allowed)
     for node in _on_cycles(scene, _gather_chains(found)):
         found[node] = _with_nothing_along(scene, found[node])
     for node, refusal in _cycles(scene, found).items():
@@ -131,6 +129,25 @@ def _gathers(scene: Scene, wanted: set[fx.Node], allowed: Callable[[Candidate], 
     return found
 
 
+def _searched(scene: Scene, wanted: set[fx.Node], allowed: Callable[[Candidate], bool]) -> dict[fx.Node, Candidate]:
+    """The candidates of all gathers, each alone; of those that would take the same matmul, the first may."""
+    found = {c.node: _gather(scene, c, wanted, allowed) for c in scene.collectives if c.kind == "all_gather"}
+    taken: set[fx.Node] = set()
+    for node, candidate in found.items():
+        found[node] = candidate = _unless_taken(candidate, taken)
+        if isinstance(candidate.chain, GatherChain) and candidate.chain.hoist is not None and allowed(candidate):
+            taken |= _fused_matmuls([candidate])
+    return found
+
+
+def _following_on_cycles(scene: Scene, found: Mapping[fx.Node, Candidate]) -> set[fx.Node]:
+    """Gathers that lie on a cycle where each chain becomes one node, and have chains that follow something."""
+    chains = _gather_chains(found)
+    if not any(chain.follows for chain in chains.values()):
+        return set()
+    return {node for node in _on_cycles(scene, chains) if chains[node].follows is not None}
+
+
 def _with_nothing_along(scene: Scene, candidate: Candidate) -> Candidate:
     """A candidate whose chain takes no numbers along that are only returned."""
     chain = candidate.chain
@@ -138,7 +155,8 @@ def _with_nothing_along(scene: Scene, candidate: Candidate) -> Candidate:
         return candidate
     flow = scene.flow_of(chain.along.gather)
     views = tuple(node for node in chain.views if not flow.has(node))
-    return _candidate(scene, replace(chain, along=None, views=views), candidate.left_out)
+    alone = replace(chain, along=None, views=views, follows=None)
+    return _candidate(scene, _following(scene, alone), candidate.left_out)
 
 
 def _candidate(scene: Scene, chain: GatherChain, left_out: Iterable[str]) -> Candidate:
@@ -170,23 +188,37 @@ def _gather(scene: Scene, gather: Collective, wanted: set[fx.Node], allowed: Cal
         hoisted = [one for one in computed if one.matmul.node not in plain]
         searched.insert(1 if _in_rows(products) else 0, (grown, _in_rows(hoisted) if products else hoisted, why))
         refused = {**grown.refused, **why}
-    found = _with_chains(scene, searched, [*products, *hoisted], wanted)
+    late: dict[fx.Node, Refusal] = {}
+    found = _with_chains(scene, searched, [*products, *hoisted], wanted, late)
     first = next(found, None)
     if first is None:
-        return _unfused(region, missed, refused)
+        return _unfused(region, {**missed, **late}, refused)
     return first if allowed(first) else next(filter(allowed, found), first)
 
 
 def _with_chains(
-    scene: Scene, searched: Iterable[_Searched], all_products: Sequence[Product], wanted: set[fx.Node]
+    scene: Scene,
+    searched: Iterable[_Searched],
+    all_products: Sequence[Product],
+    wanted: set[fx.Node],
+    late: dict[fx.Node, Refusal],
 ) -> Iterator[Candidate]:
-    """A gather with each of its chains; products that are not `wanted` elsewhere are preferred."""
+    """A gather with each of its chains; products that are not `wanted` elsewhere are preferred.
+
+    Not those whose scales are gathered too late, by a gather that cannot become part of this one: they go to `late`.
+    """
     for region, products, missed in searched:
         free = [one for one in products if one.matmul.node not in wanted] or products
         for chain in chains_of(region, free):
-            joined = _joined(scene, chain)
-            for one in (chain,) if joined is chain else (joined, chain):
-                yield _candidate(scene, one, _left_out(scene, one, all_products, missed))
+            joined = _joined(region, chain)
+            for one in (joined,) if joined is chain else (joined, chain):
+                followed = _following(scene, one)
+                scaled = followed.matmuls[0].scaled
+                refusal = None if scaled is None or followed.scale_placement else region.late(scaled.a_scale)
+                if refusal is not None:
+                    late |= {matmul.node: refusal for matmul in followed.matmuls}
+                else:
+                    yield _candidate(scene, followed, _left_out(scene, followed, all_products, {**missed, **late}))
 
 
 def _in_rows(products: Iterable[Product]) -> list[Product]:
@@ -265,21 +297,28 @@ def _informative(miss: _Miss) -> int:
     return int(miss.refusal.reason is not reasons.QUANTIZED_AFTER_GATHER)
 
 
-def _joined(scene: Scene, chain: GatherChain) -> GatherChain:
+def _following(scene: Scene, chain: GatherChain) -> GatherChain:
+    """The chain with the communication, after its own, that it has to follow."""
+    last = scene.last_needed(chain.needs)
+    return replace(chain, follows=scene.nodes[last]) if last > scene.order[chain.collective.start] else chain
+
+
+def _joined(data: Region, chain: GatherChain) -> GatherChain:
     """The chain with a gather of scales that its op can take in: what is hoisted has its own from the same gather."""
     place, scaled = chain.placement, chain.matmuls[0].scaled
     if chain.hoist is not None or place.axis != "rows" or scaled is None:
         return chain
-    return _with_scales(scene, chain, scaled) or _with_numbers_along(scene, chain) or chain
+    return _with_scales(data, chain, scaled) or _with_numbers_along(data, chain) or chain
 
 
-def _with_scales(scene: Scene, chain: GatherChain, scaled: ScaledOptions) -> GatherChain | None:
+def _with_scales(data: Region, chain: GatherChain, scaled: ScaledOptions) -> GatherChain | None:
     """With the gather of the scales of the same shard, of rows or blocks, if the matmuls are all that use it."""
+    scene = data.scene
     scale = scene.gather_of.get(scaled.a_scale)
     if scale is None or scale is chain.collective or not _of_one_group(scale, chain.collective):
         return None
     region = Region(scene, scale)
-    if region.used_elsewhere(set(nodes_of(chain.matmuls))):
+    if region.used_elsewhere(set(nodes_of(chain.matmuls))) or data.late(scale.source) is not None:
         return None
     placement = placed_scales(region, scale.node, region.view(scaled.a_scale), scaled.of_a, chain.placement)
     if not isinstance(placement, GatherPlacement):
@@ -288,12 +327,12 @@ def _with_scales(scene: Scene, chain: GatherChain, scaled: ScaledOptions) -> Gat
     return replace(chain, scale=scale, scale_placement=placement, views=scene.sorted([*chain.views, *views]))
 
 
-def _with_numbers_along(scene: Scene, chain: GatherChain) -> GatherChain | None:
+def _with_numbers_along(data: Region, chain: GatherChain) -> GatherChain | None:
     """With a gather of one number per row, used only to scale the matmuls' results: it can travel with the data.
 
     The numbers come with the fused op then, so that nothing which that needs may be computed from them.
     """
-    gather, products = chain.collective, [matmul.node for matmul in chain.matmuls]
+    scene, gather, products = data.scene, chain.collective, [matmul.node for matmul in chain.matmuls]
     needed = [gather.source, *(node for matmul in chain.matmuls for node in matmul.operands)]
     behind = scalings(products)
     for other in scene.collectives:
@@ -303,6 +342,8 @@ def _with_numbers_along(scene: Scene, chain: GatherChain) -> GatherChain | None:
         region = Region(scene, other)
         along = _rows_that_scale(region, chain.placement, behind)
         if along is None or any(scene.depends(node, other.node) for node in needed):
+            continue
+        if data.late(other.source) is not None:
             continue
         views = region.views_to([along.end])
         if len({scene.segments[node] for node in (*gather.nodes, *products, *other.nodes, *views)}) == 1:
@@ -342,7 +383,7 @@ def _gather_chains(found: Mapping[fx.Node, Candidate]) -> dict[fx.Node, GatherCh
 
 def _on_cycles(scene: Scene, chains: Mapping[fx.Node, GatherChain]) -> set[fx.Node]:
     """The chains, by gather, that lie on a cycle (or behind one) when each becomes one node."""
-    steps = steps_of(scene.graph, *contracted(scene.graph, scene.sizes, chains.values()), scene.order.__getitem__)
+    steps = steps_of(scene.graph, *contracted(scene.graph, scene.sizes, [*chains.values()]), scene.order.__getitem__)
     return chains.keys() - {step[0] for step in steps}
 
 

@@ -11,7 +11,8 @@ chain is one node, so that the rewrite can move the collective before the first 
 A collective that no matmul takes in is hidden if it is more than latency and its group has a fused chain: FSDP's are
 best left to bucketing. Beside a reduce-scatter matmuls must run which are not fused (the link is free meanwhile) and
 take as long as it does. What one collective runs beside comes behind its start and in front of its wait, also for the
-next one, and where all-reduces become one: no order undoes another.
+next one, and where all-reduces become one: no order undoes another. Ranks share the order of what communicates: the
+start passes none of that, and the wait takes none along.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import fx
 from asynctp_passes import cost, reasons
 from asynctp_passes.chain import Collective, Decision, GatherChain, anchor, fused_chains, nodes_of
 from asynctp_passes.fxview import live, segments
+from asynctp_passes.order import communications
 from asynctp_passes.read import contracts_rows, is_matmul, is_only_awaited
 from asynctp_passes.reasons import Reason, Refusal
 
@@ -127,6 +129,7 @@ class _Facts:
         self.place = {node: index for index, node in enumerate(graph.nodes)}
         self.segments = segments(graph, between_draws=True)
         self.matmuls = {node for node in graph.nodes if is_matmul(node)}
+        self.starts = communications(graph.nodes)
         self.used = live(graph)
         self.work = {node: cost.work_of(node) for node in self.matmuls & self.used}
         self.after: dict[fx.Node, list[fx.Node]] = {}
@@ -165,13 +168,16 @@ class _Contracted:
             return []
         then, first = self.facts.before, self.facts.after
         after = self._reach(collective.results, lambda node: (*node.users, *then.get(node, ())))
-        before = self._reach([collective.node], lambda node: (*node.all_input_nodes, *first.get(node, ())))
+        earlier = [node for node in self.facts.starts if self.place[node] <= self.place[collective.start]]
+        units = [one for node in (collective.node, *earlier) for one in self.unit_of.get(node, (node,))]
+        before = self._reach(units, lambda node: (*node.all_input_nodes, *first.get(node, ())))
         segment = self.segments[collective.node]
         if any(self.segments[wait] != segment for wait in collective.waits):
             return []
         gathers = collective.kind == "all_gather"
         near = [one for one in self.products if one.segment == segment and (gathers or not one.fused)]
-        free = [one for one in near if one.node not in after and one.node not in before]
+        reached = self._between_communications(collective, after)
+        free = [one for one in near if one.node not in after and one.node not in before and one.place in reached]
         start = self.place[collective.node]
         use = min((self.place[node] for node in after & self.matmuls), default=len(self.place))
         between = [one for one in free if start < one.place < use]
@@ -183,6 +189,14 @@ class _Contracted:
         if not gathers and not cost.covers([one.flops for one in chosen], moved, whole):
             return []
         return sorted(chosen, key=lambda one: one.place)
+
+    def _between_communications(self, collective: Collective, after: set[fx.Node]) -> range:
+        """The places from the communication before a collective to the first one that needs it, both left out."""
+        start, places = self.place[collective.start], [self.place[node] for node in self.facts.starts]
+        first = max((place for place in places if place < start), default=-1)
+        needing = (self.place[node] for node in self.facts.starts if node in after and node is not collective.node)
+        last = min((place for place in needing if place > start), default=len(self.place))
+        return range(first + 1, last)
 
     def _reach(self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
         """All nodes that `step` leads to, with all of a fused chain as soon as it leads to one of its nodes."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import fx
 
 from asynctp_passes.fxview import is_pointwise, op_name, tensor_of
+from asynctp_passes.order import communicates
 from asynctp_passes.read import called_name, is_matmul
 from asynctp_passes.views import CASTS, is_view
 
@@ -31,8 +32,12 @@ _ROWWISE_WORDS = re.compile(rf"(?:^|_)(?:layer|rms)?({_WORDS})(?=_|$)")
 
 
 def transparent(node: fx.Node) -> bool:
-    """Ops through which a collective is still 'next to' a matmul: views, pointwise ops, casts, reductions, norms."""
-    return is_view(node) or is_pointwise(node) or reduces(node) or bool(_rowwise_words(node))
+    """Ops through which a collective is still 'next to' a matmul: views, pointwise ops, casts, reductions, norms.
+
+    Not one that communicates too, such as a norm of what it reduces over ranks.
+    """
+    named = bool(_rowwise_words(node)) and not communicates(node)
+    return is_view(node) or is_pointwise(node) or reduces(node) or named
 
 
 def _rowwise_words(node: fx.Node) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, cost, internal, ops, reasons, toposort, torch_bugs
-from asynctp_passes.agree import Votes, fall_back, vote
+from asynctp_passes.agree import Votes, agreed_before, fall_back, vote
 from asynctp_passes.chain import (
     Bundle,
     Candidate,
@@ -42,12 +42,14 @@ from asynctp_passes.fxview import (
     value_of,
 )
 from asynctp_passes.hide import hide
+from asynctp_passes.order import record_order
 from asynctp_passes.read import called_name, is_matmul, read_collectives
 from asynctp_passes.reasons import RESULT_DROPPED, Refusal
 from asynctp_passes.regather import again
 from asynctp_passes.report import Ballot, Coalesced, Remark, Report
 from asynctp_passes.rewrite import rewrite, store
 from asynctp_passes.scales import scales_to_store
+from asynctp_passes.schedule import restore_program_order
 
 __all__ = ["REGATHERED", "run", "run_joint"]
 
@@ -102,6 +104,8 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
 def _fuse(graph: fx.Graph, config: Config, attempt: _Attempt) -> Report:
     if read_collectives(graph):
         toposort.sort(graph)
+        if phase_of(graph) == "inference":  # the partitioner, who copies and leaves out, orders the others
+            restore_program_order(graph)
     plan = _planned(graph, config)
     attempt.ballots = _ballots(plan)
     attempt.votes = vote(attempt.ballots, config)
@@ -114,8 +118,9 @@ def _fuse(graph: fx.Graph, config: Config, attempt: _Attempt) -> Report:
         return report
     decisions, context = plan.decisions, plan.context
     chains = fused_chains(decisions)
+    kept = frozenset(gather.node for gather in plan.kept)
     hidden = [decision for decision in decisions if decision.behind]
-    calls = rewrite(graph, chains, context.sizes, hidden, plan.bundles, plan.dropped, plan.alone, plan.wire)
+    calls = rewrite(graph, chains, context.sizes, hidden, plan.bundles, plan.dropped, plan.alone, plan.wire, kept)
     if chains and config.store_scales:
         store(graph, scales_to_store(graph))
     remarks = tuple(_with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)
@@ -131,7 +136,8 @@ def _require_graph(graph: object) -> None:
 def run_joint(graph: fx.Graph, config: Config) -> Report | None:
     """Tag, in a graph of a forward and its backward, the gathers that are made again in the backward (`regather`).
 
-    Other graphs are only sorted. Tags change nothing that is computed: the partitioner, which comes next, follows them.
+    Tags change nothing that is computed: the partitioner, which comes next, follows them. In any graph the order of
+    communication is noted, for `run` to restore.
 
     Args:
         graph: A joint graph, as Inductor hands it to a joint pass.
@@ -148,6 +154,7 @@ def run_joint(graph: fx.Graph, config: Config) -> Report | None:
     with attempt:
         if read_collectives(graph):  # any other graph is left to Inductor, which sorts it after this pass
             toposort.sort(graph)
+            record_order(graph)
             if tangents_of(graph):
                 _tag(graph, config, attempt)
         return None
@@ -183,6 +190,7 @@ class _Plan:
     decisions: list[Decision]
     context: Context
     bundles: list[Bundle]
+    followed: frozenset[fx.Node] = frozenset()
 
     @functools.cached_property
     def wire(self) -> frozenset[str]:
@@ -201,15 +209,35 @@ class _Plan:
         ]
 
     def _is_on_wire(self, candidate: Candidate) -> bool:
-        value = tensor_of(candidate.collective.node)
         own = candidate.collective.group_key in self.wire and can_be_alone(candidate)
-        return own and value is not None and ops.on_wire(value.device.type)
+        return own and _on_wire(candidate.collective)
+
+    @property
+    def fused_gathers(self) -> list[GatherChain]:
+        """The chains of gathers that are fused."""
+        return [chain for chain in fused_chains(self.decisions) if isinstance(chain, GatherChain)]
+
+    @property
+    def kept(self) -> list[Collective]:
+        """The gathers that go by it whose result this rank keeps, of fused chains too, or its peers do (`followed`)."""
+        found = [one.collective for one in self.fused_gathers if one.returned is not None]
+        found += [one.collective for one in self.fused_gathers if one.collective.node in self.followed]
+        found += [one for one in self.alone if one.kind == "all_gather"]
+        found += [one.candidate.collective for one in self.decisions if one.behind]
+        found = [one for one in found if one.kind == "all_gather" and _on_wire(one)]
+        refused = self.context.refused
+        return [one for one in found if refused(one.group_key, self.context.words.of_kept(one)) is None]
 
     @property
     def dropped(self) -> list[Collective]:
         """The collectives that are not made, since nothing uses them."""
         refused = ((one.candidate.collective, one.refusal) for one in self.decisions)
         return [collective for collective, refusal in refused if refusal and refusal.reason is RESULT_DROPPED]
+
+
+def _on_wire(collective: Collective) -> bool:
+    value = tensor_of(collective.node)
+    return value is not None and ops.on_wire(value.device.type)
 
 
 def _planned(graph: fx.Graph, config: Config, votes: Votes | None = None) -> _Plan:
@@ -219,7 +247,23 @@ def _planned(graph: fx.Graph, config: Config, votes: Votes | None = None) -> _Pl
     bundles = coalesce(decisions, context)
     told = ((bundle, context.words.of_bundle(bundle)) for bundle in bundles)
     alike = [bundle for bundle, text in told if context.refused(bundle.collective.group_key, text) is None]
-    return _Plan(decisions, context, alike)
+    return _following(_Plan(decisions, context, alike), config)
+
+
+def _following(plan: _Plan, config: Config) -> _Plan:
+    """The plan with the gathers kept that all ranks have agreed to keep before: peers may still run that graph."""
+    words, keys = plan.context.words, communicated(one.candidate.collective for one in plan.decisions)
+    asked: dict[str, dict[str, fx.Node]] = {}
+    for chain in plan.fused_gathers:
+        gather = chain.collective
+        if chain.returned is None and _on_wire(gather):
+            asked.setdefault(gather.group_key, {})[words.of_kept(gather)] = gather.node
+    followed = [
+        nodes[text]
+        for group, nodes in asked.items()
+        for text in agreed_before(Ballot(group, keys[group], tuple(nodes)), config)
+    ]
+    return dataclasses.replace(plan, followed=frozenset(followed))
 
 
 def _ballots(plan: _Plan) -> list[Ballot]:
@@ -230,6 +274,8 @@ def _ballots(plan: _Plan) -> list[Ballot]:
         texts.setdefault(chain.collective.group_key, []).extend(words.of_chain(chain))
     for bundle in plan.bundles:
         texts.setdefault(bundle.collective.group_key, []).append(words.of_bundle(bundle))
+    for gather in plan.kept:
+        texts.setdefault(gather.group_key, []).append(words.of_kept(gather))
     dropped: dict[str, list[Collective]] = {}
     for collective in plan.dropped:
         dropped.setdefault(collective.group_key, []).append(collective)
@@ -435,10 +481,13 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
         lead = candidate.joins.collective
         facts["message"] = f"{_SCALES if lead.kind == 'all_gather' else _SUM} {lead.node.name}"
     elif isinstance(chain, GatherChain) and chain.hoist is not None:
-        facts["message"] = "; ".join([*_hoist_facts(chain, chain.hoist), *candidate.left_out])
+        own = [*_place_facts(chain), *_hoist_facts(chain, chain.hoist)]
+        facts["message"] = "; ".join([*own, *candidate.left_out])
         facts["keeps_gather"] = bool(chain.hoist.kept)
-    elif candidate.left_out:
-        facts["message"] = f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"
+    elif isinstance(chain, GatherChain):
+        returned = [f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"]
+        notes = [*_place_facts(chain), *(returned if candidate.left_out else [])]
+        facts |= {"message": "; ".join(notes)} if notes else {}
     elif isinstance(chain, ScatterChain):
         unsharded = [_UNSHARDED] if candidate.collective.kind == "all_reduce" else []
         weights = [_LIKE_WEIGHTS] if candidate.weights else unsharded
@@ -476,6 +525,12 @@ def _converted(chain: ScatterChain) -> list[str]:
         return []
     product, whole = describe(chain.matmuls[0].node), describe(chain.collective.node)
     return [f"each {product} is converted before it is sent, for {whole}"]
+
+
+def _place_facts(chain: GatherChain) -> list[str]:
+    """That a gather changes its place among what communicates."""
+    follows = chain.follows
+    return [] if follows is None else [f"it follows {follows.name}, which what its matmuls need depends on"]
 
 
 def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:

@@ -34,6 +34,7 @@ __all__ = [
     "is_only_awaited",
     "left_items",
     "lie_alike",
+    "looks_collective",
     "misfit",
     "operands_that_are",
     "read_collectives",
@@ -111,7 +112,7 @@ def _read_collective(node: fx.Node) -> Sequence[Collective]:
     read = [member for member in members if member is not None]
     if read and len(read) == len(members):
         return read
-    known = op is not None or _looks_collective(called_name(node))
+    known = op is not None or looks_collective(called_name(node))
     return [Collective(node, "other", _first_tensor(node))] if known else []
 
 
@@ -127,10 +128,11 @@ def _members(call: fx.Node, op: CollectiveOp) -> list[Collective | None]:
     return [_item(call, op, values, tensor, items.get(index)) for index, tensor in enumerate(tensors)]
 
 
-def left_items(call: fx.Node) -> list[Collective]:
-    """The tensors of a collective of several that are communicated, and that nothing takes; by their real kind."""
+def left_items(call: fx.Node) -> dict[int, Collective]:
+    """The tensors of a collective of several that are communicated, and that nothing takes, by their place in it."""
     op = collective_op(op_name(call))
-    return [replace(one, kind=op.kind) for one in _read_collective(call) if op is not None and one.is_unused]
+    read = enumerate(_read_collective(call)) if op is not None else ()
+    return {place: replace(one, kind=op.kind) for place, one in read if op is not None and one.is_unused}
 
 
 def _items(call: fx.Node, count: int) -> dict[int, fx.Node] | None:
@@ -225,7 +227,8 @@ def _waits(node: fx.Node) -> Iterator[fx.Node]:
 
 
 @functools.cache
-def _looks_collective(name: str) -> bool:
+def looks_collective(name: str) -> bool:
+    """True for the name of an op that looks as if it communicated, whether asynctp knows it or not; no wait."""
     if name in (WAIT, _WAIT_FOR_LIST) or name.startswith(("aten.", "prims.", "asynctp.")):
         return False
     return name.startswith(("_c10d_functional.", "c10d.")) or bool(_COLLECTIVE_WORDS.search(name))
@@ -256,7 +259,7 @@ def is_matmul(node: fx.Node) -> bool:
 @functools.cache
 def _looks_matmul(name: str) -> bool:
     namespace, _, rest = name.partition(".")
-    if namespace in ("asynctp", "symm_mem") or _looks_collective(name):
+    if namespace in ("asynctp", "symm_mem") or looks_collective(name):
         return False
     return bool(_MATMUL_WORDS.search(rest.partition(".")[0]))
 

@@ -331,6 +331,13 @@ MAY_DIFFER_BY_RANK = _miss(
     "a value that the gathered tensor is combined with may be another one on every rank",
     "apply the operation to the shard before the gather, or to the matmul's result",
 )
+OPERAND_COMMUNICATED_LATER = _miss(
+    "ATP210",
+    "OPERAND_COMMUNICATED_LATER",
+    "what the matmul needs besides the gathered tensor depends on a collective that comes after the all-gather, and "
+    "the fused op stands where the all-gather stands: ranks share nothing but the order of their collectives",
+    "communicate what the other operand, its scale or the bias is computed from before the all-gather",
+)
 RANDOM_BETWEEN = _miss(
     "ATP209",
     "RANDOM_BETWEEN",

@@ -242,6 +242,9 @@ class Report:
 
 
 # --- reading --------------------------------------------------------------------------------------------------
+_EARLIER = {"moved", "program_digest", "collectives_digest"}
+"""Fields that reports of earlier versions have, which are left out."""
+
 _MOST_NESTED = 6
 _LARGEST = 2**63
 
@@ -282,11 +285,12 @@ def _read_fields(kind: Any, value: Any, place: str) -> Any:
         raise ValueError(f"{place} is {_shown(value)}; it must be an object")
     hints, fields = _hints(kind), {one.name: one for one in dataclasses.fields(kind)}
     needed = {name for name, one in fields.items() if one.default is one.default_factory is dataclasses.MISSING}
-    if unknown := sorted(set(value) - set(fields)):
+    if unknown := sorted(set(value) - set(fields) - _EARLIER):
         raise ValueError(f"{place} has {unknown[0]!r}, which is none of {', '.join(fields)}")
     if missing := sorted(needed - set(value)):
         raise ValueError(f"{place} has no {missing[0]!r}")
-    found = kind(**{name: _read(hints[name], item, f"{place}'s {name}") for name, item in value.items()})
+    own = {name: item for name, item in value.items() if name in fields}
+    found = kind(**{name: _read(hints[name], item, f"{place}'s {name}") for name, item in own.items()})
     if kind is Remark and found.estimate_us and not {"serial", "overlapped"} <= set(found.estimate_us):
         raise ValueError(f"{place}'s estimate_us has {sorted(found.estimate_us)}; it must have serial and overlapped")
     return found

@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from asynctp_passes.chain import (
     ScaledOptions,
     ScatterChain,
     Term,
-    anchor,
     collectives_of,
     nodes_of,
 )
@@ -43,17 +43,20 @@ from asynctp_passes.fxview import (
     Sizes,
     acts,
     call_of,
+    called_op,
     express,
     is_random,
     is_size,
+    name_of,
     op_name,
     reachable,
     segments,
     tensor_of,
     value_of,
 )
+from asynctp_passes.order import communications
 from asynctp_passes.read import WAIT, added_matrix, is_only_awaited, left_items, lie_alike, waits_for_several
-from asynctp_passes.schedule import Moves, leave_sms, schedule
+from asynctp_passes.schedule import Moves, keep_option, leave_sms, schedule
 from asynctp_passes.shapes import GatherPlacement, Rearrangement, ScatterPlacement, Size, divided, product, same
 from asynctp_passes.views import is_conversion, is_sum, is_view, views_of
 
@@ -61,6 +64,8 @@ __all__ = ["rewrite", "store"]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
+_TORCHS = ("_c10d_functional", "c10d.", "_dtensor.")
+"""Namespaces of collectives that Inductor knows, or that no graph of its own has."""
 _UNCOPIED = {f"aten.{name}.default" for name in ("view", "_unsafe_view", "_reshape_alias", "view_copy")}
 """What reshapes a tensor, and fails where its memory does not allow that without a copy."""
 
@@ -74,34 +79,48 @@ def rewrite(
     dropped: Sequence[Collective] = (),
     alone: Sequence[Collective] = (),
     wire: Container[str] = (),
+    kept: Container[fx.Node] = (),
 ) -> dict[str, dict[str, Any]]:
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
     Collectives that are `alone` become asynctp's too, as all of the groups in `wire` are. The all-reduces of a bundle
     become one, and what that waits for moves in front of it. Unused nodes are erased, the `dropped` collectives too,
     nodes move to where they belong (`schedule`), the collectives of `hidden` beside their products, and the graph is
-    linted.
+    linted. `kept` are the gathers that every rank keeps.
 
     Returns:
         What each fused op is called with (`call_of`), by the name of the collective that it replaced.
     """
     segment = segments(graph)
     moved: dict[fx.Node, fx.Node] = {}
-    moves = Moves()
+    moves = Moves(kept_by_all=kept)
     fused: dict[fx.Node, fx.Node] = {}
+    starts: dict[fx.Node, fx.Node] = {}
     several = [one for chain in chains for one in collectives_of(chain)] + [*alone]
+    items: dict[fx.Node, fx.Node] = {}
     for call in dict.fromkeys(one.call for one in several if one.call is not None):
-        for item in left_items(call):  # they would go with those that are taken in
-            build = _alone(graph, sizes, item, moved)
-            _emit_alone(build, item, ours=item.group_key in wire)
+        marks = _items_marked(graph, call, segment)
+        items |= {user: marks[int(user.args[1])] for user in call.users}  # type: ignore[arg-type]
+        for index, item in left_items(call).items():  # they would go with those that are taken in
+            build = _Builder(graph, sizes, Bundle((item,), call), moved, marks[index])
+            _emit_alone(build, item, ours=item.group_key in wire, kept_by_all=item.node in kept)
             segment.update((node, segment[build.anchor]) for node in build.made)
+    places = {chain.collective.node: _place(graph, chain, segment, items) for chain in chains}
     for chain in chains:
-        build, shared = _Builder(graph, sizes, chain, moved, anchor(chain)), _shared_by(collectives_of(chain))
+        build = _Builder(graph, sizes, chain, moved, places[chain.collective.node])
+        shared = _shared_by(collectives_of(chain))
         old = {*_old_nodes(chain), *shared}
-        op = _emit_gather(build, chain) if isinstance(chain, GatherChain) else _emit_reduction(build, chain)
+        op = (
+            _emit_gather(build, chain, chain.collective.node in kept)
+            if isinstance(chain, GatherChain)
+            else _emit_reduction(build, chain)
+        )
         op.meta["asynctp_collective"] = chain.collective.node.name
         fused |= dict.fromkeys([chain.collective.node, *(matmul.node for matmul in chain.matmuls)], op)
+        starts[op] = communications(build.made)[0]
         segment.update((node, segment[build.anchor]) for node in build.made)
+        if isinstance(chain, GatherChain):
+            moves.early += communications(build.made)
         if isinstance(chain, GatherChain) and chain.hoist is not None:
             moves.late |= _come_after(build, chain)
             moves.kept.append((chain.collective, op))
@@ -113,8 +132,9 @@ def rewrite(
                 _shrink(node)
                 _erase_unused(graph, old)
     for collective in alone:
-        build, shared = _alone(graph, sizes, collective, moved), _shared_by((collective,))
-        _emit_alone(build, collective, ours=True)
+        place, shared = items.get(collective.node, collective.start), _shared_by((collective,))
+        build = _Builder(graph, sizes, Bundle((collective,), place), moved, place)
+        _emit_alone(build, collective, ours=True, kept_by_all=collective.node in kept)
         segment.update((node, segment[build.anchor]) for node in build.made)
         if build.made:  # else it stays where it is, and has become ours
             old = {*collective.nodes, *shared, *(() if collective.call is None else collective.call.users)}
@@ -122,8 +142,11 @@ def rewrite(
             for node in shared:
                 if node in old:
                     _shrink(node)
+    for place in [node for node in graph.nodes if node.target in (_asynctp_place, _asynctp_item)]:
+        graph.erase_node(place)
     for bundle in bundles:
-        build = _Builder(graph, sizes, bundle, moved, fused.get(bundle.place, bundle.place))
+        place = fused.get(bundle.place, bundle.place)
+        build = _Builder(graph, sizes, bundle, moved, starts.get(place, place))
         moves.early.append(_emit_bundle(build, bundle))
         segment.update((node, segment[build.anchor]) for node in build.made)
         _erase_unused(graph, {node for member in bundle.members for node in member.results})
@@ -134,9 +157,60 @@ def rewrite(
     ordered = schedule(graph, moves, work, segment)
     # an op that is kept in order is wrapped in another: what it is called with is read before
     calls = {chain.collective.node.name: call_of(fused[chain.collective.node]) for chain in chains}
-    compat.keep_order(graph, ordered)
+    _keep_order(graph, ordered)
     graph.lint()
     return calls
+
+
+def _keep_order(graph: fx.Graph, ordered: dict[fx.Node, list[fx.Node]]) -> None:
+    """Have Inductor keep the order of what communicates, and run each node after those that `ordered` lists for it."""
+    starts = communications(graph.nodes) if compat.is_compiled(graph) else []
+    called = {op for op in map(called_op, starts) if op is not None and not name_of(op).startswith(_TORCHS)}
+    if called and not compat.lower_in_order(called):
+        for before, node in pairwise(starts):
+            ordered.setdefault(node, []).append(before)
+    compat.keep_order(graph, ordered)
+
+
+def _place(
+    graph: fx.Graph, chain: GatherChain | ScatterChain, segment: dict[fx.Node, int], items: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """The node in front of which the fused op of a chain comes: a mark, where it follows another node, or is an item.
+
+    Args:
+        graph: The graph.
+        chain: The chain.
+        segment: In which segment each node is; the mark's is added.
+        items: The marks of collectives that are items of one of several tensors.
+    """
+    if not isinstance(chain, GatherChain) or chain.follows is None:
+        members = (chain.collective,) if isinstance(chain, GatherChain) else collectives_of(chain)
+        return max(items.get(one.node, one.start) for one in members)
+    last = chain.follows
+    while last.next.target is _asynctp_place:
+        last = last.next
+    with graph.inserting_after(last):
+        mark = graph.call_function(_asynctp_place)
+    segment[mark] = segment[chain.follows]
+    return mark
+
+
+def _items_marked(graph: fx.Graph, call: fx.Node, segment: dict[fx.Node, int]) -> list[fx.Node]:
+    """A mark for each tensor of a collective of several, in their order, whichever of them this rank takes in."""
+    inputs = call.args[0]
+    assert isinstance(inputs, list | tuple)
+    with graph.inserting_before(call):
+        marks = [graph.call_function(_asynctp_item) for _ in inputs]
+    segment.update(dict.fromkeys(marks, segment[call]))
+    return marks
+
+
+def _asynctp_place() -> None:
+    """Marks a place in a graph: behind a node, in the order of what follows it."""
+
+
+def _asynctp_item() -> None:
+    """Marks a place in a graph: of one tensor of several that are communicated together."""
 
 
 def store(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
@@ -262,13 +336,13 @@ class _Builder:
 
 
 # --- gather side ----------------------------------------------------------------------------------------
-def _emit_gather(build: _Builder, chain: GatherChain) -> fx.Node:
+def _emit_gather(build: _Builder, chain: GatherChain, kept_by_all: bool) -> fx.Node:
     parts = _parts(build, chain)
     shard = parts[chain.collective.node if chain.hoist is None else chain.hoist.operand]
     shard = build.bitcast(shard, value_of(chain.matmuls[0].a).dtype)
     shard, gather_dim = _shard_as_op_wants(build, chain, shard)
     apart = _start_apart(build, chain, parts)
-    op = _call_gather(build, chain, shard, gather_dim, parts)
+    op = _call_gather(build, chain, shard, gather_dim, parts, keep_option(chain.collective, kept_by_all))
     for index, matmul in enumerate(chain.matmuls):
         out = build.call(operator.getitem, op, index, like=matmul.node)
         out = build.reshape(_rows_in_place(build, chain, out), build.shape(matmul.node))
@@ -347,7 +421,12 @@ def _rearranged(build: _Builder, node: fx.Node, way: Rearrangement) -> fx.Node:
 
 
 def _call_gather(
-    build: _Builder, chain: GatherChain, shard: fx.Node, gather_dim: int, parts: dict[fx.Node, fx.Node]
+    build: _Builder,
+    chain: GatherChain,
+    shard: fx.Node,
+    gather_dim: int,
+    parts: dict[fx.Node, fx.Node],
+    kept: dict[str, Any],
 ) -> fx.Node:
     """The fused op: it returns a list of one product per matmul, then the gathered tensor if others use it."""
     gather, matmuls = chain.collective, chain.matmuls
@@ -355,7 +434,7 @@ def _call_gather(
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     ending = (chain.returned is not None, gather.group_size, gather.group)
     if not scaled:
-        return build.call(torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending)
+        return build.call(torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending, **kept)
     scale = _gather_scale(build, chain, shard, gather_dim, parts)
     b_scales = [_column_scale(build, one) for one in scaled]
     options = (chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
@@ -363,6 +442,7 @@ def _call_gather(
     return build.call(
         torch.ops.asynctp.all_gather_scaled_matmul.default,
         *(shard, scale, bs, b_scales, biases, gather_dim, *options, *ending, *along),
+        **kept,
     )
 
 
@@ -498,22 +578,18 @@ def _ranks_in_place(build: _Builder, one: Apart, started: fx.Node) -> fx.Node:
 
 
 def _come_after(build: _Builder, chain: GatherChain) -> set[fx.Node]:
-    """Move a gather that stays behind the fused op, whose own transfers come first; the nodes that may come late.
+    """The nodes that may come late, where a gather stays, which comes after the fused op.
 
-    Those are the waits for the gathers beside the fused op, and what has to follow them, but for other collectives.
-    A gather that nothing waits for is over when it returns.
+    Those are the waits for it and for the gathers beside the fused op, and what has to follow them in front of the
+    first matmul, but for other collectives. A gather that nothing waits for is over when it returns.
     """
-    gather = chain.collective
-    waits = gather.waits or (gather.node,)
+    gather, first = chain.collective, min(nodes_of(chain.matmuls))
     if is_only_awaited(gather):
         leave_sms(gather)
-        build.anchor.prepend(gather.node)
-    for wait in waits:
-        build.anchor.prepend(wait)
-    late = {*waits, *build.late}
+    late = {*gather.waits, *build.late}
 
     def comes_late(node: fx.Node) -> bool:
-        return node in late or (node < build.anchor and near.transparent(node) and not is_random(node))
+        return node in late or (node < first and near.transparent(node) and not is_random(node))
 
     return reachable(late, lambda node: node.users, comes_late)
 
@@ -769,12 +845,7 @@ _IN_PLACE_OF = {
 }
 
 
-def _alone(graph: fx.Graph, sizes: Sizes, collective: Collective, moved: dict[fx.Node, fx.Node]) -> _Builder:
-    place = collective.call or collective.node
-    return _Builder(graph, sizes, Bundle((collective,), place), moved, place)
-
-
-def _emit_alone(build: _Builder, collective: Collective, *, ours: bool) -> None:
+def _emit_alone(build: _Builder, collective: Collective, *, ours: bool, kept_by_all: bool) -> None:
     """Make a collective one of a single tensor, along dim 0, by asynctp's op if that is `ours`.
 
     Torch's own stay where they are, and become ours; others give way to new nodes, and so do items of several.
@@ -782,9 +853,10 @@ def _emit_alone(build: _Builder, collective: Collective, *, ours: bool) -> None:
     node, value = collective.node, tensor_of(collective.node)
     torchs = op_name(node).startswith(("_c10d_functional.", "_c10d_functional_autograd."))
     if collective.call is None and torchs and value is not None and compat.is_contiguous(value):
-        leave_sms(collective)
+        leave_sms(collective, kept_by_all)
         return
-    started = build.call(_IN_PLACE_OF[collective.kind][not ours], *_started_with(build, collective))
+    kept = keep_option(collective, kept_by_all) if ours else {}
+    started = build.call(_IN_PLACE_OF[collective.kind][not ours], *_started_with(build, collective), **kept)
     done = build.call(_c10d.wait_tensor.default, started)
     if collective.is_unused:
         return

@@ -152,6 +152,7 @@ class Region:
         self.overall: dict[fx.Node, list[fx.Node]] = {}
         self.known: dict[fx.Node, fx.Node] = {}
         self.refused: dict[fx.Node, Refusal] = {}
+        self._until = scene.until(gather)
         self._unknown: set[fx.Node] = set()
         self._twins: dict[Any, fx.Node] = {}
         self._waiting: list[int] = []
@@ -211,6 +212,11 @@ class Region:
             self._learn(node)
             return node not in self.known
         return False
+
+    def late(self, node: fx.Node) -> Refusal | None:
+        """Why a tensor that a rank needs besides its shard is not there where the fused op may stand."""
+        in_time = self.scene.comes_by(self._until, node)
+        return None if in_time else Refusal(reasons.OPERAND_COMMUNICATED_LATER, node.name)
 
     def twin(self, node: fx.Node) -> fx.Node:
         """The first root that holds what the root of a member holds."""
@@ -341,6 +347,8 @@ class Region:
             return Refusal(reasons.SIZES_NOT_PROVEN, f"{operand.name} is no tensor")
         if self.needs_gather(operand):
             return self.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
+        if (late := self.late(operand)) is not None:
+            return late
         shape, uniform = self.scene.sizes.of(value), self._uniform(operand)
         if len(shape) >= -dim and not same(shape[dim], 1):
             reason = reasons.COMPUTED_BETWEEN if uniform else reasons.MAY_DIFFER_BY_RANK
@@ -486,6 +494,9 @@ def _by_parts(region: Region, matmul: Matmul) -> Product | Refusal:
         if not (travels and operand is a_scale) and region.needs_gather(operand):
             cause = region.cause(operand) if operand is a_scale else None
             return cause or Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, operand.name)
+        joins = operand is a_scale and operand in region.scene.gather_of  # its gather may become part of this one
+        if not (travels and operand is a_scale) and not joins and (late := region.late(operand)) is not None:
+            return late
     view = region.scene.rows_and_columns(region.view(matmul.a), matmul.a)
     placement = view if isinstance(view, Refusal) else region.located(matmul.a, view)
     if isinstance(placement, Refusal):

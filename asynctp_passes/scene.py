@@ -11,6 +11,7 @@ from asynctp_passes import near, reasons
 from asynctp_passes.chain import Collective, Matmul
 from asynctp_passes.epilogue import read_product, scalings
 from asynctp_passes.fxview import Sizes, is_size, reachable, segments, tensor_of, value_of, written_by
+from asynctp_passes.order import communications, latest_communication
 from asynctp_passes.read import feeds_left_operand, is_matmul
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.shapes import IndexMap, Size, product, same
@@ -30,6 +31,7 @@ class Scene:
         order: Where each of them stands.
         flows: For each gather the index maps from its result on, or why nothing can be said about it.
         product: `read_product`, kept.
+        fixed: Gathers whose fused op stands where they do, whatever that costs.
     """
 
     def __init__(self, graph: fx.Graph, collectives: Sequence[Collective], sizes: Sizes) -> None:
@@ -40,6 +42,7 @@ class Scene:
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.flows = {c.node: self._flow(c) for c in collectives if c.kind == "all_gather"}
         self.product = functools.cache(read_product)
+        self.fixed: set[fx.Node] = set()
 
     def _flow(self, gather: Collective) -> Flow | Refusal:
         whole, shard = tensor_of(gather.node), tensor_of(gather.input)
@@ -120,6 +123,34 @@ class Scene:
     def depends(self, node: fx.Node, gather: fx.Node) -> bool:
         """True when `node` is a gather, or is computed from its values."""
         return bool(self._gathers_above[node] & self._bits[gather])
+
+    @functools.cached_property
+    def _latest(self) -> dict[fx.Node, int]:
+        return latest_communication(self.graph)
+
+    @functools.cached_property
+    def _communications(self) -> list[fx.Node]:
+        return communications(self.nodes)
+
+    def until(self, gather: Collective) -> int:
+        """The place of the last communication that the fused op of a gather may follow: none after it needs the gather.
+
+        Of a `fixed` gather it is the place of its own.
+        """
+        start = self.order[gather.start]
+        if gather.node in self.fixed:
+            return start
+        later = (node for node in self._communications if self.order[node] > start)
+        needs = (self.order[node] for node in later if self.depends(node, gather.node))
+        return next(needs, len(self.nodes)) - 1
+
+    def comes_by(self, place: int, node: fx.Node) -> bool:
+        """True for a tensor that depends on no communication after a place in the graph."""
+        return self._latest[node] <= place
+
+    def last_needed(self, nodes: Iterable[fx.Node]) -> int:
+        """The place of the last communication that some tensors depend on."""
+        return max((self._latest[node] for node in nodes), default=-1)
 
     def rows_and_columns(self, operand: IndexMap, node: fx.Node) -> IndexMap | Refusal:
         """The map of a matmul's left operand as a matrix: all dimensions but the last are rows."""

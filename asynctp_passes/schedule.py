@@ -1,7 +1,8 @@
 """Where the nodes of a rewritten graph stand: collectives run beside products. Moves nodes, and makes none.
 
 Inductor runs nodes in graph order, but for what it is free to put off. So what is to run beside a collective comes
-between its start and its wait, and is bound to stay there (`compat.keep_order`). No move crosses an in-place operation.
+between its start and its wait, and is bound to stay there (`compat.keep_order`). No move crosses an in-place operation,
+and no move carries what communicates past anything else that does.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from bisect import bisect
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx
 
-from asynctp_passes import collectives, cost  # noqa: F401  (they register torch.ops.asynctp)
+from asynctp_passes import collectives, cost, ops  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.chain import Collective
-from asynctp_passes.fxview import arguments, draws, live, op_name, reachable, segments, steps_of
+from asynctp_passes.fxview import arguments, draws, live, op_name, reachable, segments, steps_of, value_of
+from asynctp_passes.order import communicates, communications, in_turn, program_order
 from asynctp_passes.read import is_matmul
 
-__all__ = ["Moves", "leave_sms", "schedule"]
+__all__ = ["Moves", "keep_option", "leave_sms", "restore_program_order", "schedule"]
 
 Kept = tuple[Collective, fx.Node | None]
 """A collective that no op takes in, and the fused op that it follows if it stays for other users beside that."""
@@ -34,12 +37,14 @@ class Moves:
         late: Nodes that come just before their first users.
         kept: Gathers that stay for other users, each with its fused op.
         beside: Collectives that no op takes in, each with the products that it is to run beside.
+        kept_by_all: Gathers that every rank keeps.
     """
 
     early: list[fx.Node] = field(default_factory=list)
     late: set[fx.Node] = field(default_factory=set)
     kept: list[Kept] = field(default_factory=list)
     beside: list[tuple[Collective, list[fx.Node]]] = field(default_factory=list)
+    kept_by_all: Container[fx.Node] = ()
 
 
 def schedule(
@@ -59,7 +64,7 @@ def schedule(
     _restore_order(graph, segment, moves.early)
     _delay(graph, moves.late, segment)
     for collective, products in moves.beside:
-        _run_behind(collective, products)
+        _run_behind(collective, products, collective.node in moves.kept_by_all)
     used = live(graph)
     flops = {node: cost.work_of(node) for node in used if is_matmul(node)}
     flops |= {op: count for op, count in work.items() if op in used}
@@ -70,30 +75,54 @@ def schedule(
     return _order_in_flight(graph, flying, flops)
 
 
+def restore_program_order(graph: fx.Graph) -> None:
+    """Bring what communicates back to the order of the program, where Inductor has moved it to where it is used.
+
+    It does so in graphs for inference, with ops that it does not know as collectives.
+    """
+    wanted = program_order(graph)
+    if wanted != communications(graph.nodes):
+        position = {node: index for index, node in enumerate(graph.nodes)}
+        segment = segments(graph)
+        inputs = in_turn(wanted, in_turn([node for node in position if node.op == "placeholder"], draws(graph)))
+        steps = steps_of(graph, {}, inputs, lambda node: (segment[node], position[node]))
+        if len(steps) == len(position):
+            _arrange([node for (node,) in steps])
+
+
 # --- order ---------------------------------------------------------------------------------------------------
 def _restore_order(graph: fx.Graph, segment: Mapping[fx.Node, int], early: Sequence[fx.Node] = ()) -> None:
-    """Move nodes behind their inputs, keeping the order else, of draws always, and never across an in-place operation.
+    """Move nodes behind their inputs, keeping the order else, and never across an in-place operation.
 
-    What the nodes `early` are computed from moves in front of them; else they would move behind it.
+    Draws keep their order always, and so does what communicates, and the graph's inputs. What the nodes `early` are
+    computed from moves in front of them; else they would move behind it.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     if all(position[source] < position[node] for node in position for source in node.all_input_nodes):
         return
-    wanted = _wanted_places(position, early)
-    _arrange([node for (node,) in steps_of(graph, {}, draws(graph), lambda node: (segment[node], wanted[node]))])
+    inputs = in_turn([node for node in position if node.op == "placeholder"], draws(graph))
+    wanted = _wanted_places(position, inputs, early)
+    inputs = in_turn(communications(position), inputs)
+    steps = steps_of(graph, {}, inputs, lambda node: (segment[node], wanted[node]))
+    assert len(steps) == len(position), "find drops chains that need what is communicated later"
+    _arrange([node for (node,) in steps])
 
 
-def _wanted_places(position: dict[fx.Node, int], early: Sequence[fx.Node]) -> dict[fx.Node, int]:
+def _wanted_places(
+    position: dict[fx.Node, int], inputs: Mapping[fx.Node, Sequence[fx.Node]], early: Sequence[fx.Node]
+) -> dict[fx.Node, int]:
     """The positions of all nodes; of what an early node is computed from, that node's where it is smaller."""
     wanted = dict(position)
     for target in early:
-        inputs = target.all_input_nodes
-        stack = [*inputs, *(source for node in inputs for source in node.all_input_nodes)]
+        stack = [
+            *target.all_input_nodes,
+            *(source for node in target.all_input_nodes for source in node.all_input_nodes),
+        ]
         while stack:
             node = stack.pop()
             if wanted[node] > position[target]:
                 wanted[node] = position[target]
-                stack.extend(node.all_input_nodes)
+                stack.extend(inputs.get(node, node.all_input_nodes))
     return wanted
 
 
@@ -143,14 +172,27 @@ _IN_FLIGHT = {
 }
 
 
-def leave_sms(collective: Collective) -> None:
-    """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it."""
+def leave_sms(collective: Collective, kept_by_all: bool = True) -> None:
+    """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it.
+
+    kept_by_all: Of a gather, whether every rank keeps it.
+    """
     node, values = collective.node, arguments(collective.node)
     reduction = (collective.reduce_op,) if collective.kind != "all_gather" else ()
     size = (collective.group_size,) if collective.kind != "all_reduce" else ()
     node.target = _IN_FLIGHT[collective.kind]
-    node.args, node.kwargs = (values["input"], *reduction, *size, collective.group), {}
-    node.meta.pop("eager_input_vals", None)  # those of torch's op: Inductor would lay out its inputs by them
+    node.args, node.kwargs = (
+        (values["input"], *reduction, *size, collective.group),
+        keep_option(collective, kept_by_all),
+    )
+    node.meta.pop("eager_input_vals", None)  # of torch's op: Inductor would lay out its inputs by them
+
+
+def keep_option(collective: Collective, kept_by_all: bool) -> dict[str, Any]:
+    """The argument of a gather that tells whether every rank keeps it, where it goes by a transport of asynctp's."""
+    if collective.kind != "all_gather" or not ops.on_wire(value_of(collective.node).device.type):
+        return {}
+    return {"all_keep": kept_by_all}
 
 
 def _in_flight(alone: Iterable[Kept], nodes: Container[fx.Node]) -> list[Kept]:
@@ -205,20 +247,41 @@ def _wait_with_sources(flying: Iterable[Kept], segment: Mapping[fx.Node, int]) -
     for collective, _ in flying:
         start, waits = collective.node, collective.waits
         if all(wait.target is _WAIT and segment[wait] == segment[start] for wait in waits):
-            start.kwargs = {"copy": False}
+            start.kwargs = {**start.kwargs, "copy": False}
             for wait in waits:
                 wait.target, wait.args, wait.kwargs = torch.ops.asynctp.wait.default, (start, start.args[0]), {}
                 wait.meta.pop("eager_input_vals", None)
 
 
-def _run_behind(collective: Collective, products: Sequence[fx.Node]) -> None:
+def _run_behind(collective: Collective, products: Sequence[fx.Node], kept_by_all: bool) -> None:
     """Start a collective before the first of some products, and wait for it behind the last.
 
-    `hide` has seen to it that neither the products nor what they are fused with depend on it, or it on them.
+    `hide` has seen to it that neither the products nor what they are fused with depend on it, or it on them, and that
+    no communication lies between. Where operands have brought a product to the other side of one, it is passed over.
     """
-    leave_sms(collective)
-    _move_before([collective.node], min(products))
-    _move_behind(collective.waits, max(products))
+    leave_sms(collective, kept_by_all)
+    earlier = [node for node in products if node < collective.node and not _passes(node, collective.node)]
+    if earlier:
+        _move_before([collective.node], min(earlier))
+    later = [node for node in products if node > collective.node and not _carries(collective.waits, node)]
+    if later:
+        _move_behind(collective.waits, max(later))
+
+
+def _passes(first: fx.Node, start: fx.Node) -> bool:
+    """True when a start that moves in front of an earlier node passes communication, or takes it along."""
+    node = first
+    while node is not start:
+        if communicates(node):
+            return True
+        node = node.next
+    return False
+
+
+def _carries(waits: Iterable[fx.Node], last: fx.Node) -> bool:
+    """True when waits that move behind a node take communication along, past what lies between."""
+    moved = reachable(waits, lambda node: node.users, lambda node: node < last)
+    return any(map(communicates, moved))
 
 
 def _products_that_hide(
@@ -226,13 +289,16 @@ def _products_that_hide(
 ) -> list[fx.Node]:
     """The next products that do not need a gather, until they take as long as it does; a few at most.
 
-    What waits for the gather moves behind them, and keeps its memory for so long.
+    What waits for the gather moves behind them, and keeps its memory for so long. They come before the first
+    communication that needs the gather, which keeps its place.
     """
     received = cost.received_bytes(gather.node, gather.group_size)
     after, node = {gather.node}, gather.node.next
     chosen: list[fx.Node] = []
     while segment.get(node) == segment[gather.node] and len(chosen) < _MOST_BESIDE:
         if any(source in after for source in node.all_input_nodes):
+            if communicates(node):
+                break
             after.add(node)
         elif node in flops:
             chosen.append(node)

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
-
-
-def forget_internal_errors() -> set[str]:
-    """The kinds of internal errors that this process has been told of since the last call; they are told anew."""
-    internal = sys.modules.get("asynctp_passes.internal")
-    told = set() if internal is None else set(internal._told)
-    if internal is not None:
-        internal._told.clear()
-    return told
+from internal_state import forget_internal_errors
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any
 
 from cuda_stubs import Prepared, is_descriptor
-from lowered import Event, Place, Polynomial, monomial, parse
+from lowered import COUNTED, Event, Place, Polynomial, monomial, parse
 
 Tile = tuple[int, int, int, int]  # rank, row tile of that rank's, number of the product, column
 Part = tuple[Tile, int]  # of its columns
@@ -19,8 +19,11 @@ Part = tuple[Tile, int]  # of its columns
 
 @dataclass(frozen=True)
 class Run:
-    """Sizes of a call. columns: tiles of the first product, the last of which is narrower; steps: over K, of the first
-    pair. The others have more: `MORE`."""
+    """Sizes of a call.
+
+    chunk_tiles: of a scatter; a gather's chunks are of rows, and end within tiles. columns: tiles of the first product,
+    the last of which is narrower; steps: over K, of the first pair. The others have more: `MORE`.
+    """
 
     rank: int
     world: int
@@ -45,7 +48,7 @@ LONG = Run(rank=1, world=2, inner=15 * 128 + 8, chunk_tiles=4, own_tiles=2, colu
 MORE = (0, 2, 1, 4)  # tiles of columns, or steps, of each product or pair
 VALUE = 3  # of a word that is awaited
 WORDS = 8  # ranks that there are words for
-DONE = -1  # where programs that are done are counted
+DONE = -4  # where programs that are done are counted, and then calls
 
 
 class Gemm:
@@ -56,8 +59,8 @@ class Gemm:
         self.constants = prepared.constants
         self.tiles_q = ceil(run.inner / self["BM"])
         self.row_tiles = run.outer * self.tiles_q
-        # a chunk of the caller's own (`async_input`) is what a rank is elsewhere
-        self.chunk_tiles = run.chunk_tiles if self["CHUNKS"] > 1 else self.row_tiles
+        # of a gather's source, rounded down, so that the last chunk has the rest
+        self.chunk_size = max(run.outer * run.inner // self["CHUNKS"], 1) if self["GATHER"] else run.chunk_tiles
         several, one = MORE[: self["COUNT"]], MORE[:1]
         # a gather has several products of one K, a scatter several pairs of one N
         self.columns = [run.columns + more for more in (several if self["GATHER"] else one)]
@@ -72,7 +75,7 @@ class Gemm:
             "inner": run.inner,
             "rank": run.rank,
             "world": run.world,
-            "chunk_tiles": self.chunk_tiles,
+            "chunk_size": self.chunk_size,
             "own_tiles": run.own_tiles,
             "value": VALUE,
         }
@@ -149,13 +152,23 @@ class Gemm:
         return found
 
     def word(self, peer: int, row_tile: int) -> int:
-        """The number of the word of a tile's chunk."""
-        own = peer == self.run.rank and not self["GATHER"]
-        height = self.run.own_tiles if own else self.chunk_tiles
+        """The number of the word that counts a scatter's tile."""
+        height = self.run.own_tiles if peer == self.run.rank else self.chunk_size
         return int(peer * self["CHUNKS"] + row_tile // height)
 
-    def awaited(self, event: Event) -> int | None:
-        """The word that a load, or read, of what was gathered comes behind, if any."""
+    def needed(self, peer: int, row_tile: int) -> tuple[int, int]:
+        """The word of a gather's tile and what it is then: how many chunks of a source are there, up to its last row.
+
+        A chunk of the caller's own (`async_input`) has a word of its own, and is what a rank is elsewhere.
+        """
+        if not self["OWN"]:
+            return peer, VALUE
+        p, q = divmod(row_tile, self.tiles_q)
+        last = p * self.run.inner + min((q + 1) * self["BM"], self.run.inner) - 1
+        return peer, min(int(last // self.chunk_size), self["CHUNKS"] - 1) + 1
+
+    def awaited(self, event: Event) -> tuple[int, int] | None:
+        """The word that a load, or read, of what was gathered comes after, if any, and its value."""
         if not self["GATHER"] or event[0] not in ("load", "read") or event[1][0] != "a":
             return None
         name = event[1]
@@ -169,12 +182,12 @@ class Gemm:
             peer = slot + (slot >= self.run.rank)
         else:
             p, peer = divmod(block, self.run.world)
-        return self.word(peer, p * self.tiles_q + row // self["BM"])
+        return self.needed(peer, p * self.tiles_q + row // self["BM"])
 
     def check(self, program: int, events: list[Event]) -> Counter[Part]:
         """Of one program: each event comes behind what it needs. Gives what it has stored."""
         found, products = Counter[Part](), 0
-        uncounted, awaited = Counter[int](), set[int]()
+        uncounted, awaited, last_awaited = Counter[int](), set[tuple[int, int]](), (-1, 0)
         prefetched, read = set[Any](), set[Any]()
         for event in events:
             if event[0] == "store":
@@ -184,7 +197,7 @@ class Gemm:
                 if part + 1 == self["SPLIT"]:
                     assert all(found[tile, each] for each in range(part)), "the last part comes before others"
                     products += sum(self.steps)
-                    uncounted[self.word(*tile[:2])] += 1
+                    uncounted[0 if self["GATHER"] else self.word(*tile[:2])] += 1
             elif event[0] == "count":
                 assert not self["GATHER"], "a gather counts"
                 uncounted[event[1]] -= event[2]
@@ -192,11 +205,12 @@ class Gemm:
             elif event[0] == "wait":
                 assert self["GATHER"], "a scatter waits"
                 _, word, value, known = event
-                assert value == VALUE, "another value is awaited"
+                assert value in range(1, self["CHUNKS"] + 1) if self["OWN"] else value == VALUE, "no such value is set"
                 if not known:
-                    assert word not in awaited, "a chunk is awaited twice"
-                    assert not self["OWN"] or word // self["CHUNKS"] != self.run.rank, "own rows are awaited"
-                    awaited.add(word)
+                    assert (word, value) != last_awaited, "a chunk is awaited twice"
+                    assert not self["OWN"] or word != self.run.rank, "own rows are awaited"
+                    awaited.add((word, value))
+                    last_awaited = (word, value)
             elif event[0] == "prefetch":
                 prefetched.add(event[1:])
             elif event[0] == "read" and event[1] == "s0" and event[3] is not None and self.prefetches:
@@ -213,14 +227,16 @@ class Gemm:
         return found
 
     def check_cleared(self, program: int, events: list[Event]) -> None:
-        """Each program says that it is done behind all else, and the last one leaves words cleared, and that count.
+        """Each program says that it is done behind all else. The last one leaves that count cleared, and the words that
+        nobody else reads, and counts the call.
 
-        If they are the call's: those of `async_input` are the caller's.
+        The words of `async_input` are the caller's.
         """
         ends: list[Event] = [("barrier",), ("add", DONE, 1)] if self["OWN"] else []
         if self["OWN"] and program == self["PROGRAMS"] - 1:
-            ends += [("set", DONE, 1, 0), ("set", 0, WORDS * self["CHUNKS"], 0)]
-        said = [at for at, event in enumerate(events) if event[0] in ("barrier", "add", "set")]
+            ends += [("set", DONE, 1, 0), ("get", DONE + 1), ("set", DONE + 1, 1, COUNTED + 1)]
+            ends += [("set", 0, WORDS, 0)] if self["CLEARS"] else []
+        said = [at for at, event in enumerate(events) if event[0] in ("barrier", "add", "set", "get")]
         assert [events[at] for at in said] == ends, "words are not cleared, or the caller's are"
         assert said == list(range(len(events) - len(ends), len(events))), "words are cleared before the last is awaited"
 

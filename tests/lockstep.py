@@ -16,7 +16,19 @@ import torch.distributed as dist
 import torch.fx
 from torch import Tensor
 
-__all__ = ["TOLERANCE", "Groups", "differences", "evaluate", "op_name", "scaled_mm_v2"]
+__all__ = [
+    "GROUP_OPS",
+    "TOLERANCE",
+    "Groups",
+    "alone",
+    "bind",
+    "concatenated",
+    "differences",
+    "evaluate",
+    "local_op",
+    "op_name",
+    "scaled_mm_v2",
+]
 
 _C10D = torch.ops._c10d_functional
 if not hasattr(_C10D, "wait_tensors"):  # torch 2.15 has it
@@ -73,6 +85,24 @@ def op_name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
+def bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a communicating op by name, defaults filled in; the group is `group_name`."""
+    values = _bind(target, tuple(args), kwargs)
+    return dict(zip((argument.name for argument in target._schema.arguments), values, strict=True))
+
+
+def alone(target: Any, arguments: Mapping[str, Any]) -> Any:
+    """What a communicating op gives in a group of one rank. `arguments` are all of them, as from `bind`."""
+    names = [argument.name for argument in target._schema.arguments]
+    return GROUP_OPS[op_name(target)]([tuple(arguments[name] for name in names)])[0]
+
+
+def local_op(target: Any) -> Callable[..., Any]:
+    """What evaluates an op that does not communicate."""
+    function: Callable[..., Any] = _RANK_OPS.get(op_name(target), target)
+    return function
+
+
 def _module_and_nodes(
     graph: torch.fx.Graph | torch.fx.GraphModule,
 ) -> tuple[torch.nn.Module | None, list[torch.fx.Node]]:
@@ -112,13 +142,13 @@ def _evaluate_node(
         raise NotImplementedError(f"{node.op} {node.target}")
     name = op_name(node.target)
     calls = [(_resolve(node.args, env), _resolve(node.kwargs, env)) for env in environments]
-    if name in _GROUP_OPS:
+    if name in GROUP_OPS:
         bound = [_bind(node.target, args, kwargs) for args, kwargs in calls]
         names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
         place = names.index("group_name") if "group_name" in names else len(names) - 1
-        return _across_groups(_GROUP_OPS[name], bound, groups, place)
+        return _across_groups(GROUP_OPS[name], bound, groups, place)
     assert callable(node.target)
-    function = _RANK_OPS.get(name, node.target)
+    function = local_op(node.target)
     return [function(*args, **kwargs) for args, kwargs in calls]
 
 
@@ -206,10 +236,10 @@ def _check_group_size(calls: Sequence[tuple[Any, ...]], group_size: int) -> None
 
 
 def _gathered(shards: Sequence[Tensor], dim: int) -> list[Tensor]:
-    return [_concatenated(shards, dim) for _ in shards]
+    return [concatenated(shards, dim) for _ in shards]
 
 
-def _concatenated(shards: Sequence[Tensor], dim: int) -> Tensor:
+def concatenated(shards: Sequence[Tensor], dim: int) -> Tensor:
     """`torch.cat` of raw elements, which keeps every bit and knows all dtypes; contiguous."""
     integer = {1: torch.uint8, 2: torch.int16}.get(shards[0].element_size())
     if integer is None or not shards[0].is_floating_point():
@@ -333,9 +363,8 @@ def _all_gather_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
     gather_dim, group_size = calls[0][3], calls[0][5]
     _check_group_size(calls, group_size)
     results = []
-    for (_, bs, biases, _, return_a_full, _, _), a_full in zip(
-        calls, _gathered([call[0] for call in calls], gather_dim), strict=True
-    ):
+    for call, a_full in zip(calls, _gathered([call[0] for call in calls], gather_dim), strict=True):
+        _, bs, biases, _, return_a_full = call[:5]
         pairs = zip(bs, _padded(biases, len(bs)), strict=True)
         outs = [_product(a_full, b, bias).to(a_full.dtype) for b, bias in pairs]
         results.append([*outs, a_full] if return_a_full else outs)
@@ -445,7 +474,8 @@ def _sum(terms: Any) -> Tensor:
 
 # --- the tables --------------------------------------------------------------------------------------
 
-_GROUP_OPS: dict[str, GroupOp] = {
+#: The communicating ops.
+GROUP_OPS: dict[str, GroupOp] = {
     "_c10d_functional::all_gather_into_tensor": _all_gather_into_tensor,
     "_c10d_functional::reduce_scatter_tensor": _reduce_scatter_tensor,
     "_c10d_functional::all_reduce": _all_reduce,

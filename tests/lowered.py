@@ -11,6 +11,7 @@ descriptors describe, and what was loaded by pointer. What a program does is a l
     ("count", word, number)                       `publish`
     ("prefetch", name, first, left)               as "read", but that nothing waits for it
     ("set", first, how many, value)               integers are stored by pointer
+    ("get", address)                              one is loaded, which is `COUNTED`
     ("add", address, number)                      one is added to, which counts programs that are done
     ("barrier",)                                  `tl.debug_barrier`
     ("stamp", address, what)                      a "time" or the number of the "sm" is stored
@@ -37,6 +38,7 @@ from typing import Any
 from asynctp_kernels.cuda.tiles import pingpong
 
 Event = tuple[Any, ...]
+COUNTED = 40  # calls so far
 #: a sum: how often each product of symbols is in it, these in the order of what `repr` makes of them
 Polynomial = Counter[tuple[Any, ...]]
 
@@ -337,7 +339,12 @@ class _Program:
         assert found is not None, op.line
         return Range(int(found[2]), int(found[1]) - int(found[2]))
 
-    def _tt_load(self, op: Op, place: Place, mask: Mask | None = None, other: Tensor | None = None) -> Tensor:
+    def _tt_load(
+        self, op: Op, place: Place | int, mask: Mask | None = None, other: Tensor | None = None
+    ) -> Tensor | int:
+        if isinstance(place, int):
+            self.events.append(("get", place))
+            return COUNTED
         first = place.at if isinstance(place.at, int) else place.at.first
         assert (mask is None) == isinstance(place.at, int), op.line
         assert other is None or not other.sum, op.line
@@ -441,15 +448,15 @@ class _Program:
 class Barrier:
     """An mbarrier.
 
-    count: arrivals of a phase. bytes: that TMA has still to bring. phases: how many are over. known: words that those
-    who arrived know to be there.
+    count: arrivals of a phase. bytes: that TMA has still to bring. phases: how many are over. known: what those who
+    arrived have awaited: words and their values.
     """
 
     count: int
     arrived: int = 0
     bytes: int = 0
     phases: int = 0
-    known: set[int] = field(default_factory=set)
+    known: set[tuple[int, int]] = field(default_factory=set)
 
     def arrive(self, arrivals: int = 0, brought: int = 0) -> None:
         self.arrived, self.bytes = self.arrived + arrivals, self.bytes - brought
@@ -505,7 +512,7 @@ class _Warps(_Program):
         self._multiplying: list[dict[Any, Any]] = []  # what each product reads
         self._storing: list[tuple[Any, Any, Event]] = []  # (buffer, what is in it, the event)
         self._stored: list[Event] = []
-        self._known: set[int] = set()  # words that these warps know to be there
+        self._known: set[tuple[int, int]] = set()  # words that these warps know to have a value
         self._number = -1  # of the task
         self._unfenced: set[Any] = set()  # of the shared memory, what these warps wrote
 
@@ -551,12 +558,12 @@ class _Warps(_Program):
         super()._count(word, number)
 
     def _read(self, symbol: tuple[Any, ...]) -> None:
-        """With the words that these warps know to be there, by themselves or from others."""
+        """With what these warps have awaited, by themselves or from others."""
         self.events.append(("read", *symbol, frozenset(self._known)))
 
     def _wait(self, word: int, value: int, known: int) -> None:
         super()._wait(word, value, known)
-        self._known.add(word)
+        self._known.add((word, value))
 
     # --- barriers ------------------------------------------------------------------------------------------------
     def _ttng_init_barrier(self, op: Op, barrier: Any) -> None:

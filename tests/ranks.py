@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import forget_internal_errors
+from internal_state import forget_internal_errors
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 #: How many times longer than usual ranks may take: for a machine that does other things too.

@@ -6,7 +6,7 @@ torch does not know. The quantized matmul writes its result into an argument.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -91,9 +91,11 @@ for _name, _implementation in _CPU.items():
 
 # --- how asynctp learns of them ----------------------------------------------------------------------------------
 @contextmanager
-def registered(group: str | dist.ProcessGroup = "0") -> Iterator[None]:
-    """Let the pass understand the ops; torch knows the framework's group `"tp:0"` as `group`."""
-    ops, groups = torch.ops.vllm_like, {"tp:0": group}
+def registered(
+    group: str | dist.ProcessGroup = "0", names: Mapping[str, dist.ProcessGroup] | None = None
+) -> Iterator[None]:
+    """Let the pass understand the ops; torch knows the framework's group `"tp:0"` as `group`, and others by `names`."""
+    ops, groups = torch.ops.vllm_like, {"tp:0": group, **(names or {})}
     common = {"dim": "dim", "size": "world_size", "group": "group_name", "groups": groups}
     scales = {"a_scale": "a_scales", "b_scale": "b_scales"}
     register_collective(ops.all_gather, kind="all_gather", input="x", **common)

@@ -17,9 +17,12 @@ pytest.importorskip("triton")
 import asynctp_kernels.compat as kernels_compat
 import cuda_emulated
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda.collectives import bulk_gather, bulk_scatter
-from asynctp_kernels.cuda.gather import DecomposedPull
-from asynctp_kernels.cuda.memory import FLIGHTS, MAX_CHUNKS
+from asynctp_kernels.cuda.collectives import BulkGather, BulkPull, BulkPush, BulkScatter, DirectSum, whole_gather
+from asynctp_kernels.cuda.collectives import gather_call as bulk_call
+from asynctp_kernels.cuda.collectives import scatter_call as bulk_sum
+from asynctp_kernels.cuda.gather import DecomposedPull, DirectGather
+from asynctp_kernels.cuda.memory import FLIGHTS, MAX_CHUNKS, MAX_WORLD
+from asynctp_kernels.cuda.wire import DIRECT, PUSH
 from cuda_stubs import (
     COPY,
     MAIN,
@@ -55,23 +58,63 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 # --- what the streams are asked for -------------------------------------------------------------------------------
-def gathered(here: Machine, shards: list[Tensor]) -> Tensor:
-    """One gather, with the other ranks' outboxes filled."""
-    plan = bulk_gather(shards[RANK], here.memory)
-    for rank, outbox in enumerate(here.parts("box")):
-        data = bits(shards[rank])
-        outbox[: len(data)] = data if rank != RANK else 0
+#: every rank keeps the result: it is pulled; or one may not: it is pushed
+WAYS = pytest.mark.parametrize("kept", [True, False], ids=["pulled", "pushed"])
+
+
+def gather_plan(here: Machine, shard: Tensor, kept: bool = True) -> BulkGather:
+    return (BulkPull if kept else BulkPush)(bulk_call(rows(shard), None, WORLD, kept), here.memory)
+
+
+def scatter_plan(here: Machine, whole: Tensor, reduce_op: str = "sum") -> BulkScatter:
+    return BulkScatter(bulk_sum(rows(whole), reduce_op, WORLD), here.memory)
+
+
+def rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.ndim > 1 else tensor.unsqueeze(1)
+
+
+def others() -> list[int]:
+    return [rank for rank in range(WORLD) if rank != RANK]
+
+
+def peers_come(here: Machine, words: Any, parts: list[Tensor], signature: int) -> None:
+    """The other ranks have come to the call, and have pushed their parts to the inbox."""
+    slot_bytes = -(-len(bits(parts[RANK])) // 16) * 16
+    for rank in others():
+        cuda_emulated.int32(here.memory.free.at(RANK, rank)).value = signature
+        cuda_emulated.int32(words.at(RANK, rank)).value = MAX_CHUNKS
+        first, part = (rank - (rank > RANK)) * slot_bytes, bits(parts[rank])
+        here.parts("box")[RANK][first : first + len(part)] = part
+
+
+def gathered(here: Machine, shards: list[Tensor], kept: bool = True) -> Tensor:
+    """One gather, with what the other ranks stage or push in place."""
+    plan = gather_plan(here, shards[RANK], kept)
+    if kept:
+        for rank, outbox in enumerate(here.parts("box")):
+            data = bits(shards[rank])
+            outbox[: len(data)] = data if rank != RANK else 0
+    else:
+        (signature,) = here.memory.calls._told
+        peers_come(here, here.memory.landed, shards, signature)
     here.log.clear()
-    under_way = plan.start_bulk(shards[RANK])
+    under_way = plan.start_bulk(rows(shards[RANK]))
     assert under_way.source.data_ptr() == shards[RANK].data_ptr(), "what the copy stream reads is held"
+    assert own_words(here).count_nonzero() == 0
     return under_way.result
 
 
+def own_words(here: Machine) -> Tensor:
+    return cuda_emulated.at(here.memory.signals.peers[RANK], (3, MAX_WORLD), torch.int32)
+
+
+@WAYS
 @pytest.mark.parametrize("shape", [(256, 64), (1, 8), (130, 7), (5, 1), (6, 64, 1), (3, 5, 7)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64])
-def test_gather(shape: tuple[int, ...], dtype: torch.dtype, here: Machine) -> None:
+def test_gather(shape: tuple[int, ...], dtype: torch.dtype, kept: bool, here: Machine) -> None:
     shards = [tensor(*shape, dtype=dtype) for _ in range(WORLD)]
-    full = gathered(here, shards)
+    full = gathered(here, shards, kept)
     assert torch.equal(bits(full), torch.cat([bits(shard) for shard in shards]))
 
 
@@ -88,9 +131,11 @@ def test_a_shard_is_moved_in_the_largest_units_that_all_of_it_has(
     shape: tuple[int, ...], dtype: torch.dtype, unit: torch.dtype, here: Machine
 ) -> None:
     """Not its last dimension, which may be 1: it lies in one piece in the result too."""
-    bulk_gather(tensor(*shape, dtype=dtype), here.memory)
-    (staging,) = here.prepared
-    assert staging.args[0].dtype == unit
+    for kept in (True, False):
+        gather_plan(here, tensor(*shape, dtype=dtype), kept)
+    staging, keeping = here.prepared
+    assert (staging.name, keeping.name) == ("stage_kernel", "keep_kernel")
+    assert staging.args[0].dtype == keeping.args[0].dtype == unit
 
 
 def test_gather_trace(here: Machine) -> None:
@@ -109,21 +154,77 @@ copy   copy 32768 B to gathered + 0 from box of 0 + 0
 copy   record flight
 copy   record flown
 reduce await flight
+copy   record flight
 main   record last""",
     )
     assert not [entry for entry in here.of(Awaited) + here.of(Launched) if STREAMS[entry.stream] == STREAMS[MAIN]]
 
 
+def test_trace_of_a_gather_that_is_pushed(here: Machine) -> None:
+    """What came is copied from the inbox on the copy stream, source by source, before the next call may fill it."""
+    shards = [tensor(256, 64) for _ in range(WORLD)]
+    gathered(here, shards, kept=False)
+    assert_expected_inline(
+        here.trace(shard=shards[RANK].data_ptr()),
+        """\
+main   record start
+copy   await start
+copy   write free of 2 [1] = call
+copy   write free of 3 [1] = call
+copy   write free of 0 [1] = call
+copy   wait free of 1 [2] == call
+copy   wait free of 1 [3] == call
+copy   wait free of 1 [0] == call
+copy   write free of 1 [2] = 0
+copy   write free of 1 [3] = 0
+copy   write free of 1 [0] = 0
+copy   copy 32768 B to box of 0 + 0 from shard + 0
+copy   write landed of 0 [1] = 4
+copy   copy 32768 B to box of 3 + 32768 from shard + 0
+copy   write landed of 3 [1] = 4
+copy   copy 32768 B to box of 2 + 32768 from shard + 0
+copy   write landed of 2 [1] = 4
+copy   launch keep_kernel
+copy   wait landed of 1 [2] >= 4
+copy   launch keep_kernel
+copy   wait landed of 1 [3] >= 4
+copy   launch keep_kernel
+copy   wait landed of 1 [0] >= 4
+copy   launch keep_kernel
+copy   write landed of 1 [2] = 0
+copy   write landed of 1 [3] = 0
+copy   write landed of 1 [0] = 0
+copy   record flight
+copy   record flown
+reduce await flight
+copy   record flight
+main   record last""",
+    )
+    assert not [entry for entry in here.of(Awaited) + here.of(Launched) if STREAMS[entry.stream] == STREAMS[MAIN]]
+
+
+@WAYS
+def test_a_gather_that_the_stream_waits_for(kept: bool, here: Machine) -> None:
+    """For products that are made elsewhere; numbers too, whose own place is where the caller wants them."""
+    call = bulk_call(tensor(1, 24), torch.rand(1, 6), WORLD, kept)
+    plan = whole_gather(call, here.memory)
+    here.kernels.clear()
+    found, numbers = plan.run(call.a_shard, None, (), (), (), call.along)
+    assert (found.shape, numbers.shape) == ((WORLD, 24), (WORLD, 6))
+    streams = [STREAMS[entry.stream] for entry in here.log]
+    joined = [entry.event for entry in here.of(Awaited) if entry.stream == MAIN]
+    assert joined[-1] == (here.memory.end if kept else here.memory.reduced)
+    assert streams[0] == streams[-1] == "main"
+    sizes = sorted(entry.size for entry in here.of(Copied))
+    others_get = [24, 24, 24, 48, 48, 48]  # the numbers, then the shard
+    assert sizes == (sorted([*others_get, 24]) if kept else others_get), "the own numbers go to their place as well"
+
+
 def scattered(here: Machine, whole: Tensor, for_us: list[Tensor], reduce_op: str = "sum") -> Tensor:
     """One scatter, with what the other ranks push in place."""
-    plan = bulk_scatter(whole, reduce_op, here.memory)
-    free, full = here.memory.free, here.memory.full
-    size = for_us[RANK].numel() * whole.itemsize
-    for rank in set(range(WORLD)) - {RANK}:
-        cuda_emulated.at(free.at(RANK, rank), (1,), torch.int32).fill_(1)
-        cuda_emulated.at(full.at(RANK, rank * MAX_CHUNKS), (1,), torch.int32).fill_(1)
-        slot = rank - (rank > RANK)
-        here.parts("box")[RANK][slot * size : (slot + 1) * size] = bits(for_us[rank])
+    plan = scatter_plan(here, whole, reduce_op)
+    (signature,) = here.memory.calls._told
+    peers_come(here, here.memory.full, for_us, signature)
     here.log.clear()
     under_way = plan.start_bulk(whole)
     assert under_way.source.data_ptr() == whole.data_ptr(), "what the copy stream and the reducer read is held"
@@ -131,7 +232,7 @@ def scattered(here: Machine, whole: Tensor, for_us: list[Tensor], reduce_op: str
 
 
 @pytest.mark.parametrize("reduce_op", ["sum", "avg"])
-@pytest.mark.parametrize("shape", [(512, 64), (4, 8), (520, 7)])
+@pytest.mark.parametrize("shape", [(512, 64), (4, 8), (520, 8)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_scatter(shape: tuple[int, int], dtype: torch.dtype, reduce_op: str, here: Machine) -> None:
     whole = tensor(*shape, dtype=dtype)
@@ -145,8 +246,11 @@ def test_scatter(shape: tuple[int, int], dtype: torch.dtype, reduce_op: str, her
         part = bits(mine[rank])
         slot = RANK - (rank < RANK)
         assert torch.equal(here.parts("box")[rank][slot * len(part) : (slot + 1) * len(part)], part)
-    own = cuda_emulated.at(here.memory.signals.peers[RANK], (64,), torch.int32)
-    assert own.count_nonzero() == 0
+    assert own_words(here).count_nonzero() == 0
+    (signature,) = here.memory.calls._told
+    for rank in others():
+        theirs = cuda_emulated.at(here.memory.signals.peers[rank], (3, MAX_WORLD), torch.int32)
+        assert theirs[:, RANK].tolist() == [MAX_CHUNKS, signature, 0]
 
 
 def test_scatter_trace(here: Machine) -> None:
@@ -159,26 +263,26 @@ def test_scatter_trace(here: Machine) -> None:
 main   record start
 copy   await start
 copy   record running
-copy   write free of 2 [1] = 1
-copy   write free of 3 [1] = 1
-copy   write free of 0 [1] = 1
-copy   wait free of 1 [2] >= 1
-copy   wait free of 1 [3] >= 1
-copy   wait free of 1 [0] >= 1
+copy   write free of 2 [1] = call
+copy   write free of 3 [1] = call
+copy   write free of 0 [1] = call
+copy   wait free of 1 [2] == call
+copy   wait free of 1 [3] == call
+copy   wait free of 1 [0] == call
 copy   write free of 1 [2] = 0
 copy   write free of 1 [3] = 0
 copy   write free of 1 [0] = 0
 copy   copy 32768 B to box of 2 + 32768 from whole + 65536
-copy   write full of 2 [1, 0] = 1
+copy   write full of 2 [1] = 4
 copy   copy 32768 B to box of 3 + 32768 from whole + 98304
-copy   write full of 3 [1, 0] = 1
+copy   write full of 3 [1] = 4
 copy   copy 32768 B to box of 0 + 0 from whole + 0
-copy   write full of 0 [1, 0] = 1
+copy   write full of 0 [1] = 4
 copy   record end
 reduce await running
-reduce wait full of 1 [2, 0] >= 1
-reduce wait full of 1 [3, 0] >= 1
-reduce wait full of 1 [0, 0] >= 1
+reduce wait full of 1 [2] >= 4
+reduce wait full of 1 [3] >= 4
+reduce wait full of 1 [0] >= 4
 reduce launch reduce_kernel
 reduce record reduced
 copy   await reduced
@@ -190,25 +294,25 @@ main   record last""",
     assert not [entry for entry in here.of(Awaited) + here.of(Launched) if STREAMS[entry.stream] == STREAMS[MAIN]]
 
 
-@pytest.mark.parametrize("op", ["gather", "scatter"])
+@pytest.mark.parametrize("op", ["gather", "pushed gather", "scatter"])
 def test_what_comes_again_is_launched_on_the_copy_stream(op: str, here: Machine) -> None:
     """As it was enqueued there, behind the call's stream and what is in flight, and with that stream's priority."""
     here.records = True
     here.kernels.clear()
     shard, whole = tensor(8, 64), tensor(32, 64)
-    plan: Any = bulk_gather(shard, here.memory) if op == "gather" else bulk_scatter(whole, "sum", here.memory)
-    if op == "gather":
+    plan: Any = scatter_plan(here, whole) if op == "scatter" else gather_plan(here, shard, op == "gather")
+    if op != "scatter":
         call = plan.tensors((shard, None, (), (), (), None))
         plan.tensors = lambda *args: call
     else:
         plan.new_output = lambda: shard
     for number in range(3):
         here.log.clear()
-        plan.start_bulk(shard if op == "gather" else whole)
+        plan.start_bulk(whole if op == "scatter" else shard)
         assert len(here.recordings) == (number > 0)
         assert [STREAMS[entry.stream] for entry in here.log][:2] == ["main", "copy"]
         launched = {STREAMS[entry.stream] for entry in here.of(Launched) + here.of(Copied)}
-        assert launched == ({"copy"} if op == "gather" else {"copy", "reduce"})
+        assert launched == ({"copy", "reduce"} if op == "scatter" else {"copy"})
     assert here.urgent == [True]
 
 
@@ -216,8 +320,8 @@ def test_what_comes_again_is_launched_on_the_copy_stream(op: str, here: Machine)
 def test_a_call_that_stages_first_waits_for_what_is_in_flight(here: Machine) -> None:
     """Its staging is not on the copy stream, and would fill the outbox that the others still read."""
     shard = tensor(256, 512)
-    done = bulk_gather(shard, here.memory).start_bulk(shard).done
-    call = gather_call((256,), 512, (512,), full=True)
+    done = gather_plan(here, shard).start_bulk(shard).done
+    call = gather_call((256,), 512, (512,), kept=True)
     plan = DecomposedPull(call, here.memory)
     here.log.clear()
     plan.run(call.a_shard, None, call.bs, (), call.biases)
@@ -231,7 +335,7 @@ def test_calls_of_another_group_come_behind_what_is_in_flight() -> None:
         here._streams = iter([COPY, REDUCE, 103, 104])
         memory = here.memory
         shard = tensor(256, 64)
-        done = bulk_gather(shard, memory).start_bulk(shard).done
+        done = gather_plan(here, shard).start_bulk(shard).done
         here.group = type(here.group)(RANK, WORLD)
         here.log.clear()
         here.memory.begin(MAIN)
@@ -243,7 +347,7 @@ def test_calls_of_another_group_come_behind_what_is_in_flight() -> None:
 
 def test_what_is_in_flight_in_a_capture_concerns_no_other(here: Machine) -> None:
     shard = tensor(256, 64)
-    plan = bulk_gather(shard, here.memory)
+    plan = gather_plan(here, shard)
     here.capturing = 7
     plan.start_bulk(shard)
     here.capturing = 0
@@ -263,16 +367,44 @@ def refuse() -> None:
     raise ValueError("not valid")
 
 
+def by_copy_engine() -> Any:
+    """As of many bytes, which copy engines move."""
+    return cuda.forced("fused")
+
+
+def test_few_bytes_are_moved_by_one_kernel(here: Machine) -> None:
+    """Complete when they return, in order on the stream: nothing is left in flight, and nothing is to be waited for."""
+    here.kernels.clear()
+    with mock.patch.object(cuda, "register_wait") as waited:
+        full = cuda.run_bulk_gather(tensor(8, 3, 5), WORLD, here.group, unchecked)
+        out = cuda.run_bulk_scatter(tensor(8, 3, 5), "sum", WORLD, here.group, unchecked)
+        cuda.run_bulk_gather(tensor(8, 3, 5), WORLD, here.group, unchecked, kept=False)
+    assert waited.call_count == 0
+    assert full is not None
+    assert out is not None
+    assert (full.shape, out.shape) == ((32, 3, 5), (2, 3, 5))
+    launched = [(entry.prepared.name, STREAMS[entry.stream]) for entry in here.of(Launched)]
+    names = ["push_gather_kernel", "push_reduce_kernel", "push_gather_kernel"]
+    assert launched == [(name, "main") for name in names]
+    assert cuda.last_implementation(here.group) == "direct"
+    plans = list(here.memory.plans.values())
+    assert [type(plan) for plan in plans] == [DirectGather, DirectSum, DirectGather]
+    wires = [bulk_call(tensor(8, 15), None, WORLD, kept).wire for kept in (True, False)]
+    told = set(here.memory.calls._told)
+    assert {wire.signature(DIRECT) for wire in wires} < told, "kept and not kept are unlike calls"
+    assert not {wire.signature(PUSH) for wire in wires} & told
+
+
 def test_the_result_is_complete_when_waited_for(here: Machine) -> None:
     """`wait_tensor` makes the stream that is then current wait for the event behind the copies."""
     here.kernels.clear()
     waits: list[Any] = []
-    with mock.patch.object(cuda, "register_wait", lambda result, wait: waits.append((result, wait))):
-        full = cuda.run_bulk_gather(tensor(8, 3, 5), WORLD, here.group, unchecked)
-        out = cuda.run_bulk_scatter(tensor(8, 3, 5), "sum", WORLD, here.group, unchecked)
+    with by_copy_engine(), mock.patch.object(cuda, "register_wait", lambda result, wait: waits.append((result, wait))):
+        full = cuda.run_bulk_gather(tensor(8, 3, 8), WORLD, here.group, unchecked)
+        out = cuda.run_bulk_scatter(tensor(8, 3, 8), "sum", WORLD, here.group, unchecked)
     assert full is not None
     assert out is not None
-    assert (full.shape, out.shape) == ((32, 3, 5), (2, 3, 5))
+    assert (full.shape, out.shape) == ((32, 3, 8), (2, 3, 8))
     assert [result is given for (result, _), given in zip(waits, (full, out), strict=True)] == [True, True]
     flights = {next(here.memory.flights) for _ in range(FLIGHTS)}
     recorded = [entry.event for entry in here.of(Recorded) if entry.event in flights]
@@ -288,7 +420,7 @@ def test_a_wait_on_another_stream_keeps_the_source_from_its_own(here: Machine) -
     here.kernels.clear()
     waits: list[Any] = []
     shard = tensor(8, 8)
-    with mock.patch.object(cuda, "register_wait", lambda result, wait: waits.append(wait)):
+    with by_copy_engine(), mock.patch.object(cuda, "register_wait", lambda result, wait: waits.append(wait)):
         cuda.run_bulk_gather(shard, WORLD, here.group, unchecked)
         cuda.run_bulk_gather(shard, WORLD, here.group, unchecked)
     waits[0]()
@@ -301,17 +433,18 @@ def test_a_wait_on_another_stream_keeps_the_source_from_its_own(here: Machine) -
 
 
 def test_plans_are_kept(here: Machine) -> None:
-    with mock.patch.object(cuda, "register_wait"):
-        for _ in range(3):
-            cuda.run_bulk_gather(tensor(8, 8), WORLD, here.group, unchecked)
-    assert [prepared.name for prepared in here.prepared] == ["stage_kernel"]
+    with by_copy_engine(), mock.patch.object(cuda, "register_wait"):
+        for kept in (True, True, False, False, True):
+            cuda.run_bulk_gather(tensor(8, 8), WORLD, here.group, unchecked, kept)
+    assert [prepared.name for prepared in here.prepared] == ["stage_kernel", "keep_kernel"]
     assert cuda.last_implementation(here.group) == "copy engine"
 
 
 @pytest.mark.parametrize("shape", [(8,), (8, 3), (8, 3, 5)])
-def test_results_have_the_shapes_of_the_collectives(shape: tuple[int, ...], here: Machine) -> None:
+@pytest.mark.parametrize("forced", ["fused", "direct"])
+def test_results_have_the_shapes_of_the_collectives(forced: str, shape: tuple[int, ...], here: Machine) -> None:
     here.kernels.clear()
-    with mock.patch.object(cuda, "register_wait"):
+    with cuda.forced(forced), mock.patch.object(cuda, "register_wait"):
         full = cuda.run_bulk_gather(tensor(*shape), WORLD, here.group, unchecked)
         out = cuda.run_bulk_scatter(tensor(*shape), "avg", WORLD, here.group, unchecked)
     assert full is not None
@@ -322,16 +455,15 @@ def test_results_have_the_shapes_of_the_collectives(shape: tuple[int, ...], here
 
 
 def test_arguments_are_checked_when_a_plan_is_made(here: Machine) -> None:
-    """Once; and before anything is asked of the driver, with other arguments again."""
+    """Once; and before anything is asked of the driver, with other arguments again. A refused gather is made."""
     here.kernels.clear()
     shard, whole = tensor(8, 8), tensor(8, 8)
-    with mock.patch.object(cuda, "register_wait"):
+    with by_copy_engine(), mock.patch.object(cuda, "register_wait"):
         for check in (unchecked, unchecked, refuse):  # memory may grow for the first ones
             assert cuda.run_bulk_gather(shard, WORLD, here.group, check) is not None
             assert cuda.run_bulk_scatter(whole, "sum", WORLD, here.group, check) is not None
         here.log.clear()
         for wrong in (
-            lambda: cuda.run_bulk_gather(shard, 3, here.group, refuse),
             lambda: cuda.run_bulk_scatter(whole, "sum", 3, here.group, refuse),
             lambda: cuda.run_bulk_scatter(whole, "avg", WORLD, here.group, refuse),
             lambda: cuda.run_bulk_scatter(tensor(7, 8), "sum", WORLD, here.group, refuse),

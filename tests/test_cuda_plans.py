@@ -23,12 +23,12 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
-from asynctp_kernels.cuda import gather, products, scatter
+from asynctp_kernels.cuda import gather, products, scatter, watch
 from asynctp_kernels.cuda.gather import GatherCall
-from asynctp_kernels.cuda.memory import MAX_CHUNKS, NO_BOUND, GroupMemory, Words
+from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD, NO_BOUND, GroupMemory, Words
 from asynctp_kernels.cuda.scatter import ScatterCall
 from asynctp_kernels.cuda.tiles import Tiles
-from asynctp_kernels.cuda.waits import OPS, THINGS, code, describe
+from asynctp_kernels.cuda.wire import DIRECT, PULL, PUSH
 from cuda_stubs import (
     COPY,
     FP8,
@@ -52,8 +52,7 @@ from cuda_stubs import (
 )
 from expecttest import assert_expected_inline
 from torch import Tensor
-
-from asynctp_passes import collectives, ops
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 RANK, WORLD = 1, 4
 ROWWISE: dict[str, Any] = {"dtype": FP8, "scales": "row"}
@@ -73,6 +72,22 @@ def tiles_of(dtype: torch.dtype) -> Tiles:
 
 def bits(tensor: Tensor) -> Tensor:
     return cuda_emulated.raw(tensor)
+
+
+def own_counts(here: Machine) -> Tensor:
+    """This rank's own words up to the constant: progress and arrivals, which a call leaves cleared."""
+    memory = here.memory
+    return memory.local[: (memory.one - memory.local.data_ptr()) // 4]
+
+
+def own_words(here: Machine) -> Tensor:
+    """This rank's signal words: FULL, FREE and LANDED, by peer."""
+    return words_of(here, RANK)
+
+
+def words_of(here: Machine, rank: int) -> Tensor:
+    """[3, MAX_WORLD]"""
+    return cuda_emulated.at(here.memory.signals.peers[rank], (3, MAX_WORLD), torch.int32)
 
 
 # --- gather: the op on one rank, against the whole ---------------------------------------------------------------
@@ -103,19 +118,30 @@ GATHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def gather_implementations() -> Iterator[Any]:
-    """(case, implementation) for all that can run it."""
+#: whose rows are longer than a chunk, so that no tile would know what to wait for
+LONG_ROWS = ("one row and its scale",)
+
+
+def gather_implementations(kept: bool = False) -> Iterator[Any]:
+    """(case, implementation) for all that can run it; `kept`: where every rank keeps the gathered A."""
     for case, options in GATHERS.items():
         outer, along_last = gather_call(**options).outer, case == "columns"
         aligned = not case.startswith("odd")
         for implementation, able in (
-            ("fused", aligned and not along_last),
+            ("fused", aligned and not along_last and (kept or case not in LONG_ROWS)),
             ("decomposed", outer <= MAX_CHUNKS and not along_last),
             ("unfused", outer == 1 and not along_last),
             ("direct", True),
         ):
             if able:
                 yield pytest.param(case, implementation, id=f"{case}-{implementation}")
+
+
+def returned() -> Iterator[Any]:
+    """(case, implementation, kept) where the gathered A is returned: by this rank, or by every rank."""
+    for kept, name in ((False, "pushed"), (True, "pulled")):
+        for param in gather_implementations(kept):
+            yield pytest.param(*param.values, kept, id=f"{param.id}-{name}")
 
 
 def gather_plan(call: GatherCall, here: Machine, implementation: str, chunks: int = 3) -> gather.GatherPlan:
@@ -151,20 +177,25 @@ def fill_outboxes(here: Machine, shards: Sequence[Tensor], scales: Sequence[Tens
                 outbox[start : start + scales[rank].numel() * 4] = bits(scales[rank])
 
 
-def fill_inbox(here: Machine, plan: gather.PushedGather, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+def fill_inbox(
+    here: Machine, plan: gather.PushedGather, shards: Sequence[Tensor], scales: Sequence[Tensor], signature: int
+) -> None:
     """The other ranks have taken part, and have pushed theirs to us; scales behind all shards."""
     data = [bits(shard) for shard in shards]
-    peers_come(here, here.memory.landed, [torch.cat([each, each.new_zeros(-len(each) % 16)]) for each in data])
+    parts = [torch.cat([each, each.new_zeros(-len(each) % 16)]) for each in data]
+    peers_come(here, here.memory.landed, parts, signature)
     for rank in (set(range(WORLD)) - {RANK}) if scales else ():
         size = scales[rank].numel() * 4
         start = plan.scale_offset + (rank - (rank > RANK)) * size
         here.parts("box")[RANK][start : start + size] = bits(scales[rank])
 
 
-def peers_give(here: Machine, plan: gather.GatherPlan, shards: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+def peers_give(
+    here: Machine, plan: gather.GatherPlan, call: GatherCall, shards: Sequence[Tensor], scales: Sequence[Tensor]
+) -> None:
     """What a plan takes from the other ranks lies where it does."""
     if isinstance(plan, gather.PushedGather):
-        fill_inbox(here, plan, shards, scales)
+        fill_inbox(here, plan, shards, scales, call.wire.signature(PUSH))
     elif "box" in here.memory.areas:
         fill_outboxes(here, shards, scales)
     here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.landed, parts=shards, scales=scales)
@@ -178,7 +209,7 @@ def run_gather(call: GatherCall, here: Machine, plan: gather.GatherPlan) -> tupl
     """
     fresh = replace(call, a_shard=tensor(*call.a_shard.shape, dtype=call.a_shard.dtype))
     shards, scales = others(fresh)
-    peers_give(here, plan, shards, scales)
+    peers_give(here, plan, call, shards, scales)
     outs = plan.run(fresh.a_shard, fresh.a_scale, fresh.bs, fresh.b_scales, fresh.biases, fresh.along)
     full = torch.cat([shard.float() for shard in shards], call.dim).to(call.a_shard.dtype)
     if call.along is not None:
@@ -186,10 +217,13 @@ def run_gather(call: GatherCall, here: Machine, plan: gather.GatherPlan) -> tupl
     return outs, full, torch.cat(scales, call.dim) if call.scale_travels else fresh.a_scale
 
 
-@pytest.mark.parametrize(("case", "implementation"), list(gather_implementations()))
-def test_gather(case: str, implementation: str, here: Machine) -> None:
+RETURNED = pytest.mark.parametrize("kept", [False, True], ids=["pushed", "pulled"])
+
+
+@pytest.mark.parametrize(("case", "implementation", "kept"), list(returned()))
+def test_gather(case: str, implementation: str, kept: bool, here: Machine) -> None:
     """Twice, since a call has to leave its words as it found them; the gathered A is asked for, and so is complete."""
-    call = gather_call(**GATHERS[case], full=True)
+    call = gather_call(**GATHERS[case], full=True, kept=kept)
     plan = gather_plan(call, here, implementation)
     for _ in range(2):
         (*outs, gathered), full, a_scale = run_gather(call, here, plan)
@@ -197,7 +231,8 @@ def test_gather(case: str, implementation: str, here: Machine) -> None:
         assert [out.dtype for out in outs] == [call.out_dtype] * len(outs)
         for out, wanted in zip(outs, expected_products(call, full, a_scale), strict=True):
             assert torch.equal(out.reshape(wanted.shape), wanted)
-        assert here.memory.local.view(-1)[:64].count_nonzero() == 0
+        assert own_counts(here).count_nonzero() == 0
+        assert own_words(here).count_nonzero() == 0
 
 
 @pytest.mark.parametrize(("case", "implementation"), list(gather_implementations()))
@@ -210,17 +245,8 @@ def test_gather_without_the_gathered(case: str, implementation: str, here: Machi
         assert len(outs) == len(call.bs)
         for out, wanted in zip(outs, expected_products(call, full, a_scale), strict=True):
             assert torch.equal(out.reshape(wanted.shape), wanted)
-        assert here.memory.local.view(-1)[:64].count_nonzero() == 0
-        if isinstance(plan, gather.PushedGather):
-            check_taken(here, plan)
-
-
-def check_taken(here: Machine, plan: gather.PushedGather) -> None:
-    """The words of what has come are as they were before the call."""
-    pairs = itertools.product(plan.sources[1:], range(len(plan.chunks)))
-    words = [here.memory.landed.at(RANK, source * MAX_CHUNKS + chunk) for source, chunk in pairs]
-    words += [here.memory.free.at(RANK, source) for source in range(WORLD)]
-    assert not any(int(cuda_emulated.at(word, (1,), torch.int32)) for word in words)
+        assert own_counts(here).count_nonzero() == 0
+        assert own_words(here).count_nonzero() == 0
 
 
 IN_ROWS = [case for case in GATHERS if not case.startswith(("columns", "odd"))]
@@ -230,7 +256,7 @@ IN_ROWS = [case for case in GATHERS if not case.startswith(("columns", "odd"))]
 @pytest.mark.parametrize("case", IN_ROWS)
 def test_bytes_that_a_gather_pulls(case: str, chunks: int, here: Machine) -> None:
     """The copies move each shard of another rank once, its scales with it, and the own ones that are returned."""
-    call = gather_call(**GATHERS[case], full=True)
+    call = gather_call(**GATHERS[case], kept=True)
     run_gather(call, here, gather_plan(call, here, "fused", chunks))
     shard = call.a_shard.numel() * call.a_shard.itemsize
     scales = 0 if call.travels is None else call.travels.numel() * 4
@@ -246,15 +272,20 @@ def test_bytes_that_a_gather_pulls(case: str, chunks: int, here: Machine) -> Non
 def pushed_gathers() -> Iterator[tuple[str, str, int]]:
     """(case, implementation, chunks)"""
     for case in IN_ROWS:
-        yield from ((case, "fused", chunks) for chunks in range(1, MAX_CHUNKS + 1))
+        counts = () if case in LONG_ROWS else range(1, MAX_CHUNKS + 1)
+        yield from ((case, "fused", chunks) for chunks in counts)
         if gather_call(**GATHERS[case]).outer <= MAX_CHUNKS:
             yield case, "decomposed", 1
 
 
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize(("case", "implementation", "chunks"), list(pushed_gathers()))
-def test_bytes_that_a_gather_pushes(case: str, implementation: str, chunks: int, here: Machine) -> None:
-    """Each other rank gets the shard and its scales once, from where they are and in order; nothing else moves."""
-    call = gather_call(**GATHERS[case])
+def test_bytes_that_a_gather_pushes(case: str, implementation: str, chunks: int, full: bool, here: Machine) -> None:
+    """Each other rank gets the shard and its scales once, from where they are and in order; nothing else moves.
+
+    What this rank returns is copied by a kernel, each source's rows by themselves.
+    """
+    call = gather_call(**GATHERS[case], full=full)
     plan = gather_plan(call, here, implementation, chunks)
     assert isinstance(plan, gather.PushedGather)
     run_gather(call, here, plan)
@@ -262,7 +293,8 @@ def test_bytes_that_a_gather_pushes(case: str, implementation: str, chunks: int,
     scales = 0 if call.travels is None else call.travels.numel() * 4
     copies, boxes = here.of(Copied), here.parts("box")
     assert sum(copy.size for copy in copies) == (WORLD - 1) * (shard + scales)
-    assert [entry.prepared.name for entry in here.of(Launched)] == ["gemm_kernel"] * (implementation == "fused")
+    kept = ["keep_kernel"] * WORLD if full else []
+    assert [entry.prepared.name for entry in here.of(Launched)] == kept + ["gemm_kernel"] * (implementation == "fused")
     for peer in set(range(WORLD)) - {RANK}:
         slot, box = RANK - (peer < RANK), boxes[peer].data_ptr()
         start, end = box + slot * plan.slot_bytes, box + (slot + 1) * plan.slot_bytes
@@ -271,15 +303,48 @@ def test_bytes_that_a_gather_pushes(case: str, implementation: str, chunks: int,
         assert [copy.dst - start for copy in rows] == [copy.src - rows[0].src for copy in rows]
         start = box + plan.scale_offset + slot * scales
         assert [copy.size for copy in copies if start <= copy.dst < start + scales] == [scales] * bool(scales)
+        posted = [write.value for write in here.of(Wrote) if write.address == here.memory.landed.at(peer, RANK)]
+        assert posted == sorted(set(posted)), "a count of chunks, which grows"
+        assert posted[-1] == MAX_CHUNKS
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("case", IN_ROWS)
+def test_a_gather_reads_what_has_been_announced(case: str, full: bool, here: Machine) -> None:
+    """Each GEMM tile, each range and each copy reads bytes that the chunks it waits for cover."""
+    if case in LONG_ROWS:
+        pytest.skip("a row is longer than a chunk: the GEMM is refused")
+    call = gather_call(**GATHERS[case], full=full)
+    plan = gather_plan(call, here, "fused")
+    assert isinstance(plan, gather.PushedGather)
+    wire, rows = plan.wire_chunks, plan.chunk_rows
+    announcing = [b for b in range(wire.size + 1) if wire.complete(b) != wire.complete(b - 1)]
+    for end in range(1, call.layout.rows + 1):
+        chunk = min((end - 1) // rows, MAX_CHUNKS - 1)
+        assert chunk >= wire.covering(end * plan.row_bytes)
+        least = next(b for b in announcing if wire.complete(b) >= chunk + 1)
+        assert least >= end * plan.row_bytes, "with so many bytes the chunk is announced, and these rows are there"
+    if plan.outer <= MAX_CHUNKS:
+        decomposed = gather_plan(call, here, "decomposed")
+        here.log.clear()
+        run_gather(call, here, decomposed)
+        for source in plan.sources:
+            word = here.memory.landed.at(RANK, source)
+            waited = [wait.value for wait in here.of(Waited) if wait.address == word and wait.stream == MAIN]
+            needed = [
+                wire.covering((block + 1) * call.layout.inner * plan.row_bytes) + 1 for block in range(plan.outer)
+            ]
+            assert waited == sorted(set(needed))
 
 
 def test_a_shard_with_gaps_is_made_whole_first(here: Machine) -> None:
     wide = tensor(192, 128)
-    for full, implementation in itertools.product((True, False), ("fused", "decomposed", "direct")):
-        call = replace(gather_call((192,), 64, (72,), full=full), a_shard=wide[:, ::2])
+    ways = itertools.product(((True, False), (False, False), (True, True)), ("fused", "decomposed", "direct"))
+    for (full, kept), implementation in ways:
+        call = replace(gather_call((192,), 64, (72,), full=full, kept=kept), a_shard=wide[:, ::2])
         plan = gather_plan(call, here, implementation)
         shards, _ = others(call)
-        peers_give(here, plan, shards, [])
+        peers_give(here, plan, call, shards, [])
         out, *gathered = plan.run(call.a_shard, None, call.bs, (), call.biases)
         assert torch.equal(out, expected_products(call, torch.cat(shards), None)[0].view(out.shape))
         assert [torch.equal(each, torch.cat(shards)) for each in gathered] == [True] * full
@@ -341,6 +406,7 @@ def scatter_implementations() -> Iterator[Any]:
     for case, options in SCATTERS.items():
         outer, along_last = scatter_call(**options).outer, case.endswith("columns")
         in_gemm = not case.startswith(("odd", "added", "several scaled, bias"))
+        in_gemm &= "sum_dtype" not in options or len(options["ks"]) == 1
         for implementation, able in (
             ("fused", in_gemm and not along_last),
             ("decomposed", outer <= MAX_CHUNKS and not along_last),
@@ -362,14 +428,12 @@ def scatter_plan(call: ScatterCall, here: Machine, implementation: str, chunks: 
     return made[implementation](call, here.memory)
 
 
-def peers_come(here: Machine, full: Words, parts: Sequence[Tensor]) -> None:
-    """The other ranks have taken part, and have pushed what they have for us, as the words `full` say."""
-    words = here.memory.free, full
+def peers_come(here: Machine, full: Words, parts: Sequence[Tensor], signature: int) -> None:
+    """The other ranks have come to the call, and have pushed what they have for us, as the words `full` say."""
     size = parts[RANK].numel() * parts[RANK].itemsize
     for rank in set(range(WORLD)) - {RANK}:
-        cuda_emulated.at(words[0].at(RANK, rank), (1,), torch.int32).fill_(1)
-        for chunk in range(MAX_CHUNKS):
-            cuda_emulated.at(words[1].at(RANK, rank * MAX_CHUNKS + chunk), (1,), torch.int32).fill_(1)
+        cuda_emulated.int32(here.memory.free.at(RANK, rank)).value = signature
+        cuda_emulated.int32(full.at(RANK, rank)).value = MAX_CHUNKS
         slot = rank - (rank > RANK)
         here.parts("box")[RANK][slot * size : (slot + 1) * size] = bits(parts[rank])
 
@@ -383,7 +447,7 @@ def run_scatter(call: ScatterCall, here: Machine, plan: scatter.ScatterPlan) -> 
     for_us = [tensor(*mine[RANK].shape, dtype=mine[RANK].dtype) for _ in range(WORLD)]
     for_us[RANK] = mine[RANK].contiguous()
     if "box" in here.memory.areas:
-        peers_come(here, here.memory.full, for_us)
+        peers_come(here, here.memory.full, for_us, call.wire.signature(PUSH))
     here.kernels["push_reduce_kernel"] = functools.partial(cuda_emulated.landed, parts=for_us)
     here.scattered = for_us
     out = plan.run(fresh.a_parts, fresh.b_parts, fresh.a_scales, fresh.b_scales, fresh.biases, fresh.added)
@@ -402,7 +466,7 @@ def test_scatter(case: str, implementation: str, here: Machine) -> None:
         assert out.dtype == result_dtype(call)
         assert torch.equal(out, wanted)
         check_pushes(here, implementation, mine)
-        check_words(here, implementation)
+        check_words(here, implementation, call)
 
 
 def check_pushes(here: Machine, implementation: str, mine: Sequence[Tensor]) -> None:
@@ -416,23 +480,21 @@ def check_pushes(here: Machine, implementation: str, mine: Sequence[Tensor]) -> 
         assert torch.equal(here.parts("box")[rank][slot * len(part) : (slot + 1) * len(part)], part)
 
 
-def check_words(here: Machine, implementation: str) -> None:
-    """Every wait of a stream is for a word that says exactly what it waits for; none is left over."""
-    assert all(wait.found == wait.value for wait in here.of(Waited))
-    assert here.memory.local[:64].count_nonzero() == 0
-    own = cuda_emulated.at(here.memory.signals.peers[RANK], (64,), torch.int32)
-    assert own.count_nonzero() == 0
+def check_words(here: Machine, implementation: str, call: ScatterCall) -> None:
+    """Every wait of a stream is for a word that says so, exactly where it is the call's; none is left over."""
+    signature = call.wire.signature(PUSH)
+    for wait in here.of(Waited):
+        assert wait.found == wait.value if wait.exactly else wait.found >= wait.value
+        assert wait.exactly == (wait.value == signature)
+    assert own_counts(here).count_nonzero() == 0
+    assert own_words(here).count_nonzero() == 0
     for rank in set(range(WORLD)) - {RANK} if implementation in ("fused", "decomposed") else ():
-        theirs = cuda_emulated.at(here.memory.signals.peers[rank], (2, 8, MAX_CHUNKS), torch.int32)
-        assert theirs[0, RANK].count_nonzero() == len({write.address for write in posts(here, rank, 0)})
-        assert theirs[1].flatten()[RANK] == 1
-        theirs.zero_()
-
-
-def posts(here: Machine, rank: int, number: int) -> list[Any]:
-    """Writes of 1 to words of `rank`: FULL (0) or FREE (1)."""
-    start = here.memory.signals.peers[rank] + number * 8 * MAX_CHUNKS * 4
-    return [write for write in here.of(Wrote) if start <= write.address < start + 8 * MAX_CHUNKS * 4]
+        theirs, full = words_of(here, rank), here.memory.full.at(rank, RANK)
+        posted = [write.value for write in here.of(Wrote) if write.address == full]
+        assert posted == sorted(set(posted))
+        assert theirs[:2, RANK].tolist() == [MAX_CHUNKS, signature]
+        theirs[:2, RANK] = 0
+        assert theirs.count_nonzero() == 0
 
 
 @pytest.mark.parametrize("case", ["several scaled", "four scaled", "four scaled, precise", "several scaled, outer"])
@@ -453,11 +515,10 @@ def test_sums_of_scaled_products_are_one_gemm(case: str, here: Machine) -> None:
 @pytest.mark.parametrize("chunks", range(1, MAX_CHUNKS + 1))
 @pytest.mark.parametrize("case", [param.values[0] for param in scatter_implementations() if param.values[1] == "fused"])
 def test_bytes_of_a_scatter(case: str, chunks: int, here: Machine) -> None:
-    """The copies move every other rank's part once: of one product in its own dtype, whatever the result has."""
+    """The copies move every other rank's part once, in the dtype of the program's collective."""
     call = scatter_call(**SCATTERS[case])
     run_scatter(call, here, scatter_plan(call, here, "fused", chunks))
-    size = 4 if call.sum_dtype is not None and len(call.a_parts) > 1 else 2
-    part = call.layout.rows * call.layout.cols * size
+    part = call.layout.rows * call.layout.cols * call.wire_dtype.itemsize
     copies = here.of(Copied)
     assert sum(copy.size for copy in copies) == (WORLD - 1) * part
     for rank, box in enumerate(here.parts("box")):
@@ -478,8 +539,10 @@ def test_words_of_peers_can_be_copied() -> None:
             assert any(start <= write.address < start + 512 for start in own), "a stream writes to our words only"
         small = [copy for copy in here.of(Copied) if copy.size == 4]
         assert len(small) == (WORLD - 1) * (1 + 2), "FREE for each peer, FULL for each of its chunks"
-        assert {copy.src for copy in small} == {here.memory.one}
-        assert cuda_emulated.at(here.memory.one, (1,), torch.int32) == 1
+        values = {cuda_emulated.int32(copy.src).value for copy in small}
+        assert values == {call.wire.signature(PUSH), MAX_CHUNKS // 2, MAX_CHUNKS}
+        sources = [copy.src for copy in small]
+        assert len(set(sources)) == len(values), "constants, which are kept"
 
 
 # --- calls that come again -----------------------------------------------------------------------------------------
@@ -513,13 +576,13 @@ def recorded_cases(cases: Iterator[Any]) -> list[Any]:
     return [case for case in cases if case.values[1] != "unfused"]
 
 
-@pytest.mark.parametrize(("case", "implementation"), recorded_cases(gather_implementations()))
-def test_recorded_gather(case: str, implementation: str, recording: Machine) -> None:
+@pytest.mark.parametrize(("case", "implementation", "kept"), recorded_cases(returned()))
+def test_recorded_gather(case: str, implementation: str, kept: bool, recording: Machine) -> None:
     """The second call on the same memory is recorded, the later ones only launch that: each on its own data.
 
     Not so copies of many ranges, which a graph that is launched cannot be told other memory of.
     """
-    call = gather_call(**GATHERS[case], full=True)
+    call = gather_call(**GATHERS[case], full=True, kept=kept)
     plan = gather_plan(call, recording, implementation)
     at_the_same_place(plan, ("shard", "a_scale", "numbers"))
     for number in range(4):
@@ -530,7 +593,7 @@ def test_recorded_gather(case: str, implementation: str, recording: Machine) -> 
         flat = all(copied.height == 1 for copied in recording.of(Copied))
         assert len(recording.recordings) == (number > 0)
         assert len(recording.memory.recordings) == (number > 0 and flat)
-        assert flat == (implementation == "direct" or case != "outer, several")
+        assert flat == (implementation == "direct" or case != "outer, several" or not kept)
 
 
 @pytest.mark.parametrize(("case", "implementation"), recorded_cases(scatter_implementations()))
@@ -543,7 +606,7 @@ def test_recorded_scatter(case: str, implementation: str, recording: Machine) ->
         out, wanted, mine = run_scatter(call, recording, plan)
         assert torch.equal(out, wanted)
         check_pushes(recording, implementation, mine)
-        check_words(recording, implementation)
+        check_words(recording, implementation, call)
         assert len(recording.memory.recordings) == len(recording.recordings) == (number > 0)
 
 
@@ -551,7 +614,7 @@ def test_trace_of_a_recorded_gather() -> None:
     """The copy stream is a branch of the graph, which comes behind what was left in flight on the stream itself."""
     with machine(rank=0, world=2) as here:
         here.records = True
-        call = gather_call((256,), 64, (72,), world=2, full=True)
+        call = gather_call((256,), 64, (72,), world=2, kept=True)
         plan = gather.fused_gather(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
         at_the_same_place(plan, ())
         for _ in range(2):
@@ -567,7 +630,7 @@ copy   await start
 copy   await flown at launch
 copy   launch stage_kernel
 copy   copy 32768 B to gathered + 32768 from box of 1 + 0
-copy   write arrivals[1, 0] = 1
+copy   write arrivals[1] = 1
 copy   copy 32768 B to gathered + 0 from own + 0
 copy   record end
 graph  launch gemm_kernel
@@ -593,14 +656,14 @@ graph  record start
 copy   await start
 copy   await flown at launch
 graph  launch gemm_kernel
-copy   write free of 1 [0] = 1
-copy   wait free of 0 [1] >= 1
+copy   write free of 1 [0] = call
+copy   wait free of 0 [1] == call
 copy   write free of 0 [1] = 0
 copy   wait progress[1, 0] >= 2
 copy   write progress[1, 0] = 0
 copy   record running
 copy   copy 36864 B to box of 1 + 0 from staging + 36864
-copy   write full of 1 [0, 0] = 1
+copy   write full of 1 [0] = 4
 copy   record end
 reduce await running
 reduce await flown at launch
@@ -616,11 +679,14 @@ def otherwise(how: str, rows: int, cols: int) -> Tensor:
     return tensor(cols, rows).t() if how == "transposed" else tensor(rows * cols + 1)[1:].view(rows, cols)
 
 
+@RETURNED
 @pytest.mark.parametrize("how", ["transposed", "unaligned"])
 @pytest.mark.parametrize("implementation", ["fused", "decomposed", "direct"])
-def test_what_a_gather_has_to_copy_first_is_recorded(implementation: str, how: str, recording: Machine) -> None:
+def test_what_a_gather_has_to_copy_first_is_recorded(
+    implementation: str, how: str, kept: bool, recording: Machine
+) -> None:
     """Its copy is made in the recording, of what is there at each launch."""
-    call, place = gather_call((256,), 64, (72,), full=True), otherwise(how, 256, 64)
+    call, place = gather_call((256,), 64, (72,), full=True, kept=kept), otherwise(how, 256, 64)
     plan = gather_plan(replace(call, a_shard=place), recording, implementation)
     make = plan.tensors
     plan.tensors = lambda operands: make((place.copy_(operands[0]), *operands[1:]))  # type: ignore[method-assign]
@@ -647,12 +713,13 @@ def test_what_a_scatter_has_to_copy_first_is_recorded(implementation: str, how: 
         assert len(recording.recordings) == (number > 0)
 
 
+@RETURNED
 @pytest.mark.parametrize("implementation", ["fused", "decomposed", "direct"])
-def test_other_memory_is_enqueued_anew(implementation: str, recording: Machine) -> None:
+def test_other_memory_is_enqueued_anew(implementation: str, kept: bool, recording: Machine) -> None:
     """Whichever tensor of a call lies elsewhere, it is another call."""
-    call = gather_call((256,), 64, (72, 136), **ROWWISE, travels=True, bias=True, full=True)
+    call = gather_call((256,), 64, (72, 136), **ROWWISE, travels=True, bias=True, full=True, kept=kept)
     plan = gather_plan(call, recording, implementation)
-    recording.kernels["push_gather_kernel"] = lambda launched: None
+    recording.kernels.clear()
     first = plan.tensors((call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, None))
     calls = [first, first]
     for name, tensors in first._asdict().items():
@@ -660,7 +727,8 @@ def test_other_memory_is_enqueued_anew(implementation: str, recording: Machine) 
             moved = one.clone(memory_format=torch.preserve_format)
             lists = isinstance(tensors, Sequence) and not isinstance(tensors, Tensor)
             calls.append(first._replace(**{name: [*tensors[:i], moved, *tensors[i + 1 :]] if lists else moved}))
-    assert len(calls) == 2 + 13
+    whole = kept or implementation == "direct"
+    assert len(calls) == 2 + 12 + whole, "the gathered scales are not returned: only where they are needed, they are"
     for number, made in enumerate(calls):
         plan.tensors = lambda *args, made=made: made  # type: ignore[method-assign]
         plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
@@ -670,7 +738,7 @@ def test_other_memory_is_enqueued_anew(implementation: str, recording: Machine) 
 
 def test_a_call_in_a_capture_is_enqueued(recording: Machine) -> None:
     """It belongs to the program's graph, whatever has been recorded; and it is no reason to record."""
-    call = gather_call((256,), 64, (72,), full=True)
+    call = gather_call((256,), 64, (72,), kept=True)
     plan = gather_plan(call, recording, "fused")
     at_the_same_place(plan, ())
     for capturing, recorded in ((7, 0), (7, 0), (0, 0), (0, 1), (7, 1)):
@@ -682,7 +750,7 @@ def test_a_call_in_a_capture_is_enqueued(recording: Machine) -> None:
 
 
 def test_growth_and_release_forget_what_was_recorded(recording: Machine) -> None:
-    call = gather_call((256,), 64, (72,), full=True)
+    call = gather_call((256,), 64, (72,), kept=True)
     plan = gather_plan(call, recording, "fused")
     at_the_same_place(plan, ())
     for _ in range(2):
@@ -703,7 +771,7 @@ def test_growth_and_release_forget_what_was_recorded(recording: Machine) -> None
 # --- what the driver is asked for --------------------------------------------------------------------------------
 def test_trace_of_a_gather() -> None:
     with machine(rank=1, world=3) as here:
-        call = gather_call((256,), 64, (72,), world=3, full=True)
+        call = gather_call((256,), 64, (72,), world=3, kept=True)
         plan = gather.fused_gather(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
         *_, full = plan.run(call.a_shard, None, call.bs, (), call.biases)
         assert_expected_inline(
@@ -713,13 +781,13 @@ main   record start
 copy   await start
 copy   launch stage_kernel
 copy   copy 16384 B to gathered + 65536 from box of 2 + 0
-copy   write arrivals[2, 0] = 1
+copy   write arrivals[2] = 1
 copy   copy 16384 B to gathered + 81920 from box of 2 + 16384
-copy   write arrivals[2, 1] = 1
+copy   write arrivals[2] = 2
 copy   copy 16384 B to gathered + 0 from box of 0 + 0
-copy   write arrivals[0, 0] = 1
+copy   write arrivals[0] = 1
 copy   copy 16384 B to gathered + 16384 from box of 0 + 16384
-copy   write arrivals[0, 1] = 1
+copy   write arrivals[0] = 2
 copy   copy 32768 B to gathered + 32768 from own + 0
 copy   record end
 main   launch gemm_kernel
@@ -730,7 +798,7 @@ main   record last""",
 
 def test_trace_of_a_gather_with_scales_and_an_outer_dim() -> None:
     with machine(rank=0, world=2) as here:
-        call = gather_call((2, 64), 64, (72,), dim=1, world=2, **ROWWISE, travels=True, full=True)
+        call = gather_call((2, 64), 64, (72,), dim=1, world=2, **ROWWISE, travels=True, kept=True)
         plan = gather.fused_gather(call, here.memory, tiles_of(FP8), 1, SMS)
         plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
         arguments = here.launched("gemm_kernel").arguments
@@ -744,7 +812,7 @@ copy   copy 256 B to scales + 256 from box of 1 + 8192
 copy   copy 256 B to scales + 768 from box of 1 + 8448
 copy   copy 4096 B to gathered + 4096 from box of 1 + 0
 copy   copy 4096 B to gathered + 12288 from box of 1 + 4096
-copy   write arrivals[1, 0] = 1
+copy   write arrivals[1] = 1
 copy   copy 4096 B to gathered + 0 from own + 0
 copy   copy 4096 B to gathered + 8192 from own + 4096
 copy   record end
@@ -766,29 +834,28 @@ def test_trace_of_a_fused_gather_that_pushes() -> None:
             """\
 main   record start
 copy   await start
-copy   write free of 0 [1] = 1
-copy   write free of 3 [1] = 1
-copy   write free of 2 [1] = 1
-copy   wait free of 1 [0] >= 1
-copy   wait free of 1 [3] >= 1
-copy   wait free of 1 [2] >= 1
-copy   write free of 1 [0] = 0
-copy   write free of 1 [3] = 0
+copy   write free of 2 [1] = call
+copy   write free of 3 [1] = call
+copy   write free of 0 [1] = call
+copy   wait free of 1 [2] == call
+copy   wait free of 1 [3] == call
+copy   wait free of 1 [0] == call
 copy   write free of 1 [2] = 0
+copy   write free of 1 [3] = 0
+copy   write free of 1 [0] = 0
 copy   copy 1024 B to box of 0 + 49152 from scales + 0
 copy   copy 8192 B to box of 0 + 0 from own + 0
-copy   write landed of 0 [1, 0] = 1
+copy   write landed of 0 [1] = 2
 copy   copy 8192 B to box of 0 + 8192 from own + 8192
-copy   write landed of 0 [1, 1] = 1
+copy   write landed of 0 [1] = 4
 copy   copy 1024 B to box of 3 + 50176 from scales + 0
 copy   copy 16384 B to box of 3 + 16384 from own + 0
-copy   write landed of 3 [1, 0] = 1
-copy   write landed of 3 [1, 1] = 1
+copy   write landed of 3 [1] = 4
 copy   copy 1024 B to box of 2 + 50176 from scales + 0
 copy   copy 8192 B to box of 2 + 16384 from own + 0
-copy   write landed of 2 [1, 0] = 1
+copy   write landed of 2 [1] = 2
 copy   copy 8192 B to box of 2 + 24576 from own + 8192
-copy   write landed of 2 [1, 1] = 1
+copy   write landed of 2 [1] = 4
 copy   record end
 main   launch gemm_kernel
 main   await end
@@ -796,35 +863,50 @@ main   record last""",
         )
 
 
-def test_trace_of_a_fused_gather_that_pushes_with_bounded_waits() -> None:
-    """The copy stream waits, which knows a bound, and tells the GEMM by words that nobody else sets."""
-    with machine(rank=0, world=2, timeout_s=5) as here:
-        call = gather_call((256,), 64, (72,), world=2)
+def test_trace_of_a_fused_gather_that_pushes_and_is_kept() -> None:
+    """The rows are copied from the inbox beside the GEMM; both read the words, which the main stream clears last."""
+    with machine(rank=1, world=3) as here:
+        call = gather_call((256,), 64, (72,), world=3, full=True)
         plan = gather.fused_gather(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
-        plan.run(call.a_shard, None, call.bs, (), call.biases)
-        words = here.launched("gemm_kernel").arguments["words"]
-        assert words == here.memory.arrivals
+        *_, full = plan.run(call.a_shard, None, call.bs, (), call.biases)
+        assert here.launched("gemm_kernel").prepared.constants["CLEARS"] is False
+        rows = [each.arguments for each in here.of(Launched) if each.prepared.name == "keep_kernel"]
+        assert [each["source"] for each in rows] == [1, 2, 0]
+        box = here.parts("box")[1].data_ptr()
+        assert [each["received_ptr"] for each in rows] == [call.a_shard.data_ptr(), box + 32768, box]
+        assert {each["whole_ptr"] for each in rows} == {full.data_ptr()}
         assert_expected_inline(
             here.trace(own=call.a_shard.data_ptr()),
             """\
 main   record start
 copy   await start
-copy   write free of 1 [0] = 1
-copy   await kernel free of 0 [1] >= 1
-copy   write free of 0 [1] = 0
-copy   copy 16384 B to box of 1 + 0 from own + 0
-copy   write landed of 1 [0, 0] = 1
-copy   copy 16384 B to box of 1 + 16384 from own + 16384
-copy   write landed of 1 [0, 1] = 1
-copy   await kernel landed of 0 [1, 0] >= 1
-copy   write landed of 0 [1, 0] = 0
-copy   write arrivals[1, 0] = 1
-copy   await kernel landed of 0 [1, 1] >= 1
-copy   write landed of 0 [1, 1] = 0
-copy   write arrivals[1, 1] = 1
+copy   write free of 2 [1] = call
+copy   write free of 0 [1] = call
+copy   wait free of 1 [2] == call
+copy   wait free of 1 [0] == call
+copy   write free of 1 [2] = 0
+copy   write free of 1 [0] = 0
+copy   copy 16384 B to box of 0 + 0 from own + 0
+copy   write landed of 0 [1] = 2
+copy   copy 16384 B to box of 0 + 16384 from own + 16384
+copy   write landed of 0 [1] = 4
+copy   copy 16384 B to box of 2 + 32768 from own + 0
+copy   write landed of 2 [1] = 2
+copy   copy 16384 B to box of 2 + 49152 from own + 16384
+copy   write landed of 2 [1] = 4
 copy   record end
+reduce await start
+reduce launch keep_kernel
+reduce wait landed of 1 [2] >= 4
+reduce launch keep_kernel
+reduce wait landed of 1 [0] >= 4
+reduce launch keep_kernel
+reduce record reduced
 main   launch gemm_kernel
 main   await end
+main   await reduced
+main   write landed of 1 [2] = 0
+main   write landed of 1 [0] = 0
 main   record last""",
         )
 
@@ -845,11 +927,11 @@ def test_trace_of_a_recorded_gather_that_pushes() -> None:
 graph  record start
 copy   await start
 copy   await flown at launch
-copy   write free of 1 [0] = 1
-copy   wait free of 0 [1] >= 1
+copy   write free of 1 [0] = call
+copy   wait free of 0 [1] == call
 copy   write free of 0 [1] = 0
 copy   copy 32768 B to box of 1 + 0 from own + 0
-copy   write landed of 1 [0, 0] = 1
+copy   write landed of 1 [0] = 4
 copy   record end
 graph  launch gemm_kernel
 graph  await end""",
@@ -866,56 +948,58 @@ def test_trace_of_a_gather_that_pushes() -> None:
             """\
 main   record start
 copy   await start
-copy   write free of 0 [1] = 1
-copy   write free of 2 [1] = 1
-copy   wait free of 1 [0] >= 1
-copy   wait free of 1 [2] >= 1
-copy   write free of 1 [0] = 0
+copy   write free of 2 [1] = call
+copy   write free of 0 [1] = call
+copy   wait free of 1 [2] == call
+copy   wait free of 1 [0] == call
 copy   write free of 1 [2] = 0
+copy   write free of 1 [0] = 0
 copy   copy 512 B to box of 0 + 16384 from scales + 0
 copy   copy 4096 B to box of 0 + 0 from own + 0
-copy   write landed of 0 [1, 0] = 1
+copy   write landed of 0 [1] = 2
 copy   copy 4096 B to box of 0 + 4096 from own + 4096
-copy   write landed of 0 [1, 1] = 1
+copy   write landed of 0 [1] = 4
 copy   copy 512 B to box of 2 + 16896 from scales + 0
 copy   copy 4096 B to box of 2 + 8192 from own + 0
-copy   write landed of 2 [1, 0] = 1
+copy   write landed of 2 [1] = 2
 copy   copy 4096 B to box of 2 + 12288 from own + 4096
-copy   write landed of 2 [1, 1] = 1
+copy   write landed of 2 [1] = 4
 copy   record end
-main   wait landed of 1 [2, 0] >= 1
-main   write landed of 1 [2, 0] = 0
-main   wait landed of 1 [2, 1] >= 1
-main   write landed of 1 [2, 1] = 0
-main   wait landed of 1 [0, 0] >= 1
-main   write landed of 1 [0, 0] = 0
-main   wait landed of 1 [0, 1] >= 1
-main   write landed of 1 [0, 1] = 0
+main   wait landed of 1 [2] >= 2
+main   wait landed of 1 [2] >= 4
+main   write landed of 1 [2] = 0
+main   wait landed of 1 [0] >= 2
+main   wait landed of 1 [0] >= 4
+main   write landed of 1 [0] = 0
 main   await end
 main   record last""",
         )
 
 
-def test_trace_of_a_gather_that_pushes_with_bounded_waits() -> None:
-    """The stream waits for what is pushed when it has pushed itself, so that who is named is who did not come."""
-    with machine(rank=0, world=2, timeout_s=5) as here:
-        call = gather_call((256,), 64, (72,), world=2)
+def test_trace_of_a_gather_that_pushes_and_is_kept() -> None:
+    with machine(rank=0, world=2) as here:
+        call = gather_call((256,), 64, (72,), world=2, full=True)
         gather.DecomposedPush(call, here.memory).run(call.a_shard, None, call.bs, (), call.biases)
         assert_expected_inline(
             here.trace(own=call.a_shard.data_ptr()),
             """\
 main   record start
 copy   await start
-copy   write free of 1 [0] = 1
-copy   await kernel free of 0 [1] >= 1
+copy   write free of 1 [0] = call
+copy   wait free of 0 [1] == call
 copy   write free of 0 [1] = 0
 copy   copy 32768 B to box of 1 + 0 from own + 0
-copy   write landed of 1 [0, 0] = 1
+copy   write landed of 1 [0] = 4
 copy   record end
+reduce await start
+reduce launch keep_kernel
+reduce wait landed of 0 [1] >= 4
+reduce launch keep_kernel
+reduce record reduced
+main   wait landed of 0 [1] >= 4
 main   await end
-main   await kernel landed of 0 [1, 0] >= 1
-main   write landed of 0 [1, 0] = 0
-main   await end
+main   await reduced
+main   write landed of 0 [1] = 0
 main   record last""",
         )
 
@@ -932,29 +1016,29 @@ def test_trace_of_a_scatter() -> None:
 main   record start
 copy   await start
 main   launch gemm_kernel
-copy   write free of 2 [1] = 1
-copy   write free of 0 [1] = 1
-copy   wait free of 1 [2] >= 1
-copy   wait free of 1 [0] >= 1
+copy   write free of 2 [1] = call
+copy   write free of 0 [1] = call
+copy   wait free of 1 [2] == call
+copy   wait free of 1 [0] == call
 copy   write free of 1 [2] = 0
 copy   write free of 1 [0] = 0
 copy   wait progress[2, 0] >= 1
 copy   write progress[2, 0] = 0
 copy   record running
 copy   copy 18432 B to box of 2 + 36864 from staging + 73728
-copy   write full of 2 [1, 0] = 1
+copy   write full of 2 [1] = 2
 copy   wait progress[2, 1] >= 1
 copy   write progress[2, 1] = 0
 copy   copy 18432 B to box of 2 + 55296 from staging + 92160
-copy   write full of 2 [1, 1] = 1
+copy   write full of 2 [1] = 4
 copy   wait progress[0, 0] >= 1
 copy   write progress[0, 0] = 0
 copy   copy 18432 B to box of 0 + 0 from staging + 0
-copy   write full of 0 [1, 0] = 1
+copy   write full of 0 [1] = 2
 copy   wait progress[0, 1] >= 1
 copy   write progress[0, 1] = 0
 copy   copy 18432 B to box of 0 + 18432 from staging + 18432
-copy   write full of 0 [1, 1] = 1
+copy   write full of 0 [1] = 4
 copy   record end
 reduce await running
 reduce launch reduce_kernel
@@ -978,12 +1062,12 @@ main   record start
 copy   await start
 main   record event[4]
 main   record event[0]
-copy   write free of 1 [0] = 1
-copy   wait free of 0 [1] >= 1
+copy   write free of 1 [0] = call
+copy   wait free of 0 [1] == call
 copy   write free of 0 [1] = 0
 copy   await event[4]
 copy   copy 18432 B to box of 1 + 0 from staging + 18432
-copy   write full of 1 [0, 0] = 1
+copy   write full of 1 [0] = 4
 copy   record end
 reduce await event[0]
 reduce launch reduce_kernel
@@ -1007,10 +1091,12 @@ main   record last""",
 
 
 PLANS: dict[str, Callable[[Machine], Callable[[], object]]] = {
-    "gather-fused": lambda here: _gather_runner(here, "fused", full=True),
+    "gather-fused-pulled": lambda here: _gather_runner(here, "fused", kept=True),
     "gather-fused-pushed": lambda here: _gather_runner(here, "fused"),
-    "gather-decomposed": lambda here: _gather_runner(here, "decomposed", full=True),
+    "gather-fused-pushed-kept": lambda here: _gather_runner(here, "fused", full=True),
+    "gather-decomposed-pulled": lambda here: _gather_runner(here, "decomposed", kept=True),
     "gather-decomposed-pushed": lambda here: _gather_runner(here, "decomposed"),
+    "gather-decomposed-pushed-kept": lambda here: _gather_runner(here, "decomposed", full=True),
     "gather-direct": lambda here: _gather_runner(here, "direct"),
     "scatter-fused": lambda here: _scatter_runner(here, "fused"),
     "scatter-decomposed": lambda here: _scatter_runner(here, "decomposed"),
@@ -1018,8 +1104,8 @@ PLANS: dict[str, Callable[[Machine], Callable[[], object]]] = {
 }
 
 
-def _gather_runner(here: Machine, implementation: str, full: bool = False) -> Callable[[], object]:
-    call = gather_call((192,), 64, (72,), full=full)
+def _gather_runner(here: Machine, implementation: str, **options: bool) -> Callable[[], object]:
+    call = gather_call((192,), 64, (72,), **options)
     plan = gather_plan(call, here, implementation)
     return lambda: plan.run(call.a_shard, None, call.bs, (), call.biases)
 
@@ -1066,7 +1152,7 @@ def test_staging_comes_first_where_it_does_not_fit_beside_the_gemm() -> None:
     for registers, stream in ((40, COPY), (255, MAIN)):
         with machine(RANK, WORLD) as here:
             here.registers = registers  # of the staging kernel and of the GEMM
-            call = gather_call((512,), 64, (512,), full=True)
+            call = gather_call((512,), 64, (512,), kept=True)
             plan = gather.fused_gather(call, here.memory, Tiles(128, 256, 64, warps=8, stages=3), 2, SMS)
             plan.run(call.a_shard, None, call.bs, (), call.biases)
             assert here.launched("stage_kernel").stream == stream
@@ -1126,134 +1212,97 @@ def test_calls_of_two_threads_come_one_after_the_other(recording: Machine) -> No
     assert [type(entry) for entry in recording.log] == [Launched, Recorded] * 2
 
 
-# --- bounded waits -----------------------------------------------------------------------------------------------
-@pytest.fixture
-def bounded() -> Iterator[Machine]:
-    with machine(RANK, WORLD, timeout_s=5) as made:
-        cuda_emulated.emulate(made)
-        yield made
-
-
-def test_trace_of_a_scatter_with_bounded_waits() -> None:
-    """Kernels wait for what other ranks set, the stream itself for what this GPU counts."""
-    with machine(rank=0, world=2, timeout_s=5) as here:
-        call = scatter_call((512,), (64,), 72, world=2)
-        plan = scatter.FusedScatter(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
-        plan.run(call.a_parts, call.b_parts, (), (), call.biases)
-        staging = here.launched("gemm_kernel").arguments["c0"].address
-        assert_expected_inline(
-            here.trace(staging=staging),
-            """\
-main   record start
-copy   await start
-main   launch gemm_kernel
-copy   write free of 1 [0] = 1
-copy   await kernel free of 0 [1] >= 1
-copy   write free of 0 [1] = 0
-copy   wait progress[1, 0] >= 1
-copy   write progress[1, 0] = 0
-copy   record running
-copy   copy 18432 B to box of 1 + 0 from staging + 36864
-copy   write full of 1 [0, 0] = 1
-copy   wait progress[1, 1] >= 1
-copy   write progress[1, 1] = 0
-copy   copy 18432 B to box of 1 + 18432 from staging + 55296
-copy   write full of 1 [0, 1] = 1
-copy   record end
-reduce await running
-reduce await end
-reduce await kernel full of 0 [1, 0] >= 1
-reduce await kernel full of 0 [1, 1] >= 1
-reduce launch reduce_kernel
-reduce record reduced
-main   await end
-main   await reduced
-main   record last""",
-        )
-
-
-@pytest.mark.parametrize(("case", "implementation"), list(scatter_implementations()))
-def test_scatter_with_bounded_waits(case: str, implementation: str, bounded: Machine) -> None:
-    """The same results and words; no stream operation waits for another rank."""
-    call = scatter_call(**SCATTERS[case])
-    plan = scatter_plan(call, bounded, implementation)
-    for _ in range(2):
-        bounded.log.clear()
-        out, wanted, mine = run_scatter(call, bounded, plan)
-        assert torch.equal(out, wanted)
-        check_pushes(bounded, implementation, mine)
-        check_words(bounded, implementation)
-        assert bounded.memory.status.tolist() == [0, 0, 0]
-        local = bounded.memory.local
-        assert all(0 <= wait.address - local.data_ptr() < local.numel() * 4 for wait in bounded.of(Waited))
-
-
-@pytest.mark.parametrize("implementation", ["fused", "decomposed"])
-@pytest.mark.parametrize("late", ["FREE", "FULL"])
-def test_a_scatter_without_a_rank_ends_and_names_it(late: str, implementation: str, bounded: Machine) -> None:
-    """Whether rank 3 never came or came and pushed nothing; then no call of the group is made any more."""
-    call = scatter_call((1024,), (64,), 72, **TENSORWISE)
-    plan = scatter_plan(call, bounded, implementation, chunks=2)
-    memory = bounded.memory
-    peers_come(bounded, memory.full, [tensor(256, 72)] * WORLD)
-    words = {"FREE": memory.free.at(RANK, 3), "FULL": memory.full.at(RANK, 3 * MAX_CHUNKS)}
-    cuda_emulated.at(words[late], (1,), torch.int32).zero_()
-    plan.run(call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases)
-    memory.look(memory.status)
-    awaited = {"FREE": "free inbox", "FULL": "chunk 0"}[late]
-    said = f"scaled_matmul_reduce_scatter: rank 1 waited 5 s for {awaited} of rank 3."
-    assert memory.failure is not None
-    assert memory.failure.startswith(f"PeerTimeout: {said}")
-    with pytest.raises(SymmetricMemoryError, match=said):
-        op(bounded, SMALL["gather"]())
-
-
-@pytest.mark.parametrize("implementation", ["fused", "decomposed"])
-@pytest.mark.parametrize("awaited", ["free inbox", "chunk 0", "chunk 1"])
-def test_a_gather_that_pushes_without_a_rank_ends_and_names_it(
-    awaited: str, implementation: str, bounded: Machine
-) -> None:
-    call = gather_call((2, 128), 64, (72,), dim=1, **TENSORWISE)
-    plan = gather_plan(call, bounded, implementation, chunks=2)
-    assert isinstance(plan, gather.PushedGather)
-    fill_inbox(bounded, plan, others(call)[0], [])
-    memory = bounded.memory
-    words = {"free inbox": memory.free.at(RANK, 3)}
-    words |= {f"chunk {chunk}": memory.landed.at(RANK, 3 * MAX_CHUNKS + chunk) for chunk in range(2)}
-    cuda_emulated.at(words[awaited], (1,), torch.int32).zero_()
-    plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
-    memory.look(memory.status)
-    assert memory.failure is not None
-    assert f"all_gather_scaled_matmul: rank 1 waited 5 s for {awaited} of rank 3." in memory.failure
-
-
+# --- waits for peers, and who watches over them ------------------------------------------------------------------
 @pytest.mark.parametrize("name", PLANS)
-def test_every_wait_for_a_peer_has_a_bound_and_a_name(name: str) -> None:
-    """Every launch that waits is given the bound and says what for; a program without a bound has no such kernels."""
+def test_every_wait_for_a_peer_is_for_its_call(name: str) -> None:
+    """A stream or a kernel waits for FREE to be exactly the call's signature, of every peer, before anything moves.
+
+    A kernel that nobody watches over (`direct`) has a bound, and tells its call; others wait as long as they are let.
+    """
     for seconds in (0, 5):
         with machine(RANK, WORLD, timeout_s=seconds) as here:
-            run = PLANS[name](here)
-            run()
+            PLANS[name](here)()
+            memory = here.memory
+            (signature,) = memory.calls._told
+            assert memory.bound == int((seconds or default_pg_timeout.total_seconds()) * 1e9)
             launches = [entry.arguments for entry in here.of(Launched)]
             waiting = [arguments for arguments in launches if "timeout_ns" in arguments]
-            assert {arguments["timeout_ns"] for arguments in waiting} <= {seconds * 10**9 or NO_BOUND}
-            said = [describe(arguments["awaited"]) for arguments in waiting]
-            names = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter"}
-            assert {op for op, _ in said} <= {names[name.partition("-")[0]]}
-            kernels = [prepared.name for prepared in here.prepared]
-            assert ("await_kernel" in kernels) == bool(seconds)
-            remote = [wait for wait in here.of(Waited) if not here.memory.progress <= wait.address < here.memory.idle]
-            assert not (remote and seconds)
+            direct = name.endswith("direct")
+            assert {each["timeout_ns"] for each in waiting} <= {memory.bound if direct else NO_BOUND}
+            assert {each["signature"] for each in waiting} <= {signature}
+            assert {each["awaited"] for each in waiting} == {signature} if direct else True
+            free = [wait for wait in here.of(Waited) if wait.exactly]
+            met = {memory.free.at(RANK, peer) for peer in range(WORLD) if peer != RANK}
+            assert bool(waiting) != bool(free)
+            assert not free or {wait.address for wait in free} == met
+            assert all(wait.value == signature for wait in free)
+            copied = [i for i, entry in enumerate(here.log) if isinstance(entry, Copied)]
+            assert not free or max(here.log.index(wait) for wait in free) < min(copied)
 
 
-def test_what_is_awaited_as_a_number() -> None:
-    said = [(op, thing, chunk) for op in OPS for thing in THINGS for chunk in range(MAX_CHUNKS)]
-    assert len({code(*one) for one in said}) == len(said)
-    for op_name, thing, chunk in said:
-        assert describe(code(op_name, thing, chunk)) == (op_name, f"chunk {chunk}" if thing == "chunk" else thing)
-    for op_name in OPS:  # as `stage_kernel` counts
-        assert describe(code(op_name, "call") + 1) == (op_name, "staged shard")
-    assert not set(OPS) ^ ({*ops.OPS, *collectives.OPS} - {"wait"})
+def test_a_wait_that_is_not_over_is_told(here: Machine) -> None:
+    """Each look that could tell something, and when."""
+    memory = here.memory
+    signatures = {name: gather_call((rows,)).wire.signature(how) for name, rows, how in
+                  (("mine", 8, PUSH), ("other", 16, PUSH), ("direct", 8, DIRECT), ("pull", 8, PULL))}  # fmt: skip
+    for rows in (8, 16):
+        for how in (PUSH, DIRECT):
+            memory.signature(gather_call((rows,)).wire, how)
+    mine, other, direct = signatures["mine"], signatures["other"], signatures["direct"]
+    nothing, bound = dict.fromkeys((0, 2, 3), 0), memory.bound / 1e9
+
+    def told(look: watch.Look, seconds: float, before: watch.Look | None = None) -> str:
+        """What the second of two looks tells, so many seconds after the first."""
+        watching = watch.Watch(memory)
+        assert watching.judge(before or look, 100.0) is None
+        return str(watching.judge(look, 100.0 + seconds) or "")
+
+    def look(**changed: Any) -> watch.Look:
+        fields = {"doing": 0, "ended": (1, 2), "free": nothing, "posted": nothing, "ahead": {}, "status": [0, -1, 0]}
+        return watch.Look(**(fields | changed))
+
+    everywhere = dict.fromkeys((0, 2, 3), mine)
+    assert told(look(), bound * 2) == "", "nothing is awaited"
+    assert told(look(posted=everywhere), bound - 1) == ""
+    assert told(look(posted=everywhere), bound + 1).startswith(
+        f"all_gather (8192 bytes a rank): rank 1 waited {bound:g}"
+    )
+    assert "for the same call of rank 0" in told(look(posted=everywhere), bound + 1)
+    assert "of rank 3" in told(look(posted={**nothing, 3: mine}, free={**nothing, 0: mine}), bound + 1)
+    assert told(look(posted=everywhere), bound + 1, look(posted=everywhere, ended=(1, 1))) == "", "calls end"
+    assert told(look(posted=everywhere), bound + 1, look()) == "", "it has only now been posted"
+    met = look(posted={**nothing, 2: mine}, free={**nothing, 2: other})
+    said = "rank 1 makes all_gather (8192 bytes a rank), rank 2 makes all_gather (16384 bytes a rank)"
+    assert told(met, 0.5) == ""
+    assert said in told(met, 1.5)
+    assert said not in told(look(posted={**nothing, 2: mine}, free={**nothing, 2: mine}), 1.5)
+    assert "rank 3 makes all_gather (8192" in told(look(posted=everywhere, ahead={3: direct}), 1.5), (
+        "by another transport"
+    )
+    assert "rank 0 makes all_gather (16384" in told(look(doing=direct, free={**nothing, 0: other}), 1.5)
+    assert told(look(doing=direct), bound + 1) == "", "the kernel tells that itself"
+
+
+def test_a_record_of_a_kernel_is_told(here: Machine) -> None:
+    memory = here.memory
+    mine, other = (memory.signature(gather_call((rows,)).wire, DIRECT) for rows in (8, 16))
+    assert watch.error_in(memory, [0, 0, 0]) is None
+    assert watch.error_in(memory, [1, 2, mine]) is None, "it is being written"
+    assert watch.error_in(memory, [2, -1, 0]) is None, "set by the host"
+    assert "rank 1 waited 1800 s for the same call of rank 2" in str(watch.error_in(memory, [2, 2, mine]))
+    said = str(watch.error_in(memory, [2, 2, (other << 31) + mine]))
+    assert "rank 1 makes all_gather (8192 bytes a rank), rank 2 makes all_gather (16384 bytes a rank)" in said
+    cuda_emulated.int32(memory.free.at(RANK, 2)).value = other
+    assert "rank 2 makes all_gather (16384" in str(watch.error_in(memory, [2, 2, mine])), "it is at another call"
+
+
+def test_a_failed_group_makes_no_call(here: Machine) -> None:
+    memory = here.memory
+    memory.fail(watch.unlike(memory, 3, 4, 5))
+    said = r"since: UnlikeCalls: unlike calls have met: rank 1 makes an unknown call \(4\), rank 3 .*release\(group\)"
+    for name in ("gather", "scatter"):
+        with pytest.raises(SymmetricMemoryError, match=said):
+            op(here, SMALL[name]())
 
 
 # --- growth, capture --------------------------------------------------------------------------------------------
@@ -1262,7 +1311,8 @@ def op(here: Machine, call: GatherCall | ScatterCall, check: Callable[[], None] 
     if isinstance(call, GatherCall):
         return cuda.run_gather(
             call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, call.dim, call.scale_travels,
-            call.out_dtype, call.fast, call.return_a_full, call.world, here.group, check)  # fmt: skip
+            call.out_dtype, call.fast, call.return_a_full, call.world, here.group, check, call.along, call.kept,
+        )  # fmt: skip
     return cuda.run_scatter(
         call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op, call.dim, call.out_dtype,
         call.fast, call.world, here.group, check, call.sum_dtype, call.added)  # fmt: skip
@@ -1304,7 +1354,8 @@ def test_all_reduce(implementation: str, options: dict[str, Any], here: Machine,
         for _ in range(2):
             if implementation != "direct":
                 here.memory.require("box", part[RANK].numel() * 2 * WORLD)
-                peers_come(here, here.memory.full, [part[RANK].contiguous()] * WORLD)
+                signature = replace(rows, unscaled_op="matmul_all_reduce").wire.signature(PUSH)
+                peers_come(here, here.memory.full, [part[RANK].contiguous()] * WORLD, signature)
             out = all_reduce(here, call, lambda: checked.append(1))
             assert out is not None
             assert (out.shape, out.dtype) == ((2, 96, 2, 80), torch.bfloat16)
@@ -1403,14 +1454,14 @@ def test_after_growth_only_new_memory_is_used(name: str, here: Machine) -> None:
     area = "box"
     with cuda.forced("fused"):
         small = SMALL[name]()
-        op(here, small) if name == "gather" else None
         here.memory.require(area, 1)
         old = here.parts(area)
         here.memory.require(area, 8 << 20)
         new = here.parts(area)
         here.log.clear()
         if name == "gather":
-            op(here, small)
+            (*_, gathered), full, _ = run_gather(small, here, gather_plan(small, here, "fused"))
+            assert torch.equal(gathered, full)
         else:
             out, wanted, _ = run_scatter(small, here, scatter_plan(small, here, "fused"))
             assert torch.equal(out, wanted)
@@ -1536,15 +1587,79 @@ def test_arguments_are_checked_before_a_call_is_left_to_the_unfused_program(worl
     assert checked == [True] * (2 if world == 4 else 4), "once for each plan, or each call without any"
 
 
-def test_a_bad_call_is_refused_before_anything_is_made(here: Machine) -> None:
-    def check() -> None:
-        raise ValueError("asynctp: no")
+def refuse() -> None:
+    raise ValueError("asynctp: no")
 
-    for _ in range(2):
+
+def moves(here: Machine) -> list[str]:
+    """What was sent, and launched."""
+    return [f"{entry.size} B" if isinstance(entry, Copied) else entry.prepared.name
+            for entry in here.log if isinstance(entry, Copied | Launched)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("implementation", "kept", "wanted"),
+    [
+        ("fused", False, ["24576 B"] * (WORLD - 1) + ["keep_kernel"] * WORLD),
+        ("fused", True, ["stage_kernel"] + ["24576 B"] * (WORLD - 1)),
+        ("direct", False, ["push_gather_kernel"]),
+    ],
+)
+def test_a_rank_whose_gather_is_refused_sends_its_shard(
+    implementation: str, kept: bool, wanted: list[str], here: Machine
+) -> None:
+    """The peers' calls are right, and those that follow are the same on all ranks."""
+    here.kernels.clear()
+    call = gather_call((192,), 64, (72,), kept=kept)
+    with cuda.forced(implementation):
+        for _ in range(2):
+            here.log.clear()
+            with pytest.raises(ValueError, match="asynctp: no"):
+                op(here, call, refuse)
+            assert moves(here) == wanted
+        assert op(here, call) is not None
+    assert list(here.memory.calls._told) == [call.wire.signature(call.wire.transport(implementation))]
+    assert here.memory.failure is None
+    assert here.memory.skipped == 0
+
+
+def test_a_rank_whose_scatter_is_refused_tells_so_by_its_next_calls(here: Machine) -> None:
+    """It has nothing to send: the peers must not take its next call for this one."""
+    here.kernels.clear()
+    scatter, gather = scatter_call((768,), (64,), 72), gather_call((192,), 64, (72,))
+    with cuda.forced("fused"):
+        assert op(here, scatter) is not None
+        for made in range(1, 3):
+            here.log.clear()
+            with pytest.raises(ValueError, match="asynctp: no"):
+                op(here, replace(scatter, dim=-2), refuse)
+            assert here.log == []
+            assert here.memory.skipped == made
+        assert op(here, scatter) is not None
+        assert op(here, gather) is not None
+    told = list(here.memory.calls._told.values())
+    assert told[0] == "reduce_scatter (27648 bytes a rank of bfloat16, sum)"
+    after = ", after 2 calls that ended with an error there"
+    assert told[1:] == [f"{told[0][:-1]}{after})", f"all_gather (24576 bytes a rank{after})"]
+    assert here.memory.failure is None
+
+
+def test_collectives_without_a_matmul_are_refused_in_the_same_way(here: Machine) -> None:
+    here.kernels.clear()
+    with cuda.forced("fused"), mock.patch.object(cuda, "register_wait"):
+        assert cuda.run_bulk_scatter(tensor(8, 8), "sum", WORLD, here.group, lambda: None) is not None
+        for number, run in enumerate((
+            lambda: cuda.run_bulk_scatter(tensor(8, 8), "max", WORLD, here.group, refuse),
+            lambda: cuda.run_bulk_scatter(tensor(7, 8), "sum", WORLD, here.group, refuse),
+            lambda: cuda.run_bulk_all_reduce(tensor(8, 8), "max", here.group, refuse),
+        )):  # fmt: skip
+            with pytest.raises(ValueError, match="asynctp: no"):
+                run()
+            assert here.memory.skipped == number + 1
+        here.log.clear()
         with pytest.raises(ValueError, match="asynctp: no"):
-            op(here, SMALL["gather"](), check)
-    assert here.memory.plans == {}
-    assert here.prepared == []
+            cuda.run_bulk_gather(tensor(8, 8), 3, here.group, refuse)
+        assert here.of(Copied), "the shard is sent"
 
 
 # --- operands that are not laid out as the kernels read them -----------------------------------------------------

@@ -21,10 +21,24 @@ pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda import select
+from asynctp_kernels.cuda.gather import GatherCall
 from asynctp_kernels.cuda.gemm import NOT_TUNED
 from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_OWN
-from asynctp_kernels.cuda.select import IMPLEMENTATIONS, Choice, Problem, Rates, choose, estimate
-from asynctp_kernels.cuda.tiles import cut, cut_own, tiles_for, waves
+from asynctp_kernels.cuda.scatter import ScatterCall
+from asynctp_kernels.cuda.select import IMPLEMENTATIONS, WHOLE, Choice, Problem, Rates, choose, estimate
+from asynctp_kernels.cuda.tiles import WireChunks, cut, cut_own, tiles_for, waves
+from asynctp_kernels.cuda.wire import (
+    ALL_REDUCE_BYTES,
+    DIRECT,
+    DIRECT_BYTES,
+    DIRECT_LIMIT,
+    DIRECT_SIGNATURES,
+    INT32_LIMIT,
+    PLAIN,
+    PULL,
+    PUSH,
+    Wire,
+)
 from graph_builder import GraphBuilder, aten
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -141,8 +155,8 @@ def test_extremes_of_an_all_reduce(k: int, n: int, device: str, world: int) -> N
 
 def test_an_all_reduce_is_a_scatter_and_a_gather() -> None:
     """Every implementation's estimate is the scatter's, and the same for the rest; NCCL's own has one latency less."""
-    whole, part = explain_all_reduce(2048, 7168, 4096), explain_scatter(2048, 7168, 4096)
-    rest = {name: whole.estimates_us[name] - part.estimates_us[name] for name in IMPLEMENTATIONS}
+    whole, part = (problem(op, 2048, 7168, 4096) for op in ("all_reduce", "scatter"))
+    rest = {name: estimate(whole, name, Rates(), SMS) - estimate(part, name, Rates(), SMS) for name in IMPLEMENTATIONS}
     again = 2048 * 3 / 4 * 4096 * 2 / Rates().nccl
     assert rest == pytest.approx(
         {name: again + (0 if name == "unfused" else Rates().nccl_start) for name in IMPLEMENTATIONS}, abs=0.2
@@ -156,8 +170,11 @@ def test_nothing_runs_unfused_that_need_not(device: str, world: int) -> None:
         for k in (512, 1024, 2048, 4096, 8192):
             for n in (512, 1024, 2560, 4096, 7168, 14336):
                 part = rows // world * world
-                assert explain_gather(part, k, n, world=world, device=device).implementation != "unfused"
-                assert explain_scatter(part, k, n, world=world, device=device).implementation != "unfused"
+                for choice in (
+                    explain_gather(part, k, n, world=world, device=device),
+                    explain_scatter(part, k, n, world=world, device=device),
+                ):
+                    assert choice.implementation not in ("unfused", WHOLE)
 
 
 @pytest.mark.parametrize("rows", [8192, 16384, 32768])
@@ -205,11 +222,205 @@ def test_every_entry_of_the_shipped_table_is_chosen() -> None:
     assert entries > 0
 
 
+def wire_of(key: str, rows: int) -> Wire:
+    """Of a problem that a table knows, as far as it decides about the transport."""
+    op, world, dtype, depths, widths, *flags = key.split(":")
+    ranks, shard = int(world), rows // int(world)
+    if op == "gather":
+        size = shard * int(depths) * getattr(torch, dtype).itemsize
+        return Wire("all_gather", ranks, size, kept="full" in flags)
+    return Wire("reduce_scatter", ranks, shard * int(widths) * 2, BF16, "sum")
+
+
+def test_measurements_on_the_other_side_of_what_ranks_share() -> None:
+    """Some calls of about 8 MiB would be faster by another transport, which local sizes would have to say."""
+    measured = [
+        (wire_of(key, int(rows)), implementation)
+        for problems in select._table().values()
+        for key, by_rows in problems.items()
+        for rows, implementation in by_rows.items()
+    ]
+    other = [wire for wire, implementation in measured if wire.transport() not in cuda.TRANSPORTS[implementation]]
+    assert (len(measured), len(other)) == (612, 27), "wire.py says so"
+    around = [wire.bytes * wire.world for wire in other]
+    assert sum(DIRECT_BYTES / 4 <= size <= 2 * DIRECT_BYTES for size in around) >= 23
+
+
+def test_a_measurement_on_the_other_side_does_not_decide() -> None:
+    choice = explain_gather(1024, 8192, 2560, device=H200)
+    assert select.measured_choice(problem("gather", 1024, 8192, 2560), H200) == "direct"
+    assert choice.source == "cost model"
+    assert choice.implementation in OVERLAPPED
+    assert "by another transport, 'push'" in choice.refused["direct"]
+
+
 def test_the_cost_model_decides_elsewhere() -> None:
     choice = explain_gather(4096, 8192, 2560, device=UNKNOWN)
     assert choice.source == "cost model"
     assert choice.implementation == min(choice.estimates_us, key=lambda name: choice.estimates_us[name])
-    assert set(choice.estimates_us) == set(IMPLEMENTATIONS)
+    assert set(choice.estimates_us) == OVERLAPPED
+
+
+# --- the transport: of what ranks share --------------------------------------------------------------------------
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def wire(kind: str, size: int, world: int = 4, dtype: torch.dtype = BF16, **others: Any) -> Wire:
+    """Of so many bytes in all."""
+    of_sum = (None, "") if kind == "all_gather" else (dtype, "sum")
+    return Wire(kind, world, size // world, *of_sum, **others)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_few_bytes_are_pushed_by_one_kernel_and_many_by_copy_engines(world: int) -> None:
+    for size in (world * 16, 1 << 20, DIRECT_BYTES):
+        assert wire("all_gather", size, world).transport() == DIRECT
+        assert wire("reduce_scatter", size, world).transport() == DIRECT
+    for size in (DIRECT_BYTES + world * 16, 1 << 26, 1 << 30):
+        assert wire("all_gather", size, world).transport() == PUSH
+        assert wire("all_gather", size, world, kept=True).transport() == PULL
+        assert wire("reduce_scatter", size, world).transport() == PUSH
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_an_all_reduce_is_nccls_until_it_is_long(world: int) -> None:
+    for size in (world * 16, 1 << 20, ALL_REDUCE_BYTES - world * 16):
+        assert wire("all_reduce", size, world).transport() == PLAIN
+    for size in (ALL_REDUCE_BYTES, 1 << 30):
+        assert wire("all_reduce", size, world).transport() == PUSH
+
+
+@pytest.mark.parametrize("forced", [None, *IMPLEMENTATIONS, WHOLE])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nccl_has_what_nothing_else_takes(kind: str, forced: str | None) -> None:
+    assert wire(kind, 0).transport(forced) == PLAIN
+    assert wire(kind, 4 * INT32_LIMIT).transport(forced) == PLAIN
+    if kind != "all_gather":
+        for dtype in (torch.float64, torch.int32, FP8):
+            assert wire(kind, 1 << 26, dtype=dtype).transport(forced) == PLAIN
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_that_are_not_whole_loads_are_not_reduced_from_inboxes(kind: str) -> None:
+    """A part of a sum lies at a multiple of its size in an inbox, which is read 16 bytes at a time."""
+    for bytes_of_a_rank, forced in itertools.product((16 * 1000 + 2, 16 * 1000 + 8), ("fused", "decomposed", WHOLE)):
+        assert wire(kind, 4 * bytes_of_a_rank).transport(forced) == (PUSH if kind == "all_gather" else DIRECT)
+    uneven = 4 * ((DIRECT_LIMIT // 4) + 8)
+    assert wire(kind, uneven).transport() == (PUSH if kind == "all_gather" else PLAIN)
+    assert wire(kind, uneven).transport("direct") == PLAIN
+    assert wire(kind, DIRECT_LIMIT).transport("direct") == DIRECT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("forced", "wanted"),
+    [("fused", PUSH), ("decomposed", PUSH), (WHOLE, PUSH), ("direct", DIRECT), ("unfused", PLAIN)],
+)
+@pytest.mark.parametrize("size", [1024, 1 << 25])
+def test_an_implementation_that_all_ask_for_brings_its_transport(
+    size: int, forced: str, wanted: str, kind: str
+) -> None:
+    assert wire(kind, size).transport(forced) == wanted
+    assert wanted in cuda.TRANSPORTS[forced]
+
+
+def test_a_call_told_in_words() -> None:
+    assert wire("all_gather", 4096).told == "all_gather (1024 bytes a rank)"
+    assert wire("all_gather", 4096, number_bytes=64).told == "all_gather (1024 bytes a rank and 64 bytes of scales)"
+    assert wire("all_gather", 4096, kept=True).told == "all_gather (1024 bytes a rank, kept by every rank)"
+    assert wire("reduce_scatter", 4096).told == "reduce_scatter (1024 bytes a rank of bfloat16, sum)"
+    after = "reduce_scatter (1024 bytes a rank of bfloat16, sum, after 2 calls that ended with an error there)"
+    assert wire("reduce_scatter", 4096, skipped=2).told == after
+
+
+def local_uses() -> Iterator[tuple[str, GatherCall | ScatterCall]]:
+    """(collective, a call): what ranks may make of one collective."""
+    shards = {"rows": (empty(96, 64), 0), "blocks": (empty(3, 32, 64), 1), "longer rows": (empty(48, 128), 0),
+              "columns": (empty(96, 64), 1), "transposed": (empty(64, 96).t(), 0)}  # fmt: skip
+    for kept in (False, True):
+        name = f"gather, {'kept' if kept else 'pushed'}"
+        for (a, dim), ns, full in itertools.product(shards.values(), ((), (8,), (0,), (13, 72)), (False, True)):
+            bs = [weight(a.shape[-1], n) for n in ns]
+            biases = [empty(n) if n == 13 else None for n in ns]
+            yield name, GatherCall(a, None, bs, (), biases, dim, False, BF16, False, full, 4, None, kept)
+    numbers = empty(96, 1, dtype=FP32)
+    for a_scale, travels, along in ((numbers, True, None), (empty(dtype=FP32), False, numbers)):
+        a, b_scale = empty(96, 64, dtype=FP8), empty(1, 72, dtype=FP32)
+        for full, out in itertools.product((False, True), (BF16, FP32)):
+            bs = [weight(64, 72, FP8)]
+            yield "gather of fp8", GatherCall(a, a_scale, bs, [b_scale], [None], 0, travels, out, False, full, 4, along)
+    a, row = empty(1, 96 * 64, dtype=FP8), empty(1, 96, dtype=FP32)
+    yield "gather of fp8", cuda.gather_call(a, row, 4, False)
+    products = {"rows": ((384,), 64, 0), "blocks": ((3, 128), 64, 1), "longer rows": ((192,), 128, 0),
+                "columns": ((96,), 256, 1)}  # fmt: skip
+    for (lead, n, dim), ks, added in itertools.product(products.values(), ((8,), (0,), (13, 72)), (False, True)):
+        a_parts, b_parts = [empty(*lead, k) for k in ks], [weight(k, n) for k in ks]
+        options = ((), (), [None] * len(ks), "sum", dim, BF16, False, 4)
+        term = empty(*lead, n) if added else None
+        yield "sum", ScatterCall(a_parts, b_parts, *options, added=term)
+        term = empty(*lead, n, dtype=FP32) if added else None
+        yield "wide sum", ScatterCall(a_parts, b_parts, *options, sum_dtype=FP32, added=term)
+    yield "sum", cuda.scatter_call(empty(384, 64), "sum", 4)
+    yield "wide sum", cuda.scatter_call(empty(384, 64, dtype=FP32), "sum", 4)
+
+
+def test_the_wire_is_the_same_whatever_a_rank_makes_of_a_collective() -> None:
+    """Widths, depths, views, strides, what is returned, added or only moved: nothing of that is on the wire."""
+    found: dict[str, set[Wire]] = {}
+    calls: dict[str, int] = {}
+    for name, call in local_uses():
+        found.setdefault(name, set()).add(call.wire)
+        calls[name] = calls.get(name, 0) + 1
+    assert {name: len(wires) for name, wires in found.items()} == dict.fromkeys(calls, 1)
+    assert min(calls.values()) >= 5
+    wires = [each for wires in found.values() for each in wires]
+    assert len(set(wires)) == len(wires) == 5
+    signatures = {each.signature(transport) for each in wires for transport in (DIRECT, PUSH)}
+    assert len(signatures) == 2 * len(wires)
+
+
+SHARED = st.builds(
+    lambda kind, world, size, dtype, op, numbers, kept, skipped: (
+        Wire(kind, world, size, number_bytes=numbers, kept=kept, skipped=skipped)
+        if kind == "all_gather" else Wire(kind, world, size, dtype, op, skipped=skipped)
+    ),
+    st.sampled_from(KINDS), st.integers(2, 8), st.integers(0, 1 << 33),
+    st.sampled_from([BF16, torch.float16, FP32, torch.float64]), st.sampled_from(["sum", "avg"]),
+    st.integers(0, 1 << 20), st.booleans(), st.integers(0, 3),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(SHARED, st.sampled_from([None, *IMPLEMENTATIONS, WHOLE]))
+def test_every_call_has_a_transport_and_a_signature(shared: Wire, forced: str | None) -> None:
+    transport = shared.transport(forced)
+    assert transport == replace(shared).transport(forced)
+    assert any(transport in needed for needed in cuda.TRANSPORTS.values())
+    assert (transport == PULL) <= shared.kept
+    assert replace(shared, number_bytes=0, skipped=0).transport(forced) == transport
+    assert 0 < shared.signature(DIRECT) < DIRECT_SIGNATURES <= shared.signature(PUSH) < 1 << 31, "never 0: no call"
+    assert shared.signature(PUSH) != replace(shared, bytes=shared.bytes + 1).signature(PUSH)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(size=st.integers(1, 1 << 20), wanted=st.integers(1, 6), data=st.data())
+def test_chunks_of_the_wire(size: int, wanted: int, data: Any) -> None:
+    """All bytes once, in order, in whole chunks; a count of chunks says no more than has come, and all at the end."""
+    chunks = WireChunks(size)
+    assert chunks.chunk % 16 == 0
+    pieces = chunks.pieces(wanted)
+    assert [first for first, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
+    assert pieces[-1][1] == size
+    assert len(pieces) <= min(wanted, MAX_CHUNKS)
+    assert all(end % chunks.chunk == 0 for _, end in pieces[:-1])
+    assert chunks.complete(size) == MAX_CHUNKS
+    end = data.draw(st.integers(0, size))
+    assert min(chunks.complete(end) * chunks.chunk, size) <= max(end, 0) or end == size
+    needed = data.draw(st.integers(1, size))
+    sent = data.draw(st.integers(0, size))
+    if chunks.complete(sent) > chunks.covering(needed):
+        assert sent >= needed, "who waits for that chunk has all that it reads"
+    assert chunks.complete(size) > chunks.covering(needed)
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------
@@ -309,8 +520,8 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         gather_args(a=empty(0, 512)),
         dict.fromkeys(("fused", "decomposed", "direct"), "nothing"),
     ),
-    "gather much": (GATHER, gather_args(a=empty(16640, 512)), {"direct": "68157440 bytes gathered, more than its"}),
-    "gather as much as may be": (GATHER, gather_args(a=empty(16384, 512)), {}),
+    "gather much": (GATHER, gather_args(a=empty(16640, 512)), {}),
+    "gather few rows": (GATHER, gather_args(a=empty(2, 512)), {"fused": "a row of A is longer than a chunk"}),
     "gather five": (GATHER, gather_args(bs=[weight(512, 512)] * 5), {"fused": "5 products, more than 4"}),
     "gather fp32": (
         GATHER,
@@ -363,7 +574,7 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
     "gather 2 GiB of each rank": (
         GATHER,
         gather_args(a=empty(1 << 21, 512)),
-        {"decomposed": "2147483648 bytes per rank", "fused": "32 bits wide", "direct": "8589934592 bytes gathered"},
+        {},
     ),
     "scaled gather of e5m2": (
         SCALED_GATHER,
@@ -423,7 +634,7 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
     "scaled gather of one row a rank": (
         SCALED_GATHER,
         scaled_gather_args(a=empty(1, 128, dtype=FP8), bs=[weight(128, 512, FP8)], **in_blocks((1, 1), (1, 512))),
-        {},
+        {"fused": "a row of A is longer than a chunk"},
     ),
     "scaled gather of blocks, outer": (
         SCALED_GATHER,
@@ -443,7 +654,7 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         scatter_args(dim=-1),
         {"decomposed": "the scattered dim is the last", "fused": "the scattered dim is the last"},
     ),
-    "scatter much": (SCATTER, scatter_args(a=[empty(66560, 512)]), {"direct": "68157440 bytes scattered, more than"}),
+    "scatter much": (SCATTER, scatter_args(a=[empty(66560, 512)]), {}),
     "scatter with gaps": (
         SCATTER,
         scatter_args(a=[empty(1024, 1024)[:, ::2]]),
@@ -457,7 +668,7 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
     "scatter fp64": (
         SCATTER,
         scatter_args(a=[empty(1024, 512, dtype=torch.float64)], bs=[weight(512, 512, torch.float64)]),
-        dict.fromkeys(("fused", "decomposed", "direct"), "torch.float64"),
+        {"fused": "a result of torch.float64"},
     ),
     "scaled scatter": (SCALED_SCATTER, scaled_scatter_args(), {}),
     "scaled scatter of sums": (
@@ -563,66 +774,82 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
 }
 
 
+def own_reasons(choice: Choice) -> dict[str, str]:
+    """Why implementations cannot make this rank's products, whatever the transport is."""
+    return {name: reason for name, reason in choice.refused.items() if "by another transport" not in reason}
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals(name: str) -> None:
     op, args, expected = REFUSALS[name]
     choice = explain(op, *args)
-    assert set(choice.refused) == set(expected)
+    own = own_reasons(choice)
+    assert set(own) == set(expected)
     for implementation, reason in expected.items():
-        assert reason in choice.refused[implementation]
+        assert reason in own[implementation]
     assert choice.implementation not in choice.refused
-    assert set(choice.estimates_us) == set(IMPLEMENTATIONS) - set(expected)
+    assert set(choice.estimates_us) == set(IMPLEMENTATIONS) - set(choice.refused)
+    if not choice.estimates_us:
+        assert (choice.implementation, choice.source) == (WHOLE, "only one that can")
 
 
-def test_one_product_that_is_converted_costs_what_it_moves() -> None:
-    """It travels as it is, but for NCCL, which adds in what it moves, and moves the second half of an all-reduce too.
+@pytest.mark.parametrize("transport", [PUSH, PULL, DIRECT, PLAIN])
+@pytest.mark.parametrize("name", REFUSALS)
+def test_each_implementation_has_its_transports(name: str, transport: str) -> None:
+    """Those of the transport can run, but for those that cannot make this rank's products, and no others."""
+    op, args, expected = REFUSALS[name]
+    able = {each for each, needed in cuda.TRANSPORTS.items() if transport in needed and each != WHOLE}
+    with mock.patch.object(Wire, "transport", return_value=transport):
+        choice = explain(op, *args)
+    assert set(IMPLEMENTATIONS) - set(choice.refused) == able - set(expected)
+    assert choice.implementation in (able - set(expected) or {WHOLE})
 
-    A sum of several travels as what it is summed in, from tiles that leave room for that.
-    """
-    one = scatter_args(a=[empty(4096, 4096)], bs=[weight(4096, 2048)])
-    two = scatter_args(a=[empty(4096, 4096)] * 2, bs=[weight(4096, 2048)] * 2)
+
+def call_of(op: str, args: tuple[Any, ...]) -> GatherCall | ScatterCall:
+    found = cuda._call_of(op, (*args, 4, None), None, None)
+    return replace(found, unscaled_op="matmul_all_reduce") if op.endswith("all_reduce") else found  # type: ignore[call-arg]
+
+
+def test_a_converted_product_travels_in_the_dtype_of_the_collective() -> None:
+    """It costs what it moves, for all; several that are converted before they are added are not for the GEMM."""
+    one = scatter_args(a=[empty(8192, 4096)], bs=[weight(4096, 4096)])
+    two = scatter_args(a=[empty(8192, 4096)] * 2, bs=[weight(4096, 4096)] * 2)
     for op, needed in ((SCATTER, 5), (ALL_REDUCE, 4)):
         plain, converted = (explain(op, *one[:needed], sum_dtype=dtype) for dtype in (None, FP32))
-        assert (plain.refused, plain.tiles, plain.chunks) == (converted.refused, converted.tiles, converted.chunks)
-        dearer = {name for name in IMPLEMENTATIONS if converted.estimates_us[name] > plain.estimates_us[name]}
-        assert dearer == ({"unfused"} if op == SCATTER else set(IMPLEMENTATIONS))
-        plain, converted = (explain(op, *two[:needed], sum_dtype=dtype) for dtype in (None, FP32))
-        assert plain.refused == converted.refused == {}
-        assert all(plain.estimates_us[name] < converted.estimates_us[name] for name in IMPLEMENTATIONS)
+        assert set(plain.estimates_us) == set(converted.estimates_us) == OVERLAPPED
+        assert all(plain.estimates_us[name] < converted.estimates_us[name] for name in OVERLAPPED)
         assert plain.tiles is not None
         assert converted.tiles is not None
-        assert (plain.tiles.block_n, converted.tiles.block_n) == (256, 128)
+        assert (plain.tiles.block_n, converted.tiles.block_n) == (256, 128), "wide tiles leave no room for 4 bytes"
+        plain, converted = (explain(op, *two[:needed], sum_dtype=dtype) for dtype in (None, FP32))
+        assert own_reasons(plain) == {}
+        reason = "several products, each rounded to torch.bfloat16 before they are added in torch.float32"
+        assert own_reasons(converted) == {"fused": reason}
+        assert plain.estimates_us["decomposed"] < converted.estimates_us["decomposed"]
 
 
-@pytest.mark.parametrize("args", [scaled_scatter_args(), scaled_sum_args()])
-def test_the_gemm_converts_scaled_products(args: tuple[Any, ...]) -> None:
-    assert explain(SCALED_SCATTER, *args, sum_dtype=FP32).refused == {}
-
-
-def test_the_direct_limit_is_of_what_travels() -> None:
-    for count, rows in ((1, 65536), (2, 32768)):
-        fits, exceeds = (
-            scatter_args(a=[empty(size, 512)] * count, bs=[weight(512, 512)] * count) for size in (rows, rows + 4)
-        )
-        assert "direct" not in explain(SCATTER, *fits, sum_dtype=FP32).refused
-        assert "bytes scattered, more than" in explain(SCATTER, *exceeds, sum_dtype=FP32).refused["direct"]
+def test_the_gemm_converts_a_scaled_product() -> None:
+    assert own_reasons(explain(SCALED_SCATTER, *scaled_scatter_args(), sum_dtype=FP32)) == {}
+    refused = own_reasons(explain(SCALED_SCATTER, *scaled_sum_args(), sum_dtype=FP32))
+    assert list(refused) == ["fused"]
+    assert own_reasons(explain(SCALED_SCATTER, *scaled_sum_args(out_dtype=FP32), sum_dtype=FP32)) == {}
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_other_gpus_have_no_fused_gemm(capability: tuple[int, int]) -> None:
     choice = explain(GATHER, *gather_args(), capability=capability)
-    assert choice.refused == {"fused": NOT_TUNED}
+    assert own_reasons(choice) == {"fused": NOT_TUNED}
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (10, 0)])
 def test_other_gpus_have_no_scales_of_blocks(capability: tuple[int, int]) -> None:
-    """The unfused program then says so, as torch does."""
+    """The program's own products then say so, as torch does."""
     for op, args in (
         (SCALED_GATHER, scaled_gather_args(**in_blocks((256, 4), (4, 4)))),
         (SCALED_SCATTER, scaled_scatter_args(**scattered_in_blocks((1024, 4), (4, 4)))),
     ):
         choice = explain(op, *args, capability=capability)
-        assert choice.implementation == "unfused"
+        assert choice.implementation == WHOLE
         assert f"compute capability 9 only, not {capability[0]}" in choice.refused["direct"]
 
 
@@ -637,10 +864,12 @@ def test_groups_that_nothing_overlaps_in(world: int) -> None:
 @pytest.mark.parametrize("name", [name for name, (_, _, expected) in REFUSALS.items() if expected])
 def test_what_is_refused_and_forced_raises_with_the_reason(name: str) -> None:
     op, args, expected = REFUSALS[name]
-    for implementation in IMPLEMENTATIONS:
+    for implementation in (*IMPLEMENTATIONS, WHOLE):
         with select.forced(implementation):
             if implementation not in expected:
-                assert explain(op, *args).implementation == implementation
+                transport = call_of(op, args).wire.transport(implementation)
+                if transport in cuda.TRANSPORTS[implementation]:
+                    assert explain(op, *args).implementation == implementation
                 continue
             with pytest.raises(RuntimeError) as caught:
                 explain(op, *args)
@@ -925,6 +1154,7 @@ def test_reports_expect_what_the_call_runs(
     choice = explain(remark.op.removeprefix("asynctp::"), *meta(remark.call), device=H200)
     assert reason in choice.refused[wrong]
     assert remark.implementation == f"{choice.implementation} ({choice.source})"
+    assert wrong != choice.implementation
 
 
 def meta(call: dict[str, Any]) -> list[Any]:
@@ -938,7 +1168,8 @@ def meta(call: dict[str, Any]) -> list[Any]:
             return [made(item) for item in value]
         return getattr(torch, value) if value in ("bfloat16", "float16", "float32") else value
 
-    return [made(value) for name, value in call.items() if name not in ("group_size", "along_shard", "sum_dtype")]
+    apart = ("group_size", "along_shard", "all_keep", "sum_dtype")
+    return [made(value) for name, value in call.items() if name not in apart]
 
 
 def all_reduced(b: GraphBuilder, rows: int) -> Graph:
@@ -951,15 +1182,15 @@ def test_reports_expect_the_second_half_of_an_all_reduce(monkeypatch: pytest.Mon
     monkeypatch.setattr(compat, "size_of_group", lambda group: 4)
     remarks = [run_pass(all_reduced(GraphBuilder(), rows)).fused[0] for rows in (64, 8192)]
     assert [remark.implementation for remark in remarks] == [
-        "unfused (cost model)",
+        "unfused (only one that can)",
         "fused, then all-gather (cost model)",
     ]
 
 
 def test_reports_expect_what_runs_of_products_that_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two have a sum of 4 bytes an element, which is more than the direct kernel takes."""
+    """Two are rounded each before they are added, which the GEMM does not do."""
     on_gpu(monkeypatch)
-    for count, refused in ((1, set()), (2, {"direct"})):
+    for count, refused in ((1, set()), (2, {"fused"})):
         b, cast = GraphBuilder(), torch.ops.prims.convert_element_type.default
         x, w = b.input("x", [8192, 2048], BF16, device="cuda"), b.input("w", [2048, 4096], BF16, device="cuda")
         products = [b.call(cast, b.mm(operand, w), FP32) for operand in (x, b.relu(x))[:count]]
@@ -967,7 +1198,7 @@ def test_reports_expect_what_runs_of_products_that_are_converted(monkeypatch: py
         (remark,) = run_pass(b.returns(b.scatter(total))).fused
         assert remark.call["sum_dtype"] == "float32"
         choice = cuda.explain(SCATTER, (*meta(remark.call), 4, "tp"), FP32)
-        assert set(choice.refused) == refused
+        assert set(own_reasons(choice)) == refused
         assert remark.implementation == f"{choice.implementation} ({choice.source})"
 
 
@@ -1024,7 +1255,7 @@ def test_twice_the_products_take_longer(asked: Problem, implementation: str) -> 
 @quick
 @given(PROBLEMS, st.sets(st.sampled_from(IMPLEMENTATIONS[:3])), st.sampled_from([H200, UNKNOWN]))
 def test_the_choice_is_a_function_of_the_problem(asked: Problem, refused: set[str], device: str) -> None:
-    """Ranks that choose for themselves choose the same."""
+    """And of why some cannot run it."""
     forwards = dict.fromkeys(sorted(refused), "no")
     backwards = dict.fromkeys(sorted(refused, reverse=True), "no")
     first = choose(asked, forwards, SMS, device)

@@ -77,22 +77,37 @@ return (mm, matmul_reduce_scatter_default)
     )
 
 
-def test_the_gather_starts_before_what_precedes() -> None:
-    """The gradient comes last: the gather, and what its shard is computed by, go before the fused op."""
+def fused_then_gradient(b: GraphBuilder) -> tuple[Node, ...]:
+    return b.scatter(product(b)), b.mm(b.input("dy", [6, 8]), b.gather(b.relu(b.input("x", [4, 8]))))
+
+
+def fused_and_product_then_gradient(b: GraphBuilder) -> tuple[Node, ...]:
+    x, dy = b.input("x", [4, 8]), b.input("dy", [6, 8])
+    return b.scatter(product(b)), product(b, "c"), b.mm(dy, b.gather(b.relu(x)))
+
+
+def test_the_gather_starts_before_the_product_that_precedes() -> None:
+    """The gradient comes last: the gather, and what its shard is computed by, go before the product.
+
+    They stay behind the fused op: what communicates keeps its order.
+    """
     assert_expected_inline(
-        becomes(lambda b: (b.scatter(product(b)), b.mm(b.input("dy", [6, 8]), b.gather(b.relu(b.input("x", [4, 8])))))),
+        becomes(fused_and_product_then_gradient),
         """\
+x: f32[4, 8]
+dy: f32[6, 8]
 a: f32[8, 6]
 a_w: f32[6, 8]
-x: f32[4, 8]
-relu = relu(x)  # f32[4, 8]
-all_gather_into_tensor = asynctp::all_gather(shard=relu, group_size=2, group_name='tp', copy=False)  # f32[8, 8]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a], b_parts=[a_w], biases=[None],
     reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp')  # f32[4, 8]
-dy: f32[6, 8]
+c: f32[8, 6]
+c_w: f32[6, 8]
+relu = relu(x)  # f32[4, 8]
+all_gather_into_tensor = asynctp::all_gather(shard=relu, group_size=2, group_name='tp', copy=False)  # f32[8, 8]
+mm_1 = mm(c, c_w)  # f32[8, 8]
 wait_tensor_1 = asynctp::wait(result=all_gather_into_tensor, source=relu)  # f32[8, 8]
-mm_1 = mm(dy, wait_tensor_1)  # f32[6, 8]
-return (matmul_reduce_scatter_default, mm_1)
+mm_2 = mm(dy, wait_tensor_1)  # f32[6, 8]
+return (matmul_reduce_scatter_default, mm_1, mm_2)
 """,
     )
 
@@ -173,8 +188,8 @@ def test_alone_it_is_gathered_along_the_contraction() -> None:
         becomes(lambda b: (gradient_of_gathered(b),)),
         """\
 dy: f32[4, 6]
-saved: f32[8, 10]
 permute_default = permute(dy, [1, 0])  # f32[6, 4]s[1, 6]
+saved: f32[8, 10]
 all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=permute_default, bs=[saved], biases=[None],
     gather_dim=1, return_a_full=False, group_size=2, group_name='tp')  # (f32[6, 10])
 getitem = getitem(all_gather_matmul_default, 0)  # f32[6, 10]
@@ -196,7 +211,7 @@ def gradient_between_two_layers(b: GraphBuilder) -> tuple[Node, ...]:
 
 
 def gradient_that_is_reduced_elsewhere(b: GraphBuilder) -> tuple[Node, ...]:
-    """The gradient goes on to a reduction over other ranks, which moves with it."""
+    """The gradient goes on to a reduction over other ranks, which comes before the fused op, and stays there."""
     reduced = b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, gradient(b), "sum", "dp"))
     return b.relu(reduced), b.scatter(product(b))
 
@@ -272,9 +287,11 @@ def product_that_nothing_uses(b: GraphBuilder) -> tuple[Node, ...]:
 
 
 GRAPHS: dict[Build, list[str]] = {
-    two_gradients_and_a_scatter: ["ATP404", "ATP404", "FUSED", "ATP404"],
+    fused_then_gradient: ["FUSED", "ATP109"],
+    fused_and_product_then_gradient: ["FUSED", "ATP404"],
+    two_gradients_and_a_scatter: ["ATP404", "ATP404", "FUSED", "FUSED"],
     gradient_between_two_layers: ["FUSED", "ATP404", "FUSED", "FUSED"],
-    gradient_that_is_reduced_elsewhere: ["ATP404", "ATP009", "FUSED"],
+    gradient_that_is_reduced_elsewhere: ["ATP109", "ATP009", "FUSED"],
     gather_of_a_scattered_sum: ["FUSED", "ATP404", "FUSED"],
     gather_for_two_products: ["ATP404", "FUSED"],
     gather_of_columns: ["FUSED", "FUSED"],
@@ -332,6 +349,12 @@ def scatter_then_products(b: GraphBuilder) -> tuple[Node, ...]:
 
 
 def products_then_scatter(b: GraphBuilder) -> tuple[Node, ...]:
+    whole, fused = b.input("g", [8, 6]), chain(b)
+    return fused, large_product(b), b.scatter(b.relu(whole))
+
+
+def products_then_communication_then_scatter(b: GraphBuilder) -> tuple[Node, ...]:
+    """The scatter could only run beside the product if it passed the fused op."""
     whole, free = b.input("g", [8, 6]), large_product(b)
     return chain(b), free, b.scatter(b.relu(whole))
 
@@ -402,6 +425,7 @@ def product_that_nothing_uses_beside_a_scatter(b: GraphBuilder) -> tuple[Node, .
 SCATTERS: dict[Build, list[str]] = {
     scatter_then_products: ["ATP405", "FUSED"],
     products_then_scatter: ["FUSED", "ATP405"],
+    products_then_communication_then_scatter: ["FUSED", "ATP002"],
     scatter_of_a_taken_product: ["FUSED", "ATP405"],
     gather_and_scatter_beside_one_product: ["ATP404", "ATP405", "FUSED"],
     scatter_into_a_scatter: ["ATP002", "ATP405", "FUSED"],

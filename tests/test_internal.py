@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from asynctp_passes import (
     Config,
     ConfigError,
+    DisagreementError,
     ExpectError,
     GroupError,
     Report,
@@ -30,6 +31,7 @@ from asynctp_passes import (
     run,
 )
 from asynctp_passes.compat import GraphRecord
+from asynctp_passes.report import Ballot
 
 pytestmark = pytest.mark.usefixtures("internal_errors")
 
@@ -40,7 +42,7 @@ STAGES = [
     "hide",
     "coalesce",
     "_report",
-    "agree",
+    "vote",
     "raise_if_strict",
     "rewrite",
     "store",
@@ -275,39 +277,35 @@ def test_a_report_that_cannot_be_made_either() -> None:
     graph = program()
     before = snapshot(graph)
     broken = mock.Mock(side_effect=Surprise("no such thing"))
-    with mock.patch.object(pipeline, "read_collectives", broken), mock.patch.object(pipeline, "_told", broken):
+    with mock.patch.object(pipeline, "read_collectives", broken):
         report = run(graph, quiet())
     assert (report.remarks, len(report.internal_errors)) == ((), 1)
     assert snapshot(graph) == before
 
 
 # --- other ranks -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("stage", "planned"), [("decide_graph", False), ("agree", True), ("rewrite", True)])
-def test_the_other_ranks_are_told(stage: str, planned: bool) -> None:
-    told: list[Report | None] = []
+@pytest.mark.parametrize(("stage", "voted"), [("decide_graph", False), ("vote", False), ("rewrite", True)])
+def test_the_other_ranks_are_told(stage: str, voted: bool) -> None:
+    told: list[Any] = []
     with (
         failing(stage),
-        mock.patch.object(pipeline, "fall_back", lambda report, config, before: told.extend([report, before])),
+        mock.patch.object(pipeline, "fall_back", lambda ballots, votes, config: told.extend([ballots, votes])),
     ):
-        report = run(program(), quiet())
-    assert told[0] is report
-    assert (told[1] is not None) == planned
-    assert report.program_digest
-    if told[1] is not None:
-        assert told[1].fused
-        assert (told[1].program_digest, told[1].collectives_digest) == (
-            report.program_digest,
-            report.collectives_digest,
-        )
+        run(program(), quiet())
+    ballots, votes = told
+    assert len(ballots) == 1
+    assert (votes is not None) == voted
 
 
-def test_what_was_planned_is_withdrawn() -> None:
-    planned, plain = Report("graph", "forward", ()), Report("graph", "forward", ())
-    with mock.patch.object(agree, "withdraw") as withdraw, mock.patch.object(agree, "agree") as publish:
-        agree.fall_back(plain, Config(), planned)
-        agree.fall_back(plain, Config(), None)
-    withdraw.assert_called_once_with(planned)
-    assert publish.call_count == 2
+def test_what_was_agreed_cannot_be_left_out() -> None:
+    """A rank that fails votes for nothing, and stops where all have voted for something already."""
+    ballot = Ballot("group", "key", ("keep: all_gather 0",))
+    with mock.patch.object(agree, "vote") as vote, mock.patch.object(agree, "_ledger", return_value=object()):
+        agree.fall_back([ballot], None, Config())
+        agree.fall_back([ballot], {("group", "keep: all_gather 0"): "rank 1 does not"}, Config())
+        with pytest.raises(DisagreementError, match="keep: all_gather 0"):
+            agree.fall_back([ballot], {("group", "keep: all_gather 0"): None}, Config())
+    vote.assert_called_once_with([Ballot("group", "key", ())], Config())
 
 
 # --- what is beside a compile ----------------------------------------------------------------------------------

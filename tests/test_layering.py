@@ -22,7 +22,7 @@ KERNELS = ROOT / "kernels" / "asynctp_kernels"
 
 ROWS = (
     ("reasons", "config", "compat", "shapes", "chain", "reference", "registry", "profile", "files"),
-    ("fxview", "views", "read", "epilogue", "ops", "torch_bugs"),
+    ("fxview", "views", "read", "order", "epilogue", "ops", "torch_bugs"),
     (
         *("find", "scene", "summed", "contract", "rowwise", "near", "cost"),
         *("deviations", "checks", "collectives", "toposort"),

@@ -762,32 +762,35 @@ return (matmul_reduce_scatter_default)
 
 
 def test_all_reduce_of_a_converted_view() -> None:
-    """The views are of fp32 then."""
+    """The rows of A move, so that what travels is in the order of what the collective takes."""
     b = GraphBuilder()
-    turned = wide(b, b.permute(typed(b, "", 24, dynamic=0), [1, 0]))
+    turned = wide(b, b.permute(b.reshape(typed(b, "", 24), [4, 6, 12]), [1, 0, 2]))
     copy_ = b.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
     assert_expected_inline(
         rewritten(b.returns(b.all_reduce(copy_))),
         """\
-a: bf16[s, 8]
+a: bf16[24, 8]
 w: bf16[8, 12]
-mm = mm(a, w)  # bf16[s, 12]
-permute = permute(mm, [1, 0])  # bf16[12, s]s[1, 12]
-convert_element_type = convert_element_type(permute, f32)  # f32[12, s]s[1, 12]
-clone = clone(convert_element_type, memory_format=torch.contiguous_format)  # f32[12, s]
-all_reduce = all_reduce(clone, 'sum', 'tp')  # f32[12, s]
-wait_tensor = wait_tensor(all_reduce)  # f32[12, s]
+mm = mm(a, w)  # bf16[24, 12]
+reshape = reshape(mm, [4, 6, 12])  # bf16[4, 6, 12]
+permute = permute(reshape, [1, 0, 2])  # bf16[6, 4, 12]s[12, 72, 1]
+convert_element_type = convert_element_type(permute, f32)  # f32[6, 4, 12]s[12, 72, 1]
+clone = clone(convert_element_type, memory_format=torch.contiguous_format)  # f32[6, 4, 12]
+all_reduce = all_reduce(clone, 'sum', 'tp')  # f32[6, 4, 12]
+wait_tensor = wait_tensor(all_reduce)  # f32[6, 4, 12]
 return (wait_tensor)
 
 === becomes ===
 
-a: bf16[s, 8]
+a: bf16[24, 8]
 w: bf16[8, 12]
-matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[a], b_parts=[w], biases=[None], reduce_op='sum',
-    group_name='tp', sum_dtype=f32)  # f32[s, 12]
-permute = permute(matmul_all_reduce_default, [1, 0])  # f32[12, s]s[1, 12]
-clone = clone(permute, memory_format=torch.contiguous_format)  # f32[12, s]
-return (clone)
+reshape_default = reshape(a, [4, 6, 8])  # bf16[4, 6, 8]
+permute_default = permute(reshape_default, [1, 0, 2])  # bf16[6, 4, 8]s[8, 48, 1]
+reshape_default_1 = reshape(permute_default, [24, 8])  # bf16[24, 8]
+matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[reshape_default_1], b_parts=[w], biases=[None],
+    reduce_op='sum', group_name='tp', sum_dtype=f32)  # f32[24, 12]
+reshape_default_2 = reshape(matmul_all_reduce_default, [6, 4, 12])  # f32[6, 4, 12]
+return (reshape_default_2)
 """,
     )
 
@@ -797,8 +800,9 @@ def test_all_reduce_of_a_view_of_a_sum_that_lay_as_a_transposed_tensor() -> None
     b = GraphBuilder()
     total = b.add(b.input("x", [16, 12], column_major=True), wide(b, typed(b, "")))
     turned = b.call(aten.view.default, b.permute(total, [1, 0]), [4, 48])
+    back = b.permute(b.call(aten.view.default, turned, [12, 16]), [1, 0])
     assert_expected_inline(
-        rewritten(b.returns(b.all_reduce(turned))),
+        rewritten(b.returns(b.all_reduce(back))),
         """\
 x: f32[16, 12]s[1, 16]
 a: bf16[16, 8]
@@ -808,8 +812,10 @@ convert_element_type = convert_element_type(mm, f32)  # f32[16, 12]
 add = add(x, convert_element_type)  # f32[16, 12]s[1, 16]
 permute = permute(add, [1, 0])  # f32[12, 16]
 view = view(permute, [4, 48])  # f32[4, 48]
-all_reduce = all_reduce(view, 'sum', 'tp')  # f32[4, 48]
-wait_tensor = wait_tensor(all_reduce)  # f32[4, 48]
+view_1 = view(view, [12, 16])  # f32[12, 16]
+permute_1 = permute(view_1, [1, 0])  # f32[16, 12]s[1, 16]
+all_reduce = all_reduce(permute_1, 'sum', 'tp')  # f32[16, 12]
+wait_tensor = wait_tensor(all_reduce)  # f32[16, 12]
 return (wait_tensor)
 
 === becomes ===
@@ -821,7 +827,10 @@ matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[a], b_parts=[w],
     group_name='tp', sum_dtype=f32, added=x)  # f32[16, 12]
 permute = permute(matmul_all_reduce_default, [1, 0])  # f32[12, 16]s[1, 12]
 view = reshape(permute, [4, 48])  # f32[4, 48]
-return (view)
+view_1 = reshape(view, [12, 16])  # f32[12, 16]
+permute_1 = permute(view_1, [1, 0])  # f32[16, 12]s[1, 16]
+clone_default = clone(permute_1, memory_format=torch.contiguous_format)  # f32[16, 12]
+return (clone_default)
 """,
     )
 
@@ -920,12 +929,8 @@ def test_what_is_sent_of_converted_products_is_reported(count: int) -> None:
     total = wide(b, typed(b, "0"))
     total = total if count == 1 else b.add(total, wide(b, typed(b, "1")))
     (remark,) = fuse(b.returns(b.scatter(total))).fused
-    assert remark.comm_bytes == 3 * 4 * 12 * 2 * count, "to 3 ranks, 4 x 12 of 2 bytes, or of 4"
-    said = {
-        1: "bf16[16, 12] is sent as it is, and converted where the ranks' parts are added, to f32[4, 12]",
-        2: "each bf16[16, 12] is converted before it is added, and the sum is sent like that, for f32[4, 12]",
-    }
-    assert remark.message == said[count]
+    assert remark.comm_bytes == 3 * 4 * 12 * 4, "to 3 ranks, 4 x 12 of 4 bytes"
+    assert remark.message == "each bf16[16, 12] is converted before it is sent, for f32[4, 12]"
 
 
 def test_scatter_of_an_average_with_a_bias() -> None:
@@ -1192,9 +1197,9 @@ def test_all_reduce_of_a_sum_in_a_view() -> None:
     """The views of the first term stay, behind the op; what is read of sizes is read off the inputs."""
     b = GraphBuilder()
     a, w = b.input("a", [24, 8], dynamic=0), b.input("w", [8, 12])
-    terms = [b.permute(b.mm(x, w), [1, 0]) for x in (a, b.relu(a))]
+    terms = [b.call(aten.unsqueeze.default, b.mm(x, w), 1) for x in (a, b.relu(a))]
     total = b.call(aten.clone.default, b.add(*terms), memory_format=torch.contiguous_format)
-    length = b.call(aten.sym_size.int, total, 1)
+    length = b.call(aten.sym_size.int, total, 0)
     assert_expected_inline(
         rewritten(b.returns(b.all_reduce(total, "avg"), length)),
         """\
@@ -1202,14 +1207,14 @@ a: f32[s, 8]
 w: f32[8, 12]
 relu = relu(a)  # f32[s, 8]
 mm = mm(a, w)  # f32[s, 12]
-permute = permute(mm, [1, 0])  # f32[12, s]s[1, 12]
+unsqueeze = unsqueeze(mm, 1)  # f32[s, 1, 12]
 mm_1 = mm(relu, w)  # f32[s, 12]
-permute_1 = permute(mm_1, [1, 0])  # f32[12, s]s[1, 12]
-add = add(permute, permute_1)  # f32[12, s]s[1, 12]
-clone = clone(add, memory_format=torch.contiguous_format)  # f32[12, s]
-sym_size = sym_size(clone, 1)  # s
-all_reduce = all_reduce(clone, 'avg', 'tp')  # f32[12, s]
-wait_tensor = wait_tensor(all_reduce)  # f32[12, s]
+unsqueeze_1 = unsqueeze(mm_1, 1)  # f32[s, 1, 12]
+add = add(unsqueeze, unsqueeze_1)  # f32[s, 1, 12]
+clone = clone(add, memory_format=torch.contiguous_format)  # f32[s, 1, 12]
+sym_size = sym_size(clone, 0)  # s
+all_reduce = all_reduce(clone, 'avg', 'tp')  # f32[s, 1, 12]
+wait_tensor = wait_tensor(all_reduce)  # f32[s, 1, 12]
 return (wait_tensor, sym_size)
 
 === becomes ===
@@ -1220,8 +1225,8 @@ relu = relu(a)  # f32[s, 8]
 sym_size_int = sym_size(a, 0)  # s
 matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[a, relu], b_parts=[w, w], biases=[None, None],
     reduce_op='avg', group_name='tp')  # f32[s, 12]
-permute = permute(matmul_all_reduce_default, [1, 0])  # f32[12, s]s[1, 12]
-clone = clone(permute, memory_format=torch.contiguous_format)  # f32[12, s]
+unsqueeze = unsqueeze(matmul_all_reduce_default, 1)  # f32[s, 1, 12]
+clone = clone(unsqueeze, memory_format=torch.contiguous_format)  # f32[s, 1, 12]
 return (clone, sym_size_int)
 """,
     )
@@ -1775,13 +1780,13 @@ return (mm, wait_tensor_1)
 
 x: f32[4, 8]
 norm: f32[3]
-all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([norm], 4, 'tp')  # (f32[12])
-getitem_1 = getitem(all_gather_into_tensor_coalesced, 0)  # f32[12]
-wait_tensor_1 = wait_tensor(getitem_1)  # f32[12]
 w: f32[8, 16]
 all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
     return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 16])
 getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
+all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([norm], 4, 'tp')  # (f32[12])
+getitem_1 = getitem(all_gather_into_tensor_coalesced, 0)  # f32[12]
+wait_tensor_1 = wait_tensor(getitem_1)  # f32[12]
 return (getitem_2, wait_tensor_1)
 """,
     )
@@ -1825,10 +1830,6 @@ return (mm, getitem_3, mm_1)
 norm: f32[3]
 x: f32[4, 8]
 y: f32[2, 8]
-all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([norm], 4, 'tp')  # (f32[12])
-getitem = getitem(all_gather_into_tensor_coalesced, 0)  # f32[12]
-wait_tensors = wait_tensors([getitem])  # (f32[12])
-getitem_3 = getitem(wait_tensors, 0)  # f32[12]
 w: f32[8, 16]
 all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
     return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 16])
@@ -1836,6 +1837,10 @@ getitem_6 = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
 all_gather_matmul_default_1 = asynctp::all_gather_matmul(a_shard=y, bs=[w], biases=[None], gather_dim=0,
     return_a_full=False, group_size=4, group_name='tp')  # (f32[8, 16])
 getitem_7 = getitem(all_gather_matmul_default_1, 0)  # f32[8, 16]
+all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([norm], 4, 'tp')  # (f32[12])
+getitem = getitem(all_gather_into_tensor_coalesced, 0)  # f32[12]
+wait_tensors = wait_tensors([getitem])  # (f32[12])
+getitem_3 = getitem(wait_tensors, 0)  # f32[12]
 return (getitem_6, getitem_3, getitem_7)
 """,
     )
@@ -1904,9 +1909,9 @@ x: f32[16, 8]
 w: f32[8, 16]
 norm: f32[3]
 relu = relu(norm)  # f32[3]
-all_reduce_coalesced = all_reduce_coalesced([relu], 'sum', 'tp')  # (f32[3])
 matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[x], b_parts=[w], biases=[None], reduce_op='sum',
     group_name='tp')  # f32[16, 16]
+all_reduce_coalesced = all_reduce_coalesced([relu], 'sum', 'tp')  # (f32[3])
 getitem_1 = getitem(all_reduce_coalesced, 0)  # f32[3]
 wait_tensor_1 = wait_tensor(getitem_1)  # f32[3]
 return (matmul_all_reduce_default, wait_tensor_1)

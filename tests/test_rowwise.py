@@ -211,7 +211,6 @@ return (mul_1, sum_1)
 x: bf16[3, 4, 32]
 w_scale: f32[1, 16]
 w: f8[32, 16]s[1, 32]
-full = full([], 1.0, dtype=f32)  # f32[]
 reshape_default = reshape(x, [12, 32])  # bf16[12, 32]
 abs_default = abs(reshape_default)  # bf16[12, 32]
 amax_default = amax(abs_default, [-1], True)  # bf16[12, 1]
@@ -222,6 +221,7 @@ div_tensor_1 = div(convert_element_type_default_1, convert_element_type_default)
 convert_element_type_default_2 = convert_element_type(div_tensor_1, f8)  # f8[12, 32]
 reshape_default_1 = reshape(convert_element_type_default_2, [3, 4, 32])  # f8[3, 4, 32]
 reshape_default_2 = reshape(convert_element_type_default, [3, 4, 1])  # f32[3, 4, 1]
+full = full([], 1.0, dtype=f32)  # f32[]
 all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=reshape_default_1, a_scale=full, bs=[w],
     b_scales=[full], biases=[None], gather_dim=1, gather_a_scale=False, out_dtype=bf16, use_fast_accum=False,
     return_a_full=False, group_size=2, group_name='tp', along_shard=reshape_default_2)  # (bf16[3, 8, 16], f32[3, 8,
@@ -297,8 +297,6 @@ return (_scaled_mm, _scaled_mm_1, _scaled_mm_2)
 === becomes ===
 
 x: bf16[4, 32]
-q_scale: f32[1, 16]
-q: f8[32, 16]s[1, 32]
 abs_default = abs(x)  # bf16[4, 32]
 amax_default = amax(abs_default, [-1], True)  # bf16[4, 1]
 div_tensor = div(amax_default, 448.0)  # bf16[4, 1]
@@ -306,6 +304,8 @@ convert_element_type_default = convert_element_type(div_tensor, f32)  # f32[4, 1
 convert_element_type_default_1 = convert_element_type(x, f32)  # f32[4, 32]
 div_tensor_1 = div(convert_element_type_default_1, convert_element_type_default)  # f32[4, 32]
 convert_element_type_default_2 = convert_element_type(div_tensor_1, f8)  # f8[4, 32]
+q_scale: f32[1, 16]
+q: f8[32, 16]s[1, 32]
 k_scale: f32[1, 16]
 k: f8[32, 16]s[1, 32]
 v_scale: f32[1, 16]
@@ -440,19 +440,14 @@ reshape_default = reshape(max_default, [1])  # bf16[1]
 all_gather_into_tensor_default = all_gather_into_tensor(reshape_default, 4, 'tp')  # bf16[4]
 wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # bf16[4]
 amax_default = amax(wait_tensor_default, [0])  # bf16[]
+clone_default = clone(amax_default)  # bf16[]
 convert_element_type = convert_element_type(amax_default, float64)  # float64[]
 clamp_min = clamp_min(convert_element_type, 1e-12)  # float64[]
 div = div(448.0, clamp_min)  # float64[]
 convert_element_type_1 = convert_element_type(div, f32)  # f32[]
-reciprocal = reciprocal(convert_element_type_1)  # f32[]
 mul_tensor = mul(x, convert_element_type_1)  # bf16[1, 4, 32]
 convert_element_type_default = convert_element_type(mul_tensor, f8)  # f8[1, 4, 32]
-clone_default = clone(amax_default)  # bf16[]
-convert_element_type_3 = convert_element_type(clone_default, float64)  # float64[]
-clamp_min_1 = clamp_min(convert_element_type_3, 1e-12)  # float64[]
-div_1 = div(448.0, clamp_min_1)  # float64[]
-convert_element_type_4 = convert_element_type(div_1, f32)  # f32[]
-reciprocal_1 = reciprocal(convert_element_type_4)  # f32[]
+reciprocal = reciprocal(convert_element_type_1)  # f32[]
 all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=convert_element_type_default,
     a_scale=reciprocal, bs=[w], b_scales=[b_scale], biases=[None], gather_dim=1, gather_a_scale=False, out_dtype=bf16,
     use_fast_accum=False, return_a_full=True, group_size=4, group_name='tp')  # (bf16[1, 16, 16], f8[1, 16, 32])
@@ -461,6 +456,11 @@ reshape_default_1 = reshape(getitem, [16, 16])  # bf16[16, 16]
 getitem_1 = getitem(all_gather_scaled_matmul_default, 1)  # f8[1, 16, 32]
 reshape_default_2 = reshape(getitem_1, [16, 32])  # f8[16, 32]
 clone_default_1 = clone(reshape_default_2)  # f8[16, 32]
+convert_element_type_3 = convert_element_type(clone_default, float64)  # float64[]
+clamp_min_1 = clamp_min(convert_element_type_3, 1e-12)  # float64[]
+div_1 = div(448.0, clamp_min_1)  # float64[]
+convert_element_type_4 = convert_element_type(div_1, f32)  # f32[]
+reciprocal_1 = reciprocal(convert_element_type_4)  # f32[]
 permute = permute(clone_default_1, [1, 0])  # f8[32, 16]s[1, 32]
 clone = clone(permute)  # f8[32, 16]s[1, 32]
 permute_1 = permute(clone, [1, 0])  # f8[16, 32]
@@ -749,8 +749,9 @@ def test_a_gather_that_nothing_waits_for_comes_after_the_fused_op() -> None:
     out = b.relu(b.scaled_mm(rows, w, scale, w_scale))
     graph = b.returns(out, b.call(aten.sum.dim_IntList, whole, [0]))
     assert fuse(graph).keeps_gather
-    (gather,), (relu,) = position(graph, c10d.all_gather_into_tensor.default), position(graph, aten.relu.default)
-    assert relu < gather
+    (gather,) = position(graph, c10d.all_gather_into_tensor.default)
+    (fused,) = position(graph, torch.ops.asynctp.all_gather_scaled_matmul.default)
+    assert fused < gather
 
 
 # --- what it costs --------------------------------------------------------------------------------------------------
@@ -978,9 +979,6 @@ x: bf16[4, 32]
 w_scale: f32[1, 16]
 w: f8[32, 16]s[1, 32]
 y: f32[2, 5]
-all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([y], 2, 'tp')  # (f32[4, 5])
-getitem = getitem(all_gather_into_tensor_coalesced, 0)  # f32[4, 5]
-wait_tensor = wait_tensor(getitem)  # f32[4, 5]
 abs_default = abs(x)  # bf16[4, 32]
 amax_default = amax(abs_default, [-1], True)  # bf16[4, 1]
 div_tensor = div(amax_default, 448.0)  # bf16[4, 1]
@@ -993,6 +991,9 @@ all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=con
     gather_a_scale=True, out_dtype=bf16, use_fast_accum=False, return_a_full=False, group_size=2, group_name='tp')  #
     (bf16[8, 16])
 getitem_2 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[8, 16]
+all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([y], 2, 'tp')  # (f32[4, 5])
+getitem = getitem(all_gather_into_tensor_coalesced, 0)  # f32[4, 5]
+wait_tensor = wait_tensor(getitem)  # f32[4, 5]
 relu = relu(wait_tensor)  # f32[4, 5]
 return (getitem_2, relu)
 """,

@@ -173,11 +173,11 @@ w0: f32[6, 4]
 w1: f32[6, 4]
 w2: f32[6, 4]
 x: f32[4, 6]
-y: f32[8, 6]
-z: f32[8, 6]
 all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w2], biases=[None], gather_dim=0,
     return_a_full=False, group_size=2, group_name='tp')  # (f32[8, 4])
 getitem = getitem(all_gather_matmul_default, 0)  # f32[8, 4]
+y: f32[8, 6]
+z: f32[8, 6]
 matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[z, y], b_parts=[w1, w0], biases=[None, None],
     reduce_op='sum', group_name='tp', sum_dtype=None, added=getitem)  # f32[8, 4]
 return (matmul_all_reduce_default)
@@ -528,8 +528,9 @@ def of_products_laid_out_differently(b: Builder) -> list[Node]:
 
 @sums(1, 1)
 def in_another_layout(b: Builder) -> list[Node]:
-    """Results column by column: the fused op's are row by row."""
-    turned = [b.call(aten.permute.default, long_term(b), [1, 0]) for _ in range(2)]
+    """Results whose rows lie in memory otherwise than those of the fused op."""
+    terms = [b.call(aten.view.default, long_term(b), [4, 4, 6]) for _ in range(2)]
+    turned = [b.call(aten.permute.default, one, [1, 0, 2]) for one in terms]
     return [b.call(aten.relu.default, added(b, *(b.call(custom_all_reduce, one, "tp:0") for one in turned)))]
 
 

@@ -4,6 +4,8 @@ With more processes than GPUs the ranks of `cases`, `stress` and `compiled` shar
 protocols and kernels of 4 and 8 ranks run on 1 or 2 GPUs, slowly. NCCL refuses that, so that gloo makes what is
 compared with. It cannot be captured: what needs it in a CUDA graph, `unfused` and all-reduces, is left out.
 
+With TRITON_INTERPRET=1 they are processes on CPUs, and kernels are interpreted: that is enough for `unlike`.
+
 With TILES=pingpong in the environment every GEMM that can run `pingpong_kernels` does, whatever its size, on `PROGRAMS`
 CTAs at most, so that each has several tiles; where it cannot be compiled, the program ends.
 """
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from asynctp_kernels.cuda import async_input, gather, gemm, launch, scatter, tiles
+from asynctp_kernels.signals import IS_INTERPRETED
 
 PROGRAMS = 8
 
@@ -31,14 +34,23 @@ def start(seconds: int) -> None:
     limit(seconds)
     if os.environ.get("TILES") == "pingpong":
         pingpong_everywhere()
+    if IS_INTERPRETED:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        return
     rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    device = torch.device("cuda", rank % gpus)
-    torch.cuda.set_device(device)
+    here = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(here)
     if int(os.environ["LOCAL_WORLD_SIZE"]) > gpus:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=here)
+
+
+def device() -> torch.device:
+    """Of this process."""
+    return torch.device("cpu") if IS_INTERPRETED else torch.device("cuda", torch.cuda.current_device())
 
 
 def pingpong_everywhere() -> None:
@@ -91,6 +103,7 @@ def run_cases(cases: Iterable[tuple[str, Callable[[], dict[str, Any]]]], seconds
 def end() -> None:
     """Leave the group, when all ranks do."""
     faulthandler.cancel_dump_traceback_later()
-    torch.cuda.synchronize()
+    if not IS_INTERPRETED:
+        torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()

@@ -215,11 +215,14 @@ def make_inputs(case: Case, rank: int, world: int, seed: int) -> Inputs:
     )
 
 
-IMPLEMENTATIONS = ("fused", "decomposed", "direct")
+IMPLEMENTATIONS = ("fused", "decomposed", "direct", "whole")
 
 
 def run_each(case: Case, x: Inputs, group: ProcessGroup) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """(implementation, results of the op) for each that can run it; the unfused program only where none can."""
+    """(implementation, results of the op) for each that can run it; the unfused program only where none can.
+
+    A gathered A that is returned is kept by all ranks, as far as they are told, and then is not.
+    """
     from asynctp_kernels import cuda
 
     ran = False
@@ -233,12 +236,14 @@ def run_each(case: Case, x: Inputs, group: ProcessGroup) -> Iterator[tuple[str, 
                 if "was asked for and cannot run" not in str(error):
                     raise
                 continue
-        ran = True
-        yield implementation, outs
+            ran = True
+            yield implementation, outs
+            if isinstance(case, GatherCase) and case.a_full:
+                yield f"{implementation}, pushed", run(case, x, group, all_keep=False)
 
 
-def run(case: Case, x: Inputs, group: ProcessGroup) -> list[torch.Tensor]:
-    """The op under test."""
+def run(case: Case, x: Inputs, group: ProcessGroup, all_keep: bool | None = None) -> list[torch.Tensor]:
+    """The op under test. all_keep: that argument of a gather."""
     import asynctp_passes.ops  # noqa: F401
 
     ops = torch.ops.asynctp
@@ -251,10 +256,10 @@ def run(case: Case, x: Inputs, group: ProcessGroup) -> list[torch.Tensor]:
         options = (case.out_dtype, True, group.size(), name, case.sum_dtype, x.added)
         return [ops.scaled_matmul_reduce_scatter(*operands, *options)]
     if not case.scale:
-        return ops.all_gather_matmul(x.a[0], x.b, x.biases, case.dim, case.a_full, group.size(), name)
+        return ops.all_gather_matmul(x.a[0], x.b, x.biases, case.dim, case.a_full, group.size(), name, all_keep)
     return ops.all_gather_scaled_matmul(
         x.a[0], x.a_scales[0], x.b, x.b_scales, x.biases, case.dim, case.scale == "shard",
-        case.out_dtype, True, case.a_full, group.size(), name, x.along,
+        case.out_dtype, True, case.a_full, group.size(), name, x.along, all_keep,
     )  # fmt: skip
 
 

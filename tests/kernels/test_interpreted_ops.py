@@ -163,12 +163,14 @@ def _subgroups(rank: int, world: int, seed: int) -> list[str]:
     return [text for text in wrong if text]
 
 
-#: (implementation, number of the case, its op, what never came)
+#: (implementation, number of the case, the call in words)
 MISSED_CALLS = [
-    ("fused", 0, "all_gather_matmul", "call"),
-    ("direct", 0, "all_gather_matmul", "shard"),
-    ("fused", 1, "matmul_reduce_scatter", "free inbox"),
-    ("direct", 1, "matmul_reduce_scatter", "part"),
+    ("fused", 0, "all_gather (864 bytes a rank, kept by every rank)"),
+    ("fused", 6, "all_gather (864 bytes a rank)"),
+    ("whole", 6, "all_gather (864 bytes a rank)"),
+    ("direct", 6, "all_gather (864 bytes a rank)"),
+    ("decomposed", 1, "reduce_scatter (864 bytes a rank of bfloat16, sum)"),
+    ("direct", 1, "reduce_scatter (864 bytes a rank of bfloat16, sum)"),
 ]
 
 
@@ -179,7 +181,7 @@ def _dead_peer(rank: int, world: int) -> list[tuple[str, str, list[str]]]:
     from asynctp_kernels import cuda
 
     group, outcomes = dist.group.WORLD, []
-    for implementation, kind, _, _ in MISSED_CALLS:
+    for implementation, kind, _ in MISSED_CALLS:
         with cuda.forced(implementation):
             wrong = [_check(STRESS[kind], rank, world, 1, group)]
             said = _miss(STRESS[kind], group) if rank == 0 else ("", "")
@@ -208,10 +210,8 @@ def _miss(case, group) -> tuple[str, str]:
 def test_a_peer_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCTP_TIMEOUT_S", "5")
     outcomes = run_ranks(2, _dead_peer)
-    for (_, _, op, awaited), (timed_out, refused, wrong), (_, _, wrong_at_1) in zip(
-        MISSED_CALLS, *outcomes, strict=True
-    ):
-        assert timed_out.startswith(f"{op}: rank 0 waited 5 s for {awaited} of rank 1.")
+    for (_, _, call), (timed_out, refused, wrong), (_, _, wrong_at_1) in zip(MISSED_CALLS, *outcomes, strict=True):
+        assert timed_out.startswith(f"{call}: rank 0 waited 5 s for the same call of rank 1.")
         assert "out of step since: PeerTimeout" in refused
         assert "asynctp_kernels.release(group)" in refused
         assert wrong == wrong_at_1 == ["", ""]
@@ -285,11 +285,12 @@ def _in_flight(rank: int, world: int, seed: int) -> list[bool]:
     ops, wait, name = torch.ops.asynctp, torch.ops._c10d_functional.wait_tensor, dist.group.WORLD.group_name
     good = []
     for dtype in (torch.bfloat16, torch.float32):
-        wholes = [torch.randn(world * 9, 5, generator=torch.Generator().manual_seed(seed + r)) for r in range(world)]
+        wholes = [torch.randn(world * 9, 8, generator=torch.Generator().manual_seed(seed + r)) for r in range(world)]
         wholes = [whole.to(dtype) for whole in wholes]
-        full = ops.all_gather(wholes[rank], world, name)
+        full = ops.all_gather(wholes[rank], world, name, all_keep=dtype == torch.float32)
         good.append(cuda.last_implementation(dist.group.WORLD) == "copy engine")
         part = ops.reduce_scatter(wholes[rank], "avg", world, name)
+        good.append(cuda.last_implementation(dist.group.WORLD) == "copy engine")
         good.append(_check(STRESS[0], rank, world, seed, dist.group.WORLD) == "")
         total = sum(whole.float() for whole in wholes) / world
         good.append(torch.equal(wait(full), torch.cat(wholes)))

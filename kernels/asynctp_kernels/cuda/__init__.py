@@ -338,7 +338,7 @@ def run_bulk_gather(
     key = ("bulk gather", memory.skipped, kept, group_size, select.requested(), *_keys(rows))
     plan: Any = memory.plans.get(key)
     if plan is None:
-        check()
+        _check_taking_part(check, Mover(group, kept), shard, None)
         make: Any = DirectGather if transport == DIRECT else bulk_gather
         plan = _keep(memory, key, _in_step(memory, make, call, memory))
     memory.last_implementation = plan.name
@@ -364,7 +364,7 @@ def run_bulk_scatter(
     key = ("bulk scatter", memory.skipped, group_size, reduce_op, select.requested(), *_keys(rows))
     plan: Any = memory.plans.get(key, _MISSING)
     if plan is _MISSING:
-        check()
+        _check_or_skip(check, memory)
         call = scatter_call(rows, reduce_op, memory.world)
         transport = call.wire.transport(select.requested())
         makers: dict[str, Any] = {PUSH: BulkScatter, DIRECT: DirectSum}
@@ -386,7 +386,11 @@ def run_bulk_all_reduce(tensor: Tensor, reduce_op: str, group: ProcessGroup, che
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
-    check()
+    memory = _memory(group, tensor.device)
+    if memory is None:
+        check()
+        return None
+    _check_or_skip(check, memory)
     return Mover(group).all_reduce(tensor.contiguous(), reduce_op)
 
 

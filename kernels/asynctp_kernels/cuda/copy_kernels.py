@@ -135,10 +135,11 @@ def stage_kernel(
         src = (rank + step) % WORLD
         wait_exactly(own_words + free_word + src, signature, timeout_ns, status_ptr, src, signature)
     stages = may_push(status_ptr)
+    staged = tl.where(stages, size, 0)
     for block in range(pid, tl.cdiv(size, BLOCK), PROGRAMS):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         units = tl.load(shard_ptr + index, mask=index < size)
-        tl.store(outbox_ptr + index, units, mask=(index < size) & stages)
+        tl.store(outbox_ptr + index, units, mask=index < staged)
         if KEEPS:
             tl.store(kept_ptr + index, units, mask=index < size)
     if SCALE_TRAVELS:

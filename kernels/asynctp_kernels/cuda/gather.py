@@ -230,7 +230,7 @@ class GatherPlan:
         if self.return_a_full and call.full is not None:
             results.append(call.full)
         if call.all_numbers is not None and not self.scale_travels:
-            results.append(call.all_numbers.view(*self.layout.full_shape[:-1], 1))
+            results.append(call.all_numbers.view(*self.layout.full_shape[:-1], call.all_numbers.shape[-1]))
         return results
 
     def run(
@@ -821,7 +821,6 @@ class DirectGather(WholeGather):
         dummy = self.memory.dummy
         own, whole = (dummy if tensor is None else tensor for tensor in (call.numbers, call.all_numbers))
         assert call.full is not None
-        self.memory.last_direct = self.signature
         pointers = [tensor.data_ptr() for tensor in (call.shard, own, call.full, whole)]
         self.launch(stream, [*pointers, *self.tail])
 

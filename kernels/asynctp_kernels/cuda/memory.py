@@ -125,7 +125,6 @@ class GroupMemory:
             behind other work.
         turn: held from `begin` to `ended`, so that calls of several threads come one after the other on a device.
         failure: why the memory must not be used again. released: nobody may use it any more.
-        last_direct: signature of the last direct call.
         skipped: calls that this rank has left out, since they ended with an error. made: calls that it has made.
         calls: what ranks tell each other about their calls.
         bound: of a wait for a rank, in nanoseconds.
@@ -163,7 +162,8 @@ class GroupMemory:
         self.recordings = Recordings(self.device)
         self.number = next(_numbers)
         self.flights = itertools.cycle([driver.new_event() for _ in range(FLIGHTS)])
-        self._gathers: dict[bool, tuple[int, int]] = {}  # as `_flying`: the last gather that was left in flight
+        # the end of the last gather that was left in flight, and in which capture: an event that no capture takes over
+        self._gathers = {captured: (driver.new_event(), -1) for captured in (False, True)}
         self.capture = 0  # of the call under way; 0 for none
         self._events = [driver.new_event() for _ in range(self.world * MAX_CHUNKS)]
         self.epoch = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -243,7 +243,9 @@ class GroupMemory:
             driver.wait_event(self.reducer, event)
         _flying[self.device, self.capture != 0] = (self.number, self.capture, event)
         if gathers:
-            self._gathers[self.capture != 0] = (self.capture, event)
+            landed, _ = self._gathers[self.capture != 0]
+            driver.record_event(landed, self.stream)
+            self._gathers[self.capture != 0] = (landed, self.capture)
         self.ended(stream)
         return event
 
@@ -255,9 +257,9 @@ class GroupMemory:
 
     def land_gathers(self, stream: int) -> None:
         """The same of its last gather: its peers set the words that another gather's products wait for."""
-        capture, event = self._gathers.get(self.capture != 0, (-1, 0))
+        landed, capture = self._gathers[self.capture != 0]
         if capture == self.capture:
-            driver.wait_event(stream, event)
+            driver.wait_event(stream, landed)
 
     @staticmethod
     def new_plan() -> int:

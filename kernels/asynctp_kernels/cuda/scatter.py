@@ -522,7 +522,6 @@ class DirectScatter(WholeScatter):
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
 
     def move(self, stream: int, call: ScatterTensors) -> None:
-        self.memory.last_direct = self.signature
         self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])
 
 

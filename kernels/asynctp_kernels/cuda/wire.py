@@ -29,13 +29,13 @@ SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT32_LIMIT = (1 << 31) - (1 << 16)  # what kernels count in, less a block
 DIRECT_LIMIT = 64 << 20  # bytes of one slot: what arrives from all ranks together
 #: bytes of a gather's result, or of what a rank's part of a reduction is a part of, up to which `direct` is faster.
-#: Source: `measured.json`, in which of 300 gathers and scatters over 2 and 4 GPUs 14 are on the other side.
+#: Source: `measured.json`, in which of 612 gathers and scatters over 2 and 4 GPUs 27 are on the other side.
 DIRECT_BYTES = 8 << 20
 #: bytes of an all-reduce from which a scatter that overlaps, and NCCL's all-gather, are faster than NCCL's all-reduce.
 #: Source: 4 x H200, 2026-11-20: 17 MB take 158 us instead of 146, 67 MB 430 instead of 537.
 ALL_REDUCE_BYTES = 32 << 20
 _SIGNATURES = 1 << 31
-_DIRECT_SIGNATURES = 1 << 16  # `copy_kernels.SIGNATURES`
+DIRECT_SIGNATURES = 1 << 16  # `copy_kernels.SIGNATURES`
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Wire:
         return f"{self.kind} ({self.bytes} bytes a rank{kind}{numbers}{kept}{skipped})"
 
     def signature(self, transport: str) -> int:
-        """A positive int32: of a direct call below `_DIRECT_SIGNATURES`, of a pushed one above."""
+        """A positive int32: of a direct call below `DIRECT_SIGNATURES`, of a pushed one above."""
         digest = zlib.crc32(f"{self.told} {self.world}".encode())
         if transport == DIRECT:
-            return 1 + digest % (_DIRECT_SIGNATURES - 1)
-        return _DIRECT_SIGNATURES + digest % (_SIGNATURES - _DIRECT_SIGNATURES)
+            return 1 + digest % (DIRECT_SIGNATURES - 1)
+        return DIRECT_SIGNATURES + digest % (_SIGNATURES - DIRECT_SIGNATURES)

@@ -1,0 +1,315 @@
+"""What communicates keeps its order: in the code that Inductor makes, and in rewritten graphs.
+
+Ranks share the order of their collectives, and nothing else. So programs with the same collectives must communicate in
+the same order, whatever is computed beside them. In each program below every collective has a group of its own, so that
+its place can be read off the code; `local` chooses what a rank computes beside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+import torch.distributed as dist
+from graph_builder import GraphBuilder, aten, c10d
+from lockstep import differences, evaluate
+from passes import outcomes, run_pass
+from ranks import imagined_ranks
+from serving_ops import GROUPS, registered
+from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_gather_tensor_autograd,
+    all_reduce,
+    reduce_scatter_tensor,
+)
+from torch.fx import Graph, Node
+
+from asynctp_passes import compat
+from asynctp_passes.ops import matmul_reduce_scatter
+from asynctp_passes.order import communicates, communications
+
+_CALL = re.compile(r"torch\.ops\.(?P<op>\w+\.\w+)\.default\((?P<arguments>.*)\)")
+Groups = list[dist.ProcessGroup]
+Program = Callable[[int, Groups], list[Tensor]]
+
+
+@pytest.fixture(name="groups")
+def five_groups() -> Iterator[Groups]:
+    with imagined_ranks(2):
+        yield [dist.new_group([0, 1]) for _ in range(5)]
+
+
+@pytest.fixture(autouse=True)
+def code_is_only_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing comes from a cache, and no C++ is compiled: what kernels would compute means nothing here."""
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *args, **kwargs: lambda *tensors: None)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+    torch._dynamo.reset()
+
+
+def started(code: str, groups: Groups) -> list[int]:
+    """The groups in which generated code communicates, as indices, in order."""
+    index = {group.group_name: place for place, group in enumerate(groups)}
+    found = []
+    for call in _CALL.finditer(code):
+        names = re.findall(r"'(\w+)'", call["arguments"])
+        found += [index[name] for name in names if name in index]
+    return found
+
+
+def compiled_order(program: Program, local: int, groups: Groups, **options: bool) -> list[int]:
+    torch._dynamo.reset()
+    function = torch.compile(program, backend="asynctp", options={"strict": "off", "log": False, **options})
+    names = {group.group_name: group for group in groups}
+    GROUPS.update(names)
+    with torch.no_grad(), registered(names=names):
+        _, codes = run_and_get_code(function, local, groups)
+    return [place for code in codes for place in started(code, groups)]
+
+
+def tensor(*shape: int) -> Tensor:
+    return torch.zeros(shape)
+
+
+# --- programs ------------------------------------------------------------------------------------------------
+def statistic(local: int, groups: Groups) -> list[Tensor]:
+    """The other rank logs a statistic of its second product."""
+    a, b = (all_gather_tensor(tensor(64, 32), 0, group) for group in groups[:2])
+    p, q = a @ tensor(32, 64), b @ tensor(32, 64)
+    return [(q @ q.t()).trace(), p, q] if local else [p, q]
+
+
+def heads_in_any_order(local: int, groups: Groups) -> list[Tensor]:
+    """Heads are multiplied in the order of a set."""
+    whole = [all_gather_tensor(tensor(16, 32), 0, group) for group in groups]
+    order = [3, 0, 4, 2, 1] if local else [1, 4, 0, 3, 2]
+    heads = {index: whole[index] @ tensor(32, 8) for index in order}
+    return [heads[index] for index in range(5)]
+
+
+def all_kinds(local: int, groups: Groups) -> list[Tensor]:
+    """A gather and a sum with matmuls, and collectives without, whose results come into use early or late."""
+    x, w = tensor(64, 32), tensor(32, 32)
+    a = all_gather_tensor(x, 0, groups[0])
+    total = all_reduce(x * 2, "sum", groups[1])
+    scattered = reduce_scatter_tensor(tensor(64, 32) @ w, "sum", 0, groups[2])
+    plain = all_gather_tensor(x + 1, 0, groups[3])
+    largest = all_reduce(x.amax(), "max", groups[4])
+    if local:
+        return [largest + plain.sum(), scattered + 1, total @ w, a @ w, plain]
+    return [a @ w, total @ w, scattered.relu(), plain, largest]
+
+
+def by_hand(local: int, groups: Groups) -> list[Tensor]:
+    """Ops that the program calls itself stand between collectives."""
+    x, w = tensor(64, 32), tensor(32, 64)
+    first = matmul_reduce_scatter([x @ w], [tensor(64, 16)], scatter_dim=0, group=groups[0])
+    a = all_gather_tensor(tensor(32, 32), 0, groups[1])
+    second = matmul_reduce_scatter([x @ w], [tensor(64, 16)], scatter_dim=0, group=groups[2])
+    total = all_reduce(x, "sum", groups[3])
+    if local:
+        return [total + 1, second * 2, a @ w, first * 2]
+    return [first * 2, a @ w, total.sum(), second + 1]
+
+
+def memory(local: int, groups: Groups) -> list[Tensor]:
+    """What is computed beside is large in other places on each rank, so that memory asks for other orders."""
+    x, w = tensor(64, 32), tensor(32, 32)
+    sizes = (2048, 8) if local else (8, 2048)
+    first = all_gather_tensor(x, 0, groups[0]) @ tensor(32, sizes[0])
+    total = all_reduce(x.sin(), "sum", groups[1])
+    second = all_gather_tensor(x + 1, 0, groups[2]) @ tensor(32, sizes[1])
+    scattered = reduce_scatter_tensor(tensor(64, 32) @ w, "sum", 0, groups[3])
+    return [first.sum(0), total.cos(), second.sum(0), scattered]
+
+
+def registered_ops(local: int, groups: Groups) -> list[Tensor]:
+    """Collectives of a framework's own, which Inductor moves to where they are used, and which need no wait."""
+    x, w = tensor(64, 32), tensor(32, 32)
+    first = torch.ops.vllm_like.all_reduce(x.sin(), groups[0].group_name)
+    a = all_gather_tensor(x, 0, groups[1])
+    whole = torch.ops.vllm_like.all_gather(x.cos(), 0, 2, groups[2].group_name)
+    total = torch.ops.vllm_like.all_reduce(x @ w, groups[3].group_name)
+    if local:
+        return [total + 1, whole @ w, a @ w, first * 2]
+    return [first * 2, a @ w, total.sum(), whole.cos()]
+
+
+def reordered(local: int, groups: Groups) -> list[Tensor]:
+    """Nothing but local work differs, and of that nothing but the order."""
+    x, w = tensor(64, 32), tensor(32, 32)
+    a, b = (all_gather_tensor(x, 0, group) for group in groups[:2])
+    one, two = (x @ w, w @ w) if local else (w @ w, x @ w)
+    return [a @ w, b @ w, one, two]
+
+
+INFERENCE: list[Program] = [statistic, heads_in_any_order, all_kinds, by_hand, memory, registered_ops, reordered]
+
+
+@pytest.mark.parametrize("program", INFERENCE, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("options", [{}, {"fallback_by_default": True}], ids=["kernels", "fallbacks"])
+def test_generated_code_communicates_in_the_order_of_the_program(
+    program: Program, options: dict[str, bool], groups: Groups
+) -> None:
+    """Also where Inductor makes no kernels of its own, and so has none for collectives: there the graph ties them."""
+    orders = [compiled_order(program, local, groups, **options) for local in (0, 1)]
+    assert orders[0] == sorted(set(orders[0]))
+    assert orders[1] == orders[0]
+    assert len(orders[0]) > 1
+
+
+def training(local: int, groups: Groups, x: Tensor, w: Tensor) -> list[Tensor]:
+    """Ranks multiply in different orders, and one uses a gathered tensor beside."""
+    a, b = (all_gather_tensor_autograd(x * number, 0, group) for number, group in enumerate(groups[:2]))
+    if local:
+        q = b @ w
+        return [a @ w, q, a.square()]
+    p = a @ w
+    return [p, b @ w, p.sum()]
+
+
+def test_training_communicates_in_one_order(groups: Groups) -> None:
+    """Forward and backward; a backward's order is that in which autograd goes through the forward's, backwards."""
+    orders = []
+    for local in (0, 1):
+        torch._dynamo.reset()
+        function = torch.compile(training, backend="asynctp", options={"strict": "off", "log": False})
+        x, w = (torch.zeros(8, 8, requires_grad=True) for _ in range(2))
+        run = partial(function, local, groups, x, w)
+        _, codes = run_fw_bw_and_get_code(lambda run=run: sum(run()[:2]))  # type: ignore[misc]
+        orders.append([started(code, groups) for code in codes])
+    assert orders[0] == orders[1]
+    assert orders[0][0] == [0, 1]
+
+
+# --- graphs --------------------------------------------------------------------------------------------------
+def places_of(graph: Graph, inputs: str) -> str:
+    """The inputs, each named by a letter, that are communicated, in order: of an op the first that it reads."""
+    letters = {node: node.name for node in graph.nodes if node.op == "placeholder" and node.name in inputs}
+    found = []
+    for node in communications(graph.nodes):
+        source = node.all_input_nodes[0]
+        while source not in letters:
+            source = source.all_input_nodes[0]
+        found.append(letters[source])
+    return "".join(found)
+
+
+def graph_of(build: Callable[[GraphBuilder], tuple[Node, ...]]) -> Graph:
+    b = GraphBuilder(ranks=2)
+    return b.returns(*build(b))
+
+
+def run_and_check(build: Callable[[GraphBuilder], tuple[Node, ...]]) -> tuple[list[str], Graph]:
+    """The outcomes, and the graph, which computes what it did."""
+    graph, original = graph_of(build), graph_of(build)
+    found = outcomes(run_pass(graph))
+    values = [[torch.rand(node.meta["val"].shape) for node in original.nodes if node.op == "placeholder"] for _ in "01"]
+    assert differences(evaluate(original, values), evaluate(graph, values)) == []
+    return found, graph
+
+
+def two_gathers(b: GraphBuilder) -> tuple[Node, ...]:
+    """The second gather is multiplied first."""
+    x, y, w, v = (b.input(name, [4, 4]) for name in "xywv")
+    a, c = b.gather(x), b.gather(y)
+    second = b.mm(c, v)
+    return second, b.mm(a, w)
+
+
+def operand_computed_late(b: GraphBuilder) -> tuple[Node, ...]:
+    """The weight is computed after another collective, and needs none: it moves to the front."""
+    x, y, w = (b.input(name, [4, 4]) for name in "xyw")
+    a = b.gather(x)
+    total = b.all_reduce(y)
+    return b.mm(a, b.relu(b.mm(w, w))), total
+
+
+def operand_communicated_later(b: GraphBuilder) -> tuple[Node, ...]:
+    """The weight is gathered after the activation, as FSDP does: the op follows that, if all ranks agree."""
+    x, y, w = b.input("x", [4, 4]), b.input("y", [4, 4]), b.input("w", [2, 6])
+    a = b.gather(x)
+    weight = b.gather(w)
+    return b.mm(a, weight), b.all_reduce(y)
+
+
+def operand_of_what_needs_the_gather(b: GraphBuilder) -> tuple[Node, ...]:
+    """The second weight needs a collective that cannot come first: its matmul stays, and takes what is gathered."""
+    x, y, w = b.input("x", [4, 4]), b.input("y", [4, 4]), b.input("w", [4, 4])
+    a = b.gather(x)
+    total = b.all_reduce(b.call(aten.amax.default, a), "max")
+    scaled = b.all_reduce(y)
+    return b.mm(a, w), b.mm(a, scaled), total
+
+
+def all_operands_need_the_gather(b: GraphBuilder) -> tuple[Node, ...]:
+    x, y, w = b.input("x", [4, 4]), b.input("y", [4, 4]), b.input("w", [4, 4])
+    a = b.gather(x)
+    total = b.all_reduce(b.call(aten.amax.default, a), "max")
+    scaled = b.all_reduce(y)
+    return b.mm(a, scaled), b.relu(w), total
+
+
+def sum_of_two(b: GraphBuilder) -> tuple[Node, ...]:
+    """A sum of two reductions stands where the second does, a gather between them before it."""
+    x, y, z, w = (b.input(name, [4, 4]) for name in "xyzw")
+    one = b.all_reduce(b.mm(x, w))
+    between = b.gather(z)
+    return b.add(b.all_reduce(b.mm(y, w)), one), between
+
+
+def coalesced(b: GraphBuilder) -> tuple[Node, ...]:
+    """One of two tensors that are gathered together is multiplied; the next collective keeps its place."""
+    x, y, z, w = (b.input(name, [4, 4]) for name in "xyzw")
+    one, two = b.gather_list(x, y)
+    return b.gather(z), b.mm(one, w), two
+
+
+GRAPHS: dict[Callable[[GraphBuilder], tuple[Node, ...]], tuple[list[str], str]] = {
+    two_gathers: (["F", "F"], "xy"),
+    operand_computed_late: (["F", "ATP013"], "xy"),
+    operand_communicated_later: (["F", "ATP109", "ATP013"], "wxy"),
+    operand_of_what_needs_the_gather: (["F", "ATP002", "ATP013"], "xxy"),
+    all_operands_need_the_gather: (["ATP210", "ATP002", "ATP013"], "xxy"),
+    sum_of_two: (["F", "ATP013", "F"], "zy"),
+    coalesced: (["F", "ATP013", "ATP013"], "xyz"),
+}
+
+
+@pytest.mark.parametrize("build", GRAPHS, ids=lambda build: build.__name__)
+def test_rewritten_graphs_communicate_in_order(build: Callable[[GraphBuilder], tuple[Node, ...]]) -> None:
+    """Each letter is an input that is communicated, in order: of a fused op what it reads first."""
+    found, graph = run_and_check(build)
+    assert (found, places_of(graph, "xyzw")) == GRAPHS[build]
+
+
+# --- what communicates ---------------------------------------------------------------------------------------
+def test_what_communicates() -> None:
+    """Starts do, of any op that is known or looks so; waits do not, nor does what only computes."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [4, 4]), b.input("w", [4, 4])
+    whole = b.call(c10d.all_gather_into_tensor.default, x, 2, "tp")
+    ours = b.call(torch.ops.asynctp.all_gather.default, x, 2, "tp")
+    fused = b.call(torch.ops.asynctp.matmul_all_reduce.default, [x], [w], [None], "sum", "tp")
+    unknown = b.call_like(x.meta["val"], torch.ops.vllm_like.all_reduce.default, x, "tp:0")
+    waits = [b.call(c10d.wait_tensor.default, whole), b.call(torch.ops.asynctp.wait.default, ours, x)]
+    computed = [b.mm(x, w), b.relu(x)]
+    assert all(map(communicates, [whole, ours, fused, unknown]))
+    assert not any(map(communicates, [x, *waits, *computed]))
+
+
+def test_what_communicates_runs_on_the_kernel_of_a_collective() -> None:
+    """All that the ops of a graph are lowered to, unless Inductor is told to make no kernels."""
+    ops = [torch.ops.asynctp.all_gather.default, torch.ops.vllm_like.all_gather.default]
+    assert compat.lower_in_order(ops)
+    with torch._inductor.config.patch(fallback_by_default=True):
+        assert not compat.lower_in_order(ops)
