@@ -19,7 +19,7 @@ from ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 BM, BN, BK = 16, 32, 32
-ARRIVALS, COUNTS = 4, 16  # words of one rank
+CHUNKS, COUNTS = 4, 16  # of what one rank sends, each in a count; words of one rank's tiles
 #: what a program does, in order: ("wait", word, value, known), ("multiply",), ("store", tile), ("count", word, number)
 Event = tuple[Any, ...]
 
@@ -67,7 +67,9 @@ def ran(run: Callable[[Any], Any], calls: list[Any]) -> Iterator[tuple[Any, Any]
 class Gemm:
     """A GEMM of `world` ranks' rows, `inner` in each of `outer` blocks, as rank `rank` runs it.
 
-    chunk_tiles, own_tiles: row tiles of a chunk. ks: of each pair of a scatter; of a gather, one. value: awaited.
+    chunk_tiles, own_tiles: row tiles of a scatter's chunk. chunk_rows: rows of a gather's. ks: of each pair of a
+    scatter; of a gather, one. own: the own rows are apart. inbox: what has come has no place for them. value: awaited,
+    where every rank's rows have words.
     """
 
     gathers: bool
@@ -80,9 +82,11 @@ class Gemm:
     ks: tuple[int, ...] = (64,)
     chunk_tiles: int = 4
     own_tiles: int = 2
+    chunk_rows: int = 20
     scaled: bool = False
     own: bool = True
     inbox: bool = False
+    clears: bool = True
     value: int = 1
 
     @property
@@ -97,13 +101,24 @@ class Gemm:
 
     def word(self, peer: int, row_tile: int) -> int:
         """That of the tile's chunk."""
+        if self.gathers and self.own:
+            return peer
         if self.gathers:
-            return peer * ARRIVALS + row_tile // self.chunk_tiles
+            return peer * CHUNKS + self.chunk(row_tile)
         return peer * COUNTS + row_tile // (self.own_tiles if peer == self.rank else self.chunk_tiles)
 
+    def chunk(self, row_tile: int) -> int:
+        """Of a gather, the one that the tile's last row is in."""
+        block, tile = divmod(row_tile, ceil(self.inner / BM))
+        last = block * self.inner + min((tile + 1) * BM, self.inner) - 1
+        return min(last // self.chunk_rows, CHUNKS - 1)
 
-def _gemm(call: Gemm) -> dict[int, list[Event]]:
-    """What each program does. Tiles are (rank, row tile of that rank's, column)."""
+
+def _gemm(call: Gemm) -> tuple[dict[int, list[Event]], list[int], int]:
+    """What each program does, which words are left set, and how many calls are counted.
+
+    Tiles are (rank, row tile of that rank's, column).
+    """
     import torch
     import triton.language as tl
     from asynctp_kernels.cuda import gemm_kernels as kernels
@@ -122,17 +137,18 @@ def _gemm(call: Gemm) -> dict[int, list[Event]]:
     b = [described([n, k], [BN, BK]) for k in call.ks]
     c = described([p * w, q, n], [1, BM, BN // 2])
     words = torch.full((w * COUNTS,), call.value, dtype=torch.int32)
-    ones, done = torch.ones(p * w * q + n), torch.zeros(1, dtype=torch.int32)
+    ones, done = torch.ones(p * w * q + n), torch.zeros(2, dtype=torch.int32)
     diary = Diary(words.data_ptr())
     nothing, mode = [None] * 4, int(call.scaled)
     ks = [*call.ks, 0, 0, 0][:4]
-    numbers = [p, q, *ks, n, 0, 0, 0, call.rank, w, call.chunk_tiles, call.own_tiles, call.value]
+    chunk_size = call.chunk_rows if call.gathers else call.chunk_tiles
+    numbers = [p, q, *ks, n, 0, 0, 0, call.rank, w, chunk_size, call.own_tiles, call.value]
     args = [*(a + nothing)[:4], *(b + nothing)[:4], c, None, None, None, *[ones] * 12, words, done, *numbers]
     constants = {
-        "GATHER": call.gathers, "OWN": own_only, "INBOX": call.inbox, "COUNT": len(call.ks),
-        "CHUNKS": ARRIVALS if call.gathers else COUNTS, "B_K_MAJOR": True, "A_SCALE": mode, "SCALE_TRAVELS": False,
-        "B_SCALE": mode, "BIAS": 0, "OUT": tl.bfloat16, "IMPRECISE": None, "BM": BM, "BN": BN, "BK": BK, "SPLIT": 2,
-        "GROUP_M": min(8, call.chunk_tiles), "PROGRAMS": call.programs, "STAMPS": False,
+        "GATHER": call.gathers, "OWN": own_only, "INBOX": call.inbox, "CLEARS": call.clears, "COUNT": len(call.ks),
+        "CHUNKS": CHUNKS if call.gathers else COUNTS, "B_K_MAJOR": True, "A_SCALE": mode, "SCALE_TRAVELS": False,
+        "B_SCALE": mode, "BIAS": 0, "OUT": tl.bfloat16, "ROUNDED": tl.bfloat16, "IMPRECISE": None, "BM": BM, "BN": BN,
+        "BK": BK, "SPLIT": 2, "GROUP_M": min(8, call.chunk_tiles), "PROGRAMS": call.programs, "STAMPS": False,
     }  # fmt: skip
     multiply, store_tile = kernels.multiply, kernels.store_tile
 
@@ -150,7 +166,7 @@ def _gemm(call: Gemm) -> dict[int, list[Event]]:
     }  # fmt: skip
     with mock.patch.multiple(kernels, **replaced):
         kernels.gemm_kernel[(call.programs,)](*args, **constants)
-    return diary.programs
+    return diary.programs, words.nonzero().flatten().tolist(), int(done[1])
 
 
 SHAPES: list[dict[str, Any]] = [
@@ -168,9 +184,16 @@ SCATTERS = [Gemm(False, **shape) for shape in SHAPES] + [
     Gemm(False, ks=(32, 64), scaled=True, rank=0, world=2, inner=64, programs=16),  # as many as there are tiles
     Gemm(False, ks=(64,), scaled=True, programs=5),
 ]
-GATHERS = [Gemm(True, inbox=inbox, **shape) for shape in SHAPES for inbox in (False, True)] + [
+CUTS: list[dict[str, Any]] = [
+    *({"chunk_rows": rows} for rows in (1, 15, 16, 17, 32, 79, 80, 200)),
+    {"outer": 3, "inner": 20, "chunk_rows": 15},
+    {"outer": 2, "inner": 40, "chunk_rows": 17, "clears": False},
+]
+GATHERS = [
+    *(Gemm(True, inbox=inbox, **shape) for shape in SHAPES for inbox in (False, True)),
+    *(Gemm(True, inbox=number % 2 == 0, **cut) for number, cut in enumerate(CUTS)),
     Gemm(True, own=False, value=7),
-    Gemm(True, own=False, value=7, programs=1, outer=1, inner=64, chunk_tiles=2),
+    Gemm(True, own=False, value=7, programs=1, outer=1, inner=64, chunk_rows=33),
 ]
 
 
@@ -204,22 +227,22 @@ def check_counts(call: Gemm, events: list[Event]) -> None:
 
 
 def check_waits(call: Gemm, events: list[Event]) -> None:
-    """Of one program: before each tile it asks for that tile's chunk, which it awaits if it has not before."""
-    awaited: set[int] = set()
-    asked: list[int] = []
+    """Of one program: before each tile it asks for that tile's chunk, and awaits it unless it just has."""
+    awaited: set[tuple[int, int]] = set()
+    before: tuple[int, int] | None = None
+    asked: list[tuple[int, int]] = []
     for event in events:
         if event[0] == "wait":
             _, word, value, known = event
-            asked.append(word)
-            if not known:
-                assert value == call.value
-                assert word not in awaited
-                assert not call.own or word // ARRIVALS != call.rank
-                awaited.add(word)
+            asked.append((word, value))
+            own = call.own and word == call.rank
+            assert known == (own or (word, value) == before)
+            before = word, value
+            awaited |= set() if known else {(word, value)}
         elif event[0] == "store":
             peer, row, _ = event[1]
-            assert asked == [call.word(peer, row)]
-            assert set(asked) <= awaited or (call.own and peer == call.rank)
+            assert asked == [(call.word(peer, row), call.chunk(row) + 1 if call.own else call.value)]
+            assert set(asked) <= awaited or own
             asked = []
         else:
             assert event[0] == "multiply"
@@ -233,8 +256,11 @@ def check_waits(call: Gemm, events: list[Event]) -> None:
     ],
 )
 def test_words_of_a_gemm(calls: list[Gemm], check: Callable[[Gemm, list[Event]], None]) -> None:
-    for call, programs in ran(_gemm, calls):
+    for call, (programs, left, counted) in ran(_gemm, calls):
         assert stored(programs) == tiles(call)
+        consumed = set(range(8)) if call.gathers and call.own and call.clears else set()
+        assert set(left) == set(range(call.world * COUNTS)) - consumed, "words of all ranks are cleared, and no others"
+        assert counted == (call.gathers and call.own)
         for events in programs.values():
             check(call, events)
 
@@ -242,7 +268,7 @@ def test_words_of_a_gemm(calls: list[Gemm], check: Callable[[Gemm, list[Event]],
 # --- the reduction --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Reduction:
-    """Of `size` elements, in parts of `part` and chunks of `chunk`; tiles: of a part, and of all."""
+    """Of `size` elements, in parts of `part`, and chunks of `chunk` that need not fit; tiles: of a part, and of all."""
 
     size: int
     part: int
@@ -253,25 +279,25 @@ class Reduction:
     programs: int = 2
 
 
-def _reduction(call: Reduction) -> tuple[dict[int, list[Event]], int]:
-    """What each program does, and how many words are left set."""
+def _reduction(call: Reduction) -> tuple[dict[int, list[Event]], int, int]:
+    """What each program does, how many words are left set, and how many calls are counted."""
     import torch
     from asynctp_kernels.cuda import copy_kernels as kernels
 
-    words = torch.full((COUNTS + 8 * ARRIVALS,), 9, dtype=torch.int32)
+    words = torch.full((COUNTS + 8,), 9, dtype=torch.int32)
     diary = Diary(words.data_ptr())
     own, out = torch.ones(call.size), torch.empty(call.size)
-    received, done = torch.ones((call.world - 1) * call.size), torch.zeros(1, dtype=torch.int32)
+    received, done = torch.ones((call.world - 1) * call.size), torch.zeros(2, dtype=torch.int32)
     numbers = [call.size, call.part, call.chunk, call.tiles[1], call.tiles[0], 1.0, call.rank]
     args = [own, received, out, words[:COUNTS], words[COUNTS:], done, *numbers]
     constants = {
-        "WORLD": call.world, "MAX_CHUNKS": ARRIVALS, "MAX_OWN": COUNTS, "ALIGN": 1, "BLOCK": 8,
+        "WORLD": call.world, "MAX_CHUNKS": CHUNKS, "MAX_OWN": COUNTS, "ALIGN": 1, "BLOCK": 8,
         "PROGRAMS": call.programs,
     }  # fmt: skip
     with mock.patch.object(kernels, "await_word", diary.await_word):
         kernels.reduce_kernel[(call.programs,)](*args, **constants)
     assert bool((out == call.world).all())
-    return diary.programs, int(words.count_nonzero())
+    return diary.programs, int(words.count_nonzero()), int(done[1])
 
 
 REDUCTIONS = [
@@ -280,13 +306,17 @@ REDUCTIONS = [
     Reduction(30, 30, 30, (4, 4), programs=5),
     Reduction(160, 10, 80, (2, 32), rank=0, world=2),
     Reduction(90, 30, 30, (0, 0), rank=2),
+    Reduction(60, 20, 15, (2, 6)),
+    Reduction(60, 16, 25, (6, 21)),
+    Reduction(60, 60, 15, (4, 4), rank=0),
+    Reduction(7, 7, 2, (1, 1)),  # the last chunk is the fourth of five
 ]
 
 
 def test_a_reduction_awaits_its_tiles_and_all_that_comes() -> None:
     """In every program, before it reads a part: the tiles of that, and the chunk of every other rank that it is in."""
-    for call, (programs, left) in ran(_reduction, REDUCTIONS):
-        assert left == 0, "it leaves all words cleared"
+    for call, (programs, left, counted) in ran(_reduction, REDUCTIONS):
+        assert (left, counted) == (0, 1), "it leaves all words cleared, and counts the call"
         assert sorted(programs) == list(range(call.programs))
         for events in programs.values():
             check_reduction(call, events)
@@ -294,18 +324,38 @@ def test_a_reduction_awaits_its_tiles_and_all_that_comes() -> None:
 
 def check_reduction(call: Reduction, events: list[Event]) -> None:
     """Of one program; the count of a part is what it waits for last."""
-    awaited: set[int] = set()
+    awaited: set[tuple[int, int]] = set()
     part = 0
     for _, word, value, known in events:
         if word >= COUNTS:
-            assert value == 1
-            awaited |= set() if known else {word}
+            awaited |= set() if known else {(word - COUNTS, value)}
             continue
-        first = part * call.part
+        end = min((part + 1) * call.part, call.size)
         assert (word, known) == (part, False)
         assert value == min(call.tiles[0], call.tiles[1] - part * call.tiles[0])
-        others = [source for source in range(call.world) if source != call.rank]
-        assert {COUNTS + source * ARRIVALS + first // call.chunk for source in others} <= awaited
+        chunks = min(ceil(end / call.chunk), CHUNKS)
+        assert {(source, chunks) for source in range(call.world) if source != call.rank} <= awaited
         part += 1
     assert part == ceil(call.size / call.part)
-    assert not {word for word in awaited if (word - COUNTS) // ARRIVALS == call.rank}, "its own rows do not come"
+    assert call.rank not in {source for source, _ in awaited}, "its own rows do not come"
+
+
+# --- what the host and the kernels cut alike ----------------------------------------------------------------------
+def test_a_tile_waits_for_enough() -> None:
+    """However a sender cuts its pieces, what they say is there when a tile's word is."""
+    from asynctp_kernels.cuda.tiles import MAX_CHUNKS, WireChunks
+
+    for rows, row_bytes in product((1, 2, 3, 5, 7, 64, 96, 100), (16, 48, 128)):
+        wire = WireChunks(rows * row_bytes)
+        chunk_rows = max(wire.chunk // row_bytes, 1)
+        for wanted, last in product((1, 2, 3, 4), range(rows)):
+            pieces = wire.pieces(wanted)
+            assert [first for first, _ in pieces] == [0, *(end for _, end in pieces)][:-1]
+            assert pieces[-1][1] == wire.size
+            said = [(end, wire.complete(end)) for _, end in pieces]
+            assert said[-1] == (wire.size, MAX_CHUNKS)
+            if wire.chunk < row_bytes:
+                continue  # `fused` refuses such rows
+            for awaited in (min(last // chunk_rows, MAX_CHUNKS - 1) + 1, wire.covering((last + 1) * row_bytes) + 1):
+                come = min(end for end, complete in said if complete >= awaited)
+                assert come >= (last + 1) * row_bytes, "its last row has come"
