@@ -33,7 +33,7 @@ SMS = 132
 STREAMS = {0: "main", 101: "copy", 102: "reduce", 109: "graph"}
 MAIN, COPY, REDUCE, GRAPH = STREAMS
 EVENTS = ("start", "running", "end", "reduced", "last", "last_captured", "flown")
-DIRECTIONS = ("full", "free", "landed")  # of words
+DIRECTIONS = ("full", "free", "landed", "failed")  # of words
 FP8 = torch.float8_e4m3fn
 #: Compiled as aligned, but not always: harmless as `test_cuda_compile` shows, since masks forbid wide loads then.
 UNALIGNED = {"reduce_kernel: own_ptr"}

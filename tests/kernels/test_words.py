@@ -15,12 +15,17 @@ from unittest import mock
 
 import pytest
 from ranks import run_ranks
+from torch import Tensor
 
 pytestmark = pytest.mark.ranks
 
 BM, BN, BK = 16, 32, 32
-ARRIVALS, COUNTS = 4, 16  # words of one rank
-#: what a program does, in order: ("wait", word, value, known), ("multiply",), ("store", tile), ("count", word, number)
+CHUNKS, COUNTS = 4, 16  # what a gather's source is cut into, and words of each rank of a scatter
+RANKS = 8  # that there are words for
+WORD = 9  # what words hold, and what lies after them
+CALLS = 5  # counted before this one
+#: what a program does, in order: ("wait", word, value, known), ("multiply",), ("store", tile), ("count", word, number),
+#: ("read", rank, first element, last one)
 Event = tuple[Any, ...]
 
 
@@ -30,10 +35,10 @@ def number(value: Any) -> int:
 
 
 class Diary:
-    """What each program of a kernel does, of what this file asks about. Words are named by how far behind `first`."""
+    """What each program of a kernel does, of what this file asks about. A word's name is its place in `words`."""
 
-    def __init__(self, first: int) -> None:
-        self.first = first
+    def __init__(self, words: Tensor) -> None:
+        self.words, self.before = words, words.clone()
         self.programs: dict[int, list[Event]] = {}
 
     def note(self, *event: Any) -> None:
@@ -42,21 +47,32 @@ class Diary:
         self.programs.setdefault(int(interpreter_builder.grid_idx[0]), []).append(event)
 
     def word(self, address: Any) -> int:
-        return (number(address) - self.first) // 4
+        return (number(address) - self.words.data_ptr()) // 4
 
     def await_word(self, word: Any, value: Any, known: Any) -> int:
-        self.note("wait", self.word(word), number(value), bool(number(known)))
+        place = self.word(word)
+        assert self.words[place] == self.before[place], "a word is cleared before all programs have read it"
+        self.note("wait", place, number(value), bool(number(known)))
         return 0
 
     def publish(self, counter: Any, many: Any) -> None:
         self.note("count", self.word(counter), number(many))
 
 
+@dataclass(frozen=True)
+class Found:
+    """What each program did, and what is left: words, and the counts of programs that are done and of calls."""
+
+    programs: dict[int, list[Event]]
+    words: list[int]
+    done: list[int]
+
+
 def _each(rank: int, world: int, run: Callable[[Any], Any], calls: list[Any]) -> list[Any]:
     return [run(call) for call in calls]
 
 
-def ran(run: Callable[[Any], Any], calls: list[Any]) -> Iterator[tuple[Any, Any]]:
+def ran(run: Callable[[Any], Found], calls: list[Any]) -> Iterator[tuple[Any, Found]]:
     """Each call, and what `run` gives of it, in a process whose kernels are interpreted."""
     (found,) = run_ranks(1, _each, run, calls, timeout_s=300)
     return zip(calls, found, strict=True)
@@ -67,7 +83,9 @@ def ran(run: Callable[[Any], Any], calls: list[Any]) -> Iterator[tuple[Any, Any]
 class Gemm:
     """A GEMM of `world` ranks' rows, `inner` in each of `outer` blocks, as rank `rank` runs it.
 
-    chunk_tiles, own_tiles: row tiles of a chunk. ks: of each pair of a scatter; of a gather, one. value: awaited.
+    chunk: rows of a gather's, row tiles of a scatter's, where own rows have parts of `own_tiles`. ks: of each pair of a
+    scatter; of a gather, one. own: rows of this rank need not be awaited; else each of `world` chunks of rows has a
+    word, and is there once that is `value`, as in `async_input`.
     """
 
     gathers: bool
@@ -78,12 +96,14 @@ class Gemm:
     inner: int = 80
     n: int = 64
     ks: tuple[int, ...] = (64,)
-    chunk_tiles: int = 4
+    chunk: int = 4
     own_tiles: int = 2
+    group: int = 8
     scaled: bool = False
     own: bool = True
     inbox: bool = False
-    value: int = 1
+    clears: bool = False
+    value: int = WORD
 
     @property
     def row_tiles(self) -> int:
@@ -96,14 +116,20 @@ class Gemm:
         return sum(ceil(k / BK) for k in self.ks)
 
     def word(self, peer: int, row_tile: int) -> int:
-        """That of the tile's chunk."""
-        if self.gathers:
-            return peer * ARRIVALS + row_tile // self.chunk_tiles
-        return peer * COUNTS + row_tile // (self.own_tiles if peer == self.rank else self.chunk_tiles)
+        """The word that counts a scatter's tile."""
+        return peer * COUNTS + row_tile // (self.own_tiles if peer == self.rank else self.chunk)
+
+    def needed(self, peer: int, row_tile: int) -> tuple[int, int]:
+        """The word of a gather's tile, and what it is once all rows of the tile are there: chunks come in order."""
+        if not self.own:
+            return peer, self.value
+        p, q = divmod(row_tile, ceil(self.inner / BM))
+        rows = [p * self.inner + row for row in range(q * BM, min((q + 1) * BM, self.inner))]
+        return peer, max(min(row // self.chunk, CHUNKS - 1) + 1 for row in rows)
 
 
-def _gemm(call: Gemm) -> dict[int, list[Event]]:
-    """What each program does. Tiles are (rank, row tile of that rank's, column)."""
+def _gemm(call: Gemm) -> Found:
+    """Tiles are (rank, row tile of that rank's, column)."""
     import torch
     import triton.language as tl
     from asynctp_kernels.cuda import gemm_kernels as kernels
@@ -121,18 +147,20 @@ def _gemm(call: Gemm) -> dict[int, list[Event]]:
         a.append(described([p * (w - call.inbox), q, call.ks[0]], [1, BM, BK]))
     b = [described([n, k], [BN, BK]) for k in call.ks]
     c = described([p * w, q, n], [1, BM, BN // 2])
-    words = torch.full((w * COUNTS,), call.value, dtype=torch.int32)
-    ones, done = torch.ones(p * w * q + n), torch.zeros(1, dtype=torch.int32)
-    diary = Diary(words.data_ptr())
+    chunks = COUNTS if not call.gathers else CHUNKS if call.own else 1
+    words = torch.full((max(w * chunks, RANKS) + RANKS,), WORD, dtype=torch.int32)
+    ones, done = torch.ones(p * w * q + n), torch.tensor([0, CALLS, WORD], dtype=torch.int32)
+    diary = Diary(words)
     nothing, mode = [None] * 4, int(call.scaled)
     ks = [*call.ks, 0, 0, 0][:4]
-    numbers = [p, q, *ks, n, 0, 0, 0, call.rank, w, call.chunk_tiles, call.own_tiles, call.value]
+    numbers = [p, q, *ks, n, 0, 0, 0, call.rank, w, call.chunk, call.own_tiles, call.value]
     args = [*(a + nothing)[:4], *(b + nothing)[:4], c, None, None, None, *[ones] * 12, words, done, *numbers]
     constants = {
-        "GATHER": call.gathers, "OWN": own_only, "INBOX": call.inbox, "COUNT": len(call.ks),
-        "CHUNKS": ARRIVALS if call.gathers else COUNTS, "B_K_MAJOR": True, "A_SCALE": mode, "SCALE_TRAVELS": False,
-        "B_SCALE": mode, "BIAS": 0, "OUT": tl.bfloat16, "IMPRECISE": None, "BM": BM, "BN": BN, "BK": BK, "SPLIT": 2,
-        "GROUP_M": min(8, call.chunk_tiles), "PROGRAMS": call.programs, "STAMPS": False, "FACTOR": 1.0,
+        "GATHER": call.gathers, "OWN": own_only, "INBOX": call.inbox, "CLEARS": call.clears, "COUNT": len(call.ks),
+        "CHUNKS": chunks, "B_K_MAJOR": True, "A_SCALE": mode, "SCALE_TRAVELS": False, "B_SCALE": mode, "BIAS": 0,
+        "OUT": tl.bfloat16, "ROUNDED": tl.bfloat16, "IMPRECISE": None, "BM": BM, "BN": BN, "BK": BK, "SPLIT": 2,
+        "GROUP_M": call.group if call.gathers else min(call.group, call.chunk), "PROGRAMS": call.programs,
+        "STAMPS": False, "FACTOR": 1.0,
     }  # fmt: skip
     multiply, store_tile = kernels.multiply, kernels.store_tile
 
@@ -150,16 +178,16 @@ def _gemm(call: Gemm) -> dict[int, list[Event]]:
     }  # fmt: skip
     with mock.patch.multiple(kernels, **replaced):
         kernels.gemm_kernel[(call.programs,)](*args, **constants)
-    return diary.programs
+    return Found(diary.programs, words.tolist(), done.tolist())
 
 
 SHAPES: list[dict[str, Any]] = [
     {},
     {"programs": 1},
     {"programs": 40, "n": 32},  # more than there are tiles
-    {"outer": 2, "inner": 40, "chunk_tiles": 3, "own_tiles": 3},
+    {"outer": 2, "inner": 40, "chunk": 3, "own_tiles": 3},
     {"rank": 0, "world": 2, "inner": 100, "n": 96, "own_tiles": 4},
-    {"rank": 2, "inner": 15, "chunk_tiles": 1, "own_tiles": 1, "programs": 2},
+    {"rank": 2, "inner": 15, "chunk": 1, "own_tiles": 1, "programs": 2},
     *({"ks": (BK * steps,)} for steps in (1, 3, 4, 6)),
 ]
 SCATTERS = [Gemm(False, **shape) for shape in SHAPES] + [
@@ -168,9 +196,23 @@ SCATTERS = [Gemm(False, **shape) for shape in SHAPES] + [
     Gemm(False, ks=(32, 64), scaled=True, rank=0, world=2, inner=64, programs=16),  # as many as there are tiles
     Gemm(False, ks=(64,), scaled=True, programs=5),
 ]
-GATHERS = [Gemm(True, inbox=inbox, **shape) for shape in SHAPES for inbox in (False, True)] + [
-    Gemm(True, own=False, value=7),
-    Gemm(True, own=False, value=7, programs=1, outer=1, inner=64, chunk_tiles=2),
+#: a gather's chunks: of whole tiles, or not; rounded down, so that the last one has more; of blocks; fewer than four
+ROWS: list[dict[str, Any]] = [
+    {"chunk": 20},
+    {"chunk": 20, "group": 1, "programs": 1},
+    {"chunk": 16, "inner": 64, "n": 96, "programs": 2},
+    {"chunk": 19, "programs": 40, "n": 32},  # more than there are tiles
+    {"chunk": 20, "outer": 2, "inner": 40, "group": 2},
+    {"chunk": 30, "outer": 3, "inner": 40, "programs": 5},
+    {"chunk": 40, "rank": 0, "world": 2, "inner": 100, "n": 96},
+    {"chunk": 3, "rank": 2, "inner": 15, "programs": 2},
+    {"chunk": 80},
+]
+GATHERS = [Gemm(True, **rows, inbox=inbox, clears=inbox) for rows in ROWS for inbox in (False, True)] + [
+    Gemm(True, chunk=20, inbox=True),
+    Gemm(True, own=False, inner=40, value=7),
+    Gemm(True, own=False, inner=16, value=7, programs=1, world=5),
+    Gemm(True, own=False, inner=24, value=7, programs=4, world=10, rank=6, group=1),  # more than there are ranks
 ]
 
 
@@ -184,7 +226,7 @@ def stored(programs: dict[int, list[Event]]) -> Counter[Any]:
 
 
 def check_counts(call: Gemm, events: list[Event]) -> None:
-    """Of one program: its tiles of a chunk together, behind all of them, among the next products where it can be."""
+    """Of one program: its tiles of a chunk together, after all of them, among the next products where it can be."""
     assert not [event for event in events if event[0] == "wait"], "the GEMM of a scatter waits for nothing"
     words = [call.word(*event[1][:2]) for event in events if event[0] == "store"]
     runs = [(word, len(list(same))) for word, same in groupby(words)]
@@ -204,45 +246,63 @@ def check_counts(call: Gemm, events: list[Event]) -> None:
 
 
 def check_waits(call: Gemm, events: list[Event]) -> None:
-    """Of one program: before each tile it asks for that tile's chunk, which it awaits if it has not before."""
-    awaited: set[int] = set()
-    asked: list[int] = []
+    """Of one program: each tile, before its first product, asks once for what covers its rows.
+
+    It awaits that unless it was the last that was awaited, or the rows are this rank's own.
+    """
+    asked: tuple[int, int] | None = None  # of the tile under way
+    here: tuple[int, int] | None = None  # of the tile before
+    awaited: set[tuple[int, int]] = set()
     for event in events:
         if event[0] == "wait":
             _, word, value, known = event
-            asked.append(word)
-            if not known:
-                assert value == call.value
-                assert word not in awaited
-                assert not call.own or word // ARRIVALS != call.rank
-                awaited.add(word)
+            assert asked is None, "a tile asks twice"
+            asked = word, value
+            own = call.own and word == call.rank
+            assert known == (own or asked == here), "a chunk is awaited twice, or never"
+            awaited |= set() if known else {asked}
+            here = asked
+        elif event[0] == "multiply":
+            assert asked is not None, "rows are read before they are awaited"
+            assert asked in awaited or (call.own and asked[0] == call.rank)
         elif event[0] == "store":
-            peer, row, _ = event[1]
-            assert asked == [call.word(peer, row)]
-            assert set(asked) <= awaited or (call.own and peer == call.rank)
-            asked = []
+            assert asked == call.needed(*event[1][:2])
+            asked = None
         else:
-            assert event[0] == "multiply"
+            assert event[0] == "count"
+            assert event[2] == 0, "the GEMM of a gather counts nothing"
+
+
+def check_left(call: Gemm, found: Found) -> None:
+    """Words that nobody else reads are cleared at the end, and a gather of ranks' rows counts the call."""
+    counts = call.gathers and call.own
+    cleared = RANKS if call.clears else 0
+    assert found.words == [0] * cleared + [WORD] * (len(found.words) - cleared)
+    assert found.done == [0, CALLS + counts, WORD]
 
 
 @pytest.mark.parametrize(
     ("calls", "check"),
     [
-        pytest.param(SCATTERS, check_counts, id="a scatter counts its tiles of a chunk behind their stores"),
-        pytest.param(GATHERS, check_waits, id="a gather awaits the chunk of each tile"),
+        pytest.param(SCATTERS, check_counts, id="a scatter counts its tiles of a chunk after their stores"),
+        pytest.param(GATHERS, check_waits, id="a gather awaits what covers the rows of each tile"),
     ],
 )
 def test_words_of_a_gemm(calls: list[Gemm], check: Callable[[Gemm, list[Event]], None]) -> None:
-    for call, programs in ran(_gemm, calls):
-        assert stored(programs) == tiles(call)
-        for events in programs.values():
+    for call, found in ran(_gemm, calls):
+        assert stored(found.programs) == tiles(call)
+        for events in found.programs.values():
             check(call, events)
+        check_left(call, found)
 
 
 # --- the reduction --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Reduction:
-    """Of `size` elements, in parts of `part` and chunks of `chunk`; tiles: of a part, and of all."""
+    """Of `size` elements, in parts of `part` and, of other ranks, chunks of `chunk`.
+
+    tiles: of a part, and of all.
+    """
 
     size: int
     part: int
@@ -252,60 +312,104 @@ class Reduction:
     world: int = 3
     programs: int = 2
 
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """First element of each, and the end."""
+        return [(first, min(first + self.part, self.size)) for first in range(0, self.size, self.part)]
 
-def _reduction(call: Reduction) -> tuple[dict[int, list[Event]], int]:
-    """What each program does, and how many words are left set."""
+    def needed(self, source: int, first: int, last: int) -> tuple[int, int]:
+        """The word of some elements of a rank's, and what it is once they are there: chunks come in order."""
+        if source == self.rank:
+            part = last // self.part
+            assert part == first // self.part
+            return part, min(self.tiles[0], self.tiles[1] - part * self.tiles[0])
+        return COUNTS + source, min(last // self.chunk, CHUNKS - 1) + 1
+
+
+def _reduction(call: Reduction) -> Found:
+    """Each element tells whose it is, and which."""
     import torch
     from asynctp_kernels.cuda import copy_kernels as kernels
 
-    words = torch.full((COUNTS + 8 * ARRIVALS,), 9, dtype=torch.int32)
-    diary = Diary(words.data_ptr())
-    own, out = torch.ones(call.size), torch.empty(call.size)
-    received, done = torch.ones((call.world - 1) * call.size), torch.zeros(1, dtype=torch.int32)
-    numbers = [call.size, call.part, call.chunk, call.tiles[1], call.tiles[0], 1.0, call.rank]
-    args = [own, received, out, words[:COUNTS], words[COUNTS:], done, *numbers]
+    words = torch.full((COUNTS + 2 * RANKS,), WORD, dtype=torch.int32)
+    diary = Diary(words)
+    of_ranks = 1.0 + torch.arange(call.world * call.size, dtype=torch.float32).view(call.world, call.size)
+    received = torch.cat([of_ranks[: call.rank], of_ranks[call.rank + 1 :]])
+    out, done = torch.empty(call.size), torch.tensor([0, CALLS, WORD], dtype=torch.int32)
+    numbers = [call.size, call.part, call.chunk, call.tiles[1], call.tiles[0], 2.0, call.rank]
+    args = [of_ranks[call.rank].clone(), received, out, words[:COUNTS], words[COUNTS:], done, *numbers]
     constants = {
-        "WORLD": call.world, "MAX_CHUNKS": ARRIVALS, "MAX_OWN": COUNTS, "ALIGN": 1, "BLOCK": 8,
+        "WORLD": call.world, "MAX_CHUNKS": CHUNKS, "MAX_OWN": COUNTS, "ALIGN": 1, "BLOCK": 8,
         "PROGRAMS": call.programs,
     }  # fmt: skip
-    with mock.patch.object(kernels, "await_word", diary.await_word):
+    exact_f32 = kernels.exact_f32
+
+    def read(values: Any) -> Any:
+        places = [int(value) - 1 for value in values.handle.data.ravel() if value]  # others are masked
+        for source, several in groupby(places, lambda place: place // call.size):
+            elements = [place % call.size for place in several]
+            diary.note("read", source, min(elements), max(elements))
+        return exact_f32(values)
+
+    with mock.patch.multiple(kernels, await_word=diary.await_word, exact_f32=read):
         kernels.reduce_kernel[(call.programs,)](*args, **constants)
-    assert bool((out == call.world).all())
-    return diary.programs, int(words.count_nonzero())
+    assert torch.equal(out, 2 * of_ranks.sum(0))
+    return Found(diary.programs, words.tolist(), done.tolist())
 
 
 REDUCTIONS = [
-    Reduction(64, 16, 32, (6, 24)),
-    Reduction(60, 16, 32, (6, 21)),
-    Reduction(30, 30, 30, (4, 4), programs=5),
-    Reduction(160, 10, 80, (2, 32), rank=0, world=2),
-    Reduction(90, 30, 30, (0, 0), rank=2),
+    Reduction(64, 16, 16, (6, 24)),
+    Reduction(60, 16, 16, (6, 21)),
+    Reduction(60, 24, 20, (6, 15)),  # parts end within chunks
+    Reduction(70, 8, 20, (2, 18), world=4, rank=3),
+    Reduction(30, 30, 8, (4, 4), programs=5),
+    Reduction(160, 10, 40, (2, 32), rank=0, world=2),
+    Reduction(90, 30, 19, (3, 9), rank=2),  # the last chunk has more
+    Reduction(90, 30, 24, (0, 0), rank=2),
+    Reduction(40, 40, 160, (1, 1), rank=0),  # all are in the first chunk
 ]
 
 
 def test_a_reduction_awaits_its_tiles_and_all_that_comes() -> None:
-    """In every program, before it reads a part: the tiles of that, and the chunk of every other rank that it is in."""
-    for call, (programs, left) in ran(_reduction, REDUCTIONS):
-        assert left == 0, "it leaves all words cleared"
-        assert sorted(programs) == list(range(call.programs))
-        for events in programs.values():
+    """In every program, before it reads a part: the tiles of that, and what every other rank sends for it."""
+    for call, found in ran(_reduction, REDUCTIONS):
+        cleared = COUNTS + RANKS
+        assert found.words == [0] * cleared + [WORD] * (len(found.words) - cleared), "it leaves all its words cleared"
+        assert found.done == [0, CALLS + 1, WORD]
+        assert sorted(found.programs) == list(range(call.programs))
+        for events in found.programs.values():
             check_reduction(call, events)
+        check_read(call, found.programs)
 
 
 def check_reduction(call: Reduction, events: list[Event]) -> None:
-    """Of one program; the count of a part is what it waits for last."""
-    awaited: set[int] = set()
-    part = 0
-    for _, word, value, known in events:
-        if word >= COUNTS:
-            assert value == 1
-            awaited |= set() if known else {word}
-            continue
-        first = part * call.part
-        assert (word, known) == (part, False)
-        assert value == min(call.tiles[0], call.tiles[1] - part * call.tiles[0])
-        others = [source for source in range(call.world) if source != call.rank]
-        assert {COUNTS + source * ARRIVALS + first // call.chunk for source in others} <= awaited
-        part += 1
-    assert part == ceil(call.size / call.part)
-    assert not {word for word in awaited if (word - COUNTS) // ARRIVALS == call.rank}, "its own rows do not come"
+    """Of one program: all that it reads was awaited, each of that once; and it awaits every part, in order."""
+    awaited: set[tuple[int, int]] = set()
+    for kind, *event in events:
+        if kind == "wait":
+            word, value, known = event
+            if not known:
+                assert (word, value) not in awaited, "something is awaited twice"
+                awaited.add((word, value))
+        else:
+            assert kind == "read"
+            word, value = call.needed(*event)
+            assert any(each[0] == word and each[1] >= value for each in awaited), "it is read before it is awaited"
+    wanted = [
+        call.needed(source, first, end - 1)
+        for first, end in call.parts
+        for source in [*(source for source in range(call.world) if source != call.rank), call.rank]
+    ]
+    unknown = [(word, value) for kind, word, value, *known in events if kind == "wait" and known == [False]]
+    assert unknown == list(dict.fromkeys(wanted)), "it awaits something else, or in another order"
+
+
+def check_read(call: Reduction, programs: dict[int, list[Event]]) -> None:
+    """Each rank's elements are read once, by all programs together."""
+    read = Counter[tuple[int, int]]()
+    for events in programs.values():
+        for kind, *event in events:
+            if kind == "read":
+                source, first, last = event
+                read.update(product([source], range(first, last + 1)))
+    assert read == Counter(product(range(call.world), range(call.size)))

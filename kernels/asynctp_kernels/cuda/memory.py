@@ -416,6 +416,16 @@ class GroupMemory:
         return self.free.at(peer, self.rank)
 
     @property
+    def failed(self) -> Words:
+        """Words that a rank sets at each peer when it has failed (`watch`)."""
+        return self._words(3)
+
+    @property
+    def told_words(self) -> torch.Tensor:
+        """Those that peers have set here."""
+        return self._own(self.failed, MAX_WORLD)
+
+    @property
     def all_chunk_words(self) -> list[torch.Tensor]:
         """This rank's words of chunks."""
         return [self._own(words, MAX_WORLD) for words in (self.full, self.landed)]

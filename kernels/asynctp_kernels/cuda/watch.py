@@ -9,17 +9,23 @@ costs a call anything:
 
     FREE[p] is another call than this rank's, for a second             unlike calls have met: `UnlikeCalls`
     FREE[p] is 0 and no call ends, for as long as the group's timeout  a rank does not come: `PeerTimeout`
+    p has told that it has failed, and no call ends, for some seconds  so does this rank: `SymmetricMemoryError`
 
-Then the group's memory has failed: each further call on the host raises, and says why. Enqueued calls cannot raise.
-They get NaN: every rank's box is filled with it, and then every word is set for which a stream or a kernel of this rank
-could wait, as long as the group lives, since a CUDA graph may be launched again. Copies do all that: a kernel might
-find no room.
+Then the group's memory has failed: each further call on the host raises, and says why, and all peers are told. Enqueued
+calls cannot raise. They get NaN: every rank's box is filled with it, and then every word is set for which a stream or a
+kernel of this rank could wait, as long as the group lives, since a CUDA graph may be launched again. Copies do all
+that: a kernel might find no room.
+
+A rank that goes on so writes to its peers' boxes, in calls that these may not have come to. So it goes on only when all
+of them have failed, too (or do not look any more): who has not failed never reads what comes of it. That is explored by
+`tests/kernels/test_channel_model.py`.
 
 In Triton's interpreter waits raise themselves (`interpreted.StreamWaitOver`), and `error_of` says what that means.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -47,6 +53,8 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.25
 UNLIKE_S = 1.0  # what is under way may differ for a moment: one rank has ended a call, and another has not
 ENDING_S = 0.02  # between two looks, once waits are to be ended
+TOLD_S = 5.0  # without the end of a call, after which a rank takes a peer's word that it has failed
+ENDS_S = 15.0  # after which a rank that has failed ends its waits, though a peer does not say that it has, too
 THE_CALL = "the same call"  # awaited of a rank that does not come to it
 
 
@@ -73,6 +81,19 @@ class Calls:
             return str(self._store.get(key).decode()) if self._store.check([key]) else f"an unknown call ({number})"
         except RuntimeError as error:  # the store may be gone, with the rank that has it
             return f"an unknown call ({number}; {error})"
+
+    def tell_failure(self, rank: int, why: str) -> None:
+        """Say to the peers why this rank has failed."""
+        with contextlib.suppress(RuntimeError):  # as below
+            self._store.set(f"asynctp/failed/{rank}", why)
+
+    def failure_of(self, peer: int) -> str:
+        """Why a peer has failed."""
+        key = f"asynctp/failed/{peer}"
+        try:
+            return str(self._store.get(key).decode()) if self._store.check([key]) else "it does not say why"
+        except RuntimeError as error:
+            return f"it cannot say why ({error})"
 
 
 def unlike(memory: GroupMemory, peer: int, own: int, theirs: int) -> UnlikeCalls:
@@ -118,6 +139,7 @@ class Look:
         ended: Counts that change when a call ends.
         free, posted: By peer; see the module.
         ahead: Of peers that have begun a direct call which this rank has not, its signature.
+        told: By peer, whether it has failed.
         status: A kernel's record.
     """
 
@@ -126,6 +148,7 @@ class Look:
     free: dict[int, int]
     posted: dict[int, int]
     ahead: dict[int, int]
+    told: dict[int, int]
     status: list[int]
 
 
@@ -135,6 +158,7 @@ class Watch:
     def __init__(self, memory: GroupMemory) -> None:
         self._memory, self._since = weakref.ref(memory), time.monotonic()
         self._state: object = None
+        self._failed: float | None = None
 
     def judge(self, look: Look, now: float) -> SymmetricMemoryError | PeerTimeout | None:
         """The error that a look tells of, if any."""
@@ -143,7 +167,7 @@ class Watch:
         if (error := error_in(memory, look.status)) is not None:
             return error
         state = (look.doing, look.ended, look.posted)
-        if state != self._state or not (look.doing or any(look.posted.values())):
+        if state != self._state:
             self._state, self._since = state, now
             return None
         for peer, theirs in sorted(look.free.items()):
@@ -153,7 +177,15 @@ class Watch:
         for peer, own in sorted(look.posted.items()):
             if own and not look.free[peer] and now - self._since >= memory.bound / 1e9:
                 return late(memory, peer, own, THE_CALL)
+        told = [peer for peer, has_failed in sorted(look.told.items()) if has_failed]
+        if told and now - self._since >= TOLD_S:
+            return SymmetricMemoryError(f"rank {told[0]} has failed: {memory.calls.failure_of(told[0])}")
         return None
+
+    def may_end_waits(self, look: Look, now: float) -> bool:
+        """Whether this rank, which has failed, may go on: it writes to its peers then."""
+        self._failed = now if self._failed is None else self._failed
+        return all(look.told.values()) or now - self._failed >= ENDS_S
 
 
 def start_watch(memory: GroupMemory) -> None:
@@ -175,7 +207,9 @@ def _run(reference: weakref.ref[GroupMemory]) -> None:
             if memory.failure is None and (error := watch.judge(look, time.monotonic())) is not None:
                 memory.fail(error)
             if memory.failure is not None:
-                pages.end_waits(memory, look)
+                pages.tell(memory)
+                if watch.may_end_waits(look, time.monotonic()):
+                    pages.end_waits(memory, look)
                 stream.synchronize()
         pause = LOOK_S if memory.failure is None else ENDING_S
         memory = None
@@ -192,6 +226,8 @@ class _Pages:
         self.words = torch.zeros_like(memory.watched, device="cpu").pin_memory()
         self.free = torch.zeros(memory.free_words.numel(), dtype=torch.int32).pin_memory()
         self.posted = torch.zeros_like(self.free).pin_memory()
+        self.told = torch.zeros_like(self.free).pin_memory()
+        self.has_told = False
         self.status = torch.zeros_like(memory.status, device="cpu").pin_memory()
         self.set = torch.full_like(self.free, MAX_CHUNKS).pin_memory()
         self.poison: torch.Tensor | None = None
@@ -201,13 +237,24 @@ class _Pages:
             to = self.posted_here.data_ptr() + 4 * peer
             driver.copy(to, memory.posted_words(peer), 4, stream.cuda_stream)
         pairs = [(self.words, memory.watched), (self.free, memory.free_words), (self.posted, self.posted_here)]
-        for page, words in [*pairs, (self.status, memory.status)]:
+        for page, words in [*pairs, (self.told, memory.told_words), (self.status, memory.status)]:
             page.copy_(words, non_blocking=True)
         stream.synchronize()
         doing, *ended = self.words.tolist()
-        free, posted = ({peer: page.tolist()[peer] for peer in self.peers} for page in (self.free, self.posted))
+        pages = (self.free, self.posted, self.told)
+        free, posted, told = ({peer: page.tolist()[peer] for peer in self.peers} for page in pages)
         ahead = memory.peers_ahead() if any(posted.values()) else {}
-        return Look(doing, (memory.made, *ended), free, posted, ahead, self.status.tolist())
+        return Look(doing, (memory.made, *ended), free, posted, ahead, told, self.status.tolist())
+
+    def tell(self, memory: GroupMemory) -> None:
+        """Say to all peers that this rank has failed."""
+        if self.has_told:
+            return
+        memory.calls.tell_failure(memory.rank, str(memory.failure))
+        stream = torch.cuda.current_stream().cuda_stream
+        for peer in self.peers:
+            driver.copy(memory.failed.at(peer, memory.rank), memory.one, 4, stream)
+        self.has_told = True
 
     def end_waits(self, memory: GroupMemory, look: Look) -> None:
         """Let everything that waits, or will, go on with NaN."""
