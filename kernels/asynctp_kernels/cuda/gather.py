@@ -17,6 +17,7 @@ its results, then mends its operands and enqueues, which a call on the same addr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -204,6 +205,10 @@ class GatherPlan:
     def as_units(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor as integers that copies move."""
         return tensor.view(-1).view(_UNITS[self.unit_bytes])
+
+    def together(self, run: int) -> int:
+        """How many units a copy reads and writes at once, where runs of so many lie one after the other (0: any)."""
+        return math.gcd(16 // self.unit_bytes, run)
 
     def tensors(self, operands: GatherOperands) -> GatherTensors:
         """The operands as they come, and new memory for what a call makes."""
@@ -444,6 +449,7 @@ class PushedGather(MovedGather):
             "WORLD": memory.world,
             "CONTIGUOUS": layout.whole,
             "ALONG_LAST": layout.along_last,
+            "ALIGN": self.together(self.units if layout.whole else self.keep_sizes[1]),
             "BLOCK": block,
             "PROGRAMS": programs,
         }
@@ -508,6 +514,7 @@ class PulledGather(MovedGather):
             kept = full[memory.rank * self.units :][: self.units]
         box, scale_box = self.as_units(self.outbox.memory), self.outbox.memory[self.scale_offset :].view(torch.float32)
         scale = memory.dummy if call.travels is None else aligned(call.travels)
+        whole = self.units % self.together(0) == 0
         words = [memory.pads, memory.free.number, memory.landed.number, memory.kernel_bound, memory.status]
         tail: list[Any] = [
             box, scale_box, memory.stage_done, self.units, self.number_count, *words,
@@ -517,6 +524,7 @@ class PulledGather(MovedGather):
             "WORLD": memory.world,
             "SCALE_TRAVELS": self.number_count > 0,
             "KEEPS": self.stage_keeps,
+            "ALIGN": self.together(0) if whole or not self.stage_keeps else 1,  # one pointer may be aligned no further
             "BLOCK": block,
             "PROGRAMS": programs,
             "MAX_CHUNKS": MAX_CHUNKS,
