@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -112,22 +114,24 @@ def test_a_report_file_that_cannot_be_written(
 
 
 def test_a_pipe_that_is_read_gets_the_reports(tmp_path: Path) -> None:
-    path, read = a_pipe(tmp_path), list[str]()
-    opened = threading.Event()
+    """More than a pipe holds, so that it is read while it is written."""
+    path, text, read = a_pipe(tmp_path), "x" * (1 << 18) + "\n", bytearray()
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
-    def reader() -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        opened.set()
-        os.set_blocking(fd, True)
-        with open(fd, encoding="utf-8") as file:
-            read.extend(file)
+    def drain() -> None:
+        until = time.monotonic() + 30
+        while len(read) < len(text) and time.monotonic() < until:
+            with contextlib.suppress(BlockingIOError):
+                read.extend(os.read(reader, 1 << 16))
+            time.sleep(0.001)
 
-    thread = threading.Thread(target=reader)
+    thread = threading.Thread(target=drain)
     thread.start()
-    assert opened.wait(10)
-    files.write(path, "x" * (1 << 18) + "\n", append=True)
-    thread.join(10)
-    assert [len(line) for line in read] == [(1 << 18) + 1]
+    with mock.patch.object(files, "WAIT_S", 30.0):
+        files.write(path, text, append=True)
+    thread.join()
+    os.close(reader)
+    assert read.decode() == text
 
 
 @pytest.mark.parametrize("make", [a_pipe, a_folder_by_now], ids=["pipe", "unwritable"])

@@ -27,57 +27,12 @@ from asynctp_passes import Report
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE", "quick") == "thorough"
 
-_ORDER = "a fused gather stands at its first matmul, or a gather beside products: other ranks have another order"
-_WIRE = "rows or columns are rearranged before they are sent, which other ranks do not do"
-_BALLOT = "ranks do not vote on what changes what they send"
 _FACTOR = "a factor is multiplied onto an operand, which has no room for it"
-_COMPARED = "ranks compare plans that may differ, and raise DisagreementError"
-_TRANSPORT = "kernels on one rank meet plain collectives on another, or kernels of another choice"
 
-KNOWN: dict[str, str] = {
-    "no_matmul": _ORDER,
-    "gathered_dropped": _ORDER,
-    "only_a_statistic": _ORDER,
-    "products_beside": _ORDER,
-    "later": _ORDER,
-    "needs_a_later_collective": _ORDER,
-    "rows_permuted": _WIRE,
-    "rows_permuted_before": _WIRE,
-    "transposed_product": _WIRE,
-    "extreme_factor": _FACTOR,
-    "relu_between": _BALLOT,
-    "converted_between": _BALLOT,
-    "scaled_mm": _BALLOT,
-    "summed_with_the_next": _BALLOT,
-    "needed_early": _BALLOT,
-    "maximum_before_operand": _BALLOT,
-}
+KNOWN: dict[str, str] = {"extreme_factor": _FACTOR}
 """Kinds of local differences that the pass gets wrong, with the reason. A kind that is right must go from here."""
 
-KNOWN_ON_RANKS: dict[str, str] = {
-    **KNOWN,
-    "gathered_used": _TRANSPORT,
-    "gathered_returned": _TRANSPORT,
-    "no_columns": _TRANSPORT,
-    "uneven_depth": _TRANSPORT,
-    "no_depth": _TRANSPORT,
-    "nothing_multiplied": _TRANSPORT,
-    "widened": _TRANSPORT,
-    "sum_dropped": _TRANSPORT,
-    "used_later": _TRANSPORT,
-    "two_products": _COMPARED,
-    "adapter": _COMPARED,
-    "own_shard_first": _COMPARED,
-    "some_rows": _COMPARED,
-    "scaled_between": _COMPARED,
-    "rows_scaled_between": _COMPARED,
-    "quantized_between": _COMPARED,
-    "narrowed": _COMPARED,
-    "two_terms": _COMPARED,
-    "factor": _COMPARED,
-    "partial_used": _COMPARED,
-    "dynamic": _COMPARED,
-}
+KNOWN_ON_RANKS: dict[str, str] = {**KNOWN}
 """The same for compiled programs on real ranks, which Inductor schedules and kernels run."""
 
 FOUND: dict[str, tuple[tuple[int, int], ...]] = {
@@ -93,7 +48,7 @@ FOUND: dict[str, tuple[tuple[int, int], ...]] = {
 }
 """Seeds and numbers of ranks that showed a fault of a kind, where seed 0 does not: they are judged ever since."""
 
-KNOWN_TOGETHER: dict[tuple[int, int], str] = {(1, 4): "a collective that Inductor moves on some ranks only"}
+KNOWN_TOGETHER: dict[tuple[int, int], str] = {}
 """Seeds and numbers of ranks of mixed programs that fail on ranks, though they have no known kind."""
 
 PER_KIND, MIXED = (80, 1_000) if THOROUGH else (1, 8)
@@ -135,8 +90,7 @@ def assert_right(programs: Iterable[Program], judge: Callable[[Program], Verdict
 def test_a_kind_on_ranks(kind: str, request: pytest.FixtureRequest) -> None:
     if kind in KNOWN_ON_RANKS:
         reason = KNOWN_ON_RANKS[kind]
-        may_pass = reason is _COMPARED  # a rank that compiles first has nothing to compare with
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=not may_pass))
+        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
     assert_right_on_ranks(of_kind(kind, ON_RANKS_PER_KIND))
 
 
