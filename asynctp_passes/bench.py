@@ -166,6 +166,7 @@ class Call:
         self.along: Tensor | None = given.pop("along_shard", None)
         self.sum_dtype: torch.dtype | None = given.pop("sum_dtype", None)
         self.added: Tensor | None = given.pop("added", None)
+        self.all_keep: bool | None = given.pop("all_keep", None)
         self.given = given
         self.a_parts: list[Tensor] = [given["a_shard"]] if self.gathers else given["a_parts"]
         self.bs: list[Tensor] = given["bs" if self.gathers else "b_parts"]
@@ -277,7 +278,9 @@ class Call:
         return forced
 
     def _ours(self) -> list[Tensor]:
-        optional = {"along_shard": self.along, "sum_dtype": self.sum_dtype, "added": self.added}
+        optional = {
+            "along_shard": self.along, "sum_dtype": self.sum_dtype, "added": self.added, "all_keep": self.all_keep,
+        }  # fmt: skip
         given = {name: value for name, value in optional.items() if value is not None}
         found = getattr(torch.ops.asynctp, self.op)(*self.given.values(), self.group, **given)
         return found if self.gathers else [found]

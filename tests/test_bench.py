@@ -523,8 +523,9 @@ def test_calls_of_a_report(tmp_path: Path) -> None:
     path = report_file(tmp_path / "r.jsonl", gathered(), gathered(2), gathered(), gathered(rows=6, dynamic=0))
     options = bench.parse(["--report", str(path), "--tune"])
     assert [ranks for _, _, ranks in cli.calls_of_report(path)] == [4, 2]
-    assert list(bench.calls(options, 4)) == [bench.built_in("gather", "bf16", 256, 32, 48, 4)]
-    assert list(bench.calls(options, 2)) == [bench.built_in("gather", "bf16", 128, 32, 48, 2)]
+    for ranks, rows in ((4, 256), (2, 128)):
+        op, arguments = bench.built_in("gather", "bf16", rows, 32, 48, ranks)
+        assert list(bench.calls(options, ranks)) == [(op, {**arguments, "all_keep": None})]
 
 
 @pytest.mark.parametrize(("sizes", "given", "ranks"), [([2], [], 2), ([2, 4], ["--ranks", "4"], 4)])

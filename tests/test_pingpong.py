@@ -6,6 +6,7 @@ the calls of `gemm_runs`; what that takes as given, the text of waits and counts
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from dataclasses import replace
@@ -84,13 +85,14 @@ SCATTERS = BOTH | {
 
 
 def planned(op: str, options: dict[str, Any], folder: Path) -> tuple[Prepared, Compiled]:
-    """The GEMM of a plan. pushed: a gather that does not return what was gathered."""
+    """The GEMM of a plan. A gather is pulled; pushed, of which nothing is returned; or pushed and kept."""
     tiles = pingpong(options.get("dtype", torch.bfloat16).itemsize)
     with machine() as here:
         if op == "scatter":
             scatter.FusedScatter(scatter_call(**options), here.memory, tiles, 2, SMS)
         else:
-            gather.fused_gather(gather_call(**options, full=op == "gather"), here.memory, tiles, 2, SMS)
+            how = {"gather": {"kept": True}, "pushed": {}, "kept": {"full": True}}[op]
+            gather.fused_gather(gather_call(**options, **how), here.memory, tiles, 2, SMS)
         prepared = here.prepared[-1]
         if op != "pushed":
             small, found = small_and_gemm(here, folder)
@@ -135,13 +137,17 @@ def texts(ptx: Ptx) -> tuple[int, int]:
     return waits, counts
 
 
-@pytest.mark.parametrize("name", GATHERS)
-@pytest.mark.parametrize("op", ["gather", "pushed"])
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [*itertools.product(("gather", "pushed"), GATHERS), *(("kept", name) for name in ("travels", "outer", "bf16"))],
+)
 def test_gather(op: str, name: str, tmp_path: Path) -> None:
     options, stack = GATHERS[name]
     prepared, found = planned(op, options, tmp_path)
     check(prepared, found, options, stack)
     assert texts(found.ptx) == (1, 0)
+    constants = prepared.constants
+    assert (constants["INBOX"], constants["CLEARS"]) == (op != "gather", op != "kept")
 
 
 @pytest.mark.parametrize("k_major", [True, False])
@@ -216,6 +222,7 @@ MUTATED: dict[str, tuple[str, dict[str, Any]]] = {
     "sum": ("scatter", SCATTERS["sum of 3"][0]),
     "gather": ("gather", {**TRAVELS, "ns": MANY[:2]}),
     "three": ("gather", {**TRAVELS, "ns": MANY[:3]}),
+    "pushed": ("pushed", {**TRAVELS, "ns": MANY[:2]}),
 }
 MUTANTS = {
     "the last stage is left too early": ("scatter", LAST + LEAVE, LEAVE + LAST),
@@ -240,7 +247,18 @@ MUTANTS = {
     "parts are exchanged": ("scatter", "parts[i]", "parts[1 - i]"),
     "a tile is not counted": ("scatter", "publish_by_warp(words + chunk)", "pass"),
     "another chunk is counted": ("scatter", "publish_by_warp(words + chunk)", "publish_by_warp(words)"),
-    "chunks are not awaited": ("gather", "await_by_warp(words + chunk, value, known)", "pass"),
+    "chunks are not awaited": ("gather", "await_by_warp(words + peer, chunk - peer * CHUNKS + 1, known)", "pass"),
+    "the chunk before is awaited": ("gather", "chunk - peer * CHUNKS + 1, known", "chunk - peer * CHUNKS, known"),
+    "another's chunks are awaited": (
+        "gather",
+        "await_by_warp(words + peer, chunk",
+        "await_by_warp(words + rank, chunk",
+    ),
+    "the inbox has a place for the own": (
+        "pushed",
+        "(peer - (peer > rank).to(gl.int32)) * outer + p",
+        "peer * outer + p",
+    ),
     "own rows of others": ("gather", "                if step > 0:\n                    a = as_[1]\n", ""),
     "own scales of others": ("gather", "                if step > 0:\n                    a_scale = a_scales[1]\n", ""),
     "rows behind the end": ("gather", "mask=in_block < inner, other=0.0)[:, None]", "mask=in_block < n)[:, None]"),
@@ -254,8 +272,8 @@ MUTANTS = {
     "columns first": ("sum", "load_block(b, [at_k, col], full", "load_block(b, [col, at_k], full"),
     "words are not cleared": (
         "gather",
-        "gl.store(words + gl.arange(0, 8 * CHUNKS",
-        "gl.store(words + gl.arange(0, CHUNKS",
+        "gl.store(words + gl.arange(0, 8,",
+        "gl.store(words + gl.arange(0, 4,",
     ),
     "programs are not counted together": ("gather", "        barrier()\n", ""),
 }

@@ -100,7 +100,7 @@ def _bits(rank: int, world: int, seed: int) -> list[str]:
     names, differ = ("fused", "decomposed", "whole"), []
     for case in (
         GatherCase("rows", (2, 9, 24), 1, (24, 8), a_full=True),
-        GatherCase("scales", (9, 16), 0, (8,), E4M3, scale="shard"),
+        GatherCase("scales", (9, 16), 0, (8,), E4M3, scale="shard", weight=True),
     ):
         x = make_inputs(case, rank, world, seed)
         for own in names:
