@@ -154,6 +154,7 @@ copy   copy 32768 B to gathered + 0 from box of 0 + 0
 copy   record flight
 copy   record flown
 reduce await flight
+copy   record flight
 main   record last""",
     )
     assert not [entry for entry in here.of(Awaited) + here.of(Launched) if STREAMS[entry.stream] == STREAMS[MAIN]]
@@ -196,6 +197,7 @@ copy   write landed of 1 [0] = 0
 copy   record flight
 copy   record flown
 reduce await flight
+copy   record flight
 main   record last""",
     )
     assert not [entry for entry in here.of(Awaited) + here.of(Launched) if STREAMS[entry.stream] == STREAMS[MAIN]]
