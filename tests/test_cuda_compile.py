@@ -409,9 +409,12 @@ SCATTERS = BOTH | {
     "multiplied-2": Variant({"ks": (512, 256), "factors": (1.0, 1.0, 0.5)}, WIDE),
     "multiplied-rows-2": Variant({**ROWWISE, "ks": (512, 256), "factors": (-1.0, -1.0)}, SUM8),
     "converted": Variant(CONVERTED, NARROW_TO_FP32),
-    "converted-fp16": Variant({**CONVERTED, "dtype": torch.float16}, NARROW_TO_FP32),
+    "converted-bias-fp16": Variant({**CONVERTED, "bias": True, "dtype": torch.float16}, NARROW_TO_FP32),
     "converted-fp8": Variant({**TENSORWISE, **CONVERTED}, NARROW8_TO_FP32),
     "converted-precise": Variant({**TENSORWISE, **CONVERTED, "fast": False}, PRECISE8_TO_FP32),
+    "converted-sum-to-fp32": Variant(
+        {**TENSORWISE, "ks": (512, 256), **TO_FP32, **CONVERTED, "fast": False}, PRECISE_SUM8_TO_FP32, 8
+    ),
 }
 
 
@@ -789,31 +792,51 @@ def test_stage_kernel(world: int, scales: bool, tmp_path: Path) -> None:
     assert {load.op for load in copies} == {"ld.global.v4.b32"}, "16 bytes a thread at a time"
 
 
-@pytest.mark.parametrize(("shape", "width"), [((130, 4096), "v4.b32"), ((4096, 64, 1), "v4.b32"), ((131, 7), "b16")])
-def test_stage_kernel_that_keeps_the_shard(shape: tuple[int, ...], width: str, tmp_path: Path) -> None:
-    """What is read once goes to two places; still small enough for room beside the GEMM."""
-    with machine(rank=1, world=2) as here:
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("shape", "width"),
+    [((130, 4096), "v4.b32"), ((4096, 64, 1), "v4.b32"), ((64, 516), None), ((65, 516), "b32"), ((127, 514), "b32"),
+     ((131, 7), "b16")],
+)  # fmt: skip
+def test_stage_kernel_that_keeps_the_shard(
+    shape: tuple[int, ...], width: str | None, rank: int, tmp_path: Path
+) -> None:
+    """What is read once goes to two places, wherever those are; still small enough for room beside the GEMM."""
+    with machine(rank=rank, world=2) as here:
         collectives.BulkPull(collectives.gather_call(tensor(*shape), None, 2, kept=True), here.memory)
         kernel = compiled(here.prepared[-1], tmp_path)
     check_small(kernel, registers=REGISTERS_BESIDE)
+    assert kernel.shared <= BESIDE_SHARED
     check_posts(kernel.ptx, 2)
-    loads = [load for load in kernel.ptx.find("ld.global") if load.op == f"ld.global.{width}"]
-    stores = [store for store in kernel.ptx.find("st.global") if store.op == f"st.global.{width}"]
-    assert loads
-    assert len(stores) == 2 * len(loads)
+    check_copies(kernel.ptx, width)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim", "width"),
-    [
-        *(((4096,), 0, "v4.b32"), ((3, 512), 1, "v4.b32"), ((131,), 0, "v4.b32"), ((64,), -1, "v4.b32")),
-        *(((33,), 0, "b16"), ((4095,), 0, "b16"), ((3, 513), 1, "b16"), ((34,), 0, "b32"), ((4094,), 0, "b32")),
-    ],
-)
+def check_copies(ptx: Ptx, width: str | None) -> None:
+    """Data is written as many bytes at a time as it is read; words and counts are of 4 bytes."""
+    read, written = ({each.op.removeprefix(f"{way}.global.") for each in ptx.find(f"{way}.global") if each.predicate}
+                     for way in ("ld", "st"))  # fmt: skip
+    assert read - {"b32", "sys.acquire.b32"} == written - {"b32", "b64"}
+    assert width is None or width in read & written
+
+
+#: (shard, K, dim, bytes read and written at a time): of rows in one piece, in blocks, and of columns
+KEPT = [
+    ((4096,), 4096, 0, "v4.b32"),
+    ((3, 512), 4096, 1, "v4.b32"),
+    ((64,), 4096, -1, "v4.b32"),
+    ((131,), 4096, 0, "v4.b32"),
+    ((3, 33), 516, 1, None),
+    ((64,), 516, -1, "v2.b32"),
+    ((33,), 514, 0, "b32"),
+    ((33,), 7, 0, "b16"),
+    ((3, 33), 7, 1, "b16"),
+]
+
+
+@pytest.mark.parametrize(("shape", "k", "dim", "width"), KEPT)
 @pytest.mark.parametrize("world", [2, 8])
-def test_keep_kernel(world: int, shape: tuple[int, ...], dim: int, width: str, tmp_path: Path) -> None:
-    """It waits for nothing, spills nothing, and moves as many bytes at a time as lie together."""
-    k = 4096 if width.startswith("v4") else 7
+def test_keep_kernel(world: int, shape: tuple[int, ...], k: int, dim: int, width: str | None, tmp_path: Path) -> None:
+    """It waits for nothing, spills nothing, and needs none of the GEMM's shared memory, wherever rows lie."""
     with machine(world=world) as here:
         gather.PushedGather(gather_call(shape, k, dim=dim, world=world, full=True), here.memory, 1)
         (prepared,) = here.prepared
@@ -825,8 +848,7 @@ def test_keep_kernel(world: int, shape: tuple[int, ...], dim: int, width: str, t
     assert kernel.shared <= BESIDE_SHARED, kernel.shared
     assert acquires(kernel.ptx) == []
     assert kernel.ptx.find("atom") == []
-    copied = {load.op.removeprefix("ld.global.") for load in kernel.ptx.find("ld.global") if load.predicate}
-    assert width in copied, copied
+    check_copies(kernel.ptx, width)
 
 
 @pytest.mark.parametrize("tiles", [WIDE, PRECISE_SUM8], ids=["8 warps", "4 warps"])
@@ -845,22 +867,24 @@ def test_reduce_kernel(world: int, tiles: Tiles, tmp_path: Path) -> None:
     loads = kernel.ptx.find("ld.global.v4.b32")
     elements = 2048 if sums and world == 8 else 4096
     assert len(loads) * kernel.threads * 8 == world * elements, "elements of 2 bytes, 16 bytes at a time"
-    assert len(kernel.ptx.find("ld.global")) - len(loads) <= 1, "the status"
+    assert len(kernel.ptx.find("ld.global")) == len(loads) + 1, "and the count of calls"
     for load in loads:
         assert len(kernel.ptx.origins(load.reads) & found) == 1 + world
 
 
-@pytest.mark.parametrize("world", [2, 8])
-def test_reduce_kernel_of_what_is_converted(world: int, tmp_path: Path) -> None:
-    """It travels as it is summed, and is read as the result is written, 16 bytes at a time."""
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_reduce_kernel_of_converted_products(world: int, tmp_path: Path) -> None:
+    """What travels is read as the result is written, 16 bytes at a time, which takes no memory that the GEMM needs."""
     with machine(world=world) as here:
         call = scatter_call((512 * world,), world=world, **CONVERTED)
         scatter.FusedScatter(call, here.memory, NARROW_TO_FP32, 4, SMS)
         kernel = compiled(here.prepared[0], tmp_path)
     check_small(kernel, registers=REGISTERS_BESIDE)
     assert kernel.shared <= 16
-    found, loads, stores = waits(kernel.ptx), *map(kernel.ptx.find, ("ld.global.v4.b32", "st.global.v4.b32"))
-    assert len(loads) == world * len(stores) > 0
+    found = waits(kernel.ptx)
+    loads, stores = kernel.ptx.find("ld.global.v4.b32"), kernel.ptx.find("st.global.v4.b32")
+    assert len(loads) == world * 2, "2048 elements by 256 threads"
+    assert len(stores) == 2
     for load in loads:
         assert len(kernel.ptx.origins(load.reads) & found) == 1 + world
 

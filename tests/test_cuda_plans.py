@@ -1412,11 +1412,11 @@ def test_all_reduce_and_scatter_of_one_shape_are_chosen_apart(here: Machine, sha
 
 
 SMALL: dict[str, Callable[[], Any]] = {
-    "gather": lambda: gather_call((192,), 64, (72,), full=True),
+    "gather": lambda: gather_call((192,), 64, (72,), kept=True),
     "scatter": lambda: scatter_call((768,), (64,), 72),
 }
 LARGE: dict[str, Callable[[], Any]] = {
-    "gather": lambda: gather_call((4608,), 256, (8,), full=True),
+    "gather": lambda: gather_call((4608,), 256, (8,), kept=True),
     "scatter": lambda: scatter_call((8192,), (8,), 264),
 }
 

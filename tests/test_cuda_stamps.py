@@ -11,8 +11,10 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels import cuda
+from asynctp_kernels.cuda.memory import MAX_CHUNKS
 from asynctp_kernels.cuda.scatter import ScatterCall
 from asynctp_kernels.cuda.stamps import WORDS
+from asynctp_kernels.cuda.wire import PUSH
 from cuda_stubs import COPY, Awaited, Computed, Entry, Launched, Machine, Tape, gather_call, machine, scatter_call
 
 RANK, WORLD = 1, 4
@@ -39,13 +41,13 @@ def here() -> Iterator[Machine]:
         yield made
 
 
-GATHER = gather_call((192,), 64, (72,), full=True)
+GATHER = gather_call((192,), 64, (72,), kept=True)
 
 
 def gather(here: Machine) -> torch.Tensor:
     """One call; gives the rows of its product that come from this rank."""
     operands = (GATHER.a_shard, None, GATHER.bs, (), GATHER.biases, 0, False, torch.bfloat16, False, True)
-    outs = cuda.run_gather(*operands, WORLD, here.group, lambda: None)
+    outs = cuda.run_gather(*operands, WORLD, here.group, lambda: None, kept=True)
     assert outs is not None
     return outs[0].view(WORLD, 192, 72)[RANK]
 
@@ -88,7 +90,7 @@ def test_whose_rows_a_tile_has(here: Machine) -> None:
     with cuda.stamped() as stamps:
         gather(here)
         operands = (call.a_parts, call.b_parts, (), (), call.biases, "sum", 0, torch.bfloat16, False)
-        peers_come(here)
+        peers_come(here, call)
         assert cuda.run_scatter(*operands, WORLD, here.group, lambda: None) is not None
     found = stamps.calls()
     assert [(each["op"], each["rank"]) for each in found] == [("all_gather_matmul", 1), ("matmul_reduce_scatter", 1)]
@@ -99,10 +101,10 @@ def test_whose_rows_a_tile_has(here: Machine) -> None:
     assert found[1]["tiles"][3] == [3, 3, 2030, 2031, 2032]
 
 
-def peers_come(here: Machine) -> None:
+def peers_come(here: Machine, call: ScatterCall) -> None:
     """What the other ranks' words say in a scatter."""
-    for words in (here.memory.free, here.memory.full):
-        cuda_emulated.at(words.at(RANK, 0), (8, 4), torch.int32).fill_(1)
+    for words, value in ((here.memory.free, call.wire.signature(PUSH)), (here.memory.full, MAX_CHUNKS)):
+        cuda_emulated.at(words.at(RANK, 0), (WORLD,), torch.int32).fill_(value)
 
 
 def test_a_recorded_call_stamps_too(here: Machine) -> None:

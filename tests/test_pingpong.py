@@ -6,6 +6,7 @@ the calls of `gemm_runs`; what that takes as given, the text of waits and counts
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from dataclasses import replace
@@ -142,13 +143,17 @@ def texts(ptx: Ptx) -> tuple[int, int]:
     return waits, counts
 
 
-@pytest.mark.parametrize("name", GATHERS)
-@pytest.mark.parametrize("op", ["gather", "pushed"])
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [*itertools.product(("gather", "pushed"), GATHERS), *(("kept", name) for name in ("travels", "outer", "bf16"))],
+)
 def test_gather(op: str, name: str, tmp_path: Path) -> None:
     options, stack = GATHERS[name]
     prepared, found = planned(op, options, tmp_path)
     check(prepared, found, options, stack)
     assert texts(found.ptx) == (1, 0)
+    constants = prepared.constants
+    assert (constants["INBOX"], constants["CLEARS"]) == (op != "gather", op != "kept")
 
 
 @pytest.mark.parametrize("k_major", [True, False])
@@ -253,6 +258,12 @@ MUTANTS = {
     "one chunk less is awaited": ("gather", AWAIT_OWN, AWAIT_OWN.replace(" + 1", "")),
     "the word of a chunk is awaited": ("gather", AWAIT_OWN, AWAIT_OWN.replace("words + peer", "words + chunk")),
     "chunks of the caller's are not awaited": ("async", "await_by_warp(words + chunk, value, known)", "pass"),
+    "another's chunks are awaited": ("gather", AWAIT_OWN, AWAIT_OWN.replace("words + peer", "words + rank")),
+    "the inbox has a place for the own": (
+        "pushed",
+        "(peer - (peer > rank).to(gl.int32)) * outer + p",
+        "peer * outer + p",
+    ),
     "own rows of others": ("gather", "                if step > 0:\n                    a = as_[1]\n", ""),
     "own scales of others": ("gather", "                if step > 0:\n                    a_scale = a_scales[1]\n", ""),
     "rows behind the end": ("gather", "mask=in_block < inner, other=0.0)[:, None]", "mask=in_block < n)[:, None]"),

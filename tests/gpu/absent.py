@@ -2,8 +2,8 @@
 
     ASYNCTP_TIMEOUT_S=2 torchrun --nproc_per_node=4 tests/gpu/absent.py
 
-The last rank leaves one call of each kind out. The others' calls run out of time, their groups say which op waited for
-which rank and for what, and after a release the same call is right again. One JSON line a case, from rank 0.
+The last rank leaves one call of each kind out. The others' calls run out of time, their groups say which collective
+waited for which rank, and after a release the same call is right again. One JSON line a case, from rank 0.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from torch import Tensor
 import asynctp_passes.collectives
 import asynctp_passes.ops  # noqa: F401
 
-#: op and implementation, and what a rank of it waits for first; gathers that return A pull, others push
+#: op and implementation, and the collective that is named; gathers whose A all ranks return pull, others push
 CASES = {
-    ("all_gather_matmul", "fused"): "free inbox",
-    ("all_gather_matmul", "fused, A returned"): "call",
-    ("all_gather_matmul", "decomposed"): "free inbox",
-    ("all_gather_matmul", "decomposed, A returned"): "call",
-    ("all_gather_matmul", "direct"): "shard",
-    ("matmul_reduce_scatter", "fused"): "free inbox",
-    ("matmul_reduce_scatter", "decomposed"): "free inbox",
-    ("matmul_reduce_scatter", "direct"): "part",
-    ("all_gather", "copy engine"): "call",
-    ("reduce_scatter", "copy engine"): "free inbox",
+    ("all_gather_matmul", "fused"): "all_gather (524288 bytes a rank)",
+    ("all_gather_matmul", "fused, A returned"): "all_gather (524288 bytes a rank, kept by every rank)",
+    ("all_gather_matmul", "decomposed"): "all_gather (524288 bytes a rank)",
+    ("all_gather_matmul", "decomposed, A returned"): "all_gather (524288 bytes a rank, kept by every rank)",
+    ("all_gather_matmul", "whole"): "all_gather (524288 bytes a rank)",
+    ("all_gather_matmul", "direct"): "all_gather (524288 bytes a rank)",
+    ("matmul_reduce_scatter", "fused"): "reduce_scatter (524288 bytes a rank of bfloat16, sum)",
+    ("matmul_reduce_scatter", "decomposed"): "reduce_scatter (524288 bytes a rank of bfloat16, sum)",
+    ("matmul_reduce_scatter", "direct"): "reduce_scatter (524288 bytes a rank of bfloat16, sum)",
+    ("all_gather", "copy engine"): "all_gather (524288 bytes a rank, kept by every rank)",
+    ("reduce_scatter", "copy engine"): "reduce_scatter (524288 bytes a rank of bfloat16, sum)",
 }
 
 
@@ -76,7 +77,7 @@ def refused(op: str, implementation: str, group: dist.ProcessGroup) -> str:
     return "nothing"
 
 
-def run(op: str, implementation: str, awaited: str) -> dict[str, object]:
+def run(op: str, implementation: str, told: str) -> dict[str, object]:
     group = dist.new_group(list(range(dist.get_world_size())))
     dist.barrier(group)
     rank, last = dist.get_rank(), dist.get_world_size() - 1
@@ -97,7 +98,7 @@ def run(op: str, implementation: str, awaited: str) -> dict[str, object]:
     after = call(op, implementation, group)
     torch.cuda.synchronize()
     bound = float(os.environ["ASYNCTP_TIMEOUT_S"])
-    named = f"{op}: rank {rank} waited {bound:g} s for {awaited} of rank {last}."
+    named = f"{told}: rank {rank} waited {bound:g} s for the same call of rank {last}."
     good = before and after and (rank == last or (named in said and seconds < bound + 10))
     everywhere = torch.tensor(int(good), device="cuda")
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
@@ -106,7 +107,7 @@ def run(op: str, implementation: str, awaited: str) -> dict[str, object]:
 
 def main() -> int:
     start(300)
-    cases = ((f"{op}/{name}", functools.partial(run, op, name, awaited)) for (op, name), awaited in CASES.items())
+    cases = ((f"{op}/{name}", functools.partial(run, op, name, told)) for (op, name), told in CASES.items())
     code = run_cases(cases, 300)
     end()
     return code

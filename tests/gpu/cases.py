@@ -45,9 +45,10 @@ class Case:
 
     k: of all products; ks: of each summed one, if they differ. ns: columns, of summed products the same for each.
     scales: "", "tensor" or "row", of A and of B, or of each: "row+tensor", "1x128+128x128" (blocks); travels: the A
-    scale is gathered too; along: so are numbers, one per row, that are only returned. sum_dtype: of the result, to
-    which products are converted before they are added. added: another term of the sum, transposed in memory. factors:
-    what products are multiplied by, and maybe their sum.
+    scale is gathered too; along: so are numbers, one per row, that are only returned. full: the gathered A is
+    returned; alone: not by all ranks, as far as they are told, so that it is pushed. sum_dtype: of the result, to which
+    products are converted before they are added. added: another term of the sum, transposed in memory. factors: what
+    products are multiplied by, and maybe their sum.
     """
 
     op: str
@@ -64,6 +65,7 @@ class Case:
     bias: bool = False
     k_major: bool = True
     full: bool = False
+    alone: bool = False
     along: bool = False
     reduce_op: str = "sum"
     ks: tuple[int, ...] = ()
@@ -82,7 +84,7 @@ class Case:
                  f"dim{self.dim}", str(self.dtype)[6:], str(self.out_dtype)[6:]]  # fmt: skip
         flags = {
             self.scales: bool(self.scales), "travels": self.travels, "slow": not self.fast, "bias": self.bias,
-            "n-major": not self.k_major, "full": self.full, "along": self.along,
+            "n-major": not self.k_major, "full": self.full, "alone": self.alone, "along": self.along,
             self.reduce_op: self.reduce_op != "sum", f"b-{str(self.b_dtype)[6:]}": self.b_dtype is not None,
             f"sum-{str(self.sum_dtype)[6:]}": self.sum_dtype is not None, "added": self.added,
             "x" + "_".join(f"{factor:g}" for factor in self.factors): bool(self.factors),
@@ -121,13 +123,16 @@ def cases() -> Iterator[Case]:
     yield replace(base, ns=(512, 128, 128))
     yield replace(base, ns=(512, 128, 128, 264), bias=True)
     yield replace(base, ns=(256, 256, 256, 256, 256))
-    yield replace(base, full=True)
-    yield replace(base, shard=(2, 256), dim=1, full=True, ns=(256, 512))
-    yield replace(base, dtype=FP8, scales="row", travels=True, full=True, ns=(256, 512))
-    yield replace(base, dtype=FP8, scales="row", travels=True, full=True, shard=(3, 50), dim=1)
-    half = {"dtype": torch.float16, "out_dtype": torch.float16}
-    yield replace(base, full=True, shard=(240,), k=520, ns=(264,), bias=True, **half)
-    yield replace(base, full=True, shard=(4096,), k=1024)  # in chunks
+    for alone in (False, True):
+        full = {"full": True, "alone": alone}
+        yield replace(base, **full)
+        yield replace(base, shard=(2, 256), dim=1, ns=(256, 512), **full)
+        yield replace(base, dtype=FP8, scales="row", travels=True, ns=(256, 512), **full)
+        yield replace(base, dtype=FP8, scales="row", travels=True, shard=(3, 50), dim=1, **full)
+        half = {"dtype": torch.float16, "out_dtype": torch.float16}
+        yield replace(base, shard=(240,), k=520, ns=(264,), bias=True, **half, **full)
+        yield replace(base, shard=(4096,), k=1024, **full)  # in chunks
+        yield replace(base, shard=(127,), k=516, ns=(264,), **full)  # rows that are no multiple of 16 bytes
     yield replace(base, dtype=FP8, scales="row", travels=False)
     base = replace(base, dtype=FP8, scales="tensor", along=True)
     yield base
@@ -271,16 +276,19 @@ class Bulk:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
     reduce_op: str = "sum"
+    kept: bool = True
 
     @property
     def name(self) -> str:
-        return f"bulk-{self.op}-{'x'.join(map(str, self.shape))}-{str(self.dtype)[6:]}-{self.reduce_op}"
+        how = self.reduce_op if self.kept else "pushed"
+        return f"bulk-{self.op}-{'x'.join(map(str, self.shape))}-{str(self.dtype)[6:]}-{how}"
 
 
 def bulk_cases() -> Iterator[Bulk]:
     for shape in ((1024, 512), (1 << 22,), (3, 5, 7), (1, 8)):
         for dtype in (torch.bfloat16, torch.float32, FP8, torch.int64):
             yield Bulk("gather", shape, dtype)
+            yield Bulk("gather", shape, dtype, kept=False)
     for shape in ((4096, 512), (1 << 22,), (8, 5, 7)):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             yield Bulk("scatter", shape, dtype)
@@ -404,11 +412,12 @@ def call(case: Case, data: Data, of: dist.ProcessGroup | None = None) -> list[Te
     optional = optional if data.added is None else (case.sum_dtype, data.added)
     optional = (case.sum_dtype, data.added, list(case.factors)) if case.factors else optional
     if case.op == "gather":
+        keep = {"all_keep": False} if case.alone else {}
         if case.scales:
             return ops.all_gather_scaled_matmul(
                 data.a[0], data.a_scales[0], data.b, data.b_scales, data.biases, case.dim, case.travels,
-                case.out_dtype, case.fast, case.full, size, group, *data.along)  # fmt: skip
-        return ops.all_gather_matmul(data.a[0], data.b, data.biases, case.dim, case.full, size, group)
+                case.out_dtype, case.fast, case.full, size, group, *data.along, **keep)  # fmt: skip
+        return ops.all_gather_matmul(data.a[0], data.b, data.biases, case.dim, case.full, size, group, **keep)
     if case.op == "all_reduce" and case.scales:
         return [ops.scaled_matmul_all_reduce(
             data.a, data.b, data.a_scales, data.b_scales, data.biases, case.reduce_op, case.out_dtype, case.fast,
@@ -534,7 +543,12 @@ def run_bulk(case: Bulk, beside: str) -> dict[str, object]:
     def call_both() -> list[Tensor]:
         ops = torch.ops.asynctp
         gathers = case.op == "gather"
-        flying = ops.all_gather(x, size, group) if gathers else ops.reduce_scatter(x, case.reduce_op, size, group)
+        with cuda.forced("direct" if beside == "direct" else "fused"):
+            flying = (
+                ops.all_gather(x, size, group, all_keep=case.kept)
+                if gathers
+                else ops.reduce_scatter(x, case.reduce_op, size, group)
+            )
         with cuda.forced(beside):
             outs = call(other, data)
         return [torch.ops._c10d_functional.wait_tensor(flying), *outs]
@@ -642,7 +656,7 @@ def _tensors(data: Data) -> list[Tensor]:
 
 def main() -> int:
     start(60)
-    implementations = os.environ.get("IMPLS", "fused,decomposed,direct,unfused").split(",")
+    implementations = os.environ.get("IMPLS", "fused,decomposed,direct,whole,unfused").split(",")
     every = [
         *cases(),
         *converted_cases(),

@@ -22,7 +22,7 @@ from asynctp_passes import profile
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-IMPLEMENTATIONS = {"fused", "decomposed", "direct", "unfused"}
+IMPLEMENTATIONS = {"fused", "decomposed", "direct", "whole", "unfused"}
 CALLS = 2000
 #: parts of the names of cases for ranks that share GPUs
 SHARED = ("k512-n512-dim0-bfloat16", "dim1-bfloat16", "row-travels", "bulk-gather-1024", "bulk-scatter-4096")
@@ -142,16 +142,28 @@ def test_compiled_programs_with_and_without_cuda_graphs(ranks: int) -> None:
 
 
 @RANKS
-def test_stress_with_bounded_waits(ranks: int) -> None:
-    """Kernels wait where streams do without a bound."""
-    check_stress(torchrun(ranks, "stress.py", str(CALLS), ASYNCTP_TIMEOUT_S="120"))
-
-
-@RANKS
 def test_a_rank_that_does_not_come_is_named(ranks: int) -> None:
     *cases, last = torchrun(ranks, "absent.py", ASYNCTP_TIMEOUT_S="2")
     assert last == {"failed": 0}
-    assert len(cases) == 10
+    assert len(cases) == 11
+
+
+@RANKS
+def test_like_collectives_and_unlike_uses(ranks: int) -> None:
+    """Each rank does with a collective what it likes: `unlike`."""
+    (result,) = torchrun(ranks, "unlike.py", "--calls", str(CALLS), "--sizes", "60")
+    assert result["wrong"] == 0
+    assert all(calls >= CALLS for calls in result["calls"])
+    assert result["recorded"] > 0
+    for ran in result["ran"]:
+        assert ran.keys() == IMPLEMENTATIONS - {"unfused"} | {"bulk", "mover", "chosen", "program"}
+
+
+@RANKS
+def test_unlike_calls_are_told_by_every_rank(ranks: int) -> None:
+    (result,) = torchrun(ranks, "unlike.py", "--faults", ASYNCTP_TIMEOUT_S="2")
+    assert result["bad"] == {}
+    assert result["faults"] >= 25
 
 
 @RANKS

@@ -265,7 +265,7 @@ def reduction(shared: Shared, use: Use, own: random.Random, group: dist.ProcessG
         """Rows of a product in the order in which ranks get them."""
         if not everything:
             total = total.view(blocks, world(), rows // blocks, cols).movedim(1, 0)
-        return total.reshape(world(), shared.rows, shared.cols)
+        return total.reshape(world(), shared.rows, shared.cols).contiguous()
 
     terms = [a.float() @ b.float() for a, b in zip(a_parts, b_parts, strict=True)]
     total = sum(terms[1:], terms[0]) + (0 if added is None else added.float())

@@ -6,6 +6,7 @@ The calls are those of `tests/gpu/unlike.py`, whose results are exact; here they
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 SEED = 7
+BOUND = 12.0  # seconds that ranks wait for one that does not come; on a machine that does other things, too
 
 
 def unlike_program() -> Any:
@@ -100,7 +102,7 @@ def _bits(rank: int, world: int, seed: int) -> list[str]:
     names, differ = ("fused", "decomposed", "whole"), []
     for case in (
         GatherCase("rows", (2, 9, 24), 1, (24, 8), a_full=True),
-        GatherCase("scales", (9, 16), 0, (8,), E4M3, scale="shard"),
+        GatherCase("scales", (9, 16), 0, (8,), E4M3, scale="shard", weight=True),
     ):
         x = make_inputs(case, rank, world, seed)
         for own in names:
@@ -124,7 +126,8 @@ def _refused(rank: int, world: int, seed: int) -> list[str]:
     import asynctp_kernels
     import torch
     import torch.distributed as dist
-    from asynctp_kernels import UnlikeCalls, cuda
+    from asynctp_kernels import cuda
+    from asynctp_kernels.errors import UnlikeCalls
 
     group, ops, last, wrong = dist.group.WORLD, torch.ops.asynctp, rank == world - 1, []
 
@@ -165,11 +168,12 @@ def _refused(rank: int, world: int, seed: int) -> list[str]:
 def _unlike_calls(rank: int, world: int, seed: int) -> dict[str, Any]:
     """Those of `unlike.FAULTS` that are, and some ranks that do not come: what was not as it should be."""
     unlike = unlike_program()
+    os.environ["ASYNCTP_TIMEOUT_S"] = str(BOUND)
     absent = ("gather kept", "gather direct", "scatter decomposed", "all keep: gather bulk")
     faults = [fault for fault in unlike.FAULTS if fault.other and not fault.captured]
     faults += [unlike.Fault(call) for call in absent]
     faults += [unlike.Fault("all_reduce fused", "scatter fused"), unlike.Fault("scatter bulk", "all_reduce fused")]
-    found = {fault.name: unlike.check_fault(fault, bound=4.0) for fault in faults}
+    found = {fault.name: unlike.check_fault(fault, bound=BOUND) for fault in faults}
     assert len(found) >= 14
     return {name: each for name, each in found.items() if not each["ok"]}
 
@@ -190,8 +194,8 @@ def _run_once(world: int) -> list[dict[str, Any]] | RuntimeError:
 
 
 @pytest.fixture(autouse=True)
-def bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ASYNCTP_TIMEOUT_S", "4")
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCTP_TIMEOUT_S", "90")  # of a machine that does other things, too
 
 
 def outcomes(world: int, name: str) -> list[Any]:

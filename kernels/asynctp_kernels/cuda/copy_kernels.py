@@ -112,6 +112,7 @@ def stage_kernel(
     WORLD: tl.constexpr,
     SCALE_TRAVELS: tl.constexpr,
     KEEPS: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
@@ -122,7 +123,8 @@ def stage_kernel(
     shard; after it every outbox is full (LANDED), and all ranks go on in step. A rank that has not met all others
     leaves its outbox as it is: a peer may still pull it. KEEPS: the shard goes to `kept_ptr` as well, its place in the
     gathered A. pads: each rank's words, in which `free_word` and `landed_word` are numbers of int32. It counts the
-    call. It runs beside a GEMM, with few registers and no shared memory to speak of, and does not wait for it.
+    call. It runs beside a GEMM, with few registers and no shared memory to speak of, and does not wait for it. ALIGN
+    units, a power of two, are read and written together, as in `keep_kernel`.
     """
     pid = tl.program_id(0)
     pad_table = pads.to(tl.pointer_type(tl.int64))
@@ -138,6 +140,7 @@ def stage_kernel(
     staged = tl.where(stages, size, 0)
     for block in range(pid, tl.cdiv(size, BLOCK), PROGRAMS):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        index = tl.max_contiguous(tl.multiple_of(index, ALIGN), ALIGN)
         units = tl.load(shard_ptr + index, mask=index < size)
         tl.store(outbox_ptr + index, units, mask=index < staged)
         if KEEPS:
@@ -176,19 +179,23 @@ def keep_kernel(
     WORLD: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     ALONG_LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     """Copy the `size` units (integers of any width) of rank `source`'s shard to their place in the gathered tensor.
 
-    With the `own` rank's it counts the call. It runs beside a GEMM, with few registers and no shared memory to speak
-    of, and waits for nothing.
+    ALIGN units, a power of two, are read and written together: a run of units that lie together has a multiple of so
+    many. With the `own` rank's shard it counts the call. It runs beside a GEMM, with few registers and no shared memory
+    to speak of, and waits for nothing.
     """
     for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), PROGRAMS):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        units = tl.load(received_ptr + index, mask=index < size)
         where = place(index, cols, inner, source, WORLD, CONTIGUOUS, ALONG_LAST, size)
-        tl.store(whole_ptr + where, units, mask=index < size)
+        # one layout for both: two would need shared memory, which the GEMM may have
+        there = tl.max_contiguous(tl.multiple_of(where, ALIGN), ALIGN)
+        here = tl.max_contiguous(tl.multiple_of(index, ALIGN), ALIGN)
+        tl.store(whole_ptr + there, tl.load(received_ptr + here, mask=index < size), mask=index < size)
     if (source == own) & (tl.program_id(0) == 0):  # once a call
         tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
 

@@ -17,6 +17,7 @@ its results, then mends its operands and enqueues, which a call on the same addr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -182,7 +183,6 @@ class GatherPlan:
         # what copies by kernels move
         piece_bytes = self.shard_bytes if self.layout.whole else self.row_bytes
         self.unit_bytes = next(size for size in (4, 2, 1) if piece_bytes % size == 0)
-        self.moves_quads = piece_bytes % 16 == 0
         self.units = self.shard_bytes // self.unit_bytes
         self.widths = [b.shape[1] for b in call.bs]
         self.device_index: int = call.a_shard.device.index
@@ -202,17 +202,13 @@ class GatherPlan:
             count, along_k = self.memory.world * self.number_count, travels.shape[-1]
             self.new_numbers = new_tensors((count // along_k, along_k), travels.dtype, device)
 
-    def block_beside(self, largest: int, programs: int) -> int:
-        """Units that a copy beside a GEMM moves at a time.
-
-        Where threads cannot load and store 16 bytes each, they would exchange units through shared memory, of which
-        the GEMM leaves little. So each moves one.
-        """
-        return block_for(self.units, largest, programs) if self.moves_quads else 32 * BESIDE_WARPS
-
     def as_units(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor as integers that copies move."""
         return tensor.view(-1).view(_UNITS[self.unit_bytes])
+
+    def together(self, run: int) -> int:
+        """How many units a copy reads and writes at once, where runs of so many lie one after the other (0: any)."""
+        return math.gcd(16 // self.unit_bytes, run)
 
     def tensors(self, operands: GatherOperands) -> GatherTensors:
         """The operands as they come, and new memory for what a call makes."""
@@ -444,7 +440,7 @@ class PushedGather(MovedGather):
     # --- what is kept
     def _compile_keep(self, call: GatherCall) -> None:
         memory, layout = self.memory, self.layout
-        block = self.block_beside(4096, KEEPERS)
+        block = block_for(self.units, 4096, KEEPERS)
         programs = grid(-(-self.units // block), KEEPERS)
         own = self.as_units(aligned(call.a_shard))
         self.keep_sizes = [self.units, self.row_bytes // self.unit_bytes, layout.inner]
@@ -453,6 +449,7 @@ class PushedGather(MovedGather):
             "WORLD": memory.world,
             "CONTIGUOUS": layout.whole,
             "ALONG_LAST": layout.along_last,
+            "ALIGN": self.together(self.units if layout.whole else self.keep_sizes[1]),
             "BLOCK": block,
             "PROGRAMS": programs,
         }
@@ -509,7 +506,7 @@ class PulledGather(MovedGather):
         # 64 to 128 bytes a thread, which its registers hold. One CTA finds room beside a GEMM's on every SM.
         largest, ctas = (4096, 2) if self.stage_keeps else (8192, 1)
         most = self.stage_programs or ctas * driver.processors(self.device_index)
-        block = self.block_beside(largest, most)
+        block = block_for(self.units, largest, most)
         programs = grid(-(-self.units // block), most)
         shard = kept = self.as_units(aligned(call.a_shard))
         if self.stage_keeps:
@@ -517,6 +514,7 @@ class PulledGather(MovedGather):
             kept = full[memory.rank * self.units :][: self.units]
         box, scale_box = self.as_units(self.outbox.memory), self.outbox.memory[self.scale_offset :].view(torch.float32)
         scale = memory.dummy if call.travels is None else aligned(call.travels)
+        whole = self.units % self.together(0) == 0
         words = [memory.pads, memory.free.number, memory.landed.number, memory.kernel_bound, memory.status]
         tail: list[Any] = [
             box, scale_box, memory.stage_done, self.units, self.number_count, *words,
@@ -526,6 +524,7 @@ class PulledGather(MovedGather):
             "WORLD": memory.world,
             "SCALE_TRAVELS": self.number_count > 0,
             "KEEPS": self.stage_keeps,
+            "ALIGN": self.together(0) if whole or not self.stage_keeps else 1,  # one pointer may be aligned no further
             "BLOCK": block,
             "PROGRAMS": programs,
             "MAX_CHUNKS": MAX_CHUNKS,

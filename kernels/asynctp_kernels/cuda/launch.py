@@ -20,7 +20,7 @@ from .machine import driver
 #: a CTA of fewer bytes of shared memory leaves an SM's divided as a GEMM wants it (direct kernels have 2048)
 SMALL = 4096
 #: most that a kernel takes which runs beside a GEMM's CTA: its warps, registers of a thread, bytes of shared memory
-BESIDE_WARPS, BESIDE_REGISTERS, BESIDE_SHARED = 8, 56, 992
+BESIDE_WARPS, BESIDE_REGISTERS, BESIDE_SHARED = 8, 56, 512
 #: of an SM. Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
 REGISTERS = 64 << 10
 
