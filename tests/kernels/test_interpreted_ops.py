@@ -8,7 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from op_cases import (
@@ -231,6 +233,27 @@ def _meet_late(rank: int, world: int) -> None:
 
 def test_a_peer_that_comes_between_two_looks_is_no_unlike_call() -> None:
     run_ranks(1, _meet_late)
+
+
+def _stand_still(rank: int, world: int) -> None:
+    """The bound runs out between two looks, as in a process that others do not let run, and the word is there."""
+    from asynctp_kernels.cuda import interpreted
+    from asynctp_kernels.cuda.driver import StreamWaitOver, Wait
+    from asynctp_kernels.errors import timeout_s
+
+    def wait_for(word: Any) -> None:
+        seconds = iter([0.0, 0.0, 2 * timeout_s()])  # to start with, at the first look, and at the second
+        clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda pause: None)
+        with mock.patch.object(interpreted, "time", clock):
+            interpreted._wait_for_peer(word, Wait(0, 7, peer=1))
+
+    wait_for(_Coming(7))
+    with pytest.raises(StreamWaitOver):
+        wait_for(_Coming(0))
+
+
+def test_a_peer_that_came_while_a_rank_stood_still_is_not_late() -> None:
+    run_ranks(1, _stand_still)
 
 
 def test_a_peer_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

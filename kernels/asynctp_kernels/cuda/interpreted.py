@@ -68,12 +68,14 @@ class MemOps:
 
 
 def _wait_for_peer(word: ctypes.c_int32, wait: Wait) -> None:
+    """Each look reads the word once, and after the clock: a peer may set it at any time, and this process may stop."""
     until = time.monotonic() + timeout_s()
     while True:
-        found = word.value  # read once: the peer may come between two looks
-        if found == wait.value if wait.exactly else found >= wait.value:
+        over = time.monotonic() > until
+        found = word.value
+        if found == wait.value or (found > wait.value and not wait.exactly):
             return
-        if (wait.exactly and found) or time.monotonic() > until:
+        if over or (wait.exactly and found):
             raise StreamWaitOver(wait, found)
         time.sleep(POLL_PAUSE_S)
 
