@@ -16,7 +16,7 @@ from typing import Any
 
 from .compat import process_group
 from .cuda.async_input import async_input_matmul
-from .errors import NotEnrolled, PeerFailed, PeerTimeout, SymmetricMemoryError
+from .errors import NotEnrolled, PeerFailed, PeerTimeout, SymmetricMemoryError, UnlikeCalls
 from .host import HostSymmetricMemory, rendezvous
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "PeerFailed",
     "PeerTimeout",
     "SymmetricMemoryError",
+    "UnlikeCalls",
     "async_input_matmul",
     "release",
     "rendezvous",
