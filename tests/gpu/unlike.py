@@ -723,7 +723,12 @@ def said_by_next(what: str, group: dist.ProcessGroup, bound: float) -> str:
     return "nothing"
 
 
-def check_fault(fault: Fault, bound: float) -> dict[str, Any]:
+def check_fault(
+    fault: Fault,
+    bound: float,
+    beside: Callable[[dist.ProcessGroup, int], contextlib.AbstractContextManager[None]] | None = None,
+) -> dict[str, Any]:
+    """beside: what goes on while so many ranks of a group are in the unlike call, or in that to which one is absent."""
     group = dist.new_group(list(range(world())))
     last = rank() == world() - 1
     right = [judged(functools.partial(made, what, group)) for what in (fault.call, fault.other) if what]
@@ -741,11 +746,13 @@ def check_fault(fault: Fault, bound: float) -> dict[str, Any]:
     begun = time.monotonic()
     said, wrong, nan = "", 0, 0
     if not last or fault.other:
-        if graph is not None and not last:
-            graph.replay()
-            said, wrong, nan = judged(lambda: captured)
-        else:
-            said, wrong, nan = judged(functools.partial(made, fault.other if last else fault.call, group))
+        come = world() if fault.other else world() - 1
+        with contextlib.nullcontext() if beside is None else beside(group, come):
+            if graph is not None and not last:
+                graph.replay()
+                said, wrong, nan = judged(lambda: captured)
+            else:
+                said, wrong, nan = judged(functools.partial(made, fault.other if last else fault.call, group))
         again = said_by_next(fault.call, group, bound + 5)
         said = again if GPU else f"{said} {again}"
     seconds = time.monotonic() - begun
