@@ -216,9 +216,11 @@ class _Coming:
     def __init__(self, value: int) -> None:
         self._next = value
         self._now = 0
+        self.looks = 0
 
     @property
     def value(self) -> int:
+        self.looks += 1
         found, self._now = self._now, self._next
         return found
 
@@ -236,14 +238,13 @@ def test_a_peer_that_comes_between_two_looks_is_no_unlike_call() -> None:
 
 
 def _stand_still(rank: int, world: int) -> None:
-    """The bound runs out between two looks, as in a process that others do not let run, and the word is there."""
+    """After the first look others run until the bound is over; the word is there by then, or is not."""
     from asynctp_kernels.cuda import interpreted
     from asynctp_kernels.cuda.driver import StreamWaitOver, Wait
     from asynctp_kernels.errors import timeout_s
 
     def wait_for(word: Any) -> None:
-        seconds = iter([0.0, 0.0, 2 * timeout_s()])  # to start with, at the first look, and at the second
-        clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda pause: None)
+        clock = SimpleNamespace(monotonic=lambda: 2 * timeout_s() * bool(word.looks), sleep=lambda pause: None)
         with mock.patch.object(interpreted, "time", clock):
             interpreted._wait_for_peer(word, Wait(0, 7, peer=1))
 
