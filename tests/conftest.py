@@ -10,6 +10,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of test p
 import pytest
 from internal_state import forget_internal_errors
 
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what is for the thorough profile only."""
+    for item in items:
+        if not THOROUGH and item.get_closest_marker("thorough") is not None:
+            item.add_marker(pytest.mark.skip(reason="takes long; HYPOTHESIS_PROFILE=thorough"))
+
 
 @pytest.fixture(autouse=True)
 def no_internal_errors(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -1286,8 +1286,8 @@ def test_a_wait_that_is_not_over_is_told(here: Machine) -> None:
         return str(watching.judge(look, 100.0 + seconds) or "")
 
     def look(**changed: Any) -> watch.Look:
-        fields = {"doing": 0, "ended": (1, 2), "free": nothing, "posted": nothing, "ahead": {}, "status": [0, -1, 0]}
-        return watch.Look(**(fields | changed))
+        words = {"free": nothing, "posted": nothing, "ahead": {}, "told": nothing, "status": [0, -1, 0]}
+        return watch.Look(**({"doing": 0, "ended": (1, 2)} | words | changed))
 
     everywhere = dict.fromkeys((0, 2, 3), mine)
     assert told(look(), bound * 2) == "", "nothing is awaited"
