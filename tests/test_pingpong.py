@@ -87,12 +87,13 @@ SCATTERS = BOTH | {
 
 
 def plan(op: str, options: dict[str, Any], here: Machine) -> Prepared:
-    """The GEMM of a plan, not compiled. pushed: a gather that does not return what was gathered."""
+    """The GEMM of a plan, not compiled. A gather is pulled; pushed, of which nothing is returned; or pushed and kept."""
     tiles = pingpong(options.get("dtype", torch.bfloat16).itemsize)
     if op == "scatter":
         scatter.FusedScatter(scatter_call(**options), here.memory, tiles, 2, SMS)
     else:
-        gather.fused_gather(gather_call(**options, full=op == "gather"), here.memory, tiles, 2, SMS)
+        how: dict[str, Any] = {"gather": {"kept": True}, "pushed": {}, "kept": {"full": True}}[op]
+        gather.fused_gather(gather_call(**options, **how), here.memory, tiles, 2, SMS)
     return here.prepared[-1]
 
 
@@ -229,6 +230,7 @@ MUTATED: dict[str, tuple[str, dict[str, Any]]] = {
     "gather": ("gather", {**TRAVELS, "ns": MANY[:2]}),
     "three": ("gather", {**TRAVELS, "ns": MANY[:3]}),
     "pushed": ("pushed", TRAVELS),
+    "kept": ("kept", TRAVELS),
 }
 AWAIT_OWN = "await_by_warp(words + peer, chunk - peer * CHUNKS + 1, known)"
 MUTANTS = {
@@ -276,7 +278,7 @@ MUTANTS = {
     "the last of a sum": ("sum", "k3, BK, COUNT)", "k3, BK, COUNT - 1)"),
     "columns first": ("sum", "load_block(b, [at_k, col], full", "load_block(b, [col, at_k], full"),
     "words are not cleared": ("pushed", "gl.store(words + gl.arange(0, 8,", "gl.store(words + gl.arange(0, 4,"),
-    "words are cleared that others read": ("gather", "            if CLEARS:\n", "            if OWN:\n"),
+    "words are cleared that others read": ("kept", "            if CLEARS:\n", "            if OWN:\n"),
     "programs are not counted together": ("gather", "        barrier()\n", ""),
 }
 
