@@ -87,7 +87,7 @@ SCATTERS = BOTH | {
 
 
 def plan(op: str, options: dict[str, Any], here: Machine) -> Prepared:
-    """The GEMM of a plan, not compiled. A gather is pulled; pushed, of which nothing is returned; or pushed and kept."""
+    """The GEMM of a plan, not compiled. A gather is pulled, or pushed and returned to nobody, or pushed and kept."""
     tiles = pingpong(options.get("dtype", torch.bfloat16).itemsize)
     if op == "scatter":
         scatter.FusedScatter(scatter_call(**options), here.memory, tiles, 2, SMS)

@@ -1284,7 +1284,7 @@ def test_two_calls_in_every_interleaving(calls: tuple[Call, ...]) -> None:
     assert search.states > 500
 
 
-@pytest.mark.parametrize(("world", "programs"), [(3, 1), (3, 4)])
+@pytest.mark.parametrize(("world", "programs"), [(3, 1), pytest.param(3, 4, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("first", KINDS, ids=str)
 def test_three_calls(first: Call, world: int, programs: int) -> None:
     for rest in product(FEW_ACTIONS if first in FEW_ACTIONS else FEW[1::2], repeat=2):

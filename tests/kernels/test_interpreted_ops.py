@@ -537,7 +537,8 @@ def test_the_gemm_multiplies_all_but_unlike_terms() -> None:
     _, outcomes = _outcomes(2)
     apart = {name for name, (ran, _) in outcomes[0]["_factors"].items() if "fused" not in ran}
     unlike = {name for name in EXTREMES if name.startswith(("unlike", "up and down", "fp32")) or "another" in name}
-    assert apart == unlike
+    converted = {"fp8, sum"}  # each product is rounded before it is added in fp32
+    assert apart == unlike | converted
 
 
 def test_collectives_in_flight() -> None:
