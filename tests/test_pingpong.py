@@ -86,6 +86,13 @@ SCATTERS = BOTH | {
 }
 
 
+#: gathers without the thorough profile
+FEW = {
+    *itertools.product(("gather",), ("tensorwise", "bias", "travels", "4-bias", "outer", "bf16-3")),
+    *itertools.product(("pushed",), ("rowwise", "2-bias", "fp16-bias", "bf16-4-bias")),
+}
+
+
 def plan(op: str, options: dict[str, Any], here: Machine) -> Prepared:
     """The GEMM of a plan, not compiled. A gather is pulled, or pushed and returned to nobody, or pushed and kept."""
     tiles = pingpong(options.get("dtype", torch.bfloat16).itemsize)
@@ -146,8 +153,12 @@ def texts(ptx: Ptx) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("op", "name"),
-    [*itertools.product(("gather", "pushed"), GATHERS), *(("kept", name) for name in ("travels", "outer", "bf16"))],
-)
+    [
+        *(pytest.param(*case, marks=() if case in FEW else pytest.mark.thorough)
+          for case in itertools.product(("gather", "pushed"), GATHERS)),
+        *(("kept", name) for name in ("travels", "outer", "bf16")),
+    ],
+)  # fmt: skip
 def test_gather(op: str, name: str, tmp_path: Path) -> None:
     options, stack = GATHERS[name]
     prepared, found = planned(op, options, tmp_path)
