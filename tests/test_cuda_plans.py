@@ -1612,6 +1612,17 @@ def test_the_current_device_has_to_be_that_of_the_tensors(here: Machine) -> None
     assert op(here, SMALL["gather"]()) is not None
 
 
+def test_a_group_chooses_by_the_table_that_it_agreed_on(here: Machine) -> None:
+    here.kernels.clear()
+    call = gather_call((4096,), 512, (72,))
+    (*_, name), problem = cuda.driver.machine(0), cuda._gather_problem(call)
+    for wanted in ("decomposed", "fused"):
+        here.memory.plans.clear()
+        here.memory.table = {name: {problem.key: {str(problem.rows): wanted}}}
+        op(here, call)
+        assert cuda.last_implementation(here.group) == wanted
+
+
 def test_a_group_of_two_hosts_runs_unfused(caplog: pytest.LogCaptureFixture) -> None:
     with machine(RANK, WORLD) as here:
         here.hosts = ["a", "a", "b", "b"]

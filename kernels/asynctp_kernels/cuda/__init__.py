@@ -32,6 +32,7 @@ from .products import block_recipe, refused_blocks, scaled_product_supported
 from .scatter import DecomposedScatter, DirectScatter, FusedScatter, Operands, ScatterCall, ScatterPlan, UnfusedScatter
 from .select import Choice, Problem, choose, forced
 from .stamps import Stamps, stamped
+from .tables import Table
 from .tiles import WireChunks
 from .watch import error_of
 from .wire import DIRECT, PLAIN, PULL, PUSH, Wire
@@ -113,7 +114,7 @@ def run_gather(
         _check_taking_part(check, Mover(group, kept), a_shard, a_scale if scale_travels else along)
         call = GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, scale_travels, out_dtype, fast, return_a_full,
                           memory.world, along, kept)  # fmt: skip
-        choice = explain_gather(call)  # not within _in_step: a refused call has not begun
+        choice = explain_gather(call, memory.table)  # not within _in_step: a refused call has not begun
         plan = _keep(memory, key, _in_step(memory, _gather_plan, call, memory, choice))
     outs: list[Tensor] | None = _run(memory, plan, a_shard, a_scale, bs, b_scales, biases, along)
     return outs
@@ -206,7 +207,7 @@ def _run_scatter(
     factors: Sequence[float] | None,
     group: ProcessGroup,
     check: Check,
-    explain_call: Callable[[ScatterCall], Choice],
+    explain_call: Callable[[ScatterCall, Table], Choice],
 ) -> Tensor | None:
     """Run the plan of a scatter, made at the first call. `head`: the op, and what tells it from others like it."""
     a_parts, b_parts, a_scales, b_scales, biases, added = operands
@@ -227,7 +228,7 @@ def _run_scatter(
     if plan is _MISSING:
         _check_or_skip(check, memory)
         call = ScatterCall(*operands[:5], *options, memory.world, head[0], sum_dtype, added, times)
-        choice = explain_call(call)
+        choice = explain_call(call, memory.table)
         plan = _keep(memory, key, _in_step(memory, _scatter_plan, call, memory, choice))
     out: Tensor | None = _run(memory, plan, *operands)
     return out
@@ -656,22 +657,22 @@ def _call_of(
     return ScatterCall(*operands, reduce_op, where[0], dtype, fast, world, **optional)  # type: ignore[arg-type]
 
 
-def explain_gather(call: GatherCall) -> Choice:
-    """How `call` would be run, and why."""
+def explain_gather(call: GatherCall, table: Table | None = None) -> Choice:
+    """How `call` would be run, and why; `table` as for `select.choose`."""
     _, sms, name = driver.machine(call.a_shard.device.index)
     refused = _refused_world(call.world) or _refused_by_wire(call.wire, _refused_gather(call))
-    return choose(_gather_problem(call), refused, sms, name)
+    return choose(_gather_problem(call), refused, sms, name, table)
 
 
-def explain_scatter(call: ScatterCall) -> Choice:
-    """How `call` would be run, and why."""
-    return _choose_scatter("scatter", call, _refused_scatter(call))
+def explain_scatter(call: ScatterCall, table: Table | None = None) -> Choice:
+    """How `call` would be run, and why; `table` as for `select.choose`."""
+    return _choose_scatter("scatter", call, _refused_scatter(call), table)
 
 
-def explain_all_reduce(call: ScatterCall) -> Choice:
+def explain_all_reduce(call: ScatterCall, table: Table | None = None) -> Choice:
     """How an all-reduce whose first half is `call`, a scatter of rows, would be run, and why."""
     call = replace(call, unscaled_op="matmul_all_reduce")
-    return _choose_scatter("all_reduce", call, _refused_rows(call.rows, call.world) or _refused_scatter(call))
+    return _choose_scatter("all_reduce", call, _refused_rows(call.rows, call.world) or _refused_scatter(call), table)
 
 
 def _refused_rows(rows: int, world: int) -> dict[str, str]:
@@ -681,10 +682,10 @@ def _refused_rows(rows: int, world: int) -> dict[str, str]:
     return dict.fromkeys(_OVERLAPPED, f"{rows} rows are not divisible by {world} ranks")
 
 
-def _choose_scatter(op: str, call: ScatterCall, refused: dict[str, str]) -> Choice:
+def _choose_scatter(op: str, call: ScatterCall, refused: dict[str, str], table: Table | None) -> Choice:
     _, sms, name = driver.machine(call.a_parts[0].device.index)
     refused = _refused_world(call.world) or _refused_by_wire(call.wire, refused)
-    return choose(_scatter_problem(op, call), refused, sms, name)
+    return choose(_scatter_problem(op, call), refused, sms, name, table)
 
 
 def _refused_by_wire(wire: Wire, refused: dict[str, str]) -> dict[str, str]:

@@ -356,8 +356,12 @@ def _check_name(name: str, where: str) -> None:
         raise ValueError(f"asynctp: {where}={name!r} is not valid; it must be one of {', '.join(IMPLEMENTATIONS)}")
 
 
-def choose(problem: Problem, refused: dict[str, str], sms: int, device_name: str) -> Choice:
+def choose(
+    problem: Problem, refused: dict[str, str], sms: int, device_name: str, table: tables.Table | None = None
+) -> Choice:
     """The implementation for `problem`, given why some cannot run it.
+
+    table: Measured choices, as a group has agreed on; this process's own when None.
 
     Raises:
         RuntimeError: the requested implementation cannot run it; the message says why.
@@ -378,7 +382,7 @@ def choose(problem: Problem, refused: dict[str, str], sms: int, device_name: str
     if IS_INTERPRETED:  # nothing is fast: what has most to show
         return Choice(able[0], "interpreted", {}, refused, **settings)  # type: ignore[arg-type]
     estimates = {name: round(estimate(problem, name, rates, sms), 1) for name in able}
-    measured = measured_choice(problem, device_name)
+    measured = measured_choice(problem, device_name, table)
     if measured in able:
         return Choice(measured, "measured", estimates, refused, **settings)  # type: ignore[arg-type]
     best = fastest(estimates)
@@ -441,9 +445,9 @@ def refresh() -> None:
     _from_environment.cache_clear()
 
 
-def measured_choice(problem: Problem, device_name: str) -> str | None:
+def measured_choice(problem: Problem, device_name: str, table: tables.Table | None = None) -> str | None:
     """What was fastest for this shape at the nearest measured number of rows within a factor of 1.5; else None."""
-    by_rows = _table().get(device_name, {}).get(problem.key, {})
+    by_rows = (_table() if table is None else table).get(device_name, {}).get(problem.key, {})
     if not by_rows:
         return None
     rows = max(problem.rows, 1)
