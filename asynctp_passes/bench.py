@@ -309,7 +309,7 @@ class Call:
         return self._sum(terms, self.added)
 
     def _sum(self, products: list[Tensor], added: Tensor | None) -> Tensor:
-        """What a rank sends, of products that are converted."""
+        """The sum that a rank sends: its products times their factors, and what is added."""
         each, of_sum = reference.split_factors(self.factors, len(products))
         first, *others = [reference.multiplied(*pair) for pair in zip(products, each, strict=True)]
         return reference.multiplied(sum([*others, *([] if added is None else [added])], first), of_sum)

@@ -380,7 +380,7 @@ class ScatterChain:
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """What the fused op multiplies: each product by one, and the sum by one more; empty where all are 1."""
+        """The factor of each product, and one more for the sum if that has one; empty where all are 1."""
         found = (*(matmul.factor for matmul in self.matmuls), *([] if self.factor == 1 else [self.factor]))
         return () if set(found) == {1.0} else found
 

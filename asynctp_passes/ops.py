@@ -637,12 +637,8 @@ def _backward_gather(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         a_full = reference.gather(a_saved, ctx.gather_dim, ctx.group_size, ctx.group_name)
     a_grad = _gather_input_grad(ctx, out_grads, bs, a_full_grad) if needs_a else None
     b_grads = [_weight_grad(a_full, grad) if need else None for grad, need in zip(out_grads, needs_b, strict=True)]
-    return (
-        a_grad,
-        b_grads,
-        _bias_grads(ctx, out_grads),
-        *[None] * (4 if ctx.all_keep is None else 5),
-    )  # none for a default
+    others = 4 if ctx.all_keep is None else 5  # torch wants no gradient of an argument that has its default
+    return a_grad, b_grads, _bias_grads(ctx, out_grads), *[None] * others
 
 
 def _gather_input_grad(
@@ -690,7 +686,7 @@ def _backward_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 def _grads_of_gathered(
     shard: Tensor, b_parts: Sequence[Tensor], needs_a: Sequence[bool], where: tuple[int, int, Any]
 ) -> tuple[list[Tensor | None], Tensor]:
-    """The gradients of the As that need one, and that of all products, of which `shard` is this rank's part."""
+    """The gradients of the As that need one, and the gathered gradient; `shard` is this rank's part of it."""
     dim, *group = where
     transposed = [b.t() for b, need in zip(b_parts, needs_a, strict=True) if need]
     if not transposed:
@@ -702,7 +698,7 @@ def _grads_of_gathered(
 
 
 def _grads_of_products(ctx: Any, whole: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """That of each product, from that of their sum."""
+    """The gradient of each product; `whole` is the gradient of their sum."""
     return [multiplied(whole, factor).to(dtype) for factor in ctx.factors]
 
 

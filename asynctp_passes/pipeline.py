@@ -521,7 +521,7 @@ def _named(term: Term) -> str:
 
 
 def _multiplied(chain: ScatterChain) -> list[str]:
-    """By what the fused op multiplies, as the program does, behind the products."""
+    """The factors by which the fused op multiplies its products and their sum."""
     products = [matmul.factor for matmul in chain.matmuls]
     notes = [] if set(products) == {1.0} else [f"products multiplied by {_numbers(products)}"]
     return notes + ([] if chain.factor == 1 else [f"their sum multiplied by {chain.factor:g}"])

@@ -66,7 +66,7 @@ WIDENED = (torch.bfloat16, torch.float16)
 """Dtypes of products that can be summed in float32."""
 REDUCE_OPS = ("sum", "avg")
 LARGEST_EXPONENT = 60
-"""Of a factor: the product of two is a normal number in float32."""
+"""A factor is at most 2 to this power, or at least 2 to its negative: the product of two is normal in float32."""
 _PROCESS_GROUP: Any = getattr(torch.distributed, "ProcessGroup", ())  # () where torch is built without distributed
 
 

@@ -137,7 +137,7 @@ def _is_way(node: fx.Node) -> bool:
 def _terms(
     scene: Scene, end: fx.Node, inside: set[fx.Node], members: Sequence[fx.Node]
 ) -> Mapping[fx.Node, float] | None:
-    """What `end`, an addition, sums up, and how often.
+    """The terms of `end`, an addition, and how often each counts.
 
     None if something inside has a user outside, or does not rearrange all members alike. Or if an addition's result
     lies in memory otherwise than the first term that comes from a member, and is to stand for it.

@@ -49,7 +49,7 @@ Result = IndexMap | Pieces | Refusal | None
 
 @dataclass(frozen=True)
 class Terms:
-    """What a followed node sums up: each term as many times as it `counts`, and then the sum times `factor`.
+    """The sum that a followed node is: each term as often as it `counts`, and then the sum times `factor`.
 
     All numbers are powers of two, or negatives of such (`scaling_of`); a factor that is a sign goes to the counts.
     """
@@ -325,7 +325,7 @@ def scaling_of(node: fx.Node) -> float | None:
     """The number that a node multiplies a tensor by, if it is a power of two, or the negative of one; else None.
 
     Such a multiplication is exact but at the ends of the dtype's range. So the fused op does it where the program does:
-    behind the product, not to an operand.
+    after the product, not to an operand.
     """
     if op_name(node) not in (*_SCALINGS, "aten.neg.default"):
         return None

@@ -9,8 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of test p
 
 import pytest
 from internal_state import forget_internal_errors
-
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+from profiles import THOROUGH
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -60,7 +60,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
 
 
 #: imported before ranks are forked
-_PRELOADED = ["torch", "torch._inductor.compile_fx", "torch.distributed.tensor.parallel", "internal_state"]
+_PRELOADED = ["torch", "torch._inductor.compile_fx", "torch.distributed.tensor.parallel"]
 _READ_AT_IMPORT = ("OMP_", "TORCH", "PYTORCH", "TRITON_", "PYTHON")
 _forked_from: list[dict[str, str]] = []
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from lockstep import evaluate, op_name
 from passes import before_and_after, copied, run_pass
+from profiles import THOROUGH
 from ranks import run_ranks
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -486,7 +486,7 @@ class Random:
 
 @given(choices=st.randoms(use_true_random=False), seed=st.integers(0, 2**16))
 @settings(
-    max_examples=10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 150,
+    max_examples=10_000 if THOROUGH else 150,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

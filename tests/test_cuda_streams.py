@@ -10,7 +10,6 @@ import ast
 import contextlib
 import functools
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,11 +33,12 @@ from asynctp_kernels.cuda.recordings import Recordings
 from asynctp_kernels.cuda.script import Await, Copy, Post, Record, Step, Wait, Write
 from cuda_emulated import PROGRAMS, Call, Steps
 from cuda_stubs import FP8
+from profiles import THOROUGH
 from stream_sessions import Session, Spoil, bulk, gather, move, play, scatter
 from streams import PINGPONG, Found
 
 OTHER = 42  # another stream of the program's
-SEEDS = range(6 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 3)
+SEEDS = range(6 if THOROUGH else 3)
 
 
 # --- they are right ----------------------------------------------------------------------------------------------

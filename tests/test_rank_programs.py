@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 from interpreter import interpreter_fault
 from judge_program import report
 from passes import run_pass
+from profiles import THOROUGH
 from rank_lockstep import RIGHT, Verdict, check, votes_of
 from rank_pool import SABOTAGES, judge_on_ranks
 from rank_programs import KINDS, PLAIN, Program, focused, mixed, smaller
@@ -24,8 +24,6 @@ from rank_writer import Outline, Stage
 from torch.fx import Graph, Node
 
 from asynctp_passes import Report
-
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE", "quick") == "thorough"
 
 FOUND: dict[str, tuple[tuple[int, int], ...]] = {
     "no_matmul": ((3, 4),),
@@ -71,7 +69,7 @@ def assert_right(programs: Iterable[Program], judge: Callable[[Program], Verdict
 
 # --- on real ranks ----------------------------------------------------------------------------------------------
 @pytest.mark.ranks
-@pytest.mark.skipif(not THOROUGH, reason="takes minutes; HYPOTHESIS_PROFILE=thorough")
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_on_ranks(kind: str) -> None:
     assert_right_on_ranks(of_kind(kind, ON_RANKS_PER_KIND))

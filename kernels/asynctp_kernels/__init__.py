@@ -35,8 +35,8 @@ __all__ = [
 def release(group: Any) -> None:
     """Free the memory of every op on `group`. Collective in effect: the next op makes it anew.
 
-    It also mends a group of which a call has failed: once every rank has raised, call it on every rank, however often
-    each of them has tried. Not needed before `destroy_process_group`: memory goes when the group does.
+    It also mends a group after a call has failed: once every rank has raised, call it on every rank. Ranks need not
+    have tried equally often. Not needed before `destroy_process_group`: memory goes when the group does.
 
     Args:
         group: ProcessGroup, the name of one, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.

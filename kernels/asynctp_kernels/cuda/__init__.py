@@ -604,7 +604,7 @@ def explain(
         op: Its name.
         args: Its arguments up to the group; before that stands its size, for the ops that are not told it too.
         sum_dtype: That argument, of ops that have it.
-        added, factors: Likewise.
+        added, factors: Those arguments, of ops that have them.
     """
     call = _call_of(op, args, sum_dtype, added, factors)
     if isinstance(call, GatherCall):

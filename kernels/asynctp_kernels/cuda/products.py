@@ -50,8 +50,13 @@ def product(
     a_scale: one element, or [M, 1]; b_scale: one element, or [1, N]; or both of blocks. bias: [N] or [1, N]. factor: a
     power of two, or the negative of one, that the rounded product is multiplied by.
     """
+    if factor != 1 and not (IS_INTERPRETED or scaling is not None or bias is not None or a.dtype == torch.float16):
+        # cuBLAS multiplies before it rounds: that gives the same number, or one that is not too large. In float16 a
+        # product may be too large, and has to stay infinite, and so may a bias.
+        out = a.new_empty((a.shape[0], b.shape[1])) if out is None else out
+        return out.addmm_(a, b, beta=0, alpha=factor)
     if factor != 1:
-        return _multiplied(a, b, bias, a_scale, b_scale, scaling, out, factor)
+        return product(a, b, bias, a_scale, b_scale, scaling, out).mul_(factor)
     if IS_INTERPRETED:
         return _in_fp32(a, b, bias, a_scale, b_scale, a.dtype if scaling is None else scaling.out_dtype, out)
     if scaling is None:
@@ -66,26 +71,6 @@ def product(
         return scaled_mm_in_blocks(a, b, *scales, recipe, row, scaling.out_dtype, scaling.fast, out)
     rows, columns = _matching(a_scale, b_scale, a.shape[0], b.shape[1])
     return scaled_mm(a, b, rows, columns, row, scaling.out_dtype, scaling.fast, out)
-
-
-def _multiplied(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    scaling: Scaling | None,
-    out: Tensor | None,
-    factor: float,
-) -> Tensor:
-    """`product` times a number: by cuBLAS, before it rounds, where that gives the same number, or none too large.
-
-    It does not in float16: a product too large for that is infinite, and stays so. Nor is a bias to be too large.
-    """
-    if IS_INTERPRETED or scaling is not None or bias is not None or a.dtype == torch.float16:
-        return product(a, b, bias, a_scale, b_scale, scaling, out).mul_(factor)
-    out = a.new_empty((a.shape[0], b.shape[1])) if out is None else out
-    return out.addmm_(a, b, beta=0, alpha=factor)
 
 
 def multiply(place: Tensor, factor: float) -> None:
