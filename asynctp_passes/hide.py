@@ -17,6 +17,7 @@ start passes none of that, and the wait takes none along.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -127,7 +128,8 @@ class _Product:
 class _Facts:
     """What is known of a graph whatever is fused: where nodes stand, which are used, and the work of those matmuls.
 
-    `after` has what a node is to come after besides its inputs, as a collective runs beside it, and `before` reversed.
+    `after` has what a node is to come after besides its inputs, as a collective runs beside it, and `before` reversed;
+    `orders` has the same as pairs, in the order in which they were decided.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -137,14 +139,17 @@ class _Facts:
         self.starts = communications(graph.nodes)
         self.used = live(graph)
         self.work = {node: cost.work_of(node) for node in self.matmuls & self.used}
+        self.start_places = [self.place[node] for node in self.starts]
         self.after: dict[fx.Node, list[fx.Node]] = {}
         self.before: dict[fx.Node, list[fx.Node]] = {}
+        self.orders: list[tuple[fx.Node, fx.Node]] = []
 
     def keep(self, decision: Decision) -> None:
         """What is decided from now on lets this collective run beside its products."""
         for first, then in order_beside(decision):
             self.after.setdefault(then, []).append(first)
             self.before.setdefault(first, []).append(then)
+            self.orders.append((first, then))
 
 
 class _Contracted:
@@ -160,6 +165,9 @@ class _Contracted:
         found = [self._product(node, node, work, False) for node, work in facts.work.items() if node not in within]
         found += [self._product(chain.matmuls[0].node, anchor(chain), cost.cost_of(chain).work, True) for chain in ops]
         self.products = sorted(found, key=lambda product: product.place)
+        self._asked: set[fx.Node] = set()  # the communications so far, each with all of its fused chain
+        self._needed: set[fx.Node] = set()  # all that they come after
+        self._starts = self._orders = 0  # how many of `facts.starts` they are, and how many of `facts.orders` counted
 
     def _product(self, node: fx.Node, stands_at: fx.Node, flops: int | None, fused: bool) -> _Product:
         return _Product(node, self.place[stands_at], self.segments[stands_at], flops, fused)
@@ -171,11 +179,9 @@ class _Contracted:
         """
         if not is_only_awaited(collective):
             return []
-        then, first = self.facts.before, self.facts.after
-        after = self._reach(collective.results, lambda node: (*node.users, *then.get(node, ())))
-        earlier = [node for node in self.facts.starts if self.place[node] <= self.place[collective.start]]
-        units = [one for node in (collective.node, *earlier) for one in self.unit_of.get(node, (node,))]
-        before = self._reach(units, lambda node: (*node.all_input_nodes, *first.get(node, ())))
+        then = self.facts.before
+        after = self._reach(collective.results, lambda node: (*node.users, *then.get(node, ())), set())
+        before = self._needed_up_to(collective)
         segment = self.segments[collective.node]
         if any(self.segments[wait] != segment for wait in collective.waits):
             return []
@@ -197,15 +203,35 @@ class _Contracted:
 
     def _between_communications(self, collective: Collective, after: set[fx.Node]) -> range:
         """The places from the communication before a collective to the first one that needs it, both left out."""
-        start, places = self.place[collective.start], [self.place[node] for node in self.facts.starts]
-        first = max((place for place in places if place < start), default=-1)
-        needing = (self.place[node] for node in self.facts.starts if node in after and node is not collective.node)
-        last = min((place for place in needing if place > start), default=len(self.place))
-        return range(first + 1, last)
+        places, start = self.facts.start_places, self.place[collective.start]
+        own = bisect.bisect_left(places, start)
+        later = self.facts.starts[bisect.bisect_right(places, start) :]
+        last = next((node for node in later if node in after and node is not collective.node), None)
+        first = places[own - 1] if own else -1
+        return range(first + 1, len(self.place) if last is None else self.place[last])
 
-    def _reach(self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-        """All nodes that `step` leads to, with all of a fused chain as soon as it leads to one of its nodes."""
-        seen: set[fx.Node] = set()
+    def _needed_up_to(self, collective: Collective) -> set[fx.Node]:
+        """All that a collective comes after, and the communications in front of it: one walk for all that are asked.
+
+        Collectives are asked in the order of the graph. One that is asked late gets what a later one needs, too.
+        """
+        facts, orders = self.facts, self.facts.orders[self._orders :]
+        until = bisect.bisect_right(facts.start_places, self.place[collective.start])
+        new = [collective.node, *facts.starts[self._starts : until]]
+        self._starts, self._orders = max(self._starts, until), len(facts.orders)
+        units = [one for node in new for one in self.unit_of.get(node, (node,))]
+        self._asked.update(units)
+        late = [then for _, then in orders if then in self._asked or then in self._needed]
+
+        def step(node: fx.Node) -> Iterable[fx.Node]:
+            return (*node.all_input_nodes, *facts.after.get(node, ()))
+
+        return self._reach([*units, *late], step, self._needed)
+
+    def _reach(
+        self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], seen: set[fx.Node]
+    ) -> set[fx.Node]:
+        """`seen` with all nodes that `step` leads to, and all of a fused chain if it leads to one of its nodes."""
         stack = list(starts)
         while stack:
             for then in step(stack.pop()):

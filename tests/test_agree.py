@@ -124,11 +124,11 @@ def case_one_quantizes(rank: int) -> list[Attempt]:
 
 
 def case_one_looks(rank: int) -> list[Attempt]:
-    return [attempt(two_sums(world_name(), look=rank == 0, factor=2.0))]
+    return [attempt(two_sums(world_name(), look=rank == 0, factor=0.5))]
 
 
 def case_other_factor(rank: int) -> list[Attempt]:
-    return [attempt(two_sums(world_name(), factor=4.0 * 2**rank))]
+    return [attempt(two_sums(world_name(), factor=0.25 * 0.5**rank))]
 
 
 def case_other_options(rank: int) -> list[Attempt]:
