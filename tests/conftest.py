@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of test processes would wait for one another
+# before torch: threads of test processes would wait for one another, and Inductor would build a program that tries out
+# vector instructions for each of the folders that tests give it for its cache
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 from internal_state import forget_internal_errors

@@ -1,6 +1,25 @@
 """How long tests may take."""
 
+from __future__ import annotations
+
 import os
+from collections.abc import Container, Sequence
+from typing import Any
+
+import pytest
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 """Whether tests look for minutes each, where a change is tested in seconds else."""
+
+
+def of_profile(names: Sequence[str], always: Container[str]) -> tuple[str, ...]:
+    """The names to run: those of `always`, and the others in the thorough profile."""
+    return tuple(name for name in names if THOROUGH or name in always)
+
+
+def thorough(case: Any) -> Any:
+    """One of the values, or of the `pytest.param`s, of a parametrized test, for the thorough profile only."""
+    values, name, marks = (case if isinstance(case, tuple) else (case,)), None, ()
+    if hasattr(case, "values"):
+        values, name, marks = case.values, case.id, case.marks
+    return pytest.param(*values, id=name, marks=[*marks, pytest.mark.thorough])

@@ -99,7 +99,7 @@ def run(
     for backend in sys.argv[1:] or ["asynctp"]:
         with tempfile.TemporaryDirectory() as folder:
             args = (program, backend, options, judge, complain, kernels, folder)
-            verdicts = _spawned(ranks, args, pathlib.Path(folder), seconds * PATIENCE)
+            verdicts = _forked(ranks, args, pathlib.Path(folder), seconds * PATIENCE)
         for rank, verdict in enumerate(verdicts):
             print(f"{pathlib.Path(sys.argv[0]).stem} {backend} rank {rank}: {verdict}", flush=True)
             wrong = wrong or not verdict.startswith("right")
@@ -107,9 +107,9 @@ def run(
     os._exit(wrong)
 
 
-def _spawned(ranks: int, args: tuple[Any, ...], folder: pathlib.Path, seconds: float) -> list[str]:
+def _forked(ranks: int, args: tuple[Any, ...], folder: pathlib.Path, seconds: float) -> list[str]:
     """The verdict of each rank."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("fork")
     started = [context.Process(target=_rank, args=(rank, ranks, *args)) for rank in range(ranks)]
     for process in started:
         process.start()

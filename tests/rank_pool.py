@@ -29,6 +29,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from interpreter import interpret_quickly
 from rank_lockstep import RIGHT, Verdict, difference
 from rank_programs import Program
 from ranks import PATIENCE
@@ -106,7 +107,7 @@ def _run(context: Any, programs: Sequence[Program], task: _Task) -> list[Verdict
 def _forkserver() -> Iterator[Any]:
     """A context whose processes are forked from one that has imported torch, and have the environment of a rank."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._inductor.decomposition", "triton"])
+    context.set_forkserver_preload(["torch", "torch._inductor.compile_fx", "asynctp_passes", "asynctp_kernels.cuda"])
     with mock.patch.dict(os.environ, _ENVIRONMENT):
         yield context
 
@@ -165,6 +166,7 @@ def _of_program(folder: Path, ranks: Sequence[Any], index: int) -> Verdict:
 def _rank(rank: int, folder: str, programs: Sequence[Program], task: _Task, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
+    interpret_quickly()
     warnings.simplefilter("ignore")
     wait = timedelta(seconds=WAIT_S)
     dist.init_process_group(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from internal_state import forget_internal_errors
+from interpreter import interpret_quickly
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 #: How many times longer than usual ranks may take: for a machine that does other things too.
@@ -60,7 +61,15 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
 
 
 #: imported before ranks are forked
-_PRELOADED = ["torch", "torch._inductor.compile_fx", "torch.distributed.tensor.parallel"]
+_PRELOADED = [
+    "torch",
+    "torch._inductor.compile_fx",
+    "torch._inductor.kernel_template_choice",
+    "torch.distributed.tensor.parallel",
+    "torch.utils.cpp_extension",
+    "asynctp_passes",
+    "asynctp_kernels.cuda",
+]
 _READ_AT_IMPORT = ("OMP_", "TORCH", "PYTORCH", "TRITON_", "PYTHON")
 _forked_from: list[dict[str, str]] = []
 
@@ -88,6 +97,7 @@ def _rank_main(
     os.environ.update(environment)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+    interpret_quickly()
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
         result = fn(rank, world_size, *args)

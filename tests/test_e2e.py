@@ -105,6 +105,7 @@ def shared_in_problems(rank: int, world: int, problems: list[tuple[str, str]]) -
 
 
 @pytest.mark.ranks
+@pytest.mark.thorough
 def test_a_problem_shares_what_it_shares_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has the process to itself, and later ones share no more than that: their calls make all of it anew.
 

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from profiles import thorough
 
 from asynctp_passes.demo import recipe
 from asynctp_passes.demo.recipe import RecipeError
@@ -113,7 +114,7 @@ def test_resume_goes_on_exactly(trained: Path, tmp_path: Path) -> None:
     ("ranks", "arguments"),
     [
         (2, [*QUICK, "--backend", "inductor", "--ac", "full"]),
-        (4, [*STRICT, "--dp", "2", "--tp", "2", "--batch", "4", "--ac", "selective"]),
+        thorough((4, [*STRICT, "--dp", "2", "--tp", "2", "--batch", "4", "--ac", "selective"])),
     ],
     ids=["inductor", "FSDP2 x TP"],
 )

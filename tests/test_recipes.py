@@ -15,9 +15,17 @@ import sharded_fp8_cases
 import torch
 from backend_cases import Outcome, run_cases
 from interpreter import interpreter_fault
+from profiles import of_profile
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
+
+#: each layer, norm and recipe at least once
+IN_FP8 = of_profile(
+    fp8_cases.CASES,
+    ("attention_LayerNorm_current", "mlp_RMSNorm_late", "block_RMSNorm_current", "mlp_LayerNorm_delayed"),
+)
+SHARDED = of_profile(tuple(sharded_fp8_cases.OWN), ("delayed_model", "delayed_in_graph_fp8_weights"))
 
 
 def outcomes(world_size: int, module: str, names: tuple[str, ...], folder: Path) -> list[dict[str, Outcome]]:
@@ -35,7 +43,7 @@ def in_fp8(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setenv("ASYNCTP_CPU_IMPLEMENTATION", "interpreted")
-        return outcomes(2, "fp8_cases", fp8_cases.CASES, tmp_path_factory.mktemp("inductor"))
+        return outcomes(2, "fp8_cases", IN_FP8, tmp_path_factory.mktemp("inductor"))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +60,7 @@ def on_meshes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcom
 
 @pytest.fixture(scope="module")
 def sharded_in_fp8(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    return outcomes(4, "sharded_fp8_cases", tuple(sharded_fp8_cases.OWN), tmp_path_factory.mktemp("inductor"))
+    return outcomes(4, "sharded_fp8_cases", SHARDED, tmp_path_factory.mktemp("inductor"))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +69,7 @@ def sharded_by_torchao(tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
     return outcomes(4, "sharded_fp8_cases", tuple(sharded_fp8_cases.BY_TORCHAO), tmp_path_factory.mktemp("inductor"))
 
 
-@pytest.mark.parametrize("case", fp8_cases.CASES)
+@pytest.mark.parametrize("case", IN_FP8)
 def test_fp8(in_fp8: list[dict[str, Outcome]], case: str) -> None:
     """Two layers, two microbatches in flight, landing memory poisoned: what is computed without overlap."""
     assert errors(in_fp8, case) == []
@@ -79,7 +87,7 @@ def test_mesh(on_meshes: list[dict[str, Outcome]], case: str) -> None:
     assert_agreed(on_meshes, case)
 
 
-@pytest.mark.parametrize("case", sharded_fp8_cases.OWN)
+@pytest.mark.parametrize("case", SHARDED)
 def test_sharded_fp8(sharded_in_fp8: list[dict[str, Outcome]], case: str) -> None:
     """Delayed scaling under FSDP2, and both scalings with weights gathered in the graph."""
     assert_agreed(sharded_in_fp8, case)

@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 from op_cases import E4M3, GatherCase, make_inputs, run
+from profiles import thorough
 from ranks import PATIENCE, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -248,7 +249,7 @@ def outcomes(world: int, name: str) -> list[Any]:
     return [outcome[name] for outcome in found]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, thorough(4)])
 def test_every_pair_of_implementations_of_one_transport(world: int) -> None:
     for ran, wrong in outcomes(world, "_pairs"):
         assert wrong == []
