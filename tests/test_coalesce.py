@@ -560,6 +560,7 @@ def two_layers(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.thorough
 def test_two_groups_forward_forward_backward_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for coalesced, plain, groups in run_ranks(4, two_layers, timeout_s=600):

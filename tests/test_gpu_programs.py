@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from profiles import thorough
 from ranks import imagined_ranks
 
 pytest.importorskip("triton")
@@ -134,7 +135,7 @@ def instant_products() -> Iterator[None]:
     of_aten._destroy()
 
 
-@pytest.mark.parametrize("name", compiled.PROGRAMS)
+@pytest.mark.parametrize("name", [thorough(name) if "block" in name else name for name in compiled.PROGRAMS])
 @pytest.mark.usefixtures("instant_products")
 def test_compiled_programs_become_what_they_say(name: str) -> None:
     """On two ranks, one of which is this process, and whose collectives do nothing."""

@@ -113,7 +113,7 @@ def test_resume_goes_on_exactly(trained: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
     [
-        (2, [*QUICK, "--backend", "inductor", "--ac", "full"]),
+        thorough((2, [*QUICK, "--backend", "inductor", "--ac", "full"])),
         thorough((4, [*STRICT, "--dp", "2", "--tp", "2", "--batch", "4", "--ac", "selective"])),
     ],
     ids=["inductor", "FSDP2 x TP"],

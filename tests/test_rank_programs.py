@@ -180,10 +180,10 @@ def test_a_wrong_rewrite_is_found_in_lockstep(name: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("sabotage", SABOTAGES)
 def test_a_wrong_rewrite_is_found_on_ranks(sabotage: str) -> None:
-    """And the ranks go on with the next program, which is judged likewise."""
+    """Unlike calls that gloo pairs make a hang or wrong values, as they come in time."""
     programs = [replace(ONE_GROUP, stages=ONE_GROUP.stages[:1], variations=(("multiply",),) * 2)]
-    verdicts = judge_on_ranks(programs, kernels=False, sabotage=sabotage)
-    assert [verdict.fault for verdict in verdicts] == [{"wrong values": "values"}.get(sabotage, "hang")], verdicts
+    (verdict,) = judge_on_ranks(programs, kernels=False, sabotage=sabotage)
+    assert verdict.fault in {"wrong values": ["values"], "another call": ["hang", "values"]}[sabotage], verdict
 
 
 # --- the generator ----------------------------------------------------------------------------------------------

@@ -20,12 +20,9 @@ from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-#: each layer, norm and recipe at least once
-IN_FP8 = of_profile(
-    fp8_cases.CASES,
-    ("attention_LayerNorm_current", "mlp_RMSNorm_late", "block_RMSNorm_current", "mlp_LayerNorm_delayed"),
-)
-SHARDED = of_profile(tuple(sharded_fp8_cases.OWN), ("delayed_model", "delayed_in_graph_fp8_weights"))
+#: each norm and recipe at least once
+IN_FP8 = of_profile(fp8_cases.CASES, ("mlp_LayerNorm_delayed", "mlp_RMSNorm_late", "attention_LayerNorm_current"))
+MESHES = of_profile(mesh_cases.CASES, ("fully_sharded_blocks", "pipeline_stages"))
 
 
 def outcomes(world_size: int, module: str, names: tuple[str, ...], folder: Path) -> list[dict[str, Outcome]]:
@@ -55,12 +52,12 @@ def of_families(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outc
 
 @pytest.fixture(scope="module")
 def on_meshes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    return outcomes(4, "mesh_cases", mesh_cases.CASES, tmp_path_factory.mktemp("inductor"))
+    return outcomes(4, "mesh_cases", MESHES, tmp_path_factory.mktemp("inductor"))
 
 
 @pytest.fixture(scope="module")
 def sharded_in_fp8(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    return outcomes(4, "sharded_fp8_cases", SHARDED, tmp_path_factory.mktemp("inductor"))
+    return outcomes(4, "sharded_fp8_cases", tuple(sharded_fp8_cases.OWN), tmp_path_factory.mktemp("inductor"))
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +78,14 @@ def test_family(of_families: list[dict[str, Outcome]], case: str) -> None:
     assert_agreed(of_families, case)
 
 
-@pytest.mark.parametrize("case", mesh_cases.CASES)
+@pytest.mark.parametrize("case", MESHES)
 def test_mesh(on_meshes: list[dict[str, Outcome]], case: str) -> None:
     """See the function `case_…` of mesh_cases."""
     assert_agreed(on_meshes, case)
 
 
-@pytest.mark.parametrize("case", SHARDED)
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", sharded_fp8_cases.OWN)
 def test_sharded_fp8(sharded_in_fp8: list[dict[str, Outcome]], case: str) -> None:
     """Delayed scaling under FSDP2, and both scalings with weights gathered in the graph."""
     assert_agreed(sharded_in_fp8, case)

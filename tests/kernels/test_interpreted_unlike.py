@@ -257,7 +257,7 @@ def test_every_pair_of_implementations_of_one_transport(world: int) -> None:
         assert min(ran.values()) >= 3
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, thorough(4)])
 def test_uneven_widths_and_depths(world: int) -> None:
     for ran, wrong in outcomes(world, "_uneven"):
         assert wrong == []
