@@ -152,7 +152,7 @@ class _Poll:
         return told
 
 
-def vote(ballots: Iterable[Ballot], config: Config) -> Votes:
+def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
     """Put the deviations of a graph to the vote of each group, and wait for the outcome.
 
     Does nothing without process groups, in groups of one rank, and with the fake backend: then all is accepted.
@@ -305,8 +305,13 @@ def _post(poll: _Poll) -> None:
         if poll.place in poll.ledger.posted or LOCAL in _plain(poll.text):
             return
         poll.ledger.posted.add(poll.place)
-    poll.ledger.store.set(f"{poll.place}/{poll.ledger.rank}", "1")
-    poll.ledger.store.add(f"{poll.place}/votes", 1)
+    try:
+        poll.ledger.store.set(f"{poll.place}/{poll.ledger.rank}", "1")
+        poll.ledger.store.add(f"{poll.place}/votes", 1)
+    except BaseException:
+        with _lock:
+            poll.ledger.posted.discard(poll.place)
+        raise
 
 
 def _outcomes(polls: Sequence[_Poll], votes: Votes) -> Votes:

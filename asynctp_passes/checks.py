@@ -27,6 +27,7 @@ __all__ = [
     "Context",
     "Verdict",
     "can_be_alone",
+    "groups_of_parameters",
     "groups_on_wire",
     "is_named_for_data",
     "is_tensor_parallel",
@@ -110,14 +111,20 @@ def group_enrolled(candidate: Candidate, context: Context) -> Refusal | None:
 def groups_on_wire(candidates: Sequence[Candidate], config: Config) -> frozenset[str]:
     """The groups whose collectives are asynctp's, those without a matmul too: what one rank multiplies another may not.
 
-    With `groups="auto"` these are all but those that only data parallelism is known of.
+    With `groups="auto"` these are all but those that are named for data parallelism. Ranks share both.
     """
-    seen = dict.fromkeys(one.collective.group_key for one in candidates)
+    seen = {one.collective.group_key: one for one in candidates}
     if config.groups != "auto":
         return frozenset(group for group in seen if group in config.groups)
-    data = {one.collective.group_key for one in candidates if one.weights or is_named_for_data(one)}
-    tensor = {one.collective.group_key for one in candidates if is_tensor_parallel(one)}
-    return frozenset(seen) - (data - tensor)
+    return frozenset(group for group, one in seen.items() if not is_named_for_data(one))
+
+
+def groups_of_parameters(candidates: Sequence[Candidate], config: Config) -> frozenset[str]:
+    """The groups of which this rank's graph shows data parallelism alone; another rank's may show something else."""
+    if config.groups != "auto":
+        return frozenset()
+    data = {one.collective.group_key for one in candidates if one.weights}
+    return frozenset(data - {one.collective.group_key for one in candidates if is_tensor_parallel(one)})
 
 
 def can_be_alone(candidate: Candidate) -> bool:
@@ -128,8 +135,7 @@ def can_be_alone(candidate: Candidate) -> bool:
         return False
     if mutates(collective.node) or tensor_of(collective.input) is None or (value.dim() == 0 and not reduces):
         return False
-    static = all(isinstance(size, int) for size in (*value.shape, *value.stride()))
-    known = compat.is_contiguous(value) or static
+    known = compat.is_contiguous(value) or compat.axes_by_stride(value) is not None
     return known and (not reduces or collective.reduce_op in ("sum", "avg")) and collective.kind != "other"
 
 

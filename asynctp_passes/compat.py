@@ -213,6 +213,24 @@ def is_contiguous(tensor: torch.Tensor) -> bool:
         return False
 
 
+def axes_by_stride(tensor: torch.Tensor) -> list[int] | None:
+    """The dimensions of a fake tensor from the largest stride to the smallest; None where that is not known yet."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    strides = tensor.stride()
+
+    def known(first: int, second: int) -> bool:
+        return bool(statically_known_true(strides[first] >= strides[second]))
+
+    def compared(first: int, second: int) -> int:
+        return known(second, first) - known(first, second)
+
+    axes = range(tensor.dim())
+    if not all(known(first, second) or known(second, first) for first, second in itertools.combinations(axes, 2)):
+        return None
+    return sorted(axes, key=functools.cmp_to_key(compared))
+
+
 def statically_known_multiple(size: torch.SymInt, count: int) -> bool:
     """True when guards that exist already establish `size % count == 0`; adds none."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true

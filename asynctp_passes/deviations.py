@@ -91,6 +91,10 @@ class Words:
         """The gather whose result this rank keeps, whatever it multiplies."""
         return f"keep: all_gather {self._place[gather.node]}"
 
+    def of_plain(self) -> str:
+        """The collectives of a group that stay torch's, as they are of parameters."""
+        return "plain: collectives of parameters"
+
     # --- reductions ---
     def _sum(self, chain: ScatterChain) -> str:
         members = sorted((self._place[node], times) for node, times in chain.crossing)

@@ -25,17 +25,19 @@ from asynctp_passes.chain import (
     Term,
     fused_chains,
 )
-from asynctp_passes.checks import Context, can_be_alone, groups_on_wire
+from asynctp_passes.checks import Context, can_be_alone, groups_of_parameters, groups_on_wire
 from asynctp_passes.coalesce import coalesce
 from asynctp_passes.config import Config
 from asynctp_passes.decide import decide_graph
-from asynctp_passes.deviations import communicated
+from asynctp_passes.deviations import Words, communicated
 from asynctp_passes.errors import AsyncTPError, raise_if_strict
 from asynctp_passes.fxview import (
+    Sizes,
     describe,
     module_of,
     phase_of,
     plain,
+    segments,
     source_of,
     tangents_of,
     tensor_of,
@@ -191,10 +193,33 @@ class _Plan:
     context: Context
     bundles: list[Bundle]
     followed: frozenset[fx.Node] = frozenset()
+    followed_plain: frozenset[str] = frozenset()
 
     @functools.cached_property
     def wire(self) -> frozenset[str]:
         """The groups whose collectives all go by asynctp's own transport."""
+        return self._own_transport - self.plain
+
+    @functools.cached_property
+    def plain(self) -> frozenset[str]:
+        """The groups that could go by it, and whose collectives all ranks leave to torch."""
+        candidates = [one.candidate for one in self.decisions]
+        found = groups_of_parameters(candidates, self.context.config) | self.followed_plain
+        text = self.context.words.of_plain()
+        return frozenset(group for group in found & self.movable if self.context.refused(group, text) is None)
+
+    @functools.cached_property
+    def movable(self) -> frozenset[str]:
+        """The groups of which something can go by it."""
+        candidates = [
+            one.candidate for one in self.decisions if one.candidate.collective.group_key in self._own_transport
+        ]
+        return frozenset(
+            one.collective.group_key for one in candidates if _on_wire(one.collective) and can_be_alone(one)
+        )
+
+    @functools.cached_property
+    def _own_transport(self) -> frozenset[str]:
         return groups_on_wire([one.candidate for one in self.decisions], self.context.config)
 
     @property
@@ -251,8 +276,18 @@ def _planned(graph: fx.Graph, config: Config, votes: Votes | None = None) -> _Pl
 
 
 def _following(plan: _Plan, config: Config) -> _Plan:
-    """The plan with the gathers kept that all ranks have agreed to keep before: peers may still run that graph."""
+    """The plan that does what all ranks have agreed on before, and this one need not: peers may still run that graph.
+
+    Gathers are kept, and the collectives of groups without a fused chain stay torch's.
+    """
     words, keys = plan.context.words, communicated(one.candidate.collective for one in plan.decisions)
+    fused = {chain.collective.group_key for chain in fused_chains(plan.decisions)}
+    plain = [
+        group
+        for group in plan.movable - plan.plain - fused
+        if agreed_before(Ballot(group, keys[group], (words.of_plain(),)), config)
+    ]
+    plan = dataclasses.replace(plan, followed_plain=frozenset(plain))
     asked: dict[str, dict[str, fx.Node]] = {}
     for chain in plan.fused_gathers:
         gather = chain.collective
@@ -274,6 +309,8 @@ def _ballots(plan: _Plan) -> list[Ballot]:
         texts.setdefault(chain.collective.group_key, []).extend(words.of_chain(chain))
     for bundle in plan.bundles:
         texts.setdefault(bundle.collective.group_key, []).append(words.of_bundle(bundle))
+    for group in plan.plain:
+        texts.setdefault(group, []).append(words.of_plain())
     for gather in plan.kept:
         texts.setdefault(gather.group_key, []).append(words.of_kept(gather))
     dropped: dict[str, list[Collective]] = {}
@@ -338,12 +375,40 @@ class _Attempt:
             raise_if_strict(report, self._config)
         except AsyncTPError as raised:
             raise raised from error
+        if self._phase != "joint":
+            with internal.contained("let collectives meet those of other ranks"):
+                _move_all(self._graph, self._config)
         return report
 
     def _no_deviations(self) -> list[Ballot]:
         joint = self._phase == "joint"
         keys = communicated(read_collectives(self._graph))
         return [Ballot(group, key, (), joint=joint) for group, key in keys.items()]
+
+
+def _move_all(graph: fx.Graph, config: Config) -> None:
+    """Let a graph's collectives go by asynctp's transport, and fuse none: other ranks' calls wait for them there."""
+    collectives = read_collectives(graph)
+    words, keys = Words(collectives), communicated(collectives)
+    verdict: dict[tuple[str, str], str | None] = {}
+    for group, key in keys.items():
+        kept = (words.of_kept(one) for one in collectives if one.group_key == group and one.kind == "all_gather")
+        agreed = agreed_before(Ballot(group, key, (words.of_plain(), *kept)), config)
+        verdict |= dict.fromkeys(((group, text) for text in agreed), None)
+    sizes = Sizes(graph, (collective.group_size for collective in collectives))
+    context = Context(graph, sizes, config, segments(graph), frozenset(), words=words, verdict=verdict)
+    decisions = [_untouched(one, config, "", True) for one in collectives]
+    plain = frozenset(group for group, text in verdict if text == words.of_plain())
+    plan = _Plan(decisions, context, [], followed_plain=plain)
+    if not plan.alone:
+        return
+    record = compat.GraphRecord(graph)
+    try:
+        toposort.sort(graph)
+        rewrite(graph, [], sizes, alone=plan.alone, wire=plan.wire, kept=frozenset(one.node for one in plan.kept))
+    except BaseException:
+        record.restore()
+        raise
 
 
 def _plain_report(graph: fx.Graph, config: Config, phase: str, summary: str) -> Report:

@@ -882,9 +882,10 @@ def _as_it_was(build: _Builder, collective: Collective, done: fx.Node) -> fx.Nod
     done = build.contiguous(build.reshape(done, build.shape(collective.node)))
     if compat.is_contiguous(value):
         return done
-    order = sorted(range(value.dim()), key=lambda axis: -int(value.stride()[axis]))
-    back = [order.index(axis) for axis in range(len(order))]
-    return build.permute(build.contiguous(build.permute(done, order)), back)
+    axes = compat.axes_by_stride(value)
+    assert axes is not None, "`can_be_alone` lets no other through"
+    back = [axes.index(axis) for axis in range(len(axes))]
+    return build.permute(build.contiguous(build.permute(done, axes)), back)
 
 
 # --- tidying up --------------------------------------------------------------------------------------------

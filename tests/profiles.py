@@ -19,7 +19,7 @@ def of_profile(names: Sequence[str], always: Container[str]) -> tuple[str, ...]:
 
 def thorough(case: Any) -> Any:
     """One of the values, or of the `pytest.param`s, of a parametrized test, for the thorough profile only."""
-    values, name, marks = (case if isinstance(case, tuple) else (case,)), None, ()
-    if hasattr(case, "values"):
-        values, name, marks = case.values, case.id, case.marks
-    return pytest.param(*values, id=name, marks=[*marks, pytest.mark.thorough])
+    if isinstance(case, type(pytest.param())):
+        return pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.thorough])
+    values = case if type(case) is tuple else (case,)
+    return pytest.param(*values, marks=pytest.mark.thorough)

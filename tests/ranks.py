@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing.forkserver
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,15 +114,14 @@ def _rank_main(
 
 def _join(ranks: list[Any], timeout_s: float, folder: Path) -> None:
     """Wait for every rank; stop at the first failure, since its peers would wait for it in vain."""
-    waited = 0.0
+    until = time.monotonic() + timeout_s
     while any(process.is_alive() for process in ranks):
         if any(process.exitcode not in (None, 0) for process in ranks):
             break
-        if waited > timeout_s:
+        if time.monotonic() > until:
             raise RuntimeError(f"ranks did not end within {timeout_s} s")
         for process in ranks:
             process.join(timeout=0.05)
-            waited += 0.05
     failed = [(i, p.exitcode) for i, p in enumerate(ranks) if p.exitcode not in (None, 0)]
     if failed:
         errors = "\n".join(path.read_text() for path in sorted(folder.glob("*.err")))

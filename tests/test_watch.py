@@ -81,6 +81,14 @@ def test_a_peer_that_is_ahead_for_a_moment_is_not_unlike(memory: GroupMemory) ->
     assert judged(memory, direct(own, {}, free={**NOBODY, 2: theirs}), UNLIKE_S / 2) is None
 
 
+def test_nor_is_one_whose_words_are_apart_in_one_look_of_a_long_wait(memory: GroupMemory) -> None:
+    """This rank waits in one call; words are read one after the other, and a peer may end its call in between."""
+    own, other, watch = memory.signature(SMALL, DIRECT), memory.signature(OTHER, DIRECT), Watch(memory)
+    waits, apart = direct(own, {}), direct(own, {0: other})
+    for step in range(100):
+        assert watch.judge(apart if step % 3 == 0 else waits, step * UNLIKE_S) is None
+
+
 # --- unlike calls ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("transport", [PUSH, PULL])
 def test_unlike_calls_are_found_after_a_second(memory: GroupMemory, transport: str) -> None:
@@ -162,6 +170,15 @@ def test_the_time_of_a_wait_begins_with_it(memory: GroupMemory) -> None:
 
 
 # --- ranks that have failed --------------------------------------------------------------------------------------
+def test_a_rank_whose_peers_process_is_over_fails_when_no_call_ends(memory: GroupMemory) -> None:
+    """It may have come to the call before: then nothing else tells of it."""
+    gone = look(gone=frozenset({2}))
+    assert judged(memory, gone, TOLD_S - 0.25) is None
+    assert str(judged(memory, gone, TOLD_S)) == "the process of rank 2 has ended"
+    watch = Watch(memory)
+    assert all(watch.judge(replace(gone, ended=(step,)), step) is None for step in range(100))
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_rank_whose_peer_has_failed_fails_when_no_call_ends(memory: GroupMemory, waits: bool) -> None:
     """Whatever it waits for: to come to a call, or for data that does not come any more."""
@@ -185,6 +202,7 @@ def test_a_rank_that_has_failed_goes_on_when_all_have(memory: GroupMemory) -> No
     assert not watch.may_end_waits(some, 100.0)
     assert not watch.may_end_waits(some, 100.0 + ENDS_S - 1)
     assert watch.may_end_waits(look(told=dict.fromkeys(PEERS, 1)), 100.0 + ENDS_S - 1)
+    assert watch.may_end_waits(replace(some, gone=frozenset({2})), 100.0 + ENDS_S - 1)
 
 
 def test_or_when_one_does_not_say_so(memory: GroupMemory) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from internal_state import forget_internal_errors
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
@@ -113,6 +115,39 @@ def statistic_of_the_second_product(rank: int) -> tuple[Layer, list[Tensor]]:
     return layer, [torch.randn(8, 32), torch.randn(8, 32), torch.randn(32, 64), torch.randn(32, 64)]
 
 
+def parameter_on_one_rank(rank: int) -> tuple[Layer, list[Tensor]]:
+    """Where the gathered tensor is a weight, it seems to be one of data parallelism."""
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return x @ gathered(w) if rank == 0 else gathered(w) * 2
+
+    return layer, [torch.randn(4, 16), torch.randn(8, 16)]
+
+
+def parameter_on_all_ranks(rank: int) -> tuple[Layer, list[Tensor]]:
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return x @ gathered(w)
+
+    return layer, [torch.randn(4 + rank, 16), torch.randn(8, 16)]
+
+
+def transposed_and_dynamic_on_one_rank(rank: int) -> tuple[Layer, list[Tensor]]:
+    def layer(x: Tensor) -> Tensor:
+        return all_reduce(x.t(), "sum", dist.group.WORLD) * 2
+
+    x = torch.randn(6, 16)
+    if rank == 1:
+        torch._dynamo.mark_dynamic(x, 0)
+    return layer, [x]
+
+
+def asynctp_fails_on_one_rank(rank: int) -> tuple[Layer, list[Tensor]]:
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return gathered(x) @ w
+
+    return layer, [torch.randn(4, 16), torch.randn(16, 32)]
+
+
 PROGRAMS: dict[Callable[[int], tuple[Layer, list[Tensor]]], int] = {
     metric_of_the_gathered: 2,
     residual_in_fp32: 2,
@@ -124,6 +159,10 @@ PROGRAMS: dict[Callable[[int], tuple[Layer, list[Tensor]]], int] = {
     dynamic_on_one_rank: 2,
     other_columns: 2,
     statistic_of_the_second_product: 2,
+    parameter_on_one_rank: 0,
+    parameter_on_all_ranks: 0,
+    transposed_and_dynamic_on_one_rank: 0,
+    asynctp_fails_on_one_rank: 1,
 }
 """How many ranks fuse a chain."""
 
@@ -131,6 +170,7 @@ PROGRAMS: dict[Callable[[int], tuple[Layer, list[Tensor]]], int] = {
 def _differences(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     """By program: the largest error of a result, as a part of the largest value, and how many chains were fused."""
     import asynctp_passes
+    from asynctp_passes import pipeline
 
     torch._inductor.config.fallback_by_default = True  # minutes of the C++ compiler
     found: dict[str, tuple[float, int]] = {}
@@ -142,7 +182,9 @@ def _differences(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
         layer, own = program(rank)
         tensors = [own[0], *shared[1:]] if program is not other_columns else own
         asynctp_passes.clear_reports()
-        with torch.no_grad():
+        fails = program is asynctp_fails_on_one_rank and rank == 0
+        fault = mock.patch.object(pipeline, "decide_graph", side_effect=ValueError) if fails else nullcontext()
+        with torch.no_grad(), fault:
             want = layer(*tensors)
             compiled = torch.compile(layer, backend="asynctp", options={"strict": "off"})
             got = [compiled(*tensors) for _ in range(2)][-1]
@@ -150,6 +192,7 @@ def _differences(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
         errors = [float((a.double() - b.double()).abs().max() / a.double().abs().max()) for a, b in pairs]
         fused = sum(len(report.fused) for report in asynctp_passes.reports())
         found[program.__name__] = (max(errors), fused)
+        assert len(forget_internal_errors()) == fails
     return found
 
 

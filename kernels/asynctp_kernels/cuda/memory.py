@@ -40,11 +40,12 @@ one CTA fits beside the GEMM's on every SM.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, astuple, dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -52,7 +53,7 @@ from torch.distributed import ProcessGroup
 
 from asynctp_kernels.compat import group_timeout_s
 from asynctp_kernels.errors import NotEnrolled, SymmetricMemoryError, given_timeout_s, timeout_s
-from asynctp_kernels.meeting import FAULTS, forget_failures, meet, stop
+from asynctp_kernels.meeting import FAULTS, Process, forget_failures, meet, stop
 from asynctp_kernels.signals import new_status
 
 from .enroll import enroll
@@ -131,13 +132,16 @@ class GroupMemory:
         stream, reducer: handles of the copy stream and the reducer's; of high priority, so that nothing is queued
             behind other work.
         turn: held from `begin` to `ended`, so that calls of several threads come one after the other on a device.
-        failure: why the memory must not be used again. released: nobody may use it any more.
+        failure: why the memory must not be used again. error: the error that told so, if the watch found it.
+        released: nobody may use it any more.
         skipped: calls that this rank has left out, since they ended with an error. made: calls that it has made.
         calls: what ranks tell each other about their calls.
         bound: of a wait for a rank, in nanoseconds.
         captured: a call has been captured in a CUDA graph of the program's.
         retired: areas that grew after that; a graph still has their addresses, so they stay as long as the group.
+        retired_boxes: those of them that peers write data to.
         table: measured choices, the same on every rank.
+        processes: of the ranks; none where they are not known.
     """
 
     of_group: InitVar[ProcessGroup]
@@ -152,13 +156,16 @@ class GroupMemory:
     areas: dict[str, Area] = field(default_factory=dict)
     plans: dict[object, object] = field(default_factory=dict)
     failure: str | None = None
+    error: Exception | None = None
     released: bool = False
     skipped: int = 0
     made: int = 0
     last_implementation: str = "unfused"
     captured: bool = False
     retired: list[Area] = field(default_factory=list)
+    retired_boxes: list[Area] = field(default_factory=list)
     table: Table = field(default_factory=dict)
+    processes: tuple[Process, ...] = ()
 
     def __post_init__(self, of_group: ProcessGroup) -> None:
         # not the group itself: this is the value of a dictionary that drops its entry when the group goes
@@ -216,7 +223,7 @@ class GroupMemory:
         wait for other ranks could take each other's place on the SMs, in another order on every rank.
         """
         if self.failure is not None:
-            raise SymmetricMemoryError(self._out_of_step())
+            raise SymmetricMemoryError(self._out_of_step()) from self.error
         self.made += 1
         here = (stream, driver.capture_id(stream) if driver.capturing() else 0)
         self.capture = here[1]
@@ -435,7 +442,8 @@ class GroupMemory:
         words = self.areas.get("direct words")
         if words is None:
             return {}
-        found = words.memory.view(torch.int64)[::DIRECT_PROGRAMS][: self.world].tolist()
+        every = words.memory.view(torch.int64)[: self.world * DIRECT_PROGRAMS].cpu()  # a copy, which needs no SM
+        found = every[::DIRECT_PROGRAMS].tolist()
         epoch = int(self.epoch.item())
         return {peer: word % (1 << 16) for peer, word in enumerate(found) if word >> 16 > epoch and peer != self.rank}
 
@@ -452,8 +460,12 @@ class GroupMemory:
     def fail(self, error: Exception) -> None:
         """From now on calls raise: `error` has told that ranks are out of step."""
         if self.failure is None:
-            self.failure = f"{type(error).__name__}: {error}"
-            log.error("%s", error)
+            self.failure, self.error = f"{type(error).__name__}: {error}", error
+            log.error("group %s: %s", self.group_name, error)
+
+    def has_ended(self, peer: int) -> bool:
+        """A peer's process is known to be over."""
+        return bool(self.processes) and self.processes[peer].has_ended()
 
     def _out_of_step(self) -> str:
         return _out_of_step(self.group_name, self.failure)
@@ -482,7 +494,7 @@ class GroupMemory:
             SymmetricMemoryError: it would have to grow during a CUDA graph capture, or an earlier call failed.
         """
         if self.failure is not None:
-            raise SymmetricMemoryError(self._out_of_step())
+            raise SymmetricMemoryError(self._out_of_step()) from self.error
         found = self.areas.get(name)
         if found is not None and found.size >= size:
             return found
@@ -497,6 +509,8 @@ class GroupMemory:
         area = _outside_pools(group, self.device, lambda: _share(group, self.device, whole))
         if found is not None and self.captured:
             self.retired.append(found)
+            if name == "box":
+                self.retired_boxes.append(found)
         self.areas[name] = area
         self.plans.clear()
         self.recordings.clear()
@@ -579,12 +593,16 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
         table = enroll(meeting, group.group_name, device.index)
         try:
             signals = _share(group, device, _GRANULE)
-            return meeting.together("memory", lambda: _new(group, device, signals, table))
+            own = json.dumps(astuple(Process.own()))
+            processes = [Process(*json.loads(text)) for text in meeting.exchange("processes", own)]
+            return meeting.together("memory", lambda: _new(group, device, signals, table, processes))
         except SymmetricMemoryError as error:  # on every rank
             raise error if driver.IN_ORDER else NotEnrolled(str(error)) from error
 
 
-def _new(group: ProcessGroup, device: torch.device, signals: Area, table: Table) -> GroupMemory:
+def _new(
+    group: ProcessGroup, device: torch.device, signals: Area, table: Table, processes: Sequence[Process]
+) -> GroupMemory:
     local = torch.zeros(_COUNTS + 16, dtype=torch.int32, device=device)
     local[_ONE] = 1
     return GroupMemory(
@@ -598,6 +616,7 @@ def _new(group: ProcessGroup, device: torch.device, signals: Area, table: Table)
         local=local,
         peer_writes=driver.peer_writes_supported(),
         table=table,
+        processes=tuple(processes),
     )
 
 

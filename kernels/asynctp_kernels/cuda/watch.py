@@ -10,15 +10,15 @@ costs a call anything:
     FREE[p] is another call than this rank's, for a second             unlike calls have met: `UnlikeCalls`
     FREE[p] is 0 and no call ends, for as long as the group's timeout  a rank does not come: `PeerTimeout`
     p has told that it has failed, and no call ends, for some seconds  so does this rank: `SymmetricMemoryError`
+    p's process is over, and no call ends, for some seconds            the same
 
-Then the group's memory has failed: each further call on the host raises, and says why, and all peers are told. Enqueued
-calls cannot raise. They get NaN: every rank's box is filled with it, and then every word is set for which a stream or a
-kernel of this rank could wait, as long as the group lives, since a CUDA graph may be launched again. Copies do all
-that: a kernel might find no room.
+Then the group's memory has failed: each further call on the host raises `SymmetricMemoryError` from the error, and all
+peers are told. Enqueued calls cannot raise. Their tensors get bytes of ones, which are NaN as floats: every rank's box
+is filled with them, and then every word is set for which a stream or a kernel of this rank could wait, as long as the
+group lives, since a CUDA graph may be launched again. Copies do all that: a kernel might find no room.
 
-A rank that goes on so writes to its peers' boxes, in calls that these may not have come to. So it goes on only when all
-of them have failed, too (or do not look any more): who has not failed never reads what comes of it. That is explored by
-`tests/kernels/test_channel_model.py`.
+To end its waits, a failed rank writes to its peers' boxes. It does so only once every peer has failed, too, or has
+ended, or does not look any more: no healthy rank reads those bytes, as `tests/kernels/test_channel_model.py` explores.
 
 In Triton's interpreter waits raise themselves (`interpreted.StreamWaitOver`), and `error_of` says what that means.
 """
@@ -141,6 +141,7 @@ class Look:
         ahead: Of peers that have begun a direct call which this rank has not, its signature.
         told: By peer, whether it has failed.
         status: A kernel's record.
+        gone: Peers whose process is over.
     """
 
     doing: int
@@ -150,6 +151,7 @@ class Look:
     ahead: dict[int, int]
     told: dict[int, int]
     status: list[int]
+    gone: frozenset[int] = frozenset()
 
 
 class Watch:
@@ -158,6 +160,7 @@ class Watch:
     def __init__(self, memory: GroupMemory) -> None:
         self._memory, self._since = weakref.ref(memory), time.monotonic()
         self._state: object = None
+        self._apart: dict[int, tuple[int, int, float]] = {}  # by peer: both calls, and since when they are seen
         self._failed: float | None = None
 
     def judge(self, look: Look, now: float) -> SymmetricMemoryError | PeerTimeout | None:
@@ -168,11 +171,12 @@ class Watch:
             return error
         state = (look.doing, look.ended, look.posted)
         if state != self._state:
-            self._state, self._since = state, now
-            return None
-        for peer, theirs in sorted(look.free.items()):
-            own, theirs = look.posted[peer] or look.doing, theirs or look.ahead.get(peer, 0)
-            if own and theirs not in (0, own) and now - self._since >= UNLIKE_S:
+            self._state, self._since, self._apart = state, now, {}
+        for peer, own, theirs in self._differing(look):
+            known = self._apart.get(peer)
+            if known is None or known[:2] != (own, theirs):  # words that are read one after the other may be apart
+                self._apart[peer] = (own, theirs, now)
+            elif now - known[2] >= UNLIKE_S:
                 return unlike(memory, peer, own, theirs)
         for peer, own in sorted(look.posted.items()):
             if own and not look.free[peer] and now - self._since >= memory.bound / 1e9:
@@ -180,12 +184,25 @@ class Watch:
         told = [peer for peer, has_failed in sorted(look.told.items()) if has_failed]
         if told and now - self._since >= TOLD_S:
             return SymmetricMemoryError(f"rank {told[0]} has failed: {memory.calls.failure_of(told[0])}")
+        if look.gone and now - self._since >= TOLD_S:
+            return SymmetricMemoryError(f"the process of rank {min(look.gone)} has ended")
         return None
+
+    def _differing(self, look: Look) -> list[tuple[int, int, int]]:
+        """Peers that seem to be in another call than this rank, with both calls; forgets those that are not."""
+        found = []
+        for peer, free in sorted(look.free.items()):
+            own, theirs = look.posted[peer] or look.doing, free or look.ahead.get(peer, 0)
+            if own and theirs not in (0, own):
+                found.append((peer, own, theirs))
+            else:
+                self._apart.pop(peer, None)
+        return found
 
     def may_end_waits(self, look: Look, now: float) -> bool:
         """Whether this rank, which has failed, may go on: it writes to its peers then."""
         self._failed = now if self._failed is None else self._failed
-        return all(look.told.values()) or now - self._failed >= ENDS_S
+        return all(told or peer in look.gone for peer, told in look.told.items()) or now - self._failed >= ENDS_S
 
 
 def start_watch(memory: GroupMemory) -> None:
@@ -194,6 +211,17 @@ def start_watch(memory: GroupMemory) -> None:
 
 
 def _run(reference: weakref.ref[GroupMemory]) -> None:
+    try:
+        _watch(reference)
+    except Exception as error:
+        memory = reference()
+        if memory is not None and not memory.released:
+            memory.fail(
+                SymmetricMemoryError(f"nothing watches over the ranks any more: {type(error).__name__}: {error}")
+            )
+
+
+def _watch(reference: weakref.ref[GroupMemory]) -> None:
     memory = reference()
     if memory is None:
         return
@@ -231,6 +259,7 @@ class _Pages:
         self.status = torch.zeros_like(memory.status, device="cpu").pin_memory()
         self.set = torch.full_like(self.free, MAX_CHUNKS).pin_memory()
         self.poison: torch.Tensor | None = None
+        self.poisoned: object = None  # for which calls
 
     def look(self, memory: GroupMemory, stream: torch.cuda.Stream) -> Look:
         for peer in self.peers:
@@ -244,7 +273,8 @@ class _Pages:
         pages = (self.free, self.posted, self.told)
         free, posted, told = ({peer: page.tolist()[peer] for peer in self.peers} for page in pages)
         ahead = memory.peers_ahead() if any(posted.values()) else {}
-        return Look(doing, (memory.made, *ended), free, posted, ahead, told, self.status.tolist())
+        gone = frozenset(peer for peer in self.peers if memory.has_ended(peer))
+        return Look(doing, (memory.made, *ended), free, posted, ahead, told, self.status.tolist(), gone)
 
     def tell(self, memory: GroupMemory) -> None:
         """Say to all peers that this rank has failed."""
@@ -258,8 +288,10 @@ class _Pages:
 
     def end_waits(self, memory: GroupMemory, look: Look) -> None:
         """Let everything that waits, or will, go on with NaN."""
-        if any(look.posted.values()):
+        calls = (look.doing, look.ended, look.posted)
+        if any(look.posted.values()) or calls != self.poisoned:  # ranks may have met, and data may not have come
             self._poison(memory)
+            self.poisoned = calls
         for peer in self.peers:
             self.free[peer] = look.posted[peer] or look.free[peer]
         memory.free_words.copy_(self.free, non_blocking=True)
@@ -270,13 +302,13 @@ class _Pages:
 
     def _poison(self, memory: GroupMemory) -> None:
         """Fill all ranks' boxes with NaN: this rank may read from any."""
-        box = memory.areas.get("box")
-        if box is None:
+        boxes = [*memory.retired_boxes, *filter(None, [memory.areas.get("box")])]
+        if not boxes:
             return
         if self.poison is None:
             self.poison = torch.full((1 << 22,), 255, dtype=torch.uint8).pin_memory()
         stream = torch.cuda.current_stream().cuda_stream
-        for address in box.peers:
-            for first in range(0, box.size, self.poison.numel()):
-                size = min(self.poison.numel(), box.size - first)
+        for address, whole in [(address, box.size) for box in boxes for address in box.peers]:
+            for first in range(0, whole, self.poison.numel()):
+                size = min(self.poison.numel(), whole - first)
                 driver.copy_from_host(address + first, self.poison.data_ptr(), size, stream)
