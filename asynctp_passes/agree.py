@@ -15,6 +15,9 @@ Keys, in the store of the group, below `asynctp/<life>/<hash of what is communic
     <hash of text>/votes       how many ranks have the deviation
     <hash of text>/<rank>      there, if this rank has it
     <hash of text>/outcome     "accepted", or "refused" and why
+    <hash of text>/with/<n>    how many ranks have it in their nth graph, after an earlier one
+    <hash of text>/at/<n>      the outcome for that graph
+    <hash of text>/lacks/<rank>  there, if this rank has a graph without it since it was accepted
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ import torch
 from asynctp_passes import compat, registry
 from asynctp_passes.config import Config, agree_seconds
 from asynctp_passes.deviations import LOCAL
-from asynctp_passes.errors import DisagreementError
+from asynctp_passes.errors import AsyncTPError, DisagreementError
 from asynctp_passes.report import Ballot, Report
 
 __all__ = ["Votes", "agreed_before", "fall_back", "sources_digest", "stands", "vote"]
@@ -50,6 +53,9 @@ WARN_S = 5.0
 
 LATE_S = 1.0
 """Seconds to wait for ranks that have let one wait pass without compiling what was asked: they have other graphs."""
+
+AGAIN_S = 5.0
+"""Seconds to wait for ranks that may not do in a later graph what was accepted for an earlier one."""
 
 _NAMED = 4
 _PAUSES_S = (0.002, 0.05)
@@ -74,6 +80,7 @@ class _Ledger:
         again: How many of the next ones were counted when they came from a cache.
         posted: Deviations that the others know of.
         late: Ranks that let a wait pass.
+        texts: The deviations of this rank's graphs so far, by what is communicated.
     """
 
     store: Any
@@ -84,6 +91,7 @@ class _Ledger:
     again: Counter[str] = field(default_factory=Counter)
     posted: set[str] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
+    texts: dict[str, set[str]] = field(default_factory=dict)
 
 
 _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()  # a ledger goes with its group
@@ -120,6 +128,38 @@ class _Poll:
     def decide(self, outcome: str) -> str:
         """Write an outcome down, unless there is one; what holds."""
         return str(self.ledger.store.compare_set(f"{self.place}/outcome", "", outcome).decode())
+
+    def is_accepted(self) -> bool:
+        """All ranks have agreed on it."""
+        at = f"{self.place}/outcome"
+        return bool(self.ledger.store.check([at]) and self.ledger.store.get(at).decode() == _ACCEPTED)
+
+    def decide_again(self, outcome: str) -> str:
+        """Write the outcome for this graph down, unless there is one; what holds."""
+        return str(self.ledger.store.compare_set(f"{self.place}/at/{self.number}", "", outcome).decode())
+
+    def refused_again(self) -> str | None:
+        """Why this rank does not do in this graph what it did in an earlier one; None if it does."""
+        store, at, start, pause = self.ledger.store, f"{self.place}/at/{self.number}", time.monotonic(), _PAUSES_S[0]
+        having = store.add(f"{self.place}/with/{self.number}", 1)
+        limit = min(AGAIN_S, agree_seconds())
+        while having < len(self.ledger.ranks) and not store.check([at]) and time.monotonic() - start < limit:
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES_S[1])
+            having = store.add(f"{self.place}/with/{self.number}", 0)
+        outcome = self.decide_again(_ACCEPTED)
+        if outcome == _ACCEPTED:
+            return None
+        self.say_lacked()
+        return f"{_reason(outcome)}: {_plain(self.text)}"
+
+    def say_lacked(self) -> None:
+        """Say that this rank has a graph without it."""
+        self.ledger.store.set(f"{self.place}/lacks/{self.ledger.rank}", "1")
+
+    def not_lacking(self) -> list[int]:
+        """The ranks that have no graph without it."""
+        return [rank for rank in self.ledger.ranks if not self.ledger.store.check([f"{self.place}/lacks/{rank}"])]
 
     def missing(self) -> list[int]:
         """The ranks that have not said that they have the deviation."""
@@ -160,11 +200,17 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
     Args:
         ballots: One for each group that communicates in the graph, with its deviations, or none.
         config: With `agree=False` all is accepted, and nobody learns of it.
+
+    Raises:
+        DisagreementError: All ranks have agreed on something in an earlier graph with the same collectives, which this
+            graph cannot do, and another rank has compiled no graph without it.
     """
     votes: Votes = {(one.group, text): None for one in ballots for text in one.deviations}
     if config.agree:
         with _without_store_errors(votes):
-            votes |= _outcomes(_posted(ballots, config), votes)
+            polls = _posted(ballots, config)
+            votes |= _outcomes(polls, votes)
+            _in_later_graphs(polls, ballots, votes, config)
     return votes
 
 
@@ -210,6 +256,7 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[st
     with _without_store_errors(votes):
         first, then = _posted(early, config), _posted(late, config)
         votes |= _outcomes(first, votes)
+        _in_later_graphs(first, early, votes, config)
         if then:
             _wait_until_shown(early, config)
             found = {(one.group, _plain(one.text)): one.outcome() for one in then}
@@ -226,6 +273,8 @@ def _without_store_errors(votes: Votes) -> Iterator[None]:
     """Refuse everything where the store fails: then each rank does what needs nobody's consent."""
     try:
         yield
+    except AsyncTPError:
+        raise
     except (RuntimeError, OSError) as error:
         log.warning("asynctp: the ranks could not ask one another what they compile: %s", error)
         reason = f"the store of the group failed: {' '.join(str(error).split())[:200]}"
@@ -312,6 +361,60 @@ def _post(poll: _Poll) -> None:
         with _lock:
             poll.ledger.posted.discard(poll.place)
         raise
+
+
+def _in_later_graphs(polls: Sequence[_Poll], ballots: Iterable[Ballot], votes: Votes, config: Config) -> None:
+    """See that what was accepted for an earlier graph with the same collectives is done by all ranks in this one.
+
+    The outcome is a record for each number of a graph. A rank without the deviation refuses it, and sees that the
+    others have a graph without it, too: they may still run an earlier one. A rank that has it waits a moment for those.
+    """
+    again: list[_Poll] = []
+    lacked: list[_Poll] = []
+    for one in ballots:
+        if (ledger := _ledger(one.group)) is not None:
+            key, own = _key(ledger, one), {_with_provenance(text, config) for text in one.deviations}
+            with _lock:
+                known = ledger.texts.setdefault(key, set())
+                lacked += [_Poll(ledger, one.group, key, ledger.compiles[key], text) for text in sorted(known - own)]
+                again += [poll for poll in polls if (poll.ledger, poll.key) == (ledger, key) and poll.text in known]
+                known |= own
+    lacked = [poll for poll in lacked if poll.is_accepted()]
+    for poll in lacked:
+        if poll.decide_again(f"{_REFUSED}rank {poll.ledger.rank} cannot do it in a later graph") == _ACCEPTED:
+            raise _disagreement(poll, "others do it in this graph, too")
+        poll.say_lacked()
+    for poll in again:
+        at = (poll.group, _plain(poll.text))
+        if votes[at] is None and (refused := poll.refused_again()) is not None:
+            votes[at] = refused
+    for poll in lacked:
+        _wait_for_others(poll)
+
+
+def _wait_for_others(poll: _Poll) -> None:
+    """Wait until every rank has compiled a graph without what was accepted."""
+    start, limit, warned, pause = time.monotonic(), agree_seconds(), False, _PAUSES_S[0]
+    while having := poll.not_lacking():
+        passed = time.monotonic() - start
+        if passed >= limit:
+            raise _disagreement(poll, f"{_ranks(having)} compiled no graph without it within {limit:g} s")
+        if passed >= WARN_S and not warned:
+            warned = True
+            log.warning(
+                "asynctp: waits up to %g s (ASYNCTP_AGREE_S) for %s to compile a graph without what all agreed on: %s",
+                *(limit, _ranks(having), _plain(poll.text)),
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES_S[1])
+
+
+def _disagreement(poll: _Poll, why: str) -> DisagreementError:
+    return DisagreementError(
+        f"asynctp: all ranks of group {poll.group!r} have agreed to {_plain(poll.text)}, in an earlier graph with the "
+        f"same collectives. This rank's graph cannot do that, and {why}: unlike calls would meet. Let all ranks run "
+        "the same program, raise ASYNCTP_AGREE_S where a rank is merely slow, or compile without asynctp"
+    )
 
 
 def _outcomes(polls: Sequence[_Poll], votes: Votes) -> Votes:

@@ -155,7 +155,10 @@ class Words:
             if missing:
                 stack += missing
                 continue
-            parts = {operand: texts[part.root] + _part(step, operand, part) for operand, part in step.parts}
+            parts = {
+                operand: texts[part.root] + _part(step, operand, part) + _bits(part, operand)
+                for operand, part in step.parts
+            }
             others = {other: self._elsewhere(other, {}) for other in step.others}
             texts[step.node] = _short(f"{called_name(step.node)}({', '.join(_arguments(step.node, parts | others))})")
             stack.pop()
@@ -205,6 +208,12 @@ def _part(step: Step, operand: fx.Node, part: Part) -> str:
         return f"[*, {', '.join(map(_size, shape[first:]))}]" if first else _sizes(shape)
     last = shape[_alike(step, operand) :]
     return f"[*, {', '.join(map(_size, last))}]" if last else ""
+
+
+def _bits(part: Part, operand: fx.Node) -> str:
+    """The dtype in which the bits of a part are taken, where that is another one than they were computed in."""
+    own, seen = value_of(part.root).dtype, value_of(operand).dtype
+    return "" if own == seen else f" bits as {seen}"
 
 
 def _alike(step: Step, operand: fx.Node) -> int:

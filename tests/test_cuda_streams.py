@@ -38,7 +38,7 @@ from stream_sessions import Session, Spoil, bulk, gather, move, play, scatter
 from streams import PINGPONG, Found
 
 OTHER = 42  # another stream of the program's
-SEEDS = range(6 if THOROUGH else 2)
+SEEDS = range(6 if THOROUGH else 3)
 
 
 # --- they are right ----------------------------------------------------------------------------------------------
