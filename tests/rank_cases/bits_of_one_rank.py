@@ -1,4 +1,4 @@
-"""One rank sees the bits of what it gathers as integers before it converts them: it sends something else than the other."""
+"""One rank sees the bits of what it gathers as integers before it converts them: it sends something else."""
 
 import torch
 import torch.distributed as dist
