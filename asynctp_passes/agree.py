@@ -15,7 +15,7 @@ Keys, in the store of the group, below `asynctp/<life>/<hash of what is communic
     <hash of text>/votes       how many ranks have the deviation
     <hash of text>/<rank>      there, if this rank has it
     <hash of text>/outcome     "accepted", or "refused" and why
-    <hash of text>/with/<n>    how many ranks have it in their nth graph, after an earlier one
+    <hash of text>/with/<n>/<rank>  there, if this rank has it in its nth graph, after an earlier one
     <hash of text>/at/<n>      the outcome for that graph
     <hash of text>/lacks/<rank>  there, if this rank has a graph without it since it was accepted
 """
@@ -80,7 +80,7 @@ class _Ledger:
         again: How many of the next ones were counted when they came from a cache.
         posted: Deviations that the others know of.
         late: Ranks that let a wait pass.
-        texts: The deviations of this rank's graphs so far, by what is communicated.
+        first: By what is communicated, the number of this rank's first graph with a deviation.
     """
 
     store: Any
@@ -91,7 +91,7 @@ class _Ledger:
     again: Counter[str] = field(default_factory=Counter)
     posted: set[str] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
-    texts: dict[str, set[str]] = field(default_factory=dict)
+    first: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()  # a ledger goes with its group
@@ -125,29 +125,27 @@ class _Poll:
             return self.decide(_REFUSED + self._difference())
         return None
 
-    def decide(self, outcome: str) -> str:
+    def decide(self, outcome: str, record: str = "outcome") -> str:
         """Write an outcome down, unless there is one; what holds."""
-        return str(self.ledger.store.compare_set(f"{self.place}/outcome", "", outcome).decode())
+        return str(self.ledger.store.compare_set(f"{self.place}/{record}", "", outcome).decode())
 
     def is_accepted(self) -> bool:
         """All ranks have agreed on it."""
         at = f"{self.place}/outcome"
         return bool(self.ledger.store.check([at]) and self.ledger.store.get(at).decode() == _ACCEPTED)
 
-    def decide_again(self, outcome: str) -> str:
-        """Write the outcome for this graph down, unless there is one; what holds."""
-        return str(self.ledger.store.compare_set(f"{self.place}/at/{self.number}", "", outcome).decode())
+    def say_again(self) -> None:
+        """Say that this rank has it in a later graph, too."""
+        self.ledger.store.set(f"{self.place}/with/{self.number}/{self.ledger.rank}", "1")
 
-    def refused_again(self) -> str | None:
+    def refused_again(self, until: float) -> str | None:
         """Why this rank does not do in this graph what it did in an earlier one; None if it does."""
-        store, at, start, pause = self.ledger.store, f"{self.place}/at/{self.number}", time.monotonic(), _PAUSES_S[0]
-        having = store.add(f"{self.place}/with/{self.number}", 1)
-        limit = min(AGAIN_S, agree_seconds())
-        while having < len(self.ledger.ranks) and not store.check([at]) and time.monotonic() - start < limit:
+        store, record, pause = self.ledger.store, f"at/{self.number}", _PAUSES_S[0]
+        having = [f"{self.place}/with/{self.number}/{rank}" for rank in self.ledger.ranks]
+        while not (store.check([f"{self.place}/{record}"]) or store.check(having)) and time.monotonic() < until:
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES_S[1])
-            having = store.add(f"{self.place}/with/{self.number}", 0)
-        outcome = self.decide_again(_ACCEPTED)
+        outcome = self.decide(_ACCEPTED, record)
         if outcome == _ACCEPTED:
             return None
         self.say_lacked()
@@ -222,11 +220,10 @@ def agreed_before(ballot: Ballot, config: Config) -> set[str]:
     ledger = _ledger(ballot.group) if config.agree else None
     if ledger is None:
         return set()
-    key, store, found = _key(ledger, ballot), ledger.store, set[str]()
+    key, found = _key(ledger, ballot), set[str]()
     for text in ballot.deviations:
-        place = f"{key}/{_hash(_with_provenance(text, config))}/outcome"
         with contextlib.suppress(RuntimeError, OSError):
-            if store.check([place]) and store.get(place).decode() == _ACCEPTED:
+            if _Poll(ledger, ballot.group, key, 0, _with_provenance(text, config)).is_accepted():
                 found.add(text)
     return found
 
@@ -375,19 +372,23 @@ def _in_later_graphs(polls: Sequence[_Poll], ballots: Iterable[Ballot], votes: V
         if (ledger := _ledger(one.group)) is not None:
             key, own = _key(ledger, one), {_with_provenance(text, config) for text in one.deviations}
             with _lock:
-                known = ledger.texts.setdefault(key, set())
-                lacked += [_Poll(ledger, one.group, key, ledger.compiles[key], text) for text in sorted(known - own)]
-                again += [poll for poll in polls if (poll.ledger, poll.key) == (ledger, key) and poll.text in known]
-                known |= own
+                number, first = ledger.compiles[key], ledger.first.setdefault(key, {})
+                earlier = {text for text, at in first.items() if at < number}
+                first |= dict.fromkeys(own - first.keys(), number)
+            lacked += [_Poll(ledger, one.group, key, number, text) for text in sorted(earlier - own)]
+            again += [poll for poll in polls if (poll.group, poll.key) == (one.group, key) and poll.text in earlier]
     lacked = [poll for poll in lacked if poll.is_accepted()]
     for poll in lacked:
-        if poll.decide_again(f"{_REFUSED}rank {poll.ledger.rank} cannot do it in a later graph") == _ACCEPTED:
+        refusal = f"{_REFUSED}rank {poll.ledger.rank} cannot do it in a later graph"
+        if poll.decide(refusal, f"at/{poll.number}") == _ACCEPTED:
             raise _disagreement(poll, "others do it in this graph, too")
         poll.say_lacked()
+    again = [poll for poll in again if votes[poll.group, _plain(poll.text)] is None]
     for poll in again:
-        at = (poll.group, _plain(poll.text))
-        if votes[at] is None and (refused := poll.refused_again()) is not None:
-            votes[at] = refused
+        poll.say_again()
+    until = time.monotonic() + min(AGAIN_S, agree_seconds())
+    for poll in again:
+        votes[poll.group, _plain(poll.text)] = poll.refused_again(until)
     for poll in lacked:
         _wait_for_others(poll)
 

@@ -120,7 +120,7 @@ def groups_on_wire(candidates: Sequence[Candidate], config: Config) -> frozenset
 
 
 def groups_of_parameters(candidates: Sequence[Candidate], config: Config) -> frozenset[str]:
-    """The groups of which this rank's graph shows data parallelism alone; another rank's may show something else."""
+    """The groups whose collectives only gather or reduce parameters in this graph. Ranks may differ in that."""
     if config.groups != "auto":
         return frozenset()
     data = {one.collective.group_key for one in candidates if one.weights}

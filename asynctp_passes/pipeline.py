@@ -170,7 +170,7 @@ def _tag(graph: fx.Graph, config: Config, attempt: _Attempt) -> None:
     texts: dict[str, list[str]] = {}
     for one in chosen:
         texts.setdefault(one.gather.group_key, []).append(context.words.of_again(one.gather))
-    keys = communicated(one.candidate.collective for one in decisions)
+    keys = communicated((one.candidate.collective for one in decisions), "joint")
     ballots = {group: Ballot(group, key, tuple(texts.get(group, ())), joint=True) for group, key in keys.items()}
     attempt.ballots = list(ballots.values())
     votes = attempt.votes = vote(attempt.ballots, config)
@@ -196,31 +196,36 @@ class _Plan:
     followed_plain: frozenset[str] = frozenset()
 
     @functools.cached_property
+    def candidates(self) -> list[Candidate]:
+        """What became of each collective, before it was decided."""
+        return [one.candidate for one in self.decisions]
+
+    @functools.cached_property
+    def keys(self) -> dict[str, str]:
+        """For each group what it communicates (`communicated`)."""
+        return communicated((one.collective for one in self.candidates), phase_of(self.context.graph))
+
+    @functools.cached_property
     def wire(self) -> frozenset[str]:
         """The groups whose collectives all go by asynctp's own transport."""
         return self._own_transport - self.plain
 
     @functools.cached_property
     def plain(self) -> frozenset[str]:
-        """The groups that could go by it, and whose collectives all ranks leave to torch."""
-        candidates = [one.candidate for one in self.decisions]
-        found = groups_of_parameters(candidates, self.context.config) | self.followed_plain
+        """The groups that could use asynctp's transport, and whose collectives all ranks leave to torch."""
+        found = groups_of_parameters(self.candidates, self.context.config) | self.followed_plain
         text = self.context.words.of_plain()
         return frozenset(group for group in found & self.movable if self.context.refused(group, text) is None)
 
     @functools.cached_property
     def movable(self) -> frozenset[str]:
-        """The groups of which something can go by it."""
-        candidates = [
-            one.candidate for one in self.decisions if one.candidate.collective.group_key in self._own_transport
-        ]
-        return frozenset(
-            one.collective.group_key for one in candidates if _on_wire(one.collective) and can_be_alone(one)
-        )
+        """The groups that could use asynctp's transport, and have a collective for which it has an op."""
+        found = {one.collective.group_key for one in self.candidates if _on_wire(one.collective) and can_be_alone(one)}
+        return self._own_transport & found
 
     @functools.cached_property
     def _own_transport(self) -> frozenset[str]:
-        return groups_on_wire([one.candidate for one in self.decisions], self.context.config)
+        return groups_on_wire(self.candidates, self.context.config)
 
     @property
     def alone(self) -> list[Collective]:
@@ -280,7 +285,7 @@ def _following(plan: _Plan, config: Config) -> _Plan:
 
     Gathers are kept, and the collectives of groups without a fused chain stay torch's.
     """
-    words, keys = plan.context.words, communicated(one.candidate.collective for one in plan.decisions)
+    words, keys = plan.context.words, plan.keys
     fused = {chain.collective.group_key for chain in fused_chains(plan.decisions)}
     plain = [
         group
@@ -318,8 +323,7 @@ def _ballots(plan: _Plan) -> list[Ballot]:
         dropped.setdefault(collective.group_key, []).append(collective)
     for group, members in dropped.items():
         texts.setdefault(group, []).append(words.of_dropped(members))
-    keys = communicated(one.candidate.collective for one in plan.decisions)
-    return [Ballot(group, key, tuple(texts.get(group, ()))) for group, key in keys.items()]
+    return [Ballot(group, key, tuple(texts.get(group, ()))) for group, key in plan.keys.items()]
 
 
 def _agreed_before(decisions: Sequence[Decision]) -> list[Ballot]:
@@ -382,14 +386,14 @@ class _Attempt:
 
     def _no_deviations(self) -> list[Ballot]:
         joint = self._phase == "joint"
-        keys = communicated(read_collectives(self._graph))
+        keys = communicated(read_collectives(self._graph), self._phase)
         return [Ballot(group, key, (), joint=joint) for group, key in keys.items()]
 
 
 def _move_all(graph: fx.Graph, config: Config) -> None:
     """Let a graph's collectives go by asynctp's transport, and fuse none: other ranks' calls wait for them there."""
     collectives = read_collectives(graph)
-    words, keys = Words(collectives), communicated(collectives)
+    words, keys = Words(collectives), communicated(collectives, phase_of(graph))
     verdict: dict[tuple[str, str], str | None] = {}
     for group, key in keys.items():
         kept = (words.of_kept(one) for one in collectives if one.group_key == group and one.kind == "all_gather")

@@ -1,4 +1,4 @@
-"""What all ranks agreed on in one program, some of them cannot do in a second one with the same collectives."""
+"""Two programs make the same collectives. All ranks agree on two sums in the first; in the second no sum suits all."""
 
 import torch
 import torch.distributed as dist

@@ -138,8 +138,8 @@ class GroupMemory:
         calls: what ranks tell each other about their calls.
         bound: of a wait for a rank, in nanoseconds.
         captured: a call has been captured in a CUDA graph of the program's.
-        retired: areas that grew after that; a graph still has their addresses, so they stay as long as the group.
-        retired_boxes: those of them that peers write data to.
+        retired: names and areas that grew after that; a graph still has their addresses, so they stay as long as the
+            group.
         table: measured choices, the same on every rank.
         processes: of the ranks; none where they are not known.
     """
@@ -162,8 +162,7 @@ class GroupMemory:
     made: int = 0
     last_implementation: str = "unfused"
     captured: bool = False
-    retired: list[Area] = field(default_factory=list)
-    retired_boxes: list[Area] = field(default_factory=list)
+    retired: list[tuple[str, Area]] = field(default_factory=list)
     table: Table = field(default_factory=dict)
     processes: tuple[Process, ...] = ()
 
@@ -455,7 +454,13 @@ class GroupMemory:
     @property
     def shared_bytes(self) -> int:
         """Size of all symmetric memory of this rank."""
-        return sum(area.size for area in (self.signals, *self.areas.values(), *self.retired))
+        retired = [area for _, area in self.retired]
+        return sum(area.size for area in (self.signals, *self.areas.values(), *retired))
+
+    @property
+    def boxes(self) -> list[Area]:
+        """What peers write data to, and what captured graphs of this rank still use of it."""
+        return [area for name, area in (*self.retired, *self.areas.items()) if name == "box"]
 
     def fail(self, error: Exception) -> None:
         """From now on calls raise: `error` has told that ranks are out of step."""
@@ -508,9 +513,7 @@ class GroupMemory:
         whole = -(-size // _GRANULE) * _GRANULE
         area = _outside_pools(group, self.device, lambda: _share(group, self.device, whole))
         if found is not None and self.captured:
-            self.retired.append(found)
-            if name == "box":
-                self.retired_boxes.append(found)
+            self.retired.append((name, found))
         self.areas[name] = area
         self.plans.clear()
         self.recordings.clear()

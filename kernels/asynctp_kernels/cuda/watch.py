@@ -302,13 +302,10 @@ class _Pages:
 
     def _poison(self, memory: GroupMemory) -> None:
         """Fill all ranks' boxes with NaN: this rank may read from any."""
-        boxes = [*memory.retired_boxes, *filter(None, [memory.areas.get("box")])]
-        if not boxes:
-            return
         if self.poison is None:
             self.poison = torch.full((1 << 22,), 255, dtype=torch.uint8).pin_memory()
         stream = torch.cuda.current_stream().cuda_stream
-        for address, whole in [(address, box.size) for box in boxes for address in box.peers]:
+        for address, whole in [(address, box.size) for box in memory.boxes for address in box.peers]:
             for first in range(0, whole, self.poison.numel()):
                 size = min(self.poison.numel(), whole - first)
                 driver.copy_from_host(address + first, self.poison.data_ptr(), size, stream)
