@@ -583,6 +583,8 @@ class Names:
             return f"progress[{local // MAX_OWN}, {local % MAX_OWN}]"
         if 0 <= (source := (address - mine.arrivals) // 4) < MAX_WORLD:
             return f"arrivals[{source}]"
+        if address == mine.awaited:
+            return "awaited"
         constants = {word.data_ptr(): value for value, word in mine._constants.items()} | {mine.one: 1}
         if address in constants:
             return f"the constant {self.value(constants[address])}"

@@ -562,9 +562,11 @@ def test_words_of_peers_can_be_copied() -> None:
         out, wanted, mine = run_scatter(call, here, scatter_plan(call, here, "fused", 2))
         assert torch.equal(out, wanted)
         check_pushes(here, "fused", mine)
-        own = here.memory.signals.peers[RANK], here.memory.local.data_ptr()
+        own = {here.memory.signals.peers[RANK]: 512, here.memory.local.data_ptr(): here.memory.local.nbytes}
         for write in here.of(Wrote):
-            assert any(start <= write.address < start + 512 for start in own), "a stream writes to our words only"
+            assert any(start <= write.address < start + size for start, size in own.items()), (
+                "a stream writes to our words only"
+            )
         small = [copy for copy in here.of(Copied) if copy.size == 4]
         assert len(small) == (WORLD - 1) * (1 + 2), "FREE for each peer, FULL for each of its chunks"
         values = {cuda_emulated.int32(copy.src).value for copy in small}
@@ -685,8 +687,10 @@ copy   await start
 copy   await flown at launch
 graph  launch gemm_kernel
 copy   write free of 1 [0] = call
+copy   write awaited = call
 copy   wait free of 0 [1] == call
 copy   write free of 0 [1] = 0
+copy   write awaited = 0
 copy   wait progress[1, 0] >= 2
 copy   write progress[1, 0] = 0
 copy   record running
@@ -865,12 +869,14 @@ copy   await start
 copy   write free of 2 [1] = call
 copy   write free of 3 [1] = call
 copy   write free of 0 [1] = call
+copy   write awaited = call
 copy   wait free of 1 [2] == call
 copy   wait free of 1 [3] == call
 copy   wait free of 1 [0] == call
 copy   write free of 1 [2] = 0
 copy   write free of 1 [3] = 0
 copy   write free of 1 [0] = 0
+copy   write awaited = 0
 copy   copy 1024 B to box of 0 + 49152 from scales + 0
 copy   copy 8192 B to box of 0 + 0 from own + 0
 copy   write landed of 0 [1] = 2
@@ -910,10 +916,12 @@ main   record start
 copy   await start
 copy   write free of 2 [1] = call
 copy   write free of 0 [1] = call
+copy   write awaited = call
 copy   wait free of 1 [2] == call
 copy   wait free of 1 [0] == call
 copy   write free of 1 [2] = 0
 copy   write free of 1 [0] = 0
+copy   write awaited = 0
 copy   copy 16384 B to box of 0 + 0 from own + 0
 copy   write landed of 0 [1] = 2
 copy   copy 16384 B to box of 0 + 16384 from own + 16384
@@ -956,8 +964,10 @@ graph  record start
 copy   await start
 copy   await flown at launch
 copy   write free of 1 [0] = call
+copy   write awaited = call
 copy   wait free of 0 [1] == call
 copy   write free of 0 [1] = 0
+copy   write awaited = 0
 copy   copy 32768 B to box of 1 + 0 from own + 0
 copy   write landed of 1 [0] = 4
 copy   record end
@@ -978,10 +988,12 @@ main   record start
 copy   await start
 copy   write free of 2 [1] = call
 copy   write free of 0 [1] = call
+copy   write awaited = call
 copy   wait free of 1 [2] == call
 copy   wait free of 1 [0] == call
 copy   write free of 1 [2] = 0
 copy   write free of 1 [0] = 0
+copy   write awaited = 0
 copy   copy 512 B to box of 0 + 16384 from scales + 0
 copy   copy 4096 B to box of 0 + 0 from own + 0
 copy   write landed of 0 [1] = 2
@@ -1014,8 +1026,10 @@ def test_trace_of_a_gather_that_pushes_and_is_kept() -> None:
 main   record start
 copy   await start
 copy   write free of 1 [0] = call
+copy   write awaited = call
 copy   wait free of 0 [1] == call
 copy   write free of 0 [1] = 0
+copy   write awaited = 0
 copy   copy 32768 B to box of 1 + 0 from own + 0
 copy   write landed of 1 [0] = 4
 copy   record end
@@ -1046,10 +1060,12 @@ copy   await start
 main   launch gemm_kernel
 copy   write free of 2 [1] = call
 copy   write free of 0 [1] = call
+copy   write awaited = call
 copy   wait free of 1 [2] == call
 copy   wait free of 1 [0] == call
 copy   write free of 1 [2] = 0
 copy   write free of 1 [0] = 0
+copy   write awaited = 0
 copy   wait progress[2, 0] >= 1
 copy   write progress[2, 0] = 0
 copy   record running
@@ -1091,8 +1107,10 @@ copy   await start
 main   record event[4]
 main   record event[0]
 copy   write free of 1 [0] = call
+copy   write awaited = call
 copy   wait free of 0 [1] == call
 copy   write free of 0 [1] = 0
+copy   write awaited = 0
 copy   await event[4]
 copy   copy 18432 B to box of 1 + 0 from staging + 18432
 copy   write full of 1 [0] = 4
@@ -1286,27 +1304,22 @@ def test_a_wait_that_is_not_over_is_told(here: Machine) -> None:
         return str(watching.judge(look, 100.0 + seconds) or "")
 
     def look(**changed: Any) -> watch.Look:
-        words = {"free": nothing, "posted": nothing, "ahead": {}, "told": nothing, "status": [0, -1, 0]}
+        words = {"free": nothing, "awaited": 0, "ahead": {}, "told": nothing, "status": [0, -1, 0]}
         return watch.Look(**({"doing": 0, "ended": (1, 2)} | words | changed))
 
-    everywhere = dict.fromkeys((0, 2, 3), mine)
     assert told(look(), bound * 2) == "", "nothing is awaited"
-    assert told(look(posted=everywhere), bound - 1) == ""
-    assert told(look(posted=everywhere), bound + 1).startswith(
-        f"all_gather (8192 bytes a rank): rank 1 waited {bound:g}"
-    )
-    assert "for the same call of rank 0" in told(look(posted=everywhere), bound + 1)
-    assert "of rank 3" in told(look(posted={**nothing, 3: mine}, free={**nothing, 0: mine}), bound + 1)
-    assert told(look(posted=everywhere), bound + 1, look(posted=everywhere, ended=(1, 1))) == "", "calls end"
-    assert told(look(posted=everywhere), bound + 1, look()) == "", "it has only now been posted"
-    met = look(posted={**nothing, 2: mine}, free={**nothing, 2: other})
+    assert told(look(awaited=mine), bound - 1) == ""
+    assert told(look(awaited=mine), bound + 1).startswith(f"all_gather (8192 bytes a rank): rank 1 waited {bound:g}")
+    assert "for the same call of rank 0" in told(look(awaited=mine), bound + 1)
+    assert "of rank 3" in told(look(awaited=mine, free={**nothing, 0: mine, 2: mine}), bound + 1)
+    assert told(look(awaited=mine), bound + 1, look(awaited=mine, ended=(1, 1))) == "", "calls end"
+    assert told(look(awaited=mine), bound + 1, look()) == "", "it has only now been posted"
+    met = look(awaited=mine, free={**nothing, 2: other})
     said = "rank 1 makes all_gather (8192 bytes a rank), rank 2 makes all_gather (16384 bytes a rank)"
     assert told(met, 0.5) == ""
     assert said in told(met, 1.5)
-    assert said not in told(look(posted={**nothing, 2: mine}, free={**nothing, 2: mine}), 1.5)
-    assert "rank 3 makes all_gather (8192" in told(look(posted=everywhere, ahead={3: direct}), 1.5), (
-        "by another transport"
-    )
+    assert said not in told(look(awaited=mine, free={**nothing, 2: mine}), 1.5)
+    assert "rank 3 makes all_gather (8192" in told(look(awaited=mine, ahead={3: direct}), 1.5), "by another transport"
     assert "rank 0 makes all_gather (16384" in told(look(doing=direct, free={**nothing, 0: other}), 1.5)
     assert told(look(doing=direct), bound + 1) == "", "the kernel tells that itself"
 

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from asynctp_kernels.cuda.memory import GroupMemory
-from asynctp_kernels.cuda.watch import ENDS_S, TOLD_S, UNLIKE_S, Look, Watch
+from asynctp_kernels.cuda.watch import ENDS_S, HAS_ENDED, HAS_FAILED, IS_QUIET, STEP_S, TOLD_S, UNLIKE_S, Look, Watch
 from asynctp_kernels.cuda.wire import DIRECT, PULL, PUSH, Wire
 from asynctp_kernels.errors import PeerTimeout, SymmetricMemoryError, UnlikeCalls
 from asynctp_kernels.signals import FAILED, UNLIKE
@@ -39,8 +39,7 @@ def look(own: int = 0, peers: Any = 0, **given: Any) -> Look:
     peers: what those have come to: one number, or that of each.
     """
     free = dict(zip(PEERS, peers, strict=True)) if isinstance(peers, tuple) else dict.fromkeys(PEERS, peers)
-    posted = dict.fromkeys(PEERS, own)
-    return replace(Look(0, (0,), free, posted, {}, NOBODY, [0, 0, 0]), **given)
+    return replace(Look(0, own, (0,), free, {}, NOBODY, [0, 0, 0]), **given)
 
 
 def direct(own: int, ahead: dict[int, int], **given: Any) -> Look:
@@ -148,12 +147,12 @@ def test_an_absent_rank_is_found_after_the_groups_timeout(memory: GroupMemory) -
     assert (error.op, error.rank, error.peer, error.seconds) == (SUM.told, RANK, 2, BOUND_S)
 
 
-@pytest.mark.parametrize("changes", ["ended", "posted", "doing"])
+@pytest.mark.parametrize("changes", ["ended", "awaited", "doing"])
 def test_a_straggler_whose_calls_end_now_and_then_is_not_absent(memory: GroupMemory, changes: str) -> None:
     """Each look finds this rank waiting, but not in one wait."""
     own, watch = memory.signature(GATHER, PUSH), Watch(memory)
     for step in range(100):
-        values = {"ended": (step,), "posted": dict.fromkeys(PEERS, own + step), "doing": step}
+        values = {"ended": (step,), "awaited": own + step, "doing": step}
         seen = replace(look(own), **{changes: values[changes]})
         assert watch.judge(seen, step * (BOUND_S - 1)) is None
         assert watch.judge(seen, (step + 0.9) * (BOUND_S - 1)) is None
@@ -197,17 +196,43 @@ def test_while_calls_end_it_does_not(memory: GroupMemory) -> None:
         assert watch.judge(look(ended=(step,), told={**NOBODY, 2: 1}), step) is None
 
 
-def test_a_rank_that_has_failed_goes_on_when_all_have(memory: GroupMemory) -> None:
-    watch, some = Watch(memory), look(told={0: 1, 2: 0, 3: 1})
-    assert not watch.may_end_waits(some, 100.0)
-    assert not watch.may_end_waits(some, 100.0 + ENDS_S - 1)
-    assert watch.may_end_waits(look(told=dict.fromkeys(PEERS, 1)), 100.0 + ENDS_S - 1)
-    assert watch.may_end_waits(replace(some, gone=frozenset({2})), 100.0 + ENDS_S - 1)
+def test_a_rank_that_has_failed_ends_its_waits_for_data_when_all_have(memory: GroupMemory) -> None:
+    watch, some = Watch(memory), look(told={0: HAS_ENDED, 2: 0, 3: HAS_FAILED})
+    assert watch.step(some, 100.0) == HAS_FAILED
+    assert watch.step(some, 100.0 + ENDS_S - 1) == HAS_FAILED
+    assert watch.step(look(told={**some.told, 2: HAS_FAILED}), 100.0 + ENDS_S - 1) == HAS_ENDED
+    assert watch.step(replace(some, gone=frozenset({2})), 100.0 + ENDS_S - 1) == HAS_ENDED
+
+
+def test_and_those_for_ranks_when_all_have_ended_these_and_those_before_it_are_quiet(memory: GroupMemory) -> None:
+    """Until then they may still send data of their own calls to this rank, which might take it for its own."""
+    watch, ended = Watch(memory), dict.fromkeys(PEERS, HAS_ENDED)
+    for told, step in (
+        (ended, HAS_ENDED),
+        ({**ended, 0: IS_QUIET, 3: HAS_FAILED}, HAS_ENDED),
+        ({**ended, 0: IS_QUIET}, IS_QUIET),
+        (dict.fromkeys(PEERS, IS_QUIET), IS_QUIET),
+    ):
+        assert watch.step(look(told=told), 100.0) == step
+    assert watch.step(look(told=ended, gone=frozenset({0})), 100.0) == IS_QUIET
 
 
 def test_or_when_one_does_not_say_so(memory: GroupMemory) -> None:
     """It may have ended."""
     watch = Watch(memory)
-    assert not watch.may_end_waits(look(), 100.0)
-    assert watch.may_end_waits(look(), 100.0 + ENDS_S)
+    assert watch.step(look(), 100.0) == HAS_FAILED
+    assert watch.step(look(), 100.0 + ENDS_S) == IS_QUIET
     assert ENDS_S > TOLD_S + UNLIKE_S, "who has not failed has time to hear of it"
+
+
+def test_a_step_is_done_when_no_wait_and_no_call_ends_any_more(memory: GroupMemory) -> None:
+    watch, own = Watch(memory), memory.signature(GATHER, PUSH)
+    assert watch.done(HAS_FAILED, look(), 0) == HAS_FAILED
+    assert watch.done(HAS_ENDED, look(own), 10) == HAS_FAILED
+    assert watch.done(HAS_ENDED, look(own), 10 + STEP_S) == HAS_ENDED, "others do not come, of course"
+    assert watch.done(IS_QUIET, look(own), 20) == HAS_ENDED
+    assert watch.done(IS_QUIET, look(ended=(1,)), 30) == HAS_FAILED
+    assert watch.done(IS_QUIET, look(ended=(2,)), 40) == HAS_FAILED
+    assert watch.done(IS_QUIET, direct(own, {}, ended=(2,)), 50) == HAS_FAILED
+    assert watch.done(IS_QUIET, look(ended=(2,)), 60) == HAS_FAILED
+    assert watch.done(IS_QUIET, look(ended=(2,)), 60 + STEP_S) == IS_QUIET

@@ -57,7 +57,7 @@ from streams import TILES, Shared, rank_of
 ROWS = 4  # of a shard: each is a chunk, and two are a tile
 TILE = 2
 START, RUNNING, END, REDUCED, FIRST_EVENT = range(5)  # event FIRST_EVENT + r: about rank r, see `of_block`
-AREAS = ("full", "free", "landed", "progress", "arrivals")
+AREAS = ("full", "free", "landed", "progress", "arrivals", "awaited")
 _RANK, _AREA, _WORD = 10_000, 1_000, 4  # word addresses: of a rank, of an area within it, of a word within that
 
 Tag = tuple[int, int, str, int]  # call, rank that made it, what, which byte of that
@@ -297,7 +297,7 @@ class Rank:
         return Words([rank * _RANK for rank in range(self.world)], AREAS.index(name) * _AREA // _WORD)
 
     def channel(self, full: str) -> Channel:
-        return Channel(self.rank, self.world, self.words(full).at, self.words("free").at)
+        return Channel(self.rank, self.world, self.words(full).at, self.words("free").at, self.mine("awaited", 0))
 
     def mine(self, name: str, source: int) -> int:
         """This rank's own word about a source."""
@@ -1224,9 +1224,10 @@ def _said_here(item: object, rank: Rank) -> str:
         return f"{type(item).__name__.lower()} {_event(item.event, rank)}"
     assert isinstance(item, Wait | Write | Post)
     word, index = area(item.address), item.address % _AREA // _WORD
-    place = f"[{index // MAX_OWN}, {index % MAX_OWN}]" if word == "progress" else f"[{index}]"
+    places = {"progress": f"[{index // MAX_OWN}, {index % MAX_OWN}]", "awaited": ""}
+    place = places.get(word, f"[{index}]")
     of = f" of {item.address // _RANK} " if word in ("free", "full", "landed") else ""
-    value = "call" if word == "free" and item.value else item.value
+    value = "call" if word in ("free", "awaited") and item.value else item.value
     if isinstance(item, Wait):
         return f"wait {word}{of}{place} {'==' if item.exactly else '>='} {value}"
     return f"write {word}{of}{place} = {value}"

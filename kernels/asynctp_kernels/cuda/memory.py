@@ -17,7 +17,7 @@ A box is a bounded buffer of depth one, with an int32 word per peer and directio
     LANDED  the same of a gather, whose products may begin while a scatter is in flight, but not while a gather is; or,
             of one that is pulled, set at every peer by the rank whose outbox is full
 
-    own:   set FREE at every peer; wait FREE(every peer), clear it
+    own:   set FREE at every peer; wait FREE(every peer), clear it; meanwhile an own word, `awaited`, has the signature
            pushed:  push each chunk and set FULL or LANDED at its rank
            scatter: wait FULL(every peer, chunk) and reduce, chunk by chunk; clear all FULL
            gather:  wait LANDED(peer, chunk) and multiply or keep, chunk by chunk; clear all LANDED
@@ -76,7 +76,7 @@ NO_BOUND = (1 << 63) - 1
 #: how far apart the ranks may come to a group's first call: some of them may still compile
 FIRST_CALL_S = 1800.0
 _WORD = 4
-#: where this rank's own words begin: progress of tiles, idle ones, arrivals, a 1, `doing`, pairs of counts
+#: where this rank's own words begin: progress of tiles, idle ones, arrivals, a 1, `doing`, `awaited`, pairs of counts
 _IDLE = MAX_WORLD * MAX_OWN
 _ARRIVALS = _IDLE + MAX_OWN
 _ONE = _ARRIVALS + MAX_WORLD
@@ -349,12 +349,12 @@ class GroupMemory:
     @property
     def channel(self) -> Channel:
         """The words of what a scatter pushes."""
-        return Channel(self.rank, self.world, self.full.at, self.free.at)
+        return Channel(self.rank, self.world, self.full.at, self.free.at, self.awaited)
 
     @property
     def landing(self) -> Channel:
         """The words of what a gather pushes."""
-        return Channel(self.rank, self.world, self.landed.at, self.free.at)
+        return Channel(self.rank, self.world, self.landed.at, self.free.at, self.awaited)
 
     def _local(self, word: int) -> int:
         return self.local.data_ptr() + word * _WORD
@@ -385,6 +385,11 @@ class GroupMemory:
         return self.local[_DOING:]
 
     @property
+    def awaited(self) -> int:
+        """Address of the signature of the call to which this rank waits for all others to come; 0 for none."""
+        return self._local(_DOING + 1)
+
+    @property
     def gather_done(self) -> torch.Tensor:
         """Counts of a kernel's programs that are done, and of calls that are."""
         return self.local[_COUNTS : _COUNTS + 2]
@@ -406,7 +411,7 @@ class GroupMemory:
 
     @property
     def watched(self) -> torch.Tensor:
-        """What `watch` reads: `doing`, then counts, of which those of calls grow."""
+        """What `watch` reads: `doing`, `awaited`, then counts, of which those of calls grow."""
         return self.local[_DOING : _COUNTS + 16]
 
     def _own(self, words: Words, count: int) -> torch.Tensor:
@@ -416,10 +421,6 @@ class GroupMemory:
     def free_words(self) -> torch.Tensor:
         """This rank's FREE words, by peer."""
         return self._own(self.free, MAX_WORLD)
-
-    def posted_words(self, peer: int) -> int:
-        """Address of the FREE word that this rank sets at a peer, which clears it when it has come to the call."""
-        return self.free.at(peer, self.rank)
 
     @property
     def failed(self) -> Words:

@@ -130,12 +130,16 @@ def _copy(step: Copy) -> Player:
 
 @dataclass(frozen=True)
 class Channel:
-    """Words of one direction, for rank `rank`: see `memory`. Functions of (rank that owns the word, other rank)."""
+    """Words of one direction, for rank `rank`: see `memory`.
+
+    `full`, `free` are functions of (rank that owns the word, other rank); `awaited` is an address of this rank's own.
+    """
 
     rank: int
     world: int
     full: Callable[[int, int], int]
     free: Callable[[int, int], int]
+    awaited: int
 
 
 @dataclass(frozen=True)
@@ -174,13 +178,14 @@ def meet_script(channel: Channel, signature: int) -> list[Step]:
 
     FREE says that a rank is done with what was in its box, and that it has come to this call: it has the call's
     signature, and so meets no other call. So ranks copy in step, and never two from or into the same box: that would
-    halve each other's speed. `watch` watches over the wait.
+    halve each other's speed. `watch` watches over the wait, and ends it if need be: `awaited` says for what.
     """
     rank, world = channel.rank, channel.world
     peers = [(rank + step) % world for step in range(1, world)]
     steps: list[Step] = [Post(channel.free(peer, rank), signature) for peer in peers]
+    steps.append(Write(channel.awaited, signature))
     steps += [Wait(channel.free(rank, peer), signature, peer=peer, exactly=True) for peer in peers]
-    return [*steps, *(Write(channel.free(rank, peer), 0) for peer in peers)]
+    return [*steps, *(Write(channel.free(rank, peer), 0) for peer in peers), Write(channel.awaited, 0)]
 
 
 def push_script(channel: Channel, moves: PushMoves, ready: Callable[[int, int], Sequence[Step]]) -> list[Step]:

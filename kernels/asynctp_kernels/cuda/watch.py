@@ -1,8 +1,8 @@
 """Who finds that the ranks of a group do not make the same calls, and ends the waits that would have no end.
 
-    FREE[p]     the call that peer p has come to; 0: to none
-    posted[p]   this rank's own, at peer p, which clears it when it has come to that call, too
-    doing       this rank's direct call under way; 0: none
+    FREE[p]   the call that peer p has come to; 0: to none
+    awaited   the call to which this rank waits for all others to come; 0: none
+    doing     this rank's direct call under way; 0: none
 
 A thread of the host looks at these words some times a second, and at counts of the calls that are over, so nothing
 costs a call anything:
@@ -19,12 +19,19 @@ group lives, since a CUDA graph may be launched again. Copies do all that: a ker
 
 To end its waits, a failed rank writes to its peers' boxes. It does so only once every peer has failed, too, or has
 ended, or does not look any more: no healthy rank reads those bytes, as `tests/kernels/test_channel_model.py` explores.
+A rank that no longer waits for others to come pushes its data to them, who are in another call and must not take it
+for theirs. So ranks go step by step, and say to all when they have done one:
+
+    HAS_FAILED   calls raise
+    HAS_ENDED    all have failed; waits for data are over, and nobody waits for any now
+    IS_QUIET     all have ended those, and ranks before this one are quiet; waits for others to come are over, too
 
 In Triton's interpreter waits raise themselves (`interpreted.StreamWaitOver`), and `error_of` says what that means.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import threading
@@ -54,7 +61,10 @@ LOOK_S = 0.25
 UNLIKE_S = 1.0  # what is under way may differ for a moment: one rank has ended a call, and another has not
 ENDING_S = 0.02  # between two looks, once waits are to be ended
 TOLD_S = 5.0  # without the end of a call, after which a rank takes a peer's word that it has failed
-ENDS_S = 15.0  # after which a rank that has failed ends its waits, though a peer does not say that it has, too
+ENDS_S = 15.0  # after which a rank that has failed takes all steps, though a peer does not say anything
+STEP_S = 0.25  # without the end of a wait or a call, after which a step is done
+EXIT_S = 2.0  # for which the end of the process waits for a thread
+HAS_FAILED, HAS_ENDED, IS_QUIET = 1, 2, 3
 THE_CALL = "the same call"  # awaited of a rank that does not come to it
 
 
@@ -135,23 +145,28 @@ class Look:
     """One look at a group's words.
 
     Attributes:
-        doing: See the module.
+        doing, awaited: See the module.
         ended: Counts that change when a call ends.
-        free, posted: By peer; see the module.
+        free: By peer; see the module.
         ahead: Of peers that have begun a direct call which this rank has not, its signature.
-        told: By peer, whether it has failed.
+        told: By peer, the step that it has done, or 0.
         status: A kernel's record.
         gone: Peers whose process is over.
     """
 
     doing: int
+    awaited: int
     ended: tuple[int, ...]
     free: dict[int, int]
-    posted: dict[int, int]
     ahead: dict[int, int]
     told: dict[int, int]
     status: list[int]
     gone: frozenset[int] = frozenset()
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """What changes while calls go on."""
+        return self.doing, self.awaited, self.ended
 
 
 class Watch:
@@ -162,6 +177,7 @@ class Watch:
         self._state: object = None
         self._apart: dict[int, tuple[int, int, float]] = {}  # by peer: both calls, and since when they are seen
         self._failed: float | None = None
+        self._ending: tuple[object, float] = (None, 0.0)  # what is seen while waits are ended, and since when
 
     def judge(self, look: Look, now: float) -> SymmetricMemoryError | PeerTimeout | None:
         """The error that a look tells of, if any."""
@@ -169,18 +185,18 @@ class Watch:
         assert memory is not None
         if (error := error_in(memory, look.status)) is not None:
             return error
-        state = (look.doing, look.ended, look.posted)
-        if state != self._state:
-            self._state, self._since, self._apart = state, now, {}
+        if look.state != self._state:
+            self._state, self._since, self._apart = look.state, now, {}
         for peer, own, theirs in self._differing(look):
             known = self._apart.get(peer)
             if known is None or known[:2] != (own, theirs):  # words that are read one after the other may be apart
                 self._apart[peer] = (own, theirs, now)
             elif now - known[2] >= UNLIKE_S:
                 return unlike(memory, peer, own, theirs)
-        for peer, own in sorted(look.posted.items()):
-            if own and not look.free[peer] and now - self._since >= memory.bound / 1e9:
-                return late(memory, peer, own, THE_CALL)
+        if look.awaited and now - self._since >= memory.bound / 1e9:
+            for peer, come in sorted(look.free.items()):
+                if not come:
+                    return late(memory, peer, look.awaited, THE_CALL)
         told = [peer for peer, has_failed in sorted(look.told.items()) if has_failed]
         if told and now - self._since >= TOLD_S:
             return SymmetricMemoryError(f"rank {told[0]} has failed: {memory.calls.failure_of(told[0])}")
@@ -191,23 +207,55 @@ class Watch:
     def _differing(self, look: Look) -> list[tuple[int, int, int]]:
         """Peers that seem to be in another call than this rank, with both calls; forgets those that are not."""
         found = []
+        own = look.awaited or look.doing
         for peer, free in sorted(look.free.items()):
-            own, theirs = look.posted[peer] or look.doing, free or look.ahead.get(peer, 0)
+            theirs = free or look.ahead.get(peer, 0)
             if own and theirs not in (0, own):
                 found.append((peer, own, theirs))
             else:
                 self._apart.pop(peer, None)
         return found
 
-    def may_end_waits(self, look: Look, now: float) -> bool:
-        """Whether this rank, which has failed, may go on: it writes to its peers then."""
+    def step(self, look: Look, now: float) -> int:
+        """The step that this rank, which has failed, may take."""
+        memory = self._memory()
+        assert memory is not None
         self._failed = now if self._failed is None else self._failed
-        return all(told or peer in look.gone for peer, told in look.told.items()) or now - self._failed >= ENDS_S
+        told = {peer: step for peer, step in look.told.items() if peer not in look.gone}
+        if now - self._failed >= ENDS_S:
+            return IS_QUIET
+        if all(step >= (IS_QUIET if peer < memory.rank else HAS_ENDED) for peer, step in told.items()):
+            return IS_QUIET
+        return HAS_ENDED if all(told.values()) else HAS_FAILED
+
+    def done(self, step: int, look: Look, now: float) -> int:
+        """The step that this rank has done, which takes `step`."""
+        if step == HAS_FAILED:
+            return HAS_FAILED
+        if look.state != self._ending[0] or look.doing:
+            self._ending = (look.state, now)
+        if now - self._ending[1] < STEP_S:
+            return HAS_FAILED
+        return HAS_ENDED if look.awaited else step
+
+
+_exiting = threading.Event()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def start_watch(memory: GroupMemory) -> None:
-    """Watch over a group until it goes."""
-    threading.Thread(target=_run, args=(weakref.ref(memory),), name="asynctp-watch", daemon=True).start()
+    """Watch over a group until it goes, or the process ends."""
+    thread = threading.Thread(target=_run, args=(weakref.ref(memory),), name="asynctp-watch", daemon=True)
+    _threads.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _end_watches() -> None:
+    """A thread that comes out of a call of CUDA's when the interpreter is gone ends the process with an error."""
+    _exiting.set()
+    for thread in list(_threads):
+        thread.join(EXIT_S)
 
 
 def _run(reference: weakref.ref[GroupMemory]) -> None:
@@ -229,19 +277,20 @@ def _watch(reference: weakref.ref[GroupMemory]) -> None:
     driver.relax_captures()
     stream = driver.new_torch_stream(memory.device)
     watch, pages = Watch(memory), _Pages(memory)
-    while memory is not None and not memory.released:
+    while memory is not None and not memory.released and not _exiting.is_set():
         with torch.cuda.stream(stream):
             look = pages.look(memory, stream)
             if memory.failure is None and (error := watch.judge(look, time.monotonic())) is not None:
                 memory.fail(error)
             if memory.failure is not None:
-                pages.tell(memory)
-                if watch.may_end_waits(look, time.monotonic()):
-                    pages.end_waits(memory, look)
+                step = watch.step(look, time.monotonic())
+                if step >= HAS_ENDED:
+                    pages.end_waits(memory, look, meetings=step == IS_QUIET)
+                pages.tell(memory, watch.done(step, look, time.monotonic()))
                 stream.synchronize()
         pause = LOOK_S if memory.failure is None else ENDING_S
         memory = None
-        time.sleep(pause)
+        _exiting.wait(pause)
         memory = reference()
 
 
@@ -250,51 +299,45 @@ class _Pages:
 
     def __init__(self, memory: GroupMemory) -> None:
         self.peers = [peer for peer in range(memory.world) if peer != memory.rank]
-        self.posted_here = torch.zeros(memory.free_words.numel(), dtype=torch.int32, device=memory.device)
         self.words = torch.zeros_like(memory.watched, device="cpu").pin_memory()
         self.free = torch.zeros(memory.free_words.numel(), dtype=torch.int32).pin_memory()
-        self.posted = torch.zeros_like(self.free).pin_memory()
         self.told = torch.zeros_like(self.free).pin_memory()
-        self.has_told = False
+        self.steps = torch.arange(IS_QUIET + 1, dtype=torch.int32, device=memory.device)
+        self.has_told = 0
         self.status = torch.zeros_like(memory.status, device="cpu").pin_memory()
         self.set = torch.full_like(self.free, MAX_CHUNKS).pin_memory()
         self.poison: torch.Tensor | None = None
         self.poisoned: object = None  # for which calls
 
     def look(self, memory: GroupMemory, stream: torch.cuda.Stream) -> Look:
-        for peer in self.peers:
-            to = self.posted_here.data_ptr() + 4 * peer
-            driver.copy(to, memory.posted_words(peer), 4, stream.cuda_stream)
-        pairs = [(self.words, memory.watched), (self.free, memory.free_words), (self.posted, self.posted_here)]
-        for page, words in [*pairs, (self.told, memory.told_words), (self.status, memory.status)]:
+        pairs = [(self.words, memory.watched), (self.free, memory.free_words), (self.told, memory.told_words)]
+        for page, words in [*pairs, (self.status, memory.status)]:
             page.copy_(words, non_blocking=True)
         stream.synchronize()
-        doing, *ended = self.words.tolist()
-        pages = (self.free, self.posted, self.told)
-        free, posted, told = ({peer: page.tolist()[peer] for peer in self.peers} for page in pages)
-        ahead = memory.peers_ahead() if any(posted.values()) else {}
+        doing, awaited, *ended = self.words.tolist()
+        free, told = ({peer: page.tolist()[peer] for peer in self.peers} for page in (self.free, self.told))
+        ahead = memory.peers_ahead() if awaited else {}
         gone = frozenset(peer for peer in self.peers if memory.has_ended(peer))
-        return Look(doing, (memory.made, *ended), free, posted, ahead, told, self.status.tolist(), gone)
+        return Look(doing, awaited, (memory.made, *ended), free, ahead, told, self.status.tolist(), gone)
 
-    def tell(self, memory: GroupMemory) -> None:
-        """Say to all peers that this rank has failed."""
-        if self.has_told:
+    def tell(self, memory: GroupMemory, step: int) -> None:
+        """Say to all peers which step this rank has done."""
+        if self.has_told >= step:
             return
         memory.calls.tell_failure(memory.rank, str(memory.failure))
         stream = torch.cuda.current_stream().cuda_stream
         for peer in self.peers:
-            driver.copy(memory.failed.at(peer, memory.rank), memory.one, 4, stream)
-        self.has_told = True
+            driver.copy(memory.failed.at(peer, memory.rank), self.steps.data_ptr() + 4 * step, 4, stream)
+        self.has_told = step
 
-    def end_waits(self, memory: GroupMemory, look: Look) -> None:
-        """Let everything that waits, or will, go on with NaN."""
-        calls = (look.doing, look.ended, look.posted)
-        if any(look.posted.values()) or calls != self.poisoned:  # ranks may have met, and data may not have come
+    def end_waits(self, memory: GroupMemory, look: Look, meetings: bool) -> None:
+        """Let everything that waits for data, or will, go on with NaN. meetings: also what waits for ranks to come."""
+        if look.awaited or look.state != self.poisoned:  # ranks may have met, and data may not have come
             self._poison(memory)
-            self.poisoned = calls
-        for peer in self.peers:
-            self.free[peer] = look.posted[peer] or look.free[peer]
-        memory.free_words.copy_(self.free, non_blocking=True)
+            self.poisoned = look.state
+        if meetings and look.awaited:
+            self.free.fill_(look.awaited)
+            memory.free_words.copy_(self.free, non_blocking=True)
         for words in memory.all_chunk_words:
             words.copy_(self.set, non_blocking=True)
         self.status.copy_(torch.tensor([FAILED, -1, 0]))
