@@ -253,6 +253,8 @@ def stage_program(call: Call, program: int) -> Steps:
     def landed(rank: int, peer: int) -> Any:
         return int32(words[rank] + 4 * (call.landed_word + peer))
 
+    if program == 0:
+        int32(call.awaited_ptr).value = call.signature
     for peer in peers if program == 0 else ():
         free(peer, call.rank).value = call.signature
         yield None
@@ -274,6 +276,7 @@ def stage_program(call: Call, program: int) -> Steps:
         for peer in peers:
             free(call.rank, peer).value = 0
             yield None
+        int32(call.awaited_ptr).value = 0
         for peer in peers if call.may_push() else ():
             landed(peer, call.rank).value = call.MAX_CHUNKS
             yield None

@@ -583,7 +583,7 @@ class Names:
             return f"progress[{local // MAX_OWN}, {local % MAX_OWN}]"
         if 0 <= (source := (address - mine.arrivals) // 4) < MAX_WORLD:
             return f"arrivals[{source}]"
-        if address == mine.awaited:
+        if address == mine.awaited.data_ptr():
             return "awaited"
         constants = {word.data_ptr(): value for value, word in mine._constants.items()} | {mine.one: 1}
         if address in constants:

@@ -1263,6 +1263,7 @@ def test_calls_of_two_threads_come_one_after_the_other(recording: Machine) -> No
 def test_every_wait_for_a_peer_is_for_its_call(name: str) -> None:
     """A stream or a kernel waits for FREE to be exactly the call's signature, of every peer, before anything moves.
 
+    Meanwhile a word of this rank's own has it, too.
     A kernel that nobody watches over (`direct`) has a bound, and tells its call; others wait as long as they are let.
     """
     for seconds in (0, 5):
@@ -1281,6 +1282,11 @@ def test_every_wait_for_a_peer_is_for_its_call(name: str) -> None:
             met = {memory.free.at(RANK, peer) for peer in range(WORLD) if peer != RANK}
             assert bool(waiting) != bool(free)
             assert not free or {wait.address for wait in free} == met
+            told = [(wrote.address, wrote.value) for wrote in here.of(Wrote)]
+            pointer, own = ("doing_ptr", memory.doing) if direct else ("awaited_ptr", memory.awaited)
+            assert {each[pointer] for each in waiting} <= {own.data_ptr()}
+            awaited = [value for address, value in told if address == memory.awaited.data_ptr()]
+            assert awaited == [signature, 0] * bool(free)
             assert all(wait.value == signature for wait in free)
             copied = [i for i, entry in enumerate(here.log) if isinstance(entry, Copied)]
             assert not free or max(here.log.index(wait) for wait in free) < min(copied)

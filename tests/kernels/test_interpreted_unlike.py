@@ -177,14 +177,18 @@ LOOKS = 100  # of a clock that waits alone take: what is there is seen by few
 def in_vain(group: Any, come: int) -> Iterator[None]:
     """Once each of `come` ranks waits, so that nothing comes any more, the clocks that bound waits run fast.
 
-    So they may have a bound that no load of the machine breaks.
+    So they may have a bound that no load of the machine breaks. Meanwhile the words that `watch` reads tell of a call.
     """
     import torch.distributed as dist
     from asynctp_kernels import signals
     from asynctp_kernels.compat import group_store
     from asynctp_kernels.cuda import interpreted
+    from asynctp_kernels.cuda.memory import existing_memory
     from asynctp_kernels.errors import timeout_s
 
+    memory = existing_memory(group)
+    assert memory is not None
+    told: list[list[int]] = []  # doing, awaited
     store, looks, ahead_s = group_store(group), 0, 0.0
     waits = [f"waits/{rank}" for rank in range(come)]
 
@@ -193,6 +197,7 @@ def in_vain(group: Any, come: int) -> Iterator[None]:
         looks += 1
         if looks == LOOKS:
             store.set(waits[dist.get_rank(group)], "")
+            told.append(memory.watched[:2].tolist())
         if looks % LOOKS == 0 and store.check(waits):
             ahead_s += timeout_s() / 10
         return time.monotonic() + ahead_s
@@ -204,6 +209,7 @@ def in_vain(group: Any, come: int) -> Iterator[None]:
     clock = SimpleNamespace(monotonic=now_s, sleep=time.sleep)
     with mock.patch.object(signals, "clock_ns", clock_ns), mock.patch.object(interpreted, "time", clock):
         yield
+    assert all(map(any, told)), told
 
 
 def _unlike_calls(rank: int, world: int, seed: int) -> dict[str, Any]:

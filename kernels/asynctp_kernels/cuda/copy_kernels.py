@@ -100,6 +100,7 @@ def stage_kernel(
     outbox_ptr,
     scale_box_ptr,
     done_ptr,
+    awaited_ptr,
     size,
     numbers,
     pads,
@@ -120,16 +121,18 @@ def stage_kernel(
     """Copy the own shard of `size` units, and `numbers` scales, into the outbox, from which peers then pull.
 
     Before that all ranks meet: FREE of every peer has the call's `signature`, so no rank still pulls the outbox's last
-    shard; after it every outbox is full (LANDED), and all ranks go on in step. A rank that has not met all others
-    leaves its outbox as it is: a peer may still pull it. KEEPS: the shard goes to `kept_ptr` as well, its place in the
-    gathered A. pads: each rank's words, in which `free_word` and `landed_word` are numbers of int32. It counts the
-    call. It runs beside a GEMM, with few registers and no shared memory to speak of, and does not wait for it. ALIGN
-    units, a power of two, are read and written together, as in `keep_kernel`.
+    shard. Meanwhile `awaited` has it, too, for `watch`. After the copy every outbox is full (LANDED), and all ranks go
+    on in step. A rank that has not met all others leaves its outbox as it is: a peer may still pull it. KEEPS: the
+    shard goes to `kept_ptr` as well, its place in the gathered A. pads: each rank's words, in which `free_word` and
+    `landed_word` are numbers of int32. It counts the call. It runs beside a GEMM, with few registers and no shared
+    memory to speak of, and does not wait for it. ALIGN units, a power of two, are read and written together, as in
+    `keep_kernel`.
     """
     pid = tl.program_id(0)
     pad_table = pads.to(tl.pointer_type(tl.int64))
     own_words = tl.load(pad_table + rank).to(tl.pointer_type(tl.int32))
     if pid == 0:
+        tl.store(awaited_ptr, signature)
         for step in tl.static_range(1, WORLD):
             words = tl.load(pad_table + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(words + free_word + rank, signature, sem="release", scope="sys")
@@ -155,6 +158,7 @@ def stage_kernel(
         tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
         for step in tl.static_range(1, WORLD):
             tl.store(own_words + free_word + (rank + step) % WORLD, 0)
+        tl.store(awaited_ptr, 0)
         tl.debug_barrier()
         for step in tl.static_range(1, WORLD):
             words = tl.load(pad_table + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))

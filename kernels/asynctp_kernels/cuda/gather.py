@@ -517,7 +517,7 @@ class PulledGather(MovedGather):
         whole = self.units % self.together(0) == 0
         words = [memory.pads, memory.free.number, memory.landed.number, memory.kernel_bound, memory.status]
         tail: list[Any] = [
-            box, scale_box, memory.stage_done, self.units, self.number_count, *words,
+            box, scale_box, memory.stage_done, memory.awaited, self.units, self.number_count, *words,
             memory.signature(call.wire, PULL), memory.rank,
         ]  # fmt: skip
         constants = {

@@ -349,12 +349,12 @@ class GroupMemory:
     @property
     def channel(self) -> Channel:
         """The words of what a scatter pushes."""
-        return Channel(self.rank, self.world, self.full.at, self.free.at, self.awaited)
+        return Channel(self.rank, self.world, self.full.at, self.free.at, self.awaited.data_ptr())
 
     @property
     def landing(self) -> Channel:
         """The words of what a gather pushes."""
-        return Channel(self.rank, self.world, self.landed.at, self.free.at, self.awaited)
+        return Channel(self.rank, self.world, self.landed.at, self.free.at, self.awaited.data_ptr())
 
     def _local(self, word: int) -> int:
         return self.local.data_ptr() + word * _WORD
@@ -385,9 +385,9 @@ class GroupMemory:
         return self.local[_DOING:]
 
     @property
-    def awaited(self) -> int:
-        """Address of the signature of the call to which this rank waits for all others to come; 0 for none."""
-        return self._local(_DOING + 1)
+    def awaited(self) -> torch.Tensor:
+        """The signature of the call to which this rank waits for all others to come; 0 for none."""
+        return self.local[_DOING + 1 :]
 
     @property
     def gather_done(self) -> torch.Tensor:
