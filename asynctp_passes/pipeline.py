@@ -40,7 +40,6 @@ from asynctp_passes.fxview import (
     segments,
     source_of,
     tangents_of,
-    tensor_of,
     value_of,
 )
 from asynctp_passes.hide import hide
@@ -49,7 +48,7 @@ from asynctp_passes.read import called_name, is_matmul, read_collectives
 from asynctp_passes.reasons import RESULT_DROPPED, Refusal
 from asynctp_passes.regather import again
 from asynctp_passes.report import Ballot, Coalesced, Remark, Report
-from asynctp_passes.rewrite import rewrite, store
+from asynctp_passes.rewrite import on_wire, rewrite, store
 from asynctp_passes.scales import scales_to_store
 from asynctp_passes.schedule import restore_program_order
 
@@ -220,7 +219,7 @@ class _Plan:
     @functools.cached_property
     def movable(self) -> frozenset[str]:
         """The groups that could use asynctp's transport, and have a collective for which it has an op."""
-        found = {one.collective.group_key for one in self.candidates if _on_wire(one.collective) and can_be_alone(one)}
+        found = {one.collective.group_key for one in self.candidates if on_wire(one.collective) and can_be_alone(one)}
         return self._own_transport & found
 
     @functools.cached_property
@@ -239,8 +238,9 @@ class _Plan:
         ]
 
     def _is_on_wire(self, candidate: Candidate) -> bool:
-        own = candidate.collective.group_key in self.wire and can_be_alone(candidate)
-        return own and _on_wire(candidate.collective)
+        """Whether a collective goes by it; an item of several goes by itself anyway, since peers may take it out."""
+        own, collective = can_be_alone(candidate), candidate.collective
+        return own and collective.group_key in self.wire and (collective.call is not None or on_wire(collective))
 
     @property
     def fused_gathers(self) -> list[GatherChain]:
@@ -254,7 +254,7 @@ class _Plan:
         found += [one.collective for one in self.fused_gathers if one.collective.node in self.followed]
         found += [one for one in self.alone if one.kind == "all_gather"]
         found += [one.candidate.collective for one in self.decisions if one.behind]
-        found = [one for one in found if one.kind == "all_gather" and _on_wire(one)]
+        found = [one for one in found if one.kind == "all_gather" and on_wire(one)]
         refused = self.context.refused
         return [one for one in found if refused(one.group_key, self.context.words.of_kept(one)) is None]
 
@@ -263,11 +263,6 @@ class _Plan:
         """The collectives that are not made, since nothing uses them."""
         refused = ((one.candidate.collective, one.refusal) for one in self.decisions)
         return [collective for collective, refusal in refused if refusal and refusal.reason is RESULT_DROPPED]
-
-
-def _on_wire(collective: Collective) -> bool:
-    value = tensor_of(collective.node)
-    return value is not None and ops.on_wire(value.device.type)
 
 
 def _planned(graph: fx.Graph, config: Config, votes: Votes | None = None) -> _Plan:
@@ -296,7 +291,7 @@ def _following(plan: _Plan, config: Config) -> _Plan:
     asked: dict[str, dict[str, fx.Node]] = {}
     for chain in plan.fused_gathers:
         gather = chain.collective
-        if chain.returned is None and _on_wire(gather):
+        if chain.returned is None and on_wire(gather):
             asked.setdefault(gather.group_key, {})[words.of_kept(gather)] = gather.node
     followed = [
         nodes[text]

@@ -60,7 +60,7 @@ from asynctp_passes.schedule import Moves, keep_option, leave_sms, schedule
 from asynctp_passes.shapes import GatherPlacement, Rearrangement, ScatterPlacement, Size, divided, product, same
 from asynctp_passes.views import is_conversion, is_sum, is_view, views_of
 
-__all__ = ["rewrite", "store"]
+__all__ = ["on_wire", "rewrite", "store"]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
@@ -68,6 +68,12 @@ _TORCHS = ("_c10d_functional", "c10d.", "_dtensor.")
 """Namespaces of collectives that Inductor knows, or that no graph of its own has."""
 _UNCOPIED = {f"aten.{name}.default" for name in ("view", "_unsafe_view", "_reshape_alias", "view_copy")}
 """What reshapes a tensor, and fails where its memory does not allow that without a copy."""
+
+
+def on_wire(collective: Collective) -> bool:
+    """True on devices where collectives can go by asynctp's own transport."""
+    value = tensor_of(collective.input)
+    return value is not None and ops.on_wire(value.device.type)
 
 
 def rewrite(
@@ -83,7 +89,8 @@ def rewrite(
 ) -> dict[str, dict[str, Any]]:
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
-    Collectives that are `alone` become asynctp's too, as all of the groups in `wire` are. The all-reduces of a bundle
+    Collectives that are `alone` become asynctp's too, as all of the groups in `wire` are, where the device allows that;
+    items of several at least become collectives of their own. The all-reduces of a bundle
     become one, and what that waits for moves in front of it. Unused nodes are erased, the `dropped` collectives too,
     nodes move to where they belong (`schedule`), the collectives of `hidden` beside their products, and the graph is
     linted. `kept` are the gathers that every rank keeps.
@@ -96,6 +103,7 @@ def rewrite(
     moves = Moves(kept_by_all=kept)
     fused: dict[fx.Node, fx.Node] = {}
     starts: dict[fx.Node, fx.Node] = {}
+    in_front = [_marked(graph, bundle.place, segment) for bundle in bundles]
     several = [one for chain in chains for one in collectives_of(chain)] + [*alone]
     items: dict[fx.Node, fx.Node] = {}
     for call in dict.fromkeys(one.call for one in several if one.call is not None):
@@ -103,7 +111,7 @@ def rewrite(
         items |= {user: marks[int(user.args[1])] for user in call.users}  # type: ignore[arg-type]
         for index, item in left_items(call).items():  # they would go with those that are taken in
             build = _Builder(graph, sizes, Bundle((item,), call), moved, marks[index])
-            _emit_alone(build, item, ours=item.group_key in wire, kept_by_all=item.node in kept)
+            _emit_alone(build, item, ours=item.group_key in wire and on_wire(item), kept_by_all=item.node in kept)
             segment.update((node, segment[build.anchor]) for node in build.made)
     places = {chain.collective.node: _place(graph, chain, segment, items) for chain in chains}
     for chain in chains:
@@ -131,25 +139,14 @@ def rewrite(
             if node in old:
                 _shrink(node)
                 _erase_unused(graph, old)
-    for collective in alone:
-        place, shared = items.get(collective.node, collective.start), _shared_by((collective,))
-        build = _Builder(graph, sizes, Bundle((collective,), place), moved, place)
-        _emit_alone(build, collective, ours=True, kept_by_all=collective.node in kept)
-        segment.update((node, segment[build.anchor]) for node in build.made)
-        if build.made:  # else it stays where it is, and has become ours
-            old = {*collective.nodes, *shared, *(() if collective.call is None else collective.call.users)}
-            _erase_unused(graph, old)
-            for node in shared:
-                if node in old:
-                    _shrink(node)
-    for place in [node for node in graph.nodes if node.target in (_asynctp_place, _asynctp_item)]:
-        graph.erase_node(place)
-    for bundle in bundles:
-        place = fused.get(bundle.place, bundle.place)
-        build = _Builder(graph, sizes, bundle, moved, starts.get(place, place))
+    _emit_all_alone(graph, sizes, moved, segment, items, alone, kept)
+    for bundle, mark in zip(bundles, in_front, strict=True):
+        build = _Builder(graph, sizes, bundle, moved, starts[fused[bundle.place]] if bundle.place in fused else mark)
         moves.early.append(_emit_bundle(build, bundle))
         segment.update((node, segment[build.anchor]) for node in build.made)
         _erase_unused(graph, {node for member in bundle.members for node in member.results})
+    for mark in [node for node in graph.nodes if node.target in (_asynctp_place, _asynctp_item, _asynctp_bundle)]:
+        graph.erase_node(mark)
     _drop(graph, dropped)
     for decision in hidden:
         moves.beside.append((decision.candidate.collective, [fused.get(node, node) for node in decision.behind]))
@@ -203,6 +200,18 @@ def _items_marked(graph: fx.Graph, call: fx.Node, segment: dict[fx.Node, int]) -
         marks = [graph.call_function(_asynctp_item) for _ in inputs]
     segment.update(dict.fromkeys(marks, segment[call]))
     return marks
+
+
+def _marked(graph: fx.Graph, place: fx.Node, segment: dict[fx.Node, int]) -> fx.Node:
+    """A mark in front of a node, which may be erased."""
+    with graph.inserting_before(place):
+        mark = graph.call_function(_asynctp_bundle)
+    segment[mark] = segment[place]
+    return mark
+
+
+def _asynctp_bundle() -> None:
+    """Marks a place in a graph: in front of a node, in the order of what comes before it."""
 
 
 def _asynctp_place() -> None:
@@ -858,6 +867,34 @@ def _emit_alone(build: _Builder, collective: Collective, *, ours: bool, kept_by_
     build.replace(node, result, unless=collective.waits)
     for wait in collective.waits:
         build.replace(wait, result)
+
+
+def _emit_all_alone(
+    graph: fx.Graph,
+    sizes: Sizes,
+    moved: dict[fx.Node, fx.Node],
+    segment: dict[fx.Node, int],
+    items: dict[fx.Node, fx.Node],
+    alone: Sequence[Collective],
+    kept: Container[fx.Node],
+) -> None:
+    """`_emit_alone` of each, then erase what they were."""
+    old: set[fx.Node] = set()
+    shared: dict[fx.Node, None] = {}
+    for collective in alone:
+        place = items.get(collective.node, collective.start)
+        shares = _shared_by((collective,))
+        build = _Builder(graph, sizes, Bundle((collective,), place), moved, place)
+        _emit_alone(build, collective, ours=on_wire(collective), kept_by_all=collective.node in kept)
+        segment.update((node, segment[build.anchor]) for node in build.made)
+        if build.made:  # else it stays where it is, and has become ours
+            old |= {*collective.nodes, *shares, *(() if collective.call is None else collective.call.users)}
+            shared |= dict.fromkeys(shares)
+    old &= {*graph.nodes}  # with a chain goes an item beside it that nothing uses
+    _erase_unused(graph, old)
+    for node in shared:
+        if node in old:
+            _shrink(node)
 
 
 def _started_with(build: _Builder, collective: Collective) -> list[Any]:

@@ -172,12 +172,14 @@ copy   await start
 copy   write free of 2 [1] = call
 copy   write free of 3 [1] = call
 copy   write free of 0 [1] = call
+copy   write awaited = call
 copy   wait free of 1 [2] == call
 copy   wait free of 1 [3] == call
 copy   wait free of 1 [0] == call
 copy   write free of 1 [2] = 0
 copy   write free of 1 [3] = 0
 copy   write free of 1 [0] = 0
+copy   write awaited = 0
 copy   copy 32768 B to box of 0 + 0 from shard + 0
 copy   write landed of 0 [1] = 4
 copy   copy 32768 B to box of 3 + 32768 from shard + 0
@@ -266,12 +268,14 @@ copy   record running
 copy   write free of 2 [1] = call
 copy   write free of 3 [1] = call
 copy   write free of 0 [1] = call
+copy   write awaited = call
 copy   wait free of 1 [2] == call
 copy   wait free of 1 [3] == call
 copy   wait free of 1 [0] == call
 copy   write free of 1 [2] = 0
 copy   write free of 1 [3] = 0
 copy   write free of 1 [0] = 0
+copy   write awaited = 0
 copy   copy 32768 B to box of 2 + 32768 from whole + 65536
 copy   write full of 2 [1] = 4
 copy   copy 32768 B to box of 3 + 32768 from whole + 98304

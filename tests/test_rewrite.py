@@ -1784,10 +1784,9 @@ w: f32[8, 16]
 all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
     return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 16])
 getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
-all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([norm], 4, 'tp')  # (f32[12])
-getitem_1 = getitem(all_gather_into_tensor_coalesced, 0)  # f32[12]
-wait_tensor_1 = wait_tensor(getitem_1)  # f32[12]
-return (getitem_2, wait_tensor_1)
+all_gather_into_tensor_default = all_gather_into_tensor(norm, 4, 'tp')  # f32[12]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[12]
+return (getitem_2, wait_tensor_default)
 """,
     )
 
@@ -1830,6 +1829,8 @@ return (mm, getitem_3, mm_1)
 norm: f32[3]
 x: f32[4, 8]
 y: f32[2, 8]
+all_gather_into_tensor_default = all_gather_into_tensor(norm, 4, 'tp')  # f32[12]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[12]
 w: f32[8, 16]
 all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
     return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 16])
@@ -1837,11 +1838,7 @@ getitem_6 = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
 all_gather_matmul_default_1 = asynctp::all_gather_matmul(a_shard=y, bs=[w], biases=[None], gather_dim=0,
     return_a_full=False, group_size=4, group_name='tp')  # (f32[8, 16])
 getitem_7 = getitem(all_gather_matmul_default_1, 0)  # f32[8, 16]
-all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([norm], 4, 'tp')  # (f32[12])
-getitem = getitem(all_gather_into_tensor_coalesced, 0)  # f32[12]
-wait_tensors = wait_tensors([getitem])  # (f32[12])
-getitem_3 = getitem(wait_tensors, 0)  # f32[12]
-return (getitem_6, getitem_3, getitem_7)
+return (getitem_6, wait_tensor_default, getitem_7)
 """,
     )
 
@@ -1911,10 +1908,9 @@ norm: f32[3]
 relu = relu(norm)  # f32[3]
 matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[x], b_parts=[w], biases=[None], reduce_op='sum',
     group_name='tp')  # f32[16, 16]
-all_reduce_coalesced = all_reduce_coalesced([relu], 'sum', 'tp')  # (f32[3])
-getitem_1 = getitem(all_reduce_coalesced, 0)  # f32[3]
-wait_tensor_1 = wait_tensor(getitem_1)  # f32[3]
-return (matmul_all_reduce_default, wait_tensor_1)
+all_reduce_default = all_reduce(relu, 'sum', 'tp')  # f32[3]
+wait_tensor_default = wait_tensor(all_reduce_default)  # f32[3]
+return (matmul_all_reduce_default, wait_tensor_default)
 """,
     )
 

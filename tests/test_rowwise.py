@@ -979,6 +979,8 @@ x: bf16[4, 32]
 w_scale: f32[1, 16]
 w: f8[32, 16]s[1, 32]
 y: f32[2, 5]
+all_gather_into_tensor_default = all_gather_into_tensor(y, 2, 'tp')  # f32[4, 5]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[4, 5]
 abs_default = abs(x)  # bf16[4, 32]
 amax_default = amax(abs_default, [-1], True)  # bf16[4, 1]
 div_tensor = div(amax_default, 448.0)  # bf16[4, 1]
@@ -991,10 +993,7 @@ all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=con
     gather_a_scale=True, out_dtype=bf16, use_fast_accum=False, return_a_full=False, group_size=2, group_name='tp')  #
     (bf16[8, 16])
 getitem_2 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[8, 16]
-all_gather_into_tensor_coalesced = all_gather_into_tensor_coalesced([y], 2, 'tp')  # (f32[4, 5])
-getitem = getitem(all_gather_into_tensor_coalesced, 0)  # f32[4, 5]
-wait_tensor = wait_tensor(getitem)  # f32[4, 5]
-relu = relu(wait_tensor)  # f32[4, 5]
+relu = relu(wait_tensor_default)  # f32[4, 5]
 return (getitem_2, relu)
 """,
     )
