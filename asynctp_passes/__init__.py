@@ -5,8 +5,12 @@ model = torch.compile(model, backend="asynctp")
 print(asynctp_passes.reports()[-1])
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from asynctp_passes import ops
-from asynctp_passes.backend import AsyncTPPass, RegatherPass, clear_reports, reports
 from asynctp_passes.config import Config, ConfigError
 from asynctp_passes.errors import AsyncTPError, DisagreementError, ExpectError, GroupError, StrictError
 from asynctp_passes.pipeline import run
@@ -19,6 +23,9 @@ from asynctp_passes.registry import (
     unregister,
 )
 from asynctp_passes.report import Coalesced, Remark, Report
+
+if TYPE_CHECKING:
+    from asynctp_passes.backend import AsyncTPPass, RegatherPass, clear_reports, reports
 
 __version__ = "0.1.0"
 
@@ -46,3 +53,17 @@ __all__ = [
     "run",
     "unregister",
 ]
+
+_OF_BACKEND = ("AsyncTPPass", "RegatherPass", "clear_reports", "reports")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the backend once it is needed: it takes torch._dynamo, torch._inductor and triton with it."""
+    if name != "backend" and name not in _OF_BACKEND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    backend = importlib.import_module("asynctp_passes.backend")
+    return backend if name == "backend" else getattr(backend, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OF_BACKEND, "backend"})

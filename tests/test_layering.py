@@ -197,6 +197,22 @@ assert not {"triton", "asynctp_kernels"} & set(sys.modules)
     run_program(program)
 
 
+def test_an_import_loads_no_compiler() -> None:
+    """These take seconds, and a program that imports asynctp may compile nothing."""
+    program = """
+import sys
+import asynctp_passes
+
+heavy = ("torch._dynamo", "torch._inductor", "triton")
+assert not [name for name in heavy if name in sys.modules]
+assert {"AsyncTPPass", "RegatherPass", "backend", "reports", "run"} <= {*dir(asynctp_passes)}
+assert asynctp_passes.AsyncTPPass is asynctp_passes.backend.AsyncTPPass
+assert all(name in sys.modules for name in heavy[:2])
+assert not hasattr(asynctp_passes, "nothing_of_this_name")
+"""
+    run_program(program)
+
+
 def test_what_the_examples_compile_with_needs_no_installed_package() -> None:
     """A checkout on Python's path: torch looks names of backends up among the entry points of what is installed."""
     program = """
