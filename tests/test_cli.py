@@ -78,6 +78,13 @@ def test_version_and_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert usage.value.code == 2
 
 
+def test_it_runs_as_a_module() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "asynctp_passes", "--version"], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.startswith("asynctp-passes ")
+
+
 @pytest.mark.parametrize(("option", "value"), [("--steps", "1"), ("--ranks", "3"), ("--ranks", "0")])
 def test_demo_refuses_bad_settings(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", option, value]) == 2

@@ -33,7 +33,7 @@ ROWS = (
     ("backend",),
     ("__init__",),
     ("demo", "cli", "plots"),
-    ("bench", "e2e"),
+    ("bench", "e2e", "__main__"),
 )
 ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
 

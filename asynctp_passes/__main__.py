@@ -1,0 +1,7 @@
+"""`python -m asynctp_passes`: the command `asynctp`."""
+
+import sys
+
+from asynctp_passes.cli import main
+
+sys.exit(main())
