@@ -24,9 +24,10 @@ import torch
 from torch import fx
 
 from asynctp_passes.chain import Bundle, Collective, GatherChain, Hoist, Part, ScatterChain, Step
-from asynctp_passes.fxview import arguments, tensor_of, value_of
+from asynctp_passes.fxview import arguments, op_name, tensor_of, value_of
 from asynctp_passes.near import reduces
 from asynctp_passes.read import called_name
+from asynctp_passes.registry import collective_op
 from asynctp_passes.shapes import GatherPlacement, Rearrangement, Size, same
 
 __all__ = ["LOCAL", "Words", "communicated"]
@@ -45,12 +46,19 @@ def communicated(collectives: Iterable[Collective], phase: str) -> dict[str, str
     told: dict[str, list[str]] = {}
     begin = "backward\n" if phase == "backward" else ""
     for one in collectives:
-        kind = called_name(one.node) if one.kind == "other" else f"{one.kind}({one.reduce_op})"
+        kind = _kind(one)
         value = tensor_of(one.input)
         told.setdefault(one.group_key, []).append(f"{kind} {'' if value is None else value.dtype}")
     return {
         group: hashlib.sha256((begin + "\n".join(lines)).encode()).hexdigest()[:16] for group, lines in told.items()
     }
+
+
+def _kind(one: Collective) -> str:
+    """Of a list's tensor that a rank does not use as well: another rank may."""
+    item = collective_op(op_name(one.call)) if one.call is not None else None
+    kind = one.kind if item is None else item.kind
+    return called_name(one.node) if kind == "other" else f"{kind}({one.reduce_op})"
 
 
 class Words:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from asynctp_kernels.cuda import watch as watch_module
 from asynctp_kernels.cuda.memory import GroupMemory
 from asynctp_kernels.cuda.watch import ENDS_S, HAS_ENDED, HAS_FAILED, IS_QUIET, STEP_S, TOLD_S, UNLIKE_S, Look, Watch
 from asynctp_kernels.cuda.wire import DIRECT, PULL, PUSH, Wire
@@ -178,6 +181,11 @@ def test_a_rank_whose_peers_process_is_over_fails_when_no_call_ends(memory: Grou
     assert all(watch.judge(replace(gone, ended=(step,)), step) is None for step in range(100))
 
 
+def test_a_peer_may_end_before_a_rank_that_makes_no_calls_any_more(memory: GroupMemory) -> None:
+    """It saves a checkpoint, say."""
+    assert judged(memory, look(gone=frozenset({2}), busy=False), 10 * TOLD_S) is None
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_rank_whose_peer_has_failed_fails_when_no_call_ends(memory: GroupMemory, waits: bool) -> None:
     """Whatever it waits for: to come to a call, or for data that does not come any more."""
@@ -236,3 +244,20 @@ def test_a_step_is_done_when_no_wait_and_no_call_ends_any_more(memory: GroupMemo
     assert watch.done(IS_QUIET, direct(own, {}, ended=(2,)), 50) == HAS_FAILED
     assert watch.done(IS_QUIET, look(ended=(2,)), 60) == HAS_FAILED
     assert watch.done(IS_QUIET, look(ended=(2,)), 60 + STEP_S) == IS_QUIET
+
+
+def test_a_watch_that_fails_goes_on_to_end_the_waits_of_its_rank(memory: GroupMemory) -> None:
+    """Once: the second time it runs as ever."""
+    runs: list[str] = []
+
+    def look_once(reference: Any) -> None:
+        runs.append(memory.failure or "")
+        if len(runs) == 1:
+            raise RuntimeError("a driver call has failed")
+
+    with mock.patch.object(watch_module, "_watch", look_once), mock.patch.object(watch_module, "LOOK_S", 0):
+        watch_module._run(weakref.ref(memory))
+    assert runs == [
+        "",
+        "SymmetricMemoryError: the watch over the ranks has failed: RuntimeError: a driver call has failed",
+    ]

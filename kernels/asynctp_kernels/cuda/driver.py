@@ -77,6 +77,7 @@ class _Copy2D(ctypes.Structure):
 
 
 _MEMORY_TYPE_DEVICE = 2
+_NOT_READY = 600
 
 
 @functools.cache
@@ -161,6 +162,14 @@ def new_event() -> int:
     _event_create(ctypes.byref(event), _EVENT_DISABLE_TIMING)
     assert event.value is not None
     return event.value
+
+
+def is_over(event: int) -> bool:
+    """Whether all is done that was before the last record of an event; true of one that was never recorded."""
+    code = int(library().cuEventQuery(ctypes.c_void_p(event)))
+    if code != _NOT_READY:
+        check("cuEventQuery", code)
+    return code != _NOT_READY
 
 
 def copy_rows(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: int) -> None:

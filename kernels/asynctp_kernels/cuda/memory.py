@@ -461,13 +461,17 @@ class GroupMemory:
     @property
     def boxes(self) -> list[Area]:
         """What peers write data to, and what captured graphs of this rank still use of it."""
-        return [area for name, area in (*self.retired, *self.areas.items()) if name == "box"]
+        return [area for name, area in (*self.retired, *tuple(self.areas.items())) if name == "box"]
 
     def fail(self, error: Exception) -> None:
         """From now on calls raise: `error` has told that ranks are out of step."""
         if self.failure is None:
             self.failure, self.error = f"{type(error).__name__}: {error}", error
             log.error("group %s: %s", self.group_name, error)
+
+    def may_be_in_a_call(self) -> bool:
+        """A call of this rank's may be under way: it knows of those that a graph of the program's makes only while."""
+        return self.captured or not (driver.is_over(self.last) and driver.is_over(self.flown))
 
     def has_ended(self, peer: int) -> bool:
         """A peer's process is known to be over."""

@@ -10,7 +10,7 @@ costs a call anything:
     FREE[p] is another call than this rank's, for a second             unlike calls have met: `UnlikeCalls`
     FREE[p] is 0 and no call ends, for as long as the group's timeout  a rank does not come: `PeerTimeout`
     p has told that it has failed, and no call ends, for some seconds  so does this rank: `SymmetricMemoryError`
-    p's process is over, and no call ends, for some seconds            the same
+    p's process is over, and a call does not end, for some seconds     the same
 
 Then the group's memory has failed: each further call on the host raises `SymmetricMemoryError` from the error, and all
 peers are told. Enqueued calls cannot raise. Their tensors get bytes of ones, which are NaN as floats: every rank's box
@@ -63,6 +63,7 @@ ENDING_S = 0.02  # between two looks, once waits are to be ended
 TOLD_S = 5.0  # without the end of a call, after which a rank takes a peer's word that it has failed
 ENDS_S = 15.0  # after which a rank that has failed takes all steps, though a peer does not say anything
 STEP_S = 0.25  # without the end of a wait or a call, after which a step is done
+TRIES = 5  # of a watch that ends with an error
 EXIT_S = 2.0  # for which the end of the process waits for a thread
 HAS_FAILED, HAS_ENDED, IS_QUIET = 1, 2, 3
 THE_CALL = "the same call"  # awaited of a rank that does not come to it
@@ -152,6 +153,7 @@ class Look:
         told: By peer, the step that it has done, or 0.
         status: A kernel's record.
         gone: Peers whose process is over.
+        busy: A call of this rank's may be under way.
     """
 
     doing: int
@@ -162,6 +164,7 @@ class Look:
     told: dict[int, int]
     status: list[int]
     gone: frozenset[int] = frozenset()
+    busy: bool = True
 
     @property
     def state(self) -> tuple[object, ...]:
@@ -200,7 +203,7 @@ class Watch:
         told = [peer for peer, has_failed in sorted(look.told.items()) if has_failed]
         if told and now - self._since >= TOLD_S:
             return SymmetricMemoryError(f"rank {told[0]} has failed: {memory.calls.failure_of(told[0])}")
-        if look.gone and now - self._since >= TOLD_S:
+        if look.gone and look.busy and now - self._since >= TOLD_S:
             return SymmetricMemoryError(f"the process of rank {min(look.gone)} has ended")
         return None
 
@@ -259,14 +262,17 @@ def _end_watches() -> None:
 
 
 def _run(reference: weakref.ref[GroupMemory]) -> None:
-    try:
-        _watch(reference)
-    except Exception as error:
-        memory = reference()
-        if memory is not None and not memory.released:
-            memory.fail(
-                SymmetricMemoryError(f"nothing watches over the ranks any more: {type(error).__name__}: {error}")
-            )
+    for _ in range(TRIES):  # a rank that has failed still has to say so, and to end its waits
+        try:
+            _watch(reference)
+            return
+        except Exception as error:
+            memory = reference()
+            if memory is None or memory.released:
+                return
+            memory.fail(SymmetricMemoryError(f"the watch over the ranks has failed: {type(error).__name__}: {error}"))
+            memory = None
+            _exiting.wait(LOOK_S)
 
 
 def _watch(reference: weakref.ref[GroupMemory]) -> None:
@@ -318,7 +324,8 @@ class _Pages:
         free, told = ({peer: page.tolist()[peer] for peer in self.peers} for page in (self.free, self.told))
         ahead = memory.peers_ahead() if awaited else {}
         gone = frozenset(peer for peer in self.peers if memory.has_ended(peer))
-        return Look(doing, awaited, (memory.made, *ended), free, ahead, told, self.status.tolist(), gone)
+        busy = not gone or memory.may_be_in_a_call()
+        return Look(doing, awaited, (memory.made, *ended), free, ahead, told, self.status.tolist(), gone, busy)
 
     def tell(self, memory: GroupMemory, step: int) -> None:
         """Say to all peers which step this rank has done."""
