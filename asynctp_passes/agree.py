@@ -18,6 +18,10 @@ Keys, in the store of the group, below `asynctp/<life>/<hash of what is communic
     <hash of text>/with/<n>/<rank>  there, if this rank has it in its nth graph, after an earlier one
     <hash of text>/at/<n>      the outcome for that graph
     <hash of text>/lacks/<rank>  there, if this rank has a graph without it since it was accepted
+
+Below `asynctp/<life>` itself:
+
+    keys/<rank>                the keys of a rank's graphs, each once
 """
 
 from __future__ import annotations
@@ -81,6 +85,7 @@ class _Ledger:
         posted: Deviations that the others know of.
         late: Ranks that let a wait pass.
         first: By what is communicated, the number of this rank's first graph with a deviation.
+        known: By rank, the keys of its graphs when this rank had voted last.
     """
 
     store: Any
@@ -92,6 +97,20 @@ class _Ledger:
     posted: set[str] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
     first: dict[str, dict[str, int]] = field(default_factory=dict)
+    known: dict[int, frozenset[str]] = field(default_factory=dict)
+
+    def tell_keys(self) -> None:
+        """Tell the others of what this rank's graphs communicate."""
+        self.store.set(f"asynctp/{self.life}/keys/{self.rank}", json.dumps(sorted(self.compiles)))
+
+    def keys_of(self, rank: int) -> frozenset[str]:
+        """What another rank's graphs communicate."""
+        at = f"asynctp/{self.life}/keys/{rank}"
+        return frozenset(json.loads(self.store.get(at)) if self.store.check([at]) else ())
+
+    def look_at_keys(self) -> None:
+        """Keep what the others' graphs communicate by now."""
+        self.known = {rank: self.keys_of(rank) for rank in self.ranks}
 
 
 _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()  # a ledger goes with its group
@@ -138,18 +157,32 @@ class _Poll:
         """Say that this rank has it in a later graph, too."""
         self.ledger.store.set(f"{self.place}/with/{self.number}/{self.ledger.rank}", "1")
 
-    def refused_again(self, until: float) -> str | None:
-        """Why this rank does not do in this graph what it did in an earlier one; None if it does."""
-        store, record, pause = self.ledger.store, f"at/{self.number}", _PAUSES_S[0]
+    def refused_again(self, until: float, first: bool) -> str | None:
+        """Why this rank does not do in this graph what it did in an earlier one; None if it does.
+
+        first: no rank has a graph of this function yet. Then one that compiles other graphs meanwhile has it in those.
+        """
+        store, record, pause, other = self.ledger.store, f"at/{self.number}", _PAUSES_S[0], ""
         having = [f"{self.place}/with/{self.number}/{rank}" for rank in self.ledger.ranks]
         while not (store.check([f"{self.place}/{record}"]) or store.check(having)) and time.monotonic() < until:
+            if first and (other := self._elsewhere(having)):
+                break
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES_S[1])
-        outcome = self.decide(_ACCEPTED, record)
+        outcome = self.decide(other or _ACCEPTED, record)
         if outcome == _ACCEPTED:
             return None
         self.say_lacked()
         return f"{_reason(outcome)}: {_plain(self.text)}"
+
+    def _elsewhere(self, having: Sequence[str]) -> str:
+        """The refusal for a rank without it that has graphs by now which this rank does not have; or nothing."""
+        ledger = self.ledger
+        for rank, at in zip(ledger.ranks, having, strict=True):
+            new = ledger.keys_of(rank) - ledger.known.get(rank, frozenset()) - ledger.compiles.keys()
+            if new and not ledger.store.check([at]):
+                return f"{_REFUSED}rank {rank} compiled graphs with other collectives (other graph breaks?)"
+        return ""
 
     def say_lacked(self) -> None:
         """Say that this rank has a graph without it."""
@@ -209,6 +242,9 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
             polls = _posted(ballots, config)
             votes |= _outcomes(polls, votes)
             _in_later_graphs(polls, ballots, votes, config)
+            for ledger, _ in _keys(ballots):
+                if any(ledger.first.values()):
+                    ledger.look_at_keys()
     return votes
 
 
@@ -335,6 +371,8 @@ def _posted(ballots: Iterable[Ballot], config: Config) -> list[_Poll]:
             ledger.again[key] -= not counted
             ledger.compiles[key] += counted
             number = ledger.compiles[key]
+        if number == 1:
+            ledger.tell_keys()
         found = [_Poll(ledger, one.group, key, number, text) for text in texts]
         for poll in found:
             _post(poll)
@@ -372,9 +410,9 @@ def _in_later_graphs(polls: Sequence[_Poll], ballots: Iterable[Ballot], votes: V
         if (ledger := _ledger(one.group)) is not None:
             key, own = _key(ledger, one), {_with_provenance(text, config) for text in one.deviations}
             with _lock:
-                number, first = ledger.compiles[key], ledger.first.setdefault(key, {})
-                earlier = {text for text, at in first.items() if at < number}
-                first |= dict.fromkeys(own - first.keys(), number)
+                number, begun = ledger.compiles[key], ledger.first.setdefault(key, {})
+                earlier = {text for text, at in begun.items() if at < number}
+                begun |= dict.fromkeys(own - begun.keys(), number)
             lacked += [_Poll(ledger, one.group, key, number, text) for text in sorted(earlier - own)]
             again += [poll for poll in polls if (poll.group, poll.key) == (one.group, key) and poll.text in earlier]
     lacked = [poll for poll in lacked if poll.is_accepted()]
@@ -386,9 +424,10 @@ def _in_later_graphs(polls: Sequence[_Poll], ballots: Iterable[Ballot], votes: V
     again = [poll for poll in again if votes[poll.group, _plain(poll.text)] is None]
     for poll in again:
         poll.say_again()
-    until = time.monotonic() + min(AGAIN_S, agree_seconds())
+    first = compat.is_first_compile()
+    until = time.monotonic() + (agree_seconds() if first else min(AGAIN_S, agree_seconds()))
     for poll in again:
-        votes[poll.group, _plain(poll.text)] = poll.refused_again(until)
+        votes[poll.group, _plain(poll.text)] = poll.refused_again(until, first)
     for poll in lacked:
         _wait_for_others(poll)
 

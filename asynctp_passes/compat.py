@@ -318,6 +318,7 @@ def inductor_compile(
             a whole program may have come from AOTAutograd's cache, with True. What does not stand is compiled again,
             without caches.
     """
+    from torch._guards import TracingContext
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -325,6 +326,9 @@ def inductor_compile(
         compiled = compile_fx_inner(*args, **kwargs)
         if stands(False):
             return compiled
+        context = TracingContext.try_get()
+        if context is not None and context.output_strides is not None:
+            context.output_strides.clear()  # of the graph that does not stand; Inductor asserts that there are none
         with config.patch(_NO_CACHES):
             compiled = compile_fx_inner(*args, **kwargs)
         stands(False)
@@ -571,6 +575,14 @@ def compile_name() -> str:
 
     compile_id = CompileContext.current_compile_id()
     return f"graph {compile_id}" if compile_id is not None else "graph"
+
+
+def is_first_compile() -> bool:
+    """True in the first compile of a function, where Dynamo says so: no rank runs a graph of it yet."""
+    from torch._guards import CompileContext
+
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is not None and getattr(compile_id, "frame_compile_id", None) == 0
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
