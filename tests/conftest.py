@@ -16,7 +16,6 @@ import pytest
 from internal_state import forget_internal_errors
 from profiles import THOROUGH
 
-
 #: files that take minutes, the longest first: begun last, one of them would run alone
 LONGEST = (
     "test_backend.py",
