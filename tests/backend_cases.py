@@ -663,6 +663,15 @@ def case_selective_checkpoint_of_dtensors(mesh: DeviceMesh) -> tuple[Report, ...
 
 def case_compile_on_one_rank(mesh: DeviceMesh) -> tuple[Report, ...]:
     """The graph names its groups by objects, which are the same on all ranks, instead of by name."""
+    return _on_one_rank(mesh, mlp, 2)
+
+
+def case_block_compiled_on_one_rank(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """With attention."""
+    return _on_one_rank(mesh, block, 4)
+
+
+def _on_one_rank(mesh: DeviceMesh, made: Callable[[DeviceMesh], nn.Module], fused: int) -> tuple[Report, ...]:
     from torch.distributed import config as distributed_config
 
     if not NEWER_THAN_2_11:
@@ -671,7 +680,7 @@ def case_compile_on_one_rank(mesh: DeviceMesh) -> tuple[Report, ...]:
     with distributed_config.patch(compile_on_one_rank=True):
         one_rank_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         spy = {"post_grad_custom_post_pass": GroupSpy(arguments)}
-        reports = compare(block(one_rank_mesh), shard_of(mesh, 2, 4, 16), 4, options={**STRICT, **spy})
+        reports = compare(made(one_rank_mesh), shard_of(mesh, 2, 4, 16), fused, options={**STRICT, **spy})
     assert arguments, "no collective was seen"
     assert not any(isinstance(argument, str) for argument in arguments), arguments
     return reports
@@ -863,6 +872,14 @@ def _grid_step(grid: DeviceMesh, options: dict[str, Any]) -> tuple[Report, ...]:
 Case = Callable[[DeviceMesh], tuple[Report, ...]]
 GRID_CASES = ("weights_gathered_over_data_parallel_ranks", "weights_gathered_and_groups_auto")
 LATER_CASES = ("cache_of_other_process",)
+#: Each takes long and is of a kind that another case shows: for the thorough profile.
+OF_KINDS_SHOWN = (
+    "block_bfloat16_batch_2",  # autocast
+    "no_grad",  # inference_mode, quantized_by_rows
+    "checkpoint_of_dtensor_block",  # checkpoint_of_dtensors, checkpoint_of_dtensor_attention
+    "selective_checkpoint_of_dtensors",  # selective_checkpoint_of_dtensor_block
+    "block_compiled_on_one_rank",  # compile_on_one_rank
+)
 CASES = tuple(
     name.removeprefix("case_")
     for name in list(globals())

@@ -5,18 +5,41 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-# before torch: threads of test processes would wait for one another, and Inductor would build a program that tries out
-# vector instructions for each of the folders that tests give it for its cache
+# before torch: threads of test processes would wait for one another, each process that compiles would start others that
+# import torch and have nothing to do without a GPU, and Inductor would build a program that tries out vector
+# instructions for each of the folders that tests give it for its cache
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 from internal_state import forget_internal_errors
 from profiles import THOROUGH
 
+#: files that take minutes, the longest first: begun last, one of them would run alone
+LONGEST = (
+    "test_backend.py",
+    "test_channel_model.py",
+    "test_llama.py",
+    "test_interpreted_ops.py",
+    "test_recipes.py",
+    "test_demo.py",
+    "test_pingpong.py",
+    "test_cuda_compile.py",
+    "test_interpreted_unlike.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let files start in the order of `LONGEST`: pytest-xdist would begin with those that have most tests."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what is for the thorough profile only."""
+    """Order files, and skip, with the reason, what is for the thorough profile only."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
     for item in items:
         if not THOROUGH and item.get_closest_marker("thorough") is not None:
             item.add_marker(pytest.mark.skip(reason="takes long; HYPOTHESIS_PROFILE=thorough"))

@@ -28,11 +28,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from interpreter import interpret_quickly
 from rank_lockstep import RIGHT, Verdict, difference
 from rank_programs import Program
-from ranks import PATIENCE
+from ranks import PATIENCE, forking
 
 __all__ = ["SABOTAGES", "judge_on_ranks"]
 
@@ -106,10 +105,8 @@ def _run(context: Any, programs: Sequence[Program], task: _Task) -> list[Verdict
 @contextmanager
 def _forkserver() -> Iterator[Any]:
     """A context whose processes are forked from one that has imported torch, and have the environment of a rank."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._inductor.compile_fx", "asynctp_passes", "asynctp_kernels.cuda"])
     with mock.patch.dict(os.environ, _ENVIRONMENT):
-        yield context
+        yield forking()
 
 
 def _run_pool(context: Any, programs: Sequence[Program], task: _Task) -> list[Verdict]:

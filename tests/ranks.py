@@ -70,17 +70,28 @@ _PRELOADED = [
     "torch.utils.cpp_extension",
     "asynctp_passes",
     "asynctp_kernels.cuda",
+    "warm",
 ]
 _READ_AT_IMPORT = ("OMP_", "TORCH", "PYTORCH", "TRITON_", "PYTHON")
-_forked_from: list[dict[str, str]] = []
+_READ_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+#: what is known of the process from which others are forked, by the environment that it read; the last is in use
+_servers: dict[frozenset[tuple[str, str]], dict[str, Any]] = {}
 
 
 def forking() -> Any:
-    """A context for processes that are forked from one with torch, which read this environment when it was imported."""
-    read = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_IMPORT)}
-    if _forked_from != [read]:
-        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
-        _forked_from[:] = [read]
+    """A context for processes that are forked from one with torch, which read this environment when it was imported.
+
+    There is one such process for each environment, as long as this process lives: torch takes seconds to import.
+    """
+    read = frozenset(
+        item for item in os.environ.items() if item[0].startswith(_READ_AT_IMPORT) and item[0] not in _READ_LATER
+    )
+    if not _servers or next(reversed(_servers)) != read:
+        state = vars(multiprocessing.forkserver._forkserver)  # type: ignore[attr-defined]
+        if _servers:
+            _servers[next(reversed(_servers))] = dict(state)
+        _servers[read] = _servers.pop(read, None) or vars(multiprocessing.forkserver.ForkServer())
+        state.update(_servers[read])
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context

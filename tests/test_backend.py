@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from backend_cases import STRICT, Outcome, compiled, plain_layer, run_cases, shard_of, start, train
+from profiles import of_profile
 from ranks import imagined_ranks, run_ranks
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
@@ -41,6 +42,8 @@ from asynctp_passes import (
     backend,
 )
 
+CASES = of_profile(backend_cases.CASES, set(backend_cases.CASES) - set(backend_cases.OF_KINDS_SHOWN))
+
 # --- on ranks ---------------------------------------------------------------------------------------------
 
 
@@ -57,12 +60,12 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def two_ranks(request: pytest.FixtureRequest, cache_folder: Path) -> list[dict[str, Outcome]]:
     """The outcomes of all selected cases on two ranks, and of `cache_filled`."""
     selected = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
-    names = [name for name in backend_cases.CASES if name in selected or name == "cache_filled"]
+    names = [name for name in CASES if name in selected or name == "cache_filled"]
     return run_ranks(2, run_cases, names, timeout_s=600)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", backend_cases.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_on_two_ranks(two_ranks: list[dict[str, Outcome]], case: str) -> None:
     """See the function `case_…` of backend_cases."""
     check_ranks([outcomes[case] for outcomes in two_ranks])

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def run_example(name: str, *arguments: str, cwd: Path) -> str:
+def run_example(name: str, *arguments: str, cwd: Path, anew: bool = False) -> str:
     """Standard output of an example."""
-    return run_script(EXAMPLES / name, *arguments, cwd=cwd)
+    return run_script(EXAMPLES / name, *arguments, cwd=cwd, anew=anew)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_an_unknown_option_is_refused(name: str, refusal: Callable[..., str]) ->
 
 
 def test_compile_mlp(tmp_path: Path) -> None:
-    out = run_example("compile_mlp.py", cwd=tmp_path)
+    out = run_example("compile_mlp.py", cwd=tmp_path, anew=True)
     assert "(forward" in out
     assert "(backward" in out
     assert out.count("2 of 2 chains fused, 0 missed") == 2

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from ranks import PATIENCE
+from scripts import run_forked
 
 HERE = Path(__file__).parent
 CASES = sorted((HERE / "rank_cases").glob("*.py"))
@@ -17,15 +16,7 @@ CASES = sorted((HERE / "rank_cases").glob("*.py"))
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 def test_case(case: Path) -> None:
-    paths = [str(HERE), str(HERE.parent), str(HERE.parent / "kernels"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    run = subprocess.run(
-        [sys.executable, str(case)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240 * PATIENCE,
-        check=False,
-    )
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_FORCE_DISABLE_CACHES="1"):  # as `rank_harness` does, before torch
+        run = run_forked(case, paths=True, timeout_s=240)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count(": right") >= 2, run.stdout

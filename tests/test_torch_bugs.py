@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from dumps import CORPUS, dump_paths, load
 from passes import run_pass
+from scripts import run_forked
 
 import asynctp_passes
 from asynctp_passes import Report, compat, torch_bugs
@@ -177,10 +178,11 @@ print("fused:", sum(len(report.fused) for report in asynctp_passes.reports()))
     assert fused != ("broke a graph at torch.nn.functional.scaled_mm" in done.stderr), done.stdout + done.stderr
 
 
-def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
+def _run(program: str) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "program.py")
+        path.write_text(program, encoding="utf-8")
+        return run_forked(path)
 
 
 def test_notes_are_printed_and_survive_json() -> None:

@@ -204,7 +204,7 @@ def _miss(case, group) -> tuple[str, str]:
     start = time.monotonic()
     with pytest.raises(PeerTimeout) as caught:
         run(case, x, group)
-    assert (caught.value.rank, caught.value.peer, caught.value.seconds) == (0, 1, 5.0)
+    assert (caught.value.rank, caught.value.peer, caught.value.seconds) == (0, 1, 3.0)
     assert time.monotonic() - start < 60
     with pytest.raises(SymmetricMemoryError) as again:
         run(case, x, group)
@@ -259,10 +259,10 @@ def test_a_peer_that_came_while_a_rank_stood_still_is_not_late() -> None:
 
 
 def test_a_peer_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ASYNCTP_TIMEOUT_S", "5")
+    monkeypatch.setenv("ASYNCTP_TIMEOUT_S", "3")
     outcomes = run_ranks(2, _dead_peer)
     for (_, _, call), (timed_out, refused, wrong), (_, _, wrong_at_1) in zip(MISSED_CALLS, *outcomes, strict=True):
-        assert timed_out.startswith(f"{call}: rank 0 waited 5 s for the same call of rank 1.")
+        assert timed_out.startswith(f"{call}: rank 0 waited 3 s for the same call of rank 1.")
         assert "out of step since: PeerTimeout" in refused
         assert "asynctp_kernels.release(group)" in refused
         assert wrong == wrong_at_1 == ["", ""]

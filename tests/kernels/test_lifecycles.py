@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import forking, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -184,6 +185,20 @@ def _environment(seconds: float) -> dict[str, str]:
     return dict(os.environ, ASYNCTP_TIMEOUT_S=str(seconds), OMP_NUM_THREADS="1", PYTHONPATH=path)
 
 
+def _forked(program: str, *arguments: str, seconds: float = 60, out: str | Path = os.devnull) -> BaseProcess:
+    """A program that starts at once: its process has torch already."""
+    process: BaseProcess = forking().Process(target=_run, args=(program, arguments, _environment(seconds), str(out)))
+    process.start()
+    return process
+
+
+def _run(program: str, arguments: tuple[str, ...], environment: dict[str, str], out: str) -> None:
+    os.environ.update(environment)
+    sys.argv[1:] = arguments
+    with open(out, "w") as file, contextlib.redirect_stdout(file):
+        exec(program, {"__name__": "__main__"})
+
+
 def test_a_rank_that_is_killed_is_named_at_once(tmp_path: Path) -> None:
     """Nobody has taken note of its end yet: it is a zombie."""
     command, environment = [sys.executable, "-c", _KILLED, str(tmp_path)], _environment(60)
@@ -222,21 +237,21 @@ print(*said)
 """
 
 
-def test_groups_made_again_on_one_store() -> None:
+def test_groups_made_again_on_one_store(tmp_path: Path) -> None:
     """Destroyed and made again, with ranks swapped, and after a life in which all failed; then by new processes."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    environment = _environment(2.5)
     for job in range(2):
-        command = [sys.executable, "-c", _AGAIN]
+        files = [tmp_path / f"{job}.{number}" for number in range(2)]
         processes = [
-            subprocess.Popen(
-                [*command, str(number), str(store.port), str(job)], env=environment, stdout=subprocess.PIPE, text=True
-            )
-            for number in range(2)
+            _forked(_AGAIN, str(number), str(store.port), str(job), seconds=2.5, out=file)
+            for number, file in enumerate(files)
         ]
-        outputs = [process.communicate(timeout=120)[0].split() for process in processes]
+        for process in processes:
+            process.join(120)
+            assert process.exitcode == 0
+        outputs = [file.read_text().split() for file in files]
         assert outputs == [["right", "right", "PeerTimeout", "right"]] * 2
 
 
@@ -374,8 +389,7 @@ torch.ops.asynctp.all_gather_matmul(torch.ones(4, 16), [torch.ones(16, 8)], [Non
 @pytest.mark.parametrize("where", ["_share", "_reserve", "_of_process"])
 def test_nothing_stays_in_shared_memory_when_all_are_killed(where: str, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-c", _WAITS, str(tmp_path)]
-    processes = [subprocess.Popen([*command, str(rank), where]) for rank in range(2)]
+    processes = [_forked(_WAITS, str(tmp_path), str(rank), where) for rank in range(2)]
     try:
         deadline = time.monotonic() + 60
         while len(list(tmp_path.glob("there*"))) < 2 and time.monotonic() < deadline:
@@ -386,7 +400,7 @@ def test_nothing_stays_in_shared_memory_when_all_are_killed(where: str, tmp_path
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
     assert {name for name in seen if name.startswith("asynctp")} == set()
     assert {name for name in os.listdir("/dev/shm") if name.startswith("asynctp")} <= before
 
