@@ -102,6 +102,7 @@ def test_a_store_that_is_gone_ends_nothing(store: dist.Store) -> None:
 
 PROGRAM = """
 import os, sys, time, torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # the backend "fake"
 from asynctp_passes import compat
 
 rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
