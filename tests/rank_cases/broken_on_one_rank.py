@@ -8,7 +8,7 @@ from rank_harness import Compile, run
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 
-os.environ["ASYNCTP_AGREE_S"] = "20"
+os.environ["ASYNCTP_AGREE_S"] = "8"
 
 
 def program(rank: int, ranks: int, compiled: Compile) -> list[Tensor]:
