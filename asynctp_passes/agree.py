@@ -61,7 +61,8 @@ LATE_S = 1.0
 AGAIN_S = 5.0
 """Seconds to wait for ranks that may not do in a later graph what was accepted for an earlier one."""
 
-_NAMED = 4
+_WAITS = "asynctp: waits up to %g s (ASYNCTP_AGREE_S) for %s to compile %s: %s"
+_NAMED, _LOOKED_AT = 4, 64
 _PAUSES_S = (0.002, 0.05)
 _ACCEPTED, _REFUSED = "accepted", "refused "
 _NOT_DECISIVE = ("groups", "strict", "expect")
@@ -109,8 +110,8 @@ class _Ledger:
         return frozenset(json.loads(self.store.get(at)) if self.store.check([at]) else ())
 
     def look_at_keys(self) -> None:
-        """Keep what the others' graphs communicate by now."""
-        self.known = {rank: self.keys_of(rank) for rank in self.ranks}
+        """Keep what the others' graphs communicate by now, those of the first ranks in a large group."""
+        self.known = {rank: self.keys_of(rank) for rank in self.ranks[:_LOOKED_AT]}
 
 
 _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()  # a ledger goes with its group
@@ -163,10 +164,15 @@ class _Poll:
         first: no rank has a graph of this function yet. Then one that compiles other graphs meanwhile has it in those.
         """
         store, record, pause, other = self.ledger.store, f"at/{self.number}", _PAUSES_S[0], ""
+        warn: float | None = time.monotonic() + WARN_S
         having = [f"{self.place}/with/{self.number}/{rank}" for rank in self.ledger.ranks]
         while not (store.check([f"{self.place}/{record}"]) or store.check(having)) and time.monotonic() < until:
             if first and (other := self._elsewhere(having)):
                 break
+            if warn is not None and time.monotonic() >= warn and time.monotonic() < until:
+                silent = [rank for rank, at in zip(self.ledger.ranks, having, strict=True) if not store.check([at])]
+                log.warning(_WAITS, agree_seconds(), _ranks(silent), "what all agreed on before", _plain(self.text))
+                warn = None
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES_S[1])
         outcome = self.decide(other or _ACCEPTED, record)
@@ -178,7 +184,7 @@ class _Poll:
     def _elsewhere(self, having: Sequence[str]) -> str:
         """The refusal for a rank without it that has graphs by now which this rank does not have; or nothing."""
         ledger = self.ledger
-        for rank, at in zip(ledger.ranks, having, strict=True):
+        for rank, at in zip(ledger.ranks[:_LOOKED_AT], having, strict=False):
             new = ledger.keys_of(rank) - ledger.known.get(rank, frozenset()) - ledger.compiles.keys()
             if new and not ledger.store.check([at]):
                 return f"{_REFUSED}rank {rank} compiled graphs with other collectives (other graph breaks?)"
@@ -441,10 +447,7 @@ def _wait_for_others(poll: _Poll) -> None:
             raise _disagreement(poll, f"{_ranks(having)} compiled no graph without it within {limit:g} s")
         if passed >= WARN_S and not warned:
             warned = True
-            log.warning(
-                "asynctp: waits up to %g s (ASYNCTP_AGREE_S) for %s to compile a graph without what all agreed on: %s",
-                *(limit, _ranks(having), _plain(poll.text)),
-            )
+            log.warning(_WAITS, limit, _ranks(having), "a graph without what all agreed on", _plain(poll.text))
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES_S[1])
 

@@ -460,3 +460,30 @@ def test_a_store_that_fails_refuses_everything() -> None:
     with mock.patch.object(agree, "_ledger", return_value=ledger):
         votes = agree.vote([asynctp_passes.report.Ballot("g", "k", ("sum: x",))], Config(**QUIET))
     assert "connection closed" in str(votes["g", "sum: x"])
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("other_graphs", [True, False])
+def test_a_rank_that_is_silent_in_a_later_graph(
+    first: bool, other_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still run the first program, unless it compiles others while a function is compiled for the first time."""
+    monkeypatch.setenv("ASYNCTP_AGREE_S", "0.5")
+    monkeypatch.setattr(agree.compat, "is_first_compile", lambda: first)
+    store, ballot, config = dist.HashStore(), asynctp_passes.report.Ballot("g", "k", ("sum: x",)), Config(**QUIET)
+    own, peer = (agree._Ledger(store, rank, (0, 1), "1") for rank in (0, 1))
+
+    def of(ledger: Any) -> Any:
+        return mock.patch.object(agree, "_ledger", return_value=ledger)
+
+    with of(peer):
+        agree._posted([ballot], config)
+    with of(own):
+        assert agree.vote([ballot], config) == {("g", "sum: x"): None}
+    if other_graphs:
+        with of(peer):
+            agree._posted([dataclasses.replace(ballot, key="other", deviations=())], config)
+    with of(own):
+        reason = agree.vote([ballot], config)["g", "sum: x"]
+    assert ("rank 1 compiled graphs with other collectives" in (reason or "")) == (first and other_graphs)
+    assert (reason is None) == (not (first and other_graphs))
