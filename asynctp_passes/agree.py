@@ -35,7 +35,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,6 @@ LATE_S = 1.0
 AGAIN_S = 5.0
 """Seconds to wait for ranks that may not do in a later graph what was accepted for an earlier one."""
 
-_WAITS = "asynctp: waits up to %g s (ASYNCTP_AGREE_S) for %s to compile %s: %s"
 _NAMED, _LOOKED_AT = 4, 64
 _PAUSES_S = (0.002, 0.05)
 _ACCEPTED, _REFUSED = "accepted", "refused "
@@ -101,16 +100,16 @@ class _Ledger:
     known: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def tell_keys(self) -> None:
-        """Tell the others of what this rank's graphs communicate."""
+        """Tell the other ranks the keys of this rank's graphs."""
         self.store.set(f"asynctp/{self.life}/keys/{self.rank}", json.dumps(sorted(self.compiles)))
 
     def keys_of(self, rank: int) -> frozenset[str]:
-        """What another rank's graphs communicate."""
+        """The keys of another rank's graphs, as far as it has told them."""
         at = f"asynctp/{self.life}/keys/{rank}"
         return frozenset(json.loads(self.store.get(at)) if self.store.check([at]) else ())
 
     def look_at_keys(self) -> None:
-        """Keep what the others' graphs communicate by now, those of the first ranks in a large group."""
+        """Keep the keys that the other ranks have told by now; in a large group, those of the first ranks."""
         self.known = {rank: self.keys_of(rank) for rank in self.ranks[:_LOOKED_AT]}
 
 
@@ -163,18 +162,18 @@ class _Poll:
 
         first: no rank has a graph of this function yet. Then one that compiles other graphs meanwhile has it in those.
         """
-        store, record, pause, other = self.ledger.store, f"at/{self.number}", _PAUSES_S[0], ""
-        warn: float | None = time.monotonic() + WARN_S
+        store, record, other = self.ledger.store, f"at/{self.number}", ""
         having = [f"{self.place}/with/{self.number}/{rank}" for rank in self.ledger.ranks]
-        while not (store.check([f"{self.place}/{record}"]) or store.check(having)) and time.monotonic() < until:
+
+        def awaited() -> str:
+            silent = [rank for rank, at in zip(self.ledger.ranks, having, strict=True) if not store.check([at])]
+            return f"{_ranks(silent)} to compile what all agreed on before: {_plain(self.text)}"
+
+        for _ in _looks(until - time.monotonic(), awaited):
+            if store.check([f"{self.place}/{record}"]) or store.check(having):
+                break
             if first and (other := self._elsewhere(having)):
                 break
-            if warn is not None and time.monotonic() >= warn and time.monotonic() < until:
-                silent = [rank for rank, at in zip(self.ledger.ranks, having, strict=True) if not store.check([at])]
-                log.warning(_WAITS, agree_seconds(), _ranks(silent), "what all agreed on before", _plain(self.text))
-                warn = None
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSES_S[1])
         outcome = self.decide(other or _ACCEPTED, record)
         if outcome == _ACCEPTED:
             return None
@@ -248,9 +247,6 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
             polls = _posted(ballots, config)
             votes |= _outcomes(polls, votes)
             _in_later_graphs(polls, ballots, votes, config)
-            for ledger, _ in _keys(ballots):
-                if any(ledger.first.values()):
-                    ledger.look_at_keys()
     return votes
 
 
@@ -404,7 +400,7 @@ def _post(poll: _Poll) -> None:
         raise
 
 
-def _in_later_graphs(polls: Sequence[_Poll], ballots: Iterable[Ballot], votes: Votes, config: Config) -> None:
+def _in_later_graphs(polls: Sequence[_Poll], ballots: Sequence[Ballot], votes: Votes, config: Config) -> None:
     """See that what was accepted for an earlier graph with the same collectives is done by all ranks in this one.
 
     The outcome is a record for each number of a graph. A rank without the deviation refuses it, and sees that the
@@ -436,20 +432,41 @@ def _in_later_graphs(polls: Sequence[_Poll], ballots: Iterable[Ballot], votes: V
         votes[poll.group, _plain(poll.text)] = poll.refused_again(until, first)
     for poll in lacked:
         _wait_for_others(poll)
+    for ledger, _ in _keys(ballots):
+        if any(ledger.first.values()):
+            ledger.look_at_keys()
 
 
 def _wait_for_others(poll: _Poll) -> None:
     """Wait until every rank has compiled a graph without what was accepted."""
-    start, limit, warned, pause = time.monotonic(), agree_seconds(), False, _PAUSES_S[0]
-    while having := poll.not_lacking():
+    having, limit = poll.not_lacking(), agree_seconds()
+
+    def awaited() -> str:
+        return f"{_ranks(having)} to compile a graph without what all agreed on: {_plain(poll.text)}"
+
+    for _ in _looks(limit, awaited):
+        having = poll.not_lacking()
+        if not having:
+            return
+    raise _disagreement(poll, f"{_ranks(having)} compiled no graph without it within {limit:g} s")
+
+
+def _looks(limit: float, awaited: Callable[[], str], longest: float = _PAUSES_S[1]) -> Iterator[float]:
+    """The seconds that have passed at each look, until `limit`, with pauses in between that grow to `longest`.
+
+    A warning tells for whom this rank waits, once that takes `WARN_S`.
+    """
+    start, warned, pause = time.monotonic(), False, _PAUSES_S[0]
+    while True:
         passed = time.monotonic() - start
+        yield passed
         if passed >= limit:
-            raise _disagreement(poll, f"{_ranks(having)} compiled no graph without it within {limit:g} s")
+            return
         if passed >= WARN_S and not warned:
             warned = True
-            log.warning(_WAITS, limit, _ranks(having), "a graph without what all agreed on", _plain(poll.text))
+            log.warning("asynctp: waits up to %g s (ASYNCTP_AGREE_S) for %s", agree_seconds(), awaited())
         time.sleep(pause)
-        pause = min(2 * pause, _PAUSES_S[1])
+        pause = min(2 * pause, longest)
 
 
 def _disagreement(poll: _Poll, why: str) -> DisagreementError:
@@ -463,33 +480,29 @@ def _disagreement(poll: _Poll, why: str) -> DisagreementError:
 def _outcomes(polls: Sequence[_Poll], votes: Votes) -> Votes:
     """Wait until all is decided, for as long as that may take."""
     found: Votes = {}
-    start, warned, pause, limit = time.monotonic(), False, _PAUSES_S[0], agree_seconds()
-    waiting = list(polls)
+    limit, waiting = agree_seconds(), list(polls)
     for poll in polls:
         if LOCAL in _plain(poll.text):
             found[poll.group, _plain(poll.text)] = f"it has a size that only this rank knows: {_plain(poll.text)}"
             waiting.remove(poll)
-    while waiting:
+    if not waiting:
+        return found
+
+    def awaited() -> str:
+        return f"{_ranks(waiting[0].missing())} to compile a graph with the same collectives; agree=False asks nobody"
+
+    for passed in _looks(limit, awaited, _PAUSES_S[1] * max(1, len(waiting[0].ledger.ranks) // 32)):
         for poll in list(waiting):
             outcome = poll.outcome()
             if outcome is not None:
                 found[poll.group, _plain(poll.text)] = _reason(outcome)
                 waiting.remove(poll)
-        passed = time.monotonic() - start
         if not waiting:
             break
         if passed >= limit or (passed >= LATE_S and all(_is_late(poll) for poll in waiting)):
             for poll in waiting:
                 found[poll.group, _plain(poll.text)] = _give_up(poll, passed)
             break
-        if passed >= WARN_S and not warned:
-            warned = True
-            log.warning(
-                "asynctp: waits up to %g s (ASYNCTP_AGREE_S) for %s to compile a graph with the same collectives; %s",
-                *(limit, _ranks(waiting[0].missing()), "agree=False asks nobody"),
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, _PAUSES_S[1] * max(1, len(waiting[0].ledger.ranks) // 32))
     return found
 
 

@@ -24,10 +24,9 @@ import torch
 from torch import fx
 
 from asynctp_passes.chain import Bundle, Collective, GatherChain, Hoist, Part, ScatterChain, Step
-from asynctp_passes.fxview import arguments, op_name, tensor_of, value_of
+from asynctp_passes.fxview import arguments, tensor_of, value_of
 from asynctp_passes.near import reduces
-from asynctp_passes.read import called_name
-from asynctp_passes.registry import collective_op
+from asynctp_passes.read import called_name, sent_kind
 from asynctp_passes.shapes import GatherPlacement, Rearrangement, Size, same
 
 __all__ = ["LOCAL", "Words", "communicated"]
@@ -46,19 +45,13 @@ def communicated(collectives: Iterable[Collective], phase: str) -> dict[str, str
     told: dict[str, list[str]] = {}
     begin = "backward\n" if phase == "backward" else ""
     for one in collectives:
-        kind = _kind(one)
+        sent = sent_kind(one)
+        kind = called_name(one.node) if sent == "other" else f"{sent}({one.reduce_op})"
         value = tensor_of(one.input)
         told.setdefault(one.group_key, []).append(f"{kind} {'' if value is None else value.dtype}")
     return {
         group: hashlib.sha256((begin + "\n".join(lines)).encode()).hexdigest()[:16] for group, lines in told.items()
     }
-
-
-def _kind(one: Collective) -> str:
-    """Of a list's tensor that a rank does not use as well: another rank may."""
-    item = collective_op(op_name(one.call)) if one.call is not None else None
-    kind = one.kind if item is None else item.kind
-    return called_name(one.node) if kind == "other" else f"{kind}({one.reduce_op})"
 
 
 class Words:

@@ -196,7 +196,7 @@ class _Plan:
 
     @functools.cached_property
     def candidates(self) -> list[Candidate]:
-        """What became of each collective, before it was decided."""
+        """The candidate of each collective, in graph order."""
         return [one.candidate for one in self.decisions]
 
     @functools.cached_property
@@ -228,17 +228,17 @@ class _Plan:
 
     @property
     def alone(self) -> list[Collective]:
-        """The collectives without a matmul that go by it, but for those that run beside products."""
+        """The collectives without a matmul that go by it or are tensors of a list, but for those beside products."""
         taken = {member.node for bundle in self.bundles for member in bundle.members}
         return [
             one.candidate.collective
             for one in self.decisions
             if one.refusal is not None and not one.behind and one.refusal.reason is not RESULT_DROPPED
-            if one.candidate.collective.node not in taken and self._is_on_wire(one.candidate)
+            if one.candidate.collective.node not in taken and self._goes_alone(one.candidate)
         ]
 
-    def _is_on_wire(self, candidate: Candidate) -> bool:
-        """Whether a collective goes by it; an item of several goes by itself anyway, since peers may take it out."""
+    def _goes_alone(self, candidate: Candidate) -> bool:
+        """True for a collective that goes by it, and for a tensor of a list: a peer may multiply that one."""
         own, collective = can_be_alone(candidate), candidate.collective
         return own and collective.group_key in self.wire and (collective.call is not None or on_wire(collective))
 

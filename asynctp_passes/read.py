@@ -18,7 +18,7 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.chain import Blocks, Collective, Matmul, ScaledOptions
 from asynctp_passes.fxview import arguments, called_op, name_of, op_name, tensor_of, value_of
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.registry import CollectiveOp, MatmulOp, collective_op, is_registered, matmul_op
+from asynctp_passes.registry import CollectiveKind, CollectiveOp, MatmulOp, collective_op, is_registered, matmul_op
 from asynctp_passes.shapes import Size, product, same
 
 __all__ = [
@@ -130,9 +130,14 @@ def _members(call: fx.Node, op: CollectiveOp) -> list[Collective | None]:
 
 def left_items(call: fx.Node) -> dict[int, Collective]:
     """The tensors of a collective of several that are communicated, and that nothing takes, by their place in it."""
-    op = collective_op(op_name(call))
-    read = enumerate(_read_collective(call)) if op is not None else ()
-    return {place: replace(one, kind=op.kind) for place, one in read if op is not None and one.is_unused}
+    read = enumerate(_read_collective(call))
+    return {place: replace(one, kind=sent_kind(one)) for place, one in read if one.call is not None and one.is_unused}
+
+
+def sent_kind(collective: Collective) -> CollectiveKind:
+    """The kind of a collective, also of a list's tensor that nothing takes on this rank, and is read as `"other"`."""
+    op = collective_op(op_name(collective.call)) if collective.call is not None else None
+    return collective.kind if op is None else op.kind
 
 
 def _items(call: fx.Node, count: int) -> dict[int, fx.Node] | None:

@@ -90,7 +90,7 @@ def rewrite(
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
     Collectives that are `alone` become asynctp's too, as all of the groups in `wire` are, where the device allows that;
-    items of several at least become collectives of their own. The all-reduces of a bundle
+    tensors of a list become collectives of their own on any device. The all-reduces of a bundle
     become one, and what that waits for moves in front of it. Unused nodes are erased, the `dropped` collectives too,
     nodes move to where they belong (`schedule`), the collectives of `hidden` beside their products, and the graph is
     linted. `kept` are the gathers that every rank keeps.
@@ -103,7 +103,7 @@ def rewrite(
     moves = Moves(kept_by_all=kept)
     fused: dict[fx.Node, fx.Node] = {}
     starts: dict[fx.Node, fx.Node] = {}
-    in_front = [_marked(graph, bundle.place, segment) for bundle in bundles]
+    in_front = [_mark(graph, bundle.place, _asynctp_bundle, segment) for bundle in bundles]
     several = [one for chain in chains for one in collectives_of(chain)] + [*alone]
     items: dict[fx.Node, fx.Node] = {}
     for call in dict.fromkeys(one.call for one in several if one.call is not None):
@@ -196,16 +196,13 @@ def _items_marked(graph: fx.Graph, call: fx.Node, segment: dict[fx.Node, int]) -
     """A mark for each tensor of a collective of several, in their order, whichever of them this rank takes in."""
     inputs = call.args[0]
     assert isinstance(inputs, list | tuple)
-    with graph.inserting_before(call):
-        marks = [graph.call_function(_asynctp_item) for _ in inputs]
-    segment.update(dict.fromkeys(marks, segment[call]))
-    return marks
+    return [_mark(graph, call, _asynctp_item, segment) for _ in inputs]
 
 
-def _marked(graph: fx.Graph, place: fx.Node, segment: dict[fx.Node, int]) -> fx.Node:
-    """A mark in front of a node, which may be erased."""
+def _mark(graph: fx.Graph, place: fx.Node, kind: Callable[[], None], segment: dict[fx.Node, int]) -> fx.Node:
+    """A new mark in front of `place`, in its segment. It stays where `place` is erased."""
     with graph.inserting_before(place):
-        mark = graph.call_function(_asynctp_bundle)
+        mark = graph.call_function(kind)
     segment[mark] = segment[place]
     return mark
 
@@ -878,7 +875,7 @@ def _emit_all_alone(
     alone: Sequence[Collective],
     kept: Container[fx.Node],
 ) -> None:
-    """`_emit_alone` of each, then erase what they were."""
+    """Emit each of them (`_emit_alone`), then erase the nodes that they were."""
     old: set[fx.Node] = set()
     shared: dict[fx.Node, None] = {}
     for collective in alone:

@@ -8,7 +8,8 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from ranks import PATIENCE, forking
@@ -62,9 +63,7 @@ def run_forked(
     """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("out", "err")]
-        given = (path, arguments, cwd or Path.cwd(), dict(os.environ if environment is None else environment), paths)
-        process = forking().Process(target=_run, args=(*given, *files))
-        process.start()
+        process = start_forked(path, *arguments, cwd=cwd, environment=environment, paths=paths, files=files)
         process.join(timeout_s * PATIENCE)
         late = process.is_alive()
         process.kill()
@@ -74,10 +73,30 @@ def run_forked(
         return subprocess.CompletedProcess([str(path), *arguments], process.exitcode, out, err)
 
 
+def start_forked(
+    path: Path,
+    *arguments: str,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    paths: bool = False,
+    files: Sequence[Path] = (),
+) -> BaseProcess:
+    """Start a script as `run_forked` does. files: for its output, and its errors; this process's where not given."""
+    given = (path, arguments, cwd or Path.cwd(), dict(os.environ if environment is None else environment), paths)
+    process: BaseProcess = forking().Process(target=_run, args=(*given, files))
+    process.start()
+    return process
+
+
 def _run(
-    path: Path, arguments: tuple[str, ...], cwd: Path, environment: dict[str, str], paths: bool, out: Path, err: Path
+    path: Path,
+    arguments: tuple[str, ...],
+    cwd: Path,
+    environment: dict[str, str],
+    paths: bool,
+    files: Sequence[Path],
 ) -> None:
-    for stream, file in ((1, out), (2, err)):
+    for stream, file in enumerate(files, 1):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(opened, stream)
         os.close(opened)

@@ -22,7 +22,7 @@ from torch.fx import Graph
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import asynctp_passes
-from asynctp_passes import Config, Report, agree, run
+from asynctp_passes import Config, Report, agree, compat, run
 from asynctp_passes.config import ConfigError, agree_seconds
 
 QUIET: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
@@ -396,6 +396,24 @@ def test_a_graph_from_the_cache_that_ranks_do_not_share_is_compiled_again(tmp_pa
 
 
 # --- alone -----------------------------------------------------------------------------------------------------
+def test_a_graph_that_does_not_stand_is_compiled_again() -> None:
+    """Inductor tells the strides of an inference graph's results once, and asserts that none are told yet."""
+    answers: list[bool] = []
+
+    def stands(end: bool) -> bool:
+        answers.append(end)
+        return len(answers) > 1
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return compat.inductor_compile(graph, inputs, {}, stands)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        x = torch.rand(3, 2)
+        assert torch.equal(torch.compile(lambda x: x.t() + 1, backend=backend)(x), x.t() + 1)
+    assert answers == [False, False, True]
+
+
 def test_without_process_groups_nothing_is_asked() -> None:
     assert not dist.is_initialized()
     assert attempt(quantized("tp")).deviations

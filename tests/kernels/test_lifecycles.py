@@ -19,7 +19,8 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import forking, run_ranks
+from ranks import run_ranks
+from scripts import start_forked
 
 pytestmark = pytest.mark.ranks
 
@@ -185,18 +186,13 @@ def _environment(seconds: float) -> dict[str, str]:
     return dict(os.environ, ASYNCTP_TIMEOUT_S=str(seconds), OMP_NUM_THREADS="1", PYTHONPATH=path)
 
 
-def _forked(program: str, *arguments: str, seconds: float = 60, out: str | Path = os.devnull) -> BaseProcess:
+def _forked(
+    folder: Path, program: str, *arguments: str, seconds: float = 60, out: str | Path = os.devnull
+) -> BaseProcess:
     """A program that starts at once: its process has torch already."""
-    process: BaseProcess = forking().Process(target=_run, args=(program, arguments, _environment(seconds), str(out)))
-    process.start()
-    return process
-
-
-def _run(program: str, arguments: tuple[str, ...], environment: dict[str, str], out: str) -> None:
-    os.environ.update(environment)
-    sys.argv[1:] = arguments
-    with open(out, "w") as file, contextlib.redirect_stdout(file):
-        exec(program, {"__name__": "__main__"})
+    path = folder / "program.py"
+    path.write_text(program)
+    return start_forked(path, *arguments, environment=_environment(seconds), paths=True, files=[Path(out)])
 
 
 def test_a_rank_that_is_killed_is_named_at_once(tmp_path: Path) -> None:
@@ -245,7 +241,7 @@ def test_groups_made_again_on_one_store(tmp_path: Path) -> None:
     for job in range(2):
         files = [tmp_path / f"{job}.{number}" for number in range(2)]
         processes = [
-            _forked(_AGAIN, str(number), str(store.port), str(job), seconds=2.5, out=file)
+            _forked(tmp_path, _AGAIN, str(number), str(store.port), str(job), seconds=2.5, out=file)
             for number, file in enumerate(files)
         ]
         for process in processes:
@@ -389,7 +385,7 @@ torch.ops.asynctp.all_gather_matmul(torch.ones(4, 16), [torch.ones(16, 8)], [Non
 @pytest.mark.parametrize("where", ["_share", "_reserve", "_of_process"])
 def test_nothing_stays_in_shared_memory_when_all_are_killed(where: str, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    processes = [_forked(_WAITS, str(tmp_path), str(rank), where) for rank in range(2)]
+    processes = [_forked(tmp_path, _WAITS, str(tmp_path), str(rank), where) for rank in range(2)]
     try:
         deadline = time.monotonic() + 60
         while len(list(tmp_path.glob("there*"))) < 2 and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What all ranks do in one program, one of them cannot do in the next, whose graph it breaks after the gather."""
+"""All ranks gather bf16 instead of fp32. In the next program one rank breaks the graph after that gather."""
 
 import os
 

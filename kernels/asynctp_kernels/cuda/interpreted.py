@@ -86,7 +86,7 @@ def new_event() -> int:
 
 
 def is_over(event: int) -> bool:
-    """What is before it is done."""
+    """True: all work is done as it is enqueued."""
     return True
 
 

@@ -411,7 +411,7 @@ class GroupMemory:
 
     @property
     def watched(self) -> torch.Tensor:
-        """What `watch` reads: `doing`, `awaited`, then counts, of which those of calls grow."""
+        """The words that `watch` reads: `doing`, `awaited`, then counts, of which those of calls grow."""
         return self.local[_DOING : _COUNTS + 16]
 
     def _own(self, words: Words, count: int) -> torch.Tensor:
@@ -460,7 +460,7 @@ class GroupMemory:
 
     @property
     def boxes(self) -> list[Area]:
-        """What peers write data to, and what captured graphs of this rank still use of it."""
+        """The areas that peers write data to, in use or retired."""
         return [area for name, area in (*self.retired, *tuple(self.areas.items())) if name == "box"]
 
     def fail(self, error: Exception) -> None:
@@ -470,7 +470,7 @@ class GroupMemory:
             log.error("group %s: %s", self.group_name, error)
 
     def may_be_in_a_call(self) -> bool:
-        """A call of this rank's may be under way: it knows of those that a graph of the program's makes only while."""
+        """True while a call of this rank is under way, and once a graph was captured, whose calls are not known."""
         return self.captured or not (driver.is_over(self.last) and driver.is_over(self.flown))
 
     def has_ended(self, peer: int) -> bool:

@@ -168,7 +168,7 @@ class Look:
 
     @property
     def state(self) -> tuple[object, ...]:
-        """What changes while calls go on."""
+        """The words that change as calls begin, meet and end."""
         return self.doing, self.awaited, self.ended
 
 
