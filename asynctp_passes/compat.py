@@ -424,6 +424,13 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     preserve_node_ordering(graph, {node: named(node, earlier) for node, earlier in after.items()})
 
 
+def keep_unused(op: torch._ops.OpOverload) -> None:
+    """Have FX and Inductor keep calls of an op whose results nothing uses: other ranks wait for them."""
+    from torch.fx.node import has_side_effect
+
+    has_side_effect(op)
+
+
 def lower_in_order(ops: Iterable[torch._ops.OpOverload]) -> bool:
     """Have Inductor keep calls of these ops in the graph's order, among one another and with torch's collectives.
 

@@ -793,7 +793,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callab
 
 
 def register(library: Any, name: str, real: Any, fake: Any, backward: Any, setup_context: Any = None) -> None:
-    """Give an op of the namespace its kernels: `real` on CPU and CUDA, `fake`, and a gradient.
+    """Give an op of the namespace its kernels: `real` on CPU and CUDA, `fake`, and a gradient. Unused calls stay.
 
     `backward` and `setup_context` are those of `torch.library.register_autograd`, which is what all tensors but CUDA's
     go through. With CUDA's, `real` is called at once when there is nothing to differentiate: 20 us less a call.
@@ -802,7 +802,9 @@ def register(library: Any, name: str, real: Any, fake: Any, backward: Any, setup
         library.impl(name, real, key)
     torch.library.register_fake(f"asynctp::{name}", fake, lib=library)
     torch.library.register_autograd(f"asynctp::{name}", backward, setup_context=setup_context, lib=library)
-    generic = compat.autograd_kernel(getattr(torch.ops.asynctp, name).default, backward, setup_context)
+    op = getattr(torch.ops.asynctp, name).default
+    compat.keep_unused(op)
+    generic = compat.autograd_kernel(op, backward, setup_context)
     library.impl(name, short_cut(real, generic), "AutogradCUDA", with_keyset=True)
 
 

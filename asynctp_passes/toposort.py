@@ -135,8 +135,8 @@ class _KeptOrder:
 
 def _has_effect(node: fx.Node) -> bool:
     """True for an in-place operation, and for what does something else besides: prints, or asserts."""
-    waits = op_name(node).startswith("_c10d_functional.")
-    return mutates(node) or (node.is_impure() and not is_random(node) and not waits)
+    collective = op_name(node).startswith(("_c10d_functional.", "asynctp."))
+    return mutates(node) or (node.is_impure() and not is_random(node) and not collective)
 
 
 def _is_alias(node: fx.Node) -> bool:

@@ -152,7 +152,27 @@ def reordered(local: int, groups: Groups) -> list[Tensor]:
     return [a @ w, b @ w, one, two]
 
 
-INFERENCE: list[Program] = [statistic, heads_in_any_order, all_kinds, by_hand, memory, registered_ops, reordered]
+def unused(local: int, groups: Groups) -> list[Tensor]:
+    """Results of one rank come to nothing; its peers wait for the calls."""
+    x, w = tensor(64, 32), tensor(32, 32)
+    first = matmul_reduce_scatter([x], [w], scatter_dim=0, group=groups[0])
+    a = all_gather_tensor(x, 0, groups[1]) @ w
+    scattered = reduce_scatter_tensor(x @ w, "sum", 0, groups[2])
+    total = all_reduce(x @ w, "sum", groups[3])
+    other = all_reduce(x.sin(), "sum", groups[4])
+    return [x.cos()] if local else [first, a, scattered, total, other]
+
+
+INFERENCE: list[Program] = [
+    statistic,
+    heads_in_any_order,
+    all_kinds,
+    by_hand,
+    memory,
+    registered_ops,
+    reordered,
+    unused,
+]
 
 
 @pytest.mark.parametrize("program", INFERENCE, ids=lambda program: program.__name__)
