@@ -36,7 +36,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from asynctp_passes.deviations import LOCAL
 from asynctp_passes.errors import AsyncTPError, DisagreementError
 from asynctp_passes.report import Ballot, Report
 
-__all__ = ["Votes", "agreed_before", "fall_back", "sources_digest", "stands", "vote"]
+__all__ = ["Votes", "agreed_before", "refuse", "sources_digest", "stands", "vote"]
 
 log = logging.getLogger(__name__)
 
@@ -243,7 +243,7 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
     """
     votes: Votes = {(one.group, text): None for one in ballots for text in one.deviations}
     if config.agree:
-        with _without_store_errors(votes):
+        with _without_store_errors(ballots, votes, config):
             polls = _posted(ballots, config)
             votes |= _outcomes(polls, votes)
             _in_later_graphs(polls, ballots, votes, config)
@@ -288,7 +288,7 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[st
     votes: Votes = {(one.group, text): None for one in (*early, *late) for text in one.deviations}
     if not config.agree:
         return []
-    with _without_store_errors(votes):
+    with _without_store_errors([*early, *late], votes, config):
         first, then = _posted(early, config), _posted(late, config)
         votes |= _outcomes(first, votes)
         _in_later_graphs(first, early, votes, config)
@@ -304,39 +304,59 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[st
 
 
 @contextlib.contextmanager
-def _without_store_errors(votes: Votes) -> Iterator[None]:
-    """Refuse everything where the store fails: then each rank does what needs nobody's consent."""
+def _without_store_errors(ballots: Sequence[Ballot], votes: Votes, config: Config) -> Iterator[None]:
+    """Refuse everything where the store fails before this rank has said anything.
+
+    Raises:
+        DisagreementError: It has said that it has a deviation, and other ranks may count on that.
+    """
     try:
         yield
     except AsyncTPError:
         raise
     except (RuntimeError, OSError) as error:
-        log.warning("asynctp: the ranks could not ask one another what they compile: %s", error)
         reason = f"the store of the group failed: {' '.join(str(error).split())[:200]}"
+        told = _told(ballots, config)
+        if told:
+            raise DisagreementError(
+                f"asynctp: {reason}. Other ranks may count on this one to {'; '.join(told)}. Restart all ranks, or "
+                "compile without asynctp"
+            ) from error
+        log.warning("asynctp: the ranks could not ask one another what they compile: %s", reason)
         votes.update(dict.fromkeys(votes, reason))
 
 
-def fall_back(ballots: Iterable[Ballot], votes: Votes | None, config: Config) -> None:
-    """Tell the other ranks that this one runs a graph as it was, since asynctp failed on it.
+def _told(ballots: Sequence[Ballot], config: Config) -> list[str]:
+    """The deviations of which this rank has told others, or may have."""
+    found: list[str] = []
+    for one in ballots:
+        if (ledger := _ledger(one.group)) is not None:
+            key = _key(ledger, one)
+            polls = [_Poll(ledger, one.group, key, 0, _with_provenance(text, config)) for text in one.deviations]
+            found += [_plain(poll.text) for poll in polls if poll.place in ledger.posted]
+    return found
+
+
+def refuse(ballots: Iterable[Ballot], votes: Votes | None, config: Config) -> None:
+    """Refuse, after the vote, to do what was put to it, since asynctp failed on the graph.
 
     Args:
-        ballots: One for each group that communicates in the graph.
-        votes: The outcome of what was put to the vote before; None where nothing was.
+        ballots: What was put to the vote.
+        votes: The outcome; None where asynctp failed before it was known.
         config: The configuration.
 
     Raises:
-        DisagreementError: All ranks have agreed on something that this one cannot do.
+        DisagreementError: All ranks have agreed on something that this one cannot do, or may have.
     """
-    asked = list(ballots)
-    if votes is None:
-        vote([replace(one, deviations=()) for one in asked], config)
-        return
-    groups = {one.group for one in asked if _ledger(one.group) is not None} if config.agree else set()
-    agreed = [text for (group, text), reason in votes.items() if reason is None and group in groups]
-    if agreed:
+    asked = [one for one in ballots if config.agree and _ledger(one.group) is not None]
+    open_or_agreed = [
+        text for one in asked for text in one.deviations if votes is None or votes[one.group, text] is None
+    ]
+    if open_or_agreed:
         raise DisagreementError(
             "asynctp: this rank runs the graph as it was, since asynctp failed on it, but all ranks have agreed to "
-            f"{'; '.join(agreed)}, and would wait for one another forever. Set agree=False or compile without asynctp"
+            f"{'; '.join(open_or_agreed)}, and would wait for one another forever. Set agree=False or compile without "
+            "asynctp"
         )
 
 
@@ -391,13 +411,8 @@ def _post(poll: _Poll) -> None:
         if poll.place in poll.ledger.posted or LOCAL in _plain(poll.text):
             return
         poll.ledger.posted.add(poll.place)
-    try:
-        poll.ledger.store.set(f"{poll.place}/{poll.ledger.rank}", "1")
-        poll.ledger.store.add(f"{poll.place}/votes", 1)
-    except BaseException:
-        with _lock:
-            poll.ledger.posted.discard(poll.place)
-        raise
+    poll.ledger.store.set(f"{poll.place}/{poll.ledger.rank}", "1")
+    poll.ledger.store.add(f"{poll.place}/votes", 1)
 
 
 def _in_later_graphs(polls: Sequence[_Poll], ballots: Sequence[Ballot], votes: Votes, config: Config) -> None:

@@ -2,7 +2,7 @@
 
 torch.compile(model, backend="asynctp")                                          one line
 torch._inductor.config.post_grad_custom_post_pass = AsyncTPPass(Config(...))     for a compiler of one's own
-torch._inductor.config.joint_custom_post_pass = RegatherPass(Config(...))        with it, where it trains
+torch._inductor.config.joint_custom_post_pass = RegatherPass(Config(...))        with it: it sees the program's order
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ class RegatherPass(_OwnPass):
             GroupError: `groups` names a process group that does not exist here.
         """
         _require_groups(self.config)
+        report: Report | None = None
         try:
             report = pipeline.run_joint(graph, self.config)
         except StrictError as error:

@@ -434,17 +434,19 @@ def keep_unused(op: torch._ops.OpOverload) -> None:
 def lower_in_order(ops: Iterable[torch._ops.OpOverload]) -> bool:
     """Have Inductor keep calls of these ops in the graph's order, among one another and with torch's collectives.
 
-    Its scheduler does so with what it takes for collectives. Ops that torch lowers in ways of its own are left alone.
+    Its scheduler does so with what it takes for collectives.
 
     Returns:
-        False where that cannot be had: without such a kernel, or where the user has all ops called as they are.
+        False where that cannot be had of all: without such a kernel, where torch lowers one in a way of its own, or
+        where the user has all ops called as they are.
     """
-    kernel = _ordered_kernel()
+    called, kernel = list(ops), _ordered_kernel()
+    if not called:
+        return True
     if kernel is None or inductor_option("fallback_by_default", False):
         return False
-    for op in ops:
-        _lower_as(kernel, op)
-    return True
+    lowered = [_lower_as(kernel, op) for op in called]
+    return all(lowered)
 
 
 @functools.cache
@@ -461,15 +463,19 @@ def _ordered_kernel() -> Any:
 _lowered: set[torch._ops.OpOverload] = set()
 
 
-def _lower_as(kernel: Any, op: torch._ops.OpOverload) -> None:
-    """Lower an op to a kernel of this class, as `make_fallback` lowers it to a plain one."""
+def _lower_as(kernel: Any, op: torch._ops.OpOverload) -> bool:
+    """Lower an op to a kernel of this class, as `make_fallback` lowers it to a plain one.
+
+    Returns:
+        False for an op that torch lowers in a way of its own.
+    """
     from torch._inductor import ir, lowering
     from torch._library.utils import get_layout_constraint_tag
     from torch.utils import _pytree as pytree
 
     present = lowering.lowerings.get(op)
     if op in _lowered or (present is not None and not getattr(present, "_is_fallback_handler", False)):
-        return
+        return op in _lowered
     returns = [str(one.type) for one in op._schema.returns]
     plain = not op._schema.is_mutable and returns in (["Tensor"], ["List[Tensor]"])
     create = kernel.create_out_of_place if plain else kernel.create
@@ -486,6 +492,7 @@ def _lower_as(kernel: Any, op: torch._ops.OpOverload) -> None:
     lowered._is_fallback_handler = True  # type: ignore[attr-defined]
     lowering.register_lowering(op, type_promotion_kind=None)(lowered)
     _lowered.add(op)
+    return True
 
 
 def stored_op() -> Any:

@@ -36,9 +36,10 @@ RUNTIME_VARIABLES = {
     "cpu_implementation": "what the fused ops run on CPU tensors: reference (plain collectives and matmuls; default) "
     "or interpreted (the Triton kernels under TRITON_INTERPRET=1: slow, for tests)",
     "cuda_implementation": "what the fused ops run on CUDA tensors: auto (the fastest; default), fused, decomposed, "
-    "direct or unfused; one that cannot run a call raises",
+    "direct, unfused or whole; one that cannot run a call raises",
     "agree_s": "seconds that a compile waits for the other ranks of a group to decide alike (default: 30)",
-    "timeout_s": "seconds after which a wait for a peer gives up with an error (default: 60 on CPU, no bound on CUDA)",
+    "timeout_s": "seconds after which a wait for a peer gives up with an error (default: 60 on CPU, on CUDA the "
+    "timeout of the process group)",
     "recorded_calls": "how many calls of a group are kept recorded as CUDA graphs (default: 4096; 0: none)",
     "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads",
 }

@@ -14,14 +14,25 @@ from itertools import pairwise
 from torch import fx
 
 from asynctp_passes import compat
-from asynctp_passes.fxview import called_op, is_size, name_of, subgraphs_of
+from asynctp_passes.fxview import called_op, is_size, name_of, op_name, subgraphs_of
 from asynctp_passes.read import looks_collective
 from asynctp_passes.registry import collective_op
 
-__all__ = ["communicates", "communications", "in_turn", "latest_communication", "program_order", "record_order"]
+__all__ = [
+    "communicates",
+    "communications",
+    "in_turn",
+    "latest_communication",
+    "program_order",
+    "record_order",
+    "unrecorded",
+]
 
 _PLACE = "asynctp_place"
 """In a node's `meta`: its place in the order in which the program communicates."""
+
+_WITH_WAITS = "_c10d_functional"
+"""The namespaces of ops that Inductor does not move, since waits follow them, begin so."""
 
 _OWN_WAIT = "asynctp.wait.default"
 _OTHER_WORDS = re.compile(r"(?:^|_)(?:broadcast|send|recv|isend|irecv|barrier|dispatch|combine|all2all)(?:_|$)")
@@ -79,10 +90,25 @@ def record_order(graph: fx.Graph) -> None:
 
 
 def program_order(graph: fx.Graph) -> list[fx.Node]:
-    """What communicates, in the order that was recorded; as it stands where some of it has no record."""
+    """What communicates, in the order that was recorded; what has no record keeps its place among the others."""
     found = communications(graph.nodes)
-    recorded = all(_PLACE in node.meta for node in found)
-    return sorted(found, key=lambda node: node.meta[_PLACE]) if recorded else found
+    recorded = iter(sorted(filter(_is_recorded, found), key=lambda node: node.meta[_PLACE]))
+    return [next(recorded) if _is_recorded(node) else node for node in found]
+
+
+def unrecorded(graph: fx.Graph) -> list[fx.Node]:
+    """What communicates without a wait of torch's, and has no record: Inductor may have moved it to where it is used.
+
+    Empty where anything has a record: what has none came into the graph later.
+    """
+    found = communications(graph.nodes)
+    if any(map(_is_recorded, found)):
+        return []
+    return [node for node in found if not op_name(node).startswith(_WITH_WAITS)]
+
+
+def _is_recorded(node: fx.Node) -> bool:
+    return _PLACE in node.meta
 
 
 def latest_communication(graph: fx.Graph, items: Container[fx.Node] = ()) -> dict[fx.Node, int]:

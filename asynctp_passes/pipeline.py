@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, cost, internal, ops, reasons, toposort, torch_bugs
-from asynctp_passes.agree import Votes, agreed_before, fall_back, vote
+from asynctp_passes.agree import Votes, agreed_before, refuse, vote
 from asynctp_passes.chain import (
     Bundle,
     Candidate,
@@ -43,12 +43,12 @@ from asynctp_passes.fxview import (
     value_of,
 )
 from asynctp_passes.hide import hide
-from asynctp_passes.order import record_order
+from asynctp_passes.order import communications, record_order, unrecorded
 from asynctp_passes.read import called_name, is_matmul, read_collectives
 from asynctp_passes.reasons import RESULT_DROPPED, Refusal
 from asynctp_passes.regather import again
 from asynctp_passes.report import Ballot, Coalesced, Remark, Report
-from asynctp_passes.rewrite import on_wire, rewrite, store
+from asynctp_passes.rewrite import keep_order, on_wire, rewrite, store
 from asynctp_passes.scales import scales_to_store
 from asynctp_passes.schedule import restore_program_order
 
@@ -103,19 +103,20 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
 
 
 def _fuse(graph: fx.Graph, config: Config, attempt: _Attempt) -> Report:
-    if read_collectives(graph):
+    if communications(graph.nodes):
         toposort.sort(graph)
         if phase_of(graph) == "inference":  # the partitioner, who copies and leaves out, orders the others
+            _warn_of_moves(graph)
             restore_program_order(graph)
     plan = _planned(graph, config)
-    attempt.ballots = _ballots(plan)
-    attempt.votes = vote(attempt.ballots, config)
-    left_out = {at: reason for at, reason in attempt.votes.items() if reason is not None}
+    votes = attempt.vote(_ballots(plan))
+    left_out = {at: reason for at, reason in votes.items() if reason is not None}
     if left_out:
-        plan = _planned(graph, config, attempt.votes)
+        plan = _planned(graph, config, votes)
     report = _report(graph, plan, config, left_out)
     raise_if_strict(report, config)
     if not plan.decisions:
+        keep_order(graph)
         return report
     decisions, context = plan.decisions, plan.context
     chains = fused_chains(decisions)
@@ -126,6 +127,18 @@ def _fuse(graph: fx.Graph, config: Config, attempt: _Attempt) -> Report:
         store(graph, scales_to_store(graph))
     remarks = tuple(_with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)
     return dataclasses.replace(report, remarks=remarks)
+
+
+def _warn_of_moves(graph: fx.Graph) -> None:
+    """Say that ranks may communicate in unlike orders: this pass alone does not see the order of the program."""
+    moved = unrecorded(graph) if compat.is_compiled(graph) and compat.inductor_option("reorder_for_locality") else []
+    if moved:
+        log.warning(
+            "asynctp: %s: Inductor may have moved %s to where the results are used, and so differently on ranks that "
+            "compute different things. Remedy: give it RegatherPass() as joint_custom_post_pass too, which notes the "
+            "order of the program",
+            *(compat.compile_name(), ", ".join(dict.fromkeys(map(called_name, moved)))),
+        )
 
 
 def _require_graph(graph: object) -> None:
@@ -153,7 +166,7 @@ def run_joint(graph: fx.Graph, config: Config) -> Report | None:
     """
     attempt = _Attempt(graph, config, "joint")
     with attempt:
-        if read_collectives(graph):  # any other graph is left to Inductor, which sorts it after this pass
+        if communications(graph.nodes):  # any other graph is left to Inductor, which sorts it after this pass
             toposort.sort(graph)
             record_order(graph)
             if tangents_of(graph):
@@ -171,8 +184,7 @@ def _tag(graph: fx.Graph, config: Config, attempt: _Attempt) -> None:
         texts.setdefault(one.gather.group_key, []).append(context.words.of_again(one.gather))
     keys = communicated((one.candidate.collective for one in decisions), "joint")
     ballots = {group: Ballot(group, key, tuple(texts.get(group, ())), joint=True) for group, key in keys.items()}
-    attempt.ballots = list(ballots.values())
-    votes = attempt.votes = vote(attempt.ballots, config)
+    votes = attempt.vote(list(ballots.values()))
     for one in chosen:
         group, text = one.gather.group_key, context.words.of_again(one.gather)
         if votes[group, text] is None:
@@ -272,7 +284,12 @@ def _planned(graph: fx.Graph, config: Config, votes: Votes | None = None) -> _Pl
     bundles = coalesce(decisions, context)
     told = ((bundle, context.words.of_bundle(bundle)) for bundle in bundles)
     alike = [bundle for bundle, text in told if context.refused(bundle.collective.group_key, text) is None]
-    return _following(_Plan(decisions, context, alike), config)
+    plan = _following(_Plan(decisions, context, alike), config)
+    shown = [
+        before if after.behind and after.candidate.collective.group_key in plan.plain else after
+        for before, after in zip(found, decisions, strict=True)
+    ]  # what runs beside products goes by asynctp's transport
+    return dataclasses.replace(plan, decisions=shown)
 
 
 def _following(plan: _Plan, config: Config) -> _Plan:
@@ -332,16 +349,22 @@ class _Attempt:
     """Leaves a graph exactly as it was where the body raises. An error that nobody foresaw ends there.
 
     Attributes:
-        ballots: What is put to the vote of the other ranks, once that is known.
+        ballots: What was put to the vote of the other ranks; None before.
         votes: The outcome, once there is one.
     """
 
     def __init__(self, graph: fx.Graph, config: Config, phase: str) -> None:
-        self.ballots: list[Ballot] = []
+        self.ballots: list[Ballot] | None = None
         self.votes: Votes | None = None
         self._graph, self._config, self._phase = graph, config, phase
         self._record = compat.GraphRecord(graph)
         self._error: Exception | None = None
+
+    def vote(self, ballots: list[Ballot]) -> Votes:
+        """Ask the other ranks, once."""
+        self.ballots = ballots
+        self.votes = vote(ballots, self._config)
+        return self.votes
 
     def __enter__(self) -> None:
         pass
@@ -368,40 +391,62 @@ class _Attempt:
         outcome = "The graph is as it was, and runs without asynctp"
         summary = internal.tell(error, doing, outcome, lambda: str(self._graph))
         report = _plain_report(self._graph, self._config, self._phase, summary)
+        refuse(self.ballots or [], self.votes, self._config)
+        plan: _Plan | None = None
         with internal.contained("tell the other ranks"):
-            fall_back(self.ballots or self._no_deviations(), self.votes, self._config)
+            plan = self._all_alone()
         try:
             raise_if_strict(report, self._config)
         except AsyncTPError as raised:
             raise raised from error
-        if self._phase != "joint":
+        if plan is not None:
             with internal.contained("let collectives meet those of other ranks"):
-                _move_all(self._graph, self._config)
+                _move_all(self._graph, plan)
         return report
 
-    def _no_deviations(self) -> list[Ballot]:
-        joint = self._phase == "joint"
-        keys = communicated(read_collectives(self._graph), self._phase)
-        return [Ballot(group, key, (), joint=joint) for group, key in keys.items()]
+    def _all_alone(self) -> _Plan | None:
+        """The plan in which nothing is fused; the other ranks know what this one does now."""
+        if self._phase == "joint":
+            if self.ballots is None:
+                keys = communicated(read_collectives(self._graph), self._phase)
+                self.vote([Ballot(group, key, (), joint=True) for group, key in keys.items()])
+            return None
+        if self.ballots is not None:  # the other ranks know that this graph has none of what they agreed on
+            return _unfused(self._graph, self._config, {})
+        plan = _unfused(self._graph, self._config, None)
+        votes = self.vote(_ballots(plan))
+        return _unfused(self._graph, self._config, votes)
 
 
-def _move_all(graph: fx.Graph, config: Config) -> None:
-    """Let a graph's collectives go by asynctp's transport, and fuse none: other ranks' calls wait for them there."""
+def _unfused(graph: fx.Graph, config: Config, votes: Votes | None) -> _Plan:
+    """The plan in which all collectives go by asynctp's transport, and none is fused.
+
+    Args:
+        graph: The graph.
+        config: The configuration.
+        votes: The outcome for what ranks have agreed on before; None to put that to the vote again.
+    """
     collectives = read_collectives(graph)
     words, keys = Words(collectives), communicated(collectives, phase_of(graph))
-    verdict: dict[tuple[str, str], str | None] = {}
-    for group, key in keys.items():
-        kept = (words.of_kept(one) for one in collectives if one.group_key == group and one.kind == "all_gather")
-        agreed = agreed_before(Ballot(group, key, (words.of_plain(), *kept)), config)
-        verdict |= dict.fromkeys(((group, text) for text in agreed), None)
+    verdict = votes
+    if verdict is None:
+        verdict = {}
+        for group, key in keys.items():
+            kept = (words.of_kept(one) for one in collectives if one.group_key == group and one.kind == "all_gather")
+            agreed = agreed_before(Ballot(group, key, (words.of_plain(), *kept)), config)
+            verdict |= dict.fromkeys(((group, text) for text in agreed), None)
     sizes = Sizes(graph, (collective.group_size for collective in collectives))
     context = Context(graph, sizes, config, segments(graph), frozenset(), words=words, verdict=verdict)
     decisions = [_untouched(one, config, "", True) for one in collectives]
-    plain = frozenset(group for group, text in verdict if text == words.of_plain())
-    plan = _Plan(decisions, context, [], followed_plain=plain)
+    plain = frozenset(group for (group, text), reason in verdict.items() if text == words.of_plain() and reason is None)
+    return _Plan(decisions, context, [], followed_plain=plain)
+
+
+def _move_all(graph: fx.Graph, plan: _Plan) -> None:
+    """Let a graph's collectives go by asynctp's transport, and fuse none: other ranks' calls wait for them there."""
     if not plan.alone:
         return
-    record = compat.GraphRecord(graph)
+    sizes, record = plan.context.sizes, compat.GraphRecord(graph)
     try:
         toposort.sort(graph)
         rewrite(graph, [], sizes, alone=plan.alone, wire=plan.wire, kept=frozenset(one.node for one in plan.kept))

@@ -154,19 +154,20 @@ def rewrite(
     ordered = schedule(graph, moves, work, segment)
     # an op that is kept in order is wrapped in another: what it is called with is read before
     calls = {chain.collective.node.name: call_of(fused[chain.collective.node]) for chain in chains}
-    _keep_order(graph, ordered)
+    keep_order(graph, ordered)
     graph.lint()
     return calls
 
 
-def _keep_order(graph: fx.Graph, ordered: dict[fx.Node, list[fx.Node]]) -> None:
+def keep_order(graph: fx.Graph, ordered: dict[fx.Node, list[fx.Node]] | None = None) -> None:
     """Have Inductor keep the order of what communicates, and run each node after those that `ordered` lists for it."""
+    after = {} if ordered is None else ordered
     starts = communications(graph.nodes) if compat.is_compiled(graph) else []
     called = {op for op in map(called_op, starts) if op is not None and not name_of(op).startswith(_TORCHS)}
-    if called and not compat.lower_in_order(called):
+    if not compat.lower_in_order(called):
         for before, node in pairwise(starts):
-            ordered.setdefault(node, []).append(before)
-    compat.keep_order(graph, ordered)
+            after.setdefault(node, []).append(before)
+    compat.keep_order(graph, after)
 
 
 def _place(

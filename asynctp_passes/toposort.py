@@ -19,7 +19,7 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.fxview import is_random, mutates, op_name, reachable, steps_of, written_by
-from asynctp_passes.read import read_collectives
+from asynctp_passes.order import communications
 from asynctp_passes.views import shares_memory
 
 __all__ = ["CannotSort", "is_sorted", "sort"]
@@ -102,7 +102,7 @@ class _KeptOrder:
         self._memory = set(_accesses(nodes))
         called = [node for node in nodes if node.op not in ("placeholder", "get_attr", "output")]
         draws, effects = list(filter(is_random, called)), list(filter(_has_effect, called))
-        calls = list(dict.fromkeys(one.call or one.node for one in read_collectives(nodes[0].graph)))
+        calls = communications(called)
         self._pairs = {
             pair: rank for rank, sequence in enumerate((draws, effects, calls)) for pair in pairwise(sequence)
         }

@@ -22,7 +22,7 @@ from torch.fx import Graph
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import asynctp_passes
-from asynctp_passes import Config, Report, agree, compat, run
+from asynctp_passes import Config, DisagreementError, Report, agree, compat, run
 from asynctp_passes.config import ConfigError, agree_seconds
 
 QUIET: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
@@ -478,6 +478,18 @@ def test_a_store_that_fails_refuses_everything() -> None:
     with mock.patch.object(agree, "_ledger", return_value=ledger):
         votes = agree.vote([asynctp_passes.report.Ballot("g", "k", ("sum: x",))], Config(**QUIET))
     assert "connection closed" in str(votes["g", "sum: x"])
+
+
+def test_a_store_that_fails_takes_back_no_vote() -> None:
+    """Others may have counted it, and then send something else than this rank."""
+    store, ballot = mock.Mock(wraps=dist.HashStore()), asynctp_passes.report.Ballot("g", "k", ("sum: x",))
+    store.check.side_effect = RuntimeError("connection closed")
+    ledger = agree._Ledger(store, 0, (0, 1), "1")
+    with (
+        mock.patch.object(agree, "_ledger", return_value=ledger),
+        pytest.raises(DisagreementError, match=r"connection closed.*Other ranks may count on this one to sum: x"),
+    ):
+        agree.vote([ballot], Config(**QUIET))
 
 
 @pytest.mark.parametrize("first", [True, False])

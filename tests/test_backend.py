@@ -35,11 +35,13 @@ from asynctp_passes import (
     AsyncTPPass,
     Config,
     ConfigError,
+    DisagreementError,
     GroupError,
     RegatherPass,
     Report,
     StrictError,
     backend,
+    pipeline,
 )
 
 CASES = of_profile(backend_cases.CASES, set(backend_cases.CASES) - set(backend_cases.OF_KINDS_SHOWN))
@@ -541,3 +543,10 @@ def test_so_it_is_for_the_bare_passes(mesh: DeviceMesh, one: type) -> None:
     """A mesh dimension's name is none of a group."""
     with pytest.raises(GroupError, match=r"groups has \['tp'\].*there are \['0'\]"):
         one(Config(groups="tp"))(torch.fx.Graph())
+
+
+def test_the_joint_pass_raises_what_it_says(mesh: DeviceMesh) -> None:
+    error = DisagreementError("all ranks have agreed")
+    with mock.patch.object(pipeline, "run_joint", side_effect=error), pytest.raises(DisagreementError) as found:
+        RegatherPass(Config(strict="off"))(torch.fx.Graph())
+    assert found.value is error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import Graph, Node
 
 import asynctp_passes
-from asynctp_passes import Report, compat, hide
+from asynctp_passes import Report, compat, hide, pipeline
 from asynctp_passes.chain import Candidate, Collective
 from asynctp_passes.checks import is_named_for_data
 
@@ -117,6 +118,20 @@ def test_the_remark_names_the_products() -> None:
     (remark,) = report.skipped
     assert (remark.code, remark.collective) == ("ATP404", "all_gather_into_tensor")
     assert "[beside mm_1: 1 product]" in remark.message
+
+
+def test_a_group_that_all_leave_to_torch_is_left_to_torch() -> None:
+    """What runs beside products goes by asynctp's transport, where peers that have agreed on torch's do not meet it."""
+    plain = mock.patch.object(
+        pipeline, "agreed_before", lambda ballot, config: {one for one in ballot.deviations if one.startswith("plain")}
+    )
+    graph = built(lambda b: (gradient(b), product(b)))
+    assert [remark.code for remark in run_pass(graph, groups="tp").skipped] == ["ATP404"]
+    graph = built(lambda b: (gradient(b), product(b)))
+    with plain, mock.patch.object(pipeline, "on_wire", return_value=True):
+        (remark,) = run_pass(graph, groups="tp").remarks
+    assert (remark.code != "ATP404", remark.op) == (True, "")
+    assert not [node for node in graph.nodes if "asynctp" in str(node.target)]
 
 
 def test_no_more_products_than_it_takes() -> None:

@@ -277,35 +277,56 @@ def test_a_report_that_cannot_be_made_either() -> None:
     graph = program()
     before = snapshot(graph)
     broken = mock.Mock(side_effect=Surprise("no such thing"))
-    with mock.patch.object(pipeline, "read_collectives", broken):
+    with mock.patch.object(pipeline, "read_collectives", broken), failing("decide_graph"):
         report = run(graph, quiet())
     assert (report.remarks, len(report.internal_errors)) == ((), 1)
     assert snapshot(graph) == before
 
 
 # --- other ranks -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("stage", "voted"), [("decide_graph", False), ("vote", False), ("rewrite", True)])
-def test_the_other_ranks_are_told(stage: str, voted: bool) -> None:
-    told: list[Any] = []
-    with (
-        failing(stage),
-        mock.patch.object(pipeline, "fall_back", lambda ballots, votes, config: told.extend([ballots, votes])),
-    ):
+@pytest.mark.parametrize("stage", ["toposort.sort", "decide_graph", "vote", "rewrite"])
+def test_the_other_ranks_are_told_once(stage: str) -> None:
+    """A rank that fails before the vote votes for nothing, and one that fails in it or after it not again."""
+    voted: list[list[Ballot]] = []
+    does = pipeline.vote
+
+    def vote(ballots: list[Ballot], config: Config) -> Any:
+        voted.append(ballots)
+        return does(ballots, config)
+
+    with mock.patch.object(pipeline, "vote", vote), failing(stage):
         run(program(), quiet())
-    ballots, votes = told
-    assert len(ballots) == 1
-    assert (votes is not None) == voted
+    ((ballot,),) = voted
+    assert ballot.deviations == ()
 
 
 def test_what_was_agreed_cannot_be_left_out() -> None:
-    """A rank that fails votes for nothing, and stops where all have voted for something already."""
-    ballot = Ballot("group", "key", ("keep: all_gather 0",))
-    with mock.patch.object(agree, "vote") as vote, mock.patch.object(agree, "_ledger", return_value=object()):
-        agree.fall_back([ballot], None, Config())
-        agree.fall_back([ballot], {("group", "keep: all_gather 0"): "rank 1 does not"}, Config())
-        with pytest.raises(DisagreementError, match="keep: all_gather 0"):
-            agree.fall_back([ballot], {("group", "keep: all_gather 0"): None}, Config())
-    vote.assert_called_once_with([Ballot("group", "key", ())], Config())
+    """A rank that fails after the vote stops where all have voted for something, or may have."""
+    text = "keep: all_gather 0"
+    ballot = Ballot("group", "key", (text,))
+    with mock.patch.object(agree, "_ledger", return_value=object()):
+        agree.refuse([ballot], {("group", text): "rank 1 does not"}, Config())
+        for votes in (None, {("group", text): None}):
+            with pytest.raises(DisagreementError, match=text):
+                agree.refuse([ballot], votes, Config())
+    agree.refuse([ballot], None, Config())  # a group of which there is no store here: nobody was asked
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_graph_without_asynctp_does_what_all_have_agreed_on_before(refused: bool) -> None:
+    """It asks again, since peers may not: then its gathers are pushed, as theirs are."""
+    graph = program()
+    with (
+        mock.patch.object(pipeline, "agreed_before", lambda ballot, config: set(ballot.deviations[1:])),
+        mock.patch.object(pipeline, "on_wire", return_value=True),
+    ):
+        first = pipeline._unfused(graph, quiet(), None)
+        (ballot,) = pipeline._ballots(first)
+        assert [text.partition(":")[0] for text in ballot.deviations] == ["keep"]
+        votes = {("tp", text): "rank 1 does not" if refused else None for text in ballot.deviations}
+        second = pipeline._unfused(graph, quiet(), votes)
+        assert [one.kind for one in second.kept] == ([] if refused else ["all_gather"])
+        assert second.wire == {"tp"}
 
 
 # --- what is beside a compile ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from passes import outcomes, run_pass
 from ranks import imagined_ranks
 from serving_ops import GROUPS, registered
 from torch import Tensor
+from torch._inductor import ir, lowering
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.distributed._functional_collectives import (
@@ -32,7 +34,7 @@ from torch.distributed._functional_collectives import (
 )
 from torch.fx import Graph, Node
 
-from asynctp_passes import compat
+from asynctp_passes import AsyncTPPass, Config, RegatherPass, compat
 from asynctp_passes.ops import matmul_reduce_scatter
 from asynctp_passes.order import communicates, communications
 
@@ -121,6 +123,13 @@ def by_hand(local: int, groups: Groups) -> list[Tensor]:
     return [first * 2, a @ w, total.sum(), second + 1]
 
 
+def by_hand_alone(local: int, groups: Groups) -> list[Tensor]:
+    """Nothing but ops that the program calls itself."""
+    x, w = tensor(64, 32), tensor(32, 32)
+    p, q, r = (matmul_reduce_scatter([x], [w], scatter_dim=0, group=group) for group in groups[:3])
+    return [r * 2, q * 2, p * 2] if local else [p * 2, q * 2, r * 2]
+
+
 def memory(local: int, groups: Groups) -> list[Tensor]:
     """What is computed beside is large in other places on each rank, so that memory asks for other orders."""
     x, w = tensor(64, 32), tensor(32, 32)
@@ -168,6 +177,7 @@ INFERENCE: list[Program] = [
     heads_in_any_order,
     all_kinds,
     by_hand,
+    by_hand_alone,
     memory,
     registered_ops,
     reordered,
@@ -338,7 +348,47 @@ def test_what_communicates() -> None:
 
 def test_what_communicates_runs_on_the_kernel_of_a_collective() -> None:
     """All that the ops of a graph are lowered to, unless Inductor is told to make no kernels."""
-    ops = [torch.ops.asynctp.all_gather.default, torch.ops.vllm_like.all_gather.default]
+    ops = {torch.ops.asynctp.all_gather.default, torch.ops.vllm_like.all_gather.default}
     assert compat.lower_in_order(ops)
     with torch._inductor.config.patch(fallback_by_default=True):
         assert not compat.lower_in_order(ops)
+    assert not compat.lower_in_order({*ops, torch.ops.aten.add.Tensor})
+
+
+def test_an_op_that_torch_lowers_in_its_own_way_keeps_its_place(groups: Groups) -> None:
+    """The graph ties it to what communicates before and after it."""
+    op = torch.ops.vllm_like.all_reduce.default
+    present, known = lowering.lowerings.get(op), set(compat._lowered)
+    compat._lowered.discard(op)
+
+    def own(x: ir.TensorBox, group: str) -> Any:
+        return ir.TensorBox.create(ir.FallbackKernel.create(op, x, group))
+
+    lowering.lowerings[op] = own
+    try:
+        orders = [compiled_order(registered_ops, local, groups) for local in (0, 1)]
+        assert orders == [[0, 1, 2, 3]] * 2
+    finally:
+        lowering.lowerings.pop(op)
+        if present is not None:
+            lowering.lowerings[op] = present
+        compat._lowered.clear()
+        compat._lowered.update(known)
+
+
+def test_a_pass_alone_warns_of_ops_that_may_have_moved(groups: Groups, caplog: pytest.LogCaptureFixture) -> None:
+    """Without the joint pass nobody knows the order of the program. With it there is nothing to warn of."""
+    options: dict[str, Any] = {"post_grad_custom_post_pass": AsyncTPPass(Config(strict="off", log=False))}
+
+    def warnings() -> list[str]:
+        torch._dynamo.reset()
+        caplog.clear()
+        with torch.no_grad(), registered(names={group.group_name: group for group in groups}):
+            torch.compile(registered_ops, options=options)(0, groups)
+        return [text for text in caplog.messages if "RegatherPass" in text]
+
+    GROUPS.update({group.group_name: group for group in groups})
+    (warning,) = warnings()
+    assert "vllm_like.all_reduce" in warning
+    options["joint_custom_post_pass"] = RegatherPass(Config(strict="off", log=False))
+    assert warnings() == []

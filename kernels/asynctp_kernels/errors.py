@@ -79,7 +79,8 @@ class PeerTimeout(TimeoutError):
     def __str__(self) -> str:
         return (
             f"{self.op}: rank {self.rank} waited {self.seconds:g} s for {self.awaited} of rank {self.peer}. "
-            f"Did rank {self.peer} fail, or make another call? {self.remedy}"
+            f"Did rank {self.peer} fail, make another call, or run this one outside of compiled code (a graph break, "
+            f"a recompile limit)? {self.remedy}"
         )
 
 

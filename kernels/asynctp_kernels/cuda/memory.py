@@ -468,6 +468,8 @@ class GroupMemory:
         if self.failure is None:
             self.failure, self.error = f"{type(error).__name__}: {error}", error
             log.error("group %s: %s", self.group_name, error)
+            if (group := self._group()) is not None:
+                stop(group, error)  # this rank may wait for the others to make memory
 
     def may_be_in_a_call(self) -> bool:
         """True while a call of this rank is under way, and once a graph was captured, whose calls are not known."""
@@ -516,7 +518,8 @@ class GroupMemory:
         driver.synchronize(self.device)
         group = self.group
         whole = -(-size // _GRANULE) * _GRANULE
-        area = _outside_pools(group, self.device, lambda: _share(group, self.device, whole))
+        seconds = None if driver.IN_ORDER else self.bound / 1e9
+        area = _outside_pools(group, self.device, lambda: _share(group, self.device, whole, seconds))
         if found is not None and self.captured:
             self.retired.append((name, found))
         self.areas[name] = area
@@ -600,7 +603,7 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
     with meet(group, "first call", _bound()) as meeting:
         table = enroll(meeting, group.group_name, device.index)
         try:
-            signals = _share(group, device, _GRANULE)
+            signals = _share(group, device, _GRANULE, _bound())
             own = json.dumps(astuple(Process.own()))
             processes = [Process(*json.loads(text)) for text in meeting.exchange("processes", own)]
             return meeting.together("memory", lambda: _new(group, device, signals, table, processes))
@@ -629,12 +632,15 @@ def _new(
 
 
 def _bound() -> float | None:
-    """How long a rank waits for the others to make memory: `ASYNCTP_TIMEOUT_S` says it on CPUs only."""
+    """How long a rank waits for the others' first call: `ASYNCTP_TIMEOUT_S` says it on CPUs only."""
     return None if driver.IN_ORDER else FIRST_CALL_S
 
 
-def _share(group: ProcessGroup, device: torch.device, size: int) -> Area:
-    """Symmetric memory, zeroed on every rank before any rank gets it. Collective: all ranks get it, or none."""
+def _share(group: ProcessGroup, device: torch.device, size: int, seconds: float | None) -> Area:
+    """Symmetric memory, zeroed on every rank before any rank gets it. Collective: all ranks get it, or none.
+
+    A rank waits for the others for `seconds`; see `meet`.
+    """
 
     def guarded(do: Callable[[], T]) -> T:
         try:
@@ -644,7 +650,7 @@ def _share(group: ProcessGroup, device: torch.device, size: int) -> Area:
         except RuntimeError as error:
             raise _not_shared(group, size, error) from error
 
-    with meet(group, "memory", _bound()) as meeting:
+    with meet(group, "memory", seconds) as meeting:
         part = meeting.together("reserve", lambda: guarded(lambda: driver.reserve(device, size)))
         memory, handle, peers = meeting.together("share", lambda: guarded(lambda: driver.share(group, part)))
         return Area(memory, handle, peers, torch.tensor(peers, dtype=torch.int64, device=device))

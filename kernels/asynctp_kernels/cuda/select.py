@@ -352,8 +352,9 @@ def _from_environment() -> str | None:
 
 
 def _check_name(name: str, where: str) -> None:
-    if name not in (*IMPLEMENTATIONS, WHOLE):
-        raise ValueError(f"asynctp: {where}={name!r} is not valid; it must be one of {', '.join(IMPLEMENTATIONS)}")
+    names = (*IMPLEMENTATIONS, WHOLE)
+    if name not in names:
+        raise ValueError(f"asynctp: {where}={name!r} is not valid; it must be one of {', '.join(names)}")
 
 
 def choose(

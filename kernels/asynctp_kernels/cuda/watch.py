@@ -63,7 +63,6 @@ ENDING_S = 0.02  # between two looks, once waits are to be ended
 TOLD_S = 5.0  # without the end of a call, after which a rank takes a peer's word that it has failed
 ENDS_S = 15.0  # after which a rank that has failed takes all steps, though a peer does not say anything
 STEP_S = 0.25  # without the end of a wait or a call, after which a step is done
-TRIES = 5  # of a watch that ends with an error
 EXIT_S = 2.0  # for which the end of the process waits for a thread
 HAS_FAILED, HAS_ENDED, IS_QUIET = 1, 2, 3
 THE_CALL = "the same call"  # awaited of a rank that does not come to it
@@ -147,7 +146,7 @@ class Look:
 
     Attributes:
         doing, awaited: See the module.
-        ended: Counts that change when a call ends.
+        ended: Counts that change when a call is made, and when one ends.
         free: By peer; see the module.
         ahead: Of peers that have begun a direct call which this rank has not, its signature.
         told: By peer, the step that it has done, or 0.
@@ -262,7 +261,7 @@ def _end_watches() -> None:
 
 
 def _run(reference: weakref.ref[GroupMemory]) -> None:
-    for _ in range(TRIES):  # a rank that has failed still has to say so, and to end its waits
+    while not _exiting.is_set():  # a rank that has failed still has to say so, and to end its waits
         try:
             _watch(reference)
             return
