@@ -314,7 +314,7 @@ class Machine:
     def new_stream(self, device: torch.device) -> int:
         return next(self._streams)
 
-    def share(self, group: Any, device: torch.device, size: int) -> Area:
+    def share(self, group: Any, device: torch.device, size: int, seconds: float | None) -> Area:
         """Symmetric memory: the same size on every rank. The handle is all ranks' memory."""
         self.makers.append(threading.current_thread())
         parts = [torch.zeros(size, dtype=torch.uint8) for _ in range(self.world)]

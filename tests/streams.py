@@ -334,7 +334,7 @@ class Rank(Machine):
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         self.arena.kept.add(tensor.data_ptr())
 
-    def share(self, group: Any, device: torch.device, size: int) -> Area:
+    def share(self, group: Any, device: torch.device, size: int, seconds: float | None) -> Area:
         """Symmetric memory. The host waits for all streams, and for all ranks."""
         self.epoch += 1
         self._shares[group.group_name] += 1

@@ -1844,7 +1844,7 @@ def test_memory_that_cannot_be_shared_says_why(part: str, error: str, hint: str)
         mock.patch.object(cuda.memory.driver, "reserve" if part == "share" else "share"),
         pytest.raises(SymmetricMemoryError, match=f"4096 bytes on group 'tp': {error}. {hint}"),
     ):
-        cuda.memory._share(group, torch.device("cpu"), 4096)
+        cuda.memory._share(group, torch.device("cpu"), 4096, None)
 
 
 def test_memory_grows_in_whole_granules(here: Machine) -> None:

@@ -49,6 +49,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1e-3, 0.05
 LONGEST_TEXT = 2000  # characters of a fault that peers are told
 POSTED_FAILURES = 32
 _PREFIX = "asynctp/meeting"
+_FIXED = "Ranks may not be further apart in time than that."
 _MALFORMED = (AttributeError, TypeError, ValueError)
 
 
@@ -191,11 +192,13 @@ os.register_at_fork(after_in_child=_ledgers.clear)  # a thread that is not there
 class Meeting:
     """All ranks of a group, in one attempt of each. Made by `meet`."""
 
-    def __init__(self, ledger: _Ledger, group: ProcessGroup, op: str, seconds: float | None) -> None:
+    def __init__(
+        self, ledger: _Ledger, group: ProcessGroup, op: str, seconds: float | None, remedy: str | None = None
+    ) -> None:
         self.op = op
         self._ledger, self._store = ledger, _store_of(group)
         self._name, self._rank, self._world = group.group_name, group.rank(), group.size()
-        self._bounded_by_variable = seconds is None
+        self._remedy = remedy or (SET_THE_BOUND if seconds is None else _FIXED)
         self._seconds = timeout_s() if seconds is None else seconds
         self._number = secrets.token_hex(12)
         self._seen: Numbers = ()
@@ -294,8 +297,7 @@ class Meeting:
         return Failure(frozenset({self._number}), seen, rank, cause)
 
     def _timeout(self, peer: int, awaited: str) -> PeerTimeout:
-        remedy = SET_THE_BOUND if self._bounded_by_variable else "Ranks may not be further apart in time than that."
-        return PeerTimeout(self.op, self._rank, peer, awaited, self._seconds, remedy)
+        return PeerTimeout(self.op, self._rank, peer, awaited, self._seconds, self._remedy)
 
     # --- messages -------------------------------------------------------------------------------------------
     def exchange(self, topic: str, text: str) -> list[str]:
@@ -409,7 +411,7 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def meet(group: ProcessGroup, op: str, seconds: float | None = None) -> Iterator[Meeting]:
+def meet(group: ProcessGroup, op: str, seconds: float | None = None, remedy: str | None = None) -> Iterator[Meeting]:
     """Meet all ranks of `group`. What is raised inside is told to the peers, which raise `PeerFailed`.
 
     Within a meeting of the same group and thread it is a part of that.
@@ -418,6 +420,7 @@ def meet(group: ProcessGroup, op: str, seconds: float | None = None) -> Iterator
         group: Collective: every rank meets, in one order with its other meetings of the group.
         op: Named in errors.
         seconds: The bound of each wait; `timeout_s` when None.
+        remedy: How another bound is had; the variable, where `seconds` is None.
 
     Raises:
         NotEnrolled: torch.distributed does not know the group.
@@ -429,7 +432,7 @@ def meet(group: ProcessGroup, op: str, seconds: float | None = None) -> Iterator
     if ledger.owner == threading.get_ident() and ledger.meeting is not None:
         yield ledger.meeting.inner(op)
         return
-    meeting = Meeting(ledger, group, op, seconds)
+    meeting = Meeting(ledger, group, op, seconds, remedy)
     with _turn(ledger, group, meeting):
         try:
             meeting.begin()

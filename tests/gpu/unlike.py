@@ -60,6 +60,7 @@ SHALLOW = 200  # bf16 has every integer up to 256: no sum of so many products of
 VOCABULARY, WIDTH, ROWS = (50257, 1600, 8192) if GPU else (103, 16, 24)
 POISON_EVERY = 1000
 UNIT = 64 if GPU else 8
+HUGE = 4096  # times as many rows: 32 MiB of each rank on a GPU
 
 
 @dataclass(frozen=True)
@@ -640,10 +641,12 @@ class Fault:
     call: str
     other: str = ""
     captured: bool = False
+    grows: bool = False  # the call needs more memory than there is, which ranks make together
 
     @property
     def name(self) -> str:
-        return f"{self.call} / {self.other or 'absent'}" + (", captured" if self.captured else "")
+        more = [", captured"] * self.captured + [", grows"] * self.grows
+        return "".join([f"{self.call} / {self.other or 'absent'}", *more])
 
 
 FAULTS = [
@@ -666,6 +669,7 @@ FAULTS = [
     Fault("gather whole", "scatter decomposed", captured=True),
     Fault("gather direct", "scatter direct", captured=True),
     Fault("scatter fused", "long gather kept", captured=True),
+    Fault("huge gather fused", "gather fused", grows=True),
 ]
 
 
@@ -673,7 +677,7 @@ def made(what: str, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Make a call on known data: what it gives, and what it should."""
     ops, size, name = torch.ops.asynctp, world(), group.group_name
     (kind, implementation), kept = what.split()[-2:], "all keep" in what
-    rows = UNIT * (2 if "long" in what else 1)
+    rows = UNIT * (2 if "long" in what else HUGE if "huge" in what else 1)
     b = torch.eye(UNIT, dtype=BF16, device=device())
     wait = torch.ops._c10d_functional.wait_tensor
     name_of = {"kept": "fused", "bulk": "whole"}.get(implementation, implementation)
@@ -731,7 +735,8 @@ def check_fault(
     """beside: what goes on while so many ranks of a group are in the unlike call, or in that to which one is absent."""
     group = dist.new_group(list(range(world())))
     last = rank() == world() - 1
-    right = [judged(functools.partial(made, what, group)) for what in (fault.call, fault.other) if what]
+    before = [what for what in (fault.call, fault.other) if what and not (fault.grows and what == fault.call)]
+    right = [judged(functools.partial(made, what, group)) for what in before]
     graph, captured = None, (torch.empty(0), torch.empty(0))
     if fault.captured and GPU:
         graph = torch.cuda.CUDAGraph()
@@ -764,9 +769,10 @@ def check_fault(
     well = right == [("", 0, 0)] * len(right) and wrong == 0
     if not last or fault.other:
         told = {"gather": "all_gather", "scatter": "reduce_scatter", "all_reduce": "all_reduce"}
-        kinds = [told[what.split()[-2]] for what in (fault.call, fault.other) if what]
-        named = ["unlike calls have met"] if fault.other else [f"of rank {world() - 1}"]
-        well = well and nan != 0 and seconds < bound + 5 and all(text in said for text in (*kinds, *named))
+        kinds = [told[what.split()[-2]] for what in (fault.call, fault.other) if what and not fault.grows]
+        named = " waited " if fault.grows else "unlike calls have met" if fault.other else f"of rank {world() - 1}"
+        more = 10 if fault.grows else 5  # the rank that waits for memory takes a peer's word only after a while
+        well = well and nan != 0 and seconds < bound + more and all(text in said for text in (*kinds, named))
     found: list[Any] = [None] * world()
     dist.all_gather_object(found, {"well": well, "said": said[:300], "seconds": round(seconds, 1), "wrong": wrong,
                                    "nan": nan, "right": right})  # fmt: skip

@@ -52,7 +52,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from asynctp_kernels.compat import group_timeout_s
-from asynctp_kernels.errors import NotEnrolled, SymmetricMemoryError, given_timeout_s, timeout_s
+from asynctp_kernels.errors import SET_THE_BOUND, NotEnrolled, SymmetricMemoryError, given_timeout_s, timeout_s
 from asynctp_kernels.meeting import FAULTS, Process, forget_failures, meet, stop
 from asynctp_kernels.signals import new_status
 
@@ -519,7 +519,12 @@ class GroupMemory:
         group = self.group
         whole = -(-size // _GRANULE) * _GRANULE
         seconds = None if driver.IN_ORDER else self.bound / 1e9
-        area = _outside_pools(group, self.device, lambda: _share(group, self.device, whole, seconds))
+        try:
+            area = _outside_pools(group, self.device, lambda: _share(group, self.device, whole, seconds))
+        except RuntimeError:
+            if self.failure is not None:  # since this rank waits for the others
+                raise SymmetricMemoryError(self._out_of_step()) from self.error
+            raise
         if found is not None and self.captured:
             self.retired.append((name, found))
         self.areas[name] = area
@@ -650,7 +655,7 @@ def _share(group: ProcessGroup, device: torch.device, size: int, seconds: float 
         except RuntimeError as error:
             raise _not_shared(group, size, error) from error
 
-    with meet(group, "memory", seconds) as meeting:
+    with meet(group, "memory", seconds, SET_THE_BOUND) as meeting:
         part = meeting.together("reserve", lambda: guarded(lambda: driver.reserve(device, size)))
         memory, handle, peers = meeting.together("share", lambda: guarded(lambda: driver.share(group, part)))
         return Area(memory, handle, peers, torch.tensor(peers, dtype=torch.int64, device=device))
