@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynctp_passes import ops
 from asynctp_passes.config import Config, ConfigError
-from asynctp_passes.errors import AsyncTPError, DisagreementError, ExpectError, GroupError, StrictError
-from asynctp_passes.pipeline import run
-from asynctp_passes.registry import (
+from asynctp_passes.ir.registry import (
     CollectiveOp,
     MatmulOp,
     RegistryError,
@@ -22,7 +20,9 @@ from asynctp_passes.registry import (
     register_matmul,
     unregister,
 )
-from asynctp_passes.report import Coalesced, Remark, Report
+from asynctp_passes.pipeline import run
+from asynctp_passes.reporting.errors import AsyncTPError, DisagreementError, ExpectError, GroupError, StrictError
+from asynctp_passes.reporting.report import Coalesced, Remark, Report
 
 if TYPE_CHECKING:
     from asynctp_passes.backend import AsyncTPPass, RegatherPass, clear_reports, reports

@@ -2,6 +2,6 @@
 
 import sys
 
-from asynctp_passes.cli import main
+from asynctp_passes.tools.cli import main
 
 sys.exit(main())

@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, files, ops, pipeline, registry
-from asynctp_passes.agree import sources_digest, stands
+from asynctp_passes import compat, ops, pipeline
 from asynctp_passes.config import Config, ConfigError
-from asynctp_passes.errors import AsyncTPError, DisagreementError, GroupError, StrictError
-from asynctp_passes.internal import FORESEEN, contained, tell
-from asynctp_passes.report import Report
-from asynctp_passes.torch_bugs import hidden_calls
+from asynctp_passes.ir import registry
+from asynctp_passes.reporting import files
+from asynctp_passes.reporting.agree import sources_digest, stands
+from asynctp_passes.reporting.errors import AsyncTPError, DisagreementError, GroupError, StrictError
+from asynctp_passes.reporting.internal import FORESEEN, contained, tell
+from asynctp_passes.reporting.report import Report
+from asynctp_passes.reporting.torch_notes import hidden_calls
 
 __all__ = ["AsyncTPPass", "RegatherPass", "asynctp", "clear_reports", "reports"]
 
@@ -398,7 +400,7 @@ def _draw(graph_dir: str, before: fx.Graph | None, after: fx.Graph | None, repor
     if before is None or after is None:
         log.info("asynctp: %s came from Inductor's cache: there is no graph to draw into %s", report.graph, graph_dir)
         return
-    from asynctp_passes.visualize import write_page
+    from asynctp_passes.reporting.graph_page import write_page
 
     log.info("asynctp: graph before and after: %s", write_page(graph_dir, before, after, report))
 

@@ -12,26 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, cost, internal, ops, reasons, toposort, torch_bugs
-from asynctp_passes.agree import Votes, agreed_before, refuse, vote
-from asynctp_passes.chain import (
-    Bundle,
-    Candidate,
-    Collective,
-    Decision,
-    GatherChain,
-    Hoist,
-    ScatterChain,
-    Term,
-    fused_chains,
-)
-from asynctp_passes.checks import Context, can_be_alone, groups_of_parameters, groups_on_wire
-from asynctp_passes.coalesce import coalesce
+from asynctp_passes import compat, ops, reasons
 from asynctp_passes.config import Config
-from asynctp_passes.decide import decide_graph
-from asynctp_passes.deviations import Words, communicated
-from asynctp_passes.errors import AsyncTPError, raise_if_strict
-from asynctp_passes.fxview import (
+from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.nodes import (
     Sizes,
     describe,
     module_of,
@@ -42,15 +26,34 @@ from asynctp_passes.fxview import (
     tangents_of,
     value_of,
 )
-from asynctp_passes.hide import hide
-from asynctp_passes.order import communications, record_order, unrecorded
-from asynctp_passes.read import called_name, is_matmul, read_collectives
+from asynctp_passes.ir.order import communications, record_order, unrecorded
+from asynctp_passes.ir.read import called_name, is_matmul, read_collectives
+from asynctp_passes.matching.chains import (
+    Bundle,
+    Candidate,
+    Decision,
+    GatherChain,
+    Hoist,
+    ScatterChain,
+    Term,
+    fused_chains,
+)
+from asynctp_passes.planning import cost_model
+from asynctp_passes.planning.bucketing import coalesce
+from asynctp_passes.planning.decide import decide_graph
+from asynctp_passes.planning.deviations import Words, communicated
+from asynctp_passes.planning.legality import Context, can_be_alone, groups_of_parameters, groups_on_wire
+from asynctp_passes.planning.materialize_scales import scales_to_store
+from asynctp_passes.planning.overlap import hide
+from asynctp_passes.planning.rematerialize import again
 from asynctp_passes.reasons import RESULT_DROPPED, Refusal
-from asynctp_passes.regather import again
-from asynctp_passes.report import Ballot, Coalesced, Remark, Report
-from asynctp_passes.rewrite import keep_order, on_wire, rewrite, store
-from asynctp_passes.scales import scales_to_store
-from asynctp_passes.schedule import restore_program_order
+from asynctp_passes.reporting import internal, torch_notes
+from asynctp_passes.reporting.agree import Votes, agreed_before, refuse, vote
+from asynctp_passes.reporting.errors import AsyncTPError, raise_if_strict
+from asynctp_passes.reporting.report import Ballot, Coalesced, Remark, Report
+from asynctp_passes.rewriting import toposort
+from asynctp_passes.rewriting.rewrite import keep_order, on_wire, rewrite, store
+from asynctp_passes.rewriting.schedule import restore_program_order
 
 __all__ = ["REGATHERED", "run", "run_joint"]
 
@@ -504,7 +507,7 @@ def _report(graph: fx.Graph, plan: _Plan, config: Config, left_out: Mapping[tupl
         plan_digest=_plan_digest(remarks, coalesced),
         coalesced=coalesced,
         ballots=(*_ballots(plan), *agreed),
-        notes=(*torch_bugs.notes(graph, phase), *ranks_differ),
+        notes=(*torch_notes.notes(graph, phase), *ranks_differ),
     )
 
 
@@ -520,7 +523,7 @@ def _coalesced(bundle: Bundle) -> Coalesced:
         group=bundle.collective.group_key,
         reduce_op=bundle.collective.reduce_op,
         dtype=str(value_of(bundle.inputs[0]).dtype).removeprefix("torch."),
-        bytes=sum(cost.bytes_of(node) or 0 for node in bundle.inputs),
+        bytes=sum(cost_model.bytes_of(node) or 0 for node in bundle.inputs),
     )
 
 
@@ -603,11 +606,11 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
         notes = [*_summed(chain), *_added(chain), *_multiplied(chain), *_converted(chain), *weights]
         facts |= {"message": "; ".join(notes)} if notes else {}
     if chain is not None:
-        costs = cost.cost_of(chain)
+        costs = cost_model.cost_of(chain)
         facts |= {
             "comm_bytes": costs.comm_bytes,
             "flops": costs.flops,
-            "estimate_us": costs.estimate_us(cost.machine_for(chain.matmuls[0].a)),
+            "estimate_us": costs.estimate_us(cost_model.machine_for(chain.matmuls[0].a)),
         }
     return facts
 
@@ -672,7 +675,7 @@ def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:
 
 def _amount(whole: fx.Node, ranks: int) -> str:
     """A gathered tensor, with the bytes that a rank receives of it."""
-    count = cost.received_bytes(whole, ranks)
+    count = cost_model.received_bytes(whole, ranks)
     return describe(whole) + ("" if count is None else f" ({count} bytes)")
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from asynctp_passes.plots import pyplot
+from asynctp_passes.tools.plots import pyplot
 
 
 class LogError(Exception):

@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import asynctp_passes
 from asynctp_passes import compat
-from asynctp_passes.demo.model import PRESETS, ModelSizes, Transformer
-from asynctp_passes.demo.recipe import (
+from asynctp_passes.tools.demo.model import PRESETS, ModelSizes, Transformer
+from asynctp_passes.tools.demo.recipe import (
     BACKENDS,
     PRECISIONS,
     Place,
@@ -46,7 +46,7 @@ from asynctp_passes.demo.recipe import (
     require_output,
     require_precision,
 )
-from asynctp_passes.demo.train import TEXT
+from asynctp_passes.tools.demo.train import TEXT
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import asynctp_passes.ops  # noqa: F401  (registers torch.ops.asynctp)
-from asynctp_passes.profile import add_tiles, read, timeline
+from asynctp_passes.tools.profile import add_tiles, read, timeline
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NEEDS = (

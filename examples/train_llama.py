@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import asynctp_passes
-from asynctp_passes.demo.model import PRESETS, ModelSizes, Transformer
-from asynctp_passes.demo.recipe import (
+from asynctp_passes.tools.demo.model import PRESETS, ModelSizes, Transformer
+from asynctp_passes.tools.demo.recipe import (
     BACKENDS,
     PRECISIONS,
     RECOMPUTE,
@@ -56,7 +56,7 @@ from asynctp_passes.demo.recipe import (
     require_precision,
     traced,
 )
-from asynctp_passes.demo.train import TEXT, Batches, Progress
+from asynctp_passes.tools.demo.train import TEXT, Batches, Progress
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 

@@ -37,8 +37,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import asynctp_passes
 from asynctp_passes import AsyncTPPass, Config, Report
-from asynctp_passes.demo import recipe
-from asynctp_passes.demo.model import Block, ModelSizes, block_plan
+from asynctp_passes.tools.demo import recipe
+from asynctp_passes.tools.demo.model import Block, ModelSizes, block_plan
 
 SIZES = ModelSizes(vocabulary=32, width=16, hidden=32, heads=4, layers=1, sequence=8)
 

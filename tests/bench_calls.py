@@ -13,7 +13,7 @@ import torch.distributed as dist
 from asynctp_kernels.cuda import select
 from torch import Tensor
 
-from asynctp_passes import bench, cli
+from asynctp_passes.tools import bench, cli
 
 WORLD = 2
 

@@ -7,7 +7,7 @@ import sys
 
 def forget_internal_errors() -> set[str]:
     """The kinds of internal errors that this process has been told of since the last call; they are told anew."""
-    internal = sys.modules.get("asynctp_passes.internal")
+    internal = sys.modules.get("asynctp_passes.reporting.internal")
     told = set() if internal is None else set(internal._told)
     if internal is not None:
         internal._told.clear()

@@ -26,7 +26,8 @@ from rank_programs import Program
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from asynctp_passes import Report, hide, pipeline
+from asynctp_passes import Report, pipeline
+from asynctp_passes.planning import overlap
 
 __all__ = [
     "RIGHT",
@@ -171,7 +172,7 @@ def votes_of(rank: int, posted: Mapping[int, Sequence[Any]], groups: Groups) -> 
 
 def _rewritten(graphs: Sequence[fx.Graph], rewrite: Rewrite) -> tuple[list[fx.Graph], list[Report]]:
     copies = [copied(graph) for graph in graphs]
-    with mock.patch.object(hide, "LEAST_BYTES", 0):
+    with mock.patch.object(overlap, "LEAST_BYTES", 0):
         return copies, [rewrite(rank, graph) for rank, graph in enumerate(copies)]
 
 

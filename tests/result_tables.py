@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asynctp_passes.bench import NOISE
+from asynctp_passes.tools.bench import NOISE
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "explanation" / "collective-matmul.md"

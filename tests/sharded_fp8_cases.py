@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor
 
 import asynctp_passes
 from asynctp_passes import Report
-from asynctp_passes.demo.model import ModelSizes, Transformer, parallelize
-from asynctp_passes.demo.recipe import styles_of
+from asynctp_passes.tools.demo.model import ModelSizes, Transformer, parallelize
+from asynctp_passes.tools.demo.recipe import styles_of
 
 BLOCKS = 2
 SIZES = ModelSizes(vocabulary=32, width=32, hidden=64, heads=4, layers=BLOCKS, sequence=32)

@@ -22,8 +22,9 @@ from torch.fx import Graph
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import asynctp_passes
-from asynctp_passes import Config, DisagreementError, Report, agree, compat, run
+from asynctp_passes import Config, DisagreementError, Report, compat, run
 from asynctp_passes.config import ConfigError, agree_seconds
+from asynctp_passes.reporting import agree
 
 QUIET: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -100,11 +101,11 @@ def heard() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("asynctp_passes.agree").addHandler(handler)
+    logging.getLogger("asynctp_passes.reporting.agree").addHandler(handler)
     try:
         yield said
     finally:
-        logging.getLogger("asynctp_passes.agree").removeHandler(handler)
+        logging.getLogger("asynctp_passes.reporting.agree").removeHandler(handler)
 
 
 def case_same(rank: int) -> list[Attempt]:
@@ -476,13 +477,13 @@ def test_a_store_that_fails_refuses_everything() -> None:
     store.set.side_effect = RuntimeError("connection closed")
     ledger = agree._Ledger(store, 0, (0, 1), "1")
     with mock.patch.object(agree, "_ledger", return_value=ledger):
-        votes = agree.vote([asynctp_passes.report.Ballot("g", "k", ("sum: x",))], Config(**QUIET))
+        votes = agree.vote([asynctp_passes.reporting.report.Ballot("g", "k", ("sum: x",))], Config(**QUIET))
     assert "connection closed" in str(votes["g", "sum: x"])
 
 
 def test_a_store_that_fails_takes_back_no_vote() -> None:
     """Others may have counted it, and then send something else than this rank."""
-    store, ballot = mock.Mock(wraps=dist.HashStore()), asynctp_passes.report.Ballot("g", "k", ("sum: x",))
+    store, ballot = mock.Mock(wraps=dist.HashStore()), asynctp_passes.reporting.report.Ballot("g", "k", ("sum: x",))
     store.check.side_effect = RuntimeError("connection closed")
     ledger = agree._Ledger(store, 0, (0, 1), "1")
     with (
@@ -500,7 +501,11 @@ def test_a_rank_that_is_silent_in_a_later_graph(
     """It may still run the first program, unless it compiles others while a function is compiled for the first time."""
     monkeypatch.setenv("ASYNCTP_AGREE_S", "0.5")
     monkeypatch.setattr(agree.compat, "is_first_compile", lambda: first)
-    store, ballot, config = dist.HashStore(), asynctp_passes.report.Ballot("g", "k", ("sum: x",)), Config(**QUIET)
+    store, ballot, config = (
+        dist.HashStore(),
+        asynctp_passes.reporting.report.Ballot("g", "k", ("sum: x",)),
+        Config(**QUIET),
+    )
     own, peer = (agree._Ledger(store, rank, (0, 1), "1") for rank in (0, 1))
 
     def of(ledger: Any) -> Any:

@@ -29,8 +29,8 @@ from passes import copied, run_pass
 from ranks import run_ranks
 from torch.fx import Graph
 
-from asynctp_passes import bench, cli
-from asynctp_passes.bench import Row, Timing
+from asynctp_passes.tools import bench, cli
+from asynctp_passes.tools.bench import Row, Timing
 
 GPU = "NVIDIA H200"
 
@@ -467,7 +467,7 @@ def test_ranks_that_are_started(gpus: int, given: list[str], ranks: int, monkeyp
     assert cli.main(["bench", *given, "--rows", "64"]) == 0
     assert cli.main(["bench", *given, "--rows", "64"]) == 3, "a worker failed"
     assert f"--nproc-per-node={ranks}" in started[0]
-    given = started[0][started[0].index("asynctp_passes.bench") + 1 :]
+    given = started[0][started[0].index("asynctp_passes.tools.bench") + 1 :]
     assert given[given.index("--rows") + 1] == "64"
 
 
@@ -476,7 +476,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, out: Path, found: list[Row], code: in
 
     def run(command: list[str], env: None) -> SimpleNamespace:
         if found:
-            options = bench.parse(command[command.index("asynctp_passes.bench") + 1 :])
+            options = bench.parse(command[command.index("asynctp_passes.tools.bench") + 1 :])
             bench.write(found, options)
         return SimpleNamespace(wait=lambda: code)
 

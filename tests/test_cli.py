@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from asynctp_passes.cli import main
 from asynctp_passes.reasons import CATALOGUE, catalogue_markdown
-from asynctp_passes.report import Remark, Report
+from asynctp_passes.reporting.report import Remark, Report
+from asynctp_passes.tools.cli import main
 
 REMARK = Remark("FUSED", "all_gather_matmul", "gather", nodes=("gather", "mm"), op="asynctp::all_gather_matmul")
 REPORT = Report("model", "forward", (REMARK,))

@@ -29,7 +29,7 @@ from torch.fx import Graph, Node
 
 import asynctp_passes
 from asynctp_passes import Report
-from asynctp_passes.coalesce import SMALL_BYTES
+from asynctp_passes.planning.bucketing import SMALL_BYTES
 
 
 def all_reduce(b: GraphBuilder, x: Node, op: str = "max", group: str = "tp") -> Node:

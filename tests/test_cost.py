@@ -13,11 +13,11 @@ import pytest
 import torch
 from graph_builder import GraphBuilder
 
-from asynctp_passes import cost
-from asynctp_passes.cost import Cost, Machine
+from asynctp_passes.planning import cost_model
+from asynctp_passes.planning.cost_model import Cost, Machine
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
-H200 = cost._H200
+H200 = cost_model._H200
 FP8 = torch.float8_e4m3fn
 
 
@@ -34,7 +34,7 @@ def test_matmuls_are_as_fast_as_measured() -> None:
     bf16 = [statistics.geometric_mean(speeds(folder, "bf16")) for folder in (two, four)]
     assert statistics.geometric_mean(bf16) == pytest.approx(H200.flops_per_us, rel=0.01)
     for kind in ("fp8", "fp8-rowwise"):
-        assert statistics.geometric_mean(speeds(two, kind)) / bf16[0] == pytest.approx(cost.FP8_SPEED, rel=0.01)
+        assert statistics.geometric_mean(speeds(two, kind)) / bf16[0] == pytest.approx(cost_model.FP8_SPEED, rel=0.01)
 
 
 def test_links_are_as_fast_as_measured() -> None:
@@ -49,7 +49,7 @@ def test_the_selector_and_the_benchmark_count_with_the_same_link() -> None:
     pytest.importorskip("triton")
     from asynctp_kernels.cuda.select import Rates
 
-    from asynctp_passes import bench
+    from asynctp_passes.tools import bench
 
     assert Rates().copy == bench.COPY_BYTES_PER_US == H200.link_bytes_per_us
 
@@ -70,11 +70,11 @@ def test_machines_whose_rates_are_known(device: str, dtype: torch.dtype, known: 
     node = GraphBuilder().input("x", [4, 4], dtype)
     value = mock.Mock(device=torch.device("cuda"), dtype=dtype)
     with (
-        mock.patch.object(cost, "tensor_of", return_value=value),
+        mock.patch.object(cost_model, "tensor_of", return_value=value),
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "get_device_name", return_value=device),
     ):
-        machine = cost.machine_for(node)
+        machine = cost_model.machine_for(node)
     assert (machine is not None) == known
     if machine is not None:
         assert (machine.link_bytes_per_us, machine.flops_per_us) == (H200.link_bytes_per_us, H200.flops_per_us)
@@ -97,8 +97,8 @@ def test_an_fp8_matmul_takes_half_the_time_and_hides_half_as_much() -> None:
     one = b.input("scale", [])
     scaled = b.scaled_mm(rows, weight, one, one)
     flops = 2 * 256 * 512 * 128
-    assert (cost.work_of(plain), cost.work_of(scaled)) == (flops, round(flops / cost.FP8_SPEED))
+    assert (cost_model.work_of(plain), cost_model.work_of(scaled)) == (flops, round(flops / cost_model.FP8_SPEED))
     least = flops / H200.flops_per_us * H200.link_bytes_per_us
-    assert cost.hides(int(least), flops, plain)
-    assert not cost.hides(int(least), round(flops / cost.FP8_SPEED), scaled)
-    assert cost.work_of(rows) is None
+    assert cost_model.hides(int(least), flops, plain)
+    assert not cost_model.hides(int(least), round(flops / cost_model.FP8_SPEED), scaled)
+    assert cost_model.work_of(rows) is None

@@ -41,7 +41,7 @@ from expecttest import assert_expected_inline
 from ranks import run_ranks
 from torch import Tensor
 
-from asynctp_passes import collectives
+from asynctp_passes.ops import collectives
 
 RANK, WORLD = 1, 4
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asynctp_passes import demo
-from asynctp_passes.demo.launch import RankError, run_ranks
-from asynctp_passes.demo.show import chart, judge
-from asynctp_passes.report import Remark, Report
+from asynctp_passes.reporting.report import Remark, Report
+from asynctp_passes.tools import demo
+from asynctp_passes.tools.demo.launch import RankError, run_ranks
+from asynctp_passes.tools.demo.show import chart, judge
 
 FUSED = Remark("FUSED", "all_gather_matmul", "gather")
 MISSED = Remark("MISSED", "all_gather_matmul", "gather", code="ATP101", name="PIECES_REORDERED")

@@ -18,8 +18,8 @@ from asynctp_kernels import compat, doctor, errors
 from asynctp_kernels.cuda import WORLD_SIZES, driver, select
 from asynctp_kernels.doctor import Facts, Finding, Gpu, diagnose, render, usable
 
-from asynctp_passes.cli import main
 from asynctp_passes.config import cpu_implementation
+from asynctp_passes.tools.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "how-to" / "check-your-machine.md"

@@ -22,10 +22,10 @@ from interpreter import interpreter_fault
 from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from asynctp_passes import cli, e2e
-from asynctp_passes.demo.model import Styles
-from asynctp_passes.demo.recipe import Place, RecipeError
-from asynctp_passes.e2e import Found, Problem, Row
+from asynctp_passes.tools import cli, e2e
+from asynctp_passes.tools.demo.model import Styles
+from asynctp_passes.tools.demo.recipe import Place, RecipeError
+from asynctp_passes.tools.e2e import Found, Problem, Row
 
 FP8 = torch.float8_e4m3fn
 HERE = Place(0, 4, torch.device("cpu"))

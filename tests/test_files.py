@@ -21,9 +21,11 @@ from passes import run_pass
 from test_internal import Surprise, program
 from torch.fx import Graph
 
-from asynctp_passes import AsyncTPPass, Config, ConfigError, Report, backend, cli, compat, files, profile, visualize
+from asynctp_passes import AsyncTPPass, Config, ConfigError, Report, backend, compat
 from asynctp_passes.config import write_whole
-from asynctp_passes.report import Remark
+from asynctp_passes.reporting import files, graph_page
+from asynctp_passes.reporting.report import Remark
+from asynctp_passes.tools import cli, profile
 
 
 @pytest.fixture
@@ -155,7 +157,7 @@ def test_half_a_page_is_not_left(tmp_path: Path) -> None:
         return file
 
     with mock.patch.object(Path, "open", full), pytest.raises(OSError, match="full"):
-        visualize._write_new(tmp_path, "graph", "page")
+        graph_page._write_new(tmp_path, "graph", "page")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -193,8 +195,8 @@ SINKS = [
     (backend, "_log", {}),
     (compat, "trace_artifact", {"trace": True}),
     (Report, "to_json", {"report_file": "reports"}),
-    (visualize, "write_page", {"graph_dir": "pages"}),
-    (visualize, "_listing", {"graph_dir": "pages"}),
+    (graph_page, "write_page", {"graph_dir": "pages"}),
+    (graph_page, "_listing", {"graph_dir": "pages"}),
     (backend, "_copy", {"graph_dir": "pages"}),
     (backend, "_send_with_cache_entry", {}),
     (backend, "_publish_cached", {}),

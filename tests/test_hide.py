@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import Graph, Node
 
 import asynctp_passes
-from asynctp_passes import Report, compat, hide, pipeline
-from asynctp_passes.chain import Candidate, Collective
-from asynctp_passes.checks import is_named_for_data
+from asynctp_passes import Report, compat, pipeline
+from asynctp_passes.ir.calls import Collective
+from asynctp_passes.matching.chains import Candidate
+from asynctp_passes.planning import overlap
+from asynctp_passes.planning.legality import is_named_for_data
 
 Build = Callable[[GraphBuilder], tuple[Node, ...]]
 
@@ -451,13 +453,13 @@ SCATTERS: dict[Build, list[str]] = {
 
 @pytest.mark.parametrize("build", SCATTERS, ids=lambda build: build.__name__)
 def test_scatters(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hide, "LEAST_BYTES", 0)
+    monkeypatch.setattr(overlap, "LEAST_BYTES", 0)
     assert sorted(codes(run_pass(built(build)))) == sorted(SCATTERS[build])
     assert same_results(build)
 
 
 def test_a_scatter_starts_before_the_products_and_is_waited_for_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hide, "LEAST_BYTES", 0)
+    monkeypatch.setattr(overlap, "LEAST_BYTES", 0)
     assert_expected_inline(
         becomes(scatter_then_products),
         """\
@@ -555,7 +557,7 @@ GATHERS: dict[Build, list[str]] = {
 
 @pytest.mark.parametrize("build", GATHERS, ids=lambda build: build.__name__)
 def test_gathers(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hide, "LEAST_BYTES", 0)
+    monkeypatch.setattr(overlap, "LEAST_BYTES", 0)
     assert codes(run_pass(built(build))) == GATHERS[build]
     assert same_results(build)
 
@@ -703,6 +705,6 @@ def test_the_limit_is_that_of_the_kernels() -> None:
     pytest.importorskip("triton")
     from asynctp_kernels.cuda import wire
 
-    from asynctp_passes.checks import CONTRACTION_LIMIT
+    from asynctp_passes.planning.legality import CONTRACTION_LIMIT
 
     assert CONTRACTION_LIMIT == wire.DIRECT_LIMIT

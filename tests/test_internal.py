@@ -24,14 +24,13 @@ from asynctp_passes import (
     GroupError,
     Report,
     StrictError,
-    agree,
     compat,
-    internal,
     pipeline,
     run,
 )
 from asynctp_passes.compat import GraphRecord
-from asynctp_passes.report import Ballot
+from asynctp_passes.reporting import agree, internal
+from asynctp_passes.reporting.report import Ballot
 
 pytestmark = pytest.mark.usefixtures("internal_errors")
 

@@ -19,7 +19,8 @@ from profiles import thorough
 from programs import Builder
 from torch.fx import Node
 
-from asynctp_passes import Report, hide
+from asynctp_passes import Report
+from asynctp_passes.planning import overlap
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 COLUMNS, GROUP = 4, "tp"
@@ -142,7 +143,7 @@ def check(seed: int) -> Report:
     """Rewritten, a program computes the same, and what is FUSED is in a fused op: one each, but for sums."""
     pool = program(seed)
     graph = copied(pool.b.graph)
-    with mock.patch.object(hide, "LEAST_BYTES", 0 if seed % 2 else hide.LEAST_BYTES):
+    with mock.patch.object(overlap, "LEAST_BYTES", 0 if seed % 2 else overlap.LEAST_BYTES):
         report = run_pass(graph, min_flops=pool.random.choice([0, 0, 0, 200]))
     graph.lint()
 

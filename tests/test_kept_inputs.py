@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 
-from asynctp_passes import collectives, compat  # noqa: F401  (collectives registers its ops)
+from asynctp_passes import compat
+from asynctp_passes.ops import collectives  # noqa: F401  (collectives registers its ops)
 
 WORLD, NAME = 2, "0"
 gather, scatter, wait = (

@@ -187,7 +187,7 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 from graph_builder import GraphBuilder
-import asynctp_passes, asynctp_passes.backend, asynctp_passes.cli, asynctp_passes.visualize
+import asynctp_passes, asynctp_passes.backend, asynctp_passes.tools.cli, asynctp_passes.reporting.graph_page
 
 b = GraphBuilder()
 graph = b.returns(b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12])))
@@ -321,7 +321,9 @@ def test_private_names(source: str, found: set[str]) -> None:
 
 
 def test_imports_inside_functions_count() -> None:
-    source = "def f():\n    from asynctp_passes.find import find\n    from asynctp_passes import reasons, Report"
+    source = (
+        "def f():\n    from asynctp_passes.matching.find import find\n    from asynctp_passes import reasons, Report"
+    )
     assert own_imports(ast.parse(source), "asynctp_passes", ROW_OF) == {"find", "reasons", "__init__"}
 
 

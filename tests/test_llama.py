@@ -18,8 +18,8 @@ import pytest
 import torch
 from profiles import thorough
 
-from asynctp_passes.demo import recipe
-from asynctp_passes.demo.recipe import RecipeError
+from asynctp_passes.tools.demo import recipe
+from asynctp_passes.tools.demo.recipe import RecipeError
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

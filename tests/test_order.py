@@ -35,8 +35,8 @@ from torch.distributed._functional_collectives import (
 from torch.fx import Graph, Node
 
 from asynctp_passes import AsyncTPPass, Config, RegatherPass, compat
+from asynctp_passes.ir.order import communicates, communications
 from asynctp_passes.ops import matmul_reduce_scatter
-from asynctp_passes.order import communicates, communications
 
 _CALL = re.compile(r"torch\.ops\.(?P<op>\w+\.\w+)\.default\((?P<arguments>.*)\)")
 Groups = list[dist.ProcessGroup]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from expecttest import assert_expected_inline
 
-from asynctp_passes import profile
-from asynctp_passes.cli import main
-from asynctp_passes.profile import Rule, TraceError
+from asynctp_passes.tools import profile
+from asynctp_passes.tools.cli import main
+from asynctp_passes.tools.profile import Rule, TraceError
 
 
 def event(name: str, start: float, end: float, stream: int = 7, device: int = 0, cat: str = "kernel") -> dict[str, Any]:

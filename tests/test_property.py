@@ -19,7 +19,7 @@ from passes import copied, run_pass
 from programs import Program, Wishes, programs
 from serving_ops import registered
 
-from asynctp_passes import hide
+from asynctp_passes.planning import overlap
 
 _UNHURRIED: Any = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 settings.register_profile("quick", max_examples=250, derandomize=True, **_UNHURRIED)
@@ -66,7 +66,7 @@ def test_honest_programs_are_fused_and_compute_the_same(program: Program, seed: 
 def check(program: Program, seed: int) -> torch.fx.Graph:
     """Rewrite a copy of a program and compare the two; returns the rewritten graph."""
     rewritten = copied(program.graph)
-    with registered(), mock.patch.object(hide, "LEAST_BYTES", 0):
+    with registered(), mock.patch.object(overlap, "LEAST_BYTES", 0):
         report = run_pass(rewritten)
     rewritten.lint()
     note(f"rewritten:\n{rewritten}")

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import asynctp_passes
 from asynctp_passes import AsyncTPPass, Config, RegatherPass, Report, compat, pipeline
 from asynctp_passes.config import Regather
-from asynctp_passes.regather import LEAST_BYTES
+from asynctp_passes.planning.rematerialize import LEAST_BYTES
 
 Build = Callable[[GraphBuilder], tuple[Node, ...]]
 

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 import asynctp_passes
 from asynctp_passes import AsyncTPPass, Config, RegistryError, register_collective, register_matmul, run, unregister
-from asynctp_passes.registry import digest
+from asynctp_passes.ir.registry import digest
 
 _ops = torch.library.Library("registry_test", "FRAGMENT")
 _ops.define("all_gather(Tensor x, int dim, int ranks, str group) -> Tensor")

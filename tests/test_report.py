@@ -14,7 +14,7 @@ from graph_builder import GraphBuilder
 from passes import run_pass
 
 from asynctp_passes import Coalesced, Config, Remark, Report, run
-from asynctp_passes.cost import Cost, Machine
+from asynctp_passes.planning.cost_model import Cost, Machine
 
 FUSED = Remark(
     "FUSED",

@@ -21,7 +21,8 @@ from passes import before_and_after, run_pass
 from serving_ops import registered
 from torch.fx import Graph, Node
 
-from asynctp_passes import Remark, cost
+from asynctp_passes import Remark
+from asynctp_passes.planning import cost_model
 
 FP8 = torch.float8_e4m3fn
 cast = torch.ops.prims.convert_element_type.default
@@ -488,7 +489,7 @@ def test_a_gather_that_stays_is_what_others_take_their_maximum_of() -> None:
         rows, scale = quantize(b, whole)
         outputs = [b.scaled_mm(rows, w, scale, w_scale), b.call(aten.max.default, whole)]
         graph = b.returns(*outputs, *([b.relu(whole)] if stays else []))
-        with mock.patch("asynctp_passes.cost.machine_for", return_value=H200 if not stays else None):
+        with mock.patch("asynctp_passes.planning.cost_model.machine_for", return_value=H200 if not stays else None):
             remark = fused_alike(graph)
         assert remark.keeps_gather == stays
         assert ("over all ranks' rows" in remark.message) == (not stays)
@@ -507,7 +508,7 @@ def test_one_scale_for_few_rows_is_not_worth_a_gather_of_its_own(rows: int, outc
     """A rank receives 768 KiB or 3 MiB of bf16."""
     b = GraphBuilder()
     graph = b.returns(by_one_scale(b, rows, 4096)[0])
-    with mock.patch("asynctp_passes.cost.machine_for", return_value=H200):
+    with mock.patch("asynctp_passes.planning.cost_model.machine_for", return_value=H200):
         (remark,) = run_pass(graph).remarks
     assert (remark.outcome, remark.name) == (outcome, "" if outcome == "FUSED" else "MOVES_MORE")
     assert outcome == "FUSED" or remark.message.endswith("behind a gather of each rank's max_1]")
@@ -755,7 +756,7 @@ def test_a_gather_that_nothing_waits_for_comes_after_the_fused_op() -> None:
 
 
 # --- what it costs --------------------------------------------------------------------------------------------------
-H200 = cost.Machine("H200", 370e3, 710e6)
+H200 = cost_model.Machine("H200", 370e3, 710e6)
 
 
 @pytest.mark.parametrize(("columns", "outcome"), [(64, "SKIPPED"), (8192, "FUSED")])
@@ -766,7 +767,7 @@ def test_a_gather_that_stays_needs_matmuls_to_hide_behind(columns: int, outcome:
     w, whole = b.input("w", [4096, columns], FP8, column_major=True), b.gather(x)
     rows, scale = quantize(b, whole)
     graph = b.returns(b.scaled_mm(rows, w, scale, w_scale), whole)
-    with mock.patch("asynctp_passes.cost.machine_for", return_value=H200):
+    with mock.patch("asynctp_passes.planning.cost_model.machine_for", return_value=H200):
         (remark,) = run_pass(graph).remarks
     assert (remark.outcome, remark.name) == (outcome, "" if outcome == "FUSED" else "MOVES_MORE")
 

@@ -14,9 +14,9 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from asynctp_passes import scales
-from asynctp_passes.rewrite import store
-from asynctp_passes.scales import scales_to_store
+from asynctp_passes.planning import materialize_scales
+from asynctp_passes.planning.materialize_scales import scales_to_store
+from asynctp_passes.rewriting.rewrite import store
 
 FP8 = torch.float8_e4m3fn
 cast = torch.ops.prims.convert_element_type.default  # what Inductor makes of x.to(dtype)
@@ -127,7 +127,7 @@ class Stores(CustomGraphPass):
 
 
 def test_compiled_values_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scales, "LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(materialize_scales, "LEAST_ELEMENTS", 0)
     x = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 
     def program(x: Tensor) -> tuple[Tensor, ...]:

@@ -20,23 +20,18 @@ from torch.fx import Graph
 from torch.utils._sympy.functions import FloorDiv
 
 from asynctp_passes import reasons
-from asynctp_passes.fxview import SizeSource, express
-from asynctp_passes.reasons import Reason, Refusal
-from asynctp_passes.shapes import (
-    Digit,
+from asynctp_passes.ir.nodes import SizeSource, express
+from asynctp_passes.ir.sizes import Size, product, quotient, same
+from asynctp_passes.layout.index_map import Digit, IndexMap, concatenate
+from asynctp_passes.layout.placement import (
     GatherPlacement,
-    IndexMap,
     Rearrangement,
     ScatterPlacement,
-    Size,
-    concatenate,
     incomplete,
     locate_gather,
     locate_scatter,
-    product,
-    quotient,
-    same,
 )
+from asynctp_passes.reasons import Reason, Refusal
 
 S, T = sympy.symbols("s t", integer=True, positive=True)
 RANKS = 2

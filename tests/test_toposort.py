@@ -18,10 +18,11 @@ from serving_ops import registered
 from test_corpus import ROUNDING, group_size, id_of
 from torch.fx import Graph, Node
 
-from asynctp_passes import Config, Remark, StrictError, pipeline, run, toposort
-from asynctp_passes.fxview import is_random, mutates
-from asynctp_passes.read import read_collectives
-from asynctp_passes.toposort import CannotSort
+from asynctp_passes import Config, Remark, StrictError, pipeline, run
+from asynctp_passes.ir.nodes import is_random, mutates
+from asynctp_passes.ir.read import read_collectives
+from asynctp_passes.rewriting import toposort
+from asynctp_passes.rewriting.toposort import CannotSort
 
 
 def arrange(graph: Graph, order: list[Node]) -> Graph:

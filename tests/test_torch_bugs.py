@@ -15,7 +15,8 @@ from passes import run_pass
 from scripts import run_forked
 
 import asynctp_passes
-from asynctp_passes import Report, compat, torch_bugs
+from asynctp_passes import Report, compat
+from asynctp_passes.reporting import torch_notes
 
 BROKEN = "Dynamo developers have intentionally marked that the function `_maybe_view_chunk_cat` should not be traced."
 
@@ -39,7 +40,7 @@ def test_no_other_graph_of_the_corpus_has_a_note(monkeypatch: pytest.MonkeyPatch
     """Graphs without checkpoints save meshes too, behind all tensors."""
     monkeypatch.setattr(torch, "__version__", "2.13.0")
     forwards = [path for path in dump_paths() if path.stem.endswith("__0")]
-    noted = {path.stem for path in forwards if torch_bugs.notes(load(path).graph, "forward")}
+    noted = {path.stem for path in forwards if torch_notes.notes(load(path).graph, "forward")}
     assert noted == {"block_sp_full_ac__0", "torchao_rowwise_block_full_ac__0"}
 
 
@@ -47,7 +48,7 @@ def test_a_gather_hidden_by_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(compat, "graph_breaks", lambda: [BROKEN, "print", BROKEN])
     (note,) = notes_of(CORPUS / "torch2.13/funcol_ag_2d_dim0__0.txt", "2.11.0", monkeypatch)
     assert "2 times in this process" in note
-    assert torch_bugs.hidden_calls(["print"]) == ""
+    assert torch_notes.hidden_calls(["print"]) == ""
 
 
 def test_a_collective_whose_handle_hides_it() -> None:
@@ -105,7 +106,7 @@ def test_a_frame_that_dynamo_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     text = "raised exception RuntimeError('torch.distributed.nn.functional.all_gather is not supported')"
     monkeypatch.setitem(counters, "unimplemented", Counter({text: 1}))
-    assert "torch.distributed.nn.functional, 1 time in" in torch_bugs.hidden_calls()
+    assert "torch.distributed.nn.functional, 1 time in" in torch_notes.hidden_calls()
 
 
 def test_it_is_logged_where_there_is_no_report(

@@ -13,9 +13,10 @@ import torch
 from dumps import CORPUS, load
 from torch import fx
 
-from asynctp_passes import ops, visualize
-from asynctp_passes.report import Remark, Report
-from asynctp_passes.visualize import to_dot, write_page
+from asynctp_passes import ops
+from asynctp_passes.reporting import graph_page
+from asynctp_passes.reporting.graph_page import to_dot, write_page
+from asynctp_passes.reporting.report import Remark, Report
 
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz' dot is not installed")
 
@@ -82,7 +83,7 @@ def test_a_page_needs_nothing_else(graph: fx.Graph, tmp_path: Path) -> None:
 
 
 def test_pages_never_overwrite_each_other(graph: fx.Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visualize.shutil, "which", lambda name: None)
+    monkeypatch.setattr(graph_page.shutil, "which", lambda name: None)
     paths = [write_page(tmp_path / "new" / "folder", graph, graph, REPORT) for _ in range(3)]
     assert [path.name for path in paths] == [
         "block-0-forward.html",
@@ -94,7 +95,7 @@ def test_pages_never_overwrite_each_other(graph: fx.Graph, tmp_path: Path, monke
 def test_without_dot_the_page_is_text(
     graph: fx.Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(visualize.shutil, "which", lambda name: None)
+    monkeypatch.setattr(graph_page.shutil, "which", lambda name: None)
     with caplog.at_level(logging.WARNING, logger="asynctp_passes"):
         page = write_page(tmp_path, graph, graph, REPORT).read_text(encoding="utf-8")
     for text in (page, caplog.text):
@@ -106,7 +107,7 @@ def test_without_dot_the_page_is_text(
 
 
 def test_a_failing_dot_is_said(graph: fx.Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visualize.shutil, "which", lambda name: "/bin/false")
+    monkeypatch.setattr(graph_page.shutil, "which", lambda name: "/bin/false")
     page = write_page(tmp_path, graph, graph, REPORT).read_text(encoding="utf-8")
     assert "could not draw the graphs" in page
 

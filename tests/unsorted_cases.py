@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 
 import asynctp_passes
-from asynctp_passes import toposort
+from asynctp_passes.rewriting import toposort
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 16, 2, 16
 ROWS, COLUMNS = BATCH * TOKENS, HEADS * WIDTH

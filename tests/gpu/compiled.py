@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import asynctp_passes
 from asynctp_passes import compat
-from asynctp_passes.demo.model import Block, ModelSizes, block_plan
+from asynctp_passes.tools.demo.model import Block, ModelSizes, block_plan
 
 MODES = (None, "reduce-overhead")
 STEPS = 6

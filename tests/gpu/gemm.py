@@ -28,7 +28,7 @@ from asynctp_kernels.cuda.tiles import cut, cut_own, tiles_for, waves
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from asynctp_passes.bench import GATHER_SHAPES, SCATTER_SHAPES, orders
+from asynctp_passes.tools.bench import GATHER_SHAPES, SCATTER_SHAPES, orders
 
 ROWS = (2048, 4096, 8192, 16384)
 CALLS, ROUNDS = 10, 15

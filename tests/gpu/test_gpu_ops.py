@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from asynctp_passes import profile
+from asynctp_passes.tools import profile
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

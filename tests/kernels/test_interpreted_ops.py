@@ -311,7 +311,8 @@ def _factors(rank: int, world: int, seed: int) -> dict[str, tuple[set[str], list
     import torch
     from asynctp_kernels import cuda
 
-    from asynctp_passes import ops, reference
+    from asynctp_passes import ops
+    from asynctp_passes.ops import reference
 
     found: dict[str, tuple[set[str], list[str]]] = {}
     for name, case in EXTREMES.items():
@@ -406,7 +407,7 @@ def _in_flight(rank: int, world: int, seed: int) -> list[bool]:
     import torch.distributed as dist
     from asynctp_kernels import cuda
 
-    import asynctp_passes.collectives  # noqa: F401
+    import asynctp_passes.ops.collectives  # noqa: F401
 
     ops, wait, name = torch.ops.asynctp, torch.ops._c10d_functional.wait_tensor, dist.group.WORLD.group_name
     good = []

@@ -1,0 +1,658 @@
+"""Following views in an FX graph: which nodes are rearrangements of a source tensor, and which index maps they have.
+
+`follow` starts from seeds (a gathered tensor, or matmul results) and walks the graph in order. An op in the table
+`VIEWS` carries maps from its inputs to its output, or refuses with a reason. Any other op is where following ends.
+A new view op is one line in that table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from asynctp_passes import compat, reasons
+from asynctp_passes.ir.nodes import Sizes, arguments, is_size, op_name, reachable, tensor_of
+from asynctp_passes.ir.read import added_matrix
+from asynctp_passes.ir.sizes import Size, product, same
+from asynctp_passes.layout.index_map import IndexMap, concatenate
+from asynctp_passes.ops.reference import WIDENED
+from asynctp_passes.reasons import Refusal
+
+__all__ = [
+    "CASTS",
+    "VIEWS",
+    "Flow",
+    "Terms",
+    "adds",
+    "distributed",
+    "follow",
+    "is_conversion",
+    "is_sum",
+    "is_view",
+    "pads_at_end",
+    "scaling_of",
+    "seeds_of",
+    "shares_memory",
+    "times",
+    "views_of",
+    "widens",
+]
+
+Pieces = tuple[IndexMap | None, ...]
+Result = IndexMap | Pieces | Refusal | None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The sum that a followed node is: each term as often as it `counts`, and then the sum times `factor`.
+
+    All numbers are powers of two, or negatives of such (`scaling_of`); a factor that is a sign goes to the counts.
+    """
+
+    counts: Mapping[fx.Node, float]
+    factor: float = 1.0
+
+
+@dataclass
+class Flow:
+    """What `follow` found.
+
+    Attributes:
+        maps: Index maps of the nodes that rearrange the source (or one of several like sources).
+        pieces: Maps of the elements of nodes that return several tensors (split, chunk, unbind); None for elements that
+            are no rearrangement of the source (other tensors that are waited for together).
+        refused: Nodes that take a followed tensor and do a thing to it that has no index map.
+        terms: The seeds whose sum a followed node is a rearrangement of (one seed, unless sums are followed), and how
+            often each counts. In sums tensors besides seeds too, which have the layout of these.
+        lost: Nodes besides those refused that come from a seed, and are not followed.
+    """
+
+    maps: dict[fx.Node, IndexMap] = field(default_factory=dict)
+    pieces: dict[fx.Node, Pieces] = field(default_factory=dict)
+    refused: dict[fx.Node, Refusal] = field(default_factory=dict)
+    terms: dict[fx.Node, Terms] = field(default_factory=dict)
+    lost: set[fx.Node] = field(default_factory=set)
+
+    def is_apart(self, node: object) -> bool:
+        """True for a node that comes from no seed by the nodes that were visited."""
+        known = (self.maps, self.pieces, self.refused, self.lost)
+        return isinstance(node, fx.Node) and not any(node in found for found in known)
+
+    def has(self, node: object) -> bool:
+        """True when the node is followed."""
+        return isinstance(node, fx.Node) and (node in self.maps or node in self.pieces)
+
+    def users(self, node: fx.Node) -> list[fx.Node]:
+        """The users of a followed node; of one that returns several tensors, those of followed elements."""
+        pieces = self.pieces.get(node)
+        if pieces is None:
+            return list(node.users)
+        return [user for user in node.users if op_name(user) != "getitem" or pieces[_index_of(user)] is not None]
+
+    def all_users(self) -> list[fx.Node]:
+        """The users of all followed nodes."""
+        return [user for node in (*self.maps, *self.pieces) for user in self.users(node)]
+
+    def uses(self) -> list[tuple[fx.Node, fx.Node]]:
+        """The followed nodes that others use, not for their sizes alone, each with such a user."""
+        pairs = ((node, user) for node in (*self.maps, *self.pieces) for user in self.users(node))
+        return [(node, user) for node, user in pairs if not self.has(user) and not is_size(user)]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One view op call being followed: its arguments by name, and the flow so far."""
+
+    node: fx.Node
+    values: Mapping[str, Any]
+    flow: Flow
+    sizes: Sizes
+
+    @property
+    def first(self) -> Any:
+        """The op's first argument: of a view, the tensor that is viewed."""
+        return next(iter(self.values.values()))
+
+    @property
+    def source(self) -> IndexMap:
+        """The map of the tensor that is viewed."""
+        return self.flow.maps[self.first]
+
+    def shape(self) -> tuple[Size, ...] | None:
+        """The sizes of the op's result."""
+        tensor = tensor_of(self.node)
+        return None if tensor is None else self.sizes.of(tensor)
+
+    def axis(self, name: str = "dim") -> int:
+        """A dimension argument, counted from the front."""
+        axis: int = self.values[name]
+        return axis % len(self.source.dims)
+
+
+def follow(nodes: Iterable[fx.Node], seeds: Mapping[fx.Node, IndexMap], sizes: Sizes, *, sums: bool = False) -> Flow:
+    """Carry index maps from `seeds` through every view among `nodes` (in graph order).
+
+    Args:
+        nodes: The nodes to visit.
+        seeds: Source nodes and their maps.
+        sizes: Reader of sizes.
+        sums: Also carry a map through sums of two tensors that have the same one, or of one in the seeds' own order and
+            any other of its shape, multiplications by powers of two and conversions to float32 that keep all values,
+            and let a seed that is `c + a @ b` have the terms of `c` too, or `c` itself.
+    """
+    flow = Flow(maps=dict(seeds), terms={seed: _once(seed) for seed in seeds})
+    for node in nodes:
+        if node in seeds:
+            if sums and (added := added_matrix(node)) is not None:
+                _join_added(flow, node, added)
+            continue
+        handler = _handler(node, sums) if any(map(flow.has, node.all_input_nodes)) else None
+        if handler is not None:
+            _record(flow, node, _apply(handler, node, flow, sizes))
+        elif not all(map(flow.is_apart, node.all_input_nodes)):
+            flow.lost.add(node)
+    return flow
+
+
+def _handler(node: fx.Node, sums: bool) -> Callable[[_Call], Result] | None:
+    """What carries maps through an op; None where following ends."""
+    if sums and is_sum(node):
+        return _widen if widens(node) else _scale if scaling_of(node) is not None else _add
+    return VIEWS.get(op_name(node))
+
+
+def seeds_of(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, IndexMap]:
+    """Sources as they are, to be followed; not those whose value is unknown."""
+    values = {node: tensor_of(node) for node in nodes}
+    return {node: IndexMap.identity(sizes.of(value)) for node, value in values.items() if value is not None}
+
+
+def _apply(handler: Callable[[_Call], Result], node: fx.Node, flow: Flow, sizes: Sizes) -> Result:
+    values = arguments(node) if compat.is_op(node.target) else {"self": node.args[0], "index": node.args[1]}
+    first = next(iter(values.values()))
+    unknown = next((source for source in node.all_input_nodes if "val" not in source.meta), None)
+    if unknown is not None:
+        return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
+    if isinstance(first, fx.Node) and not flow.has(first) and handler not in (_add, _written):
+        return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{node.name} rearranges another tensor")
+    return handler(_Call(node, values, flow, sizes))
+
+
+def _record(flow: Flow, node: fx.Node, result: Result) -> None:
+    if result is None:
+        return
+    if not isinstance(result, Refusal):
+        terms = _terms(flow, node)
+        if isinstance(terms, Refusal):
+            result = terms
+        else:
+            flow.terms[node] = terms
+    if isinstance(result, Refusal):
+        facts = f"{op_name(node)} {node.name}" + (f": {result.facts}" if result.facts else "")
+        flow.refused[node] = Refusal(result.reason, facts)
+    elif isinstance(result, IndexMap):
+        flow.maps[node] = result
+    else:
+        flow.pieces[node] = result
+
+
+def _terms(flow: Flow, node: fx.Node) -> Terms | Refusal:
+    """What a followed node sums up: views keep their inputs' one set of terms, an addition joins two disjoint ones."""
+    sets = [flow.terms[source] for source in node.all_input_nodes if source in flow.terms]
+    if op_name(node) not in _SUMS:
+        if any(terms != sets[0] for terms in sets):
+            return Refusal(reasons.SUM_TERMS_DISAGREE, "pieces sum different terms")
+        number = scaling_of(node)
+        return sets[0] if number is None else _multiplied(sets[0], number)
+    values = arguments(node)
+    left, right = (flow.terms.get(values[name], _once(values[name])) for name in ("self", "other"))
+    if op_name(node) == "aten.sub.Tensor":
+        right = _with_sign(right, -1.0)
+    return _sum_of(left, right, tensor_of(node))
+
+
+def _once(node: fx.Node) -> Terms:
+    return Terms({node: 1.0})
+
+
+def times(first: float, then: float) -> float | None:
+    """The one number that does what multiplying by two powers of two does; None where there is none.
+
+    Of 2 and 1/2 the first may go beyond what the dtype has, and the second not come back: both have to go one way. One
+    of them may be a sign. Numbers far smaller than any dtype's range stay normal ones in float32.
+    """
+    both = first * then
+    apart = min(abs(first), abs(then)) < 1 < max(abs(first), abs(then))
+    return None if apart or not _is_power_of_two(both) else both
+
+
+def _multiplied(terms: Terms, number: float) -> Terms | Refusal:
+    """A sum, times a number: of one term, that counts so often more; of several, it is a factor of all."""
+    if abs(number) == 1:
+        return _with_sign(terms, number)
+    if len(terms.counts) == 1 and terms.factor == 1:
+        ((term, count),) = terms.counts.items()
+        if (both := times(count, number)) is not None:
+            return Terms({term: both})
+    factor = times(terms.factor, number)
+    if factor is None:
+        return Refusal(reasons.COMPUTED_BETWEEN, f"multiplies by {number:g} what is multiplied by {terms.factor:g}")
+    return Terms(terms.counts, factor)
+
+
+def _with_sign(terms: Terms, sign: float) -> Terms:
+    return Terms({term: count * sign for term, count in terms.counts.items()}, terms.factor)
+
+
+def _sum_of(left: Terms, right: Terms, result: torch.Tensor | None) -> Terms | Refusal:
+    """The sum of two: a factor of either goes to its terms."""
+    if left.counts.keys() & right.counts.keys():
+        return Refusal(reasons.SUM_TERMS_DISAGREE, "a term is added twice")
+    counts: dict[fx.Node, float] = {}
+    for terms in (left, right):
+        for term, count in terms.counts.items():
+            each = distributed(count, terms.factor, None if result is None else result.dtype)
+            if each is None:
+                return Refusal(reasons.COMPUTED_BETWEEN, f"multiplies a sum by {terms.factor:g}, and then adds to it")
+            counts[term] = each
+    return Terms(counts)
+
+
+def distributed(count: float, factor: float, dtype: torch.dtype | None) -> float | None:
+    """How often a term counts, in place of a factor of the whole sum; None where the sum would not be the same.
+
+    A factor below 1 makes terms smaller than the program's: none of them overflows, nor does their sum, unless the
+    program's does. Where they come to subnormal numbers each is off by half of the least one at most, as the program's
+    result is; but of float16 these are numbers of every day. A factor above 1 may make of two terms infinities.
+    """
+    if factor == 1:
+        return count
+    return None if abs(factor) > 1 or dtype == torch.float16 else times(count, factor)
+
+
+def _join_added(flow: Flow, seed: fx.Node, added: fx.Node) -> None:
+    """What the seed `added + a @ b` sums up, if `added` has its map or comes from no seed; else it is not followed."""
+    fits = flow.is_apart(added) or (added in flow.maps and flow.maps[added] == flow.maps[seed])
+    reason = reasons.SUM_TERMS_DISAGREE if flow.has(added) else reasons.SUM_HAS_OTHER_TERM
+    joined = _sum_of(flow.terms[seed], flow.terms.get(added, _once(added)), tensor_of(seed)) if fits else None
+    if isinstance(joined, Terms):
+        flow.terms[seed] = joined
+        return
+    flow.refused[seed] = joined or Refusal(reason, f"{op_name(seed)} {seed.name}")
+    del flow.maps[seed]
+
+
+def is_view(node: fx.Node) -> bool:
+    """True for ops that `follow` knows how to follow (or to refuse by name)."""
+    return op_name(node) in VIEWS
+
+
+_SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
+_SCALINGS = ("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar")
+_LARGEST_EXPONENT = 32
+CASTS = ("prims.convert_element_type.default", "aten._to_copy.default", "aten.to.dtype")
+
+
+def adds(node: fx.Node) -> bool:
+    """True for an addition or a subtraction."""
+    return op_name(node) in _SUMS
+
+
+def is_sum(node: fx.Node) -> bool:
+    """True for what `follow` follows only in sums: an addition or subtraction, and what is exact (see `follow`)."""
+    return adds(node) or scaling_of(node) is not None or widens(node)
+
+
+def is_conversion(node: fx.Node) -> bool:
+    """True for what changes a tensor's dtype (or could have): of its values, or of how its bits are seen."""
+    return op_name(node) in (*CASTS, "aten.view.dtype")
+
+
+def widens(node: fx.Node) -> bool:
+    """True for a conversion to float32 that changes no value, as autocast has behind the products of a backward."""
+    before, after = tensor_of(node.args[0]) if op_name(node) in CASTS and node.args else None, tensor_of(node)
+    if before is None or after is None or before.device != after.device:
+        return False
+    return before.dtype in WIDENED and after.dtype == torch.float32
+
+
+def scaling_of(node: fx.Node) -> float | None:
+    """The number that a node multiplies a tensor by, if it is a power of two, or the negative of one; else None.
+
+    Such a multiplication is exact but at the ends of the dtype's range. So the fused op does it where the program does:
+    after the product, not to an operand.
+    """
+    if op_name(node) not in (*_SCALINGS, "aten.neg.default"):
+        return None
+    values, out = arguments(node), tensor_of(node)
+    before, other = tensor_of(values["self"]), values.get("other", -1)
+    if before is None or out is None or before.dtype != out.dtype or not isinstance(other, int | float) or not other:
+        return None
+    number = 1 / other if op_name(node).startswith("aten.div") else float(other)
+    fits = out.dtype.is_floating_point or abs(number) == 1
+    return number if fits and _is_power_of_two(number) else None
+
+
+def _is_power_of_two(number: float) -> bool:
+    """True for one from 2^-32 to 2^32, and for the negative of one."""
+    fraction, exponent = math.frexp(abs(number))
+    return fraction == 0.5 and abs(exponent - 1) <= _LARGEST_EXPONENT
+
+
+def shares_memory(node: fx.Node) -> bool:
+    """True for an op whose result may lie in the memory of what it takes: a view, listed here or by its schema."""
+    known = compat.is_op(node.target) and any(result.alias_info is not None for result in node.target._schema.returns)
+    return known or is_view(node)
+
+
+def views_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes and every view of them, used or not."""
+    found = dict.fromkeys(nodes)
+    stack = list(found)
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and is_view(user):
+                found[user] = None
+                stack.append(user)
+    return list(found)
+
+
+# --- one function per kind of view -----------------------------------------------------------------------
+def _unchanged(call: _Call) -> Result:
+    return call.source
+
+
+def _reshape(call: _Call) -> Result:
+    shape = call.shape()
+    if shape is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
+    return call.source.reshape(shape)
+
+
+def _permute(call: _Call) -> Result:
+    rank = len(call.source.dims)
+    return call.source.permute([axis % rank for axis in call.values["dims"]])
+
+
+def _transpose(call: _Call) -> Result:
+    order = list(range(len(call.source.dims)))
+    if op_name(call.node) == "aten.t.default":
+        return call.source.permute(order[::-1])
+    first, second = call.axis("dim0"), call.axis("dim1")
+    order[first], order[second] = order[second], order[first]
+    return call.source.permute(order)
+
+
+def _slice(call: _Call) -> Result:
+    shape, axis = call.shape(), call.axis()
+    if shape is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
+    start, step = call.values["start"], call.values["step"]
+    if not isinstance(step, int):
+        return Refusal(reasons.SIZES_NOT_PROVEN, "the step is symbolic")
+    return call.source.narrow(axis, _start(call, axis, start), shape[axis], step)
+
+
+def _start(call: _Call, axis: int, start: Any) -> Size:
+    """The first index of a slice, counted from the front and clamped as Python does."""
+    whole = call.sizes.of(call.node.all_input_nodes[0].meta["val"])[axis]
+    first = 0 if start is None else call.sizes.read(start)
+    if isinstance(first, int) and first < 0:
+        first = max(whole + first, 0) if isinstance(whole, int) else whole + first
+    if isinstance(first, int) and isinstance(whole, int):
+        first = min(first, whole)
+    return first
+
+
+def _narrow(call: _Call) -> Result:
+    axis = call.axis()
+    return call.source.narrow(axis, _start(call, axis, call.values["start"]), call.sizes.read(call.values["length"]))
+
+
+def _select(call: _Call) -> Result:
+    axis = call.axis()
+    return call.source.select(axis, _start(call, axis, call.values["index"]))
+
+
+def _split(call: _Call) -> Result:
+    axis, values = call.axis(), call.node.meta.get("val")
+    if not isinstance(values, tuple | list):
+        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
+    pieces: list[IndexMap] = []
+    start: Size = 0
+    for value in values:
+        length = call.sizes.of(value)[axis]
+        piece = call.source.narrow(axis, start, length)
+        if isinstance(piece, Refusal):
+            return piece
+        pieces.append(piece)
+        start = start + length
+    return tuple(pieces)
+
+
+def _unbind(call: _Call) -> Result:
+    values = call.node.meta.get("val")
+    if not isinstance(values, tuple | list):
+        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
+    pieces = [call.source.select(call.axis(), index) for index in range(len(values))]
+    refused = next((piece for piece in pieces if isinstance(piece, Refusal)), None)
+    return refused or tuple(piece for piece in pieces if isinstance(piece, IndexMap))
+
+
+def _getitem(call: _Call) -> Result:
+    pieces = call.flow.pieces.get(call.values["self"])
+    if pieces is None:
+        return Refusal(reasons.VIEW_NOT_UNDERSTOOD, "indexing a tensor as a sequence")
+    return pieces[_index_of(call.node)]
+
+
+def _index_of(item: fx.Node) -> int:
+    index = item.args[1]
+    assert isinstance(index, int)
+    return index
+
+
+def _waited(call: _Call) -> Result:
+    """Several tensors, waited for together: each stays as it is."""
+    return tuple(call.flow.maps.get(tensor) for tensor in call.values["tensors"])
+
+
+def _cat(call: _Call) -> Result:
+    tensors: Sequence[Any] = call.first
+    maps = [call.flow.maps.get(tensor) for tensor in tensors]
+    if any(piece is None for piece in maps):
+        names = [tensor.name for tensor, piece in zip(tensors, maps, strict=True) if piece is None]
+        return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces with other tensors: {', '.join(names)}")
+    if any(call.flow.terms[tensor] != call.flow.terms[tensors[0]] for tensor in tensors):
+        names = [tensor.name for tensor in tensors]
+        return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces of different products: {', '.join(names)}")
+    pieces = [piece for piece in maps if piece is not None]
+    stacks = op_name(call.node) == "aten.stack.default"
+    axis: int = call.values["dim"]
+    axis %= len(pieces[0].dims) + stacks
+    if stacks:
+        pieces = [piece.insert(axis) for piece in pieces]
+    return concatenate(pieces, axis)
+
+
+def _bitcast(call: _Call) -> Result:
+    before, after = tensor_of(call.first), tensor_of(call.node)
+    if before is None or after is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
+    if before.dtype.itemsize != after.dtype.itemsize:
+        return Refusal(
+            reasons.VIEW_NOT_UNDERSTOOD, f"{before.dtype} seen as {after.dtype} changes the number of elements"
+        )
+    return call.source
+
+
+def _expand(call: _Call) -> Result:
+    before, after = tensor_of(call.first), call.shape()
+    if before is None or after is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
+    old = call.sizes.of(before)
+    if len(old) == len(after) and all(same(x, y) for x, y in zip(old, after, strict=True)):
+        return call.source
+    return Refusal(reasons.PIECES_REPEATED, f"{list(old)} to {list(after)}")
+
+
+def _cast(call: _Call) -> Result:
+    """A conversion to the dtype a tensor already has changes nothing; any other one changes values."""
+    before, after = tensor_of(call.first), tensor_of(call.node)
+    if before is not None and after is not None and before.dtype == after.dtype and before.device == after.device:
+        return call.source
+    return Refusal(reasons.COMPUTED_BETWEEN, "converts to another dtype")
+
+
+def _add(call: _Call) -> Result:
+    """A sum keeps the map its two terms share, or that of the one that is followed."""
+    left, right = call.values["self"], call.values["other"]
+    followed = [node for node in (left, right) if call.flow.has(node)]
+    others = [node for node in (left, right) if not call.flow.has(node)]
+    a, b, out = (tensor_of(node) for node in (left, right, call.node))
+    if call.values["alpha"] != 1 or a is None or b is None or out is None or not all(map(call.flow.is_apart, others)):
+        return Refusal(reasons.SUM_HAS_OTHER_TERM, "")
+    terms = set[torch.dtype | None]().union(*(_dtypes(call, node) for node in followed))
+    if not a.dtype == b.dtype == out.dtype or not _are_in(terms, out.dtype):
+        return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms have different dtypes")
+    where, sizes = call.flow.maps[followed[0]], [call.sizes.of(value) for value in (a, b)]
+    alike = len(a.shape) == len(b.shape) and all(same(*pair) for pair in zip(*sizes, strict=True))
+    if others and not (alike and a.device == b.device and where == IndexMap.identity(sizes[0])):
+        return Refusal(reasons.SUM_HAS_OTHER_TERM, f"{others[0].name} has another shape or order than the product")
+    if any(call.flow.maps[node] != where for node in followed):
+        return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms are laid out differently")
+    return where
+
+
+def _dtypes(call: _Call, node: fx.Node) -> set[torch.dtype | None]:
+    """Of the seeds that a node sums up."""
+    values = [tensor_of(term) for term in call.flow.terms[node].counts if call.flow.has(term)]
+    return {None if value is None else value.dtype for value in values}
+
+
+def _are_in(terms: set[torch.dtype | None], dtype: torch.dtype) -> bool:
+    """True when terms of one dtype are seen as that one, or were converted: nothing else makes float32 of them."""
+    return len(terms) == 1 and (terms == {dtype} or (dtype == torch.float32 and terms <= set(WIDENED)))
+
+
+def _widen(call: _Call) -> Result:
+    """A conversion that keeps all values, of the products themselves: not of their bits seen as another dtype."""
+    before = tensor_of(call.first)
+    if before is None or _dtypes(call, call.first) != {before.dtype}:
+        return Refusal(reasons.COMPUTED_BETWEEN, "converts products that are seen as another dtype")
+    terms = call.flow.terms[call.first]
+    if before.dtype == torch.float16 and {abs(number) for number in (*terms.counts.values(), terms.factor)} != {1.0}:
+        return Refusal(reasons.COMPUTED_BETWEEN, "multiplies products in float16, which the sum in float32 would not")
+    return call.source
+
+
+def _scale(call: _Call) -> Result:
+    """A power of two is a factor of the terms, or of their sum (`Terms`)."""
+    before = tensor_of(call.first)
+    if before is None or not _are_in(_dtypes(call, call.first), before.dtype):
+        return Refusal(reasons.COMPUTED_BETWEEN, "multiplies products that are seen as another dtype")
+    return call.source
+
+
+def _written(call: _Call) -> Result:
+    return Refusal(reasons.VIEW_NOT_UNDERSTOOD, "one tensor is written into a part of another")
+
+
+def _index(call: _Call) -> Result:
+    """Picking rows by number: of fewer rows, by constants, it is how torch undoes the padding of uneven shards."""
+    before, after = tensor_of(call.first), call.shape()
+    ratio = None if before is None or after is None else _ratio(product(after), product(call.sizes.of(before)))
+    if ratio is None or ratio == 1:
+        return Refusal(reasons.PIECES_REORDERED, "picks rows by number")
+    if ratio > 1:
+        return Refusal(reasons.PIECES_REPEATED, "picks rows by number")
+    constant = all(_is_constant(node) for node in call.node.all_input_nodes if not call.flow.has(node))
+    return Refusal(reasons.UNEVEN_SHARDS if constant else reasons.PIECES_MISSING, "picks rows by number")
+
+
+def _ratio(a: Size, b: Size) -> float | None:
+    """`a / b`; None when it is symbolic."""
+    ratio = sympy.sympify(a) / sympy.sympify(b)
+    return float(ratio) if ratio.is_number else None
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """True for what is computed from no input of the graph."""
+    made_of = reachable([node], lambda step: () if is_size(step) else step.all_input_nodes)
+    return all(step.op != "placeholder" for step in made_of)
+
+
+def _padded(call: _Call) -> Result:
+    """Padding at the end is how torch evens out shards; other padding shifts or widens the tensor."""
+    pad = call.values["pad"]
+    reason = reasons.UNEVEN_SHARDS if pads_at_end(pad) else reasons.VIEW_NOT_UNDERSTOOD
+    return Refusal(reason, f"pads by {list(pad)}")
+
+
+def pads_at_end(pad: Sequence[object]) -> bool:
+    """True for padding that leaves all that there is in its place: none in front, and none that cuts."""
+    return all(not (isinstance(size, int) and (size < 0 or (size > 0 and i % 2 == 0))) for i, size in enumerate(pad))
+
+
+def _refuse(reason: reasons.Reason) -> Callable[[_Call], Result]:
+    return lambda call: Refusal(reason, "")
+
+
+VIEWS: dict[str, Callable[[_Call], Result]] = {
+    "_c10d_functional.wait_tensor.default": _unchanged,
+    "_c10d_functional.wait_tensors.default": _waited,
+    "aten.clone.default": _unchanged,
+    "aten.contiguous.default": _unchanged,
+    "aten.alias.default": _unchanged,
+    "aten.detach.default": _unchanged,
+    "aten.lift_fresh_copy.default": _unchanged,
+    "aten.view.default": _reshape,
+    "aten.reshape.default": _reshape,
+    "aten._unsafe_view.default": _reshape,
+    "aten._reshape_alias.default": _reshape,
+    "aten.view_copy.default": _reshape,
+    "aten.flatten.using_ints": _reshape,
+    "aten.unflatten.int": _reshape,
+    "aten.unsqueeze.default": _reshape,
+    "aten.squeeze.default": _reshape,
+    "aten.squeeze.dim": _reshape,
+    "aten.squeeze.dims": _reshape,
+    "aten.permute.default": _permute,
+    "aten.transpose.int": _transpose,
+    "aten.t.default": _transpose,
+    "aten.slice.Tensor": _slice,
+    "aten.narrow.default": _narrow,
+    "aten.select.int": _select,
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.chunk.default": _split,
+    "aten.unbind.int": _unbind,
+    "getitem": _getitem,
+    "aten.cat.default": _cat,
+    "aten.stack.default": _cat,
+    "aten.view.dtype": _bitcast,
+    "aten.expand.default": _expand,
+    "prims.convert_element_type.default": _cast,
+    "aten._to_copy.default": _cast,
+    "aten.to.dtype": _cast,
+    # Known to be no strided map: refused by name, so that the reason is exact.
+    "aten.flip.default": _refuse(reasons.PIECES_REORDERED),
+    "prims.rev.default": _refuse(reasons.PIECES_REORDERED),  # a flip, as Inductor writes it
+    "aten.roll.default": _refuse(reasons.PIECES_REORDERED),
+    "aten.repeat.default": _refuse(reasons.PIECES_REPEATED),
+    "aten.as_strided.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),
+    "aten.index_select.default": _index,
+    "aten.index.Tensor": _index,
+    "aten.constant_pad_nd.default": _padded,
+    "aten.view_as_complex.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),
+    "aten.view_as_real.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),
+    "aten.split_with_sizes_copy.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),
+    "aten.slice_scatter.default": _written,
+    "aten.select_scatter.default": _written,
+}

@@ -1,0 +1,190 @@
+"""A graph being searched for chains: what all searches ask of it, found once. Pure."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from asynctp_passes import reasons
+from asynctp_passes.ir.calls import Collective, Matmul
+from asynctp_passes.ir.nodes import Sizes, is_size, reachable, segments, tensor_of, value_of, written_by
+from asynctp_passes.ir.order import communications, latest_communication
+from asynctp_passes.ir.read import feeds_left_operand, is_matmul
+from asynctp_passes.ir.sizes import Size, product, same
+from asynctp_passes.layout.index_map import IndexMap
+from asynctp_passes.layout.propagation import Flow, follow, shares_memory, views_of
+from asynctp_passes.matching import near_miss
+from asynctp_passes.matching.scaled_epilogue import read_product, scalings
+from asynctp_passes.reasons import Refusal
+
+__all__ = ["Scene", "in_blocks"]
+
+
+class Scene:
+    """A graph being searched.
+
+    Attributes:
+        graph: The graph.
+        collectives: What it communicates, in order.
+        sizes: Reader of sizes.
+        nodes: The nodes in order.
+        order: Where each of them stands.
+        flows: For each gather the index maps from its result on, or why nothing can be said about it.
+        product: `read_product`, kept.
+        fixed: Gathers whose fused op stands where they do, whatever that costs.
+    """
+
+    def __init__(self, graph: fx.Graph, collectives: Sequence[Collective], sizes: Sizes) -> None:
+        self.graph = graph
+        self.collectives = collectives
+        self.sizes = sizes
+        self.nodes = list(graph.nodes)
+        self.order = {node: index for index, node in enumerate(self.nodes)}
+        self.flows = {c.node: self._flow(c) for c in collectives if c.kind == "all_gather"}
+        self.product = functools.cache(read_product)
+        self.fixed: set[fx.Node] = set()
+
+    def _flow(self, gather: Collective) -> Flow | Refusal:
+        whole, shard = tensor_of(gather.node), tensor_of(gather.input)
+        if whole is None or shard is None:
+            return Refusal(reasons.SHAPE_UNKNOWN, gather.node.name)
+        sizes, own = self.sizes.of(whole), self.sizes.of(shard)
+        if same(product(own), 0):
+            return Refusal(reasons.NO_ELEMENTS, gather.node.name)
+        if not in_blocks(gather, sizes, own):
+            facts = f"{list(sizes)} is not {gather.group_size} shards of {list(own)} along dimension {gather.dim}"
+            return Refusal(reasons.SIZES_NOT_PROVEN, facts)
+        blocks = _moved((gather.group_size, *own), 0, gather.dim)
+        seed = IndexMap.identity(sizes) if gather.dim == 0 else blocks.reshape(sizes)
+        if isinstance(seed, Refusal):
+            return seed
+        return follow(self.sorted(views_of([gather.node])), {gather.node: seed}, self.sizes)
+
+    def flow_of(self, gather: Collective) -> Flow:
+        """The index maps from a gather's result on, where there are such."""
+        flow = self.flows[gather.node]
+        assert isinstance(flow, Flow)
+        return flow
+
+    @functools.cached_property
+    def gather_of(self) -> dict[fx.Node, Collective]:
+        """The gather whose result a node is a view of."""
+        flows = ((gather, self.flows.get(gather.node)) for gather in self.collectives)
+        return {node: gather for gather, flow in flows if isinstance(flow, Flow) for node in flow.maps}
+
+    @functools.cached_property
+    def ways_down(self) -> near_miss.Ways:
+        """Ways to matmuls as left operands."""
+        return near_miss.Ways(reversed(self.nodes), lambda node: node.users, feeds_left_operand)
+
+    @functools.cached_property
+    def ways_up(self) -> near_miss.Ways:
+        """Ways back to matmuls."""
+        return near_miss.Ways(self.nodes, lambda node: node.all_input_nodes)
+
+    @functools.cached_property
+    def segments(self) -> dict[fx.Node, int]:
+        """Number of in-place operations before each node."""
+        return segments(self.graph)
+
+    @functools.cached_property
+    def changed(self) -> set[fx.Node]:
+        """The tensors that are changed in place, with what they are views of, and all views of that."""
+        written = (source for node in self.nodes for source in written_by(node))
+        whole = reachable(written, lambda node: node.all_input_nodes if shares_memory(node) else ())
+        return reachable(whole, lambda node: filter(shares_memory, node.users))
+
+    @functools.cached_property
+    def scalings(self) -> set[fx.Node]:
+        """The multiplications that scale matmuls' results."""
+        return scalings(filter(is_matmul, self.nodes))
+
+    @functools.cached_property
+    def above_matmuls(self) -> set[fx.Node]:
+        """The nodes that a matmul is computed from."""
+        operands = (source for node in self.nodes if is_matmul(node) for source in node.all_input_nodes)
+        return reachable(operands, where=lambda node: not is_size(node))
+
+    @functools.cached_property
+    def _gathers_above(self) -> dict[fx.Node, int]:
+        """The gathers that each node is computed from, a bit for each, as `_bits` has them."""
+        found: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            bits = self._bits.get(node, 0)
+            for source in () if is_size(node) else node.all_input_nodes:
+                bits |= found[source]
+            found[node] = bits
+        return found
+
+    @functools.cached_property
+    def _bits(self) -> dict[fx.Node, int]:
+        return {gather: 1 << index for index, gather in enumerate(self.flows)}
+
+    def depends(self, node: fx.Node, gather: fx.Node) -> bool:
+        """True when `node` is a gather, or is computed from its values."""
+        return bool(self._gathers_above[node] & self._bits[gather])
+
+    @functools.cached_property
+    def _latest(self) -> dict[fx.Node, int]:
+        return latest_communication(self.graph, {one.node for one in self.collectives if one.call is not None})
+
+    @functools.cached_property
+    def _communications(self) -> list[fx.Node]:
+        return communications(self.nodes)
+
+    def until(self, gather: Collective) -> int:
+        """The place of the last communication that the fused op of a gather may follow: none after it needs the gather.
+
+        Of a `fixed` gather it is the place of its own.
+        """
+        start = self.order[gather.node]
+        if gather.node in self.fixed:
+            return start
+        later = (node for node in self._communications if self.order[node] > start)
+        needs = (self.order[node] for node in later if self.depends(node, gather.node))
+        return next(needs, len(self.nodes)) - 1
+
+    def comes_by(self, place: int, node: fx.Node) -> bool:
+        """True for a tensor that depends on no communication after a place in the graph."""
+        return self._latest[node] <= place
+
+    def last_needed(self, nodes: Iterable[fx.Node]) -> int:
+        """The place of the last communication that some tensors depend on."""
+        return max((self._latest[node] for node in nodes), default=-1)
+
+    def rows_and_columns(self, operand: IndexMap, node: fx.Node) -> IndexMap | Refusal:
+        """The map of a matmul's left operand as a matrix: all dimensions but the last are rows."""
+        *rows, width = self.sizes.of(value_of(node))
+        return operand if len(rows) == 1 else operand.reshape((product(rows), width))
+
+    def can_add(self, a: Matmul, b: Matmul) -> bool:
+        """True for products of one shape, dtype and kind, which an op can add."""
+        one, other = value_of(a.node), value_of(b.node)
+        (*lines, columns), (*other_lines, other_columns) = self.sizes.of(one), self.sizes.of(other)
+        one_shape = same(product(lines), product(other_lines)) and same(columns, other_columns)
+        return one.dtype == other.dtype and one_shape and _same_kind(a, b)
+
+    def sorted(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+        """Nodes in graph order, without repetition."""
+        return tuple(sorted(set(nodes), key=self.order.__getitem__))
+
+
+def in_blocks(collective: Collective, whole: Sequence[Size], part: Sequence[Size]) -> bool:
+    """True when the sizes of a whole are those of its parts, one a rank along the collective's dimension."""
+    parts = [size * collective.group_size if axis == collective.dim else size for axis, size in enumerate(part)]
+    return len(whole) == len(parts) and all(same(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def _moved(shape: Sequence[Size], source: int, dest: int) -> IndexMap:
+    """The map of a tensor of this shape with dimension `source` moved to `dest`."""
+    order = [axis for axis in range(len(shape)) if axis != source]
+    order.insert(dest, source)
+    return IndexMap.identity(shape).permute(order)
+
+
+def _same_kind(a: Matmul, b: Matmul) -> bool:
+    if a.scaled is None or b.scaled is None:
+        return a.scaled is b.scaled
+    return (a.scaled.out_dtype, a.scaled.use_fast_accum) == (b.scaled.out_dtype, b.scaled.use_fast_accum)

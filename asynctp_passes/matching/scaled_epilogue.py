@@ -1,0 +1,248 @@
+"""Read a scaled matmul together with scales that are applied behind it.
+
+    _scaled_mm(a, b, 1, 1) → cast? → (× factors)+ → cast?       reads as       _scaled_mm(a, b, a_scale, b_scale)
+
+when all factors are, in any association, one per row [M, 1] and one per column [1, N], or a number in place of either.
+torchao writes the backward of its rowwise recipes so, since torch's rowwise kernel is slow without fast accumulation.
+
+The two differ in rounding: here the product is rounded, scaled in fp32 and rounded again, and the scaled matmul scales
+its fp32 sum and rounds once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import fx
+
+from asynctp_passes import reasons
+from asynctp_passes.ir.calls import Matmul, ScaledOptions
+from asynctp_passes.ir.nodes import arguments, is_size, mutates, op_name, reachable, tensor_of, value_of
+from asynctp_passes.ir.read import are_one, identical, is_matmul, read_matmul, read_term
+from asynctp_passes.layout.propagation import CASTS, is_view, scaling_of, shares_memory, widens
+from asynctp_passes.reasons import Refusal
+
+__all__ = ["read_product", "scalings"]
+
+_MULTIPLY = "aten.mul.Tensor"
+_CONSTANTS = {"aten.full.default": "fill_value", "aten.scalar_tensor.default": "s", "aten.ones.default": None}
+_ROUNDED = {torch.bfloat16, torch.float16, torch.float32}
+
+Kind = Literal["row", "column", "number"]
+
+
+def read_product(node: fx.Node) -> Matmul | Refusal | None:
+    """The matmul that `node` is, or is the scaled result of; why its form is not rewritten; None for other nodes."""
+    if is_matmul(node):
+        return read_term(node)
+    way = [] if scaling_of(node) is not None or widens(node) else _way_from_matmul(node)
+    if not any(op_name(step) == _MULTIPLY for step in way):
+        return None
+    matmul = read_matmul(way[0])
+    if isinstance(matmul, Refusal) or matmul.scaled is None:
+        return None
+    refusal = _used_elsewhere(way) or _not_plain(matmul, matmul.scaled) or _not_fp32(way)
+    return refusal or _with_scales(matmul, matmul.scaled, way)
+
+
+def _way_from_matmul(end: fx.Node) -> list[fx.Node]:
+    """The one matmul that `end` casts and multiplies, and all steps down to `end`; empty when there is no such way."""
+    seen: set[fx.Node] = set()
+    found: list[fx.Node] = []
+    stack = [end] if _scales(end) else []
+    while stack:
+        node = stack.pop()
+        if node in seen or not _like(node, end):
+            continue
+        seen.add(node)
+        if is_matmul(node):
+            found.append(node)
+        elif _scales(node):
+            stack.extend(node.all_input_nodes)
+    way = found if len(found) == 1 else []
+    while way and way[-1] is not end:
+        steps = [user for user in way[-1].users if user in seen]
+        way = [*way, steps[0]] if len(steps) == 1 else []
+    return way
+
+
+def _scales(node: fx.Node) -> bool:
+    return op_name(node) == _MULTIPLY or op_name(node) in CASTS
+
+
+def _like(node: fx.Node, other: fx.Node) -> bool:
+    """True for two matrices of one shape, on one device."""
+    a, b = tensor_of(node), tensor_of(other)
+    if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.device != b.device:
+        return False
+    return identical(a.shape[0], b.shape[0]) and identical(a.shape[1], b.shape[1])
+
+
+def scalings(products: Iterable[fx.Node]) -> set[fx.Node]:
+    """The multiplications that scale matmuls' results behind them, through views and casts.
+
+    By a factor that is broadcast, as one per row; or by the outer product of two, which is a multiplication too.
+    """
+    found: set[fx.Node] = set()
+    stack = list(products)
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user in found:
+                continue
+            factor = _multiplicand(user, node)
+            if is_view(user) or op_name(user) in CASTS:
+                stack.append(user)
+            elif factor is not None and (_broadcast(factor, node) or _is_outer(factor, node)):
+                found |= {user} if _broadcast(factor, node) else {user, factor}
+                stack.append(user)
+    return found
+
+
+def _multiplicand(step: fx.Node, node: fx.Node) -> fx.Node | None:
+    """The other tensor of a multiplication of `node`."""
+    if op_name(step) != _MULTIPLY:
+        return None
+    others = [source for source in step.all_input_nodes if source is not node and tensor_of(source) is not None]
+    return others[0] if len(others) == 1 else None
+
+
+def _broadcast(factor: fx.Node, node: fx.Node) -> bool:
+    """True for a tensor that is repeated along a dimension of `node` to be multiplied with it."""
+    value, out = tensor_of(factor), tensor_of(node)
+    if value is None or out is None or value.dim() > out.dim():
+        return False
+    missing = out.dim() - value.dim()
+    sizes = zip(value.shape, out.shape[missing:], strict=True)
+    return missing > 0 or any(identical(own, 1) and not identical(size, 1) for own, size in sizes)
+
+
+def _is_outer(factor: fx.Node, node: fx.Node) -> bool:
+    """True for the product of two tensors that are both repeated along dimensions of `node`."""
+    sources = factor.all_input_nodes
+    return op_name(factor) == _MULTIPLY and len(sources) == 2 and all(_broadcast(source, node) for source in sources)
+
+
+# --- what the steps must be ----------------------------------------------------------------------------------
+def _used_elsewhere(way: Sequence[fx.Node]) -> Refusal | None:
+    for node, step in pairwise(way):
+        for user in node.users:
+            if user is not step and not is_size(user):
+                return Refusal(reasons.PRODUCT_HAS_OTHER_USERS, f"{node.name} is used by {user.name}")
+    return None
+
+
+def _not_plain(matmul: Matmul, scaled: ScaledOptions) -> Refusal | None:
+    """Scales behind the product may replace its own only where those are 1, and may not reach a bias."""
+    name, out = matmul.node.name, tensor_of(matmul.node)
+    if matmul.bias is not None:
+        return Refusal(reasons.COMPUTED_BETWEEN, f"{name} has a bias, which is scaled with the product")
+    if not (_is_one(scaled.a_scale) and _is_one(scaled.b_scale)):
+        return Refusal(reasons.COMPUTED_BETWEEN, f"{name} is scaled, and its own scales are not the constant 1")
+    if out is None or out.dtype not in _ROUNDED:
+        return Refusal(reasons.COMPUTED_BETWEEN, f"{name} is scaled after it was rounded to {scaled.out_dtype}")
+    return None
+
+
+def _is_one(node: fx.Node) -> bool:
+    """True for one fp32 number that is made as 1 in this graph, and that nothing here changes in place."""
+    name, value = op_name(node), tensor_of(node)
+    if name not in _CONSTANTS or value is None or value.dtype != torch.float32 or not are_one(value.shape):
+        return False
+    argument = _CONSTANTS[name]
+    number = 1 if argument is None else arguments(node)[argument]
+    memory = reachable([node], lambda one: filter(shares_memory, one.users))
+    changed = any(mutates(user) for one in memory for user in one.users)
+    return isinstance(number, int | float) and number == 1 and not changed
+
+
+def _not_fp32(way: Sequence[fx.Node]) -> Refusal | None:
+    """All products with factors are in fp32, and nothing is rounded between them; the last step may be a cast."""
+    for step in way[1:]:
+        value = tensor_of(step)
+        last = step is way[-1] and op_name(step) in CASTS
+        if not last and (value is None or value.dtype != torch.float32):
+            dtype = None if value is None else value.dtype
+            return Refusal(reasons.COMPUTED_BETWEEN, f"{step.name} scales the product in {dtype}, not in fp32")
+    return None
+
+
+# --- factors ---------------------------------------------------------------------------------------------------
+def _with_scales(matmul: Matmul, scaled: ScaledOptions, way: Sequence[fx.Node]) -> Matmul | Refusal:
+    """The matmul with the factors of all steps as its scales."""
+    found: list[tuple[Kind, fx.Node]] = []
+    outer: list[fx.Node] = []
+    for before, step in pairwise(way):
+        if op_name(step) != _MULTIPLY:
+            continue
+        values = arguments(step)
+        other = values["other"] if values["self"] is before else values["self"]
+        factors = None if other is before else _factors(other, matmul.node)
+        if factors is None:
+            what = f"{other.name} {_shape(other)}" if isinstance(other, fx.Node) else str(other)
+            return Refusal(
+                reasons.COMPUTED_BETWEEN,
+                f"{step.name} multiplies by {what}, which is no fp32 factor per row or column of {_shape(step)}",
+            )
+        found += factors
+        outer += [other] if isinstance(other, fx.Node) and len(factors) == 2 else []
+    scales = _assigned(found, scaled)
+    end = way[-1]
+    if scales is None:
+        names = ", ".join(f"{factor.name} per {kind}" for kind, factor in found)
+        return Refusal(reasons.COMPUTED_BETWEEN, f"{end.name} has more factors than one per row and column: {names}")
+    options = replace(scaled, a_scale=scales[0], b_scale=scales[1], out_dtype=value_of(end).dtype, blocks=None)
+    return replace(matmul, node=end, scaled=options, epilogue=(*outer, *way[:-1]))
+
+
+def _factors(node: object, product: fx.Node) -> list[tuple[Kind, fx.Node]] | None:
+    """A factor, or the two whose outer product a node is; None for what is neither."""
+    kind = _kind(node, product)
+    if isinstance(node, fx.Node) and kind is not None:
+        return [(kind, node)]
+    if not isinstance(node, fx.Node) or op_name(node) != _MULTIPLY:
+        return None
+    value = tensor_of(node)
+    values = arguments(node)
+    kinds = [(_kind(values[name], product), values[name]) for name in ("self", "other")]
+    if value is None or value.dtype != torch.float32:
+        return None
+    return [(kind, factor) for kind, factor in kinds if kind is not None] if all(kind for kind, _ in kinds) else None
+
+
+def _kind(node: object, product: fx.Node) -> Kind | None:
+    """How an fp32 tensor varies over the product's rows and columns; None when it is no factor of it."""
+    value, out = tensor_of(node), tensor_of(product)
+    if value is None or out is None or value.dtype != torch.float32 or value.device != out.device:
+        return None
+    if are_one(value.shape):
+        return "number"
+    if value.dim() != 2:
+        return None
+    if identical(value.shape[1], 1) and identical(value.shape[0], out.shape[0]):
+        return "row"
+    if identical(value.shape[0], 1) and identical(value.shape[1], out.shape[1]):
+        return "column"
+    return None
+
+
+def _assigned(factors: Sequence[tuple[Kind, fx.Node]], scaled: ScaledOptions) -> tuple[fx.Node, fx.Node] | None:
+    """The scales of A and B: the factor per row and per column, a number where there is none, else the constant 1."""
+    by_kind: dict[Kind, list[fx.Node]] = {"row": [], "column": [], "number": []}
+    for kind, factor in factors:
+        by_kind[kind].append(factor)
+    rows, columns, numbers = by_kind["row"], by_kind["column"], by_kind["number"]
+    if len(rows) > 1 or len(columns) > 1 or len(factors) > 2:
+        return None
+    a_scale = rows[0] if rows else numbers.pop(0) if numbers else scaled.a_scale
+    b_scale = columns[0] if columns else numbers.pop(0) if numbers else scaled.b_scale
+    return a_scale, b_scale
+
+
+def _shape(node: fx.Node) -> list[object]:
+    value = tensor_of(node)
+    return [] if value is None else list(value.shape)

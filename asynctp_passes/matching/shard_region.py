@@ -1,0 +1,683 @@
+"""Matmuls behind a gather, and moving row-wise computation from between the two to before the gather.
+
+    shard → all_gather → wait → {view, pointwise op, cast, amax of a row}* → matmul
+
+A *region* begins as a gathered tensor with its views. Where no matmul takes these with the ranks in its rows it grows:
+then it holds the tensors that are computed from a gathered tensor in such a way that every rank can compute its part
+of them from its own shard. Each is [outer, ranks, inner] along one of its dimensions, and the part of a rank is its
+[outer, inner]:
+
+    the gathered tensor     [ranks, shard] in the order of its elements, or in that of a view: its seed says so
+    a view                  its index map says where the ranks went (`shapes.locate_ranks`)
+    a pointwise op, a cast  elements meet elements of the same rank, or a value that is the same on all ranks and has
+                            one element along the ranks' dimension
+    an amax or amin         over other dimensions than the ranks'
+
+The same ops on parts, in the same order and dtypes, give the parts of the same tensors, bit by bit: maxima do not
+depend on the order in which they are taken. So an amax over the ranks' dimension too is the maximum of those that the
+ranks find in their parts; with a few bytes more gathered, all ranks have it before the whole is there. Sums round in an
+order that may depend on the number of rows, so they end a region, as does whatever is not listed.
+
+What comes from outside the graph may differ by rank, and so may a number in it: one rank's graph does not say what the
+others' have. A tensor is the same on all ranks if a collective made it so. Numbers are taken to be the same in a
+quantization, where they are the limits of a format, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat, reasons
+from asynctp_passes.ir.calls import Collective, Matmul, ScalesOfA, nodes_of
+from asynctp_passes.ir.nodes import (
+    arguments,
+    is_pointwise,
+    is_random,
+    is_size,
+    mutates,
+    op_name,
+    reachable,
+    tensor_of,
+    value_of,
+)
+from asynctp_passes.ir.read import added_matrix, contracts_rows, is_matmul, misfit, operands_that_are, read_term
+from asynctp_passes.ir.sizes import Size, product, quotient, same
+from asynctp_passes.layout.index_map import IndexMap
+from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks, scales_rows
+from asynctp_passes.layout.propagation import CASTS, Flow, follow, is_view, views_of
+from asynctp_passes.matching import near_miss
+from asynctp_passes.matching.chains import Apart, GatherChain, Hoist, Overall, Part, Step
+from asynctp_passes.matching.match_context import Scene
+from asynctp_passes.reasons import Refusal
+
+__all__ = ["Product", "Region", "chains_of", "placed_scales", "products_of"]
+
+_EXACT_REDUCTIONS = {f"aten.{name}.default" for name in ("amax", "amin", "max", "min")}
+_CONSTANTS = {"aten.full.default", "aten.scalar_tensor.default", "aten.zeros.default", "aten.ones.default"}
+_WHOLE_VIEWS = {
+    *CASTS,
+    "_c10d_functional.wait_tensor.default",
+    "aten.clone.default",
+    "aten.contiguous.default",
+    "aten.alias.default",
+    "aten.detach.default",
+    "aten.view.default",
+    "aten.view.dtype",
+    "aten.reshape.default",
+    "aten._unsafe_view.default",
+    "aten.unsqueeze.default",
+    "aten.squeeze.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+    "aten.permute.default",
+    "aten.transpose.int",
+    "aten.t.default",
+    "aten.expand.default",
+    "aten.cat.default",
+    "aten.stack.default",
+}
+"""Views and conversions that keep every element where its place says."""
+_SMALL = 8  # A tensor of that many times fewer bytes than the gathered one is cheap to gather on its own.
+
+
+# --- the region --------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Root:
+    """A tensor of the region that is not a view: [outer, ranks, block] row-major, with its views.
+
+    `twin` is the first root that is computed by the same ops from the same values, which nothing changed in between;
+    `numbers` tells that a number of the graph takes part in computing it.
+    """
+
+    node: fx.Node
+    outer: Size
+    block: Size
+    flow: Flow
+    twin: fx.Node
+    numbers: bool = False
+
+
+Users = dict[fx.Node, tuple[fx.Node, ...]]
+_Place = tuple[int, Size, Size]
+"""Dimension of the ranks, counted from the last one (-1), and how many [outer] and [inner] indices are around them."""
+
+
+class Region:
+    """The tensors that every rank can compute its part of from its own shard.
+
+    It begins as the gathered tensor with its views, and has what is computed from these once it is told to `grow`.
+
+    Attributes:
+        roots: The gathered tensor, and what is computed.
+        members: All tensors, views included, and where the ranks are in them; none before the region has grown.
+        home: The root of every member, of what lies between members (pieces of a split), and of views that are none.
+        overall: The reductions over all ranks' rows of which every rank can find what its own rows give: of those with
+            one result the first, with all of them.
+        known: These, and what is computed from nothing else of the gathered tensor, as far as that was asked: all ranks
+            have it before that is there. With the first node that has the same values.
+        refused: Users of members that are not members, and why.
+    """
+
+    def __init__(self, scene: Scene, gather: Collective) -> None:
+        self.scene = scene
+        self.gather = gather
+        self.roots: dict[fx.Node, _Root] = {}
+        self.members: dict[fx.Node, RankPlacement] = {}
+        self.home: dict[fx.Node, fx.Node] = {}
+        self.overall: dict[fx.Node, list[fx.Node]] = {}
+        self.known: dict[fx.Node, fx.Node] = {}
+        self.refused: dict[fx.Node, Refusal] = {}
+        self._until = scene.until(gather)
+        self._unknown: set[fx.Node] = set()
+        self._twins: dict[Any, fx.Node] = {}
+        self._waiting: list[int] = []
+        block = product(scene.sizes.of(value_of(gather.input)))
+        self._add(_Root(gather.node, 1, block, scene.flow_of(gather), gather.node))
+
+    def grow(self) -> None:
+        """Add what is computed: the users of members in graph order, so that operands are known before their users."""
+        self._spread(self.roots[self.gather.node])
+        while self._waiting:
+            node = self.scene.nodes[heapq.heappop(self._waiting)]
+            if node in self.members or node in self.refused or node in self.known:
+                continue
+            place = self._computed(node)
+            if place is None:  # views of a tensor have maxima of the same value, and perhaps of another shape
+                self.known[node] = self._first(node, self.scene.sizes.of(value_of(node)))
+                self.overall.setdefault(self.known[node], []).append(node)
+                self._uniform_nodes.add(node)
+            elif isinstance(place, Refusal):
+                of_operand = place in self.refused.values()  # which it names
+                named = place if of_operand else Refusal(place.reason, f"{op_name(node)} {node.name}: {place.facts}")
+                self.refused[node] = named
+            else:
+                root = self._root(node, place)
+                self._add(root)
+                self._spread(root)
+
+    def view(self, node: fx.Node) -> IndexMap:
+        """The map of a tensor at home in the region into its root."""
+        return self.roots[self.home[node]].flow.maps[node]
+
+    def located(self, node: fx.Node, view: IndexMap) -> GatherPlacement | Refusal:
+        """Where the ranks are in a matrix: a view of a node's root."""
+        root = self.roots[self.home[node]]
+        return locate_gather(view, root.block, self.gather.group_size, root.outer)
+
+    def views_to(self, ends: Iterable[fx.Node]) -> set[fx.Node]:
+        """What lies between the gather and `ends`, these included."""
+        return reachable(ends, where=self.home.__contains__) - set(self.gather.results)
+
+    def used_elsewhere(self, fused: set[fx.Node]) -> Users:
+        """What something outside of the region uses, besides the fused matmuls, and those users. In graph order.
+
+        A matmul `c + a @ b` is such a user of its `c`, which is added behind the fused op.
+        """
+        used: Users = {}
+        for node in self.scene.sorted(self.home):
+            users = (user for user in self.roots[self.home[node]].flow.users(node) if user not in self.home)
+            apart = [user for user in users if user not in fused or added_matrix(user) is node]
+            if others := self.scene.sorted(user for user in apart if not (is_size(user) or user in self.known)):
+                used[node] = others
+        return used
+
+    def needs_gather(self, node: fx.Node) -> bool:
+        """True for what is computed from the gathered tensor, but for what is `known` before that is there."""
+        if self.scene.depends(node, self.gather.node):
+            self._learn(node)
+            return node not in self.known
+        return False
+
+    def late(self, node: fx.Node) -> Refusal | None:
+        """Why a tensor that a rank needs besides its shard is not there where the fused op may stand."""
+        in_time = self.scene.comes_by(self._until, node)
+        return None if in_time else Refusal(reasons.OPERAND_COMMUNICATED_LATER, node.name)
+
+    def twin(self, node: fx.Node) -> fx.Node:
+        """The first root that holds what the root of a member holds."""
+        return self.roots[self.home[node]].twin
+
+    def sources(self, root: fx.Node) -> list[fx.Node]:
+        """The members that a root is computed from."""
+        return [source for source in root.all_input_nodes if source in self.members]
+
+    def key(self, node: fx.Node) -> tuple[Any, ...]:
+        """Equal for members that hold the same values in the same arrangement."""
+        return self.twin(node), self.view(node), value_of(node).dtype
+
+    def cause(self, node: fx.Node) -> Refusal | None:
+        """Why a node that is computed from the gathered tensor is no member: the refusal it all began with."""
+        seen, stack = set(), [node]
+        while stack:
+            step = stack.pop()
+            if step in self.refused:
+                return self.refused[step]
+            if step not in seen and self.scene.order[step] > self.scene.order[self.gather.node] and not is_size(step):
+                seen.add(step)
+                stack.extend(step.all_input_nodes)
+        return None
+
+    def _add(self, root: _Root) -> None:
+        self.roots[root.node] = root
+        self.home.update(dict.fromkeys((*root.flow.maps, *root.flow.pieces), root.node))
+        self.refused |= {node: why for node, why in root.flow.refused.items() if op_name(node) not in CASTS}
+
+    def _spread(self, root: _Root) -> None:
+        """Find the members among a root's views, and line up what is computed from them."""
+        for node, view in root.flow.maps.items():
+            place = locate_ranks(view, root.block, self.gather.group_size, root.outer)
+            if isinstance(place, RankPlacement) and tensor_of(node) is not None:
+                self.members[node] = place
+        for user in {user for node in root.flow.maps if node in self.members for user in node.users}:
+            if not (root.flow.has(user) or is_size(user) or is_matmul(user) or user.op == "output"):
+                heapq.heappush(self._waiting, self.scene.order[user])
+
+    def _learn(self, end: fx.Node) -> None:
+        """Find out whether a node is known, which it is if all is that it is computed from."""
+
+        def is_open(node: fx.Node) -> bool:
+            settled = node in self.known or node in self._unknown or node in self.home
+            return not settled and self.scene.depends(node, self.gather.node) and _pure(node)
+
+        for node in self.scene.sorted(reachable([end] if self.overall else [], where=is_open)):
+            needed = (one for one in node.all_input_nodes if self.scene.depends(one, self.gather.node))
+            if all(one in self.known for one in needed):
+                self.known[node] = self._first(node, ())
+            else:
+                self._unknown.add(node)
+
+    def _root(self, node: fx.Node, place: _Place) -> _Root:
+        shape = self.scene.sizes.of(value_of(node))
+        axis = len(shape) + place[0]
+        outer, block = product(shape[:axis]) * place[1], place[2] * product(shape[axis + 1 :])
+        flow = follow(self.scene.sorted(views_of([node])), {node: IndexMap.identity(shape)}, self.scene.sizes)
+        twin = self._first(node, (outer, block))
+        return _Root(node, outer, block, flow, twin, _takes_number(node, self.members))
+
+    def _first(self, node: fx.Node, shape: tuple[Size, ...]) -> fx.Node:
+        """The first node that computes what this one does, laid out alike, with no in-place operation in between."""
+        return self._twins.setdefault((self._computation(node), shape, self.scene.segments[node]), node)
+
+    def _computation(self, node: fx.Node) -> Any:
+        """What a node computes, as a key: its op and arguments, members and what is known by their values.
+
+        Where that is done element by element, it does not matter in which dimensions elements are.
+        """
+        by_elements = not self.members.keys().isdisjoint(node.all_input_nodes) and self._by_elements(node)
+
+        def frozen(argument: Any) -> Any:
+            if isinstance(argument, list | tuple):
+                return tuple(frozen(item) for item in argument)
+            if isinstance(argument, fx.Node) and argument in self.members:
+                twin, view, dtype = self.key(argument)
+                return twin, (view.digits, view.offset) if by_elements else view, dtype
+            if isinstance(argument, fx.Node):
+                return self.known.get(argument, argument)
+            return (type(argument), argument.hex() if isinstance(argument, float) else argument)
+
+        return node.target, frozen(node.args), frozen(tuple(sorted(node.kwargs.items())))
+
+    def _by_elements(self, node: fx.Node) -> bool:
+        """True for a reduction of all elements, and for an op on members of the result's shape and on numbers."""
+        own, *others = (self.scene.sizes.of(value_of(one)) for one in (node, *node.all_input_nodes))
+        if near_miss.reduces(node):
+            return same(product(own), 1)
+        alike = (len(sizes) == len(own) and all(map(same, sizes, own)) for sizes in others)
+        return all(one or same(product(sizes), 1) for one, sizes in zip(alike, others, strict=True))
+
+    # --- the rules: where the ranks are in the result of an op, or why no rank can compute its part ---
+    def _computed(self, node: fx.Node) -> _Place | Refusal | None:
+        """None for a reduction over all ranks' rows."""
+        if "val" not in node.meta:
+            return Refusal(reasons.SHAPE_UNKNOWN, "no tensor")
+        if not compat.is_op(node.target) or mutates(node):
+            return Refusal(reasons.COMPUTED_BETWEEN, "not a pure operation")
+        if is_random(node):
+            return Refusal(reasons.RANDOM_BETWEEN, "every rank would draw other numbers")
+        if tensor_of(node) is None:
+            return Refusal(reasons.COMPUTED_BETWEEN, "not an operation that returns one tensor")
+        if is_pointwise(node) or op_name(node) in CASTS:
+            return self._pointwise(node)
+        if near_miss.reduces(node):
+            return self._reduced(node)
+        return Refusal(reasons.COMPUTED_BETWEEN, "neither a view nor a row-wise operation")
+
+    def _pointwise(self, node: fx.Node) -> _Place | Refusal:
+        places = [self._from_last(operand) for operand in node.all_input_nodes if operand in self.members]
+        first = places[0]
+        if not all(_same_place(place, first) for place in places):
+            return Refusal(reasons.MIXES_RANKS, "its operands have the ranks in different places")
+        others = (operand for operand in node.all_input_nodes if operand not in self.members)
+        refused = next((refusal for other in others if (refusal := self._other_operand(other, first[0]))), None)
+        return refused or self._of_one_device(node) or first
+
+    def _from_last(self, member: fx.Node) -> _Place:
+        place = self.members[member]
+        return place.dim - len(self.view(member).dims), place.outer, place.inner
+
+    def _other_operand(self, operand: fx.Node, dim: int) -> Refusal | None:
+        """Why an operand from outside the region does not meet every rank's part in the same way."""
+        value = tensor_of(operand)
+        if value is None:
+            return Refusal(reasons.SIZES_NOT_PROVEN, f"{operand.name} is no tensor")
+        if self.needs_gather(operand):
+            return self.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
+        if (late := self.late(operand)) is not None:
+            return late
+        shape, uniform = self.scene.sizes.of(value), self._uniform(operand)
+        if len(shape) >= -dim and not same(shape[dim], 1):
+            reason = reasons.COMPUTED_BETWEEN if uniform else reasons.MAY_DIFFER_BY_RANK
+            return Refusal(reason, f"{operand.name} has a value for each row")
+        return None if uniform else Refusal(reasons.MAY_DIFFER_BY_RANK, f"{operand.name}")
+
+    def _of_one_device(self, node: fx.Node) -> Refusal | None:
+        device = value_of(node).device
+        moved = device != value_of(self.gather.node).device
+        return Refusal(reasons.COMPUTED_BETWEEN, f"moves to {device}") if moved else None
+
+    def _reduced(self, node: fx.Node) -> _Place | Refusal | None:
+        values = arguments(node)
+        source = next(iter(values.values()))
+        if source not in self.members:
+            return Refusal(reasons.COMPUTED_BETWEEN, "reduces another tensor")
+        rank = len(self.view(source).dims)
+        dims = values.get("dim")
+        reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
+        dim, outer, inner = self._from_last(source)
+        exact = op_name(node) in _EXACT_REDUCTIONS
+        if rank + dim in reduced:
+            return self._overall(node, exact)
+        if not exact:
+            return Refusal(reasons.COMPUTED_BETWEEN, "rounds in an order that may depend on the number of rows")
+        kept = 0 if values.get("keepdim") else sum(axis > rank + dim for axis in reduced)
+        return dim + kept, outer, inner
+
+    def _overall(self, node: fx.Node, exact: bool) -> Refusal | None:
+        """Why a reduction over all ranks' rows is not found from what each rank finds."""
+        if not (exact and _is_small(self, node) and value_of(node).dtype.is_floating_point):
+            return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
+        unchanged = self.scene.segments[node] == self.scene.segments[self.gather.node]
+        return None if unchanged else Refusal(reasons.MUTATED_IN_BETWEEN, "comes behind an in-place operation")
+
+    @functools.cached_property
+    def _uniform_nodes(self) -> set[fx.Node]:
+        """What was found to be the same on all ranks: at first, results of collectives."""
+        same_on_all = (other for other in self.scene.collectives if _makes_uniform(other, self.gather))
+        return {result for other in same_on_all for result in other.results}
+
+    def _uniform(self, node: fx.Node) -> bool:
+        """True when a tensor is provably the same on all ranks of the group, and stays so."""
+        seen, stack = set[fx.Node](), [node]
+        while stack:
+            step = stack.pop()
+            if step in self.scene.changed:
+                return False
+            if step in seen or step in self._uniform_nodes:
+                continue
+            seen.add(step)
+            sources = step.all_input_nodes
+            if not (_pure(step) and not _takes_part(step) if sources else op_name(step) in _CONSTANTS):
+                return False
+            stack.extend(sources)
+        self._uniform_nodes |= seen
+        return True
+
+
+def _makes_uniform(other: Collective, gather: Collective) -> bool:
+    """True for all-gathers and all-reduces over the gather's group: they give every rank of it the same."""
+    return other.kind in ("all_gather", "all_reduce") and other.group_key == gather.group_key != ""
+
+
+def _same_place(a: _Place, b: _Place) -> bool:
+    return a[0] == b[0] and same(a[1], b[1]) and same(a[2], b[2])
+
+
+def _pure(node: fx.Node) -> bool:
+    """True for ops whose result is decided by their tensors: views, casts, pointwise ops."""
+    if is_view(node):
+        return True
+    return is_pointwise(node) and not mutates(node) and not is_random(node) and tensor_of(node) is not None
+
+
+def _takes_part(node: fx.Node) -> bool:
+    """True for a view that takes some elements, or moves them: which ones may depend on the rank, as in a DTensor's
+    `redistribute` from replicated to sharded."""
+    return is_view(node) and op_name(node) not in _WHOLE_VIEWS
+
+
+def _takes_number(node: fx.Node, members: Container[fx.Node]) -> bool:
+    """True when a pointwise op takes a number, or a tensor that is not computed from the gathered one."""
+    if op_name(node) in CASTS or op_name(node) in _EXACT_REDUCTIONS:
+        return False
+    values = (*node.args, *node.kwargs.values())
+    return any(isinstance(value, int | float | complex) and not isinstance(value, bool) for value in values) or any(
+        operand not in members for operand in node.all_input_nodes
+    )
+
+
+# --- matmuls of the region ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Product:
+    """A matmul whose left operand, and perhaps its scales of rows or blocks, every rank has or can compute its part of.
+
+    `scale` is None for scales that come from elsewhere: the same on all ranks, or gathered by another collective.
+    """
+
+    matmul: Matmul
+    placement: GatherPlacement
+    scale: GatherPlacement | None
+
+    @property
+    def ends(self) -> list[fx.Node]:
+        """What the matmul takes from the region: its left operand and, if it is computed there, the scale of that."""
+        scaled = None if self.scale is None else self.matmul.scaled
+        return [self.matmul.a] if scaled is None else [self.matmul.a, scaled.a_scale]
+
+
+def products_of(region: Region) -> tuple[list[Product], dict[fx.Node, Refusal]]:
+    """The matmuls whose left operand is a tensor of the region, and why others that take one are no such product."""
+    found: list[Product] = []
+    missed: dict[fx.Node, Refusal] = {}
+    users = (user for root in region.roots.values() for user in root.flow.all_users())
+    for node in region.scene.sorted(filter(is_matmul, users)):
+        result = _product(region, node)
+        if isinstance(result, Product):
+            found.append(result)
+        else:
+            missed[node] = result
+    return found, missed
+
+
+def _product(region: Region, node: fx.Node) -> Product | Refusal:
+    """A product of the region; of `c + a @ b` it is `a @ b`: `c` is added behind the fused op, whatever it is."""
+    roles = operands_that_are(node, region.home)
+    if "left" not in roles:
+        right = "right" in roles
+        return Refusal(reasons.GATHER_IS_RIGHT_OPERAND if right else reasons.GATHERED_SCALE, node.name)
+    matmul = read_term(node)
+    if isinstance(matmul, Refusal):
+        return matmul
+    found = _by_parts(region, matmul)
+    return Refusal(found.reason, f"{node.name}: {found.facts}") if isinstance(found, Refusal) else found
+
+
+def _by_parts(region: Region, matmul: Matmul) -> Product | Refusal:
+    """A matmul with the place of the ranks in its left operand and in the scale of that, if that is of the region."""
+    a_scale = None if matmul.scaled is None else matmul.scaled.a_scale
+    travels = a_scale in region.home
+    for operand in matmul.operands:
+        if not (travels and operand is a_scale) and region.needs_gather(operand):
+            cause = region.cause(operand) if operand is a_scale else None
+            return cause or Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, operand.name)
+        joins = operand is a_scale and operand in region.scene.gather_of  # its gather may become part of this one
+        if not (travels and operand is a_scale) and not joins and (late := region.late(operand)) is not None:
+            return late
+    view = region.scene.rows_and_columns(region.view(matmul.a), matmul.a)
+    placement = view if isinstance(view, Refusal) else region.located(matmul.a, view)
+    if isinstance(placement, Refusal):
+        inside = placement.reason is reasons.NOT_ROWS_OR_CONTRACTION and contracts_rows(matmul.node)
+        return Refusal(reasons.ROWS_CONTRACTED if inside else placement.reason, placement.facts)
+    if matmul.scaled is None and (number := _first_number(region, matmul.a)) is not None:
+        return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{op_name(number)} {number.name} takes a number")
+    if a_scale is None or matmul.scaled is None or not travels:
+        return Product(matmul, placement, None)
+    scale = placed_scales(region, a_scale, region.view(a_scale), matmul.scaled.of_a, placement)
+    if isinstance(scale, Refusal):
+        return scale
+    return misfit(matmul, matmul.scaled) if scale is None else Product(matmul, placement, scale)
+
+
+def placed_scales(
+    region: Region, node: fx.Node, view: IndexMap, of_a: ScalesOfA, data: GatherPlacement
+) -> GatherPlacement | Refusal | None:
+    """Where the scales of A are, seen as `view` of a node's root; None if they are not laid out over rows as A is."""
+    if len(view.dims) != 2:
+        return None
+    found = region.located(node, view.permute((1, 0)) if of_a.transposed else view)
+    return found if isinstance(found, Refusal) or scales_rows(found, data, of_a.rows, of_a.numbers) else None
+
+
+def _first_number(region: Region, node: fx.Node) -> fx.Node | None:
+    """The first op on the way to a member that takes a number, or a tensor computed from such."""
+    roots = _roots_above(region, [node])
+    return next((root for root in roots if region.roots[root].numbers), None)
+
+
+def _roots_above(region: Region, ends: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+    """The computed tensors that members are made of, each by its first twin, in graph order."""
+    twins = (region.twin(end) for end in ends)
+    above = reachable(twins, lambda root: map(region.twin, region.sources(root)))
+    return region.scene.sorted(above - {region.gather.node})
+
+
+# --- the chain ---------------------------------------------------------------------------------------------------
+def chains_of(region: Region, products: Iterable[Product]) -> Iterator[GatherChain]:
+    """Chains, each of the products that one fused op can compute together, of which one may be fused.
+
+    Rows are preferred to the contraction, since chunks of rows finish early, then the earlier matmul.
+    """
+    alike: dict[Any, list[Product]] = {}
+    for one in sorted(products, key=lambda one: one.placement.axis != "rows"):
+        alike.setdefault(_key(region, one), []).append(one)
+    return (_chain(region, chosen) for chosen in alike.values())
+
+
+def _chain(region: Region, products: Sequence[Product]) -> GatherChain:
+    lead, matmuls = products[0], tuple(one.matmul for one in products)
+    used = region.used_elsewhere(set(nodes_of(matmuls)))
+    returned, copies = _returned(region, used, matmuls)
+    held = set() if returned is None else set(views_of([returned]))
+    served = _served(region, copies, held)
+    used = {node: users for node, users in used.items() if node not in held and region.home[node] not in served}
+    hoist = _hoist(region, used, products, copies, held) if region.members else None
+    ends = [end for one in products for end in one.ends] + [one.node for one in (hoist.apart if hoist else ())]
+    return GatherChain(
+        collective=region.gather,
+        matmuls=matmuls,
+        placement=lead.placement,
+        views=region.scene.sorted(region.views_to(ends)),
+        returned=returned,
+        scale_placement=lead.scale,
+        hoist=hoist,
+    )
+
+
+def _key(region: Region, one: Product) -> tuple[Any, ...]:
+    """Equal for products of the same left operand and scale of it, with the same options."""
+    a, scaled = one.matmul.a, one.matmul.scaled
+    operand = (region.twin(a), one.placement, value_of(a).dtype)
+    if scaled is None:
+        return operand
+    own = region.known.get(scaled.a_scale, scaled.a_scale)
+    scale = own if one.scale is None else (region.twin(scaled.a_scale), one.scale)
+    return (*operand, scale, scaled.out_dtype, scaled.use_fast_accum, scaled.of_a)
+
+
+def _returned(region: Region, used: Users, matmuls: Sequence[Matmul]) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
+    """What the fused op returns to other users: the matmuls' left operand, if all that these use are views of it.
+
+    Two views of one tensor share memory, and an operand from the fused op would not. So where there are others, the
+    gathered tensor itself is made of what the op returns; where ops are hoisted, its gather stays. Roots that hold what
+    the operand holds, and that are used too, are copies of it.
+    """
+    operand, *others = {matmul.a for matmul in matmuls}
+    taken = {node for node in used if region.home[node] is region.home[operand]}
+    alone = not others and compat.is_contiguous(value_of(operand)) and operand not in region.gather.results
+    if alone and taken <= set(views_of([operand])):
+        roots = dict.fromkeys(region.home[node] for node in used if node not in taken)
+        copies = tuple(root for root in roots if _is_copy(region, root, operand))
+        return (operand if taken or copies else None), copies
+    return (region.gather.node if taken and not region.members else None), ()
+
+
+def _is_copy(region: Region, root: fx.Node, operand: fx.Node) -> bool:
+    """True for a row-major root that holds the elements of an operand, in their order."""
+    ours, value = region.view(operand), value_of(root)
+    in_order = (ours.digits, ours.offset) == (region.view(root).digits, 0)
+    as_it_is = compat.is_contiguous(value) and value.dtype == value_of(operand).dtype
+    return region.twin(root) is region.twin(operand) and in_order and as_it_is
+
+
+def _hoist(
+    region: Region, used: Users, products: Sequence[Product], copies: tuple[fx.Node, ...], held: set[fx.Node]
+) -> Hoist:
+    """The ops to repeat on the shard for an operand and perhaps its scale, and what becomes of what is `used` else.
+
+    The fused op returns what is `held`, and `copies` are made of that.
+    """
+    lead, ends, apart = products[0], products[0].ends, _apart(region, used)
+    along = None if len(ends) > 1 or lead.matmul.scaled is None else _along(region, apart, lead.placement)
+    served = _served(region, [*apart, *copies], held)
+    others = [user for node, users in used.items() if region.home[node] not in served for user in users]
+    needed = _needed(region, [*apart, *(source for one in products for source in (one.matmul.a, *one.matmul.operands))])
+    overall = {one: equal for one, equal in region.overall.items() if one in needed or not others}
+    left = [node for one, equal in region.overall.items() if one not in overall for node in equal]
+    kept = region.scene.sorted([*others, *left])
+    sources = [source for one in overall for source in region.sources(one)]
+    return Hoist(
+        steps=tuple(_step(region, root) for root in _roots_above(region, [*ends, *apart, *sources])),
+        operand=region.twin(ends[0]),
+        scale=region.twin(ends[1]) if len(ends) > 1 else None,
+        inside=region.scene.sorted(region.home),
+        overall=tuple(Overall(_step(region, one), tuple(equal), one in needed) for one, equal in overall.items()),
+        copies=copies,
+        apart=tuple(Apart(one, region.twin(one), region.roots[one].outer, region.roots[one].block) for one in apart),
+        along=along,
+        kept=kept,
+        hidden_by=_matmuls_between(region, lead.matmul.node, kept),
+    )
+
+
+def _needed(region: Region, ends: Iterable[fx.Node]) -> set[fx.Node]:
+    """Those reductions over all ranks' rows, each the first of its value, that `ends` are computed from."""
+    above = reachable(ends, where=lambda node: node in region.home or node in region.known)
+    return {region.known[node] for node in above if node in region.known} & region.overall.keys()
+
+
+def _along(region: Region, apart: Sequence[fx.Node], data: GatherPlacement) -> fx.Node | None:
+    """The first of small roots that has one fp32 number for each row of the data, in the rows' order; its twin."""
+    for root in apart if data.axis == "rows" else ():
+        value, found = tensor_of(root), region.roots[root]
+        in_order = same(found.outer, data.outer) and same(found.block, data.inner)
+        if in_order and value is not None and value.dtype == torch.float32:
+            return found.twin
+    return None
+
+
+def _step(region: Region, root: fx.Node) -> Step:
+    parts = tuple((operand, _part(region, operand)) for operand in region.sources(root))
+    assert compat.is_op(root.target)
+    return Step(root, root.target, tuple(root.args), dict(root.kwargs), parts)
+
+
+def _part(region: Region, node: fx.Node) -> Part:
+    place, shape = region.members[node], list(region.scene.sizes.of(value_of(node)))
+    shape[place.dim] = place.outer * place.inner
+    return Part(region.twin(node), place.part, tuple(shape))
+
+
+def _apart(region: Region, used: Users) -> list[fx.Node]:
+    """The small roots to gather on their own: those used elsewhere, unless a gather that stays serves them in time."""
+    order, small = region.scene.order, {node for node in used if _is_small(region, region.home[node])}
+    limit = min((order[users[0]] for node, users in used.items() if node not in small), default=len(order))
+    found: list[fx.Node] = []
+    for node, users in used.items():
+        root = region.home[node]
+        if node in small and order[users[0]] < limit and root not in _served(region, found):
+            found.append(root)
+    return found
+
+
+def _served(region: Region, apart: Sequence[fx.Node], held: Container[fx.Node] = ()) -> set[fx.Node]:
+    """The roots that are gathered on their own or copied, and those computed from such and what is `held` alone."""
+    served = set(apart)
+    for root in region.roots:  # in graph order
+        sources = region.sources(root)
+        if sources and all(source in held or region.home[source] in served for source in sources):
+            served.add(root)
+    return served
+
+
+def _is_small(region: Region, root: fx.Node) -> bool:
+    """True for one number, and for a row-major tensor of far fewer bytes than the gathered one."""
+    value, whole = value_of(root), value_of(region.gather.node)
+    sizes = region.scene.sizes
+    count = product(sizes.of(value))
+    times = quotient(product(sizes.of(whole)), count)
+    small = isinstance(times, int) and times * whole.dtype.itemsize >= _SMALL * value.dtype.itemsize
+    return (small or same(count, 1)) and compat.is_contiguous(value)
+
+
+def _matmuls_between(region: Region, first: fx.Node, kept: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """The matmuls after `first` that run before the first user of the kept gather."""
+    if not kept:
+        return ()
+    order = region.scene.order
+    return tuple(node for node in region.scene.nodes[order[first] + 1 : order[kept[0]]] if is_matmul(node))

@@ -1,0 +1,233 @@
+"""Collectives without a matmul, by the same means as those with one: they leave the GPU's SMs to compute.
+
+    asynctp::all_gather, asynctp::reduce_scatter, asynctp::all_reduce, asynctp::wait
+
+A group whose matmuls' collectives are fused has these for its others too: one rank may multiply what it gathers, and
+another one may not. They have the contract of `_c10d_functional.all_gather_into_tensor`, `reduce_scatter_tensor` and
+`all_reduce`: along dim 0, and asynchronous, so that the result must go through `_c10d_functional.wait_tensor` before it
+is read. The input is copied
+first: Inductor, which does not know these ops, may write to its memory as soon as they return. On CUDA copy engines
+move the data (`asynctp_kernels.cuda.collectives`): `all_keep`, the same on all ranks, tells that no rank's call only
+multiplies what it gathers, and keeps none of it. Elsewhere, and where the GPUs cannot share memory, these are the
+functional collectives themselves. Importing this module registers them.
+
+`asynctp::wait(result, source)` is how a rewritten graph waits. It reads the collective's input too, so that Inductor
+leaves that alone for so long: no copy (`copy=False`). And it gives its result, as an alias, where `wait_tensor` is a
+mutation to Inductor, which loses sight of how a mutated tensor is read when it chooses the tiles of what reads it
+(`torch._inductor.tiling_utils.extract_normalized_read_writes`, 2.11 to 2.13: a transposing copy took five times as
+long). AOTAutograd does not take ops that return an alias: this one is for graphs behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asynctp_passes import compat, ops
+from asynctp_passes.ops import reference
+
+__all__ = ["OPS", "all_gather", "all_reduce", "reduce_scatter"]
+
+OPS = {
+    "all_gather": "(Tensor shard, int group_size, Any group_name, *, bool copy=True, bool all_keep=True) -> Tensor",
+    "reduce_scatter": "(Tensor whole, str reduce_op, int group_size, Any group_name, *, bool copy=True) -> Tensor",
+    "all_reduce": "(Tensor input, str reduce_op, Any group_name) -> Tensor",
+    "wait": "(Tensor(a) result, Tensor source) -> Tensor(a)",
+}
+
+
+# --- real implementations ---------------------------------------------------------------------------------------
+def _real_all_gather(
+    shard: Tensor, group_size: int, group_name: Any, copy: bool = True, all_keep: bool = True
+) -> Tensor:
+    def check() -> None:
+        reference.check_group("all_gather", group_size, group_name)
+
+    _check_dims("all_gather", shard)
+    shard = _unchanged(shard, copy)
+    if (cuda := ops.overlapped(shard)) is not None:
+        group = compat.process_group(group_name)
+        found: Tensor | None = cuda.run_bulk_gather(shard, group_size, group, check, all_keep)
+        if found is not None:
+            return found
+    check()
+    fp8 = shard.dtype in reference.FP8_DTYPES  # gloo has no such type
+    wire = shard.view(torch.uint8) if fp8 else shard
+    gather = torch.ops._c10d_functional.all_gather_into_tensor
+    full: Tensor = gather(wire, group_size, compat.group_name_of(group_name))
+    return full.view(shard.dtype) if fp8 else full
+
+
+def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_name: Any, copy: bool = True) -> Tensor:
+    def check() -> None:
+        reference.check_group("reduce_scatter", group_size, group_name)
+        _check_scatter(whole, reduce_op, group_size)
+
+    _check_dims("reduce_scatter", whole)
+    whole = _unchanged(whole, copy)
+    if (cuda := ops.overlapped(whole)) is not None:
+        group = compat.process_group(group_name)
+        found: Tensor | None = cuda.run_bulk_scatter(whole, reduce_op, group_size, group, check)
+        if found is not None:
+            return found
+    check()
+    if whole.device.type == "cpu" and reduce_op == "avg":  # gloo has no average: complete, then divided
+        return reference.reduce_scatter(whole, reduce_op, 0, group_size, group_name)
+    scatter = torch.ops._c10d_functional.reduce_scatter_tensor
+    shard: Tensor = scatter(whole, reduce_op, group_size, compat.group_name_of(group_name))
+    return shard
+
+
+def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any) -> Tensor:
+    def check() -> None:
+        reference.group_and_size(group_name)
+        _check_reduction("all_reduce", reduce_op)
+
+    cuda = ops.overlapped(tensor)
+    if (run := getattr(cuda, "run_bulk_all_reduce", None)) is not None:
+        found: Tensor | None = run(tensor, reduce_op, compat.process_group(group_name), check)
+        if found is not None:
+            return found
+    check()
+    if tensor.device.type == "cpu" and reduce_op == "avg":  # gloo has no average: complete, then divided
+        return reference.all_reduce(tensor.contiguous(), reduce_op, group_name)
+    total: Tensor = torch.ops._c10d_functional.all_reduce(
+        tensor.contiguous(), reduce_op, compat.group_name_of(group_name)
+    )
+    return total
+
+
+def _real_wait(result: Tensor, source: Tensor) -> Tensor:
+    with compat.below_autograd():
+        done: Tensor = torch.ops._c10d_functional.wait_tensor.default(result)
+    return done
+
+
+def _unchanged(tensor: Tensor, copy: bool) -> Tensor:
+    """A contiguous tensor that stays as it is: a copy, or the tensor itself, which the caller leaves alone."""
+    return tensor.clone(memory_format=torch.contiguous_format) if copy else tensor.contiguous()
+
+
+def _check_dims(op: str, tensor: Tensor) -> None:
+    if tensor.ndim == 0:
+        raise ValueError(f"asynctp {op}: a tensor without dimensions cannot be split over ranks; unsqueeze(0) it first")
+
+
+def _check_reduction(op: str, reduce_op: str) -> None:
+    if reduce_op not in reference.REDUCE_OPS:
+        raise ValueError(
+            f"asynctp {op}: reduce_op={reduce_op!r} is not valid; it must be one of {reference.REDUCE_OPS}"
+        )
+
+
+def _check_scatter(whole: Tensor, reduce_op: str, group_size: int) -> None:
+    _check_reduction("reduce_scatter", reduce_op)
+    if whole.shape[0] % group_size:
+        raise ValueError(
+            f"asynctp reduce_scatter: {whole.shape[0]} rows do not divide by {group_size} ranks; pad dim 0"
+        )
+
+
+# --- fake implementations ---------------------------------------------------------------------------------------
+def _fake_all_gather(
+    shard: Tensor, group_size: int, group_name: Any, copy: bool = True, all_keep: bool = True
+) -> Tensor:
+    return shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
+
+
+def _fake_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_name: Any, copy: bool = True) -> Tensor:
+    return whole.new_empty((whole.shape[0] // group_size, *whole.shape[1:]))
+
+
+def _fake_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any) -> Tensor:
+    return tensor.new_empty(tensor.shape)
+
+
+def _fake_wait(result: Tensor, source: Tensor) -> Tensor:
+    return result.view_as(result)
+
+
+def _no_gradient(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError(
+        "asynctp: the collectives have no gradient, as the functional ones that they stand for; "
+        "use torch.distributed.tensor, or torch.distributed._functional_collectives' autograd forms"
+    )
+
+
+# --- registration -----------------------------------------------------------------------------------------------
+def _register() -> Any:
+    """Define the ops. They live as long as the returned library does."""
+    library: Any = torch.library.Library("asynctp", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name, schema in OPS.items():
+        library.define(name + schema)
+    ops.register(library, "all_gather", _real_all_gather, _fake_all_gather, _no_gradient)
+    ops.register(library, "reduce_scatter", _real_reduce_scatter, _fake_reduce_scatter, _no_gradient)
+    ops.register(library, "all_reduce", _real_all_reduce, _fake_all_reduce, _no_gradient)
+    for key in ("CPU", "CUDA"):  # an alias of what has no gradient
+        library.impl("wait", _real_wait, key)
+    torch.library.register_fake("asynctp::wait", _fake_wait, lib=library)
+    return library
+
+
+_LIBRARY = _register()
+
+
+# --- called by hand ---------------------------------------------------------------------------------------------
+def all_gather(shard: Tensor, *, group: Any) -> Tensor:
+    """All ranks' shards along dim 0, in rank order, while the SMs compute. Asynchronous: see the module.
+
+    Args:
+        shard: This rank's piece, `[m, *]`; any dtype.
+        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
+
+    Returns:
+        `[W * m, *]` over W ranks, to be completed by `torch.ops._c10d_functional.wait_tensor`.
+
+    Raises:
+        ValueError: A tensor without dimensions, or a group that does not exist.
+    """
+    name, size = reference.group_and_size(group)
+    full: Tensor = torch.ops.asynctp.all_gather(shard, size, name)
+    return full
+
+
+def reduce_scatter(whole: Tensor, *, group: Any, reduce_op: str = "sum") -> Tensor:
+    """This rank's block along dim 0 of the ranks' sum, while the SMs compute. Asynchronous: see the module.
+
+    On CUDA bf16, fp16 and fp32 are summed in fp32 in rank order and rounded once: the same bits in every run.
+
+    Args:
+        whole: `[W * m, *]` over W ranks.
+        group: As for `all_gather`.
+        reduce_op: "sum" or "avg".
+
+    Returns:
+        `[m, *]`, to be completed by `torch.ops._c10d_functional.wait_tensor`.
+
+    Raises:
+        ValueError: Rows that do not divide by the ranks, another reduction, or a group that does not exist.
+    """
+    name, size = reference.group_and_size(group)
+    block: Tensor = torch.ops.asynctp.reduce_scatter(whole, reduce_op, size, name)
+    return block
+
+
+def all_reduce(tensor: Tensor, *, group: Any, reduce_op: str = "sum") -> Tensor:
+    """The ranks' sum or average, while the SMs compute. Asynchronous: see the module.
+
+    Args:
+        tensor: Of the same shape on all ranks.
+        group: As for `all_gather`.
+        reduce_op: "sum" or "avg".
+
+    Returns:
+        A contiguous tensor, to be completed by `torch.ops._c10d_functional.wait_tensor`.
+
+    Raises:
+        ValueError: Another reduction, or a group that does not exist.
+    """
+    name, _ = reference.group_and_size(group)
+    total: Tensor = torch.ops.asynctp.all_reduce(tensor, reduce_op, name)
+    return total

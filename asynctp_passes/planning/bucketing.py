@@ -1,0 +1,199 @@
+"""Coalesce small all-reduces: those of a graph that do not wait for one another become one. Pure.
+
+    x → all_reduce → wait → ...                 x ┐                              ┌ → ...
+    y → all_reduce → wait → ...     becomes     y ┴ cat → all_reduce → wait → split → ...
+
+fp8 training all-reduces an amax for every tensor that it quantizes: a few bytes each, so that each costs a whole
+latency and hardly any bandwidth.
+
+Only cheap work (views, pointwise ops, casts, reductions) may change its place. All else is *slow*: matmuls, other
+collectives, whatever is not known to be cheap, and each fused chain as one step. Slow steps keep their order, so every
+candidate has a window among them: it comes after the last slow step that it depends on (`after`), and before the first
+one that depends on it (`before`). Candidates go together when one point lies in all of their windows. A weight's amax
+depends on nothing slow, so it travels with the first one of the graph.
+
+Why the result has no cycle: candidates are tied to one another only through slow steps (a candidate that depends on
+another one through cheap work alone counts as slow itself). So if set S comes before set T, then
+`before(S) <= after(T) < before(T)`: along any way from set to set `before` grows, and none leads back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from asynctp_passes import compat, reasons
+from asynctp_passes.ir.calls import Collective, nodes_of
+from asynctp_passes.ir.nodes import is_random, is_size, mutates, op_name, steps_of, tensor_of, value_of
+from asynctp_passes.ir.read import WAIT
+from asynctp_passes.matching.chains import Bundle, Decision, GatherChain, anchor, fused_chains
+from asynctp_passes.matching.collapsed import contracted
+from asynctp_passes.matching.near_miss import transparent
+from asynctp_passes.planning.cost_model import bytes_of
+from asynctp_passes.planning.legality import Context
+from asynctp_passes.planning.overlap import order_beside
+
+__all__ = ["SMALL_BYTES", "coalesce"]
+
+SMALL_BYTES = 256 * 1024
+"""An all-reduce of more bytes is left alone: its time is bandwidth, and the copy into one buffer would cost more."""
+
+_EXACT = ("max", "min")
+"""Reductions that give the same bits in any order of ranks. A sum's rounding depends on the backend's order, and that
+on where in the buffer an element lies."""
+
+_CHEAP = {
+    "getitem",
+    "aten.cat.default",
+    "aten.full.default",
+    "aten.scalar_tensor.default",
+    "_dtensor.mesh_get_process_group.default",
+}
+
+Key = tuple[object, ...]
+
+
+@dataclass
+class _Set:
+    """Candidates that one point lies in the windows of."""
+
+    after: float
+    before: float
+    members: list[Collective] = field(default_factory=list)
+
+
+def coalesce(decisions: Sequence[Decision], context: Context) -> list[Bundle]:
+    """The sets of two or more small all-reduces that become one each, in the order of their windows.
+
+    Members of a set have one group, reduction (max or min), dtype, device and stretch between in-place operations.
+
+    Args:
+        decisions: What becomes of every collective; fused chains count as one step each.
+        context: The graph, its in-place operations and the configuration.
+    """
+    candidates = {d.candidate.collective.node: d.candidate.collective for d in decisions if _eligible(d, context)}
+    if not context.config.coalesce or len(candidates) < 2:
+        return []
+    steps, inputs = _steps(context, decisions, candidates)
+    windows = _windows(steps, candidates, inputs)
+    place = {node: index for index, step in enumerate(steps) for node in step}
+    sets: dict[Key, list[_Set]] = {}
+    for node in sorted(windows, key=lambda node: (windows[node][1], place[node])):
+        after, before = windows[node]
+        ours = sets.setdefault(_key(candidates[node], context), [])
+        chosen = next((one for one in ours if after < one.before), None)
+        if chosen is None:
+            chosen = _Set(after, before)
+            ours.append(chosen)
+        chosen.after = max(chosen.after, after)
+        chosen.members.append(candidates[node])
+    found = sorted((one for ours in sets.values() for one in ours), key=lambda one: one.before)
+    return [_bundle(one, steps, place) for one in found if len(one.members) > 1]
+
+
+def _bundle(chosen: _Set, steps: Sequence[Sequence[fx.Node]], place: Mapping[fx.Node, int]) -> Bundle:
+    """The members in order, and where their window is: at the first member that lies in it, else at its end."""
+    members = tuple(sorted(chosen.members, key=lambda member: place[member.node]))
+    inside = (member.node for member in members if chosen.after < place[member.node] < chosen.before)
+    return Bundle(members, next(inside, None) or steps[int(chosen.before)][0])
+
+
+# --- which ------------------------------------------------------------------------------------------------
+def _eligible(decision: Decision, context: Context) -> bool:
+    """True for a small out-of-place all-reduce of an enrolled group whose result is waited for before it is used."""
+    collective = decision.candidate.collective
+    if op_name(collective.node) != "_c10d_functional.all_reduce.default" or decision.refusal is None:
+        return False
+    if decision.refusal.reason is reasons.RESULT_DROPPED:
+        return False
+    if collective.reduce_op not in _EXACT or not context.config.enrolls(collective.group_key):
+        return False
+    size, result = bytes_of(collective.input), tensor_of(collective.node)
+    if size is None or result is None or not compat.is_contiguous(result):
+        return False
+    awaited = bool(collective.waits) and set(collective.node.users) == set(collective.waits)
+    return 0 < size <= SMALL_BYTES and awaited
+
+
+def _key(collective: Collective, context: Context) -> Key:
+    """What members of one set have in common."""
+    value, segment = value_of(collective.input), context.segments[collective.node]
+    return collective.group_key, collective.reduce_op, value.dtype, value.device, segment
+
+
+# --- when -------------------------------------------------------------------------------------------------
+Inputs = Mapping[fx.Node, Sequence[fx.Node]]
+"""What nodes are computed from, where that is not their `all_input_nodes`."""
+
+
+def _steps(
+    context: Context, decisions: Sequence[Decision], free: Container[fx.Node]
+) -> tuple[list[list[fx.Node]], Inputs]:
+    """The graph's nodes in an order in which each fused chain is one step, its collective first; and their inputs.
+
+    A chain stands where `rewrite` puts its op. In-place operations stay where they are, and what communicates stays in
+    order, but for what is `free`. A collective that runs beside products comes before them, and its wait behind.
+    """
+    chains = fused_chains(decisions)
+    owners, inputs = contracted(context.graph, context.sizes, chains, free)
+    op_of = {node: chain.collective.node for chain in chains for node in nodes_of(chain.matmuls)}
+    for pair in (pair for decision in decisions for pair in order_beside(decision)):
+        first, then = (op_of.get(node, node) for node in pair)
+        inputs[then] = [*inputs.get(then, then.all_input_nodes), first]
+    position = {node: float(index) for index, node in enumerate(context.graph.nodes)}
+    for chain in chains:
+        follows = isinstance(chain, GatherChain) and chain.follows is not None
+        position[chain.collective.node] = position[anchor(chain)] + 0.5 * follows
+    steps = steps_of(context.graph, owners, inputs, lambda own: (context.segments[own], position[own]))
+    assert sum(map(len, steps)) == len(position), "find drops chains that cannot each be one step"
+    return steps, inputs
+
+
+def _windows(
+    steps: Sequence[Sequence[fx.Node]], candidates: Mapping[fx.Node, Collective], inputs: Inputs
+) -> dict[fx.Node, tuple[float, float]]:
+    """For each candidate the last slow step that it depends on, and the first that depends on it, as indices."""
+    after: dict[fx.Node, float] = {}
+    tied: dict[fx.Node, bool] = {}
+    slow: set[fx.Node] = set()
+    chosen: set[fx.Node] = set()
+    for index, step in enumerate(steps):
+        sources = _sources(step, inputs)
+        bound = max((after[source] for source in sources), default=-1.0)
+        behind = any(tied[source] for source in sources)
+        if step[0] in candidates and not behind:
+            chosen.add(step[0])
+            behind = True
+        elif not _cheap(step, chosen):
+            slow.update(step)
+            bound, behind = index, False
+        after.update(dict.fromkeys(step, bound))
+        tied.update(dict.fromkeys(step, behind))
+    before: dict[fx.Node, float] = {}
+    for index, step in reversed(list(enumerate(steps))):
+        bound = index if step[0] in slow else min(before.get(node, math.inf) for node in step)
+        for source in _sources(step, inputs):
+            before[source] = min(bound, before.get(source, math.inf))
+    return {node: (after[node], before.get(node, math.inf)) for node in chosen}
+
+
+def _sources(step: Sequence[fx.Node], inputs: Inputs) -> list[fx.Node]:
+    """What a step is computed from."""
+    return [source for node in step for source in inputs.get(node, node.all_input_nodes) if source not in step]
+
+
+def _cheap(step: Sequence[fx.Node], chosen: set[fx.Node]) -> bool:
+    """True for work that may change its place: it costs about what reading its inputs costs, and changes nothing."""
+    node = step[0]
+    if len(step) > 1 or mutates(node):
+        return False
+    if node.op != "call_function":
+        return True
+    if op_name(node) == WAIT:
+        return node.args[0] in chosen
+    if is_random(node):
+        return False
+    return transparent(node) or is_size(node) or op_name(node) in _CHEAP

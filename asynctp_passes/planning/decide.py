@@ -1,0 +1,101 @@
+"""Decide, for every candidate, between FUSED, SKIPPED and MISSED. Pure: nothing is edited."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from asynctp_passes import compat
+from asynctp_passes.config import Config
+from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.nodes import Sizes, acts, mutates, op_name, phase_of, reachable, segments, tangents_of
+from asynctp_passes.ir.read import read_collectives
+from asynctp_passes.matching.chains import Candidate, Decision
+from asynctp_passes.matching.find import find
+from asynctp_passes.planning.deviations import Words
+from asynctp_passes.planning.legality import CHECKS, Context, Verdict, is_tensor_parallel
+from asynctp_passes.reasons import Refusal
+
+__all__ = ["allowed", "decide", "decide_graph", "unused_collectives"]
+
+
+def decide_graph(graph: fx.Graph, config: Config, verdict: Verdict | None = None) -> tuple[list[Decision], Context]:
+    """One decision per collective of a graph, in order, and what they were made with.
+
+    Args:
+        graph: The graph.
+        config: The configuration.
+        verdict: What the ranks said to the deviations that the decisions without it have.
+    """
+    collectives = read_collectives(graph)
+    sizes = Sizes(graph, (collective.group_size for collective in collectives))
+    unused = unused_collectives(graph, collectives, config)
+    context = Context(graph, sizes, config, segments(graph), unused, words=Words(collectives), verdict=verdict)
+    context = replace(context, unused=_dropped_everywhere(collectives, context))
+    candidates = find(graph, collectives, context.sizes, lambda candidate: allowed(candidate, context))
+    return decide(candidates, context), context
+
+
+def unused_collectives(graph: fx.Graph, collectives: Sequence[Collective], config: Config) -> frozenset[fx.Node]:
+    """Collectives of enrolled groups whose result nothing uses, where these can go: what the partitioner left.
+
+    It copies to each half of a training step all that can be computed there, and misses collectives whose users it
+    erases afterwards. What is no such copy stays, those of a forward, of inference, or of the gradients that come in: a
+    program may leave the result unused on some ranks only, and all of them take part.
+    """
+    phase = phase_of(graph)
+    if phase == "inference":
+        return frozenset()
+    left = [one for one in collectives if phase == "backward" or compat.is_of_backward(one.node)]
+    of_gradients = reachable(tangents_of(graph), lambda node: node.users)
+    ours = {one.node: one for one in left if _can_go(one, config) and one.node not in of_gradients}
+    waits = {wait for one in ours.values() for wait in one.waits}
+    others = [node for node in graph.nodes if node not in ours and node not in waits and acts(node)]
+    gone = frozenset(ours) - reachable(others)
+    return frozenset(node for node in gone if _serves_own_group(ours[node], ours))
+
+
+def _serves_own_group(collective: Collective, unused: Mapping[fx.Node, Collective]) -> bool:
+    """True where all unused collectives that need this one are of its group: its ranks decide on all of them at once.
+
+    Others have ranks that may decide otherwise, and the collective would be needed.
+    """
+    after = reachable([collective.node], lambda node: node.users)
+    return all(unused[node].group_key == collective.group_key for node in after if node in unused)
+
+
+def _dropped_everywhere(collectives: Sequence[Collective], context: Context) -> frozenset[fx.Node]:
+    """Those of the unused collectives that all ranks of their group leave out."""
+    groups: dict[str, list[Collective]] = {}
+    for one in collectives:
+        if one.node in context.unused:
+            groups.setdefault(one.group_key, []).append(one)
+    gone = (found for group, found in groups.items() if not context.refused(group, context.words.of_dropped(found)))
+    return frozenset(one.node for found in gone for one in found)
+
+
+def _can_go(collective: Collective, config: Config) -> bool:
+    """True for torch's own out-of-place gather or reduction of one tensor."""
+    functional = op_name(collective.node).startswith("_c10d_functional.") and not mutates(collective.node)
+    return collective.kind != "other" and functional and config.enrolls(collective.group_key)
+
+
+def allowed(candidate: Candidate, context: Context) -> bool:
+    """True when a candidate with a chain passes every check."""
+    return candidate.chain is not None and _verdict(candidate, context) is None
+
+
+def decide(candidates: Sequence[Candidate], context: Context) -> list[Decision]:
+    """One decision per candidate, in the same order: the first failed check, or FUSED.
+
+    A collective that is part of another one's chain shares its fate.
+    """
+    groups = frozenset(one.collective.group_key for one in candidates if is_tensor_parallel(one))
+    context = replace(context, tensor_parallel=groups)
+    return [Decision(candidate, _verdict(candidate.joins or candidate, context)) for candidate in candidates]
+
+
+def _verdict(candidate: Candidate, context: Context) -> Refusal | None:
+    return next((refusal for check in CHECKS if (refusal := check(candidate, context)) is not None), None)

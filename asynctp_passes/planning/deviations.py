@@ -1,0 +1,260 @@
+"""Deviations: what a plan sends otherwise than the program's collectives do, in words that ranks can compare. Pure.
+
+    hoist     gather 0 of bf16 sends convert_element_type(clamp(mul(own part, 2.0)), float8_e4m3fn) instead
+    join      the scales of gather 1 travel with the data of gather 0
+    late      gather 0 comes after reduction 1, which a fused matmul of it depends on
+    sum       one reduction for reductions 0, 1 and 2, of which only the sum is used
+    bucket    one all-reduce for all-reduces 3, 4 and 5
+    drop      reduction 6 is not made, since nothing uses it
+    again     gather 0 is made again in the backward
+    keep      gather 0 is kept, so that it may be pulled to its place: where it goes by asynctp's own transport
+
+All other rewrites leave what a rank sends as it is, whatever the other ranks do. These do not, so that all ranks of a
+group have to do them, or none (`agree`). A text names collectives by their place among those of their group. It has
+all that decides the values: operations, constants, dtypes, and the sizes along which something is rearranged or
+reduced. It has no names and no other sizes, since one rank may compile for static sizes and another for dynamic ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.nodes import arguments, tensor_of, value_of
+from asynctp_passes.ir.read import called_name, sent_kind
+from asynctp_passes.ir.sizes import Size, same
+from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
+from asynctp_passes.matching.chains import Bundle, GatherChain, Hoist, Part, ScatterChain, Step
+from asynctp_passes.matching.near_miss import reduces
+
+__all__ = ["LOCAL", "Words", "communicated"]
+
+LOCAL = "?"
+"""A text with this in it has a size that only this rank knows, and is comparable to no other rank's."""
+
+_LONGEST = 240
+
+
+def communicated(collectives: Iterable[Collective], phase: str) -> dict[str, str]:
+    """For each group a hash of what it communicates in a graph: kinds, reductions and dtypes, in their order.
+
+    A backward has other hashes: a rank may compile it with its forward, and another one only when it runs.
+    """
+    told: dict[str, list[str]] = {}
+    begin = "backward\n" if phase == "backward" else ""
+    for one in collectives:
+        sent = sent_kind(one)
+        kind = called_name(one.node) if sent == "other" else f"{sent}({one.reduce_op})"
+        value = tensor_of(one.input)
+        told.setdefault(one.group_key, []).append(f"{kind} {'' if value is None else value.dtype}")
+    return {
+        group: hashlib.sha256((begin + "\n".join(lines)).encode()).hexdigest()[:16] for group, lines in told.items()
+    }
+
+
+class Words:
+    """The texts of one graph's deviations.
+
+    Args:
+        collectives: All collectives of the graph, in order.
+    """
+
+    def __init__(self, collectives: Sequence[Collective]) -> None:
+        count: dict[str, int] = {}
+        self._place: dict[fx.Node, int] = {}
+        for one in collectives:
+            place = count.setdefault(one.group_key, 0)
+            self._place.update(dict.fromkeys(one.nodes, place))
+            count[one.group_key] = place + 1
+        self._collectives = collectives
+
+    def of_chain(self, chain: GatherChain | ScatterChain | None) -> list[str]:
+        """What fusing a chain makes of its collectives, beyond what they are; mostly nothing."""
+        if isinstance(chain, GatherChain):
+            late = [] if chain.follows is None else [self._late(chain, chain.follows)]
+            return [*late, *([self._hoist(chain, chain.hoist)] if chain.hoist is not None else self._joined(chain))]
+        return [self._sum(chain)] if chain is not None and chain.joined else []
+
+    def of_bundle(self, bundle: Bundle) -> str:
+        """The all-reduces that become one, and between which collectives of the group that is."""
+        places = [self._place[member.node] for member in bundle.members]
+        group, order = bundle.collective.group_key, list(bundle.place.graph.nodes)
+        limit = order.index(bundle.place)
+        before = sum(one.group_key == group and order.index(one.node) < limit for one in self._collectives)
+        dtype = value_of(bundle.inputs[0]).dtype
+        return f"bucket: all_reduce({bundle.collective.reduce_op}) of {dtype} for {places}, after the first {before}"
+
+    def of_dropped(self, dropped: Iterable[Collective]) -> str:
+        """The collectives of one group that are not made."""
+        return f"drop: {sorted(self._place[one.node] for one in dropped)}"
+
+    def of_again(self, gather: Collective) -> str:
+        """The gather that is made again in the backward."""
+        return f"again: all_gather {self._place[gather.node]}"
+
+    def of_kept(self, gather: Collective) -> str:
+        """The gather whose result this rank keeps, whatever it multiplies."""
+        return f"keep: all_gather {self._place[gather.node]}"
+
+    def of_plain(self) -> str:
+        """The collectives of a group that stay torch's, as they are of parameters."""
+        return "plain: collectives of parameters"
+
+    # --- reductions ---
+    def _sum(self, chain: ScatterChain) -> str:
+        members = sorted((self._place[node], times) for node, times in chain.crossing)
+        terms = " + ".join(f"{times:g} * {place}" for place, times in members)
+        return f"sum: {chain.collective.kind}({chain.collective.reduce_op}) in place of {terms}"
+
+    # --- gathers ---
+    def _late(self, chain: GatherChain, follows: fx.Node) -> str:
+        own = chain.collective
+        passed = [one for one in self._collectives if own.start < one.start <= follows]
+        told = [f"{one.kind} {self._place[one.node]}" if one.group_key == own.group_key else one.kind for one in passed]
+        known = any(one.start is follows for one in passed)
+        return f"late: all_gather {self._place[own.node]} after {', '.join(told)}{'' if known else LOCAL}"
+
+    def _joined(self, chain: GatherChain) -> list[str]:
+        data = f"{self._place[chain.collective.node]}{_way(chain.placement.shard)}"
+        texts = []
+        if chain.scale is not None and chain.scale_placement is not None:
+            way = _way(chain.scale_placement.shard)
+            texts.append(f"join: scales of all_gather {self._place[chain.scale.node]}{way} with all_gather {data}")
+        if chain.along is not None:
+            place, way = self._place[chain.along.gather.node], _way(chain.along.placement.shard)
+            texts.append(f"join: numbers of all_gather {place}{way} with all_gather {data}")
+        return texts
+
+    def _hoist(self, chain: GatherChain, hoist: Hoist) -> str:
+        own = self._place[chain.collective.node]
+        steps, texts = {step.node: step for step in hoist.computed}, dict[fx.Node, str]()
+
+        def told(root: fx.Node) -> str:
+            return self._computed(root, chain, steps, texts)
+
+        sent = [told(hoist.operand) + _laid_out(chain.placement)]
+        if hoist.scale is not None and chain.scale_placement is not None:
+            sent.append(f"scales {told(hoist.scale)}{_laid_out(chain.scale_placement)}")
+        if hoist.along is not None:
+            sent.append(f"along {told(hoist.along)}")
+        extra = [f"over all ranks {told(one.step.node)}" for one in hoist.overall]
+        roots = dict.fromkeys(one.root for one in hoist.apart if one.root is not hoist.along)
+        extra += [f"apart {told(root)}" for root in roots]
+        extra += ["and itself"] if hoist.kept else []
+        return f"hoist: all_gather {own} sends {', '.join([*sent, *extra])}"
+
+    def _computed(
+        self, root: fx.Node, chain: GatherChain, steps: Mapping[fx.Node, Step], texts: dict[fx.Node, str]
+    ) -> str:
+        """What a rank's part of a root is computed by, from its own shard on."""
+        texts.setdefault(chain.collective.node, "own")
+        stack = [root]
+        while stack:
+            step = steps.get(stack[-1])
+            if step is None or step.node in texts:
+                if step is None and stack[-1] not in texts:
+                    texts[stack[-1]] = self._elsewhere(stack[-1], {})
+                stack.pop()
+                continue
+            missing = [part.root for _, part in step.parts if part.root not in texts]
+            if missing:
+                stack += missing
+                continue
+            parts = {
+                operand: texts[part.root] + _part(step, operand, part) + _bits(part, operand)
+                for operand, part in step.parts
+            }
+            others = {other: self._elsewhere(other, {}) for other in step.others}
+            texts[step.node] = _short(f"{called_name(step.node)}({', '.join(_arguments(step.node, parts | others))})")
+            stack.pop()
+        return texts[root]
+
+    def _elsewhere(self, node: fx.Node, texts: dict[fx.Node, str]) -> str:
+        """A tensor that is the same on all ranks: how it is made, as far as a collective."""
+        stack = [node]
+        while stack:
+            one = stack[-1]
+            leaf = f"result {self._place[one]}" if one in self._place else "" if one.op == "call_function" else "input"
+            sources = [] if leaf else [source for source in one.all_input_nodes if tensor_of(source) is not None]
+            if missing := [source for source in sources if source not in texts]:
+                stack += missing
+                continue
+            texts[one] = leaf or _short(f"{called_name(one)}({', '.join(_arguments(one, texts))})")
+            stack.pop()
+        return texts[node]
+
+
+def _arguments(node: fx.Node, texts: Mapping[fx.Node, str]) -> Iterator[str]:
+    """All arguments of an op, tensors as they are told; a size that is not a number is known to this rank only."""
+    yield from (_argument(value, texts) for value in (*node.args, *node.kwargs.values()))
+
+
+def _argument(value: object, texts: Mapping[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return texts.get(value, LOCAL)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_argument(item, texts) for item in value)}]"
+    if isinstance(value, float):
+        return value.hex()
+    return LOCAL if isinstance(value, torch.SymInt | torch.SymFloat) else str(value)
+
+
+def _part(step: Step, operand: fx.Node, part: Part) -> str:
+    """The shape in which a step takes a part: as much of it as decides which elements meet.
+
+    Sizes in front, the ranks' own among them, are left out where nothing depends on them: rows may be of any number.
+    """
+    if not part.way.is_reshape:
+        return _way(part.way) + _sizes(part.shape)
+    shape = list(part.shape)
+    if reduces(step.node):
+        rank, dims = len(shape), arguments(step.node).get("dim")
+        first = min((dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))), default=0)
+        return f"[*, {', '.join(map(_size, shape[first:]))}]" if first else _sizes(shape)
+    last = shape[_alike(step, operand) :]
+    return f"[*, {', '.join(map(_size, last))}]" if last else ""
+
+
+def _bits(part: Part, operand: fx.Node) -> str:
+    """The dtype in which the bits of a part are taken, where that is another one than they were computed in."""
+    own, seen = value_of(part.root).dtype, value_of(operand).dtype
+    return "" if own == seen else f" bits as {seen}"
+
+
+def _alike(step: Step, operand: fx.Node) -> int:
+    """How many dimensions from the first one on are rows to a pointwise op: no operand is repeated along them."""
+    shapes, own = [part.shape for _, part in step.parts], dict(step.parts)[operand].shape
+    if any(len(shape) != len(own) for shape in shapes):
+        return 0
+    alike = [all(same(shape[axis], own[axis]) for shape in shapes) for axis in range(len(own))]
+    wide = max((value_of(other).dim() for other in step.others if value_of(other).numel() != 1), default=0)
+    return min(alike.index(False) if False in alike else len(own), max(len(own) - wide, 0))
+
+
+def _laid_out(place: GatherPlacement) -> str:
+    """How the operand takes the rows of a part, where that is rearranged; and that it is along the contraction."""
+    return ("" if place.axis == "rows" else " along the contraction") + _way(place.shard)
+
+
+def _way(way: Rearrangement) -> str:
+    return "" if way.is_reshape else f" as {_sizes(way.sizes)} in the order {list(way.order)}"
+
+
+def _sizes(sizes: Sequence[Size]) -> str:
+    return f"[{', '.join(map(_size, sizes))}]"
+
+
+def _size(size: Size) -> str:
+    return str(size) if isinstance(size, int) else LOCAL
+
+
+def _short(text: str) -> str:
+    """A text, or of a long one its beginning and a hash."""
+    if len(text) <= _LONGEST:
+        return text
+    mark = LOCAL if LOCAL in text else ""
+    return f"{text[:60]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}{mark}"

@@ -1,0 +1,423 @@
+"""The checks a candidate must pass, as one table. Each is named for the good case and returns why it is not so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat, reasons
+from asynctp_passes.config import Config
+from asynctp_passes.ir.calls import Matmul, ScaledOptions
+from asynctp_passes.ir.nodes import Sizes, describe, express, mutates, tensor_of, value_of
+from asynctp_passes.ir.read import are_one, identical, is_matmul, misfit
+from asynctp_passes.ir.sizes import Size
+from asynctp_passes.layout.placement import GatherPlacement
+from asynctp_passes.matching.chains import Candidate, GatherChain, ScatterChain
+from asynctp_passes.matching.collapsed import size_readers
+from asynctp_passes.planning.cost_model import bytes_of, cost_of, hoist_pays
+from asynctp_passes.planning.deviations import Words
+from asynctp_passes.reasons import Refusal
+
+__all__ = [
+    "CHECKS",
+    "CONTRACTION_LIMIT",
+    "Check",
+    "Context",
+    "Verdict",
+    "can_be_alone",
+    "groups_of_parameters",
+    "groups_on_wire",
+    "is_named_for_data",
+    "is_tensor_parallel",
+]
+
+Verdict = Mapping[tuple[str, str], str | None]
+"""By group and text of a deviation: None where all ranks do it, otherwise why not."""
+
+_PLAIN_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
+_FP8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
+_OUT_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
+_DEVICES = {"cuda", "cpu"}
+CONTRACTION_LIMIT = 64 << 20
+"""Bytes over all ranks that kernels gather along the contraction or scatter by columns: their `DIRECT_LIMIT`."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What checks know besides the candidate.
+
+    Attributes:
+        graph: The graph.
+        sizes: Its sizes.
+        config: The configuration.
+        segments: Number of in-place operations before each node.
+        unused: Collectives whose result nothing uses, where they can go (`decide.unused_collectives`).
+        tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`), as far as candidates have told;
+            others move parameters and their gradients.
+        words: What the graph's deviations are called.
+        verdict: What the ranks said to deviations, or None before they were asked, when all is allowed.
+    """
+
+    graph: fx.Graph
+    sizes: Sizes
+    config: Config
+    segments: dict[fx.Node, int]
+    unused: frozenset[fx.Node]
+    tensor_parallel: frozenset[str] = frozenset()
+    words: Words = field(default_factory=lambda: Words(()))
+    verdict: Verdict | None = None
+
+    def refused(self, group: str, text: str) -> str | None:
+        """Why a deviation may not be done; None for one that all ranks of the group do, or before they were asked."""
+        if self.verdict is None:
+            return None
+        return self.verdict.get((group, text), f"{text}: it became possible only when others were refused")
+
+
+Check = Callable[[Candidate, Context], Refusal | None]
+
+
+def group_has_several_ranks(candidate: Candidate, context: Context) -> Refusal | None:
+    collective = candidate.collective
+    one = collective.kind != "other" and collective.group_size == 1
+    return Refusal(reasons.SINGLE_RANK, collective.group_key) if one else None
+
+
+def result_used(candidate: Candidate, context: Context) -> Refusal | None:
+    node = candidate.collective.node
+    return Refusal(reasons.RESULT_DROPPED, describe(node)) if node in context.unused else None
+
+
+def collective_in_scope(candidate: Candidate, context: Context) -> Refusal | None:
+    """Refusals that put a candidate out of scope come before the question of its group."""
+    refusal = _first(candidate)
+    return refusal if refusal is not None and not refusal.reason.in_scope else None
+
+
+def group_enrolled(candidate: Candidate, context: Context) -> Refusal | None:
+    groups, key = context.config.groups, candidate.collective.group_key
+    if candidate.collective.kind == "other":
+        return None
+    if groups == "auto":
+        if candidate.weights and key not in context.tensor_parallel:
+            gather = candidate.collective.kind == "all_gather"
+            return Refusal(reasons.WEIGHT_GATHER if gather else reasons.WEIGHT_GRADIENT, _evidence(candidate, key))
+        return Refusal(reasons.DATA_PARALLEL_GROUP, _shown(candidate, key)) if is_named_for_data(candidate) else None
+    return None if key in groups else Refusal(reasons.GROUP_NOT_ENROLLED, f"group {key} of {', '.join(groups)}")
+
+
+def groups_on_wire(candidates: Sequence[Candidate], config: Config) -> frozenset[str]:
+    """The groups whose collectives are asynctp's, those without a matmul too: what one rank multiplies another may not.
+
+    With `groups="auto"` these are all but those that are named for data parallelism. Ranks share both.
+    """
+    seen = {one.collective.group_key: one for one in candidates}
+    if config.groups != "auto":
+        return frozenset(group for group in seen if group in config.groups)
+    return frozenset(group for group, one in seen.items() if not is_named_for_data(one))
+
+
+def groups_of_parameters(candidates: Sequence[Candidate], config: Config) -> frozenset[str]:
+    """The groups whose collectives only gather or reduce parameters in this graph. Ranks may differ in that."""
+    if config.groups != "auto":
+        return frozenset()
+    data = {one.collective.group_key for one in candidates if one.weights}
+    return frozenset(data - {one.collective.group_key for one in candidates if is_tensor_parallel(one)})
+
+
+def can_be_alone(candidate: Candidate) -> bool:
+    """True for a gather or sum that asynctp's ops without a matmul stand for."""
+    collective, value = candidate.collective, tensor_of(candidate.collective.node)
+    reduces = collective.kind in ("reduce_scatter", "all_reduce")
+    if value is None or collective.group_size == 1 or not (reduces or collective.kind == "all_gather"):
+        return False
+    if mutates(collective.node) or tensor_of(collective.input) is None or (value.dim() == 0 and not reduces):
+        return False
+    known = compat.is_contiguous(value) or compat.axes_by_stride(value) is not None
+    return known and (not reduces or collective.reduce_op in ("sum", "avg")) and collective.kind != "other"
+
+
+_DATA_PARALLEL = frozenset({"dp", "ddp", "fsdp", "hsdp", "data", "replicate"})
+
+
+def is_named_for_data(candidate: Candidate) -> bool:
+    """True when a word in the name of the group's mesh dimension (`dp_shard`) stands for data parallelism."""
+    return not _DATA_PARALLEL.isdisjoint(re.split(r"[^a-z]+", candidate.collective.mesh_dim.lower()))
+
+
+def is_tensor_parallel(candidate: Candidate) -> bool:
+    """True when the candidate tells that its group is one of tensor parallelism.
+
+    It is a chain, proven or refused, that moves activations, over a group whose mesh dimension does not say otherwise.
+    """
+    missed = any(refusal.reason.in_scope for refusal in candidate.refusals)
+    moves_activations = not candidate.weights and (candidate.chain is not None or missed)
+    return moves_activations and not is_named_for_data(candidate)
+
+
+def _shown(candidate: Candidate, group: str) -> str:
+    dim = candidate.collective.mesh_dim
+    return f"group {group}" + (f', mesh dimension "{dim}"' if dim else "")
+
+
+def _evidence(candidate: Candidate, key: str) -> str:
+    """What a collective of parameters or of their gradients was told by."""
+    value, group = tensor_of(candidate.collective.input), _shown(candidate, key)
+    if value is not None and value.dim() < 2:
+        return f"{group}: a vector"
+    products = [node.name for node in candidate.nodes if is_matmul(node)]
+    if candidate.collective.kind == "all_gather":
+        return f"{group}: the right operand of {products[-1]}"
+    return f"{group}: by strides, the left operand of {', '.join(products)} is transposed, and no matmul follows"
+
+
+def chain_proven(candidate: Candidate, context: Context) -> Refusal | None:
+    return _first(candidate)
+
+
+def reduce_op_supported(candidate: Candidate, context: Context) -> Refusal | None:
+    collective = candidate.collective
+    reduces = collective.kind in ("reduce_scatter", "all_reduce")
+    wrong = reduces and collective.reduce_op not in ("sum", "avg")
+    return Refusal(reasons.REDUCE_OP_UNSUPPORTED, f"{collective.reduce_op!r}") if wrong else None
+
+
+def nothing_mutated_in_between(candidate: Candidate, context: Context) -> Refusal | None:
+    if candidate.chain is None:
+        return None
+    first, last = (ends([context.segments[node] for node in candidate.nodes]) for ends in (min, max))
+    if first == last:
+        return None
+    between = (node for node, number in context.segments.items() if first < number <= last and mutates(node))
+    return Refusal(reasons.MUTATED_IN_BETWEEN, ", ".join(node.name for node in between))
+
+
+def values_known(candidate: Candidate, context: Context) -> Refusal | None:
+    """The rewrite computes the values of new nodes from fake tensors of one mode."""
+    chain = candidate.chain
+    if chain is None:
+        return None
+    nodes = [node for matmul in chain.matmuls for node in (matmul.node, matmul.a, *matmul.operands)]
+    nodes += [*chain.inputs, chain.collective.node]
+    if isinstance(chain, ScatterChain):
+        nodes += [term.node for term in (*chain.added, *chain.added_behind)]
+    if isinstance(chain, GatherChain):
+        nodes += [joined.source for joined in chain.joined]
+    if isinstance(chain, GatherChain) and chain.hoist is not None:
+        nodes += [node for step in chain.hoist.computed for node in (step.node, *step.others, *dict(step.parts))]
+        nodes += [apart.node for apart in chain.hoist.apart]
+    mode = compat.fake_mode_of(tensor_of(nodes[0]))
+    unknown = next((node for node in nodes if compat.fake_mode_of(tensor_of(node)) is not mode), None)
+    if mode is not None and unknown is None:
+        return None
+    return Refusal(reasons.SHAPE_UNKNOWN, (unknown or nodes[0]).name)
+
+
+def device_supported(candidate: Candidate, context: Context) -> Refusal | None:
+    value = tensor_of(candidate.collective.node)
+    device = value.device.type if value is not None else "?"
+    return None if device in _DEVICES else Refusal(reasons.DEVICE_UNSUPPORTED, device)
+
+
+def contraction_or_columns_fit(candidate: Candidate, context: Context) -> Refusal | None:
+    """On CUDA gathers along the contraction and scatters of columns have a limit: one implementation takes them."""
+    place, collective = None if candidate.chain is None else candidate.chain.placement, candidate.collective
+    if place is None or place.axis == "rows":
+        return None
+    gathers = collective.kind == "all_gather"
+    size = _bytes_on_gpu(collective.node if gathers else collective.input)
+    reason = reasons.CONTRACTION_TOO_LARGE if gathers else reasons.COLUMNS_TOO_LARGE
+    return Refusal(reason, f"{size} bytes") if size > CONTRACTION_LIMIT else None
+
+
+def _bytes_on_gpu(node: fx.Node | None) -> int:
+    """Bytes of a tensor; 0 where it is not on CUDA or its size is symbolic."""
+    value = tensor_of(node)
+    return 0 if value is None or value.device.type != "cuda" else bytes_of(node) or 0
+
+
+def dtype_supported(candidate: Candidate, context: Context) -> Refusal | None:
+    for matmul in _matmuls(candidate):
+        a, b, out = tensor_of(matmul.a), tensor_of(matmul.b), tensor_of(matmul.node)
+        if a is None or b is None or out is None:
+            return Refusal(reasons.SHAPE_UNKNOWN, matmul.node.name)
+        bias = tensor_of(matmul.bias)
+        added = out.dtype if bias is None else bias.dtype
+        plain = matmul.scaled is None and a.dtype == b.dtype == out.dtype == added and a.dtype in _PLAIN_DTYPES
+        scaled = matmul.scaled is not None and {a.dtype, b.dtype} <= _FP8_DTYPES and {out.dtype, added} <= _OUT_DTYPES
+        if not (plain or scaled):
+            product = f"{a.dtype} @ {b.dtype} -> {out.dtype}" + ("" if bias is None else f", bias {bias.dtype}")
+            return Refusal(reasons.DTYPE_UNSUPPORTED, f"{matmul.node.name}: {product}")
+    return None
+
+
+def scales_supported(candidate: Candidate, context: Context) -> Refusal | None:
+    for matmul in _matmuls(candidate):
+        if matmul.scaled is not None and not _scales_match(matmul, matmul.scaled):
+            return misfit(matmul, matmul.scaled)
+    return None
+
+
+def blocks_of_rows_whole(candidate: Candidate, context: Context) -> Refusal | None:
+    """Blocks of 128 rows of A may not have rows of two ranks."""
+    chain = candidate.chain
+    tall = next((m for m in _matmuls(candidate) if m.scaled is not None and m.scaled.of_a.rows > 1), None)
+    if chain is None or tall is None:
+        return None
+    place, value = chain.placement, tensor_of(tall.a)
+    rows = place.inner if place is not None and place.axis == "rows" else None if value is None else value.shape[0]
+    if isinstance(rows, int) and rows % 128 == 0:
+        return None
+    return Refusal(reasons.SCALES_BLOCKWISE, f"{tall.node.name}: {rows} rows together, in blocks of 128")
+
+
+def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
+    """Symbolic sizes that the rewrite must write down have to be carried by the chain's inputs or by placeholders."""
+    chain = candidate.chain
+    if chain is None:
+        return None
+    needed = [*_placed_sizes(chain, context.sizes), *_hoisted_sizes(chain, context.sizes)]
+    readers = size_readers(chain)
+    unknown = next((node for node in readers if "val" not in node.meta), None)
+    if unknown is not None:
+        return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
+    needed += [context.sizes.read(node) for node in readers]
+    symbolic = [size for size in needed if not isinstance(size, int)]
+    if not symbolic:
+        return None
+    sources = context.sizes.sources(chain.inputs)
+    lost = next((size for size in symbolic if express(size, sources) is None), None)
+    return None if lost is None else Refusal(reasons.SIZES_NOT_PROVEN, f"no input carries the size {lost}")
+
+
+def _placed_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]:
+    """The sizes of the views around the fused op; an all-reduce of matrices has none but the program's own."""
+    place = chain.placement
+    others: list[fx.Node] = []
+    if isinstance(chain, ScatterChain):
+        others = [term.node for term in (*chain.added, *chain.added_behind)] + [one.node for one in chain.joined]
+    nodes = (chain.collective.node, *(matmul.node for matmul in chain.matmuls), *others, *chain.inputs)
+    tensors = [tensor_of(node) for node in nodes]
+    known = [sizes.of(tensor) for tensor in tensors if tensor is not None]
+    if isinstance(chain, ScatterChain) and place is None:
+        rows = None if chain.sent.is_reshape else chain.sent.of_rows(known[1][-1])
+        plain = rows is None and all(len(shape) == 2 for shape in known[1:])
+        return [] if plain else [*(size for shape in known[1:] for size in shape), *(rows.sizes if rows else ())]
+    assert place is not None
+    way = place.shard if isinstance(place, GatherPlacement) else place.out
+    beside: list[GatherPlacement | None] = []
+    if isinstance(chain, GatherChain):
+        beside = [chain.scale_placement, None if chain.along is None else chain.along.placement]
+    ways = [way, *(one.shard for one in beside if one is not None)]
+    moved = [size for one in ways for size in one.sizes]
+    return [place.outer, place.inner, place.width, *moved, *(size for shape in known for size in shape)]
+
+
+def _hoisted_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]:
+    """The sizes that are written down to compute on the shard, and to gather small tensors on their own."""
+    if not isinstance(chain, GatherChain) or chain.hoist is None:
+        return []
+    hoist = chain.hoist
+    parts = [part for step in hoist.computed for _, part in step.parts]
+    made = (*(one.node for one in hoist.apart), *(one.step.node for one in hoist.overall), *hoist.copies)
+    wholes = [tensor_of(node) for node in made]
+    return [
+        *(size for part in parts for size in (*part.way.sizes, *part.shape)),
+        *(size for apart in hoist.apart for size in (apart.outer, apart.inner)),
+        *(size for whole in wholes if whole is not None for size in sizes.of(whole)),
+    ]
+
+
+def sent_as_it_is(candidate: Candidate, context: Context) -> Refusal | None:
+    """Ranks send what the collective sends, in its order: what a rank does around it is its own affair."""
+    chain = candidate.chain
+    if chain is None or (isinstance(chain, GatherChain) and chain.hoist is not None):
+        return None
+    way = chain.placement.shard if isinstance(chain, GatherChain) else chain.sent
+    place, columns = chain.placement, context.sizes.of(value_of(chain.matmuls[0].node))[-1]
+    tall = any(matmul.scaled is not None and matmul.scaled.of_a.rows > 1 for matmul in chain.matmuls)
+    if way.is_reshape or (way.of_rows(columns if place is None else place.width) is not None and not tall):
+        return None
+    sizes = ", ".join(map(str, way.sizes))
+    return Refusal(reasons.SENT_REARRANGED, f"[{sizes}] taken in the order {list(way.order)}")
+
+
+def above_threshold(candidate: Candidate, context: Context) -> Refusal | None:
+    config = context.config
+    if candidate.chain is None or not (config.min_bytes or config.min_flops):
+        return None
+    cost = cost_of(candidate.chain)
+    if cost.comm_bytes is not None and cost.comm_bytes < config.min_bytes:
+        return Refusal(reasons.BELOW_THRESHOLD, f"{cost.comm_bytes} bytes < min_bytes={config.min_bytes}")
+    if cost.flops is not None and cost.flops < config.min_flops:
+        return Refusal(reasons.BELOW_THRESHOLD, f"{cost.flops} operations < min_flops={config.min_flops}")
+    return None
+
+
+def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
+    chain = candidate.chain
+    if not isinstance(chain, GatherChain) or chain.hoist is None or hoist_pays(chain, chain.hoist):
+        return None
+    facts = f"{describe(chain.hoist.operand)} instead of {describe(chain.collective.node)}"
+    users = ", ".join(node.name for node in chain.hoist.kept)
+    needed = ", ".join(one.step.node.name for one in chain.hoist.overall if one.needed)
+    facts += f", which {users} needs too" if users else ""
+    return Refusal(reasons.MOVES_MORE, facts + (f", behind a gather of each rank's {needed}" if needed else ""))
+
+
+def ranks_alike(candidate: Candidate, context: Context) -> Refusal | None:
+    """What changes what a rank sends is done on all ranks of the group, or on none."""
+    group = candidate.collective.group_key
+    for text in context.words.of_chain(candidate.chain) if context.verdict is not None else ():
+        if (facts := context.refused(group, text)) is not None:
+            return Refusal(reasons.RANKS_DIFFER, facts)
+    return None
+
+
+CHECKS: tuple[Check, ...] = (
+    result_used,
+    group_has_several_ranks,
+    collective_in_scope,
+    group_enrolled,
+    reduce_op_supported,
+    chain_proven,
+    nothing_mutated_in_between,
+    values_known,
+    device_supported,
+    contraction_or_columns_fit,
+    dtype_supported,
+    scales_supported,
+    blocks_of_rows_whole,
+    sent_as_it_is,
+    sizes_expressible,
+    above_threshold,
+    hoist_worthwhile,
+    ranks_alike,
+)
+
+
+def _first(candidate: Candidate) -> Refusal | None:
+    return candidate.refusals[0] if candidate.refusals else None
+
+
+def _matmuls(candidate: Candidate) -> tuple[Matmul, ...]:
+    return () if candidate.chain is None else candidate.chain.matmuls
+
+
+def _scales_match(matmul: Matmul, scaled: ScaledOptions) -> bool:
+    """True for one number or a scale per row of A ([M, 1] or [M]), and one number or N in one line for B; or blocks."""
+    a_scale, b_scale, out = tensor_of(scaled.a_scale), tensor_of(scaled.b_scale), tensor_of(matmul.node)
+    if a_scale is None or b_scale is None or out is None:
+        return False
+    if a_scale.dtype != torch.float32 or b_scale.dtype != torch.float32:
+        return False
+    if scaled.blocks is not None:  # their shapes have been read already
+        return out.dim() == 2
+    rows = tuple(a_scale.shape[:1]) if out.dim() == 2 and a_scale.dim() <= 2 else ()
+    a_fits = are_one(a_scale.shape) or (any(identical(m, out.shape[0]) for m in rows) and are_one(a_scale.shape[1:]))
+    columns = [size for size in b_scale.shape if not identical(size, 1)]
+    return a_fits and (not columns or (len(columns) == 1 and identical(columns[0], out.shape[-1])))

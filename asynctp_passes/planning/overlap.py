@@ -1,0 +1,245 @@
+"""Hide collectives that no fused op makes faster: let each run whole beside products that do not need it. Pure.
+
+    shard ─▶ all_gather ─────────────────────▶ wait ─▶ view* ─▶ mm      weight gradients, or no matmul next to it
+    whole ─▶ reduce_scatter ─────────────────▶ wait ─▶ …                no matmul next to it, or one that is taken
+                  product ─▶ … ─▶ product                              neither needs the other
+
+A weight's gradient contracts over the gathered rows: each of its elements needs all of the gather, so its product has
+nothing to begin with while shards arrive. Other products have. Which ones is decided on the graph in which every fused
+chain is one node, so that the rewrite can move the collective before the first of them and the wait behind the last.
+
+A collective that no matmul takes in is hidden if it is more than latency and its group has a fused chain: FSDP's are
+best left to bucketing. Beside a reduce-scatter matmuls must run which are not fused (the link is free meanwhile) and
+take as long as it does. What one collective runs beside comes behind its start and in front of its wait, also for the
+next one, and where all-reduces become one: no order undoes another. Ranks share the order of what communicates: the
+start passes none of that, and the wait takes none along.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from asynctp_passes import reasons
+from asynctp_passes.ir.calls import Collective, nodes_of
+from asynctp_passes.ir.nodes import live, segments
+from asynctp_passes.ir.order import communications
+from asynctp_passes.ir.read import contracts_rows, is_matmul, is_only_awaited
+from asynctp_passes.matching.chains import Decision, GatherChain, anchor, fused_chains
+from asynctp_passes.planning import cost_model
+from asynctp_passes.reasons import Reason, Refusal
+
+__all__ = ["LEAST_BYTES", "hide", "order_beside"]
+
+LEAST_BYTES = cost_model.LATENCY_BYTES
+"""A collective of fewer bytes that no matmul takes in stays: it costs the host more to start."""
+
+_NO_PRODUCT = (reasons.NO_MATMUL, reasons.OUTSIDE_GRAPH, reasons.MATMUL_TAKEN, reasons.COLUMNS_TOO_LARGE)
+_NEEDS_ALL = (
+    reasons.GATHER_IS_RIGHT_OPERAND,
+    reasons.ROWS_CONTRACTED,
+    reasons.CONTRACTION_TOO_LARGE,
+    reasons.SENT_REARRANGED,
+)
+
+
+def hide(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Decision]:
+    """The decisions, in the same order: collectives that stay alone run beside products where there are any."""
+    result = list(decisions)
+    groups = {one.candidate.collective.group_key for one in decisions if one.refusal is None}
+    found = [index for index, one in enumerate(decisions) if _is_alone(one, groups) or _needs_all(one)]
+    if not found:
+        return result
+    facts = _Facts(graph)
+    contracted = _Contracted(facts, _fused(result))
+    for index in found:
+        decision = result[index]
+        own = decision.refusal is None
+        around = _Contracted(facts, [other for other in _fused(result) if other is not decision]) if own else contracted
+        gathers = decision.candidate.collective.kind == "all_gather"
+        reason = reasons.BEHIND_PRODUCTS if gathers else reasons.SCATTER_BEHIND_PRODUCTS
+        result[index] = _hidden(around, decision, reason)
+        facts.keep(result[index])
+        if own and result[index].behind:
+            contracted = around
+    return result
+
+
+def order_beside(decision: Decision) -> list[tuple[fx.Node, fx.Node]]:
+    """What comes before what, where a collective runs beside products: its start, they, and its waits."""
+    collective = decision.candidate.collective
+    starts = [(collective.node, product) for product in decision.behind]
+    return starts + [(product, wait) for product in decision.behind for wait in collective.waits]
+
+
+def _fused(decisions: Sequence[Decision]) -> list[Decision]:
+    return [decision for decision in decisions if decision.refusal is None]
+
+
+def _needs_all(decision: Decision) -> bool:
+    """True for a gather all of whose products contract over its rows, or have it as their right operand."""
+    chain, refusal = decision.candidate.chain, decision.refusal
+    if refusal is not None and refusal.reason not in _NEEDS_ALL:
+        return False
+    if chain is None:
+        return refusal is not None
+    contracts = all(contracts_rows(matmul.node) for matmul in chain.matmuls)
+    return isinstance(chain, GatherChain) and chain.placement.axis == "contraction" and contracts
+
+
+def _is_alone(decision: Decision, groups: set[str]) -> bool:
+    """True for a collective of one of these groups that no matmul takes in, and that takes more than latency."""
+    collective, refusal = decision.candidate.collective, decision.refusal
+    if refusal is None or decision.candidate.weights or collective.group_key not in groups:
+        return False
+    if collective.kind == "all_gather":
+        return refusal.reason is reasons.NO_MATMUL and _is_large(collective.node, collective.group_size)
+    sums = collective.kind == "reduce_scatter" and collective.reduce_op in ("sum", "avg")
+    return sums and refusal.reason in _NO_PRODUCT and _is_large(collective.source, collective.group_size)
+
+
+def _is_large(whole: fx.Node, ranks: int) -> bool:
+    moved = cost_model.received_bytes(whole, ranks)
+    return moved is None or moved >= LEAST_BYTES
+
+
+def _hidden(around: _Contracted, decision: Decision, reason: Reason) -> Decision:
+    products = around.products_beside(decision.candidate.collective)
+    if not products:
+        return decision
+    first, last = products[0].node.name, products[-1].node.name
+    way = f"from before {first} to behind {last}" if first != last else f"beside {first}"
+    facts = f"{way}: {len(products)} product{'s'[: len(products) > 1]}"
+    return replace(decision, refusal=Refusal(reason, facts), behind=tuple(product.node for product in products))
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A matmul, or a `fused` op by one of its matmuls: where it stands, and between which mutations."""
+
+    node: fx.Node
+    place: int
+    segment: int
+    flops: int | None
+    fused: bool
+
+
+class _Facts:
+    """What is known of a graph whatever is fused: where nodes stand, which are used, and the work of those matmuls.
+
+    `after` has what a node is to come after besides its inputs, as a collective runs beside it, and `before` reversed;
+    `orders` has the same as pairs, in the order in which they were decided.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.place = {node: index for index, node in enumerate(graph.nodes)}
+        self.segments = segments(graph, between_draws=True)
+        self.matmuls = {node for node in graph.nodes if is_matmul(node)}
+        self.starts = communications(graph.nodes)
+        self.used = live(graph)
+        self.work = {node: cost_model.work_of(node) for node in self.matmuls & self.used}
+        self.start_places = [self.place[node] for node in self.starts]
+        self.after: dict[fx.Node, list[fx.Node]] = {}
+        self.before: dict[fx.Node, list[fx.Node]] = {}
+        self.orders: list[tuple[fx.Node, fx.Node]] = []
+
+    def keep(self, decision: Decision) -> None:
+        """What is decided from now on lets this collective run beside its products."""
+        for first, then in order_beside(decision):
+            self.after.setdefault(then, []).append(first)
+            self.before.setdefault(first, []).append(then)
+            self.orders.append((first, then))
+
+
+class _Contracted:
+    """A graph whose fused chains count as one node each. Its products are those that something is computed from."""
+
+    def __init__(self, facts: _Facts, fused: Sequence[Decision]) -> None:
+        self.facts = facts
+        self.place, self.segments, self.matmuls = facts.place, facts.segments, facts.matmuls
+        self.unit_of = {node: decision.candidate.nodes for decision in fused for node in decision.candidate.nodes}
+        ops = fused_chains(fused)
+        within = {node for chain in ops for node in nodes_of(chain.matmuls)}
+        ops = [chain for chain in ops if any(matmul.node in facts.used for matmul in chain.matmuls)]
+        found = [self._product(node, node, work, False) for node, work in facts.work.items() if node not in within]
+        found += [
+            self._product(chain.matmuls[0].node, anchor(chain), cost_model.cost_of(chain).work, True) for chain in ops
+        ]
+        self.products = sorted(found, key=lambda product: product.place)
+        self._asked: set[fx.Node] = set()  # the communications so far, each with all of its fused chain
+        self._needed: set[fx.Node] = set()  # all that they come after
+        self._starts = self._orders = 0  # how many of `facts.starts` they are, and how many of `facts.orders` counted
+
+    def _product(self, node: fx.Node, stands_at: fx.Node, flops: int | None, fused: bool) -> _Product:
+        return _Product(node, self.place[stands_at], self.segments[stands_at], flops, fused)
+
+    def products_beside(self, collective: Collective) -> list[_Product]:
+        """The products to run beside a collective, in order: those in between already, the next, then the ones before.
+
+        No more than it takes to cover its time. A reduce-scatter has none unless they cover it, nor a fused one.
+        """
+        if not is_only_awaited(collective):
+            return []
+        then = self.facts.before
+        after = self._reach(collective.results, lambda node: (*node.users, *then.get(node, ())), set())
+        before = self._needed_up_to(collective)
+        segment = self.segments[collective.node]
+        if any(self.segments[wait] != segment for wait in collective.waits):
+            return []
+        gathers = collective.kind == "all_gather"
+        near = [one for one in self.products if one.segment == segment and (gathers or not one.fused)]
+        reached = self._between_communications(collective, after)
+        free = [one for one in near if one.node not in after and one.node not in before and one.place in reached]
+        start = self.place[collective.node]
+        use = min((self.place[node] for node in after & self.matmuls), default=len(self.place))
+        between = [one for one in free if start < one.place < use]
+        others = [one for one in free if one.place > use] + [one for one in free[::-1] if one.place < start]
+        whole, chosen = collective.node if gathers else collective.source, list(between)
+        moved = cost_model.received_bytes(whole, collective.group_size)
+        while others and not cost_model.covers([one.flops for one in chosen], moved, whole):
+            chosen.append(others.pop(0))
+        if not gathers and not cost_model.covers([one.flops for one in chosen], moved, whole):
+            return []
+        return sorted(chosen, key=lambda one: one.place)
+
+    def _between_communications(self, collective: Collective, after: set[fx.Node]) -> range:
+        """The places from the communication before a collective to the first one that needs it, both left out."""
+        places, start = self.facts.start_places, self.place[collective.start]
+        own = bisect.bisect_left(places, start)
+        later = self.facts.starts[bisect.bisect_right(places, start) :]
+        last = next((node for node in later if node in after and node is not collective.node), None)
+        first = places[own - 1] if own else -1
+        return range(first + 1, len(self.place) if last is None else self.place[last])
+
+    def _needed_up_to(self, collective: Collective) -> set[fx.Node]:
+        """All that a collective comes after, and the communications in front of it: one walk for all that are asked.
+
+        Collectives are asked in the order of the graph. One that is asked late gets what a later one needs, too.
+        """
+        facts, orders = self.facts, self.facts.orders[self._orders :]
+        until = bisect.bisect_right(facts.start_places, self.place[collective.start])
+        new = [collective.node, *facts.starts[self._starts : until]]
+        self._starts, self._orders = max(self._starts, until), len(facts.orders)
+        units = [one for node in new for one in self.unit_of.get(node, (node,))]
+        self._asked.update(units)
+        late = [then for _, then in orders if then in self._asked or then in self._needed]
+
+        def step(node: fx.Node) -> Iterable[fx.Node]:
+            return (*node.all_input_nodes, *facts.after.get(node, ()))
+
+        return self._reach([*units, *late], step, self._needed)
+
+    def _reach(
+        self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], seen: set[fx.Node]
+    ) -> set[fx.Node]:
+        """`seen` with all nodes that `step` leads to, and all of a fused chain if it leads to one of its nodes."""
+        stack = list(starts)
+        while stack:
+            for then in step(stack.pop()):
+                found = set(self.unit_of.get(then, (then,))) - seen
+                seen |= found
+                stack.extend(found)
+        return seen

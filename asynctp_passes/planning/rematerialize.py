@@ -1,0 +1,121 @@
+"""Gather again in the backward what the forward need not keep for it. Pure: `again` decides, `pipeline` tags.
+
+    forward    shard ─▶ all_gather ─▶ wait ─▶ view* ─▶ product
+    backward   shard ─▶ all_gather ─▶ wait ─▶ view* ─▶ weight's gradient     instead of keeping what was gathered
+
+The gathered tensor has a shard's bytes for every rank, and is most of what a layer with sequence parallelism keeps for
+its backward. Torch's partitioner keeps it, since it moves no collective on its own; where the gather and its views are
+tagged as activation checkpointing tags what it computes again, it looks for the fewest bytes to keep before them: the
+shard, or what the shard is cheaply computed from.
+
+The joint graph of forward and backward is the only one in which that can be decided. A gather is made again if a fused
+op of the forward takes it in, the backward needs more of it than what products made, and nobody has tagged it. `"auto"`
+also asks that it is known to be worth a call, and to hide: that products of the backward which are in no fused op,
+beside which the link is free, take as long as all such gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat, reasons
+from asynctp_passes.ir.calls import Collective, nodes_of
+from asynctp_passes.ir.nodes import mutates, reachable, tangents_of
+from asynctp_passes.ir.read import is_matmul
+from asynctp_passes.layout.propagation import views_of
+from asynctp_passes.matching.chains import Decision, GatherChain, fused_chains
+from asynctp_passes.matching.near_miss import transparent
+from asynctp_passes.planning import cost_model
+
+__all__ = ["LEAST_BYTES", "Again", "again"]
+
+LEAST_BYTES = 32 << 20
+"""`"auto"` leaves a gather by which a rank receives fewer: the host takes as long to start it (0.1 ms), and a program
+that moves so little waits for the host. Source: `docs/results/2026-11-22-h200x2/regather.txt`.
+"""
+
+
+@dataclass(frozen=True)
+class Again:
+    """A gather that may be made again in the backward.
+
+    Attributes:
+        gather: The collective.
+        nodes: Itself and its views: what is computed again.
+        bytes: Of the gathered tensor; None where its size is symbolic.
+        chosen: It is made again.
+    """
+
+    gather: Collective
+    nodes: tuple[fx.Node, ...]
+    bytes: int | None
+    chosen: bool
+
+
+def again(graph: fx.Graph, decisions: Sequence[Decision], regather: str) -> list[Again]:
+    """The gathers of a joint graph that the backward needs too, in order, each with the choice.
+
+    Args:
+        graph: A joint graph, not yet partitioned.
+        decisions: One for each of its collectives.
+        regather: As in `Config`.
+    """
+    computed = reachable(tangents_of(graph), lambda node: node.users)
+    backward = {node for node in computed if node.op == "call_function"}
+    written = {source for node in graph.nodes if mutates(node) for source in node.all_input_nodes}
+    unsure = reachable(written | compat.inputs_written_after(graph), lambda node: node.users)
+    taken = (one for one in decisions if _is_taken_in(one, backward))
+    found = [one for one in taken if _is_needed(one, backward) and _is_free(one, unsure)]
+    gathers = [one.candidate.collective for one in found]
+    chosen = _hidden(gathers, decisions, backward) if regather == "auto" else gathers if regather == "always" else []
+    return [Again(one, _gathered(one), cost_model.bytes_of(one.node), one in chosen) for one in gathers]
+
+
+def _gathered(gather: Collective) -> tuple[fx.Node, ...]:
+    """The collective and what is laid out from it alone."""
+    views, alone = views_of(gather.nodes), set(gather.nodes)
+    for node in views:
+        if all(source in alone or _is_number(source) for source in node.all_input_nodes):
+            alone.add(node)
+    return tuple(node for node in views if node in alone)
+
+
+def _is_number(node: fx.Node) -> bool:
+    """True for a size, or what is computed from sizes."""
+    return isinstance(node.meta.get("val"), int | torch.SymInt)
+
+
+def _is_taken_in(decision: Decision, backward: set[fx.Node]) -> bool:
+    """True for a gather that a fused op of the forward takes in, or would, but for what else needs it."""
+    chain = decision.candidate.chain
+    fused = decision.refusal is None or decision.refusal.reason is reasons.MOVES_MORE
+    return fused and isinstance(chain, GatherChain) and any(one.node not in backward for one in chain.matmuls)
+
+
+def _is_needed(decision: Decision, backward: set[fx.Node]) -> bool:
+    """True for a gather of the forward from which the backward needs something, without a matmul in between."""
+    results = decision.candidate.collective.results
+    steps = reachable(results, lambda node: node.users, lambda node: node in results or transparent(node))
+    return any(user in backward for node in steps for user in node.users)
+
+
+def _is_free(decision: Decision, unsure: set[fx.Node]) -> bool:
+    """True where it may be computed again: not tagged, nor returned, nor of what is written to."""
+    nodes = views_of(decision.candidate.collective.nodes)
+    returned = any(user.op == "output" for node in nodes for user in node.users)
+    tagged = any(compat.recompute_tag(node) is not None for node in nodes)
+    return not (returned or tagged) and unsure.isdisjoint(nodes)
+
+
+def _hidden(gathers: Sequence[Collective], decisions: Sequence[Decision], backward: set[fx.Node]) -> list[Collective]:
+    """Those of the gathers that are worth a call, if products in no fused op take as long as all of them."""
+    received = ((gather, cost_model.received_bytes(gather.node, gather.group_size)) for gather in gathers)
+    large = [(gather, size) for gather, size in received if size is not None and size >= LEAST_BYTES]
+    fused = {node for chain in fused_chains(decisions) for node in nodes_of(chain.matmuls)}
+    work = [cost_model.work_of(node) for node in backward if is_matmul(node) and node not in fused]
+    hide = large and cost_model.covers(work, sum(size for _, size in large), gathers[0].node)
+    return [gather for gather, _ in large] if hide else []

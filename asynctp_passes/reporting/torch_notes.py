@@ -1,0 +1,107 @@
+"""What torch does to a program that its report would not show, for the notes of it: bugs, and breaks of graphs.
+
+`asynctp doctor` tells the bugs by version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat
+from asynctp_passes.ir.nodes import tensor_of
+
+__all__ = ["hidden_calls", "notes"]
+
+_GATHER_HELPER = "_maybe_view_chunk_cat"
+"""What `all_gather_tensor` calls for a dimension but the first; dynamo of torch 2.11 and 2.12 does not trace it."""
+
+_SCALED_MM = (
+    "torch.nn.functional.scaled_mm",
+    "torch 2.11 and 2.12 do not trace it",
+    "use torch._scaled_mm or torch.ops.aten._scaled_mm_v2, or a newer torch",
+)
+
+_HIDING = {
+    _GATHER_HELPER: (
+        "all_gather_tensor(gather_dim != 0)",
+        "torch 2.11 and 2.12, pytorch issue 179722",
+        "use DTensor or gather_dim=0, or a newer torch",
+    ),
+    "async_op=True for distributed collectives": (
+        "async_op=True",
+        "torch.compile does not trace handles",
+        "leave async_op out where the program is compiled: Inductor starts a collective early and waits for it late by "
+        "itself",
+    ),
+    "torch.distributed.nn.functional": (
+        "torch.distributed.nn.functional",
+        "torch.compile does not trace it",
+        "use the collectives of torch.distributed._functional_collectives that end in _autograd, or DTensor",
+    ),
+    "the function `checkpoint_sequential`": (
+        "torch.utils.checkpoint.checkpoint_sequential",
+        "torch.compile does not trace it",
+        "call checkpoint for each part, or compile the parts",
+    ),
+    "Module-level backwards hooks require compiled autograd": (
+        "a module with a backward hook",
+        "torch.compile traces such a module with compiled autograd alone",
+        "register the hook on a tensor, such as the module's output (Tensor.register_hook)",
+    ),
+    "torch._VariableFunctionsClass._scaled_mm_v2": _SCALED_MM,
+    "wrap <class 'torch.nn.functional._ScalingType'>": _SCALED_MM,  # 2.12, where the frame itself names the recipe
+}
+"""For what dynamo says when it breaks a graph, or gives a frame up: at which call, why, and what to do."""
+
+
+def notes(graph: fx.Graph, phase: str) -> tuple[str, ...]:
+    """What else should be known of a graph, in sentences; most have nothing."""
+    found = [hidden_calls()]
+    if phase == "forward":
+        found.append(_checkpoint_of_dtensors(graph, str(torch.__version__)))
+    return tuple(note for note in found if note)
+
+
+def hidden_calls(breaks: Sequence[str] | None = None) -> str:
+    """The note on collectives and matmuls that run outside every graph, where no pass sees them; empty without any.
+
+    Args:
+        breaks: Why dynamo broke graphs; what it did in this process, when None.
+    """
+    texts = compat.graph_breaks() if breaks is None else breaks
+    counts = {mark: sum(mark in text for text in texts) for mark in _HIDING}
+    return "; ".join(_hidden(*_HIDING[mark], count) for mark, count in counts.items() if count)
+
+
+def _hidden(call: str, why: str, remedy: str, count: int) -> str:
+    times = f"{count} time{'s' if count > 1 else ''}"
+    return (
+        f"torch broke a graph at {call}, {times} in this process: what is called there runs outside every graph and is "
+        f"in no report ({why}); {remedy}"
+    )
+
+
+def _checkpoint_of_dtensors(graph: fx.Graph, version: str) -> str:
+    """torch 2.12 takes what forward saves for tensors, then objects; a random state comes behind the objects."""
+    if not version.startswith(("2.12.", "2.13.0")):
+        return ""
+    (results,) = next(node.args for node in reversed(graph.nodes) if node.op == "output")
+    flat = [result for result in (results if isinstance(results, list | tuple) else [results]) if result is not None]
+    tensors = [index for index, result in enumerate(flat) if tensor_of(result) is not None]
+    objects = [index for index, result in enumerate(flat) if _is_object(result)]
+    if not objects or not tensors or objects[-1] > tensors[-1]:
+        return ""
+    return (
+        f"torch {version} will fail when this graph runs (AssertionError: expected all tensors_saved_with_vc_check to "
+        "be Tensors): activation checkpointing saves a random state behind a device mesh; use torch 2.11, or 2.14 and "
+        "newer, or do not recompute compiled DTensor attention"
+    )
+
+
+def _is_object(result: object) -> bool:
+    """True for a node that is neither a tensor nor a number, such as a device mesh."""
+    value = result.meta.get("val") if isinstance(result, fx.Node) else 0
+    return not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | None)

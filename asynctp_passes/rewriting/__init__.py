@@ -1,0 +1,1 @@
+"""The only place that edits graphs: it does what was planned, and refuses nothing."""

@@ -1,0 +1,310 @@
+"""Where the nodes of a rewritten graph stand: collectives run beside products. Moves nodes, and makes none.
+
+Inductor runs nodes in graph order, but for what it is free to put off. So what is to run beside a collective comes
+between its start and its wait, and is bound to stay there (`compat.keep_order`). No move crosses an in-place operation,
+and no move carries what communicates past anything else that does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from asynctp_passes import ops
+from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.nodes import arguments, draws, live, op_name, reachable, segments, steps_of, value_of
+from asynctp_passes.ir.order import communicates, communications, in_turn, program_order
+from asynctp_passes.ir.read import is_matmul
+from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
+from asynctp_passes.planning import cost_model
+
+__all__ = ["Moves", "keep_option", "leave_sms", "restore_program_order", "schedule"]
+
+Kept = tuple[Collective, fx.Node | None]
+"""A collective that no op takes in, and the fused op that it follows if it stays for other users beside that."""
+
+
+@dataclass
+class Moves:
+    """What is to move.
+
+    Attributes:
+        early: What these are computed from comes in front of them.
+        late: Nodes that come just before their first users.
+        kept: Gathers that stay for other users, each with its fused op.
+        beside: Collectives that no op takes in, each with the products that it is to run beside.
+        kept_by_all: Gathers that every rank keeps.
+    """
+
+    early: list[fx.Node] = field(default_factory=list)
+    late: set[fx.Node] = field(default_factory=set)
+    kept: list[Kept] = field(default_factory=list)
+    beside: list[tuple[Collective, list[fx.Node]]] = field(default_factory=list)
+    kept_by_all: Container[fx.Node] = ()
+
+
+def schedule(
+    graph: fx.Graph, moves: Moves, work: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]
+) -> dict[fx.Node, list[fx.Node]]:
+    """Restore the order where an operand of a later matmul moved, and move collectives beside their products.
+
+    Args:
+        graph: The graph.
+        moves: What is to move.
+        work: Floating point operations of each fused op.
+        segment: Between which in-place operations each node belongs.
+
+    Returns:
+        What must come after what, besides what its inputs say.
+    """
+    _restore_order(graph, segment, moves.early)
+    _delay(graph, moves.late, segment)
+    for collective, products in moves.beside:
+        _run_behind(collective, products, collective.node in moves.kept_by_all)
+    used = live(graph)
+    flops = {node: cost_model.work_of(node) for node in used if is_matmul(node)}
+    flops |= {op: count for op, count in work.items() if op in used}
+    segment = segments(graph, between_draws=True)
+    flying = _in_flight([*moves.kept, *((collective, None) for collective, _ in moves.beside)], segment)
+    _run_beside(flying, flops, segment)
+    _wait_with_sources(flying, segment)
+    return _order_in_flight(graph, flying, flops)
+
+
+def restore_program_order(graph: fx.Graph) -> None:
+    """Bring what communicates back to the order of the program, where Inductor has moved it to where it is used.
+
+    It does so in graphs for inference, with ops that it does not know as collectives.
+    """
+    wanted = program_order(graph)
+    if wanted != communications(graph.nodes):
+        position = {node: index for index, node in enumerate(graph.nodes)}
+        segment = segments(graph)
+        inputs = in_turn(wanted, in_turn([node for node in position if node.op == "placeholder"], draws(graph)))
+        steps = steps_of(graph, {}, inputs, lambda node: (segment[node], position[node]))
+        if len(steps) == len(position):
+            _arrange([node for (node,) in steps])
+
+
+# --- order ---------------------------------------------------------------------------------------------------
+def _restore_order(graph: fx.Graph, segment: Mapping[fx.Node, int], early: Sequence[fx.Node] = ()) -> None:
+    """Move nodes behind their inputs, keeping the order else, and never across an in-place operation.
+
+    Draws keep their order always, and so does what communicates, and the graph's inputs. What the nodes `early` are
+    computed from moves in front of them; else they would move behind it.
+    """
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    if all(position[source] < position[node] for node in position for source in node.all_input_nodes):
+        return
+    inputs = in_turn([node for node in position if node.op == "placeholder"], draws(graph))
+    wanted = _wanted_places(position, inputs, early)
+    inputs = in_turn(communications(position), inputs)
+    steps = steps_of(graph, {}, inputs, lambda node: (segment[node], wanted[node]))
+    assert len(steps) == len(position), "find drops chains that need what is communicated later"
+    _arrange([node for (node,) in steps])
+
+
+def _wanted_places(
+    position: dict[fx.Node, int], inputs: Mapping[fx.Node, Sequence[fx.Node]], early: Sequence[fx.Node]
+) -> dict[fx.Node, int]:
+    """The positions of all nodes; of what an early node is computed from, that node's where it is smaller."""
+    wanted = dict(position)
+    for target in early:
+        stack = [
+            *target.all_input_nodes,
+            *(source for node in target.all_input_nodes for source in node.all_input_nodes),
+        ]
+        while stack:
+            node = stack.pop()
+            if wanted[node] > position[target]:
+                wanted[node] = position[target]
+                stack.extend(inputs.get(node, node.all_input_nodes))
+    return wanted
+
+
+def _delay(graph: fx.Graph, late: set[fx.Node], segment: Mapping[fx.Node, int]) -> None:
+    """Move nodes to just before their first users, or the next in-place operation.
+
+    Inductor runs nodes in graph order, so that what comes before a wait runs beside the collective.
+    """
+    placed: dict[fx.Node, None] = {}  # from the last node of the graph to the first
+    held: dict[int, list[fx.Node]] = {}
+    for last in reversed(graph.nodes) if late else ():
+        stack = [*([] if last in placed else [last]), *held.pop(segment[last], [])]
+        while stack:
+            node = stack.pop()
+            placed[node] = None
+            for source in node.all_input_nodes:
+                if source in late and all(user in placed for user in source.users):
+                    (stack if segment[source] == segment[node] else held.setdefault(segment[source], [])).append(source)
+    _arrange(list(reversed(placed)))
+
+
+def _arrange(order: Sequence[fx.Node]) -> None:
+    """Bring all nodes of a graph into another order."""
+    for before, node in pairwise(order):
+        before.append(node)
+
+
+def _move_before(ends: Iterable[fx.Node], first: fx.Node) -> None:
+    """Move nodes, with all that they are computed from, in front of a node that needs none of them."""
+    for node in sorted(reachable(ends, where=lambda node: node > first)):
+        first.prepend(node)
+
+
+def _move_behind(starts: Iterable[fx.Node], last: fx.Node) -> None:
+    """Move nodes, with all that is computed from them, behind a node that does not need them."""
+    for node in sorted(reachable(starts, lambda node: node.users, lambda node: node < last), reverse=True):
+        last.append(node)
+
+
+# --- collectives in flight ------------------------------------------------------------------------------------
+_MOST_BESIDE = 4
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_IN_FLIGHT = {
+    "all_gather": torch.ops.asynctp.all_gather.default,
+    "reduce_scatter": torch.ops.asynctp.reduce_scatter.default,
+    "all_reduce": torch.ops.asynctp.all_reduce.default,
+}
+
+
+def leave_sms(collective: Collective, kept_by_all: bool = True) -> None:
+    """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it.
+
+    kept_by_all: Of a gather, whether every rank keeps it.
+    """
+    node, values = collective.node, arguments(collective.node)
+    reduction = (collective.reduce_op,) if collective.kind != "all_gather" else ()
+    size = (collective.group_size,) if collective.kind != "all_reduce" else ()
+    node.target = _IN_FLIGHT[collective.kind]
+    node.args, node.kwargs = (
+        (values["input"], *reduction, *size, collective.group),
+        keep_option(collective, kept_by_all),
+    )
+    node.meta.pop("eager_input_vals", None)  # of torch's op: Inductor would lay out its inputs by them
+
+
+def keep_option(collective: Collective, kept_by_all: bool) -> dict[str, Any]:
+    """The argument of a gather that tells whether every rank keeps it, where it goes by a transport of asynctp's."""
+    if collective.kind != "all_gather" or not ops.on_wire(value_of(collective.source).device.type):
+        return {}
+    return {"all_keep": kept_by_all}
+
+
+def _in_flight(alone: Iterable[Kept], nodes: Container[fx.Node]) -> list[Kept]:
+    """The collectives that leave the SMs to what runs beside them, with those of their waits that there still are."""
+    living = ((replace(one, waits=tuple(wait for wait in one.waits if wait in nodes)), op) for one, op in alone)
+    return [(one, op) for one, op in living if one.waits and one.node.target in _IN_FLIGHT.values()]
+
+
+def _run_beside(flying: Iterable[Kept], flops: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]) -> None:
+    """Move gathers that stay behind their fused op, and what waits for them behind as many products as hide them."""
+    for gather, op in flying:
+        if op is not None and segment[gather.node] == segment[op]:
+            _move_behind([gather.node], op)
+            products = _products_that_hide(gather, flops, segment)
+            if products:
+                _move_behind(gather.waits, products[-1])
+
+
+def _order_in_flight(
+    graph: fx.Graph, flying: Iterable[Kept], products: Mapping[fx.Node, object]
+) -> dict[fx.Node, list[fx.Node]]:
+    """What comes after what: a gather after its fused op, what runs beside it after its start, waits after products.
+
+    Left to itself Inductor puts off the start, which needs memory, until something needs the result.
+    """
+    calls = [node for node in graph.nodes if node in products or _is_a_call(node)]
+    ordered: dict[fx.Node, list[fx.Node]] = {}
+    for gather, op in flying:
+        start, end = gather.node, min(gather.waits)
+        if op is not None and op < start:
+            ordered.setdefault(start, []).append(op)
+        between = calls[bisect(calls, start) : bisect(calls, end)]
+        beside = [call for call in between if call in products]
+        for call in between if beside else ():
+            ordered.setdefault(call, []).append(start)
+        for wait in gather.waits if beside else ():
+            ordered.setdefault(wait, []).extend(beside)
+    return ordered
+
+
+def _is_a_call(node: fx.Node) -> bool:
+    """True for attention and for starts of collectives: Inductor calls them, and makes no kernel that it could fuse."""
+    name = op_name(node)
+    return "attention" in name or (name.startswith("_c10d_functional.") and "wait" not in name)
+
+
+def _wait_with_sources(flying: Iterable[Kept], segment: Mapping[fx.Node, int]) -> None:
+    """Let each wait read what its collective reads: Inductor leaves that alone for so long, and no copy is needed.
+
+    Not where something is mutated in between: it could be that.
+    """
+    for collective, _ in flying:
+        start, waits = collective.node, collective.waits
+        if all(wait.target is _WAIT and segment[wait] == segment[start] for wait in waits):
+            start.kwargs = {**start.kwargs, "copy": False}
+            for wait in waits:
+                wait.target, wait.args, wait.kwargs = torch.ops.asynctp.wait.default, (start, start.args[0]), {}
+                wait.meta.pop("eager_input_vals", None)
+
+
+def _run_behind(collective: Collective, products: Sequence[fx.Node], kept_by_all: bool) -> None:
+    """Start a collective before the first of some products, and wait for it behind the last.
+
+    `hide` has seen to it that neither the products nor what they are fused with depend on it, or it on them, and that
+    no communication lies between. Where operands have brought a product to the other side of one, it is passed over.
+    """
+    leave_sms(collective, kept_by_all)
+    earlier = [node for node in products if node < collective.node and not _passes(node, collective.node)]
+    if earlier:
+        _move_before([collective.node], min(earlier))
+    later = [node for node in products if node > collective.node and not _carries(collective.waits, node)]
+    if later:
+        _move_behind(collective.waits, max(later))
+
+
+def _passes(first: fx.Node, start: fx.Node) -> bool:
+    """True when a start that moves in front of an earlier node passes communication, or takes it along."""
+    node = first
+    while node is not start:
+        if communicates(node):
+            return True
+        node = node.next
+    return False
+
+
+def _carries(waits: Iterable[fx.Node], last: fx.Node) -> bool:
+    """True when waits that move behind a node take communication along, past what lies between."""
+    moved = reachable(waits, lambda node: node.users, lambda node: node < last)
+    return any(map(communicates, moved))
+
+
+def _products_that_hide(
+    gather: Collective, flops: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]
+) -> list[fx.Node]:
+    """The next products that do not need a gather, until they take as long as it does; a few at most.
+
+    What waits for the gather moves behind them, and keeps its memory for so long. They come before the first
+    communication that needs the gather, which keeps its place.
+    """
+    received = cost_model.received_bytes(gather.node, gather.group_size)
+    after, node = {gather.node}, gather.node.next
+    chosen: list[fx.Node] = []
+    while segment.get(node) == segment[gather.node] and len(chosen) < _MOST_BESIDE:
+        if any(source in after for source in node.all_input_nodes):
+            if communicates(node):
+                break
+            after.add(node)
+        elif node in flops:
+            chosen.append(node)
+            if cost_model.covers([flops[one] for one in chosen], received, gather.node):
+                break
+        node = node.next
+    return chosen

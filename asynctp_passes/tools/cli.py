@@ -1,0 +1,619 @@
+"""The `asynctp` command.
+
+Exit codes: 0 done; 1 it ran and the answer is no (the demo's curves disagree, a collective was not fused, a measured
+result is wrong, or the doctor found what will not work); 2 it could not run (bad arguments, an unreadable file, a
+missing compiler); 3 a rank failed; 130 interrupted, and 143 terminated, with all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from asynctp_passes.config import Config, ConfigError, can_be_written
+from asynctp_passes.reasons import CATALOGUE, Reason, catalogue_markdown
+from asynctp_passes.reporting import files
+from asynctp_passes.reporting.report import Remark, Report
+from asynctp_passes.tools import profile
+
+__all__ = ["main"]
+
+_EPILOG = (
+    "exit codes: 0 done; 1 the demo's curves disagree, a collective was not fused, a measured result is wrong, or "
+    "the doctor found what will not work; 2 could not run; "
+    "3 a rank failed; 130 interrupted; 143 terminated"
+)
+
+
+class UsageError(Exception):
+    """The command cannot do what it was asked; the message says why and what to do."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: The command line without the program's name; `sys.argv[1:]` when None.
+
+    Returns:
+        The exit code.
+    """
+    options = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names from files may be no text that can be encoded
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        with _sigterm_raises():
+            code: int = options.run(options)
+    except UsageError as error:
+        print(f"asynctp: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        sys.stderr.close()
+        return 0
+    except OSError as error:  # a file of the user's, or a full disk
+        print(f"asynctp: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """What `timeout` and schedulers send ends a command as an interrupt does, which stops the ranks that it started."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asynctp", description="Asynchronous tensor parallelism for torch.compile.", epilog=_EPILOG
+    )
+    parser.add_argument("--version", action="version", version=f"asynctp-passes {_version()}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="train a small model with and without asynctp on this machine")
+    demo.add_argument("--steps", type=int, default=60, help="training steps of each run (default: %(default)s)")
+    demo.add_argument("--ranks", type=int, help="processes: 2, 4 or 8 (default: one a GPU, 2 without GPUs)")
+    demo.add_argument("--out", type=Path, default=Path("asynctp-out"), help="folder to write to (default: %(default)s)")
+    demo.set_defaults(run=_demo)
+
+    doctor = commands.add_parser("doctor", help="say what will work on this machine, and what to do about the rest")
+    doctor.add_argument("--json", action="store_true", help="print one JSON array instead")
+    doctor.set_defaults(run=_doctor)
+
+    bench = commands.add_parser(
+        "bench", help="time the fused ops against cuBLAS + NCCL and PyTorch's in-tree ops on this machine's GPUs"
+    )
+    bench.add_argument("--e2e", action="store_true", help="time whole transformer blocks under each compiler instead")
+    bench.add_argument("--cpu", action="store_true", help="with --e2e: 2 processes on the CPU, a tiny model")
+    _add_ranks(bench)
+    add_bench_options(bench)
+    add_table_options(bench)
+    add_end_to_end_options(bench)
+    bench.set_defaults(run=_bench)
+
+    tune = commands.add_parser("tune", help="measure what is fastest here, for programs to choose by: bench --tune")
+    _add_ranks(tune)
+    add_bench_options(tune)
+    tune.set_defaults(run=_bench, all=False, tune=True, e2e=False, **dict.fromkeys(_END_TO_END))
+
+    profiled = commands.add_parser(
+        "profile", help="say how much communication a torch.profiler trace shows exposed, and draw it"
+    )
+    profiled.add_argument("traces", type=Path, nargs="+", metavar="TRACE.json", help="two are compared: before, after")
+    profiled.add_argument("--json", action="store_true", help="print one JSON array instead")
+    profiled.add_argument("--layer", metavar="NAME", help="only the first record_function range of this name")
+    profiled.add_argument("--device", type=int, help="only this GPU (default: all; of a picture, the first)")
+    profiled.add_argument(
+        "--timeline", type=Path, metavar="FILE.svg", help="draw the streams of one GPU (of one trace)"
+    )
+    profiled.add_argument(
+        "--rule", action="append", default=[], metavar="KIND=REGEX",
+        help="count events of such names as communication, compute or other, before the built-in rules; repeatable",
+    )  # fmt: skip
+    profiled.set_defaults(run=_profile)
+
+    reasons = commands.add_parser("reasons", help="explain why a chain was not fused")
+    reasons.add_argument("code", nargs="?", metavar="CODE", help="a code or a name, as ATP105 or COMPUTED_BETWEEN")
+    reasons.add_argument("--markdown", action="store_true", help="print the reference page of all reasons")
+    reasons.set_defaults(run=_reasons)
+
+    report = commands.add_parser("report", help="print the reports that Config.report_file collected")
+    report.add_argument("file", type=Path, metavar="FILE.jsonl", help="one report a line")
+    report.add_argument("--json", action="store_true", help="print one JSON array instead")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, help="processes, one a GPU: 2 to 8 (default: all GPUs)")
+
+
+def _version() -> str:
+    try:
+        return metadata.version("asynctp-passes")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from asynctp_passes.tools.demo import DemoError, RankError, run_demo  # imports torch.distributed: slow
+
+    try:
+        return 0 if run_demo(options.steps, options.ranks, options.out) else 1
+    except (DemoError, OSError) as error:
+        raise UsageError(f"demo: {error}") from error
+    except RankError as error:
+        print(f"asynctp: demo: {error}", file=sys.stderr)
+        return 3
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    doctor = _load_doctor()
+    findings = doctor.diagnose(doctor.gather_facts(), [doctor.Finding(*bad) for bad in _bad_options()])
+    if options.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        print(doctor.render(findings))
+    return 0 if doctor.usable(findings) else 1
+
+
+def _load_doctor() -> Any:
+    """`asynctp_kernels.doctor`; by its path where that package does not import, since the doctor is to say why."""
+    name = "asynctp_kernels.doctor"
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        package = importlib.util.find_spec("asynctp_kernels")
+        if package is None or not package.submodule_search_locations:
+            raise UsageError(f"doctor: cannot import {name} ({error}); install asynctp-passes again") from error
+        path = Path(package.submodule_search_locations[0]) / "doctor.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _bad_options() -> list[tuple[str, str, str, str]]:
+    """The finding about `ASYNCTP_*` variables that Config refuses: torch.compile would raise it."""
+    try:
+        Config.from_options()
+    except ConfigError as error:
+        return [("options", "fail", str(error), "correct or unset the variable")]
+    return []
+
+
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a measurement, for the command and for its worker processes."""
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE.jsonl",
+        help="measure the fused calls of a program, from the file that Config.report_file names, not built-in shapes",
+    )  # fmt: skip
+    parser.add_argument("--rows", type=_numbers, help="values of M, as 512,2048 (default: powers of 2, 64 to 16384)")
+    parser.add_argument("--ops", type=_words, help="gather,scatter (default: both)")
+    parser.add_argument(
+        "--kinds", type=_words, help="of bf16,fp8,fp8-rowwise, and without fast accumulation fp8-precise,"
+        "fp8-rowwise-precise (default: bf16; with --e2e of bf16,fp8,fp8-rowwise: bf16,fp8-rowwise)",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=7, help="rounds to take the median of (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="folder for the raw results, and a plot")
+    parser.add_argument(
+        "--timeout", type=int, help="end after so many seconds (default: 1800; with --e2e 300, and what does not fit "
+        "is left out)",
+    )  # fmt: skip
+
+
+def add_table_options(parser: argparse.ArgumentParser) -> None:
+    """The further options of a measurement of ops, likewise."""
+    parser.add_argument("--all", action="store_true", help="time each of our implementations too")
+    parser.add_argument("--tune", action="store_true", help="write the fastest of each row to the tuning table")
+
+
+def add_end_to_end_options(parser: argparse.ArgumentParser) -> None:
+    """The further options of `--e2e`, for the command and for its worker processes."""
+    end_to_end = parser.add_argument_group("with --e2e")
+    end_to_end.add_argument("--sizes", type=_words, help="of debug,small,8b,70b (default: 70b,8b)")
+    end_to_end.add_argument("--batches", type=_words, help="BATCHxSEQUENCE, as 1x8192,2x4096 (default: 1x8192)")
+    end_to_end.add_argument("--backends", type=_words, help="of inductor,intree,asynctp (default: all)")
+    end_to_end.add_argument("--blocks", type=int, help="transformer blocks (default: 2)")
+    end_to_end.add_argument("--option", action="append", default=[], help="NAME=VALUE for torch.compile; repeatable")
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid value {text!r}; it must be numbers, as 512,2048") from None
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+KINDS = ("bf16", "fp8", "fp8-rowwise", "fp8-precise", "fp8-rowwise-precise")
+OPS = ("gather", "scatter")
+_END_TO_END = ("sizes", "batches", "backends", "blocks", "option", "cpu")
+_OPS_ONLY = ("report", "rows", "ops", "all", "tune")
+_BUILT_IN_ONLY = ("rows", "ops", "kinds")
+
+
+def _bench(options: argparse.Namespace) -> int:
+    for name in _OPS_ONLY if options.e2e else _END_TO_END:
+        if getattr(options, name):
+            remedy = "leave one of them out" if options.e2e else "add --e2e, or leave it out"
+            raise UsageError(f"bench: --{name} is not valid {'with' if options.e2e else 'without'} --e2e; {remedy}")
+    if options.report is not None:
+        for name in _BUILT_IN_ONLY:
+            if getattr(options, name):
+                raise UsageError(f"bench: --{name} is not valid with --report, which has them; leave one of them out")
+        options.ranks = _ranks_of_report(options.report, options.ranks)
+    if options.e2e:
+        settle_end_to_end(options, gpu=not options.cpu)
+    _refuse(mistake(options, options.e2e))
+    ranks = _cpu_ranks(options.ranks) if options.cpu else _bench_ranks(options.ranks)
+    if options.e2e:
+        _refuse(size_mistake(options, ranks))
+    elif options.rows and all(rows % ranks for rows in options.rows):
+        raise UsageError(f"bench: --rows {options.rows} is not valid; it must have a multiple of the {ranks} ranks")
+    return _measure(options, ranks)
+
+
+def _refuse(said: str) -> None:
+    if said:
+        raise UsageError(f"bench: {said}")
+
+
+def settle_end_to_end(options: argparse.Namespace, gpu: bool) -> None:
+    """Fill in the defaults of `--e2e`, of the command and of its worker processes."""
+    from asynctp_passes.tools.demo.recipe import BACKENDS  # imports torch: slow
+
+    defaults = {
+        "sizes": ["70b", "8b"] if gpu else ["debug"],
+        "kinds": ["bf16", "fp8-rowwise"] if gpu else ["fp32"],
+        "batches": ["1x8192"] if gpu else ["2x64"],
+        "backends": list(BACKENDS),
+        "blocks": 2,
+        "timeout": 300,
+        "gpu": gpu,
+    }
+    for name, value in defaults.items():
+        if getattr(options, name, None) is None:
+            setattr(options, name, value)
+
+
+def mistake(options: argparse.Namespace, end_to_end: bool) -> str:
+    """What is wrong with an option of a measurement; empty when nothing is. That of `--e2e` is settled."""
+    at_least_1 = [(name, getattr(options, name, None)) for name in ("rounds", "timeout", "blocks")]
+    for name, number in [*at_least_1, *(("rows", each) for each in options.rows or ())]:
+        if number is not None and number < 1:
+            return f"--{name} {number} is not valid; it must be at least 1"
+    for name, valid in _choices(end_to_end).items():
+        for word in getattr(options, name) or ():
+            if word not in valid:
+                return f"--{name} {word!r} is not valid; it must be of {', '.join(valid)}"
+    if options.out is not None and not can_be_written(str(options.out), folder=True):
+        return f"--out {options.out} is not valid; it must be a folder that can be written, or made"
+    return _end_to_end_mistake(options) if end_to_end else ""
+
+
+def _end_to_end_mistake(options: argparse.Namespace) -> str:
+    from asynctp_passes.tools.demo.recipe import BACKENDS, RecipeError, compile_options  # imports torch: slow
+
+    for text in options.batches:
+        if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", text):
+            return f"--batches {text!r} is not valid; it must be BATCHxSEQUENCE, as 2x4096"
+    for size in options.sizes:
+        if size != "debug" and not options.gpu:
+            return f"--sizes {size!r} is not valid without GPUs; it must be debug"
+    if options.backends[0] != BACKENDS[0]:
+        limit = f"{BACKENDS[0]} first: it is what the others are compared with"
+        return f"--backends {','.join(options.backends)!r} is not valid; it must be {limit}"
+    try:
+        compile_options(options.option)
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def size_mistake(options: argparse.Namespace, ranks: int) -> str:
+    """Which model or batch of `--e2e`, settled, the ranks do not split evenly; empty when they do."""
+    from asynctp_passes.tools.demo.model import PRESETS  # imports torch: slow
+
+    for size, batch in itertools.product(options.sizes, options.batches):
+        try:
+            dataclasses.replace(PRESETS[size], sequence=int(batch.split("x")[1])).require_divisible(ranks)
+        except ValueError as error:
+            return f"--sizes {size} --batches {batch}: {error}"
+    return ""
+
+
+def _start_ranks(module: str, ranks: int, arguments: Sequence[str], cpu: bool = False) -> int:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if cpu else None
+    launcher = subprocess.Popen([*command, "-m", module, *arguments], env=environment)
+    try:
+        return launcher.wait()
+    except BaseException:
+        launcher.terminate()  # and not kill: it ends its ranks
+        launcher.wait()
+        raise
+
+
+def _measure(options: argparse.Namespace, ranks: int) -> int:
+    """Ops, or whole blocks. What was measured is kept when a rank fails or hangs: each row is written as it comes."""
+    name = "e2e" if options.e2e else "bench"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.out = options.out or Path(scratch)
+        path = folder / f"{name}.json"
+        path.unlink(missing_ok=True)
+        failed = _start_ranks(f"asynctp_passes.{name}", ranks, _bench_arguments(options), options.cpu)
+        found = _measured(path)
+        if str(folder) != scratch and path.exists():
+            print(f"wrote {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}")
+    if failed:
+        print("asynctp: bench: ended early; what was measured is above", file=sys.stderr)
+        return 3
+    if found.get("left_out") and not found["rows"] and not found["failed"]:
+        raise UsageError("bench: nothing was measured; why is above")
+    return 0 if all(row["right"] for row in found["rows"]) and not found.get("failed") else 1
+
+
+def _measured(path: Path) -> dict[str, Any]:
+    """What the ranks have written so far; nothing where they have not come so far, or the disk is full."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {"rows": []}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the results in {path}: {error}; name another folder with --out") from error
+    return dict(found)
+
+
+def calls_of_report(path: Path) -> list[tuple[str, dict[str, Any], int]]:
+    """The fused calls of a file of reports, each once: the op's name, its arguments, and the ranks of its group.
+
+    Raises:
+        UsageError: The file cannot be read, or is none of reports.
+    """
+    remarks = [remark for report in _read_reports(path) for remark in report.fused if remark.call]
+    for remark in remarks:
+        if wrong := _mistake_in_call(remark):
+            raise UsageError(f"{path}: the call of {remark.collective} {wrong}; it must be one that report_file wrote")
+    found = [(remark.op.removeprefix("asynctp::"), remark.call, remark.group_size) for remark in remarks]
+    return list({json.dumps(each): each for each in found}.values())
+
+
+_MOST_ELEMENTS = 2**40
+
+
+def _mistake_in_call(remark: Remark) -> str:
+    """Why a fused op cannot be called as a remark says; empty when it can."""
+    import torch  # slow
+
+    from asynctp_passes import ops  # noqa: F401  (registers torch.ops.asynctp)
+
+    space, _, name = remark.op.partition("::")
+    if space != "asynctp" or name not in dir(torch.ops.asynctp):
+        return f"is of the op {remark.op!r}, which this version does not have"
+    known = {one.name: one for one in getattr(torch.ops.asynctp, name).default._schema.arguments}
+    needed = {each for each, one in known.items() if not one.has_default_value()} - {"group_name"}
+    if not needed <= set(remark.call) <= set(known):
+        return f"has the arguments {sorted(remark.call)}, not {sorted(needed)} and of {sorted(set(known) - needed)}"
+    dtypes = [str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)]
+    for argument, value in remark.call.items():
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, dict) and (wrong := _mistake_in_tensor(one, dtypes)):
+                return f"has {argument} with {wrong}"
+            if not isinstance(one, dict) and "Tensor" in str(known[argument].type) and one is not None:
+                return f"has {argument}={one!r}, which is no tensor"
+            if argument.endswith("dtype") and one is not None and one not in dtypes:
+                return f"has {argument}={one!r}, which is no dtype"
+    return ""
+
+
+def _mistake_in_tensor(tensor: dict[str, Any], dtypes: Sequence[str]) -> str:
+    dtype, shape, stride = (tensor.get(key) for key in ("dtype", "shape", "stride"))
+    if set(tensor) != {"dtype", "shape", "stride"} or dtype not in dtypes:
+        return f"dtype={dtype!r}, shape={shape!r}, stride={stride!r}"
+    for key, numbers in (("shape", shape), ("stride", stride)):
+        if not isinstance(numbers, list) or any(type(one) is not int or one < 0 for one in numbers):
+            return f"{key}={numbers!r}"
+    if len(shape or ()) != len(stride or ()) or math.prod(shape or ()) > _MOST_ELEMENTS:
+        return f"shape={shape!r} and stride={stride!r}"
+    return ""
+
+
+def _ranks_of_report(path: Path, wanted: int | None) -> int:
+    """How many processes measure a report's calls: as many as their groups have ranks."""
+    sizes = sorted({ranks for _, _, ranks in calls_of_report(path)})
+    if not sizes:
+        raise UsageError(
+            f"bench: {path} has no fused call with its sizes; it must be what report_file collected of a program, "
+            "compiled with static shapes by this version"
+        )
+    if wanted is None and len(sizes) > 1:
+        raise UsageError(f"bench: {path} has groups of {_listed(sizes)} ranks; say which with --ranks")
+    if wanted is not None and wanted not in sizes:
+        raise UsageError(f"bench: --ranks {wanted} is not valid; the groups in {path} have {_listed(sizes)} ranks")
+    return sizes[0] if wanted is None else wanted
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return " and ".join(map(str, sizes))
+
+
+def _bench_arguments(options: argparse.Namespace) -> list[str]:
+    """The command line of a worker."""
+    given = []
+    for name in (
+        "report",
+        "rows",
+        "ops",
+        "kinds",
+        "rounds",
+        "out",
+        "timeout",
+        "sizes",
+        "batches",
+        "backends",
+        "blocks",
+    ):
+        value = getattr(options, name)
+        if value is not None:
+            given += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    given += [word for text in options.option or () for word in ("--option", text)]
+    return given + [f"--{name}" for name in ("all", "tune") if getattr(options, name)]
+
+
+def _choices(end_to_end: bool) -> dict[str, Sequence[str]]:
+    """Of which words each option of a measurement is a list."""
+    if not end_to_end:
+        return {"kinds": KINDS, "ops": OPS}
+    from asynctp_passes.tools.demo.model import PRESETS  # imports torch: slow
+    from asynctp_passes.tools.demo.recipe import BACKENDS, PRECISIONS
+
+    return {"sizes": tuple(PRESETS), "kinds": PRECISIONS, "backends": BACKENDS}
+
+
+def _cpu_ranks(wanted: int | None) -> int:
+    ranks = 2 if wanted is None else wanted
+    if ranks < 2:
+        raise UsageError(f"bench: --ranks {ranks} is not valid; it must be at least 2")
+    return ranks
+
+
+def _bench_ranks(wanted: int | None) -> int:
+    import torch
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = found if wanted is None else wanted
+    if found < 2:
+        raise UsageError(f"bench: {found} GPUs here, it needs at least 2 of one host; 'asynctp doctor' says more")
+    if not 2 <= ranks <= min(found, 8):
+        raise UsageError(f"bench: --ranks {ranks} is not valid; it must be 2 to {min(found, 8)}")
+    return ranks
+
+
+def _profile(options: argparse.Namespace) -> int:
+    try:
+        return _read_profiles(options)
+    except (profile.TraceError, OSError) as error:
+        raise UsageError(f"profile: {error}") from error
+
+
+def _read_profiles(options: argparse.Namespace) -> int:
+    if options.timeline is not None and not can_be_written(str(options.timeline), folder=False):
+        raise UsageError(f"profile: --timeline {options.timeline} is not valid; it must be a file that can be written")
+    rules = [_rule(text) for text in options.rule]
+    traces = [profile.read(path, rules) for path in options.traces]
+    if options.timeline is not None and len(traces) != 1:
+        raise UsageError(f"profile: --timeline draws one trace and {len(traces)} were given; give one at a time")
+    found = [summary for trace in traces for summary in _summaries(trace, options)]
+    if options.json:
+        print(json.dumps([summary.to_json() for summary in found], indent=2))
+    elif len(traces) == 2 and len(found) == 2:
+        print(profile.compare(*found))
+    else:
+        print("\n\n".join(map(profile.render, found)))
+    if options.timeline is not None:
+        device = found[0].device
+        window = profile.find_annotation(traces[0], options.layer, device) if options.layer else None
+        files.write(options.timeline, profile.timeline(traces[0], device, window, options.layer or ""))
+        print(f"wrote {options.timeline}", file=sys.stderr)
+    return 0
+
+
+def _rule(text: str) -> profile.Rule:
+    kind, equals, pattern = text.partition("=")
+    if not equals or not pattern:
+        raise UsageError(f"profile: --rule {text!r} is not valid; it must be KIND=REGEX, as compute=^my_kernel")
+    return profile.Rule(kind, pattern, f"--rule {text}")
+
+
+def _summaries(trace: profile.Trace, options: argparse.Namespace) -> list[profile.Summary]:
+    """Of each device that is asked for, the whole trace or one range of it."""
+    wanted = trace.devices if options.device is None else (options.device,)
+    if not set(wanted) <= set(trace.devices):
+        raise UsageError(f"profile: --device {options.device} is not valid; {trace.name} has {_listed(trace.devices)}")
+    if options.layer is None:
+        return [each for each in profile.summarize(trace) if each.device in wanted]
+    windows = {device: profile.find_annotation(trace, options.layer, device) for device in wanted}
+    return [each for device in wanted for each in profile.summarize(trace, windows[device]) if each.device == device]
+
+
+def _reasons(options: argparse.Namespace) -> int:
+    if options.markdown:
+        print(catalogue_markdown(), end="")
+        return 0
+    for reason in _selected(options.code):
+        outcome = "MISSED" if reason.in_scope else "SKIPPED"
+        print(f"{reason.code} {reason.name} ({outcome})\n    {reason.text}\n    remedy: {reason.hint}")
+    return 0
+
+
+def _selected(code: str | None) -> list[Reason]:
+    reasons = sorted(CATALOGUE.values(), key=lambda reason: reason.code)
+    if code is None:
+        return reasons
+    selected = [reason for reason in reasons if code.upper() in (reason.code, reason.name)]
+    if not selected:
+        raise UsageError(f"reasons: {code!r} is no code; 'asynctp reasons' lists all of them")
+    return selected
+
+
+def _report(options: argparse.Namespace) -> int:
+    reports = _read_reports(options.file)
+    if options.json:
+        print(json.dumps([json.loads(report.to_json()) for report in reports], indent=2))
+    else:
+        print("\n\n".join(str(report) for report in reports) or f"{options.file} holds no report")
+    return 0
+
+
+def _read_reports(path: Path) -> list[Report]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    reports = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            reports.append(Report.from_json(line))
+        except (ValueError, RecursionError) as error:
+            raise UsageError(
+                f"{path}:{number} is not a report ({error}); the file must be one written by report_file"
+            ) from error
+    return reports
+
+
+if __name__ == "__main__":
+    sys.exit(main())
