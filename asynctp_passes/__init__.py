@@ -8,6 +8,7 @@ print(asynctp_passes.reports()[-1])
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from asynctp_passes import ops
@@ -20,6 +21,7 @@ from asynctp_passes.ir.registry import (
     register_matmul,
     unregister,
 )
+from asynctp_passes.ops import reference
 from asynctp_passes.pipeline import run
 from asynctp_passes.reporting.errors import AsyncTPError, DisagreementError, ExpectError, GroupError, StrictError
 from asynctp_passes.reporting.report import Coalesced, Remark, Report
@@ -47,12 +49,15 @@ __all__ = [
     "StrictError",
     "clear_reports",
     "ops",
+    "reference",
     "register_collective",
     "register_matmul",
     "reports",
     "run",
     "unregister",
 ]
+
+sys.modules[f"{__name__}.reference"] = reference  # programs import it by this name
 
 _OF_BACKEND = ("AsyncTPPass", "RegatherPass", "clear_reports", "reports")
 

@@ -106,7 +106,7 @@ def test_a_command_that_is_ended_ends_its_ranks(sent: signal.Signals, code: int,
     launcher.write_text(LAUNCHER.format(log=log))
     launcher.chmod(0o700)
     program = (
-        f"import sys; from asynctp_passes import cli; sys.executable = {str(launcher)!r}; "
+        f"import sys; from asynctp_passes.tools import cli; sys.executable = {str(launcher)!r}; "
         "sys.exit(cli.main(['bench', '--e2e', '--cpu']))"
     )
     # a test run in the background may be deaf to interrupts, which its children would be too

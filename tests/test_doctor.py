@@ -375,7 +375,7 @@ class Blocked:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Blocked())
-from asynctp_passes.cli import main
+from asynctp_passes.tools.cli import main
 sys.exit(main({arguments!r}))
 """
 

@@ -1,7 +1,7 @@
-"""Modules import lower rows only, private torch lives in one module, and the graph side needs no triton.
+"""Rooms import lower rows only, private torch lives in one module, and the graph side needs no triton.
 
-Rows are those of the design: a module may import modules of its own row or of a lower one, at its top or inside a
-function, and no import goes in a circle.
+A room is a package, or a module beside the packages. It may import rooms of its own row or of a lower one, at the top
+of a module or inside a function. No import goes in a circle, neither between rooms nor within one.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ PASSES = ROOT / "asynctp_passes"
 KERNELS = ROOT / "kernels" / "asynctp_kernels"
 
 ROWS = (
-    ("reasons", "config", "compat", "shapes", "chain", "reference", "registry", "profile", "files"),
-    ("fxview", "views", "read", "order", "epilogue", "ops", "torch_bugs"),
-    (
-        *("find", "scene", "summed", "contract", "rowwise", "near", "cost"),
-        *("deviations", "checks", "collectives", "toposort"),
-    ),
-    ("decide", "hide", "regather", "coalesce", "scales", "schedule"),
-    ("rewrite", "report", "errors", "agree", "visualize", "internal"),
+    ("config", "compat", "reasons"),
+    ("ops", "ir"),
+    ("layout",),
+    ("matching",),
+    ("planning",),
+    ("rewriting", "reporting"),
     ("pipeline",),
     ("backend",),
     ("__init__",),
-    ("demo", "cli", "plots"),
-    ("bench", "e2e", "__main__"),
+    ("tools",),
+    ("__main__",),
 )
 ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
 
@@ -50,18 +48,18 @@ KERNEL_ROW_OF = {module: row for row, modules in enumerate(KERNEL_ROWS) for modu
 
 PRIVATE_TORCH = {
     # An op namespace, which torch.ops spells with an underscore.
-    "reference": {"torch.ops._c10d_functional"},
-    "rewrite": {"torch.ops._c10d_functional"},
-    "schedule": {"torch.ops._c10d_functional"},
-    "bench": {"torch.ops._c10d_functional"},
-    "collectives": {"torch.ops._c10d_functional"},
-    "demo/recipe": {"torch.ops._c10d_functional"},
+    "ops/reference": {"torch.ops._c10d_functional"},
+    "rewriting/rewrite": {"torch.ops._c10d_functional"},
+    "rewriting/schedule": {"torch.ops._c10d_functional"},
+    "tools/bench": {"torch.ops._c10d_functional"},
+    "ops/collectives": {"torch.ops._c10d_functional"},
+    "tools/demo/recipe": {"torch.ops._c10d_functional"},
     # The demo is a program of its own: it turns caches off and has the backward graph compiled early.
-    "demo/train": {"torch._functorch", "torch._inductor", "torch._dynamo"},
+    "tools/demo/train": {"torch._functorch", "torch._inductor", "torch._dynamo"},
 }
 """Private names of torch outside compat, by module; each is there for the reason above it."""
 
-PROGRAMS = {"bench", "e2e"}
+PROGRAMS = {"tools/bench", "tools/e2e"}
 """Modules that are run, in processes of their own, and imported by nothing else: they may need the kernels."""
 
 KERNELS_PRIVATE_TORCH: dict[str, set[str]] = {}
@@ -132,10 +130,31 @@ def test_no_import_goes_in_a_circle(package: Path, rows: dict[str, int]) -> None
     TopologicalSorter(graph_of(package, rows)).prepare()
 
 
+@pytest.mark.parametrize("room", [name for names in ROWS for name in names if (PASSES / name).is_dir()])
+def test_no_import_goes_in_a_circle_within_a_room(room: str) -> None:
+    known = {top(module): 0 for module in modules(PASSES / room)}
+    inner: dict[str, set[str]] = {}
+    for module, tree in modules(PASSES / room).items():
+        names = [name.split(".")[2:] for name in imported(tree, "") if name.startswith(f"asynctp_passes.{room}.")]
+        inner.setdefault(top(module), set()).update({name[0] for name in names if name and name[0] in known})
+    TopologicalSorter({module: others - {module} for module, others in inner.items()}).prepare()
+
+
+@pytest.mark.parametrize("room", [name for names in ROWS for name in names if (PASSES / name).is_dir()])
+def test_a_room_says_its_job(room: str) -> None:
+    """And contributors are told the same, with all of its modules."""
+    told = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    assert f"| `{room}` |" in told
+    job = ast.get_docstring(modules(PASSES / room)["__init__"])
+    assert job
+    if room != "ops":
+        assert job.splitlines()[0].rstrip(".") in told
+
+
 def test_contributors_are_told_these_rows() -> None:
-    told = re.findall(r"^    (\d)  (.+)$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
+    told = re.findall(r"^    (\d+)  (.+)$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
     rows = {int(row): tuple(names.split()) for row, names in told}
-    assert [rows[row] for row in range(6)] == list(ROWS[:6])
+    assert [rows[row] for row in range(len(ROWS))] == list(ROWS)
 
 
 def test_only_rewrite_edits_graphs() -> None:
@@ -147,7 +166,7 @@ def test_only_rewrite_edits_graphs() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in edits
     }
-    assert editors == {"rewrite", "compat"}
+    assert editors == {"rewriting/rewrite", "compat"}
 
 
 def test_only_config_reads_our_environment_variables() -> None:
@@ -221,7 +240,7 @@ from unittest import mock
 import torch
 
 with mock.patch("importlib.metadata.entry_points", lambda **_: importlib.metadata.EntryPoints()):
-    from asynctp_passes.demo.recipe import compiler
+    from asynctp_passes.tools.demo.recipe import compiler
 
     layer = torch.nn.Linear(4, 4)
     assert "asynctp" not in torch._dynamo.list_backends()
@@ -324,7 +343,7 @@ def test_imports_inside_functions_count() -> None:
     source = (
         "def f():\n    from asynctp_passes.matching.find import find\n    from asynctp_passes import reasons, Report"
     )
-    assert own_imports(ast.parse(source), "asynctp_passes", ROW_OF) == {"find", "reasons", "__init__"}
+    assert own_imports(ast.parse(source), "asynctp_passes", ROW_OF) == {"matching", "reasons", "__init__"}
 
 
 def run_program(program: str) -> None:

@@ -38,8 +38,8 @@ __all__ = [
     "concatenate",
     "digits_text",
     "length_of",
-    "take",
-    "tidy",
+    "take_digits",
+    "tidy_dim",
     "undivided",
 ]
 
@@ -60,7 +60,7 @@ class Digit:
 Dim = tuple[Digit, ...]
 
 
-def tidy(digits: Iterable[Digit]) -> Dim:
+def tidy_dim(digits: Iterable[Digit]) -> Dim:
     """Drop digits of one value and merge neighbours that count on (the canonical form of a dimension)."""
     tidy: list[Digit] = []
     for digit in digits:
@@ -91,20 +91,20 @@ class IndexMap:
         """The source itself, row-major."""
         dims = []
         for axis, size in enumerate(shape):
-            dims.append(tidy([Digit(size, product(shape[axis + 1 :]))]))
+            dims.append(tidy_dim([Digit(size, product(shape[axis + 1 :]))]))
         return cls(tuple(dims))
 
     @property
     def digits(self) -> Dim:
         """All digits in row-major order, as one dimension."""
-        return tidy(digit for dim in self.dims for digit in dim)
+        return tidy_dim(digit for dim in self.dims for digit in dim)
 
     def reshape(self, shape: Sequence[Size]) -> IndexMap | Refusal:
         """The same elements in the same order, with other dimensions."""
         queue = list(self.digits)
         dims = []
         for size in shape:
-            dim = take(queue, size)
+            dim = take_digits(queue, size)
             if dim is None:
                 return undivided(f"cannot regroup {digits_text(self.digits)} as {list(shape)}", self.digits, shape)
             dims.append(dim)
@@ -125,7 +125,7 @@ class IndexMap:
         if piece is None:
             return Refusal(reasons.PIECES_MISSING, f"keeps [{start}, {start + length}) of {digits_text(dim)}")
         digits, moved = piece
-        dims = (*self.dims[:axis], tidy(digits), *self.dims[axis + 1 :])
+        dims = (*self.dims[:axis], tidy_dim(digits), *self.dims[axis + 1 :])
         return IndexMap(dims, self.offset + moved)
 
     def select(self, axis: int, index: Size) -> IndexMap | Refusal:
@@ -146,7 +146,7 @@ def undivided(fact: str, digits: Iterable[Digit], sizes: Iterable[Size]) -> Refu
     return Refusal(reasons.VIEW_NOT_UNDERSTOOD if numbers else reasons.SIZES_NOT_PROVEN, fact)
 
 
-def take(queue: list[Digit], size: Size) -> Dim | None:
+def take_digits(queue: list[Digit], size: Size) -> Dim | None:
     """Remove digits of `size` indices in all from the front of `queue`, splitting the last one if need be."""
     taken: list[Digit] = []
     while not same(size, 1):
@@ -164,7 +164,7 @@ def take(queue: list[Digit], size: Size) -> Dim | None:
         taken.append(Digit(size, digit.stride * inner))
         queue.insert(0, Digit(inner, digit.stride))
         size = 1
-    return tidy(taken)
+    return tidy_dim(taken)
 
 
 def _subrange(dim: Dim, start: Size, length: Size) -> tuple[list[Digit], Size] | None:
@@ -209,7 +209,7 @@ def concatenate(pieces: Sequence[IndexMap], axis: int) -> IndexMap | Refusal:
         joined = _adjacent_pieces([piece.dims[axis] for piece in pieces], steps)
     if joined is None:
         return Refusal(reasons.PIECES_REORDERED, f"pieces start at elements {[str(p.offset) for p in pieces]}")
-    return IndexMap((*first.dims[:axis], tidy(joined), *first.dims[axis + 1 :]), first.offset)
+    return IndexMap((*first.dims[:axis], tidy_dim(joined), *first.dims[axis + 1 :]), first.offset)
 
 
 def _others(piece: IndexMap, axis: int) -> tuple[Dim, ...]:

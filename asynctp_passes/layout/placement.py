@@ -8,7 +8,16 @@ from typing import Literal
 
 from asynctp_passes import reasons
 from asynctp_passes.ir.sizes import Size, canonical, divided, product, quotient, same
-from asynctp_passes.layout.index_map import Digit, Dim, IndexMap, digits_text, length_of, take, tidy, undivided
+from asynctp_passes.layout.index_map import (
+    Digit,
+    Dim,
+    IndexMap,
+    digits_text,
+    length_of,
+    take_digits,
+    tidy_dim,
+    undivided,
+)
 from asynctp_passes.reasons import Refusal
 
 __all__ = [
@@ -208,7 +217,7 @@ def locate_scatter(operand: IndexMap, rows: Size, columns: Size, ranks: int) -> 
         ranks: Number of ranks: the input's leading `ranks` blocks are the ranks'.
     """
     queue = list(operand.digits)
-    lead = take(queue, ranks)
+    lead = take_digits(queue, ranks)
     if lead is None:
         return undivided(f"cannot divide {digits_text(operand.digits)} by {ranks} ranks", operand.digits, [ranks])
     refusal = _not_once((*lead, *queue), operand.offset, rows * columns)
@@ -280,7 +289,7 @@ def _innermost_first(digits: Iterable[Digit]) -> tuple[list[Digit], list[Digit]]
 
 def _rearrange(*groups: Dim) -> Rearrangement:
     """The rearrangement that brings row-major digits into the order of `groups`, merging digits only inside a group."""
-    tidy = [tidy(group) for group in groups]
+    tidy = [tidy_dim(group) for group in groups]
     wanted = [digit for group in tidy for digit in group]
     ordered = _innermost_first(wanted)[0][::-1]
     sizes = tuple(digit.size for digit in ordered)
