@@ -2,7 +2,8 @@
 
 Every outcome that is not FUSED carries one `Reason`. Codes are stable: ATP0xx scope, 1xx structure,
 2xx legality, 3xx kernel limits, 4xx cost, 9xx errors of asynctp itself. A name says what is wrong; the check that
-guards against it (`planning.legality`) is named for the good case. `docs/reference/reasons.md` is written from this table.
+guards against it (`planning.legality`) is named for the good case. `docs/reference/reasons.md` is written from this
+table.
 """
 
 from __future__ import annotations

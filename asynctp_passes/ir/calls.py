@@ -115,8 +115,8 @@ class Matmul:
 
     `b` may have leading dimensions of one element, and is `[N, K]` if `b_transposed`. `call` is the op where `node` is
     an item of what it returns. `node` may also be the last step of an epilogue that scales the product; then `epilogue`
-    has the matmul and all other nodes of that (`matching.scaled_epilogue`). A term of a sum counts `factor` times: 1, or
-    another power of two, or the negative of one. The fused op multiplies the product by it.
+    has the matmul and all other nodes of that (`matching.scaled_epilogue`). A term of a sum counts `factor` times: 1,
+    or another power of two, or the negative of one. The fused op multiplies the product by it.
     """
 
     node: fx.Node
