@@ -20,7 +20,7 @@ import asynctp_passes
 from asynctp_passes import Report, compat, pipeline
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.matching.chains import Candidate
-from asynctp_passes.planning import overlap
+from asynctp_passes.planning import overlap, plan
 from asynctp_passes.planning.legality import is_named_for_data
 
 Build = Callable[[GraphBuilder], tuple[Node, ...]]
@@ -130,7 +130,7 @@ def test_a_group_that_all_leave_to_torch_is_left_to_torch() -> None:
     graph = built(lambda b: (gradient(b), product(b)))
     assert [remark.code for remark in run_pass(graph, groups="tp").skipped] == ["ATP404"]
     graph = built(lambda b: (gradient(b), product(b)))
-    with plain, mock.patch.object(pipeline, "on_wire", return_value=True):
+    with plain, mock.patch.object(plan, "on_wire", return_value=True):
         (remark,) = run_pass(graph, groups="tp").remarks
     assert (remark.code != "ATP404", remark.op) == (True, "")
     assert not [node for node in graph.nodes if "asynctp" in str(node.target)]

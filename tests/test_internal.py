@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -29,8 +30,9 @@ from asynctp_passes import (
     run,
 )
 from asynctp_passes.compat import GraphRecord
-from asynctp_passes.reporting import agree, internal
-from asynctp_passes.reporting.report import Ballot
+from asynctp_passes.planning import plan
+from asynctp_passes.planning.deviations import Ballot
+from asynctp_passes.reporting import agree, build, internal
 
 pytestmark = pytest.mark.usefixtures("internal_errors")
 
@@ -40,7 +42,7 @@ STAGES = [
     "decide_graph",
     "hide",
     "coalesce",
-    "_report",
+    "report_of",
     "vote",
     "raise_if_strict",
     "rewrite",
@@ -68,12 +70,12 @@ class Surprise(Exception):
 
 
 def failing(name: str, error: type[BaseException] = Surprise) -> Any:
-    """Let a function that the pipeline calls fail, after it did what it does."""
-    owner: Any = pipeline
+    """Let a function that the pipeline or the plan calls fail, after it did what it does."""
     *path, last = name.split(".")
+    owners: list[Any] = [owner for owner in (pipeline, plan) if hasattr(owner, (*path, last)[0])]
     for part in path:
-        owner = getattr(owner, part)
-    does: Callable[..., Any] = getattr(owner, last)
+        owners = [getattr(owner, part) for owner in owners]
+    does: Callable[..., Any] = getattr(owners[0], last)
     first = {"raise_if_strict": iter([True])}.get(last)  # it is asked for the report of the failure too
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +84,10 @@ def failing(name: str, error: type[BaseException] = Surprise) -> Any:
             return result
         raise error("no such thing")
 
-    return mock.patch.object(owner, last, fails)
+    patches = ExitStack()
+    for owner in owners:
+        patches.enter_context(mock.patch.object(owner, last, fails))
+    return patches
 
 
 # --- the graph -------------------------------------------------------------------------------------------------
@@ -265,9 +270,9 @@ def test_the_place_is_that_in_our_sources() -> None:
     def broken(node: Node) -> str:
         return {}[node.name]  # type: ignore[no-any-return]
 
-    with mock.patch.object(pipeline, "describe", broken):
+    with mock.patch.object(build, "describe", broken):
         report = run(program(), quiet())
-    assert "pipeline.py:" in report.internal_errors[0]
+    assert "build.py:" in report.internal_errors[0]
     assert "in _shapes" in report.internal_errors[0]
 
 
@@ -276,7 +281,7 @@ def test_a_report_that_cannot_be_made_either() -> None:
     graph = program()
     before = snapshot(graph)
     broken = mock.Mock(side_effect=Surprise("no such thing"))
-    with mock.patch.object(pipeline, "read_collectives", broken), failing("decide_graph"):
+    with mock.patch.object(build, "read_collectives", broken), failing("decide_graph"):
         report = run(graph, quiet())
     assert (report.remarks, len(report.internal_errors)) == ((), 1)
     assert snapshot(graph) == before
@@ -317,13 +322,13 @@ def test_a_graph_without_asynctp_does_what_all_have_agreed_on_before(refused: bo
     graph = program()
     with (
         mock.patch.object(pipeline, "agreed_before", lambda ballot, config: set(ballot.deviations[1:])),
-        mock.patch.object(pipeline, "on_wire", return_value=True),
+        mock.patch.object(plan, "on_wire", return_value=True),
     ):
-        first = pipeline._unfused(graph, quiet(), None)
-        (ballot,) = pipeline._ballots(first)
+        first = plan.unfused(graph, quiet(), pipeline._agreed(graph, quiet()))
+        (ballot,) = plan.ballots_of(first)
         assert [text.partition(":")[0] for text in ballot.deviations] == ["keep"]
         votes = {("tp", text): "rank 1 does not" if refused else None for text in ballot.deviations}
-        second = pipeline._unfused(graph, quiet(), votes)
+        second = plan.unfused(graph, quiet(), votes)
         assert [one.kind for one in second.kept] == ([] if refused else ["all_gather"])
         assert second.wire == {"tp"}
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import compat, ops, reasons
 from asynctp_passes.config import Config
-from asynctp_passes.ir.calls import Matmul, ScaledOptions
+from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions
 from asynctp_passes.ir.nodes import Sizes, describe, express, mutates, tensor_of, value_of
 from asynctp_passes.ir.read import are_one, identical, is_matmul, misfit
 from asynctp_passes.ir.sizes import Size
@@ -33,6 +33,7 @@ __all__ = [
     "groups_on_wire",
     "is_named_for_data",
     "is_tensor_parallel",
+    "on_wire",
 ]
 
 Verdict = Mapping[tuple[str, str], str | None]
@@ -139,6 +140,12 @@ def can_be_alone(candidate: Candidate) -> bool:
         return False
     known = compat.is_contiguous(value) or compat.axes_by_stride(value) is not None
     return known and (not reduces or collective.reduce_op in ("sum", "avg")) and collective.kind != "other"
+
+
+def on_wire(collective: Collective) -> bool:
+    """True on devices where collectives can go by asynctp's own transport."""
+    value = tensor_of(collective.input)
+    return value is not None and ops.on_wire(value.device.type)
 
 
 _DATA_PARALLEL = frozenset({"dp", "ddp", "fsdp", "hsdp", "data", "replicate"})

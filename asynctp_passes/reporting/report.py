@@ -11,7 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Ballot", "Coalesced", "Outcome", "Remark", "Report"]
+from asynctp_passes.planning.deviations import Ballot
+
+__all__ = ["Coalesced", "Outcome", "Remark", "Report"]
 
 Outcome = Literal["FUSED", "SKIPPED", "MISSED"]
 _MARKS = {"FUSED": "+", "MISSED": "!", "SKIPPED": "."}
@@ -135,24 +137,6 @@ class Coalesced:
             f"= COALESCED {len(self.collectives)} all_reduce({self.reduce_op}) over group {self.group!r} into one of "
             f"{size}: {', '.join(self.collectives)}"
         )
-
-
-@dataclass(frozen=True)
-class Ballot:
-    """What the ranks of a group have to do alike in a graph, as they have told one another.
-
-    Attributes:
-        group: Name of the process group.
-        key: Hash of what it communicates in the graph.
-        deviations: What is done otherwise than the program's collectives say, as `"sum: all_reduce(sum) in place of
-            1 * 0 + 1 * 1"`: numbers are places among the group's collectives.
-        joint: It is of the graph of a forward and its backward, before it was divided.
-    """
-
-    group: str
-    key: str
-    deviations: tuple[str, ...] = ()
-    joint: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, ops
+from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.nodes import (
     Plan,
@@ -59,9 +59,10 @@ from asynctp_passes.matching.chains import (
 from asynctp_passes.matching.collapsed import followed, size_readers
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.planning import cost_model
+from asynctp_passes.planning.legality import on_wire
 from asynctp_passes.rewriting.schedule import Moves, keep_option, leave_sms, schedule
 
-__all__ = ["on_wire", "rewrite", "store"]
+__all__ = ["rewrite", "store"]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
@@ -69,12 +70,6 @@ _TORCHS = ("_c10d_functional", "c10d.", "_dtensor.")
 """Namespaces of collectives that Inductor knows, or that no graph of its own has."""
 _UNCOPIED = {f"aten.{name}.default" for name in ("view", "_unsafe_view", "_reshape_alias", "view_copy")}
 """What reshapes a tensor, and fails where its memory does not allow that without a copy."""
-
-
-def on_wire(collective: Collective) -> bool:
-    """True on devices where collectives can go by asynctp's own transport."""
-    value = tensor_of(collective.input)
-    return value is not None and ops.on_wire(value.device.type)
 
 
 def rewrite(

@@ -170,7 +170,7 @@ PROGRAMS: dict[Callable[[int], tuple[Layer, list[Tensor]]], int] = {
 def _differences(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     """By program: the largest error of a result, as a part of the largest value, and how many chains were fused."""
     import asynctp_passes
-    from asynctp_passes import pipeline
+    from asynctp_passes.planning import plan
 
     torch._inductor.config.fallback_by_default = True  # minutes of the C++ compiler
     found: dict[str, tuple[float, int]] = {}
@@ -183,7 +183,7 @@ def _differences(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
         tensors = [own[0], *shared[1:]] if program is not other_columns else own
         asynctp_passes.clear_reports()
         fails = program is asynctp_fails_on_one_rank and rank == 0
-        fault = mock.patch.object(pipeline, "decide_graph", side_effect=ValueError) if fails else nullcontext()
+        fault = mock.patch.object(plan, "decide_graph", side_effect=ValueError) if fails else nullcontext()
         with torch.no_grad(), fault:
             want = layer(*tensors)
             compiled = torch.compile(layer, backend="asynctp", options={"strict": "off"})

@@ -1,0 +1,189 @@
+"""The plan of a graph: all that is to be done to it, decided before any of it is done. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from torch import fx
+
+from asynctp_passes import reasons
+from asynctp_passes.config import Config
+from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.nodes import Sizes, phase_of, segments
+from asynctp_passes.ir.read import read_collectives
+from asynctp_passes.matching.chains import Bundle, Candidate, Decision, GatherChain, fused_chains
+from asynctp_passes.planning.bucketing import coalesce
+from asynctp_passes.planning.decide import decide_graph
+from asynctp_passes.planning.deviations import Ballot, Words, communicated
+from asynctp_passes.planning.legality import (
+    Context,
+    Verdict,
+    can_be_alone,
+    groups_of_parameters,
+    groups_on_wire,
+    on_wire,
+)
+from asynctp_passes.planning.overlap import hide
+from asynctp_passes.reasons import RESULT_DROPPED, Refusal
+
+__all__ = ["Plan", "ballots_of", "planned", "unfused", "untouched"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is to be done to a graph, and what was known when that was decided."""
+
+    decisions: list[Decision]
+    context: Context
+    bundles: list[Bundle]
+    followed: frozenset[fx.Node] = frozenset()
+    followed_plain: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def candidates(self) -> list[Candidate]:
+        """The candidate of each collective, in graph order."""
+        return [one.candidate for one in self.decisions]
+
+    @functools.cached_property
+    def keys(self) -> dict[str, str]:
+        """For each group what it communicates (`communicated`)."""
+        return communicated((one.collective for one in self.candidates), phase_of(self.context.graph))
+
+    @functools.cached_property
+    def wire(self) -> frozenset[str]:
+        """The groups whose collectives all go by asynctp's own transport."""
+        return self._own_transport - self.plain
+
+    @functools.cached_property
+    def plain(self) -> frozenset[str]:
+        """The groups that could use asynctp's transport, and whose collectives all ranks leave to torch."""
+        found = groups_of_parameters(self.candidates, self.context.config) | self.followed_plain
+        text = self.context.words.of_plain()
+        return frozenset(group for group in found & self.movable if self.context.refused(group, text) is None)
+
+    @functools.cached_property
+    def movable(self) -> frozenset[str]:
+        """The groups that could use asynctp's transport, and have a collective for which it has an op."""
+        found = {one.collective.group_key for one in self.candidates if on_wire(one.collective) and can_be_alone(one)}
+        return self._own_transport & found
+
+    @functools.cached_property
+    def _own_transport(self) -> frozenset[str]:
+        return groups_on_wire(self.candidates, self.context.config)
+
+    @property
+    def alone(self) -> list[Collective]:
+        """The collectives without a matmul that go by it or are tensors of a list, but for those beside products."""
+        taken = {member.node for bundle in self.bundles for member in bundle.members}
+        return [
+            one.candidate.collective
+            for one in self.decisions
+            if one.refusal is not None and not one.behind and one.refusal.reason is not RESULT_DROPPED
+            if one.candidate.collective.node not in taken and self._goes_alone(one.candidate)
+        ]
+
+    def _goes_alone(self, candidate: Candidate) -> bool:
+        """True for a collective that goes by it, and for a tensor of a list: a peer may multiply that one."""
+        own, collective = can_be_alone(candidate), candidate.collective
+        return own and collective.group_key in self.wire and (collective.call is not None or on_wire(collective))
+
+    @property
+    def fused_gathers(self) -> list[GatherChain]:
+        """The chains of gathers that are fused."""
+        return [chain for chain in fused_chains(self.decisions) if isinstance(chain, GatherChain)]
+
+    @property
+    def kept(self) -> list[Collective]:
+        """The gathers that go by it whose result this rank keeps, of fused chains too, or its peers do (`followed`)."""
+        found = [one.collective for one in self.fused_gathers if one.returned is not None]
+        found += [one.collective for one in self.fused_gathers if one.collective.node in self.followed]
+        found += [one for one in self.alone if one.kind == "all_gather"]
+        found += [one.candidate.collective for one in self.decisions if one.behind]
+        found = [one for one in found if one.kind == "all_gather" and on_wire(one)]
+        refused = self.context.refused
+        return [one for one in found if refused(one.group_key, self.context.words.of_kept(one)) is None]
+
+    @property
+    def dropped(self) -> list[Collective]:
+        """The collectives that are not made, since nothing uses them."""
+        refused = ((one.candidate.collective, one.refusal) for one in self.decisions)
+        return [collective for collective, refusal in refused if refusal and refusal.reason is RESULT_DROPPED]
+
+
+def planned(
+    graph: fx.Graph, config: Config, verdict: Verdict | None = None, follow: Callable[[Plan], Plan] | None = None
+) -> Plan:
+    """Plan a graph.
+
+    Args:
+        graph: The graph.
+        config: The configuration.
+        verdict: What the ranks said to deviations; None before they were asked, when all are planned.
+        follow: Adds what all ranks have agreed on in earlier graphs.
+    """
+    found, context = decide_graph(graph, config, verdict)
+    decisions = hide(graph, found)
+    bundles = coalesce(decisions, context)
+    told = ((bundle, context.words.of_bundle(bundle)) for bundle in bundles)
+    alike = [bundle for bundle, text in told if context.refused(bundle.collective.group_key, text) is None]
+    plan = Plan(decisions, context, alike)
+    if follow is not None:
+        plan = follow(plan)
+    shown = [
+        before if after.behind and after.candidate.collective.group_key in plan.plain else after
+        for before, after in zip(found, decisions, strict=True)
+    ]  # what runs beside products goes by asynctp's transport
+    return dataclasses.replace(plan, decisions=shown)
+
+
+def ballots_of(plan: Plan) -> list[Ballot]:
+    """For each group that communicates in a graph what changes what its ranks send, or nothing."""
+    words = plan.context.words
+    texts: dict[str, list[str]] = {}
+    for chain in fused_chains(plan.decisions):
+        texts.setdefault(chain.collective.group_key, []).extend(words.of_chain(chain))
+    for bundle in plan.bundles:
+        texts.setdefault(bundle.collective.group_key, []).append(words.of_bundle(bundle))
+    for group in plan.plain:
+        texts.setdefault(group, []).append(words.of_plain())
+    for gather in plan.kept:
+        texts.setdefault(gather.group_key, []).append(words.of_kept(gather))
+    dropped: dict[str, list[Collective]] = {}
+    for collective in plan.dropped:
+        dropped.setdefault(collective.group_key, []).append(collective)
+    for group, members in dropped.items():
+        texts.setdefault(group, []).append(words.of_dropped(members))
+    return [Ballot(group, key, tuple(texts.get(group, ()))) for group, key in plan.keys.items()]
+
+
+def unfused(graph: fx.Graph, config: Config, verdict: Verdict) -> Plan:
+    """The plan in which all collectives go by asynctp's transport, and none is fused.
+
+    Args:
+        graph: The graph.
+        config: The configuration.
+        verdict: What the ranks said to what they had agreed on before.
+    """
+    collectives = read_collectives(graph)
+    sizes, words = Sizes(graph, (collective.group_size for collective in collectives)), Words(collectives)
+    context = Context(graph, sizes, config, segments(graph), frozenset(), words=words, verdict=verdict)
+    decisions = [untouched(one, config, "", True) for one in collectives]
+    plain = frozenset(group for (group, text), reason in verdict.items() if text == words.of_plain() and reason is None)
+    return Plan(decisions, context, [], followed_plain=plain)
+
+
+def untouched(collective: Collective, config: Config, summary: str, multiplies: bool) -> Decision:
+    refusal = Refusal(reasons.INTERNAL_ERROR, summary)
+    out_of_scope = {
+        reasons.OTHER_COLLECTIVE: collective.kind == "other",
+        reasons.GROUP_NOT_ENROLLED: not config.enrolls(collective.group_key),
+        reasons.SINGLE_RANK: collective.group_size == 1,
+        reasons.NO_MATMUL: not multiplies,
+    }
+    for reason, holds in out_of_scope.items():
+        if holds:
+            refusal = Refusal(reason)
+            break
+    return Decision(Candidate(collective, None, (refusal,), collective.nodes), refusal)

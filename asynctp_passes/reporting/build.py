@@ -1,0 +1,262 @@
+"""Build the report of a graph from its plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat, ops
+from asynctp_passes.config import Config
+from asynctp_passes.ir.nodes import describe, module_of, phase_of, plain, source_of, value_of
+from asynctp_passes.ir.read import called_name, is_matmul, read_collectives
+from asynctp_passes.matching.chains import Bundle, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
+from asynctp_passes.planning import cost_model
+from asynctp_passes.planning.deviations import Ballot
+from asynctp_passes.planning.plan import Plan, ballots_of, untouched
+from asynctp_passes.reporting import internal, torch_notes
+from asynctp_passes.reporting.report import Coalesced, Remark, Report
+
+__all__ = ["AGREED", "REGATHERED", "report_of", "report_of_failure", "with_call"]
+
+REGATHERED = "asynctp_regathered"
+"""Of a gather that the backward makes again, in its `meta`: the bytes that were gathered, 0 where that is symbolic."""
+
+AGREED = "asynctp_agreed"
+"""Of such a gather, in its `meta`: the ballot on which the ranks agreed to make it again."""
+
+_LIKE_WEIGHTS = (
+    "it looks like a weight's gradient, as FSDP reduces them, and is taken for tensor parallelism, since its group "
+    "moves activations elsewhere in this graph or is named in Config(groups=...), where you can decide that"
+)
+_SCALES = "the scales travel with the data of"
+_SUM = "only a sum is used, which is reduced once, by"
+_UNSHARDED = (
+    "at best the sum hides behind the matmul, and sending it to all ranks does not; shard activations over the "
+    "sequence (SequenceParallel, Shard(1) outputs) to hide that too"
+)
+
+
+def report_of(graph: fx.Graph, plan: Plan, config: Config, left_out: Mapping[tuple[str, str], str]) -> Report:
+    coalesced, phase = tuple(_coalesced(bundle) for bundle in plan.bundles), phase_of(graph)
+    alone = {collective.node for collective in plan.alone}
+    remarks = tuple(_remark(decision, phase, alone) for decision in plan.decisions)
+    agreed = _agreed_before(plan.decisions) if phase == "backward" else []
+    ranks_differ = [f"not done, since ranks differ: {reason}" for reason in left_out.values()]
+    return Report(
+        graph=compat.compile_name(),
+        phase=phase,
+        remarks=remarks,
+        torch_version=str(torch.__version__),
+        config_digest=config.digest(),
+        plan_digest=_plan_digest(remarks, coalesced),
+        coalesced=coalesced,
+        ballots=(*ballots_of(plan), *agreed),
+        notes=(*torch_notes.notes(graph, phase), *ranks_differ),
+    )
+
+
+def _plan_digest(remarks: Sequence[Remark], coalesced: Sequence[Coalesced]) -> str:
+    """A hash of what was decided, which ranks that traced the same program share."""
+    plan = [(remark.outcome, remark.kind, remark.code, remark.nodes, remark.shapes) for remark in remarks]
+    return hashlib.sha256(repr((plan, [entry.collectives for entry in coalesced])).encode()).hexdigest()[:16]
+
+
+def _coalesced(bundle: Bundle) -> Coalesced:
+    return Coalesced(
+        collectives=tuple(member.node.name for member in bundle.members),
+        group=bundle.collective.group_key,
+        reduce_op=bundle.collective.reduce_op,
+        dtype=str(value_of(bundle.inputs[0]).dtype).removeprefix("torch."),
+        bytes=sum(cost_model.bytes_of(node) or 0 for node in bundle.inputs),
+    )
+
+
+def _remark(decision: Decision, phase: str, alone: Container[fx.Node]) -> Remark:
+    candidate, refusal = decision.candidate, decision.refusal
+    collective = candidate.collective
+    kind = _kind(candidate)
+    common = {
+        "kind": kind,
+        "collective": collective.node.name,
+        "nodes": tuple(node.name for node in candidate.nodes),
+        "source": _first(source_of, candidate),
+        "module": _first(module_of, candidate),
+        "group": collective.group_key,
+        "group_size": collective.group_size,
+        "shapes": _shapes(candidate),
+        "regathered_bytes": collective.node.meta.get(REGATHERED, 0) if phase == "backward" else 0,
+    }
+    if refusal is not None:
+        reason = refusal.reason
+        outcome = "MISSED" if reason.in_scope else "SKIPPED"
+        return Remark(
+            outcome=outcome,  # type: ignore[arg-type]
+            code=reason.code,
+            name=reason.name,
+            message=str(refusal),
+            hint=reason.hint,
+            op=f"asynctp::{collective.kind}" if collective.node in alone else "",
+            **common,  # type: ignore[arg-type]
+        )
+    return Remark(outcome="FUSED", **_fused_facts(candidate, kind), **common)  # type: ignore[arg-type]
+
+
+def _kind(candidate: Candidate) -> str:
+    chain, collective = candidate.chain, candidate.collective
+    if candidate.joins is not None:
+        return _kind(candidate.joins)
+    if chain is None:
+        return called_name(collective.node) if collective.kind == "other" else collective.kind
+    scaled = "scaled_" if chain.matmuls[0].scaled is not None else ""
+    if isinstance(chain, GatherChain):
+        return f"all_gather_{scaled}matmul"
+    return f"{scaled}matmul_{collective.kind}"
+
+
+def _first(place_of: Callable[[fx.Node], str | None], candidate: Candidate) -> str | None:
+    """A place of the first of the matmuls and the collective that has one."""
+    own = [node for node in candidate.nodes if is_matmul(node)] if candidate.joins is not None else []
+    matmuls = own if candidate.chain is None else [matmul.node for matmul in candidate.chain.matmuls]
+    places = (place_of(node) for node in (*matmuls, candidate.collective.node))
+    return next((place for place in places if place is not None), None)
+
+
+def _shapes(candidate: Candidate) -> dict[str, str]:
+    collective, chain = candidate.collective, candidate.chain
+    shapes = {"input": describe(collective.input), "output": describe(collective.node)}
+    if chain is not None:
+        products = [f"{describe(matmul.a)} @ {describe(matmul.b)}" for matmul in chain.matmuls]
+        shapes["matmul"] = (", " if isinstance(chain, GatherChain) else " + ").join(products)
+    return shapes
+
+
+def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
+    chain, device = candidate.chain, value_of(candidate.collective.node).device.type
+    facts: dict[str, object] = {"op": f"asynctp::{kind}", "implementation": ops.implementation(device)}
+    if candidate.joins is not None:
+        lead = candidate.joins.collective
+        facts["message"] = f"{_SCALES if lead.kind == 'all_gather' else _SUM} {lead.node.name}"
+    elif isinstance(chain, GatherChain) and chain.hoist is not None:
+        own = [*_place_facts(chain), *_hoist_facts(chain, chain.hoist)]
+        facts["message"] = "; ".join([*own, *candidate.left_out])
+        facts["keeps_gather"] = bool(chain.hoist.kept)
+    elif isinstance(chain, GatherChain):
+        returned = [f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"]
+        notes = [*_place_facts(chain), *(returned if candidate.left_out else [])]
+        facts |= {"message": "; ".join(notes)} if notes else {}
+    elif isinstance(chain, ScatterChain):
+        unsharded = [_UNSHARDED] if candidate.collective.kind == "all_reduce" else []
+        weights = [_LIKE_WEIGHTS] if candidate.weights else unsharded
+        notes = [*_summed(chain), *_added(chain), *_multiplied(chain), *_converted(chain), *weights]
+        facts |= {"message": "; ".join(notes)} if notes else {}
+    if chain is not None:
+        costs = cost_model.cost_of(chain)
+        facts |= {
+            "comm_bytes": costs.comm_bytes,
+            "flops": costs.flops,
+            "estimate_us": costs.estimate_us(cost_model.machine_for(chain.matmuls[0].a)),
+        }
+    return facts
+
+
+def _summed(chain: ScatterChain) -> list[str]:
+    """The collectives besides its own that the op stands for, since only the sum of all is used."""
+    others = ", ".join(collective.node.name for collective in chain.joined)
+    return [f"one {chain.collective.kind} of the sum, for {others} too"] if others else []
+
+
+def _added(chain: ScatterChain) -> list[str]:
+    """What is no product of the fused op's."""
+    notes = {"computed before, and added to the products": chain.added, "added to the result": chain.added_behind}
+    return [f"{note}: {', '.join(map(_named, terms))}" for note, terms in notes.items() if terms]
+
+
+def _named(term: Term) -> str:
+    count = "" if term.factor == 1 else f"{term.factor:g} times "
+    return f"{count}{describe(term.node)} of {called_name(term.node) or term.node.name}"
+
+
+def _multiplied(chain: ScatterChain) -> list[str]:
+    """The factors by which the fused op multiplies its products and their sum."""
+    products = [matmul.factor for matmul in chain.matmuls]
+    notes = [] if set(products) == {1.0} else [f"products multiplied by {_numbers(products)}"]
+    return notes + ([] if chain.factor == 1 else [f"their sum multiplied by {chain.factor:g}"])
+
+
+def _numbers(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:g}" for number in numbers)
+
+
+def _converted(chain: ScatterChain) -> list[str]:
+    """What is sent where products are converted before they are summed."""
+    if chain.sum_dtype is None:
+        return []
+    product, whole = describe(chain.matmuls[0].node), describe(chain.collective.node)
+    return [f"each {product} is converted before it is sent, for {whole}"]
+
+
+def _place_facts(chain: GatherChain) -> list[str]:
+    """That a gather changes its place among what communicates."""
+    follows = chain.follows
+    return [] if follows is None else [f"it follows {follows.name}, which what its matmuls need depends on"]
+
+
+def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:
+    """What is gathered in place of the gathered tensor and beside it, with the bytes that a rank receives."""
+    gather, ranks = chain.collective.node, chain.collective.group_size
+    facts = [f"computed on the shard and gathered: {' and '.join(_amount(node, ranks) for node in hoist.travels)}"]
+    if hoist.overall:
+        found = ", ".join(f"{called_name(one.step.node)} {one.step.node.name}" for one in hoist.overall)
+        facts.append(f"over all ranks' rows, found by each rank in its own and gathered: {found}")
+    apart = [one.node for one in hoist.apart if one.root is not hoist.along]
+    if apart:
+        facts.append(f"gathered on their own: {', '.join(_amount(node, ranks) for node in apart)}")
+    if not hoist.kept:
+        return [*facts, f"the gather of {_amount(gather, ranks)} is gone"]
+    users = ", ".join(node.name for node in hoist.kept)
+    return [*facts, f"the gather of {_amount(gather, ranks)} stays for {users}, and is waited for after the fused op"]
+
+
+def _amount(whole: fx.Node, ranks: int) -> str:
+    """A gathered tensor, with the bytes that a rank receives of it."""
+    count = cost_model.received_bytes(whole, ranks)
+    return describe(whole) + ("" if count is None else f" ({count} bytes)")
+
+
+def with_call(remark: Remark, call: Mapping[str, Any]) -> Remark:
+    """The remark with what the fused op is called with, and what that makes it run here."""
+    told = plain(call)
+    if not told:
+        return remark
+    name = remark.op.removeprefix("asynctp::")
+    runs = ops.expected_implementation(name, call, remark.group_size)
+    return dataclasses.replace(remark, call=told, implementation=runs)
+
+
+def _agreed_before(decisions: Sequence[Decision]) -> list[Ballot]:
+    """What the ranks agreed on about gathers of this graph when it was one with its forward."""
+    nodes = (one.candidate.collective.node for one in decisions)
+    return [node.meta[AGREED] for node in nodes if AGREED in node.meta]
+
+
+def report_of_failure(graph: fx.Graph, config: Config, phase: str, summary: str) -> Report:
+    """On a graph that stays as it is since asynctp failed: each collective that it may have fused is MISSED."""
+    remarks: tuple[Remark, ...] = ()
+    with internal.contained("list the collectives of the graph"):
+        multiplies = any(map(is_matmul, graph.nodes))
+        collectives = read_collectives(graph) if phase != "joint" else []
+        remarks = tuple(_remark(untouched(one, config, summary, multiplies), phase, set()) for one in collectives)
+    return Report(
+        graph=compat.compile_name(),
+        phase=phase,
+        remarks=remarks,
+        torch_version=str(torch.__version__),
+        config_digest=config.digest(),
+        plan_digest=_plan_digest(remarks, ()),
+        internal_errors=(summary,),
+    )
