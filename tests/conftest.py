@@ -13,6 +13,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
+from garbage import collect_rarely
 from internal_state import forget_internal_errors
 from profiles import THOROUGH
 
@@ -43,6 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not THOROUGH and item.get_closest_marker("thorough") is not None:
             item.add_marker(pytest.mark.skip(reason="takes long; HYPOTHESIS_PROFILE=thorough"))
+
+
+def pytest_collection_finish() -> None:
+    """Once all modules of tests are imported, and with them torch."""
+    collect_rarely()
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,6 @@ _LINGER_S = 1.0
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
     "TRITON_INTERPRET": "1",
     "ASYNCTP_TIMEOUT_S": str(WAIT_S),
 }
@@ -67,10 +66,15 @@ class _Task:
     kernels: bool
     sabotage: str
     backend: str
+    wait_s: float = WAIT_S
 
 
 def judge_on_ranks(
-    programs: Sequence[Program], kernels: bool = True, sabotage: str = "", backend: str = "asynctp"
+    programs: Sequence[Program],
+    kernels: bool = True,
+    sabotage: str = "",
+    backend: str = "asynctp",
+    wait_s: float = WAIT_S,
 ) -> list[Verdict]:
     """Run programs on real ranks, eager and compiled, and compare.
 
@@ -79,13 +83,14 @@ def judge_on_ranks(
         kernels: Whether to run the compiled code with the interpreted kernels, too.
         sabotage: One of `SABOTAGES`, which rank 1 applies to the package: the check has to find it.
         backend: What compiles; `"inductor"` shows what a program does without the package.
+        wait_s: Seconds that a collective of gloo waits for its peers.
 
     Returns:
         A verdict for each program: the first rank's that found a fault; `"inductor"` where plain Inductor has one too,
         which moves collectives by what a rank's memory is used for (`reorder_for_peak_memory`).
     """
     with _forkserver() as context:
-        verdicts = _run(context, programs, _Task(kernels, sabotage, backend))
+        verdicts = _run(context, programs, _Task(kernels, sabotage, backend, wait_s))
         failed = [index for index, verdict in enumerate(verdicts) if verdict]
         if failed and backend == "asynctp" and not sabotage:
             plain = _run(context, [programs[index] for index in failed], _Task(False, "", "inductor"))
@@ -163,9 +168,10 @@ def _of_program(folder: Path, ranks: Sequence[Any], index: int) -> Verdict:
 def _rank(rank: int, folder: str, programs: Sequence[Program], task: _Task, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
+    torch.compiler.config.force_disable_caches = True
     interpret_quickly()
     warnings.simplefilter("ignore")
-    wait = timedelta(seconds=WAIT_S)
+    wait = timedelta(seconds=task.wait_s)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=programs[0].world, timeout=wait
     )

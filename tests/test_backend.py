@@ -393,7 +393,7 @@ def test_ahead_of_time(mesh: DeviceMesh, tmp_path: Path) -> None:
 
     given = torch.ones(4, 16), torch.ones(16, 8)
     program = torch.export.export(Layer(), given)
-    quick = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+    quick = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
     ours = {"post_grad_custom_post_pass": AsyncTPPass(Config(strict="all", expect=1)), **quick}
     path = str(tmp_path / "layer.pt2")
     torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=ours)

@@ -486,7 +486,7 @@ class Random:
 
 @given(choices=st.randoms(use_true_random=False), seed=st.integers(0, 2**16))
 @settings(
-    max_examples=10_000 if THOROUGH else 150,
+    max_examples=10_000 if THOROUGH else 80,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import forking
 
 from asynctp_passes.reporting.report import Remark, Report
 from asynctp_passes.tools import demo
+from asynctp_passes.tools.demo import launch
 from asynctp_passes.tools.demo.launch import RankError, run_ranks
+from asynctp_passes.tools.demo.model import ModelSizes
 from asynctp_passes.tools.demo.show import chart, judge
+from asynctp_passes.tools.demo.train import Settings
 
 FUSED = Remark("FUSED", "all_gather_matmul", "gather")
 MISSED = Remark("MISSED", "all_gather_matmul", "gather", code="ATP101", name="PIECES_REORDERED")
@@ -88,7 +93,10 @@ def rank_that_fails(rank: int, world_size: int, how: str) -> None:
     ("how", "message"),
     [("raises", "rank 1 failed:(.|\n)*ValueError: the cause"), ("dies", "rank 1 died with exit code 7")],
 )
-def test_a_failing_rank_ends_all(how: str, message: str) -> None:
+def test_a_failing_rank_ends_all(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are forked here from a process that has torch, which takes seconds to import."""
+    context = forking()
+    monkeypatch.setattr(launch.mp, "get_context", lambda method: context)
     started = time.monotonic()
     with pytest.raises(RankError, match=message):
         run_ranks(2, rank_that_fails, how, timeout_s=120)
@@ -96,17 +104,19 @@ def test_a_failing_rank_ends_all(how: str, message: str) -> None:
 
 
 @pytest.mark.ranks
-def test_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user runs it, but with one block for two: compiling takes nearly all of the time."""
     if torch.cuda.is_available():
         pytest.skip("the demo would take the GPUs")
+    monkeypatch.setattr(demo, "Settings", partial(Settings, sizes=ModelSizes(layers=1)))
     mine = tmp_path / "graphs" / "mine.html"
     mine.parent.mkdir()
     mine.write_text("of another program")
     (tmp_path / "reports.jsonl").write_text("of an earlier run\n")
     assert demo.run_demo(steps=3, ranks=2, out=tmp_path)
     out = capsys.readouterr().out
-    assert "forward   9 of 9 collectives next to a matmul are fused" in out
-    assert "backward  9 of 9 collectives next to a matmul are fused" in out
+    assert "forward   5 of 5 collectives next to a matmul are fused" in out
+    assert "backward  5 of 5 collectives next to a matmul are fused" in out
     assert "agree" in out
     assert mine.read_text() == "of another program"
     assert str(mine) not in out

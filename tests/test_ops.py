@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from interpreter import interpreter_fault
+from profiles import THOROUGH
 from ranks import imagined_ranks, run_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -606,6 +607,10 @@ def test_programs_of_all_ranks(reference_results: list[dict[str, Any]], what: st
 FP8_TESTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
+#: In the default profile: each form, each option, and each option of each form beside another one.
+OF_LIBRARY = range(6, len(GRADIENT_SCATTERS)) if THOROUGH else (6, 8, 11, 13, 15)
+
+
 def _library_ranks(rank: int, world_size: int) -> dict[str, Any]:
     group = dist.group.WORLD.group_name
     results = {}
@@ -613,7 +618,7 @@ def _library_ranks(rank: int, world_size: int) -> dict[str, Any]:
         op, args = _call(case, rank, world_size, group)
         tests: dict[str, Any] = {"test_utils": FP8_TESTS} if case.scale else {}
         results[str(case)] = torch.library.opcheck(op.default, args, **tests)
-    for case in (GRADIENT_GATHERS[1], GRADIENT_SCATTERS[2], GRADIENT_SCATTERS[5], *GRADIENT_SCATTERS[6:]):
+    for case in (GRADIENT_GATHERS[1], *(GRADIENT_SCATTERS[number] for number in (2, 5, *OF_LIBRARY))):
         inputs = _gather_inputs(case, rank, world_size) if isinstance(case, Gather) else _scatter_inputs(case, rank)
         _leaves(inputs)
         make_call: Any = _gather_call if isinstance(case, Gather) else _scatter_call

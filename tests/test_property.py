@@ -22,7 +22,7 @@ from serving_ops import registered
 from asynctp_passes.planning import overlap
 
 _UNHURRIED: Any = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-settings.register_profile("quick", max_examples=250, derandomize=True, **_UNHURRIED)
+settings.register_profile("quick", max_examples=120, derandomize=True, **_UNHURRIED)
 settings.register_profile("thorough", max_examples=10_000, **_UNHURRIED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 

@@ -20,8 +20,8 @@ from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-#: each norm and recipe at least once
-IN_FP8 = of_profile(fp8_cases.CASES, ("mlp_LayerNorm_delayed", "mlp_RMSNorm_late", "attention_LayerNorm_current"))
+#: each norm, recipe and kind of layer at least once
+IN_FP8 = of_profile(fp8_cases.CASES, ("linear_RMSNorm_delayed", "mlp_RMSNorm_late", "attention_LayerNorm_current"))
 MESHES = of_profile(mesh_cases.CASES, ("fully_sharded_blocks", "pipeline_stages"))
 
 

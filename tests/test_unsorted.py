@@ -14,9 +14,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, dict[str, Any]]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
-        return run_ranks(2, unsorted_cases.run_cases, timeout_s=500)
+    return run_ranks(2, unsorted_cases.run_cases, timeout_s=500)
 
 
 @pytest.mark.parametrize("case", unsorted_cases.CASES)

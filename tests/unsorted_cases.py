@@ -103,6 +103,7 @@ def run_cases(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
         sort(graph)
 
     toposort.sort = watched
+    torch.compiler.config.force_disable_caches = True  # in the environment it would need ranks forked anew
     for name, (attention, columns, dynamic, _) in CASES.items():
         torch._dynamo.reset()
         asynctp_passes.clear_reports()
