@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from asynctp_kernels.cuda import select
+from asynctp_kernels.cuda.choose import select
 from torch import Tensor
 
 from asynctp_passes.tools import bench, cli

@@ -17,8 +17,8 @@ from math import ceil, nan
 from typing import Any
 
 import torch
-from asynctp_kernels.cuda.copy_kernels import SIGNATURES
-from asynctp_kernels.cuda.memory import MAX_WORLD
+from asynctp_kernels.cuda.gemm.copy_kernels import SIGNATURES
+from asynctp_kernels.cuda.runtime.memory import MAX_WORLD
 from asynctp_kernels.signals import FAILED, UNLIKE
 from cuda_stubs import Launched, Machine
 from torch import Tensor

@@ -20,11 +20,13 @@ from unittest import mock
 
 import torch
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import async_input, driver, gather, gemm, memory, recordings, scatter, watch
-from asynctp_kernels.cuda.gather import GatherCall
-from asynctp_kernels.cuda.launch import Launch, Tma
-from asynctp_kernels.cuda.memory import MAX_OWN, MAX_WORLD, Area, GroupMemory
-from asynctp_kernels.cuda.scatter import ScatterCall
+from asynctp_kernels.cuda.gemm import gemm
+from asynctp_kernels.cuda.plans import async_input, gather, scatter
+from asynctp_kernels.cuda.plans.gather import GatherCall
+from asynctp_kernels.cuda.plans.scatter import ScatterCall
+from asynctp_kernels.cuda.runtime import driver, memory, recordings, watch
+from asynctp_kernels.cuda.runtime.launch import Launch, Tma
+from asynctp_kernels.cuda.runtime.memory import MAX_OWN, MAX_WORLD, Area, GroupMemory
 from asynctp_kernels.errors import TIMEOUT_VARIABLE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -297,7 +297,7 @@ def _interleaved(layers: Sequence[nn.Module], mesh: DeviceMesh, between: Callabl
 
 def _poison(mesh: DeviceMesh) -> None:
     """All landing memory of this rank becomes NaN, while no rank uses its."""
-    from asynctp_kernels.cuda.memory import existing_memory
+    from asynctp_kernels.cuda.runtime.memory import existing_memory
 
     group = mesh.get_group()
     dist.barrier(group)

@@ -36,7 +36,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asynctp_kernels.cuda.tiles import pingpong
+from asynctp_kernels.cuda.choose.tiles import pingpong
 
 Event = tuple[Any, ...]
 COUNTED = 40  # calls so far

@@ -20,7 +20,7 @@ from asynctp_passes.tools.bench import NOISE
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "explanation" / "collective-matmul.md"
 RESULTS = ROOT / "docs" / "results"
-SHIPPED = ROOT / "kernels" / "asynctp_kernels" / "cuda" / "measured.json"
+SHIPPED = ROOT / "kernels" / "asynctp_kernels" / "cuda" / "choose" / "measured.json"
 FOUR, TWO, H100 = "2026-11-22-h200x4", "2026-11-25-h200x2", "2026-11-25-h100x2"
 DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp8-rowwise": "float8_e4m3fn"}
 KINDS = {"bf16": "bf16", "fp8": "fp8, tensorwise", "fp8-rowwise": "fp8, rowwise"}

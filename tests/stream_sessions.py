@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import driver, gemm
-from asynctp_kernels.cuda.gather import GatherCall
-from asynctp_kernels.cuda.memory import existing_memory
-from asynctp_kernels.cuda.tiles import Tiles
+from asynctp_kernels.cuda.choose.tiles import Tiles
+from asynctp_kernels.cuda.gemm import gemm
+from asynctp_kernels.cuda.plans.gather import GatherCall
+from asynctp_kernels.cuda.runtime import driver
+from asynctp_kernels.cuda.runtime.memory import existing_memory
 from cuda_emulated import Steps, look, raw
 from cuda_stubs import MAIN, expected_products, gather_call, result_dtype, scatter_call, tensor, whole
 from streams import TILES, Executable, Found, Place, Rank, Shared, rank_of, run

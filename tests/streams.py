@@ -35,10 +35,12 @@ import cuda_stubs
 import numpy as np
 import torch
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import driver, gather, memory, scatter, select
-from asynctp_kernels.cuda.launch import BESIDE_REGISTERS
-from asynctp_kernels.cuda.memory import Area, GroupMemory
-from asynctp_kernels.cuda.tiles import Tiles
+from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.choose.tiles import Tiles
+from asynctp_kernels.cuda.plans import gather, scatter
+from asynctp_kernels.cuda.runtime import driver, memory
+from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS
+from asynctp_kernels.cuda.runtime.memory import Area, GroupMemory
 from cuda_emulated import POISON, PROGRAMS, Call, Question, Raced, Steps, at, int32, look, put, raw, reached
 from cuda_stubs import (
     GRAPH,

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels import async_input_matmul
-from asynctp_kernels.cuda import async_input
+from asynctp_kernels.cuda.plans import async_input
 from cuda_stubs import Launched, Machine, Waited, machine, tensor
 from torch import Tensor
 

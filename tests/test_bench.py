@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 import bench_calls
 import torch.distributed as dist
-from asynctp_kernels.cuda import select
+from asynctp_kernels.cuda.choose import select
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder
 from passes import copied, run_pass

@@ -47,7 +47,7 @@ def test_links_are_as_fast_as_measured() -> None:
 
 def test_the_selector_and_the_benchmark_count_with_the_same_link() -> None:
     pytest.importorskip("triton")
-    from asynctp_kernels.cuda.select import Rates
+    from asynctp_kernels.cuda.choose.select import Rates
 
     from asynctp_passes.tools import bench
 

@@ -17,12 +17,12 @@ pytest.importorskip("triton")
 import asynctp_kernels.compat as kernels_compat
 import cuda_emulated
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda.collectives import BulkGather, BulkPull, BulkPush, BulkScatter, DirectSum, whole_gather
-from asynctp_kernels.cuda.collectives import gather_call as bulk_call
-from asynctp_kernels.cuda.collectives import scatter_call as bulk_sum
-from asynctp_kernels.cuda.gather import DecomposedPull, DirectGather
-from asynctp_kernels.cuda.memory import FLIGHTS, MAX_CHUNKS, MAX_WORLD
-from asynctp_kernels.cuda.wire import DIRECT, PUSH
+from asynctp_kernels.cuda.choose.wire import DIRECT, PUSH
+from asynctp_kernels.cuda.plans.collectives import BulkGather, BulkPull, BulkPush, BulkScatter, DirectSum, whole_gather
+from asynctp_kernels.cuda.plans.collectives import gather_call as bulk_call
+from asynctp_kernels.cuda.plans.collectives import scatter_call as bulk_sum
+from asynctp_kernels.cuda.plans.gather import DecomposedPull, DirectGather
+from asynctp_kernels.cuda.runtime.memory import FLIGHTS, MAX_CHUNKS, MAX_WORLD
 from cuda_stubs import (
     COPY,
     MAIN,

@@ -26,8 +26,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from asynctp_kernels.cuda import async_input, collectives, driver, gather, gemm_kernels, scatter, stamped
-from asynctp_kernels.cuda.launch import (
+from asynctp_kernels.cuda import stamped
+from asynctp_kernels.cuda.choose.tiles import Tiles, pingpong, tiles_for
+from asynctp_kernels.cuda.gemm import gemm_kernels
+from asynctp_kernels.cuda.plans import async_input, collectives, gather, scatter
+from asynctp_kernels.cuda.runtime import driver
+from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
     BESIDE_SHARED,
     BESIDE_WARPS,
@@ -36,7 +40,6 @@ from asynctp_kernels.cuda.launch import (
     leaves_room,
     prepare,
 )
-from asynctp_kernels.cuda.tiles import Tiles, pingpong, tiles_for
 from asynctp_kernels.signals import IS_INTERPRETED
 from cuda_stubs import FP8, SMS, Machine, Prepared, gather_call, machine, scatter_call, tensor
 from gemm_runs import check_runs

@@ -23,12 +23,14 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
-from asynctp_kernels.cuda import gather, products, scatter, watch
-from asynctp_kernels.cuda.gather import GatherCall
-from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_WORLD, NO_BOUND, GroupMemory, Words
-from asynctp_kernels.cuda.scatter import ScatterCall
-from asynctp_kernels.cuda.tiles import Tiles
-from asynctp_kernels.cuda.wire import DIRECT, PULL, PUSH
+from asynctp_kernels.cuda.choose.tiles import Tiles
+from asynctp_kernels.cuda.choose.wire import DIRECT, PULL, PUSH
+from asynctp_kernels.cuda.gemm import products
+from asynctp_kernels.cuda.plans import gather, scatter
+from asynctp_kernels.cuda.plans.gather import GatherCall
+from asynctp_kernels.cuda.plans.scatter import ScatterCall
+from asynctp_kernels.cuda.runtime import watch
+from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_WORLD, NO_BOUND, GroupMemory, Words
 from cuda_stubs import (
     COPY,
     FP8,
@@ -1482,7 +1484,7 @@ def test_an_interrupt_ends_what_makes_memory_too() -> None:
         mock.patch("concurrent.futures.Future.result", side_effect=interrupt),
         pytest.raises(KeyboardInterrupt),
     ):
-        cuda.driver.outside_pools(torch.device("cpu"), lambda: stopped.wait(60), stop)
+        cuda.runtime.driver.outside_pools(torch.device("cpu"), lambda: stopped.wait(60), stop)
     assert told == [interrupt]
 
 
@@ -1634,7 +1636,7 @@ def test_the_current_device_has_to_be_that_of_the_tensors(here: Machine) -> None
 def test_a_group_chooses_by_the_table_that_it_agreed_on(here: Machine) -> None:
     here.kernels.clear()
     call = gather_call((4096,), 512, (72,))
-    (*_, name), problem = cuda.driver.machine(0), cuda._gather_problem(call)
+    (*_, name), problem = cuda.runtime.driver.machine(0), cuda._gather_problem(call)
     for wanted in ("decomposed", "fused"):
         here.memory.plans.clear()
         here.memory.table = {name: {problem.key: {str(problem.rows): wanted}}}
@@ -1839,12 +1841,12 @@ def test_memory_that_cannot_be_shared_says_why(part: str, error: str, hint: str)
     group: Any = mock.Mock(group_name="tp")
     meet = Machine(RANK, WORLD).meet
     with (
-        mock.patch.object(cuda.memory, "meet", meet),
-        mock.patch.object(cuda.memory.driver, part, side_effect=RuntimeError(error)),
-        mock.patch.object(cuda.memory.driver, "reserve" if part == "share" else "share"),
+        mock.patch.object(cuda.runtime.memory, "meet", meet),
+        mock.patch.object(cuda.runtime.memory.driver, part, side_effect=RuntimeError(error)),
+        mock.patch.object(cuda.runtime.memory.driver, "reserve" if part == "share" else "share"),
         pytest.raises(SymmetricMemoryError, match=f"4096 bytes on group 'tp': {error}. {hint}"),
     ):
-        cuda.memory._share(group, torch.device("cpu"), 4096, None)
+        cuda.runtime.memory._share(group, torch.device("cpu"), 4096, None)
 
 
 def test_memory_grows_in_whole_granules(here: Machine) -> None:

@@ -13,9 +13,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from asynctp_kernels.cuda import driver, recordings
-from asynctp_kernels.cuda.driver import CudaError
-from asynctp_kernels.cuda.recordings import Recordings
+from asynctp_kernels.cuda.runtime import driver, recordings
+from asynctp_kernels.cuda.runtime.driver import CudaError
+from asynctp_kernels.cuda.runtime.recordings import Recordings
 
 MAIN = 0
 KERNEL, COPY, SET, EVENT, WORDS = (0, 0), (1, 1), (2, 1), (6, 0), (12, 0)

@@ -20,14 +20,10 @@ import torch
 pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import select
-from asynctp_kernels.cuda.gather import GatherCall
-from asynctp_kernels.cuda.gemm import NOT_TUNED
-from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_OWN
-from asynctp_kernels.cuda.scatter import ScatterCall
-from asynctp_kernels.cuda.select import IMPLEMENTATIONS, WHOLE, Choice, Problem, Rates, choose, estimate
-from asynctp_kernels.cuda.tiles import WireChunks, cut, cut_own, tiles_for, waves
-from asynctp_kernels.cuda.wire import (
+from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.choose.select import IMPLEMENTATIONS, WHOLE, Choice, Problem, Rates, choose, estimate
+from asynctp_kernels.cuda.choose.tiles import WireChunks, cut, cut_own, tiles_for, waves
+from asynctp_kernels.cuda.choose.wire import (
     ALL_REDUCE_BYTES,
     DIRECT,
     DIRECT_BYTES,
@@ -39,6 +35,10 @@ from asynctp_kernels.cuda.wire import (
     PUSH,
     Wire,
 )
+from asynctp_kernels.cuda.gemm.gemm import NOT_TUNED
+from asynctp_kernels.cuda.plans.gather import GatherCall
+from asynctp_kernels.cuda.plans.scatter import ScatterCall
+from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_OWN
 from graph_builder import GraphBuilder, aten
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -96,7 +96,7 @@ def explain(
     sum_dtype: torch.dtype | None = None,
     factors: Sequence[float] | None = None,
 ) -> Choice:
-    with mock.patch.object(cuda.driver, "machine", return_value=(capability, SMS, device)):
+    with mock.patch.object(cuda.runtime.driver, "machine", return_value=(capability, SMS, device)):
         return cuda.explain(op, (*args, world, "tp"), sum_dtype, None, factors)
 
 

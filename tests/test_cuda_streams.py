@@ -24,13 +24,13 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import driver
-from asynctp_kernels.cuda import gather as gathers
-from asynctp_kernels.cuda import scatter as scatters
-from asynctp_kernels.cuda.collectives import Bulk
-from asynctp_kernels.cuda.memory import GroupMemory
-from asynctp_kernels.cuda.recordings import Recordings
-from asynctp_kernels.cuda.script import Await, Copy, Post, Record, Step, Wait, Write
+from asynctp_kernels.cuda.plans import gather as gathers
+from asynctp_kernels.cuda.plans import scatter as scatters
+from asynctp_kernels.cuda.plans.collectives import Bulk
+from asynctp_kernels.cuda.runtime import driver
+from asynctp_kernels.cuda.runtime.memory import GroupMemory
+from asynctp_kernels.cuda.runtime.recordings import Recordings
+from asynctp_kernels.cuda.runtime.script import Await, Copy, Post, Record, Step, Wait, Write
 from cuda_emulated import PROGRAMS, Call, Steps
 from cuda_stubs import FP8
 from profiles import THOROUGH
@@ -249,7 +249,7 @@ class Site:
 
 def sites() -> Iterator[Site]:
     """All of them."""
-    for path in sorted(Path(cuda.__file__).parent.glob("*.py")):
+    for path in sorted(Path(cuda.__file__).parent.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         scopes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
         for call in ast.walk(tree):

@@ -11,8 +11,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from asynctp_kernels.cuda import enroll, select
-from asynctp_kernels.cuda.enroll import Facts, Settled, settle
+from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.runtime import enroll
+from asynctp_kernels.cuda.runtime.enroll import Facts, Settled, settle
 from asynctp_kernels.errors import NotEnrolled
 
 ONE = Facts("node", "boot", "H200, 132 SMs", "s1", "2.13.0", "3.9.0", "13000", "CUDA", "auto", "none")

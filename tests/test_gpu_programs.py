@@ -22,9 +22,11 @@ import compiled
 import launched
 import stress
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import async_input, gather, gemm, scatter, tiles
-from asynctp_kernels.cuda.products import IN_BLOCKS
-from asynctp_kernels.cuda.tiles import pingpong, tiles_for
+from asynctp_kernels.cuda.choose import tiles
+from asynctp_kernels.cuda.choose.tiles import pingpong, tiles_for
+from asynctp_kernels.cuda.gemm import gemm
+from asynctp_kernels.cuda.gemm.products import IN_BLOCKS
+from asynctp_kernels.cuda.plans import async_input, gather, scatter
 
 import asynctp_passes
 
@@ -54,7 +56,7 @@ def test_stressed_calls_can_run(world: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cases, "device", lambda: torch.device("meta"))
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     monkeypatch.setattr(dist, "broadcast", lambda tensor, source: None)
-    monkeypatch.setattr(cuda.driver, "machine", lambda index: ((9, 0), 132, "NVIDIA H200"))
+    monkeypatch.setattr(cuda.runtime.driver, "machine", lambda index: ((9, 0), 132, "NVIDIA H200"))
     ops = Explained(world)
     group: Any = mock.Mock(group_name="0")
     for case, implementations in stress.stressed(world):

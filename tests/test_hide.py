@@ -703,7 +703,7 @@ def test_a_product_of_column_major_activations_is_no_weight_gradient() -> None:
 
 def test_the_limit_is_that_of_the_kernels() -> None:
     pytest.importorskip("triton")
-    from asynctp_kernels.cuda import wire
+    from asynctp_kernels.cuda.choose import wire
 
     from asynctp_passes.planning.legality import CONTRACTION_LIMIT
 

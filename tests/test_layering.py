@@ -44,6 +44,9 @@ KERNEL_ROWS = (
     ("doctor",),
     ("__init__",),
 )
+CUDA_ROWS = (("choose",), ("runtime",), ("gemm",), ("plans",), ("__init__",))
+"""The rooms of `asynctp_kernels.cuda`."""
+
 KERNEL_ROW_OF = {module: row for row, modules in enumerate(KERNEL_ROWS) for module in modules}
 
 PRIVATE_TORCH = {
@@ -149,6 +152,19 @@ def test_a_room_says_its_job(room: str) -> None:
     assert job
     if room != "ops":
         assert job.splitlines()[0].rstrip(".") in told
+
+
+def test_no_room_of_the_kernels_imports_a_higher_one() -> None:
+    row_of = {room: row for row, rooms in enumerate(CUDA_ROWS) for room in rooms}
+    cuda, prefix = KERNELS / "cuda", "asynctp_kernels.cuda."
+    found = {
+        (top(module), name.removeprefix(prefix).split(".")[0])
+        for module, tree in modules(cuda).items()
+        for name in imported(tree, "")
+        if name.startswith(prefix)
+    }
+    assert {room for room, _ in found} == set(row_of)
+    assert [(room, other) for room, other in sorted(found) if row_of.get(other, 4) > row_of[room]] == []
 
 
 def test_contributors_are_told_these_rows() -> None:

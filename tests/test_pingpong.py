@@ -18,8 +18,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from asynctp_kernels.cuda import gather, gemm, scatter, stamped
-from asynctp_kernels.cuda.tiles import pingpong, tiles_for
+from asynctp_kernels.cuda import stamped
+from asynctp_kernels.cuda.choose.tiles import pingpong, tiles_for
+from asynctp_kernels.cuda.gemm import gemm
+from asynctp_kernels.cuda.plans import gather, scatter
 from asynctp_kernels.signals import IS_INTERPRETED
 from cuda_stubs import FP8, SMS, Machine, Prepared, gather_call, is_descriptor, machine, scatter_call
 from gemm_runs import DONE, RUNS, Gemm, check_runs
@@ -48,7 +50,7 @@ from test_cuda_compile import (
 from test_cuda_compile import check_room as check_room_for
 
 if not IS_INTERPRETED:
-    from asynctp_kernels.cuda import pingpong_kernels
+    from asynctp_kernels.cuda.gemm import pingpong_kernels
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "-"),

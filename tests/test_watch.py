@@ -1,4 +1,4 @@
-"""`cuda.watch`: what looks at a group's words tell of its ranks, and when a rank that has failed may go on."""
+"""`cuda.runtime.watch`: what looks at a group's words tell of its ranks, and when a rank that has failed may go on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from asynctp_kernels.cuda import watch as watch_module
-from asynctp_kernels.cuda.memory import GroupMemory
-from asynctp_kernels.cuda.watch import ENDS_S, HAS_ENDED, HAS_FAILED, IS_QUIET, STEP_S, TOLD_S, UNLIKE_S, Look, Watch
-from asynctp_kernels.cuda.wire import DIRECT, PULL, PUSH, Wire
+from asynctp_kernels.cuda.choose.wire import DIRECT, PULL, PUSH, Wire
+from asynctp_kernels.cuda.runtime import watch as watch_module
+from asynctp_kernels.cuda.runtime.memory import GroupMemory
+from asynctp_kernels.cuda.runtime.watch import (
+    ENDS_S,
+    HAS_ENDED,
+    HAS_FAILED,
+    IS_QUIET,
+    STEP_S,
+    TOLD_S,
+    UNLIKE_S,
+    Look,
+    Watch,
+)
 from asynctp_kernels.errors import PeerTimeout, SymmetricMemoryError, UnlikeCalls
 from asynctp_kernels.signals import FAILED, UNLIKE
 from cuda_stubs import machine

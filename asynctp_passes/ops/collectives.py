@@ -7,8 +7,8 @@ another one may not. They have the contract of `_c10d_functional.all_gather_into
 `all_reduce`: along dim 0, and asynchronous, so that the result must go through `_c10d_functional.wait_tensor` before it
 is read. The input is copied
 first: Inductor, which does not know these ops, may write to its memory as soon as they return. On CUDA copy engines
-move the data (`asynctp_kernels.cuda.collectives`): `all_keep`, the same on all ranks, tells that no rank's call only
-multiplies what it gathers, and keeps none of it. Elsewhere, and where the GPUs cannot share memory, these are the
+move the data (`cuda.plans.collectives`): `all_keep`, the same on all ranks, tells that no rank's call only multiplies
+what it gathers, and keeps none of it. Elsewhere, and where the GPUs cannot share memory, these are the
 functional collectives themselves. Importing this module registers them.
 
 `asynctp::wait(result, source)` is how a rewritten graph waits. It reads the collective's input too, so that Inductor

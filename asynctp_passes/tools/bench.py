@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import select, tables
+from asynctp_kernels.cuda.choose import select, tables
 from torch import Tensor
 
 import asynctp_passes.ops  # noqa: F401  registers the ops

@@ -43,7 +43,7 @@ VARIABLES = (
     *(RECORDED_VARIABLE, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS"),
 )
 CPU_IMPLEMENTATIONS = ("reference", "interpreted")
-CUDA_IMPLEMENTATIONS = ("fused", "decomposed", "direct", "unfused")  # where `cuda.select` cannot be asked
+CUDA_IMPLEMENTATIONS = ("fused", "decomposed", "direct", "unfused")  # where `cuda.choose.select` cannot be asked
 
 # CUdevice_attribute, as in cuda.h of CUDA 12.8 and 13.0 (11.7 appends _V2 to both names). They are of the second
 # version of the stream memory operations, which the ops call (cuStreamBatchMemOp_v2, since CUDA 11.7). Its 32-bit waits
@@ -578,10 +578,11 @@ def gather_facts() -> Facts:
     torch, triton, numpy = (_module(name)[0] for name in ("torch", "triton", "numpy"))
     kernels_error = _module("asynctp_kernels.cuda")[1]
     compat, interpreter, select, driver = (
-        _module(f"asynctp_kernels.{name}")[0] for name in ("compat", "interpreter", "cuda.select", "cuda.driver")
+        _module(f"asynctp_kernels.{name}")[0]
+        for name in ("compat", "interpreter", "cuda.choose.select", "cuda.runtime.driver")
     )
     interpreted = bool(_try(lambda: triton.knobs.runtime.interpret, False))
-    gluon_error = None if interpreted else _module("asynctp_kernels.cuda.pingpong_kernels")[1]
+    gluon_error = None if interpreted else _module("asynctp_kernels.cuda.gemm.pingpong_kernels")[1]
     path = str(_try(lambda: select.table_path(), ""))
     table_gpus, table_error = _read_table(path, _try(lambda: select.read_tuned, None))
     gpus = _gpus(torch, driver)

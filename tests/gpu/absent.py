@@ -65,7 +65,7 @@ def refused(op: str, implementation: str, group: dist.ProcessGroup) -> str:
     """What the next call says; waits until the failure is known."""
     for _ in range(50):
         time.sleep(0.1)
-        if cuda.memory.existing_memory(group).failure is not None:  # type: ignore[union-attr]
+        if cuda.runtime.memory.existing_memory(group).failure is not None:  # type: ignore[union-attr]
             break
     try:
         call(op, implementation, group)

@@ -26,8 +26,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from asynctp_kernels import async_input_matmul, cuda
-from asynctp_kernels.cuda import async_input
-from asynctp_kernels.cuda.memory import existing_memory
+from asynctp_kernels.cuda.plans import async_input
+from asynctp_kernels.cuda.runtime.memory import existing_memory
 from launched import end, run_cases, start
 from torch import Tensor
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from asynctp_kernels.cuda.gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, scale_mode
-from asynctp_kernels.cuda.launch import Tma, describe, grid
-from asynctp_kernels.cuda.memory import MAX_OWN
-from asynctp_kernels.cuda.products import Scaling, product
-from asynctp_kernels.cuda.select import Problem, Rates, chunks_for
-from asynctp_kernels.cuda.tiles import cut, cut_own, tiles_for, waves
+from asynctp_kernels.cuda.choose.select import Problem, Rates, chunks_for
+from asynctp_kernels.cuda.choose.tiles import cut, cut_own, tiles_for, waves
+from asynctp_kernels.cuda.gemm.gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, scale_mode
+from asynctp_kernels.cuda.gemm.products import Scaling, product
+from asynctp_kernels.cuda.runtime.launch import Tma, describe, grid
+from asynctp_kernels.cuda.runtime.memory import MAX_OWN
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 

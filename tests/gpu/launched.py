@@ -22,7 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from asynctp_kernels.cuda import async_input, gather, gemm, launch, scatter, tiles
+from asynctp_kernels.cuda.choose import tiles
+from asynctp_kernels.cuda.gemm import gemm
+from asynctp_kernels.cuda.plans import async_input, gather, scatter
+from asynctp_kernels.cuda.runtime import launch
 from asynctp_kernels.signals import IS_INTERPRETED
 
 PROGRAMS = 8

@@ -26,7 +26,7 @@ import cases
 import torch
 import torch.distributed as dist
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda.memory import existing_memory
+from asynctp_kernels.cuda.runtime.memory import existing_memory
 from cases import FP8, Case, Data, draw, expected
 from launched import end, limit, show, start
 from torch import Tensor

@@ -37,9 +37,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from asynctp_kernels import PeerTimeout, SymmetricMemoryError, cuda, release
-from asynctp_kernels.cuda import gather as gathers
-from asynctp_kernels.cuda import scatter as scatters
-from asynctp_kernels.cuda.memory import existing_memory
+from asynctp_kernels.cuda.plans import gather as gathers
+from asynctp_kernels.cuda.plans import scatter as scatters
+from asynctp_kernels.cuda.runtime.memory import existing_memory
 from launched import device, end, limit, show, start
 from torch import Tensor
 

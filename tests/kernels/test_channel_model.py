@@ -27,8 +27,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import pytest
-from asynctp_kernels.cuda.memory import MAX_CHUNKS, MAX_OWN, Words, existing_memory
-from asynctp_kernels.cuda.script import (
+from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks, cut, cut_own, in_blocks
+from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_OWN, Words, existing_memory
+from asynctp_kernels.cuda.runtime.script import (
     DATA,
     FULL,
     Await,
@@ -48,7 +49,6 @@ from asynctp_kernels.cuda.script import (
     pull_script,
     push_script,
 )
-from asynctp_kernels.cuda.tiles import Chunks, WireChunks, cut, cut_own, in_blocks
 from cuda_stubs import FP8, MAIN, Copied, Entry, Names
 from profiles import thorough
 from stream_sessions import Op, Session, bulk, gather, move, perform, scatter

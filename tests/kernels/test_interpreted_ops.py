@@ -90,7 +90,7 @@ def _stress(rank: int, world: int, seed: int) -> list[str]:
 def _poisoned(rank: int, world: int, seed: int) -> list[str]:
     """Between calls, all communication memory becomes NaN; results must not notice."""
     import torch.distributed as dist
-    from asynctp_kernels.cuda.memory import existing_memory
+    from asynctp_kernels.cuda.runtime.memory import existing_memory
 
     wrong = []
     for call in range(2 * len(STRESS)):
@@ -107,7 +107,8 @@ def _poisoned(rank: int, world: int, seed: int) -> list[str]:
 def _dawdling(rank: int, world: int, seed: int) -> list[str]:
     """One rank is slow at its copies and before and after each word that it posts: a word posted early is caught."""
     import torch.distributed as dist
-    from asynctp_kernels.cuda import copy_kernels, interpreted
+    from asynctp_kernels.cuda.gemm import copy_kernels
+    from asynctp_kernels.cuda.runtime import interpreted
 
     def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
         def run_then_sleep(*args: Any) -> Any:
@@ -201,7 +202,7 @@ def _dead_peer(rank: int, world: int) -> list[tuple[str, str, list[str]]]:
 def _miss(case, group) -> tuple[str, str]:
     """Call alone, twice: what the timeout says, and what the next call says. The clocks that bound waits run fast."""
     from asynctp_kernels import PeerTimeout, SymmetricMemoryError, signals
-    from asynctp_kernels.cuda import interpreted
+    from asynctp_kernels.cuda.runtime import interpreted
 
     def clock_ns() -> int:
         time.sleep(signals.POLL_PAUSE_S)
@@ -239,8 +240,8 @@ class _Coming:
 
 
 def _meet_late(rank: int, world: int) -> None:
-    from asynctp_kernels.cuda import interpreted
-    from asynctp_kernels.cuda.driver import Wait
+    from asynctp_kernels.cuda.runtime import interpreted
+    from asynctp_kernels.cuda.runtime.driver import Wait
 
     for exactly in (True, False):
         interpreted._wait_for_peer(_Coming(7), Wait(0, 7, peer=1, exactly=exactly))
@@ -252,8 +253,8 @@ def test_a_peer_that_comes_between_two_looks_is_no_unlike_call() -> None:
 
 def _stand_still(rank: int, world: int) -> None:
     """After the first look others run until the bound is over; the word is there by then, or is not."""
-    from asynctp_kernels.cuda import interpreted
-    from asynctp_kernels.cuda.driver import StreamWaitOver, Wait
+    from asynctp_kernels.cuda.runtime import interpreted
+    from asynctp_kernels.cuda.runtime.driver import StreamWaitOver, Wait
     from asynctp_kernels.errors import timeout_s
 
     def wait_for(word: Any) -> None:
@@ -397,7 +398,7 @@ def _async_input(rank: int, world: int, seed: int) -> list[bool]:
     """The GEMM by itself, on rows that have come: several Bs, any pivot, ragged chunks, words of any value."""
     import torch
     from asynctp_kernels import async_input_matmul
-    from asynctp_kernels.cuda import async_input
+    from asynctp_kernels.cuda.plans import async_input
 
     rng, good = torch.Generator().manual_seed(seed), []
     for m, chunks, ns in ((40, 1, (24,)), (70, 2, (8, 40)), (120, 3, (40, 8, 72, 16))):

@@ -185,8 +185,8 @@ def in_vain(group: Any, come: int) -> Iterator[None]:
     import torch.distributed as dist
     from asynctp_kernels import signals
     from asynctp_kernels.compat import group_store
-    from asynctp_kernels.cuda import interpreted
-    from asynctp_kernels.cuda.memory import existing_memory
+    from asynctp_kernels.cuda.runtime import interpreted
+    from asynctp_kernels.cuda.runtime.memory import existing_memory
     from asynctp_kernels.errors import timeout_s
 
     memory = existing_memory(group)

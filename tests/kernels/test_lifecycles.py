@@ -128,7 +128,7 @@ FAULTS: dict[str, tuple[str, BaseException]] = {
 
 def _faults(rank: int, world: int) -> dict[str, list[Any]]:
     import torch.distributed as dist
-    from asynctp_kernels.cuda import select
+    from asynctp_kernels.cuda.choose import select
 
     found: dict[str, list[Any]] = {"": [_call(dist.group.WORLD)]}
     for name, (place, error) in FAULTS.items():
@@ -254,7 +254,7 @@ def test_groups_made_again_on_one_store(tmp_path: Path) -> None:
 # --- groups, threads, forks --------------------------------------------------------------------------------------
 def _several(rank: int, world: int) -> dict[str, Any]:
     import torch.distributed as dist
-    from asynctp_kernels.cuda import memory
+    from asynctp_kernels.cuda.runtime import memory
 
     found: dict[str, Any] = {}
     groups = [dist.new_group() for _ in range(3)]
@@ -299,7 +299,8 @@ def test_groups_threads_and_forks() -> None:
 def _unlike(rank: int, world: int, folder: str) -> dict[str, Any]:
     import torch.distributed as dist
     from asynctp_kernels import cuda
-    from asynctp_kernels.cuda import enroll, memory, select
+    from asynctp_kernels.cuda.choose import select
+    from asynctp_kernels.cuda.runtime import enroll, memory
 
     found: dict[str, Any] = {}
     heard: list[str] = []

@@ -1,5 +1,5 @@
 """Every interleaving of a small model of the flag, epoch and slot protocol of the direct kernels of
-`asynctp_kernels.cuda.copy_kernels`.
+`asynctp_kernels.cuda.gemm.copy_kernels`.
 
 In call e each rank stores its part into slot e % slots of every peer, releases that peer's word (to e and its call's
 signature), then for every peer waits for the word and reads the landed part in two steps. Stores sit in a per-rank

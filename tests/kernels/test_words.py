@@ -132,7 +132,7 @@ def _gemm(call: Gemm) -> Found:
     """Tiles are (rank, row tile of that rank's, column)."""
     import torch
     import triton.language as tl
-    from asynctp_kernels.cuda import gemm_kernels as kernels
+    from asynctp_kernels.cuda.gemm import gemm_kernels as kernels
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     p, w, q, n = call.outer, call.world, call.inner, call.n
@@ -329,7 +329,7 @@ class Reduction:
 def _reduction(call: Reduction) -> Found:
     """Each element tells whose it is, and which."""
     import torch
-    from asynctp_kernels.cuda import copy_kernels as kernels
+    from asynctp_kernels.cuda.gemm import copy_kernels as kernels
 
     words = torch.full((COUNTS + 2 * RANKS,), WORD, dtype=torch.int32)
     diary = Diary(words)

@@ -18,24 +18,48 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from asynctp_kernels.compat import gather_into, process_group, register_wait
+from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.choose.select import Choice, Problem, choose, forced
+from asynctp_kernels.cuda.choose.tables import Table
+from asynctp_kernels.cuda.choose.tiles import WireChunks
+from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN, PULL, PUSH, Wire
+from asynctp_kernels.cuda.gemm.gemm import refused_gemm, scale_mode
+from asynctp_kernels.cuda.gemm.products import block_recipe, refused_blocks, scaled_product_supported
+from asynctp_kernels.cuda.plans.collectives import (
+    WHOLE,
+    Bulk,
+    BulkScatter,
+    DirectSum,
+    bulk_gather,
+    gather_call,
+    scatter_call,
+    whole_gather,
+)
+from asynctp_kernels.cuda.plans.gather import (
+    DirectGather,
+    GatherCall,
+    GatherPlan,
+    UnfusedGather,
+    decomposed_gather,
+    fused_gather,
+)
+from asynctp_kernels.cuda.plans.scatter import (
+    DecomposedScatter,
+    DirectScatter,
+    FusedScatter,
+    Operands,
+    ScatterCall,
+    ScatterPlan,
+    UnfusedScatter,
+)
+from asynctp_kernels.cuda.runtime import memory as memory_of
+from asynctp_kernels.cuda.runtime import stamps
+from asynctp_kernels.cuda.runtime.driver import CudaError, StreamWaitOver
+from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, GroupMemory, existing_memory, group_memory
+from asynctp_kernels.cuda.runtime.stamps import Stamps, stamped
+from asynctp_kernels.cuda.runtime.watch import error_of
 from asynctp_kernels.errors import NotEnrolled, SymmetricMemoryError
-
-from . import memory as memory_of
-from . import select, stamps
-from .collectives import WHOLE, Bulk, BulkScatter, DirectSum, bulk_gather, gather_call, scatter_call, whole_gather
-from .driver import CudaError, StreamWaitOver
-from .gather import DirectGather, GatherCall, GatherPlan, UnfusedGather, decomposed_gather, fused_gather
-from .gemm import refused_gemm, scale_mode
-from .machine import driver
-from .memory import MAX_CHUNKS, GroupMemory, existing_memory, group_memory
-from .products import block_recipe, refused_blocks, scaled_product_supported
-from .scatter import DecomposedScatter, DirectScatter, FusedScatter, Operands, ScatterCall, ScatterPlan, UnfusedScatter
-from .select import Choice, Problem, choose, forced
-from .stamps import Stamps, stamped
-from .tables import Table
-from .tiles import WireChunks
-from .watch import error_of
-from .wire import DIRECT, PLAIN, PULL, PUSH, Wire
 
 __all__ = [
     "Choice",

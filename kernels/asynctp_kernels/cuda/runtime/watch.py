@@ -43,17 +43,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from asynctp_kernels.compat import group_store
+from asynctp_kernels.cuda.choose.tiles import MAX_CHUNKS
+from asynctp_kernels.cuda.choose.wire import Wire
+from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.errors import PeerTimeout, SymmetricMemoryError, UnlikeCalls
 from asynctp_kernels.signals import FAILED, UNLIKE
-
-from .machine import driver
-from .tiles import MAX_CHUNKS
-from .wire import Wire
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .memory import GroupMemory
+    from asynctp_kernels.cuda.runtime.memory import GroupMemory
 
 log = logging.getLogger(__name__)
 

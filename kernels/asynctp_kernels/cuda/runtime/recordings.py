@@ -43,9 +43,8 @@ from typing import Any
 import torch
 
 from asynctp_kernels.compat import matmul_settings
+from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.errors import SymmetricMemoryError
-
-from .machine import driver
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .gemm_kernels import gemm_kernel
-from .launch import Launch, NotCompiled, describe, prepare
-from .machine import driver
-from .memory import MAX_CHUNKS, MAX_OWN
-from .tiles import Tiles
+from asynctp_kernels.cuda.choose.tiles import Tiles
+from asynctp_kernels.cuda.gemm.gemm_kernels import gemm_kernel
+from asynctp_kernels.cuda.runtime.launch import Launch, NotCompiled, describe, prepare
+from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_OWN
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 MAX_OPERANDS = 4
@@ -127,7 +127,7 @@ def _prepare_pingpong(args: Sequence[Any], programs: int, tiles: Tiles, constant
     if _gluon_faults:
         return None
     try:
-        from . import pingpong_kernels as pingpong
+        from asynctp_kernels.cuda.gemm import pingpong_kernels as pingpong
 
         args = [pingpong.with_layout(arg) if isinstance(arg, TensorDescriptor) else arg for arg in args]
     except Exception as error:  # whatever an API that has changed says

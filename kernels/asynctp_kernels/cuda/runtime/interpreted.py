@@ -19,11 +19,10 @@ from torch.distributed import ProcessGroup
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from asynctp_kernels.cuda.runtime.driver import StreamWaitOver, Wait, Write
 from asynctp_kernels.errors import timeout_s
 from asynctp_kernels.host import rendezvous
 from asynctp_kernels.signals import POLL_PAUSE_S
-
-from .driver import StreamWaitOver, Wait, Write
 
 T = TypeVar("T")
 IN_ORDER = True

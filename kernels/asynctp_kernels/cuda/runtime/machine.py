@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from asynctp_kernels.signals import IS_INTERPRETED
 
 if TYPE_CHECKING or not IS_INTERPRETED:
-    from . import driver
+    from asynctp_kernels.cuda.runtime import driver
 else:
-    from . import interpreted as driver
+    from asynctp_kernels.cuda.runtime import interpreted as driver
 
 __all__ = ["driver"]

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.signals import IS_INTERPRETED
-
-from .machine import driver
 
 #: a CTA of fewer bytes of shared memory leaves an SM's divided as a GEMM wants it (direct kernels have 2048)
 SMALL = 4096
@@ -111,7 +110,7 @@ def prepare(
         NotCompiled: See there.
     """
     if IS_INTERPRETED:
-        from . import interpreted
+        from asynctp_kernels.cuda.runtime import interpreted
 
         return Launch(_by_triton(interpreted.prepare(kernel, programs, args), constants), 32 * num_warps, 0, 0)
     try:

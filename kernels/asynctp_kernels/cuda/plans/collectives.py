@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .gather import GatherCall, GatherTensors, MovedGather, PulledGather, PushedGather
-from .launch import aligned
-from .machine import driver
-from .memory import GroupMemory
-from .scatter import DirectScatter, PushedScatter, ScatterCall, ScatterTensors
-from .script import Step
-from .tiles import in_blocks
+from asynctp_kernels.cuda.choose.tiles import in_blocks
+from asynctp_kernels.cuda.plans.gather import GatherCall, GatherTensors, MovedGather, PulledGather, PushedGather
+from asynctp_kernels.cuda.plans.scatter import DirectScatter, PushedScatter, ScatterCall, ScatterTensors
+from asynctp_kernels.cuda.runtime.launch import aligned
+from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.cuda.runtime.memory import GroupMemory
+from asynctp_kernels.cuda.runtime.script import Step
 
 NAME = "copy engine"
 WHOLE = "whole"

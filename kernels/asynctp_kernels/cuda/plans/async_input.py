@@ -18,16 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asynctp_kernels.cuda.choose.select import INTERPRETED_TILES
+from asynctp_kernels.cuda.choose.tiles import tiles_for
+from asynctp_kernels.cuda.gemm.gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, refused_gemm
+from asynctp_kernels.cuda.gemm.products import product
+from asynctp_kernels.cuda.runtime.launch import Tma, aligned_columns, describe, grid, outlines
+from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.cuda.runtime.script import Wait
 from asynctp_kernels.errors import timeout_s
 from asynctp_kernels.signals import IS_INTERPRETED, POLL_PAUSE_S
-
-from .gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, refused_gemm
-from .launch import Tma, aligned_columns, describe, grid, outlines
-from .machine import driver
-from .products import product
-from .script import Wait
-from .select import INTERPRETED_TILES
-from .tiles import tiles_for
 
 _INT32 = range(-(1 << 31), 1 << 31)
 

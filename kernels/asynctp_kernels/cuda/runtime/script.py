@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from .driver import Wait as Wait
-from .driver import Write as Write
-from .machine import driver
-from .tiles import MAX_CHUNKS, Chunks, WireChunks
+from asynctp_kernels.cuda.choose.tiles import MAX_CHUNKS, Chunks, WireChunks
+from asynctp_kernels.cuda.runtime.driver import Wait as Wait
+from asynctp_kernels.cuda.runtime.driver import Write as Write
+from asynctp_kernels.cuda.runtime.machine import driver
 
 ABSOLUTE, DATA, OWN_SCALE, FULL, FULL_SCALE = range(5)
 FEW_BLOCKS = 4  # of rows, that are copied one by one

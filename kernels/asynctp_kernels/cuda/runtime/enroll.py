@@ -26,12 +26,11 @@ import torch
 import triton
 
 from asynctp_kernels.compat import symmetric_memory_backend
+from asynctp_kernels.cuda.choose import select, tables
+from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.errors import NotEnrolled
 from asynctp_kernels.host import host_name
 from asynctp_kernels.meeting import Meeting, boot_id
-
-from . import select, tables
-from .machine import driver
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +163,7 @@ def enroll(board: Meeting, name: str, index: int | None) -> tables.Table:
 @functools.cache
 def sources_digest() -> str:
     """A digest of all files of this package that decide anything."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     found = hashlib.sha256()
     for path in sorted(path for suffix in ("py", "json") for path in root.rglob(f"*.{suffix}")):
         found.update(f"{path.relative_to(root).as_posix()}\0".encode())

@@ -28,10 +28,9 @@ from pathlib import Path
 
 import torch
 
+from asynctp_kernels.cuda.choose import tables
+from asynctp_kernels.cuda.choose.tiles import MAX_CHUNKS, Tiles, tiles_for, waves
 from asynctp_kernels.signals import IS_INTERPRETED
-
-from . import tables
-from .tiles import MAX_CHUNKS, Tiles, tiles_for, waves
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct", "unfused")
 WHOLE = "whole"  # where none of these can make the products: the collective on the group's wire, PyTorch's products

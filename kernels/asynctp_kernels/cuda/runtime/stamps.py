@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .machine import driver
-from .memory import GroupMemory
+from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.cuda.runtime.memory import GroupMemory
 
 WORDS = 4  # int64 of a tile: reached, arrived, stored, SM
 

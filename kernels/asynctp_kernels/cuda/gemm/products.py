@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from asynctp_kernels.compat import scaled_mm, scaled_mm_in_blocks
+from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.signals import IS_INTERPRETED
-
-from .launch import aligned
 
 BLOCK = 128
 #: of A and of B. Source: the cuBLAS documentation, "Element 1D and 128x128 2D Block Scaling for FP8 Data Types"

@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 
 from asynctp_kernels.compat import new_tensors, scatter_into
-from asynctp_kernels.layout import ShardLayout, scatter_layout
-
-from .copy_kernels import push_reduce_kernel, reduce_kernel
-from .gather import block_for
-from .gemm import MAX_OPERANDS, b_descriptor, operand_addresses, prepare_gemm, scale_mode
-from .launch import (
+from asynctp_kernels.cuda.choose.tiles import Chunks, Tiles, WireChunks, cut, cut_own, in_blocks
+from asynctp_kernels.cuda.choose.wire import DIRECT, PUSH, Wire
+from asynctp_kernels.cuda.gemm.copy_kernels import push_reduce_kernel, reduce_kernel
+from asynctp_kernels.cuda.gemm.gemm import MAX_OPERANDS, b_descriptor, operand_addresses, prepare_gemm, scale_mode
+from asynctp_kernels.cuda.gemm.products import Scaling, multiply, product, ranges
+from asynctp_kernels.cuda.plans.gather import block_for
+from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
     BESIDE_WARPS,
     REGISTERS,
@@ -45,13 +46,21 @@ from .launch import (
     outlines,
     prepare,
 )
-from .machine import driver
-from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, MAX_OWN, GroupMemory
-from .products import Scaling, multiply, product, ranges
-from .script import DATA, Await, PushMoves, Record, Step, Wait, Write, parts_script, push_script
-from .stamps import StampTable, new_table
-from .tiles import Chunks, Tiles, WireChunks, cut, cut_own, in_blocks
-from .wire import DIRECT, PUSH, Wire
+from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.cuda.runtime.memory import DIRECT_PROGRAMS, MAX_CHUNKS, MAX_OWN, GroupMemory
+from asynctp_kernels.cuda.runtime.script import (
+    DATA,
+    Await,
+    PushMoves,
+    Record,
+    Step,
+    Wait,
+    Write,
+    parts_script,
+    push_script,
+)
+from asynctp_kernels.cuda.runtime.stamps import StampTable, new_table
+from asynctp_kernels.layout import ShardLayout, scatter_layout
 
 
 class Times(NamedTuple):

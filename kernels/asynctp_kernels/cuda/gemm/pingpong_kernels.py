@@ -53,8 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from asynctp_kernels import signals
-
-from . import gemm_kernels
+from asynctp_kernels.cuda.gemm import gemm_kernels
 
 DTYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,

@@ -32,10 +32,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from asynctp_kernels.cuda.gemm.gemm_kernels import await_word
 from asynctp_kernels.numerics import exact_f32, round_to
 from asynctp_kernels.signals import post_word, record_unlike, wait_exactly, wait_word
-
-from .gemm_kernels import await_word
 
 #: of direct calls: a word holds an epoch and one of so many
 SIGNATURES = tl.constexpr(1 << 16)

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from asynctp_kernels.compat import gather_into, new_tensors
-from asynctp_kernels.layout import ShardLayout, gather_layout
-
-from .copy_kernels import keep_kernel, push_gather_kernel, stage_kernel
-from .gemm import MAX_OPERANDS, b_descriptor, operand_addresses, prepare_gemm, scale_mode
-from .launch import (
+from asynctp_kernels.cuda.choose.tiles import Chunks, Tiles, WireChunks, cut, in_blocks
+from asynctp_kernels.cuda.choose.wire import DIRECT, PULL, PUSH, Wire
+from asynctp_kernels.cuda.gemm.copy_kernels import keep_kernel, push_gather_kernel, stage_kernel
+from asynctp_kernels.cuda.gemm.gemm import MAX_OPERANDS, b_descriptor, operand_addresses, prepare_gemm, scale_mode
+from asynctp_kernels.cuda.gemm.products import Scaling, product, ranges
+from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
     BESIDE_WARPS,
     Tma,
@@ -45,10 +46,9 @@ from .launch import (
     outlines,
     prepare,
 )
-from .machine import driver
-from .memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
-from .products import Scaling, product, ranges
-from .script import (
+from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.cuda.runtime.memory import DIRECT_PROGRAMS, MAX_CHUNKS, GroupMemory
+from asynctp_kernels.cuda.runtime.script import (
     DATA,
     Player,
     PullMoves,
@@ -61,9 +61,8 @@ from .script import (
     pull_script,
     push_script,
 )
-from .stamps import StampTable, new_table
-from .tiles import Chunks, Tiles, WireChunks, cut, in_blocks
-from .wire import DIRECT, PULL, PUSH, Wire
+from asynctp_kernels.cuda.runtime.stamps import StampTable, new_table
+from asynctp_kernels.layout import ShardLayout, gather_layout
 
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 KEEPERS = 64  # CTAs that copy what came to its place, beside products

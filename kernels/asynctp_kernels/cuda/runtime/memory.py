@@ -52,19 +52,18 @@ import torch
 from torch.distributed import ProcessGroup
 
 from asynctp_kernels.compat import group_timeout_s
+from asynctp_kernels.cuda.choose.tables import Table
+from asynctp_kernels.cuda.choose.tiles import MAX_CHUNKS as MAX_CHUNKS
+from asynctp_kernels.cuda.choose.tiles import MAX_OWN as MAX_OWN
+from asynctp_kernels.cuda.choose.wire import Wire
+from asynctp_kernels.cuda.runtime.enroll import enroll
+from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.cuda.runtime.recordings import Enqueue, Recordings
+from asynctp_kernels.cuda.runtime.script import Channel, Player, Step, compile_script
+from asynctp_kernels.cuda.runtime.watch import Calls, error_in, start_watch
 from asynctp_kernels.errors import SET_THE_BOUND, NotEnrolled, SymmetricMemoryError, given_timeout_s, timeout_s
 from asynctp_kernels.meeting import FAULTS, Process, forget_failures, meet, stop
 from asynctp_kernels.signals import new_status
-
-from .enroll import enroll
-from .machine import driver
-from .recordings import Enqueue, Recordings
-from .script import Channel, Player, Step, compile_script
-from .tables import Table
-from .tiles import MAX_CHUNKS as MAX_CHUNKS
-from .tiles import MAX_OWN as MAX_OWN
-from .watch import Calls, error_in, start_watch
-from .wire import Wire
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
