@@ -202,13 +202,15 @@ def asynctp(
     patches = _with_pass({**compat.inductor_mode_options(mode), **patches}, ours)
     found = 0
 
-    def all_stand(whole: bool) -> bool:
+    def all_stand(whole: bool, again: bool) -> bool:
         nonlocal found
         cached: list[Report] = []
         with contained("publish reports of cached graphs"):
             cached = _publish_cached(config, compiling=False)
         found += len(cached)
         refused = _refused(cached, config, joint=whole)
+        if refused and again:
+            raise DisagreementError(f"asynctp: {_cached_in_vain(refused)}")
         if refused:
             log.warning("asynctp: compiles again without caches: %s", _cached_in_vain(refused))
         return not refused

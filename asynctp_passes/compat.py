@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import operator
 import os
 import warnings
@@ -306,7 +307,7 @@ def has_folded_output_scale(node: fx.Node) -> bool:
 
 
 def inductor_compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], stands: Callable[[bool], bool]
+    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], stands: Callable[[bool, bool], bool]
 ) -> Callable[..., Any]:
     """Compile a graph with Inductor under configuration patches (the backward graph too, which may come later).
 
@@ -316,7 +317,7 @@ def inductor_compile(
         patches: Inductor options.
         stands: Called after each graph that Inductor compiled or found in its cache, with False, and at the end, when
             a whole program may have come from AOTAutograd's cache, with True. What does not stand is compiled again,
-            without caches.
+            without caches. Its second argument tells that this is the second time: then it raises.
     """
     from torch._guards import TracingContext
     from torch._inductor import config
@@ -324,25 +325,25 @@ def inductor_compile(
 
     def compile_one(*args: Any, **kwargs: Any) -> Any:
         compiled = compile_fx_inner(*args, **kwargs)
-        if stands(False):
+        if stands(False, False):
             return compiled
         context = TracingContext.try_get()
         if context is not None and context.output_strides is not None:
             context.output_strides.clear()  # of the graph that does not stand; Inductor asserts that there are none
         with config.patch(_NO_CACHES):
             compiled = compile_fx_inner(*args, **kwargs)
-        stands(False)
+        stands(False, True)
         return compiled
 
     inputs = list(example_inputs)
     compiled = compile_fx(gm, inputs, inner_compile=compile_one, config_patches=patches)
-    if not stands(True):
+    if not stands(True, False):
         compiled = compile_fx(gm, inputs, inner_compile=compile_one, config_patches={**patches, **_NO_CACHES})
-        stands(True)
+        stands(True, True)
     return compiled  # type: ignore[return-value]
 
 
-_NO_CACHES = {"force_disable_caches": True}
+_NO_CACHES = {"force_disable_caches": True, "fx_graph_cache": False, "fx_graph_remote_cache": False}
 
 
 def is_of_backward(node: fx.Node) -> bool:
@@ -597,6 +598,25 @@ def is_first_compile() -> bool:
 
     compile_id = CompileContext.current_compile_id()
     return compile_id is not None and getattr(compile_id, "frame_compile_id", None) == 0
+
+
+def compiled_function() -> tuple[Any, bool]:
+    """Dynamo's number of the function that is compiled, and whether that is the first time; else (None, True)."""
+    from torch._guards import CompileContext
+
+    compile_id = CompileContext.current_compile_id()
+    frame = getattr(compile_id, "frame_id", None)
+    return frame, frame is None or is_first_compile()
+
+
+def group_timeout_s(group: Any) -> float:
+    """Seconds after which the collectives of a process group run out; endless for None, or where it does not say."""
+    for device in ("cuda", "cpu") if group is not None else ():
+        try:
+            return float(group._get_backend(torch.device(device)).options._timeout.total_seconds())
+        except (AttributeError, RuntimeError):
+            continue
+    return math.inf
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:

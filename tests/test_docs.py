@@ -107,7 +107,7 @@ def test_code_runs(page: Path, tmp_path: Path) -> None:
 def test_excerpts_are_from_the_code(heading: str, files: str, least: int) -> None:
     """Line by line, without comments and indentation; `...` stands for what is left out."""
     folder = ROOT / "kernels" / "asynctp_kernels" / "cuda"
-    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob(files)))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob(files)))
     known = {_bare(line) for line in source.splitlines()}
     page = (DOCS / "explanation" / "collective-matmul.md").read_text(encoding="utf-8")
     _, section = page.split(f"\n## {heading}\n")

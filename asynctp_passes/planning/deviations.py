@@ -99,11 +99,11 @@ class Words:
         return [self._sum(chain)] if chain is not None and chain.joined else []
 
     def of_bundle(self, bundle: Bundle) -> str:
-        """The all-reduces that become one, and between which collectives of the group that is."""
+        """The all-reduces that become one, and between which collectives that is, of all groups: they share ranks."""
         places = [self._place[member.node] for member in bundle.members]
-        group, order = bundle.collective.group_key, list(bundle.place.graph.nodes)
+        order = list(bundle.place.graph.nodes)
         limit = order.index(bundle.place)
-        before = sum(one.group_key == group and order.index(one.node) < limit for one in self._collectives)
+        before = sum(order.index(one.node) < limit for one in self._collectives)
         dtype = value_of(bundle.inputs[0]).dtype
         return f"bucket: all_reduce({bundle.collective.reduce_op}) of {dtype} for {places}, after the first {before}"
 

@@ -45,7 +45,7 @@ class Again:
 
     Attributes:
         gather: The collective.
-        nodes: Itself and its views: what is computed again.
+        nodes: Itself, its views, and what the backward needs of it: all that is computed again.
         bytes: Of the gathered tensor; None where its size is symbolic.
         chosen: It is made again.
     """
@@ -69,10 +69,13 @@ def again(graph: fx.Graph, decisions: Sequence[Decision], regather: str) -> list
     written = {source for node in graph.nodes if mutates(node) for source in node.all_input_nodes}
     unsure = reachable(written | compat.inputs_written_after(graph), lambda node: node.users)
     taken = (one for one in decisions if _is_taken_in(one, backward))
-    found = [one for one in taken if _is_needed(one, backward) and _is_free(one, unsure)]
-    gathers = [one.candidate.collective for one in found]
+    ways = {one.candidate.collective: _ways(one, backward) for one in taken}
+    gathers = [gather for gather, nodes in ways.items() if nodes and _is_free(gather, nodes, unsure)]
     chosen = _hidden(gathers, decisions, backward) if regather == "auto" else gathers if regather == "always" else []
-    return [Again(one, _gathered(one), cost_model.bytes_of(one.node), one in chosen) for one in gathers]
+    return [
+        Again(one, tuple(dict.fromkeys((*_gathered(one), *ways[one]))), cost_model.bytes_of(one.node), one in chosen)
+        for one in gathers
+    ]
 
 
 def _gathered(gather: Collective) -> tuple[fx.Node, ...]:
@@ -96,16 +99,22 @@ def _is_taken_in(decision: Decision, backward: set[fx.Node]) -> bool:
     return fused and isinstance(chain, GatherChain) and any(one.node not in backward for one in chain.matmuls)
 
 
-def _is_needed(decision: Decision, backward: set[fx.Node]) -> bool:
-    """True for a gather of the forward from which the backward needs something, without a matmul in between."""
+def _ways(decision: Decision, backward: set[fx.Node]) -> list[fx.Node]:
+    """What lies between a gather of the forward and what the backward needs of it, without a matmul in between.
+
+    All of it has to be computed again. Else the partitioner may keep what comes of the gather, a sum of it say, and
+    leave the gather out on a rank that needs no more than that.
+    """
     results = decision.candidate.collective.results
     steps = reachable(results, lambda node: node.users, lambda node: node in results or transparent(node))
-    return any(user in backward for node in steps for user in node.users)
+    ends = [node for node in steps if any(user in backward for user in node.users)]
+    way = reachable(ends, where=lambda node: node in steps and node not in backward)
+    return [node for node in decision.candidate.collective.node.graph.nodes if node in way]
 
 
-def _is_free(decision: Decision, unsure: set[fx.Node]) -> bool:
+def _is_free(gather: Collective, way: Sequence[fx.Node], unsure: set[fx.Node]) -> bool:
     """True where it may be computed again: not tagged, nor returned, nor of what is written to."""
-    nodes = views_of(decision.candidate.collective.nodes)
+    nodes = {*views_of(gather.nodes), *way}
     returned = any(user.op == "output" for node in nodes for user in node.users)
     tagged = any(compat.recompute_tag(node) is not None for node in nodes)
     return not (returned or tagged) and unsure.isdisjoint(nodes)

@@ -10,14 +10,17 @@ waits for nobody. docs/explanation/agreement-of-ranks.md says why.
 
 Keys, in the store of the group, below `asynctp/<life>/<hash of what is communicated>`:
 
-    shown/<n>                  how many ranks have compiled n graphs, and posted what they have
+    shown/<graph>              how many ranks have compiled this graph, and posted what they have
     has/<rank>                 the texts of a rank's last graph
     <hash of text>/votes       how many ranks have the deviation
     <hash of text>/<rank>      there, if this rank has it
     <hash of text>/outcome     "accepted", or "refused" and why
-    <hash of text>/with/<n>/<rank>  there, if this rank has it in its nth graph, after an earlier one
-    <hash of text>/at/<n>      the outcome for that graph
-    <hash of text>/lacks/<rank>  there, if this rank has a graph without it since it was accepted
+    <hash of text>/with/<graph>/<rank>  there, if this rank has it in this graph, after an earlier one
+    <hash of text>/at/<graph>  the outcome for this graph
+    <hash of text>/lacks/<graph>/<rank>  there, if this rank has this graph without it, after an earlier one with it
+
+A graph is `n.r`: of the nth function with these collectives, compiled anew for the rth time. Ranks compile functions in
+one order. One of them may compile a function anew by itself, for another Python number say.
 
 Below `asynctp/<life>` itself:
 
@@ -81,7 +84,10 @@ class _Ledger:
         rank: This rank.
         ranks: All ranks of the group.
         life: See `compat.Peers`.
+        group: The process group; None where its timeout does not matter.
         compiles: Graphs that were compiled, by what is communicated.
+        functions: By what is communicated, and by Dynamo's number of a function, the graph that was made last of it.
+        graph: By what is communicated, the last graph.
         again: How many of the next ones were counted when they came from a cache.
         posted: Deviations that the others know of.
         late: Ranks that let a wait pass.
@@ -93,12 +99,36 @@ class _Ledger:
     rank: int
     ranks: tuple[int, ...]
     life: str
+    group: Any = None
     compiles: Counter[str] = field(default_factory=Counter)
+    functions: dict[str, dict[Any, tuple[int, int]]] = field(default_factory=dict)
+    graph: dict[str, str] = field(default_factory=dict)
     again: Counter[str] = field(default_factory=Counter)
     posted: set[str] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
     first: dict[str, dict[str, int]] = field(default_factory=dict)
     known: dict[int, frozenset[str]] = field(default_factory=dict)
+
+    def count(self, key: str) -> bool:
+        """Count a graph with these collectives; False for one that was counted when it came from a cache."""
+        if self.again[key]:
+            self.again[key] -= 1
+            return False
+        self.compiles[key] += 1
+        functions, (function, first) = self.functions.setdefault(key, {}), compat.compiled_function()
+        if first or function not in functions:
+            newest = max((number for number, _ in functions.values()), default=0)
+            functions[function] = newest + 1, 0
+        else:
+            number, times = functions[function]
+            functions[function] = number, times + 1
+        self.graph[key] = "{}.{}".format(*functions[function])
+        return True
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for other ranks, which may wait meanwhile in a collective of this group."""
+        return min(agree_seconds(), compat.group_timeout_s(self.group) / 4)
 
     def tell_keys(self) -> None:
         """Tell the other ranks the keys of this rank's graphs."""
@@ -119,12 +149,12 @@ _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary() 
 
 @dataclass(frozen=True)
 class _Poll:
-    """One deviation that was put to the vote, as the `number`th graph with these collectives."""
+    """One deviation that was put to the vote for a graph with these collectives."""
 
     ledger: _Ledger
     group: str
     key: str
-    number: int
+    graph: str
     text: str
 
     @property
@@ -136,7 +166,7 @@ class _Poll:
         store, place, world = self.ledger.store, self.place, len(self.ledger.ranks)
         if store.check([f"{place}/outcome"]):
             return str(store.get(f"{place}/outcome").decode())
-        shown = store.add(f"{self.key}/shown/{self.number}", 0) >= world  # looked at before votes, which come first
+        shown = store.add(f"{self.key}/shown/{self.graph}", 0) >= world  # looked at before votes, which come first
         if store.add(f"{place}/votes", 0) >= world:
             self.ledger.late.clear()
             return self.decide(_ACCEPTED)
@@ -156,15 +186,15 @@ class _Poll:
 
     def say_again(self) -> None:
         """Say that this rank has it in a later graph, too."""
-        self.ledger.store.set(f"{self.place}/with/{self.number}/{self.ledger.rank}", "1")
+        self.ledger.store.set(f"{self.place}/with/{self.graph}/{self.ledger.rank}", "1")
 
     def refused_again(self, until: float, first: bool) -> str | None:
         """Why this rank does not do in this graph what it did in an earlier one; None if it does.
 
         first: no rank has a graph of this function yet. Then one that compiles other graphs meanwhile has it in those.
         """
-        store, record, other = self.ledger.store, f"at/{self.number}", ""
-        having = [f"{self.place}/with/{self.number}/{rank}" for rank in self.ledger.ranks]
+        store, record, other = self.ledger.store, f"at/{self.graph}", ""
+        having = [f"{self.place}/with/{self.graph}/{rank}" for rank in self.ledger.ranks]
 
         def awaited() -> str:
             silent = [rank for rank, at in zip(self.ledger.ranks, having, strict=True) if not store.check([at])]
@@ -191,12 +221,13 @@ class _Poll:
         return ""
 
     def say_lacked(self) -> None:
-        """Say that this rank has a graph without it."""
-        self.ledger.store.set(f"{self.place}/lacks/{self.ledger.rank}", "1")
+        """Say that this rank has this graph without it."""
+        self.ledger.store.set(f"{self.place}/lacks/{self.graph}/{self.ledger.rank}", "1")
 
     def not_lacking(self) -> list[int]:
-        """The ranks that have no graph without it."""
-        return [rank for rank in self.ledger.ranks if not self.ledger.store.check([f"{self.place}/lacks/{rank}"])]
+        """The ranks that have not said that they have this graph without it."""
+        store, at = self.ledger.store, f"{self.place}/lacks/{self.graph}"
+        return [rank for rank in self.ledger.ranks if not store.check([f"{at}/{rank}"])]
 
     def missing(self) -> list[int]:
         """The ranks that have not said that they have the deviation."""
@@ -262,7 +293,7 @@ def agreed_before(ballot: Ballot, config: Config) -> set[str]:
     key, found = _key(ledger, ballot), set[str]()
     for text in ballot.deviations:
         with contextlib.suppress(RuntimeError, OSError):
-            if _Poll(ledger, ballot.group, key, 0, _with_provenance(text, config)).is_accepted():
+            if _Poll(ledger, ballot.group, key, "", _with_provenance(text, config)).is_accepted():
                 found.add(text)
     return found
 
@@ -333,7 +364,7 @@ def _told(ballots: Sequence[Ballot], config: Config) -> list[str]:
     for one in ballots:
         if (ledger := _ledger(one.group)) is not None:
             key = _key(ledger, one)
-            polls = [_Poll(ledger, one.group, key, 0, _with_provenance(text, config)) for text in one.deviations]
+            polls = [_Poll(ledger, one.group, key, "", _with_provenance(text, config)) for text in one.deviations]
             found += [_plain(poll.text) for poll in polls if poll.place in ledger.posted]
     return found
 
@@ -374,7 +405,7 @@ def _ledger(group: str) -> _Ledger | None:
     if peers is None:
         return None
     with _lock:
-        return _ledgers.setdefault(peers.group, _Ledger(peers.store, peers.rank, peers.ranks, peers.life))
+        return _ledgers.setdefault(peers.group, _Ledger(peers.store, peers.rank, peers.ranks, peers.life, peers.group))
 
 
 def _key(ledger: _Ledger, ballot: Ballot) -> str:
@@ -390,18 +421,15 @@ def _posted(ballots: Iterable[Ballot], config: Config) -> list[_Poll]:
             continue
         key, texts = _key(ledger, one), [_with_provenance(text, config) for text in one.deviations]
         with _lock:
-            counted = not ledger.again[key]
-            ledger.again[key] -= not counted
-            ledger.compiles[key] += counted
-            number = ledger.compiles[key]
-        if number == 1:
+            counted, graph = ledger.count(key), ledger.graph[key]
+        if ledger.compiles[key] == 1:
             ledger.tell_keys()
-        found = [_Poll(ledger, one.group, key, number, text) for text in texts]
+        found = [_Poll(ledger, one.group, key, graph, text) for text in texts]
         for poll in found:
             _post(poll)
         ledger.store.set(f"{key}/has/{ledger.rank}", json.dumps(texts))
         if counted:
-            ledger.store.add(f"{key}/shown/{number}", 1)
+            ledger.store.add(f"{key}/shown/{graph}", 1)
         polls += found
     return polls
 
@@ -428,22 +456,24 @@ def _in_later_graphs(polls: Sequence[_Poll], ballots: Sequence[Ballot], votes: V
         if (ledger := _ledger(one.group)) is not None:
             key, own = _key(ledger, one), {_with_provenance(text, config) for text in one.deviations}
             with _lock:
-                number, begun = ledger.compiles[key], ledger.first.setdefault(key, {})
+                number, graph = ledger.compiles[key], ledger.graph[key]
+                begun = ledger.first.setdefault(key, {})
                 earlier = {text for text, at in begun.items() if at < number}
                 begun |= dict.fromkeys(own - begun.keys(), number)
-            lacked += [_Poll(ledger, one.group, key, number, text) for text in sorted(earlier - own)]
+            lacked += [_Poll(ledger, one.group, key, graph, text) for text in sorted(earlier - own)]
             again += [poll for poll in polls if (poll.group, poll.key) == (one.group, key) and poll.text in earlier]
     lacked = [poll for poll in lacked if poll.is_accepted()]
     for poll in lacked:
         refusal = f"{_REFUSED}rank {poll.ledger.rank} cannot do it in a later graph"
-        if poll.decide(refusal, f"at/{poll.number}") == _ACCEPTED:
+        if poll.decide(refusal, f"at/{poll.graph}") == _ACCEPTED:
             raise _disagreement(poll, "others do it in this graph, too")
         poll.say_lacked()
     again = [poll for poll in again if votes[poll.group, _plain(poll.text)] is None]
     for poll in again:
         poll.say_again()
     first = compat.is_first_compile()
-    until = time.monotonic() + (agree_seconds() if first else min(AGAIN_S, agree_seconds()))
+    patience = min((poll.ledger.patience for poll in again), default=0.0)
+    until = time.monotonic() + (patience if first else min(AGAIN_S, patience))
     for poll in again:
         votes[poll.group, _plain(poll.text)] = poll.refused_again(until, first)
     for poll in lacked:
@@ -455,7 +485,7 @@ def _in_later_graphs(polls: Sequence[_Poll], ballots: Sequence[Ballot], votes: V
 
 def _wait_for_others(poll: _Poll) -> None:
     """Wait until every rank has compiled a graph without what was accepted."""
-    having, limit = poll.not_lacking(), agree_seconds()
+    having, limit = poll.not_lacking(), poll.ledger.patience
 
     def awaited() -> str:
         return f"{_ranks(having)} to compile a graph without what all agreed on: {_plain(poll.text)}"
@@ -480,7 +510,11 @@ def _looks(limit: float, awaited: Callable[[], str], longest: float = _PAUSES_S[
             return
         if passed >= WARN_S and not warned:
             warned = True
-            log.warning("asynctp: waits up to %g s (ASYNCTP_AGREE_S) for %s", agree_seconds(), awaited())
+            log.warning(
+                "asynctp: waits up to %g s (ASYNCTP_AGREE_S, and a quarter of the group's timeout) for %s",
+                limit,
+                awaited(),
+            )
         time.sleep(pause)
         pause = min(2 * pause, longest)
 
@@ -496,7 +530,7 @@ def _disagreement(poll: _Poll, why: str) -> DisagreementError:
 def _outcomes(polls: Sequence[_Poll], votes: Votes) -> Votes:
     """Wait until all is decided, for as long as that may take."""
     found: Votes = {}
-    limit, waiting = agree_seconds(), list(polls)
+    limit, waiting = min((poll.ledger.patience for poll in polls), default=0.0), list(polls)
     for poll in polls:
         if LOCAL in _plain(poll.text):
             found[poll.group, _plain(poll.text)] = f"it has a size that only this rank knows: {_plain(poll.text)}"
@@ -543,10 +577,10 @@ def _give_up(poll: _Poll, seconds: float) -> str | None:
 
 def _wait_until_shown(ballots: Sequence[Ballot], config: Config) -> None:
     """Wait until every rank has compiled or found the graphs of these ballots, too."""
-    end = time.monotonic() + agree_seconds()
+    begun = time.monotonic()
     for ledger, key in _keys(ballots):
-        number = ledger.compiles[key]
-        while ledger.store.add(f"{key}/shown/{number}", 0) < len(ledger.ranks) and time.monotonic() < end:
+        end, shown = begun + ledger.patience, f"{key}/shown/{ledger.graph[key]}"
+        while ledger.store.add(shown, 0) < len(ledger.ranks) and time.monotonic() < end:
             time.sleep(_PAUSES_S[1])
 
 

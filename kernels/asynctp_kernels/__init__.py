@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from .compat import process_group
-from .cuda.async_input import async_input_matmul
+from .cuda.plans.async_input import async_input_matmul
 from .errors import NotEnrolled, PeerFailed, PeerTimeout, SymmetricMemoryError, UnlikeCalls
 from .host import HostSymmetricMemory, rendezvous
 

@@ -173,7 +173,7 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
 assert _call(dist.group.WORLD) == "right"
 group = dist.new_group()
 start = time.monotonic()
-with _fault("memory._new", lambda *_: os.kill(os.getpid(), signal.SIGKILL), rank == 1):
+with _fault("runtime.memory._new", lambda *_: os.kill(os.getpid(), signal.SIGKILL), rank == 1):
     said = _call(group)
 print(time.monotonic() - start < 15, said)
 """
@@ -316,9 +316,9 @@ def _unlike(rank: int, world: int, folder: str) -> dict[str, Any]:
         heard.clear()
         dist.barrier()
 
-    with _fault("enroll.sources_digest", lambda: "another", rank == 1):
+    with _fault("runtime.enroll.sources_digest", lambda: "another", rank == 1):
         outcome("sources")
-    with _fault("enroll.host_name", lambda: f"node{rank}", True):
+    with _fault("runtime.enroll.host_name", lambda: f"node{rank}", True):
         outcome("hosts")
     with mock.patch.dict(os.environ, {select.VARIABLE: "direct"} if rank else {}):
         outcome("forced")
