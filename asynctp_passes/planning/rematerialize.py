@@ -28,7 +28,7 @@ from asynctp_passes.ir.nodes import mutates, reachable, tangents_of
 from asynctp_passes.ir.read import is_matmul
 from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Decision, GatherChain, fused_chains
-from asynctp_passes.matching.near_miss import transparent
+from asynctp_passes.matching.near_miss import reduces, transparent
 from asynctp_passes.planning import cost_model
 
 __all__ = ["LEAST_BYTES", "Again", "again"]
@@ -102,11 +102,15 @@ def _is_taken_in(decision: Decision, backward: set[fx.Node]) -> bool:
 def _ways(decision: Decision, backward: set[fx.Node]) -> list[fx.Node]:
     """What lies between a gather of the forward and what the backward needs of it, without a matmul in between.
 
-    All of it has to be computed again. Else the partitioner may keep what comes of the gather, a sum of it say, and
-    leave the gather out on a rank that needs no more than that.
+    All of it has to be computed again. Else the partitioner may keep what comes of the gather, and leave the gather out
+    on a rank that needs no more than that. A sum of it is small, and is kept: it is no need for the gather.
     """
     results = decision.candidate.collective.results
-    steps = reachable(results, lambda node: node.users, lambda node: node in results or transparent(node))
+
+    def leads_on(node: fx.Node) -> bool:
+        return node in results or (transparent(node) and not reduces(node))
+
+    steps = reachable(results, lambda node: node.users, leads_on)
     ends = [node for node in steps if any(user in backward for user in node.users)]
     way = reachable(ends, where=lambda node: node in steps and node not in backward)
     return [node for node in decision.candidate.collective.node.graph.nodes if node in way]

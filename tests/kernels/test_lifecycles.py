@@ -117,12 +117,12 @@ def test_attempts_need_not_be_equal_in_number(monkeypatch: pytest.MonkeyPatch) -
 
 # --- a fault of one rank -----------------------------------------------------------------------------------------
 FAULTS: dict[str, tuple[str, BaseException]] = {
-    "interrupted": ("memory._new", KeyboardInterrupt()),
-    "interrupted before": ("enroll.facts_of", KeyboardInterrupt()),
-    "ended": ("interpreted.rendezvous", SystemExit(1)),
-    "no memory": ("interpreted.reserve", torch.OutOfMemoryError("CUDA out of memory")),
-    "no memory later": ("memory._new", MemoryError()),
-    "bad table": ("select.read_tuned", ValueError("asynctp: t.json is no tuning table")),
+    "interrupted": ("runtime.memory._new", KeyboardInterrupt()),
+    "interrupted before": ("runtime.enroll.facts_of", KeyboardInterrupt()),
+    "ended": ("runtime.interpreted.rendezvous", SystemExit(1)),
+    "no memory": ("runtime.interpreted.reserve", torch.OutOfMemoryError("CUDA out of memory")),
+    "no memory later": ("runtime.memory._new", MemoryError()),
+    "bad table": ("choose.select.read_tuned", ValueError("asynctp: t.json is no tuning table")),
 }
 
 
