@@ -19,6 +19,8 @@ from asynctp_kernels import SymmetricMemoryError, cuda, release
 from launched import end, run_cases, start
 from torch import Tensor
 
+import asynctp_passes.ops.collectives  # noqa: F401  (registers the ops)
+
 #: op and implementation, and the collective that is named; gathers whose A all ranks return pull, others push
 CASES = {
     ("all_gather_matmul", "fused"): "all_gather (524288 bytes a rank)",

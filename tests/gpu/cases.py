@@ -31,6 +31,8 @@ from asynctp_kernels.cuda.runtime.memory import existing_memory
 from launched import end, run_cases, start
 from torch import Tensor
 
+import asynctp_passes.ops.collectives  # noqa: F401  (registers the ops)
+
 FP8, FP8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 FP8_TOLERANCE = 1e-3  # tensor cores add fp8 products with fewer bits than fp32 has

@@ -31,6 +31,8 @@ from cases import FP8, Case, Data, draw, expected
 from launched import end, limit, show, start
 from torch import Tensor
 
+import asynctp_passes.ops.collectives  # noqa: F401  (registers the ops)
+
 ALL = ("fused", "decomposed", "direct", "whole")
 NOT_DECOMPOSED = ("fused", "direct", "whole")  # rows of a rank in more than 4 ranges
 NOT_FUSED = ("decomposed", "direct", "whole")  # scales of blocks

@@ -43,6 +43,8 @@ from asynctp_kernels.cuda.runtime.memory import existing_memory
 from launched import device, end, limit, show, start
 from torch import Tensor
 
+import asynctp_passes.ops.collectives  # noqa: F401  (registers the ops)
+
 GPU = torch.cuda.is_available()
 FP8, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 KINDS = ("use", "order", "uneven", "stress")
