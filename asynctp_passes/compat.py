@@ -609,6 +609,13 @@ def compiled_function() -> tuple[Any, bool]:
     return frame, frame is None or is_first_compile()
 
 
+def suppresses_errors() -> bool:
+    """A function whose compile fails runs without a compiler."""
+    from torch._dynamo import config
+
+    return bool(config.suppress_errors)
+
+
 def group_timeout_s(group: Any) -> float:
     """Seconds after which the collectives of a process group run out; endless for None, or where it does not say."""
     for device in ("cuda", "cpu") if group is not None else ():

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import asynctp_passes
 from asynctp_passes import Config, DisagreementError, Report, compat, run
 from asynctp_passes.config import ConfigError, agree_seconds
+from asynctp_passes.planning.deviations import Ballot
 from asynctp_passes.reporting import agree
 
 QUIET: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
@@ -481,13 +482,26 @@ def test_a_store_that_fails_refuses_everything() -> None:
     store.set.side_effect = RuntimeError("connection closed")
     ledger = agree._Ledger(store, 0, (0, 1), "1")
     with mock.patch.object(agree, "_ledger", return_value=ledger):
-        votes = agree.vote([asynctp_passes.reporting.report.Ballot("g", "k", ("sum: x",))], Config(**QUIET))
+        votes = agree.vote([Ballot("g", "k", ("sum: x",))], Config(**QUIET))
     assert "connection closed" in str(votes["g", "sum: x"])
+
+
+def test_a_rank_that_may_go_on_without_its_graph_refuses_everything() -> None:
+    """Its compile may fail after the vote, and what it then runs eagerly would meet what others have agreed on."""
+    store, ballot = dist.HashStore(), Ballot("g", "k", ("sum: x",))
+    ledger = agree._Ledger(store, 0, (0, 1), "1")
+    with (
+        mock.patch.object(agree, "_ledger", return_value=ledger),
+        mock.patch.object(torch._dynamo.config, "suppress_errors", True),
+    ):
+        votes = agree.vote([ballot], Config(**QUIET))
+    assert "suppress_errors" in str(votes["g", "sum: x"])
+    assert not ledger.posted
 
 
 def test_a_store_that_fails_takes_back_no_vote() -> None:
     """Others may have counted it, and then send something else than this rank."""
-    store, ballot = mock.Mock(wraps=dist.HashStore()), asynctp_passes.reporting.report.Ballot("g", "k", ("sum: x",))
+    store, ballot = mock.Mock(wraps=dist.HashStore()), Ballot("g", "k", ("sum: x",))
     store.check.side_effect = RuntimeError("connection closed")
     ledger = agree._Ledger(store, 0, (0, 1), "1")
     with (
@@ -507,7 +521,7 @@ def test_a_rank_that_is_silent_in_a_later_graph(
     monkeypatch.setattr(agree.compat, "is_first_compile", lambda: first)
     store, ballot, config = (
         dist.HashStore(),
-        asynctp_passes.reporting.report.Ballot("g", "k", ("sum: x",)),
+        Ballot("g", "k", ("sum: x",)),
         Config(**QUIET),
     )
     own, peer = (agree._Ledger(store, rank, (0, 1), "1") for rank in (0, 1))

@@ -39,7 +39,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ AGAIN_S = 5.0
 _NAMED, _LOOKED_AT = 4, 64
 _PAUSES_S = (0.002, 0.05)
 _ACCEPTED, _REFUSED = "accepted", "refused "
+_SUPPRESSED = "torch._dynamo.config.suppress_errors lets this rank go on without the graph, should its compile fail"
 _NOT_DECISIVE = ("groups", "strict", "expect")
 _lock = threading.Lock()
 
@@ -269,12 +270,19 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
         ballots: One for each group that communicates in the graph, with its deviations, or none.
         config: With `agree=False` all is accepted, and nobody learns of it.
 
+    Returns:
+        The outcomes. With `torch._dynamo.config.suppress_errors` this rank refuses all.
+
     Raises:
         DisagreementError: All ranks have agreed on something in an earlier graph with the same collectives, which this
             graph cannot do, and another rank has compiled no graph without it.
     """
     votes: Votes = {(one.group, text): None for one in ballots for text in one.deviations}
     if config.agree:
+        if compat.suppresses_errors():
+            keyed = [one for one in ballots if _ledger(one.group) is not None]
+            votes |= {(one.group, text): _SUPPRESSED for one in keyed for text in one.deviations}
+            ballots = [replace(one, deviations=()) for one in ballots]
         with _without_store_errors(ballots, votes, config):
             polls = _posted(ballots, config)
             votes |= _outcomes(polls, votes)
