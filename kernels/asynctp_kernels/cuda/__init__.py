@@ -8,6 +8,7 @@ and has `Mover` move data on the same wire. Plans are kept per group, so they go
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -52,8 +53,8 @@ from asynctp_kernels.cuda.plans.scatter import (
     ScatterPlan,
     UnfusedScatter,
 )
+from asynctp_kernels.cuda.runtime import interpreted, stamps
 from asynctp_kernels.cuda.runtime import memory as memory_of
-from asynctp_kernels.cuda.runtime import stamps
 from asynctp_kernels.cuda.runtime.driver import CudaError, StreamWaitOver
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, GroupMemory, existing_memory, group_memory
@@ -81,6 +82,9 @@ __all__ = [
     "shared_bytes",
     "stamped",
 ]
+
+#: programs import them by these names
+sys.modules.update({f"{__name__}.select": select, f"{__name__}.interpreted": interpreted})
 
 log = logging.getLogger(__name__)
 
