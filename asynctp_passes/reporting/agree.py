@@ -17,7 +17,7 @@ Keys, in the store of the group, below `asynctp/<life>/<hash of what is communic
     <hash of text>/outcome     "accepted", or "refused" and why
     <hash of text>/with/<graph>/<rank>  there, if this rank has it in this graph, after an earlier one
     <hash of text>/at/<graph>  the outcome for this graph
-    <hash of text>/lacks/<graph>/<rank>  there, if this rank has this graph without it, after an earlier one with it
+    <hash of text>/lacks/<function>/<rank>  there, if this rank has this function without it, after one with it
 
 A graph is `n.r`: of the nth function with these collectives, compiled anew for the rth time. Ranks compile functions in
 one order. One of them may compile a function anew by itself, for another Python number say.
@@ -162,6 +162,11 @@ class _Poll:
     def place(self) -> str:
         return f"{self.key}/{_hash(self.text)}"
 
+    @property
+    def function(self) -> str:
+        """The number of the function that the graph is of."""
+        return self.graph.partition(".")[0]
+
     def outcome(self) -> str | None:
         """The outcome, if there is one by now; this rank writes it down if it is the first to know."""
         store, place, world = self.ledger.store, self.place, len(self.ledger.ranks)
@@ -222,12 +227,12 @@ class _Poll:
         return ""
 
     def say_lacked(self) -> None:
-        """Say that this rank has this graph without it."""
-        self.ledger.store.set(f"{self.place}/lacks/{self.graph}/{self.ledger.rank}", "1")
+        """Say that this rank has this function without it."""
+        self.ledger.store.set(f"{self.place}/lacks/{self.function}/{self.ledger.rank}", "1")
 
     def not_lacking(self) -> list[int]:
-        """The ranks that have not said that they have this graph without it."""
-        store, at = self.ledger.store, f"{self.place}/lacks/{self.graph}"
+        """The ranks that have not said that they have this function without it."""
+        store, at = self.ledger.store, f"{self.place}/lacks/{self.function}"
         return [rank for rank in self.ledger.ranks if not store.check([f"{at}/{rank}"])]
 
     def missing(self) -> list[int]:

@@ -373,7 +373,7 @@ def _measure(options: argparse.Namespace, ranks: int) -> int:
         folder = options.out = options.out or Path(scratch)
         path = folder / f"{name}.json"
         path.unlink(missing_ok=True)
-        failed = _start_ranks(f"asynctp_passes.{name}", ranks, _bench_arguments(options), options.cpu)
+        failed = _start_ranks(f"asynctp_passes.tools.{name}", ranks, _bench_arguments(options), options.cpu)
         found = _measured(path)
         if str(folder) != scratch and path.exists():
             print(f"wrote {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}")
