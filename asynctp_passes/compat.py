@@ -8,6 +8,7 @@ import itertools
 import math
 import operator
 import os
+import sys
 import warnings
 import weakref
 from collections import Counter
@@ -393,9 +394,7 @@ def recompute_in_backward(nodes: Sequence[fx.Node]) -> None:
 
 def is_compiled(graph: fx.Graph) -> bool:
     """True for a graph that is being compiled; of others nothing is reordered."""
-    from torch._guards import CompileContext
-
-    return graph.owning_module is not None and CompileContext.current_compile_id() is not None
+    return graph.owning_module is not None and _compile_id() is not None
 
 
 def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
@@ -584,36 +583,34 @@ def recomputed(module: Any, context_fn: Callable[[], Any] | None = None) -> Any:
     return checkpoint_wrapper(module) if context_fn is None else checkpoint_wrapper(module, context_fn=context_fn)
 
 
-def compile_name() -> str:
-    """The name of the compile under way (`"graph 0/0"`), or `"graph"` outside one."""
+def _compile_id() -> Any:
+    """Dynamo's name of the compile under way; None outside one."""
     from torch._guards import CompileContext
 
-    compile_id = CompileContext.current_compile_id()
+    return CompileContext.current_compile_id()
+
+
+def compile_name() -> str:
+    """The name of the compile under way (`"graph 0/0"`), or `"graph"` outside one."""
+    compile_id = _compile_id()
     return f"graph {compile_id}" if compile_id is not None else "graph"
 
 
 def is_first_compile() -> bool:
     """True in the first compile of a function, where Dynamo says so: no rank runs a graph of it yet."""
-    from torch._guards import CompileContext
-
-    compile_id = CompileContext.current_compile_id()
-    return compile_id is not None and getattr(compile_id, "frame_compile_id", None) == 0
+    return getattr(_compile_id(), "frame_compile_id", None) == 0
 
 
 def compiled_function() -> tuple[Any, bool]:
     """Dynamo's number of the function that is compiled, and whether that is the first time; else (None, True)."""
-    from torch._guards import CompileContext
-
-    compile_id = CompileContext.current_compile_id()
-    frame = getattr(compile_id, "frame_id", None)
+    frame = getattr(_compile_id(), "frame_id", None)
     return frame, frame is None or is_first_compile()
 
 
 def suppresses_errors() -> bool:
-    """A function whose compile fails runs without a compiler."""
-    from torch._dynamo import config
-
-    return bool(config.suppress_errors)
+    """True where a function whose compile fails runs without a compiler."""
+    config = sys.modules.get("torch._dynamo.config")  # nothing is compiled before it is imported
+    return config is not None and bool(config.suppress_errors)
 
 
 def group_timeout_s(group: Any) -> float:

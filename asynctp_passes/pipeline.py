@@ -63,7 +63,8 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
 
 
 def _fuse(graph: fx.Graph, config: Config, attempt: _Attempt) -> Report:
-    if communications(graph.nodes):
+    communicates = bool(communications(graph.nodes))
+    if communicates:
         toposort.sort(graph)
         if phase_of(graph) == "inference":  # the partitioner, who copies and leaves out, orders the others
             _warn_of_moves(graph)
@@ -77,7 +78,8 @@ def _fuse(graph: fx.Graph, config: Config, attempt: _Attempt) -> Report:
     report = report_of(graph, plan, config, left_out)
     raise_if_strict(report, config)
     if not plan.decisions:
-        keep_order(graph)
+        if communicates:
+            keep_order(graph, {})
         return report
     decisions, context = plan.decisions, plan.context
     chains = fused_chains(decisions)
@@ -258,7 +260,7 @@ class _Attempt:
 
 
 def _agreed(graph: fx.Graph, config: Config) -> Votes:
-    """What all ranks have agreed on before and a graph can do in which nothing is fused."""
+    """The deviations that all ranks have agreed on before, and that a graph can do in which nothing is fused."""
     collectives = read_collectives(graph)
     words = Words(collectives)
     found: Votes = {}

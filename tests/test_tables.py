@@ -202,7 +202,7 @@ def test_a_reader_never_sees_half_a_table(tmp_path: Path) -> None:
 _KILLED = """
 import os, sys
 from pathlib import Path
-from asynctp_kernels.cuda import tables
+from asynctp_kernels.cuda.choose import tables
 tables.os.fsync = lambda handle: os._exit(9)
 tables.write(Path(sys.argv[1]), {"X": {}})
 """

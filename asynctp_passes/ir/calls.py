@@ -91,7 +91,7 @@ class ScalesOfA:
 
 @dataclass(frozen=True)
 class ScaledOptions:
-    """What makes a matmul a scaled (fp8) one.
+    """The arguments that make a matmul a scaled (fp8) one.
 
     Scales are tensorwise (one number) or rowwise (M and N numbers), unless they are of `blocks`.
     """

@@ -29,6 +29,7 @@ __all__ = [
     "describe",
     "draws",
     "express",
+    "is_known_collective",
     "is_pointwise",
     "is_random",
     "is_size",
@@ -259,10 +260,14 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def is_known_collective(node: fx.Node) -> bool:
+    """True for ops of torch's functional collectives, their waits included, and for asynctp's."""
+    return op_name(node).startswith(("_c10d_functional.", "asynctp."))
+
+
 def acts(node: fx.Node) -> bool:
     """True for what does something besides computing its result: in place, with other ranks, by chance, or at all."""
-    collective = op_name(node).startswith(("_c10d_functional.", "asynctp."))
-    return collective or node.is_impure() or mutates(node) or is_random(node) or _does_inside(node, acts)
+    return is_known_collective(node) or node.is_impure() or mutates(node) or is_random(node) or _does_inside(node, acts)
 
 
 def live(graph: fx.Graph) -> set[fx.Node]:

@@ -90,16 +90,16 @@ def record_order(graph: fx.Graph) -> None:
 
 
 def program_order(graph: fx.Graph) -> list[fx.Node]:
-    """What communicates, in the order that was recorded; what has no record keeps its place among the others."""
+    """The nodes that communicate, in the order that was recorded; one without a record keeps its place."""
     found = communications(graph.nodes)
     recorded = iter(sorted(filter(_is_recorded, found), key=lambda node: node.meta[_PLACE]))
     return [next(recorded) if _is_recorded(node) else node for node in found]
 
 
 def unrecorded(graph: fx.Graph) -> list[fx.Node]:
-    """What communicates without a wait of torch's, and has no record: Inductor may have moved it to where it is used.
+    """The nodes that communicate without a wait of torch's and have no record: Inductor may have moved them.
 
-    Empty where anything has a record: what has none came into the graph later.
+    Empty where any node has a record: one without came into the graph later.
     """
     found = communications(graph.nodes)
     if any(map(_is_recorded, found)):

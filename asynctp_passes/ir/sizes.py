@@ -23,7 +23,7 @@ def quotient(a: Size, b: Size) -> Size | None:
 
 @functools.lru_cache(1 << 16)
 def _ratio(a: Size, b: Size) -> Size | None:
-    """`quotient` of sizes one of which is symbolic: slow, and asked for the same ones in every layer."""
+    """The quotient where a size is symbolic. It is slow, and cached, since each layer asks for the same ones."""
     ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
     if not _is_integer_polynomial(ratio):
         return None

@@ -244,7 +244,7 @@ def incomplete(operand: IndexMap, total: Size) -> Refusal | None:
 
 
 def arranged(operand: IndexMap) -> Rearrangement:
-    """How a tensor's elements, each of which a map takes once, are rearranged by it."""
+    """The order in which a map takes the elements of a tensor, each of them once."""
     return _rearrange(operand.digits)
 
 

@@ -42,12 +42,12 @@ _LONGEST = 240
 
 @dataclass(frozen=True)
 class Ballot:
-    """What the ranks of a group have to do alike in a graph, as they have told one another.
+    """The deviations of a graph that all ranks of a group do, or none: their vote is on these.
 
     Attributes:
         group: Name of the process group.
         key: Hash of what it communicates in the graph.
-        deviations: What is done otherwise than the program's collectives say, as `"sum: all_reduce(sum) in place of
+        deviations: Texts of `Words`, as `"sum: all_reduce(sum) in place of
             1 * 0 + 1 * 1"`: numbers are places among the group's collectives.
         joint: It is of the graph of a forward and its backward, before it was divided.
     """
@@ -101,9 +101,7 @@ class Words:
     def of_bundle(self, bundle: Bundle) -> str:
         """The all-reduces that become one, and between which collectives that is, of all groups: they share ranks."""
         places = [self._place[member.node] for member in bundle.members]
-        order = list(bundle.place.graph.nodes)
-        limit = order.index(bundle.place)
-        before = sum(order.index(one.node) < limit for one in self._collectives)
+        before = sum(one.node < bundle.place for one in self._collectives)
         dtype = value_of(bundle.inputs[0]).dtype
         return f"bucket: all_reduce({bundle.collective.reduce_op}) of {dtype} for {places}, after the first {before}"
 

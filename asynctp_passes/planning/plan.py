@@ -33,7 +33,7 @@ __all__ = ["Plan", "ballots_of", "planned", "unfused", "untouched"]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is to be done to a graph, and what was known when that was decided."""
+    """All that is to be done to a graph, and the facts by which that was decided."""
 
     decisions: list[Decision]
     context: Context

@@ -100,10 +100,10 @@ def _is_taken_in(decision: Decision, backward: set[fx.Node]) -> bool:
 
 
 def _ways(decision: Decision, backward: set[fx.Node]) -> list[fx.Node]:
-    """What lies between a gather of the forward and what the backward needs of it, without a matmul in between.
+    """The nodes from a gather of the forward to those of the backward that need it, without a matmul in between.
 
-    All of it has to be computed again. Else the partitioner may keep what comes of the gather, and leave the gather out
-    on a rank that needs no more than that. A sum of it is small, and is kept: it is no need for the gather.
+    All of them have to be computed again. Else the partitioner may keep one, and leave the gather out on a rank that
+    needs no more. A sum of the gathered tensor is small, and is kept: the backward does not need the gather for it.
     """
     results = decision.candidate.collective.results
 
@@ -113,7 +113,7 @@ def _ways(decision: Decision, backward: set[fx.Node]) -> list[fx.Node]:
     steps = reachable(results, lambda node: node.users, leads_on)
     ends = [node for node in steps if any(user in backward for user in node.users)]
     way = reachable(ends, where=lambda node: node in steps and node not in backward)
-    return [node for node in decision.candidate.collective.node.graph.nodes if node in way]
+    return sorted(way)
 
 
 def _is_free(gather: Collective, way: Sequence[fx.Node], unsure: set[fx.Node]) -> bool:

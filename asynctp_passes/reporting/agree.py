@@ -303,11 +303,11 @@ def agreed_before(ballot: Ballot, config: Config) -> set[str]:
     ledger = _ledger(ballot.group) if config.agree else None
     if ledger is None:
         return set()
-    key, found = _key(ledger, ballot), set[str]()
-    for text in ballot.deviations:
+    found = set[str]()
+    for poll in _polls(ledger, ballot, config):
         with contextlib.suppress(RuntimeError, OSError):
-            if _Poll(ledger, ballot.group, key, "", _with_provenance(text, config)).is_accepted():
-                found.add(text)
+            if poll.is_accepted():
+                found.add(_plain(poll.text))
     return found
 
 
@@ -372,13 +372,11 @@ def _without_store_errors(ballots: Sequence[Ballot], votes: Votes, config: Confi
 
 
 def _told(ballots: Sequence[Ballot], config: Config) -> list[str]:
-    """The deviations of which this rank has told others, or may have."""
+    """The deviations that this rank has told others of, or may have."""
     found: list[str] = []
     for one in ballots:
         if (ledger := _ledger(one.group)) is not None:
-            key = _key(ledger, one)
-            polls = [_Poll(ledger, one.group, key, "", _with_provenance(text, config)) for text in one.deviations]
-            found += [_plain(poll.text) for poll in polls if poll.place in ledger.posted]
+            found += [_plain(poll.text) for poll in _polls(ledger, one, config) if poll.place in ledger.posted]
     return found
 
 
@@ -425,6 +423,12 @@ def _key(ledger: _Ledger, ballot: Ballot) -> str:
     return f"asynctp/{ledger.life}/{'joint' if ballot.joint else 'graph'}/{ballot.key}"
 
 
+def _polls(ledger: _Ledger, ballot: Ballot, config: Config, graph: str = "") -> list[_Poll]:
+    """One for each deviation of a ballot; for no graph, where only the outcome for all is asked."""
+    texts = [_with_provenance(text, config) for text in ballot.deviations]
+    return [_Poll(ledger, ballot.group, _key(ledger, ballot), graph, text) for text in texts]
+
+
 def _posted(ballots: Iterable[Ballot], config: Config) -> list[_Poll]:
     """Tell the other ranks of this rank's deviations, and then that these are all of a graph's."""
     polls: list[_Poll] = []
@@ -432,15 +436,15 @@ def _posted(ballots: Iterable[Ballot], config: Config) -> list[_Poll]:
         ledger = _ledger(one.group)
         if ledger is None:
             continue
-        key, texts = _key(ledger, one), [_with_provenance(text, config) for text in one.deviations]
+        key = _key(ledger, one)
         with _lock:
             counted, graph = ledger.count(key), ledger.graph[key]
         if ledger.compiles[key] == 1:
             ledger.tell_keys()
-        found = [_Poll(ledger, one.group, key, graph, text) for text in texts]
+        found = _polls(ledger, one, config, graph)
         for poll in found:
             _post(poll)
-        ledger.store.set(f"{key}/has/{ledger.rank}", json.dumps(texts))
+        ledger.store.set(f"{key}/has/{ledger.rank}", json.dumps([poll.text for poll in found]))
         if counted:
             ledger.store.add(f"{key}/shown/{graph}", 1)
         polls += found
@@ -592,9 +596,10 @@ def _wait_until_shown(ballots: Sequence[Ballot], config: Config) -> None:
     """Wait until every rank has compiled or found the graphs of these ballots, too."""
     begun = time.monotonic()
     for ledger, key in _keys(ballots):
-        end, shown = begun + ledger.patience, f"{key}/shown/{ledger.graph[key]}"
-        while ledger.store.add(shown, 0) < len(ledger.ranks) and time.monotonic() < end:
-            time.sleep(_PAUSES_S[1])
+        shown = f"{key}/shown/{ledger.graph[key]}"
+        for _ in _looks(begun + ledger.patience - time.monotonic(), lambda: "all ranks to compile a forward"):
+            if ledger.store.add(shown, 0) >= len(ledger.ranks):
+                break
 
 
 def _reason(outcome: str) -> str | None:

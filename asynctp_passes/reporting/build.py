@@ -24,10 +24,10 @@ from asynctp_passes.reporting.report import Coalesced, Remark, Report
 __all__ = ["AGREED", "REGATHERED", "report_of", "report_of_failure", "with_call"]
 
 REGATHERED = "asynctp_regathered"
-"""Of a gather that the backward makes again, in its `meta`: the bytes that were gathered, 0 where that is symbolic."""
+"""Key in the `meta` of a gather that the backward makes again: the bytes gathered, 0 where that is symbolic."""
 
 AGREED = "asynctp_agreed"
-"""Of such a gather, in its `meta`: the ballot on which the ranks agreed to make it again."""
+"""Key in the `meta` of such a gather: the ballot on which the ranks agreed to make it again."""
 
 _LIKE_WEIGHTS = (
     "it looks like a weight's gradient, as FSDP reduces them, and is taken for tensor parallelism, since its group "

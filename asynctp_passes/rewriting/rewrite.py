@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -155,9 +155,9 @@ def rewrite(
     return calls
 
 
-def keep_order(graph: fx.Graph, ordered: dict[fx.Node, list[fx.Node]] | None = None) -> None:
+def keep_order(graph: fx.Graph, ordered: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
     """Have Inductor keep the order of what communicates, and run each node after those that `ordered` lists for it."""
-    after = {} if ordered is None else ordered
+    after = {node: list(earlier) for node, earlier in ordered.items()}
     starts = communications(graph.nodes) if compat.is_compiled(graph) else []
     called = {op for op in map(called_op, starts) if op is not None and not name_of(op).startswith(_TORCHS)}
     if not compat.lower_in_order(called):

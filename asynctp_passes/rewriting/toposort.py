@@ -18,7 +18,7 @@ from itertools import pairwise
 from torch import fx
 
 from asynctp_passes import compat
-from asynctp_passes.ir.nodes import is_random, mutates, op_name, reachable, steps_of, written_by
+from asynctp_passes.ir.nodes import is_known_collective, is_random, mutates, reachable, steps_of, written_by
 from asynctp_passes.ir.order import communications
 from asynctp_passes.layout.propagation import shares_memory
 
@@ -135,8 +135,7 @@ class _KeptOrder:
 
 def _has_effect(node: fx.Node) -> bool:
     """True for an in-place operation, and for what does something else besides: prints, or asserts."""
-    collective = op_name(node).startswith(("_c10d_functional.", "asynctp."))
-    return mutates(node) or (node.is_impure() and not is_random(node) and not collective)
+    return mutates(node) or (node.is_impure() and not is_random(node) and not is_known_collective(node))
 
 
 def _is_alias(node: fx.Node) -> bool:
