@@ -140,7 +140,7 @@ def _repeated(rank: int, world: int, seed: int) -> list[bool]:
         if case.name == "replicated":
             x = Inputs(x.a, make_inputs(case, 0, world, seed).b, x.biases, x.a_scales, x.b_scales)
         first = run(case, x, dist.group.WORLD)
-        for turn in range(2):
+        for turn in range(3 if THOROUGH else 2):
             time.sleep(0.03 * ((rank + turn) % world))
             again = run(case, x, dist.group.WORLD)
             same.append(
