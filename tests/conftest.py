@@ -26,7 +26,7 @@ LONGEST = (
     "test_recipes.py",
     "test_demo.py",
     "test_pingpong.py",
-    "test_cuda_compile.py",
+    "test_compiled_kernels.py",
     "test_interpreted_unlike.py",
 )
 

@@ -17,7 +17,7 @@ There a rank R writes over the data of call e - 2, which is never too early for 
     P released its word of call e - 1 only after P's call e - 2 had ended, so after P's last read of that slot.
 
 With one slot, R could overwrite what P still reads: in call e - 1 P may be a whole call behind. All that is explored by
-`tests/kernels/test_protocol_model.py`. The epoch is a word in device memory that the last program of a call advances,
+`tests/soundness/test_protocol_model.py`. The epoch is a word in device memory that the last program of a call advances,
 so a replayed CUDA graph goes on counting.
 
 Memory order: the stores of a slice are joined by a CTA barrier and released (scope sys) by the word; the reader

@@ -357,7 +357,7 @@ def gemm_kernel(
     # One more than the chunk of the tile before this one, and how many tiles of that are made here and not counted.
     # Triton (3.6 to 3.9) makes one loop of this and of that over K, where what a tile hands on, and is made before that
     # over K, changes at its first step already. So it is made behind it, as `chunk` itself, without the one, is not;
-    # `tests/gemm_runs.py` checks what comes of it.
+    # `tests/support/gemm_runs.py` checks what comes of it.
     behind = 0
     uncounted = 0
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):

@@ -3,7 +3,7 @@
 Every call does its work before it returns: a copy is made, a word is written, a kernel is interpreted. That is one of
 the orders in which a GPU may do it, since plans enqueue every producer before its consumer; what this host cannot do
 yet when it is asked to is an error. Only the ranks run at the same time, through shared memory, and every wait for one
-of them is bounded (`waits`). `tests/kernels/test_channel_model.py` explores the other orders.
+of them is bounded (`waits`). `tests/soundness/test_channel_model.py` explores the other orders.
 """
 
 from __future__ import annotations

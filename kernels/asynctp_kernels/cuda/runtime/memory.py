@@ -29,9 +29,9 @@ computes and whether it keeps what came are its own.
 
 These words are cleared by their reader, so nothing depends on how often, in which CUDA graph or in which order of
 shapes a call runs, as long as all ranks make the same calls of a group in the same order; that is the rule for every
-collective, and `watch` finds who breaks it. `tests/kernels/test_channel_model.py` explores it exhaustively for calls of
-one group on one stream, some of them in flight; `tests/test_cuda_streams.py` runs plans in orders that are drawn, of
-several streams and groups too.
+collective, and `watch` finds who breaks it. `tests/soundness/test_channel_model.py` explores it exhaustively for calls
+of one group on one stream, some of them in flight; `tests/kernels/test_streams.py` runs plans in orders that are drawn,
+of several streams and groups too.
 
 What the copy stream waits for are stream memory operations, which need no SM; of the kernel that waits (the reduction),
 one CTA fits beside the GEMM's on every SM.

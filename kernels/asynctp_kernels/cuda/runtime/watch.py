@@ -18,7 +18,8 @@ is filled with them, and then every word is set for which a stream or a kernel o
 group lives, since a CUDA graph may be launched again. Copies do all that: a kernel might find no room.
 
 To end its waits, a failed rank writes to its peers' boxes. It does so only once every peer has failed, too, or has
-ended, or does not look any more: no healthy rank reads those bytes, as `tests/kernels/test_channel_model.py` explores.
+ended, or does not look any more: no healthy rank reads those bytes, as `tests/soundness/test_channel_model.py`
+explores.
 A rank that no longer waits for others to come pushes its data to them, who are in another call and must not take it
 for theirs. So ranks go step by step, and say to all when they have done one:
 

@@ -1,0 +1,983 @@
+"""Every kernel of `asynctp_kernels.cuda` compiles for compute capability 9, and to what its docstring promises.
+
+No GPU is needed: plans are made as `cuda_stubs` describes, and the kernels that they prepare are compiled by Triton's
+own `warmup` for a device that is only named. What is looked at is the PTX, and what ptxas says of registers and stack.
+
+This file is not in `tests/kernels/interpreted`, where Triton interprets.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from asynctp_kernels.cuda import stamped
+from asynctp_kernels.cuda.choose.tiles import Tiles, pingpong, tiles_for
+from asynctp_kernels.cuda.gemm import gemm_kernels
+from asynctp_kernels.cuda.plans import async_input, collectives, gather, scatter
+from asynctp_kernels.cuda.runtime import driver
+from asynctp_kernels.cuda.runtime.launch import (
+    BESIDE_REGISTERS,
+    BESIDE_SHARED,
+    BESIDE_WARPS,
+    Launch,
+    fit_together,
+    leaves_room,
+    prepare,
+)
+from asynctp_kernels.signals import IS_INTERPRETED
+from cuda_stubs import FP8, SMS, Machine, Prepared, gather_call, machine, scatter_call, tensor
+from gemm_runs import check_runs
+
+
+def missing() -> str:
+    """Why nothing can be compiled here; empty when it can."""
+    if IS_INTERPRETED:
+        return "Triton interprets in this process (TRITON_INTERPRET=1)"
+    import triton
+
+    for tool in ("ptxas", "cuobjdump"):
+        try:
+            getattr(triton.knobs.nvidia, tool)
+        except (RuntimeError, AttributeError) as error:
+            return f"no {tool}: {error}"
+    return ""
+
+
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=missing() or "-"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+
+MOST_SHARED = 227 << 10  # bytes that one CTA may have (CUDA C++ Programming Guide, compute capability 9.0)
+FP8_WIDE = torch.float8_e5m2
+TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", FP8: "e4m3", FP8_WIDE: "e5m2"}
+
+WIDE, NARROW = Tiles(128, 256, 64, warps=8, stages=4, split=2), Tiles(128, 128, 64, warps=4, stages=6, split=2)
+WIDE8, NARROW8 = replace(WIDE, block_k=128), replace(NARROW, block_k=128)
+NARROW_TO_FP32, NARROW8_TO_FP32 = replace(NARROW, stages=5), replace(NARROW8, stages=5)
+PRECISE8 = Tiles(128, 128, 256, warps=8, stages=3, imprecise=128)
+PRECISE_SUM8 = replace(PRECISE8, registers=224)
+SUM8 = replace(PRECISE_SUM8, imprecise=None)
+PRECISE8_TO_FP32, SUM8_TO_FP32, PRECISE_SUM8_TO_FP32 = (
+    replace(tiles, block_k=128, stages=4) for tiles in (PRECISE8, SUM8, PRECISE_SUM8)
+)
+
+
+# --- compiling ---------------------------------------------------------------------------------------------------
+class NamedDevice:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_device(self) -> str:
+        return "a device of compute capability 9"
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture(autouse=True)
+def _sm90() -> Iterator[None]:
+    from triton.runtime import driver
+
+    before = driver._active
+    driver.set_active(NamedDevice())
+    yield
+    driver.set_active(before)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as it would be loaded. `stack`: bytes a thread, which is where spilled registers go."""
+
+    ptx: Ptx
+    ttgir: str
+    threads: int
+    registers: int
+    stack: int
+    shared: int
+
+    @property
+    def launch(self) -> Launch:
+        """As `fit_together` looks at it."""
+        return Launch(lambda stream, values: None, self.threads, self.registers, self.shared)
+
+
+def compiled(prepared: Prepared, folder: Path) -> Compiled:
+    """What `launch.prepare` would have compiled."""
+    options = {**prepared.constants, **prepared.options, "num_warps": prepared.num_warps}
+    kernel = prepared.kernel.warmup(*prepared.args, grid=(prepared.programs, 1, 1), **options)
+    kernel = kernel.result() if hasattr(kernel, "result") else kernel
+    registers, stack = resources(kernel.asm["cubin"], folder)
+    threads = 32 * kernel.metadata.num_warps  # more than asked for where warps have tasks of their own
+    return Compiled(Ptx(kernel.asm["ptx"]), kernel.asm["ttgir"], threads, registers, stack, kernel.metadata.shared)
+
+
+def resources(cubin: bytes, folder: Path) -> tuple[int, int]:
+    """(registers, bytes of stack) of a thread."""
+    import triton
+
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2])
+
+
+# --- reading PTX -------------------------------------------------------------------------------------------------
+_INSTRUCTION = re.compile(r"(?:@!?(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
+_REGISTER = re.compile(r"%(?:r|rd|rs|p|f|fd)\d+\b")
+_NO_RESULT = ("st.", "red.", "bar.", "bra", "cp.", "fence", "mbarrier.", "stmatrix", "ret", "membar", "griddepcontrol")
+TMA_LOAD, TMA_STORE = "cp.async.bulk.tensor.%dd.shared::", "cp.async.bulk.tensor.3d.global.shared::cta"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`asm`: the number of the inline assembly that it is in."""
+
+    op: str
+    operands: str
+    predicate: str | None
+    asm: int | None
+
+    @property
+    def has_result(self) -> bool:
+        return not self.op.startswith(_NO_RESULT)
+
+    @property
+    def writes(self) -> set[str]:
+        if not self.has_result:
+            return set()
+        first = re.match(r"\{[^}]*\}|[^,]*", self.operands)
+        return set(_REGISTER.findall(first[0])) if first else set()
+
+    @property
+    def reads(self) -> set[str]:
+        found = _REGISTER.findall(self.operands)
+        return set(found if not self.has_result else found[len(self.writes) :]) | ({self.predicate} - {None})
+
+
+class Ptx:
+    """The instructions of one kernel, in the order of the text, and what a register's value comes from."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.instructions = list(self._parse())
+
+    def _parse(self) -> Iterator[Instruction]:
+        asm, inside = -1, False
+        for line in self.text.splitlines():
+            if "begin inline asm" in line:
+                asm, inside = asm + 1, True
+            elif "end inline asm" in line:
+                inside = False
+            for part in line.split("//")[0].split(";"):
+                found = _INSTRUCTION.fullmatch(part.strip().removeprefix("{ "))
+                if found:
+                    yield Instruction(found[2], found[3], found[1], asm if inside else None)
+
+    def find(self, start: str) -> list[Instruction]:
+        """Instructions whose name starts so."""
+        return [instruction for instruction in self.instructions if instruction.op.startswith(start)]
+
+    def inside(self, asm: int) -> list[str]:
+        """The instructions of one inline assembly, in words."""
+        return [f"{each.op} {each.operands}" for each in self.instructions if each.asm == asm]
+
+    def assemblies(self, op: str) -> set[int]:
+        """Which inline assemblies have an instruction of that name."""
+        return {instruction.asm for instruction in self.find(op) if instruction.asm is not None}
+
+    @cached_property
+    def _sources(self) -> dict[str, list[Instruction]]:
+        sources: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for register in instruction.writes:
+                sources.setdefault(register, []).append(instruction)
+        return sources
+
+    def origins(self, registers: Iterable[str]) -> set[int]:
+        """The inline assemblies that these registers' values come from, at any distance."""
+        seen, left, found = set(), list(registers), set()
+        while left:
+            register = left.pop()
+            if register in seen:
+                continue
+            seen.add(register)
+            for source in self._sources.get(register, ()):
+                found |= {source.asm} - {None}
+                left += source.reads
+        return found
+
+
+def in_order(instructions: Iterable[str], *wanted: str) -> bool:
+    """Whether instructions with these beginnings occur in this order."""
+    rest = iter(instructions)
+    return all(any(each.startswith(start) for each in rest) for start in wanted)
+
+
+WAIT = ("ld.acquire.sys.global.s32", "bar.sync", "fence.proxy.async")
+PUBLISH = ("cp.async.bulk.wait_group 0", "bar.sync", "fence.proxy.async", "red.release.gpu.global.add")
+
+
+def waits(ptx: Ptx) -> set[int]:
+    """The inline assemblies of `await_word`; each acquires, then joins the threads, then orders TMA behind that.
+
+    All threads skip all of that together, and only where there is something to know.
+    """
+    found = ptx.assemblies("ld.acquire")
+    for asm in found:
+        assert in_order(ptx.inside(asm), *WAIT)
+    assert len(_KNOWN.findall(without_lines(ptx))) == len(found)
+    return found
+
+
+def without_lines(ptx: Ptx) -> str:
+    """The text without the numbers of the source's lines."""
+    return re.sub(r"\t\.loc\b.*\n", "", ptx.text)
+
+
+#: `bra.uni` where what is known is not 0, over the wait and the fence
+_KNOWN = re.compile(
+    r"setp\.ne\.s32 q, %r\d+, 0;\s*@q bra\.uni KNOWN;(?:(?!KNOWN).)*fence\.proxy\.async;\s*KNOWN:", re.DOTALL
+)
+
+
+def late_loads(ptx: Ptx, loads: Iterable[Instruction], registers: Callable[[Instruction], set[str]]) -> list[str]:
+    """The loads whose address does not come from a wait: these could be made before it."""
+    found = waits(ptx)
+    return [load.operands for load in loads if not ptx.origins(registers(load)) & found]
+
+
+def block_coordinate(load: Instruction) -> set[str]:
+    """The registers of a 3-D TMA access's slowest coordinate: the block of rows."""
+    coordinates = re.search(r"\{([^}]*)\}", load.operands)
+    assert coordinates is not None
+    return set(_REGISTER.findall(coordinates[1].split(",")[2]))
+
+
+#: all of `publish`: 0 skips the rest, and one thread adds the same number
+_PUBLISHED = re.compile(
+    r"setp\.eq\.s32 q, (%r\d+), 0;\s*@q bra\.uni NOTHING;\s*cp\.async\.bulk\.wait_group 0;\s*bar\.sync 0;\s*"
+    r"mov\.u32 t, %tid\.x; setp\.eq\.u32 p, t, 0;\s*@p fence\.proxy\.async;\s*"
+    r"@p red\.release\.gpu\.global\.add\.u32 \[%rd\d+\], \1;\s*NOTHING:"
+)
+#: `prefetch`, where the mask is true
+_PREFETCHED = re.compile(r"setp\.ne\.s32 p, %r\d+, 0;\s*@p prefetch\.global\.L1 \[%rd\d+\];")
+
+
+def check_publishing(ptx: Ptx, variant: Variant) -> None:
+    """A tile is stored in so many parts, and published later: among products of a next one, or behind all.
+
+    Or at once, where products are scaled before they are added.
+    """
+    text = without_lines(ptx)
+    assert len(_PUBLISHED.findall(text)) == len(ptx.find("red.")) > 0
+    assert len(_PREFETCHED.findall(text)) == len(ptx.find("prefetch."))
+    letters = {"bra": "b", TMA_STORE: "s", "cp.async.bulk.commit_group": "c", "red.release": "p"}
+    order = "".join(
+        next((letter for start, letter in letters.items() if each.op.startswith(start)), "")
+        for each in ptx.instructions
+    )
+    stored = "sc" * variant.tiles.split
+    if len(variant.options.get("ks", "-")) > 1 and "scales" in variant.options:
+        assert re.fullmatch(f"(b|{stored}bp)+", order), "the branch is for a tile that is not the last of its chunk"
+        return
+    assert re.fullmatch(f"(b|{stored}|bp)+", order)
+    assert stored in order
+    assert order.count("p") == 2
+    assert order.endswith("p")
+
+
+def epilogues(ptx: Ptx) -> list[list[str]]:
+    """What orders the writes of a tile to shared memory before its TMA store, for each such store."""
+    names = {"fence.proxy.async": "fence", "bar.sync": "join", TMA_STORE: "store"}
+    found, current = [], []
+    for instruction in ptx.instructions:
+        current += [name for start, name in names.items() if instruction.op.startswith(start)]
+        if instruction.op.startswith(TMA_STORE):
+            found.append(current)
+        if instruction.op.startswith(("wgmma.wait_group", TMA_STORE)):
+            current = []
+    return found
+
+
+# --- the GEMM ----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Variant:
+    """A GEMM as a plan compiles it. `stack`: the bytes that it may spill, at most, of any Triton from 3.6 to 3.9."""
+
+    options: dict[str, Any]
+    tiles: Tiles
+    stack: int = 0
+
+    @property
+    def types(self) -> str:
+        dtype = self.options.get("dtype", torch.bfloat16)
+        return f"{TYPES[dtype]}.{TYPES[self.options.get('b_dtype', dtype)]}"
+
+    @property
+    def plain(self) -> bool:
+        """Nothing is loaded but operands."""
+        return not self.options.get("bias") and not self.options.get("scales")
+
+
+ROWWISE = {"dtype": FP8, "scales": "row"}
+TENSORWISE = {"dtype": FP8, "scales": "tensor"}
+CONVERTED, TO_FP32 = {"sum_dtype": torch.float32}, {"out_dtype": torch.float32}
+MANY = (512, 128, 128, 264)
+
+#: What is spilled belongs to the epilogue: bias, row and column scales are spread over the tile's layout there. Or it
+#: belongs to the second accumulator, which is wanted only where a product ends.
+BOTH = {
+    "plain": Variant({}, WIDE),
+    "narrow": Variant({}, NARROW),
+    "n-major": Variant({"k_major": False}, WIDE),
+    "bias": Variant({"bias": True}, WIDE, 64),
+    "fp16": Variant({"dtype": torch.float16}, WIDE),
+    "fp8": Variant(TENSORWISE, WIDE8),
+    "fp8-narrow": Variant(TENSORWISE, NARROW8),
+    "fp8-precise": Variant({**TENSORWISE, "fast": False}, PRECISE8),
+    "fp8-to-fp16": Variant({**TENSORWISE, "out_dtype": torch.float16}, WIDE8),
+    "e5m2-e4m3": Variant({**TENSORWISE, "dtype": FP8_WIDE, "b_dtype": FP8}, WIDE8),
+    "rows": Variant(ROWWISE, WIDE8, 16),
+    "rows-narrow": Variant(ROWWISE, NARROW8),
+    "rows-precise": Variant({**ROWWISE, "fast": False}, PRECISE8),
+    "rows-bias": Variant({**ROWWISE, "bias": True}, WIDE8, 128),
+    "fp8-to-fp32": Variant({**TENSORWISE, **TO_FP32}, NARROW8_TO_FP32),
+    "rows-precise-to-fp32-bias": Variant({**ROWWISE, "fast": False, **TO_FP32, "bias": True}, PRECISE8_TO_FP32, 64),
+}
+GATHERS = (
+    BOTH
+    | {
+        "bias": replace(BOTH["bias"], stack=72),  # Triton 3.8, where A is returned
+        "outer": Variant({"shard": (2, 256), "dim": 1}, WIDE),
+        "2": Variant({"ns": MANY[:2]}, WIDE),
+        "3": Variant({"ns": MANY[:3]}, WIDE),
+        "4": Variant({"ns": MANY}, WIDE),
+        "4-bias": Variant({"ns": MANY, "bias": True}, WIDE, 256),
+        "rows-travel": Variant({**ROWWISE, "travels": True}, WIDE8, 32),
+        "rows-travel-4-bias": Variant({**ROWWISE, "travels": True, "ns": MANY, "bias": True}, WIDE8, 320),
+    }
+)
+SCATTERS = BOTH | {
+    "rows-bias": Variant({**ROWWISE, "bias": True}, WIDE8, 168),
+    "outer": Variant({"rows": (2, 512), "dim": 1}, WIDE),
+    "2": Variant({"ks": (512, 256)}, WIDE),
+    "3": Variant({"ks": (512, 256, 256)}, WIDE),
+    "4": Variant({"ks": (512, 256, 256, 128)}, WIDE),
+    "fp8-2": Variant({**TENSORWISE, "ks": (512, 256)}, SUM8),
+    "fp8-4": Variant({**TENSORWISE, "ks": (512, 256, 256, 512)}, SUM8),
+    "fp8-2-precise": Variant({**TENSORWISE, "ks": (512, 256), "fast": False}, PRECISE_SUM8, 8),
+    "rows-2": Variant({**ROWWISE, "ks": (512, 256)}, SUM8),
+    "fp8-3-precise": Variant(
+        {**TENSORWISE, "ks": (256, 256, 512), "fast": False, "dtype": FP8_WIDE, "b_dtype": FP8}, PRECISE_SUM8, 8
+    ),
+    "fp8-4-precise": Variant({**TENSORWISE, "ks": (512, 256, 256, 512), "fast": False}, PRECISE_SUM8, 64),
+    "fp8-2-precise-to-fp32": Variant(
+        {**TENSORWISE, "ks": (512, 256), "fast": False, **TO_FP32}, PRECISE_SUM8_TO_FP32, 8
+    ),
+    "rows-2-to-fp32": Variant({**ROWWISE, "ks": (512, 256), **TO_FP32}, SUM8_TO_FP32),
+    "rows-2-precise": Variant({**ROWWISE, "ks": (512, 256), "fast": False}, PRECISE_SUM8, 48),
+    "rows-3-precise": Variant({**ROWWISE, "ks": (256, 256, 512), "fast": False}, PRECISE_SUM8, 48),
+    "rows-4-precise": Variant({**ROWWISE, "ks": (512, 256, 256, 512), "fast": False}, PRECISE_SUM8, 144),
+    "rows-4-outer": Variant(
+        {**ROWWISE, "ks": (512, 256, 256, 512), "rows": (2, 512), "dim": 1, "out_dtype": torch.float16}, SUM8, 96
+    ),
+    "multiplied": Variant({"factors": (-0.25,)}, WIDE),
+    "multiplied-bias": Variant({"factors": (2.0,), "bias": True}, WIDE, 64),
+    "multiplied-rows": Variant({**ROWWISE, "factors": (2.0**-32,)}, WIDE8, 16),
+    "multiplied-converted": Variant({"factors": (0.5,), **CONVERTED}, NARROW_TO_FP32),
+    "multiplied-2": Variant({"ks": (512, 256), "factors": (1.0, 1.0, 0.5)}, WIDE),
+    "multiplied-rows-2": Variant({**ROWWISE, "ks": (512, 256), "factors": (-1.0, -1.0)}, SUM8),
+    "converted": Variant(CONVERTED, NARROW_TO_FP32),
+    "converted-bias-fp16": Variant({**CONVERTED, "bias": True, "dtype": torch.float16}, NARROW_TO_FP32),
+    "converted-fp8": Variant({**TENSORWISE, **CONVERTED}, NARROW8_TO_FP32),
+    "converted-precise": Variant({**TENSORWISE, **CONVERTED, "fast": False}, PRECISE8_TO_FP32),
+    "converted-sum-to-fp32": Variant(
+        {**TENSORWISE, "ks": (512, 256), **TO_FP32, **CONVERTED, "fast": False}, PRECISE_SUM8_TO_FP32, 8
+    ),
+}
+
+
+#: those that differ in more than one way from each other; the thorough profile compiles all
+FEW_GATHERS = {"plain", "narrow", "bias", "fp8", "fp8-precise", "rows-bias", "outer", "3", "4-bias", "rows-travel",
+               "rows-travel-4-bias", "fp8-to-fp32"}  # fmt: skip
+FEW_SCATTERS = {"plain", "narrow", "bias", "fp8", "fp8-precise", "rows-bias", "outer", "4", "fp8-4", "rows-2",
+                "fp8-2-precise-to-fp32", "rows-4-precise", "rows-4-outer", "multiplied", "multiplied-bias",
+                "multiplied-converted", "multiplied-rows-2", "converted", "converted-bias-fp16", "converted-precise",
+                "converted-sum-to-fp32"}  # fmt: skip
+
+
+def names(variants: Iterable[str], few: set[str]) -> list[Any]:
+    """Parameters of a test: all variants, but few without the thorough profile."""
+    assert few <= set(variants)
+    return [name if name in few else pytest.param(name, marks=pytest.mark.thorough) for name in variants]
+
+
+def small_and_gemm(here: Machine, folder: Path) -> tuple[Compiled, Compiled]:
+    """The two kernels of the plan just made: what stages, keeps or reduces, and the GEMM."""
+    small, gemm = here.prepared
+    assert (small.name, gemm.name) in {
+        (name, "gemm_kernel") for name in ("stage_kernel", "keep_kernel", "reduce_kernel")
+    }
+    return compiled(small, folder), compiled(gemm, folder)
+
+
+def check_products(gemm: Compiled, variant: Variant) -> None:
+    """Tensor cores, fed by TMA alone."""
+    ptx, tiles = gemm.ptx, variant.tiles
+    products = {instruction.op for instruction in ptx.find("wgmma.mma_async")}
+    k = 32 if tiles.block_k >= 128 else 16
+    assert products == {f"wgmma.mma_async.sync.aligned.m64n{tiles.block_n}k{k}.f32.{variant.types}"}
+    assert len(ptx.find("wgmma.mma_async")) == tiles.block_m // 16 // tiles.warps * tiles.block_k // k
+    assert not ptx.find("mma.")
+    assert not ptx.find("ldmatrix")
+    assert not ptx.find("cp.async.ca")
+    assert not ptx.find("cp.async.cg")
+    loads = [len(ptx.find(TMA_LOAD % dimensions)) for dimensions in (3, 2)]
+    assert loads[0] == loads[1] >= 2, "one load of A for each of B, in the prologue and in the loop"
+    precise = [add for add in ptx.find("add") if re.match(r"add(\.rn)?\.f32", add.op)]
+    assert bool(precise) >= bool(tiles.imprecise), "partial sums of precise fp8 are added outside the tensor cores"
+
+
+def check_plain(gemm: Compiled, done_counters: int) -> None:
+    """Operands are read through TMA only: the rest is counts, of finished programs (handed from thread to thread) and
+    of calls."""
+    assert len(gemm.ptx.find("ld.shared")) == done_counters
+    assert len(gemm.ptx.find("ld.global")) == done_counters
+
+
+def check_resources(gemm: Compiled, variant: Variant) -> None:
+    limit = variant.tiles.registers if variant.tiles.warps == 8 else 255
+    assert gemm.registers <= limit
+    assert gemm.stack <= variant.stack, f"{gemm.stack} bytes spilled"
+    assert gemm.shared + 1024 <= MOST_SHARED
+
+
+def check_room(gemm: Compiled, small: Compiled) -> None:
+    """One CTA of each fits on an SM; the arithmetic of `fit_together`, spelled out, and its own word."""
+    registers = sum(-(-kernel.registers // 8) * 8 * kernel.threads for kernel in (gemm, small))
+    assert registers <= 65536
+    assert gemm.shared + small.shared + 2 * 1024 <= 228 * 1024
+    assert fit_together(gemm.launch, small.launch)
+    assert small.shared <= BESIDE_SHARED
+    assert small.threads * small.registers <= 32 * BESIDE_WARPS * BESIDE_REGISTERS
+
+
+@pytest.mark.parametrize(("shared", "left"), [(8, [7]), (213_000, [])])
+def test_what_runs_beside_a_gemm_leaves_it_the_shared_memory(
+    shared: int, left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An SM divides its memory anew only when nothing runs on it: a kernel that needs none asks for the GEMM's way."""
+    asked: list[int] = []
+    monkeypatch.setattr(driver, "leave_shared_memory", asked.append)
+    ran: list[Any] = []
+    found = mock.MagicMock(function=7, n_regs=56, spec=["function", "n_regs", "metadata", "__getitem__"])
+    found.metadata.shared, found.metadata.num_warps = shared, 8
+    found.__getitem__.return_value = lambda *args, stream: ran.append((args, stream))
+    kernel = mock.Mock()
+    kernel.warmup.return_value = found
+    launched = prepare(kernel, 64, [1, 2], {"BLOCK": 3}, 8)
+    launched(5, [10, 20])
+    assert asked == left
+    assert (launched.threads, launched.registers, launched.shared) == (256, 56, shared)
+    assert ran == [((10, 20, 3), 5)]
+
+
+@pytest.mark.parametrize("name", names(GATHERS, FEW_GATHERS))
+def test_gather_gemm(name: str, tmp_path: Path) -> None:
+    """Of what is pulled, beside the kernel that stages for it."""
+    variant = GATHERS[name]
+    with machine() as here:
+        gather.fused_gather(gather_call(**variant.options, full=True, kept=True), here.memory, variant.tiles, 2, SMS)
+        small, gemm = small_and_gemm(here, tmp_path)
+    assert small.threads == 32 * BESIDE_WARPS
+    check_room(gemm, small)
+    check_gather_gemm(gemm, variant)
+    check_runs(here.prepared[-1], gemm.ttgir)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "narrow", "fp8-precise", "outer", "4-bias", "rows-travel", "rows-travel-4-bias"]
+)
+def test_gather_gemm_of_what_is_pushed(name: str, tmp_path: Path) -> None:
+    variant = GATHERS[name]
+    with machine() as here:
+        gather.fused_gather(gather_call(**variant.options), here.memory, variant.tiles, 2, SMS)
+        (prepared,) = here.prepared
+    gemm = compiled(prepared, tmp_path)
+    check_gather_gemm(gemm, variant)
+    check_runs(prepared, gemm.ttgir)
+    assert leaves_room(gemm.launch), "for what is in flight"
+
+
+@pytest.mark.parametrize("name", ["plain", "narrow", "fp8-precise", "outer", "bias", "rows-travel-4-bias"])
+def test_gather_gemm_of_what_is_pushed_and_kept(name: str, tmp_path: Path) -> None:
+    """The words have another reader, too: the GEMM leaves them. What keeps runs beside it."""
+    variant = GATHERS[name]
+    with machine() as here:
+        gather.fused_gather(gather_call(**variant.options, full=True), here.memory, variant.tiles, 2, SMS)
+        small, gemm = small_and_gemm(here, tmp_path)
+    check_room(gemm, small)
+    assert small.registers <= BESIDE_REGISTERS
+    assert small.stack == 0
+    check_gather_gemm(gemm, variant, clears=False)
+    check_runs(here.prepared[-1], gemm.ttgir)
+
+
+def check_gather_gemm(gemm: Compiled, variant: Variant, clears: bool = True) -> None:
+    check_products(gemm, variant)
+    check_resources(gemm, variant)
+    if variant.plain:
+        check_plain(gemm, 1)
+    loads = gemm.ptx.find(TMA_LOAD % 3)
+    assert late_loads(gemm.ptx, loads, block_coordinate) == [], "A may be loaded before it has arrived"
+    assert not gemm.ptx.find("red.")
+    # only when all programs are done with the words are they cleared; before that the count, and the calls'
+    stores = ["st.global"] * (3 if clears else 2)
+    assert in_order((instruction.op for instruction in gemm.ptx.instructions), *WAIT, "wgmma", "bar.sync",
+                    "atom.global.gpu.acq_rel.add", "bar.sync", *stores, "ret")  # fmt: skip
+    assert len(gemm.ptx.find("st.global")) == len(stores)
+
+
+def async_input_gemm(rows: int, ns: tuple[int, ...], k_major: bool) -> Prepared:
+    call = gather_call((rows,), 512, ns, k_major=k_major)
+    outs = [call.a_shard.new_empty(rows, n) for n in ns]
+    with machine() as here:
+        async_input._Plan(call.a_shard, call.bs, torch.zeros(8, dtype=torch.int32), outs)
+        (prepared,) = here.prepared
+    return prepared
+
+
+@pytest.mark.parametrize("k_major", [True, False])
+@pytest.mark.parametrize("ns", [(512,), (512, 128, 128, 264)], ids=str)
+def test_async_input_gemm(ns: tuple[int, ...], k_major: bool, tmp_path: Path) -> None:
+    """Every load of A waits, the first chunk's too; words are the caller's, and are only read."""
+    prepared = async_input_gemm(24576, ns, k_major)
+    gemm = compiled(prepared, tmp_path)
+    tiles = tiles_for(torch.bfloat16, False, 24576, sum(ns), SMS)
+    check_products(gemm, Variant({}, tiles))
+    check_resources(gemm, Variant({}, tiles))
+    check_plain(gemm, 0)
+    check_runs(prepared, gemm.ttgir)
+    assert late_loads(gemm.ptx, gemm.ptx.find(TMA_LOAD % 3), block_coordinate) == []
+    assert not gemm.ptx.find("red.")
+    assert not gemm.ptx.find("atom")
+    assert not gemm.ptx.find("st.global")
+
+
+@pytest.mark.parametrize("name", names(SCATTERS, FEW_SCATTERS))
+def test_scatter_gemm(name: str, tmp_path: Path) -> None:
+    variant = SCATTERS[name]
+    with machine() as here:
+        scatter.FusedScatter(scatter_call(**variant.options), here.memory, variant.tiles, 2, SMS)
+        small, gemm = small_and_gemm(here, tmp_path)
+    check_products(gemm, variant)
+    check_resources(gemm, variant)
+    check_room(gemm, small)
+    if variant.plain:
+        check_plain(gemm, 0)
+    assert waits(gemm.ptx) == set(), "the GEMM of a scatter waits for nothing"
+    published = gemm.ptx.assemblies("red.release")
+    assert all(in_order(gemm.ptx.inside(asm), *PUBLISH) for asm in published)
+    check_publishing(gemm.ptx, variant)
+    check_runs(here.prepared[-1], gemm.ttgir)
+    for epilogue in epilogues(gemm.ptx):
+        assert in_order(epilogue, "fence", "join", "store"), (
+            "threads' writes to shared memory come before TMA reads them"
+        )
+
+
+def test_scatter_gemm_in_groups(tmp_path: Path) -> None:
+    """Of so many rows that several row tiles come one after the other; those of the variants above have one a rank."""
+    with machine() as here:
+        scatter.FusedScatter(scatter_call((16384,)), here.memory, WIDE, 2, SMS)
+        _, gemm = small_and_gemm(here, tmp_path)
+    assert here.prepared[-1].constants["GROUP_M"] == 8
+    check_runs(here.prepared[-1], gemm.ttgir)
+
+
+# --- stamps of tiles ---------------------------------------------------------------------------------------------
+def plan_gemm(op: str, name: str) -> Prepared:
+    """The GEMM of a plan."""
+    with machine() as here:
+        if op != "scatter":
+            pulled = op == "gather"
+            call = gather_call(**GATHERS[name].options, full=pulled, kept=pulled)
+            gather.fused_gather(call, here.memory, GATHERS[name].tiles, 2, SMS)
+        else:
+            whole, tiles = scatter_call(**SCATTERS[name].options), SCATTERS[name].tiles
+            scatter.FusedScatter(whole, here.memory, tiles, 2, SMS)
+        return here.prepared[-1]
+
+
+def loaded(source: str, folder: Path) -> ModuleType:
+    """A module of kernels, of other source than the package's."""
+    path = folder / "changed.py"
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("asynctp_kernels.cuda.changed", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def order(ptx: Ptx) -> str:
+    """In the order of the text: times that are taken, acquires, stores of C, counts of tiles; one letter each."""
+    letters = {"mov.u64": "t", "ld.acquire": "a", TMA_STORE: "s", "red.release": "c"}
+    return "".join(
+        next((letter for start, letter in letters.items() if each.op.startswith(start)), "")
+        for each in ptx.instructions
+        if each.op != "mov.u64" or "%globaltimer" in each.operands
+    )
+
+
+OF_BOTH = pytest.mark.parametrize(
+    ("op", "name"), [("gather", "plain"), ("gather", "rows-travel"), ("pushed", "plain"), ("scatter", "2")]
+)
+
+
+@OF_BOTH
+def test_without_stamps_the_kernel_is_one_that_knows_none(op: str, name: str, tmp_path: Path) -> None:
+    """Instruction for instruction, register for register."""
+    prepared = plan_gemm(op, name)
+    source, count = re.subn(r"\n( +)if STAMPS:(\n\1 +.*)+", "", Path(gemm_kernels.__file__).read_text("utf-8"))
+    assert count == 3
+    assert source.count("stamp(") == 1, "there is its definition only"
+    without = compiled(replace(prepared, kernel=loaded(source, tmp_path).gemm_kernel), tmp_path)
+    assert prepared.constants["STAMPS"] is False
+    assert compiled(prepared, tmp_path).ptx.instructions == without.ptx.instructions
+
+
+@OF_BOTH
+def test_without_a_factor_the_kernel_is_one_that_knows_none(op: str, name: str, tmp_path: Path) -> None:
+    """Instruction for instruction, register for register."""
+    prepared = plan_gemm(op, name)
+    source, count = re.subn(r"\n( +)if FACTOR != 1.0:(\n\1 +.*)+", "", Path(gemm_kernels.__file__).read_text("utf-8"))
+    assert count == 1
+    without = compiled(replace(prepared, kernel=loaded(source, tmp_path).gemm_kernel), tmp_path)
+    assert prepared.constants["FACTOR"] == 1
+    assert compiled(prepared, tmp_path).ptx.instructions == without.ptx.instructions
+
+
+@OF_BOTH
+def test_gemm_with_stamps(op: str, name: str, tmp_path: Path) -> None:
+    """Every tile takes the time before and after its wait, and behind its store; all else is as it was."""
+    with stamped():
+        prepared = plan_gemm(op, name)
+    gemm, variant = compiled(prepared, tmp_path), (SCATTERS if op == "scatter" else GATHERS)[name]
+    check_products(gemm, variant)
+    check_resources(gemm, variant)
+    stored = "s" * variant.tiles.split + "t"
+    assert re.fullmatch(f"(tt|{stored}|c)+" if op == "scatter" else f"(tat|{stored})+", order(gemm.ptx))
+    if op != "scatter":
+        assert late_loads(gemm.ptx, gemm.ptx.find(TMA_LOAD % 3), block_coordinate) == []
+
+
+#: (dtype, precise sums, several scaled products)
+TILED = [
+    (torch.bfloat16, False, False),
+    (torch.float16, False, False),
+    *itertools.product([FP8], [False, True], [False, True]),
+]
+
+
+def test_no_other_tiles_are_used() -> None:
+    """What is compiled above are all the tiles that a plan can ask for."""
+    asked = {
+        tiles_for(dtype, precise, rows, columns, SMS, several)
+        for dtype, precise, several in TILED
+        for rows in (*range(8, 1024, 8), *range(1024, 20000, 128))
+        for columns in (8, 64, 264, 512, 2560, 4096, 8192, 14336)
+    }
+    here = {WIDE, NARROW, WIDE8, NARROW8, PRECISE8, SUM8, PRECISE_SUM8}
+    assert asked == here | {pingpong(1), pingpong(2)}, "those two are compiled in `test_pingpong`"
+    wide = {tiles_for(*kind[:2], 8192, 8192, SMS, kind[2], out_itemsize=4) for kind in TILED}
+    assert wide == {NARROW_TO_FP32, NARROW8_TO_FP32, PRECISE8_TO_FP32, SUM8_TO_FP32, PRECISE_SUM8_TO_FP32}
+    assert {variant.tiles for variant in SCATTERS.values()} == here | wide
+
+
+# --- that the checks above see something ---------------------------------------------------------------------------
+def test_a_load_that_does_not_wait_is_found(tmp_path: Path) -> None:
+    text = compiled(plan_gemm("pushed", "plain"), tmp_path).ptx.text
+    deaf, count = re.subn(r"mov\.u32 %r\d+, 0; }", "}", text)  # the wait's result, which A's coordinate is added to
+    assert count >= 2
+    ptx = Ptx(deaf)
+    assert len(late_loads(ptx, ptx.find(TMA_LOAD % 3), block_coordinate)) == len(ptx.find(TMA_LOAD % 3))
+
+
+def test_a_wrong_order_of_publishing_is_found(tmp_path: Path) -> None:
+    text = compiled(plan_gemm("scatter", "plain"), tmp_path).ptx.text
+    early = re.sub(r"cp\.async\.bulk\.wait_group 0;(.*?)(@p red\.release[^;]*;)", r"\2\1", text, flags=re.DOTALL)
+    ptx = Ptx(early)
+    published = ptx.assemblies("red.release")
+    assert published
+    assert not any(in_order(ptx.inside(asm), *PUBLISH) for asm in published)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "pattern", "mutated", "said"),
+    [
+        ("pushed", "plain", r"(ld\.acquire.*\} %\S+, %\S+,) %\S+ :", r"\1 %c1_i32 :", "before they are awaited"),
+        ("scatter", "plain", r"(red\.release.*\} %\S+,) %\S+ :", r"\1 %c1_i32 :", "before it is stored"),
+        ("scatter", "plain", r"(?s)(.*red\.release.*?\} %\S+,) %\S+ :", r"\1 %c0_i32 :", "never counted"),
+        ("scatter", "plain", r"%(\S*LHS\S*), %(\S+) = tt.split", r"%\2, %\1 = tt.split", "as the other"),
+        ("scatter", "plain", r"(warp_group_dot %\S+, %\S+,) %\S+ \{", r"\1 %cst {", "something else"),
+        ("pushed", "plain", r"arith\.remsi", "arith.divsi", "something else"),
+        ("scatter", "rows-bias", r"tt\.splat %s0 ", "tt.splat %a_scale0 ", "something else"),
+        ("scatter", "rows-bias", r"tt\.splat %inner ", "tt.splat %n0 ", "something else"),
+        ("scatter", "rows-bias", r"(%\S+) = arith\.addf", r"\1 = arith.mulf", "something else"),
+        ("gather", "rows-travel", r"tt\.store %\d+.*", "tt.return", "not cleared"),
+        ("gather", "rows-travel", r"tt\.store %done_ptr.*", "tt.return", "not cleared"),
+    ],
+    ids=["wait", "count", "last count", "halves", "sum", "place", "scale", "mask", "bias", "words", "done"],
+)
+def test_a_mutant_is_found(op: str, name: str, pattern: str, mutated: str, said: str, tmp_path: Path) -> None:
+    prepared = plan_gemm(op, name)
+    text, count = re.subn(pattern, mutated, compiled(prepared, tmp_path).ttgir)
+    assert count >= 1
+    with pytest.raises(AssertionError, match=said):
+        check_runs(prepared, text)
+
+
+# --- the other kernels -------------------------------------------------------------------------------------------
+#: Of a kernel of 8 warps beside a GEMM of as many, which has 200.
+REGISTERS_BESIDE = (65536 - 200 * 256) // 256
+#: Bytes that a kernel of WORLD copies of its loop may spill: a few addresses.
+SMALL_STACK = 16
+
+
+def check_small(kernel: Compiled, registers: int = 255) -> None:
+    assert kernel.registers <= registers
+    assert kernel.stack <= SMALL_STACK
+    assert kernel.shared <= 4096
+
+
+def check_posts(ptx: Ptx, count: int) -> None:
+    """So many words are posted with release, each behind a barrier that joins the threads' stores."""
+    joined, posts = False, 0
+    for instruction in ptx.instructions:
+        if instruction.op.startswith("bar.sync"):
+            joined = True
+        elif instruction.op.startswith("st.global"):
+            joined = False
+        elif instruction.op.startswith("atom.global.sys.release.exch"):
+            assert joined
+            posts += 1
+    assert posts == count
+
+
+def acquires(ptx: Ptx) -> list[Instruction]:
+    """Polls of another rank's word; Triton makes a plain load of an addition of 0, which keeps its order."""
+    return [each for each in ptx.instructions if ".sys." in each.op and "acquire" in each.op]
+
+
+@pytest.mark.parametrize(("world", "scales"), [(2, False), (4, False), (4, True), (8, True)])
+def test_stage_kernel(world: int, scales: bool, tmp_path: Path) -> None:
+    """A barrier, the copy, a barrier; few registers, since it runs beside the GEMM."""
+    options: dict[str, Any] = {**ROWWISE, "travels": True} if scales else {}
+    with machine(world=world) as here:
+        call = gather_call((4096,), world=world, **options, full=True, kept=True)
+        gather.fused_gather(call, here.memory, NARROW8 if scales else NARROW, 1, 132)
+        kernel = compiled(here.prepared[0], tmp_path)
+    check_small(kernel, registers=REGISTERS_BESIDE)
+    check_posts(kernel.ptx, 2 * (world - 1))
+    assert len(acquires(kernel.ptx)) >= 2 * (world - 1)
+    copies = [load for load in kernel.ptx.find("ld.global.v") if load.predicate]
+    assert {load.op for load in copies} == {"ld.global.v4.b32"}, "16 bytes a thread at a time"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("shape", "width"),
+    [((130, 4096), "v4.b32"), ((4096, 64, 1), "v4.b32"), ((64, 516), None), ((65, 516), "b32"), ((127, 514), "b32"),
+     ((131, 7), "b16")],
+)  # fmt: skip
+def test_stage_kernel_that_keeps_the_shard(
+    shape: tuple[int, ...], width: str | None, rank: int, tmp_path: Path
+) -> None:
+    """What is read once goes to two places, wherever those are; still small enough for room beside the GEMM."""
+    with machine(rank=rank, world=2) as here:
+        collectives.BulkPull(collectives.gather_call(tensor(*shape), None, 2, kept=True), here.memory)
+        kernel = compiled(here.prepared[-1], tmp_path)
+    check_small(kernel, registers=REGISTERS_BESIDE)
+    assert kernel.shared <= BESIDE_SHARED
+    check_posts(kernel.ptx, 2)
+    check_copies(kernel.ptx, width)
+
+
+def check_copies(ptx: Ptx, width: str | None) -> None:
+    """Data is written as many bytes at a time as it is read; words and counts are of 4 bytes."""
+    read, written = ({each.op.removeprefix(f"{way}.global.") for each in ptx.find(f"{way}.global") if each.predicate}
+                     for way in ("ld", "st"))  # fmt: skip
+    assert read - {"b32", "sys.acquire.b32"} == written - {"b32", "b64"}
+    assert width is None or width in read & written
+
+
+#: (shard, K, dim, bytes read and written at a time): of rows in one piece, in blocks, and of columns
+KEPT = [
+    ((4096,), 4096, 0, "v4.b32"),
+    ((3, 512), 4096, 1, "v4.b32"),
+    ((64,), 4096, -1, "v4.b32"),
+    ((131,), 4096, 0, "v4.b32"),
+    ((3, 33), 516, 1, None),
+    ((64,), 516, -1, "v2.b32"),
+    ((33,), 514, 0, "b32"),
+    ((33,), 7, 0, "b16"),
+    ((3, 33), 7, 1, "b16"),
+]
+
+
+@pytest.mark.parametrize(("shape", "k", "dim", "width"), KEPT)
+@pytest.mark.parametrize("world", [2, 8])
+def test_keep_kernel(world: int, shape: tuple[int, ...], k: int, dim: int, width: str | None, tmp_path: Path) -> None:
+    """It waits for nothing, spills nothing, and needs none of the GEMM's shared memory, wherever rows lie."""
+    with machine(world=world) as here:
+        gather.PushedGather(gather_call(shape, k, dim=dim, world=world, full=True), here.memory, 1)
+        (prepared,) = here.prepared
+        kernel = compiled(prepared, tmp_path)
+    assert prepared.name == "keep_kernel"
+    check_small(kernel, registers=BESIDE_REGISTERS)
+    assert kernel.stack == 0
+    assert kernel.threads == 32 * BESIDE_WARPS
+    assert kernel.shared <= BESIDE_SHARED, kernel.shared
+    assert acquires(kernel.ptx) == []
+    assert kernel.ptx.find("atom") == []
+    check_copies(kernel.ptx, width)
+
+
+@pytest.mark.parametrize("tiles", [WIDE, PRECISE_SUM8], ids=["8 warps", "4 warps"])
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_reduce_kernel(world: int, tiles: Tiles, tmp_path: Path) -> None:
+    """Every own chunk is read behind the waits for its tiles and for all ranks' copies of what it is a part of."""
+    sums = {"ks": (512, 256), **TENSORWISE, "fast": False} if tiles is PRECISE_SUM8 else {}
+    with machine(world=world) as here:
+        call = scatter_call((512 * world,), world=world, **sums)
+        scatter.FusedScatter(call, here.memory, tiles, 2, SMS)
+        kernel = compiled(here.prepared[0], tmp_path)
+    check_small(kernel, registers=REGISTERS_BESIDE)
+    assert kernel.threads == (128 if sums else 256), "what the GEMM leaves"
+    found = waits(kernel.ptx)
+    assert len(found) == 1 + world
+    loads = kernel.ptx.find("ld.global.v4.b32")
+    elements = 2048 if sums and world == 8 else 4096
+    assert len(loads) * kernel.threads * 8 == world * elements, "elements of 2 bytes, 16 bytes at a time"
+    assert len(kernel.ptx.find("ld.global")) == len(loads) + 1, "and the count of calls"
+    for load in loads:
+        assert len(kernel.ptx.origins(load.reads) & found) == 1 + world
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_reduce_kernel_of_converted_products(world: int, tmp_path: Path) -> None:
+    """What travels is read as the result is written, 16 bytes at a time, which takes no memory that the GEMM needs."""
+    with machine(world=world) as here:
+        call = scatter_call((512 * world,), world=world, **CONVERTED)
+        scatter.FusedScatter(call, here.memory, NARROW_TO_FP32, 4, SMS)
+        kernel = compiled(here.prepared[0], tmp_path)
+    check_small(kernel, registers=REGISTERS_BESIDE)
+    assert kernel.shared <= 16
+    found = waits(kernel.ptx)
+    loads, stores = kernel.ptx.find("ld.global.v4.b32"), kernel.ptx.find("st.global.v4.b32")
+    assert len(loads) == world * 2, "2048 elements by 256 threads"
+    assert len(stores) == 2
+    for load in loads:
+        assert len(kernel.ptx.origins(load.reads) & found) == 1 + world
+
+
+@pytest.mark.parametrize(
+    ("rows", "n"), [((4,), 100), ((12,), 8), ((4,), 1000), ((20,), 24), ((4, 4), 12), ((4, 4), 8), ((2, 4), 20)]
+)
+def test_parts_that_are_not_aligned_are_not_read_as_if_they_were(rows: tuple[int, ...], n: int, tmp_path: Path) -> None:
+    """A rank's part begins at a multiple of its size, and a chunk of it too: so wide loads may be, and no wider."""
+    with machine() as here:
+        scatter.DecomposedScatter(scatter_call(rows, n=n, dim=len(rows) - 1), here.memory)
+        kernel = compiled(here.prepared[0], tmp_path)
+    begins = [rows[-1] // 4 * n * 2 * chunk for chunk in range(1, 1 + math.prod(rows[:-1]))]
+    widths = {access_bytes(each.op) for start in ("ld.global", "st.global") for each in kernel.ptx.find(start)}
+    assert all(begin % width == 0 for begin in begins for width in widths - {4}), (begins, widths)  # 4: the words
+
+
+def access_bytes(op: str) -> int:
+    """Of one load or store: 16 for ld.global.v4.b32."""
+    found = re.search(r"(?:\.v(\d))?\.[a-z](\d+)$", op)
+    assert found is not None, op
+    return int(found[1] or 1) * int(found[2]) // 8
+
+
+@pytest.mark.parametrize(("world", "outer"), [(2, False), (4, False), (4, True), (8, True)])
+def test_push_gather_kernel(world: int, outer: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"shard": (2, 256), "dim": 1, **ROWWISE, "travels": True} if outer else {}
+    with machine(world=world) as here:
+        gather.DirectGather(gather_call(world=world, **options), here.memory)
+        kernel = compiled(here.prepared[-1], tmp_path)
+    check_small(kernel)
+    check_posts(kernel.ptx, world - 1)
+    assert len(acquires(kernel.ptx)) >= world - 1
+
+
+@pytest.mark.parametrize(("world", "where"), [(2, "rows"), (4, "outer"), (4, "columns"), (8, "rows"), (4, "converted")])
+def test_push_reduce_kernel(world: int, where: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "rows": {"rows": (64 * world,)},
+        "outer": {"rows": (2, 64 * world), "dim": 1},
+        "columns": {"rows": (64,), "dim": -1},
+        "converted": {"rows": (64 * world,), **CONVERTED},
+    }[where]
+    with machine(world=world) as here:
+        scatter.DirectScatter(scatter_call(world=world, **options), here.memory)
+        kernel = compiled(here.prepared[-1], tmp_path)
+    check_small(kernel)
+    check_posts(kernel.ptx, world - 1)
+    assert len(acquires(kernel.ptx)) >= world - 1
+
+
+SMALLEST: dict[str, Callable[[Machine], Any]] = {
+    "gather-direct": lambda here: gather.DirectGather(gather_call((1,), 1, (1,)), here.memory),
+    "gather-direct-rows": lambda here: gather.DirectGather(
+        gather_call((1,), 1, (1,), **ROWWISE, travels=True), here.memory
+    ),
+    "gather-decomposed": lambda here: gather.DecomposedPull(
+        gather_call((1,), 1, (1,), full=True, kept=True), here.memory
+    ),
+    "gather-decomposed-rows": lambda here: gather.DecomposedPull(
+        gather_call((1,), 1, (1,), **ROWWISE, travels=True, full=True, kept=True), here.memory
+    ),
+    "gather-kept": lambda here: gather.DecomposedPush(gather_call((1,), 1, (1,), full=True), here.memory),
+    "gather-kept-rows": lambda here: gather.DecomposedPush(
+        gather_call((1,), 1, (1,), **ROWWISE, travels=True, full=True), here.memory
+    ),
+    "scatter-direct": lambda here: scatter.DirectScatter(scatter_call((4,), (1,), 1), here.memory),
+    "scatter-direct-columns": lambda here: scatter.DirectScatter(scatter_call((1,), (1,), 4, dim=-1), here.memory),
+    "scatter-decomposed": lambda here: scatter.DecomposedScatter(scatter_call((4,), (1,), 1), here.memory),
+}
+
+
+@pytest.mark.parametrize("name", list(SMALLEST))
+def test_the_smallest_calls_compile(name: str, tmp_path: Path) -> None:
+    """An argument of 1 becomes a constant for Triton, which is no tensor any more."""
+    with machine() as here:
+        SMALLEST[name](here)
+        assert all(compiled(prepared, tmp_path).registers for prepared in here.prepared)

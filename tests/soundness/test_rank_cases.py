@@ -1,0 +1,21 @@
+"""Programs whose ranks differ in what they compute beside their collectives: each case of `rank_cases` is right."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from scripts import run_forked
+
+CASES = sorted((Path(__file__).parents[1] / "support" / "rank_cases").glob("*.py"))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
+def test_case(case: Path) -> None:
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_FORCE_DISABLE_CACHES="1"):  # as `rank_harness` does, before torch
+        run = run_forked(case, paths=True, timeout_s=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count(": right") >= 2, run.stdout

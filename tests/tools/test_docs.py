@@ -1,0 +1,128 @@
+"""The documentation is complete, its code runs, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from scripts import run_script
+
+from asynctp_passes.config import RUNTIME_VARIABLES, Config
+from asynctp_passes.reasons import CATALOGUE, catalogue_markdown
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
+
+_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_PAGES_THAT_RUN = sorted(
+    [
+        DOCS / "tutorial.md",
+        DOCS / "how-to" / "custom-ops.md",
+        DOCS / "how-to" / "fail-ci-on-a-miss.md",
+        DOCS / "how-to" / "my-fusion-did-not-apply.md",
+        DOCS / "reference" / "config.md",
+        DOCS / "reference" / "ops.md",
+    ]
+)
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _code(path: Path) -> str:
+    """All Python blocks of a page as one program, which calls the tests that it defines."""
+    code = "\n".join(_BLOCK.findall(path.read_text(encoding="utf-8")))
+    calls = re.findall(r"^def (test_\w+)\(\)", code, re.MULTILINE)
+    return "\n".join([code, *(f"{name}()" for name in calls)])
+
+
+def test_reasons_page_is_the_catalogue() -> None:
+    page = (DOCS / "reference" / "reasons.md").read_text(encoding="utf-8")
+    assert page == catalogue_markdown(), "write it anew: asynctp reasons --markdown > docs/reference/reasons.md"
+
+
+def test_reasons_named_in_pages_exist() -> None:
+    known = {reason.code: reason.name for reason in CATALOGUE.values()}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for code, name in re.findall(r"(ATP\d{3})(?: ([A-Z][A-Z_]{3,}))?", text):
+            assert code in known, f"{_name(page)} names {code}"
+            assert name in ("", known[code]), f"{_name(page)} calls {code} {name}; it is {known[code]}"
+
+
+def test_every_config_field_is_documented_with_its_default() -> None:
+    page = (DOCS / "reference" / "config.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*)$", page, re.MULTILINE))
+    assert list(rows) == list(Config.field_names())
+    for name, row in rows.items():
+        default = repr(getattr(Config(), name)).replace("'", '"')
+        assert row.startswith(f"`ASYNCTP_{name.upper()}` | `{default}` |"), name
+    for name in RUNTIME_VARIABLES:
+        assert f"| `ASYNCTP_{name.upper()}` |" in page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_resolve(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in _LINK.findall(text):
+        if link.startswith(("https://", "http://")):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{_name(page)} links to {link}"
+        assert not anchor or anchor in _anchors(path), f"{_name(page)} links to {link}"
+
+
+def _anchors(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    linked = {(DOCS / link).resolve() for link in _LINK.findall(index)}
+    assert {page for page in DOCS.rglob("*.md") if page.name != "README.md"} <= linked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_code_compiles(page: Path) -> None:
+    compile(_code(page), _name(page), "exec")
+
+
+@pytest.mark.parametrize("page", _PAGES_THAT_RUN, ids=_name)
+def test_code_runs(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text(_code(page), encoding="utf-8")
+    run_script(script, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("heading", "files", "least"), [("The kernel, step by step", "*kernels.py", 6), ("The host's part", "script.py", 1)]
+)
+def test_excerpts_are_from_the_code(heading: str, files: str, least: int) -> None:
+    """Line by line, without comments and indentation; `...` stands for what is left out."""
+    folder = ROOT / "kernels" / "asynctp_kernels" / "cuda"
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob(files)))
+    known = {_bare(line) for line in source.splitlines()}
+    page = (DOCS / "explanation" / "collective-matmul.md").read_text(encoding="utf-8")
+    _, section = page.split(f"\n## {heading}\n")
+    blocks = _BLOCK.findall(section.split("\n## ")[0])
+    assert len(blocks) >= least
+    lines = [_bare(line) for block in blocks for line in block.splitlines()]
+    assert [line for line in lines if line not in known and line != "..."] == []
+
+
+def _bare(line: str) -> str:
+    return line.strip().split("  # ")[0]
+
+
+def test_readme_commands_exist() -> None:
+    """The commands of the first screen are the scripts that CI keeps working."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for command in re.findall(r"^(\.ci/\w+)", readme, re.MULTILINE):
+        assert os.access(ROOT / command, os.X_OK), command

@@ -1,0 +1,375 @@
+"""Rooms import lower rows only, private torch lives in one module, and the graph side needs no triton.
+
+A room is a package, or a module beside the packages. It may import rooms of its own row or of a lower one, at the top
+of a module or inside a function. No import goes in a circle, neither between rooms nor within one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PASSES = ROOT / "asynctp_passes"
+KERNELS = ROOT / "kernels" / "asynctp_kernels"
+
+ROWS = (
+    ("config", "compat", "reasons"),
+    ("ops", "ir"),
+    ("layout",),
+    ("matching",),
+    ("planning",),
+    ("rewriting", "reporting"),
+    ("pipeline",),
+    ("backend",),
+    ("__init__",),
+    ("tools",),
+    ("__main__",),
+)
+ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
+
+KERNEL_ROWS = (
+    ("compat", "errors", "layout"),
+    ("meeting", "signals"),
+    ("host",),
+    ("numerics", "interpreter"),
+    ("cuda",),
+    ("doctor",),
+    ("__init__",),
+)
+CUDA_ROWS = (("choose",), ("runtime",), ("gemm",), ("plans",), ("__init__",))
+"""The rooms of `asynctp_kernels.cuda`."""
+
+KERNEL_ROW_OF = {module: row for row, modules in enumerate(KERNEL_ROWS) for module in modules}
+
+PRIVATE_TORCH = {
+    # An op namespace, which torch.ops spells with an underscore.
+    "ops/reference": {"torch.ops._c10d_functional"},
+    "rewriting/rewrite": {"torch.ops._c10d_functional"},
+    "rewriting/schedule": {"torch.ops._c10d_functional"},
+    "tools/bench": {"torch.ops._c10d_functional"},
+    "ops/collectives": {"torch.ops._c10d_functional"},
+    "tools/demo/recipe": {"torch.ops._c10d_functional"},
+    # The demo is a program of its own: it turns caches off and has the backward graph compiled early.
+    "tools/demo/train": {"torch._functorch", "torch._inductor", "torch._dynamo"},
+}
+"""Private names of torch outside compat, by module; each is there for the reason above it."""
+
+PROGRAMS = {"tools/bench", "tools/e2e"}
+"""Modules that are run, in processes of their own, and imported by nothing else: they may need the kernels."""
+
+KERNELS_PRIVATE_TORCH: dict[str, set[str]] = {}
+
+
+# --- reading sources -------------------------------------------------------------------------------------------
+def modules(package: Path) -> dict[str, ast.Module]:
+    """Every module of a package, by its path without the suffix."""
+    paths = sorted(package.rglob("*.py"))
+    return {path.relative_to(package).with_suffix("").as_posix(): ast.parse(path.read_text("utf-8")) for path in paths}
+
+
+def imported(tree: ast.Module, package: str) -> Iterator[str]:
+    """The absolute names of all that a module of `package` imports, wherever the import stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = f"{package}.{node.module or ''}".rstrip(".") if node.level else str(node.module)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def own_imports(tree: ast.Module, home: str, known: dict[str, int]) -> set[str]:
+    """The modules of its own package that a module imports: `pkg.find.find` is `find`, `pkg.Report` is `__init__`."""
+    package = home.split(".")[0]
+    parts = [name.split(".")[1:] for name in imported(tree, home) if name.split(".")[0] == package]
+    return {part[0] if part and part[0] in known else "__init__" for part in parts}
+
+
+def top(module: str) -> str:
+    """`demo` for `demo/train`."""
+    return module.split("/", maxsplit=1)[0]
+
+
+def graph_of(package: Path, known: dict[str, int]) -> dict[str, set[str]]:
+    """Modules, and the modules of the package that each imports."""
+    out: dict[str, set[str]] = {}
+    for module, tree in modules(package).items():
+        home = ".".join((package.name, *module.split("/")[:-1]))
+        out.setdefault(top(module), set()).update(own_imports(tree, home, known) - {top(module)})
+    return out
+
+
+# --- rows ------------------------------------------------------------------------------------------------------
+PACKAGES = pytest.mark.parametrize(
+    ("package", "rows"), [(PASSES, ROW_OF), (KERNELS, KERNEL_ROW_OF)], ids=["passes", "kernels"]
+)
+
+
+@PACKAGES
+def test_every_module_has_a_row(package: Path, rows: dict[str, int]) -> None:
+    assert {top(module) for module in modules(package)} == set(rows)
+
+
+@PACKAGES
+def test_no_module_imports_a_higher_row(package: Path, rows: dict[str, int]) -> None:
+    up = [
+        f"{module} imports {other}"
+        for module, others in graph_of(package, rows).items()
+        for other in sorted(others)
+        if rows[other] > rows[module]
+    ]
+    assert up == []
+
+
+@PACKAGES
+def test_no_import_goes_in_a_circle(package: Path, rows: dict[str, int]) -> None:
+    TopologicalSorter(graph_of(package, rows)).prepare()
+
+
+@pytest.mark.parametrize("room", [name for names in ROWS for name in names if (PASSES / name).is_dir()])
+def test_no_import_goes_in_a_circle_within_a_room(room: str) -> None:
+    known = {top(module): 0 for module in modules(PASSES / room)}
+    inner: dict[str, set[str]] = {}
+    for module, tree in modules(PASSES / room).items():
+        names = [name.split(".")[2:] for name in imported(tree, "") if name.startswith(f"asynctp_passes.{room}.")]
+        inner.setdefault(top(module), set()).update({name[0] for name in names if name and name[0] in known})
+    TopologicalSorter({module: others - {module} for module, others in inner.items()}).prepare()
+
+
+@pytest.mark.parametrize("room", [name for names in ROWS for name in names if (PASSES / name).is_dir()])
+def test_a_room_says_its_job(room: str) -> None:
+    """And contributors are told the same, with all of its modules."""
+    told = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    assert f"| `{room}` |" in told
+    job = ast.get_docstring(modules(PASSES / room)["__init__"])
+    assert job
+    if room != "ops":
+        assert job.splitlines()[0].rstrip(".") in told
+
+
+def test_no_room_of_the_kernels_imports_a_higher_one() -> None:
+    row_of = {room: row for row, rooms in enumerate(CUDA_ROWS) for room in rooms}
+    cuda, prefix = KERNELS / "cuda", "asynctp_kernels.cuda."
+    found = {
+        (top(module), name.removeprefix(prefix).split(".")[0])
+        for module, tree in modules(cuda).items()
+        for name in imported(tree, "")
+        if name.startswith(prefix)
+    }
+    assert {room for room, _ in found} == set(row_of)
+    assert [(room, other) for room, other in sorted(found) if row_of.get(other, 4) > row_of[room]] == []
+
+
+def test_contributors_are_told_these_rows() -> None:
+    told = re.findall(r"^    (\d+)  (.+)$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
+    rows = {int(row): tuple(names.split()) for row, names in told}
+    assert [rows[row] for row in range(len(ROWS))] == list(ROWS)
+
+
+def test_only_rewrite_edits_graphs() -> None:
+    """The calls that change a graph occur nowhere else, so that finding and deciding cannot; compat puts it back."""
+    edits = {"erase_node", "replace_all_uses_with", "inserting_before", "inserting_after", "replace_input_with"}
+    editors = {
+        module
+        for module, tree in modules(PASSES).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in edits
+    }
+    assert editors == {"rewriting/rewrite", "compat"}
+
+
+def test_only_config_reads_our_environment_variables() -> None:
+    """Prose may name a variable; code that looks one up builds its name from the prefix, which config holds alone."""
+    holders = {
+        module
+        for module, tree in modules(PASSES).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value == "ASYNCTP_"
+    }
+    assert holders == {"config"}
+
+
+# --- borders ---------------------------------------------------------------------------------------------------
+def test_kernels_never_import_the_passes() -> None:
+    for module, tree in modules(KERNELS).items():
+        names = {name.split(".")[0] for name in imported(tree, KERNELS.name)}
+        assert "asynctp_passes" not in names, module
+
+
+def test_passes_import_the_kernels_by_name_only() -> None:
+    """`ops` loads them when they are asked for; nothing imports them, or triton, along with the package."""
+    for module, tree in modules(PASSES).items():
+        names = {name.split(".")[0] for name in imported(tree, PASSES.name)}
+        assert module in PROGRAMS or not names & {"asynctp_kernels", "triton"}, module
+
+
+def test_the_graph_side_works_without_triton() -> None:
+    """With triton and the kernels out of reach, the package imports and rewrites a graph."""
+    program = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "asynctp_kernels"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+from graph_builder import GraphBuilder
+import asynctp_passes, asynctp_passes.backend, asynctp_passes.tools.cli, asynctp_passes.reporting.graph_page
+
+b = GraphBuilder()
+graph = b.returns(b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12])))
+assert len(asynctp_passes.run(graph, asynctp_passes.Config(strict="all")).fused) == 1
+assert not {"triton", "asynctp_kernels"} & set(sys.modules)
+"""
+    run_program(program)
+
+
+def test_an_import_loads_no_compiler() -> None:
+    """These take seconds, and a program that imports asynctp may compile nothing."""
+    program = """
+import sys
+import asynctp_passes
+
+heavy = ("torch._dynamo", "torch._inductor", "triton")
+assert not [name for name in heavy if name in sys.modules]
+assert {"AsyncTPPass", "RegatherPass", "backend", "reports", "run"} <= {*dir(asynctp_passes)}
+assert asynctp_passes.AsyncTPPass is asynctp_passes.backend.AsyncTPPass
+assert all(name in sys.modules for name in heavy[:2])
+assert not hasattr(asynctp_passes, "nothing_of_this_name")
+"""
+    run_program(program)
+
+
+def test_what_the_examples_compile_with_needs_no_installed_package() -> None:
+    """A checkout on Python's path: torch looks names of backends up among the entry points of what is installed."""
+    program = """
+import importlib.metadata
+from unittest import mock
+import torch
+
+with mock.patch("importlib.metadata.entry_points", lambda **_: importlib.metadata.EntryPoints()):
+    from asynctp_passes.tools.demo.recipe import compiler
+
+    layer = torch.nn.Linear(4, 4)
+    assert "asynctp" not in torch._dynamo.list_backends()
+    assert compiler("asynctp", "0", torch.device("cpu"))(layer)(torch.ones(2, 4)).shape == (2, 4)
+"""
+    run_program(program)
+
+
+def test_importing_changes_nothing() -> None:
+    """The import makes no process group and sets no Inductor option, environment variable or log handler."""
+    program = """
+import logging, os
+import torch, torch.distributed
+import torch._inductor.config as inductor
+
+before = dict(os.environ), inductor.get_config_copy(), list(logging.getLogger().handlers)
+import asynctp_passes
+
+assert (dict(os.environ), inductor.get_config_copy(), list(logging.getLogger().handlers)) == before
+assert not torch.distributed.is_initialized()
+assert not logging.getLogger("asynctp_passes").handlers
+"""
+    run_program(program)
+
+
+# --- private torch ---------------------------------------------------------------------------------------------
+def dotted(node: ast.expr) -> str:
+    """`"torch.ops.aten"` for that chain of attributes, nothing for other expressions."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
+
+
+def aliases(tree: ast.Module) -> dict[str, str]:
+    """What the names that imports bind stand for: `dist` for `torch.distributed`."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            bound.update({alias.asname: alias.name for alias in node.names if alias.asname})
+        elif isinstance(node, ast.ImportFrom):
+            bound.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    return bound
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """The names under torch, imported or used, up to their first part that begins with one underscore."""
+    bound = aliases(tree)
+    names = set(imported(tree, ""))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = dotted(node).partition(".")
+            names.add(f"{bound.get(root, root)}.{rest}")
+    return {private for name in names if name.startswith("torch.") and (private := first_private(name))}
+
+
+def first_private(name: str) -> str:
+    """`torch._inductor` for `torch._inductor.config`; nothing for a name that is public throughout."""
+    parts = name.split(".")
+    place = next((i for i, part in enumerate(parts) if part.startswith("_") and not part.startswith("__")), None)
+    return "" if place is None else ".".join(parts[: place + 1])
+
+
+def test_private_torch_is_in_compat_only() -> None:
+    found = {module: private_names(tree) for module, tree in modules(PASSES).items()}
+    assert found.pop("compat")
+    assert {module: names for module, names in found.items() if names} == PRIVATE_TORCH
+
+
+def test_the_kernels_need_next_to_no_private_torch() -> None:
+    found = {module: private_names(tree) for module, tree in modules(KERNELS).items()}
+    assert found.pop("compat")
+    assert {module: names for module, names in found.items() if names} == KERNELS_PRIVATE_TORCH
+
+
+def test_the_kernels_take_no_stream_that_others_get_too() -> None:
+    """PyTorch hands its streams out in turn: ours are the driver's (`driver.new_stream`)."""
+    for module, tree in modules(KERNELS).items():
+        calls = {dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        assert not calls & {"torch.Stream", "torch.cuda.Stream"}, module
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch._inductor.config", {"torch._inductor"}),
+        ("from torch._dynamo import reset", {"torch._dynamo"}),
+        ("def f():\n    from torch import _C", {"torch._C"}),
+        ("isinstance(x, torch._ops.OpOverload)", {"torch._ops"}),
+        ("import torch.distributed as dist\ndist._f(dist.g._h)", {"torch.distributed._f", "torch.distributed.g._h"}),
+        ("from torch import distributed\ndistributed._f", {"torch.distributed._f"}),
+        ("torch.ops.aten.mm.default", set()),
+        ("torch.__version__", set()),
+    ],
+)
+def test_private_names(source: str, found: set[str]) -> None:
+    assert private_names(ast.parse(source)) == found
+
+
+def test_imports_inside_functions_count() -> None:
+    source = (
+        "def f():\n    from asynctp_passes.matching.find import find\n    from asynctp_passes import reasons, Report"
+    )
+    assert own_imports(ast.parse(source), "asynctp_passes", ROW_OF) == {"matching", "reasons", "__init__"}
+
+
+def run_program(program: str) -> None:
+    """Run it in a process of its own, with the modules of `tests/support`; the test fails if it does."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT / "tests" / "support",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
