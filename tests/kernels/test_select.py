@@ -21,7 +21,8 @@ pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.choose import select
-from asynctp_kernels.cuda.choose.select import IMPLEMENTATIONS, WHOLE, Choice, Problem, Rates, choose, estimate
+from asynctp_kernels.cuda.choose.implementation import Implementation
+from asynctp_kernels.cuda.choose.select import IMPLEMENTATIONS, WHOLE, Choice, Problem, Rates
 from asynctp_kernels.cuda.choose.tiles import WireChunks, cut, cut_own, tiles_for, waves
 from asynctp_kernels.cuda.choose.wire import (
     ALL_REDUCE_BYTES,
@@ -33,9 +34,11 @@ from asynctp_kernels.cuda.choose.wire import (
     PLAIN,
     PULL,
     PUSH,
+    TRANSPORTS,
     Wire,
 )
 from asynctp_kernels.cuda.gemm.gemm import NOT_TUNED
+from asynctp_kernels.cuda.implementations import ENTRIES
 from asynctp_kernels.cuda.plans.gather import GatherCall
 from asynctp_kernels.cuda.plans.scatter import ScatterCall
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_OWN
@@ -74,7 +77,19 @@ def problem(op: str, rows: int, depth: int, *widths: int, world: int = 4, dtype:
 
 
 def chosen(asked: Problem, refused: dict[str, str] | None = None, device: str = UNKNOWN) -> Choice:
-    return choose(asked, refused or {}, SMS, device)
+    return select.choose(asked, ENTRIES[asked.op], refused or {}, SMS, device)
+
+
+def entry(op: str, name: str) -> Implementation[Any]:
+    (found,) = (each for each in ENTRIES[op] if each.name == name)
+    return found
+
+
+def estimate(asked: Problem, name: str, rates: Rates, sms: int) -> float:
+    """Of an implementation that has one."""
+    model = entry(asked.op, name).estimate
+    assert model is not None
+    return model(asked, rates, sms)
 
 
 # --- whole calls: meta tensors, since a choice looks at no memory --------------------------------------------------
@@ -118,6 +133,13 @@ def explain_all_reduce(rows: int, k: int, n: int, world: int = 4, **others: Any)
 
 
 OVERLAPPED = {"fused", "decomposed"}
+
+
+@pytest.mark.parametrize("op", ENTRIES)
+def test_every_kind_of_call_has_an_entry_for_each_name(op: str) -> None:
+    """In the order of preference, with the last one for what no other can run."""
+    assert [each.name for each in ENTRIES[op]] == list(TRANSPORTS)
+    assert [each.name for each in ENTRIES[op] if each.estimate is None] == [WHOLE]
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -241,7 +263,7 @@ def test_measurements_on_the_other_side_of_what_ranks_share() -> None:
         for key, by_rows in problems.items()
         for rows, implementation in by_rows.items()
     ]
-    other = [wire for wire, implementation in measured if wire.transport() not in cuda.TRANSPORTS[implementation]]
+    other = [wire for wire, implementation in measured if wire.transport() not in TRANSPORTS[implementation]]
     assert (len(measured), len(other)) == (612, 27), "wire.py says so"
     around = [wire.bytes * wire.world for wire in other]
     assert sum(DIRECT_BYTES / 4 <= size <= 2 * DIRECT_BYTES for size in around) >= 23
@@ -322,7 +344,7 @@ def test_an_implementation_that_all_ask_for_brings_its_transport(
     size: int, forced: str, wanted: str, kind: str
 ) -> None:
     assert wire(kind, size).transport(forced) == wanted
-    assert wanted in cuda.TRANSPORTS[forced]
+    assert wanted in TRANSPORTS[forced]
 
 
 def test_a_call_told_in_words() -> None:
@@ -396,7 +418,7 @@ SHARED = st.builds(
 def test_every_call_has_a_transport_and_a_signature(shared: Wire, forced: str | None) -> None:
     transport = shared.transport(forced)
     assert transport == replace(shared).transport(forced)
-    assert any(transport in needed for needed in cuda.TRANSPORTS.values())
+    assert any(transport in needed for needed in TRANSPORTS.values())
     assert (transport == PULL) <= shared.kept
     assert replace(shared, number_bytes=0, skipped=0).transport(forced) == transport
     assert 0 < shared.signature(DIRECT) < DIRECT_SIGNATURES <= shared.signature(PUSH) < 1 << 31, "never 0: no call"
@@ -799,7 +821,7 @@ def test_refusals(name: str) -> None:
 def test_each_implementation_has_its_transports(name: str, transport: str) -> None:
     """Those of the transport can run, but for those that cannot make this rank's products, and no others."""
     op, args, expected = REFUSALS[name]
-    able = {each for each, needed in cuda.TRANSPORTS.items() if transport in needed and each != WHOLE}
+    able = {each for each, needed in TRANSPORTS.items() if transport in needed and each != WHOLE}
     with mock.patch.object(Wire, "transport", return_value=transport):
         choice = explain(op, *args)
     assert set(IMPLEMENTATIONS) - set(choice.refused) == able - set(expected)
@@ -890,7 +912,7 @@ def test_what_is_refused_and_forced_raises_with_the_reason(name: str) -> None:
         with select.forced(implementation):
             if implementation not in expected:
                 transport = call_of(op, args).wire.transport(implementation)
-                if transport in cuda.TRANSPORTS[implementation]:
+                if transport in TRANSPORTS[implementation]:
                     assert explain(op, *args).implementation == implementation
                 continue
             with pytest.raises(RuntimeError) as caught:
@@ -1278,9 +1300,9 @@ def test_the_choice_is_a_function_of_the_problem(asked: Problem, refused: set[st
     """And of why some cannot run it."""
     forwards = dict.fromkeys(sorted(refused), "no")
     backwards = dict.fromkeys(sorted(refused, reverse=True), "no")
-    first = choose(asked, forwards, SMS, device)
+    first = chosen(asked, forwards, device)
     select.refresh()
-    assert first == choose(replace(asked), backwards, SMS, device)
+    assert first == chosen(replace(asked), backwards, device)
     assert first.implementation not in refused
     assert set(first.estimates_us) == set(IMPLEMENTATIONS) - refused
     assert 1 <= first.chunks <= MAX_CHUNKS

@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 import bench_calls
 import torch.distributed as dist
 from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.implementations import ENTRIES
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder
 from passes import copied, run_pass
@@ -220,11 +221,11 @@ def test_the_selector_takes_the_tuning_table(table: Path) -> None:
     kinds = ("fp8", "fp8-rowwise-precise")
     found = [row(m=96, k=520, n=264, **slow), *(row("scatter", kind, 512, 528, 256, **slow) for kind in kinds)]
     for each in found:
-        assert select.choose(each.problem, {}, 132, GPU).source == "cost model"
+        assert select.choose(each.problem, ENTRIES[each.problem.op], {}, 132, GPU).source == "cost model"
     assert bench.write_tuning(found) == table
     select.refresh()
     for each in found:
-        choice = select.choose(each.problem, {}, 132, GPU)
+        choice = select.choose(each.problem, ENTRIES[each.problem.op], {}, 132, GPU)
         assert (choice.implementation, choice.source) == ("unfused", "measured")
 
 

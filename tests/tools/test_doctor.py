@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from asynctp_kernels import compat, doctor, errors
-from asynctp_kernels.cuda import WORLD_SIZES
 from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.legality import WORLD_SIZES
 from asynctp_kernels.cuda.runtime import driver
 from asynctp_kernels.doctor import Facts, Finding, Gpu, diagnose, render, usable
 

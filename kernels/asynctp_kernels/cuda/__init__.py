@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,12 +22,10 @@ from asynctp_kernels.compat import gather_into, process_group, register_wait
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.select import Choice, Problem, choose, forced
 from asynctp_kernels.cuda.choose.tables import Table
-from asynctp_kernels.cuda.choose.tiles import WireChunks
-from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN, PULL, PUSH, Wire
-from asynctp_kernels.cuda.gemm.gemm import refused_gemm, scale_mode
-from asynctp_kernels.cuda.gemm.products import block_recipe, refused_blocks, scaled_product_supported
+from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN, PUSH
+from asynctp_kernels.cuda.implementations import ENTRIES
+from asynctp_kernels.cuda.legality import group_refused, refusals
 from asynctp_kernels.cuda.plans.collectives import (
-    WHOLE,
     Bulk,
     BulkScatter,
     DirectSum,
@@ -36,28 +34,13 @@ from asynctp_kernels.cuda.plans.collectives import (
     scatter_call,
     whole_gather,
 )
-from asynctp_kernels.cuda.plans.gather import (
-    DirectGather,
-    GatherCall,
-    GatherPlan,
-    UnfusedGather,
-    decomposed_gather,
-    fused_gather,
-)
-from asynctp_kernels.cuda.plans.scatter import (
-    DecomposedScatter,
-    DirectScatter,
-    FusedScatter,
-    Operands,
-    ScatterCall,
-    ScatterPlan,
-    UnfusedScatter,
-)
+from asynctp_kernels.cuda.plans.gather import DirectGather, GatherCall
+from asynctp_kernels.cuda.plans.scatter import Operands, ScatterCall
 from asynctp_kernels.cuda.runtime import interpreted, stamps
 from asynctp_kernels.cuda.runtime import memory as memory_of
 from asynctp_kernels.cuda.runtime.driver import CudaError, StreamWaitOver
 from asynctp_kernels.cuda.runtime.machine import driver
-from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, GroupMemory, existing_memory, group_memory
+from asynctp_kernels.cuda.runtime.memory import GroupMemory, existing_memory, group_memory
 from asynctp_kernels.cuda.runtime.stamps import Stamps, stamped
 from asynctp_kernels.cuda.runtime.watch import error_of
 from asynctp_kernels.errors import NotEnrolled, SymmetricMemoryError
@@ -88,19 +71,9 @@ sys.modules.update({f"{__name__}.select": select, f"{__name__}.interpreted": int
 
 log = logging.getLogger(__name__)
 
-WORLD_SIZES = range(2, 9)
 MAX_PLANS = 1024  # of one group
-NOT_IN_BLOCKS = "scales of blocks of the contraction: the GEMM scales a sum once, at its end"
-NOT_IN_CUBLAS = "scales, bias, strides or result type that cuBLAS does not take in one scaled product"
-#: of implementations, the transports (`wire`) by which they can move a call's data
-TRANSPORTS: dict[str, tuple[str, ...]] = {
-    "fused": (PUSH, PULL), "decomposed": (PUSH, PULL), "direct": (DIRECT,), "unfused": (PLAIN,),
-    WHOLE: (PUSH, PULL, DIRECT),
-}  # fmt: skip
-_OVERLAPPED = ("fused", "decomposed", "direct")
 _unavailable: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 Check = Callable[[], None]
-Recipe = tuple[str, str] | None
 T = TypeVar("T")
 
 
@@ -143,7 +116,7 @@ def run_gather(
         call = GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, scale_travels, out_dtype, fast, return_a_full,
                           memory.world, along, kept)  # fmt: skip
         choice = explain_gather(call, memory.table)  # not within _in_step: a refused call has not begun
-        plan = _keep(memory, key, _in_step(memory, _gather_plan, call, memory, choice))
+        plan = _keep(memory, key, _in_step(memory, _made, "gather", call, memory, choice))
     outs: list[Tensor] | None = _run(memory, plan, a_shard, a_scale, bs, b_scales, biases, along)
     return outs
 
@@ -173,7 +146,7 @@ def run_scatter(
     key = ("matmul_reduce_scatter", group_size, reduce_op, dim, out_dtype, fast)
     operands = (a_parts, b_parts, a_scales, b_scales, biases, added)
     options = (reduce_op, dim, out_dtype, fast)
-    return _run_scatter(key, operands, options, sum_dtype, factors, group, check, explain_scatter)
+    return _run_scatter("scatter", key, operands, options, sum_dtype, factors, group, check)
 
 
 def run_all_reduce(
@@ -200,7 +173,7 @@ def run_all_reduce(
     rows = None if added is None else _flat(added)
     operands = (*_as_rows(a_parts, b_parts, a_scales), b_scales, biases, rows)
     key, options = ("matmul_all_reduce", reduce_op, out_dtype, fast), (reduce_op, 0, out_dtype, fast)
-    part = _run_scatter(key, operands, options, sum_dtype, factors, group, check, explain_all_reduce)
+    part = _run_scatter("all_reduce", key, operands, options, sum_dtype, factors, group, check)
     if part is None:
         return None
     whole = all_gather(part, group)
@@ -228,6 +201,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _run_scatter(
+    op: str,
     head: tuple[Any, ...],
     operands: Operands,
     options: tuple[str, int, torch.dtype, bool],
@@ -235,9 +209,11 @@ def _run_scatter(
     factors: Sequence[float] | None,
     group: ProcessGroup,
     check: Check,
-    explain_call: Callable[[ScatterCall, Table], Choice],
 ) -> Tensor | None:
-    """Run the plan of a scatter, made at the first call. `head`: the op, and what tells it from others like it."""
+    """Run the plan of a scatter, made at the first call.
+
+    op: As `Problem.op`. head: The op's name, and what tells a call from others like it.
+    """
     a_parts, b_parts, a_scales, b_scales, biases, added = operands
     memory = _memory(group, a_parts[0].device)
     if memory is None:
@@ -256,8 +232,8 @@ def _run_scatter(
     if plan is _MISSING:
         _check_or_skip(check, memory)
         call = ScatterCall(*operands[:5], *options, memory.world, head[0], sum_dtype, added, times)
-        choice = explain_call(call, memory.table)
-        plan = _keep(memory, key, _in_step(memory, _scatter_plan, call, memory, choice))
+        choice = (explain_scatter if op == "scatter" else explain_all_reduce)(call, memory.table)
+        plan = _keep(memory, key, _in_step(memory, _made, op, call, memory, choice))
     out: Tensor | None = _run(memory, plan, *operands)
     return out
 
@@ -270,15 +246,7 @@ def _times(factors: Sequence[float] | None) -> tuple[float, ...]:
 def _run(memory: GroupMemory, plan: Any, *operands: Any) -> Any:
     """The results of a plan; None where the caller makes the products."""
     memory.last_implementation = plan.name
-    if isinstance(plan, Elsewhere):
-        return None
-    return plan.run(*operands) if plan.name == "unfused" else _in_step(memory, plan.run, *operands)
-
-
-class Elsewhere(NamedTuple):
-    """In place of a plan: the caller makes the products, by the implementation `name`."""
-
-    name: str
+    return _in_step(memory, plan.run, *operands) if plan.uses_memory else plan.run(*operands)
 
 
 # --- without a product ------------------------------------------------------------------------------------------
@@ -538,14 +506,6 @@ def shared_bytes(group: Any) -> int:
 _MISSING = object()
 
 
-def _refused_world(world: int) -> dict[str, str]:
-    """Why nothing overlaps in groups of this many ranks."""
-    if world in WORLD_SIZES:
-        return {}
-    reason = f"{world} ranks; the overlapped ops run on {WORLD_SIZES.start} to {WORLD_SIZES.stop - 1}"
-    return dict.fromkeys(_OVERLAPPED, reason)
-
-
 def _keep(memory: GroupMemory, key: object, plan: Any) -> Any:
     """Remember a plan; with dynamic shapes there are many, so they are all forgotten now and then."""
     if len(memory.plans) >= MAX_PLANS and not driver.capturing():
@@ -576,10 +536,8 @@ def _new_memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None
     if group in _unavailable:
         _require_none_forced(_unavailable[group])
         return None
-    reason = None
-    if refused := _refused_world(group.size()):
-        reason = refused["fused"]
-    else:
+    reason = group_refused(group.size())
+    if reason is None:
         try:
             return group_memory(group, device)
         except NotEnrolled as error:  # on every rank; all else is raised
@@ -591,32 +549,15 @@ def _new_memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None
 
 
 # --- what can run -----------------------------------------------------------------------------------------------
-def _gather_plan(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan | Elsewhere:
-    log.debug("gather %s: %s", tuple(call.a_shard.shape), choice)
-    if choice.implementation == "fused":
-        assert choice.tiles is not None
-        sms = driver.machine(call.a_shard.device.index)[1]
-        return fused_gather(call, memory, choice.tiles, choice.chunks, sms)
-    if choice.implementation == "decomposed":
-        return decomposed_gather(call, memory)
-    if choice.implementation == "direct":
-        return DirectGather(call, memory)
-    simple = choice.implementation == "unfused" and _cublas_and_nccl_gather(call)
-    return UnfusedGather(call, memory) if simple else Elsewhere(choice.implementation)
+def _made(op: str, call: GatherCall | ScatterCall, memory: GroupMemory, choice: Choice) -> Any:
+    """The plan of a call of a kind (`Problem.op`)."""
+    log.debug("%s %s: %s", op, tuple(_first(call).shape), choice)
+    entry = next(each for each in ENTRIES[op] if each.name == choice.implementation)
+    return entry.make(call, memory, choice)
 
 
-def _scatter_plan(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan | Elsewhere:
-    log.debug("scatter %s: %s", tuple(call.a_parts[0].shape), choice)
-    if choice.implementation == "fused":
-        assert choice.tiles is not None
-        sms = driver.machine(call.a_parts[0].device.index)[1]
-        return FusedScatter(call, memory, choice.tiles, choice.chunks, sms)
-    if choice.implementation == "decomposed":
-        return DecomposedScatter(call, memory)
-    if choice.implementation == "direct":
-        return DirectScatter(call, memory)
-    simple = choice.implementation == "unfused" and _cublas_and_nccl_scatter(call)
-    return UnfusedScatter(call, memory) if simple else Elsewhere(choice.implementation)
+def _first(call: GatherCall | ScatterCall) -> Tensor:
+    return call.a_shard if isinstance(call, GatherCall) else call.a_parts[0]
 
 
 def explain(
@@ -687,41 +628,24 @@ def _call_of(
 
 def explain_gather(call: GatherCall, table: Table | None = None) -> Choice:
     """How `call` would be run, and why; `table` as for `select.choose`."""
-    _, sms, name = driver.machine(call.a_shard.device.index)
-    refused = _refused_world(call.world) or _refused_by_wire(call.wire, _refused_gather(call))
-    return choose(_gather_problem(call), refused, sms, name, table)
+    return _explained(_gather_problem(call), call, table)
 
 
 def explain_scatter(call: ScatterCall, table: Table | None = None) -> Choice:
     """How `call` would be run, and why; `table` as for `select.choose`."""
-    return _choose_scatter("scatter", call, _refused_scatter(call), table)
+    return _explained(_scatter_problem("scatter", call), call, table)
 
 
 def explain_all_reduce(call: ScatterCall, table: Table | None = None) -> Choice:
     """How an all-reduce whose first half is `call`, a scatter of rows, would be run, and why."""
     call = replace(call, unscaled_op="matmul_all_reduce")
-    return _choose_scatter("all_reduce", call, _refused_rows(call.rows, call.world) or _refused_scatter(call), table)
+    return _explained(_scatter_problem("all_reduce", call), call, table)
 
 
-def _refused_rows(rows: int, world: int) -> dict[str, str]:
-    """Why an all-reduce of these rows cannot be a scatter and a gather."""
-    if rows % world == 0:
-        return {}
-    return dict.fromkeys(_OVERLAPPED, f"{rows} rows are not divisible by {world} ranks")
-
-
-def _choose_scatter(op: str, call: ScatterCall, refused: dict[str, str], table: Table | None) -> Choice:
-    _, sms, name = driver.machine(call.a_parts[0].device.index)
-    refused = _refused_world(call.world) or _refused_by_wire(call.wire, refused)
-    return choose(_scatter_problem(op, call), refused, sms, name, table)
-
-
-def _refused_by_wire(wire: Wire, refused: dict[str, str]) -> dict[str, str]:
-    """Add why implementations of other transports cannot run: all ranks take this one, whatever they compute."""
-    transport = wire.transport(select.requested())
-    reason = f"the group moves {wire.told} by another transport, {transport!r}"
-    others = (name for name, needed in TRANSPORTS.items() if transport not in needed)
-    return {**dict.fromkeys(others, reason), **refused}
+def _explained(problem: Problem, call: GatherCall | ScatterCall, table: Table | None) -> Choice:
+    _, sms, name = driver.machine(call.device_index)
+    entries = ENTRIES[problem.op]
+    return choose(problem, entries, refusals(entries, call), sms, name, table)
 
 
 def _gather_problem(call: GatherCall) -> Problem:
@@ -735,151 +659,3 @@ def _scatter_problem(op: str, call: ScatterCall) -> Problem:
     sizes = (call.rows, [b.shape[0] for b in call.b_parts], [call.b_parts[0].shape[1]])
     dtypes = (call.a_parts[0].dtype, call.wire_dtype)
     return Problem.of(op, call.world, *sizes, *dtypes, call.fast, call.sum_dtype, call.outer)
-
-
-def _cublas_and_nccl_gather(call: GatherCall) -> bool:
-    """The unfused program is one collective and one call of cuBLAS for each product, on rows as they lie."""
-    simple = call.layout.whole and not driver.IN_ORDER
-    return simple and not _no_gathered_product(call) and _refused_gathered_products(call) is None
-
-
-def _cublas_and_nccl_scatter(call: ScatterCall) -> bool:
-    """Likewise; not the first half of an all-reduce, which NCCL does better whole."""
-    simple = call.layout.whole and not driver.IN_ORDER
-    whole = call.unscaled_op == "matmul_reduce_scatter"
-    return simple and whole and not _no_scattered_product(call) and _refused_scattered_products(call) is None
-
-
-def _no_gathered_product(call: GatherCall) -> bool:
-    layout = call.layout
-    return layout.rows == 0 or layout.cols == 0 or not call.bs or any(b.shape[1] == 0 for b in call.bs)
-
-
-def _no_scattered_product(call: ScatterCall) -> bool:
-    return call.layout.rows == 0 or call.layout.cols == 0 or any(b.shape[0] == 0 for b in call.b_parts)
-
-
-def _refused_gathered_products(call: GatherCall) -> str | None:
-    """Why cuBLAS cannot make these products in one call each."""
-    if call.a_scale is None:
-        return None
-    for b, b_scale, bias, recipe in zip(call.bs, call.b_scales, call.biases, _gathered_recipes(call), strict=True):
-        operands = (call.a_shard, b, call.a_scale, b_scale, bias)
-        if not scaled_product_supported(*operands, call.out_dtype, call.scale_travels, recipe is not None):
-            return NOT_IN_CUBLAS
-    return None
-
-
-def _refused_scattered_products(call: ScatterCall) -> str | None:
-    """Likewise."""
-    if not call.a_scales:
-        return None
-    parts = (call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, _scattered_recipes(call))
-    for a, b, a_scale, b_scale, bias, recipe in zip(*parts, strict=True):
-        if not scaled_product_supported(a, b, a_scale, b_scale, bias, call.out_dtype, False, recipe is not None):
-            return NOT_IN_CUBLAS
-    return None
-
-
-def _refused_gather(call: GatherCall) -> dict[str, str]:
-    layout = call.layout
-    common = _refused_gathered_products(call)
-    if _no_gathered_product(call):
-        return dict.fromkeys(_OVERLAPPED, "nothing to multiply")
-    refused = {name: reason for name in ("decomposed", "direct") if (reason := common)}
-    if layout.along_last:
-        refused["decomposed"] = refused["fused"] = (
-            "the gathered dim is the contraction dim: every product needs all of it"
-        )
-    elif (reason := _too_many_blocks(call.outer)) is not None:
-        refused.setdefault("decomposed", reason)
-    if layout.along_last and call.scale_travels:
-        refused["direct"] = "a rowwise scale cannot be gathered along the contraction dim"
-    if layout.cols * call.a_shard.itemsize > WireChunks(layout.rows * layout.cols * call.a_shard.itemsize).chunk:
-        refused["fused"] = "a row of A is longer than a chunk"
-    _refuse_blocks(refused, _gathered_recipes(call), call.a_shard.device, layout.full_rows, layout.inner)
-    if call.scale_travels and call.a_scale is not None and call.a_scale.numel() != layout.rows:
-        refused.setdefault("fused", NOT_IN_BLOCKS)  # one block for all: K and a rank's rows are at most 128
-    reason = refused_gemm(call.a_shard, call.bs, call.b_scales, call.biases, call.out_dtype, [layout.cols])
-    if reason is not None:
-        refused.setdefault("fused", reason)
-    return refused
-
-
-def _too_many_blocks(outer: int) -> str | None:
-    """Why there is not one product for each range of a rank's rows, of which there is one in every outer block."""
-    if outer <= MAX_CHUNKS:
-        return None
-    return f"{outer} separate row ranges per rank, more than {MAX_CHUNKS}: one product each is too many"
-
-
-def _refused_scatter(call: ScatterCall) -> dict[str, str]:
-    layout = call.layout
-    common = _refused_scattered_products(call)
-    if _no_scattered_product(call):
-        return dict.fromkeys(_OVERLAPPED, "nothing to multiply")
-    refused = {name: reason for name in ("decomposed", "direct") if (reason := common)}
-    if layout.along_last:
-        refused["decomposed"] = refused["fused"] = "the scattered dim is the last: a rank's part is not a range of rows"
-    elif (reason := _too_many_blocks(call.outer)) is not None:
-        refused.setdefault("decomposed", reason)
-    if any(not a.is_contiguous() for a in call.a_parts):
-        refused.setdefault("fused", "an A that is not contiguous")
-        refused.setdefault("decomposed", "an A that is not contiguous")
-    _refuse_blocks(refused, _scattered_recipes(call), call.a_parts[0].device, call.rows, layout.inner)
-    if (reason := _refused_scattering_gemm(call)) is not None:
-        refused.setdefault("fused", reason)
-    return refused
-
-
-def _refused_scattering_gemm(call: ScatterCall) -> str | None:
-    """Why the GEMM cannot make this sum."""
-    if call.added is not None:
-        return "a term that is no product"
-    if call.gemm_factor is None:
-        return "products that are multiplied by numbers before they are added"
-    depths = [b.shape[0] for b in call.b_parts]
-    reason = refused_gemm(call.a_parts[0], call.b_parts, call.b_scales, call.biases, call.wire_dtype, depths)
-    if reason is not None:
-        return reason
-    if len(depths) > 1 and call.wire_dtype != call.out_dtype:
-        return f"several products, each rounded to {call.out_dtype} before they are added in {call.wire_dtype}"
-    if len(depths) > 1 and any(bias is not None for bias in call.biases):
-        return "a bias in a sum of several products"
-    if len({scale_mode(scale) for scale in call.a_scales}) > 1:
-        return "tensorwise and rowwise A scales in one sum"
-    if len({a.dtype for a in call.a_parts}) > 1:
-        return "As of several dtypes"
-    return None
-
-
-def _gathered_recipes(call: GatherCall) -> list[Recipe]:
-    """Of which blocks the scales of each product are."""
-    if call.a_scale is None:
-        return []
-    rows = call.layout.rows if call.scale_travels else call.layout.full_rows
-    pairs = zip(call.bs, call.b_scales, strict=True)
-    return [block_recipe(rows, b, call.a_scale, b_scale) for b, b_scale in pairs]
-
-
-def _scattered_recipes(call: ScatterCall) -> list[Recipe]:
-    """Likewise."""
-    scales = zip(call.b_parts, call.a_scales, call.b_scales, strict=True) if call.a_scales else ()
-    return [block_recipe(call.rows, b, a_scale, b_scale) for b, a_scale, b_scale in scales]
-
-
-def _refuse_blocks(
-    refused: dict[str, str], recipes: Sequence[Recipe], device: torch.device, rows: int, part: int
-) -> None:
-    """Add why products with scales of blocks cannot run: never in the GEMM, and in cuBLAS only where it takes them.
-
-    rows: of the whole product; part: of one range of a rank's.
-    """
-    if not any(recipes):
-        return
-    refused.setdefault("fused", NOT_IN_BLOCKS)
-    for name, count in (("decomposed", part), ("direct", rows)):
-        capability = driver.machine(device.index)[0][0]
-        reasons = (refused_blocks(recipe, count, capability) for recipe in recipes)
-        if (reason := next(filter(None, reasons), None)) is not None:
-            refused.setdefault(name, reason)

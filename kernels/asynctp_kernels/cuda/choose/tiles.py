@@ -103,6 +103,10 @@ def waves(rows: int, columns: int, block_m: int, block_n: int, programs: int) ->
     return ceil(ceil(rows / block_m) * ceil(columns / block_n) / programs)
 
 
+#: in the interpreter: small, so that tiny calls have several tiles and chunks, ragged ones included
+INTERPRETED_TILES = Tiles(16, 64, 64, warps=1, stages=1, group_m=2, split=2)
+
+
 @dataclass(frozen=True)
 class WireChunks:
     """How the data that one rank sends to another is signalled: a word counts its complete chunks, in order.

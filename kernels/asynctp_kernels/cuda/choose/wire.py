@@ -25,6 +25,15 @@ import torch
 from asynctp_kernels.signals import IS_INTERPRETED
 
 DIRECT, PUSH, PULL, PLAIN = "direct", "push", "pull", "plain"
+#: of implementations, by the names that users give and see: the transports by which they can move a call's data. Where
+#: all ranks ask for one by name, its first is the call's. The order is that of preference.
+TRANSPORTS: dict[str, tuple[str, ...]] = {
+    "fused": (PUSH, PULL),
+    "decomposed": (PUSH, PULL),
+    "direct": (DIRECT,),
+    "unfused": (PLAIN,),
+    "whole": (PUSH, PULL, DIRECT),
+}
 SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT32_LIMIT = (1 << 31) - (1 << 16)  # what kernels count in, less a block
 DIRECT_LIMIT = 64 << 20  # bytes of one slot: what arrives from all ranks together
@@ -76,7 +85,7 @@ class Wire:
         if forced is None and IS_INTERPRETED:  # nothing is fast: what has most to show
             forced = "fused"
         if forced is not None:
-            wanted = {"unfused": PLAIN, "direct": DIRECT}.get(forced, PUSH)
+            wanted = TRANSPORTS[forced][0]
             if wanted == PUSH and not even:
                 wanted = DIRECT
             return PLAIN if wanted == DIRECT and not fits else wanted

@@ -20,6 +20,8 @@ from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.signals import IS_INTERPRETED
 
 BLOCK = 128
+Recipe = tuple[str, str]
+"""Of which blocks the scales of A and of B are, as in `IN_BLOCKS`."""
 #: of A and of B. Source: the cuBLAS documentation, "Element 1D and 128x128 2D Block Scaling for FP8 Data Types"
 IN_BLOCKS = (("1x128", "128x128"), ("128x128", "1x128"), ("1x128", "1x128"))
 #: numbers between two columns of K/128 scales: cuBLAS reads 16 bytes at a time. Rows of A with a scale each, likewise.
@@ -83,7 +85,7 @@ def ranges(rows: Tensor, count: int) -> Sequence[Tensor]:
     return rows.reshape(count, -1, rows.shape[-1]).unbind()
 
 
-def block_recipe(rows: int, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[str, str] | None:
+def block_recipe(rows: int, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Recipe | None:
     """Which of `IN_BLOCKS` these scales of an A [rows, K] and of `b` are; None when they are one number, or by rows."""
     k, n = b.shape
     along_k, counts = _blocks(k), (a_scale.numel(), b_scale.numel())
@@ -195,7 +197,7 @@ def scaled_product_supported(
     return aligned and column_major and bias_fits and types_fit
 
 
-def refused_blocks(recipe: tuple[str, str] | None, rows: int, capability: int) -> str | None:
+def refused_blocks(recipe: Recipe | None, rows: int, capability: int) -> str | None:
     """Why cuBLAS does not make a product with `rows` rows and scales of blocks, on a GPU of this major capability."""
     if recipe is None or (IS_INTERPRETED and recipe[0] == "1x128"):
         return None

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose.select import INTERPRETED_TILES
-from asynctp_kernels.cuda.choose.tiles import tiles_for
+from asynctp_kernels.cuda.choose.tiles import INTERPRETED_TILES, tiles_for
 from asynctp_kernels.cuda.gemm.gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, refused_gemm
 from asynctp_kernels.cuda.gemm.products import product
 from asynctp_kernels.cuda.runtime.launch import Tma, aligned_columns, describe, grid, outlines

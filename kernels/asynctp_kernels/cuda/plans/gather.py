@@ -30,7 +30,7 @@ from asynctp_kernels.cuda.choose.tiles import Chunks, Tiles, WireChunks, cut, in
 from asynctp_kernels.cuda.choose.wire import DIRECT, PULL, PUSH, Wire
 from asynctp_kernels.cuda.gemm.copy_kernels import keep_kernel, push_gather_kernel, stage_kernel
 from asynctp_kernels.cuda.gemm.gemm import MAX_OPERANDS, b_descriptor, operand_addresses, prepare_gemm, scale_mode
-from asynctp_kernels.cuda.gemm.products import Scaling, product, ranges
+from asynctp_kernels.cuda.gemm.products import Recipe, Scaling, block_recipe, product, ranges
 from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
     BESIDE_WARPS,
@@ -103,6 +103,11 @@ class GatherCall:
         return self.layout.outer
 
     @property
+    def rows(self) -> int:
+        """Of the results, over all ranks."""
+        return self.layout.full_rows
+
+    @property
     def op(self) -> str:
         """Its name, for messages; a call without a product is in flight."""
         if not self.bs:
@@ -120,6 +125,25 @@ class GatherCall:
     @property
     def scaling(self) -> Scaling | None:
         return None if self.a_scale is None else Scaling(self.out_dtype, self.fast)
+
+    @property
+    def device_index(self) -> int:
+        return self.a_shard.device.index
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is multiplied."""
+        layout = self.layout
+        return layout.rows == 0 or layout.cols == 0 or not self.bs or any(b.shape[1] == 0 for b in self.bs)
+
+    @property
+    def recipes(self) -> list[Recipe | None]:
+        """Of which blocks the scales of each matmul are; empty where there are no scales."""
+        if self.a_scale is None:
+            return []
+        rows = self.layout.rows if self.scale_travels else self.layout.full_rows
+        pairs = zip(self.bs, self.b_scales, strict=True)
+        return [block_recipe(rows, b, self.a_scale, b_scale) for b, b_scale in pairs]
 
 
 #: A shard, A scale, Bs, B scales, biases, and what travels along: as `GatherCall` has them
@@ -157,12 +181,15 @@ class GatherTensors(NamedTuple):
 class GatherPlan:
     """One call, prepared. `run` gives the products, then the gathered A if asked for, then the gathered `along`.
 
-    cublas: `enqueue` calls cuBLAS. has_full, has_numbers: the call makes memory for the gathered A, and numbers.
+    uses_memory: calls take their turn in the group's memory. cublas: `enqueue` calls cuBLAS.
+    has_full, has_numbers: the call makes memory for the gathered A, and numbers.
     waits_for_in_flight: it has to come after what is in flight, because its products wait for kernels that then would
     find no room beside them. reads_landed: it reads words of chunks, which a gather in flight reads too, so it has to
     come after that. stamps: of the GEMM's tiles, if they are asked for.
     """
 
+    name: str
+    uses_memory = True
     cublas = True
     waits_for_in_flight = False
     reads_landed = False
@@ -836,6 +863,7 @@ class UnfusedGather(WholeGather):
     """NCCL's all-gather. Only for one outer block, where the ranks' shards are ranges of rows."""
 
     name = "unfused"
+    uses_memory = False
 
     def make(self, stream: int, call: GatherTensors) -> None:
         """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""

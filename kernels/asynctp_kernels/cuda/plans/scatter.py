@@ -30,7 +30,7 @@ from asynctp_kernels.cuda.choose.tiles import Chunks, Tiles, WireChunks, cut, cu
 from asynctp_kernels.cuda.choose.wire import DIRECT, PUSH, Wire
 from asynctp_kernels.cuda.gemm.copy_kernels import push_reduce_kernel, reduce_kernel
 from asynctp_kernels.cuda.gemm.gemm import MAX_OPERANDS, b_descriptor, operand_addresses, prepare_gemm, scale_mode
-from asynctp_kernels.cuda.gemm.products import Scaling, multiply, product, ranges
+from asynctp_kernels.cuda.gemm.products import Recipe, Scaling, block_recipe, multiply, product, ranges
 from asynctp_kernels.cuda.plans.gather import block_for
 from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
@@ -133,6 +133,21 @@ class ScatterCall:
         return Scaling(self.out_dtype, self.fast) if self.a_scales else None
 
     @property
+    def device_index(self) -> int:
+        return self.a_parts[0].device.index
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is multiplied."""
+        return self.layout.rows == 0 or self.layout.cols == 0 or any(b.shape[0] == 0 for b in self.b_parts)
+
+    @property
+    def recipes(self) -> list[Recipe | None]:
+        """Of which blocks the scales of each matmul are; empty where there are no scales."""
+        scales = zip(self.b_parts, self.a_scales, self.b_scales, strict=True) if self.a_scales else ()
+        return [block_recipe(self.rows, b, a_scale, b_scale) for b, a_scale, b_scale in scales]
+
+    @property
     def times(self) -> Times:
         """What is multiplied, with as few passes over memory as give the program's numbers.
 
@@ -194,10 +209,13 @@ class ScatterTensors(NamedTuple):
 class ScatterPlan:
     """One call, prepared. `run` gives this rank's shard.
 
-    cublas: `enqueue` calls cuBLAS. staging_shape, extra_shape: of the sum of the products, and of one apart.
+    uses_memory: calls take their turn in the group's memory. cublas: `enqueue` calls cuBLAS.
+    staging_shape, extra_shape: of the sum of the products, and of one apart.
     stamps: of the GEMM's tiles, if they are asked for.
     """
 
+    name: str
+    uses_memory = True
     cublas = True
     stamps: StampTable | None = None
     staging_shape: tuple[int, ...]
@@ -582,6 +600,7 @@ class UnfusedScatter(WholeScatter):
     """NCCL's reduce-scatter. Only for one outer block, where a rank's part is a range of rows."""
 
     name = "unfused"
+    uses_memory = False
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         super().__init__(call, memory)

@@ -1,0 +1,309 @@
+"""The cost model: how long each implementation takes for a problem, in microseconds.
+
+The terms are named below; their values were measured (`Rates`):
+
+    unfused      matmul + collective                                     NCCL and cuBLAS, nothing overlaps
+    direct       matmul + one-kernel collective                          nothing overlaps, but little latency
+    decomposed   max(copies, matmul in parts) + ends                     cuBLAS per range of a rank's rows
+    fused        max(copies, our matmul) + ends                          one GEMM
+
+An all-reduce is a scatter by one of these and then NCCL's all-gather (`then_all_gather`); unfused, it is one
+collective of NCCL's (`as_one_all_reduce`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
+
+from asynctp_kernels.cuda.choose.tiles import Tiles, tiles_for, waves
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates and latencies of one kind of machine.
+
+    Attributes:
+        copy: bytes per microsecond that a copy engine moves between GPUs while all ranks do.
+        direct: the same for the kernels that push with all SMs.
+        nccl: the same for NCCL.
+        local: bytes per microsecond of device memory, read or written.
+        matmul: floating-point operations per microsecond of cuBLAS in bf16 (fp8: twice as many).
+        beside: how much slower a matmul is while copies run.
+        launch: microseconds between two kernels.
+        direct_start, nccl_start: microseconds of latency of these collectives.
+        stage: microseconds until the first copy of a gather starts, staged or, since then, pushed.
+        chunk: microseconds between two copies.
+        gap: the same, of a fused op's chunks, with their words; `docs/results/2026-11-25-h200x2/chunks.txt`.
+        fused_gather, fused_scatter, decomposed_gather, decomposed_scatter: microseconds of host time and latency beyond
+            the terms of the model; `decomposed_gather` where the gathered A is returned, and the shard staged first.
+        narrow: how fast the GEMM's 128 x 128 tiles are, as a fraction of cuBLAS.
+        precise: the same in fp8 without fast accumulation.
+        several: the same of several scaled products, which may be fast; `docs/results/2026-11-23-h200x2/sums-fast.txt`.
+
+    Source of the values: `docs/results/2026-11-22-h200x4` (`bench.json`, `tuned.json`) and `-h200x2` (`tuned.json`),
+    159 calls; all but `copy`, `local`, `beside`, `gap` and `narrow` are fitted to the geometric means of graph and
+    eager time of all implementations there, which they miss by 14 % (root of the mean square). What they pick is 1.0 %
+    slower than the best; of 189 calls that they were not fitted to 1.3 % (`2026-11-22-h200x2/bench.json`). Pushes start
+    sooner, in `fused` and in `decomposed`: terms of their own, fitted to 108 gathers of 2 x H100, pick no better there
+    (1.4 % instead of 1.5, `2026-11-24-h100x2/gathers.json`), and worse from what was measured over four ranks.
+    """
+
+    copy: float = 370e3
+    direct: float = 307e3
+    nccl: float = 303e3
+    local: float = 3.2e6
+    matmul: float = 759e6
+    beside: float = 1.08
+    launch: float = 10.0
+    direct_start: float = 20.0
+    nccl_start: float = 53.5
+    stage: float = 35.0
+    chunk: float = 4.0
+    gap: float = 7.5
+    fused_gather: float = 53.0
+    fused_scatter: float = 35.5
+    decomposed_gather: float = 9.8
+    decomposed_scatter: float = 0.0
+    narrow: float = 0.828
+    precise: float = 0.68
+    several: float = 0.65
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the cost of a call depends on.
+
+    Attributes:
+        op: "gather", "scatter" or "all_reduce".
+        rows: of the whole 2-D A (gather) or product (scatter), over all ranks.
+        depth: contraction length; of all pairs together.
+        widths: columns of each product.
+        itemsize: bytes of an element of A; out_itemsize: of the result, or of what is sent to be summed.
+        precise: fp8 sums may not be fast.
+        apart: of several scaled products all contraction lengths but the greatest: cuBLAS makes each by itself.
+        widened: how many times as many bytes an element of the sum has, which NCCL sends instead.
+        blocks: into how many ranges a rank's rows fall: one for each index of the dims in front of the sharded one.
+        returned: the gathered A is.
+    """
+
+    op: str
+    world: int
+    rows: int
+    depth: int
+    widths: tuple[int, ...]
+    itemsize: int
+    out_itemsize: int
+    dtype: str
+    precise: bool = False
+    apart: tuple[int, ...] = ()
+    widened: int = 1
+    blocks: int = 1
+    returned: bool = False
+
+    @staticmethod
+    def of(
+        op: str,
+        world: int,
+        rows: int,
+        depths: Sequence[int],
+        widths: Sequence[int],
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        fast: bool,
+        sum_dtype: torch.dtype | None = None,
+        blocks: int = 1,
+        returned: bool = False,
+    ) -> Problem:
+        """The problem of operands of `dtype`.
+
+        depths: of each summed product; `fast`: fp8 sums may be; `sum_dtype`: of the result, if it is another.
+        """
+        name, fp8 = str(dtype).removeprefix("torch."), dtype.itemsize == 1
+        apart = tuple(sorted(depths)[:-1]) if fp8 else ()
+        widened = 1 if sum_dtype is None else sum_dtype.itemsize // out_dtype.itemsize
+        sizes = (dtype.itemsize, out_dtype.itemsize)
+        precise = fp8 and not fast
+        return Problem(
+            op, world, rows, sum(depths), tuple(widths), *sizes, name, precise, apart, widened, blocks, returned
+        )  # fmt: skip
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The contraction lengths of what cuBLAS makes one by one, the greatest first."""
+        return (self.depth - sum(self.apart), *self.apart)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.depth * sum(self.widths)
+
+    @property
+    def wire_bytes(self) -> float:
+        """What one rank receives; of an all-reduce, in each half."""
+        shard = self.rows // self.world
+        if self.op == "gather":
+            return float(shard * (self.world - 1) * self.depth * self.itemsize)
+        return float(shard * (self.world - 1) * self.widths[0] * self.out_itemsize)
+
+    @property
+    def key(self) -> str:
+        """How a tuning table names the problem; rows come below it."""
+        sizes = ":".join(self.sizes)
+        wide = self.itemsize <= 2 < self.out_itemsize * self.widened  # results of 16 bits are what is measured
+        kind = (":precise" if self.precise else "") + (":wide" if wide else "") + (":full" if self.returned else "")
+        return f"{self.op}:{self.world}:{self.dtype}:{sizes}{kind}" + (f":{self.blocks}x" if self.blocks > 1 else "")
+
+    @property
+    def sizes(self) -> tuple[str, str]:
+        """Contraction lengths (of several scaled products each) and columns, as `4096+512+512` and `8192`."""
+        depths, widths = ("+".join(map(str, each)) for each in (self.depths, self.widths))
+        return depths, widths
+
+
+#: (problem, rates, SMs) → microseconds that the model expects, of graph and eager time together
+Estimate = Callable[[Problem, Rates, int], float]
+
+
+# --- the implementations -------------------------------------------------------------------------------------------
+def unfused(problem: Problem, rates: Rates, sms: int) -> float:
+    """cuBLAS on the whole and one collective of NCCL's."""
+    matmul = _products(problem, problem.rows, rates, sms)
+    return matmul + rates.nccl_start + problem.wire_bytes * problem.widened / rates.nccl
+
+
+def direct(problem: Problem, rates: Rates, sms: int) -> float:
+    """cuBLAS on the whole and one kernel of ours that moves all data."""
+    return _products(problem, problem.rows, rates, sms) + rates.direct_start + problem.wire_bytes / rates.direct
+
+
+def decomposed(problem: Problem, rates: Rates, sms: int) -> float:
+    """cuBLAS for each range of a rank's rows, beside copies."""
+    each = _products(problem, problem.rows // problem.world // problem.blocks, rates, sms)
+    share = problem.blocks * (each - rates.launch) + rates.launch
+    extra = rates.decomposed_scatter if problem.op == "scatter" else rates.decomposed_gather * problem.returned
+    return _overlapped(problem, rates, share, extra, 1)
+
+
+def fused(problem: Problem, rates: Rates, sms: int) -> float:
+    """One GEMM beside copies."""
+    extra = rates.fused_gather if problem.op == "gather" else rates.fused_scatter
+    share = _fused_matmul(problem, rates, sms) / problem.world
+    return _overlapped(problem, rates, share, extra, chunks_for(problem, rates))
+
+
+def then_all_gather(scatter: Estimate) -> Estimate:
+    """The estimate of an all-reduce: `scatter`, and NCCL's all-gather of the rows."""
+
+    def estimate(problem: Problem, rates: Rates, sms: int) -> float:
+        return scatter(replace(problem, op="scatter"), rates, sms) + (_second_half(problem, rates) + rates.nccl_start)
+
+    return estimate
+
+
+def as_one_all_reduce(scatter: Estimate) -> Estimate:
+    """The estimate of an all-reduce that starts once: `scatter`, and as many bytes again."""
+
+    def estimate(problem: Problem, rates: Rates, sms: int) -> float:
+        return scatter(replace(problem, op="scatter"), rates, sms) + _second_half(problem, rates)
+
+    return estimate
+
+
+def _second_half(problem: Problem, rates: Rates) -> float:
+    return problem.wire_bytes * problem.widened / rates.nccl
+
+
+# --- their terms ---------------------------------------------------------------------------------------------------
+def _overlapped(problem: Problem, rates: Rates, share: float, extra: float, parts: int) -> float:
+    """Copies beside products.
+
+    share: Time of the products of one rank's rows. extra: What the implementation costs besides. parts: Into how many
+    a scatter's share is cut, of which the first is made before its copies and the last is reduced after them.
+    """
+    peers = problem.world - 1
+    copy = problem.wire_bytes / rates.copy / peers + rates.chunk
+    extra += (rates.beside - 1) * min(problem.world * share, peers * copy)
+    if problem.op == "gather":
+        # the own share hides the first copy, each product the next copy
+        end = max(share + peers * share, rates.stage + copy + peers * share, rates.stage + peers * copy + share)
+        return end + extra
+    # the first push waits for its product, the last one is hidden by the own share
+    end = max((peers + 1) * share, share / parts + peers * copy)
+    return end + _reduction(problem, rates) / parts + extra
+
+
+def _reduction(problem: Problem, rates: Rates) -> float:
+    received = problem.rows // problem.world * problem.widths[0] * problem.out_itemsize
+    return received * (problem.world + 1) / rates.local + rates.launch
+
+
+def _speed(problem: Problem, rates: Rates) -> float:
+    return rates.matmul * (2.0 if problem.itemsize == 1 else 1.0) * (0.75 if problem.precise else 1.0)
+
+
+def _products(problem: Problem, rows: int, rates: Rates, sms: int) -> float:
+    """cuBLAS: all products of so many rows, and their sum."""
+    products = [replace(problem, depth=depth) for depth in problem.depths]
+    made = sum(_matmul(product, rows, width, rates, sms) for product in products for width in problem.widths)
+    added = 3 * rows * sum(problem.widths) * problem.out_itemsize / rates.local  # two are read, one is written
+    return made + len(problem.apart) * added
+
+
+def _matmul(problem: Problem, rows: int, width: int, rates: Rates, sms: int) -> float:
+    """cuBLAS: whole waves of whatever tile is best, and a floor for reading the weight."""
+    shapes = ((128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.6))
+    per_sm = _speed(problem, rates) / sms
+    best = min(
+        waves(rows, width, m, n, sms) * 2.0 * m * n * problem.depth / (per_sm * efficiency)
+        for m, n, efficiency in shapes
+    )
+    splits = 2.0 * rows * width * problem.depth / (_speed(problem, rates) * 0.62)  # split-K fills the SMs otherwise
+    weight = width * problem.depth * problem.itemsize / rates.local
+    return max(min(best, splits), weight) + rates.launch
+
+
+def _fused_matmul(problem: Problem, rates: Rates, sms: int) -> float:
+    tiles = fused_tiles(problem, sms, rates)
+    ranges = problem.world * problem.blocks
+    count = ranges * ceil(problem.rows / ranges / tiles.block_m) * sum(ceil(n / tiles.block_n) for n in problem.widths)
+    small = rates.precise if problem.precise else rates.several if problem.apart else rates.narrow
+    efficiency = 0.97 if tiles.block_n == 256 or tiles.pingpong else small
+    size = tiles.block_m * tiles.block_n
+    per_tile = 2.0 * size * problem.depth / (_speed(problem, rates) / sms * efficiency)
+    return ceil(count / sms) * per_tile
+
+
+def fused_tiles(problem: Problem, sms: int, rates: Rates) -> Tiles:
+    """Tiles for the whole call."""
+    shard = problem.rows // problem.world
+    dtype = torch.float8_e4m3fn if problem.itemsize == 1 else torch.bfloat16
+    rows = problem.world * ceil(shard / 128) * 128
+    columns, several = sum(problem.widths), bool(problem.apart)
+    moving, multiplying = problem.wire_bytes / rates.copy, problem.flops / (_speed(problem, rates) * rates.narrow)
+    late = problem.op == "gather" and moving > multiplying
+    return tiles_for(dtype, problem.precise, rows, columns, sms, several, problem.out_itemsize, late)
+
+
+def chunks_for(problem: Problem, rates: Rates) -> int:
+    """Into how many chunks to cut one rank's rows: two, to start and to end sooner, where each still fills the tiles.
+
+    Four over two ranks, where copies take 0.7 of the products' time and more, and what two more of them cost is less
+    than what they save: of what is multiplied before a scatter's first copy, and reduced or multiplied behind the last,
+    a quarter of a rank's share is left instead of half. Source: `docs/results/2026-11-25-h200x2/chunks.txt`. More ranks
+    have more copies, and were not measured with four.
+
+    Elsewhere more chunks are slower: a copy's words and waits take 7 us of a scatter's copies (trace of 4 x H200,
+    2026-11-21), 5 of a gather's. Four with several in one copy were no faster where copies are the limit, and slower
+    where products are: a copy then waits for the last of them (2026-11-22).
+    """
+    gathers = problem.op == "gather"
+    if ceil(problem.rows / problem.world / 128) < (16 if gathers else 8):
+        return 1
+    multiplying = problem.flops / _speed(problem, rates)
+    if problem.world > 2 or problem.wire_bytes / rates.copy <= 0.7 * multiplying:
+        return 2
+    uncovered = multiplying / problem.world + (0 if gathers else _reduction(problem, rates))
+    return 4 if uncovered / 4 > 2 * rates.gap else 2

@@ -1,0 +1,195 @@
+"""The implementations of each kind of call, as tables that choosing, explaining and making plans read.
+
+A new one is its row in `wire.TRANSPORTS`, its entry here, and its plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from asynctp_kernels.cuda.choose import cost
+from asynctp_kernels.cuda.choose.implementation import Choice, Implementation
+from asynctp_kernels.cuda.legality import (
+    a_dtypes_alike,
+    a_scales_alike,
+    chunk_holds_row,
+    cublas_takes_gathered,
+    cublas_takes_scattered,
+    few_row_ranges,
+    gathered_scaled_at_end,
+    gemm_takes_gathered,
+    gemm_takes_scattered,
+    group_has_kernels,
+    one_factor,
+    only_matmuls_are_summed,
+    range_in_cublas_blocks,
+    rounded_once,
+    rows_are_divisible,
+    rows_are_gathered,
+    rows_are_scattered,
+    rows_of_a_contiguous,
+    scale_can_be_gathered,
+    scattered_scaled_at_end,
+    something_to_multiply,
+    sum_without_bias,
+    whole_in_cublas_blocks,
+)
+from asynctp_kernels.cuda.plans.gather import (
+    DirectGather,
+    GatherCall,
+    GatherPlan,
+    UnfusedGather,
+    decomposed_gather,
+    fused_gather,
+)
+from asynctp_kernels.cuda.plans.scatter import (
+    DecomposedScatter,
+    DirectScatter,
+    FusedScatter,
+    ScatterCall,
+    ScatterPlan,
+    UnfusedScatter,
+)
+from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.cuda.runtime.memory import GroupMemory
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """In place of a plan: the caller makes the matmuls, by the implementation `name`."""
+
+    name: str
+    uses_memory: ClassVar[bool] = False
+
+    def run(self, *operands: Any) -> None:
+        """Nothing."""
+
+
+def _elsewhere(call: GatherCall | ScatterCall, memory: GroupMemory, choice: Choice) -> Elsewhere:
+    return Elsewhere(choice.implementation)
+
+
+def _cublas_and_nccl(call: GatherCall | ScatterCall) -> bool:
+    """The call is one collective, and cuBLAS on rows as they lie."""
+    return call.layout.whole and not driver.IN_ORDER and not call.is_empty
+
+
+_ANY = (group_has_kernels, something_to_multiply)
+
+
+# --- gathers -------------------------------------------------------------------------------------------------------
+def _fused_gather(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan:
+    assert choice.tiles is not None
+    return fused_gather(call, memory, choice.tiles, choice.chunks, driver.machine(call.device_index)[1])
+
+
+def _decomposed_gather(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan:
+    return decomposed_gather(call, memory)
+
+
+def _direct_gather(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan:
+    return DirectGather(call, memory)
+
+
+def _unfused_gather(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan | Elsewhere:
+    if _cublas_and_nccl(call) and cublas_takes_gathered(call) is None:
+        return UnfusedGather(call, memory)
+    return Elsewhere(choice.implementation)
+
+
+_FUSED_GATHER = (chunk_holds_row, rows_are_gathered, gathered_scaled_at_end, gemm_takes_gathered)
+_DECOMPOSED_GATHER = (rows_are_gathered, cublas_takes_gathered, few_row_ranges, range_in_cublas_blocks)
+_DIRECT_GATHER = (scale_can_be_gathered, cublas_takes_gathered, whole_in_cublas_blocks)
+
+GATHERS: tuple[Implementation[GatherCall], ...] = (
+    Implementation("fused", (*_ANY, *_FUSED_GATHER), cost.fused, _fused_gather),
+    Implementation("decomposed", (*_ANY, *_DECOMPOSED_GATHER), cost.decomposed, _decomposed_gather),
+    Implementation("direct", (*_ANY, *_DIRECT_GATHER), cost.direct, _direct_gather),
+    Implementation("unfused", (), cost.unfused, _unfused_gather),
+    Implementation("whole", (), None, _elsewhere),
+)
+
+
+# --- scatters ------------------------------------------------------------------------------------------------------
+def _fused_scatter(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan:
+    assert choice.tiles is not None
+    return FusedScatter(call, memory, choice.tiles, choice.chunks, driver.machine(call.device_index)[1])
+
+
+def _decomposed_scatter(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan:
+    return DecomposedScatter(call, memory)
+
+
+def _direct_scatter(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan:
+    return DirectScatter(call, memory)
+
+
+def _unfused_scatter(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan | Elsewhere:
+    if _cublas_and_nccl(call) and cublas_takes_scattered(call) is None:
+        return UnfusedScatter(call, memory)
+    return Elsewhere(choice.implementation)
+
+
+_FUSED_SCATTER = (
+    rows_are_scattered,
+    rows_of_a_contiguous,
+    scattered_scaled_at_end,
+    only_matmuls_are_summed,
+    one_factor,
+    gemm_takes_scattered,
+    rounded_once,
+    sum_without_bias,
+    a_scales_alike,
+    a_dtypes_alike,
+)
+_DECOMPOSED_SCATTER = (
+    rows_are_scattered,
+    cublas_takes_scattered,
+    few_row_ranges,
+    rows_of_a_contiguous,
+    range_in_cublas_blocks,
+)
+_DIRECT_SCATTER = (cublas_takes_scattered, whole_in_cublas_blocks)
+
+SCATTERS: tuple[Implementation[ScatterCall], ...] = (
+    Implementation("fused", (*_ANY, *_FUSED_SCATTER), cost.fused, _fused_scatter),
+    Implementation("decomposed", (*_ANY, *_DECOMPOSED_SCATTER), cost.decomposed, _decomposed_scatter),
+    Implementation("direct", (*_ANY, *_DIRECT_SCATTER), cost.direct, _direct_scatter),
+    Implementation("unfused", (), cost.unfused, _unfused_scatter),
+    Implementation("whole", (), None, _elsewhere),
+)
+
+
+# --- all-reduces: a scatter of rows, then NCCL's all-gather; or NCCL's all-reduce, which the caller calls -----------
+_ANY_ROWS = (group_has_kernels, rows_are_divisible, something_to_multiply)
+
+ALL_REDUCES: tuple[Implementation[ScatterCall], ...] = (
+    Implementation(
+        "fused",
+        (*_ANY_ROWS, *_FUSED_SCATTER),
+        cost.then_all_gather(cost.fused),
+        _fused_scatter,
+    ),
+    Implementation(
+        "decomposed",
+        (*_ANY_ROWS, *_DECOMPOSED_SCATTER),
+        cost.then_all_gather(cost.decomposed),
+        _decomposed_scatter,
+    ),
+    Implementation(
+        "direct",
+        (*_ANY_ROWS, *_DIRECT_SCATTER),
+        cost.then_all_gather(cost.direct),
+        _direct_scatter,
+    ),
+    Implementation("unfused", (), cost.as_one_all_reduce(cost.unfused), _elsewhere),
+    Implementation("whole", (), None, _elsewhere),
+)
+
+#: by what `Problem.op` says
+ENTRIES: dict[str, tuple[Implementation[Any], ...]] = {
+    "gather": GATHERS,
+    "scatter": SCATTERS,
+    "all_reduce": ALL_REDUCES,
+}
