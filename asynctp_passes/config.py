@@ -36,7 +36,7 @@ RUNTIME_VARIABLES = {
     "cpu_implementation": "what the fused ops run on CPU tensors: reference (plain collectives and matmuls; default) "
     "or interpreted (the Triton kernels under TRITON_INTERPRET=1: slow, for tests)",
     "cuda_implementation": "what the fused ops run on CUDA tensors: auto (the fastest; default), fused, decomposed, "
-    "direct, unfused or whole; one that cannot run a call raises",
+    "direct, sequential or whole; one that cannot run a call raises",
     "agree_s": "seconds that a compile waits for the other ranks of a group to decide alike (default: 30)",
     "timeout_s": "seconds after which a wait for a peer gives up with an error (default: 60 on CPU, on CUDA the "
     "timeout of the process group)",

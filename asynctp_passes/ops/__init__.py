@@ -102,22 +102,22 @@ def implementation(device_type: str) -> str:
         device_type: `"cuda"` or `"cpu"`.
 
     Returns:
-        On CPU `"unfused"` (plain collective and matmul: no overlap) or `"interpreted"` (Triton kernels, for tests). On
-        CUDA `"chosen per call"`, or `"unfused"` without triton; `explain` names the one of a call.
+        On CPU `"sequential"` (plain collective and matmul: no overlap) or `"interpreted"` (Triton kernels, for tests).
+        On CUDA `"chosen per call"`, or `"sequential"` without triton; `explain` names the one of a call.
 
     Raises:
         ValueError: The ops do not run on such devices.
     """
     if device_type == "cuda":
-        return "unfused" if _cuda() is None else "chosen per call"
+        return "sequential" if _cuda() is None else "chosen per call"
     if device_type == "cpu":
-        return "interpreted" if _cpu_implementation() == "interpreted" else "unfused"
+        return "interpreted" if _cpu_implementation() == "interpreted" else "sequential"
     raise ValueError(f"asynctp: device_type={device_type!r} is not valid; it must be 'cuda' or 'cpu'")
 
 
 def on_wire(device_type: str) -> bool:
     """Whether a group's collectives are to go by asynctp's own transport, all of them, or may be torch's."""
-    return device_type == "cuda" or (device_type == "cpu" and implementation("cpu") != "unfused")
+    return device_type == "cuda" or (device_type == "cpu" and implementation("cpu") != "sequential")
 
 
 def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: int) -> str:
@@ -142,7 +142,7 @@ def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: i
         choice = cuda.explain(op, (*args, world_size, None), *map(arguments.get, OPTIONAL))
     except RuntimeError:
         return implementation(device)
-    then = ", then all-gather" if op.endswith("all_reduce") and choice.implementation != "unfused" else ""
+    then = ", then all-gather" if op.endswith("all_reduce") and choice.implementation != "sequential" else ""
     return f"{choice.implementation}{then} ({choice.source})"
 
 
@@ -208,7 +208,7 @@ def _cuda() -> Any:
     try:
         return importlib.import_module("asynctp_kernels.cuda")
     except ImportError as error:
-        log.warning("asynctp: the ops run unfused on CUDA, for want of triton (%s)", error)
+        log.warning("asynctp: the ops run sequentially on CUDA, for want of triton (%s)", error)
         return None
 
 

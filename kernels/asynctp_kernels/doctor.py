@@ -43,7 +43,8 @@ VARIABLES = (
     *(RECORDED_VARIABLE, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS"),
 )
 CPU_IMPLEMENTATIONS = ("reference", "interpreted")
-CUDA_IMPLEMENTATIONS = ("fused", "decomposed", "direct", "unfused")  # where `cuda.choose.select` cannot be asked
+CUDA_IMPLEMENTATIONS = ("fused", "decomposed", "direct", "sequential")  # where `cuda.choose.select` cannot be asked
+RENAMED_IMPLEMENTATIONS = {"unfused": "sequential"}
 
 # CUdevice_attribute, as in cuda.h of CUDA 12.8 and 13.0 (11.7 appends _V2 to both names). They are of the second
 # version of the stream memory operations, which the ops call (cuStreamBatchMemOp_v2, since CUDA 11.7). Its 32-bit waits
@@ -179,7 +180,7 @@ def triton_version(facts: Facts) -> Iterator[Finding]:
     remedy = f"install triton {_dotted(OLDEST_TRITON)} or newer"
     if facts.triton is None:
         status: Status = "warn" if facts.gpus else "info"
-        yield Finding("triton", status, "cannot be imported: the fused ops run unfused", remedy)
+        yield Finding("triton", status, "cannot be imported: the fused ops run sequentially", remedy)
     elif _version(facts.triton) < OLDEST_TRITON:
         yield Finding("triton", "fail" if facts.gpus else "warn", f"{facts.triton} is too old for the kernels", remedy)
     else:
@@ -242,7 +243,7 @@ def gpu_models(facts: Facts) -> Iterator[Finding]:
         if gpu[1][0] == GEMM_CAPABILITY:
             yield Finding("GPUs", "ok", f"{text}: every implementation")
         else:
-            yield Finding("GPUs", "info", f"{text}: decomposed, direct or unfused; the fused GEMM is for 9.0")
+            yield Finding("GPUs", "info", f"{text}: decomposed, direct or sequential; the fused GEMM is for 9.0")
 
 
 def _no_gpus(facts: Facts) -> Iterator[Finding]:
@@ -258,7 +259,7 @@ def gpu_count(facts: Facts) -> Iterator[Finding]:
     if len(facts.gpus) == 1:
         yield Finding("GPU count", "info", "one GPU has no peer to overlap with")
     if len(facts.gpus) > MAX_RANKS:
-        yield Finding("GPU count", "info", f"groups of more than {MAX_RANKS} ranks run unfused")
+        yield Finding("GPU count", "info", f"groups of more than {MAX_RANKS} ranks run sequentially")
     models = sorted({gpu.name for gpu in facts.gpus})
     if len(models) > 1:
         text = f"{len(models)} models: ranks on unlike GPUs can choose unlike implementations, and then hang"
@@ -290,7 +291,7 @@ def stream_memory_ops(facts: Facts) -> Iterator[Finding]:
         return
     reported = {gpu.stream_ops for gpu in facts.gpus}
     if False in reported:
-        remedy = f"if a fused op raises 'operation not supported', set {CUDA_VARIABLE}=unfused"
+        remedy = f"if a fused op raises 'operation not supported', set {CUDA_VARIABLE}=sequential"
         yield Finding("stream memory operations", "warn", "the driver reports none", remedy)
     elif None in reported:
         yield Finding("stream memory operations", "info", "not known")
@@ -359,7 +360,10 @@ def own_variables(facts: Facts) -> Iterator[Finding]:
         value = facts.environment.get(name)
         if value is None:
             continue
-        if variable.valid(value):
+        if name == CUDA_VARIABLE and value in RENAMED_IMPLEMENTATIONS:
+            now = RENAMED_IMPLEMENTATIONS[value]
+            yield Finding(name, "warn", f"{value!r} is the old name of {now!r}", f"set it to {now}")
+        elif variable.valid(value):
             yield Finding(name, "info", f"{value!r}: {variable.meaning}")
         else:
             yield Finding(name, "fail", f"{value!r} is not valid", f"set it to {variable.limit}, or unset it")
@@ -532,16 +536,17 @@ def verdict(facts: Facts, findings: Iterable[Finding]) -> Finding:
         asked = facts.environment.get(CPU_VARIABLE) == "interpreted"
         what = "interpreted kernels run" if asked else "reference implementation runs"
         return Finding("verdict", "info", f"CPU only: the {what}")
-    reasons = list(unfused_reasons(facts))
+    reasons = list(sequential_reasons(facts))
     if reasons:
-        return Finding("verdict", "warn", f"the fused ops run unfused here: {'; '.join(reasons)}")
+        return Finding("verdict", "warn", f"the fused ops run sequentially here: {'; '.join(reasons)}")
     gemm = all(gpu.capability[0] == GEMM_CAPABILITY for gpu in facts.gpus)
     return Finding("verdict", "ok", f"the fused ops run overlapped here{'' if gemm else ', without the fused GEMM'}")
 
 
-def unfused_reasons(facts: Facts) -> Iterator[str]:
+def sequential_reasons(facts: Facts) -> Iterator[str]:
     """Why the ops do not overlap on these GPUs; nothing when they do."""
-    if facts.environment.get(CUDA_VARIABLE) == "unfused":
+    asked = facts.environment.get(CUDA_VARIABLE, "auto")
+    if RENAMED_IMPLEMENTATIONS.get(asked, asked) == "sequential":
         yield f"{CUDA_VARIABLE} asks for it"
     if facts.triton is None:
         yield "triton is missing"

@@ -296,7 +296,7 @@ def bulk_cases() -> Iterator[Bulk]:
 
 @dataclass(frozen=True)
 class AsyncInput:
-    """`async_input_matmul` of a [m, k] that arrives from the host. "fused" is its kernel, "unfused" chunk by chunk."""
+    """`async_input_matmul` of a [m, k] that arrives from the host. "fused": its kernel, "sequential": by chunks."""
 
     m: int
     k: int
@@ -590,7 +590,7 @@ def run_bulk(case: Bulk, beside: str) -> dict[str, object]:
 
 def run_async(case: AsyncInput, implementation: str) -> dict[str, object]:
     """Rows come by copy engine, each chunk behind the one before; A is NaN until then. Eager, and in a CUDA graph."""
-    if implementation not in ("fused", "unfused"):
+    if implementation not in ("fused", "sequential"):
         return {"skipped": "async_input_matmul is one kernel, or one product a chunk"}
     a = torch.full((case.m, case.k), torch.nan, dtype=case.dtype, device=device())
     weights = [torch.randn(n, case.k, device=device()).mul(case.k**-0.5).to(case.dtype).t() for n in case.ns]
@@ -624,7 +624,7 @@ def run_async(case: AsyncInput, implementation: str) -> dict[str, object]:
         return float(value.item())
 
     by_chunk = mock.patch.object(async_input, "_refused", return_value="asked for")
-    with by_chunk if implementation == "unfused" else contextlib.nullcontext():
+    with by_chunk if implementation == "sequential" else contextlib.nullcontext():
         outs = call_once()
         result: dict[str, object] = {"error": wrong(outs)}
         again = call_once()
@@ -655,7 +655,7 @@ def _tensors(data: Data) -> list[Tensor]:
 
 def main() -> int:
     start(60)
-    implementations = os.environ.get("IMPLS", "fused,decomposed,direct,whole,unfused").split(",")
+    implementations = os.environ.get("IMPLS", "fused,decomposed,direct,whole,sequential").split(",")
     every = [
         *cases(),
         *converted_cases(),
@@ -673,7 +673,7 @@ def main() -> int:
 
 def run_fresh(case: Any, implementation: str) -> dict[str, Any]:
     """Run a case of any kind on data of its own."""
-    if dist.get_backend() != "nccl" and (implementation == "unfused" or "all_reduce" in case.name):
+    if dist.get_backend() != "nccl" and (implementation == "sequential" or "all_reduce" in case.name):
         return {"skipped": "a collective of the group's backend, of which only NCCL's can be captured"}
     torch.manual_seed(int(time.time()) * 8 + rank())
     how: Any = {Case: run, Bulk: run_bulk, AsyncInput: run_async}[type(case)]

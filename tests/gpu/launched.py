@@ -2,7 +2,7 @@
 
 With more processes than GPUs the ranks of `cases`, `stress` and `compiled` share them, in turns of milliseconds:
 protocols and kernels of 4 and 8 ranks run on 1 or 2 GPUs, slowly. NCCL refuses that, so that gloo makes what is
-compared with. It cannot be captured: what needs it in a CUDA graph, `unfused` and all-reduces, is left out.
+compared with. It cannot be captured: what needs it in a CUDA graph, `sequential` and all-reduces, is left out.
 
 With TRITON_INTERPRET=1 they are processes on CPUs, and kernels are interpreted: that is enough for `unlike`.
 

@@ -22,7 +22,7 @@ from asynctp_passes.tools import profile
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-IMPLEMENTATIONS = {"fused", "decomposed", "direct", "whole", "unfused"}
+IMPLEMENTATIONS = {"fused", "decomposed", "direct", "whole", "sequential"}
 CALLS = 2000
 #: parts of the names of cases for ranks that share GPUs
 SHARED = ("k512-n512-dim0-bfloat16", "dim1-bfloat16", "row-travels", "bulk-gather-1024", "bulk-scatter-4096")
@@ -90,7 +90,7 @@ def check_cases(found: Sequence[dict[str, Any]]) -> None:
 def well(case: dict[str, Any]) -> bool:
     """Right, with the same bits a second time; or left out, for a reason. The unfused program runs everything."""
     if "skipped" in case:
-        return bool(case["skipped"]) and not case["case"].endswith("/unfused")
+        return bool(case["skipped"]) and not case["case"].endswith("/sequential")
     return case["ok"] is True and case["same bits"] is True and "exception" not in case
 
 
@@ -113,7 +113,7 @@ def test_more_ranks_than_gpus(ranks: int) -> None:
     """They take turns on a GPU, so that each is away for milliseconds at any point of a call (`launched`)."""
     if ranks <= GPUS:
         pytest.skip(f"each of {ranks} ranks has a GPU of its own here")
-    overlapped = IMPLEMENTATIONS - {"unfused"}
+    overlapped = IMPLEMENTATIONS - {"sequential"}
     *found, last = torchrun(ranks, "cases.py", *SHARED, IMPLS=",".join(sorted(overlapped)))
     assert last == {"failed": 0}
     assert [case for case in found if not well(case)] == []
@@ -156,7 +156,7 @@ def test_like_collectives_and_unlike_uses(ranks: int) -> None:
     assert all(calls >= CALLS for calls in result["calls"])
     assert result["recorded"] > 0
     for ran in result["ran"]:
-        assert ran.keys() == IMPLEMENTATIONS - {"unfused"} | {"bulk", "mover", "chosen", "program"}
+        assert ran.keys() == IMPLEMENTATIONS - {"sequential"} | {"bulk", "mover", "chosen", "program"}
 
 
 @RANKS

@@ -1025,9 +1025,9 @@ def fresh_config() -> Iterator[None]:
 
 def test_implementation_is_named(fresh_config: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASYNCTP_CPU_IMPLEMENTATION", raising=False)
-    assert (ops.implementation("cpu"), ops.implementation("cuda")) == ("unfused", "chosen per call")
+    assert (ops.implementation("cpu"), ops.implementation("cuda")) == ("sequential", "chosen per call")
     monkeypatch.setenv("ASYNCTP_CPU_IMPLEMENTATION", "interpreted")
-    assert ops.implementation("cpu") == "unfused", "the environment is read once"
+    assert ops.implementation("cpu") == "sequential", "the environment is read once"
     ops.refresh()
     assert (ops.implementation("cpu"), ops.implementation("cuda")) == ("interpreted", "chosen per call")
     with pytest.raises(ValueError, match="device_type='xpu'"):

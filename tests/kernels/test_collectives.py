@@ -504,7 +504,7 @@ def test_what_nccl_has_to_do(here: Machine) -> None:
     """Nothing to move, a sum that is not in fp32, or NCCL asked for."""
     assert cuda.run_bulk_gather(tensor(0, 8), WORLD, here.group, unchecked) is None
     assert cuda.run_bulk_scatter(tensor(8, 8, dtype=torch.int32), "sum", WORLD, here.group, unchecked) is None
-    with cuda.forced("unfused"):
+    with cuda.forced("sequential"):
         assert cuda.run_bulk_gather(tensor(8, 8), WORLD, here.group, unchecked) is None
     assert here.of(Copied) == []
 

@@ -109,13 +109,13 @@ def enrolled(*others: dict[str, str]) -> dict[str, Any]:
 
     board: Any = SimpleNamespace(exchange=exchange)
     machine = mock.Mock(machine=lambda index: ((9, 0), 132, GPU), IN_ORDER=True)
-    tuned = {GPU: {KEY: {"64": "unfused"}}}
+    tuned = {GPU: {KEY: {"64": "sequential"}}}
     with mock.patch.object(enroll, "driver", machine), mock.patch.object(select, "tuned", return_value=tuned):
         return enroll.enroll(board, "tp", 0)
 
 
 def test_own_measurements_count_where_all_ranks_have_them(caplog: pytest.LogCaptureFixture) -> None:
-    assert enrolled({}, {})[GPU][KEY]["64"] == "unfused"
+    assert enrolled({}, {})[GPU][KEY]["64"] == "sequential"
     assert caplog.records == []
 
 

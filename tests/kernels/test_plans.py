@@ -132,7 +132,7 @@ def gather_implementations(kept: bool = False) -> Iterator[Any]:
         for implementation, able in (
             ("fused", aligned and not along_last and (kept or case not in LONG_ROWS)),
             ("decomposed", outer <= MAX_CHUNKS and not along_last),
-            ("unfused", outer == 1 and not along_last),
+            ("sequential", outer == 1 and not along_last),
             ("direct", True),
         ):
             if able:
@@ -152,7 +152,7 @@ def gather_plan(call: GatherCall, here: Machine, implementation: str, chunks: in
     made: dict[str, Callable[[GatherCall, GroupMemory], gather.GatherPlan]] = {
         "decomposed": gather.decomposed_gather,
         "direct": gather.DirectGather,
-        "unfused": gather.UnfusedGather,
+        "sequential": gather.SequentialGather,
     }
     return made[implementation](call, here.memory)
 
@@ -440,7 +440,7 @@ def scatter_implementations() -> Iterator[Any]:
         for implementation, able in (
             ("fused", in_gemm and not along_last),
             ("decomposed", outer <= MAX_CHUNKS and not along_last),
-            ("unfused", outer == 1 and not along_last),
+            ("sequential", outer == 1 and not along_last),
             ("direct", True),
         ):
             if able:
@@ -453,7 +453,7 @@ def scatter_plan(call: ScatterCall, here: Machine, implementation: str, chunks: 
     made = {
         "decomposed": scatter.DecomposedScatter,
         "direct": scatter.DirectScatter,
-        "unfused": scatter.UnfusedScatter,
+        "sequential": scatter.SequentialScatter,
     }
     return made[implementation](call, here.memory)
 
@@ -501,7 +501,7 @@ def test_scatter(case: str, implementation: str, here: Machine) -> None:
 
 def check_pushes(here: Machine, implementation: str, mine: Sequence[Tensor]) -> None:
     """Every other rank's inbox has our part for it, where the reduction there looks for it."""
-    if implementation in ("direct", "unfused"):
+    if implementation in ("direct", "sequential"):
         assert here.of(Copied) == []
         return
     for rank in set(range(WORLD)) - {RANK}:
@@ -605,7 +605,7 @@ def several(found: Tensor | Sequence[Tensor] | None) -> Sequence[Tensor]:
 
 
 def recorded_cases(cases: Iterator[Any]) -> list[Any]:
-    return [case for case in cases if case.values[1] != "unfused"]
+    return [case for case in cases if case.values[1] != "sequential"]
 
 
 @pytest.mark.parametrize(("case", "implementation", "kept"), recorded_cases(returned()))
@@ -1417,7 +1417,7 @@ def test_all_reduce_of_rows_that_cannot_be_divided(here: Machine, shards: list[T
     checked: list[int] = []
     for _ in range(2):
         assert all_reduce(here, scatter_call((7,), (64,), 72), lambda: checked.append(1)) is None
-    assert (checked, shards, here.memory.last_implementation) == ([1], [], "unfused")
+    assert (checked, shards, here.memory.last_implementation) == ([1], [], "sequential")
     with cuda.forced("direct"), pytest.raises(RuntimeError, match="7 rows are not divisible by 4 ranks"):
         all_reduce(here, scatter_call((7,), (64,), 72))
 
@@ -1644,22 +1644,22 @@ def test_a_group_chooses_by_the_table_that_it_agreed_on(here: Machine) -> None:
         assert cuda.last_implementation(here.group) == wanted
 
 
-def test_a_group_of_two_hosts_runs_unfused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_group_of_two_hosts_runs_sequentially(caplog: pytest.LogCaptureFixture) -> None:
     with machine(RANK, WORLD) as here:
         here.hosts = ["a", "a", "b", "b"]
         assert [op(here, SMALL["gather"]()) for _ in range(2)] == [None, None]
-        assert cuda.last_implementation(here.group) == "unfused"
+        assert cuda.last_implementation(here.group) == "sequential"
     assert [record.getMessage() for record in caplog.records] == [
         "group tp runs the unfused program: its ranks are on 2 hosts (a, b), not on one"
     ]
 
 
 @pytest.mark.parametrize("world", [1, 9])
-def test_a_group_of_a_size_without_kernels_runs_unfused(world: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_group_of_a_size_without_kernels_runs_sequentially(world: int, caplog: pytest.LogCaptureFixture) -> None:
     with machine(0, world) as here:
         assert op(here, gather_call((8,), 64, (72,), world=world)) is None
         assert f"{world} ranks; the overlapped ops run on 2 to 8" in caplog.text
-        with cuda.forced("unfused"):
+        with cuda.forced("sequential"):
             assert op(here, gather_call((8,), 64, (72,), world=world)) is None
         with cuda.forced("fused"), pytest.raises(RuntimeError, match=rf"'fused' was asked for and cannot run: {world}"):
             op(here, gather_call((8,), 64, (72,), world=world))
@@ -1668,7 +1668,7 @@ def test_a_group_of_a_size_without_kernels_runs_unfused(world: int, caplog: pyte
 @pytest.mark.parametrize("world", [4, 9])
 def test_arguments_are_checked_before_a_call_is_left_to_the_unfused_program(world: int) -> None:
     checked: list[bool] = []
-    with machine(0, world) as here, cuda.forced("unfused"):
+    with machine(0, world) as here, cuda.forced("sequential"):
         for _ in range(2):
             assert op(here, gather_call((8, 2), 64, (72,), dim=1, world=world), lambda: checked.append(True)) is None
             assert op(here, scatter_call((2, 72), (64,), 72, dim=1, world=world), lambda: checked.append(True)) is None

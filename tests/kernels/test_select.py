@@ -8,6 +8,7 @@ import math
 import operator
 import re
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.choose import names, select
 from asynctp_kernels.cuda.choose.implementation import Implementation
 from asynctp_kernels.cuda.choose.select import IMPLEMENTATIONS, WHOLE, Choice, Problem, Rates
 from asynctp_kernels.cuda.choose.tiles import WireChunks, cut, cut_own, tiles_for, waves
@@ -171,7 +172,7 @@ def test_extremes_of_a_scatter(k: int, n: int, device: str, world: int) -> None:
 def test_extremes_of_an_all_reduce(k: int, n: int, device: str, world: int) -> None:
     """Few rows, as in decoding, get one collective instead of two."""
     for rows in (1, 8, 64, 128, 256):
-        assert explain_all_reduce(rows, k, n, world=world, device=device).implementation == "unfused"
+        assert explain_all_reduce(rows, k, n, world=world, device=device).implementation == "sequential"
     for rows in (8192, 16384, 65536):
         assert explain_all_reduce(rows, k, n, world=world, device=device).implementation in OVERLAPPED
 
@@ -182,13 +183,13 @@ def test_an_all_reduce_is_a_scatter_and_a_gather() -> None:
     rest = {name: estimate(whole, name, Rates(), SMS) - estimate(part, name, Rates(), SMS) for name in IMPLEMENTATIONS}
     again = 2048 * 3 / 4 * 4096 * 2 / Rates().nccl
     assert rest == pytest.approx(
-        {name: again + (0 if name == "unfused" else Rates().nccl_start) for name in IMPLEMENTATIONS}, abs=0.2
+        {name: again + (0 if name == "sequential" else Rates().nccl_start) for name in IMPLEMENTATIONS}, abs=0.2
     )
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.parametrize("device", [H200, UNKNOWN])
-def test_nothing_runs_unfused_that_need_not(device: str, world: int) -> None:
+def test_nothing_runs_sequentially_that_need_not(device: str, world: int) -> None:
     for rows in (512, 1024, 2048, 4096, 8192, 16384, 32768):
         for k in (512, 1024, 2048, 4096, 8192):
             for n in (512, 1024, 2560, 4096, 7168, 14336):
@@ -197,7 +198,7 @@ def test_nothing_runs_unfused_that_need_not(device: str, world: int) -> None:
                     explain_gather(part, k, n, world=world, device=device),
                     explain_scatter(part, k, n, world=world, device=device),
                 ):
-                    assert choice.implementation not in ("unfused", WHOLE)
+                    assert choice.implementation not in ("sequential", WHOLE)
 
 
 @pytest.mark.parametrize("rows", [8192, 16384, 32768])
@@ -337,7 +338,7 @@ def test_parts_that_are_not_whole_loads_are_not_reduced_from_inboxes(kind: str) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("forced", "wanted"),
-    [("fused", PUSH), ("decomposed", PUSH), (WHOLE, PUSH), ("direct", DIRECT), ("unfused", PLAIN)],
+    [("fused", PUSH), ("decomposed", PUSH), (WHOLE, PUSH), ("direct", DIRECT), ("sequential", PLAIN)],
 )
 @pytest.mark.parametrize("size", [1024, 1 << 25])
 def test_an_implementation_that_all_ask_for_brings_its_transport(
@@ -901,7 +902,7 @@ def test_other_gpus_have_no_scales_of_blocks(capability: tuple[int, int]) -> Non
 def test_groups_that_nothing_overlaps_in(world: int) -> None:
     for found in (explain_gather(4096, 512, 512, world=world), explain_scatter(4096, 512, 512, world=world),
                   explain_all_reduce(4096, 512, 512, world=world)):  # fmt: skip
-        assert (found.implementation, found.source) == ("unfused", "only one that can")
+        assert (found.implementation, found.source) == ("sequential", "only one that can")
         assert f"{world} ranks; the overlapped ops run on 2 to 8" in found.refused["direct"]
 
 
@@ -925,7 +926,7 @@ def test_what_is_refused_and_forced_raises_with_the_reason(name: str) -> None:
 def test_only_one_that_can() -> None:
     refused = dict.fromkeys(("fused", "decomposed", "direct"), "no")
     choice = chosen(problem("gather", 4096, 512, 512), refused)
-    assert (choice.implementation, choice.source) == ("unfused", "only one that can")
+    assert (choice.implementation, choice.source) == ("sequential", "only one that can")
 
 
 # --- what is asked for -------------------------------------------------------------------------------------------
@@ -951,7 +952,7 @@ def test_forced_inside_forced_and_after_an_error() -> None:
 
 def test_forcing_what_is_not_there() -> None:
     with (
-        pytest.raises(ValueError, match=r"forced='fast' is not valid; .* fused, decomposed, direct, unfused"),
+        pytest.raises(ValueError, match=r"forced='fast' is not valid; .* fused, decomposed, direct, sequential"),
         select.forced("fast"),
     ):
         pass
@@ -968,6 +969,36 @@ def test_environment(implementation: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert chosen(problem("scatter", 4096, 512, 512)).source == "forced"
     with select.forced("direct"):
         assert select.requested() == "direct", "the program has the last word"
+
+
+@pytest.fixture
+def told_again() -> None:
+    """As if no old name had been given yet."""
+    names._warn.cache_clear()
+
+
+@pytest.mark.usefixtures("told_again")
+def test_an_old_name_is_another_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a program forces, and of the variable: each warns once."""
+    with pytest.warns(FutureWarning, match="forced names 'unfused', which is now 'sequential'"), cuda.forced("unfused"):
+        assert select.requested() == "sequential"
+    monkeypatch.setenv(select.VARIABLE, "unfused")
+    select.refresh()
+    with pytest.warns(FutureWarning, match=rf"{select.VARIABLE} names 'unfused', which is now 'sequential'"):
+        assert select.requested() == "sequential"
+    select.refresh()
+    with warnings.catch_warnings(), cuda.forced("unfused"):
+        warnings.simplefilter("error")
+        assert select.requested() == "sequential"
+
+
+@pytest.mark.usefixtures("told_again")
+def test_a_table_of_an_older_version_is_read(table: Path) -> None:
+    write(table, {UNKNOWN: {KEY: {"1000": "unfused", "2000": "unfused"}}})
+    with pytest.warns(FutureWarning, match="tuning.json names 'unfused', which is now 'sequential'") as told:
+        assert select.tuned() == {UNKNOWN: {KEY: {"1000": "sequential", "2000": "sequential"}}}
+    assert len(told) == 1
+    assert chosen(ASKED).implementation == "sequential"
 
 
 def test_environment_auto_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1025,9 +1056,9 @@ def test_what_was_measured_with_fast_sums_does_not_decide_for_precise_ones(table
 
 
 def test_a_table_decides_for_its_gpu_and_problem(table: Path) -> None:
-    write(table, {UNKNOWN: {KEY: {"1000": "unfused"}}})
+    write(table, {UNKNOWN: {KEY: {"1000": "sequential"}}})
     choice = chosen(ASKED)
-    assert (choice.implementation, choice.source) == ("unfused", "measured")
+    assert (choice.implementation, choice.source) == ("sequential", "measured")
     others = [replace(ASKED, op="scatter"), replace(ASKED, world=2), replace(ASKED, depth=520),
               replace(ASKED, widths=(640,)), replace(ASKED, dtype="float16")]  # fmt: skip
     assert [chosen(other).source for other in others] == ["cost model"] * len(others)
@@ -1039,13 +1070,13 @@ def test_a_table_adds_to_the_shipped_one_and_overrides_it(table: Path) -> None:
     new = problem("gather", 100_000, 8192, 2560)
     assert [chosen(each, device=H200).implementation for each in (first, second)] == ["direct", "direct"]
     assert chosen(new, device=H200).source == "cost model"
-    write(table, {H200: {first.key: {"64": "unfused", "100000": "direct"}}, UNKNOWN: {KEY: {"1000": "direct"}}})
-    assert chosen(first, device=H200).implementation == "unfused"
+    write(table, {H200: {first.key: {"64": "sequential", "100000": "direct"}}, UNKNOWN: {KEY: {"1000": "direct"}}})
+    assert chosen(first, device=H200).implementation == "sequential"
     assert (chosen(second, device=H200).implementation, chosen(second, device=H200).source) == ("direct", "measured")
     assert chosen(new, device=H200).source == "measured"
     assert chosen(ASKED).source == "measured"
     table.unlink()
-    assert chosen(first, device=H200).implementation == "unfused", "it is read once"
+    assert chosen(first, device=H200).implementation == "sequential", "it is read once"
     select.refresh()
     assert chosen(first, device=H200).implementation == "direct", "the shipped table is as it was"
 
@@ -1059,7 +1090,7 @@ def test_a_damaged_table_is_named(table: Path) -> None:
 
 @pytest.mark.parametrize(("decomposed", "winner"), [(99.5, "fused"), (99.1, "fused"), (98.9, "decomposed")])
 def test_decomposed_has_to_be_ahead_of_fused(decomposed: float, winner: str) -> None:
-    assert select.fastest({"fused": 100.0, "decomposed": decomposed, "unfused": 120.0}) == winner
+    assert select.fastest({"fused": 100.0, "decomposed": decomposed, "sequential": 120.0}) == winner
     assert select.fastest({"decomposed": decomposed, "direct": 99.0}) == ("decomposed" if decomposed < 99 else "direct")
 
 
@@ -1073,12 +1104,12 @@ def test_a_table_does_not_make_run_what_cannot(table: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        (666, None), (667, "direct"), (1000, "direct"), (1300, "direct"), (1500, "unfused"), (2000, "unfused"),
-        (2999, "unfused"), (3001, None), (0, None),
+        (666, None), (667, "direct"), (1000, "direct"), (1300, "direct"), (1500, "sequential"), (2000, "sequential"),
+        (2999, "sequential"), (3001, None), (0, None),
     ],
 )  # fmt: skip
 def test_the_nearest_number_of_rows_decides_within_a_factor(table: Path, rows: int, expected: str | None) -> None:
-    write(table, {UNKNOWN: {KEY: {"1000": "direct", "2000": "unfused"}}})
+    write(table, {UNKNOWN: {KEY: {"1000": "direct", "2000": "sequential"}}})
     assert select.measured_choice(replace(ASKED, rows=rows), UNKNOWN) == expected
 
 
@@ -1111,7 +1142,7 @@ def test_the_problem_of_several_scaled_products() -> None:
 def test_the_model_knows_that_one_gemm_makes_all_products(fast: bool) -> None:
     """Elsewhere each product and each sum is written and read."""
     one, several = sums(1536, fast=fast), sums(512, 512, 512, fast=fast)
-    for name in ("decomposed", "unfused", "direct"):
+    for name in ("decomposed", "sequential", "direct"):
         assert estimate(several, name, Rates(), SMS) > estimate(one, name, Rates(), SMS)
     assert chosen(several, {"direct": "no"}).implementation == "fused"
 
@@ -1224,7 +1255,7 @@ def test_reports_expect_the_second_half_of_an_all_reduce(monkeypatch: pytest.Mon
     monkeypatch.setattr(compat, "size_of_group", lambda group: 4)
     remarks = [run_pass(all_reduced(GraphBuilder(), rows)).fused[0] for rows in (64, 8192)]
     assert [remark.implementation for remark in remarks] == [
-        "unfused (only one that can)",
+        "sequential (only one that can)",
         "fused, then all-gather (cost model)",
     ]
 
@@ -1248,7 +1279,7 @@ def test_reports_expect_nothing_of_sizes_that_they_do_not_know(monkeypatch: pyte
     on_gpu(monkeypatch)
     b = GraphBuilder()
     (remark,) = run_pass(b.returns(b.mm(b.gather(b.input("x", [6, 8], dynamic=0)), b.input("w", [8, 12])))).fused
-    assert (remark.call, remark.implementation) == ({}, "unfused")
+    assert (remark.call, remark.implementation) == ({}, "sequential")
 
 
 def test_reports_expect_nothing_that_is_forced_and_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1288,7 +1319,7 @@ def test_estimates_are_times(asked: Problem, implementation: str, sms: int) -> N
 
 
 @quick
-@given(PROBLEMS, st.sampled_from(["direct", "unfused"]))
+@given(PROBLEMS, st.sampled_from(["direct", "sequential"]))
 def test_twice_the_products_take_longer(asked: Problem, implementation: str) -> None:
     more = replace(asked, rows=2 * asked.rows, depth=2 * asked.depth)
     assert estimate(more, implementation, Rates(), SMS) >= estimate(asked, implementation, Rates(), SMS)

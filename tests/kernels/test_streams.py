@@ -124,7 +124,7 @@ SESSIONS: dict[str, Session] = {
             scatter("direct"),
         ),
     ),
-    "beside NCCL": Session(3, (gather("unfused"), scatter(), scatter("unfused", reduce_op="avg"), gather())),
+    "beside NCCL": Session(3, (gather("sequential"), scatter(), scatter("sequential", reduce_op="avg"), gather())),
     # what one rank does with a gather, or sums up, another does otherwise
     "unlike uses of gathers": Session(
         3, ((gather(), gather("decomposed", full=True), move("gather")), (bulk("gather"), gather(full=True), gather()))

@@ -44,7 +44,7 @@ DAMAGED: list[tuple[Any, str]] = [
     *(
         (
             of_rows("64", value),
-            f'["{GPU}"]["{KEY}"]["64"] is {shown}; it must be one of fused, decomposed, direct, unfused',
+            f'["{GPU}"]["{KEY}"]["64"] is {shown}; it must be one of fused, decomposed, direct, sequential',
         )
         for value, shown in [
             ("fusedd", '"fusedd"'),

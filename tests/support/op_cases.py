@@ -257,9 +257,9 @@ def run_each(case: Case, x: Inputs, group: ProcessGroup) -> Iterator[tuple[str, 
     from asynctp_kernels import cuda
 
     ran = False
-    for implementation in (*IMPLEMENTATIONS, "unfused"):
+    for implementation in (*IMPLEMENTATIONS, "sequential"):
         if (
-            ran and implementation == "unfused"
+            ran and implementation == "sequential"
         ):  # it sums over ranks as gloo does; `tests/integration/test_ops.py` judges it
             return
         with cuda.forced(implementation):

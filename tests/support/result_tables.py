@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asynctp_kernels.cuda.choose.names import RENAMED
+
 from asynctp_passes.tools.bench import NOISE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +58,7 @@ def rows(folder: str) -> list[Row]:
     for path in (RESULTS / folder / "bench.json", *sorted((RESULTS / folder).glob("bench-again-*.json"))):
         run = read(path)
         for raw in run["rows"]:
+            raw["timings"] = {RENAMED.get(name, name): times for name, times in raw["timings"].items()}
             key = f"{raw['op']}:{raw['world']}:{DTYPES[raw['kind']]}:{raw['k']}:{raw['n']}"
             row = Row(raw, picks[run["machine"].partition(" x ")[2]][key][str(raw["m"])])
             found[raw["kind"], key, raw["m"]] = row

@@ -59,7 +59,7 @@ def row(op: str = "gather", kind: str = "bf16", m: int = 4096, k: int = 8192, n:
     """A measurement; without `timings` one in which fused is the fastest."""
     found = timings or {
         "cublas": timing(250), "nccl": timing(480), "intree": timing(420), "asynctp": timing(300), "fused": timing(300),
-        "decomposed": timing(310), "direct": timing(400), "unfused": timing(480),
+        "decomposed": timing(310), "direct": timing(400), "sequential": timing(480),
     }  # fmt: skip
     dtype = torch.bfloat16 if kind == "bf16" else torch.float8_e4m3fn
     problem = select.Problem.of(op, 4, m, [k], [n], dtype, torch.bfloat16, "precise" not in kind)
@@ -217,7 +217,7 @@ def test_tuning_table_has_what_is_never_slower_first() -> None:
 
 
 def test_the_selector_takes_the_tuning_table(table: Path) -> None:
-    slow = {"fused": timing(300), "decomposed": timing(310), "direct": timing(400), "unfused": timing(10)}
+    slow = {"fused": timing(300), "decomposed": timing(310), "direct": timing(400), "sequential": timing(10)}
     kinds = ("fp8", "fp8-rowwise-precise")
     found = [row(m=96, k=520, n=264, **slow), *(row("scatter", kind, 512, 528, 256, **slow) for kind in kinds)]
     for each in found:
@@ -226,7 +226,7 @@ def test_the_selector_takes_the_tuning_table(table: Path) -> None:
     select.refresh()
     for each in found:
         choice = select.choose(each.problem, ENTRIES[each.problem.op], {}, 132, GPU)
-        assert (choice.implementation, choice.source) == ("unfused", "measured")
+        assert (choice.implementation, choice.source) == ("sequential", "measured")
 
 
 def test_a_second_measurement_is_merged_into_the_table(table: Path) -> None:
@@ -267,16 +267,16 @@ def test_fp8_kinds_decide_together() -> None:
 
 def test_precise_fp8_decides_for_itself() -> None:
     """torchao's backward sums in fp32, where our GEMM is slower against cuBLAS than with fast sums."""
-    fast = row(kind="fp8", fused=timing(1), unfused=timing(2))
-    precise = row(kind="fp8-precise", fused=timing(2), unfused=timing(1))
+    fast = row(kind="fp8", fused=timing(1), sequential=timing(2))
+    precise = row(kind="fp8-precise", fused=timing(2), sequential=timing(1))
     assert bench.tuning_table([fast, precise])[GPU] == {
         "gather:4:float8_e4m3fn:8192:2560": {"4096": "fused"},
-        "gather:4:float8_e4m3fn:8192:2560:precise": {"4096": "unfused"},
+        "gather:4:float8_e4m3fn:8192:2560:precise": {"4096": "sequential"},
     }
 
 
 def test_what_is_wrong_is_never_in_the_table() -> None:
-    fastest = {"direct": timing(1), "fused": timing(2), "unfused": timing(3)}
+    fastest = {"direct": timing(1), "fused": timing(2), "sequential": timing(3)}
     assert bench.tuning_table([row(**fastest)])[GPU] == {"gather:4:bfloat16:8192:2560": {"4096": "direct"}}
     found = [wrong(row(**fastest), "direct"), row(**fastest)]
     for order in (found, found[::-1]):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from asynctp_kernels import compat, doctor, errors
-from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.choose import names, select
 from asynctp_kernels.cuda.legality import WORLD_SIZES
 from asynctp_kernels.cuda.runtime import driver
 from asynctp_kernels.doctor import Facts, Finding, Gpu, diagnose, render, usable
@@ -46,7 +46,7 @@ CPU_ONLY = "CPU only: the reference implementation runs"
 INTERPRETED = "CPU only: the interpreted kernels run"
 OVERLAPPED = "the fused ops run overlapped here"
 NO_GEMM = "the fused ops run overlapped here, without the fused GEMM"
-UNFUSED = "the fused ops run unfused here: "
+SEQUENTIAL = "the fused ops run sequentially here: "
 FAILED = "not usable as asked: "
 
 
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Facts, dict[str, Any], list[str], str]] = {
     "4 H200": (GPU, {}, [], OVERLAPPED),
     "4 H200, no triton": (
         GPU, {"triton": None, "kernels_error": "no triton", "symmetric_memory": None}, ["warn triton"],
-        UNFUSED + "triton is missing",
+        SEQUENTIAL + "triton is missing",
     ),
     "4 H200, old triton": (GPU, {"triton": "3.5.0"}, ["fail triton"], FAILED + "triton: 3.5.0 is too old"),
     "4 H200, kernels do not import": (GPU, {"kernels_error": "OSError: x"}, ["fail kernels"], FAILED + "kernels"),
@@ -109,24 +109,29 @@ CASES: dict[str, tuple[Facts, dict[str, Any], list[str], str]] = {
         GPU, {"interpreted": True}, ["fail TRITON_INTERPRET"], FAILED + "TRITON_INTERPRET: Triton runs its interpreter",
     ),
     "4 H200, no peer access": (
-        GPU, {"unreachable": ALL_PAIRS}, ["warn peer access"], UNFUSED + "no GPU reaches another one's memory",
+        GPU, {"unreachable": ALL_PAIRS}, ["warn peer access"], SEQUENTIAL + "no GPU reaches another one's memory",
     ),
     "4 H200, two islands": (
-        GPU, {"unreachable": ALL_PAIRS[1:5]}, ["warn peer access"], UNFUSED + "groups with GPUs 0-2, 0-3, 1-2, 1-3 ",
+        GPU, {"unreachable": ALL_PAIRS[1:5]}, ["warn peer access"], SEQUENTIAL + "groups with GPUs 0-2, 0-3, 1-2, 1-3 ",
     ),
     "4 H200, no symmetric memory": (
-        GPU, {"symmetric_memory": None}, ["warn symmetric memory"], UNFUSED + "torch has no symmetric memory for CUDA",
+        GPU, {"symmetric_memory": None}, ["warn symmetric memory"],
+        SEQUENTIAL + "torch has no symmetric memory for CUDA",
     ),
     "4 H200, NVSHMEM": (GPU, {"symmetric_memory": "NVSHMEM"}, ["warn symmetric memory"], OVERLAPPED),
-    "1 H200": (GPU, {"gpus": (H200,)}, [], UNFUSED + "there is one GPU"),
+    "1 H200": (GPU, {"gpus": (H200,)}, [], SEQUENTIAL + "there is one GPU"),
     "9 H200": (GPU, {"gpus": (H200,) * 9}, [], OVERLAPPED),
     "4 A100": (GPU, {"gpus": (A100,) * 4}, [], NO_GEMM),
     "H200 and A100": (GPU, {"gpus": (H200, A100)}, ["warn GPU count"], NO_GEMM),
     "no stream memory operations": (
         GPU, {"gpus": (replace(H200, stream_ops=False), H200)}, ["warn stream memory operations"], OVERLAPPED,
     ),
-    "unfused asked for": (
-        GPU, env(ASYNCTP_CUDA_IMPLEMENTATION="unfused"), [], UNFUSED + "ASYNCTP_CUDA_IMPLEMENTATION asks for it",
+    "sequential asked for": (
+        GPU, env(ASYNCTP_CUDA_IMPLEMENTATION="sequential"), [], SEQUENTIAL + "ASYNCTP_CUDA_IMPLEMENTATION asks for it",
+    ),
+    "sequential asked for by its old name": (
+        GPU, env(ASYNCTP_CUDA_IMPLEMENTATION="unfused"), ["warn ASYNCTP_CUDA_IMPLEMENTATION"],
+        SEQUENTIAL + "ASYNCTP_CUDA_IMPLEMENTATION asks for it",
     ),
     "fused asked for": (GPU, env(ASYNCTP_CUDA_IMPLEMENTATION="fused"), [], OVERLAPPED),
     "fused asked for on A100": (
@@ -181,7 +186,7 @@ def test_machines(case: str) -> None:
     assert [f"{found.status} {found.name}" for found in findings if found.status in ("warn", "fail")] == expected
     assert last.name == "verdict"
     assert last.text.startswith(verdict)
-    assert verdict.endswith(last.text) or verdict.startswith((FAILED, UNFUSED)), "exact, unless a reason follows"
+    assert verdict.endswith(last.text) or verdict.startswith((FAILED, SEQUENTIAL)), "exact, unless a reason follows"
     assert usable([*findings, last]) == (not any(text.startswith("fail") for text in expected))
     assert all(finding.remedy for finding in findings if finding.status == "fail" and finding.name != "interpreter")
 
@@ -196,7 +201,7 @@ def said(facts: Facts, name: str) -> list[tuple[str, str]]:
         ({}, "GPUs", "ok", "4 × NVIDIA H200, compute capability 9.0: every implementation"),
         ({"gpus": (A100,) * 2}, "GPUs", "info", "the fused GEMM is for 9.0"),
         ({"gpus": (H200,)}, "GPU count", "info", "one GPU has no peer"),
-        ({"gpus": (H200,) * 9}, "GPU count", "info", "more than 8 ranks run unfused"),
+        ({"gpus": (H200,) * 9}, "GPU count", "info", "more than 8 ranks run sequentially"),
         ({"gpus": (H200, A100)}, "GPU count", "warn", "hang"),
         ({}, "peer access", "ok", "between all GPUs"),
         ({"unreachable": ALL_PAIRS}, "peer access", "warn", "0-1, 0-2, 0-3, 1-2 and 2 other pairs"),
@@ -235,6 +240,7 @@ def test_known_bugs_by_version() -> None:
 def test_names_are_those_of_the_code() -> None:
     """The doctor must import without the modules that own these names, so it repeats them."""
     assert set(doctor.CUDA_IMPLEMENTATIONS) <= set(select.IMPLEMENTATIONS)
+    assert doctor.RENAMED_IMPLEMENTATIONS == names.RENAMED
     assert (doctor.CUDA_VARIABLE, doctor.TABLE_VARIABLE) == (select.VARIABLE, select.TABLE_VARIABLE)
     assert doctor.TIMEOUT_VARIABLE == errors.TIMEOUT_VARIABLE
     assert WORLD_SIZES.stop - 1 == doctor.MAX_RANKS
@@ -399,7 +405,7 @@ def test_command_here(blocked: tuple[str, ...]) -> None:
     done = run_doctor(blocked=blocked)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "CPU only: the reference implementation runs"
-    assert ("cannot be imported: the fused ops run unfused" in done.stdout) == (blocked == ("triton",))
+    assert ("cannot be imported: the fused ops run sequentially" in done.stdout) == (blocked == ("triton",))
 
 
 def test_command_says_no() -> None:

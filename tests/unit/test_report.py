@@ -26,7 +26,7 @@ FUSED = Remark(
     group_size=4,
     shapes={"input": "bf16[1024, 4096]", "output": "bf16[4096, 4096]"},
     op="asynctp::all_gather_matmul",
-    implementation="unfused",
+    implementation="sequential",
     comm_bytes=25165824,
     flops=34359738368,
     estimate_us={"comm": 68.0, "matmul": 45.2, "serial": 113.2, "overlapped": 68.0},
@@ -72,7 +72,7 @@ def test_print() -> None:
 asynctp: graph 0/0 (forward): 1 of 2 chains fused, 1 missed, 2 other collectives skipped
 + FUSED   all_gather_matmul: all_gather_into_tensor -> wait_tensor -> mm  (model.py:12)
     asynctp::all_gather_matmul over group 'tp' of 4; input bf16[1024, 4096]  output bf16[4096, 4096]
-    implementation: unfused; 24 MiB, 34.4 GFLOP, model: 113 us one after the other, at best 68 us overlapped
+    implementation: sequential; 24 MiB, 34.4 GFLOP, model: 113 us one after the other, at best 68 us overlapped
 ! MISSED  reduce_scatter: mm_1 -> add -> reduce_scatter_tensor
     ATP110 SUM_HAS_OTHER_TERM: a term is not a matmul [add]
     remedy: add it after the reduce-scatter
@@ -87,7 +87,7 @@ def test_print_of_a_graph() -> None:
 asynctp: graph (inference): 1 of 2 chains fused, 1 missed, 2 other collectives skipped
 + FUSED   all_gather_matmul: all_gather_into_tensor -> wait_tensor -> mm  (model.py:12)
     asynctp::all_gather_matmul over group 'tp' of 4; input f32[4, 8]  output f32[16, 8]  matmul f32[16, 8] @ f32[8, 12]
-    implementation: unfused; 384 B, 3.07 kFLOP
+    implementation: sequential; 384 B, 3.07 kFLOP
 ! MISSED  matmul_reduce_scatter: mm_1 -> reduce_scatter_tensor -> wait_tensor_1
     ATP201 REDUCE_OP_UNSUPPORTED: the collective's reduction is neither 'sum' nor 'avg' ['max']
     remedy: only sums commute with the matmul's accumulation; use 'sum' or 'avg'
@@ -107,7 +107,7 @@ def test_print_of_an_all_reduce() -> None:
 asynctp: graph (inference): 1 of 1 chains fused, 0 missed, 0 other collectives skipped
 + FUSED   matmul_all_reduce: mm -> all_reduce -> wait_tensor
     asynctp::matmul_all_reduce over group 'tp'; input f32[6, 12]  output f32[6, 12]  matmul f32[6, 8] @ f32[8, 12]
-    implementation: unfused; 1.15 kFLOP""",
+    implementation: sequential; 1.15 kFLOP""",
     )
     assert note.startswith("    note: at best the sum hides behind the matmul")
     assert "SequenceParallel" in note
@@ -132,7 +132,7 @@ def test_print_from_the_cache() -> None:
 
 def test_costs_that_are_unknown_are_not_printed() -> None:
     unknown = dataclasses.replace(FUSED, comm_bytes=None, flops=None, estimate_us={})
-    assert str(unknown).splitlines()[-1] == "    implementation: unfused"
+    assert str(unknown).splitlines()[-1] == "    implementation: sequential"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_costs_that_are_unknown_are_not_printed() -> None:
 )
 def test_quantities_have_a_fitting_unit(comm_bytes: int, flops: int, text: str) -> None:
     remark = dataclasses.replace(FUSED, comm_bytes=comm_bytes, flops=flops, estimate_us={})
-    assert str(remark).splitlines()[-1] == f"    implementation: unfused; {text}"
+    assert str(remark).splitlines()[-1] == f"    implementation: sequential; {text}"
 
 
 def test_long_reports_stay_short_where_nothing_is_to_do() -> None:

@@ -469,7 +469,7 @@ def _in_step(memory: GroupMemory, do: Callable[..., T], *args: Any) -> T:
 
 def _require_none_forced(reason: str) -> None:
     wanted = select.requested()
-    if wanted not in (None, "unfused"):
+    if wanted not in (None, "sequential"):
         raise RuntimeError(f"asynctp: implementation {wanted!r} was asked for and cannot run: {reason}")
 
 
@@ -487,7 +487,7 @@ def last_implementation(group: Any) -> str:
     """
     group = process_group(group)
     if group in _unavailable or (memory := existing_memory(group)) is None:
-        return "unfused"
+        return "sequential"
     return memory.last_implementation
 
 

@@ -39,7 +39,7 @@ from asynctp_kernels.cuda.plans.gather import (
     DirectGather,
     GatherCall,
     GatherPlan,
-    UnfusedGather,
+    SequentialGather,
     decomposed_gather,
     fused_gather,
 )
@@ -49,7 +49,7 @@ from asynctp_kernels.cuda.plans.scatter import (
     FusedScatter,
     ScatterCall,
     ScatterPlan,
-    UnfusedScatter,
+    SequentialScatter,
 )
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
@@ -92,9 +92,9 @@ def _direct_gather(call: GatherCall, memory: GroupMemory, choice: Choice) -> Gat
     return DirectGather(call, memory)
 
 
-def _unfused_gather(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan | Elsewhere:
+def _sequential_gather(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan | Elsewhere:
     if _cublas_and_nccl(call) and cublas_takes_gathered(call) is None:
-        return UnfusedGather(call, memory)
+        return SequentialGather(call, memory)
     return Elsewhere(choice.implementation)
 
 
@@ -106,7 +106,7 @@ GATHERS: tuple[Implementation[GatherCall], ...] = (
     Implementation("fused", (*_ANY, *_FUSED_GATHER), cost.fused, _fused_gather),
     Implementation("decomposed", (*_ANY, *_DECOMPOSED_GATHER), cost.decomposed, _decomposed_gather),
     Implementation("direct", (*_ANY, *_DIRECT_GATHER), cost.direct, _direct_gather),
-    Implementation("unfused", (), cost.unfused, _unfused_gather),
+    Implementation("sequential", (), cost.sequential, _sequential_gather),
     Implementation("whole", (), None, _elsewhere),
 )
 
@@ -125,9 +125,9 @@ def _direct_scatter(call: ScatterCall, memory: GroupMemory, choice: Choice) -> S
     return DirectScatter(call, memory)
 
 
-def _unfused_scatter(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan | Elsewhere:
+def _sequential_scatter(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan | Elsewhere:
     if _cublas_and_nccl(call) and cublas_takes_scattered(call) is None:
-        return UnfusedScatter(call, memory)
+        return SequentialScatter(call, memory)
     return Elsewhere(choice.implementation)
 
 
@@ -156,7 +156,7 @@ SCATTERS: tuple[Implementation[ScatterCall], ...] = (
     Implementation("fused", (*_ANY, *_FUSED_SCATTER), cost.fused, _fused_scatter),
     Implementation("decomposed", (*_ANY, *_DECOMPOSED_SCATTER), cost.decomposed, _decomposed_scatter),
     Implementation("direct", (*_ANY, *_DIRECT_SCATTER), cost.direct, _direct_scatter),
-    Implementation("unfused", (), cost.unfused, _unfused_scatter),
+    Implementation("sequential", (), cost.sequential, _sequential_scatter),
     Implementation("whole", (), None, _elsewhere),
 )
 
@@ -183,7 +183,7 @@ ALL_REDUCES: tuple[Implementation[ScatterCall], ...] = (
         cost.then_all_gather(cost.direct),
         _direct_scatter,
     ),
-    Implementation("unfused", (), cost.as_one_all_reduce(cost.unfused), _elsewhere),
+    Implementation("sequential", (), cost.as_one_all_reduce(cost.sequential), _elsewhere),
     Implementation("whole", (), None, _elsewhere),
 )
 

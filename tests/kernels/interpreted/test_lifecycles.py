@@ -337,11 +337,11 @@ def test_ranks_that_differ_agree_on_what_becomes_of_the_group(tmp_path: Path) ->
     outcomes = run_ranks(2, _unlike, str(tmp_path))
     for rank, found in enumerate(outcomes):
         says, heard, ran, _ = found["sources"]
-        assert (says, ran, len(heard)) == (["right", "right"], "unfused", 1)
+        assert (says, ran, len(heard)) == (["right", "right"], "sequential", 1)
         assert "runs the unfused program: its ranks have unlike files of asynctp_kernels (rank 0: " in heard[0]
         assert "; rank 1: another)" in heard[0]
         says, heard, ran, _ = found["hosts"]
-        assert (says, ran, len(heard)) == (["right", "right"], "unfused", 1)
+        assert (says, ran, len(heard)) == (["right", "right"], "sequential", 1)
         assert "its ranks are on 2 hosts (node0, node1), not on one" in heard[0]
         says, heard, _, held = found["forced"]
         assert says[0] == (
@@ -351,7 +351,7 @@ def test_ranks_that_differ_agree_on_what_becomes_of_the_group(tmp_path: Path) ->
         assert "release(group)" in says[1]
         assert held is None
         says, heard, ran, held = found["apart"]
-        assert (says, ran != "unfused", held) == (["right", "right"], True, 0), rank
+        assert (says, ran != "sequential", held) == (["right", "right"], True, 0), rank
         assert "by the shipped table alone, as its ranks were tuned apart (digests: rank 0: none; rank 1:" in heard[0]
         says, heard, ran, held = found["alike"]
         assert (says, heard, held) == (["right", "right"], [], 1)

@@ -2,12 +2,12 @@
 
 The terms are named below; their values were measured (`Rates`):
 
-    unfused      matmul + collective                                     NCCL and cuBLAS, nothing overlaps
+    sequential   matmul + collective                                     NCCL and cuBLAS, nothing overlaps
     direct       matmul + one-kernel collective                          nothing overlaps, but little latency
     decomposed   max(copies, matmul in parts) + ends                     cuBLAS per range of a rank's rows
     fused        max(copies, our matmul) + ends                          one GEMM
 
-An all-reduce is a scatter by one of these and then NCCL's all-gather (`then_all_gather`); unfused, it is one
+An all-reduce is a scatter by one of these and then NCCL's all-gather (`then_all_gather`); sequential, it is one
 collective of NCCL's (`as_one_all_reduce`).
 """
 
@@ -168,7 +168,7 @@ Estimate = Callable[[Problem, Rates, int], float]
 
 
 # --- the implementations -------------------------------------------------------------------------------------------
-def unfused(problem: Problem, rates: Rates, sms: int) -> float:
+def sequential(problem: Problem, rates: Rates, sms: int) -> float:
     """cuBLAS on the whole and one collective of NCCL's."""
     matmul = _products(problem, problem.rows, rates, sms)
     return matmul + rates.nccl_start + problem.wire_bytes * problem.widened / rates.nccl

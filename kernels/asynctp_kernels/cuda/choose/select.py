@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asynctp_kernels.cuda.choose import tables
+from asynctp_kernels.cuda.choose import names, tables
 from asynctp_kernels.cuda.choose.cost import Problem as Problem
 from asynctp_kernels.cuda.choose.cost import Rates as Rates
 from asynctp_kernels.cuda.choose.cost import chunks_for, fused_tiles
@@ -45,8 +45,7 @@ def forced(implementation: str) -> Iterator[None]:
     Raises:
         ValueError: there is no such implementation.
     """
-    _check_name(implementation, "forced")
-    _forced.append(implementation)
+    _forced.append(_checked(implementation, "forced"))
     try:
         yield
     finally:
@@ -61,15 +60,15 @@ def requested() -> str | None:
 @functools.cache
 def _from_environment() -> str | None:
     name = os.environ.get(VARIABLE, "auto")
-    if name == "auto":
-        return None
-    _check_name(name, VARIABLE)
-    return name
+    return None if name == "auto" else _checked(name, VARIABLE)
 
 
-def _check_name(name: str, where: str) -> None:
+def _checked(name: str, where: str) -> str:
+    """The implementation that `name` stands for, maybe in an older spelling."""
+    name = names.current(name, where)
     if name not in TRANSPORTS:
         raise ValueError(f"asynctp: {where}={name!r} is not valid; it must be one of {', '.join(TRANSPORTS)}")
+    return name
 
 
 def choose(

@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from asynctp_kernels.cuda.choose import names
+
 ByRows = dict[str, str]
 Problems = dict[str, ByRows]
 Table = dict[str, Problems]
@@ -42,7 +44,7 @@ def read(path: Path, implementations: Sequence[str]) -> Table:
 
     Args:
         path: Of a regular file of at most `LARGEST_FILE` bytes.
-        implementations: Those that there are.
+        implementations: Those that there are. Names of older versions are read as those of today, with a warning.
 
     Raises:
         ValueError: It is damaged, or cannot be read. The message names the file, the entry and what it may be.
@@ -117,12 +119,11 @@ def _checked(path: Path, loaded: Any, implementations: Sequence[str]) -> Table:
     for gpu, problems in _entries(path, loaded, (), _is_name, f"the name of a GPU, of 1 to {LONGEST_NAME} characters"):
         for key, by_rows in _entries(path, problems, (gpu,), _is_key, KEY_FORM):
             limit = f"a number of rows, from 1 to {MOST_ROWS}"
-            for rows, implementation in _entries(path, by_rows, (gpu, key), _is_count, limit):
-                if implementation not in implementations:
+            for rows, given in _entries(path, by_rows, (gpu, key), _is_count, limit):
+                by_rows[rows] = names.current(given, f"the tuning table {path}") if isinstance(given, str) else given
+                if by_rows[rows] not in implementations:
                     place = _place((gpu, key, rows))
-                    _refuse(
-                        path, f"{place} is {_shown(implementation)}; it must be one of {', '.join(implementations)}"
-                    )
+                    _refuse(path, f"{place} is {_shown(given)}; it must be one of {', '.join(implementations)}")
     found: Table = loaded
     return found
 
@@ -152,8 +153,8 @@ def _is_count(text: str) -> bool:
     return len(text) <= LONGEST_NAME and _NUMBER.fullmatch(text) is not None and int(text) <= MOST_ROWS
 
 
-def _place(names: Sequence[str]) -> str:
-    return "".join(f"[{_shown(name)}]" for name in names) or "the whole"
+def _place(keys: Sequence[str]) -> str:
+    return "".join(f"[{_shown(key)}]" for key in keys) or "the whole"
 
 
 def _shown(value: Any) -> str:

@@ -31,7 +31,7 @@ TRANSPORTS: dict[str, tuple[str, ...]] = {
     "fused": (PUSH, PULL),
     "decomposed": (PUSH, PULL),
     "direct": (DIRECT,),
-    "unfused": (PLAIN,),
+    "sequential": (PLAIN,),
     "whole": (PUSH, PULL, DIRECT),
 }
 SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

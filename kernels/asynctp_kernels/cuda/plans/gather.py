@@ -3,7 +3,7 @@
     fused        one GEMM starts on the own rows and takes the others' as their chunks arrive       push, pull
     decomposed   cuBLAS, one product per range of a source's rows, after its chunks                 push, pull
     direct       one kernel pushes and collects all shards, then cuBLAS on the whole                direct
-    unfused      NCCL, then cuBLAS on the whole                                                     plain
+    sequential   NCCL, then cuBLAS on the whole                                                     plain
 
 The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. By `push` each rank's
 copy engine pushes its shard to where the others' products read it, and nothing is staged; a rank that returns the
@@ -859,10 +859,10 @@ class DirectGather(WholeGather):
         self.launch(stream, [*pointers, *self.tail])
 
 
-class UnfusedGather(WholeGather):
+class SequentialGather(WholeGather):
     """NCCL's all-gather. Only for one outer block, where the ranks' shards are ranges of rows."""
 
-    name = "unfused"
+    name = "sequential"
     uses_memory = False
 
     def make(self, stream: int, call: GatherTensors) -> None:

@@ -6,7 +6,7 @@
     decomposed   cuBLAS, one product per range of a destination's rows; the copy engine pushes each after its    push
                  product
     direct       cuBLAS on the whole, then one kernel that pushes and reduces                                    direct
-    unfused      cuBLAS on the whole, then NCCL                                                                  plain
+    sequential   cuBLAS on the whole, then NCCL                                                                  plain
 
 The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. But for NCCL the sum over
 ranks is in fp32, in rank order, rounded once: the same bits in every run. The data on its way has the dtype of the
@@ -596,10 +596,10 @@ class DirectScatter(WholeScatter):
         self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])
 
 
-class UnfusedScatter(WholeScatter):
+class SequentialScatter(WholeScatter):
     """NCCL's reduce-scatter. Only for one outer block, where a rank's part is a range of rows."""
 
-    name = "unfused"
+    name = "sequential"
     uses_memory = False
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:

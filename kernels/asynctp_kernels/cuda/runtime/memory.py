@@ -159,7 +159,7 @@ class GroupMemory:
     released: bool = False
     skipped: int = 0
     made: int = 0
-    last_implementation: str = "unfused"
+    last_implementation: str = "sequential"
     captured: bool = False
     retired: list[tuple[str, Area]] = field(default_factory=list)
     table: Table = field(default_factory=dict)
