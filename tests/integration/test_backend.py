@@ -22,7 +22,18 @@ import serving_ops
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from backend_cases import STRICT, Outcome, compiled, plain_layer, run_cases, shard_of, start, train
+from compiled_training import (
+    NEWER_THAN_2_11,
+    PLAIN_HITS,
+    STRICT,
+    Outcome,
+    compiled,
+    plain_layer,
+    run_cases,
+    shard_of,
+    start,
+    train,
+)
 from profiles import of_profile
 from ranks import imagined_ranks, run_ranks
 from torch import Tensor, fx
@@ -347,7 +358,7 @@ def test_cached_graphs_bring_their_reports(mesh: DeviceMesh, tmp_path: Path, cap
     sinks = {"report_file": str(tmp_path / "new" / "reports"), "graph_dir": str(tmp_path / "graphs")}
     with caplog.at_level(logging.INFO, logger="asynctp_passes"):
         second = step(mesh, options={**STRICT, **sinks})
-    assert hits() == (2, backend_cases.PLAIN_HITS)
+    assert hits() == (2, PLAIN_HITS)
     assert [report.from_cache for report in (*first, *second)] == [False, False, True, True]
     assert [report.remarks for report in first] == [report.remarks for report in second]
     written = [Report.from_json(line) for line in (tmp_path / "new" / "reports").read_text().splitlines()]
@@ -399,7 +410,7 @@ def test_ahead_of_time(mesh: DeviceMesh, tmp_path: Path) -> None:
     torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=ours)
     (report,) = asynctp_passes.reports()
     assert [remark.kind for remark in report.fused] == ["all_gather_matmul"]
-    if not backend_cases.NEWER_THAN_2_11:
+    if not NEWER_THAN_2_11:
         pytest.skip("torch 2.11 loads no package with an op that is given the name of a group")
     assert torch._inductor.aoti_load_package(path)(*given).shape == (16, 8)
 
@@ -409,7 +420,7 @@ def test_cache_of_the_bare_pass(mesh: DeviceMesh) -> None:
     with torch._inductor.config.patch(post_grad_custom_post_pass=AsyncTPPass(Config(strict="all"))):
         first = step(mesh, backend="inductor")
         second = step(mesh, backend="inductor")
-    assert hits() == (2, backend_cases.PLAIN_HITS)
+    assert hits() == (2, PLAIN_HITS)
     assert [report.from_cache for report in (*first, *second)] == [False, False, True, True]
     assert [report.remarks for report in first] == [report.remarks for report in second]
 

@@ -13,7 +13,7 @@ import mesh_cases
 import pytest
 import sharded_fp8_cases
 import torch
-from backend_cases import Outcome, run_cases
+from compiled_training import Outcome, run_cases
 from interpreter import interpreter_fault
 from profiles import of_profile
 from ranks import run_ranks

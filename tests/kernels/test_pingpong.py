@@ -23,10 +23,7 @@ from asynctp_kernels.cuda.choose.tiles import pingpong, tiles_for
 from asynctp_kernels.cuda.gemm import gemm
 from asynctp_kernels.cuda.plans import gather, scatter
 from asynctp_kernels.signals import IS_INTERPRETED
-from cuda_stubs import FP8, SMS, Machine, Prepared, gather_call, is_descriptor, machine, scatter_call
-from gemm_runs import DONE, RUNS, Gemm, check_runs
-from lowered import parse
-from test_compiled_kernels import (
+from compiled_kernels import (
     FP8_WIDE,
     MANY,
     MOST_SHARED,
@@ -47,7 +44,10 @@ from test_compiled_kernels import (
     small_and_gemm,
     without_lines,
 )
-from test_compiled_kernels import check_room as check_room_for
+from compiled_kernels import check_room as check_room_for
+from cuda_stubs import FP8, SMS, Machine, Prepared, gather_call, is_descriptor, machine, scatter_call
+from gemm_runs import DONE, RUNS, Gemm, check_runs
+from lowered import parse
 
 if not IS_INTERPRETED:
     from asynctp_kernels.cuda.gemm import pingpong_kernels

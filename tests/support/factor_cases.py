@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from backend_cases import QUICK
+from compiled_training import QUICK
 from passes import outcomes, run_pass
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

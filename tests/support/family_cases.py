@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from backend_cases import QUICK, assert_close, compiled, shard_of, start, train
+from compiled_training import QUICK, assert_close, compiled, shard_of, start, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional

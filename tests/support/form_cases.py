@@ -16,7 +16,7 @@ import serving_ops
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from backend_cases import QUICK
+from compiled_training import QUICK
 from lockstep import differences
 from passes import outcomes, run_pass
 from torch import Tensor

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from backend_cases import QUICK, bytes_over_gloo, local, start
+from compiled_training import QUICK, bytes_over_gloo, local, start
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh

@@ -11,17 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from backend_cases import (
-    SIZES,
-    STRICT,
-    assert_close,
-    assert_fused,
-    block,
-    compiled,
-    local,
-    shard_of,
-    start,
-)
+from compiled_training import SIZES, STRICT, assert_close, assert_fused, block, compiled, local, shard_of, start
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh

@@ -25,7 +25,7 @@ from typing import Any
 import fp8_cases
 import torch
 import torch.distributed._functional_collectives as funcol
-from backend_cases import STRICT, bytes_over_gloo, local, own_cache, shard_of, start
+from compiled_training import STRICT, bytes_over_gloo, local, own_cache, shard_of, start
 from fp8_cases import E4M3, Current, Delayed, NormBlock, gathered
 from torch import Tensor, nn
 from torch._dynamo.utils import counters

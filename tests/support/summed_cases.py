@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from backend_cases import assert_close, compiled, start, train
+from compiled_training import assert_close, compiled, start, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from dumps import CORPUS, load
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder, aten, c10d, show
@@ -23,11 +20,9 @@ from hypothesis import strategies as st
 from lockstep import evaluate, op_name
 from passes import before_and_after, copied, run_pass
 from profiles import THOROUGH
-from ranks import run_ranks
 from torch import Tensor
 from torch.fx import Graph, Node
 
-import asynctp_passes
 from asynctp_passes import Report
 from asynctp_passes.planning.bucketing import SMALL_BYTES
 
@@ -513,65 +508,3 @@ def test_random_programs_give_the_same_bits(choices: Any, seed: int) -> None:
 def inputs(seed: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [[torch.randn(SIDE, SIDE, generator=generator) for _ in range(3)] for _ in range(4)]
-
-
-# --- on ranks ----------------------------------------------------------------------------------------------
-class Scaled(torch.autograd.Function):
-    """x over its amax; in backward the gradient over its own: what a quantization does to both."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x / funcol.all_reduce(x.abs().max().double(), "max", group).float()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        return grad / funcol.all_reduce(grad.abs().max().double(), "max", ctx.group).float(), None
-
-
-def layer(x: Tensor, w: Tensor, v: Tensor, group: str) -> Tensor:
-    """The gradients of both products' operands are scaled too, so there are independent ones in backward."""
-    a, b, c = (Scaled.apply(value, group) for value in (x, w, v))
-    return torch.relu(a @ b) + torch.relu(a @ c)
-
-
-def two_layers(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Two layers over different groups: forward, forward, backward, backward; with and without coalescing."""
-    pairs = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
-    rows, columns = (
-        next(pairs[ranks].group_name for ranks in kind if rank in ranks)
-        for kind in (((0, 1), (2, 3)), ((0, 2), (1, 3)))
-    )
-    outcomes = []
-    for coalesce in (True, False):
-        torch._dynamo.reset()
-        asynctp_passes.clear_reports()
-        program = torch.compile(layer, backend="asynctp", fullgraph=True, options={"coalesce": coalesce})
-        torch.manual_seed(rank)
-        tensors = [[torch.randn(8, 8, requires_grad=True) for _ in range(3)] for _ in range(2)]
-        outs = [program(*values, group) for values, group in zip(tensors, (rows, columns), strict=True)]
-        for out in outs:
-            out.square().sum().backward()
-        values = [*outs, *(tensor.grad for values in tensors for tensor in values)]
-        outcomes.append({"values": [value.detach() for value in values], "reports": asynctp_passes.reports()})
-    outcomes.append({"groups": (rows, columns)})
-    return outcomes
-
-
-@pytest.mark.ranks
-@pytest.mark.thorough
-def test_two_groups_forward_forward_backward_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    for coalesced, plain, groups in run_ranks(4, two_layers, timeout_s=600):
-        assert all(torch.equal(a, b) for a, b in zip(coalesced["values"], plain["values"], strict=True))
-        sets = [
-            (report.phase, entry.group, len(entry.collectives))
-            for report in coalesced["reports"]
-            for entry in report.coalesced
-        ]
-        rows, columns = groups["groups"]
-        assert sorted(sets) == sorted(
-            [("forward", rows, 3), ("forward", columns, 3), ("backward", rows, 3), ("backward", columns, 3)]
-        )
-        assert not any(report.coalesced for report in plain["reports"])

@@ -1,4 +1,4 @@
-"""Rooms import lower rows only, private torch lives in one module, and the graph side needs no triton.
+"""Rooms import lower rows only, and private torch lives in one module.
 
 A room is a package, or a module beside the packages. It may import rooms of its own row or of a lower one, at the top
 of a module or inside a function. No import goes in a circle, neither between rooms nor within one.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PASSES = ROOT / "asynctp_passes"
 KERNELS = ROOT / "kernels" / "asynctp_kernels"
+
 
 ROWS = (
     ("config", "compat", "reasons"),
@@ -35,6 +34,7 @@ ROWS = (
 )
 ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
 
+
 KERNEL_ROWS = (
     ("compat", "errors", "layout"),
     ("meeting", "signals"),
@@ -47,7 +47,9 @@ KERNEL_ROWS = (
 CUDA_ROWS = (("choose",), ("runtime",), ("gemm",), ("plans",), ("legality",), ("implementations",), ("__init__",))
 """The rooms of `asynctp_kernels.cuda`."""
 
+
 KERNEL_ROW_OF = {module: row for row, modules in enumerate(KERNEL_ROWS) for module in modules}
+
 
 PRIVATE_TORCH = {
     # An op namespace, which torch.ops spells with an underscore.
@@ -62,8 +64,10 @@ PRIVATE_TORCH = {
 }
 """Private names of torch outside compat, by module; each is there for the reason above it."""
 
+
 PROGRAMS = {"tools/bench", "tools/e2e"}
 """Modules that are run, in processes of their own, and imported by nothing else: they may need the kernels."""
+
 
 KERNELS_PRIVATE_TORCH: dict[str, set[str]] = {}
 
@@ -210,78 +214,6 @@ def test_passes_import_the_kernels_by_name_only() -> None:
         assert module in PROGRAMS or not names & {"asynctp_kernels", "triton"}, module
 
 
-def test_the_graph_side_works_without_triton() -> None:
-    """With triton and the kernels out of reach, the package imports and rewrites a graph."""
-    program = """
-import sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("triton", "asynctp_kernels"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Blocked())
-from graph_builder import GraphBuilder
-import asynctp_passes, asynctp_passes.backend, asynctp_passes.tools.cli, asynctp_passes.reporting.graph_page
-
-b = GraphBuilder()
-graph = b.returns(b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12])))
-assert len(asynctp_passes.run(graph, asynctp_passes.Config(strict="all")).fused) == 1
-assert not {"triton", "asynctp_kernels"} & set(sys.modules)
-"""
-    run_program(program)
-
-
-def test_an_import_loads_no_compiler() -> None:
-    """These take seconds, and a program that imports asynctp may compile nothing."""
-    program = """
-import sys
-import asynctp_passes
-
-heavy = ("torch._dynamo", "torch._inductor", "triton")
-assert not [name for name in heavy if name in sys.modules]
-assert {"AsyncTPPass", "RegatherPass", "backend", "reports", "run"} <= {*dir(asynctp_passes)}
-assert asynctp_passes.AsyncTPPass is asynctp_passes.backend.AsyncTPPass
-assert all(name in sys.modules for name in heavy[:2])
-assert not hasattr(asynctp_passes, "nothing_of_this_name")
-"""
-    run_program(program)
-
-
-def test_what_the_examples_compile_with_needs_no_installed_package() -> None:
-    """A checkout on Python's path: torch looks names of backends up among the entry points of what is installed."""
-    program = """
-import importlib.metadata
-from unittest import mock
-import torch
-
-with mock.patch("importlib.metadata.entry_points", lambda **_: importlib.metadata.EntryPoints()):
-    from asynctp_passes.tools.demo.recipe import compiler
-
-    layer = torch.nn.Linear(4, 4)
-    assert "asynctp" not in torch._dynamo.list_backends()
-    assert compiler("asynctp", "0", torch.device("cpu"))(layer)(torch.ones(2, 4)).shape == (2, 4)
-"""
-    run_program(program)
-
-
-def test_importing_changes_nothing() -> None:
-    """The import makes no process group and sets no Inductor option, environment variable or log handler."""
-    program = """
-import logging, os
-import torch, torch.distributed
-import torch._inductor.config as inductor
-
-before = dict(os.environ), inductor.get_config_copy(), list(logging.getLogger().handlers)
-import asynctp_passes
-
-assert (dict(os.environ), inductor.get_config_copy(), list(logging.getLogger().handlers)) == before
-assert not torch.distributed.is_initialized()
-assert not logging.getLogger("asynctp_passes").handlers
-"""
-    run_program(program)
-
-
 # --- private torch ---------------------------------------------------------------------------------------------
 def dotted(node: ast.expr) -> str:
     """`"torch.ops.aten"` for that chain of attributes, nothing for other expressions."""
@@ -360,16 +292,3 @@ def test_imports_inside_functions_count() -> None:
         "def f():\n    from asynctp_passes.matching.find import find\n    from asynctp_passes import reasons, Report"
     )
     assert own_imports(ast.parse(source), "asynctp_passes", ROW_OF) == {"matching", "reasons", "__init__"}
-
-
-def run_program(program: str) -> None:
-    """Run it in a process of its own, with the modules of `tests/support`; the test fails if it does."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT / "tests" / "support",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr

@@ -7,23 +7,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from backend_cases import run_cases
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder, snapshot
-from hypothesis import given, note
-from hypothesis import strategies as st
-from lockstep import differences, evaluate, op_name
 from passes import before_and_after, copied, run_pass
-from profiles import THOROUGH
 from programs import Builder
-from ranks import run_ranks
 from serving_ops import registered
-from torch.fx import Graph, Node
+from sum_graphs import added, check_same, custom_all_reduce, reduced, reductions_left, scattered, summed_up
+from torch.fx import Node
 
 from asynctp_passes import Config, StrictError, run
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-custom_all_reduce = torch.ops.vllm_like.all_reduce.default
+
+
 convert = torch.ops.prims.convert_element_type.default
 Sums = Callable[[Builder], list[Node]]
 SHAPE = (2, 4, 6)
@@ -223,23 +219,6 @@ def term(b: Builder, dtype: torch.dtype = torch.float64, width: int = 5) -> Node
     """A product of one input and another, [2, 4, 6]."""
     a, w = b.placeholder((8, width), dtype), b.placeholder((width, 6), dtype)
     return b.call(aten.reshape.default, b.call(aten.mm.default, a, w), list(SHAPE))
-
-
-def reduced(b: Builder, full: Node, reduce_op: str = "sum", group: str = "tp") -> Node:
-    return b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, full, reduce_op, group))
-
-
-def scattered(b: Builder, full: Node) -> Node:
-    result = b.call(c10d.reduce_scatter_tensor.default, full, "sum", b.world_size, "tp")
-    return b.call(c10d.wait_tensor.default, result)
-
-
-def added(b: Builder, *terms: Node) -> Node:
-    """The terms, added one after the other."""
-    total = terms[0]
-    for other in terms[1:]:
-        total = b.call(aten.add.Tensor, total, other)
-    return total
 
 
 SUMS: dict[str, tuple[Sums, list[int], int]] = {}
@@ -768,120 +747,3 @@ def test_products_of_each_op_and_results(name: str) -> None:
     assert not report.missed
     assert len(report.fused) == reductions_left(b.graph) - left
     check_same(b, graph, 0)
-
-
-def summed_up(graph: Graph) -> list[int]:
-    """The number of products of each fused reduction."""
-    return [
-        len(node.args[0])
-        for node in graph.nodes
-        if op_name(node.target).startswith(("asynctp::matmul_", "asynctp::scaled_matmul_"))
-    ]
-
-
-def reductions_left(graph: Graph) -> int:
-    """The number of tensors that are summed over the ranks by collectives of their own."""
-    ops = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default, custom_all_reduce)
-    plain = sum(node.target in ops and "max" not in node.args for node in graph.nodes)
-    return plain + sum(len(node.args[0]) for node in graph.nodes if node.target is c10d.all_reduce_coalesced.default)
-
-
-def check_same(b: Builder, graph: Graph, seed: int) -> None:
-    def inputs() -> list[list[torch.Tensor]]:
-        generators = [torch.Generator().manual_seed(seed * 8 + rank) for rank in range(b.world_size)]
-        return [[value.make(generator) for value in b.inputs] for generator in generators]
-
-    assert differences(evaluate(b.graph, inputs()), evaluate(graph, inputs())) == []
-
-
-# --- symbolic sizes ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("size_is_read", [False, True])
-def test_of_any_number_of_rows(size_is_read: bool) -> None:
-    """No guard is added. Where the second term's shape is read off the first one's result, both stay."""
-    b = GraphBuilder(ranks=2)
-    a, other = (b.input(name, [6, 5], dynamic=[0]) for name in "ab")
-    w, v = (b.input(name, [5, 8]) for name in "wv")
-    one = b.all_reduce(b.mm(a, w))
-    rows = b.call(aten.sym_size.int, one if size_is_read else a, 0)
-    two = b.all_reduce(b.mm(b.reshape(other, [rows, 5]), v))
-    graph = b.returns(b.add(one, two))
-    guards = list(b.mode.shape_env.guards)
-    report = run_pass(graph, strict="all", expect=2)
-    assert (len(report.fused), summed_up(graph)) == (2, [1, 1] if size_is_read else [2])
-    assert b.mode.shape_env.guards == guards
-
-
-@pytest.mark.parametrize("joined", [False, True])
-def test_sizes_of_a_product_that_shape_another_of_the_sum(joined: bool) -> None:
-    """They are read off what needs no product, and small all-reduces beside the sum still become one."""
-    b = GraphBuilder(ranks=2)
-    a, other = (b.input(name, [6, 8], dynamic=[0]) for name in "ab")
-    w, v = (b.input(name, [8, 8]) for name in "wv")
-    one = b.mm(a, w)
-    rows = b.call(aten.sym_size.int, one, 0)
-    two = b.mm(b.reshape(other, [rows, 8]), v)
-    total = b.add(b.all_reduce(one), b.all_reduce(two)) if joined else b.all_reduce(b.add(one, two))
-    largest = [b.all_reduce(b.call(aten.amax.default, b.input(name, [4])), "max") for name in "xy"]
-    graph = b.returns(total, *largest)
-    report = run_pass(graph, strict="all")
-    assert (summed_up(graph), len(report.coalesced)) == ([2], 1)
-
-
-# --- random sums -------------------------------------------------------------------------------------------------
-@given(st.data(), st.integers(0, 2**16))
-def test_random_sums_compute_the_same(data: st.DataObject, seed: int) -> None:
-    """Any tree, in any order, through views, with leaks; what has none of these is one op."""
-    b = Builder(lambda options: data.draw(st.sampled_from(list(options))), 2)
-    terms, spoiled = random_sum(b)
-    b.graph.output(tuple(terms))
-    graph = copied(b.graph)
-    report = run_pass(graph)
-    graph.lint()
-    note(f"{b.notes}\n{b.graph}\nbecomes\n{graph}")
-    assert not report.missed
-    assert len(report.fused) + reductions_left(graph) == reductions_left(b.graph)
-    assert spoiled or (len(summed_up(graph)), reductions_left(graph)) == (1, 0)
-    check_same(b, graph, seed)
-
-
-def random_sum(b: Builder) -> tuple[list[Node], bool]:
-    """The sum of two to five reductions, most of products, and what leaks; and whether it may not be one reduction."""
-    dtype = b.choose([torch.float32, torch.float64, torch.bfloat16])
-    scatters, spoils, turn = b.chance(3), b.chance(2), b.choose([0, 1, 2, 5])
-    full = [(2 if scatters else 1) * SHAPE[0], *SHAPE[1:]]
-    terms: list[Node] = []
-    leaks: list[Node] = []
-    spoiled, left = False, b.choose([2, 3, 4, 5])
-    while left or len(terms) > 1:
-        step = b.choose(["member"] * bool(left) + ["add", "sub"] * (len(terms) > 1))
-        if step == "member":
-            product = b.call(aten.mm.default, *(b.placeholder(size, dtype) for size in ((4 * full[0], 3), (3, 6))))
-            average = spoils and b.chance(4)
-            left, spoiled = left - 1, spoiled or average
-            whole = b.reshape(product, full)
-            if left and b.chance(3):  # one at least is of a product alone
-                other = b.placeholder(tuple(full), dtype)
-                whole = b.choose([other, added(b, whole, other)])
-            term = scattered(b, whole) if scatters else reduced(b, whole, "avg" if average else "sum")
-            if b.chance(4):
-                term = added(b, *b.choose([(term, b.placeholder(SHAPE, dtype)), (b.placeholder(SHAPE, dtype), term)]))
-            terms.append(b.call(aten.permute.default, term, [1, 0, 2]) if left >= turn else term)
-        else:
-            one, two = (terms.pop(b.choose(range(len(terms)))) for _ in range(2))
-            if one.meta["val"].shape != two.meta["val"].shape:
-                two = b.call(aten.permute.default, two, [1, 0, 2])
-            terms.append(b.call(aten.add.Tensor if step == "add" else aten.sub.Tensor, one, two))
-        if spoils and b.chance(4):
-            leaks, spoiled = [*leaks, b.call(aten.relu.default, b.choose(terms))], spoiled or bool(left or terms[1:])
-    return [*terms, *leaks], spoiled
-
-
-# --- on ranks ------------------------------------------------------------------------------------------------------
-@pytest.mark.ranks
-def test_training_a_block_whose_layers_each_reduce_their_gradient() -> None:
-    """See the functions `case_…` of summed_cases."""
-    names = ["functional", "in_bfloat16", "with_real_code"] if THOROUGH else ["in_bfloat16"]
-    if not torch.__version__.startswith("2.11."):  # which loses gradients through such functions
-        names.append("in_place")
-    for found in run_ranks(2, run_cases, names, "summed_cases", timeout_s=400):
-        assert not "".join(outcome.error for outcome in found.values())

@@ -7,30 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from scale_programs import cast, quantize, scale_of
+from torch import fx
 from torch._inductor.inductor_prims import force_stride_order
-from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from asynctp_passes.planning import materialize_scales
 from asynctp_passes.planning.materialize_scales import scales_to_store
 from asynctp_passes.rewriting.rewrite import store
-
-FP8 = torch.float8_e4m3fn
-cast = torch.ops.prims.convert_element_type.default  # what Inductor makes of x.to(dtype)
-
-
-def scale_of(x: Tensor, dim: int) -> Tensor:
-    """As torchao computes it, with scales that are powers of two."""
-    amax = cast(x.abs().amax(dim, keepdim=True), torch.float64).clamp_min(1e-12)
-    return torch.exp2(torch.floor(torch.log2(cast(448.0 / amax, torch.float32))))
-
-
-def quantize(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    scale = scale_of(x, dim)
-    return cast((cast(x, torch.float32) * scale).clamp(-448.0, 448.0), FP8), scale.reciprocal()
 
 
 def traced(program: Callable[..., object], *shapes: tuple[int, ...], symbolic: bool = False) -> fx.GraphModule:
@@ -109,35 +93,3 @@ def test_what_is_stored(program: Callable[..., object], shapes: list[tuple[int, 
 
 def test_unknown_sizes_are_left_alone() -> None:
     assert stored(traced(lambda x: quantize(x, 1), (2048, 4096), symbolic=True)) == []
-
-
-class Stores(CustomGraphPass):
-    """Stores scales in the graph that Inductor compiles; `count` of them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: fx.Graph) -> None:
-        nodes = scales_to_store(graph)
-        self.count += len(nodes)
-        store(graph, nodes)
-
-    def uuid(self) -> None:
-        return None
-
-
-def test_compiled_values_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(materialize_scales, "LEAST_ELEMENTS", 0)
-    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-
-    def program(x: Tensor) -> tuple[Tensor, ...]:
-        return quantize(x, 0)[0].to(torch.float32), quantize(x, 1)[0].to(torch.float32)
-
-    expected = torch.compile(program)(x)
-    torch._dynamo.reset()
-    stores = Stores()
-    compiled = torch.compile(program, options={"post_grad_custom_post_pass": stores})
-    actual, (code,) = run_and_get_code(compiled, x)
-    assert stores.count == 2
-    assert code.count("empty_strided_cpu") >= 4, "both results, and both scales"
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

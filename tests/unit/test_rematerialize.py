@@ -1,27 +1,19 @@
-"""Gathers made again in the backward: which of a joint graph's, what the forward keeps instead, and what runs."""
+"""Gathers made again in the backward: which of a joint graph's, and what is worth it."""
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from backend_cases import STRICT, compiled, plain_layer, shard_of, start, train
 from graph_builder import GraphBuilder, aten, c10d
+from joint_graphs import tagged
 from passes import run_pass
-from ranks import imagined_ranks
-from torch import Tensor, fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import Graph, Node
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 
-import asynctp_passes
-from asynctp_passes import AsyncTPPass, Config, RegatherPass, Report, compat, pipeline
+from asynctp_passes import Config, compat, pipeline
 from asynctp_passes.config import Regather
 from asynctp_passes.planning.rematerialize import LEAST_BYTES
 
@@ -155,11 +147,6 @@ def nothing_to_gather_for(b: GraphBuilder) -> tuple[Node, ...]:
     """Inference: no gradient comes in."""
     full = b.gather(b.input("primals_1", [4, 8]))
     return b.mm(full, b.input("primals_w", [8, 6])), b.relu(full)
-
-
-def tagged(graph: Graph) -> list[str]:
-    """The nodes that the partitioner is told to compute again."""
-    return [node.name for node in graph.nodes if compat.recompute_tag(node) is CheckpointPolicy.MUST_RECOMPUTE]
 
 
 def joint(build: Build, regather: Regather = "always") -> Graph:
@@ -312,131 +299,6 @@ def test_views_of_computed_sizes() -> None:
 
 
 # --- what becomes of it ----------------------------------------------------------------------------------------
-@pytest.fixture
-def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
-    """Four ranks, of which this process is the first and the others do not exist."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    with imagined_ranks(4):
-        yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-        torch._dynamo.reset()
-
-
-class Kept(CustomGraphPass):
-    """A pass of the user's: counts the shapes of what the forward keeps for the backward."""
-
-    def __init__(self) -> None:
-        self.shapes: Counter[tuple[int, ...]] = Counter()
-
-    def __call__(self, graph: fx.Graph) -> None:
-        names = [node.name for node in graph.nodes if node.op == "placeholder"]
-        if not any(name.startswith("tangents_") for name in names):
-            (results,) = graph.output_node().args
-            assert isinstance(results, list | tuple)
-            self.shapes = Counter(tuple(node.meta["val"].shape) for node in results[1:] if isinstance(node, Node))
-
-    def uuid(self) -> None:
-        return None
-
-
-GATHERED = Counter([(16, 32)])
-"""Its transpose, as the weight's gradient takes it."""
-
-
-def trained(mesh: DeviceMesh, program: Callable[..., Any] | None = None, **options: Any) -> tuple[Kept, list[Report]]:
-    """Two linear layers, [2, 4, 16] on a rank and 32 hidden, compiled anew and trained for a step."""
-    kept = Kept()
-    start()
-    layer, weights = plain_layer(mesh)
-
-    def whole(x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(layer, x.tanh(), use_reentrant=False) if program is checkpoint else layer(x.tanh())
-        return out
-
-    options = {**STRICT, "post_grad_custom_pre_pass": kept, **options}
-    train(compiled(whole, options=options), shard_of(mesh, 2, 4, 16), weights)
-    return kept, list(asynctp_passes.reports())
-
-
-def test_the_forward_keeps_the_shard(mesh: DeviceMesh) -> None:
-    """Of what was gathered, nothing; the shard is cheaply computed from the input."""
-    never, (_, backward) = trained(mesh, regather="never")
-    assert "made again" not in str(backward)
-    always, (forward, backward) = trained(mesh, regather="always")
-    assert never.shapes - always.shapes == GATHERED
-    assert always.shapes - never.shapes == Counter()
-    assert (len(forward.fused), len(backward.fused)) == (2, 2)
-    (again,) = backward.skipped
-    assert (again.code, again.regathered_bytes) == ("ATP404", 2 * 16 * 16 * 4)
-    assert not any(remark.regathered_bytes for remark in (*forward.remarks, *backward.fused))
-
-
-def test_the_report_tells_of_it(mesh: DeviceMesh) -> None:
-    _, (forward, backward) = trained(mesh, regather="always")
-    told = [line for line in str(backward).splitlines() if line.startswith("~")]
-    assert told == [
-        "~ 1 gather of the forward is made again, so that nothing of what was gathered (2 KiB) is kept for the backward"
-    ]
-    assert "~" not in str(forward)
-    assert told[0][2:] in str(backward.skipped[0])
-    assert Report.from_json(backward.to_json()) == backward
-
-
-@pytest.mark.parametrize("regather", ["never", "always"])
-def test_an_input_that_autograd_sees_changed(mesh: DeviceMesh, regather: str) -> None:
-    """Its new value comes out of the graph, and is copied behind it: what was gathered from the old one is kept."""
-    layer, weights = plain_layer(mesh)
-
-    def program(hidden: Tensor) -> Tensor:
-        return hidden.add_(layer(hidden))
-
-    options = {**STRICT, "regather": regather}
-    start()
-    x = shard_of(mesh, 2, 4, 16)
-    train(lambda x: compiled(program, options=options)(x * 2), x, weights)
-    _, backward = asynctp_passes.reports()
-    assert not any(remark.regathered_bytes for remark in backward.remarks)
-
-
-def test_small_programs_stay_as_they_are(mesh: DeviceMesh) -> None:
-    _, (_, backward) = trained(mesh)
-    assert backward.skipped == ()
-
-
-def test_with_activation_checkpointing_it_changes_nothing(mesh: DeviceMesh) -> None:
-    runs = [trained(mesh, checkpoint, regather=regather) for regather in ("never", "always")]
-    (never, with_never), (always, with_always) = runs
-    assert never.shapes == always.shapes
-    assert [report.remarks for report in with_never] == [report.remarks for report in with_always]
-
-
-def test_the_users_own_joint_pass_runs_too(mesh: DeviceMesh) -> None:
-    seen = []
-
-    class Own(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            seen.append(tagged(graph))
-
-        def uuid(self) -> None:
-            return None
-
-    _, (_, backward) = trained(mesh, regather="always", joint_custom_post_pass=Own())
-    assert seen == [[]], "it comes first"
-    assert backward.skipped[0].regathered_bytes
-
-
-def test_without_the_backend(mesh: DeviceMesh) -> None:
-    """The passes by themselves, for compilers of one's own."""
-    config = Config(regather="always")
-    patches = {"joint_custom_post_pass": RegatherPass(config), "post_grad_custom_post_pass": AsyncTPPass(config)}
-    start()
-    layer, weights = plain_layer(mesh)
-    with torch._inductor.config.patch(patches):
-        train(compiled(lambda x: layer(x.tanh()), "inductor"), shard_of(mesh, 2, 4, 16), weights)
-    forward, backward = asynctp_passes.reports()
-    assert (len(forward.fused), len(backward.fused)) == (2, 2)
-    assert backward.skipped[0].regathered_bytes
-
-
 def test_what_runs_of_it() -> None:
     """The pass on the backward graph: the gather that is made again goes beside the products that hide it."""
     b = GraphBuilder(ranks=2)

@@ -1,0 +1,96 @@
+"""Imports in fresh processes: the graph side needs no triton, loads no compiler, and changes nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# --- borders ---------------------------------------------------------------------------------------------------
+def test_the_graph_side_works_without_triton() -> None:
+    """With triton and the kernels out of reach, the package imports and rewrites a graph."""
+    program = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "asynctp_kernels"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+from graph_builder import GraphBuilder
+import asynctp_passes, asynctp_passes.backend, asynctp_passes.tools.cli, asynctp_passes.reporting.graph_page
+
+b = GraphBuilder()
+graph = b.returns(b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12])))
+assert len(asynctp_passes.run(graph, asynctp_passes.Config(strict="all")).fused) == 1
+assert not {"triton", "asynctp_kernels"} & set(sys.modules)
+"""
+    run_program(program)
+
+
+def test_an_import_loads_no_compiler() -> None:
+    """These take seconds, and a program that imports asynctp may compile nothing."""
+    program = """
+import sys
+import asynctp_passes
+
+heavy = ("torch._dynamo", "torch._inductor", "triton")
+assert not [name for name in heavy if name in sys.modules]
+assert {"AsyncTPPass", "RegatherPass", "backend", "reports", "run"} <= {*dir(asynctp_passes)}
+assert asynctp_passes.AsyncTPPass is asynctp_passes.backend.AsyncTPPass
+assert all(name in sys.modules for name in heavy[:2])
+assert not hasattr(asynctp_passes, "nothing_of_this_name")
+"""
+    run_program(program)
+
+
+def test_what_the_examples_compile_with_needs_no_installed_package() -> None:
+    """A checkout on Python's path: torch looks names of backends up among the entry points of what is installed."""
+    program = """
+import importlib.metadata
+from unittest import mock
+import torch
+
+with mock.patch("importlib.metadata.entry_points", lambda **_: importlib.metadata.EntryPoints()):
+    from asynctp_passes.tools.demo.recipe import compiler
+
+    layer = torch.nn.Linear(4, 4)
+    assert "asynctp" not in torch._dynamo.list_backends()
+    assert compiler("asynctp", "0", torch.device("cpu"))(layer)(torch.ones(2, 4)).shape == (2, 4)
+"""
+    run_program(program)
+
+
+def test_importing_changes_nothing() -> None:
+    """The import makes no process group and sets no Inductor option, environment variable or log handler."""
+    program = """
+import logging, os
+import torch, torch.distributed
+import torch._inductor.config as inductor
+
+before = dict(os.environ), inductor.get_config_copy(), list(logging.getLogger().handlers)
+import asynctp_passes
+
+assert (dict(os.environ), inductor.get_config_copy(), list(logging.getLogger().handlers)) == before
+assert not torch.distributed.is_initialized()
+assert not logging.getLogger("asynctp_passes").handlers
+"""
+    run_program(program)
+
+
+# --- private torch ---------------------------------------------------------------------------------------------
+def run_program(program: str) -> None:
+    """Run it in a process of its own, with the modules of `tests/support`; the test fails if it does."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT / "tests" / "support",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,431 @@
+"""All-reduces: the plan of a scatter, and a gather, on one rank without a GPU. See `cuda_stubs` and `cuda_emulated`."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import cuda_emulated
+from asynctp_kernels import SymmetricMemoryError, cuda
+from asynctp_kernels.cuda.choose.wire import PUSH
+from asynctp_kernels.cuda.plans.scatter import ScatterCall
+from cuda_stubs import (
+    COPY,
+    REDUCE,
+    Copied,
+    Launched,
+    Machine,
+    gather_call,
+    machine,
+    scatter_call,
+    tensor,
+    whole,
+)
+from plan_runs import (
+    IMPLEMENTATIONS,
+    RANK,
+    ROWWISE,
+    SMALL,
+    WORLD,
+    gather_plan,
+    op,
+    peers_come,
+    run_gather,
+    run_scatter,
+    scatter_plan,
+)
+from torch import Tensor
+
+
+@pytest.fixture
+def here() -> Iterator[Machine]:
+    with machine(RANK, WORLD) as made:
+        cuda_emulated.emulate(made)
+        yield made
+
+
+# --- all-reduces: the plan of a scatter, and a gather --------------------------------------------------------------
+def all_reduce(here: Machine, call: ScatterCall, check: Callable[[], None] = lambda: None) -> Tensor | None:
+    """The sum of a call's products as the op makes it."""
+    return cuda.run_all_reduce(
+        call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op, call.out_dtype,
+        call.fast, here.group, check, call.sum_dtype, call.added, call.factors)  # fmt: skip
+
+
+@pytest.fixture
+def shards(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What was given to the all-gather, which takes all ranks' rows to be ours."""
+    given: list[Tensor] = []
+
+    def all_gather(shard: Tensor, group: object) -> Tensor:
+        given.append(shard)
+        return torch.cat([shard] * WORLD)
+
+    monkeypatch.setattr(cuda, "all_gather", all_gather)
+    return given
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("options", [{}, {**ROWWISE, "fast": False}], ids=["bf16", "rows of scales, slow"])
+def test_all_reduce(implementation: str, options: dict[str, Any], here: Machine, shards: list[Tensor]) -> None:
+    """Rows of all dimensions together are scattered, by the implementation that is asked for, and gathered."""
+    call, checked = scatter_call((2, 96, 2), (64,), 80, dim=1, **options), []
+    rows = replace(call, a_parts=[call.a_parts[0].view(384, 64)], dim=0)
+    part = whole(rows, implementation).chunk(WORLD)
+    here.kernels["push_reduce_kernel"] = functools.partial(cuda_emulated.landed, parts=[part[RANK]] * WORLD)
+    with cuda.forced(implementation):
+        for _ in range(2):
+            if implementation != "direct":
+                here.memory.require("box", part[RANK].numel() * 2 * WORLD)
+                signature = replace(rows, unscaled_op="matmul_all_reduce").wire.signature(PUSH)
+                peers_come(here, here.memory.full, [part[RANK].contiguous()] * WORLD, signature)
+            out = all_reduce(here, call, lambda: checked.append(1))
+            assert out is not None
+            assert (out.shape, out.dtype) == ((2, 96, 2, 80), torch.bfloat16)
+            assert torch.equal(shards.pop(), (part[RANK].float() * WORLD).bfloat16())
+    assert checked == [1], "once for each plan"
+    assert here.memory.last_implementation == implementation
+
+
+def test_all_reduce_of_rows_that_cannot_be_divided(here: Machine, shards: list[Tensor]) -> None:
+    checked: list[int] = []
+    for _ in range(2):
+        assert all_reduce(here, scatter_call((7,), (64,), 72), lambda: checked.append(1)) is None
+    assert (checked, shards, here.memory.last_implementation) == ([1], [], "sequential")
+    with cuda.forced("direct"), pytest.raises(RuntimeError, match="7 rows are not divisible by 4 ranks"):
+        all_reduce(here, scatter_call((7,), (64,), 72))
+
+
+def test_all_reduce_and_scatter_of_one_shape_are_chosen_apart(here: Machine, shards: list[Tensor]) -> None:
+    """64 rows: a scatter is fastest direct, an all-reduce by NCCL."""
+    call = scatter_call((64,), (64,), 72)
+    assert all_reduce(here, call) is None
+    assert op(here, call) is not None
+    assert here.memory.last_implementation == "direct"
+    assert all_reduce(here, call) is None
+    assert shards == []
+
+
+LARGE: dict[str, Callable[[], Any]] = {
+    "gather": lambda: gather_call((4608,), 256, (8,), kept=True),
+    "scatter": lambda: scatter_call((8192,), (8,), 264),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_growth_during_a_capture_is_refused(name: str, implementation: str) -> None:
+    with machine(RANK, WORLD) as here, cuda.forced(implementation):
+        small, large = SMALL[name](), LARGE[name]()
+        assert op(here, small) is not None
+        here.capturing = 1
+        assert op(here, small) is not None
+        for _ in range(2):
+            with pytest.raises(SymmetricMemoryError, match=r"group 'tp' has \d+ bytes of \w+ memory .* Run .*once"):
+                op(here, large)
+        here.capturing = 0
+        assert op(here, large) is not None
+        here.capturing = 1
+        assert op(here, large) is not None
+
+
+def test_a_first_call_cannot_be_captured() -> None:
+    with machine(RANK, WORLD) as here:
+        here.capturing = 1
+        for _ in range(2):
+            with pytest.raises(SymmetricMemoryError, match=r"first call of a group cannot be captured: run .* once"):
+                op(here, SMALL["gather"]())
+        here.capturing = 0
+        assert op(here, SMALL["gather"]()) is not None, "the refusal is not for good"
+
+
+def test_an_interrupt_ends_what_makes_memory_too() -> None:
+    """It is made on another thread, which would wait for its peers until its time is up."""
+    stopped = threading.Event()
+    told: list[BaseException] = []
+
+    def stop(error: BaseException) -> None:
+        told.append(error)
+        stopped.set()
+
+    interrupt = KeyboardInterrupt()
+    with (
+        machine(RANK, WORLD),
+        mock.patch("concurrent.futures.Future.result", side_effect=interrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        cuda.runtime.driver.outside_pools(torch.device("cpu"), lambda: stopped.wait(60), stop)
+    assert told == [interrupt]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_memory_is_made_outside_the_pools_of_the_calling_thread(implementation: str) -> None:
+    """`mode="reduce-overhead"` raises if a program's first run leaves anything in its graph's pool."""
+    with machine(RANK, WORLD) as here, cuda.forced(implementation):
+        op(here, LARGE["gather"]())
+        op(here, LARGE["scatter"]())
+        assert len(here.makers) >= 2, "the words, and the areas"
+        assert threading.current_thread() not in here.makers
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_plans_are_kept_until_the_memory_grows(name: str, implementation: str) -> None:
+    checked: list[str] = []
+    with machine(RANK, WORLD) as here, cuda.forced(implementation):
+        small, large = SMALL[name](), LARGE[name]()
+        for _ in range(3):
+            op(here, small, lambda: checked.append("small"))
+        assert checked == ["small"]
+        kernels = len(here.prepared)
+        op(here, large, lambda: checked.append("large"))
+        op(here, large, lambda: checked.append("large"))
+        assert checked == ["small", "large"]
+        for _ in range(2):
+            op(here, small, lambda: checked.append("small"))
+        assert checked == ["small", "large", "small"], "the plan of the small call held old addresses"
+        assert len(here.prepared) == 3 * kernels
+
+
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_after_growth_only_new_memory_is_used(name: str, here: Machine) -> None:
+    area = "box"
+    with cuda.forced("fused"):
+        small = SMALL[name]()
+        here.memory.require(area, 1)
+        old = here.parts(area)
+        here.memory.require(area, 8 << 20)
+        new = here.parts(area)
+        here.log.clear()
+        if name == "gather":
+            (*_, gathered), full, _ = run_gather(small, here, gather_plan(small, here, "fused"))
+            assert torch.equal(gathered, full)
+        else:
+            out, wanted, _ = run_scatter(small, here, scatter_plan(small, here, "fused"))
+            assert torch.equal(out, wanted)
+    ends = [end for copy in here.of(Copied) for end in (copy.src, copy.dst)]
+    assert not [end for end in ends if within(end, old)]
+    assert [end for end in ends if within(end, new)]
+
+
+def within(address: int, parts: Sequence[Tensor]) -> bool:
+    return any(part.data_ptr() <= address < part.data_ptr() + len(part) for part in parts)
+
+
+def test_one_plan_for_each_list_of_factors(here: Machine) -> None:
+    with cuda.forced("direct"):
+        for factors in ((), (1.0,), (2.0,), (2.0,), (-2.0,)):
+            op(here, scatter_call((64,), (64,), 72, factors=factors))
+    assert len(here.memory.plans) == 3, "nothing, or all by 1, is one"
+
+
+def test_one_plan_for_each_shape_and_no_more_than_some(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "MAX_PLANS", 3)
+    with cuda.forced("direct"):
+        for rows in range(1, 9):
+            op(here, gather_call((rows,), 64, (72,)))
+            assert 1 <= len(here.memory.plans) <= 3
+
+
+def test_a_plan_holds_no_operand(here: Machine) -> None:
+    """A plan outlives the call that it was made for."""
+    here.kernels.clear()
+    for name in ("gather", "scatter"):
+        for implementation in IMPLEMENTATIONS:
+            with cuda.forced(implementation):
+                call = SMALL[name]()
+                operands = [call.a_shard, *call.bs] if name == "gather" else [*call.a_parts, *call.b_parts]
+                watched = [weakref.ref(operand) for operand in operands]
+                op(here, call)
+                here.prepared.clear()
+                here.log.clear()
+                del call, operands
+                gc.collect()
+                assert [reference() for reference in watched] == [None] * len(watched), (name, implementation)
+
+
+def test_a_released_group_starts_anew(here: Machine) -> None:
+    with cuda.forced("direct"):
+        op(here, SMALL["gather"]())
+        before = here.memory
+        here._streams = iter([COPY, REDUCE])
+        cuda.release(here.group)
+        with pytest.raises(
+            SymmetricMemoryError,
+            match=r"group 'tp' is out of step since: it was released.* asynctp_kernels.release\(group\)",
+        ):
+            before.require("box", 1)
+        op(here, SMALL["gather"]())
+        assert here.memory is not before
+
+
+def test_memory_goes_with_its_group(here: Machine) -> None:
+    here.kernels.clear()
+    with cuda.forced("fused"):
+        op(here, SMALL["gather"]())
+    watched = [weakref.ref(here.group), weakref.ref(here.memory.signals.memory), weakref.ref(here.parts("box")[0])]
+    here.group = None
+    here.log.clear()
+    here.prepared.clear()
+    gc.collect()
+    assert [reference() for reference in watched] == [None] * 3
+
+
+def test_a_call_that_fails_half_way_closes_the_memory(here: Machine) -> None:
+    """Its other ranks wait for what did not come: nothing may be added to that until all have given up."""
+
+    def fail(launched: Launched) -> None:
+        raise RuntimeError("no more launches")
+
+    here.kernels.clear()
+    with cuda.forced("fused"):
+        op(here, SMALL["gather"]())
+        here.kernels["gemm_kernel"] = fail
+        with pytest.raises(RuntimeError, match="no more launches"):
+            op(here, SMALL["gather"]())
+        here.kernels.clear()
+        here.log.clear()
+        for name in ("gather", "scatter"):
+            with pytest.raises(SymmetricMemoryError, match="out of step since: RuntimeError: no more launches"):
+                op(here, SMALL[name]())
+        assert here.log == []
+        here._streams = iter([COPY, REDUCE])
+        cuda.release(here.group)
+        assert op(here, SMALL["gather"]()) is not None
+
+
+def test_the_current_device_has_to_be_that_of_the_tensors(here: Machine) -> None:
+    here.current_device = 1
+    for name in ("gather", "scatter"):
+        with pytest.raises(RuntimeError, match=r"tensors on cpu while cuda:1 is the current device; call torch\.cuda"):
+            op(here, SMALL[name]())
+    here.current_device = None
+    assert op(here, SMALL["gather"]()) is not None
+
+
+def test_a_group_chooses_by_the_table_that_it_agreed_on(here: Machine) -> None:
+    here.kernels.clear()
+    call = gather_call((4096,), 512, (72,))
+    (*_, name), problem = cuda.runtime.driver.machine(0), cuda._gather_problem(call)
+    for wanted in ("decomposed", "fused"):
+        here.memory.plans.clear()
+        here.memory.table = {name: {problem.key: {str(problem.rows): wanted}}}
+        op(here, call)
+        assert cuda.last_implementation(here.group) == wanted
+
+
+def test_a_group_of_two_hosts_runs_sequentially(caplog: pytest.LogCaptureFixture) -> None:
+    with machine(RANK, WORLD) as here:
+        here.hosts = ["a", "a", "b", "b"]
+        assert [op(here, SMALL["gather"]()) for _ in range(2)] == [None, None]
+        assert cuda.last_implementation(here.group) == "sequential"
+    assert [record.getMessage() for record in caplog.records] == [
+        "group tp runs the unfused program: its ranks are on 2 hosts (a, b), not on one"
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 9])
+def test_a_group_of_a_size_without_kernels_runs_sequentially(world: int, caplog: pytest.LogCaptureFixture) -> None:
+    with machine(0, world) as here:
+        assert op(here, gather_call((8,), 64, (72,), world=world)) is None
+        assert f"{world} ranks; the overlapped ops run on 2 to 8" in caplog.text
+        with cuda.forced("sequential"):
+            assert op(here, gather_call((8,), 64, (72,), world=world)) is None
+        with cuda.forced("fused"), pytest.raises(RuntimeError, match=rf"'fused' was asked for and cannot run: {world}"):
+            op(here, gather_call((8,), 64, (72,), world=world))
+
+
+@pytest.mark.parametrize("world", [4, 9])
+def test_arguments_are_checked_before_a_call_is_left_to_the_unfused_program(world: int) -> None:
+    checked: list[bool] = []
+    with machine(0, world) as here, cuda.forced("sequential"):
+        for _ in range(2):
+            assert op(here, gather_call((8, 2), 64, (72,), dim=1, world=world), lambda: checked.append(True)) is None
+            assert op(here, scatter_call((2, 72), (64,), 72, dim=1, world=world), lambda: checked.append(True)) is None
+    assert checked == [True] * (2 if world == 4 else 4), "once for each plan, or each call without any"
+
+
+def refuse() -> None:
+    raise ValueError("asynctp: no")
+
+
+def moves(here: Machine) -> list[str]:
+    """What was sent, and launched."""
+    return [f"{entry.size} B" if isinstance(entry, Copied) else entry.prepared.name
+            for entry in here.log if isinstance(entry, Copied | Launched)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("implementation", "kept", "wanted"),
+    [
+        ("fused", False, ["24576 B"] * (WORLD - 1) + ["keep_kernel"] * WORLD),
+        ("fused", True, ["stage_kernel"] + ["24576 B"] * (WORLD - 1)),
+        ("direct", False, ["push_gather_kernel"]),
+    ],
+)
+def test_a_rank_whose_gather_is_refused_sends_its_shard(
+    implementation: str, kept: bool, wanted: list[str], here: Machine
+) -> None:
+    """The peers' calls are right, and those that follow are the same on all ranks."""
+    here.kernels.clear()
+    call = gather_call((192,), 64, (72,), kept=kept)
+    with cuda.forced(implementation):
+        for _ in range(2):
+            here.log.clear()
+            with pytest.raises(ValueError, match="asynctp: no"):
+                op(here, call, refuse)
+            assert moves(here) == wanted
+        assert op(here, call) is not None
+    assert list(here.memory.calls._told) == [call.wire.signature(call.wire.transport(implementation))]
+    assert here.memory.failure is None
+    assert here.memory.skipped == 0
+
+
+def test_a_rank_whose_scatter_is_refused_tells_so_by_its_next_calls(here: Machine) -> None:
+    """It has nothing to send: the peers must not take its next call for this one."""
+    here.kernels.clear()
+    scatter, gather = scatter_call((768,), (64,), 72), gather_call((192,), 64, (72,))
+    with cuda.forced("fused"):
+        assert op(here, scatter) is not None
+        for made in range(1, 3):
+            here.log.clear()
+            with pytest.raises(ValueError, match="asynctp: no"):
+                op(here, replace(scatter, dim=-2), refuse)
+            assert here.log == []
+            assert here.memory.skipped == made
+        assert op(here, scatter) is not None
+        assert op(here, gather) is not None
+    told = list(here.memory.calls._told.values())
+    assert told[0] == "reduce_scatter (27648 bytes a rank of bfloat16, sum)"
+    after = ", after 2 calls that ended with an error there"
+    assert told[1:] == [f"{told[0][:-1]}{after})", f"all_gather (24576 bytes a rank{after})"]
+    assert here.memory.failure is None
+
+
+def test_collectives_without_a_matmul_are_refused_in_the_same_way(here: Machine) -> None:
+    here.kernels.clear()
+    with cuda.forced("fused"), mock.patch.object(cuda, "register_wait"):
+        assert cuda.run_bulk_scatter(tensor(8, 8), "sum", WORLD, here.group, lambda: None) is not None
+        for number, run in enumerate((
+            lambda: cuda.run_bulk_scatter(tensor(8, 8), "max", WORLD, here.group, refuse),
+            lambda: cuda.run_bulk_scatter(tensor(7, 8), "sum", WORLD, here.group, refuse),
+            lambda: cuda.run_bulk_all_reduce(tensor(8, 8), "max", here.group, refuse),
+        )):  # fmt: skip
+            with pytest.raises(ValueError, match="asynctp: no"):
+                run()
+            assert here.memory.skipped == number + 1
+        here.log.clear()
+        with pytest.raises(ValueError, match="asynctp: no"):
+            cuda.run_bulk_gather(tensor(8, 8), 3, here.group, refuse)
+        assert here.of(Copied), "the shard is sent"

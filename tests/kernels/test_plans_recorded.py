@@ -1,0 +1,261 @@
+"""Calls that come again: what is recorded of a plan, without a GPU. See `cuda_stubs` and `cuda_emulated`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import cuda_emulated
+from asynctp_kernels import cuda
+from asynctp_kernels.cuda.plans import gather, scatter
+from cuda_stubs import (
+    SMS,
+    Copied,
+    Launched,
+    Machine,
+    expected_products,
+    gather_call,
+    machine,
+    scatter_call,
+    tensor,
+)
+from expecttest import assert_expected_inline
+from plan_runs import (
+    GATHERS,
+    RANK,
+    RETURNED,
+    ROWWISE,
+    SCATTERS,
+    WORLD,
+    at_the_same_place,
+    bits,
+    check_pushes,
+    check_words,
+    gather_plan,
+    returned,
+    run_gather,
+    run_scatter,
+    scatter_implementations,
+    scatter_plan,
+    several,
+    tiles_of,
+)
+from torch import Tensor
+
+
+@pytest.fixture
+def here() -> Iterator[Machine]:
+    with machine(RANK, WORLD) as made:
+        cuda_emulated.emulate(made)
+        yield made
+
+
+# --- calls that come again -----------------------------------------------------------------------------------------
+@pytest.fixture
+def recording(here: Machine) -> Machine:
+    here.records = True
+    return here
+
+
+def recorded_cases(cases: Iterator[Any]) -> list[Any]:
+    return [case for case in cases if case.values[1] != "sequential"]
+
+
+@pytest.mark.parametrize(("case", "implementation", "kept"), recorded_cases(returned()))
+def test_recorded_gather(case: str, implementation: str, kept: bool, recording: Machine) -> None:
+    """The second call on the same memory is recorded, the later ones only launch that: each on its own data.
+
+    Not so copies of many ranges, which a graph that is launched cannot be told other memory of.
+    """
+    call = gather_call(**GATHERS[case], full=True, kept=kept)
+    plan = gather_plan(call, recording, implementation)
+    at_the_same_place(plan, ("shard", "a_scale", "numbers"))
+    for number in range(4):
+        (*outs, gathered), full, a_scale = run_gather(call, recording, plan)
+        assert torch.equal(bits(gathered), bits(full))
+        for out, wanted in zip(outs, expected_products(call, full, a_scale), strict=True):
+            assert torch.equal(out.reshape(wanted.shape), wanted)
+        flat = all(copied.height == 1 for copied in recording.of(Copied))
+        assert len(recording.recordings) == (number > 0)
+        assert len(recording.memory.recordings) == (number > 0 and flat)
+        assert flat == (implementation == "direct" or case != "outer, several" or not kept)
+
+
+@pytest.mark.parametrize(("case", "implementation"), recorded_cases(scatter_implementations()))
+def test_recorded_scatter(case: str, implementation: str, recording: Machine) -> None:
+    call = scatter_call(**SCATTERS[case])
+    plan = scatter_plan(call, recording, implementation)
+    at_the_same_place(plan, ("a_parts", "added"))
+    for number in range(4):
+        recording.log.clear()
+        out, wanted, mine = run_scatter(call, recording, plan)
+        assert torch.equal(out, wanted)
+        check_pushes(recording, implementation, mine)
+        check_words(recording, implementation, call)
+        assert len(recording.memory.recordings) == len(recording.recordings) == (number > 0)
+
+
+def test_trace_of_a_recorded_gather() -> None:
+    """The copy stream is a branch of the graph, which comes behind what was left in flight on the stream itself."""
+    with machine(rank=0, world=2) as here:
+        here.records = True
+        call = gather_call((256,), 64, (72,), world=2, kept=True)
+        plan = gather.fused_gather(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
+        at_the_same_place(plan, ())
+        for _ in range(2):
+            plan.run(call.a_shard, None, call.bs, (), call.biases)
+        gathered = here.launched("gemm_kernel").arguments["a1"].address
+        assert here.urgent == [False]
+        (here.log,) = here.recordings
+        assert_expected_inline(
+            here.trace(own=call.a_shard.data_ptr(), gathered=gathered),
+            """\
+graph  record start
+copy   await start
+copy   await flown at launch
+copy   launch stage_kernel
+copy   copy 32768 B to gathered + 32768 from box of 1 + 0
+copy   write arrivals[1] = 1
+copy   copy 32768 B to gathered + 0 from own + 0
+copy   record end
+graph  launch gemm_kernel
+graph  await end""",
+        )
+
+
+def test_trace_of_a_recorded_scatter() -> None:
+    """So is the reducer: the words of parts in flight and of its own are the same."""
+    with machine(rank=0, world=2) as here:
+        here.records = True
+        call = scatter_call((512,), (64,), 72, world=2)
+        plan = scatter.FusedScatter(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
+        at_the_same_place(plan, ())
+        for _ in range(2):
+            plan.run(call.a_parts, call.b_parts, (), (), call.biases)
+        staging = here.launched("gemm_kernel").arguments["c0"].address
+        (here.log,) = here.recordings
+        assert_expected_inline(
+            here.trace(staging=staging),
+            """\
+graph  record start
+copy   await start
+copy   await flown at launch
+graph  launch gemm_kernel
+copy   write free of 1 [0] = call
+copy   write awaited = call
+copy   wait free of 0 [1] == call
+copy   write free of 0 [1] = 0
+copy   write awaited = 0
+copy   wait progress[1, 0] >= 2
+copy   write progress[1, 0] = 0
+copy   record running
+copy   copy 36864 B to box of 1 + 0 from staging + 36864
+copy   write full of 1 [0] = 4
+copy   record end
+reduce await running
+reduce await flown at launch
+reduce launch reduce_kernel
+reduce record reduced
+graph  await end
+graph  await reduced""",
+        )
+
+
+def otherwise(how: str, rows: int, cols: int) -> Tensor:
+    """A matrix that no kernel takes as it lies."""
+    return tensor(cols, rows).t() if how == "transposed" else tensor(rows * cols + 1)[1:].view(rows, cols)
+
+
+@RETURNED
+@pytest.mark.parametrize("how", ["transposed", "unaligned"])
+@pytest.mark.parametrize("implementation", ["fused", "decomposed", "direct"])
+def test_what_a_gather_has_to_copy_first_is_recorded(
+    implementation: str, how: str, kept: bool, recording: Machine
+) -> None:
+    """Its copy is made in the recording, of what is there at each launch."""
+    call, place = gather_call((256,), 64, (72,), full=True, kept=kept), otherwise(how, 256, 64)
+    plan = gather_plan(replace(call, a_shard=place), recording, implementation)
+    make = plan.tensors
+    plan.tensors = lambda operands: make((place.copy_(operands[0]), *operands[1:]))  # type: ignore[method-assign]
+    at_the_same_place(plan, ())
+    for number in range(3):
+        (out, gathered), full, _ = run_gather(call, recording, plan)
+        assert torch.equal(bits(gathered), bits(full))
+        assert torch.equal(out, expected_products(call, full, None)[0])
+        assert len(recording.recordings) == (number > 0)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "how"), [("fused", "unaligned"), ("direct", "unaligned"), ("direct", "transposed")]
+)
+def test_what_a_scatter_has_to_copy_first_is_recorded(implementation: str, how: str, recording: Machine) -> None:
+    call, place = scatter_call((512,), (64,), 72), otherwise(how, 512, 64)
+    plan = scatter_plan(replace(call, a_parts=[place]), recording, implementation)
+    make = plan.tensors
+    plan.tensors = lambda operands: make(([place.copy_(operands[0][0])], *operands[1:]))  # type: ignore[method-assign]
+    at_the_same_place(plan, ())
+    for number in range(3):
+        out, wanted, _ = run_scatter(call, recording, plan)
+        assert torch.equal(out, wanted)
+        assert len(recording.recordings) == (number > 0)
+
+
+@RETURNED
+@pytest.mark.parametrize("implementation", ["fused", "decomposed", "direct"])
+def test_other_memory_is_enqueued_anew(implementation: str, kept: bool, recording: Machine) -> None:
+    """Whichever tensor of a call lies elsewhere, it is another call."""
+    call = gather_call((256,), 64, (72, 136), **ROWWISE, travels=True, bias=True, full=True, kept=kept)
+    plan = gather_plan(call, recording, implementation)
+    recording.kernels.clear()
+    first = plan.tensors((call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, None))
+    calls = [first, first]
+    for name, tensors in first._asdict().items():
+        for i, one in enumerate(several(tensors)):
+            moved = one.clone(memory_format=torch.preserve_format)
+            lists = isinstance(tensors, Sequence) and not isinstance(tensors, Tensor)
+            calls.append(first._replace(**{name: [*tensors[:i], moved, *tensors[i + 1 :]] if lists else moved}))
+    whole = kept or implementation == "direct"
+    assert len(calls) == 2 + 12 + whole, "the gathered scales are not returned: only where they are needed, they are"
+    for number, made in enumerate(calls):
+        plan.tensors = lambda *args, made=made: made  # type: ignore[method-assign]
+        plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
+        assert len(recording.recordings) == (number > 0)
+    assert len({made.addresses() for made in calls}) == len(calls) - 1
+
+
+def test_a_call_in_a_capture_is_enqueued(recording: Machine) -> None:
+    """It belongs to the program's graph, whatever has been recorded; and it is no reason to record."""
+    call = gather_call((256,), 64, (72,), kept=True)
+    plan = gather_plan(call, recording, "fused")
+    at_the_same_place(plan, ())
+    for capturing, recorded in ((7, 0), (7, 0), (0, 0), (0, 1), (7, 1)):
+        recording.capturing = capturing
+        recording.log.clear()
+        plan.run(call.a_shard, None, call.bs, (), call.biases)
+        assert len(recording.recordings) == recorded
+        assert [entry.prepared.name for entry in recording.of(Launched)] == ["stage_kernel", "gemm_kernel"]
+
+
+def test_growth_and_release_forget_what_was_recorded(recording: Machine) -> None:
+    call = gather_call((256,), 64, (72,), kept=True)
+    plan = gather_plan(call, recording, "fused")
+    at_the_same_place(plan, ())
+    for _ in range(2):
+        plan.run(call.a_shard, None, call.bs, (), call.biases)
+    memory = recording.memory
+    assert len(memory.recordings) == 1
+    memory.require("box", memory.areas["box"].size + 1)
+    assert len(memory.recordings) == 0
+    fresh = gather_plan(call, recording, "fused")
+    at_the_same_place(fresh, ())
+    for _ in range(2):
+        fresh.run(call.a_shard, None, call.bs, (), call.biases)
+    assert len(memory.recordings) == 1
+    cuda.release(recording.group)
+    assert len(memory.recordings) == 0

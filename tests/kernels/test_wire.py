@@ -1,0 +1,197 @@
+"""The transport of a call: a choice of all ranks, from what they share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from asynctp_kernels import cuda
+from asynctp_kernels.cuda.choose.select import IMPLEMENTATIONS, WHOLE
+from asynctp_kernels.cuda.choose.tiles import WireChunks
+from asynctp_kernels.cuda.choose.wire import (
+    ALL_REDUCE_BYTES,
+    DIRECT,
+    DIRECT_BYTES,
+    DIRECT_LIMIT,
+    DIRECT_SIGNATURES,
+    INT32_LIMIT,
+    PLAIN,
+    PULL,
+    PUSH,
+    TRANSPORTS,
+    Wire,
+)
+from asynctp_kernels.cuda.plans.gather import GatherCall
+from asynctp_kernels.cuda.plans.scatter import ScatterCall
+from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from selections import BF16, FP8, FP32, empty, weight
+
+# --- the transport: of what ranks share --------------------------------------------------------------------------
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def wire(kind: str, size: int, world: int = 4, dtype: torch.dtype = BF16, **others: Any) -> Wire:
+    """Of so many bytes in all."""
+    of_sum = (None, "") if kind == "all_gather" else (dtype, "sum")
+    return Wire(kind, world, size // world, *of_sum, **others)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_few_bytes_are_pushed_by_one_kernel_and_many_by_copy_engines(world: int) -> None:
+    for size in (world * 16, 1 << 20, DIRECT_BYTES):
+        assert wire("all_gather", size, world).transport() == DIRECT
+        assert wire("reduce_scatter", size, world).transport() == DIRECT
+    for size in (DIRECT_BYTES + world * 16, 1 << 26, 1 << 30):
+        assert wire("all_gather", size, world).transport() == PUSH
+        assert wire("all_gather", size, world, kept=True).transport() == PULL
+        assert wire("reduce_scatter", size, world).transport() == PUSH
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_an_all_reduce_is_nccls_until_it_is_long(world: int) -> None:
+    for size in (world * 16, 1 << 20, ALL_REDUCE_BYTES - world * 16):
+        assert wire("all_reduce", size, world).transport() == PLAIN
+    for size in (ALL_REDUCE_BYTES, 1 << 30):
+        assert wire("all_reduce", size, world).transport() == PUSH
+
+
+@pytest.mark.parametrize("forced", [None, *IMPLEMENTATIONS, WHOLE])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nccl_has_what_nothing_else_takes(kind: str, forced: str | None) -> None:
+    assert wire(kind, 0).transport(forced) == PLAIN
+    assert wire(kind, 4 * INT32_LIMIT).transport(forced) == PLAIN
+    if kind != "all_gather":
+        for dtype in (torch.float64, torch.int32, FP8):
+            assert wire(kind, 1 << 26, dtype=dtype).transport(forced) == PLAIN
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_that_are_not_whole_loads_are_not_reduced_from_inboxes(kind: str) -> None:
+    """A part of a sum lies at a multiple of its size in an inbox, which is read 16 bytes at a time."""
+    for bytes_of_a_rank, forced in itertools.product((16 * 1000 + 2, 16 * 1000 + 8), ("fused", "decomposed", WHOLE)):
+        assert wire(kind, 4 * bytes_of_a_rank).transport(forced) == (PUSH if kind == "all_gather" else DIRECT)
+    uneven = 4 * ((DIRECT_LIMIT // 4) + 8)
+    assert wire(kind, uneven).transport() == (PUSH if kind == "all_gather" else PLAIN)
+    assert wire(kind, uneven).transport("direct") == PLAIN
+    assert wire(kind, DIRECT_LIMIT).transport("direct") == DIRECT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("forced", "wanted"),
+    [("fused", PUSH), ("decomposed", PUSH), (WHOLE, PUSH), ("direct", DIRECT), ("sequential", PLAIN)],
+)
+@pytest.mark.parametrize("size", [1024, 1 << 25])
+def test_an_implementation_that_all_ask_for_brings_its_transport(
+    size: int, forced: str, wanted: str, kind: str
+) -> None:
+    assert wire(kind, size).transport(forced) == wanted
+    assert wanted in TRANSPORTS[forced]
+
+
+def test_a_call_told_in_words() -> None:
+    assert wire("all_gather", 4096).told == "all_gather (1024 bytes a rank)"
+    assert wire("all_gather", 4096, number_bytes=64).told == "all_gather (1024 bytes a rank and 64 bytes of scales)"
+    assert wire("all_gather", 4096, kept=True).told == "all_gather (1024 bytes a rank, kept by every rank)"
+    assert wire("reduce_scatter", 4096).told == "reduce_scatter (1024 bytes a rank of bfloat16, sum)"
+    after = "reduce_scatter (1024 bytes a rank of bfloat16, sum, after 2 calls that ended with an error there)"
+    assert wire("reduce_scatter", 4096, skipped=2).told == after
+
+
+def local_uses() -> Iterator[tuple[str, GatherCall | ScatterCall]]:
+    """(collective, a call): what ranks may make of one collective."""
+    shards = {"rows": (empty(96, 64), 0), "blocks": (empty(3, 32, 64), 1), "longer rows": (empty(48, 128), 0),
+              "columns": (empty(96, 64), 1), "transposed": (empty(64, 96).t(), 0)}  # fmt: skip
+    for kept in (False, True):
+        name = f"gather, {'kept' if kept else 'pushed'}"
+        for (a, dim), ns, full in itertools.product(shards.values(), ((), (8,), (0,), (13, 72)), (False, True)):
+            bs = [weight(a.shape[-1], n) for n in ns]
+            biases = [empty(n) if n == 13 else None for n in ns]
+            yield name, GatherCall(a, None, bs, (), biases, dim, False, BF16, False, full, 4, None, kept)
+    numbers = empty(96, 1, dtype=FP32)
+    for a_scale, travels, along in ((numbers, True, None), (empty(dtype=FP32), False, numbers)):
+        a, b_scale = empty(96, 64, dtype=FP8), empty(1, 72, dtype=FP32)
+        for full, out in itertools.product((False, True), (BF16, FP32)):
+            bs = [weight(64, 72, FP8)]
+            yield "gather of fp8", GatherCall(a, a_scale, bs, [b_scale], [None], 0, travels, out, False, full, 4, along)
+    a, row = empty(1, 96 * 64, dtype=FP8), empty(1, 96, dtype=FP32)
+    yield "gather of fp8", cuda.gather_call(a, row, 4, False)
+    products = {"rows": ((384,), 64, 0), "blocks": ((3, 128), 64, 1), "longer rows": ((192,), 128, 0),
+                "columns": ((96,), 256, 1)}  # fmt: skip
+    for (lead, n, dim), ks, added in itertools.product(products.values(), ((8,), (0,), (13, 72)), (False, True)):
+        a_parts, b_parts = [empty(*lead, k) for k in ks], [weight(k, n) for k in ks]
+        options = ((), (), [None] * len(ks), "sum", dim, BF16, False, 4)
+        term = empty(*lead, n) if added else None
+        yield "sum", ScatterCall(a_parts, b_parts, *options, added=term)
+        term = empty(*lead, n, dtype=FP32) if added else None
+        yield "wide sum", ScatterCall(a_parts, b_parts, *options, sum_dtype=FP32, added=term)
+    yield "sum", cuda.scatter_call(empty(384, 64), "sum", 4)
+    yield "wide sum", cuda.scatter_call(empty(384, 64, dtype=FP32), "sum", 4)
+
+
+def test_the_wire_is_the_same_whatever_a_rank_makes_of_a_collective() -> None:
+    """Widths, depths, views, strides, what is returned, added or only moved: nothing of that is on the wire."""
+    found: dict[str, set[Wire]] = {}
+    calls: dict[str, int] = {}
+    for name, call in local_uses():
+        found.setdefault(name, set()).add(call.wire)
+        calls[name] = calls.get(name, 0) + 1
+    assert {name: len(wires) for name, wires in found.items()} == dict.fromkeys(calls, 1)
+    assert min(calls.values()) >= 5
+    wires = [each for wires in found.values() for each in wires]
+    assert len(set(wires)) == len(wires) == 5
+    signatures = {each.signature(transport) for each in wires for transport in (DIRECT, PUSH)}
+    assert len(signatures) == 2 * len(wires)
+
+
+SHARED = st.builds(
+    lambda kind, world, size, dtype, op, numbers, kept, skipped: (
+        Wire(kind, world, size, number_bytes=numbers, kept=kept, skipped=skipped)
+        if kind == "all_gather" else Wire(kind, world, size, dtype, op, skipped=skipped)
+    ),
+    st.sampled_from(KINDS), st.integers(2, 8), st.integers(0, 1 << 33),
+    st.sampled_from([BF16, torch.float16, FP32, torch.float64]), st.sampled_from(["sum", "avg"]),
+    st.integers(0, 1 << 20), st.booleans(), st.integers(0, 3),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(SHARED, st.sampled_from([None, *IMPLEMENTATIONS, WHOLE]))
+def test_every_call_has_a_transport_and_a_signature(shared: Wire, forced: str | None) -> None:
+    transport = shared.transport(forced)
+    assert transport == replace(shared).transport(forced)
+    assert any(transport in needed for needed in TRANSPORTS.values())
+    assert (transport == PULL) <= shared.kept
+    assert replace(shared, number_bytes=0, skipped=0).transport(forced) == transport
+    assert 0 < shared.signature(DIRECT) < DIRECT_SIGNATURES <= shared.signature(PUSH) < 1 << 31, "never 0: no call"
+    assert shared.signature(PUSH) != replace(shared, bytes=shared.bytes + 1).signature(PUSH)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(size=st.integers(1, 1 << 20), wanted=st.integers(1, 6), data=st.data())
+def test_chunks_of_the_wire(size: int, wanted: int, data: Any) -> None:
+    """All bytes once, in order, in whole chunks; a count of chunks says no more than has come, and all at the end."""
+    chunks = WireChunks(size)
+    assert chunks.chunk % 16 == 0
+    pieces = chunks.pieces(wanted)
+    assert [first for first, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
+    assert pieces[-1][1] == size
+    assert len(pieces) <= min(wanted, MAX_CHUNKS)
+    assert all(end % chunks.chunk == 0 for _, end in pieces[:-1])
+    assert chunks.complete(size) == MAX_CHUNKS
+    end = data.draw(st.integers(0, size))
+    assert min(chunks.complete(end) * chunks.chunk, size) <= max(end, 0) or end == size
+    needed = data.draw(st.integers(1, size))
+    sent = data.draw(st.integers(0, size))
+    if chunks.complete(sent) > chunks.covering(needed):
+        assert sent >= needed, "who waits for that chunk has all that it reads"
+    assert chunks.complete(size) > chunks.covering(needed)

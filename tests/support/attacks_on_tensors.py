@@ -1,0 +1,390 @@
+"""Attacks on tensors: memory, dtypes, views, sizes, lists and chains that meet. See `test_attacks`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attack_parts import (
+    FP8,
+    GROUP,
+    OTHER_FP8,
+    Attack,
+    aten,
+    c10d,
+    cast,
+    chunks,
+    gathered,
+    in_region,
+    inputs,
+    product_of,
+    routed,
+    scattered,
+)
+from programs import Builder
+from torch.fx import Graph, Node
+
+
+# --- memory: which tensors share it must not change ----------------------------------------------------
+def copy_of_gathered_then_mutated(b: Builder) -> list[Node]:
+    """The operand is a copy, so adding to the gathered tensor does not reach it."""
+    x, w = inputs(b, (4, 6), (6, 8))
+    full = gathered(b, x)
+    operand = b.call(aten.clone.default, full)
+    product = b.call(aten.mm.default, operand, w)
+    b.call(aten.add_.Tensor, full, 1)
+    return [product, operand, full]
+
+
+def operand_mutated_in_a_region(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 8))
+    full, inner = gathered(b, x), Graph()
+    changed = inner.call_function(aten.add_.Tensor, (inner.placeholder("full"), 1.0))
+    inner.output((inner.call_function(aten.neg.default, (changed,)),))
+    return [in_region(b, inner, full.meta["val"], full), b.call(aten.mm.default, full, w)]
+
+
+def base_of_operand_mutated(b: Builder) -> list[Node]:
+    """The operand is a view, so adding to its base does reach it."""
+    x, w = inputs(b, (2, 4, 6), (6, 8))
+    base = chunks(b, gathered(b, x), 2, 0, 1)
+    operand = b.call(aten.view.default, base, [16, 6])
+    product = b.call(aten.mm.default, operand, w)
+    b.call(aten.add_.Tensor, base, 1)
+    return [product, operand, base]
+
+
+# --- dtypes seen as others ---------------------------------------------------------------------------------
+def bytes_as_two_fp8_types(b: Builder) -> list[Node]:
+    (x,) = inputs(b, (16, 32), dtype=FP8)
+    w = b.placeholder((32, 16), FP8, strides=(1, 32))
+    one = b.placeholder((), torch.float32, "scale")
+    full = gathered(b, b.call(aten.view.dtype, x, torch.uint8))
+    seen = [b.call(aten.view.dtype, full, dtype) for dtype in (FP8, OTHER_FP8)]
+    return [b.call(aten._scaled_mm.default, a, w, one, one, None, None, torch.bfloat16) for a in seen]
+
+
+def words_as_two_half_types(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 8), dtype=torch.bfloat16)
+    (other,) = inputs(b, (6, 8), dtype=torch.float16)
+    full = gathered(b, b.call(aten.view.dtype, x, torch.int16))
+    seen = [b.call(aten.view.dtype, full, dtype) for dtype in (torch.bfloat16, torch.float16)]
+    return [b.call(aten.mm.default, a, weight) for a, weight in zip(seen, (w, other), strict=True)]
+
+
+def product_summed_as_integers(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 8))
+    return [scattered(b, b.call(aten.view.dtype, b.call(aten.mm.default, x, w), torch.int64))]
+
+
+def terms_added_as_integers(b: Builder) -> list[Node]:
+    x, y, w = inputs(b, (4, 6), (4, 6), (6, 8))
+    terms = [b.call(aten.view.dtype, b.call(aten.mm.default, a, w), torch.int64) for a in (x, y)]
+    return [scattered(b, b.call(aten.view.dtype, b.call(aten.add.Tensor, *terms), torch.float64))]
+
+
+def bits_negated(bits: torch.dtype, dtype: torch.dtype, times: bool = False) -> Attack:
+    """Minus the product's bits, as an integer: another number than minus the product."""
+
+    def attack(b: Builder) -> list[Node]:
+        x, w = inputs(b, (4, 6), (6, 8), dtype=torch.bfloat16)
+        product = b.call(aten.mm.default, x, w)
+        if dtype != torch.bfloat16:
+            product = b.call(torch.ops.prims.convert_element_type.default, product, dtype)
+        seen = b.call(aten.view.dtype, product, bits)
+        seen = b.call(aten.mul.Tensor, seen, -1) if times else b.call(aten.neg.default, seen)
+        return [scattered(b, b.call(aten.view.dtype, seen, dtype))]
+
+    return attack
+
+
+# --- one weight for all matrices of a batch ----------------------------------------------------------------------
+def batch_times(*steps: tuple[Any, ...], weight: tuple[int, ...] = (6, 6)) -> Attack:
+    """A gathered batch [6, 4, 6] times a weight that is repeated for all of it, and then seen in other ways."""
+
+    def attack(b: Builder) -> list[Node]:
+        x, right = inputs(b, (3, 4, 6), weight)
+        right = b.call(aten.expand.default, right, [6, 6, 6])
+        for target, *arguments in steps:
+            right = b.call(target, right, *arguments)
+        return [b.call(aten.bmm.default, gathered(b, x), right)]
+
+    return attack
+
+
+def batch_times_ones(b: Builder) -> list[Node]:
+    (x,) = inputs(b, (3, 4, 6))
+    return [b.call(aten.bmm.default, gathered(b, x), b.call(aten.full.default, [6, 6, 6], 1.0, dtype=torch.float64))]
+
+
+# --- computed between, not quantized ------------------------------------------------------------------------------
+def computed(b: Builder, compute: Callable[[Builder, Node], Node]) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 8))
+    return [b.call(aten.mm.default, compute(b, gathered(b, x)), w)]
+
+
+def times_input(shape: tuple[int, ...]) -> Callable[[Builder, Node], Node]:
+    return lambda b, x: b.call(aten.mul.Tensor, x, b.placeholder(shape, torch.float64))
+
+
+def softmaxed(b: Builder, x: Node) -> Node:
+    """Over the rows of all ranks, in pointwise ops and reductions."""
+    powers = b.call(aten.exp.default, b.call(aten.sub.Tensor, x, b.call(aten.amax.default, x, [0], True)))
+    return b.call(aten.div.Tensor, powers, b.call(aten.sum.dim_IntList, powers, [0], True))
+
+
+def gathered_last_and_reduced(b: Builder) -> list[Node]:
+    """The ranks lie along the contraction, over which the amax is taken."""
+    x, w = inputs(b, (4, 6), (12, 8))
+    whole = chunks(b, gathered(b, x), 4, 0, 1)
+    return [b.call(aten.mm.default, b.call(aten.mul.Tensor, whole, b.call(aten.amax.default, whole, [-1], True)), w)]
+
+
+def gathered_last_and_negated(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (12, 8))
+    return [b.call(aten.mm.default, b.call(aten.neg.default, chunks(b, gathered(b, x), 4, 0, 1)), w)]
+
+
+# --- views and terms that look like others ---------------------------------------------------------------------
+def last_dimensions_swapped(b: Builder) -> list[Node]:
+    x, w = inputs(b, (2, 3, 4), (3, 5))
+    whole = b.call(aten.transpose.int, gathered(b, x), 1, 2)
+    return [b.call(aten.mm.default, b.call(aten.reshape.default, whole, [16, 3]), w)]
+
+
+def seen_as_fewer_elements(b: Builder) -> list[Node]:
+    x, w = b.placeholder((4, 16), torch.float32), b.placeholder((8, 5), torch.float64)
+    return [b.call(aten.mm.default, b.call(aten.view.dtype, gathered(b, x), torch.float64), w)]
+
+
+def expanded_to_more_dimensions(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 8), (8, 5))
+    repeated = b.call(aten.expand.default, gathered(b, x), [8, 8, 8])
+    return [b.call(aten.mm.default, b.call(aten.reshape.default, repeated, [64, 8]), w)]
+
+
+def square_product_and(shape: tuple[int, ...], first: bool = False) -> Attack:
+    """A square product that a tensor is added to, which repeats it."""
+
+    def build(b: Builder) -> list[Node]:
+        a, w, other = inputs(b, (8, 5), (5, 8), shape)
+        terms = [b.call(aten.mm.default, a, w), other]
+        return [scattered(b, b.call(aten.add.Tensor, *(terms[::-1] if first else terms)))]
+
+    return build
+
+
+def product_divided_by_zero(b: Builder) -> list[Node]:
+    a, w = inputs(b, (8, 5), (5, 6))
+    return [scattered(b, b.call(aten.div.Tensor, b.call(aten.mm.default, a, w), 0.0))]
+
+
+def half_product_times_float(b: Builder) -> list[Node]:
+    """A product of 16 bits times one of 32 has 32, and is no conversion."""
+    a, w = inputs(b, (8, 5), (5, 6), dtype=torch.bfloat16)
+    factor = b.placeholder((8, 6), torch.float32)
+    return [scattered(b, b.call(aten.mul.Tensor, b.call(aten.mm.default, a, w), factor))]
+
+
+def half_product_as_the_other_half(b: Builder) -> list[Node]:
+    a, w = inputs(b, (8, 5), (5, 6), dtype=torch.float16)
+    return [scattered(b, cast(b, b.call(aten.mm.default, a, w), torch.bfloat16))]
+
+
+# --- sizes, mutation, pieces -----------------------------------------------------------------------------------
+def kernel_that_mutates(b: Builder) -> list[Node]:
+    """A user's Triton kernel is a higher-order op: it has no schema that would say that it writes."""
+    x, w = inputs(b, (4, 6), (6, 8))
+    full = gathered(b, x)
+    kernel = b.graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_mutation, (), {"kwargs": {"x": x}})
+    kernel.meta["val"] = None
+    return [b.call(aten.mm.default, full, w)]
+
+
+def finer_split_of_moved_blocks(b: Builder) -> list[Node]:
+    """The pieces of the second split start at 0, 1, 4, 5: they count, but not at one distance."""
+    x, w = inputs(b, (1, 2, 2), (4, 3))
+    moved = chunks(b, gathered(b, x), 1, 0, 2)
+    return [b.call(aten.mm.default, b.call(aten.reshape.default, chunks(b, moved, 1, 2, 2), [2, 4]), w)]
+
+
+def finer_pieces_swapped(b: Builder) -> list[Node]:
+    x, w = inputs(b, (1, 2, 2), (4, 3))
+    pieces = b.items(b.call(aten.split.Tensor, chunks(b, gathered(b, x), 1, 0, 2), 1, 2))
+    swapped = b.call(aten.cat.default, [pieces[place] for place in (0, 1, 3, 2)], 2)
+    return [b.call(aten.mm.default, b.call(aten.reshape.default, swapped, [2, 4]), w)]
+
+
+# --- lists of tensors, and one weight for a batch -------------------------------------------------------------------
+def gathered_list(b: Builder, *shards: Node) -> Node:
+    return b.call(c10d.all_gather_into_tensor_coalesced.default, list(shards), b.world_size, GROUP)
+
+
+def waited_items(b: Builder, results: Node) -> list[Node]:
+    return [b.call(c10d.wait_tensor.default, item) for item in b.items(results)]
+
+
+def items_of_a_list_by(*places: int) -> Attack:
+    def attack(b: Builder) -> list[Node]:
+        x, y, w = inputs(b, (4, 6), (4, 6), (6, 8))
+        results = gathered_list(b, x, y)
+        items = [b.call(operator.getitem, results, place) for place in places]
+        return [b.call(aten.mm.default, b.call(c10d.wait_tensor.default, item), w) for item in items]
+
+    return attack
+
+
+def shard_of_a_list_mutated(b: Builder) -> list[Node]:
+    """Between the collective and the place where its item is taken."""
+    x, w = inputs(b, (4, 6), (6, 8))
+    results = gathered_list(b, x)
+    b.call(aten.add_.Tensor, x, 1)
+    return [b.call(aten.mm.default, full, w) for full in waited_items(b, results)]
+
+
+def one_shard_twice_in_a_list(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 8))
+    return [b.call(aten.mm.default, full, w) for full in waited_items(b, gathered_list(b, x, x))]
+
+
+def items_of_a_list_joined(b: Builder) -> list[Node]:
+    """The blocks of two gathers: no gather of either."""
+    x, y, w = inputs(b, (4, 6), (4, 6), (6, 8))
+    joined = b.call(aten.cat.default, waited_items(b, gathered_list(b, x, y)))
+    return [b.call(aten.mm.default, joined, w)]
+
+
+def product_and_its_transpose_in_one_list(b: Builder) -> list[Node]:
+    """Each is reduced: neither collective may take the other one's tensor for its own."""
+    product = b.call(aten.mm.default, *inputs(b, (8, 5), (5, 6)))
+    turned = b.call(aten.clone.default, b.call(aten.t.default, product), memory_format=torch.contiguous_format)
+    return waited_items(b, b.call(c10d.all_reduce_coalesced.default, [product, turned], "sum", GROUP))
+
+
+def one_sum_all_reduced_twice(b: Builder) -> list[Node]:
+    total = b.call(aten.add.Tensor, product_of(b), routed(b, (6, 8)))
+    return waited_items(b, b.call(c10d.all_reduce_coalesced.default, [total, total], "sum", GROUP))
+
+
+def one_product_scattered_twice(b: Builder) -> list[Node]:
+    x, w = inputs(b, (4, 6), (6, 8))
+    product = b.call(aten.mm.default, x, w)
+    operands = ([product, product], "sum", b.world_size, GROUP)
+    return waited_items(b, b.call(c10d.reduce_scatter_tensor_coalesced.default, *operands))
+
+
+def items_that_need_each_other(b: Builder) -> list[Node]:
+    """The weight of a matmul of each gather comes from the other's: one that needs the later gather is by itself."""
+    x, y, w = inputs(b, (4, 8), (4, 8), (8, 8))
+    first, second = waited_items(b, gathered_list(b, x, y))
+    products = [b.call(aten.mm.default, full, w) for full in (first, second)]
+    return [b.call(aten.mm.default, first, products[1]), b.call(aten.mm.default, second, products[0])]
+
+
+def weight_mutated_after_it_was_expanded(b: Builder) -> list[Node]:
+    x, w = inputs(b, (2, 4, 6), (6, 8))
+    weights = b.call(aten.expand.default, w, [2, 6, 8])
+    b.call(aten.add_.Tensor, w, 1)
+    return [b.call(aten.bmm.default, chunks(b, gathered(b, x), 2, 0, 1), weights)]
+
+
+def weight_copied_before_it_is_mutated(b: Builder) -> list[Node]:
+    """A copy of the expanded weight is not seen through."""
+    x, w = inputs(b, (2, 4, 6), (6, 8))
+    weights = b.call(aten.clone.default, b.call(aten.expand.default, w, [2, 6, 8]))
+    b.call(aten.add_.Tensor, w, 1)
+    return [b.call(aten.bmm.default, chunks(b, gathered(b, x), 2, 0, 1), weights)]
+
+
+def batch_of_weights_that_looks_like_one(b: Builder) -> list[Node]:
+    """Two matrices seen as one more: the view keeps the last two sizes, and the matrices differ."""
+    x, w = inputs(b, (2, 4, 6), (2, 1, 6, 8))
+    return [b.call(aten.bmm.default, chunks(b, gathered(b, x), 2, 0, 1), b.call(aten.view.default, w, [2, 6, 8]))]
+
+
+def weight_transposed_once_in_the_batch(b: Builder) -> list[Node]:
+    x, w = inputs(b, (2, 4, 6), (6, 6))
+    weights = b.call(aten.permute.default, b.call(aten.expand.default, w, [2, 6, 6]), [0, 2, 1])
+    return [b.call(aten.bmm.default, chunks(b, gathered(b, x), 2, 0, 1), weights)]
+
+
+# --- chains that meet ----------------------------------------------------------------------------------------
+def scatter_feeds_gather(b: Builder) -> list[Node]:
+    x, w, v = inputs(b, (4, 6), (6, 8), (8, 5))
+    return [b.call(aten.mm.default, gathered(b, scattered(b, b.call(aten.mm.default, x, w))), v)]
+
+
+def gather_feeds_weight_of_gather(b: Builder) -> list[Node]:
+    x, w, y = inputs(b, (4, 6), (6, 8), (3, 8))
+    return [b.call(aten.mm.default, gathered(b, y), b.call(aten.mm.default, gathered(b, x), w))]
+
+
+def three_gathers_in_a_circle(b: Builder) -> list[Node]:
+    *shards, w = inputs(b, (4, 8), (4, 8), (4, 8), (8, 8))
+    fulls = [gathered(b, shard) for shard in shards]
+    products = [b.call(aten.mm.default, full, w) for full in fulls]
+    crossed = [b.call(aten.mm.default, fulls[i], products[(i + 1) % 3]) for i in range(3)]
+    return [*products, *crossed]
+
+
+# --- all-reduces ------------------------------------------------------------------------------------------------
+TENSORS: dict[str, tuple[Attack, list[str]]] = {
+    "copy of gathered, mutated": (copy_of_gathered_then_mutated, ["F"]),
+    "operand, mutated in a region": (operand_mutated_in_a_region, ["ATP204"]),
+    "base of operand, mutated": (base_of_operand_mutated, ["F"]),
+    "bytes as two fp8 types": (bytes_as_two_fp8_types, ["F"]),
+    "words as two half types": (words_as_two_half_types, ["F"]),
+    "product summed as integers": (product_summed_as_integers, ["ATP105"]),
+    "terms added as integers": (terms_added_as_integers, ["ATP111"]),
+    "bits negated as integers": (bits_negated(torch.int16, torch.bfloat16), ["ATP105"]),
+    "bits of fp32 negated as integers": (bits_negated(torch.int32, torch.float32), ["ATP105"]),
+    "bits times -1 as integers": (bits_negated(torch.int16, torch.bfloat16, times=True), ["ATP105"]),
+    "batch": (batch_times(), ["F"]),
+    "batch, transposed": (batch_times((aten.transpose.int, 1, 2)), ["F"]),
+    "batch, transposed from the end": (batch_times((aten.transpose.int, -1, -2)), ["F"]),
+    "batch, permuted": (batch_times((aten.permute.default, [0, 2, 1])), ["F"]),
+    "batch, transposed twice": (batch_times((aten.transpose.int, 1, 2), (aten.permute.default, [0, 2, 1])), ["F"]),
+    "batch, permuted to what it was": (batch_times((aten.permute.default, [0, 1, 2])), ["ATP115"]),
+    "batch, matrices and rows permuted": (batch_times((aten.permute.default, [1, 0, 2])), ["ATP115"]),
+    "batch, matrices and rows transposed": (batch_times((aten.transpose.int, 0, 1)), ["ATP115"]),
+    "batch, matrices and columns transposed": (batch_times((aten.transpose.int, 2, 0)), ["ATP115"]),
+    "batch, of a row": (batch_times(weight=(6,)), ["ATP115"]),
+    "batch, of one row": (batch_times(weight=(1, 6)), ["ATP115"]),
+    "batch, of ones": (batch_times_ones, ["ATP115"]),
+    "last dimensions swapped": (last_dimensions_swapped, ["ATP211"]),
+    "seen as fewer elements": (seen_as_fewer_elements, ["ATP104"]),
+    "expanded to more dimensions": (expanded_to_more_dimensions, ["ATP102"]),
+    "product and a row": (square_product_and((8,)), ["ATP110"]),
+    "a row and a product": (square_product_and((8,), first=True), ["ATP110"]),
+    "product and a row of its dimensions": (square_product_and((1, 8)), ["ATP110"]),
+    "product divided by zero": (product_divided_by_zero, ["ATP105"]),
+    "half product times float": (half_product_times_float, ["ATP105"]),
+    "half product as the other half": (half_product_as_the_other_half, ["ATP105"]),
+    "negated": (lambda b: computed(b, lambda b, x: b.call(aten.neg.default, x)), ["F"]),
+    "times one number of each rank": (lambda b: computed(b, times_input(())), ["ATP208"]),
+    "times a row of each rank": (lambda b: computed(b, times_input((6,))), ["ATP208"]),
+    "times a column of each rank": (lambda b: computed(b, times_input((8, 1))), ["ATP208"]),
+    "softmax over all ranks": (lambda b: computed(b, softmaxed), ["ATP117"]),
+    "ranks along a reduced contraction": (gathered_last_and_reduced, ["ATP208"]),
+    "ranks along a negated contraction": (gathered_last_and_negated, ["F"]),
+    "finer split of moved blocks": (finer_split_of_moved_blocks, ["F"]),
+    "finer pieces swapped": (finer_pieces_swapped, ["ATP101"]),
+    "shard of a list, mutated": (shard_of_a_list_mutated, ["ATP204"]),
+    "one shard twice in a list": (one_shard_twice_in_a_list, ["F", "F"]),
+    "items of a list, one taken twice": (items_of_a_list_by(0, 0, 1), ["ATP113"]),
+    "items of a list, counted from its end": (items_of_a_list_by(-2, -1), ["ATP113"]),
+    "items of a list, joined": (items_of_a_list_joined, ["ATP104", "ATP104"]),
+    "one product scattered twice": (one_product_scattered_twice, ["ATP202", "ATP202"]),
+    "a product and its transpose in one list": (product_and_its_transpose_in_one_list, ["ATP202", "ATP202"]),
+    "one sum twice in a list": (one_sum_all_reduced_twice, ["ATP202", "ATP202"]),
+    "items that need each other": (items_that_need_each_other, ["F", "F"]),
+    "weight mutated after it was expanded": (weight_mutated_after_it_was_expanded, ["F"]),
+    "weight copied before it is mutated": (weight_copied_before_it_is_mutated, ["ATP115"]),
+    "batch of weights that looks like one": (batch_of_weights_that_looks_like_one, ["ATP115"]),
+    "weight transposed once in the batch": (weight_transposed_once_in_the_batch, ["F"]),
+    "scatter feeds gather": (scatter_feeds_gather, ["F", "F"]),
+    "gather feeds weight of gather": (gather_feeds_weight_of_gather, ["F", "F"]),
+    "three gathers in a circle": (three_gathers_in_a_circle, ["F", "F", "F"]),
+}

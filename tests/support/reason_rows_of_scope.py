@@ -1,0 +1,200 @@
+"""Graphs out of scope, one for each reason ATP0xx at least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import getitem
+
+import torch
+from graph_builder import GraphBuilder, aten, c10d
+from reason_rows import FP8, gathered, product, row, times, weight_gradient
+from torch.fx import Graph, Node
+
+
+# --- 0xx scope -------------------------------------------------------------------------------------------------
+@row("GROUP_NOT_ENROLLED", "group tp of dp, ep", groups=("dp", "ep"))
+def gather_of_another_group(b: GraphBuilder) -> Node:
+    return times(b, gathered(b))
+
+
+@row("OUTSIDE_GRAPH", "used by what takes the graph's results")
+def gather_that_is_returned(b: GraphBuilder) -> Node:
+    return gathered(b)
+
+
+def in_region(b: GraphBuilder, x: Node) -> Node:
+    """What a subgraph makes of `x`, in the same shape: `torch.compiler.nested_compile_region`."""
+    inner, holder = Graph(), torch.nn.Module()
+    inner.output((inner.call_function(aten.neg.default, (inner.placeholder("x"),)),))
+    holder.region = torch.fx.GraphModule({}, inner)
+    b.graph.owning_module = holder  # type: ignore[assignment]
+    results, target = (x.meta["val"],), torch.ops.higher_order.invoke_subgraph
+    return b.call(getitem, b.call_like(results, target, b.graph.get_attr("region"), "region", x), 0)
+
+
+@row("OUTSIDE_GRAPH", "used by invoke_subgraph")
+def gather_for_a_region(b: GraphBuilder) -> Node:
+    return in_region(b, gathered(b))
+
+
+@row("OUTSIDE_GRAPH", "made by invoke_subgraph")
+def scatter_of_a_region(b: GraphBuilder) -> Node:
+    return b.scatter(in_region(b, b.input("x", [16, 8])))
+
+
+@row("NO_MATMUL", "used by aten.convolution.default")
+def gather_for_a_convolution(b: GraphBuilder) -> Node:
+    images, weight = b.reshape(gathered(b), [2, 8, 8]), b.input("w", [4, 8, 1])
+    return b.call(aten.convolution.default, images, weight, None, [1], [0], [1], False, [0], 1)
+
+
+@row("RESULT_DROPPED", "f32[]")
+def all_reduce_whose_users_are_gone(b: GraphBuilder) -> Node:
+    """In the backward: its weight's scale was saved by the forward."""
+    b.all_reduce(b.call(aten.amax.default, b.input("primals_1", [16, 8])), "max")
+    return b.relu(b.input("tangents_1", [16]))
+
+
+@row("OUTSIDE_GRAPH", "made by an input of the graph")
+def scatter_of_an_input(b: GraphBuilder) -> Node:
+    return b.scatter(b.input("x", [16, 8]))
+
+
+@row("NO_MATMUL", "made by aten.relu.default")
+def all_reduce_of_a_norm(b: GraphBuilder) -> Node:
+    return b.call(c10d.all_reduce.default, b.relu(b.input("x", [16])), "sum", "tp")
+
+
+@row("NO_MATMUL", "made by aten.amax.default")
+def all_reduce_of_a_products_maximum(b: GraphBuilder) -> Node:
+    return b.all_reduce(b.call(aten.amax.default, product(b), [-1]), "max")
+
+
+@row("PRODUCT_GATHERED", "mm -> all_gather_into_tensor")
+def gather_of_logits(b: GraphBuilder) -> Node:
+    """The head of a model that is sharded over the vocabulary."""
+    return b.cat(b.chunks(b.gather(product(b))), dim=-1)
+
+
+@row("GATHERED_SCALE", "_scaled_mm", fused=1)
+def scale_gathered_over_another_group(b: GraphBuilder) -> Node:
+    """The data is fused with its matmul; its scale comes over a group of its own, so it stays a gather."""
+    a, w = gathered(b, 4, 32, dtype=FP8), b.input("w", [32, 16], FP8, column_major=True)
+    scale = b.call(c10d.all_gather_into_tensor.default, b.input("a_scale", [4, 1]), 4, "other")
+    return b.scaled_mm(a, w, scale, b.input("b_scale", [1, 16]))
+
+
+def scaled_by_gathered(b: GraphBuilder, shape: list[int], view: Callable[[Node], Node]) -> Node:
+    """A gathered operand [16, 32], and its scales of rows in a view of what is gathered."""
+    rows, w = gathered(b, 4, 32, dtype=FP8), b.input("w", [32, 16], FP8, column_major=True)
+    scale = view(b.gather(b.input("a_scale", shape)))
+    return b.scaled_mm(rows, w, scale, b.input("b_scale", [1, 16]))
+
+
+@row("GATHERED_SCALE", "_scaled_mm", fused=1)
+def scales_gathered_in_a_line(b: GraphBuilder) -> Node:
+    return scaled_by_gathered(b, [4], lambda scale: scale)
+
+
+@row("GATHERED_SCALE", "_scaled_mm", fused=1)
+def scales_gathered_and_even_ranks_put_first(b: GraphBuilder) -> Node:
+    def even_first(scale: Node) -> Node:
+        return b.reshape(b.permute(b.reshape(scale, [2, 2, 4]), [1, 0, 2]), [16, 1])
+
+    return scaled_by_gathered(b, [4, 1], even_first)
+
+
+@row("GATHERED_SCALE", "_scaled_mm_v2", fused=0)
+def scale_gathered_for_a_recipe_that_is_not_fused(b: GraphBuilder) -> Node:
+    """The scale's gather comes last: it is not to blame."""
+    a, w = gathered(b, 4, 32, dtype=FP8), b.input("w", [32, 16], FP8, column_major=True)
+    scale, one = b.gather(b.input("a_scale", [4, 1])), b.input("b_scale", [1, 1])
+    with b.mode:
+        value = torch.empty(16, 16, dtype=torch.bfloat16)
+    return b.call_like(value, aten._scaled_mm_v2.default, a, w, [scale], [1], [], [one], [0], [], None, torch.bfloat16)
+
+
+@row("WEIGHT_GATHER", "group tp")
+def gather_of_weights_for_a_grouped_matmul(b: GraphBuilder) -> Node:
+    """Experts' weights, of an op that is not fused whatever its operands."""
+    with b.mode:
+        value = torch.empty(6, 8)
+    offsets = b.input("offsets", [4], torch.int32)
+    return b.call_like(value, aten._grouped_mm.default, b.input("a", [6, 16]), gathered(b, 1, 16, 8), offsets)
+
+
+@row("NO_ELEMENTS", "all_gather_into_tensor")
+def gather_of_no_rows(b: GraphBuilder) -> Node:
+    return times(b, gathered(b, 0, 8))
+
+
+@row("NO_ELEMENTS", "reduce_scatter_tensor")
+def scatter_of_no_rows(b: GraphBuilder) -> Node:
+    return b.scatter(product(b, rows=0))
+
+
+@row("WEIGHT_GATHER", "group tp")
+def gather_of_a_weight(b: GraphBuilder) -> Node:
+    return b.mm(b.input("a", [6, 16]), gathered(b))
+
+
+@row("WEIGHT_GATHER", "group tp")
+def gather_of_a_norm_weight(b: GraphBuilder) -> Node:
+    """A vector, scaled by which the operand of a matmul is."""
+    return times(b, b.call(aten.mul.Tensor, b.input("a", [6, 16]), gathered(b, 4)))
+
+
+@row("WEIGHT_GATHER", "group tp")
+def gather_of_a_batched_weight(b: GraphBuilder) -> Node:
+    return b.call(aten.bmm.default, b.input("a", [16, 6, 8]), gathered(b, 4, 8, 12))
+
+
+@row("WEIGHT_GRADIENT", "group tp")
+def scatter_of_a_weight_gradient(b: GraphBuilder) -> Node:
+    return b.scatter(weight_gradient(b))
+
+
+@row("WEIGHT_GRADIENT", "group tp")
+def scatter_of_a_scaled_weight_gradient(b: GraphBuilder) -> Node:
+    return b.scatter(b.call(aten.mul.Tensor, weight_gradient(b), 0.5), "avg")
+
+
+@row("WEIGHT_GRADIENT", "group tp")
+def scatter_of_a_norm_weight_gradient(b: GraphBuilder) -> Node:
+    return b.scatter(b.call(aten.sum.dim_IntList, product(b), [1]))
+
+
+@row("WEIGHT_GRADIENT", "group tp")
+def all_reduce_of_a_weight_gradient(b: GraphBuilder) -> Node:
+    return b.call(c10d.all_reduce.default, weight_gradient(b), "avg", "tp")
+
+
+@row("RESULT_UNUSED", "f32[4, 8] of _c10d_functional.all_gather_into_tensor_coalesced")
+def gather_of_a_list_of_which_one_is_used(b: GraphBuilder) -> Node:
+    shards = [b.input("norm", [3]), b.input("x", [4, 8])]
+    both = b.call(c10d.all_gather_into_tensor_coalesced.default, shards, 4, "tp")
+    return b.call(c10d.wait_tensor.default, b.call(getitem, both, 0))
+
+
+@row("DATA_PARALLEL_GROUP", 'group tp, mesh dimension "fsdp"', mesh_dim="fsdp")
+def gather_over_a_dimension_named_for_data(b: GraphBuilder) -> Node:
+    return times(b, gathered(b))
+
+
+@row("SINGLE_RANK", "tp", ranks=1)
+def gather_over_one_rank(b: GraphBuilder) -> Node:
+    return times(b, gathered(b))
+
+
+@row("ALREADY_FUSED", "symm_mem.fused_matmul_reduce_scatter")
+def scatter_that_pytorch_fused(b: GraphBuilder) -> Node:
+    a, w = b.input("a", [16, 8]), b.input("w", [8, 12])
+    with b.mode:
+        value = torch.empty(4, 12)
+    return b.call_like(value, torch.ops.symm_mem.fused_matmul_reduce_scatter.default, a, w, "sum", 0, "tp")
+
+
+@row("OTHER_COLLECTIVE", "all_to_all_single")
+def all_to_all(b: GraphBuilder) -> Node:
+    x = b.input("x", [16, 8])
+    return b.call_like(x.meta["val"], c10d.all_to_all_single.default, x, [4] * 4, [4] * 4, "tp")

@@ -1,0 +1,533 @@
+"""Gathers before and after the pass. `EXPECTTEST_ACCEPT=1` writes the expectations anew."""
+
+from __future__ import annotations
+
+import torch
+from expecttest import assert_expected_inline
+from graph_builder import GraphBuilder, aten
+from rewritten import FP8, fp8_operands, rewritten
+
+
+# --- gather side: where the gathered dimension goes --------------------------------------------------------
+def test_gather_of_rows() -> None:
+    b = GraphBuilder()
+    x, w = b.input("x", [4, 8]), b.input("w", [8, 16])
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(b.gather(x), w))),
+        """\
+x: f32[4, 8]
+w: f32[8, 16]
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[16, 8]
+mm = mm(wait_tensor, w)  # f32[16, 16]
+return (mm)
+
+=== becomes ===
+
+x: f32[4, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
+return (getitem)
+""",
+    )
+
+
+def test_gather_of_a_middle_dimension() -> None:
+    """Split and cat bring the ranks' blocks to dimension 1 of a batch."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [3, 4, 8]), b.input("w", [8, 16])
+    whole = b.cat(b.chunks(b.gather(x)), dim=1)
+    out = b.reshape(b.mm(b.reshape(whole, [24, 8]), w), [3, 8, 16])
+    assert_expected_inline(
+        rewritten(b.returns(out)),
+        """\
+x: f32[3, 4, 8]
+w: f32[8, 16]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[6, 4, 8]
+split = split(wait_tensor, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
+getitem = getitem(split, 0)  # f32[3, 4, 8]
+getitem_1 = getitem(split, 1)  # f32[3, 4, 8]
+cat = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
+reshape = reshape(cat, [24, 8])  # f32[24, 8]
+mm = mm(reshape, w)  # f32[24, 16]
+reshape_1 = reshape(mm, [3, 8, 16])  # f32[3, 8, 16]
+return (reshape_1)
+
+=== becomes ===
+
+x: f32[3, 4, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[3, 8, 16])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
+reshape_default = reshape(getitem_2, [24, 16])  # f32[24, 16]
+reshape_1 = reshape(reshape_default, [3, 8, 16])  # f32[3, 8, 16]
+return (reshape_1)
+""",
+    )
+
+
+def test_gather_of_a_middle_dimension_in_a_batch_of_one() -> None:
+    """Torch traces reshapes only: the ranks' blocks are in place already."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [1, 4, 8]), b.input("w", [8, 16])
+    whole = b.reshape(b.gather(x), [1, 8, 8])
+    out = b.reshape(b.mm(b.reshape(whole, [8, 8]), w), [1, 8, 16])
+    assert_expected_inline(
+        rewritten(b.returns(out)),
+        """\
+x: f32[1, 4, 8]
+w: f32[8, 16]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[2, 4, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[2, 4, 8]
+reshape = reshape(wait_tensor, [1, 8, 8])  # f32[1, 8, 8]
+reshape_1 = reshape(reshape, [8, 8])  # f32[8, 8]
+mm = mm(reshape_1, w)  # f32[8, 16]
+reshape_2 = reshape(mm, [1, 8, 16])  # f32[1, 8, 16]
+return (reshape_2)
+
+=== becomes ===
+
+x: f32[1, 4, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[1, 8, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[1, 8, 16]
+reshape_default = reshape(getitem, [8, 16])  # f32[8, 16]
+reshape_2 = reshape(reshape_default, [1, 8, 16])  # f32[1, 8, 16]
+return (reshape_2)
+""",
+    )
+
+
+def test_gather_by_slice_and_cat() -> None:
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [3, 4, 8]), b.input("w", [8, 16])
+    gathered = b.gather(x)
+    pieces = [b.call(aten.slice.Tensor, gathered, 0, 3 * rank, 3 * rank + 3) for rank in range(2)]
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(b.reshape(b.cat(pieces, dim=1), [24, 8]), w))),
+        """\
+x: f32[3, 4, 8]
+w: f32[8, 16]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[6, 4, 8]
+slice_1 = slice(wait_tensor, 0, 0, 3)  # f32[3, 4, 8]
+slice_2 = slice(wait_tensor, 0, 3, 6)  # f32[3, 4, 8]
+cat = cat([slice_1, slice_2], 1)  # f32[3, 8, 8]
+reshape = reshape(cat, [24, 8])  # f32[24, 8]
+mm = mm(reshape, w)  # f32[24, 16]
+return (mm)
+
+=== becomes ===
+
+x: f32[3, 4, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[3, 8, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
+reshape_default = reshape(getitem, [24, 16])  # f32[24, 16]
+return (reshape_default)
+""",
+    )
+
+
+def test_gather_of_the_contraction() -> None:
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [6, 4]), b.input("w", [8, 16])
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(b.cat(b.chunks(b.gather(x)), dim=1), w))),
+        """\
+x: f32[6, 4]
+w: f32[8, 16]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[12, 4]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[12, 4]
+split = split(wait_tensor, 6, 0)  # (f32[6, 4], f32[6, 4])
+getitem = getitem(split, 0)  # f32[6, 4]
+getitem_1 = getitem(split, 1)  # f32[6, 4]
+cat = cat([getitem, getitem_1], 1)  # f32[6, 8]
+mm = mm(cat, w)  # f32[6, 16]
+return (mm)
+
+=== becomes ===
+
+x: f32[6, 4]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[6, 16])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[6, 16]
+return (getitem_2)
+""",
+    )
+
+
+def test_gather_of_a_permuted_shard() -> None:
+    """The rows end as [batch, rank, row] although the shard is [row, batch, width]: the shard is permuted instead."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [4, 3, 8]), b.input("w", [8, 16])
+    rows = b.reshape(b.permute(b.gather(x), [1, 0, 2]), [24, 8])
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(rows, w))),
+        """\
+x: f32[4, 3, 8]
+w: f32[8, 16]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[8, 3, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[8, 3, 8]
+permute = permute(wait_tensor, [1, 0, 2])  # f32[3, 8, 8]s[8, 24, 1]
+reshape = reshape(permute, [24, 8])  # f32[24, 8]
+mm = mm(reshape, w)  # f32[24, 16]
+return (mm)
+
+=== becomes ===
+
+x: f32[4, 3, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[8, 3, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[8, 3, 16]
+reshape_default = reshape(getitem, [2, 4, 3, 16])  # f32[2, 4, 3, 16]
+permute_default = permute(reshape_default, [2, 0, 1, 3])  # f32[3, 2, 4, 16]s[16, 192, 48, 1]
+reshape_default_1 = reshape(permute_default, [24, 16])  # f32[24, 16]
+return (reshape_default_1)
+""",
+    )
+
+
+def test_gather_of_a_dynamic_sequence() -> None:
+    """The sizes of the results are read off the shard; no tensor of the old chain stays alive for them."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [3, 24, 8], dynamic=1), b.input("w", [8, 16])
+    whole = b.cat(b.chunks(b.gather(x)), dim=1)
+    length = b.call(aten.sym_size.int, whole, 1)
+    out = b.reshape(b.mm(b.reshape(whole, [-1, 8]), w), [3, length, 16])
+    assert_expected_inline(
+        rewritten(b.returns(out)),
+        """\
+x: f32[3, s, 8]
+w: f32[8, 16]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[6, s, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[6, s, 8]
+split = split(wait_tensor, 3, 0)  # (f32[3, s, 8], f32[3, s, 8])
+getitem = getitem(split, 0)  # f32[3, s, 8]
+getitem_1 = getitem(split, 1)  # f32[3, s, 8]
+cat = cat([getitem, getitem_1], 1)  # f32[3, 2*s, 8]
+sym_size = sym_size(cat, 1)  # 2*s
+reshape = reshape(cat, [-1, 8])  # f32[6*s, 8]
+mm = mm(reshape, w)  # f32[6*s, 16]
+reshape_1 = reshape(mm, [3, sym_size, 16])  # f32[3, 2*s, 16]
+return (reshape_1)
+
+=== becomes ===
+
+x: f32[3, s, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp')  # (f32[3, 2*s, 16])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 2*s, 16]
+reshape_default = reshape(getitem_2, [-1, 16])  # f32[6*s, 16]
+sym_size_int = sym_size(x, 1)  # s
+mul = mul(sym_size_int, 2)  # 2*s
+reshape_1 = reshape(reshape_default, [3, mul, 16])  # f32[3, 2*s, 16]
+return (reshape_1)
+""",
+    )
+
+
+# --- gather side: what is computed ---------------------------------------------------------------------------
+def test_gather_for_several_matmuls_that_is_saved_too() -> None:
+    """One op computes both products; what autograd saves becomes a second result, in the operand's shape."""
+    b = GraphBuilder(ranks=2)
+    x, wq, wk = b.input("x", [3, 4, 8]), b.input("wq", [8, 16]), b.input("wk", [8, 4])
+    rows = b.reshape(b.cat(b.chunks(b.gather(x)), dim=1), [24, 8])
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(rows, wq), b.mm(rows, wk), rows)),
+        """\
+x: f32[3, 4, 8]
+wq: f32[8, 16]
+wk: f32[8, 4]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[6, 4, 8]
+split = split(wait_tensor, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
+getitem = getitem(split, 0)  # f32[3, 4, 8]
+getitem_1 = getitem(split, 1)  # f32[3, 4, 8]
+cat = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
+reshape = reshape(cat, [24, 8])  # f32[24, 8]
+mm = mm(reshape, wq)  # f32[24, 16]
+mm_1 = mm(reshape, wk)  # f32[24, 4]
+return (mm, mm_1, reshape)
+
+=== becomes ===
+
+x: f32[3, 4, 8]
+wq: f32[8, 16]
+wk: f32[8, 4]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[wq, wk], biases=[None, None], gather_dim=1,
+    return_a_full=True, group_size=2, group_name='tp')  # (f32[3, 8, 16], f32[3, 8, 4], f32[3, 8, 8])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
+reshape_default = reshape(getitem_2, [24, 16])  # f32[24, 16]
+getitem_3 = getitem(all_gather_matmul_default, 1)  # f32[3, 8, 4]
+reshape_default_1 = reshape(getitem_3, [24, 4])  # f32[24, 4]
+getitem_4 = getitem(all_gather_matmul_default, 2)  # f32[3, 8, 8]
+reshape_default_2 = reshape(getitem_4, [24, 8])  # f32[24, 8]
+return (reshape_default, reshape_default_1, reshape_default_2)
+""",
+    )
+
+
+def test_gather_whose_own_result_is_saved() -> None:
+    """The op returns rows in operand order; the collective's own order is rebuilt from them."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [3, 4, 8]), b.input("w", [8, 16])
+    gathered = b.gather(x)
+    rows = b.reshape(b.cat(b.chunks(gathered), dim=1), [24, 8])
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(rows, w), gathered)),
+        """\
+x: f32[3, 4, 8]
+w: f32[8, 16]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[6, 4, 8]
+split = split(wait_tensor, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
+getitem = getitem(split, 0)  # f32[3, 4, 8]
+getitem_1 = getitem(split, 1)  # f32[3, 4, 8]
+cat = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
+reshape = reshape(cat, [24, 8])  # f32[24, 8]
+mm = mm(reshape, w)  # f32[24, 16]
+return (mm, wait_tensor)
+
+=== becomes ===
+
+x: f32[3, 4, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=True, group_size=2, group_name='tp')  # (f32[3, 8, 16], f32[3, 8, 8])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
+reshape_default = reshape(getitem_2, [24, 16])  # f32[24, 16]
+getitem_3 = getitem(all_gather_matmul_default, 1)  # f32[3, 8, 8]
+reshape_default_1 = reshape(getitem_3, [3, 2, 4, 8])  # f32[3, 2, 4, 8]
+permute_default = permute(reshape_default_1, [1, 0, 2, 3])  # f32[2, 3, 4, 8]s[32, 64, 8, 1]
+clone_default = clone(permute_default, memory_format=torch.contiguous_format)  # f32[2, 3, 4, 8]
+reshape_default_2 = reshape(clone_default, [6, 4, 8])  # f32[6, 4, 8]
+return (reshape_default, reshape_default_2)
+""",
+    )
+
+
+def test_gather_for_addmm() -> None:
+    b = GraphBuilder()
+    x, w, bias = b.input("x", [4, 8]), b.input("w", [8, 16]), b.input("bias", [16])
+    assert_expected_inline(
+        rewritten(b.returns(b.call(aten.addmm.default, bias, b.gather(x), w))),
+        """\
+x: f32[4, 8]
+w: f32[8, 16]
+bias: f32[16]
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[16, 8]
+addmm = addmm(bias, wait_tensor, w)  # f32[16, 16]
+return (addmm)
+
+=== becomes ===
+
+x: f32[4, 8]
+w: f32[8, 16]
+bias: f32[16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[bias], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
+return (getitem)
+""",
+    )
+
+
+def test_gather_for_a_product_that_a_low_rank_one_is_added_to() -> None:
+    """LoRA: Inductor makes one addmm of the sum. What is added comes from the op itself, and is added behind it."""
+    b = GraphBuilder()
+    x, w, down, up = b.input("x", [4, 8]), b.input("w", [8, 16]), b.input("down", [8, 2]), b.input("up", [2, 16])
+    whole = b.gather(x)
+    low = b.mul(b.mm(b.mm(whole, down), up), 0.5)
+    assert_expected_inline(
+        rewritten(b.returns(b.call(aten.addmm.default, low, whole, w))),
+        """\
+x: f32[4, 8]
+w: f32[8, 16]
+down: f32[8, 2]
+up: f32[2, 16]
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[16, 8]
+mm = mm(wait_tensor, down)  # f32[16, 2]
+mm_1 = mm(mm, up)  # f32[16, 16]
+mul = mul(mm_1, 0.5)  # f32[16, 16]
+addmm = addmm(mul, wait_tensor, w)  # f32[16, 16]
+return (addmm)
+
+=== becomes ===
+
+x: f32[4, 8]
+w: f32[8, 16]
+down: f32[8, 2]
+up: f32[2, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[down, w], biases=[None, None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 2], f32[16, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 2]
+getitem_1 = getitem(all_gather_matmul_default, 1)  # f32[16, 16]
+mm_1 = mm(getitem, up)  # f32[16, 16]
+mul = mul(mm_1, 0.5)  # f32[16, 16]
+add_tensor = add(getitem_1, mul)  # f32[16, 16]
+return (add_tensor)
+""",
+    )
+
+
+def test_gather_for_a_tensorwise_scaled_matmul() -> None:
+    """The bytes travel as uint8 in the program; the fused op takes the fp8 shard itself."""
+    b = GraphBuilder()
+    x, w = fp8_operands(b, 4, 32, 16)
+    a_scale, b_scale = b.input("a_scale", []), b.input("b_scale", [])
+    gathered = b.gather(b.call(aten.view.dtype, x, torch.uint8))
+    out = b.scaled_mm(b.call(aten.view.dtype, gathered, FP8), w, a_scale, b_scale)
+    assert_expected_inline(
+        rewritten(b.returns(out)),
+        """\
+x: f8[4, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[]
+b_scale: f32[]
+view = view(x, u8)  # u8[4, 32]
+all_gather_into_tensor = all_gather_into_tensor(view, 4, 'tp')  # u8[16, 32]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # u8[16, 32]
+view_1 = view(wait_tensor, f8)  # f8[16, 32]
+_scaled_mm = _scaled_mm(view_1, w, a_scale, b_scale, out_dtype=bf16)  # bf16[16, 16]
+return (_scaled_mm)
+
+=== becomes ===
+
+x: f8[4, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[]
+b_scale: f32[]
+view = view(x, u8)  # u8[4, 32]
+view_dtype = view(view, f8)  # f8[4, 32]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=view_dtype, a_scale=a_scale, bs=[w],
+    b_scales=[b_scale], biases=[None], gather_dim=0, gather_a_scale=False, out_dtype=bf16, use_fast_accum=False,
+    return_a_full=False, group_size=4, group_name='tp')  # (bf16[16, 16])
+getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
+return (getitem)
+""",
+    )
+
+
+def test_gather_for_a_rowwise_scaled_matmul_whose_scales_are_gathered_too() -> None:
+    """Two collectives become one op."""
+    b = GraphBuilder()
+    x, w = fp8_operands(b, 4, 32, 16)
+    a_scale, b_scale = b.input("a_scale", [4, 1]), b.input("b_scale", [1, 16])
+    graph = b.returns(b.scaled_mm(b.gather(x), w, b.gather(a_scale), b_scale))
+    assert_expected_inline(
+        rewritten(graph),
+        """\
+x: f8[4, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[4, 1]
+b_scale: f32[1, 16]
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f8[16, 32]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f8[16, 32]
+all_gather_into_tensor_1 = all_gather_into_tensor(a_scale, 4, 'tp')  # f32[16, 1]
+wait_tensor_1 = wait_tensor(all_gather_into_tensor_1)  # f32[16, 1]
+_scaled_mm = _scaled_mm(wait_tensor, w, wait_tensor_1, b_scale, out_dtype=bf16)  # bf16[16, 16]
+return (_scaled_mm)
+
+=== becomes ===
+
+x: f8[4, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[4, 1]
+b_scale: f32[1, 16]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
+    b_scales=[b_scale], biases=[None], gather_dim=0, gather_a_scale=True, out_dtype=bf16, use_fast_accum=False,
+    return_a_full=False, group_size=4, group_name='tp')  # (bf16[16, 16])
+getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
+return (getitem)
+""",
+    )
+
+
+def test_gather_of_data_and_scales_along_a_middle_dimension() -> None:
+    """Both in three dimensions, each by pieces of its own."""
+    b = GraphBuilder(ranks=2)
+    x, scales = b.input("x", [3, 4, 32], FP8), b.input("a_scale", [3, 4, 1])
+    rows = b.reshape(b.cat(b.chunks(b.gather(x)), dim=1), [24, 32])
+    a_scale = b.reshape(b.cat(b.chunks(b.gather(scales)), dim=1), [24, 1])
+    w = b.input("w", [32, 16], FP8, column_major=True)
+    assert_expected_inline(
+        rewritten(b.returns(b.scaled_mm(rows, w, a_scale, b.input("b_scale", [1, 16])))),
+        """\
+x: f8[3, 4, 32]
+a_scale: f32[3, 4, 1]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f8[6, 4, 32]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f8[6, 4, 32]
+split = split(wait_tensor, 3, 0)  # (f8[3, 4, 32], f8[3, 4, 32])
+getitem = getitem(split, 0)  # f8[3, 4, 32]
+getitem_1 = getitem(split, 1)  # f8[3, 4, 32]
+cat = cat([getitem, getitem_1], 1)  # f8[3, 8, 32]
+reshape = reshape(cat, [24, 32])  # f8[24, 32]
+all_gather_into_tensor_1 = all_gather_into_tensor(a_scale, 2, 'tp')  # f32[6, 4, 1]
+wait_tensor_1 = wait_tensor(all_gather_into_tensor_1)  # f32[6, 4, 1]
+split_1 = split(wait_tensor_1, 3, 0)  # (f32[3, 4, 1], f32[3, 4, 1])
+getitem_2 = getitem(split_1, 0)  # f32[3, 4, 1]
+getitem_3 = getitem(split_1, 1)  # f32[3, 4, 1]
+cat_1 = cat([getitem_2, getitem_3], 1)  # f32[3, 8, 1]
+reshape_1 = reshape(cat_1, [24, 1])  # f32[24, 1]
+w: f8[32, 16]s[1, 32]
+b_scale: f32[1, 16]
+_scaled_mm = _scaled_mm(reshape, w, reshape_1, b_scale, out_dtype=bf16)  # bf16[24, 16]
+return (_scaled_mm)
+
+=== becomes ===
+
+x: f8[3, 4, 32]
+a_scale: f32[3, 4, 1]
+w: f8[32, 16]s[1, 32]
+b_scale: f32[1, 16]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
+    b_scales=[b_scale], biases=[None], gather_dim=1, gather_a_scale=True, out_dtype=bf16, use_fast_accum=False,
+    return_a_full=False, group_size=2, group_name='tp')  # (bf16[3, 8, 16])
+getitem_4 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[3, 8, 16]
+reshape_default = reshape(getitem_4, [24, 16])  # bf16[24, 16]
+return (reshape_default)
+""",
+    )
+
+
+def test_gather_for_a_rowwise_scaled_matmul_whose_scales_are_whole() -> None:
+    b = GraphBuilder()
+    x, w = fp8_operands(b, 4, 32, 16)
+    a_scale, b_scale = b.input("a_scale", [16, 1]), b.input("b_scale", [1, 16])
+    assert_expected_inline(
+        rewritten(b.returns(b.scaled_mm(b.gather(x), w, a_scale, b_scale))),
+        """\
+x: f8[4, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[16, 1]
+b_scale: f32[1, 16]
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f8[16, 32]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f8[16, 32]
+_scaled_mm = _scaled_mm(wait_tensor, w, a_scale, b_scale, out_dtype=bf16)  # bf16[16, 16]
+return (_scaled_mm)
+
+=== becomes ===
+
+x: f8[4, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[16, 1]
+b_scale: f32[1, 16]
+all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
+    b_scales=[b_scale], biases=[None], gather_dim=0, gather_a_scale=False, out_dtype=bf16, use_fast_accum=False,
+    return_a_full=False, group_size=4, group_name='tp')  # (bf16[16, 16])
+getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
+return (getitem)
+""",
+    )
