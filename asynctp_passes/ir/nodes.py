@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat
+from asynctp_passes.ir.op_traits import OpTraits, traits_named
 from asynctp_passes.ir.sizes import Size, canonical, quotient, same
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "subgraphs_of",
     "tangents_of",
     "tensor_of",
+    "traits_of",
     "value_of",
     "written_by",
 ]
@@ -86,6 +88,11 @@ def name_of(op: Any) -> str:
     return str(op)
 
 
+def traits_of(node: fx.Node) -> OpTraits:
+    """The facts about the op that a node calls (`op_traits`)."""
+    return traits_named(op_name(node))
+
+
 def called_op(node: fx.Node) -> Any:
     """The op that a node calls, also inside of `auto_functionalized`, which stands for an op that writes; or None."""
     target = node.args[0] if op_name(node) in _FUNCTIONALIZED and node.args else node.target
@@ -110,7 +117,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 def is_size(node: fx.Node) -> bool:
     """True for reading a size of a tensor, which is no use of its values."""
-    return op_name(node) in ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
+    return traits_of(node).size
 
 
 def tensor_of(node: object) -> torch.Tensor | None:

@@ -16,8 +16,18 @@ from torch import fx
 
 from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Blocks, Collective, Matmul, ScaledOptions
-from asynctp_passes.ir.nodes import arguments, called_op, name_of, op_name, tensor_of, value_of
-from asynctp_passes.ir.registry import CollectiveKind, CollectiveOp, MatmulOp, collective_op, is_registered, matmul_op
+from asynctp_passes.ir.nodes import arguments, called_op, name_of, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.registry import (
+    ADDMM,
+    SCALED_MM,
+    CollectiveKind,
+    CollectiveOp,
+    MatmulOp,
+    collective_op,
+    is_registered,
+    matmul_op,
+)
 from asynctp_passes.ir.sizes import Size, product, same
 from asynctp_passes.reasons import Refusal
 
@@ -51,7 +61,6 @@ _MATMUL_WORDS = re.compile(r"(^|_)((mm|bmm|addmm|baddbmm|einsum)(_|$)|linear$)|g
 _COLLECTIVE_WORDS = re.compile(
     r"all_gather|reduce_scatter|all_reduce|all_to_all|allgather|allreduce|reducescatter|alltoall"
 )
-_COPIES = {"aten.clone.default", "aten.view.dtype", "aten._to_copy.default", "prims.convert_element_type.default"}
 
 
 def called_name(node: fx.Node) -> str:
@@ -80,7 +89,8 @@ def contracts_rows(matmul: fx.Node) -> bool:
             return False
         if _is_transposed(value):
             return True
-        node = _first_tensor(node) if op_name(node) in _COPIES else None
+        traits = traits_of(node)
+        node = _first_tensor(node) if traits.converts or (traits.copies and traits.view is View.SAME) else None
     return False
 
 
@@ -332,10 +342,6 @@ def _result(node: fx.Node, op: MatmulOp) -> fx.Node | Refusal:
     return items[1]
 
 
-_SAME_MATRICES = {"aten.expand.default", "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"}
-"""Views that may repeat or regroup the matrices of a batch, while the last two dimensions stay."""
-
-
 def _one_matrix(node: fx.Node, transposed: bool) -> tuple[fx.Node | None, bool]:
     """The one matrix that all matrices of a right operand are, and whether it is transposed; None if they differ."""
     while (value := tensor_of(node)) is not None and value.dim() >= 2:
@@ -344,7 +350,7 @@ def _one_matrix(node: fx.Node, transposed: bool) -> tuple[fx.Node | None, bool]:
         source = tensor_of(node.args[0]) if node.args else None
         if source is None or source.dim() < 2:
             break
-        if op_name(node) in _SAME_MATRICES:
+        if traits_of(node).view in (View.EXPAND, View.RESHAPE):  # may repeat or regroup the matrices of a batch
             if not all(identical(x, y) for x, y in zip(source.shape[-2:], value.shape[-2:], strict=True)):
                 break
         elif _swaps_last_two(node, value.dim()):
@@ -356,10 +362,11 @@ def _one_matrix(node: fx.Node, transposed: bool) -> tuple[fx.Node | None, bool]:
 
 
 def _swaps_last_two(node: fx.Node, rank: int) -> bool:
-    if op_name(node) == "aten.permute.default":
+    view = traits_of(node).view
+    if view is View.PERMUTE:
         order = [axis % rank for axis in arguments(node)["dims"]]
         return order == [*range(rank - 2), rank - 1, rank - 2]
-    if op_name(node) == "aten.transpose.int":
+    if view is View.TRANSPOSE:
         values = arguments(node)
         return {values["dim0"] % rank, values["dim1"] % rank} == {rank - 2, rank - 1}
     return False
@@ -393,7 +400,7 @@ def _added(node: fx.Node, values: dict[str, Any], bias: fx.Node | None, out: tor
 
 def added_matrix(node: fx.Node) -> fx.Node | None:
     """The `c` of `c + a @ b`, all of the result's shape: Inductor makes one addmm of such a sum."""
-    if op_name(node) != "aten.addmm.default":
+    if op_name(node) != ADDMM:
         return None
     values = arguments(node)
     added, out = tensor_of(values["self"]), tensor_of(node)
@@ -457,7 +464,7 @@ def _scaled(
         return Refusal(reasons.RESULT_SCALED, node.name)
     a_scale: Any = values.get(op.a_scale)
     b_scale: Any = values.get(op.b_scale)
-    pairs = _BLOCKS if called_name(node) == "aten._scaled_mm.default" else ()
+    pairs = _BLOCKS if called_name(node) == SCALED_MM else ()
     recipe = _recipe(values) if isinstance(a_scale, list | tuple) else ""
     if recipe:
         pairs = tuple(pair for pair in _BLOCKS if recipe == "BlockWise{} x BlockWise{}".format(*pair))

@@ -18,6 +18,8 @@ from typing import Any, Literal
 from asynctp_passes import compat
 
 __all__ = [
+    "ADDMM",
+    "SCALED_MM",
     "CollectiveKind",
     "CollectiveOp",
     "MatmulOp",
@@ -113,18 +115,20 @@ _ADDMM = MatmulOp("mat1", "mat2", bias="self")
 _BADDBMM = MatmulOp("batch1", "batch2", bias="self")
 _SCALED = MatmulOp("self", "mat2", bias="bias", a_scale="scale_a", b_scale="scale_b")
 
+ADDMM = "aten.addmm.default"
+SCALED_MM = "aten._scaled_mm.default"
 _MATMULS: dict[str, MatmulOp] = {
     "aten.mm.default": _MM,
     "aten.mm.dtype": _MM,
     "aten.bmm.default": _MM,
     "aten.bmm.dtype": _MM,
-    "aten.addmm.default": _ADDMM,
+    ADDMM: _ADDMM,
     "aten.addmm.dtype": _ADDMM,
     "aten.baddbmm.default": _BADDBMM,
     "aten.baddbmm.dtype": _BADDBMM,
     "aten.matmul.default": MatmulOp("self", "other"),
     "aten.linear.default": MatmulOp("input", "weight", bias="bias", b_transposed=True),
-    "aten._scaled_mm.default": _SCALED,
+    SCALED_MM: _SCALED,
     "aten._scaled_mm_v2.default": _SCALED,
 }
 

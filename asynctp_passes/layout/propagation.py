@@ -1,8 +1,8 @@
 """Following views in an FX graph: which nodes are rearrangements of a source tensor, and which index maps they have.
 
-`follow` starts from seeds (a gathered tensor, or matmul results) and walks the graph in order. An op in the table
-`VIEWS` carries maps from its inputs to its output, or refuses with a reason. Any other op is where following ends.
-A new view op is one line in that table.
+`follow` starts from seeds (a gathered tensor, or matmul results) and walks the graph in order. An op that `op_traits`
+lists as a view carries maps from its inputs to its output, or refuses with a reason. Following ends at any other op.
+A new view is a row of `op_traits`. A new way of rearranging is a member of `View`, and its rule an entry of `RULES`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, reasons
-from asynctp_passes.ir.nodes import Sizes, arguments, is_size, op_name, reachable, tensor_of
+from asynctp_passes.ir.nodes import Sizes, arguments, is_size, op_name, reachable, tensor_of, traits_of
+from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.read import added_matrix
 from asynctp_passes.ir.sizes import Size, product, same
 from asynctp_passes.layout.index_map import IndexMap, concatenate
@@ -25,14 +26,12 @@ from asynctp_passes.ops.reference import WIDENED
 from asynctp_passes.reasons import Refusal
 
 __all__ = [
-    "CASTS",
-    "VIEWS",
+    "RULES",
     "Flow",
     "Terms",
     "adds",
     "distributed",
     "follow",
-    "is_conversion",
     "is_sum",
     "is_view",
     "pads_at_end",
@@ -164,7 +163,8 @@ def _handler(node: fx.Node, sums: bool) -> Callable[[_Call], Result] | None:
     """What carries maps through an op; None where following ends."""
     if sums and is_sum(node):
         return _widen if widens(node) else _scale if scaling_of(node) is not None else _add
-    return VIEWS.get(op_name(node))
+    view = traits_of(node).view
+    return None if view is None else RULES[view]
 
 
 def seeds_of(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, IndexMap]:
@@ -205,16 +205,15 @@ def _record(flow: Flow, node: fx.Node, result: Result) -> None:
 def _terms(flow: Flow, node: fx.Node) -> Terms | Refusal:
     """What a followed node sums up: views keep their inputs' one set of terms, an addition joins two disjoint ones."""
     sets = [flow.terms[source] for source in node.all_input_nodes if source in flow.terms]
-    if op_name(node) not in _SUMS:
+    sign = traits_of(node).sign
+    if not sign:
         if any(terms != sets[0] for terms in sets):
             return Refusal(reasons.SUM_TERMS_DISAGREE, "pieces sum different terms")
         number = scaling_of(node)
         return sets[0] if number is None else _multiplied(sets[0], number)
     values = arguments(node)
     left, right = (flow.terms.get(values[name], _once(values[name])) for name in ("self", "other"))
-    if op_name(node) == "aten.sub.Tensor":
-        right = _with_sign(right, -1.0)
-    return _sum_of(left, right, tensor_of(node))
+    return _sum_of(left, _with_sign(right, sign), tensor_of(node))
 
 
 def _once(node: fx.Node) -> Terms:
@@ -290,18 +289,15 @@ def _join_added(flow: Flow, seed: fx.Node, added: fx.Node) -> None:
 
 def is_view(node: fx.Node) -> bool:
     """True for ops that `follow` knows how to follow (or to refuse by name)."""
-    return op_name(node) in VIEWS
+    return traits_of(node).view is not None
 
 
-_SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
-_SCALINGS = ("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar")
 _LARGEST_EXPONENT = 32
-CASTS = ("prims.convert_element_type.default", "aten._to_copy.default", "aten.to.dtype")
 
 
 def adds(node: fx.Node) -> bool:
     """True for an addition or a subtraction."""
-    return op_name(node) in _SUMS
+    return traits_of(node).sign != 0
 
 
 def is_sum(node: fx.Node) -> bool:
@@ -309,14 +305,9 @@ def is_sum(node: fx.Node) -> bool:
     return adds(node) or scaling_of(node) is not None or widens(node)
 
 
-def is_conversion(node: fx.Node) -> bool:
-    """True for what changes a tensor's dtype (or could have): of its values, or of how its bits are seen."""
-    return op_name(node) in (*CASTS, "aten.view.dtype")
-
-
 def widens(node: fx.Node) -> bool:
     """True for a conversion to float32 that changes no value, as autocast has behind the products of a backward."""
-    before, after = tensor_of(node.args[0]) if op_name(node) in CASTS and node.args else None, tensor_of(node)
+    before, after = tensor_of(node.args[0]) if traits_of(node).casts and node.args else None, tensor_of(node)
     if before is None or after is None or before.device != after.device:
         return False
     return before.dtype in WIDENED and after.dtype == torch.float32
@@ -328,13 +319,14 @@ def scaling_of(node: fx.Node) -> float | None:
     Such a multiplication is exact but at the ends of the dtype's range. So the fused op does it where the program does:
     after the product, not to an operand.
     """
-    if op_name(node) not in (*_SCALINGS, "aten.neg.default"):
+    traits = traits_of(node)
+    if not (traits.multiplies or traits.negates):
         return None
     values, out = arguments(node), tensor_of(node)
     before, other = tensor_of(values["self"]), values.get("other", -1)
     if before is None or out is None or before.dtype != out.dtype or not isinstance(other, int | float) or not other:
         return None
-    number = 1 / other if op_name(node).startswith("aten.div") else float(other)
+    number = 1 / other if traits.multiplies < 0 else float(other)
     fits = out.dtype.is_floating_point or abs(number) == 1
     return number if fits and _is_power_of_two(number) else None
 
@@ -382,11 +374,13 @@ def _permute(call: _Call) -> Result:
 
 def _transpose(call: _Call) -> Result:
     order = list(range(len(call.source.dims)))
-    if op_name(call.node) == "aten.t.default":
-        return call.source.permute(order[::-1])
     first, second = call.axis("dim0"), call.axis("dim1")
     order[first], order[second] = order[second], order[first]
     return call.source.permute(order)
+
+
+def _reverse_dims(call: _Call) -> Result:
+    return call.source.permute(list(range(len(call.source.dims)))[::-1])
 
 
 def _slice(call: _Call) -> Result:
@@ -473,7 +467,7 @@ def _cat(call: _Call) -> Result:
         names = [tensor.name for tensor in tensors]
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces of different products: {', '.join(names)}")
     pieces = [piece for piece in maps if piece is not None]
-    stacks = op_name(call.node) == "aten.stack.default"
+    stacks = traits_of(call.node).view is View.STACK
     axis: int = call.values["dim"]
     axis %= len(pieces[0].dims) + stacks
     if stacks:
@@ -604,55 +598,29 @@ def _refuse(reason: reasons.Reason) -> Callable[[_Call], Result]:
     return lambda call: Refusal(reason, "")
 
 
-VIEWS: dict[str, Callable[[_Call], Result]] = {
-    "_c10d_functional.wait_tensor.default": _unchanged,
-    "_c10d_functional.wait_tensors.default": _waited,
-    "aten.clone.default": _unchanged,
-    "aten.contiguous.default": _unchanged,
-    "aten.alias.default": _unchanged,
-    "aten.detach.default": _unchanged,
-    "aten.lift_fresh_copy.default": _unchanged,
-    "aten.view.default": _reshape,
-    "aten.reshape.default": _reshape,
-    "aten._unsafe_view.default": _reshape,
-    "aten._reshape_alias.default": _reshape,
-    "aten.view_copy.default": _reshape,
-    "aten.flatten.using_ints": _reshape,
-    "aten.unflatten.int": _reshape,
-    "aten.unsqueeze.default": _reshape,
-    "aten.squeeze.default": _reshape,
-    "aten.squeeze.dim": _reshape,
-    "aten.squeeze.dims": _reshape,
-    "aten.permute.default": _permute,
-    "aten.transpose.int": _transpose,
-    "aten.t.default": _transpose,
-    "aten.slice.Tensor": _slice,
-    "aten.narrow.default": _narrow,
-    "aten.select.int": _select,
-    "aten.split.Tensor": _split,
-    "aten.split_with_sizes.default": _split,
-    "aten.chunk.default": _split,
-    "aten.unbind.int": _unbind,
-    "getitem": _getitem,
-    "aten.cat.default": _cat,
-    "aten.stack.default": _cat,
-    "aten.view.dtype": _bitcast,
-    "aten.expand.default": _expand,
-    "prims.convert_element_type.default": _cast,
-    "aten._to_copy.default": _cast,
-    "aten.to.dtype": _cast,
-    # Known to be no strided map: refused by name, so that the reason is exact.
-    "aten.flip.default": _refuse(reasons.PIECES_REORDERED),
-    "prims.rev.default": _refuse(reasons.PIECES_REORDERED),  # a flip, as Inductor writes it
-    "aten.roll.default": _refuse(reasons.PIECES_REORDERED),
-    "aten.repeat.default": _refuse(reasons.PIECES_REPEATED),
-    "aten.as_strided.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),
-    "aten.index_select.default": _index,
-    "aten.index.Tensor": _index,
-    "aten.constant_pad_nd.default": _padded,
-    "aten.view_as_complex.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),
-    "aten.view_as_real.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),
-    "aten.split_with_sizes_copy.default": _refuse(reasons.VIEW_NOT_UNDERSTOOD),
-    "aten.slice_scatter.default": _written,
-    "aten.select_scatter.default": _written,
+RULES: dict[View, Callable[[_Call], Result]] = {
+    View.SAME: _unchanged,
+    View.RESHAPE: _reshape,
+    View.PERMUTE: _permute,
+    View.TRANSPOSE: _transpose,
+    View.REVERSE_DIMS: _reverse_dims,
+    View.EXPAND: _expand,
+    View.SLICE: _slice,
+    View.NARROW: _narrow,
+    View.SELECT: _select,
+    View.SPLIT: _split,
+    View.UNBIND: _unbind,
+    View.ITEM: _getitem,
+    View.AWAIT_LIST: _waited,
+    View.CAT: _cat,
+    View.STACK: _cat,
+    View.CAST: _cast,
+    View.BITCAST: _bitcast,
+    View.PICK: _index,
+    View.PAD: _padded,
+    View.WRITE: _written,
+    View.REORDER: _refuse(reasons.PIECES_REORDERED),
+    View.REPEAT: _refuse(reasons.PIECES_REPEATED),
+    View.OPAQUE: _refuse(reasons.VIEW_NOT_UNDERSTOOD),
 }
+"""How an index map goes through each way of rearranging a tensor."""

@@ -32,8 +32,10 @@ from asynctp_passes.ir.nodes import (
     steps_of,
     subgraphs_of,
     tensor_of,
+    traits_of,
     value_of,
 )
+from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.read import added_matrix, called_name, contracts_rows, is_matmul, unknown_group
 from asynctp_passes.ir.registry import collective_op
 from asynctp_passes.ir.sizes import Size, product, quotient, same
@@ -228,12 +230,10 @@ def _named(gather: Collective, miss: _Miss) -> _Miss:
     return replace(miss, refusal=Refusal(reasons.UNEVEN_SHARDS, f"{op_name(cut)} {cut.name}: {miss.refusal.facts}"))
 
 
-_PICKS = ("aten.slice.Tensor", "aten.narrow.default", "aten.index.Tensor", "aten.index_select.default")
-
-
 def _unpads(node: fx.Node, ranks: int) -> bool:
     """True for picking rows of which there are as many as, padded to a multiple of the ranks, there were before."""
-    before, after = tensor_of(node.args[0]) if op_name(node) in _PICKS else None, tensor_of(node)
+    picks = traits_of(node).view in (View.SLICE, View.NARROW, View.PICK)
+    before, after = tensor_of(node.args[0]) if picks else None, tensor_of(node)
     if before is None or after is None or before.dim() != after.dim():
         return False
     pairs = zip(before.shape, after.shape, strict=True)
@@ -441,7 +441,7 @@ def _only_scales(scalings: Container[fx.Node], node: fx.Node) -> bool:
 
 def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
     """Why a way from a gather to a matmul is not fused: what is known of one of its nodes, or that it computes."""
-    padded = op_name(way[0]) == "aten.constant_pad_nd.default" and is_matmul(way[1])
+    padded = traits_of(way[0]).view is View.PAD and is_matmul(way[1])
     if padded and pads_at_end(way[0].args[1]):  # type: ignore[arg-type]
         return Refusal(reasons.MATMUL_PADDED, near_miss.names(way))
     if refusal is not None and refusal.reason is not reasons.COMPUTED_BETWEEN:
@@ -623,7 +623,7 @@ def _first_refusal(flow: Flow, region: Sequence[fx.Node], scatter: Collective) -
 def _padding(matmuls: Iterable[fx.Node]) -> str | None:
     """The padding of an operand of these matmuls, if one is padded."""
     operands = (source for matmul in matmuls for source in matmul.all_input_nodes)
-    return next((node.name for node in operands if op_name(node) == "aten.constant_pad_nd.default"), None)
+    return next((node.name for node in operands if traits_of(node).view is View.PAD), None)
 
 
 def _outside_users(scatter: Collective, inside: set[fx.Node], matmuls: Sequence[Matmul]) -> str | None:

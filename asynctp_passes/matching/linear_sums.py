@@ -23,7 +23,7 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective, Matmul
-from asynctp_passes.ir.nodes import arguments, reachable, tensor_of, value_of
+from asynctp_passes.ir.nodes import arguments, reachable, tensor_of, traits_of, value_of
 from asynctp_passes.ir.read import lie_alike
 from asynctp_passes.ir.sizes import product, same
 from asynctp_passes.layout.index_map import IndexMap
@@ -31,7 +31,6 @@ from asynctp_passes.layout.propagation import (
     adds,
     distributed,
     follow,
-    is_conversion,
     is_sum,
     is_view,
     scaling_of,
@@ -128,12 +127,12 @@ def _is_step(node: fx.Node) -> bool:
     So does a number above 1: what ranks send may overflow where their sum, which the program multiplies, does not. A
     smaller one makes what they send smaller, and loses no more than a sum does (`views.distributed`).
     """
-    sums = is_sum(node) and not is_conversion(node)
+    sums = is_sum(node) and not traits_of(node).converts
     return _is_way(node) or (sums and abs(scaling_of(node) or 1.0) <= 1)
 
 
 def _is_way(node: fx.Node) -> bool:
-    return is_view(node) and not is_conversion(node)
+    return is_view(node) and not traits_of(node).converts
 
 
 def _terms(

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import fx
 
-from asynctp_passes.ir.nodes import is_pointwise, op_name, tensor_of
+from asynctp_passes.ir.nodes import is_pointwise, tensor_of, traits_of
 from asynctp_passes.ir.order import communicates
 from asynctp_passes.ir.read import called_name, is_matmul
-from asynctp_passes.layout.propagation import CASTS, is_view
+from asynctp_passes.layout.propagation import is_view
 
 __all__ = [
     "Ways",
@@ -25,8 +25,6 @@ __all__ = [
     "transparent",
 ]
 
-_REDUCTIONS = {f"aten.{name}" for name in ("amax", "amin", "max", "min", "sum", "mean", "var_mean", "var")}
-_REDUCTIONS |= {"aten.norm", "aten.linalg_vector_norm"}
 _WORDS = "norm|softmax|dropout|quant|quantize|silu|gelu|glu|geglu|swiglu"
 _ROWWISE_WORDS = re.compile(rf"(?:^|_)(?:layer|rms)?({_WORDS})(?=_|$)")
 
@@ -47,7 +45,7 @@ def _rowwise_words(node: fx.Node) -> list[str]:
 
 def reduces(node: fx.Node) -> bool:
     """True for sums, means, maxima and the like."""
-    return op_name(node).rsplit(".", 1)[0] in _REDUCTIONS
+    return traits_of(node).reduces is not None
 
 
 class Ways:
@@ -92,7 +90,7 @@ class Ways:
 def quantizes(node: fx.Node) -> bool:
     """True for a cast to fp8, and for an op of the program's own that is called so."""
     value = tensor_of(node)
-    if op_name(node) in CASTS:
+    if traits_of(node).casts:
         return value is not None and value.dtype.itemsize == 1 and value.dtype.is_floating_point
     return any(word.startswith("quant") for word in _rowwise_words(node))
 

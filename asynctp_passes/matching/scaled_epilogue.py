@@ -21,15 +21,13 @@ from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Matmul, ScaledOptions
-from asynctp_passes.ir.nodes import arguments, is_size, mutates, op_name, reachable, tensor_of, value_of
+from asynctp_passes.ir.nodes import arguments, is_size, mutates, reachable, tensor_of, traits_of, value_of
 from asynctp_passes.ir.read import are_one, identical, is_matmul, read_matmul, read_term
-from asynctp_passes.layout.propagation import CASTS, is_view, scaling_of, shares_memory, widens
+from asynctp_passes.layout.propagation import is_view, scaling_of, shares_memory, widens
 from asynctp_passes.reasons import Refusal
 
 __all__ = ["read_product", "scalings"]
 
-_MULTIPLY = "aten.mul.Tensor"
-_CONSTANTS = {"aten.full.default": "fill_value", "aten.scalar_tensor.default": "s", "aten.ones.default": None}
 _ROUNDED = {torch.bfloat16, torch.float16, torch.float32}
 
 Kind = Literal["row", "column", "number"]
@@ -40,7 +38,7 @@ def read_product(node: fx.Node) -> Matmul | Refusal | None:
     if is_matmul(node):
         return read_term(node)
     way = [] if scaling_of(node) is not None or widens(node) else _way_from_matmul(node)
-    if not any(op_name(step) == _MULTIPLY for step in way):
+    if not any(map(_multiplies, way)):
         return None
     matmul = read_matmul(way[0])
     if isinstance(matmul, Refusal) or matmul.scaled is None:
@@ -71,7 +69,11 @@ def _way_from_matmul(end: fx.Node) -> list[fx.Node]:
 
 
 def _scales(node: fx.Node) -> bool:
-    return op_name(node) == _MULTIPLY or op_name(node) in CASTS
+    return _multiplies(node) or traits_of(node).casts
+
+
+def _multiplies(node: fx.Node) -> bool:
+    return traits_of(node).multiplies > 0
 
 
 def _like(node: fx.Node, other: fx.Node) -> bool:
@@ -95,7 +97,7 @@ def scalings(products: Iterable[fx.Node]) -> set[fx.Node]:
             if user in found:
                 continue
             factor = _multiplicand(user, node)
-            if is_view(user) or op_name(user) in CASTS:
+            if is_view(user):
                 stack.append(user)
             elif factor is not None and (_broadcast(factor, node) or _is_outer(factor, node)):
                 found |= {user} if _broadcast(factor, node) else {user, factor}
@@ -105,7 +107,7 @@ def scalings(products: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _multiplicand(step: fx.Node, node: fx.Node) -> fx.Node | None:
     """The other tensor of a multiplication of `node`."""
-    if op_name(step) != _MULTIPLY:
+    if not _multiplies(step):
         return None
     others = [source for source in step.all_input_nodes if source is not node and tensor_of(source) is not None]
     return others[0] if len(others) == 1 else None
@@ -124,7 +126,7 @@ def _broadcast(factor: fx.Node, node: fx.Node) -> bool:
 def _is_outer(factor: fx.Node, node: fx.Node) -> bool:
     """True for the product of two tensors that are both repeated along dimensions of `node`."""
     sources = factor.all_input_nodes
-    return op_name(factor) == _MULTIPLY and len(sources) == 2 and all(_broadcast(source, node) for source in sources)
+    return _multiplies(factor) and len(sources) == 2 and all(_broadcast(source, node) for source in sources)
 
 
 # --- what the steps must be ----------------------------------------------------------------------------------
@@ -150,11 +152,10 @@ def _not_plain(matmul: Matmul, scaled: ScaledOptions) -> Refusal | None:
 
 def _is_one(node: fx.Node) -> bool:
     """True for one fp32 number that is made as 1 in this graph, and that nothing here changes in place."""
-    name, value = op_name(node), tensor_of(node)
-    if name not in _CONSTANTS or value is None or value.dtype != torch.float32 or not are_one(value.shape):
+    constant, value = traits_of(node).constant, tensor_of(node)
+    if constant is None or value is None or value.dtype != torch.float32 or not are_one(value.shape):
         return False
-    argument = _CONSTANTS[name]
-    number = 1 if argument is None else arguments(node)[argument]
+    number = arguments(node)[constant] if isinstance(constant, str) else constant
     memory = reachable([node], lambda one: filter(shares_memory, one.users))
     changed = any(mutates(user) for one in memory for user in one.users)
     return isinstance(number, int | float) and number == 1 and not changed
@@ -164,7 +165,7 @@ def _not_fp32(way: Sequence[fx.Node]) -> Refusal | None:
     """All products with factors are in fp32, and nothing is rounded between them; the last step may be a cast."""
     for step in way[1:]:
         value = tensor_of(step)
-        last = step is way[-1] and op_name(step) in CASTS
+        last = step is way[-1] and traits_of(step).casts
         if not last and (value is None or value.dtype != torch.float32):
             dtype = None if value is None else value.dtype
             return Refusal(reasons.COMPUTED_BETWEEN, f"{step.name} scales the product in {dtype}, not in fp32")
@@ -177,7 +178,7 @@ def _with_scales(matmul: Matmul, scaled: ScaledOptions, way: Sequence[fx.Node]) 
     found: list[tuple[Kind, fx.Node]] = []
     outer: list[fx.Node] = []
     for before, step in pairwise(way):
-        if op_name(step) != _MULTIPLY:
+        if not _multiplies(step):
             continue
         values = arguments(step)
         other = values["other"] if values["self"] is before else values["self"]
@@ -204,7 +205,7 @@ def _factors(node: object, product: fx.Node) -> list[tuple[Kind, fx.Node]] | Non
     kind = _kind(node, product)
     if isinstance(node, fx.Node) and kind is not None:
         return [(kind, node)]
-    if not isinstance(node, fx.Node) or op_name(node) != _MULTIPLY:
+    if not isinstance(node, fx.Node) or not _multiplies(node):
         return None
     value = tensor_of(node)
     values = arguments(node)

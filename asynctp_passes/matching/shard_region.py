@@ -45,13 +45,14 @@ from asynctp_passes.ir.nodes import (
     op_name,
     reachable,
     tensor_of,
+    traits_of,
     value_of,
 )
 from asynctp_passes.ir.read import added_matrix, contracts_rows, is_matmul, misfit, operands_that_are, read_term
 from asynctp_passes.ir.sizes import Size, product, quotient, same
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks, scales_rows
-from asynctp_passes.layout.propagation import CASTS, Flow, follow, is_view, views_of
+from asynctp_passes.layout.propagation import Flow, follow, is_view, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Apart, GatherChain, Hoist, Overall, Part, Step
 from asynctp_passes.matching.match_context import Scene
@@ -59,31 +60,6 @@ from asynctp_passes.reasons import Refusal
 
 __all__ = ["Product", "Region", "chains_of", "placed_scales", "products_of"]
 
-_EXACT_REDUCTIONS = {f"aten.{name}.default" for name in ("amax", "amin", "max", "min")}
-_CONSTANTS = {"aten.full.default", "aten.scalar_tensor.default", "aten.zeros.default", "aten.ones.default"}
-_WHOLE_VIEWS = {
-    *CASTS,
-    "_c10d_functional.wait_tensor.default",
-    "aten.clone.default",
-    "aten.contiguous.default",
-    "aten.alias.default",
-    "aten.detach.default",
-    "aten.view.default",
-    "aten.view.dtype",
-    "aten.reshape.default",
-    "aten._unsafe_view.default",
-    "aten.unsqueeze.default",
-    "aten.squeeze.default",
-    "aten.squeeze.dim",
-    "aten.squeeze.dims",
-    "aten.permute.default",
-    "aten.transpose.int",
-    "aten.t.default",
-    "aten.expand.default",
-    "aten.cat.default",
-    "aten.stack.default",
-}
-"""Views and conversions that keep every element where its place says."""
 _SMALL = 8  # A tensor of that many times fewer bytes than the gathered one is cheap to gather on its own.
 
 
@@ -227,7 +203,7 @@ class Region:
     def _add(self, root: _Root) -> None:
         self.roots[root.node] = root
         self.home.update(dict.fromkeys((*root.flow.maps, *root.flow.pieces), root.node))
-        self.refused |= {node: why for node, why in root.flow.refused.items() if op_name(node) not in CASTS}
+        self.refused |= {node: why for node, why in root.flow.refused.items() if not traits_of(node).casts}
 
     def _spread(self, root: _Root) -> None:
         """Find the members among a root's views, and line up what is computed from them."""
@@ -303,7 +279,7 @@ class Region:
             return Refusal(reasons.RANDOM_BETWEEN, "every rank would draw other numbers")
         if tensor_of(node) is None:
             return Refusal(reasons.COMPUTED_BETWEEN, "not an operation that returns one tensor")
-        if is_pointwise(node) or op_name(node) in CASTS:
+        if is_pointwise(node) or traits_of(node).casts:
             return self._pointwise(node)
         if near_miss.reduces(node):
             return self._reduced(node)
@@ -351,7 +327,7 @@ class Region:
         dims = values.get("dim")
         reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
         dim, outer, inner = self._from_last(source)
-        exact = op_name(node) in _EXACT_REDUCTIONS
+        exact = traits_of(node).is_exact_reduction
         if rank + dim in reduced:
             return self._overall(node, exact)
         if not exact:
@@ -383,7 +359,8 @@ class Region:
                 continue
             seen.add(step)
             sources = step.all_input_nodes
-            if not (_pure(step) and not _takes_part(step) if sources else op_name(step) in _CONSTANTS):
+            traits = traits_of(step)
+            if not (_pure(step) and not traits.takes_part if sources else traits.constant is not None):
                 return False
             stack.extend(sources)
         self._uniform_nodes |= seen
@@ -406,15 +383,9 @@ def _pure(node: fx.Node) -> bool:
     return is_pointwise(node) and not mutates(node) and not is_random(node) and tensor_of(node) is not None
 
 
-def _takes_part(node: fx.Node) -> bool:
-    """True for a view that takes some elements, or moves them: which ones may depend on the rank, as in a DTensor's
-    `redistribute` from replicated to sharded."""
-    return is_view(node) and op_name(node) not in _WHOLE_VIEWS
-
-
 def _takes_number(node: fx.Node, members: Container[fx.Node]) -> bool:
     """True when a pointwise op takes a number, or a tensor that is not computed from the gathered one."""
-    if op_name(node) in CASTS or op_name(node) in _EXACT_REDUCTIONS:
+    if traits_of(node).casts or traits_of(node).is_exact_reduction:
         return False
     values = (*node.args, *node.kwargs.values())
     return any(isinstance(value, int | float | complex) and not isinstance(value, bool) for value in values) or any(

@@ -27,7 +27,7 @@ from torch import fx
 
 from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
-from asynctp_passes.ir.nodes import is_random, is_size, mutates, op_name, steps_of, tensor_of, value_of
+from asynctp_passes.ir.nodes import is_random, is_size, mutates, op_name, steps_of, tensor_of, traits_of, value_of
 from asynctp_passes.ir.read import WAIT
 from asynctp_passes.matching.chains import Bundle, Decision, GatherChain, anchor, fused_chains
 from asynctp_passes.matching.collapsed import contracted
@@ -41,17 +41,10 @@ __all__ = ["SMALL_BYTES", "coalesce"]
 SMALL_BYTES = 256 * 1024
 """An all-reduce of more bytes is left alone: its time is bandwidth, and the copy into one buffer would cost more."""
 
+_GROUP_OF_MESH = "_dtensor.mesh_get_process_group.default"
 _EXACT = ("max", "min")
 """Reductions that give the same bits in any order of ranks. A sum's rounding depends on the backend's order, and that
 on where in the buffer an element lies."""
-
-_CHEAP = {
-    "getitem",
-    "aten.cat.default",
-    "aten.full.default",
-    "aten.scalar_tensor.default",
-    "_dtensor.mesh_get_process_group.default",
-}
 
 Key = tuple[object, ...]
 
@@ -196,4 +189,5 @@ def _cheap(step: Sequence[fx.Node], chosen: set[fx.Node]) -> bool:
         return node.args[0] in chosen
     if is_random(node):
         return False
-    return transparent(node) or is_size(node) or op_name(node) in _CHEAP
+    made_of_nothing = traits_of(node).constant is not None or op_name(node) == _GROUP_OF_MESH
+    return transparent(node) or is_size(node) or made_of_nothing

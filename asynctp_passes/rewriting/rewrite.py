@@ -36,13 +36,15 @@ from asynctp_passes.ir.nodes import (
     reachable,
     segments,
     tensor_of,
+    traits_of,
     value_of,
 )
+from asynctp_passes.ir.op_traits import Reduction
 from asynctp_passes.ir.order import communications
 from asynctp_passes.ir.read import WAIT, added_matrix, is_only_awaited, left_items, lie_alike, waits_for_several
 from asynctp_passes.ir.sizes import Size, divided, product, same
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement, ScatterPlacement
-from asynctp_passes.layout.propagation import is_conversion, is_sum, is_view, views_of
+from asynctp_passes.layout.propagation import is_sum, is_view, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import (
     Apart,
@@ -68,8 +70,6 @@ _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
 _TORCHS = ("_c10d_functional", "c10d.", "_dtensor.")
 """Namespaces of collectives that Inductor knows, or that no graph of its own has."""
-_UNCOPIED = {f"aten.{name}.default" for name in ("view", "_unsafe_view", "_reshape_alias", "view_copy")}
-"""What reshapes a tensor, and fails where its memory does not allow that without a copy."""
 
 
 def rewrite(
@@ -531,7 +531,8 @@ def _find_over_ranks(build: _Builder, gather: Collective, one: Overall, part: fx
     started = call(_c10d.all_gather_into_tensor.default, row, gather.group_size, gather.group)
     first = len(build.made)
     each = call(_c10d.wait_tensor.default, started)
-    found = call(_aten.amax.default if "max" in op_name(one.step.node) else _aten.amin.default, each, [0])
+    most = traits_of(one.step.node).reduces is Reduction.MAX
+    found = call(_aten.amax.default if most else _aten.amin.default, each, [0])
     for node in one.nodes:
         build.replace(node, found if node is one.nodes[0] else build.call(_aten.clone.default, found))
     build.late += [] if one.needed else build.made[first:]
@@ -664,7 +665,7 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
         _give_result(build, chain, build.reshape(op, build.shape(chain.collective.source)))
         return op
     wide = chain.sum_dtype is not None
-    sums = [node for node in chain.views if is_sum(node) or (wide and is_conversion(node))]
+    sums = [node for node in chain.views if is_sum(node) or (wide and traits_of(node).converts)]
     gone = _first_within(sums, {*chain.views, *(matmul.node for matmul in chain.matmuls)})
     turned = not all(lie_alike(node, source) for node, source in gone.items())
     a_parts = [_as_rows(build, build.now(matmul.a)) for matmul in chain.matmuls]
@@ -675,7 +676,7 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
         if node in gone:
             build.replace(node, build.now(gone[node]))
         elif wide or turned:
-            if turned and op_name(node) in _UNCOPIED:
+            if turned and traits_of(node).needs_strides:
                 node.target, node.args = _aten.reshape.default, node.args[:2]
             build.evaluate(node)
     out = build.contiguous(build.now(chain.collective.source))
