@@ -24,17 +24,17 @@ from asynctp_passes.ir.registry import (
 from asynctp_passes.ops import reference
 from asynctp_passes.pipeline import run
 from asynctp_passes.reporting.errors import AsyncTPError, DisagreementError, ExpectError, GroupError, StrictError
-from asynctp_passes.reporting.report import Coalesced, Remark, Report
+from asynctp_passes.reporting.report import Bucketed, Remark, Report
 
 if TYPE_CHECKING:
-    from asynctp_passes.backend import AsyncTPPass, RegatherPass, clear_reports, reports
+    from asynctp_passes.backend import AsyncTPPass, RematerializePass, clear_reports, reports
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncTPError",
     "AsyncTPPass",
-    "Coalesced",
+    "Bucketed",
     "CollectiveOp",
     "Config",
     "ConfigError",
@@ -42,9 +42,9 @@ __all__ = [
     "ExpectError",
     "GroupError",
     "MatmulOp",
-    "RegatherPass",
     "RegistryError",
     "Remark",
+    "RematerializePass",
     "Report",
     "StrictError",
     "clear_reports",
@@ -59,7 +59,7 @@ __all__ = [
 
 sys.modules[f"{__name__}.reference"] = reference  # programs import it by this name
 
-_OF_BACKEND = ("AsyncTPPass", "RegatherPass", "clear_reports", "reports")
+_OF_BACKEND = ("AsyncTPPass", "RematerializePass", "clear_reports", "reports")
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 torch.compile(model, backend="asynctp")                                          one line
 torch._inductor.config.post_grad_custom_post_pass = AsyncTPPass(Config(...))     for a compiler of one's own
-torch._inductor.config.joint_custom_post_pass = RegatherPass(Config(...))        with it: it sees the program's order
+torch._inductor.config.joint_custom_post_pass = RematerializePass(Config(...))   with it: it sees the program's order
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from asynctp_passes.reporting.internal import FORESEEN, contained, tell
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.torch_notes import hidden_calls
 
-__all__ = ["AsyncTPPass", "RegatherPass", "asynctp", "clear_reports", "reports"]
+__all__ = ["AsyncTPPass", "RematerializePass", "asynctp", "clear_reports", "reports"]
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +134,8 @@ class AsyncTPPass(_OwnPass):
         _publish(report, self.config, before, graph)
 
 
-class RegatherPass(_OwnPass):
-    """`Config.regather`, for `torch._inductor.config.joint_custom_post_pass`. Picklable; holds no process group.
+class RematerializePass(_OwnPass):
+    """`Config.rematerialize`, for `torch._inductor.config.joint_custom_post_pass`. Picklable; holds no process group.
 
     Args:
         config: The configuration; the environment's and the defaults when None.
@@ -258,7 +258,7 @@ def _require_groups(config: Config) -> None:
 
 
 def _with_pass(patches: dict[str, Any], ours: AsyncTPPass) -> dict[str, Any]:
-    """Inductor's options with our passes behind the user's.
+    """Inductor's options with our passes after the user's.
 
     `shape_padding` is off unless they have it on: each rank would time for itself whether to pad a matmul, and ranks
     that pad differently would have different graphs.
@@ -268,14 +268,14 @@ def _with_pass(patches: dict[str, Any], ours: AsyncTPPass) -> dict[str, Any]:
             f"asynctp: {_PASSES_OPTION}=False (mode='lite' sets it) is not valid with backend='asynctp': Inductor "
             "would not run the pass; leave it True"
         )
-    added: list[tuple[str, AsyncTPPass | RegatherPass]]
-    added = [(_PASS_OPTION, ours), (_JOINT_PASS_OPTION, RegatherPass(ours.config))]
+    added: list[tuple[str, AsyncTPPass | RematerializePass]]
+    added = [(_PASS_OPTION, ours), (_JOINT_PASS_OPTION, RematerializePass(ours.config))]
     passes = {name: _append(patches.get(name, compat.inductor_option(name)), one) for name, one in added}
     return {"shape_padding": False, **patches, **passes}
 
 
-def _append(present: Any, ours: AsyncTPPass | RegatherPass) -> Any:
-    """Our pass behind those the user has; an earlier one of its kind gives way."""
+def _append(present: Any, ours: AsyncTPPass | RematerializePass) -> Any:
+    """Our pass after those the user has; an earlier one of its kind gives way."""
     passes = present if isinstance(present, list | tuple) else [] if present is None else [present]
     flat = [step for item in passes for step in (item.passes if isinstance(item, _PassSequence) else (item,))]
     kept = [step for step in flat if not isinstance(step, type(ours))]

@@ -355,7 +355,7 @@ def is_of_backward(node: fx.Node) -> bool:
 def inputs_written_after(graph: fx.Graph) -> set[fx.Node]:
     """The inputs of a joint graph that get new values when its forward is done.
 
-    Where autograd records that, the graph does not write: it returns the values, and they are copied behind it. Of a
+    Where autograd records that, the graph does not write: it returns the values, and they are copied after it. Of a
     tensor's parts (a DTensor's local one) all count as written.
     """
     descriptions = graph.output_node().meta.get("desc") or ()
@@ -402,7 +402,7 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
 
     Outside a compile, where nothing reorders, the graph stays as it is. Of a node with several results one is named,
     and moved next to it: Inductor passes over dependencies that are no tensors. A node's inputs are named too, since
-    Inductor computes what is named at once; it would put what it computes only for the node behind the others as well,
+    Inductor computes what is named at once; it would put what it computes only for the node after the others as well,
     and could make it together with nothing that comes before those.
     """
     if not after or not is_compiled(graph):

@@ -24,11 +24,11 @@ __all__ = [
 ]
 
 Strict = Literal["off", "zero", "all"]
-Regather = Literal["auto", "always", "never"]
-_SWITCHES = ("coalesce", "store_scales", "agree", "log", "trace")
+Rematerialize = Literal["auto", "always", "never"]
+_SWITCHES = ("bucket", "store_scales", "agree", "log", "trace")
 _NOT_DECISIVE = ("agree", "log", "trace", "report_file", "graph_dir")
 _STRICT_LEVELS = ("off", "zero", "all")
-_REGATHERS = ("auto", "always", "never")
+_REMATERIALIZE_MODES = ("auto", "always", "never")
 _CPU_IMPLEMENTATIONS = ("reference", "interpreted")
 _ENVIRONMENT_PREFIX = "ASYNCTP_"
 
@@ -63,12 +63,12 @@ class Config:
         expect: Minimum number of fused chains in each graph that has chains in scope; fewer raise.
         min_bytes: Chains whose collective moves fewer bytes per rank are SKIPPED. Default 0: none.
         min_flops: Chains whose matmuls do fewer floating-point operations per rank are SKIPPED. Default 0.
-        coalesce: Let small all-reduces (max or min) that do not wait for one another become one.
+        bucket: Let small all-reduces (max or min) that do not wait for one another become one.
         store_scales: Let Inductor store fp8's scales, in graphs with fused chains, instead of computing them again for
             every element that they are multiplied with.
-        regather: Whether gathers of the forward are made again in the backward, instead of keeping what was gathered:
-            `"always"`, `"never"`, or, by default (`"auto"`), in graphs where products hide them. Where activation
-            checkpointing has its say about a gather, that holds.
+        rematerialize: Whether gathers of the forward are made again in the backward, instead of keeping what was
+            gathered: `"always"`, `"never"`, or, by default (`"auto"`), in graphs where matmuls overlap them. Where
+            activation checkpointing has its say about a gather, that holds.
         agree: Ask the other ranks, when compiling, whether they do alike what changes what is sent; what one does not
             do is left out on all. Without it all is done unasked: then every rank has to run the same program.
         log: Log an entry per collective (MISSED as warning, the others as info).
@@ -89,9 +89,9 @@ class Config:
     expect: int = 0
     min_bytes: int = 0
     min_flops: int = 0
-    coalesce: bool = True
+    bucket: bool = True
     store_scales: bool = True
-    regather: Regather = "auto"
+    rematerialize: Rematerialize = "auto"
     agree: bool = True
     log: bool = True
     trace: bool = True
@@ -101,7 +101,12 @@ class Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", _group_names(self.groups))
         _require(self.strict in _STRICT_LEVELS, "strict", self.strict, f"one of {_STRICT_LEVELS}")
-        _require(self.regather in _REGATHERS, "regather", self.regather, f"one of {_REGATHERS}")
+        _require(
+            self.rematerialize in _REMATERIALIZE_MODES,
+            "rematerialize",
+            self.rematerialize,
+            f"one of {_REMATERIALIZE_MODES}",
+        )
         for name in ("expect", "min_bytes", "min_flops"):
             value = getattr(self, name)
             _require(

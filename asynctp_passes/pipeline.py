@@ -19,10 +19,10 @@ from asynctp_passes.planning.deviations import Ballot, Words, communicated
 from asynctp_passes.planning.legality import on_wire
 from asynctp_passes.planning.materialize_scales import scales_to_store
 from asynctp_passes.planning.plan import Plan, ballots_of, planned, unfused
-from asynctp_passes.planning.rematerialize import again
+from asynctp_passes.planning.rematerialize import rematerializations
 from asynctp_passes.reporting import internal
 from asynctp_passes.reporting.agree import Votes, agreed_before, refuse, vote
-from asynctp_passes.reporting.build import AGREED, REGATHERED, report_of, report_of_failure, with_call
+from asynctp_passes.reporting.build import AGREED, REMATERIALIZED, report_of, report_of_failure, with_call
 from asynctp_passes.reporting.errors import AsyncTPError, raise_if_strict
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.rewriting import toposort
@@ -84,8 +84,8 @@ def _fuse(graph: fx.Graph, config: Config, attempt: _Attempt) -> Report:
     decisions, context = plan.decisions, plan.context
     chains = fused_chains(decisions)
     kept = frozenset(gather.node for gather in plan.kept)
-    hidden = [decision for decision in decisions if decision.behind]
-    calls = rewrite(graph, chains, context.sizes, hidden, plan.bundles, plan.dropped, plan.alone, plan.wire, kept)
+    overlapped = [decision for decision in decisions if decision.overlaps_with]
+    calls = rewrite(graph, chains, context.sizes, overlapped, plan.buckets, plan.dropped, plan.alone, plan.wire, kept)
     if chains and config.store_scales:
         store(graph, scales_to_store(graph))
     remarks = tuple(with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)
@@ -111,7 +111,7 @@ def _require_graph(graph: object) -> None:
 
 
 def run_joint(graph: fx.Graph, config: Config) -> Report | None:
-    """Tag, in a graph of a forward and its backward, the gathers that are made again in the backward (`regather`).
+    """Tag, in a graph of a forward and its backward, the gathers that are made again in the backward (`rematerialize`).
 
     Tags change nothing that is computed: the partitioner, which comes next, follows them. In any graph the order of
     communication is noted, for `run` to restore.
@@ -140,19 +140,19 @@ def run_joint(graph: fx.Graph, config: Config) -> Report | None:
 
 def _tag(graph: fx.Graph, config: Config, attempt: _Attempt) -> None:
     decisions, context = decide_graph(graph, config)
-    found = again(graph, decisions, config.regather)
+    found = rematerializations(graph, decisions, config.rematerialize)
     chosen = [one for one in found if one.chosen]
     texts: dict[str, list[str]] = {}
     for one in chosen:
-        texts.setdefault(one.gather.group_key, []).append(context.words.of_again(one.gather))
+        texts.setdefault(one.gather.group_key, []).append(context.words.of_rematerialized(one.gather))
     keys = communicated((one.candidate.collective for one in decisions), "joint")
     ballots = {group: Ballot(group, key, tuple(texts.get(group, ())), joint=True) for group, key in keys.items()}
     votes = attempt.vote(list(ballots.values()))
     for one in chosen:
-        group, text = one.gather.group_key, context.words.of_again(one.gather)
+        group, text = one.gather.group_key, context.words.of_rematerialized(one.gather)
         if votes[group, text] is None:
             compat.recompute_in_backward(one.nodes)
-            one.gather.node.meta[REGATHERED] = one.bytes or 0
+            one.gather.node.meta[REMATERIALIZED] = one.bytes or 0
             one.gather.node.meta[AGREED] = Ballot(group, ballots[group].key, (text,), joint=True)
         else:
             log.warning("asynctp: %s is left out, since a rank does not do it: %s", text, votes[group, text])

@@ -71,7 +71,7 @@ NO_MATMUL = _skip(
     "ATP002",
     "NO_MATMUL",
     "no matmul of this graph takes what is gathered, or makes what is reduced",
-    "nothing to do: there is no matmul to hide it behind",
+    "nothing to do: there is no matmul to overlap it with",
 )
 WEIGHT_GATHER = _skip(
     "ATP003",
@@ -137,7 +137,7 @@ DATA_PARALLEL_GROUP = _skip(
 PRODUCT_GATHERED = _skip(
     "ATP012",
     "PRODUCT_GATHERED",
-    "what is gathered comes from a matmul, and no matmul takes the gathered tensor: a gather is hidden behind what "
+    "what is gathered comes from a matmul, and no matmul takes the gathered tensor: a gather overlaps with what "
     "follows it",
     "leave the product sharded where what follows can work on the shard (loss_parallel, a sampler of the shard), or "
     "gather no more rows than are used (the last token of each sequence); nothing to do for context parallelism's keys "
@@ -172,20 +172,20 @@ PIECES_REPEATED = _miss(
     "ATP102",
     "PIECES_REPEATED",
     "a piece of the gathered or scattered tensor is used more than once",
-    "use every rank's piece exactly once; expand or move the repetition behind the matmul",
+    "use every rank's piece exactly once; expand or move the repetition after the matmul",
 )
 PIECES_MISSING = _miss(
     "ATP103",
     "PIECES_MISSING",
     "part of the gathered or scattered tensor is dropped (sliced off or left out of a concatenation)",
-    "trim behind both, the matmul and the collective, or multiply and communicate only what is used",
+    "trim after both, the matmul and the collective, or multiply and communicate only what is used",
 )
 VIEW_NOT_UNDERSTOOD = _miss(
     "ATP104",
     "VIEW_NOT_UNDERSTOOD",
     "a view between the collective and the matmul cannot be followed as an index map",
-    "write it with reshape, permute, split/chunk, slice and cat, or move it: of a gather behind the matmul, of a "
-    "reduction behind the collective",
+    "write it with reshape, permute, split/chunk, slice and cat, or move it: of a gather after the matmul, of a "
+    "reduction after the collective",
 )
 COMPUTED_BETWEEN = _miss(
     "ATP105",
@@ -418,12 +418,12 @@ MATMUL_TAKEN = _skip(
     "ATP402",
     "MATMUL_TAKEN",
     "the matmul is already fused with the all-gather of its left operand",
-    "nothing to do: one matmul can hide one collective, and here it hides the all-gather",
+    "nothing to do: one matmul can overlap one collective, and here it overlaps the all-gather",
 )
 MOVES_MORE = _skip(
     "ATP403",
     "MOVES_MORE",
-    "computing on the shard would move more bytes than it hides: those of what the matmul takes exceed those of the "
+    "computing on the shard would move more bytes than it overlaps: those of what the matmul takes exceed those of the "
     "gathered tensor, or come on top of them because the gathered tensor is used as it is too; or it would take a "
     "collective more, of what is found over all ranks' rows, to save few bytes",
     "nothing to do; where the other use can do with what the matmul takes, compute that before the gather",
@@ -434,14 +434,14 @@ BEHIND_PRODUCTS = _skip(
     "BEHIND_PRODUCTS",
     "no product can begin with a part of what is gathered: one that takes it needs all of it (a weight's gradient, or "
     "it is the right operand), or none does; instead of being fused, the gather runs whole beside other products: by "
-    "asynctp::all_gather, from before them to behind them",
+    "asynctp::all_gather, from before them to after them",
     "nothing to do",
 )
 SCATTER_BEHIND_PRODUCTS = _skip(
     "ATP405",
     "SCATTER_BEHIND_PRODUCTS",
     "no matmul can take this reduce-scatter in; it runs whole beside products that do not need it: by "
-    "asynctp::reduce_scatter, from before them to behind them",
+    "asynctp::reduce_scatter, from before them to after them",
     "nothing to do",
 )
 

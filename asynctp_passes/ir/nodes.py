@@ -23,13 +23,13 @@ from asynctp_passes.ir.sizes import Size, canonical, quotient, same
 __all__ = [
     "SizeSource",
     "Sizes",
-    "acts",
     "arguments",
     "call_of",
     "called_op",
     "describe",
     "draws",
     "express",
+    "has_side_effect",
     "is_known_collective",
     "is_pointwise",
     "is_random",
@@ -190,7 +190,7 @@ def steps_of(
         rank: Orders steps, by owner, that do not wait for one another.
 
     Returns:
-        The steps; without those that lie on a cycle, or behind one, when each owner's nodes are one step.
+        The steps; without those that lie on a cycle, or after one, when each owner's nodes are one step.
     """
     members: dict[fx.Node, list[fx.Node]] = {}
     waiting: dict[fx.Node, set[fx.Node]] = {}
@@ -272,9 +272,15 @@ def is_known_collective(node: fx.Node) -> bool:
     return op_name(node).startswith(("_c10d_functional.", "asynctp."))
 
 
-def acts(node: fx.Node) -> bool:
+def has_side_effect(node: fx.Node) -> bool:
     """True for what does something besides computing its result: in place, with other ranks, by chance, or at all."""
-    return is_known_collective(node) or node.is_impure() or mutates(node) or is_random(node) or _does_inside(node, acts)
+    return (
+        is_known_collective(node)
+        or node.is_impure()
+        or mutates(node)
+        or is_random(node)
+        or _does_inside(node, has_side_effect)
+    )
 
 
 def live(graph: fx.Graph) -> set[fx.Node]:

@@ -43,13 +43,13 @@ __all__ = [
     "is_matmul",
     "is_only_awaited",
     "left_items",
-    "lie_alike",
     "looks_collective",
-    "misfit",
     "operands_that_are",
     "read_collectives",
     "read_matmul",
     "read_term",
+    "same_strides",
+    "scales_mismatch",
     "unknown_group",
     "waits_for_several",
 ]
@@ -430,7 +430,7 @@ def identical(a: Any, b: Any) -> bool:
     return same(*(compat.expression(size) if isinstance(size, torch.SymInt) else size for size in (a, b)))
 
 
-def lie_alike(a: fx.Node, b: fx.Node) -> bool:
+def same_strides(a: fx.Node, b: fx.Node) -> bool:
     """True for tensors of one shape that provably have the same strides."""
     return all(map(identical, value_of(a).stride(), value_of(b).stride()))
 
@@ -482,7 +482,7 @@ def _scaled(
     return ScaledOptions(a_scale, b_scale, out.dtype, bool(values.get("use_fast_accum")), blocks)
 
 
-def misfit(matmul: Matmul, scaled: ScaledOptions) -> Refusal:
+def scales_mismatch(matmul: Matmul, scaled: ScaledOptions) -> Refusal:
     """Why scales are not fused: told by their shapes, as torch's kernels do."""
     values = [tensor_of(node) for node in (matmul.a, matmul.b, scaled.a_scale, scaled.b_scale)]
     shapes = [[] if value is None else list(value.shape) for value in values]

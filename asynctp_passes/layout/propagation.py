@@ -1,8 +1,9 @@
 """Following views in an FX graph: which nodes are rearrangements of a source tensor, and which index maps they have.
 
-`follow` starts from seeds (a gathered tensor, or matmul results) and walks the graph in order. An op that `op_traits`
-lists as a view carries maps from its inputs to its output, or refuses with a reason. Following ends at any other op.
-A new view is a row of `op_traits`. A new way of rearranging is a member of `View`, and its rule an entry of `RULES`.
+`propagate` starts from sources (a gathered tensor, or matmul results) and walks the graph in order. An op that
+`op_traits` lists as a view carries maps from its inputs to its output, or refuses with a reason. Following ends at any
+other op. A new view is a row of `op_traits`. A new way of rearranging is a member of `View`, and its rule an entry of
+`RULES`.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from asynctp_passes.reasons import Refusal
 
 __all__ = [
     "RULES",
-    "Flow",
+    "Propagation",
     "Terms",
     "adds",
     "distributed",
-    "follow",
     "is_sum",
     "is_view",
     "pads_at_end",
+    "propagate",
     "scaling_of",
-    "seeds_of",
     "shares_memory",
+    "sources_of",
     "times",
     "views_of",
     "widens",
@@ -59,17 +60,17 @@ class Terms:
 
 
 @dataclass
-class Flow:
-    """What `follow` found.
+class Propagation:
+    """What `propagate` found.
 
     Attributes:
         maps: Index maps of the nodes that rearrange the source (or one of several like sources).
         pieces: Maps of the elements of nodes that return several tensors (split, chunk, unbind); None for elements that
             are no rearrangement of the source (other tensors that are waited for together).
         refused: Nodes that take a followed tensor and do a thing to it that has no index map.
-        terms: The seeds whose sum a followed node is a rearrangement of (one seed, unless sums are followed), and how
-            often each counts. In sums tensors besides seeds too, which have the layout of these.
-        lost: Nodes besides those refused that come from a seed, and are not followed.
+        terms: The sources whose sum a followed node is a rearrangement of (one, unless sums are followed), and how
+            often each counts. In sums tensors besides sources too, which have the layout of these.
+        lost: Nodes besides those refused that come from a source, and are not followed.
     """
 
     maps: dict[fx.Node, IndexMap] = field(default_factory=dict)
@@ -78,8 +79,8 @@ class Flow:
     terms: dict[fx.Node, Terms] = field(default_factory=dict)
     lost: set[fx.Node] = field(default_factory=set)
 
-    def is_apart(self, node: object) -> bool:
-        """True for a node that comes from no seed by the nodes that were visited."""
+    def is_unrelated(self, node: object) -> bool:
+        """True for a node that comes from no source by the nodes that were visited."""
         known = (self.maps, self.pieces, self.refused, self.lost)
         return isinstance(node, fx.Node) and not any(node in found for found in known)
 
@@ -106,11 +107,11 @@ class Flow:
 
 @dataclass(frozen=True)
 class _Call:
-    """One view op call being followed: its arguments by name, and the flow so far."""
+    """One view op call being followed: its arguments by name, and the propagation so far."""
 
     node: fx.Node
     values: Mapping[str, Any]
-    flow: Flow
+    propagation: Propagation
     sizes: Sizes
 
     @property
@@ -121,7 +122,7 @@ class _Call:
     @property
     def source(self) -> IndexMap:
         """The map of the tensor that is viewed."""
-        return self.flow.maps[self.first]
+        return self.propagation.maps[self.first]
 
     def shape(self) -> tuple[Size, ...] | None:
         """The sizes of the op's result."""
@@ -134,29 +135,31 @@ class _Call:
         return axis % len(self.source.dims)
 
 
-def follow(nodes: Iterable[fx.Node], seeds: Mapping[fx.Node, IndexMap], sizes: Sizes, *, sums: bool = False) -> Flow:
-    """Carry index maps from `seeds` through every view among `nodes` (in graph order).
+def propagate(
+    nodes: Iterable[fx.Node], sources: Mapping[fx.Node, IndexMap], sizes: Sizes, *, sums: bool = False
+) -> Propagation:
+    """Carry index maps from `sources` through every view among `nodes` (in graph order).
 
     Args:
         nodes: The nodes to visit.
-        seeds: Source nodes and their maps.
+        sources: Nodes to start from, and their maps.
         sizes: Reader of sizes.
-        sums: Also carry a map through sums of two tensors that have the same one, or of one in the seeds' own order and
-            any other of its shape, multiplications by powers of two and conversions to float32 that keep all values,
-            and let a seed that is `c + a @ b` have the terms of `c` too, or `c` itself.
+        sums: Also carry a map through sums of two tensors that have the same one, or of one in the sources' own order
+            and any other of its shape, multiplications by powers of two and conversions to float32 that keep all
+            values, and let a source that is `c + a @ b` have the terms of `c` too, or `c` itself.
     """
-    flow = Flow(maps=dict(seeds), terms={seed: _once(seed) for seed in seeds})
+    propagation = Propagation(maps=dict(sources), terms={source: _once(source) for source in sources})
     for node in nodes:
-        if node in seeds:
+        if node in sources:
             if sums and (added := added_matrix(node)) is not None:
-                _join_added(flow, node, added)
+                _join_added(propagation, node, added)
             continue
-        handler = _handler(node, sums) if any(map(flow.has, node.all_input_nodes)) else None
+        handler = _handler(node, sums) if any(map(propagation.has, node.all_input_nodes)) else None
         if handler is not None:
-            _record(flow, node, _apply(handler, node, flow, sizes))
-        elif not all(map(flow.is_apart, node.all_input_nodes)):
-            flow.lost.add(node)
-    return flow
+            _record(propagation, node, _apply(handler, node, propagation, sizes))
+        elif not all(map(propagation.is_unrelated, node.all_input_nodes)):
+            propagation.lost.add(node)
+    return propagation
 
 
 def _handler(node: fx.Node, sums: bool) -> Callable[[_Call], Result] | None:
@@ -167,44 +170,44 @@ def _handler(node: fx.Node, sums: bool) -> Callable[[_Call], Result] | None:
     return None if view is None else RULES[view]
 
 
-def seeds_of(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, IndexMap]:
+def sources_of(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, IndexMap]:
     """Sources as they are, to be followed; not those whose value is unknown."""
     values = {node: tensor_of(node) for node in nodes}
     return {node: IndexMap.identity(sizes.of(value)) for node, value in values.items() if value is not None}
 
 
-def _apply(handler: Callable[[_Call], Result], node: fx.Node, flow: Flow, sizes: Sizes) -> Result:
+def _apply(handler: Callable[[_Call], Result], node: fx.Node, propagation: Propagation, sizes: Sizes) -> Result:
     values = arguments(node) if compat.is_op(node.target) else {"self": node.args[0], "index": node.args[1]}
     first = next(iter(values.values()))
     unknown = next((source for source in node.all_input_nodes if "val" not in source.meta), None)
     if unknown is not None:
         return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
-    if isinstance(first, fx.Node) and not flow.has(first) and handler not in (_add, _written):
+    if isinstance(first, fx.Node) and not propagation.has(first) and handler not in (_add, _written):
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{node.name} rearranges another tensor")
-    return handler(_Call(node, values, flow, sizes))
+    return handler(_Call(node, values, propagation, sizes))
 
 
-def _record(flow: Flow, node: fx.Node, result: Result) -> None:
+def _record(propagation: Propagation, node: fx.Node, result: Result) -> None:
     if result is None:
         return
     if not isinstance(result, Refusal):
-        terms = _terms(flow, node)
+        terms = _terms(propagation, node)
         if isinstance(terms, Refusal):
             result = terms
         else:
-            flow.terms[node] = terms
+            propagation.terms[node] = terms
     if isinstance(result, Refusal):
         facts = f"{op_name(node)} {node.name}" + (f": {result.facts}" if result.facts else "")
-        flow.refused[node] = Refusal(result.reason, facts)
+        propagation.refused[node] = Refusal(result.reason, facts)
     elif isinstance(result, IndexMap):
-        flow.maps[node] = result
+        propagation.maps[node] = result
     else:
-        flow.pieces[node] = result
+        propagation.pieces[node] = result
 
 
-def _terms(flow: Flow, node: fx.Node) -> Terms | Refusal:
+def _terms(propagation: Propagation, node: fx.Node) -> Terms | Refusal:
     """What a followed node sums up: views keep their inputs' one set of terms, an addition joins two disjoint ones."""
-    sets = [flow.terms[source] for source in node.all_input_nodes if source in flow.terms]
+    sets = [propagation.terms[source] for source in node.all_input_nodes if source in propagation.terms]
     sign = traits_of(node).sign
     if not sign:
         if any(terms != sets[0] for terms in sets):
@@ -212,7 +215,7 @@ def _terms(flow: Flow, node: fx.Node) -> Terms | Refusal:
         number = scaling_of(node)
         return sets[0] if number is None else _multiplied(sets[0], number)
     values = arguments(node)
-    left, right = (flow.terms.get(values[name], _once(values[name])) for name in ("self", "other"))
+    left, right = (propagation.terms.get(values[name], _once(values[name])) for name in ("self", "other"))
     return _sum_of(left, _with_sign(right, sign), tensor_of(node))
 
 
@@ -275,20 +278,26 @@ def distributed(count: float, factor: float, dtype: torch.dtype | None) -> float
     return None if abs(factor) > 1 or dtype == torch.float16 else times(count, factor)
 
 
-def _join_added(flow: Flow, seed: fx.Node, added: fx.Node) -> None:
-    """What the seed `added + a @ b` sums up, if `added` has its map or comes from no seed; else it is not followed."""
-    fits = flow.is_apart(added) or (added in flow.maps and flow.maps[added] == flow.maps[seed])
-    reason = reasons.SUM_TERMS_DISAGREE if flow.has(added) else reasons.SUM_HAS_OTHER_TERM
-    joined = _sum_of(flow.terms[seed], flow.terms.get(added, _once(added)), tensor_of(seed)) if fits else None
+def _join_added(propagation: Propagation, source: fx.Node, added: fx.Node) -> None:
+    """Sum the source `added + a @ b`, if `added` has its map or comes from no source; else it is not followed."""
+    fits = propagation.is_unrelated(added) or (
+        added in propagation.maps and propagation.maps[added] == propagation.maps[source]
+    )
+    reason = reasons.SUM_TERMS_DISAGREE if propagation.has(added) else reasons.SUM_HAS_OTHER_TERM
+    joined = (
+        _sum_of(propagation.terms[source], propagation.terms.get(added, _once(added)), tensor_of(source))
+        if fits
+        else None
+    )
     if isinstance(joined, Terms):
-        flow.terms[seed] = joined
+        propagation.terms[source] = joined
         return
-    flow.refused[seed] = joined or Refusal(reason, f"{op_name(seed)} {seed.name}")
-    del flow.maps[seed]
+    propagation.refused[source] = joined or Refusal(reason, f"{op_name(source)} {source.name}")
+    del propagation.maps[source]
 
 
 def is_view(node: fx.Node) -> bool:
-    """True for ops that `follow` knows how to follow (or to refuse by name)."""
+    """True for ops that `propagate` knows how to follow (or to refuse by name)."""
     return traits_of(node).view is not None
 
 
@@ -301,12 +310,12 @@ def adds(node: fx.Node) -> bool:
 
 
 def is_sum(node: fx.Node) -> bool:
-    """True for what `follow` follows only in sums: an addition or subtraction, and what is exact (see `follow`)."""
+    """True for ops that `propagate` follows only in sums: additions, subtractions, and exact ops (see `propagate`)."""
     return adds(node) or scaling_of(node) is not None or widens(node)
 
 
 def widens(node: fx.Node) -> bool:
-    """True for a conversion to float32 that changes no value, as autocast has behind the products of a backward."""
+    """True for a conversion to float32 that changes no value, as autocast has after the products of a backward."""
     before, after = tensor_of(node.args[0]) if traits_of(node).casts and node.args else None, tensor_of(node)
     if before is None or after is None or before.device != after.device:
         return False
@@ -440,7 +449,7 @@ def _unbind(call: _Call) -> Result:
 
 
 def _getitem(call: _Call) -> Result:
-    pieces = call.flow.pieces.get(call.values["self"])
+    pieces = call.propagation.pieces.get(call.values["self"])
     if pieces is None:
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, "indexing a tensor as a sequence")
     return pieces[_index_of(call.node)]
@@ -454,16 +463,16 @@ def _index_of(item: fx.Node) -> int:
 
 def _waited(call: _Call) -> Result:
     """Several tensors, waited for together: each stays as it is."""
-    return tuple(call.flow.maps.get(tensor) for tensor in call.values["tensors"])
+    return tuple(call.propagation.maps.get(tensor) for tensor in call.values["tensors"])
 
 
 def _cat(call: _Call) -> Result:
     tensors: Sequence[Any] = call.first
-    maps = [call.flow.maps.get(tensor) for tensor in tensors]
+    maps = [call.propagation.maps.get(tensor) for tensor in tensors]
     if any(piece is None for piece in maps):
         names = [tensor.name for tensor, piece in zip(tensors, maps, strict=True) if piece is None]
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces with other tensors: {', '.join(names)}")
-    if any(call.flow.terms[tensor] != call.flow.terms[tensors[0]] for tensor in tensors):
+    if any(call.propagation.terms[tensor] != call.propagation.terms[tensors[0]] for tensor in tensors):
         names = [tensor.name for tensor in tensors]
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces of different products: {', '.join(names)}")
     pieces = [piece for piece in maps if piece is not None]
@@ -507,26 +516,32 @@ def _cast(call: _Call) -> Result:
 def _add(call: _Call) -> Result:
     """A sum keeps the map its two terms share, or that of the one that is followed."""
     left, right = call.values["self"], call.values["other"]
-    followed = [node for node in (left, right) if call.flow.has(node)]
-    others = [node for node in (left, right) if not call.flow.has(node)]
+    followed = [node for node in (left, right) if call.propagation.has(node)]
+    others = [node for node in (left, right) if not call.propagation.has(node)]
     a, b, out = (tensor_of(node) for node in (left, right, call.node))
-    if call.values["alpha"] != 1 or a is None or b is None or out is None or not all(map(call.flow.is_apart, others)):
+    if (
+        call.values["alpha"] != 1
+        or a is None
+        or b is None
+        or out is None
+        or not all(map(call.propagation.is_unrelated, others))
+    ):
         return Refusal(reasons.SUM_HAS_OTHER_TERM, "")
     terms = set[torch.dtype | None]().union(*(_dtypes(call, node) for node in followed))
     if not a.dtype == b.dtype == out.dtype or not _are_in(terms, out.dtype):
         return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms have different dtypes")
-    where, sizes = call.flow.maps[followed[0]], [call.sizes.of(value) for value in (a, b)]
+    where, sizes = call.propagation.maps[followed[0]], [call.sizes.of(value) for value in (a, b)]
     alike = len(a.shape) == len(b.shape) and all(same(*pair) for pair in zip(*sizes, strict=True))
     if others and not (alike and a.device == b.device and where == IndexMap.identity(sizes[0])):
         return Refusal(reasons.SUM_HAS_OTHER_TERM, f"{others[0].name} has another shape or order than the product")
-    if any(call.flow.maps[node] != where for node in followed):
+    if any(call.propagation.maps[node] != where for node in followed):
         return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms are laid out differently")
     return where
 
 
 def _dtypes(call: _Call, node: fx.Node) -> set[torch.dtype | None]:
-    """Of the seeds that a node sums up."""
-    values = [tensor_of(term) for term in call.flow.terms[node].counts if call.flow.has(term)]
+    """Terms of the sources that a node sums up."""
+    values = [tensor_of(term) for term in call.propagation.terms[node].counts if call.propagation.has(term)]
     return {None if value is None else value.dtype for value in values}
 
 
@@ -540,7 +555,7 @@ def _widen(call: _Call) -> Result:
     before = tensor_of(call.first)
     if before is None or _dtypes(call, call.first) != {before.dtype}:
         return Refusal(reasons.COMPUTED_BETWEEN, "converts products that are seen as another dtype")
-    terms = call.flow.terms[call.first]
+    terms = call.propagation.terms[call.first]
     if before.dtype == torch.float16 and {abs(number) for number in (*terms.counts.values(), terms.factor)} != {1.0}:
         return Refusal(reasons.COMPUTED_BETWEEN, "multiplies products in float16, which the sum in float32 would not")
     return call.source
@@ -566,7 +581,7 @@ def _index(call: _Call) -> Result:
         return Refusal(reasons.PIECES_REORDERED, "picks rows by number")
     if ratio > 1:
         return Refusal(reasons.PIECES_REPEATED, "picks rows by number")
-    constant = all(_is_constant(node) for node in call.node.all_input_nodes if not call.flow.has(node))
+    constant = all(_is_constant(node) for node in call.node.all_input_nodes if not call.propagation.has(node))
     return Refusal(reasons.UNEVEN_SHARDS if constant else reasons.PIECES_MISSING, "picks rows by number")
 
 

@@ -16,16 +16,16 @@ from asynctp_passes.layout.placement import GatherPlacement, Rearrangement, Scat
 from asynctp_passes.reasons import Refusal
 
 __all__ = [
-    "Along",
-    "Apart",
-    "Bundle",
+    "Bucket",
     "Candidate",
+    "CrossRankReduction",
     "Decision",
     "GatherChain",
     "Hoist",
-    "Overall",
     "Part",
+    "Passenger",
     "ScatterChain",
+    "SideGather",
     "Step",
     "Term",
     "anchor",
@@ -62,7 +62,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Overall:
+class CrossRankReduction:
     """A maximum (or minimum) over all ranks' rows: that of what the ranks find in their parts, by `step`, and gather.
 
     `nodes` has all nodes with that result; `needed` tells that the fused op waits for it.
@@ -74,7 +74,7 @@ class Overall:
 
 
 @dataclass(frozen=True)
-class Apart:
+class SideGather:
     """A small tensor, [outer, ranks, inner] row-major, that is gathered on its own for users besides the matmuls.
 
     `root` is the tensor of the same values whose part is computed.
@@ -87,7 +87,7 @@ class Apart:
 
 
 @dataclass(frozen=True)
-class Along:
+class Passenger:
     """A gather of fp32 numbers, one per row of the data, that scale only the matmuls' results.
 
     They travel with the data, and the fused op returns them: `end` is the view of them that is used, laid out over the
@@ -105,37 +105,37 @@ class Hoist:
 
     Attributes:
         steps: The ops, in graph order.
-        overall: The reductions over all ranks' rows, but for those that only others need while the gather stays.
+        cross_rank: The reductions over all ranks' rows, but for those that only others need while the gather stays.
         copies: Tensors that hold what the operand holds, for other users: copies of what the fused op returns.
         operand: The tensor whose part is gathered in place of the shard: the matmuls take views of it.
         scale: The tensor whose part travels as the rows' scales, if they too are computed from the gathered tensor.
         inside: All that is computed from the gathered tensor by such ops; without users, it goes.
-        apart: Small tensors that others use, each gathered on its own.
-        along: The root of those that has one fp32 number per row, which travels with the operand instead.
+        side_gathers: Small tensors that others use, each gathered on its own.
+        passenger: The root of those that has one fp32 number per row, which travels with the operand instead.
         kept: Other users of what is computed from the gathered tensor; for them the original gather stays.
-        hidden_by: The matmuls after the fused op that run before the first of those users, and hide that gather.
+        overlapped_by: The matmuls after the fused op that run before the first of those users, beside that gather.
     """
 
     steps: tuple[Step, ...]
     operand: fx.Node
     scale: fx.Node | None
     inside: tuple[fx.Node, ...]
-    overall: tuple[Overall, ...] = ()
+    cross_rank: tuple[CrossRankReduction, ...] = ()
     copies: tuple[fx.Node, ...] = ()
-    apart: tuple[Apart, ...] = ()
-    along: fx.Node | None = None
+    side_gathers: tuple[SideGather, ...] = ()
+    passenger: fx.Node | None = None
     kept: tuple[fx.Node, ...] = ()
-    hidden_by: tuple[fx.Node, ...] = ()
+    overlapped_by: tuple[fx.Node, ...] = ()
 
     @property
     def computed(self) -> tuple[Step, ...]:
         """All that a rank computes on its shard: the ops, then its parts of the reductions over all ranks' rows."""
-        return (*self.steps, *(one.step for one in self.overall))
+        return (*self.steps, *(one.step for one in self.cross_rank))
 
     @property
     def travels(self) -> tuple[fx.Node, ...]:
         """The tensors whose parts the fused op gathers."""
-        return tuple(node for node in (self.operand, self.scale, self.along) if node is not None)
+        return tuple(node for node in (self.operand, self.scale, self.passenger) if node is not None)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class GatherChain:
     All matmuls share `placement`, and the options of a scaled matmul. `views` lie between the wait and the
     operands. `returned` is what other users than the matmuls get from the fused op: the matmuls' one operand, or the
     gathered tensor itself. `scale` is the gather that brings the shard's scales, of rows or blocks, when the program
-    gathers them too, and `scale_placement` where it puts them. `along` is one of numbers that scale the matmuls'
+    gathers them too, and `scale_placement` where it puts them. `passenger` is one of numbers that scale the matmuls'
     results instead. With a `hoist`, `views` holds the ops between too, and placements are those of its operand and
     scale. The fused op stands where the gather does, unless what it needs besides depends on a later communication:
     then it `follows` that, and ranks must agree on it, since the gather changes its place among the collectives.
@@ -158,7 +158,7 @@ class GatherChain:
     returned: fx.Node | None
     scale: Collective | None = None
     scale_placement: GatherPlacement | None = None
-    along: Along | None = None
+    passenger: Passenger | None = None
     hoist: Hoist | None = None
     follows: fx.Node | None = None
 
@@ -175,17 +175,17 @@ class GatherChain:
         return None if self.hoist is None else self.hoist.scale
 
     @property
-    def whole_along(self) -> fx.Node | None:
+    def whole_passenger(self) -> fx.Node | None:
         """The numbers of which it gathers the ranks' parts too, to return them."""
-        if self.along is not None:
-            return self.along.gather.node
-        return None if self.hoist is None else self.hoist.along
+        if self.passenger is not None:
+            return self.passenger.gather.node
+        return None if self.hoist is None else self.hoist.passenger
 
     @property
     def joined(self) -> tuple[Collective, ...]:
         """The gathers besides that of the data that the fused op stands for."""
-        along = None if self.along is None else self.along.gather
-        return tuple(gather for gather in (self.scale, along) if gather is not None)
+        passenger = None if self.passenger is None else self.passenger.gather
+        return tuple(gather for gather in (self.scale, passenger) if gather is not None)
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -219,9 +219,9 @@ class ScatterChain:
     other terms of the sum: what is computed before. The whole sum is taken `factor` times (as `Matmul.factor`).
 
     Where several collectives' results are summed (`summed`), the chain has the products of all, and stands for them:
-    `collective` is the last that has products, `joined` has the others, and `behind` the nodes that make the sum of
+    `collective` is the last that has products, `joined` has the others, and `after` the nodes that make the sum of
     their results. `crossing` has how many times each of these counts in the sum, which goes to the factors of the
-    terms. What the sum adds besides, `added_behind`, is added to the fused op's result.
+    terms. What the sum adds besides, `added_after`, is added to the fused op's result.
     """
 
     collective: Collective
@@ -233,8 +233,8 @@ class ScatterChain:
     added: tuple[Term, ...] = ()
     factor: float = 1.0
     joined: tuple[Collective, ...] = ()
-    behind: tuple[fx.Node, ...] = ()
-    added_behind: tuple[Term, ...] = ()
+    after: tuple[fx.Node, ...] = ()
+    added_after: tuple[Term, ...] = ()
     crossing: tuple[tuple[fx.Node, float], ...] = ()
 
     @property
@@ -270,7 +270,7 @@ def collectives_of(chain: GatherChain | ScatterChain) -> tuple[Collective, ...]:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class Bucket:
     """`(x → all_reduce → wait)+`: all-reduces, in graph order, that become one in front of the node `place`.
 
     `place` is a member's collective, or the one of a chain that must not start before.
@@ -313,13 +313,13 @@ class Candidate:
 class Decision:
     """The outcome for one candidate: `refusal is None` means FUSED.
 
-    `behind` has the matmuls that a collective, not fused, is to run beside: it starts before the first of them, and is
-    waited for behind the last.
+    `overlaps_with` has the matmuls that a collective, not fused, is to run beside: it starts before the first of them,
+    and is waited for after the last.
     """
 
     candidate: Candidate
     refusal: Refusal | None
-    behind: tuple[fx.Node, ...] = ()
+    overlaps_with: tuple[fx.Node, ...] = ()
 
 
 def fused_chains(decisions: Iterable[Decision]) -> list[GatherChain | ScatterChain]:

@@ -13,7 +13,7 @@ from asynctp_passes.ir.read import added_matrix, awaited_item, waits_for_several
 from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import GatherChain, Hoist, ScatterChain, Step, anchor, collectives_of
 
-__all__ = ["contracted", "followed", "members", "size_readers"]
+__all__ = ["collapsed", "followed", "members", "size_readers"]
 
 
 def members(chain: GatherChain | ScatterChain) -> list[fx.Node]:
@@ -27,7 +27,7 @@ def members(chain: GatherChain | ScatterChain) -> list[fx.Node]:
     return [*results, *views, *nodes_of(chain.matmuls)]
 
 
-def contracted(
+def collapsed(
     graph: fx.Graph, sizes: Sizes, chains: Sequence[GatherChain | ScatterChain], free: Container[fx.Node] = ()
 ) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, Sequence[fx.Node]]]:
     """What `steps_of` takes of a graph whose chains are one step each, and whose communication is in order.
@@ -57,10 +57,10 @@ def contracted(
                 inputs[collective.node] = [collective.source]
         if isinstance(chain, GatherChain) and chain.hoist is not None:
             hoist = chain.hoist
-            for one in hoist.overall:
+            for one in hoist.cross_rank:
                 sources = [*chain.inputs, *_others_above(hoist, one.step)]
                 inputs |= dict.fromkeys(one.nodes, sources)
-        for matmul in _added_behind(chain):
+        for matmul in _added_after(chain):
             del owners[matmul.node]
             inputs[own] = [*inputs.get(own, own.all_input_nodes), *matmul.operands]
     return owners, in_turn([node for node in _starts(graph, chains) if node not in free], inputs)
@@ -91,8 +91,8 @@ def _others_above(hoist: Hoist, step: Step) -> list[fx.Node]:
     return [other for node in above for other in made_by[node].others]
 
 
-def _added_behind(chain: GatherChain | ScatterChain) -> list[Matmul]:
-    """The matmuls `c + a @ b` of a gather: `c` is added by a node of its own, behind the fused op, where it was."""
+def _added_after(chain: GatherChain | ScatterChain) -> list[Matmul]:
+    """The matmuls `c + a @ b` of a gather: `c` is added by a node of its own, after the fused op, where it was."""
     matmuls = chain.matmuls if isinstance(chain, GatherChain) else ()
     return [matmul for matmul in matmuls if added_matrix(matmul.node) is not None]
 

@@ -8,7 +8,7 @@ an input, and each all-reduce their own gradient of it, write such sums (queries
 
 Members are chains that could each be fused alone, and differ in their products only, and besides at least one of these
 other reductions of the kind: what they reduce is added to the products (routed tokens to a shared expert's). The sum
-behind them is followed from their results as sums in front of a collective are from products (`views.follow`): an
+after them is followed from their results as sums in front of a collective are from products (`propagate`): an
 addition joins equal maps. What else it adds in between, as a residual, is added to the one result.
 """
 
@@ -24,32 +24,32 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective, Matmul
 from asynctp_passes.ir.nodes import arguments, reachable, tensor_of, traits_of, value_of
-from asynctp_passes.ir.read import lie_alike
+from asynctp_passes.ir.read import same_strides
 from asynctp_passes.ir.sizes import product, same
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.propagation import (
     adds,
     distributed,
-    follow,
     is_sum,
     is_view,
+    propagate,
     scaling_of,
-    seeds_of,
+    sources_of,
     times,
 )
 from asynctp_passes.matching.chains import Candidate, ScatterChain, Term
-from asynctp_passes.matching.match_context import Scene
+from asynctp_passes.matching.match_context import MatchContext
 
 __all__ = ["summed"]
 
 
 def summed(
-    scene: Scene, candidates: Mapping[fx.Node, Candidate], allowed: Callable[[Candidate], bool]
+    context: MatchContext, candidates: Mapping[fx.Node, Candidate], allowed: Callable[[Candidate], bool]
 ) -> dict[fx.Node, Candidate]:
     """What becomes of the reductions that are summed: the last chain of a sum becomes that of all, which others join.
 
     Args:
-        scene: The graph being searched.
+        context: The graph being searched.
         candidates: Of all gathers and reductions, by collective, in graph order.
         allowed: True for a candidate whose chain may be fused.
     """
@@ -58,27 +58,27 @@ def summed(
     owner: dict[fx.Node, object] = {node: one.collective.node for one in fused.values() for node in one.nodes}
     kinds: dict[object, list[fx.Node]] = {}
     for node, candidate in candidates.items():
-        if (kind := _kind(scene, candidate)) is not None:
+        if (kind := _kind(context, candidate)) is not None:
             kinds.setdefault(kind, []).append(node)
-    places = sorted(map(scene.order.__getitem__, chains))
+    places = sorted(map(context.order.__getitem__, chains))
     found: dict[fx.Node, Candidate] = {}
     for reductions in kinds.values():
         if len(reductions) == 1 or chains.keys().isdisjoint(reductions):
             continue
-        for end, inside in _sums(scene, reductions):
+        for end, inside in _sums(context, reductions):
             members = [node for node in reductions if node in inside]
             if not all(owner[node] in members for node in inside if node in owner):  # another chain has a part of it
                 continue
-            terms = _terms(scene, end, inside, members)
-            if terms is None or not _are_next(scene, members, chains.keys(), places):
+            terms = _terms(context, end, inside, members)
+            if terms is None or not _are_next(context, members, chains.keys(), places):
                 continue
-            chain = _joined(scene, [candidates[node].collective for node in members], chains, terms)
+            chain = _joined(context, [candidates[node].collective for node in members], chains, terms)
             if chain is None:
                 continue
-            last, behind = chain.collective.node, inside.difference(members)
+            last, after = chain.collective.node, inside.difference(members)
             own = {node: fused[node].nodes if node in chains else candidates[node].collective.nodes for node in members}
-            nodes = scene.sorted([*(node for each in own.values() for node in each), *behind])
-            whole = replace(fused[last], chain=replace(chain, behind=scene.sorted(behind)), nodes=nodes)
+            nodes = context.sorted([*(node for each in own.values() for node in each), *after])
+            whole = replace(fused[last], chain=replace(chain, after=context.sorted(after)), nodes=nodes)
             if allowed(whole):
                 owner |= dict.fromkeys(nodes, whole)
                 joining = {node: replace(candidates[node], nodes=own[node]) for node in members}
@@ -87,7 +87,7 @@ def summed(
     return found
 
 
-def _kind(scene: Scene, candidate: Candidate) -> object:
+def _kind(context: MatchContext, candidate: Candidate) -> object:
     """What members of one sum have in common; None for what is left alone.
 
     That is a gather, one of several tensors of a collective, and what is reduced in float16: a rank's part of the sum
@@ -99,20 +99,20 @@ def _kind(scene: Scene, candidate: Candidate) -> object:
         return None
     if value.dtype == torch.float16:
         return None
-    group, sizes = (one.group_key, one.group_size), scene.sizes.of(value)
+    group, sizes = (one.group_key, one.group_size), context.sizes.of(value)
     shape = sizes if one.dim else (product(sizes),)
     return (one.kind, group, one.reduce_op, one.dim, value.dtype, shape, candidate.weights)
 
 
 # --- the sum --------------------------------------------------------------------------------------------------
-def _sums(scene: Scene, reductions: Sequence[fx.Node]) -> list[tuple[fx.Node, set[fx.Node]]]:
+def _sums(context: MatchContext, reductions: Sequence[fx.Node]) -> list[tuple[fx.Node, set[fx.Node]]]:
     """The additions of two terms in each of which there is a reduction, the last one first, and what makes each.
 
-    What something else uses too is a tensor as any other to the sums behind it.
+    What something else uses too is a tensor as any other to the sums after it.
     """
     above: dict[fx.Node, set[fx.Node]] = {node: {node} for node in reductions}
     ends = []
-    for node in scene.nodes:
+    for node in context.nodes:
         sources = [source for source in node.all_input_nodes if source in above and all(map(_is_step, source.users))]
         if sources:
             above[node] = {node}.union(*map(above.__getitem__, sources))
@@ -136,7 +136,7 @@ def _is_way(node: fx.Node) -> bool:
 
 
 def _terms(
-    scene: Scene, end: fx.Node, inside: set[fx.Node], members: Sequence[fx.Node]
+    context: MatchContext, end: fx.Node, inside: set[fx.Node], members: Sequence[fx.Node]
 ) -> Mapping[fx.Node, float] | None:
     """The terms of `end`, an addition, and how often each counts.
 
@@ -145,9 +145,9 @@ def _terms(
     """
     if not all(inside.issuperset(node.users) for node in inside if node is not end):
         return None
-    flow = follow(scene.sorted(inside), seeds_of(members, scene.sizes), scene.sizes, sums=True)
-    in_place = all(lie_alike(node, _first(node, inside)) for node in inside if adds(node))
-    return flow.terms[end].counts if inside <= flow.maps.keys() and in_place else None
+    propagation = propagate(context.sorted(inside), sources_of(members, context.sizes), context.sizes, sums=True)
+    in_place = all(same_strides(node, _first(node, inside)) for node in inside if adds(node))
+    return propagation.terms[end].counts if inside <= propagation.maps.keys() and in_place else None
 
 
 def _first(sum_: fx.Node, inside: Set[fx.Node]) -> fx.Node:
@@ -155,18 +155,21 @@ def _first(sum_: fx.Node, inside: Set[fx.Node]) -> fx.Node:
 
 
 # --- its members ----------------------------------------------------------------------------------------------
-def _are_next(scene: Scene, members: Sequence[fx.Node], chains: Set[fx.Node], places: Sequence[int]) -> bool:
+def _are_next(context: MatchContext, members: Sequence[fx.Node], chains: Set[fx.Node], places: Sequence[int]) -> bool:
     """True where no other chain's reduction stands between the members; `places` has where all chains' stand.
 
     All wait for the last one. Those of many layers, which read what one encoder made, would keep all their operands
     until then.
     """
-    first, last = scene.order[members[0]], scene.order[members[-1]]
+    first, last = context.order[members[0]], context.order[members[-1]]
     return bisect_right(places, last) - bisect_left(places, first) == len(chains & set(members))
 
 
 def _joined(
-    scene: Scene, members: Sequence[Collective], chains: Mapping[fx.Node, ScatterChain], counts: Mapping[fx.Node, float]
+    context: MatchContext,
+    members: Sequence[Collective],
+    chains: Mapping[fx.Node, ScatterChain],
+    counts: Mapping[fx.Node, float],
 ) -> ScatterChain | None:
     """The one chain of all members, in place of the last that is a chain, whose products come first.
 
@@ -180,7 +183,7 @@ def _joined(
     for other in others:
         if _elements(other.way, other.collective) != _elements(last.way, last.collective):
             return None
-        if not all(scene.can_add(last.matmuls[0], matmul) for matmul in other.matmuls):
+        if not all(context.can_add(last.matmuls[0], matmul) for matmul in other.matmuls):
             return None
     own = [_counted(chain, counts[chain.collective.node]) for chain in (last, *others)]
     whole = [chain for chain in own if chain is not None]
@@ -189,7 +192,7 @@ def _joined(
     added = [term for chain in whole for term in chain.added]
     for member in members:
         if member.node not in chains:
-            source = _in_order_of_products(scene, member, last)
+            source = _in_order_of_products(context, member, last)
             if source is None:
                 return None
             added.append(Term(source, counts[member.node]))
@@ -197,10 +200,10 @@ def _joined(
     return replace(
         whole[0],
         matmuls=tuple(one for chain in whole for one in chain.matmuls),
-        views=scene.sorted(node for chain in whole for node in chain.views),
+        views=context.sorted(node for chain in whole for node in chain.views),
         added=tuple(added),
         joined=tuple(member for member in members if member is not last.collective),
-        added_behind=tuple(Term(node, count) for node, count in counts.items() if node not in results),
+        added_after=tuple(Term(node, count) for node, count in counts.items() if node not in results),
         crossing=tuple((member.node, counts[member.node]) for member in members),
     )
 
@@ -229,18 +232,18 @@ def _elements(way: IndexMap, collective: Collective) -> object:
     return way if collective.dim else (way.digits, way.offset)
 
 
-def _in_order_of_products(scene: Scene, member: Collective, chain: ScatterChain) -> fx.Node | None:
+def _in_order_of_products(context: MatchContext, member: Collective, chain: ScatterChain) -> fx.Node | None:
     """The tensor with the elements of a product, in their order, that goes to a collective in the products' way."""
-    before = scene.segments[member.node]  # of a copy made before a mutation the source may be another tensor by now
-    above = reachable([member.source], where=lambda node: _is_way(node) and scene.segments[node] == before)
-    count = product(scene.sizes.of(value_of(chain.matmuls[0].node)))
+    before = context.segments[member.node]  # of a copy made before a mutation the source may be another tensor by now
+    above = reachable([member.source], where=lambda node: _is_way(node) and context.segments[node] == before)
+    count = product(context.sizes.of(value_of(chain.matmuls[0].node)))
     around = {member.source, *above, *(source for node in above for source in node.all_input_nodes)}
-    for source in reversed(scene.sorted(around)):
+    for source in reversed(context.sorted(around)):
         value = tensor_of(source)
-        if value is None or not same(product(scene.sizes.of(value)), count):
+        if value is None or not same(product(context.sizes.of(value)), count):
             continue
-        flow = follow(scene.sorted(above - {source}), seeds_of([source], scene.sizes), scene.sizes)
-        way = flow.maps.get(member.source)
+        propagation = propagate(context.sorted(above - {source}), sources_of([source], context.sizes), context.sizes)
+        way = propagation.maps.get(member.source)
         if way is not None and _elements(way, member) == _elements(chain.way, chain.collective):
             return source
     return None

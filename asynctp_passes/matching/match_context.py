@@ -14,15 +14,15 @@ from asynctp_passes.ir.order import communications, latest_communication
 from asynctp_passes.ir.read import feeds_left_operand, is_matmul
 from asynctp_passes.ir.sizes import Size, product, same
 from asynctp_passes.layout.index_map import IndexMap
-from asynctp_passes.layout.propagation import Flow, follow, shares_memory, views_of
+from asynctp_passes.layout.propagation import Propagation, propagate, shares_memory, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.scaled_epilogue import read_product, scalings
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["Scene", "in_blocks"]
+__all__ = ["MatchContext", "in_blocks"]
 
 
-class Scene:
+class MatchContext:
     """A graph being searched.
 
     Attributes:
@@ -31,7 +31,7 @@ class Scene:
         sizes: Reader of sizes.
         nodes: The nodes in order.
         order: Where each of them stands.
-        flows: For each gather the index maps from its result on, or why nothing can be said about it.
+        propagations: For each gather the index maps from its result on, or why nothing can be said about it.
         product: `read_product`, kept.
         fixed: Gathers whose fused op stands where they do, whatever that costs.
     """
@@ -42,11 +42,11 @@ class Scene:
         self.sizes = sizes
         self.nodes = list(graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
-        self.flows = {c.node: self._flow(c) for c in collectives if c.kind == "all_gather"}
+        self.propagations = {c.node: self._propagation(c) for c in collectives if c.kind == "all_gather"}
         self.product = functools.cache(read_product)
         self.fixed: set[fx.Node] = set()
 
-    def _flow(self, gather: Collective) -> Flow | Refusal:
+    def _propagation(self, gather: Collective) -> Propagation | Refusal:
         whole, shard = tensor_of(gather.node), tensor_of(gather.input)
         if whole is None or shard is None:
             return Refusal(reasons.SHAPE_UNKNOWN, gather.node.name)
@@ -57,22 +57,27 @@ class Scene:
             facts = f"{list(sizes)} is not {gather.group_size} shards of {list(own)} along dimension {gather.dim}"
             return Refusal(reasons.SIZES_NOT_PROVEN, facts)
         blocks = _moved((gather.group_size, *own), 0, gather.dim)
-        seed = IndexMap.identity(sizes) if gather.dim == 0 else blocks.reshape(sizes)
-        if isinstance(seed, Refusal):
-            return seed
-        return follow(self.sorted(views_of([gather.node])), {gather.node: seed}, self.sizes)
+        source = IndexMap.identity(sizes) if gather.dim == 0 else blocks.reshape(sizes)
+        if isinstance(source, Refusal):
+            return source
+        return propagate(self.sorted(views_of([gather.node])), {gather.node: source}, self.sizes)
 
-    def flow_of(self, gather: Collective) -> Flow:
+    def propagation_of(self, gather: Collective) -> Propagation:
         """The index maps from a gather's result on, where there are such."""
-        flow = self.flows[gather.node]
-        assert isinstance(flow, Flow)
-        return flow
+        propagation = self.propagations[gather.node]
+        assert isinstance(propagation, Propagation)
+        return propagation
 
     @functools.cached_property
     def gather_of(self) -> dict[fx.Node, Collective]:
         """The gather whose result a node is a view of."""
-        flows = ((gather, self.flows.get(gather.node)) for gather in self.collectives)
-        return {node: gather for gather, flow in flows if isinstance(flow, Flow) for node in flow.maps}
+        propagations = ((gather, self.propagations.get(gather.node)) for gather in self.collectives)
+        return {
+            node: gather
+            for gather, propagation in propagations
+            if isinstance(propagation, Propagation)
+            for node in propagation.maps
+        }
 
     @functools.cached_property
     def ways_down(self) -> near_miss.Ways:
@@ -120,7 +125,7 @@ class Scene:
 
     @functools.cached_property
     def _bits(self) -> dict[fx.Node, int]:
-        return {gather: 1 << index for index, gather in enumerate(self.flows)}
+        return {gather: 1 << index for index, gather in enumerate(self.propagations)}
 
     def depends(self, node: fx.Node, gather: fx.Node) -> bool:
         """True when `node` is a gather, or is computed from its values."""

@@ -1,4 +1,4 @@
-"""Read a scaled matmul together with scales that are applied behind it.
+"""Read a scaled matmul together with scales that are applied after it.
 
     _scaled_mm(a, b, 1, 1) → cast? → (× factors)+ → cast?       reads as       _scaled_mm(a, b, a_scale, b_scale)
 
@@ -85,7 +85,7 @@ def _like(node: fx.Node, other: fx.Node) -> bool:
 
 
 def scalings(products: Iterable[fx.Node]) -> set[fx.Node]:
-    """The multiplications that scale matmuls' results behind them, through views and casts.
+    """The multiplications that scale matmuls' results after them, through views and casts.
 
     By a factor that is broadcast, as one per row; or by the outer product of two, which is a multiplication too.
     """
@@ -139,7 +139,7 @@ def _used_elsewhere(way: Sequence[fx.Node]) -> Refusal | None:
 
 
 def _not_plain(matmul: Matmul, scaled: ScaledOptions) -> Refusal | None:
-    """Scales behind the product may replace its own only where those are 1, and may not reach a bias."""
+    """Scales after the product may replace its own only where those are 1, and may not reach a bias."""
     name, out = matmul.node.name, tensor_of(matmul.node)
     if matmul.bias is not None:
         return Refusal(reasons.COMPUTED_BETWEEN, f"{name} has a bias, which is scaled with the product")

@@ -1,4 +1,4 @@
-"""Matmuls behind a gather, and moving row-wise computation from between the two to before the gather.
+"""Matmuls after a gather, and moving row-wise computation from between the two to before the gather.
 
     shard → all_gather → wait → {view, pointwise op, cast, amax of a row}* → matmul
 
@@ -7,7 +7,7 @@ then it holds the tensors that are computed from a gathered tensor in such a way
 of them from its own shard. Each is [outer, ranks, inner] along one of its dimensions, and the part of a rank is its
 [outer, inner]:
 
-    the gathered tensor     [ranks, shard] in the order of its elements, or in that of a view: its seed says so
+    the gathered tensor     [ranks, shard] in the order of its elements, or in that of a view: its source says so
     a view                  its index map says where the ranks went (`shapes.locate_ranks`)
     a pointwise op, a cast  elements meet elements of the same rank, or a value that is the same on all ranks and has
                             one element along the ranks' dimension
@@ -48,17 +48,24 @@ from asynctp_passes.ir.nodes import (
     traits_of,
     value_of,
 )
-from asynctp_passes.ir.read import added_matrix, contracts_rows, is_matmul, misfit, operands_that_are, read_term
+from asynctp_passes.ir.read import (
+    added_matrix,
+    contracts_rows,
+    is_matmul,
+    operands_that_are,
+    read_term,
+    scales_mismatch,
+)
 from asynctp_passes.ir.sizes import Size, product, quotient, same
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks, scales_rows
-from asynctp_passes.layout.propagation import Flow, follow, is_view, views_of
+from asynctp_passes.layout.propagation import Propagation, is_view, propagate, views_of
 from asynctp_passes.matching import near_miss
-from asynctp_passes.matching.chains import Apart, GatherChain, Hoist, Overall, Part, Step
-from asynctp_passes.matching.match_context import Scene
+from asynctp_passes.matching.chains import CrossRankReduction, GatherChain, Hoist, Part, SideGather, Step
+from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["Product", "Region", "chains_of", "placed_scales", "products_of"]
+__all__ = ["PlacedMatmul", "ShardRegion", "chains_of", "placed_matmuls", "placed_scales"]
 
 _SMALL = 8  # A tensor of that many times fewer bytes than the gathered one is cheap to gather on its own.
 
@@ -75,7 +82,7 @@ class _Root:
     node: fx.Node
     outer: Size
     block: Size
-    flow: Flow
+    propagation: Propagation
     twin: fx.Node
     numbers: bool = False
 
@@ -85,7 +92,7 @@ _Place = tuple[int, Size, Size]
 """Dimension of the ranks, counted from the last one (-1), and how many [outer] and [inner] indices are around them."""
 
 
-class Region:
+class ShardRegion:
     """The tensors that every rank can compute its part of from its own shard.
 
     It begins as the gathered tensor with its views, and has what is computed from these once it is told to `grow`.
@@ -94,40 +101,40 @@ class Region:
         roots: The gathered tensor, and what is computed.
         members: All tensors, views included, and where the ranks are in them; none before the region has grown.
         home: The root of every member, of what lies between members (pieces of a split), and of views that are none.
-        overall: The reductions over all ranks' rows of which every rank can find what its own rows give: of those with
-            one result the first, with all of them.
+        cross_rank: The reductions over all ranks' rows of which every rank can find what its own rows give: of those
+            with one result the first, with all of them.
         known: These, and what is computed from nothing else of the gathered tensor, as far as that was asked: all ranks
             have it before that is there. With the first node that has the same values.
         refused: Users of members that are not members, and why.
     """
 
-    def __init__(self, scene: Scene, gather: Collective) -> None:
-        self.scene = scene
+    def __init__(self, context: MatchContext, gather: Collective) -> None:
+        self.context = context
         self.gather = gather
         self.roots: dict[fx.Node, _Root] = {}
         self.members: dict[fx.Node, RankPlacement] = {}
         self.home: dict[fx.Node, fx.Node] = {}
-        self.overall: dict[fx.Node, list[fx.Node]] = {}
+        self.cross_rank: dict[fx.Node, list[fx.Node]] = {}
         self.known: dict[fx.Node, fx.Node] = {}
         self.refused: dict[fx.Node, Refusal] = {}
-        self._until = scene.until(gather)
+        self._until = context.until(gather)
         self._unknown: set[fx.Node] = set()
         self._twins: dict[Any, fx.Node] = {}
         self._waiting: list[int] = []
-        block = product(scene.sizes.of(value_of(gather.input)))
-        self._add(_Root(gather.node, 1, block, scene.flow_of(gather), gather.node))
+        block = product(context.sizes.of(value_of(gather.input)))
+        self._add(_Root(gather.node, 1, block, context.propagation_of(gather), gather.node))
 
     def grow(self) -> None:
         """Add what is computed: the users of members in graph order, so that operands are known before their users."""
         self._spread(self.roots[self.gather.node])
         while self._waiting:
-            node = self.scene.nodes[heapq.heappop(self._waiting)]
+            node = self.context.nodes[heapq.heappop(self._waiting)]
             if node in self.members or node in self.refused or node in self.known:
                 continue
             place = self._computed(node)
             if place is None:  # views of a tensor have maxima of the same value, and perhaps of another shape
-                self.known[node] = self._first(node, self.scene.sizes.of(value_of(node)))
-                self.overall.setdefault(self.known[node], []).append(node)
+                self.known[node] = self._first(node, self.context.sizes.of(value_of(node)))
+                self.cross_rank.setdefault(self.known[node], []).append(node)
                 self._uniform_nodes.add(node)
             elif isinstance(place, Refusal):
                 of_operand = place in self.refused.values()  # which it names
@@ -140,7 +147,7 @@ class Region:
 
     def view(self, node: fx.Node) -> IndexMap:
         """The map of a tensor at home in the region into its root."""
-        return self.roots[self.home[node]].flow.maps[node]
+        return self.roots[self.home[node]].propagation.maps[node]
 
     def located(self, node: fx.Node, view: IndexMap) -> GatherPlacement | Refusal:
         """Where the ranks are in a matrix: a view of a node's root."""
@@ -154,26 +161,28 @@ class Region:
     def used_elsewhere(self, fused: set[fx.Node]) -> Users:
         """What something outside of the region uses, besides the fused matmuls, and those users. In graph order.
 
-        A matmul `c + a @ b` is such a user of its `c`, which is added behind the fused op.
+        A matmul `c + a @ b` is such a user of its `c`, which is added after the fused op.
         """
         used: Users = {}
-        for node in self.scene.sorted(self.home):
-            users = (user for user in self.roots[self.home[node]].flow.users(node) if user not in self.home)
-            apart = [user for user in users if user not in fused or added_matrix(user) is node]
-            if others := self.scene.sorted(user for user in apart if not (is_size(user) or user in self.known)):
+        for node in self.context.sorted(self.home):
+            users = (user for user in self.roots[self.home[node]].propagation.users(node) if user not in self.home)
+            side_gathers = [user for user in users if user not in fused or added_matrix(user) is node]
+            if others := self.context.sorted(
+                user for user in side_gathers if not (is_size(user) or user in self.known)
+            ):
                 used[node] = others
         return used
 
     def needs_gather(self, node: fx.Node) -> bool:
         """True for what is computed from the gathered tensor, but for what is `known` before that is there."""
-        if self.scene.depends(node, self.gather.node):
+        if self.context.depends(node, self.gather.node):
             self._learn(node)
             return node not in self.known
         return False
 
     def late(self, node: fx.Node) -> Refusal | None:
         """Why a tensor that a rank needs besides its shard is not there where the fused op may stand."""
-        in_time = self.scene.comes_by(self._until, node)
+        in_time = self.context.comes_by(self._until, node)
         return None if in_time else Refusal(reasons.OPERAND_COMMUNICATED_LATER, node.name)
 
     def twin(self, node: fx.Node) -> fx.Node:
@@ -195,51 +204,57 @@ class Region:
             step = stack.pop()
             if step in self.refused:
                 return self.refused[step]
-            if step not in seen and self.scene.order[step] > self.scene.order[self.gather.node] and not is_size(step):
+            if (
+                step not in seen
+                and self.context.order[step] > self.context.order[self.gather.node]
+                and not is_size(step)
+            ):
                 seen.add(step)
                 stack.extend(step.all_input_nodes)
         return None
 
     def _add(self, root: _Root) -> None:
         self.roots[root.node] = root
-        self.home.update(dict.fromkeys((*root.flow.maps, *root.flow.pieces), root.node))
-        self.refused |= {node: why for node, why in root.flow.refused.items() if not traits_of(node).casts}
+        self.home.update(dict.fromkeys((*root.propagation.maps, *root.propagation.pieces), root.node))
+        self.refused |= {node: why for node, why in root.propagation.refused.items() if not traits_of(node).casts}
 
     def _spread(self, root: _Root) -> None:
         """Find the members among a root's views, and line up what is computed from them."""
-        for node, view in root.flow.maps.items():
+        for node, view in root.propagation.maps.items():
             place = locate_ranks(view, root.block, self.gather.group_size, root.outer)
             if isinstance(place, RankPlacement) and tensor_of(node) is not None:
                 self.members[node] = place
-        for user in {user for node in root.flow.maps if node in self.members for user in node.users}:
-            if not (root.flow.has(user) or is_size(user) or is_matmul(user) or user.op == "output"):
-                heapq.heappush(self._waiting, self.scene.order[user])
+        for user in {user for node in root.propagation.maps if node in self.members for user in node.users}:
+            if not (root.propagation.has(user) or is_size(user) or is_matmul(user) or user.op == "output"):
+                heapq.heappush(self._waiting, self.context.order[user])
 
     def _learn(self, end: fx.Node) -> None:
         """Find out whether a node is known, which it is if all is that it is computed from."""
 
         def is_open(node: fx.Node) -> bool:
             settled = node in self.known or node in self._unknown or node in self.home
-            return not settled and self.scene.depends(node, self.gather.node) and _pure(node)
+            return not settled and self.context.depends(node, self.gather.node) and _pure(node)
 
-        for node in self.scene.sorted(reachable([end] if self.overall else [], where=is_open)):
-            needed = (one for one in node.all_input_nodes if self.scene.depends(one, self.gather.node))
+        for node in self.context.sorted(reachable([end] if self.cross_rank else [], where=is_open)):
+            needed = (one for one in node.all_input_nodes if self.context.depends(one, self.gather.node))
             if all(one in self.known for one in needed):
                 self.known[node] = self._first(node, ())
             else:
                 self._unknown.add(node)
 
     def _root(self, node: fx.Node, place: _Place) -> _Root:
-        shape = self.scene.sizes.of(value_of(node))
+        shape = self.context.sizes.of(value_of(node))
         axis = len(shape) + place[0]
         outer, block = product(shape[:axis]) * place[1], place[2] * product(shape[axis + 1 :])
-        flow = follow(self.scene.sorted(views_of([node])), {node: IndexMap.identity(shape)}, self.scene.sizes)
+        propagation = propagate(
+            self.context.sorted(views_of([node])), {node: IndexMap.identity(shape)}, self.context.sizes
+        )
         twin = self._first(node, (outer, block))
-        return _Root(node, outer, block, flow, twin, _takes_number(node, self.members))
+        return _Root(node, outer, block, propagation, twin, _takes_number(node, self.members))
 
     def _first(self, node: fx.Node, shape: tuple[Size, ...]) -> fx.Node:
         """The first node that computes what this one does, laid out alike, with no in-place operation in between."""
-        return self._twins.setdefault((self._computation(node), shape, self.scene.segments[node]), node)
+        return self._twins.setdefault((self._computation(node), shape, self.context.segments[node]), node)
 
     def _computation(self, node: fx.Node) -> Any:
         """What a node computes, as a key: its op and arguments, members and what is known by their values.
@@ -262,7 +277,7 @@ class Region:
 
     def _by_elements(self, node: fx.Node) -> bool:
         """True for a reduction of all elements, and for an op on members of the result's shape and on numbers."""
-        own, *others = (self.scene.sizes.of(value_of(one)) for one in (node, *node.all_input_nodes))
+        own, *others = (self.context.sizes.of(value_of(one)) for one in (node, *node.all_input_nodes))
         if near_miss.reduces(node):
             return same(product(own), 1)
         alike = (len(sizes) == len(own) and all(map(same, sizes, own)) for sizes in others)
@@ -307,7 +322,7 @@ class Region:
             return self.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
         if (late := self.late(operand)) is not None:
             return late
-        shape, uniform = self.scene.sizes.of(value), self._uniform(operand)
+        shape, uniform = self.context.sizes.of(value), self._uniform(operand)
         if len(shape) >= -dim and not same(shape[dim], 1):
             reason = reasons.COMPUTED_BETWEEN if uniform else reasons.MAY_DIFFER_BY_RANK
             return Refusal(reason, f"{operand.name} has a value for each row")
@@ -329,23 +344,23 @@ class Region:
         dim, outer, inner = self._from_last(source)
         exact = traits_of(node).is_exact_reduction
         if rank + dim in reduced:
-            return self._overall(node, exact)
+            return self._cross_rank(node, exact)
         if not exact:
             return Refusal(reasons.COMPUTED_BETWEEN, "rounds in an order that may depend on the number of rows")
         kept = 0 if values.get("keepdim") else sum(axis > rank + dim for axis in reduced)
         return dim + kept, outer, inner
 
-    def _overall(self, node: fx.Node, exact: bool) -> Refusal | None:
+    def _cross_rank(self, node: fx.Node, exact: bool) -> Refusal | None:
         """Why a reduction over all ranks' rows is not found from what each rank finds."""
         if not (exact and _is_small(self, node) and value_of(node).dtype.is_floating_point):
             return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
-        unchanged = self.scene.segments[node] == self.scene.segments[self.gather.node]
-        return None if unchanged else Refusal(reasons.MUTATED_IN_BETWEEN, "comes behind an in-place operation")
+        unchanged = self.context.segments[node] == self.context.segments[self.gather.node]
+        return None if unchanged else Refusal(reasons.MUTATED_IN_BETWEEN, "comes after an in-place operation")
 
     @functools.cached_property
     def _uniform_nodes(self) -> set[fx.Node]:
         """What was found to be the same on all ranks: at first, results of collectives."""
-        same_on_all = (other for other in self.scene.collectives if _makes_uniform(other, self.gather))
+        same_on_all = (other for other in self.context.collectives if _makes_uniform(other, self.gather))
         return {result for other in same_on_all for result in other.results}
 
     def _uniform(self, node: fx.Node) -> bool:
@@ -353,7 +368,7 @@ class Region:
         seen, stack = set[fx.Node](), [node]
         while stack:
             step = stack.pop()
-            if step in self.scene.changed:
+            if step in self.context.changed:
                 return False
             if step in seen or step in self._uniform_nodes:
                 continue
@@ -395,7 +410,7 @@ def _takes_number(node: fx.Node, members: Container[fx.Node]) -> bool:
 
 # --- matmuls of the region ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Product:
+class PlacedMatmul:
     """A matmul whose left operand, and perhaps its scales of rows or blocks, every rank has or can compute its part of.
 
     `scale` is None for scales that come from elsewhere: the same on all ranks, or gathered by another collective.
@@ -412,22 +427,22 @@ class Product:
         return [self.matmul.a] if scaled is None else [self.matmul.a, scaled.a_scale]
 
 
-def products_of(region: Region) -> tuple[list[Product], dict[fx.Node, Refusal]]:
-    """The matmuls whose left operand is a tensor of the region, and why others that take one are no such product."""
-    found: list[Product] = []
+def placed_matmuls(region: ShardRegion) -> tuple[list[PlacedMatmul], dict[fx.Node, Refusal]]:
+    """The matmuls whose left operand is a tensor of the region, and why others that take one are no such matmul."""
+    found: list[PlacedMatmul] = []
     missed: dict[fx.Node, Refusal] = {}
-    users = (user for root in region.roots.values() for user in root.flow.all_users())
-    for node in region.scene.sorted(filter(is_matmul, users)):
-        result = _product(region, node)
-        if isinstance(result, Product):
+    users = (user for root in region.roots.values() for user in root.propagation.all_users())
+    for node in region.context.sorted(filter(is_matmul, users)):
+        result = _placed_matmul(region, node)
+        if isinstance(result, PlacedMatmul):
             found.append(result)
         else:
             missed[node] = result
     return found, missed
 
 
-def _product(region: Region, node: fx.Node) -> Product | Refusal:
-    """A product of the region; of `c + a @ b` it is `a @ b`: `c` is added behind the fused op, whatever it is."""
+def _placed_matmul(region: ShardRegion, node: fx.Node) -> PlacedMatmul | Refusal:
+    """A matmul of the region; of `c + a @ b` it is `a @ b`: `c` is added after the fused op, whatever it is."""
     roles = operands_that_are(node, region.home)
     if "left" not in roles:
         right = "right" in roles
@@ -439,7 +454,7 @@ def _product(region: Region, node: fx.Node) -> Product | Refusal:
     return Refusal(found.reason, f"{node.name}: {found.facts}") if isinstance(found, Refusal) else found
 
 
-def _by_parts(region: Region, matmul: Matmul) -> Product | Refusal:
+def _by_parts(region: ShardRegion, matmul: Matmul) -> PlacedMatmul | Refusal:
     """A matmul with the place of the ranks in its left operand and in the scale of that, if that is of the region."""
     a_scale = None if matmul.scaled is None else matmul.scaled.a_scale
     travels = a_scale in region.home
@@ -447,10 +462,10 @@ def _by_parts(region: Region, matmul: Matmul) -> Product | Refusal:
         if not (travels and operand is a_scale) and region.needs_gather(operand):
             cause = region.cause(operand) if operand is a_scale else None
             return cause or Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, operand.name)
-        joins = operand is a_scale and operand in region.scene.gather_of  # its gather may become part of this one
+        joins = operand is a_scale and operand in region.context.gather_of  # its gather may become part of this one
         if not (travels and operand is a_scale) and not joins and (late := region.late(operand)) is not None:
             return late
-    view = region.scene.rows_and_columns(region.view(matmul.a), matmul.a)
+    view = region.context.rows_and_columns(region.view(matmul.a), matmul.a)
     placement = view if isinstance(view, Refusal) else region.located(matmul.a, view)
     if isinstance(placement, Refusal):
         inside = placement.reason is reasons.NOT_ROWS_OR_CONTRACTION and contracts_rows(matmul.node)
@@ -458,15 +473,15 @@ def _by_parts(region: Region, matmul: Matmul) -> Product | Refusal:
     if matmul.scaled is None and (number := _first_number(region, matmul.a)) is not None:
         return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{op_name(number)} {number.name} takes a number")
     if a_scale is None or matmul.scaled is None or not travels:
-        return Product(matmul, placement, None)
+        return PlacedMatmul(matmul, placement, None)
     scale = placed_scales(region, a_scale, region.view(a_scale), matmul.scaled.of_a, placement)
     if isinstance(scale, Refusal):
         return scale
-    return misfit(matmul, matmul.scaled) if scale is None else Product(matmul, placement, scale)
+    return scales_mismatch(matmul, matmul.scaled) if scale is None else PlacedMatmul(matmul, placement, scale)
 
 
 def placed_scales(
-    region: Region, node: fx.Node, view: IndexMap, of_a: ScalesOfA, data: GatherPlacement
+    region: ShardRegion, node: fx.Node, view: IndexMap, of_a: ScalesOfA, data: GatherPlacement
 ) -> GatherPlacement | Refusal | None:
     """Where the scales of A are, seen as `view` of a node's root; None if they are not laid out over rows as A is."""
     if len(view.dims) != 2:
@@ -475,32 +490,32 @@ def placed_scales(
     return found if isinstance(found, Refusal) or scales_rows(found, data, of_a.rows, of_a.numbers) else None
 
 
-def _first_number(region: Region, node: fx.Node) -> fx.Node | None:
+def _first_number(region: ShardRegion, node: fx.Node) -> fx.Node | None:
     """The first op on the way to a member that takes a number, or a tensor computed from such."""
     roots = _roots_above(region, [node])
     return next((root for root in roots if region.roots[root].numbers), None)
 
 
-def _roots_above(region: Region, ends: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+def _roots_above(region: ShardRegion, ends: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
     """The computed tensors that members are made of, each by its first twin, in graph order."""
     twins = (region.twin(end) for end in ends)
     above = reachable(twins, lambda root: map(region.twin, region.sources(root)))
-    return region.scene.sorted(above - {region.gather.node})
+    return region.context.sorted(above - {region.gather.node})
 
 
 # --- the chain ---------------------------------------------------------------------------------------------------
-def chains_of(region: Region, products: Iterable[Product]) -> Iterator[GatherChain]:
+def chains_of(region: ShardRegion, products: Iterable[PlacedMatmul]) -> Iterator[GatherChain]:
     """Chains, each of the products that one fused op can compute together, of which one may be fused.
 
     Rows are preferred to the contraction, since chunks of rows finish early, then the earlier matmul.
     """
-    alike: dict[Any, list[Product]] = {}
+    alike: dict[Any, list[PlacedMatmul]] = {}
     for one in sorted(products, key=lambda one: one.placement.axis != "rows"):
         alike.setdefault(_key(region, one), []).append(one)
     return (_chain(region, chosen) for chosen in alike.values())
 
 
-def _chain(region: Region, products: Sequence[Product]) -> GatherChain:
+def _chain(region: ShardRegion, products: Sequence[PlacedMatmul]) -> GatherChain:
     lead, matmuls = products[0], tuple(one.matmul for one in products)
     used = region.used_elsewhere(set(nodes_of(matmuls)))
     returned, copies = _returned(region, used, matmuls)
@@ -508,19 +523,19 @@ def _chain(region: Region, products: Sequence[Product]) -> GatherChain:
     served = _served(region, copies, held)
     used = {node: users for node, users in used.items() if node not in held and region.home[node] not in served}
     hoist = _hoist(region, used, products, copies, held) if region.members else None
-    ends = [end for one in products for end in one.ends] + [one.node for one in (hoist.apart if hoist else ())]
+    ends = [end for one in products for end in one.ends] + [one.node for one in (hoist.side_gathers if hoist else ())]
     return GatherChain(
         collective=region.gather,
         matmuls=matmuls,
         placement=lead.placement,
-        views=region.scene.sorted(region.views_to(ends)),
+        views=region.context.sorted(region.views_to(ends)),
         returned=returned,
         scale_placement=lead.scale,
         hoist=hoist,
     )
 
 
-def _key(region: Region, one: Product) -> tuple[Any, ...]:
+def _key(region: ShardRegion, one: PlacedMatmul) -> tuple[Any, ...]:
     """Equal for products of the same left operand and scale of it, with the same options."""
     a, scaled = one.matmul.a, one.matmul.scaled
     operand = (region.twin(a), one.placement, value_of(a).dtype)
@@ -531,7 +546,9 @@ def _key(region: Region, one: Product) -> tuple[Any, ...]:
     return (*operand, scale, scaled.out_dtype, scaled.use_fast_accum, scaled.of_a)
 
 
-def _returned(region: Region, used: Users, matmuls: Sequence[Matmul]) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
+def _returned(
+    region: ShardRegion, used: Users, matmuls: Sequence[Matmul]
+) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
     """What the fused op returns to other users: the matmuls' left operand, if all that these use are views of it.
 
     Two views of one tensor share memory, and an operand from the fused op would not. So where there are others, the
@@ -548,7 +565,7 @@ def _returned(region: Region, used: Users, matmuls: Sequence[Matmul]) -> tuple[f
     return (region.gather.node if taken and not region.members else None), ()
 
 
-def _is_copy(region: Region, root: fx.Node, operand: fx.Node) -> bool:
+def _is_copy(region: ShardRegion, root: fx.Node, operand: fx.Node) -> bool:
     """True for a row-major root that holds the elements of an operand, in their order."""
     ours, value = region.view(operand), value_of(root)
     in_order = (ours.digits, ours.offset) == (region.view(root).digits, 0)
@@ -557,44 +574,52 @@ def _is_copy(region: Region, root: fx.Node, operand: fx.Node) -> bool:
 
 
 def _hoist(
-    region: Region, used: Users, products: Sequence[Product], copies: tuple[fx.Node, ...], held: set[fx.Node]
+    region: ShardRegion, used: Users, products: Sequence[PlacedMatmul], copies: tuple[fx.Node, ...], held: set[fx.Node]
 ) -> Hoist:
     """The ops to repeat on the shard for an operand and perhaps its scale, and what becomes of what is `used` else.
 
     The fused op returns what is `held`, and `copies` are made of that.
     """
-    lead, ends, apart = products[0], products[0].ends, _apart(region, used)
-    along = None if len(ends) > 1 or lead.matmul.scaled is None else _along(region, apart, lead.placement)
-    served = _served(region, [*apart, *copies], held)
+    lead, ends, side_gathers = products[0], products[0].ends, _side_gathers(region, used)
+    passenger = (
+        None if len(ends) > 1 or lead.matmul.scaled is None else _passenger(region, side_gathers, lead.placement)
+    )
+    served = _served(region, [*side_gathers, *copies], held)
     others = [user for node, users in used.items() if region.home[node] not in served for user in users]
-    needed = _needed(region, [*apart, *(source for one in products for source in (one.matmul.a, *one.matmul.operands))])
-    overall = {one: equal for one, equal in region.overall.items() if one in needed or not others}
-    left = [node for one, equal in region.overall.items() if one not in overall for node in equal]
-    kept = region.scene.sorted([*others, *left])
-    sources = [source for one in overall for source in region.sources(one)]
+    needed = _needed(
+        region, [*side_gathers, *(source for one in products for source in (one.matmul.a, *one.matmul.operands))]
+    )
+    cross_rank = {one: equal for one, equal in region.cross_rank.items() if one in needed or not others}
+    left = [node for one, equal in region.cross_rank.items() if one not in cross_rank for node in equal]
+    kept = region.context.sorted([*others, *left])
+    sources = [source for one in cross_rank for source in region.sources(one)]
     return Hoist(
-        steps=tuple(_step(region, root) for root in _roots_above(region, [*ends, *apart, *sources])),
+        steps=tuple(_step(region, root) for root in _roots_above(region, [*ends, *side_gathers, *sources])),
         operand=region.twin(ends[0]),
         scale=region.twin(ends[1]) if len(ends) > 1 else None,
-        inside=region.scene.sorted(region.home),
-        overall=tuple(Overall(_step(region, one), tuple(equal), one in needed) for one, equal in overall.items()),
+        inside=region.context.sorted(region.home),
+        cross_rank=tuple(
+            CrossRankReduction(_step(region, one), tuple(equal), one in needed) for one, equal in cross_rank.items()
+        ),
         copies=copies,
-        apart=tuple(Apart(one, region.twin(one), region.roots[one].outer, region.roots[one].block) for one in apart),
-        along=along,
+        side_gathers=tuple(
+            SideGather(one, region.twin(one), region.roots[one].outer, region.roots[one].block) for one in side_gathers
+        ),
+        passenger=passenger,
         kept=kept,
-        hidden_by=_matmuls_between(region, lead.matmul.node, kept),
+        overlapped_by=_matmuls_between(region, lead.matmul.node, kept),
     )
 
 
-def _needed(region: Region, ends: Iterable[fx.Node]) -> set[fx.Node]:
+def _needed(region: ShardRegion, ends: Iterable[fx.Node]) -> set[fx.Node]:
     """Those reductions over all ranks' rows, each the first of its value, that `ends` are computed from."""
     above = reachable(ends, where=lambda node: node in region.home or node in region.known)
-    return {region.known[node] for node in above if node in region.known} & region.overall.keys()
+    return {region.known[node] for node in above if node in region.known} & region.cross_rank.keys()
 
 
-def _along(region: Region, apart: Sequence[fx.Node], data: GatherPlacement) -> fx.Node | None:
+def _passenger(region: ShardRegion, side_gathers: Sequence[fx.Node], data: GatherPlacement) -> fx.Node | None:
     """The first of small roots that has one fp32 number for each row of the data, in the rows' order; its twin."""
-    for root in apart if data.axis == "rows" else ():
+    for root in side_gathers if data.axis == "rows" else ():
         value, found = tensor_of(root), region.roots[root]
         in_order = same(found.outer, data.outer) and same(found.block, data.inner)
         if in_order and value is not None and value.dtype == torch.float32:
@@ -602,21 +627,21 @@ def _along(region: Region, apart: Sequence[fx.Node], data: GatherPlacement) -> f
     return None
 
 
-def _step(region: Region, root: fx.Node) -> Step:
+def _step(region: ShardRegion, root: fx.Node) -> Step:
     parts = tuple((operand, _part(region, operand)) for operand in region.sources(root))
     assert compat.is_op(root.target)
     return Step(root, root.target, tuple(root.args), dict(root.kwargs), parts)
 
 
-def _part(region: Region, node: fx.Node) -> Part:
-    place, shape = region.members[node], list(region.scene.sizes.of(value_of(node)))
+def _part(region: ShardRegion, node: fx.Node) -> Part:
+    place, shape = region.members[node], list(region.context.sizes.of(value_of(node)))
     shape[place.dim] = place.outer * place.inner
     return Part(region.twin(node), place.part, tuple(shape))
 
 
-def _apart(region: Region, used: Users) -> list[fx.Node]:
+def _side_gathers(region: ShardRegion, used: Users) -> list[fx.Node]:
     """The small roots to gather on their own: those used elsewhere, unless a gather that stays serves them in time."""
-    order, small = region.scene.order, {node for node in used if _is_small(region, region.home[node])}
+    order, small = region.context.order, {node for node in used if _is_small(region, region.home[node])}
     limit = min((order[users[0]] for node, users in used.items() if node not in small), default=len(order))
     found: list[fx.Node] = []
     for node, users in used.items():
@@ -626,9 +651,9 @@ def _apart(region: Region, used: Users) -> list[fx.Node]:
     return found
 
 
-def _served(region: Region, apart: Sequence[fx.Node], held: Container[fx.Node] = ()) -> set[fx.Node]:
+def _served(region: ShardRegion, side_gathers: Sequence[fx.Node], held: Container[fx.Node] = ()) -> set[fx.Node]:
     """The roots that are gathered on their own or copied, and those computed from such and what is `held` alone."""
-    served = set(apart)
+    served = set(side_gathers)
     for root in region.roots:  # in graph order
         sources = region.sources(root)
         if sources and all(source in held or region.home[source] in served for source in sources):
@@ -636,19 +661,19 @@ def _served(region: Region, apart: Sequence[fx.Node], held: Container[fx.Node] =
     return served
 
 
-def _is_small(region: Region, root: fx.Node) -> bool:
+def _is_small(region: ShardRegion, root: fx.Node) -> bool:
     """True for one number, and for a row-major tensor of far fewer bytes than the gathered one."""
     value, whole = value_of(root), value_of(region.gather.node)
-    sizes = region.scene.sizes
+    sizes = region.context.sizes
     count = product(sizes.of(value))
     times = quotient(product(sizes.of(whole)), count)
     small = isinstance(times, int) and times * whole.dtype.itemsize >= _SMALL * value.dtype.itemsize
     return (small or same(count, 1)) and compat.is_contiguous(value)
 
 
-def _matmuls_between(region: Region, first: fx.Node, kept: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+def _matmuls_between(region: ShardRegion, first: fx.Node, kept: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     """The matmuls after `first` that run before the first user of the kept gather."""
     if not kept:
         return ()
-    order = region.scene.order
-    return tuple(node for node in region.scene.nodes[order[first] + 1 : order[kept[0]]] if is_matmul(node))
+    order = region.context.order
+    return tuple(node for node in region.context.nodes[order[first] + 1 : order[kept[0]]] if is_matmul(node))

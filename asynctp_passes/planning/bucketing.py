@@ -1,4 +1,4 @@
-"""Coalesce small all-reduces: those of a graph that do not wait for one another become one. Pure.
+"""Bucket small all-reduces: those of a graph that do not wait for one another become one. Pure.
 
     x → all_reduce → wait → ...                 x ┐                              ┌ → ...
     y → all_reduce → wait → ...     becomes     y ┴ cat → all_reduce → wait → split → ...
@@ -29,14 +29,14 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.nodes import is_random, is_size, mutates, op_name, steps_of, tensor_of, traits_of, value_of
 from asynctp_passes.ir.read import WAIT
-from asynctp_passes.matching.chains import Bundle, Decision, GatherChain, anchor, fused_chains
-from asynctp_passes.matching.collapsed import contracted
+from asynctp_passes.matching.chains import Bucket, Decision, GatherChain, anchor, fused_chains
+from asynctp_passes.matching.collapsed import collapsed
 from asynctp_passes.matching.near_miss import transparent
 from asynctp_passes.planning.cost_model import bytes_of
 from asynctp_passes.planning.legality import Context
 from asynctp_passes.planning.overlap import order_beside
 
-__all__ = ["SMALL_BYTES", "coalesce"]
+__all__ = ["SMALL_BYTES", "find_buckets"]
 
 SMALL_BYTES = 256 * 1024
 """An all-reduce of more bytes is left alone: its time is bandwidth, and the copy into one buffer would cost more."""
@@ -58,7 +58,7 @@ class _Set:
     members: list[Collective] = field(default_factory=list)
 
 
-def coalesce(decisions: Sequence[Decision], context: Context) -> list[Bundle]:
+def find_buckets(decisions: Sequence[Decision], context: Context) -> list[Bucket]:
     """The sets of two or more small all-reduces that become one each, in the order of their windows.
 
     Members of a set have one group, reduction (max or min), dtype, device and stretch between in-place operations.
@@ -68,7 +68,7 @@ def coalesce(decisions: Sequence[Decision], context: Context) -> list[Bundle]:
         context: The graph, its in-place operations and the configuration.
     """
     candidates = {d.candidate.collective.node: d.candidate.collective for d in decisions if _eligible(d, context)}
-    if not context.config.coalesce or len(candidates) < 2:
+    if not context.config.bucket or len(candidates) < 2:
         return []
     steps, inputs = _steps(context, decisions, candidates)
     windows = _windows(steps, candidates, inputs)
@@ -84,14 +84,14 @@ def coalesce(decisions: Sequence[Decision], context: Context) -> list[Bundle]:
         chosen.after = max(chosen.after, after)
         chosen.members.append(candidates[node])
     found = sorted((one for ours in sets.values() for one in ours), key=lambda one: one.before)
-    return [_bundle(one, steps, place) for one in found if len(one.members) > 1]
+    return [_bucket(one, steps, place) for one in found if len(one.members) > 1]
 
 
-def _bundle(chosen: _Set, steps: Sequence[Sequence[fx.Node]], place: Mapping[fx.Node, int]) -> Bundle:
+def _bucket(chosen: _Set, steps: Sequence[Sequence[fx.Node]], place: Mapping[fx.Node, int]) -> Bucket:
     """The members in order, and where their window is: at the first member that lies in it, else at its end."""
     members = tuple(sorted(chosen.members, key=lambda member: place[member.node]))
     inside = (member.node for member in members if chosen.after < place[member.node] < chosen.before)
-    return Bundle(members, next(inside, None) or steps[int(chosen.before)][0])
+    return Bucket(members, next(inside, None) or steps[int(chosen.before)][0])
 
 
 # --- which ------------------------------------------------------------------------------------------------
@@ -128,10 +128,10 @@ def _steps(
     """The graph's nodes in an order in which each fused chain is one step, its collective first; and their inputs.
 
     A chain stands where `rewrite` puts its op. In-place operations stay where they are, and what communicates stays in
-    order, but for what is `free`. A collective that runs beside products comes before them, and its wait behind.
+    order, but for what is `free`. A collective that runs beside products comes before them, and its wait after.
     """
     chains = fused_chains(decisions)
-    owners, inputs = contracted(context.graph, context.sizes, chains, free)
+    owners, inputs = collapsed(context.graph, context.sizes, chains, free)
     op_of = {node: chain.collective.node for chain in chains for node in nodes_of(chain.matmuls)}
     for pair in (pair for decision in decisions for pair in order_beside(decision)):
         first, then = (op_of.get(node, node) for node in pair)
@@ -156,15 +156,15 @@ def _windows(
     for index, step in enumerate(steps):
         sources = _sources(step, inputs)
         bound = max((after[source] for source in sources), default=-1.0)
-        behind = any(tied[source] for source in sources)
-        if step[0] in candidates and not behind:
+        is_tied = any(tied[source] for source in sources)
+        if step[0] in candidates and not is_tied:
             chosen.add(step[0])
-            behind = True
+            is_tied = True
         elif not _cheap(step, chosen):
             slow.update(step)
-            bound, behind = index, False
+            bound, is_tied = index, False
         after.update(dict.fromkeys(step, bound))
-        tied.update(dict.fromkeys(step, behind))
+        tied.update(dict.fromkeys(step, is_tied))
     before: dict[fx.Node, float] = {}
     for index, step in reversed(list(enumerate(steps))):
         bound = index if step[0] in slow else min(before.get(node, math.inf) for node in step)

@@ -1,4 +1,4 @@
-"""What a chain moves and computes, and a roofline of what overlapping can hide."""
+"""What a chain moves and computes, and a roofline of the time that overlap can save."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = [
     "bytes_of",
     "cost_of",
     "covers",
-    "hides",
     "hoist_pays",
     "machine_for",
+    "overlaps",
     "received_bytes",
     "work_of",
 ]
@@ -52,7 +52,7 @@ class Machine:
 _H200 = Machine("H200", 370e3, 710e6)
 #: The H100 was not measured: it has the same SMs and links, and the H200's figures stand in for its own.
 _MACHINES = (_H200, replace(_H200, name="H100"))
-#: A collective of which a rank receives fewer bytes is mostly latency. Source: NCCL behind cuBLAS less cuBLAS alone, 64
+#: A collective of which a rank receives fewer bytes is mostly latency. Source: NCCL after cuBLAS less cuBLAS alone, 64
 #: to 512 rows, in `docs/results/2026-11-23-h200x2/bench.json`.
 LATENCY_BYTES = 1 << 20
 #: how many times as many operations matmuls do in fp8 as in bf16 (the same runs, 2 GPUs)
@@ -98,7 +98,7 @@ def machine_for(node: fx.Node) -> Machine | None:
     return next((machine for machine in _MACHINES if machine.name in name), None)
 
 
-def hides(comm_bytes: int, work: int, node: fx.Node) -> bool:
+def overlaps(comm_bytes: int, work: int, node: fx.Node) -> bool:
     """True when matmuls of `work` take as long as a collective of `comm_bytes` on the machine of `node`.
 
     Where that is not known, the H200's figures stand in for it: what counts is the ratio of its rates.
@@ -118,7 +118,7 @@ def covers(work: Sequence[int | None], received: int | None, node: fx.Node) -> b
     known = [count for count in work if count is not None]
     if received is None or len(known) < len(work):
         return bool(work)
-    return bool(work) and hides(received, sum(known), node)
+    return bool(work) and overlaps(received, sum(known), node)
 
 
 def work_of(matmul: fx.Node) -> int | None:
@@ -158,14 +158,14 @@ def received_bytes(whole: fx.Node, ranks: int) -> int | None:
 def hoist_pays(chain: GatherChain, hoist: Hoist) -> bool:
     """True when gathering what is computed on the shard is worth what it moves.
 
-    It may not move more than the program's own gather. Where that gather stays, behind the fused op, it is one more: it
+    It may not move more than the program's own gather. Where that gather stays, after the fused op, it is one more: it
     has to move less, and, on a machine whose rates are known, it may not take longer than the matmuls that run before
     the other users of the gathered tensor. Where a gather of what is found over all ranks' rows comes first, the
     program's own has to be more than latency on such a machine.
     """
     moved, before = cost_of(chain).comm_bytes, received_bytes(chain.collective.node, chain.collective.group_size)
     machine = machine_for(chain.shard)
-    waits = any(one.needed for one in hoist.overall)
+    waits = any(one.needed for one in hoist.cross_rank)
     if waits and machine is not None and before is not None and before < LATENCY_BYTES:
         return False
     if moved is None or before is None:
@@ -177,8 +177,8 @@ def hoist_pays(chain: GatherChain, hoist: Hoist) -> bool:
 
 
 def _until_first_use(chain: GatherChain, hoist: Hoist) -> Cost:
-    """What the fused op moves, and all matmuls from its own on that can hide the gather beside it."""
-    matmuls = [matmul for node in hoist.hidden_by if not isinstance(matmul := read_matmul(node), Refusal)]
+    """What the fused op moves, and all matmuls from its own on that can overlap the gather beside it."""
+    matmuls = [matmul for node in hoist.overlapped_by if not isinstance(matmul := read_matmul(node), Refusal)]
     return replace(_computed([*chain.matmuls, *matmuls]), comm_bytes=cost_of(chain).comm_bytes)
 
 

@@ -10,7 +10,7 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import Sizes, acts, mutates, op_name, phase_of, reachable, segments, tangents_of
+from asynctp_passes.ir.nodes import Sizes, has_side_effect, mutates, op_name, phase_of, reachable, segments, tangents_of
 from asynctp_passes.ir.read import read_collectives
 from asynctp_passes.matching.chains import Candidate, Decision
 from asynctp_passes.matching.find import find
@@ -52,7 +52,7 @@ def unused_collectives(graph: fx.Graph, collectives: Sequence[Collective], confi
     of_gradients = reachable(tangents_of(graph), lambda node: node.users)
     ours = {one.node: one for one in left if _can_go(one, config) and one.node not in of_gradients}
     waits = {wait for one in ours.values() for wait in one.waits}
-    others = [node for node in graph.nodes if node not in ours and node not in waits and acts(node)]
+    others = [node for node in graph.nodes if node not in ours and node not in waits and has_side_effect(node)]
     gone = frozenset(ours) - reachable(others)
     return frozenset(node for node in gone if _serves_own_group(ours[node], ours))
 

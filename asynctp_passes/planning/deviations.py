@@ -29,7 +29,7 @@ from asynctp_passes.ir.nodes import arguments, tensor_of, value_of
 from asynctp_passes.ir.read import called_name, sent_kind
 from asynctp_passes.ir.sizes import Size, same
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
-from asynctp_passes.matching.chains import Bundle, GatherChain, Hoist, Part, ScatterChain, Step
+from asynctp_passes.matching.chains import Bucket, GatherChain, Hoist, Part, ScatterChain, Step
 from asynctp_passes.matching.near_miss import reduces
 
 __all__ = ["LOCAL", "Ballot", "Words", "communicated"]
@@ -98,18 +98,18 @@ class Words:
             return [*late, *([self._hoist(chain, chain.hoist)] if chain.hoist is not None else self._joined(chain))]
         return [self._sum(chain)] if chain is not None and chain.joined else []
 
-    def of_bundle(self, bundle: Bundle) -> str:
+    def of_bucket(self, bucket: Bucket) -> str:
         """The all-reduces that become one, and between which collectives that is, of all groups: they share ranks."""
-        places = [self._place[member.node] for member in bundle.members]
-        before = sum(one.node < bundle.place for one in self._collectives)
-        dtype = value_of(bundle.inputs[0]).dtype
-        return f"bucket: all_reduce({bundle.collective.reduce_op}) of {dtype} for {places}, after the first {before}"
+        places = [self._place[member.node] for member in bucket.members]
+        before = sum(one.node < bucket.place for one in self._collectives)
+        dtype = value_of(bucket.inputs[0]).dtype
+        return f"bucket: all_reduce({bucket.collective.reduce_op}) of {dtype} for {places}, after the first {before}"
 
     def of_dropped(self, dropped: Iterable[Collective]) -> str:
         """The collectives of one group that are not made."""
         return f"drop: {sorted(self._place[one.node] for one in dropped)}"
 
-    def of_again(self, gather: Collective) -> str:
+    def of_rematerialized(self, gather: Collective) -> str:
         """The gather that is made again in the backward."""
         return f"again: all_gather {self._place[gather.node]}"
 
@@ -141,8 +141,8 @@ class Words:
         if chain.scale is not None and chain.scale_placement is not None:
             way = _way(chain.scale_placement.shard)
             texts.append(f"join: scales of all_gather {self._place[chain.scale.node]}{way} with all_gather {data}")
-        if chain.along is not None:
-            place, way = self._place[chain.along.gather.node], _way(chain.along.placement.shard)
+        if chain.passenger is not None:
+            place, way = self._place[chain.passenger.gather.node], _way(chain.passenger.placement.shard)
             texts.append(f"join: numbers of all_gather {place}{way} with all_gather {data}")
         return texts
 
@@ -156,10 +156,10 @@ class Words:
         sent = [told(hoist.operand) + _laid_out(chain.placement)]
         if hoist.scale is not None and chain.scale_placement is not None:
             sent.append(f"scales {told(hoist.scale)}{_laid_out(chain.scale_placement)}")
-        if hoist.along is not None:
-            sent.append(f"along {told(hoist.along)}")
-        extra = [f"over all ranks {told(one.step.node)}" for one in hoist.overall]
-        roots = dict.fromkeys(one.root for one in hoist.apart if one.root is not hoist.along)
+        if hoist.passenger is not None:
+            sent.append(f"along {told(hoist.passenger)}")
+        extra = [f"over all ranks {told(one.step.node)}" for one in hoist.cross_rank]
+        roots = dict.fromkeys(one.root for one in hoist.side_gathers if one.root is not hoist.passenger)
         extra += [f"apart {told(root)}" for root in roots]
         extra += ["and itself"] if hoist.kept else []
         return f"hoist: all_gather {own} sends {', '.join([*sent, *extra])}"

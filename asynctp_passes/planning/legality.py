@@ -13,7 +13,7 @@ from asynctp_passes import compat, ops, reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions
 from asynctp_passes.ir.nodes import Sizes, describe, express, mutates, tensor_of, value_of
-from asynctp_passes.ir.read import are_one, identical, is_matmul, misfit
+from asynctp_passes.ir.read import are_one, identical, is_matmul, scales_mismatch
 from asynctp_passes.ir.sizes import Size
 from asynctp_passes.layout.placement import GatherPlacement
 from asynctp_passes.matching.chains import Candidate, GatherChain, ScatterChain
@@ -211,12 +211,12 @@ def values_known(candidate: Candidate, context: Context) -> Refusal | None:
     nodes = [node for matmul in chain.matmuls for node in (matmul.node, matmul.a, *matmul.operands)]
     nodes += [*chain.inputs, chain.collective.node]
     if isinstance(chain, ScatterChain):
-        nodes += [term.node for term in (*chain.added, *chain.added_behind)]
+        nodes += [term.node for term in (*chain.added, *chain.added_after)]
     if isinstance(chain, GatherChain):
         nodes += [joined.source for joined in chain.joined]
     if isinstance(chain, GatherChain) and chain.hoist is not None:
         nodes += [node for step in chain.hoist.computed for node in (step.node, *step.others, *dict(step.parts))]
-        nodes += [apart.node for apart in chain.hoist.apart]
+        nodes += [side_gathers.node for side_gathers in chain.hoist.side_gathers]
     mode = compat.fake_mode_of(tensor_of(nodes[0]))
     unknown = next((node for node in nodes if compat.fake_mode_of(tensor_of(node)) is not mode), None)
     if mode is not None and unknown is None:
@@ -265,7 +265,7 @@ def dtype_supported(candidate: Candidate, context: Context) -> Refusal | None:
 def scales_supported(candidate: Candidate, context: Context) -> Refusal | None:
     for matmul in _matmuls(candidate):
         if matmul.scaled is not None and not _scales_match(matmul, matmul.scaled):
-            return misfit(matmul, matmul.scaled)
+            return scales_mismatch(matmul, matmul.scaled)
     return None
 
 
@@ -306,7 +306,7 @@ def _placed_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]
     place = chain.placement
     others: list[fx.Node] = []
     if isinstance(chain, ScatterChain):
-        others = [term.node for term in (*chain.added, *chain.added_behind)] + [one.node for one in chain.joined]
+        others = [term.node for term in (*chain.added, *chain.added_after)] + [one.node for one in chain.joined]
     nodes = (chain.collective.node, *(matmul.node for matmul in chain.matmuls), *others, *chain.inputs)
     tensors = [tensor_of(node) for node in nodes]
     known = [sizes.of(tensor) for tensor in tensors if tensor is not None]
@@ -318,7 +318,7 @@ def _placed_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]
     way = place.shard if isinstance(place, GatherPlacement) else place.out
     beside: list[GatherPlacement | None] = []
     if isinstance(chain, GatherChain):
-        beside = [chain.scale_placement, None if chain.along is None else chain.along.placement]
+        beside = [chain.scale_placement, None if chain.passenger is None else chain.passenger.placement]
     ways = [way, *(one.shard for one in beside if one is not None)]
     moved = [size for one in ways for size in one.sizes]
     return [place.outer, place.inner, place.width, *moved, *(size for shape in known for size in shape)]
@@ -330,11 +330,11 @@ def _hoisted_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size
         return []
     hoist = chain.hoist
     parts = [part for step in hoist.computed for _, part in step.parts]
-    made = (*(one.node for one in hoist.apart), *(one.step.node for one in hoist.overall), *hoist.copies)
+    made = (*(one.node for one in hoist.side_gathers), *(one.step.node for one in hoist.cross_rank), *hoist.copies)
     wholes = [tensor_of(node) for node in made]
     return [
         *(size for part in parts for size in (*part.way.sizes, *part.shape)),
-        *(size for apart in hoist.apart for size in (apart.outer, apart.inner)),
+        *(size for side_gathers in hoist.side_gathers for size in (side_gathers.outer, side_gathers.inner)),
         *(size for whole in wholes if whole is not None for size in sizes.of(whole)),
     ]
 
@@ -371,9 +371,9 @@ def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
         return None
     facts = f"{describe(chain.hoist.operand)} instead of {describe(chain.collective.node)}"
     users = ", ".join(node.name for node in chain.hoist.kept)
-    needed = ", ".join(one.step.node.name for one in chain.hoist.overall if one.needed)
+    needed = ", ".join(one.step.node.name for one in chain.hoist.cross_rank if one.needed)
     facts += f", which {users} needs too" if users else ""
-    return Refusal(reasons.MOVES_MORE, facts + (f", behind a gather of each rank's {needed}" if needed else ""))
+    return Refusal(reasons.MOVES_MORE, facts + (f", after a gather of each rank's {needed}" if needed else ""))
 
 
 def ranks_alike(candidate: Candidate, context: Context) -> Refusal | None:

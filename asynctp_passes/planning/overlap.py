@@ -1,4 +1,4 @@
-"""Hide collectives that no fused op makes faster: let each run whole beside products that do not need it. Pure.
+"""Overlap collectives that no fused op makes faster: each runs whole beside matmuls that do not need it. Pure.
 
     shard ─▶ all_gather ─────────────────────▶ wait ─▶ view* ─▶ mm      weight gradients, or no matmul next to it
     whole ─▶ reduce_scatter ─────────────────▶ wait ─▶ …                no matmul next to it, or one that is taken
@@ -6,13 +6,13 @@
 
 A weight's gradient contracts over the gathered rows: each of its elements needs all of the gather, so its product has
 nothing to begin with while shards arrive. Other products have. Which ones is decided on the graph in which every fused
-chain is one node, so that the rewrite can move the collective before the first of them and the wait behind the last.
+chain is one node, so that the rewrite can move the collective before the first of them and the wait after the last.
 
-A collective that no matmul takes in is hidden if it is more than latency and its group has a fused chain: FSDP's are
-best left to bucketing. Beside a reduce-scatter matmuls must run which are not fused (the link is free meanwhile) and
-take as long as it does. What one collective runs beside comes behind its start and in front of its wait, also for the
-next one, and where all-reduces become one: no order undoes another. Ranks share the order of what communicates: the
-start passes none of that, and the wait takes none along.
+A collective that no matmul takes in is overlapped if it is more than latency and its group has a fused chain: FSDP's
+are best left to bucketing. Beside a reduce-scatter matmuls must run which are not fused (the link is free meanwhile)
+and take as long as it does. What one collective runs beside comes after its start and in front of its wait, also for
+the next one, and where all-reduces become one: no order undoes another. Ranks share the order of what communicates: the
+start passes none of that, and the wait takes none with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asynctp_passes.matching.chains import Decision, GatherChain, anchor, fused_
 from asynctp_passes.planning import cost_model
 from asynctp_passes.reasons import Reason, Refusal
 
-__all__ = ["LEAST_BYTES", "hide", "order_beside"]
+__all__ = ["LEAST_BYTES", "order_beside", "plan_overlap"]
 
 LEAST_BYTES = cost_model.LATENCY_BYTES
 """A collective of fewer bytes that no matmul takes in stays: it costs the host more to start."""
@@ -46,7 +46,7 @@ _NEEDS_ALL = (
 )
 
 
-def hide(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Decision]:
+def plan_overlap(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Decision]:
     """The decisions, in the same order: collectives that stay alone run beside products where there are any."""
     result = list(decisions)
     groups = {one.candidate.collective.group_key for one in decisions if one.refusal is None}
@@ -54,25 +54,25 @@ def hide(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Decision]:
     if not found:
         return result
     facts = _Facts(graph)
-    contracted = _Contracted(facts, _fused(result))
+    collapsed = _Collapsed(facts, _fused(result))
     for index in found:
         decision = result[index]
         own = decision.refusal is None
-        around = _Contracted(facts, [other for other in _fused(result) if other is not decision]) if own else contracted
+        around = _Collapsed(facts, [other for other in _fused(result) if other is not decision]) if own else collapsed
         gathers = decision.candidate.collective.kind == "all_gather"
         reason = reasons.BEHIND_PRODUCTS if gathers else reasons.SCATTER_BEHIND_PRODUCTS
-        result[index] = _hidden(around, decision, reason)
+        result[index] = _overlapped(around, decision, reason)
         facts.keep(result[index])
-        if own and result[index].behind:
-            contracted = around
+        if own and result[index].overlaps_with:
+            collapsed = around
     return result
 
 
 def order_beside(decision: Decision) -> list[tuple[fx.Node, fx.Node]]:
     """What comes before what, where a collective runs beside products: its start, they, and its waits."""
     collective = decision.candidate.collective
-    starts = [(collective.node, product) for product in decision.behind]
-    return starts + [(product, wait) for product in decision.behind for wait in collective.waits]
+    starts = [(collective.node, product) for product in decision.overlaps_with]
+    return starts + [(product, wait) for product in decision.overlaps_with for wait in collective.waits]
 
 
 def _fused(decisions: Sequence[Decision]) -> list[Decision]:
@@ -106,14 +106,14 @@ def _is_large(whole: fx.Node, ranks: int) -> bool:
     return moved is None or moved >= LEAST_BYTES
 
 
-def _hidden(around: _Contracted, decision: Decision, reason: Reason) -> Decision:
+def _overlapped(around: _Collapsed, decision: Decision, reason: Reason) -> Decision:
     products = around.products_beside(decision.candidate.collective)
     if not products:
         return decision
     first, last = products[0].node.name, products[-1].node.name
-    way = f"from before {first} to behind {last}" if first != last else f"beside {first}"
+    way = f"from before {first} to after {last}" if first != last else f"beside {first}"
     facts = f"{way}: {len(products)} product{'s'[: len(products) > 1]}"
-    return replace(decision, refusal=Refusal(reason, facts), behind=tuple(product.node for product in products))
+    return replace(decision, refusal=Refusal(reason, facts), overlaps_with=tuple(product.node for product in products))
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _Facts:
             self.orders.append((first, then))
 
 
-class _Contracted:
+class _Collapsed:
     """A graph whose fused chains count as one node each. Its products are those that something is computed from."""
 
     def __init__(self, facts: _Facts, fused: Sequence[Decision]) -> None:

@@ -13,8 +13,8 @@ from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.nodes import Sizes, phase_of, segments
 from asynctp_passes.ir.read import read_collectives
-from asynctp_passes.matching.chains import Bundle, Candidate, Decision, GatherChain, fused_chains
-from asynctp_passes.planning.bucketing import coalesce
+from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, fused_chains
+from asynctp_passes.planning.bucketing import find_buckets
 from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import Ballot, Words, communicated
 from asynctp_passes.planning.legality import (
@@ -25,7 +25,7 @@ from asynctp_passes.planning.legality import (
     groups_on_wire,
     on_wire,
 )
-from asynctp_passes.planning.overlap import hide
+from asynctp_passes.planning.overlap import plan_overlap
 from asynctp_passes.reasons import RESULT_DROPPED, Refusal
 
 __all__ = ["Plan", "ballots_of", "planned", "unfused", "untouched"]
@@ -37,7 +37,7 @@ class Plan:
 
     decisions: list[Decision]
     context: Context
-    bundles: list[Bundle]
+    buckets: list[Bucket]
     followed: frozenset[fx.Node] = frozenset()
     followed_plain: frozenset[str] = frozenset()
 
@@ -76,11 +76,11 @@ class Plan:
     @property
     def alone(self) -> list[Collective]:
         """The collectives without a matmul that go by it or are tensors of a list, but for those beside products."""
-        taken = {member.node for bundle in self.bundles for member in bundle.members}
+        taken = {member.node for bucket in self.buckets for member in bucket.members}
         return [
             one.candidate.collective
             for one in self.decisions
-            if one.refusal is not None and not one.behind and one.refusal.reason is not RESULT_DROPPED
+            if one.refusal is not None and not one.overlaps_with and one.refusal.reason is not RESULT_DROPPED
             if one.candidate.collective.node not in taken and self._goes_alone(one.candidate)
         ]
 
@@ -100,7 +100,7 @@ class Plan:
         found = [one.collective for one in self.fused_gathers if one.returned is not None]
         found += [one.collective for one in self.fused_gathers if one.collective.node in self.followed]
         found += [one for one in self.alone if one.kind == "all_gather"]
-        found += [one.candidate.collective for one in self.decisions if one.behind]
+        found += [one.candidate.collective for one in self.decisions if one.overlaps_with]
         found = [one for one in found if one.kind == "all_gather" and on_wire(one)]
         refused = self.context.refused
         return [one for one in found if refused(one.group_key, self.context.words.of_kept(one)) is None]
@@ -124,15 +124,15 @@ def planned(
         follow: Adds what all ranks have agreed on in earlier graphs.
     """
     found, context = decide_graph(graph, config, verdict)
-    decisions = hide(graph, found)
-    bundles = coalesce(decisions, context)
-    told = ((bundle, context.words.of_bundle(bundle)) for bundle in bundles)
-    alike = [bundle for bundle, text in told if context.refused(bundle.collective.group_key, text) is None]
+    decisions = plan_overlap(graph, found)
+    buckets = find_buckets(decisions, context)
+    told = ((bucket, context.words.of_bucket(bucket)) for bucket in buckets)
+    alike = [bucket for bucket, text in told if context.refused(bucket.collective.group_key, text) is None]
     plan = Plan(decisions, context, alike)
     if follow is not None:
         plan = follow(plan)
     shown = [
-        before if after.behind and after.candidate.collective.group_key in plan.plain else after
+        before if after.overlaps_with and after.candidate.collective.group_key in plan.plain else after
         for before, after in zip(found, decisions, strict=True)
     ]  # what runs beside products goes by asynctp's transport
     return dataclasses.replace(plan, decisions=shown)
@@ -144,8 +144,8 @@ def ballots_of(plan: Plan) -> list[Ballot]:
     texts: dict[str, list[str]] = {}
     for chain in fused_chains(plan.decisions):
         texts.setdefault(chain.collective.group_key, []).extend(words.of_chain(chain))
-    for bundle in plan.bundles:
-        texts.setdefault(bundle.collective.group_key, []).append(words.of_bundle(bundle))
+    for bucket in plan.buckets:
+        texts.setdefault(bucket.collective.group_key, []).append(words.of_bucket(bucket))
     for group in plan.plain:
         texts.setdefault(group, []).append(words.of_plain())
     for gather in plan.kept:

@@ -1,4 +1,4 @@
-"""Gather again in the backward what the forward need not keep for it. Pure: `again` decides, `pipeline` tags.
+"""Gather again in the backward what the forward need not keep for it. Pure: `pipeline` sets the tags.
 
     forward    shard ─▶ all_gather ─▶ wait ─▶ view* ─▶ product
     backward   shard ─▶ all_gather ─▶ wait ─▶ view* ─▶ weight's gradient     instead of keeping what was gathered
@@ -10,8 +10,8 @@ shard, or what the shard is cheaply computed from.
 
 The joint graph of forward and backward is the only one in which that can be decided. A gather is made again if a fused
 op of the forward takes it in, the backward needs more of it than what products made, and nobody has tagged it. `"auto"`
-also asks that it is known to be worth a call, and to hide: that products of the backward which are in no fused op,
-beside which the link is free, take as long as all such gathers.
+also asks that it is known to be worth a call, and to be overlapped: that matmuls of the backward which are in no fused
+op, beside which the link is free, take as long as all such gathers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asynctp_passes.matching.chains import Decision, GatherChain, fused_chains
 from asynctp_passes.matching.near_miss import reduces, transparent
 from asynctp_passes.planning import cost_model
 
-__all__ = ["LEAST_BYTES", "Again", "again"]
+__all__ = ["LEAST_BYTES", "Rematerialization", "rematerializations"]
 
 LEAST_BYTES = 32 << 20
 """`"auto"` leaves a gather by which a rank receives fewer: the host takes as long to start it (0.1 ms), and a program
@@ -40,7 +40,7 @@ that moves so little waits for the host. Source: `docs/results/2026-11-22-h200x2
 
 
 @dataclass(frozen=True)
-class Again:
+class Rematerialization:
     """A gather that may be made again in the backward.
 
     Attributes:
@@ -56,13 +56,13 @@ class Again:
     chosen: bool
 
 
-def again(graph: fx.Graph, decisions: Sequence[Decision], regather: str) -> list[Again]:
+def rematerializations(graph: fx.Graph, decisions: Sequence[Decision], rematerialize: str) -> list[Rematerialization]:
     """The gathers of a joint graph that the backward needs too, in order, each with the choice.
 
     Args:
         graph: A joint graph, not yet partitioned.
         decisions: One for each of its collectives.
-        regather: As in `Config`.
+        rematerialize: As in `Config`.
     """
     computed = reachable(tangents_of(graph), lambda node: node.users)
     backward = {node for node in computed if node.op == "call_function"}
@@ -71,9 +71,17 @@ def again(graph: fx.Graph, decisions: Sequence[Decision], regather: str) -> list
     taken = (one for one in decisions if _is_taken_in(one, backward))
     ways = {one.candidate.collective: _ways(one, backward) for one in taken}
     gathers = [gather for gather, nodes in ways.items() if nodes and _is_free(gather, nodes, unsure)]
-    chosen = _hidden(gathers, decisions, backward) if regather == "auto" else gathers if regather == "always" else []
+    chosen = (
+        _overlapped(gathers, decisions, backward)
+        if rematerialize == "auto"
+        else gathers
+        if rematerialize == "always"
+        else []
+    )
     return [
-        Again(one, tuple(dict.fromkeys((*_gathered(one), *ways[one]))), cost_model.bytes_of(one.node), one in chosen)
+        Rematerialization(
+            one, tuple(dict.fromkeys((*_gathered(one), *ways[one]))), cost_model.bytes_of(one.node), one in chosen
+        )
         for one in gathers
     ]
 
@@ -124,11 +132,13 @@ def _is_free(gather: Collective, way: Sequence[fx.Node], unsure: set[fx.Node]) -
     return not (returned or tagged) and unsure.isdisjoint(nodes)
 
 
-def _hidden(gathers: Sequence[Collective], decisions: Sequence[Decision], backward: set[fx.Node]) -> list[Collective]:
+def _overlapped(
+    gathers: Sequence[Collective], decisions: Sequence[Decision], backward: set[fx.Node]
+) -> list[Collective]:
     """Those of the gathers that are worth a call, if products in no fused op take as long as all of them."""
     received = ((gather, cost_model.received_bytes(gather.node, gather.group_size)) for gather in gathers)
     large = [(gather, size) for gather, size in received if size is not None and size >= LEAST_BYTES]
     fused = {node for chain in fused_chains(decisions) for node in nodes_of(chain.matmuls)}
     work = [cost_model.work_of(node) for node in backward if is_matmul(node) and node not in fused]
-    hide = large and cost_model.covers(work, sum(size for _, size in large), gathers[0].node)
-    return [gather for gather, _ in large] if hide else []
+    overlap = large and cost_model.covers(work, sum(size for _, size in large), gathers[0].node)
+    return [gather for gather, _ in large] if overlap else []

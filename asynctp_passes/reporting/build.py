@@ -14,16 +14,16 @@ from asynctp_passes import compat, ops
 from asynctp_passes.config import Config
 from asynctp_passes.ir.nodes import describe, module_of, phase_of, plain, source_of, value_of
 from asynctp_passes.ir.read import called_name, is_matmul, read_collectives
-from asynctp_passes.matching.chains import Bundle, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
+from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.deviations import Ballot
 from asynctp_passes.planning.plan import Plan, ballots_of, untouched
 from asynctp_passes.reporting import internal, torch_notes
-from asynctp_passes.reporting.report import Coalesced, Remark, Report
+from asynctp_passes.reporting.report import Bucketed, Remark, Report
 
-__all__ = ["AGREED", "REGATHERED", "report_of", "report_of_failure", "with_call"]
+__all__ = ["AGREED", "REMATERIALIZED", "report_of", "report_of_failure", "with_call"]
 
-REGATHERED = "asynctp_regathered"
+REMATERIALIZED = "asynctp_rematerialized"
 """Key in the `meta` of a gather that the backward makes again: the bytes gathered, 0 where that is symbolic."""
 
 AGREED = "asynctp_agreed"
@@ -36,13 +36,13 @@ _LIKE_WEIGHTS = (
 _SCALES = "the scales travel with the data of"
 _SUM = "only a sum is used, which is reduced once, by"
 _UNSHARDED = (
-    "at best the sum hides behind the matmul, and sending it to all ranks does not; shard activations over the "
-    "sequence (SequenceParallel, Shard(1) outputs) to hide that too"
+    "at best the sum overlaps with the matmul, and sending it to all ranks does not; shard activations over the "
+    "sequence (SequenceParallel, Shard(1) outputs) to overlap that too"
 )
 
 
 def report_of(graph: fx.Graph, plan: Plan, config: Config, left_out: Mapping[tuple[str, str], str]) -> Report:
-    coalesced, phase = tuple(_coalesced(bundle) for bundle in plan.bundles), phase_of(graph)
+    buckets, phase = tuple(_bucketed(bucket) for bucket in plan.buckets), phase_of(graph)
     alone = {collective.node for collective in plan.alone}
     remarks = tuple(_remark(decision, phase, alone) for decision in plan.decisions)
     agreed = _agreed_before(plan.decisions) if phase == "backward" else []
@@ -53,26 +53,26 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, left_out: Mapping[tup
         remarks=remarks,
         torch_version=str(torch.__version__),
         config_digest=config.digest(),
-        plan_digest=_plan_digest(remarks, coalesced),
-        coalesced=coalesced,
+        plan_digest=_plan_digest(remarks, buckets),
+        buckets=buckets,
         ballots=(*ballots_of(plan), *agreed),
         notes=(*torch_notes.notes(graph, phase), *ranks_differ),
     )
 
 
-def _plan_digest(remarks: Sequence[Remark], coalesced: Sequence[Coalesced]) -> str:
+def _plan_digest(remarks: Sequence[Remark], buckets: Sequence[Bucketed]) -> str:
     """A hash of what was decided, which ranks that traced the same program share."""
     plan = [(remark.outcome, remark.kind, remark.code, remark.nodes, remark.shapes) for remark in remarks]
-    return hashlib.sha256(repr((plan, [entry.collectives for entry in coalesced])).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((plan, [entry.collectives for entry in buckets])).encode()).hexdigest()[:16]
 
 
-def _coalesced(bundle: Bundle) -> Coalesced:
-    return Coalesced(
-        collectives=tuple(member.node.name for member in bundle.members),
-        group=bundle.collective.group_key,
-        reduce_op=bundle.collective.reduce_op,
-        dtype=str(value_of(bundle.inputs[0]).dtype).removeprefix("torch."),
-        bytes=sum(cost_model.bytes_of(node) or 0 for node in bundle.inputs),
+def _bucketed(bucket: Bucket) -> Bucketed:
+    return Bucketed(
+        collectives=tuple(member.node.name for member in bucket.members),
+        group=bucket.collective.group_key,
+        reduce_op=bucket.collective.reduce_op,
+        dtype=str(value_of(bucket.inputs[0]).dtype).removeprefix("torch."),
+        bytes=sum(cost_model.bytes_of(node) or 0 for node in bucket.inputs),
     )
 
 
@@ -89,7 +89,7 @@ def _remark(decision: Decision, phase: str, alone: Container[fx.Node]) -> Remark
         "group": collective.group_key,
         "group_size": collective.group_size,
         "shapes": _shapes(candidate),
-        "regathered_bytes": collective.node.meta.get(REGATHERED, 0) if phase == "backward" else 0,
+        "rematerialized_bytes": collective.node.meta.get(REMATERIALIZED, 0) if phase == "backward" else 0,
     }
     if refusal is not None:
         reason = refusal.reason
@@ -172,7 +172,7 @@ def _summed(chain: ScatterChain) -> list[str]:
 
 def _added(chain: ScatterChain) -> list[str]:
     """What is no product of the fused op's."""
-    notes = {"computed before, and added to the products": chain.added, "added to the result": chain.added_behind}
+    notes = {"computed before, and added to the products": chain.added, "added to the result": chain.added_after}
     return [f"{note}: {', '.join(map(_named, terms))}" for note, terms in notes.items() if terms]
 
 
@@ -210,12 +210,12 @@ def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:
     """What is gathered in place of the gathered tensor and beside it, with the bytes that a rank receives."""
     gather, ranks = chain.collective.node, chain.collective.group_size
     facts = [f"computed on the shard and gathered: {' and '.join(_amount(node, ranks) for node in hoist.travels)}"]
-    if hoist.overall:
-        found = ", ".join(f"{called_name(one.step.node)} {one.step.node.name}" for one in hoist.overall)
+    if hoist.cross_rank:
+        found = ", ".join(f"{called_name(one.step.node)} {one.step.node.name}" for one in hoist.cross_rank)
         facts.append(f"over all ranks' rows, found by each rank in its own and gathered: {found}")
-    apart = [one.node for one in hoist.apart if one.root is not hoist.along]
-    if apart:
-        facts.append(f"gathered on their own: {', '.join(_amount(node, ranks) for node in apart)}")
+    side_gathers = [one.node for one in hoist.side_gathers if one.root is not hoist.passenger]
+    if side_gathers:
+        facts.append(f"gathered on their own: {', '.join(_amount(node, ranks) for node in side_gathers)}")
     if not hoist.kept:
         return [*facts, f"the gather of {_amount(gather, ranks)} is gone"]
     users = ", ".join(node.name for node in hoist.kept)

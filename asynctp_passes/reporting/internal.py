@@ -37,7 +37,7 @@ _told: set[str] = set()
 
 
 def summary_of(error: BaseException) -> str:
-    """The error, and where in asynctp it came up: `KeyError: clone_4 (scene.py:117 in _gathers_above)`."""
+    """The error, and where in asynctp it came up: `KeyError: clone_4 (match_context.py:117 in _gathers_above)`."""
     text = " ".join(traceback.format_exception_only(error)[-1].split())
     return f"{text[:300]} ({_place(error)})"
 

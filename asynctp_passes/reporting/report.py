@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from asynctp_passes.planning.deviations import Ballot
 
-__all__ = ["Coalesced", "Outcome", "Remark", "Report"]
+__all__ = ["Bucketed", "Outcome", "Remark", "Report"]
 
 Outcome = Literal["FUSED", "SKIPPED", "MISSED"]
 _MARKS = {"FUSED": "+", "MISSED": "!", "SKIPPED": "."}
@@ -21,7 +21,7 @@ _MARKS = {"FUSED": "+", "MISSED": "!", "SKIPPED": "."}
 
 @dataclass(frozen=True)
 class Remark:
-    """What became of one collective.
+    """The outcome of one collective, with its facts.
 
     Attributes:
         outcome: FUSED (rewritten), MISSED (in scope, and not fused) or SKIPPED (out of scope, or not worth it).
@@ -49,8 +49,8 @@ class Remark:
             unknown.
         keeps_gather: True when the program's own gather stays beside the fused op, for other users; `message` has both
             sizes.
-        regathered_bytes: Bytes of the gathered tensor, where the backward makes a gather of the forward again, so that
-            nothing of it is kept (`Config.regather`); 0 where it does not, or where sizes are symbolic.
+        rematerialized_bytes: Bytes of the gathered tensor, where the backward makes a gather of the forward again, so
+            that nothing of it is kept (`Config.rematerialize`); 0 where it does not, or where sizes are symbolic.
         flops: Floating-point operations of the chain's matmuls on this rank; None if unknown.
         estimate_us: Modelled times in microseconds (`"comm"`, `"matmul"`, `"serial"`, `"overlapped"`); empty when the
             device has no model.
@@ -75,7 +75,7 @@ class Remark:
     call: dict[str, Any] = field(default_factory=dict)
     comm_bytes: int | None = None
     keeps_gather: bool = False
-    regathered_bytes: int = 0
+    rematerialized_bytes: int = 0
     flops: int | None = None
     estimate_us: dict[str, float] = field(default_factory=dict)
     module: str | None = None
@@ -96,8 +96,8 @@ class Remark:
             lines.append(f"    {self.code} {self.name}: {self.message}")
             lines += [f"    runs as {self.op}, by the means of the group's fused ops"] if self.op else []
             lines.append(f"    remedy: {self.hint}")
-        if self.regathered_bytes:
-            lines.append(f"    {_again(1, self.regathered_bytes)}")
+        if self.rematerialized_bytes:
+            lines.append(f"    {_rematerialized(1, self.rematerialized_bytes)}")
         return "\n".join(lines)
 
     def _cost(self) -> str:
@@ -113,7 +113,7 @@ class Remark:
 
 
 @dataclass(frozen=True)
-class Coalesced:
+class Bucketed:
     """Small all-reduces that became one; each also has its remark, as SKIPPED.
 
     Attributes:
@@ -134,7 +134,7 @@ class Coalesced:
         """One line."""
         size = _quantity(self.bytes, 1024, ("B", "KiB", "MiB"))
         return (
-            f"= COALESCED {len(self.collectives)} all_reduce({self.reduce_op}) over group {self.group!r} into one of "
+            f"= BUCKETED {len(self.collectives)} all_reduce({self.reduce_op}) over group {self.group!r} into one of "
             f"{size}: {', '.join(self.collectives)}"
         )
 
@@ -152,7 +152,7 @@ class Report:
         plan_digest: Hash of the fused chains, equal on all ranks that decided alike.
         from_cache: True when the compiled graph came from Inductor's cache; the remarks are those of the
             compile that filled the cache.
-        coalesced: Sets of small all-reduces that became one each.
+        buckets: Sets of small all-reduces that became one each.
         ballots: What all ranks of a group do alike, for each group that communicates in the graph.
         notes: What else should be known: bugs of this torch that the graph meets, and what is left out since a rank
             does not do it.
@@ -166,7 +166,7 @@ class Report:
     config_digest: str = ""
     plan_digest: str = ""
     from_cache: bool = False
-    coalesced: tuple[Coalesced, ...] = ()
+    buckets: tuple[Bucketed, ...] = ()
     ballots: tuple[Ballot, ...] = ()
     notes: tuple[str, ...] = ()
     internal_errors: tuple[str, ...] = ()
@@ -198,9 +198,9 @@ class Report:
             f"{len(self.missed)} missed, {len(self.skipped)} other collectives skipped"
         )
         lines = [head, *(str(remark) for remark in self.remarks if remark.outcome != "SKIPPED")]
-        lines += [str(coalesced) for coalesced in self.coalesced]
-        if again := [remark.regathered_bytes for remark in self.remarks if remark.regathered_bytes]:
-            lines.append(f"~ {_again(len(again), sum(again))}")
+        lines += [str(buckets) for buckets in self.buckets]
+        if made_again := [remark.rematerialized_bytes for remark in self.remarks if remark.rematerialized_bytes]:
+            lines.append(f"~ {_rematerialized(len(made_again), sum(made_again))}")
         by_reason = Counter((remark.code, remark.name, _reason_text(remark)) for remark in self.skipped)
         for (code, name, text), count in sorted(by_reason.items()):
             lines.append(f". SKIPPED {count} x {code} {name}: {text}")
@@ -310,7 +310,7 @@ def _shown(value: Any) -> str:
 
 
 # --- words ----------------------------------------------------------------------------------------------------
-def _again(count: int, size: int) -> str:
+def _rematerialized(count: int, size: int) -> str:
     gathers = "1 gather of the forward is" if count == 1 else f"{count} gathers of the forward are"
     whole = _quantity(size, 1024, ("B", "KiB", "MiB", "GiB"))
     return f"{gathers} made again, so that nothing of what was gathered ({whole}) is kept for the backward"

@@ -85,7 +85,7 @@ def _hidden(call: str, why: str, remedy: str, count: int) -> str:
 
 
 def _checkpoint_of_dtensors(graph: fx.Graph, version: str) -> str:
-    """torch 2.12 takes what forward saves for tensors, then objects; a random state comes behind the objects."""
+    """torch 2.12 takes what forward saves for tensors, then objects; a random state comes after the objects."""
     if not version.startswith(("2.12.", "2.13.0")):
         return ""
     (results,) = next(node.args for node in reversed(graph.nodes) if node.op == "output")
@@ -96,7 +96,7 @@ def _checkpoint_of_dtensors(graph: fx.Graph, version: str) -> str:
         return ""
     return (
         f"torch {version} will fail when this graph runs (AssertionError: expected all tensors_saved_with_vc_check to "
-        "be Tensors): activation checkpointing saves a random state behind a device mesh; use torch 2.11, or 2.14 and "
+        "be Tensors): activation checkpointing saves a random state after a device mesh; use torch 2.11, or 2.14 and "
         "newer, or do not recompute compiled DTensor attention"
     )
 

@@ -5,7 +5,7 @@ gather    shard → all_gather → wait → op* → mm+         becomes   shard 
 scatter   mm+ → view* → add* → reduce_scatter → wait    becomes   a+, b+ → view? → matmul_reduce_scatter → view?
           (mm, x)+ → view* → add* → reduce_scatter …    becomes   a+, b+, x+ → view? → add* → matmul_reduce_scatter …
           mm+ → view* → add* → all_reduce → wait        becomes   a+, b+ → matmul_all_reduce → view*
-bundle    (x → all_reduce → wait)+                      becomes   x+ → cat → all_reduce → wait → split → clone+
+bucket    (x → all_reduce → wait)+                      becomes   x+ → cat → all_reduce → wait → split → clone+
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.nodes import (
     Plan,
     Sizes,
-    acts,
     call_of,
     called_op,
     express,
+    has_side_effect,
     is_random,
     is_size,
     name_of,
@@ -41,20 +41,20 @@ from asynctp_passes.ir.nodes import (
 )
 from asynctp_passes.ir.op_traits import Reduction
 from asynctp_passes.ir.order import communications
-from asynctp_passes.ir.read import WAIT, added_matrix, is_only_awaited, left_items, lie_alike, waits_for_several
+from asynctp_passes.ir.read import WAIT, added_matrix, is_only_awaited, left_items, same_strides, waits_for_several
 from asynctp_passes.ir.sizes import Size, divided, product, same
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement, ScatterPlacement
 from asynctp_passes.layout.propagation import is_sum, is_view, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import (
-    Apart,
-    Bundle,
+    Bucket,
+    CrossRankReduction,
     Decision,
     GatherChain,
     Hoist,
-    Overall,
     Part,
     ScatterChain,
+    SideGather,
     Term,
     collectives_of,
 )
@@ -76,8 +76,8 @@ def rewrite(
     graph: fx.Graph,
     chains: Sequence[GatherChain | ScatterChain],
     sizes: Sizes,
-    hidden: Sequence[Decision] = (),
-    bundles: Sequence[Bundle] = (),
+    overlapped: Sequence[Decision] = (),
+    buckets: Sequence[Bucket] = (),
     dropped: Sequence[Collective] = (),
     alone: Sequence[Collective] = (),
     wire: Container[str] = (),
@@ -86,10 +86,10 @@ def rewrite(
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
     Collectives that are `alone` become asynctp's too, as all of the groups in `wire` are, where the device allows that;
-    tensors of a list become collectives of their own on any device. The all-reduces of a bundle
-    become one, and what that waits for moves in front of it. Unused nodes are erased, the `dropped` collectives too,
-    nodes move to where they belong (`schedule`), the collectives of `hidden` beside their products, and the graph is
-    linted. `kept` are the gathers that every rank keeps.
+    tensors of a list become collectives of their own on any device. The all-reduces of a bucket become one, and what
+    that waits for moves in front of it. Unused nodes are erased, the `dropped` collectives too, nodes move to where
+    they belong (`schedule`), the collectives of `overlapped` beside their matmuls, and the graph is linted. `kept` are
+    the gathers that every rank keeps.
 
     Returns:
         What each fused op is called with (`call_of`), by the name of the collective that it replaced.
@@ -99,14 +99,14 @@ def rewrite(
     moves = Moves(kept_by_all=kept)
     fused: dict[fx.Node, fx.Node] = {}
     starts: dict[fx.Node, fx.Node] = {}
-    in_front = [_mark(graph, bundle.place, _asynctp_bundle, segment) for bundle in bundles]
+    in_front = [_mark(graph, bucket.place, _asynctp_bucket, segment) for bucket in buckets]
     several = [one for chain in chains for one in collectives_of(chain)] + [*alone]
     items: dict[fx.Node, fx.Node] = {}
     for call in dict.fromkeys(one.call for one in several if one.call is not None):
         marks = _items_marked(graph, call, segment)
         items |= {user: marks[int(user.args[1])] for user in call.users}  # type: ignore[arg-type]
         for index, item in left_items(call).items():  # they would go with those that are taken in
-            build = _Builder(graph, sizes, Bundle((item,), call), moved, marks[index])
+            build = _Builder(graph, sizes, Bucket((item,), call), moved, marks[index])
             _emit_alone(build, item, ours=item.group_key in wire and on_wire(item), kept_by_all=item.node in kept)
             segment.update((node, segment[build.anchor]) for node in build.made)
     places = {chain.collective.node: _place(graph, chain, segment, items) for chain in chains}
@@ -136,16 +136,16 @@ def rewrite(
                 _shrink(node)
                 _erase_unused(graph, old)
     _emit_all_alone(graph, sizes, moved, segment, items, alone, kept)
-    for bundle, mark in zip(bundles, in_front, strict=True):
-        build = _Builder(graph, sizes, bundle, moved, starts[fused[bundle.place]] if bundle.place in fused else mark)
-        moves.early.append(_emit_bundle(build, bundle))
+    for bucket, mark in zip(buckets, in_front, strict=True):
+        build = _Builder(graph, sizes, bucket, moved, starts[fused[bucket.place]] if bucket.place in fused else mark)
+        moves.early.append(_emit_bucket(build, bucket))
         segment.update((node, segment[build.anchor]) for node in build.made)
-        _erase_unused(graph, {node for member in bundle.members for node in member.results})
-    for mark in [node for node in graph.nodes if node.target in (_asynctp_place, _asynctp_item, _asynctp_bundle)]:
+        _erase_unused(graph, {node for member in bucket.members for node in member.results})
+    for mark in [node for node in graph.nodes if node.target in (_asynctp_place, _asynctp_item, _asynctp_bucket)]:
         graph.erase_node(mark)
     _drop(graph, dropped)
-    for decision in hidden:
-        moves.beside.append((decision.candidate.collective, [fused.get(node, node) for node in decision.behind]))
+    for decision in overlapped:
+        moves.beside.append((decision.candidate.collective, [fused.get(node, node) for node in decision.overlaps_with]))
     work = {fused[chain.collective.node]: cost_model.cost_of(chain).work for chain in chains}
     ordered = schedule(graph, moves, work, segment)
     # an op that is kept in order is wrapped in another: what it is called with is read before
@@ -204,12 +204,12 @@ def _mark(graph: fx.Graph, place: fx.Node, kind: Callable[[], None], segment: di
     return mark
 
 
-def _asynctp_bundle() -> None:
+def _asynctp_bucket() -> None:
     """Marks a place in a graph: in front of a node, in the order of what comes before it."""
 
 
 def _asynctp_place() -> None:
-    """Marks a place in a graph: behind a node, in the order of what follows it."""
+    """Marks a place in a graph: after a node, in the order of what follows it."""
 
 
 def _asynctp_item() -> None:
@@ -237,7 +237,7 @@ class _Builder:
         self,
         graph: fx.Graph,
         sizes: Sizes,
-        chain: GatherChain | ScatterChain | Bundle,
+        chain: GatherChain | ScatterChain | Bucket,
         moved: dict[fx.Node, fx.Node],
         anchor: fx.Node,
     ) -> None:
@@ -344,7 +344,7 @@ def _emit_gather(build: _Builder, chain: GatherChain, kept_by_all: bool) -> fx.N
     shard = parts[chain.collective.node if chain.hoist is None else chain.hoist.operand]
     shard = build.bitcast(shard, value_of(chain.matmuls[0].a).dtype)
     shard, gather_dim = _shard_as_op_wants(build, chain, shard)
-    apart = _start_apart(build, chain, parts)
+    side_gathers = _start_side_gathers(build, chain, parts)
     op = _call_gather(build, chain, shard, gather_dim, parts, keep_option(chain.collective, kept_by_all))
     for index, matmul in enumerate(chain.matmuls):
         out = build.call(operator.getitem, op, index, like=matmul.node)
@@ -356,12 +356,12 @@ def _emit_gather(build: _Builder, chain: GatherChain, kept_by_all: bool) -> fx.N
     if chain.returned is not None:
         _return_gathered(build, chain, chain.returned, build.call(operator.getitem, op, last))
         last += 1
-    along = None if chain.whole_along is None else build.call(operator.getitem, op, last)
-    if chain.along is not None and along is not None:
-        along = _rows_in_place(build, chain, along)
-        build.replace(chain.along.end, build.reshape(along, build.shape(chain.along.end)))
+    passenger = None if chain.whole_passenger is None else build.call(operator.getitem, op, last)
+    if chain.passenger is not None and passenger is not None:
+        passenger = _rows_in_place(build, chain, passenger)
+        build.replace(chain.passenger.end, build.reshape(passenger, build.shape(chain.passenger.end)))
     if chain.hoist is not None:
-        _finish_apart(build, chain.hoist, apart, along)
+        _finish_side_gathers(build, chain.hoist, side_gathers, passenger)
     _read_sizes_elsewhere(build, chain)
     return op
 
@@ -441,18 +441,20 @@ def _call_gather(
     scale = _gather_scale(build, chain, shard, gather_dim, parts)
     b_scales = [_column_scale(build, one) for one in scaled]
     options = (chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
-    along = [] if chain.whole_along is None else [_along_part(build, chain, shard, parts[chain.whole_along])]
+    passenger = (
+        [] if chain.whole_passenger is None else [_along_part(build, chain, shard, parts[chain.whole_passenger])]
+    )
     return build.call(
         torch.ops.asynctp.all_gather_scaled_matmul.default,
-        *(shard, scale, bs, b_scales, biases, gather_dim, *options, *ending, *along),
+        *(shard, scale, bs, b_scales, biases, gather_dim, *options, *ending, *passenger),
         **kept,
     )
 
 
 def _along_part(build: _Builder, chain: GatherChain, shard: fx.Node, part: fx.Node) -> fx.Node:
-    """The numbers that travel along, one per row in the shard's own dimensions."""
-    if chain.along is not None:
-        part = _part_as_sent(build, chain, _rearranged(build, part, chain.along.placement.shard), 1)
+    """The passenger's numbers, one per row in the shard's own dimensions."""
+    if chain.passenger is not None:
+        part = _part_as_sent(build, chain, _rearranged(build, part, chain.passenger.placement.shard), 1)
     return build.reshape(part, [*build.shape(shard)[:-1], 1])
 
 
@@ -519,12 +521,12 @@ def _parts(build: _Builder, chain: GatherChain) -> dict[fx.Node, fx.Node]:
                 local[operand] = _arranged(build, parts[part.root], part, like=operand)
         args, kwargs = fx.map_arg((step.args, step.kwargs), local.__getitem__)
         parts[step.node] = build.call(step.target, *args, like=step.node, **kwargs)
-    for one in () if chain.hoist is None else chain.hoist.overall:
+    for one in () if chain.hoist is None else chain.hoist.cross_rank:
         _find_over_ranks(build, chain.collective, one, parts[one.step.node])
     return parts
 
 
-def _find_over_ranks(build: _Builder, gather: Collective, one: Overall, part: fx.Node) -> None:
+def _find_over_ranks(build: _Builder, gather: Collective, one: CrossRankReduction, part: fx.Node) -> None:
     """The maximum of what the ranks have found, each in its part; it may come late if the fused op can do without."""
     call = partial(build.call, like=one.step.node)
     row = build.contiguous(build.reshape(part, (1, *build.shape(part))))
@@ -546,10 +548,14 @@ def _arranged(build: _Builder, source: fx.Node, part: Part, like: fx.Node) -> fx
     return build.contiguous(arranged) if compat.is_contiguous(whole) else arranged
 
 
-def _start_apart(build: _Builder, chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+def _start_side_gathers(build: _Builder, chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     """Start to gather the small tensors on their own, before the fused op; equal ones once."""
     hoist = chain.hoist
-    roots = [] if hoist is None else dict.fromkeys(one.root for one in hoist.apart if one.root is not hoist.along)
+    roots = (
+        []
+        if hoist is None
+        else dict.fromkeys(one.root for one in hoist.side_gathers if one.root is not hoist.passenger)
+    )
     gather, start = chain.collective, _c10d.all_gather_into_tensor.default
     return {
         root: build.call(start, build.contiguous(parts[root]), gather.group_size, gather.group, like=root)
@@ -557,22 +563,24 @@ def _start_apart(build: _Builder, chain: GatherChain, parts: dict[fx.Node, fx.No
     }
 
 
-def _finish_apart(build: _Builder, hoist: Hoist, started: dict[fx.Node, fx.Node], along: fx.Node | None) -> None:
+def _finish_side_gathers(
+    build: _Builder, hoist: Hoist, started: dict[fx.Node, fx.Node], passenger: fx.Node | None
+) -> None:
     """Wait for small tensors after the fused op, and give them to their users; equal ones do not share memory."""
     first = len(build.made)
     done: dict[fx.Node, fx.Node] = {}
-    for one in hoist.apart:
+    for one in hoist.side_gathers:
         if one.root in done:
             whole = build.call(_aten.clone.default, build.reshape(done[one.root], build.shape(one.node)))
-        elif one.root is hoist.along and along is not None:
-            whole = done[one.root] = build.reshape(along, build.shape(one.node))
+        elif one.root is hoist.passenger and passenger is not None:
+            whole = done[one.root] = build.reshape(passenger, build.shape(one.node))
         else:
             whole = done[one.root] = _ranks_in_place(build, one, started[one.root])
         build.replace(one.node, whole)
     build.late += build.made[first:]
 
 
-def _ranks_in_place(build: _Builder, one: Apart, started: fx.Node) -> fx.Node:
+def _ranks_in_place(build: _Builder, one: SideGather, started: fx.Node) -> fx.Node:
     """Wait for a small tensor, which comes with the ranks outermost, and bring them to where they were."""
     ranks = started.args[1]
     whole = build.call(_c10d.wait_tensor.default, started)
@@ -623,11 +631,11 @@ def _as_collective_result(build: _Builder, chain: GatherChain, full: fx.Node) ->
     ranks, dim, own = collective.group_size, collective.dim, build.shape(chain.shard)
     sizes, leading = [way.sizes[axis] for axis in way.order], way.lengths[0]
     whole = build.reshape(full, [*sizes[:leading], ranks, *sizes[leading:]])
-    apart = len(own) == len(way.sizes) and all(same(a, b) for a, b in zip(own, way.sizes, strict=True))
+    side_gathers = len(own) == len(way.sizes) and all(same(a, b) for a, b in zip(own, way.sizes, strict=True))
     order = [axis + (axis >= leading) for axis in (way.order.index(axis) for axis in range(len(way.order)))]
-    order.insert(dim if apart else 0, leading)
+    order.insert(dim if side_gathers else 0, leading)
     whole = build.permute(whole, order)
-    if dim and not apart:
+    if dim and not side_gathers:
         whole = build.reshape(whole, (ranks, *own))
         whole = build.permute(whole, [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)])
     whole = build.reshape(build.contiguous(whole), build.shape(collective.node))
@@ -655,7 +663,7 @@ def _emit_scatter(build: _Builder, chain: ScatterChain, place: ScatterPlacement)
 
 
 def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
-    """The views of one product stay, behind the op; a sum becomes that product, which the op has added up.
+    """The views of one product stay, after the op; a sum becomes that product, which the op has added up.
 
     Views of products that are converted see what they are converted to, and conversions go as sums do. Behind a sum
     that lay in memory otherwise than that product, as one with a transposed tensor, a view may have to copy.
@@ -667,7 +675,7 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
     wide = chain.sum_dtype is not None
     sums = [node for node in chain.views if is_sum(node) or (wide and traits_of(node).converts)]
     gone = _first_within(sums, {*chain.views, *(matmul.node for matmul in chain.matmuls)})
-    turned = not all(lie_alike(node, source) for node, source in gone.items())
+    turned = not all(same_strides(node, source) for node, source in gone.items())
     a_parts = [_as_rows(build, build.now(matmul.a)) for matmul in chain.matmuls]
     op = _call_reduction(build, chain, a_parts)
     for matmul in chain.matmuls:
@@ -687,14 +695,14 @@ def _emit_all_reduce(build: _Builder, chain: ScatterChain) -> fx.Node:
 def _give_result(build: _Builder, chain: ScatterChain, out: fx.Node) -> None:
     """Give the reduced tensor to the users of the collective's result.
 
-    Where it is the sum of several results, each gives way to it, and so does each addition behind them; what else these
+    Where it is the sum of several results, each gives way to it, and so does each addition after them; what else these
     add is added here.
     """
-    for term in chain.added_behind:
+    for term in chain.added_after:
         shaped = build.reshape(build.now(term.node), build.shape(out))
         out = build.call(_aten.add.Tensor, out, _times(build, shaped, term))
     results = [node for collective in collectives_of(chain) for node in collective.results]
-    gone = _first_within(filter(is_sum, chain.behind), {*results, *chain.behind})
+    gone = _first_within(filter(is_sum, chain.after), {*results, *chain.after})
     for collective in collectives_of(chain):
         shaped = build.reshape(out, build.shape(collective.node))
         for node in collective.results:
@@ -805,16 +813,16 @@ def _row_scale(build: _Builder, scaled: ScaledOptions, a: Sequence[Size]) -> fx.
 
 
 # --- all-reduces -------------------------------------------------------------------------------------------
-def _emit_bundle(build: _Builder, bundle: Bundle) -> fx.Node:
+def _emit_bucket(build: _Builder, bucket: Bucket) -> fx.Node:
     """One all-reduce of all members' elements; each member's result is memory of its own, as it was."""
-    values = [value_of(node) for node in bundle.inputs]
+    values = [value_of(node) for node in bucket.inputs]
     lengths = [math.prod(value.shape) for value in values]
-    flat = [build.reshape(build.now(node), (length,)) for node, length in zip(bundle.inputs, lengths, strict=True)]
-    joined, first = build.call(_aten.cat.default, flat), bundle.collective
+    flat = [build.reshape(build.now(node), (length,)) for node, length in zip(bucket.inputs, lengths, strict=True)]
+    joined, first = build.call(_aten.cat.default, flat), bucket.collective
     total = build.call(_c10d.all_reduce.default, joined, first.reduce_op, first.group, computes=_like_first)
     done = build.call(_c10d.wait_tensor.default, total, computes=_like_first)
     pieces = build.call(_aten.split_with_sizes.default, done, lengths)
-    for index, (member, value) in enumerate(zip(bundle.members, values, strict=True)):
+    for index, (member, value) in enumerate(zip(bucket.members, values, strict=True)):
         piece = build.call(operator.getitem, pieces, index, like=member.node)
         result = build.call(_aten.clone.default, build.reshape(piece, tuple(value.shape)), like=member.node)
         for wait in _waits_again(member):
@@ -879,7 +887,7 @@ def _emit_all_alone(
     for collective in alone:
         place = items.get(collective.node, collective.start)
         shares = _shared_by((collective,))
-        build = _Builder(graph, sizes, Bundle((collective,), place), moved, place)
+        build = _Builder(graph, sizes, Bucket((collective,), place), moved, place)
         _emit_alone(build, collective, ours=on_wire(collective), kept_by_all=collective.node in kept)
         segment.update((node, segment[build.anchor]) for node in build.made)
         if build.made:  # else it stays where it is, and has become ours
@@ -949,12 +957,12 @@ def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
     Also the views that only lead from a tensor to a matmul, or to a collective that joins the chain's. Of a collective
     of several tensors, other items too: of one that nothing uses nothing is left.
     """
-    views = followed(chain) if isinstance(chain, GatherChain) else [*chain.views, *chain.behind]
+    views = followed(chain) if isinstance(chain, GatherChain) else [*chain.views, *chain.after]
     takers = [*nodes_of(chain.matmuls), *(joined.call or joined.node for joined in chain.joined)]
     taken = [source for node in takers for source in node.all_input_nodes]  # as they are now: some were replaced
     nodes = {*views, *nodes_of(chain.matmuls), *reachable(taken, where=is_view)}
     if isinstance(chain, GatherChain) and chain.hoist is not None:
-        nodes.update(node for one in chain.hoist.overall for node in one.nodes)
+        nodes.update(node for one in chain.hoist.cross_rank for node in one.nodes)
     for collective in collectives_of(chain):
         nodes.update(collective.nodes, () if collective.call is None else collective.call.users)
     inside = [node for matmul in chain.matmuls for node in matmul.epilogue]
@@ -990,7 +998,7 @@ def _drop(graph: fx.Graph, unused: Sequence[Collective]) -> None:
     gone = {node for collective in unused for node in collective.results}
     around = reachable(gone) | reachable(gone, lambda node: node.users)
     for node in reversed(graph.nodes):
-        if node in around and not node.users and (node in gone or not acts(node)):
+        if node in around and not node.users and (node in gone or not has_side_effect(node)):
             graph.erase_node(node)
     nodes = set(graph.nodes)
     left = [collective.node.name for collective in unused if collective.node in nodes]

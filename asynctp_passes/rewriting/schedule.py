@@ -66,7 +66,7 @@ def schedule(
     _restore_order(graph, segment, moves.early)
     _delay(graph, moves.late, segment)
     for collective, products in moves.beside:
-        _run_behind(collective, products, collective.node in moves.kept_by_all)
+        _overlap(collective, products, collective.node in moves.kept_by_all)
     used = live(graph)
     flops = {node: cost_model.work_of(node) for node in used if is_matmul(node)}
     flops |= {op: count for op, count in work.items() if op in used}
@@ -94,10 +94,10 @@ def restore_program_order(graph: fx.Graph) -> None:
 
 # --- order ---------------------------------------------------------------------------------------------------
 def _restore_order(graph: fx.Graph, segment: Mapping[fx.Node, int], early: Sequence[fx.Node] = ()) -> None:
-    """Move nodes behind their inputs, keeping the order else, and never across an in-place operation.
+    """Move nodes after their inputs, keeping the order else, and never across an in-place operation.
 
     Draws keep their order always, and so does what communicates, and the graph's inputs. What the nodes `early` are
-    computed from moves in front of them; else they would move behind it.
+    computed from moves in front of them; else they would move after it.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     if all(position[source] < position[node] for node in position for source in node.all_input_nodes):
@@ -158,8 +158,8 @@ def _move_before(ends: Iterable[fx.Node], first: fx.Node) -> None:
         first.prepend(node)
 
 
-def _move_behind(starts: Iterable[fx.Node], last: fx.Node) -> None:
-    """Move nodes, with all that is computed from them, behind a node that does not need them."""
+def _move_after(starts: Iterable[fx.Node], last: fx.Node) -> None:
+    """Move nodes, with all that is computed from them, after a node that does not need them."""
     for node in sorted(reachable(starts, lambda node: node.users, lambda node: node < last), reverse=True):
         last.append(node)
 
@@ -204,13 +204,13 @@ def _in_flight(alone: Iterable[Kept], nodes: Container[fx.Node]) -> list[Kept]:
 
 
 def _run_beside(flying: Iterable[Kept], flops: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]) -> None:
-    """Move gathers that stay behind their fused op, and what waits for them behind as many products as hide them."""
+    """Move gathers that stay after their fused op, and what waits for them after as many matmuls as overlap them."""
     for gather, op in flying:
         if op is not None and segment[gather.node] == segment[op]:
-            _move_behind([gather.node], op)
-            products = _products_that_hide(gather, flops, segment)
+            _move_after([gather.node], op)
+            products = _matmuls_that_overlap(gather, flops, segment)
             if products:
-                _move_behind(gather.waits, products[-1])
+                _move_after(gather.waits, products[-1])
 
 
 def _order_in_flight(
@@ -255,11 +255,12 @@ def _wait_with_sources(flying: Iterable[Kept], segment: Mapping[fx.Node, int]) -
                 wait.meta.pop("eager_input_vals", None)
 
 
-def _run_behind(collective: Collective, products: Sequence[fx.Node], kept_by_all: bool) -> None:
-    """Start a collective before the first of some products, and wait for it behind the last.
+def _overlap(collective: Collective, products: Sequence[fx.Node], kept_by_all: bool) -> None:
+    """Start a collective before the first of some products, and wait for it after the last.
 
-    `hide` has seen to it that neither the products nor what they are fused with depend on it, or it on them, and that
-    no communication lies between. Where operands have brought a product to the other side of one, it is passed over.
+    `plan_overlap` has seen to it that neither the products nor what they are fused with depend on it, or it on them,
+    and that no communication lies between. Where operands have brought a product to the other side of one, it is passed
+    over.
     """
     leave_sms(collective, kept_by_all)
     earlier = [node for node in products if node < collective.node and not _passes(node, collective.node)]
@@ -267,7 +268,7 @@ def _run_behind(collective: Collective, products: Sequence[fx.Node], kept_by_all
         _move_before([collective.node], min(earlier))
     later = [node for node in products if node > collective.node and not _carries(collective.waits, node)]
     if later:
-        _move_behind(collective.waits, max(later))
+        _move_after(collective.waits, max(later))
 
 
 def _passes(first: fx.Node, start: fx.Node) -> bool:
@@ -281,17 +282,17 @@ def _passes(first: fx.Node, start: fx.Node) -> bool:
 
 
 def _carries(waits: Iterable[fx.Node], last: fx.Node) -> bool:
-    """True when waits that move behind a node take communication along, past what lies between."""
+    """True when waits that move after a node take communication along, past what lies between."""
     moved = reachable(waits, lambda node: node.users, lambda node: node < last)
     return any(map(communicates, moved))
 
 
-def _products_that_hide(
+def _matmuls_that_overlap(
     gather: Collective, flops: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]
 ) -> list[fx.Node]:
     """The next products that do not need a gather, until they take as long as it does; a few at most.
 
-    What waits for the gather moves behind them, and keeps its memory for so long. They come before the first
+    What waits for the gather moves after them, and keeps its memory for so long. They come before the first
     communication that needs the gather, which keeps its place.
     """
     received = cost_model.received_bytes(gather.node, gather.group_size)

@@ -136,7 +136,7 @@ def case_other_factor(rank: int) -> list[Attempt]:
 def case_other_options(rank: int) -> list[Attempt]:
     """The life of a group is that of its votes: what the default group refused does not bind another one."""
     group = dist.new_group(list(range(dist.get_world_size())))
-    return [attempt(maxima(str(group.group_name)), coalesce=rank == 0)]
+    return [attempt(maxima(str(group.group_name)), bucket=rank == 0)]
 
 
 def case_again_on_one_rank(rank: int) -> list[Attempt]:

@@ -48,7 +48,7 @@ from asynctp_passes import (
     ConfigError,
     DisagreementError,
     GroupError,
-    RegatherPass,
+    RematerializePass,
     Report,
     StrictError,
     backend,
@@ -429,7 +429,7 @@ def test_cache_of_the_bare_pass(mesh: DeviceMesh) -> None:
     ("options", "hit"),
     [
         ({"strict": "zero"}, False),
-        ({"regather": "always"}, False),
+        ({"rematerialize": "always"}, False),
         ({"min_bytes": 1}, False),
         ({"expect": 1}, False),
         ({"log": False}, True),
@@ -549,7 +549,7 @@ def test_a_group_that_does_not_exist_is_an_error(mesh: DeviceMesh) -> None:
         compiled(torch.randn(2, 4))
 
 
-@pytest.mark.parametrize("one", [AsyncTPPass, RegatherPass])
+@pytest.mark.parametrize("one", [AsyncTPPass, RematerializePass])
 def test_so_it_is_for_the_bare_passes(mesh: DeviceMesh, one: type) -> None:
     """A mesh dimension's name is none of a group."""
     with pytest.raises(GroupError, match=r"groups has \['tp'\].*there are \['0'\]"):
@@ -559,5 +559,5 @@ def test_so_it_is_for_the_bare_passes(mesh: DeviceMesh, one: type) -> None:
 def test_the_joint_pass_raises_what_it_says(mesh: DeviceMesh) -> None:
     error = DisagreementError("all ranks have agreed")
     with mock.patch.object(pipeline, "run_joint", side_effect=error), pytest.raises(DisagreementError) as found:
-        RegatherPass(Config(strict="off"))(torch.fx.Graph())
+        RematerializePass(Config(strict="off"))(torch.fx.Graph())
     assert found.value is error

@@ -37,17 +37,17 @@ def layer(x: Tensor, w: Tensor, v: Tensor, group: str) -> Tensor:
 
 
 def two_layers(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Two layers over different groups: forward, forward, backward, backward; with and without coalescing."""
+    """Two layers over different groups: forward, forward, backward, backward; with and without bucketing."""
     pairs = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
     rows, columns = (
         next(pairs[ranks].group_name for ranks in kind if rank in ranks)
         for kind in (((0, 1), (2, 3)), ((0, 2), (1, 3)))
     )
     outcomes = []
-    for coalesce in (True, False):
+    for bucket in (True, False):
         torch._dynamo.reset()
         asynctp_passes.clear_reports()
-        program = torch.compile(layer, backend="asynctp", fullgraph=True, options={"coalesce": coalesce})
+        program = torch.compile(layer, backend="asynctp", fullgraph=True, options={"bucket": bucket})
         torch.manual_seed(rank)
         tensors = [[torch.randn(8, 8, requires_grad=True) for _ in range(3)] for _ in range(2)]
         outs = [program(*values, group) for values, group in zip(tensors, (rows, columns), strict=True)]
@@ -63,15 +63,15 @@ def two_layers(rank: int, world_size: int) -> list[dict[str, Any]]:
 @pytest.mark.thorough
 def test_two_groups_forward_forward_backward_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    for coalesced, plain, groups in run_ranks(4, two_layers, timeout_s=600):
-        assert all(torch.equal(a, b) for a, b in zip(coalesced["values"], plain["values"], strict=True))
+    for buckets, plain, groups in run_ranks(4, two_layers, timeout_s=600):
+        assert all(torch.equal(a, b) for a, b in zip(buckets["values"], plain["values"], strict=True))
         sets = [
             (report.phase, entry.group, len(entry.collectives))
-            for report in coalesced["reports"]
-            for entry in report.coalesced
+            for report in buckets["reports"]
+            for entry in report.buckets
         ]
         rows, columns = groups["groups"]
         assert sorted(sets) == sorted(
             [("forward", rows, 3), ("forward", columns, 3), ("backward", rows, 3), ("backward", columns, 3)]
         )
-        assert not any(report.coalesced for report in plain["reports"])
+        assert not any(report.buckets for report in plain["reports"])

@@ -40,7 +40,7 @@ import asynctp_passes
 
 heavy = ("torch._dynamo", "torch._inductor", "triton")
 assert not [name for name in heavy if name in sys.modules]
-assert {"AsyncTPPass", "RegatherPass", "backend", "reports", "run"} <= {*dir(asynctp_passes)}
+assert {"AsyncTPPass", "RematerializePass", "backend", "reports", "run"} <= {*dir(asynctp_passes)}
 assert asynctp_passes.AsyncTPPass is asynctp_passes.backend.AsyncTPPass
 assert all(name in sys.modules for name in heavy[:2])
 assert not hasattr(asynctp_passes, "nothing_of_this_name")

@@ -34,7 +34,7 @@ from torch.distributed._functional_collectives import (
 )
 from torch.fx import Graph, Node
 
-from asynctp_passes import AsyncTPPass, Config, RegatherPass, compat
+from asynctp_passes import AsyncTPPass, Config, RematerializePass, compat
 from asynctp_passes.ir.order import communicates, communications
 from asynctp_passes.ops import matmul_reduce_scatter
 
@@ -297,7 +297,7 @@ def sum_of_two(b: GraphBuilder) -> tuple[Node, ...]:
     return b.add(b.all_reduce(b.mm(y, w)), one), between
 
 
-def coalesced(b: GraphBuilder) -> tuple[Node, ...]:
+def buckets(b: GraphBuilder) -> tuple[Node, ...]:
     """One of two tensors that are gathered together is multiplied; the next collective keeps its place."""
     x, y, z, w = (b.input(name, [4, 4]) for name in "xyzw")
     one, two = b.gather_list(x, y)
@@ -320,7 +320,7 @@ GRAPHS: dict[Callable[[GraphBuilder], tuple[Node, ...]], tuple[list[str], str]] 
     operand_of_what_needs_the_gather: (["F", "ATP002", "ATP013"], "xxy"),
     all_operands_need_the_gather: (["ATP210", "ATP002", "ATP013"], "xxy"),
     sum_of_two: (["F", "ATP013", "F"], "zy"),
-    coalesced: (["F", "ATP013", "ATP013"], "xyz"),
+    buckets: (["F", "ATP013", "ATP013"], "xyz"),
 }
 
 
@@ -385,10 +385,10 @@ def test_a_pass_alone_warns_of_ops_that_may_have_moved(groups: Groups, caplog: p
         caplog.clear()
         with torch.no_grad(), registered(names={group.group_name: group for group in groups}):
             torch.compile(registered_ops, options=options)(0, groups)
-        return [text for text in caplog.messages if "RegatherPass" in text]
+        return [text for text in caplog.messages if "RematerializePass" in text]
 
     GROUPS.update({group.group_name: group for group in groups})
     (warning,) = warnings()
     assert "vllm_like.all_reduce" in warning
-    options["joint_custom_post_pass"] = RegatherPass(Config(strict="off", log=False))
+    options["joint_custom_post_pass"] = RematerializePass(Config(strict="off", log=False))
     assert warnings() == []

@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 import asynctp_passes
-from asynctp_passes import AsyncTPPass, Config, RegatherPass, Report
+from asynctp_passes import AsyncTPPass, Config, RematerializePass, Report
 
 
 # --- what becomes of it ----------------------------------------------------------------------------------------
@@ -70,19 +70,19 @@ def trained(mesh: DeviceMesh, program: Callable[..., Any] | None = None, **optio
 
 def test_the_forward_keeps_the_shard(mesh: DeviceMesh) -> None:
     """Of what was gathered, nothing; the shard is cheaply computed from the input."""
-    never, (_, backward) = trained(mesh, regather="never")
+    never, (_, backward) = trained(mesh, rematerialize="never")
     assert "made again" not in str(backward)
-    always, (forward, backward) = trained(mesh, regather="always")
+    always, (forward, backward) = trained(mesh, rematerialize="always")
     assert never.shapes - always.shapes == GATHERED
     assert always.shapes - never.shapes == Counter()
     assert (len(forward.fused), len(backward.fused)) == (2, 2)
     (again,) = backward.skipped
-    assert (again.code, again.regathered_bytes) == ("ATP404", 2 * 16 * 16 * 4)
-    assert not any(remark.regathered_bytes for remark in (*forward.remarks, *backward.fused))
+    assert (again.code, again.rematerialized_bytes) == ("ATP404", 2 * 16 * 16 * 4)
+    assert not any(remark.rematerialized_bytes for remark in (*forward.remarks, *backward.fused))
 
 
 def test_the_report_tells_of_it(mesh: DeviceMesh) -> None:
-    _, (forward, backward) = trained(mesh, regather="always")
+    _, (forward, backward) = trained(mesh, rematerialize="always")
     told = [line for line in str(backward).splitlines() if line.startswith("~")]
     assert told == [
         "~ 1 gather of the forward is made again, so that nothing of what was gathered (2 KiB) is kept for the backward"
@@ -92,20 +92,20 @@ def test_the_report_tells_of_it(mesh: DeviceMesh) -> None:
     assert Report.from_json(backward.to_json()) == backward
 
 
-@pytest.mark.parametrize("regather", ["never", "always"])
-def test_an_input_that_autograd_sees_changed(mesh: DeviceMesh, regather: str) -> None:
+@pytest.mark.parametrize("rematerialize", ["never", "always"])
+def test_an_input_that_autograd_sees_changed(mesh: DeviceMesh, rematerialize: str) -> None:
     """Its new value comes out of the graph, and is copied behind it: what was gathered from the old one is kept."""
     layer, weights = plain_layer(mesh)
 
     def program(hidden: Tensor) -> Tensor:
         return hidden.add_(layer(hidden))
 
-    options = {**STRICT, "regather": regather}
+    options = {**STRICT, "rematerialize": rematerialize}
     start()
     x = shard_of(mesh, 2, 4, 16)
     train(lambda x: compiled(program, options=options)(x * 2), x, weights)
     _, backward = asynctp_passes.reports()
-    assert not any(remark.regathered_bytes for remark in backward.remarks)
+    assert not any(remark.rematerialized_bytes for remark in backward.remarks)
 
 
 def test_small_programs_stay_as_they_are(mesh: DeviceMesh) -> None:
@@ -114,7 +114,7 @@ def test_small_programs_stay_as_they_are(mesh: DeviceMesh) -> None:
 
 
 def test_with_activation_checkpointing_it_changes_nothing(mesh: DeviceMesh) -> None:
-    runs = [trained(mesh, checkpoint, regather=regather) for regather in ("never", "always")]
+    runs = [trained(mesh, checkpoint, rematerialize=rematerialize) for rematerialize in ("never", "always")]
     (never, with_never), (always, with_always) = runs
     assert never.shapes == always.shapes
     assert [report.remarks for report in with_never] == [report.remarks for report in with_always]
@@ -130,19 +130,19 @@ def test_the_users_own_joint_pass_runs_too(mesh: DeviceMesh) -> None:
         def uuid(self) -> None:
             return None
 
-    _, (_, backward) = trained(mesh, regather="always", joint_custom_post_pass=Own())
+    _, (_, backward) = trained(mesh, rematerialize="always", joint_custom_post_pass=Own())
     assert seen == [[]], "it comes first"
-    assert backward.skipped[0].regathered_bytes
+    assert backward.skipped[0].rematerialized_bytes
 
 
 def test_without_the_backend(mesh: DeviceMesh) -> None:
     """The passes by themselves, for compilers of one's own."""
-    config = Config(regather="always")
-    patches = {"joint_custom_post_pass": RegatherPass(config), "post_grad_custom_post_pass": AsyncTPPass(config)}
+    config = Config(rematerialize="always")
+    patches = {"joint_custom_post_pass": RematerializePass(config), "post_grad_custom_post_pass": AsyncTPPass(config)}
     start()
     layer, weights = plain_layer(mesh)
     with torch._inductor.config.patch(patches):
         train(compiled(lambda x: layer(x.tanh()), "inductor"), shard_of(mesh, 2, 4, 16), weights)
     forward, backward = asynctp_passes.reports()
     assert (len(forward.fused), len(backward.fused)) == (2, 2)
-    assert backward.skipped[0].regathered_bytes
+    assert backward.skipped[0].rematerialized_bytes

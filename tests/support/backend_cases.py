@@ -127,14 +127,16 @@ def case_block_gathered_again(mesh: DeviceMesh) -> tuple[Report, ...]:
     """Every gather of the forward is made again in the backward, and every value is the same to the last bit."""
     module, x = block(mesh), shard_of(mesh, 2, 4, 16)
     parameters, found = list(module.parameters()), {}
-    for regather in ("never", "always"):
+    for rematerialize in ("never", "always"):
         start()
-        found[regather] = train(compiled(module, options={**STRICT, "regather": regather}), x, parameters)
+        found[rematerialize] = train(
+            compiled(module, options={**STRICT, "rematerialize": rematerialize}), x, parameters
+        )
     assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
     assert_close(found["always"], train(module, x, parameters))
     forward, backward = asynctp_passes.reports()
     assert (len(forward.fused), forward.skipped, len(backward.fused)) == (4, (), 4)
-    assert [remark.regathered_bytes for remark in backward.skipped] == [2 * 8 * 16 * 4] * 2
+    assert [remark.rematerialized_bytes for remark in backward.skipped] == [2 * 8 * 16 * 4] * 2
     return forward, backward
 
 

@@ -47,7 +47,7 @@ def reduces(graph: Graph) -> list[Node]:
 
 
 def sets_of(report: Report) -> list[tuple[str, ...]]:
-    return [entry.collectives for entry in report.coalesced]
+    return [entry.collectives for entry in report.buckets]
 
 
 # --- what it looks like ------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ mm = mm(div, div_1)  # f32[4, 8]
 return (mm)
 
 asynctp: graph (inference): 0 of 0 chains fused, 0 missed, 2 other collectives skipped
-= COALESCED 2 all_reduce(max) over group 'tp' into one of 8 B: all_reduce, all_reduce_1
+= BUCKETED 2 all_reduce(max) over group 'tp' into one of 8 B: all_reduce, all_reduce_1
 . SKIPPED 2 x ATP002 NO_MATMUL: no matmul of this graph takes what is gathered, or makes what is reduced""",
     )
 
@@ -365,9 +365,9 @@ def test_the_switch() -> None:
     b = GraphBuilder()
     graph = two(b, lambda x: all_reduce(b, x), lambda y: all_reduce(b, y))
     before = show(graph)
-    assert sets_of(run_pass(graph, coalesce=False)) == []
+    assert sets_of(run_pass(graph, bucket=False)) == []
     assert show(graph) == before
-    assert len(run_pass(graph).coalesced) == 1
+    assert len(run_pass(graph).buckets) == 1
 
 
 def test_groups_that_are_not_enrolled_are_left_alone() -> None:
@@ -489,18 +489,18 @@ class Random:
 def test_random_programs_give_the_same_bits(choices: Any, seed: int) -> None:
     graph = Random(choices.choice).program()
     note(show(graph))
-    plain, coalesced = copied(graph), copied(graph)
-    run_pass(plain, coalesce=False)
+    plain, buckets = copied(graph), copied(graph)
+    run_pass(plain, bucket=False)
     order = slow_ops(plain)
-    report = run_pass(coalesced)
-    note(show(coalesced))
+    report = run_pass(buckets)
+    note(show(buckets))
     note(str(report))
-    assert len(reduces(coalesced)) == len(reduces(plain)) - sum(len(members) - 1 for members in sets_of(report))
-    assert slow_ops(coalesced) == order
+    assert len(reduces(buckets)) == len(reduces(plain)) - sum(len(members) - 1 for members in sets_of(report))
+    assert slow_ops(buckets) == order
     for members in sets_of(report):
         by_name = {node.name: node for node in graph.nodes}
         assert len({by_name[name].args[1:] for name in members}) == 1, "groups or reductions are mixed"
-    expected, actual = (evaluate(one, inputs(seed), GROUPS) for one in (plain, coalesced))
+    expected, actual = (evaluate(one, inputs(seed), GROUPS) for one in (plain, buckets))
     for left, right in zip(expected, actual, strict=True):
         assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(left, right, strict=True))
 

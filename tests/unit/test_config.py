@@ -14,7 +14,7 @@ from ranks import imagined_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph, GraphModule
 
-from asynctp_passes import AsyncTPPass, Config, ConfigError, RegatherPass, run
+from asynctp_passes import AsyncTPPass, Config, ConfigError, RematerializePass, run
 from asynctp_passes.config import RUNTIME_VARIABLES, cpu_implementation
 
 SINKS = {"agree": False, "log": False, "trace": False, "report_file": "reports.jsonl", "graph_dir": "pages"}
@@ -24,9 +24,9 @@ OTHERS: dict[str, Any] = {
     "expect": 1,
     "min_bytes": 1,
     "min_flops": 1,
-    "coalesce": False,
+    "bucket": False,
     "store_scales": False,
-    "regather": "always",
+    "rematerialize": "always",
 }
 
 BAD = [
@@ -46,10 +46,10 @@ BAD = [
     ("min_bytes", "1 MiB", "an integer >= 0"),
     ("min_flops", -1, "an integer >= 0"),
     ("min_flops", None, "an integer >= 0"),
-    ("coalesce", None, "True or False"),
+    ("bucket", None, "True or False"),
     ("store_scales", 2, "True or False"),
-    ("regather", "some", "one of ('auto', 'always', 'never')"),
-    ("regather", False, "one of ('auto', 'always', 'never')"),
+    ("rematerialize", "some", "one of ('auto', 'always', 'never')"),
+    ("rematerialize", False, "one of ('auto', 'always', 'never')"),
     ("agree", "all", "True or False"),
     ("log", 1, "True or False"),
     ("trace", "yes", "True or False"),
@@ -78,7 +78,7 @@ BAD_VARIABLES = [
     ("ASYNCTP_MIN_FLOPS", "", "an integer >= 0"),
     ("ASYNCTP_LOG", "maybe", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
     ("ASYNCTP_TRACE", "2", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
-    ("ASYNCTP_REGATHER", "1", "one of ('auto', 'always', 'never')"),
+    ("ASYNCTP_REMATERIALIZE", "1", "one of ('auto', 'always', 'never')"),
     ("ASYNCTP_GROUPS", " , ", '"auto" or at least one group'),
     ("ASYNCTP_STRICTT", "all", "'strict'"),
 ]
@@ -93,9 +93,9 @@ GOOD_VARIABLES = [
     ("ASYNCTP_EXPECT", "8", "expect", 8),
     ("ASYNCTP_MIN_BYTES", "1000000", "min_bytes", 1_000_000),
     ("ASYNCTP_MIN_FLOPS", "0", "min_flops", 0),
-    ("ASYNCTP_COALESCE", "0", "coalesce", False),
+    ("ASYNCTP_BUCKET", "0", "bucket", False),
     ("ASYNCTP_STORE_SCALES", "off", "store_scales", False),
-    ("ASYNCTP_REGATHER", "always", "regather", "always"),
+    ("ASYNCTP_REMATERIALIZE", "always", "rematerialize", "always"),
     ("ASYNCTP_AGREE", "false", "agree", False),
     ("ASYNCTP_LOG", "OFF", "log", False),
     ("ASYNCTP_LOG", "1", "log", True),
@@ -135,7 +135,7 @@ def test_unknown_options_are_refused() -> None:
         Config.from_options({"strickt": "all"}, environ={})
 
 
-@pytest.mark.parametrize("take", [AsyncTPPass, RegatherPass, lambda config: run(Graph(), config)])
+@pytest.mark.parametrize("take", [AsyncTPPass, RematerializePass, lambda config: run(Graph(), config)])
 def test_a_dictionary_is_refused_where_a_config_is_wanted(take: Callable[[Any], Any]) -> None:
     with pytest.raises(ConfigError, match="it must be a Config or None"):
         take({"strict": "all"})

@@ -99,6 +99,6 @@ def test_an_fp8_matmul_takes_half_the_time_and_hides_half_as_much() -> None:
     flops = 2 * 256 * 512 * 128
     assert (cost_model.work_of(plain), cost_model.work_of(scaled)) == (flops, round(flops / cost_model.FP8_SPEED))
     least = flops / H200.flops_per_us * H200.link_bytes_per_us
-    assert cost_model.hides(int(least), flops, plain)
-    assert not cost_model.hides(int(least), round(flops / cost_model.FP8_SPEED), scaled)
+    assert cost_model.overlaps(int(least), flops, plain)
+    assert not cost_model.overlaps(int(least), round(flops / cost_model.FP8_SPEED), scaled)
     assert cost_model.work_of(rows) is None

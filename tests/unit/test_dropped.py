@@ -162,7 +162,7 @@ def test_outcome(build: Build) -> None:
     kept = {remark.collective for remark in report.remarks if remark.code in ("ATP002", "ATP006", "ATP013")}
     apart = {"getitem", "getitem_1"} if build is one_of_a_list else set()  # each becomes a collective of its own
     assert apart <= kept
-    assert kept - apart <= {*calls(graph), *(name for bundle in report.coalesced for name in bundle.collectives)}
+    assert kept - apart <= {*calls(graph), *(name for bucket in report.buckets for name in bucket.collectives)}
     assert apart.isdisjoint(calls(graph))
 
 

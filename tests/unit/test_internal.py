@@ -41,7 +41,7 @@ STAGES = [
     "toposort.sort",
     "decide_graph",
     "hide",
-    "coalesce",
+    "bucket",
     "report_of",
     "vote",
     "raise_if_strict",
@@ -140,7 +140,7 @@ def test_a_joint_graph_is_left_without_its_tags(caplog: pytest.LogCaptureFixture
     graph = program(joint=True)
     before = snapshot(graph)
     with failing("again"):
-        report = pipeline.run_joint(graph, quiet(regather="always"))
+        report = pipeline.run_joint(graph, quiet(rematerialize="always"))
     assert report is not None
     assert (report.phase, report.remarks, len(report.internal_errors)) == ("joint", (), 1)
     assert snapshot(graph) == before

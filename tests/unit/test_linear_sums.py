@@ -153,7 +153,7 @@ def test_a_strict_failure_leaves_the_sum_as_it_was() -> None:
 
 
 def test_a_product_that_a_gather_takes_is_added_to_the_others() -> None:
-    """It is the only one that its gather can hide behind."""
+    """It is the only one that its gather can overlap with."""
     b = GraphBuilder(ranks=2)
     w = [b.input(f"w{index}", [6, 4]) for index in range(3)]
     taken, *free = b.gather(b.input("x", [4, 6])), b.input("y", [8, 6]), b.input("z", [8, 6])

@@ -48,7 +48,7 @@ def test_sizes_of_a_product_that_shape_another_of_the_sum(joined: bool) -> None:
     largest = [b.all_reduce(b.call(aten.amax.default, b.input(name, [4])), "max") for name in "xy"]
     graph = b.returns(total, *largest)
     report = run_pass(graph, strict="all")
-    assert (summed_up(graph), len(report.coalesced)) == ([2], 1)
+    assert (summed_up(graph), len(report.buckets)) == ([2], 1)
 
 
 # --- random sums -------------------------------------------------------------------------------------------------

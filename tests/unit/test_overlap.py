@@ -151,7 +151,7 @@ def test_no_more_products_than_it_takes() -> None:
         return gradient(b, width=1 << 16), *[b.scatter(product(b, name)) for name in ("p", "q", "r")]
 
     (remark,) = run_pass(built(slow)).skipped
-    assert "[from before mm_1 to behind mm_3: 3 products]" in remark.message
+    assert "[from before mm_1 to after mm_3: 3 products]" in remark.message
 
 
 def test_one_gather_for_both_gradients() -> None:

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from asynctp_passes import Config, compat, pipeline
-from asynctp_passes.config import Regather
+from asynctp_passes.config import Rematerialize
 from asynctp_passes.planning.rematerialize import LEAST_BYTES
 
 Build = Callable[[GraphBuilder], tuple[Node, ...]]
@@ -149,10 +149,10 @@ def nothing_to_gather_for(b: GraphBuilder) -> tuple[Node, ...]:
     return b.mm(full, b.input("primals_w", [8, 6])), b.relu(full)
 
 
-def joint(build: Build, regather: Regather = "always") -> Graph:
+def joint(build: Build, rematerialize: Rematerialize = "always") -> Graph:
     b = GraphBuilder(ranks=2)
     graph = b.returns(*build(b))
-    pipeline.run_joint(graph, Config(regather=regather))
+    pipeline.run_joint(graph, Config(rematerialize=rematerialize))
     return graph
 
 
@@ -187,7 +187,7 @@ def test_what_is_not_fused_is_kept() -> None:
     """Below the configured size the gather stays as it is, and what it gathered with it."""
     b = GraphBuilder(ranks=2)
     graph = b.returns(*needed(b))
-    pipeline.run_joint(graph, Config(regather="always", min_bytes=10**9))
+    pipeline.run_joint(graph, Config(rematerialize="always", min_bytes=10**9))
     assert tagged(graph) == []
 
 
@@ -205,7 +205,7 @@ def test_activation_checkpointing_comes_first(place: str, policy: CheckpointPoli
     graph = b.returns(layer.y, layer.dx, layer.dw())
     getattr(layer, place).meta["recompute"] = policy
     before = [compat.recompute_tag(node) for node in graph.nodes]
-    pipeline.run_joint(graph, Config(regather="always"))
+    pipeline.run_joint(graph, Config(rematerialize="always"))
     assert [compat.recompute_tag(node) for node in graph.nodes] == before
 
 
@@ -274,14 +274,14 @@ def test_auto(sizes: list[tuple[int, int, int]], made_again: int) -> None:
 def test_auto_leaves_symbolic_sizes() -> None:
     """How much it moves is not known, so neither is whether it is worth a call."""
     found = {}
-    for regather in ("auto", "always"):
+    for rematerialize in ("auto", "always"):
         b = GraphBuilder(ranks=2)
         full = b.gather(b.input("primals_1", [1 << 14, 4096], dynamic=0))
         y = b.mm(full, b.input("primals_2", [4096, 6]))
         dw = b.mm(b.permute(full, [1, 0]), b.mul(y, b.input("tangents_1", [6])))
         graph = b.returns(y, dw)
-        pipeline.run_joint(graph, Config(regather=regather))
-        found[regather] = len(tagged(graph))
+        pipeline.run_joint(graph, Config(rematerialize=rematerialize))
+        found[rematerialize] = len(tagged(graph))
     assert found == {"auto": 0, "always": 3}
 
 
@@ -294,7 +294,7 @@ def test_views_of_computed_sizes() -> None:
     view = b.reshape(full, [rows, 8])
     y = b.mm(view, b.input("primals_2", [8, 6]))
     graph = b.returns(y, b.mm(b.permute(view, [1, 0]), b.mul(y, b.input("tangents_1", [6]))))
-    pipeline.run_joint(graph, Config(regather="always"))
+    pipeline.run_joint(graph, Config(rematerialize="always"))
     assert tagged(graph) == [*GATHER, "reshape", "permute"]
 
 
@@ -305,9 +305,9 @@ def test_what_runs_of_it() -> None:
     layer = Layer(b)
     graph = b.returns(layer.dx, layer.dw())
     graph.erase_node(layer.y)
-    layer.gather.meta[pipeline.REGATHERED] = 128
+    layer.gather.meta[pipeline.REMATERIALIZED] = 128
     report = run_pass(graph)
-    (again,) = report.skipped
-    assert (again.code, again.regathered_bytes) == ("ATP404", 128)
-    assert again.message.endswith("[beside mm_1: 1 product]")
+    (rematerializations,) = report.skipped
+    assert (rematerializations.code, rematerializations.rematerialized_bytes) == ("ATP404", 128)
+    assert rematerializations.message.endswith("[beside mm_1: 1 product]")
     assert c10d.all_gather_into_tensor.default not in {node.target for node in graph.nodes}

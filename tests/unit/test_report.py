@@ -13,7 +13,7 @@ from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder
 from passes import run_pass
 
-from asynctp_passes import Coalesced, Config, Remark, Report, run
+from asynctp_passes import Bucketed, Config, Remark, Report, run
 from asynctp_passes.planning.cost_model import Cost, Machine
 
 FUSED = Remark(
@@ -109,7 +109,7 @@ asynctp: graph (inference): 1 of 1 chains fused, 0 missed, 0 other collectives s
     asynctp::matmul_all_reduce over group 'tp'; input f32[6, 12]  output f32[6, 12]  matmul f32[6, 8] @ f32[8, 12]
     implementation: sequential; 1.15 kFLOP""",
     )
-    assert note.startswith("    note: at best the sum hides behind the matmul")
+    assert note.startswith("    note: at best the sum overlaps with the matmul")
     assert "SequenceParallel" in note
     assert report.remarks[0].group_size == 0
     assert report.remarks[0].comm_bytes is None
@@ -174,7 +174,7 @@ def test_reports_outlive_the_graph(report: Report) -> None:
 def test_json_of_an_earlier_version_is_read() -> None:
     """Fields that were added since have their defaults."""
     values = json.loads(REPORT.to_json())
-    for added in ("coalesced", "ballots", "notes"):
+    for added in ("buckets", "ballots", "notes"):
         del values[added]
     for remark in values["remarks"]:
         del remark["call"]
@@ -182,12 +182,12 @@ def test_json_of_an_earlier_version_is_read() -> None:
     assert Report.from_json(json.dumps(values)) == REPORT
 
 
-def test_coalesced_all_reduces_survive_and_are_printed() -> None:
-    entry = Coalesced(("all_reduce", "all_reduce_1"), "tp", "max", "float64", 16)
-    report = dataclasses.replace(REPORT, coalesced=(entry,))
+def test_bucketed_all_reduces_survive_and_are_printed() -> None:
+    entry = Bucketed(("all_reduce", "all_reduce_1"), "tp", "max", "float64", 16)
+    report = dataclasses.replace(REPORT, buckets=(entry,))
     assert Report.from_json(report.to_json()) == report
     assert str(entry) in str(report)
-    assert str(entry) == "= COALESCED 2 all_reduce(max) over group 'tp' into one of 16 B: all_reduce, all_reduce_1"
+    assert str(entry) == "= BUCKETED 2 all_reduce(max) over group 'tp' into one of 16 B: all_reduce, all_reduce_1"
 
 
 def test_json_has_one_line_unless_indented() -> None:

@@ -88,7 +88,7 @@ def fused(graph: Graph) -> None:
 
 
 def tagged(graph: Graph) -> None:
-    pipeline.run_joint(graph, Config(regather="always"))
+    pipeline.run_joint(graph, Config(rematerialize="always"))
 
 
 def calls_of(run: Callable[[Graph], None], graph: Graph) -> int:

@@ -16,7 +16,7 @@ def program(rank: int, ranks: int, compiled: Compile) -> list[Tensor]:
     torch.manual_seed(1 + rank)
     x = (torch.randn(8, 64) * 0.1).requires_grad_()
     w = torch.randn(64, 8, requires_grad=rank == 0)
-    y, z = compiled(layer, options={"regather": "always", "strict": "off"})(x, w)
+    y, z = compiled(layer, options={"rematerialize": "always", "strict": "off"})(x, w)
     (y.square().sum() + z).backward()
     return [y, z, x.grad]
 
