@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from asynctp_passes import ops
@@ -62,8 +63,19 @@ sys.modules[f"{__name__}.reference"] = reference  # programs import it by this n
 _OF_BACKEND = ("AsyncTPPass", "RematerializePass", "clear_reports", "reports")
 
 
+_RENAMED = {"RegatherPass": "RematerializePass", "Coalesced": "Bucketed"}
+"""Names of earlier versions, which programs may still say."""
+
+
 def __getattr__(name: str) -> Any:
-    """Import the backend once it is needed: it takes torch._dynamo, torch._inductor and triton with it."""
+    """Import the backend once it is needed: it takes torch._dynamo, torch._inductor and triton with it.
+
+    An earlier name gives what has another one now, and warns.
+    """
+    if name in _RENAMED:
+        now = _RENAMED[name]
+        warnings.warn(f"asynctp_passes.{name} is now asynctp_passes.{now}", FutureWarning, stacklevel=2)
+        return getattr(sys.modules[__name__], now)
     if name != "backend" and name not in _OF_BACKEND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     backend = importlib.import_module("asynctp_passes.backend")

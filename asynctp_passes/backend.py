@@ -234,14 +234,14 @@ def split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     Raises:
         ConfigError: One is neither a field of Config nor an Inductor option, or a field has a bad value.
     """
-    fields, known = set(Config.field_names()), compat.inductor_option_names()
+    fields, known = set(Config.option_names()), compat.inductor_option_names()
     options = {name.replace("-", "_"): value for name, value in options.items()}
     patches = {name: value for name, value in options.items() if name not in fields}
     for name in patches:
         if name not in known:
             raise ConfigError(
-                f"asynctp: option {name!r} is not valid; it must be one of {sorted(fields)} or an Inductor option "
-                "(torch._inductor.list_options())"
+                f"asynctp: option {name!r} is not valid; it must be one of {sorted(Config.field_names())} or an "
+                "Inductor option (torch._inductor.list_options())"
             )
     return Config.from_options({name: value for name, value in options.items() if name in fields}), patches
 

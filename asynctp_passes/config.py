@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 __all__ = [
+    "RENAMED",
     "RUNTIME_VARIABLES",
     "Config",
     "ConfigError",
@@ -44,6 +47,10 @@ RUNTIME_VARIABLES = {
     "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads",
 }
 """`ASYNCTP_*` variables that steer the ops at run time rather than a compile, with what they mean."""
+
+
+RENAMED = {"regather": "rematerialize", "coalesce": "bucket"}
+"""Names that fields had in earlier versions, with those of now: programs and variables may still say them."""
 
 
 class ConfigError(ValueError):
@@ -127,6 +134,11 @@ class Config:
         return tuple(field.name for field in dataclasses.fields(cls))
 
     @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """The names by which options are given: those of all fields, and their earlier ones."""
+        return (*cls.field_names(), *RENAMED)
+
+    @classmethod
     def from_options(cls, options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
         """Build a Config from explicit options over `ASYNCTP_*` variables over the defaults.
 
@@ -135,10 +147,11 @@ class Config:
             environ: The environment to read; `os.environ` when None.
 
         Raises:
-            ConfigError: An unknown option, an unknown `ASYNCTP_*` variable, or a bad value.
+            ConfigError: An unknown option, an unknown `ASYNCTP_*` variable, a bad value, or a field's earlier name
+                beside its name of now.
         """
         values = _from_environment(os.environ if environ is None else environ)
-        for name, value in (options or {}).items():
+        for name, value in _with_names_of_now(options or {}, "an option").items():
             _require(name in cls.field_names(), "option", name, f"one of {cls.field_names()}")
             values[name] = value
         return cls(**values)
@@ -165,6 +178,38 @@ class Config:
     def digest(self) -> str:
         """A hash of the values that influence generated code."""
         return hashlib.sha256(json.dumps(self.decisive(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _with_names_of_now(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Values of fields by the names that these have now; an earlier name warns.
+
+    Raises:
+        ConfigError: A field is given by both names.
+    """
+    found = dict(values)
+    for name in RENAMED.keys() & found.keys():
+        now = RENAMED[name]
+        _require(now not in found, name, found[name], f"left out, since {now!r} is given, which is its name now")
+        _warn(name, now, where)
+        found[now] = found.pop(name)
+    return found
+
+
+def _warn(name: str, now: str, where: str) -> None:
+    warnings.warn(f"asynctp: {where} is named {name!r}, which is now {now!r}", FutureWarning, stacklevel=4)
+
+
+def _accepts_earlier_names(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of Config that also takes fields by their earlier names; nothing else has these."""
+
+    @functools.wraps(init)
+    def constructed(self: Config, *values: Any, **named: Any) -> None:
+        init(self, *values, **_with_names_of_now(named, "an argument of Config"))
+
+    return constructed
+
+
+Config.__init__ = _accepts_earlier_names(Config.__init__)  # type: ignore[method-assign]
 
 
 def _require(condition: bool, name: str, value: object, limit: str) -> None:
@@ -216,7 +261,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     for key, text in environ.items():
         if not key.startswith(_ENVIRONMENT_PREFIX):
             continue
-        name = key[len(_ENVIRONMENT_PREFIX) :].lower()
+        name = _variable_of_now(key, environ)[len(_ENVIRONMENT_PREFIX) :].lower()
         if name in RUNTIME_VARIABLES:
             if name == "agree_s":
                 agree_seconds(environ)
@@ -229,6 +274,17 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         except ConfigError as error:
             raise ConfigError(f"{error} (set by {key}={text!r})") from None
     return values
+
+
+def _variable_of_now(key: str, environ: Mapping[str, str]) -> str:
+    """The name that a variable has now; an earlier one warns, and may not stand beside it."""
+    name = RENAMED.get(key[len(_ENVIRONMENT_PREFIX) :].lower())
+    if name is None:
+        return key
+    now = f"{_ENVIRONMENT_PREFIX}{name.upper()}"
+    _require(now not in environ, key, environ[key], f"left out, since {now} is given, which is its name now")
+    _warn(key, now, "a variable")
+    return now
 
 
 def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from ranks import imagined_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph, GraphModule
 
+import asynctp_passes
 from asynctp_passes import AsyncTPPass, Config, ConfigError, RematerializePass, run
+from asynctp_passes.backend import split_options
 from asynctp_passes.config import RUNTIME_VARIABLES, cpu_implementation
 
 SINKS = {"agree": False, "log": False, "trace": False, "report_file": "reports.jsonl", "graph_dir": "pages"}
@@ -146,6 +149,56 @@ def test_a_graph_module_is_refused_where_a_graph_is_wanted() -> None:
         run(GraphModule({}, Graph()))  # type: ignore[arg-type]
 
 
+# --- earlier names --------------------------------------------------------------------------------------------
+EARLIER = [("regather", "rematerialize", "never"), ("coalesce", "bucket", False)]
+
+
+@pytest.mark.parametrize(("earlier", "now", "value"), EARLIER)
+def test_earlier_names_of_fields_are_taken_with_a_warning(earlier: str, now: str, value: Any) -> None:
+    with pytest.warns(FutureWarning, match=f"is named '{earlier}', which is now '{now}'") as told:
+        made = [
+            Config(**{earlier: value}),
+            Config.from_options({earlier: value}, {}),
+            split_options({earlier: value})[0],
+        ]
+    assert made == [Config(**{now: value})] * 3
+    assert len(told) == 3
+    assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize(("earlier", "now", "value"), EARLIER)
+def test_earlier_names_of_variables_are_read_with_a_warning(earlier: str, now: str, value: Any) -> None:
+    variable, text = f"ASYNCTP_{earlier.upper()}", {"never": "never", False: "off"}[value]
+    with pytest.warns(FutureWarning, match=f"is named '{variable}', which is now 'ASYNCTP_{now.upper()}'"):
+        assert Config.from_options(environ={variable: text}) == Config(**{now: value})
+
+
+@pytest.mark.parametrize(("earlier", "now", "value"), EARLIER)
+def test_a_field_by_both_names_is_refused(earlier: str, now: str, value: Any) -> None:
+    limit = f"{earlier}={value!r} is not valid; it must be left out, since {now!r} is given"
+    for make in (lambda both: Config(**both), lambda both: Config.from_options(both, {})):
+        with pytest.raises(ConfigError, match=re.escape(limit)):
+            make({earlier: value, now: value})
+    variables = {f"ASYNCTP_{name.upper()}": "auto" for name in (earlier, now)}
+    with pytest.raises(ConfigError, match=f"ASYNCTP_{earlier.upper()}='auto' is not valid; it must be left out"):
+        Config.from_options(environ=variables)
+
+
+@pytest.mark.parametrize(("earlier", "now", "value"), EARLIER)
+def test_nothing_is_read_by_an_earlier_name(earlier: str, now: str, value: Any) -> None:
+    config = Config(**{now: value})
+    assert earlier not in Config.field_names()
+    with pytest.raises(AttributeError, match=earlier):
+        getattr(config, earlier)
+    assert dataclasses.replace(config, strict="all") == Config(**{now: value}, strict="all")
+
+
+@pytest.mark.parametrize(("earlier", "now"), [("RegatherPass", "RematerializePass"), ("Coalesced", "Bucketed")])
+def test_earlier_names_of_classes_are_importable_with_a_warning(earlier: str, now: str) -> None:
+    with pytest.warns(FutureWarning, match=f"asynctp_passes.{earlier} is now asynctp_passes.{now}"):
+        assert getattr(asynctp_passes, earlier) is getattr(asynctp_passes, now)
+
+
 # --- the environment -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("variable", "text", "field", "value"), GOOD_VARIABLES)
 def test_variables(variable: str, text: str, field: str, value: object) -> None:
@@ -258,5 +311,5 @@ def test_every_field_is_a_sink_or_changes_the_digest() -> None:
 
 def test_the_digest_is_the_same_in_every_process() -> None:
     """It is part of the key of caches on disk."""
-    assert Config().digest() == "a63d0b61dc14a352"
+    assert Config().digest() == "671686a6708f6147"
     assert Config(groups=["b", "a"], strict="all").digest() == Config(groups=("a", "b"), strict="all").digest()
