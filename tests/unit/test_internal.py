@@ -40,8 +40,8 @@ STAGES = [
     # what fails, of the pipeline
     "toposort.sort",
     "decide_graph",
-    "hide",
-    "bucket",
+    "plan_overlap",
+    "find_buckets",
     "report_of",
     "vote",
     "raise_if_strict",
@@ -139,13 +139,13 @@ def test_what_is_foreseen_is_raised_as_it_is(error: type[Exception]) -> None:
 def test_a_joint_graph_is_left_without_its_tags(caplog: pytest.LogCaptureFixture) -> None:
     graph = program(joint=True)
     before = snapshot(graph)
-    with failing("again"):
+    with failing("rematerializations"):
         report = pipeline.run_joint(graph, quiet(rematerialize="always"))
     assert report is not None
     assert (report.phase, report.remarks, len(report.internal_errors)) == ("joint", (), 1)
     assert snapshot(graph) == before
     assert "work on graph (joint)" in caplog.text
-    with failing("again"), pytest.raises(StrictError):
+    with failing("rematerializations"), pytest.raises(StrictError):
         pipeline.run_joint(graph, quiet(strict="all"))
 
 

@@ -479,7 +479,7 @@ def test_one_scale_for_few_rows_is_not_worth_a_gather_of_its_own(rows: int, outc
     with mock.patch("asynctp_passes.planning.cost_model.machine_for", return_value=H200):
         (remark,) = run_pass(graph).remarks
     assert (remark.outcome, remark.name) == (outcome, "" if outcome == "FUSED" else "MOVES_MORE")
-    assert outcome == "FUSED" or remark.message.endswith("behind a gather of each rank's max_1]")
+    assert outcome == "FUSED" or remark.message.endswith("after a gather of each rank's max_1]")
 
 
 def test_a_cast_moves_to_the_shard() -> None:
