@@ -24,11 +24,13 @@ import torch
 import torch.distributed as dist
 from asynctp_kernels.cuda.choose import tiles
 from asynctp_kernels.cuda.gemm import gemm
-from asynctp_kernels.cuda.plans import async_input, gather, scatter
+from asynctp_kernels.cuda.plans import async_input, direct, fused, gather_transports, scatter
 from asynctp_kernels.cuda.runtime import launch
 from asynctp_kernels.signals import IS_INTERPRETED
 
 PROGRAMS = 8
+#: modules that say how many programs a kernel has
+GRIDS = (async_input, direct, fused, gather_transports, scatter)
 
 
 def start(seconds: int) -> None:
@@ -64,7 +66,8 @@ def pingpong_everywhere() -> None:
         raise SystemExit(fault)
 
     tiles.pingpong_is_faster = lambda small, large, fp8: True
-    gather.grid = scatter.grid = async_input.grid = few
+    for module in GRIDS:
+        vars(module)["grid"] = few
     gemm._give_up = give_up
 
 

@@ -37,10 +37,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from asynctp_kernels import PeerTimeout, SymmetricMemoryError, cuda, release
-from asynctp_kernels.cuda.plans import gather as gathers
-from asynctp_kernels.cuda.plans import scatter as scatters
 from asynctp_kernels.cuda.runtime.memory import existing_memory
-from launched import device, end, limit, show, start
+from launched import GRIDS, device, end, limit, show, start
 from torch import Tensor
 
 import asynctp_passes.ops.collectives  # noqa: F401  (registers the ops)
@@ -841,7 +839,8 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     options = parsed()
     start(300)
-    gathers.grid = scatters.grid = lambda wanted, most: most  # as many CTAs as there may be: fewer kernels to compile
+    for module in GRIDS:
+        vars(module)["grid"] = lambda wanted, most: most  # as many CTAs as there may be: fewer kernels to compile
     try:
         line = faults(options.only) if options.faults else run_kinds(options)
     except Exception:

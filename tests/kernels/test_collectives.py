@@ -17,11 +17,13 @@ pytest.importorskip("triton")
 import asynctp_kernels.compat as kernels_compat
 import cuda_emulated
 from asynctp_kernels import cuda
+from asynctp_kernels.cuda import moves
 from asynctp_kernels.cuda.choose.wire import DIRECT, PUSH
-from asynctp_kernels.cuda.plans.collectives import BulkGather, BulkPull, BulkPush, BulkScatter, DirectSum, whole_gather
+from asynctp_kernels.cuda.plans.collectives import BulkGather, BulkScatter, CopiedGather, DirectSum
 from asynctp_kernels.cuda.plans.collectives import gather_call as bulk_call
 from asynctp_kernels.cuda.plans.collectives import scatter_call as bulk_sum
-from asynctp_kernels.cuda.plans.gather import DecomposedPull, DirectGather
+from asynctp_kernels.cuda.plans.decomposed import DecomposedGather
+from asynctp_kernels.cuda.plans.direct import DirectGather
 from asynctp_kernels.cuda.runtime.memory import FLIGHTS, MAX_CHUNKS, MAX_WORLD
 from cuda_stubs import (
     COPY,
@@ -63,7 +65,7 @@ WAYS = pytest.mark.parametrize("kept", [True, False], ids=["pulled", "pushed"])
 
 
 def gather_plan(here: Machine, shard: Tensor, kept: bool = True) -> BulkGather:
-    return (BulkPull if kept else BulkPush)(bulk_call(rows(shard), None, WORLD, kept), here.memory)
+    return BulkGather(bulk_call(rows(shard), None, WORLD, kept), here.memory)
 
 
 def scatter_plan(here: Machine, whole: Tensor, reduce_op: str = "sum") -> BulkScatter:
@@ -209,7 +211,7 @@ main   record last""",
 def test_a_gather_that_the_stream_waits_for(kept: bool, here: Machine) -> None:
     """For products that are made elsewhere; numbers too, whose own place is where the caller wants them."""
     call = bulk_call(tensor(1, 24), torch.rand(1, 6), WORLD, kept)
-    plan = whole_gather(call, here.memory)
+    plan = CopiedGather(call, here.memory)
     here.kernels.clear()
     found, numbers = plan.run(call.a_shard, None, (), (), (), call.along)
     assert (found.shape, numbers.shape) == ((WORLD, 24), (WORLD, 6))
@@ -326,7 +328,7 @@ def test_a_call_that_stages_first_waits_for_what_is_in_flight(here: Machine) -> 
     shard = tensor(256, 512)
     done = gather_plan(here, shard).start_bulk(shard).done
     call = gather_call((256,), 512, (512,), kept=True)
-    plan = DecomposedPull(call, here.memory)
+    plan = DecomposedGather(call, here.memory)
     here.log.clear()
     plan.run(call.a_shard, None, call.bs, (), call.biases)
     stage = next(i for i, entry in enumerate(here.log) if isinstance(entry, Launched))
@@ -379,7 +381,7 @@ def by_copy_engine() -> Any:
 def test_few_bytes_are_moved_by_one_kernel(here: Machine) -> None:
     """Complete when they return, in order on the stream: nothing is left in flight, and nothing is to be waited for."""
     here.kernels.clear()
-    with mock.patch.object(cuda, "register_wait") as waited:
+    with mock.patch.object(moves, "register_wait") as waited:
         full = cuda.run_bulk_gather(tensor(8, 3, 5), WORLD, here.group, unchecked)
         out = cuda.run_bulk_scatter(tensor(8, 3, 5), "sum", WORLD, here.group, unchecked)
         cuda.run_bulk_gather(tensor(8, 3, 5), WORLD, here.group, unchecked, kept=False)
@@ -403,7 +405,7 @@ def test_the_result_is_complete_when_waited_for(here: Machine) -> None:
     """`wait_tensor` makes the stream that is then current wait for the event behind the copies."""
     here.kernels.clear()
     waits: list[Any] = []
-    with by_copy_engine(), mock.patch.object(cuda, "register_wait", lambda result, wait: waits.append((result, wait))):
+    with by_copy_engine(), mock.patch.object(moves, "register_wait", lambda result, wait: waits.append((result, wait))):
         full = cuda.run_bulk_gather(tensor(8, 3, 8), WORLD, here.group, unchecked)
         out = cuda.run_bulk_scatter(tensor(8, 3, 8), "sum", WORLD, here.group, unchecked)
     assert full is not None
@@ -424,7 +426,7 @@ def test_a_wait_on_another_stream_keeps_the_source_from_its_own(here: Machine) -
     here.kernels.clear()
     waits: list[Any] = []
     shard = tensor(8, 8)
-    with by_copy_engine(), mock.patch.object(cuda, "register_wait", lambda result, wait: waits.append(wait)):
+    with by_copy_engine(), mock.patch.object(moves, "register_wait", lambda result, wait: waits.append(wait)):
         cuda.run_bulk_gather(shard, WORLD, here.group, unchecked)
         cuda.run_bulk_gather(shard, WORLD, here.group, unchecked)
     waits[0]()
@@ -437,7 +439,7 @@ def test_a_wait_on_another_stream_keeps_the_source_from_its_own(here: Machine) -
 
 
 def test_plans_are_kept(here: Machine) -> None:
-    with by_copy_engine(), mock.patch.object(cuda, "register_wait"):
+    with by_copy_engine(), mock.patch.object(moves, "register_wait"):
         for kept in (True, True, False, False, True):
             cuda.run_bulk_gather(tensor(8, 8), WORLD, here.group, unchecked, kept)
     assert [prepared.name for prepared in here.prepared] == ["stage_kernel", "keep_kernel"]
@@ -448,7 +450,7 @@ def test_plans_are_kept(here: Machine) -> None:
 @pytest.mark.parametrize("forced", ["fused", "direct"])
 def test_results_have_the_shapes_of_the_collectives(forced: str, shape: tuple[int, ...], here: Machine) -> None:
     here.kernels.clear()
-    with cuda.forced(forced), mock.patch.object(cuda, "register_wait"):
+    with cuda.forced(forced), mock.patch.object(moves, "register_wait"):
         full = cuda.run_bulk_gather(tensor(*shape), WORLD, here.group, unchecked)
         out = cuda.run_bulk_scatter(tensor(*shape), "avg", WORLD, here.group, unchecked)
     assert full is not None
@@ -462,7 +464,7 @@ def test_arguments_are_checked_when_a_plan_is_made(here: Machine) -> None:
     """Once; and before anything is asked of the driver, with other arguments again. A refused gather is made."""
     here.kernels.clear()
     shard, whole = tensor(8, 8), tensor(8, 8)
-    with by_copy_engine(), mock.patch.object(cuda, "register_wait"):
+    with by_copy_engine(), mock.patch.object(moves, "register_wait"):
         for check in (unchecked, unchecked, refuse):  # memory may grow for the first ones
             assert cuda.run_bulk_gather(shard, WORLD, here.group, check) is not None
             assert cuda.run_bulk_scatter(whole, "sum", WORLD, here.group, check) is not None

@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 from asynctp_kernels.cuda import stamped
 from asynctp_kernels.cuda.choose.tiles import Tiles, pingpong, tiles_for
 from asynctp_kernels.cuda.gemm import gemm_kernels
-from asynctp_kernels.cuda.plans import collectives, gather, scatter
+from asynctp_kernels.cuda.plans import collectives, decomposed, direct, fused, gather_transports
 from asynctp_kernels.cuda.runtime import driver
 from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
@@ -230,7 +230,7 @@ def test_gather_gemm(name: str, tmp_path: Path) -> None:
     """Of what is pulled, beside the kernel that stages for it."""
     variant = GATHERS[name]
     with machine() as here:
-        gather.fused_gather(gather_call(**variant.options, full=True, kept=True), here.memory, variant.tiles, 2, SMS)
+        fused.FusedGather(gather_call(**variant.options, full=True, kept=True), here.memory, variant.tiles, 2, SMS)
         small, gemm = small_and_gemm(here, tmp_path)
     assert small.threads == 32 * BESIDE_WARPS
     check_room(gemm, small)
@@ -244,7 +244,7 @@ def test_gather_gemm(name: str, tmp_path: Path) -> None:
 def test_gather_gemm_of_what_is_pushed(name: str, tmp_path: Path) -> None:
     variant = GATHERS[name]
     with machine() as here:
-        gather.fused_gather(gather_call(**variant.options), here.memory, variant.tiles, 2, SMS)
+        fused.FusedGather(gather_call(**variant.options), here.memory, variant.tiles, 2, SMS)
         (prepared,) = here.prepared
     gemm = compiled(prepared, tmp_path)
     check_gather_gemm(gemm, variant)
@@ -257,7 +257,7 @@ def test_gather_gemm_of_what_is_pushed_and_kept(name: str, tmp_path: Path) -> No
     """The words have another reader, too: the GEMM leaves them. What keeps runs beside it."""
     variant = GATHERS[name]
     with machine() as here:
-        gather.fused_gather(gather_call(**variant.options, full=True), here.memory, variant.tiles, 2, SMS)
+        fused.FusedGather(gather_call(**variant.options, full=True), here.memory, variant.tiles, 2, SMS)
         small, gemm = small_and_gemm(here, tmp_path)
     check_room(gemm, small)
     assert small.registers <= BESIDE_REGISTERS
@@ -302,7 +302,7 @@ def test_async_input_gemm(ns: tuple[int, ...], k_major: bool, tmp_path: Path) ->
 def test_scatter_gemm(name: str, tmp_path: Path) -> None:
     variant = SCATTERS[name]
     with machine() as here:
-        scatter.FusedScatter(scatter_call(**variant.options), here.memory, variant.tiles, 2, SMS)
+        fused.FusedScatter(scatter_call(**variant.options), here.memory, variant.tiles, 2, SMS)
         small, gemm = small_and_gemm(here, tmp_path)
     check_products(gemm, variant)
     check_resources(gemm, variant)
@@ -323,7 +323,7 @@ def test_scatter_gemm(name: str, tmp_path: Path) -> None:
 def test_scatter_gemm_in_groups(tmp_path: Path) -> None:
     """Of so many rows that several row tiles come one after the other; those of the variants above have one a rank."""
     with machine() as here:
-        scatter.FusedScatter(scatter_call((16384,)), here.memory, WIDE, 2, SMS)
+        fused.FusedScatter(scatter_call((16384,)), here.memory, WIDE, 2, SMS)
         _, gemm = small_and_gemm(here, tmp_path)
     assert here.prepared[-1].constants["GROUP_M"] == 8
     check_runs(here.prepared[-1], gemm.ttgir)
@@ -336,10 +336,10 @@ def plan_gemm(op: str, name: str) -> Prepared:
         if op != "scatter":
             pulled = op == "gather"
             call = gather_call(**GATHERS[name].options, full=pulled, kept=pulled)
-            gather.fused_gather(call, here.memory, GATHERS[name].tiles, 2, SMS)
+            fused.FusedGather(call, here.memory, GATHERS[name].tiles, 2, SMS)
         else:
             whole, tiles = scatter_call(**SCATTERS[name].options), SCATTERS[name].tiles
-            scatter.FusedScatter(whole, here.memory, tiles, 2, SMS)
+            fused.FusedScatter(whole, here.memory, tiles, 2, SMS)
         return here.prepared[-1]
 
 
@@ -489,7 +489,7 @@ def test_stage_kernel(world: int, scales: bool, tmp_path: Path) -> None:
     options: dict[str, Any] = {**ROWWISE, "travels": True} if scales else {}
     with machine(world=world) as here:
         call = gather_call((4096,), world=world, **options, full=True, kept=True)
-        gather.fused_gather(call, here.memory, NARROW8 if scales else NARROW, 1, 132)
+        fused.FusedGather(call, here.memory, NARROW8 if scales else NARROW, 1, 132)
         kernel = compiled(here.prepared[0], tmp_path)
     check_small(kernel, registers=REGISTERS_BESIDE)
     check_posts(kernel.ptx, 2 * (world - 1))
@@ -509,7 +509,7 @@ def test_stage_kernel_that_keeps_the_shard(
 ) -> None:
     """What is read once goes to two places, wherever those are; still small enough for room beside the GEMM."""
     with machine(rank=rank, world=2) as here:
-        collectives.BulkPull(collectives.gather_call(tensor(*shape), None, 2, kept=True), here.memory)
+        collectives.BulkGather(collectives.gather_call(tensor(*shape), None, 2, kept=True), here.memory)
         kernel = compiled(here.prepared[-1], tmp_path)
     check_small(kernel, registers=REGISTERS_BESIDE)
     assert kernel.shared <= BESIDE_SHARED
@@ -544,7 +544,7 @@ KEPT = [
 def test_keep_kernel(world: int, shape: tuple[int, ...], k: int, dim: int, width: str | None, tmp_path: Path) -> None:
     """It waits for nothing, spills nothing, and needs none of the GEMM's shared memory, wherever rows lie."""
     with machine(world=world) as here:
-        gather.PushedGather(gather_call(shape, k, dim=dim, world=world, full=True), here.memory, 1)
+        gather_transports.GatherPush(gather_call(shape, k, dim=dim, world=world, full=True), here.memory, 1)
         (prepared,) = here.prepared
         kernel = compiled(prepared, tmp_path)
     assert prepared.name == "keep_kernel"
@@ -564,7 +564,7 @@ def test_reduce_kernel(world: int, tiles: Tiles, tmp_path: Path) -> None:
     sums = {"ks": (512, 256), **TENSORWISE, "fast": False} if tiles is PRECISE_SUM8 else {}
     with machine(world=world) as here:
         call = scatter_call((512 * world,), world=world, **sums)
-        scatter.FusedScatter(call, here.memory, tiles, 2, SMS)
+        fused.FusedScatter(call, here.memory, tiles, 2, SMS)
         kernel = compiled(here.prepared[0], tmp_path)
     check_small(kernel, registers=REGISTERS_BESIDE)
     assert kernel.threads == (128 if sums else 256), "what the GEMM leaves"
@@ -583,7 +583,7 @@ def test_reduce_kernel_of_converted_products(world: int, tmp_path: Path) -> None
     """What travels is read as the result is written, 16 bytes at a time, which takes no memory that the GEMM needs."""
     with machine(world=world) as here:
         call = scatter_call((512 * world,), world=world, **CONVERTED)
-        scatter.FusedScatter(call, here.memory, NARROW_TO_FP32, 4, SMS)
+        fused.FusedScatter(call, here.memory, NARROW_TO_FP32, 4, SMS)
         kernel = compiled(here.prepared[0], tmp_path)
     check_small(kernel, registers=REGISTERS_BESIDE)
     assert kernel.shared <= 16
@@ -601,7 +601,7 @@ def test_reduce_kernel_of_converted_products(world: int, tmp_path: Path) -> None
 def test_parts_that_are_not_aligned_are_not_read_as_if_they_were(rows: tuple[int, ...], n: int, tmp_path: Path) -> None:
     """A rank's part begins at a multiple of its size, and a chunk of it too: so wide loads may be, and no wider."""
     with machine() as here:
-        scatter.DecomposedScatter(scatter_call(rows, n=n, dim=len(rows) - 1), here.memory)
+        decomposed.DecomposedScatter(scatter_call(rows, n=n, dim=len(rows) - 1), here.memory)
         kernel = compiled(here.prepared[0], tmp_path)
     begins = [rows[-1] // 4 * n * 2 * chunk for chunk in range(1, 1 + math.prod(rows[:-1]))]
     widths = {access_bytes(each.op) for start in ("ld.global", "st.global") for each in kernel.ptx.find(start)}
@@ -619,7 +619,7 @@ def access_bytes(op: str) -> int:
 def test_push_gather_kernel(world: int, outer: bool, tmp_path: Path) -> None:
     options: dict[str, Any] = {"shard": (2, 256), "dim": 1, **ROWWISE, "travels": True} if outer else {}
     with machine(world=world) as here:
-        gather.DirectGather(gather_call(world=world, **options), here.memory)
+        direct.DirectGather(gather_call(world=world, **options), here.memory)
         kernel = compiled(here.prepared[-1], tmp_path)
     check_small(kernel)
     check_posts(kernel.ptx, world - 1)
@@ -635,7 +635,7 @@ def test_push_reduce_kernel(world: int, where: str, tmp_path: Path) -> None:
         "converted": {"rows": (64 * world,), **CONVERTED},
     }[where]
     with machine(world=world) as here:
-        scatter.DirectScatter(scatter_call(world=world, **options), here.memory)
+        direct.DirectScatter(scatter_call(world=world, **options), here.memory)
         kernel = compiled(here.prepared[-1], tmp_path)
     check_small(kernel)
     check_posts(kernel.ptx, world - 1)
@@ -643,23 +643,23 @@ def test_push_reduce_kernel(world: int, where: str, tmp_path: Path) -> None:
 
 
 SMALLEST: dict[str, Callable[[Machine], Any]] = {
-    "gather-direct": lambda here: gather.DirectGather(gather_call((1,), 1, (1,)), here.memory),
-    "gather-direct-rows": lambda here: gather.DirectGather(
+    "gather-direct": lambda here: direct.DirectGather(gather_call((1,), 1, (1,)), here.memory),
+    "gather-direct-rows": lambda here: direct.DirectGather(
         gather_call((1,), 1, (1,), **ROWWISE, travels=True), here.memory
     ),
-    "gather-decomposed": lambda here: gather.DecomposedPull(
+    "gather-decomposed": lambda here: decomposed.DecomposedGather(
         gather_call((1,), 1, (1,), full=True, kept=True), here.memory
     ),
-    "gather-decomposed-rows": lambda here: gather.DecomposedPull(
+    "gather-decomposed-rows": lambda here: decomposed.DecomposedGather(
         gather_call((1,), 1, (1,), **ROWWISE, travels=True, full=True, kept=True), here.memory
     ),
-    "gather-kept": lambda here: gather.DecomposedPush(gather_call((1,), 1, (1,), full=True), here.memory),
-    "gather-kept-rows": lambda here: gather.DecomposedPush(
+    "gather-kept": lambda here: decomposed.DecomposedGather(gather_call((1,), 1, (1,), full=True), here.memory),
+    "gather-kept-rows": lambda here: decomposed.DecomposedGather(
         gather_call((1,), 1, (1,), **ROWWISE, travels=True, full=True), here.memory
     ),
-    "scatter-direct": lambda here: scatter.DirectScatter(scatter_call((4,), (1,), 1), here.memory),
-    "scatter-direct-columns": lambda here: scatter.DirectScatter(scatter_call((1,), (1,), 4, dim=-1), here.memory),
-    "scatter-decomposed": lambda here: scatter.DecomposedScatter(scatter_call((4,), (1,), 1), here.memory),
+    "scatter-direct": lambda here: direct.DirectScatter(scatter_call((4,), (1,), 1), here.memory),
+    "scatter-direct-columns": lambda here: direct.DirectScatter(scatter_call((1,), (1,), 4, dim=-1), here.memory),
+    "scatter-decomposed": lambda here: decomposed.DecomposedScatter(scatter_call((4,), (1,), 1), here.memory),
 }
 
 

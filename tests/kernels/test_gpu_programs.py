@@ -26,7 +26,6 @@ from asynctp_kernels.cuda.choose import tiles
 from asynctp_kernels.cuda.choose.tiles import pingpong, tiles_for
 from asynctp_kernels.cuda.gemm import gemm
 from asynctp_kernels.cuda.gemm.products import IN_BLOCKS
-from asynctp_kernels.cuda.plans import async_input, gather, scatter
 
 import asynctp_passes
 
@@ -107,7 +106,7 @@ def test_pingpong_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     ]  # fmt: skip
     before = [tiles_for(*call) for call in others]
-    grids = (gather, scatter, async_input)
+    grids = launched.GRIDS
     for module, name in ((tiles, "pingpong_is_faster"), (gemm, "_give_up"), *((module, "grid") for module in grids)):
         monkeypatch.setattr(module, name, getattr(module, name))
     launched.pingpong_everywhere()

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from asynctp_kernels.cuda import stamped
 from asynctp_kernels.cuda.choose.tiles import pingpong, tiles_for
 from asynctp_kernels.cuda.gemm import gemm
-from asynctp_kernels.cuda.plans import gather, scatter
+from asynctp_kernels.cuda.plans import fused
 from asynctp_kernels.signals import IS_INTERPRETED
 from compiled_kernels import (
     FP8_WIDE,
@@ -99,10 +99,10 @@ def plan(op: str, options: dict[str, Any], here: Machine) -> Prepared:
     """The GEMM of a plan, not compiled. A gather is pulled, or pushed and returned to nobody, or pushed and kept."""
     tiles = pingpong(options.get("dtype", torch.bfloat16).itemsize)
     if op == "scatter":
-        scatter.FusedScatter(scatter_call(**options), here.memory, tiles, 2, SMS)
+        fused.FusedScatter(scatter_call(**options), here.memory, tiles, 2, SMS)
     else:
         how: dict[str, Any] = {"gather": {"kept": True}, "pushed": {}, "kept": {"full": True}}[op]
-        gather.fused_gather(gather_call(**options, **how), here.memory, tiles, 2, SMS)
+        fused.FusedGather(gather_call(**options, **how), here.memory, tiles, 2, SMS)
     return here.prepared[-1]
 
 

@@ -23,8 +23,9 @@ import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
 from asynctp_kernels.cuda.choose.wire import PUSH
 from asynctp_kernels.cuda.gemm import products
-from asynctp_kernels.cuda.plans import gather
-from asynctp_kernels.cuda.plans.gather import GatherCall
+from asynctp_kernels.cuda.plans import decomposed, fused
+from asynctp_kernels.cuda.plans.gather_call import GatherCall
+from asynctp_kernels.cuda.plans.gather_transports import GatherPush
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS
 from cuda_stubs import (
     MAIN,
@@ -143,7 +144,9 @@ def test_bytes_that_a_gather_pushes(case: str, implementation: str, chunks: int,
     """
     call = gather_call(**GATHERS[case], full=full)
     plan = gather_plan(call, here, implementation, chunks)
-    assert isinstance(plan, gather.PushedGather)
+    assert isinstance(plan, fused.FusedGather | decomposed.DecomposedGather)
+    push = plan.transport
+    assert isinstance(push, GatherPush)
     run_gather(call, here, plan)
     shard = call.a_shard.numel() * call.a_shard.itemsize
     scales = 0 if call.travels is None else call.travels.numel() * 4
@@ -153,11 +156,11 @@ def test_bytes_that_a_gather_pushes(case: str, implementation: str, chunks: int,
     assert [entry.prepared.name for entry in here.of(Launched)] == kept + ["gemm_kernel"] * (implementation == "fused")
     for peer in set(range(WORLD)) - {RANK}:
         slot, box = RANK - (peer < RANK), boxes[peer].data_ptr()
-        start, end = box + slot * plan.slot_bytes, box + (slot + 1) * plan.slot_bytes
+        start, end = box + slot * push.slot_bytes, box + (slot + 1) * push.slot_bytes
         rows = sorted((copy for copy in copies if start <= copy.dst < end), key=lambda copy: copy.dst)
         assert sum(copy.size for copy in rows) == shard
         assert [copy.dst - start for copy in rows] == [copy.src - rows[0].src for copy in rows]
-        start = box + plan.scale_offset + slot * scales
+        start = box + push.scale_offset + slot * scales
         assert [copy.size for copy in copies if start <= copy.dst < start + scales] == [scales] * bool(scales)
         posted = [write.value for write in here.of(Wrote) if write.address == here.memory.landed.at(peer, RANK)]
         assert posted == sorted(set(posted)), "a count of chunks, which grows"
@@ -172,24 +175,23 @@ def test_a_gather_reads_what_has_been_announced(case: str, full: bool, here: Mac
         pytest.skip("a row is longer than a chunk: the GEMM is refused")
     call = gather_call(**GATHERS[case], full=full)
     plan = gather_plan(call, here, "fused")
-    assert isinstance(plan, gather.PushedGather)
-    wire, rows = plan.wire_chunks, plan.chunk_rows
+    assert isinstance(plan, fused.FusedGather)
+    push = plan.transport
+    assert isinstance(push, GatherPush)
+    wire, rows, row_bytes = push.wire_chunks, push.chunk_rows, push.sizes.row_bytes
     announcing = [b for b in range(wire.size + 1) if wire.complete(b) != wire.complete(b - 1)]
     for end in range(1, call.layout.rows + 1):
         chunk = min((end - 1) // rows, MAX_CHUNKS - 1)
-        assert chunk >= wire.covering(end * plan.row_bytes)
+        assert chunk >= wire.covering(end * row_bytes)
         least = next(b for b in announcing if wire.complete(b) >= chunk + 1)
-        assert least >= end * plan.row_bytes, "with so many bytes the chunk is announced, and these rows are there"
+        assert least >= end * row_bytes, "with so many bytes the chunk is announced, and these rows are there"
     if plan.outer <= MAX_CHUNKS:
-        decomposed = gather_plan(call, here, "decomposed")
         here.log.clear()
-        run_gather(call, here, decomposed)
-        for source in plan.sources:
+        run_gather(call, here, gather_plan(call, here, "decomposed"))
+        for source in push.sources:
             word = here.memory.landed.at(RANK, source)
             waited = [wait.value for wait in here.of(Waited) if wait.address == word and wait.stream == MAIN]
-            needed = [
-                wire.covering((block + 1) * call.layout.inner * plan.row_bytes) + 1 for block in range(plan.outer)
-            ]
+            needed = [wire.covering((block + 1) * call.layout.inner * row_bytes) + 1 for block in range(plan.outer)]
             assert waited == sorted(set(needed))
 
 

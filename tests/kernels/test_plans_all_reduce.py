@@ -18,8 +18,9 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
+from asynctp_kernels.cuda import calls, explanation, moves, plan_cache
 from asynctp_kernels.cuda.choose.wire import PUSH
-from asynctp_kernels.cuda.plans.scatter import ScatterCall
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from cuda_stubs import (
     COPY,
     REDUCE,
@@ -72,7 +73,8 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         given.append(shard)
         return torch.cat([shard] * WORLD)
 
-    monkeypatch.setattr(cuda, "all_gather", all_gather)
+    for module in (calls, moves):
+        monkeypatch.setattr(module, "all_gather", all_gather)
     return given
 
 
@@ -231,7 +233,7 @@ def test_one_plan_for_each_list_of_factors(here: Machine) -> None:
 
 
 def test_one_plan_for_each_shape_and_no_more_than_some(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "MAX_PLANS", 3)
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 3)
     with cuda.forced("direct"):
         for rows in range(1, 9):
             op(here, gather_call((rows,), 64, (72,)))
@@ -317,7 +319,7 @@ def test_the_current_device_has_to_be_that_of_the_tensors(here: Machine) -> None
 def test_a_group_chooses_by_the_table_that_it_agreed_on(here: Machine) -> None:
     here.kernels.clear()
     call = gather_call((4096,), 512, (72,))
-    (*_, name), problem = cuda.runtime.driver.machine(0), cuda._gather_problem(call)
+    (*_, name), problem = cuda.runtime.driver.machine(0), explanation.gather_problem(call)
     for wanted in ("decomposed", "fused"):
         here.memory.plans.clear()
         here.memory.table = {name: {problem.key: {str(problem.rows): wanted}}}
@@ -360,7 +362,7 @@ def refuse() -> None:
     raise ValueError("asynctp: no")
 
 
-def moves(here: Machine) -> list[str]:
+def moved(here: Machine) -> list[str]:
     """What was sent, and launched."""
     return [f"{entry.size} B" if isinstance(entry, Copied) else entry.prepared.name
             for entry in here.log if isinstance(entry, Copied | Launched)]  # fmt: skip
@@ -385,7 +387,7 @@ def test_a_rank_whose_gather_is_refused_sends_its_shard(
             here.log.clear()
             with pytest.raises(ValueError, match="asynctp: no"):
                 op(here, call, refuse)
-            assert moves(here) == wanted
+            assert moved(here) == wanted
         assert op(here, call) is not None
     assert list(here.memory.calls._told) == [call.wire.signature(call.wire.transport(implementation))]
     assert here.memory.failure is None
@@ -415,7 +417,7 @@ def test_a_rank_whose_scatter_is_refused_tells_so_by_its_next_calls(here: Machin
 
 def test_collectives_without_a_matmul_are_refused_in_the_same_way(here: Machine) -> None:
     here.kernels.clear()
-    with cuda.forced("fused"), mock.patch.object(cuda, "register_wait"):
+    with cuda.forced("fused"), mock.patch.object(moves, "register_wait"):
         assert cuda.run_bulk_scatter(tensor(8, 8), "sum", WORLD, here.group, lambda: None) is not None
         for number, run in enumerate((
             lambda: cuda.run_bulk_scatter(tensor(8, 8), "max", WORLD, here.group, refuse),

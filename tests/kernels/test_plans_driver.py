@@ -15,7 +15,7 @@ import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError
 from asynctp_kernels.cuda.choose.tiles import Tiles
 from asynctp_kernels.cuda.choose.wire import DIRECT, PULL, PUSH
-from asynctp_kernels.cuda.plans import gather, scatter
+from asynctp_kernels.cuda.plans import decomposed, direct, fused
 from asynctp_kernels.cuda.runtime import watch
 from asynctp_kernels.cuda.runtime.memory import NO_BOUND
 from cuda_stubs import (
@@ -58,7 +58,7 @@ def recording(here: Machine) -> Machine:
 def test_trace_of_a_gather() -> None:
     with machine(rank=1, world=3) as here:
         call = gather_call((256,), 64, (72,), world=3, kept=True)
-        plan = gather.fused_gather(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
+        plan = fused.FusedGather(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
         *_, full = plan.run(call.a_shard, None, call.bs, (), call.biases)
         assert_expected_inline(
             here.trace(own=call.a_shard.data_ptr(), gathered=full.data_ptr()),
@@ -85,7 +85,7 @@ main   record last""",
 def test_trace_of_a_gather_with_scales_and_an_outer_dim() -> None:
     with machine(rank=0, world=2) as here:
         call = gather_call((2, 64), 64, (72,), dim=1, world=2, **ROWWISE, travels=True, kept=True)
-        plan = gather.fused_gather(call, here.memory, tiles_of(FP8), 1, SMS)
+        plan = fused.FusedGather(call, here.memory, tiles_of(FP8), 1, SMS)
         plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
         arguments = here.launched("gemm_kernel").arguments
         assert_expected_inline(
@@ -112,7 +112,7 @@ def test_trace_of_a_fused_gather_that_pushes() -> None:
     """Rank 0 is first, since it begins with what comes from rank 1."""
     with machine(rank=1, world=4) as here:
         call = gather_call((2, 128), 64, (72,), dim=1, world=4, **ROWWISE, travels=True)
-        plan = gather.fused_gather(call, here.memory, tiles_of(FP8), 2, SMS)
+        plan = fused.FusedGather(call, here.memory, tiles_of(FP8), 2, SMS)
         plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
         assert call.a_scale is not None
         assert_expected_inline(
@@ -155,7 +155,7 @@ def test_trace_of_a_fused_gather_that_pushes_and_is_kept() -> None:
     """The rows are copied from the inbox beside the GEMM; both read the words, which the main stream clears last."""
     with machine(rank=1, world=3) as here:
         call = gather_call((256,), 64, (72,), world=3, full=True)
-        plan = gather.fused_gather(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
+        plan = fused.FusedGather(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
         *_, full = plan.run(call.a_shard, None, call.bs, (), call.biases)
         assert here.launched("gemm_kernel").prepared.constants["CLEARS"] is False
         rows = [each.arguments for each in here.of(Launched) if each.prepared.name == "keep_kernel"]
@@ -205,7 +205,7 @@ def test_trace_of_a_recorded_gather_that_pushes() -> None:
     with machine(rank=0, world=2) as here:
         here.records = True
         call = gather_call((256,), 64, (72,), world=2)
-        plan = gather.fused_gather(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
+        plan = fused.FusedGather(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
         at_the_same_place(plan, ())
         for _ in range(2):
             plan.run(call.a_shard, None, call.bs, (), call.biases)
@@ -233,7 +233,8 @@ graph  await end""",
 def test_trace_of_a_gather_that_pushes() -> None:
     with machine(rank=1, world=3) as here:
         call = gather_call((2, 64), 64, (72,), dim=1, world=3, **ROWWISE, travels=True)
-        gather.DecomposedPush(call, here.memory).run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
+        plan = decomposed.DecomposedGather(call, here.memory)
+        plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
         assert call.a_scale is not None
         assert_expected_inline(
             here.trace(own=call.a_shard.data_ptr(), scales=call.a_scale.data_ptr()),
@@ -273,7 +274,7 @@ main   record last""",
 def test_trace_of_a_gather_that_pushes_and_is_kept() -> None:
     with machine(rank=0, world=2) as here:
         call = gather_call((256,), 64, (72,), world=2, full=True)
-        gather.DecomposedPush(call, here.memory).run(call.a_shard, None, call.bs, (), call.biases)
+        decomposed.DecomposedGather(call, here.memory).run(call.a_shard, None, call.bs, (), call.biases)
         assert_expected_inline(
             here.trace(own=call.a_shard.data_ptr()),
             """\
@@ -303,7 +304,7 @@ main   record last""",
 def test_trace_of_a_scatter() -> None:
     with machine(rank=1, world=3) as here:
         call = scatter_call((768,), (64,), 72, world=3)
-        plan = scatter.FusedScatter(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
+        plan = fused.FusedScatter(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
         plan.run(call.a_parts, call.b_parts, (), (), call.biases)
         staging = here.launched("gemm_kernel").arguments["c0"].address
         assert_expected_inline(
@@ -350,7 +351,7 @@ main   record last""",
 def test_trace_of_a_decomposed_scatter() -> None:
     with machine(rank=0, world=2) as here:
         call = scatter_call((256,), (64,), 72, world=2)
-        plan = scatter.DecomposedScatter(call, here.memory)
+        plan = decomposed.DecomposedScatter(call, here.memory)
         plan.run(call.a_parts, call.b_parts, (), (), call.biases)
         staging = here.launched("reduce_kernel").arguments["own_ptr"]
         assert_expected_inline(
@@ -381,7 +382,7 @@ main   record last""",
 def test_trace_of_a_direct_call() -> None:
     with machine(rank=0, world=2) as here:
         call = gather_call((256,), 64, (72,), world=2)
-        gather.DirectGather(call, here.memory).run(call.a_shard, None, call.bs, (), call.biases)
+        direct.DirectGather(call, here.memory).run(call.a_shard, None, call.bs, (), call.biases)
         assert_expected_inline(
             here.trace(),
             """\
@@ -453,7 +454,7 @@ def test_staging_comes_first_where_it_does_not_fit_beside_the_gemm() -> None:
         with machine(RANK, WORLD) as here:
             here.registers = registers  # of the staging kernel and of the GEMM
             call = gather_call((512,), 64, (512,), kept=True)
-            plan = gather.fused_gather(call, here.memory, Tiles(128, 256, 64, warps=8, stages=3), 2, SMS)
+            plan = fused.FusedGather(call, here.memory, Tiles(128, 256, 64, warps=8, stages=3), 2, SMS)
             plan.run(call.a_shard, None, call.bs, (), call.biases)
             assert here.launched("stage_kernel").stream == stream
             assert here.launched("gemm_kernel").stream == MAIN

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda.plans import gather, scatter
+from asynctp_kernels.cuda.plans import fused
 from cuda_stubs import (
     SMS,
     Copied,
@@ -106,7 +106,7 @@ def test_trace_of_a_recorded_gather() -> None:
     with machine(rank=0, world=2) as here:
         here.records = True
         call = gather_call((256,), 64, (72,), world=2, kept=True)
-        plan = gather.fused_gather(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
+        plan = fused.FusedGather(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
         at_the_same_place(plan, ())
         for _ in range(2):
             plan.run(call.a_shard, None, call.bs, (), call.biases)
@@ -134,7 +134,7 @@ def test_trace_of_a_recorded_scatter() -> None:
     with machine(rank=0, world=2) as here:
         here.records = True
         call = scatter_call((512,), (64,), 72, world=2)
-        plan = scatter.FusedScatter(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
+        plan = fused.FusedScatter(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
         at_the_same_place(plan, ())
         for _ in range(2):
             plan.run(call.a_parts, call.b_parts, (), (), call.biases)

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from asynctp_kernels import cuda
+from asynctp_kernels.cuda import explanation
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.select import IMPLEMENTATIONS, WHOLE
 from asynctp_kernels.cuda.choose.wire import (
@@ -23,8 +23,8 @@ from asynctp_kernels.cuda.choose.wire import (
     Wire,
 )
 from asynctp_kernels.cuda.gemm.gemm import NOT_TUNED
-from asynctp_kernels.cuda.plans.gather import GatherCall
-from asynctp_kernels.cuda.plans.scatter import ScatterCall
+from asynctp_kernels.cuda.plans.gather_call import GatherCall
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from selections import (
     ALL_REDUCE,
     BF16,
@@ -419,7 +419,7 @@ def test_each_implementation_has_its_transports(name: str, transport: str) -> No
 
 
 def call_of(op: str, args: tuple[Any, ...]) -> GatherCall | ScatterCall:
-    found = cuda._call_of(op, (*args, 4, None), None, None, None)
+    found = explanation.call_of(op, (*args, 4, None), None, None, None)
     return replace(found, unscaled_op="matmul_all_reduce") if op.endswith("all_reduce") else found  # type: ignore[call-arg]
 
 

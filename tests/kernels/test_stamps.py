@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import cuda_emulated
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.choose.wire import PUSH
-from asynctp_kernels.cuda.plans.scatter import ScatterCall
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS
 from asynctp_kernels.cuda.runtime.stamps import WORDS
 from cuda_stubs import COPY, Awaited, Computed, Entry, Launched, Machine, Tape, gather_call, machine, scatter_call

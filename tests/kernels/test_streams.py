@@ -24,7 +24,8 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda.plans import gather as gathers
+from asynctp_kernels.cuda import moves
+from asynctp_kernels.cuda.plans import gather_transports as gathers
 from asynctp_kernels.cuda.plans import scatter as scatters
 from asynctp_kernels.cuda.plans.collectives import Bulk
 from asynctp_kernels.cuda.runtime import driver
@@ -287,18 +288,19 @@ def found(session: str, spoil: Spoil) -> str:
 
 #: for every line a session that goes wrong without it
 NEEDED = {
-    "__init__._wait_for: wait_event(stream, bulk.done)": "bulk",
-    "__init__._wait_for: keep(bulk.source)": "in flight, waited for elsewhere",
-    "collectives.WholePush.enqueue: wait_event(stream, self.memory.reduced)": "whole gather of numbers",
+    "moves._wait_for: wait_event(stream, bulk.done)": "bulk",
+    "moves._wait_for: keep(bulk.source)": "in flight, waited for elsewhere",
+    "collectives.CopiedGather.enqueue: wait_event(stream, self.memory.reduced)": "whole gather of numbers",
     "collectives.BulkScatter._move: record_event(memory.running, side)": "recorded beside flights",
     "collectives.BulkScatter._move: wait_event(side, memory.reduced)": "bulk",
-    "gather.MovedGather.finish: wait_event(stream, self.memory.end)": "unlike uses of gathers",
-    "gather.PushedGather.start: record_event(memory.end, memory.stream)": "unlike uses of gathers",
-    "gather.PushedGather.start: wait_event(memory.reducer, memory.start)": "fused gather and A",
-    "gather.PushedGather.start: record_event(memory.reduced, memory.reducer)": "fused gather and A",
-    "gather.PushedGather.finish: wait_event(stream, self.memory.reduced)": "fused gather and A",
-    "gather.PulledGather.start: record_event(memory.end, memory.stream)": "pulled fused gather",
-    "gather.DecomposedPull.await_range: wait_event(stream, self.memory.event(source, block))": (
+    "gather_transports.GatherPush.finish: wait_event(stream, self.memory.end)": "unlike uses of gathers",
+    "gather_transports.GatherPull.finish: wait_event(stream, self.memory.end)": "pulled fused gather",
+    "gather_transports.GatherPush.start: record_event(memory.end, memory.stream)": "unlike uses of gathers",
+    "gather_transports.GatherPush.start: wait_event(memory.reducer, memory.start)": "fused gather and A",
+    "gather_transports.GatherPush.start: record_event(memory.reduced, memory.reducer)": "fused gather and A",
+    "gather_transports.GatherPush.finish: wait_event(stream, self.memory.reduced)": "fused gather and A",
+    "gather_transports.GatherPull.start: record_event(memory.end, memory.stream)": "pulled fused gather",
+    "gather_transports.GatherPull.await_range: wait_event(stream, self.memory.event(source, block))": (
         "pulled decomposed gather"
     ),
     "memory.GroupMemory.fork: record_event(self.start, stream)": "fused gather",
@@ -318,7 +320,7 @@ NEEDED = {
     "scatter.PushedScatter.push_and_reduce: record_event(memory.reduced, memory.reducer)": "fused scatter",
     "scatter.PushedScatter.finish: wait_event(stream, self.memory.end)": "fused scatter",
     "scatter.PushedScatter.finish: wait_event(stream, self.memory.reduced)": "fused scatter",
-    "scatter.DecomposedScatter.enqueue: record_event(memory.event(dst, block), stream)": "decomposed scatter",
+    "decomposed.DecomposedScatter.enqueue: record_event(memory.event(dst, block), stream)": "decomposed scatter",
     "script._call: record_event(event, stream)": "pulled decomposed gather",
     "script._call: wait_event(stream, awaited)": "decomposed scatter",
 }
@@ -423,7 +425,7 @@ def landed_kept(real: Any) -> Any:
 def gemm_clears(real: Any) -> Any:
     """The GEMM clears words that a copy waits for too."""
 
-    def init(self: gathers.PushedGather, *args: Any) -> None:
+    def init(self: gathers.GatherPush, *args: Any) -> None:
         real(self, *args)
         self.gemm_clears = True
 
@@ -446,7 +448,7 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "product before the push": ("decomposed gather", scripted(gathers, "arrived_script", no(Wait))),
     "LANDED kept by the product": ("decomposed gather", replaced(GroupMemory, "compiled", landed_kept)),
     "LANDED kept by the stream": ("fused gather and A", scripted(gathers, "clear_script", no(Write))),
-    "LANDED cleared by the GEMM too": ("fused gather and A", replaced(gathers.PushedGather, "__init__", gemm_clears)),
+    "LANDED cleared by the GEMM too": ("fused gather and A", replaced(gathers.GatherPush, "__init__", gemm_clears)),
     "pushed without the scales": (
         "decomposed gather of 4",
         scripted(gathers, "push_script", lambda steps: drop_first(steps, Copy)),
@@ -480,7 +482,7 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "one slot": ("direct gather", replaced(cuda_emulated, "_landings", lambda real: lambda call, epoch: real(call, 0))),
     "copies beside flights": ("recorded beside flights", after_flights("stream")),
     "sums beside flights": ("recorded flights", after_flights("reducer")),
-    "source given back in flight": ("in flight", replaced(cuda, "_waited", source_given_back)),
+    "source given back in flight": ("in flight", replaced(moves, "_waited", source_given_back)),
     "a recording of other memory": ("recorded elsewhere", replaced(Recordings, "run", one_recording)),
 }
 

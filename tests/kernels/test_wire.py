@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from asynctp_kernels import cuda
 from asynctp_kernels.cuda.choose.select import IMPLEMENTATIONS, WHOLE
 from asynctp_kernels.cuda.choose.tiles import WireChunks
 from asynctp_kernels.cuda.choose.wire import (
@@ -28,8 +27,9 @@ from asynctp_kernels.cuda.choose.wire import (
     TRANSPORTS,
     Wire,
 )
-from asynctp_kernels.cuda.plans.gather import GatherCall
-from asynctp_kernels.cuda.plans.scatter import ScatterCall
+from asynctp_kernels.cuda.plans import collectives
+from asynctp_kernels.cuda.plans.gather_call import GatherCall
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,7 +124,7 @@ def local_uses() -> Iterator[tuple[str, GatherCall | ScatterCall]]:
             bs = [weight(64, 72, FP8)]
             yield "gather of fp8", GatherCall(a, a_scale, bs, [b_scale], [None], 0, travels, out, False, full, 4, along)
     a, row = empty(1, 96 * 64, dtype=FP8), empty(1, 96, dtype=FP32)
-    yield "gather of fp8", cuda.gather_call(a, row, 4, False)
+    yield "gather of fp8", collectives.gather_call(a, row, 4, False)
     products = {"rows": ((384,), 64, 0), "blocks": ((3, 128), 64, 1), "longer rows": ((192,), 128, 0),
                 "columns": ((96,), 256, 1)}  # fmt: skip
     for (lead, n, dim), ks, added in itertools.product(products.values(), ((8,), (0,), (13, 72)), (False, True)):
@@ -134,8 +134,8 @@ def local_uses() -> Iterator[tuple[str, GatherCall | ScatterCall]]:
         yield "sum", ScatterCall(a_parts, b_parts, *options, added=term)
         term = empty(*lead, n, dtype=FP32) if added else None
         yield "wide sum", ScatterCall(a_parts, b_parts, *options, sum_dtype=FP32, added=term)
-    yield "sum", cuda.scatter_call(empty(384, 64), "sum", 4)
-    yield "wide sum", cuda.scatter_call(empty(384, 64, dtype=FP32), "sum", 4)
+    yield "sum", collectives.scatter_call(empty(384, 64), "sum", 4)
+    yield "wide sum", collectives.scatter_call(empty(384, 64, dtype=FP32), "sum", 4)
 
 
 def test_the_wire_is_the_same_whatever_a_rank_makes_of_a_collective() -> None:

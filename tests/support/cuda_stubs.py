@@ -19,11 +19,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from asynctp_kernels import cuda
+from asynctp_kernels.cuda import moves
 from asynctp_kernels.cuda.gemm import gemm
-from asynctp_kernels.cuda.plans import async_input, gather, scatter
-from asynctp_kernels.cuda.plans.gather import GatherCall
-from asynctp_kernels.cuda.plans.scatter import ScatterCall
+from asynctp_kernels.cuda.plans import async_input, direct, gather, gather_transports, scatter, sequential
+from asynctp_kernels.cuda.plans.gather_call import GatherCall
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime import driver, memory, recordings, watch
 from asynctp_kernels.cuda.runtime.launch import Launch, Tma
 from asynctp_kernels.cuda.runtime.memory import MAX_OWN, MAX_WORLD, Area, GroupMemory
@@ -505,10 +505,13 @@ def machine(
         Tensor: {"record_stream": lambda tensor, stream: here.kept.append((tensor.data_ptr(), stream.cuda_stream))},
         gemm: {"prepare": here.prepare},
         watch: {"group_store": lambda group: here.store},
-        cuda: {"gather_into": here.gather_into},
+        moves: {"gather_into": here.gather_into},
         async_input: {"product": product},
-        gather: {"prepare": here.prepare, "product": here.product, "gather_into": here.gather_into},
-        scatter: {"prepare": here.prepare, "product": here.product, "scatter_into": here.scatter_into},
+        gather: {"product": here.product},
+        scatter: {"prepare": here.prepare, "product": here.product},
+        gather_transports: {"prepare": here.prepare},
+        direct: {"prepare": here.prepare},
+        sequential: {"gather_into": here.gather_into, "scatter_into": here.scatter_into},
         torch.cuda: {
             "current_stream": lambda: SimpleNamespace(cuda_stream=here.current_stream),
             "set_device": lambda device: None,

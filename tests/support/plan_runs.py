@@ -16,9 +16,10 @@ import cuda_emulated
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.choose.tiles import Tiles
 from asynctp_kernels.cuda.choose.wire import PUSH
-from asynctp_kernels.cuda.plans import gather, scatter
-from asynctp_kernels.cuda.plans.gather import GatherCall
-from asynctp_kernels.cuda.plans.scatter import ScatterCall
+from asynctp_kernels.cuda.plans import decomposed, direct, fused, gather, scatter, sequential
+from asynctp_kernels.cuda.plans.gather_call import GatherCall
+from asynctp_kernels.cuda.plans.gather_transports import GatherPush
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_WORLD, GroupMemory, Words
 from cuda_stubs import (
     FP8,
@@ -119,11 +120,11 @@ def returned() -> Iterator[Any]:
 
 def gather_plan(call: GatherCall, here: Machine, implementation: str, chunks: int = 3) -> gather.GatherPlan:
     if implementation == "fused":
-        return gather.fused_gather(call, here.memory, tiles_of(call.a_shard.dtype), chunks, SMS)
+        return fused.FusedGather(call, here.memory, tiles_of(call.a_shard.dtype), chunks, SMS)
     made: dict[str, Callable[[GatherCall, GroupMemory], gather.GatherPlan]] = {
-        "decomposed": gather.decomposed_gather,
-        "direct": gather.DirectGather,
-        "sequential": gather.SequentialGather,
+        "decomposed": decomposed.DecomposedGather,
+        "direct": direct.DirectGather,
+        "sequential": sequential.SequentialGather,
     }
     return made[implementation](call, here.memory)
 
@@ -151,7 +152,7 @@ def fill_outboxes(here: Machine, shards: Sequence[Tensor], scales: Sequence[Tens
 
 
 def fill_inbox(
-    here: Machine, plan: gather.PushedGather, shards: Sequence[Tensor], scales: Sequence[Tensor], signature: int
+    here: Machine, push: GatherPush, shards: Sequence[Tensor], scales: Sequence[Tensor], signature: int
 ) -> None:
     """The other ranks have taken part, and have pushed theirs to us; scales behind all shards."""
     data = [bits(shard) for shard in shards]
@@ -159,7 +160,7 @@ def fill_inbox(
     peers_come(here, here.memory.landed, parts, signature)
     for rank in (set(range(WORLD)) - {RANK}) if scales else ():
         size = scales[rank].numel() * 4
-        start = plan.scale_offset + (rank - (rank > RANK)) * size
+        start = push.scale_offset + (rank - (rank > RANK)) * size
         here.parts("box")[RANK][start : start + size] = bits(scales[rank])
 
 
@@ -167,8 +168,9 @@ def peers_give(
     here: Machine, plan: gather.GatherPlan, call: GatherCall, shards: Sequence[Tensor], scales: Sequence[Tensor]
 ) -> None:
     """What a plan takes from the other ranks lies where it does."""
-    if isinstance(plan, gather.PushedGather):
-        fill_inbox(here, plan, shards, scales, call.wire.signature(PUSH))
+    transport = getattr(plan, "transport", None)
+    if isinstance(transport, GatherPush):
+        fill_inbox(here, transport, shards, scales, call.wire.signature(PUSH))
     elif "box" in here.memory.areas:
         fill_outboxes(here, shards, scales)
     here.kernels["push_gather_kernel"] = functools.partial(cuda_emulated.landed, parts=shards, scales=scales)
@@ -289,11 +291,11 @@ def scatter_implementations() -> Iterator[Any]:
 
 def scatter_plan(call: ScatterCall, here: Machine, implementation: str, chunks: int = 3) -> scatter.ScatterPlan:
     if implementation == "fused":
-        return scatter.FusedScatter(call, here.memory, tiles_of(call.a_parts[0].dtype), chunks, SMS)
+        return fused.FusedScatter(call, here.memory, tiles_of(call.a_parts[0].dtype), chunks, SMS)
     made = {
-        "decomposed": scatter.DecomposedScatter,
-        "direct": scatter.DirectScatter,
-        "sequential": scatter.SequentialScatter,
+        "decomposed": decomposed.DecomposedScatter,
+        "direct": direct.DirectScatter,
+        "sequential": sequential.SequentialScatter,
     }
     return made[implementation](call, here.memory)
 

@@ -13,7 +13,7 @@ import torch
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.choose.tiles import Tiles
 from asynctp_kernels.cuda.gemm import gemm
-from asynctp_kernels.cuda.plans.gather import GatherCall
+from asynctp_kernels.cuda.plans.gather_call import GatherCall
 from asynctp_kernels.cuda.runtime import driver
 from asynctp_kernels.cuda.runtime.memory import existing_memory
 from cuda_emulated import Steps, look, raw

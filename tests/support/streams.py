@@ -34,10 +34,10 @@ from unittest import mock
 import cuda_stubs
 import numpy as np
 import torch
-from asynctp_kernels import cuda
+from asynctp_kernels.cuda import moves
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.tiles import Tiles
-from asynctp_kernels.cuda.plans import gather, scatter
+from asynctp_kernels.cuda.plans import gather, gather_transports, scatter
 from asynctp_kernels.cuda.runtime import driver, memory
 from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS
 from asynctp_kernels.cuda.runtime.memory import Area, GroupMemory
@@ -439,10 +439,11 @@ def rank_of(
         replaced: dict[Any, dict[str, Any]] = {
             driver: {"Executable": Executable},
             gather: {"new_tensors": here.new_tensors},
+            gather_transports: {"new_tensors": here.new_tensors},
             scatter: {"new_tensors": here.new_tensors},
             memory: {"_GRANULE": GRANULE},
             select: {"fused_tiles": lambda *_: tiles, "chunks_for": lambda *_: chunks},
-            cuda: {"gather_into": here.gather_into, "register_wait": lambda result, wait: here.waits.append(wait)},
+            moves: {"gather_into": here.gather_into, "register_wait": lambda result, wait: here.waits.append(wait)},
             Tensor: {"record_stream": lambda tensor, stream: here.record_stream(tensor, stream)},
         }
         for module, attributes in replaced.items():

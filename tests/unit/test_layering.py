@@ -44,7 +44,18 @@ KERNEL_ROWS = (
     ("doctor",),
     ("__init__",),
 )
-CUDA_ROWS = (("choose",), ("runtime",), ("gemm",), ("plans",), ("legality",), ("implementations",), ("__init__",))
+CUDA_ROWS = (
+    ("choose",),
+    ("runtime",),
+    ("gemm",),
+    ("plans",),
+    ("legality",),
+    ("implementations",),
+    ("explanation", "groups", "plan_cache"),
+    ("moves",),
+    ("calls",),
+    ("__init__",),
+)
 """The rooms of `asynctp_kernels.cuda`."""
 
 

@@ -5,6 +5,7 @@ A new one is its row in `wire.TRANSPORTS`, its entry here, and its plan.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,24 +36,18 @@ from asynctp_kernels.cuda.legality import (
     sum_without_bias,
     whole_in_cublas_blocks,
 )
-from asynctp_kernels.cuda.plans.gather import (
-    DirectGather,
-    GatherCall,
-    GatherPlan,
-    SequentialGather,
-    decomposed_gather,
-    fused_gather,
-)
-from asynctp_kernels.cuda.plans.scatter import (
-    DecomposedScatter,
-    DirectScatter,
-    FusedScatter,
-    ScatterCall,
-    ScatterPlan,
-    SequentialScatter,
-)
+from asynctp_kernels.cuda.plans.decomposed import DecomposedGather, DecomposedScatter
+from asynctp_kernels.cuda.plans.direct import DirectGather, DirectScatter
+from asynctp_kernels.cuda.plans.fused import FusedGather, FusedScatter
+from asynctp_kernels.cuda.plans.gather import GatherPlan
+from asynctp_kernels.cuda.plans.gather_call import GatherCall
+from asynctp_kernels.cuda.plans.scatter import ScatterPlan
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
+from asynctp_kernels.cuda.plans.sequential import SequentialGather, SequentialScatter
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,11 +76,11 @@ _ANY = (group_has_kernels, something_to_multiply)
 # --- gathers -------------------------------------------------------------------------------------------------------
 def _fused_gather(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan:
     assert choice.tiles is not None
-    return fused_gather(call, memory, choice.tiles, choice.chunks, driver.machine(call.device_index)[1])
+    return FusedGather(call, memory, choice.tiles, choice.chunks, driver.machine(call.device_index)[1])
 
 
 def _decomposed_gather(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan:
-    return decomposed_gather(call, memory)
+    return DecomposedGather(call, memory)
 
 
 def _direct_gather(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan:
@@ -193,3 +188,10 @@ ENTRIES: dict[str, tuple[Implementation[Any], ...]] = {
     "scatter": SCATTERS,
     "all_reduce": ALL_REDUCES,
 }
+
+
+def make_plan(op: str, call: GatherCall | ScatterCall, memory: GroupMemory, choice: Choice) -> Any:
+    """The plan of a call of a kind (`Problem.op`)."""
+    log.debug("%s %s: %s", op, call.shape, choice)
+    entry = next(each for each in ENTRIES[op] if each.name == choice.implementation)
+    return entry.make(call, memory, choice)

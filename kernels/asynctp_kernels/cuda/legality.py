@@ -14,8 +14,8 @@ from asynctp_kernels.cuda.choose.implementation import Implementation
 from asynctp_kernels.cuda.choose.tiles import WireChunks
 from asynctp_kernels.cuda.gemm.gemm import refused_gemm, scale_mode
 from asynctp_kernels.cuda.gemm.products import refused_blocks, scaled_product_supported
-from asynctp_kernels.cuda.plans.gather import GatherCall
-from asynctp_kernels.cuda.plans.scatter import ScatterCall
+from asynctp_kernels.cuda.plans.gather_call import GatherCall
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS
 

@@ -22,8 +22,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from asynctp_kernels.cuda.choose.tiles import in_blocks
-from asynctp_kernels.cuda.plans.gather import GatherCall, GatherTensors, MovedGather, PulledGather, PushedGather
-from asynctp_kernels.cuda.plans.scatter import DirectScatter, PushedScatter, ScatterCall, ScatterTensors
+from asynctp_kernels.cuda.plans.direct import DirectScatter
+from asynctp_kernels.cuda.plans.gather import GatherPlan
+from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors
+from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, untold
+from asynctp_kernels.cuda.plans.scatter import PushedScatter
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors
 from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
@@ -48,93 +52,54 @@ class Bulk(NamedTuple):
     done: int
 
 
-class BulkGather(MovedGather):
-    """all_gather(shard, dim 0) by copy engine."""
+class BulkGather(GatherPlan):
+    """all_gather(shard, dim 0) by copy engine, in flight: shards are pushed and kept from the inbox, or pulled."""
 
     name = NAME
+    transport: GatherTransport
+
+    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        if call.kept:
+            # a copy within a GPU is a kernel that takes all SMs, also by the copy engine's name: others are to compute
+            self.transport = GatherPull(
+                call, memory, in_blocks(1, call.layout.inner), untold, stage_keeps=True, stage_programs=64
+            )
+        else:
+            self.transport = GatherPush(call, memory, 1)
+        super().__init__(call, memory, whole=call.kept)
 
     def start_bulk(self, shard: Tensor) -> Bulk:
         """Enqueue everything; `shard` [m, *, n] gives [world * m, *, n]."""
         memory, stream = self.memory, driver.current_stream(self.device_index)
         call = self.with_kernel_layout(self.tensors((shard, None, (), (), (), None)))
-        done = memory.fly(stream, self.number, call.addresses(), lambda side: self.move(side, call), gathers=True)
+        move = self.transport.move
+        done = memory.fly(stream, self.number, call.addresses(), lambda side: move(side, call), gathers=True)
         (result,) = self.results(call)
         return Bulk(result, call.shard, stream, done)
 
-    def move(self, side: int, call: GatherTensors) -> None:
-        """Enqueue everything on `side`."""
-        raise NotImplementedError
 
-
-class BulkPush(BulkGather, PushedGather):
-    """The shards are pushed, and kept from the inbox."""
-
-    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory, 1)
-
-    def move(self, side: int, call: GatherTensors) -> None:
-        self.push(side, call)
-        self.keep(side, call)
-        self.clear(side, ())
-
-
-class BulkPull(BulkGather, PulledGather):
-    """The shards are pulled to where every rank keeps them."""
-
-    stage_keeps = True  # a copy within a GPU is a kernel that takes all SMs, also by the copy engine's name
-    stage_programs = 64  # others are to compute meanwhile
-
-    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory, in_blocks(1, call.layout.inner))
-
-    def arrived(self, source: int, chunk: int) -> list[Step]:
-        return []
-
-    def move(self, side: int, call: GatherTensors) -> None:
-        self.pull(side, call)
-
-
-def bulk_gather(call: GatherCall, memory: GroupMemory) -> BulkGather:
-    """The plan of a gather in flight."""
-    return (BulkPull if call.kept else BulkPush)(call, memory)
-
-
-class WholePush(PushedGather):
+class CopiedGather(GatherPlan):
     """all_gather(shard, dim 0), of numbers too, by copy engine; the stream waits for it."""
 
     name = WHOLE
     cublas = False
+    transport: GatherTransport
 
     def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory, 1)
+        if call.kept:
+            chunks = in_blocks(1, call.layout.inner)
+            self.transport = GatherPull(call, memory, chunks, untold, stage_keeps=True)
+        else:
+            self.transport = GatherPush(call, memory, 1)
+        super().__init__(call, memory, whole=call.kept)
+        self.reads_landed = self.transport.reads_landed
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
-        self.start(stream, call)
-        driver.wait_event(stream, self.memory.reduced)  # then numbers are put together on this stream
-        self.finish(stream, call)
-
-
-class WholePull(PulledGather):
-    """The same, pulled to where every rank keeps it."""
-
-    name = WHOLE
-    cublas = False
-    stage_keeps = True
-
-    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
-        super().__init__(call, memory, in_blocks(1, call.layout.inner))
-
-    def arrived(self, source: int, chunk: int) -> list[Step]:
-        return []
-
-    def enqueue(self, stream: int, call: GatherTensors) -> None:
-        self.start(stream, call)
-        self.finish(stream, call)
-
-
-def whole_gather(call: GatherCall, memory: GroupMemory) -> WholePush | WholePull:
-    """The plan of a gather whose products are made elsewhere."""
-    return (WholePull if call.kept else WholePush)(call, memory)
+        transport = self.transport
+        transport.start(stream, call)
+        if transport.reads_landed:
+            driver.wait_event(stream, self.memory.reduced)  # then numbers are put together on this stream
+        transport.finish(stream, call)
 
 
 class BulkScatter(PushedScatter):

@@ -1,0 +1,123 @@
+"""The memory of a process group, or why it has none, and what becomes of it where a call fails."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import ProcessGroup
+
+from asynctp_kernels.compat import process_group
+from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.legality import group_refused
+from asynctp_kernels.cuda.runtime import memory as memory_of
+from asynctp_kernels.cuda.runtime.driver import CudaError, StreamWaitOver
+from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.cuda.runtime.memory import GroupMemory, existing_memory, group_memory
+from asynctp_kernels.cuda.runtime.watch import error_of
+from asynctp_kernels.errors import NotEnrolled, SymmetricMemoryError
+
+log = logging.getLogger(__name__)
+
+_unavailable: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
+T = TypeVar("T")
+
+
+def memory_for(group: ProcessGroup, device: torch.device) -> GroupMemory | None:
+    """The group's memory; None where there can be none, which is said once, or raised if an implementation is forced.
+
+    Raises:
+        RuntimeError: one is forced that needs it, or `device` is not the current one.
+    """
+    _check_device(device)
+    return existing_memory(group) or _new_memory(group, device)
+
+
+def _new_memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None:
+    if group in _unavailable:
+        _require_none_forced(_unavailable[group])
+        return None
+    reason = group_refused(group.size())
+    if reason is None:
+        try:
+            return group_memory(group, device)
+        except NotEnrolled as error:  # on every rank; all else is raised
+            reason = str(error)
+    _unavailable[group] = reason
+    _require_none_forced(reason)
+    log.warning("group %s runs the unfused program: %s", group.group_name, reason)
+    return None
+
+
+def _check_device(device: torch.device) -> None:
+    """Events, streams and kernels belong to the current device: it must be the tensors'."""
+    if driver.IN_ORDER and device.type != "cpu":
+        raise RuntimeError(
+            f"asynctp: Triton interprets (TRITON_INTERPRET=1), but the tensors are on {device}; unset it"
+        )
+    if device.index != (current := driver.current_device()):
+        raise RuntimeError(
+            f"asynctp: tensors on {device} while cuda:{current} is the current device; call "
+            f"torch.cuda.set_device({device.index}) first"
+        )
+
+
+def _require_none_forced(reason: str) -> None:
+    wanted = select.requested()
+    if wanted not in (None, "sequential"):
+        raise RuntimeError(f"asynctp: implementation {wanted!r} was asked for and cannot run: {reason}")
+
+
+def in_step(memory: GroupMemory, do: Callable[..., T], *args: Any) -> T:
+    """`do(*args)`, part of a call that uses the group's memory.
+
+    Should that raise half way, the ranks are out of step: then the memory must not be used again. Not so a
+    `SymmetricMemoryError`: that is raised by all ranks alike, before anything is enqueued.
+    """
+    try:
+        return do(*args)
+    except StreamWaitOver as over:
+        error = error_of(memory, over)
+        memory.fail(error)
+        raise error from None
+    except BaseException as error:
+        if memory.failure is None and not _harmless(error):
+            memory.failure = f"{type(error).__name__}: {error}"
+        raise
+
+
+def _harmless(error: BaseException) -> bool:
+    return isinstance(error, SymmetricMemoryError) and not isinstance(error, CudaError)
+
+
+def release(group: ProcessGroup) -> None:
+    """Free all memory of `group`, captured graphs' included. Collective in effect: the next call starts anew."""
+    _unavailable.pop(group, None)
+    memory_of.release(group)
+
+
+def last_implementation(group: Any) -> str:
+    """What the group's last call ran; `group` as for `asynctp_kernels.release`.
+
+    Raises:
+        ValueError: There is no such group.
+    """
+    group = process_group(group)
+    if group in _unavailable or (memory := existing_memory(group)) is None:
+        return "sequential"
+    return memory.last_implementation
+
+
+def shared_bytes(group: Any) -> int:
+    """Bytes of this rank's memory that the group's ops share with the peers; no allocator of PyTorch counts them.
+
+    `group` as for `asynctp_kernels.release`.
+
+    Raises:
+        ValueError: There is no such group.
+    """
+    memory = existing_memory(process_group(group))
+    return 0 if memory is None else memory.shared_bytes

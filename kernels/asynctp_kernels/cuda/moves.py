@@ -1,0 +1,221 @@
+"""Collectives of a group on its wire, without a matmul: complete on the current stream (`Mover`), or in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from asynctp_kernels.compat import gather_into, register_wait
+from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN, PUSH
+from asynctp_kernels.cuda.groups import in_step, memory_for
+from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
+from asynctp_kernels.cuda.plans.collectives import (
+    Bulk,
+    BulkGather,
+    BulkScatter,
+    CopiedGather,
+    DirectSum,
+    gather_call,
+    scatter_call,
+)
+from asynctp_kernels.cuda.plans.direct import DirectGather
+from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.cuda.runtime.memory import GroupMemory
+
+Check = Callable[[], None]
+T = TypeVar("T")
+
+
+def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' shards, joined along dim 0 in rank order: contiguous. By NCCL, in order on the current stream."""
+    whole = shard.new_empty((group.size() * shard.shape[0], *shard.shape[1:]))
+    gather_into(whole, shard.contiguous(), group)
+    return whole
+
+
+class Mover:
+    """A group's collectives on its wire, for products that are made elsewhere. All are complete on the current stream.
+
+    Tensors are contiguous; each rank's part is a run of elements. None where the group has no wire of its own.
+
+    Args:
+        group: The group.
+        kept: Every rank keeps what is gathered.
+    """
+
+    def __init__(self, group: ProcessGroup, kept: bool = False) -> None:
+        self.group, self.world, self.kept = group, group.size(), kept
+
+    def gather(self, shard: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
+        """All ranks' shards, and float32 numbers, one after the other: [world, *shape] each."""
+        memory = memory_for(self.group, shard.device)
+        if memory is None or shard.numel() == 0:
+            return None
+        flat, row = shard.view(1, -1), None if numbers is None else numbers.reshape(1, -1)
+        call = gather_call(flat, row, self.world, self.kept)
+        transport = call.wire.transport(select.requested())
+        if transport == PLAIN:
+            return self._plainly(shard, numbers)
+        make: Any = DirectGather if transport == DIRECT else CopiedGather
+        plan = _planned(memory, ("gather", self.kept, *keys_of(flat, row)), lambda: make(call, memory))
+        whole, *all_numbers = in_step(memory, plan.run, flat, None, (), (), (), row)
+        joined = whole.view(self.world, *shard.shape)
+        return joined, None if numbers is None else all_numbers[0].view(self.world, *numbers.shape)
+
+    def _plainly(self, shard: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        def gathered(part: Tensor) -> Tensor:
+            return all_gather(part.view(-1), self.group).view(self.world, *part.shape)
+
+        return gathered(shard), None if numbers is None else gathered(numbers.contiguous())
+
+    def scatter(self, blocks: Tensor, reduce_op: str) -> Tensor | None:
+        """This rank's part of the sum of all ranks' `blocks` [world, *shape]: [*shape]."""
+        part = self._part(blocks, reduce_op, "reduce_scatter")
+        return None if part is None else part.view(blocks.shape[1:])
+
+    def all_reduce(self, partial: Tensor, reduce_op: str) -> Tensor | None:
+        """The sum of all ranks' tensors."""
+        if partial.numel() % self.world or partial.numel() == 0:
+            return None
+        part = self._part(partial.view(self.world, -1), reduce_op, "all_reduce")
+        return None if part is None else all_gather(part.view(-1), self.group).view(partial.shape)
+
+    def _part(self, blocks: Tensor, reduce_op: str, kind: str) -> Tensor | None:
+        memory = memory_for(self.group, blocks.device)
+        if memory is None or blocks.numel() == 0:
+            return None
+        rows = blocks.view(self.world, -1)
+        call = scatter_call(rows, reduce_op, self.world, kind)
+        transport = call.wire.transport(select.requested())
+        if transport == PLAIN:
+            return None
+        key = (kind, reduce_op, *keys_of(rows))
+        if transport == DIRECT:
+            return in_step(memory, _planned(memory, key, lambda: DirectSum(call, memory)).reduce, rows)
+        bulk = in_step(memory, _planned(memory, key, lambda: BulkScatter(call, memory)).start_bulk, rows)
+        _wait_for(bulk)
+        return bulk.result
+
+
+def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """The plan of a call without a product."""
+    key = ("moved", memory.skipped, select.requested(), *key)
+    plan: Any = memory.plans.get(key)
+    if plan is None:
+        plan = keep(memory, key, in_step(memory, make))
+    return plan  # type: ignore[no-any-return]
+
+
+# --- in flight ------------------------------------------------------------------------------------------------------
+def run_bulk_gather(
+    shard: Tensor, group_size: int, group: ProcessGroup, check: Check, kept: bool = True
+) -> Tensor | None:
+    """all_gather(shard, dim 0), unwaited: `_c10d_functional.wait_tensor` completes it. None: use NCCL.
+
+    kept: every rank of the group keeps what is gathered. `check` validates the arguments; it is
+    called once per plan, not once per call, and not before None is given.
+
+    Raises:
+        SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
+    """
+    memory = memory_for(group, shard.device)
+    if memory is None or shard.numel() == 0:
+        return None
+    rows = shard if shard.ndim > 1 else shard.unsqueeze(1)
+    call = gather_call(rows, None, memory.world, kept)
+    transport = call.wire.transport(select.requested())
+    if transport == PLAIN:
+        return None
+    key = ("bulk gather", memory.skipped, kept, group_size, select.requested(), *keys_of(rows))
+    plan: Any = memory.plans.get(key)
+    if plan is None:
+        check_taking_part(check, Mover(group, kept), shard, None)
+        make: Any = DirectGather if transport == DIRECT else BulkGather
+        plan = keep(memory, key, in_step(memory, make, call, memory))
+    memory.last_implementation = plan.name
+    if transport == DIRECT:
+        whole: Tensor = in_step(memory, plan.run, rows, None, (), (), ())[0]
+        return whole if shard.ndim > 1 else whole.view(-1)
+    bulk: Bulk = in_step(memory, plan.start_bulk, rows)
+    return _waited(bulk, bulk.result if shard.ndim > 1 else bulk.result.view(-1))
+
+
+def run_bulk_scatter(
+    whole: Tensor, reduce_op: str, group_size: int, group: ProcessGroup, check: Check
+) -> Tensor | None:
+    """reduce_scatter(whole, dim 0), unwaited as above; "sum" or "avg", in fp32. None: use NCCL.
+
+    Raises:
+        SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
+    """
+    memory = memory_for(group, whole.device)
+    if memory is None or whole.numel() == 0:
+        return None
+    rows = whole if whole.ndim > 1 else whole.unsqueeze(1)
+    key = ("bulk scatter", memory.skipped, group_size, reduce_op, select.requested(), *keys_of(rows))
+    plan: Any = memory.plans.get(key, MISSING)
+    if plan is MISSING:
+        check_or_skip(check, memory)
+        call = scatter_call(rows, reduce_op, memory.world)
+        transport = call.wire.transport(select.requested())
+        makers: dict[str, Any] = {PUSH: BulkScatter, DIRECT: DirectSum}
+        plan = None if transport == PLAIN else in_step(memory, makers[transport], call, memory)
+        plan = keep(memory, key, plan)
+    if plan is None:
+        return None
+    memory.last_implementation = plan.name
+    if isinstance(plan, DirectSum):
+        part: Tensor = in_step(memory, plan.reduce, rows)
+        return part if whole.ndim > 1 else part.view(-1)
+    bulk: Bulk = in_step(memory, plan.start_bulk, rows)
+    return _waited(bulk, bulk.result if whole.ndim > 1 else bulk.result.view(-1))
+
+
+def run_bulk_all_reduce(tensor: Tensor, reduce_op: str, group: ProcessGroup, check: Check) -> Tensor | None:
+    """all_reduce(tensor), complete on the current stream; "sum" or "avg", in fp32. None: use NCCL.
+
+    Raises:
+        SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
+    """
+    memory = memory_for(group, tensor.device)
+    if memory is None:
+        check()
+        return None
+    check_or_skip(check, memory)
+    return Mover(group).all_reduce(tensor.contiguous(), reduce_op)
+
+
+def _waited(bulk: Bulk, result: Tensor) -> Tensor:
+    """`result`, which `wait_tensor` completes. Until then the tensors stay: so host time ahead costs no memory."""
+    register_wait(result, lambda: _wait_for(bulk))
+    return result
+
+
+def _wait_for(bulk: Bulk) -> None:
+    stream = driver.current_stream(bulk.source.device.index)
+    driver.wait_event(stream, bulk.done)
+    if stream != bulk.stream:  # the allocator would hand it out again on its own stream, which does not wait
+        driver.keep(bulk.source)
+
+
+# --- a call whose arguments are not valid ---------------------------------------------------------------------------
+def check_taking_part(check: Check, mover: Mover, shard: Tensor, numbers: Tensor | None) -> None:
+    """Check a gather. A rank whose products cannot be made sends its shard all the same: its peers' calls are right."""
+    try:
+        check()
+    except ValueError:
+        mover.gather(shard.contiguous(), numbers)
+        raise
+
+
+def check_or_skip(check: Check, memory: GroupMemory) -> None:
+    """Check a reduction. A rank that has nothing to send leaves the call out, and tells so by its next calls."""
+    try:
+        check()
+    except ValueError:
+        memory.skipped += 1
+        raise

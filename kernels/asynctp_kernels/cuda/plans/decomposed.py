@@ -1,0 +1,91 @@
+"""`decomposed`: cuBLAS for each range of a rank's rows, while copy engines move the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from asynctp_kernels.cuda.choose.tiles import in_blocks
+from asynctp_kernels.cuda.gemm.products import ranges
+from asynctp_kernels.cuda.plans.gather import GatherPlan
+from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors
+from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_event
+from asynctp_kernels.cuda.plans.scatter import PushedScatter
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors
+from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, GroupMemory
+from asynctp_kernels.cuda.runtime.script import Await, Step
+
+
+class DecomposedGather(GatherPlan):
+    """cuBLAS for each range of a source's rows, after its chunks. Only for a few: there is one in each outer block."""
+
+    name = "decomposed"
+    transport: GatherTransport
+
+    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        if call.kept:
+            chunks = in_blocks(call.outer, call.layout.inner)
+            # a copy of the own rows by themselves would come before the last matmul, or take SMs from another
+            self.transport = GatherPull(call, memory, chunks, by_event(memory), stage_first=True, stage_keeps=True)
+        else:
+            self.transport = GatherPush(call, memory, min(call.outer, MAX_CHUNKS))
+        super().__init__(call, memory, whole=call.kept)
+        self.reads_landed, self.waits_for_in_flight = self.transport.reads_landed, call.kept
+
+    def enqueue(self, stream: int, call: GatherTensors) -> None:
+        """Range by range."""
+        transport = self.transport
+        transport.start(stream, call)
+        world, rank = self.memory.world, self.memory.rank
+        parts = transport.ranges(call.shard, transport.rows(call))
+        scales: Sequence[Tensor | None]
+        if call.a_scale is None or (call.a_scale.numel() == 1 and not self.scale_travels):
+            scales = [call.a_scale] * len(parts)
+        elif not self.scale_travels:
+            scales = ranges(call.a_scale, len(parts))
+        else:
+            scales = transport.ranges(call.a_scale, transport.numbers_of(call))
+        places = [ranges(out, len(parts)) for out in call.outs]
+        for source in (rank, *transport.sources):
+            for block in range(self.outer):
+                part = block * world + source
+                if source != rank:
+                    transport.await_range(stream, source, block)
+                self.multiply(call, parts[part], scales[part], [place[part] for place in places])
+        transport.finish(stream, call)
+
+
+class DecomposedScatter(PushedScatter):
+    """cuBLAS for each range of a destination's rows, own rows last. Only for a few: one in each outer block.
+
+    The rows of block p and destination r are range number p * world + r of all.
+    """
+
+    name = "decomposed"
+
+    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+        blocks = in_blocks(call.outer, call.layout.inner)
+        super().__init__(call, memory, blocks, blocks, tiles_n=0)
+        self.extra_shape = (self.layout.inner, self.layout.cols)
+
+    def ready(self, dst: int, chunk: int) -> list[Step]:
+        return [Await(self.memory.event(dst, chunk))]
+
+    def enqueue(self, stream: int, call: ScatterTensors) -> None:
+        memory, world, outer = self.memory, self.memory.world, self.outer
+        memory.fork(stream)
+        count = outer * world
+        operands = [ranges(a, count) for a in call.a_parts]
+        places = call.staging.view(world, outer, self.layout.inner, self.layout.cols)
+        scales = [ranges(scale, count) if scale.numel() != 1 else [scale] * count for scale in call.a_scales]
+        added = [None] * count if call.added is None else ranges(call.added, count)
+        for dst in ((memory.rank + step) % world for step in range(1, world + 1)):
+            for block in range(outer):
+                part = block * world + dst
+                rows, factors = ([parts[part] for parts in of_ranges] for of_ranges in (operands, scales))
+                self.add_up(call, rows, factors, added[part], places[dst, block])
+                driver.record_event(memory.event(dst, block), stream)
+        self.push_and_reduce(memory.stream, call.staging, call.out, memory.event(memory.rank, outer - 1))
+        self.finish(stream)

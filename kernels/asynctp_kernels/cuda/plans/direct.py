@@ -1,0 +1,97 @@
+"""`direct`: one kernel that moves all data, before or after cuBLAS on the whole; nothing overlaps."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from asynctp_kernels.cuda.choose.wire import DIRECT
+from asynctp_kernels.cuda.gemm.copy_kernels import push_gather_kernel, push_reduce_kernel
+from asynctp_kernels.cuda.plans.gather import WholeGather
+from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors, ShardSizes, block_for
+from asynctp_kernels.cuda.plans.scatter import WholeScatter
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors
+from asynctp_kernels.cuda.runtime.launch import align, aligned, grid, prepare
+from asynctp_kernels.cuda.runtime.memory import DIRECT_PROGRAMS, GroupMemory
+
+
+class DirectGather(WholeGather):
+    """One kernel for the all-gather."""
+
+    name = "direct"
+
+    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory)
+        layout, sizes = self.layout, ShardSizes(call)
+        scale_offset = align(sizes.shard_bytes)
+        part = align(scale_offset + sizes.number_bytes)
+        area, words = memory.direct(part * memory.world)
+        slot = area.size // 2
+        # runs of bytes, which all ranks cut alike, whatever their units are
+        run_bytes = block_for(sizes.shard_bytes, 1 << 14, DIRECT_PROGRAMS)
+        programs = grid(-(-sizes.shard_bytes // run_bytes), DIRECT_PROGRAMS)
+        counts = (sizes.number_count, sizes.number_count // self.outer)
+        numbers = [sizes.units, sizes.row_bytes // sizes.unit_bytes, layout.inner, *counts]
+        self.signature = signature = memory.signature(call.wire, DIRECT)
+        memory_args = [
+            area.table, words.table, slot, part, scale_offset, memory.epoch, memory.direct_done, memory.doing,
+            memory.bound, memory.status, signature, signature, memory.rank,
+        ]  # fmt: skip
+        shard, full = aligned(call.a_shard), self.new_full()
+        numbers_like = call.a_scale if call.travels is None else call.travels
+        scale = memory.dummy if numbers_like is None else aligned(numbers_like)
+        args = [sizes.as_units(shard), scale, sizes.as_units(full), memory.dummy, *numbers, *memory_args]
+        args[9], args[10] = area.table.data_ptr(), words.table.data_ptr()
+        constants = {
+            "WORLD": memory.world,
+            "SCALE_TRAVELS": sizes.number_count > 0,
+            "CONTIGUOUS": layout.whole,
+            "ALONG_LAST": layout.along_last,
+            "MAX_PROGRAMS": DIRECT_PROGRAMS,
+            "PROGRAMS": programs,
+            "BLOCK": run_bytes // sizes.unit_bytes,
+            "NUMBERS": 512,
+        }
+        self.launch = prepare(push_gather_kernel, programs, args, constants, 8)
+        self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[4:]]
+
+    def move(self, stream: int, call: GatherTensors) -> None:
+        dummy = self.memory.dummy
+        own, whole = (dummy if tensor is None else tensor for tensor in (call.numbers, call.all_numbers))
+        assert call.full is not None
+        pointers = [tensor.data_ptr() for tensor in (call.shard, own, call.full, whole)]
+        self.launch(stream, [*pointers, *self.tail])
+
+
+class DirectScatter(WholeScatter):
+    """One kernel that pushes and reduces."""
+
+    name = "direct"
+
+    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory)
+        layout = self.layout
+        size = layout.rows * layout.cols
+        part = align(self.part_bytes)
+        area, words = memory.direct(part * memory.world)
+        self.signature = signature = memory.signature(call.wire, DIRECT)
+        block = block_for(size, 8192, DIRECT_PROGRAMS)
+        programs = grid(-(-size // block), DIRECT_PROGRAMS)
+        sent, out = (call.a_parts[0].new_empty(size, dtype=dtype) for dtype in (self.wire_dtype, self.out_dtype))
+        args = [
+            sent, out, size, layout.cols, layout.inner, area.table.data_ptr(), words.table.data_ptr(),
+            area.size // 2, part, memory.epoch, memory.direct_done, memory.doing, memory.bound, memory.status,
+            signature, signature, self.factor, memory.rank,
+        ]  # fmt: skip
+        constants = {
+            "WORLD": memory.world,
+            "CONTIGUOUS": layout.whole,
+            "ALONG_LAST": layout.along_last,
+            "MAX_PROGRAMS": DIRECT_PROGRAMS,
+            "PROGRAMS": programs,
+            "BLOCK": block,
+        }
+        self.launch = prepare(push_reduce_kernel, programs, args, constants, 8)
+        self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
+
+    def move(self, stream: int, call: ScatterTensors) -> None:
+        self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])

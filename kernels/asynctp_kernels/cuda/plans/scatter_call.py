@@ -1,0 +1,181 @@
+"""Matmuls and the sum of them over ranks as what decides a plan, and the memory of one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from asynctp_kernels.cuda.choose.wire import Wire
+from asynctp_kernels.cuda.gemm.products import Recipe, Scaling, block_recipe
+from asynctp_kernels.layout import ShardLayout, scatter_layout
+
+
+class Times(NamedTuple):
+    """What each product, what is added to them, and all of that is multiplied by."""
+
+    products: tuple[float, ...]
+    added: float
+    whole: float
+
+
+@dataclass(frozen=True)
+class ScatterCall:
+    """What decides a plan; the tensors stand for all tensors of their shapes, strides and dtypes.
+
+    out_dtype: of the products. unscaled_op: the op's name, as it is without scales. sum_dtype: of the result, and of
+    the sums that it comes from; None: the products'. added: a term of that dtype, and of the products' shape. factors:
+    what each product is multiplied by, once it has that dtype, and maybe one more, for their sum; powers of two, or
+    negatives of such. Empty: nothing is.
+    """
+
+    a_parts: Sequence[Tensor]
+    b_parts: Sequence[Tensor]
+    a_scales: Sequence[Tensor]
+    b_scales: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    reduce_op: str
+    dim: int
+    out_dtype: torch.dtype
+    fast: bool
+    world: int
+    unscaled_op: str = "matmul_reduce_scatter"
+    sum_dtype: torch.dtype | None = None
+    added: Tensor | None = None
+    factors: tuple[float, ...] = ()
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """Of the data on its way, and of the result."""
+        return self.out_dtype if self.sum_dtype is None else self.sum_dtype
+
+    @property
+    def wire(self) -> Wire:
+        """What all ranks share of it."""
+        layout = self.layout
+        kind = "all_reduce" if self.unscaled_op.endswith("all_reduce") else "reduce_scatter"
+        size = layout.rows * layout.cols * self.wire_dtype.itemsize
+        return Wire(kind, self.world, size, self.wire_dtype, self.reduce_op)
+
+    @property
+    def op(self) -> str:
+        """Its name, for messages."""
+        return ("scaled_" if self.a_scales else "") + self.unscaled_op
+
+    @property
+    def layout(self) -> ShardLayout:
+        full = (*self.a_parts[0].shape[:-1], self.b_parts[0].shape[1])
+        return scatter_layout(full, self.dim % len(full), self.world)
+
+    @property
+    def rows(self) -> int:
+        """Of the product, over all ranks."""
+        return math.prod(self.a_parts[0].shape[:-1])
+
+    @property
+    def outer(self) -> int:
+        return self.layout.outer
+
+    @property
+    def scaling(self) -> Scaling | None:
+        return Scaling(self.out_dtype, self.fast) if self.a_scales else None
+
+    @property
+    def device_index(self) -> int:
+        return self.a_parts[0].device.index
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the first A."""
+        return tuple(self.a_parts[0].shape)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is multiplied."""
+        return self.layout.rows == 0 or self.layout.cols == 0 or any(b.shape[0] == 0 for b in self.b_parts)
+
+    @property
+    def recipes(self) -> list[Recipe | None]:
+        """Of which blocks the scales of each matmul are; empty where there are no scales."""
+        scales = zip(self.b_parts, self.a_scales, self.b_scales, strict=True) if self.a_scales else ()
+        return [block_recipe(self.rows, b, a_scale, b_scale) for b, a_scale, b_scale in scales]
+
+    @property
+    def times(self) -> Times:
+        """What is multiplied, with as few passes over memory as give the program's numbers.
+
+        A number below 1 for the sum goes to its terms, which are smaller then than the program's. What that takes from
+        subnormal ones is no more than the program's rounding does, but in float16, where these are not rare.
+        """
+        count = len(self.a_parts)
+        each, rest = self.factors[:count] or (1.0,) * count, self.factors[count:]
+        whole = rest[0] if rest else 1.0
+        smaller = abs(whole) < 1 and all(abs(factor) <= 1 for factor in each) and self.wire_dtype != torch.float16
+        if smaller or abs(whole) == 1:
+            return Times(tuple(factor * whole for factor in each), whole, 1.0)
+        return Times(each, 1.0, whole)
+
+    @property
+    def gemm_factor(self) -> float | None:
+        """What one GEMM multiplies at its end, whose sum is that of all products; None where they need unlike numbers.
+
+        Several are multiplied before they are added in the program, and may add up to what has no place in fp32.
+        """
+        count = len(self.a_parts)
+        each, whole = set(self.factors[:count]) or {1.0}, self.factors[count:]
+        first = each.pop()
+        if each or (count > 1 and abs(first) != 1) or (whole and abs(first) != 1):
+            return None
+        return first * whole[0] if whole else first
+
+
+def as_rows(
+    a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], a_scales: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """The operands with every A as [M, K], and its scale as one element or a matrix."""
+    scales = [scale if scale.numel() == 1 else flat(scale) for scale in a_scales]
+    return [flat(a) for a in a_parts], b_parts, scales
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """[*, n] as [M, n]. A view takes most of a microsecond, also one that changes nothing."""
+    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def nonunit(factors: Sequence[float] | None) -> tuple[float, ...]:
+    """Factors as a call has them: none where all are 1."""
+    return tuple(factors) if factors and any(factor != 1 for factor in factors) else ()
+
+
+#: As, Bs, A scales, B scales, biases and what is added, as `ScatterCall` has them
+Operands = tuple[
+    Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None], Tensor | None
+]
+
+
+class ScatterTensors(NamedTuple):
+    """All memory of one call: the operands, then what it makes.
+
+    staging: the sum of the products, as the implementation lays it out. out: the result. extras: products apart that
+    are not made in the place of that sum.
+    """
+
+    a_parts: Sequence[Tensor]
+    b_parts: Sequence[Tensor]
+    a_scales: Sequence[Tensor]
+    b_scales: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    added: Tensor | None
+    staging: Tensor
+    out: Tensor
+    extras: list[Tensor]
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of all."""
+        a_parts, b_parts, a_scales, b_scales, biases, added, staging, out, extras = self
+        tensors = (*a_parts, *b_parts, *a_scales, *b_scales, *biases, added, staging, out, *extras)
+        return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])

@@ -1,0 +1,45 @@
+"""`sequential`: NCCL's collective, and cuBLAS on the whole before or after it; nothing overlaps."""
+
+from __future__ import annotations
+
+from asynctp_kernels.compat import gather_into, scatter_into
+from asynctp_kernels.cuda.plans.gather import WholeGather
+from asynctp_kernels.cuda.plans.gather_call import GatherTensors
+from asynctp_kernels.cuda.plans.scatter import WholeScatter
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors
+from asynctp_kernels.cuda.runtime.memory import GroupMemory
+
+
+class SequentialGather(WholeGather):
+    """NCCL's all-gather. Only for one outer block, where the ranks' shards are ranges of rows."""
+
+    name = "sequential"
+    uses_memory = False
+
+    def make(self, stream: int, call: GatherTensors) -> None:
+        """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""
+        self.enqueue(stream, self.with_kernel_layout(call))
+
+    def move(self, stream: int, call: GatherTensors) -> None:
+        assert call.full is not None
+        gather_into(call.full, call.shard, self.memory.group)
+        if call.numbers is not None and call.all_numbers is not None:
+            gather_into(call.all_numbers, call.numbers, self.memory.group)
+
+
+class SequentialScatter(WholeScatter):
+    """NCCL's reduce-scatter. Only for one outer block, where a rank's part is a range of rows."""
+
+    name = "sequential"
+    uses_memory = False
+
+    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory)
+        self.reduce_op, self.wire_dtype = call.reduce_op, self.out_dtype  # NCCL adds in what it moves
+
+    def make(self, stream: int, call: ScatterTensors) -> None:
+        """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""
+        self.enqueue(stream, self.with_kernel_layout(call))
+
+    def move(self, stream: int, call: ScatterTensors) -> None:
+        scatter_into(call.out, call.staging, self.reduce_op, self.memory.group)
