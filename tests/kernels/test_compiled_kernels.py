@@ -435,7 +435,7 @@ def test_a_wrong_order_of_publishing_is_found(tmp_path: Path) -> None:
         ("scatter", "plain", r"%(\S*LHS\S*), %(\S+) = tt.split", r"%\2, %\1 = tt.split", "as the other"),
         ("scatter", "plain", r"(warp_group_dot %\S+, %\S+,) %\S+ \{", r"\1 %cst {", "something else"),
         ("pushed", "plain", r"arith\.remsi", "arith.divsi", "something else"),
-        ("scatter", "rows-bias", r"tt\.splat %s0 ", "tt.splat %a_scale0 ", "something else"),
+        ("scatter", "rows-bias", r"tt\.splat %b_scale0 ", "tt.splat %a_scale0 ", "something else"),
         ("scatter", "rows-bias", r"tt\.splat %inner ", "tt.splat %n0 ", "something else"),
         ("scatter", "rows-bias", r"(%\S+) = arith\.addf", r"\1 = arith.mulf", "something else"),
         ("gather", "rows-travel", r"tt\.store %\d+.*", "tt.return", "not cleared"),

@@ -232,7 +232,7 @@ def test_sums_of_scaled_products_are_one_gemm(case: str, here: Machine) -> None:
     count = len(call.b_parts)
     assert gemm.prepared.constants["COUNT"] == count
     assert [gemm.arguments[f"c{i}"] for i in (1, 2, 3)] == [None] * 3
-    for name, scales in (("a_scale", call.a_scales), ("s", call.b_scales)):
+    for name, scales in (("a_scale", call.a_scales), ("b_scale", call.b_scales)):
         for i, scale in enumerate(scales):
             found = cuda_emulated.at(gemm.arguments[f"{name}{i}"], (scale.numel(),), torch.float32)
             assert torch.equal(found, scale.flatten())

@@ -224,11 +224,11 @@ def _finish(call: Call, acc: Tensor, scale: int, first: int, i: int, col: int) -
         start = scale + 4 * first * (call.A_SCALE == 2)
         acc = acc * at(start, (1,) if call.A_SCALE == 1 else (height, 1), torch.float32)
     if call.B_SCALE:
-        start = call.arguments[f"s{i}"] + 4 * col * (call.B_SCALE == 2)
+        start = call.arguments[f"b_scale{i}"] + 4 * col * (call.B_SCALE == 2)
         acc = acc * at(start, (1,) if call.B_SCALE == 1 else (1, width), torch.float32)
     if call.BIAS:
-        dtype = call.examples[f"z{i}"].dtype
-        acc = acc + at(call.arguments[f"z{i}"] + dtype.itemsize * col, (1, width), dtype).float()
+        dtype = call.examples[f"bias{i}"].dtype
+        acc = acc + at(call.arguments[f"bias{i}"] + dtype.itemsize * col, (1, width), dtype).float()
     return acc
 
 

@@ -144,12 +144,12 @@ class Gemm:
                 rows = (block * self.run.inner + row, self.run.inner - row)
         found: Polynomial = Counter()
         for a, a_scale, i, steps in zip(a_names, a_scales, of_b, self.steps, strict=True):
-            scales = _scale(a_scale, self["A_SCALE"], rows) + _scale(f"s{i}", self["B_SCALE"], cols)
+            scales = _scale(a_scale, self["A_SCALE"], rows) + _scale(f"b_scale{i}", self["B_SCALE"], cols)
             for at in range(0, steps * self["BK"], self["BK"]):
                 b_place = (f"b{i}", (col, at) if self.constants.get("B_K_MAJOR", True) else (at, col))
                 found[monomial(("product", (a, (block, row, at)), b_place), *scales)] += 1
         if self["BIAS"]:
-            found[monomial((f"z{number}", *cols))] += 1
+            found[monomial((f"bias{number}", *cols))] += 1
         return found if self["FACTOR"] == 1 else (Tensor(found) * factor(self["FACTOR"])).sum
 
     def word(self, peer: int, row_tile: int) -> int:
@@ -214,7 +214,7 @@ class Gemm:
                     last_awaited = (word, value)
             elif event[0] == "prefetch":
                 prefetched.add(event[1:])
-            elif event[0] == "read" and event[1] == "s0" and event[3] is not None and self.prefetches:
+            elif event[0] == "read" and event[1] == "b_scale0" and event[3] is not None and self.prefetches:
                 assert event[1:] in prefetched, "scales that are read are not prefetched"
                 read.add(event[1:])
             elif (needed := self.awaited(event)) is not None:

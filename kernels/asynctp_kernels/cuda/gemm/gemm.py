@@ -14,21 +14,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from asynctp_kernels.cuda.choose.tiles import Tiles
+from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS
 from asynctp_kernels.cuda.gemm.gemm_kernels import gemm_kernel
 from asynctp_kernels.cuda.runtime.launch import Launch, NotCompiled, describe, prepare
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_OWN
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-MAX_OPERANDS = 4
 log = logging.getLogger(__name__)
 NOT_TUNED = "the GEMM is tuned for compute capability 9 (H100, H200) only"
-
-
-def operand_addresses(tensors: Sequence[Tensor | None], unused: int) -> list[int]:
-    """Of as many as the kernel takes; `unused` stands for those that are not there."""
-    found = [unused if tensor is None else tensor.data_ptr() for tensor in tensors]
-    return found + [unused] * (MAX_OPERANDS - len(found))
 
 
 def scale_mode(scale: Tensor | None) -> int:

@@ -248,7 +248,7 @@ def multiply(a: tl.tensor, b: tl.tensor, acc: tl.tensor, B_K_MAJOR: tl.constexpr
 PROMISES = {
     "do_not_specialize_on_alignment": [
         *("a_scale0", "a_scale1", "a_scale2", "a_scale3"),
-        *("s0", "s1", "s2", "s3", "z0", "z1", "z2", "z3"),
+        *("b_scale0", "b_scale1", "b_scale2", "b_scale3", "bias0", "bias1", "bias2", "bias3"),
     ],
     "do_not_specialize": [
         *("outer", "inner", "k0", "k1", "k2", "k3", "n0", "n1", "n2", "n3"),
@@ -275,14 +275,14 @@ def gemm_kernel(
     a_scale1,
     a_scale2,
     a_scale3,
-    s0,
-    s1,
-    s2,
-    s3,
-    z0,
-    z1,
-    z2,
-    z3,
+    b_scale0,
+    b_scale1,
+    b_scale2,
+    b_scale3,
+    bias0,
+    bias1,
+    bias2,
+    bias3,
     words,
     done_ptr,
     outer,
@@ -326,7 +326,7 @@ def gemm_kernel(
     """Every product of a gather, or every destination of a scatter; `COUNT` is the number of Bs, or of pairs.
 
     GATHER: a0 [P, Q, K] the own rows, a1 [P*W, Q, K] the gathered ones (own part never read; INBOX: the others' only,
-        [(W-1)*P, Q, K], by source), b [N, K] or [K, N], c [P*W, Q, N]; s, z: scale and bias of each B. words: int32
+        [(W-1)*P, Q, K], by source), b [N, K] or [K, N], c [P*W, Q, N]; b_scale, bias: of each B. words: int32
         [W], how many chunks of a source are in a1 (and its scales in a_scale1, in the same order; a_scale0 holds the
         own ones, if they travel). CLEARS: no other reader of the words is left at the end. Not OWN: all rows are in a0
         and have words, which are awaited to be `value` and are left as they are.
@@ -422,7 +422,7 @@ def gemm_kernel(
             b = b_out
             at_k = step_k * BK
             a_scale = a_scale0
-            b_scale = s0
+            b_scale = b_scale0
             if not GATHER:
                 if COUNT > 1:
                     if step_k >= e1:
@@ -430,21 +430,21 @@ def gemm_kernel(
                         b = b1
                         at_k = (step_k - e1) * BK
                         a_scale = a_scale1
-                        b_scale = s1
+                        b_scale = b_scale1
                 if COUNT > 2:
                     if step_k >= e2:
                         a = a2
                         b = b2
                         at_k = (step_k - e2) * BK
                         a_scale = a_scale2
-                        b_scale = s2
+                        b_scale = b_scale2
                 if COUNT > 3:
                     if step_k >= e3:
                         a = a3
                         b = b3
                         at_k = (step_k - e3) * BK
                         a_scale = a_scale3
-                        b_scale = s3
+                        b_scale = b_scale3
             a_tile = a.load([a_block, q, at_k]).reshape(BM, BK)
             if B_K_MAJOR:
                 b_tile = b.load([col, at_k])
@@ -459,7 +459,7 @@ def gemm_kernel(
                         of_rows = tl.load(a_scale0 + block * inner + in_block, mask=in_block < inner, other=0.0)
                     if B_SCALE == 2:
                         cols = col + tl.arange(0, BN)
-                        prefetch(s0 + cols, cols < n)
+                        prefetch(b_scale0 + cols, cols < n)
             if EACH:
                 ended = step_k + 1
                 if (ended == e1) | (ended == e2) | (ended == e3) | (ended == e4):
@@ -481,21 +481,21 @@ def gemm_kernel(
                 rows = a_block * inner + in_block
                 if step > 0:
                     a_scale = a_scale1
-            b_scale = s0
-            bias = z0
+            b_scale = b_scale0
+            bias = bias0
             if GATHER:
                 if COUNT > 1:
                     if tile_n >= e1:
-                        b_scale = s1
-                        bias = z1
+                        b_scale = b_scale1
+                        bias = bias1
                 if COUNT > 2:
                     if tile_n >= e2:
-                        b_scale = s2
-                        bias = z2
+                        b_scale = b_scale2
+                        bias = bias2
                 if COUNT > 3:
                     if tile_n >= e3:
-                        b_scale = s3
-                        bias = z3
+                        b_scale = b_scale3
+                        bias = bias3
             cols = col + tl.arange(0, BN)
             if not BIAS:
                 bias = None

@@ -436,14 +436,14 @@ def gemm_kernel(
     a_scale1,
     a_scale2,
     a_scale3,
-    s0,
-    s1,
-    s2,
-    s3,
-    z0,
-    z1,
-    z2,
-    z3,
+    b_scale0,
+    b_scale1,
+    b_scale2,
+    b_scale3,
+    bias0,
+    bias1,
+    bias2,
+    bias3,
     words,
     done_ptr,
     outer,
@@ -515,7 +515,7 @@ def gemm_kernel(
     ends = (e1, e2, e3)
     tiles_m = outer * gl.cdiv(inner, BM)
     sizes = (outer, inner, rank, world, chunk_size, own_tiles, tiles_m, tiles_n, steps_k)
-    scales = ((a_scale0, a_scale1), (s0, s1, s2, s3), (z0, z1, z2, z3))
+    scales = ((a_scale0, a_scale1), (b_scale0, b_scale1, b_scale2, b_scale3), (bias0, bias1, bias2, bias3))
     stages = (a_stages, b_stages, full, empty)
     results = (c_buffers, c_full, c_empty)
     # fmt: off

@@ -8,7 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from asynctp_kernels.cuda.choose.tiles import Tiles, cut, cut_own
-from asynctp_kernels.cuda.gemm.gemm import MAX_OPERANDS, b_descriptor, operand_addresses, prepare_gemm, scale_mode
+from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments, place, places
+from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
 from asynctp_kernels.cuda.plans.gather import GatherPlan
 from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_word
@@ -29,6 +30,9 @@ from asynctp_kernels.cuda.runtime.launch import (
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.cuda.runtime.script import Record, Step, Wait, Write
 from asynctp_kernels.cuda.runtime.stamps import new_table
+
+A_OWN, A_COME, SCALE_OWN, SCALE_COME = map(place, ("a0", "a1", "a_scale0", "a_scale1"))
+STAGING, BIAS, WORDS = map(place, ("c0", "bias0", "words"))
 
 
 class FusedGather(GatherPlan):
@@ -66,30 +70,29 @@ class FusedGather(GatherPlan):
             describe(new(), [self.outer * memory.world, inner, n], [inner * n, n, 1], blocks)
             for new, n in zip(self.new_outs, self.widths, strict=True)
         ]
-        count, dummy = len(call.bs), memory.dummy
         bias = call.biases[0]
         a_mode = 2 if call.scale_travels else scale_mode(call.a_scale)
         b_mode = scale_mode(call.b_scales[0] if call.b_scales else None)
-        padding = [None] * (MAX_OPERANDS - count)
-        widths = self.widths + [0] * (MAX_OPERANDS - count)
         tile_count = _tile_count(self.outer * memory.world, inner, self.widths, tiles)
         programs = grid(tile_count, programs)
         self.stamps = new_table(call.op, memory, tile_count, first=0)
         done = memory.gather_done if self.stamps is None else self.stamps.done
-        self.sizes = [self.outer, inner, k, 0, 0, 0, *widths, memory.rank, memory.world, transport.chunk_rows, 1, 1]
-        args = [
-            self.a_own, self.a_come, None, None, *self.bs, *padding, *self.cs, *padding,
-            *[dummy] * 8, *[dummy if bias is None else bias] * 4, memory.local, done, *self.sizes,
-        ]  # fmt: skip
-        self.launch = prepare_gemm(
-            args, programs, tiles, call.bs, bias, (a_mode, b_mode), self.out_dtype, True, self.scale_travels,
-            inbox=inbox, clears=transport.gemm_clears, stamps=self.stamps is not None,
+        args = GemmArguments(
+            a=(self.a_own, self.a_come), b=self.bs, c=self.cs, a_scale=(), b_scale=(),
+            bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=done,
+            outer=self.outer, inner=inner, k=(k,), n=self.widths, rank=memory.rank, world=memory.world,
+            chunk_size=transport.chunk_rows, own_tiles=1, value=1,
         )  # fmt: skip
-        self.done = done.data_ptr()
+        self.launch = prepare_gemm(
+            args.listed(memory.dummy), programs, tiles, call.bs, bias, (a_mode, b_mode), self.out_dtype, gathers=True,
+            scale_travels=self.scale_travels, inbox=inbox, clears=transport.gemm_clears, stamps=self.stamps is not None,
+        )  # fmt: skip
+        self.values = args.launched(memory.local.data_ptr())
         self.a_own, self.a_come = outlines((self.a_own, self.a_come))
         self.bs, self.cs = outlines(self.bs), outlines(self.cs)
-        self.padding = padding
-        self.unused = memory.local.data_ptr()
+        self.of_bs, self.of_cs = places("b", len(call.bs)), places("c", len(call.bs))
+        self.of_b_scales = places("b_scale", len(call.b_scales))
+        self.has_bias, self.of_biases = bias is not None, places("bias", len(call.bs))
 
     def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
         call, bs = super().with_kernel_layout(call), [aligned_columns(b) for b in call.bs]
@@ -97,36 +100,22 @@ class FusedGather(GatherPlan):
         return call._replace(a_scale=a_scale, bs=bs, b_scales=dense(call.b_scales), biases=dense(call.biases))
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
-        transport, unused = self.transport, self.unused
+        transport, values = self.transport, self.values.copy()
         transport.start(stream, call)
         transport.await_all(stream)
-        scale0 = scale1 = unused
+        values[A_OWN] = Tma(self.a_own, call.shard.data_ptr())
+        values[A_COME] = Tma(self.a_come, transport.rows(call).data_ptr())
+        values[self.of_bs] = [Tma(like, b.data_ptr()) for like, b in zip(self.bs, call.bs, strict=True)]
+        values[self.of_cs] = [Tma(like, out.data_ptr()) for like, out in zip(self.cs, call.outs, strict=True)]
         if call.a_scale is not None:
-            scale0 = scale1 = call.a_scale.data_ptr()
+            values[SCALE_OWN] = values[SCALE_COME] = call.a_scale.data_ptr()
             if self.scale_travels:
-                scale1 = transport.numbers_of(call).data_ptr()
-        self.launch(
-            stream,
-            [
-                Tma(self.a_own, call.shard.data_ptr()),
-                Tma(self.a_come, transport.rows(call).data_ptr()),
-                None,
-                None,
-                *[Tma(like, b.data_ptr()) for like, b in zip(self.bs, call.bs, strict=True)],
-                *self.padding,
-                *[Tma(like, out.data_ptr()) for like, out in zip(self.cs, call.outs, strict=True)],
-                *self.padding,
-                scale0,
-                scale1,
-                unused,
-                unused,
-                *operand_addresses(call.b_scales, unused),
-                *operand_addresses(call.biases, unused),
-                transport.words,
-                self.done,
-                *self.sizes,
-            ],
-        )
+                values[SCALE_COME] = transport.numbers_of(call).data_ptr()
+            values[self.of_b_scales] = [scale.data_ptr() for scale in call.b_scales]
+        if self.has_bias:
+            values[self.of_biases] = [bias.data_ptr() for bias in call.biases if bias is not None]
+        values[WORDS] = transport.words
+        self.launch(stream, values)
         transport.finish(stream, call)
 
 
@@ -173,30 +162,28 @@ class FusedScatter(PushedScatter):
         staging = self.new_staging()
         block = tiles.stored
         self.c_like = describe(staging, [world * self.outer, inner, n], [inner * n, n, 1], block)
-        count, dummy = len(depths), memory.dummy
-        self.padding = [None] * (MAX_OPERANDS - count)
         bias = call.biases[0]
-        depths = depths + [0] * (MAX_OPERANDS - count)
         row_tiles = self.outer * -(-inner // tiles.block_m)
         tile_count = world * row_tiles * -(-n // tiles.block_n)
         programs = grid(tile_count, programs)
         self.stamps = new_table(call.op, memory, tile_count, first=1)
         done = memory.scatter_done if self.stamps is None else self.stamps.done
-        chunk_tiles = (self.chunks.tiles, self.own.tiles)
-        self.numbers = [self.outer, inner, *depths, n, 0, 0, 0, memory.rank, world, *chunk_tiles, 1]
-        args = [
-            *self.a_like, *self.padding, *self.b_like, *self.padding, self.c_like, None, None, None,
-            *[dummy] * 8, *[dummy if bias is None else bias] * 4, memory.local, done, *self.numbers,
-        ]  # fmt: skip
+        args = GemmArguments(
+            a=self.a_like, b=self.b_like, c=(self.c_like,), a_scale=(), b_scale=(),
+            bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=done,
+            outer=self.outer, inner=inner, k=depths, n=(n,), rank=memory.rank, world=world,
+            chunk_size=self.chunks.tiles, own_tiles=self.own.tiles, value=1,
+        )  # fmt: skip
         modes = [scale_mode(scales[0] if scales else None) for scales in (call.a_scales, call.b_scales)]
         self.launch = prepare_gemm(
-            args, programs, tiles, call.b_parts, bias, (modes[0], modes[1]), self.wire_dtype, gathers=False,
-            stamps=self.stamps is not None, rounded=call.out_dtype, factor=call.gemm_factor or 1.0,
+            args.listed(memory.dummy), programs, tiles, call.b_parts, bias, (modes[0], modes[1]), self.wire_dtype,
+            gathers=False, stamps=self.stamps is not None, rounded=call.out_dtype, factor=call.gemm_factor or 1.0,
         )  # fmt: skip
-        self.done = done.data_ptr()
+        self.values = args.launched(memory.local.data_ptr())
         self.a_like, self.b_like = outlines(self.a_like), outlines(self.b_like)
         self.c_like = Tma(self.c_like, 0)
-        self.unused = memory.local.data_ptr()
+        self.of_as, self.of_bs = places("a", len(depths)), places("b", len(depths))
+        self.of_scales = places("a_scale", len(depths)), places("b_scale", len(depths))
 
     def new_extras(self) -> list[Tensor]:
         return []
@@ -207,29 +194,18 @@ class FusedScatter(PushedScatter):
         return call._replace(a_parts=a_parts, b_parts=b_parts, a_scales=a_scales, b_scales=b_scales, biases=biases)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        memory, unused, bias = self.memory, self.unused, call.biases[0]
+        memory, values, bias = self.memory, self.values.copy(), call.biases[0]
         memory.fork(stream)
-        self.launch(
-            stream,
-            [
-                *[Tma(like, a.data_ptr()) for like, a in zip(self.a_like, call.a_parts, strict=True)],
-                *self.padding,
-                *[Tma(like, b.data_ptr()) for like, b in zip(self.b_like, call.b_parts, strict=True)],
-                *self.padding,
-                Tma(self.c_like, call.staging.data_ptr()),
-                None,
-                None,
-                None,
-                *operand_addresses(call.a_scales, unused),
-                *operand_addresses(call.b_scales, unused),
-                unused if bias is None else bias.data_ptr(),
-                unused,
-                unused,
-                unused,
-                memory.progress,
-                self.done,
-                *self.numbers,
-            ],
-        )
+        values[self.of_as] = [Tma(like, a.data_ptr()) for like, a in zip(self.a_like, call.a_parts, strict=True)]
+        values[self.of_bs] = [Tma(like, b.data_ptr()) for like, b in zip(self.b_like, call.b_parts, strict=True)]
+        values[STAGING] = Tma(self.c_like, call.staging.data_ptr())
+        if call.a_scales:
+            of_a, of_b = self.of_scales
+            values[of_a] = [scale.data_ptr() for scale in call.a_scales]
+            values[of_b] = [scale.data_ptr() for scale in call.b_scales]
+        if bias is not None:
+            values[BIAS] = bias.data_ptr()
+        values[WORDS] = memory.progress
+        self.launch(stream, values)
         self.push_and_reduce(memory.stream, call.staging, call.out, memory.running)
         self.finish(stream)

@@ -1,0 +1,77 @@
+"""The arguments of the GEMM's kernels (`gemm_kernels.gemm_kernel`, and that of `pingpong_kernels`), in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+MAX_OPERANDS = 4
+#: fields of which the kernels take `MAX_OPERANDS`, numbered
+_DESCRIPTORS, _POINTERS, _SIZES = ("a", "b", "c"), ("a_scale", "b_scale", "bias"), ("k", "n")
+_NUMBERED = (*_DESCRIPTORS, *_POINTERS, *_SIZES)
+
+
+@dataclass(frozen=True)
+class GemmArguments:
+    """Arguments to compile a kernel for: tensors stand for pointers, descriptors for TMA's, and numbers are numbers.
+
+    The order of the fields is that of the kernels' arguments, and is said here only. `gemm_kernel` says what each is.
+    """
+
+    a: Sequence[Any]
+    b: Sequence[Any]
+    c: Sequence[Any]
+    a_scale: Sequence[Tensor]
+    b_scale: Sequence[Tensor]
+    bias: Sequence[Tensor]
+    words: Tensor
+    done_ptr: Tensor
+    outer: int
+    inner: int
+    k: Sequence[int]
+    n: Sequence[int]
+    rank: int
+    world: int
+    chunk_size: int
+    own_tiles: int
+    value: int
+
+    def listed(self, unused: Any) -> list[Any]:
+        """All, in the kernels' order; `unused` stands for tensors that are not there."""
+        found: list[Any] = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name not in _NUMBERED:
+                found.append(value)
+                continue
+            absent = None if each.name in _DESCRIPTORS else unused if each.name in _POINTERS else 0
+            found += [*value, *[absent] * (MAX_OPERANDS - len(value))]
+        return found
+
+    def launched(self, unused: int) -> list[Any]:
+        """The values of a launch, but for what differs by call: numbers, and the words' and the count's addresses."""
+        found = [None] * len(_DESCRIPTORS) * MAX_OPERANDS + [unused] * len(_POINTERS) * MAX_OPERANDS
+        rest = self.listed(None)[len(found) :]
+        return found + [value.data_ptr() if isinstance(value, Tensor) else value for value in rest]
+
+
+def names() -> list[str]:
+    """Of all arguments, in the kernels' order."""
+    return [
+        name
+        for each in fields(GemmArguments)
+        for name in ([f"{each.name}{i}" for i in range(MAX_OPERANDS)] if each.name in _NUMBERED else [each.name])
+    ]
+
+
+def place(name: str) -> int:
+    """Where an argument is in the list."""
+    return names().index(name)
+
+
+def places(name: str, count: int) -> slice:
+    """Where the first `count` of a numbered argument are in the list."""
+    return slice(place(f"{name}0"), place(f"{name}0") + count)

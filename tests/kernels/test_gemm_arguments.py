@@ -1,0 +1,52 @@
+"""The order of the GEMM's arguments is said once, and is that of both kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from asynctp_kernels.cuda.gemm import arguments, gemm_kernels
+from asynctp_kernels.cuda.gemm.arguments import GemmArguments, names, place, places
+from asynctp_kernels.signals import IS_INTERPRETED
+
+POINTERS = [torch.zeros(4) for _ in range(4)]
+UNUSED = torch.zeros(1)
+#: values are named for their places
+FULL = GemmArguments(
+    a=["a0", "a1"], b=["b0"], c=["c0", "c1", "c2", "c3"], a_scale=(), b_scale=POINTERS[:1], bias=POINTERS[1:2],
+    words=POINTERS[2], done_ptr=POINTERS[3], outer=1, inner=2, k=(3, 4), n=(5,), rank=6, world=7, chunk_size=8,
+    own_tiles=9, value=10,
+)  # fmt: skip
+
+
+def parameters(kernel: object) -> list[str]:
+    return [each.name for each in kernel.params if not each.is_constexpr]  # type: ignore[attr-defined]
+
+
+def test_the_order_is_that_of_the_kernels() -> None:
+    assert names() == parameters(gemm_kernels.gemm_kernel)
+    if not IS_INTERPRETED:
+        pingpong = pytest.importorskip("asynctp_kernels.cuda.gemm.pingpong_kernels")
+        assert names() == parameters(pingpong.gemm_kernel)
+
+
+def test_examples_are_listed_in_that_order() -> None:
+    listed = FULL.listed(UNUSED)
+    assert len(listed) == len(names()) == 41
+    assert [listed[place(name)] for name in ("a0", "a1", "a2", "b0", "c3")] == ["a0", "a1", None, "b0", "c3"]
+    assert listed[place("a_scale0")] is listed[place("bias1")] is UNUSED
+    assert listed[place("bias0")] is POINTERS[1]
+    assert listed[place("words") :] == [*POINTERS[2:], 1, 2, 3, 4, 0, 0, 5, 0, 0, 0, 6, 7, 8, 9, 10]
+
+
+def test_a_launch_holds_no_tensor() -> None:
+    """Descriptors are left out, and pointers of operands: a call fills them in."""
+    values = FULL.launched(unused=77)
+    assert values[: place("a_scale0")] == [None] * 12
+    assert values[place("a_scale0") : place("words")] == [77] * 12
+    assert values[place("words") :][:3] == [POINTERS[2].data_ptr(), POINTERS[3].data_ptr(), 1]
+    values[places("b", 3)] = [1, 2, 3]
+    assert values[place("b0") : place("c0")] == [1, 2, 3, None]
+    assert arguments.MAX_OPERANDS == 4
