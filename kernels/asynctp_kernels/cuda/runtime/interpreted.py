@@ -90,11 +90,15 @@ def is_over(event: int) -> bool:
 
 
 def record_event(event: int, stream: int) -> None:
-    """What is before it is done."""
+    """Nothing: work before the event is done."""
 
 
 def wait_event(stream: int, event: int) -> None:
-    """What is before it is done."""
+    """Nothing: work before the event is done."""
+
+
+def wait_event_at_launch(stream: int, event: int) -> None:
+    """Nothing: there are no captures."""
 
 
 # --- the device -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.cuda.runtime import driver as gpu
 from asynctp_kernels.signals import IS_INTERPRETED
 
 #: a CTA of fewer bytes of shared memory leaves an SM's divided as a GEMM wants it (direct kernels have 2048)
@@ -121,7 +121,7 @@ def prepare(
     run = _by_triton(compiled[(programs, 1, 1)], constants)
     shared: int = compiled.metadata.shared
     if shared < SMALL:
-        driver.leave_shared_memory(compiled.function)
+        gpu.leave_shared_memory(compiled.function)
     return Launch(run, 32 * compiled.metadata.num_warps, int(compiled.n_regs), shared)
 
 

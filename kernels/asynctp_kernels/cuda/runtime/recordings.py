@@ -43,6 +43,7 @@ from typing import Any
 import torch
 
 from asynctp_kernels.compat import matmul_settings
+from asynctp_kernels.cuda.runtime import driver as gpu
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.errors import SymmetricMemoryError
 
@@ -69,8 +70,8 @@ class Recordings:
     def __init__(self, device: torch.device) -> None:
         self.device, self.most, self.under_way = device, 0 if driver.IN_ORDER else _most(), False
         self.launched = 0
-        self._graphs: dict[tuple[Any, ...], driver.Graph] = {}
-        self._ready: dict[Any, driver.Executable] = {}
+        self._graphs: dict[tuple[Any, ...], gpu.Graph] = {}
+        self._ready: dict[Any, gpu.Executable] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self._refused: set[Any] = set()
         self._turned_away, self._told = 0, False
@@ -98,9 +99,9 @@ class Recordings:
         self.launched += 1
         ready.launch(stream)
 
-    def _shown(self, plan: Any, graph: driver.Graph) -> driver.Executable | None:
+    def _shown(self, plan: Any, graph: gpu.Graph) -> gpu.Executable | None:
         """The plan's executable, of this graph. None: enqueue."""
-        ready = self._ready.pop(plan, None) or driver.Executable()
+        ready = self._ready.pop(plan, None) or gpu.Executable()
         try:
             ready.show(graph)
         except SymmetricMemoryError as error:
@@ -111,14 +112,14 @@ class Recordings:
         self._ready[plan] = ready  # the last one is the last used
         return ready
 
-    def _recorded(self, key: tuple[Any, ...], cublas: bool, urgent: bool, enqueue: Enqueue) -> driver.Executable | None:
+    def _recorded(self, key: tuple[Any, ...], cublas: bool, urgent: bool, enqueue: Enqueue) -> gpu.Executable | None:
         """Record a call that comes again. None: enqueue."""
         if key not in self._seen:
             if len(self._seen) >= SEEN * self.most:
                 self._seen.clear()
             self._seen.add(key)
             return None
-        if (setting := driver.unrecordable()) is not None:
+        if (setting := gpu.unrecordable()) is not None:
             _say_unrecordable(setting)
             return None
         if not self._room():
@@ -196,16 +197,16 @@ class Recorder:
 
     def _start(self) -> None:
         torch.cuda.set_device(self.device)
-        driver.relax_captures()
-        self._streams = [driver.new_torch_stream(self.device, urgent) for urgent in (False, True)]
+        gpu.relax_captures()
+        self._streams = [gpu.new_torch_stream(self.device, urgent) for urgent in (False, True)]
         self._pool = torch.cuda.MemPool()
         self._cublas = False
 
-    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool) -> driver.Graph:
+    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool) -> gpu.Graph:
         """The graph of what `enqueue(stream)` enqueues on a stream of the recorder's, and on those that join it."""
         return self._thread.submit(self._record, [enqueue], cublas, urgent).result()
 
-    def _record(self, only: list[Enqueue], cublas: bool, urgent: bool) -> driver.Graph:
+    def _record(self, only: list[Enqueue], cublas: bool, urgent: bool) -> gpu.Graph:
         """`only`: emptied here, so that nothing keeps the call's tensors longer."""
         enqueue = only.pop()
         try:
@@ -214,11 +215,11 @@ class Recorder:
             torch.cuda.empty_cache()
             return self._captured(enqueue, cublas, self._streams[urgent])
 
-    def _captured(self, enqueue: Enqueue, cublas: bool, stream: torch.cuda.Stream) -> driver.Graph:
+    def _captured(self, enqueue: Enqueue, cublas: bool, stream: torch.cuda.Stream) -> gpu.Graph:
         with torch.inference_mode(), torch.cuda.use_mem_pool(self._pool), torch.cuda.stream(stream):
             if cublas and not self._cublas:
                 self._make_handles(stream)
-            return driver.record(stream.cuda_stream, enqueue)
+            return gpu.record(stream.cuda_stream, enqueue)
 
     def _make_handles(self, stream: torch.cuda.Stream) -> None:
         """cuBLAS's handles are of a thread, and cannot be made in a capture.

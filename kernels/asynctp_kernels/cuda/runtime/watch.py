@@ -46,6 +46,7 @@ import torch
 from asynctp_kernels.compat import group_store
 from asynctp_kernels.cuda.choose.tiles import MAX_CHUNKS
 from asynctp_kernels.cuda.choose.wire import Wire
+from asynctp_kernels.cuda.runtime import driver as gpu
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.errors import PeerTimeout, SymmetricMemoryError, UnlikeCalls
 from asynctp_kernels.signals import FAILED, UNLIKE
@@ -279,8 +280,8 @@ def _watch(reference: weakref.ref[GroupMemory]) -> None:
     if memory is None:
         return
     torch.cuda.set_device(memory.device)
-    driver.relax_captures()
-    stream = driver.new_torch_stream(memory.device)
+    gpu.relax_captures()
+    stream = gpu.new_torch_stream(memory.device)
     watch, pages = Watch(memory), _Pages(memory)
     while memory is not None and not memory.released and not _exiting.is_set():
         with torch.cuda.stream(stream):
@@ -357,4 +358,4 @@ class _Pages:
         for address, whole in [(address, box.size) for box in memory.boxes for address in box.peers]:
             for first in range(0, whole, self.poison.numel()):
                 size = min(self.poison.numel(), whole - first)
-                driver.copy_from_host(address + first, self.poison.data_ptr(), size, stream)
+                gpu.copy_from_host(address + first, self.poison.data_ptr(), size, stream)
