@@ -185,7 +185,7 @@ def gather_into(whole: torch.Tensor, shard: torch.Tensor, group: ProcessGroup) -
 
 
 def scatter_into(part: torch.Tensor, whole: torch.Tensor, reduce_op: str, group: ProcessGroup) -> None:
-    """Fill contiguous `part` with this rank's rows of the "sum" or "avg" of contiguous `whole`, likewise."""
+    """Fill contiguous `part` with this rank's rows of the "sum" or "avg" of contiguous `whole`."""
     op = dist.ReduceOp.AVG if reduce_op == "avg" else dist.ReduceOp.SUM
     if hasattr(dist, "reduce_scatter_single"):
         dist.reduce_scatter_single(part, whole, op, group=group)

@@ -234,7 +234,7 @@ def driver_version(facts: Facts) -> Iterator[Finding]:
 
 
 def gpu_models(facts: Facts) -> Iterator[Finding]:
-    """What GPUs there are, and what their compute capability allows."""
+    """Say which GPUs there are, and what their compute capability allows."""
     if not facts.gpus:
         yield from _no_gpus(facts)
     for gpu in sorted({(gpu.name, gpu.capability) for gpu in facts.gpus}):
@@ -484,7 +484,7 @@ KNOWN_BUGS = (
 
 
 def known_bugs(facts: Facts) -> Iterator[Finding]:
-    """What is known to be broken in this version of torch, whether or not a program meets it."""
+    """Say what is known to be broken in this version of torch, whether or not a program meets it."""
     version = _version(facts.torch or "")
     for bug in KNOWN_BUGS:
         if version and bug.concerns(version):
@@ -528,7 +528,7 @@ def diagnose(facts: Facts, more: Iterable[Finding] = ()) -> list[Finding]:
 
 
 def verdict(facts: Facts, findings: Iterable[Finding]) -> Finding:
-    """What the fused ops will do here, in one line."""
+    """Say what the fused ops will do here, in one line."""
     failed = [finding for finding in findings if finding.status == "fail"]
     if failed:
         return Finding("verdict", "fail", f"not usable as asked: {failed[0].name}: {failed[0].text}")

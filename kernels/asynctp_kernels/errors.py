@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, as exceptions that name the rank, the peer and the wait."""
+"""Faults between ranks, as exceptions that name the rank, the peer and the wait."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NotEnrolled(SymmetricMemoryError):
 
 
 class PeerFailed(RuntimeError):
-    """Another rank failed in what all ranks of a group do together.
+    """A rank other than this one failed in what all ranks of a group do together.
 
     Attributes:
         op: what was running, such as ``rendezvous``.

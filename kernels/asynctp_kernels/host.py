@@ -38,7 +38,7 @@ _MODE = 0o600  # the user's own
 
 @dataclass(frozen=True)
 class Segment:
-    """What a rank tells its peers about the memory that it shares."""
+    """Facts that a rank tells its peers about the memory that it shares."""
 
     host: str
     boot: str
@@ -95,7 +95,7 @@ def rendezvous(group: ProcessGroup, buffer_size: int) -> HostSymmetricMemory:
 
 
 def host_name() -> str:
-    """What two processes share exactly when they run on one host."""
+    """The name that two processes share exactly when they run on one host."""
     return socket.gethostname()
 
 
@@ -214,7 +214,7 @@ def _mapped(fd: int, size: int, held: contextlib.ExitStack) -> torch.Tensor:
 
 
 def _tried(do: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], str]:
-    """What `do()` gives, and why it could not."""
+    """Give the result of `do()`, and why there is none."""
     try:
         return do(), ""
     except OSError as error:

@@ -54,7 +54,7 @@ _MALFORMED = (AttributeError, TypeError, ValueError)
 
 
 class _Stopped(RuntimeError):
-    """Another thread wants this meeting to end."""
+    """A request of another thread that this meeting end."""
 
 
 #: why a meeting ends before its time, which is no fault of what is done in it

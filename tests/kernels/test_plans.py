@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
 from asynctp_kernels.cuda.choose.wire import PUSH
-from asynctp_kernels.cuda.gemm import products
+from asynctp_kernels.cuda.gemm import cublas
 from asynctp_kernels.cuda.plans import decomposed, fused
 from asynctp_kernels.cuda.plans.gather_call import GatherCall
 from asynctp_kernels.cuda.plans.gather_transports import GatherPush
@@ -396,7 +396,7 @@ def test_scales_of_some_rows_are_where_cublas_takes_them(first: int, rows: int, 
     """Those of a rank's second range begin anywhere in the gathered ones; cuBLAS wants multiples of 16 bytes."""
     gathered, b_scale = torch.rand(128), torch.rand(1 + columns)[1:].view(1, columns)
     a_scale = gathered[first : first + rows].view(rows, 1)
-    of_a, of_b = products._matching(a_scale, b_scale, 50, 8)
+    of_a, of_b = cublas._matching(a_scale, b_scale, 50, 8)
     assert torch.equal(of_a, a_scale.expand(50, 1))
     assert torch.equal(of_b, b_scale.expand(1, 8))
     for scale in (of_a, of_b):

@@ -140,7 +140,7 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
     ),
     "gather much": (GATHER, gather_args(a=empty(16640, 512)), {}),
     "gather few rows": (GATHER, gather_args(a=empty(2, 512)), {"fused": "a row of A is longer than a chunk"}),
-    "gather five": (GATHER, gather_args(bs=[weight(512, 512)] * 5), {"fused": "5 products, more than 4"}),
+    "gather five": (GATHER, gather_args(bs=[weight(512, 512)] * 5), {"fused": "5 matmuls, more than 4"}),
     "gather fp32": (
         GATHER,
         gather_args(a=empty(256, 512, dtype=FP32), bs=[weight(512, 512, FP32)]),
@@ -162,7 +162,7 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
     "gather some biases": (
         GATHER,
         gather_args(bs=[weight(512, 512)] * 2, biases=[None, empty(512)]),
-        {"fused": "for some products only"},
+        {"fused": "for some matmuls only"},
     ),
     "scaled gather": (SCALED_GATHER, scaled_gather_args(), {}),
     "scaled gather of rows": (SCALED_GATHER, scaled_gather_args(**ROW_SCALES), {}),
@@ -297,7 +297,7 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
     "scaled scatter of sums with some biases": (
         SCALED_SCATTER,
         scaled_sum_args(biases=[None, empty(512)]),
-        {"fused": "biases for some products only"},
+        {"fused": "biases for some matmuls only"},
     ),
     "scaled scatter of sums with biases": (
         SCALED_SCATTER,
@@ -320,7 +320,7 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         {"decomposed": "5 separate row ranges"},
     ),
     "scaled scatter of sums in fp32": (SCALED_SCATTER, scaled_sum_args(out_dtype=FP32), {}),
-    "scaled scatter of five": (SCALED_SCATTER, scaled_sum_args(5), {"fused": "5 products, more than 4"}),
+    "scaled scatter of five": (SCALED_SCATTER, scaled_sum_args(5), {"fused": "5 matmuls, more than 4"}),
     "scaled scatter of sums, one not for the GEMM": (
         SCALED_SCATTER,
         scaled_sum_args(
@@ -436,7 +436,7 @@ def test_a_converted_product_travels_in_the_dtype_of_the_collective() -> None:
         assert (plain.tiles.block_n, converted.tiles.block_n) == (256, 128), "wide tiles leave no room for 4 bytes"
         plain, converted = (explain(op, *two[:needed], sum_dtype=dtype) for dtype in (None, FP32))
         assert own_reasons(plain) == {}
-        reason = "several products, each rounded to torch.bfloat16 before they are added in torch.float32"
+        reason = "several matmuls, each rounded to torch.bfloat16 before they are added in torch.float32"
         assert own_reasons(converted) == {"fused": reason}
         assert plain.estimates_us["decomposed"] < converted.estimates_us["decomposed"]
 
@@ -466,7 +466,7 @@ def test_the_gemm_converts_a_scaled_product() -> None:
 def test_the_gemm_multiplies_its_whole_sum(op: str, count: int, factors: tuple[float, ...], able: bool) -> None:
     args = scatter_args(a=[empty(4096, 4096)] * count, bs=[weight(4096, 2048)] * count)
     refused = own_reasons(explain(op, *args[: 5 if op == SCATTER else 4], factors=factors))
-    assert refused == ({} if able else {"fused": "products that are multiplied by numbers before they are added"})
+    assert refused == ({} if able else {"fused": "matmuls that are multiplied by numbers before they are added"})
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])

@@ -350,8 +350,8 @@ class Machine:
         return Launch(run, 32 * num_warps, self.registers, 0)
 
     # what replaces cuBLAS and NCCL
-    def product(self, *operands: Any, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
-        return product(*operands, out=out, factor=factor)
+    def matmul(self, *operands: Any, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
+        return matmul(*operands, out=out, factor=factor)
 
     def gather_into(self, whole: Tensor, shard: Tensor, group: Any) -> None:
         assert group is self.group
@@ -445,7 +445,7 @@ def check_promises(launched: Launched) -> None:
             assert value == example, f"{said} is compiled in"
 
 
-def product(
+def matmul(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -455,7 +455,7 @@ def product(
     out: Tensor | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """`products.product` without cuBLAS."""
+    """`cublas.matmul` without cuBLAS."""
     found = a.float() @ b.float()
     if a_scale is not None and b_scale is not None:
         found = found * a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)
@@ -506,9 +506,9 @@ def machine(
         gemm: {"prepare": here.prepare},
         watch: {"group_store": lambda group: here.store},
         moves: {"gather_into": here.gather_into},
-        async_input: {"product": product},
-        gather: {"product": here.product},
-        scatter: {"prepare": here.prepare, "product": here.product},
+        async_input: {"matmul": matmul},
+        gather: {"matmul": here.matmul},
+        scatter: {"prepare": here.prepare, "matmul": here.matmul},
         gather_transports: {"prepare": here.prepare},
         direct: {"prepare": here.prepare},
         sequential: {"gather_into": here.gather_into, "scatter_into": here.scatter_into},
@@ -710,7 +710,7 @@ def expected_products(call: GatherCall, full: Tensor, a_scale: Tensor | None) ->
     flat = full.reshape(-1, full.shape[-1])
     row_scale = a_scale if a_scale is None or a_scale.numel() == 1 else a_scale.reshape(-1, 1)
     return [
-        product(flat, b, bias, row_scale, call.b_scales[i] if call.b_scales else None, call.scaling)
+        matmul(flat, b, bias, row_scale, call.b_scales[i] if call.b_scales else None, call.scaling)
         for i, (b, bias) in enumerate(zip(call.bs, call.biases, strict=True))
     ]
 
@@ -729,7 +729,7 @@ def whole(call: ScatterCall, implementation: str) -> Tensor:
         flat = a.reshape(-1, a.shape[-1])
         flat, b = (flat.float(), b.float()) if exact else (flat, b)
         scaling = (replace(call, out_dtype=torch.float32) if exact else call).scaling
-        one = product(flat, b, call.biases[i], *scales, scaling).to(torch.float32 if exact else call.wire_dtype)
+        one = matmul(flat, b, call.biases[i], *scales, scaling).to(torch.float32 if exact else call.wire_dtype)
         total = one * factors[i] if total is None else total + one * factors[i]
     assert total is not None
     total = (total if call.added is None else total + call.added.reshape(total.shape)) * (rest[0] if rest else 1)

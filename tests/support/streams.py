@@ -54,8 +54,8 @@ from cuda_stubs import (
     Recorded,
     Waited,
     Wrote,
+    matmul,
     one_torch_thread,
-    product,
 )
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -349,16 +349,16 @@ class Rank(Machine):
         return next(self._numbers)
 
     # --- cuBLAS and NCCL
-    def product(self, *operands: Any, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
+    def matmul(self, *operands: Any, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         assert out is not None
         places = tree_map_only(Tensor, Place.of, [out, *operands])
 
         def steps() -> Steps:
             into, a, *others = tree_map_only(Place, Place.tensor, places)
             rows = yield from look(a)
-            yield from put(into, product(rows, *others, factor=factor).to(into.dtype))
+            yield from put(into, matmul(rows, *others, factor=factor).to(into.dtype))
 
-        self.enqueue(self.current_stream, "product", steps)
+        self.enqueue(self.current_stream, "matmul", steps)
         return out
 
     def gather_into(self, whole: Tensor, shard: Tensor, group: Any) -> None:

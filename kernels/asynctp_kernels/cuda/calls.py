@@ -168,6 +168,6 @@ def _run_scatter(
 
 
 def _run(memory: GroupMemory, plan: Any, *operands: Any) -> Any:
-    """The results of a plan; None where the caller makes the products."""
+    """The results of a plan; None where the caller makes the matmuls."""
     memory.last_implementation = plan.name
     return in_step(memory, plan.run, *operands) if plan.uses_memory else plan.run(*operands)

@@ -46,7 +46,7 @@ def problem_of(
     added: Tensor | None = None,
     factors: Sequence[float] | None = None,
 ) -> Problem:
-    """What the cost of a call depends on, and how a tuning table names it; arguments as those of `explain`."""
+    """The facts that the cost of a call depends on, and that name it in a tuning table; arguments as for `explain`."""
     call = call_of(op, args, sum_dtype, added, factors)
     if isinstance(call, GatherCall):
         return gather_problem(call)

@@ -100,7 +100,7 @@ def release(group: ProcessGroup) -> None:
 
 
 def last_implementation(group: Any) -> str:
-    """What the group's last call ran; `group` as for `asynctp_kernels.release`.
+    """Name the implementation of the group's last call; `group` as for `asynctp_kernels.release`.
 
     Raises:
         ValueError: There is no such group.

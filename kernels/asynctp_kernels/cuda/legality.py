@@ -12,8 +12,8 @@ from typing import TypeVar
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.implementation import Implementation
 from asynctp_kernels.cuda.choose.tiles import WireChunks
+from asynctp_kernels.cuda.gemm.cublas import refused_blocks, scaled_matmul_supported
 from asynctp_kernels.cuda.gemm.gemm import refused_gemm, scale_mode
-from asynctp_kernels.cuda.gemm.products import refused_blocks, scaled_product_supported
 from asynctp_kernels.cuda.plans.gather_call import GatherCall
 from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime.machine import driver
@@ -21,7 +21,7 @@ from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS
 
 WORLD_SIZES = range(2, 9)
 NOT_IN_BLOCKS = "scales of blocks of the contraction: the GEMM scales a sum once, at its end"
-NOT_IN_CUBLAS = "scales, bias, strides or result type that cuBLAS does not take in one scaled product"
+NOT_IN_CUBLAS = "scales, bias, strides or result type that cuBLAS does not take in one scaled matmul"
 
 AnyCall = TypeVar("AnyCall", GatherCall, ScatterCall)
 
@@ -63,7 +63,7 @@ def few_row_ranges(call: GatherCall | ScatterCall) -> str | None:
     """There may be one matmul for each range of a rank's rows, of which there is one in every outer block."""
     if call.outer <= MAX_CHUNKS:
         return None
-    return f"{call.outer} separate row ranges per rank, more than {MAX_CHUNKS}: one product each is too many"
+    return f"{call.outer} separate row ranges per rank, more than {MAX_CHUNKS}: one matmul each is too many"
 
 
 def range_in_cublas_blocks(call: GatherCall | ScatterCall) -> str | None:
@@ -90,7 +90,7 @@ def rows_are_gathered(call: GatherCall) -> str | None:
     """Each rank's part of A gives rows of the results."""
     if not call.layout.along_last:
         return None
-    return "the gathered dim is the contraction dim: every product needs all of it"
+    return "the gathered dim is the contraction dim: every matmul needs all of it"
 
 
 def scale_can_be_gathered(call: GatherCall) -> str | None:
@@ -106,7 +106,7 @@ def cublas_takes_gathered(call: GatherCall) -> str | None:
         return None
     for b, b_scale, bias, recipe in zip(call.bs, call.b_scales, call.biases, call.recipes, strict=True):
         operands = (call.a_shard, b, call.a_scale, b_scale, bias)
-        if not scaled_product_supported(*operands, call.out_dtype, call.scale_travels, recipe is not None):
+        if not scaled_matmul_supported(*operands, call.out_dtype, call.scale_travels, recipe is not None):
             return NOT_IN_CUBLAS
     return None
 
@@ -147,7 +147,7 @@ def cublas_takes_scattered(call: ScatterCall) -> str | None:
         return None
     parts = (call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.recipes)
     for a, b, a_scale, b_scale, bias, recipe in zip(*parts, strict=True):
-        if not scaled_product_supported(a, b, a_scale, b_scale, bias, call.out_dtype, False, recipe is not None):
+        if not scaled_matmul_supported(a, b, a_scale, b_scale, bias, call.out_dtype, False, recipe is not None):
             return NOT_IN_CUBLAS
     return None
 
@@ -164,14 +164,14 @@ def scattered_scaled_at_end(call: ScatterCall) -> str | None:
 
 def only_matmuls_are_summed(call: ScatterCall) -> str | None:
     """Nothing else is added to them."""
-    return None if call.added is None else "a term that is no product"
+    return None if call.added is None else "a term that is no matmul"
 
 
 def one_factor(call: ScatterCall) -> str | None:
-    """What is multiplied is the sum."""
+    """All factors are of the sum, or alike."""
     if call.gemm_factor is not None:
         return None
-    return "products that are multiplied by numbers before they are added"
+    return "matmuls that are multiplied by numbers before they are added"
 
 
 def gemm_takes_scattered(call: ScatterCall) -> str | None:
@@ -184,13 +184,13 @@ def rounded_once(call: ScatterCall) -> str | None:
     """Summands are not rounded before they are added in another dtype."""
     if len(call.b_parts) == 1 or call.wire_dtype == call.out_dtype:
         return None
-    return f"several products, each rounded to {call.out_dtype} before they are added in {call.wire_dtype}"
+    return f"several matmuls, each rounded to {call.out_dtype} before they are added in {call.wire_dtype}"
 
 
 def sum_without_bias(call: ScatterCall) -> str | None:
     """Only a single summand has a bias."""
     if len(call.b_parts) > 1 and any(bias is not None for bias in call.biases):
-        return "a bias in a sum of several products"
+        return "a bias in a sum of several matmuls"
     return None
 
 

@@ -38,7 +38,7 @@ def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class Mover:
-    """A group's collectives on its wire, for products that are made elsewhere. All are complete on the current stream.
+    """A group's collectives on its wire, for matmuls that are made elsewhere. All are complete on the current stream.
 
     Tensors are contiguous; each rank's part is a run of elements. None where the group has no wire of its own.
 
@@ -102,7 +102,7 @@ class Mover:
 
 
 def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """The plan of a call without a product."""
+    """The plan of a call without a matmul."""
     key = ("moved", memory.skipped, select.requested(), *key)
     plan: Any = memory.plans.get(key)
     if plan is None:
@@ -204,7 +204,7 @@ def _wait_for(bulk: Bulk) -> None:
 
 # --- a call whose arguments are not valid ---------------------------------------------------------------------------
 def check_taking_part(check: Check, mover: Mover, shard: Tensor, numbers: Tensor | None) -> None:
-    """Check a gather. A rank whose products cannot be made sends its shard all the same: its peers' calls are right."""
+    """Check a gather. A rank whose matmuls cannot be made sends its shard all the same: its peers' calls are right."""
     try:
         check()
     except ValueError:

@@ -18,7 +18,7 @@ MISSING = object()
 
 
 def keys_of(*tensors: Tensor | None) -> list[tuple[Any, ...] | None]:
-    """What a plan depends on of each tensor, and what is checked once a plan."""
+    """Each tensor's facts that a plan depends on, and that are checked once a plan."""
     return [
         None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors
     ]

@@ -42,7 +42,7 @@ class Rates:
             the terms of the model; `decomposed_gather` where the gathered A is returned, and the shard staged first.
         narrow: how fast the GEMM's 128 x 128 tiles are, as a fraction of cuBLAS.
         precise: the same in fp8 without fast accumulation.
-        several: the same of several scaled products, which may be fast; `docs/results/2026-11-23-h200x2/sums-fast.txt`.
+        several: the same of several scaled matmuls, which may be fast; `docs/results/2026-11-23-h200x2/sums-fast.txt`.
 
     Source of the values: `docs/results/2026-11-22-h200x4` (`bench.json`, `tuned.json`) and `-h200x2` (`tuned.json`),
     159 calls; all but `copy`, `local`, `beside`, `gap` and `narrow` are fitted to the geometric means of graph and
@@ -75,16 +75,16 @@ class Rates:
 
 @dataclass(frozen=True)
 class Problem:
-    """What the cost of a call depends on.
+    """The facts that the cost of a call depends on.
 
     Attributes:
         op: "gather", "scatter" or "all_reduce".
-        rows: of the whole 2-D A (gather) or product (scatter), over all ranks.
+        rows: of the whole 2-D A (gather) or matmul (scatter), over all ranks.
         depth: contraction length; of all pairs together.
-        widths: columns of each product.
+        widths: columns of each matmul.
         itemsize: bytes of an element of A; out_itemsize: of the result, or of what is sent to be summed.
         precise: fp8 sums may not be fast.
-        apart: of several scaled products all contraction lengths but the greatest: cuBLAS makes each by itself.
+        apart: of several scaled matmuls all contraction lengths but the greatest: cuBLAS makes each by itself.
         widened: how many times as many bytes an element of the sum has, which NCCL sends instead.
         blocks: into how many ranges a rank's rows fall: one for each index of the dims in front of the sharded one.
         returned: the gathered A is.
@@ -120,7 +120,7 @@ class Problem:
     ) -> Problem:
         """The problem of operands of `dtype`.
 
-        depths: of each summed product; `fast`: fp8 sums may be; `sum_dtype`: of the result, if it is another.
+        depths: of each summed matmul; `fast`: fp8 sums may be; `sum_dtype`: of the result, if it is another.
         """
         name, fp8 = str(dtype).removeprefix("torch."), dtype.itemsize == 1
         apart = tuple(sorted(depths)[:-1]) if fp8 else ()
@@ -142,7 +142,7 @@ class Problem:
 
     @property
     def wire_bytes(self) -> float:
-        """What one rank receives; of an all-reduce, in each half."""
+        """Bytes that one rank receives; of an all-reduce, in each half."""
         shard = self.rows // self.world
         if self.op == "gather":
             return float(shard * (self.world - 1) * self.depth * self.itemsize)
@@ -158,7 +158,7 @@ class Problem:
 
     @property
     def sizes(self) -> tuple[str, str]:
-        """Contraction lengths (of several scaled products each) and columns, as `4096+512+512` and `8192`."""
+        """Contraction lengths (of several scaled matmuls each) and columns, as `4096+512+512` and `8192`."""
         depths, widths = ("+".join(map(str, each)) for each in (self.depths, self.widths))
         return depths, widths
 
@@ -170,18 +170,18 @@ Estimate = Callable[[Problem, Rates, int], float]
 # --- the implementations -------------------------------------------------------------------------------------------
 def sequential(problem: Problem, rates: Rates, sms: int) -> float:
     """cuBLAS on the whole and one collective of NCCL's."""
-    matmul = _products(problem, problem.rows, rates, sms)
+    matmul = _matmuls(problem, problem.rows, rates, sms)
     return matmul + rates.nccl_start + problem.wire_bytes * problem.widened / rates.nccl
 
 
 def direct(problem: Problem, rates: Rates, sms: int) -> float:
     """cuBLAS on the whole and one kernel of ours that moves all data."""
-    return _products(problem, problem.rows, rates, sms) + rates.direct_start + problem.wire_bytes / rates.direct
+    return _matmuls(problem, problem.rows, rates, sms) + rates.direct_start + problem.wire_bytes / rates.direct
 
 
 def decomposed(problem: Problem, rates: Rates, sms: int) -> float:
     """cuBLAS for each range of a rank's rows, beside copies."""
-    each = _products(problem, problem.rows // problem.world // problem.blocks, rates, sms)
+    each = _matmuls(problem, problem.rows // problem.world // problem.blocks, rates, sms)
     share = problem.blocks * (each - rates.launch) + rates.launch
     extra = rates.decomposed_scatter if problem.op == "scatter" else rates.decomposed_gather * problem.returned
     return _overlapped(problem, rates, share, extra, 1)
@@ -218,19 +218,19 @@ def _second_half(problem: Problem, rates: Rates) -> float:
 
 # --- their terms ---------------------------------------------------------------------------------------------------
 def _overlapped(problem: Problem, rates: Rates, share: float, extra: float, parts: int) -> float:
-    """Copies beside products.
+    """Copies beside matmuls.
 
-    share: Time of the products of one rank's rows. extra: What the implementation costs besides. parts: Into how many
+    share: Time of the matmuls of one rank's rows. extra: What the implementation costs besides. parts: Into how many
     a scatter's share is cut, of which the first is made before its copies and the last is reduced after them.
     """
     peers = problem.world - 1
     copy = problem.wire_bytes / rates.copy / peers + rates.chunk
     extra += (rates.beside - 1) * min(problem.world * share, peers * copy)
     if problem.op == "gather":
-        # the own share hides the first copy, each product the next copy
+        # the own share hides the first copy, each matmul the next copy
         end = max(share + peers * share, rates.stage + copy + peers * share, rates.stage + peers * copy + share)
         return end + extra
-    # the first push waits for its product, the last one is hidden by the own share
+    # the first push waits for its matmul, the last one is hidden by the own share
     end = max((peers + 1) * share, share / parts + peers * copy)
     return end + _reduction(problem, rates) / parts + extra
 
@@ -244,10 +244,10 @@ def _speed(problem: Problem, rates: Rates) -> float:
     return rates.matmul * (2.0 if problem.itemsize == 1 else 1.0) * (0.75 if problem.precise else 1.0)
 
 
-def _products(problem: Problem, rows: int, rates: Rates, sms: int) -> float:
-    """cuBLAS: all products of so many rows, and their sum."""
-    products = [replace(problem, depth=depth) for depth in problem.depths]
-    made = sum(_matmul(product, rows, width, rates, sms) for product in products for width in problem.widths)
+def _matmuls(problem: Problem, rows: int, rates: Rates, sms: int) -> float:
+    """cuBLAS: all matmuls of so many rows, and their sum."""
+    matmuls = [replace(problem, depth=depth) for depth in problem.depths]
+    made = sum(_matmul(matmul, rows, width, rates, sms) for matmul in matmuls for width in problem.widths)
     added = 3 * rows * sum(problem.widths) * problem.out_itemsize / rates.local  # two are read, one is written
     return made + len(problem.apart) * added
 
@@ -290,14 +290,14 @@ def fused_tiles(problem: Problem, sms: int, rates: Rates) -> Tiles:
 def chunks_for(problem: Problem, rates: Rates) -> int:
     """Into how many chunks to cut one rank's rows: two, to start and to end sooner, where each still fills the tiles.
 
-    Four over two ranks, where copies take 0.7 of the products' time and more, and what two more of them cost is less
-    than what they save: of what is multiplied before a scatter's first copy, and reduced or multiplied behind the last,
+    Four over two ranks, where copies take 0.7 of the matmuls' time and more, and what two more of them cost is less
+    than what they save: of what is multiplied before a scatter's first copy, and reduced or multiplied after the last,
     a quarter of a rank's share is left instead of half. Source: `docs/results/2026-11-25-h200x2/chunks.txt`. More ranks
     have more copies, and were not measured with four.
 
     Elsewhere more chunks are slower: a copy's words and waits take 7 us of a scatter's copies (trace of 4 x H200,
     2026-11-21), 5 of a gather's. Four with several in one copy were no faster where copies are the limit, and slower
-    where products are: a copy then waits for the last of them (2026-11-22).
+    where matmuls are: a copy then waits for the last of them (2026-11-22).
     """
     gathers = problem.op == "gather"
     if ceil(problem.rows / problem.world / 128) < (16 if gathers else 8):

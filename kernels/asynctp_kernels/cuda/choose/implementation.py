@@ -15,7 +15,7 @@ Call = TypeVar("Call")
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs, and why.
+    """The implementation that runs, and why.
 
     Attributes:
         implementation: its name, a key of `wire.TRANSPORTS`.

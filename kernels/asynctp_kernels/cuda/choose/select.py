@@ -131,7 +131,7 @@ def table_path() -> Path:
 
 
 def read_tuned(path: Path) -> tables.Table:
-    """What `asynctp tune` has written to `path`; empty where it has not.
+    """The table that `asynctp tune` has written to `path`; empty where it has not.
 
     Raises:
         ValueError: The file is damaged, or cannot be read.
@@ -165,7 +165,7 @@ def refresh() -> None:
 
 
 def measured_choice(problem: Problem, device_name: str, table: tables.Table | None = None) -> str | None:
-    """What was fastest for this shape at the nearest measured number of rows within a factor of 1.5; else None."""
+    """The fastest for this shape at the nearest measured number of rows within a factor of 1.5; else None."""
     by_rows = (_table() if table is None else table).get(device_name, {}).get(problem.key, {})
     if not by_rows:
         return None

@@ -44,7 +44,7 @@ class Tiles:
 
 
 def pingpong(itemsize: int) -> Tiles:
-    """Of `pingpong_kernels`, for operands of so many bytes an element.
+    """Tiles of `pingpong_kernels`, for operands of so many bytes an element.
 
     6 stages of 32 KB and half a tile for each multiplier are what shared memory has room for. 128 registers at the
     launch, of 12 warps, leave 64 for each thread of 8 other warps.
@@ -75,12 +75,12 @@ def tiles_for(
 ) -> Tiles:
     """The tiles for operands of `dtype` and an output of `rows` x `columns` on `programs` SMs.
 
-    several: products are scaled, and then added: to a second accumulator, which leaves no registers for 256 columns,
+    several: matmuls are scaled, and then added: to a second accumulator, which leaves no registers for 256 columns,
     and 56 for each of 4 other warps. Nor do precise sums leave any for 256 columns. Tiles so small have twice the
     depth, unless elements of 4 bytes (`out_itemsize`) need its shared memory on their way out; and those of 256 columns
     have no room for such elements at all.
 
-    late: rows come more slowly than small tiles multiply them, so that a tile's time goes by behind the last ones.
+    late: rows come more slowly than small tiles multiply them, so that a tile's time goes by after the last ones.
     """
     fp8 = dtype.itemsize == 1
     block_k = 128 if fp8 else 64

@@ -49,7 +49,7 @@ DIRECT_SIGNATURES = 1 << 16  # `copy_kernels.SIGNATURES`
 
 @dataclass(frozen=True)
 class Wire:
-    """What ranks share of one call.
+    """The facts of one call that its ranks share.
 
     Attributes:
         kind: "all_gather", "reduce_scatter" or "all_reduce".

@@ -59,7 +59,7 @@ class GemmArguments:
 
 
 def names() -> list[str]:
-    """Of all arguments, in the kernels' order."""
+    """The names of all arguments, in the kernels' order."""
     return [
         name
         for each in fields(GemmArguments)

@@ -67,15 +67,15 @@ def prepare_gemm(
         programs: Size of the grid.
         tiles: Block sizes.
         bs: All Bs (gather), or those of all pairs (scatter); of one memory order.
-        bias: Of the first product; all have one, or none.
+        bias: Of the first matmul; all have one, or none.
         scale_modes: Of A and of the Bs (`scale_mode`).
         out_dtype: Of the result.
         gathers, scale_travels: The gather's GEMM, whose A scale came with the data.
         inbox: The gathered rows are the others' only.
         clears: The GEMM is the only reader of the words of chunks, and clears them.
         async_input: The gather's GEMM, with a word of the caller's for each chunk.
-        rounded: The dtype that a product is rounded to before it is stored as `out_dtype`; None: that.
-        stamps: Of every tile, behind the count of programs that are done (`stamps.StampTable.done`).
+        rounded: The dtype that a matmul is rounded to before it is stored as `out_dtype`; None: that.
+        stamps: Of every tile, after the count of programs that are done (`stamps.StampTable.done`).
         factor: What every result is multiplied by, once rounded.
     """
     constants = {
@@ -165,7 +165,7 @@ def refused_gemm(
     if a.dtype == torch.float32:
         return "fp32 operands"
     if len(bs) > MAX_OPERANDS:
-        return f"{len(bs)} products, more than {MAX_OPERANDS}"
+        return f"{len(bs)} matmuls, more than {MAX_OPERANDS}"
     if len({k_major(b) for b in bs}) != 1:
         return "Bs of both memory orders"
     if any(b.dtype != bs[0].dtype for b in bs):
@@ -184,7 +184,7 @@ def refused_gemm(
     if any(k * a.itemsize % 16 for k in depths):
         return "an A whose rows are not multiples of 16 bytes"
     if len({bias is None for bias in biases}) != 1 or len({bias.dtype for bias in biases if bias is not None}) > 1:
-        return "biases for some products only, or of several dtypes"
+        return "biases for some matmuls only, or of several dtypes"
     if len({scale_mode(scale) for scale in b_scales}) > 1:
         return "tensorwise and rowwise B scales in one call"
     return None

@@ -12,9 +12,9 @@ blocks of rows and never names a rank's data by a row number:
     A, C: [blocks, Q, columns]      block p * W + r holds rank r's Q rows of outer index p
 
 so a gather or scatter dim other than 0 is only another order of blocks, and a ragged Q ends at the edge of its
-block: TMA reads zeros behind it and does not write there.
+block: TMA reads zeros beyond it and does not write there.
 
-Which tensor a tile belongs to (own or gathered A, one of several Bs, one of several summed products) is a choice
+Which tensor a tile belongs to (own or gathered A, one of several Bs, one of several summed matmuls) is a choice
 between descriptors, not between loops: it compiles to a select of two addresses.
 
 Memory order, with the source of every fence:
@@ -128,14 +128,14 @@ else:
         )
 
 
-#: tiles are published among the products of the next one, behind so many steps over K more than one: by then their
+#: tiles are published among the matmuls of the next one, after so many steps over K more than one: by then their
 #: stores are over
 LATE = tl.constexpr(2)
 
 
 @triton.jit
 def stamp(done_ptr: tl.tensor, tile: tl.tensor, NUMBER: tl.constexpr, value: tl.tensor) -> None:
-    """Store an int64 of a tile's four, which lie behind the count of programs (`stamps`)."""
+    """Store an int64 of a tile's four, which lie after the count of programs (`stamps`)."""
     tl.store(done_ptr.to(tl.pointer_type(tl.int64)) + 1 + 4 * tile + NUMBER, value)
 
 
@@ -192,7 +192,7 @@ def ends_of(
     BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
 ) -> tl.tuple:
-    """(where each of four sizes ends, one behind the other, in blocks; where number `COUNT` does).
+    """(where each of four sizes ends, one after the other, in blocks; where number `COUNT` does).
 
     Column tiles of several Bs, or steps over K of several pairs.
     """
@@ -323,7 +323,7 @@ def gemm_kernel(
     STAMPS: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Every product of a gather, or every destination of a scatter; `COUNT` is the number of Bs, or of pairs.
+    """Every matmul of a gather, or every destination of a scatter; `COUNT` is the number of Bs, or of pairs.
 
     GATHER: a0 [P, Q, K] the own rows, a1 [P*W, Q, K] the gathered ones (own part never read; INBOX: the others' only,
         [(W-1)*P, Q, K], by source), b [N, K] or [K, N], c [P*W, Q, N]; b_scale, bias: of each B. words: int32
@@ -335,7 +335,7 @@ def gemm_kernel(
         own scales; with several there is no bias.
 
     A chunk is `chunk_size` rows of a gather's source, or row tiles of a scatter's destination; of a scatter's own rows,
-    `own_tiles` row tiles. A scale is absent (0), one element (1), or one per row or column (2). A product is rounded to
+    `own_tiles` row tiles. A scale is absent (0), one element (1), or one per row or column (2). A matmul is rounded to
     ROUNDED, multiplied by FACTOR, and stored as OUT, which may be wider. STAMPS: each tile says when it was reached,
     when its rows were there and when it was handed to the TMA unit, in ns, and on which SM.
     """
@@ -348,9 +348,9 @@ def gemm_kernel(
         e1, e2, e3, e4, steps_k = ends_of(k0, k1, k2, k3, BK, COUNT)
         tiles_n = tl.cdiv(n0, BN)
     tiles = tiles_m * tiles_n * world
-    EACH: tl.constexpr = not GATHER and COUNT > 1 and A_SCALE > 0  # products are scaled before they are added
+    EACH: tl.constexpr = not GATHER and COUNT > 1 and A_SCALE > 0  # matmuls are scaled before they are added
     LATER: tl.constexpr = not GATHER and not EACH  # two accumulators leave no registers to remember a chunk in
-    # Scales of rows are loaded where tiles are counted, as at the end of the products all would wait for them. In the
+    # Scales of rows are loaded where tiles are counted, as at the end of the matmuls all would wait for them. In the
     # layout that they are used in they take two registers; those of columns would take 64, and are prefetched instead.
     EARLY: tl.constexpr = LATER and A_SCALE == 2
     awaited = -1  # the chunk that was awaited last

@@ -1,7 +1,7 @@
 """The persistent GEMM in warps that each have one thing to do.
 
     loader         1 warp     awaits the chunk of each tile, and asks TMA for its A and B, stage after stage
-    multipliers    2 x 4      each has every other tile of the CTA: products, scales, bias
+    multipliers    2 x 4      each has every other tile of the CTA: matmuls, scales, bias
     storer         1 warp     stores finished tiles, and counts them (scatter)
 
 It takes the arguments of `gemm_kernels.gemm_kernel`, whose docstring says what they are, and does the same with the
@@ -12,7 +12,7 @@ multiplies. Which GEMM a call gets is in its tiles (`tiles.tiles_for`).
 What they tell each other through mbarriers, of which each phase is one use of the memory it guards:
 
     full, empty          each stage       loader -> multiplier (TMA arrives), multiplier -> loader
-    turns                each multiplier  the other one has asked for all its products
+    turns                each multiplier  the other one has asked for all its matmuls
     c_full, c_empty      each multiplier  multiplier -> storer, storer -> multiplier, of its part of a tile
 
 A wait names a phase by its parity only. So who waits must never be two phases behind: a multiplier looks at a stage
@@ -24,12 +24,12 @@ has no interpreter: where Triton interprets, `gemm_kernels` runs.
 Memory order, with the source of every fence (what is not here is as in `gemm_kernels`):
 - `await_by_warp`: each lane of the loader polls with ld.acquire.sys, and fence.proxy.async orders the TMA loads behind
   it that this lane may issue (PTX ISA, "Async proxy"). A multiplier reads scales that came with the data when a stage
-  of the tile is full: the loader's own arrival there is behind its acquire, arrivals have release and waits acquire
+  of the tile is full: the loader's own arrival there is after its acquire, arrivals have release and waits acquire
   semantics (PTX ISA, "mbarrier"), and causality order is transitive.
 - `publish_by_warp`: cp.async.bulk.wait_group 0 waits for the writes of this lane's TMA stores, whose completion is
   followed by an implicit proxy fence (PTX ISA, "Async proxy"); bar.warp.sync joins the lanes, and one red.release.gpu
   makes all of it visible to whoever sees the count. An explicit fence.proxy.async costs up to 6 % of a GEMM here.
-- `fence_async_shared` orders a multiplier's stores to shared memory and the storer's TMA store, behind `c_full`.
+- `fence_async_shared` orders a multiplier's stores to shared memory and the storer's TMA store, after `c_full`.
 """
 
 # triton ships no types: its decorator is untyped
@@ -89,7 +89,7 @@ def with_layout(descriptor: Any) -> TensorDescriptor:
 
 @gluon.jit
 def await_by_warp(word: tl.tensor, value: tl.tensor, known: tl.tensor) -> None:
-    """As `gemm_kernels.await_word`, by one warp, for what it asks TMA for behind this."""
+    """As `gemm_kernels.await_word`, by one warp, for what it asks TMA for after this."""
     gl.inline_asm_elementwise(
         """{
             .reg .pred p, q; .reg .s32 v;
@@ -482,7 +482,7 @@ def gemm_kernel(
     FACTOR: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As `gemm_kernels.gemm_kernel`: fast sums, tiles in two parts, several products of a scatter without scales."""
+    """As `gemm_kernels.gemm_kernel`: fast sums, tiles in two parts, several matmuls of a scatter without scales."""
     PART: gl.constexpr = BN // SPLIT
     a_stages = gl.allocate_shared_memory(a0.dtype, [STAGES, BM, BK], b0.layout)
     b_stages = gl.allocate_shared_memory(b0.dtype, [STAGES, BN, BK] if B_K_MAJOR else [STAGES, BK, BN], b0.layout)

@@ -1,10 +1,10 @@
-"""Products of an A that is still arriving: the gather's GEMM for people who bring their own transfers.
+"""Matmuls of an A that is still arriving: the gather's GEMM for people who bring their own transfers.
 
     for chunk in pivot, pivot + 1, …:    wait(signal of chunk) → A[chunk] @ B, B, … → C, C, …
 
 This is what PyTorch calls `torch.ops.symm_mem._async_input_mm` (pytorch/pytorch pull request 139227), which is private,
 takes one B and runs on CUTLASS. Here it is one persistent GEMM for all Bs where that can run, and cuBLAS for each chunk
-behind a wait of the stream elsewhere.
+after a wait of the stream elsewhere.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from asynctp_kernels.cuda.choose.tiles import INTERPRETED_TILES, tiles_for
 from asynctp_kernels.cuda.gemm.arguments import GemmArguments, place, places
+from asynctp_kernels.cuda.gemm.cublas import matmul
 from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, refused_gemm
-from asynctp_kernels.cuda.gemm.products import product
 from asynctp_kernels.cuda.runtime.launch import Tma, aligned_columns, describe, grid, outlines
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.script import Wait
@@ -47,7 +47,7 @@ def async_input_matmul(
         bs: [K, N] each, of a's dtype.
         a_chunk_signals: int32 [chunks], contiguous, on a's device. Row chunk i, of M / chunks rows, is read once word i
             is at least `value`; whoever has written the chunk sets it, with a release of system scope (such as a stream
-            memory operation, or a copy behind that of the chunk). Words are not reset.
+            memory operation, or a copy after that of the chunk). Words are not reset.
         a_chunk_pivot: The chunk that is computed first; then come the next ones, and after the last the first.
         value: What to wait for, in int32. A value that grows from call to call saves resetting words.
         outs: [M, N] each, contiguous, of a's dtype; made if not given.
@@ -122,7 +122,7 @@ def _said(tensor: Tensor) -> str:
 
 # --- chunk by chunk ------------------------------------------------------------------------------------------------
 def _in_turn(a: Tensor, bs: Sequence[Tensor], signals: Tensor, pivot: int, value: int, outs: Sequence[Tensor]) -> None:
-    """A product for each chunk and B, behind the chunk's word."""
+    """A matmul for each chunk and B, after the chunk's word."""
     chunks = signals.numel()
     size = a.shape[0] // chunks
     for chunk in ((pivot + step) % chunks for step in range(chunks)):
@@ -133,7 +133,7 @@ def _in_turn(a: Tensor, bs: Sequence[Tensor], signals: Tensor, pivot: int, value
             wait.enqueue(driver.current_stream(a.device.index))
         rows = slice(chunk * size, (chunk + 1) * size)
         for b, out in zip(bs, outs, strict=True):
-            product(a[rows], b, None, None, None, None, out=out[rows])
+            matmul(a[rows], b, None, None, None, None, out=out[rows])
 
 
 def _poll(signals: Tensor, chunk: int, value: int) -> None:
@@ -159,7 +159,7 @@ def _refused(a: Tensor, bs: Sequence[Tensor], outs: Sequence[Tensor]) -> str | N
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a kernel is made for."""
+    """The facts that a kernel is made for."""
 
     index: int | None
     rows: int

@@ -1,4 +1,4 @@
-"""The group's collectives without a product, on the same wire as those with one.
+"""The group's collectives without a matmul, on the same wire as those with one.
 
     gather     copy stream:  push the shard → keep the own rows → for each source: wait for it, keep it      → done
                or, where every rank keeps it: stage the shard and keep it, pull the others' shards           → done
@@ -151,11 +151,11 @@ class DirectSum(DirectScatter):
 
 
 def gather_call(shard: Tensor, numbers: Tensor | None, world: int, kept: bool) -> GatherCall:
-    """A gather of shards like `shard` [m, *, n], and of numbers [1, count], with no product."""
+    """A gather of shards like `shard` [m, *, n], and of numbers [1, count], with no matmul."""
     return GatherCall(shard, None, (), (), (), 0, False, shard.dtype, False, True, world, numbers, kept)
 
 
 def scatter_call(whole: Tensor, reduce_op: str, world: int, kind: str = "reduce_scatter") -> ScatterCall:
-    """A scatter of tensors like `whole` [world * m, *, n]: of a product whose B only says its width."""
+    """A scatter of tensors like `whole` [world * m, *, n]: of a matmul whose B only says its width."""
     b = whole.new_empty(0, whole.shape[-1])
     return ScatterCall((whole,), (b,), (), (), (None,), reduce_op, 0, whole.dtype, False, world, kind)

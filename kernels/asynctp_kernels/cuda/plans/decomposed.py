@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from asynctp_kernels.cuda.choose.tiles import in_blocks
-from asynctp_kernels.cuda.gemm.products import ranges
+from asynctp_kernels.cuda.gemm.cublas import ranges
 from asynctp_kernels.cuda.plans.gather import GatherPlan
 from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_event

@@ -126,7 +126,7 @@ def _tile_count(blocks: int, inner: int, widths: Sequence[int], tiles: Tiles) ->
 class FusedScatter(PushedScatter):
     """One GEMM; a chunk is pushed when its tiles are counted.
 
-    Of several products the sum is in fp32, each scaled before it is added, and rounded once.
+    Of several matmuls the sum is in fp32, each scaled before it is added, and rounded once.
     """
 
     name = "fused"

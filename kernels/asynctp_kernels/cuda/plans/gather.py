@@ -1,12 +1,12 @@
 """All-gather → matmuls on GPUs: the implementations, one plan each.
 
     fused        one GEMM starts on the own rows and takes the others' as their chunks arrive       push, pull
-    decomposed   cuBLAS, one product per range of a source's rows, after its chunks                 push, pull
+    decomposed   cuBLAS, one matmul per range of a source's rows, after its chunks                 push, pull
     direct       one kernel pushes and collects all shards, then cuBLAS on the whole                direct
     sequential   NCCL, then cuBLAS on the whole                                                     plain
 
 The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. By `push` each rank's
-copy engine pushes its shard to where the others' products read it, and nothing is staged; a rank that returns the
+copy engine pushes its shard to where the others' matmuls read it, and nothing is staged; a rank that returns the
 gathered A too has it copied from there. By `pull`, where all ranks return it, each stages its shard, and the others
 pull it to where the result is.
 
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from asynctp_kernels.compat import new_tensors
-from asynctp_kernels.cuda.gemm.products import product
+from asynctp_kernels.cuda.gemm.cublas import matmul
 from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherOperands, GatherTensors
 from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.cuda.runtime.machine import driver
@@ -33,11 +33,11 @@ from asynctp_kernels.cuda.runtime.stamps import StampTable
 
 
 class GatherPlan:
-    """One call, prepared. `run` gives the products, then the gathered A if asked for, then the gathered `along`.
+    """One call, prepared. `run` gives the matmuls, then the gathered A if asked for, then the gathered `along`.
 
     uses_memory: calls take their turn in the group's memory. cublas: `enqueue` calls cuBLAS.
     has_full, has_numbers: the call makes memory for the gathered A, and numbers.
-    waits_for_in_flight: it has to come after what is in flight, because its products wait for kernels that then would
+    waits_for_in_flight: it has to come after what is in flight, because its matmuls wait for kernels that then would
     find no room beside them. reads_landed: it reads words of chunks, which a gather in flight reads too, so it has to
     come after that. stamps: of the GEMM's tiles, if they are asked for.
     """
@@ -63,7 +63,7 @@ class GatherPlan:
         self._prepare_tensors(call)
 
     def _prepare_tensors(self, call: GatherCall) -> None:
-        """Functions that make a call's memory: A whole, the products, and all ranks' numbers [*, K/128 or 1]."""
+        """Functions that make a call's memory: A whole, the matmuls, and all ranks' numbers [*, K/128 or 1]."""
         full, device, travels = self.layout.full_shape, call.a_shard.device, call.travels
         self.new_full = new_tensors(full, call.a_shard.dtype, device)
         self.new_outs = [new_tensors((*full[:-1], width), self.out_dtype, device) for width in self.widths]
@@ -91,7 +91,7 @@ class GatherPlan:
         raise NotImplementedError
 
     def results(self, call: GatherTensors) -> list[Tensor]:
-        """What the call returns."""
+        """The tensors that the call returns."""
         results = list(call.outs)
         if self.return_a_full and call.full is not None:
             results.append(call.full)
@@ -129,7 +129,7 @@ class GatherPlan:
         """`a` by every B, each into its place, on cuBLAS."""
         for i, (b, place) in enumerate(zip(call.bs, places, strict=True)):
             b_scale = call.b_scales[i] if call.b_scales else None
-            product(a, b, call.biases[i], a_scale, b_scale, self.scaling, out=place)
+            matmul(a, b, call.biases[i], a_scale, b_scale, self.scaling, out=place)
 
 
 class WholeGather(GatherPlan):

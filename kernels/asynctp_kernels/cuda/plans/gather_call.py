@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asynctp_kernels.cuda.choose.wire import Wire
-from asynctp_kernels.cuda.gemm.products import Recipe, Scaling, block_recipe
+from asynctp_kernels.cuda.gemm.cublas import Recipe, Scaling, block_recipe
 from asynctp_kernels.layout import ShardLayout, gather_layout
 
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -53,19 +53,19 @@ class GatherCall:
 
     @property
     def rows(self) -> int:
-        """Of the results, over all ranks."""
+        """Rows of the results, over all ranks."""
         return self.layout.full_rows
 
     @property
     def op(self) -> str:
-        """Its name, for messages; a call without a product is in flight."""
+        """Its name, for messages; a call without a matmul is in flight."""
         if not self.bs:
             return "all_gather"
         return "all_gather_matmul" if self.a_scale is None else "all_gather_scaled_matmul"
 
     @property
     def wire(self) -> Wire:
-        """What all ranks share of it."""
+        """The facts of it that all ranks share."""
         numbers = 0 if self.travels is None else 4 * self.travels.numel()
         return Wire(
             "all_gather", self.world, self.a_shard.numel() * self.a_shard.itemsize, number_bytes=numbers, kept=self.kept
@@ -81,7 +81,7 @@ class GatherCall:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the shard of A."""
+        """Sizes of the shard of A."""
         return tuple(self.a_shard.shape)
 
     @property
@@ -92,7 +92,7 @@ class GatherCall:
 
     @property
     def recipes(self) -> list[Recipe | None]:
-        """Of which blocks the scales of each matmul are; empty where there are no scales."""
+        """Blocks that the scales of each matmul are of; empty where there are no scales."""
         if self.a_scale is None:
             return []
         rows = self.layout.rows if self.scale_travels else self.layout.full_rows
@@ -148,7 +148,7 @@ class GatherTensors(NamedTuple):
 
     shard, a_scale, bs, b_scales, biases: the operands.
     numbers: what is gathered with the shard: `a_scale`, or what is only returned.
-    outs: the products. full: the gathered A, where it is returned or multiplied whole. all_numbers: the gathered
+    outs: the matmuls. full: the gathered A, where it is returned or multiplied whole. all_numbers: the gathered
     numbers [*, K/128 or 1], where they are.
     """
 
@@ -163,7 +163,7 @@ class GatherTensors(NamedTuple):
     all_numbers: Tensor | None
 
     def addresses(self) -> tuple[int, ...]:
-        """Of all."""
+        """Addresses of all tensors."""
         shard, a_scale, bs, b_scales, biases, numbers, outs, full, all_numbers = self
         tensors = (shard, a_scale, numbers, full, all_numbers, *bs, *b_scales, *biases, *outs)
         return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])

@@ -12,7 +12,7 @@ from asynctp_kernels.compat import new_tensors
 from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks
 from asynctp_kernels.cuda.choose.wire import PULL, PUSH
 from asynctp_kernels.cuda.gemm.copy_kernels import keep_kernel, stage_kernel
-from asynctp_kernels.cuda.gemm.products import ranges
+from asynctp_kernels.cuda.gemm.cublas import ranges
 from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors, ShardSizes, block_for
 from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
@@ -41,7 +41,7 @@ from asynctp_kernels.cuda.runtime.script import (
     push_script,
 )
 
-KEEPERS = 64  # CTAs that copy what came to its place, beside products
+KEEPERS = 64  # CTAs that copy what came to its place, beside matmuls
 
 
 class GatherTransport:

@@ -3,14 +3,14 @@
     fused        one GEMM stores each rank's rows to local staging and counts finished tiles; the copy engine    push
                  pushes a chunk as soon as it is complete, other ranks' rows first; the reduction of the own
                  rows runs on a stream of its own, beside the end of the GEMM
-    decomposed   cuBLAS, one product per range of a destination's rows; the copy engine pushes each after its    push
-                 product
+    decomposed   cuBLAS, one matmul per range of a destination's rows; the copy engine pushes each after its    push
+                 matmul
     direct       cuBLAS on the whole, then one kernel that pushes and reduces                                    direct
     sequential   cuBLAS on the whole, then NCCL                                                                  plain
 
 The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. But for NCCL the sum over
 ranks is in fp32, in rank order, rounded once: the same bits in every run. The data on its way has the dtype of the
-program's collective: that of the products, or `sum_dtype`, to which the program converts each product, once rounded,
+program's collective: that of the matmuls, or `sum_dtype`, to which the program converts each matmul, once rounded,
 before it adds them.
 """
 
@@ -27,7 +27,7 @@ from asynctp_kernels.compat import new_tensors
 from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks
 from asynctp_kernels.cuda.choose.wire import PUSH
 from asynctp_kernels.cuda.gemm.copy_kernels import reduce_kernel
-from asynctp_kernels.cuda.gemm.products import multiply, product
+from asynctp_kernels.cuda.gemm.cublas import matmul, multiply
 from asynctp_kernels.cuda.plans.scatter_call import Operands, ScatterCall, ScatterTensors
 from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS, BESIDE_WARPS, grid, prepare
 from asynctp_kernels.cuda.runtime.machine import driver
@@ -40,7 +40,7 @@ class ScatterPlan:
     """One call, prepared. `run` gives this rank's shard.
 
     uses_memory: calls take their turn in the group's memory. cublas: `enqueue` calls cuBLAS.
-    staging_shape, extra_shape: of the sum of the products, and of one apart.
+    staging_shape, extra_shape: of the sum of the matmuls, and of one apart.
     stamps: of the GEMM's tiles, if they are asked for.
     """
 
@@ -54,7 +54,7 @@ class ScatterPlan:
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         self.memory, self.layout, self.outer = memory, call.layout, call.outer
         self.scaling, self.wire_dtype, self.out_dtype = call.scaling, call.wire_dtype, call.sum_dtype or call.out_dtype
-        self.product_dtype, self.count = call.out_dtype, len(call.b_parts)
+        self.matmul_dtype, self.count = call.out_dtype, len(call.b_parts)
         self.factor = 1.0 / memory.world if call.reduce_op == "avg" else 1.0
         self.times = call.times
         self.row_bytes = self.layout.cols * call.wire_dtype.itemsize
@@ -70,14 +70,14 @@ class ScatterPlan:
 
     @functools.cached_property
     def new_extra(self) -> Callable[[], Tensor]:
-        return new_tensors(self.extra_shape, self.product_dtype, self.device)
+        return new_tensors(self.extra_shape, self.matmul_dtype, self.device)
 
     def is_apart(self, i: int) -> bool:
-        """Product number `i` is not made where the sum is: all but the first, and that too if it is converted."""
-        return i > 0 or self.product_dtype != self.wire_dtype
+        """Matmul number `i` is not made where the sum is: all but the first, and that too if it is converted."""
+        return i > 0 or self.matmul_dtype != self.wire_dtype
 
     def new_extras(self) -> list[Tensor]:
-        """Where products are made that are apart, one after the other."""
+        """Where matmuls are made that are apart, one after the other."""
         return [self.new_extra()] if self.is_apart(self.count - 1) else []
 
     def add_up(
@@ -88,14 +88,14 @@ class ScatterPlan:
         added: Tensor | None,
         place: Tensor,
     ) -> None:
-        """The sum of the products of these rows, and of what is added to them, into `place`."""
+        """The sum of the matmuls of these rows, and of what is added to them, into `place`."""
         for i, a in enumerate(a_parts):
             out = call.extras[0] if self.is_apart(i) else place
             a_scale, b_scale = (a_scales[i], call.b_scales[i]) if a_scales else (None, None)
-            # that is done as it is added, or converted, unless the program's product in float16 may become too large
+            # that is done as it is added, or converted, unless the program's matmul in float16 may become too large
             at_once = out is place or place.dtype == torch.float16
-            now, then = (self.times.products[i], 1.0) if at_once else (1.0, self.times.products[i])
-            product(a, call.b_parts[i], call.biases[i], a_scale, b_scale, self.scaling, out=out, factor=now)
+            now, then = (self.times.matmuls[i], 1.0) if at_once else (1.0, self.times.matmuls[i])
+            matmul(a, call.b_parts[i], call.biases[i], a_scale, b_scale, self.scaling, out=out, factor=now)
             if i:
                 place.add_(out, alpha=then)
             elif out is not place:
@@ -115,7 +115,7 @@ class ScatterPlan:
         return call._replace(added=call.added.contiguous())  # so ranges of its rows are views
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        """Everything that a call does on the GPU, behind `stream` and with `stream` behind it."""
+        """Everything that a call does on the GPU, after `stream` and with `stream` after it."""
         raise NotImplementedError
 
     def run(
@@ -244,7 +244,7 @@ class WholeScatter(ScatterPlan):
         self.staging_shape = self.extra_shape = (call.rows, call.b_parts[0].shape[1])
 
     def move(self, stream: int, call: ScatterTensors) -> None:
-        """Fill the result with this rank's part of the sum of all ranks' sums of products."""
+        """Fill the result with this rank's part of the sum of all ranks' sums of matmuls."""
         raise NotImplementedError
 
     def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 from asynctp_kernels.cuda.choose.wire import Wire
-from asynctp_kernels.cuda.gemm.products import Recipe, Scaling, block_recipe
+from asynctp_kernels.cuda.gemm.cublas import Recipe, Scaling, block_recipe
 from asynctp_kernels.layout import ShardLayout, scatter_layout
 
 
 class Times(NamedTuple):
-    """What each product, what is added to them, and all of that is multiplied by."""
+    """Factors of each matmul, of what is added to them, and of the whole."""
 
-    products: tuple[float, ...]
+    matmuls: tuple[float, ...]
     added: float
     whole: float
 
 
 @dataclass(frozen=True)
 class ScatterCall:
-    """What decides a plan; the tensors stand for all tensors of their shapes, strides and dtypes.
+    """The arguments that decide a plan; the tensors stand for all tensors of their shapes, strides and dtypes.
 
-    out_dtype: of the products. unscaled_op: the op's name, as it is without scales. sum_dtype: of the result, and of
-    the sums that it comes from; None: the products'. added: a term of that dtype, and of the products' shape. factors:
-    what each product is multiplied by, once it has that dtype, and maybe one more, for their sum; powers of two, or
+    out_dtype: of the matmuls. unscaled_op: the op's name, as it is without scales. sum_dtype: of the result, and of
+    the sums that it comes from; None: the matmuls'. added: a term of that dtype, and of the matmuls' shape. factors:
+    what each matmul is multiplied by, once it has that dtype, and maybe one more, for their sum; powers of two, or
     negatives of such. Empty: nothing is.
     """
 
@@ -50,12 +50,12 @@ class ScatterCall:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """Of the data on its way, and of the result."""
+        """Dtype of the data on its way, and of the result."""
         return self.out_dtype if self.sum_dtype is None else self.sum_dtype
 
     @property
     def wire(self) -> Wire:
-        """What all ranks share of it."""
+        """The facts of it that all ranks share."""
         layout = self.layout
         kind = "all_reduce" if self.unscaled_op.endswith("all_reduce") else "reduce_scatter"
         size = layout.rows * layout.cols * self.wire_dtype.itemsize
@@ -73,7 +73,7 @@ class ScatterCall:
 
     @property
     def rows(self) -> int:
-        """Of the product, over all ranks."""
+        """Rows of the matmuls, over all ranks."""
         return math.prod(self.a_parts[0].shape[:-1])
 
     @property
@@ -90,7 +90,7 @@ class ScatterCall:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the first A."""
+        """Sizes of the first A."""
         return tuple(self.a_parts[0].shape)
 
     @property
@@ -100,13 +100,13 @@ class ScatterCall:
 
     @property
     def recipes(self) -> list[Recipe | None]:
-        """Of which blocks the scales of each matmul are; empty where there are no scales."""
+        """Blocks that the scales of each matmul are of; empty where there are no scales."""
         scales = zip(self.b_parts, self.a_scales, self.b_scales, strict=True) if self.a_scales else ()
         return [block_recipe(self.rows, b, a_scale, b_scale) for b, a_scale, b_scale in scales]
 
     @property
     def times(self) -> Times:
-        """What is multiplied, with as few passes over memory as give the program's numbers.
+        """Factors, with as few passes over memory as give the program's numbers.
 
         A number below 1 for the sum goes to its terms, which are smaller then than the program's. What that takes from
         subnormal ones is no more than the program's rounding does, but in float16, where these are not rare.
@@ -121,7 +121,7 @@ class ScatterCall:
 
     @property
     def gemm_factor(self) -> float | None:
-        """What one GEMM multiplies at its end, whose sum is that of all products; None where they need unlike numbers.
+        """The factor of one GEMM's result, the sum of all matmuls; None where they need unlike numbers.
 
         Several are multiplied before they are added in the program, and may add up to what has no place in fp32.
         """
@@ -160,7 +160,7 @@ Operands = tuple[
 class ScatterTensors(NamedTuple):
     """All memory of one call: the operands, then what it makes.
 
-    staging: the sum of the products, as the implementation lays it out. out: the result. extras: products apart that
+    staging: the sum of the matmuls, as the implementation lays it out. out: the result. extras: matmuls apart that
     are not made in the place of that sum.
     """
 
@@ -175,7 +175,7 @@ class ScatterTensors(NamedTuple):
     extras: list[Tensor]
 
     def addresses(self) -> tuple[int, ...]:
-        """Of all."""
+        """Addresses of all tensors."""
         a_parts, b_parts, a_scales, b_scales, biases, added, staging, out, extras = self
         tensors = (*a_parts, *b_parts, *a_scales, *b_scales, *biases, added, staging, out, *extras)
         return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])

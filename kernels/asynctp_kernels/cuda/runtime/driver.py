@@ -242,7 +242,7 @@ def _memop(op: Wait | Write) -> _MemOp:
 
 
 class Graph:
-    """What was recorded, on the host.
+    """A recording, on the host.
 
     A copy in a graph is of the memory that was at its addresses when they were last set, which need not be the memory
     that is there now: PyTorch's allocator may have given it back meanwhile, and got other memory at the same place.
@@ -308,7 +308,7 @@ def _node_kind(node: ctypes.c_void_p) -> int:
 
 
 class Executable:
-    """What a GPU has of graphs that differ in parameters only, of one at a time. Kernels keep their priorities."""
+    """A GPU's copy of graphs that differ in parameters only, of one at a time. Kernels keep their priorities."""
 
     __slots__ = ("_handle", "_problem")
 
@@ -330,7 +330,7 @@ class Executable:
             self._handle = made
 
     def launch(self, stream: int) -> None:
-        """Enqueue the graph on `stream`, behind earlier launches."""
+        """Enqueue the graph on `stream`, after earlier launches."""
         _graph_launch(self._handle, stream)
 
     def _destroy(self) -> None:
@@ -399,7 +399,7 @@ def device_attribute(index: int, number: int) -> int:
 
 
 def _device(index: int) -> ctypes.c_int:
-    """The CUdevice of GPU `index`, likewise."""
+    """The CUdevice of GPU `index`, of those that this process sees."""
     device = ctypes.c_int()
     call("cuDeviceGet", ctypes.byref(device), index)
     return device
@@ -428,10 +428,10 @@ def new_stream(device: torch.device, urgent: bool = True) -> int:
 
     PyTorch has 32 of each priority for all who ask, in turn: the program, its captures, FSDP, NCCL, checkpoints. On a
     stream of ours, work of theirs would wait for our peers, and a call of ours for what they wait for: for ever, if a
-    receive that is posted early is answered behind that call. And while a call is recorded, what another thread
+    receive that is posted early is answered after that call. And while a call is recorded, what another thread
     enqueues on a stream of the recording becomes a part of it, and is not done.
 
-    urgent: Of high priority, so that a copy is not queued behind anything.
+    urgent: Of high priority, so that a copy is queued after nothing.
     """
     stream, context = ctypes.c_void_p(), ctypes.c_void_p()
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(device.index))

@@ -169,7 +169,7 @@ def share(group: ProcessGroup, size: int) -> tuple[torch.Tensor, object, list[in
 # --- kernels --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Memory:
-    """What the interpreter asks of a tensor. It copies tensors back after a launch; peers' memory must not be."""
+    """A tensor as far as the interpreter asks. It copies tensors back after a launch; peers' memory must not be."""
 
     address: int
     dtype: torch.dtype

@@ -47,7 +47,7 @@ class Tma:
 
     @property
     def base(self) -> Tma:
-        """What has `data_ptr`."""
+        """Itself, which has `data_ptr`."""
         return self
 
     def data_ptr(self) -> int:
@@ -153,7 +153,7 @@ def align(size: int, unit: int = 256) -> int:
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` contiguous at an address that TMA and the kernels take (a multiple of 16), copied if it is not.
 
-    Alignment is mended and never chosen by: ranks whose tensors differ in it must still run the same implementation.
+    No choice depends on alignment: ranks whose tensors differ in it must still run the same implementation.
     """
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -26,10 +26,10 @@ class Enqueued(Protocol):
 
 
 class Driver(Protocol):
-    """What plans and the memory of groups ask of the machine that they run on. Two modules give it.
+    """The functions that plans and the memory of groups call on the machine that they run on. Two modules have them.
 
-    Streams and events are numbers, addresses are numbers of bytes. What only a GPU has (recordings, the watch's copies)
-    is asked of `driver` itself.
+    Streams and events are numbers, addresses are numbers of bytes. Recordings and the watch's copies, which only a GPU
+    has, call the module `driver` itself.
 
     Attributes:
         IN_ORDER: Everything is done as it is enqueued.

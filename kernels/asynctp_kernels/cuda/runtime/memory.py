@@ -14,7 +14,7 @@ A box is a bounded buffer of depth one, with an int32 word per peer and directio
             calls never exchange anything
     FULL    of a scatter, set at the reader by the rank whose data is there: the number of chunks that are complete;
             cleared by the reader before its next FREE, which is what the next push needs
-    LANDED  the same of a gather, whose products may begin while a scatter is in flight, but not while a gather is; or,
+    LANDED  the same of a gather, whose matmuls may begin while a scatter is in flight, but not while a gather is; or,
             of one that is pulled, set at every peer by the rank whose outbox is full
 
     own:   set FREE at every peer; wait FREE(every peer), clear it; meanwhile an own word, `awaited`, has the signature
@@ -23,7 +23,7 @@ A box is a bounded buffer of depth one, with an int32 word per peer and directio
            gather:  wait LANDED(peer, chunk) and multiply or keep, chunk by chunk; clear all LANDED
            pulled:  fill the outbox, set LANDED at every peer; wait LANDED(peer), clear it, and pull its shard
 
-Data moves after FREE of *every* rank, and each sets that after its last reduction, product or copy of what was there
+Data moves after FREE of *every* rank, and each sets that after its last reduction, matmul or copy of what was there
 before. Pushed chunks are cut by the number of bytes alone (`tiles.WireChunks`), so how a rank cuts its copies, what it
 computes and whether it keeps what came are its own.
 
@@ -87,7 +87,7 @@ _GRANULE = 1 << 21
 _last_call: dict[tuple[torch.device, bool], tuple[tuple[int, int], int]] = {}
 #: per device: see `GroupMemory.turn`
 _turns: dict[torch.device, threading.Lock] = {}
-#: likewise: the last result that was left in flight, as (number of the group's memory, capture or 0, event)
+#: also by device: the last result that was left in flight, as (number of the group's memory, capture or 0, event)
 _flying: dict[tuple[torch.device, bool], tuple[int, int, int]] = {}
 _numbers, _plan_numbers = itertools.count(), itertools.count()
 #: held while the memory of a group is made
@@ -129,7 +129,7 @@ class GroupMemory:
     Attributes:
         rank, world: of the group.
         stream, reducer: handles of the copy stream and the reducer's; of high priority, so that nothing is queued
-            behind other work.
+            after other work.
         turn: held from `begin` to `ended`, so that calls of several threads come one after the other on a device.
         failure: why the memory must not be used again. error: the error that told so, if the watch found it.
         released: nobody may use it any more.
@@ -204,18 +204,18 @@ class GroupMemory:
 
     # --- order of calls ----------------------------------------------------------------------------------
     def fork(self, stream: int) -> None:
-        """What the copy stream does from now on comes after what `stream` has done so far."""
+        """Let the copy stream go on after what `stream` has done so far."""
         driver.record_event(self.start, stream)
         driver.wait_event(self.stream, self.start)
         self.after_flights(self.stream)
 
     def after_flights(self, side: int) -> None:
-        """`side`, the copy stream or the reducer, goes on behind what is in flight there: in a recording too."""
+        """`side`, the copy stream or the reducer, goes on after what is in flight there: in a recording too."""
         if self.recordings.under_way:
             driver.wait_event_at_launch(side, self.flown)
 
     def begin(self, stream: int) -> None:
-        """This call starts behind the device's last one, should that have run on another stream.
+        """This call starts after the device's last one, should that have run on another stream.
 
         Eager calls never overlap each other on a device, not even those of different groups: kernels of two calls that
         wait for other ranks could take each other's place on the SMs, in another order on every rank.
@@ -248,7 +248,7 @@ class GroupMemory:
     def in_flight(self, stream: int, gathers: bool = False) -> int:
         """End a call that `stream` does not wait for; gives the event after which its result is complete.
 
-        Calls of other groups begin behind it (see `begin`), those of this group follow it on the copy stream.
+        Calls of other groups begin after it (see `begin`), those of this group follow it on the copy stream.
         """
         event = next(self.flights)
         driver.record_event(event, self.stream)
@@ -270,7 +270,7 @@ class GroupMemory:
             driver.wait_event(stream, flying[2])
 
     def land_gathers(self, stream: int) -> None:
-        """The same of its last gather: its peers set the words that another gather's products wait for."""
+        """The same of its last gather: its peers set the words that another gather's matmuls wait for."""
         landed, capture = self._gathers[self.capture != 0]
         if capture == self.capture:
             driver.wait_event(stream, landed)
@@ -298,8 +298,8 @@ class GroupMemory:
             addresses: Of all its memory.
             cublas: It calls that.
             enqueue: Does its work on the stream that it is called with.
-            land: It has to come behind what this group has in flight.
-            land_gathers: It has to come behind the gathers that this group has in flight.
+            land: It has to come after what this group has in flight.
+            land_gathers: It has to come after the gathers that this group has in flight.
         """
         with self.turn:
             self.begin(stream)
@@ -311,7 +311,7 @@ class GroupMemory:
             self.ended(stream)
 
     def fly(self, stream: int, plan: int, addresses: tuple[int, ...], enqueue: Enqueue, gathers: bool = False) -> int:
-        """Make a call on the copy stream that `stream` does not wait for; gives the event behind which it is over."""
+        """Make a call on the copy stream that `stream` does not wait for; gives the event after which it is over."""
         with self.turn:
             self.begin(stream)
             self.fork(stream)

@@ -26,7 +26,7 @@ What makes a recording as sound as the call itself:
 - *The program's own captures and memory pools* see nothing of it: a recorder has a thread and streams of its own, none
   of PyTorch's (`driver.new_stream`).
 
-Source: CUDA Driver API, "Graph Management" (a launch is ordered behind earlier launches of the same graph; an update
+Source: CUDA Driver API, "Graph Management" (a launch is ordered after earlier launches of the same graph; an update
 affects later launches only; what is destroyed in flight is freed when it is done), "Stream Management"
 (cuStreamWaitEvent, CU_EVENT_WAIT_EXTERNAL).
 """

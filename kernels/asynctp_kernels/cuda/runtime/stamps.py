@@ -23,7 +23,7 @@ WORDS = 4  # int64 of a tile: reached, arrived, stored, SM
 
 
 class StampTable:
-    """What the GEMM of one plan stamps.
+    """The stamps of one plan's GEMM.
 
     Args:
         op: Its name.
@@ -40,11 +40,11 @@ class StampTable:
 
     @property
     def done(self) -> Tensor:
-        """What the kernel takes: int32, the count of programs that are done; the stamps begin 8 bytes on."""
+        """The kernel's argument: int32, the count of programs that are done; the stamps begin 8 bytes on."""
         return self.words.view(torch.int32)
 
     def begin(self, stream: int, end: int) -> None:
-        """A call is about to be enqueued on `stream`, the current one; `end`: the event behind the group's last one."""
+        """A call is about to be enqueued on `stream`, the current one; `end`: the event after the group's last one."""
         last = None if self._last is None else self._last()
         if last is not None:
             driver.wait_event(stream, end)
@@ -71,7 +71,7 @@ class StampedCall:
 
 
 class Stamps:
-    """What `stamped` gives."""
+    """The stamps of all calls in a `stamped` block."""
 
     def __init__(self) -> None:
         self.made: list[StampedCall] = []

@@ -1,6 +1,6 @@
-"""cuBLAS products as the pipelines need them: into a given place, with scales and bias.
+"""cuBLAS matmuls as the pipelines need them: into a given place, with scales and bias.
 
-A plain product is a public torch op; a scaled one has no public equivalent with an output argument (`compat`).
+A plain matmul is a public torch op; a scaled one has no public equivalent with an output argument (`compat`).
 
 Scales of blocks of 128 along K are fp32 too: of 1 or 128 rows of A ([M, K/128], [M/128, K/128]), and of 1 or 128
 columns of B ([K/128, N], [K/128, N/128]), sizes rounded up. cuBLAS takes them in pairs (`IN_BLOCKS`), each laid out in
@@ -21,22 +21,22 @@ from asynctp_kernels.signals import IS_INTERPRETED
 
 BLOCK = 128
 Recipe = tuple[str, str]
-"""Of which blocks the scales of A and of B are, as in `IN_BLOCKS`."""
+"""Blocks that the scales of A and of B are of, as in `IN_BLOCKS`."""
 #: of A and of B. Source: the cuBLAS documentation, "Element 1D and 128x128 2D Block Scaling for FP8 Data Types"
 IN_BLOCKS = (("1x128", "128x128"), ("128x128", "1x128"), ("1x128", "1x128"))
-#: numbers between two columns of K/128 scales: cuBLAS reads 16 bytes at a time. Rows of A with a scale each, likewise.
+#: numbers between two columns of K/128 scales: cuBLAS reads 16 bytes at a time. So it does rows of A with a scale each.
 SCALES_TOGETHER = 4
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """How an fp8 product is scaled: what does not change from call to call."""
+    """How an fp8 matmul is scaled: what does not change from call to call."""
 
     out_dtype: torch.dtype
     fast: bool
 
 
-def product(
+def matmul(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -49,15 +49,15 @@ def product(
     """`a @ b (+ bias)`, or the same scaled. a: [M, K], b: [K, N], out: [M, N] contiguous (made when None).
 
     a_scale: one element, or [M, 1]; b_scale: one element, or [1, N]; or both of blocks. bias: [N] or [1, N]. factor: a
-    power of two, or the negative of one, that the rounded product is multiplied by.
+    power of two, or the negative of one, that the rounded matmul is multiplied by.
     """
     if factor != 1 and not (IS_INTERPRETED or scaling is not None or bias is not None or a.dtype == torch.float16):
         # cuBLAS multiplies before it rounds: that gives the same number, or one that is not too large. In float16 a
-        # product may be too large, and has to stay infinite, and so may a bias.
+        # matmul may be too large, and has to stay infinite, and so may a bias.
         out = a.new_empty((a.shape[0], b.shape[1])) if out is None else out
         return out.addmm_(a, b, beta=0, alpha=factor)
     if factor != 1:
-        return product(a, b, bias, a_scale, b_scale, scaling, out).mul_(factor)
+        return matmul(a, b, bias, a_scale, b_scale, scaling, out).mul_(factor)
     if IS_INTERPRETED:
         return _in_fp32(a, b, bias, a_scale, b_scale, a.dtype if scaling is None else scaling.out_dtype, out)
     if scaling is None:
@@ -101,13 +101,13 @@ def _blocks(size: int) -> int:
 
 
 def _a_blocks(scale: Tensor, kind: str) -> Tensor:
-    """Scales of A as cuBLAS wants them: [M, K/128] with its columns contiguous, or [K/128, M/128] likewise, padded."""
+    """Scales of A as cuBLAS wants them: [M, K/128] with its columns contiguous, or so [K/128, M/128], padded."""
     scale = scale.reshape(-1, scale.shape[-1])
     return _columns_first(scale) if kind == "1x128" else _padded_columns(scale.t())
 
 
 def _b_blocks(scale: Tensor, kind: str) -> Tensor:
-    """Scales of B as cuBLAS wants them: [N, K/128] with its columns contiguous, or [K/128, N/128] likewise, padded."""
+    """Scales of B as cuBLAS wants them: [N, K/128] with its columns contiguous, or so [K/128, N/128], padded."""
     return _columns_first(scale.t()) if kind == "1x128" else _padded_columns(scale)
 
 
@@ -139,7 +139,7 @@ def _in_fp32(
     out_dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
-    """`product` on CPU tensors: summed, scaled and biased in fp32 (or wider operands' own dtype), rounded once."""
+    """`matmul` on CPU tensors: summed, scaled and biased in fp32 (or wider operands' own dtype), rounded once."""
     wide = torch.float32 if a.is_floating_point() and a.itemsize < 4 else a.dtype
     rows, columns = a.to(wide), b.to(wide)
     scales = None if a_scale is None or b_scale is None else (a_scale, b_scale)
@@ -172,7 +172,7 @@ def _matching(a_scale: Tensor, b_scale: Tensor, m: int, n: int) -> tuple[Tensor,
     return aligned(a_scale.reshape(-1, 1).expand(m, 1)), aligned(b_scale.reshape(1, -1).expand(1, n))
 
 
-def scaled_product_supported(
+def scaled_matmul_supported(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor,
@@ -182,7 +182,7 @@ def scaled_product_supported(
     travels: bool,
     in_blocks: bool = False,
 ) -> bool:
-    """Whether `product` can run this scaled product on cuBLAS.
+    """Whether `matmul` can run this scaled matmul on cuBLAS.
 
     travels: the A scale is not one number, however many there are; in_blocks: scales are of blocks (`block_recipe`).
     """
@@ -198,7 +198,7 @@ def scaled_product_supported(
 
 
 def refused_blocks(recipe: Recipe | None, rows: int, capability: int) -> str | None:
-    """Why cuBLAS does not make a product with `rows` rows and scales of blocks, on a GPU of this major capability."""
+    """Why cuBLAS does not make a matmul with `rows` rows and scales of blocks, on a GPU of this major capability."""
     if recipe is None or (IS_INTERPRETED and recipe[0] == "1x128"):
         return None
     if capability != 9 and not IS_INTERPRETED:
