@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from asynctp_kernels.cuda.choose.select import Problem, Rates, chunks_for
 from asynctp_kernels.cuda.choose.tiles import cut, cut_own, tiles_for, waves
-from asynctp_kernels.cuda.gemm.gemm import MAX_OPERANDS, b_descriptor, prepare_gemm, scale_mode
-from asynctp_kernels.cuda.gemm.products import Scaling, product
+from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments
+from asynctp_kernels.cuda.gemm.cublas import Scaling, matmul
+from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
 from asynctp_kernels.cuda.runtime.launch import Tma, describe, grid
 from asynctp_kernels.cuda.runtime.memory import MAX_OWN
 from torch import Tensor
@@ -76,13 +77,13 @@ def make(case: Case, world: int, a: Tensor, b: Tensor, scales: tuple[Tensor, Ten
     unused = torch.zeros(4, dtype=torch.int32, device="cuda")
     a_like = describe(a, [world, inner, case.k], [inner * case.k, case.k, 1], [1, tiles.block_m, tiles.block_k])
     c_like = describe(out, [world, inner, case.n], [inner * case.n, case.n, 1], tiles.stored)
-    padding = [None] * (MAX_OPERANDS - 1)
     a_scale, b_scale = scales or (unused, unused)
-    args = [
-        a_like, *padding, b_descriptor(b, tiles), *padding, c_like, *padding, *[a_scale] * 4, *[b_scale] * 4,
-        *[unused] * 4, words, unused,
-        1, inner, case.k, 0, 0, 0, case.n, 0, 0, 0, 0, world, row_tiles if gathers else chunks.tiles, own.tiles, 1,
-    ]  # fmt: skip
+    args = GemmArguments(
+        a=(a_like,), b=(b_descriptor(b, tiles),), c=(c_like,), a_scale=[a_scale] * MAX_OPERANDS,
+        b_scale=[b_scale] * MAX_OPERANDS, bias=(), words=words, done_ptr=unused, outer=1, inner=inner, k=(case.k,),
+        n=(case.n,), rank=0, world=world, chunk_size=row_tiles if gathers else chunks.tiles, own_tiles=own.tiles,
+        value=1,
+    ).listed(unused)  # fmt: skip
     modes = (scale_mode(scales and a_scale), scale_mode(scales and b_scale))
     launch = prepare_gemm(
         args, grid(count, programs), tiles, [b], None, modes, torch.bfloat16, gathers, async_input=gathers
@@ -133,9 +134,9 @@ def run(case: Case, world: int) -> dict[str, Any]:
 
     def cublas() -> None:
         if scales is None:
-            product(a, b, None, None, None, None, out=wanted)
+            matmul(a, b, None, None, None, None, out=wanted)
         else:
-            product(a, b, None, *scales, Scaling(torch.bfloat16, fast=True), out=wanted)
+            matmul(a, b, None, *scales, Scaling(torch.bfloat16, fast=True), out=wanted)
 
     made.run()
     cublas()

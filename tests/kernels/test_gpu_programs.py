@@ -25,7 +25,7 @@ from asynctp_kernels import cuda
 from asynctp_kernels.cuda.choose import tiles
 from asynctp_kernels.cuda.choose.tiles import pingpong, tiles_for
 from asynctp_kernels.cuda.gemm import gemm
-from asynctp_kernels.cuda.gemm.products import IN_BLOCKS
+from asynctp_kernels.cuda.gemm.cublas import IN_BLOCKS
 
 import asynctp_passes
 

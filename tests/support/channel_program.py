@@ -216,7 +216,7 @@ def area(address: int) -> str:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's calls, as `gather.py`, `scatter.py` and `collectives.py` put them on the streams."""
+    """One rank's calls, as the plans of gathers, scatters and collectives put them on the streams."""
 
     case: Case
     rank: int
