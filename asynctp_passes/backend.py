@@ -392,9 +392,8 @@ def _log(report: Report) -> None:
     for remark in report.remarks:
         log.log(logging.WARNING if remark.outcome == "MISSED" else logging.INFO, "asynctp: %s", remark)
     log.info(
-        "asynctp: %s (%s%s): %d fused, %d missed, %d skipped",
-        *(report.graph, report.phase, ", from Inductor's cache" if report.from_cache else ""),
-        *(len(report.fused), len(report.missed), len(report.skipped)),
+        "asynctp: %s (%s%s): %s",
+        *(report.graph, report.phase, ", from Inductor's cache" if report.from_cache else "", report.totals),
     )
 
 

@@ -19,10 +19,10 @@ from asynctp_passes.planning.deviations import Ballot, Words, communicated
 from asynctp_passes.planning.legality import on_wire
 from asynctp_passes.planning.materialize_scales import scales_to_store
 from asynctp_passes.planning.plan import Plan, ballots_of, planned, unfused
-from asynctp_passes.planning.rematerialize import rematerializations
+from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED, rematerializations
 from asynctp_passes.reporting import internal
 from asynctp_passes.reporting.agree import Votes, agreed_before, refuse, vote
-from asynctp_passes.reporting.build import AGREED, REMATERIALIZED, report_of, report_of_failure, with_call
+from asynctp_passes.reporting.build import report_of, report_of_failure, with_call
 from asynctp_passes.reporting.errors import AsyncTPError, raise_if_strict
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.rewriting import toposort

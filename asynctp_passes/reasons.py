@@ -9,8 +9,18 @@ table.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["CATALOGUE", "Reason", "Refusal", "catalogue_markdown"]
+__all__ = ["CATALOGUE", "Outcome", "Reason", "Refusal", "catalogue_markdown"]
+
+Outcome = Literal["FUSED", "OVERLAPPED", "ACCELERATED", "BUCKETED", "ERASED", "REMATERIALIZED", "SKIPPED", "MISSED"]
+"""What happens to a collective.
+
+FUSED: it becomes one op with its matmuls. OVERLAPPED: it runs beside matmuls that do not need it. ACCELERATED: it goes
+by an op of asynctp's own, without a matmul. BUCKETED: it becomes one with other all-reduces. ERASED: it is not made,
+since nothing uses it. REMATERIALIZED: the backward makes it again. SKIPPED: nothing is done, since it is out of scope
+or not worth it. MISSED: it is in scope, and could not be fused.
+"""
 
 
 @dataclass(frozen=True)
@@ -20,16 +30,22 @@ class Reason:
     Attributes:
         code: Stable identifier, `ATP` and three digits.
         name: The condition, in capitals.
-        in_scope: True when it makes a chain MISSED (raises under strict), False when SKIPPED.
+        outcome: MISSED where the collective is in scope (raises under strict); ERASED or OVERLAPPED where the reason
+            is why that is done instead; else SKIPPED, unless something else is done to it (`planning.plan`).
         text: What is the case, in one sentence.
         hint: What to do about it.
     """
 
     code: str
     name: str
-    in_scope: bool
+    outcome: Outcome
     text: str
     hint: str
+
+    @property
+    def in_scope(self) -> bool:
+        """True when it makes a chain MISSED."""
+        return self.outcome == "MISSED"
 
 
 @dataclass(frozen=True)
@@ -46,18 +62,18 @@ class Refusal:
 CATALOGUE: dict[str, Reason] = {}
 
 
-def _reason(code: str, name: str, text: str, hint: str, *, in_scope: bool) -> Reason:
-    reason = Reason(code, name, in_scope, text, hint)
+def _reason(code: str, name: str, text: str, hint: str, outcome: Outcome) -> Reason:
+    reason = Reason(code, name, outcome, text, hint)
     CATALOGUE[name] = reason
     return reason
 
 
 def _skip(code: str, name: str, text: str, hint: str) -> Reason:
-    return _reason(code, name, text, hint, in_scope=False)
+    return _reason(code, name, text, hint, "SKIPPED")
 
 
 def _miss(code: str, name: str, text: str, hint: str) -> Reason:
-    return _reason(code, name, text, hint, in_scope=True)
+    return _reason(code, name, text, hint, "MISSED")
 
 
 # --- 0xx scope: not ours to fuse -------------------------------------------------------------------
@@ -153,12 +169,13 @@ OUTSIDE_GRAPH = _skip(
     "the collective too",
 )
 
-RESULT_DROPPED = _skip(
+RESULT_DROPPED = _reason(
     "ATP014",
     "RESULT_DROPPED",
     "nothing uses the result; the partitioner, which made this graph of a training step and copies to each half what "
     "can be computed there, left the collective behind: it is erased, with what is computed for it alone",
     "nothing to do",
+    "ERASED",
 )
 
 # --- 1xx structure: the chain is not of a shape that is proven ----------------------------------------
@@ -429,20 +446,22 @@ MOVES_MORE = _skip(
     "nothing to do; where the other use can do with what the matmul takes, compute that before the gather",
 )
 
-BEHIND_PRODUCTS = _skip(
+BEHIND_PRODUCTS = _reason(
     "ATP404",
     "BEHIND_PRODUCTS",
     "no product can begin with a part of what is gathered: one that takes it needs all of it (a weight's gradient, or "
     "it is the right operand), or none does; instead of being fused, the gather runs whole beside other products: by "
     "asynctp::all_gather, from before them to after them",
     "nothing to do",
+    "OVERLAPPED",
 )
-SCATTER_BEHIND_PRODUCTS = _skip(
+SCATTER_BEHIND_PRODUCTS = _reason(
     "ATP405",
     "SCATTER_BEHIND_PRODUCTS",
     "no matmul can take this reduce-scatter in; it runs whole beside products that do not need it: by "
     "asynctp::reduce_scatter, from before them to after them",
     "nothing to do",
+    "OVERLAPPED",
 )
 
 # --- 9xx internal --------------------------------------------------------------------------------------
@@ -469,8 +488,9 @@ def catalogue_markdown() -> str:
         "# Reasons",
         "",
         "Every chain that is not fused carries one of these codes. SKIPPED is logged and never raises: the collective",
-        "is out of scope or not worth fusing. MISSED is in scope and could not be fused: it is logged as a warning and",
-        'raises under `strict="all"` (and under `strict="zero"` when nothing in the graph was fused).',
+        "is out of scope or not worth fusing. Where something else is done to it, its remark names that",
+        "([outcomes](report.md#outcomes)). MISSED is in scope and could not be fused: it is logged as a warning,",
+        'and raises under `strict="all"` (and under `strict="zero"` when nothing in the graph was fused).',
         "",
         "This page is written by `asynctp reasons --markdown`.",
     ]
@@ -479,12 +499,11 @@ def catalogue_markdown() -> str:
         if reason.code[3] != family:
             family = reason.code[3]
             lines += ["", f"## {family}xx {families[family]}"]
-        outcome = "MISSED" if reason.in_scope else "SKIPPED"
         lines += [
             "",
             f"### {reason.code} {reason.name}",
             "",
-            f"{outcome}: {reason.text}.",
+            f"{reason.outcome}: {reason.text}.",
             "",
             f"Remedy: {reason.hint}.",
         ]

@@ -1,4 +1,4 @@
-"""Decide, for every candidate, between FUSED, SKIPPED and MISSED. Pure: nothing is edited."""
+"""Decide, for every candidate, whether it is fused, or why not. Pure: nothing is edited."""
 
 from __future__ import annotations
 

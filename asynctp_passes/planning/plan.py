@@ -26,9 +26,10 @@ from asynctp_passes.planning.legality import (
     on_wire,
 )
 from asynctp_passes.planning.overlap import plan_overlap
-from asynctp_passes.reasons import RESULT_DROPPED, Refusal
+from asynctp_passes.planning.rematerialize import REMATERIALIZED
+from asynctp_passes.reasons import RESULT_DROPPED, Outcome, Refusal
 
-__all__ = ["Plan", "ballots_of", "planned", "unfused", "untouched"]
+__all__ = ["Plan", "ballots_of", "outcome_of", "planned", "unfused", "untouched"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,16 +74,39 @@ class Plan:
     def _own_transport(self) -> frozenset[str]:
         return groups_on_wire(self.candidates, self.context.config)
 
-    @property
+    @functools.cached_property
     def alone(self) -> list[Collective]:
-        """The collectives without a matmul that go by it or are tensors of a list, but for those beside products."""
-        taken = {member.node for bucket in self.buckets for member in bucket.members}
+        """The collectives without a matmul that go by it or are tensors of a list, but for those beside matmuls."""
         return [
             one.candidate.collective
             for one in self.decisions
             if one.refusal is not None and not one.overlaps_with and one.refusal.reason is not RESULT_DROPPED
-            if one.candidate.collective.node not in taken and self._goes_alone(one.candidate)
+            if one.candidate.collective.node not in self._bucketed and self._goes_alone(one.candidate)
         ]
+
+    @functools.cached_property
+    def _bucketed(self) -> set[fx.Node]:
+        return {member.node for bucket in self.buckets for member in bucket.members}
+
+    @functools.cached_property
+    def accelerated(self) -> set[fx.Node]:
+        """The nodes of the collectives that go by an op of asynctp's own, without a matmul."""
+        return {collective.node for collective in self.alone}
+
+    def outcome(self, decision: Decision) -> Outcome:
+        """What happens to a collective of this plan. Its reason comes first: strict counts a miss whatever is done."""
+        node, found = decision.candidate.collective.node, outcome_of(decision)
+        if found != "SKIPPED":
+            return found
+        if node in self._bucketed:
+            return "BUCKETED"
+        if REMATERIALIZED in node.meta and self._is_backward:
+            return "REMATERIALIZED"
+        return "ACCELERATED" if node in self.accelerated else "SKIPPED"
+
+    @functools.cached_property
+    def _is_backward(self) -> bool:
+        return phase_of(self.context.graph) == "backward"
 
     def _goes_alone(self, candidate: Candidate) -> bool:
         """True for a collective that goes by it, and for a tensor of a list: a peer may multiply that one."""
@@ -110,6 +134,11 @@ class Plan:
         """The collectives that are not made, since nothing uses them."""
         refused = ((one.candidate.collective, one.refusal) for one in self.decisions)
         return [collective for collective, refusal in refused if refusal and refusal.reason is RESULT_DROPPED]
+
+
+def outcome_of(decision: Decision) -> Outcome:
+    """What happens to a collective by what was decided of it alone."""
+    return "FUSED" if decision.refusal is None else decision.refusal.reason.outcome
 
 
 def planned(

@@ -31,7 +31,13 @@ from asynctp_passes.matching.chains import Decision, GatherChain, fused_chains
 from asynctp_passes.matching.near_miss import reduces, transparent
 from asynctp_passes.planning import cost_model
 
-__all__ = ["LEAST_BYTES", "Rematerialization", "rematerializations"]
+__all__ = ["AGREED", "LEAST_BYTES", "REMATERIALIZED", "Rematerialization", "rematerializations"]
+
+REMATERIALIZED = "asynctp_rematerialized"
+"""Key in the `meta` of a gather that the backward makes again: the bytes gathered, 0 where that is symbolic."""
+
+AGREED = "asynctp_agreed"
+"""Key in the `meta` of such a gather: the ballot on which the ranks agreed to make it again."""
 
 LEAST_BYTES = 32 << 20
 """`"auto"` leaves a gather by which a rank receives fewer: the host takes as long to start it (0.1 ms), and a program

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +17,13 @@ from asynctp_passes.ir.read import called_name, is_matmul, read_collectives
 from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.deviations import Ballot
-from asynctp_passes.planning.plan import Plan, ballots_of, untouched
+from asynctp_passes.planning.plan import Plan, ballots_of, outcome_of, untouched
+from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED
+from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting import internal, torch_notes
 from asynctp_passes.reporting.report import Bucketed, Remark, Report
 
-__all__ = ["AGREED", "REMATERIALIZED", "report_of", "report_of_failure", "with_call"]
-
-REMATERIALIZED = "asynctp_rematerialized"
-"""Key in the `meta` of a gather that the backward makes again: the bytes gathered, 0 where that is symbolic."""
-
-AGREED = "asynctp_agreed"
-"""Key in the `meta` of such a gather: the ballot on which the ranks agreed to make it again."""
+__all__ = ["report_of", "report_of_failure", "with_call"]
 
 _LIKE_WEIGHTS = (
     "it looks like a weight's gradient, as FSDP reduces them, and is taken for tensor parallelism, since its group "
@@ -43,8 +39,10 @@ _UNSHARDED = (
 
 def report_of(graph: fx.Graph, plan: Plan, config: Config, left_out: Mapping[tuple[str, str], str]) -> Report:
     buckets, phase = tuple(_bucketed(bucket) for bucket in plan.buckets), phase_of(graph)
-    alone = {collective.node for collective in plan.alone}
-    remarks = tuple(_remark(decision, phase, alone) for decision in plan.decisions)
+    remarks = tuple(
+        _remark(one, phase, plan.outcome(one), one.candidate.collective.node in plan.accelerated)
+        for one in plan.decisions
+    )
     agreed = _agreed_before(plan.decisions) if phase == "backward" else []
     ranks_differ = [f"not done, since ranks differ: {reason}" for reason in left_out.values()]
     return Report(
@@ -76,7 +74,7 @@ def _bucketed(bucket: Bucket) -> Bucketed:
     )
 
 
-def _remark(decision: Decision, phase: str, alone: Container[fx.Node]) -> Remark:
+def _remark(decision: Decision, phase: str, outcome: Outcome, accelerated: bool = False) -> Remark:
     candidate, refusal = decision.candidate, decision.refusal
     collective = candidate.collective
     kind = _kind(candidate)
@@ -93,17 +91,16 @@ def _remark(decision: Decision, phase: str, alone: Container[fx.Node]) -> Remark
     }
     if refusal is not None:
         reason = refusal.reason
-        outcome = "MISSED" if reason.in_scope else "SKIPPED"
         return Remark(
-            outcome=outcome,  # type: ignore[arg-type]
+            outcome=outcome,
             code=reason.code,
             name=reason.name,
             message=str(refusal),
             hint=reason.hint,
-            op=f"asynctp::{collective.kind}" if collective.node in alone else "",
+            op=f"asynctp::{collective.kind}" if accelerated else "",
             **common,  # type: ignore[arg-type]
         )
-    return Remark(outcome="FUSED", **_fused_facts(candidate, kind), **common)  # type: ignore[arg-type]
+    return Remark(outcome=outcome, **_fused_facts(candidate, kind), **common)  # type: ignore[arg-type]
 
 
 def _kind(candidate: Candidate) -> str:
@@ -250,7 +247,8 @@ def report_of_failure(graph: fx.Graph, config: Config, phase: str, summary: str)
     with internal.contained("list the collectives of the graph"):
         multiplies = any(map(is_matmul, graph.nodes))
         collectives = read_collectives(graph) if phase != "joint" else []
-        remarks = tuple(_remark(untouched(one, config, summary, multiplies), phase, set()) for one in collectives)
+        decisions = (untouched(one, config, summary, multiplies) for one in collectives)
+        remarks = tuple(_remark(decision, phase, outcome_of(decision)) for decision in decisions)
     return Report(
         graph=compat.compile_name(),
         phase=phase,

@@ -1,6 +1,6 @@
 """Pictures of a graph before and after the pass, its chains coloured by outcome, as one self-contained HTML page.
 
-A chain's nodes are green (FUSED), red (MISSED) or grey (SKIPPED), and so is the fused op that replaced it. Nodes that
+A chain's nodes have the colour of its outcome (`_COLOURS`), and so has the fused op that replaced it. Nodes that
 belong to no chain are drawn small: runs of them that end in one user become one box, the output node is left out
 (what is returned has a bold frame), and placeholders are plain text.
 """
@@ -24,15 +24,24 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat
+from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting.report import Remark, Report
 
 __all__ = ["to_dot", "write_page"]
 
 log = logging.getLogger(__name__)
 
-_FILL = {"FUSED": "#c8e6c9", "MISSED": "#ffcdd2", "SKIPPED": "#dcdcdc"}
-_LINE = {"FUSED": "#2e7d32", "MISSED": "#c62828", "SKIPPED": "#757575"}
-_PRECEDENCE = ("MISSED", "FUSED", "SKIPPED")
+_COLOURS: dict[Outcome, tuple[str, str, str]] = {
+    # the outcome, by precedence: how its nodes are filled, their line, and what the legend says
+    "MISSED": ("#ffcdd2", "#c62828", "in scope, not fused"),
+    "FUSED": ("#c8e6c9", "#2e7d32", "one op with its matmuls"),
+    "OVERLAPPED": ("#bbdefb", "#1565c0", "runs beside matmuls"),
+    "BUCKETED": ("#e1bee7", "#7b1fa2", "one with other all-reduces"),
+    "REMATERIALIZED": ("#ffe0b2", "#e65100", "made again in the backward"),
+    "ACCELERATED": ("#b2dfdb", "#00695c", "an op of asynctp's, without a matmul"),
+    "ERASED": ("#d7ccc8", "#5d4037", "unused, not made"),
+    "SKIPPED": ("#dcdcdc", "#757575", "nothing is done"),
+}
 _SHORT_DTYPES = {"bfloat16": "bf16", "float": "f", "int": "i", "uint": "u"}
 _ALONE = (
     *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_int_mm"),
@@ -64,12 +73,12 @@ class _View:
                 numbers[name] = (*numbers.get(name, ()), number)
         return cls(graph, numbers, report)
 
-    def outcome(self, node: fx.Node) -> str:
-        """The outcome that colours the node; empty when no remark names it."""
+    def outcome(self, node: fx.Node) -> Outcome | None:
+        """The outcome that colours the node; None when no remark names it."""
         if _is_fused_op(node):
             return "FUSED"
-        outcomes = {self.remark(number).outcome for number in self.remarks.get(node.name, ())}
-        return next((outcome for outcome in _PRECEDENCE if outcome in outcomes), "")
+        found = _first_outcome(self.remark(number) for number in self.remarks.get(node.name, ()))
+        return found or ("ACCELERATED" if _op(node).startswith("asynctp.") else None)
 
     def remark(self, number: int) -> Remark:
         """The remark of that number."""
@@ -91,7 +100,13 @@ def _op(node: fx.Node) -> str:
 
 
 def _is_fused_op(node: fx.Node) -> bool:
-    return _op(node).startswith("asynctp.")
+    return _op(node).startswith("asynctp.") and "matmul" in _op(node)
+
+
+def _first_outcome(remarks: Iterable[Remark]) -> Outcome | None:
+    """The outcome of some remarks that comes first in `_COLOURS`."""
+    outcomes = {remark.outcome for remark in remarks}
+    return next((outcome for outcome in _COLOURS if outcome in outcomes), None)
 
 
 def _stands_alone(node: fx.Node, view: _View) -> bool:
@@ -187,9 +202,10 @@ def _attributes(view: _View, nodes: Sequence[fx.Node], returned: bool) -> str:
     elif _op(node) == "getitem":
         values |= {"fontsize": "8"}
     if outcome:
-        values |= {"fillcolor": _FILL[outcome], "color": _LINE[outcome], "class": _classes(view, node)}
+        fill, line, _ = _COLOURS[outcome]
+        values |= {"fillcolor": fill, "color": line, "class": _classes(view, node)}
     if _is_fused_op(node):
-        values |= {"fillcolor": _LINE["FUSED"], "fontcolor": "#ffffff", "fontsize": "12"}
+        values |= {"fillcolor": _COLOURS["FUSED"][1], "fontcolor": "#ffffff", "fontsize": "12"}
     if returned:
         values |= {"penwidth": "2.5"}
     return ", ".join(f"{key}={_quote(value)}" for key, value in values.items())
@@ -258,11 +274,8 @@ def _edges(view: _View, home: dict[fx.Node, fx.Node]) -> list[str]:
 
 def _edge_style(view: _View, source: fx.Node, node: fx.Node) -> str:
     shared = set(view.remarks.get(source.name, ())) & set(view.remarks.get(node.name, ()))
-    if not shared:
-        return ""
-    outcomes = {view.remark(number).outcome for number in shared}
-    outcome = next(outcome for outcome in _PRECEDENCE if outcome in outcomes)
-    return f' [color="{_LINE[outcome]}", penwidth=2]'
+    outcome = _first_outcome(map(view.remark, shared))
+    return "" if outcome is None else f' [color="{_COLOURS[outcome][1]}", penwidth=2]'
 
 
 def _quote(text: str) -> str:
@@ -296,6 +309,8 @@ def write_page(folder: str | Path, before: fx.Graph, after: fx.Graph, report: Re
     page = template.substitute(
         title=html.escape(f"{report.graph} ({report.phase})"),
         totals=_totals(report),
+        styles=_styles(),
+        legend=_legend(),
         notice=f'<p class="notice">{html.escape(pictures.notice)}</p>' if pictures.notice else "",
         before=pictures.before,
         after=pictures.after,
@@ -348,13 +363,25 @@ def _listing(graph: fx.Graph, report: Report) -> str:
     return "\n".join(lines)
 
 
-def _totals(report: Report) -> str:
-    counts: Iterable[tuple[str, tuple[Remark, ...]]] = (
-        ("fused", report.fused),
-        ("missed", report.missed),
-        ("skipped", report.skipped),
+def _styles() -> str:
+    """CSS of the outcomes: of the chips, and of the lines of a listing."""
+    lines = {outcome.lower(): line for outcome, (_, line, _) in _COLOURS.items()}
+    chips = [f".chip.{name} {{ background: {line}; }}" for name, line in lines.items()]
+    return "\n".join([*chips, *(f"pre .{name} {{ color: {line}; font-weight: 600; }}" for name, line in lines.items())])
+
+
+def _legend() -> str:
+    return "\n".join(
+        f'<span class="key" style="background:{fill};border:1px solid {line}"></span>{outcome}: {html.escape(meaning)}'
+        for outcome, (fill, line, meaning) in _COLOURS.items()
     )
-    return " ".join(f'<span class="chip {name}">{len(remarks)} {name}</span>' for name, remarks in counts)
+
+
+def _totals(report: Report) -> str:
+    """How many remarks there are of each outcome; the others than these three are left out where there are none."""
+    counts = {outcome: len(report.with_outcome(outcome)) for outcome in _COLOURS}
+    shown = [outcome for outcome in _COLOURS if counts[outcome] or outcome in ("FUSED", "MISSED", "SKIPPED")]
+    return " ".join(f'<span class="chip {one.lower()}">{counts[one]} {one.lower()}</span>' for one in shown)
 
 
 def _row(number: int, remark: Remark) -> str:

@@ -12,11 +12,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from asynctp_passes.planning.deviations import Ballot
+from asynctp_passes.reasons import Outcome
 
 __all__ = ["Bucketed", "Outcome", "Remark", "Report"]
 
-Outcome = Literal["FUSED", "SKIPPED", "MISSED"]
-_MARKS = {"FUSED": "+", "MISSED": "!", "SKIPPED": "."}
+_MARKS: dict[Outcome, str] = {
+    "FUSED": "+",
+    "OVERLAPPED": "|",
+    "ACCELERATED": ">",
+    "BUCKETED": "=",
+    "ERASED": "-",
+    "REMATERIALIZED": "~",
+    "SKIPPED": ".",
+    "MISSED": "!",
+}
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,8 @@ class Remark:
     """The outcome of one collective, with its facts.
 
     Attributes:
-        outcome: FUSED (rewritten), MISSED (in scope, and not fused) or SKIPPED (out of scope, or not worth it).
+        outcome: What happens to it (`reasons.Outcome`): FUSED; OVERLAPPED, ACCELERATED, BUCKETED, ERASED or
+            REMATERIALIZED instead; SKIPPED (nothing is done); or MISSED (in scope, and not fused, whatever is done).
         kind: `"all_gather_matmul"`, `"matmul_reduce_scatter"`, `"matmul_all_reduce"`, the same with `scaled_`, or the
             collective's own name when no chain was found.
         collective: Name of the collective's node in the original graph.
@@ -114,7 +124,7 @@ class Remark:
 
 @dataclass(frozen=True)
 class Bucketed:
-    """Small all-reduces that became one; each also has its remark, as SKIPPED.
+    """Small all-reduces that became one; each also has its remark, as BUCKETED.
 
     Attributes:
         collectives: Names of their nodes in the original graph, in graph order.
@@ -174,36 +184,49 @@ class Report:
     @property
     def fused(self) -> tuple[Remark, ...]:
         """The remarks of fused chains."""
-        return self._with("FUSED")
+        return self.with_outcome("FUSED")
 
     @property
     def missed(self) -> tuple[Remark, ...]:
         """The remarks of chains that are in scope and were not fused."""
-        return self._with("MISSED")
+        return self.with_outcome("MISSED")
 
     @property
     def skipped(self) -> tuple[Remark, ...]:
-        """The remarks of collectives that are out of scope or not worth fusing."""
-        return self._with("SKIPPED")
+        """The remarks of collectives that are out of scope or not worth fusing, and to which nothing else is done."""
+        return self.with_outcome("SKIPPED")
 
-    def _with(self, outcome: Outcome) -> tuple[Remark, ...]:
-        return tuple(remark for remark in self.remarks if remark.outcome == outcome)
+    @property
+    def others(self) -> tuple[Remark, ...]:
+        """The remarks of collectives that are neither FUSED nor MISSED, whatever else is done to them."""
+        return tuple(remark for remark in self.remarks if remark.outcome not in ("FUSED", "MISSED"))
+
+    def with_outcome(self, *outcomes: Outcome) -> tuple[Remark, ...]:
+        """The remarks of collectives with one of these outcomes, in graph order."""
+        return tuple(remark for remark in self.remarks if remark.outcome in outcomes)
+
+    @property
+    def totals(self) -> str:
+        """How many remarks there are of each outcome, in words."""
+        chains, counts = len(self.fused) + len(self.missed), Counter(remark.outcome for remark in self.others)
+        others = f"{len(self.others)} other collectives"
+        if counts.keys() <= {"SKIPPED"}:
+            others += " skipped"
+        else:
+            others += f": {', '.join(f'{counts[one]} {one.lower()}' for one in _MARKS if counts[one])}"
+        return f"{len(self.fused)} of {chains} chains fused, {len(self.missed)} missed, {others}"
 
     def __str__(self) -> str:
-        """A page for people: the totals, every fused and missed chain, and the skipped ones by reason."""
-        chains = len(self.fused) + len(self.missed)
+        """A page for people: the totals, every fused and missed chain, and the others by reason."""
         cached = ", from Inductor's cache" if self.from_cache else ""
-        head = (
-            f"asynctp: {self.graph} ({self.phase}{cached}): {len(self.fused)} of {chains} chains fused, "
-            f"{len(self.missed)} missed, {len(self.skipped)} other collectives skipped"
-        )
-        lines = [head, *(str(remark) for remark in self.remarks if remark.outcome != "SKIPPED")]
+        head = f"asynctp: {self.graph} ({self.phase}{cached}): {self.totals}"
+        lines = [head, *(str(remark) for remark in self.with_outcome("FUSED", "MISSED"))]
         lines += [str(buckets) for buckets in self.buckets]
         if made_again := [remark.rematerialized_bytes for remark in self.remarks if remark.rematerialized_bytes]:
             lines.append(f"~ {_rematerialized(len(made_again), sum(made_again))}")
-        by_reason = Counter((remark.code, remark.name, _reason_text(remark)) for remark in self.skipped)
-        for (code, name, text), count in sorted(by_reason.items()):
-            lines.append(f". SKIPPED {count} x {code} {name}: {text}")
+        by_reason = Counter((one.code, one.name, one.outcome, _reason_text(one)) for one in self.others)
+        for (code, name, outcome, text), count in sorted(by_reason.items()):
+            lines.append(f"{_MARKS[outcome]} {outcome} {count} x {code} {name}: {text}")
         lines += [f"{_MARKS['MISSED']} INTERNAL ERROR: {error}" for error in self.internal_errors]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 

@@ -573,8 +573,7 @@ def _reasons(options: argparse.Namespace) -> int:
         print(catalogue_markdown(), end="")
         return 0
     for reason in _selected(options.code):
-        outcome = "MISSED" if reason.in_scope else "SKIPPED"
-        print(f"{reason.code} {reason.name} ({outcome})\n    {reason.text}\n    remedy: {reason.hint}")
+        print(f"{reason.code} {reason.name} ({reason.outcome})\n    {reason.text}\n    remedy: {reason.hint}")
     return 0
 
 

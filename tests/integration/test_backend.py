@@ -183,7 +183,7 @@ def test_fake_group(mesh: DeviceMesh) -> None:
     forward, backward = step(mesh)
     assert [remark.kind for remark in forward.fused] == ["all_gather_matmul", "matmul_reduce_scatter"]
     assert [remark.group_size for remark in (*forward.fused, *backward.fused)] == [4] * 4
-    assert not (*forward.missed, *forward.skipped, *backward.missed, *backward.skipped)
+    assert not (*forward.missed, *forward.others, *backward.missed, *backward.others)
 
 
 class Spy(CustomGraphPass):

@@ -76,7 +76,7 @@ def test_the_forward_keeps_the_shard(mesh: DeviceMesh) -> None:
     assert never.shapes - always.shapes == GATHERED
     assert always.shapes - never.shapes == Counter()
     assert (len(forward.fused), len(backward.fused)) == (2, 2)
-    (again,) = backward.skipped
+    (again,) = backward.others
     assert (again.code, again.rematerialized_bytes) == ("ATP404", 2 * 16 * 16 * 4)
     assert not any(remark.rematerialized_bytes for remark in (*forward.remarks, *backward.fused))
 
@@ -88,7 +88,7 @@ def test_the_report_tells_of_it(mesh: DeviceMesh) -> None:
         "~ 1 gather of the forward is made again, so that nothing of what was gathered (2 KiB) is kept for the backward"
     ]
     assert "~" not in str(forward)
-    assert told[0][2:] in str(backward.skipped[0])
+    assert told[0][2:] in str(backward.others[0])
     assert Report.from_json(backward.to_json()) == backward
 
 
@@ -110,7 +110,7 @@ def test_an_input_that_autograd_sees_changed(mesh: DeviceMesh, rematerialize: st
 
 def test_small_programs_stay_as_they_are(mesh: DeviceMesh) -> None:
     _, (_, backward) = trained(mesh)
-    assert backward.skipped == ()
+    assert backward.others == ()
 
 
 def test_with_activation_checkpointing_it_changes_nothing(mesh: DeviceMesh) -> None:
@@ -132,7 +132,7 @@ def test_the_users_own_joint_pass_runs_too(mesh: DeviceMesh) -> None:
 
     _, (_, backward) = trained(mesh, rematerialize="always", joint_custom_post_pass=Own())
     assert seen == [[]], "it comes first"
-    assert backward.skipped[0].rematerialized_bytes
+    assert backward.others[0].rematerialized_bytes
 
 
 def test_without_the_backend(mesh: DeviceMesh) -> None:
@@ -145,4 +145,4 @@ def test_without_the_backend(mesh: DeviceMesh) -> None:
         train(compiled(lambda x: layer(x.tanh()), "inductor"), shard_of(mesh, 2, 4, 16), weights)
     forward, backward = asynctp_passes.reports()
     assert (len(forward.fused), len(backward.fused)) == (2, 2)
-    assert backward.skipped[0].rematerialized_bytes
+    assert backward.others[0].rematerialized_bytes

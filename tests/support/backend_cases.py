@@ -114,7 +114,7 @@ def case_hooks_of_the_compiled_module(mesh: DeviceMesh) -> tuple[Report, ...]:
     train(compiled(module), x)
     apart = asynctp_passes.reports()
     assert [len(report.fused) for report in apart] == [0, 1, 1], apart
-    assert [remark.code for remark in apart[0].skipped] == ["ATP013"], apart[0]
+    assert [remark.code for remark in apart[0].others] == ["ATP013"], apart[0]
     with torch._dynamo.config.patch(wrap_top_frame=True):
         reports = compare(module, x, 2)
     # Inductor's cache may have the graph of another program, where the layers lie in a module
@@ -135,8 +135,8 @@ def case_block_gathered_again(mesh: DeviceMesh) -> tuple[Report, ...]:
     assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
     assert_close(found["always"], train(module, x, parameters))
     forward, backward = asynctp_passes.reports()
-    assert (len(forward.fused), forward.skipped, len(backward.fused)) == (4, (), 4)
-    assert [remark.rematerialized_bytes for remark in backward.skipped] == [2 * 8 * 16 * 4] * 2
+    assert (len(forward.fused), forward.others, len(backward.fused)) == (4, (), 4)
+    assert [remark.rematerialized_bytes for remark in backward.others] == [2 * 8 * 16 * 4] * 2
     return forward, backward
 
 
@@ -345,7 +345,7 @@ def case_gradient_used_on_one_rank(mesh: DeviceMesh) -> tuple[Report, ...]:
     actual = train(compiled(program), x, weights)
     reports = asynctp_passes.reports()
     assert_close(actual, train(program, x, weights))
-    assert [remark.code for remark in reports[1].skipped] == ["ATP002"], reports[1]
+    assert [remark.code for remark in reports[1].others] == ["ATP002"], reports[1]
     return reports
 
 
@@ -432,9 +432,9 @@ def _checkpoint(module: Any, x: Tensor, fused: int = 2, **kwargs: Any) -> tuple[
     assert_close(ours, train(module, x, parameters))
     forward, backward = asynctp_passes.reports()
     assert not (*forward.notes, *backward.notes)
-    assert (len(forward.fused), forward.missed, forward.skipped) == (fused, (), ()), forward
+    assert (len(forward.fused), forward.missed, forward.others) == (fused, (), ()), forward
     assert len(backward.fused) >= fused, backward
-    assert {remark.code for remark in (*backward.missed, *backward.skipped)} <= {"ATP404"}, backward
+    assert {remark.code for remark in (*backward.missed, *backward.others)} <= {"ATP404"}, backward
     return forward, backward
 
 
@@ -466,7 +466,7 @@ def case_selective_checkpoint_of_plain_tensors(mesh: DeviceMesh) -> tuple[Report
     if NEWER_THAN_2_11:  # 2.11 saves and recomputes other tensors
         assert spy.returned_before_the_wait, "no un-waited scatter was saved"
         assert spy.waited_for_only, "no saved scatter was waited for"
-        assert [remark.code for remark in backward.skipped] == ["ATP404"], backward
+        assert [remark.code for remark in backward.others] == ["ATP404"], backward
         calls = [line for line in codes[-1].splitlines() if "= torch.ops." in line]
         ops = ("all_gather_matmul.", "asynctp.all_gather.", "matmul_reduce_scatter.", "asynctp.wait.")
         places = [max(index for index, call in enumerate(calls) if op in call) for op in ops]
@@ -487,7 +487,7 @@ def case_scatter_beside_a_product(mesh: DeviceMesh) -> tuple[Report, ...]:
     actual, codes = run_and_get_code(compiled(program), *inputs)
     assert_close(list(actual), list(program(*inputs)))
     (report,) = asynctp_passes.reports()
-    assert [remark.code for remark in report.skipped] == ["ATP405"], report
+    assert [remark.code for remark in report.others] == ["ATP405"], report
     calls = [line for line in codes[-1].splitlines() if "= torch.ops." in line]
     ops = ("asynctp.reduce_scatter.", "aten.mm.", "asynctp.wait.")
     places = [next(index for index, call in enumerate(calls) if op in call) for op in ops]
@@ -581,7 +581,7 @@ def case_torchao_tensorwise(mesh: DeviceMesh) -> tuple[Report, ...]:
     fused = {report.phase: [remark.op for remark in report.fused] for report in reports}
     gather, scatter = "asynctp::all_gather_scaled_matmul", "asynctp::scaled_matmul_reduce_scatter"
     assert fused == {"forward": [gather, scatter], "backward": [gather, scatter]}, fused
-    skipped = {remark.kind for report in reports for remark in report.skipped}
+    skipped = {remark.kind for report in reports for remark in report.others}
     assert skipped == {"all_reduce"}, skipped  # of the amax
     return reports
 

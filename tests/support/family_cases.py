@@ -215,7 +215,7 @@ def _step(module: nn.Module, mesh: DeviceMesh) -> tuple[tuple[Report, ...], Foun
     reports = asynctp_passes.reports()
     assert_close(actual, train(module, x, parameters))
     found = {
-        report.phase: (len(report.fused), [r.code for r in report.missed], [r.code for r in report.skipped])
+        report.phase: (len(report.fused), [r.code for r in report.missed], [r.code for r in report.others])
         for report in reports
     }
     return reports, found

@@ -163,7 +163,7 @@ def _compare(mesh: DeviceMesh, compiled: str, train: Callable[[str], list[Tensor
     assert [(report.phase, len(report.fused)) for report in blocks] == [("forward", 4), ("backward", 4)], blocks
     if compiled != "model":
         assert (graphs, breaks, len(reports)) == (1, {}, 2), (graphs, breaks, reports)
-    assert {remark.code for report in reports for remark in report.skipped} <= {"ATP002", "ATP013"}, reports
+    assert {remark.code for report in reports for remark in report.others} <= {"ATP002", "ATP013"}, reports
     return reports
 
 

@@ -100,9 +100,9 @@ div_1 = div(w, clone_default_1)  # f32[8, 8]
 mm = mm(div, div_1)  # f32[4, 8]
 return (mm)
 
-asynctp: graph (inference): 0 of 0 chains fused, 0 missed, 2 other collectives skipped
+asynctp: graph (inference): 0 of 0 chains fused, 0 missed, 2 other collectives: 2 bucketed
 = BUCKETED 2 all_reduce(max) over group 'tp' into one of 8 B: all_reduce, all_reduce_1
-. SKIPPED 2 x ATP002 NO_MATMUL: no matmul of this graph takes what is gathered, or makes what is reduced""",
+= BUCKETED 2 x ATP002 NO_MATMUL: no matmul of this graph takes what is gathered, or makes what is reduced""",
     )
 
 

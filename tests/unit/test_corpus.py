@@ -2,7 +2,7 @@
 
 The custom ops of `serving_ops` are registered.
 One line a graph: the outcomes of its all-gathers, reduce-scatters and all-reduces, each in graph order.
-`F` is FUSED, `S` SKIPPED, `M` MISSED (with the number of its ATP code where it is pinned, `M106`), `*n` repeats.
+`F` is FUSED, `M` MISSED, `S` neither (with the number of its ATP code where it is pinned, `M106`), `*n` repeats.
 A name stands for the graph in every torch version, unless a line names the folder too.
 """
 
@@ -133,7 +133,7 @@ torch2.11/fp8_tensorwise_ag_3d_dim1__0            -   -               -
 ROUNDING = 0.15
 
 SIDES = ("all_gather", "reduce_scatter", "all_reduce")
-LETTERS = {"F": "FUSED", "M": "MISSED", "S": "SKIPPED"}
+LETTERS = {"FUSED": "F", "MISSED": "M"}
 
 
 def parse_expected(text: str) -> dict[str, tuple[list[str], ...]]:
@@ -243,7 +243,7 @@ def _outcome(remark: object | None) -> str:
     """A remark as in the table: its letter, and the number of its code."""
     if remark is None:
         return "no remark"
-    letter = next(letter for letter, outcome in LETTERS.items() if outcome == remark.outcome)  # type: ignore[attr-defined]
+    letter = LETTERS.get(remark.outcome, "S")  # type: ignore[attr-defined]
     return letter + remark.code.removeprefix("ATP")  # type: ignore[attr-defined]
 
 

@@ -157,6 +157,7 @@ def test_outcome(build: Build) -> None:
     graph = built(build)
     report = run_pass(graph)
     assert outcomes(report) == CASES[build]
+    assert {remark.code for remark in report.with_outcome("ERASED")} <= {"ATP014"}
     gone = {remark.collective for remark in report.remarks if remark.code == "ATP014"}
     assert gone.isdisjoint(calls(graph))
     kept = {remark.collective for remark in report.remarks if remark.code in ("ATP002", "ATP006", "ATP013")}

@@ -294,7 +294,10 @@ def _can_be_made(arguments: dict[str, Any]) -> bool:
 MESSAGES = [
     # what is changed in a report, and what the error says
     ({"remarks": [{"outcome": "FUSE"}]}, "the report's remarks[0] has no 'collective'"),
-    ({"remarks": [{"outcome": "FUSE", "kind": "", "collective": ""}]}, "must be one of 'FUSED', 'SKIPPED', 'MISSED'"),
+    (
+        {"remarks": [{"outcome": "FUSE", "kind": "", "collective": ""}]},
+        "must be one of 'FUSED', 'OVERLAPPED', 'ACCELERATED', 'BUCKETED', ",
+    ),
     (
         {"remarks": [{"outcome": "FUSED", "kind": "", "collective": "", "flops": 2**64}]},
         "s flops is too large a number",

@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 import subprocess
+import typing
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from dumps import CORPUS, load
 from torch import fx
 
 from asynctp_passes import ops
+from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting import graph_page
 from asynctp_passes.reporting.graph_page import to_dot, write_page
 from asynctp_passes.reporting.report import Remark, Report
@@ -52,6 +54,19 @@ def test_chains_are_coloured_by_outcome(graph: fx.Graph) -> None:
     assert "#dcdcdc" in attributes(dot, "all_gather_into_tensor_1")
     assert "fillcolor" not in attributes(dot, "mm")
     assert '"all_gather_into_tensor" -> "wait_tensor" [color="#2e7d32"' in dot
+
+
+@pytest.mark.parametrize("outcome", typing.get_args(Outcome))
+def test_every_outcome_has_a_colour_of_its_own_and_a_key(outcome: Outcome, graph: fx.Graph, tmp_path: Path) -> None:
+    report = Report("graph", "forward", (Remark(outcome, "all_gather", "all_gather_into_tensor"),))
+    page = write_page(tmp_path, graph, graph, report).read_text(encoding="utf-8")
+    legend = re.findall(r'<span class="key" style="background:(#\w+);border:1px solid (#\w+)"></span>([A-Z]+): ', page)
+    colours = {name: (fill, line) for fill, line, name in legend}
+    assert len(set(colours.values())) == len(colours) == 8
+    fill, line = colours[outcome]
+    assert f'fillcolor="{fill}", color="{line}"' in attributes(to_dot(graph, report), "all_gather_into_tensor")
+    assert f".chip.{outcome.lower()} {{ background: {line}; }}" in page
+    assert f'<span class="chip {outcome.lower()}">1 {outcome.lower()}</span>' in page
 
 
 def test_long_graphs_are_folded(graph: fx.Graph) -> None:

@@ -117,7 +117,7 @@ return (matmul_reduce_scatter_default, mm_1, mm_2)
 
 def test_the_remark_names_the_products() -> None:
     report = run_pass(built(lambda b: (gradient(b), b.scatter(product(b)))))
-    (remark,) = report.skipped
+    (remark,) = report.others
     assert (remark.code, remark.collective) == ("ATP404", "all_gather_into_tensor")
     assert "[beside mm_1: 1 product]" in remark.message
 
@@ -128,7 +128,7 @@ def test_a_group_that_all_leave_to_torch_is_left_to_torch() -> None:
         pipeline, "agreed_before", lambda ballot, config: {one for one in ballot.deviations if one.startswith("plain")}
     )
     graph = built(lambda b: (gradient(b), product(b)))
-    assert [remark.code for remark in run_pass(graph, groups="tp").skipped] == ["ATP404"]
+    assert [remark.code for remark in run_pass(graph, groups="tp").others] == ["ATP404"]
     graph = built(lambda b: (gradient(b), product(b)))
     with plain, mock.patch.object(plan, "on_wire", return_value=True):
         (remark,) = run_pass(graph, groups="tp").remarks
@@ -144,13 +144,13 @@ def test_no_more_products_than_it_takes() -> None:
         others = [b.mm(wide, b.input(f"w{index}", [4096, 4096])) for index in range(3)]
         return gradient(b), b.scatter(others[0]), *others[1:]
 
-    (remark,) = run_pass(built(build)).skipped
+    (remark,) = run_pass(built(build)).others
     assert "1 product]" in remark.message
 
     def slow(b: GraphBuilder) -> tuple[Node, ...]:
         return gradient(b, width=1 << 16), *[b.scatter(product(b, name)) for name in ("p", "q", "r")]
 
-    (remark,) = run_pass(built(slow)).skipped
+    (remark,) = run_pass(built(slow)).others
     assert "[from before mm_1 to after mm_3: 3 products]" in remark.message
 
 
@@ -638,12 +638,12 @@ def test_a_group_with_a_chain_is_tensor_parallel_throughout() -> None:
 
 
 def test_a_report_says_by_what_the_scope_was_decided() -> None:
-    (gradient_of_weight,) = run_pass(built(plain_gradient)).skipped
+    (gradient_of_weight,) = run_pass(built(plain_gradient)).others
     assert gradient_of_weight.message.endswith(
         "[group tp: by strides, the left operand of mm is transposed, and no matmul follows]"
     )
     assert "Config(groups=...)" in gradient_of_weight.hint
-    messages = {remark.message.rpartition("[")[2] for remark in run_pass(built(fully_sharded_step)).skipped}
+    messages = {remark.message.rpartition("[")[2] for remark in run_pass(built(fully_sharded_step)).others}
     assert {"group dp: a vector]", "group dp: the right operand of mm]"} <= messages
 
 

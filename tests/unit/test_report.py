@@ -115,6 +115,21 @@ asynctp: graph (inference): 1 of 1 chains fused, 0 missed, 0 other collectives s
     assert report.remarks[0].comm_bytes is None
 
 
+def test_print_of_collectives_to_which_something_else_is_done() -> None:
+    """They are counted by outcome, and told by reason and outcome."""
+    others = [dataclasses.replace(SKIPPED, outcome=one) for one in ("BUCKETED", "SKIPPED", "ACCELERATED", "BUCKETED")]
+    dropped = Remark("ERASED", "all_gather", "gather", "ATP014", "RESULT_DROPPED", "nothing uses it", "nothing to do")
+    assert_expected_inline(
+        str(dataclasses.replace(REPORT, remarks=(*others, dropped))),
+        """\
+asynctp: graph 0/0 (forward): 0 of 0 chains fused, 0 missed, 5 other collectives: 1 accelerated, 2 bucketed, 1 erased, 1 skipped
+> ACCELERATED 1 x ATP002 NO_MATMUL: no matmul
+= BUCKETED 2 x ATP002 NO_MATMUL: no matmul
+. SKIPPED 1 x ATP002 NO_MATMUL: no matmul
+- ERASED 1 x ATP014 RESULT_DROPPED: nothing uses it""",  # noqa: E501
+    )
+
+
 def test_print_of_a_skipped_remark() -> None:
     assert_expected_inline(
         str(SKIPPED),
@@ -158,7 +173,12 @@ def test_long_reports_stay_short_where_nothing_is_to_do() -> None:
 def test_outcomes() -> None:
     assert REPORT.fused == (FUSED,)
     assert REPORT.missed == (MISSED,)
-    assert REPORT.skipped == (SKIPPED, OTHER_SKIPPED)
+    assert REPORT.skipped == REPORT.others == (SKIPPED, OTHER_SKIPPED)
+    bucketed = dataclasses.replace(SKIPPED, outcome="BUCKETED")
+    report = dataclasses.replace(REPORT, remarks=(bucketed, FUSED, MISSED, SKIPPED))
+    assert (report.fused, report.missed, report.skipped) == ((FUSED,), (MISSED,), (SKIPPED,))
+    assert report.others == (bucketed, SKIPPED)
+    assert report.with_outcome("MISSED", "BUCKETED") == (bucketed, MISSED)
 
 
 @pytest.mark.parametrize(

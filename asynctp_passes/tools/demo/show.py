@@ -82,6 +82,6 @@ def _judge_fusions(reports: Sequence[Report], expected: int) -> tuple[bool, list
         missed = sum(len(report.missed) for report in mine)
         good = good and fused == expected and not missed
         lines.append(f"  {phase:<9} {fused} of {expected} collectives next to a matmul are fused, {missed} missed")
-        skipped = Counter((remark.code, remark.name) for report in mine for remark in report.skipped)
-        lines += [f"            {count} others skipped: {code} {name}" for (code, name), count in skipped.items()]
+        others = Counter((one.outcome.lower(), one.code, one.name) for report in mine for one in report.others)
+        lines += [f"            {count} others {done}: {code} {name}" for (done, code, name), count in others.items()]
     return good, lines
