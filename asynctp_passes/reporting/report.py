@@ -14,7 +14,10 @@ from typing import Any, Literal
 from asynctp_passes.planning.deviations import Ballot
 from asynctp_passes.reasons import Outcome
 
-__all__ = ["Bucketed", "Outcome", "Remark", "Report"]
+__all__ = ["SCHEMA", "Bucketed", "Outcome", "Remark", "Report"]
+
+SCHEMA = 2
+"""Version of the JSON that `Report.to_json` writes, its field `schema`; reports without it are of version 1."""
 
 _MARKS: dict[Outcome, str] = {
     "FUSED": "+",
@@ -231,26 +234,46 @@ class Report:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_json(self, indent: int | None = None) -> str:
-        """The report as JSON; `Report.from_json` reads it back."""
-        return json.dumps(dataclasses.asdict(self), indent=indent)
+        """The report as JSON, its `schema` first; `Report.from_json` reads it back."""
+        return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=indent)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Read what `to_json` wrote.
+        """Read what `to_json` wrote, of this version of asynctp or an earlier one.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: It is something else, or was written by a later version.
         """
         values = json.loads(text)
         if not (isinstance(values, dict) and isinstance(values.get("remarks"), list)):
             raise ValueError('no JSON object with a list of "remarks"')
-        report: Report = _read(cls, values, "the report")
+        schema = _read(int, values.pop("schema", 1), "the report's schema")
+        if schema > SCHEMA:
+            raise ValueError(
+                f"the report has schema {schema}, and this asynctp reads schemas up to {SCHEMA}: "
+                "read it with the version of asynctp that wrote it, or a later one"
+            )
+        report: Report = _read(cls, values if schema > 1 else _with_names_of_now(values), "the report")
         return report
 
 
 # --- reading --------------------------------------------------------------------------------------------------
 _EARLIER = {"moved", "program_digest", "collectives_digest"}
 """Fields that reports of earlier versions have, which are left out."""
+
+_RENAMED = {"coalesced": "buckets", "regathered_bytes": "rematerialized_bytes"}
+"""Fields of reports and of remarks as schema 1 named them, with their names of now."""
+
+
+def _with_names_of_now(values: dict[str, Any]) -> dict[str, Any]:
+    """A report of schema 1 with the field names of now, its remarks too."""
+    remarks = [_renamed(remark) if isinstance(remark, dict) else remark for remark in values["remarks"]]
+    return _renamed({**values, "remarks": remarks})
+
+
+def _renamed(values: dict[str, Any]) -> dict[str, Any]:
+    return {_RENAMED.get(name, name): value for name, value in values.items()}
+
 
 _MOST_NESTED = 6
 _LARGEST = 2**63

@@ -15,6 +15,7 @@ from passes import run_pass
 
 from asynctp_passes import Bucketed, Config, Remark, Report, run
 from asynctp_passes.planning.cost_model import Cost, Machine
+from asynctp_passes.reporting.report import SCHEMA
 
 FUSED = Remark(
     "FUSED",
@@ -191,9 +192,45 @@ def test_reports_outlive_the_graph(report: Report) -> None:
     assert pickle.loads(pickle.dumps(report)) == report
 
 
+def test_json_says_its_schema_first() -> None:
+    assert next(iter(json.loads(REPORT.to_json()).items())) == ("schema", SCHEMA)
+    assert REPORT.to_json().startswith('{"schema": 2, "graph": ')
+
+
+def test_json_of_the_first_schema_is_read() -> None:
+    """It does not say its schema, and has other names for two fields."""
+    entry = Bucketed(("all_reduce", "all_reduce_1"), "tp", "max", "float64", 16)
+    remark = dataclasses.replace(SKIPPED, rematerialized_bytes=256)
+    report = dataclasses.replace(REPORT, buckets=(entry,), remarks=(FUSED, remark))
+    values = json.loads(report.to_json())
+    del values["schema"]
+    values["coalesced"] = values.pop("buckets")
+    for one in values["remarks"]:
+        one["regathered_bytes"] = one.pop("rematerialized_bytes")
+    assert Report.from_json(json.dumps(values)) == report
+    with pytest.raises(ValueError, match="the report has 'coalesced', which is none of"):
+        Report.from_json(json.dumps({"schema": 2, **values}))
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (3, r"the report has schema 3, and this asynctp reads schemas up to 2: read it with the version of asynctp"),
+        ("2", 'the report\'s schema is "2"; it must be an integer'),
+        (True, "the report's schema is true; it must be an integer"),
+        (None, "the report's schema is null; it must be an integer"),
+    ],
+)
+def test_json_of_another_schema_is_refused(schema: object, message: str) -> None:
+    values = {**json.loads(REPORT.to_json()), "schema": schema}
+    with pytest.raises(ValueError, match=message):
+        Report.from_json(json.dumps(values))
+
+
 def test_json_of_an_earlier_version_is_read() -> None:
     """Fields that were added since have their defaults."""
     values = json.loads(REPORT.to_json())
+    del values["schema"]
     for added in ("buckets", "ballots", "notes"):
         del values[added]
     for remark in values["remarks"]:
