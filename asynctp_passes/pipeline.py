@@ -98,8 +98,8 @@ def _warn_of_moves(graph: fx.Graph) -> None:
     if moved:
         log.warning(
             "asynctp: %s: Inductor may have moved %s to where the results are used, and so differently on ranks that "
-            "compute different things. Remedy: give it RegatherPass() as joint_custom_post_pass too, which notes the "
-            "order of the program",
+            "compute different things. Remedy: give it RematerializePass() as joint_custom_post_pass too, which notes "
+            "the order of the program",
             *(compat.compile_name(), ", ".join(dict.fromkeys(map(called_name, moved)))),
         )
 
