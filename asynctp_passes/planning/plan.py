@@ -90,8 +90,11 @@ class Plan:
 
     @functools.cached_property
     def accelerated(self) -> set[fx.Node]:
-        """The nodes of the collectives that go by an op of asynctp's own, without a matmul."""
-        return {collective.node for collective in self.alone}
+        """The nodes of the collectives that go by an op of asynctp's own, without a matmul.
+
+        Not those tensors of a list that become a collective of torch's each, on a device without that transport.
+        """
+        return {collective.node for collective in self.alone if on_wire(collective)}
 
     def outcome(self, decision: Decision) -> Outcome:
         """What happens to a collective of this plan. Its reason comes first: strict counts a miss whatever is done."""
