@@ -8,12 +8,15 @@ import itertools
 import math
 import operator
 import os
+import re
 import sys
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any, TypeGuard
 
 import sympy
@@ -596,15 +599,58 @@ def compile_name() -> str:
     return f"graph {compile_id}" if compile_id is not None else "graph"
 
 
-def is_first_compile() -> bool:
-    """True in the first compile of a function, where Dynamo says so: no rank runs a graph of it yet."""
-    return getattr(_compile_id(), "frame_compile_id", None) == 0
+@dataclass(frozen=True)
+class CompiledFunction:
+    """The function that Dynamo compiles, in words that all ranks of one program share.
+
+    Attributes:
+        name: `"model.py:forward:12"`, its file, name and first line.
+        resumes: Of the rest of a function after a graph break, that function's file and name; else empty.
+        breaks: Its graph ends at a graph break.
+    """
+
+    name: str
+    resumes: str = ""
+    breaks: bool = False
+
+    @property
+    def base(self) -> str:
+        """The file and name of the function in the program."""
+        return self.resumes or self.name.rpartition(":")[0]
 
 
-def compiled_function() -> tuple[Any, bool]:
-    """Dynamo's number of the function that is compiled, and whether that is the first time; else (None, True)."""
-    frame = getattr(_compile_id(), "frame_id", None)
-    return frame, frame is None or is_first_compile()
+_functions: dict[int, CompiledFunction] = {}  # by Dynamo's number of a frame: a backward may be compiled later
+_RESUME = re.compile(r"^(?:torch_dynamo_resume_in_)+(.+?)(?:_at_\d+)+$")
+
+
+def compiled_function() -> CompiledFunction | None:
+    """The function that is compiled, its backward included; None outside of Dynamo's compiles."""
+    frame_id = getattr(_compile_id(), "frame_id", None)
+    if frame_id is None:
+        return None
+    found = _function_on_stack()
+    if found is not None:
+        _functions[frame_id] = found
+    return _functions.get(frame_id) or CompiledFunction(f"function {frame_id}")
+
+
+def _function_on_stack() -> CompiledFunction | None:
+    """The function whose graph Dynamo gives to its backend just now."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "compile_subgraph" and "reason" in frame.f_locals:
+            output, reason = frame.f_locals.get("self"), frame.f_locals["reason"]
+            code = getattr(getattr(output, "root_tx", None), "f_code", None)
+            if code is not None:
+                file = Path(code.co_filename).name
+                resumed = _RESUME.match(code.co_name)
+                return CompiledFunction(
+                    f"{file}:{code.co_name}:{code.co_firstlineno}",
+                    f"{file}:{resumed[1]}" if resumed else "",
+                    bool(getattr(reason, "graph_break", False)),
+                )
+        frame = frame.f_back
+    return None
 
 
 def suppresses_errors() -> bool:

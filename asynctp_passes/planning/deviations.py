@@ -61,18 +61,17 @@ class Ballot:
 def communicated(collectives: Iterable[Collective], phase: str) -> dict[str, str]:
     """For each group a hash of what it communicates in a graph: kinds, reductions and dtypes, in their order.
 
-    A backward has other hashes: a rank may compile it with its forward, and another one only when it runs.
+    That of a backward begins with "b", any other with "f": a rank may compile a backward with its forward, and another
+    one only when it runs.
     """
     told: dict[str, list[str]] = {}
-    begin = "backward\n" if phase == "backward" else ""
+    begin = "b" if phase == "backward" else "f"
     for one in collectives:
         sent = sent_kind(one)
         kind = called_name(one.node) if sent == "other" else f"{sent}({one.reduce_op})"
         value = tensor_of(one.input)
         told.setdefault(one.group_key, []).append(f"{kind} {'' if value is None else value.dtype}")
-    return {
-        group: hashlib.sha256((begin + "\n".join(lines)).encode()).hexdigest()[:16] for group, lines in told.items()
-    }
+    return {group: begin + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] for group, lines in told.items()}
 
 
 class Words:

@@ -2,29 +2,28 @@
 
     rank 0: deviations ─▶ store ◀─ deviations :rank 1          accepted if every rank has it, refused otherwise
 
-Each rank puts the deviations of a graph (`deviations`) into the group's own key-value store, under what the group
-communicates in that graph, and waits until every rank has the same one. It waits no longer than until every rank has
-compiled as many graphs with these collectives, or for `ASYNCTP_AGREE_S` seconds. The outcome is one record for each
-deviation, which the first rank to know it writes, and which all ranks obey from then on. A graph without deviations
-waits for nobody. docs/explanation/agreement-of-ranks.md says why.
+Each rank puts the deviations of a graph (`deviations`) into the group's own key-value store, under the function that is
+compiled and a hash of the group's collectives in the graph. It waits until every rank has the same one. It waits no
+longer than until every rank has compiled this function, or for `ASYNCTP_AGREE_S` seconds. The outcome is one record for
+each deviation of a function. The first rank to know it writes the record, and all ranks obey it from then on. A graph
+without deviations waits for nobody. docs/explanation/agreement-of-ranks.md says why.
 
-Keys, in the store of the group, below `asynctp/<life>/<hash of what is communicated>`:
+Keys, in the store of the group, below `asynctp/<life>/<kind>/<hash of the collectives>/<function>`:
 
-    shown/<graph>              how many ranks have compiled this graph, and posted what they have
+    shown/<n>                  how many ranks have compiled the nth such graph, and posted its deviations
     has/<rank>                 the texts of a rank's last graph
     <hash of text>/votes       how many ranks have the deviation
     <hash of text>/<rank>      there, if this rank has it
     <hash of text>/outcome     "accepted", or "refused" and why
-    <hash of text>/with/<graph>/<rank>  there, if this rank has it in this graph, after an earlier one
-    <hash of text>/at/<graph>  the outcome for this graph
-    <hash of text>/lacks/<function>/<rank>  there, if this rank has this function without it, after one with it
+    <hash of text>/at/<n>      the outcome for the nth graph, where it was accepted for the first
+    <hash of text>/with/<n>/<rank>  there, if this rank has it in the nth graph
+    <hash of text>/lacks/<rank>     how often this rank has compiled the function without it, after a graph with it
 
-A graph is `n.r`: of the nth function with these collectives, compiled anew for the rth time. Ranks compile functions in
-one order. One of them may compile a function anew by itself, for another Python number say.
+A function goes by file, name and line, which all ranks share. One rank may compile it anew by itself, for another
+Python number say. Below `asynctp/<life>` itself, for other ranks to see where a rank's graphs end:
 
-Below `asynctp/<life>` itself:
-
-    keys/<rank>                the keys of a rank's graphs, each once
+    graphs/<kind>/<function>/<rank>   the hashes of a rank's graphs of a function, in order
+    resumed/<function>/<rank>         the functions that are the rest of this one after a graph break
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ LATE_S = 1.0
 """Seconds to wait for ranks that have let one wait pass without compiling what was asked: they have other graphs."""
 
 AGAIN_S = 5.0
-"""Seconds to wait for ranks that may not do in a later graph what was accepted for an earlier one."""
+"""Seconds to wait for ranks that may not do in a later graph what was accepted for the function's first one."""
 
 _NAMED, _LOOKED_AT = 4, 64
 _PAUSES_S = (0.002, 0.05)
@@ -78,7 +77,7 @@ Votes = dict[tuple[str, str], str | None]
 
 @dataclass
 class _Ledger:
-    """What this process has done in the store of one process group.
+    """A record of this process's graphs and posts in the store of one process group.
 
     Attributes:
         store: The store.
@@ -86,14 +85,18 @@ class _Ledger:
         ranks: All ranks of the group.
         life: See `compat.Peers`.
         group: The process group; None where its timeout does not matter.
-        compiles: Graphs that were compiled, by what is communicated.
-        functions: By what is communicated, and by Dynamo's number of a function, the graph that was made last of it.
-        graph: By what is communicated, the last graph.
-        again: How many of the next ones were counted when they came from a cache.
+        compiles: How many graphs there were, by key.
+        graphs: The keys of this rank's graphs, in order, by the kind of the key and the function.
+        last: By key, the function and number of the last graph.
+        bases: The file and name of each function, and of its rest after a graph break.
+        resumed: Functions that are the rest of a function after a graph break, by that.
+        done: Deviations that all ranks do, by the kind of the key and the function: each with its key. True where the
+            graph was of the whole function, False where it ended at a graph break, None once all ranks have compiled
+            the function without it, too.
+        lacked: How often this rank has compiled a function without a deviation after a graph with it, by place.
+        again: How many of the next graphs were counted when they came from a cache, by key.
         posted: Deviations that the others know of.
         late: Ranks that let a wait pass.
-        first: By what is communicated, the number of this rank's first graph with a deviation.
-        known: By rank, the keys of its graphs when this rank had voted last.
     """
 
     store: Any
@@ -102,28 +105,30 @@ class _Ledger:
     life: str
     group: Any = None
     compiles: Counter[str] = field(default_factory=Counter)
-    functions: dict[str, dict[Any, tuple[int, int]]] = field(default_factory=dict)
-    graph: dict[str, str] = field(default_factory=dict)
+    graphs: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    last: dict[str, tuple[str, int]] = field(default_factory=dict)
+    bases: dict[str, str] = field(default_factory=dict)
+    resumed: dict[str, list[str]] = field(default_factory=dict)
+    done: dict[tuple[str, str], dict[tuple[str, str], bool | None]] = field(default_factory=dict)
+    lacked: Counter[str] = field(default_factory=Counter)
     again: Counter[str] = field(default_factory=Counter)
     posted: set[str] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
-    first: dict[str, dict[str, int]] = field(default_factory=dict)
-    known: dict[int, frozenset[str]] = field(default_factory=dict)
 
-    def count(self, key: str) -> bool:
+    def count(self, key: str, function: compat.CompiledFunction | None) -> bool:
         """Count a graph with these collectives; False for one that was counted when it came from a cache."""
         if self.again[key]:
             self.again[key] -= 1
             return False
+        name = f"#{self.compiles[key]}" if function is None else function.name
         self.compiles[key] += 1
-        functions, (function, first) = self.functions.setdefault(key, {}), compat.compiled_function()
-        if first or function not in functions:
-            newest = max((number for number, _ in functions.values()), default=0)
-            functions[function] = newest + 1, 0
-        else:
-            number, times = functions[function]
-            functions[function] = number, times + 1
-        self.graph[key] = "{}.{}".format(*functions[function])
+        graphs = self.graphs.setdefault((_kind(key), name), [])
+        self.last[key] = name, graphs.count(key)
+        graphs.append(key)
+        self.bases[name] = "" if function is None else function.base
+        if function is not None and function.resumes:
+            resumed = self.resumed.setdefault(function.resumes, [])
+            resumed += [] if name in resumed else [name]
         return True
 
     @property
@@ -131,18 +136,36 @@ class _Ledger:
         """Seconds to wait for other ranks, which may wait meanwhile in a collective of this group."""
         return min(agree_seconds(), compat.group_timeout_s(self.group) / 4)
 
-    def tell_keys(self) -> None:
-        """Tell the other ranks the keys of this rank's graphs."""
-        self.store.set(f"asynctp/{self.life}/keys/{self.rank}", json.dumps(sorted(self.compiles)))
+    def tell(self, key: str, function: compat.CompiledFunction | None) -> None:
+        """Tell the other ranks which graphs this rank has of a function."""
+        name, _ = self.last[key]
+        self._write(self._graphs_at(_kind(key), name), self.graphs[_kind(key), name])
+        if function is not None and function.resumes:
+            self._write(self._resumed_at(function.resumes), self.resumed[function.resumes])
 
-    def keys_of(self, rank: int) -> frozenset[str]:
-        """The keys of another rank's graphs, as far as it has told them."""
-        at = f"asynctp/{self.life}/keys/{rank}"
-        return frozenset(json.loads(self.store.get(at)) if self.store.check([at]) else ())
+    def difference(self, key: str, rank: int) -> str:
+        """How another rank's graphs of the function that is compiled differ from this rank's; or nothing."""
+        name, _ = self.last[key]
+        own, theirs = self.graphs[_kind(key), name], self._read(self._graphs_at(_kind(key), name), rank)
+        if len(theirs) >= len(own) and theirs[len(own) - 1] != key:
+            return f"rank {rank} compiled {name} with other collectives"
+        base = self.bases[name]
+        new = set(self._read(self._resumed_at(base), rank)).difference(self.resumed.get(base, ()))
+        return f"rank {rank} breaks its graph: it compiled {min(new)}" if new else ""
 
-    def look_at_keys(self) -> None:
-        """Keep the keys that the other ranks have told by now; in a large group, those of the first ranks."""
-        self.known = {rank: self.keys_of(rank) for rank in self.ranks[:_LOOKED_AT]}
+    def _graphs_at(self, kind: str, name: str) -> str:
+        return f"asynctp/{self.life}/graphs/{kind}/{name}"
+
+    def _resumed_at(self, base: str) -> str:
+        return f"asynctp/{self.life}/resumed/{base}"
+
+    def _write(self, at: str, values: list[str]) -> None:
+        self.store.set(f"{at}/{self.rank}", json.dumps(values))
+
+    def _read(self, at: str, rank: int) -> list[str]:
+        at = f"{at}/{rank}"
+        found: list[str] = json.loads(self.store.get(at)) if self.store.check([at]) else []
+        return found
 
 
 _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()  # a ledger goes with its group
@@ -150,35 +173,42 @@ _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary() 
 
 @dataclass(frozen=True)
 class _Poll:
-    """One deviation that was put to the vote for a graph with these collectives."""
+    """One deviation that was put to the vote for the nth graph of a function with these collectives."""
 
     ledger: _Ledger
     group: str
     key: str
-    graph: str
+    function: str
+    number: int
     text: str
 
     @property
-    def place(self) -> str:
-        return f"{self.key}/{_hash(self.text)}"
+    def at(self) -> str:
+        return f"{self.key}/{self.function}"
 
     @property
-    def function(self) -> str:
-        """The number of the function that the graph is of."""
-        return self.graph.partition(".")[0]
+    def place(self) -> str:
+        return f"{self.at}/{_hash(self.text)}"
 
     def outcome(self) -> str | None:
         """The outcome, if there is one by now; this rank writes it down if it is the first to know."""
         store, place, world = self.ledger.store, self.place, len(self.ledger.ranks)
         if store.check([f"{place}/outcome"]):
             return str(store.get(f"{place}/outcome").decode())
-        shown = store.add(f"{self.key}/shown/{self.graph}", 0) >= world  # looked at before votes, which come first
+        shown = store.add(f"{self.at}/shown/{self.number}", 0) >= world  # looked at before votes, which come first
         if store.add(f"{place}/votes", 0) >= world:
             self.ledger.late.clear()
             return self.decide(_ACCEPTED)
         if shown:
             self.ledger.late.clear()
             return self.decide(_REFUSED + self._difference())
+        return None
+
+    def elsewhere(self) -> str | None:
+        """Refuse it where a rank without it has other graphs of this function; None where none has by now."""
+        for rank in self.missing()[:_LOOKED_AT]:
+            if told := self.ledger.difference(self.key, rank):
+                return self.decide(f"{_REFUSED}{told}: {_plain(self.text)}")
         return None
 
     def decide(self, outcome: str, record: str = "outcome") -> str:
@@ -192,15 +222,12 @@ class _Poll:
 
     def say_again(self) -> None:
         """Say that this rank has it in a later graph, too."""
-        self.ledger.store.set(f"{self.place}/with/{self.graph}/{self.ledger.rank}", "1")
+        self.ledger.store.set(f"{self.place}/with/{self.number}/{self.ledger.rank}", "1")
 
-    def refused_again(self, until: float, first: bool) -> str | None:
-        """Why this rank does not do in this graph what it did in an earlier one; None if it does.
-
-        first: no rank has a graph of this function yet. Then one that compiles other graphs meanwhile has it in those.
-        """
-        store, record, other = self.ledger.store, f"at/{self.graph}", ""
-        having = [f"{self.place}/with/{self.graph}/{rank}" for rank in self.ledger.ranks]
+    def refused_again(self, until: float) -> str | None:
+        """Why this rank does not do in this graph what it did in an earlier one; None if it does."""
+        store, record, other = self.ledger.store, f"at/{self.number}", ""
+        having = [f"{self.place}/with/{self.number}/{rank}" for rank in self.ledger.ranks]
 
         def awaited() -> str:
             silent = [rank for rank, at in zip(self.ledger.ranks, having, strict=True) if not store.check([at])]
@@ -209,39 +236,41 @@ class _Poll:
         for _ in _looks(until - time.monotonic(), awaited):
             if store.check([f"{self.place}/{record}"]) or store.check(having):
                 break
-            if first and (other := self._elsewhere(having)):
+            if other := self._lacked_elsewhere():
                 break
         outcome = self.decide(other or _ACCEPTED, record)
         if outcome == _ACCEPTED:
             return None
         self.say_lacked()
+        self.ledger.done[_kind(self.key), self.function][self.key, self.text] = None
         return f"{_reason(outcome)}: {_plain(self.text)}"
 
-    def _elsewhere(self, having: Sequence[str]) -> str:
-        """The refusal for a rank without it that has graphs by now which this rank does not have; or nothing."""
-        ledger = self.ledger
-        for rank, at in zip(ledger.ranks[:_LOOKED_AT], having, strict=False):
-            new = ledger.keys_of(rank) - ledger.known.get(rank, frozenset()) - ledger.compiles.keys()
-            if new and not ledger.store.check([at]):
-                return f"{_REFUSED}rank {rank} compiled graphs with other collectives (other graph breaks?)"
-        return ""
+    def _lacked_elsewhere(self) -> str:
+        """The refusal for a rank that has compiled the function once more without it than this one; or nothing."""
+        own = self.ledger.lacked[self.place]
+        ranks = [rank for rank in self.ledger.ranks[:_LOOKED_AT] if self._lacks(rank) > own]
+        return f"{_REFUSED}rank {ranks[0]} compiled {self.function} anew without it" if ranks else ""
+
+    def _lacks(self, rank: int) -> int:
+        at = f"{self.place}/lacks/{rank}"
+        return int(self.ledger.store.get(at)) if self.ledger.store.check([at]) else 0
 
     def say_lacked(self) -> None:
-        """Say that this rank has this function without it."""
-        self.ledger.store.set(f"{self.place}/lacks/{self.function}/{self.ledger.rank}", "1")
+        """Say that this rank has compiled the function without it, once more."""
+        self.ledger.lacked[self.place] += 1
+        self.ledger.store.set(f"{self.place}/lacks/{self.ledger.rank}", str(self.ledger.lacked[self.place]))
 
     def not_lacking(self) -> list[int]:
-        """The ranks that have not said that they have this function without it."""
-        store, at = self.ledger.store, f"{self.place}/lacks/{self.function}"
-        return [rank for rank in self.ledger.ranks if not store.check([f"{at}/{rank}"])]
+        """The ranks that have not compiled the function without it as often as this one."""
+        return [rank for rank in self.ledger.ranks if self._lacks(rank) < self.ledger.lacked[self.place]]
 
     def missing(self) -> list[int]:
         """The ranks that have not said that they have the deviation."""
         return [rank for rank in self.ledger.ranks if not self.ledger.store.check([f"{self.place}/{rank}"])]
 
     def absent(self) -> list[int]:
-        """Those of them that have compiled no graph with these collectives."""
-        return [rank for rank in self.missing() if not self.ledger.store.check([f"{self.key}/has/{rank}"])]
+        """Those of them that have compiled no graph of the function with these collectives."""
+        return [rank for rank in self.missing() if not self.ledger.store.check([f"{self.at}/has/{rank}"])]
 
     def too_late(self, seconds: float) -> str:
         """Refuse it for want of answers."""
@@ -256,7 +285,7 @@ class _Poll:
         own = _plain(self.text)
         told = f"{_ranks(missing)} of {len(self.ledger.ranks)} {'do' if len(missing) > 1 else 'does'} not: {own}"
         for rank in missing[:1]:
-            key = f"{self.key}/has/{rank}"
+            key = f"{self.at}/has/{rank}"
             theirs = json.loads(self.ledger.store.get(key)) if self.ledger.store.check([key]) else []
             kind = own.partition(" ")[0]
             instead = [text for text in map(_plain, theirs) if text.startswith(kind) and text != own]
@@ -289,22 +318,22 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
             votes |= {(one.group, text): _SUPPRESSED for one in keyed for text in one.deviations}
             ballots = [replace(one, deviations=()) for one in ballots]
         with _without_store_errors(ballots, votes, config):
-            polls = _posted(ballots, config)
-            votes |= _outcomes(polls, votes)
-            _in_later_graphs(polls, ballots, votes, config)
+            polls, until = _posted(ballots, config), _until(ballots)
+            votes |= _outcomes(polls, until)
+            _in_later_graphs(polls, ballots, votes, config, until)
     return votes
 
 
 def agreed_before(ballot: Ballot, config: Config) -> set[str]:
-    """Those of a ballot's deviations on which all ranks have agreed already, in an earlier graph like this one.
+    """Those of a ballot's deviations on which all ranks have agreed already, in an earlier graph of this function.
 
     Peers may still run that graph. A rank that can do the same, though it need not, does it.
     """
-    ledger = _ledger(ballot.group) if config.agree else None
-    if ledger is None:
+    ledger, function = _ledger(ballot.group) if config.agree else None, compat.compiled_function()
+    if ledger is None or function is None:
         return set()
     found = set[str]()
-    for poll in _polls(ledger, ballot, config):
+    for poll in _polls(ledger, ballot, config, function.name):
         with contextlib.suppress(RuntimeError, OSError):
             if poll.is_accepted():
                 found.add(_plain(poll.text))
@@ -334,11 +363,11 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[st
     if not config.agree:
         return []
     with _without_store_errors([*early, *late], votes, config):
-        first, then = _posted(early, config), _posted(late, config)
-        votes |= _outcomes(first, votes)
-        _in_later_graphs(first, early, votes, config)
+        first, then, until = _posted(early, config), _posted(late, config), _until([*early, *late])
+        votes |= _outcomes(first, until)
+        _in_later_graphs(first, early, votes, config, until)
         if then:
-            _wait_until_shown(early, config)
+            _wait_until_shown(early, until)
             found = {(one.group, _plain(one.text)): one.outcome() for one in then}
             votes |= {at: _reason(outcome or f"{_REFUSED}it is not known yet") for at, outcome in found.items()}
     refused = [reason for reason in votes.values() if reason is not None]
@@ -376,7 +405,9 @@ def _told(ballots: Sequence[Ballot], config: Config) -> list[str]:
     found: list[str] = []
     for one in ballots:
         if (ledger := _ledger(one.group)) is not None:
-            found += [_plain(poll.text) for poll in _polls(ledger, one, config) if poll.place in ledger.posted]
+            function, number = ledger.last.get(_key(ledger, one), ("", 0))
+            polls = _polls(ledger, one, config, function, number)
+            found += [_plain(poll.text) for poll in polls if poll.place in ledger.posted]
     return found
 
 
@@ -423,10 +454,21 @@ def _key(ledger: _Ledger, ballot: Ballot) -> str:
     return f"asynctp/{ledger.life}/{'joint' if ballot.joint else 'graph'}/{ballot.key}"
 
 
-def _polls(ledger: _Ledger, ballot: Ballot, config: Config, graph: str = "") -> list[_Poll]:
-    """One for each deviation of a ballot; for no graph, where only the outcome for all is asked."""
+def _kind(key: str) -> str:
+    """The kind of graph that a key is of: a forward (`graph/f`), a backward (`graph/b`), or both (`joint/f`)."""
+    joint, _, communicated = key.removeprefix("asynctp/").partition("/")[2].partition("/")
+    return f"{joint}/{communicated[:1]}"
+
+
+def _polls(ledger: _Ledger, ballot: Ballot, config: Config, function: str, number: int = 0) -> list[_Poll]:
+    """One for each deviation of a ballot."""
     texts = [_with_provenance(text, config) for text in ballot.deviations]
-    return [_Poll(ledger, ballot.group, _key(ledger, ballot), graph, text) for text in texts]
+    return [_Poll(ledger, ballot.group, _key(ledger, ballot), function, number, text) for text in texts]
+
+
+def _until(ballots: Iterable[Ballot]) -> float:
+    """The time when a vote ends: peers may wait for this rank in a collective of any group of the graph."""
+    return time.monotonic() + min((ledger.patience for ledger, _ in _keys(ballots)), default=0.0)
 
 
 def _posted(ballots: Iterable[Ballot], config: Config) -> list[_Poll]:
@@ -436,17 +478,16 @@ def _posted(ballots: Iterable[Ballot], config: Config) -> list[_Poll]:
         ledger = _ledger(one.group)
         if ledger is None:
             continue
-        key = _key(ledger, one)
+        key, function = _key(ledger, one), compat.compiled_function()
         with _lock:
-            counted, graph = ledger.count(key), ledger.graph[key]
-        if ledger.compiles[key] == 1:
-            ledger.tell_keys()
-        found = _polls(ledger, one, config, graph)
+            counted, (name, number) = ledger.count(key, function), ledger.last[key]
+        ledger.tell(key, function)
+        found = _polls(ledger, one, config, name, number)
         for poll in found:
             _post(poll)
-        ledger.store.set(f"{key}/has/{ledger.rank}", json.dumps([poll.text for poll in found]))
+        ledger.store.set(f"{key}/{name}/has/{ledger.rank}", json.dumps([poll.text for poll in found]))
         if counted:
-            ledger.store.add(f"{key}/shown/{graph}", 1)
+            ledger.store.add(f"{key}/{name}/shown/{number}", 1)
         polls += found
     return polls
 
@@ -461,57 +502,77 @@ def _post(poll: _Poll) -> None:
     poll.ledger.store.add(f"{poll.place}/votes", 1)
 
 
-def _in_later_graphs(polls: Sequence[_Poll], ballots: Sequence[Ballot], votes: Votes, config: Config) -> None:
-    """See that what was accepted for an earlier graph with the same collectives is done by all ranks in this one.
+def _in_later_graphs(
+    polls: Sequence[_Poll], ballots: Sequence[Ballot], votes: Votes, config: Config, until: float
+) -> None:
+    """See that all ranks do in later graphs of a function what was accepted for an earlier one, or that none does.
 
-    The outcome is a record for each number of a graph. A rank without the deviation refuses it, and sees that the
-    others have a graph without it, too: they may still run an earlier one. A rank that has it waits a moment for those.
+    Others may still run that graph. So a rank that compiles the function without a deviation waits until every rank has
+    compiled it without. A rank that has it waits a moment for such ranks.
     """
     again: list[_Poll] = []
     lacked: list[_Poll] = []
+    keys = {key for _, key in _keys(ballots)}
     for one in ballots:
         if (ledger := _ledger(one.group)) is not None:
-            key, own = _key(ledger, one), {_with_provenance(text, config) for text in one.deviations}
-            with _lock:
-                number, graph = ledger.compiles[key], ledger.graph[key]
-                begun = ledger.first.setdefault(key, {})
-                earlier = {text for text, at in begun.items() if at < number}
-                begun |= dict.fromkeys(own - begun.keys(), number)
-            lacked += [_Poll(ledger, one.group, key, graph, text) for text in sorted(earlier - own)]
-            again += [poll for poll in polls if (poll.group, poll.key) == (one.group, key) and poll.text in earlier]
-    lacked = [poll for poll in lacked if poll.is_accepted()]
+            own = {_with_provenance(text, config) for text in one.deviations}
+            earlier = _done_before(ledger, one.group, _key(ledger, one))
+            lacked += [poll for poll in earlier if poll.key != _key(ledger, one) or poll.text not in own]
+            kept = {poll.place for poll in earlier}.difference(poll.place for poll in lacked)
+            again += [poll for poll in polls if poll.place in kept and votes[poll.group, _plain(poll.text)] is None]
     for poll in lacked:
         refusal = f"{_REFUSED}rank {poll.ledger.rank} cannot do it in a later graph"
-        if poll.decide(refusal, f"at/{poll.graph}") == _ACCEPTED:
+        if poll.key in keys and poll.decide(refusal, f"at/{poll.number}") == _ACCEPTED:
             raise _disagreement(poll, "others do it in this graph, too")
         poll.say_lacked()
-    again = [poll for poll in again if votes[poll.group, _plain(poll.text)] is None]
     for poll in again:
         poll.say_again()
-    first = compat.is_first_compile()
-    patience = min((poll.ledger.patience for poll in again), default=0.0)
-    until = time.monotonic() + (patience if first else min(AGAIN_S, patience))
+    moment = min(until, time.monotonic() + AGAIN_S)
     for poll in again:
-        votes[poll.group, _plain(poll.text)] = poll.refused_again(until, first)
+        votes[poll.group, _plain(poll.text)] = poll.refused_again(moment)
     for poll in lacked:
-        _wait_for_others(poll)
-    for ledger, _ in _keys(ballots):
-        if any(ledger.first.values()):
-            ledger.look_at_keys()
+        _wait_for_others(poll, until)
+        poll.ledger.done[_kind(poll.key), poll.function][poll.key, poll.text] = None
+    function = compat.compiled_function()
+    for poll in polls:
+        if votes[poll.group, _plain(poll.text)] is None:
+            done = poll.ledger.done.setdefault((_kind(poll.key), poll.function), {})
+            done.setdefault((poll.key, poll.text), function is None or not function.breaks)
 
 
-def _wait_for_others(poll: _Poll) -> None:
-    """Wait until every rank has compiled a graph without what was accepted."""
-    having, limit = poll.not_lacking(), poll.ledger.patience
+def _done_before(ledger: _Ledger, group: str, key: str) -> list[_Poll]:
+    """The deviations that all ranks do in earlier graphs of the function whose graph was counted last.
+
+    Those of graphs with other collectives count in the first graph with these, which may have other graph breaks. So do
+    those of the whole function, where this is the rest of it after a break.
+    """
+    (name, number), kind = ledger.last[key], _kind(key)
+    found = [
+        _Poll(ledger, group, other, name, number, text)
+        for (other, text), whole in ledger.done.get((kind, name), {}).items()
+        if other == key or (number == 0 and whole is not None)
+    ]
+    base = next((base for base, resumed in ledger.resumed.items() if name in resumed), None)
+    for (other_kind, function), done in ledger.done.items() if base is not None and number == 0 else ():
+        if other_kind == kind and function != name and ledger.bases[function] == base:
+            texts = [at for at, whole in done.items() if whole]
+            found += [_Poll(ledger, group, other, function, number, text) for other, text in texts]
+    return found
+
+
+def _wait_for_others(poll: _Poll, until: float) -> None:
+    """Wait until every rank has compiled the function without a deviation that was accepted."""
+    having, begun = poll.not_lacking(), time.monotonic()
 
     def awaited() -> str:
-        return f"{_ranks(having)} to compile a graph without what all agreed on: {_plain(poll.text)}"
+        return f"{_ranks(having)} to compile {poll.function} without what all agreed on: {_plain(poll.text)}"
 
-    for _ in _looks(limit, awaited):
+    for _ in _looks(until - begun, awaited):
         having = poll.not_lacking()
         if not having:
             return
-    raise _disagreement(poll, f"{_ranks(having)} compiled no graph without it within {limit:g} s")
+    seconds = time.monotonic() - begun
+    raise _disagreement(poll, f"{_ranks(having)} did not compile it without that within {seconds:.0f} s")
 
 
 def _looks(limit: float, awaited: Callable[[], str], longest: float = _PAUSES_S[1]) -> Iterator[float]:
@@ -538,16 +599,17 @@ def _looks(limit: float, awaited: Callable[[], str], longest: float = _PAUSES_S[
 
 def _disagreement(poll: _Poll, why: str) -> DisagreementError:
     return DisagreementError(
-        f"asynctp: all ranks of group {poll.group!r} have agreed to {_plain(poll.text)}, in an earlier graph with the "
-        f"same collectives. This rank's graph cannot do that, and {why}: unlike calls would meet. Let all ranks run "
-        "the same program, raise ASYNCTP_AGREE_S where a rank is merely slow, or compile without asynctp"
+        f"asynctp: all ranks of group {poll.group!r} have agreed to {_plain(poll.text)}, in an earlier graph of "
+        f"{poll.function}. This rank compiles it anew and cannot do that, and {why}: unlike calls would meet. "
+        "Config(deviate=False) lets ranks differ; or let all compile anew, with the same graph breaks, or raise "
+        "ASYNCTP_AGREE_S where a rank is merely slow"
     )
 
 
-def _outcomes(polls: Sequence[_Poll], votes: Votes) -> Votes:
-    """Wait until all is decided, for as long as that may take."""
+def _outcomes(polls: Sequence[_Poll], until: float) -> Votes:
+    """Wait until all is decided, or until a time."""
     found: Votes = {}
-    limit, waiting = min((poll.ledger.patience for poll in polls), default=0.0), list(polls)
+    limit, waiting = until - time.monotonic(), list(polls)
     for poll in polls:
         if LOCAL in _plain(poll.text):
             found[poll.group, _plain(poll.text)] = f"it has a size that only this rank knows: {_plain(poll.text)}"
@@ -560,7 +622,7 @@ def _outcomes(polls: Sequence[_Poll], votes: Votes) -> Votes:
 
     for passed in _looks(limit, awaited, _PAUSES_S[1] * max(1, len(waiting[0].ledger.ranks) // 32)):
         for poll in list(waiting):
-            outcome = poll.outcome()
+            outcome = poll.outcome() or poll.elsewhere()
             if outcome is not None:
                 found[poll.group, _plain(poll.text)] = _reason(outcome)
                 waiting.remove(poll)
@@ -592,12 +654,12 @@ def _give_up(poll: _Poll, seconds: float) -> str | None:
     return _reason(outcome)
 
 
-def _wait_until_shown(ballots: Sequence[Ballot], config: Config) -> None:
+def _wait_until_shown(ballots: Sequence[Ballot], until: float) -> None:
     """Wait until every rank has compiled or found the graphs of these ballots, too."""
-    begun = time.monotonic()
     for ledger, key in _keys(ballots):
-        shown = f"{key}/shown/{ledger.graph[key]}"
-        for _ in _looks(begun + ledger.patience - time.monotonic(), lambda: "all ranks to compile a forward"):
+        name, number = ledger.last[key]
+        shown = f"{key}/{name}/shown/{number}"
+        for _ in _looks(until - time.monotonic(), lambda: "all ranks to compile a forward"):
             if ledger.store.add(shown, 0) >= len(ledger.ranks):
                 break
 
