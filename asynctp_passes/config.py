@@ -28,7 +28,7 @@ __all__ = [
 
 Strict = Literal["off", "zero", "all"]
 Rematerialize = Literal["auto", "always", "never"]
-_SWITCHES = ("bucket", "store_scales", "agree", "log", "trace")
+_SWITCHES = ("bucket", "store_scales", "deviate", "agree", "log", "trace")
 _NOT_DECISIVE = ("agree", "log", "trace", "report_file", "graph_dir")
 _STRICT_LEVELS = ("off", "zero", "all")
 _REMATERIALIZE_MODES = ("auto", "always", "never")
@@ -76,6 +76,9 @@ class Config:
         rematerialize: Whether gathers of the forward are made again in the backward, instead of keeping what was
             gathered: `"always"`, `"never"`, or, by default (`"auto"`), in graphs where matmuls overlap them. Where
             activation checkpointing has its say about a gather, that holds.
+        deviate: Let ranks send something cheaper than the program's collectives do, where all of them can: fp8 in place
+            of what is quantized afterwards, or one sum in place of several. Without it, ranks may compile whatever they
+            like, whenever they like.
         agree: Ask the other ranks, when compiling, whether they do alike what changes what is sent; what one does not
             do is left out on all. Without it all is done unasked: then every rank has to run the same program.
         log: Log an entry per collective (MISSED as warning, the others as info).
@@ -99,6 +102,7 @@ class Config:
     bucket: bool = True
     store_scales: bool = True
     rematerialize: Rematerialize = "auto"
+    deviate: bool = True
     agree: bool = True
     log: bool = True
     trace: bool = True

@@ -375,7 +375,7 @@ RANKS_DIFFER = _miss(
     "ATP212",
     "RANKS_DIFFER",
     "what would travel between the ranks is not what the program's collective sends, and a rank of the group does not "
-    "compute it alike: the collective stays as it is, fused in another way or not at all",
+    "compute it alike, or deviate=False forbids it: the collective stays as it is, fused in another way or not at all",
     "let every rank compute the same of what is communicated, with the same asynctp, torch and options; of what one "
     "rank looks at, let all take a copy; ASYNCTP_AGREE_S is how long ranks wait for one another",
 )

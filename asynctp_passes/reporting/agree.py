@@ -120,7 +120,7 @@ class _Ledger:
         if self.again[key]:
             self.again[key] -= 1
             return False
-        name = f"#{self.compiles[key]}" if function is None else function.name
+        name = f"graph {self.compiles[key]} of {key[-8:]}" if function is None else function.name
         self.compiles[key] += 1
         graphs = self.graphs.setdefault((_kind(key), name), [])
         self.last[key] = name, graphs.count(key)
@@ -302,7 +302,7 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
 
     Args:
         ballots: One for each group that communicates in the graph, with its deviations, or none.
-        config: With `agree=False` all is accepted, and nobody learns of it.
+        config: With `agree=False` all is accepted, and nobody learns of it; with `deviate=False` all is refused.
 
     Returns:
         The outcomes. With `torch._dynamo.config.suppress_errors` this rank refuses all.
@@ -312,6 +312,8 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
             graph cannot do, and another rank has compiled no graph without it.
     """
     votes: Votes = {(one.group, text): None for one in ballots for text in one.deviations}
+    if not config.deviate:
+        return dict.fromkeys(votes, "Config(deviate=False)")
     if config.agree:
         if compat.suppresses_errors():
             keyed = [one for one in ballots if _ledger(one.group) is not None]

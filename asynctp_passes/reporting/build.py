@@ -44,7 +44,8 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, left_out: Mapping[tup
         for one in plan.decisions
     )
     agreed = _agreed_before(plan.decisions) if phase == "backward" else []
-    ranks_differ = [f"not done, since ranks differ: {reason}" for reason in left_out.values()]
+    why = "since ranks differ" if config.deviate else "as the options ask"
+    ranks_differ = [f"not done, {why}: {reason}" for reason in left_out.values()]
     return Report(
         graph=compat.compile_name(),
         phase=phase,

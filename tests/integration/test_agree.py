@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 from unittest import mock
 
@@ -139,12 +141,18 @@ def case_other_options(rank: int) -> list[Attempt]:
     return [attempt(maxima(str(group.group_name)), bucket=rank == 0)]
 
 
+def named(name: str, **facts: Any) -> Any:
+    """A graph is of this function, as Dynamo would have it."""
+    function = compat.CompiledFunction(f"model.py:{name}:1", **facts)
+    return mock.patch.object(agree.compat, "compiled_function", return_value=function)
+
+
 def case_again_on_one_rank(rank: int) -> list[Attempt]:
     """What was accepted holds for a recompile, and waits for nobody."""
     count = 1 + 2 * (rank == 0)
     found: list[Attempt] = []
-    for turn in range(count):
-        with mock.patch.object(agree.compat, "compiled_function", return_value=("quantized", turn == 0)):
+    for _ in range(count):
+        with named("quantized"):
             found.append(attempt(quantized(world_name(), factor=7.0)))
     return found
 
@@ -464,17 +472,17 @@ def test_a_large_group_is_asked_by_counts() -> None:
         store = mock.Mock()
         store.check.return_value, store.add.return_value = False, 1
         ledger = agree._Ledger(store, 0, tuple(range(world)), "1")
-        assert agree._Poll(ledger, "g", "k", 1, "text | versions").outcome() is None
+        assert agree._Poll(ledger, "g", "k", "f", 1, "text | versions").outcome() is None
         calls.append(len(store.method_calls))
     assert calls[0] == calls[1]
 
 
 def test_a_size_that_only_one_rank_knows_is_not_put_to_the_vote() -> None:
     ledger = agree._Ledger(dist.HashStore(), 0, (0, 1), "1")
-    poll = agree._Poll(ledger, "g", "k", 1, f"hoist: [{agree.LOCAL}] | versions")
+    poll = agree._Poll(ledger, "g", "k", "f", 1, f"hoist: [{agree.LOCAL}] | versions")
     agree._post(poll)
     assert not ledger.store.check([f"{poll.place}/0"])
-    assert "only this rank" in str(agree._outcomes([poll], {})["g", f"hoist: [{agree.LOCAL}]"])
+    assert "only this rank" in str(agree._outcomes([poll], time.monotonic())["g", f"hoist: [{agree.LOCAL}]"])
 
 
 def test_a_store_that_fails_refuses_everything() -> None:
@@ -511,32 +519,114 @@ def test_a_store_that_fails_takes_back_no_vote() -> None:
         agree.vote([ballot], Config(**QUIET))
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("other_graphs", [True, False])
-def test_a_rank_that_is_silent_in_a_later_graph(
-    first: bool, other_graphs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may still run the first program, unless it compiles others while a function is compiled for the first time."""
-    monkeypatch.setenv("ASYNCTP_AGREE_S", "0.5")
-    monkeypatch.setattr(agree.compat, "is_first_compile", lambda: first)
-    store, ballot, config = (
-        dist.HashStore(),
-        Ballot("g", "k", ("sum: x",)),
-        Config(**QUIET),
-    )
-    own, peer = (agree._Ledger(store, rank, (0, 1), "1") for rank in (0, 1))
+# --- two ranks in one process: what each posts, the other reads -------------------------------------------------------
+SUM = "sum: x"
+WITH, WITHOUT = Ballot("g", "fk", (SUM,)), Ballot("g", "fk")
+OTHER = Ballot("g", "fother")
+"""Graphs with a deviation, with the same collectives and no deviation, and with other collectives."""
 
-    def of(ledger: Any) -> Any:
-        return mock.patch.object(agree, "_ledger", return_value=ledger)
 
-    with of(peer):
-        agree._posted([ballot], config)
-    with of(own):
-        assert agree.vote([ballot], config) == {("g", "sum: x"): None}
-    if other_graphs:
-        with of(peer):
-            agree._posted([dataclasses.replace(ballot, key="other", deviations=())], config)
-    with of(own):
-        reason = agree.vote([ballot], config)["g", "sum: x"]
-    assert ("rank 1 compiled graphs with other collectives" in (reason or "")) == (first and other_graphs)
-    assert (reason is None) == (not (first and other_graphs))
+class Two:
+    """Two ranks that compile functions, one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ASYNCTP_AGREE_S", "0.5")
+        store = dist.HashStore()
+        self.ledgers = [agree._Ledger(store, rank, (0, 1), "1") for rank in (0, 1)]
+
+    def vote(self, rank: int, name: str, *ballots: Ballot, **facts: Any) -> dict[tuple[str, str], str | None]:
+        with mock.patch.object(agree, "_ledger", return_value=self.ledgers[rank]), named(name, **facts):
+            return agree.vote(ballots, Config(**QUIET))
+
+    def post(self, rank: int, name: str, *ballots: Ballot, **facts: Any) -> None:
+        """Post without waiting, as a rank that votes at the same time."""
+        with mock.patch.object(agree, "_ledger", return_value=self.ledgers[rank]), named(name, **facts):
+            agree._posted(ballots, Config(**QUIET))
+
+    def both_do(self, name: str) -> None:
+        """Both ranks compile the function with the deviation."""
+        self.post(1, name, WITH)
+        assert self.vote(0, name, WITH) == {("g", SUM): None}
+        ledger, (_, number) = self.ledgers[1], self.ledgers[1].last["asynctp/1/graph/fk"]
+        assert number == 0
+        text = agree._with_provenance(SUM, Config(**QUIET))
+        ledger.done["graph/f", f"model.py:{name}:1"] = {("asynctp/1/graph/fk", text): True}
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Two:
+    return Two(monkeypatch)
+
+
+def test_silence_in_a_first_graph_means_no(two: Two) -> None:
+    """Whatever was agreed on in another function: a peer that comes late obeys."""
+    two.both_do("one")
+    assert "rank 1 compiled nothing like it" in str(two.vote(0, "two", WITH)["g", SUM])
+    assert "rank 1 compiled nothing like it" in str(two.vote(1, "two", WITH)["g", SUM])
+
+
+def test_a_rank_without_it_in_another_function_waits_for_nobody(two: Two) -> None:
+    two.both_do("one")
+    assert two.vote(1, "two", WITHOUT) == {}
+
+
+def test_a_function_that_is_compiled_anew_does_the_same(two: Two) -> None:
+    """A peer that is silent runs the earlier graph."""
+    two.both_do("one")
+    assert two.vote(0, "one", WITH) == {("g", SUM): None}
+
+
+@pytest.mark.parametrize("ballot", [WITHOUT, OTHER], ids=["without", "other collectives"])
+def test_a_rank_that_departs_alone_raises(two: Two, ballot: Ballot) -> None:
+    """Its peer may run the earlier graph; with other collectives, its graph was broken anew."""
+    two.both_do("one")
+    with pytest.raises(DisagreementError, match=r"of model.py:one:1.*rank 1 did not compile it.*deviate=False"):
+        two.vote(0, "one", ballot)
+
+
+def test_the_rest_of_a_broken_function_departs_too(two: Two) -> None:
+    """Where nothing is communicated before the break."""
+    two.both_do("one")
+    with pytest.raises(DisagreementError, match="rank 1 did not compile it"):
+        two.vote(0, "torch_dynamo_resume_in_one_at_9", WITHOUT, resumes="model.py:one")
+
+
+@pytest.mark.parametrize("ballot", [WITHOUT, OTHER], ids=["without", "other collectives"])
+def test_ranks_that_depart_together_do_without_it(two: Two, ballot: Ballot, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both compile the function anew; one cannot do it, and the other hears of that."""
+    two.both_do("one")
+    monkeypatch.setenv("ASYNCTP_AGREE_S", PATIENT_S)
+    asked = [dataclasses.replace(ballot, group="rank 0"), dataclasses.replace(WITH, group="rank 1")]
+    ledgers = dict(zip(("rank 0", "rank 1"), two.ledgers, strict=True))
+    with mock.patch.object(agree, "_ledger", ledgers.get), named("one"), futures.ThreadPoolExecutor() as pool:
+        without, done = pool.map(lambda one: agree.vote([one], Config(**QUIET)), asked, timeout=60)
+    assert without == {}
+    assert re.search("anew without it|cannot do it", str(done["rank 1", SUM]))
+
+
+def test_a_peer_with_other_graphs_of_a_function_is_not_waited_for(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCTP_AGREE_S", PATIENT_S)
+    two.post(1, "one", OTHER, breaks=True)
+    assert "rank 1 compiled model.py:one:1 with other collectives" in str(two.vote(0, "one", WITH)["g", SUM])
+    two.post(1, "torch_dynamo_resume_in_two_at_9", WITHOUT, resumes="model.py:two")
+    assert "rank 1 breaks its graph" in str(two.vote(0, "two", WITH)["g", SUM])
+
+
+def test_the_group_with_the_least_patience_ends_a_wait(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer may wait for this rank in a collective of it."""
+    monkeypatch.setenv("ASYNCTP_AGREE_S", PATIENT_S)
+    monkeypatch.setattr(agree.compat, "group_timeout_s", lambda group: 2.0 if group == "short" else 1e9)
+    short = agree._Ledger(dist.HashStore(), 0, (0, 1), "1", "short")
+    ledgers = {"g": two.ledgers[0], "short": short}
+    start = time.monotonic()
+    with mock.patch.object(agree, "_ledger", ledgers.get), named("one"):
+        votes = agree.vote([Ballot("short", "fs"), WITH], Config(**QUIET))
+    assert votes["g", SUM] is not None
+    assert time.monotonic() - start < 10
+
+
+def test_without_deviations_nobody_is_asked(two: Two) -> None:
+    with mock.patch.object(agree, "_ledger", return_value=two.ledgers[0]), named("one"):
+        votes = agree.vote([WITH], Config(**QUIET, deviate=False))
+    assert votes == {("g", SUM): "Config(deviate=False)"}
+    assert not two.ledgers[0].posted

@@ -28,6 +28,7 @@ OTHERS: dict[str, Any] = {
     "min_bytes": 1,
     "min_flops": 1,
     "bucket": False,
+    "deviate": False,
     "store_scales": False,
     "rematerialize": "always",
 }
@@ -54,6 +55,7 @@ BAD = [
     ("rematerialize", "some", "one of ('auto', 'always', 'never')"),
     ("rematerialize", False, "one of ('auto', 'always', 'never')"),
     ("agree", "all", "True or False"),
+    ("deviate", "never", "True or False"),
     ("log", 1, "True or False"),
     ("trace", "yes", "True or False"),
     ("report_file", "", "a path, or None"),
@@ -100,6 +102,7 @@ GOOD_VARIABLES = [
     ("ASYNCTP_STORE_SCALES", "off", "store_scales", False),
     ("ASYNCTP_REMATERIALIZE", "always", "rematerialize", "always"),
     ("ASYNCTP_AGREE", "false", "agree", False),
+    ("ASYNCTP_DEVIATE", "0", "deviate", False),
     ("ASYNCTP_LOG", "OFF", "log", False),
     ("ASYNCTP_LOG", "1", "log", True),
     ("ASYNCTP_TRACE", "false", "trace", False),
@@ -311,5 +314,5 @@ def test_every_field_is_a_sink_or_changes_the_digest() -> None:
 
 def test_the_digest_is_the_same_in_every_process() -> None:
     """It is part of the key of caches on disk."""
-    assert Config().digest() == "671686a6708f6147"
+    assert Config().digest() == "08dd0e59f1de8702"
     assert Config(groups=["b", "a"], strict="all").digest() == Config(groups=("a", "b"), strict="all").digest()
