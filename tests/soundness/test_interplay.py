@@ -6,6 +6,7 @@ collectives and plain views, so that a tensor may be an operand here, a term the
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -139,6 +140,7 @@ def program(seed: int) -> Pool:
     return pool
 
 
+@functools.cache
 def check(seed: int) -> Report:
     """Rewritten, a program computes the same, and what is FUSED is in a fused op: one each, but for sums."""
     pool = program(seed)

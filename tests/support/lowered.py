@@ -163,6 +163,8 @@ class Op:
     regions: list[list[Op]] = field(default_factory=list)
     #: names, in each region, of what the operation is given
     arguments: list[list[str]] = field(default_factory=list)
+    #: how each kind of program does it, looked up once: see `_Program._way`
+    ways: dict[type, Way] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass
@@ -249,6 +251,8 @@ def _operation(line: str) -> Op:
 STAGES = pingpong(1).stages  # any of which may be late
 #: an operation under way: it yields what it waits for, if anything, and gives what the operation does
 Running = Generator[Callable[[], bool] | None, None, Any]
+#: whether an operation may wait, and a function of a program that does it
+Way = tuple[bool, Callable[[Any], Any]]
 
 
 class _Program:
@@ -269,34 +273,50 @@ class _Program:
 
     def _block(self, ops: Sequence[Op]) -> Running:
         """What the block yields."""
+        values, kind = self.values, type(self)
         for op in ops:
             if op.name == "scf.yield":
                 return self._all(op.operands)
-            control = getattr(self, "_run_" + op.name.replace(".", "_"), None)
-            found = self._do(op) if control is None else (yield from control(op))
+            may_wait, do = op.ways.get(kind) or self._way(op)
+            found = (yield from do(self)) if may_wait else do(self)
             if len(op.results) == 1:
-                self.values[op.results[0]] = found
+                values[op.results[0]] = found
             elif op.results:
-                self.values.update(zip(op.results, found, strict=True))
+                values.update(zip(op.results, found, strict=True))
         return []
 
     def _all(self, names: Sequence[str]) -> list[Any]:
         return [self.values[name] for name in names]
 
-    def _do(self, op: Op) -> Any:
-        operands = self._all(op.operands)
-        if op.name in self.SILENT:
-            return None
+    @classmethod
+    def _way(cls, op: Op) -> Way:
+        """Look up how these programs do an operation; loops do it thousands of times."""
+        control = getattr(cls, "_run_" + op.name.replace(".", "_"), None)
+        if control is not None:
+            op.ways[cls] = True, lambda program: control(program, op)
+        else:
+            op.ways[cls] = False, cls._doing(op)
+        return op.ways[cls]
+
+    @classmethod
+    def _doing(cls, op: Op) -> Callable[[_Program], Any]:
+        """A function that does an operation, which does not wait."""
+        if op.name in cls.SILENT:
+            return lambda program: None
         if op.name in _UNCHANGED:
-            return operands[0]
-        if op.name in _INTEGERS and all(isinstance(value, int) for value in operands):
-            return _INTEGERS[op.name](*operands)
-        if op.name in ("arith.addi", "tt.addptr"):
-            return operands[0] + operands[1]
-        method = getattr(self, "_" + op.name.replace(".", "_"), None)
+            first = op.operands[0]
+            return lambda program: program.values[first]
+        if op.name in _WITHOUT_OPERANDS:
+            constant = _WITHOUT_OPERANDS[op.name](op)
+            return lambda program: constant
+        if op.name == "arith.cmpi":
+            return _comparison(op)
+        if op.name in _INTEGERS:
+            return _integer_op(op)
+        method = getattr(cls, "_" + op.name.replace(".", "_"), None)
         if method is None:
             raise NotImplementedError(op.line)
-        return method(op, *operands)
+        return lambda program: method(program, op, *program._all(op.operands))
 
     # --- control -------------------------------------------------------------------------------------------------
     def _run_scf_if(self, op: Op) -> Running:
@@ -316,19 +336,6 @@ class _Program:
         return initial[0] if len(op.results) == 1 else initial
 
     # --- values --------------------------------------------------------------------------------------------------
-    def _arith_constant(self, op: Op) -> Any:
-        value = op.text.split()[0].removeprefix("dense<").removesuffix(">")
-        if "." in value:
-            return number(float(value)) if float(value) else Tensor()
-        return int({"true": "1", "false": "0"}.get(value, value))
-
-    def _arith_cmpi(self, op: Op, one: int | Range, other: int) -> int | Mask:
-        name = op.text.split(",")[0].strip()
-        if isinstance(one, int):
-            return int(_COMPARISONS[name](one, other))
-        assert name == "slt", op.line
-        return Mask(other - one.first)
-
     def _arith_select(self, op: Op, condition: int, one: Any, other: Any) -> Any:
         assert isinstance(condition, int), op.line
         return one if condition else other
@@ -338,11 +345,6 @@ class _Program:
 
     def _arith_mulf(self, op: Op, one: Tensor, other: Tensor) -> Tensor:
         return one * other
-
-    def _tt_make_range(self, op: Op) -> Range:
-        found = re.search(r"end = (\d+) : i32, start = (\d+) : i32", op.line)
-        assert found is not None, op.line
-        return Range(int(found[2]), int(found[1]) - int(found[2]))
 
     def _tt_load(
         self, op: Op, place: Place | int, mask: Mask | None = None, other: Tensor | None = None
@@ -446,6 +448,53 @@ class _Program:
 
     def _ttng_warp_group_dot_wait(self, op: Op, *operands: Any) -> Any:
         return operands[0] if len(op.results) == 1 else operands
+
+
+def _integer_op(op: Op) -> Callable[[_Program], Any]:
+    """Compute on two integers; additions take a range or a place, too."""
+    (one, other), compute, adds = op.operands, _INTEGERS[op.name], op.name in ("arith.addi", "tt.addptr")
+
+    def do(program: _Program) -> Any:
+        a, b = program.values[one], program.values[other]
+        if isinstance(a, int) and isinstance(b, int):
+            return compute(a, b)
+        if not adds:
+            raise NotImplementedError(op.line)
+        return a + b
+
+    return do
+
+
+def _comparison(op: Op) -> Callable[[_Program], int | Mask]:
+    """Compare two integers, or find where a range ends."""
+    (one, other), name = op.operands, op.text.split(",")[0].strip()
+    compare = _COMPARISONS[name]
+
+    def do(program: _Program) -> int | Mask:
+        a, b = program.values[one], program.values[other]
+        if isinstance(a, int):
+            return int(compare(a, b))
+        assert name == "slt", op.line
+        return Mask(b - a.first)
+
+    return do
+
+
+def _constant(op: Op) -> Any:
+    value = op.text.split()[0].removeprefix("dense<").removesuffix(">")
+    if "." in value:
+        return number(float(value)) if float(value) else Tensor()
+    return int({"true": "1", "false": "0"}.get(value, value))
+
+
+def _range(op: Op) -> Range:
+    found = re.search(r"end = (\d+) : i32, start = (\d+) : i32", op.line)
+    assert found is not None, op.line
+    return Range(int(found[2]), int(found[1]) - int(found[2]))
+
+
+#: the same whenever they are done
+_WITHOUT_OPERANDS: dict[str, Callable[[Op], Any]] = {"arith.constant": _constant, "tt.make_range": _range}
 
 
 # --- warps with tasks of their own -------------------------------------------------------------------------------
