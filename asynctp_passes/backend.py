@@ -70,7 +70,7 @@ class _OwnPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
         self.config = Config.given(config)
 
     def uuid(self) -> bytes | None:
-        """What Inductor's caches key a pass on: both packages' sources, torch, configuration, registered ops, what the
+        """A pass's key in Inductor's caches: both packages' sources, torch, configuration, registered ops, what the
         fused ops run, and this process's groups, which graphs have by name only, with their sizes and mesh dimensions.
 
         None, which turns caching off, where that cannot be found out.
@@ -315,7 +315,7 @@ def _publish_cached(config: Config | None, *, compiling: bool, named: bool = Tru
 
 
 def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False) -> list[str]:
-    """What graphs from a cache do, and a rank does not. The ranks vote on it, as on what they compile."""
+    """Deviations of graphs from a cache that a rank does not do. Ranks vote on them as on what they compile."""
     return stands(cached, config, joint=joint) if cached else []
 
 

@@ -82,7 +82,7 @@ def scaled_mm_in_blocks(
 
 
 def autograd_kernel(op: torch._ops.OpOverload, backward: Callable[..., Any], setup_context: Any) -> Callable[..., Any]:
-    """What `torch.library.register_autograd` registers: a kernel that takes the dispatch keys and the arguments."""
+    """The kernel that `torch.library.register_autograd` registers: it takes the dispatch keys and the arguments."""
     from torch._library import autograd
 
     return autograd.make_autograd_impl(op, autograd.Info(backward, setup_context))
@@ -244,7 +244,7 @@ def statically_known_multiple(size: torch.SymInt, count: int) -> bool:
 
 
 def guards_of(size: torch.SymInt) -> list[sympy.Basic]:
-    """What holds by guards that exist already, of all sizes of this one's graph; adds none."""
+    """The conditions that existing guards state, of all sizes of this one's graph; adds none."""
     shape_env = getattr(size.node, "shape_env", None)
     return [] if shape_env is None else [shape_env.replace(guard.expr) for guard in shape_env.guards]
 
@@ -368,7 +368,7 @@ def inputs_written_after(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _whole(description: Any) -> Any:
-    """What autograd's tracing says of a tensor (`_aot_autograd.descriptors`); of a part of one, what of its whole."""
+    """A tensor's description by autograd's tracing (`_aot_autograd.descriptors`); for a part, that of its whole."""
     return _whole(description.base) if hasattr(description, "base") else description
 
 
@@ -380,7 +380,7 @@ _RECOMPUTE = "recompute"
 
 
 def recompute_tag(node: fx.Node) -> Any:
-    """What activation checkpointing says of a node of a joint graph to the partitioner; None where it says nothing."""
+    """The tag that activation checkpointing gives a node of a joint graph for the partitioner; None without one."""
     return node.meta.get(_RECOMPUTE)
 
 

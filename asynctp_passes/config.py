@@ -59,7 +59,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Config:
-    """What to fuse, how strict to be, and where reports go. Frozen, hashable and picklable.
+    """Options: chains to fuse, how strict to be, and where reports go. Frozen, hashable and picklable.
 
     Attributes:
         groups: `"auto"` (every process group with an all-gather→matmul, matmul→reduce-scatter or
@@ -292,7 +292,7 @@ def _variable_of_now(key: str, environ: Mapping[str, str]) -> str:
 
 
 def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:
-    """What the fused ops run on CPU tensors, from `ASYNCTP_CPU_IMPLEMENTATION`.
+    """The implementation of the fused ops for CPU tensors, from `ASYNCTP_CPU_IMPLEMENTATION`.
 
     Raises:
         ConfigError: The variable has another value than "reference" or "interpreted".

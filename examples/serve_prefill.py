@@ -320,7 +320,7 @@ def worse(distance: float) -> tuple[bool, float]:
 
 
 def right(found: dict[str, Any]) -> bool:
-    """What was checked, if it was, is within its limit; nan is not."""
+    """True if the checked error, if any, is within its limit; nan is not."""
     return found["check"] is None or found["check"]["distance"] <= found["check"]["limit"]
 
 

@@ -31,7 +31,7 @@ RANKS = 4
 
 
 def compile_model(*, norm_on_shards: bool, **options: Any) -> None:
-    """What your test does with your model: parallelize it, compile it strictly, run it once."""
+    """The steps of your test with your model: parallelize it, compile it strictly, run it once."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     model = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False))
     gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True)

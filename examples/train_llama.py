@@ -213,7 +213,7 @@ class Trainer:
 
     # --- checkpoints ---
     def facts(self) -> dict[str, Any]:
-        """What a run must share with the checkpoint that it goes on from."""
+        """The facts that a run must share with the checkpoint that it goes on from."""
         names = ("size", "blocks", "sequence", "seed", "learning_rate")
         batch = {"batch times dp": self.options.batch * self.options.dp, "text": self.text_digest}
         return {**{name: getattr(self.options, name) for name in names}, **batch}

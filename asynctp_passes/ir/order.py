@@ -71,7 +71,7 @@ def communications(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def in_turn(starts: Sequence[fx.Node], inputs: Mapping[fx.Node, Sequence[fx.Node]]) -> dict[fx.Node, Sequence[fx.Node]]:
-    """What nodes are computed from, and each of `starts` from the one before it, too.
+    """The inputs of nodes, and for each of `starts` the one before it, too.
 
     Args:
         starts: What communicates, in order.
@@ -124,5 +124,5 @@ def latest_communication(graph: fx.Graph, items: Container[fx.Node] = ()) -> dic
 
 
 def _read(node: fx.Node) -> Iterator[fx.Node]:
-    """What a node reads the values of."""
+    """The nodes whose values a node reads."""
     return iter(()) if is_size(node) else iter(node.all_input_nodes)

@@ -116,7 +116,7 @@ def read_collectives(graph: fx.Graph) -> list[Collective]:
 
 
 def _read_collective(node: fx.Node) -> Sequence[Collective]:
-    """What a node communicates: nothing, one tensor, or several."""
+    """The collectives of a node: none, one, or one for each of several tensors."""
     op = collective_op(op_name(node))
     members = [] if op is None else _members(node, op)
     read = [member for member in members if member is not None]
@@ -507,7 +507,7 @@ def _are_blocks(a: list[Any], b: list[Any], a_scale: list[Any], b_scale: list[An
 
 
 def _blocks(pairs: Iterable[_Pair], operands: tuple[torch.Tensor, ...], *, by_name: bool) -> Blocks | None:
-    """Of which blocks scales are, of those that `pairs` allows; None where they are one number, by rows, or others.
+    """The blocks of scales, of those that `pairs` allows; None where scales are one number, by rows, or others.
 
     `scaled_mm` is told by name, and has the scales of `b[K, N]` as of its transpose, those of 128x128 blocks transposed
     and padded. `_scaled_mm` tells by shapes.

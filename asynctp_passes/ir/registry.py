@@ -1,4 +1,4 @@
-"""What the arguments of collectives and matmuls mean, by op: torch's own, and those that programs register.
+"""Roles of the arguments of collectives and matmuls, by op: torch's own, and those that programs register.
 
     register_collective(torch.ops.vllm.all_gather, kind="all_gather", input="x", dim="dim", size="world_size",
                         group="group_name")

@@ -61,7 +61,7 @@ class Terms:
 
 @dataclass
 class Propagation:
-    """What `propagate` found.
+    """The result of `propagate`.
 
     Attributes:
         maps: Index maps of the nodes that rearrange the source (or one of several like sources).
@@ -163,7 +163,7 @@ def propagate(
 
 
 def _handler(node: fx.Node, sums: bool) -> Callable[[_Call], Result] | None:
-    """What carries maps through an op; None where following ends."""
+    """The rule that carries maps through an op; None where following ends."""
     if sums and is_sum(node):
         return _widen if widens(node) else _scale if scaling_of(node) is not None else _add
     view = traits_of(node).view
@@ -206,7 +206,7 @@ def _record(propagation: Propagation, node: fx.Node, result: Result) -> None:
 
 
 def _terms(propagation: Propagation, node: fx.Node) -> Terms | Refusal:
-    """What a followed node sums up: views keep their inputs' one set of terms, an addition joins two disjoint ones."""
+    """The terms of a followed node: views keep their inputs' one set of terms, an addition joins two disjoint ones."""
     sets = [propagation.terms[source] for source in node.all_input_nodes if source in propagation.terms]
     sign = traits_of(node).sign
     if not sign:

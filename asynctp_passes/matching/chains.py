@@ -101,7 +101,7 @@ class Passenger:
 
 @dataclass(frozen=True)
 class Hoist:
-    """What is computed on the shard instead of on the gathered tensor (`rowwise` proves that it is the same).
+    """Computation on the shard in place of the gathered tensor (`shard_region` proves that it is the same).
 
     Attributes:
         steps: The ops, in graph order.
@@ -194,7 +194,7 @@ class GatherChain:
 
     @property
     def needs(self) -> tuple[fx.Node, ...]:
-        """What the fused op reads besides the shard, and the hoisted ops besides their parts."""
+        """The nodes that the fused op reads besides the shard, and the hoisted ops besides their parts."""
         gathered = {self.matmuls[0].scaled.a_scale} if self.scale_placement and self.matmuls[0].scaled else set()
         operands = [node for matmul in self.matmuls for node in matmul.operands if node not in gathered]
         others = [node for step in (self.hoist.computed if self.hoist else ()) for node in step.others]
@@ -286,7 +286,7 @@ class Bucket:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """What the members reduce."""
+        """The tensors that the members reduce."""
         return tuple(member.source for member in self.members)
 
 

@@ -30,7 +30,7 @@ def members(chain: GatherChain | ScatterChain) -> list[fx.Node]:
 def collapsed(
     graph: fx.Graph, sizes: Sizes, chains: Sequence[GatherChain | ScatterChain], free: Container[fx.Node] = ()
 ) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, Sequence[fx.Node]]]:
-    """What `steps_of` takes of a graph whose chains are one step each, and whose communication is in order.
+    """The arguments of `steps_of` for a graph whose chains are one step each, and whose communication is in order.
 
     Args:
         graph: The graph.
@@ -67,7 +67,7 @@ def collapsed(
 
 
 def _starts(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain]) -> list[fx.Node]:
-    """What communicates, in order, where each chain does so once, in its place: by the node that stands for it.
+    """The nodes that communicate, in order. Each chain does so once, in its place, by the node that stands for it.
 
     Of several tensors that are communicated together, those of chains come first.
     """
@@ -85,7 +85,7 @@ def _starts(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain]) -> li
 
 
 def _others_above(hoist: Hoist, step: Step) -> list[fx.Node]:
-    """What a rank takes, besides its shard, to compute its part of a step's result."""
+    """The tensors besides its shard from which a rank computes its part of a step's result."""
     made_by = {one.node: one for one in (*hoist.steps, step)}
     above = reachable([step.node], lambda node: (part.root for _, part in made_by[node].parts), made_by.__contains__)
     return [other for node in above for other in made_by[node].others]

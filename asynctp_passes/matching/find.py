@@ -250,7 +250,7 @@ def _unpads(node: fx.Node, ranks: int) -> bool:
 def _left_out(
     context: MatchContext, chain: GatherChain, products: Iterable[PlacedMatmul], missed: Mapping[fx.Node, Refusal]
 ) -> tuple[str, ...]:
-    """What other matmuls do with the gathered tensor, which the fused op returns to them, unless its gather stays."""
+    """Notes on other matmuls of the gathered tensor, which the fused op returns to them unless its gather stays."""
     fused, kept = {matmul.node for matmul in chain.matmuls}, () if chain.hoist is None else chain.hoist.kept
     others = [one.matmul.node for one in products if one.matmul.node not in fused and one.matmul.node not in kept]
     shared = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.ROWS_CONTRACTED, reasons.ADDMM_SCALED)
@@ -269,7 +269,7 @@ def _left_out(
 
 
 def _informative(miss: _Miss) -> int:
-    """What a person should be told first: the most specific reason, then those about a left operand."""
+    """A rank for sorting misses: the most specific reason first, then those about a left operand."""
     last = (
         *(reasons.ROWS_CONTRACTED, reasons.GATHER_IS_RIGHT_OPERAND, reasons.GATHERED_SCALE),
         *(reasons.PRODUCT_GATHERED, reasons.OUTSIDE_GRAPH, reasons.NO_MATMUL),
@@ -407,7 +407,7 @@ def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> lis
 
 
 def _goes_elsewhere(context: MatchContext, gather: Collective, propagation: Propagation) -> Refusal:
-    """What a gathered tensor that no matmul takes is used by, or that it comes from a matmul."""
+    """The users of a gathered tensor that no matmul takes, or the matmul that it comes from."""
     way = context.ways_up.path(gather.source, gather.node)
     if way and not any(map(near_miss.reduces, way)):
         return Refusal(reasons.PRODUCT_GATHERED, near_miss.names([*way[::-1], gather.node]))

@@ -46,7 +46,7 @@ __all__ = ["summed"]
 def summed(
     context: MatchContext, candidates: Mapping[fx.Node, Candidate], allowed: Callable[[Candidate], bool]
 ) -> dict[fx.Node, Candidate]:
-    """What becomes of the reductions that are summed: the last chain of a sum becomes that of all, which others join.
+    """Candidates of the reductions that are summed: the last chain of a sum becomes that of all, which others join.
 
     Args:
         context: The graph being searched.
@@ -88,7 +88,7 @@ def summed(
 
 
 def _kind(context: MatchContext, candidate: Candidate) -> object:
-    """What members of one sum have in common; None for what is left alone.
+    """The properties that members of one sum share; None for a reduction that is left alone.
 
     That is a gather, one of several tensors of a collective, and what is reduced in float16: a rank's part of the sum
     may be too large for it where the sums over the ranks, and their sum, are not. Dimensions matter only where ranks

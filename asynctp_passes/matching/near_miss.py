@@ -39,7 +39,7 @@ def transparent(node: fx.Node) -> bool:
 
 
 def _rowwise_words(node: fx.Node) -> list[str]:
-    """What the name of an op says that it does row by row."""
+    """The row-wise operations that an op's name tells of."""
     return _ROWWISE_WORDS.findall(called_name(node).partition(".")[2].partition(".")[0])
 
 

@@ -155,11 +155,11 @@ class ShardRegion:
         return locate_gather(view, root.block, self.gather.group_size, root.outer)
 
     def views_to(self, ends: Iterable[fx.Node]) -> set[fx.Node]:
-        """What lies between the gather and `ends`, these included."""
+        """The nodes between the gather and `ends`, these included."""
         return reachable(ends, where=self.home.__contains__) - set(self.gather.results)
 
     def used_elsewhere(self, fused: set[fx.Node]) -> Users:
-        """What something outside of the region uses, besides the fused matmuls, and those users. In graph order.
+        """The nodes that others than the fused matmuls use outside of the region, with those users. In graph order.
 
         A matmul `c + a @ b` is such a user of its `c`, which is added after the fused op.
         """
@@ -257,7 +257,7 @@ class ShardRegion:
         return self._twins.setdefault((self._computation(node), shape, self.context.segments[node]), node)
 
     def _computation(self, node: fx.Node) -> Any:
-        """What a node computes, as a key: its op and arguments, members and what is known by their values.
+        """A key for the value of a node: its op and arguments. Members and known nodes count by their values.
 
         Where that is done element by element, it does not matter in which dimensions elements are.
         """
@@ -359,7 +359,7 @@ class ShardRegion:
 
     @functools.cached_property
     def _uniform_nodes(self) -> set[fx.Node]:
-        """What was found to be the same on all ranks: at first, results of collectives."""
+        """The nodes that are known to be the same on all ranks: at first, results of collectives."""
         same_on_all = (other for other in self.context.collectives if _makes_uniform(other, self.gather))
         return {result for other in same_on_all for result in other.results}
 
@@ -422,7 +422,7 @@ class PlacedMatmul:
 
     @property
     def ends(self) -> list[fx.Node]:
-        """What the matmul takes from the region: its left operand and, if it is computed there, the scale of that."""
+        """The operands from the region: the left one and, if it is computed there, its scale."""
         scaled = None if self.scale is None else self.matmul.scaled
         return [self.matmul.a] if scaled is None else [self.matmul.a, scaled.a_scale]
 
@@ -549,7 +549,7 @@ def _key(region: ShardRegion, one: PlacedMatmul) -> tuple[Any, ...]:
 def _returned(
     region: ShardRegion, used: Users, matmuls: Sequence[Matmul]
 ) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
-    """What the fused op returns to other users: the matmuls' left operand, if all that these use are views of it.
+    """The tensor that the fused op returns to other users: the matmuls' left operand, if these use only views of it.
 
     Two views of one tensor share memory, and an operand from the fused op would not. So where there are others, the
     gathered tensor itself is made of what the op returns; where ops are hoisted, its gather stays. Roots that hold what

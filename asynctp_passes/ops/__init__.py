@@ -121,7 +121,7 @@ def on_wire(device_type: str) -> bool:
 
 
 def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: int) -> str:
-    """What `explain` says of a call, in a word or two.
+    """The implementation that `explain` names for a call, in a word or two.
 
     Args:
         op: The op's name.

@@ -112,7 +112,7 @@ def _eligible(decision: Decision, context: Context) -> bool:
 
 
 def _key(collective: Collective, context: Context) -> Key:
-    """What members of one set have in common."""
+    """The properties that members of one bucket share."""
     value, segment = value_of(collective.input), context.segments[collective.node]
     return collective.group_key, collective.reduce_op, value.dtype, value.device, segment
 
@@ -174,7 +174,7 @@ def _windows(
 
 
 def _sources(step: Sequence[fx.Node], inputs: Inputs) -> list[fx.Node]:
-    """What a step is computed from."""
+    """The nodes that a step is computed from."""
     return [source for node in step for source in inputs.get(node, node.all_input_nodes) if source not in step]
 
 

@@ -1,4 +1,4 @@
-"""What a chain moves and computes, and a roofline of the time that overlap can save."""
+"""The bytes and operations of a chain, and a roofline of the time that overlap can save."""
 
 from __future__ import annotations
 
@@ -128,14 +128,14 @@ def work_of(matmul: fx.Node) -> int | None:
 
 
 def _computed(matmuls: Sequence[Matmul]) -> Cost:
-    """What matmuls do; they exchange nothing."""
+    """The cost of matmuls; they exchange nothing."""
     flops = [_flops(matmul.a, matmul.node) for matmul in matmuls]
     fp8 = [count or 0 for count, matmul in zip(flops, matmuls, strict=True) if _in_fp8(matmul.a)]
     return Cost(0, _sum(flops), fp8_flops=sum(fp8))
 
 
 def cost_of(chain: GatherChain | ScatterChain) -> Cost:
-    """What one rank receives (gather), sends (scatter) or both (all-reduce) in the fused op; what its matmuls do."""
+    """Bytes that a rank receives (gather), sends (scatter) or both (all-reduce) in the fused op, and its operations."""
     ranks, computed = chain.collective.group_size, _computed(chain.matmuls)
     if isinstance(chain, GatherChain) and chain.hoist is not None:
         travels = chain.hoist.travels
@@ -150,7 +150,7 @@ def cost_of(chain: GatherChain | ScatterChain) -> Cost:
 
 
 def received_bytes(whole: fx.Node, ranks: int) -> int | None:
-    """What a rank receives of a tensor of which it has its part; None where sizes are symbolic, or not known."""
+    """The bytes that a rank receives of a tensor of which it has its part; None where sizes are symbolic or unknown."""
     count = bytes_of(whole)
     return None if count is None or not ranks else count // ranks * (ranks - 1)
 
@@ -177,7 +177,7 @@ def hoist_pays(chain: GatherChain, hoist: Hoist) -> bool:
 
 
 def _until_first_use(chain: GatherChain, hoist: Hoist) -> Cost:
-    """What the fused op moves, and all matmuls from its own on that can overlap the gather beside it."""
+    """The cost of the fused op's data, and of all matmuls from its own on that can overlap with the gather."""
     matmuls = [matmul for node in hoist.overlapped_by if not isinstance(matmul := read_matmul(node), Refusal)]
     return replace(_computed([*chain.matmuls, *matmuls]), comm_bytes=cost_of(chain).comm_bytes)
 
@@ -202,7 +202,7 @@ def _itemsize(node: fx.Node) -> int:
 
 
 def bytes_of(node: fx.Node | None) -> int | None:
-    """Of a tensor; None where its size is symbolic, or not known."""
+    """The bytes of a tensor; None where its size is symbolic or unknown."""
     value = tensor_of(node)
     if value is None or not all(isinstance(size, int) for size in value.shape):
         return None

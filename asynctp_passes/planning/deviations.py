@@ -91,7 +91,7 @@ class Words:
         self._collectives = collectives
 
     def of_chain(self, chain: GatherChain | ScatterChain | None) -> list[str]:
-        """What fusing a chain makes of its collectives, beyond what they are; mostly nothing."""
+        """The deviations that fusing a chain makes of its collectives; mostly none."""
         if isinstance(chain, GatherChain):
             late = [] if chain.follows is None else [self._late(chain, chain.follows)]
             return [*late, *([self._hoist(chain, chain.hoist)] if chain.hoist is not None else self._joined(chain))]
@@ -166,7 +166,7 @@ class Words:
     def _computed(
         self, root: fx.Node, chain: GatherChain, steps: Mapping[fx.Node, Step], texts: dict[fx.Node, str]
     ) -> str:
-        """What a rank's part of a root is computed by, from its own shard on."""
+        """The computation of a rank's part of a root, from its own shard on."""
         texts.setdefault(chain.collective.node, "own")
         stack = [root]
         while stack:

@@ -49,7 +49,7 @@ CONTRACTION_LIMIT = 64 << 20
 
 @dataclass(frozen=True)
 class Context:
-    """What checks know besides the candidate.
+    """Facts for the checks besides the candidate.
 
     Attributes:
         graph: The graph.
@@ -172,7 +172,7 @@ def _shown(candidate: Candidate, group: str) -> str:
 
 
 def _evidence(candidate: Candidate, key: str) -> str:
-    """What a collective of parameters or of their gradients was told by."""
+    """The evidence that a collective is one of parameters or of their gradients."""
     value, group = tensor_of(candidate.collective.input), _shown(candidate, key)
     if value is not None and value.dim() < 2:
         return f"{group}: a vector"
@@ -377,7 +377,7 @@ def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
 
 
 def ranks_alike(candidate: Candidate, context: Context) -> Refusal | None:
-    """What changes what a rank sends is done on all ranks of the group, or on none."""
+    """Deviations are done on all ranks of the group, or on none."""
     group = candidate.collective.group_key
     for text in context.words.of_chain(candidate.chain) if context.verdict is not None else ():
         if (facts := context.refused(group, text)) is not None:

@@ -69,7 +69,7 @@ def plan_overlap(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Decisio
 
 
 def order_beside(decision: Decision) -> list[tuple[fx.Node, fx.Node]]:
-    """What comes before what, where a collective runs beside products: its start, they, and its waits."""
+    """The order of nodes where a collective overlaps with matmuls: its start, the matmuls, and its waits."""
     collective = decision.candidate.collective
     starts = [(collective.node, product) for product in decision.overlaps_with]
     return starts + [(product, wait) for product in decision.overlaps_with for wait in collective.waits]
@@ -128,7 +128,7 @@ class _Product:
 
 
 class _Facts:
-    """What is known of a graph whatever is fused: where nodes stand, which are used, and the work of those matmuls.
+    """Facts about a graph, whatever is fused: places of nodes, which of them are used, and the work of the matmuls.
 
     `after` has what a node is to come after besides its inputs, as a collective runs beside it, and `before` reversed;
     `orders` has the same as pairs, in the order in which they were decided.
@@ -147,7 +147,7 @@ class _Facts:
         self.orders: list[tuple[fx.Node, fx.Node]] = []
 
     def keep(self, decision: Decision) -> None:
-        """What is decided from now on lets this collective run beside its products."""
+        """Let later decisions keep this collective beside its matmuls."""
         for first, then in order_beside(decision):
             self.after.setdefault(then, []).append(first)
             self.before.setdefault(first, []).append(then)

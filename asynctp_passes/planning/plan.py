@@ -97,7 +97,7 @@ class Plan:
         return {collective.node for collective in self.alone if on_wire(collective)}
 
     def outcome(self, decision: Decision) -> Outcome:
-        """What happens to a collective of this plan. Its reason comes first: strict counts a miss whatever is done."""
+        """The outcome of a collective of this plan. Its reason comes first: strict counts a miss whatever is done."""
         node, found = decision.candidate.collective.node, outcome_of(decision)
         if found != "SKIPPED":
             return found
@@ -140,7 +140,7 @@ class Plan:
 
 
 def outcome_of(decision: Decision) -> Outcome:
-    """What happens to a collective by what was decided of it alone."""
+    """The outcome of a collective by its own decision alone."""
     return "FUSED" if decision.refusal is None else decision.refusal.reason.outcome
 
 

@@ -681,7 +681,7 @@ def _with_provenance(text: str, config: Config) -> str:
 
 
 def _provenance(config: Config) -> str:
-    """What has to be the same besides for a text to mean the same: versions, registered ops, options."""
+    """Versions, registered ops and options: where they differ, equal texts may mean different things."""
     options = {name: value for name, value in config.decisive().items() if name not in _NOT_DECISIVE}
     told = " ".join(f"{name}={value!r}" for name, value in options.items())
     return f"asynctp {sources_digest()}, torch {torch.__version__}, ops {registry.digest()}, {told}"

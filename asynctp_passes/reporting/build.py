@@ -169,7 +169,7 @@ def _summed(chain: ScatterChain) -> list[str]:
 
 
 def _added(chain: ScatterChain) -> list[str]:
-    """What is no product of the fused op's."""
+    """The terms of the sum that the fused op does not multiply."""
     notes = {"computed before, and added to the products": chain.added, "added to the result": chain.added_after}
     return [f"{note}: {', '.join(map(_named, terms))}" for note, terms in notes.items() if terms]
 
@@ -191,7 +191,7 @@ def _numbers(numbers: Sequence[float]) -> str:
 
 
 def _converted(chain: ScatterChain) -> list[str]:
-    """What is sent where products are converted before they are summed."""
+    """The dtype that is sent where results of matmuls are converted before they are summed."""
     if chain.sum_dtype is None:
         return []
     product, whole = describe(chain.matmuls[0].node), describe(chain.collective.node)
@@ -205,7 +205,7 @@ def _place_facts(chain: GatherChain) -> list[str]:
 
 
 def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:
-    """What is gathered in place of the gathered tensor and beside it, with the bytes that a rank receives."""
+    """The tensors that are gathered in its place and with it, each with the bytes that a rank receives."""
     gather, ranks = chain.collective.node, chain.collective.group_size
     facts = [f"computed on the shard and gathered: {' and '.join(_amount(node, ranks) for node in hoist.travels)}"]
     if hoist.cross_rank:
@@ -237,7 +237,7 @@ def with_call(remark: Remark, call: Mapping[str, Any]) -> Remark:
 
 
 def _agreed_before(decisions: Sequence[Decision]) -> list[Ballot]:
-    """What the ranks agreed on about gathers of this graph when it was one with its forward."""
+    """The ranks' agreements on gathers of this graph from the time when it was one with its forward."""
     nodes = (one.candidate.collective.node for one in decisions)
     return [node.meta[AGREED] for node in nodes if AGREED in node.meta]
 

@@ -57,6 +57,6 @@ def _write(file: int, data: memoryview) -> None:
 
 
 def remedy(error: OSError, folder: bool) -> str:
-    """What to do about a file, or a folder, that cannot be written."""
+    """The remedy for a file or folder that cannot be written."""
     wanted = "a folder that can be written, or made" if folder else "a file that can be written"
     return _REMEDIES.get(error.errno or 0, f"name {wanted}")

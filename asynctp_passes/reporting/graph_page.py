@@ -85,7 +85,7 @@ class _View:
         return self.report.remarks[number - 1]
 
     def returned(self) -> set[fx.Node]:
-        """What the graph returns."""
+        """The nodes that the graph returns."""
         return {source for node in self.graph.nodes if node.op == "output" for source in node.all_input_nodes}
 
 

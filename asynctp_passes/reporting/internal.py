@@ -52,7 +52,7 @@ def _place(error: BaseException) -> str:
 
 @functools.cache
 def versions() -> str:
-    """What a report of a bug needs to know of this installation."""
+    """The facts about this installation that a bug report needs."""
     found = {"asynctp": f"{_version('asynctp-passes')} (sources {sources_digest()})", "torch": str(torch.__version__)}
     found |= {"triton": _version("triton"), "python": platform.python_version(), "on": platform.platform()}
     return ", ".join(f"{name} {version}" for name, version in found.items())

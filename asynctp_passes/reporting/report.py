@@ -154,7 +154,7 @@ class Bucketed:
 
 @dataclass(frozen=True)
 class Report:
-    """What the pass did with one graph.
+    """A report of one graph: the outcome of each of its collectives.
 
     Attributes:
         graph: Name of the graph, as far as the compiler knows it.

@@ -1,4 +1,4 @@
-"""What torch does to a program that its report would not show, for the notes of it: bugs, and breaks of graphs.
+"""Notes on what a report would not show: bugs of this torch that a program meets, and breaks of its graphs.
 
 `asynctp doctor` tells the bugs by version.
 """
@@ -58,7 +58,7 @@ _HIDING = {
 
 
 def notes(graph: fx.Graph, phase: str) -> tuple[str, ...]:
-    """What else should be known of a graph, in sentences; most have nothing."""
+    """Sentences about a graph that its remarks do not say; most graphs have none."""
     found = [hidden_calls()]
     if phase == "forward":
         found.append(_checkpoint_of_dtensors(graph, str(torch.__version__)))

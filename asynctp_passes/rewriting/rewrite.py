@@ -252,7 +252,7 @@ class _Builder:
         self._fake = value_of(chain.inputs[0])
 
     def now(self, node: fx.Node) -> fx.Node:
-        """What stands for a node of the original graph at this time."""
+        """The node that stands for a node of the original graph now."""
         while node in self.moved:
             node = self.moved[node]
         return node
@@ -409,7 +409,7 @@ def _rows_in_place(build: _Builder, chain: GatherChain, whole: fx.Node, *, back:
 
 
 def _part_as_sent(build: _Builder, chain: GatherChain, part: fx.Node, numbers: int) -> fx.Node:
-    """What belongs to a shard's rows, so many numbers to each, from the operand's order to that of the shard itself."""
+    """Numbers of a shard's rows, so many to each, moved from the operand's order to that of the shard itself."""
     rows = chain.placement.row_order
     if chain.hoist is not None or chain.placement.shard.is_reshape or rows is None:
         return part
@@ -834,12 +834,12 @@ def _emit_bucket(build: _Builder, bucket: Bucket) -> fx.Node:
 
 
 def _waits_again(member: Collective) -> list[fx.Node]:
-    """What waits once more for a result that has been waited for, or for a view of it."""
+    """The waits for a result that has been waited for already, or for a view of it."""
     return [node for node in views_of(member.waits) if node not in member.waits and op_name(node) == WAIT]
 
 
 def _like_first(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
-    """What a collective that keeps the shape returns, for fake tensors: groups need not exist."""
+    """The fake result of a collective that keeps the shape: groups need not exist."""
     return torch.empty_like(tensor)
 
 
@@ -901,7 +901,7 @@ def _emit_all_alone(
 
 
 def _started_with(build: _Builder, collective: Collective) -> list[Any]:
-    """What the op of a single tensor is called with: the ranks' blocks first, in row-major order."""
+    """The argument of the op of a single tensor: the ranks' blocks first, in row-major order."""
     source, dim, ranks = build.now(collective.source), collective.dim, collective.group_size
     if collective.kind == "reduce_scatter" and dim:
         own = build.shape(source)
@@ -913,7 +913,7 @@ def _started_with(build: _Builder, collective: Collective) -> list[Any]:
 
 
 def _as_it_was(build: _Builder, collective: Collective, done: fx.Node) -> fx.Node:
-    """What such an op gives, with the ranks in their dimension, and in memory as the program's collective gave it."""
+    """The result of such an op, with the ranks in their dimension, and strides as the program's collective had them."""
     value, dim, own = value_of(collective.node), collective.dim, build.shape(collective.source)
     if collective.kind == "all_gather" and dim:
         ranks_first = build.reshape(done, (collective.group_size, *own))
@@ -944,7 +944,7 @@ def _with(args: Any, old: fx.Node, new: int | fx.Node) -> Any:
 
 
 def _shared_by(own: Sequence[Collective]) -> list[fx.Node]:
-    """What waits for results of collectives together with other tensors, then what communicates these so."""
+    """The waits for results of collectives together with other tensors, then the collectives of these."""
     waits = [wait for collective in own for wait in collective.waits]
     joint = dict.fromkeys(node for wait in waits for node in wait.all_input_nodes if waits_for_several(node))
     calls = dict.fromkeys(one.call for one in own if one.call is not None)
@@ -952,7 +952,7 @@ def _shared_by(own: Sequence[Collective]) -> list[fx.Node]:
 
 
 def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
-    """What a fused op may leave without users: its chain's collectives, views and matmuls, and their sizes.
+    """The nodes that a fused op may leave without users: its chain's collectives, views, matmuls, and their sizes.
 
     Also the views that only lead from a tensor to a matmul, or to a collective that joins the chain's. Of a collective
     of several tensors, other items too: of one that nothing uses nothing is left.

@@ -32,7 +32,7 @@ Kept = tuple[Collective, fx.Node | None]
 
 @dataclass
 class Moves:
-    """What is to move.
+    """The nodes that are to move.
 
     Attributes:
         early: What these are computed from comes in front of them.
@@ -216,7 +216,7 @@ def _run_beside(flying: Iterable[Kept], flops: Mapping[fx.Node, int | None], seg
 def _order_in_flight(
     graph: fx.Graph, flying: Iterable[Kept], products: Mapping[fx.Node, object]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """What comes after what: a gather after its fused op, what runs beside it after its start, waits after products.
+    """The order in flight: a gather after its fused op, overlapping nodes after its start, waits after matmuls.
 
     Left to itself Inductor puts off the start, which needs memory, until something needs the result.
     """

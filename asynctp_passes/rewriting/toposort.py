@@ -95,7 +95,7 @@ def _cycle(left: Sequence[fx.Node], inputs: Mapping[fx.Node, Sequence[fx.Node]])
 
 
 class _KeptOrder:
-    """What comes after what in a graph: its inputs, and pairs that keep their order where the inputs allow it."""
+    """The order of a graph: nodes after their inputs, and pairs that keep their order where the inputs allow it."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self._nodes = nodes
@@ -109,7 +109,7 @@ class _KeptOrder:
         self._given_up: set[_Pair] = set()
 
     def inputs(self) -> dict[fx.Node, list[fx.Node]]:
-        """What each node comes after."""
+        """For each node, the nodes that it comes after."""
         found = {node: list(node.all_input_nodes) for node in self._nodes}
         for first, then in (*self._pairs, *self._memory):
             found[then].append(first)

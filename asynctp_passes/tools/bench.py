@@ -183,7 +183,7 @@ class Call:
 
     @property
     def problem(self) -> select.Problem:
-        """What the selector sees."""
+        """The problem that the selector sees."""
         world = () if "group_size" in self.given else (self.world,)
         optional = (self.sum_dtype, self.added, self.factors)
         return cuda.problem_of(self.op, (*self.given.values(), *world, self.group), *optional)
@@ -299,7 +299,7 @@ class Call:
         return reference.scaled_product(a, b, a_scale, b_scale, bias, self.out_dtype, fast)
 
     def _products(self, a: Tensor, a_scale: Tensor | None) -> list[Tensor]:
-        """Of a gathered A and its scale."""
+        """The matmuls of a gathered A and its scale."""
         return [self._product(i, a, a_scale) for i in range(len(self.bs))]
 
     def _total(self) -> Tensor:
@@ -368,7 +368,7 @@ class Call:
 
 
 def kind_of(op: str, arguments: Arguments) -> str:
-    """What a call computes in, as `--kinds` names it; also fp8-blocks, and fp16 and fp32."""
+    """The number format of a call, as `--kinds` names it; also fp8-blocks, and fp16 and fp32."""
     a = arguments["a_shard"] if "a_shard" in arguments else arguments["a_parts"][0]
     if "scaled" not in op:
         return str(a["dtype"]).replace("bfloat", "bf").replace("float", "fp")
@@ -425,7 +425,7 @@ def _repeats(function: Callable[[], Any], device: torch.device) -> int:
 
 
 def _host_time(function: Callable[[], Any]) -> float:
-    """Of one eager call among others, in microseconds, while the GPU is not waited for.
+    """The host time of one eager call among others, in microseconds, while the GPU is not waited for.
 
     The median, because the first calls behind a wait take the host several times as long, whatever they call.
     """
@@ -513,12 +513,12 @@ def error_of(
 
 
 def limit(errors: dict[str, float], out_dtype: torch.dtype) -> float:
-    """What an error may be: three times that of the plain program, which rounds too, but at least one rounding."""
+    """The limit of an error: three times that of the plain program, which rounds too, but at least one rounding."""
     return min(max(3 * errors.get("nccl", 0.0), torch.finfo(out_dtype).eps), WRONG)
 
 
 def chosen(call: Call) -> str:
-    """What the selector picks for this call."""
+    """The selector's choice for this call."""
     call.variant("asynctp")()
     return cuda.last_implementation(world_group())
 

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """What `timeout` and schedulers send ends a command as an interrupt does, which stops the ranks that it started."""
+    """Let SIGTERM, as `timeout` and schedulers send it, end a command as an interrupt does: its ranks are stopped."""
 
     def stop(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -309,7 +309,7 @@ def settle_end_to_end(options: argparse.Namespace, gpu: bool) -> None:
 
 
 def mistake(options: argparse.Namespace, end_to_end: bool) -> str:
-    """What is wrong with an option of a measurement; empty when nothing is. That of `--e2e` is settled."""
+    """The mistake in an option of a measurement; empty when there is none. That of `--e2e` is settled."""
     at_least_1 = [(name, getattr(options, name, None)) for name in ("rounds", "timeout", "blocks")]
     for name, number in [*at_least_1, *(("rows", each) for each in options.rows or ())]:
         if number is not None and number < 1:
@@ -386,7 +386,7 @@ def _measure(options: argparse.Namespace, ranks: int) -> int:
 
 
 def _measured(path: Path) -> dict[str, Any]:
-    """What the ranks have written so far; nothing where they have not come so far, or the disk is full."""
+    """The text that the ranks have written so far; empty where there is none yet, or the disk is full."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -493,7 +493,7 @@ def _bench_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _choices(end_to_end: bool) -> dict[str, Sequence[str]]:
-    """Of which words each option of a measurement is a list."""
+    """The words that each option of a measurement takes."""
     if not end_to_end:
         return {"kinds": KINDS, "ops": OPS}
     from asynctp_passes.tools.demo.model import PRESETS  # imports torch: slow
@@ -558,7 +558,7 @@ def _rule(text: str) -> profile.Rule:
 
 
 def _summaries(trace: profile.Trace, options: argparse.Namespace) -> list[profile.Summary]:
-    """Of each device that is asked for, the whole trace or one range of it."""
+    """A summary of each device that is asked for, over the whole trace or one range of it."""
     wanted = trace.devices if options.device is None else (options.device,)
     if not set(wanted) <= set(trace.devices):
         raise UsageError(f"profile: --device {options.device} is not valid; {trace.name} has {_listed(trace.devices)}")

@@ -79,7 +79,7 @@ RESERVE_S = 60.0
 
 @dataclass(frozen=True)
 class Problem:
-    """What is measured: `batch` sequences of `sequence` tokens through `blocks` blocks."""
+    """A measured problem: `batch` sequences of `sequence` tokens through `blocks` blocks."""
 
     size: str
     kind: str
@@ -163,7 +163,7 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """The dtype of weights and activations."""
         return torch.float32 if self.problem.kind == "fp32" else torch.bfloat16
 
     @property
@@ -233,7 +233,7 @@ def largest(values: Tensor, here: Place) -> list[float]:
 
 
 def limits(rounding: dict[str, float], floor: float) -> dict[str, float]:
-    """What each gradient may differ by, given how far rounding alone moves it: three times that, but at least `floor`.
+    """The limit of each gradient's difference: three times what rounding alone moves it, but at least `floor`.
 
     Never so much that a gradient of zeros, which differs by 1, would pass.
     """

@@ -130,7 +130,7 @@ Timed = TypeVar("Timed", Event, Tile)
 
 @dataclass(frozen=True)
 class Trace:
-    """What a file holds of its GPUs, in order of time.
+    """The events of a file's GPUs, in order of time.
 
     Attributes:
         name: The file.
@@ -154,7 +154,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one device, in microseconds per step: see the module for what adds up to what.
+    """A summary of one device, in microseconds per step: the module says which numbers add up.
 
     Attributes:
         trace: The file.
@@ -227,7 +227,7 @@ def read(path: str | Path, rules: Sequence[Rule] = ()) -> Trace:
 
 
 def _trace(path: str | Path, whole: Mapping[str, Any], rules: Sequence[Rule] = ()) -> Trace:
-    """What the file at `path` holds, of which `whole` has been loaded."""
+    """The trace of the file at `path`, from which `whole` has been loaded."""
     known = (*rules, *RULES)
     rule_of: dict[str, Rule] = {}
     events, annotations, steps, tiles = [], [], set(), []
@@ -358,7 +358,7 @@ def _within(time: float, interval: Interval) -> bool:
 
 
 def _tile_events(path: Path, kernel: Event, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a trace says of the tiles of one call, which `kernel` made."""
+    """The events of the tiles of one call, which `kernel` made."""
     begin = min(reached for _, _, reached, _, _ in call["tiles"])
     length = max(stored - begin for *_, stored in call["tiles"]) / 1e3
     if length > kernel.end - kernel.start + _SLACK:
@@ -382,7 +382,7 @@ def _tile_events(path: Path, kernel: Event, call: Mapping[str, Any]) -> Iterator
 
 
 def _track_names(tracks: Iterable[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """What a viewer calls each (process, SM)."""
+    """The names that a viewer shows for each (process, SM)."""
     for process, processor in sorted(tracks):
         track = {"ph": "M", "pid": process, "tid": processor}
         yield {**track, "name": "process_name", "args": {"name": f"GEMM tiles of GPU {process - _TILES_PROCESS}"}}
@@ -576,7 +576,7 @@ def _shade(rank: int, waits: bool) -> str:
 
 
 def _ranks(tiles: Sequence[Tile], y: int) -> Iterator[str]:
-    """What the tiles' colours mean."""
+    """The legend of the tiles' colours."""
     ranks = sorted({(tile.rank, tile.own) for tile in tiles})
     names = [(_shade(rank, False), f"rank {rank}{' (own)' if own else ''}") for rank, own in ranks]
     names += [(_shade(tile.rank, True), "lighter: waits") for tile in [tile for tile in tiles if tile.waits][:1]]

@@ -110,7 +110,7 @@ def test_honest_counts_match_collectives() -> None:
 
 def test_variety() -> None:
     """Every form, matmul, attack and spelling of views turns up."""
-    programs = [seeded_program(seed) for seed in range(250)]
+    programs = [seeded_program(seed) for seed in range(400)]
     ops = Counter(op_name(node.target) for program in programs for node in program.graph.nodes)
     notes = Counter(note.split(" of ")[0] for program in programs for note in program.notes)
     wanted_ops = (

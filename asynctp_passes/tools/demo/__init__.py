@@ -91,7 +91,7 @@ def _check(steps: int, ranks: int, folder: Path) -> None:
 
 
 def missing_compiler() -> str:
-    """What to do about a missing C++ compiler, which torch.compile needs on the CPU; empty when there is one."""
+    """The remedy for a missing C++ compiler, which torch.compile needs on the CPU; empty when there is one."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler):
         return ""
@@ -102,7 +102,7 @@ def missing_compiler() -> str:
 
 
 def missing_headers() -> str:
-    """What to do about missing Python headers, which torch.compile's C++ code includes; empty when they are there."""
+    """The remedy for missing Python headers, which torch.compile's C++ code includes; empty when they are there."""
     header = Path(sysconfig.get_path("include"), "Python.h")
     if header.is_file():
         return ""
@@ -140,7 +140,7 @@ def _written(folder: Path, pages: Sequence[Path]) -> str:
 
 
 def _own_command() -> str:
-    """What runs `asynctp` in a shell: its name, or its path where that is not found by its name."""
+    """The shell command for `asynctp`: its name, or its path where that is not found by its name."""
     script = Path(sys.executable).with_name("asynctp")
     if shutil.which("asynctp") is not None or not script.exists():
         return "asynctp"

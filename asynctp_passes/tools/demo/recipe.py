@@ -1,4 +1,4 @@
-"""What the programs that train, serve and measure a model of `demo.model` share.
+"""Parts that the programs share which train, serve and measure a model of `demo.model`.
 
 How the model is made: precision, recomputation and compiler, each chosen by a word, in torchtitan's order (float8
 layers, tensor parallelism, compilation of each block, and by the caller FSDP2); and how a program starts with torchrun.

@@ -1,4 +1,4 @@
-"""What one rank of the demo does: train the same model twice, and send home the losses and the reports.
+"""One rank of the demo: it trains the same model twice, and sends home the losses and the reports.
 
 What `examples/train_llama.py` shares with it is here too: the text, the batches and the progress bar.
 """
@@ -33,7 +33,7 @@ _SEED = 1704  # the year of the first edition
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train. Plain values, so that it can be sent to the ranks."""
+    """A training run. Plain values, so that it can be sent to the ranks."""
 
     steps: int = 60
     batch: int = 8
@@ -45,7 +45,7 @@ class Settings:
 
 @dataclass
 class Result:
-    """What rank 0 sends home.
+    """The result that rank 0 sends home.
 
     Attributes:
         losses: Loss of each step, by backend.
