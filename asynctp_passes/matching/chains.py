@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import Collective, Matmul
+from asynctp_passes.ir.calls import Collective, Matmul, nodes_of
+from asynctp_passes.ir.nodes import Sizes, is_size, tensor_of
+from asynctp_passes.ir.read import added_matrix, contracts_rows, waits_for_several
 from asynctp_passes.ir.sizes import Size
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement, ScatterPlacement, arranged
+from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.reasons import Refusal
 
 __all__ = [
     "Bucket",
     "Candidate",
+    "Chain",
     "CrossRankReduction",
     "Decision",
     "GatherChain",
@@ -28,8 +32,6 @@ __all__ = [
     "SideGather",
     "Step",
     "Term",
-    "anchor",
-    "collectives_of",
     "fused_chains",
 ]
 
@@ -132,14 +134,78 @@ class Hoist:
         """All that a rank computes on its shard: the ops, then its parts of the reductions over all ranks' rows."""
         return (*self.steps, *(one.step for one in self.cross_rank))
 
+    def sizes_written(self, sizes: Sizes) -> list[Size]:
+        """The sizes that are written down to compute on the shard, and to gather small tensors on their own."""
+        parts = [part for step in self.computed for _, part in step.parts]
+        made = (*(one.node for one in self.side_gathers), *(one.step.node for one in self.cross_rank), *self.copies)
+        return [
+            *(size for part in parts for size in (*part.way.sizes, *part.shape)),
+            *(size for one in self.side_gathers for size in (one.outer, one.inner)),
+            *(size for shape in _known(made, sizes) for size in shape),
+        ]
+
     @property
     def travels(self) -> tuple[fx.Node, ...]:
         """The tensors whose parts the fused op gathers."""
         return tuple(node for node in (self.operand, self.scale, self.passenger) if node is not None)
 
 
+class _Chain:
+    """What both kinds of chain answer for themselves.
+
+    `hoist` and `follows` are those of a gather's chain; a reduction's has none.
+    """
+
+    collective: Collective
+    matmuls: tuple[Matmul, ...]
+    views: tuple[fx.Node, ...]
+
+    @property
+    def hoist(self) -> Hoist | None:
+        """What is computed on the shard instead of on the gathered tensor."""
+        return None
+
+    @property
+    def follows(self) -> fx.Node | None:
+        """The communication that the fused op comes after, where it changes its place."""
+        return None
+
+    @property
+    def joined(self) -> tuple[Collective, ...]:
+        """The collectives besides its own that the fused op stands for."""
+        return ()
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives that the fused op stands for."""
+        return (self.collective, *self.joined)
+
+    @property
+    def members(self) -> list[fx.Node]:
+        """The nodes that become one: the collectives, the views and the matmuls.
+
+        Not a wait for several tensors, which other chains may need too: its items count as what they are. Nor the sum
+        of results, which has terms besides that the fused op can do without.
+        """
+        results = [node for collective in self.collectives for node in collective.results]
+        return [*results, *(node for node in self.views if not waits_for_several(node)), *nodes_of(self.matmuls)]
+
+    @property
+    def placed_by(self) -> tuple[Collective, ...]:
+        """The collectives the last of which the fused op replaces in its place, unless it follows something."""
+        return (self.collective,)
+
+    @property
+    def anchor(self) -> fx.Node:
+        """The node in whose place the fused op is put, where all ranks communicate."""
+        return self.follows or max(one.start for one in self.placed_by)
+
+    def _readers_of_sizes(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return [user for node in nodes for user in node.users if is_size(user)]
+
+
 @dataclass(frozen=True)
-class GatherChain:
+class GatherChain(_Chain):
     """`shard → all_gather → wait → view* → matmul+`: one gather and the matmuls that take it as their left operand.
 
     All matmuls share `placement`, and the options of a scaled matmul. `views` lie between the wait and the
@@ -193,6 +259,59 @@ class GatherChain:
         return (self.shard,)
 
     @property
+    def kind(self) -> str:
+        """The name of the fused op."""
+        return f"all_gather_{'' if self.matmuls[0].scaled is None else 'scaled_'}matmul"
+
+    @property
+    def sent(self) -> Rearrangement:
+        """How the shard's elements are taken: the order on the way."""
+        return self.placement.shard
+
+    @property
+    def exchanged(self) -> fx.Node | None:
+        """The tensor that a rank exchanges with each other one."""
+        return self.collective.input
+
+    @property
+    def contracts_all_rows(self) -> bool:
+        """True where all matmuls contract over the gathered rows: none can begin with a part of them."""
+        return self.placement.axis == "contraction" and all(contracts_rows(matmul.node) for matmul in self.matmuls)
+
+    @property
+    def replaceable(self) -> list[fx.Node]:
+        """The collectives' results, what is computed from them, and every view of them, used or not."""
+        results = [node for gather in self.collectives for node in gather.results]
+        return views_of([*results, *(() if self.hoist is None else self.hoist.inside)])
+
+    @property
+    def size_readers(self) -> list[fx.Node]:
+        """The nodes that read sizes of what the rewrite does away with; it reads them off the chain's inputs."""
+        return self._readers_of_sizes(self.replaceable)
+
+    @property
+    def added_apart(self) -> list[Matmul]:
+        """The matmuls `c + a @ b`: `c` is added by a node of its own, after the fused op, where it was."""
+        return [matmul for matmul in self.matmuls if added_matrix(matmul.node) is not None]
+
+    @property
+    def made_anew(self) -> list[fx.Node]:
+        """The tensors besides inputs and operands from whose values those of new nodes are computed."""
+        nodes = [joined.source for joined in self.joined]
+        if self.hoist is not None:
+            nodes += [node for step in self.hoist.computed for node in (step.node, *step.others, *dict(step.parts))]
+            nodes += [one.node for one in self.hoist.side_gathers]
+        return nodes
+
+    def sizes_written(self, sizes: Sizes) -> list[Size]:
+        """The sizes of the views around the fused op, and of what is computed on the shard or gathered on its own."""
+        nodes = (self.collective.node, *(matmul.node for matmul in self.matmuls), *self.inputs)
+        beside = [self.scale_placement, None if self.passenger is None else self.passenger.placement]
+        ways = [self.placement.shard, *(one.shard for one in beside if one is not None)]
+        found = _placed(self.placement, ways, _known(nodes, sizes))
+        return found if self.hoist is None else [*found, *self.hoist.sizes_written(sizes)]
+
+    @property
     def needs(self) -> tuple[fx.Node, ...]:
         """The nodes that the fused op reads besides the shard, and the hoisted ops besides their parts."""
         gathered = {self.matmuls[0].scaled.a_scale} if self.scale_placement and self.matmuls[0].scaled else set()
@@ -210,7 +329,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class ScatterChain:
+class ScatterChain(_Chain):
     """`(matmul → view* →) sum → view* → reduce_scatter → wait`: the matmuls whose sum is scattered.
 
     Or all-reduced: then `placement` is None, since every rank gets the whole sum. `way` is the map of what is reduced,
@@ -243,6 +362,57 @@ class ScatterChain:
         return arranged(self.way) if self.placement is None else self.placement.out
 
     @property
+    def kind(self) -> str:
+        """The name of the fused op."""
+        return f"{'' if self.matmuls[0].scaled is None else 'scaled_'}matmul_{self.collective.kind}"
+
+    @property
+    def placed_by(self) -> tuple[Collective, ...]:
+        """The collectives the last of which the fused op replaces in its place: those of all terms of a sum."""
+        return self.collectives
+
+    @property
+    def exchanged(self) -> fx.Node | None:
+        """The tensor that a rank exchanges with each other one."""
+        return self.collective.node
+
+    @property
+    def contracts_all_rows(self) -> bool:
+        """False: nothing of it is gathered."""
+        return False
+
+    @property
+    def replaceable(self) -> list[fx.Node]:
+        """The views between the matmuls and the collective, and the sum of several results."""
+        return [*self.views, *self.after]
+
+    @property
+    def size_readers(self) -> list[fx.Node]:
+        """The nodes that read sizes of what the rewrite does away with; it reads them off the chain's inputs."""
+        return self._readers_of_sizes([*self.views, *nodes_of(self.matmuls)])
+
+    @property
+    def added_apart(self) -> list[Matmul]:
+        """None: `added` has the terms of matmuls `c + a @ b` too."""
+        return []
+
+    @property
+    def made_anew(self) -> list[fx.Node]:
+        """The tensors besides inputs and operands from whose values those of new nodes are computed."""
+        return [term.node for term in (*self.added, *self.added_after)]
+
+    def sizes_written(self, sizes: Sizes) -> list[Size]:
+        """The sizes of the views around the fused op; an all-reduce of matrices has none but the program's own."""
+        others = [*self.made_anew, *(one.node for one in self.joined)]
+        nodes = (self.collective.node, *(matmul.node for matmul in self.matmuls), *others, *self.inputs)
+        known = _known(nodes, sizes)
+        if self.placement is not None:
+            return _placed(self.placement, [self.placement.out], known)
+        rows = None if self.sent.is_reshape else self.sent.of_rows(known[1][-1])
+        plain = rows is None and all(len(shape) == 2 for shape in known[1:])
+        return [] if plain else [*(size for shape in known[1:] for size in shape), *(rows.sizes if rows else ())]
+
+    @property
     def factors(self) -> tuple[float, ...]:
         """The factor of each product, and one more for the sum if that has one; empty where all are 1."""
         found = (*(matmul.factor for matmul in self.matmuls), *([] if self.factor == 1 else [self.factor]))
@@ -254,19 +424,20 @@ class ScatterChain:
         return tuple(matmul.a for matmul in self.matmuls)
 
 
-def anchor(chain: GatherChain | ScatterChain) -> fx.Node:
-    """The node of a chain in whose place the fused op is put: where all ranks communicate.
-
-    That is its collective, or what it follows. Of a sum of several it is the last one.
-    """
-    if isinstance(chain, GatherChain):
-        return chain.follows or chain.collective.start
-    return max(member.start for member in collectives_of(chain))
+Chain = GatherChain | ScatterChain
 
 
-def collectives_of(chain: GatherChain | ScatterChain) -> tuple[Collective, ...]:
-    """The collectives that a chain's fused op stands for."""
-    return (chain.collective, *chain.joined)
+def _known(nodes: Iterable[fx.Node], sizes: Sizes) -> list[tuple[Size, ...]]:
+    """The sizes of those nodes that are tensors."""
+    return [sizes.of(tensor) for tensor in map(tensor_of, nodes) if tensor is not None]
+
+
+def _placed(
+    place: GatherPlacement | ScatterPlacement, ways: Sequence[Rearrangement], known: Sequence[Sequence[Size]]
+) -> list[Size]:
+    """The sizes of a placement, of the rearrangements of what travels, and of tensors."""
+    moved = [size for way in ways for size in way.sizes]
+    return [place.outer, place.inner, place.width, *moved, *(size for shape in known for size in shape)]
 
 
 @dataclass(frozen=True)
@@ -301,7 +472,7 @@ class Candidate:
     """
 
     collective: Collective
-    chain: GatherChain | ScatterChain | None
+    chain: Chain | None
     refusals: tuple[Refusal, ...] = ()
     nodes: tuple[fx.Node, ...] = ()
     joins: Candidate | None = None
@@ -322,7 +493,7 @@ class Decision:
     overlaps_with: tuple[fx.Node, ...] = ()
 
 
-def fused_chains(decisions: Iterable[Decision]) -> list[GatherChain | ScatterChain]:
+def fused_chains(decisions: Iterable[Decision]) -> list[Chain]:
     """The chains that become one op each, in the order of their collectives."""
     chains = (decision.candidate.chain for decision in decisions if decision.refusal is None)
     return [chain for chain in chains if chain is not None]

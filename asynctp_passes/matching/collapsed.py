@@ -6,29 +6,16 @@ from collections.abc import Container, Sequence
 
 from torch import fx
 
-from asynctp_passes.ir.calls import Matmul, nodes_of
-from asynctp_passes.ir.nodes import Sizes, draws, is_size, reachable
+from asynctp_passes.ir.nodes import Sizes, draws, reachable
 from asynctp_passes.ir.order import communicates, in_turn
-from asynctp_passes.ir.read import added_matrix, awaited_item, waits_for_several
-from asynctp_passes.layout.propagation import views_of
-from asynctp_passes.matching.chains import GatherChain, Hoist, ScatterChain, Step, anchor, collectives_of
+from asynctp_passes.ir.read import awaited_item
+from asynctp_passes.matching.chains import Chain, Hoist, Step
 
-__all__ = ["collapsed", "followed", "members", "size_readers"]
-
-
-def members(chain: GatherChain | ScatterChain) -> list[fx.Node]:
-    """The nodes that become one: the collectives, the views and the matmuls.
-
-    Not a wait for several tensors, which other chains may need too: its items count as what they are. Nor the sum of
-    results, which has terms besides that the fused op can do without.
-    """
-    results = [node for collective in collectives_of(chain) for node in collective.results]
-    views = (node for node in chain.views if not waits_for_several(node))
-    return [*results, *views, *nodes_of(chain.matmuls)]
+__all__ = ["collapsed"]
 
 
 def collapsed(
-    graph: fx.Graph, sizes: Sizes, chains: Sequence[GatherChain | ScatterChain], free: Container[fx.Node] = ()
+    graph: fx.Graph, sizes: Sizes, chains: Sequence[Chain], free: Container[fx.Node] = ()
 ) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, Sequence[fx.Node]]]:
     """The arguments of `steps_of` for a graph whose chains are one step each, and whose communication is in order.
 
@@ -49,24 +36,23 @@ def collapsed(
     inputs = draws(graph) | {node: [item] for node, item in items if item is not None}
     for chain in chains:
         own = chain.collective.node
-        owners |= dict.fromkeys(members(chain), own)
-        known = (node for node in size_readers(chain) if "val" in node.meta)  # without it, chains are refused
+        owners |= dict.fromkeys(chain.members, own)
+        known = (node for node in chain.size_readers if "val" in node.meta)  # without it, chains are refused
         inputs |= {node: sizes.read_off(sizes.read(node), chain.inputs) for node in known}
-        for collective in collectives_of(chain):
+        for collective in chain.collectives:
             if collective.call is not None:
                 inputs[collective.node] = [collective.source]
-        if isinstance(chain, GatherChain) and chain.hoist is not None:
-            hoist = chain.hoist
-            for one in hoist.cross_rank:
-                sources = [*chain.inputs, *_others_above(hoist, one.step)]
+        if chain.hoist is not None:
+            for one in chain.hoist.cross_rank:
+                sources = [*chain.inputs, *_others_above(chain.hoist, one.step)]
                 inputs |= dict.fromkeys(one.nodes, sources)
-        for matmul in _added_after(chain):
+        for matmul in chain.added_apart:
             del owners[matmul.node]
             inputs[own] = [*inputs.get(own, own.all_input_nodes), *matmul.operands]
     return owners, in_turn([node for node in _starts(graph, chains) if node not in free], inputs)
 
 
-def _starts(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain]) -> list[fx.Node]:
+def _starts(graph: fx.Graph, chains: Sequence[Chain]) -> list[fx.Node]:
     """The nodes that communicate, in order. Each chain does so once, in its place, by the node that stands for it.
 
     Of several tensors that are communicated together, those of chains come first.
@@ -74,9 +60,9 @@ def _starts(graph: fx.Graph, chains: Sequence[GatherChain | ScatterChain]) -> li
     before: dict[fx.Node, list[fx.Node]] = {}
     after: dict[fx.Node, list[fx.Node]] = {}
     for chain in chains:
-        side = after if isinstance(chain, GatherChain) and chain.follows is not None else before
-        side.setdefault(anchor(chain), []).append(chain.collective.node)
-    alone = {one.node for chain in chains for one in collectives_of(chain) if one.call is None}
+        side = before if chain.follows is None else after
+        side.setdefault(chain.anchor, []).append(chain.collective.node)
+    alone = {one.node for chain in chains for one in chain.collectives if one.call is None}
     found: list[fx.Node] = []
     for node in graph.nodes:
         starts = communicates(node) and node not in alone
@@ -89,21 +75,3 @@ def _others_above(hoist: Hoist, step: Step) -> list[fx.Node]:
     made_by = {one.node: one for one in (*hoist.steps, step)}
     above = reachable([step.node], lambda node: (part.root for _, part in made_by[node].parts), made_by.__contains__)
     return [other for node in above for other in made_by[node].others]
-
-
-def _added_after(chain: GatherChain | ScatterChain) -> list[Matmul]:
-    """The matmuls `c + a @ b` of a gather: `c` is added by a node of its own, after the fused op, where it was."""
-    matmuls = chain.matmuls if isinstance(chain, GatherChain) else ()
-    return [matmul for matmul in matmuls if added_matrix(matmul.node) is not None]
-
-
-def followed(chain: GatherChain) -> list[fx.Node]:
-    """The collectives' results, what is computed from them, and every view of them, used or not."""
-    results = [node for gather in collectives_of(chain) for node in gather.results]
-    return views_of([*results, *(() if chain.hoist is None else chain.hoist.inside)])
-
-
-def size_readers(chain: GatherChain | ScatterChain) -> list[fx.Node]:
-    """The nodes that read sizes of what the rewrite of a chain does away with; it reads them off the chain's inputs."""
-    views = followed(chain) if isinstance(chain, GatherChain) else [*chain.views, *nodes_of(chain.matmuls)]
-    return [user for node in views for user in node.users if is_size(user)]

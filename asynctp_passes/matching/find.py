@@ -43,8 +43,8 @@ from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, ScatterPlacement, incomplete, locate_scatter
 from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, pads_at_end, propagate, sources_of
 from asynctp_passes.matching import near_miss
-from asynctp_passes.matching.chains import Candidate, GatherChain, Passenger, ScatterChain, Term, collectives_of
-from asynctp_passes.matching.collapsed import collapsed, members
+from asynctp_passes.matching.chains import Candidate, GatherChain, Passenger, ScatterChain, Term
+from asynctp_passes.matching.collapsed import collapsed
 from asynctp_passes.matching.linear_sums import summed
 from asynctp_passes.matching.match_context import MatchContext, in_blocks
 from asynctp_passes.matching.scaled_epilogue import scalings
@@ -103,7 +103,7 @@ def _gathers(
         found[node] = replace(found[node], chain=None, refusals=(refusal,))
     for candidate in list(found.values()):
         chain = candidate.chain
-        for joined in chain.joined if isinstance(chain, GatherChain) else ():
+        for joined in chain.joined if chain is not None else ():
             other = found[joined.node]
             found[joined.node] = replace(other, joins=candidate, nodes=candidate.nodes, refusals=())
     return found
@@ -117,7 +117,7 @@ def _searched(
     taken: set[fx.Node] = set()
     for node, candidate in found.items():
         found[node] = candidate = _unless_taken(candidate, taken)
-        if isinstance(candidate.chain, GatherChain) and candidate.chain.hoist is not None and allowed(candidate):
+        if candidate.chain is not None and candidate.chain.hoist is not None and allowed(candidate):
             taken |= _fused_matmuls([candidate])
     return found
 
@@ -143,8 +143,8 @@ def _without_passenger(context: MatchContext, candidate: Candidate) -> Candidate
 
 def _candidate(context: MatchContext, chain: GatherChain, left_out: Iterable[str]) -> Candidate:
     """A gather with its chain."""
-    gathers = (node for gather in collectives_of(chain) for node in gather.nodes)
-    nodes = context.sorted([*gathers, *members(chain)])
+    gathers = (node for gather in chain.collectives for node in gather.nodes)
+    nodes = context.sorted([*gathers, *chain.members])
     return Candidate(chain.collective, chain, (), nodes, left_out=tuple(left_out))
 
 

@@ -29,7 +29,7 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.nodes import is_random, is_size, mutates, op_name, steps_of, tensor_of, traits_of, value_of
 from asynctp_passes.ir.read import WAIT
-from asynctp_passes.matching.chains import Bucket, Decision, GatherChain, anchor, fused_chains
+from asynctp_passes.matching.chains import Bucket, Decision, fused_chains
 from asynctp_passes.matching.collapsed import collapsed
 from asynctp_passes.matching.near_miss import transparent
 from asynctp_passes.planning.cost_model import bytes_of
@@ -138,8 +138,7 @@ def _steps(
         inputs[then] = [*inputs.get(then, then.all_input_nodes), first]
     position = {node: float(index) for index, node in enumerate(context.graph.nodes)}
     for chain in chains:
-        follows = isinstance(chain, GatherChain) and chain.follows is not None
-        position[chain.collective.node] = position[anchor(chain)] + 0.5 * follows
+        position[chain.collective.node] = position[chain.anchor] + 0.5 * (chain.follows is not None)
     steps = steps_of(context.graph, owners, inputs, lambda own: (context.segments[own], position[own]))
     assert sum(map(len, steps)) == len(position), "find drops chains that cannot each be one step"
     return steps, inputs

@@ -12,7 +12,7 @@ from torch import fx
 from asynctp_passes.ir.calls import Matmul
 from asynctp_passes.ir.nodes import tensor_of
 from asynctp_passes.ir.read import read_matmul, read_term
-from asynctp_passes.matching.chains import GatherChain, Hoist, ScatterChain
+from asynctp_passes.matching.chains import Chain, GatherChain, Hoist
 from asynctp_passes.reasons import Refusal
 
 __all__ = [
@@ -134,13 +134,13 @@ def _computed(matmuls: Sequence[Matmul]) -> Cost:
     return Cost(0, _sum(flops), fp8_flops=sum(fp8))
 
 
-def cost_of(chain: GatherChain | ScatterChain) -> Cost:
+def cost_of(chain: Chain) -> Cost:
     """Bytes that a rank receives (gather), sends (scatter) or both (all-reduce) in the fused op, and its operations."""
     ranks, computed = chain.collective.group_size, _computed(chain.matmuls)
-    if isinstance(chain, GatherChain) and chain.hoist is not None:
+    if chain.hoist is not None:
         travels = chain.hoist.travels
         return replace(computed, comm_bytes=_sum(received_bytes(node, ranks) for node in travels))
-    own = bytes_of(chain.collective.input if isinstance(chain, GatherChain) else chain.collective.node)
+    own = bytes_of(chain.exchanged)
     if own is None or not ranks:
         return replace(computed, comm_bytes=None)
     if chain.collective.kind == "all_reduce":

@@ -14,10 +14,7 @@ from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions
 from asynctp_passes.ir.nodes import Sizes, describe, express, mutates, tensor_of, value_of
 from asynctp_passes.ir.read import are_one, identical, is_matmul, scales_mismatch
-from asynctp_passes.ir.sizes import Size
-from asynctp_passes.layout.placement import GatherPlacement
-from asynctp_passes.matching.chains import Candidate, GatherChain, ScatterChain
-from asynctp_passes.matching.collapsed import size_readers
+from asynctp_passes.matching.chains import Candidate, GatherChain
 from asynctp_passes.planning.cost_model import bytes_of, cost_of, hoist_pays
 from asynctp_passes.planning.deviations import Words
 from asynctp_passes.reasons import Refusal
@@ -210,13 +207,7 @@ def values_known(candidate: Candidate, context: Context) -> Refusal | None:
         return None
     nodes = [node for matmul in chain.matmuls for node in (matmul.node, matmul.a, *matmul.operands)]
     nodes += [*chain.inputs, chain.collective.node]
-    if isinstance(chain, ScatterChain):
-        nodes += [term.node for term in (*chain.added, *chain.added_after)]
-    if isinstance(chain, GatherChain):
-        nodes += [joined.source for joined in chain.joined]
-    if isinstance(chain, GatherChain) and chain.hoist is not None:
-        nodes += [node for step in chain.hoist.computed for node in (step.node, *step.others, *dict(step.parts))]
-        nodes += [side_gathers.node for side_gathers in chain.hoist.side_gathers]
+    nodes += chain.made_anew
     mode = compat.fake_mode_of(tensor_of(nodes[0]))
     unknown = next((node for node in nodes if compat.fake_mode_of(tensor_of(node)) is not mode), None)
     if mode is not None and unknown is None:
@@ -287,8 +278,7 @@ def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
     chain = candidate.chain
     if chain is None:
         return None
-    needed = [*_placed_sizes(chain, context.sizes), *_hoisted_sizes(chain, context.sizes)]
-    readers = size_readers(chain)
+    needed, readers = chain.sizes_written(context.sizes), chain.size_readers
     unknown = next((node for node in readers if "val" not in node.meta), None)
     if unknown is not None:
         return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
@@ -301,51 +291,12 @@ def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
     return None if lost is None else Refusal(reasons.SIZES_NOT_PROVEN, f"no input carries the size {lost}")
 
 
-def _placed_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]:
-    """The sizes of the views around the fused op; an all-reduce of matrices has none but the program's own."""
-    place = chain.placement
-    others: list[fx.Node] = []
-    if isinstance(chain, ScatterChain):
-        others = [term.node for term in (*chain.added, *chain.added_after)] + [one.node for one in chain.joined]
-    nodes = (chain.collective.node, *(matmul.node for matmul in chain.matmuls), *others, *chain.inputs)
-    tensors = [tensor_of(node) for node in nodes]
-    known = [sizes.of(tensor) for tensor in tensors if tensor is not None]
-    if isinstance(chain, ScatterChain) and place is None:
-        rows = None if chain.sent.is_reshape else chain.sent.of_rows(known[1][-1])
-        plain = rows is None and all(len(shape) == 2 for shape in known[1:])
-        return [] if plain else [*(size for shape in known[1:] for size in shape), *(rows.sizes if rows else ())]
-    assert place is not None
-    way = place.shard if isinstance(place, GatherPlacement) else place.out
-    beside: list[GatherPlacement | None] = []
-    if isinstance(chain, GatherChain):
-        beside = [chain.scale_placement, None if chain.passenger is None else chain.passenger.placement]
-    ways = [way, *(one.shard for one in beside if one is not None)]
-    moved = [size for one in ways for size in one.sizes]
-    return [place.outer, place.inner, place.width, *moved, *(size for shape in known for size in shape)]
-
-
-def _hoisted_sizes(chain: GatherChain | ScatterChain, sizes: Sizes) -> list[Size]:
-    """The sizes that are written down to compute on the shard, and to gather small tensors on their own."""
-    if not isinstance(chain, GatherChain) or chain.hoist is None:
-        return []
-    hoist = chain.hoist
-    parts = [part for step in hoist.computed for _, part in step.parts]
-    made = (*(one.node for one in hoist.side_gathers), *(one.step.node for one in hoist.cross_rank), *hoist.copies)
-    wholes = [tensor_of(node) for node in made]
-    return [
-        *(size for part in parts for size in (*part.way.sizes, *part.shape)),
-        *(size for side_gathers in hoist.side_gathers for size in (side_gathers.outer, side_gathers.inner)),
-        *(size for whole in wholes if whole is not None for size in sizes.of(whole)),
-    ]
-
-
 def sent_as_it_is(candidate: Candidate, context: Context) -> Refusal | None:
     """Ranks send what the collective sends, in its order: what a rank does around it is its own affair."""
     chain = candidate.chain
-    if chain is None or (isinstance(chain, GatherChain) and chain.hoist is not None):
+    if chain is None or chain.hoist is not None:
         return None
-    way = chain.placement.shard if isinstance(chain, GatherChain) else chain.sent
-    place, columns = chain.placement, context.sizes.of(value_of(chain.matmuls[0].node))[-1]
+    way, place, columns = chain.sent, chain.placement, context.sizes.of(value_of(chain.matmuls[0].node))[-1]
     tall = any(matmul.scaled is not None and matmul.scaled.of_a.rows > 1 for matmul in chain.matmuls)
     if way.is_reshape or (way.of_rows(columns if place is None else place.width) is not None and not tall):
         return None

@@ -27,8 +27,8 @@ from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.nodes import live, segments
 from asynctp_passes.ir.order import communications
-from asynctp_passes.ir.read import contracts_rows, is_matmul, is_only_awaited
-from asynctp_passes.matching.chains import Decision, GatherChain, anchor, fused_chains
+from asynctp_passes.ir.read import is_matmul, is_only_awaited
+from asynctp_passes.matching.chains import Decision, fused_chains
 from asynctp_passes.planning import cost_model
 from asynctp_passes.reasons import Reason, Refusal
 
@@ -84,10 +84,7 @@ def _needs_all(decision: Decision) -> bool:
     chain, refusal = decision.candidate.chain, decision.refusal
     if refusal is not None and refusal.reason not in _NEEDS_ALL:
         return False
-    if chain is None:
-        return refusal is not None
-    contracts = all(contracts_rows(matmul.node) for matmul in chain.matmuls)
-    return isinstance(chain, GatherChain) and chain.placement.axis == "contraction" and contracts
+    return refusal is not None if chain is None else chain.contracts_all_rows
 
 
 def _is_alone(decision: Decision, groups: set[str]) -> bool:
@@ -166,7 +163,7 @@ class _Collapsed:
         ops = [chain for chain in ops if any(matmul.node in facts.used for matmul in chain.matmuls)]
         found = [self._product(node, node, work, False) for node, work in facts.work.items() if node not in within]
         found += [
-            self._product(chain.matmuls[0].node, anchor(chain), cost_model.cost_of(chain).work, True) for chain in ops
+            self._product(chain.matmuls[0].node, chain.anchor, cost_model.cost_of(chain).work, True) for chain in ops
         ]
         self.products = sorted(found, key=lambda product: product.place)
         self._asked: set[fx.Node] = set()  # the communications so far, each with all of its fused chain

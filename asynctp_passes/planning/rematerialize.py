@@ -27,7 +27,7 @@ from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.nodes import mutates, reachable, tangents_of
 from asynctp_passes.ir.read import is_matmul
 from asynctp_passes.layout.propagation import views_of
-from asynctp_passes.matching.chains import Decision, GatherChain, fused_chains
+from asynctp_passes.matching.chains import Decision, fused_chains
 from asynctp_passes.matching.near_miss import reduces, transparent
 from asynctp_passes.planning import cost_model
 
@@ -110,7 +110,9 @@ def _is_taken_in(decision: Decision, backward: set[fx.Node]) -> bool:
     """True for a gather that a fused op of the forward takes in, or would, but for what else needs it."""
     chain = decision.candidate.chain
     fused = decision.refusal is None or decision.refusal.reason is reasons.MOVES_MORE
-    return fused and isinstance(chain, GatherChain) and any(one.node not in backward for one in chain.matmuls)
+    if chain is None or chain.collective.kind != "all_gather":
+        return False
+    return fused and any(one.node not in backward for one in chain.matmuls)
 
 
 def _ways(decision: Decision, backward: set[fx.Node]) -> list[fx.Node]:

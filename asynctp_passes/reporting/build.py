@@ -110,10 +110,7 @@ def _kind(candidate: Candidate) -> str:
         return _kind(candidate.joins)
     if chain is None:
         return called_name(collective.node) if collective.kind == "other" else collective.kind
-    scaled = "scaled_" if chain.matmuls[0].scaled is not None else ""
-    if isinstance(chain, GatherChain):
-        return f"all_gather_{scaled}matmul"
-    return f"{scaled}matmul_{collective.kind}"
+    return chain.kind
 
 
 def _first(place_of: Callable[[fx.Node], str | None], candidate: Candidate) -> str | None:

@@ -48,6 +48,7 @@ from asynctp_passes.layout.propagation import is_sum, is_view, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import (
     Bucket,
+    Chain,
     CrossRankReduction,
     Decision,
     GatherChain,
@@ -56,9 +57,7 @@ from asynctp_passes.matching.chains import (
     ScatterChain,
     SideGather,
     Term,
-    collectives_of,
 )
-from asynctp_passes.matching.collapsed import followed, size_readers
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.legality import on_wire
@@ -74,7 +73,7 @@ _TORCHS = ("_c10d_functional", "c10d.", "_dtensor.")
 
 def rewrite(
     graph: fx.Graph,
-    chains: Sequence[GatherChain | ScatterChain],
+    chains: Sequence[Chain],
     sizes: Sizes,
     overlapped: Sequence[Decision] = (),
     buckets: Sequence[Bucket] = (),
@@ -100,7 +99,7 @@ def rewrite(
     fused: dict[fx.Node, fx.Node] = {}
     starts: dict[fx.Node, fx.Node] = {}
     in_front = [_mark(graph, bucket.place, _asynctp_bucket, segment) for bucket in buckets]
-    several = [one for chain in chains for one in collectives_of(chain)] + [*alone]
+    several = [one for chain in chains for one in chain.collectives] + [*alone]
     items: dict[fx.Node, fx.Node] = {}
     for call in dict.fromkeys(one.call for one in several if one.call is not None):
         marks = _items_marked(graph, call, segment)
@@ -112,7 +111,7 @@ def rewrite(
     places = {chain.collective.node: _place(graph, chain, segment, items) for chain in chains}
     for chain in chains:
         build = _Builder(graph, sizes, chain, moved, places[chain.collective.node])
-        shared = _shared_by(collectives_of(chain))
+        shared = _shared_by(chain.collectives)
         old = {*_old_nodes(chain), *shared}
         op = (
             _emit_gather(build, chain, chain.collective.node in kept)
@@ -123,13 +122,13 @@ def rewrite(
         fused |= dict.fromkeys([chain.collective.node, *(matmul.node for matmul in chain.matmuls)], op)
         starts[op] = communications(build.made)[0]
         segment.update((node, segment[build.anchor]) for node in build.made)
-        if isinstance(chain, GatherChain):
-            moves.early += communications(build.made)
-        if isinstance(chain, GatherChain) and chain.hoist is not None:
-            moves.late |= _come_after(build, chain)
-            moves.kept.append((chain.collective, op))
         if isinstance(chain, ScatterChain):
             old.update(node for node in build.made if node is not op)  # shapes of terms that went into a sum
+        else:
+            moves.early += communications(build.made)
+            if chain.hoist is not None:
+                moves.late |= _come_after(build, chain)
+                moves.kept.append((chain.collective, op))
         _erase_unused(graph, old)
         for node in shared:
             if node in old:
@@ -166,9 +165,7 @@ def keep_order(graph: fx.Graph, ordered: Mapping[fx.Node, Sequence[fx.Node]]) ->
     compat.keep_order(graph, after)
 
 
-def _place(
-    graph: fx.Graph, chain: GatherChain | ScatterChain, segment: dict[fx.Node, int], items: dict[fx.Node, fx.Node]
-) -> fx.Node:
+def _place(graph: fx.Graph, chain: Chain, segment: dict[fx.Node, int], items: dict[fx.Node, fx.Node]) -> fx.Node:
     """The node in front of which the fused op of a chain comes: a mark, where it follows another node, or is an item.
 
     Args:
@@ -177,9 +174,8 @@ def _place(
         segment: In which segment each node is; the mark's is added.
         items: The marks of collectives that are items of one of several tensors.
     """
-    if not isinstance(chain, GatherChain) or chain.follows is None:
-        members = (chain.collective,) if isinstance(chain, GatherChain) else collectives_of(chain)
-        return max(items.get(one.node, one.start) for one in members)
+    if chain.follows is None:
+        return max(items.get(one.node, one.start) for one in chain.placed_by)
     last = chain.follows
     while last.next.target is _asynctp_place:
         last = last.next
@@ -237,7 +233,7 @@ class _Builder:
         self,
         graph: fx.Graph,
         sizes: Sizes,
-        chain: GatherChain | ScatterChain | Bucket,
+        chain: Chain | Bucket,
         moved: dict[fx.Node, fx.Node],
         anchor: fx.Node,
     ) -> None:
@@ -512,7 +508,7 @@ def _scales_of(rows: Sequence[Size], scaled: ScaledOptions) -> list[Size]:
 # --- gather side: what is computed on the shard -----------------------------------------------------------
 def _parts(build: _Builder, chain: GatherChain) -> dict[fx.Node, fx.Node]:
     """This rank's parts of the gathered tensors and of what the hoisted ops compute from them, by the whole tensors."""
-    parts = {gather.node: build.now(gather.source) for gather in collectives_of(chain)}
+    parts = {gather.node: build.now(gather.source) for gather in chain.collectives}
     local: dict[fx.Node, fx.Node] = {}
     for step in () if chain.hoist is None else chain.hoist.computed:
         local |= {operand: build.now(operand) for operand in step.others}
@@ -701,9 +697,9 @@ def _give_result(build: _Builder, chain: ScatterChain, out: fx.Node) -> None:
     for term in chain.added_after:
         shaped = build.reshape(build.now(term.node), build.shape(out))
         out = build.call(_aten.add.Tensor, out, _times(build, shaped, term))
-    results = [node for collective in collectives_of(chain) for node in collective.results]
+    results = [node for collective in chain.collectives for node in collective.results]
     gone = _first_within(filter(is_sum, chain.after), {*results, *chain.after})
-    for collective in collectives_of(chain):
+    for collective in chain.collectives:
         shaped = build.reshape(out, build.shape(collective.node))
         for node in collective.results:
             build.replace(node, shaped, unless=collective.waits)
@@ -929,9 +925,9 @@ def _as_it_was(build: _Builder, collective: Collective, done: fx.Node) -> fx.Nod
 
 
 # --- tidying up --------------------------------------------------------------------------------------------
-def _read_sizes_elsewhere(build: _Builder, chain: GatherChain | ScatterChain) -> None:
+def _read_sizes_elsewhere(build: _Builder, chain: Chain) -> None:
     """Read sizes of vanishing tensors off the chain's inputs instead, so that nothing keeps them alive."""
-    for node in size_readers(chain):
+    for node in chain.size_readers:
         size = build.size(build.sizes.read(node))
         for reader in list(node.users):
             reader.args = _with(reader.args, node, size)
@@ -951,19 +947,17 @@ def _shared_by(own: Sequence[Collective]) -> list[fx.Node]:
     return [*(node for node in joint if all(op_name(user) == "getitem" for user in node.users)), *calls]
 
 
-def _old_nodes(chain: GatherChain | ScatterChain) -> set[fx.Node]:
+def _old_nodes(chain: Chain) -> set[fx.Node]:
     """The nodes that a fused op may leave without users: its chain's collectives, views, matmuls, and their sizes.
 
     Also the views that only lead from a tensor to a matmul, or to a collective that joins the chain's. Of a collective
     of several tensors, other items too: of one that nothing uses nothing is left.
     """
-    views = followed(chain) if isinstance(chain, GatherChain) else [*chain.views, *chain.after]
     takers = [*nodes_of(chain.matmuls), *(joined.call or joined.node for joined in chain.joined)]
     taken = [source for node in takers for source in node.all_input_nodes]  # as they are now: some were replaced
-    nodes = {*views, *nodes_of(chain.matmuls), *reachable(taken, where=is_view)}
-    if isinstance(chain, GatherChain) and chain.hoist is not None:
-        nodes.update(node for one in chain.hoist.cross_rank for node in one.nodes)
-    for collective in collectives_of(chain):
+    nodes = {*chain.replaceable, *nodes_of(chain.matmuls), *reachable(taken, where=is_view)}
+    nodes.update(node for one in (chain.hoist.cross_rank if chain.hoist else ()) for node in one.nodes)
+    for collective in chain.collectives:
         nodes.update(collective.nodes, () if collective.call is None else collective.call.users)
     inside = [node for matmul in chain.matmuls for node in matmul.epilogue]
     nodes |= {node for step in inside for node in step.all_input_nodes if op_name(node) and not node.all_input_nodes}
