@@ -13,7 +13,6 @@ from asynctp_passes.config import Config
 from asynctp_passes.ir.nodes import phase_of, tangents_of
 from asynctp_passes.ir.order import communications, record_order, unrecorded
 from asynctp_passes.ir.read import called_name, read_collectives
-from asynctp_passes.matching.chains import fused_chains
 from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import Ballot, Words, communicated
 from asynctp_passes.planning.legality import on_wire
@@ -81,12 +80,8 @@ def _fuse(graph: fx.Graph, config: Config, attempt: _Attempt) -> Report:
         if communicates:
             keep_order(graph, {})
         return report
-    decisions, context = plan.decisions, plan.context
-    chains = fused_chains(decisions)
-    kept = frozenset(gather.node for gather in plan.kept)
-    overlapped = [decision for decision in decisions if decision.overlaps_with]
-    calls = rewrite(graph, chains, context.sizes, overlapped, plan.buckets, plan.dropped, plan.alone, plan.wire, kept)
-    if chains and config.store_scales:
+    calls = rewrite(graph, plan)
+    if plan.chains and config.store_scales:
         store(graph, scales_to_store(graph))
     remarks = tuple(with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)
     return dataclasses.replace(report, remarks=remarks)
@@ -165,7 +160,7 @@ def _following(plan: Plan, config: Config) -> Plan:
     Gathers are kept, and the collectives of groups without a fused chain stay torch's.
     """
     words, keys = plan.context.words, plan.keys
-    fused = {chain.collective.group_key for chain in fused_chains(plan.decisions)}
+    fused = {chain.collective.group_key for chain in plan.chains}
     plain = [
         group
         for group in plan.movable - plan.plain - fused
@@ -275,10 +270,10 @@ def _move_all(graph: fx.Graph, plan: Plan) -> None:
     """Let a graph's collectives go by asynctp's transport, and fuse none: other ranks' calls wait for them there."""
     if not plan.alone:
         return
-    sizes, record = plan.context.sizes, compat.GraphRecord(graph)
+    record = compat.GraphRecord(graph)
     try:
         toposort.sort(graph)
-        rewrite(graph, [], sizes, alone=plan.alone, wire=plan.wire, kept=frozenset(one.node for one in plan.kept))
+        rewrite(graph, plan)
     except BaseException:
         record.restore()
         raise

@@ -506,23 +506,23 @@ class SizeSource:
     axis: int | None = None
 
 
-Plan = int | tuple[str, Any, Any]
-"""How to compute a size: an integer, `("of", SizeSource, None)`, or `("mul" | "add" | "floordiv", Plan, Plan)`."""
+SizeExpression = int | tuple[str, Any, Any]
+"""How to compute a size: an integer, `("of", SizeSource, None)`, or `("mul" | "add" | "floordiv", a, b)`."""
 
 
-def _nodes_in(plan: Plan | None) -> list[fx.Node]:
+def _nodes_in(plan: SizeExpression | None) -> list[fx.Node]:
     if not isinstance(plan, tuple):
         return []
     kind, left, right = plan
     return [left.node] if kind == "of" else [*_nodes_in(left), *_nodes_in(right)]
 
 
-def express(size: Size, sources: Sequence[SizeSource]) -> Plan | None:
+def express(size: Size, sources: Sequence[SizeSource]) -> SizeExpression | None:
     """How to compute `size` from `sources`; None when they do not carry it."""
     if isinstance(size, int):
         return size
     for source in sources:
-        own: Plan = ("of", source, None)
+        own: SizeExpression = ("of", source, None)
         if same(source.size, size):
             return own
         if isinstance(times := quotient(size, source.size), int):

@@ -13,7 +13,7 @@ from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.nodes import Sizes, phase_of, segments
 from asynctp_passes.ir.read import read_collectives
-from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, fused_chains
+from asynctp_passes.matching.chains import Bucket, Candidate, Chain, Decision, GatherChain, fused_chains
 from asynctp_passes.planning.bucketing import find_buckets
 from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import Ballot, Words, communicated
@@ -116,10 +116,20 @@ class Plan:
         own, collective = can_be_alone(candidate), candidate.collective
         return own and collective.group_key in self.wire and (collective.call is not None or on_wire(collective))
 
+    @functools.cached_property
+    def chains(self) -> list[Chain]:
+        """The chains that become one op each, in the order of their collectives."""
+        return fused_chains(self.decisions)
+
     @property
     def fused_gathers(self) -> list[GatherChain]:
-        """The chains of gathers that are fused."""
-        return [chain for chain in fused_chains(self.decisions) if isinstance(chain, GatherChain)]
+        """Those of gathers."""
+        return [chain for chain in self.chains if isinstance(chain, GatherChain)]
+
+    @property
+    def overlapped(self) -> list[Decision]:
+        """The decisions of collectives that run beside matmuls."""
+        return [decision for decision in self.decisions if decision.overlaps_with]
 
     @property
     def kept(self) -> list[Collective]:
@@ -127,7 +137,7 @@ class Plan:
         found = [one.collective for one in self.fused_gathers if one.returned is not None]
         found += [one.collective for one in self.fused_gathers if one.collective.node in self.followed]
         found += [one for one in self.alone if one.kind == "all_gather"]
-        found += [one.candidate.collective for one in self.decisions if one.overlaps_with]
+        found += [one.candidate.collective for one in self.overlapped]
         found = [one for one in found if one.kind == "all_gather" and on_wire(one)]
         refused = self.context.refused
         return [one for one in found if refused(one.group_key, self.context.words.of_kept(one)) is None]
@@ -174,7 +184,7 @@ def ballots_of(plan: Plan) -> list[Ballot]:
     """For each group that communicates in a graph what changes what its ranks send, or nothing."""
     words = plan.context.words
     texts: dict[str, list[str]] = {}
-    for chain in fused_chains(plan.decisions):
+    for chain in plan.chains:
         texts.setdefault(chain.collective.group_key, []).extend(words.of_chain(chain))
     for bucket in plan.buckets:
         texts.setdefault(bucket.collective.group_key, []).append(words.of_bucket(bucket))

@@ -126,37 +126,44 @@ def _shapes(candidate: Candidate) -> dict[str, str]:
     shapes = {"input": describe(collective.input), "output": describe(collective.node)}
     if chain is not None:
         products = [f"{describe(matmul.a)} @ {describe(matmul.b)}" for matmul in chain.matmuls]
-        shapes["matmul"] = (", " if isinstance(chain, GatherChain) else " + ").join(products)
+        shapes["matmul"] = (", " if collective.kind == "all_gather" else " + ").join(products)
     return shapes
 
 
 def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
     chain, device = candidate.chain, value_of(candidate.collective.node).device.type
     facts: dict[str, object] = {"op": f"asynctp::{kind}", "implementation": ops.implementation(device)}
-    if candidate.joins is not None:
-        lead = candidate.joins.collective
-        facts["message"] = f"{_SCALES if lead.kind == 'all_gather' else _SUM} {lead.node.name}"
-    elif isinstance(chain, GatherChain) and chain.hoist is not None:
-        own = [*_place_facts(chain), *_hoist_facts(chain, chain.hoist)]
-        facts["message"] = "; ".join([*own, *candidate.left_out])
-        facts["keeps_gather"] = bool(chain.hoist.kept)
-    elif isinstance(chain, GatherChain):
-        returned = [f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"]
-        notes = [*_place_facts(chain), *(returned if candidate.left_out else [])]
-        facts |= {"message": "; ".join(notes)} if notes else {}
-    elif isinstance(chain, ScatterChain):
-        unsharded = [_UNSHARDED] if candidate.collective.kind == "all_reduce" else []
-        weights = [_LIKE_WEIGHTS] if candidate.weights else unsharded
-        notes = [*_summed(chain), *_added(chain), *_multiplied(chain), *_converted(chain), *weights]
-        facts |= {"message": "; ".join(notes)} if notes else {}
     if chain is not None:
+        notes = (
+            _gather_notes(candidate, chain) if isinstance(chain, GatherChain) else _reduction_notes(candidate, chain)
+        )
         costs = cost_model.cost_of(chain)
         facts |= {
+            "message": "; ".join(notes),
+            "keeps_gather": chain.hoist is not None and bool(chain.hoist.kept),
             "comm_bytes": costs.comm_bytes,
             "flops": costs.flops,
             "estimate_us": costs.estimate_us(cost_model.machine_for(chain.matmuls[0].a)),
         }
+    if candidate.joins is not None:
+        lead = candidate.joins.collective
+        facts["message"] = f"{_SCALES if lead.kind == 'all_gather' else _SUM} {lead.node.name}"
     return facts
+
+
+def _gather_notes(candidate: Candidate, chain: GatherChain) -> list[str]:
+    """What else should be known of a fused gather."""
+    if chain.hoist is not None:
+        return [*_place_facts(chain), *_hoist_facts(chain, chain.hoist), *candidate.left_out]
+    returned = [f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"]
+    return [*_place_facts(chain), *(returned if candidate.left_out else [])]
+
+
+def _reduction_notes(candidate: Candidate, chain: ScatterChain) -> list[str]:
+    """What else should be known of a fused reduction."""
+    unsharded = [_UNSHARDED] if candidate.collective.kind == "all_reduce" else []
+    weights = [_LIKE_WEIGHTS] if candidate.weights else unsharded
+    return [*_summed(chain), *_added(chain), *_multiplied(chain), *_converted(chain), *weights]
 
 
 def _summed(chain: ScatterChain) -> list[str]:

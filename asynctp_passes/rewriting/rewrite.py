@@ -23,7 +23,7 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.nodes import (
-    Plan,
+    SizeExpression,
     Sizes,
     call_of,
     called_op,
@@ -50,7 +50,6 @@ from asynctp_passes.matching.chains import (
     Bucket,
     Chain,
     CrossRankReduction,
-    Decision,
     GatherChain,
     Hoist,
     Part,
@@ -61,6 +60,7 @@ from asynctp_passes.matching.chains import (
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.legality import on_wire
+from asynctp_passes.planning.plan import Plan
 from asynctp_passes.rewriting.schedule import Moves, keep_option, leave_sms, schedule
 
 __all__ = ["rewrite", "store"]
@@ -71,28 +71,24 @@ _TORCHS = ("_c10d_functional", "c10d.", "_dtensor.")
 """Namespaces of collectives that Inductor knows, or that no graph of its own has."""
 
 
-def rewrite(
-    graph: fx.Graph,
-    chains: Sequence[Chain],
-    sizes: Sizes,
-    overlapped: Sequence[Decision] = (),
-    buckets: Sequence[Bucket] = (),
-    dropped: Sequence[Collective] = (),
-    alone: Sequence[Collective] = (),
-    wire: Container[str] = (),
-    kept: Container[fx.Node] = (),
-) -> dict[str, dict[str, Any]]:
+def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
     Collectives that are `alone` become asynctp's too, as all of the groups in `wire` are, where the device allows that;
     tensors of a list become collectives of their own on any device. The all-reduces of a bucket become one, and what
     that waits for moves in front of it. Unused nodes are erased, the `dropped` collectives too, nodes move to where
-    they belong (`schedule`), the collectives of `overlapped` beside their matmuls, and the graph is linted. `kept` are
-    the gathers that every rank keeps.
+    they belong (`schedule`), overlapped collectives beside their matmuls, and the graph is linted.
+
+    Args:
+        graph: The graph.
+        plan: All that is done to it.
 
     Returns:
         What each fused op is called with (`call_of`), by the name of the collective that it replaced.
     """
+    chains, sizes, buckets = plan.chains, plan.context.sizes, plan.buckets
+    alone, dropped, wire = plan.alone, plan.dropped, plan.wire
+    kept = frozenset(gather.node for gather in plan.kept)  # by every rank
     segment = segments(graph)
     moved: dict[fx.Node, fx.Node] = {}
     moves = Moves(kept_by_all=kept)
@@ -143,7 +139,7 @@ def rewrite(
     for mark in [node for node in graph.nodes if node.target in (_asynctp_place, _asynctp_item, _asynctp_bucket)]:
         graph.erase_node(mark)
     _drop(graph, dropped)
-    for decision in overlapped:
+    for decision in plan.overlapped:
         moves.beside.append((decision.candidate.collective, [fused.get(node, node) for node in decision.overlaps_with]))
     work = {fused[chain.collective.node]: cost_model.cost_of(chain).work for chain in chains}
     ordered = schedule(graph, moves, work, segment)
@@ -325,7 +321,7 @@ class _Builder:
         assert plan is not None, f"checked before: an input of {self.collective.node.name} carries the size {size}"
         return self._compute(plan)
 
-    def _compute(self, plan: Plan) -> int | fx.Node:
+    def _compute(self, plan: SizeExpression) -> int | fx.Node:
         if isinstance(plan, int):
             return plan
         kind, left, right = plan
