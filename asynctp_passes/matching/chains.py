@@ -151,7 +151,7 @@ class Hoist:
 
 
 class _Chain:
-    """What both kinds of chain answer for themselves.
+    """Questions that both kinds of chain answer for themselves.
 
     `hoist` and `follows` are those of a gather's chain; a reduction's has none.
     """
@@ -162,7 +162,7 @@ class _Chain:
 
     @property
     def hoist(self) -> Hoist | None:
-        """What is computed on the shard instead of on the gathered tensor."""
+        """The computation on the shard instead of on the gathered tensor."""
         return None
 
     @property

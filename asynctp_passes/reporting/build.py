@@ -152,7 +152,7 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
 
 
 def _gather_notes(candidate: Candidate, chain: GatherChain) -> list[str]:
-    """What else should be known of a fused gather."""
+    """Notes on a fused gather."""
     if chain.hoist is not None:
         return [*_place_facts(chain), *_hoist_facts(chain, chain.hoist), *candidate.left_out]
     returned = [f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"]
@@ -160,7 +160,7 @@ def _gather_notes(candidate: Candidate, chain: GatherChain) -> list[str]:
 
 
 def _reduction_notes(candidate: Candidate, chain: ScatterChain) -> list[str]:
-    """What else should be known of a fused reduction."""
+    """Notes on a fused reduction."""
     unsharded = [_UNSHARDED] if candidate.collective.kind == "all_reduce" else []
     weights = [_LIKE_WEIGHTS] if candidate.weights else unsharded
     return [*_summed(chain), *_added(chain), *_multiplied(chain), *_converted(chain), *weights]
