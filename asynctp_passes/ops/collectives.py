@@ -25,8 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynctp_passes import compat, ops
+from asynctp_passes import compat
 from asynctp_passes.ops import reference
+from asynctp_passes.ops.choice import overlapped
+from asynctp_passes.ops.registration import register
 
 __all__ = ["OPS", "all_gather", "all_reduce", "reduce_scatter"]
 
@@ -47,7 +49,7 @@ def _real_all_gather(
 
     _check_dims("all_gather", shard)
     shard = _unchanged(shard, copy)
-    if (cuda := ops.overlapped(shard)) is not None:
+    if (cuda := overlapped(shard)) is not None:
         group = compat.process_group(group_name)
         found: Tensor | None = cuda.run_bulk_gather(shard, group_size, group, check, all_keep)
         if found is not None:
@@ -67,7 +69,7 @@ def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_n
 
     _check_dims("reduce_scatter", whole)
     whole = _unchanged(whole, copy)
-    if (cuda := ops.overlapped(whole)) is not None:
+    if (cuda := overlapped(whole)) is not None:
         group = compat.process_group(group_name)
         found: Tensor | None = cuda.run_bulk_scatter(whole, reduce_op, group_size, group, check)
         if found is not None:
@@ -85,7 +87,7 @@ def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any) -> Tensor:
         reference.group_and_size(group_name)
         _check_reduction("all_reduce", reduce_op)
 
-    cuda = ops.overlapped(tensor)
+    cuda = overlapped(tensor)
     if (run := getattr(cuda, "run_bulk_all_reduce", None)) is not None:
         found: Tensor | None = run(tensor, reduce_op, compat.process_group(group_name), check)
         if found is not None:
@@ -162,9 +164,9 @@ def _register() -> Any:
     library: Any = torch.library.Library("asynctp", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name, schema in OPS.items():
         library.define(name + schema)
-    ops.register(library, "all_gather", _real_all_gather, _fake_all_gather, _no_gradient)
-    ops.register(library, "reduce_scatter", _real_reduce_scatter, _fake_reduce_scatter, _no_gradient)
-    ops.register(library, "all_reduce", _real_all_reduce, _fake_all_reduce, _no_gradient)
+    register(library, "all_gather", _real_all_gather, _fake_all_gather, _no_gradient)
+    register(library, "reduce_scatter", _real_reduce_scatter, _fake_reduce_scatter, _no_gradient)
+    register(library, "all_reduce", _real_all_reduce, _fake_all_reduce, _no_gradient)
     for key in ("CPU", "CUDA"):  # an alias of what has no gradient
         library.impl("wait", _real_wait, key)
     torch.library.register_fake("asynctp::wait", _fake_wait, lib=library)

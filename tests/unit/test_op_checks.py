@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asynctp_passes import compat, ops
 from asynctp_passes.ops import collectives, reference
+from asynctp_passes.ops.registration import short_cut
 
 
 # --- one process, a fake group of four ranks ------------------------------------------------------------------------
@@ -326,7 +327,7 @@ def taken() -> Iterator[list[str]]:
         torch.ops.asynctp_test.total.default, lambda ctx, grad: (grad, [grad] * ctx.count), _remember_count
     )
     library.impl("total", real, "CPU")
-    library.impl("total", ops.short_cut(real, through), "AutogradCPU", with_keyset=True)
+    library.impl("total", short_cut(real, through), "AutogradCPU", with_keyset=True)
     torch.library.register_fake("asynctp_test::total", lambda a, bs, twice=False: a.clone(), lib=library)
     yield ways
     library._destroy()

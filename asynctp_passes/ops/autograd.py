@@ -1,0 +1,178 @@
+"""Gradients of the fused ops.
+
+    all_gather_matmul:      dA_shard = reduce_scatter(Σ dOut_i @ B_iᵀ [+ dA_full]),  dB_i = A_fullᵀ @ dOut_i
+    matmul_reduce_scatter:  dOut = all_gather(dOut_shard),  dA_i = dOut @ B_iᵀ,      dB_i = A_iᵀ @ dOut
+    matmul_all_reduce:      dOut = all_reduce(dOut),        dA_i = dOut @ B_iᵀ,      dB_i = A_iᵀ @ dOut
+
+So the input gradient of each of the first two ops is the other op. A tensor that is added to the matmuls has the
+gradient dOut. With factors, a matmul has dOut times its own. Where factors differ, dOut is gathered first, and
+multiplied then. Where matmuls were converted to a `sum_dtype`, dOut is converted back before it is gathered, or once it
+is reduced. The loss is the sum of all ranks' losses. (Where every rank computes the same loss, their gradients add up.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asynctp_passes.ops import reference
+from asynctp_passes.ops.reference import multiplied, split_factors
+
+
+def refuse_lost_gradients(biases: list[Tensor | None]) -> None:
+    """torch.library takes a list with None in it for a constant, and would drop its tensors' gradients unsaid."""
+    mixed = any(bias is None for bias in biases)
+    if mixed and any(bias is not None and bias.requires_grad for bias in biases):
+        raise NotImplementedError(
+            "asynctp: biases with and without None in one call have no gradient (torch.library cannot pass such a "
+            "list); give every product a bias (zeros change nothing), or add the biases to the results"
+        )
+
+
+def setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    a_shard, bs, biases, ctx.gather_dim, ctx.return_a_full, ctx.group_size, ctx.group_name, ctx.all_keep = inputs
+    _remember_biases(ctx, biases)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[-1] if ctx.return_a_full else a_shard, *bs)
+
+
+def backward_gather(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    a_saved, *bs = ctx.saved_tensors
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    a_full_grad = grads[-1] if ctx.return_a_full else None
+    out_grads = [None if grad is None else grad.contiguous() for grad in grads[: len(bs)]]
+    a_full = a_saved
+    if any(needs_b) and not ctx.return_a_full:
+        a_full = reference.gather(a_saved, ctx.gather_dim, ctx.group_size, ctx.group_name)
+    a_grad = _gather_input_grad(ctx, out_grads, bs, a_full_grad) if needs_a else None
+    b_grads = [_weight_grad(a_full, grad) if need else None for grad, need in zip(out_grads, needs_b, strict=True)]
+    others = 4 if ctx.all_keep is None else 5  # torch wants no gradient of an argument that has its default
+    return a_grad, b_grads, _bias_grads(ctx, out_grads), *[None] * others
+
+
+def _gather_input_grad(
+    ctx: Any, out_grads: list[Tensor | None], bs: list[Tensor], a_full_grad: Tensor | None
+) -> Tensor | None:
+    where = (ctx.gather_dim, ctx.group_size, ctx.group_name)
+    pairs = [(grad, b.t()) for grad, b in zip(out_grads, bs, strict=True) if grad is not None]
+    a_grad: Tensor | None = None
+    if pairs:
+        parts = [list(part) for part in zip(*pairs, strict=True)]
+        a_grad = torch.ops.asynctp.matmul_reduce_scatter(*parts, [None] * len(pairs), "sum", *where)
+    if a_full_grad is None:
+        return a_grad
+    kept = reference.reduce_scatter(a_full_grad, "sum", *where)
+    return kept if a_grad is None else a_grad + kept
+
+
+def setup_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a_parts, b_parts, biases, ctx.reduce_op, ctx.scatter_dim, ctx.group_size, ctx.group_name, *optional = inputs
+    _remember_optional(ctx, len(a_parts), *optional)
+    _remember_biases(ctx, biases)
+    ctx.save_for_backward(*a_parts, *b_parts)
+
+
+def backward_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    count = len(ctx.saved_tensors) // 2
+    a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    grad = multiplied(grad / ctx.group_size if ctx.reduce_op == "avg" else grad, ctx.factor).contiguous()
+    where = (ctx.scatter_dim, ctx.group_size, ctx.group_name)
+    if len(set(ctx.factors)) > 1:  # each product has a gradient of its own, which is a multiple of one
+        whole = reference.gather(grad, *where)
+        fulls = _grads_of_products(ctx, whole, a_parts[0].dtype)
+        a_grads = [full @ b.t() if need else None for full, b, need in zip(fulls, b_parts, needs_a, strict=True)]
+    else:
+        shard = multiplied(grad, ctx.factors[0]).to(a_parts[0].dtype)
+        a_grads, full = _grads_of_gathered(shard, b_parts, needs_a, where)
+        fulls, whole = [full] * count, full
+        if ctx.is_added and (grad.dtype != full.dtype or ctx.factors[0] != 1):
+            whole = reference.gather(grad, *where)
+    b_grads = [_weight_grad(a, full) if need else None for a, full, need in zip(a_parts, fulls, needs_b, strict=True)]
+    return a_grads, b_grads, _bias_grads(ctx, fulls), None, None, None, None, *_optional_grads(ctx, whole)
+
+
+def _grads_of_gathered(
+    shard: Tensor, b_parts: Sequence[Tensor], needs_a: Sequence[bool], where: tuple[int, int, Any]
+) -> tuple[list[Tensor | None], Tensor]:
+    """The gradients of the As that need one, and the gathered gradient; `shard` is this rank's part of it."""
+    dim, *group = where
+    transposed = [b.t() for b, need in zip(b_parts, needs_a, strict=True) if need]
+    if not transposed:
+        return [None] * len(needs_a), reference.gather(shard, *where)
+    none = [None] * len(transposed)
+    *products, full = torch.ops.asynctp.all_gather_matmul(shard, transposed, none, dim, True, *group)
+    remaining = iter(products)
+    return [next(remaining) if need else None for need in needs_a], full
+
+
+def _grads_of_products(ctx: Any, whole: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The gradient of each product; `whole` is the gradient of their sum."""
+    return [multiplied(whole, factor).to(dtype) for factor in ctx.factors]
+
+
+def setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a_parts, b_parts, biases, ctx.reduce_op, ctx.group_name, *optional = inputs
+    _remember_optional(ctx, len(a_parts), *optional)
+    _remember_biases(ctx, biases)
+    ctx.save_for_backward(*a_parts, *b_parts)
+
+
+def backward_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    count = len(ctx.saved_tensors) // 2
+    a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    whole = multiplied(reference.all_reduce(grad.contiguous(), ctx.reduce_op, ctx.group_name), ctx.factor)
+    fulls = _grads_of_products(ctx, whole, a_parts[0].dtype)
+    a_grads = [full @ b.t() if need else None for full, b, need in zip(fulls, b_parts, needs_a, strict=True)]
+    b_grads = [_weight_grad(a, full) if need else None for a, full, need in zip(a_parts, fulls, needs_b, strict=True)]
+    return a_grads, b_grads, _bias_grads(ctx, fulls), None, None, *_optional_grads(ctx, whole)
+
+
+def _remember_optional(
+    ctx: Any, count: int, sum_dtype: torch.dtype | None, added: Tensor | None, factors: list[float] | None
+) -> None:
+    """Keep the factors, and which optional arguments were given.
+
+    Torch wants gradients for those up to the last that is not None.
+    """
+    ctx.factors, ctx.factor = split_factors(factors, count)
+    ctx.is_added = added is not None
+    given = [index for index, value in enumerate((sum_dtype, added, factors), 1) if value is not None]
+    ctx.optional = max(given, default=0)
+
+
+def _optional_grads(ctx: Any, whole: Tensor) -> list[Tensor | None]:
+    """Gradients of the optional arguments; `whole` is that of the sum."""
+    return [None, whole if ctx.is_added else None, None][: ctx.optional]
+
+
+def _remember_biases(ctx: Any, biases: list[Tensor | None]) -> None:
+    """Keep what the gradients of biases need: each one's number of dimensions, or None if there are no biases."""
+    present = [bias for bias in biases if bias is not None]
+    refuse_lost_gradients(biases)
+    ctx.bias_ndims = [bias.ndim for bias in present] if len(present) == len(biases) else None
+
+
+def _bias_grads(ctx: Any, out_grads: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+    if ctx.bias_ndims is None:
+        return None
+    sums = [None if grad is None else grad.flatten(0, -2).sum(0) for grad in out_grads]
+    return [
+        total.unsqueeze(0) if total is not None and ndim == 2 else total
+        for total, ndim in zip(sums, ctx.bias_ndims, strict=True)
+    ]
+
+
+def _weight_grad(a_full: Tensor, out_grad: Tensor | None) -> Tensor | None:
+    return None if out_grad is None else a_full.flatten(0, -2).t() @ out_grad.flatten(0, -2)
+
+
+def no_gradient(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError(
+        "asynctp: the scaled (fp8) ops have no gradient, since quantization has none; call them inside an "
+        "autograd.Function that quantizes, or use the bf16 ops"
+    )
