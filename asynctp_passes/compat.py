@@ -8,7 +8,6 @@ import itertools
 import math
 import operator
 import os
-import re
 import sys
 import warnings
 import weakref
@@ -16,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeGuard
 
 import sympy
@@ -604,8 +603,8 @@ class CompiledFunction:
     """The function that Dynamo compiles, in words that all ranks of one program share.
 
     Attributes:
-        name: `"model.py:forward:12"`, its file, name and first line.
-        resumes: Of the rest of a function after a graph break, that function's file and name; else empty.
+        name: `"lib/model.py:forward:12"`, its file with its folder, its name and its first line.
+        resumes: Of the rest of a function after a graph break, the name of that function; else empty.
         breaks: Its graph ends at a graph break.
     """
 
@@ -615,12 +614,11 @@ class CompiledFunction:
 
     @property
     def base(self) -> str:
-        """The file and name of the function in the program."""
-        return self.resumes or self.name.rpartition(":")[0]
+        """The name of the function in the program."""
+        return self.resumes or self.name
 
 
 _functions: dict[int, CompiledFunction] = {}  # by Dynamo's number of a frame: a backward may be compiled later
-_RESUME = re.compile(r"^(?:torch_dynamo_resume_in_)+(.+?)(?:_at_\d+)+$")
 
 
 def compiled_function() -> CompiledFunction | None:
@@ -642,15 +640,25 @@ def _function_on_stack() -> CompiledFunction | None:
             output, reason = frame.f_locals.get("self"), frame.f_locals["reason"]
             code = getattr(getattr(output, "root_tx", None), "f_code", None)
             if code is not None:
-                file = Path(code.co_filename).name
-                resumed = _RESUME.match(code.co_name)
-                return CompiledFunction(
-                    f"{file}:{code.co_name}:{code.co_firstlineno}",
-                    f"{file}:{resumed[1]}" if resumed else "",
-                    bool(getattr(reason, "graph_break", False)),
-                )
+                original = _original(code)
+                resumes = "" if original is code else _name_of(original)
+                return CompiledFunction(_name_of(code), resumes, bool(getattr(reason, "graph_break", False)))
         frame = frame.f_back
     return None
+
+
+def _name_of(code: CodeType) -> str:
+    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_name}:{code.co_firstlineno}"
+
+
+def _original(code: CodeType) -> CodeType:
+    """The code in the program, where Dynamo made this for the rest of it after a graph break; else this."""
+    from torch._dynamo.resume_execution import ContinueExecutionCache
+
+    made: Any = getattr(ContinueExecutionCache, "generated_code_metadata", {})
+    while code in made:
+        code = made[code].code
+    return code
 
 
 def suppresses_errors() -> bool:

@@ -12,10 +12,9 @@ Keys, in the store of the group, below `asynctp/<life>/<kind>/<hash of the colle
 
     shown/<n>                  how many ranks have compiled the nth such graph, and posted its deviations
     has/<rank>                 the texts of a rank's last graph
-    <hash of text>/votes       how many ranks have the deviation
-    <hash of text>/<rank>      there, if this rank has it
+    <hash of text>/votes/<n>   how many ranks have the deviation in the nth graph
+    <hash of text>/in/<n>/<rank>    there, if this rank has it in the nth graph
     <hash of text>/outcome     "accepted", or "refused" and why
-    <hash of text>/at/<n>      the outcome for the nth graph, where it was accepted for the first
     <hash of text>/with/<n>/<rank>  there, if this rank has it in the nth graph
     <hash of text>/lacks/<rank>     how often this rank has compiled the function without it, after a graph with it
 
@@ -90,11 +89,12 @@ class _Ledger:
         last: By key, the function and number of the last graph.
         bases: The file and name of each function, and of its rest after a graph break.
         resumed: Functions that are the rest of a function after a graph break, by that.
-        done: Deviations that all ranks do, by the kind of the key and the function: each with its key. True where the
-            graph was of the whole function, False where it ended at a graph break, None once all ranks have compiled
-            the function without it, too.
+        done: Deviations that all ranks do, by the kind of the key and the function: each with its key, and whether the
+            graph was of the whole function.
+        departed: By place, how many graphs of the function there were when this rank compiled it without a deviation.
         lacked: How often this rank has compiled a function without a deviation after a graph with it, by place.
         again: How many of the next graphs were counted when they came from a cache, by key.
+        sets: By key, the sets of deviations that were done in the graphs with these collectives, each once.
         posted: Deviations that the others know of.
         late: Ranks that let a wait pass.
     """
@@ -109,9 +109,11 @@ class _Ledger:
     last: dict[str, tuple[str, int]] = field(default_factory=dict)
     bases: dict[str, str] = field(default_factory=dict)
     resumed: dict[str, list[str]] = field(default_factory=dict)
-    done: dict[tuple[str, str], dict[tuple[str, str], bool | None]] = field(default_factory=dict)
+    done: dict[tuple[str, str], dict[tuple[str, str], bool]] = field(default_factory=dict)
     lacked: Counter[str] = field(default_factory=Counter)
+    departed: dict[str, int] = field(default_factory=dict)
     again: Counter[str] = field(default_factory=Counter)
+    sets: dict[str, set[frozenset[str]]] = field(default_factory=dict)
     posted: set[str] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
 
@@ -152,6 +154,24 @@ class _Ledger:
         base = self.bases[name]
         new = set(self._read(self._resumed_at(base), rank)).difference(self.resumed.get(base, ()))
         return f"rank {rank} breaks its graph: it compiled {min(new)}" if new else ""
+
+    def has_backward(self, key: str) -> bool:
+        """True where a deviation was done in a backward of the function that is compiled."""
+        function = compat.compiled_function()
+        return function is not None and (_kind(key), function.name) in self.done
+
+    def silent(self, key: str) -> list[int]:
+        """The ranks that are not known to have compiled the function of the last graph, in this way or another."""
+        name, number = self.last[key]
+        if self.store.add(f"{key}/{name}/shown/{number}", 0) >= len(self.ranks):
+            return []
+        whole = self._graphs_at(_kind(key), self.bases[name])  # others may not break the graph of the function
+
+        def is_known(rank: int) -> bool:
+            has = self.store.check([f"{key}/{name}/has/{rank}"])
+            return bool(has or self.difference(key, rank) or self._read(whole, rank))
+
+        return [rank for rank in self.ranks[:_LOOKED_AT] if rank != self.rank and not is_known(rank)]
 
     def _graphs_at(self, kind: str, name: str) -> str:
         return f"asynctp/{self.life}/graphs/{kind}/{name}"
@@ -196,7 +216,7 @@ class _Poll:
         if store.check([f"{place}/outcome"]):
             return str(store.get(f"{place}/outcome").decode())
         shown = store.add(f"{self.at}/shown/{self.number}", 0) >= world  # looked at before votes, which come first
-        if store.add(f"{place}/votes", 0) >= world:
+        if store.add(f"{place}/votes/{self.number}", 0) >= world:
             self.ledger.late.clear()
             return self.decide(_ACCEPTED)
         if shown:
@@ -211,9 +231,9 @@ class _Poll:
                 return self.decide(f"{_REFUSED}{told}: {_plain(self.text)}")
         return None
 
-    def decide(self, outcome: str, record: str = "outcome") -> str:
+    def decide(self, outcome: str) -> str:
         """Write an outcome down, unless there is one; what holds."""
-        return str(self.ledger.store.compare_set(f"{self.place}/{record}", "", outcome).decode())
+        return str(self.ledger.store.compare_set(f"{self.place}/outcome", "", outcome).decode())
 
     def is_accepted(self) -> bool:
         """All ranks have agreed on it."""
@@ -226,7 +246,7 @@ class _Poll:
 
     def refused_again(self, until: float) -> str | None:
         """Why this rank does not do in this graph what it did in an earlier one; None if it does."""
-        store, record, other = self.ledger.store, f"at/{self.number}", ""
+        store, other = self.ledger.store, ""
         having = [f"{self.place}/with/{self.number}/{rank}" for rank in self.ledger.ranks]
 
         def awaited() -> str:
@@ -234,22 +254,18 @@ class _Poll:
             return f"{_ranks(silent)} to compile what all agreed on before: {_plain(self.text)}"
 
         for _ in _looks(until - time.monotonic(), awaited):
-            if store.check([f"{self.place}/{record}"]) or store.check(having):
+            if (other := self._lacked_elsewhere()) or store.check(having):
                 break
-            if other := self._lacked_elsewhere():
-                break
-        outcome = self.decide(other or _ACCEPTED, record)
-        if outcome == _ACCEPTED:
+        if not other:
             return None
         self.say_lacked()
-        self.ledger.done[_kind(self.key), self.function][self.key, self.text] = None
-        return f"{_reason(outcome)}: {_plain(self.text)}"
+        return f"{other}: {_plain(self.text)}"
 
     def _lacked_elsewhere(self) -> str:
-        """The refusal for a rank that has compiled the function once more without it than this one; or nothing."""
+        """The reason of a rank that has compiled the function once more without it than this one; or nothing."""
         own = self.ledger.lacked[self.place]
         ranks = [rank for rank in self.ledger.ranks[:_LOOKED_AT] if self._lacks(rank) > own]
-        return f"{_REFUSED}rank {ranks[0]} compiled {self.function} anew without it" if ranks else ""
+        return f"rank {ranks[0]} compiled {self.function} anew without it" if ranks else ""
 
     def _lacks(self, rank: int) -> int:
         at = f"{self.place}/lacks/{rank}"
@@ -258,6 +274,7 @@ class _Poll:
     def say_lacked(self) -> None:
         """Say that this rank has compiled the function without it, once more."""
         self.ledger.lacked[self.place] += 1
+        self.ledger.departed[self.place] = len(self.ledger.graphs.get((_kind(self.key), self.function), ()))
         self.ledger.store.set(f"{self.place}/lacks/{self.ledger.rank}", str(self.ledger.lacked[self.place]))
 
     def not_lacking(self) -> list[int]:
@@ -266,7 +283,9 @@ class _Poll:
 
     def missing(self) -> list[int]:
         """The ranks that have not said that they have the deviation."""
-        return [rank for rank in self.ledger.ranks if not self.ledger.store.check([f"{self.place}/{rank}"])]
+        return [
+            rank for rank in self.ledger.ranks if not self.ledger.store.check([f"{self.place}/in/{self.number}/{rank}"])
+        ]
 
     def absent(self) -> list[int]:
         """Those of them that have compiled no graph of the function with these collectives."""
@@ -364,6 +383,8 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[st
     votes: Votes = {(one.group, text): None for one in (*early, *late) for text in one.deviations}
     if not config.agree:
         return []
+    if any(ledger.has_backward(key) for ledger, key in _keys(late)):
+        return ["its function was compiled before: ranks agree on this backward when it is compiled"]
     with _without_store_errors([*early, *late], votes, config):
         first, then, until = _posted(early, config), _posted(late, config), _until([*early, *late])
         votes |= _outcomes(first, until)
@@ -372,6 +393,7 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[st
             _wait_until_shown(early, until)
             found = {(one.group, _plain(one.text)): one.outcome() for one in then}
             votes |= {at: _reason(outcome or f"{_REFUSED}it is not known yet") for at, outcome in found.items()}
+            _keep(then, late, votes, config)
     refused = [reason for reason in votes.values() if reason is not None]
     if refused:
         for ledger, key in _keys([*early, *late]):
@@ -495,13 +517,14 @@ def _posted(ballots: Iterable[Ballot], config: Config) -> list[_Poll]:
 
 
 def _post(poll: _Poll) -> None:
-    """Say that this rank has a deviation, once; not where it has a size that only this rank knows."""
+    """Say that this rank has a deviation in a graph, once; not where it has a size that only this rank knows."""
+    counted = f"{poll.place}/votes/{poll.number}"
     with _lock:
-        if poll.place in poll.ledger.posted or LOCAL in _plain(poll.text):
+        if counted in poll.ledger.posted or LOCAL in _plain(poll.text):
             return
-        poll.ledger.posted.add(poll.place)
-    poll.ledger.store.set(f"{poll.place}/{poll.ledger.rank}", "1")
-    poll.ledger.store.add(f"{poll.place}/votes", 1)
+        poll.ledger.posted |= {poll.place, counted}
+    poll.ledger.store.set(f"{poll.place}/in/{poll.number}/{poll.ledger.rank}", "1")
+    poll.ledger.store.add(counted, 1)
 
 
 def _in_later_graphs(
@@ -514,7 +537,6 @@ def _in_later_graphs(
     """
     again: list[_Poll] = []
     lacked: list[_Poll] = []
-    keys = {key for _, key in _keys(ballots)}
     for one in ballots:
         if (ledger := _ledger(one.group)) is not None:
             own = {_with_provenance(text, config) for text in one.deviations}
@@ -523,9 +545,6 @@ def _in_later_graphs(
             kept = {poll.place for poll in earlier}.difference(poll.place for poll in lacked)
             again += [poll for poll in polls if poll.place in kept and votes[poll.group, _plain(poll.text)] is None]
     for poll in lacked:
-        refusal = f"{_REFUSED}rank {poll.ledger.rank} cannot do it in a later graph"
-        if poll.key in keys and poll.decide(refusal, f"at/{poll.number}") == _ACCEPTED:
-            raise _disagreement(poll, "others do it in this graph, too")
         poll.say_lacked()
     for poll in again:
         poll.say_again()
@@ -534,12 +553,51 @@ def _in_later_graphs(
         votes[poll.group, _plain(poll.text)] = poll.refused_again(moment)
     for poll in lacked:
         _wait_for_others(poll, until)
-        poll.ledger.done[_kind(poll.key), poll.function][poll.key, poll.text] = None
+    for one in ballots:
+        if (ledger := _ledger(one.group)) is not None:
+            _in_another_function(ledger, one, polls, votes, until)
+    _keep(polls, ballots, votes, config)
+
+
+def _in_another_function(ledger: _Ledger, ballot: Ballot, polls: Sequence[_Poll], votes: Votes, until: float) -> None:
+    """See that all ranks compile a function, where this graph does less than another with the same collectives.
+
+    A silent rank may run that one.
+    """
+    key = _key(ledger, ballot)
+    name, number = ledger.last[key]
+    own = {
+        poll.text for poll in polls if poll.key == key and votes[poll.group, _plain(poll.text)] is None
+    }  # of one group: keys of others are in other ledgers
+    other = set[str]().union(*ledger.sets.get(key, ())) - own
+    if number or not other:
+        return
+    for text in sorted(other):
+        poll = _Poll(ledger, ballot.group, key, name, number, text)
+        if poll.decide(f"{_REFUSED}rank {ledger.rank} compiled {name} without it") == _ACCEPTED:
+            raise _disagreement(poll, "others do it in this function")
+    silent = ledger.silent(key)
+
+    def awaited() -> str:
+        return f"{_ranks(silent)} to compile {name}: it may run another function, where all agreed on something"
+
+    for _ in _looks(until - time.monotonic(), awaited):
+        silent = ledger.silent(key)
+        if not silent:
+            return
+    raise _disagreement(poll, f"{_ranks(silent)} did not compile {name}, and may run another function")
+
+
+def _keep(polls: Sequence[_Poll], ballots: Sequence[Ballot], votes: Votes, config: Config) -> None:
+    """Note what all ranks do in these graphs."""
     function = compat.compiled_function()
-    for poll in polls:
-        if votes[poll.group, _plain(poll.text)] is None:
-            done = poll.ledger.done.setdefault((_kind(poll.key), poll.function), {})
-            done.setdefault((poll.key, poll.text), function is None or not function.breaks)
+    accepted = [poll for poll in polls if votes[poll.group, _plain(poll.text)] is None]
+    for poll in accepted:
+        done = poll.ledger.done.setdefault((_kind(poll.key), poll.function), {})
+        done.setdefault((poll.key, poll.text), function is None or not function.breaks)
+    for ledger, key in _keys(ballots):
+        found = frozenset(poll.text for poll in accepted if poll.ledger is ledger and poll.key == key)
+        ledger.sets.setdefault(key, set()).add(found)
 
 
 def _done_before(ledger: _Ledger, group: str, key: str) -> list[_Poll]:
@@ -551,14 +609,17 @@ def _done_before(ledger: _Ledger, group: str, key: str) -> list[_Poll]:
     (name, number), kind = ledger.last[key], _kind(key)
     found = [
         _Poll(ledger, group, other, name, number, text)
-        for (other, text), whole in ledger.done.get((kind, name), {}).items()
-        if other == key or (number == 0 and whole is not None)
+        for other, text in ledger.done.get((kind, name), {})
+        if other == key or number == 0
     ]
     base = next((base for base, resumed in ledger.resumed.items() if name in resumed), None)
     for (other_kind, function), done in ledger.done.items() if base is not None and number == 0 else ():
         if other_kind == kind and function != name and ledger.bases[function] == base:
-            texts = [at for at, whole in done.items() if whole]
-            found += [_Poll(ledger, group, other, function, number, text) for other, text in texts]
+            whole = [
+                _Poll(ledger, group, at[0], function, number, at[1]) for at, all_of_it in done.items() if all_of_it
+            ]
+            graphs = len(ledger.graphs[kind, function])  # it has departed already, if this is its graph's rest
+            found += [poll for poll in whole if ledger.departed.get(poll.place) != graphs]
     return found
 
 
@@ -574,7 +635,9 @@ def _wait_for_others(poll: _Poll, until: float) -> None:
         if not having:
             return
     seconds = time.monotonic() - begun
-    raise _disagreement(poll, f"{_ranks(having)} did not compile it without that within {seconds:.0f} s")
+    raise _disagreement(
+        poll, f"{_ranks(having)} did not compile it without that, as this rank does, within {seconds:.0f} s"
+    )
 
 
 def _looks(limit: float, awaited: Callable[[], str], longest: float = _PAUSES_S[1]) -> Iterator[float]:
@@ -601,10 +664,10 @@ def _looks(limit: float, awaited: Callable[[], str], longest: float = _PAUSES_S[
 
 def _disagreement(poll: _Poll, why: str) -> DisagreementError:
     return DisagreementError(
-        f"asynctp: all ranks of group {poll.group!r} have agreed to {_plain(poll.text)}, in an earlier graph of "
-        f"{poll.function}. This rank compiles it anew and cannot do that, and {why}: unlike calls would meet. "
-        "Config(deviate=False) lets ranks differ; or let all compile anew, with the same graph breaks, or raise "
-        "ASYNCTP_AGREE_S where a rank is merely slow"
+        f"asynctp: all ranks of group {poll.group!r} have agreed to {_plain(poll.text)}, in an earlier graph with "
+        f"these collectives. This rank compiles {poll.function}, and {why}: unlike calls could meet. "
+        "Config(deviate=False) lets ranks differ; or let all compile the same, with the same graph breaks. Where a "
+        "rank is merely slow, raise ASYNCTP_AGREE_S, and the group's timeout, a quarter of which is waited at most"
     )
 
 
@@ -644,7 +707,12 @@ def _is_late(poll: _Poll) -> bool:
 
 
 def _give_up(poll: _Poll, seconds: float) -> str | None:
-    missing = poll.missing()
+    missing, sets = poll.missing(), poll.ledger.sets.get(poll.key, set())
+    doing = [poll.text in one for one in sets]
+    if poll.number == 0 and any(doing):  # a silent rank may run another function
+        if not all(doing):
+            raise _disagreement(poll, f"{_ranks(missing)} may run one with it, or one without it")
+        return _reason(poll.decide(_ACCEPTED))
     outcome = poll.too_late(seconds)
     if outcome != _ACCEPTED and not poll.ledger.late.issuperset(missing):
         log.warning(

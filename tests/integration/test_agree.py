@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -481,7 +480,7 @@ def test_a_size_that_only_one_rank_knows_is_not_put_to_the_vote() -> None:
     ledger = agree._Ledger(dist.HashStore(), 0, (0, 1), "1")
     poll = agree._Poll(ledger, "g", "k", "f", 1, f"hoist: [{agree.LOCAL}] | versions")
     agree._post(poll)
-    assert not ledger.store.check([f"{poll.place}/0"])
+    assert not ledger.store.check([f"{poll.place}/in/1/0"])
     assert "only this rank" in str(agree._outcomes([poll], time.monotonic())["g", f"hoist: [{agree.LOCAL}]"])
 
 
@@ -551,6 +550,7 @@ class Two:
         assert number == 0
         text = agree._with_provenance(SUM, Config(**QUIET))
         ledger.done["graph/f", f"model.py:{name}:1"] = {("asynctp/1/graph/fk", text): True}
+        ledger.sets["asynctp/1/graph/fk"] = {frozenset([text])}
 
 
 @pytest.fixture
@@ -559,15 +559,51 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Two:
 
 
 def test_silence_in_a_first_graph_means_no(two: Two) -> None:
-    """Whatever was agreed on in another function: a peer that comes late obeys."""
-    two.both_do("one")
+    """A peer that comes late obeys."""
     assert "rank 1 compiled nothing like it" in str(two.vote(0, "two", WITH)["g", SUM])
     assert "rank 1 compiled nothing like it" in str(two.vote(1, "two", WITH)["g", SUM])
 
 
-def test_a_rank_without_it_in_another_function_waits_for_nobody(two: Two) -> None:
+def test_a_silent_rank_may_run_another_function(two: Two) -> None:
+    """With the same collectives: then this rank does what all have agreed on there, and a late peer has to."""
     two.both_do("one")
-    assert two.vote(1, "two", WITHOUT) == {}
+    assert two.vote(0, "two", WITH) == {("g", SUM): None}
+    with pytest.raises(DisagreementError, match="others do it in this function"):
+        two.vote(1, "two", WITHOUT)
+
+
+def test_a_rank_without_it_in_another_function_needs_its_peers_there(two: Two) -> None:
+    two.both_do("one")
+    with pytest.raises(DisagreementError, match=r"rank 1 did not compile model.py:two:1, and may run another function"):
+        two.vote(0, "two", WITHOUT)
+    assert two.vote(1, "two", WITHOUT) == {}, "rank 0 is known to have compiled it"
+
+
+def test_what_a_silent_rank_runs_has_to_be_sure(two: Two) -> None:
+    """Some functions with these collectives have the sum, others do not."""
+    two.both_do("one")
+    two.ledgers[0].sets["asynctp/1/graph/fk"].add(frozenset())
+    with pytest.raises(DisagreementError, match="rank 1 may run one with it, or one without it"):
+        two.vote(0, "two", WITH)
+
+
+def test_votes_are_of_one_graph(two: Two) -> None:
+    """A rank that has it only when it compiles the function anew did not have it before."""
+    two.post(1, "one", WITHOUT)
+    two.post(1, "one", WITH)
+    assert "rank 1 of 2 does not" in str(two.vote(0, "one", WITH)["g", SUM])
+
+
+def test_recompiles_of_one_rank_shift_nothing(two: Two) -> None:
+    """It compiles the function anew by itself, and can do the same; then both compile it without."""
+    two.both_do("one")
+    assert two.vote(1, "one", WITH) == {("g", SUM): None}
+    two.ledgers[1].lacked.clear()
+    two.post(1, "one", WITHOUT)
+    key = next(key for key in two.ledgers[1].last)
+    poll = agree._Poll(two.ledgers[1], "g", key, "model.py:one:1", 0, agree._with_provenance(SUM, Config(**QUIET)))
+    poll.say_lacked()
+    assert two.vote(0, "one", WITHOUT) == {}
 
 
 def test_a_function_that_is_compiled_anew_does_the_same(two: Two) -> None:
@@ -580,7 +616,7 @@ def test_a_function_that_is_compiled_anew_does_the_same(two: Two) -> None:
 def test_a_rank_that_departs_alone_raises(two: Two, ballot: Ballot) -> None:
     """Its peer may run the earlier graph; with other collectives, its graph was broken anew."""
     two.both_do("one")
-    with pytest.raises(DisagreementError, match=r"of model.py:one:1.*rank 1 did not compile it.*deviate=False"):
+    with pytest.raises(DisagreementError, match=r"model.py:one:1.*rank 1 did not compile it.*deviate=False"):
         two.vote(0, "one", ballot)
 
 
@@ -588,7 +624,7 @@ def test_the_rest_of_a_broken_function_departs_too(two: Two) -> None:
     """Where nothing is communicated before the break."""
     two.both_do("one")
     with pytest.raises(DisagreementError, match="rank 1 did not compile it"):
-        two.vote(0, "torch_dynamo_resume_in_one_at_9", WITHOUT, resumes="model.py:one")
+        two.vote(0, "torch_dynamo_resume_in_one_at_9", WITHOUT, resumes="model.py:one:1")
 
 
 @pytest.mark.parametrize("ballot", [WITHOUT, OTHER], ids=["without", "other collectives"])
@@ -601,14 +637,14 @@ def test_ranks_that_depart_together_do_without_it(two: Two, ballot: Ballot, monk
     with mock.patch.object(agree, "_ledger", ledgers.get), named("one"), futures.ThreadPoolExecutor() as pool:
         without, done = pool.map(lambda one: agree.vote([one], Config(**QUIET)), asked, timeout=60)
     assert without == {}
-    assert re.search("anew without it|cannot do it", str(done["rank 1", SUM]))
+    assert "anew without it" in str(done["rank 1", SUM])
 
 
 def test_a_peer_with_other_graphs_of_a_function_is_not_waited_for(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCTP_AGREE_S", PATIENT_S)
     two.post(1, "one", OTHER, breaks=True)
     assert "rank 1 compiled model.py:one:1 with other collectives" in str(two.vote(0, "one", WITH)["g", SUM])
-    two.post(1, "torch_dynamo_resume_in_two_at_9", WITHOUT, resumes="model.py:two")
+    two.post(1, "torch_dynamo_resume_in_two_at_9", WITHOUT, resumes="model.py:two:1")
     assert "rank 1 breaks its graph" in str(two.vote(0, "two", WITH)["g", SUM])
 
 

@@ -155,8 +155,9 @@ def _rank(
     warnings.simplefilter("ignore")
 
     def compiled(function: Callable[..., Any], **kwargs: Any) -> Any:
+        own = kwargs.pop("options", {})
         if backend == "asynctp":
-            kwargs["options"] = {"strict": "off", **(options or {})}
+            kwargs["options"] = {"strict": "off", **(options or {}), **own}
         return torch.compile(function, backend=backend, **kwargs)
 
     verdict = _verdict(functools.partial(_seeded, program, rank, ranks), compiled, complain, heard)
