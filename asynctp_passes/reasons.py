@@ -14,7 +14,7 @@ from typing import Literal
 __all__ = ["CATALOGUE", "Outcome", "Reason", "Refusal", "catalogue_markdown"]
 
 Outcome = Literal["FUSED", "OVERLAPPED", "ACCELERATED", "BUCKETED", "ERASED", "REMATERIALIZED", "SKIPPED", "MISSED"]
-"""What happens to a collective.
+"""The outcome of a collective.
 
 FUSED: it becomes one op with its matmuls. OVERLAPPED: it runs beside matmuls that do not need it. ACCELERATED: it goes
 by an op of asynctp's own, without a matmul. BUCKETED: it becomes one with other all-reduces. ERASED: it is not made,

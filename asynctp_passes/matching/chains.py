@@ -192,7 +192,7 @@ class _Chain:
 
     @property
     def placed_by(self) -> tuple[Collective, ...]:
-        """The collectives the last of which the fused op replaces in its place, unless it follows something."""
+        """The collectives whose last one tells the place of the fused op, unless that follows something."""
         return (self.collective,)
 
     @property
@@ -368,7 +368,7 @@ class ScatterChain(_Chain):
 
     @property
     def placed_by(self) -> tuple[Collective, ...]:
-        """The collectives the last of which the fused op replaces in its place: those of all terms of a sum."""
+        """The collectives whose last one tells the place of the fused op: those of all terms of a sum."""
         return self.collectives
 
     @property

@@ -62,7 +62,7 @@ def find(
 
     A matmul between a gather and a scatter can be fused with one of them: with the scatter when the gather has other
     matmuls to overlap with, else with the gather. Only a chain that is `allowed` to be fused has a claim to it.
-    Scatters of which only the sum is used become one.
+    Scatters whose results are only used in a sum become one.
     """
     context = MatchContext(graph, collectives, sizes)
     scatters = {c.node: _scatter(context, c) for c in collectives if c.kind in ("reduce_scatter", "all_reduce")}

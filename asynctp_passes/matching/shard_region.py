@@ -101,8 +101,8 @@ class ShardRegion:
         roots: The gathered tensor, and what is computed.
         members: All tensors, views included, and where the ranks are in them; none before the region has grown.
         home: The root of every member, of what lies between members (pieces of a split), and of views that are none.
-        cross_rank: The reductions over all ranks' rows of which every rank can find what its own rows give: of those
-            with one result the first, with all of them.
+        cross_rank: The maxima and minima over all ranks' rows, of which each rank finds its own rows' first. Those of
+            one value stand together, by the first of them.
         known: These, and what is computed from nothing else of the gathered tensor, as far as that was asked: all ranks
             have it before that is there. With the first node that has the same values.
         refused: Users of members that are not members, and why.

@@ -52,8 +52,8 @@ class Machine:
 _H200 = Machine("H200", 370e3, 710e6)
 #: The H100 was not measured: it has the same SMs and links, and the H200's figures stand in for its own.
 _MACHINES = (_H200, replace(_H200, name="H100"))
-#: A collective of which a rank receives fewer bytes is mostly latency. Source: NCCL after cuBLAS less cuBLAS alone, 64
-#: to 512 rows, in `docs/results/2026-11-23-h200x2/bench.json`.
+#: A collective is mostly latency if a rank receives fewer bytes than that. Source: NCCL after cuBLAS less cuBLAS alone,
+#: 64 to 512 rows, in `docs/results/2026-11-23-h200x2/bench.json`.
 LATENCY_BYTES = 1 << 20
 #: how many times as many operations matmuls do in fp8 as in bf16 (the same runs, 2 GPUs)
 FP8_SPEED = 1.96
@@ -150,7 +150,7 @@ def cost_of(chain: Chain) -> Cost:
 
 
 def received_bytes(whole: fx.Node, ranks: int) -> int | None:
-    """The bytes that a rank receives of a tensor of which it has its part; None where sizes are symbolic or unknown."""
+    """The bytes that a rank receives when a tensor is gathered; None where sizes are symbolic or unknown."""
     count = bytes_of(whole)
     return None if count is None or not ranks else count // ranks * (ranks - 1)
 

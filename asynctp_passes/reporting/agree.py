@@ -15,7 +15,6 @@ Keys, in the store of the group, below `asynctp/<life>/<kind>/<hash of the colle
     <hash of text>/votes/<n>   how many ranks have the deviation in the nth graph
     <hash of text>/in/<n>/<rank>    there, if this rank has it in the nth graph
     <hash of text>/outcome     "accepted", or "refused" and why
-    <hash of text>/with/<n>/<rank>  there, if this rank has it in the nth graph
     <hash of text>/lacks/<rank>     how often this rank has compiled the function without it, after a graph with it
 
 A function goes by file, name and line, which all ranks share. One rank may compile it anew by itself, for another
@@ -87,7 +86,7 @@ class _Ledger:
         compiles: How many graphs there were, by key.
         graphs: The keys of this rank's graphs, in order, by the kind of the key and the function.
         last: By key, the function and number of the last graph.
-        bases: The file and name of each function, and of its rest after a graph break.
+        bases: By function, the function in the program: another one for the rest of that after a graph break.
         resumed: Functions that are the rest of a function after a graph break, by that.
         done: Deviations that all ranks do, by the kind of the key and the function: each with its key, and whether the
             graph was of the whole function.
@@ -127,7 +126,7 @@ class _Ledger:
         graphs = self.graphs.setdefault((_kind(key), name), [])
         self.last[key] = name, graphs.count(key)
         graphs.append(key)
-        self.bases[name] = "" if function is None else function.base
+        self.bases[name] = name if function is None else function.base
         if function is not None and function.resumes:
             resumed = self.resumed.setdefault(function.resumes, [])
             resumed += [] if name in resumed else [name]
@@ -240,21 +239,15 @@ class _Poll:
         at = f"{self.place}/outcome"
         return bool(self.ledger.store.check([at]) and self.ledger.store.get(at).decode() == _ACCEPTED)
 
-    def say_again(self) -> None:
-        """Say that this rank has it in a later graph, too."""
-        self.ledger.store.set(f"{self.place}/with/{self.number}/{self.ledger.rank}", "1")
-
     def refused_again(self, until: float) -> str | None:
         """Why this rank does not do in this graph what it did in an earlier one; None if it does."""
-        store, other = self.ledger.store, ""
-        having = [f"{self.place}/with/{self.number}/{rank}" for rank in self.ledger.ranks]
+        other = ""
 
         def awaited() -> str:
-            silent = [rank for rank, at in zip(self.ledger.ranks, having, strict=True) if not store.check([at])]
-            return f"{_ranks(silent)} to compile what all agreed on before: {_plain(self.text)}"
+            return f"{_ranks(self.missing())} to compile what all agreed on before: {_plain(self.text)}"
 
         for _ in _looks(until - time.monotonic(), awaited):
-            if (other := self._lacked_elsewhere()) or store.check(having):
+            if (other := self._lacked_elsewhere()) or not self.missing():
                 break
         if not other:
             return None
@@ -327,8 +320,8 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
         The outcomes. With `torch._dynamo.config.suppress_errors` this rank refuses all.
 
     Raises:
-        DisagreementError: All ranks have agreed on something in an earlier graph with the same collectives, which this
-            graph cannot do, and another rank has compiled no graph without it.
+        DisagreementError: All ranks have agreed on a deviation that this graph cannot do, and another rank may run a
+            graph with it.
     """
     votes: Votes = {(one.group, text): None for one in ballots for text in one.deviations}
     if not config.deviate:
@@ -393,7 +386,7 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[st
             _wait_until_shown(early, until)
             found = {(one.group, _plain(one.text)): one.outcome() for one in then}
             votes |= {at: _reason(outcome or f"{_REFUSED}it is not known yet") for at, outcome in found.items()}
-            _keep(then, late, votes, config)
+            _keep(then, late, votes)
     refused = [reason for reason in votes.values() if reason is not None]
     if refused:
         for ledger, key in _keys([*early, *late]):
@@ -546,8 +539,6 @@ def _in_later_graphs(
             again += [poll for poll in polls if poll.place in kept and votes[poll.group, _plain(poll.text)] is None]
     for poll in lacked:
         poll.say_lacked()
-    for poll in again:
-        poll.say_again()
     moment = min(until, time.monotonic() + AGAIN_S)
     for poll in again:
         votes[poll.group, _plain(poll.text)] = poll.refused_again(moment)
@@ -556,7 +547,7 @@ def _in_later_graphs(
     for one in ballots:
         if (ledger := _ledger(one.group)) is not None:
             _in_another_function(ledger, one, polls, votes, until)
-    _keep(polls, ballots, votes, config)
+    _keep(polls, ballots, votes)
 
 
 def _in_another_function(ledger: _Ledger, ballot: Ballot, polls: Sequence[_Poll], votes: Votes, until: float) -> None:
@@ -566,9 +557,8 @@ def _in_another_function(ledger: _Ledger, ballot: Ballot, polls: Sequence[_Poll]
     """
     key = _key(ledger, ballot)
     name, number = ledger.last[key]
-    own = {
-        poll.text for poll in polls if poll.key == key and votes[poll.group, _plain(poll.text)] is None
-    }  # of one group: keys of others are in other ledgers
+    done = (poll for poll in polls if poll.key == key and votes[poll.group, _plain(poll.text)] is None)
+    own = {poll.text for poll in done if poll.ledger is ledger}
     other = set[str]().union(*ledger.sets.get(key, ())) - own
     if number or not other:
         return
@@ -576,20 +566,14 @@ def _in_another_function(ledger: _Ledger, ballot: Ballot, polls: Sequence[_Poll]
         poll = _Poll(ledger, ballot.group, key, name, number, text)
         if poll.decide(f"{_REFUSED}rank {ledger.rank} compiled {name} without it") == _ACCEPTED:
             raise _disagreement(poll, "others do it in this function")
-    silent = ledger.silent(key)
-
-    def awaited() -> str:
-        return f"{_ranks(silent)} to compile {name}: it may run another function, where all agreed on something"
-
-    for _ in _looks(until - time.monotonic(), awaited):
-        silent = ledger.silent(key)
-        if not silent:
-            return
-    raise _disagreement(poll, f"{_ranks(silent)} did not compile {name}, and may run another function")
+    why = "it may run another function, where all agreed on something"
+    silent = _still(lambda: ledger.silent(key), until, f"to compile {name}: {why}")
+    if silent:
+        raise _disagreement(poll, f"{_ranks(silent)} did not compile {name}, and may run another function")
 
 
-def _keep(polls: Sequence[_Poll], ballots: Sequence[Ballot], votes: Votes, config: Config) -> None:
-    """Note what all ranks do in these graphs."""
+def _keep(polls: Sequence[_Poll], ballots: Sequence[Ballot], votes: Votes) -> None:
+    """Note the deviations that all ranks do in these graphs."""
     function = compat.compiled_function()
     accepted = [poll for poll in polls if votes[poll.group, _plain(poll.text)] is None]
     for poll in accepted:
@@ -612,32 +596,37 @@ def _done_before(ledger: _Ledger, group: str, key: str) -> list[_Poll]:
         for other, text in ledger.done.get((kind, name), {})
         if other == key or number == 0
     ]
-    base = next((base for base, resumed in ledger.resumed.items() if name in resumed), None)
-    for (other_kind, function), done in ledger.done.items() if base is not None and number == 0 else ():
+    base = ledger.bases[name]
+    for (other_kind, function), done in ledger.done.items() if base != name and number == 0 else ():
         if other_kind == kind and function != name and ledger.bases[function] == base:
-            whole = [
-                _Poll(ledger, group, at[0], function, number, at[1]) for at, all_of_it in done.items() if all_of_it
-            ]
-            graphs = len(ledger.graphs[kind, function])  # it has departed already, if this is its graph's rest
-            found += [poll for poll in whole if ledger.departed.get(poll.place) != graphs]
+            graphs = len(ledger.graphs[kind, function])  # it has departed already, if this is its last graph's rest
+            whole = [at for at, is_whole in done.items() if is_whole]
+            polls = [_Poll(ledger, group, other, function, number, text) for other, text in whole]
+            found += [poll for poll in polls if ledger.departed.get(poll.place) != graphs]
     return found
 
 
 def _wait_for_others(poll: _Poll, until: float) -> None:
     """Wait until every rank has compiled the function without a deviation that was accepted."""
-    having, begun = poll.not_lacking(), time.monotonic()
-
-    def awaited() -> str:
-        return f"{_ranks(having)} to compile {poll.function} without what all agreed on: {_plain(poll.text)}"
-
-    for _ in _looks(until - begun, awaited):
-        having = poll.not_lacking()
-        if not having:
-            return
-    seconds = time.monotonic() - begun
-    raise _disagreement(
-        poll, f"{_ranks(having)} did not compile it without that, as this rank does, within {seconds:.0f} s"
+    begun = time.monotonic()
+    having = _still(
+        poll.not_lacking, until, f"to compile {poll.function} without what all agreed on: {_plain(poll.text)}"
     )
+    if having:
+        seconds = time.monotonic() - begun
+        raise _disagreement(
+            poll, f"{_ranks(having)} did not compile it without that, as this rank does, within {seconds:.0f} s"
+        )
+
+
+def _still(ranks: Callable[[], list[int]], until: float, awaited: str) -> list[int]:
+    """The ranks that are left at the end of a wait for them; none where it ends early."""
+    left: list[int] = []
+    for _ in _looks(until - time.monotonic(), lambda: f"{_ranks(ranks())} {awaited}"):
+        left = ranks()
+        if not left:
+            break
+    return left
 
 
 def _looks(limit: float, awaited: Callable[[], str], longest: float = _PAUSES_S[1]) -> Iterator[float]:
@@ -667,7 +656,7 @@ def _disagreement(poll: _Poll, why: str) -> DisagreementError:
         f"asynctp: all ranks of group {poll.group!r} have agreed to {_plain(poll.text)}, in an earlier graph with "
         f"these collectives. This rank compiles {poll.function}, and {why}: unlike calls could meet. "
         "Config(deviate=False) lets ranks differ; or let all compile the same, with the same graph breaks. Where a "
-        "rank is merely slow, raise ASYNCTP_AGREE_S, and the group's timeout, a quarter of which is waited at most"
+        "rank is merely slow, raise ASYNCTP_AGREE_S, and the group's timeout: a wait takes a quarter of that at most"
     )
 
 
