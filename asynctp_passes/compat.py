@@ -63,6 +63,21 @@ _SCALING_TYPES = {"1x128": 4, "128x128": 5}
 """`torch.nn.functional.ScalingType`, by its values."""
 
 
+def int_mm(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` of int8 in int32.
+
+    CUDA's takes more than 16 rows, and sizes that are multiples of 8: operands of others are padded.
+    """
+    if not a.is_cuda:
+        return torch._int_mm(a, b)
+    rows, depth, columns = a.shape[0], a.shape[1], b.shape[1]
+    more = (max(17, rows) - rows, -depth % 8, -columns % 8)
+    if any(more):
+        a = torch.nn.functional.pad(a, (0, more[1], 0, more[0]))
+        b = torch.nn.functional.pad(b.t(), (0, more[1], 0, more[2])).t()
+    return torch._int_mm(a, b)[:rows, :columns].contiguous()
+
+
 def scaled_mm_in_blocks(
     a: Tensor,
     b: Tensor,

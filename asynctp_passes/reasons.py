@@ -213,9 +213,9 @@ COMPUTED_BETWEEN = _miss(
 QUANTIZED_AFTER_GATHER = _miss(
     "ATP106",
     "QUANTIZED_AFTER_GATHER",
-    "the gathered tensor is quantized to fp8 between the all-gather and the scaled matmul, in a way that cannot be "
+    "the gathered tensor is quantized to fp8 or int8 between the all-gather and the matmul, in a way that cannot be "
     "moved to the shard",
-    "quantize with pointwise operations and an amax of each row, which are moved; or quantize the shard and gather fp8",
+    "quantize with pointwise operations and an amax of each row, which are moved; or gather the quantized shard",
 )
 NOT_ROWS_OR_CONTRACTION = _miss(
     "ATP107",

@@ -48,6 +48,7 @@ __all__ = [
     "read_collectives",
     "read_matmul",
     "read_term",
+    "rows_of",
     "same_strides",
     "scales_mismatch",
     "unknown_group",
@@ -313,14 +314,14 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     if a is None or right is None or out is None:
         return Refusal(reasons.SHAPE_UNKNOWN, node.name)
     b, b_transposed = _one_matrix(values[op.b], op.b_transposed)
-    if b is None or a.dim() < 2 or not same(_rows(a), _rows(out)) or not _fit(a, right, out, op.b_transposed):
+    if b is None or a.dim() < 2 or not same(rows_of(a), rows_of(out)) or not _fit(a, right, out, op.b_transposed):
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}: {list(a.shape)} @ {list(right.shape)}")
     bias = values.get(op.bias) if op.bias is not None else None
     problem = _added(node, values, bias, out)
     scaled = _scaled(node, op, values, a, right, out)
     if problem is not None or isinstance(scaled, Refusal):
         return problem or scaled  # type: ignore[return-value]
-    if scaled is None and out.dtype != a.dtype:
+    if scaled is None and out.dtype != (torch.int32 if a.dtype == torch.int8 else a.dtype):
         return Refusal(reasons.DTYPE_UNSUPPORTED, f"{node.name}: {a.dtype} -> {out.dtype}")
     return Matmul(result, values[op.a], b, bias, scaled, b_transposed, None if result is node else node)
 
@@ -378,7 +379,8 @@ def _fit(a: torch.Tensor, right: torch.Tensor, out: torch.Tensor, b_transposed: 
     return not _differ(a.shape[-1], depth) and not _differ(out.shape[-1], columns)
 
 
-def _rows(tensor: torch.Tensor) -> Size:
+def rows_of(tensor: torch.Tensor) -> Size:
+    """The rows of a tensor: all dimensions but the last."""
     sizes: tuple[Any, ...] = tuple(tensor.shape[:-1])
     return product(compat.expression(size) if isinstance(size, torch.SymInt) else size for size in sizes)
 

@@ -47,13 +47,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """An op that every rank applies to its parts of the operands in `parts`, and so gets its part of `node`."""
+    """An op that every rank applies to its parts of the operands in `parts`, and so gets its part of `node`.
+
+    `filled` has the other operands with a value for each row, the same number in all, and the dimension of the rows.
+    """
 
     node: fx.Node
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     parts: tuple[tuple[fx.Node, Part], ...]
+    filled: tuple[tuple[fx.Node, int], ...] = ()
 
     @property
     def others(self) -> tuple[fx.Node, ...]:

@@ -198,7 +198,7 @@ def _with_chains(
             for one in (joined,) if joined is chain else (joined, chain):
                 followed = _following(context, one)
                 scaled = followed.matmuls[0].scaled
-                refusal = None if scaled is None or followed.scale_placement else region.late(scaled.a_scale)
+                refusal = None if scaled is None or followed.scale_placement else region.late(scaled.given_a_scale)
                 if refusal is not None:
                     late |= {matmul.node: refusal for matmul in followed.matmuls}
                 else:
@@ -296,16 +296,16 @@ def _joined(data: ShardRegion, chain: GatherChain) -> GatherChain:
 def _with_scales(data: ShardRegion, chain: GatherChain, scaled: ScaledOptions) -> GatherChain | None:
     """With the gather of the scales of the same shard, of rows or blocks, if the matmuls are all that use it."""
     context = data.context
-    scale = context.gather_of.get(scaled.a_scale)
+    scale = context.gather_of.get(scaled.given_a_scale)
     if scale is None or scale is chain.collective or not _of_one_group(scale, chain.collective):
         return None
     region = ShardRegion(context, scale)
     if region.used_elsewhere(set(nodes_of(chain.matmuls))) or data.late(scale.source) is not None:
         return None
-    placement = placed_scales(region, scale.node, region.view(scaled.a_scale), scaled.of_a, chain.placement)
+    placement = placed_scales(region, scale.node, region.view(scaled.given_a_scale), scaled.of_a, chain.placement)
     if not isinstance(placement, GatherPlacement):
         return None
-    views = region.views_to(matmul.scaled.a_scale for matmul in chain.matmuls if matmul.scaled is not None)
+    views = region.views_to(matmul.scaled.given_a_scale for matmul in chain.matmuls if matmul.scaled is not None)
     return replace(chain, scale=scale, scale_placement=placement, views=context.sorted([*chain.views, *views]))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import fx
 
 from asynctp_passes.ir.nodes import is_pointwise, tensor_of, traits_of
@@ -88,10 +89,11 @@ class Ways:
 
 
 def quantizes(node: fx.Node) -> bool:
-    """True for a cast to fp8, and for an op of the program's own that is called so."""
+    """True for a cast to fp8 or int8, and for an op of the program's own that is called so."""
     value = tensor_of(node)
     if traits_of(node).casts:
-        return value is not None and value.dtype.itemsize == 1 and value.dtype.is_floating_point
+        fp8 = value is not None and value.dtype.itemsize == 1 and value.dtype.is_floating_point
+        return fp8 or (value is not None and value.dtype == torch.int8)
     return any(word.startswith("quant") for word in _rowwise_words(node))
 
 

@@ -33,7 +33,8 @@ def all_gather_matmul(
     if torch.is_grad_enabled():
         refuse_lost_gradients(biases)
     reference.check_gather("all_gather_matmul", a_shard, bs, biases, gather_dim, group_size, sizes=False)
-    return _fake_gather(a_shard, bs, gather_dim, group_size, a_shard.dtype, return_a_full)
+    dtype = reference.product_dtype(a_shard.dtype)
+    return _fake_gather(a_shard, bs, gather_dim, group_size, dtype, return_a_full)
 
 
 def all_gather_scaled_matmul(

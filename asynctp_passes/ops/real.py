@@ -63,7 +63,7 @@ def all_gather_matmul(
         options = (
             gather_dim,
             False,
-            a_shard.dtype,
+            reference.product_dtype(a_shard.dtype),
             False,
             return_a_full,
             group_size,

@@ -10,6 +10,9 @@ and multiplied by its factor if there are `factors`. Then the products are added
 multiplied if there is a factor for it, and the collective sums. All is in the dtype that the products have. On CPU
 `"avg"` is the sum divided by the number of ranks, since gloo has no average in every supported torch; elsewhere the
 backend's own average is used.
+
+A scaled product of operands that are not fp8 is rounded to their dtype before it is scaled in fp32, as programs do; of
+int8 it is exact, in int32.
 """
 
 from __future__ import annotations
@@ -62,6 +65,8 @@ SCALINGS = (
 BLOCKWISE = {"1x128", "128x128"}
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALED_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALED_AFTER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
+"""Dtypes besides fp8 that the scaled ops take: a product is made in its own dtype (int32 of int8), then scaled."""
 WIDENED = (torch.bfloat16, torch.float16)
 """Dtypes of products that can be summed in float32."""
 REDUCE_OPS = ("sum", "avg")
@@ -806,14 +811,19 @@ def _check_product(
     _require(b.ndim == 2, op, b_name, _describe(b), "a matrix [K, N]; flatten or transpose it first")
     _require(a.device == b.device, op, b_name, _describe(b), f"on the device of {a_name}, {a.device}")
     if scales is None:
-        _require(a.dtype in PLAIN_DTYPES, op, a_name, _describe(a), f"of a dtype in {PLAIN_DTYPES}")
+        plain = (*PLAIN_DTYPES, torch.int8) if op.startswith("all_gather") else PLAIN_DTYPES
+        _require(a.dtype in plain, op, a_name, _describe(a), f"of a dtype in {plain}")
         _require(b.dtype == a.dtype, op, b_name, _describe(b), f"of the dtype of {a_name}, {a.dtype}; cast one of them")
     else:
+        scaled = (*FP8_DTYPES, *SCALED_AFTER_DTYPES)
         for name, operand in ((a_name, a), (b_name, b)):
-            _require(operand.dtype in FP8_DTYPES, op, name, _describe(operand), f"of a dtype in {FP8_DTYPES}")
+            _require(operand.dtype in scaled, op, name, _describe(operand), f"of a dtype in {scaled}")
+        alike = a.dtype == b.dtype or (a.dtype in FP8_DTYPES and b.dtype in FP8_DTYPES)
+        _require(alike, op, b_name, _describe(b), f"of the dtype of {a_name}, {a.dtype}; only fp8 dtypes mix")
         _require(scales.out_dtype in SCALED_OUT_DTYPES, op, "out_dtype", scales.out_dtype, f"in {SCALED_OUT_DTYPES}")
     if bias is not None:
-        dtypes = (a.dtype,) if scales is None else SCALED_OUT_DTYPES
+        own = () if a.dtype == torch.int8 else (a.dtype,)
+        dtypes = own if scales is None else SCALED_OUT_DTYPES
         fits = bias.ndim in (1, 2) and bias.dtype in dtypes and bias.device == a.device
         limit = f"a vector [N] or a row [1, N] of a dtype in {dtypes} on {a.device}"
         _require(fits, op, bias_name, _describe(bias), limit)
@@ -849,7 +859,11 @@ def _check_b_scale(op: str, name: str, scale: Tensor, b: Tensor) -> None:
 def _check_pair(op: str, names: str, of_a: tuple[Tensor, Sequence[int]], of_b: tuple[Tensor, Tensor]) -> None:
     shapes = [list(of_a[0].shape), list(of_b[0].shape)]
     limit = f"scaled in one of these ways: {', '.join(f'{a} x {b}' for a, b in SCALINGS)}"
-    _require(_scaling(of_a, of_b) is not None, op, names, shapes, limit)
+    recipe = _scaling(of_a, of_b)
+    _require(recipe is not None, op, names, shapes, limit)
+    blocks = recipe is not None and not BLOCKWISE.isdisjoint(recipe)
+    limit = "one number or by rows: only fp8 operands have scales of blocks"
+    _require(not blocks or of_b[1].dtype in FP8_DTYPES, op, names, shapes, limit)
 
 
 def _scaling(of_a: tuple[Tensor, Sequence[int]], of_b: tuple[Tensor, Tensor]) -> tuple[str, str] | None:
@@ -1158,9 +1172,17 @@ def multiplied(tensor: Tensor, factor: float) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """`a @ b + bias`, rounded once."""
-    flat = torch.mm(_rows(a), b) if bias is None else torch.addmm(bias, _rows(a), b)
+    """`a @ b + bias`, rounded once; of int8 in int32, without a bias."""
+    if a.dtype == torch.int8:
+        flat = compat.int_mm(_rows(a), b)
+    else:
+        flat = torch.mm(_rows(a), b) if bias is None else torch.addmm(bias, _rows(a), b)
     return flat.view(*a.shape[:-1], b.shape[1])
+
+
+def product_dtype(operands: torch.dtype) -> torch.dtype:
+    """The dtype of a product without scales."""
+    return torch.int32 if operands == torch.int8 else operands
 
 
 def scaled_product(
@@ -1175,6 +1197,10 @@ def scaled_product(
     """`(a × a_scale) @ (b × b_scale) + bias`, rounded once to `out_dtype`."""
     rows = _rows(a)
     recipe = _scaling((a_scale, a.shape), (b_scale, b))
+    if recipe is not None and BLOCKWISE.isdisjoint(recipe) and a.dtype not in FP8_DTYPES:
+        exact, row_scale = product(rows, b, None).float(), a_scale.reshape(-1, 1)
+        flat = _finish(exact, row_scale, b_scale.reshape(1, -1), bias, out_dtype)
+        return flat.view(*a.shape[:-1], b.shape[1])
     if recipe is not None and BLOCKWISE.issuperset(recipe):
         flat = _product_in_blocks(rows, b, _rows(a_scale), b_scale, recipe, bias, out_dtype, use_fast_accum)
         return flat.view(*a.shape[:-1], b.shape[1])

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import arguments, tensor_of, value_of
+from asynctp_passes.ir.nodes import arguments, tensor_of, traits_of, value_of
 from asynctp_passes.ir.read import called_name, sent_kind
 from asynctp_passes.ir.sizes import Size, same
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
@@ -184,7 +184,8 @@ class Words:
                 operand: texts[part.root] + _part(step, operand, part) + _bits(part, operand)
                 for operand, part in step.parts
             }
-            others = {other: self._elsewhere(other, {}) for other in step.others}
+            others = {other: self._elsewhere(other, {}) for other in step.others if other not in dict(step.filled)}
+            others |= {other: _filled(other) for other, _ in step.filled}
             texts[step.node] = _short(f"{called_name(step.node)}({', '.join(_arguments(step.node, parts | others))})")
             stack.pop()
         return texts[root]
@@ -202,6 +203,17 @@ class Words:
             texts[one] = leaf or _short(f"{called_name(one)}({', '.join(_arguments(one, texts))})")
             stack.pop()
         return texts[node]
+
+
+def _filled(node: fx.Node) -> str:
+    """A tensor of one number everywhere: how that is made, whatever the sizes are."""
+    traits, sources = traits_of(node), [one for one in node.all_input_nodes if tensor_of(one) is not None]
+    if traits.constant is not None:
+        number = arguments(node)[traits.constant] if isinstance(traits.constant, str) else traits.constant
+        return f"{_argument(number, {})} of {value_of(node).dtype}"
+    if traits.view is not None and not traits.converts:
+        return _filled(sources[0])
+    return _short(f"{called_name(node)}({', '.join(_arguments(node, {one: _filled(one) for one in sources}))})")
 
 
 def _arguments(node: fx.Node, texts: Mapping[fx.Node, str]) -> Iterator[str]:

@@ -68,7 +68,8 @@ def call_of(
     b_scales: Sequence[Tensor]
     if op == "all_gather_matmul":
         a, bs, biases, dim, full = given
-        return GatherCall(a, None, bs, (), biases, dim, False, a.dtype, False, full, world)
+        own = torch.int32 if a.dtype == torch.int8 else a.dtype
+        return GatherCall(a, None, bs, (), biases, dim, False, own, False, full, world)
     if op == "all_gather_scaled_matmul":
         a, a_scale, bs, b_scales, biases, dim, travels, dtype, fast, full = given
         return GatherCall(a, a_scale, bs, b_scales, biases, dim, travels, dtype, fast, full, world)

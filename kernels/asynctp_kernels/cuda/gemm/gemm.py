@@ -158,6 +158,10 @@ def refused_gemm(
     depths: Sequence[int],
 ) -> str | None:
     """Why the persistent TMA GEMM cannot run this."""
+    if a.dtype == torch.int8:
+        return "int8 operands: the GEMM sums in fp32, and not in int32"
+    if a.dtype == torch.float16 and b_scales:
+        return "float16 operands with scales: the program's matmul may become infinite before it is scaled"
     if driver.machine(a.device.index)[0][0] != 9:
         return NOT_TUNED
     if out_dtype not in TRITON_DTYPES:
