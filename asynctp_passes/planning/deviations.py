@@ -3,7 +3,7 @@
     hoist     gather 0 of bf16 sends convert_element_type(clamp(mul(own part, 2.0)), float8_e4m3fn) instead
     join      the scales of gather 1 travel with the data of gather 0
     late      gather 0 comes after reduction 1, which a fused matmul of it depends on
-    sum       one reduction for reductions 0, 1 and 2, of which only the sum is used
+    sum       one reduction for reductions 0, 1 and 2, of which only the sum is used; or a sum over a dimension of one
     bucket    one all-reduce for all-reduces 3, 4 and 5
     drop      reduction 6 is not made, since nothing uses it
     again     gather 0 is made again in the backward
@@ -29,7 +29,7 @@ from asynctp_passes.ir.nodes import arguments, tensor_of, traits_of, value_of
 from asynctp_passes.ir.read import called_name, sent_kind
 from asynctp_passes.ir.sizes import Size, same
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
-from asynctp_passes.matching.chains import Bucket, GatherChain, Hoist, Part, ScatterChain, Step
+from asynctp_passes.matching.chains import Bucket, EarlySum, GatherChain, Hoist, Part, ScatterChain, Step
 from asynctp_passes.matching.near_miss import reduces
 
 __all__ = ["LOCAL", "Ballot", "Words", "communicated"]
@@ -122,8 +122,8 @@ class Words:
 
     # --- reductions ---
     def _sum(self, chain: ScatterChain) -> str:
-        members = sorted((self._place[node], times) for node, times in chain.crossing)
-        terms = " + ".join(f"{times:g} * {place}" for place, times in members)
+        members = sorted((self._place[node], times, _early(chain.early.get(node))) for node, times in chain.crossing)
+        terms = " + ".join(f"{times:g} * {early}{place}" for place, times, early in members)
         return f"sum: {chain.collective.kind}({chain.collective.reduce_op}) in place of {terms}"
 
     # --- gathers ---
@@ -203,6 +203,14 @@ class Words:
             texts[one] = leaf or _short(f"{called_name(one)}({', '.join(_arguments(one, texts))})")
             stack.pop()
         return texts[node]
+
+
+def _early(early: EarlySum | None) -> str:
+    """The sum that is done before a reduction: over how many, and how far apart they lie, unless they are parts."""
+    if early is None:
+        return ""
+    apart = "" if same(early.outer, 1) else f" that are {_size(early.inner)} apart"
+    return f"sum over {_size(early.count)}{apart} of "
 
 
 def _filled(node: fx.Node) -> str:

@@ -180,6 +180,7 @@ def _added(chain: ScatterChain) -> list[str]:
 
 def _named(term: Term) -> str:
     count = "" if term.factor == 1 else f"{term.factor:g} times "
+    count += "" if term.early is None else f"the sum over {term.early.count!s} of "
     return f"{count}{describe(term.node)} of {called_name(term.node) or term.node.name}"
 
 

@@ -711,8 +711,10 @@ def _give_result(build: _Builder, chain: ScatterChain, out: fx.Node) -> None:
     results = [node for collective in chain.collectives for node in collective.results]
     gone = _first_within(filter(is_sum, chain.after), {*results, *chain.after})
     for collective in chain.collectives:
-        shaped = build.reshape(out, build.shape(collective.node))
-        for node in collective.results:
+        early = chain.early.get(collective.node)
+        ends = collective.results if early is None else (early.total,)
+        shaped = build.reshape(out, build.shape(ends[0]))
+        for node in ends:
             build.replace(node, shaped, unless=collective.waits)
     for node, source in gone.items():
         build.replace(node, build.now(source))
@@ -728,11 +730,20 @@ def _times(build: _Builder, node: fx.Node, term: Term) -> fx.Node:
     return node if term.factor == 1 else build.call(_aten.mul.Tensor, node, term.factor, like=term.node)
 
 
+def _early(build: _Builder, term: Term) -> fx.Node:
+    """A term's tensor, or the sum of it that the program has after its reduction."""
+    node, early = build.now(term.node), term.early
+    if early is None:
+        return node
+    seen = build.reshape(node, (early.outer, early.count, early.inner))
+    return build.call(_aten.sum.dim_IntList, seen, [1], like=early.total)
+
+
 def _added(build: _Builder, chain: ScatterChain, shape: Sequence[Size]) -> fx.Node | None:
     """The sum of the terms that are no products, in the shape and the dtype of the products' sum; None without any."""
     total: fx.Node | None = None
     for term in chain.added:
-        node = build.reshape(build.now(term.node), shape)
+        node = build.reshape(_early(build, term), shape)
         if chain.sum_dtype not in (None, value_of(node).dtype):
             node = build.call(torch.ops.prims.convert_element_type.default, node, chain.sum_dtype, like=term.node)
         node = _times(build, node, term)
