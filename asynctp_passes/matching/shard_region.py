@@ -371,7 +371,7 @@ class ShardRegion:
                 number = arguments(step)[traits.constant] if isinstance(traits.constant, str) else traits.constant
                 if not isinstance(number, int | float):
                     return False
-            elif not sources or not _pure(step) or traits.takes_part:
+            elif not sources or not _pure(step) or traits.takes_part or (traits.view is not None and len(sources) > 1):
                 return False
             else:
                 stack.extend(sources)

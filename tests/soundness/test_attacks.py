@@ -29,6 +29,7 @@ from attack_parts import (
     unit,
     values,
 )
+from attacks_on_factors import FACTORS
 from attacks_on_scales import (
     SCALES,
     divided,
@@ -58,7 +59,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 # --- all tables -------------------------------------------------------------------------------------------------
-GRAPHS = TENSORS | SCALES | SUMS
+GRAPHS = TENSORS | SCALES | SUMS | FACTORS
 
 
 @pytest.mark.parametrize("name", GRAPHS)
