@@ -531,3 +531,58 @@ getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
 return (getitem)
 """,
     )
+
+
+def test_gather_that_is_quantized_to_int8_with_a_constant_for_every_row() -> None:
+    """torchao's W8A8: int8 is gathered instead, and the scales of rows beside it. One row of zeros does for all."""
+    b = GraphBuilder(ranks=2)
+    whole, w = b.gather(b.input("x", [3, 64], torch.bfloat16)), b.input("w", [64, 16], torch.int8)
+    convert = torch.ops.prims.convert_element_type.default
+    zeros = b.call(aten.full.default, [6, 1], 0, dtype=torch.bfloat16)
+    most = b.call(aten.maximum.default, b.call(aten.amax.default, whole, [1], True), zeros)
+    scale = b.call(convert, b.call(aten.div.Tensor, most, 127.5), torch.float32)
+    rounded = b.call(aten.round.default, b.call(aten.div.Tensor, whole, scale))
+    product = b.call(aten._int_mm.default, b.call(convert, rounded, torch.int8), w)
+    assert_expected_inline(
+        rewritten(b.returns(b.mul(b.call(convert, product, torch.float32), scale))),
+        """\
+x: bf16[3, 64]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # bf16[6, 64]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # bf16[6, 64]
+w: int8[64, 16]
+full = full([6, 1], 0, dtype=bf16)  # bf16[6, 1]
+amax = amax(wait_tensor, [1], True)  # bf16[6, 1]
+maximum = maximum(amax, full)  # bf16[6, 1]
+div = div(maximum, 127.5)  # bf16[6, 1]
+convert_element_type = convert_element_type(div, f32)  # f32[6, 1]
+div_1 = div(wait_tensor, convert_element_type)  # f32[6, 64]
+round_1 = round(div_1)  # f32[6, 64]
+convert_element_type_1 = convert_element_type(round_1, int8)  # int8[6, 64]
+_int_mm = _int_mm(convert_element_type_1, w)  # int32[6, 16]
+convert_element_type_2 = convert_element_type(_int_mm, f32)  # f32[6, 16]
+mul = mul(convert_element_type_2, convert_element_type)  # f32[6, 16]
+return (mul)
+
+=== becomes ===
+
+x: bf16[3, 64]
+amax_default = amax(x, [1], True)  # bf16[3, 1]
+w: int8[64, 16]
+full = full([6, 1], 0, dtype=bf16)  # bf16[6, 1]
+slice_tensor = slice(full, 0, 0, 1)  # bf16[1, 1]
+maximum_default = maximum(amax_default, slice_tensor)  # bf16[3, 1]
+div_tensor = div(maximum_default, 127.5)  # bf16[3, 1]
+convert_element_type_default = convert_element_type(div_tensor, f32)  # f32[3, 1]
+div_tensor_1 = div(x, convert_element_type_default)  # f32[3, 64]
+round_default = round(div_tensor_1)  # f32[3, 64]
+convert_element_type_default_1 = convert_element_type(round_default, int8)  # int8[3, 64]
+all_gather_into_tensor_default = all_gather_into_tensor(convert_element_type_default, 2, 'tp')  # f32[6, 1]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=convert_element_type_default_1, bs=[w], biases=[None],
+    gather_dim=0, return_a_full=False, group_size=2, group_name='tp')  # (int32[6, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # int32[6, 16]
+convert_element_type_2 = convert_element_type(getitem, f32)  # f32[6, 16]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[6, 1]
+mul = mul(convert_element_type_2, wait_tensor_default)  # f32[6, 16]
+return (mul)
+""",
+    )
