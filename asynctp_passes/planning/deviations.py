@@ -267,7 +267,8 @@ def _alike(step: Step, operand: fx.Node) -> int:
     if any(len(shape) != len(own) for shape in shapes):
         return 0
     alike = [all(same(shape[axis], own[axis]) for shape in shapes) for axis in range(len(own))]
-    wide = max((value_of(other).dim() for other in step.others if value_of(other).numel() != 1), default=0)
+    others = (value_of(other) for other in step.others if other not in dict(step.filled))
+    wide = max((value.dim() for value in others if value.numel() != 1), default=0)
     return min(alike.index(False) if False in alike else len(own), max(len(own) - wide, 0))
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder, aten
 from rewritten import FP8, fp8_operands, rewritten
+from torch.fx import Graph, Node
+
+from asynctp_passes import Config
+from asynctp_passes.planning.deviations import LOCAL
+from asynctp_passes.planning.plan import ballots_of, planned
 
 
 # --- gather side: where the gathered dimension goes --------------------------------------------------------
@@ -533,18 +539,40 @@ return (getitem)
     )
 
 
-def test_gather_that_is_quantized_to_int8_with_a_constant_for_every_row() -> None:
-    """torchao's W8A8: int8 is gathered instead, and the scales of rows beside it. One row of zeros does for all."""
-    b = GraphBuilder(ranks=2)
-    whole, w = b.gather(b.input("x", [3, 64], torch.bfloat16)), b.input("w", [64, 16], torch.int8)
-    convert = torch.ops.prims.convert_element_type.default
-    zeros = b.call(aten.full.default, [6, 1], 0, dtype=torch.bfloat16)
+def quantized_to_int8(b: GraphBuilder, whole: Node, rows: int | Node) -> Graph:
+    """A gathered tensor as int8 over its rows' maxima, which zeros of all rows limit, times int8."""
+    w, convert = b.input("w", [64, 16], torch.int8), torch.ops.prims.convert_element_type.default
+    zeros = b.call(aten.full.default, [rows, 1], 0, dtype=torch.bfloat16)
     most = b.call(aten.maximum.default, b.call(aten.amax.default, whole, [1], True), zeros)
     scale = b.call(convert, b.call(aten.div.Tensor, most, 127.5), torch.float32)
     rounded = b.call(aten.round.default, b.call(aten.div.Tensor, whole, scale))
     product = b.call(aten._int_mm.default, b.call(convert, rounded, torch.int8), w)
+    return b.returns(b.mul(b.call(convert, product, torch.float32), scale))
+
+
+@pytest.mark.parametrize(("rows", "dynamic"), [(3, None), (5, None), (3, 0)])
+def test_text_of_a_gather_that_is_quantized_with_a_constant(rows: int, dynamic: int | None) -> None:
+    """One rank may compile for static rows and another for dynamic ones: none of its sizes is in the text."""
+    b = GraphBuilder(ranks=2)
+    whole = b.gather(b.input("x", [rows, 64], torch.bfloat16, dynamic=dynamic))
+    count = 2 * rows if dynamic is None else b.call(aten.sym_size.int, whole, 0)
+    (ballot,) = ballots_of(planned(quantized_to_int8(b, whole, count), Config()))
+    scale = (
+        "prims.convert_element_type.default(aten.div.Tensor(aten.maximum.default("
+        "aten.amax.default(own[*, 64], [1], True), 0 of torch.bfloat16), 0x1.fe00000000000p+6), torch.float32)"
+    )
+    (text,) = ballot.deviations
+    assert text.startswith("hoist: all_gather 0 sends ")
+    assert text.endswith(f", apart {scale}")
+    assert LOCAL not in text
+
+
+def test_gather_that_is_quantized_to_int8_with_a_constant_for_every_row() -> None:
+    """torchao's W8A8: int8 is gathered instead, and the scales of rows beside it. One row of zeros does for all."""
+    b = GraphBuilder(ranks=2)
+    whole = b.gather(b.input("x", [3, 64], torch.bfloat16))
     assert_expected_inline(
-        rewritten(b.returns(b.mul(b.call(convert, product, torch.float32), scale))),
+        rewritten(quantized_to_int8(b, whole, 6)),
         """\
 x: bf16[3, 64]
 all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # bf16[6, 64]

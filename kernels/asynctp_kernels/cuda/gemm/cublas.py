@@ -179,7 +179,7 @@ def _in_fp32(
     found = rows @ columns
     if scales is not None and not in_blocks:
         found = found * scales[0].reshape(-1, 1) * scales[1].reshape(1, -1)
-    found = (found if bias is None else found + bias.reshape(1, -1).to(wide)).to(out_dtype)
+    found = (found if bias is None else found + bias.reshape(1, -1).to(found.dtype)).to(out_dtype)
     return found if out is None else out.copy_(found)
 
 
