@@ -16,7 +16,7 @@ addition joins equal maps. What else it adds in between, as a residual, is added
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -58,18 +58,10 @@ def summed(
     fused = {node: one for node, one in candidates.items() if allowed(one)}
     chains = {node: one.chain for node, one in fused.items() if isinstance(one.chain, ScatterChain)}
     owner: dict[fx.Node, object] = {node: one.collective.node for one in fused.values() for node in one.nodes}
-    early = {
-        node: one
-        for node, each in candidates.items()
-        if node not in chains and (one := early_sum(context, each.collective))
-    }
-    kinds: dict[object, list[fx.Node]] = {}
-    for node, candidate in candidates.items():
-        if (kind := _kind(context, candidate, early.get(node))) is not None:
-            kinds.setdefault(kind, []).append(node)
+    early = _early_sums(context, candidates, chains.keys())
     places = sorted(map(context.order.__getitem__, chains))
     found: dict[fx.Node, Candidate] = {}
-    for reductions in kinds.values():
+    for reductions in _by_kind(context, candidates, early):
         if len(reductions) == 1 or chains.keys().isdisjoint(reductions):
             continue
         entries = {early[node].total if node in early else node: node for node in reductions}
@@ -85,17 +77,48 @@ def summed(
             chain = _joined(context, reduced, chains, terms)
             if chain is None:
                 continue
-            before = {node for each in chain.early.values() for node in each.nodes}
-            last, after = chain.collective.node, (inside | before).difference(members)
+            last = chain.collective.node
             own = {node: fused[node].nodes if node in chains else candidates[node].collective.nodes for node in members}
-            nodes = context.sorted([*(node for each in own.values() for node in each), *after])
-            whole = replace(fused[last], chain=replace(chain, after=context.sorted(after)), nodes=nodes)
+            whole = _whole(context, chain, fused[last], own, inside)
             if allowed(whole):
-                owner |= dict.fromkeys(nodes, whole)
+                owner |= dict.fromkeys(whole.nodes, whole)
                 joining = {node: replace(candidates[node], nodes=own[node]) for node in members}
                 found |= {node: replace(one, chain=None, refusals=(), joins=whole) for node, one in joining.items()}
                 found[last] = whole
     return found
+
+
+def _whole(
+    context: MatchContext,
+    chain: ScatterChain,
+    last: Candidate,
+    own: Mapping[fx.Node, tuple[fx.Node, ...]],
+    inside: Set[fx.Node],
+) -> Candidate:
+    """The candidate of all members, in place of the last one's; `own` has the nodes of each, by its reduction."""
+    early = {node for each in chain.early.values() for node in each.nodes}
+    after = (inside | early) - own.keys()
+    nodes = context.sorted([*(node for each in own.values() for node in each), *after])
+    return replace(last, chain=replace(chain, after=context.sorted(after)), nodes=nodes)
+
+
+def _by_kind(
+    context: MatchContext, candidates: Mapping[fx.Node, Candidate], early: Mapping[fx.Node, EarlySum]
+) -> Collection[list[fx.Node]]:
+    """The reductions that may be members of one sum, together."""
+    kinds: dict[object, list[fx.Node]] = {}
+    for node, candidate in candidates.items():
+        if (kind := _kind(context, candidate, early.get(node))) is not None:
+            kinds.setdefault(kind, []).append(node)
+    return kinds.values()
+
+
+def _early_sums(
+    context: MatchContext, candidates: Mapping[fx.Node, Candidate], chains: Set[fx.Node]
+) -> dict[fx.Node, EarlySum]:
+    """The sums over a dimension that can be done before reductions without a chain, by reduction."""
+    found = {node: early_sum(context, one.collective) for node, one in candidates.items() if node not in chains}
+    return {node: early for node, early in found.items() if early is not None}
 
 
 def _kind(context: MatchContext, candidate: Candidate, early: EarlySum | None) -> object:

@@ -1,4 +1,4 @@
-"""Matmuls that cuBLAS does not scale: made in their own dtype, and scaled after it. On CPU, where torch has such ops."""
+"""Matmuls that cuBLAS does not scale: made in their own dtype, and scaled after it; on CPU, which has such ops."""
 
 from __future__ import annotations
 

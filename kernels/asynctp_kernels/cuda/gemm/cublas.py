@@ -63,15 +63,13 @@ def matmul(
     if IS_INTERPRETED:
         return _in_fp32(a, b, bias, a_scale, b_scale, _own_dtype(a) if scaling is None else scaling.out_dtype, out)
     if scaling is None:
-        if a.dtype == torch.int8:
-            return int_mm(a, b, out)
         if bias is None:
-            return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+            return _plain(a, b, out)
         return torch.addmm(bias, a, b) if out is None else torch.addmm(bias, a, b, out=out)
     assert a_scale is not None
     assert b_scale is not None
     if a.dtype not in FP8_DTYPES:
-        return _scaled_after(a, b, bias, a_scale, b_scale, scaling.out_dtype, out)
+        return _scaled_after(_plain(a, b, None), bias, a_scale, b_scale, scaling.out_dtype, out)
     row = None if bias is None else bias.reshape(-1)
     if (recipe := block_recipe(a.shape[0], b, a_scale, b_scale)) is not None:
         scales = _a_blocks(a_scale, recipe[0]), _b_blocks(b_scale, recipe[1])
@@ -80,22 +78,27 @@ def matmul(
     return scaled_mm(a, b, rows, columns, row, scaling.out_dtype, scaling.fast, out)
 
 
+def _plain(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
+    """`a @ b` in the operands' dtype, or in int32 of int8."""
+    if a.dtype == torch.int8:
+        return int_mm(a, b, out)
+    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+
+
 def _own_dtype(a: Tensor) -> torch.dtype:
     """The dtype of a matmul without scales: int32 of int8."""
     return torch.int32 if a.dtype == torch.int8 else a.dtype
 
 
 def _scaled_after(
-    a: Tensor,
-    b: Tensor,
+    plain: Tensor,
     bias: Tensor | None,
     a_scale: Tensor,
     b_scale: Tensor,
     out_dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
-    """`matmul` of operands that cuBLAS does not scale: rounded to their dtype, scaled in fp32, and rounded again."""
-    plain = int_mm(a, b, None) if a.dtype == torch.int8 else torch.mm(a, b)
+    """`matmul` of operands that cuBLAS does not scale: `plain` in their dtype, scaled in fp32, and rounded again."""
     by_rows, columns = plain * a_scale.reshape(-1, 1), b_scale.reshape(1, -1)  # fp32: neither scale is a number
     out = plain.new_empty(plain.shape, dtype=out_dtype) if out is None else out
     if bias is None:
