@@ -16,7 +16,7 @@ from torch import fx
 
 from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Blocks, Collective, Matmul, ScaledOptions
-from asynctp_passes.ir.nodes import arguments, called_op, name_of, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import Sizes, arguments, called_op, name_of, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.registry import (
     ADDMM,
@@ -47,6 +47,7 @@ __all__ = [
     "operands_that_are",
     "read_collectives",
     "read_matmul",
+    "read_sizes",
     "read_term",
     "rows_of",
     "same_strides",
@@ -137,6 +138,26 @@ def _members(call: fx.Node, op: CollectiveOp) -> list[Collective | None]:
     if items is None:
         return []
     return [_item(call, op, values, tensor, items.get(index)) for index, tensor in enumerate(tensors)]
+
+
+_CHECKED = {
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional_autograd.reduce_scatter_tensor.default",
+}
+"""Reduce-scatters that raise on a rank, before it sends, unless the ranks divide the first size of its input."""
+
+
+def read_sizes(graph: fx.Graph, collectives: Sequence[Collective], erased: Container[fx.Node] = ()) -> Sizes:
+    """The reader of a graph's sizes. It takes a size that is reduced and scattered for a multiple of the ranks.
+
+    A run in which it is none ends with an error: of the collective, or of the op that stands for it, which checks the
+    same. Not so a collective that may be `erased`, one of a list of tensors, which NCCL does not check, and a
+    registered one, which may do anything with the rest.
+    """
+    checked = (one for one in collectives if op_name(one.node) in _CHECKED and one.node not in erased)
+    inputs = ((tensor_of(one.input), one.group_size) for one in checked if one.group_size > 1)
+    divided = [(value.shape[0], ranks) for value, ranks in inputs if value is not None and value.dim()]
+    return Sizes(graph, (collective.group_size for collective in collectives), divided)
 
 
 def left_items(call: fx.Node) -> dict[int, Collective]:

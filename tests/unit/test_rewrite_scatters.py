@@ -645,6 +645,31 @@ return (matmul_reduce_scatter_default)
     )
 
 
+def test_scatter_of_dynamic_rows() -> None:
+    """A functional collective makes no guard, and the op that replaces it checks what that would have."""
+    b = GraphBuilder(ranks=2)
+    a, w = b.input("a", [6, 8], dynamic=0), b.input("w", [8, 12])
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.mm(a, w)))),
+        """\
+a: f32[s, 8]
+w: f32[8, 12]
+mm = mm(a, w)  # f32[s, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(mm, 'sum', 2, 'tp')  # f32[(s//2), 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[(s//2), 12]
+return (wait_tensor)
+
+=== becomes ===
+
+a: f32[s, 8]
+w: f32[8, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp')  # f32[(s//2), 12]
+return (matmul_reduce_scatter_default)
+""",
+    )
+
+
 def test_all_reduce_of_a_sum_in_a_view() -> None:
     """The views of the first term stay, behind the op; what is read of sizes is read off the inputs."""
     b = GraphBuilder()
