@@ -733,6 +733,16 @@ def size_of_group(value: Any) -> int:
         return 0
 
 
+def rank_in_group(value: Any) -> int | None:
+    """This process's rank in a process group (as for `size_of_group`); None where it is not in one."""
+    real = getattr(value, "real_obj", value)
+    try:
+        rank = int(process_group(real).rank())
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+    return rank if rank >= 0 else None
+
+
 _MESH = "mesh_"
 """How a DeviceMesh describes the group of a dimension, before that dimension's name."""
 

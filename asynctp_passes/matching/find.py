@@ -43,6 +43,7 @@ from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, ScatterPlacement, incomplete, locate_scatter
 from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, pads_at_end, propagate, sources_of
 from asynctp_passes.matching import near_miss
+from asynctp_passes.matching.all_to_all import own_piece
 from asynctp_passes.matching.chains import Candidate, GatherChain, Passenger, ScatterChain, Term
 from asynctp_passes.matching.collapsed import collapsed
 from asynctp_passes.matching.linear_sums import summed
@@ -212,6 +213,10 @@ def _in_rows(products: Iterable[PlacedMatmul]) -> list[PlacedMatmul]:
 def _unfused(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: Mapping[fx.Node, Refusal]) -> Candidate:
     """A gather without a chain: why its `own` matmuls are not fused, and those after what is `refused`."""
     gather, sort = region.gather, region.context.sorted
+    piece = own_piece(gather, region.context.propagation_of(gather), region.context.sizes)
+    if piece is not None:
+        refusal = Refusal(reasons.ALL_TO_ALL, f"{piece.name} is piece {piece.args[1]} of {gather.group_size}")
+        return Candidate(gather, None, (refusal,), gather.results)  # what follows has other names on other ranks
     misses = [_Miss(why, (*sort(region.views_to(matmul.all_input_nodes)), matmul)) for matmul, why in own.items()]
     misses = [_named(gather, miss) for miss in (*misses, *_near_gather(region, refused))]
     misses.sort(key=_informative)

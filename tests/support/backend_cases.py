@@ -249,6 +249,21 @@ def case_dynamic_rows_all_reduced(mesh: DeviceMesh) -> tuple[Report, ...]:
     return asynctp_passes.reports()
 
 
+def case_all_to_all(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """A sharding moves from columns to rows, and back in the backward: no miss, as on GPUs."""
+    module = nn.Sequential(nn.Linear(16, 8 * mesh.size(), bias=False))
+    plan = {"0": ColwiseParallel(input_layouts=Shard(0), output_layouts=Shard(0))}
+    parallelize_module(module, mesh, plan)
+    start()
+    x, weights = shard_of(mesh, 4, 16), list(module.parameters())
+    actual = train(compiled(module, options={"strict": "all"}), x, weights)
+    reports = asynctp_passes.reports()
+    assert_close(actual, train(module, x, weights))
+    assert {report.phase: len(report.fused) for report in reports} == {"forward": 1, "backward": 1}
+    assert [remark.name for report in reports for remark in report.others] == ["ALL_TO_ALL", "ALL_TO_ALL"]
+    return reports
+
+
 def case_dynamic_rows_scattered(mesh: DeviceMesh) -> tuple[Report, ...]:
     """A collective without a guard: rows that the ranks do not divide raise on every rank, as eager, and no rank waits.
 

@@ -76,6 +76,13 @@ def gather_of_logits(b: GraphBuilder) -> Node:
     return b.cat(b.chunks(b.gather(product(b))), dim=-1)
 
 
+@row("ALL_TO_ALL", "getitem is piece 2 of 4", rank=2)
+def all_to_all_on_cpu(b: GraphBuilder) -> Node:
+    """DTensor's, from rows to columns. Its clone is the contiguous piece that DTensor returns."""
+    columns = b.call(aten.split.Tensor, gathered(b), 2, 1)
+    return times(b, b.call(aten.clone.default, b.call(getitem, columns, 2), memory_format=torch.contiguous_format))
+
+
 @row("GATHERED_SCALE", "_scaled_mm", fused=1)
 def scale_gathered_over_another_group(b: GraphBuilder) -> Node:
     """The data is fused with its matmul; its scale comes over a group of its own, so it stays a gather."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import getitem
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from graph_builder import GraphBuilder, aten
+from graph_builder import GraphBuilder, aten, snapshot
+from passes import outcomes, run_pass
 from rewritten import FP8, fp8_operands, rewritten
 from torch.fx import Graph, Node
 
-from asynctp_passes import Config
+from asynctp_passes import Config, compat
 from asynctp_passes.planning.deviations import LOCAL
 from asynctp_passes.planning.plan import ballots_of, planned
 
@@ -614,3 +618,23 @@ mul = mul(convert_element_type_2, wait_tensor_default)  # f32[6, 16]
 return (mul)
 """,
     )
+
+
+# --- an all-to-all -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rank", "device", "code"), [(1, "cpu", "ATP015"), (0, "cpu", "ATP103"), (1, "cuda", "ATP103")]
+)
+@pytest.mark.parametrize("split", [aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default])
+def test_an_all_to_all_is_left_alone(
+    split: Callable[..., object], rank: int, device: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told by the number of the piece, and on CPU only: on GPUs DTensor calls one collective."""
+    monkeypatch.setattr(compat, "rank_in_group", lambda group: rank)
+    b = GraphBuilder(ranks=2)
+    sizes = {aten.split.Tensor: 4, aten.chunk.default: 2, aten.split_with_sizes.default: [4, 4]}
+    pieces = b.call(split, b.gather(b.input("x", [4, 8], device=device)), sizes[split], 1)
+    own = b.call(aten.clone.default, b.call(getitem, pieces, 1), memory_format=torch.contiguous_format)
+    graph = b.returns(b.mm(own, b.input("w", [4, 6], device=device)), b.permute(own, [1, 0]))
+    before = snapshot(graph)
+    assert outcomes(run_pass(graph)) == [code]
+    assert device == "cuda" or snapshot(graph) == before  # the gather of a group goes by asynctp's transport there
