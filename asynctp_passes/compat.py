@@ -319,6 +319,16 @@ def call_graph_pass(graph_pass: Callable[..., None], graph: fx.Graph, is_inferen
         graph_pass(graph)
 
 
+def nodes_hidden_by(node: fx.Node) -> Sequence[fx.Node]:
+    """The nodes in whose place Inductor put a function that lowers them all (`woq_int8`); erased, they know their ops.
+
+    None for a node that calls an op, or another function.
+    """
+    match = node.target.args[0] if isinstance(node.target, functools.partial) and node.target.args else None
+    nodes: Sequence[fx.Node] = getattr(match, "nodes", ())
+    return nodes
+
+
 def has_folded_output_scale(node: fx.Node) -> bool:
     """True for a scaled matmul into which torch 2.15 has folded a multiplication of its output."""
     return bool(node.meta.get("inductor_folded_scaled_mm_output_scale"))

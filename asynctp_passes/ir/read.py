@@ -52,6 +52,7 @@ __all__ = [
     "rows_of",
     "same_strides",
     "scales_mismatch",
+    "short_name",
     "unknown_group",
     "waits_for_several",
 ]
@@ -59,7 +60,9 @@ __all__ = [
 WAIT = "_c10d_functional.wait_tensor.default"
 _WAIT_FOR_LIST = "_c10d_functional.wait_tensors.default"
 """From torch 2.15 on, the results of a collective of several tensors are waited for together."""
-_MATMUL_WORDS = re.compile(r"(^|_)((mm|bmm|addmm|baddbmm|einsum)(_|$)|linear$)|gemm|matmul")
+_MATMUL_WORDS = re.compile(
+    r"(^|_)(((int\d)?mm|bmm|addmm|baddbmm|einsum)(_|$)|linear$|q?linear_(pointwise|dynamic))|gemm|matmul"
+)
 _COLLECTIVE_WORDS = re.compile(
     r"all_gather|reduce_scatter|all_reduce|all_to_all|allgather|allreduce|reducescatter|alltoall"
 )
@@ -69,6 +72,12 @@ def called_name(node: fx.Node) -> str:
     """The name of the op that a node calls, be it inside of `auto_functionalized`; empty for other nodes."""
     op = called_op(node)
     return op_name(node) if op is None else name_of(op)
+
+
+def short_name(node: fx.Node) -> str:
+    """The name of the op that a node calls, without its namespace and overload."""
+    name = called_name(node)
+    return name.split(".")[1] if "." in name else name
 
 
 def _left_operand(matmul: fx.Node) -> fx.Node | None:
@@ -290,7 +299,7 @@ def _first_tensor(node: fx.Node) -> fx.Node | None:
 def is_matmul(node: fx.Node) -> bool:
     """True for every op that multiplies matrices, or looks as if, whether asynctp rewrites it or not."""
     name = called_name(node)
-    return matmul_op(name) is not None or _looks_matmul(name)
+    return matmul_op(name) is not None or _looks_matmul(name) or any(map(is_matmul, compat.nodes_hidden_by(node)))
 
 
 @functools.cache
@@ -309,7 +318,7 @@ def operands_that_are(matmul: fx.Node, nodes: Container[fx.Node]) -> set[str]:
     op, sources = matmul_op(called_name(matmul)), matmul.all_input_nodes
     roles: dict[Any, str]
     if op is None:
-        left = sources[:1] if compat.is_op(matmul.target) else sources
+        left = sources[:1] if compat.is_op(matmul.target) or compat.nodes_hidden_by(matmul) else sources
         roles = {source: "left" if source in left else "right" for source in sources}
     else:
         values = arguments(matmul)
@@ -327,7 +336,9 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     name = called_name(node)
     op = matmul_op(name)
     if op is None:
-        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}")
+        hidden = " -> ".join(map(short_name, compat.nodes_hidden_by(node)))
+        facts = f"{name} {node.name}" + (f", which Inductor put in the place of {hidden}" if hidden else "")
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, facts)
     values, result = arguments(node), _result(node, op)
     if isinstance(result, Refusal):
         return result

@@ -674,7 +674,7 @@ def _near_scatter(context: MatchContext, scatter: Collective, leaves: set[fx.Nod
 
 def _way_up(context: MatchContext, scatter: Collective, leaves: set[fx.Node]) -> list[fx.Node]:
     """The way from a leaf of the scattered sum up to a matmul; empty when there is none."""
-    ways = (context.ways_up.path(leaf, scatter.node) for leaf in context.sorted(leaves))
+    ways = (context.ways_to_reduced.path(leaf, scatter.node) for leaf in context.sorted(leaves))
     return next((way for way in ways if way), [])
 
 

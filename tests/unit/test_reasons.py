@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import reason_rows_of_limits  # noqa: F401  (adds its rows)
+import reason_rows_of_own_ops  # noqa: F401
 import reason_rows_of_scope  # noqa: F401
 import reason_rows_of_structure  # noqa: F401
 from graph_builder import snapshot
