@@ -383,12 +383,13 @@ def _one_matrix(node: fx.Node, transposed: bool) -> tuple[fx.Node | None, bool]:
         source = tensor_of(node.args[0]) if node.args else None
         if source is None or source.dim() < 2:
             break
-        if traits_of(node).view in (View.EXPAND, View.RESHAPE):  # may repeat or regroup the matrices of a batch
+        traits = traits_of(node)
+        if traits.view in (View.EXPAND, View.RESHAPE):  # may repeat or regroup the matrices of a batch
             if not all(identical(x, y) for x, y in zip(source.shape[-2:], value.shape[-2:], strict=True)):
                 break
         elif _swaps_last_two(node, value.dim()):
             transposed = not transposed
-        else:
+        elif traits.view is not View.SAME or traits.copies:
             break
         node = node.args[0]  # type: ignore[assignment]
     return None, transposed

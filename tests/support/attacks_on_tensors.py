@@ -290,6 +290,14 @@ def weight_mutated_after_it_was_expanded(b: Builder) -> list[Node]:
     return [b.call(aten.bmm.default, chunks(b, gathered(b, x), 2, 0, 1), weights)]
 
 
+def weight_mutated_after_it_was_aliased(b: Builder) -> list[Node]:
+    """The batch is the same memory, and is multiplied as it is then."""
+    x, w = inputs(b, (3, 4, 6), (6, 6))
+    right = b.call(aten.alias.default, b.call(aten.expand.default, w, [6, 6, 6]))
+    b.call(aten.add_.Tensor, w, 1)
+    return [b.call(aten.bmm.default, gathered(b, x), right)]
+
+
 def weight_copied_before_it_is_mutated(b: Builder) -> list[Node]:
     """A copy of the expanded weight is not seen through."""
     x, w = inputs(b, (2, 4, 6), (6, 8))
@@ -413,6 +421,10 @@ TENSORS: dict[str, tuple[Attack, list[str]]] = {
     "batch, transposed from the end": (batch_times((aten.transpose.int, -1, -2)), ["F"]),
     "batch, permuted": (batch_times((aten.permute.default, [0, 2, 1])), ["F"]),
     "batch, transposed twice": (batch_times((aten.transpose.int, 1, 2), (aten.permute.default, [0, 2, 1])), ["F"]),
+    "batch, aliased": (batch_times((aten.alias.default,)), ["F"]),
+    "batch, detached and transposed": (batch_times((aten.detach.default,), (aten.transpose.int, 1, 2)), ["F"]),
+    "batch, copied": (batch_times((aten.clone.default,)), ["ATP115"]),
+    "batch, negated": (batch_times((aten.neg.default,)), ["ATP115"]),
     "batch, permuted to what it was": (batch_times((aten.permute.default, [0, 1, 2])), ["ATP115"]),
     "batch, matrices and rows permuted": (batch_times((aten.permute.default, [1, 0, 2])), ["ATP115"]),
     "batch, matrices and rows transposed": (batch_times((aten.transpose.int, 0, 1)), ["ATP115"]),
@@ -448,6 +460,7 @@ TENSORS: dict[str, tuple[Attack, list[str]]] = {
     "one sum twice in a list": (one_sum_all_reduced_twice, ["ATP202", "ATP202"]),
     "items that need each other": (items_that_need_each_other, ["F", "F"]),
     "weight mutated after it was expanded": (weight_mutated_after_it_was_expanded, ["F"]),
+    "weight mutated after it was aliased": (weight_mutated_after_it_was_aliased, ["F"]),
     "weight copied before it is mutated": (weight_copied_before_it_is_mutated, ["ATP115"]),
     "batch of weights that looks like one": (batch_of_weights_that_looks_like_one, ["ATP115"]),
     "weight transposed once in the batch": (weight_transposed_once_in_the_batch, ["F"]),
