@@ -319,3 +319,16 @@ def test_a_number_that_turned_out_to_be_one_is_no_source() -> None:
     sources = Sizes(graph).sources([])
     assert [source.node for source in sources] == [many]
     assert express(sympy.Symbol("t", integer=True, positive=True), sources) is None
+
+
+def test_rows_that_the_ranks_do_not_divide_raise() -> None:
+    """As the collective does."""
+    b = GraphBuilder(ranks=2)
+    product = rows_of(b)
+    graph = b.returns(b.scatter(product))
+    rewritten = copied(graph)
+    assert outcomes(run_pass(rewritten)) == ["F"]
+    inputs = [[torch.randn(7, 8), torch.randn(8, 4)] for _ in range(b.ranks)]
+    for each in (graph, rewritten):
+        with pytest.raises((AssertionError, RuntimeError, ValueError)):
+            evaluate(each, inputs)
