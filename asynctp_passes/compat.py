@@ -400,6 +400,94 @@ def _described(description: Any) -> str:
     return "" if description is None else repr(_whole(description))
 
 
+def program_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The inputs of a graph, or parts of them (a DTensor's local tensor), that the compiled function takes, by number.
+
+    Empty where autograd's tracing describes none: a graph that torch.compile did not make.
+    """
+    described = ((node, node.meta.get("desc")) for node in graph.nodes if node.op == "placeholder")
+    return {node: number for node, one in described if (number := _number(one, "PlainAOTInput")) is not None}
+
+
+def program_outputs(graph: fx.Graph) -> dict[int, fx.Node]:
+    """The tensors among a graph's results, or their parts, that the compiled function returns, by number there."""
+    output = graph.output_node()
+    results, descriptions = output.args[0], output.meta.get("desc") or ()
+    results = list(results) if isinstance(results, list | tuple) else [results]
+    if len(results) != len(descriptions):
+        return {}
+    tensors = (isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor) for node in results)
+    described = zip(results, (_number(one, "PlainAOTOutput") for one in descriptions), tensors, strict=True)
+    return {number: node for node, number, is_tensor in described if number is not None and is_tensor}
+
+
+def _number(description: Any, kind: str) -> int | None:
+    whole = _whole(description)
+    return whole.idx if type(whole).__name__ == kind else None
+
+
+def given_tensors(gm: fx.GraphModule) -> dict[int, torch.Tensor]:
+    """The tensors with which Dynamo calls a function that it compiles just now, by number, as far as it has them."""
+    found: dict[int, torch.Tensor] = {}
+    for number, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        example = getattr(node.meta.get("grapharg"), "example", None)
+        if isinstance(example, torch.Tensor):
+            found[number] = example
+    return found
+
+
+def graph_break_of(gm: fx.GraphModule) -> str:
+    """The place and the reason for which Dynamo ended a graph; empty for one that ends where its function returns."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    first = str(reason.reason).strip().partition("\n")[0]
+    frames = list(reason.user_stack or ())
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {first}" if frames else first
+
+
+def is_distributed_tensor(tensor: torch.Tensor) -> bool:
+    """True for a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+class Storage:
+    """The memory of a tensor, known again as long as it lives; holds none of it."""
+
+    __slots__ = ("_reference", "number")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._reference: Any = StorageWeakRef(_local(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+        self.number: int = self._reference.cdata
+
+    @property
+    def lives(self) -> bool:
+        """Some tensor has it."""
+        return not self._reference.expired()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The one tensor in a tensor subclass, a DTensor's local one; else the tensor itself."""
+    flatten: Callable[[], tuple[list[str], Any]] | None = getattr(tensor, "__tensor_flatten__", None)
+    names = [] if flatten is None else flatten()[0]
+    return _local(getattr(tensor, names[0])) if len(names) == 1 else tensor
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """The number of elements of a tensor, of a DTensor those of its local one."""
+    return _local(tensor).numel()
+
+
+def is_precompiled(compiled: object) -> bool:
+    """True for a compiled function that torch can store in a file; it has to stay as it is."""
+    from torch._dynamo import aot_compile_types
+
+    return isinstance(compiled, getattr(aot_compile_types, "SerializableCallable", ()))
+
+
 _RECOMPUTE = "recompute"
 
 
@@ -538,9 +626,23 @@ def cached_counters() -> Counter[str]:
 
 def graph_breaks() -> list[str]:
     """Why dynamo broke graphs in this process, or gave a frame up, a text for each time."""
+    if "torch._dynamo" not in sys.modules:
+        return []
     from torch._dynamo.utils import counters
 
     return [text for kind in ("graph_break", "unimplemented") for text in Counter(counters[kind]).elements()]
+
+
+def compiled_functions() -> int:
+    """How many graphs the backends of torch.compile have compiled in this process; not the one under way."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def has_peers() -> bool:
+    """Whether there is a process group of more than one rank."""
+    return any(size_of_group(name) > 1 for name in process_group_names())
 
 
 def inductor_mode_options(mode: str | None) -> dict[str, Any]:

@@ -305,6 +305,14 @@ ROWS_CONTRACTED = _miss(
     "let the product share its gather with the input gradient's, or give the compiled region more of the program, so "
     "that there are products to run meanwhile",
 )
+MATMUL_IN_ANOTHER_GRAPH = _miss(
+    "ATP120",
+    "MATMUL_IN_ANOTHER_GRAPH",
+    "the collective and its matmul are compiled in two graphs, so that no op can be both",
+    "bring both into one graph: remove the graph break between them (TORCH_LOGS=graph_breaks has each with its place), "
+    "compile a module that holds both, or let the nested_compile_region, or the branches of the torch.cond, that holds "
+    "one of them hold the other too",
+)
 
 # --- 2xx legality: the shape is right, but the rewrite would change the program ----------------------------
 REDUCE_OP_UNSUPPORTED = _miss(

@@ -23,6 +23,7 @@ from torch import fx
 
 from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions, ScalesOfA, nodes_of
+from asynctp_passes.ir.crossings import multiplied_by, product_of
 from asynctp_passes.ir.nodes import (
     Sizes,
     describe,
@@ -416,6 +417,8 @@ def _goes_elsewhere(context: MatchContext, gather: Collective, propagation: Prop
     way = context.ways_up.path(gather.source, gather.node)
     if way and not any(map(near_miss.reduces, way)):
         return Refusal(reasons.PRODUCT_GATHERED, near_miss.names([*way[::-1], gather.node]))
+    if region := next((user for source, user in propagation.uses() if multiplied_by(user, source)), None):
+        return Refusal(reasons.MATMUL_IN_ANOTHER_GRAPH, f"{gather.node.name} is multiplied in {region.name}")
     users = context.sorted(user for _, user in propagation.uses())
     return Refusal(_absent(users, "output"), f"{gather.node.name}: used by {_callers(users)}")
 
@@ -669,7 +672,17 @@ def _near_scatter(context: MatchContext, scatter: Collective, leaves: set[fx.Nod
     if way and not statistics:
         return Refusal(reasons.COMPUTED_BETWEEN, near_miss.names(way[::-1]))
     made = context.sorted(leaves)
+    if region := next(filter(_is_product_of_region, made), None):
+        return Refusal(reasons.MATMUL_IN_ANOTHER_GRAPH, f"{scatter.node.name} is of a matmul in {region.name}")
     return Refusal(_absent(made, "placeholder"), f"{scatter.node.name}: made by {_callers(made)}")
+
+
+def _is_product_of_region(node: fx.Node) -> bool:
+    """True for a result of a higher-order op that is a matmul's in a graph which that op runs."""
+    if op_name(node) != "getitem":
+        return product_of(node, 0)
+    region, item = node.args
+    return isinstance(region, fx.Node) and isinstance(item, int) and product_of(region, item)
 
 
 def _way_up(context: MatchContext, scatter: Collective, leaves: set[fx.Node]) -> list[fx.Node]:

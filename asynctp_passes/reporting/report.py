@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from asynctp_passes.ir.crossings import Crossing
 from asynctp_passes.planning.deviations import Ballot
 from asynctp_passes.reasons import Outcome
 
@@ -170,6 +171,8 @@ class Report:
         notes: What else should be known: bugs of this torch that the graph meets, and what is left out since a rank
             does not do it.
         internal_errors: Errors of asynctp itself (`ATP901`), because of which the graph stayed as it was.
+        matmuls: How many matmuls the graph has, whether a collective is next to them or not.
+        crossings: Its results and inputs that may be halves of chains which lie in two graphs.
     """
 
     graph: str
@@ -183,6 +186,8 @@ class Report:
     ballots: tuple[Ballot, ...] = ()
     notes: tuple[str, ...] = ()
     internal_errors: tuple[str, ...] = ()
+    matmuls: int = 0
+    crossings: tuple[Crossing, ...] = ()
 
     @property
     def fused(self) -> tuple[Remark, ...]:
