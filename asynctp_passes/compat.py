@@ -416,9 +416,12 @@ def program_outputs(graph: fx.Graph) -> dict[int, fx.Node]:
     results = list(results) if isinstance(results, list | tuple) else [results]
     if len(results) != len(descriptions):
         return {}
-    tensors = (isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor) for node in results)
-    described = zip(results, (_number(one, "PlainAOTOutput") for one in descriptions), tensors, strict=True)
-    return {number: node for node, number, is_tensor in described if number is not None and is_tensor}
+    found: dict[int, fx.Node] = {}
+    for node, description in zip(results, descriptions, strict=True):
+        number = _number(description, "PlainAOTOutput")
+        if number is not None and isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
+            found[number] = node
+    return found
 
 
 def _number(description: Any, kind: str) -> int | None:
