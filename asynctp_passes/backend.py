@@ -159,7 +159,7 @@ class AsyncTPPass(_OwnPass):
             report = pipeline.run(graph, self.config)
         except AsyncTPError as error:
             if error.report is not None:
-                _publish(error.report, self.config, before, graph)
+                _publish(error.report, self.config, before, graph, raised=True)
             raise
         self.reports.append(report)
         with contained("store the report with the compiled graph"):
@@ -259,8 +259,12 @@ def asynctp(
     told = [*ours.reports, *found]
     across, fused = border.missed(told, config)
     if across is not None:
+        try:
+            raise_if_strict(across, config, elsewhere=fused)
+        except AsyncTPError:
+            _publish(across, config, across=True, raised=True)
+            raise
         _publish(across, config, across=True)
-        raise_if_strict(across, config, elsewhere=fused)
     picture.warn_of_nothing(config)
     return border.marking(compiled, told)
 
@@ -395,10 +399,11 @@ def _publish(
     after: fx.Graph | None = None,
     *,
     across: bool = False,
+    raised: bool = False,
 ) -> None:
     """Keep the report, and send it to the log, the trace, the file and the page that the configuration names.
 
-    across: It is of chains that lie in two graphs.
+    across: It is of chains that lie in two graphs. raised: An error has its text, so the log need not.
     """
     picture.note(report, across)
     if not report.remarks and not report.internal_errors:
@@ -407,7 +412,7 @@ def _publish(
         _reports.append(report)
     if config is None:
         return
-    if config.log:
+    if config.log and not raised:
         with contained("log the report"):
             _log(report)
     if config.trace:

@@ -52,7 +52,7 @@ def test_compile_mlp(tmp_path: Path) -> None:
     assert "(forward" in out
     assert "(backward" in out
     assert out.count("2 of 2 chains fused, 0 missed") == 2
-    assert out.count("implementation: sequential") == 4
+    assert out.count("    runs sequential") == 4
 
 
 def test_explain_a_miss(tmp_path: Path) -> None:
