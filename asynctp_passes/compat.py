@@ -768,13 +768,31 @@ def _function_on_stack() -> CompiledFunction | None:
     while frame is not None:
         if frame.f_code.co_name == "compile_subgraph" and "reason" in frame.f_locals:
             output, reason = frame.f_locals.get("self"), frame.f_locals["reason"]
-            code = getattr(getattr(output, "root_tx", None), "f_code", None)
+            code = _wrapped_code(output) or getattr(getattr(output, "root_tx", None), "f_code", None)
             if code is not None:
                 original = _original(code)
                 resumes = "" if original is code else _name_of(original)
                 return CompiledFunction(_name_of(code), resumes, bool(getattr(reason, "graph_break", False)))
         frame = frame.f_back
     return None
+
+
+def _wrapped_code(output: Any) -> CodeType | None:
+    """The code in Dynamo's own wrapper, in which partials, decorated functions and torch's modules are compiled."""
+    if getattr(getattr(output, "root_tx", None), "f_code", None) is not _wrapper_code():
+        return None
+    found, code = getattr(output, "local_scope", {}).get("fn"), None
+    while found is not None:
+        code = getattr(found, "__code__", None)
+        inner = type(found).forward if isinstance(found, torch.nn.Module) else getattr(found, "func", None)
+        found = getattr(found, "__wrapped__", None) or inner
+    return code
+
+
+def _wrapper_code() -> CodeType | None:
+    from torch._dynamo.external_utils import wrap_inline
+
+    return getattr(wrap_inline(len), "__code__", None)
 
 
 def _name_of(code: CodeType) -> str:
