@@ -32,7 +32,7 @@ def speeds(table: Path) -> dict[tuple[str, str, str], float]:
 
 
 def draw_steps(plots: Any, path: Path) -> None:
-    """Bars of how much faster both are than plain Inductor: a group for each model and dtype, a panel for each machine."""
+    """Bars of how much faster both are than plain Inductor: a group a model and dtype, a panel a machine."""
     panels = [(title, speeds(RESULTS / table), sizes) for title, table, sizes in STEPS]
     groups = [[(s, k) for s in sizes for k in KINDS if (s, k, "asynctp") in found] for _, found, sizes in panels]
     figure, axes = plots.subplots(
