@@ -171,7 +171,10 @@ class Signature:
         self._fields = itemgetter(*(known.index(name) for name in kind._fields))
 
     def call(self, *args: Any) -> Any:
-        """The call with these arguments, as torch gives them to the op: those at the end may be left out."""
+        """The call with these arguments, as torch gives them to the op: those at the end may be left out.
+
+        C code makes it, for the host time of eager calls. torch.compile cannot trace that, but traces `named`.
+        """
         return tuple.__new__(self.kind, self._fields(args + self._rest[len(args)]))
 
     def named(self, arguments: Mapping[str, Any]) -> Any:
@@ -184,9 +187,10 @@ class Signature:
 
     def in_order(self, values: Mapping[str, Any]) -> list[Any]:
         """Values of arguments as the schema orders them, up to the last that is there; None for others before it."""
-        found = [values.get(name) for name in self.names]
-        last = max(place for place, name in enumerate(self.names) if name in values)
-        return found[: last + 1]
+        count = len(self.names)
+        while self.names[count - 1] not in values:
+            count -= 1
+        return [values.get(name) for name in self.names[:count]]
 
 
 SIGNATURES: dict[str, Signature] = {

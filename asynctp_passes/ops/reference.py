@@ -224,7 +224,8 @@ def _scaled_mm(
 
 # --- the functions of this module ----------------------------------------------------------------------------------
 def _unfused(op: str, *arguments: Any, mover: Mover | None = None) -> Any:
-    return run(SIGNATURES[op].call(*arguments), mover)
+    names = SIGNATURES[op].names
+    return run(SIGNATURES[op].named(dict(zip(names, arguments, strict=False))), mover)
 
 
 UNFUSED = types.SimpleNamespace(**{op: functools.partial(_unfused, op) for op in OPS})
