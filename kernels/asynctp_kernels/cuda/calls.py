@@ -88,8 +88,9 @@ def run_reduce(call: ReduceArguments, check: Check, program: Program) -> Any:
         a_parts, b_parts, a_scales = as_rows(a_parts, b_parts, a_scales)
         added = None if added is None else flat(added)
     operands = (a_parts, b_parts, a_scales, call.b_scales, call.biases, added)
+    times = nonunit(call.factors) if call.factors else ()
     key = (
-        call.values, call.factors and nonunit(call.factors), memory.skipped, select.requested(), stamps.requested(),
+        call.values, times, memory.skipped, select.requested(), stamps.requested(),
         *keys_of(*a_parts, *b_parts, *a_scales, *call.b_scales, *call.biases, added),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, MISSING)
