@@ -20,6 +20,9 @@ __all__ = ["expected_implementation", "explain", "implementation", "kernels_for"
 
 log = logging.getLogger("asynctp_passes.ops")
 
+Check = Callable[[Any], None]
+Program = Callable[[Any], Any]
+
 
 @functools.cache
 def _cpu_implementation() -> str:
@@ -140,22 +143,26 @@ def _cuda() -> Any:
 class NoKernels:
     """Stands in for the kernels where there are none: every call runs its program, in plain collectives."""
 
-    def run_gather(self, call: GatherCall, check: Callable[[], None], program: Callable[[], Any]) -> Any:
+    def run_gather(
+        self, call: GatherCall, check: Callable[[GatherCall], None], program: Callable[[GatherCall], Any]
+    ) -> Any:
         """Check and run. A rank whose call is refused sends its shard all the same: its peers' calls are right."""
         try:
-            check()
+            check(call)
         except ValueError:
             if group_and_size(call.group_name)[1] == call.group_size:
                 for part in (call.a_shard, call.travels):
                     if part is not None:
                         gather(part.reshape(1, -1), 0, call.group_size, call.group_name)
             raise
-        return program()
+        return program(call)
 
-    def run_reduce(self, call: ReduceCall, check: Callable[[], None], program: Callable[[], Any]) -> Any:
+    def run_reduce(
+        self, call: ReduceCall, check: Callable[[ReduceCall], None], program: Callable[[ReduceCall], Any]
+    ) -> Any:
         """Check and run."""
-        check()
-        return program()
+        check(call)
+        return program(call)
 
 
 NO_KERNELS = NoKernels()
@@ -163,9 +170,9 @@ NO_KERNELS = NoKernels()
 
 def kernels_for(tensor: Tensor | None) -> Any:
     """The kernels, where they run calls on tensors like this, or their stand-in; None: there is no tensor."""
-    if tensor is None:
-        return NO_KERNELS
-    return overlapped(tensor) or NO_KERNELS
+    if tensor is not None and tensor.is_cuda:  # first: every eager call asks
+        return _cuda() or NO_KERNELS
+    return NO_KERNELS if tensor is None else overlapped(tensor) or NO_KERNELS
 
 
 def overlapped(tensor: Tensor) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,24 +16,35 @@ from asynctp_passes.ops.choice import kernels_for
 __all__ = ["IMPLEMENTATIONS"]
 
 
-def _implementation(op: str) -> Callable[..., Any]:
-    """The function that torch calls for an op, with its arguments in the schema's order.
+def _gather(op: str) -> Callable[..., Any]:
+    """The function that torch calls for an op that gathers, with its arguments in the schema's order.
 
     Kernels are chosen as a value, or their stand-in. They run the call, or its reference program on their own wire.
     """
-    make, scaled = SIGNATURES[op].call, "scaled" in op
-    gathers = op.startswith("all_gather")
+    make, program, differentiable = SIGNATURES[op].call, reference.run, "scaled" not in op
 
     def real(*arguments: Any) -> Any:
-        call: Any = make(*arguments)
-        if not scaled and torch.is_grad_enabled():
+        call = make(*arguments)
+        if differentiable and torch.is_grad_enabled():
             refuse_lost_gradients(call.biases)
-        kernels = kernels_for(call.a_shard if gathers else call.first)
-        run = kernels.run_gather if gathers else kernels.run_reduce
-        return run(call, partial(check_in_group, call), partial(reference.run, call))
+        return kernels_for(call.a_shard).run_gather(call, check_in_group, program)
 
     return real
 
 
-IMPLEMENTATIONS = {op: _implementation(op) for op in OPS}
+def _reduce(op: str) -> Callable[..., Any]:
+    """The function that torch calls for an op that reduces, as that of a gather."""
+    make, program, differentiable = SIGNATURES[op].call, reference.run, "scaled" not in op
+
+    def real(*arguments: Any) -> Any:
+        call = make(*arguments)
+        if differentiable and torch.is_grad_enabled():
+            refuse_lost_gradients(call.biases)
+        kernels = kernels_for(call.a_parts[0] if call.a_parts else None)
+        return kernels.run_reduce(call, check_in_group, program)
+
+    return real
+
+
+IMPLEMENTATIONS = {op: _gather(op) if op.startswith("all_gather") else _reduce(op) for op in OPS}
 """By the names of the ops."""

@@ -398,7 +398,7 @@ def arguments_of(call: GatherCall | ScatterCall, group: Any, world: int = WORLD)
 def op(here: Machine, call: GatherCall | ScatterCall, check: Callable[[], None] = lambda: None) -> Any:
     """The call as the op makes it; None where its own program is to run."""
     run = cuda.run_gather if isinstance(call, GatherCall) else cuda.run_reduce
-    return run(arguments_of(call, here.group, call.world), check, lambda mover: None)
+    return run(arguments_of(call, here.group, call.world), lambda _: check(), lambda call, mover: None)
 
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct")

@@ -237,7 +237,7 @@ class Player:
         if op.kind == "all reduce":
             call = replace(call, unscaled_op="matmul_all_reduce")
         run = cuda.run_gather if op.kind == "gather" else cuda.run_reduce
-        found = run(arguments_of(call, group, self.world), lambda: None, lambda mover: None)
+        found = run(arguments_of(call, group, self.world), lambda call: None, lambda call, mover: None)
         assert found is not None
         return found if op.kind == "gather" else [found]
 

@@ -10,6 +10,7 @@ A call is an object with the arguments of its op as attributes (`GatherArguments
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,23 +21,24 @@ from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.explanation import explain_all_reduce, explain_gather, explain_scatter
 from asynctp_kernels.cuda.groups import in_step, memory_for
 from asynctp_kernels.cuda.implementations import OwnProgram, make_plan
-from asynctp_kernels.cuda.moves import Check, Mover, all_gather, check_or_skip, check_taking_part
+from asynctp_kernels.cuda.moves import Mover, all_gather, check_or_skip, check_taking_part
 from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
 from asynctp_kernels.cuda.plans.gather_call import GatherArguments, GatherCall
 from asynctp_kernels.cuda.plans.scatter_call import ReduceArguments, ScatterCall, as_rows, flat, nonunit
 from asynctp_kernels.cuda.runtime import stamps
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 
-Program = Callable[[Mover], Any]
+CheckCall = Callable[[Any], None]
+Program = Callable[[Any, Mover], Any]
 
 
-def run_gather(call: GatherArguments, check: Check, program: Program) -> Any:
+def run_gather(call: GatherArguments, check: CheckCall, program: Program) -> Any:
     """all_gather(a_shard, gather_dim) @ b for every b.
 
     Args:
         call: The op's arguments.
-        check: Validates the arguments. It is called once per plan, not once per call, and always before `program`.
-        program: Makes the results with a group's collectives, where no implementation here does.
+        check: Validates a call's arguments. It is called once per plan, not once per call, and always before `program`.
+        program: Makes a call's results with a group's collectives, where no implementation here does.
 
     Returns:
         The op's results.
@@ -49,15 +51,15 @@ def run_gather(call: GatherArguments, check: Check, program: Program) -> Any:
     biases, along = call.biases, call.along_shard
     memory = memory_for(group, a_shard.device)
     if memory is None:
-        check()
-        return program(Mover(group, call.kept))
+        check(call)
+        return program(call, Mover(group, call.kept))
     key = (
         call.values, memory.skipped, select.requested(), stamps.requested(),
         *keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
-        check_taking_part(check, Mover(group, call.kept), a_shard, call.travels)
+        check_taking_part(partial(check, call), Mover(group, call.kept), a_shard, call.travels)
         facts = GatherCall.of(call, memory.world)
         choice = explain_gather(facts, memory.table)  # not within in_step: a refused call has not begun
         plan = keep(memory, key, in_step(memory, make_plan, "gather", facts, memory, choice))
@@ -65,11 +67,11 @@ def run_gather(call: GatherArguments, check: Check, program: Program) -> Any:
     if plan.uses_memory:
         return in_step(memory, plan.run, a_shard, a_scale, bs, b_scales, biases, along)
     if isinstance(plan, OwnProgram):
-        return program(Mover(group, call.kept))
+        return program(call, Mover(group, call.kept))
     return plan.run(a_shard, a_scale, bs, b_scales, biases, along)
 
 
-def run_reduce(call: ReduceArguments, check: Check, program: Program) -> Any:
+def run_reduce(call: ReduceArguments, check: CheckCall, program: Program) -> Any:
     """reduce_scatter(Σ a @ b + added, scatter_dim), or all_reduce of that sum; arguments as for `run_gather`.
 
     An all-reduce is a scatter of the rows, then an all-gather of them.
@@ -80,8 +82,8 @@ def run_reduce(call: ReduceArguments, check: Check, program: Program) -> Any:
     group = call.group_name if not isinstance(call.group_name, str) else group_resolver()(call.group_name)
     memory = memory_for(group, call.a_parts[0].device)
     if memory is None:
-        check()
-        return program(Mover(group))
+        check(call)
+        return program(call, Mover(group))
     a_parts, b_parts, a_scales, added = call.a_parts, call.b_parts, call.a_scales, call.added
     whole = call.scatter_dim is None
     if whole:
@@ -95,13 +97,13 @@ def run_reduce(call: ReduceArguments, check: Check, program: Program) -> Any:
     )  # fmt: skip
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
-        check_or_skip(check, memory)
+        check_or_skip(partial(check, call), memory)
         plan = keep(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
     if plan.uses_memory:
         part = in_step(memory, plan.run, *operands)
     elif isinstance(plan, OwnProgram):
-        return program(Mover(group))
+        return program(call, Mover(group))
     else:
         part = plan.run(*operands)
     return _all_rows(part, call.a_parts[0], group) if whole else part
