@@ -13,7 +13,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from asynctp_passes import ops
-from asynctp_passes.config import Config, ConfigError
+from asynctp_passes.config import Config, ConfigError, required
 from asynctp_passes.ir.registry import (
     CollectiveOp,
     MatmulOp,
@@ -25,10 +25,11 @@ from asynctp_passes.ir.registry import (
 from asynctp_passes.ops import reference
 from asynctp_passes.pipeline import run
 from asynctp_passes.reporting.errors import AsyncTPError, DisagreementError, ExpectError, GroupError, StrictError
+from asynctp_passes.reporting.picture import Summary, require_at_exit
 from asynctp_passes.reporting.report import Bucketed, Remark, Report
 
 if TYPE_CHECKING:
-    from asynctp_passes.backend import AsyncTPPass, RematerializePass, clear_reports, reports
+    from asynctp_passes.backend import AsyncTPPass, RematerializePass, clear_reports, reports, require, summary
 
 __version__ = "0.1.0"
 
@@ -48,20 +49,26 @@ __all__ = [
     "RematerializePass",
     "Report",
     "StrictError",
+    "Summary",
     "clear_reports",
     "ops",
     "reference",
     "register_collective",
     "register_matmul",
     "reports",
+    "require",
     "run",
+    "summary",
     "unregister",
 ]
 
 sys.modules[f"{__name__}.reference"] = reference  # programs import it by this name
 
-_OF_BACKEND = ("AsyncTPPass", "RematerializePass", "clear_reports", "reports")
+_OF_BACKEND = ("AsyncTPPass", "RematerializePass", "clear_reports", "reports", "require", "summary")
 
+
+if asked := required():
+    require_at_exit(asked.get("fused", 0), asked.get("missed", 0))
 
 _RENAMED = {"RegatherPass": "RematerializePass", "Coalesced": "Bucketed"}
 """Names of earlier versions, which programs may still say."""

@@ -21,16 +21,24 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, ops, pipeline
-from asynctp_passes.config import Config, ConfigError
+from asynctp_passes.config import Config, ConfigError, did_you_mean
 from asynctp_passes.ir import registry
 from asynctp_passes.reporting import files
+from asynctp_passes.reporting.across import Border, forget
 from asynctp_passes.reporting.agree import sources_digest, stands
-from asynctp_passes.reporting.errors import AsyncTPError, DisagreementError, GroupError, StrictError
+from asynctp_passes.reporting.errors import (
+    AsyncTPError,
+    DisagreementError,
+    GroupError,
+    StrictError,
+    raise_if_strict,
+)
 from asynctp_passes.reporting.internal import FORESEEN, contained, tell
+from asynctp_passes.reporting.picture import Summary, picture
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.torch_notes import hidden_calls
 
-__all__ = ["AsyncTPPass", "RematerializePass", "asynctp", "clear_reports", "reports"]
+__all__ = ["AsyncTPPass", "RematerializePass", "asynctp", "clear_reports", "reports", "require", "summary"]
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +65,35 @@ def reports() -> tuple[Report, ...]:
 
 
 def clear_reports() -> None:
-    """Forget all reports."""
+    """Forget all reports, and begin the picture of the process anew."""
     _publish_cached(None, compiling=True)
     with _lock:
         _reports.clear()
+    picture.forget()
+    forget()
+
+
+def summary() -> Summary:
+    """The picture of this process: chains by module, graphs, graph breaks and caches. `print` shows it."""
+    _publish_cached(None, compiling=True)
+    return picture.summary()
+
+
+def require(fused: int = 0, missed: int = 0) -> None:
+    """Require that asynctp has done its work; to be called after the first step, or in a test.
+
+    Args:
+        fused: Chains of this process that must be fused at least, counted as `summary` does.
+        missed: Chains that may be missed at most.
+
+    Raises:
+        ExpectError: Fewer are fused, more are missed, or asynctp itself failed; the message is the picture.
+        ConfigError: One of the numbers is not an integer >= 0.
+    """
+    for name, value in (("fused", fused), ("missed", missed)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError(f"asynctp: {name}={value!r} is not valid; it must be an integer >= 0")
+    summary().require(fused, missed)
 
 
 class _OwnPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
@@ -100,7 +133,7 @@ class AsyncTPPass(_OwnPass):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
-        self.ran = False
+        self.reports: list[Report] = []
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the pass on a post-grad graph, in place, and send the report to the configured sinks.
@@ -114,7 +147,6 @@ class AsyncTPPass(_OwnPass):
             GroupError: `groups` names a process group that does not exist here.
         """
         _require_groups(self.config)
-        self.ran = True
         cached: list[Report] = []
         with contained("publish reports of cached graphs"):
             cached = _publish_cached(self.config, compiling=True, named=False)
@@ -127,8 +159,9 @@ class AsyncTPPass(_OwnPass):
             report = pipeline.run(graph, self.config)
         except AsyncTPError as error:
             if error.report is not None:
-                _publish(error.report, self.config, before, graph)
+                _publish(error.report, self.config, before, graph, raised=True)
             raise
+        self.reports.append(report)
         with contained("store the report with the compiled graph"):
             _send_with_cache_entry(report)
         _publish(report, self.config, before, graph)
@@ -200,14 +233,15 @@ def asynctp(
     _require_groups(config)
     ours = AsyncTPPass(config)
     patches = _with_pass({**compat.inductor_mode_options(mode), **patches}, ours)
-    found = 0
+    found = list[Report]()
+    border = Border(gm)
+    picture.note_function(any(map(compat.is_distributed_tensor, border.tensors.values())))
 
     def all_stand(whole: bool, again: bool) -> bool:
-        nonlocal found
         cached: list[Report] = []
         with contained("publish reports of cached graphs"):
             cached = _publish_cached(config, compiling=False)
-        found += len(cached)
+        found.extend(cached)
         refused = _refused(cached, config, joint=whole)
         if refused and again:
             raise DisagreementError(f"asynctp: {_cached_in_vain(refused)}")
@@ -216,13 +250,23 @@ def asynctp(
         return not refused
 
     compiled = compat.inductor_compile(gm, example_inputs, patches, all_stand)
-    if not ours.ran and not found:
+    if not ours.reports and not found:
         log.info(
             "asynctp: %s was not compiled now (Inductor's cache had it, or it has no tensor code), and no report came "
             "with it. What the cache holds was compiled with the same sources and configuration.",
             compat.compile_name(),
         )
-    return compiled
+    told = [*ours.reports, *found]
+    across, fused = border.missed(told, config)
+    if across is not None:
+        try:
+            raise_if_strict(across, config, elsewhere=fused)
+        except AsyncTPError:
+            _publish(across, config, across=True, raised=True)
+            raise
+        _publish(across, config, across=True)
+    picture.warn_of_nothing(config)
+    return border.marking(compiled, told)
 
 
 asynctp.reset = compat.reset_cudagraphs  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
@@ -241,7 +285,7 @@ def split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
         if name not in known:
             raise ConfigError(
                 f"asynctp: option {name!r} is not valid; it must be one of {sorted(Config.field_names())} or an "
-                "Inductor option (torch._inductor.list_options())"
+                f"Inductor option (torch._inductor.list_options()){did_you_mean(name, {*fields, *known})}"
             )
     return Config.from_options({name: value for name, value in options.items() if name in fields}), patches
 
@@ -349,16 +393,26 @@ def _take_replayed(compiling: bool) -> list[str]:
 
 # --- report sinks -----------------------------------------------------------------------------------------
 def _publish(
-    report: Report, config: Config | None, before: fx.Graph | None = None, after: fx.Graph | None = None
+    report: Report,
+    config: Config | None,
+    before: fx.Graph | None = None,
+    after: fx.Graph | None = None,
+    *,
+    across: bool = False,
+    raised: bool = False,
 ) -> None:
-    """Keep the report, and send it to the log, the trace, the file and the page that the configuration names."""
+    """Keep the report, and send it to the log, the trace, the file and the page that the configuration names.
+
+    across: It is of chains that lie in two graphs. raised: An error has its text, so the log need not.
+    """
+    picture.note(report, across)
     if not report.remarks and not report.internal_errors:
         return
     with _lock:
         _reports.append(report)
     if config is None:
         return
-    if config.log:
+    if config.log and not raised:
         with contained("log the report"):
             _log(report)
     if config.trace:

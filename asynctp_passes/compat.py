@@ -63,6 +63,21 @@ _SCALING_TYPES = {"1x128": 4, "128x128": 5}
 """`torch.nn.functional.ScalingType`, by its values."""
 
 
+def int_mm(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` of int8 in int32.
+
+    CUDA's takes more than 16 rows, and sizes that are multiples of 8: operands of others are padded.
+    """
+    if not a.is_cuda:
+        return torch._int_mm(a, b)
+    rows, depth, columns = a.shape[0], a.shape[1], b.shape[1]
+    more = (max(17, rows) - rows, -depth % 8, -columns % 8)
+    if any(more):
+        a = torch.nn.functional.pad(a, (0, more[1], 0, more[0]))
+        b = torch.nn.functional.pad(b.t(), (0, more[1], 0, more[2])).t()
+    return torch._int_mm(a, b)[:rows, :columns].contiguous()
+
+
 def scaled_mm_in_blocks(
     a: Tensor,
     b: Tensor,
@@ -304,6 +319,16 @@ def call_graph_pass(graph_pass: Callable[..., None], graph: fx.Graph, is_inferen
         graph_pass(graph)
 
 
+def nodes_hidden_by(node: fx.Node) -> Sequence[fx.Node]:
+    """The nodes in whose place Inductor put a function that lowers them all (`woq_int8`); erased, they know their ops.
+
+    None for a node that calls an op, or another function.
+    """
+    match = node.target.args[0] if isinstance(node.target, functools.partial) and node.target.args else None
+    nodes: Sequence[fx.Node] = getattr(match, "nodes", ())
+    return nodes
+
+
 def has_folded_output_scale(node: fx.Node) -> bool:
     """True for a scaled matmul into which torch 2.15 has folded a multiplication of its output."""
     return bool(node.meta.get("inductor_folded_scaled_mm_output_scale"))
@@ -373,6 +398,97 @@ def _whole(description: Any) -> Any:
 
 def _described(description: Any) -> str:
     return "" if description is None else repr(_whole(description))
+
+
+def program_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The inputs of a graph, or parts of them (a DTensor's local tensor), that the compiled function takes, by number.
+
+    Empty where autograd's tracing describes none: a graph that torch.compile did not make.
+    """
+    described = ((node, node.meta.get("desc")) for node in graph.nodes if node.op == "placeholder")
+    return {node: number for node, one in described if (number := _number(one, "PlainAOTInput")) is not None}
+
+
+def program_outputs(graph: fx.Graph) -> dict[int, fx.Node]:
+    """The tensors among a graph's results, or their parts, that the compiled function returns, by number there."""
+    output = graph.output_node()
+    results, descriptions = output.args[0], output.meta.get("desc") or ()
+    results = list(results) if isinstance(results, list | tuple) else [results]
+    if len(results) != len(descriptions):
+        return {}
+    found: dict[int, fx.Node] = {}
+    for node, description in zip(results, descriptions, strict=True):
+        number = _number(description, "PlainAOTOutput")
+        if number is not None and isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
+            found[number] = node
+    return found
+
+
+def _number(description: Any, kind: str) -> int | None:
+    whole = _whole(description)
+    return whole.idx if type(whole).__name__ == kind else None
+
+
+def given_tensors(gm: fx.GraphModule) -> dict[int, torch.Tensor]:
+    """The tensors with which Dynamo calls a function that it compiles just now, by number, as far as it has them."""
+    found: dict[int, torch.Tensor] = {}
+    for number, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        example = getattr(node.meta.get("grapharg"), "example", None)
+        if isinstance(example, torch.Tensor):
+            found[number] = example
+    return found
+
+
+def graph_break_of(gm: fx.GraphModule) -> str:
+    """The place and the reason for which Dynamo ended a graph; empty for one that ends where its function returns."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    first = str(reason.reason).strip().partition("\n")[0]
+    frames = list(reason.user_stack or ())
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {first}" if frames else first
+
+
+def is_distributed_tensor(tensor: torch.Tensor) -> bool:
+    """True for a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+class Storage:
+    """The memory of a tensor, known again as long as it lives; holds none of it."""
+
+    __slots__ = ("_reference", "number")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._reference: Any = StorageWeakRef(_local(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+        self.number: int = self._reference.cdata
+
+    @property
+    def lives(self) -> bool:
+        """Some tensor has it."""
+        return not self._reference.expired()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The one tensor in a tensor subclass, a DTensor's local one; else the tensor itself."""
+    flatten: Callable[[], tuple[list[str], Any]] | None = getattr(tensor, "__tensor_flatten__", None)
+    names = [] if flatten is None else flatten()[0]
+    return _local(getattr(tensor, names[0])) if len(names) == 1 else tensor
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """The number of elements of a tensor, of a DTensor those of its local one."""
+    return _local(tensor).numel()
+
+
+def is_precompiled(compiled: object) -> bool:
+    """True for a compiled function that torch can store in a file; it has to stay as it is."""
+    from torch._dynamo import aot_compile_types
+
+    return isinstance(compiled, getattr(aot_compile_types, "SerializableCallable", ()))
 
 
 _RECOMPUTE = "recompute"
@@ -513,9 +629,23 @@ def cached_counters() -> Counter[str]:
 
 def graph_breaks() -> list[str]:
     """Why dynamo broke graphs in this process, or gave a frame up, a text for each time."""
+    if "torch._dynamo" not in sys.modules:
+        return []
     from torch._dynamo.utils import counters
 
     return [text for kind in ("graph_break", "unimplemented") for text in Counter(counters[kind]).elements()]
+
+
+def compiled_functions() -> int:
+    """How many graphs the backends of torch.compile have compiled in this process; not the one under way."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def has_peers() -> bool:
+    """Whether there is a process group of more than one rank."""
+    return any(size_of_group(name) > 1 for name in process_group_names())
 
 
 def inductor_mode_options(mode: str | None) -> dict[str, Any]:
@@ -638,13 +768,31 @@ def _function_on_stack() -> CompiledFunction | None:
     while frame is not None:
         if frame.f_code.co_name == "compile_subgraph" and "reason" in frame.f_locals:
             output, reason = frame.f_locals.get("self"), frame.f_locals["reason"]
-            code = getattr(getattr(output, "root_tx", None), "f_code", None)
+            code = _wrapped_code(output) or getattr(getattr(output, "root_tx", None), "f_code", None)
             if code is not None:
                 original = _original(code)
                 resumes = "" if original is code else _name_of(original)
                 return CompiledFunction(_name_of(code), resumes, bool(getattr(reason, "graph_break", False)))
         frame = frame.f_back
     return None
+
+
+def _wrapped_code(output: Any) -> CodeType | None:
+    """The code in Dynamo's own wrapper, in which partials, decorated functions and torch's modules are compiled."""
+    if getattr(getattr(output, "root_tx", None), "f_code", None) is not _wrapper_code():
+        return None
+    found, code = getattr(output, "local_scope", {}).get("fn"), None
+    while found is not None:
+        code = getattr(found, "__code__", None)
+        inner = type(found).forward if isinstance(found, torch.nn.Module) else getattr(found, "func", None)
+        found = getattr(found, "__wrapped__", None) or inner
+    return code
+
+
+def _wrapper_code() -> CodeType | None:
+    from torch._dynamo.external_utils import wrap_inline
+
+    return getattr(wrap_inline(len), "__code__", None)
 
 
 def _name_of(code: CodeType) -> str:
@@ -716,6 +864,16 @@ def size_of_group(value: Any) -> int:
         return process_group_size(real) if isinstance(real, str) else int(real.size())
     except (AttributeError, RuntimeError, ValueError):
         return 0
+
+
+def rank_in_group(value: Any) -> int | None:
+    """This process's rank in a process group (as for `size_of_group`); None where it is not in one."""
+    real = getattr(value, "real_obj", value)
+    try:
+        rank = int(process_group(real).rank())
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+    return rank if rank >= 0 else None
 
 
 _MESH = "mesh_"

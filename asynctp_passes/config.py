@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import hashlib
 import json
@@ -10,7 +11,7 @@ import math
 import os
 import stat
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,8 @@ __all__ = [
     "agree_seconds",
     "can_be_written",
     "cpu_implementation",
+    "did_you_mean",
+    "required",
     "write_whole",
 ]
 
@@ -45,6 +48,8 @@ RUNTIME_VARIABLES = {
     "timeout of the process group)",
     "recorded_calls": "how many calls of a group are kept recorded as CUDA graphs (default: 4096; 0: none)",
     "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads",
+    "require": "what must be true when a process ends, or its exit status is 1: fused=8, or fused=8,missed=0, as "
+    "asynctp_passes.require takes it",
 }
 """`ASYNCTP_*` variables that steer the ops at run time rather than a compile, with what they mean."""
 
@@ -156,7 +161,8 @@ class Config:
         """
         values = _from_environment(os.environ if environ is None else environ)
         for name, value in _with_names_of_now(options or {}, "an option").items():
-            _require(name in cls.field_names(), "option", name, f"one of {cls.field_names()}")
+            known = cls.field_names()
+            _require(name in known, "option", name, f"one of {known}{did_you_mean(name, known)}")
             values[name] = value
         return cls(**values)
 
@@ -271,7 +277,9 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
                 agree_seconds(environ)
             continue
         known = (*Config.field_names(), *RUNTIME_VARIABLES)
-        _require(name in known, "environment variable", key, f"{_ENVIRONMENT_PREFIX} and one of {known}")
+        variables = [f"{_ENVIRONMENT_PREFIX}{one.upper()}" for one in known]
+        limit = f"one of {', '.join(variables)}{did_you_mean(key, variables)}"
+        _require(name in known, "environment variable", key, limit)
         values[name] = _parse(key, name, text)
         try:
             Config(**{name: values[name]})
@@ -301,6 +309,29 @@ def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:
     value = (os.environ if environ is None else environ).get(key, "reference")
     _require(value in _CPU_IMPLEMENTATIONS, key, value, f"one of {_CPU_IMPLEMENTATIONS}")
     return value
+
+
+def required(environ: Mapping[str, str] | None = None) -> dict[str, int]:
+    """The numbers that `ASYNCTP_REQUIRE` asks for, by name (`"fused"`, `"missed"`); empty where it is not set.
+
+    Raises:
+        ConfigError: The variable is no list of these names with integers >= 0.
+    """
+    key = f"{_ENVIRONMENT_PREFIX}REQUIRE"
+    text = (os.environ if environ is None else environ).get(key, "")
+    found: dict[str, int] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, number = (word.strip() for word in part.partition("="))
+        well = name in ("fused", "missed") and name not in found and number.isdecimal()
+        _require(well, key, text, "fused=N, missed=N or both with a comma between, N an integer >= 0")
+        found[name] = int(number)
+    return found
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'strict'?"` for a name that is nearly one of those known; else empty."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def agree_seconds(environ: Mapping[str, str] | None = None) -> float:

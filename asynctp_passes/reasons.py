@@ -178,6 +178,13 @@ RESULT_DROPPED = _reason(
     "ERASED",
 )
 
+ALL_TO_ALL = _skip(
+    "ATP015",
+    "ALL_TO_ALL",
+    "the all-gather stands for an all-to-all: this rank uses its own piece of every shard, and nothing else",
+    "nothing to do: DTensor writes an all-to-all so on CPU, where gloo has none, and calls one collective on GPUs",
+)
+
 # --- 1xx structure: the chain is not of a shape that is proven ----------------------------------------
 PIECES_REORDERED = _miss(
     "ATP101",
@@ -213,9 +220,9 @@ COMPUTED_BETWEEN = _miss(
 QUANTIZED_AFTER_GATHER = _miss(
     "ATP106",
     "QUANTIZED_AFTER_GATHER",
-    "the gathered tensor is quantized to fp8 between the all-gather and the scaled matmul, in a way that cannot be "
+    "the gathered tensor is quantized to fp8 or int8 between the all-gather and the matmul, in a way that cannot be "
     "moved to the shard",
-    "quantize with pointwise operations and an amax of each row, which are moved; or quantize the shard and gather fp8",
+    "quantize with pointwise operations and an amax of each row, which are moved; or gather the quantized shard",
 )
 NOT_ROWS_OR_CONTRACTION = _miss(
     "ATP107",
@@ -297,6 +304,14 @@ ROWS_CONTRACTED = _miss(
     "run meanwhile",
     "let the product share its gather with the input gradient's, or give the compiled region more of the program, so "
     "that there are products to run meanwhile",
+)
+MATMUL_IN_ANOTHER_GRAPH = _miss(
+    "ATP120",
+    "MATMUL_IN_ANOTHER_GRAPH",
+    "the collective and its matmul are compiled in two graphs, so that no op can be both",
+    "bring both into one graph: remove the graph break between them (TORCH_LOGS=graph_breaks has each with its place), "
+    "compile a module that holds both, or let the nested_compile_region, or the branches of the torch.cond, that holds "
+    "one of them hold the other too",
 )
 
 # --- 2xx legality: the shape is right, but the rewrite would change the program ----------------------------

@@ -91,16 +91,23 @@ class ScalesOfA:
 
 @dataclass(frozen=True)
 class ScaledOptions:
-    """The arguments that make a matmul a scaled (fp8) one.
+    """The arguments that make a matmul a scaled one.
 
-    Scales are tensorwise (one number) or rowwise (M and N numbers), unless they are of `blocks`.
+    Scales are tensorwise (one number) or rowwise (M and N numbers), unless they are of `blocks`. A matmul of operands
+    that are not fp8 is scaled after it (`matching.scaled_epilogue`): None stands for a scale of 1.
     """
 
-    a_scale: fx.Node
-    b_scale: fx.Node
+    a_scale: fx.Node | None
+    b_scale: fx.Node | None
     out_dtype: torch.dtype
     use_fast_accum: bool
     blocks: Blocks | None = None
+
+    @property
+    def given_a_scale(self) -> fx.Node:
+        """The scales of A where the matmul itself takes them, as each one after a gather does."""
+        assert self.a_scale is not None
+        return self.a_scale
 
     @property
     def of_a(self) -> ScalesOfA:

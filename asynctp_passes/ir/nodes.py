@@ -369,15 +369,23 @@ class Sizes:
     A symbol `s` that the shape environment knows to be a multiple of the number of ranks is written as
     `ranks * s'`, so that `(s + ranks - 1) // ranks`, the local size of a sharded dimension, becomes `s'`. This
     uses what guards have established already and adds none.
+
+    Args:
+        graph: The graph.
+        ranks: Numbers of ranks of its groups.
+        divided: Sizes, each with a number that divides it wherever the graph runs to its end: a collective raises
+            otherwise (`read.read_sizes`).
     """
 
-    def __init__(self, graph: fx.Graph, ranks: Iterable[int] = ()) -> None:
+    def __init__(self, graph: fx.Graph, ranks: Iterable[int] = (), divided: Iterable[tuple[Any, int]] = ()) -> None:
         counts = {count for count in ranks if count > 1}
         self._multiples: dict[sympy.Symbol, sympy.Expr] = {}
         symbols = _symbols(graph)
         guards = _comparisons(symbols)
+        factors = _factors(divided)
         for symbol, size in symbols.items():
-            factor = math.lcm(*(count for count in counts if _is_multiple(size, symbol, count, guards[symbol])))
+            known = (count for count in counts if _is_multiple(size, symbol, count, guards[symbol]))
+            factor = math.lcm(factors.get(symbol, 1), *known)
             if factor > 1:
                 self._multiples[symbol] = factor * sympy.Symbol(f"{symbol}/{factor}", integer=True, positive=True)
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -448,6 +456,17 @@ def _divided_terms(base: sympy.Expr, divisor: sympy.Integer) -> tuple[sympy.Expr
         else:
             rest += term
     return whole, rest
+
+
+def _factors(divided: Iterable[tuple[Any, int]]) -> dict[sympy.Symbol, int]:
+    """The numbers that divide symbols, where they divide these sizes: a symbol, or a number of times a symbol."""
+    found: dict[sympy.Symbol, int] = {}
+    for size, count in divided:
+        expr = compat.expression(size) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+        times, symbol = expr.as_coeff_Mul()
+        if symbol.is_Symbol and times.is_Integer and times > 0:
+            found[symbol] = math.lcm(found.get(symbol, 1), count // math.gcd(count, int(times)))
+    return found
 
 
 def _comparisons(symbols: Mapping[sympy.Symbol, torch.SymInt]) -> dict[sympy.Symbol, list[sympy.Rel]]:

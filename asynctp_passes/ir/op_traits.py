@@ -50,6 +50,7 @@ class Reduction(enum.Enum):
 
     MAX = enum.auto()
     MIN = enum.auto()
+    SUM = enum.auto()
     ROUNDED = enum.auto()
 
 
@@ -108,7 +109,8 @@ _ALIAS = OpTraits(View.SAME)
 _RESHAPE = OpTraits(View.RESHAPE)
 _STRICT = OpTraits(View.RESHAPE, needs_strides=True)
 _CAST = OpTraits(View.CAST, copies=True)
-_SUM = OpTraits(reduces=Reduction.ROUNDED)
+_SUM = OpTraits(reduces=Reduction.SUM)
+_ROUNDED = OpTraits(reduces=Reduction.ROUNDED)
 _MAX = OpTraits(reduces=Reduction.MAX)
 _MIN = OpTraits(reduces=Reduction.MIN)
 _SIZE = OpTraits(size=True)
@@ -189,19 +191,19 @@ TRAITS: dict[str, OpTraits] = {
     "aten.min.dim": _MIN,
     "aten.sum.default": _SUM,
     "aten.sum.dim_IntList": _SUM,
-    "aten.mean.default": _SUM,
-    "aten.mean.dim": _SUM,
-    "aten.var.default": _SUM,
-    "aten.var.dim": _SUM,
-    "aten.var.correction": _SUM,
-    "aten.var_mean.default": _SUM,
-    "aten.var_mean.dim": _SUM,
-    "aten.var_mean.correction": _SUM,
-    "aten.norm.Scalar": _SUM,
-    "aten.norm.ScalarOpt_dim": _SUM,
-    "aten.norm.ScalarOpt_dim_dtype": _SUM,
-    "aten.norm.ScalarOpt_dtype": _SUM,
-    "aten.linalg_vector_norm.default": _SUM,
+    "aten.mean.default": _ROUNDED,
+    "aten.mean.dim": _ROUNDED,
+    "aten.var.default": _ROUNDED,
+    "aten.var.dim": _ROUNDED,
+    "aten.var.correction": _ROUNDED,
+    "aten.var_mean.default": _ROUNDED,
+    "aten.var_mean.dim": _ROUNDED,
+    "aten.var_mean.correction": _ROUNDED,
+    "aten.norm.Scalar": _ROUNDED,
+    "aten.norm.ScalarOpt_dim": _ROUNDED,
+    "aten.norm.ScalarOpt_dim_dtype": _ROUNDED,
+    "aten.norm.ScalarOpt_dtype": _ROUNDED,
+    "aten.linalg_vector_norm.default": _ROUNDED,
     # constants
     "aten.full.default": OpTraits(constant="fill_value"),
     "aten.scalar_tensor.default": OpTraits(constant="s"),

@@ -16,7 +16,7 @@ from torch import fx
 
 from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Blocks, Collective, Matmul, ScaledOptions
-from asynctp_passes.ir.nodes import arguments, called_op, name_of, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import Sizes, arguments, called_op, name_of, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.registry import (
     ADDMM,
@@ -47,9 +47,12 @@ __all__ = [
     "operands_that_are",
     "read_collectives",
     "read_matmul",
+    "read_sizes",
     "read_term",
+    "rows_of",
     "same_strides",
     "scales_mismatch",
+    "short_name",
     "unknown_group",
     "waits_for_several",
 ]
@@ -57,7 +60,9 @@ __all__ = [
 WAIT = "_c10d_functional.wait_tensor.default"
 _WAIT_FOR_LIST = "_c10d_functional.wait_tensors.default"
 """From torch 2.15 on, the results of a collective of several tensors are waited for together."""
-_MATMUL_WORDS = re.compile(r"(^|_)((mm|bmm|addmm|baddbmm|einsum)(_|$)|linear$)|gemm|matmul")
+_MATMUL_WORDS = re.compile(
+    r"(^|_)(((int\d)?mm|bmm|addmm|baddbmm|einsum)(_|$)|linear$|q?linear_(pointwise|dynamic))|gemm|matmul"
+)
 _COLLECTIVE_WORDS = re.compile(
     r"all_gather|reduce_scatter|all_reduce|all_to_all|allgather|allreduce|reducescatter|alltoall"
 )
@@ -67,6 +72,12 @@ def called_name(node: fx.Node) -> str:
     """The name of the op that a node calls, be it inside of `auto_functionalized`; empty for other nodes."""
     op = called_op(node)
     return op_name(node) if op is None else name_of(op)
+
+
+def short_name(node: fx.Node) -> str:
+    """The name of the op that a node calls, without its namespace and overload."""
+    name = called_name(node)
+    return name.split(".")[1] if "." in name else name
 
 
 def _left_operand(matmul: fx.Node) -> fx.Node | None:
@@ -136,6 +147,26 @@ def _members(call: fx.Node, op: CollectiveOp) -> list[Collective | None]:
     if items is None:
         return []
     return [_item(call, op, values, tensor, items.get(index)) for index, tensor in enumerate(tensors)]
+
+
+_CHECKED = {
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional_autograd.reduce_scatter_tensor.default",
+}
+"""Reduce-scatters that raise on a rank, before it sends, unless the ranks divide the first size of its input."""
+
+
+def read_sizes(graph: fx.Graph, collectives: Sequence[Collective], erased: Container[fx.Node] = ()) -> Sizes:
+    """The reader of a graph's sizes. It takes a size that is reduced and scattered for a multiple of the ranks.
+
+    A run in which it is none ends with an error: of the collective, or of the op that stands for it, which checks the
+    same. Not so a collective that may be `erased`, one of a list of tensors, which NCCL does not check, and a
+    registered one, which may do anything with the rest.
+    """
+    checked = (one for one in collectives if op_name(one.node) in _CHECKED and one.node not in erased)
+    inputs = ((tensor_of(one.input), one.group_size) for one in checked if one.group_size > 1)
+    divided = [(value.shape[0], ranks) for value, ranks in inputs if value is not None and value.dim()]
+    return Sizes(graph, (collective.group_size for collective in collectives), divided)
 
 
 def left_items(call: fx.Node) -> dict[int, Collective]:
@@ -268,7 +299,7 @@ def _first_tensor(node: fx.Node) -> fx.Node | None:
 def is_matmul(node: fx.Node) -> bool:
     """True for every op that multiplies matrices, or looks as if, whether asynctp rewrites it or not."""
     name = called_name(node)
-    return matmul_op(name) is not None or _looks_matmul(name)
+    return matmul_op(name) is not None or _looks_matmul(name) or any(map(is_matmul, compat.nodes_hidden_by(node)))
 
 
 @functools.cache
@@ -287,7 +318,7 @@ def operands_that_are(matmul: fx.Node, nodes: Container[fx.Node]) -> set[str]:
     op, sources = matmul_op(called_name(matmul)), matmul.all_input_nodes
     roles: dict[Any, str]
     if op is None:
-        left = sources[:1] if compat.is_op(matmul.target) else sources
+        left = sources[:1] if compat.is_op(matmul.target) or compat.nodes_hidden_by(matmul) else sources
         roles = {source: "left" if source in left else "right" for source in sources}
     else:
         values = arguments(matmul)
@@ -305,7 +336,9 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     name = called_name(node)
     op = matmul_op(name)
     if op is None:
-        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}")
+        hidden = " -> ".join(map(short_name, compat.nodes_hidden_by(node)))
+        facts = f"{name} {node.name}" + (f", which Inductor put in the place of {hidden}" if hidden else "")
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, facts)
     values, result = arguments(node), _result(node, op)
     if isinstance(result, Refusal):
         return result
@@ -313,14 +346,14 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     if a is None or right is None or out is None:
         return Refusal(reasons.SHAPE_UNKNOWN, node.name)
     b, b_transposed = _one_matrix(values[op.b], op.b_transposed)
-    if b is None or a.dim() < 2 or not same(_rows(a), _rows(out)) or not _fit(a, right, out, op.b_transposed):
+    if b is None or a.dim() < 2 or not same(rows_of(a), rows_of(out)) or not _fit(a, right, out, op.b_transposed):
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}: {list(a.shape)} @ {list(right.shape)}")
     bias = values.get(op.bias) if op.bias is not None else None
     problem = _added(node, values, bias, out)
     scaled = _scaled(node, op, values, a, right, out)
     if problem is not None or isinstance(scaled, Refusal):
         return problem or scaled  # type: ignore[return-value]
-    if scaled is None and out.dtype != a.dtype:
+    if scaled is None and out.dtype != (torch.int32 if a.dtype == torch.int8 else a.dtype):
         return Refusal(reasons.DTYPE_UNSUPPORTED, f"{node.name}: {a.dtype} -> {out.dtype}")
     return Matmul(result, values[op.a], b, bias, scaled, b_transposed, None if result is node else node)
 
@@ -350,12 +383,13 @@ def _one_matrix(node: fx.Node, transposed: bool) -> tuple[fx.Node | None, bool]:
         source = tensor_of(node.args[0]) if node.args else None
         if source is None or source.dim() < 2:
             break
-        if traits_of(node).view in (View.EXPAND, View.RESHAPE):  # may repeat or regroup the matrices of a batch
+        traits = traits_of(node)
+        if traits.view in (View.EXPAND, View.RESHAPE):  # may repeat or regroup the matrices of a batch
             if not all(identical(x, y) for x, y in zip(source.shape[-2:], value.shape[-2:], strict=True)):
                 break
         elif _swaps_last_two(node, value.dim()):
             transposed = not transposed
-        else:
+        elif traits.view is not View.SAME or traits.copies:
             break
         node = node.args[0]  # type: ignore[assignment]
     return None, transposed
@@ -378,7 +412,8 @@ def _fit(a: torch.Tensor, right: torch.Tensor, out: torch.Tensor, b_transposed: 
     return not _differ(a.shape[-1], depth) and not _differ(out.shape[-1], columns)
 
 
-def _rows(tensor: torch.Tensor) -> Size:
+def rows_of(tensor: torch.Tensor) -> Size:
+    """The rows of a tensor: all dimensions but the last."""
     sizes: tuple[Any, ...] = tuple(tensor.shape[:-1])
     return product(compat.expression(size) if isinstance(size, torch.SymInt) else size for size in sizes)
 

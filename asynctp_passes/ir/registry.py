@@ -120,6 +120,7 @@ SCALED_MM = "aten._scaled_mm.default"
 _MATMULS: dict[str, MatmulOp] = {
     "aten.mm.default": _MM,
     "aten.mm.dtype": _MM,
+    "aten._int_mm.default": _MM,
     "aten.bmm.default": _MM,
     "aten.bmm.dtype": _MM,
     ADDMM: _ADDMM,

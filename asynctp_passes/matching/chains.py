@@ -24,6 +24,7 @@ __all__ = [
     "Chain",
     "CrossRankReduction",
     "Decision",
+    "EarlySum",
     "GatherChain",
     "Hoist",
     "Part",
@@ -47,13 +48,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """An op that every rank applies to its parts of the operands in `parts`, and so gets its part of `node`."""
+    """An op that every rank applies to its parts of the operands in `parts`, and so gets its part of `node`.
+
+    `filled` has the other operands with a value for each row, the same number in all, and the dimension of the rows.
+    """
 
     node: fx.Node
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     parts: tuple[tuple[fx.Node, Part], ...]
+    filled: tuple[tuple[fx.Node, int], ...] = ()
 
     @property
     def others(self) -> tuple[fx.Node, ...]:
@@ -321,11 +326,31 @@ class GatherChain(_Chain):
 
 
 @dataclass(frozen=True)
+class EarlySum:
+    """A sum over a dimension of what `collective` reduces, that is done before it instead of after it.
+
+    What is reduced is seen as [outer, count, inner], and summed over `count`. `total` is the sum in the program, and
+    `nodes` has the collective's results, the views of them, and that.
+    """
+
+    collective: Collective
+    total: fx.Node
+    nodes: tuple[fx.Node, ...]
+    outer: Size
+    count: Size
+    inner: Size
+
+
+@dataclass(frozen=True)
 class Term:
-    """A tensor that is added to products, element for element: `factor` times (as `Matmul.factor`)."""
+    """A tensor that is added to products, element for element: `factor` times (as `Matmul.factor`).
+
+    With an `early` sum it is that sum of it which is added.
+    """
 
     node: fx.Node
     factor: float
+    early: EarlySum | None = None
 
 
 @dataclass(frozen=True)
@@ -340,7 +365,8 @@ class ScatterChain(_Chain):
     Where several collectives' results are summed (`summed`), the chain has the products of all, and stands for them:
     `collective` is the last that has products, `joined` has the others, and `after` the nodes that make the sum of
     their results. `crossing` has how many times each of these counts in the sum, which goes to the factors of the
-    terms. What the sum adds besides, `added_after`, is added to the fused op's result.
+    terms. What the sum adds besides, `added_after`, is added to the fused op's result. `early` has the sums over a
+    dimension of what a member reduces, where that is what is summed with the others.
     """
 
     collective: Collective
@@ -403,14 +429,20 @@ class ScatterChain(_Chain):
 
     def sizes_written(self, sizes: Sizes) -> list[Size]:
         """The sizes of the views around the fused op; an all-reduce of matrices has none but the program's own."""
-        others = [*self.made_anew, *(one.node for one in self.joined)]
+        early = self.early.values()
+        others = [*self.made_anew, *(one.node for one in self.joined), *(one.total for one in early)]
         nodes = (self.collective.node, *(matmul.node for matmul in self.matmuls), *others, *self.inputs)
-        known = _known(nodes, sizes)
+        known = [*_known(nodes, sizes), *((one.outer, one.count, one.inner) for one in early)]
         if self.placement is not None:
             return _placed(self.placement, [self.placement.out], known)
         rows = None if self.sent.is_reshape else self.sent.of_rows(known[1][-1])
         plain = rows is None and all(len(shape) == 2 for shape in known[1:])
         return [] if plain else [*(size for shape in known[1:] for size in shape), *(rows.sizes if rows else ())]
+
+    @property
+    def early(self) -> dict[fx.Node, EarlySum]:
+        """The sums that are done before a member's reduction, by the member."""
+        return {term.early.collective.node: term.early for term in self.added if term.early is not None}
 
     @property
     def factors(self) -> tuple[float, ...]:

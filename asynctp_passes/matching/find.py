@@ -23,6 +23,7 @@ from torch import fx
 
 from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions, ScalesOfA, nodes_of
+from asynctp_passes.ir.crossings import multiplied_by, product_of
 from asynctp_passes.ir.nodes import (
     Sizes,
     describe,
@@ -43,6 +44,7 @@ from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, ScatterPlacement, incomplete, locate_scatter
 from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, pads_at_end, propagate, sources_of
 from asynctp_passes.matching import near_miss
+from asynctp_passes.matching.all_to_all import own_piece
 from asynctp_passes.matching.chains import Candidate, GatherChain, Passenger, ScatterChain, Term
 from asynctp_passes.matching.collapsed import collapsed
 from asynctp_passes.matching.linear_sums import summed
@@ -198,7 +200,7 @@ def _with_chains(
             for one in (joined,) if joined is chain else (joined, chain):
                 followed = _following(context, one)
                 scaled = followed.matmuls[0].scaled
-                refusal = None if scaled is None or followed.scale_placement else region.late(scaled.a_scale)
+                refusal = None if scaled is None or followed.scale_placement else region.late(scaled.given_a_scale)
                 if refusal is not None:
                     late |= {matmul.node: refusal for matmul in followed.matmuls}
                 else:
@@ -212,6 +214,10 @@ def _in_rows(products: Iterable[PlacedMatmul]) -> list[PlacedMatmul]:
 def _unfused(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: Mapping[fx.Node, Refusal]) -> Candidate:
     """A gather without a chain: why its `own` matmuls are not fused, and those after what is `refused`."""
     gather, sort = region.gather, region.context.sorted
+    piece = own_piece(gather, region.context.propagation_of(gather), region.context.sizes)
+    if piece is not None:
+        refusal = Refusal(reasons.ALL_TO_ALL, f"{piece.name} is piece {piece.args[1]} of {gather.group_size}")
+        return Candidate(gather, None, (refusal,), gather.results)  # what follows has other names on other ranks
     misses = [_Miss(why, (*sort(region.views_to(matmul.all_input_nodes)), matmul)) for matmul, why in own.items()]
     misses = [_named(gather, miss) for miss in (*misses, *_near_gather(region, refused))]
     misses.sort(key=_informative)
@@ -296,16 +302,16 @@ def _joined(data: ShardRegion, chain: GatherChain) -> GatherChain:
 def _with_scales(data: ShardRegion, chain: GatherChain, scaled: ScaledOptions) -> GatherChain | None:
     """With the gather of the scales of the same shard, of rows or blocks, if the matmuls are all that use it."""
     context = data.context
-    scale = context.gather_of.get(scaled.a_scale)
+    scale = context.gather_of.get(scaled.given_a_scale)
     if scale is None or scale is chain.collective or not _of_one_group(scale, chain.collective):
         return None
     region = ShardRegion(context, scale)
     if region.used_elsewhere(set(nodes_of(chain.matmuls))) or data.late(scale.source) is not None:
         return None
-    placement = placed_scales(region, scale.node, region.view(scaled.a_scale), scaled.of_a, chain.placement)
+    placement = placed_scales(region, scale.node, region.view(scaled.given_a_scale), scaled.of_a, chain.placement)
     if not isinstance(placement, GatherPlacement):
         return None
-    views = region.views_to(matmul.scaled.a_scale for matmul in chain.matmuls if matmul.scaled is not None)
+    views = region.views_to(matmul.scaled.given_a_scale for matmul in chain.matmuls if matmul.scaled is not None)
     return replace(chain, scale=scale, scale_placement=placement, views=context.sorted([*chain.views, *views]))
 
 
@@ -411,6 +417,8 @@ def _goes_elsewhere(context: MatchContext, gather: Collective, propagation: Prop
     way = context.ways_up.path(gather.source, gather.node)
     if way and not any(map(near_miss.reduces, way)):
         return Refusal(reasons.PRODUCT_GATHERED, near_miss.names([*way[::-1], gather.node]))
+    if region := next((user for source, user in propagation.uses() if multiplied_by(user, source)), None):
+        return Refusal(reasons.MATMUL_IN_ANOTHER_GRAPH, f"{gather.node.name} is multiplied in {region.name}")
     users = context.sorted(user for _, user in propagation.uses())
     return Refusal(_absent(users, "output"), f"{gather.node.name}: used by {_callers(users)}")
 
@@ -664,12 +672,22 @@ def _near_scatter(context: MatchContext, scatter: Collective, leaves: set[fx.Nod
     if way and not statistics:
         return Refusal(reasons.COMPUTED_BETWEEN, near_miss.names(way[::-1]))
     made = context.sorted(leaves)
+    if region := next(filter(_is_product_of_region, made), None):
+        return Refusal(reasons.MATMUL_IN_ANOTHER_GRAPH, f"{scatter.node.name} is of a matmul in {region.name}")
     return Refusal(_absent(made, "placeholder"), f"{scatter.node.name}: made by {_callers(made)}")
+
+
+def _is_product_of_region(node: fx.Node) -> bool:
+    """True for a result of a higher-order op that is a matmul's in a graph which that op runs."""
+    if op_name(node) != "getitem":
+        return product_of(node, 0)
+    region, item = node.args
+    return isinstance(region, fx.Node) and isinstance(item, int) and product_of(region, item)
 
 
 def _way_up(context: MatchContext, scatter: Collective, leaves: set[fx.Node]) -> list[fx.Node]:
     """The way from a leaf of the scattered sum up to a matmul; empty when there is none."""
-    ways = (context.ways_up.path(leaf, scatter.node) for leaf in context.sorted(leaves))
+    ways = (context.ways_to_reduced.path(leaf, scatter.node) for leaf in context.sorted(leaves))
     return next((way for way in ways if way), [])
 
 

@@ -7,7 +7,8 @@ A reduction is linear: `AR(x) + AR(y) = AR(x + y)`, and so is a reduce-scatter w
 an input, and each all-reduce their own gradient of it, write such sums (queries, keys and values; gate and up).
 
 Members are chains that could each be fused alone, and differ in their products only, and besides at least one of these
-other reductions of the kind: what they reduce is added to the products (routed tokens to a shared expert's). The sum
+other reductions of the kind: what they reduce is added to the products (routed tokens to a shared expert's), or the
+sum over a dimension of it if only that is used (`early_sums`: experts' outputs, one by one). The sum
 after them is followed from their results as sums in front of a collective are from products (`propagate`): an
 addition joins equal maps. What else it adds in between, as a residual, is added to the one result.
 """
@@ -15,7 +16,7 @@ addition joins equal maps. What else it adds in between, as a residual, is added
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -37,7 +38,8 @@ from asynctp_passes.layout.propagation import (
     sources_of,
     times,
 )
-from asynctp_passes.matching.chains import Candidate, ScatterChain, Term
+from asynctp_passes.matching.chains import Candidate, EarlySum, ScatterChain, Term
+from asynctp_passes.matching.early_sums import early_sum
 from asynctp_passes.matching.match_context import MatchContext
 
 __all__ = ["summed"]
@@ -56,45 +58,77 @@ def summed(
     fused = {node: one for node, one in candidates.items() if allowed(one)}
     chains = {node: one.chain for node, one in fused.items() if isinstance(one.chain, ScatterChain)}
     owner: dict[fx.Node, object] = {node: one.collective.node for one in fused.values() for node in one.nodes}
-    kinds: dict[object, list[fx.Node]] = {}
-    for node, candidate in candidates.items():
-        if (kind := _kind(context, candidate)) is not None:
-            kinds.setdefault(kind, []).append(node)
+    early = _early_sums(context, candidates, chains.keys())
     places = sorted(map(context.order.__getitem__, chains))
     found: dict[fx.Node, Candidate] = {}
-    for reductions in kinds.values():
+    for reductions in _by_kind(context, candidates, early):
         if len(reductions) == 1 or chains.keys().isdisjoint(reductions):
             continue
-        for end, inside in _sums(context, reductions):
-            members = [node for node in reductions if node in inside]
+        entries = {early[node].total if node in early else node: node for node in reductions}
+        for end, inside in _sums(context, [*entries]):
+            entered = [entry for entry in entries if entry in inside]
+            members = [entries[entry] for entry in entered]
             if not all(owner[node] in members for node in inside if node in owner):  # another chain has a part of it
                 continue
-            terms = _terms(context, end, inside, members)
+            terms = _terms(context, end, inside, entered, entries)
             if terms is None or not _are_next(context, members, chains.keys(), places):
                 continue
-            chain = _joined(context, [candidates[node].collective for node in members], chains, terms)
+            reduced = [(candidates[node].collective, early.get(node)) for node in members]
+            chain = _joined(context, reduced, chains, terms)
             if chain is None:
                 continue
-            last, after = chain.collective.node, inside.difference(members)
+            last = chain.collective.node
             own = {node: fused[node].nodes if node in chains else candidates[node].collective.nodes for node in members}
-            nodes = context.sorted([*(node for each in own.values() for node in each), *after])
-            whole = replace(fused[last], chain=replace(chain, after=context.sorted(after)), nodes=nodes)
+            whole = _whole(context, chain, fused[last], own, inside)
             if allowed(whole):
-                owner |= dict.fromkeys(nodes, whole)
+                owner |= dict.fromkeys(whole.nodes, whole)
                 joining = {node: replace(candidates[node], nodes=own[node]) for node in members}
                 found |= {node: replace(one, chain=None, refusals=(), joins=whole) for node, one in joining.items()}
                 found[last] = whole
     return found
 
 
-def _kind(context: MatchContext, candidate: Candidate) -> object:
+def _whole(
+    context: MatchContext,
+    chain: ScatterChain,
+    last: Candidate,
+    own: Mapping[fx.Node, tuple[fx.Node, ...]],
+    inside: Set[fx.Node],
+) -> Candidate:
+    """The candidate of all members, in place of the last one's; `own` has the nodes of each, by its reduction."""
+    early = {node for each in chain.early.values() for node in each.nodes}
+    after = (inside | early) - own.keys()
+    nodes = context.sorted([*(node for each in own.values() for node in each), *after])
+    return replace(last, chain=replace(chain, after=context.sorted(after)), nodes=nodes)
+
+
+def _by_kind(
+    context: MatchContext, candidates: Mapping[fx.Node, Candidate], early: Mapping[fx.Node, EarlySum]
+) -> Collection[list[fx.Node]]:
+    """The reductions that may be members of one sum, together."""
+    kinds: dict[object, list[fx.Node]] = {}
+    for node, candidate in candidates.items():
+        if (kind := _kind(context, candidate, early.get(node))) is not None:
+            kinds.setdefault(kind, []).append(node)
+    return kinds.values()
+
+
+def _early_sums(
+    context: MatchContext, candidates: Mapping[fx.Node, Candidate], chains: Set[fx.Node]
+) -> dict[fx.Node, EarlySum]:
+    """The sums over a dimension that can be done before reductions without a chain, by reduction."""
+    found = {node: early_sum(context, one.collective) for node, one in candidates.items() if node not in chains}
+    return {node: early for node, early in found.items() if early is not None}
+
+
+def _kind(context: MatchContext, candidate: Candidate, early: EarlySum | None) -> object:
     """The properties that members of one sum share; None for a reduction that is left alone.
 
     That is a gather, one of several tensors of a collective, and what is reduced in float16: a rank's part of the sum
     may be too large for it where the sums over the ranks, and their sum, are not. Dimensions matter only where ranks
     get blocks of a later one than the first: else a collective sees its tensor's elements one after the other.
     """
-    one, value = candidate.collective, tensor_of(candidate.collective.node)
+    one, value = candidate.collective, tensor_of(candidate.collective.node if early is None else early.total)
     if one.kind == "all_gather" or one.call is not None or value is None or not compat.is_contiguous(value):
         return None
     if value.dtype == torch.float16:
@@ -105,12 +139,12 @@ def _kind(context: MatchContext, candidate: Candidate) -> object:
 
 
 # --- the sum --------------------------------------------------------------------------------------------------
-def _sums(context: MatchContext, reductions: Sequence[fx.Node]) -> list[tuple[fx.Node, set[fx.Node]]]:
+def _sums(context: MatchContext, entries: Sequence[fx.Node]) -> list[tuple[fx.Node, set[fx.Node]]]:
     """The additions of two terms in each of which there is a reduction, the last one first, and what makes each.
 
     What something else uses too is a tensor as any other to the sums after it.
     """
-    above: dict[fx.Node, set[fx.Node]] = {node: {node} for node in reductions}
+    above: dict[fx.Node, set[fx.Node]] = {node: {node} for node in entries}
     ends = []
     for node in context.nodes:
         sources = [source for source in node.all_input_nodes if source in above and all(map(_is_step, source.users))]
@@ -136,18 +170,24 @@ def _is_way(node: fx.Node) -> bool:
 
 
 def _terms(
-    context: MatchContext, end: fx.Node, inside: set[fx.Node], members: Sequence[fx.Node]
+    context: MatchContext,
+    end: fx.Node,
+    inside: set[fx.Node],
+    entered: Sequence[fx.Node],
+    entries: Mapping[fx.Node, fx.Node],
 ) -> Mapping[fx.Node, float] | None:
-    """The terms of `end`, an addition, and how often each counts.
+    """The terms of `end`, an addition, and how often each counts: those that have `entered` it, by their reductions.
 
     None if something inside has a user outside, or does not rearrange all members alike. Or if an addition's result
     lies in memory otherwise than the first term that comes from a member, and is to stand for it.
     """
     if not all(inside.issuperset(node.users) for node in inside if node is not end):
         return None
-    propagation = propagate(context.sorted(inside), sources_of(members, context.sizes), context.sizes, sums=True)
+    propagation = propagate(context.sorted(inside), sources_of(entered, context.sizes), context.sizes, sums=True)
     in_place = all(same_strides(node, _first(node, inside)) for node in inside if adds(node))
-    return propagation.terms[end].counts if inside <= propagation.maps.keys() and in_place else None
+    if not (inside <= propagation.maps.keys() and in_place):
+        return None
+    return {entries.get(node, node): count for node, count in propagation.terms[end].counts.items()}
 
 
 def _first(sum_: fx.Node, inside: Set[fx.Node]) -> fx.Node:
@@ -167,7 +207,7 @@ def _are_next(context: MatchContext, members: Sequence[fx.Node], chains: Set[fx.
 
 def _joined(
     context: MatchContext,
-    members: Sequence[Collective],
+    members: Sequence[tuple[Collective, EarlySum | None]],
     chains: Mapping[fx.Node, ScatterChain],
     counts: Mapping[fx.Node, float],
 ) -> ScatterChain | None:
@@ -176,7 +216,7 @@ def _joined(
     None where products are not alike, go to the collectives in different ways, cannot be added to what else is reduced,
     or cannot take the factors of their sums.
     """
-    known = [chains[member.node] for member in members if member.node in chains]
+    known = [chains[member.node] for member, _ in members if member.node in chains]
     if not known:
         return None
     *others, last = known
@@ -190,21 +230,21 @@ def _joined(
     if len(whole) < len(own):
         return None
     added = [term for chain in whole for term in chain.added]
-    for member in members:
+    for member, early in members:
         if member.node not in chains:
-            source = _in_order_of_products(context, member, last)
+            source = _in_order_of_products(context, member, early, last)
             if source is None:
                 return None
-            added.append(Term(source, counts[member.node]))
-    results = {member.node for member in members}
+            added.append(Term(source, counts[member.node], early))
+    results = {member.node for member, _ in members}
     return replace(
         whole[0],
         matmuls=tuple(one for chain in whole for one in chain.matmuls),
         views=context.sorted(node for chain in whole for node in chain.views),
         added=tuple(added),
-        joined=tuple(member for member in members if member is not last.collective),
+        joined=tuple(member for member, _ in members if member is not last.collective),
         added_after=tuple(Term(node, count) for node, count in counts.items() if node not in results),
-        crossing=tuple((member.node, counts[member.node]) for member in members),
+        crossing=tuple((member.node, counts[member.node]) for member, _ in members),
     )
 
 
@@ -232,8 +272,16 @@ def _elements(way: IndexMap, collective: Collective) -> object:
     return way if collective.dim else (way.digits, way.offset)
 
 
-def _in_order_of_products(context: MatchContext, member: Collective, chain: ScatterChain) -> fx.Node | None:
-    """The tensor with the elements of a product, in their order, that goes to a collective in the products' way."""
+def _in_order_of_products(
+    context: MatchContext, member: Collective, early: EarlySum | None, chain: ScatterChain
+) -> fx.Node | None:
+    """The tensor with the elements of a product, in their order, that goes to a collective in the products' way.
+
+    Of an early sum it is the reduced tensor itself, if the products are reduced in their own order too.
+    """
+    if early is not None:
+        own = IndexMap.identity(context.sizes.of(value_of(early.total)))
+        return member.source if _elements(own, member) == _elements(chain.way, chain.collective) else None
     before = context.segments[member.node]  # of a copy made before a mutation the source may be another tensor by now
     above = reachable([member.source], where=lambda node: _is_way(node) and context.segments[node] == before)
     count = product(context.sizes.of(value_of(chain.matmuls[0].node)))

@@ -82,12 +82,17 @@ class MatchContext:
     @functools.cached_property
     def ways_down(self) -> near_miss.Ways:
         """Ways to matmuls as left operands."""
-        return near_miss.Ways(reversed(self.nodes), lambda node: node.users, feeds_left_operand)
+        return near_miss.Ways(reversed(self.nodes), near_miss.users_next_to, feeds_left_operand)
 
     @functools.cached_property
     def ways_up(self) -> near_miss.Ways:
         """Ways back to matmuls."""
-        return near_miss.Ways(self.nodes, lambda node: node.all_input_nodes)
+        return near_miss.Ways(self.nodes, near_miss.inputs_next_to)
+
+    @functools.cached_property
+    def ways_to_reduced(self) -> near_miss.Ways:
+        """Ways back to matmuls from what is reduced, through ops of the program's own too."""
+        return near_miss.Ways(self.nodes, near_miss.computed_from)
 
     @functools.cached_property
     def segments(self) -> dict[fx.Node, int]:

@@ -3,30 +3,41 @@
 Those are where a user loses time and does not learn of it, so they are reported as MISSED, with the way from one to the
 other. Ops that a collective is still 'next to' a matmul through are views, pointwise ops, casts, reductions, and what
 works row by row: norms, softmax, dropout, gates, quantization, be it by an op of the program's own.
+
+A reduction is next to a matmul also through any other op of the program's own that returns as many rows as it takes,
+unless its name tells that it mixes rows or multiplies by itself.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import fx
 
-from asynctp_passes.ir.nodes import is_pointwise, tensor_of, traits_of
+from asynctp_passes.ir.nodes import called_op, is_pointwise, name_of, op_name, tensor_of, traits_of
 from asynctp_passes.ir.order import communicates
-from asynctp_passes.ir.read import called_name, is_matmul
+from asynctp_passes.ir.read import called_name, identical, is_matmul, short_name
 from asynctp_passes.layout.propagation import is_view
 
 __all__ = [
     "Ways",
+    "computed_from",
+    "inputs_next_to",
     "names",
     "quantizes",
     "reduces",
     "transparent",
+    "users_next_to",
 ]
 
 _WORDS = "norm|softmax|dropout|quant|quantize|silu|gelu|glu|geglu|swiglu"
 _ROWWISE_WORDS = re.compile(rf"(?:^|_)(?:layer|rms)?({_WORDS})(?=_|$)")
+_MIXING_WORDS = re.compile(r"attn|attention|moe|expert|mamba|ssm|scan|conv")
+_NOT_OF_PROGRAMS = {"aten", "prims", "asynctp", "symm_mem"}
+_TRITON_KERNEL = "triton_kernel_wrapper_functional"
 
 
 def transparent(node: fx.Node) -> bool:
@@ -36,6 +47,50 @@ def transparent(node: fx.Node) -> bool:
     """
     named = bool(_rowwise_words(node)) and not communicates(node)
     return is_view(node) or is_pointwise(node) or reduces(node) or named
+
+
+def users_next_to(node: fx.Node) -> Iterable[fx.Node]:
+    """The users through which a collective is still 'next to' a matmul."""
+    return node.users if transparent(node) else ()
+
+
+def inputs_next_to(node: fx.Node) -> Iterable[fx.Node]:
+    """The inputs through which a collective is still 'next to' a matmul."""
+    return node.all_input_nodes if transparent(node) else ()
+
+
+def computed_from(node: fx.Node) -> Iterable[fx.Node]:
+    """The inputs through which a reduction is still 'next to' a matmul."""
+    return inputs_next_to(node) or _rows_of_own_op(node)
+
+
+def _rows_of_own_op(node: fx.Node) -> list[fx.Node]:
+    """The inputs of an op of the program's own that have as many rows as one of its results; none of other nodes."""
+    op, name = called_op(node), called_name(node)
+    own = op_name(node) == _TRITON_KERNEL if op is None else name_of(op).partition(".")[0] not in _NOT_OF_PROGRAMS
+    if not own or communicates(node) or _MIXING_WORDS.search(name):
+        return []
+    results = [shape for value in _values(node) if (shape := _rows(value)) is not None]
+    sources = ((source, _rows(source.meta.get("val"))) for source in node.all_input_nodes)
+    return [source for source, rows in sources if rows is not None and any(_same(rows, other) for other in results)]
+
+
+def _values(node: fx.Node) -> Iterable[Any]:
+    value = node.meta.get("val")
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, tuple | list) else [value]
+
+
+def _rows(value: Any) -> tuple[Any, ...] | None:
+    """The sizes of a floating tensor's dimensions but the last; None for vectors and columns, which hold statistics."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
+        return None
+    return None if identical(value.shape[-1], 1) else tuple(value.shape[:-1])
+
+
+def _same(rows: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(rows) == len(other) and all(map(identical, rows, other))
 
 
 def _rowwise_words(node: fx.Node) -> list[str]:
@@ -49,11 +104,11 @@ def reduces(node: fx.Node) -> bool:
 
 
 class Ways:
-    """The shortest ways through transparent ops to matmuls.
+    """The shortest ways to matmuls.
 
     Args:
         nodes: The nodes of a graph, each after all that `step` leads to from it.
-        step: A node's users, or its inputs.
+        step: The users or the inputs of a node that a way goes on to; none where it ends.
         arrives: Whether a way ends at a matmul, where it comes from a node next to that.
     """
 
@@ -66,15 +121,16 @@ class Ways:
         self._arrives = arrives
         self._next: dict[fx.Node, tuple[int, fx.Node]] = {}  # how many steps away a matmul is, and the first of them
         for node in nodes:
-            if is_matmul(node) or not transparent(node):
+            if is_matmul(node):
                 continue
-            options = [(1, then) for then in step(node) if is_matmul(then) and arrives(then, node)]
-            options += [(self._next[then][0] + 1, then) for then in step(node) if then in self._next]
+            further = list(step(node))
+            options = [(1, then) for then in further if is_matmul(then) and arrives(then, node)]
+            options += [(self._next[then][0] + 1, then) for then in further if then in self._next]
             if options:
                 self._next[node] = min(options, key=lambda option: option[0])
 
     def __contains__(self, node: fx.Node) -> bool:
-        """True for a node from which transparent ops, its own included, lead to a matmul."""
+        """True for a node from which steps lead to a matmul."""
         return node in self._next
 
     def path(self, start: fx.Node, before: fx.Node) -> list[fx.Node]:
@@ -88,15 +144,16 @@ class Ways:
 
 
 def quantizes(node: fx.Node) -> bool:
-    """True for a cast to fp8, and for an op of the program's own that is called so."""
+    """True for a cast to fp8 or int8, and for an op of the program's own that is called so."""
     value = tensor_of(node)
     if traits_of(node).casts:
-        return value is not None and value.dtype.itemsize == 1 and value.dtype.is_floating_point
+        fp8 = value is not None and value.dtype.itemsize == 1 and value.dtype.is_floating_point
+        return fp8 or (value is not None and value.dtype == torch.int8)
     return any(word.startswith("quant") for word in _rowwise_words(node))
 
 
 def names(nodes: Sequence[fx.Node]) -> str:
     """The ops along a way, for people: `abs -> amax -> ... -> mm`."""
-    steps = [name.split(".")[1] if "." in name else name for name in map(called_name, nodes)]
+    steps = [short_name(node) for node in nodes]
     shown = steps if len(steps) <= 6 else [*steps[:3], "...", *steps[-2:]]
     return " -> ".join(shown)

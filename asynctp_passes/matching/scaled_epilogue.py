@@ -1,17 +1,21 @@
-"""Read a scaled matmul together with scales that are applied after it.
+"""Read a matmul together with scales that are applied after it.
 
     _scaled_mm(a, b, 1, 1) → cast? → (× factors)+ → cast?       reads as       _scaled_mm(a, b, a_scale, b_scale)
+    mm(a, b) → {cast, view, × factor}+                          reads as       mm(a, b) scaled by a_scale and b_scale
+    _int_mm(a, b) → {cast, view, × factor}+                     reads as       the same of int8
 
 when all factors are, in any association, one per row [M, 1] and one per column [1, N], or a number in place of either.
-torchao writes the backward of its rowwise recipes so, since torch's rowwise kernel is slow without fast accumulation.
+torchao writes the backward of its rowwise fp8 recipes so, since torch's rowwise kernel is slow without fast
+accumulation, and int8 weights, alone (columns) or with int8 activations (rows too). A gate of rows is a scale too.
 
-The two differ in rounding: here the product is rounded, scaled in fp32 and rounded again, and the scaled matmul scales
-its fp32 sum and rounds once.
+The two differ in rounding: the program rounds the product, scales it and rounds again, and the scaled matmul scales its
+sum in fp32 and rounds once. So a scale of a product of 16 bits or int8 may round to bfloat16, which has the range of
+fp32. Nothing but the last result may become float16, in which the program's number may be infinite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
@@ -22,7 +26,9 @@ from torch import fx
 from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Matmul, ScaledOptions
 from asynctp_passes.ir.nodes import arguments, is_size, mutates, reachable, tensor_of, traits_of, value_of
-from asynctp_passes.ir.read import are_one, identical, is_matmul, read_matmul, read_term
+from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.read import are_one, identical, is_matmul, read_matmul, read_term, rows_of
+from asynctp_passes.ir.sizes import same
 from asynctp_passes.layout.propagation import is_view, scaling_of, shares_memory, widens
 from asynctp_passes.reasons import Refusal
 
@@ -41,8 +47,10 @@ def read_product(node: fx.Node) -> Matmul | Refusal | None:
     if not any(map(_multiplies, way)):
         return None
     matmul = read_matmul(way[0])
-    if isinstance(matmul, Refusal) or matmul.scaled is None:
+    if isinstance(matmul, Refusal):
         return None
+    if matmul.scaled is None:
+        return _scaled_after(matmul, way)
     refusal = _used_elsewhere(way) or _not_plain(matmul, matmul.scaled) or _not_fp32(way)
     return refusal or _with_scales(matmul, matmul.scaled, way)
 
@@ -54,12 +62,12 @@ def _way_from_matmul(end: fx.Node) -> list[fx.Node]:
     stack = [end] if _scales(end) else []
     while stack:
         node = stack.pop()
-        if node in seen or not _like(node, end):
+        if node in seen or not _has_rows_of(node, end):
             continue
         seen.add(node)
         if is_matmul(node):
             found.append(node)
-        elif _scales(node):
+        elif _scales(node) or traits_of(node).view in (View.RESHAPE, View.SAME):
             stack.extend(node.all_input_nodes)
     way = found if len(found) == 1 else []
     while way and way[-1] is not end:
@@ -76,12 +84,12 @@ def _multiplies(node: fx.Node) -> bool:
     return traits_of(node).multiplies > 0
 
 
-def _like(node: fx.Node, other: fx.Node) -> bool:
-    """True for two matrices of one shape, on one device."""
+def _has_rows_of(node: fx.Node, other: fx.Node) -> bool:
+    """True for two tensors on one device whose rows are as long, and as many: of one shape, or one a view of such."""
     a, b = tensor_of(node), tensor_of(other)
-    if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.device != b.device:
+    if a is None or b is None or a.dim() < 2 or b.dim() < 2 or a.device != b.device:
         return False
-    return identical(a.shape[0], b.shape[0]) and identical(a.shape[1], b.shape[1])
+    return identical(a.shape[-1], b.shape[-1]) and same(rows_of(a), rows_of(b))
 
 
 def scalings(products: Iterable[fx.Node]) -> set[fx.Node]:
@@ -143,7 +151,7 @@ def _not_plain(matmul: Matmul, scaled: ScaledOptions) -> Refusal | None:
     name, out = matmul.node.name, tensor_of(matmul.node)
     if matmul.bias is not None:
         return Refusal(reasons.COMPUTED_BETWEEN, f"{name} has a bias, which is scaled with the product")
-    if not (_is_one(scaled.a_scale) and _is_one(scaled.b_scale)):
+    if not all(scale is not None and _is_one(scale) for scale in (scaled.a_scale, scaled.b_scale)):
         return Refusal(reasons.COMPUTED_BETWEEN, f"{name} is scaled, and its own scales are not the constant 1")
     if out is None or out.dtype not in _ROUNDED:
         return Refusal(reasons.COMPUTED_BETWEEN, f"{name} is scaled after it was rounded to {scaled.out_dtype}")
@@ -172,6 +180,34 @@ def _not_fp32(way: Sequence[fx.Node]) -> Refusal | None:
     return None
 
 
+# --- products that are not fp8 ----------------------------------------------------------------------------------
+_SCALED_AFTER = {torch.bfloat16, torch.float16, torch.float32, torch.int32}
+"""Dtypes of matmuls that have no scales of their own."""
+_WIDE = {torch.bfloat16, torch.float32}
+"""Dtypes in which a scaled number is infinite, or 0, only where it is so in fp32."""
+
+
+def _scaled_after(matmul: Matmul, way: Sequence[fx.Node]) -> Matmul | None:
+    """A matmul without scales, with the factors after it as its scales; None where it is a tensor as any other."""
+    if matmul.bias is not None or value_of(matmul.node).dtype not in _SCALED_AFTER:
+        return None
+    if _used_elsewhere(way) is not None or not _keeps_range(way):
+        return None
+    found = _with_scales(matmul, ScaledOptions(None, None, value_of(way[-1]).dtype, False), way)
+    return None if isinstance(found, Refusal) else found
+
+
+def _keeps_range(way: Sequence[fx.Node]) -> bool:
+    """True where the program has no infinite number, or 0, on the way that scales in fp32 do not give."""
+    steps = [(before, step) for before, step in pairwise(way) if _scales(step)]
+    for before, step in steps:
+        dtype = value_of(step).dtype
+        own = dtype == torch.float16 and step is steps[-1][1]
+        if dtype not in _WIDE and not (own and (traits_of(step).casts or value_of(before).dtype == dtype)):
+            return False
+    return True
+
+
 # --- factors ---------------------------------------------------------------------------------------------------
 def _with_scales(matmul: Matmul, scaled: ScaledOptions, way: Sequence[fx.Node]) -> Matmul | Refusal:
     """The matmul with the factors of all steps as its scales."""
@@ -182,7 +218,7 @@ def _with_scales(matmul: Matmul, scaled: ScaledOptions, way: Sequence[fx.Node]) 
             continue
         values = arguments(step)
         other = values["other"] if values["self"] is before else values["self"]
-        factors = None if other is before else _factors(other, matmul.node)
+        factors = None if other is before else _factors(other, step, scaled)
         if factors is None:
             what = f"{other.name} {_shape(other)}" if isinstance(other, fx.Node) else str(other)
             return Refusal(
@@ -200,38 +236,47 @@ def _with_scales(matmul: Matmul, scaled: ScaledOptions, way: Sequence[fx.Node]) 
     return replace(matmul, node=end, scaled=options, epilogue=(*outer, *way[:-1]))
 
 
-def _factors(node: object, product: fx.Node) -> list[tuple[Kind, fx.Node]] | None:
+def _factors(node: object, step: fx.Node, scaled: ScaledOptions) -> list[tuple[Kind, fx.Node]] | None:
     """A factor, or the two whose outer product a node is; None for what is neither."""
-    kind = _kind(node, product)
+    kind = _kind(node, step, scaled)
     if isinstance(node, fx.Node) and kind is not None:
         return [(kind, node)]
     if not isinstance(node, fx.Node) or not _multiplies(node):
         return None
     value = tensor_of(node)
     values = arguments(node)
-    kinds = [(_kind(values[name], product), values[name]) for name in ("self", "other")]
+    kinds = [(_kind(values[name], step, scaled), values[name]) for name in ("self", "other")]
     if value is None or value.dtype != torch.float32:
         return None
     return [(kind, factor) for kind, factor in kinds if kind is not None] if all(kind for kind, _ in kinds) else None
 
 
-def _kind(node: object, product: fx.Node) -> Kind | None:
-    """How an fp32 tensor varies over the product's rows and columns; None when it is no factor of it."""
-    value, out = tensor_of(node), tensor_of(product)
-    if value is None or out is None or value.dtype != torch.float32 or value.device != out.device:
+def _dtypes(step: fx.Node, scaled: ScaledOptions) -> Container[torch.dtype]:
+    """Dtypes of factors: of fp8 fp32; else any that fp32 holds, which a product in float16 must not narrow."""
+    if scaled.a_scale is not None:
+        return {torch.float32}
+    return {torch.float16} if value_of(step).dtype == torch.float16 else _ROUNDED
+
+
+def _kind(node: object, step: fx.Node, scaled: ScaledOptions) -> Kind | None:
+    """How a tensor varies over a step's rows and columns; None when it is no factor of it. Factors of fp8 are 2-D."""
+    value, out = tensor_of(node), tensor_of(step)
+    if value is None or out is None or value.dtype not in _dtypes(step, scaled) or value.device != out.device:
         return None
     if are_one(value.shape):
         return "number"
-    if value.dim() != 2:
+    if scaled.a_scale is not None and value.dim() != 2:
         return None
-    if identical(value.shape[1], 1) and identical(value.shape[0], out.shape[0]):
-        return "row"
-    if identical(value.shape[0], 1) and identical(value.shape[1], out.shape[1]):
+    *lines, columns = value.shape
+    if are_one(lines) and value.dim() <= out.dim() and identical(columns, out.shape[-1]):
         return "column"
-    return None
+    alike = value.dim() == out.dim() and all(map(identical, lines, out.shape[:-1]))
+    return "row" if alike and identical(columns, 1) else None
 
 
-def _assigned(factors: Sequence[tuple[Kind, fx.Node]], scaled: ScaledOptions) -> tuple[fx.Node, fx.Node] | None:
+def _assigned(
+    factors: Sequence[tuple[Kind, fx.Node]], scaled: ScaledOptions
+) -> tuple[fx.Node | None, fx.Node | None] | None:
     """The scales of A and B: the factor per row and per column, a number where there is none, else the constant 1."""
     by_kind: dict[Kind, list[fx.Node]] = {"row": [], "column": [], "number": []}
     for kind, factor in factors:

@@ -10,7 +10,7 @@ of them from its own shard. Each is [outer, ranks, inner] along one of its dimen
     the gathered tensor     [ranks, shard] in the order of its elements, or in that of a view: its source says so
     a view                  its index map says where the ranks went (`shapes.locate_ranks`)
     a pointwise op, a cast  elements meet elements of the same rank, or a value that is the same on all ranks and has
-                            one element along the ranks' dimension
+                            one element along the ranks' dimension, or the same number everywhere
     an amax or amin         over other dimensions than the ranks'
 
 The same ops on parts, in the same order and dtypes, give the parts of the same tensors, bit by bit: maxima do not
@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -322,6 +322,8 @@ class ShardRegion:
             return self.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
         if (late := self.late(operand)) is not None:
             return late
+        if self.is_filled(operand):
+            return None
         shape, uniform = self.context.sizes.of(value), self._uniform(operand)
         if len(shape) >= -dim and not same(shape[dim], 1):
             reason = reasons.COMPUTED_BETWEEN if uniform else reasons.MAY_DIFFER_BY_RANK
@@ -356,6 +358,24 @@ class ShardRegion:
             return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
         unchanged = self.context.segments[node] == self.context.segments[self.gather.node]
         return None if unchanged else Refusal(reasons.MUTATED_IN_BETWEEN, "comes after an in-place operation")
+
+    def is_filled(self, node: fx.Node) -> bool:
+        """True for a tensor that is made of numbers in the graph alone, all its elements of the same, and stays so."""
+        stack = [node]
+        while stack:
+            step = stack.pop()
+            traits, sources = traits_of(step), [one for one in step.all_input_nodes if not is_size(one)]
+            if step in self.context.changed or tensor_of(step) is None:
+                return False
+            if traits.constant is not None:
+                number = arguments(step)[traits.constant] if isinstance(traits.constant, str) else traits.constant
+                if not isinstance(number, int | float):
+                    return False
+            elif not sources or not _pure(step) or traits.takes_part or (traits.view is not None and len(sources) > 1):
+                return False
+            else:
+                stack.extend(sources)
+        return True
 
     @functools.cached_property
     def _uniform_nodes(self) -> set[fx.Node]:
@@ -424,7 +444,7 @@ class PlacedMatmul:
     def ends(self) -> list[fx.Node]:
         """The operands from the region: the left one and, if it is computed there, its scale."""
         scaled = None if self.scale is None else self.matmul.scaled
-        return [self.matmul.a] if scaled is None else [self.matmul.a, scaled.a_scale]
+        return [self.matmul.a] if scaled is None else [self.matmul.a, scaled.given_a_scale]
 
 
 def placed_matmuls(region: ShardRegion) -> tuple[list[PlacedMatmul], dict[fx.Node, Refusal]]:
@@ -470,7 +490,8 @@ def _by_parts(region: ShardRegion, matmul: Matmul) -> PlacedMatmul | Refusal:
     if isinstance(placement, Refusal):
         inside = placement.reason is reasons.NOT_ROWS_OR_CONTRACTION and contracts_rows(matmul.node)
         return Refusal(reasons.ROWS_CONTRACTED if inside else placement.reason, placement.facts)
-    if matmul.scaled is None and (number := _first_number(region, matmul.a)) is not None:
+    quantized = matmul.scaled is not None or value_of(matmul.a).dtype == torch.int8
+    if not quantized and (number := _first_number(region, matmul.a)) is not None:
         return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{op_name(number)} {number.name} takes a number")
     if a_scale is None or matmul.scaled is None or not travels:
         return PlacedMatmul(matmul, placement, None)
@@ -541,8 +562,8 @@ def _key(region: ShardRegion, one: PlacedMatmul) -> tuple[Any, ...]:
     operand = (region.twin(a), one.placement, value_of(a).dtype)
     if scaled is None:
         return operand
-    own = region.known.get(scaled.a_scale, scaled.a_scale)
-    scale = own if one.scale is None else (region.twin(scaled.a_scale), one.scale)
+    own = region.known.get(scaled.given_a_scale, scaled.given_a_scale)
+    scale = own if one.scale is None else (region.twin(scaled.given_a_scale), one.scale)
     return (*operand, scale, scaled.out_dtype, scaled.use_fast_accum, scaled.of_a)
 
 
@@ -630,7 +651,17 @@ def _passenger(region: ShardRegion, side_gathers: Sequence[fx.Node], data: Gathe
 def _step(region: ShardRegion, root: fx.Node) -> Step:
     parts = tuple((operand, _part(region, operand)) for operand in region.sources(root))
     assert compat.is_op(root.target)
-    return Step(root, root.target, tuple(root.args), dict(root.kwargs), parts)
+    step = Step(root, root.target, tuple(root.args), dict(root.kwargs), parts)
+    return replace(step, filled=tuple(_filled(region, step)))
+
+
+def _filled(region: ShardRegion, step: Step) -> Iterator[tuple[fx.Node, int]]:
+    """The other operands with a value for each row, the same for all, and the dimension of the rows in them."""
+    for operand in step.others:
+        own, shape = region.members[step.parts[0][0]], region.context.sizes.of(value_of(operand))
+        dim = own.dim - len(region.view(step.parts[0][0]).dims) + len(shape)
+        if dim >= 0 and not same(shape[dim], 1):
+            yield operand, dim
 
 
 def _part(region: ShardRegion, node: fx.Node) -> Part:

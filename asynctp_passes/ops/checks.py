@@ -26,6 +26,8 @@ SCALINGS = (
 """How A and B can be scaled together. `rows` means the columns of B, and a block is of rows or columns x 128 of K."""
 BLOCKWISE = {"1x128", "128x128"}
 SCALED_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALED_AFTER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
+"""Dtypes besides fp8 that the scaled ops take: a matmul is made in its own dtype (int32 of int8), then scaled."""
 WIDENED = (torch.bfloat16, torch.float16)
 """Dtypes of products that can be summed in float32."""
 REDUCE_OPS = ("sum", "avg")
@@ -208,14 +210,19 @@ def _check_product(
     require(b.ndim == 2, op, b_name, _describe(b), "a matrix [K, N]; flatten or transpose it first")
     require(a.device == b.device, op, b_name, _describe(b), f"on the device of {a_name}, {a.device}")
     if out_dtype is None:
-        require(a.dtype in PLAIN_DTYPES, op, a_name, _describe(a), f"of a dtype in {PLAIN_DTYPES}")
+        plain = (*PLAIN_DTYPES, torch.int8) if op.startswith("all_gather") else PLAIN_DTYPES
+        require(a.dtype in plain, op, a_name, _describe(a), f"of a dtype in {plain}")
         require(b.dtype == a.dtype, op, b_name, _describe(b), f"of the dtype of {a_name}, {a.dtype}; cast one of them")
     else:
+        scaled = (*FP8_DTYPES, *SCALED_AFTER_DTYPES)
         for name, operand in ((a_name, a), (b_name, b)):
-            require(operand.dtype in FP8_DTYPES, op, name, _describe(operand), f"of a dtype in {FP8_DTYPES}")
+            require(operand.dtype in scaled, op, name, _describe(operand), f"of a dtype in {scaled}")
+        alike = a.dtype == b.dtype or (a.dtype in FP8_DTYPES and b.dtype in FP8_DTYPES)
+        require(alike, op, b_name, _describe(b), f"of the dtype of {a_name}, {a.dtype}; only fp8 dtypes mix")
         require(out_dtype in SCALED_OUT_DTYPES, op, "out_dtype", out_dtype, f"in {SCALED_OUT_DTYPES}")
     if bias is not None:
-        dtypes = (a.dtype,) if out_dtype is None else SCALED_OUT_DTYPES
+        own = () if a.dtype == torch.int8 else (a.dtype,)
+        dtypes = own if out_dtype is None else SCALED_OUT_DTYPES
         fits = bias.ndim in (1, 2) and bias.dtype in dtypes and bias.device == a.device
         limit = f"a vector [N] or a row [1, N] of a dtype in {dtypes} on {a.device}"
         require(fits, op, bias_name, _describe(bias), limit)
@@ -251,7 +258,11 @@ def _check_b_scale(op: str, name: str, scale: Tensor, b: Tensor) -> None:
 def _check_pair(op: str, names: str, of_a: tuple[Tensor, Sequence[int]], of_b: tuple[Tensor, Tensor]) -> None:
     shapes = [list(of_a[0].shape), list(of_b[0].shape)]
     limit = f"scaled in one of these ways: {', '.join(f'{a} x {b}' for a, b in SCALINGS)}"
-    require(scaling_of(of_a, of_b) is not None, op, names, shapes, limit)
+    recipe = scaling_of(of_a, of_b)
+    require(recipe is not None, op, names, shapes, limit)
+    blocks = recipe is not None and not BLOCKWISE.isdisjoint(recipe)
+    limit = "one number or by rows: only fp8 operands have scales of blocks"
+    require(not blocks or of_b[1].dtype in FP8_DTYPES, op, names, shapes, limit)
 
 
 def scaling_of(of_a: tuple[Tensor, Sequence[int]], of_b: tuple[Tensor, Tensor]) -> tuple[str, str] | None:

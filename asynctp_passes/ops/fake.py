@@ -24,7 +24,7 @@ def results(call: Call) -> Any:
 def _gathered(call: GatherCall) -> list[Tensor]:
     shard, along = call.a_shard, call.along_shard
     full = gathered_shape(shard.shape, call.gather_dim, call.group_size)
-    outs = [shard.new_empty((*full[:-1], b.shape[1]), dtype=call.out_dtype) for b in call.bs]
+    outs = [shard.new_empty((*full[:-1], b.shape[1]), dtype=call.matmul_dtype) for b in call.bs]
     outs += [shard.new_empty(full)] if call.return_a_full else []
     if along is None:
         return outs

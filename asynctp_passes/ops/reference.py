@@ -9,6 +9,9 @@ and multiplied by its factor if there are `factors`. Then the matmuls are added 
 multiplied if there is a factor for it, and the collective sums. All is in the dtype that the matmuls have. On CPU
 `"avg"` is the sum divided by the number of ranks, since gloo has no average in every supported torch; elsewhere the
 backend's own average is used.
+
+A scaled matmul of operands that are not fp8 is rounded to their dtype before it is scaled in fp32, as programs do; of
+int8 it is exact, in int32.
 """
 
 from __future__ import annotations
@@ -26,7 +29,15 @@ from asynctp_passes.ops.arguments import group_and_size
 from asynctp_passes.ops.callers import Callers
 from asynctp_passes.ops.calls import OPS, SIGNATURES, Call, GatherCall, ReduceCall
 from asynctp_passes.ops.checks import BLOCK, BLOCKWISE, check, scaling_of
-from asynctp_passes.ops.plain_collectives import Mover, all_reduce, gather, gather_with, gathered_shape, reduce_scatter
+from asynctp_passes.ops.plain_collectives import (
+    FP8_DTYPES,
+    Mover,
+    all_reduce,
+    gather,
+    gather_with,
+    gathered_shape,
+    reduce_scatter,
+)
 
 __all__ = [
     "Callers",
@@ -119,8 +130,11 @@ def multiplied(tensor: Tensor, factor: float) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """`a @ b + bias`, rounded once."""
-    flat = torch.mm(_rows(a), b) if bias is None else torch.addmm(bias, _rows(a), b)
+    """`a @ b + bias`, rounded once; of int8 in int32, without a bias."""
+    if a.dtype == torch.int8:
+        flat = compat.int_mm(_rows(a), b)
+    else:
+        flat = torch.mm(_rows(a), b) if bias is None else torch.addmm(bias, _rows(a), b)
     return flat.view(*a.shape[:-1], b.shape[1])
 
 
@@ -136,6 +150,10 @@ def scaled_product(
     """`(a × a_scale) @ (b × b_scale) + bias`, rounded once to `out_dtype`."""
     rows = _rows(a)
     recipe = scaling_of((a_scale, a.shape), (b_scale, b))
+    if recipe is not None and BLOCKWISE.isdisjoint(recipe) and a.dtype not in FP8_DTYPES:
+        exact, row_scale = product(rows, b, None).float(), a_scale.reshape(-1, 1)
+        flat = _finish(exact, row_scale, b_scale.reshape(1, -1), bias, out_dtype)
+        return flat.view(*a.shape[:-1], b.shape[1])
     if recipe is not None and BLOCKWISE.issuperset(recipe):
         flat = _product_in_blocks(rows, b, _rows(a_scale), b_scale, recipe, bias, out_dtype, use_fast_accum)
         return flat.view(*a.shape[:-1], b.shape[1])

@@ -10,8 +10,8 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import Sizes, has_side_effect, mutates, op_name, phase_of, reachable, segments, tangents_of
-from asynctp_passes.ir.read import read_collectives
+from asynctp_passes.ir.nodes import has_side_effect, mutates, op_name, phase_of, reachable, segments, tangents_of
+from asynctp_passes.ir.read import read_collectives, read_sizes
 from asynctp_passes.matching.chains import Candidate, Decision
 from asynctp_passes.matching.find import find
 from asynctp_passes.planning.deviations import Words
@@ -30,8 +30,8 @@ def decide_graph(graph: fx.Graph, config: Config, verdict: Verdict | None = None
         verdict: What the ranks said to the deviations that the decisions without it have.
     """
     collectives = read_collectives(graph)
-    sizes = Sizes(graph, (collective.group_size for collective in collectives))
     unused = unused_collectives(graph, collectives, config)
+    sizes = read_sizes(graph, collectives, erased=unused)
     context = Context(graph, sizes, config, segments(graph), unused, words=Words(collectives), verdict=verdict)
     context = replace(context, unused=_dropped_everywhere(collectives, context))
     candidates = find(graph, collectives, context.sizes, lambda candidate: allowed(candidate, context))

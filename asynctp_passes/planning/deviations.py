@@ -3,7 +3,7 @@
     hoist     gather 0 of bf16 sends convert_element_type(clamp(mul(own part, 2.0)), float8_e4m3fn) instead
     join      the scales of gather 1 travel with the data of gather 0
     late      gather 0 comes after reduction 1, which a fused matmul of it depends on
-    sum       one reduction for reductions 0, 1 and 2, of which only the sum is used
+    sum       one reduction for reductions 0, 1 and 2, of which only the sum is used; or a sum over a dimension of one
     bucket    one all-reduce for all-reduces 3, 4 and 5
     drop      reduction 6 is not made, since nothing uses it
     again     gather 0 is made again in the backward
@@ -25,11 +25,11 @@ import torch
 from torch import fx
 
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import arguments, tensor_of, value_of
+from asynctp_passes.ir.nodes import arguments, tensor_of, traits_of, value_of
 from asynctp_passes.ir.read import called_name, sent_kind
 from asynctp_passes.ir.sizes import Size, same
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
-from asynctp_passes.matching.chains import Bucket, GatherChain, Hoist, Part, ScatterChain, Step
+from asynctp_passes.matching.chains import Bucket, EarlySum, GatherChain, Hoist, Part, ScatterChain, Step
 from asynctp_passes.matching.near_miss import reduces
 
 __all__ = ["LOCAL", "Ballot", "Words", "communicated"]
@@ -122,8 +122,8 @@ class Words:
 
     # --- reductions ---
     def _sum(self, chain: ScatterChain) -> str:
-        members = sorted((self._place[node], times) for node, times in chain.crossing)
-        terms = " + ".join(f"{times:g} * {place}" for place, times in members)
+        members = sorted((self._place[node], times, _early(chain.early.get(node))) for node, times in chain.crossing)
+        terms = " + ".join(f"{times:g} * {early}{place}" for place, times, early in members)
         return f"sum: {chain.collective.kind}({chain.collective.reduce_op}) in place of {terms}"
 
     # --- gathers ---
@@ -184,7 +184,8 @@ class Words:
                 operand: texts[part.root] + _part(step, operand, part) + _bits(part, operand)
                 for operand, part in step.parts
             }
-            others = {other: self._elsewhere(other, {}) for other in step.others}
+            others = {other: self._elsewhere(other, {}) for other in step.others if other not in dict(step.filled)}
+            others |= {other: _filled(other) for other, _ in step.filled}
             texts[step.node] = _short(f"{called_name(step.node)}({', '.join(_arguments(step.node, parts | others))})")
             stack.pop()
         return texts[root]
@@ -202,6 +203,25 @@ class Words:
             texts[one] = leaf or _short(f"{called_name(one)}({', '.join(_arguments(one, texts))})")
             stack.pop()
         return texts[node]
+
+
+def _early(early: EarlySum | None) -> str:
+    """The sum that is done before a reduction: over how many, and how far apart they lie, unless they are parts."""
+    if early is None:
+        return ""
+    apart = "" if same(early.outer, 1) else f" that are {_size(early.inner)} apart"
+    return f"sum over {_size(early.count)}{apart} of "
+
+
+def _filled(node: fx.Node) -> str:
+    """A tensor of one number everywhere: how that is made, whatever the sizes are."""
+    traits, sources = traits_of(node), [one for one in node.all_input_nodes if tensor_of(one) is not None]
+    if traits.constant is not None:
+        number = arguments(node)[traits.constant] if isinstance(traits.constant, str) else traits.constant
+        return f"{_argument(number, {})} of {value_of(node).dtype}"
+    if traits.view is not None and not traits.converts:
+        return _filled(sources[0])
+    return _short(f"{called_name(node)}({', '.join(_arguments(node, {one: _filled(one) for one in sources}))})")
 
 
 def _arguments(node: fx.Node, texts: Mapping[fx.Node, str]) -> Iterator[str]:
@@ -247,7 +267,8 @@ def _alike(step: Step, operand: fx.Node) -> int:
     if any(len(shape) != len(own) for shape in shapes):
         return 0
     alike = [all(same(shape[axis], own[axis]) for shape in shapes) for axis in range(len(own))]
-    wide = max((value_of(other).dim() for other in step.others if value_of(other).numel() != 1), default=0)
+    others = (value_of(other) for other in step.others if other not in dict(step.filled))
+    wide = max((value.dim() for value in others if value.numel() != 1), default=0)
     return min(alike.index(False) if False in alike else len(own), max(len(own) - wide, 0))
 
 

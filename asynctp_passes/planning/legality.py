@@ -245,12 +245,25 @@ def dtype_supported(candidate: Candidate, context: Context) -> Refusal | None:
             return Refusal(reasons.SHAPE_UNKNOWN, matmul.node.name)
         bias = tensor_of(matmul.bias)
         added = out.dtype if bias is None else bias.dtype
-        plain = matmul.scaled is None and a.dtype == b.dtype == out.dtype == added and a.dtype in _PLAIN_DTYPES
-        scaled = matmul.scaled is not None and {a.dtype, b.dtype} <= _FP8_DTYPES and {out.dtype, added} <= _OUT_DTYPES
-        if not (plain or scaled):
+        gathers = candidate.collective.kind == "all_gather"
+        operands, results = (a.dtype, b.dtype), {out.dtype, added}
+        plain = matmul.scaled is None and _plain_fits(*operands, results, gathers)
+        if not (plain or (matmul.scaled is not None and _scaled_fits(matmul, *operands, results))):
             product = f"{a.dtype} @ {b.dtype} -> {out.dtype}" + ("" if bias is None else f", bias {bias.dtype}")
             return Refusal(reasons.DTYPE_UNSUPPORTED, f"{matmul.node.name}: {product}")
     return None
+
+
+def _plain_fits(a: torch.dtype, b: torch.dtype, results: set[torch.dtype], gathers: bool) -> bool:
+    """True for operands and results of one dtype; and for int8 that is gathered, whose products are int32."""
+    of_int8 = gathers and a == torch.int8 and results == {torch.int32}
+    return a == b and (of_int8 or (a in _PLAIN_DTYPES and results == {a}))
+
+
+def _scaled_fits(matmul: Matmul, a: torch.dtype, b: torch.dtype, results: set[torch.dtype]) -> bool:
+    """True for fp8 operands, of either kind; for int8; and for other products that are scaled after they are made."""
+    after = a == b and (a == torch.int8 or (bool(matmul.epilogue) and a in _OUT_DTYPES))
+    return results <= _OUT_DTYPES and ({a, b} <= _FP8_DTYPES or after)
 
 
 def scales_supported(candidate: Candidate, context: Context) -> Refusal | None:
@@ -368,6 +381,8 @@ def _matmuls(candidate: Candidate) -> tuple[Matmul, ...]:
 
 def _scales_match(matmul: Matmul, scaled: ScaledOptions) -> bool:
     """True for one number or a scale per row of A ([M, 1] or [M]), and one number or N in one line for B; or blocks."""
+    if matmul.epilogue:  # they have been read as such
+        return True
     a_scale, b_scale, out = tensor_of(scaled.a_scale), tensor_of(scaled.b_scale), tensor_of(matmul.node)
     if a_scale is None or b_scale is None or out is None:
         return False

@@ -11,8 +11,8 @@ from torch import fx
 from asynctp_passes import reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import Sizes, phase_of, segments
-from asynctp_passes.ir.read import read_collectives
+from asynctp_passes.ir.nodes import phase_of, segments
+from asynctp_passes.ir.read import read_collectives, read_sizes
 from asynctp_passes.matching.chains import Bucket, Candidate, Chain, Decision, GatherChain, fused_chains
 from asynctp_passes.planning.bucketing import find_buckets
 from asynctp_passes.planning.decide import decide_graph
@@ -209,7 +209,7 @@ def unfused(graph: fx.Graph, config: Config, verdict: Verdict) -> Plan:
         verdict: What the ranks said to what they had agreed on before.
     """
     collectives = read_collectives(graph)
-    sizes, words = Sizes(graph, (collective.group_size for collective in collectives)), Words(collectives)
+    sizes, words = read_sizes(graph, collectives), Words(collectives)
     context = Context(graph, sizes, config, segments(graph), frozenset(), words=words, verdict=verdict)
     decisions = [untouched(one, config, "", True) for one in collectives]
     plain = frozenset(group for (group, text), reason in verdict.items() if text == words.of_plain() and reason is None)

@@ -9,9 +9,10 @@ tagged as activation checkpointing tags what it computes again, it looks for the
 shard, or what the shard is cheaply computed from.
 
 The joint graph of forward and backward is the only one in which that can be decided. A gather is made again if a fused
-op of the forward takes it in, the backward needs more of it than what products made, and nobody has tagged it. `"auto"`
-also asks that it is known to be worth a call, and to be overlapped: that matmuls of the backward which are in no fused
-op, beside which the link is free, take as long as all such gathers.
+op of the forward takes it in, the backward needs more of it than what products made, and nobody has tagged it. Its
+group has to communicate in the backward anyway: another rank may run no backward in which it need not communicate.
+`"auto"` also asks that it is known to be worth a call, and to be overlapped: that matmuls of the backward which are in
+no fused op, beside which the link is free, take as long as all such gathers.
 """
 
 from __future__ import annotations
@@ -76,7 +77,12 @@ def rematerializations(graph: fx.Graph, decisions: Sequence[Decision], remateria
     unsure = reachable(written | compat.inputs_written_after(graph), lambda node: node.users)
     taken = (one for one in decisions if _is_taken_in(one, backward))
     ways = {one.candidate.collective: _ways(one, backward) for one in taken}
-    gathers = [gather for gather, nodes in ways.items() if nodes and _is_free(gather, nodes, unsure)]
+    groups = {one.candidate.collective.group_key for one in decisions if one.candidate.collective.node in backward}
+    gathers = [
+        gather
+        for gather, nodes in ways.items()
+        if nodes and gather.group_key in groups and _is_free(gather, nodes, unsure)
+    ]
     chosen = (
         _overlapped(gathers, decisions, backward)
         if rematerialize == "auto"

@@ -92,9 +92,9 @@ class _Ledger:
             graph was of the whole function.
         departed: By place, how many graphs of the function there were when this rank compiled it without a deviation.
         lacked: How often this rank has compiled a function without a deviation after a graph with it, by place.
-        again: How many of the next graphs were counted when they came from a cache, by key.
         sets: By key, the sets of deviations that were done in the graphs with these collectives, each once.
         posted: Deviations that the others know of.
+        shown: Graphs that the others know of.
         late: Ranks that let a wait pass.
     """
 
@@ -111,16 +111,13 @@ class _Ledger:
     done: dict[tuple[str, str], dict[tuple[str, str], bool]] = field(default_factory=dict)
     lacked: Counter[str] = field(default_factory=Counter)
     departed: dict[str, int] = field(default_factory=dict)
-    again: Counter[str] = field(default_factory=Counter)
     sets: dict[str, set[frozenset[str]]] = field(default_factory=dict)
     posted: set[str] = field(default_factory=set)
+    shown: set[str] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
 
-    def count(self, key: str, function: compat.CompiledFunction | None) -> bool:
-        """Count a graph with these collectives; False for one that was counted when it came from a cache."""
-        if self.again[key]:
-            self.again[key] -= 1
-            return False
+    def count(self, key: str, function: compat.CompiledFunction | None) -> None:
+        """Count a graph with these collectives."""
         name = f"graph {self.compiles[key]} of {key[-8:]}" if function is None else function.name
         self.compiles[key] += 1
         graphs = self.graphs.setdefault((_kind(key), name), [])
@@ -130,7 +127,28 @@ class _Ledger:
         if function is not None and function.resumes:
             resumed = self.resumed.setdefault(function.resumes, [])
             resumed += [] if name in resumed else [name]
-        return True
+
+    def discount(self, key: str) -> None:
+        """Take back, once, the count of the last graph with these collectives: the next one has its number."""
+        name, number = self.last[key]
+        graphs = self.graphs[_kind(key), name]
+        if graphs.count(key) > number:
+            del graphs[len(graphs) - 1 - graphs[::-1].index(key)]
+            self.compiles[key] -= 1
+
+    def withdraw(self, key: str) -> None:
+        """Take back the count of the last graph with these collectives, in the store too."""
+        name, number = self.last[key]
+        shown = f"{key}/{name}/shown/{number}"
+        self.discount(key)
+        self.shown.remove(shown)
+        self.store.add(shown, -1)
+        self._write(self._graphs_at(_kind(key), name), self.graphs[_kind(key), name])
+
+    def others_came(self, key: str) -> bool:
+        """True once all ranks have compiled as many such graphs of the function as this one."""
+        name, number = self.last[key]
+        return bool(self.store.add(f"{key}/{name}/shown/{number}", 0) >= len(self.ranks))
 
     @property
     def patience(self) -> float:
@@ -161,9 +179,9 @@ class _Ledger:
 
     def silent(self, key: str) -> list[int]:
         """The ranks that are not known to have compiled the function of the last graph, in this way or another."""
-        name, number = self.last[key]
-        if self.store.add(f"{key}/{name}/shown/{number}", 0) >= len(self.ranks):
+        if self.others_came(key):
             return []
+        name, _ = self.last[key]
         whole = self._graphs_at(_kind(key), self.bases[name])  # others may not break the graph of the function
 
         def is_known(rank: int) -> bool:
@@ -273,6 +291,14 @@ class _Poll:
     def not_lacking(self) -> list[int]:
         """The ranks that have not compiled the function without it as often as this one."""
         return [rank for rank in self.ledger.ranks if self._lacks(rank) < self.ledger.lacked[self.place]]
+
+    def withdraw(self) -> None:
+        """Take back that this rank has it in the nth graph."""
+        counted = f"{self.place}/votes/{self.number}"
+        if counted in self.ledger.posted:
+            self.ledger.posted.remove(counted)
+            self.ledger.store.add(counted, -1)
+            self.ledger.store.delete_key(f"{self.place}/in/{self.number}/{self.ledger.rank}")
 
     def missing(self) -> list[int]:
         """The ranks that have not said that they have the deviation."""
@@ -390,7 +416,7 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[st
     refused = [reason for reason in votes.values() if reason is not None]
     if refused:
         for ledger, key in _keys([*early, *late]):
-            ledger.again[key] += 1
+            ledger.discount(key)
     return refused
 
 
@@ -497,14 +523,18 @@ def _posted(ballots: Iterable[Ballot], config: Config) -> list[_Poll]:
             continue
         key, function = _key(ledger, one), compat.compiled_function()
         with _lock:
-            counted, (name, number) = ledger.count(key, function), ledger.last[key]
+            ledger.count(key, function)
+            name, number = ledger.last[key]
+            shown = f"{key}/{name}/shown/{number}"
+            new = shown not in ledger.shown  # else it came from a cache before
+            ledger.shown.add(shown)
         ledger.tell(key, function)
         found = _polls(ledger, one, config, name, number)
         for poll in found:
             _post(poll)
         ledger.store.set(f"{key}/{name}/has/{ledger.rank}", json.dumps([poll.text for poll in found]))
-        if counted:
-            ledger.store.add(f"{key}/{name}/shown/{number}", 1)
+        if new:
+            ledger.store.add(shown, 1)
         polls += found
     return polls
 
@@ -542,12 +572,28 @@ def _in_later_graphs(
     moment = min(until, time.monotonic() + AGAIN_S)
     for poll in again:
         votes[poll.group, _plain(poll.text)] = poll.refused_again(moment)
+    if not lacked:
+        _withdraw_alone(polls, again, votes)
     for poll in lacked:
         _wait_for_others(poll, until)
     for one in ballots:
         if (ledger := _ledger(one.group)) is not None:
             _in_another_function(ledger, one, polls, votes, until)
     _keep(polls, ballots, votes)
+
+
+def _withdraw_alone(polls: Sequence[_Poll], again: Sequence[_Poll], votes: Votes) -> None:
+    """Take back what was posted for a graph that this rank compiled alone, and that does what all agreed on before.
+
+    The next graph of the function has the same number on all ranks then.
+    """
+    done = [poll for poll in again if votes[poll.group, _plain(poll.text)] is None]
+    alone = {poll.key: poll.ledger for poll in done if not poll.ledger.others_came(poll.key)}
+    for poll in polls:
+        if poll.key in alone:
+            poll.withdraw()
+    for key, ledger in alone.items():
+        ledger.withdraw(key)
 
 
 def _in_another_function(ledger: _Ledger, ballot: Ballot, polls: Sequence[_Poll], votes: Votes, until: float) -> None:
@@ -682,7 +728,7 @@ def _outcomes(polls: Sequence[_Poll], until: float) -> Votes:
                 waiting.remove(poll)
         if not waiting:
             break
-        if passed >= limit or (passed >= LATE_S and all(_is_late(poll) for poll in waiting)):
+        if passed >= limit or (passed >= LATE_S and all(map(_is_late, waiting))):
             for poll in waiting:
                 found[poll.group, _plain(poll.text)] = _give_up(poll, passed)
             break
@@ -690,15 +736,22 @@ def _outcomes(polls: Sequence[_Poll], until: float) -> Votes:
 
 
 def _is_late(poll: _Poll) -> bool:
-    """True when all that is missing are ranks which did not come in time before, and have not come now."""
-    missing = poll.missing() if poll.ledger.late else []
+    """True when all that is missing are ranks which did not come in time before, and have not come now.
+
+    A full wait is due where their silence would not refuse it: they could come with a graph that cannot do it.
+    """
+    missing = poll.missing() if poll.ledger.late and not any(_done_elsewhere(poll)) else []
     return bool(missing) and poll.ledger.late.issuperset(missing) and poll.absent() == missing
 
 
+def _done_elsewhere(poll: _Poll) -> list[bool]:
+    """For each set of deviations of other functions with the same collectives: whether it has this one."""
+    return [poll.text in one for one in poll.ledger.sets.get(poll.key, ())] if poll.number == 0 else []
+
+
 def _give_up(poll: _Poll, seconds: float) -> str | None:
-    missing, sets = poll.missing(), poll.ledger.sets.get(poll.key, set())
-    doing = [poll.text in one for one in sets]
-    if poll.number == 0 and any(doing):  # a silent rank may run another function
+    missing, doing = poll.missing(), _done_elsewhere(poll)
+    if any(doing):  # a silent rank may run another function
         if not all(doing):
             raise _disagreement(poll, f"{_ranks(missing)} may run one with it, or one without it")
         return _reason(poll.decide(_ACCEPTED))
@@ -716,10 +769,8 @@ def _give_up(poll: _Poll, seconds: float) -> str | None:
 def _wait_until_shown(ballots: Sequence[Ballot], until: float) -> None:
     """Wait until every rank has compiled or found the graphs of these ballots, too."""
     for ledger, key in _keys(ballots):
-        name, number = ledger.last[key]
-        shown = f"{key}/{name}/shown/{number}"
         for _ in _looks(until - time.monotonic(), lambda: "all ranks to compile a forward"):
-            if ledger.store.add(shown, 0) >= len(ledger.ranks):
+            if ledger.others_came(key):
                 break
 
 

@@ -12,6 +12,8 @@ from torch import fx
 
 from asynctp_passes import compat, ops
 from asynctp_passes.config import Config
+from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.crossings import crossings_of
 from asynctp_passes.ir.nodes import describe, module_of, phase_of, plain, source_of, value_of
 from asynctp_passes.ir.read import called_name, is_matmul, read_collectives
 from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
@@ -19,7 +21,7 @@ from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.deviations import Ballot
 from asynctp_passes.planning.plan import Plan, ballots_of, outcome_of, untouched
 from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED
-from asynctp_passes.reasons import Outcome
+from asynctp_passes.reasons import NO_MATMUL, OUTSIDE_GRAPH, Outcome
 from asynctp_passes.reporting import internal, torch_notes
 from asynctp_passes.reporting.report import Bucketed, Remark, Report
 
@@ -56,7 +58,15 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, left_out: Mapping[tup
         buckets=buckets,
         ballots=(*ballots_of(plan), *agreed),
         notes=(*torch_notes.notes(graph, phase), *ranks_differ),
+        matmuls=sum(map(is_matmul, graph.nodes)),
+        crossings=() if phase == "backward" else crossings_of(graph, _unfused(plan.decisions)),
     )
+
+
+def _unfused(decisions: Sequence[Decision]) -> list[Collective]:
+    """The collectives that may have their matmul in another graph."""
+    apart = (OUTSIDE_GRAPH, NO_MATMUL)
+    return [one.candidate.collective for one in decisions if one.refusal is not None and one.refusal.reason in apart]
 
 
 def _plan_digest(remarks: Sequence[Remark], buckets: Sequence[Bucketed]) -> str:
@@ -180,6 +190,7 @@ def _added(chain: ScatterChain) -> list[str]:
 
 def _named(term: Term) -> str:
     count = "" if term.factor == 1 else f"{term.factor:g} times "
+    count += "" if term.early is None else f"the sum over {term.early.count!s} of "
     return f"{count}{describe(term.node)} of {called_name(term.node) or term.node.name}"
 
 

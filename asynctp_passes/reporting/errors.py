@@ -44,24 +44,39 @@ class GroupError(AsyncTPError):
     """A process group named in `Config.groups` does not exist, or cannot be used."""
 
 
-def raise_if_strict(report: Report, config: Config) -> None:
+def raise_if_strict(report: Report, config: Config, elsewhere: int = 0) -> None:
     """Raise what `config.strict` and `config.expect` ask for; called before the first edit of the graph.
+
+    Args:
+        report: The report.
+        config: The configuration.
+        elsewhere: Chains that are fused in graphs which the report's chains lie in, too.
 
     Raises:
         StrictError: `strict="all"` and a chain is MISSED, or there was an internal error; or `strict="zero"` and chains
             are in scope but none is FUSED.
         ExpectError: chains are in scope and fewer than `config.expect` are FUSED.
     """
-    fused, missed = report.fused, report.missed
+    fused, missed = len(report.fused) + elsewhere, report.missed
     failed = missed or report.internal_errors
     if (failed and config.strict == "all") or (missed and config.strict == "zero" and not fused):
         raise StrictError(_strict_message(report, config, missed), report)
-    if (fused or missed) and len(fused) < config.expect:
-        raise ExpectError(
-            f"asynctp: expect={config.expect}, but {len(fused)} chains of {report.graph} ({report.phase}) were fused. "
-            f"Lower expect, or mend what is missed:\n{report}",
-            report,
+    if (fused or missed) and fused < config.expect:
+        raise ExpectError(_expect_message(report, config, fused), report)
+
+
+def _expect_message(report: Report, config: Config, fused: int) -> str:
+    most = fused + len(report.missed)
+    remedy = "mend what is missed"
+    if most < config.expect:
+        remedy = (
+            f"expect={most} or less: no more chains of this graph are in scope, and expect counts in each graph that "
+            "has any. asynctp_passes.require(fused=N) counts those of all graphs"
         )
+    return (
+        f"asynctp: expect={config.expect}, but {fused} of the {most} chains of {report.graph} ({report.phase}) are "
+        f"fused. Remedy: {remedy}\n{report}"
+    )
 
 
 def _strict_message(report: Report, config: Config, missed: tuple[Remark, ...]) -> str:

@@ -1,23 +1,31 @@
-"""Reports: what was fused, what was not, and why. Plain strings and numbers that outlive the graph."""
+"""Reports: the outcome of each collective of a graph, and why. Plain strings and numbers that outlive the graph."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import json
-import types
-import typing
+import os
+import re
+import textwrap
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from asynctp_passes.ir.crossings import Crossing
 from asynctp_passes.planning.deviations import Ballot
 from asynctp_passes.reasons import Outcome
+from asynctp_passes.reporting.typed_json import read
 
 __all__ = ["SCHEMA", "Bucketed", "Outcome", "Remark", "Report"]
 
 SCHEMA = 2
 """Version of the JSON that `Report.to_json` writes, its field `schema`; reports without it are of version 1."""
+
+
+_COLUMNS = 100
+"""No line is longer, but for a word that is."""
 
 _MARKS: dict[Outcome, str] = {
     "FUSED": "+",
@@ -29,6 +37,8 @@ _MARKS: dict[Outcome, str] = {
     "SKIPPED": ".",
     "MISSED": "!",
 }
+_SEQUENTIAL = "sequential"
+_NOTHING_OVERLAPS = "note: sequential: the collective, then the matmul; nothing overlaps on a CPU, or without triton"
 
 
 @dataclass(frozen=True)
@@ -94,35 +104,8 @@ class Remark:
     module: str | None = None
 
     def __str__(self) -> str:
-        """A few lines: outcome, chain, and the facts or the reason with its remedy."""
-        places = [self.source, f"in {self.module}" if self.module else None]
-        where = f"  ({', '.join(filter(None, places))})" if any(places) else ""
-        head = f"{_MARKS[self.outcome]} {self.outcome:<7} {self.kind}: {' -> '.join(self.nodes)}{where}"
-        facts = "  ".join(f"{role} {shape}" for role, shape in self.shapes.items())
-        lines = [head]
-        if self.outcome == "FUSED":
-            ranks = f" of {self.group_size}" if self.group_size else ""
-            lines.append(f"    {self.op} over group {self.group!r}{ranks}; {facts}")
-            lines.append(f"    implementation: {self.implementation}{self._cost()}")
-            lines += [f"    note: {self.message}"] if self.message else []
-        else:
-            lines.append(f"    {self.code} {self.name}: {self.message}")
-            lines += [f"    runs as {self.op}, by the means of the group's fused ops"] if self.op else []
-            lines.append(f"    remedy: {self.hint}")
-        if self.rematerialized_bytes:
-            lines.append(f"    {_rematerialized(1, self.rematerialized_bytes)}")
-        return "\n".join(lines)
-
-    def _cost(self) -> str:
-        parts = []
-        if self.comm_bytes is not None:
-            parts.append(_quantity(self.comm_bytes, 1024, ("B", "KiB", "MiB", "GiB")))
-        if self.flops is not None:
-            parts.append(_quantity(self.flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP")))
-        if self.estimate_us:
-            serial, overlapped = self.estimate_us["serial"], self.estimate_us["overlapped"]
-            parts.append(f"model: {serial:.0f} us one after the other, at best {overlapped:.0f} us overlapped")
-        return f"; {', '.join(parts)}" if parts else ""
+        """A few lines: the place, the outcome, the nodes, and the facts or the reason with its remedy."""
+        return _remark_text(self)
 
 
 @dataclass(frozen=True)
@@ -144,12 +127,8 @@ class Bucketed:
     bytes: int
 
     def __str__(self) -> str:
-        """One line."""
-        size = _quantity(self.bytes, 1024, ("B", "KiB", "MiB"))
-        return (
-            f"= BUCKETED {len(self.collectives)} all_reduce({self.reduce_op}) over group {self.group!r} into one of "
-            f"{size}: {', '.join(self.collectives)}"
-        )
+        """A line or two."""
+        return _bucketed_text(self)
 
 
 @dataclass(frozen=True)
@@ -170,6 +149,8 @@ class Report:
         notes: What else should be known: bugs of this torch that the graph meets, and what is left out since a rank
             does not do it.
         internal_errors: Errors of asynctp itself (`ATP901`), because of which the graph stayed as it was.
+        matmuls: How many matmuls the graph has, whether a collective is next to them or not.
+        crossings: Its results and inputs that may be halves of chains which lie in two graphs.
     """
 
     graph: str
@@ -183,6 +164,8 @@ class Report:
     ballots: tuple[Ballot, ...] = ()
     notes: tuple[str, ...] = ()
     internal_errors: tuple[str, ...] = ()
+    matmuls: int = 0
+    crossings: tuple[Crossing, ...] = ()
 
     @property
     def fused(self) -> tuple[Remark, ...]:
@@ -211,27 +194,11 @@ class Report:
     @property
     def totals(self) -> str:
         """How many remarks there are of each outcome, in words."""
-        chains, counts = len(self.fused) + len(self.missed), Counter(remark.outcome for remark in self.others)
-        others = f"{len(self.others)} other collectives"
-        if counts.keys() <= {"SKIPPED"}:
-            others += " skipped"
-        else:
-            others += f": {', '.join(f'{counts[one]} {one.lower()}' for one in _MARKS if counts[one])}"
-        return f"{len(self.fused)} of {chains} chains fused, {len(self.missed)} missed, {others}"
+        return _totals_text(self)
 
     def __str__(self) -> str:
         """A page for people: the totals, every fused and missed chain, and the others by reason."""
-        cached = ", from Inductor's cache" if self.from_cache else ""
-        head = f"asynctp: {self.graph} ({self.phase}{cached}): {self.totals}"
-        lines = [head, *(str(remark) for remark in self.with_outcome("FUSED", "MISSED"))]
-        lines += [str(buckets) for buckets in self.buckets]
-        if made_again := [remark.rematerialized_bytes for remark in self.remarks if remark.rematerialized_bytes]:
-            lines.append(f"~ {_rematerialized(len(made_again), sum(made_again))}")
-        by_reason = Counter((one.code, one.name, one.outcome, _reason_text(one)) for one in self.others)
-        for (code, name, outcome, text), count in sorted(by_reason.items()):
-            lines.append(f"{_MARKS[outcome]} {outcome} {count} x {code} {name}: {text}")
-        lines += [f"{_MARKS['MISSED']} INTERNAL ERROR: {error}" for error in self.internal_errors]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return _report_text(self)
 
     def to_json(self, indent: int | None = None) -> str:
         """The report as JSON, its `schema` first; `Report.from_json` reads it back."""
@@ -247,13 +214,14 @@ class Report:
         values = json.loads(text)
         if not (isinstance(values, dict) and isinstance(values.get("remarks"), list)):
             raise ValueError('no JSON object with a list of "remarks"')
-        schema = _read(int, values.pop("schema", 1), "the report's schema")
+        schema = read(int, values.pop("schema", 1), "the report's schema")
         if schema > SCHEMA:
             raise ValueError(
                 f"the report has schema {schema}, and this asynctp reads schemas up to {SCHEMA}: "
                 "read it with the version of asynctp that wrote it, or a later one"
             )
-        report: Report = _read(cls, values if schema > 1 else _with_names_of_now(values), "the report")
+        report: Report = read(cls, _with_names_of_now(values, schema), "the report")
+        _check_estimates(report)
         return report
 
 
@@ -265,97 +233,139 @@ _RENAMED = {"coalesced": "buckets", "regathered_bytes": "rematerialized_bytes"}
 """Fields of reports and of remarks as schema 1 named them, with their names of now."""
 
 
-def _with_names_of_now(values: dict[str, Any]) -> dict[str, Any]:
-    """A report of schema 1 with the field names of now, its remarks too."""
-    remarks = [_renamed(remark) if isinstance(remark, dict) else remark for remark in values["remarks"]]
-    return _renamed({**values, "remarks": remarks})
+def _with_names_of_now(values: dict[str, Any], schema: int) -> dict[str, Any]:
+    """A report of an earlier version with the field names of now, its remarks too."""
+    names = {} if schema > 1 else _RENAMED
+    remarks = [_renamed(remark, names) if isinstance(remark, dict) else remark for remark in values["remarks"]]
+    return _renamed({**values, "remarks": remarks}, names)
 
 
-def _renamed(values: dict[str, Any]) -> dict[str, Any]:
-    return {_RENAMED.get(name, name): value for name, value in values.items()}
+def _renamed(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in values.items() if name not in _EARLIER}
 
 
-_MOST_NESTED = 6
-_LARGEST = 2**63
-
-
-def _read(hint: Any, value: Any, place: str) -> Any:
-    """A value of a type that the fields above have, from plain JSON.
+def _check_estimates(report: Report) -> None:
+    """The one rule for values of fields that their types do not say.
 
     Raises:
-        ValueError: It is of another one; the message names the place.
+        ValueError: A remark has estimates, and not those that are printed.
     """
-    if dataclasses.is_dataclass(hint):
-        return _read_fields(hint, value, place)
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_read(inner[0], item, f"{place}[{index}]") for index, item in enumerate(value))
-    if origin is dict and isinstance(value, dict):
-        return {key: _read(inner[1], item, f"{place}[{key!r}]") for key, item in value.items()}
-    if origin in (typing.Union, types.UnionType):
-        return None if value is None else _read(next(each for each in inner if each is not type(None)), value, place)
-    if _fits(hint, value):
-        return value
-    wanted = f"one of {', '.join(map(repr, inner))}" if origin is Literal else _WANTED.get(origin or hint, "an object")
-    raise ValueError(f"{place} is {_shown(value)}; it must be {wanted}")
+    for index, remark in enumerate(report.remarks):
+        if remark.estimate_us and not {"serial", "overlapped"} <= set(remark.estimate_us):
+            raise ValueError(
+                f"the report's remarks[{index}]'s estimate_us has {sorted(remark.estimate_us)}; it must have serial "
+                "and overlapped"
+            )
 
 
-_WANTED = {
-    str: "a text",
-    bool: "true or false",
-    int: "an integer below 2**63",
-    float: "a number",
-    tuple: "a list",
-    Any: "values that are nested a few times only",
-}
+# --- one collective -------------------------------------------------------------------------------------------
+def _remark_text(remark: Remark) -> str:
+    """The outcome of one collective in a few lines."""
+    ranks = f", {remark.group_size} ranks" if remark.group_size else ""
+    group = f" over {remark.group!r}{ranks}" if remark.group else ""
+    lines = [
+        *_wrapped(f"{_MARKS[remark.outcome]} {remark.outcome:<7} ", f"{_place(remark)}{remark.kind}{group}"),
+        *_wrapped("    ", _chain(remark.nodes)),
+    ]
+    lines += _fused_lines(remark) if remark.outcome == "FUSED" else _refused_lines(remark)
+    if remark.rematerialized_bytes:
+        lines += _wrapped("    ", _rematerialized(1, remark.rematerialized_bytes))
+    return "\n".join(lines)
 
 
-def _read_fields(kind: Any, value: Any, place: str) -> Any:
-    if not isinstance(value, dict):
-        raise ValueError(f"{place} is {_shown(value)}; it must be an object")
-    hints, fields = _hints(kind), {one.name: one for one in dataclasses.fields(kind)}
-    needed = {name for name, one in fields.items() if one.default is one.default_factory is dataclasses.MISSING}
-    if unknown := sorted(set(value) - set(fields) - _EARLIER):
-        raise ValueError(f"{place} has {unknown[0]!r}, which is none of {', '.join(fields)}")
-    if missing := sorted(needed - set(value)):
-        raise ValueError(f"{place} has no {missing[0]!r}")
-    own = {name: item for name, item in value.items() if name in fields}
-    found = kind(**{name: _read(hints[name], item, f"{place}'s {name}") for name, item in own.items()})
-    if kind is Remark and found.estimate_us and not {"serial", "overlapped"} <= set(found.estimate_us):
-        raise ValueError(f"{place}'s estimate_us has {sorted(found.estimate_us)}; it must have serial and overlapped")
-    return found
+def _fused_lines(remark: Remark) -> Iterator[str]:
+    yield from _wrapped("    ", ", ".join(f"{role} {shape}" for role, shape in remark.shapes.items()))
+    yield from _wrapped("    ", f"runs {remark.implementation}{_cost(remark)}")
+    if remark.message:
+        yield from _wrapped("    note: ", remark.message)
 
 
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+def _refused_lines(remark: Remark) -> Iterator[str]:
+    yield from _wrapped("    ", f"{remark.code} {remark.name}: {remark.message}")
+    if remark.op:
+        yield from _wrapped("    ", f"runs as {remark.op}, by the means of the group's fused ops")
+    yield from _wrapped("    remedy: ", remark.hint)
 
 
-def _fits(hint: Any, value: Any) -> bool:
-    if hint is Any:
-        return _is_plain(value, _MOST_NESTED)
-    if typing.get_origin(hint) is Literal:
-        return isinstance(value, str) and value in typing.get_args(hint)
-    if hint in (int, float):
-        number = isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
-        return number and abs(value) < _LARGEST
-    return typing.get_origin(hint) is None and isinstance(value, hint)
+def _place(remark: Remark) -> str:
+    """The module and the line of the program, as far as they are known, with a colon after them."""
+    source = remark.source and _relative(remark.source)
+    if remark.module and source:
+        return f"{remark.module} ({source}): "
+    place = remark.module or source
+    return f"{place}: " if place else ""
 
 
-def _is_plain(value: Any, depth: int) -> bool:
-    """True for values that are nested a few times only: what walks through others would end in a RecursionError."""
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth > 0 and all(_is_plain(item, depth - 1) for item in items)
+def _relative(source: str) -> str:
+    """`file:line` from the current folder on, if it is in there."""
+    inside = os.path.join(os.getcwd(), "")
+    return source.removeprefix(inside)
 
 
-def _shown(value: Any) -> str:
-    """A value in short, whatever it is."""
-    if isinstance(value, dict | list):
-        return "an object" if isinstance(value, dict) else "a list"
-    return json.dumps(value)[:80] if not isinstance(value, int) or abs(value) < _LARGEST else "too large a number"
+def _chain(nodes: Sequence[str]) -> str:
+    """Names of nodes with arrows; several of one op, one after the other, by the op's name and their number."""
+    parts = []
+    for op, same in itertools.groupby(nodes, lambda name: re.sub(r"_\d+$", "", name)):
+        names = list(same)
+        parts.append(names[0] if len(names) == 1 else f"{op} x {len(names)}")
+    return " -> ".join(parts)
 
 
-# --- words ----------------------------------------------------------------------------------------------------
+def _cost(remark: Remark) -> str:
+    parts = []
+    if remark.comm_bytes is not None:
+        parts.append(_quantity(remark.comm_bytes, 1024, ("B", "KiB", "MiB", "GiB")))
+    if remark.flops is not None:
+        parts.append(_quantity(remark.flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP")))
+    if remark.estimate_us:
+        serial, overlapped = remark.estimate_us["serial"], remark.estimate_us["overlapped"]
+        parts.append(f"model: {serial:.0f} us one after the other, at best {overlapped:.0f} us overlapped")
+    return f"; {', '.join(parts)}" if parts else ""
+
+
+# --- one graph ------------------------------------------------------------------------------------------------
+def _report_text(report: Report) -> str:
+    """The totals, every fused and missed chain, and the others by reason."""
+    cached = ", from Inductor's cache" if report.from_cache else ""
+    lines = [*_wrapped("", f"asynctp: {report.graph} ({report.phase}{cached}): {_totals_text(report)}")]
+    lines += [_remark_text(remark) for remark in report.with_outcome("FUSED", "MISSED")]
+    lines += [_bucketed_text(buckets) for buckets in report.buckets]
+    if made_again := [remark.rematerialized_bytes for remark in report.remarks if remark.rematerialized_bytes]:
+        lines += _wrapped("~ ", _rematerialized(len(made_again), sum(made_again)))
+    by_reason = Counter((one.code, one.name, one.outcome, _reason_text(one)) for one in report.others)
+    for (code, name, outcome, text), count in sorted(by_reason.items()):
+        lines += _wrapped(f"{_MARKS[outcome]} {outcome} ", f"{count} x {code} {name}: {text}")
+    for error in report.internal_errors:
+        lines += _wrapped(f"{_MARKS['MISSED']} INTERNAL ERROR: ", error)
+    for note in report.notes:
+        lines += _wrapped("note: ", note)
+    if any(remark.implementation == _SEQUENTIAL for remark in report.fused):
+        lines += _wrapped("", _NOTHING_OVERLAPS)
+    return "\n".join(lines)
+
+
+def _totals_text(report: Report) -> str:
+    """How many remarks there are of each outcome, in words."""
+    chains, counts = len(report.fused) + len(report.missed), Counter(remark.outcome for remark in report.others)
+    others = f"{len(report.others)} other collectives"
+    if counts.keys() <= {"SKIPPED"}:
+        others += " skipped"
+    else:
+        others += f": {', '.join(f'{counts[one]} {one.lower()}' for one in _MARKS if counts[one])}"
+    return f"{len(report.fused)} of {chains} chains fused, {len(report.missed)} missed, {others}"
+
+
+def _bucketed_text(bucketed: Bucketed) -> str:
+    """The all-reduces that became one."""
+    size = _quantity(bucketed.bytes, 1024, ("B", "KiB", "MiB"))
+    text = (
+        f"{len(bucketed.collectives)} all_reduce({bucketed.reduce_op}) over group {bucketed.group!r} into one of "
+        f"{size}: {', '.join(bucketed.collectives)}"
+    )
+    return "\n".join(_wrapped("= BUCKETED ", text))
+
+
+# --- parts ----------------------------------------------------------------------------------------------------
 def _rematerialized(count: int, size: int) -> str:
     gathers = "1 gather of the forward is" if count == 1 else f"{count} gathers of the forward are"
     whole = _quantity(size, 1024, ("B", "KiB", "MiB", "GiB"))
@@ -372,3 +382,11 @@ def _quantity(count: float, step: int, units: tuple[str, ...]) -> str:
     while count >= step and size < len(units) - 1:
         count, size = count / step, size + 1
     return f"{count:.3g} {units[size]}" if count < 1000 else f"{count:.0f} {units[size]}"
+
+
+def _wrapped(first: str, text: str) -> list[str]:
+    """Lines of `_COLUMNS` columns; those after the first are indented."""
+    indent = " " * (6 if first.startswith("    ") else 4)
+    return textwrap.wrap(
+        first + text, _COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )

@@ -315,6 +315,10 @@ class _Builder:
             return node
         return self.call(_aten.clone.default, node, memory_format=torch.contiguous_format)
 
+    def one(self) -> fx.Node:
+        """The fp32 number 1, on the device of the chain."""
+        return self.call(_aten.full.default, [], 1.0, dtype=torch.float32, device=self._fake.device)
+
     def size(self, size: Size) -> int | fx.Node:
         """An integer, or a node that computes a symbolic size from the sizes of the chain's inputs."""
         plan = express(size, self._sources)
@@ -459,11 +463,21 @@ def _right(build: _Builder, matmul: Matmul) -> fx.Node:
 
 def _column_scale(build: _Builder, scaled: ScaledOptions) -> fx.Node:
     """The scale of the right operand: one number as it is, [1, N], or of blocks [K/128, N or N/128]."""
-    scale, blocks = build.now(scaled.b_scale), scaled.blocks
+    scale, blocks = _fp32_scale(build, scaled.b_scale), scaled.blocks
     if blocks is not None:
         return build.first_rows(build.permute(scale, (1, 0)) if blocks.b_transposed else scale, blocks.depth)
     count = product(build.shape(scale))
     return scale if same(count, 1) else build.reshape(scale, (1, count))
+
+
+def _fp32_scale(build: _Builder, scale: fx.Node | None) -> fx.Node:
+    """A scale in fp32, which holds all that a scale of 16 bits does; None stands for 1."""
+    if scale is None:
+        return build.one()
+    node = build.now(scale)
+    if value_of(node).dtype == torch.float32:
+        return node
+    return build.call(torch.ops.prims.convert_element_type.default, node, torch.float32, like=scale)
 
 
 def _row_bias(build: _Builder, matmul: Matmul) -> fx.Node | None:
@@ -493,7 +507,7 @@ def _gather_scale(
 
 
 def _shape_of_scale(build: _Builder, scaled: ScaledOptions) -> Sequence[Size]:
-    return build.shape(build.now(scaled.a_scale))
+    return build.shape(build.now(scaled.given_a_scale))
 
 
 def _scales_of(rows: Sequence[Size], scaled: ScaledOptions) -> list[Size]:
@@ -508,6 +522,7 @@ def _parts(build: _Builder, chain: GatherChain) -> dict[fx.Node, fx.Node]:
     local: dict[fx.Node, fx.Node] = {}
     for step in () if chain.hoist is None else chain.hoist.computed:
         local |= {operand: build.now(operand) for operand in step.others}
+        local |= {one: build.call(_aten.slice.Tensor, local[one], dim, 0, 1, like=one) for one, dim in step.filled}
         for operand, part in step.parts:
             if operand not in local:
                 local[operand] = _arranged(build, parts[part.root], part, like=operand)
@@ -696,8 +711,10 @@ def _give_result(build: _Builder, chain: ScatterChain, out: fx.Node) -> None:
     results = [node for collective in chain.collectives for node in collective.results]
     gone = _first_within(filter(is_sum, chain.after), {*results, *chain.after})
     for collective in chain.collectives:
-        shaped = build.reshape(out, build.shape(collective.node))
-        for node in collective.results:
+        early = chain.early.get(collective.node)
+        ends = collective.results if early is None else (early.total,)
+        shaped = build.reshape(out, build.shape(ends[0]))
+        for node in ends:
             build.replace(node, shaped, unless=collective.waits)
     for node, source in gone.items():
         build.replace(node, build.now(source))
@@ -713,11 +730,20 @@ def _times(build: _Builder, node: fx.Node, term: Term) -> fx.Node:
     return node if term.factor == 1 else build.call(_aten.mul.Tensor, node, term.factor, like=term.node)
 
 
+def _early(build: _Builder, term: Term) -> fx.Node:
+    """A term's tensor, or the sum of it that the program has after its reduction."""
+    node, early = build.now(term.node), term.early
+    if early is None:
+        return node
+    seen = build.reshape(node, (early.outer, early.count, early.inner))
+    return build.call(_aten.sum.dim_IntList, seen, [1], like=early.total)
+
+
 def _added(build: _Builder, chain: ScatterChain, shape: Sequence[Size]) -> fx.Node | None:
     """The sum of the terms that are no products, in the shape and the dtype of the products' sum; None without any."""
     total: fx.Node | None = None
     for term in chain.added:
-        node = build.reshape(build.now(term.node), shape)
+        node = build.reshape(_early(build, term), shape)
         if chain.sum_dtype not in (None, value_of(node).dtype):
             node = build.call(torch.ops.prims.convert_element_type.default, node, chain.sum_dtype, like=term.node)
         node = _times(build, node, term)
@@ -796,7 +822,7 @@ def _left_scale(build: _Builder, chain: ScatterChain, scaled: ScaledOptions, a: 
 
 def _row_scale(build: _Builder, scaled: ScaledOptions, a: Sequence[Size]) -> fx.Node:
     """The scales of an A of these sizes: one number as it is; per row or block, in its dimensions."""
-    scale, blocks = build.now(scaled.a_scale), scaled.blocks
+    scale, blocks = _fp32_scale(build, scaled.a_scale), scaled.blocks
     if blocks is None and same(product(build.shape(scale)), 1):
         return scale
     if blocks is not None and blocks.a_transposed:

@@ -29,6 +29,7 @@ from typing import Any
 from asynctp_passes.config import Config, ConfigError, can_be_written
 from asynctp_passes.reasons import CATALOGUE, Reason, catalogue_markdown
 from asynctp_passes.reporting import files
+from asynctp_passes.reporting.picture import waive
 from asynctp_passes.reporting.report import Remark, Report
 from asynctp_passes.tools import profile
 
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    waive()
     options = _parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names from files may be no text that can be encoded

@@ -219,6 +219,23 @@ def scaled_mm(
     return torch._scaled_mm(a, b, a_scale, b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast, out=out)
 
 
+def int_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """`a @ b` of int8 in int32, into `out` if given.
+
+    CUDA's takes more than 16 rows, and sizes that are multiples of 8: operands of others are padded.
+    """
+    if not a.is_cuda:
+        return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
+    (rows, depth), columns = a.shape, b.shape[1]
+    more = (max(17, rows) - rows, -depth % 8, -columns % 8)
+    if not any(more):
+        return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
+    a = torch.nn.functional.pad(a, (0, more[1], 0, more[0]))
+    b = torch.nn.functional.pad(b.t(), (0, more[1], 0, more[2])).t()
+    found = torch._int_mm(a, b)[:rows, :columns]
+    return found.contiguous() if out is None else out.copy_(found)
+
+
 #: `torch.nn.functional.ScalingType`, by its values
 _SCALING_TYPES = {"1x128": 4, "128x128": 5}
 

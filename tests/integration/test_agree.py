@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -463,6 +464,25 @@ def test_a_long_way_is_told_by_a_hash() -> None:
     assert all(len(text) < 600 for texts in found for text in texts)
 
 
+# --- the function that is compiled ---
+def test_wrappers_of_dynamo_have_the_name_of_the_function_in_them() -> None:
+    """Dynamo compiles partials and functions under `no_grad` in one function of its own."""
+    found: list[agree.compat.CompiledFunction | None] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        found.append(agree.compat.compiled_function())
+        return graph.forward
+
+    def scaled(x: torch.Tensor, factor: int) -> torch.Tensor:
+        return x * factor
+
+    partial = functools.partial(scaled, factor=2)
+    for function in (partial, torch.no_grad()(partial), torch.nn.Sequential(torch.nn.ReLU())):
+        torch.compile(function, backend=backend)(torch.ones(2))
+    names = [one.name.rpartition(":")[0] for one in found if one is not None]
+    assert names == [*["integration/test_agree.py:scaled"] * 2, "modules/container.py:forward"]
+
+
 # --- the ballot itself -----------------------------------------------------------------------------------------
 def test_a_large_group_is_asked_by_counts() -> None:
     """The first look at a deviation takes as many calls of the store in a group of 1000 as in one of 2."""
@@ -604,6 +624,39 @@ def test_recompiles_of_one_rank_shift_nothing(two: Two) -> None:
     poll = agree._Poll(two.ledgers[1], "g", key, "model.py:one:1", 0, agree._with_provenance(SUM, Config(**QUIET)))
     poll.say_lacked()
     assert two.vote(0, "one", WITHOUT) == {}
+
+
+def test_a_graph_that_one_rank_compiled_alone_has_no_number(two: Two) -> None:
+    """The next one of that rank, which may not be able to do the same, is the one that the others wait for."""
+    two.both_do("one")
+    assert two.vote(1, "one", WITH) == {("g", SUM): None}
+    two.post(0, "one", WITH)
+    text = agree._with_provenance(SUM, Config(**QUIET))
+    assert agree._Poll(two.ledgers[0], "g", "asynctp/1/graph/fk", "model.py:one:1", 1, text).missing() == [1]
+    two.post(1, "one", WITH)
+    assert two.ledgers[1].others_came("asynctp/1/graph/fk")
+
+
+def test_a_refused_graph_from_a_cache_is_counted_once(two: Two) -> None:
+    """It is compiled later, its backward perhaps never: that of another function is no substitute."""
+    two.post(1, "one", WITH)
+    ledger, key = two.ledgers[1], "asynctp/1/graph/fk"
+    ledger.discount(key)
+    ledger.discount(key)
+    for name in ("two", "one"):
+        two.post(1, name, WITH)
+        assert ledger.last[key] == (f"model.py:{name}:1", 0)
+        assert ledger.store.add(f"{key}/model.py:{name}:1/shown/0", 0) == 1
+
+
+def test_a_rank_that_was_late_is_waited_for_where_it_could_not_obey(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its silence would not refuse what all agreed on in another function."""
+    monkeypatch.setattr(agree, "LATE_S", 0.0)
+    two.both_do("one")
+    two.ledgers[0].late.add(1)
+    start = time.monotonic()
+    assert two.vote(0, "two", WITH) == {("g", SUM): None}
+    assert time.monotonic() - start >= 0.5
 
 
 def test_a_function_that_is_compiled_anew_does_the_same(two: Two) -> None:

@@ -549,6 +549,25 @@ def test_a_group_that_does_not_exist_is_an_error(mesh: DeviceMesh) -> None:
         compiled(torch.randn(2, 4))
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="Inductor has the pattern with oneDNN only")
+def test_weights_that_inductor_hides_are_a_matmul(mesh: DeviceMesh) -> None:
+    """Of a product with weights of int8, Inductor makes a node of its own before it calls a pass."""
+
+    def layer(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+        product = torch.nn.functional.linear(x, weight.to(torch.bfloat16)) * scales
+        return funcol.all_reduce(product, "sum", mesh.get_group())
+
+    start()
+    weight, scales = torch.randint(-8, 8, (16, 16), dtype=torch.int8), torch.rand(16, dtype=torch.bfloat16)
+    with torch.no_grad():
+        function = compiled(layer, options={**STRICT, "strict": "off"})
+        function(torch.randn(2, 4, 16, dtype=torch.bfloat16), weight, scales)
+    (report,) = asynctp_passes.reports()
+    (remark,) = report.remarks
+    assert (remark.outcome, remark.name) == ("MISSED", "MATMUL_NOT_UNDERSTOOD")
+    assert "woq_int8, which Inductor put in the place of" in remark.message
+
+
 @pytest.mark.parametrize("one", [AsyncTPPass, RematerializePass])
 def test_so_it_is_for_the_bare_passes(mesh: DeviceMesh, one: type) -> None:
     """A mesh dimension's name is none of a group."""

@@ -29,6 +29,7 @@ from attack_parts import (
     unit,
     values,
 )
+from attacks_on_factors import FACTORS
 from attacks_on_scales import (
     SCALES,
     divided,
@@ -50,15 +51,23 @@ from attacks_on_sums import (
     sum_converted,
     terms_in_views_of_their_own,
 )
-from attacks_on_tensors import TENSORS, base_of_operand_mutated, kernel_that_mutates, scatter_feeds_gather
+from attacks_on_tensors import (
+    ALL_TO_ALLS,
+    TENSORS,
+    base_of_operand_mutated,
+    kernel_that_mutates,
+    scatter_feeds_gather,
+)
 from lockstep import differences, evaluate
 from passes import outcomes, run_pass
 from programs import Builder
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from asynctp_passes import compat
+
 # --- all tables -------------------------------------------------------------------------------------------------
-GRAPHS = TENSORS | SCALES | SUMS
+GRAPHS = TENSORS | SCALES | SUMS | FACTORS
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -69,6 +78,18 @@ def test_outcome_and_results(name: str) -> None:
     assert outcomes(report) == expected
     results = [evaluate(graph, values(builder)) for graph in (builder.graph, rewritten)]
     assert differences(*results) == []
+
+
+@pytest.mark.parametrize("rank", [0, None])
+@pytest.mark.parametrize("name", ALL_TO_ALLS)
+def test_what_looks_like_an_all_to_all(name: str, rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is fused. A rank that does not know its number cannot tell its own piece."""
+    monkeypatch.setattr(compat, "rank_in_group", lambda group: rank)
+    attack, expected = ALL_TO_ALLS[name]
+    builder = attacked(attack)
+    rewritten, report = rewrite(builder.graph)
+    assert outcomes(report) == (expected if rank == 0 else ["ATP103"])
+    assert str(rewritten) == str(builder.graph)
 
 
 @pytest.mark.parametrize("attack", [sum_converted, converted_and_added_at_every_level, residual_and_converted])

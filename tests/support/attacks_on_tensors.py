@@ -290,6 +290,14 @@ def weight_mutated_after_it_was_expanded(b: Builder) -> list[Node]:
     return [b.call(aten.bmm.default, chunks(b, gathered(b, x), 2, 0, 1), weights)]
 
 
+def weight_mutated_after_it_was_aliased(b: Builder) -> list[Node]:
+    """The batch is the same memory, and is multiplied as it is then."""
+    x, w = inputs(b, (3, 4, 6), (6, 6))
+    right = b.call(aten.alias.default, b.call(aten.expand.default, w, [6, 6, 6]))
+    b.call(aten.add_.Tensor, w, 1)
+    return [b.call(aten.bmm.default, gathered(b, x), right)]
+
+
 def weight_copied_before_it_is_mutated(b: Builder) -> list[Node]:
     """A copy of the expanded weight is not seen through."""
     x, w = inputs(b, (2, 4, 6), (6, 8))
@@ -329,6 +337,73 @@ def three_gathers_in_a_circle(b: Builder) -> list[Node]:
     return [*products, *crossed]
 
 
+# --- an all-to-all, and what looks like one -----------------------------------------------------------------------
+def copied(b: Builder, x: Node) -> Node:
+    return b.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def columns_of_all(b: Builder, cut: int = 3, dim: int = 1) -> tuple[Node, list[Node]]:
+    """The gathered [8, 6], and its pieces of `cut` columns, or rows."""
+    full = gathered(b, *inputs(b, (4, 6)))
+    return full, b.items(b.call(aten.split.Tensor, full, cut, dim))
+
+
+def times_new(b: Builder, x: Node) -> Node:
+    return b.call(aten.mm.default, x, *inputs(b, (x.meta["val"].shape[-1], 8)))
+
+
+def piece(index: int, cut: int = 3, dim: int = 1) -> Attack:
+    """One piece of the columns (or rows) of all, copied, times a matrix."""
+    return lambda b: [times_new(b, copied(b, columns_of_all(b, cut, dim)[1][index]))]
+
+
+def own_piece_of_columns_gathered_by_columns(b: Builder) -> list[Node]:
+    """Gathered along the columns, kept along the rows: the other way round."""
+    joined = chunks(b, gathered(b, *inputs(b, (4, 6))), 4, 0, 1)
+    rows = b.items(b.call(aten.split.Tensor, joined, 2, 0))
+    return [times_new(b, rows[0])]
+
+
+def own_piece_and_another(b: Builder) -> list[Node]:
+    first, second = columns_of_all(b)[1]
+    return [times_new(b, copied(b, first)), b.call(aten.neg.default, second)]
+
+
+def own_piece_and_all(b: Builder) -> list[Node]:
+    full, pieces = columns_of_all(b)
+    return [times_new(b, copied(b, pieces[0])), b.call(aten.neg.default, full)]
+
+
+def own_piece_that_is_not_copied(b: Builder) -> list[Node]:
+    return [times_new(b, columns_of_all(b)[1][0])]
+
+
+def half_of_the_columns(b: Builder) -> list[Node]:
+    return [times_new(b, copied(b, b.call(aten.slice.Tensor, gathered(b, *inputs(b, (4, 6))), 1, 0, 3)))]
+
+
+def own_piece_of_a_part(b: Builder) -> list[Node]:
+    """The last rows of what is gathered are dropped before."""
+    rows = b.call(aten.slice.Tensor, gathered(b, *inputs(b, (4, 6))), 0, 0, 6)
+    return [times_new(b, copied(b, b.items(b.call(aten.split.Tensor, rows, 3, 1))[0]))]
+
+
+ALL_TO_ALLS: dict[str, tuple[Attack, list[str]]] = {
+    "own piece of columns": (piece(0), ["ATP015"]),
+    "own piece of rows, gathered by columns": (own_piece_of_columns_gathered_by_columns, ["ATP015"]),
+    "another rank's piece": (piece(1), ["ATP103"]),
+    "own shard": (piece(0, 4, 0), ["ATP103"]),
+    "one of three pieces": (piece(0, 2), ["ATP103"]),
+    "one of two unequal pieces": (piece(0, 4), ["ATP103"]),
+    "own piece and another": (own_piece_and_another, ["ATP103"]),
+    "own piece and all": (own_piece_and_all, ["ATP103"]),
+    "own piece that is not copied": (own_piece_that_is_not_copied, ["ATP103"]),
+    "half of the columns": (half_of_the_columns, ["ATP103"]),
+    "own piece of a part": (own_piece_of_a_part, ["ATP103"]),
+}
+"""What becomes of each on rank 0 of two, on CPU. Where the rank is not known, or on GPUs, all are ATP103."""
+
+
 # --- all-reduces ------------------------------------------------------------------------------------------------
 TENSORS: dict[str, tuple[Attack, list[str]]] = {
     "copy of gathered, mutated": (copy_of_gathered_then_mutated, ["F"]),
@@ -346,6 +421,10 @@ TENSORS: dict[str, tuple[Attack, list[str]]] = {
     "batch, transposed from the end": (batch_times((aten.transpose.int, -1, -2)), ["F"]),
     "batch, permuted": (batch_times((aten.permute.default, [0, 2, 1])), ["F"]),
     "batch, transposed twice": (batch_times((aten.transpose.int, 1, 2), (aten.permute.default, [0, 2, 1])), ["F"]),
+    "batch, aliased": (batch_times((aten.alias.default,)), ["F"]),
+    "batch, detached and transposed": (batch_times((aten.detach.default,), (aten.transpose.int, 1, 2)), ["F"]),
+    "batch, copied": (batch_times((aten.clone.default,)), ["ATP115"]),
+    "batch, negated": (batch_times((aten.neg.default,)), ["ATP115"]),
     "batch, permuted to what it was": (batch_times((aten.permute.default, [0, 1, 2])), ["ATP115"]),
     "batch, matrices and rows permuted": (batch_times((aten.permute.default, [1, 0, 2])), ["ATP115"]),
     "batch, matrices and rows transposed": (batch_times((aten.transpose.int, 0, 1)), ["ATP115"]),
@@ -381,6 +460,7 @@ TENSORS: dict[str, tuple[Attack, list[str]]] = {
     "one sum twice in a list": (one_sum_all_reduced_twice, ["ATP202", "ATP202"]),
     "items that need each other": (items_that_need_each_other, ["F", "F"]),
     "weight mutated after it was expanded": (weight_mutated_after_it_was_expanded, ["F"]),
+    "weight mutated after it was aliased": (weight_mutated_after_it_was_aliased, ["F"]),
     "weight copied before it is mutated": (weight_copied_before_it_is_mutated, ["ATP115"]),
     "batch of weights that looks like one": (batch_of_weights_that_looks_like_one, ["ATP115"]),
     "weight transposed once in the batch": (weight_transposed_once_in_the_batch, ["F"]),

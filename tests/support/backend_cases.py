@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 from compiled_training import (
@@ -244,6 +245,48 @@ def case_dynamic_rows_all_reduced(mesh: DeviceMesh) -> tuple[Report, ...]:
     for rows in (4, 5, 7):
         x = shard_of(mesh, 2, rows, 16).detach()
         assert_close([function(x, *weights)], [program(x, *weights)])
+    assert_fused(asynctp_passes.reports(), {"inference": 1})
+    return asynctp_passes.reports()
+
+
+def case_all_to_all(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """A sharding moves from columns to rows, and back in the backward: no miss, as on GPUs."""
+    module = nn.Sequential(nn.Linear(16, 8 * mesh.size(), bias=False))
+    plan = {"0": ColwiseParallel(input_layouts=Shard(0), output_layouts=Shard(0))}
+    parallelize_module(module, mesh, plan)
+    start()
+    x, weights = shard_of(mesh, 4, 16), list(module.parameters())
+    actual = train(compiled(module, options={"strict": "all"}), x, weights)
+    reports = asynctp_passes.reports()
+    assert_close(actual, train(module, x, weights))
+    assert {report.phase: len(report.fused) for report in reports} == {"forward": 1, "backward": 1}
+    assert [remark.name for report in reports for remark in report.others] == ["ALL_TO_ALL", "ALL_TO_ALL"]
+    return reports
+
+
+def case_dynamic_rows_scattered(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """A collective without a guard: rows that the ranks do not divide raise on every rank, as eager, and no rank waits.
+
+    A rank that has other rows than its peers is not tried: there eager's peers wait.
+    """
+    scatter, group = torch.ops._c10d_functional.reduce_scatter_tensor, mesh.get_group().group_name
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        result: Tensor = torch.ops._c10d_functional.wait_tensor(scatter(x @ w, "sum", mesh.size(), group))
+        return result
+
+    start()
+    torch.manual_seed(0)
+    w, function = torch.randn(16, 8), compiled(program, fullgraph=True)
+    for rows in (16, 15, 24, 7, 8):
+        x = shard_of(mesh, rows, 16).detach()
+        torch._dynamo.mark_dynamic(x, 0)
+        if rows % mesh.size() == 0:
+            assert_close([function(x, w)], [program(x, w)])
+            continue
+        for run in (program, function):
+            with pytest.raises((RuntimeError, ValueError), match=f"{rows}"):
+                run(x, w)
     assert_fused(asynctp_passes.reports(), {"inference": 1})
     return asynctp_passes.reports()
 

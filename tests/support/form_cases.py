@@ -393,7 +393,49 @@ def layer_of_blocks(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 _BATCH, _MATRIX = ((2, 4, 6), (6, 8)), ((4, 6), (6, 8))
+
+
+# --- scales after the product --------------------------------------------------------------------------------------
+def of_int8(x: Tensor) -> Tensor:
+    return (x * 40).clamp(-127, 127).to(torch.int8)
+
+
+def int8_weights(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    """Weight-only: converted to the activation's dtype, and scaled by columns after the product."""
+    rows = gathered(x.bfloat16(), 0)
+    up = torch.relu((rows @ of_int8(w).bfloat16().t()) * scale.bfloat16())
+    return scattered((up @ of_int8(w).bfloat16()) * scale[0].bfloat16())
+
+
+def int8_activations(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    """W8A8: rows are quantized after the gather, and products in int32 scaled by rows and columns."""
+    rows = gathered(x.float(), 0)
+    hidden = _product_of_int8(rows, of_int8(w).t(), scale.float())
+    return scattered(_product_of_int8(torch.relu(hidden), of_int8(w), scale.float()[0]))
+
+
+def _product_of_int8(rows: Tensor, w: Tensor, columns: Tensor) -> Tensor:
+    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-5) / 127
+    return torch._int_mm((rows / scale).round().to(torch.int8), w).float() * scale * columns
+
+
+def gated_beside_routed(x: Tensor, w: Tensor, gate: Tensor) -> Tensor:
+    x, w = x.float(), w.float()
+    return scattered(torch.relu(x) @ torch.relu(w) + (x @ w) * torch.sigmoid(gate.float()))
+
+
+def summed_experts(x: Tensor, w: Tensor, experts: Tensor) -> Tensor:
+    """As Llama 4 in transformers: experts' outputs are all-reduced one by one, and then summed."""
+    routed = torch.bmm(x.expand(experts.shape[0], *x.shape), experts).reshape(-1, w.shape[1])
+    shared, routed = (funcol.all_reduce(one, "sum", dist.group.WORLD) for one in (x @ w, routed))
+    return shared + routed.view(experts.shape[0], *shared.shape).sum(0)
+
+
 CASES = {
+    "int8 weights": Case(int8_weights, ((4, 64), (32, 64), (32,)), ("F", "F")),
+    "int8 activations": Case(int8_activations, ((4, 64), (32, 64), (32,)), ("F", "F")),
+    "gated beside routed": Case(gated_beside_routed, ((4, 6), (6, 8), (4, 1))),
+    "summed experts": Case(summed_experts, ((4, 6), (6, 8), (3, 6, 8)), ("F", "F")),
     "gather of two": Case(gather_of_two, ((4, 6), (2, 6), (6, 8)), ("F", "F")),
     "gather of two for one": Case(gather_of_two_for_one, ((4, 6), (2, 3), (6, 8)), ("ATP002", "F")),
     "scatter of two": Case(scatter_of_two, ((4, 6), (2, 6), (6, 8)), ("F", "ATP105")),

@@ -326,7 +326,7 @@ def _unpadded(scale: Tensor, blocks: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    product = torch.matmul(_wide(a), _wide(b))
+    product = torch.matmul(*(x.double() if x.dtype == torch.int8 else _wide(x) for x in (a, b)))
     return product if bias is None else product + _wide(bias)
 
 
@@ -366,7 +366,8 @@ def _all_gather_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
     for call, a_full in zip(calls, _gathered([call[0] for call in calls], gather_dim), strict=True):
         _, bs, biases, _, return_a_full = call[:5]
         pairs = zip(bs, _padded(biases, len(bs)), strict=True)
-        outs = [_product(a_full, b, bias).to(a_full.dtype) for b, bias in pairs]
+        dtype = torch.int32 if a_full.dtype == torch.int8 else a_full.dtype
+        outs = [_product(a_full, b, bias).to(dtype) for b, bias in pairs]
         results.append([*outs, a_full] if return_a_full else outs)
     return results
 

@@ -35,6 +35,7 @@ class Row:
         ranks: Number of ranks.
         fused: Number of chains of the graph that are fused all the same.
         mesh_dim: The mesh dimension that groups are of.
+        rank: The rank of this process in groups, if it is in one.
     """
 
     build: Build
@@ -44,6 +45,7 @@ class Row:
     ranks: int = 4
     fused: int = 0
     mesh_dim: str = ""
+    rank: int | None = None
 
     @property
     def id(self) -> str:
@@ -59,12 +61,19 @@ ROWS: list[Row] = []
 
 
 def row(
-    name: str, fact: str = "", *, ranks: int = 4, fused: int = 0, mesh_dim: str = "", **config: Any
+    name: str,
+    fact: str = "",
+    *,
+    ranks: int = 4,
+    fused: int = 0,
+    mesh_dim: str = "",
+    rank: int | None = None,
+    **config: Any,
 ) -> Callable[[Build], Build]:
     """Add the decorated builder to the table."""
 
     def add(build: Build) -> Build:
-        ROWS.append(Row(build, name, fact, config, ranks, fused, mesh_dim))
+        ROWS.append(Row(build, name, fact, config, ranks, fused, mesh_dim, rank))
         return build
 
     return add

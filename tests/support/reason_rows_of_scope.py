@@ -42,6 +42,32 @@ def scatter_of_a_region(b: GraphBuilder) -> Node:
     return b.scatter(in_region(b, b.input("x", [16, 8])))
 
 
+def multiplied_in_region(b: GraphBuilder, x: Node, w: Node) -> Node:
+    """The product that a subgraph makes of `x` and `w`, of the shape of `x`."""
+    inner, holder = Graph(), torch.nn.Module()
+    first, second = inner.placeholder("x"), inner.placeholder("w")
+    inner.output((inner.call_function(aten.mm.default, (first, second)),))
+    holder.region = torch.fx.GraphModule({}, inner)
+    b.graph.owning_module = holder  # type: ignore[assignment]
+    results, target = (x.meta["val"],), torch.ops.higher_order.invoke_subgraph
+    return b.call(getitem, b.call_like(results, target, b.graph.get_attr("region"), "region", x, w), 0)
+
+
+@row("MATMUL_IN_ANOTHER_GRAPH", "all_gather_into_tensor is multiplied in invoke_subgraph")
+def gather_multiplied_in_a_region(b: GraphBuilder) -> Node:
+    return multiplied_in_region(b, gathered(b), b.input("w", [8, 8]))
+
+
+@row("OUTSIDE_GRAPH", "used by invoke_subgraph")
+def gather_that_a_region_has_as_right_operand(b: GraphBuilder) -> Node:
+    return multiplied_in_region(b, b.input("x", [16, 16]), gathered(b))
+
+
+@row("MATMUL_IN_ANOTHER_GRAPH", "reduce_scatter_tensor is of a matmul in invoke_subgraph")
+def scatter_of_a_product_in_a_region(b: GraphBuilder) -> Node:
+    return b.scatter(multiplied_in_region(b, b.input("x", [16, 8]), b.input("w", [8, 8])))
+
+
 @row("NO_MATMUL", "used by aten.convolution.default")
 def gather_for_a_convolution(b: GraphBuilder) -> Node:
     images, weight = b.reshape(gathered(b), [2, 8, 8]), b.input("w", [4, 8, 1])
@@ -74,6 +100,13 @@ def all_reduce_of_a_products_maximum(b: GraphBuilder) -> Node:
 def gather_of_logits(b: GraphBuilder) -> Node:
     """The head of a model that is sharded over the vocabulary."""
     return b.cat(b.chunks(b.gather(product(b))), dim=-1)
+
+
+@row("ALL_TO_ALL", "getitem is piece 2 of 4", rank=2)
+def all_to_all_on_cpu(b: GraphBuilder) -> Node:
+    """DTensor's, from rows to columns. Its clone is the contiguous piece that DTensor returns."""
+    columns = b.call(aten.split.Tensor, gathered(b), 2, 1)
+    return times(b, b.call(aten.clone.default, b.call(getitem, columns, 2), memory_format=torch.contiguous_format))
 
 
 @row("GATHERED_SCALE", "_scaled_mm", fused=1)

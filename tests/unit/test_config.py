@@ -85,7 +85,7 @@ BAD_VARIABLES = [
     ("ASYNCTP_TRACE", "2", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
     ("ASYNCTP_REMATERIALIZE", "1", "one of ('auto', 'always', 'never')"),
     ("ASYNCTP_GROUPS", " , ", '"auto" or at least one group'),
-    ("ASYNCTP_STRICTT", "all", "'strict'"),
+    ("ASYNCTP_STRICTT", "all", "did you mean 'ASYNCTP_STRICT'?"),
 ]
 
 GOOD_VARIABLES = [
@@ -137,7 +137,10 @@ def test_paths_become_text() -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"option='strickt' is not valid; it must be one of \('groups', 'strict'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"option='strickt' is not valid; it must be one of \('groups', 'strict'.*; did you mean 'strict'\?",
+    ):
         Config.from_options({"strickt": "all"}, environ={})
 
 

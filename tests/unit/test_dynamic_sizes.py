@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import operator
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import sympy
 import torch
-from graph_builder import GraphBuilder, aten
+from graph_builder import GraphBuilder, aten, c10d
 from lockstep import differences, evaluate
 from passes import copied, outcomes, run_pass
+from serving_ops import registered
 from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -204,7 +206,97 @@ def test_a_size_of_which_guards_exclude_remainders(excluded: tuple[int, ...], ou
     a, w = b.input("a", [12, 8], dynamic=0), b.input("w", [8, 4])
     for remainder in excluded:
         assert a.meta["val"].shape[0] % b.ranks != remainder  # a guard
-    assert outcomes(run_pass(b.returns(b.scatter(b.mm(a, w))))) == [outcome]
+    with registered():  # its own op could do anything with rows that are left: torch's would raise
+        scattered = b.call(torch.ops.vllm_like.reduce_scatter.default, b.mm(a, w), 0, b.ranks, "tp:0")
+        assert outcomes(run_pass(b.returns(scattered))) == [outcome]
+
+
+# --- a reduce-scatter divides what it scatters, or raises --------------------------------------------------------
+def rows_of(b: GraphBuilder, times: int = 1, more: int = 0) -> Node:
+    """A product whose rows are dynamic: `times` as many as a symbol, and `more`."""
+    a = b.input("a", [12, 8], dynamic=0)
+    pieces = [a] * times + ([b.input("more", [more, 8])] if more else [])
+    return b.mm(b.cat(pieces) if len(pieces) > 1 else a, b.input("w", [8, 4]))
+
+
+@pytest.mark.parametrize(("ranks", "times"), [(2, 1), (3, 1), (4, 2), (4, 6), (8, 4)])
+def test_a_scatter_of_rows_that_no_guard_says_to_be_a_multiple(ranks: int, times: int) -> None:
+    b = GraphBuilder(ranks=ranks)
+    product = rows_of(b, times)
+    env = product.meta["val"].shape[0].node.shape_env
+    graph, guards = b.returns(b.scatter(product)), len(env.guards)
+    assert outcomes(run_pass(graph)) == ["F"]
+    assert len(env.guards) == guards
+
+
+def test_rows_that_two_scatters_divide() -> None:
+    b = GraphBuilder()
+    a, w = b.input("a", [12, 8], dynamic=0), b.input("w", [8, 4])
+    results = []
+    for b.ranks, b.group in ((4, "four"), (6, "six")):
+        results.append(b.scatter(b.mm(a, w)))
+    assert outcomes(run_pass(b.returns(*results))) == ["F", "F"]
+
+
+def listed(b: GraphBuilder) -> Node:
+    """NCCL scatters a list without a look at its sizes."""
+    scattered = b.call(c10d.reduce_scatter_tensor_coalesced.default, [rows_of(b)], "sum", b.ranks, b.group)
+    return b.wait_list(scattered, 1)[0]
+
+
+def of_two_sizes(b: GraphBuilder) -> Node:
+    """The ranks divide `s0 * s1`, and nothing says which of the two."""
+    x = b.input("x", [6, 5, 8], dynamic=[0, 1])
+    rows = b.call(operator.mul, *(b.call(aten.sym_size.int, x, axis) for axis in (0, 1)))
+    return b.scatter(b.mm(b.reshape(x, [rows, 8]), b.input("w", [8, 4])))
+
+
+def elsewhere(b: GraphBuilder) -> Node:
+    """Other rows are divided than those of the product."""
+    product = rows_of(b)
+    half = b.call(operator.floordiv, b.call(aten.sym_size.int, product, 0), b.ranks)
+    with b.mode:
+        value = torch.empty(half.meta["val"], 4)
+    scattered = b.call_like(value, torch.ops.vllm_like.reduce_scatter.default, product, 0, b.ranks, "tp:0")
+    return b.add(scattered, b.call(aten.sum.default, b.scatter(b.relu(b.input("other", [12, 4], dynamic=0)))))
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (lambda b: b.scatter(rows_of(b, more=1)), ["ATP108"]),
+        (listed, ["ATP108"]),
+        (of_two_sizes, ["ATP108"]),
+        (elsewhere, ["ATP108", "ATP002"]),
+    ],
+)
+def test_what_looks_like_rows_that_a_scatter_divides(
+    build: Callable[[GraphBuilder], Node], expected: list[str]
+) -> None:
+    b = GraphBuilder(ranks=2)
+    with registered():
+        assert outcomes(run_pass(b.returns(build(b)))) == expected
+
+
+def test_a_scatter_that_may_be_erased_divides_nothing() -> None:
+    """Nothing would check the rows: the partitioner left it behind in a backward, and the other is registered."""
+    b = GraphBuilder(ranks=2)
+    a, w = b.input("a", [12, 8], dynamic=0), b.input("w", [8, 4])
+    b.scatter(b.relu(a))
+    with registered():
+        out = b.call(torch.ops.vllm_like.reduce_scatter.default, b.mm(a, w), 0, b.ranks, "tp:0")
+        graph = b.returns(b.add(out, b.input("tangents_1", [1, 4])))
+        assert outcomes(run_pass(graph)) == ["ATP014", "ATP108"]
+
+
+@pytest.mark.parametrize("rows", [12, 18, 6])
+def test_other_rows_than_the_traced_ones_compute_the_same(rows: int) -> None:
+    b = GraphBuilder(ranks=3)
+    graph = b.returns(b.scatter(rows_of(b, 2)))
+    rewritten = copied(graph)
+    assert outcomes(run_pass(rewritten)) == ["F"]
+    inputs = [[torch.randn(rows, 8), torch.randn(8, 4)] for _ in range(b.ranks)]
+    assert differences(evaluate(graph, inputs), evaluate(rewritten, inputs)) == []
 
 
 def test_a_size_that_turned_out_to_be_a_number() -> None:
@@ -227,3 +319,16 @@ def test_a_number_that_turned_out_to_be_one_is_no_source() -> None:
     sources = Sizes(graph).sources([])
     assert [source.node for source in sources] == [many]
     assert express(sympy.Symbol("t", integer=True, positive=True), sources) is None
+
+
+def test_rows_that_the_ranks_do_not_divide_raise() -> None:
+    """As the collective does."""
+    b = GraphBuilder(ranks=2)
+    product = rows_of(b)
+    graph = b.returns(b.scatter(product))
+    rewritten = copied(graph)
+    assert outcomes(run_pass(rewritten)) == ["F"]
+    inputs = [[torch.randn(7, 8), torch.randn(8, 4)] for _ in range(b.ranks)]
+    for each in (graph, rewritten):
+        with pytest.raises((AssertionError, RuntimeError, ValueError)):
+            evaluate(each, inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sum_graphs import added, check_same, custom_all_reduce, reduced, reductions
 from torch.fx import Node
 
 from asynctp_passes import Config, StrictError, run
+from asynctp_passes.planning.plan import ballots_of, planned
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -211,6 +213,68 @@ return (add_tensor)
         "only a sum is used, which is reduced once, by reduce_scatter_tensor_1",
         "one reduce_scatter of the sum, for reduce_scatter_tensor too; computed before, and added to the products: "
         "f32[4, 2, 8] of aten.relu.default; added to the result: f32[4, 1, 8] of residual",
+    ]
+
+
+def test_experts_that_are_reduced_one_by_one_and_then_summed() -> None:
+    """As Llama 4 in transformers: a shared expert, and 3 others. They are summed first, and reduced with it."""
+    b = GraphBuilder(ranks=2)
+    shared = b.all_reduce(b.mm(b.input("tokens", [4, 6]), b.input("w", [6, 8])))
+    experts = b.call(aten.bmm.default, b.input("hidden", [3, 4, 5]), b.input("down", [3, 5, 8]))
+    routed = b.all_reduce(b.reshape(experts, [12, 8]))
+    total = b.add(shared, b.call(aten.sum.dim_IntList, b.reshape(routed, [3, 4, 8]), [0]))
+    graph = b.returns(total)
+    assert_expected_inline(
+        before_and_after(graph, strict="all", expect=2)[0],
+        """\
+tokens: f32[4, 6]
+w: f32[6, 8]
+mm = mm(tokens, w)  # f32[4, 8]
+all_reduce = all_reduce(mm, 'sum', 'tp')  # f32[4, 8]
+wait_tensor = wait_tensor(all_reduce)  # f32[4, 8]
+hidden: f32[3, 4, 5]
+down: f32[3, 5, 8]
+bmm = bmm(hidden, down)  # f32[3, 4, 8]
+reshape = reshape(bmm, [12, 8])  # f32[12, 8]
+all_reduce_1 = all_reduce(reshape, 'sum', 'tp')  # f32[12, 8]
+wait_tensor_1 = wait_tensor(all_reduce_1)  # f32[12, 8]
+reshape_1 = reshape(wait_tensor_1, [3, 4, 8])  # f32[3, 4, 8]
+sum_1 = sum(reshape_1, [0])  # f32[4, 8]
+add = add(wait_tensor, sum_1)  # f32[4, 8]
+return (add)
+
+=== becomes ===
+
+tokens: f32[4, 6]
+w: f32[6, 8]
+hidden: f32[3, 4, 5]
+down: f32[3, 5, 8]
+bmm = bmm(hidden, down)  # f32[3, 4, 8]
+reshape = reshape(bmm, [12, 8])  # f32[12, 8]
+reshape_default = reshape(reshape, [1, 3, 32])  # f32[1, 3, 32]
+sum_dim_int_list = sum(reshape_default, [1])  # f32[1, 32]
+reshape_default_1 = reshape(sum_dim_int_list, [4, 8])  # f32[4, 8]
+matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[tokens], b_parts=[w], biases=[None], reduce_op='sum',
+    group_name='tp', sum_dtype=None, added=reshape_default_1)  # f32[4, 8]
+return (matmul_all_reduce_default)
+""",
+    )
+
+
+def test_ranks_vote_on_a_sum_that_is_done_before_its_reduction() -> None:
+    """Its text says over how many, and how far apart they lie, and no number of rows, which may be symbolic."""
+    told = []
+    for shape, dim in (([3, 4, 6], 0), ([2, 3, 12], 1)):
+        b = Builder(operator.itemgetter(0), 2)
+        whole = b.placeholder((12, 6), torch.float64)
+        early = experts_sum(b, reduced(b, whole), shape, dim, [4, 6])
+        product = b.call(aten.mm.default, b.placeholder((4, 5), torch.float64), b.placeholder((5, 6), torch.float64))
+        b.graph.output((added(b, early, reduced(b, product)),))
+        (ballot,) = ballots_of(planned(b.graph, Config(groups="auto")))
+        told.append(ballot.deviations)
+    assert told == [
+        ("sum: all_reduce(sum) in place of 1 * sum over 3 of 0 + 1 * 1",),
+        ("sum: all_reduce(sum) in place of 1 * sum over 3 that are 12 apart of 0 + 1 * 1",),
     ]
 
 
@@ -473,7 +537,154 @@ def some_of_which_are_used_elsewhere(b: Builder) -> list[Node]:
     return [added(b, inner, reduced(b, term(b))), inner]
 
 
+def experts_sum(b: Builder, whole: Node, seen: list[int], dim: int, shape: list[int], op: Any = None) -> Node:
+    """The sum over a dimension of a view of what is reduced, in another shape."""
+    total = b.call(op or aten.sum.dim_IntList, b.call(aten.reshape.default, whole, seen), [dim])
+    return b.call(aten.reshape.default, total, shape)
+
+
+def of_experts(b: Builder, dtype: torch.dtype = torch.float64) -> Node:
+    """Three tensors of the sum's shape, one after the other."""
+    return b.placeholder((24, 6), dtype)
+
+
+@sums(1)
+def of_what_is_summed_over_experts(b: Builder) -> list[Node]:
+    early = experts_sum(b, reduced(b, of_experts(b)), [3, 8, 6], 0, list(SHAPE))
+    return [added(b, reduced(b, term(b)), early)]
+
+
+@sums(1)
+def of_what_is_summed_over_experts_inside(b: Builder) -> list[Node]:
+    """The experts are neither the first dimension nor the last one, and come before the product."""
+    early = experts_sum(b, reduced(b, of_experts(b)), [2, 3, 4, 6], -3, list(SHAPE))
+    return [added(b, early, reduced(b, term(b)))]
+
+
+@sums(2)
+def of_what_is_summed_over_experts_with_signs(b: Builder) -> list[Node]:
+    early = experts_sum(b, reduced(b, of_experts(b)), [3, 8, 6], 0, list(SHAPE))
+    half = b.call(aten.mul.Tensor, early, -0.5)
+    return [b.call(aten.sub.Tensor, added(b, reduced(b, term(b)), half), reduced(b, term(b)))]
+
+
+@sums(1)
+def of_what_is_summed_over_experts_twice(b: Builder) -> list[Node]:
+    """Two layers of experts."""
+    early = [experts_sum(b, reduced(b, of_experts(b)), [3, 8, 6], 0, list(SHAPE)) for _ in range(2)]
+    return [added(b, reduced(b, term(b)), *early)]
+
+
+@sums(1)
+def of_averages_that_are_summed_over_experts(b: Builder) -> list[Node]:
+    early = experts_sum(b, reduced(b, of_experts(b), "avg"), [3, 8, 6], 0, list(SHAPE))
+    return [added(b, early, reduced(b, term(b), "avg"))]
+
+
+@sums(1)
+def of_what_is_summed_over_experts_in_bfloat16(b: Builder) -> list[Node]:
+    early = experts_sum(b, reduced(b, of_experts(b, torch.bfloat16)), [3, 8, 6], 0, list(SHAPE))
+    return [added(b, early, reduced(b, term(b, torch.bfloat16)))]
+
+
 # --- and which not: all are fused as they are --------------------------------------------------------------------
+@sums(1, left=1)
+def summed_over_experts_in_float16(b: Builder) -> list[Node]:
+    early = experts_sum(b, reduced(b, of_experts(b, torch.float16)), [3, 8, 6], 0, list(SHAPE))
+    return [added(b, early, reduced(b, term(b, torch.float16)))]
+
+
+@sums(1, left=1)
+def summed_over_experts_and_used_elsewhere(b: Builder) -> list[Node]:
+    whole = reduced(b, of_experts(b))
+    early = experts_sum(b, whole, [3, 8, 6], 0, list(SHAPE))
+    return [added(b, early, reduced(b, term(b))), b.call(aten.relu.default, whole)]
+
+
+@sums(1, left=1)
+def summed_over_experts_twice(b: Builder) -> list[Node]:
+    """One part of each pair is summed, and the other one."""
+    whole = reduced(b, of_experts(b))
+    both = [experts_sum(b, whole, [3, 8, 6], 0, list(SHAPE)) for _ in range(2)]
+    return [added(b, both[0], reduced(b, term(b))), both[1]]
+
+
+@sums(1, left=1)
+def summed_over_experts_whose_sum_is_used_elsewhere(b: Builder) -> list[Node]:
+    early = experts_sum(b, reduced(b, of_experts(b)), [3, 8, 6], 0, list(SHAPE))
+    return [added(b, early, reduced(b, term(b))), b.call(aten.relu.default, early)]
+
+
+@sums(1, left=1)
+def averaged_over_experts(b: Builder) -> list[Node]:
+    early = experts_sum(b, reduced(b, of_experts(b)), [3, 8, 6], 0, list(SHAPE), aten.mean.dim)
+    return [added(b, early, reduced(b, term(b)))]
+
+
+@sums(1, left=1)
+def the_largest_of_experts(b: Builder) -> list[Node]:
+    early = experts_sum(b, reduced(b, of_experts(b)), [3, 8, 6], 0, list(SHAPE), aten.amax.default)
+    return [added(b, early, reduced(b, term(b)))]
+
+
+@sums(1, left=1)
+def summed_over_experts_that_are_turned(b: Builder) -> list[Node]:
+    turned = b.call(aten.permute.default, reduced(b, of_experts(b)), [1, 0])
+    early = experts_sum(b, turned, [3, 8, 6], 0, list(SHAPE))
+    return [added(b, early, reduced(b, term(b)))]
+
+
+@sums(1, left=1)
+def summed_over_some_experts(b: Builder) -> list[Node]:
+    part = b.call(aten.slice.Tensor, reduced(b, of_experts(b)), 0, 0, 16)
+    return [added(b, experts_sum(b, part, [2, 8, 6], 0, list(SHAPE)), reduced(b, term(b)))]
+
+
+@sums(1, left=1)
+def summed_over_experts_and_more(b: Builder) -> list[Node]:
+    seen = b.call(aten.reshape.default, reduced(b, b.placeholder((48, 6), torch.float64)), [2, 3, 8, 6])
+    early = b.call(aten.reshape.default, b.call(aten.sum.dim_IntList, seen, [0, 1]), list(SHAPE))
+    return [added(b, early, reduced(b, term(b)))]
+
+
+@sums(1, left=1)
+def summed_over_experts_in_another_dtype(b: Builder) -> list[Node]:
+    seen = b.call(aten.reshape.default, reduced(b, of_experts(b, torch.float32)), [3, 8, 6])
+    early = b.call(aten.sum.dim_IntList, seen, [0], dtype=torch.float64)
+    return [added(b, b.call(aten.reshape.default, early, list(SHAPE)), reduced(b, term(b)))]
+
+
+@sums(1, left=1)
+def summed_over_experts_after_a_change(b: Builder) -> list[Node]:
+    whole = reduced(b, of_experts(b))
+    b.call(aten.add_.Tensor, whole, 1)
+    return [added(b, experts_sum(b, whole, [3, 8, 6], 0, list(SHAPE)), reduced(b, term(b)))]
+
+
+@sums(1, left=1)
+def summed_over_experts_of_another_group(b: Builder) -> list[Node]:
+    early = experts_sum(b, reduced(b, of_experts(b), group="other"), [3, 8, 6], 0, list(SHAPE))
+    return [added(b, early, reduced(b, term(b)))]
+
+
+@sums(1, left=1)
+def averages_that_are_summed_over_experts(b: Builder) -> list[Node]:
+    early = experts_sum(b, reduced(b, of_experts(b), "avg"), [3, 8, 6], 0, list(SHAPE))
+    return [added(b, early, reduced(b, term(b)))]
+
+
+@sums(1, 1)
+def products_that_are_summed_over_experts(b: Builder) -> list[Node]:
+    """The first has a matmul of one weight, which the fused op makes whole."""
+    early = experts_sum(b, reduced(b, long_term(b)), [2, 8, 6], 0, list(SHAPE))
+    return [added(b, early, reduced(b, term(b)))]
+
+
+@sums(left=1)
+def summed_over_experts_alone(b: Builder) -> list[Node]:
+    return [experts_sum(b, reduced(b, of_experts(b)), [3, 8, 6], 0, list(SHAPE))]
+
+
 @sums(1, 1)
 def one_of_which_is_used_elsewhere(b: Builder) -> list[Node]:
     one, two = reduced(b, term(b)), reduced(b, term(b))

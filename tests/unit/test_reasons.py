@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import reason_rows_of_limits  # noqa: F401  (adds its rows)
+import reason_rows_of_own_ops  # noqa: F401
 import reason_rows_of_scope  # noqa: F401
 import reason_rows_of_structure  # noqa: F401
 from graph_builder import snapshot
@@ -20,7 +21,8 @@ from asynctp_passes.reasons import CATALOGUE
 
 # --- the tests -------------------------------------------------------------------------------------------------
 def remarks_of(line: Row, graph: Graph) -> tuple[Remark, ...]:
-    with mock.patch.object(compat, "mesh_dimension_of", return_value=line.mesh_dim):
+    places = {"mesh_dimension_of": line.mesh_dim, "rank_in_group": line.rank}
+    with mock.patch.multiple(compat, **{name: mock.Mock(return_value=place) for name, place in places.items()}):
         return run_pass(graph, **line.config).remarks
 
 

@@ -452,6 +452,8 @@ def test_dtypes_of_a_registered_matmul(a: Any, right: Any, bias: Any, expected: 
     [
         (FP8, FP8, BF16, BF16, "F"),
         (BF16, BF16, None, BF16, "ATP301"),
+        (torch.int8, torch.int8, None, BF16, "F"),
+        (torch.int8, FP8, None, BF16, "ATP301"),
         (FP8, BF16, None, BF16, "ATP301"),
         (BF16, FP8, None, BF16, "ATP301"),
         (FP8, FP8, BF16, FP8, "ATP301"),
@@ -459,7 +461,7 @@ def test_dtypes_of_a_registered_matmul(a: Any, right: Any, bias: Any, expected: 
     ],
 )
 def test_dtypes_of_a_registered_scaled_matmul(a: Any, right: Any, bias: Any, out: Any, expected: str) -> None:
-    """Scales belong to fp8 operands, both of them, and what they make is wider."""
+    """Scales belong to fp8 or int8 operands, both of them, and what they make is wider."""
     with registered("tp"):
         b = GraphBuilder()
         arguments = {"a": b.gather(b.input("x", [4, 32], a)), "b": b.input("w", [32, 16], right)}

@@ -66,6 +66,13 @@ def needed_twice(b: GraphBuilder) -> tuple[Node, ...]:
     return one.y, two.y, one.dx, two.dx, one.dw(), two.dw()
 
 
+def silent_backward(b: GraphBuilder) -> tuple[Node, ...]:
+    """The backward communicates nothing, so that another rank need not run one."""
+    full = b.gather(b.relu(b.input("primals_x", [4, 8], torch.bfloat16)))
+    y = b.mm(full, b.input("primals_w", [8, 6], torch.bfloat16))
+    return y, b.mm(b.permute(full, [1, 0]), b.input("tangents_1", [8, 6], torch.bfloat16))
+
+
 def frozen_weight(b: GraphBuilder) -> tuple[Node, ...]:
     layer = Layer(b)
     return layer.y, layer.dx
@@ -162,6 +169,7 @@ CASES: dict[Build, list[str]] = {
     needed_through_views: [*GATHER, "reshape", "reshape_1", "permute_1"],
     needed_quantized: [*GATHER, "div", "permute_1"],
     needed_twice: [*GATHER, "all_gather_into_tensor_1", "wait_tensor_2", "permute_2", "permute_3"],
+    silent_backward: [],
     frozen_weight: [],
     product_is_needed: [],
     computed_is_returned: [],
@@ -237,7 +245,7 @@ def quantized_by_rows_and_by_columns(rows: int, width: int, columns: int) -> Bui
         largest = b.call(aten.amax.default, b.call(aten.abs.default, full), [0], True)
         by_columns = b.call(aten.div.Tensor, full, largest)
         dy = b.input("tangents_1", [rows * b.ranks, columns], torch.bfloat16)
-        return y, b.mm(b.permute(by_columns, [1, 0]), dy)
+        return y, b.mm(b.permute(by_columns, [1, 0]), dy), b.scatter(dy)
 
     return build
 
@@ -278,8 +286,8 @@ def test_auto_leaves_symbolic_sizes() -> None:
         b = GraphBuilder(ranks=2)
         full = b.gather(b.input("primals_1", [1 << 14, 4096], dynamic=0))
         y = b.mm(full, b.input("primals_2", [4096, 6]))
-        dw = b.mm(b.permute(full, [1, 0]), b.mul(y, b.input("tangents_1", [6])))
-        graph = b.returns(y, dw)
+        dy = b.mul(y, b.input("tangents_1", [6]))
+        graph = b.returns(y, b.mm(b.permute(full, [1, 0]), dy), b.scatter(dy))
         pipeline.run_joint(graph, Config(rematerialize=rematerialize))
         found[rematerialize] = len(tagged(graph))
     assert found == {"auto": 0, "always": 3}
@@ -293,7 +301,8 @@ def test_views_of_computed_sizes() -> None:
     rows = b.call(operator.mul, b.call(aten.sym_size.int, x, 0), 2 * 4)
     view = b.reshape(full, [rows, 8])
     y = b.mm(view, b.input("primals_2", [8, 6]))
-    graph = b.returns(y, b.mm(b.permute(view, [1, 0]), b.mul(y, b.input("tangents_1", [6]))))
+    dy = b.mul(y, b.input("tangents_1", [6]))
+    graph = b.returns(y, b.mm(b.permute(view, [1, 0]), dy), b.scatter(dy))
     pipeline.run_joint(graph, Config(rematerialize="always"))
     assert tagged(graph) == [*GATHER, "reshape", "permute"]
 

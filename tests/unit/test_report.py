@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,13 +72,16 @@ def test_print() -> None:
         str(REPORT),
         """\
 asynctp: graph 0/0 (forward): 1 of 2 chains fused, 1 missed, 2 other collectives skipped
-+ FUSED   all_gather_matmul: all_gather_into_tensor -> wait_tensor -> mm  (model.py:12)
-    asynctp::all_gather_matmul over group 'tp' of 4; input bf16[1024, 4096]  output bf16[4096, 4096]
-    implementation: sequential; 24 MiB, 34.4 GFLOP, model: 113 us one after the other, at best 68 us overlapped
-! MISSED  reduce_scatter: mm_1 -> add -> reduce_scatter_tensor
++ FUSED   model.py:12: all_gather_matmul over 'tp', 4 ranks
+    all_gather_into_tensor -> wait_tensor -> mm
+    input bf16[1024, 4096], output bf16[4096, 4096]
+    runs sequential; 24 MiB, 34.4 GFLOP, model: 113 us one after the other, at best 68 us overlapped
+! MISSED  reduce_scatter
+    mm_1 -> add -> reduce_scatter_tensor
     ATP110 SUM_HAS_OTHER_TERM: a term is not a matmul [add]
     remedy: add it after the reduce-scatter
-. SKIPPED 2 x ATP002 NO_MATMUL: no matmul""",
+. SKIPPED 2 x ATP002 NO_MATMUL: no matmul
+note: sequential: the collective, then the matmul; nothing overlaps on a CPU, or without triton""",
     )
 
 
@@ -86,13 +90,17 @@ def test_print_of_a_graph() -> None:
         str(real_report()),
         """\
 asynctp: graph (inference): 1 of 2 chains fused, 1 missed, 2 other collectives skipped
-+ FUSED   all_gather_matmul: all_gather_into_tensor -> wait_tensor -> mm  (model.py:12)
-    asynctp::all_gather_matmul over group 'tp' of 4; input f32[4, 8]  output f32[16, 8]  matmul f32[16, 8] @ f32[8, 12]
-    implementation: sequential; 384 B, 3.07 kFLOP
-! MISSED  matmul_reduce_scatter: mm_1 -> reduce_scatter_tensor -> wait_tensor_1
++ FUSED   model.py:12: all_gather_matmul over 'tp', 4 ranks
+    all_gather_into_tensor -> wait_tensor -> mm
+    input f32[4, 8], output f32[16, 8], matmul f32[16, 8] @ f32[8, 12]
+    runs sequential; 384 B, 3.07 kFLOP
+! MISSED  matmul_reduce_scatter over 'tp', 4 ranks
+    mm_1 -> reduce_scatter_tensor -> wait_tensor_1
     ATP201 REDUCE_OP_UNSUPPORTED: the collective's reduction is neither 'sum' nor 'avg' ['max']
     remedy: only sums commute with the matmul's accumulation; use 'sum' or 'avg'
-. SKIPPED 2 x ATP013 OUTSIDE_GRAPH: what takes the gathered tensor, or makes the reduced one, is not in this graph""",
+. SKIPPED 2 x ATP013 OUTSIDE_GRAPH: what takes the gathered tensor, or makes the reduced one, is not
+    in this graph
+note: sequential: the collective, then the matmul; nothing overlaps on a CPU, or without triton""",
     )
 
 
@@ -101,17 +109,18 @@ def test_print_of_an_all_reduce() -> None:
     b = GraphBuilder()
     graph = b.returns(b.all_reduce(b.mm(b.input("a", [6, 8]), b.input("w", [8, 12]))))
     report = run(graph, Config(strict="all", log=False, trace=False))
-    *lines, note = str(report).splitlines()
     assert_expected_inline(
-        "\n".join(lines),
+        str(report),
         """\
 asynctp: graph (inference): 1 of 1 chains fused, 0 missed, 0 other collectives skipped
-+ FUSED   matmul_all_reduce: mm -> all_reduce -> wait_tensor
-    asynctp::matmul_all_reduce over group 'tp'; input f32[6, 12]  output f32[6, 12]  matmul f32[6, 8] @ f32[8, 12]
-    implementation: sequential; 1.15 kFLOP""",
++ FUSED   matmul_all_reduce over 'tp'
+    mm -> all_reduce -> wait_tensor
+    input f32[6, 12], output f32[6, 12], matmul f32[6, 8] @ f32[8, 12]
+    runs sequential; 1.15 kFLOP
+    note: at best the sum overlaps with the matmul, and sending it to all ranks does not; shard
+      activations over the sequence (SequenceParallel, Shard(1) outputs) to overlap that too
+note: sequential: the collective, then the matmul; nothing overlaps on a CPU, or without triton""",
     )
-    assert note.startswith("    note: at best the sum overlaps with the matmul")
-    assert "SequenceParallel" in note
     assert report.remarks[0].group_size == 0
     assert report.remarks[0].comm_bytes is None
 
@@ -123,11 +132,12 @@ def test_print_of_collectives_to_which_something_else_is_done() -> None:
     assert_expected_inline(
         str(dataclasses.replace(REPORT, remarks=(*others, dropped))),
         """\
-asynctp: graph 0/0 (forward): 0 of 0 chains fused, 0 missed, 5 other collectives: 1 accelerated, 2 bucketed, 1 erased, 1 skipped
+asynctp: graph 0/0 (forward): 0 of 0 chains fused, 0 missed, 5 other collectives: 1 accelerated, 2
+    bucketed, 1 erased, 1 skipped
 > ACCELERATED 1 x ATP002 NO_MATMUL: no matmul
 = BUCKETED 2 x ATP002 NO_MATMUL: no matmul
 . SKIPPED 1 x ATP002 NO_MATMUL: no matmul
-- ERASED 1 x ATP014 RESULT_DROPPED: nothing uses it""",  # noqa: E501
+- ERASED 1 x ATP014 RESULT_DROPPED: nothing uses it""",
     )
 
 
@@ -135,7 +145,8 @@ def test_print_of_a_skipped_remark() -> None:
     assert_expected_inline(
         str(SKIPPED),
         """\
-. SKIPPED all_reduce: all_reduce
+. SKIPPED all_reduce
+    all_reduce
     ATP002 NO_MATMUL: no matmul [a]
     remedy: nothing to do""",
     )
@@ -148,7 +159,7 @@ def test_print_from_the_cache() -> None:
 
 def test_costs_that_are_unknown_are_not_printed() -> None:
     unknown = dataclasses.replace(FUSED, comm_bytes=None, flops=None, estimate_us={})
-    assert str(unknown).splitlines()[-1] == "    implementation: sequential"
+    assert str(unknown).splitlines()[-1] == "    runs sequential"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +173,7 @@ def test_costs_that_are_unknown_are_not_printed() -> None:
 )
 def test_quantities_have_a_fitting_unit(comm_bytes: int, flops: int, text: str) -> None:
     remark = dataclasses.replace(FUSED, comm_bytes=comm_bytes, flops=flops, estimate_us={})
-    assert str(remark).splitlines()[-1] == f"    implementation: sequential; {text}"
+    assert str(remark).splitlines()[-1] == f"    runs sequential; {text}"
 
 
 def test_long_reports_stay_short_where_nothing_is_to_do() -> None:
@@ -297,10 +308,10 @@ def test_the_source_is_the_innermost_line() -> None:
 @pytest.mark.parametrize(
     ("key", "path", "shown"),
     [
-        ("nn_module_stack", "L['self'].attention.wo", "  (in attention.wo)"),
-        ("fwd_nn_module_stack", "L['model'].layers._modules['3'].ffn", "  (in layers.3.ffn)"),
-        ("nn_module_stack", "L['self'].moe.forward.__closure__[0].cell_contents.__self__.router", "  (in moe.router)"),
-        ("nn_module_stack", "L['fn'].__closure__[0].cell_contents.up", "  (in up)"),
+        ("nn_module_stack", "L['self'].attention.wo", "attention.wo: "),
+        ("fwd_nn_module_stack", "L['model'].layers._modules['3'].ffn", "layers.3.ffn: "),
+        ("nn_module_stack", "L['self'].moe.forward.__closure__[0].cell_contents.__self__.router", "moe.router: "),
+        ("nn_module_stack", "L['fn'].__closure__[0].cell_contents.up", "up: "),
         ("nn_module_stack", "L['self']", ""),
     ],
 )
@@ -310,7 +321,7 @@ def test_the_module_is_the_innermost_one(key: str, path: str, shown: str) -> Non
     product = b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12]))
     product.meta[key] = {"outer": ("L['self'].outer", torch.nn.Module), "inner": (path, torch.nn.Linear)}
     (remark,) = run(b.returns(product), Config(log=False, trace=False)).remarks
-    assert str(remark).splitlines()[0].endswith(f"-> mm{shown}")
+    assert str(remark).splitlines()[0] == f"+ FUSED   {shown}all_gather_matmul over 'tp', 4 ranks"
 
 
 def test_the_plan_digest_tells_plans_apart() -> None:
@@ -373,3 +384,17 @@ def test_half_of_an_all_reduce_overlaps_with_nothing() -> None:
         "serial": 500,
         "overlapped": 400,
     }
+
+
+def test_a_remark_is_at_most_100_columns_wide_and_its_place_comes_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nodes of one op in a row are folded, and a path below the current folder is shown from there."""
+    monkeypatch.chdir(tmp_path)
+    nodes = ("all_gather", "wait", "split", "getitem", "getitem_1", "getitem_2", "cat_1", "mm_2", "mm_3")
+    facts = {"message": "because " * 30, "hint": "remedy " * 30, "code": "ATP101", "name": "PIECES_REORDERED"}
+    where = {"source": f"{tmp_path}/model/layers.py:12", "module": "layers.0.wo", "group": "tp", "group_size": 8}
+    lines = str(Remark("MISSED", "all_gather", "all_gather", nodes=nodes, **facts, **where)).splitlines()
+    assert lines[0] == "! MISSED  layers.0.wo (model/layers.py:12): all_gather over 'tp', 8 ranks"
+    assert lines[1] == "    all_gather -> wait -> split -> getitem x 3 -> cat_1 -> mm x 2"
+    assert max(map(len, lines)) <= 100

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import getitem
+
+import pytest
 import torch
 from expecttest import assert_expected_inline
-from graph_builder import GraphBuilder, aten
+from graph_builder import GraphBuilder, aten, snapshot
+from passes import outcomes, run_pass
 from rewritten import FP8, fp8_operands, rewritten
+from torch.fx import Graph, Node
+
+from asynctp_passes import Config, compat
+from asynctp_passes.planning.deviations import LOCAL
+from asynctp_passes.planning.plan import ballots_of, planned
 
 
 # --- gather side: where the gathered dimension goes --------------------------------------------------------
@@ -531,3 +541,100 @@ getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
 return (getitem)
 """,
     )
+
+
+def quantized_to_int8(b: GraphBuilder, whole: Node, rows: int | Node) -> Graph:
+    """A gathered tensor as int8 over its rows' maxima, which zeros of all rows limit, times int8."""
+    w, convert = b.input("w", [64, 16], torch.int8), torch.ops.prims.convert_element_type.default
+    zeros = b.call(aten.full.default, [rows, 1], 0, dtype=torch.bfloat16)
+    most = b.call(aten.maximum.default, b.call(aten.amax.default, whole, [1], True), zeros)
+    scale = b.call(convert, b.call(aten.div.Tensor, most, 127.5), torch.float32)
+    rounded = b.call(aten.round.default, b.call(aten.div.Tensor, whole, scale))
+    product = b.call(aten._int_mm.default, b.call(convert, rounded, torch.int8), w)
+    return b.returns(b.mul(b.call(convert, product, torch.float32), scale))
+
+
+@pytest.mark.parametrize(("rows", "dynamic"), [(3, None), (5, None), (3, 0)])
+def test_text_of_a_gather_that_is_quantized_with_a_constant(rows: int, dynamic: int | None) -> None:
+    """One rank may compile for static rows and another for dynamic ones: none of its sizes is in the text."""
+    b = GraphBuilder(ranks=2)
+    whole = b.gather(b.input("x", [rows, 64], torch.bfloat16, dynamic=dynamic))
+    count = 2 * rows if dynamic is None else b.call(aten.sym_size.int, whole, 0)
+    (ballot,) = ballots_of(planned(quantized_to_int8(b, whole, count), Config()))
+    scale = (
+        "prims.convert_element_type.default(aten.div.Tensor(aten.maximum.default("
+        "aten.amax.default(own[*, 64], [1], True), 0 of torch.bfloat16), 0x1.fe00000000000p+6), torch.float32)"
+    )
+    (text,) = ballot.deviations
+    assert text.startswith("hoist: all_gather 0 sends ")
+    assert text.endswith(f", apart {scale}")
+    assert LOCAL not in text
+
+
+def test_gather_that_is_quantized_to_int8_with_a_constant_for_every_row() -> None:
+    """torchao's W8A8: int8 is gathered instead, and the scales of rows beside it. One row of zeros does for all."""
+    b = GraphBuilder(ranks=2)
+    whole = b.gather(b.input("x", [3, 64], torch.bfloat16))
+    assert_expected_inline(
+        rewritten(quantized_to_int8(b, whole, 6)),
+        """\
+x: bf16[3, 64]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # bf16[6, 64]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # bf16[6, 64]
+w: int8[64, 16]
+full = full([6, 1], 0, dtype=bf16)  # bf16[6, 1]
+amax = amax(wait_tensor, [1], True)  # bf16[6, 1]
+maximum = maximum(amax, full)  # bf16[6, 1]
+div = div(maximum, 127.5)  # bf16[6, 1]
+convert_element_type = convert_element_type(div, f32)  # f32[6, 1]
+div_1 = div(wait_tensor, convert_element_type)  # f32[6, 64]
+round_1 = round(div_1)  # f32[6, 64]
+convert_element_type_1 = convert_element_type(round_1, int8)  # int8[6, 64]
+_int_mm = _int_mm(convert_element_type_1, w)  # int32[6, 16]
+convert_element_type_2 = convert_element_type(_int_mm, f32)  # f32[6, 16]
+mul = mul(convert_element_type_2, convert_element_type)  # f32[6, 16]
+return (mul)
+
+=== becomes ===
+
+x: bf16[3, 64]
+amax_default = amax(x, [1], True)  # bf16[3, 1]
+w: int8[64, 16]
+full = full([6, 1], 0, dtype=bf16)  # bf16[6, 1]
+slice_tensor = slice(full, 0, 0, 1)  # bf16[1, 1]
+maximum_default = maximum(amax_default, slice_tensor)  # bf16[3, 1]
+div_tensor = div(maximum_default, 127.5)  # bf16[3, 1]
+convert_element_type_default = convert_element_type(div_tensor, f32)  # f32[3, 1]
+div_tensor_1 = div(x, convert_element_type_default)  # f32[3, 64]
+round_default = round(div_tensor_1)  # f32[3, 64]
+convert_element_type_default_1 = convert_element_type(round_default, int8)  # int8[3, 64]
+all_gather_into_tensor_default = all_gather_into_tensor(convert_element_type_default, 2, 'tp')  # f32[6, 1]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=convert_element_type_default_1, bs=[w], biases=[None],
+    gather_dim=0, return_a_full=False, group_size=2, group_name='tp')  # (int32[6, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # int32[6, 16]
+convert_element_type_2 = convert_element_type(getitem, f32)  # f32[6, 16]
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)  # f32[6, 1]
+mul = mul(convert_element_type_2, wait_tensor_default)  # f32[6, 16]
+return (mul)
+""",
+    )
+
+
+# --- an all-to-all -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rank", "device", "code"), [(1, "cpu", "ATP015"), (0, "cpu", "ATP103"), (1, "cuda", "ATP103")]
+)
+@pytest.mark.parametrize("split", [aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default])
+def test_an_all_to_all_is_left_alone(
+    split: Callable[..., object], rank: int, device: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told by the number of the piece, and on CPU only: on GPUs DTensor calls one collective."""
+    monkeypatch.setattr(compat, "rank_in_group", lambda group: rank)
+    b = GraphBuilder(ranks=2)
+    sizes = {aten.split.Tensor: 4, aten.chunk.default: 2, aten.split_with_sizes.default: [4, 4]}
+    pieces = b.call(split, b.gather(b.input("x", [4, 8], device=device)), sizes[split], 1)
+    own = b.call(aten.clone.default, b.call(getitem, pieces, 1), memory_format=torch.contiguous_format)
+    graph = b.returns(b.mm(own, b.input("w", [4, 6], device=device)), b.permute(own, [1, 0]))
+    before = snapshot(graph)
+    assert outcomes(run_pass(graph)) == [code]
+    assert device == "cuda" or snapshot(graph) == before  # the gather of a group goes by asynctp's transport there

@@ -645,6 +645,31 @@ return (matmul_reduce_scatter_default)
     )
 
 
+def test_scatter_of_dynamic_rows() -> None:
+    """A functional collective makes no guard, and the op that replaces it checks what that would have."""
+    b = GraphBuilder(ranks=2)
+    a, w = b.input("a", [6, 8], dynamic=0), b.input("w", [8, 12])
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.mm(a, w)))),
+        """\
+a: f32[s, 8]
+w: f32[8, 12]
+mm = mm(a, w)  # f32[s, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(mm, 'sum', 2, 'tp')  # f32[(s//2), 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[(s//2), 12]
+return (wait_tensor)
+
+=== becomes ===
+
+a: f32[s, 8]
+w: f32[8, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp')  # f32[(s//2), 12]
+return (matmul_reduce_scatter_default)
+""",
+    )
+
+
 def test_all_reduce_of_a_sum_in_a_view() -> None:
     """The views of the first term stay, behind the op; what is read of sizes is read off the inputs."""
     b = GraphBuilder()
@@ -711,5 +736,130 @@ scaled_matmul_all_reduce_default = asynctp::scaled_matmul_all_reduce(a_parts=[x]
     b_scales=[b_scale], biases=[None], reduce_op='sum', out_dtype=bf16, use_fast_accum=True, group_name='tp')  #
     bf16[6, 16]
 return (scaled_matmul_all_reduce_default)
+""",
+    )
+
+
+def test_all_reduce_of_int8_weights_with_a_scale_of_each_column() -> None:
+    """torchao's weight-only linear: the product of bf16 is scaled in the fused op, by numbers of fp32."""
+    b = GraphBuilder(ranks=2)
+    x, w, scale = b.input("x", [6, 32], torch.bfloat16), b.input("w", [16, 32], torch.int8), b.input("scale", [16, 1])
+    convert = torch.ops.prims.convert_element_type.default
+    product = b.mm(x, b.call(convert, b.permute(w, [1, 0]), torch.bfloat16))
+    scaled = b.mul(product, b.reshape(b.call(convert, scale, torch.bfloat16), [16]))
+    assert_expected_inline(
+        rewritten(b.returns(b.all_reduce(b.reshape(scaled, [2, 3, 16])))),
+        """\
+x: bf16[6, 32]
+w: int8[16, 32]
+scale: f32[16, 1]
+permute = permute(w, [1, 0])  # int8[32, 16]s[1, 32]
+convert_element_type = convert_element_type(permute, bf16)  # bf16[32, 16]s[1, 32]
+mm = mm(x, convert_element_type)  # bf16[6, 16]
+convert_element_type_1 = convert_element_type(scale, bf16)  # bf16[16, 1]
+reshape = reshape(convert_element_type_1, [16])  # bf16[16]
+mul = mul(mm, reshape)  # bf16[6, 16]
+reshape_1 = reshape(mul, [2, 3, 16])  # bf16[2, 3, 16]
+all_reduce = all_reduce(reshape_1, 'sum', 'tp')  # bf16[2, 3, 16]
+wait_tensor = wait_tensor(all_reduce)  # bf16[2, 3, 16]
+return (wait_tensor)
+
+=== becomes ===
+
+x: bf16[6, 32]
+w: int8[16, 32]
+scale: f32[16, 1]
+permute = permute(w, [1, 0])  # int8[32, 16]s[1, 32]
+convert_element_type = convert_element_type(permute, bf16)  # bf16[32, 16]s[1, 32]
+convert_element_type_1 = convert_element_type(scale, bf16)  # bf16[16, 1]
+reshape = reshape(convert_element_type_1, [16])  # bf16[16]
+full_default = full([], 1.0, dtype=f32, device=cpu)  # f32[]
+convert_element_type_default = convert_element_type(reshape, f32)  # f32[16]
+reshape_default = reshape(convert_element_type_default, [1, 16])  # f32[1, 16]
+scaled_matmul_all_reduce_default = asynctp::scaled_matmul_all_reduce(a_parts=[x], b_parts=[convert_element_type],
+    a_scales=[full_default], b_scales=[reshape_default], biases=[None], reduce_op='sum', out_dtype=bf16,
+    use_fast_accum=False, group_name='tp')  # bf16[6, 16]
+reshape_1 = reshape(scaled_matmul_all_reduce_default, [2, 3, 16])  # bf16[2, 3, 16]
+return (reshape_1)
+""",
+    )
+
+
+def test_scatter_of_int8_activations_and_weights() -> None:
+    """torchao's W8A8: products of int8 are exact in int32, then come the scales of rows and columns."""
+    b = GraphBuilder(ranks=2)
+    a, w = b.input("a", [6, 32], torch.int8), b.input("w", [16, 32], torch.int8)
+    convert = torch.ops.prims.convert_element_type.default
+    product = b.call(convert, b.call(aten._int_mm.default, a, b.permute(w, [1, 0])), torch.float32)
+    by_rows = b.call(convert, b.mul(product, b.input("rows", [6, 1])), torch.bfloat16)
+    scaled = b.call(convert, b.mul(by_rows, b.input("columns", [16])), torch.bfloat16)
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(scaled))),
+        """\
+a: int8[6, 32]
+w: int8[16, 32]
+permute = permute(w, [1, 0])  # int8[32, 16]s[1, 32]
+_int_mm = _int_mm(a, permute)  # int32[6, 16]
+convert_element_type = convert_element_type(_int_mm, f32)  # f32[6, 16]
+rows: f32[6, 1]
+mul = mul(convert_element_type, rows)  # f32[6, 16]
+convert_element_type_1 = convert_element_type(mul, bf16)  # bf16[6, 16]
+columns: f32[16]
+mul_1 = mul(convert_element_type_1, columns)  # f32[6, 16]
+convert_element_type_2 = convert_element_type(mul_1, bf16)  # bf16[6, 16]
+reduce_scatter_tensor = reduce_scatter_tensor(convert_element_type_2, 'sum', 2, 'tp')  # bf16[3, 16]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # bf16[3, 16]
+return (wait_tensor)
+
+=== becomes ===
+
+a: int8[6, 32]
+w: int8[16, 32]
+permute = permute(w, [1, 0])  # int8[32, 16]s[1, 32]
+rows: f32[6, 1]
+columns: f32[16]
+reshape_default = reshape(columns, [1, 16])  # f32[1, 16]
+scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[a], b_parts=[permute],
+    a_scales=[rows], b_scales=[reshape_default], biases=[None], reduce_op='sum', scatter_dim=0, out_dtype=bf16,
+    use_fast_accum=False, group_size=2, group_name='tp')  # bf16[3, 16]
+return (scaled_matmul_reduce_scatter_default)
+""",
+    )
+
+
+def test_scatter_of_a_gated_product_and_routed_tokens() -> None:
+    """A shared expert with a gate of rows: the gate is a scale of rows, and the routed tokens are added."""
+    b = GraphBuilder(ranks=2)
+    gate = b.call(aten.sigmoid.default, b.input("gate", [6, 1]))
+    gated = b.mul(b.mm(b.input("hidden", [6, 8]), b.input("down", [8, 16])), gate)
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.add(b.relu(b.input("routed", [6, 16])), gated)))),
+        """\
+gate: f32[6, 1]
+sigmoid = sigmoid(gate)  # f32[6, 1]
+hidden: f32[6, 8]
+down: f32[8, 16]
+mm = mm(hidden, down)  # f32[6, 16]
+mul = mul(mm, sigmoid)  # f32[6, 16]
+routed: f32[6, 16]
+relu = relu(routed)  # f32[6, 16]
+add = add(relu, mul)  # f32[6, 16]
+reduce_scatter_tensor = reduce_scatter_tensor(add, 'sum', 2, 'tp')  # f32[3, 16]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[3, 16]
+return (wait_tensor)
+
+=== becomes ===
+
+gate: f32[6, 1]
+sigmoid = sigmoid(gate)  # f32[6, 1]
+hidden: f32[6, 8]
+down: f32[8, 16]
+routed: f32[6, 16]
+relu = relu(routed)  # f32[6, 16]
+full_default = full([], 1.0, dtype=f32, device=cpu)  # f32[]
+scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[hidden], b_parts=[down],
+    a_scales=[sigmoid], b_scales=[full_default], biases=[None], reduce_op='sum', scatter_dim=0, out_dtype=f32,
+    use_fast_accum=False, group_size=2, group_name='tp', sum_dtype=None, added=relu)  # f32[3, 16]
+return (scaled_matmul_reduce_scatter_default)
 """,
     )

@@ -1,5 +1,7 @@
 """All ranks agree on a sum. Then one rank runs another function, compiles alone, or breaks a graph of another class."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from rank_harness import Compile, run
@@ -26,6 +28,13 @@ class Summed(torch.nn.Module):
         return reduced(x @ w) + reduced(x @ v)
 
 
+def broken(x: Tensor, w: Tensor, breaks: bool) -> tuple[Tensor, Tensor]:
+    first = reduced(x @ w)
+    if breaks:
+        torch._dynamo.graph_break()
+    return first, reduced(first.cos() @ w.t())
+
+
 def program(rank: int, ranks: int, compiled: Compile) -> list[Tensor]:
     def logged(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         total = reduced(x @ w) + reduced(x @ v)
@@ -43,6 +52,8 @@ def program(rank: int, ranks: int, compiled: Compile) -> list[Tensor]:
             summed(x, w, v),
             log(x, w, v)[0] if rank == 0 else summed(x, w, v),
             *compiled(Broken())(x, w, rank == 0),
+            compiled(functools.partial(Summed(), v=v))(x, w),
+            *compiled(functools.partial(broken, w=w))(x, breaks=rank == 0),
             *alone(x, w, v, "abc", False),
             *alone(x, w, v, "abcd" if rank else "abc", False),
             *alone(x, w, v, "abc", True),

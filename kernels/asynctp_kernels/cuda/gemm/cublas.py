@@ -1,6 +1,7 @@
 """cuBLAS matmuls as the pipelines need them: into a given place, with scales and bias.
 
-A plain matmul is a public torch op; a scaled one has no public equivalent with an output argument (`compat`).
+A plain matmul is a public torch op; a scaled one has no public equivalent with an output argument (`compat`). cuBLAS
+scales fp8 only: of other operands the matmul is made in their own dtype, in int32 of int8, and multiplied after it.
 
 Scales of blocks of 128 along K are fp32 too: of 1 or 128 rows of A ([M, K/128], [M/128, K/128]), and of 1 or 128
 columns of B ([K/128, N], [K/128, N/128]), sizes rounded up. cuBLAS takes them in pairs (`IN_BLOCKS`), each laid out in
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import scaled_mm, scaled_mm_in_blocks
+from asynctp_kernels.compat import int_mm, scaled_mm, scaled_mm_in_blocks
 from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.signals import IS_INTERPRETED
 
@@ -26,6 +27,7 @@ Recipe = tuple[str, str]
 IN_BLOCKS = (("1x128", "128x128"), ("128x128", "1x128"), ("1x128", "1x128"))
 #: numbers between two columns of K/128 scales: cuBLAS reads 16 bytes at a time. So it does rows of A with a scale each.
 SCALES_TOGETHER = 4
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -59,19 +61,49 @@ def matmul(
     if factor != 1:
         return matmul(a, b, bias, a_scale, b_scale, scaling, out).mul_(factor)
     if IS_INTERPRETED:
-        return _in_fp32(a, b, bias, a_scale, b_scale, a.dtype if scaling is None else scaling.out_dtype, out)
+        return _in_fp32(a, b, bias, a_scale, b_scale, _own_dtype(a) if scaling is None else scaling.out_dtype, out)
     if scaling is None:
         if bias is None:
-            return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+            return _plain(a, b, out)
         return torch.addmm(bias, a, b) if out is None else torch.addmm(bias, a, b, out=out)
     assert a_scale is not None
     assert b_scale is not None
+    if a.dtype not in FP8_DTYPES:
+        return _scaled_after(_plain(a, b, None), bias, a_scale, b_scale, scaling.out_dtype, out)
     row = None if bias is None else bias.reshape(-1)
     if (recipe := block_recipe(a.shape[0], b, a_scale, b_scale)) is not None:
         scales = _a_blocks(a_scale, recipe[0]), _b_blocks(b_scale, recipe[1])
         return scaled_mm_in_blocks(a, b, *scales, recipe, row, scaling.out_dtype, scaling.fast, out)
     rows, columns = _matching(a_scale, b_scale, a.shape[0], b.shape[1])
     return scaled_mm(a, b, rows, columns, row, scaling.out_dtype, scaling.fast, out)
+
+
+def _plain(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
+    """`a @ b` in the operands' dtype, or in int32 of int8."""
+    if a.dtype == torch.int8:
+        return int_mm(a, b, out)
+    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+
+
+def _own_dtype(a: Tensor) -> torch.dtype:
+    """The dtype of a matmul without scales: int32 of int8."""
+    return torch.int32 if a.dtype == torch.int8 else a.dtype
+
+
+def _scaled_after(
+    plain: Tensor,
+    bias: Tensor | None,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+) -> Tensor:
+    """`matmul` of operands that cuBLAS does not scale: `plain` in their dtype, scaled in fp32, and rounded again."""
+    by_rows, columns = plain * a_scale.reshape(-1, 1), b_scale.reshape(1, -1)  # fp32: neither scale is a number
+    out = plain.new_empty(plain.shape, dtype=out_dtype) if out is None else out
+    if bias is None:
+        return torch.mul(by_rows, columns, out=out)
+    return out.copy_(by_rows.mul_(columns).add_(bias.reshape(1, -1)))
 
 
 def multiply(place: Tensor, factor: float) -> None:
@@ -140,7 +172,7 @@ def _in_fp32(
     out: Tensor | None,
 ) -> Tensor:
     """`matmul` on CPU tensors: summed, scaled and biased in fp32 (or wider operands' own dtype), rounded once."""
-    wide = torch.float32 if a.is_floating_point() and a.itemsize < 4 else a.dtype
+    wide = torch.float32 if a.is_floating_point() and a.itemsize < 4 else _own_dtype(a)
     rows, columns = a.to(wide), b.to(wide)
     scales = None if a_scale is None or b_scale is None else (a_scale, b_scale)
     in_blocks = scales is not None and block_recipe(a.shape[0], b, *scales) is not None
@@ -150,7 +182,7 @@ def _in_fp32(
     found = rows @ columns
     if scales is not None and not in_blocks:
         found = found * scales[0].reshape(-1, 1) * scales[1].reshape(1, -1)
-    found = (found if bias is None else found + bias.reshape(1, -1).to(wide)).to(out_dtype)
+    found = (found if bias is None else found + bias.reshape(1, -1).to(found.dtype)).to(out_dtype)
     return found if out is None else out.copy_(found)
 
 
@@ -182,11 +214,11 @@ def scaled_matmul_supported(
     travels: bool,
     in_blocks: bool = False,
 ) -> bool:
-    """Whether `matmul` can run this scaled matmul on cuBLAS.
+    """Whether `matmul` can run this scaled matmul on cuBLAS; of operands that are not fp8, with scales after it.
 
     travels: the A scale is not one number, however many there are; in_blocks: scales are of blocks (`block_recipe`).
     """
-    if IS_INTERPRETED:
+    if IS_INTERPRETED or a.dtype not in FP8_DTYPES:
         return True
     tensorwise = a_scale.numel() == 1 and b_scale.numel() == 1 and not travels
     aligned = a.shape[-1] % 16 == 0 and b.shape[0] % 16 == 0 and b.shape[1] % 16 == 0

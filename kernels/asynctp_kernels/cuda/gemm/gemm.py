@@ -149,6 +149,17 @@ def _give_up(fault: str) -> None:
     )
 
 
+def _refused_dtypes(operands: torch.dtype, scaled: bool, result: torch.dtype) -> str | None:
+    """Why the GEMM, which sums in fp32 and scales before it rounds, does not take operands of a dtype."""
+    if operands == torch.int8:
+        return "int8 operands: the GEMM sums in fp32, and not in int32"
+    if operands == torch.float16 and scaled:
+        return "float16 operands with scales: the program's matmul may become infinite before it is scaled"
+    if operands == torch.float32:
+        return "fp32 operands"
+    return None if result in TRITON_DTYPES else f"a result of {result}"
+
+
 def refused_gemm(
     a: Tensor,
     bs: Sequence[Tensor],
@@ -158,12 +169,10 @@ def refused_gemm(
     depths: Sequence[int],
 ) -> str | None:
     """Why the persistent TMA GEMM cannot run this."""
+    if (reason := _refused_dtypes(a.dtype, bool(b_scales), out_dtype)) is not None:
+        return reason
     if driver.machine(a.device.index)[0][0] != 9:
         return NOT_TUNED
-    if out_dtype not in TRITON_DTYPES:
-        return f"a result of {out_dtype}"
-    if a.dtype == torch.float32:
-        return "fp32 operands"
     if len(bs) > MAX_OPERANDS:
         return f"{len(bs)} matmuls, more than {MAX_OPERANDS}"
     if len({k_major(b) for b in bs}) != 1:

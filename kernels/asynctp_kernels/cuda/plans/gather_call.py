@@ -29,7 +29,7 @@ class GatherArguments(Protocol):
     biases: Sequence[Tensor | None]
     gather_dim: int
     gather_a_scale: bool
-    out_dtype: torch.dtype | None
+    matmul_dtype: torch.dtype
     use_fast_accum: bool
     return_a_full: bool
     group_name: Any
@@ -70,7 +70,7 @@ class GatherCall:
         """The facts of an op's call in a group of so many ranks."""
         return cls(
             *(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, call.gather_dim, call.gather_a_scale),
-            *(call.out_dtype or call.a_shard.dtype, call.use_fast_accum, call.return_a_full, world, call.along_shard),
+            *(call.matmul_dtype, call.use_fast_accum, call.return_a_full, world, call.along_shard),
             kept=call.kept,
             unknown=tuple(sorted(call.given() - KNOWN)),
         )

@@ -1,0 +1,146 @@
+"""Tensors that cross a graph's border: gathered or multiplied before it ends, or multiplied or reduced after it begins.
+
+    all_gather -> views -> result of the graph          input of the graph -> views -> left operand of a matmul
+    matmul     -> views -> result of the graph          input of the graph -> views -> reduce_scatter, all_reduce
+
+Where a tensor of the left column is one of the right column in another graph, a chain lies in two graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from asynctp_passes import compat
+from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.nodes import describe, module_of, reachable, source_of, subgraphs_of, tensor_of, traits_of
+from asynctp_passes.ir.op_traits import WHOLE, View
+from asynctp_passes.ir.read import feeds_left_operand, is_matmul
+from asynctp_passes.ir.sizes import product, same
+
+__all__ = ["Crossing", "crossings_of", "multiplied_by", "product_of"]
+
+_VIEWS = WHOLE | {View.SPLIT, View.UNBIND, View.ITEM, View.AWAIT_LIST}
+"""Views that a whole tensor may go through; what parts of it become is whole again where all of it arrives."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor by which a collective of one graph and a matmul of another may belong together.
+
+    Attributes:
+        leaves: It is a result of the graph; else an input.
+        index: Its number among the results, or the inputs, of the compiled function.
+        role: The op next to it: `"matmul"`, `"all_gather"` (only of results), `"reduce_scatter"` or `"all_reduce"`
+            (only of inputs).
+        node: Name of that op's node in the original graph.
+        tensor: Dtype and shape of the op's result, or of its operand, as text.
+        source: `file:line` of it in the user's program, when the graph knows it.
+        module: Path in what was compiled of its module, when the graph knows it.
+        group: Name of the process group; empty for a matmul.
+        group_size: Number of ranks in it; 0 for a matmul, or where the graph does not say it.
+    """
+
+    leaves: bool
+    index: int
+    role: str
+    node: str
+    tensor: str
+    source: str | None = None
+    module: str | None = None
+    group: str = ""
+    group_size: int = 0
+
+
+def crossings_of(graph: fx.Graph, unfused: Iterable[Collective]) -> tuple[Crossing, ...]:
+    """The crossings of a graph that torch.compile made.
+
+    Args:
+        graph: The graph, as it was before it was rewritten.
+        unfused: Its collectives that are in scope and stay as they are.
+    """
+    found, collectives = list[Crossing](), list(unfused)
+    matmuls = [node for node in graph.nodes if is_matmul(node)]
+    for index, node in compat.program_outputs(graph).items():
+        made_of = _from(node)
+        for gather in (one for one in collectives if one.kind == "all_gather"):
+            if made_of.intersection(gather.results) and _as_large(node, gather.node):
+                found.append(_of_collective(True, index, gather, gather.node))
+        if maker := next((one for one in matmuls if one in made_of and _as_large(node, one)), None):
+            found.append(_of_matmul(True, index, maker, maker))
+    for node, index in compat.program_inputs(graph).items():
+        becomes = _into(node)
+        if taker := next((one for one in matmuls if _multiplies(one, becomes)), None):
+            found.append(_of_matmul(False, index, taker, node))
+        for one in collectives:
+            if one.kind in ("reduce_scatter", "all_reduce") and one.input in becomes and _as_large(node, one.source):
+                found.append(_of_collective(False, index, one, one.source))
+    return tuple(found)
+
+
+def multiplied_by(region: fx.Node, tensor: fx.Node) -> bool:
+    """True where a graph that a higher-order op runs has a tensor for the left operand of a matmul."""
+    given = [one for one in _flat(region.args) if one.op != "get_attr"]
+    for graph in subgraphs_of(region):
+        inputs = graph.find_nodes(op="placeholder")
+        matmuls = [node for node in graph.nodes if is_matmul(node)]
+        taken = zip(given[-len(inputs) :], inputs, strict=False)  # before them may be the predicate of torch.cond
+        if any(_multiplies(one, _into(inner)) for outer, inner in taken if outer is tensor for one in matmuls):
+            return True
+    return False
+
+
+def product_of(region: fx.Node, item: int) -> bool:
+    """True where a result of a higher-order op, by its number, is that of a matmul in a graph that it runs."""
+    for graph in subgraphs_of(region):
+        results = graph.output_node().args[0]
+        one = results[item] if isinstance(results, list | tuple) and item < len(results) else results
+        if isinstance(one, fx.Node) and any(map(is_matmul, _from(one))):
+            return True
+    return False
+
+
+def _flat(values: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(values, found.append)
+    return found
+
+
+def _from(node: fx.Node) -> set[fx.Node]:
+    """The nodes that a tensor is a view of, itself included."""
+    return reachable([node], lambda one: one.all_input_nodes if _is_view(one) else ())
+
+
+def _into(node: fx.Node) -> set[fx.Node]:
+    """The nodes that are views of a tensor, itself included."""
+    return reachable([node], lambda one: [user for user in one.users if _is_view(user)])
+
+
+def _is_view(node: fx.Node) -> bool:
+    return traits_of(node).view in _VIEWS
+
+
+def _multiplies(matmul: fx.Node, operands: set[fx.Node]) -> bool:
+    return any(feeds_left_operand(matmul, one) for one in matmul.all_input_nodes if one in operands)
+
+
+def _as_large(node: fx.Node, other: fx.Node) -> bool:
+    """True where two tensors have as many elements."""
+    first, second = tensor_of(node), tensor_of(other)
+    return first is not None and second is not None and same(*(product(_sizes(one)) for one in (first, second)))
+
+
+def _sizes(tensor: object) -> list[object]:
+    return [size if isinstance(size, int) else compat.expression(size) for size in tensor.shape]  # type: ignore[attr-defined]
+
+
+def _of_collective(leaves: bool, index: int, one: Collective, tensor: fx.Node) -> Crossing:
+    place = (source_of(one.node), module_of(one.node))
+    return Crossing(leaves, index, one.kind, one.node.name, describe(tensor), *place, one.group_key, one.group_size)
+
+
+def _of_matmul(leaves: bool, index: int, matmul: fx.Node, tensor: fx.Node) -> Crossing:
+    return Crossing(leaves, index, "matmul", matmul.name, describe(tensor), source_of(matmul), module_of(matmul))

@@ -1,0 +1,173 @@
+"""Chains that lie in two graphs: a collective in one, and its matmul in another that is compiled later, or was before.
+
+Which tensor a graph takes is only known when it is called. So the results of a compiled function that may be half of a
+chain are marked by their memory, and Dynamo shows the tensors with which it calls the next one that it compiles.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat
+from asynctp_passes.config import Config
+from asynctp_passes.ir.crossings import Crossing
+from asynctp_passes.reasons import MATMUL_IN_ANOTHER_GRAPH, Refusal
+from asynctp_passes.reporting.report import Remark, Report
+
+__all__ = ["Border", "across_report", "forget"]
+
+_CALLS = 16
+"""Calls of a compiled function whose results are marked: the functions that take them are compiled by then."""
+
+
+@dataclass(frozen=True)
+class _Half:
+    """One half of a chain, which left a graph.
+
+    Attributes:
+        crossing: The tensor that left.
+        graph: Name of its graph.
+        ended: Place and reason of the graph break at which that graph ended; empty where its function returned.
+        fused: Chains that are fused in that graph.
+        size: Elements of the tensor.
+    """
+
+    crossing: Crossing
+    graph: str
+    ended: str
+    fused: int
+    size: int
+
+
+_lock = threading.Lock()
+_left: dict[int, tuple[compat.Storage, _Half]] = {}
+
+
+def forget() -> None:
+    """Forget all tensors that left graphs."""
+    with _lock:
+        _left.clear()
+
+
+class Border:
+    """The border of one compiled function: the halves of chains that come in, and those that leave."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.tensors = compat.given_tensors(gm)
+        self._arrived = {index: half for index, one in self.tensors.items() if (half := _half_of(one)) is not None}
+        self._ended = compat.graph_break_of(gm)
+
+    def missed(self, reports: Iterable[Report], config: Config) -> tuple[Report | None, int]:
+        """A report of the chains that lie in this function's graph and an earlier one; None without any.
+
+        Args:
+            reports: Those of the function's graphs, its backward too.
+            config: The configuration.
+
+        Returns:
+            The report, and how many chains are fused in the graphs of both halves.
+        """
+        first = next((one for one in reports if one.phase != "backward"), None)
+        if first is None or not self._arrived:
+            return None, 0
+        arrived = [(self._arrived.get(one.index), one) for one in first.crossings if not one.leaves]
+        pairs = [(half, one) for half, one in arrived if half is not None and _are_halves(half.crossing, one)]
+        pairs = [(half, one) for half, one in pairs if config.enrolls(half.crossing.group or one.group)]
+        if not pairs:
+            return None, 0
+        return across_report(first, pairs), len(first.fused) + max(half.fused for half, _ in pairs)
+
+    def marking(self, compiled: Callable[..., Any], reports: Iterable[Report]) -> Callable[..., Any]:
+        """`compiled`, whose results are marked that may be halves of chains; itself where there are none."""
+        first = next((one for one in reports if one.phase != "backward"), None)
+        leaving = [one for one in first.crossings if one.leaves] if first is not None else []
+        if first is None or not leaving or compat.is_precompiled(compiled):
+            return compiled
+        halves = [_Half(one, first.graph, self._ended, len(first.fused), 0) for one in leaving]
+        return _Marking(compiled, halves)
+
+
+def _half_of(tensor: torch.Tensor) -> _Half | None:
+    """The half of a chain that a tensor is all of."""
+    with _lock:
+        storage, half = _left.get(compat.Storage(tensor).number, (None, None))
+    known = storage is not None and storage.lives and half is not None and half.size == compat.size_of(tensor)
+    return half if known else None
+
+
+def _are_halves(before: Crossing, after: Crossing) -> bool:
+    """True for a gathered tensor that is multiplied, and a result of a matmul that is reduced."""
+    return (before.role == "all_gather") == (after.role == "matmul") and "matmul" in (before.role, after.role)
+
+
+class _Marking:
+    """A compiled function that marks some of its results, in its first calls."""
+
+    def __init__(self, compiled: Callable[..., Any], halves: Sequence[_Half]) -> None:
+        self._compiled, self._halves, self._calls = compiled, halves, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        results = self._compiled(*args, **kwargs)
+        if self._calls < _CALLS:
+            self._calls += 1
+            self._mark(results)
+        return results
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_compiled"], name)
+
+    def _mark(self, results: Any) -> None:
+        whole = results if isinstance(results, tuple | list) else (results,)
+        with _lock:
+            for number in [number for number, (storage, _) in _left.items() if not storage.lives]:
+                del _left[number]
+            for half in self._halves:
+                tensor = whole[half.crossing.index] if half.crossing.index < len(whole) else None
+                if isinstance(tensor, torch.Tensor):
+                    storage = compat.Storage(tensor)
+                    _left[storage.number] = storage, replace(half, size=compat.size_of(tensor))
+
+
+def across_report(report: Report, pairs: Sequence[tuple[_Half, Crossing]]) -> Report:
+    """The report of chains that lie in two graphs, of which `report` is of the later one."""
+    return Report(
+        graph=report.graph,
+        phase=report.phase,
+        remarks=tuple(_remark(half, after, report.graph) for half, after in pairs),
+        torch_version=report.torch_version,
+        config_digest=report.config_digest,
+        from_cache=report.from_cache,
+    )
+
+
+def _remark(half: _Half, after: Crossing, graph: str) -> Remark:
+    before, reason = half.crossing, MATMUL_IN_ANOTHER_GRAPH
+    collective, matmul = (before, after) if before.role == "all_gather" else (after, before)
+    own, other = ("gathered", "multiplied") if collective is before else ("multiplied", "reduced")
+    ended = f"torch broke the graph at {half.ended}" if half.ended else "the function of the first one returns between"
+    facts = f"{before.tensor} is {own} in {half.graph}{_at(before)}, and {other} in {graph}{_at(after)}; {ended}"
+    return Remark(
+        outcome="MISSED",
+        kind=collective.role,
+        collective=collective.node,
+        code=reason.code,
+        name=reason.name,
+        message=str(Refusal(reason, facts)),
+        hint=reason.hint,
+        nodes=(before.node, after.node),
+        source=matmul.source or collective.source,
+        group=collective.group,
+        group_size=collective.group_size,
+        shapes={"input" if collective is after else "output": before.tensor},
+        module=matmul.module or collective.module,
+    )
+
+
+def _at(crossing: Crossing) -> str:
+    return f" at {crossing.source}" if crossing.source else ""

@@ -1,0 +1,235 @@
+"""The picture of the process: all graphs that were compiled, their chains by module, and why there may be none."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from asynctp_passes import compat
+from asynctp_passes.config import Config
+from asynctp_passes.reporting.errors import ExpectError
+from asynctp_passes.reporting.report import Remark, Report
+
+__all__ = ["Picture", "Summary", "picture", "require_at_exit", "waive"]
+
+log = logging.getLogger(__name__)
+
+_GRAPHS_BEFORE_A_WARNING = 3
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All that was compiled in this process with asynctp, in numbers and texts.
+
+    A function that was compiled several times counts once for each of its graphs, with the compile that has the most
+    missed chains, then the fewest fused ones.
+
+    Attributes:
+        fused: Chains that became one op.
+        missed: Chains that are in scope and were not fused.
+        skipped: Collectives that are out of scope or not worth fusing, and to which nothing is done.
+        others: Collectives to which something else is done (OVERLAPPED, ACCELERATED, BUCKETED, ERASED, REMATERIALIZED).
+        graphs: Graphs that were compiled, or taken from Inductor's cache, with and without collectives.
+        from_cache: Those of them that Inductor took from its cache.
+        breaks: Why torch broke graphs, a text for each time, with the place where torch says it.
+        modules: Chains and collectives by path of their module: outcome and number; "" where no module is known.
+        misses: The remarks of the missed chains.
+        internal_errors: Errors of asynctp itself.
+    """
+
+    fused: int = 0
+    missed: int = 0
+    skipped: int = 0
+    others: int = 0
+    graphs: int = 0
+    from_cache: int = 0
+    breaks: tuple[str, ...] = ()
+    modules: dict[str, dict[str, int]] = field(default_factory=dict)
+    misses: tuple[Remark, ...] = ()
+    internal_errors: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """A page for people: totals, a line for each module, what is missed, and where graphs break."""
+        cached = f", {self.from_cache} from Inductor's cache" if self.from_cache else ""
+        lines = [
+            f"asynctp: {self.fused} of {self.fused + self.missed} chains fused, {self.missed} missed, {self.skipped} "
+            f"collectives skipped, {self.others} others; {_many(self.graphs, 'graph')}{cached}, "
+            f"{_many(len(self.breaks), 'graph break')}"
+        ]
+        width = max((len(module) for module in self.modules), default=0)
+        for module, counts in self.modules.items():
+            told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+            lines.append(f"  {module or '(no module)':<{width}}  {told}")
+        lines += [str(remark) for remark in self.misses]
+        lines += [f"! INTERNAL ERROR: {error}" for error in self.internal_errors]
+        lines += [f"graph break: {_first_line(text)}" for text in self.breaks[:_SHOWN]]
+        if len(self.breaks) > _SHOWN:
+            lines.append(f"graph break: {len(self.breaks) - _SHOWN} more (TORCH_LOGS=graph_breaks)")
+        return "\n".join(lines)
+
+    def require(self, fused: int, missed: int) -> None:
+        """Raise if fewer chains are fused or more are missed than that.
+
+        Raises:
+            ExpectError: It is so; the message is the picture.
+        """
+        if self.fused < fused or self.missed > missed or self.internal_errors:
+            raise ExpectError(
+                f"asynctp: {self.fused} chains are fused and {self.missed} missed in this process; at least {fused} "
+                f"must be fused, and at most {missed} missed.\n{self}"
+            )
+
+
+class Picture:
+    """Collects the reports of this process. A warning, once, says that there is nothing to fuse in its graphs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        with self._lock:
+            self._worst: dict[tuple[str, str, bool], Report] = {}
+            self._graphs = self._from_cache = self._functions = self._multiplying = 0
+            self._warned = self._distributed = False
+
+    def note_function(self, distributed: bool) -> None:
+        """A function is given to the backend. distributed: DTensors are among its inputs and parameters."""
+        with self._lock:
+            self._functions += 1
+            self._distributed |= distributed
+
+    def note(self, report: Report, across: bool = False) -> None:
+        """A graph was compiled, or came from Inductor's cache; across: it is of chains that lie in two graphs."""
+        with self._lock:
+            if not across:
+                self._graphs += 1
+                self._from_cache += report.from_cache
+                self._multiplying += report.matmuls > 0
+            function = report.graph.partition("/")[0] if "/" in report.graph else f"graph {len(self._worst)}"
+            key = (function, report.phase, across)
+            worst = self._worst.get(key)
+            if worst is None or _badness(report) >= _badness(worst):
+                self._worst[key] = report
+
+    def summary(self) -> Summary:
+        """The picture as it is now."""
+        with self._lock:
+            reports, graphs, cached = list(self._worst.values()), self._graphs, self._from_cache
+        remarks = [remark for report in reports for remark in report.remarks]
+        counts = Counter(remark.outcome for remark in remarks)
+        return Summary(
+            fused=counts["FUSED"],
+            missed=counts["MISSED"],
+            skipped=counts["SKIPPED"],
+            others=len(remarks) - counts["FUSED"] - counts["MISSED"] - counts["SKIPPED"],
+            graphs=graphs,
+            from_cache=cached,
+            breaks=tuple(compat.graph_breaks()),
+            modules=_by_module(remarks),
+            misses=tuple(remark for remark in remarks if remark.outcome == "MISSED"),
+            internal_errors=tuple(error for report in reports for error in report.internal_errors),
+        )
+
+    def warn_of_nothing(self, config: Config) -> None:
+        """Warn, once, that graphs multiply and none has a collective next to a matmul, in a group of ranks."""
+        enough = 1 if config.expect else _GRAPHS_BEFORE_A_WARNING
+        with self._lock:
+            if self._warned or self._multiplying < enough:
+                return
+            reports = list(self._worst.values())
+            if any(report.fused or report.missed for report in reports) or not compat.has_peers():
+                return
+            self._warned = True
+            count, functions, distributed = self._multiplying, self._functions, self._distributed
+        causes = _causes([remark for report in reports for remark in report.remarks], functions, distributed)
+        log.warning(
+            "asynctp: nothing to fuse: %s multiply, and none has a collective next to a matmul%s. %s "
+            "asynctp_passes.summary() has the whole picture",
+            *(_many(count, "graph"), f" (expect={config.expect})" if config.expect else ""),
+            " ".join(f"({number}) {cause}." for number, cause in enumerate(causes, 1)),
+        )
+
+
+def _badness(report: Report) -> tuple[int, int]:
+    return len(report.missed) + len(report.internal_errors), -len(report.fused)
+
+
+def _by_module(remarks: Iterable[Remark]) -> dict[str, dict[str, int]]:
+    found: dict[str, Counter[str]] = {}
+    for remark in remarks:
+        found.setdefault(remark.module or "", Counter())[remark.outcome] += 1
+    return {module: dict(counts) for module, counts in sorted(found.items())}
+
+
+def _causes(remarks: list[Remark], functions: int, distributed: bool) -> list[str]:
+    """Why no collective is next to a matmul, as far as it can be seen here; at least one cause."""
+    causes = []
+    if breaks := compat.graph_breaks():
+        first = _first_line(breaks[0])
+        causes.append(f"Torch broke graphs {len(breaks)} times, first since: {first}; TORCH_LOGS=graph_breaks has all")
+    if skipped := Counter(f"{remark.code} {remark.name}" for remark in remarks):
+        told = ", ".join(f"{count} x {name}" for name, count in skipped.items())
+        causes.append(f"Collectives are in the graphs, and skipped: {told}; asynctp_passes.reports() says why")
+    elif distributed:
+        causes.append(
+            "DTensors come in, and no graph communicates: the hooks of parallelize_module do, outside of what is "
+            "compiled; compile the model, or a module around the one with the hooks"
+        )
+    else:
+        causes.append(
+            "No DTensor comes in, and no graph communicates: the model was not parallelized, or no key of the plan for "
+            "parallelize_module matched a module; torch warns of such keys"
+        )
+    if (others := compat.compiled_functions() - max(functions - 1, 0)) > 0:
+        causes.append(f"{_many(others, 'graph')} went to another backend of torch.compile")
+    return causes
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+picture = Picture()
+"""Of all that was compiled in this process."""
+
+
+def require_at_exit(fused: int, missed: int) -> None:
+    """Have the process end with exit status 1, and say why, where `Summary.require` raises at its end.
+
+    An exception in a function that runs at exit would leave the status as it is. Processes that a rank starts as
+    helpers, and that compile nothing and have no process group, are left alone.
+    """
+    atexit.register(_end, fused, missed)
+
+
+def waive() -> None:
+    """Let the process end as it may: it is a tool of asynctp's own."""
+    atexit.unregister(_end)
+
+
+def _end(fused: int, missed: int) -> None:
+    found = picture.summary()
+    if multiprocessing.parent_process() is not None and not found.graphs and not compat.process_group_names():
+        return
+    try:
+        found.require(fused, missed)
+    except ExpectError as error:
+        print(f"ASYNCTP_REQUIRE: {error}", file=sys.stderr)
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)

@@ -1,0 +1,331 @@
+"""Chains that lie in two graphs are missed, and said; what only leaves a graph, or is no chain, is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from compiled_training import start
+from ranks import imagined_ranks
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import asynctp_passes
+from asynctp_passes import ExpectError, Remark, StrictError, backend
+
+Program = Callable[..., Any]
+OFF = {"strict": "off", "agree": False}
+X, W, V = torch.ones(4, 16), torch.ones(16, 8), torch.ones(8, 16)
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of two, of which this process is the first; no reports, no compiled code, empty caches."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    start()
+    with imagined_ranks(2), torch._inductor.config.patch(fallback_by_default=True):
+        yield
+    torch._dynamo.reset()
+
+
+def compiled(program: Any, **options: Any) -> Any:
+    return torch.compile(program, backend="asynctp", options={**OFF, **options})
+
+
+def gathered(x: Tensor) -> Tensor:
+    return all_gather_tensor(x, 0, dist.group.WORLD)
+
+
+def scattered(x: Tensor) -> Tensor:
+    return reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD)
+
+
+def missed() -> list[Remark]:
+    return [remark for report in asynctp_passes.reports() for remark in report.missed]
+
+
+# --- chains in two graphs -----------------------------------------------------------------------------------------
+def gather_break_matmul(x: Tensor) -> Tensor:
+    h = gathered(x)
+    torch._dynamo.graph_break()
+    return h @ W
+
+
+def gather_break_view_matmul(x: Tensor) -> Tensor:
+    h = gathered(x).view(2, 4, 16)
+    torch._dynamo.graph_break()
+    return h.flatten(0, 1).to(torch.float64).float() @ W
+
+
+def gather_of_columns_break_matmul(x: Tensor) -> Tensor:
+    h = all_gather_tensor(x, 1, dist.group.WORLD)
+    torch._dynamo.graph_break()
+    return h @ torch.ones(32, 8)
+
+
+def gather_break_linear(x: Tensor) -> Tensor:
+    h = gathered(x)
+    print(end="")
+    return nn.functional.linear(h, V, torch.ones(8))
+
+
+def matmul_break_scatter(x: Tensor) -> Tensor:
+    y = x @ W
+    torch._dynamo.graph_break()
+    return scattered(y)
+
+
+def matmul_break_all_reduce(x: Tensor) -> Tensor:
+    y = (x @ W).view(2, 2, 8)
+    torch._dynamo.graph_break()
+    return all_reduce(y.view(4, 8), "sum", dist.group.WORLD) * 2
+
+
+BROKEN = {
+    gather_break_matmul: ("all_gather", "Call to `torch._dynamo.graph_break()`"),
+    gather_break_view_matmul: ("all_gather", "Call to `torch._dynamo.graph_break()`"),
+    gather_of_columns_break_matmul: ("all_gather", "Call to `torch._dynamo.graph_break()`"),
+    gather_break_linear: ("all_gather", "Failed to trace builtin operator"),
+    matmul_break_scatter: ("reduce_scatter", "Call to `torch._dynamo.graph_break()`"),
+    matmul_break_all_reduce: ("all_reduce", "Call to `torch._dynamo.graph_break()`"),
+}
+
+
+@pytest.mark.parametrize("program", BROKEN, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("training", [False, True])
+def test_a_graph_break_in_a_chain(program: Program, training: bool) -> None:
+    kind, why = BROKEN[program]
+    compiled(program)(X.clone().requires_grad_(training))
+    (remark,) = missed()
+    assert (remark.kind, remark.name) == (kind, "MATMUL_IN_ANOTHER_GRAPH")
+    assert f"{__file__}:" in remark.message
+    assert why in remark.message
+    assert remark.source is not None
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as error:
+        compiled(program, strict="all")(X)
+    assert isinstance(error.value.inner_exception, StrictError)
+
+
+def test_a_graph_from_the_cache_tells_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled(gather_break_matmul)(X)
+    torch._dynamo.reset()
+    asynctp_passes.clear_reports()
+    compiled(gather_break_matmul)(X)
+    assert [report.from_cache for report in asynctp_passes.reports()] == [True, True]
+    assert [remark.name for remark in missed()] == ["MATMUL_IN_ANOTHER_GRAPH"]
+
+
+def test_modules_that_are_compiled_one_by_one() -> None:
+    """What is between them in eager mode may view the tensor."""
+    up, down = compiled(nn.Linear(16, 8)), compiled(scattered)
+    for _ in range(3):
+        down(up(X.requires_grad_()).view(2, 2, 8).flatten(0, 1))
+    (remark,) = missed()
+    assert (remark.kind, remark.name) == ("reduce_scatter", "MATMUL_IN_ANOTHER_GRAPH")
+    assert "the function of the first one returns between" in remark.message
+
+
+def test_expect_counts_both_graphs() -> None:
+    """One chain is fused in each graph, and one lies in both."""
+
+    def program(x: Tensor) -> Tensor:
+        y = gathered(x) @ W
+        h = gathered(scattered(y @ V))
+        torch._dynamo.graph_break()
+        return gathered(scattered(h @ W))
+
+    compiled(program, strict="zero", expect=1)(X)
+    assert len(missed()) == 1
+    assert asynctp_passes.summary().fused == 3
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as error:
+        compiled(gather_break_matmul, expect=1)(X)
+    assert isinstance(error.value.inner_exception, ExpectError)
+    assert "expect=1" in str(error.value.inner_exception)
+
+
+# --- look-alikes --------------------------------------------------------------------------------------------------
+def logits(x: Tensor) -> Tensor:
+    y = gathered(gathered(x) @ W)
+    torch._dynamo.graph_break()
+    return y.softmax(-1)
+
+
+def a_part_is_multiplied(x: Tensor) -> Tensor:
+    h = gathered(x)
+    torch._dynamo.graph_break()
+    return h[:4] @ W
+
+
+def a_function_of_it_is_multiplied(x: Tensor) -> Tensor:
+    h = gathered(x)
+    torch._dynamo.graph_break()
+    return h.softmax(0) @ W
+
+
+def a_right_operand(x: Tensor) -> Tensor:
+    w = gathered(x)
+    torch._dynamo.graph_break()
+    return torch.ones(3, 8) @ w
+
+
+def another_tensor_is_multiplied(x: Tensor) -> Tensor:
+    h, other = gathered(x), x * 2
+    torch._dynamo.graph_break()
+    return h.sum() + other @ W
+
+
+def a_matmul_goes_on(x: Tensor) -> Tensor:
+    y = x @ W
+    torch._dynamo.graph_break()
+    return scattered(y.relu()) + (y @ V).sum()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [logits, a_part_is_multiplied, a_function_of_it_is_multiplied, a_right_operand, another_tensor_is_multiplied,
+     a_matmul_goes_on],
+    ids=lambda program: program.__name__,
+)  # fmt: skip
+def test_no_chain_in_two_graphs(program: Program) -> None:
+    compiled(program)(X)
+    assert len(asynctp_passes.reports()) >= 1
+    assert missed() == []
+
+
+def test_memory_that_is_used_again_is_another_tensor() -> None:
+    """The gathered tensor is gone when the next function is compiled, though its memory may be there."""
+    first, second = compiled(lambda x: gathered(x)), compiled(lambda h: h @ W)
+    first(X)
+    second(torch.ones(8, 16))
+    assert missed() == []
+
+
+# --- nothing to fuse ----------------------------------------------------------------------------------------------
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 32, bias=False))
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if "nothing to fuse" in record.message]
+
+
+def test_a_model_that_is_not_parallel(caplog: pytest.LogCaptureFixture) -> None:
+    model = two_layers()
+    for count in (4, 5):
+        torch._dynamo.reset()
+        compiled(model)(torch.ones(count, 32))
+    assert warnings_of(caplog) == []
+    for count in (6, 7):
+        torch._dynamo.reset()
+        compiled(model)(torch.ones(count, 32))
+    (warning,) = warnings_of(caplog)
+    assert "3 graphs multiply, and none has a collective next to a matmul" in warning or "graphs multiply" in warning
+    assert "No DTensor comes in" in warning
+
+
+def test_linears_that_are_compiled_each_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    model, mesh = two_layers(), init_device_mesh("cpu", (2,))
+    plan = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
+    parallelize_module(model, mesh, plan)
+    for index in (0, 2):
+        model[index].forward = compiled(model[index].forward, expect=1)
+    model(torch.ones(4, 32))
+    (warning,) = warnings_of(caplog)
+    assert "(expect=1)" in warning
+    assert "DTensors come in, and no graph communicates: the hooks of parallelize_module do" in warning
+
+
+def test_no_warning_where_something_is_fused_or_there_are_no_peers(caplog: pytest.LogCaptureFixture) -> None:
+    compiled(lambda x: gathered(x) @ W, expect=1)(X)
+    compiled(lambda x: x @ W, expect=1)(X)
+    assert warnings_of(caplog) == []
+    asynctp_passes.clear_reports()
+    dist.destroy_process_group()
+    try:
+        compiled(lambda x: x @ W + 1, expect=1)(X)
+        assert warnings_of(caplog) == []
+    finally:
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+
+
+# --- the picture of the process -----------------------------------------------------------------------------------
+def test_the_summary_counts_a_function_once() -> None:
+    program = compiled(lambda x: gathered(x) @ W)
+    for rows in (4, 6, 8):
+        torch._dynamo.mark_static(x := torch.ones(rows, 16))
+        program(x)
+    found = asynctp_passes.summary()
+    assert (found.fused, found.missed, found.graphs) == (1, 0, 3)
+    assert str(found).splitlines()[0].startswith("asynctp: 1 of 1 chains fused, 0 missed, 0 collectives skipped")
+    asynctp_passes.require(fused=1)
+    with pytest.raises(ExpectError, match="1 chains are fused and 0 missed in this process; at least 2 must"):
+        asynctp_passes.require(fused=2)
+    with pytest.raises(asynctp_passes.ConfigError, match="fused=-1 is not valid"):
+        asynctp_passes.require(fused=-1)
+    asynctp_passes.clear_reports()
+    assert asynctp_passes.summary() == asynctp_passes.Summary(breaks=asynctp_passes.summary().breaks)
+
+
+def test_the_summary_shows_what_is_missed_and_where_graphs_break() -> None:
+    compiled(gather_break_matmul)(X)
+    found = asynctp_passes.summary()
+    assert (found.fused, found.missed, found.skipped, found.graphs) == (0, 1, 1, 2)
+    text = str(found)
+    assert "ATP120 MATMUL_IN_ANOTHER_GRAPH" in text
+    assert "graph break: " in text
+    with pytest.raises(ExpectError, match="ATP120"):
+        asynctp_passes.require()
+    asynctp_passes.require(missed=1)
+
+
+AT_EXIT = """
+import sys
+import torch
+from torch.distributed._functional_collectives import all_gather_tensor
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import asynctp_passes
+
+torch._inductor.config.fallback_by_default = True
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+program = lambda x: all_gather_tensor(x, 0, dist.group.WORLD) @ torch.ones(16, 8)
+torch.compile(program, backend="asynctp", options={"agree": False})(torch.ones(4, 16))
+dist.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.parametrize(("required", "status"), [("fused=1", 0), ("fused=2,missed=0", 1)])
+def test_a_requirement_at_exit(required: str, status: int) -> None:
+    environment = {**os.environ, "ASYNCTP_REQUIRE": required}
+    ran = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (status, "done\n"), ran.stderr
+    assert ("ASYNCTP_REQUIRE: asynctp: 1 chains are fused" in ran.stderr) == (status == 1)
+
+
+def test_dtensors_that_leave_one_graph_for_another() -> None:
+    """A DTensor's local tensor is the half of the chain."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, w = distribute_tensor(torch.ones(8, 16), mesh, [Shard(0)]), distribute_tensor(W, mesh, [Shard(1)])
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        h = x.redistribute(placements=[torch.distributed.tensor.Replicate()])
+        torch._dynamo.graph_break()
+        return h @ w
+
+    compiled(program)(x, w)
+    assert [remark.name for remark in missed()] == ["MATMUL_IN_ANOTHER_GRAPH"]
+    assert backend.summary().missed == 1
