@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +18,16 @@ from asynctp_passes.ops.arguments import group_and_size, operands_of
 from asynctp_passes.ops.calls import GatherCall, ReduceCall, signature
 from asynctp_passes.ops.plain_collectives import gather
 
-__all__ = ["expected_implementation", "explain", "implementation", "kernels_for", "on_wire", "overlapped", "refresh"]
+__all__ = [
+    "calls_made",
+    "expected_implementation",
+    "explain",
+    "implementation",
+    "kernels_for",
+    "on_wire",
+    "overlapped",
+    "refresh",
+]
 
 log = logging.getLogger("asynctp_passes.ops")
 
@@ -140,6 +151,18 @@ def _cuda() -> Any:
         return None
 
 
+_made: Counter[tuple[str, str]] = Counter()
+
+
+def calls_made() -> dict[tuple[str, str], int]:
+    """How often the host has called the fused ops, by op and the implementation that ran.
+
+    A CUDA graph that holds calls is one launch, whatever is in it: its replays are not counted.
+    """
+    kernels = sys.modules.get("asynctp_kernels.cuda.calls")
+    return dict(sorted((_made if kernels is None else _made + kernels.made).items()))
+
+
 class NoKernels:
     """Stands in for the kernels where there are none: every call runs its program, in plain collectives."""
 
@@ -147,6 +170,7 @@ class NoKernels:
         self, call: GatherCall, check: Callable[[GatherCall], None], program: Callable[[GatherCall], Any]
     ) -> Any:
         """Check and run. A rank whose call is refused sends its shard all the same: its peers' calls are right."""
+        _made[call.op, "sequential"] += 1
         try:
             check(call)
         except ValueError:
@@ -161,6 +185,7 @@ class NoKernels:
         self, call: ReduceCall, check: Callable[[ReduceCall], None], program: Callable[[ReduceCall], Any]
     ) -> Any:
         """Check and run."""
+        _made[call.op, "sequential"] += 1
         check(call)
         return program(call)
 

@@ -9,6 +9,7 @@ A call is an object with the arguments of its op as attributes (`GatherArguments
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,6 +33,10 @@ CheckCall = Callable[[Any], None]
 Program = Callable[[Any, Mover], Any]
 
 
+made: Counter[tuple[str, str]] = Counter()
+"""Calls that the host made, by op and implementation; launches of a CUDA graph of the program's are none."""
+
+
 def run_gather(call: GatherArguments, check: CheckCall, program: Program) -> Any:
     """all_gather(a_shard, gather_dim) @ b for every b.
 
@@ -51,6 +56,7 @@ def run_gather(call: GatherArguments, check: CheckCall, program: Program) -> Any
     biases, along = call.biases, call.along_shard
     memory = memory_for(group, a_shard.device)
     if memory is None:
+        made[call.op, "sequential"] += 1
         check(call)
         return program(call, Mover(group, call.kept))
     key = (
@@ -64,6 +70,7 @@ def run_gather(call: GatherArguments, check: CheckCall, program: Program) -> Any
         choice = explain_gather(facts, memory.table)  # not within in_step: a refused call has not begun
         plan = keep(memory, key, in_step(memory, make_plan, "gather", facts, memory, choice))
     memory.last_implementation = plan.name
+    made[call.op, plan.name] += 1
     if plan.uses_memory:
         return in_step(memory, plan.run, a_shard, a_scale, bs, b_scales, biases, along)
     if isinstance(plan, OwnProgram):
@@ -82,6 +89,7 @@ def run_reduce(call: ReduceArguments, check: CheckCall, program: Program) -> Any
     group = call.group_name if not isinstance(call.group_name, str) else group_resolver()(call.group_name)
     memory = memory_for(group, call.a_parts[0].device)
     if memory is None:
+        made[call.op, "sequential"] += 1
         check(call)
         return program(call, Mover(group))
     a_parts, b_parts, a_scales, added = call.a_parts, call.b_parts, call.a_scales, call.added
@@ -100,6 +108,7 @@ def run_reduce(call: ReduceArguments, check: CheckCall, program: Program) -> Any
         check_or_skip(partial(check, call), memory)
         plan = keep(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
+    made[call.op, plan.name] += 1
     if plan.uses_memory:
         part = in_step(memory, plan.run, *operands)
     elif isinstance(plan, OwnProgram):
