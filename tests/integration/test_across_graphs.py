@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compiled_training import start
+from compiled_training import GATHERS_ALONG_ANY, start
 from ranks import imagined_ranks
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
@@ -106,6 +106,8 @@ BROKEN = {
 @pytest.mark.parametrize("training", [False, True])
 def test_a_graph_break_in_a_chain(program: Program, training: bool) -> None:
     kind, why = BROKEN[program]
+    if program is gather_of_columns_break_matmul and not GATHERS_ALONG_ANY:
+        pytest.skip("torch does not trace all_gather_tensor of another dimension than the first (pytorch issue 179722)")
     compiled(program)(X.clone().requires_grad_(training))
     (remark,) = missed()
     assert (remark.kind, remark.name) == (kind, "MATMUL_IN_ANOTHER_GRAPH")
