@@ -1,4 +1,4 @@
-"""The tables of `docs/explanation/collective-matmul.md`, from the raw results and the table of picks that is shipped.
+"""The tables of measured figures in `docs/explanation`, from the raw results and the table of picks that is shipped.
 
     python tests/support/result_tables.py        writes them anew
 
@@ -20,7 +20,7 @@ from asynctp_kernels.cuda.choose.names import RENAMED
 from asynctp_passes.tools.bench import NOISE
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "explanation" / "collective-matmul.md"
+PAGES = tuple(ROOT / "docs" / "explanation" / name for name in ("how-it-works.md", "results.md"))
 RESULTS = ROOT / "docs" / "results"
 SHIPPED = ROOT / "kernels" / "asynctp_kernels" / "cuda" / "choose" / "measured.json"
 FOUR, TWO, H100 = "2026-11-22-h200x4", "2026-11-25-h200x2", "2026-11-25-h100x2"
@@ -118,8 +118,27 @@ def mean(found: Sequence[Row], op: str, mode: str, peers: Sequence[str], ours: s
     return f"{statistics.geometric_mean(speedups):.2f}×"
 
 
+def summary() -> str:
+    """Geometric means of all runs: the picks against the better of the two others."""
+    lines = []
+    for folder, label, run in RUNS:
+        found = rows(folder)
+        for kind in dict.fromkeys(row.raw["kind"] for row in found):
+            mine = [row for row in found if row.raw["kind"] == kind]
+            cells = (mean(mine, *column, ("nccl", "intree"), None) for column in COLUMNS)
+            lines.append((label, KINDS[kind], *cells, run))
+    return table(("GPUs", "dtype", "gather, graph", "gather, eager", "scatter, graph", "scatter, eager", "run"), lines)
+
+
+RUNS = (
+    (FOUR, "4 × H200", "[2026-11-22](results.md#four-h200s)"),
+    (TWO, "2 × H200", "[2026-11-25](results.md#two-h200s)"),
+    (H100, "2 × H100", "[2026-11-25](results.md#two-h100s)"),
+)
+
+
 def slower(folder: str) -> str:
-    """How many rows are behind."""
+    """How many rows are slower than the better of the two others."""
     found = rows(folder)
 
     def count(mode: str, ours: str | None) -> int:
@@ -127,8 +146,8 @@ def slower(folder: str) -> str:
 
     return (
         f"Of {len(found)} rows {count('graph', None)} in a graph and {count('eager', None)} eager are more than "
-        f"{100 * (1 - NOISE):.0f} % slower than the better of the two\n"
-        f"({count('graph', AS_RUN)} and {count('eager', AS_RUN)} as run).\n"
+        f"{100 * (1 - NOISE):.0f} % slower than the better of the two.\n"
+        f"As run, {count('graph', AS_RUN)} and {count('eager', AS_RUN)} are.\n"
     )
 
 
@@ -150,6 +169,7 @@ def efficiencies(folder: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "summary": summary,
     "gathers on four GPUs": lambda: every_row(FOUR, "gather"),
     "scatters on four GPUs": lambda: every_row(FOUR, "scatter"),
     "means on four GPUs": lambda: means(FOUR),
@@ -170,9 +190,10 @@ def written(page: str) -> str:
 
 
 def names(page: str) -> list[str]:
-    """Of the tables in a page."""
+    """Names of the tables in a page."""
     return [found[2] for found in _PLACE.finditer(page)]
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in PAGES:
+        path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -22,6 +22,7 @@ _PAGES_THAT_RUN = sorted(
     [
         ROOT / "README.md",
         DOCS / "tutorial.md",
+        DOCS / "explanation" / "how-it-works.md",
         DOCS / "how-to" / "custom-ops.md",
         DOCS / "how-to" / "fail-ci-on-a-miss.md",
         DOCS / "how-to" / "my-fusion-did-not-apply.md",
@@ -103,14 +104,14 @@ def test_code_runs(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heading", "files", "least"), [("The kernel, step by step", "*kernels.py", 6), ("The host's part", "script.py", 1)]
+    ("heading", "files", "least"), [("The GEMM, step by step", "*kernels.py", 6), ("The host's part", "script.py", 1)]
 )
 def test_excerpts_are_from_the_code(heading: str, files: str, least: int) -> None:
     """Line by line, without comments and indentation; `...` stands for what is left out."""
     folder = ROOT / "kernels" / "asynctp_kernels" / "cuda"
     source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob(files)))
     known = {_bare(line) for line in source.splitlines()}
-    page = (DOCS / "explanation" / "collective-matmul.md").read_text(encoding="utf-8")
+    page = (DOCS / "explanation" / "protocol.md").read_text(encoding="utf-8")
     _, section = page.split(f"\n## {heading}\n")
     blocks = _BLOCK.findall(section.split("\n## ")[0])
     assert len(blocks) >= least
