@@ -31,7 +31,7 @@ from asynctp_passes.reasons import CATALOGUE, Reason, catalogue_markdown
 from asynctp_passes.reporting import files
 from asynctp_passes.reporting.picture import waive
 from asynctp_passes.reporting.report import Remark, Report
-from asynctp_passes.tools import profile
+from asynctp_passes.tools import profile, reason_programs
 
 __all__ = ["main"]
 
@@ -140,7 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     profiled.set_defaults(run=_profile)
 
-    reasons = commands.add_parser("reasons", help="explain why a chain was not fused")
+    reasons = commands.add_parser(
+        "reasons", help="explain why a chain was not fused; of one CODE, show a program mended"
+    )
     reasons.add_argument("code", nargs="?", metavar="CODE", help="a code or a name, as ATP105 or COMPUTED_BETWEEN")
     reasons.add_argument("--markdown", action="store_true", help="print the reference page of all reasons")
     reasons.set_defaults(run=_reasons)
@@ -572,10 +574,13 @@ def _summaries(trace: profile.Trace, options: argparse.Namespace) -> list[profil
 
 def _reasons(options: argparse.Namespace) -> int:
     if options.markdown:
-        print(catalogue_markdown(), end="")
+        print(catalogue_markdown(reason_programs.INTRODUCTION, reason_programs.markdown()), end="")
         return 0
     for reason in _selected(options.code):
-        print(f"{reason.code} {reason.name} ({reason.outcome})\n    {reason.text}\n    remedy: {reason.hint}")
+        print(f"{reason.code} {reason.name} ({reason.outcome})\n    {reason.text}")
+        print("".join(f"    {title}: {hint}\n" for title, hint in reason.remedies().items()), end="")
+    if options.code is not None and (source := reason_programs.source_of(reason.code)):
+        print(f"\n{source}", end="")
     return 0
 
 
