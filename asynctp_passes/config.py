@@ -25,6 +25,7 @@ __all__ = [
     "can_be_written",
     "cpu_implementation",
     "did_you_mean",
+    "nvtx_ranges",
     "required",
     "write_whole",
 ]
@@ -48,6 +49,7 @@ RUNTIME_VARIABLES = {
     "timeout of the process group)",
     "recorded_calls": "how many calls of a group are kept recorded as CUDA graphs (default: 4096; 0: none)",
     "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads",
+    "nvtx": "1: each call of a fused op is an NVTX range with its name; read at the import of asynctp (default: 0)",
     "require": "what must be true when a process ends, or its exit status is 1: fused=8, or fused=8,missed=0, as "
     "asynctp_passes.require takes it",
 }
@@ -311,6 +313,16 @@ def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:
     return value
 
 
+def nvtx_ranges(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether calls of the fused ops are NVTX ranges, from `ASYNCTP_NVTX`.
+
+    Raises:
+        ConfigError: The variable is none of 0, 1, off, on, false and true.
+    """
+    key = f"{_ENVIRONMENT_PREFIX}NVTX"
+    return bool(_switch(key, (os.environ if environ is None else environ).get(key, "0")))
+
+
 def required(environ: Mapping[str, str] | None = None) -> dict[str, int]:
     """The numbers that `ASYNCTP_REQUIRE` asks for, by name (`"fused"`, `"missed"`); empty where it is not set.
 
@@ -350,6 +362,12 @@ def agree_seconds(environ: Mapping[str, str] | None = None) -> float:
     return seconds
 
 
+def _switch(key: str, text: str) -> bool:
+    words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+    _require(text.lower() in words, key, text, f"one of {tuple(words)}")
+    return words[text.lower()]
+
+
 def _parse(key: str, name: str, text: str) -> Any:
     text = text.strip()
     if name in ("expect", "min_bytes", "min_flops"):
@@ -358,9 +376,7 @@ def _parse(key: str, name: str, text: str) -> Any:
         except ValueError:
             raise ConfigError(f"asynctp: {key}={text!r} is not valid; it must be an integer >= 0") from None
     if name in _SWITCHES:
-        words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
-        _require(text.lower() in words, key, text, f"one of {tuple(words)}")
-        return words[text.lower()]
+        return _switch(key, text)
     if name == "groups" and text != "auto":
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if name in ("report_file", "graph_dir"):

@@ -23,7 +23,7 @@ from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.read import added_matrix
 from asynctp_passes.ir.sizes import Size, product, same
 from asynctp_passes.layout.index_map import IndexMap, concatenate
-from asynctp_passes.ops.reference import WIDENED
+from asynctp_passes.ops.checks import WIDENED
 from asynctp_passes.reasons import Refusal
 
 __all__ = [

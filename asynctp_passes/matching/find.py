@@ -51,7 +51,7 @@ from asynctp_passes.matching.linear_sums import summed
 from asynctp_passes.matching.match_context import MatchContext, in_blocks
 from asynctp_passes.matching.scaled_epilogue import scalings
 from asynctp_passes.matching.shard_region import PlacedMatmul, ShardRegion, chains_of, placed_matmuls, placed_scales
-from asynctp_passes.ops.reference import WIDENED
+from asynctp_passes.ops.checks import WIDENED
 from asynctp_passes.reasons import Refusal
 
 __all__ = ["find"]

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from asynctp_passes.ops import autograd, fake, real, reference
+from asynctp_passes.ops.calls import OPS
 from asynctp_passes.ops.choice import expected_implementation, explain, implementation, on_wire, refresh
 from asynctp_passes.ops.registration import register
-from asynctp_passes.ops.schemas import OPS
 
 __all__ = [
     "OPS",
@@ -59,7 +59,7 @@ def _register() -> Any:
     for name, schema in OPS.items():
         library.define(name + schema, tags=(torch.Tag.needs_exact_strides,))
         gradient = _GRADIENTS.get(name, (autograd.no_gradient, None))
-        register(library, name, getattr(real, name), getattr(fake, name), *gradient)
+        register(library, name, real.IMPLEMENTATIONS[name], fake.IMPLEMENTATIONS[name], *gradient)
     return library
 
 

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynctp_passes.ops import reference
+from asynctp_passes.ops.calls import SIGNATURES, Call, ReduceCall
+from asynctp_passes.ops.plain_collectives import all_reduce, gather, reduce_scatter
 from asynctp_passes.ops.reference import multiplied, split_factors
 
 
-def refuse_lost_gradients(biases: list[Tensor | None]) -> None:
+def refuse_lost_gradients(biases: Sequence[Tensor | None]) -> None:
     """torch.library takes a list with None in it for a constant, and would drop its tensors' gradients unsaid."""
     mixed = any(bias is None for bias in biases)
     if mixed and any(bias is not None and bias.requires_grad for bias in biases):
@@ -33,10 +34,12 @@ def refuse_lost_gradients(biases: list[Tensor | None]) -> None:
 
 
 def setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a_shard, bs, biases, ctx.gather_dim, ctx.return_a_full, ctx.group_size, ctx.group_name, ctx.all_keep = inputs
-    _remember_biases(ctx, biases)
+    call = SIGNATURES["all_gather_matmul"].call(*inputs)
+    _remember(ctx, call, inputs)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[-1] if ctx.return_a_full else a_shard, *bs)
+    ctx.return_a_full = call.return_a_full
+    ctx.save_for_backward(output[-1] if call.return_a_full else call.a_shard, *call.bs)
+    ctx.where = (call.gather_dim, call.group_size, call.group_name)
 
 
 def backward_gather(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
@@ -46,43 +49,40 @@ def backward_gather(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     out_grads = [None if grad is None else grad.contiguous() for grad in grads[: len(bs)]]
     a_full = a_saved
     if any(needs_b) and not ctx.return_a_full:
-        a_full = reference.gather(a_saved, ctx.gather_dim, ctx.group_size, ctx.group_name)
+        a_full = gather(a_saved, *ctx.where)
     a_grad = _gather_input_grad(ctx, out_grads, bs, a_full_grad) if needs_a else None
     b_grads = [_weight_grad(a_full, grad) if need else None for grad, need in zip(out_grads, needs_b, strict=True)]
-    others = 4 if ctx.all_keep is None else 5  # torch wants no gradient of an argument that has its default
-    return a_grad, b_grads, _bias_grads(ctx, out_grads), *[None] * others
+    return _in_order(ctx, a_shard=a_grad, bs=b_grads, biases=_bias_grads(ctx, out_grads))
 
 
 def _gather_input_grad(
     ctx: Any, out_grads: list[Tensor | None], bs: list[Tensor], a_full_grad: Tensor | None
 ) -> Tensor | None:
-    where = (ctx.gather_dim, ctx.group_size, ctx.group_name)
     pairs = [(grad, b.t()) for grad, b in zip(out_grads, bs, strict=True) if grad is not None]
     a_grad: Tensor | None = None
     if pairs:
         parts = [list(part) for part in zip(*pairs, strict=True)]
-        a_grad = torch.ops.asynctp.matmul_reduce_scatter(*parts, [None] * len(pairs), "sum", *where)
+        a_grad = torch.ops.asynctp.matmul_reduce_scatter(*parts, [None] * len(pairs), "sum", *ctx.where)
     if a_full_grad is None:
         return a_grad
-    kept = reference.reduce_scatter(a_full_grad, "sum", *where)
+    kept = reduce_scatter(a_full_grad, "sum", *ctx.where)
     return kept if a_grad is None else a_grad + kept
 
 
 def setup_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a_parts, b_parts, biases, ctx.reduce_op, ctx.scatter_dim, ctx.group_size, ctx.group_name, *optional = inputs
-    _remember_optional(ctx, len(a_parts), *optional)
-    _remember_biases(ctx, biases)
-    ctx.save_for_backward(*a_parts, *b_parts)
+    call = SIGNATURES["matmul_reduce_scatter"].call(*inputs)
+    _remember_sum(ctx, call, inputs)
+    ctx.where = (call.scatter_dim, call.group_size, call.group_name)
 
 
 def backward_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     count = len(ctx.saved_tensors) // 2
     a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
     needs_a, needs_b = ctx.needs_input_grad[:2]
-    grad = multiplied(grad / ctx.group_size if ctx.reduce_op == "avg" else grad, ctx.factor).contiguous()
-    where = (ctx.scatter_dim, ctx.group_size, ctx.group_name)
+    grad = multiplied(grad / ctx.where[1] if ctx.reduce_op == "avg" else grad, ctx.factor).contiguous()
+    where = ctx.where
     if len(set(ctx.factors)) > 1:  # each product has a gradient of its own, which is a multiple of one
-        whole = reference.gather(grad, *where)
+        whole = gather(grad, *where)
         fulls = _grads_of_products(ctx, whole, a_parts[0].dtype)
         a_grads = [full @ b.t() if need else None for full, b, need in zip(fulls, b_parts, needs_a, strict=True)]
     else:
@@ -90,9 +90,9 @@ def backward_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         a_grads, full = _grads_of_gathered(shard, b_parts, needs_a, where)
         fulls, whole = [full] * count, full
         if ctx.is_added and (grad.dtype != full.dtype or ctx.factors[0] != 1):
-            whole = reference.gather(grad, *where)
+            whole = gather(grad, *where)
     b_grads = [_weight_grad(a, full) if need else None for a, full, need in zip(a_parts, fulls, needs_b, strict=True)]
-    return a_grads, b_grads, _bias_grads(ctx, fulls), None, None, None, None, *_optional_grads(ctx, whole)
+    return _grads_of_sum(ctx, a_grads, b_grads, fulls, whole)
 
 
 def _grads_of_gathered(
@@ -102,7 +102,7 @@ def _grads_of_gathered(
     dim, *group = where
     transposed = [b.t() for b, need in zip(b_parts, needs_a, strict=True) if need]
     if not transposed:
-        return [None] * len(needs_a), reference.gather(shard, *where)
+        return [None] * len(needs_a), gather(shard, *where)
     none = [None] * len(transposed)
     *products, full = torch.ops.asynctp.all_gather_matmul(shard, transposed, none, dim, True, *group)
     remaining = iter(products)
@@ -115,46 +115,55 @@ def _grads_of_products(ctx: Any, whole: Tensor, dtype: torch.dtype) -> list[Tens
 
 
 def setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a_parts, b_parts, biases, ctx.reduce_op, ctx.group_name, *optional = inputs
-    _remember_optional(ctx, len(a_parts), *optional)
-    _remember_biases(ctx, biases)
-    ctx.save_for_backward(*a_parts, *b_parts)
+    call = SIGNATURES["matmul_all_reduce"].call(*inputs)
+    _remember_sum(ctx, call, inputs)
+    ctx.group_name = call.group_name
 
 
 def backward_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     count = len(ctx.saved_tensors) // 2
     a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
     needs_a, needs_b = ctx.needs_input_grad[:2]
-    whole = multiplied(reference.all_reduce(grad.contiguous(), ctx.reduce_op, ctx.group_name), ctx.factor)
+    whole = multiplied(all_reduce(grad.contiguous(), ctx.reduce_op, ctx.group_name), ctx.factor)
     fulls = _grads_of_products(ctx, whole, a_parts[0].dtype)
     a_grads = [full @ b.t() if need else None for full, b, need in zip(fulls, b_parts, needs_a, strict=True)]
     b_grads = [_weight_grad(a, full) if need else None for a, full, need in zip(a_parts, fulls, needs_b, strict=True)]
-    return a_grads, b_grads, _bias_grads(ctx, fulls), None, None, *_optional_grads(ctx, whole)
+    return _grads_of_sum(ctx, a_grads, b_grads, fulls, whole)
 
 
-def _remember_optional(
-    ctx: Any, count: int, sum_dtype: torch.dtype | None, added: Tensor | None, factors: list[float] | None
-) -> None:
-    """Keep the factors, and which optional arguments were given.
-
-    Torch wants gradients for those up to the last that is not None.
-    """
-    ctx.factors, ctx.factor = split_factors(factors, count)
-    ctx.is_added = added is not None
-    given = [index for index, value in enumerate((sum_dtype, added, factors), 1) if value is not None]
-    ctx.optional = max(given, default=0)
+def _remember(ctx: Any, call: Call, inputs: tuple[Any, ...]) -> None:
+    """Keep which arguments were given, and what the gradients of biases need: each one's number of dimensions."""
+    names = SIGNATURES[call.op].names
+    # torch wants gradients for the arguments up to the last that has not its default
+    given = [place for place, value in enumerate(inputs, 1) if value is not None]
+    ctx.names = names[: max(given)]
+    present = [bias for bias in call.biases if bias is not None]
+    refuse_lost_gradients(call.biases)
+    ctx.bias_ndims = [bias.ndim for bias in present] if len(present) == len(call.biases) else None
 
 
-def _optional_grads(ctx: Any, whole: Tensor) -> list[Tensor | None]:
-    """Gradients of the optional arguments; `whole` is that of the sum."""
-    return [None, whole if ctx.is_added else None, None][: ctx.optional]
+def _remember_sum(ctx: Any, call: ReduceCall, inputs: tuple[Any, ...]) -> None:
+    _remember(ctx, call, inputs)
+    ctx.factors, ctx.factor = split_factors(call.factors, len(call.a_parts))
+    ctx.reduce_op, ctx.is_added = call.reduce_op, call.added is not None
+    ctx.save_for_backward(*call.a_parts, *call.b_parts)
 
 
-def _remember_biases(ctx: Any, biases: list[Tensor | None]) -> None:
-    """Keep what the gradients of biases need: each one's number of dimensions, or None if there are no biases."""
-    present = [bias for bias in biases if bias is not None]
-    refuse_lost_gradients(biases)
-    ctx.bias_ndims = [bias.ndim for bias in present] if len(present) == len(biases) else None
+def _grads_of_sum(
+    ctx: Any,
+    a_grads: Sequence[Tensor | None],
+    b_grads: Sequence[Tensor | None],
+    fulls: Sequence[Tensor],
+    whole: Tensor,
+) -> tuple[Any, ...]:
+    """All gradients of an op that reduces. fulls: those of its matmuls. whole: that of their sum."""
+    biases, added = _bias_grads(ctx, fulls), whole if ctx.is_added else None
+    return _in_order(ctx, a_parts=a_grads, b_parts=b_grads, biases=biases, added=added)
+
+
+def _in_order(ctx: Any, **grads: Any) -> tuple[Any, ...]:
+    """Gradients by arguments' names as torch wants them: one for each argument that was given, None for the others."""
+    return tuple(grads.get(name) for name in ctx.names)
 
 
 def _bias_grads(ctx: Any, out_grads: Sequence[Tensor | None]) -> list[Tensor | None] | None:

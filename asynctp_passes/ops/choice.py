@@ -5,19 +5,34 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from asynctp_passes.config import cpu_implementation
-from asynctp_passes.ops import reference
-from asynctp_passes.ops.schemas import OPS, OPTIONAL
+from asynctp_passes.ops.arguments import group_and_size, operands_of
+from asynctp_passes.ops.calls import GatherCall, ReduceCall, signature
+from asynctp_passes.ops.plain_collectives import gather
 
-__all__ = ["expected_implementation", "explain", "implementation", "on_wire", "overlapped", "refresh"]
+__all__ = [
+    "calls_made",
+    "expected_implementation",
+    "explain",
+    "implementation",
+    "kernels_for",
+    "on_wire",
+    "overlapped",
+    "refresh",
+]
 
 log = logging.getLogger("asynctp_passes.ops")
+
+Check = Callable[[Any], None]
+Program = Callable[[Any], Any]
 
 
 @functools.cache
@@ -67,23 +82,17 @@ def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: i
         As `"fused (cost model)"`, or `"fused, then all-gather (cost model)"` of an all-reduce. What `implementation`
         says where there is no GPU, the ranks are not known, or one is forced that cannot run (the call will say so).
     """
-    device = _device(next(iter(arguments.values()))).type
+    call = signature(op).named({"group_name": None, **arguments})
+    device = call.first.device.type
     cuda = _cuda() if device == "cuda" and torch.cuda.is_available() and world_size else None
     if cuda is None:
         return implementation(device)
-    apart = ("group_size", "along_shard", "all_keep", *OPTIONAL)
-    args = [value for name, value in arguments.items() if name not in apart]
     try:
-        choice = cuda.explain(op, (*args, world_size, None), *map(arguments.get, OPTIONAL))
+        choice = cuda.explain(call, world_size)
     except RuntimeError:
         return implementation(device)
     then = ", then all-gather" if op.endswith("all_reduce") and choice.implementation != "sequential" else ""
     return f"{choice.implementation}{then} ({choice.source})"
-
-
-def _device(first: Tensor | Sequence[Tensor]) -> torch.device:
-    """Where a call runs, by its first argument."""
-    return first.device if isinstance(first, Tensor) else first[0].device
 
 
 def explain(op: str, *args: Any) -> Any:
@@ -97,21 +106,16 @@ def explain(op: str, *args: Any) -> Any:
     Raises:
         ValueError: There is no such op, it takes other arguments, or it was given no tensor.
     """
-    if op not in OPS:
-        raise ValueError(f"asynctp: op={op!r} is not valid; it must be one of {', '.join(OPS)}")
-    names = [argument.name for argument in getattr(torch.ops.asynctp, op).default._schema.arguments]
-    place = names.index("group_name")
-    if not place < len(args) <= len(names):
-        limit = f"at least the first {place + 1} of {', '.join(names)}"
+    names, needed = signature(op).names, signature(op).needed
+    if not needed <= len(args) <= len(names):
+        limit = f"at least the first {needed} of {', '.join(names)}"
         raise ValueError(f"asynctp {op}: number of arguments={len(args)} is not valid; there must be {limit}")
-    device = reference.operands_of(op, args[0])[0].device.type
+    device = operands_of(op, args[0])[0].device.type
     cuda = _cuda() if device == "cuda" else None
     if cuda is None:
         return implementation(device)
-    needed, group, optional = args[:place], args[place], dict(zip(names[place + 1 :], args[place + 1 :], strict=False))
-    if op.endswith("all_reduce"):  # these are not told the size of their group
-        needed = (*needed, reference.group_and_size(group)[1])
-    return cuda.explain(op, (*needed, group), *map(optional.get, OPTIONAL))
+    call = signature(op).call(*args)
+    return cuda.explain(call, group_and_size(call.group_name)[1] if call.group_size is None else call.group_size)
 
 
 @functools.cache
@@ -147,8 +151,57 @@ def _cuda() -> Any:
         return None
 
 
+_made: Counter[tuple[str, str]] = Counter()
+
+
+def calls_made() -> dict[tuple[str, str], int]:
+    """How often the host has called the fused ops, by op and the implementation that ran.
+
+    A CUDA graph that holds calls is one launch, whatever is in it: its replays are not counted.
+    """
+    kernels = sys.modules.get("asynctp_kernels.cuda.calls")
+    return dict(sorted((_made if kernels is None else _made + kernels.made).items()))
+
+
+class NoKernels:
+    """Stands in for the kernels where there are none: every call runs its program, in plain collectives."""
+
+    def run_gather(
+        self, call: GatherCall, check: Callable[[GatherCall], None], program: Callable[[GatherCall], Any]
+    ) -> Any:
+        """Check and run. A rank whose call is refused sends its shard all the same: its peers' calls are right."""
+        _made[call.op, "sequential"] += 1
+        try:
+            check(call)
+        except ValueError:
+            if group_and_size(call.group_name)[1] == call.group_size:
+                for part in (call.a_shard, call.travels):
+                    if part is not None:
+                        gather(part.reshape(1, -1), 0, call.group_size, call.group_name)
+            raise
+        return program(call)
+
+    def run_reduce(
+        self, call: ReduceCall, check: Callable[[ReduceCall], None], program: Callable[[ReduceCall], Any]
+    ) -> Any:
+        """Check and run."""
+        _made[call.op, "sequential"] += 1
+        check(call)
+        return program(call)
+
+
+NO_KERNELS = NoKernels()
+
+
+def kernels_for(tensor: Tensor | None) -> Any:
+    """The kernels, where they run calls on tensors like this, or their stand-in; None: there is no tensor."""
+    if tensor is not None and tensor.is_cuda:  # first: every eager call asks
+        return _cuda() or NO_KERNELS
+    return NO_KERNELS if tensor is None else overlapped(tensor) or NO_KERNELS
+
+
 def overlapped(tensor: Tensor) -> Any:
-    """The overlapped implementations, where the ops run them on tensors like this; None: the unfused program."""
+    """The kernels, where the ops run them on tensors like this; None where they do not."""
     if tensor.is_cuda:
         return _cuda()
     return _interpreted() if tensor.is_cpu and implementation("cpu") == "interpreted" else None

@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from asynctp_passes import compat
-from asynctp_passes.ops import reference
+from asynctp_passes.ops import plain_collectives as plain
+from asynctp_passes.ops.arguments import check_group, group_and_size
+from asynctp_passes.ops.checks import REDUCE_OPS
 from asynctp_passes.ops.choice import overlapped
 from asynctp_passes.ops.registration import register
 
@@ -45,7 +47,7 @@ def _real_all_gather(
     shard: Tensor, group_size: int, group_name: Any, copy: bool = True, all_keep: bool = True
 ) -> Tensor:
     def check() -> None:
-        reference.check_group("all_gather", group_size, group_name)
+        check_group("all_gather", group_size, group_name)
 
     _check_dims("all_gather", shard)
     shard = _unchanged(shard, copy)
@@ -55,7 +57,7 @@ def _real_all_gather(
         if found is not None:
             return found
     check()
-    fp8 = shard.dtype in reference.FP8_DTYPES  # gloo has no such type
+    fp8 = shard.dtype in plain.FP8_DTYPES  # gloo has no such type
     wire = shard.view(torch.uint8) if fp8 else shard
     gather = torch.ops._c10d_functional.all_gather_into_tensor
     full: Tensor = gather(wire, group_size, compat.group_name_of(group_name))
@@ -64,7 +66,7 @@ def _real_all_gather(
 
 def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_name: Any, copy: bool = True) -> Tensor:
     def check() -> None:
-        reference.check_group("reduce_scatter", group_size, group_name)
+        check_group("reduce_scatter", group_size, group_name)
         _check_scatter(whole, reduce_op, group_size)
 
     _check_dims("reduce_scatter", whole)
@@ -76,7 +78,7 @@ def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_n
             return found
     check()
     if whole.device.type == "cpu" and reduce_op == "avg":  # gloo has no average: complete, then divided
-        return reference.reduce_scatter(whole, reduce_op, 0, group_size, group_name)
+        return plain.reduce_scatter(whole, reduce_op, 0, group_size, group_name)
     scatter = torch.ops._c10d_functional.reduce_scatter_tensor
     shard: Tensor = scatter(whole, reduce_op, group_size, compat.group_name_of(group_name))
     return shard
@@ -84,7 +86,7 @@ def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_n
 
 def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any) -> Tensor:
     def check() -> None:
-        reference.group_and_size(group_name)
+        group_and_size(group_name)
         _check_reduction("all_reduce", reduce_op)
 
     cuda = overlapped(tensor)
@@ -94,7 +96,7 @@ def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any) -> Tensor:
             return found
     check()
     if tensor.device.type == "cpu" and reduce_op == "avg":  # gloo has no average: complete, then divided
-        return reference.all_reduce(tensor.contiguous(), reduce_op, group_name)
+        return plain.all_reduce(tensor.contiguous(), reduce_op, group_name)
     total: Tensor = torch.ops._c10d_functional.all_reduce(
         tensor.contiguous(), reduce_op, compat.group_name_of(group_name)
     )
@@ -118,10 +120,8 @@ def _check_dims(op: str, tensor: Tensor) -> None:
 
 
 def _check_reduction(op: str, reduce_op: str) -> None:
-    if reduce_op not in reference.REDUCE_OPS:
-        raise ValueError(
-            f"asynctp {op}: reduce_op={reduce_op!r} is not valid; it must be one of {reference.REDUCE_OPS}"
-        )
+    if reduce_op not in REDUCE_OPS:
+        raise ValueError(f"asynctp {op}: reduce_op={reduce_op!r} is not valid; it must be one of {REDUCE_OPS}")
 
 
 def _check_scatter(whole: Tensor, reduce_op: str, group_size: int) -> None:
@@ -190,7 +190,7 @@ def all_gather(shard: Tensor, *, group: Any) -> Tensor:
     Raises:
         ValueError: A tensor without dimensions, or a group that does not exist.
     """
-    name, size = reference.group_and_size(group)
+    name, size = group_and_size(group)
     full: Tensor = torch.ops.asynctp.all_gather(shard, size, name)
     return full
 
@@ -211,7 +211,7 @@ def reduce_scatter(whole: Tensor, *, group: Any, reduce_op: str = "sum") -> Tens
     Raises:
         ValueError: Rows that do not divide by the ranks, another reduction, or a group that does not exist.
     """
-    name, size = reference.group_and_size(group)
+    name, size = group_and_size(group)
     block: Tensor = torch.ops.asynctp.reduce_scatter(whole, reduce_op, size, name)
     return block
 
@@ -230,6 +230,6 @@ def all_reduce(tensor: Tensor, *, group: Any, reduce_op: str = "sum") -> Tensor:
     Raises:
         ValueError: Another reduction, or a group that does not exist.
     """
-    name, _ = reference.group_and_size(group)
+    name, _ = group_and_size(group)
     total: Tensor = torch.ops.asynctp.all_reduce(tensor, reduce_op, name)
     return total

@@ -2,152 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from asynctp_passes.ops import reference
 from asynctp_passes.ops.autograd import refuse_lost_gradients
-from asynctp_passes.ops.reference import GatherScales, ScatterScales, SumOptions
+from asynctp_passes.ops.calls import OPS, SIGNATURES, Call, GatherCall, ReduceCall
+from asynctp_passes.ops.checks import check
+from asynctp_passes.ops.plain_collectives import gathered_shape
+
+__all__ = ["IMPLEMENTATIONS", "results"]
 
 
-def _fake_gather(
-    a_shard: Tensor, bs: list[Tensor], gather_dim: int, group_size: int, dtype: torch.dtype, return_a_full: bool
-) -> list[Tensor]:
-    full = reference.gathered_shape(a_shard.shape, gather_dim, group_size)
-    outs = [a_shard.new_empty((*full[:-1], b.shape[1]), dtype=dtype) for b in bs]
-    return [*outs, a_shard.new_empty(full)] if return_a_full else outs
+def results(call: Call) -> Any:
+    """New tensors like the results of a call."""
+    return _gathered(call) if isinstance(call, GatherCall) else _reduced(call)
 
 
-def all_gather_matmul(
-    a_shard: Tensor,
-    bs: list[Tensor],
-    biases: list[Tensor | None],
-    gather_dim: int,
-    return_a_full: bool,
-    group_size: int,
-    group_name: Any,
-    all_keep: bool | None = None,
-) -> list[Tensor]:
-    if torch.is_grad_enabled():
-        refuse_lost_gradients(biases)
-    reference.check_gather("all_gather_matmul", a_shard, bs, biases, gather_dim, group_size, sizes=False)
-    dtype = reference.product_dtype(a_shard.dtype)
-    return _fake_gather(a_shard, bs, gather_dim, group_size, dtype, return_a_full)
-
-
-def all_gather_scaled_matmul(
-    a_shard: Tensor,
-    a_scale: Tensor,
-    bs: list[Tensor],
-    b_scales: list[Tensor],
-    biases: list[Tensor | None],
-    gather_dim: int,
-    gather_a_scale: bool,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    return_a_full: bool,
-    group_size: int,
-    group_name: Any,
-    along_shard: Tensor | None = None,
-    all_keep: bool | None = None,
-) -> list[Tensor]:
-    scales = GatherScales(a_scale, b_scales, gather_a_scale, out_dtype, along_shard)
-    op = "all_gather_scaled_matmul"
-    reference.check_gather(op, a_shard, bs, biases, gather_dim, group_size, scales, sizes=False)
-    outs = _fake_gather(a_shard, bs, gather_dim, group_size, out_dtype, return_a_full)
-    if along_shard is None:
+def _gathered(call: GatherCall) -> list[Tensor]:
+    shard, along = call.a_shard, call.along_shard
+    full = gathered_shape(shard.shape, call.gather_dim, call.group_size)
+    outs = [shard.new_empty((*full[:-1], b.shape[1]), dtype=call.matmul_dtype) for b in call.bs]
+    outs += [shard.new_empty(full)] if call.return_a_full else []
+    if along is None:
         return outs
-    return [*outs, along_shard.new_empty(reference.gathered_shape(along_shard.shape, gather_dim, group_size))]
+    return [*outs, along.new_empty(gathered_shape(along.shape, call.gather_dim, call.group_size))]
 
 
-def _fake_scatter(
-    a_parts: list[Tensor], b_parts: list[Tensor], scatter_dim: int, group_size: int, dtype: torch.dtype
-) -> Tensor:
-    shape = [*a_parts[0].shape[:-1], b_parts[0].shape[1]]
-    shape[scatter_dim] = shape[scatter_dim] // group_size
-    return a_parts[0].new_empty(shape, dtype=dtype)
+def _reduced(call: ReduceCall) -> Tensor:
+    first = call.a_parts[0]
+    shape = [*first.shape[:-1], call.b_parts[0].shape[1]]
+    if call.scatter_dim is not None and call.group_size is not None:
+        shape[call.scatter_dim] = shape[call.scatter_dim] // call.group_size
+    return first.new_empty(shape, dtype=call.sum_dtype or call.out_dtype)
 
 
-def matmul_reduce_scatter(
-    a_parts: list[Tensor],
-    b_parts: list[Tensor],
-    biases: list[Tensor | None],
-    reduce_op: str,
-    scatter_dim: int,
-    group_size: int,
-    group_name: Any,
-    sum_dtype: torch.dtype | None = None,
-    added: Tensor | None = None,
-    factors: list[float] | None = None,
-) -> Tensor:
-    if torch.is_grad_enabled():
-        refuse_lost_gradients(biases)
-    op, where = "matmul_reduce_scatter", (reduce_op, scatter_dim, group_size)
-    optional = SumOptions(sum_dtype, added, factors)
-    reference.check_scatter(op, a_parts, b_parts, biases, *where, optional=optional, sizes=False)
-    return _fake_scatter(a_parts, b_parts, scatter_dim, group_size, sum_dtype or a_parts[0].dtype)
+def _implementation(op: str) -> Callable[..., Any]:
+    signature = SIGNATURES[op]
+
+    def fake(*arguments: Any) -> Any:
+        call: Call = signature.call(*arguments)
+        if call.out_dtype is None and torch.is_grad_enabled():
+            refuse_lost_gradients(call.biases)
+        check(call, sizes=False)
+        return results(call)
+
+    return fake
 
 
-def scaled_matmul_reduce_scatter(
-    a_parts: list[Tensor],
-    b_parts: list[Tensor],
-    a_scales: list[Tensor],
-    b_scales: list[Tensor],
-    biases: list[Tensor | None],
-    reduce_op: str,
-    scatter_dim: int,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    group_size: int,
-    group_name: Any,
-    sum_dtype: torch.dtype | None = None,
-    added: Tensor | None = None,
-    factors: list[float] | None = None,
-) -> Tensor:
-    op = "scaled_matmul_reduce_scatter"
-    where = (reduce_op, scatter_dim, group_size, ScatterScales(a_scales, b_scales, out_dtype))
-    optional = SumOptions(sum_dtype, added, factors)
-    reference.check_scatter(op, a_parts, b_parts, biases, *where, optional=optional, sizes=False)
-    return _fake_scatter(a_parts, b_parts, scatter_dim, group_size, sum_dtype or out_dtype)
-
-
-def matmul_all_reduce(
-    a_parts: list[Tensor],
-    b_parts: list[Tensor],
-    biases: list[Tensor | None],
-    reduce_op: str,
-    group_name: Any,
-    sum_dtype: torch.dtype | None = None,
-    added: Tensor | None = None,
-    factors: list[float] | None = None,
-) -> Tensor:
-    if torch.is_grad_enabled():
-        refuse_lost_gradients(biases)
-    op, parts = "matmul_all_reduce", (a_parts, b_parts, biases)
-    optional = SumOptions(sum_dtype, added, factors)
-    reference.check_all_reduce(op, *parts, reduce_op, optional=optional, sizes=False)
-    return a_parts[0].new_empty((*a_parts[0].shape[:-1], b_parts[0].shape[1]), dtype=sum_dtype)
-
-
-def scaled_matmul_all_reduce(
-    a_parts: list[Tensor],
-    b_parts: list[Tensor],
-    a_scales: list[Tensor],
-    b_scales: list[Tensor],
-    biases: list[Tensor | None],
-    reduce_op: str,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    group_name: Any,
-    sum_dtype: torch.dtype | None = None,
-    added: Tensor | None = None,
-    factors: list[float] | None = None,
-) -> Tensor:
-    op = "scaled_matmul_all_reduce"
-    scales = ScatterScales(a_scales, b_scales, out_dtype)
-    parts = (a_parts, b_parts, biases)
-    optional = SumOptions(sum_dtype, added, factors)
-    reference.check_all_reduce(op, *parts, reduce_op, scales, optional=optional, sizes=False)
-    return a_parts[0].new_empty((*a_parts[0].shape[:-1], b_parts[0].shape[1]), dtype=sum_dtype or out_dtype)
+IMPLEMENTATIONS = {op: _implementation(op) for op in OPS}
+"""By the names of the ops."""

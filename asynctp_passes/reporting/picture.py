@@ -9,11 +9,12 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asynctp_passes import compat
 from asynctp_passes.config import Config
+from asynctp_passes.ops.choice import calls_made
 from asynctp_passes.reporting.errors import ExpectError
 from asynctp_passes.reporting.report import Remark, Report
 
@@ -43,6 +44,8 @@ class Summary:
         modules: Chains and collectives by path of their module: outcome and number; "" where no module is known.
         misses: The remarks of the missed chains.
         internal_errors: Errors of asynctp itself.
+        calls: Calls of the fused ops that the host made, by op, then implementation. Replays of CUDA graphs are not
+            counted.
     """
 
     fused: int = 0
@@ -55,6 +58,7 @@ class Summary:
     modules: dict[str, dict[str, int]] = field(default_factory=dict)
     misses: tuple[Remark, ...] = ()
     internal_errors: tuple[str, ...] = ()
+    calls: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """A page for people: totals, a line for each module, what is missed, and where graphs break."""
@@ -68,6 +72,8 @@ class Summary:
         for module, counts in self.modules.items():
             told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
             lines.append(f"  {module or '(no module)':<{width}}  {told}")
+        for op, counts in self.calls.items():
+            lines.append(f"called {op}: {', '.join(f'{count} {name}' for name, count in counts.items())}")
         lines += [str(remark) for remark in self.misses]
         lines += [f"! INTERNAL ERROR: {error}" for error in self.internal_errors]
         lines += [f"graph break: {_first_line(text)}" for text in self.breaks[:_SHOWN]]
@@ -138,6 +144,7 @@ class Picture:
             modules=_by_module(remarks),
             misses=tuple(remark for remark in remarks if remark.outcome == "MISSED"),
             internal_errors=tuple(error for report in reports for error in report.internal_errors),
+            calls=_by_op(calls_made()),
         )
 
     def warn_of_nothing(self, config: Config) -> None:
@@ -162,6 +169,13 @@ class Picture:
 
 def _badness(report: Report) -> tuple[int, int]:
     return len(report.missed) + len(report.internal_errors), -len(report.fused)
+
+
+def _by_op(calls: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for (op, implementation), count in calls.items():
+        found.setdefault(op, {})[implementation] = count
+    return found
 
 
 def _by_module(remarks: Iterable[Remark]) -> dict[str, dict[str, int]]:

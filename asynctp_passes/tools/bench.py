@@ -36,6 +36,7 @@ import asynctp_passes.ops  # noqa: F401  registers the ops
 from asynctp_passes import compat
 from asynctp_passes.config import can_be_written, write_whole
 from asynctp_passes.ops import reference
+from asynctp_passes.ops.calls import signature
 from asynctp_passes.tools.cli import OPS, add_bench_options, add_table_options, calls_of_report, mistake
 from asynctp_passes.tools.plots import pyplot
 
@@ -164,29 +165,26 @@ class Call:
         self.gathers, self.scaled = op.startswith("all_gather"), "scaled" in op
         self._drawn: list[tuple[str, Tensor]] = []
         given = {name: self._made(name, value) for name, value in arguments.items()}
-        self.along: Tensor | None = given.pop("along_shard", None)
-        self.all_keep: bool | None = given.pop("all_keep", None)
-        self.sum_dtype: torch.dtype | None = given.pop("sum_dtype", None)
-        self.added: Tensor | None = given.pop("added", None)
-        self.factors: list[float] | None = given.pop("factors", None)
-        self.given = given
-        self.a_parts: list[Tensor] = [given["a_shard"]] if self.gathers else given["a_parts"]
-        self.bs: list[Tensor] = given["bs" if self.gathers else "b_parts"]
-        self.biases: list[Tensor | None] = given["biases"]
-        self.a_scales: list[Tensor] = [given["a_scale"]] if "a_scale" in given else given.get("a_scales", [])
-        self.b_scales: list[Tensor] = given.get("b_scales", [])
-        self.travels: bool = given.get("gather_a_scale", False)
-        self.out_dtype: torch.dtype = given.get("out_dtype", self.a_parts[0].dtype)
-        self.dim: int = given.get("gather_dim", given.get("scatter_dim", 0))
+        of_op = signature(op)
+        self.call: Any = of_op.named({**given, "group_name": self.group})
+        self._arguments = of_op.in_order({**given, "group_name": self.group})
+        self.a_parts: list[Tensor] = [self.call.a_shard] if self.gathers else self.call.a_parts
+        self.bs: list[Tensor] = self.call.bs if self.gathers else self.call.b_parts
+        self.biases: list[Tensor | None] = self.call.biases
+        a_scales = [self.call.a_scale] if self.gathers else self.call.a_scales
+        self.a_scales: list[Tensor] = a_scales if self.scaled else []
+        self.b_scales: list[Tensor] = self.call.b_scales
+        self.along: Tensor | None = self.call.along_shard if self.gathers else None
+        self.travels: bool = self.gathers and self.call.gather_a_scale
+        self.out_dtype: torch.dtype = self.call.out_dtype or self.a_parts[0].dtype
+        self.dim: int = (self.call.gather_dim if self.gathers else self.call.scatter_dim) or 0
         self._whole: list[Tensor] = []
         self.renew()
 
     @property
     def problem(self) -> select.Problem:
         """The problem that the selector sees."""
-        world = () if "group_size" in self.given else (self.world,)
-        optional = (self.sum_dtype, self.added, self.factors)
-        return cuda.problem_of(self.op, (*self.given.values(), *world, self.group), *optional)
+        return cuda.problem_of(self.call, self.world)
 
     # --- operands ----------------------------------------------------------------------------------------------
     def _made(self, name: str, value: Any) -> Any:
@@ -245,10 +243,13 @@ class Call:
             product = left @ right
             products.append(product if bias is None else product + bias.float())
         if self.gathers:
-            full = [self.full.float()] if self.given["return_a_full"] else []
+            full = [self.full.float()] if self.call.return_a_full else []
             along = [] if self.along is None else [reference.gather(self.along, self.dim, self.world, self.group)]
             return [*products, *full, *along]
-        total, how = self._sum(products, None if self.added is None else self.added.float()), self.given["reduce_op"]
+        total, how = (
+            self._sum(products, None if self.call.added is None else self.call.added.float()),
+            self.call.reduce_op,
+        )
         if self.op.endswith("all_reduce"):
             return [reference.all_reduce(total, how, self.group)]
         return [reference.reduce_scatter(total, how, self.dim, self.world, self.group)]
@@ -280,10 +281,7 @@ class Call:
         return forced
 
     def _ours(self) -> list[Tensor]:
-        of_gather = {"along_shard": self.along, "all_keep": self.all_keep}
-        of_sum = {"sum_dtype": self.sum_dtype, "added": self.added, "factors": self.factors}
-        given = {name: value for name, value in (of_gather | of_sum).items() if value is not None}
-        found = getattr(torch.ops.asynctp, self.op)(*self.given.values(), self.group, **given)
+        found = getattr(torch.ops.asynctp, self.op)(*self._arguments)
         return found if self.gathers else [found]
 
     def _product(self, i: int, a: Tensor, a_scale: Tensor | None) -> Tensor:
@@ -291,7 +289,7 @@ class Call:
         b, bias = self.bs[i], self.biases[i]
         if a_scale is None:
             return reference.product(a, b, bias)
-        b_scale, fast = self.b_scales[i], self.given["use_fast_accum"]
+        b_scale, fast = self.b_scales[i], self.call.use_fast_accum
         by_rows = (a_scale.shape, b_scale.shape) == ((a.shape[0], 1), (1, b.shape[1]))
         alike = a_scale.ndim == b_scale.ndim == 0 or (by_rows and self.out_dtype == torch.bfloat16)
         if a.is_cuda and a.ndim == 2 and alike and bias is None and b.stride(0) == 1:
@@ -306,12 +304,12 @@ class Call:
         """The sum of the products before a reduction."""
         scales = self.a_scales if self.scaled else [None] * len(self.bs)
         products = [self._product(i, a, scale) for i, (a, scale) in enumerate(zip(self.a_parts, scales, strict=True))]
-        terms = products if self.sum_dtype is None else [product.to(self.sum_dtype) for product in products]
-        return self._sum(terms, self.added)
+        terms = products if self.call.sum_dtype is None else [product.to(self.call.sum_dtype) for product in products]
+        return self._sum(terms, self.call.added)
 
     def _sum(self, products: list[Tensor], added: Tensor | None) -> Tensor:
         """The sum that a rank sends: its products times their factors, and what is added."""
-        each, of_sum = reference.split_factors(self.factors, len(products))
+        each, of_sum = reference.split_factors(self.call.factors, len(products))
         first, *others = [reference.multiplied(*pair) for pair in zip(products, each, strict=True)]
         return reference.multiplied(sum([*others, *([] if added is None else [added])], first), of_sum)
 
@@ -324,8 +322,8 @@ class Call:
             full = self._gather(self.a_parts[0])
             scale = self._gather(self.a_scales[0]) if self.travels else self.full_scale
             along = [] if self.along is None else [self._gather(self.along)]
-            return [*self._products(full, scale), *([full] if self.given["return_a_full"] else []), *along]
-        total, how, c10d = self._total(), self.given["reduce_op"], torch.ops._c10d_functional
+            return [*self._products(full, scale), *([full] if self.call.return_a_full else []), *along]
+        total, how, c10d = self._total(), self.call.reduce_op, torch.ops._c10d_functional
         if self.op.endswith("all_reduce"):
             return [reference.all_reduce(total, how, self.group)]
         if self.dim == 0 and how == "sum":
@@ -344,7 +342,7 @@ class Call:
         Raises:
             NotImplementedError: It has none for this call.
         """
-        intree, a, fast = torch.ops.symm_mem, self.a_parts[0], self.given.get("use_fast_accum", False)
+        intree, a, fast = torch.ops.symm_mem, self.a_parts[0], self.call.use_fast_accum
         plain, count = all(bias is None for bias in self.biases), len(self.bs)
         if self.gathers and self.along is None and (self.scaled or plain):
             if self.scaled:
@@ -352,13 +350,13 @@ class Call:
                     a, self.bs, self.a_scales[0], self.b_scales, self.dim, self.group, self.biases, [None] * count,
                     [self.out_dtype] * count, [fast] * count)  # fmt: skip
             else:
-                returned = self.given["return_a_full"]
+                returned = self.call.return_a_full
                 full, outs = intree.fused_all_gather_matmul(a, self.bs, self.dim, self.group, return_A=returned)
-            return [*outs, full] if self.given["return_a_full"] else list(outs)
-        fits = (a.ndim == 2 or not self.scaled) and self.added is None
-        plain = plain and self.sum_dtype is None and self.factors is None
+            return [*outs, full] if self.call.return_a_full else list(outs)
+        fits = (a.ndim == 2 or not self.scaled) and self.call.added is None
+        plain = plain and self.call.sum_dtype is None and self.call.factors is None
         if "reduce_scatter" in self.op and plain and count == 1 and fits:
-            how = self.given["reduce_op"]
+            how = self.call.reduce_op
             if not self.scaled:
                 return [intree.fused_matmul_reduce_scatter(a, self.bs[0], how, self.dim, self.group)]
             return [intree.fused_scaled_matmul_reduce_scatter(

@@ -35,6 +35,16 @@ def process_group(group: Any) -> ProcessGroup:
         ) from error
 
 
+@functools.cache
+def group_resolver() -> Callable[[str], ProcessGroup]:
+    """The function that gives the group of a name; looked up once, for every call of an op needs it.
+
+    It raises RuntimeError where no group has the name (torch's own message).
+    """
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return resolve  # type: ignore[no-any-return]
+
+
 def group_store(group: ProcessGroup) -> Any:
     """The key-value store that the ranks of `group` share; keys of other groups are not seen in it.
 

@@ -42,6 +42,7 @@ from launched import GRIDS, device, end, limit, show, start
 from torch import Tensor
 
 import asynctp_passes.ops.collectives  # noqa: F401  (registers the ops)
+from asynctp_passes.ops.calls import signature
 
 GPU = torch.cuda.is_available()
 FP8, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
@@ -366,9 +367,15 @@ def refused(shared: Shared, use: Use, name: str) -> bool:
             op, args = "matmul_reduce_scatter", (*args, 1)
     sum_dtype = shared.dtype if shared.kind != "gather" and shared.dtype != BF16 else None
     added = like(*lead, cols, dtype=shared.dtype) if use.added else None
+    given = dict(zip(signature(op).names, args, strict=False)) | {"group_name": ""}
+    if shared.kind != "all_reduce":
+        given["group_size"] = size
+    if shared.kind != "gather":
+        given |= {"sum_dtype": sum_dtype, "added": added}
+    call = signature(op).named(given)
     try:
         with cuda.forced(name):
-            cuda.explain(op, (*args, size, None), sum_dtype, added)
+            cuda.explain(call, size)
     except RuntimeError:
         return True
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -274,7 +275,32 @@ def test_the_summary_counts_a_function_once() -> None:
     with pytest.raises(asynctp_passes.ConfigError, match="fused=-1 is not valid"):
         asynctp_passes.require(fused=-1)
     asynctp_passes.clear_reports()
-    assert asynctp_passes.summary() == asynctp_passes.Summary(breaks=asynctp_passes.summary().breaks)
+    left = asynctp_passes.summary()
+    assert left == asynctp_passes.Summary(breaks=left.breaks, calls=left.calls)
+
+
+def test_the_summary_counts_calls_by_implementation() -> None:
+    program = compiled(lambda x: gathered(x) @ W)
+    program(X)
+    before = asynctp_passes.summary().calls["all_gather_matmul"]["sequential"]
+    for _ in range(3):
+        program(X)
+    found = asynctp_passes.summary()
+    assert found.calls["all_gather_matmul"]["sequential"] == before + 3
+    assert f"called all_gather_matmul: {before + 3} sequential" in str(found)
+
+
+def test_torch_logs_knows_the_package() -> None:
+    """`+` shows more, as for torch's own names."""
+    program = (
+        AT_EXIT.replace("import sys\n", "import logging, sys\n") + "print(logging.getLogger('asynctp_passes').level)"
+    )
+    environment = {**os.environ, "TORCH_LOGS": "asynctp_passes"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (0, f"done\n{logging.INFO}\n"), ran.stderr
+    assert "1 of 1 chains fused, 0 missed" in ran.stderr
 
 
 def test_the_summary_shows_what_is_missed_and_where_graphs_break() -> None:

@@ -44,6 +44,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from asynctp_passes.ops import collectives
+from asynctp_passes.ops.calls import signature
 
 RANK, WORLD = 1, 4
 
@@ -486,13 +487,15 @@ def test_an_operand_on_another_device_is_checked_again(here: Machine) -> None:
     dtype = torch.bfloat16
     shard, b = tensor(8, 8, dtype=dtype), torch.empty(16, 8, dtype=dtype).t()
 
+    group = here.group
+
     def gather(b: torch.Tensor, check: Any) -> Any:
-        options = (0, False, dtype, False, False, WORLD, here.group, check)
-        return cuda.run_gather(shard, None, [b], (), [None], *options)
+        call = signature("all_gather_matmul").call(shard, [b], [None], 0, False, WORLD, group)
+        return cuda.run_gather(call, lambda _: check(), lambda call, mover: None)
 
     def scatter(b: torch.Tensor, check: Any) -> Any:
-        options = ("sum", 0, dtype, False, WORLD, here.group, check)
-        return cuda.run_scatter([shard], [b], (), (), [None], *options)
+        call = signature("matmul_reduce_scatter").call([shard], [b], [None], "sum", 0, WORLD, group)
+        return cuda.run_reduce(call, lambda _: check(), lambda call, mover: None)
 
     for run in (gather, scatter):
         with cuda.forced("fused"):

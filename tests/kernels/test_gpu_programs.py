@@ -28,6 +28,7 @@ from asynctp_kernels.cuda.gemm import gemm
 from asynctp_kernels.cuda.gemm.cublas import IN_BLOCKS
 
 import asynctp_passes
+from asynctp_passes.ops.calls import signature
 
 WORLDS = (2, 4, 8)
 #: Inductor calls aten's kernels instead of compiling C++: its graph passes are the same.
@@ -42,8 +43,7 @@ class Explained:
 
     def __getattr__(self, op: str) -> Any:
         def explain(*args: Any, all_keep: bool | None = None) -> list[torch.Tensor]:
-            given = (*args[:-1], self.world, args[-1]) if "all_reduce" in op else args
-            self.choice = cuda.explain(op, given)
+            self.choice = cuda.explain(signature(op).call(*args), self.world)
             return []
 
         return explain

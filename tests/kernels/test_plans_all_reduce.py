@@ -59,9 +59,7 @@ def here() -> Iterator[Machine]:
 # --- all-reduces: the plan of a scatter, and a gather --------------------------------------------------------------
 def all_reduce(here: Machine, call: ScatterCall, check: Callable[[], None] = lambda: None) -> Tensor | None:
     """The sum of a call's products as the op makes it."""
-    return cuda.run_all_reduce(
-        call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op, call.out_dtype,
-        call.fast, here.group, check, call.sum_dtype, call.added, call.factors)  # fmt: skip
+    return op(here, replace(call, unscaled_op="matmul_all_reduce"), check)
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ from selections import (
     SCATTER,
     SMS,
     UNKNOWN,
+    call_of,
     chosen,
     empty,
     estimate,
@@ -326,7 +327,7 @@ def test_problem_key() -> None:
 def test_a_gather_that_returns_a_is_another_problem() -> None:
     """It stages first, which only `decomposed` waits for."""
     a, b = empty(1024, 512), weight(512, 128)
-    asked = [cuda.problem_of("all_gather_matmul", (a, [b], [None], 0, full, 4, "0")) for full in (False, True)]
+    asked = [cuda.problem_of(call_of("all_gather_matmul", a, [b], [None], 0, full), 4) for full in (False, True)]
     assert [each.key for each in asked] == ["gather:4:bfloat16:512:128", "gather:4:bfloat16:512:128:full"]
     plain, returned = (chosen(each).estimates_us for each in asked)
     assert [name for name in plain if returned[name] > plain[name]] == ["decomposed"]
@@ -532,7 +533,7 @@ def meta(call: dict[str, Any]) -> list[Any]:
             return [made(item) for item in value]
         return getattr(torch, value) if value in ("bfloat16", "float16", "float32") else value
 
-    apart = ("group_size", "along_shard", "all_keep", "sum_dtype")
+    apart = ("group_size", "along_shard", "all_keep", "sum_dtype", "added", "factors")
     return [made(value) for name, value in call.items() if name not in apart]
 
 
@@ -561,7 +562,7 @@ def test_reports_expect_what_runs_of_products_that_are_converted(monkeypatch: py
         total = products[0] if count == 1 else b.add(*products)
         (remark,) = run_pass(b.returns(b.scatter(total))).fused
         assert remark.call["sum_dtype"] == "float32"
-        choice = cuda.explain(SCATTER, (*meta(remark.call), 4, "tp"), FP32)
+        choice = cuda.explain(call_of(SCATTER, *meta(remark.call), sum_dtype=FP32), 4)
         assert set(own_reasons(choice)) == refused
         assert remark.implementation == f"{choice.implementation} ({choice.source})"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -37,6 +36,7 @@ from selections import (
     SCALED_GATHER,
     SCALED_SCATTER,
     SCATTER,
+    call_of,
     chosen,
     empty,
     explain,
@@ -418,9 +418,8 @@ def test_each_implementation_has_its_transports(name: str, transport: str) -> No
     assert choice.implementation in (able - set(expected) or {WHOLE})
 
 
-def call_of(op: str, args: tuple[Any, ...]) -> GatherCall | ScatterCall:
-    found = explanation.call_of(op, (*args, 4, None), None, None, None)
-    return replace(found, unscaled_op="matmul_all_reduce") if op.endswith("all_reduce") else found  # type: ignore[call-arg]
+def facts_of(op: str, args: tuple[Any, ...]) -> GatherCall | ScatterCall:
+    return explanation.facts_of(call_of(op, *args), 4)
 
 
 def test_a_converted_product_travels_in_the_dtype_of_the_collective() -> None:
@@ -501,7 +500,7 @@ def test_what_is_refused_and_forced_raises_with_the_reason(name: str) -> None:
     for implementation in (*IMPLEMENTATIONS, WHOLE):
         with select.forced(implementation):
             if implementation not in expected:
-                transport = call_of(op, args).wire.transport(implementation)
+                transport = facts_of(op, args).wire.transport(implementation)
                 if transport in TRANSPORTS[implementation]:
                     assert explain(op, *args).implementation == implementation
                 continue

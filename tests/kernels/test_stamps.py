@@ -16,6 +16,7 @@ from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS
 from asynctp_kernels.cuda.runtime.stamps import WORDS
 from cuda_stubs import COPY, Awaited, Computed, Entry, Launched, Machine, Tape, gather_call, machine, scatter_call
+from plan_runs import op
 
 RANK, WORLD = 1, 4
 TILES = 2 * WORLD  # of 128 rows, of a rank's 192
@@ -46,8 +47,7 @@ GATHER = gather_call((192,), 64, (72,), kept=True)
 
 def gather(here: Machine) -> torch.Tensor:
     """One call; gives the rows of its product that come from this rank."""
-    operands = (GATHER.a_shard, None, GATHER.bs, (), GATHER.biases, 0, False, torch.bfloat16, False, True)
-    outs = cuda.run_gather(*operands, WORLD, here.group, lambda: None, kept=True)
+    outs = op(here, GATHER)
     assert outs is not None
     return outs[0].view(WORLD, 192, 72)[RANK]
 
@@ -89,9 +89,8 @@ def test_whose_rows_a_tile_has(here: Machine) -> None:
     call: ScatterCall = scatter_call((768,), (64,), 72)
     with cuda.stamped() as stamps:
         gather(here)
-        operands = (call.a_parts, call.b_parts, (), (), call.biases, "sum", 0, torch.bfloat16, False)
         peers_come(here, call)
-        assert cuda.run_scatter(*operands, WORLD, here.group, lambda: None) is not None
+        assert op(here, call) is not None
     found = stamps.calls()
     assert [(each["op"], each["rank"]) for each in found] == [("all_gather_matmul", 1), ("matmul_reduce_scatter", 1)]
     assert [[tile[0] for tile in each["tiles"]] for each in found] == [

@@ -36,6 +36,8 @@ from cuda_stubs import (
 )
 from torch import Tensor
 
+from asynctp_passes.ops import calls
+
 RANK, WORLD = 1, 4
 ROWWISE: dict[str, Any] = {"dtype": FP8, "scales": "row"}
 TENSORWISE: dict[str, Any] = {"dtype": FP8, "scales": "tensor"}
@@ -375,16 +377,28 @@ def several(found: Tensor | Sequence[Tensor] | None) -> Sequence[Tensor]:
     return [] if found is None else [found] if isinstance(found, Tensor) else found
 
 
-def op(here: Machine, call: GatherCall | ScatterCall, check: Callable[[], None] = lambda: None) -> Any:
-    """The call as the op makes it."""
+def arguments_of(call: GatherCall | ScatterCall, group: Any, world: int = WORLD) -> calls.Call:
+    """The call of an op that is run so; of an all-reduce, of rows."""
     if isinstance(call, GatherCall):
-        return cuda.run_gather(
-            call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, call.dim, call.scale_travels,
-            call.out_dtype, call.fast, call.return_a_full, call.world, here.group, check, call.along, call.kept,
-        )  # fmt: skip
-    return cuda.run_scatter(
-        call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op, call.dim, call.out_dtype,
-        call.fast, call.world, here.group, check, call.sum_dtype, call.added, call.factors)  # fmt: skip
+        arguments: dict[str, Any] = {
+            "a_shard": call.a_shard, "bs": call.bs, "biases": call.biases, "gather_dim": call.dim,
+            "return_a_full": call.return_a_full, "group_size": world, "all_keep": call.kept, "a_scale": call.a_scale,
+            "b_scales": call.b_scales, "gather_a_scale": call.scale_travels, "use_fast_accum": call.fast,
+            "along_shard": call.along}  # fmt: skip
+    else:
+        arguments = {
+            "a_parts": call.a_parts, "b_parts": call.b_parts, "biases": call.biases, "reduce_op": call.reduce_op,
+            "a_scales": call.a_scales, "b_scales": call.b_scales, "use_fast_accum": call.fast,
+            "sum_dtype": call.sum_dtype, "added": call.added, "factors": call.factors}  # fmt: skip
+        if call.op.endswith("scatter"):
+            arguments |= {"scatter_dim": call.dim, "group_size": world}
+    return calls.signature(call.op).named({**arguments, "out_dtype": call.out_dtype, "group_name": group})
+
+
+def op(here: Machine, call: GatherCall | ScatterCall, check: Callable[[], None] = lambda: None) -> Any:
+    """The call as the op makes it; None where its own program is to run."""
+    run = cuda.run_gather if isinstance(call, GatherCall) else cuda.run_reduce
+    return run(arguments_of(call, here.group, call.world), lambda _: check(), lambda call, mover: None)
 
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct")

@@ -17,6 +17,8 @@ from asynctp_kernels.cuda.choose.implementation import Implementation
 from asynctp_kernels.cuda.choose.select import Choice, Problem, Rates
 from asynctp_kernels.cuda.implementations import ENTRIES
 
+from asynctp_passes.ops.calls import signature
+
 SMS = 132
 H200, UNKNOWN = "NVIDIA H200", "a GPU that nobody measured"
 BF16, FP8, E5M2, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32
@@ -61,7 +63,15 @@ def explain(
     factors: Sequence[float] | None = None,
 ) -> Choice:
     with mock.patch.object(cuda.runtime.driver, "machine", return_value=(capability, SMS, device)):
-        return cuda.explain(op, (*args, world, "tp"), sum_dtype, None, factors)
+        return cuda.explain(call_of(op, *args, world=world, sum_dtype=sum_dtype, factors=factors), world)
+
+
+def call_of(op: str, *args: Any, world: int = 4, **optional: Any) -> Any:
+    """A call of an op with its arguments up to the group and its size, and others by name."""
+    found = signature(op)
+    group = (world, "tp") if "group_size" in found.names else ("tp",)
+    given = {name: value for name, value in optional.items() if value is not None}
+    return found.named({**dict(zip(found.names, (*args, *group), strict=False)), **given})
 
 
 def explain_gather(rows: int, k: int, *ns: int, world: int = 4, **others: Any) -> Choice:

@@ -18,6 +18,7 @@ from asynctp_kernels.cuda.runtime import driver
 from asynctp_kernels.cuda.runtime.memory import existing_memory
 from cuda_emulated import Steps, look, raw
 from cuda_stubs import MAIN, expected_products, gather_call, result_dtype, scatter_call, tensor, whole
+from plan_runs import arguments_of
 from streams import TILES, Executable, Found, Place, Rank, Shared, rank_of, run
 from torch import Tensor
 
@@ -233,23 +234,12 @@ class Player:
         return [part]
 
     def _run(self, op: Op, call: Any, group: Any) -> list[Tensor]:
-        if op.kind == "gather":
-            results = cuda.run_gather(
-                call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, call.dim, call.scale_travels,
-                call.out_dtype, call.fast, call.return_a_full, self.world, group, lambda: None, call.along, call.kept,
-            )  # fmt: skip
-            assert results is not None
-            return results
-        parts = (call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.reduce_op)
-        optional = (call.sum_dtype, call.added, call.factors)
         if op.kind == "all reduce":
-            how = (call.out_dtype, call.fast, group, lambda: None, *optional)
-            out = cuda.run_all_reduce(*parts, *how)
-        else:
-            rest = (call.dim, call.out_dtype, call.fast, self.world, group, lambda: None, *optional)
-            out = cuda.run_scatter(*parts, *rest)
-        assert out is not None
-        return [out]
+            call = replace(call, unscaled_op="matmul_all_reduce")
+        run = cuda.run_gather if op.kind == "gather" else cuda.run_reduce
+        found = run(arguments_of(call, group, self.world), lambda call: None, lambda call, mover: None)
+        assert found is not None
+        return found if op.kind == "gather" else [found]
 
     def call(self, each: Each, number: int) -> None:
         """A call on new memory, of which nothing stays but what is in flight."""

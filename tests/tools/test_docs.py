@@ -21,6 +21,7 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _PAGES_THAT_RUN = sorted(
     [
+        ROOT / "README.md",
         DOCS / "tutorial.md",
         DOCS / "how-to" / "custom-ops.md",
         DOCS / "how-to" / "fail-ci-on-a-miss.md",

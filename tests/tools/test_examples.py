@@ -60,7 +60,9 @@ def test_explain_a_miss(tmp_path: Path) -> None:
     before, after = out.split("The same with the norm on the shard")
     assert "1 of 2 chains fused, 1 missed" in before
     assert "ATP105 COMPUTED_BETWEEN" in before
-    assert "-> mm; aten.mean.dim mean: rounds in an order that may depend on the number of rows]" in " ".join(before.split())
+    assert "-> mm; aten.mean.dim mean: rounds in an order that may depend on the number of rows]" in " ".join(
+        before.split()
+    )
     assert "What to do: apply row-wise operations to the shard" in before
     assert "2 of 2 chains fused, 0 missed" in after
 

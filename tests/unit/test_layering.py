@@ -64,7 +64,7 @@ KERNEL_ROW_OF = {module: row for row, modules in enumerate(KERNEL_ROWS) for modu
 
 PRIVATE_TORCH = {
     # An op namespace, which torch.ops spells with an underscore.
-    "ops/reference": {"torch.ops._c10d_functional"},
+    "ops/plain_collectives": {"torch.ops._c10d_functional"},
     "rewriting/rewrite": {"torch.ops._c10d_functional"},
     "rewriting/schedule": {"torch.ops._c10d_functional"},
     "tools/bench": {"torch.ops._c10d_functional"},

@@ -89,6 +89,30 @@ def test_symbolic_trace_adds_no_guard_that_the_unfused_program_has_not(fake_grou
     assert not any(size.isdigit() for size in sizes[ops])
 
 
+def _every_program(module: Any, group: str) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    def program(a: Tensor, b: Tensor, added: Tensor) -> Any:
+        one, (aq, bq) = torch.ones(()), (x.to(E4M3) for x in (a, b))
+        (rows,), full = module.all_gather_matmul(a, [b], gather_dim=0, group=group, return_a_full=True)
+        (scaled,), _ = module.all_gather_scaled_matmul(aq, one, bq, one, gather_dim=0, group=group)
+        options: dict[str, Any] = {"added": added, "factors": [2.0, 1.0, 0.5]}
+        part = module.matmul_reduce_scatter([rows] * 2, [b.t()] * 2, scatter_dim=0, group=group, **options)
+        parts = module.scaled_matmul_reduce_scatter(aq, bq, one, one, scatter_dim=0, group=group, sum_dtype=FP32)
+        whole = module.matmul_all_reduce(a, b, group=group, reduce_op="avg")
+        return full, scaled, part, parts, whole, module.scaled_matmul_all_reduce(aq, bq, one, one, group=group)
+
+    return program
+
+
+@pytest.mark.parametrize("module", [ops, reference], ids=["ops", "reference"])
+def test_programs_called_by_hand_are_traced_whole(fake_group: str, module: Any) -> None:
+    inputs = (torch.randn(8, 16), torch.randn(16, 32), torch.randn(32, 16))
+    program = _every_program(module, fake_group)
+    compiled = torch.compile(program, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        pairs = zip(compiled(*inputs), program(*inputs), strict=True)
+        assert all(one.shape == other.shape and one.dtype == other.dtype for one, other in pairs)
+
+
 def _refusal(make: Callable[[str], Any], group: str) -> str:
     with pytest.raises(ValueError, match="asynctp") as caught:
         make(group)

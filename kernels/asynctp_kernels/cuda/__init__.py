@@ -1,4 +1,4 @@
-"""The fused ops on NVIDIA GPUs: `run_gather`, `run_scatter` and `run_all_reduce` run a call, `explain_*` say how.
+"""The fused ops on NVIDIA GPUs: `run_gather` and `run_reduce` run a call, `explain` says how.
 
     calls             run a fused call                 groups       the memory of a group
     moves             collectives without a matmul     plan_cache   plans that were made
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 
-from asynctp_kernels.cuda.calls import run_all_reduce, run_gather, run_scatter
+from asynctp_kernels.cuda.calls import run_gather, run_reduce
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.implementation import Choice
 from asynctp_kernels.cuda.choose.select import forced
@@ -35,12 +35,11 @@ __all__ = [
     "last_implementation",
     "problem_of",
     "release",
-    "run_all_reduce",
     "run_bulk_all_reduce",
     "run_bulk_gather",
     "run_bulk_scatter",
     "run_gather",
-    "run_scatter",
+    "run_reduce",
     "shared_bytes",
     "stamped",
 ]

@@ -1,173 +1,130 @@
 """The fused calls: matmuls with the collective before or after them.
 
-Each has a wire, made of facts that all ranks share (`wire`), and an implementation, which is a rank's own (`select`).
-Where no implementation can make the matmuls of a call they return None; the caller then makes them itself, and has
-`moves.Mover` move data on the same wire.
+Each has a wire, made of facts that all ranks share (`wire`), and an implementation, which is a rank's own (`select`): a
+plan that is run here, or `OwnProgram`: the call's own program makes the matmuls, and has `moves.Mover` move data on the
+same wire.
+
+A call is an object with the arguments of its op as attributes (`GatherArguments`, `ReduceArguments`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from asynctp_kernels.compat import group_resolver
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.explanation import explain_all_reduce, explain_gather, explain_scatter
 from asynctp_kernels.cuda.groups import in_step, memory_for
-from asynctp_kernels.cuda.implementations import make_plan
-from asynctp_kernels.cuda.moves import Check, Mover, all_gather, check_or_skip, check_taking_part
+from asynctp_kernels.cuda.implementations import OwnProgram, make_plan
+from asynctp_kernels.cuda.moves import Mover, all_gather, check_or_skip, check_taking_part
 from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
-from asynctp_kernels.cuda.plans.gather_call import GatherCall
-from asynctp_kernels.cuda.plans.scatter_call import Operands, ScatterCall, as_rows, flat, nonunit
+from asynctp_kernels.cuda.plans.gather_call import GatherArguments, GatherCall
+from asynctp_kernels.cuda.plans.scatter_call import ReduceArguments, ScatterCall, as_rows, flat, nonunit
 from asynctp_kernels.cuda.runtime import stamps
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 
+CheckCall = Callable[[Any], None]
+Program = Callable[[Any, Mover], Any]
 
-def run_gather(
-    a_shard: Tensor,
-    a_scale: Tensor | None,
-    bs: Sequence[Tensor],
-    b_scales: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    dim: int,
-    scale_travels: bool,
-    out_dtype: torch.dtype,
-    fast: bool,
-    return_a_full: bool,
-    group_size: int,
-    group: ProcessGroup,
-    check: Check,
-    along: Tensor | None = None,
-    kept: bool = False,
-) -> list[Tensor] | None:
-    """all_gather(a_shard, dim) @ b for every b; arguments as those of the ops. None: run the unfused program.
 
-    kept: every rank of the group keeps the gathered A. `check` validates the arguments; it is called
-    once per plan, not once per call, and always before None is given.
+made: Counter[tuple[str, str]] = Counter()
+"""Calls that the host made, by op and implementation; launches of a CUDA graph of the program's are none."""
+
+
+def run_gather(call: GatherArguments, check: CheckCall, program: Program) -> Any:
+    """all_gather(a_shard, gather_dim) @ b for every b.
+
+    Args:
+        call: The op's arguments.
+        check: Validates a call's arguments. It is called once per plan, not once per call, and always before `program`.
+        program: Makes a call's results with a group's collectives, where no implementation here does.
+
+    Returns:
+        The op's results.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
+    group = call.group_name if not isinstance(call.group_name, str) else group_resolver()(call.group_name)
+    a_shard, a_scale, bs, b_scales = call.a_shard, call.a_scale, call.bs, call.b_scales
+    biases, along = call.biases, call.along_shard
     memory = memory_for(group, a_shard.device)
     if memory is None:
-        check()
-        return None
+        made[call.op, "sequential"] += 1
+        check(call)
+        return program(call, Mover(group, call.kept))
     key = (
-        "gather", memory.skipped, kept, group_size, dim, scale_travels, out_dtype, fast, return_a_full,
-        select.requested(), stamps.requested(), *keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along),
+        call.values, memory.skipped, select.requested(), stamps.requested(),
+        *keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
-        check_taking_part(check, Mover(group, kept), a_shard, a_scale if scale_travels else along)
-        call = GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, scale_travels, out_dtype, fast, return_a_full,
-                          memory.world, along, kept)  # fmt: skip
-        choice = explain_gather(call, memory.table)  # not within in_step: a refused call has not begun
-        plan = keep(memory, key, in_step(memory, make_plan, "gather", call, memory, choice))
-    outs: list[Tensor] | None = _run(memory, plan, a_shard, a_scale, bs, b_scales, biases, along)
-    return outs
+        check_taking_part(partial(check, call), Mover(group, call.kept), a_shard, call.travels)
+        facts = GatherCall.of(call, memory.world)
+        choice = explain_gather(facts, memory.table)  # not within in_step: a refused call has not begun
+        plan = keep(memory, key, in_step(memory, make_plan, "gather", facts, memory, choice))
+    memory.last_implementation = plan.name
+    made[call.op, plan.name] += 1
+    if plan.uses_memory:
+        return in_step(memory, plan.run, a_shard, a_scale, bs, b_scales, biases, along)
+    if isinstance(plan, OwnProgram):
+        return program(call, Mover(group, call.kept))
+    return plan.run(a_shard, a_scale, bs, b_scales, biases, along)
 
 
-def run_scatter(
-    a_parts: Sequence[Tensor],
-    b_parts: Sequence[Tensor],
-    a_scales: Sequence[Tensor],
-    b_scales: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    reduce_op: str,
-    dim: int,
-    out_dtype: torch.dtype,
-    fast: bool,
-    group_size: int,
-    group: ProcessGroup,
-    check: Check,
-    sum_dtype: torch.dtype | None = None,
-    added: Tensor | None = None,
-    factors: Sequence[float] | None = None,
-) -> Tensor | None:
-    """reduce_scatter(Σ a @ b + added, dim); arguments as those of the ops. None: run the unfused program.
+def run_reduce(call: ReduceArguments, check: CheckCall, program: Program) -> Any:
+    """reduce_scatter(Σ a @ b + added, scatter_dim), or all_reduce of that sum; arguments as for `run_gather`.
+
+    An all-reduce is a scatter of the rows, then an all-gather of them.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
-    key = ("matmul_reduce_scatter", group_size, reduce_op, dim, out_dtype, fast)
-    operands = (a_parts, b_parts, a_scales, b_scales, biases, added)
-    options = (reduce_op, dim, out_dtype, fast)
-    return _run_scatter("scatter", key, operands, options, sum_dtype, factors, group, check)
-
-
-def run_all_reduce(
-    a_parts: Sequence[Tensor],
-    b_parts: Sequence[Tensor],
-    a_scales: Sequence[Tensor],
-    b_scales: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    reduce_op: str,
-    out_dtype: torch.dtype,
-    fast: bool,
-    group: ProcessGroup,
-    check: Check,
-    sum_dtype: torch.dtype | None = None,
-    added: Tensor | None = None,
-    factors: Sequence[float] | None = None,
-) -> Tensor | None:
-    """all_reduce(Σ a @ b + added): a scatter of the rows, then an all-gather of them. None: run the unfused program.
-
-    Raises:
-        SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
-    """
-    shape = a_parts[0].shape
-    rows = None if added is None else flat(added)
-    operands = (*as_rows(a_parts, b_parts, a_scales), b_scales, biases, rows)
-    key, options = ("matmul_all_reduce", reduce_op, out_dtype, fast), (reduce_op, 0, out_dtype, fast)
-    part = _run_scatter("all_reduce", key, operands, options, sum_dtype, factors, group, check)
-    if part is None:
-        return None
-    whole = all_gather(part, group)
-    return whole if len(shape) == 2 else whole.view(*shape[:-1], part.shape[-1])
-
-
-def _run_scatter(
-    op: str,
-    head: tuple[Any, ...],
-    operands: Operands,
-    options: tuple[str, int, torch.dtype, bool],
-    sum_dtype: torch.dtype | None,
-    factors: Sequence[float] | None,
-    group: ProcessGroup,
-    check: Check,
-) -> Tensor | None:
-    """Run the plan of a scatter, made at the first call.
-
-    op: As `Problem.op`. head: The op's name, and what tells a call from others like it.
-    """
-    a_parts, b_parts, a_scales, b_scales, biases, added = operands
-    memory = memory_for(group, a_parts[0].device)
+    group = call.group_name if not isinstance(call.group_name, str) else group_resolver()(call.group_name)
+    memory = memory_for(group, call.a_parts[0].device)
     if memory is None:
-        check()
-        return None
-    requested, times = (select.requested(), stamps.requested()), nonunit(factors)
+        made[call.op, "sequential"] += 1
+        check(call)
+        return program(call, Mover(group))
+    a_parts, b_parts, a_scales, added = call.a_parts, call.b_parts, call.a_scales, call.added
+    whole = call.scatter_dim is None
+    if whole:
+        a_parts, b_parts, a_scales = as_rows(a_parts, b_parts, a_scales)
+        added = None if added is None else flat(added)
+    operands = (a_parts, b_parts, a_scales, call.b_scales, call.biases, added)
+    times = nonunit(call.factors) if call.factors else ()
     key = (
-        *head,
-        memory.skipped,
-        sum_dtype,
-        times,
-        *requested,
-        *keys_of(*a_parts, *b_parts, *a_scales, *b_scales, *biases, added),
-    )
+        call.values, times, memory.skipped, select.requested(), stamps.requested(),
+        *keys_of(*a_parts, *b_parts, *a_scales, *call.b_scales, *call.biases, added),
+    )  # fmt: skip
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
-        check_or_skip(check, memory)
-        call = ScatterCall(*operands[:5], *options, memory.world, head[0], sum_dtype, added, times)
-        choice = (explain_scatter if op == "scatter" else explain_all_reduce)(call, memory.table)
-        plan = keep(memory, key, in_step(memory, make_plan, op, call, memory, choice))
-    out: Tensor | None = _run(memory, plan, *operands)
-    return out
-
-
-def _run(memory: GroupMemory, plan: Any, *operands: Any) -> Any:
-    """The results of a plan; None where the caller makes the matmuls."""
+        check_or_skip(partial(check, call), memory)
+        plan = keep(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
-    return in_step(memory, plan.run, *operands) if plan.uses_memory else plan.run(*operands)
+    made[call.op, plan.name] += 1
+    if plan.uses_memory:
+        part = in_step(memory, plan.run, *operands)
+    elif isinstance(plan, OwnProgram):
+        return program(call, Mover(group))
+    else:
+        part = plan.run(*operands)
+    return _all_rows(part, call.a_parts[0], group) if whole else part
+
+
+def _plan(call: ReduceArguments, memory: GroupMemory) -> Any:
+    facts = ScatterCall.of(call, memory.world)
+    op, explain = ("scatter", explain_scatter) if call.scatter_dim is not None else ("all_reduce", explain_all_reduce)
+    return in_step(memory, make_plan, op, facts, memory, explain(facts, memory.table))
+
+
+def _all_rows(part: Tensor, a: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' rows of the result of a call whose first operand is `a`."""
+    rows = all_gather(part, group)
+    return rows if a.ndim == 2 else rows.view(*a.shape[:-1], part.shape[-1])

@@ -2,87 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import cast
 
 from asynctp_kernels.cuda.choose.select import Choice, Problem, choose
 from asynctp_kernels.cuda.choose.tables import Table
 from asynctp_kernels.cuda.implementations import ENTRIES
 from asynctp_kernels.cuda.legality import refusals
-from asynctp_kernels.cuda.plans.gather_call import GatherCall
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, as_rows, nonunit
+from asynctp_kernels.cuda.plans.gather_call import GatherArguments, GatherCall
+from asynctp_kernels.cuda.plans.scatter_call import ReduceArguments, ScatterCall
 from asynctp_kernels.cuda.runtime.machine import driver
 
 
-def explain(
-    op: str,
-    args: Sequence[Any],
-    sum_dtype: torch.dtype | None = None,
-    added: Tensor | None = None,
-    factors: Sequence[float] | None = None,
-) -> Choice:
-    """How a call of `torch.ops.asynctp.<op>` would be run.
+def explain(call: GatherArguments | ReduceArguments, world: int) -> Choice:
+    """How a call of an op would be run.
 
     Args:
-        op: Its name.
-        args: Its arguments up to the group; before that stands its size, for the ops that are not told it too.
-        sum_dtype: That argument, of ops that have it.
-        added, factors: Those arguments, of ops that have them.
+        call: The op's arguments; of tensors, fake ones do.
+        world: Ranks of the group.
     """
-    call = call_of(op, args, sum_dtype, added, factors)
-    if isinstance(call, GatherCall):
-        return explain_gather(call)
-    return explain_all_reduce(call) if op.endswith("all_reduce") else explain_scatter(call)
+    facts = facts_of(call, world)
+    if isinstance(facts, GatherCall):
+        return explain_gather(facts)
+    return explain_all_reduce(facts) if facts.op.endswith("all_reduce") else explain_scatter(facts)
 
 
-def problem_of(
-    op: str,
-    args: Sequence[Any],
-    sum_dtype: torch.dtype | None = None,
-    added: Tensor | None = None,
-    factors: Sequence[float] | None = None,
-) -> Problem:
+def problem_of(call: GatherArguments | ReduceArguments, world: int) -> Problem:
     """The facts that the cost of a call depends on, and that name it in a tuning table; arguments as for `explain`."""
-    call = call_of(op, args, sum_dtype, added, factors)
-    if isinstance(call, GatherCall):
-        return gather_problem(call)
-    return scatter_problem("all_reduce" if op.endswith("all_reduce") else "scatter", call)
+    facts = facts_of(call, world)
+    if isinstance(facts, GatherCall):
+        return gather_problem(facts)
+    return scatter_problem("all_reduce" if facts.op.endswith("all_reduce") else "scatter", facts)
 
 
-def call_of(
-    op: str,
-    args: Sequence[Any],
-    sum_dtype: torch.dtype | None,
-    added: Tensor | None,
-    factors: Sequence[float] | None,
-) -> GatherCall | ScatterCall:
-    """A call of an op; of an all-reduce, of the scatter of rows that is its first half."""
-    if op == "all_gather_scaled_matmul":
-        args = args[:12]  # what only travels along decides nothing
-    *given, world, _ = args
-    a_scales: Sequence[Tensor]
-    b_scales: Sequence[Tensor]
-    if op == "all_gather_matmul":
-        a, bs, biases, dim, full = given
-        own = torch.int32 if a.dtype == torch.int8 else a.dtype
-        return GatherCall(a, None, bs, (), biases, dim, False, own, False, full, world)
-    if op == "all_gather_scaled_matmul":
-        a, a_scale, bs, b_scales, biases, dim, travels, dtype, fast, full = given
-        return GatherCall(a, a_scale, bs, b_scales, biases, dim, travels, dtype, fast, full, world)
-    if op.startswith("scaled_"):
-        a_parts, b_parts, a_scales, b_scales, biases, reduce_op, *where, dtype, fast = given
-    else:
-        a_parts, b_parts, biases, reduce_op, *where = given
-        a_scales, b_scales, dtype, fast = (), (), a_parts[0].dtype, False
-    if not where:  # of an all-reduce
-        where, (a_parts, b_parts, a_scales) = [0], as_rows(a_parts, b_parts, a_scales)
-    operands = (a_parts, b_parts, a_scales, b_scales, biases)
-    optional = {"sum_dtype": sum_dtype, "added": added, "factors": nonunit(factors)}
-    return ScatterCall(*operands, reduce_op, where[0], dtype, fast, world, **optional)  # type: ignore[arg-type]
+def facts_of(call: GatherArguments | ReduceArguments, world: int) -> GatherCall | ScatterCall:
+    """The facts that decide how a call is run; for an all-reduce, those of the scatter of rows in its first half."""
+    gathers = call.op.startswith("all_gather")
+    return (
+        GatherCall.of(cast(GatherArguments, call), world)
+        if gathers
+        else ScatterCall.of(cast(ReduceArguments, call), world)
+    )
 
 
 def explain_gather(call: GatherCall, table: Table | None = None) -> Choice:

@@ -14,6 +14,7 @@ from asynctp_kernels.cuda.choose.implementation import Choice, Implementation
 from asynctp_kernels.cuda.legality import (
     a_dtypes_alike,
     a_scales_alike,
+    arguments_are_known,
     chunk_holds_row,
     cublas_takes_gathered,
     cublas_takes_scattered,
@@ -51,26 +52,23 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """In place of a plan: the caller makes the matmuls, by the implementation `name`."""
+class OwnProgram:
+    """In place of a plan: the call's own program makes the matmuls, by the implementation `name`."""
 
     name: str
     uses_memory: ClassVar[bool] = False
 
-    def run(self, *operands: Any) -> None:
-        """Nothing."""
 
-
-def _elsewhere(call: GatherCall | ScatterCall, memory: GroupMemory, choice: Choice) -> Elsewhere:
-    return Elsewhere(choice.implementation)
+def _own_program(call: GatherCall | ScatterCall, memory: GroupMemory, choice: Choice) -> OwnProgram:
+    return OwnProgram(choice.implementation)
 
 
 def _cublas_and_nccl(call: GatherCall | ScatterCall) -> bool:
     """The call is one collective, and cuBLAS on rows as they lie."""
-    return call.layout.whole and not driver.IN_ORDER and not call.is_empty
+    return call.layout.whole and not driver.IN_ORDER and not call.is_empty and not call.unknown
 
 
-_ANY = (group_has_kernels, something_to_multiply)
+_ANY = (group_has_kernels, arguments_are_known, something_to_multiply)
 
 
 # --- gathers -------------------------------------------------------------------------------------------------------
@@ -87,10 +85,10 @@ def _direct_gather(call: GatherCall, memory: GroupMemory, choice: Choice) -> Gat
     return DirectGather(call, memory)
 
 
-def _sequential_gather(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan | Elsewhere:
+def _sequential_gather(call: GatherCall, memory: GroupMemory, choice: Choice) -> GatherPlan | OwnProgram:
     if _cublas_and_nccl(call) and cublas_takes_gathered(call) is None:
         return SequentialGather(call, memory)
-    return Elsewhere(choice.implementation)
+    return OwnProgram(choice.implementation)
 
 
 _FUSED_GATHER = (chunk_holds_row, rows_are_gathered, gathered_scaled_at_end, gemm_takes_gathered)
@@ -102,7 +100,7 @@ GATHERS: tuple[Implementation[GatherCall], ...] = (
     Implementation("decomposed", (*_ANY, *_DECOMPOSED_GATHER), cost.decomposed, _decomposed_gather),
     Implementation("direct", (*_ANY, *_DIRECT_GATHER), cost.direct, _direct_gather),
     Implementation("sequential", (), cost.sequential, _sequential_gather),
-    Implementation("whole", (), None, _elsewhere),
+    Implementation("whole", (), None, _own_program),
 )
 
 
@@ -120,10 +118,10 @@ def _direct_scatter(call: ScatterCall, memory: GroupMemory, choice: Choice) -> S
     return DirectScatter(call, memory)
 
 
-def _sequential_scatter(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan | Elsewhere:
+def _sequential_scatter(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan | OwnProgram:
     if _cublas_and_nccl(call) and cublas_takes_scattered(call) is None:
         return SequentialScatter(call, memory)
-    return Elsewhere(choice.implementation)
+    return OwnProgram(choice.implementation)
 
 
 _FUSED_SCATTER = (
@@ -152,12 +150,12 @@ SCATTERS: tuple[Implementation[ScatterCall], ...] = (
     Implementation("decomposed", (*_ANY, *_DECOMPOSED_SCATTER), cost.decomposed, _decomposed_scatter),
     Implementation("direct", (*_ANY, *_DIRECT_SCATTER), cost.direct, _direct_scatter),
     Implementation("sequential", (), cost.sequential, _sequential_scatter),
-    Implementation("whole", (), None, _elsewhere),
+    Implementation("whole", (), None, _own_program),
 )
 
 
 # --- all-reduces: a scatter of rows, then NCCL's all-gather; or NCCL's all-reduce, which the caller calls -----------
-_ANY_ROWS = (group_has_kernels, rows_are_divisible, something_to_multiply)
+_ANY_ROWS = (group_has_kernels, arguments_are_known, rows_are_divisible, something_to_multiply)
 
 ALL_REDUCES: tuple[Implementation[ScatterCall], ...] = (
     Implementation(
@@ -178,8 +176,8 @@ ALL_REDUCES: tuple[Implementation[ScatterCall], ...] = (
         cost.then_all_gather(cost.direct),
         _direct_scatter,
     ),
-    Implementation("sequential", (), cost.as_one_all_reduce(cost.sequential), _elsewhere),
-    Implementation("whole", (), None, _elsewhere),
+    Implementation("sequential", (), cost.as_one_all_reduce(cost.sequential), _own_program),
+    Implementation("whole", (), None, _own_program),
 )
 
 #: by what `Problem.op` says

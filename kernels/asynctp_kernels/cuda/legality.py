@@ -54,6 +54,11 @@ def group_refused(world: int) -> str | None:
     return f"{world} ranks; the overlapped ops run on {WORLD_SIZES.start} to {WORLD_SIZES.stop - 1}"
 
 
+def arguments_are_known(call: GatherCall | ScatterCall) -> str | None:
+    """The kernels know every argument that the call has."""
+    return f"arguments that no kernel knows: {', '.join(call.unknown)}" if call.unknown else None
+
+
 def something_to_multiply(call: GatherCall | ScatterCall) -> str | None:
     """No operand is empty."""
     return "nothing to multiply" if call.is_empty else None

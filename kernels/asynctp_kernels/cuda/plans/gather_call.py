@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,14 +14,40 @@ from asynctp_kernels.cuda.choose.wire import Wire
 from asynctp_kernels.cuda.gemm.cublas import Recipe, Scaling, block_recipe
 from asynctp_kernels.layout import ShardLayout, gather_layout
 
+#: optional arguments of the ops
+KNOWN = {"along_shard", "all_keep"}
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class GatherArguments(Protocol):
+    """A call of a gather op: its arguments by the names of its schema. Of the op without scales, theirs are absent."""
+
+    a_shard: Tensor
+    a_scale: Tensor | None
+    bs: Sequence[Tensor]
+    b_scales: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    gather_dim: int
+    gather_a_scale: bool
+    matmul_dtype: torch.dtype
+    use_fast_accum: bool
+    return_a_full: bool
+    group_name: Any
+    op: str
+    along_shard: Tensor | None
+    kept: bool
+    travels: Tensor | None
+    values: tuple[Any, ...]
+
+    def given(self) -> set[str]: ...
 
 
 @dataclass(frozen=True)
 class GatherCall:
     """The arguments that decide a plan; the tensors stand for all tensors of their shapes, strides and dtypes.
 
-    kept: every rank keeps the gathered A, whether it returns it or not.
+    kept: every rank keeps the gathered A, whether it returns it or not. unknown: arguments that the call has, and that
+    no kernel knows.
     """
 
     a_shard: Tensor
@@ -37,6 +63,17 @@ class GatherCall:
     world: int
     along: Tensor | None = None
     kept: bool = False
+    unknown: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, call: GatherArguments, world: int) -> GatherCall:
+        """The facts of an op's call in a group of so many ranks."""
+        return cls(
+            *(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, call.gather_dim, call.gather_a_scale),
+            *(call.matmul_dtype, call.use_fast_accum, call.return_a_full, world, call.along_shard),
+            kept=call.kept,
+            unknown=tuple(sorted(call.given() - KNOWN)),
+        )
 
     @property
     def travels(self) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,34 @@ from torch import Tensor
 from asynctp_kernels.cuda.choose.wire import Wire
 from asynctp_kernels.cuda.gemm.cublas import Recipe, Scaling, block_recipe
 from asynctp_kernels.layout import ShardLayout, scatter_layout
+
+#: optional arguments of the ops
+KNOWN = {"sum_dtype", "added", "factors"}
+
+
+class ReduceArguments(Protocol):
+    """A call of an op that reduces: its arguments by the names of its schema. Of one without scales, theirs are absent.
+
+    scatter_dim: None of an all-reduce.
+    """
+
+    a_parts: Sequence[Tensor]
+    b_parts: Sequence[Tensor]
+    a_scales: Sequence[Tensor]
+    b_scales: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    reduce_op: str
+    scatter_dim: int | None
+    out_dtype: torch.dtype | None
+    use_fast_accum: bool
+    group_name: Any
+    op: str
+    sum_dtype: torch.dtype | None
+    added: Tensor | None
+    factors: Sequence[float] | None
+    values: tuple[Any, ...]
+
+    def given(self) -> set[str]: ...
 
 
 class Times(NamedTuple):
@@ -30,7 +58,7 @@ class ScatterCall:
     out_dtype: of the matmuls. unscaled_op: the op's name, as it is without scales. sum_dtype: of the result, and of
     the sums that it comes from; None: the matmuls'. added: a term of that dtype, and of the matmuls' shape. factors:
     what each matmul is multiplied by, once it has that dtype, and maybe one more, for their sum; powers of two, or
-    negatives of such. Empty: nothing is.
+    negatives of such. Empty: nothing is. unknown: arguments that the call has, and that no kernel knows.
     """
 
     a_parts: Sequence[Tensor]
@@ -47,6 +75,22 @@ class ScatterCall:
     sum_dtype: torch.dtype | None = None
     added: Tensor | None = None
     factors: tuple[float, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, call: ReduceArguments, world: int) -> ScatterCall:
+        """The facts of an op's call in a group of so many ranks; of an all-reduce, of the scatter of rows in it."""
+        a_parts, b_parts, a_scales, added = call.a_parts, call.b_parts, call.a_scales, call.added
+        dim, op = call.scatter_dim, "matmul_reduce_scatter"
+        if dim is None:
+            dim, op, added = 0, "matmul_all_reduce", None if added is None else flat(added)
+            a_parts, b_parts, a_scales = as_rows(a_parts, b_parts, a_scales)
+        return cls(
+            *(a_parts, b_parts, a_scales, call.b_scales, call.biases, call.reduce_op, dim),
+            *(call.out_dtype or a_parts[0].dtype, call.use_fast_accum, world, op, call.sum_dtype, added),
+            factors=nonunit(call.factors),
+            unknown=tuple(sorted(call.given() - KNOWN)),
+        )
 
     @property
     def wire_dtype(self) -> torch.dtype:

@@ -1,0 +1,294 @@
+"""Checks of calls: all arguments, and the scales that go together. Without sizes, no guard is added."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from asynctp_passes.ops.arguments import check_group, check_lengths, group_and_size, normalize_dim, require
+from asynctp_passes.ops.calls import Call, GatherCall, ReduceCall
+from asynctp_passes.ops.plain_collectives import FP8_DTYPES, gathered_shape
+
+PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+BLOCK = 128
+SCALINGS = (
+    ("one", "one"),
+    ("one", "rows"),
+    ("rows", "one"),
+    ("rows", "rows"),
+    ("1x128", "128x128"),
+    ("128x128", "1x128"),
+    ("1x128", "1x128"),
+)
+"""How A and B can be scaled together. `rows` means the columns of B, and a block is of rows or columns x 128 of K."""
+BLOCKWISE = {"1x128", "128x128"}
+SCALED_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALED_AFTER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
+"""Dtypes besides fp8 that the scaled ops take: a matmul is made in its own dtype (int32 of int8), then scaled."""
+WIDENED = (torch.bfloat16, torch.float16)
+"""Dtypes of products that can be summed in float32."""
+REDUCE_OPS = ("sum", "avg")
+LARGEST_EXPONENT = 60
+"""A factor is at most 2 to this power, or at least 2 to its negative: the product of two is normal in float32."""
+
+
+def check(call: Call, *, sizes: bool = True) -> None:
+    """Check a call's arguments; without `sizes` only what adds no guard under dynamic shapes.
+
+    Raises:
+        ValueError: Names the argument, its value, the limit and the remedy.
+    """
+    if isinstance(call, GatherCall):
+        _check_gather(call, sizes)
+    else:
+        _check_reduction(call, sizes)
+
+
+def check_in_group(call: Call) -> None:
+    """Check that the group exists and has the size that the call says, then its arguments.
+
+    Raises:
+        ValueError: Names the argument, its value, the limit and the remedy.
+    """
+    if call.group_size is None:
+        group_and_size(call.group_name)
+    else:
+        check_group(call.op, call.group_size, call.group_name)
+    check(call)
+
+
+# --- gathers -------------------------------------------------------------------------------------------------------
+def _check_gather(call: GatherCall, sizes: bool) -> None:
+    op, a_shard = call.op, call.a_shard
+    check_lengths(op, len(call.bs), {"bs": call.bs, "biases": call.biases})
+    dim = _check_dim(op, "gather_dim", call.gather_dim, a_shard.ndim)
+    for i, (b, bias) in enumerate(zip(call.bs, call.biases, strict=True)):
+        _check_product(op, ("a_shard", f"bs[{i}]", f"biases[{i}]"), a_shard, b, bias, call.out_dtype)
+    if call.a_scale is not None:
+        check_lengths(op, len(call.bs), {"b_scales": call.b_scales})
+        rowwise_in_contraction = call.gather_a_scale and dim == a_shard.ndim - 1
+        limit = "False when the last dimension is gathered: one row would have another scale on every rank"
+        require(not rowwise_in_contraction, op, "gather_a_scale", True, limit)
+        _check_along(call, dim)
+    if sizes:
+        _check_gather_sizes(call, dim)
+
+
+def _check_along(call: GatherCall, dim: int) -> None:
+    op, along, ndim = call.op, call.along_shard, call.a_shard.ndim
+    if along is not None:
+        limit = "absent where a_scale is gathered, or the last dimension: one number per row travels with the data"
+        require(not call.gather_a_scale and dim < ndim - 1, op, "along_shard", _describe(along), limit)
+        fits = along.ndim == ndim and along.dtype == torch.float32
+        require(fits, op, "along_shard", _describe(along), f"float32, of {ndim} dimensions as a_shard")
+
+
+def _check_gather_sizes(call: GatherCall, dim: int) -> None:
+    op, shard = call.op, call.a_shard.shape
+    full = gathered_shape(shard, dim, call.group_size)
+    for i, (b, bias) in enumerate(zip(call.bs, call.biases, strict=True)):
+        _check_inner(op, "gathered A", full, f"bs[{i}]", b)
+        _check_bias(op, f"biases[{i}]", bias, b)
+    if call.a_scale is not None:
+        rows = shard if call.gather_a_scale else full
+        _check_a_scale(op, "a_scale", call.a_scale, rows, tensorwise_allowed=not call.gather_a_scale)
+        if (along := call.along_shard) is not None:
+            limit = f"of shape {[*shard[:-1], 1]}: one number per row"
+            require(tuple(along.shape) == (*shard[:-1], 1), op, "along_shard", _describe(along), limit)
+        for i, (b, b_scale) in enumerate(zip(call.bs, call.b_scales, strict=True)):
+            _check_b_scale(op, f"b_scales[{i}]", b_scale, b)
+            _check_pair(op, f"a_scale and b_scales[{i}]", (call.a_scale, rows), (b_scale, b))
+
+
+# --- reductions ----------------------------------------------------------------------------------------------------
+def _check_reduction(call: ReduceCall, sizes: bool) -> None:
+    op, a_parts, b_parts = call.op, call.a_parts, call.b_parts
+    check_lengths(op, len(a_parts), {"a_parts": a_parts, "b_parts": b_parts, "biases": call.biases})
+    require(call.reduce_op in REDUCE_OPS, op, "reduce_op", call.reduce_op, f"one of {REDUCE_OPS}")
+    _check_ndim(op, a_parts[0].ndim)
+    scaled = call.out_dtype is not None
+    for i, (a, b, bias) in enumerate(zip(a_parts, b_parts, call.biases, strict=True)):
+        _check_product(op, (f"a_parts[{i}]", f"b_parts[{i}]", f"biases[{i}]"), a, b, bias, call.out_dtype)
+        alike = a.ndim == a_parts[0].ndim and (scaled or a.dtype == a_parts[0].dtype)
+        limit = f"of the rank and dtype of a_parts[0], {_describe(a_parts[0])}"
+        require(alike, op, f"a_parts[{i}]", _describe(a), limit)
+    if scaled:
+        check_lengths(op, len(a_parts), {"a_scales": call.a_scales, "b_scales": call.b_scales})
+    _check_optional(call)
+    if sizes:
+        _check_sum_sizes(call)
+    if call.scatter_dim is not None:
+        dim = _check_dim(op, "scatter_dim", call.scatter_dim, a_parts[0].ndim)
+        if sizes:
+            _check_parts(call, dim)
+
+
+def _check_optional(call: ReduceCall) -> None:
+    op, first, added = call.op, call.a_parts[0], call.added
+    products = call.out_dtype or first.dtype
+    _check_sum_dtype(op, products, call.sum_dtype)
+    _check_factors(op, len(call.a_parts), call.factors)
+    if added is not None:
+        dtype = call.sum_dtype or products
+        limit = f"a tensor of the result's {dtype} on {first.device}, where A is; convert it first"
+        fits = added.dtype == dtype and added.device == first.device
+        require(fits and added.ndim == first.ndim, op, "added", _describe(added), limit)
+
+
+def _check_parts(call: ReduceCall, dim: int) -> None:
+    size, ranks = (*call.a_parts[0].shape[:-1], call.b_parts[0].shape[1])[dim], call.group_size
+    assert ranks is not None, "the op that scatters is told"
+    limit = f"a multiple of the group's {ranks} ranks; pad that dimension"
+    require(size % ranks == 0, call.op, f"size of dimension {dim} of the product", size, limit)
+
+
+def _check_sum_dtype(op: str, products: torch.dtype, sum_dtype: torch.dtype | None) -> None:
+    fits = sum_dtype in (None, products) or (sum_dtype == torch.float32 and products in WIDENED)
+    limit = f"None, the products' {products}, or torch.float32 for products of a dtype in {WIDENED}"
+    require(fits, op, "sum_dtype", sum_dtype, limit)
+
+
+def _check_factors(op: str, count: int, factors: Sequence[float] | None) -> None:
+    if factors is None:
+        return
+    limit = f"{count}, one for each product, or {count + 1}, one more for their sum"
+    require(count <= len(factors) <= count + 1, op, "len(factors)", len(factors), limit)
+    for i, factor in enumerate(factors):
+        fraction, exponent = math.frexp(factor)
+        limit = f"a power of two from 2^-{LARGEST_EXPONENT} to 2^{LARGEST_EXPONENT}, or the negative of one"
+        require(abs(fraction) == 0.5 and abs(exponent - 1) <= LARGEST_EXPONENT, op, f"factors[{i}]", factor, limit)
+
+
+def _check_sum_sizes(call: ReduceCall) -> None:
+    op, added, product = call.op, call.added, (*call.a_parts[0].shape[:-1], call.b_parts[0].shape[1])
+    for i, (a, b, bias) in enumerate(zip(call.a_parts, call.b_parts, call.biases, strict=True)):
+        _check_inner(op, f"a_parts[{i}]", a.shape, f"b_parts[{i}]", b)
+        _check_bias(op, f"biases[{i}]", bias, b)
+        same = (*a.shape[:-1], b.shape[1]) == product
+        limit = f"of the first product's shape {product}, since the products are added"
+        require(same, op, f"product {i}", (*a.shape[:-1], b.shape[1]), limit)
+    for i, (a_scale, b_scale) in enumerate(zip(call.a_scales, call.b_scales, strict=True)):
+        a, b = call.a_parts[i], call.b_parts[i]
+        _check_a_scale(op, f"a_scales[{i}]", a_scale, a.shape)
+        _check_b_scale(op, f"b_scales[{i}]", b_scale, b)
+        _check_pair(op, f"a_scales[{i}] and b_scales[{i}]", (a_scale, a.shape), (b_scale, b))
+    limit = f"of the products' shape {list(product)}; expand it first"
+    require(added is None or added.shape == product, op, "added", added is not None and _describe(added), limit)
+
+
+# --- of each matmul ------------------------------------------------------------------------------------------------
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+
+
+def _check_ndim(op: str, ndim: int) -> None:
+    require(ndim >= 2, op, "dimensions of A", ndim, "at least 2 (rows and contraction); unsqueeze a vector first")
+
+
+def _check_dim(op: str, name: str, dim: int, ndim: int) -> int:
+    _check_ndim(op, ndim)
+    require(-ndim <= dim < ndim, op, name, dim, f"between {-ndim} and {ndim - 1} for an operand of {ndim} dimensions")
+    return normalize_dim(dim, ndim)
+
+
+def _check_product(
+    op: str,
+    names: tuple[str, str, str],
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> None:
+    """Ranks, dtypes and devices of one matmul's operands: facts that are static under dynamic shapes.
+
+    out_dtype: None of a matmul without scales.
+    """
+    a_name, b_name, bias_name = names
+    require(b.ndim == 2, op, b_name, _describe(b), "a matrix [K, N]; flatten or transpose it first")
+    require(a.device == b.device, op, b_name, _describe(b), f"on the device of {a_name}, {a.device}")
+    if out_dtype is None:
+        plain = (*PLAIN_DTYPES, torch.int8) if op.startswith("all_gather") else PLAIN_DTYPES
+        require(a.dtype in plain, op, a_name, _describe(a), f"of a dtype in {plain}")
+        require(b.dtype == a.dtype, op, b_name, _describe(b), f"of the dtype of {a_name}, {a.dtype}; cast one of them")
+    else:
+        scaled = (*FP8_DTYPES, *SCALED_AFTER_DTYPES)
+        for name, operand in ((a_name, a), (b_name, b)):
+            require(operand.dtype in scaled, op, name, _describe(operand), f"of a dtype in {scaled}")
+        alike = a.dtype == b.dtype or (a.dtype in FP8_DTYPES and b.dtype in FP8_DTYPES)
+        require(alike, op, b_name, _describe(b), f"of the dtype of {a_name}, {a.dtype}; only fp8 dtypes mix")
+        require(out_dtype in SCALED_OUT_DTYPES, op, "out_dtype", out_dtype, f"in {SCALED_OUT_DTYPES}")
+    if bias is not None:
+        own = () if a.dtype == torch.int8 else (a.dtype,)
+        dtypes = own if out_dtype is None else SCALED_OUT_DTYPES
+        fits = bias.ndim in (1, 2) and bias.dtype in dtypes and bias.device == a.device
+        limit = f"a vector [N] or a row [1, N] of a dtype in {dtypes} on {a.device}"
+        require(fits, op, bias_name, _describe(bias), limit)
+
+
+def _check_inner(op: str, a_name: str, a_shape: Sequence[int], b_name: str, b: Tensor) -> None:
+    limit = f"of {a_shape[-1]} rows, the last size of {a_name} {list(a_shape)}"
+    require(a_shape[-1] == b.shape[0], op, b_name, _describe(b), limit)
+
+
+def _check_bias(op: str, name: str, bias: Tensor | None, b: Tensor) -> None:
+    if bias is not None:
+        n = b.shape[1]
+        fits = tuple(bias.shape) in ((n,), (1, n))
+        require(fits, op, name, _describe(bias), f"of shape [{n}] or [1, {n}]: one number per output column")
+
+
+def _check_a_scale(op: str, name: str, scale: Tensor, rows: Sequence[int], tensorwise_allowed: bool = True) -> None:
+    shapes = _shapes_of_a_scale(rows)
+    fits = tuple(scale.shape) in shapes.values() or (tensorwise_allowed and scale.numel() == 1)
+    tensorwise = "one number, or " if tensorwise_allowed else ""
+    limit = f"float32, {tensorwise}of shape {' or '.join(f'{list(shape)} ({kind})' for kind, shape in shapes.items())}"
+    require(fits and scale.dtype == torch.float32, op, name, _describe(scale), limit)
+
+
+def _check_b_scale(op: str, name: str, scale: Tensor, b: Tensor) -> None:
+    shapes = _shapes_of_b_scale(b)
+    fits = scale.numel() == 1 or tuple(scale.shape) in shapes.values()
+    limit = f"float32, one number, or of shape {' or '.join(f'{list(at)} ({kind})' for kind, at in shapes.items())}"
+    require(fits and scale.dtype == torch.float32, op, name, _describe(scale), limit)
+
+
+def _check_pair(op: str, names: str, of_a: tuple[Tensor, Sequence[int]], of_b: tuple[Tensor, Tensor]) -> None:
+    shapes = [list(of_a[0].shape), list(of_b[0].shape)]
+    limit = f"scaled in one of these ways: {', '.join(f'{a} x {b}' for a, b in SCALINGS)}"
+    recipe = scaling_of(of_a, of_b)
+    require(recipe is not None, op, names, shapes, limit)
+    blocks = recipe is not None and not BLOCKWISE.isdisjoint(recipe)
+    limit = "one number or by rows: only fp8 operands have scales of blocks"
+    require(not blocks or of_b[1].dtype in FP8_DTYPES, op, names, shapes, limit)
+
+
+def scaling_of(of_a: tuple[Tensor, Sequence[int]], of_b: tuple[Tensor, Tensor]) -> tuple[str, str] | None:
+    """Which of `SCALINGS` the scales of an A (with its shape) and a B (with it) are, by their shapes."""
+    kinds_a = _kinds(of_a[0], _shapes_of_a_scale(of_a[1]))
+    kinds_b = _kinds(of_b[0], _shapes_of_b_scale(of_b[1]))
+    return next((pair for pair in SCALINGS if pair[0] in kinds_a and pair[1] in kinds_b), None)
+
+
+def _kinds(scale: Tensor, shapes: dict[str, tuple[int, ...]]) -> set[str]:
+    one = {"one"} if scale.numel() == 1 else set()
+    return one | {kind for kind, shape in shapes.items() if shape == tuple(scale.shape)}
+
+
+def _shapes_of_a_scale(a: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """How the scales of an A of this shape can be arranged; blocks of 128 rows must be whole."""
+    *lead, rows, depth = a
+    shapes: dict[str, tuple[int, ...]] = {"rows": (*lead, rows, 1), "1x128": (*lead, rows, _blocks(depth))}
+    return shapes | ({} if rows % BLOCK else {"128x128": (*lead, rows // BLOCK, _blocks(depth))})
+
+
+def _shapes_of_b_scale(b: Tensor) -> dict[str, tuple[int, ...]]:
+    depth, columns = b.shape
+    along = _blocks(depth)
+    return {"rows": (1, columns), "1x128": (along, columns), "128x128": (along, _blocks(columns))}
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK)

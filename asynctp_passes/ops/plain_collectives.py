@@ -1,0 +1,98 @@
+"""Plain functional collectives, in ordinary memory: the transport of the reference programs where no other is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from asynctp_passes import compat
+from asynctp_passes.ops.arguments import group_and_size, normalize_dim
+
+__all__ = ["FP8_DTYPES", "Mover", "all_reduce", "gather", "gather_with", "gathered_shape", "reduce_scatter"]
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Mover(Protocol):
+    """Collectives of a group on a wire of its own, complete when they return; None where it has none for a call."""
+
+    def gather(self, shard: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
+        """All ranks' shards, and float32 numbers: [world, *shape] each."""
+
+    def scatter(self, blocks: Tensor, reduce_op: str) -> Tensor | None:
+        """This rank's part of the sum of `blocks` [world, *shape]."""
+
+    def all_reduce(self, partial: Tensor, reduce_op: str) -> Tensor | None:
+        """The sum, on every rank."""
+
+
+def gathered_shape(shape: Sequence[int], dim: int, group_size: int) -> tuple[int, ...]:
+    """A shard's shape, `group_size` times as long in `dim`."""
+    dim = normalize_dim(dim, len(shape))
+    return (*shape[:dim], shape[dim] * group_size, *shape[dim + 1 :])
+
+
+def gather_with(
+    shard: Tensor, numbers: Tensor | None, dim: int, group_size: int, group_name: Any, mover: Mover | None
+) -> tuple[Tensor, Tensor | None]:
+    """All ranks' shards, and numbers, joined along `dim`: by the mover, if there is one and it can."""
+    dim = normalize_dim(dim, shard.ndim)
+    found = None if mover is None else mover.gather(shard.contiguous(), numbers)
+    if found is not None:
+        pieces, of_numbers = found
+        return _joined(pieces, dim), None if of_numbers is None else _joined(of_numbers, dim)
+    whole = gather(shard, dim, group_size, group_name)
+    return whole, None if numbers is None else gather(numbers, dim, group_size, group_name)
+
+
+def _joined(pieces: Tensor, dim: int) -> Tensor:
+    """[ranks, *shape] as the ranks' tensors one after the other along `dim`: contiguous."""
+    ranks, *shape = pieces.shape
+    return pieces.movedim(0, dim).reshape(gathered_shape(shape, dim, ranks)).contiguous()
+
+
+def gather(shard: Tensor, dim: int, group_size: int, group_name: Any) -> Tensor:
+    """All ranks' shards, joined along `dim` in rank order: contiguous, ordinary memory.
+
+    fp8 travels as bytes (gloo has no fp8 type), which is exact: a gather only moves data.
+    """
+    fp8 = shard.dtype in FP8_DTYPES
+    wire = (shard.view(torch.uint8) if fp8 else shard).contiguous()
+    c10d = torch.ops._c10d_functional
+    stacked = c10d.wait_tensor(c10d.all_gather_into_tensor(wire, group_size, compat.group_name_of(group_name)))
+    full = _joined(stacked.view(group_size, *shard.shape), normalize_dim(dim, shard.ndim))
+    return full.view(shard.dtype) if fp8 else full
+
+
+def reduce_scatter(
+    full: Tensor, reduce_op: str, dim: int, group_size: int, group_name: Any, mover: Mover | None = None
+) -> Tensor:
+    """This rank's block along `dim` of the ranks' sum or average: by the mover, if there is one and it can.
+
+    gloo's average is spelled out as sum, then division, both rounded to the tensor's dtype (of integers, cut off).
+    """
+    dim = normalize_dim(dim, full.ndim)
+    sizes = (*full.shape[:dim], group_size, full.shape[dim] // group_size, *full.shape[dim + 1 :])
+    blocks = full.reshape(sizes).movedim(dim, 0).contiguous()
+    if mover is not None and (part := mover.scatter(blocks, reduce_op)) is not None:
+        return part
+    divide = reduce_op == "avg" and full.device.type == "cpu"
+    c10d = torch.ops._c10d_functional
+    op = "sum" if divide else reduce_op
+    block = c10d.wait_tensor(c10d.reduce_scatter_tensor(blocks, op, group_size, compat.group_name_of(group_name)))
+    shard: Tensor = block.view(blocks.shape[1:])
+    return (shard / group_size).to(shard.dtype) if divide else shard
+
+
+def all_reduce(partial: Tensor, reduce_op: str, group_name: Any, mover: Mover | None = None) -> Tensor:
+    """The ranks' sum or average, on every rank; gloo's average, and a mover, as in `reduce_scatter`."""
+    if mover is not None and (total := mover.all_reduce(partial.contiguous(), reduce_op)) is not None:
+        return total
+    divide = reduce_op == "avg" and partial.device.type == "cpu"
+    c10d = torch.ops._c10d_functional
+    op = "sum" if divide else reduce_op
+    total = c10d.wait_tensor(c10d.all_reduce(partial, op, compat.group_name_of(group_name)))
+    return total / group_and_size(group_name)[1] if divide else total  # type: ignore[no-any-return]

@@ -1,0 +1,103 @@
+"""What the kernels make of the arguments of a call: its plan's key, and arguments that they do not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from asynctp_kernels import cuda
+from asynctp_kernels.cuda.implementations import OwnProgram
+from asynctp_kernels.cuda.plans import gather_call, scatter_call
+from cuda_stubs import Machine, machine
+from plan_runs import RANK, WORLD
+
+from asynctp_passes.ops.calls import OPS, SIGNATURES, GatherCall, ReduceCall
+
+BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
+A, B, ONE = torch.zeros(2, 8, 16, dtype=FP8), torch.zeros(16, 16, dtype=FP8).t(), torch.ones(())
+GATHER = GatherCall(
+    A, [B], [None], "", "all_gather_scaled_matmul", 1, False, WORLD, False, BF16, False, None, ONE, [ONE], None
+)
+SUM = ReduceCall(
+    [A], [B], [None], "", "scaled_matmul_reduce_scatter", "sum", 1, WORLD, BF16, False, None, [ONE], [ONE], None, None
+)
+OTHERS: dict[str, Any] = {
+    "a_shard": A.repeat(1, 2, 1), "a_parts": [A.repeat(1, 2, 1)], "bs": [B, B], "b_parts": [B.t()],
+    "biases": [torch.zeros(16, dtype=BF16)], "a_scale": torch.ones(2, 8 * WORLD, 1), "b_scales": [torch.ones(1, 16)],
+    "a_scales": [torch.ones(2, 8, 1)], "along_shard": torch.ones(2, 8, 1), "added": torch.zeros(2, 8, 16, dtype=BF16),
+    "factors": [2.0], "op": "another", "gather_dim": -2, "scatter_dim": -2, "group_size": 3, "reduce_op": "avg",
+    "return_a_full": True, "gather_a_scale": True, "out_dtype": torch.float16, "use_fast_accum": True,
+    "all_keep": True, "sum_dtype": FP32,
+}  # fmt: skip
+
+
+def run(here: Machine, call: GatherCall | ReduceCall) -> Any:
+    """The call as its op makes it; "its own program" where that runs."""
+    kernels = cuda.run_gather if isinstance(call, GatherCall) else cuda.run_reduce
+    return kernels(call._replace(group_name=here.group), lambda call: None, lambda call, mover: "its own program")
+
+
+class Asked(dict[Any, Any]):
+    """Plans that were all made before, and the keys that they were asked for by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys_asked: list[Any] = []
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        hash(key)
+        self.keys_asked.append(key)
+        return OwnProgram("sequential")
+
+
+@pytest.mark.parametrize("call", [GATHER, SUM], ids=["gather", "sum"])
+def test_every_argument_is_in_the_key_of_a_plan(call: GatherCall | ReduceCall) -> None:
+    """A call that differs in one argument does not run the plan of another; one on other memory does."""
+    with machine(RANK, WORLD) as here:
+        here.memory.plans = asked = Asked()
+        for other in (call, call._replace(biases=[None])):
+            assert run(here, other) == "its own program"
+        key, again = asked.keys_asked
+        assert key == again
+        for name in set(call._fields) - {"group_name"}:
+            run(here, call._replace(**{name: OTHERS[name]}))
+            assert asked.keys_asked.pop() != key, name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_signature_makes_the_same_call_of_arguments_in_order_and_by_name(op: str) -> None:
+    signature, given = SIGNATURES[op], dict(enumerate(SIGNATURES[op].names))
+    for count in range(signature.needed, len(given) + 1):
+        arguments = [given[place] for place in range(count)]
+        call = signature.call(*arguments)
+        assert call == signature.named(dict(zip(signature.names, arguments, strict=False)))
+        assert (type(call), call.op) == (GatherCall if "gather" in op else ReduceCall, op)
+        assert [getattr(call, name) for name in signature.names[:count]] == arguments
+        assert call.given() == set(arguments[signature.needed :])
+        assert signature.in_order(dict(zip(signature.names, arguments, strict=False))) == arguments
+
+
+def test_no_kernel_runs_a_call_with_an_argument_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = torch.zeros(8, 16), torch.zeros(16, 8)
+    gather, scatter = SIGNATURES["all_gather_matmul"], SIGNATURES["matmul_reduce_scatter"]
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (gather.call(a, [b], [None], 0, False, WORLD, ""), {"all_keep": True}),
+        (scatter.call([a], [b], [None], "sum", 0, WORLD, ""), {"added": torch.zeros(8, 8), "sum_dtype": FP32}),
+    ]
+    with machine(RANK, WORLD) as here:
+        for call, optional in calls:
+            given = call._replace(**optional)
+            known = cuda.explain(given, WORLD)
+            with monkeypatch.context() as patch:
+                for module in (gather_call, scatter_call):
+                    patch.setattr(module, "KNOWN", set())
+                unknown = cuda.explain(given, WORLD)
+                assert run(here, given) == "its own program"
+            reason = f"arguments that no kernel knows: {', '.join(optional)}"
+            assert {name for name, why in unknown.refused.items() if why == reason} == {"fused", "decomposed", "direct"}
+            assert unknown.implementation in ("sequential", "whole")
+            assert reason not in known.refused.values()
