@@ -8,6 +8,7 @@ table.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +35,7 @@ class Reason:
             is why that is done instead; else SKIPPED, unless something else is done to it (`planning.plan`).
         text: What is the case, in one sentence.
         hint: What to do about it.
+        hint_of_reduction: The same for a matmul whose result is reduced, where `hint` is for a gather alone.
     """
 
     code: str
@@ -41,6 +43,17 @@ class Reason:
     outcome: Outcome
     text: str
     hint: str
+    hint_of_reduction: str = ""
+
+    def hint_for(self, kind: str) -> str:
+        """The hint for a collective of this kind, as `"all_gather"` or `"reduce_scatter"`."""
+        return self.hint_of_reduction if self.hint_of_reduction and "reduce" in kind else self.hint
+
+    def remedies(self) -> dict[str, str]:
+        """All hints, by the title that says which collectives each is for."""
+        if not self.hint_of_reduction:
+            return {"remedy": self.hint}
+        return {"remedy for a gather": self.hint, "remedy for a reduction": self.hint_of_reduction}
 
     @property
     def in_scope(self) -> bool:
@@ -62,8 +75,8 @@ class Refusal:
 CATALOGUE: dict[str, Reason] = {}
 
 
-def _reason(code: str, name: str, text: str, hint: str, outcome: Outcome) -> Reason:
-    reason = Reason(code, name, outcome, text, hint)
+def _reason(code: str, name: str, text: str, hint: str, outcome: Outcome, hint_of_reduction: str = "") -> Reason:
+    reason = Reason(code, name, outcome, text, hint, hint_of_reduction)
     CATALOGUE[name] = reason
     return reason
 
@@ -72,8 +85,8 @@ def _skip(code: str, name: str, text: str, hint: str) -> Reason:
     return _reason(code, name, text, hint, "SKIPPED")
 
 
-def _miss(code: str, name: str, text: str, hint: str) -> Reason:
-    return _reason(code, name, text, hint, "MISSED")
+def _miss(code: str, name: str, text: str, hint: str, hint_of_reduction: str = "") -> Reason:
+    return _reason(code, name, text, hint, "MISSED", hint_of_reduction)
 
 
 # --- 0xx scope: not ours to fuse -------------------------------------------------------------------
@@ -190,13 +203,15 @@ PIECES_REORDERED = _miss(
     "ATP101",
     "PIECES_REORDERED",
     "the ranks' pieces are not joined in rank order",
-    "concatenate the pieces in rank order; a reordered gather is a different tensor and is never fused",
+    "concatenate the pieces in rank order, or reorder the matmul's result; a reordered gather is another tensor",
+    "give a reduce-scatter the pieces in rank order, since ranks would get others; reorder the result of an all-reduce",
 )
 PIECES_REPEATED = _miss(
     "ATP102",
     "PIECES_REPEATED",
     "a piece of the gathered or scattered tensor is used more than once",
-    "use every rank's piece exactly once; expand or move the repetition after the matmul",
+    "use every rank's piece exactly once; expand or repeat the matmul's result instead",
+    "give the collective every piece exactly once; expand or repeat its result instead",
 )
 PIECES_MISSING = _miss(
     "ATP103",
@@ -208,14 +223,15 @@ VIEW_NOT_UNDERSTOOD = _miss(
     "ATP104",
     "VIEW_NOT_UNDERSTOOD",
     "a view between the collective and the matmul cannot be followed as an index map",
-    "write it with reshape, permute, split/chunk, slice and cat, or move it: of a gather after the matmul, of a "
-    "reduction after the collective",
+    "write it with reshape, permute, split/chunk, slice and cat, or move it after the matmul",
+    "write it with reshape, permute, split/chunk, slice and cat, or move it after the collective",
 )
 COMPUTED_BETWEEN = _miss(
     "ATP105",
     "COMPUTED_BETWEEN",
     "an operation changes values between the collective and the matmul",
-    "apply row-wise operations to the shard before the gather, or to the result after the reduce-scatter",
+    "apply row-wise operations to the shard before the gather",
+    "apply the operation to the collective's result: it then works on the sum, so see that the program means that",
 )
 QUANTIZED_AFTER_GATHER = _miss(
     "ATP106",
@@ -228,7 +244,8 @@ NOT_ROWS_OR_CONTRACTION = _miss(
     "ATP107",
     "NOT_ROWS_OR_CONTRACTION",
     "the rank dimension does not end as a block of the matmul's rows (or leads its contraction or output columns)",
-    "gather or scatter along a dimension that is not interleaved with the contraction dimension",
+    "gather along a dimension that is not interleaved with the contraction dimension",
+    "scatter along a dimension that is not interleaved with the matmul's output columns",
 )
 SIZES_NOT_PROVEN = _miss(
     "ATP108",
@@ -349,7 +366,8 @@ RESULT_SCALED = _miss(
     "ATP206",
     "RESULT_SCALED",
     "the scaled matmul has a result scale",
-    "leave scale_result unset and scale the result after the reduce-scatter",
+    "leave scale_result unset and scale the matmul's result",
+    "leave scale_result unset and scale the collective's result",
 )
 SHAPE_UNKNOWN = _miss(
     "ATP207",
@@ -383,8 +401,8 @@ SENT_REARRANGED = _miss(
     "SENT_REARRANGED",
     "elements change their places between the collective and the matmul in another way than by whole rows of the "
     "matmul: ranks would send them in another order than the collective does, which ranks may see in different ways",
-    "let the collective take its tensor in the order in which the matmul has it: gather what is multiplied without a "
-    "transposition in between, and transpose a product after it is reduced",
+    "gather the operand in the order in which the matmul has it, without a transposition in between",
+    "let the collective take the matmul's result in its own order, and transpose the collective's result",
 )
 RANKS_DIFFER = _miss(
     "ATP212",
@@ -489,8 +507,13 @@ INTERNAL_ERROR = _miss(
 )
 
 
-def catalogue_markdown() -> str:
-    """The reference page of all reasons, as Markdown (`docs/reference/reasons.md`)."""
+def catalogue_markdown(introduction: str, programs: Mapping[str, str]) -> str:
+    """The reference page of all reasons, as Markdown (`docs/reference/reasons.md`).
+
+    Args:
+        introduction: Says how the programs are to be read.
+        programs: For each code that is MISSED, the Markdown that follows its remedy.
+    """
     families = {
         "0": "Scope",
         "1": "Structure",
@@ -507,6 +530,8 @@ def catalogue_markdown() -> str:
         "([outcomes](report.md#outcomes)). MISSED is in scope and could not be fused: it is logged as a warning,",
         'and raises under `strict="all"` (and under `strict="zero"` when nothing in the graph was fused).',
         "",
+        introduction,
+        "",
         "This page is written by `asynctp reasons --markdown`.",
     ]
     family = ""
@@ -514,12 +539,8 @@ def catalogue_markdown() -> str:
         if reason.code[3] != family:
             family = reason.code[3]
             lines += ["", f"## {family}xx {families[family]}"]
-        lines += [
-            "",
-            f"### {reason.code} {reason.name}",
-            "",
-            f"{reason.outcome}: {reason.text}.",
-            "",
-            f"Remedy: {reason.hint}.",
-        ]
+        lines += ["", f"### {reason.code} {reason.name}", "", f"{reason.outcome}: {reason.text}."]
+        for title, hint in reason.remedies().items():
+            lines += ["", f"{title.capitalize()}: {hint}."]
+        lines += ["", programs[reason.code]] if reason.code in programs else []
     return "\n".join(lines) + "\n"

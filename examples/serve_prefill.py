@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from asynctp_passes.tools.demo.recipe import (
     require_precision,
 )
 from asynctp_passes.tools.demo.train import TEXT
+from asynctp_passes.tools.progress import Steps
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -169,7 +170,7 @@ class Clock:
 def serve(
     prefill: Step,
     decode: Step,
-    batches: Sequence[Prompts],
+    batches: Iterable[Prompts],
     count: int,
     device: torch.device,
     keep: bool = False,
@@ -247,16 +248,18 @@ def run(options: argparse.Namespace, sizes: ModelSizes, here: Place) -> dict[str
     group = mesh.get_group().group_name
     prefill, decode = compiled(model, options, group, device)
     text = torch.frombuffer(bytearray(options.data.read_bytes()), dtype=torch.uint8).long()
+    steps = Steps("serve_prefill", enabled=here.rank == 0)
     warm, batches = 3, draw(options, text, options.batches + 3, device)
     with torch.no_grad():
         started = time.perf_counter()
-        serve(prefill, decode, batches[:warm], max(options.decode, 4), device)
+        serve(prefill, decode, steps.each("warm up and compile", batches[:warm]), max(options.decode, 4), device)
         compiling = time.perf_counter() - started
         with torch.compiler.set_stance("fail_on_recompile"):
-            times = serve(prefill, decode, batches[warm:], options.decode, device, keep=options.check)
-        checked = (
-            check(model, batches[warm:], times, options, mesh.get_group().group_name, here) if options.check else None
-        )
+            timed = steps.each("answer and time batches", batches[warm:])
+            times = serve(prefill, decode, timed, options.decode, device, keep=options.check)
+        again = steps.each("check batches", batches[warm:])
+        checked = check(model, again, times, options, group, here) if options.check else None
+    steps.end()
     return {
         "options": vars(options),
         "torch": torch.__version__,
@@ -288,7 +291,7 @@ def compiled(model: Transformer, options: argparse.Namespace, group: str, device
 
 
 def check(
-    model: Transformer, batches: Sequence[Prompts], times: Times, options: argparse.Namespace, group: str, here: Place
+    model: Transformer, batches: Iterable[Prompts], times: Times, options: argparse.Namespace, group: str, here: Place
 ) -> dict[str, Any]:
     """The logits of every step against those of plain Inductor (for that: of no compiler), led along the same bytes."""
     steps: tuple[Step, Step] = (model.serve, model.serve)

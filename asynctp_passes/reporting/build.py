@@ -107,7 +107,7 @@ def _remark(decision: Decision, phase: str, outcome: Outcome, accelerated: bool 
             code=reason.code,
             name=reason.name,
             message=str(refusal),
-            hint=reason.hint,
+            hint=reason.hint_for(collective.kind),
             op=f"asynctp::{collective.kind}" if accelerated else "",
             **common,  # type: ignore[arg-type]
         )

@@ -688,6 +688,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add_bench_options(parser)
     add_table_options(parser)
     options = parser.parse_args(arguments)
+    parser.prog = "asynctp tune" if options.tune else parser.prog
     options.timeout = 1800 if options.timeout is None else options.timeout
     if options.report is None:
         options.kinds, options.ops = options.kinds or ["bf16"], options.ops or list(OPS)
@@ -708,7 +709,7 @@ def _table_mistake() -> str:
         return str(error)
     if can_be_written(str(path), folder=False):
         return ""
-    return f"--tune: {path} cannot be written; name another file in ASYNCTP_TUNING_TABLE"
+    return f"the tuning table {path} cannot be written; name another file in ASYNCTP_TUNING_TABLE"
 
 
 def command(options: argparse.Namespace) -> str:

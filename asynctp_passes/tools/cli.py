@@ -31,7 +31,7 @@ from asynctp_passes.reasons import CATALOGUE, Reason, catalogue_markdown
 from asynctp_passes.reporting import files
 from asynctp_passes.reporting.picture import waive
 from asynctp_passes.reporting.report import Remark, Report
-from asynctp_passes.tools import profile
+from asynctp_passes.tools import profile, reason_programs
 
 __all__ = ["main"]
 
@@ -117,12 +117,12 @@ def _parser() -> argparse.ArgumentParser:
     add_bench_options(bench)
     add_table_options(bench)
     add_end_to_end_options(bench)
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(run=_bench, command="bench")
 
     tune = commands.add_parser("tune", help="measure what is fastest here, for programs to choose by: bench --tune")
     _add_ranks(tune)
-    add_bench_options(tune)
-    tune.set_defaults(run=_bench, all=False, tune=True, e2e=False, **dict.fromkeys(_END_TO_END))
+    add_bench_options(tune, end_to_end=False)
+    tune.set_defaults(run=_bench, command="tune", all=False, tune=True, e2e=False, **dict.fromkeys(_END_TO_END))
 
     profiled = commands.add_parser(
         "profile", help="say how much communication a torch.profiler trace shows exposed, and draw it"
@@ -140,7 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     profiled.set_defaults(run=_profile)
 
-    reasons = commands.add_parser("reasons", help="explain why a chain was not fused")
+    reasons = commands.add_parser(
+        "reasons", help="explain why a chain was not fused; of one CODE, show a program mended"
+    )
     reasons.add_argument("code", nargs="?", metavar="CODE", help="a code or a name, as ATP105 or COMPUTED_BETWEEN")
     reasons.add_argument("--markdown", action="store_true", help="print the reference page of all reasons")
     reasons.set_defaults(run=_reasons)
@@ -212,8 +214,10 @@ def _bad_options() -> list[tuple[str, str, str, str]]:
     return []
 
 
-def add_bench_options(parser: argparse.ArgumentParser) -> None:
-    """The options of a measurement, for the command and for its worker processes."""
+def add_bench_options(parser: argparse.ArgumentParser, end_to_end: bool = True) -> None:
+    """The options of a measurement, for the command and for its worker processes; `tune` has no `--e2e` to explain."""
+    kinds = "; with --e2e of bf16,fp8,fp8-rowwise: bf16,fp8-rowwise" if end_to_end else ""
+    timeout = "; with --e2e 300, and what does not fit is left out" if end_to_end else ""
     parser.add_argument(
         "--report", type=Path, metavar="FILE.jsonl",
         help="measure the fused calls of a program, from the file that Config.report_file names, not built-in shapes",
@@ -222,18 +226,17 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", type=_words, help="gather,scatter (default: both)")
     parser.add_argument(
         "--kinds", type=_words, help="of bf16,fp8,fp8-rowwise, and without fast accumulation fp8-precise,"
-        "fp8-rowwise-precise (default: bf16; with --e2e of bf16,fp8,fp8-rowwise: bf16,fp8-rowwise)",
+        f"fp8-rowwise-precise (default: bf16{kinds})",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=7, help="rounds to take the median of (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the raw results, and a plot")
     parser.add_argument(
-        "--timeout", type=int, help="end after so many seconds (default: 1800; with --e2e 300, and what does not fit "
-        "is left out)",
+        "--timeout", type=int, help=f"end after so many seconds (default: 1800{timeout})"
     )  # fmt: skip
 
 
 def add_table_options(parser: argparse.ArgumentParser) -> None:
-    """The further options of a measurement of ops, likewise."""
+    """The further options of a measurement of ops, for the command and for its worker processes."""
     parser.add_argument("--all", action="store_true", help="time each of our implementations too")
     parser.add_argument("--tune", action="store_true", help="write the fastest of each row to the tuning table")
 
@@ -267,29 +270,37 @@ _BUILT_IN_ONLY = ("rows", "ops", "kinds")
 
 
 def _bench(options: argparse.Namespace) -> int:
+    """`bench` or `tune`: mistakes are said by the name that was given."""
+    try:
+        return _check_and_measure(options)
+    except UsageError as error:
+        raise UsageError(f"{options.command}: {error}") from error
+
+
+def _check_and_measure(options: argparse.Namespace) -> int:
     for name in _OPS_ONLY if options.e2e else _END_TO_END:
         if getattr(options, name):
             remedy = "leave one of them out" if options.e2e else "add --e2e, or leave it out"
-            raise UsageError(f"bench: --{name} is not valid {'with' if options.e2e else 'without'} --e2e; {remedy}")
+            raise UsageError(f"--{name} is not valid {'with' if options.e2e else 'without'} --e2e; {remedy}")
     if options.report is not None:
         for name in _BUILT_IN_ONLY:
             if getattr(options, name):
-                raise UsageError(f"bench: --{name} is not valid with --report, which has them; leave one of them out")
+                raise UsageError(f"--{name} is not valid with --report, which has them; leave one of them out")
         options.ranks = _ranks_of_report(options.report, options.ranks)
     if options.e2e:
         settle_end_to_end(options, gpu=not options.cpu)
     _refuse(mistake(options, options.e2e))
-    ranks = _cpu_ranks(options.ranks) if options.cpu else _bench_ranks(options.ranks)
+    ranks = _cpu_ranks(options.ranks) if options.cpu else _bench_ranks(options.ranks, options.e2e)
     if options.e2e:
         _refuse(size_mistake(options, ranks))
     elif options.rows and all(rows % ranks for rows in options.rows):
-        raise UsageError(f"bench: --rows {options.rows} is not valid; it must have a multiple of the {ranks} ranks")
+        raise UsageError(f"--rows {options.rows} is not valid; it must have a multiple of the {ranks} ranks")
     return _measure(options, ranks)
 
 
 def _refuse(said: str) -> None:
     if said:
-        raise UsageError(f"bench: {said}")
+        raise UsageError(said)
 
 
 def settle_end_to_end(options: argparse.Namespace, gpu: bool) -> None:
@@ -380,10 +391,10 @@ def _measure(options: argparse.Namespace, ranks: int) -> int:
         if str(folder) != scratch and path.exists():
             print(f"wrote {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}")
     if failed:
-        print("asynctp: bench: ended early; what was measured is above", file=sys.stderr)
+        print(f"asynctp: {options.command}: ended early; what was measured is above", file=sys.stderr)
         return 3
     if found.get("left_out") and not found["rows"] and not found["failed"]:
-        raise UsageError("bench: nothing was measured; why is above")
+        raise UsageError("nothing was measured; why is above")
     return 0 if all(row["right"] for row in found["rows"]) and not found.get("failed") else 1
 
 
@@ -457,13 +468,13 @@ def _ranks_of_report(path: Path, wanted: int | None) -> int:
     sizes = sorted({ranks for _, _, ranks in calls_of_report(path)})
     if not sizes:
         raise UsageError(
-            f"bench: {path} has no fused call with its sizes; it must be what report_file collected of a program, "
+            f"{path} has no fused call with its sizes; it must be what report_file collected of a program, "
             "compiled with static shapes by this version"
         )
     if wanted is None and len(sizes) > 1:
-        raise UsageError(f"bench: {path} has groups of {_listed(sizes)} ranks; say which with --ranks")
+        raise UsageError(f"{path} has groups of {_listed(sizes)} ranks; say which with --ranks")
     if wanted is not None and wanted not in sizes:
-        raise UsageError(f"bench: --ranks {wanted} is not valid; the groups in {path} have {_listed(sizes)} ranks")
+        raise UsageError(f"--ranks {wanted} is not valid; the groups in {path} have {_listed(sizes)} ranks")
     return sizes[0] if wanted is None else wanted
 
 
@@ -507,19 +518,20 @@ def _choices(end_to_end: bool) -> dict[str, Sequence[str]]:
 def _cpu_ranks(wanted: int | None) -> int:
     ranks = 2 if wanted is None else wanted
     if ranks < 2:
-        raise UsageError(f"bench: --ranks {ranks} is not valid; it must be at least 2")
+        raise UsageError(f"--ranks {ranks} is not valid; it must be at least 2")
     return ranks
 
 
-def _bench_ranks(wanted: int | None) -> int:
+def _bench_ranks(wanted: int | None, end_to_end: bool) -> int:
     import torch
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = found if wanted is None else wanted
     if found < 2:
-        raise UsageError(f"bench: {found} GPUs here, it needs at least 2 of one host; 'asynctp doctor' says more")
+        remedy = "; or add --cpu, to time a tiny model on the CPU" if end_to_end else ""
+        raise UsageError(f"{found} GPUs here, it needs at least 2 of one host; 'asynctp doctor' says more{remedy}")
     if not 2 <= ranks <= min(found, 8):
-        raise UsageError(f"bench: --ranks {ranks} is not valid; it must be 2 to {min(found, 8)}")
+        raise UsageError(f"--ranks {ranks} is not valid; it must be 2 to {min(found, 8)}")
     return ranks
 
 
@@ -572,10 +584,13 @@ def _summaries(trace: profile.Trace, options: argparse.Namespace) -> list[profil
 
 def _reasons(options: argparse.Namespace) -> int:
     if options.markdown:
-        print(catalogue_markdown(), end="")
+        print(catalogue_markdown(reason_programs.INTRODUCTION, reason_programs.markdown()), end="")
         return 0
     for reason in _selected(options.code):
-        print(f"{reason.code} {reason.name} ({reason.outcome})\n    {reason.text}\n    remedy: {reason.hint}")
+        print(f"{reason.code} {reason.name} ({reason.outcome})\n    {reason.text}")
+        print("".join(f"    {title}: {hint}\n" for title, hint in reason.remedies().items()), end="")
+    if options.code is not None and (source := reason_programs.source_of(reason.code)):
+        print(f"\n{source}", end="")
     return 0
 
 

@@ -61,6 +61,7 @@ from asynctp_passes.tools.demo.recipe import (
     traced,
 )
 from asynctp_passes.tools.plots import pyplot
+from asynctp_passes.tools.progress import Steps
 
 BASE = BACKENDS[0]
 #: what is allowed on top of, or instead of, what is measured: rounding of the results alone
@@ -145,6 +146,7 @@ class Bench:
 
     def __init__(self, problem: Problem, here: Place, mesh: DeviceMesh, options: dict[str, Any]) -> None:
         self.problem, self.here, self.mesh, self.options = problem, here, mesh, options
+        self.steps = Steps(str(problem), enabled=here.rank == 0)
         torch.manual_seed(0)
         self.blocks = [self._block() for _ in range(problem.blocks)]
         self.x, self.target = self._activation(1), self._activation(2)
@@ -288,12 +290,13 @@ def prepare(bench: Bench, backend: str, expected: dict[str, Tensor] | None) -> t
 
 def measure(bench: Bench, prepared: dict[str, Prepared], rounds: int) -> None:
     """Time all backends in turns, into their `times` and `hosts`."""
+    bench.steps.begin("warm up")
     for ready in prepared.values():
         for _ in range(WARM_UP):
             bench.step(ready.blocks)
         if bench.here.gpu:
             ready.steps = max(STEPS_A_ROUND, math.ceil(HALF_TURN_S * 1e3 / slowest(_time(bench, ready)[0], bench.here)))
-    for number in range(rounds):
+    for number in bench.steps.each("time all backends", range(rounds)):
         order = list(prepared)
         random.Random(number).shuffle(order)
         for backend in order:
@@ -428,12 +431,13 @@ def _rows_of(
     prepared: dict[str, Prepared] = {}
     expected: dict[str, Tensor] | None = None
     if bench.fp8:
+        bench.steps.begin("compute in bf16 without a compiler")
         try:
             expected = in_bf16(bench)
         except Exception as error:  # on every rank: they run the same program
             found.failed.append(f"{problem} in bf16 without a compiler: {_said(error)}")
             return
-    for backend in options.backends:
+    for backend in bench.steps.each("compile and compare backends", options.backends):
         if prepared and not budget.allows():
             found.left_out.append(f"{problem} {backend}: no time left of --timeout {options.timeout}")
             continue
@@ -453,7 +457,8 @@ def _rows_of(
     held = sum(each.numel() * each.element_size() for each in expected.values())
     with tempfile.TemporaryDirectory() as scratch:
         traces = scratch if options.out is None else options.out / "traces"
-        for backend, ready in prepared.items():
+        ready_ones = prepared.items()
+        for backend, ready in bench.steps.each("trace and count memory", ready_ones) if here.gpu else ready_ones:
             gradient, difference, limit = nearest_to_its_limit(ready.differences, allowed)
             path = Path(traces, f"{problem.size}-{problem.kind}-{problem.batch}x{problem.sequence}-{backend}.json")
             yield Row(
@@ -486,6 +491,7 @@ def _allowed(bench: Bench, base: Prepared, expected: dict[str, Tensor], found: F
     floor = FLOOR[bench.problem.kind]
     if bench.fp8:
         return limits_in_fp8(base.differences, floor)
+    bench.steps.begin("compute without a compiler")
     try:
         bench.step(bench.blocks)
     except Exception as error:

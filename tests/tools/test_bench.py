@@ -436,11 +436,11 @@ def test_the_recorded_command_measures_the_same(given: list[str]) -> None:
 @pytest.mark.parametrize(
     ("gpus", "ranks", "said"),
     [
-        (0, None, "bench: 0 GPUs here, it needs at least 2"),
-        (1, 1, "bench: 1 GPUs here, it needs at least 2"),
-        (4, 5, "bench: --ranks 5 is not valid; it must be 2 to 4"),
-        (16, None, "bench: --ranks 16 is not valid; it must be 2 to 8"),
-        (4, 1, "bench: --ranks 1 is not valid"),
+        (0, None, "{}: 0 GPUs here, it needs at least 2"),
+        (1, 1, "{}: 1 GPUs here, it needs at least 2"),
+        (4, 5, "{}: --ranks 5 is not valid; it must be 2 to 4"),
+        (16, None, "{}: --ranks 16 is not valid; it must be 2 to 8"),
+        (4, 1, "{}: --ranks 1 is not valid"),
     ],
 )
 def test_ranks_that_cannot_be(
@@ -450,7 +450,32 @@ def test_ranks_that_cannot_be(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     for command in ("bench", "tune"):
         assert cli.main([command, *([] if ranks is None else ["--ranks", str(ranks)])]) == 2
-    assert said in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert f"asynctp: {said.format(command)}" in told
+        assert "--cpu" not in told
+
+
+def test_tune_speaks_of_tune(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with mock.patch.object(cli, "_start_ranks", return_value=1):
+        assert cli.main(["tune", "--rows", "64"]) == 3
+    with mock.patch.object(cli, "_start_ranks", return_value=0):
+        assert cli.main(["tune", "--rounds", "0"]) == 2
+    for arguments in (["--rows", "63"], ["--kinds", "fp4"], ["--report", str(tmp_path / "none.jsonl")]):
+        assert cli.main(["tune", *arguments]) == 2
+    monkeypatch.setenv("ASYNCTP_TUNING_TABLE", str(tmp_path))
+    with pytest.raises(SystemExit):
+        bench.parse(["--tune"])
+    told = capsys.readouterr().err
+    assert told.count("asynctp: tune: ") == 5
+    assert "asynctp tune: error: " in told
+    assert "bench" not in told
+    with pytest.raises(SystemExit):
+        cli.main(["tune", "--help"])
+    assert "--e2e" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("gpus", "given", "ranks"), [(4, [], 4), (8, ["--ranks", "2"], 2)])

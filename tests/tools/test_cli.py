@@ -14,6 +14,7 @@ import pytest
 
 from asynctp_passes.reasons import CATALOGUE, catalogue_markdown
 from asynctp_passes.reporting.report import Remark, Report
+from asynctp_passes.tools import reason_programs
 from asynctp_passes.tools.cli import main
 
 REMARK = Remark("FUSED", "all_gather_matmul", "gather", nodes=("gather", "mm"), op="asynctp::all_gather_matmul")
@@ -31,12 +32,19 @@ def test_reasons_explains_one(spelling: str, capsys: pytest.CaptureFixture[str])
     assert main(["reasons", spelling]) == 0
     out = capsys.readouterr().out
     assert out.startswith("ATP105 COMPUTED_BETWEEN (MISSED)\n")
-    assert "remedy: " in out
+    assert "remedy for a gather: apply row-wise operations to the shard" in out
+    assert "def atp105_missed(" in out
+    assert "def atp105_mended(" in out
+
+
+def test_reasons_explains_one_that_no_program_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reasons", "ATP302"]) == 0
+    assert "# No program gives it on a CPU: it needs a device" in capsys.readouterr().out
 
 
 def test_reasons_markdown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reasons", "--markdown"]) == 0
-    assert capsys.readouterr().out == catalogue_markdown()
+    assert capsys.readouterr().out == catalogue_markdown(reason_programs.INTRODUCTION, reason_programs.markdown())
 
 
 def test_unknown_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,7 @@ def test_a_failing_rank_ends_all(how: str, message: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.ranks
-def test_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user runs it, but with one block for two: compiling takes nearly all of the time."""
     if torch.cuda.is_available():
         pytest.skip("the demo would take the GPUs")
@@ -114,7 +114,11 @@ def test_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     mine.write_text("of another program")
     (tmp_path / "reports.jsonl").write_text("of an earlier run\n")
     assert demo.run_demo(steps=3, ranks=2, out=tmp_path)
-    out = capsys.readouterr().out
+    out, progress = capfd.readouterr()
+    assert "demo: start 2 processes, and train in them" in progress
+    assert "asynctp  compiling (inductor took " in progress
+    assert "6/6" in progress.split("trained, the processes end")[0].splitlines()[-1]
+    assert "demo: compare the losses, and write the reports (the step before took " in progress
     assert "forward   5 of 5 collectives next to a matmul are fused" in out
     assert "backward  5 of 5 collectives next to a matmul are fused" in out
     assert "agree" in out

@@ -56,7 +56,16 @@ def test_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out = tmp_path / "out"
     assert cli.main(["bench", "--e2e", "--cpu", "--rounds", "1", "--out", str(out), *QUICK]) == 0
-    printed = capfd.readouterr().out
+    printed, progress = capfd.readouterr()
+    for step in (
+        "compile and compare backends, 1 of 3",
+        "compile and compare backends, 3 of 3 (the step before took ",
+        "compute without a compiler",
+        "warm up",
+        "time all backends, 1 of 1",
+    ):
+        assert progress.count(f" s  debug fp32 2x64: {step}") == 1, "one rank says it"
+        assert step not in printed
     assert "note: PyTorch's async TP fuses on GPUs only; here intree is plain Inductor" in printed
     assert f"wrote {out}: e2e.json" in printed
     said = json.loads((out / "e2e.json").read_text())
@@ -391,6 +400,13 @@ def test_what_cannot_be_measured_starts_no_rank(
         assert cli.main(["bench", "--e2e", "--cpu", *arguments]) == 2
     assert not started.called
     assert message in capsys.readouterr().err
+
+
+def test_without_gpus_the_cpu_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", "--e2e"]) == 2
+    assert "bench: 0 GPUs here, it needs at least 2 of one host" in (said := capsys.readouterr().err)
+    assert "add --cpu, to time a tiny model on the CPU" in said
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,12 @@ PRIVATE_TORCH = {
     "tools/bench": {"torch.ops._c10d_functional"},
     "ops/collectives": {"torch.ops._c10d_functional"},
     "tools/demo/recipe": {"torch.ops._c10d_functional"},
+    # Programs for the reader, as users write them.
+    "tools/reason_programs": {
+        "torch._scaled_mm",
+        "torch.distributed._functional_collectives",
+        "torch.ops._c10d_functional",
+    },
     # The demo is a program of its own: it turns caches off and has the backward graph compiled early.
     "tools/demo/train": {"torch._functorch", "torch._inductor", "torch._dynamo"},
 }

@@ -37,7 +37,7 @@ def test_reason(line: Row) -> None:
     assert (remark.name, remark.code) == (line.name, reason.code), remark
     assert remark.outcome == reason.outcome
     assert line.fact in remark.message
-    assert remark.hint == reason.hint
+    assert remark.hint == reason.hint_for(remark.kind)
     apart = line.name == "RESULT_UNUSED" and "coalesced" in remark.kind  # its tensors are communicated one by one
     erased = line.name == "RESULT_DROPPED" or apart
     assert (remark.collective in {node.name for node in graph.nodes}) != erased

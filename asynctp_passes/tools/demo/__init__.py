@@ -18,6 +18,7 @@ from asynctp_passes.tools.demo.launch import RankError, run_ranks
 from asynctp_passes.tools.demo.model import collectives_per_direction
 from asynctp_passes.tools.demo.show import TOLERANCE, chart, judge
 from asynctp_passes.tools.demo.train import TEXT, Result, Settings, train_both
+from asynctp_passes.tools.progress import Steps
 
 __all__ = ["DemoError", "RankError", "default_ranks", "missing_compiler", "missing_headers", "run_demo"]
 
@@ -58,7 +59,10 @@ def run_demo(steps: int = 60, ranks: int | None = None, out: str | Path = "async
     settings = Settings(steps=steps, graph_dir=str(graphs.resolve()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(_introduction(settings, world_size, device), flush=True)
+    progress = Steps("demo")
+    progress.begin(f"start {world_size} processes, and train in them")
     result: Result = run_ranks(world_size, train_both, settings)
+    progress.begin("compare the losses, and write the reports")
     reports = [Report.from_json(text) for text in result.reports]
     files.write(folder / REPORTS, "".join(f"{text}\n" for text in result.reports), append=True)
     verdict = judge(result.losses, reports, collectives_per_direction(settings.sizes), TOLERANCE[device])

@@ -66,17 +66,18 @@ def train_both(rank: int, world_size: int, settings: Settings) -> Result:
     progress = Progress(len(settings.backends) * settings.steps, enabled=rank == 0)
     for backend in settings.backends:
         torch._dynamo.reset()
-        losses, seconds = _train(backend, mesh, device, settings, progress)
+        took = ", ".join(f"{name} took {first:.0f} s" for name, (first, _) in result.seconds.items())
+        losses, seconds = _train(backend, mesh, device, settings, progress, took)
         result.losses[backend], result.seconds[backend] = losses, seconds
     result.reports = [report.to_json() for report in asynctp_passes.reports()]
-    progress.close()
+    progress.close("trained, the processes end")
     return result
 
 
 def _train(
-    backend: str, mesh: DeviceMesh, device: torch.device, settings: Settings, progress: Progress
+    backend: str, mesh: DeviceMesh, device: torch.device, settings: Settings, progress: Progress, took: str = ""
 ) -> tuple[list[float], tuple[float, float]]:
-    """Losses of all steps, and the seconds of the first and of the others."""
+    """Losses of all steps, and the seconds of the first and of the others; `took` says what others' first took."""
     torch.manual_seed(_SEED)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = parallelize(Transformer(settings.sizes).to(device, dtype), mesh)
@@ -87,7 +88,8 @@ def _train(
     losses: list[float] = []
     marks = [time.monotonic()]
     for step in range(settings.steps):
-        progress.show(f"{backend:<8} {'compiling' if not step else f'loss {losses[-1]:.3f}'}")
+        compiling = f"compiling ({took})" if took else "compiling"
+        progress.show(f"{backend:<8} {f'loss {losses[-1]:.3f}' if step else compiling}")
         losses.append(_step(compiled, optimizer, batches.draw(device)))
         marks.append(time.monotonic())
         progress.advance()
@@ -159,9 +161,9 @@ class Progress:
         """One more step is done."""
         self.done += 1
 
-    def close(self) -> None:
+    def close(self, text: str = "done") -> None:
         """Draw the full bar and end its line."""
         self.tenth = -1
-        self.show("done")
+        self.show(text)
         if self.enabled and self.live:
             print(file=sys.stderr)
