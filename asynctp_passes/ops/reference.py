@@ -25,6 +25,7 @@ from typing import Any, ParamSpec, Protocol, SupportsIndex, TypeVar
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from asynctp_passes import compat
 
@@ -1001,7 +1002,7 @@ def unfused_matmul_all_reduce(
 ) -> Tensor:
     """`asynctp::matmul_all_reduce` without overlap; the arguments are checked already."""
     total = _summed_products(a_parts, b_parts, biases, sum_dtype, added, factors)
-    return all_reduce(total, reduce_op, group_name, mover)
+    return all_reduce(total, reduce_op, group_name, mover, in_place=True)
 
 
 def unfused_scaled_matmul_all_reduce(
@@ -1023,7 +1024,7 @@ def unfused_scaled_matmul_all_reduce(
     """`asynctp::scaled_matmul_all_reduce` without overlap; the arguments are checked already."""
     parts = (a_parts, b_parts, a_scales, b_scales, biases)
     total = _summed_scaled_products(*parts, out_dtype, use_fast_accum, sum_dtype, added, factors)
-    return all_reduce(total, reduce_op, group_name, mover)
+    return all_reduce(total, reduce_op, group_name, mover, in_place=True)
 
 
 # --- collectives -----------------------------------------------------------------------------------------
@@ -1085,15 +1086,24 @@ def reduce_scatter(
     return (shard / group_size).to(shard.dtype) if divide else shard
 
 
-def all_reduce(partial: Tensor, reduce_op: str, group_name: Any, mover: Mover | None = None) -> Tensor:
-    """The ranks' sum or average, on every rank; gloo's average, and a mover, as in `reduce_scatter`."""
+def all_reduce(
+    partial: Tensor, reduce_op: str, group_name: Any, mover: Mover | None = None, *, in_place: bool = False
+) -> Tensor:
+    """The ranks' sum or average, on every rank; gloo's average, and a mover, as in `reduce_scatter`.
+
+    in_place: `partial` is the caller's own and may become the result, which saves a copy.
+    """
     if mover is not None and (total := mover.all_reduce(partial.contiguous(), reduce_op)) is not None:
         return total
     divide = reduce_op == "avg" and partial.device.type == "cpu"
-    c10d = torch.ops._c10d_functional
-    op = "sum" if divide else reduce_op
-    total = c10d.wait_tensor(c10d.all_reduce(partial, op, compat.group_name_of(group_name)))
-    return total / group_and_size(group_name)[1] if divide else total  # type: ignore[no-any-return]
+    if in_place:
+        op = ReduceOp.AVG if reduce_op == "avg" and not divide else ReduceOp.SUM
+        total = partial.contiguous()
+        torch.distributed.all_reduce(total, op, group=compat.process_group(group_name))
+    else:
+        c10d, name = torch.ops._c10d_functional, "sum" if divide else reduce_op
+        total = c10d.wait_tensor(c10d.all_reduce(partial, name, compat.group_name_of(group_name)))
+    return total / group_and_size(group_name)[1] if divide else total
 
 
 # --- matmuls ---------------------------------------------------------------------------------------------

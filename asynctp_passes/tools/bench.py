@@ -327,7 +327,7 @@ class Call:
             return [*self._products(full, scale), *([full] if self.given["return_a_full"] else []), *along]
         total, how, c10d = self._total(), self.given["reduce_op"], torch.ops._c10d_functional
         if self.op.endswith("all_reduce"):
-            return [reference.all_reduce(total, how, self.group)]
+            return [reference.all_reduce(total, how, self.group, in_place=True)]
         if self.dim == 0 and how == "sum":
             return [c10d.wait_tensor(c10d.reduce_scatter_tensor(total, how, self.world, self.group))]
         return [reference.reduce_scatter(total, how, self.dim, self.world, self.group)]
