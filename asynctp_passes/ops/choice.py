@@ -77,7 +77,8 @@ def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: i
         choice = cuda.explain(op, (*args, world_size, None), *map(arguments.get, OPTIONAL))
     except RuntimeError:
         return implementation(device)
-    then = ", then all-gather" if op.endswith("all_reduce") and choice.implementation != "sequential" else ""
+    halves = op.endswith("all_reduce") and choice.implementation in ("fused", "decomposed")
+    then = ", then all-gather" if halves else ""
     return f"{choice.implementation}{then} ({choice.source})"
 
 

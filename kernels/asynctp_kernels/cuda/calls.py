@@ -18,7 +18,7 @@ from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.explanation import explain_all_reduce, explain_gather, explain_scatter
 from asynctp_kernels.cuda.groups import in_step, memory_for
 from asynctp_kernels.cuda.implementations import make_plan
-from asynctp_kernels.cuda.moves import Check, Mover, all_gather, check_or_skip, check_taking_part
+from asynctp_kernels.cuda.moves import Check, Mover, check_or_skip, check_taking_part
 from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
 from asynctp_kernels.cuda.plans.gather_call import GatherCall
 from asynctp_kernels.cuda.plans.scatter_call import Operands, ScatterCall, as_rows, flat, nonunit
@@ -113,7 +113,7 @@ def run_all_reduce(
     added: Tensor | None = None,
     factors: Sequence[float] | None = None,
 ) -> Tensor | None:
-    """all_reduce(Σ a @ b + added): a scatter of the rows, then an all-gather of them. None: run the unfused program.
+    """all_reduce(Σ a @ b + added); arguments as those of the ops. None: run the unfused program.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
@@ -122,11 +122,8 @@ def run_all_reduce(
     rows = None if added is None else flat(added)
     operands = (*as_rows(a_parts, b_parts, a_scales), b_scales, biases, rows)
     key, options = ("matmul_all_reduce", reduce_op, out_dtype, fast), (reduce_op, 0, out_dtype, fast)
-    part = _run_scatter("all_reduce", key, operands, options, sum_dtype, factors, group, check)
-    if part is None:
-        return None
-    whole = all_gather(part, group)
-    return whole if len(shape) == 2 else whole.view(*shape[:-1], part.shape[-1])
+    whole = _run_scatter("all_reduce", key, operands, options, sum_dtype, factors, group, check)
+    return whole if whole is None or len(shape) == 2 else whole.view(*shape[:-1], whole.shape[-1])
 
 
 def _run_scatter(
